@@ -1,7 +1,6 @@
 """The demo models that ship with the pack: small, trained from nothing, of the real classes in the real folder layout.
 
-They draw what ``scenes.py`` describes. Each is a folder in ``models/`` with its model card; ``loras/`` has LoRAs for
-them.
+They draw what ``scenes.py`` describes; each is a folder in ``models/`` with its card, ``loras/`` has LoRAs for them.
 """
 
 from __future__ import annotations
@@ -39,5 +38,5 @@ def demo_folder(choice: str) -> Path | None:
 
 @functools.cache
 def demo_loras() -> dict[str, Path]:
-    """Choice to file, such as ``demo: ltx_night``: a LoRA is named after the model it is for, and what it does."""
+    """Choice to file, such as ``demo: ltx_night``: named after the model it is for, and what it does."""
     return {f"demo: {file.stem}": file for file in sorted(LORAS.glob("*.safetensors"))}

@@ -37,27 +37,16 @@ Checks = Mapping[str, tuple[bool, str]]
 
 @dataclass(frozen=True, eq=False)
 class Exhibit:
-    """One thing that the demo shows.
+    """One thing that the demo shows."""
 
-    Args:
-        title: of its section on the page.
-        strips: caption to frames (F, H, W, 3) in 0..1, a row of the contact sheet each.
-        notes: what the model decided, a line each.
-        checks: name to result and figure.
-    """
-
-    title: str
-    strips: Mapping[str, torch.Tensor]
-    notes: Sequence[str]
-    checks: Checks
+    title: str  # of its section on the page
+    strips: Mapping[str, torch.Tensor]  # caption to frames (F, H, W, 3) in 0..1, a row of the contact sheet each
+    notes: Sequence[str]  # what the model decided, a line each
+    checks: Checks  # name to result and figure
 
 
 def exhibit(title: str, model: Path, number: int, folder: Path) -> Exhibit:
-    """The clip of a demo model, written into ``folder`` under its name; one of two seeds has to show the scene.
-
-    Args:
-        number: of the scene among :data:`ASKED`.
-    """
+    """The clip of a demo model of scene ``number``, written into ``folder``; one of two seeds has to show the scene."""
     pipeline = load(LoadRequest(model, precision="fp32", device="cpu"))
     asked, other = ASKED[number % len(ASKED)], ASKED[(number + 1) % len(ASKED)]
     clip, second, reseeded = (
@@ -86,10 +75,7 @@ def _seen(clip: torch.Tensor, asked: Scene) -> tuple[bool, str]:
 def drawn(
     pipeline: Pipeline, prompt: str, seed: int = 0, form: DecodeRequest | None = None, **settings: Any
 ) -> torch.Tensor:
-    """The frames (F, H, W, 3) in 0..1 of one clip, in the size and steps of the model's own unless ``settings`` say.
-
-    A model that starts from a picture is given that of the scene.
-    """
+    """The frames (F, H, W, 3) in 0..1 of one clip as the model was trained, from the scene's picture if it needs it."""
     progress = Silent()
     with torch.no_grad():
         encoded = stages.encode_prompt(pipeline, PromptRequest(prompt), progress)
@@ -107,9 +93,7 @@ def drawn(
 def write_page(exhibits: Iterable[Exhibit], folder: Path, notify: Callable[[str], None]) -> int:
     """The number of checks that failed, after writing ``contact_sheet.png`` and ``report.md`` into ``folder``.
 
-    Args:
-        exhibits: each may be made as it is asked for; its result and seconds are a line for the user.
-        notify: takes each line.
+    Each of ``exhibits`` may be made as it is asked for; ``notify`` takes a line with its result and seconds.
     """
     page = [f"# What AnyGPU drew\n\nDevice: {facts_for()}\n\nThe demo itself runs on {facts_for('cpu')}.\n"]
     strips: dict[str, torch.Tensor] = {}

@@ -1,7 +1,7 @@
 """The world that the demo models were trained on: one shape on a plain ground, as words and as read back from frames.
 
-:func:`scene_of` needs no network. It finds the ground in the border of the clip and the shape as what differs from it;
-what the shape is and does follows from its moments.
+:func:`scene_of` needs no network: the ground is in the border of the clip, the shape differs, its moments tell the
+rest.
 """
 
 from __future__ import annotations
@@ -77,9 +77,8 @@ def first_frame(scene: Scene) -> torch.Tensor:
     """The picture (1, 64, 64, 3) in 0..1 that a clip of this scene begins with; its motion is about the centre."""
     palette = {name: torch.tensor(rgb) / 255 for name, rgb in COLOURS.items()}
     half = sum(TRAVEL) / 4
-    across, down = {"left": (half, 0), "right": (-half, 0), "up": (0, half), "down": (0, -half)}.get(
-        scene.motion, (0, 0)
-    )
+    starts = {"left": (half, 0), "right": (-half, 0), "up": (0, half), "down": (0, -half)}
+    across, down = starts.get(scene.motion, (0, 0))
     low, high = GROWTH
     radius = RADIUS[scene.shape] * {"grow": low, "shrink": high}.get(scene.motion, 1.0)
     steps = torch.arange(64) + 0.5 - 32
@@ -88,16 +87,11 @@ def first_frame(scene: Scene) -> torch.Tensor:
     return (palette[scene.ground] + (palette[scene.colour] - palette[scene.ground]) * mask)[None]
 
 
-def _triangle(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    half = math.sqrt(3) / 2
-    return torch.maximum(v, half * u.abs() - 0.5 * v)
-
-
 # The radius of the inner circle of the shape whose edge goes through (u, v); v points down.
 MEASURES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "circle": torch.hypot,
     "square": lambda u, v: torch.maximum(u.abs(), v.abs()),
-    "triangle": _triangle,
+    "triangle": lambda u, v: torch.maximum(v, math.sqrt(3) / 2 * u.abs() - 0.5 * v),
 }
 
 
@@ -131,16 +125,12 @@ def scene_in_picture(picture: torch.Tensor) -> Scene | None:
 
 
 def scene_of(frames: torch.Tensor) -> Scene:
-    """Recognise the contents of a clip.
-
-    Args:
-        frames: (F, H, W, 3) in 0..1, at any size.
-    """
+    """Recognise the contents of a clip (F, H, W, 3) in 0..1, at any size."""
     names = list(COLOURS)
     palette = torch.tensor(list(COLOURS.values())) / 255
     nearest = torch.cdist(frames.float().reshape(-1, 3), palette).argmin(-1).view(frames.shape[:3])
-    border = torch.cat([nearest[:, 0].flatten(), nearest[:, -1].flatten(), nearest[..., 0].flatten()])
-    border = torch.cat([border, nearest[..., -1].flatten()])
+    sides = nearest[:, 0], nearest[:, -1], nearest[..., 0], nearest[..., -1]
+    border = torch.cat([side.flatten() for side in sides])
     ground = int(border.bincount(minlength=len(names)).argmax())
     counts = nearest.flatten().bincount(minlength=len(names))
     counts[ground] = 0

@@ -21,11 +21,10 @@ Change = tuple[dict[str, Any], list[str]]  # inputs by name, and what is said of
 
 
 def own_inputs(pipeline: Pipeline, inputs: Inputs, notify: Callable[[str], None]) -> dict[str, Any]:
-    """``inputs`` of a node as a demo model can draw them, what is changed said in one line; of others as they are.
+    """``inputs`` of a node, by name, as a demo model can draw them, changes said in one line; of others as they are.
 
-    Args:
-        inputs: values by name. Sizes, and the length of a clip, become the demo model's own; a text that is no scene
-            of its world an example, and so does the picture of a model that starts from one.
+    Sizes, and the length of a clip, become its own; a text that is no scene of its world an example, and so does the
+    picture of a model that starts from one.
     """
     if not pipeline.is_demo:
         return dict(inputs)
@@ -53,11 +52,7 @@ def own_latents(pipeline: Pipeline, start: Inputs, notify: Callable[[str], None]
 
 
 def corner(pipeline: Pipeline, latents: torch.Tensor, frames: int = 0) -> torch.Tensor:
-    """The first latent frames, rows and columns of ``latents`` (..., T, H, W), as many as a demo model draws.
-
-    Args:
-        frames: latent frames to keep; 0 for its own number.
-    """
+    """The first latent frames (``frames``, 0 for its own number), rows and columns that a demo model draws."""
     own = of_checkpoint(pipeline).sizes.defaults
     spatial, temporal = pipeline.spec.sizes.ratios
     count = frames or (own.frames - 1) // temporal + 1
@@ -97,12 +92,8 @@ def _words(inputs: Inputs) -> Change:
 
 def _picture(pipeline: Pipeline, inputs: Inputs) -> Change:
     picture = inputs.get("image")
-    if (
-        picture is None
-        or pipeline.model.task != "image"
-        or "fit" not in inputs
-        or scene_in_picture(picture) is not None
-    ):
+    starts = pipeline.model.task == "image" and "fit" in inputs
+    if picture is None or not starts or scene_in_picture(picture) is not None:
         return {}, []
     shown = f"a {EXAMPLE.colour} {EXAMPLE.shape} on {EXAMPLE.ground}"
     return {"image": first_frame(EXAMPLE)}, [f"starts from {shown}, not from this picture"]

@@ -34,9 +34,6 @@ def sampled(
     Args:
         seed: of the first; each further one has the next.
         sample: makes the video of an index, with its seed.
-
-    Raises:
-        InputError: a batch of none, or of more than the widget takes.
     """
     require_range("batch_size", batch_size, 1, MOST_VIDEOS, "videos")
     count = batch_size * starts
@@ -53,10 +50,9 @@ def joined(videos: Sequence[Latents]) -> dict[str, Any]:
 
 
 def videos_of(latent: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A LATENT per video, each with its own seed and whatever else its decode needs; of a picture as it is.
+    """A LATENT per video, each with its own seed and whatever else its decode needs; of a picture unchanged.
 
-    Core's nodes carry our key along: which videos Latent From Batch left is in its own key, and Repeat Latent Batch
-    starts over.
+    Core's nodes carry our key along: Latent From Batch names the videos that it left, Repeat Latent Batch starts over.
     """
     samples, own = latent.get("samples"), latent.get(KEY)
     if not isinstance(samples, torch.Tensor) or samples.is_nested or samples.ndim != 5:

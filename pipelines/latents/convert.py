@@ -37,22 +37,32 @@ def from_core(pipeline: Pipeline, latent: Mapping[str, Any], notify: Callable[[s
     samples, record = to_host(samples_of(latent)).float(), latent.get(KEY)
     if not isinstance(record, Mapping):
         notify("these latents come from another node: decoded as text to video with seed 0")
-        return _foreign(pipeline, samples)
+        count, rows, columns = samples.shape[2:]
+        sizes = pipeline.spec.sizes
+        return Latents(
+            samples=samples,
+            family=pipeline.family,
+            task="text",
+            frames=(count - 1) * sizes.stride + 1,
+            height=rows * sizes.ratio,
+            width=columns * sizes.ratio,
+            fps=sizes.defaults.fps,
+            seed=0,
+        )
     if int(record.get("version", 0)) > LATENT_VERSION:
         raise InputError(
             f"latents of version {record.get('version')}",
             expected=f"version {LATENT_VERSION} or older",
             fix="Update AnyGPU.",
         )
-    return _own(samples, record)
+    extra = dict(record.get("extra", {}))
+    if isinstance(extra.get("generator_state"), str):
+        extra["generator_state"] = bytes.fromhex(extra["generator_state"])
+    return Latents(samples, **{name: record[name] for name in PLAIN}, extra=extra, more=dict(record.get(MORE, {})))
 
 
 def samples_of(latent: Mapping[str, Any]) -> torch.Tensor:
-    """The tensor of a LATENT, which must be one video: (1, C, T, H, W), on whatever device it is.
-
-    Raises:
-        InputError: no tensor of five dimensions, or more than one video.
-    """
+    """The tensor of a LATENT, which must be one video: (1, C, T, H, W), on whatever device it is."""
     samples = latent.get("samples")
     if not isinstance(samples, torch.Tensor) or getattr(samples, "is_nested", False) or samples.ndim != 5:
         shape = tuple(samples.shape) if isinstance(samples, torch.Tensor) and samples.ndim else type(samples).__name__
@@ -78,35 +88,12 @@ def start_of(pipeline: Pipeline, latent: Mapping[str, Any] | None, notify: Calla
     return {"latents": from_core(pipeline, latent, notify), "noise_mask": mask}
 
 
-def _own(samples: torch.Tensor, record: Mapping[str, Any]) -> Latents:
-    extra = dict(record.get("extra", {}))
-    if isinstance(extra.get("generator_state"), str):
-        extra["generator_state"] = bytes.fromhex(extra["generator_state"])
-    return Latents(samples, **{name: record[name] for name in PLAIN}, extra=extra, more=dict(record.get(MORE, {})))
-
-
-def _foreign(pipeline: Pipeline, samples: torch.Tensor) -> Latents:
-    spatial, temporal = pipeline.spec.sizes.ratios
-    frames = (samples.shape[2] - 1) * temporal + 1
-    height, width = samples.shape[3] * spatial, samples.shape[4] * spatial
-    return Latents(
-        samples=samples,
-        family=pipeline.family,
-        task="text",
-        frames=frames,
-        height=height,
-        width=width,
-        fps=pipeline.spec.sizes.defaults.fps,
-        seed=0,
-    )
-
-
 def conditionings(prompt: Prompt) -> tuple[list[Any], list[Any]]:
     """Positive and negative of a prompt as core's CONDITIONING, which the family's ``prompt_from_core`` reads back.
 
-    Without a negative prompt the negative is the positive with zeros for text, as core's Conditioning Zero Out. The
-    shorter text is padded, masked, to the length of the other, as core's own tokenizers do: only then does core give
-    both to the transformer in one call, where guidance by attention can compare them.
+    Without a negative prompt the negative has zeros for text, as core's Conditioning Zero Out. The shorter text is
+    padded, masked, to the length of the other, as core's own tokenizers do: only then does core give both to the
+    transformer in one call, where guidance by attention can compare them.
     """
     if prompt.negative is not None:
         length = max(text[EMBEDS].shape[1] for text in (prompt.embeds, prompt.negative))

@@ -1,10 +1,8 @@
 """Caches of Musubi Tuner as LATENT and prompt, and back: three of its architectures are families of ours.
 
-A cache holds one item: latents (C, T, H, W) in one file, text embeddings without a batch in another. What we do not
-compute with (masks, FramePack's clean latents, indices and image embeddings) is carried along and written back as read;
-:func:`save_item` makes it again.
-
-Source: kohya-ss/musubi-tuner at 30c658c, ``dataset/cache_io.py`` (what is written) and ``dataset/bucket.py`` (read).
+A cache holds one item: latents (C, T, H, W) in one file, text embeddings without a batch in another; what we do not
+compute with is carried along and written back as read. Source: kohya-ss/musubi-tuner at 30c658c,
+``dataset/cache_io.py`` (what is written) and ``dataset/bucket.py`` (read).
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from ...compat.checkpoints.latents import dtype_name, dtype_named, written
 from ...compat.device.execution import to_host
 from ...compat.errors import CheckpointError, InputError, UnsupportedError
 from ..base import EMBEDS, LATENT_VERSION, MASK, SECTION_ORDERS, ImageCondition, Prompt
-from ..family import FamilySpec, MusubiCache
+from ..family import MusubiCache
 from ..registry import FAMILIES, family_named
 from .convert import KEY, samples_of
 
@@ -48,11 +46,7 @@ def kind_in(metadata: Mapping[str, str], file_name: str) -> str:
 
 
 def latent_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """A latent cache as a LATENT (1, C, T, H, W) in core's space, in the file's dtype where that is unscaled.
-
-    Raises:
-        UnsupportedError: an architecture that is not a family of ours. CheckpointError: a tensor that is not as named.
-    """
+    """A latent cache as a LATENT (1, C, T, H, W) in core's space, in the file's dtype where that is unscaled."""
     family, kind = _architecture(path, metadata)
     name, match = next((name, parsed) for name in tensors if (parsed := LATENTS.fullmatch(name)))
     stored, sizes = tensors[name], [int(size) for size in match.groups()[:3]]
@@ -74,15 +68,10 @@ def latent_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
 
 
 def prompt_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Prompt:
-    """A cache of text embeddings as a prompt in fp32, cut to its valid tokens; it has no negative.
-
-    Raises:
-        UnsupportedError: an architecture that is not a family of ours. CheckpointError: an embedding is missing, or has
-            another shape.
-    """
+    """A cache of text embeddings as a prompt in fp32, cut to its valid tokens; it has no negative."""
     family, kind = _architecture(path, metadata)
     own = {_bare(name): tensor for name, tensor in tensors.items()}
-    missing = [name for name in (*kind.text, *filter(None, [kind.mask])) if name not in own]
+    missing = [name for name in (*kind.text, *([kind.mask] if kind.mask else ())) if name not in own]
     if missing:
         raise CheckpointError(
             f"no {missing[0]!r} in {str(path)!r}",
@@ -111,13 +100,7 @@ def prompt_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
 def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype: str = DTYPES[0]) -> Path:
     """Write a LATENT as a latent cache and return its path; a video's name gets the frame range that its reader wants.
 
-    Args:
-        name: of the training item.
-        dtype: one of :data:`DTYPES`; what was loaded from a cache keeps its own.
-
-    Raises:
-        UnsupportedError: a family without an architecture there, or FramePack latents that no cache came with.
-        InputError: a name that is not a file name. CheckpointError: the file cannot be written.
+    What was loaded from a cache keeps its dtype with the first of :data:`DTYPES`.
     """
     samples, known, read = samples_of(latent), latent.get(KEY, {}), latent.get(MUSUBI, {})
     kind = _architecture_of(str(known.get("family", "")), "latents")
@@ -133,7 +116,7 @@ def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype:
 
 
 def _scaled(samples: torch.Tensor, kind: MusubiCache, dtype: str) -> torch.Tensor:
-    """Latents (C, T, H, W) of a LATENT's samples in the space of an architecture, of the named dtype, on the CPU."""
+    """Latents (C, T, H, W) of a LATENT's samples in an architecture's space, of the named dtype, on the CPU."""
     stored = to_host(samples)[0]
     return (stored if kind.scale == 1.0 else stored.float() * kind.scale).to(dtype_named(dtype) or torch.float32)
 
@@ -168,16 +151,10 @@ def _write_latents(
 
 
 def save_text_cache(folder: Path, name: str, prompt: Prompt, caption: str = "", dtype: str = DTYPES[0]) -> Path:
-    """Write the positive embeddings of a prompt as a text cache and return its path.
+    """Write the positive embeddings of a prompt as a text cache and return its path; all ranges of a video share it.
 
-    One that was loaded from such a cache is written as it was read, padding included. All ranges of a video share it.
-
-    Args:
-        caption: the text it was made of; empty takes what the prompt knows.
-        dtype: one of :data:`DTYPES`.
-
-    Raises:
-        UnsupportedError: a family without an architecture there. InputError: a name that is not a file name.
+    One that was loaded from such a cache is written as it was read, padding included. An empty ``caption`` is what the
+    prompt knows of its text.
     """
     kind = _architecture_of(prompt.family, "a prompt")
     path = folder / f"{RANGE.sub('', _item(name))}_{kind.short}_te.safetensors"
@@ -193,17 +170,11 @@ def save_text_cache(folder: Path, name: str, prompt: Prompt, caption: str = "", 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The way to cut a video into FramePack's sections.
+    """The way to cut a video into FramePack's sections."""
 
-    Args:
-        image: its encoded first frame.
-        window: latent frames per section.
-        order: one of :data:`SECTION_ORDERS`.
-    """
-
-    image: ImageCondition
-    window: int = 9
-    order: str = SECTION_ORDERS[0]
+    image: ImageCondition  # its encoded first frame
+    window: int = 9  # latent frames per section
+    order: str = SECTION_ORDERS[0]  # one of :data:`SECTION_ORDERS`
 
 
 def save_item(
@@ -216,15 +187,12 @@ def save_item(
     cut: Cut | None = None,
     notify: Callable[[str], None] = lambda _text: None,
 ) -> list[Path]:
-    """Write what there is of one training item, and return the paths.
-
-    Args:
-        cut: makes FramePack's sections of the latents.
-        notify: called with how many there are and what is left out.
+    """Write what there is of one training item, and return the paths; ``cut`` makes FramePack's sections of latents.
 
     Raises:
-        InputError: neither latents nor a prompt, or latents and a prompt of two architectures.
-            Otherwise as :func:`save_latent_cache` and :func:`save_text_cache`.
+        InputError: neither latents nor a prompt, both of two architectures, or a name that is not a file name.
+        UnsupportedError: a family without an architecture there, or FramePack latents that no cache came with.
+        CheckpointError: a file cannot be written.
     """
     if latent is None and prompt is None:
         raise InputError("neither latent nor prompt", expected="at least one of them", fix="Connect one of them.")
@@ -249,20 +217,6 @@ def _save_sections(
 ) -> list[Path]:
     samples, known = samples_of(latent), latent.get(KEY, {})
     family = family_named(cut.image.family)
-    _require_same_vae(family, known, latent)
-    plan, left = family.code.training_plan(samples.shape[2], cut.window, cut.order)
-    kind = _architecture_of(family.id, "latents")
-    film = _scaled(samples, kind, DTYPES[1] if dtype == DTYPES[0] else dtype)
-    summary = f"{plan.count} sections of {plan.window} latent frames"
-    notify(f"{summary}; the last {left} frames are left out" if left else summary)
-    return [
-        _write_latents(folder, name, kind, known, tensors, {}, place)
-        for place, tensors in family.code.training_sections(film, cut.image, plan)
-    ]
-
-
-def _require_same_vae(family: FamilySpec, known: Mapping[str, Any], latent: Mapping[str, Any]) -> None:
-    """Raise where these latents cannot be cut into sections of ``family``."""
     source = str(known.get("family", ""))
     same = [other.id for other in FAMILIES.values() if other.files.kinds.get("vae") == family.files.kinds.get("vae")]
     if source not in same or not family.recipes.sections or latent.get(MUSUBI):
@@ -272,6 +226,15 @@ def _require_same_vae(family: FamilySpec, known: Mapping[str, Any], latent: Mapp
             expected="latents of FramePack or HunyuanVideo, which share a VAE, and an image of FramePack",
             fix="Disconnect image for other models and for latents from a cache.",
         )
+    plan, left = family.code.training_plan(samples.shape[2], cut.window, cut.order)
+    kind = _architecture_of(family.id, "latents")
+    film = _scaled(samples, kind, DTYPES[1] if dtype == DTYPES[0] else dtype)
+    summary = f"{plan.count} sections of {plan.window} latent frames"
+    notify(f"{summary}; the last {left} frames are left out" if left else summary)
+    return [
+        _write_latents(folder, name, kind, known, tensors, {}, place)
+        for place, tensors in family.code.training_sections(film, cut.image, plan)
+    ]
 
 
 def _text_tensors(kind: MusubiCache, prompt: Prompt, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

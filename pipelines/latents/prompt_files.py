@@ -22,11 +22,7 @@ TEXTS = ("text", "negative_text")
 
 
 def save_prompt(path: Path, prompt: Prompt, origin: Origin | None = None) -> Path:
-    """Write a prompt with its negative and its section prompts; returns ``path``.
-
-    Raises:
-        InputError: NaN or infinity in it. CheckpointError: the file cannot be written.
-    """
+    """Write a prompt with its negative and its section prompts, all finite; returns ``path``."""
     origin = origin or Origin()
     tensors = _named(EMBEDS, prompt.embeds) | _named(NEGATIVE, prompt.negative or {})
     for index, section in enumerate(prompt.sections):
@@ -43,8 +39,7 @@ def load_prompt(path: Path, notify: Callable[[str], None]) -> Prompt:
     """The prompt in a file of ours or in a Musubi Tuner text cache, on the CPU.
 
     Raises:
-        CheckpointError: damaged, changed while it was read, or no prompt. InputError: a newer version of this pack
-            wrote it, or NaN and infinity in it.
+        CheckpointError: damaged, changed meanwhile, or no prompt. InputError: a newer version, or NaN and infinity.
     """
     tensors, metadata = read_record(path, "a prompt")
     if metadata.keys() >= {"architecture", "caption1"}:
@@ -73,11 +68,13 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
     count = record.get("sections", 0)
     count = min(count, len(tensors) + 1) if isinstance(count, int) else 0  # an edited one may be of any size
     names = [EMBEDS, NEGATIVE, *(f"{SECTION}.{index}" for index in range(count))]
-    groups = {group: _group(group, tensors) for group in names}
+    groups = {
+        group: {name.removeprefix(f"{group}."): t for name, t in tensors.items() if name.startswith(f"{group}.")}
+        for group in names
+    }
     absent = [group for group, held in groups.items() if not held and group != NEGATIVE]
-    strange = [
-        name for group in groups.values() for name, tensor in group.items() if tensor.ndim < 2 or len(tensor) != 1
-    ]
+    every = (item for group in groups.values() for item in group.items())
+    strange = [name for name, tensor in every if tensor.ndim < 2 or len(tensor) != 1]
     if absent or strange:
         raise CheckpointError(
             f"the prompt in {str(path)!r} has no usable {(absent or strange)[0]}",
@@ -85,17 +82,5 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
             fix="Save the prompt again; this file was edited or made by hand.",
         )
     texts = {name: str(record.get(name, "")) for name in TEXTS}
-    sections = tuple(groups[group] for group in names[2:])
-    has_negative = bool(record.get("opposed"))
-    return Prompt(
-        family=str(record["family"]),
-        embeds=groups[EMBEDS],
-        negative=groups[NEGATIVE] or None,
-        sections=sections,
-        has_negative=has_negative,
-        extra=texts,
-    )
-
-
-def _group(group: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(f"{group}."): t for name, t in tensors.items() if name.startswith(f"{group}.")}
+    pair, sections = (groups[EMBEDS], groups[NEGATIVE] or None), tuple(groups[group] for group in names[2:])
+    return Prompt(str(record["family"]), *pair, sections, has_negative=bool(record.get("opposed")), extra=texts)

@@ -41,47 +41,38 @@ UNLISTED = (OSError, PackError, LookupError, AttributeError, TypeError, ValueErr
 class SavedLatents:
     """One saved sampling.
 
-    ``id`` is a plain name without a folder; ``date`` local time, ISO; ``unfinished`` such as ``section 2 of 5``, empty
-    for a whole one. What is unknown is 0: the sizes and fps of latents that core sampled for another pack's model.
-    ``family`` is then that model's class, and ``latent_format`` core's class for its latents.
+    What is unknown is 0: the sizes and fps of latents that core sampled for another pack's model. ``family`` is then
+    that model's class, and ``latent_format`` core's class for its latents.
     """
 
-    id: str
+    id: str  # a plain name without a folder
     name: str
     family: str
     total_bytes: int
-    date: str
+    date: str  # local time, ISO
     seed: int
     frames: int
     width: int
     height: int
     fps: float
     prompt: str = ""
-    unfinished: str = ""
+    unfinished: str = ""  # such as ``section 2 of 5``; empty for a whole one
     latent_format: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Latents sampled by other nodes than ours.
+    """Latents sampled by other nodes than ours; frames, width and height in pixels, 0 where they are unknown."""
 
-    Args:
-        samples: of any shape, on any device; more than one where they are nested, such as video and audio.
-        family: of our pipeline, or the class of the model.
-        latent_format: name of core's class for its latents.
-        frames, width, height: in pixels; 0 where they are unknown.
-        unfinished: how far the sampling came, such as ``step 3 of 20``; empty for a whole one.
-    """
-
-    samples: Sequence[torch.Tensor]
-    family: str
+    samples: Sequence[torch.Tensor]  # of any shape, on any device; more than one where they are nested
+    family: str  # of our pipeline, or the class of the model
     seed: int = 0
     frames: int = 0
     width: int = 0
     height: int = 0
     fps: float = 0.0
-    latent_format: str = ""
-    unfinished: str = ""
+    latent_format: str = ""  # name of core's class for its latents
+    unfinished: str = ""  # how far the sampling came, such as ``step 3 of 20``; empty for a whole one
 
 
 def save(folder: Path, latents: Latents, notify: Callable[[str], None], limit_bytes: int = LIMIT_BYTES) -> str:
@@ -117,19 +108,15 @@ def by_date(folder: Path) -> list[Path]:
 
 
 def load(folder: Path, name: str, notify: Callable[[str], None], family: str = "") -> dict[str, Any]:
-    """The saved LATENT of an id, or of the newest one for ``newest``; an unfinished video is as far as it came.
-
-    Args:
-        family: whose newest; empty for the newest of all.
-
-    Raises:
-        CheckpointError: none of that id is saved.
-    """
+    """The saved LATENT at :func:`path_of` these; an unfinished video is as far as it came."""
     return load_latent(path_of(folder, name, family), notify)
 
 
 def path_of(folder: Path, name: str, family: str = "") -> Path:
-    """The file of an id from :func:`listing`; nothing else can be named. ``family`` as in :func:`load`.
+    """The file of an id from :func:`listing`, or of the newest for ``newest``; nothing else can be named.
+
+    Args:
+        family: whose newest; empty for the newest of all.
 
     Raises:
         CheckpointError: none of that id is saved.
@@ -149,29 +136,23 @@ def path_of(folder: Path, name: str, family: str = "") -> Path:
         raise CheckpointError(
             f"no saved latents {name!r}" if ids else "no saved latents at all",
             expected=f"one of the {len(ids)} that are kept" if ids else "a finished sampling",
-            fix="Press R to refresh the list."
-            if ids
-            else "Sample something first; every result is saved automatically.",
+            fix="Press R to refresh the list." if ids else "Sample something first; each result is saved.",
         )
     return folder / f"{name}.safetensors"
 
 
 @dataclass(slots=True)
 class SavedSections:
-    """FramePack's finished sections in one file per sampling, for :func:`pipelines.stages.sample_framepack`.
-
-    Args:
-        describe: adds what made the latents to them, before they are written.
-    """
+    """FramePack's finished sections in one file per sampling, for :func:`pipelines.stages.sample_framepack`."""
 
     folder: Path
     notify: Callable[[str], None]
     limit_bytes: int = LIMIT_BYTES
     names: dict[str, str] = field(default_factory=dict)
-    describe: Callable[[Latents], Latents] = lambda latents: latents
+    describe: Callable[[Latents], Latents] = lambda latents: latents  # adds what made them, before they are written
 
     def found(self, key: str) -> SectionState | None:
-        """The state of the newest unfinished sampling with the same ``key`` is; None if there is none."""
+        """The state of the newest unfinished sampling with the same ``key``; None if there is none."""
         for saved in listing(self.folder) if key else ():
             if not saved.unfinished:
                 continue

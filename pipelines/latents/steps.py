@@ -30,26 +30,17 @@ LATENTS, SOLVER = "latents", "solver"
 
 @dataclass(slots=True)
 class SavedSteps:
-    """Unfinished samplings in a folder, which several machines may share.
+    """Unfinished samplings in a folder, which several machines may share."""
 
-    Args:
-        folder: of their files.
-        notify: called once if the disk fails.
-        share: of the time that saving may take.
-        cost: seconds that the last state took.
-        spent: that all of them took since ``begun``.
-    """
-
-    folder: Path
-    notify: Callable[[str], None]
-    share: float = SHARE
-    cost: float = FIRST_SECONDS
-    spent: float = 0.0
+    folder: Path  # of their files
+    notify: Callable[[str], None]  # called once if the disk fails
+    share: float = SHARE  # of the time that saving may take
+    cost: float = FIRST_SECONDS  # seconds that the last state took
+    spent: float = 0.0  # that all of them took since ``begun``
     failed: bool = False
     begun: float = field(default_factory=time.perf_counter)
 
     def found(self, key: str) -> StepState | None:
-        """The state of the sampling of this ``key``; None if there is none, or its file is damaged."""
         self.begun, self.spent = time.perf_counter(), 0.0
         path = self._path(key)
         if not path.is_file():
@@ -88,7 +79,6 @@ class SavedSteps:
         return not self.failed
 
     def drop(self, key: str) -> None:
-        """Remove the saved state of this sampling."""
         with suppress(OSError):
             self._path(key).unlink(missing_ok=True)
 
@@ -96,7 +86,7 @@ class SavedSteps:
         return self.folder / f"{key}.safetensors"
 
     def _sweep(self) -> None:
-        """Remove the oldest where there are more than :data:`MOST`, and what a writer that died left half written."""
+        """Remove the oldest beyond :data:`MOST`, and what a writer that died left half written."""
         dated = []
         for path in [*self.folder.glob("*.safetensors"), *self.folder.glob(".*.part")]:
             with suppress(OSError):  # another process may have removed it
@@ -107,11 +97,7 @@ class SavedSteps:
 
 
 def _state(tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any], key: str) -> StepState:
-    """The state in a file that may have been edited.
-
-    Raises:
-        ValueError, LookupError, RuntimeError: it cannot be one of this sampling.
-    """
+    """The state in a file that may have been edited; ValueError, LookupError or RuntimeError where it cannot be one."""
     if record.get("kind") != KIND or record.get("version") != VERSION or record.get("key") != key:
         raise ValueError("another kind of file, or of another sampling")
     solver: dict[str, Any] = {}

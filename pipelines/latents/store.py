@@ -33,17 +33,11 @@ NUMBERS = ("frames", "height", "width", "seed", "version")
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The origin of a file's content.
+    """The origin of a file's content."""
 
-    Args:
-        metadata: ComfyUI's own, as JSON texts: ``prompt`` (the graph that ran) and ``workflow`` (the one to open).
-        record: further plain values for our own record.
-        tensors: further tensors, under names of their own.
-    """
-
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    record: Mapping[str, Any] = field(default_factory=dict)
-    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)  # ComfyUI's own JSON texts: ``prompt`` and ``workflow``
+    record: Mapping[str, Any] = field(default_factory=dict)  # further plain values for our own record
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)  # further tensors, under names of their own
 
 
 def save_latent(
@@ -56,8 +50,7 @@ def save_latent(
     """Write a LATENT, from any device; returns ``path``.
 
     Args:
-        notify: called with how many values were clamped.
-        not_finite: ``refuse`` or ``clamp``.
+        not_finite: ``refuse`` or ``clamp``, which is said.
 
     Raises:
         InputError: no video latents, or NaN and infinity in them. CheckpointError: the file cannot be written.
@@ -78,8 +71,6 @@ def save_latent(
 def save_plain(path: Path, samples: Sequence[torch.Tensor], listed: Mapping[str, Any]) -> Path:
     """Write the samples of a LATENT that none of our stages made, from any device; returns ``path``.
 
-    It is loaded as core has it: without what our own latents carry along.
-
     Args:
         samples: of any shape; more than one where the LATENT is nested, such as video and audio.
         listed: plain values for :func:`recovery.listing`.
@@ -97,9 +88,6 @@ def load_latent(
     path: Path, notify: Callable[[str], None], not_finite: str = "refuse", dtype: str = DTYPES[0]
 ) -> dict[str, Any]:
     """The LATENT in a file of ours, of core's Save Latent, or of a Musubi Tuner latent cache.
-
-    Args:
-        dtype: one of :data:`DTYPES`; ``float32`` widens on the host.
 
     Raises:
         CheckpointError: damaged, changed while it was read, or no latents. InputError: a newer version of this pack
@@ -184,12 +172,8 @@ def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> di
     wrong += [name for name in NUMBERS if name in record and type(record[name]) is not int]
     wrong += [] if list(samples.shape) == record.get("shape") else ["shape"]
     wrong += [name for name in ("family", "task", "space") if not isinstance(record.get(name, ""), str)]
-    rate = record.get("fps")
-    wrong += (
-        []
-        if isinstance(rate, (int, float)) and not isinstance(rate, bool) and math.isfinite(rate) and rate >= 0
-        else ["fps"]
-    )
+    rate: Any = record.get("fps")
+    wrong += [] if type(rate) in (int, float) and math.isfinite(rate) and rate >= 0 else ["fps"]
     wrong += [] if _is_extra(record.get("extra", {})) else ["extra"]
     if wrong:
         raise CheckpointError(

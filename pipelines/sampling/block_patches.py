@@ -26,24 +26,20 @@ OutputPatch = Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
 class BlockPatches:
     """Patches by a sampler to single blocks and to attention.
 
-    Args:
-        double, single: index to a function of (arguments, {"original_block": function}). Both dictionaries have
-            ``img`` (B, N, D) and ``txt`` (B, M, D), as the patches of ComfyUI's own transformers.
-        attend: in place of every attention: from (the attention it replaces, query, key, value (B, H, N, D), mask).
-        outputs: for ``attn1`` (attention of the video) and ``attn2`` (of video to text): functions from what attention
-            gives, (B, N, D) before its projection, and what is known of the place.
-        values: double blocks whose attention hands its values on as they are.
-        options: what output patches are given beside block, heads and tokens of the video.
-        returns_alone: whether blocks return their tokens without the text.
+    ``double`` and ``single`` have functions of (arguments, {"original_block": function}) by index; both dictionaries
+    have ``img`` (B, N, D) and ``txt`` (B, M, D), as the patches of ComfyUI's own transformers. ``attend`` replaces
+    attention: from (the one it replaces, query, key, value (B, H, N, D), mask). ``outputs`` has for ``attn1`` (of the
+    video) and ``attn2`` (of video to text) functions from what attention gives, (B, N, D) before its projection, and
+    what is known of the place.
     """
 
     double: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
     single: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
     attend: Callable[..., torch.Tensor] | None = None
     outputs: Mapping[str, list[OutputPatch]] = field(default_factory=dict)
-    values: frozenset[int] = frozenset()
-    options: Mapping[str, Any] = field(default_factory=dict)
-    returns_alone: bool = False
+    values: frozenset[int] = frozenset()  # double blocks whose attention hands its values on as they are
+    options: Mapping[str, Any] = field(default_factory=dict)  # for output patches, beside the place
+    returns_alone: bool = False  # whether blocks return their tokens without the text
 
 
 def blocks_of(transformer: nn.Module) -> Iterator[tuple[str, int, Any]]:
@@ -54,7 +50,7 @@ def blocks_of(transformer: nn.Module) -> Iterator[tuple[str, int, Any]]:
 
 
 def attentions_of(block: Any) -> dict[str, Any]:
-    """A block's attention of the video as ``attn1`` and that of video to text as ``attn2``, as far as it has them."""
+    """A block's attention of the video as ``attn1`` and of video to text as ``attn2``, as far as it has them."""
     places = {"attn1": getattr(block, "attn1", None) or getattr(block, "attn", None)}
     places["attn2"] = getattr(block, "attn2", None)
     return {name: attention for name, attention in places.items() if attention is not None}
@@ -73,13 +69,8 @@ def with_block_patches(transformer: nn.Module, block_patches: BlockPatches) -> I
                 _attend_by(undo, attentions["attn1"], _values)
             for name, patches in block_patches.outputs.items():
                 if name in attentions:
-                    options = {
-                        **block_patches.options,
-                        "block": (kind, index),
-                        "block_type": kind,
-                        "block_index": index,
-                    }
-                    _patch_output(undo, attentions[name], patches, options)
+                    place = {"block": (kind, index), "block_type": kind, "block_index": index}
+                    _patch_output(undo, attentions[name], patches, {**block_patches.options, **place})
             patch = (block_patches.double if kind == DOUBLE else block_patches.single).get(index)
             if patch is not None:
                 undo.set(block, "forward", _patched(block.forward, patch, block_patches.returns_alone))

@@ -1,7 +1,6 @@
 """Calls of a transformer by core's samplers: latents and a noise level in, velocity out, for every video family.
 
-A sampler of ComfyUI's core knows noise levels, text and pictures under its own names; ``host/core_models.py`` puts them
-into a :class:`~anygpu.pipelines.base.Call`. Each family's ``call_transformer`` then does as its own ``sample``.
+A sampler of core's has its own names for levels, text and pictures, which ``host/core_models.py`` puts into a ``Call``.
 """
 
 from __future__ import annotations
@@ -55,11 +54,7 @@ def guidance_of(pipeline: Pipeline, call: Call) -> torch.Tensor | None:
 
 
 def required(value: torch.Tensor | None, name: str, fix: str) -> torch.Tensor:
-    """``value``, which the CONDITIONING must have.
-
-    Raises:
-        InputError: it has none.
-    """
+    """``value``, which the CONDITIONING must have."""
     if value is None:
         raise InputError(f"no {name} in the CONDITIONING", expected="CONDITIONING that carries it", fix=fix)
     return value

@@ -26,9 +26,8 @@ from ..pipeline import Pipeline, make_room_and_retry
 from ..settings import STEP_CACHE
 from ..sizes import TRANSFORMER, beside_transformer
 from .resume import Steps
-from .schedules import Schedule
+from .schedules import Predict, Schedule
 
-Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 Again = Callable[[BaseException], bool]  # whether to try again after an error
 SAMPLING = ProgressStage("sampling")
 RESUMABLE = replace(SAMPLING, resumable=True)
@@ -38,16 +37,11 @@ TO_FP32 = "fp16-safe gave values that are not finite: reading the transformer ag
 
 @dataclass(frozen=True, slots=True)
 class NoiseMask:
-    """Regions to sample, and the contents of the rest of the video.
+    """Regions to sample, and the contents of the rest of the video."""
 
-    Args:
-        clean, noise: shaped as the latents that are sampled.
-        mask: 1 where to sample, 0 where the clean latents stay.
-    """
-
-    clean: torch.Tensor
+    clean: torch.Tensor  # shaped as the latents that are sampled
     noise: torch.Tensor
-    mask: torch.Tensor
+    mask: torch.Tensor  # 1 where to sample, 0 where the clean latents stay
 
     def over(self, latents: torch.Tensor, level: float) -> torch.Tensor:
         """``latents`` with the part that stays at noise ``level``."""
@@ -56,7 +50,7 @@ class NoiseMask:
 
 
 def noise_mask_for(settings: SampleSettings, clean: torch.Tensor | None, noise: torch.Tensor) -> NoiseMask | None:
-    """The noise mask of ``settings``, in the size of the latents; None without one or without latents that may stay."""
+    """The noise mask of ``settings`` in the size of the latents; None without one or without latents that may stay."""
     if settings.noise_mask is None or clean is None:
         return None
     mask = settings.noise_mask.float()
@@ -71,14 +65,8 @@ def noise_for(shape: tuple[int, ...], generator: torch.Generator, device: torch.
 
 
 def latent_shape(spec: FamilySpec, channels: int, size: SampleSettings) -> tuple[int, int, int, int, int]:
-    """(1, C, T, H, W) of the latents of a video."""
-    return (
-        1,
-        channels,
-        (size.frames - 1) // spec.sizes.stride + 1,
-        size.height // spec.sizes.ratio,
-        size.width // spec.sizes.ratio,
-    )
+    ratio, stride = spec.sizes.ratios
+    return 1, channels, (size.frames - 1) // stride + 1, size.height // ratio, size.width // ratio
 
 
 def start_from(clean: torch.Tensor | None, noise: torch.Tensor, schedule: Schedule) -> torch.Tensor:
@@ -108,16 +96,10 @@ def sampled_latents(
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """The doctor beside one sampling: checks its steps, explains the first that is wrong, goes on with what was saved.
+    """The doctor beside one sampling: checks steps, explains the first that is wrong, goes on with what was saved."""
 
-    Args:
-        networks: the transformers by their parts' names.
-        doctor: of the pipeline, who looks at every step; None if none was asked for: then the first and the last
-            are looked at, where a transformer that overflows shows.
-        tell: takes one line that the user should read.
-    """
-
-    networks: nn.ModuleDict
+    networks: nn.ModuleDict  # the transformers by their parts' names
+    # Of the pipeline, who looks at every step; None to look at the first and the last, where an overflow shows.
     doctor: Doctor | None
     tell: Callable[[str], None]
 
@@ -127,24 +109,18 @@ class Watch:
         Raises:
             NotFinite: where it is called: the output is not finite; the text names the layer.
         """
-        return partial(self._ends_checked if self.doctor is None else self._repaired, predict, count)
 
-    def _ends_checked(
-        self, predict: Predict, count: int, latents: torch.Tensor, time: torch.Tensor, index: int
-    ) -> torch.Tensor:
-        output = predict(latents, time, index)
-        if 0 < index < count - 1 or bool(output.isfinite().all()):
-            return output
-        doctor = Doctor("", RepairStore(None), EXPLAIN, self.tell)
-        return doctor.checked(output, self.networks, partial(predict, latents, time, index), _step(index, count))
+        def checked(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
+            run, step = partial(predict, latents, time, index), f"step {index + 1} of {count}"
+            if self.doctor is not None:
+                with self.doctor.repaired(self.networks):
+                    return self.doctor.checked(run(), self.networks, run, step, lifeless)
+            output = run()
+            if 0 < index < count - 1 or bool(output.isfinite().all()):
+                return output
+            return Doctor("", RepairStore(None), EXPLAIN, self.tell).checked(output, self.networks, run, step)
 
-    def _repaired(
-        self, predict: Predict, count: int, latents: torch.Tensor, time: torch.Tensor, index: int
-    ) -> torch.Tensor:
-        assert self.doctor is not None
-        again = partial(predict, latents, time, index)
-        with self.doctor.repaired(self.networks):
-            return self.doctor.checked(again(), self.networks, again, _step(index, count), lifeless)
+        return checked
 
     def finish(self, noise: torch.Tensor, latents: torch.Tensor, count: int) -> None:
         """Report the faults of finite latents, or that there are none, if a doctor watches."""
@@ -153,17 +129,11 @@ class Watch:
 
 
 class Safeguards(NamedTuple):
-    """Reactions of one run of the loop to errors, non-finite values, and interruption; each may be None.
+    """Reactions of one run of the loop to errors, non-finite values, and interruption; each may be None."""
 
-    Args:
-        again: called with an error in a step; returns whether to try this step again, from the latents it began with.
-        watch: over the transformer that is called.
-        steps: saves them, and knows of those done before.
-    """
-
-    again: Again | None = None
-    watch: Watch | None = None
-    steps: Steps | None = None
+    again: Again | None = None  # called with an error in a step; True to try it again, from where it began
+    watch: Watch | None = None  # over the transformer that is called
+    steps: Steps | None = None  # saves them, and knows of those done before
 
 
 def safeguards_of(pipeline: Pipeline, progress: Progress, generator: torch.Generator, section: int = 0) -> Safeguards:
@@ -178,10 +148,9 @@ def safeguards_of(pipeline: Pipeline, progress: Progress, generator: torch.Gener
 
 
 def _watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
-    """None if no doctor was asked for and precision ``auto`` has another one to go on with.
+    """None if no doctor was asked for and precision ``auto`` has another one to go on with, or on several devices.
 
-    Also None on several devices: each would stop its search at the first layer that is wrong for its own tokens, while
-    the others wait there.
+    Each device would stop its search at the first layer that is wrong for its own tokens, while the others wait there.
     """
     doctor = pipeline.run.doctor
     if pipeline.run.group is not None or (doctor is None and pipeline.parts.fallbacks):
@@ -222,8 +191,7 @@ def denoise(
         step: replaces the schedule's own step. What it remembers, it must put back where it fails.
 
     Raises:
-        NotFinite: an output that is watched holds NaN or infinity; without a watch, the latents after the first step
-            or the last.
+        NotFinite: an output that is watched holds NaN or infinity; without a watch, the first or the last latents.
     """
     again, watch, steps = safeguards
     advance, count, start = step or schedule.step, len(schedule), latents
@@ -279,11 +247,7 @@ def retries(
 ) -> Iterator[RetryScope]:
     """Tries of a block until one succeeds; the error of the last, where ``again`` says that no other would help.
 
-    ::
-
-        for attempt in retries(again):
-            with attempt:
-                result = run()
+    Used as ``for attempt in retries(again):`` around ``with attempt:``.
 
     Args:
         again: called with each error; None to try once.
@@ -333,7 +297,7 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
 def fall_back_to_fp32(pipeline: Pipeline, progress: Progress, error: BaseException) -> bool:
     """Switch the transformer to fp32 if ``error`` was about non-finite values; True if switched.
 
-    ``Parts.fallbacks`` holds a fallback only where `auto` chose the precision: an explicit choice is never changed.
+    There is a fallback only where `auto` chose the precision: an explicit choice is never changed.
     """
     fallbacks = pipeline.parts.fallbacks
     if not fallbacks or not isinstance(error, NotFinite):
@@ -346,10 +310,6 @@ def fall_back_to_fp32(pipeline: Pipeline, progress: Progress, error: BaseExcepti
         fallbacks.pop(part)()
     progress.notify(TO_FP32)
     return True
-
-
-def _step(index: int, count: int) -> str:
-    return f"step {index + 1} of {count}"
 
 
 def _later(

@@ -30,17 +30,11 @@ LOSSY = "steps are not kept beside a step cache, whose memory would be lost: aft
 
 @dataclass(frozen=True, slots=True)
 class SectionState:
-    """The state of a sampling between two sections.
+    """The state of a sampling between two sections."""
 
-    Args:
-        latents: sampled so far, (1, C, T, H, W), fp32, in the transformer's space, so that no bit is lost on the way.
-        lengths: latent frames there were after each section.
-        generator_state: for the noise of the next one.
-    """
-
-    latents: torch.Tensor
-    lengths: tuple[int, ...]
-    generator_state: bytes
+    latents: torch.Tensor  # so far, (1, C, T, H, W), fp32, in the transformer's space, so that no bit is lost
+    lengths: tuple[int, ...]  # latent frames there were after each section
+    generator_state: bytes  # for the noise of the next one
 
 
 class SectionStore(Protocol):
@@ -53,23 +47,17 @@ class SectionStore(Protocol):
         """Take in all sections so far, after section ``index`` of ``count``; ``latents`` can be decoded."""
 
 
+@dataclass(slots=True)
 class InMemorySections:
-    """Keeps finished sections during one sampling, so that none is lost if it has to start again.
+    """Keeps finished sections during one sampling, so that none is lost if it has to start again."""
 
-    Args:
-        beyond: who saves them for longer; None for none.
-    """
-
-    def __init__(self, beyond: SectionStore | None = None) -> None:
-        self.beyond = beyond
-        self.standing: SectionState | None = None
+    beyond: SectionStore | None  # who saves them for longer
+    standing: SectionState | None = None
 
     def found(self, key: str) -> SectionState | None:
-        """State of this sampling, else of an earlier one."""
         return self.standing or (None if self.beyond is None else self.beyond.found(key))
 
     def save(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
-        """Take in all sections so far."""
         self.standing = standing
         if self.beyond is not None:
             self.beyond.save(key, index, count, latents, standing)
@@ -83,39 +71,28 @@ class LeaderStore:
     store: Any
 
     def found(self, key: str) -> Any:
-        """State of this sampling in the leader's file."""
         return self.group.on_leader(lambda: self.store.found(key))
 
     def due(self) -> bool:
-        """True if it is time to save, on the leader."""
         return self.group.leads and bool(self.store.due())
 
     def save(self, key: str, *state: Any) -> Any:
-        """Replace the saved state, on the leader."""
         return self.group.leads and self.store.save(key, *state)
 
     def drop(self, key: str) -> None:
-        """Forget this sampling."""
         if self.group.leads:
             self.store.drop(key)
 
 
 @dataclass(slots=True)
 class Steps:
-    """The steps of one run of the loop, saved by ``resuming``, which may go on after the last that was saved.
-
-    Args:
-        generator: draws the noise of later steps.
-        section: of a sampling in sections.
-        began: the solver's fields before its first step.
-        last: the state after the last step; None before the first and after the last.
-    """
+    """The steps of one run of the loop, saved by ``resuming``, which may go on after the last that was saved."""
 
     resuming: Resuming
-    generator: torch.Generator
-    section: int = 0
-    began: Mapping[str, Any] = field(default_factory=dict)
-    last: StepState | None = None
+    generator: torch.Generator  # draws the noise of later steps
+    section: int = 0  # of a sampling in sections
+    began: Mapping[str, Any] = field(default_factory=dict)  # the solver's fields before its first step
+    last: StepState | None = None  # the state after the last step; None before the first and after the last
 
     def restored(self, latents: torch.Tensor, schedule: Schedule) -> tuple[torch.Tensor, int]:
         """The latents to go on from and how many steps are done; ``latents`` and 0 where nothing fitting is saved."""
@@ -195,24 +172,21 @@ def with_steps(
 
     Args:
         stage: what starts again if steps cannot be kept, for the user.
-        seed: for the user, too.
         prompt, request: all that decides the latents.
     """
     if pipeline.plan.step_cache is not None:
         progress.notify(LOSSY.format(stage))
         return pipeline
-    return replace(
-        pipeline,
-        run=replace(pipeline.run, resuming=Resuming(store, resume_key(pipeline, prompt, *request), progress, seed)),
-    )
+    resuming = Resuming(store, resume_key(pipeline, prompt, *request), progress, seed)
+    return replace(pipeline, run=replace(pipeline.run, resuming=resuming))
 
 
 def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> Callable[[], str]:
-    """A hash of all that decides the latents, or "" while a hash of every byte of the model is made in the background:
-    model and LoRAs and how weights are kept, precision, step cache, embeddings, ``request``: pictures and settings.
+    """A hash of all that decides the latents, or "" while every byte of the model is hashed in the background.
 
-    How parts are moved and which attention kernel runs are left out: who ran out of memory changes just these. So are
-    paths: another machine may go on with it.
+    It is of model and LoRAs and how weights are kept, precision, step cache, embeddings, and ``request``: pictures and
+    settings. Without the offload and the attention kernel, which a shortage changes, and paths, which differ by
+    machine.
     """
     digest = hashlib.sha256()
     adapted = str(pipeline.offloader.adapters or "")
@@ -231,7 +205,6 @@ def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> Callable[[]
 
 
 def _bytes_in(value: Any) -> Iterator[bytes]:
-    """The bytes of nested values: names, numbers and every bit of every tensor."""
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         yield bytes_of(value)

@@ -6,15 +6,17 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ...compat.errors import InputError
-from ...compat.guidance import Branch, both, classifier_free_guidance
+from ...compat.guidance import both, classifier_free_guidance
 from ...compat.ranks import Group
 from ..base import SampleSettings
 
+Predict = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]  # from latents, timestep and index
 PLAIN: dict[str, Any] = {  # a schedule that is used exactly as given
     "shift": 1.0,
     "use_dynamic_shifting": False,
@@ -38,27 +40,29 @@ class Levels:
 
 
 def even_levels(steps: int, mu: float | None = None) -> Levels:
-    """Evenly spaced from 1, before the scheduler shifts them."""
+    """Levels evenly spaced from 1, before the scheduler shifts them."""
     import numpy
 
     return Levels(sigmas=numpy.linspace(1.0, 0.0, steps + 1)[:-1].tolist(), mu=mu)
 
 
+def read_between(trained: Sequence[float], steps: int) -> list[float]:
+    """The noise levels that a distilled model was trained on, read between them for another number of steps."""
+    import numpy
+
+    places = numpy.linspace(0, len(trained) - 1, steps)
+    return list(map(float, numpy.interp(places, range(len(trained)), trained)))
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
-    """Timesteps for the transformer, noise levels, and one step of the solver.
+    """Timesteps for the transformer, noise levels, and one step of the solver."""
 
-    Args:
-        solver: a diffusers scheduler whose timesteps and sigmas are set.
-        timesteps: what the transformer is given, (steps,), fp32, on the device.
-        levels: share of noise before each step and after the last, from 1 to 0; ``steps + 1`` long.
-        sign: 1 where the transformer predicts noise minus data, -1 where it predicts data minus noise (Mochi).
-        native: whether the solver takes the transformer's output as it is.
-    """
-
-    def __init__(
-        self, solver: Any, timesteps: torch.Tensor, levels: tuple[float, ...], sign: int, native: bool
-    ) -> None:
-        self.solver, self.timesteps, self.levels, self.sign, self.native = solver, timesteps, levels, sign, native
+    solver: Any  # a diffusers scheduler whose timesteps and sigmas are set
+    timesteps: torch.Tensor  # what the transformer is given, (steps,), fp32, on the device
+    levels: tuple[float, ...]  # share of noise before each step and after the last, falling; ``steps + 1`` long
+    sign: int  # 1 where the transformer predicts noise minus data, -1 where it predicts data minus noise (Mochi)
+    native: bool  # whether the solver takes the transformer's output as it is
 
     def __len__(self) -> int:
         return len(self.timesteps)
@@ -91,12 +95,10 @@ class Schedule:
 def schedule_for(
     config: Mapping[str, Any], settings: SampleSettings, steps: int, levels_for: Any, device: torch.device
 ) -> Schedule:
-    """The schedule for one sampling.
+    """The schedule for one sampling of ``steps`` steps.
 
     Args:
         config: the scheduler's own config from the model folder.
-        settings: ``scheduler``, ``sigmas``, ``shift`` and ``denoise`` are read.
-        steps: how many steps run.
         levels_for: from a number of steps to the family's :class:`Levels`.
 
     Raises:
@@ -135,8 +137,9 @@ def schedule_for(
     levels = tuple((1.0 - euler.sigmas if inverted else euler.sigmas).tolist())
     sign = -1 if inverted else 1
     if settings.scheduler in ("auto", "euler"):
-        return Schedule(euler, euler.timesteps, levels, sign, native=True)
-    return Schedule(_solver(settings.scheduler, levels, device), euler.timesteps, levels, sign, native=False)
+        return Schedule(solver=euler, timesteps=euler.timesteps, levels=levels, sign=sign, native=True)
+    solver = _solver(settings.scheduler, levels, device)
+    return Schedule(solver=solver, timesteps=euler.timesteps, levels=levels, sign=sign, native=False)
 
 
 def _set(scheduler: Any, levels: Levels, steps: int, device: torch.device) -> None:
@@ -198,9 +201,19 @@ class Guidance:
         settings = self.settings
         return settings.cfg > 1.0 and settings.cfg_start <= index / self.steps < settings.cfg_end
 
-    def predict(self, index: int, group: Group | None, cond: Branch, uncond: Branch) -> torch.Tensor:
-        """The prediction of step ``index``, guided where guidance acts; each branch is a call of the transformer."""
-        return self.guide(*both(group, cond, uncond)) if self.acts(index) else cond()
+    def over(self, group: Group | None, branch: Callable[..., torch.Tensor], names: Sequence[str]) -> Predict:
+        """From (latents, timestep, index) to the guided prediction.
+
+        Args:
+            branch: calls the transformer, from a name, latents, timestep and index.
+            names: of the branches with the prompt and without it.
+        """
+
+        def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
+            cond, uncond = (partial(branch, name, latents, time, index) for name in names)
+            return self.guide(*both(group, cond, uncond)) if self.acts(index) else cond()
+
+        return predict
 
     def guide(self, cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
         """The guided prediction; rescaled to the spread of ``cond`` by the share that was asked for.

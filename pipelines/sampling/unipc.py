@@ -16,15 +16,11 @@ ORDER = 3
 class FlowUniPC:
     """A solver with the interface and the fields of a diffusers scheduler, plain values and tensors only.
 
-    Args:
-        levels: share of noise before each step and after the last, falling.
-        device: of ``timesteps``.
-
     Source: lllyasviel/FramePack 97fe5db, ``diffusers_helper/k_diffusion/uni_pc_fm.py``; Zhao et al., UniPC (2023).
     """
 
     def __init__(self, levels: tuple[float, ...], device: torch.device) -> None:
-        self.levels = levels
+        self.levels = levels  # share of noise before each step and after the last, falling
         self.timesteps = torch.tensor(levels[:-1], device=device) * 1000
         self.index = 0
         self.clean: list[torch.Tensor] = []  # the newest estimates, oldest first
@@ -33,11 +29,7 @@ class FlowUniPC:
     def step(
         self, velocity: torch.Tensor, time: torch.Tensor, latents: torch.Tensor, return_dict: bool = False
     ) -> tuple[torch.Tensor]:
-        """The latents one level lower, fp32.
-
-        Args:
-            velocity: noise minus data at ``latents``, as the transformer predicts it.
-        """
+        """The latents one level lower, fp32; ``velocity`` is noise minus data at ``latents``."""
         clean = latents.float() - self.levels[self.index] * velocity.float()
         corrected = latents.float()
         if self.corrected is not None:

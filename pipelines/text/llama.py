@@ -23,18 +23,12 @@ PICTURE_TOKENS = 576  # what one <image> of a template becomes
 
 @dataclass(frozen=True, slots=True)
 class LlavaInput:
-    """Input of an encoder that also sees (Llava).
+    """Input of an encoder that also sees (Llava)."""
 
-    Args:
-        positive, negative: PIL pictures beside the prompt and beside the negative prompt.
-        processor: the pipeline's image processor.
-        interleave: every so many of the 576 picture states are kept.
-    """
-
-    positive: Any
+    positive: Any  # PIL pictures beside the prompt and beside the negative prompt
     negative: Any
-    processor: Any
-    interleave: int
+    processor: Any  # the pipeline's image processor
+    interleave: int  # every so many of the 576 picture states are kept
 
 
 def llama_embeds(
@@ -42,8 +36,7 @@ def llama_embeds(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[dict[str, torch.Tensor], ...]]:
     """Embeddings of the prompt, of its negative, and of each section's prompt, on the CPU, padding trimmed.
 
-    Each is a dict: ``prompt_embeds`` (1, N, 4096), ``pooled_prompt_embeds`` (1, 768), ``prompt_attention_mask``
-    (1, N), N being the valid tokens.
+    Each is a dict: ``prompt_embeds`` (1, N, 4096), ``pooled_prompt_embeds`` (1, 768), ``prompt_attention_mask`` (1, N).
 
     Args:
         pipeline_class: the diffusers pipeline whose own encoding is used.
@@ -56,10 +49,8 @@ def llama_embeds(
     named = [("prompt", request.text), ("negative prompt", request.negative)]
     named += [(f"prompt of section {index + 2}", text) for index, text in enumerate(request.sections)]
     texts = [_fitting(pipeline, template, *each, request.max_tokens, progress) for each in named]
-    tools, where = (
-        pipeline.tools,
-        {"dtype": pipeline.precision.text, "device": pipeline.offloader.device_of("text_encoder")},
-    )
+    tools, device = pipeline.tools, pipeline.offloader.device_of("text_encoder")
+    where = {"dtype": pipeline.precision.text, "device": device}
     # The template is cropped off the left, so padding belongs on the right, whatever the tokenizer's files say.
     tools["tokenizer"].padding_side = "right"
     encoded: list[dict[str, torch.Tensor]] = []
@@ -91,11 +82,7 @@ def llama_embeds(
 
 
 def llama_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
-    """Tokens of each text in each forward of both encoders, all padded to one length.
-
-    Args:
-        request: the texts; None for a prompt and its negative.
-    """
+    """Tokens of each text in each forward of both encoders, padded to one length; None is a prompt and a negative."""
     count, looks = 2 + len(request.sections if request else ()), "vision_config" in pipeline.configs["text_encoder"]
     tokens = pipeline.spec.memory.reference_tokens
     llama = tuple((tokens,) * len(batch) for batch in in_batches([""] * count, 1 if looks else PAIR))
@@ -107,8 +94,7 @@ def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str,
 
     Args:
         embeds: (1, N, 4096), the template cropped already.
-        extra: ``pooled_output`` (1, 768) and, where there is padding, ``attention_mask``, whose last N entries are for
-            these states.
+        extra: ``pooled_output`` (1, 768) and, where there is padding, ``attention_mask``, whose last N entries count.
 
     Raises:
         InputError: no pooled CLIP vector.
@@ -130,8 +116,7 @@ def _template(
 ) -> Mapping[str, Any]:
     """The template dict that upstream takes: its own, or the user's with the number of leading tokens to crop.
 
-    Upstream's search for the crop is not used: it pads the template to the tokenizer's longest length first, and so
-    finds that length.
+    Upstream's own search pads the template to the tokenizer's longest length first, and so finds that length.
     """
     if not request.template:
         return inspect.signature(pipeline_class.encode_prompt).parameters["prompt_template"].default
@@ -170,11 +155,7 @@ def _template(
 def _fitting(
     pipeline: Pipeline, template: Mapping[str, Any], subject: str, text: str, limit: int, progress: Progress
 ) -> str:
-    """``text``, shortened where it and the template around it are longer than ``limit``; says what CLIP does not read.
-
-    Raises:
-        InputError: the mark of the picture in the text, beside a template with a place for one.
-    """
+    """``text``, shortened where it and the template are longer than ``limit``; says what CLIP does not read."""
     tokenizer, clip = pipeline.tools["tokenizer"], pipeline.tools["tokenizer_2"]
     if "image_emb_start" in template and PICTURE in text:
         raise InputError(

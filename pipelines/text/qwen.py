@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from ...compat.checkpoints.packed import without_unpacking
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from ...compat.packages import beginning
 from ..base import EMBEDS, EMBEDS_2, ENCODING, Forwards, Progress, PromptRequest, Silent
 from ..pipeline import Pipeline
 from ..sizes import texts_at_once
-from .t5 import by_text, held_encoder, in_batches, shortened
+from .t5 import by_text, held_encoder, held_t5, in_batches, shortened
 
 QUOTED_TOKENS = 256
 SUBJECTS = ("prompt", "negative prompt")
@@ -24,7 +24,7 @@ SUBJECTS = ("prompt", "negative prompt")
 def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> tuple[dict[str, torch.Tensor], ...]:
     """Embeddings of prompt and negative, on the CPU: ``prompt_embeds`` (1, N, 3584), ``prompt_embeds_2`` (1, M, 1472).
 
-    N and M count valid tokens only. M is 0 for a text that quotes nothing.
+    N and M count valid tokens only; M is 0 for a text that quotes nothing.
 
     Raises:
         InputError: a template_crop that leaves nothing.
@@ -51,7 +51,7 @@ def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) 
 
 
 def qwen_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
-    """Tokens of each text in each forward of both encoders: those of the longest chat; ByT5 runs for quotations alone.
+    """Tokens of each text in each forward: of the longest chat for Qwen; ByT5 runs for quotations alone.
 
     Args:
         request: the texts; None for two of the usual length that quote nothing.
@@ -72,8 +72,7 @@ def qwen_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, 
 
     Args:
         embeds: (1, N, 3584), the template cropped already.
-        extra: ``attention_mask`` where there is padding, and ``conditioning_byt5small`` (1, M, 1472) where the text
-            quotes something.
+        extra: ``attention_mask`` where there is padding, ``conditioning_byt5small`` (1, M, 1472) where the text quotes.
     """
     mask, quoted = extra.get("attention_mask"), extra.get("conditioning_byt5small")
     states = embeds if mask is None else embeds[:, mask.reshape(1, -1)[0, -embeds.shape[1] :].bool()]
@@ -82,16 +81,13 @@ def qwen_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, 
 
 
 class Chat:
-    """A tokenizer that wraps each text in a chat: upstream's own, or the user's template.
+    """A tokenizer that wraps each text in a chat: upstream's own, or the user's template, with one ``{}``.
 
-    It stands in for the tokenizer in upstream's encoding, whose template is not an argument.
-
-    Args:
-        template: text with one ``{}``; empty for upstream's.
-        crop: leading tokens to cut off; -1 finds them.
+    It stands in for the tokenizer in upstream's encoding, whose template is not an argument. ``crop`` counts leading
+    tokens that are cut off; -1 finds them.
     """
 
-    def __init__(self, tokenizer: Any, template: str = "", crop: int = -1) -> None:
+    def __init__(self, tokenizer: Any, template: str, crop: int) -> None:
         from diffusers import HunyuanVideo15Pipeline
 
         own = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
@@ -105,7 +101,7 @@ class Chat:
             self.crop = int(own["crop_start"].default)
 
     def apply_chat_template(self, chats: Sequence[Sequence[Mapping[str, str]]], **arguments: Any) -> Any:
-        """Apply the tokenizer's template to the chats, each of which ends with the text."""
+        """The tokenizer's template applied to the chats, each of which ends with the text."""
         # The template is cropped off the left, so padding belongs on the right, whatever the tokenizer's files say.
         self.tokenizer.padding_side = "right"
         if not self.template:
@@ -115,11 +111,7 @@ class Chat:
         return self.tokenizer([self.template.replace("{}", chat[-1]["content"]) for chat in chats], **arguments)
 
     def length(self, text: str) -> int:
-        """Tokens of the whole chat around ``text``.
-
-        Raises:
-            InputError: none are left after the crop.
-        """
+        """Tokens of the whole chat around ``text``, of which some must be left after the crop."""
         from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 
         chats: Any = format_text_input([text], self.system)
@@ -147,14 +139,10 @@ def _quoted(pipeline: Pipeline, texts: Sequence[str], progress: Progress) -> lis
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 
     phrased: Any = extract_glyph_texts
-    return [
-        None
-        if (quote := phrased(text)) is None
-        else shortened(
-            pipeline.tools["tokenizer_2"], quote, QUOTED_TOKENS, f"text between quotation marks in the {name}", progress
-        )
-        for text, name in zip(texts, SUBJECTS, strict=True)
-    ]
+    quotes, names = map(phrased, texts), (f"text between quotation marks in the {name}" for name in SUBJECTS)
+    fitting = partial(shortened, pipeline.tools["tokenizer_2"], room=QUOTED_TOKENS, progress=progress)
+    pairs = zip(quotes, names, strict=True)
+    return [None if quote is None else fitting(quote, subject=name) for quote, name in pairs]
 
 
 def _glyph_embeds(
@@ -169,10 +157,7 @@ def _glyph_embeds(
     if not wanted:
         return glyphs
     tokenizer, device = pipeline.tools["tokenizer_2"], pipeline.offloader.device_of("text_encoder")
-    with (
-        held_encoder(pipeline, "text_encoder_2", 1, progress) as encoder,
-        without_unpacking(encoder),
-    ):  # T5 asks for their dtypes
+    with held_t5(pipeline, "text_encoder_2", 1, progress) as encoder:
         for done, index in enumerate(wanted):
             length = len(tokenizer(quoted[index])["input_ids"])
             states, mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(

@@ -31,15 +31,15 @@ def held_encoder(pipeline: Pipeline, part: str, texts: int, progress: Progress) 
         yield encoder
 
 
+@contextmanager
+def held_t5(pipeline: Pipeline, part: str, texts: int, progress: Progress) -> Iterator[Any]:
+    """:func:`held_encoder` of a T5, which asks packed weights for their dtypes."""
+    with held_encoder(pipeline, part, texts, progress) as encoder, without_unpacking(encoder):
+        yield encoder
+
+
 def shortened(tokenizer: Any, text: str, room: int, subject: str, progress: Progress) -> str:
-    """``text``, or as much of its beginning as ``room`` tokens hold; what is left out is said.
-
-    Args:
-        room: tokens for the text, those included that the tokenizer adds to a text by itself.
-
-    Raises:
-        InputError: no room at all.
-    """
+    """``text``, or what ``room`` tokens hold of its beginning, with the tokenizer's own; what is left out is said."""
     whole, text = text, beginning(tokenizer, text, room, progress.check)
     total, more = len(tokenizer(text, verbose=False)["input_ids"]), "more than " if len(text) < len(whole) else ""
     if total <= room:
@@ -77,10 +77,7 @@ def t5_embeds(
     ]
     device, encoded = pipeline.offloader.device_of("text_encoder"), list[dict[str, torch.Tensor]]()
     count = 1 if _alone(texts, configuration.get(ZEROED, False)) else texts_at_once(pipeline, "text_encoder")
-    with (
-        held_encoder(pipeline, "text_encoder", count, progress) as encoder,
-        without_unpacking(encoder),
-    ):  # T5 asks for their dtypes
+    with held_t5(pipeline, "text_encoder", count, progress) as encoder:
         pipe = bare_pipeline(pipeline_class, text_encoder=encoder, tokenizer=tokenizer, **configuration)
         for batch in in_batches(texts, count):
             found = pipe._get_t5_prompt_embeds(
@@ -110,7 +107,6 @@ def _alone(texts: Sequence[str], zeroed: bool) -> bool:
 
 
 def in_batches(texts: Sequence[str], count: int) -> list[list[str]]:
-    """The texts of each forward, at most ``count``."""
     return [list(texts[first : first + count]) for first in range(0, len(texts), count)]
 
 

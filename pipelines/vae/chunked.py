@@ -1,9 +1,8 @@
 """Causal decoders over a few latent frames at a time, exactly: each layer is given the frames it saw before.
 
-Mochi's and HunyuanVideo 1.5's decoders look back only: their norms are per frame or per voxel, their convolutions are
-padded in front of time, and the one attention (1.5) lets a frame see itself and those before it. So a chunk of frames
-equals its part of the whole as soon as each convolution has its last inputs and the attention its keys and values.
-HunyuanVideo's group norms span time and LTX-Video's convolutions look ahead: neither can be cut so.
+Mochi's and HunyuanVideo 1.5's decoders look back only: norms are per frame or per voxel, convolutions are padded in
+front of time, and the one attention (1.5) lets a frame see itself and those before it. HunyuanVideo's group norms span
+time and LTX-Video's convolutions look ahead: neither can be cut so.
 """
 
 from __future__ import annotations
@@ -34,18 +33,12 @@ ATTENTION = f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15AttnBlock"
 
 @dataclass(frozen=True, slots=True)
 class TilePosition:
-    """The position of a piece in its plane, in cells of the piece: a core, and what is read around it.
+    """The position of a piece in its plane, in cells of the piece: a core, and what is read around it."""
 
-    Args:
-        rows, columns: (first, end) of the core.
-        halo: cells read above, below, left and right of it.
-        height, width: of the plane.
-    """
-
-    rows: tuple[int, int]
+    rows: tuple[int, int]  # (first, end) of the core
     columns: tuple[int, int]
-    halo: tuple[int, int, int, int]
-    height: int
+    halo: tuple[int, int, int, int]  # cells read above, below, left and right of it
+    height: int  # of the plane
     width: int
 
     def read(self, plane: Tensor) -> Tensor:
@@ -63,21 +56,14 @@ class TilePosition:
 
 @dataclass(slots=True)
 class CausalCache:
-    """Earlier frames remembered by a causal decoder, in host memory: whole planes, by layer.
-
-    Args:
-        way: to the device and back.
-        kept: by layer, (1, C, k - 1, H, W) of each convolution, keys and values (1, 2C, T, H, W) of an attention.
-        coming: what the chunk under way leaves for the next.
-        frames: latent frames behind it.
-        place: position of the piece that runs; None for the whole plane.
-    """
+    """Earlier frames remembered by a causal decoder, in host memory: whole planes, by layer."""
 
     way: Transfer
+    # By layer, (1, C, k - 1, H, W) of each convolution, keys and values (1, 2C, T, H, W) of an attention.
     kept: dict[nn.Module, Tensor] = field(default_factory=dict)
-    coming: dict[nn.Module, Tensor] = field(default_factory=dict)
-    frames: int = 0
-    place: TilePosition | None = None
+    coming: dict[nn.Module, Tensor] = field(default_factory=dict)  # what the chunk under way leaves for the next
+    frames: int = 0  # latent frames behind it
+    place: TilePosition | None = None  # position of the piece that runs; None for the whole plane
 
     def before(self, layer: nn.Module) -> Tensor | None:
         """Last input of ``layer``, on the device, for the current piece; None for the first frames."""
@@ -87,7 +73,7 @@ class CausalCache:
         return self.way.to_device(kept if self.place is None else self.place.read(kept).contiguous())
 
     def remember(self, layer: nn.Module, seen: Tensor) -> None:
-        """Keep ``seen`` for the next chunk; of a piece only its core, since what is around it belongs to others."""
+        """Keep ``seen`` for the next chunk; of a piece only its core: what is around belongs to others."""
         if self.place is None:
             self.coming[layer] = self.way.to_host(seen.contiguous())
             return
@@ -124,9 +110,6 @@ def remembering(vae: Any, past: CausalCache) -> Iterator[None]:
     """Each causal layer of the decoder of ``vae`` takes the frames before from ``past`` and leaves its own there.
 
     Compiled blocks run as they are, since a graph would hold what is remembered now.
-
-    Raises:
-        ValueError: a decoder without causal layers, which cannot be cut in time.
     """
     with Undo() as undo:
         for layer in vae.decoder.modules():
@@ -150,10 +133,7 @@ def _conv(past: CausalCache, layer: Any, x: Tensor, conv_cache: Any = None) -> A
 
 
 def _upsample(past: CausalCache, layer: Any, x: Tensor) -> Tensor:
-    """The first frame of a video becomes one frame, each later one two.
-
-    Source: diffusers ``HunyuanVideo15Upsample.forward``, whose second half this is.
-    """
+    """The first frame of a video becomes one frame, each later one two: the second half of diffusers' forward."""
     if not past.frames or not layer.add_temporal_upsample:
         return type(layer).forward(layer, x)
     spread = layer._dcae_upsample_rearrange
@@ -162,7 +142,6 @@ def _upsample(past: CausalCache, layer: Any, x: Tensor) -> Tensor:
 
 
 def _mochi_up(past: CausalCache, block: Any, x: Tensor, conv_cache: Any = None) -> Any:
-    """The first frame of a video becomes one frame, each later one as many as the block makes."""
     return (type(block).forward if past.frames else mochi_up_from_the_start)(block, x, conv_cache)
 
 
@@ -189,11 +168,10 @@ def _attention(past: CausalCache, layer: Any, x: Tensor) -> Tensor:
     attended, frames = [], x.shape[2]
     for index in range(frames):
         seen = key.shape[2] - frames + index + 1
-        attended.append(
-            attend(_tokens(query[:, :, index : index + 1]), _tokens(key[:, :, :seen]), _tokens(value[:, :, :seen]))
-        )
-    cells = torch.cat(attended, dim=2).squeeze(1).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
-    return layer.proj_out(cells) + x
+        now = query[:, :, index : index + 1]
+        attended.append(attend(_tokens(now), _tokens(key[:, :, :seen]), _tokens(value[:, :, :seen])))
+    output = torch.cat(attended, dim=2).squeeze(1).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
+    return layer.proj_out(output) + x
 
 
 def _tokens(cells: Tensor) -> Tensor:

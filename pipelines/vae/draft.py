@@ -7,8 +7,7 @@ in channels, strides and patches; ModelTC/LightX2V 29c8504c ``tae.py`` for the l
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -42,7 +41,7 @@ class Recurrent(nn.Module):
         self.conv = nn.Sequential(_conv(2 * width, width), self.act, _conv(width, width), self.act, _conv(width, width))
 
     def forward(self, frames: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Frames (F, C, H, W) in order, of which ``before`` (1, C, H, W) comes first."""
+        """Frames (F, C, H, W) in order; ``before`` (1, C, H, W) comes ahead of the first."""
         past = torch.cat((before, frames[:-1]))
         return self.act(self.conv(torch.cat((frames, past), dim=1)) + frames)
 
@@ -55,16 +54,7 @@ class Growth(nn.Module):
         self.stride, self.conv = stride, nn.Conv2d(width, width * stride, 1, bias=False)
 
     def forward(self, frames: torch.Tensor) -> torch.Tensor:
-        """The frames in their order."""
         return self.conv(frames).unflatten(1, (self.stride, -1)).flatten(0, 1)
-
-
-class SoftClamp(nn.Module):
-    """Values bent into -3..3."""
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """3 tanh(x / 3)."""
-        return torch.tanh(values / 3) * 3
 
 
 class Network(nn.Sequential):
@@ -77,32 +67,29 @@ class Network(nn.Sequential):
             stages += [nn.Upsample(scale_factor=2), Growth(width, stride), _conv(width, after, bias=False)]
         first, act = _conv(channels, WIDTHS[0]), nn.LeakyReLU(row.slope)
         last = _conv(WIDTHS[-1], 3 * patch**2)
-        super().__init__(SoftClamp(), first, act, *stages, act, last, nn.PixelShuffle(patch))
+        super().__init__(nn.Identity(), first, act, *stages, act, last, nn.PixelShuffle(patch))
         self.row, self.stride = row, math.prod(strides)
-        self.before: dict[nn.Module, torch.Tensor] = {}  # the last frame that each recurrent block was given
 
-    def forward(self, latent: torch.Tensor, first: bool) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, latent: torch.Tensor, before: dict[nn.Module, torch.Tensor]
+    ) -> torch.Tensor:
         """Frames (F, 3, H, W) in 0..1 of a latent frame (1, C, h, w), as the transformer has it.
 
         Args:
-            first: whether a video begins with it, which makes one frame; each later one makes ``stride``.
+            before: the last frame that each recurrent block was given; empty where a video begins, whose first latent
+                frame makes one frame, where each later one makes ``stride``.
         """
-        if first:
-            self.before.clear()
-        frames = latent / self.row.divisor
+        first = not before
+        frames = torch.tanh(latent / self.row.divisor / 3) * 3  # bent into -3..3
         for layer in self:
             if isinstance(layer, Recurrent):
-                earlier = torch.zeros_like(frames[:1]) if first else self.before[layer]
-                self.before[layer] = frames[-1:].clone()
+                earlier = torch.zeros_like(frames[:1]) if first else before[layer]
+                before[layer] = frames[-1:].clone()
                 frames = layer(frames, earlier)
             else:
                 frames = layer(frames)
         frames = frames[self.stride - 1 if first else 0 :]
         return ((frames + 1) / 2 if self.row.symmetric else frames).clamp(0, 1)
-
-    def close(self) -> None:
-        """Forget the frames of the video."""
-        self.before.clear()
 
 
 def _conv(channels: int, width: int, bias: bool = True) -> nn.Conv2d:
@@ -110,11 +97,7 @@ def _conv(channels: int, width: int, bias: bool = True) -> nn.Conv2d:
 
 
 def tiny_decoder(spec: FamilySpec, folders: Sequence[Path]) -> tuple[Path, Network]:
-    """The first file in ``folders``, or in ``vae_approx`` below, with a tiny decoder of the family; and its network.
-
-    Raises:
-        UnsupportedError: none is published for this family. CheckpointError: no file that fits, or a damaged one.
-    """
+    """The first file in ``folders``, or in ``vae_approx`` below, with the family's tiny decoder; and its network."""
     rows = spec.published.tiny_decoders
     if not rows:
         raise UnsupportedError(
@@ -146,7 +129,7 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _network(file: Path, row: TinyDecoder, spec: FamilySpec) -> Network | None:
-    """The network of a file, on the CPU in the file's dtype; None where its tensors are those of another one."""
+    """The network of a file, on the CPU in its dtype; None where its tensors are those of another one."""
     tensors = {name.removeprefix("decoder."): tensor for name, tensor in _tensors(file).items() if "decoder." in name}
     growths = [tensors.get(f"{place}.conv.weight", torch.empty(0)) for place in GROWTHS]
     first, last = (tensors.get(f"{place}.weight", torch.empty(0)) for place in (1, 22))
@@ -156,7 +139,8 @@ def _network(file: Path, row: TinyDecoder, spec: FamilySpec) -> Network | None:
         return None
     with torch.device("meta"):
         network = Network(first.shape[1], strides, patch, row)
-    if {name: tensor.shape for name, tensor in network.state_dict().items()} != _shapes(tensors):
+    shapes, own = ({name: each.shape for name, each in of.items()} for of in (tensors, network.state_dict()))
+    if shapes != own:
         return None
     with torch.inference_mode(False), torch.no_grad():
         network.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)
@@ -170,16 +154,8 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
         return opened.read(set(opened.entries), lambda _: None)
 
 
-def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
-
-
 def draft(pipeline: Pipeline, latents: Latents, folders: Sequence[Path], progress: Progress) -> torch.Tensor:
-    """Frames (F, H, W, 3) in 0..1 by the tiny decoder in ``folders``; the VAE is not read.
-
-    Raises:
-        UnsupportedError, CheckpointError: as :func:`tiny_decoder`.
-    """
+    """Frames (F, H, W, 3) in 0..1 by :func:`tiny_decoder` of ``folders``, which may raise; the VAE is not read."""
     samples, dtype = latents.samples, pipeline.precision.vae
     if pipeline.is_demo:
         raise UnsupportedError(
@@ -193,12 +169,10 @@ def draft(pipeline: Pipeline, latents: Latents, folders: Sequence[Path], progres
     transfer = transfer_for(pipeline.offloader.device_of(PART), dtype)
     needed = COPIES * math.prod(samples.shape[3:]) * 64 * WIDTHS[-1] * network.stride * dtype.itemsize
     stage, total, frames = ProgressStage("decoding", "a draft"), samples.shape[2], list[torch.Tensor]()
-    with (
-        held_once(pipeline, PART, lambda _: network.to(dtype), needed, progress) as held,
-        closing(network),
-    ):
+    before: dict[nn.Module, torch.Tensor] = {}
+    with held_once(pipeline, PART, lambda _: network.to(dtype), needed, progress) as held:
         for latent in _scaled(pipeline, samples).unbind(2):
-            made = transfer.to_host_fp32(held(transfer.to_device(latent), not frames))
+            made = transfer.to_host_fp32(held(transfer.to_device(latent), before))
             frames.append(made.permute(0, 2, 3, 1))
             progress.step(len(frames), total, stage)
     video = torch.cat(frames)
@@ -208,8 +182,7 @@ def draft(pipeline: Pipeline, latents: Latents, folders: Sequence[Path], progres
 
 def preview(network: Network, estimate: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """The first frame (H, W, 3) in 0..1 of ``estimate`` (1, C, T, H, W), as the transformer has it; on the CPU."""
-    with closing(network):
-        frames = network.to(device, dtype)(placed(estimate[:1, :, 0], device, dtype), True)
+    frames = network.to(device, dtype)(placed(estimate[:1, :, 0], device, dtype), {})
     return to_host(frames[0].permute(1, 2, 0).contiguous()).float()
 
 

@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
+from ...compat import output_check
 from ...compat.device.execution import HOST, checked_layers, generator_for, to_host
 from ...compat.device.facts import empty_cache
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
@@ -21,59 +22,31 @@ from ...compat.doctor import examine, not_finite, one_colour
 from ...compat.errors import UnsupportedError, first_line, remember
 from ...compat.memory.parts import Undo
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
-from ...compat.output_check import (
-    BROKEN,
-    CAST,
-    COLOUR,
-    InvalidOutputError,
-    Validator,
-    checked_parts,
-    fault_in_frames,
-    fault_in_latents,
-    is_flat,
-    require_finite,
-)
+from ...compat.output_check import BROKEN, CAST, COLOUR, InvalidOutputError, Validator, checked_parts, require_finite
 from ...compat.transforms.order import replace_attention
 from ..base import Latents, Progress, ProgressStage, SubProgress
 from ..pictures import signed
 from ..pipeline import Pipeline
 from ..sizes import SPARE
-from .plan import (
-    CHUNKED,
-    FULL,
-    METHODS,
-    ON_CPU,
-    STREAMING,
-    STRIDE,
-    DecodeRequest,
-    Ladder,
-    checked_request,
-    decoder_size,
-)
+from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, DecodeRequest, Ladder, decoder_ladder
 from .tiled import RegionTask, ResumableDecode, decoded_together
 
 DECODING = ProgressStage("decoding")
 LAYERS_PER_REPORT = 8
 LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
-TILING = (
-    "tile_sample_min_height",
-    "tile_sample_min_width",
-    "tile_sample_stride_height",
-    "tile_sample_stride_width",
-    "tile_latent_min_height",
-    "tile_latent_min_width",
+TILING = tuple(
+    f"tile_{kind}_{side}" for kind in ("sample_min", "sample_stride", "latent_min") for side in ("height", "width")
 )
-Run = Callable[[Any, Transfer], torch.Tensor]
-Prepare = Callable[[Any, Transfer], tuple[torch.Tensor, torch.Tensor | None]]
+Run = Callable[[Any, Transfer], Tensor]
+Prepare = Callable[[Any, Transfer], tuple[Tensor, Tensor | None]]
 
 
 class VaeRunner:
     """The VAE of a pipeline for the length of one stage; what one pass had to learn holds for the next.
 
-    Each pass runs as the plan's method says. Where its result cannot be right or the device fails, the next method
-    of the plan is made, and said. Precision and device change only where the user left the precision to ``auto``;
-    tiles only where the method is not ``full``. What a decode has finished when memory runs out is kept, and the next
-    method goes on from there.
+    Where a result cannot be right or the device fails, the next method of the plan is tried, and said. Precision and
+    device change only where the user left the precision to ``auto``; tiles only where the method is not ``full``. What
+    a decode has finished when memory runs out is kept, and the next method goes on from there.
     """
 
     def __init__(self, plan: Ladder, progress: Progress) -> None:
@@ -94,23 +67,21 @@ class VaeRunner:
     def __exit__(self, *_: object) -> None:
         self._close()
 
-    def decode(
-        self, samples: torch.Tensor, progress: Progress | None = None, prepare: Prepare | None = None
-    ) -> torch.Tensor:
+    def decode(self, samples: Tensor, progress: Progress | None = None, prepare: Prepare | None = None) -> Tensor:
         """Video (1, 3, F, H, W) in -1..1, fp32, on the CPU.
 
         Args:
             samples: in the VAE's own space, on the CPU.
             progress: of this pass.
-            prepare: from the VAE and the way to it to what it decodes instead of ``samples``, on the CPU, and to the
-                timestep it takes, on the device.
+            prepare: from the VAE and the way to it to what is decoded instead of ``samples``, on the CPU, and the
+                timestep on the device.
         """
         require_finite(samples, "latents")
         plan, watch = self.plan, progress or self.progress
-        plain = is_flat(samples)  # flat latents may well decode to one colour
+        plain = output_check.is_flat(samples)  # flat latents may well decode to one colour
 
-        def validate(video: torch.Tensor) -> str:
-            fault = fault_in_frames(video, plan.ratios[0])
+        def validate(video: Tensor) -> str:
+            fault = output_check.fault_in_frames(video, plan.ratios[0])
             return "" if plain and fault == COLOUR else fault
 
         def smaller(side: int) -> int:
@@ -135,7 +106,7 @@ class VaeRunner:
             together=together,
         )
 
-        def run(vae: Any, transfer: Transfer) -> torch.Tensor:
+        def run(vae: Any, transfer: Transfer) -> Tensor:
             work.latents, time = prepare(vae, transfer) if prepare is not None else (samples, None)
             return work.frames(vae, transfer, plan.method, time)
 
@@ -146,7 +117,7 @@ class VaeRunner:
             watch.notify(f"decoded {method}{seams}")
         return video
 
-    def region(self, task: RegionTask) -> torch.Tensor:
+    def region(self, task: RegionTask) -> Tensor:
         """Frames of a region that the leader of a group hands out, in the form that it says."""
         if self._open is None or self.plan.method != task.method:
             self._close()
@@ -156,22 +127,16 @@ class VaeRunner:
         time = None if task.time is None else self._transfer.to_device(task.time)
         return work.region(task, self._transfer, partial(work.decoded, self._vae, self._transfer, task.method, time))
 
-    def encode(self, frames: torch.Tensor, stage: ProgressStage, run: Run | None = None) -> torch.Tensor:
-        """Encode ``frames`` (F, H, W, 3) in 0..1: mean and log variance, (1, 2C, T, H, W), fp32, CPU.
+    def encode(self, frames: Tensor, stage: ProgressStage, run: Run | None = None) -> Tensor:
+        """Encode frames as :func:`encoded_moments` says."""
 
-        Args:
-            frames: pictures in order.
-            stage: in a sentence, such as ``encoding video``.
-            run: encodes in another way than ``vae.encode``; returns the moments on the device.
-        """
-
-        def usual(vae: Any, transfer: Transfer) -> torch.Tensor:
+        def usual(vae: Any, transfer: Transfer) -> Tensor:
             return vae.encode(transfer.to_device(signed(frames))).latent_dist.parameters
 
-        def validate(moments: torch.Tensor) -> str:
-            return fault_in_latents(moments) or fault_in_latents(moments.chunk(2, dim=1)[0])
+        def validate(moments: Tensor) -> str:
+            return output_check.fault_in_latents(moments) or output_check.fault_in_latents(moments.chunk(2, dim=1)[0])
 
-        def watching(vae: Any, transfer: Transfer) -> torch.Tensor:
+        def watching(vae: Any, transfer: Transfer) -> Tensor:
             with watched(vae.encoder, self.progress, stage):
                 return (run or usual)(vae, transfer)
 
@@ -179,7 +144,7 @@ class VaeRunner:
 
     def _through(
         self, run: Run, validate: Validator, stage: str, progress: Progress, work: ResumableDecode | None = None
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the result of ``run`` once ``validate`` finds no fault in it."""
         plan = self.plan
         while True:
@@ -209,7 +174,7 @@ class VaeRunner:
             if after is not None and not others:
                 plan.method = after
 
-    def _once(self, run: Run, validate: Validator, stage: str, progress: Progress) -> torch.Tensor:
+    def _once(self, run: Run, validate: Validator, stage: str, progress: Progress) -> Tensor:
         if self._open is None:
             self._enter()
         with checked_parts(getattr(self._vae, self.coder), self._validated(validate)):
@@ -226,7 +191,7 @@ class VaeRunner:
     def _validated(self, validate: Validator) -> Validator:
         """Apply ``validate`` to a part, where something may be changed."""
 
-        def validated(part: torch.Tensor) -> str:
+        def validated(part: Tensor) -> str:
             fault = validate(part)
             # What the most exact way says is what the model says; a part may be flat where nothing may be changed.
             return fault if fault == BROKEN or (self.plan.automatic and not self._most_exact()) else ""
@@ -252,11 +217,10 @@ class VaeRunner:
                 if casts_wrongly(self.device, method.dtype):
                     # Norms inside the VAE cast too: the picture would be finite, colourful and wrong.
                     raise InvalidOutputError(CAST)
-                exact = transfer_for(self.device, pipeline.precision.vae)
+                needed = int(SPARE * self.plan.needed_bytes(method))
+                own = method.dtype is pipeline.precision.vae
                 hold = (
-                    pipeline.offloader.hold("vae", int(SPARE * self.plan.needed_bytes(method)), self.progress)
-                    if method.dtype is pipeline.precision.vae
-                    else _in_fp32(pipeline, exact, self.progress)
+                    pipeline.offloader.hold("vae", needed, self.progress) if own else _in_fp32(pipeline, self.progress)
                 )
                 self._vae = stack.enter_context(hold)
             stack.enter_context(tiled(self._vae, method.tile))
@@ -285,14 +249,10 @@ class VaeRunner:
         return f", {finding}" if finding is not None else ""
 
     def _final_error(self, error: BaseException, kind: str, text: str, stage: str, layer: str) -> BaseException | None:
-        """Error for the user when nothing is left to try, in torch's own class if memory was the cause.
-
-        None where the error says it best: it is not a matter of the device.
-        """
+        """Error when nothing is left to try, in torch's own class for memory; None where ``error`` says it best."""
         if kind == MEMORY:
-            other = (
-                "decode again with method auto" if self.plan.form.method == FULL else "make a smaller or shorter video"
-            )
+            again, less = "decode again with method auto", "make a smaller or shorter video"
+            other = again if self.plan.form.method == FULL else less
             advice = f"The input is kept. Choose offload model or group on the load node, or {other}."
             short, expected = f"{text}; no room for {stage} {self.plan.method}", "more free memory"
             own = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
@@ -300,11 +260,8 @@ class VaeRunner:
         if not kind or (kind == KERNEL and self.device.type == HOST.type):
             return None
         what = f"the VAE failed ({text})" if kind == KERNEL else f"the VAE gave {text}"
-        fix = (
-            "Sample again in fp32, or download the VAE again"
-            if self.plan.automatic
-            else "Choose precision auto or fp32"
-        )
+        anew, choose = "Sample again in fp32, or download the VAE again", "Choose precision auto or fp32"
+        fix = anew if self.plan.automatic else choose
         return UnsupportedError(
             f"{what} while {stage} {self.plan.method}{layer}",
             expected="a VAE that runs here" if kind == KERNEL else "finite values that are not all the same",
@@ -331,10 +288,7 @@ def watched(module: nn.Module, progress: Progress, stage: ProgressStage) -> Iter
 
 
 def decoding(
-    pipeline: Pipeline,
-    shape: torch.Size | tuple[int, ...],
-    progress: Progress,
-    form: DecodeRequest | None = None,
+    pipeline: Pipeline, shape: torch.Size | tuple[int, ...], progress: Progress, form: DecodeRequest | None = None
 ) -> VaeRunner:
     """Passes through the decoder for latents of ``shape`` (1, C, T, H, W); ``auto`` begins as the family advises.
 
@@ -342,48 +296,44 @@ def decoding(
         InputError: an unknown method, or a tile, overlap or count out of range. UnsupportedError: a method that this
             family's decoder cannot do.
     """
-    form = checked_request(form or DecodeRequest(), pipeline.spec.sizes.ratio)
+    form = form or DecodeRequest()
     if form.method == CHUNKED and not pipeline.spec.rewrites.causal_decoder:
         raise UnsupportedError(
             f"decode method {CHUNKED!r} for {pipeline.spec.title}, whose decoder looks ahead",
             expected=f"one of {', '.join(method for method in METHODS if method != CHUNKED)}",
             fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
         )
-    cells = (shape[2], shape[3], shape[4])
-    size, tile = decoder_size(pipeline, cells), pipeline.spec.sizes.tile_for(cells)
-    return VaeRunner(Ladder(pipeline=pipeline, coder="decoder", size=size, form=form, advised=tile), progress)
+    return VaeRunner(decoder_ladder(pipeline, (shape[2], shape[3], shape[4]), form), progress)
 
 
-def encoding(pipeline: Pipeline, frames: torch.Tensor, progress: Progress, tile: int = 0) -> VaeRunner:
-    """Passes through the encoder for pictures like ``frames`` (F, H, W, 3)."""
-    count, rows, columns = frames.shape[:3]
-    return VaeRunner(
-        Ladder(pipeline=pipeline, coder="encoder", size=(count, rows, columns), form=DecodeRequest(), advised=tile),
-        progress,
-    )
-
-
-def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> Tensor:
     """Frames (F, H, W, 3) in 0..1 of latents that are in the VAE's own space; ``form`` None is ``auto``."""
     with decoding(pipeline, latents.samples.shape, progress, form) as passes:
         return unsigned(passes.decode(latents.samples))
 
 
 def encoded_moments(
-    pipeline: Pipeline, frames: torch.Tensor, progress: Progress, stage: ProgressStage, tile: int = 0
-) -> torch.Tensor:
-    """Encode ``frames`` (F, H, W, 3): mean and log variance (1, 2C, T, H, W), fp32, on the CPU."""
-    with encoding(pipeline, frames, progress, tile) as passes:
-        return passes.encode(frames, stage)
+    pipeline: Pipeline, frames: Tensor, progress: Progress, stage: ProgressStage, tile: int = 0, run: Run | None = None
+) -> Tensor:
+    """Mean and log variance (1, 2C, T, H, W), fp32, on the CPU, of ``frames`` (F, H, W, 3) in 0..1.
+
+    Args:
+        stage: in a sentence, such as ``encoding video``.
+        run: encodes in another way than ``vae.encode``; returns the moments on the device.
+    """
+    count, rows, columns = frames.shape[:3]
+    size, form = (count, rows, columns), DecodeRequest()
+    plan = Ladder(pipeline=pipeline, coder="encoder", size=size, form=form, advised=tile)
+    with VaeRunner(plan, progress) as passes:
+        return passes.encode(frames, stage, run)
 
 
 def encoded(
-    pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress, mode: bool = False, tile: int = 0
-) -> torch.Tensor:
-    """Latents (1, C, T, H, W) in the VAE's own space, fp32, on the CPU.
+    pipeline: Pipeline, frames: Tensor, seed: int, progress: Progress, mode: bool = False, tile: int = 0
+) -> Tensor:
+    """Latents (1, C, T, H, W) in the VAE's own space, fp32, on the CPU, of ``frames`` (F, H, W, 3) in 0..1.
 
     Args:
-        frames: (F, H, W, 3) in 0..1.
         mode: take the distribution's mode instead of a draw from ``seed``.
     """
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
@@ -393,7 +343,7 @@ def encoded(
     return distribution.mode() if mode else distribution.sample(generator_for(seed))
 
 
-def unsigned(video: torch.Tensor) -> torch.Tensor:
+def unsigned(video: Tensor) -> Tensor:
     """A VAE's output (1, 3, F, H, W) in -1..1 as frames (F, H, W, 3) in 0..1, fp32, on the CPU."""
     return to_host((video[0].float() / 2 + 0.5).clamp(0, 1).permute(1, 2, 3, 0).contiguous())
 
@@ -424,8 +374,9 @@ def make_contiguous(module: nn.Module) -> int:
 
 
 @contextmanager
-def _in_fp32(pipeline: Pipeline, transfer: Transfer, progress: Progress) -> Iterator[nn.Module]:
+def _in_fp32(pipeline: Pipeline, progress: Progress) -> Iterator[nn.Module]:
     """The VAE held in fp32, its weights widened on the host; afterwards it has its own again, off the device."""
+    transfer = transfer_for(pipeline.offloader.device_of("vae"), pipeline.precision.vae)
     pipeline.offloader.release("vae")
     module = pipeline.parts.read("vae", progress)
     host_weights = {name: tensor.data for name, tensor in _named(module)}
@@ -442,21 +393,19 @@ def _in_fp32(pipeline: Pipeline, transfer: Transfer, progress: Progress) -> Iter
                 tensor.data = host_weights[name]
 
 
-def _named(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
 def _own_copy(pipeline: Pipeline, progress: Progress) -> nn.Module:
     """A VAE of its own from disk, in fp32 on the CPU: no hook of an offloader would let the first one stay there.
 
-    It is not rewritten for the device; only its attention is, since the stock mask of 720p is 20 GB in fp32.
+    Of all rewrites only the attention is replaced, since the stock mask of 720p is 20 GB in fp32.
     """
     module = pipeline.parts.readers["vae"](progress).float()
     replace_attention(module, _attend)
     return module
 
 
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, causal: bool = False
-) -> torch.Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
     return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)

@@ -1,20 +1,16 @@
 """A decoder layer by layer over tiles, exactly: what it computes is the whole, in a fraction of the device's memory.
 
 An activation lives in host memory as a plane. A layer reads a tile of it with as many cells around it as its kernel
-sees, computes on the device, and writes the tile's core into the next plane. At the edge of the picture there is
-nothing around, so the layer's own padding does what it always does. Norms over the whole plane get their mean and
-variance from sums gathered while the plane was written. So there are no seams and nothing is blended.
-
-What is local (norms per voxel, convolutions) is called as upstream's own module, with as many cells around a tile as
-its convolutions reach. Only blocks whose group norms see the whole plane, and attention, are opened.
+sees, computes on the device, and writes the tile's core into the next plane. Group norms get their mean and variance
+from sums gathered while the plane was written. So there are no seams and nothing is blended. What is local (norms per
+voxel, convolutions) is called as upstream's own module; only blocks with group norms, and attention, are opened.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -36,45 +32,30 @@ Region = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """One activation (1, C, T, H, W) in host memory, and what a group norm needs to know of it.
+    """One activation in host memory, and what a group norm needs to know of it."""
 
-    Args:
-        mean, variance: of each group of channels, (T or 1, G), fp64, on the host; None if they were not asked for.
-    """
-
-    plane: Tensor
-    mean: Tensor | None = None
+    plane: Tensor  # (1, C, T, H, W)
+    mean: Tensor | None = None  # of each group of channels, (T or 1, G), fp64, on the host; None if not asked for
     variance: Tensor | None = None
 
 
+@dataclass(slots=True)
 class Stream:
     """The walk of one decoder over planes.
 
     Args:
-        way: to the device and back.
-        tile: pixels of the last layer, one of :data:`~.plan.SIDES`.
-        pixel_elements: elements that the last layer holds per pixel of a frame, of all frames; tiles of other layers
-            are chosen to hold as many elements.
-        past: what a causal decoder remembers; None where the piece is all of time.
         smaller: from a tile that found no room to a smaller one; 0 to give up.
         check: called before each tile; raises on a cancel.
-
-    ``groups`` are those of the decoder's group norms; ``per_frame`` is whether a norm is of each frame for itself.
     """
 
-    def __init__(
-        self,
-        way: Transfer,
-        tile: int,
-        pixel_elements: int,
-        *,
-        past: CausalCache | None = None,
-        smaller: Callable[[int], int] = lambda tile: 0,
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.way, self.tile, self.pixel_elements = way, tile, pixel_elements
-        self.past, self.smaller, self.check = past, smaller, check
-        self.groups, self.per_frame = 0, False
+    way: Transfer
+    tile: int  # pixels of the last layer, one of :data:`~.plan.SIDES`
+    pixel_elements: int  # of the last layer per pixel, of all frames; tiles of other layers hold as many elements
+    past: CausalCache | None = None  # what a causal decoder remembers; None where the piece is all of time
+    smaller: Callable[[int], int] = lambda tile: 0
+    check: Callable[[], None] = lambda: None
+    groups: int = 0  # of the decoder's group norms
+    per_frame: bool = False  # whether a norm is of each frame for itself
 
     def walk(self, run: Callable[..., Tensor], *sources: Activation, halo: int = 0, grow: int = 1) -> Activation:
         """Apply ``run`` to the planes of ``sources``, tile by tile.
@@ -135,10 +116,9 @@ class Stream:
 
         with weights_on(norm, like=tile) as (weight, bias):
             column = (1, -1, 1, 1, 1)
-            factor = spread(scale) * weight.float().view(column)
-            offset = (0.0 if bias is None else bias.float().view(column)) - spread(mean * scale) * weight.float().view(
-                column
-            )
+            weights = weight.float().view(column)
+            factor = spread(scale) * weights
+            offset = (0.0 if bias is None else bias.float().view(column)) - spread(mean * scale) * weights
             return torch.addcmul(offset, tile.float(), factor).to(tile.dtype)
 
     def _one(self, run: Callable[..., Tensor], planes: list[Tensor], place: TilePosition) -> Tensor:
@@ -148,7 +128,7 @@ class Stream:
         return place.core(run(*tiles)).contiguous()
 
     def _summed(self, piece: Tensor) -> Moments | None:
-        """The moments of the groups of a piece, (T or 1, G), on the host in fp64; None if they are not needed."""
+        """The moments of the groups of a piece, on the host in fp64; None if they are not needed."""
         if not self.groups or piece.shape[1] % self.groups:
             return None
         rows = piece[0].unflatten(0, (self.groups, -1)).permute(2, 0, 1, 3, 4)  # T, G, C / G, h, w
@@ -172,9 +152,8 @@ Moments = tuple[int, Tensor, Tensor]  # values per group, their mean, their squa
 
 
 def merge_moments(before: Moments, piece: Moments) -> Moments:
-    """The moments of two pieces together, in fp64.
-
-    Source: Chan, Golub and LeVeque, Algorithms for Computing the Sample Variance (1983).
+    """The moments of two pieces together, in fp64. Source: Chan, Golub and LeVeque, Algorithms for Computing the
+    Sample Variance (1983).
     """
     (count, mean, squares), (more, own_mean, own_squares) = before, piece
     total, apart = count + more, own_mean - mean
@@ -190,25 +169,23 @@ def place_of(region: Region, halo: int, height: int, width: int) -> TilePosition
 
 def parted(region: Region, side: int) -> list[Region]:
     """``region`` in even parts of at most ``side`` cells in each direction."""
+
+    def even(first: int, end: int) -> list[tuple[int, int]]:
+        count = -(-(end - first) // side)
+        return list(pairwise(first + (end - first) * index // count for index in range(count + 1)))
+
     top, bottom, left, right = region
-    return [(a, b, c, d) for a, b in _even(top, bottom, side) for c, d in _even(left, right, side)]
-
-
-def _even(first: int, end: int, side: int) -> Iterator[tuple[int, int]]:
-    count = -(-(end - first) // side)
-    edges = [first + (end - first) * index // count for index in range(count + 1)]
-    yield from pairwise(edges)
+    return [(a, b, c, d) for a, b in even(top, bottom) for c, d in even(left, right)]
 
 
 def attended(stream: Stream, query: Tensor, planes: Tensor, frames_before: int, heads: int) -> Tensor:
     """Frame-causal attention of a tile's queries over keys and values in host memory, a block of them at a time.
 
-    Args:
-        query: (1, C, T, h, w) on the device.
-        planes: keys and values, (1, 2C, frames_before + T, H, W), on the host.
+    Scores are fp32; beside operands live one block and its scores.
 
-    Returns:
-        (1, C, T, h, w) in the dtype of ``query``. Scores are fp32; beside operands live one block and its scores.
+    Args:
+        query: (1, C, T, h, w) on the device; the result has its shape and dtype.
+        planes: keys and values, (1, 2C, frames_before + T, H, W), on the host.
     """
     frames, cells = query.shape[2], query.shape[3] * query.shape[4]
     split = query[0].unflatten(0, (heads, -1)).permute(2, 0, 3, 4, 1).flatten(2, 3)  # T, heads, n, D
@@ -244,44 +221,24 @@ def streamed(stream: Stream, vae: Any, latents: Tensor, time: Tensor | None = No
     Raises:
         UnsupportedError: a decoder that draws noise while it runs.
     """
-    if unstreamable(vae):
+    known = full_name(vae) in STREAMED
+    if not known or any(getattr(block, "per_channel_scale1", None) is not None for block in vae.decoder.modules()):
+        why = "draws new noise in its layers" if known else "has unknown layers"
         raise UnsupportedError(
-            f"method streaming for this {type(vae).__name__}, which {unstreamable(vae)}",
+            f"method streaming for this {type(vae).__name__}, which {why}",
             expected="a decoder whose layers depend only on their input",
             fix="Choose method auto or tiled on the decode node.",
         )
-    with ExitStack() as stack:
-        stack.enter_context(own_tensors(vae.decoder))
+    with own_tensors(vae.decoder):
         return STREAMED[full_name(vae)](stream, vae, Activation(latents.to(stream.way.dtype)), time).plane
 
 
-def unstreamable(vae: Any) -> str:
-    """The reason why the decoder of ``vae`` cannot be streamed; empty if it can."""
-    if full_name(vae) not in STREAMED:
-        return "has unknown layers"
-    if any(getattr(block, "per_channel_scale1", None) is not None for block in vae.decoder.modules()):
-        return "draws new noise in its layers"
-    return ""
-
-
 def _hunyuan(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
-    """HunyuanVideo and FramePack.
-
-    Source: diffusers ``HunyuanVideoDecoder3D.forward`` and the blocks it calls.
-    """
+    """HunyuanVideo and FramePack. Source: diffusers ``HunyuanVideoDecoder3D.forward`` and the blocks it calls."""
     decoder = vae.decoder
     stream.groups, stream.per_frame = decoder.conv_norm_out.num_groups, False
     x = stream.walk(lambda z: decoder.conv_in(vae.post_quant_conv(z)), latents, halo=1)
-    first, *rest = decoder.mid_block.resnets
-    x = _group_normed(stream, first, first.norm1, first.norm2, x)
-    for attn, resnet in zip(decoder.mid_block.attentions, rest, strict=True):
-        x = x if attn is None else _cells(stream, attn, x)
-        x = _group_normed(stream, resnet, resnet.norm1, resnet.norm2, x)
-    for block in decoder.up_blocks:
-        for resnet in block.resnets:
-            x = _group_normed(stream, resnet, resnet.norm1, resnet.norm2, x)
-        for up in block.upsamplers or ():
-            x = stream.walk(up, x, halo=1, grow=int(up.upsample_factor[1]))
+    x = _blocks(stream, decoder, x, _group_normed, _cells, lambda up: int(up.upsample_factor[1]))
 
     def last(tile: Tensor) -> Tensor:
         return decoder.conv_out(decoder.conv_act(stream.group_norm(decoder.conv_norm_out, tile, x)))
@@ -289,17 +246,33 @@ def _hunyuan(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activatio
     return stream.walk(last, x, halo=1)
 
 
-def _mochi(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
-    """Mochi, whose first frame becomes one.
+Block = Callable[[Stream, Any, Activation], Activation]
 
-    Source: diffusers ``MochiDecoder3D.forward`` and the blocks it calls; what is dropped, and where, is Genmo's.
-    """
+
+def _blocks(
+    stream: Stream, decoder: Any, x: Activation, resnet: Block, attend: Block, grow: Callable[[Any], int]
+) -> Activation:
+    """The middle block and the up blocks of HunyuanVideo's decoders."""
+    first, *rest = decoder.mid_block.resnets
+    x = resnet(stream, first, x)
+    for attn, block in zip(decoder.mid_block.attentions, rest, strict=True):
+        x = resnet(stream, block, x if attn is None else attend(stream, attn, x))
+    for up_block in decoder.up_blocks:
+        for block in up_block.resnets:
+            x = resnet(stream, block, x)
+        for up in up_block.upsamplers or ():
+            x = stream.walk(up, x, halo=1, grow=grow(up))
+    return x
+
+
+def _mochi(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
+    """Mochi, whose first frame becomes one. Source: diffusers ``MochiDecoder3D.forward``; Genmo's for what drops."""
     decoder = vae.decoder
     stream.groups, stream.per_frame = next(m.num_groups for m in decoder.modules() if isinstance(m, nn.GroupNorm)), True
 
     def through(resnets: Any, x: Activation) -> Activation:
         for resnet in resnets:
-            x = _group_normed(stream, resnet, resnet.norm1.norm_layer, resnet.norm2.norm_layer, x)
+            x = _group_normed(stream, resnet, x)
         return x
 
     first = stream.past is None or not stream.past.frames
@@ -313,29 +286,19 @@ def _mochi(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
 
 
 def _hunyuan15(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
-    """HunyuanVideo 1.5, whose norms are per voxel.
-
-    Source: diffusers ``HunyuanVideo15Decoder3D.forward``.
-    """
+    """HunyuanVideo 1.5, whose norms are per voxel. Source: diffusers ``HunyuanVideo15Decoder3D.forward``."""
     decoder = vae.decoder
+
+    def local(stream: Stream, resnet: Any, x: Activation) -> Activation:
+        return stream.walk(resnet, x, halo=2)
+
     x = stream.walk(lambda z: decoder.conv_in(z) + z.repeat_interleave(decoder.repeat, dim=1), latents, halo=1)
-    first, *rest = decoder.mid_block.resnets
-    x = stream.walk(first, x, halo=2)
-    for attn, resnet in zip(decoder.mid_block.attentions, rest, strict=True):
-        x = stream.walk(resnet, x if attn is None else _voxels(stream, attn, x), halo=2)
-    for block in decoder.up_blocks:
-        for resnet in block.resnets:
-            x = stream.walk(resnet, x, halo=2)
-        for up in block.upsamplers or ():
-            x = stream.walk(up, x, halo=1, grow=2)
+    x = _blocks(stream, decoder, x, local, _voxels, lambda up: 2)
     return stream.walk(lambda tile: decoder.conv_out(decoder.conv_act(decoder.norm_out(tile))), x, halo=1)
 
 
 def _ltx(stream: Stream, vae: Any, latents: Activation, time: Tensor | None) -> Activation:
-    """LTX-Video: each residual block is local, and a timestep, where there is one, is the same everywhere.
-
-    Source: diffusers ``LTXVideoDecoder3d.forward`` and the blocks it calls.
-    """
+    """LTX-Video: each residual block is local, and a timestep, where there is one, is the same everywhere."""
     decoder = vae.decoder
     if decoder.timestep_scale_multiplier is not None and time is not None:
         time = time * decoder.timestep_scale_multiplier
@@ -367,8 +330,8 @@ def _ltx(stream: Stream, vae: Any, latents: Activation, time: Tensor | None) -> 
     return stream.walk(last, x, halo=1, grow=decoder.patch_size)
 
 
-def _group_normed(stream: Stream, block: Any, norm1: nn.Module, norm2: nn.Module, x: Activation) -> Activation:
-    """A residual block of two group norms and two convolutions."""
+def _group_normed(stream: Stream, block: Any, x: Activation) -> Activation:
+    norm1, norm2 = (getattr(norm, "norm_layer", norm) for norm in (block.norm1, block.norm2))  # Mochi wraps them
 
     def first(tile: Tensor) -> Tensor:
         return _only(block.conv1(block.nonlinearity(stream.group_norm(norm1, tile, x))))
@@ -425,11 +388,7 @@ def _voxels(stream: Stream, attn: Any, x: Activation) -> Activation:
 
 
 def _unfolding(block: Any, first: bool) -> Callable[[Tensor], Tensor]:
-    """The second half of Mochi's up block: a projection whose channels become pixels and frames.
-
-    Args:
-        first: whether the plane begins with the first frame of the video, which becomes one.
-    """
+    """The second half of Mochi's up block; with ``first`` the plane begins with the video's first frame."""
     time, side = block.temporal_expansion, block.spatial_expansion
 
     def run(tile: Tensor) -> Tensor:
@@ -458,7 +417,7 @@ def _embedded(owner: Any, time: Tensor | None, stream: Stream) -> Tensor | None:
 
 
 def _only(result: Any) -> Tensor:
-    """Drop the cache that Mochi's convolutions return besides their result."""
+    """``result`` without the cache that Mochi's convolutions return beside it."""
     return result[0] if isinstance(result, tuple) else result
 
 

@@ -1,8 +1,7 @@
 """The methods by which a VAE runs, ours or core's, in one order: the first that fits begins, a retry goes on from it.
 
-Exact methods come first: whole, in chunks of latent frames where the decoder is causal, layer by layer. Then tiles,
-which are blended, and the CPU. Where tiles are a choice, advised by the family or all that the device bears, the slow
-way layer by layer comes after them.
+Exact methods come first: whole, in chunks where the decoder is causal, layer by layer. Then tiles, which are blended,
+and the CPU. Where tiles are a choice, advised or all that the device bears, the slow way layer by layer comes after.
 """
 
 from __future__ import annotations
@@ -35,27 +34,16 @@ SIDES = (256, 128, 64, 32, 16, 8)  # pixels of the last layer's tile
 
 @dataclass(frozen=True, slots=True)
 class DecodeRequest:
-    """User's choices for a decode.
+    """User's choices for a decode."""
 
-    Args:
-        method: one of :data:`METHODS`.
-        tile: pixels of a tile, 0 for the method's own.
-        overlap: pixels of it that blend into the next, -1 for a quarter.
-        frames: latent frames per chunk, 0 for the method's own.
-    """
-
-    method: str = "auto"
-    tile: int = 0
-    overlap: int = -1
-    frames: int = 0
+    method: str = "auto"  # one of :data:`METHODS`
+    tile: int = 0  # pixels of a tile, 0 for the method's own
+    overlap: int = -1  # pixels of it that blend into the next, -1 for a quarter
+    frames: int = 0  # latent frames per chunk, 0 for the method's own
 
 
 def checked_request(form: DecodeRequest, cell: int) -> DecodeRequest:
-    """``form``, whose values are in range for latents of ``cell`` pixels.
-
-    Raises:
-        InputError: an unknown method, or a tile, overlap or count of frames out of range.
-    """
+    """``form``, whose values must be in range for latents of ``cell`` pixels."""
     require_choice("decode method", form.method, METHODS, "Choose auto.")
     if form.frames < 0 or form.tile < 0:
         raise InputError(
@@ -78,28 +66,16 @@ def checked_request(form: DecodeRequest, cell: int) -> DecodeRequest:
 
 @dataclass(frozen=True, slots=True)
 class DecodeMethod:
-    """One method to run a VAE, ours or core's.
+    """One method to run a VAE, ours or core's."""
 
-    Args:
-        dtype: of its weights and activations.
-        tile: pixels, 0 for whole.
-        on_host: on the CPU instead of the device.
-        library: whether torch's convolution library (cuDNN, MIOpen) may be used.
-        frames: latent frames per call of a causal decoder, 0 for all; exact.
-        overlap: pixels of a tile that blend into the next one; -1 for a quarter.
-        stream: pixels of the tiles in which each layer runs by itself, with the rest of its activations in host
-            memory; exact; 0 for all layers at once.
-        window: latent frames of one window of a decoder that works in windows; 0 for its publisher's.
-    """
-
-    dtype: torch.dtype
-    tile: int = 0
-    on_host: bool = False
-    library: bool = True
-    frames: int = 0
-    overlap: int = -1
-    stream: int = 0
-    window: int = 0
+    dtype: torch.dtype  # of its weights and activations
+    tile: int = 0  # pixels, 0 for whole
+    on_host: bool = False  # on the CPU instead of the device
+    library: bool = True  # whether torch's convolution library (cuDNN, MIOpen) may be used
+    frames: int = 0  # latent frames per call of a causal decoder, 0 for all; exact
+    overlap: int = -1  # pixels of a tile that blend into the next one; -1 for a quarter
+    stream: int = 0  # pixels of the tiles in which each layer runs by itself; exact; 0 for all layers at once
+    window: int = 0  # latent frames of one window of a decoder that works in windows; 0 for its publisher's
 
     def __str__(self) -> str:
         shapes = [f"in tiles of {self.tile} pixels"] * (self.tile > 0)
@@ -113,7 +89,7 @@ class DecodeMethod:
 
     @property
     def key(self) -> tuple[int, int, int, bool]:
-        """The fields that tell a method from the others of a list: the rest may change on the way."""
+        """The fields that tell a method from the others of a list."""
         return self.tile, self.frames, self.stream, self.on_host
 
 
@@ -152,15 +128,13 @@ def decode_methods(
 def next_method(
     method: DecodeMethod, kind: str, text: str, methods: Sequence[DecodeMethod], automatic: bool = True
 ) -> DecodeMethod | None:
-    """The method to try after ``method`` failed; None when nothing allowed is left.
+    """The method to try after ``method``, one of ``methods``, failed; None when nothing allowed is left.
 
     After memory ran out, the next of the list; after a kernel or values failed, without the library, then in fp32, and
     only then in smaller tiles.
 
     Args:
-        kind: of the failure, ``MEMORY``, ``KERNEL`` or ``VALUES``.
-        text: of its error.
-        methods: of :func:`decode_methods`; ``method`` has one of them.
+        kind, text: of the failure, ``MEMORY``, ``KERNEL`` or ``VALUES``, and of its error.
         automatic: whether the dtype may change.
     """
     if method.on_host:
@@ -213,10 +187,7 @@ class Ladder:
             self.method = self._fitting() if room is None else self.fitting(room)
 
     def follow(self, kind: str, text: str) -> DecodeMethod | None:
-        """The method to try after the one under way failed; None when nothing allowed is left.
-
-        After memory ran out, a method that is forecast to need as much is left out.
-        """
+        """The method to try after the one under way failed, which after a shortage needs less; None for none."""
         methods, failed = self.methods, self.method
         if kind == MEMORY and (needed := self.needed_bytes(failed)):
             kept = (each.on_host or each.key == failed.key or self.needed_bytes(each) < needed for each in methods)
@@ -233,17 +204,13 @@ class Ladder:
 
     def others(self) -> list[str]:
         """The other parts of the pipeline that are on the device."""
-        parts = self.pipeline.parts
-        return [
-            name
-            for name, part in parts.items()
-            if name != "vae"
-            and self.device.type != HOST.type
-            and any(tensor.device == self.device for tensor in part.parameters())
-        ]
+        if self.device.type == HOST.type:
+            return []
+        others = ((name, part) for name, part in self.pipeline.parts.items() if name != "vae")
+        return [name for name, part in others if any(each.device == self.device for each in part.parameters())]
 
     def _methods(self, start: int, whole_first: bool) -> list[DecodeMethod]:
-        """The methods that the user's choice allows, in the one order."""
+        """The methods that the user's choice allows."""
         form, chosen, on_host = self.form, self.form.method, self.device.type == HOST.type
         if chosen == ON_CPU and not on_host:
             return [DecodeMethod(torch.float32, on_host=True)]
@@ -276,13 +243,11 @@ class Ladder:
         return tuple(count for count in CHUNKS if count < latent_frames)
 
     def _streamed_frames(self) -> int:
-        """Latent frames per chunk of a streamed decode: as many as were asked; else all, or one on a small host."""
         if not self.causal or not self.pipeline.weights:
             return 0
         return self.form.frames or int(plane_bytes(self.pipeline, self.area) > host_free_bytes())
 
     def _window(self) -> int:
-        """Latent frames per window: as many as were asked; else its publisher's, or few on a host that is small."""
         if not self.decodes or not self.pipeline.spec.memory.decode_window:
             return 0
         small = self.form.method == STREAMING and plane_bytes(self.pipeline, self.area) > host_free_bytes()
@@ -291,24 +256,19 @@ class Ladder:
     def _start(self, advised: int) -> int:
         """The tile to begin with, in pixels: what the method, the family and the device want; 0 for whole."""
         frames, rows, columns = self.size
-        largest = max(rows, columns)
         if self.form.method == TILED and not advised:
             advised = TILES[0]
-        if self.policy.tile_pixels and largest > self.policy.tile_pixels:
+        if 0 < self.policy.tile_pixels < max(rows, columns):
             advised = min(advised or self.policy.tile_pixels, self.policy.tile_pixels)
         limit, itemsize = limit_of(self.policy), self.pipeline.precision.vae.itemsize
         for tile in (advised or 0, *TILES):
-            side_rows, side_columns = (min(rows, tile), min(columns, tile)) if tile else (rows, columns)
-            needed = largest_buffer_bytes(self.pipeline.configs["vae"], frames, side_rows, side_columns, itemsize)
-            if not limit or needed <= limit:
+            high, wide = (min(side, tile or side) for side in (rows, columns))
+            if not limit or largest_buffer_bytes(self.pipeline.configs["vae"], frames, high, wide, itemsize) <= limit:
                 return tile
         return TILES[-1]
 
     def _fitting(self) -> DecodeMethod:
-        """The first method that fits into what is free now, once other parts have left the device; else the smallest.
-
-        A forecast that is wrong is mended by the retry.
-        """
+        """The first method that fits into what is free, once other parts have left; else the smallest."""
         pipeline, free = self.pipeline, room_on(self.pipeline, self.device)
         if free is None or not pipeline.weights:
             return self.method
@@ -331,22 +291,22 @@ class Ladder:
 
 def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[DecodeMethod, int]:
     """The method with which a decode of ``size`` begins in ``room`` bytes beside the weights, and its bytes."""
-    spec, cells = pipeline.spec, latent_shape(pipeline, size)
-    plan = Ladder(
-        pipeline=pipeline,
-        coder="decoder",
-        size=decoder_size(pipeline, cells),
-        form=DecodeRequest(),
-        advised=spec.sizes.tile_for(cells),
-        room=room,
-    )
+    plan = decoder_ladder(pipeline, latent_shape(pipeline, size), DecodeRequest(), room)
     return plan.method, plan.needed_bytes(plan.method)
 
 
-def decoder_size(pipeline: Pipeline, cells: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Pixel frames, rows and columns that a decoder makes of ``cells``."""
-    spatial, temporal = pipeline.spec.sizes.ratios
-    return (cells[0] - 1) * temporal + 1, cells[1] * spatial, cells[2] * spatial
+def decoder_ladder(
+    pipeline: Pipeline, cells: tuple[int, int, int], form: DecodeRequest, room: int | None = None
+) -> Ladder:
+    """The methods for latents of so many frames, rows and columns, begun as the family advises.
+
+    Raises:
+        InputError: an unknown method, or a tile, overlap or count of frames out of range.
+    """
+    sizes, form = pipeline.spec.sizes, checked_request(form, pipeline.spec.sizes.ratio)
+    size = (cells[0] - 1) * sizes.stride + 1, cells[1] * sizes.ratio, cells[2] * sizes.ratio
+    tile = sizes.tile_for(cells)
+    return Ladder(pipeline=pipeline, coder="decoder", size=size, form=form, advised=tile, room=room)
 
 
 def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
@@ -363,12 +323,15 @@ def largest_buffer_bytes(config: Mapping[str, Any], frames: int, height: int, wi
     Twice, because the last upsampling comes before the channels are halved.
 
     Args:
-        config: of the VAE.
         frames, height, width: of what goes through in one piece, in pixels.
     """
-    widths = config.get("decoder_block_out_channels") or config.get("block_out_channels") or (128,)
     pixels = (frames + 2) * (height + 2) * (width + 2)
-    return 2 * min(widths) * pixels // int(config.get("patch_size") or 1) ** 2 * itemsize
+    return 2 * narrowest(config) * pixels // int(config.get("patch_size") or 1) ** 2 * itemsize
+
+
+def narrowest(config: Mapping[str, Any]) -> int:
+    """The channels of a decoder's widest plane, which has the fewest."""
+    return min(config.get("decoder_block_out_channels") or config.get("block_out_channels") or (128,))
 
 
 def limit_of(policy: DevicePolicy) -> int:

@@ -6,6 +6,7 @@ ones that overlap and blend, a chunk of latent frames into shorter ones, a decod
 
 from __future__ import annotations
 
+import math
 import types
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from ...compat.memory.transfer import Transfer
 from ...compat.output_check import InvalidOutputError, Validator
 from ...compat.ranks import Group
 from .chunked import AUTOENCODERS, MOCHI, SPATIAL_PADDING, CausalCache, mochi_up_from_the_start, remembering
-from .plan import STRIDE, DecodeMethod
+from .plan import STRIDE, DecodeMethod, narrowest
 
 WINDOWED = f"{AUTOENCODERS}hunyuan_video.AutoencoderKLHunyuanVideo"
 OVERLAP = 0.25  # of a tile, blended into the next one, where nothing else is asked
@@ -33,17 +34,11 @@ MIDDLE = (0.25, 0.75)  # weights at which two tiles are compared: where both cou
 
 @dataclass(frozen=True, slots=True)
 class RegionTask:
-    """A region to decode.
+    """A region to decode."""
 
-    Args:
-        latents: (1, C, T, h, w) on the host.
-        method: in which form.
-        time: of a VAE that takes one, on the host.
-    """
-
-    latents: torch.Tensor
-    method: DecodeMethod
-    time: torch.Tensor | None
+    latents: torch.Tensor  # (1, C, T, h, w) on the host
+    method: DecodeMethod  # in which form
+    time: torch.Tensor | None  # of a VAE that takes one, on the host
 
 
 Decode = Callable[[RegionTask], torch.Tensor]
@@ -51,69 +46,61 @@ Decode = Callable[[RegionTask], torch.Tensor]
 
 @dataclass(slots=True)
 class Region:
-    """A part of the plane that is decoded by itself, in latent cells.
-
-    Args:
-        weights: how much it counts in the result, per row and per column of pixels; they add up to one everywhere.
-        frames: latent frames that are done.
-        past: what a causal decoder remembers of them.
-    """
+    """A part of the plane that is decoded by itself, in latent cells."""
 
     rows: tuple[int, int]
     columns: tuple[int, int]
-    weights: tuple[Tensor, Tensor] | None = None
-    frames: int = 0
-    past: CausalCache | None = None
+    weights: tuple[Tensor, Tensor] | None = None  # of its rows and columns of pixels in the result; they add up to one
+    frames: int = 0  # latent frames that are done
+    past: CausalCache | None = None  # what a causal decoder remembers of them
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Latent rows and columns."""
+        return self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
 
     @property
     def cells(self) -> int:
         """Latent cells of one frame."""
-        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
+        return math.prod(self.shape)
+
+    def of(self, latents: Tensor) -> Tensor:
+        """The part of ``latents`` (1, C, T, h, w) that it covers."""
+        return latents[..., slice(*self.rows), slice(*self.columns)]
 
 
 @dataclass(slots=True)
 class Window:
-    """Latent frames that are decoded together; upstream's own for HunyuanVideo, else all.
+    """Latent frames that are decoded together; upstream's own for HunyuanVideo, else all."""
 
-    Args:
-        latents: (1, C, T, h, w) on the host.
-        pending: regions still to be decoded, the next one last.
-        video: (1, 3, F, H, W), fp32, on the host; filled as regions are done.
-        covered: weights so far, (H, W).
-    """
-
-    latents: Tensor
-    pending: list[Region]
-    video: Tensor | None = None
-    covered: Tensor | None = None
+    latents: Tensor  # (1, C, T, h, w) on the host
+    pending: list[Region]  # regions still to be decoded, the next one last
+    video: Tensor | None = None  # (1, 3, F, H, W), fp32, on the host; filled as regions are done
+    covered: Tensor | None = None  # weights so far, (H, W)
 
 
 @dataclass(slots=True)
 class ResumableDecode:
-    """One decode of latents (1, C, T, h, w) in the VAE's own space, on the host.
+    """One decode of latents in the VAE's own space.
 
     Args:
-        ratios: pixels per cell, pixel frames per latent frame.
         guard: around each call of the decoder, given the part's index and count.
-        judge: of streamed frames, which pass no decoder as a whole; their fault.
+        validate: streamed frames, which pass no decoder as a whole: their fault.
         smaller: as :class:`~.layerwise.Stream` takes it.
         check: raises on a cancel.
         together: decodes several regions at once, on other devices too; None where it failed. None to decode alone.
-
-    ``stride`` is how many pixel frames apart windows are. ``apart`` is the largest difference between two tiles where
-    both count alike, of frames in -1..1.
     """
 
-    latents: Tensor
-    ratios: tuple[int, int]
+    latents: Tensor  # (1, C, T, h, w) on the host
+    ratios: tuple[int, int]  # pixels per cell, pixel frames per latent frame
     guard: Callable[[int, int], AbstractContextManager[Any]] = lambda index, count: nullcontext()
     validate: Validator = lambda video: ""
     smaller: Callable[[int], int] = lambda side: 0
     check: Callable[[], None] = lambda: None
     together: Callable[[list[RegionTask], Decode], list[Tensor | None]] | None = None
     windows: list[Window] = field(default_factory=list)
-    stride: int = 0
-    apart: float = 0.0
+    stride: int = 0  # pixel frames from one window to the next
+    apart: float = 0.0  # largest difference between two tiles where both count alike, of frames in -1..1
     done: int = 0
 
     def begin(self) -> None:
@@ -131,9 +118,8 @@ class ResumableDecode:
         """
         decode = partial(self.decoded, vae, transfer, method, time)
         if not self.windows:
-            height, width = self.latents.shape[-2:]
             self.stride, cuts = _windows(vae, self.latents, method.window)
-            self.windows = [Window(part, [Region((0, height), (0, width))]) for part in cuts]
+            self.windows = [Window(part, [_whole(part)]) for part in cuts]
         if self.together is not None:
             self._share(self.together, transfer, method, time, decode)
         for window in self.windows:
@@ -150,9 +136,8 @@ class ResumableDecode:
 
     def region(self, task: RegionTask, transfer: Transfer, decode: Callable[..., Tensor]) -> Tensor:
         """Frames of one region on its own."""
-        height, width = task.latents.shape[-2:]
         alone = Window(task.latents, [])
-        self._region(alone, Region((0, height), (0, width)), task.method.frames, transfer, decode)
+        self._region(alone, _whole(task.latents), task.method.frames, transfer, decode)
         assert alone.video is not None
         return alone.video
 
@@ -169,8 +154,7 @@ class ResumableDecode:
         for window in self.windows:
             window.pending = [part for region in window.pending for part in _split(region, method, self.ratios[0])]
             for region in reversed([region for region in window.pending if not region.frames]):
-                latents = window.latents[..., region.rows[0] : region.rows[1], region.columns[0] : region.columns[1]]
-                tasks.append(RegionTask(latents.contiguous(), method, host_time))
+                tasks.append(RegionTask(region.of(window.latents).contiguous(), method, host_time))
                 places.append((window, region))
         if len(tasks) < 2:
             return
@@ -183,8 +167,8 @@ class ResumableDecode:
     def _region(
         self, window: Window, region: Region, chunk: int, transfer: Transfer, decode: Callable[..., Tensor]
     ) -> None:
-        """Decode what is left of ``region``; each chunk counts as done once its frames are in the window's video."""
-        latents = window.latents[..., region.rows[0] : region.rows[1], region.columns[0] : region.columns[1]]
+        """Decode the rest of ``region``; a chunk is done once its frames are in the window."""
+        latents = region.of(window.latents)
         total = latents.shape[2]
         while region.frames < total:
             many = min(chunk or total, total - region.frames)
@@ -219,8 +203,7 @@ class ResumableDecode:
             if not method.stream:
                 return transfer.to_host_fp32(decoder_call(vae, transfer.to_device(latents.contiguous()), time))
             config = vae.config
-            widths = config.get("decoder_block_out_channels") or config.get("block_out_channels") or (128,)
-            elements = min(widths) * latents.shape[2] * self.ratios[1] // int(config.get("patch_size") or 1) ** 2
+            elements = narrowest(config) * latents.shape[2] * self.ratios[1] // int(config.get("patch_size") or 1) ** 2
             from .layerwise import Stream, streamed
 
             stream = Stream(
@@ -252,16 +235,13 @@ class ResumableDecode:
         weight = rows[:, None] * columns
         assert window.covered is not None
         covered = window.covered[top:bottom, left:right]
-        self._compare(where, frames, covered)
+        both = (covered > MIDDLE[0]) & (covered < MIDDLE[1])
+        if bool(both.any()):
+            apart = where[..., both] / covered[both] - frames[..., both]
+            self.apart = max(self.apart, float(apart.abs().max()))
         where.add_(frames * weight)
         if first + frames.shape[2] >= total:
             covered.add_(weight)
-
-    def _compare(self, before: Tensor, frames: Tensor, covered: Tensor) -> None:
-        both = (covered > MIDDLE[0]) & (covered < MIDDLE[1])
-        if bool(both.any()):
-            apart = before[..., both] / covered[both] - frames[..., both]
-            self.apart = max(self.apart, float(apart.abs().max()))
 
     def _frames(self, latent_frames: int) -> int:
         return (latent_frames - 1) * self.ratios[1] + 1
@@ -319,13 +299,8 @@ def pieces_of(vae: Any, latents: Tensor, method: DecodeMethod, ratio: int) -> Co
         ratio: pixels per latent row and column.
     """
     _, windows = _windows(vae, latents, method.window)
-    height, width = latents.shape[-2:]
-    regions = _split(Region((0, height), (0, width)), method, ratio)
-    return Counter(
-        (window.shape[2], region.rows[1] - region.rows[0], region.columns[1] - region.columns[0])
-        for window in windows
-        for region in regions
-    )
+    regions = _split(_whole(latents), method, ratio)
+    return Counter((window.shape[2], *region.shape) for window in windows for region in regions)
 
 
 def windows_of(frames: int, most: int, stride: int) -> list[slice]:
@@ -367,6 +342,11 @@ def tiles_over(length: int, tile: int, overlap: int) -> list[tuple[int, int]]:
     return [(start, start + tile) for start in starts]
 
 
+def _whole(latents: Tensor) -> Region:
+    height, width = latents.shape[-2:]
+    return Region((0, height), (0, width))
+
+
 def _windows(vae: Any, latents: Tensor, most: int) -> tuple[int, list[Tensor]]:
     """Pixel frames from one window to the next, and the windows; ``most`` latent frames each, 0 for the VAE's own."""
     if full_name(vae) != WINDOWED or not vae.use_framewise_decoding:
@@ -395,22 +375,18 @@ def _joined(videos: list[Tensor], stride: int, total: int) -> Tensor:
 def _split(region: Region, method: DecodeMethod, ratio: int) -> list[Region]:
     """``region`` in tiles as ``method`` wants them, the first one last; itself where it is small enough."""
     side = max(1, method.tile // ratio)
-    height, width = region.rows[1] - region.rows[0], region.columns[1] - region.columns[0]
+    height, width = region.shape
     if not method.tile or (height <= side and width <= side):
         return [region]
     asked = int(method.tile * OVERLAP) if method.overlap < 0 else method.overlap
     overlap = min(-(-asked // ratio), side - 1)
     lines = [tiles_over(extent, side, overlap) for extent in (height, width)]
     whole = region.weights or (torch.ones(height * ratio), torch.ones(width * ratio))
-    own = [
-        [
-            weight * outer[a * ratio : b * ratio]
-            for weight, (a, b) in zip(
-                weights_over([(a * ratio, b * ratio) for a, b in parts], extent * ratio), parts, strict=True
-            )
-        ]
-        for parts, extent, outer in zip(lines, (height, width), whole, strict=True)
-    ]
+    own = []
+    for parts, extent, outer in zip(lines, (height, width), whole, strict=True):
+        edges = [(first * ratio, end * ratio) for first, end in parts]
+        weights = zip(weights_over(edges, extent * ratio), edges, strict=True)
+        own.append([weight * outer[first:end] for weight, (first, end) in weights])
     tiles = []
     for (top, bottom), by_row in zip(lines[0], own[0], strict=True):
         for (left, right), by_column in zip(lines[1], own[1], strict=True):

@@ -19,9 +19,9 @@ PLACES = {0: START, -1: END}
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
     """A start image (``frame`` 0), or an end image (``frame`` -1); ``previous`` holds the other one.
 
-    ``start`` and ``end`` are what the VAE says of the picture, mean and log variance (1, 32, 1, H / 8, W / 8): the
-    latents are drawn when the video is sampled, by its seed, as upstream does. ``vision`` are the SigLIP states of the
-    start image (1, 729, 1152); upstream also computes those of the end image, but does not use them.
+    ``start`` and ``end`` are mean and log variance (1, 32, 1, H / 8, W / 8): latents are drawn when the video is
+    sampled, by its seed, as upstream does. ``vision`` are the SigLIP states of the start image (1, 729, 1152); upstream
+    also computes those of the end image, but does not use them.
 
     Raises:
         InputError: another frame, more than one picture, or a place that is taken.
@@ -53,17 +53,11 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
         known[VISION] = _vision(pipeline, request, progress)
     anchors = () if request.previous is None else request.previous.anchors
     anchors = (*anchors, (place, request.frame, request.strength))
-    return ImageCondition(
-        family="framepack", tensors=known, width=request.width, height=request.height, anchors=anchors
-    )
+    return ImageCondition("framepack", known, request.width, request.height, anchors=anchors)
 
 
 def end_strength(image: ImageCondition | None, framepack: FramePackSettings, progress: Progress) -> float:
-    """Weight of the end image; 0 without one.
-
-    Raises:
-        InputError: no start image.
-    """
+    """Weight of the end image; 0 without one. A start image there must be."""
     if image is None or START not in image.tensors:
         raise InputError(
             "no start image for FramePack",

@@ -12,26 +12,14 @@ import torch
 
 from ....compat.device.execution import generator_for, placed, state_of, to_host
 from ....compat.errors import InputError
-from ...base import (
-    EMBEDS,
-    MASK,
-    POOLED,
-    Call,
-    FramePackSettings,
-    ImageCondition,
-    Latents,
-    Progress,
-    Prompt,
-    PromptRequest,
-    SampleSettings,
-    SubProgress,
-)
+from ... import base
+from ...base import Call, FramePackSettings, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings
 from ...files.evidence import Evidence
 from ...pipeline import Pipeline
 from ...sampling.core_sampler import guidance_of, required
-from ...sampling.loop import Safeguards, denoise, held_transformer, noise_for, safeguards_of, sampled_latents
+from ...sampling.loop import denoise, held_transformer, noise_for, safeguards_of, sampled_latents
 from ...sampling.resume import SectionState, SectionStore, resume_key
-from ...sampling.schedules import UNIPC_BH1, Guidance, Levels, even_levels, schedule_for
+from ...sampling.schedules import UNIPC_BH1, Guidance, Levels, Predict, even_levels, schedule_for
 from ...settings import MOST_FRAMES
 from ...text.llama import llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import described
@@ -54,7 +42,6 @@ SHIFT_NAMES = {  # upstream's function names the scheduler's settings in its own
 
 F1_NAME = r"f1(?!\d)"
 IMAGE_FIX = "Connect AnyGPU Image Conditioning with the start image of AnyGPU Encode Image."
-Forward = Callable[[torch.Tensor, torch.Tensor, Mapping[str, Mapping[str, torch.Tensor]], str], torch.Tensor]
 
 
 def guess_variant(evidence: Evidence) -> tuple[str, str]:
@@ -67,10 +54,7 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
-    """Llama states and pooled CLIP vectors of the prompt, the negative, and each section's prompt.
-
-    A section without text gets the first prompt.
-    """
+    """Llama states and pooled CLIP vectors of the prompt, the negative, and each section's prompt, else the first's."""
     from diffusers import HunyuanVideoFramepackPipeline
 
     texts = tuple(text for text in request.sections if text.strip())
@@ -86,11 +70,7 @@ prompt_from_core = llama_from_core
 
 
 def frames_for(framepack: FramePackSettings, fps: float) -> int:
-    """Pixel frames of the whole sections nearest to ``clip_seconds``, and the start image; 1 in single-frame mode.
-
-    Raises:
-        InputError: no length, or more than a video can have.
-    """
+    """Pixel frames of the whole sections nearest to ``clip_seconds``, and the start image; 1 in single-frame mode."""
     if framepack.single_frame:
         return 1
     if not 0 < fps <= 240:
@@ -123,12 +103,10 @@ def sample(
 ) -> Latents:
     """Latents (1, 16, T, H / 8, W / 8) in core's space, of all sections; ``frames`` says how many frames count.
 
-    The prompt of a section is the one of its place in the film, the first prompt where there is none. ``end_strength``
-    times the end image's own strength scales its latents, the only thing the last section sees of it: 1 is upstream's
-    video, 0 the one without an end image.
-
-    Single-frame mode samples one latent frame, which takes the place of the last one of the first window, and
-    returns it alone. It was found on the FramePack I2V checkpoint.
+    The prompt of a section is the one of its place in the film, else the first. ``end_strength`` times the end image's
+    own scales its latents, the only thing the last section sees of it: 1 is upstream's video, 0 the one without an end
+    image. Single-frame mode samples one latent frame, in the place of the last one of the first window, and returns it
+    alone; it was found on the FramePack I2V checkpoint.
 
     Args:
         keeper: given each finished section, in sampling order, with all latents so far, which :func:`decode` takes.
@@ -155,17 +133,20 @@ def sample(
     end = strength * drawn(pipeline, image, END, generator) if strength > 0 else None
     history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, progress)
     key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else str
-    shape = (*start.shape[:2], plan.sampled, *start.shape[3:])
+    shape, vision = (*start.shape[:2], plan.sampled, *start.shape[3:]), image.tensors[VISION].to(device)
     with held_transformer(pipeline, settings, progress, plan.sampled) as transformer:
         _resume(history, generator, None if keeper is None else keeper.found(key()), progress)
         for index in range(len(history.lengths), plan.count):
-            forward = _forward(pipeline, transformer, history, image.tensors[VISION].to(device), settings)
-            noise, part = noise_for(shape, generator, device), SubProgress(progress, index, plan.count, "section")
+            noise, part = noise_for(shape, generator, device), base.SubProgress(progress, index, plan.count, "section")
+            levels, text = _levels_for(pipeline, noise), texts[plan.place(index)]
+            schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, levels, device)
+            predict = _predictor(pipeline, transformer, history, text, vision, settings, len(schedule))
             safeguards = safeguards_of(pipeline, part, generator, index)
-            history.add(_section(pipeline, forward, texts[plan.place(index)], settings, noise, part, safeguards))
+            history.add(to_host(denoise(noise, schedule, predict, progress=part, safeguards=safeguards)))
             latents = described(_so_far(pipeline, history, settings, generator), prompt)
             if keeper is not None:
-                keeper.save(key(), index, plan.count, latents, history.standing(state_of(generator)))
+                standing = SectionState(history.latents, tuple(history.lengths), state_of(generator))
+                keeper.save(key(), index, plan.count, latents, standing)
     return latents
 
 
@@ -209,21 +190,21 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
     largest = max((latents.samples[:, :, cut].shape for cut in cuts), key=math.prod)
     with decoding(pipeline, largest, progress, form) as passes:
         videos = (
-            passes.decode(latents.samples[:, :, cut], SubProgress(progress, index, len(cuts), "section"))
+            passes.decode(latents.samples[:, :, cut], base.SubProgress(progress, index, len(cuts), "section"))
             for index, cut in enumerate(cuts)
         )
         return joined(videos, window, inverted)
 
 
 def _resume(history: History, generator: torch.Generator, standing: SectionState | None, progress: Progress) -> None:
-    """Restore ``history`` and ``generator`` from an earlier sampling of the same video, and notify the user."""
+    """Restore ``history`` and ``generator`` from an earlier sampling of the same video."""
     count, wanted = history.plan.count, list(history.start.shape)
     if standing is None or not 0 < len(standing.lengths) < count:
         return
     wanted[2] = standing.lengths[-1]
     if list(standing.latents.shape) != wanted:
         return
-    history.resume(standing)
+    history.latents, history.lengths = standing.latents, list(standing.lengths)
     generator.set_state(generator_for(0, standing.generator_state).get_state())
     progress.notify(f"continues after section {len(standing.lengths)} of {count}, saved by an interrupted run")
 
@@ -246,28 +227,6 @@ def _texts(
     return [{**common, "cond": text} for text in [first, *further, *[first] * (plan.count - 1 - len(further))]]
 
 
-def _section(
-    pipeline: Pipeline,
-    forward: Forward,
-    text: Mapping[str, Mapping[str, torch.Tensor]],
-    settings: SampleSettings,
-    noise: torch.Tensor,
-    progress: Progress,
-    safeguards: Safeguards,
-) -> torch.Tensor:
-    """The latents of one section on the CPU, from ``noise``."""
-    levels = _levels_for(pipeline, noise)
-    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, levels, noise.device)
-
-    guidance = Guidance(settings, len(schedule))
-
-    def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-        branches = (partial(forward, latents, time, text, name) for name in ("cond", "uncond"))
-        return guidance.predict(index, pipeline.run.group, *branches)
-
-    return to_host(denoise(noise, schedule, predict, progress=progress, safeguards=safeguards))
-
-
 def _levels_for(pipeline: Pipeline, latents: torch.Tensor) -> Callable[[int], Levels]:
     """From a number of steps to evenly falling levels, and the shift that the size of ``latents`` asks for."""
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_framepack import calculate_shift
@@ -279,34 +238,39 @@ def _levels_for(pipeline: Pipeline, latents: torch.Tensor) -> Callable[[int], Le
     return partial(even_levels, mu=mu)
 
 
-def _forward(
-    pipeline: Pipeline, transformer: Any, history: History, vision: torch.Tensor, settings: SampleSettings
-) -> Forward:
-    """The transformer with all that the next section sees beside its own latents and text."""
+def _predictor(
+    pipeline: Pipeline,
+    transformer: Any,
+    history: History,
+    texts: Mapping[str, Mapping[str, torch.Tensor]],
+    vision: torch.Tensor,
+    settings: SampleSettings,
+    steps: int,
+) -> Predict:
+    """The guided velocity of the next section, with all that it sees beside its own latents and texts."""
     dtype, device = pipeline.precision.residual, vision.device
     context = {**placed(history.seen(), device, dtype), **history.plan.indices(len(history.lengths))}
     vision, guidance = vision.to(dtype), torch.full((1,), settings.guidance, device=device)
 
-    def forward(
-        latents: torch.Tensor, time: torch.Tensor, text: Mapping[str, Mapping[str, torch.Tensor]], branch: str
-    ) -> torch.Tensor:
+    def branch(name: str, latents: torch.Tensor, time: torch.Tensor, _: int) -> torch.Tensor:
+        text = texts[name]
         call = Call(
             latents=latents.to(dtype),
             time=time.to(dtype).expand(latents.shape[0]),
-            embeds=text[branch][EMBEDS],
-            mask=text[branch][MASK],
-            pooled=text[branch][POOLED],
+            embeds=text[base.EMBEDS],
+            mask=text[base.MASK],
+            pooled=text[base.POOLED],
             vision=vision,
             guidance=guidance,
         )
-        with transformer.cache_context(branch):
+        with transformer.cache_context(name):
             return _velocity(pipeline, transformer, call, context).float()
 
-    return forward
+    return Guidance(settings, steps).over(pipeline.run.group, branch, ("cond", "uncond"))
 
 
 def _so_far(pipeline: Pipeline, history: History, settings: SampleSettings, generator: torch.Generator) -> Latents:
-    """Frames sampled so far, in core's space; of an unfinished video that began at its end all frames count."""
+    """Frames sampled so far; of an unfinished video that began at its end all frames count."""
     plan = history.plan
     frames = (history.lengths[-1] - 1) * TEMPORAL_RATIO + 1
     if not plan.inverted or len(history.lengths) == plan.count:

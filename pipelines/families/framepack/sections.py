@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 
 from ....compat.errors import InputError, require_choice, require_range
 from ...base import SECTION_ORDERS, FramePackSettings
-from ...sampling.resume import SectionState
 from ...vae.fallback import unsigned
 from .spec import F1, TEMPORAL_RATIO
 
@@ -22,19 +21,12 @@ LARGEST_WINDOW = 33  # of the slider in lllyasviel's own application
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Division of a video into sections.
+    """Division of a video into sections."""
 
-    Args:
-        order: ``inverted_anti_drifting`` samples the last section first, ``vanilla`` the first one.
-        count: sections.
-        window: latent frames per section.
-        single: one latent frame is sampled instead, the last one of the window that follows the start image.
-    """
-
-    order: str
-    count: int
-    window: int
-    single: bool = False
+    order: str  # ``inverted_anti_drifting`` samples the last section first, ``vanilla`` the first one
+    count: int  # sections
+    window: int  # latent frames per section
+    single: bool = False  # one latent frame is sampled instead, the last one of the window that follows the start image
 
     @property
     def inverted(self) -> bool:
@@ -112,20 +104,18 @@ def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: boo
     return Plan(order, count, framepack.window, framepack.single_frame)
 
 
+@dataclass(slots=True)
 class History:
-    """The latents sampled so far, in the order of the film, and what the next section sees of them; all on the CPU.
+    """The latents sampled so far, in the order of the film, and what the next section sees of them; all on the CPU."""
 
-    Args:
-        start: latents of the start image (1, C, 1, H, W), in the transformer's space.
-        end: those of the end image, which stand in for what would follow the last section; None without one.
+    plan: Plan
+    start: torch.Tensor  # latents of the start image (1, C, 1, H, W), in the transformer's space
+    end: torch.Tensor | None = None  # of the end image, in the place of what would follow the last section
+    latents: torch.Tensor = field(init=False)
+    lengths: list[int] = field(default_factory=list)  # latent frames there were after each section
 
-    ``lengths`` counts the latent frames there were after each section.
-    """
-
-    def __init__(self, plan: Plan, start: torch.Tensor, end: torch.Tensor | None = None) -> None:
-        self.plan, self.start, self.end = plan, start, end
-        self.latents = start[:, :, :0] if plan.inverted else start
-        self.lengths: list[int] = []
+    def __post_init__(self) -> None:
+        self.latents = self.start[:, :, :0] if self.plan.inverted else self.start
 
     def seen(self) -> dict[str, torch.Tensor]:
         """Clean latents at three scales, by the transformer's argument names; zeros where there is nothing yet."""
@@ -157,19 +147,9 @@ class History:
             self.latents = torch.cat([self.latents, latents], dim=2)
         self.lengths.append(self.latents.shape[2])
 
-    def standing(self, generator_state: bytes) -> SectionState:
-        """Everything that the next section needs."""
-        return SectionState(self.latents, tuple(self.lengths), generator_state)
-
-    def resume(self, standing: SectionState) -> None:
-        """Take in the sections of an earlier sampling of the same video."""
-        self.latents, self.lengths = standing.latents, list(standing.lengths)
-
 
 def spans(lengths: Sequence[int], window: int, inverted: bool) -> list[slice]:
-    """Latent frames that are decoded together, in sampling order.
-
-    The first section is decoded whole, each later one with the window of its neighbour that it is blended into.
+    """Latent frames decoded together, in sampling order: the first section whole, later ones with what they blend into.
 
     Args:
         lengths: latent frames there were after each section.
@@ -185,8 +165,8 @@ def joined(videos: Iterable[torch.Tensor], window: int, inverted: bool) -> torch
     """Frames (F, H, W, 3) in 0..1 of sections that were decoded by :func:`spans` and overlap.
 
     Args:
-        videos: in sampling order, (1, 3, F, H, W) in -1..1, on the CPU. Each is asked for when the one before has
-            been taken in, and only the frames that may still be blended stay in this form.
+        videos: in sampling order, (1, 3, F, H, W) in -1..1, on the CPU; each is asked for when the one before has been
+            taken in, and only frames that may still be blended stay in this form.
     """
     from diffusers import HunyuanVideoFramepackPipeline
 

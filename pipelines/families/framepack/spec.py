@@ -33,9 +33,11 @@ STORED = {"": 25_748_781_400}
 GIB = {"text": 14.0, "text 2": 0.2, "image": 0.8, "transformer": 24.0, "vae": 0.5}
 
 
-def quantised(name: str) -> dict[str, tuple[family.Quantised, ...]]:
-    """Published files of a transformer in fewer bits: of these, modulations are in bf16."""
-    return {"transformer": (family.Quantised("Kijai/HunyuanVideo_comfy", f"{name}_fp8_e4m3fn.safetensors", 16.33),)}
+def offer(name: str, revision: str) -> family.Offer:
+    """The download of a transformer; of its file in fewer bits, modulations are in bf16."""
+    downloads = family.Download(f"lllyasviel/{name}", revision, (), STORED), *BESIDE
+    smaller = family.Quantised("Kijai/HunyuanVideo_comfy", f"{name}_fp8_e4m3fn.safetensors", 16.33)
+    return family.Offer(downloads, GIB, {"transformer": (smaller,)})
 
 
 SPEC = family.FamilySpec(
@@ -62,9 +64,7 @@ SPEC = family.FamilySpec(
             "vae": ("diffusers", "AutoencoderKLHunyuanVideo"),
         },
         tools={
-            "tokenizer": "transformers",
-            "tokenizer_2": "transformers",
-            "feature_extractor": "transformers",
+            **dict.fromkeys(("tokenizer", "tokenizer_2", "feature_extractor"), "transformers"),
             "scheduler": "diffusers",
         },
         text_parts=("text_encoder", "text_encoder_2"),
@@ -112,29 +112,8 @@ SPEC = family.FamilySpec(
             "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
             "https://huggingface.co/lllyasviel/flux_redux_bfl",
         ),
-        offer=family.Offer(
-            (
-                family.Download("lllyasviel/FramePackI2V_HY", "86cef4396041b6002c957852daac4c91aaa47c79", (), STORED),
-                *BESIDE,
-            ),
-            GIB,
-            quantised("FramePackI2V_HY"),
-        ),
-        more_offers={
-            "FramePack F1": family.Offer(
-                (
-                    family.Download(
-                        "lllyasviel/FramePack_F1_I2V_HY_20250503",
-                        "ab239828e0b384fed75580f186f078717d4020f7",
-                        (),
-                        STORED,
-                    ),
-                    *BESIDE,
-                ),
-                GIB,
-                quantised("FramePack_F1_I2V_HY_20250503"),
-            )
-        },
+        offer=offer("FramePackI2V_HY", "86cef4396041b6002c957852daac4c91aaa47c79"),
+        more_offers={"FramePack F1": offer("FramePack_F1_I2V_HY_20250503", "ab239828e0b384fed75580f186f078717d4020f7")},
         musubi=family.MusubiCache(
             "fp",
             "framepack",

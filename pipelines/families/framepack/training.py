@@ -1,10 +1,7 @@
 """FramePack's sections of a finished film, as its trainer caches them.
 
-A section is trained as it will be sampled, so its clean latents and indices are those of our own sampling: what stands
-around it in the film takes the place of what would have been sampled before it.
-
-Source: kohya-ss/musubi-tuner at 30c658c, ``fpack_cache_latents.py`` (what its caches hold), ``dataset/bucket.py`` and
-``dataset/image_video_dataset.py`` (names that its readers find).
+A section is trained as it is sampled, so its clean latents and indices are those of our own sampling. Source:
+kohya-ss/musubi-tuner at 30c658c, ``fpack_cache_latents.py``, ``dataset/bucket.py``, ``dataset/image_video_dataset.py``.
 """
 
 from __future__ import annotations
@@ -36,11 +33,7 @@ CLEAN = {
 
 
 def training_plan(frames: int, window: int, order: str) -> tuple[Plan, int]:
-    """The sections of a film of so many latent frames, and how many pixel frames at its end are left out.
-
-    Raises:
-        InputError: a window or order out of range, or a film that is too short.
-    """
+    """The sections of a film of so many latent frames, and how many pixel frames at its end are left out."""
     if not 1 <= window <= LARGEST_WINDOW or order not in SECTION_ORDERS:
         raise InputError(
             f"window {window}, order {order!r}",

@@ -1,7 +1,6 @@
 """Tensor names of HunyuanVideo in single files: as released, as ComfyUI saves them, in diffusers' names.
 
-Sources: diffusers' conversion scripts, and ComfyUI's ``supported_models`` for the names it saves;
-for the VAE in Stable Diffusion's names ComfyUI's ``diffusers_convert``.
+Sources: diffusers' conversion scripts; ComfyUI's ``supported_models``, and its ``diffusers_convert`` for the VAE.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ def _norms(source: str, plain: str, query: str, key: str) -> Iterable[Row]:
 
 
 def _double(stream: str, norm: str, names: tuple[str, ...], feed: str) -> Iterable[Row]:
-    """One stream of a double block."""
     source, target = f"double_blocks.#.{stream}", "transformer_blocks.#"
     q, k, v, out, norm_q, norm_k = (f"{target}.attn.{name}" for name in names)
     yield Row(f"{source}_mod.linear.*|{source}_mod.lin.*", f"{target}.{norm}.linear.*")

@@ -1,56 +1,32 @@
 """HunyuanVideo: text to video, and image to video in all three published ways; SkyReels V1, which was trained from it.
 
-The ways are distinguished by the transformer's own configuration. ``token_replace`` puts the picture in the place of
-the first latent frame and leaves it there. ``latent_concat`` (33 channels) gives the transformer the picture and a mask
-beside the noise, and its first 4 pixel frames are thrown away, here as upstream: ``frames`` is what upstream calls
-``num_frames``, so that one setting means one video in both, and 4 fewer come back. ``picture_concat`` (32 channels,
-SkyReels) gives it the picture alone beside the noise, and its text encoder is that of text to video.
+``token_replace`` puts the picture in the place of the first latent frame. ``latent_concat`` (33 channels) gives the
+transformer the picture and a mask beside the noise, and its first 4 pixel frames are thrown away: ``frames`` is
+upstream's ``num_frames``, and 4 fewer come back. ``picture_concat`` (32 channels, SkyReels) gives it the picture alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from ....compat.device.execution import generator_for, picture_of, placed, to_host
 from ....compat.errors import CheckpointError, InputError
-from ...base import (
-    EMBEDS,
-    MASK,
-    POOLED,
-    Call,
-    ImageCondition,
-    ImageRequest,
-    Latents,
-    Progress,
-    Prompt,
-    PromptRequest,
-    SampleSettings,
-)
+from ... import base
+from ...base import Call, ImageCondition, ImageRequest, Latents, Progress, Prompt, PromptRequest, SampleSettings
 from ...family import Defaults, Recipe
 from ...files.evidence import Evidence
 from ...pipeline import Pipeline
 from ...sampling import loop
 from ...sampling.core_sampler import guidance_of, required
-from ...sampling.schedules import Guidance, even_levels, schedule_for
+from ...sampling.schedules import Guidance, Predict, even_levels, schedule_for
 from ...text.llama import LlavaInput, llama_embeds, llama_forwards, llama_from_core
 from ...vae import fallback
-from ...vae.fallback import encoded
 from ...vae.plan import DecodeRequest
-from .spec import (
-    CHANNELS,
-    LATENT_CONCAT,
-    PICTURE_CONCAT,
-    SKYREELS,
-    SPEC,
-    TEMPORAL_RATIO,
-    TOKEN_REPLACE,
-    image_condition,
-)
+from .spec import CHANNELS, LATENT_CONCAT, PICTURE_CONCAT, SKYREELS, SPEC, TOKEN_REPLACE, image_condition
 
 SKYREELS_RATE = "FPS-24, "  # what each of its training texts begins with
 DROPPED_FRAMES = 4  # what the 33-channel variant's first latent frames decode to beside the video
@@ -60,10 +36,9 @@ IMAGE = "image_latents"
 
 
 def defaults_for(pipeline: Pipeline) -> Defaults:
-    """The family's defaults, with guidance 0 where the checkpoint takes none.
+    """The family's defaults, with guidance 0 where the checkpoint takes none; SkyReels' own guidance and length.
 
-    Image to video gets 6 too, as in upstream's example for it; upstream's bare call would use 1. SkyReels gets 1 and
-    the length it was trained on.
+    Image to video gets 6 too, as in upstream's example for it; upstream's bare call would use 1.
     """
     defaults = SPEC.sizes.defaults
     if pipeline.variant == SKYREELS:
@@ -73,7 +48,6 @@ def defaults_for(pipeline: Pipeline) -> Defaults:
 
 
 def recipe_for(pipeline: Pipeline) -> Recipe:
-    """The published recipe of the variant."""
     return SPEC.recipes.known[pipeline.variant]
 
 
@@ -115,9 +89,8 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
         progress.notify("the prompt's image has no effect: the text encoder of this checkpoint reads text alone")
     if pipeline.variant == SKYREELS and not request.text.startswith(SKYREELS_RATE.strip()):
         progress.notify(f"SkyReels was trained on texts that begin with {SKYREELS_RATE!r}")
-    pipe, sight = HunyuanVideoImageToVideoPipeline if looks else HunyuanVideoPipeline, None
-    if looks:
-        sight = _sight(pipeline, request)
+    pipe = HunyuanVideoImageToVideoPipeline if looks else HunyuanVideoPipeline
+    sight = _sight(pipeline, request) if looks else None
     positive, negative, _ = llama_embeds(pipeline, pipe, replace(request, sections=()), progress, sight)
     return Prompt(SPEC.id, positive, negative)
 
@@ -127,20 +100,17 @@ prompt_from_core = llama_from_core
 
 
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
-    """``image_latents`` (1, 16, 1, H / 8, W / 8): the first picture in the VAE's own space.
-
-    Without a draw, except for SkyReels, whose publisher draws.
-    """
+    """``image_latents`` (1, 16, 1, H / 8, W / 8): the first picture in the VAE's own space, drawn only for SkyReels."""
     if request.frames.shape[0] > 1:
         progress.notify(f"{SPEC.title} starts from one picture; the first of {request.frames.shape[0]} is used")
     settled = image_condition(pipeline.configs["transformer"]) != PICTURE_CONCAT
-    latents = encoded(pipeline, request.frames[:1], request.seed, progress, mode=settled)
+    latents = fallback.encoded(pipeline, request.frames[:1], request.seed, progress, mode=settled)
     return ImageCondition(SPEC.id, {IMAGE: latents}, request.width, request.height)
 
 
 def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
     """Latents (1, 16, T, H / 8, W / 8) in core's space, which is the VAE's own."""
-    return encoded(pipeline, frames, seed, progress)
+    return fallback.encoded(pipeline, frames, seed, progress)
 
 
 def sample(
@@ -201,18 +171,15 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
-    """Frames (F, H, W, 3) in 0..1, without those that the 33-channel variant throws away.
-
-    In Tencent's tiles where the whole does not fit.
-    """
+    """Frames (F, H, W, 3) in 0..1, without those that the 33-channel variant throws away."""
     return fallback.decode(pipeline, latents, progress, form)[int(latents.extra.get("drop_frames", 0)) :]
 
 
 def _sight(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:
     """The picture for the prompt, and a black one for the negative prompt.
 
-    The negative prompt keeps as many picture states as the prompt. Upstream forgets to say so in its own call, and
-    gives the negative prompt of a token-replace model every second state where the model was trained with every fourth.
+    The negative prompt keeps as many picture states as the prompt: upstream's own call forgets it, and gives that of a
+    token-replace model every second state where the model was trained with every fourth.
     """
     from PIL import Image
 
@@ -237,7 +204,7 @@ def _sight(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:
 
 
 def _check(pipeline: Pipeline, kind: str | None, settings: SampleSettings, progress: Progress) -> None:
-    least = TEMPORAL_RATIO + 1
+    least = SPEC.sizes.stride + 1
     if kind is not None and settings.frames < least:
         raise InputError(
             f"frames {settings.frames} for {SPEC.title} image to video",
@@ -258,33 +225,27 @@ def _predictor(
     settings: SampleSettings,
     given: Callable[[torch.Tensor], torch.Tensor],
     steps: int,
-) -> Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]:
-    """From (latents, timestep, index) to the transformer's guided output, shaped as the latents."""
+) -> Predict:
     device, dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
     guidance = torch.full((1,), settings.guidance, device=device)
+    texts = {"cond": placed(prompt.embeds, device, dtype)}
+    if settings.cfg > 1.0:
+        texts["uncond"] = placed(prompt.negative, device, dtype)
 
-    def branch(name: str, embeds: Any, latents: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+    def branch(name: str, latents: torch.Tensor, time: torch.Tensor, _: int) -> torch.Tensor:
+        text = texts[name]
         call = Call(
             latents=given(latents).to(dtype),
             time=time.expand(1),
-            embeds=embeds[EMBEDS],
-            mask=embeds[MASK],
-            pooled=embeds[POOLED],
+            embeds=text[base.EMBEDS],
+            mask=text[base.MASK],
+            pooled=text[base.POOLED],
             guidance=guidance,
         )
         with transformer.cache_context(name):
             return call_transformer(pipeline, transformer, call)[:, :, -latents.shape[2] :]
 
-    positive = placed(prompt.embeds, device, dtype)
-    negative = placed(prompt.negative, device, dtype) if settings.cfg > 1.0 else None
-
-    cfg = Guidance(settings, steps)
-
-    def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-        cond = partial(branch, "cond", positive, latents, time)
-        return cfg.predict(index, pipeline.run.group, cond, partial(branch, "uncond", negative, latents, time))
-
-    return predict
+    return Guidance(settings, steps).over(pipeline.run.group, branch, ("cond", "uncond"))
 
 
 def _given(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -312,5 +273,4 @@ def _whole(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Te
 
 
 def _later(latents: torch.Tensor) -> torch.Tensor:
-    """All latent frames but the first."""
     return latents[:, :, 1:]

@@ -22,7 +22,20 @@ DOWNLOAD = family.Download(
     (*family.HUB_FILES, "text_encoder_2", "tokenizer_2"),
     {**BESIDE, "text_encoder": 15_010_405_376, "transformer": 25_642_175_520},
 )
+DOWNLOAD_I2V = family.Download(
+    "hunyuanvideo-community/HunyuanVideo-I2V",
+    "fb9d287ef02fe6d39f2e23df6dcec1294e6c28d2",
+    (*DOWNLOAD.only, "image_processor"),
+    {**BESIDE, "text_encoder": 16_752_596_760, "transformer": 25_642_175_720},
+)
 GGUF = (("q8_0", 14.0), ("q6_k", 11.0), ("q5_k_m", 9.45), ("q4_k_m", 7.88), ("q3_k_m", 6.24))
+QUANTISED = tuple(
+    family.Quantised("calcuis/hunyuan-gguf", f"hunyuan-video-t2v-720p-{bits}.gguf", size) for bits, size in GGUF
+)
+QUANTISED_I2V = (
+    family.Quantised("Kijai/HunyuanVideo_comfy", "hunyuan_video_I2V_720_fixed_fp8_e4m3fn.safetensors", 13.19),
+    family.Quantised("city96/HunyuanVideo-I2V-gguf", "hunyuan-video-i2v-720p-Q4_K_M.gguf", 7.88),
+)
 BLOCKS = (
     ("diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoTransformerBlock", 20, False),
     ("diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock", 40, False),
@@ -62,10 +75,8 @@ SPEC = family.FamilySpec(
             "vae": ("diffusers", "AutoencoderKLHunyuanVideo"),
         },
         tools={
-            "tokenizer": "transformers",
-            "tokenizer_2": "transformers",
+            **dict.fromkeys(("tokenizer", "tokenizer_2", "image_processor"), "transformers"),
             "scheduler": "diffusers",
-            "image_processor": "transformers",
         },
         text_parts=("text_encoder", "text_encoder_2"),
         optional=("image_processor",),
@@ -119,10 +130,7 @@ SPEC = family.FamilySpec(
                 shift=7.0,
             ),
         },
-        named={
-            r"fast.?hunyuan|h(unyuan|yvid).*fast.?video": "FastVideo",
-            r"accvideo|accvid.*5.?steps": "AccVideo",
-        },
+        named={r"fast.?hunyuan|h(unyuan|yvid).*fast.?video": "FastVideo", r"accvideo|accvid.*5.?steps": "AccVideo"},
     ),
     rewrites=family.Rewrites(
         precision=HALF_TEXT,
@@ -171,34 +179,13 @@ SPEC = family.FamilySpec(
             "https://huggingface.co/Skywork/SkyReels-V1-Hunyuan-I2V",
         ),
         offer=family.Offer(
-            (DOWNLOAD,),
-            {"text": 14.0, "text 2": 0.2, "transformer": 23.9, "vae": 0.5},
-            {
-                "transformer": tuple(
-                    family.Quantised("calcuis/hunyuan-gguf", f"hunyuan-video-t2v-720p-{bits}.gguf", size)
-                    for bits, size in GGUF
-                )
-            },
+            (DOWNLOAD,), {"text": 14.0, "text 2": 0.2, "transformer": 23.9, "vae": 0.5}, {"transformer": QUANTISED}
         ),
         more_offers={
             "HunyuanVideo image to video": family.Offer(
-                (
-                    family.Download(
-                        "hunyuanvideo-community/HunyuanVideo-I2V",
-                        "fb9d287ef02fe6d39f2e23df6dcec1294e6c28d2",
-                        (*DOWNLOAD.only, "image_processor"),
-                        {**BESIDE, "text_encoder": 16_752_596_760, "transformer": 25_642_175_720},
-                    ),
-                ),
+                (DOWNLOAD_I2V,),
                 {"text": 15.6, "text 2": 0.2, "transformer": 23.9, "vae": 0.5},
-                {
-                    "transformer": (
-                        family.Quantised(
-                            "Kijai/HunyuanVideo_comfy", "hunyuan_video_I2V_720_fixed_fp8_e4m3fn.safetensors", 13.19
-                        ),
-                        family.Quantised("city96/HunyuanVideo-I2V-gguf", "hunyuan-video-i2v-720p-Q4_K_M.gguf", 7.88),
-                    )
-                },
+                {"transformer": QUANTISED_I2V},
             )
         },
         musubi=family.MusubiCache(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,19 +11,8 @@ from torch.nn import functional
 
 from ....compat.device.execution import HOST, generator_for, inputs_placed, picture_of, placed, to_host
 from ....compat.errors import InputError
-from ...base import (
-    EMBEDS,
-    EMBEDS_2,
-    Call,
-    ImageCondition,
-    ImageRequest,
-    Latents,
-    Progress,
-    ProgressStage,
-    Prompt,
-    PromptRequest,
-    SampleSettings,
-)
+from ... import base
+from ...base import Call, ImageCondition, ImageRequest, Latents, Progress, Prompt, PromptRequest, SampleSettings
 from ...family import Defaults, Recipe
 from ...pictures import checked_vision
 from ...pipeline import Pipeline
@@ -71,7 +59,6 @@ def task_of(config: Mapping[str, Any]) -> str:
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
-    """Qwen and ByT5 embeddings of both texts."""
     positive, negative = qwen_embeds(pipeline, request, progress)
     return Prompt(SPEC.id, positive, negative)
 
@@ -116,7 +103,6 @@ def sample(
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, even_levels, device)
     noise = loop.noise_for(loop.latent_shape(SPEC, CHANNELS, settings), generator, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
-    guidance = Guidance(settings, len(schedule))
     texts = placed(dict(zip(BRANCHES, (prompt.embeds, prompt.negative or {}), strict=True)), device, dtype)
     beside = torch.zeros(1, CHANNELS + 1, *noise.shape[2:], device=device, dtype=dtype)
     vision = None
@@ -131,22 +117,18 @@ def sample(
             call = Call(
                 latents=torch.cat([latents.to(dtype), beside], dim=1),
                 time=time.expand(1),
-                embeds=texts[name][EMBEDS],
-                glyph_embeds=texts[name].get(EMBEDS_2),
+                embeds=texts[name][base.EMBEDS],
+                glyph_embeds=texts[name].get(base.EMBEDS_2),
                 vision=vision,
                 next_time=next_times[index].expand(1),
                 branch=name,
             )
             return velocity(pipeline, transformer, call)
 
-        def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-            branches = (partial(branch, name, latents, time, index) for name in BRANCHES)
-            return guidance.predict(index, pipeline.run.group, *branches)
-
         latents = loop.denoise(
             loop.start_from(clean, noise, schedule),
             schedule,
-            predict,
+            Guidance(settings, len(schedule)).over(pipeline.run.group, branch, BRANCHES),
             progress=progress,
             safeguards=loop.safeguards_of(pipeline, progress, generator),
             noise_mask=loop.noise_mask_for(settings, clean, noise),
@@ -157,8 +139,7 @@ def sample(
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
     """The velocity, noise minus data.
 
-    Without a picture there are no states, where upstream passes 729 of zeros and masks them: both tell the transformer
-    "text to video".
+    Without a picture there are no states, where upstream masks 729 of zeros: both tell the transformer "text to video".
     """
     config, like = pipeline.configs["transformer"], call.latents
     rows = like.shape[0]
@@ -175,14 +156,10 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
         encoder_hidden_states=call.embeds,
         encoder_attention_mask=call.valid,
         encoder_hidden_states_2=glyph_embeds,
-        encoder_attention_mask_2=_all_valid(glyph_embeds),
+        encoder_attention_mask_2=glyph_embeds.new_ones(glyph_embeds.shape[:2], dtype=torch.bool),
         image_embeds=vision,
         return_dict=False,
     )[0]
-
-
-def _all_valid(tokens: torch.Tensor) -> torch.Tensor:
-    return torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
 
 
 def _guided_as_saved(pipeline: Pipeline, settings: SampleSettings, progress: Progress) -> SampleSettings:
@@ -216,7 +193,7 @@ def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> tor
     device = pipeline.offloader.device_of("image_encoder")
     with (
         pipeline.offloader.hold("image_encoder", 0, progress) as encoder,
-        watched(encoder, progress, ProgressStage("encoding", "image")),
+        watched(encoder, progress, base.ProgressStage("encoding", "image")),
         inputs_placed(encoder, device),
     ):
         states = HunyuanVideo15ImageToVideoPipeline._get_image_embeds(

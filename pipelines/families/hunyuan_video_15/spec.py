@@ -9,7 +9,7 @@ from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4
 WAN2GP = "deepbeepmeep/Wan2GP 8681e9f7"
-NO_CFG = (family.GuidanceStep(),)
+NO_CFG, CFG = (family.GuidanceStep(),), (family.GuidanceStep(cfg=6.0),)
 # Written by `python benchmarks/memory_fits.py`.
 FIT = family.FitFactors(tokens=8.33, latents=2.27, pixels=6.01, plain=0.0, text=3.42, streamed=13.18, chunked=1.26)
 FEW_STEPS = "few steps"
@@ -21,6 +21,15 @@ STORED = {
     "vae": 5_042_562_948,
 }
 FOLDERS = (*family.HUB_FILES, "text_encoder_2", "tokenizer_2", "guider")
+PUBLISHER = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-"
+DOWNLOAD = family.Download(f"{PUBLISHER}480p_t2v", "286be7ce72277246578a3e3cc2487e95ddae5bcf", FOLDERS, STORED)
+DOWNLOAD_I2V = family.Download(
+    f"{PUBLISHER}480p_i2v",
+    "5a700ee883ff4c1b3d887ec4188755a7a5e2f698",
+    (*FOLDERS, "image_encoder", "feature_extractor"),
+    {**STORED, "image_encoder": 856_506_120},
+)
+PAGES = tuple(f"https://huggingface.co/{PUBLISHER}{p}_{task}" for p in ("480p", "720p") for task in ("t2v", "i2v"))
 REPACKAGED = "Comfy-Org/HunyuanVideo_1.5_repackaged"
 QWEN = (family.Quantised(REPACKAGED, "qwen_2.5_vl_7b_fp8_scaled.safetensors", 9.38),)
 SOURCE = "Tencent-Hunyuan/HunyuanVideo-1.5 hyvideo/commons/__init__.py, PIPELINE_CONFIGS"
@@ -53,11 +62,8 @@ SPEC = family.FamilySpec(
             "image_encoder": ("transformers", "SiglipVisionModel"),
         },
         tools={
-            "tokenizer": "transformers",
-            "tokenizer_2": "transformers",
-            "scheduler": "diffusers",
-            "guider": "diffusers",
-            "feature_extractor": "transformers",
+            **dict.fromkeys(("tokenizer", "tokenizer_2", "feature_extractor"), "transformers"),
+            **dict.fromkeys(("scheduler", "guider"), "diffusers"),
         },
         text_parts=("text_encoder", "text_encoder_2"),
         optional=("image_encoder", "feature_extractor"),
@@ -85,9 +91,7 @@ SPEC = family.FamilySpec(
         known={
             "": family.Recipe("published settings, also where it needs no cfg", SOURCE, steps=50),
             FEW_STEPS: family.Recipe("480p i2v step distilled", SOURCE, steps=12),  # 8 work too, says the README
-            "capybara": family.Recipe(
-                "capybara", WAN2GP, steps=20, guidance=(family.GuidanceStep(cfg=6.0),), shift=7.0
-            ),
+            "capybara": family.Recipe("capybara", WAN2GP, steps=20, guidance=CFG, shift=7.0),
             "lightx2v": family.Recipe(
                 "LightX2V, 4 steps",
                 "lightx2v/Hy1.5-Distill-Models card; ModelTC/LightX2V f8aee98b examples/hunyuan_video",
@@ -151,34 +155,15 @@ SPEC = family.FamilySpec(
                 "Tencent-Hunyuan/HunyuanVideo-1.5 60783e7 hyvideo/pipelines/hunyuan_video_sr_pipeline.py",
             ),
         ),
-        pages=(
-            "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
-            "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
-            "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_t2v",
-            "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-720p_i2v",
-        ),
+        pages=PAGES,
         offer=family.Offer(
-            (
-                family.Download(
-                    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v",
-                    "286be7ce72277246578a3e3cc2487e95ddae5bcf",
-                    FOLDERS,
-                    STORED,
-                ),
-            ),
+            (DOWNLOAD,),
             {"text": 13.2, "text 2": 0.4, "transformer": 15.5, "vae": 2.3},
             {"transformer": quantised("t2v"), "text": QWEN},
         ),
         more_offers={
             "HunyuanVideo 1.5 image to video": family.Offer(
-                (
-                    family.Download(
-                        "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
-                        "5a700ee883ff4c1b3d887ec4188755a7a5e2f698",
-                        (*FOLDERS, "image_encoder", "feature_extractor"),
-                        {**STORED, "image_encoder": 856_506_120},
-                    ),
-                ),
+                (DOWNLOAD_I2V,),
                 {"text": 13.2, "text 2": 0.4, "image": 0.8, "transformer": 15.5, "vae": 2.3},
                 {"transformer": quantised("i2v"), "text": QWEN},
             )

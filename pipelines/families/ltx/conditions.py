@@ -17,7 +17,7 @@ from ...pipeline import Pipeline
 from ...sampling.loop import NoiseMask, latent_shape, noise_for, noise_mask_for
 from ...sampling.schedules import TRAIN_TIMESTEPS, Schedule
 from ...text.t5 import bare_pipeline
-from ...vae.fallback import encoding
+from ...vae import fallback
 from .spec import CHANNELS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
 
 MOMENTS, MEAN, STD = "moments", "latents_mean", "latents_std"
@@ -28,34 +28,22 @@ LEVEL_TOLERANCE = 1e-6  # upstream's tolerance in asking whether a token is nois
 
 @dataclass(frozen=True, slots=True)
 class Keyframe:
-    """One picture or clip at its place.
+    """One picture or clip at its place."""
 
-    Args:
-        moments: what the VAE says of it, mean and log variance, (1, 256, T, H / 32, W / 32), fp32, on the CPU.
-        frame: pixel frame at which it starts.
-        strength: 0..1.
-        controls: whether it is a control clip of an IC-LoRA, which stands beside the video instead of in it.
-    """
-
-    moments: torch.Tensor
-    frame: int
-    strength: float
-    controls: bool = False
+    moments: torch.Tensor  # mean and log variance, (1, 256, T, H / 32, W / 32), fp32, on the CPU
+    frame: int  # pixel frame at which it starts
+    strength: float  # 0..1
+    controls: bool  # whether it is a control clip of an IC-LoRA, which stands beside the video instead of in it
 
 
 @dataclass(frozen=True, slots=True)
 class VideoInput:
-    """The video that is to be sampled.
-
-    Args:
-        clean: latents (1, 128, T, H / 32, W / 32) to start from, on the device; None to start from noise.
-        level: share of noise on ``clean``.
-    """
+    """The video that is to be sampled."""
 
     settings: SampleSettings
     device: torch.device
-    clean: torch.Tensor | None
-    level: float
+    clean: torch.Tensor | None  # latents to start from, on the device; None to start from noise
+    level: float  # share of noise on ``clean``
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -65,51 +53,31 @@ class VideoInput:
     @property
     def size(self) -> dict[str, int]:
         """Size under the names that upstream's ``prepare_latents`` takes."""
-        size = self.settings
-        return {
-            "batch_size": 1,
-            "num_channels_latents": CHANNELS,
-            "height": size.height,
-            "width": size.width,
-            "num_frames": size.frames,
-        }
+        size = {"height": self.settings.height, "width": self.settings.width, "num_frames": self.settings.frames}
+        return {"batch_size": 1, "num_channels_latents": CHANNELS, **size}
 
 
 @dataclass(frozen=True, slots=True)
 class InitialTokens:
-    """Start of sampling, as tokens: pictures that stand outside the latent grid, the video, control clips.
+    """Start of sampling, as tokens: pictures that stand outside the latent grid, the video, control clips."""
 
-    Args:
-        tokens: (1, N, 128), fp32, on the device.
-        noise: (1, N, 128), all noise that is in the video's own tokens.
-        place: tells the transformer where the tokens are.
-        held: (1, N), the strength of the picture in each token; None without pictures.
-        outside: how many tokens come before the video's own.
-        shares: (1, N), the share of a step that each token takes, below 1 in control clips; None without those.
-    """
-
-    tokens: torch.Tensor
-    noise: torch.Tensor
-    place: Mapping[str, Any]
-    held: torch.Tensor | None = None
-    outside: int = 0
-    shares: torch.Tensor | None = None
+    tokens: torch.Tensor  # (1, N, 128), fp32, on the device
+    noise: torch.Tensor  # (1, N, 128), all noise that is in the video's own tokens
+    place: Mapping[str, Any]  # tells the transformer where the tokens are
+    held: torch.Tensor | None = None  # (1, N), the strength of the picture in each token; None without pictures
+    outside: int = 0  # how many tokens come before the video's own
+    shares: torch.Tensor | None = None  # (1, N), of a step that each token takes; None without control clips
 
 
 @dataclass(frozen=True, slots=True)
 class TokenStepper:
-    """The way from noise to video where pictures hold some of the tokens.
-
-    Args:
-        image_noise: share of noise put on whole pictures before each step; 0 leaves them as they are.
-        renews: whether each step removes all noise and puts new noise on.
-    """
+    """The way from noise to video where pictures hold some of the tokens."""
 
     schedule: Schedule
     start: InitialTokens
-    image_noise: float
+    image_noise: float  # share of noise put on whole pictures before each step; 0 leaves them as they are
     generator: torch.Generator
-    renews: bool = False
+    renews: bool = False  # whether each step removes all noise and puts new noise on
 
     def initial(self) -> torch.Tensor:
         """The tokens before the first step."""
@@ -160,8 +128,8 @@ class TokenStepper:
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
     """A picture (one frame) or a clip (8n + 1 frames) at frame ``frame``, beside those of ``previous``.
 
-    Kept are the mean and log variance that the VAE finds, not a draw from them: the draw is made when the video is
-    sampled, by its seed and in upstream's order, so another seed encodes nothing again.
+    Kept are mean and log variance: the draw is made when the video is sampled, by its seed and in upstream's order, so
+    another seed encodes nothing again.
 
     Raises:
         InputError: a frame before the start, a clip off the grid, or a ``previous`` of another VAE.
@@ -187,6 +155,11 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
     )
 
 
+def scaling(pipeline: Pipeline) -> float:
+    """The factor of the VAE's latents."""
+    return float(pipeline.configs["vae"].get("scaling_factor", 1.0))
+
+
 def encoded_moments(
     pipeline: Pipeline, frames: torch.Tensor, progress: Progress, stage: ProgressStage
 ) -> dict[str, torch.Tensor]:
@@ -199,17 +172,11 @@ def encoded_moments(
         statistics[STD] = transfer.to_host_fp32(vae.latents_std)
         return moments
 
-    with encoding(pipeline, frames, progress) as passes:
-        moments = passes.encode(frames, stage, run)
-    return {MOMENTS: moments, **statistics}
+    return {MOMENTS: fallback.encoded_moments(pipeline, frames, progress, stage, run=run), **statistics}
 
 
 def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) -> tuple[Keyframe, ...]:
-    """The pictures of ``image`` at their places among ``frames`` pixel frames; the rest is cut off, and said.
-
-    Raises:
-        InputError: a picture that starts after the end.
-    """
+    """The pictures of ``image`` at their places among ``frames`` pixel frames; the rest is cut off, and said."""
     if image is None:
         return ()
     anchors = []
@@ -294,10 +261,8 @@ def with_controls(
 ) -> InitialTokens:
     """``start`` of ``LTXConditionPipeline`` with the tokens of control clips after the video's own, for an IC-LoRA.
 
-    Each has the place of the frames that it controls, the share 1 - strength of noise, and of each step.
-
-    Args:
-        pictured: whether a picture stands at the video's start; of a control there the first latent is left out.
+    Each has the place of the frames that it controls, the share 1 - strength of noise, and of each step. Where a
+    picture stands at the video's start (``pictured``), the first latent of a control there is left out.
 
     Source: Lightricks/ComfyUI-LTXVideo ``iclora.py``; ComfyUI 0.33 ``comfy_extras/nodes_lt.py`` ``LTXVAddGuide``.
     """
@@ -359,7 +324,6 @@ class _Encoded:
         self.latents_mean, self.latents_std, self.device = tensors.get(MEAN), tensors.get(STD), device
 
     def encode(self, moments: torch.Tensor) -> Any:
-        """Return the given moments on the device, as a VAE would."""
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
@@ -367,12 +331,10 @@ class _Encoded:
 
 
 def _pipeline(cls: Any, image: ImageCondition | None, device: torch.device) -> Any:
-    encoded = _Encoded({} if image is None else image.tensors, device)
-    return bare_pipeline(cls, vae=encoded)
+    return bare_pipeline(cls, vae=_Encoded({} if image is None else image.tensors, device))
 
 
 def _on_grid(request: ImageRequest, progress: Progress) -> torch.Tensor:
-    """The request's frames, cut to 8n + 1."""
     given, frame = request.frames.shape[0], request.frame
     if frame < LAST:
         raise InputError(f"frame {frame}", expected="0 or more, or -1: the end", fix="The nearest valid value is -1.")

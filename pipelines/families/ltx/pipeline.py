@@ -1,13 +1,8 @@
 """LTX-Video: text to video; images and clips at chosen frames with strength; video to video.
 
-Three recipes, each equal to one of upstream's pipelines:
-
-- ``LTXPipeline``: text, with a folder of that pipeline (0.9.0, 0.9.1);
-- ``LTXImageToVideoPipeline``: there, one image at frame 0 with strength 1;
-- ``LTXConditionPipeline``: a folder of that pipeline (0.9.5 and later), and any other images and clips elsewhere. Such
-  a folder's dynamic shift, which that pipeline refuses, is off then; its text stays encoded as ``LTXPipeline`` does.
-
-Steps, guidance and schedule of each variant are those of Lightricks' own configurations: ``RECIPES`` in ``spec.py``.
+``LTXPipeline``, for a folder of that pipeline (0.9.0, 0.9.1), there with one image at frame 0 and strength 1
+``LTXImageToVideoPipeline``; ``LTXConditionPipeline`` for its folders (0.9.5 and later), and for any other images and
+clips, with the folder's dynamic shift off, which it refuses. Recipes are Lightricks' own: ``RECIPES`` in ``spec.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ....compat.device.execution import HOST, generator_for, placed, to_host
 from ....compat.errors import CheckpointError
@@ -29,31 +24,13 @@ from ....compat.guidance import BOTH, PROMPTED, by_halves, classifier_free_guida
 from ....compat.memory.parts import Undo
 from ....compat.memory.transfer import Transfer
 from ....compat.ranks import Group
-from ...base import (
-    EMBEDS,
-    MASK,
-    Call,
-    ImageCondition,
-    Latents,
-    Progress,
-    ProgressStage,
-    Prompt,
-    PromptRequest,
-    SampleSettings,
-)
+from ... import base
+from ...base import Call, ImageCondition, Latents, Progress, ProgressStage, Prompt, PromptRequest, SampleSettings
 from ...family import GuidanceStep, Recipe
 from ...files.evidence import Evidence
 from ...pipeline import Pipeline
-from ...sampling.loop import (
-    Predict,
-    denoise,
-    held_transformer,
-    latent_shape,
-    noise_for,
-    safeguards_of,
-    sampled_latents,
-)
-from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, schedule_for
+from ...sampling import loop
+from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, read_between, schedule_for
 from ...settings import guidance_steps, recipe_of
 from ...text.t5 import batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.chunked import SPATIAL_PADDING
@@ -69,10 +46,7 @@ PADDINGS = ("zeros", "reflect", "replicate")  # a circular one would need the ot
 
 
 def recipe_for(pipeline: Pipeline) -> Recipe:
-    """The published recipe of the variant, and of this size where its sizes differ.
-
-    A transformer that lacks the blocks it names, of an unpublished size, runs without STG.
-    """
+    """The variant's published recipe at this size; without STG for a transformer that lacks the blocks it names."""
     count = int(pipeline.configs["transformer"].get("num_layers", 0))
     name = f"{pipeline.variant} {LARGE}" if count > LARGEST_2B else pipeline.variant
     recipe = SPEC.recipes.known.get(name, SPEC.recipes.known[pipeline.variant])
@@ -108,9 +82,6 @@ def settings_in(evidence: Evidence) -> dict[str, dict[str, Any]]:
 
 def vae_settings_in(evidence: Evidence, place: Path) -> dict[str, str]:
     """Padding of rows and columns by the VAE at ``place``; empty if its file names none, which means zeros.
-
-    Raises:
-        CheckpointError: a padding that the decode forms have no equal of.
 
     Source: Lightricks/LTX-Video, ``CausalVideoAutoencoder.from_config``.
     """
@@ -150,14 +121,15 @@ prompt_from_core = t5_from_core
 encode_image = conditions.encode_image
 
 
-def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
+def encode_video(pipeline: Pipeline, frames: Tensor, seed: int, progress: Progress) -> Tensor:
     """Latents (1, 128, T, H / 32, W / 32) in core's space, which for LTX-Video is the normalised one."""
     from diffusers import LTXPipeline
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
     encoded = conditions.encoded_moments(pipeline, frames, progress, ProgressStage("encoding", "video"))
     drawn = DiagonalGaussianDistribution(encoded[conditions.MOMENTS]).sample(generator_for(seed))
-    return LTXPipeline._normalize_latents(drawn, encoded[conditions.MEAN], encoded[conditions.STD], _scaling(pipeline))
+    scale = conditions.scaling(pipeline)
+    return LTXPipeline._normalize_latents(drawn, encoded[conditions.MEAN], encoded[conditions.STD], scale)
 
 
 def sample(
@@ -197,25 +169,25 @@ def sample(
         renews=renews,
     )
 
-    def unpacked(tokens: torch.Tensor) -> torch.Tensor:
+    def unpacked(tokens: Tensor) -> Tensor:
         own = slice(start.outside, start.outside + math.prod(video.shape[2:]))
         return LTXPipeline._unpack_latents(tokens[:, own], *video.shape[2:])
 
-    with held_transformer(pipeline, settings, progress) as transformer:
+    with loop.held_transformer(pipeline, settings, progress) as transformer:
         guidance = LtxGuidance(settings, schedule.levels, recipe.star)
         predict = _predictor(transformer, pipeline.precision.residual, prompt, guidance, stepper, pipeline.run.group)
-        tokens = denoise(
+        tokens = loop.denoise(
             stepper.initial(),
             schedule,
             predict,
             progress=progress,
-            safeguards=safeguards_of(pipeline, progress, generator),
+            safeguards=loop.safeguards_of(pipeline, progress, generator),
             noise_mask=conditions.noise_mask(video, start),
             preview=unpacked,
             step=stepper.step,
         )
     mapped = {"tone_map": recipe.tone_map} if recipe.tone_map else {}
-    latents = sampled_latents(pipeline, unpacked(to_host(tokens)), settings, generator, **mapped)
+    latents = loop.sampled_latents(pipeline, unpacked(to_host(tokens)), settings, generator, **mapped)
     return replace(latents, task="image" if everything else "text")
 
 
@@ -235,11 +207,11 @@ def batches(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
             yield 1
 
 
-def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor:
     """The velocity, noise minus data, for a sampler of core's."""
     from diffusers import LTXPipeline
 
-    rows, _, frames, height, width = call.latents.shape
+    frames, height, width = call.latents.shape[2:]
     size = SampleSettings(
         width * SPATIAL_RATIO, height * SPATIAL_RATIO, (frames - 1) * TEMPORAL_RATIO + 1, fps=call.fps
     )
@@ -247,26 +219,16 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     start = (conditions.conditioned_start if _is_condition(pipeline) else conditions.plain_start)(
         video, None, (), torch.Generator()
     )
-    place = {
-        name: value.expand(rows, *value.shape[1:]) if isinstance(value, torch.Tensor) else value
-        for name, value in start.place.items()
-    }
-    output: torch.Tensor = transformer(
-        hidden_states=LTXPipeline._pack_latents(call.latents),
-        encoder_hidden_states=call.embeds,
-        timestep=call.time,
-        encoder_attention_mask=call.valid,
-        return_dict=False,
-        **place,
-    )[0]
+    tokens = LTXPipeline._pack_latents(call.latents)
+    output = _velocity(transformer, start.place, tokens, call.time, call.embeds, call.valid)
     return LTXPipeline._unpack_latents(output, frames, height, width)
 
 
-def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> Tensor:
     """Frames (F, H, W, 3) in 0..1; a VAE that removes the last noise gets it from the generator that sampled.
 
-    The noise goes onto the latents as they are sampled, as Lightricks' own code has it. diffusers puts it onto those
-    that its VAE takes, whose channels are scaled.
+    The noise goes onto the latents as they are sampled, as in Lightricks' own code; diffusers puts it onto those that
+    its VAE takes, whose channels are scaled.
     """
     from diffusers import LTXLatentUpsamplePipeline, LTXPipeline
 
@@ -275,15 +237,15 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
     timestep = latents.extra.get("decode_timestep", recipe.decode_timestep)
     if pipeline.configs["vae"].get("timestep_conditioning"):
         level = torch.tensor(latents.extra.get("decode_noise_scale", recipe.decode_noise))
-        samples = (1 - level) * samples + level * noise_for(tuple(samples.shape), generator, HOST)
+        samples = (1 - level) * samples + level * loop.noise_for(tuple(samples.shape), generator, HOST)
         removes = True
     if latents.extra.get("tone_map"):
         samples = LTXLatentUpsamplePipeline.tone_map_latents(None, samples, latents.extra["tone_map"])
 
-    def prepare(vae: Any, transfer: Transfer) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def prepare(vae: Any, transfer: Transfer) -> tuple[Tensor, Tensor | None]:
         mean, std = transfer.to_host_fp32(vae.latents_mean), transfer.to_host_fp32(vae.latents_std)
         time = transfer.to_device(torch.tensor([timestep])) if removes else None
-        return LTXPipeline._denormalize_latents(samples, mean, std, _scaling(pipeline)), time
+        return LTXPipeline._denormalize_latents(samples, mean, std, conditions.scaling(pipeline)), time
 
     with decoding(pipeline, latents.samples.shape, progress, form) as passes:
         return unsigned(passes.decode(latents.samples, prepare=prepare))
@@ -291,12 +253,10 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
 
 @dataclass(frozen=True, slots=True)
 class LtxGuidance:
-    """Guidance that ``settings`` ask of each step of a schedule with these noise ``levels``.
-
-    By the prompt, and away from a prediction in which some blocks do not attend (STG).
+    """Guidance by the prompt, and away from a prediction in which some blocks do not attend (STG), by noise ``levels``.
 
     Source: Lightricks/LTX-Video, ``LTXVideoPipeline.__call__``; Hyung et al., Spatiotemporal Skip Guidance for Enhanced
-    Video Diffusion Sampling (2024); Fan et al., CFG-Zero* (2025), for the projection.
+    Video Diffusion Sampling (2024); Fan et al., CFG-Zero* (2025), for the projection of ``star``.
     """
 
     settings: SampleSettings
@@ -310,7 +270,7 @@ class LtxGuidance:
         acts = self.settings.cfg_start <= share < self.settings.cfg_end
         return row if acts else replace(row, cfg=1.0)
 
-    def guided(self, index: int, forward: Callable[[slice, tuple[int, ...]], torch.Tensor]) -> torch.Tensor:
+    def guided(self, index: int, forward: Callable[[slice, tuple[int, ...]], Tensor]) -> Tensor:
         """The guided prediction (1, N, 128), fp32.
 
         Args:
@@ -349,7 +309,7 @@ def _within(recipe: Recipe, count: int) -> Recipe:
 def _without_attention(transformer: nn.Module, blocks: Sequence[int]) -> Iterator[None]:
     """``transformer`` whose ``blocks`` take each video token's own value in place of attention.
 
-    What is compiled runs as it is written meanwhile: its graphs hold the attention.
+    Compiled graphs hold the attention: they run uncompiled meanwhile.
     """
     if not blocks:
         yield
@@ -361,9 +321,8 @@ def _without_attention(transformer: nn.Module, blocks: Sequence[int]) -> Iterato
         yield
 
 
-def _values(attention: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Attention output of tokens that each see themselves alone."""
-    values: torch.Tensor = attention.to_v(hidden_states)
+def _values(attention: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    values: Tensor = attention.to_v(hidden_states)
     for layer in attention.to_out:
         values = layer(values)
     return values
@@ -376,37 +335,41 @@ def _predictor(
     guidance: LtxGuidance,
     stepper: conditions.TokenStepper,
     group: Group | None,
-) -> Predict:
+) -> loop.Predict:
     """The guided velocity of each token; text in another dtype is cast to the transformer's."""
     text = placed(batched(prompt, guidance.settings.cfg > 1.0), stepper.start.tokens.device, dtype)
 
-    def predict(tokens: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
+    def predict(tokens: Tensor, time: Tensor, index: int) -> Tensor:
         times = stepper.times(time)
 
-        def forward(rows: slice, blocks: tuple[int, ...]) -> torch.Tensor:
-            texts = {name: tensor[rows] for name, tensor in text.items()}
-            copies = len(texts[EMBEDS])
-            place = {
-                name: torch.cat([value] * copies) if isinstance(value, torch.Tensor) else value
-                for name, value in stepper.start.place.items()
-            }
+        def forward(rows: slice, blocks: tuple[int, ...]) -> Tensor:
+            embeds, mask = text[base.EMBEDS][rows], text[base.MASK][rows]
+            copies = len(embeds)
+            inputs = torch.cat([tokens] * copies).to(dtype), torch.cat([times] * copies)
             branch = "without_attention" if blocks else "cond_uncond"
             with transformer.cache_context(branch), _without_attention(transformer, blocks):
-                output: torch.Tensor = transformer(
-                    hidden_states=torch.cat([tokens] * copies).to(dtype),
-                    encoder_hidden_states=texts[EMBEDS],
-                    timestep=torch.cat([times] * copies),
-                    encoder_attention_mask=texts[MASK],
-                    return_dict=False,
-                    **place,
-                )[0]
-            return output.float()
+                return _velocity(transformer, stepper.start.place, *inputs, embeds, mask).float()
 
         output = guidance.guided(index, by_halves(group, forward))
         # Solvers and preview reckon with one noise level for all: in a token that has less, less is to be removed.
         return output if times.shape[1] == 1 else output * (times / time).unsqueeze(-1)
 
     return predict
+
+
+def _velocity(
+    transformer: Any, place: Mapping[str, Any], tokens: Tensor, times: Tensor, embeds: Tensor, mask: Tensor
+) -> Tensor:
+    """The velocity of tokens (B, N, 128), all of which are in the one ``place``."""
+    rows = {name: value for name, value in place.items() if isinstance(value, Tensor)}
+    return transformer(
+        hidden_states=tokens,
+        encoder_hidden_states=embeds,
+        timestep=times,
+        encoder_attention_mask=mask,
+        return_dict=False,
+        **{**place, **{name: value.expand(len(tokens), *value.shape[1:]) for name, value in rows.items()}},
+    )[0]
 
 
 def _is_condition(pipeline: Pipeline) -> bool:
@@ -417,31 +380,16 @@ def _is_condition(pipeline: Pipeline) -> bool:
     return not pipeline.tools["scheduler"].get("use_dynamic_shifting", False)
 
 
-def _scaling(pipeline: Pipeline) -> float:
-    return float(pipeline.configs["vae"].get("scaling_factor", 1.0))
-
-
 def _schedule(
     config: Mapping[str, Any], settings: SampleSettings, conditioned: bool, recipe: Recipe, device: torch.device
 ) -> Schedule:
-    """The schedule for one sampling.
-
-    Args:
-        config: the scheduler's own.
-        conditioned: whether it is the one of ``LTXConditionPipeline``.
-        recipe: has the noise levels of a distilled model, and what is left out.
-    """
+    """The schedule for one sampling; ``conditioned`` for that of ``LTXConditionPipeline``."""
     if not conditioned and recipe.timesteps is None:
-        levels: Callable[[int], Levels] = partial(_shifted, config, math.prod(latent_shape(SPEC, 1, settings)))
+        levels: Callable[[int], Levels] = partial(_shifted, config, math.prod(loop.latent_shape(SPEC, 1, settings)))
     else:
-        levels = _linear_quadratic if recipe.timesteps is None else partial(_stretched, recipe.timesteps)
-        if recipe.skip_first or recipe.skip_last:
-            levels = partial(_part, levels, recipe)
+        levels = partial(_fixed, recipe, bool(settings.shift))
         if config.get("use_dynamic_shifting"):
             config = {**config, "use_dynamic_shifting": False, "shift_terminal": None}
-        if settings.shift:
-            # A shift acts on noise levels only: given as timesteps, the transformer would see other ones.
-            levels = partial(_as_sigmas, levels)
     return schedule_for(config, settings, settings.steps, levels, device)
 
 
@@ -455,27 +403,16 @@ def _shifted(config: Mapping[str, Any], tokens: int, steps: int) -> Levels:
     return Levels(sigmas=numpy.linspace(1.0, 1 / steps, steps).tolist(), mu=mu)
 
 
-def _linear_quadratic(steps: int) -> Levels:
-    """``LTXConditionPipeline``'s schedule."""
+def _fixed(recipe: Recipe, shifted: bool, steps: int) -> Levels:
+    """The recipe's own levels, else ``LTXConditionPipeline``'s; without the share of steps that the recipe skips."""
     from diffusers.pipelines.ltx.pipeline_ltx_condition import linear_quadratic_schedule
 
-    return Levels(timesteps=(linear_quadratic_schedule(steps) * TRAIN_TIMESTEPS).tolist())
-
-
-def _part(levels: Callable[[int], Levels], recipe: Recipe, steps: int) -> Levels:
-    """``levels`` without the steps that the recipe leaves out, as large a share of another number of steps."""
+    if recipe.timesteps is None:
+        times = (linear_quadratic_schedule(steps) * TRAIN_TIMESTEPS).tolist()
+    else:
+        times = [level * TRAIN_TIMESTEPS for level in read_between(recipe.timesteps, steps)]
     first, last = (round(skip * steps / recipe.steps) for skip in (recipe.skip_first, recipe.skip_last))
-    return Levels(timesteps=(levels(steps).timesteps or ())[first : steps - last])
-
-
-def _stretched(fixed: Sequence[float], steps: int) -> Levels:
-    """The fixed noise levels as timesteps; read between them where another number of steps is asked."""
-    import numpy
-
-    places = numpy.linspace(0, len(fixed) - 1, steps)
-    read = numpy.interp(places, range(len(fixed)), fixed) * TRAIN_TIMESTEPS
-    return Levels(timesteps=read.tolist())
-
-
-def _as_sigmas(levels: Callable[[int], Levels], steps: int) -> Levels:
-    return Levels(sigmas=[time / TRAIN_TIMESTEPS for time in levels(steps).timesteps or ()])
+    times = times[first : steps - last]
+    if shifted:  # a shift acts on noise levels only: given as timesteps, the transformer would see other ones
+        return Levels(sigmas=[time / TRAIN_TIMESTEPS for time in times])
+    return Levels(timesteps=times)

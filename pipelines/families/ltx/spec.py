@@ -19,6 +19,15 @@ LTX_2 = "ComfyUI's own Load Checkpoint, with AnyGPU Fit behind it: template anyg
 STORED = {"text_encoder": 19_049_269_744, "transformer": 7_693_622_848, "vae": 1_676_798_532}  # in fp32
 # All but the text encoder in bf16. The transformer's is derived: it is one file, where one in fp32 is cut in two.
 STORED_095 = {"text_encoder": 19_049_269_744, "transformer": 3_846_811_424, "vae": 2_493_855_612}
+DOWNLOAD = family.Download("Lightricks/LTX-Video", "8984fa25007f376c1a299016d0957a37a2f797bb", family.HUB_FILES, STORED)
+DOWNLOAD_095 = family.Download(
+    "Lightricks/LTX-Video-0.9.5", "e58e28c39631af4d1468ee57a853764e11c1d37e", family.HUB_FILES, STORED_095
+)
+QUANTISED = (
+    family.Quantised("calcuis/ltxv-gguf", "ltx-video-2b-v0.9-q8_0.gguf", 2.17),
+    family.Quantised("city96/LTX-Video-gguf", "ltx-video-2b-v0.9-Q4_K_M.gguf", 1.42),
+)
+QUANTISED_095 = (family.Quantised("city96/LTX-Video-0.9.5-gguf", "ltx-video-2b-v0.9.5-Q4_K_M.gguf", 1.33),)
 CONFIGS = "Lightricks/LTX-Video configs/"
 ENHANCED_WORDS = 120  # in longer prompts the published script changes nothing
 # Its 8 levels of the linear-quadratic schedule, of which the last belongs to the second pass.
@@ -141,37 +150,15 @@ SPEC = family.FamilySpec(
             "https://huggingface.co/Lightricks/LTX-Video-0.9.8-13B-distilled",
         ),
         offer=family.Offer(
-            (
-                family.Download(
-                    "Lightricks/LTX-Video", "8984fa25007f376c1a299016d0957a37a2f797bb", family.HUB_FILES, STORED
-                ),
-            ),
+            (DOWNLOAD,),
             {"text": 8.9, "transformer": 3.6, "vae": 0.8},
-            {
-                "transformer": (
-                    family.Quantised("calcuis/ltxv-gguf", "ltx-video-2b-v0.9-q8_0.gguf", 2.17),
-                    family.Quantised("city96/LTX-Video-gguf", "ltx-video-2b-v0.9-Q4_K_M.gguf", 1.42),
-                ),
-                "text": family.T5_XXL,
-            },
+            {"transformer": QUANTISED, "text": family.T5_XXL},
         ),
         more_offers={
             "LTX-Video 0.9.5": family.Offer(
-                (
-                    family.Download(
-                        "Lightricks/LTX-Video-0.9.5",
-                        "e58e28c39631af4d1468ee57a853764e11c1d37e",
-                        family.HUB_FILES,
-                        STORED_095,
-                    ),
-                ),
+                (DOWNLOAD_095,),
                 {"text": 8.9, "transformer": 3.6, "vae": 2.3},
-                {
-                    "transformer": (
-                        family.Quantised("city96/LTX-Video-0.9.5-gguf", "ltx-video-2b-v0.9.5-Q4_K_M.gguf", 1.33),
-                    ),
-                    "text": family.T5_XXL,
-                },
+                {"transformer": QUANTISED_095, "text": family.T5_XXL},
             )
         },
         others=(

@@ -1,8 +1,8 @@
 """Latents of LTX-Video at twice the width and height, for the second pass of a recipe, or at twice the frame rate.
 
-Source: Lightricks/LTX-Video, ``LTXMultiScalePipeline``: the network sees the VAE's own scale, and each channel gets the
-mean and the spread that it had before. The temporal one has no second pass there, and its channels stay as they come:
-ComfyUI 0.33 ``comfy_extras/nodes_lt_upsampler.py``.
+The network sees the VAE's own scale, and each channel gets the mean and the spread that it had before. The temporal one
+has no second pass, and its channels stay. Source: Lightricks/LTX-Video, ``LTXMultiScalePipeline``; ComfyUI 0.33
+``comfy_extras/nodes_lt_upsampler.py``.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch import nn
 from ....compat.checkpoints.headers import TensorEntry
 from ....compat.checkpoints.weights import read_tensors
 from ....compat.errors import CheckpointError
-from ....compat.memory.transfer import Transfer, transfer_for
+from ....compat.memory.transfer import transfer_for
 from ...base import Latents, Progress, ProgressStage
 from ...files.formats import entries_in
 from ...files.part import construction, empty_weights
 from ...keys import listed
 from ...pipeline import Pipeline, held_once
 from ...settings import SECOND_PASS
+from .conditions import scaling
 from .spec import CHANNELS, SPATIAL_RATIO
 
 PART = "latent_upsampler"
@@ -34,11 +35,7 @@ FIRST = "initial_conv.weight"
 
 
 def config_of(entries: dict[str, TensorEntry], path: Path) -> dict[str, Any]:
-    """The configuration of an upscaler, by its shapes.
-
-    Raises:
-        CheckpointError: another model.
-    """
+    """The configuration of an upscaler, by its shapes; CheckpointError for another model."""
     shapes = {name: entry.shape for name, entry in entries.items()}
     first, doubling = shapes.get(FIRST, ()), shapes.get("upsampler.0.weight", ())
     if len(first) < 4 or first[1] != CHANNELS or not doubling:
@@ -68,9 +65,9 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
     config = config_of(entries, path)
     device = pipeline.offloader.device_of(PART)
     transfer = transfer_for(device, pipeline.precision.vae)
-    mean, std = _statistics(pipeline, transfer, progress)
-    scale = float(pipeline.configs["vae"].get("scaling_factor", 1.0))
-    low = latents.samples
+    vae: Any = pipeline.parts.read("vae", progress)
+    low, scale = latents.samples, scaling(pipeline)
+    mean, std = transfer.to_host_fp32(vae.latents_mean), transfer.to_host_fp32(vae.latents_std)
     needed = COPIES * config["mid_channels"] * math.prod(low.shape[2:]) * 4 * pipeline.precision.vae.itemsize
     read = partial(_read, entries, config, pipeline.precision.vae)
     with held_once(pipeline, PART, read, needed, progress) as network:
@@ -109,8 +106,3 @@ def _read(entries: dict[str, TensorEntry], config: dict[str, Any], dtype: torch.
         wanted = {name: entries[name] for name in network.state_dict()}
         network.load_state_dict(read_tensors(wanted, dtype, lambda _: progress.check()), assign=True)
         return network.eval().requires_grad_(False)
-
-
-def _statistics(pipeline: Pipeline, transfer: Transfer, progress: Progress) -> tuple[torch.Tensor, torch.Tensor]:
-    vae: Any = pipeline.parts.read("vae", progress)
-    return transfer.to_host_fp32(vae.latents_mean), transfer.to_host_fp32(vae.latents_std)

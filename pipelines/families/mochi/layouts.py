@@ -40,7 +40,6 @@ STACK = (("0", "norm1.norm_layer"), ("2", "conv1.conv"), ("3", "norm2.norm_layer
 
 
 def _resnet(source: str, target: str) -> Iterable[Row]:
-    """Rows of a residual block of Mochi; the release numbers its layers."""
     return (Row(f"{source}.stack.{number}.*", f"{target}.{name}.*") for number, name in STACK)
 
 

@@ -11,22 +11,12 @@ import torch
 
 from ....compat.device.execution import generator_for, placed, to_host
 from ....compat.guidance import BOTH, PROMPTED, by_halves
-from ...base import (
-    EMBEDS,
-    MASK,
-    Call,
-    Forwards,
-    ImageCondition,
-    Latents,
-    Progress,
-    Prompt,
-    PromptRequest,
-    SampleSettings,
-)
+from ... import base
+from ...base import Call, Forwards, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings
 from ...pipeline import Pipeline
 from ...sampling import loop
 from ...sampling.core_sampler import TIME
-from ...sampling.schedules import Guidance, Levels, schedule_for
+from ...sampling.schedules import Guidance, Levels, read_between, schedule_for
 from ...settings import recipe_of
 from ...text.t5 import ZEROED, batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.fallback import decode as decode
@@ -45,7 +35,6 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
 
 def text_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
-    """Tokens of each text in each forward of T5."""
     return t5_forwards(pipeline, request, _zeroed(pipeline))
 
 
@@ -64,16 +53,13 @@ def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: 
 def sample(
     pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> Latents:
-    """Latents (1, 12, T, H / 8, W / 8) in core's space.
-
-    Source: diffusers ``MochiPipeline.__call__``; equal to it in fp32.
-    """
+    """Latents (1, 12, T, H / 8, W / 8) in core's space. Source: diffusers ``MochiPipeline.__call__``, equal in fp32."""
     device, dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
     generator = generator_for(settings.seed)
     mean, std, scale = _statistics(pipeline)
     recipe = recipe_of(pipeline)
     trained = None if recipe is None else recipe.timesteps
-    levels = _levels if trained is None else partial(_between, trained)
+    levels = partial(_levels, trained)
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, levels, device)
     noise = loop.noise_for(loop.latent_shape(SPEC, CHANNELS, settings), generator, device)
     clean = None if settings.latents is None else ((settings.latents.samples - mean) * scale / std).to(device)
@@ -86,13 +72,13 @@ def sample(
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             def run(rows: slice) -> torch.Tensor:
                 texts = {name: tensor[rows] for name, tensor in text.items()}
-                model_input = torch.cat([latents] * len(texts[EMBEDS])).to(dtype)
+                model_input = torch.cat([latents] * len(texts[base.EMBEDS])).to(dtype)
                 with transformer.cache_context("cond_uncond"):
                     output: torch.Tensor = transformer(
                         hidden_states=model_input,
-                        encoder_hidden_states=texts[EMBEDS],
+                        encoder_hidden_states=texts[base.EMBEDS],
                         timestep=time.expand(model_input.shape[0]).to(dtype),
-                        encoder_attention_mask=texts[MASK],
+                        encoder_attention_mask=texts[base.MASK],
                         return_dict=False,
                     )[0]
                 return output.float()
@@ -123,19 +109,13 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     return -output.float()  # the model predicts data minus noise
 
 
-def _levels(steps: int) -> Levels:
-    """Genmo's schedule: linear to a small noise for half of the steps, then quadratic to the clean video."""
+def _levels(trained: Sequence[float] | None, steps: int) -> Levels:
+    """A distilled model's levels; else Genmo's: linear to a small noise for half of the steps, then quadratic."""
     from diffusers.pipelines.mochi.pipeline_mochi import linear_quadratic_schedule
 
-    return Levels(sigmas=linear_quadratic_schedule(steps, THRESHOLD_NOISE))
-
-
-def _between(trained: Sequence[float], steps: int) -> Levels:
-    """The noise levels that a distilled model was trained on, read between them for another number of steps."""
-    import numpy
-
-    places = numpy.linspace(0, len(trained) - 1, steps)
-    return Levels(sigmas=numpy.interp(places, range(len(trained)), trained).tolist())
+    if trained is None:
+        return Levels(sigmas=linear_quadratic_schedule(steps, THRESHOLD_NOISE))
+    return Levels(sigmas=read_between(trained, steps))
 
 
 def _statistics(pipeline: Pipeline) -> tuple[torch.Tensor | float, torch.Tensor | float, float]:

@@ -14,6 +14,14 @@ BLOCK = "diffusers.models.transformers.transformer_mochi.MochiTransformerBlock"
 # Written by `python benchmarks/memory_fits.py`.
 FIT = family.FitFactors(tokens=16.96, latents=3.18, pixels=4.18, plain=0.0, text=4.17, streamed=6.89, chunked=1.45)
 
+DOWNLOAD = family.Download(
+    "genmo/mochi-1-preview", "14be5fcea23095ed330cb214647916a451e38b6e", family.HUB_FILES, STORED
+)
+QUANTISED = (
+    family.Quantised("Comfy-Org/mochi_preview_repackaged", "mochi_preview_fp8_scaled.safetensors", 10.03),
+    # Its size is derived: the bits a weight that HunyuanVideo's file of this format has.
+    family.Quantised("calcuis/mochi", "mochi-q3_k_m.gguf", 4.9),
+)
 SPEC = family.FamilySpec(
     id="mochi",
     title="Mochi 1",
@@ -70,22 +78,9 @@ SPEC = family.FamilySpec(
         tiny_decoders=(family.TinyDecoder("taem1", "madebyollin/taem1 40a4cd84, MIT"),),
         pages=("https://huggingface.co/genmo/mochi-1-preview",),
         offer=family.Offer(
-            (
-                family.Download(
-                    "genmo/mochi-1-preview", "14be5fcea23095ed330cb214647916a451e38b6e", family.HUB_FILES, STORED
-                ),
-            ),
+            (DOWNLOAD,),
             {"text": 8.9, "transformer": 18.7, "vae": 0.9},
-            {
-                "transformer": (
-                    family.Quantised(
-                        "Comfy-Org/mochi_preview_repackaged", "mochi_preview_fp8_scaled.safetensors", 10.03
-                    ),
-                    # Its size is derived: the bits a weight that HunyuanVideo's file of this format has.
-                    family.Quantised("calcuis/mochi", "mochi-q3_k_m.gguf", 4.9),
-                ),
-                "text": family.T5_XXL,
-            },
+            {"transformer": QUANTISED, "text": family.T5_XXL},
         ),
     ),
 )

@@ -356,7 +356,7 @@ def test_core_conditioning_is_our_prompt(run: Any) -> None:
 
 def test_template_and_its_crop(run: Any) -> None:
     made = run(TEXT)
-    own = qwen.Chat(made.pipeline.tools["tokenizer"])
+    own = qwen.Chat(made.pipeline.tools["tokenizer"], "", -1)
     written = f"<|im_start|>system\n{own.system}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"
 
     def encoded(**changes: Any) -> torch.Tensor:

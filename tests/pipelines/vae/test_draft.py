@@ -53,7 +53,8 @@ def file_of(id: str, folder: Path, name: str = "", row: int = 0) -> Path:
 
 def frames_of(network: draft.Network, latents: Tensor) -> Tensor:
     """Frames (F, 3, H, W) of latents (1, C, T, h, w), a latent frame at a time."""
-    return torch.cat([network(latent, index == 0) for index, latent in enumerate(latents.unbind(2))])
+    before: dict[Any, Tensor] = {}
+    return torch.cat([network(latent, before) for latent in latents.unbind(2)])
 
 
 def by_formula(weights: dict[str, Tensor], latents: Tensor, patch: int, slope: float, trimmed: int) -> Tensor:
