@@ -51,7 +51,6 @@ class Printed:
         self._stage = ""
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Callable[[], Any] | None = None) -> None:
-        """Move the bar; a finished stage stays."""
         from tqdm import tqdm
 
         if self._bar is None or stage.name != self._stage:
@@ -143,7 +142,6 @@ def prove(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Try on this device what is known to fail on some; 1 if something fails that would be used."""
     from .compat.check import exit_code
     from .pipelines.report import hardware_check
 
@@ -174,7 +172,6 @@ def render(arguments: argparse.Namespace) -> int:
 
 
 def pack(arguments: argparse.Namespace) -> int:
-    """Write a model's transformer with packed weights, as AnyGPU and ComfyUI read them."""
     from .compat.checkpoints.packed import as_in_files
     from .compat.checkpoints.weights import write_tensors
     from .pipelines.load.folder import LoadRequest, load
@@ -371,7 +368,6 @@ def exit_code(arguments: argparse.Namespace, command: str, interrupted: str) -> 
 
 
 def _memory(arguments: argparse.Namespace) -> int:
-    """Print what the last stages of all pipelines cost on this machine, and what is free now."""
     from .compat.device.facts import facts_for, free_bytes, host_free_bytes
     from .compat.memory.statistics import amount_of, saved_stages
 

@@ -124,14 +124,12 @@ class CoreVAE(comfy.sd.VAE):
         return math.prod(shape[2:]) * self.temporal * self.spatial**2 * 64 * dtype.itemsize
 
     def memory_used_encode(self, shape: Any, dtype: torch.dtype) -> int:
-        """Estimate the memory of an encode like that of a decode, from pixels."""
         return math.prod(shape[2:]) * 64 * dtype.itemsize
 
     def model_size(self) -> int:
         return self.patcher.model_size()
 
     def decode(self, samples_in: torch.Tensor, vae_options: Any = None) -> torch.Tensor:
-        """Frames (B, F, H, W, 3) in 0..1."""
         return self._decoded(samples_in, "auto")
 
     def decode_tiled(self, samples: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -224,7 +222,6 @@ def _model_again(reload: Reload, **_dynamic: Any) -> PartPatcher | None:
 
 
 def _progress() -> NodeProgress:
-    """The progress of the node that runs."""
     context = get_executing_context()
     return NodeProgress(None if context is None else context.node_id)
 
@@ -244,8 +241,6 @@ def _begin(patcher: PartPatcher) -> None:
 
 
 class Factors(comfy.weight_adapter.LoRAAdapter):
-    """The additions of one of our LoRAs to a layer, as core's patch."""
-
     def __init__(self, lora: loras.LoRA, layer: str) -> None:
         self.loaded_keys, self.lora, self.layer = set(), lora, layer
 
@@ -273,7 +268,6 @@ def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
 
 
 def beside(pipeline: Pipeline, reload: Reload | None = None) -> tuple[Any, Any]:
-    """MODEL and VAE of a pipeline that was just loaded; one that cannot be stops its nodes with the reason."""
     vae = None if comfy_offloader(pipeline) is None else CoreVAE(pipeline, reload)
     return model_of(pipeline, reload) or _stopped(pipeline), vae or _stopped(pipeline)
 

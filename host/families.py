@@ -20,16 +20,12 @@ from .diffusion_model import PICTURE, TRANSFORMER, CoreModel
 
 @dataclass(frozen=True, slots=True)
 class CoreFamily:
-    """One row."""
-
     latent_format: type[Any]  # core's, for previews
     model: type[Any] | None = None  # our subclass of core's model class; None has no MODEL
     table: type[Any] | None = None  # core's ``supported_models`` class
 
 
 class HunyuanVideo(CoreModel, comfy.model_base.HunyuanVideo):
-    """HunyuanVideo, text to video and all ways of image to video."""
-
     scaled = True
 
     def set_pipeline(self, pipeline: Pipeline) -> None:

@@ -40,8 +40,6 @@ FIX = TOKEN_FIX.format("start ComfyUI with RAY_AUTH_MODE=token")
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The files of the jobs that are done, and the reasons why others failed, by key."""
-
     files: tuple[Path, ...]
     failed: Mapping[str, str]
     waiting: int
@@ -49,8 +47,6 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class PaintModels:
-    """The models that texture meshes, by listed name; ``delight`` may be ``none``, ``image_encoder`` ``auto``."""
-
     model: str
     delight: str = NONE
     image_encoder: str = AUTO
@@ -172,7 +168,6 @@ def collect(jobs: JobList, wait: bool, progress: NodeProgress) -> Collected:
 
 
 def _pause(progress: NodeProgress) -> None:
-    """Wait before the next look at the jobs; a cancel ends it."""
     until = time.monotonic() + POLL_SECONDS
     while time.monotonic() < until:
         progress.check()
@@ -191,19 +186,16 @@ def require_some(jobs: JobList, collected: Collected) -> None:
 
 
 def videos_of(collected: Collected) -> list[Any]:
-    """A VIDEO of each video that came back; without any, a blocker that has ComfyUI skip the nodes after it."""
     videos = [InputImpl.VideoFromFile(str(path)) for path in collected.files if path.suffix == SUFFIXES[0]]
     return videos or [ExecutionBlocker(None)]
 
 
 def images_of(collected: Collected) -> list[Any]:
-    """An IMAGE of each file that came back, a picture or the first frame of a video; without any, as for videos."""
     images = [read_frames(path, 1)[0] for path in collected.files if path.suffix in SUFFIXES[:2]]
     return images or [ExecutionBlocker(None)]
 
 
 def report_of(jobs: JobList, collected: Collected, workers: Sequence[Mapping[str, Any]]) -> str:
-    """The text for the user: counts, failures and the state of each worker."""
     counts = f"{len(collected.files)} of {len(jobs.keys)} done"
     if collected.waiting:
         counts += f", {collected.waiting} waiting"
@@ -212,7 +204,6 @@ def report_of(jobs: JobList, collected: Collected, workers: Sequence[Mapping[str
 
 
 def line_of(worker: Mapping[str, Any]) -> str:
-    """The state of a worker in one line."""
     name, host = str(worker.get("worker", "")), str(worker.get("host", ""))
     parts = [f"{name} on {host}: {worker.get('state', '')}"]
     if worker.get("job"):
@@ -225,7 +216,6 @@ def line_of(worker: Mapping[str, Any]) -> str:
 
 
 def _listed(name: str, what: str, choices: Sequence[str], fix: str) -> str:
-    """``name``, one of ``choices``; CheckpointError for what the machine's owner has not listed."""
     if name not in choices:
         raise CheckpointError(f"no {what} {shown(name)} listed here", expected=f"one of {', '.join(choices)}", fix=fix)
     return name
@@ -282,7 +272,6 @@ class _Farm:
         return self.frames
 
     def fetch(self, jobs: JobList, keys: list[str]) -> None:
-        """Fetch each result as soon as it is there, until all jobs are done or have failed."""
         left, progress = keys, self.progress
         while left:
             progress.check()

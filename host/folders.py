@@ -76,7 +76,6 @@ def encoder_roots() -> list[Path]:
 
 
 def models() -> dict[str, Path]:
-    """Name to folder of every model there is; scanned again only when a folder has changed."""
     changed = _change_times(model_roots())
     if changed not in _listed:
         _listed.clear()
@@ -85,7 +84,6 @@ def models() -> dict[str, Path]:
 
 
 def model_choices() -> list[str]:
-    """The choices of the load node: the user's models, then the demo models that ship with the pack."""
     return [*models(), *demo_models()] or [NO_MODEL]
 
 
@@ -143,7 +141,6 @@ def model_folder(name: str) -> Path:
 
 
 def provider_choices() -> list[str]:
-    """Choices of the inputs for parts from elsewhere, ``auto`` first."""
     return [AUTO, *providers()]
 
 
@@ -173,7 +170,6 @@ def paint_models() -> dict[str, Path]:
 
 
 def paint_choices() -> list[str]:
-    """The choices of the node that loads paint models: the user's, then those that ship with the pack."""
     return [*paint_models(), *demo_paint_models()] or [NO_PAINT_MODEL]
 
 
@@ -192,7 +188,6 @@ def paint_path(name: str) -> Path:
 
 
 def paint_provider_choices() -> list[str]:
-    """Choices of the inputs for a VAE or image encoder from elsewhere: ``auto``, then folders with a config.json."""
     return [AUTO, *paint_providers()]
 
 
@@ -214,7 +209,6 @@ def base_models() -> dict[str, Path]:
 
 
 def base_choices() -> list[str]:
-    """The choices of what MV-Adapter stands on; a single entry that says so if there are none."""
     return list(base_models()) or [NO_MODEL]
 
 
@@ -226,14 +220,12 @@ def base_path(name: str) -> Path:
 
 
 def adapters() -> dict[str, Path]:
-    """Name to path of the files that may hold an MV-Adapter, by their names."""
     searched = roots(ADAPTER_KEYS)
     files = (file for root in searched for each in DEPTHS for file in _matches(root, each))
     return _named(searched, (file for file in files if any(word in file.name.lower() for word in ADAPTER_WORDS)))
 
 
 def adapter_choices() -> list[str]:
-    """The choices of the node that loads MV-Adapter; a single entry that says so if there are none."""
     return list(adapters()) or [NO_ADAPTER]
 
 
@@ -246,18 +238,15 @@ def adapter_path(name: str) -> Path:
 
 
 def base_lora_choices() -> list[str]:
-    """The choices of a LoRA for such a checkpoint, none first."""
     return [NONE, *loras()]
 
 
 def loras() -> dict[str, Path]:
-    """Name to path of the .safetensors files of every LoRA folder."""
     names = (name for name in folder_paths.get_filename_list("loras") if name.endswith(".safetensors"))
     return {name: Path(path) for name in names if (path := folder_paths.get_full_path("loras", name)) is not None}
 
 
 def lora_choices() -> list[str]:
-    """The choices of the LoRA node: the user's files, none, then those for the demo models."""
     return [*(loras() or [NO_LORA]), NONE, *demo_loras()]
 
 
@@ -269,14 +258,12 @@ def lora_file(name: str) -> Path:
 
 
 def upscalers() -> dict[str, Path]:
-    """Name to path of the .safetensors files that may hold a latent upscaler."""
     return _named(
         roots(UPSCALER_KEYS), (file for root in roots(UPSCALER_KEYS) for file in _matches(root, "*.safetensors"))
     )
 
 
 def upscaler_choices() -> list[str]:
-    """The choices of the node that upscales; a single entry that says so if there are none."""
     return list(upscalers()) or [NO_UPSCALER]
 
 
@@ -301,12 +288,10 @@ def picture_sides(name: object) -> tuple[int, int] | None:
 
 
 def saved_folder() -> Path:
-    """Folder of saved latents: not ComfyUI's temporary folder, which is emptied at each start."""
     return state_folder() / "kept"
 
 
 def unfinished_folder() -> Path:
-    """Folder for the steps of unfinished samplings."""
     return saved_folder() / FOLDER
 
 
@@ -329,7 +314,6 @@ def _is_paint_file(file: Path) -> bool:
 
 
 def _children(folder: Path) -> list[Path]:
-    """The folders in a folder, hidden ones left out; none where it is not a folder or cannot be read."""
     with suppress(OSError):
         return [child for child in folder.iterdir() if child.is_dir() and child.name[0] != "."]
     return []

@@ -60,13 +60,11 @@ def offered() -> dict[Path, tuple[str, ...]]:
 
 
 def tokenizers() -> dict[str, Path]:
-    """The folders of the tokenizers that ComfyUI ships, by kind, where they are."""
     home = Path(str(comfy.__path__[0]))
     return {kind: home / place for kind, place in TOKENIZERS.items() if (home / place).is_dir()}
 
 
 def stamp_of(**names: str) -> list[tuple[str, int, int]]:
-    """Value that changes when one of the named files changes."""
     return stamp(*(_named(part).get(name) for part, name in names.items()))
 
 

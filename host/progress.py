@@ -133,11 +133,9 @@ class NodeProgress:
             raise Paused
 
     def check(self) -> None:
-        """Raise ComfyUI's own interrupt when the user has cancelled."""
         comfy.model_management.throw_exception_if_processing_interrupted()
 
     def notify(self, text: str) -> None:
-        """A line in the log and under the node."""
         if text not in self.lines:
             self.lines.append(text)
             log.info("AnyGPU: %s", text)
@@ -146,7 +144,6 @@ class NodeProgress:
         self.notify(text)
 
     def show(self) -> None:
-        """The lines under the node at once, where a node of core's runs and no step of ours will show them."""
         self._send("\n".join(self.lines))
 
     def chosen(self, status: str, decisions: Iterable[Decision]) -> None:

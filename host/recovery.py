@@ -82,7 +82,6 @@ def save_for_decode(samples: torch.Tensor) -> None:
 
 
 def _mark(samples: torch.Tensor) -> tuple[Any, ...]:
-    """A fingerprint of latents."""
     return *samples.shape, zlib.crc32(to_host(samples).float().contiguous().numpy().tobytes())
 
 
@@ -94,8 +93,6 @@ class _Estimates:
         self.done = self.total = 0
 
     def then(self, callback: Callable[..., Any] | None, guider: Any) -> Callable[..., Any]:
-        """Core's callback, with the step noted first."""
-
         def noted(step: int, estimate: torch.Tensor, x: torch.Tensor, total: int) -> Any:
             self.last = to_host(guider.inner_model.process_latent_out(estimate.to(torch.float32)))
             self.done, self.total = step + 1, total
@@ -107,7 +104,6 @@ class _Estimates:
 def _keep(
     guider: Any, output: torch.Tensor, given: Mapping[str, Any], family: str, fps: float, unfinished: str
 ) -> None:
-    """Keep what a sampling has made, or had made when it was cut short."""
     try:
         model, shapes = guider.model_patcher.model, given.get("latent_shapes")
         latents = comfy.utils.unpack_latents(output, shapes) if shapes and len(shapes) > 1 else [output]
@@ -130,12 +126,10 @@ def _sampled(model: Any, latents: list[Any], family: str, seed: int, fps: float)
 
 
 def choices() -> list[str]:
-    """The choices of the recover node: ``newest``, then every id."""
     return [NEWEST, *(item.id for item in listing())]
 
 
 def stamp(name: str) -> tuple[str, int]:
-    """Changes when another file is meant: the id, and when it was written."""
     path = recovery.path_of(saved_folder(), name)
     return path.stem, path.stat().st_mtime_ns
 

@@ -116,7 +116,6 @@ class SignedVideo(InputImpl.VideoFromComponents):
 
 
 def video(images: Any, rate: Fraction, receipt: Mapping[str, Any] | None) -> SignedVideo:
-    """The VIDEO of frames (F, H, W, 3)."""
     made = SignedVideo(Types.VideoComponents(images=images, frame_rate=rate))
     made.receipt = receipt
     return made
@@ -129,7 +128,6 @@ def choices(kind: str) -> list[str]:
 
 
 def none_of(kind: str) -> str:
-    """The one entry of a list without files."""
     return f"no {kind} found" if kind == SIGNED else f"no {kind} file found"
 
 
@@ -146,7 +144,6 @@ def file_named(kind: str, name: str) -> Path:
 
 
 def stamp(kind: str, name: str) -> tuple[str, int, int]:
-    """Value that changes with the file of a listed name; a missing file fails only when the node runs."""
     path = _named(kind).get(name)
     return (name, 0, 0) if path is None else (name, *_state(path))
 
@@ -196,7 +193,6 @@ def _state(path: Path) -> tuple[int, int]:
 
 
 def _kind(path: Path) -> str:
-    """The kind of a file, read again only when it has changed."""
     key = (str(path), *_state(path))
     if key[1:] != (0, 0) and key not in _kinds:
         _kinds[key] = kind_of(path)

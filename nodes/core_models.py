@@ -29,7 +29,6 @@ PRECISION = (
 
 
 def output_of(cls: Any, before: Any, fitted: Any, decisions: Any) -> io.NodeOutput:
-    """``fitted``, and under the node what was decided."""
     progress = NodeProgress(cls.hidden.unique_id)
     for decision in decisions:
         progress.notify(str(decision))

@@ -44,13 +44,9 @@ def not_finite_input() -> Any:
 
 
 class Listed(io.ComfyNode):
-    """Shared code of the nodes whose input ``file`` is one of the listed files of their kind."""
-
     kind = ""
 
-    @classmethod
-    def validate_inputs(cls, file: str) -> bool:
-        return True
+    validate_inputs = classmethod(lambda cls, file: True)  # a name that is gone is explained by the run
 
     @classmethod
     def fingerprint_inputs(cls, file: str, **_: Any) -> Any:
@@ -147,9 +143,7 @@ class RecoverLatents(io.ComfyNode):
             outputs=[io.Latent.Output(display_name="latent")],
         )
 
-    @classmethod
-    def validate_inputs(cls, kept: str) -> bool:
-        return True
+    validate_inputs = classmethod(lambda cls, kept: True)  # a name that is gone is explained by the run
 
     @classmethod
     def fingerprint_inputs(cls, kept: str, **_: Any) -> Any:
@@ -299,9 +293,7 @@ class UpscaleLatents(io.ComfyNode):
             outputs=[io.Latent.Output(display_name="latent")],
         )
 
-    @classmethod
-    def validate_inputs(cls, upscaler: str) -> bool:
-        return True
+    validate_inputs = classmethod(lambda cls, upscaler: True)  # a name that is gone is explained by the run
 
     @classmethod
     def execute(cls, pipeline: Any, latent: Any, upscaler: str) -> io.NodeOutput:

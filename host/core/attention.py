@@ -75,7 +75,6 @@ class AttentionOverride:
 
     @torch.compiler.disable  # which kernel computes, and in which dtype, is decided by the operands of each call
     def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """The result of ``func`` for core's arguments: q, k, v, heads, and the rest by name or in its order."""
         if isinstance(func, functools.partial):  # a text encoder's layer hands what it was given to the next
             return func(*args, **kwargs)  # type: ignore[no-any-return]
         kwargs.pop("preferred_attention", None)  # which the layer has said before
@@ -127,7 +126,6 @@ class AttentionOverride:
         return call.exact(self.attention)
 
     def _without_narrow(self, func: Callable[..., Tensor], safe: bool) -> Callable[..., Tensor]:
-        """``func`` for another node's attention, which may hand it our fp16 operands."""
         if not safe or func.__name__ not in BUILDS_SCORES:
             return func
 
@@ -156,7 +154,6 @@ def _with_small_values(kernel: Callable[..., Tensor], *args: Any, **kwargs: Any)
 
 
 def _is_int8(kernel: Any) -> bool:
-    """True if ``kernel`` is comfy-kitchen's int8 attention, or core's override for it."""
     packed = getattr(kernel, "container_function", None)
     return _name(kernel) == INT8 or (packed is not None and packed is getattr(core_attention, INT8).container_function)
 
@@ -253,7 +250,6 @@ class Heads:
         return bool(fused_kernel(*(_like(each, dtype) for each in (self.query, self.key, self.value)), mask))
 
     def exact(self, attention: Attention) -> Tensor:
-        """The result in the caller's layout, from operands as wide as they are or wider."""
         query, key, value, mask = self.query, self.key, self.value, self.mask
         if mask is not None and mask.is_floating_point():
             mask = mask.to(query.dtype)

@@ -50,7 +50,6 @@ class FittedEncoder:
     counted: ByNetwork = field(default_factory=ByNetwork)
 
     def attach(self, patcher: Any) -> None:
-        """Attach as ComfyUI asks after a load; ``patcher`` has the encoder of this device."""
         handles, encoders, counts = [], patcher.model, None
         if encoders not in self.counted and hasattr(encoders, ENCODE):
             counts = self.counted[encoders] = Counts()
@@ -68,7 +67,6 @@ class FittedEncoder:
                 layer.__dict__[PROVIDER] = types.MethodType(cast_weights, layer)
 
     def _first(self, encoders: nn.Module, counts: Counts, *args: Any, **kwargs: Any) -> Any:
-        """Run core's own method for a prompt, and say what its first call did."""
         del encoders.__dict__[ENCODE]
         ours = {layer for layer in encoders.modules() if PROVIDER in layer.__dict__}
         for layer in ours:
@@ -84,7 +82,6 @@ class FittedEncoder:
         return result
 
     def detach(self, patcher: Any) -> None:
-        """Detach as ComfyUI asks before another patcher over the same encoder is loaded."""
         patcher.model.__dict__.pop(ENCODE, None)
         for remove in self.hooks.pop(patcher.model, ()):
             remove()

@@ -24,8 +24,6 @@ PAST_FORWARD = getattr(getattr(comfy.ops, "linear_input_act", None), "__code__",
 
 @dataclass
 class Counts:
-    """The layers and attention calls of one call of a network."""
-
     layers: dict[nn.Module, str] = field(default_factory=dict)  # how each layer was computed that was called
     ways: Counter[str] = field(default_factory=Counter)  # how often attention that reached us was computed in which way
     attention: int = 0  # all calls of attention: core's, and torch's own outside them
@@ -34,22 +32,18 @@ class Counts:
 
     @property
     def casts(self) -> bool:
-        """True if layers were given fp16 by the network itself, and none was computed in safe fp16."""
         return PLAIN in self.layers.values() and SAFE not in self.layers.values()
 
     @property
     def unreached(self) -> int:
-        """Calls of attention that did not reach us."""
         return max(0, self.attention - self.ways.total())
 
     def note(self, layer: nn.Module, way: str) -> None:
-        """Count a layer; of several calls the first that is not in safe fp16 stands for it."""
         if self.layers.get(layer, SAFE) == SAFE:
             self.layers[layer] = way
 
     @contextmanager
     def inside_attention(self) -> Iterator[None]:
-        """One call of attention, whatever it calls."""
         self.attention += not self._depth
         self._depth += 1
         try:

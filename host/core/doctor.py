@@ -125,7 +125,6 @@ class StepWatch:
         return wrong
 
     def keep(self) -> None:
-        """Remember the maxima of a call that was right."""
         self.largest.update({name: max(value, self.largest.get(name, 0.0)) for name, value in self.now.items()})
 
     def _found(self, spot: Spot, fault: str) -> Finding:
@@ -141,7 +140,6 @@ class StepWatch:
             self.spots.append(Spot(name, torch.linalg.vector_norm(tensor.detach(), math.inf), fault, LIMIT))
 
     def _product(self, name: str, layer: Any, args: Any, output: Any) -> None:
-        """Note the error of a Linear in a few values, and the largest that it is given."""
         weight, x = getattr(layer, "weight", None), args[0] if args else None
         bare = not getattr(layer, "weight_function", ()) and getattr(layer, "weight_lowvram_function", None) is None
         plain = all(isinstance(each, Tensor) and each.dtype in FLOATS for each in (weight, x, output))
@@ -172,7 +170,6 @@ class StepWatch:
         return attention
 
     def _attention(self, call: Heads, result: Tensor, bound: float) -> None:
-        """Note the error of an attention call in a few queries of one head."""
         head, every = len(self.spots) % call.query.shape[1], max(1, call.query.shape[2] // ROWS)
         query, key, value = (each.detach()[0, head] for each in (call.query, call.key, call.value))
         scores = query[::every].float() @ key.float().mT * (call.gain / query.shape[-1] ** 0.5)
@@ -287,7 +284,6 @@ def watched_model(model: Any, doctor: Doctor, node_id: str | None) -> Any:
 
 
 def where_of(options: dict[str, Any]) -> str:
-    """Step and prompt of one call, from what core's sampler says of it."""
     levels, level = options.get("sample_sigmas"), options.get("sigmas")
     step = "a step"
     if levels is not None and level is not None and len(levels) > 1:
@@ -319,7 +315,6 @@ def healed(patcher: Any, doctor: Doctor, every: bool, streamed: bool = False, si
 
 
 def watched_vae(vae: Any, doctor: Doctor) -> Any:
-    """A copy of ``vae`` whose decoded frames are checked; the original stays as it is."""
     watched = copy.copy(vae)
     watched.__class__ = _watched_class(type(vae))
     watched.__dict__["doctor"] = doctor
@@ -327,8 +322,6 @@ def watched_vae(vae: Any, doctor: Doctor) -> Any:
 
 
 class WatchedVAE:
-    """Methods of a watched VAE that replace those of its class."""
-
     def decode(self, samples_in: Any, *args: Any, **kwargs: Any) -> Any:
         return self._checked(samples_in, functools.partial(super().decode, samples_in, *args, **kwargs))  # type: ignore[misc]
 

@@ -48,7 +48,6 @@ class ConvForward:
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, autopad: str | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Convolve; ``causal_zero`` is core's, for an input with fewer frames than the kernel."""
         if autopad == "causal_zero":
             weight = weight[:, :, -x.shape[2] :]
         edges, mode = own_edges(self.layer)
@@ -67,7 +66,6 @@ def conv_forwards(network: nn.Module, choose: Chooser, dtype: torch.dtype) -> It
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """True if ``module`` is one of core's 1-D or 2-D convolutions."""
     cast = isinstance(module, (nn.Conv1d, nn.Conv2d)) and isinstance(module, comfy.ops.CastWeightBiasOp)
     return cast and is_own_convolution(module)
 
@@ -86,7 +84,6 @@ def unfit_for_safe(network: nn.Module) -> str:
 
 
 def reached_by_safe(network: nn.Module) -> bool:
-    """True if ``network`` has any layer that safe fp16 can compute."""
     return any(is_linear(module) or is_convolution(module) for module in network.modules())
 
 
@@ -138,14 +135,12 @@ def safe_linear(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def settings_of(layer: Any, like: Tensor, fp32_output: bool) -> LayerSettings:
-    """Settings of ``layer`` for safe matmuls: casts its weight to the device of ``like`` once and measures it."""
     with cast_weights(layer, like) as (weight, _):
         reach = float(torch.linalg.vector_norm(weight, dim=1, dtype=FULL).amax())
     return LayerSettings(fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf)
 
 
 def _measured_to_fit(layer: Any, x: Tensor) -> Tensor:
-    """``x`` in the dtype that a measured layer computes from; as it is for others."""
     if FITS not in layer.__dict__ or type(x) is not Tensor or x.dtype not in (HALF, FULL):
         return x
     return x.to(HALF if layer.__dict__[FITS] else FULL)
@@ -209,7 +204,6 @@ class SafeLayers:
 
     @property
     def free(self) -> list[nn.Module]:
-        """The layers that no other node computes."""
         return [layer for layer in self.patches if not layer.__dict__.keys() & {"forward", HOOK}]
 
     @contextmanager
@@ -249,6 +243,5 @@ def left_of(network: nn.Module, ours: Container[nn.Module]) -> dict[nn.Module, s
 
 
 def left_alone(network: nn.Module) -> Mapping[str, int]:
-    """Layers of ``network`` outside safe fp16, counted by kind, for one line of the status."""
     unpacked = (module for module in network.modules() if not (is_linear(module) and is_native(module)))
     return Counter(filter(None, map(kind_left, unpacked)))

@@ -43,14 +43,7 @@ from .layers import (
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import fixed_in_dtype, is_linear, left_decisions, why_left
 from .packed import FAILED, PackedFit, packed_fit
-from .weights import (
-    clone_cast_on_host,
-    damage_to_bf16,
-    float8_decision,
-    fp16_or_fp32,
-    lack_of_float8,
-    weights_decision,
-)
+from .weights import clone_cast_on_host, damage_to_bf16, float8_decision, fp16_or_fp32, lack_of_float8, weights_decision
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +64,6 @@ LOSSY = {  # parts of ComfyUI's --fast, and what becomes of them in layers that 
 
 @dataclass(frozen=True)
 class NetworkCall:
-    """One call of a network by core, which can be repeated."""
-
     executor: Any
     network: nn.Module
     seen: Seen
@@ -82,8 +73,6 @@ class NetworkCall:
 
 @dataclass
 class Seen:
-    """Facts about one network."""
-
     layers: SafeLayers  # in safe fp16
     counted: bool = False  # whether a call of it has been counted and reported
     casts: bool = False  # whether that showed a stream that it casts by itself
@@ -94,8 +83,6 @@ class Seen:
 
 @dataclass(frozen=True)
 class FittedNetwork:
-    """The wrapper around core's call of a network."""
-
     fit: Fit
     machine: ModelDevice
     loaded: torch.dtype | None = None  # the dtype in which core computes it without us; None: that of its weights
@@ -179,7 +166,6 @@ class FittedNetwork:
         plain: bool = False,
         refused: Callable[[], None] | None = None,
     ) -> Any:
-        """Core's own call, fitted; with ``plain`` in fp16, of which layers are safe where their input is fp32."""
         model, seen, network, undo = call.executor.class_obj, call.seen, call.network, Undo()
         safe, failed = self.fit.safe and not seen.casts, len(FAILED)
         with ExitStack() as stack:
@@ -395,7 +381,6 @@ def _convolutions(forms: Counter[str]) -> Iterator[Decision]:
 
 
 def _left(network: nn.Module, fit: Fit, left: str) -> Iterator[Decision]:
-    """Decisions on layers that safe fp16 does not reach or other packs compute, and on ComfyUI's --fast."""
     if fit.needed or (fit.decisions[0].source == AUTO and left):
         yield from left_decisions(network)
     if not fit.safe:

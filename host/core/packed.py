@@ -93,7 +93,6 @@ def as_bytes(weight: Any) -> Any:
 
 
 def in_bytes(layer: nn.Module) -> bool:
-    """True if a packed layer has its weight by :func:`as_bytes`."""
     return any(weight._layout_cls.startswith(PREFIX.format(BYTES)) for weight in _weights(layer))
 
 
@@ -142,7 +141,6 @@ def _watched_linear(_: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
 
 
 def packed_layers(network: nn.Module) -> Iterator[nn.Module]:
-    """The layers of ``network`` with a weight that core holds packed."""
     return (module for module in network.modules() if next(_weights(module), None) is not None)
 
 
@@ -170,8 +168,6 @@ def is_native(layer: Any) -> bool:
 
 @dataclass(frozen=True)
 class PackedFit:
-    """The paths chosen for the packed layers of one network."""
-
     paths: Mapping[str, str] = field(default_factory=dict)  # ``CORE`` or ``DEQUANTISE`` by format
     decisions: Sequence[Decision] = ()
     needed: bool = False  # whether core would multiply a layer that is to be dequantised
@@ -194,7 +190,6 @@ class PackedFit:
 
 
 def _give_back(layer: nn.Module) -> None:
-    """Core's layouts for the weights of ``layer``, also for one that was paged in since."""
     for weight in _weights(layer):
         if isinstance(weight.layout_cls, _StandIn):
             weight._layout_cls = weight.layout_cls.__dict__["name"]

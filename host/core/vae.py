@@ -58,8 +58,6 @@ UNLIKE = "other pixels than the CPU makes of the same latents"
 
 
 class FittedVAE:
-    """Additions of a fitted VAE to core's class."""
-
     machine: ModelDevice
     method: DecodeMethod  # with which the next call begins: what worked where values were wrong
     masks: bool
@@ -152,7 +150,6 @@ class FittedVAE:
         return decode_methods(replace(self.method, tile=0), tiles=sides, host=True)
 
     def _first(self, name: str, methods: Sequence[DecodeMethod]) -> DecodeMethod:
-        """The method to begin with: in tiles where a known bug of this device caps what a VAE may be given at once."""
         cap = policy_for(self.machine.facts).tile_pixels
         capped = [method for method in methods if 0 < method.tile <= cap]
         if capped and not name.endswith("tiled"):
@@ -218,7 +215,6 @@ class FittedVAE:
             progress().notify(f"really {doubts[0]}: the CPU in fp32 agrees")
 
     def _window_on_host(self, window: ProofWindow) -> Tensor | None:
-        """The frames of a window by the CPU in fp32; None where they are not finite."""
         method = DecodeMethod(FP32, on_host=True)
         vae = self._variant(method, window.latents, [])
         try:
@@ -254,8 +250,7 @@ class FittedVAE:
 
 @functools.cache
 def _fitted_class(plain: Any) -> type[FittedVAE]:
-    """Core's class, or another pack's, with our methods before its own."""
-    return type(f"Fitted{plain.__name__}", (FittedVAE, plain), {"__doc__": FittedVAE.__doc__, "__module__": __name__})
+    return type(f"Fitted{plain.__name__}", (FittedVAE, plain), {"__module__": __name__})
 
 
 def fit_vae(
@@ -304,7 +299,6 @@ def fit_vae(
 
 
 def _precision(machine: ModelDevice, dtype: torch.dtype, choice: str) -> tuple[bool, Decision]:
-    """Decide on fp32 where core would not compute in it, with the reason."""
     here = NAMES.get(dtype, str(dtype))
     if choice == "fp32":
         return True, Decision("precision", "fp32", f"core would compute in {here}", CHOSEN)
@@ -364,7 +358,6 @@ def _out_of_memory(*_: Any, **__: Any) -> Tensor:
 
 
 def _in_tiles(vae: Any, name: str, given: Tensor, tile: int) -> Tensor:
-    """Core's own tiled ``decode`` or ``encode`` with tiles of so many pixels, and few frames at a time."""
     decodes = name == "decode"
     if decodes and vae.latent_dim == 2 and given.ndim == 5:
         given = given[:, :, 0]
@@ -450,7 +443,6 @@ def _causal_in_time(own: Any, attention: Attention, x: Tensor) -> Tensor:
 
 
 def _is_over_frames(module: Any) -> bool:
-    """True if ``module`` has the attributes :func:`_causal_in_time` computes with, and no others."""
     parts = dict(module.named_children())
     return (
         parts.keys() == {"qkv", "out"}

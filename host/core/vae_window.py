@@ -44,7 +44,6 @@ class ProofWindow:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Begin and end in latents, in frames, rows and columns."""
         first = max(0, self.frame - LATENTS + 1)
         spans = [(first, min(self.whole.shape[2], first + LATENTS))]
         for size, middle in zip(self.whole.shape[3:], (self.row, self.column), strict=True):
@@ -54,13 +53,11 @@ class ProofWindow:
 
     @property
     def latents(self) -> Tensor:
-        """The latents (1, C, T, H, W)."""
         return self.whole[self.batch : self.batch + 1][
             (slice(None), slice(None), *(slice(*span) for span in self.spans))
         ]
 
     def cut(self) -> Tensor:
-        """The latents as their VAE takes them."""
         return self.latents[:, :, 0] if self.flat else self.latents
 
     def inner(self, frames: Tensor) -> Tensor:
@@ -101,7 +98,6 @@ def latents_of(vae: Any, given: Tensor) -> Tensor:
 
 
 def _video(frames: Tensor) -> Tensor:
-    """Finished frames as (B, 3, F, H, W)."""
     return (frames if frames.ndim == 5 else frames.unsqueeze(1)).movedim(-1, 1)
 
 
@@ -119,6 +115,5 @@ def agree(frames: Tensor, others: Tensor, dtype: torch.dtype) -> bool:
 
 
 def apart(frames: Tensor, others: Tensor) -> float:
-    """Relative L2 of pictures in 0..1."""
     here, there = to_host(frames).float(), to_host(others).float()
     return float((here - there).norm() / there.norm().clamp(min=1e-6))

@@ -260,14 +260,12 @@ def _tensors(network: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 
 def _loaded(patcher: Any, name: str) -> Tensor:
-    """A tensor without patches: what the patcher keeps of it, or the tensor itself."""
     kept = patcher.backup.get(name)
     tensor: Tensor = comfy.utils.get_attr(patcher.model, name) if kept is None else kept.weight
     return tensor
 
 
 def _as_patched(patcher: Any, name: str, value: Tensor) -> bool:
-    """True if a tensor is what its patches make of it, but for rounding."""
     import comfy.lora
 
     loaded = _loaded(patcher, name).to(value.device, torch.float32, copy=True)
@@ -278,7 +276,6 @@ def _as_patched(patcher: Any, name: str, value: Tensor) -> bool:
 
 
 def _put(patcher: Any, name: str, loaded: Tensor) -> None:
-    """Put ``loaded`` in the place of a tensor, with the patches that are on it."""
     path, _, own = name.rpartition(".")
     module = patcher.model.get_submodule(path)
     place = module._parameters if own in module._parameters else module._buffers
@@ -301,7 +298,6 @@ def name_of(model: Any) -> str:
 
 
 def _values(sums: Sequence[Tensor]) -> list[int]:
-    """One-value tensors as plain numbers, with one read from each device."""
     found = [0] * len(sums)
     for device in {each.device for each in sums}:
         here = [index for index, each in enumerate(sums) if each.device == device]

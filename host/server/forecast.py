@@ -84,7 +84,6 @@ def _runs(kind: str, pipeline: Any) -> bool:
 
 
 def _of(prompt: Mapping[str, Any], kinds: Iterable[str]) -> list[str]:
-    """The first nodes of these kinds."""
     known = set(kinds)
     return [node for node, entry in prompt.items() if entry["class_type"] in known][:MOST_PIPELINES]
 
@@ -100,7 +99,6 @@ def _loader_of(prompt: Mapping[str, Any], node: str) -> str:
 
 
 def _source(prompt: Mapping[str, Any], node: str, name: str) -> str:
-    """The node that an input of ``node`` is linked to; empty where there is none."""
     link = prompt.get(node, {}).get("inputs", {}).get(name)
     return link[0] if isinstance(link, list) and len(link) == 2 and isinstance(link[0], str) else ""
 
@@ -157,7 +155,6 @@ def _pictured(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> dict[
 
 
 def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, Any]:
-    """Memory of each stage against free memory, for the size on a node and of the picture it starts from."""
     entry = prompt[node]
     plain = _numbers(entry)
     try:
@@ -213,7 +210,6 @@ def _gib(count: int) -> str:
 
 
 def _stage(most: StageNeed, least: StageNeed, room: int | None) -> dict[str, Any]:
-    """One stage: bytes at its peak with everything that it takes in ``room``, the least it can do with, how it fits."""
     room = most.room if most.device else room
     if room is None or most.total <= room:
         peak, fits = most.total + most.ahead, "" if room is None else FITS

@@ -40,7 +40,6 @@ def limit_tooltip(name: str) -> str:
 
 
 def first_run() -> str:
-    """Advice for a user without any installed model; empty if there is one."""
     if folders.models():
         return ""
     here, host = facts(), _facts_of("cpu").total_bytes
@@ -95,13 +94,11 @@ def machine(again: bool = False) -> dict[str, Any]:
 
 
 def last_costs(began: float) -> list[dict[str, Any]]:
-    """Costs of the stages that ended after ``began``, in seconds since 1970."""
     costs = [cost for cost in saved_stages(folders.state_folder()) if cost.ended > began]
     return [{**asdict(cost), "ratio": cost.ratio if cost.moved_bytes else 1.0} for cost in costs]
 
 
 def last_changes() -> dict[str, Any] | None:
-    """Changes of the last sampling from the one before it; None unless two receipts are stored."""
     from ...pipelines.records import changes
 
     compared = changes.last_two(folders.saved_folder())
@@ -169,7 +166,6 @@ class NodeRun:
 
 
 def was_queued_by(client: str) -> bool:
-    """True if the last run is of a prompt of this client."""
     with _lock:
         return bool(_last["client"] == client)
 
@@ -192,13 +188,11 @@ def stop(node_id: str | None, how: str) -> dict[str, Any] | None:
 
 
 def began() -> float:
-    """The time at which the last run began, in seconds since 1970; 0 before the first."""
     with _lock:
         return float(_last["began"])
 
 
 def _enter(node_id: str, prompt: str, entry: dict[str, Any]) -> None:
-    """Begin a new record when another prompt runs."""
     with _lock:
         if _last["prompt"] != prompt:
             client = getattr(getattr(PromptServer, "instance", None), "client_id", None)

@@ -34,7 +34,6 @@ def request() -> dict[str, str]:
 
 
 def is_wanted() -> bool:
-    """True if the prompt that runs is to pause."""
     return _wanted_run() is not None
 
 
@@ -92,7 +91,6 @@ def resumable(identity: str) -> dict[str, Any]:
 
 
 def forget(identity: str) -> None:
-    """Remove a paused run from the list; its saved step stays until newer ones take its place."""
     path = _files().get(identity)
     if path is not None:
         path.unlink(missing_ok=True)
@@ -104,7 +102,6 @@ def _files() -> dict[str, Path]:
 
 
 def _wanted_run() -> Any:
-    """The queue's item of the prompt that runs and is to pause; None where there is none."""
     return next((item for item in _running() if item[1] in _wanted), None) if _wanted else None
 
 

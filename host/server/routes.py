@@ -47,7 +47,6 @@ async def english(request: web.Request) -> web.Response:
 
 
 async def machine(request: web.Request) -> Any:
-    """The device, its memory, lights and report."""
     return await asyncio.to_thread(panel.machine)
 
 
@@ -84,7 +83,6 @@ async def share(request: web.Request) -> Any:
 
 
 async def error_parts(request: web.Request) -> Any:
-    """``found``, ``expected`` and ``fix`` of the error whose message is in the body."""
     return parts_of(str((await body_of(request)).get("message", "")))
 
 
@@ -121,7 +119,6 @@ async def paused_runs(request: web.Request) -> Any:
 
 
 async def paused_run(request: web.Request) -> Any:
-    """Prompt and workflow of a paused run, for the page to queue again."""
     return await asyncio.to_thread(paused.resumable, checked_id(request.match_info))
 
 
@@ -231,7 +228,6 @@ def _ids() -> set[str]:
 
 
 def _shown(item: Any) -> dict[str, str]:
-    """A kept latent in words, and where its picture is."""
     parts = (f"{item.total_bytes / 1e6:.1f} MB, {item.fps:g} fps", item.unfinished)
     return {
         "id": item.id,
