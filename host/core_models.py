@@ -59,15 +59,10 @@ class ChannelStatistics:
         return latents * self.std.to(latents) + self.mean.to(latents)
 
 
-def _patcher_again(reload: Callable[[Mapping[str, Any]], Pipeline], **_dynamic: Any) -> PartPatcher:
-    pipeline = reload({})
-    return pipeline.offloader.patcher_of("vae")
-
-
 class CoreVAE(comfy.sd.VAE):
     """A pipeline's VAE in core's own type; what core's class would read from a checkpoint is filled in."""
 
-    def __init__(self, pipeline: Pipeline, reload: Callable[[Mapping[str, Any]], Pipeline] | None = None) -> None:
+    def __init__(self, pipeline: Pipeline, reload: Reload | None = None) -> None:
         self.pipeline, self.reload = pipeline, reload
         self.spatial, self.temporal = pipeline.spec.sizes.ratios
         self.latent_channels = int(pipeline.configs["vae"].get("latent_channels", 16))
@@ -88,7 +83,7 @@ class CoreVAE(comfy.sd.VAE):
         """The pipeline's own patcher of the VAE; one of another device makes this the VAE of a pipeline there."""
         patcher = self.pipeline.offloader.patcher_of("vae")
         if self.reload is not None:
-            patcher.cached_patcher_init = (_patcher_again, (self.reload,))
+            patcher.cached_patcher_init = (lambda again, **_: again({}).offloader.patcher_of("vae"), (self.reload,))
         return patcher
 
     @patcher.setter
@@ -185,7 +180,7 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
     if pipeline.is_demo:
         patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "anygpu_demo", functools.partial(_at_own_size, pipeline))
     if reload is not None:
-        patcher.cached_patcher_init = (_model_again, (reload,))
+        patcher.cached_patcher_init = (lambda again, **_: model_of(again({}), again), (reload,))
     return patcher
 
 
@@ -215,10 +210,6 @@ def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -
         progress.notify(f"the demo model {'; it '.join(messages)}")
         progress.show()
     return executor(*call.args, **call.kwargs)
-
-
-def _model_again(reload: Reload, **_dynamic: Any) -> PartPatcher | None:
-    return model_of(reload({}), reload)
 
 
 def _progress() -> NodeProgress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -33,8 +34,6 @@ AUTO, NONE = "auto", "none"
 DEPTHS = ("*.safetensors", "*/*.safetensors")
 PAINT_SUFFIXES = (".safetensors", ".bin")
 
-_listed: dict[tuple[tuple[str, float], ...], dict[str, Path]] = {}
-
 
 def roots(keys: Iterable[str]) -> list[Path]:
     """The folders of these kinds, those of extra_model_paths.yaml included."""
@@ -47,6 +46,7 @@ def path_of(name: str, listed: Mapping[str, Path], searched: list[Path], what: t
 
     Args:
         what: what was looked for, and what would have been one.
+        fix: with ``{}`` in place of the folder that comes first.
 
     Raises:
         CheckpointError: none of that name; says which folders were searched.
@@ -56,7 +56,7 @@ def path_of(name: str, listed: Mapping[str, Path], searched: list[Path], what: t
     kind, expected = what
     where = ", ".join(map(str, searched))
     found = f"no {kind} in {where}" if name in NOTHING else f"no {kind} {name!r} in {where}"
-    raise CheckpointError(found, expected=expected, fix=fix)
+    raise CheckpointError(found, expected=expected, fix=fix.replace("{}", str(next(iter(searched), ""))))
 
 
 def stamp(*paths: Path | None) -> list[tuple[str, int, int]]:
@@ -76,11 +76,12 @@ def encoder_roots() -> list[Path]:
 
 
 def models() -> dict[str, Path]:
-    changed = _change_times(model_roots())
-    if changed not in _listed:
-        _listed.clear()
-        _listed[changed] = _named(model_roots(), find_models(model_roots()))
-    return _listed[changed]
+    return _models_at(_change_times(model_roots()))
+
+
+@functools.lru_cache(maxsize=1)
+def _models_at(_changed: tuple[tuple[str, float], ...]) -> dict[str, Path]:
+    return _named(model_roots(), find_models(model_roots()))
 
 
 def model_choices() -> list[str]:
@@ -181,10 +182,9 @@ def paint_stand_in(name: str) -> str:
 
 def paint_path(name: str) -> Path:
     """The folder or file of a listed paint model, as :func:`path_of` finds it."""
-    searched = roots(MODEL_KEYS)
     what = "paint model", "a folder hunyuan3d-… with the subfolders unet and vae"
-    fix = f"Download one ({'; '.join(PAGES.values())}) into {searched[0]} and press R."
-    return path_of(name, {**demo_paint_models(), **paint_models()}, searched, what, fix)
+    fix = f"Download one ({'; '.join(PAGES.values())}) into {{}} and press R."
+    return path_of(name, {**demo_paint_models(), **paint_models()}, model_roots(), what, fix)
 
 
 def paint_provider_choices() -> list[str]:
@@ -195,8 +195,7 @@ def paint_provider_folder(name: str) -> Path | None:
     """The folder that provides a part of a paint model; None for ``auto``, as :func:`path_of` finds it."""
     if name == AUTO:
         return None
-    what = "folder", "one from the list"
-    return path_of(name, paint_providers(), roots(PAINT_PROVIDER_KEYS), what, "Press R.")
+    return path_of(name, paint_providers(), roots(PAINT_PROVIDER_KEYS), ("folder", "one from the list"), "Press R.")
 
 
 def base_models() -> dict[str, Path]:
@@ -208,15 +207,10 @@ def base_models() -> dict[str, Path]:
     return _named(searched, (*files, *(folder for folder in saved if not is_paint_folder(folder))))
 
 
-def base_choices() -> list[str]:
-    return list(base_models()) or [NO_MODEL]
-
-
 def base_path(name: str) -> Path:
     """The file or folder of a listed checkpoint, as :func:`path_of` finds it."""
-    searched = roots(BASE_KEYS)
     what = "checkpoint", "a .safetensors of Stable Diffusion XL or 2.1, or a diffusers folder of it"
-    return path_of(name, base_models(), searched, what, f"Put one into {searched[0]} and press R.")
+    return path_of(name, base_models(), roots(BASE_KEYS), what, "Put one into {} and press R.")
 
 
 def adapters() -> dict[str, Path]:
@@ -225,20 +219,11 @@ def adapters() -> dict[str, Path]:
     return _named(searched, (file for file in files if any(word in file.name.lower() for word in ADAPTER_WORDS)))
 
 
-def adapter_choices() -> list[str]:
-    return list(adapters()) or [NO_ADAPTER]
-
-
 def adapter_path(name: str) -> Path:
     """The file of a listed MV-Adapter, as :func:`path_of` finds it."""
-    searched = roots(ADAPTER_KEYS)
     what = "MV-Adapter", "a file such as mvadapter_ig2mv_sdxl.safetensors"
-    fix = f"Download one from huanngzh/mv-adapter into {searched[0]} and press R."
-    return path_of(name, adapters(), searched, what, fix)
-
-
-def base_lora_choices() -> list[str]:
-    return [NONE, *loras()]
+    fix = "Download one from huanngzh/mv-adapter into {} and press R."
+    return path_of(name, adapters(), roots(ADAPTER_KEYS), what, fix)
 
 
 def loras() -> dict[str, Path]:
@@ -252,26 +237,19 @@ def lora_choices() -> list[str]:
 
 def lora_file(name: str) -> Path:
     """The file of a listed LoRA, as :func:`path_of` finds it."""
-    searched = roots(LORA_KEYS)
     what = "LoRA", "a .safetensors file there"
-    return path_of(name, {**demo_loras(), **loras()}, searched, what, f"Put it into {searched[0]} and press R.")
+    return path_of(name, {**demo_loras(), **loras()}, roots(LORA_KEYS), what, "Put it into {} and press R.")
 
 
 def upscalers() -> dict[str, Path]:
-    return _named(
-        roots(UPSCALER_KEYS), (file for root in roots(UPSCALER_KEYS) for file in _matches(root, "*.safetensors"))
-    )
-
-
-def upscaler_choices() -> list[str]:
-    return list(upscalers()) or [NO_UPSCALER]
+    searched = roots(UPSCALER_KEYS)
+    return _named(searched, (file for root in searched for file in _matches(root, "*.safetensors")))
 
 
 def upscaler_file(name: str) -> Path:
     """The file of a listed upscaler, as :func:`path_of` finds it."""
-    searched = roots(UPSCALER_KEYS)
     what = "latent upscaler", "a file such as ltxv-spatial-upscaler-0.9.8.safetensors"
-    return path_of(name, upscalers(), searched, what, f"Put it into {searched[0]} and press R.")
+    return path_of(name, upscalers(), roots(UPSCALER_KEYS), what, "Put it into {} and press R.")
 
 
 def picture_sides(name: object) -> tuple[int, int] | None:

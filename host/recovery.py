@@ -52,16 +52,22 @@ def save_core_samples(patcher: Any, family: str = "", fps: float = 0.0) -> None:
     """
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        guider, estimates = executor.class_obj, _Estimates()
+        guider, last = executor.class_obj, list[Any]()  # the estimate of the last step, and which step it was
         call = inspect.signature(executor.original).bind(*args, **kwargs)
         call.apply_defaults()
-        given = call.arguments
-        given["callback"] = estimates.then(given.get("callback"), guider)
+        given, callback = call.arguments, call.arguments.get("callback")
+
+        def noted(step: int, estimate: torch.Tensor, x: torch.Tensor, total: int) -> Any:
+            samples = guider.inner_model.process_latent_out(estimate.to(torch.float32))
+            last[:] = to_host(samples), f"step {step + 1} of {total}"
+            return None if callback is None else callback(step, estimate, x, total)
+
+        given["callback"] = noted
         try:
             output = executor(*call.args, **call.kwargs)
         except BaseException:
-            if estimates.last is not None:
-                _keep(guider, estimates.last, given, family, fps, f"step {estimates.done} of {estimates.total}")
+            if last:
+                _keep(guider, last[0], given, family, fps, last[1])
             raise
         _keep(guider, output, given, family, fps, "")
         return output
@@ -83,22 +89,6 @@ def save_for_decode(samples: torch.Tensor) -> None:
 
 def _mark(samples: torch.Tensor) -> tuple[Any, ...]:
     return *samples.shape, zlib.crc32(to_host(samples).float().contiguous().numpy().tobytes())
-
-
-class _Estimates:
-    """The progress of a sampling of core's: the last estimate of its result, in the space that core returns."""
-
-    def __init__(self) -> None:
-        self.last: torch.Tensor | None = None
-        self.done = self.total = 0
-
-    def then(self, callback: Callable[..., Any] | None, guider: Any) -> Callable[..., Any]:
-        def noted(step: int, estimate: torch.Tensor, x: torch.Tensor, total: int) -> Any:
-            self.last = to_host(guider.inner_model.process_latent_out(estimate.to(torch.float32)))
-            self.done, self.total = step + 1, total
-            return None if callback is None else callback(step, estimate, x, total)
-
-        return noted
 
 
 def _keep(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -27,8 +28,6 @@ SAVE = "Save one with the AnyGPU save node, or put it into ComfyUI's input folde
 DEEPEST = 4
 OUTPUT = " [output]"
 MOST_BYTES = 200  # of a name: file systems take 255, and a number and an ending follow
-
-_kinds: dict[tuple[str, int, int], str] = {}
 
 
 def new_path(prefix: str) -> Path:
@@ -154,7 +153,7 @@ def _named(kind: str) -> dict[str, Path]:
     for folder, mark in ((folder_paths.get_input_directory(), ""), (folder_paths.get_output_directory(), OUTPUT)):
         root = Path(folder)
         for path in _files(root, suffixes):
-            if path.suffix in FILMS or _kind(path) == wanted:
+            if path.suffix in FILMS or _kind(path, _state(path)) == wanted:
                 named[path.relative_to(root).as_posix() + mark] = path
     return named
 
@@ -192,8 +191,6 @@ def _state(path: Path) -> tuple[int, int]:
     return stat.st_mtime_ns, stat.st_size
 
 
-def _kind(path: Path) -> str:
-    key = (str(path), *_state(path))
-    if key[1:] != (0, 0) and key not in _kinds:
-        _kinds[key] = kind_of(path)
-    return _kinds.get(key, "")
+@functools.lru_cache(maxsize=4096)
+def _kind(path: Path, state: tuple[int, int]) -> str:
+    return "" if state == (0, 0) else kind_of(path)

@@ -284,7 +284,7 @@ class UpscaleLatents(io.ComfyNode):
                 Pipeline.Input("pipeline", tooltip="The LTX-Video pipeline that made the latents."),
                 io.Latent.Input("latent", tooltip="From AnyGPU Sample, at two thirds of the final width and height."),
                 io.Combo.Input(
-                    "upscaler", options=folders.upscaler_choices(),
+                    "upscaler", options=list(folders.upscalers()) or [folders.NO_UPSCALER],
                     tooltip="A file in ComfyUI/models/latent_upscale_models, such as "
                             "ltxv-spatial-upscaler-0.9.8.safetensors, or ltxv-temporal-upscaler-0.9.8.safetensors for "
                             "twice the frames. Press R after adding one.",

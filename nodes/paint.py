@@ -138,18 +138,18 @@ class LoadMVAdapter(io.ComfyNode):
             search_aliases=["mvadapter", "mv-adapter", "ig2mv", "tg2mv", "sdxl texture", "texture model"],
             inputs=[
                 io.Combo.Input(
-                    "model", options=folders.base_choices(),
+                    "model", options=list(folders.base_models()) or [folders.NO_MODEL],
                     tooltip="A .safetensors of SDXL or SD2.1 in models/checkpoints, or a diffusers folder.",
                 ),
                 io.Combo.Input(
-                    "adapter", options=folders.adapter_choices(),
+                    "adapter", options=list(folders.adapters()) or [folders.NO_ADAPTER],
                     tooltip="mvadapter_ig2mv_sdxl.safetensors, or the one for tg2mv or sd21, in models/diffusion_models. "
                             "Its base must be that of the checkpoint.",
                 ),
                 precision_input(),
                 offload_input(" On a CPU only auto and none work."),
                 io.Combo.Input(
-                    "lora", options=folders.base_lora_choices(), default=folders.NONE,
+                    "lora", options=[folders.NONE, *folders.loras()], default=folders.NONE,
                     tooltip="A LoRA of the checkpoint's base. It is merged into the weights as they are read.",
                 ),
                 io.Float.Input(

@@ -247,7 +247,9 @@ class Heads:
         mask = self.mask
         if mask is not None and mask.dtype != dtype and mask.is_floating_point():
             mask = torch.empty_like(mask, dtype=dtype)
-        return bool(fused_kernel(*(_like(each, dtype) for each in (self.query, self.key, self.value)), mask))
+        operands = (self.query, self.key, self.value)
+        like = (each.new_empty((1, 1, 1, each.shape[-1]), dtype=dtype).expand(each.shape) for each in operands)
+        return bool(fused_kernel(*like, mask))
 
     def exact(self, attention: Attention) -> Tensor:
         query, key, value, mask = self.query, self.key, self.value, self.mask
@@ -257,11 +259,6 @@ class Heads:
 
     def merged(self, result: Tensor) -> Tensor:
         return result if self.split else result.transpose(1, 2).flatten(2)
-
-
-def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor that looks like ``tensor`` in ``dtype`` to torch's choice of a kernel, and takes no memory."""
-    return tensor.new_empty((1, 1, 1, tensor.shape[-1]), dtype=dtype).expand(tensor.shape)
 
 
 def _named(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

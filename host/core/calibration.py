@@ -59,7 +59,11 @@ class MeasuredBlock:
     @property
     def narrowing(self) -> Iterator[tuple[str, nn.Module]]:
         """The layers that show what overflowed in the middle of a block and was clamped before it came out."""
-        return ((name, each) for name, each in self.layers.items() if is_linear(each) and _narrows(each))
+        return (
+            (name, each)
+            for name, each in self.layers.items()
+            if is_linear(each) and each.in_features > each.out_features
+        )
 
 
 @dataclass
@@ -85,7 +89,9 @@ class Calibration:
         return name in self.sizes and self.sizes[name].share <= 1.0
 
     def is_plain(self, network: nn.Module) -> bool:
-        return self.fits(NETWORK) and any(map(self._any_fits, self._known(network)))
+        return self.fits(NETWORK) and any(
+            self.fits(block.name) or any(self._fitting(block)) for block in self._known(network)
+        )
 
     def refuse(self) -> None:
         """Keep the running block out of plain fp16: operands of its attention have no fp16 form."""
@@ -149,9 +155,6 @@ class Calibration:
             yield from ((block.name, name, layer) for name, layer in block.narrowing if self.fits(block.name))
         yield NETWORK, NETWORK, network
 
-    def _any_fits(self, block: MeasuredBlock) -> bool:
-        return self.fits(block.name) or any(self._fitting(block))
-
     def _fitting(self, block: MeasuredBlock) -> Iterator[nn.Module]:
         known = self.sizes.get(block.name, ValueSizes(NEVER)).share < NEVER
         return (layer for name, layer in block.layers.items() if known and self.fits(name))
@@ -211,10 +214,6 @@ def blocks_of(network: nn.Module) -> Iterator[MeasuredBlock]:
             layers = {path: each for path, each in modules if is_linear(each) or is_convolution(each)}
             if layers:
                 yield MeasuredBlock(name, child, layers)
-
-
-def _narrows(layer: Any) -> bool:
-    return bool(layer.in_features > layer.out_features)
 
 
 def _floats(values: Any) -> Iterator[Tensor]:

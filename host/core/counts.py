@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -54,7 +53,10 @@ class Counts:
     @contextmanager
     def counting(self, left: Mapping[nn.Module, str]) -> Iterator[None]:
         """Count this thread's calls inside the block, also of attention past the override; ``left`` has reasons."""
-        hooks = [layer.register_forward_pre_hook(functools.partial(self._left, why)) for layer, why in left.items()]
+        hooks = [
+            layer.register_forward_pre_hook(lambda layer, _, why=why: self.note(layer, why))
+            for layer, why in left.items()
+        ]
         self.complete = sys.getprofile() is None
 
         def profile(frame: Any, event: str, argument: Any) -> None:
@@ -75,9 +77,6 @@ class Counts:
                 sys.setprofile(None)
             for hook in hooks:
                 hook.remove()
-
-    def _left(self, why: str, layer: nn.Module, *_: Any) -> None:
-        self.note(layer, why)
 
     def __str__(self) -> str:
         ways = Counter(self.layers.values())

@@ -134,9 +134,11 @@ def safe_linear(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return fp32_linear(layer, x)
 
 
-def settings_of(layer: Any, like: Tensor, fp32_output: bool) -> LayerSettings:
+def settings_of(layer: Any, like: Tensor, fp32_output: bool = False) -> LayerSettings:
+    """Settings by the weights, cast once: a convolution's results are bounded by the sums of their absolute values."""
+    order = 1 if is_convolution(layer) else 2
     with cast_weights(layer, like) as (weight, _):
-        reach = float(torch.linalg.vector_norm(weight, dim=1, dtype=FULL).amax())
+        reach = float(torch.linalg.vector_norm(weight.flatten(1), order, dim=1, dtype=FULL).amax())
     return LayerSettings(fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf)
 
 
@@ -163,13 +165,6 @@ def safe_convolution(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None)
     scale = scales_for(torch.linalg.vector_norm(x, math.inf, dim=sample, keepdim=True), reach)
     y = forward((x / scale).to(HALF), weight.to(HALF), None).float() * scale
     return y if bias is None else y + bias.view(-1, *[1] * places)
-
-
-def _conv_settings(layer: Any, like: Tensor) -> LayerSettings:
-    """Settings of a convolution: the largest sum of absolute weights, which bounds its results."""
-    with cast_weights(layer, like) as (weight, _):
-        reach = float(torch.linalg.vector_norm(weight.flatten(1), 1, dim=1, dtype=FULL).amax())
-    return LayerSettings(False, max(1.0, reach) if math.isfinite(reach) else math.inf)
 
 
 @dataclass
@@ -199,7 +194,7 @@ class SafeLayers:
             comfy.ops.run_every_op()
             self.patches[layer] = {
                 HOOK: functools.partial(safe_convolution, layer),
-                SETTINGS: _conv_settings(layer, like),
+                SETTINGS: settings_of(layer, like),
             }
 
     @property

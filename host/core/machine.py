@@ -99,7 +99,10 @@ class ModelDevice:
             chosen = attention_for(
                 AUTO, self.facts, dtype, HEAD_WIDTH, avoided_by(self.probes, (dtype,), wide=(dtype, FP32))
             )
-            fused = _has_kernels(self.facts.device, dtype) and dtype not in chosen.avoided
+            query = torch.zeros(1, 1, TOKENS, HEAD_WIDTH, dtype=dtype, device=self.facts.device)
+            mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=dtype, device=self.facts.device)
+            kernel = fused_kernel(query, query, query) and fused_kernel(query, query, query, mask)
+            fused = bool(kernel) and dtype not in chosen.avoided
             self._kernels[dtype] = Kernels(chosen, fused)
         return self._kernels[dtype]
 
@@ -203,9 +206,3 @@ def _attention(machine: ModelDevice, dtype: torch.dtype, choice: str, safe: bool
         why = "exact where its operands have no fp16 form" if safe else "values within what its sums hold"
         return chosen, Decision("attention", f"core's {cores}", why, source)
     return chosen, Decision("attention", chosen.decision.verdict, chosen.decision.why, source)
-
-
-def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    query = torch.zeros(1, 1, TOKENS, HEAD_WIDTH, dtype=dtype, device=device)
-    mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=dtype, device=device)
-    return bool(fused_kernel(query, query, query) and fused_kernel(query, query, query, mask))

@@ -103,7 +103,11 @@ class FittedVAE:
                 else:
                     how, following = "", next_method(method, kind, cause, methods) if kind else None
                 if following is None and kind == VALUES:
-                    raise _hopeless(action, cause) from error
+                    raise UnsupportedError(
+                        f"{action}: {cause}, also in fp32 on the CPU",
+                        expected="an intact VAE file",
+                        fix="Download the VAE again, or choose the one that belongs to this model.",
+                    ) from error
                 if following is None:
                     raise
             else:
@@ -377,14 +381,6 @@ def _patches_on(patches: Iterator[tuple[nn.Module, str, Any]]) -> Iterator[None]
         for patch in list(patches):
             undo.set(*patch)
         yield
-
-
-def _hopeless(what: str, fault: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{what}: {fault}, also in fp32 on the CPU",
-        expected="an intact VAE file",
-        fix="Download the VAE again, or choose the one that belongs to this model.",
-    )
 
 
 def lost_masks(network: nn.Module, attention: Attention) -> Iterator[tuple[nn.Module, str, Any]]:

@@ -46,7 +46,8 @@ _known = ByNetwork()
 
 def damage_to_bf16(network: nn.Module, machine: ModelDevice) -> str:
     """The damage done to bf16 weights of ``network`` when this device casts them; empty if there is none."""
-    if not any(map(_is_bf16, (*network.parameters(), *network.buffers()))):
+    tensors = filter(_is_plain, (*network.parameters(), *network.buffers()))
+    if not any(tensor.dtype is torch.bfloat16 for tensor in tensors):
         return ""
     cast = machine.abilities.verdict("cast.bf16_to_fp32")
     return "" if cast.usable else cast.why
@@ -146,10 +147,6 @@ def _cast(network: nn.Module, target: Target, float8: bool) -> nn.Module:
 
 def _is_plain(tensor: Tensor | None) -> bool:
     return tensor is not None and type(tensor.data) is Tensor
-
-
-def _is_bf16(tensor: Tensor) -> bool:
-    return _is_plain(tensor) and tensor.dtype is torch.bfloat16
 
 
 def checksum(tensor: Tensor) -> Tensor:

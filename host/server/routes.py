@@ -46,10 +46,6 @@ async def english(request: web.Request) -> web.Response:
     return web.Response(status=302, headers={"Location": f"{request.match_info['node']}/en.md"})
 
 
-async def machine(request: web.Request) -> Any:
-    return await asyncio.to_thread(panel.machine)
-
-
 async def memory(request: web.Request) -> Any:
     return panel.memory_now()
 
@@ -142,7 +138,7 @@ async def examples(request: web.Request) -> Any:
 
 
 ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
-    ("GET", "/machine", machine),
+    ("GET", "/machine", lambda request: asyncio.to_thread(panel.machine)),
     ("GET", "/memory", memory),
     ("GET", "/run", run),
     ("POST", "/graph", graph),
