@@ -8,7 +8,6 @@ import logging
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import comfy.latent_formats
@@ -97,22 +96,18 @@ def _keep(
     try:
         model, shapes = guider.model_patcher.model, given.get("latent_shapes")
         latents = comfy.utils.unpack_latents(output, shapes) if shapes and len(shapes) > 1 else [output]
-        found = _sampled(model, latents, family or type(model).__name__, int(given.get("seed") or 0), fps)
-        recovery.save_plain_recovery(saved_folder(), replace(found, unfinished=unfinished), log.warning)
+        rough, shape = model.latent_format, latents[0].shape
+        frames = height = width = 0
+        if len(shape) in (4, 5):
+            height, width = (side * rough.spacial_downscale_ratio for side in shape[-2:])
+            frames = (shape[2] - 1) * rough.temporal_downscale_ratio + 1 if len(shape) == 5 else 1
+        name, seed, kind = family or type(model).__name__, int(given.get("seed") or 0), type(rough).__name__
+        more = {"fps": fps, "latent_format": kind, "unfinished": unfinished}
+        made = Sampled(latents, name, seed, frames=frames, height=height, width=width, **more)
+        recovery.save_plain_recovery(saved_folder(), made, log.warning)
         _saved_lately.append(_mark(latents[0]))
     except Exception as error:  # of whatever another pack has put here: it must not cost the sampling
         log.warning("AnyGPU: latents could not be saved: %s", error)
-
-
-def _sampled(model: Any, latents: list[Any], family: str, seed: int, fps: float) -> Sampled:
-    """The record of ``latents``, with all that core's class for such latents tells of them."""
-    rough, shape = model.latent_format, latents[0].shape
-    frames = height = width = 0
-    if len(shape) in (4, 5):
-        height, width = (side * rough.spacial_downscale_ratio for side in shape[-2:])
-        frames = (shape[2] - 1) * rough.temporal_downscale_ratio + 1 if len(shape) == 5 else 1
-    kind = type(rough).__name__
-    return Sampled(latents, family, seed, frames=frames, height=height, width=width, fps=fps, latent_format=kind)
 
 
 def choices() -> list[str]:

@@ -22,7 +22,7 @@ from ...compat.repairs import other_attention_asked
 from ...compat.transforms.attention import MATH_COPIES, Attention, fused_kernel
 from ...compat.transforms.attention_chunks import chunked, score_bytes
 from ...compat.transforms.fp16_layers import FULL, HALF, LIMIT, MOST_VALUE, Fp16Operands, fp16_operands, scales_for
-from .counts import Counts
+from .layers import Counts
 
 OVERRIDE = "optimized_attention_override"  # core's one slot for another attention
 INNER = "_inside_attn_wrapper"  # by which core tells a call from within another

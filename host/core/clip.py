@@ -24,8 +24,7 @@ from ...compat.errors import InputError
 from ...compat.output_check import fault_in_weight
 from ...compat.transforms.fp16_layers import SETTINGS
 from .attention import AttentionOverride
-from .counts import COUNTS, Counts
-from .layers import PROVIDER, ByNetwork, cast_weights, left_of, safe_linear, settings_of
+from .layers import COUNTS, PROVIDER, ByNetwork, Counts, cast_weights, left_of, safe_linear, settings_of
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import is_linear, left_class, left_decisions
 from .packed import PackedFit, is_native, packed_fit
@@ -185,11 +184,8 @@ def _with_attention(
     override: AttentionOverride, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a layer with our attention in the place of core's, which it calls where no kernel is needed."""
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    place = names.index(ATTENTION)
-    if place < len(args) and args[place] is not None:
-        swapped = functools.partial(override, args[place])
-        return (*args[:place], swapped, *args[place + 1 :]), kwargs
-    if kwargs.get(ATTENTION) is not None:
-        return args, {**kwargs, ATTENTION: functools.partial(override, kwargs[ATTENTION])}
-    return args, kwargs
+    call = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    if call.arguments.get(ATTENTION) is None:
+        return args, kwargs
+    call.arguments[ATTENTION] = functools.partial(override, call.arguments[ATTENTION])
+    return call.args[1:], call.kwargs

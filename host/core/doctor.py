@@ -16,25 +16,8 @@ from comfy_execution.progress import get_progress_state
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...compat import doctor as doctors
 from ...compat.device.execution import to_host
-from ...compat.doctor import (
-    DTYPES,
-    INFINITE,
-    PRODUCT,
-    SHOWN,
-    STUCK,
-    WEIGHED,
-    Doctor,
-    Finding,
-    block_of,
-    blocks_beside,
-    lifeless,
-    lifeless_range,
-    not_finite,
-    one_colour,
-    stuck,
-    unshrunk,
-)
 from ...compat.memory.parts import Undo
 from ...compat.output_check import ZEROS, fault_in_weight, is_flat
 from ...compat.repairs import ATTENTION, FP32, LIMIT, UNFIT, Repair, repaired, tensors_in
@@ -81,7 +64,7 @@ class StepWatch:
         self.largest: dict[str, float] = _largest.setdefault(network, {})
         if network not in _blocks:
             _blocks[network] = [
-                name for name, _ in networks.named_modules() if name and name == block_of(networks, name)
+                name for name, _ in networks.named_modules() if name and name == doctors.block_of(networks, name)
             ]
         self.blocks: list[str] = [] if compiled else _blocks[network]
         self.spots: list[Spot] = []
@@ -109,14 +92,14 @@ class StepWatch:
         whole = torch.cat([tensor.detach().flatten().float() for tensor in tensors_in(output)])
         row = (*torch.aminmax(whole), *(spot.value for spot in self.spots))
         low, high, *values = to_host(torch.stack([value.float().to(whole.device) for value in row])).tolist()
-        wrong = lifeless_range(low, high, whole.numel())
+        wrong = doctors.lifeless_range(low, high, whole.numel())
         self.finding, self.now = None, {}
         for spot, value in zip(self.spots, values, strict=True):
-            if spot.fault in ("", STUCK):
+            if spot.fault in ("", doctors.STUCK):
                 self.now[spot.layer] = max(value, self.now.get(spot.layer, 0.0))
             if spot.fault and value >= spot.bound and not wrong:
-                wrong = INFINITE if math.isinf(value) else spot.fault
-                self.finding = None if spot.fault == STUCK else self._found(spot, wrong)
+                wrong = doctors.INFINITE if math.isinf(value) else spot.fault
+                self.finding = None if spot.fault == doctors.STUCK else self._found(spot, wrong)
         known = {name: self.largest.get(name) for name in self.now}
         self.loud = any(
             (value == 0 and known[name] != 0) or (known[name] is not None and value > JUMP * known[name] > 0)
@@ -127,16 +110,17 @@ class StepWatch:
     def keep(self) -> None:
         self.largest.update({name: max(value, self.largest.get(name, 0.0)) for name, value in self.now.items()})
 
-    def _found(self, spot: Spot, fault: str) -> Finding:
-        block = block_of(self.networks, spot.layer)
-        blocks = blocks_beside(self.networks, block)
-        kind, dtype = type(self.networks.get_submodule(spot.layer)).__name__, DTYPES.get(spot.dtype, str(spot.dtype))
-        between = spot.fault == WEIGHED
-        return Finding(spot.layer, kind, dtype=dtype, fault=fault, block=block, blocks=blocks, between=between)
+    def _found(self, spot: Spot, fault: str) -> doctors.Finding:
+        block = doctors.block_of(self.networks, spot.layer)
+        blocks = doctors.blocks_beside(self.networks, block)
+        kind = type(self.networks.get_submodule(spot.layer)).__name__
+        dtype = doctors.DTYPES.get(spot.dtype, str(spot.dtype))
+        between = spot.fault == doctors.WEIGHED
+        return doctors.Finding(spot.layer, kind, dtype=dtype, fault=fault, block=block, blocks=blocks, between=between)
 
     def _block(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         for tensor in () if torch.compiler.is_compiling() else tensors_in(output):
-            fault = STUCK if tensor.dtype is torch.float16 else ""
+            fault = doctors.STUCK if tensor.dtype is torch.float16 else ""
             self.spots.append(Spot(name, torch.linalg.vector_norm(tensor.detach(), math.inf), fault, LIMIT))
 
     def _product(self, name: str, layer: Any, args: Any, output: Any) -> None:
@@ -146,14 +130,14 @@ class StepWatch:
         if torch.compiler.is_compiling() or not (bare and plain) or type(weight.data) is not Tensor or x.ndim < 2:
             return
         if x.dtype is torch.float16:
-            self.spots.append(Spot(name, torch.linalg.vector_norm(x.detach(), math.inf), STUCK, LIMIT))
+            self.spots.append(Spot(name, torch.linalg.vector_norm(x.detach(), math.inf), doctors.STUCK, LIMIT))
         first, last = (each.detach()[(0,) * (each.ndim - 2)] for each in (x, output))
         rows, columns = max(1, len(first) // ROWS), max(1, len(weight) // COLUMNS)
         given, some = first[::rows].float(), weight.detach()[::columns].to(x.device).float()
         bias = None if layer.bias is None else layer.bias.detach()[::columns].to(x.device).float()
         expected = functional.linear(given, some, bias)
         size = max(torch.finfo(x.dtype).eps, torch.finfo(weight.dtype).eps) * given.norm() * some.norm()
-        self._note(name, last[::rows, ::columns], expected, size, PRODUCT, NEAR, output.dtype)
+        self._note(name, last[::rows, ::columns], expected, size, doctors.PRODUCT, NEAR, output.dtype)
 
     def _noted_attention(self, before: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
         """Core's attention, or the one that a repair asks for, each call of which is noted."""
@@ -184,7 +168,7 @@ class StepWatch:
             heads.detach()[0, head, ::every],
             scores.softmax(-1) @ value.float(),
             size,
-            WEIGHED,
+            doctors.WEIGHED,
             bound,
             query.dtype,
         )
@@ -221,7 +205,7 @@ def missing(name: str, node: str = "AnyGPU Doctor") -> ExecutionBlocker:
     return ExecutionBlocker(f"AnyGPU: connect {name} to {node} to use its {name} output.")
 
 
-def watched_model(model: Any, doctor: Doctor, node_id: str | None) -> Any:
+def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> Any:
     """A clone of ``model`` whose every call is checked; what is found is shown on the node ``node_id``.
 
     The first call of a sampling looks at each product, attention call and weight on the device, later ones at a
@@ -262,7 +246,7 @@ def watched_model(model: Any, doctor: Doctor, node_id: str | None) -> Any:
                 watch.keep()
                 return output
             options = kwargs.get("transformer_options") or (args[5] if len(args) > 5 else {})
-            local, found = stuck if wrong == STUCK else lifeless, lambda: watch.finding
+            local, found = doctors.stuck if wrong == doctors.STUCK else doctors.lifeless, lambda: watch.finding
             return doctor.checked(output, networks, again, where_of(options), watch.fault, local=local, found=found)
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -271,7 +255,7 @@ def watched_model(model: Any, doctor: Doctor, node_id: str | None) -> Any:
         noise, sigmas = args[0], args[3] if len(args) > 3 else kwargs.get("sigmas")
         message = ""
         if isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0:
-            message = unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
+            message = doctors.unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
         steps = len(sigmas) - 1 if sigmas is not None else 0
         NodeProgress(_shown(node_id)).finish(message or f"no fault in {steps} steps")
         return result
@@ -293,7 +277,7 @@ def where_of(options: dict[str, Any]) -> str:
     return f"{step}, {branch}" if branch else step
 
 
-def healed(patcher: Any, doctor: Doctor, every: bool, streamed: bool = False, since: bool = False) -> bool:
+def healed(patcher: Any, doctor: doctors.Doctor, every: bool, streamed: bool = False, since: bool = False) -> bool:
     """True if weights had changed on the device; they are loaded again where they can be, and it is said.
 
     ``since``: steps have been computed since the weights were last looked at; ``every``, ``streamed``: as for
@@ -304,7 +288,8 @@ def healed(patcher: Any, doctor: Doctor, every: bool, streamed: bool = False, si
     weights = LoadedWeights.of(patcher)
     names = weights.wrong(patcher, every, streamed)
     done = weights.restore(patcher, names)
-    shown = ", ".join(name.removeprefix(f"{NETWORK}.") for name in names[:SHOWN]) + "…" * (len(names) > SHOWN)
+    more = "…" * (len(names) > doctors.SHOWN)
+    shown = ", ".join(name.removeprefix(f"{NETWORK}.") for name in names[: doctors.SHOWN]) + more
     if not names:
         return False
     remedy = "loaded again" if len(done) == len(names) else "its file cannot be read from here: load the model again"
@@ -314,7 +299,7 @@ def healed(patcher: Any, doctor: Doctor, every: bool, streamed: bool = False, si
     return True
 
 
-def watched_vae(vae: Any, doctor: Doctor) -> Any:
+def watched_vae(vae: Any, doctor: doctors.Doctor) -> Any:
     watched = copy.copy(vae)
     watched.__class__ = _watched_class(type(vae))
     watched.__dict__["doctor"] = doctor
@@ -329,13 +314,13 @@ class WatchedVAE:
         return self._checked(samples, functools.partial(super().decode_tiled, samples, *args, **kwargs))  # type: ignore[misc]
 
     def _checked(self, samples: Any, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        doctor: Doctor = self.__dict__["doctor"]
+        doctor: doctors.Doctor = self.__dict__["doctor"]
         networks = nn.ModuleDict({VAE: self.first_stage_model})  # type: ignore[attr-defined]
         doctor.instead = "put AnyGPU Fit VAE before the decode"
         plain = not isinstance(samples, torch.Tensor) or is_flat(samples)  # such latents may well be one colour
 
         def fault(frames: torch.Tensor) -> str:
-            return not_finite(frames) if plain else fault_in_pictures(self, frames, samples)
+            return doctors.not_finite(frames) if plain else fault_in_pictures(self, frames, samples)
 
         patcher = self.patcher  # type: ignore[attr-defined]
         spoilt = healed(patcher, doctor, every=True)
@@ -345,11 +330,11 @@ class WatchedVAE:
             if wrong and healed(patcher, doctor, every=True, streamed=True):
                 spoilt, frames = True, run()
                 wrong = fault(frames)
-            if wrong and not spoilt and not not_finite(frames):  # it may really look so
+            if wrong and not spoilt and not doctors.not_finite(frames):  # it may really look so
                 with repaired(networks, (Repair(VAE, FP32),)):
                     if agree(frames, run(), self.vae_dtype):  # type: ignore[attr-defined]
                         return frames
-            return doctor.checked(frames, networks, run, "decode", fault, local=one_colour)
+            return doctor.checked(frames, networks, run, "decode", fault, local=doctors.one_colour)
 
 
 @functools.cache

@@ -5,6 +5,7 @@ One wrapper around the call of the network patches layers for the length of that
 
 from __future__ import annotations
 
+import functools
 import logging
 import uuid
 from collections import Counter
@@ -28,10 +29,10 @@ from ..diffusion_model import CoreModel
 from ..recovery import WRAPPER, save_core_samples
 from .attention import AttentionOverride, Preference, with_override
 from .calibration import Calibration, kept_at
-from .counts import Counts
 from .layers import (
     HOOK,
     ByNetwork,
+    Counts,
     SafeLayers,
     conv_forwards,
     left_alone,
@@ -60,15 +61,6 @@ LOSSY = {  # parts of ComfyUI's --fast, and what becomes of them in layers that 
     "cublas_ops": "its kernels are not used in layers in safe fp16",
     "fp8_matrix_mult": "its kernels are not used in layers in safe fp16",
 }
-
-
-@dataclass(frozen=True)
-class NetworkCall:
-    executor: Any
-    network: nn.Module
-    seen: Seen
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 @dataclass
@@ -101,11 +93,11 @@ class FittedNetwork:
             layers = SafeLayers(self.machine.fp32_output, self.machine.fp16_convolutions)
             self.seen[network] = Seen(layers, reached=takes_fp16(network))
         seen: Seen = self.seen[network]
-        call, output = NetworkCall(executor, network, seen, args=(x, *args), kwargs=kwargs), None
+        run, output = functools.partial(self._run, executor, network, seen, (x, *args), kwargs), None
         counts, line = None if seen.counted else Counts(), ""
         sizes = self._calibration(executor.class_obj, network, seen)
         if sizes is None or not sizes.sizes:
-            output, line = self._first(call, sizes, counts)
+            output, line = self._first(run, network, sizes, counts)
             if not seen.reached:
                 sizes = None
             elif sizes is not None:
@@ -113,29 +105,31 @@ class FittedNetwork:
         if sizes is not None and sizes.is_plain(network):
             counts = None if seen.counted else Counts()
             with sizes.trusted(network) as held:
-                plain = self._run(call, counts, plain=True)
+                plain = run(counts, plain=True)
             if not held():
                 self.tell(LOUDER)
                 with sizes.measured(network):
-                    output = self._run(call, refused=sizes.refuse)
+                    output = run(refused=sizes.refuse)
                 sizes.write()
                 return output
             output, line = plain, f"{counts}{MEASURED if counts else ''}"
         elif output is None:
-            output = self._run(call, counts)
+            output = run(counts)
             line = str(counts)
         if line and not seen.counted:
             self.tell(line)
         seen.counted = True
         return output
 
-    def _first(self, call: NetworkCall, sizes: Calibration | None, counts: Counts | None) -> tuple[Any, str]:
+    def _first(
+        self, run: Callable[..., Any], network: nn.Module, sizes: Calibration | None, counts: Counts | None
+    ) -> tuple[Any, str]:
         """The result in safe fp16, measured where ``sizes`` are wanted, and the line that says what was counted."""
-        seen = call.seen
+        seen = self.seen[network]
         with ExitStack() as stack:
             if sizes is not None:
-                stack.enter_context(sizes.measured(call.network))
-            output = self._run(call, counts, refused=None if sizes is None else sizes.refuse)
+                stack.enter_context(sizes.measured(network))
+            output = run(counts, refused=None if sizes is None else sizes.refuse)
         if counts is None:
             return output, ""
         if self.fit.attention is None:
@@ -143,7 +137,7 @@ class FittedNetwork:
         seen.casts = counts.casts
         seen.reached &= counts.complete and not counts.unreached and not counts.casts
         if seen.casts:
-            output = self._run(call)
+            output = run()
         return output, f"{counts}{CASTS if seen.casts else ''}" if str(counts) else ""
 
     def _calibration(self, model: Any, network: nn.Module, seen: Seen) -> Calibration | None:
@@ -161,12 +155,16 @@ class FittedNetwork:
 
     def _run(
         self,
-        call: NetworkCall,
+        executor: Any,
+        network: nn.Module,
+        seen: Seen,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         counts: Counts | None = None,
         plain: bool = False,
         refused: Callable[[], None] | None = None,
     ) -> Any:
-        model, seen, network, undo = call.executor.class_obj, call.seen, call.network, Undo()
+        model, undo = executor.class_obj, Undo()
         safe, failed = self.fit.safe and not seen.casts, len(FAILED)
         with ExitStack() as stack:
             stack.callback(undo.restore)
@@ -175,7 +173,7 @@ class FittedNetwork:
             if safe:
                 hooked = getattr(getattr(model, "current_patcher", None), "current_hooks", None)
                 version = None if hooked else model.current_weight_patches_uuid
-                seen.layers.measure(network, call.args[0], version and (version, failed))
+                seen.layers.measure(network, args[0], version and (version, failed))
             if counts is not None:
                 stack.enter_context(counts.counting(left_of(network, set(seen.layers.free)) if safe else {}))
             if safe:
@@ -186,9 +184,9 @@ class FittedNetwork:
             if self.machine.calls is not None:
                 stack.enter_context(self.machine.calls)
             if (guard := self.machine.guard) is not None and network is model.diffusion_model:  # not a compiled one
-                stack.enter_context(guard.looking((id(network), call.args[0].shape)))
+                stack.enter_context(guard.looking((id(network), args[0].shape)))
             if self.fit.attention is None:
-                return call.executor(*call.args, **call.kwargs)
+                return executor(*args, **kwargs)
             preference = Preference()
             stack.enter_context(preference.followed(network))
 
@@ -197,8 +195,8 @@ class FittedNetwork:
                 assert attention is not None
                 return AttentionOverride(attention, safe, before, counts, preference=preference, refused=refused)
 
-            given, named = with_override(override, call.args, call.kwargs)
-            return call.executor(*given, **named)
+            given, named = with_override(override, args, kwargs)
+            return executor(*given, **named)
 
     def put_on(self, model: Any) -> None:
         model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, self)

@@ -38,6 +38,7 @@ from ...compat.transforms.attention import Attention
 from ...pipelines.vae.plan import DecodeMethod, decode_methods, next_method, tiles_below
 from .. import recovery
 from ..core_models import CoreVAE
+from ..memory_manager import EVERYTHING
 from ..progress import NodeProgress
 from .layers import HOOK, conv_forwards
 from .machine import AS_LOADED, ModelDevice, machine_of
@@ -50,7 +51,6 @@ VAE_PRECISIONS = (AUTO, "fp32", AS_LOADED)  # grows at the end
 FRAMES = {256: 64, 128: 16, 64: 8}  # of a video in a tile of so many pixels
 BEFORE = "The sampling went wrong, not the VAE: put AnyGPU Fit Model before the sampler and sample again."
 HOST = torch.device("cpu")
-EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
 TILED = ("decode_tiled_", "decode_tiled_3d", "_decode_tiled_owned")  # by which core goes on without memory
 CHEAP = 30  # bytes of weights that are looked at per byte of frames, for which a decode moves some thousand
 SHARE = 0.03  # of the time of decodes, at most, that goes into proofs of later ones

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ...compat.decision import AUTO, Decision
 from ...compat.device.execution import to_host
 from ..diffusion_model import CoreModel
+from ..memory_manager import EVERYTHING
 from .layers import ByNetwork
 from .machine import ModelDevice
 from .ownership import left_class
@@ -40,7 +41,6 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 MIX = 0x1E3779B97F4A7C15  # odd, by which rows count: two of them swapped give another sum
 SHARE = 50  # steps in which all bytes are looked at
 NEAR = 0.1  # of what patches change, that rounding may change too
-EVERYTHING = 1e30  # more bytes than there are
 _known = ByNetwork()
 
 

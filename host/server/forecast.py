@@ -29,24 +29,13 @@ from ...pipelines.pipeline import Pipeline
 from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, snap
 from ...pipelines.sizes import Size
 from ...pipelines.stages import picture_size
-from .. import folders, memory_manager
-from ..requests import (
-    ADAPTER_INPUTS,
-    FILE_INPUTS,
-    FOLDER_INPUTS,
-    PAINT_INPUTS,
-    TASKS,
-    adapter_request,
-    files_request,
-    folder_request,
-    paint_request,
-)
+from .. import folders, memory_manager, requests
 from .panel import error_message, facts
 
 MOST_PIPELINES, MOST_STEPS = 8, 32
 DELIGHTS, ENCODES, LOADS = "AnyGPUDelightImage", "AnyGPUEncodeImage", "LoadImage"
 LARGEST = 1e9  # of a number that a widget holds
-CHOICES = {"task": TASKS, **dict.fromkeys(("transformer_device", "text_device", "vae_device"), DEVICE_CHOICES)}
+CHOICES = {"task": requests.TASKS, **dict.fromkeys(("transformer_device", "text_device", "vae_device"), DEVICE_CHOICES)}
 FITS, STREAMS, PARTS, TOO_MUCH = "fits", "streams", "in parts", "too much"
 MEANING = {  # how a stage fits -> what that means for the run
     STREAMS: "streams: weights that do not fit stay in host memory and are copied at each use. Same video, but slower.",
@@ -267,10 +256,10 @@ def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, 
 
 
 LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their defaults, and what they ask of loading
-    "AnyGPULoadPipeline": (FOLDER_INPUTS, folder_request),
-    "AnyGPUComposePipeline": (FILE_INPUTS, files_request),
-    "AnyGPULoadPaintPipeline": (PAINT_INPUTS, paint_request),
-    "AnyGPULoadMVAdapter": (ADAPTER_INPUTS, adapter_request),
+    "AnyGPULoadPipeline": (requests.FOLDER_INPUTS, requests.folder_request),
+    "AnyGPUComposePipeline": (requests.FILE_INPUTS, requests.files_request),
+    "AnyGPULoadPaintPipeline": (requests.PAINT_INPUTS, requests.paint_request),
+    "AnyGPULoadMVAdapter": (requests.ADAPTER_INPUTS, requests.adapter_request),
 }
 READERS: dict[type, Callable[..., Any]] = {PaintRequest: load_paint, AdapterRequest: load_adapter}
 RUNS: dict[
