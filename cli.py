@@ -80,7 +80,6 @@ class Printed:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Print the device, what it answered, and what is decided on it for every family."""
     from .pipelines.report import hardware_report
 
     parts = ((arguments.kernels, _kernels), (arguments.memory, _memory), (arguments.share is not None, _share))
@@ -111,7 +110,6 @@ def _share(arguments: argparse.Namespace) -> int:
 
 
 def _kernels(arguments: argparse.Namespace) -> int:
-    """Compare each fused operation with its reference on the device; 1 if one is wrong."""
     import torch
 
     from .compat.device.facts import facts_for
@@ -134,7 +132,6 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 
 def prove(arguments: argparse.Namespace) -> int:
-    """Measure the device part by part into a file and a picture; a second call goes on where the first one ended."""
     from .pipelines.stacks import prove as measure
 
     measure(arguments.device, Path(arguments.state).expanduser(), Path(arguments.output), print, tiny=arguments.tiny)
@@ -155,7 +152,6 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def render(arguments: argparse.Namespace) -> int:
-    """Render one clip with a model of the user's, or write down what would be rendered."""
     from .compat.durable import require_writable
 
     if arguments.save_job is not None:
@@ -205,7 +201,6 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Sample and decode one clip and say in which layer its values go wrong; 1 if they do."""
     from .compat.output_check import NotFinite
 
     try:
@@ -336,7 +331,6 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
 
 
 def demo(arguments: argparse.Namespace) -> int:
-    """Draw a clip per family and paint a mesh with the models that ship, check each, and leave a folder to look at."""
     from .paint import demo as paint_demo
     from .paint.choices import demo_paint_models
     from .pipelines.demo import demo_models, drawing

@@ -243,7 +243,6 @@ class Factors(comfy.weight_adapter.LoRAAdapter):
 
 
 def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
-    """The MODEL of a pipeline with its LoRAs as core's patches; None where ComfyUI does not manage them."""
     offloader = comfy_offloader(pipeline)
     if offloader is None:
         return None

@@ -116,7 +116,6 @@ class CoreModel(PartHolder):
         return self.diffusion_model
 
     def extra_conds(self, **given: Any) -> dict[str, Any]:
-        """Core's own reading of a CONDITIONING, and our pictures in it."""
         given.setdefault("pooled_output", None)
         conds: dict[str, Any] = super().extra_conds(**given)  # type: ignore[misc]
         picture = given.get(PICTURE)
@@ -125,7 +124,6 @@ class CoreModel(PartHolder):
         return {name: cond for name, cond in conds.items() if getattr(cond, "cond", cond) is not None}
 
     def memory_required(self, input_shape: Any, cond_shapes: Any = None) -> float:
-        """Bytes that one forward needs beside the weights, for latents (B, C, T, H, W)."""
         spatial, temporal = self.pipeline.spec.sizes.ratios
         rows, _, frames, height, width = input_shape
         size = SampleSettings(width * spatial, height * spatial, (frames - 1) * temporal + 1)

@@ -66,11 +66,7 @@ def job_folder(name: str) -> JobFolder:
 
 
 def farm_address(name: str) -> str:
-    """``auto``, or an address that this machine's owner has listed: whoever is at it gets the farm's token.
-
-    Raises:
-        CheckpointError: it is not listed; says in which file the owner may add it.
-    """
+    """``auto``, or an address that this machine's owner has listed: whoever is at it gets the farm's token."""
     path = state_folder() / ADDRESSES
     text = value_or(lambda: path.read_text(encoding="utf-8"), "")
     lines = [line.strip() for line in text.split("\n")]
@@ -111,7 +107,6 @@ def queue_meshes(
     steps: int,
     check: Check,
 ) -> JobList:
-    """Write a job for each mesh of a listed folder, to be textured by listed models."""
     from ..paint.jobs import paint_jobs
     from ..paint.sampling.painting import PaintSettings
 
@@ -127,11 +122,7 @@ def queue_meshes(
 
 
 def jobs_named(folder: JobFolder, name: str, check: Check = lambda: None) -> JobList:
-    """The jobs of a file in ``folder``, or of the newest for an empty name.
-
-    Raises:
-        CheckpointError: there is none. InputError: a line of it is not a job.
-    """
+    """The jobs of a file in ``folder``, or of the newest for an empty name; CheckpointError for none."""
     from ..paint.jobs import job_of  # painting is read when it is used, not at ComfyUI's start
 
     files = folder.job_files()
@@ -175,7 +166,6 @@ def _pause(progress: NodeProgress) -> None:
 
 
 def require_some(jobs: JobList, collected: Collected) -> None:
-    """Raise InputError, with the reason of the first, where jobs have failed and none is done."""
     if collected.failed and not collected.files:
         key, reason = next(iter(collected.failed.items()))
         raise InputError(
@@ -248,8 +238,6 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
 
 @dataclass(slots=True)
 class _Farm:
-    """A connection to a farm."""
-
     ray: Any
     gateway: Any  # the farm's actor
     progress: NodeProgress
@@ -262,7 +250,6 @@ class _Farm:
         return answer(self.ray, call, self.progress.check, seconds)
 
     def look(self) -> torch.Tensor:
-        """The last picture; asks for the next once it has arrived, and waits for nothing."""
         if self.call is not None and self.ray.wait([self.call], timeout=0)[0]:
             pixels, self.call = value_or(lambda: self.ray.get(self.call), None), None
             if pixels is not None:
@@ -337,7 +324,6 @@ def _farm(address: str, progress: NodeProgress) -> Iterator[_Farm]:
 
 
 def _ray_module() -> Any:
-    """The package ``ray``, in token mode."""
     try:
         import ray
         import ray._private.authentication.authentication_utils

@@ -42,14 +42,9 @@ def roots(keys: Iterable[str]) -> list[Path]:
 
 
 def path_of(name: str, listed: Mapping[str, Path], searched: list[Path], what: tuple[str, str], fix: str) -> Path:
-    """The path of a listed name; nothing else can be named.
+    """The path of a listed name; CheckpointError, which says which folders were ``searched``, for any other.
 
-    Args:
-        what: what was looked for, and what would have been one.
-        fix: with ``{}`` in place of the folder that comes first.
-
-    Raises:
-        CheckpointError: none of that name; says which folders were searched.
+    ``what`` was looked for, and what would have been one; ``fix`` has ``{}`` in place of the folder that comes first.
     """
     if name in listed:
         return listed[name]
@@ -103,7 +98,6 @@ def stand_in_for(name: str) -> str:
 
 
 def demo_of(family: FamilySpec | None) -> str:
-    """The demo model of a family; empty for none."""
     own = (demo for demo, folder in demo_models().items() if family_of_folder(folder) is family)
     return "" if family is None else next(own, "")
 
@@ -116,7 +110,6 @@ def _family_of(folder: Path) -> FamilySpec | None:
 
 
 def _unfinished(name: str) -> Path | None:
-    """The folder of a published name in which no model is; None where there is no such folder."""
     named = (root / part for root in model_roots() for part in (name, Path(name).name))
     return next((folder for folder in named if folder.is_dir() and folder not in models().values()), None)
 
@@ -146,7 +139,6 @@ def provider_choices() -> list[str]:
 
 
 def provider_folder(name: str) -> Path | None:
-    """The folder that provides parts; None for ``auto``."""
     return None if name == AUTO else providers().get(name) or model_folder(name)
 
 
@@ -181,7 +173,6 @@ def paint_stand_in(name: str) -> str:
 
 
 def paint_path(name: str) -> Path:
-    """The folder or file of a listed paint model, as :func:`path_of` finds it."""
     what = "paint model", "a folder hunyuan3d-… with the subfolders unet and vae"
     fix = f"Download one ({'; '.join(PAGES.values())}) into {{}} and press R."
     return path_of(name, {**demo_paint_models(), **paint_models()}, model_roots(), what, fix)
@@ -192,14 +183,12 @@ def paint_provider_choices() -> list[str]:
 
 
 def paint_provider_folder(name: str) -> Path | None:
-    """The folder that provides a part of a paint model; None for ``auto``, as :func:`path_of` finds it."""
     if name == AUTO:
         return None
     return path_of(name, paint_providers(), roots(PAINT_PROVIDER_KEYS), ("folder", "one from the list"), "Press R.")
 
 
 def base_models() -> dict[str, Path]:
-    """Name to path of what MV-Adapter may stand on: checkpoint files, and folders of diffusers with a UNet."""
     searched = roots(BASE_KEYS)
     files = (file for root in roots(BASE_KEYS[:1]) for each in DEPTHS for file in _matches(root, each))
     units = (config for root in searched for config in _matches(root, "*/unet/config.json"))
@@ -208,7 +197,6 @@ def base_models() -> dict[str, Path]:
 
 
 def base_path(name: str) -> Path:
-    """The file or folder of a listed checkpoint, as :func:`path_of` finds it."""
     what = "checkpoint", "a .safetensors of Stable Diffusion XL or 2.1, or a diffusers folder of it"
     return path_of(name, base_models(), roots(BASE_KEYS), what, "Put one into {} and press R.")
 
@@ -220,7 +208,6 @@ def adapters() -> dict[str, Path]:
 
 
 def adapter_path(name: str) -> Path:
-    """The file of a listed MV-Adapter, as :func:`path_of` finds it."""
     what = "MV-Adapter", "a file such as mvadapter_ig2mv_sdxl.safetensors"
     fix = "Download one from huanngzh/mv-adapter into {} and press R."
     return path_of(name, adapters(), roots(ADAPTER_KEYS), what, fix)
@@ -236,7 +223,6 @@ def lora_choices() -> list[str]:
 
 
 def lora_file(name: str) -> Path:
-    """The file of a listed LoRA, as :func:`path_of` finds it."""
     what = "LoRA", "a .safetensors file there"
     return path_of(name, {**demo_loras(), **loras()}, roots(LORA_KEYS), what, "Put it into {} and press R.")
 
@@ -247,7 +233,6 @@ def upscalers() -> dict[str, Path]:
 
 
 def upscaler_file(name: str) -> Path:
-    """The file of a listed upscaler, as :func:`path_of` finds it."""
     what = "latent upscaler", "a file such as ltxv-spatial-upscaler-0.9.8.safetensors"
     return path_of(name, upscalers(), roots(UPSCALER_KEYS), what, "Put it into {} and press R.")
 

@@ -80,7 +80,6 @@ def cards() -> dict[torch.device, int | None]:
 
 
 def room_on(device: torch.device) -> int | None:
-    """Bytes available to a run: what is free on ``device``, plus loaded models that ComfyUI can evict."""
     free = free_bytes(device)
     return free if free is None else free + evictable_bytes(device)
 
@@ -147,7 +146,6 @@ class Holder(PartHolder, nn.Module):
 
 @functools.cache
 def _holder(part: str) -> type[Holder]:
-    """A holder under a name that ComfyUI's log can show."""
     return type(f"AnyGPU_{part}", (Holder,), {"__module__": __name__})
 
 
@@ -330,7 +328,6 @@ class ComfyOffloader:
             self._refused.pop(part, None)  # another program may have had them for a moment
 
     def _onload(self, part: str, module: nn.Module, needed: int, progress: Any) -> None:
-        """Have ComfyUI load as much of the part as fits beside ``needed`` bytes."""
         patcher = self.patcher_of(part)
         if patcher.model.content is not module:  # read again, or never seen
             unload(patcher)
@@ -362,7 +359,6 @@ class ComfyOffloader:
         return True
 
     def _room(self, part: str, patcher: PartPatcher, needed: int) -> float:
-        """Bytes that weights of ``part`` would be given beside ``needed``, were it alone on its device."""
         unload(patcher)
         comfy.model_management.free_memory(EVERYTHING, patcher.load_device)
         return min(patcher.model_size(), free_on(patcher.load_device) - needed - self._unknown(part))
@@ -385,7 +381,6 @@ class ComfyOffloader:
             patcher.model.put(None)
 
     def release(self, part: str) -> None:
-        """Take the part off the device; where that is the host, free its memory."""
         self.detach(part)
         if self.device_of(part).type == HOST.type:
             self.parts.drop(part)

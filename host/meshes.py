@@ -49,7 +49,6 @@ def _place(name: str) -> tuple[Path, Path]:
 
 
 def mesh_path(name: str) -> Path:
-    """The path of a mesh file inside the input or output folder; CheckpointError where there is none of that name."""
     path, root = _place(name)
     if not path.is_relative_to(root) or not path.is_file():
         raise CheckpointError(
@@ -143,7 +142,6 @@ def with_texture(mesh: Any, texture: Texture) -> Any:
 
 
 def with_geometry(mesh: Any, changed: Mesh) -> Any:
-    """A copy of a core MESH whose faces were ``changed``, with the maps that its UVs still fit."""
     made = to_core(changed)
     for name in (*MAPS, "material", "occlusion_in_mr", "unlit") if changed.uvs is not None else ():
         setattr(made, name, getattr(mesh, name, None))
@@ -157,7 +155,6 @@ def with_colour(mesh: Any, colour: torch.Tensor) -> Any:
 
 
 def colour_of(mesh: Any) -> torch.Tensor:
-    """The base colour of a core MESH, (T, T, 3); InputError where it has none."""
     if mesh.texture is None:
         raise InputError("a mesh without a texture", expected="a painted one", fix="Use AnyGPU Bake Texture before it.")
     return mesh.texture[0, ..., :3]

@@ -76,7 +76,6 @@ def save_core_samples(patcher: Any, family: str = "", fps: float = 0.0) -> None:
 
 
 def save_for_decode(samples: torch.Tensor) -> None:
-    """Keep latents that are about to be decoded, unless they are those that were kept last."""
     try:
         mark = _mark(samples)
         if mark not in _saved_lately:
@@ -141,6 +140,5 @@ def thumbnail(name: str) -> bytes | None:
 
 
 def _latent_format(name: str) -> Any:
-    """Core's latent format of a class name, which a file says; its plainest where there is none of that name."""
     kind, plain = getattr(comfy.latent_formats, name, None), comfy.latent_formats.LatentFormat
     return kind() if isinstance(kind, type) and issubclass(kind, plain) else plain()

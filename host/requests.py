@@ -114,7 +114,6 @@ def adapter_request(inputs: Inputs, **machine: Any) -> AdapterRequest:
 
 
 def machine_of(folder: Path) -> Machine:
-    """This ComfyUI as the place where a job runs; its pictures may lie in ``folder``, beside the job's file."""
     from ..pipelines.demo import MODELS
     from ..pipelines.records.places import Machine, Places
 

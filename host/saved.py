@@ -31,7 +31,6 @@ MOST_BYTES = 200  # of a name: file systems take 255, and a number and an ending
 
 
 def new_path(prefix: str) -> Path:
-    """The next free numbered file of a name such as ``latents/AnyGPU``, in the output folder."""
     folder, name = target_folder(prefix)
     taken = re.compile(re.escape(name) + r"_(\d+)_\.safetensors", re.IGNORECASE)
     numbers = [match for path in _children(folder) if (match := taken.fullmatch(path.name))]
@@ -72,13 +71,11 @@ def shown(path: Path) -> str:
 
 
 def ui_record(path: Path) -> dict[str, str]:
-    """The record by which ComfyUI names a file of the output folder."""
     subfolder = path.parent.relative_to(folder_paths.get_output_directory()).as_posix()
     return {"filename": path.name, "subfolder": "" if subfolder == "." else subfolder, "type": "output"}
 
 
 def origin(prompt: Any, extra: Any) -> Origin:
-    """The graph that ran and the workflow to open, unless ComfyUI was told to save no metadata."""
     if args.disable_metadata:
         return Origin()
     texts = {} if prompt is None else {"prompt": json.dumps(prompt)}
@@ -131,7 +128,6 @@ def none_of(kind: str) -> str:
 
 
 def file_named(kind: str, name: str) -> Path:
-    """The file of a listed name; CheckpointError for any other."""
     named = _named(kind)
     if name in named:
         return named[name]
@@ -159,7 +155,6 @@ def _named(kind: str) -> dict[str, Path]:
 
 
 def _files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Files that may be ours, a few levels deep; no folder twice, so that a loop of links ends."""
     level, seen, files = [root], set(), []
     for _ in range(DEEPEST):
         deeper: list[Path] = []

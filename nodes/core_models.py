@@ -46,7 +46,6 @@ def status_of(before: Any, fitted: Any) -> str:
 
 
 def telling(cls: Any) -> tuple[list[str], Callable[[str], None]]:
-    """The lines under the node, to be filled, and what adds one while a later node runs."""
     node_id, messages = cls.hidden.unique_id, list[str]()
 
     def tell(line: str) -> None:

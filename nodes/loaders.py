@@ -168,7 +168,6 @@ class ComposePipeline(io.ComfyNode):
 
 
 def trace_file(inputs: Mapping[str, Any]) -> Path | None:
-    """Path of a load node's profile; None without one."""
     folder, name = saved.target_folder("profiles/AnyGPU")
     return folder / f"{name}.json" if inputs.get("profile") else None
 

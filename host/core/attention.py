@@ -159,7 +159,6 @@ def _is_int8(kernel: Any) -> bool:
 
 
 def _by_torch(call: Heads, operands: Fp16Operands, named: dict[str, Any]) -> Tensor:
-    """Torch's fused kernel on fp16 operands, by core's own function for it, and its result in fp32."""
     scale = {} if named.get("scale") is None else {"scale": named["scale"]}
     layout = {"skip_reshape": True, "skip_output_reshape": True, INNER: True}
     heads = call.query.shape[1]
@@ -169,7 +168,6 @@ def _by_torch(call: Heads, operands: Fp16Operands, named: dict[str, Any]) -> Ten
 
 
 def _by_other(kernel: Callable[..., Tensor], call: Heads, operands: Fp16Operands, named: dict[str, Any]) -> Tensor:
-    """Another kernel on fp16 operands in the layout of the caller, and its result in fp32."""
     query, key, value = operands.query, operands.key, operands.value
     if not named.get("skip_reshape"):
         query, key, value = (each.transpose(1, 2).flatten(2) for each in (query, key, value))

@@ -94,12 +94,10 @@ class Calibration:
         )
 
     def refuse(self) -> None:
-        """Keep the running block out of plain fp16: operands of its attention have no fp16 form."""
         self._refused.add(self._running)
 
     @contextmanager
     def measured(self, network: nn.Module) -> Iterator[None]:
-        """Measure the call of ``network`` inside the block, unless its result is NaN or infinite anyway."""
         found: list[tuple[str, str, Tensor]] = []
         with ExitStack() as stack:
 
@@ -201,7 +199,6 @@ def kept_at(patcher: Any, folder: Path | None, machine: str) -> Path | None:
 
 
 def blocks_of(network: nn.Module) -> Iterator[MeasuredBlock]:
-    """The parts of ``network`` that core calls by themselves and that have products; none is in another."""
     containers = [("", network)]
     while containers:
         prefix, container = containers.pop()

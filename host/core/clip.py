@@ -128,8 +128,6 @@ def fit_clip(
 ) -> tuple[Any, Sequence[Decision]]:
     """``clip`` fitted to its device, and what was decided; the very object where nothing is needed.
 
-    ``tell`` takes a line once the first prompt's calls have been counted.
-
     Raises:
         InputError: no CLIP. UnsupportedError: an explicit choice that cannot be had here.
     """

@@ -194,7 +194,6 @@ def teller(node_id: str | None) -> Callable[[str], None]:
 
 
 def _shown(node_id: str | None) -> str | None:
-    """``node_id``, or None where that node of the running prompt is no doctor: ComfyUI's cache outlives prompts."""
     prompt = get_progress_state().dynprompt
     is_doctor = prompt.has_node(node_id) and prompt.get_node(node_id)["class_type"] == NODE
     return node_id if is_doctor else None
@@ -278,11 +277,7 @@ def where_of(options: dict[str, Any]) -> str:
 
 
 def healed(patcher: Any, doctor: doctors.Doctor, every: bool, streamed: bool = False, since: bool = False) -> bool:
-    """True if weights had changed on the device; they are loaded again where they can be, and it is said.
-
-    ``since``: steps have been computed since the weights were last looked at; ``every``, ``streamed``: as for
-    :meth:`LoadedWeights.wrong`.
-    """
+    """True if weights had changed on the device; they are loaded again where they can be, and it is said."""
     if isinstance(patcher.model, CoreModel):
         return False
     weights = LoadedWeights.of(patcher)

@@ -239,7 +239,6 @@ def _way(x: Tensor, safe: bool) -> str:
 
 
 def safe_convolution(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In the place of a convolution's ``_conv_forward``: the same sums in fp32, from fp16 operands."""
     forward, x = functools.partial(type(layer)._conv_forward, layer), _measured_to_fit(layer, x)
     reach: float = getattr(layer, SETTINGS).reach
     safe = type(x) is Tensor and x.dtype is FULL and not x.requires_grad and math.isfinite(reach)
@@ -289,7 +288,6 @@ class SafeLayers:
 
     @contextmanager
     def patches_on(self, counts: Counts | None = None) -> Iterator[None]:
-        """The layers in safe fp16 inside the block, but for those whose forward another node has replaced."""
         patched = self.free
         counted = {} if counts is None else {COUNTS: counts}
         try:

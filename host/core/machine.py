@@ -61,7 +61,6 @@ class ModelDevice:
 
     @cached_property
     def convolutions(self) -> Chooser:
-        """The form of each 3-D convolution here; None for a layer that is best left as it is."""
         return choose_by(self.able, stored_timings(self.facts, self.probes))
 
     def convolves(self, dtype: torch.dtype) -> bool:
@@ -122,8 +121,6 @@ def machine_of(device: Any) -> ModelDevice:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Settings chosen for a model here, and the reasons."""
-
     safe: bool = False  # products and attention in fp16 around a stream in fp32
     dtype: torch.dtype | None = None  # for core to compute in; None for its own choice
     attention: Attention | None = None  # for calls without a fused kernel

@@ -124,7 +124,6 @@ class FittedNetwork:
     def _first(
         self, run: Callable[..., Any], network: nn.Module, sizes: Calibration | None, counts: Counts | None
     ) -> tuple[Any, str]:
-        """The result in safe fp16, measured where ``sizes`` are wanted, and the line that says what was counted."""
         seen = self.seen[network]
         with ExitStack() as stack:
             if sizes is not None:
@@ -213,7 +212,6 @@ class FittedNetwork:
 
     @contextmanager
     def _convolutions_on(self, network: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-        """The 3-D convolutions of ``network``, patch embeddings mostly, in the forms chosen for this device."""
         known = self.convolutions.setdefault(network, {})
         if dtype not in known:
             known[dtype] = [each for _, each in conv_forwards(network, self.machine.convolutions, dtype)]
@@ -343,7 +341,6 @@ class Before:
 
 
 def _unfitted(fitted: Any) -> Any:
-    """A clone without our fit; what other nodes have put on since stays."""
     before: Before = fitted.attachments[KEY]
     copied = before.copy is not None and fitted.model is before.copy
     clean = fitted.clone(model_override=before.network) if copied else fitted.clone()
@@ -391,8 +388,6 @@ def _left(network: nn.Module, fit: Fit, left: str) -> Iterator[Decision]:
 
 
 def _sound_clone(model: Any, safe: bool, damaged: bool, float8: bool) -> Any:
-    """A clone whose bf16 weights were cast on the host, or whose float8 ones became others; None if there is none."""
-
     def target(module: nn.Module, weight: torch.Tensor) -> torch.dtype:
         matrix = safe and is_linear(module) and weight.ndim > 1
         return fp16_or_fp32(matrix, weight) if damaged else weight.dtype

@@ -97,7 +97,6 @@ def fixed_in_dtype(network: nn.Module, safe: bool) -> str:
 
 
 def size_of(module: nn.Module) -> int:
-    """About how many values a layer's matrix stands for: packed bytes are fewer."""
     if hasattr(module, "in_features") and hasattr(module, "out_features"):
         return int(module.in_features) * int(module.out_features)
     return sum(tensor.numel() for tensor in _matrices(module))

@@ -71,7 +71,6 @@ def _layout(name: str, path: str) -> str:
 
 
 def _values(original: Any, packed: Tensor, params: Any) -> Tensor:
-    """The values of packed bytes in the dtype that ``params`` ask for, rounded once."""
     scale = params.scale
     if original is quant_ops.TensorWiseINT8Layout and scale.ndim == 1 and scale.numel() > 1:
         scale = scale[:, None]  # which products take per row, and dequantisation per column
@@ -81,7 +80,6 @@ def _values(original: Any, packed: Tensor, params: Any) -> Tensor:
 
 
 def holds_float8(tensor: Any) -> bool:
-    """True if a weight of core's, packed or not, has float8 in it."""
     parts = [tensor._qdata, *vars(tensor._params).values()] if isinstance(tensor, QuantizedTensor) else [tensor]
     return any(str(getattr(part, "dtype", "")).startswith("torch.float8") for part in parts)
 
@@ -113,7 +111,6 @@ def _values_of_bytes(name: str, packed: Tensor, params: Any) -> Tensor:
 
 
 def _quantised_to_bytes(original: Any, tensor: Tensor, **options: Any) -> tuple[Tensor, Any]:
-    """Pack ``tensor``, a patched weight, on the host as ``original`` does, for :func:`as_bytes`."""
     given = {name: to_host(value) if isinstance(value, Tensor) else value for name, value in options.items()}
     given |= {name: torch.float8_e4m3fn for name, value in options.items() if value is torch.uint8}  # of its scales
     packed, params = original.quantize(to_host(tensor), **given)
@@ -173,7 +170,6 @@ class PackedFit:
     needed: bool = False  # whether core would multiply a layer that is to be dequantised
 
     def attach(self, network: nn.Module) -> Undo:
-        """Have every packed layer of ``network`` take its path until the result is restored."""
         undo = Undo()
         for layer in packed_layers(network) if self.paths else ():
             path = self.paths.get(getattr(layer, "quant_format", ""))

@@ -188,11 +188,7 @@ class FittedVAE:
         return result
 
     def _prove(self, method: DecodeMethod, given: Tensor, frames: Tensor, doubts: Sequence[str], progress: Any) -> None:
-        """Hold a window of the frames against the CPU's in fp32; InvalidOutputError where they differ.
-
-        Once per file, device and driver, where in doubt, and again after so many decodes that it adds :data:`SHARE` to
-        them.
-        """
+        """Hold a window of the frames against the CPU's in fp32, in doubt and as often as :data:`SHARE` allows."""
         patcher = self.patcher  # type: ignore[attr-defined]
         weights = LoadedWeights.of(patcher)
         every = bool(doubts) or sum(weights.bytes.values()) <= CHEAP * frames.nbytes
@@ -230,7 +226,6 @@ class FittedVAE:
             vae.patcher.detach()
 
     def _variant(self, method: DecodeMethod, given: Tensor, doubts: list[str]) -> Any:
-        """Core's own VAE over the same weights that computes by this method, with its pixels looked at."""
         vae: Any = copy.copy(self)
         vae.__class__, vae.process_output = self.plain, _output_check(vae, given, doubts)
         if method.on_host:
@@ -264,11 +259,7 @@ def fit_vae(
     keep_latents: str = AUTO,
     machine: ModelDevice | None = None,
 ) -> tuple[Any, Sequence[Decision]]:
-    """A copy of ``vae`` whose results are checked on this device, and what was decided.
-
-    Raises:
-        InputError: no VAE with weights.
-    """
+    """A copy of ``vae`` whose results are checked on this device, and what was decided; InputError for no VAE."""
     if isinstance(vae, CoreVAE):
         return vae, (Decision("vae", "as it is", "a pipeline of AnyGPU checks its own decodes"),)
     if getattr(vae, "first_stage_model", None) is None or not hasattr(vae, "patcher"):

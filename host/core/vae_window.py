@@ -61,11 +61,9 @@ class ProofWindow:
         return self.latents[:, :, 0] if self.flat else self.latents
 
     def inner(self, frames: Tensor) -> Tensor:
-        """Decoded frames of the window without its margins."""
         return self._trimmed(frames if frames.ndim == 5 else frames.unsqueeze(1))
 
     def frames_of(self, frames: Tensor) -> Tensor:
-        """The same frames of a whole decode."""
         video = frames if frames.ndim == 5 else frames.unsqueeze(1)
         every, less = latent_step(video.shape[1], self.whole.shape[2])
         (first, last), *sides = self.spans
@@ -93,7 +91,6 @@ def fault_in_pictures(vae: Any, frames: Tensor, latents: Tensor) -> str:
 
 
 def latents_of(vae: Any, given: Tensor) -> Tensor:
-    """The latents of a VAE as (B, C, T, H, W)."""
     return given.unsqueeze(2) if given.ndim == 4 else given[:, :, :1] if vae.latent_dim == 2 else given
 
 
@@ -102,7 +99,6 @@ def _video(frames: Tensor) -> Tensor:
 
 
 def _cells(video: Tensor, cell: int) -> Tensor:
-    """The least and the greatest value of each cell, as channels."""
     rows, columns = (size // cell for size in video.shape[-2:])
     cells = video.unflatten(-1, (columns, cell)).unflatten(-3, (rows, cell))
     return torch.cat((cells.amin((-3, -1)), cells.amax((-3, -1))), 1)

@@ -45,7 +45,6 @@ _known = ByNetwork()
 
 
 def damage_to_bf16(network: nn.Module, machine: ModelDevice) -> str:
-    """The damage done to bf16 weights of ``network`` when this device casts them; empty if there is none."""
     tensors = filter(_is_plain, (*network.parameters(), *network.buffers()))
     if not any(tensor.dtype is torch.bfloat16 for tensor in tensors):
         return ""
@@ -54,7 +53,6 @@ def damage_to_bf16(network: nn.Module, machine: ModelDevice) -> str:
 
 
 def lack_of_float8(network: nn.Module, machine: ModelDevice) -> str:
-    """The reason why this device cannot hold float8 weights of ``network``; empty if it can, or there are none."""
     if not any(map(holds_float8, (*network.parameters(), *network.buffers()))):
         return ""
     held = machine.abilities.verdict("float8")
@@ -62,7 +60,6 @@ def lack_of_float8(network: nn.Module, machine: ModelDevice) -> str:
 
 
 def float8_decision(lack: str, sound: Any) -> Iterator[Decision]:
-    """Decide on float8 weights that this device cannot hold; ``sound`` is the clone that has others, or None."""
     if lack and sound is not None:
         yield Decision("float8 weights", "held as bytes, or as fp16 where they have no scale", lack, AUTO)
     elif lack:
@@ -70,7 +67,6 @@ def float8_decision(lack: str, sound: Any) -> Iterator[Decision]:
 
 
 def weights_decision(damage: str, sound: Any) -> Iterator[Decision]:
-    """Decide on weights that this device would change; ``sound`` is the clone that has others, or None."""
     if damage and sound is not None:
         yield Decision("weights", "cast from bf16 on the host", f"this device changes bf16 ({damage})", AUTO)
     elif damage:
@@ -79,12 +75,10 @@ def weights_decision(damage: str, sound: Any) -> Iterator[Decision]:
 
 
 def clone_cast_on_host(patcher: Any, target: Target, label: str, float8: bool = True) -> Any:
-    """A clone of ``patcher`` over a copy of its network with other weights; None where it cannot be had on the host.
+    """A clone of ``patcher`` over a copy of its network with other weights; ``label`` names ``target`` among copies.
 
-    Args:
-        target: the dtype of each bf16 weight; those of layers of other packs stay.
-        label: the name of ``target`` among the copies of a network.
-        float8: whether float8 stays; else it becomes fp16, exactly, and in packed weights bytes.
+    ``target`` is the dtype of each bf16 weight but for other packs' layers. Without ``float8`` that becomes fp16,
+    exactly, and in packed weights bytes. None where there is no network on the host.
     """
     if patcher.is_dynamic():
         return None  # core pages such weights by itself
@@ -180,7 +174,6 @@ class LoadedWeights:
 
     @classmethod
     def of(cls, patcher: Any) -> LoadedWeights:
-        """The checksums of a patcher's network; those not known yet are taken, which reads each weight once."""
         known: LoadedWeights = _known.setdefault(patcher.model, cls())
         if not known.first:
             known.owners = {name: id(module) for name, module, _ in _tensors(patcher.model)}
@@ -190,12 +183,7 @@ class LoadedWeights:
         return known
 
     def wrong(self, patcher: Any, every: bool, streamed: bool = False) -> list[str]:
-        """Names of tensors that are not as loaded, or as patched, on the patcher's device.
-
-        Args:
-            every: look at all that lie on the device; else at the next fiftieth of all bytes.
-            streamed: at those too that come for each use.
-        """
+        """Names of tensors that are not as loaded, or as patched, on the device: all, or in a share of the bytes."""
         if getattr(patcher, "current_hooks", None) is not None:
             return []
         names, sums, wrong, version = [], list[Tensor](), list[str](), patcher.patches_uuid
@@ -305,7 +293,6 @@ def _values(sums: Sequence[Tensor]) -> list[int]:
 
 @contextlib.contextmanager
 def _on_device(module: Any, name: str, tensor: Tensor, patcher: Any) -> Iterator[Tensor | None]:
-    """The tensor as its layer gets it on the device, in its own dtype; None where it comes otherwise."""
     own = name.rpartition(".")[2]
     there, changed = tensor.device.type == patcher.load_device.type, bool(getattr(module, f"{own}_function", ()))
     cast = isinstance(module, comfy.ops.CastWeightBiasOp) and own in ("weight", "bias")

@@ -51,7 +51,6 @@ TimesIn = Callable[[str, int | None], Times]
 
 
 def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Decisions for each load node of a checked prompt, and the forecast of each node that samples or paints."""
     cards, pipelines = [], {}
     for node in _of(prompt, LOADERS):
         card, pipelines[node] = _card(node, prompt[node])
@@ -78,7 +77,6 @@ def _of(prompt: Mapping[str, Any], kinds: Iterable[str]) -> list[str]:
 
 
 def _loader_of(prompt: Mapping[str, Any], node: str) -> str:
-    """The load node that a pipeline comes from, through nodes that pass it on; empty where there is none."""
     for _ in range(MOST_STEPS):
         entry = prompt.get(node)
         if entry is None or entry["class_type"] in LOADERS:
@@ -118,7 +116,6 @@ def _widget(value: Any, name: str, default: Any) -> Any:
 
 
 def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers on a node; linked values count as unset."""
     given = entry["inputs"].items()
     return {name: value for name, value in given if isinstance(value, (int, float)) and 0 < value < LARGEST}
 

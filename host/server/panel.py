@@ -51,7 +51,6 @@ def first_run() -> str:
 
 
 def offers() -> dict[str, dict[str, str]]:
-    """Models that the load node's button downloads, by the name in its list; none where a disk does not answer."""
     with suppress(OSError):
         return absent_offers(folders.models(), folders.model_roots())
     return {}
@@ -68,11 +67,7 @@ def memory_now() -> dict[str, Any]:
 
 
 def machine(again: bool = False) -> dict[str, Any]:
-    """The device, its memory, a light per probe, and the report; probes are asked ``again`` only on demand.
-
-    Raises:
-        UnsupportedError: the device has gone.
-    """
+    """The device, its memory, a light per probe, and the report; probes are asked ``again`` only on demand."""
     here = facts()
     store = probe_results_of(here, folders.state_folder())
     if again:
@@ -106,11 +101,7 @@ def last_changes() -> dict[str, Any] | None:
 
 
 def shared_machine() -> dict[str, str]:
-    """This machine as the file that `anygpu report --share` writes, its name and where it may go.
-
-    Raises:
-        UnsupportedError: the device has gone.
-    """
+    """This machine as the file that `anygpu report --share` writes, its name and where it may go."""
     from ...pipelines.records import machines
 
     here = machines.this_machine(memory_manager.compute_device(), folders.state_folder(), precisions())
@@ -171,14 +162,12 @@ def was_queued_by(client: str) -> bool:
 
 
 def last_run() -> dict[str, Any]:
-    """The last run: ``prompt``, and ``nodes``, from node id to status, seconds and stages."""
     with _lock:
         nodes = {node: {**entry, "stages": dict(entry["stages"])} for node, entry in _last["nodes"].items()}
         return {"prompt": _last["prompt"], "nodes": nodes}
 
 
 def stop(node_id: str | None, how: str) -> dict[str, Any] | None:
-    """The record of a node whose run has ended before its end, closed; None where it has none that is open."""
     with _lock:
         entry = _last["nodes"].get(node_id)
         if entry is None or entry["done"]:

@@ -70,7 +70,6 @@ def save(where: str, picture: Any) -> bool:
 
 
 def listing() -> list[dict[str, Any]]:
-    """The paused runs, newest first: ``id``, ``where``, ``time`` in seconds since 1970, and ``picture``."""
     found = []
     for identity in _files():
         with suppress(InputError):
@@ -97,7 +96,6 @@ def forget(identity: str) -> None:
 
 
 def _files() -> dict[str, Path]:
-    """Id to file: no id from a client becomes a path."""
     return {path.stem: path for path in _folder().glob("*.json")}
 
 
@@ -115,7 +113,6 @@ def _folder() -> Path:
 
 
 def _data_url(picture: Any) -> str:
-    """A preview, (kind, PIL image, size), as the small JPEG of a page; empty for none."""
     with suppress(Exception):  # a previewer of another pack gives what it likes
         target, small = io.BytesIO(), picture[1].convert("RGB")
         small.thumbnail((PIXELS, PIXELS))

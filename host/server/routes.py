@@ -60,7 +60,6 @@ async def run(request: web.Request) -> Any:
 
 
 async def graph(request: web.Request) -> Any:
-    """Decisions for the pipelines of the prompt in the body; reads files' headers, changes nothing."""
     from . import forecast  # with all that loads and paints: at the first request, not at ComfyUI's start
 
     return await asyncio.to_thread(forecast.graph, checked_prompt(await body_of(request)))
@@ -87,7 +86,6 @@ async def latents(request: web.Request) -> Any:
 
 
 async def picture(request: web.Request) -> Any:
-    """A JPEG of one kept latent; 404 for one that has none."""
     identity = checked_id(request.match_info)
     picture_bytes = await asyncio.to_thread(recovery.thumbnail, identity) if identity in _ids() else None
     if picture_bytes is None:
@@ -201,8 +199,6 @@ def checked_id(body: Mapping[str, Any]) -> str:
 
 
 def _answering(handler: Callable[[web.Request], Awaitable[Any]]) -> Handler:
-    """A handler whose result goes out as JSON, and whose failures do too, with their three parts."""
-
     async def answer(request: web.Request) -> web.Response:
         try:
             result = await handler(request)
