@@ -51,7 +51,6 @@ class Printed:
         self._stage = ""
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Callable[[], Any] | None = None) -> None:
-        """Move the bar; a finished stage stays."""
         from tqdm import tqdm
 
         if self._bar is None or stage.name != self._stage:
@@ -81,7 +80,6 @@ class Printed:
 
 
 def report(arguments: argparse.Namespace) -> int:
-    """Print the device, what it answered, and what is decided on it for every family."""
     from .pipelines.report import hardware_report
 
     parts = ((arguments.kernels, _kernels), (arguments.memory, _memory), (arguments.share is not None, _share))
@@ -112,7 +110,6 @@ def _share(arguments: argparse.Namespace) -> int:
 
 
 def _kernels(arguments: argparse.Namespace) -> int:
-    """Compare each fused operation with its reference on the device; 1 if one is wrong."""
     import torch
 
     from .compat.device.facts import facts_for
@@ -135,7 +132,6 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 
 def prove(arguments: argparse.Namespace) -> int:
-    """Measure the device part by part into a file and a picture; a second call goes on where the first one ended."""
     from .pipelines.stacks import prove as measure
 
     measure(arguments.device, Path(arguments.state).expanduser(), Path(arguments.output), print, tiny=arguments.tiny)
@@ -143,7 +139,6 @@ def prove(arguments: argparse.Namespace) -> int:
 
 
 def check(arguments: argparse.Namespace) -> int:
-    """Try on this device what is known to fail on some; 1 if something fails that would be used."""
     from .compat.check import exit_code
     from .pipelines.report import hardware_check
 
@@ -157,7 +152,6 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def render(arguments: argparse.Namespace) -> int:
-    """Render one clip with a model of the user's, or write down what would be rendered."""
     from .compat.durable import require_writable
 
     if arguments.save_job is not None:
@@ -174,7 +168,6 @@ def render(arguments: argparse.Namespace) -> int:
 
 
 def pack(arguments: argparse.Namespace) -> int:
-    """Write a model's transformer with packed weights, as AnyGPU and ComfyUI read them."""
     from .compat.checkpoints.packed import as_in_files
     from .compat.checkpoints.weights import write_tensors
     from .pipelines.load.folder import LoadRequest, load
@@ -208,7 +201,6 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Sample and decode one clip and say in which layer its values go wrong; 1 if they do."""
     from .compat.output_check import NotFinite
 
     try:
@@ -339,7 +331,6 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
 
 
 def demo(arguments: argparse.Namespace) -> int:
-    """Draw a clip per family and paint a mesh with the models that ship, check each, and leave a folder to look at."""
     from .paint import demo as paint_demo
     from .paint.choices import demo_paint_models
     from .pipelines.demo import demo_models, drawing
@@ -371,7 +362,6 @@ def exit_code(arguments: argparse.Namespace, command: str, interrupted: str) -> 
 
 
 def _memory(arguments: argparse.Namespace) -> int:
-    """Print what the last stages of all pipelines cost on this machine, and what is free now."""
     from .compat.device.facts import facts_for, free_bytes, host_free_bytes
     from .compat.memory.statistics import amount_of, saved_stages
 

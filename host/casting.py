@@ -26,15 +26,8 @@ from ..compat.memory.transfer import set_data, transfer_for
 OWN = ("weight", "bias")
 WHOLE: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # one fused call reads the weights of their children
 LEFT_BEHIND = (  # what a patcher writes on a layer
-    "comfy_cast_weights",
-    "prev_comfy_cast_weights",
-    "comfy_force_cast_weights",
-    "comfy_patched_weights",
-    "weight_function",
-    "bias_function",
-    "memory_stats",
-    "rows",
-    "runs_on",
+    *("comfy_cast_weights", "prev_comfy_cast_weights", "comfy_force_cast_weights", "comfy_patched_weights"),
+    *("weight_function", "bias_function", "memory_stats", "rows", "runs_on"),
 )
 BASE_LAYER = ".base_layer"  # where peft has the layer that it was put around
 WEIGHT = ".weight"
@@ -137,7 +130,6 @@ class PackedLayer(CastLayer):
 
     @contextmanager
     def _brought(self, device: torch.device) -> Iterator[None]:
-        """Rows, scales and bias on ``device``, as the layer's own."""
         if "fetched" in self.__dict__ or (self.stored.device == device and not self.bias_function):
             yield
             return
@@ -183,7 +175,6 @@ class Placed:
 
     @property
     def device(self) -> torch.device:
-        """Device of the next forward, wherever the weights are now."""
         return self.__dict__["runs_on"]
 
     @property
@@ -215,7 +206,6 @@ def install_cast_layers(module: nn.Module, device: torch.device, memory_stats: M
 
 
 def restore_layers(module: nn.Module) -> None:
-    """Give every module its own class back; its weights must be at home."""
     for owner in module.modules():
         if isinstance(owner, CastLayer):
             for name in LEFT_BEHIND:
@@ -242,7 +232,6 @@ def fixed_tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the tensors, each object counted once."""
     return sum(t.numel() * t.element_size() for t in {id(t): t for t in tensors}.values())
 
 
@@ -269,7 +258,6 @@ def send(tensor: torch.Tensor, device: torch.device, keep: bool = True) -> None:
 
 
 def send_home(module: nn.Module) -> None:
-    """Bring everything of ``module`` to host memory."""
     for tensor in (*module.parameters(), *module.buffers()):
         send(tensor, HOST)
 
@@ -324,7 +312,6 @@ def patches_by_layer(patcher: ModelPatcher) -> Iterator[dict[str, Any]]:
 
 
 def attach_patches(patcher: ModelPatcher, patches: dict[str, Any]) -> None:
-    """Give packed layers their patches, wherever their rows are."""
     for name, layer in patcher.model.named_modules():
         if isinstance(layer, PackedLayer):
             key = f"{name}{WEIGHT}"

@@ -59,15 +59,10 @@ class ChannelStatistics:
         return latents * self.std.to(latents) + self.mean.to(latents)
 
 
-def _patcher_again(reload: Callable[[Mapping[str, Any]], Pipeline], **_dynamic: Any) -> PartPatcher:
-    pipeline = reload({})
-    return pipeline.offloader.patcher_of("vae")
-
-
 class CoreVAE(comfy.sd.VAE):
     """A pipeline's VAE in core's own type; what core's class would read from a checkpoint is filled in."""
 
-    def __init__(self, pipeline: Pipeline, reload: Callable[[Mapping[str, Any]], Pipeline] | None = None) -> None:
+    def __init__(self, pipeline: Pipeline, reload: Reload | None = None) -> None:
         self.pipeline, self.reload = pipeline, reload
         self.spatial, self.temporal = pipeline.spec.sizes.ratios
         self.latent_channels = int(pipeline.configs["vae"].get("latent_channels", 16))
@@ -88,7 +83,7 @@ class CoreVAE(comfy.sd.VAE):
         """The pipeline's own patcher of the VAE; one of another device makes this the VAE of a pipeline there."""
         patcher = self.pipeline.offloader.patcher_of("vae")
         if self.reload is not None:
-            patcher.cached_patcher_init = (_patcher_again, (self.reload,))
+            patcher.cached_patcher_init = (lambda again, **_: again({}).offloader.patcher_of("vae"), (self.reload,))
         return patcher
 
     @patcher.setter
@@ -124,14 +119,12 @@ class CoreVAE(comfy.sd.VAE):
         return math.prod(shape[2:]) * self.temporal * self.spatial**2 * 64 * dtype.itemsize
 
     def memory_used_encode(self, shape: Any, dtype: torch.dtype) -> int:
-        """Estimate the memory of an encode like that of a decode, from pixels."""
         return math.prod(shape[2:]) * 64 * dtype.itemsize
 
     def model_size(self) -> int:
         return self.patcher.model_size()
 
     def decode(self, samples_in: torch.Tensor, vae_options: Any = None) -> torch.Tensor:
-        """Frames (B, F, H, W, 3) in 0..1."""
         return self._decoded(samples_in, "auto")
 
     def decode_tiled(self, samples: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -187,7 +180,7 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
     if pipeline.is_demo:
         patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "anygpu_demo", functools.partial(_at_own_size, pipeline))
     if reload is not None:
-        patcher.cached_patcher_init = (_model_again, (reload,))
+        patcher.cached_patcher_init = (lambda again, **_: model_of(again({}), again), (reload,))
     return patcher
 
 
@@ -219,12 +212,7 @@ def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -
     return executor(*call.args, **call.kwargs)
 
 
-def _model_again(reload: Reload, **_dynamic: Any) -> PartPatcher | None:
-    return model_of(reload({}), reload)
-
-
 def _progress() -> NodeProgress:
-    """The progress of the node that runs."""
     context = get_executing_context()
     return NodeProgress(None if context is None else context.node_id)
 
@@ -244,8 +232,6 @@ def _begin(patcher: PartPatcher) -> None:
 
 
 class Factors(comfy.weight_adapter.LoRAAdapter):
-    """The additions of one of our LoRAs to a layer, as core's patch."""
-
     def __init__(self, lora: loras.LoRA, layer: str) -> None:
         self.loaded_keys, self.lora, self.layer = set(), lora, layer
 
@@ -257,7 +243,6 @@ class Factors(comfy.weight_adapter.LoRAAdapter):
 
 
 def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
-    """The MODEL of a pipeline with its LoRAs as core's patches; None where ComfyUI does not manage them."""
     offloader = comfy_offloader(pipeline)
     if offloader is None:
         return None
@@ -273,7 +258,6 @@ def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
 
 
 def beside(pipeline: Pipeline, reload: Reload | None = None) -> tuple[Any, Any]:
-    """MODEL and VAE of a pipeline that was just loaded; one that cannot be stops its nodes with the reason."""
     vae = None if comfy_offloader(pipeline) is None else CoreVAE(pipeline, reload)
     return model_of(pipeline, reload) or _stopped(pipeline), vae or _stopped(pipeline)
 

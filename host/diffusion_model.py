@@ -99,8 +99,6 @@ class DiffusionModel(nn.Module):
 
 
 class CoreModel(PartHolder):
-    """Additions to core's model classes."""
-
     pipeline: Pipeline
     diffusion_model: DiffusionModel
     time_scale = 1.0  # core's schedules of some families count noise levels from 0 to 1
@@ -115,11 +113,9 @@ class CoreModel(PartHolder):
             self.latent_format.scale_factor = float(pipeline.configs["vae"]["scaling_factor"])
 
     def place(self) -> nn.Module:
-        """The network: core names weights by the network's attribute."""
         return self.diffusion_model
 
     def extra_conds(self, **given: Any) -> dict[str, Any]:
-        """Core's own reading of a CONDITIONING, and our pictures in it."""
         given.setdefault("pooled_output", None)
         conds: dict[str, Any] = super().extra_conds(**given)  # type: ignore[misc]
         picture = given.get(PICTURE)
@@ -128,7 +124,6 @@ class CoreModel(PartHolder):
         return {name: cond for name, cond in conds.items() if getattr(cond, "cond", cond) is not None}
 
     def memory_required(self, input_shape: Any, cond_shapes: Any = None) -> float:
-        """Bytes that one forward needs beside the weights, for latents (B, C, T, H, W)."""
         spatial, temporal = self.pipeline.spec.sizes.ratios
         rows, _, frames, height, width = input_shape
         size = SampleSettings(width * spatial, height * spatial, (frames - 1) * temporal + 1)
@@ -139,7 +134,6 @@ class CoreModel(PartHolder):
 
 
 def _next_time(options: dict[str, Any], time: torch.Tensor) -> torch.Tensor | None:
-    """The time of the next step, (B,), where the sampler tells its levels."""
     levels = options.get("sample_sigmas")
     if levels is None or time.ndim != 1:
         return None
@@ -148,7 +142,6 @@ def _next_time(options: dict[str, Any], time: torch.Tensor) -> torch.Tensor | No
 
 
 def block_patches(options: Mapping[str, Any]) -> BlockPatches | None:
-    """Collect the patches of blocks and attention in one call's options; None without any."""
     dit = options.get("patches_replace", {}).get("dit", {})
     double, single = ({key[1]: patch for key, patch in dit.items() if key[0] == kind} for kind in KINDS)
     outputs = _outputs(options)
@@ -187,7 +180,6 @@ def unread(options: Mapping[str, Any], conds: Mapping[str, Any], title: str, tra
 
 
 def unread_patches(patches: Mapping[str, Any]) -> Iterator[str]:
-    """One line for each of a MODEL's object patches that has no effect on ours."""
     for name in sorted(patches):
         if name == "manual_cast_dtype":
             yield "no effect of Model Compute Dtype: choose precision on the AnyGPU load node"
@@ -196,7 +188,6 @@ def unread_patches(patches: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _outputs(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Patches of what attention gives, by the attention."""
     asked = options.get("patches", {})
     return {place: asked[name] for name, place in OUTPUTS.items() if asked.get(name) and not asked.get(INPUTS[place])}
 

@@ -36,7 +36,6 @@ def _added(path: Path, content: Callable[[], bytes]) -> bool:
 
 
 def _frame(pixels: int) -> torch.Tensor:
-    """The demo's first frame, (H, W, 3) in 0..1."""
     small = first_frame(EXAMPLE).movedim(-1, 1)
     return interpolate(small, (pixels, pixels), mode="bicubic")[0].movedim(0, -1).clamp(0, 1)
 

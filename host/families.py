@@ -20,16 +20,12 @@ from .diffusion_model import PICTURE, TRANSFORMER, CoreModel
 
 @dataclass(frozen=True, slots=True)
 class CoreFamily:
-    """One row."""
-
     latent_format: type[Any]  # core's, for previews
     model: type[Any] | None = None  # our subclass of core's model class; None has no MODEL
     table: type[Any] | None = None  # core's ``supported_models`` class
 
 
 class HunyuanVideo(CoreModel, comfy.model_base.HunyuanVideo):
-    """HunyuanVideo, text to video and all ways of image to video."""
-
     scaled = True
 
     def set_pipeline(self, pipeline: Pipeline) -> None:
@@ -50,7 +46,6 @@ class HunyuanVideo15(CoreModel, comfy.model_base.HunyuanVideo15):
     scaled = True
 
     def concat_cond(self, **given: Any) -> torch.Tensor:
-        """Picture and mask beside the noise (B, 33, T, H, W); zeros without a picture."""
         noise, picture = given["noise"], given.get("concat_latent_image")
         beside = noise.new_zeros(noise.shape[0], noise.shape[1] + 1, *noise.shape[2:])
         if picture is not None:
@@ -67,8 +62,6 @@ class HunyuanVideo15(CoreModel, comfy.model_base.HunyuanVideo15):
 
 
 class FramePack(CoreModel, comfy.model_base.HunyuanVideo):
-    """FramePack: one section, whose window is as long as the latents."""
-
     scaled = True
 
     def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
@@ -106,6 +99,5 @@ FAMILIES: dict[str, CoreFamily] = {
 
 
 def latent_format_of(family: str | None) -> Any:
-    """Core's latent format of a family; None where it has no row."""
     row = FAMILIES.get(family or "")
     return None if row is None else row.latent_format()

@@ -40,8 +40,6 @@ FIX = TOKEN_FIX.format("start ComfyUI with RAY_AUTH_MODE=token")
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The files of the jobs that are done, and the reasons why others failed, by key."""
-
     files: tuple[Path, ...]
     failed: Mapping[str, str]
     waiting: int
@@ -49,8 +47,6 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class PaintModels:
-    """The models that texture meshes, by listed name; ``delight`` may be ``none``, ``image_encoder`` ``auto``."""
-
     model: str
     delight: str = NONE
     image_encoder: str = AUTO
@@ -70,11 +66,7 @@ def job_folder(name: str) -> JobFolder:
 
 
 def farm_address(name: str) -> str:
-    """``auto``, or an address that this machine's owner has listed: whoever is at it gets the farm's token.
-
-    Raises:
-        CheckpointError: it is not listed; says in which file the owner may add it.
-    """
+    """``auto``, or an address that this machine's owner has listed: whoever is at it gets the farm's token."""
     path = state_folder() / ADDRESSES
     text = value_or(lambda: path.read_text(encoding="utf-8"), "")
     lines = [line.strip() for line in text.split("\n")]
@@ -115,7 +107,6 @@ def queue_meshes(
     steps: int,
     check: Check,
 ) -> JobList:
-    """Write a job for each mesh of a listed folder, to be textured by listed models."""
     from ..paint.jobs import paint_jobs
     from ..paint.sampling.painting import PaintSettings
 
@@ -131,11 +122,7 @@ def queue_meshes(
 
 
 def jobs_named(folder: JobFolder, name: str, check: Check = lambda: None) -> JobList:
-    """The jobs of a file in ``folder``, or of the newest for an empty name.
-
-    Raises:
-        CheckpointError: there is none. InputError: a line of it is not a job.
-    """
+    """The jobs of a file in ``folder``, or of the newest for an empty name; CheckpointError for none."""
     from ..paint.jobs import job_of  # painting is read when it is used, not at ComfyUI's start
 
     files = folder.job_files()
@@ -172,7 +159,6 @@ def collect(jobs: JobList, wait: bool, progress: NodeProgress) -> Collected:
 
 
 def _pause(progress: NodeProgress) -> None:
-    """Wait before the next look at the jobs; a cancel ends it."""
     until = time.monotonic() + POLL_SECONDS
     while time.monotonic() < until:
         progress.check()
@@ -180,7 +166,6 @@ def _pause(progress: NodeProgress) -> None:
 
 
 def require_some(jobs: JobList, collected: Collected) -> None:
-    """Raise InputError, with the reason of the first, where jobs have failed and none is done."""
     if collected.failed and not collected.files:
         key, reason = next(iter(collected.failed.items()))
         raise InputError(
@@ -191,19 +176,16 @@ def require_some(jobs: JobList, collected: Collected) -> None:
 
 
 def videos_of(collected: Collected) -> list[Any]:
-    """A VIDEO of each video that came back; without any, a blocker that has ComfyUI skip the nodes after it."""
     videos = [InputImpl.VideoFromFile(str(path)) for path in collected.files if path.suffix == SUFFIXES[0]]
     return videos or [ExecutionBlocker(None)]
 
 
 def images_of(collected: Collected) -> list[Any]:
-    """An IMAGE of each file that came back, a picture or the first frame of a video; without any, as for videos."""
     images = [read_frames(path, 1)[0] for path in collected.files if path.suffix in SUFFIXES[:2]]
     return images or [ExecutionBlocker(None)]
 
 
 def report_of(jobs: JobList, collected: Collected, workers: Sequence[Mapping[str, Any]]) -> str:
-    """The text for the user: counts, failures and the state of each worker."""
     counts = f"{len(collected.files)} of {len(jobs.keys)} done"
     if collected.waiting:
         counts += f", {collected.waiting} waiting"
@@ -212,7 +194,6 @@ def report_of(jobs: JobList, collected: Collected, workers: Sequence[Mapping[str
 
 
 def line_of(worker: Mapping[str, Any]) -> str:
-    """The state of a worker in one line."""
     name, host = str(worker.get("worker", "")), str(worker.get("host", ""))
     parts = [f"{name} on {host}: {worker.get('state', '')}"]
     if worker.get("job"):
@@ -225,7 +206,6 @@ def line_of(worker: Mapping[str, Any]) -> str:
 
 
 def _listed(name: str, what: str, choices: Sequence[str], fix: str) -> str:
-    """``name``, one of ``choices``; CheckpointError for what the machine's owner has not listed."""
     if name not in choices:
         raise CheckpointError(f"no {what} {shown(name)} listed here", expected=f"one of {', '.join(choices)}", fix=fix)
     return name
@@ -258,8 +238,6 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
 
 @dataclass(slots=True)
 class _Farm:
-    """A connection to a farm."""
-
     ray: Any
     gateway: Any  # the farm's actor
     progress: NodeProgress
@@ -272,7 +250,6 @@ class _Farm:
         return answer(self.ray, call, self.progress.check, seconds)
 
     def look(self) -> torch.Tensor:
-        """The last picture; asks for the next once it has arrived, and waits for nothing."""
         if self.call is not None and self.ray.wait([self.call], timeout=0)[0]:
             pixels, self.call = value_or(lambda: self.ray.get(self.call), None), None
             if pixels is not None:
@@ -282,7 +259,6 @@ class _Farm:
         return self.frames
 
     def fetch(self, jobs: JobList, keys: list[str]) -> None:
-        """Fetch each result as soon as it is there, until all jobs are done or have failed."""
         left, progress = keys, self.progress
         while left:
             progress.check()
@@ -348,7 +324,6 @@ def _farm(address: str, progress: NodeProgress) -> Iterator[_Farm]:
 
 
 def _ray_module() -> Any:
-    """The package ``ray``, in token mode."""
     try:
         import ray
         import ray._private.authentication.authentication_utils

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -33,8 +34,6 @@ AUTO, NONE = "auto", "none"
 DEPTHS = ("*.safetensors", "*/*.safetensors")
 PAINT_SUFFIXES = (".safetensors", ".bin")
 
-_listed: dict[tuple[tuple[str, float], ...], dict[str, Path]] = {}
-
 
 def roots(keys: Iterable[str]) -> list[Path]:
     """The folders of these kinds, those of extra_model_paths.yaml included."""
@@ -43,20 +42,16 @@ def roots(keys: Iterable[str]) -> list[Path]:
 
 
 def path_of(name: str, listed: Mapping[str, Path], searched: list[Path], what: tuple[str, str], fix: str) -> Path:
-    """The path of a listed name; nothing else can be named.
+    """The path of a listed name; CheckpointError, which says which folders were ``searched``, for any other.
 
-    Args:
-        what: what was looked for, and what would have been one.
-
-    Raises:
-        CheckpointError: none of that name; says which folders were searched.
+    ``what`` was looked for, and what would have been one; ``fix`` has ``{}`` in place of the folder that comes first.
     """
     if name in listed:
         return listed[name]
     kind, expected = what
     where = ", ".join(map(str, searched))
     found = f"no {kind} in {where}" if name in NOTHING else f"no {kind} {name!r} in {where}"
-    raise CheckpointError(found, expected=expected, fix=fix)
+    raise CheckpointError(found, expected=expected, fix=fix.replace("{}", str(next(iter(searched), ""))))
 
 
 def stamp(*paths: Path | None) -> list[tuple[str, int, int]]:
@@ -76,16 +71,15 @@ def encoder_roots() -> list[Path]:
 
 
 def models() -> dict[str, Path]:
-    """Name to folder of every model there is; scanned again only when a folder has changed."""
-    changed = _change_times(model_roots())
-    if changed not in _listed:
-        _listed.clear()
-        _listed[changed] = _named(model_roots(), find_models(model_roots()))
-    return _listed[changed]
+    return _models_at(_change_times(model_roots()))
+
+
+@functools.lru_cache(maxsize=1)
+def _models_at(_changed: tuple[tuple[str, float], ...]) -> dict[str, Path]:
+    return _named(model_roots(), find_models(model_roots()))
 
 
 def model_choices() -> list[str]:
-    """The choices of the load node: the user's models, then the demo models that ship with the pack."""
     return [*models(), *demo_models()] or [NO_MODEL]
 
 
@@ -104,7 +98,6 @@ def stand_in_for(name: str) -> str:
 
 
 def demo_of(family: FamilySpec | None) -> str:
-    """The demo model of a family; empty for none."""
     own = (demo for demo, folder in demo_models().items() if family_of_folder(folder) is family)
     return "" if family is None else next(own, "")
 
@@ -117,7 +110,6 @@ def _family_of(folder: Path) -> FamilySpec | None:
 
 
 def _unfinished(name: str) -> Path | None:
-    """The folder of a published name in which no model is; None where there is no such folder."""
     named = (root / part for root in model_roots() for part in (name, Path(name).name))
     return next((folder for folder in named if folder.is_dir() and folder not in models().values()), None)
 
@@ -143,12 +135,10 @@ def model_folder(name: str) -> Path:
 
 
 def provider_choices() -> list[str]:
-    """Choices of the inputs for parts from elsewhere, ``auto`` first."""
     return [AUTO, *providers()]
 
 
 def provider_folder(name: str) -> Path | None:
-    """The folder that provides parts; None for ``auto``."""
     return None if name == AUTO else providers().get(name) or model_folder(name)
 
 
@@ -173,7 +163,6 @@ def paint_models() -> dict[str, Path]:
 
 
 def paint_choices() -> list[str]:
-    """The choices of the node that loads paint models: the user's, then those that ship with the pack."""
     return [*paint_models(), *demo_paint_models()] or [NO_PAINT_MODEL]
 
 
@@ -184,28 +173,22 @@ def paint_stand_in(name: str) -> str:
 
 
 def paint_path(name: str) -> Path:
-    """The folder or file of a listed paint model, as :func:`path_of` finds it."""
-    searched = roots(MODEL_KEYS)
     what = "paint model", "a folder hunyuan3d-… with the subfolders unet and vae"
-    fix = f"Download one ({'; '.join(PAGES.values())}) into {searched[0]} and press R."
-    return path_of(name, {**demo_paint_models(), **paint_models()}, searched, what, fix)
+    fix = f"Download one ({'; '.join(PAGES.values())}) into {{}} and press R."
+    return path_of(name, {**demo_paint_models(), **paint_models()}, model_roots(), what, fix)
 
 
 def paint_provider_choices() -> list[str]:
-    """Choices of the inputs for a VAE or image encoder from elsewhere: ``auto``, then folders with a config.json."""
     return [AUTO, *paint_providers()]
 
 
 def paint_provider_folder(name: str) -> Path | None:
-    """The folder that provides a part of a paint model; None for ``auto``, as :func:`path_of` finds it."""
     if name == AUTO:
         return None
-    what = "folder", "one from the list"
-    return path_of(name, paint_providers(), roots(PAINT_PROVIDER_KEYS), what, "Press R.")
+    return path_of(name, paint_providers(), roots(PAINT_PROVIDER_KEYS), ("folder", "one from the list"), "Press R.")
 
 
 def base_models() -> dict[str, Path]:
-    """Name to path of what MV-Adapter may stand on: checkpoint files, and folders of diffusers with a UNet."""
     searched = roots(BASE_KEYS)
     files = (file for root in roots(BASE_KEYS[:1]) for each in DEPTHS for file in _matches(root, each))
     units = (config for root in searched for config in _matches(root, "*/unet/config.json"))
@@ -213,78 +196,45 @@ def base_models() -> dict[str, Path]:
     return _named(searched, (*files, *(folder for folder in saved if not is_paint_folder(folder))))
 
 
-def base_choices() -> list[str]:
-    """The choices of what MV-Adapter stands on; a single entry that says so if there are none."""
-    return list(base_models()) or [NO_MODEL]
-
-
 def base_path(name: str) -> Path:
-    """The file or folder of a listed checkpoint, as :func:`path_of` finds it."""
-    searched = roots(BASE_KEYS)
     what = "checkpoint", "a .safetensors of Stable Diffusion XL or 2.1, or a diffusers folder of it"
-    return path_of(name, base_models(), searched, what, f"Put one into {searched[0]} and press R.")
+    return path_of(name, base_models(), roots(BASE_KEYS), what, "Put one into {} and press R.")
 
 
 def adapters() -> dict[str, Path]:
-    """Name to path of the files that may hold an MV-Adapter, by their names."""
     searched = roots(ADAPTER_KEYS)
     files = (file for root in searched for each in DEPTHS for file in _matches(root, each))
     return _named(searched, (file for file in files if any(word in file.name.lower() for word in ADAPTER_WORDS)))
 
 
-def adapter_choices() -> list[str]:
-    """The choices of the node that loads MV-Adapter; a single entry that says so if there are none."""
-    return list(adapters()) or [NO_ADAPTER]
-
-
 def adapter_path(name: str) -> Path:
-    """The file of a listed MV-Adapter, as :func:`path_of` finds it."""
-    searched = roots(ADAPTER_KEYS)
     what = "MV-Adapter", "a file such as mvadapter_ig2mv_sdxl.safetensors"
-    fix = f"Download one from huanngzh/mv-adapter into {searched[0]} and press R."
-    return path_of(name, adapters(), searched, what, fix)
-
-
-def base_lora_choices() -> list[str]:
-    """The choices of a LoRA for such a checkpoint, none first."""
-    return [NONE, *loras()]
+    fix = "Download one from huanngzh/mv-adapter into {} and press R."
+    return path_of(name, adapters(), roots(ADAPTER_KEYS), what, fix)
 
 
 def loras() -> dict[str, Path]:
-    """Name to path of the .safetensors files of every LoRA folder."""
     names = (name for name in folder_paths.get_filename_list("loras") if name.endswith(".safetensors"))
     return {name: Path(path) for name in names if (path := folder_paths.get_full_path("loras", name)) is not None}
 
 
 def lora_choices() -> list[str]:
-    """The choices of the LoRA node: the user's files, none, then those for the demo models."""
     return [*(loras() or [NO_LORA]), NONE, *demo_loras()]
 
 
 def lora_file(name: str) -> Path:
-    """The file of a listed LoRA, as :func:`path_of` finds it."""
-    searched = roots(LORA_KEYS)
     what = "LoRA", "a .safetensors file there"
-    return path_of(name, {**demo_loras(), **loras()}, searched, what, f"Put it into {searched[0]} and press R.")
+    return path_of(name, {**demo_loras(), **loras()}, roots(LORA_KEYS), what, "Put it into {} and press R.")
 
 
 def upscalers() -> dict[str, Path]:
-    """Name to path of the .safetensors files that may hold a latent upscaler."""
-    return _named(
-        roots(UPSCALER_KEYS), (file for root in roots(UPSCALER_KEYS) for file in _matches(root, "*.safetensors"))
-    )
-
-
-def upscaler_choices() -> list[str]:
-    """The choices of the node that upscales; a single entry that says so if there are none."""
-    return list(upscalers()) or [NO_UPSCALER]
+    searched = roots(UPSCALER_KEYS)
+    return _named(searched, (file for root in searched for file in _matches(root, "*.safetensors")))
 
 
 def upscaler_file(name: str) -> Path:
-    """The file of a listed upscaler, as :func:`path_of` finds it."""
-    searched = roots(UPSCALER_KEYS)
     what = "latent upscaler", "a file such as ltxv-spatial-upscaler-0.9.8.safetensors"
-    return path_of(name, upscalers(), searched, what, f"Put it into {searched[0]} and press R.")
+    return path_of(name, upscalers(), roots(UPSCALER_KEYS), what, "Put it into {} and press R.")
 
 
 def picture_sides(name: object) -> tuple[int, int] | None:
@@ -301,12 +251,10 @@ def picture_sides(name: object) -> tuple[int, int] | None:
 
 
 def saved_folder() -> Path:
-    """Folder of saved latents: not ComfyUI's temporary folder, which is emptied at each start."""
     return state_folder() / "kept"
 
 
 def unfinished_folder() -> Path:
-    """Folder for the steps of unfinished samplings."""
     return saved_folder() / FOLDER
 
 
@@ -329,7 +277,6 @@ def _is_paint_file(file: Path) -> bool:
 
 
 def _children(folder: Path) -> list[Path]:
-    """The folders in a folder, hidden ones left out; none where it is not a folder or cannot be read."""
     with suppress(OSError):
         return [child for child in folder.iterdir() if child.is_dir() and child.name[0] != "."]
     return []

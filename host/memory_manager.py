@@ -65,7 +65,6 @@ def free_on(device: torch.device) -> float:
 
 
 def reserve() -> float:
-    """Bytes that ComfyUI keeps free beside models; 0 where it does not tell."""
     return known_bytes(lambda: comfy.model_management.minimum_inference_memory(), 0)
 
 
@@ -76,13 +75,11 @@ def make_room(needed_bytes: int, device: torch.device) -> None:
 
 
 def cards() -> dict[torch.device, int | None]:
-    """The accelerators of this machine with the bytes that a run may take there; none where there is only one."""
     devices = accelerators(compute_device())
     return {device: room_on(device) for device in devices} if len(devices) > 1 else {}
 
 
 def room_on(device: torch.device) -> int | None:
-    """Bytes available to a run: what is free on ``device``, plus loaded models that ComfyUI can evict."""
     free = free_bytes(device)
     return free if free is None else free + evictable_bytes(device)
 
@@ -104,7 +101,6 @@ class PartHolder:
     part: str
 
     def fill(self) -> nn.Module:
-        """The part itself, read where it is not in memory."""
         module = self.parts.read(self.part)
         if self.content is not module:
             self.put(module)
@@ -112,7 +108,6 @@ class PartHolder:
 
     @property
     def content(self) -> nn.Module | None:
-        """The part, or None while it is not held."""
         return self.place().__dict__.get("held")
 
     def put(self, module: nn.Module | None) -> None:
@@ -144,8 +139,6 @@ class PartHolder:
 
 
 class Holder(PartHolder, nn.Module):
-    """The holder of a part that only our own stages run."""
-
     def __init__(self, parts: Parts, part: str) -> None:
         super().__init__()
         self.parts, self.part, self.device = parts, part, None
@@ -153,8 +146,7 @@ class Holder(PartHolder, nn.Module):
 
 @functools.cache
 def _holder(part: str) -> type[Holder]:
-    """A holder under a name that ComfyUI's log can show."""
-    return type(f"AnyGPU_{part}", (Holder,), {"__doc__": Holder.__doc__, "__module__": __name__})
+    return type(f"AnyGPU_{part}", (Holder,), {"__module__": __name__})
 
 
 class PartPatcher(comfy.model_patcher.ModelPatcher):
@@ -204,7 +196,6 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         force_patch_weights: bool = False,
         full_load: bool = False,
     ) -> None:
-        """Bring the part to ``device_to``: its fixed tensors, and as many layers as fit into the budget in bytes."""
         module = self.model.fill()
         install_cast_layers(module, device_to, self.memory_stats)
         fixed = fixed_tensors(module)
@@ -257,7 +248,6 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
             return super().partially_unload(*args, **kwargs)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
-        """Unpatch as usual; the fixed tensors go too."""
         with torch.inference_mode(False), torch.no_grad():
             if unpatch_weights and device_to is not None and self.model.content is not None:
                 for tensor in fixed_tensors(self.model.content):
@@ -338,7 +328,6 @@ class ComfyOffloader:
             self._refused.pop(part, None)  # another program may have had them for a moment
 
     def _onload(self, part: str, module: nn.Module, needed: int, progress: Any) -> None:
-        """Have ComfyUI load as much of the part as fits beside ``needed`` bytes."""
         patcher = self.patcher_of(part)
         if patcher.model.content is not module:  # read again, or never seen
             unload(patcher)
@@ -370,13 +359,11 @@ class ComfyOffloader:
         return True
 
     def _room(self, part: str, patcher: PartPatcher, needed: int) -> float:
-        """Bytes that weights of ``part`` would be given beside ``needed``, were it alone on its device."""
         unload(patcher)
         comfy.model_management.free_memory(EVERYTHING, patcher.load_device)
         return min(patcher.model_size(), free_on(patcher.load_device) - needed - self._unknown(part))
 
     def _unknown(self, part: str) -> int:
-        """Bytes that ``part`` needs beside its estimate, as far as running out of memory has shown."""
         return self._short.get(part, 0) + self._refused.get(part, 0)
 
     def _lowered(self, part: str, patcher: PartPatcher, needed: int) -> str:
@@ -388,14 +375,12 @@ class ComfyOffloader:
         return amount(size - left, size)
 
     def detach(self, part: str) -> None:
-        """Take the part off the device, with its own classes back, so that it can be changed; it stays in memory."""
         patcher = self.patchers.get(part)
         if patcher is not None:
             unload(patcher)
             patcher.model.put(None)
 
     def release(self, part: str) -> None:
-        """Take the part off the device; where that is the host, free its memory."""
         self.detach(part)
         if self.device_of(part).type == HOST.type:
             self.parts.drop(part)
@@ -437,12 +422,10 @@ def offloader_on(parts: Parts, device: torch.device, options: OffloadOptions | N
 
 
 def comfy_offloader(pipeline: Any) -> ComfyOffloader | None:
-    """The offloader of a pipeline where it is ComfyUI's; else None."""
     return pipeline.offloader if isinstance(pipeline.offloader, ComfyOffloader) else None
 
 
 def unload(patcher: PartPatcher) -> None:
-    """Send home what a patcher and its clones have on the device."""
     models = comfy.model_management.current_loaded_models
     others = [item for item in models if item.model is None or not item.model.is_clone(patcher)]
     if len(others) < len(models):

@@ -43,14 +43,12 @@ def _meshes_in(kind: str, mark: str) -> list[str]:
 
 
 def _place(name: str) -> tuple[Path, Path]:
-    """The path that a listed name means, whether it exists or not, and the folder it must lie in."""
     saved = name.endswith(SAVED)
     root = Path(folder_paths.get_directory_by_type("output" if saved else "input")).resolve()
     return (root / (name.removesuffix(SAVED) if saved else name)).resolve(), root
 
 
 def mesh_path(name: str) -> Path:
-    """The path of a mesh file inside the input or output folder; CheckpointError where there is none of that name."""
     path, root = _place(name)
     if not path.is_relative_to(root) or not path.is_file():
         raise CheckpointError(
@@ -62,7 +60,6 @@ def mesh_path(name: str) -> Path:
 
 
 def file_stamp(name: str) -> Any:
-    """Value that changes when a listed mesh file changes."""
     path, _ = _place(name)
     return (path.stat().st_mtime, path.stat().st_size) if path.is_file() else None
 
@@ -106,7 +103,6 @@ def from_core(mesh: Any) -> Mesh:
 
 
 def to_core(mesh: Mesh) -> Any:
-    """A core MESH, with the material of the file it is from."""
     uvs = None if mesh.uvs is None else to_host(mesh.uvs).float()[None]
     made = Types.MESH(to_host(mesh.vertices).float()[None], to_host(mesh.faces).long()[None], uvs=uvs)
     for attribute, name in MAPS.items():
@@ -146,7 +142,6 @@ def with_texture(mesh: Any, texture: Texture) -> Any:
 
 
 def with_geometry(mesh: Any, changed: Mesh) -> Any:
-    """A copy of a core MESH whose faces were ``changed``, with the maps that its UVs still fit."""
     made = to_core(changed)
     for name in (*MAPS, "material", "occlusion_in_mr", "unlit") if changed.uvs is not None else ():
         setattr(made, name, getattr(mesh, name, None))
@@ -154,14 +149,12 @@ def with_geometry(mesh: Any, changed: Mesh) -> Any:
 
 
 def with_colour(mesh: Any, colour: torch.Tensor) -> Any:
-    """A copy of a core MESH with another base colour, (T, T, 3); its other maps stay."""
     coloured = copy.copy(mesh)
     coloured.texture = colour[None]
     return coloured
 
 
 def colour_of(mesh: Any) -> torch.Tensor:
-    """The base colour of a core MESH, (T, T, 3); InputError where it has none."""
     if mesh.texture is None:
         raise InputError("a mesh without a texture", expected="a painted one", fix="Use AnyGPU Bake Texture before it.")
     return mesh.texture[0, ..., :3]

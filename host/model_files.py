@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import comfy
@@ -29,8 +31,6 @@ TOKENIZERS = {
 }
 DEEPEST = 6
 
-_kinds: dict[Path, tuple[tuple[int, int], tuple[str, ...]]] = {}  # of each file, while it does not change
-
 
 def file_choices(part: str) -> list[str]:
     """Choices of the input for ``part``: the files found; ``auto`` first, but for the transformer."""
@@ -48,32 +48,28 @@ def offered() -> dict[Path, tuple[str, ...]]:
     """Every file of the folders with the kinds of models in it; its header is read again only when it has changed."""
     files: dict[Path, tuple[str, ...]] = {}
     for path in dict.fromkeys(path for part in KEYS for path in _named(part).values()):
-        try:
-            status = path.stat()
-        except OSError:  # a broken link
-            continue
-        stamp = (status.st_size, status.st_mtime_ns)
-        if _kinds.get(path, ((0, 0), ()))[0] != stamp:
-            _kinds[path] = (stamp, kinds(path))
-        files[path] = _kinds[path][1]
+        with suppress(OSError):  # a broken link
+            files[path] = _kinds_of(path, path.stat().st_size, path.stat().st_mtime_ns)
     return files
 
 
+@functools.lru_cache(maxsize=4096)
+def _kinds_of(path: Path, _size: int, _changed: int) -> tuple[str, ...]:
+    return kinds(path)
+
+
 def tokenizers() -> dict[str, Path]:
-    """The folders of the tokenizers that ComfyUI ships, by kind, where they are."""
     home = Path(str(comfy.__path__[0]))
     return {kind: home / place for kind, place in TOKENIZERS.items() if (home / place).is_dir()}
 
 
 def stamp_of(**names: str) -> list[tuple[str, int, int]]:
-    """Value that changes when one of the named files changes."""
     return stamp(*(_named(part).get(name) for part, name in names.items()))
 
 
 def _path_of(part: str, name: str) -> Path:
-    searched = roots(KEYS[part])
     what = f"{part} file", f"a file ending in {', '.join(ENDINGS)}"
-    return path_of(name, _named(part), searched, what, f"Put it into {searched[0]} and press R.")
+    return path_of(name, _named(part), roots(KEYS[part]), what, "Put it into {} and press R.")
 
 
 def _named(part: str) -> dict[str, Path]:

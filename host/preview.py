@@ -47,7 +47,6 @@ def clips(films: Sequence[torch.Tensor], fps: float, cls: Any) -> Any:
 
 
 def sheet(pictures: torch.Tensor, cls: Any) -> Any:
-    """A preview of pictures (B, H, W, 3) beside one another, as near to a square as they go."""
     columns = math.ceil(math.sqrt(len(pictures)))
     return ui.PreviewImage(sheet_of(_at_most(pictures, SHEET_PIXELS // columns)), cls=cls)
 
@@ -78,7 +77,6 @@ class TinyPreviewer:
         self.network, self.device, self.dtype, self.works = network, device, dtype, True
 
     def decode_latent_to_preview_image(self, _format: str, estimate: torch.Tensor) -> tuple[str, Any, int] | None:
-        """Format, picture and the largest size that it is sent in; None where there is none."""
         try:
             frame = preview(self.network, estimate, self.device, self.dtype) if self.works else None
         except DEVICE_ERRORS:  # a picture of a run must not end it

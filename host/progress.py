@@ -53,7 +53,6 @@ class Paused(comfy.model_management.InterruptProcessingException):
 
 
 def _window() -> str | None:
-    """The client that queued the prompt that runs; None where it names none, as a script may."""
     return getattr(getattr(PromptServer, "instance", None), "client_id", None)
 
 
@@ -112,7 +111,6 @@ class NodeProgress:
         self._previewer_known = False
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Preview | None = None) -> None:
-        """Move the bar; raises when the user has cancelled."""
         self.check()
         name, text = stage.name, str(stage)
         self._run.step(name)
@@ -133,11 +131,9 @@ class NodeProgress:
             raise Paused
 
     def check(self) -> None:
-        """Raise ComfyUI's own interrupt when the user has cancelled."""
         comfy.model_management.throw_exception_if_processing_interrupted()
 
     def notify(self, text: str) -> None:
-        """A line in the log and under the node."""
         if text not in self.lines:
             self.lines.append(text)
             log.info("AnyGPU: %s", text)
@@ -146,7 +142,6 @@ class NodeProgress:
         self.notify(text)
 
     def show(self) -> None:
-        """The lines under the node at once, where a node of core's runs and no step of ours will show them."""
         self._send("\n".join(self.lines))
 
     def chosen(self, status: str, decisions: Iterable[Decision]) -> None:
@@ -193,7 +188,6 @@ class PaintProgress(NodeProgress):
     """A node's progress whose previews are the views beside one another."""
 
     def _picture(self, preview: Callable[[], torch.Tensor]) -> Any:
-        """The views as one row, or None when previews are off or there is nothing to see yet."""
         from PIL import Image
 
         device = comfy.model_management.get_torch_device()
@@ -214,7 +208,6 @@ class PaintProgress(NodeProgress):
 
 
 def saved_views(painted: Painted) -> AbstractContextManager[None]:
-    """:func:`texturing.saved_views` in a folder beside the saved latents."""
     from ..paint import texturing
 
     folder = saved_folder() / f"views-{uuid.uuid4().hex[:8]}"

@@ -8,7 +8,6 @@ import logging
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import comfy.latent_formats
@@ -52,16 +51,22 @@ def save_core_samples(patcher: Any, family: str = "", fps: float = 0.0) -> None:
     """
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        guider, estimates = executor.class_obj, _Estimates()
+        guider, last = executor.class_obj, list[Any]()  # the estimate of the last step, and which step it was
         call = inspect.signature(executor.original).bind(*args, **kwargs)
         call.apply_defaults()
-        given = call.arguments
-        given["callback"] = estimates.then(given.get("callback"), guider)
+        given, callback = call.arguments, call.arguments.get("callback")
+
+        def noted(step: int, estimate: torch.Tensor, x: torch.Tensor, total: int) -> Any:
+            samples = guider.inner_model.process_latent_out(estimate.to(torch.float32))
+            last[:] = to_host(samples), f"step {step + 1} of {total}"
+            return None if callback is None else callback(step, estimate, x, total)
+
+        given["callback"] = noted
         try:
             output = executor(*call.args, **call.kwargs)
         except BaseException:
-            if estimates.last is not None:
-                _keep(guider, estimates.last, given, family, fps, f"step {estimates.done} of {estimates.total}")
+            if last:
+                _keep(guider, last[0], given, family, fps, last[1])
             raise
         _keep(guider, output, given, family, fps, "")
         return output
@@ -71,7 +76,6 @@ def save_core_samples(patcher: Any, family: str = "", fps: float = 0.0) -> None:
 
 
 def save_for_decode(samples: torch.Tensor) -> None:
-    """Keep latents that are about to be decoded, unless they are those that were kept last."""
     try:
         mark = _mark(samples)
         if mark not in _saved_lately:
@@ -82,60 +86,34 @@ def save_for_decode(samples: torch.Tensor) -> None:
 
 
 def _mark(samples: torch.Tensor) -> tuple[Any, ...]:
-    """A fingerprint of latents."""
     return *samples.shape, zlib.crc32(to_host(samples).float().contiguous().numpy().tobytes())
-
-
-class _Estimates:
-    """The progress of a sampling of core's: the last estimate of its result, in the space that core returns."""
-
-    def __init__(self) -> None:
-        self.last: torch.Tensor | None = None
-        self.done = self.total = 0
-
-    def then(self, callback: Callable[..., Any] | None, guider: Any) -> Callable[..., Any]:
-        """Core's callback, with the step noted first."""
-
-        def noted(step: int, estimate: torch.Tensor, x: torch.Tensor, total: int) -> Any:
-            self.last = to_host(guider.inner_model.process_latent_out(estimate.to(torch.float32)))
-            self.done, self.total = step + 1, total
-            return None if callback is None else callback(step, estimate, x, total)
-
-        return noted
 
 
 def _keep(
     guider: Any, output: torch.Tensor, given: Mapping[str, Any], family: str, fps: float, unfinished: str
 ) -> None:
-    """Keep what a sampling has made, or had made when it was cut short."""
     try:
         model, shapes = guider.model_patcher.model, given.get("latent_shapes")
         latents = comfy.utils.unpack_latents(output, shapes) if shapes and len(shapes) > 1 else [output]
-        found = _sampled(model, latents, family or type(model).__name__, int(given.get("seed") or 0), fps)
-        recovery.save_plain_recovery(saved_folder(), replace(found, unfinished=unfinished), log.warning)
+        rough, shape = model.latent_format, latents[0].shape
+        frames = height = width = 0
+        if len(shape) in (4, 5):
+            height, width = (side * rough.spacial_downscale_ratio for side in shape[-2:])
+            frames = (shape[2] - 1) * rough.temporal_downscale_ratio + 1 if len(shape) == 5 else 1
+        name, seed, kind = family or type(model).__name__, int(given.get("seed") or 0), type(rough).__name__
+        more = {"fps": fps, "latent_format": kind, "unfinished": unfinished}
+        made = Sampled(latents, name, seed, frames=frames, height=height, width=width, **more)
+        recovery.save_plain_recovery(saved_folder(), made, log.warning)
         _saved_lately.append(_mark(latents[0]))
     except Exception as error:  # of whatever another pack has put here: it must not cost the sampling
         log.warning("AnyGPU: latents could not be saved: %s", error)
 
 
-def _sampled(model: Any, latents: list[Any], family: str, seed: int, fps: float) -> Sampled:
-    """The record of ``latents``, with all that core's class for such latents tells of them."""
-    rough, shape = model.latent_format, latents[0].shape
-    frames = height = width = 0
-    if len(shape) in (4, 5):
-        height, width = (side * rough.spacial_downscale_ratio for side in shape[-2:])
-        frames = (shape[2] - 1) * rough.temporal_downscale_ratio + 1 if len(shape) == 5 else 1
-    kind = type(rough).__name__
-    return Sampled(latents, family, seed, frames=frames, height=height, width=width, fps=fps, latent_format=kind)
-
-
 def choices() -> list[str]:
-    """The choices of the recover node: ``newest``, then every id."""
     return [NEWEST, *(item.id for item in listing())]
 
 
 def stamp(name: str) -> tuple[str, int]:
-    """Changes when another file is meant: the id, and when it was written."""
     path = recovery.path_of(saved_folder(), name)
     return path.stem, path.stat().st_mtime_ns
 
@@ -162,6 +140,5 @@ def thumbnail(name: str) -> bytes | None:
 
 
 def _latent_format(name: str) -> Any:
-    """Core's latent format of a class name, which a file says; its plainest where there is none of that name."""
     kind, plain = getattr(comfy.latent_formats, name, None), comfy.latent_formats.LatentFormat
     return kind() if isinstance(kind, type) and issubclass(kind, plain) else plain()

@@ -72,7 +72,6 @@ def used_folders(model: str, base: str, image_encoder: str) -> list[Path]:
 
 
 def files_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> LoadRequest:
-    """The request of AnyGPU Compose Pipeline; arguments as of :func:`folder_request`."""
     given = {**FILE_INPUTS, **inputs}
     files = model_files.chosen_files(given["task"], **{name: given[name] for name in FILES})
     base = folders.provider_folder(given["base"])
@@ -82,7 +81,6 @@ def files_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> 
 
 
 def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
-    """The request of AnyGPU Load Paint Pipeline; arguments as of :func:`folder_request`."""
     from ..paint.loading import PaintRequest
     from ..paint.networks.compile import settings_for
 
@@ -100,7 +98,6 @@ def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
 
 
 def adapter_request(inputs: Inputs, **machine: Any) -> AdapterRequest:
-    """The request of AnyGPU Load MV-Adapter; arguments as of :func:`folder_request`."""
     from ..paint.adapter_loading import AdapterRequest
 
     given = {**ADAPTER_INPUTS, **inputs}
@@ -117,7 +114,6 @@ def adapter_request(inputs: Inputs, **machine: Any) -> AdapterRequest:
 
 
 def machine_of(folder: Path) -> Machine:
-    """This ComfyUI as the place where a job runs; its pictures may lie in ``folder``, beside the job's file."""
     from ..pipelines.demo import MODELS
     from ..pipelines.records.places import Machine, Places
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -28,11 +29,8 @@ DEEPEST = 4
 OUTPUT = " [output]"
 MOST_BYTES = 200  # of a name: file systems take 255, and a number and an ending follow
 
-_kinds: dict[tuple[str, int, int], str] = {}
-
 
 def new_path(prefix: str) -> Path:
-    """The next free numbered file of a name such as ``latents/AnyGPU``, in the output folder."""
     folder, name = target_folder(prefix)
     taken = re.compile(re.escape(name) + r"_(\d+)_\.safetensors", re.IGNORECASE)
     numbers = [match for path in _children(folder) if (match := taken.fullmatch(path.name))]
@@ -73,13 +71,11 @@ def shown(path: Path) -> str:
 
 
 def ui_record(path: Path) -> dict[str, str]:
-    """The record by which ComfyUI names a file of the output folder."""
     subfolder = path.parent.relative_to(folder_paths.get_output_directory()).as_posix()
     return {"filename": path.name, "subfolder": "" if subfolder == "." else subfolder, "type": "output"}
 
 
 def origin(prompt: Any, extra: Any) -> Origin:
-    """The graph that ran and the workflow to open, unless ComfyUI was told to save no metadata."""
     if args.disable_metadata:
         return Origin()
     texts = {} if prompt is None else {"prompt": json.dumps(prompt)}
@@ -116,7 +112,6 @@ class SignedVideo(InputImpl.VideoFromComponents):
 
 
 def video(images: Any, rate: Fraction, receipt: Mapping[str, Any] | None) -> SignedVideo:
-    """The VIDEO of frames (F, H, W, 3)."""
     made = SignedVideo(Types.VideoComponents(images=images, frame_rate=rate))
     made.receipt = receipt
     return made
@@ -129,12 +124,10 @@ def choices(kind: str) -> list[str]:
 
 
 def none_of(kind: str) -> str:
-    """The one entry of a list without files."""
     return f"no {kind} found" if kind == SIGNED else f"no {kind} file found"
 
 
 def file_named(kind: str, name: str) -> Path:
-    """The file of a listed name; CheckpointError for any other."""
     named = _named(kind)
     if name in named:
         return named[name]
@@ -146,7 +139,6 @@ def file_named(kind: str, name: str) -> Path:
 
 
 def stamp(kind: str, name: str) -> tuple[str, int, int]:
-    """Value that changes with the file of a listed name; a missing file fails only when the node runs."""
     path = _named(kind).get(name)
     return (name, 0, 0) if path is None else (name, *_state(path))
 
@@ -157,13 +149,12 @@ def _named(kind: str) -> dict[str, Path]:
     for folder, mark in ((folder_paths.get_input_directory(), ""), (folder_paths.get_output_directory(), OUTPUT)):
         root = Path(folder)
         for path in _files(root, suffixes):
-            if path.suffix in FILMS or _kind(path) == wanted:
+            if path.suffix in FILMS or _kind(path, _state(path)) == wanted:
                 named[path.relative_to(root).as_posix() + mark] = path
     return named
 
 
 def _files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Files that may be ours, a few levels deep; no folder twice, so that a loop of links ends."""
     level, seen, files = [root], set(), []
     for _ in range(DEEPEST):
         deeper: list[Path] = []
@@ -195,9 +186,6 @@ def _state(path: Path) -> tuple[int, int]:
     return stat.st_mtime_ns, stat.st_size
 
 
-def _kind(path: Path) -> str:
-    """The kind of a file, read again only when it has changed."""
-    key = (str(path), *_state(path))
-    if key[1:] != (0, 0) and key not in _kinds:
-        _kinds[key] = kind_of(path)
-    return _kinds.get(key, "")
+@functools.lru_cache(maxsize=4096)
+def _kind(path: Path, state: tuple[int, int]) -> str:
+    return "" if state == (0, 0) else kind_of(path)

@@ -8,8 +8,7 @@ from ..compat.requirements import package_problem
 from ..host.api import ComfyExtension, io
 from ..host.progress import with_an_end
 from ..host.server.routes import add_routes
-from .core_models import FitAll, FitCLIP, FitModel, FitVAE
-from .doctor import WatchDoctor
+from .core_models import FitAll, FitCLIP, FitModel, FitVAE, WatchDoctor
 from .farm import Collect, Farm, QueueJobs
 from .latents import (
     LoadLatent,

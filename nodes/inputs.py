@@ -11,6 +11,7 @@ from ..compat.transforms import attention, fused
 from ..compat.transforms import compile as compiling
 from ..host.api import io
 from ..pipelines.family import SCHEDULERS
+from ..pipelines.files.evidence import variant_choices
 from ..pipelines.latents.batch import MOST_VIDEOS
 
 Pipeline = io.Custom("ANYGPU_PIPELINE")
@@ -22,6 +23,11 @@ Cameras = io.Custom("ANYGPU_CAMERAS")
 CATEGORY = "video/AnyGPU"
 DEFAULT = "0 takes the model's own default."
 SEED_LIMIT = 2**64 - 1
+DEVICES = (  # input, what it places, and what the CPU costs
+    ("transformer_device", "the transformer computes", ""),
+    ("text_device", "the text encoders compute", " cpu: they need no GPU memory, and take seconds to minutes per prompt."),
+    ("vae_device", "the VAE computes", " cpu: decoding needs no GPU memory, and is very slow."),
+)
 
 
 def schema(**given: Any) -> io.Schema:
@@ -49,6 +55,20 @@ def size_inputs(width: int = 0, height: int = 0) -> list[Any]:
     return [
         io.Int.Input("width", default=width, min=0, max=4096, step=16, tooltip=tip + DEFAULT),
         io.Int.Input("height", default=height, min=0, max=4096, step=16, tooltip=tip + DEFAULT),
+    ]
+
+
+def prompt_input() -> Any:
+    return io.MultiType.Input(
+        "prompt", types=[Prompt, io.Conditioning],
+        tooltip="From AnyGPU Encode Prompt, or core CONDITIONING from CLIP Text Encode.",
+    )
+
+
+def core_inputs() -> list[Any]:
+    return [
+        io.Conditioning.Input("negative", optional=True, tooltip="Negative CONDITIONING, when prompt is core CONDITIONING."),
+        io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels from 1 to 0 that replace steps and shift."),
     ]
 
 
@@ -147,19 +167,12 @@ def weight_inputs() -> list[Any]:
             tooltip="The same for the text encoders. T5-XXL takes 9.5 GB as bf16, about 5 GB as fp8 or int8. All of "
                     "them work in every offload mode.",
         ),
-        io.Combo.Input(
-            "transformer_device", options=list(offloader.DEVICE_CHOICES), default="auto", optional=True, advanced=True,
-            tooltip="Where the transformer computes. auto: ComfyUI's device, or a second card where that helps.",
-        ),
-        io.Combo.Input(
-            "text_device", options=list(offloader.DEVICE_CHOICES), default="auto", optional=True, advanced=True,
-            tooltip="Where the text encoders compute. auto: ComfyUI's device, or a second card where that helps. cpu: they need no GPU memory, and take "
-                    "seconds to minutes per prompt.",
-        ),
-        io.Combo.Input(
-            "vae_device", options=list(offloader.DEVICE_CHOICES), default="auto", optional=True, advanced=True,
-            tooltip="Where the VAE computes. auto: ComfyUI's device, or a second card where that helps. cpu: decoding needs no GPU memory, and is very "
-                    "slow.",
+        *(
+            io.Combo.Input(
+                name, options=list(offloader.DEVICE_CHOICES), default="auto", optional=True, advanced=True,
+                tooltip=f"Where {computes}. auto: ComfyUI's device, or a second card where that helps.{cpu}",
+            )
+            for name, computes, cpu in DEVICES
         ),
         io.Float.Input(
             "keep_free_gb", default=0.0, min=0.0, max=1023.0, step=0.1, optional=True, advanced=True,
@@ -189,18 +202,24 @@ def precision_input() -> Any:
     )
 
 
-def offload_input() -> Any:
+def variant_input() -> Any:
     return io.Combo.Input(
-        "offload", options=list(offloader.CHOICES), default="auto",
-        tooltip="auto: the fastest that fits. "
-        + " ".join(f"{mode}: {cost}." for mode, cost in offloader.COSTS.items())
-        + " On a CPU only auto and none work.",
+        "variant", options=variant_choices(), default="auto", advanced=True,
+        tooltip="Which variant of the model it is, if the files cannot tell. auto goes by the file's metadata, then by "
+                "the names of file and folders, and says by which under the node.",
     )
 
 
-def attention_input() -> Any:
+def offload_input(limit: str = "") -> Any:
+    costs = " ".join(f"{mode}: {cost}." for mode, cost in offloader.COSTS.items())
+    return io.Combo.Input(
+        "offload", options=list(offloader.CHOICES), default="auto", tooltip=f"auto: the fastest that fits. {costs}{limit}",
+    )
+
+
+def attention_input(whose: str = "", limit: str = "") -> Any:
+    meanings = " ".join(f"{choice}: {meaning}." for choice, meaning in attention.MEANINGS.items())
     return io.Combo.Input(
         "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,
-        tooltip="Which kernel computes attention, for this pipeline only. "
-        + " ".join(f"{choice}: {meaning}." for choice, meaning in attention.MEANINGS.items()),
+        tooltip=f"Which kernel computes {whose}attention, for this pipeline only. {meanings}{limit}",
     )

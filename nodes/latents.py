@@ -44,13 +44,9 @@ def not_finite_input() -> Any:
 
 
 class Listed(io.ComfyNode):
-    """Shared code of the nodes whose input ``file`` is one of the listed files of their kind."""
-
     kind = ""
 
-    @classmethod
-    def validate_inputs(cls, file: str) -> bool:
-        return True
+    validate_inputs = classmethod(lambda cls, file: True)  # a name that is gone is explained by the run
 
     @classmethod
     def fingerprint_inputs(cls, file: str, **_: Any) -> Any:
@@ -147,9 +143,7 @@ class RecoverLatents(io.ComfyNode):
             outputs=[io.Latent.Output(display_name="latent")],
         )
 
-    @classmethod
-    def validate_inputs(cls, kept: str) -> bool:
-        return True
+    validate_inputs = classmethod(lambda cls, kept: True)  # a name that is gone is explained by the run
 
     @classmethod
     def fingerprint_inputs(cls, kept: str, **_: Any) -> Any:
@@ -290,7 +284,7 @@ class UpscaleLatents(io.ComfyNode):
                 Pipeline.Input("pipeline", tooltip="The LTX-Video pipeline that made the latents."),
                 io.Latent.Input("latent", tooltip="From AnyGPU Sample, at two thirds of the final width and height."),
                 io.Combo.Input(
-                    "upscaler", options=folders.upscaler_choices(),
+                    "upscaler", options=list(folders.upscalers()) or [folders.NO_UPSCALER],
                     tooltip="A file in ComfyUI/models/latent_upscale_models, such as "
                             "ltxv-spatial-upscaler-0.9.8.safetensors, or ltxv-temporal-upscaler-0.9.8.safetensors for "
                             "twice the frames. Press R after adding one.",
@@ -299,9 +293,7 @@ class UpscaleLatents(io.ComfyNode):
             outputs=[io.Latent.Output(display_name="latent")],
         )
 
-    @classmethod
-    def validate_inputs(cls, upscaler: str) -> bool:
-        return True
+    validate_inputs = classmethod(lambda cls, upscaler: True)  # a name that is gone is explained by the run
 
     @classmethod
     def execute(cls, pipeline: Any, latent: Any, upscaler: str) -> io.NodeOutput:

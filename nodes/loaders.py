@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..compat.memory import offloader
 from ..compat.requirements import package_problem
 from ..compat.transforms import attention
 from ..host import core_models, folders, memory_manager, model_files, requests, saved
@@ -15,12 +14,11 @@ from ..host.api import io
 from ..host.progress import NodeProgress
 from ..host.server import panel
 from ..pipelines.decisions import status_of
-from ..pipelines.files.evidence import variant_choices
 from ..pipelines.load import lora as adapters
 from ..pipelines.load.folder import load, load_placed
 from ..pipelines.registry import FAMILIES
 from ..pipelines.requests import LORA_MODES, PRECISIONS, LoadRequest
-from .inputs import Pipeline, schema, speed_inputs, weight_inputs
+from .inputs import Pipeline, attention_input, offload_input, schema, speed_inputs, variant_input, weight_inputs
 
 
 class LoadPipeline(io.ComfyNode):
@@ -51,18 +49,8 @@ class LoadPipeline(io.ComfyNode):
                             "fp32, for GPUs without bf16; not on a CPU. fp8_e4m3fn, fp8_e4m3fn_fast: auto, with "
                             "weights fp8. fp8_scaled: auto, with weights as in the file." + panel.limit_tooltip("precision"),
                 ),
-                io.Combo.Input(
-                    "offload", options=list(offloader.CHOICES), default="auto",
-                    tooltip="auto: the fastest that fits. "
-                    + " ".join(f"{mode}: {cost}." for mode, cost in offloader.COSTS.items())
-                    + panel.limit_tooltip("offload"),
-                ),
-                io.Combo.Input(
-                    "variant", options=variant_choices(), default="auto", advanced=True,
-                    tooltip="Which variant of the model it is, if the files cannot tell. auto goes by the "
-                            "file's metadata, then by the names of file and folders, and says by which under the "
-                            "node.",
-                ),
+                offload_input(panel.limit_tooltip("offload")),
+                variant_input(),
                 io.Combo.Input(
                     "base", options=providers, default="auto", advanced=True,
                     tooltip="FramePack: the HunyuanVideo folder to take text encoders and VAE from. auto looks for "
@@ -73,12 +61,7 @@ class LoadPipeline(io.ComfyNode):
                     tooltip="FramePack, HunyuanVideo 1.5: the folder with image_encoder and feature_extractor. auto "
                             "looks for one.",
                 ),
-                io.Combo.Input(
-                    "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,
-                    tooltip="Which kernel computes the transformer's attention, for this pipeline only. "
-                    + " ".join(f"{choice}: {meaning}." for choice, meaning in attention.MEANINGS.items())
-                    + panel.limit_tooltip("attention"),
-                ),
+                attention_input("the transformer's ", panel.limit_tooltip("attention")),
                 *speed_inputs(),
                 *weight_inputs(),
             ],
@@ -92,9 +75,7 @@ class LoadPipeline(io.ComfyNode):
             ],
         )
 
-    @classmethod
-    def validate_inputs(cls, model: str) -> bool:
-        return True
+    validate_inputs = classmethod(lambda cls, model: True)  # a name that is gone is explained by the run
 
     @classmethod
     def fingerprint_inputs(cls, model: str, base: str = folders.AUTO, image_encoder: str = folders.AUTO, **_: Any) -> Any:
@@ -157,17 +138,8 @@ class ComposePipeline(io.ComfyNode):
                     "precision", options=list(PRECISIONS), default="auto",
                     tooltip="The dtype that computes, as on AnyGPU Load Pipeline.",
                 ),
-                io.Combo.Input(
-                    "offload", options=list(offloader.CHOICES), default="auto",
-                    tooltip="auto: the fastest that fits. "
-                    + " ".join(f"{mode}: {cost}." for mode, cost in offloader.COSTS.items()),
-                ),
-                io.Combo.Input(
-                    "variant", options=variant_choices(), default="auto", advanced=True,
-                    tooltip="Which variant of the model it is, if the files cannot tell. auto goes by the "
-                            "file's metadata, then by the names of file and folders, and says by which under the "
-                            "node.",
-                ),
+                offload_input(),
+                variant_input(),
                 io.Combo.Input(
                     "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,
                     tooltip="Which kernel computes the transformer's attention, as on AnyGPU Load Pipeline.",
@@ -182,9 +154,7 @@ class ComposePipeline(io.ComfyNode):
             ],
         )
 
-    @classmethod
-    def validate_inputs(cls, transformer: str) -> bool:
-        return True
+    validate_inputs = classmethod(lambda cls, transformer: True)  # a name that is gone is explained by the run
 
     @classmethod
     def fingerprint_inputs(cls, **inputs: Any) -> Any:
@@ -198,7 +168,6 @@ class ComposePipeline(io.ComfyNode):
 
 
 def trace_file(inputs: Mapping[str, Any]) -> Path | None:
-    """Path of a load node's profile; None without one."""
     folder, name = saved.target_folder("profiles/AnyGPU")
     return folder / f"{name}.json" if inputs.get("profile") else None
 
@@ -260,9 +229,7 @@ class ApplyLoRA(io.ComfyNode):
             ],
         )
 
-    @classmethod
-    def validate_inputs(cls, lora: str) -> bool:
-        return True
+    validate_inputs = classmethod(lambda cls, lora: True)  # a name that is gone is explained by the run
 
     @classmethod
     def fingerprint_inputs(cls, lora: str, **_: Any) -> Any:

@@ -39,9 +39,7 @@ class LoadMesh(io.ComfyNode):
             outputs=[io.Mesh.Output(display_name="mesh")],
         )
 
-    @classmethod
-    def validate_inputs(cls, mesh_file: str) -> bool:
-        return True
+    validate_inputs = classmethod(lambda cls, mesh_file: True)  # a name that is gone is explained by the run
 
     @classmethod
     def fingerprint_inputs(cls, mesh_file: str, **_: Any) -> Any:

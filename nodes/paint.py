@@ -50,7 +50,6 @@ def word_inputs() -> list[Any]:
 
 
 def vision_input() -> Any:
-    """Input for the output of core's own DINOv2 for the picture."""
     return io.ClipVisionOutput.Input(
         "clip_vision_output", optional=True,
         tooltip="PBR: DINOv2-giant's output from core's CLIP Vision Encode. Replaces image_encoder on the load node.",
@@ -74,7 +73,7 @@ class LoadPaintPipeline(io.ComfyNode):
                     tooltip="A published folder (it contains unet and vae) or the UNet's file, in models/diffusers.",
                 ),
                 precision_input(),
-                offload_input(),
+                offload_input(" On a CPU only auto and none work."),
                 io.Combo.Input(
                     "variant", options=list(VARIANTS), default="auto", advanced=True,
                     tooltip="v2-0 and turbo have the same tensors, so auto looks for the word turbo in the path.",
@@ -110,9 +109,7 @@ class LoadPaintPipeline(io.ComfyNode):
             outputs=[Paint.Output(display_name="pipeline")],
         )
 
-    @classmethod
-    def validate_inputs(cls, model: str) -> bool:
-        return True
+    validate_inputs = classmethod(lambda cls, model: True)  # a name that is gone is explained by the run
 
     @classmethod
     def fingerprint_inputs(cls, model: str, vae: str = folders.AUTO, image_encoder: str = folders.AUTO, **_: Any) -> Any:
@@ -141,18 +138,18 @@ class LoadMVAdapter(io.ComfyNode):
             search_aliases=["mvadapter", "mv-adapter", "ig2mv", "tg2mv", "sdxl texture", "texture model"],
             inputs=[
                 io.Combo.Input(
-                    "model", options=folders.base_choices(),
+                    "model", options=list(folders.base_models()) or [folders.NO_MODEL],
                     tooltip="A .safetensors of SDXL or SD2.1 in models/checkpoints, or a diffusers folder.",
                 ),
                 io.Combo.Input(
-                    "adapter", options=folders.adapter_choices(),
+                    "adapter", options=list(folders.adapters()) or [folders.NO_ADAPTER],
                     tooltip="mvadapter_ig2mv_sdxl.safetensors, or the one for tg2mv or sd21, in models/diffusion_models. "
                             "Its base must be that of the checkpoint.",
                 ),
                 precision_input(),
-                offload_input(),
+                offload_input(" On a CPU only auto and none work."),
                 io.Combo.Input(
-                    "lora", options=folders.base_lora_choices(), default=folders.NONE,
+                    "lora", options=[folders.NONE, *folders.loras()], default=folders.NONE,
                     tooltip="A LoRA of the checkpoint's base. It is merged into the weights as they are read.",
                 ),
                 io.Float.Input(
@@ -173,9 +170,7 @@ class LoadMVAdapter(io.ComfyNode):
             outputs=[Paint.Output(display_name="pipeline")],
         )
 
-    @classmethod
-    def validate_inputs(cls, model: str, adapter: str) -> bool:
-        return True
+    validate_inputs = classmethod(lambda cls, model, adapter: True)  # a name that is gone is explained by the run
 
     @classmethod
     def fingerprint_inputs(

@@ -25,7 +25,17 @@ from ..pipelines.records.receipts import decoded_receipt
 from ..pipelines.registry import FAMILIES
 from ..pipelines.settings import with_step_cache
 from ..pipelines.vae.plan import METHODS, DecodeRequest
-from .inputs import DEFAULT, Image, Pipeline, Prompt, batch_input, sampling_inputs, schema, size_inputs
+from .inputs import (
+    DEFAULT,
+    Image,
+    Pipeline,
+    batch_input,
+    core_inputs,
+    prompt_input,
+    sampling_inputs,
+    schema,
+    size_inputs,
+)
 
 
 class Sample(io.ComfyNode):
@@ -42,10 +52,7 @@ class Sample(io.ComfyNode):
             ],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
-                io.MultiType.Input(
-                    "prompt", types=[Prompt, io.Conditioning],
-                    tooltip="From AnyGPU Encode Prompt, or core CONDITIONING from CLIP Text Encode.",
-                ),
+                prompt_input(),
                 *size_inputs(),
                 io.Int.Input(
                     "frames", default=0, min=0, max=4097,
@@ -59,8 +66,7 @@ class Sample(io.ComfyNode):
                     "denoise", default=1.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
                     tooltip="With a latent: how much of it is redrawn. 1 ignores its content.",
                 ),
-                io.Conditioning.Input("negative", optional=True, tooltip="Negative CONDITIONING, when prompt is core CONDITIONING."),
-                io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels from 1 to 0 that replace steps and shift."),
+                *core_inputs(),
                 io.Float.Input(
                     "guidance_rescale", default=0.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
                     tooltip="LTX-Video, HunyuanVideo 1.5: reduces the extra contrast that a high cfg adds.",
@@ -111,10 +117,7 @@ class SampleFramePack(io.ComfyNode):
             search_aliases=["framepack f1", "framepack sampler", "long video", "image to video", "i2v", "total_second_length"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline, with a FramePack model."),
-                io.MultiType.Input(
-                    "prompt", types=[Prompt, io.Conditioning],
-                    tooltip="From AnyGPU Encode Prompt, or core CONDITIONING from CLIP Text Encode.",
-                ),
+                prompt_input(),
                 Image.Input("image", tooltip="From AnyGPU Encode Image: the start image, and the end image if one is "
                                              "joined to it."),
                 io.Float.Input("clip_seconds", default=5.0, min=0.0, max=120.0, step=0.1, tooltip="Length of the video in seconds."),
@@ -138,8 +141,7 @@ class SampleFramePack(io.ComfyNode):
                     "single_frame", default=False, optional=True, advanced=True,
                     tooltip="Samples one picture instead of a video.",
                 ),
-                io.Conditioning.Input("negative", optional=True, tooltip="Negative CONDITIONING, when prompt is core CONDITIONING."),
-                io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels from 1 to 0 that replace steps and shift."),
+                *core_inputs(),
                 batch_input(),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
@@ -173,7 +175,6 @@ class SampleFramePack(io.ComfyNode):
 
 
 def finished(progress: NodeProgress, pipeline: Any, videos: Sequence[Latents]) -> io.NodeOutput:
-    """The LATENT of what was sampled, which is said under the node."""
     one = videos[0]
     status = f"{one.width}x{one.height}, {one.frames} frames at {one.fps:g} fps"
     progress.finish(status, batch.seeds_of(videos), in_short(pipeline))

@@ -25,7 +25,6 @@ class Uncached(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **_: Any) -> float:
-        """Never the same."""
         return float("nan")
 
 

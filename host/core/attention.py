@@ -22,7 +22,7 @@ from ...compat.repairs import other_attention_asked
 from ...compat.transforms.attention import MATH_COPIES, Attention, fused_kernel
 from ...compat.transforms.attention_chunks import chunked, score_bytes
 from ...compat.transforms.fp16_layers import FULL, HALF, LIMIT, MOST_VALUE, Fp16Operands, fp16_operands, scales_for
-from .counts import Counts
+from .layers import Counts
 
 OVERRIDE = "optimized_attention_override"  # core's one slot for another attention
 INNER = "_inside_attn_wrapper"  # by which core tells a call from within another
@@ -75,7 +75,6 @@ class AttentionOverride:
 
     @torch.compiler.disable  # which kernel computes, and in which dtype, is decided by the operands of each call
     def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """The result of ``func`` for core's arguments: q, k, v, heads, and the rest by name or in its order."""
         if isinstance(func, functools.partial):  # a text encoder's layer hands what it was given to the next
             return func(*args, **kwargs)  # type: ignore[no-any-return]
         kwargs.pop("preferred_attention", None)  # which the layer has said before
@@ -127,7 +126,6 @@ class AttentionOverride:
         return call.exact(self.attention)
 
     def _without_narrow(self, func: Callable[..., Tensor], safe: bool) -> Callable[..., Tensor]:
-        """``func`` for another node's attention, which may hand it our fp16 operands."""
         if not safe or func.__name__ not in BUILDS_SCORES:
             return func
 
@@ -156,13 +154,11 @@ def _with_small_values(kernel: Callable[..., Tensor], *args: Any, **kwargs: Any)
 
 
 def _is_int8(kernel: Any) -> bool:
-    """True if ``kernel`` is comfy-kitchen's int8 attention, or core's override for it."""
     packed = getattr(kernel, "container_function", None)
     return _name(kernel) == INT8 or (packed is not None and packed is getattr(core_attention, INT8).container_function)
 
 
 def _by_torch(call: Heads, operands: Fp16Operands, named: dict[str, Any]) -> Tensor:
-    """Torch's fused kernel on fp16 operands, by core's own function for it, and its result in fp32."""
     scale = {} if named.get("scale") is None else {"scale": named["scale"]}
     layout = {"skip_reshape": True, "skip_output_reshape": True, INNER: True}
     heads = call.query.shape[1]
@@ -172,7 +168,6 @@ def _by_torch(call: Heads, operands: Fp16Operands, named: dict[str, Any]) -> Ten
 
 
 def _by_other(kernel: Callable[..., Tensor], call: Heads, operands: Fp16Operands, named: dict[str, Any]) -> Tensor:
-    """Another kernel on fp16 operands in the layout of the caller, and its result in fp32."""
     query, key, value = operands.query, operands.key, operands.value
     if not named.get("skip_reshape"):
         query, key, value = (each.transpose(1, 2).flatten(2) for each in (query, key, value))
@@ -250,10 +245,11 @@ class Heads:
         mask = self.mask
         if mask is not None and mask.dtype != dtype and mask.is_floating_point():
             mask = torch.empty_like(mask, dtype=dtype)
-        return bool(fused_kernel(*(_like(each, dtype) for each in (self.query, self.key, self.value)), mask))
+        operands = (self.query, self.key, self.value)
+        like = (each.new_empty((1, 1, 1, each.shape[-1]), dtype=dtype).expand(each.shape) for each in operands)
+        return bool(fused_kernel(*like, mask))
 
     def exact(self, attention: Attention) -> Tensor:
-        """The result in the caller's layout, from operands as wide as they are or wider."""
         query, key, value, mask = self.query, self.key, self.value, self.mask
         if mask is not None and mask.is_floating_point():
             mask = mask.to(query.dtype)
@@ -261,11 +257,6 @@ class Heads:
 
     def merged(self, result: Tensor) -> Tensor:
         return result if self.split else result.transpose(1, 2).flatten(2)
-
-
-def _like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor that looks like ``tensor`` in ``dtype`` to torch's choice of a kernel, and takes no memory."""
-    return tensor.new_empty((1, 1, 1, tensor.shape[-1]), dtype=dtype).expand(tensor.shape)
 
 
 def _named(func: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -40,8 +40,6 @@ NETWORK = "the network"  # the name under which a network's own inputs are kept
 
 @dataclass
 class ValueSizes:
-    """Sizes of the values of one block, or of one layer in it."""
-
     share: float = 0.0  # of fp16's range that the largest value inside needs with the room; at most 1 fits
     output: float = 0.0  # the largest value that comes out
     least: float = math.inf  # the largest value of the smallest row that comes out
@@ -61,7 +59,11 @@ class MeasuredBlock:
     @property
     def narrowing(self) -> Iterator[tuple[str, nn.Module]]:
         """The layers that show what overflowed in the middle of a block and was clamped before it came out."""
-        return ((name, each) for name, each in self.layers.items() if is_linear(each) and _narrows(each))
+        return (
+            (name, each)
+            for name, each in self.layers.items()
+            if is_linear(each) and each.in_features > each.out_features
+        )
 
 
 @dataclass
@@ -84,20 +86,18 @@ class Calibration:
                 log.warning("AnyGPU: %s is damaged (%s): measured again", self.path, first_line(error))
 
     def fits(self, name: str) -> bool:
-        """True if a block or layer was called and leaves the room."""
         return name in self.sizes and self.sizes[name].share <= 1.0
 
     def is_plain(self, network: nn.Module) -> bool:
-        """True if any block of ``network``, or a layer in it, can be computed in plain fp16."""
-        return self.fits(NETWORK) and any(map(self._any_fits, self._known(network)))
+        return self.fits(NETWORK) and any(
+            self.fits(block.name) or any(self._fitting(block)) for block in self._known(network)
+        )
 
     def refuse(self) -> None:
-        """Keep the running block out of plain fp16: operands of its attention have no fp16 form."""
         self._refused.add(self._running)
 
     @contextmanager
     def measured(self, network: nn.Module) -> Iterator[None]:
-        """Measure the call of ``network`` inside the block, unless its result is NaN or infinite anyway."""
         found: list[tuple[str, str, Tensor]] = []
         with ExitStack() as stack:
 
@@ -147,18 +147,13 @@ class Calibration:
         return self._blocks
 
     def _watched(self, network: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-        """(block, name, module) of what shows an overflow: blocks in lists, their narrowing layers, and the result."""
         known = self._known(network)
         for block in [each for each in known if "." in each.name] or known:
             yield block.name, block.name, block.module
             yield from ((block.name, name, layer) for name, layer in block.narrowing if self.fits(block.name))
         yield NETWORK, NETWORK, network
 
-    def _any_fits(self, block: MeasuredBlock) -> bool:
-        return self.fits(block.name) or any(self._fitting(block))
-
     def _fitting(self, block: MeasuredBlock) -> Iterator[nn.Module]:
-        """The layers of a block that are computed in plain fp16 whatever the rest of it is."""
         known = self.sizes.get(block.name, ValueSizes(NEVER)).share < NEVER
         return (layer for name, layer in block.layers.items() if known and self.fits(name))
 
@@ -166,7 +161,6 @@ class Calibration:
         self._running = name
 
     def _held(self, values: list[tuple[str, str, Any]]) -> bool:
-        """True if every value kept within the room; reads all of them at once."""
         numbers = to_host(torch.stack([each.float() for *_, pair in values for each in pair])).tolist()
         for (block, name, _), low, high in zip(values, numbers[::2], numbers[1::2], strict=True):
             known = self.sizes.get(name, ValueSizes())
@@ -205,7 +199,6 @@ def kept_at(patcher: Any, folder: Path | None, machine: str) -> Path | None:
 
 
 def blocks_of(network: nn.Module) -> Iterator[MeasuredBlock]:
-    """The parts of ``network`` that core calls by themselves and that have products; none is in another."""
     containers = [("", network)]
     while containers:
         prefix, container = containers.pop()
@@ -220,10 +213,6 @@ def blocks_of(network: nn.Module) -> Iterator[MeasuredBlock]:
                 yield MeasuredBlock(name, child, layers)
 
 
-def _narrows(layer: Any) -> bool:
-    return bool(layer.in_features > layer.out_features)
-
-
 def _floats(values: Any) -> Iterator[Tensor]:
     """Tensors in arguments or results that may leave fp16's range."""
     if isinstance(values, (list, tuple)):
@@ -234,7 +223,6 @@ def _floats(values: Any) -> Iterator[Tensor]:
 
 
 def _cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:
-    """``values`` with their tensors of one dtype in another."""
     if type(values) in (list, tuple):
         return type(values)(_cast(value, before, after) for value in values)
     return values.to(after) if type(values) is Tensor and values.dtype is before else values
@@ -263,7 +251,6 @@ def _measure_inputs(found: list[Any], name: str, _module: nn.Module, args: Any, 
 def _measure(
     found: list[Any], block: str, own: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Add the sizes of a module's call to those of its block, and to its own where it has a name."""
     names = {block, own or block}
     for name in names:
         _measure_inputs(found, name, module, args, kwargs)

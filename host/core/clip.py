@@ -24,8 +24,7 @@ from ...compat.errors import InputError
 from ...compat.output_check import fault_in_weight
 from ...compat.transforms.fp16_layers import SETTINGS
 from .attention import AttentionOverride
-from .counts import COUNTS, Counts
-from .layers import PROVIDER, ByNetwork, cast_weights, left_of, safe_linear, settings_of
+from .layers import COUNTS, PROVIDER, ByNetwork, Counts, cast_weights, left_of, safe_linear, settings_of
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import is_linear, left_class, left_decisions
 from .packed import PackedFit, is_native, packed_fit
@@ -50,7 +49,6 @@ class FittedEncoder:
     counted: ByNetwork = field(default_factory=ByNetwork)
 
     def attach(self, patcher: Any) -> None:
-        """Attach as ComfyUI asks after a load; ``patcher`` has the encoder of this device."""
         handles, encoders, counts = [], patcher.model, None
         if encoders not in self.counted and hasattr(encoders, ENCODE):
             counts = self.counted[encoders] = Counts()
@@ -68,7 +66,6 @@ class FittedEncoder:
                 layer.__dict__[PROVIDER] = types.MethodType(cast_weights, layer)
 
     def _first(self, encoders: nn.Module, counts: Counts, *args: Any, **kwargs: Any) -> Any:
-        """Run core's own method for a prompt, and say what its first call did."""
         del encoders.__dict__[ENCODE]
         ours = {layer for layer in encoders.modules() if PROVIDER in layer.__dict__}
         for layer in ours:
@@ -84,7 +81,6 @@ class FittedEncoder:
         return result
 
     def detach(self, patcher: Any) -> None:
-        """Detach as ComfyUI asks before another patcher over the same encoder is loaded."""
         patcher.model.__dict__.pop(ENCODE, None)
         for remove in self.hooks.pop(patcher.model, ()):
             remove()
@@ -131,8 +127,6 @@ def fit_clip(
     tell: Callable[[str], None] = log.info,
 ) -> tuple[Any, Sequence[Decision]]:
     """``clip`` fitted to its device, and what was decided; the very object where nothing is needed.
-
-    ``tell`` takes a line once the first prompt's calls have been counted.
 
     Raises:
         InputError: no CLIP. UnsupportedError: an explicit choice that cannot be had here.
@@ -188,11 +182,8 @@ def _with_attention(
     override: AttentionOverride, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a layer with our attention in the place of core's, which it calls where no kernel is needed."""
-    names = list(inspect.signature(type(module).forward).parameters)[1:]
-    place = names.index(ATTENTION)
-    if place < len(args) and args[place] is not None:
-        swapped = functools.partial(override, args[place])
-        return (*args[:place], swapped, *args[place + 1 :]), kwargs
-    if kwargs.get(ATTENTION) is not None:
-        return args, {**kwargs, ATTENTION: functools.partial(override, kwargs[ATTENTION])}
-    return args, kwargs
+    call = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    if call.arguments.get(ATTENTION) is None:
+        return args, kwargs
+    call.arguments[ATTENTION] = functools.partial(override, call.arguments[ATTENTION])
+    return call.args[1:], call.kwargs

@@ -16,25 +16,8 @@ from comfy_execution.progress import get_progress_state
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...compat import doctor as doctors
 from ...compat.device.execution import to_host
-from ...compat.doctor import (
-    DTYPES,
-    INFINITE,
-    PRODUCT,
-    SHOWN,
-    STUCK,
-    WEIGHED,
-    Doctor,
-    Finding,
-    block_of,
-    blocks_beside,
-    lifeless,
-    lifeless_range,
-    not_finite,
-    one_colour,
-    stuck,
-    unshrunk,
-)
 from ...compat.memory.parts import Undo
 from ...compat.output_check import ZEROS, fault_in_weight, is_flat
 from ...compat.repairs import ATTENTION, FP32, LIMIT, UNFIT, Repair, repaired, tensors_in
@@ -81,7 +64,7 @@ class StepWatch:
         self.largest: dict[str, float] = _largest.setdefault(network, {})
         if network not in _blocks:
             _blocks[network] = [
-                name for name, _ in networks.named_modules() if name and name == block_of(networks, name)
+                name for name, _ in networks.named_modules() if name and name == doctors.block_of(networks, name)
             ]
         self.blocks: list[str] = [] if compiled else _blocks[network]
         self.spots: list[Spot] = []
@@ -109,14 +92,14 @@ class StepWatch:
         whole = torch.cat([tensor.detach().flatten().float() for tensor in tensors_in(output)])
         row = (*torch.aminmax(whole), *(spot.value for spot in self.spots))
         low, high, *values = to_host(torch.stack([value.float().to(whole.device) for value in row])).tolist()
-        wrong = lifeless_range(low, high, whole.numel())
+        wrong = doctors.lifeless_range(low, high, whole.numel())
         self.finding, self.now = None, {}
         for spot, value in zip(self.spots, values, strict=True):
-            if spot.fault in ("", STUCK):
+            if spot.fault in ("", doctors.STUCK):
                 self.now[spot.layer] = max(value, self.now.get(spot.layer, 0.0))
             if spot.fault and value >= spot.bound and not wrong:
-                wrong = INFINITE if math.isinf(value) else spot.fault
-                self.finding = None if spot.fault == STUCK else self._found(spot, wrong)
+                wrong = doctors.INFINITE if math.isinf(value) else spot.fault
+                self.finding = None if spot.fault == doctors.STUCK else self._found(spot, wrong)
         known = {name: self.largest.get(name) for name in self.now}
         self.loud = any(
             (value == 0 and known[name] != 0) or (known[name] is not None and value > JUMP * known[name] > 0)
@@ -125,37 +108,36 @@ class StepWatch:
         return wrong
 
     def keep(self) -> None:
-        """Remember the maxima of a call that was right."""
         self.largest.update({name: max(value, self.largest.get(name, 0.0)) for name, value in self.now.items()})
 
-    def _found(self, spot: Spot, fault: str) -> Finding:
-        block = block_of(self.networks, spot.layer)
-        blocks = blocks_beside(self.networks, block)
-        kind, dtype = type(self.networks.get_submodule(spot.layer)).__name__, DTYPES.get(spot.dtype, str(spot.dtype))
-        between = spot.fault == WEIGHED
-        return Finding(spot.layer, kind, dtype=dtype, fault=fault, block=block, blocks=blocks, between=between)
+    def _found(self, spot: Spot, fault: str) -> doctors.Finding:
+        block = doctors.block_of(self.networks, spot.layer)
+        blocks = doctors.blocks_beside(self.networks, block)
+        kind = type(self.networks.get_submodule(spot.layer)).__name__
+        dtype = doctors.DTYPES.get(spot.dtype, str(spot.dtype))
+        between = spot.fault == doctors.WEIGHED
+        return doctors.Finding(spot.layer, kind, dtype=dtype, fault=fault, block=block, blocks=blocks, between=between)
 
     def _block(self, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         for tensor in () if torch.compiler.is_compiling() else tensors_in(output):
-            fault = STUCK if tensor.dtype is torch.float16 else ""
+            fault = doctors.STUCK if tensor.dtype is torch.float16 else ""
             self.spots.append(Spot(name, torch.linalg.vector_norm(tensor.detach(), math.inf), fault, LIMIT))
 
     def _product(self, name: str, layer: Any, args: Any, output: Any) -> None:
-        """Note the error of a Linear in a few values, and the largest that it is given."""
         weight, x = getattr(layer, "weight", None), args[0] if args else None
         bare = not getattr(layer, "weight_function", ()) and getattr(layer, "weight_lowvram_function", None) is None
         plain = all(isinstance(each, Tensor) and each.dtype in FLOATS for each in (weight, x, output))
         if torch.compiler.is_compiling() or not (bare and plain) or type(weight.data) is not Tensor or x.ndim < 2:
             return
         if x.dtype is torch.float16:
-            self.spots.append(Spot(name, torch.linalg.vector_norm(x.detach(), math.inf), STUCK, LIMIT))
+            self.spots.append(Spot(name, torch.linalg.vector_norm(x.detach(), math.inf), doctors.STUCK, LIMIT))
         first, last = (each.detach()[(0,) * (each.ndim - 2)] for each in (x, output))
         rows, columns = max(1, len(first) // ROWS), max(1, len(weight) // COLUMNS)
         given, some = first[::rows].float(), weight.detach()[::columns].to(x.device).float()
         bias = None if layer.bias is None else layer.bias.detach()[::columns].to(x.device).float()
         expected = functional.linear(given, some, bias)
         size = max(torch.finfo(x.dtype).eps, torch.finfo(weight.dtype).eps) * given.norm() * some.norm()
-        self._note(name, last[::rows, ::columns], expected, size, PRODUCT, NEAR, output.dtype)
+        self._note(name, last[::rows, ::columns], expected, size, doctors.PRODUCT, NEAR, output.dtype)
 
     def _noted_attention(self, before: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
         """Core's attention, or the one that a repair asks for, each call of which is noted."""
@@ -172,7 +154,6 @@ class StepWatch:
         return attention
 
     def _attention(self, call: Heads, result: Tensor, bound: float) -> None:
-        """Note the error of an attention call in a few queries of one head."""
         head, every = len(self.spots) % call.query.shape[1], max(1, call.query.shape[2] // ROWS)
         query, key, value = (each.detach()[0, head] for each in (call.query, call.key, call.value))
         scores = query[::every].float() @ key.float().mT * (call.gain / query.shape[-1] ** 0.5)
@@ -187,7 +168,7 @@ class StepWatch:
             heads.detach()[0, head, ::every],
             scores.softmax(-1) @ value.float(),
             size,
-            WEIGHED,
+            doctors.WEIGHED,
             bound,
             query.dtype,
         )
@@ -213,7 +194,6 @@ def teller(node_id: str | None) -> Callable[[str], None]:
 
 
 def _shown(node_id: str | None) -> str | None:
-    """``node_id``, or None where that node of the running prompt is no doctor: ComfyUI's cache outlives prompts."""
     prompt = get_progress_state().dynprompt
     is_doctor = prompt.has_node(node_id) and prompt.get_node(node_id)["class_type"] == NODE
     return node_id if is_doctor else None
@@ -224,7 +204,7 @@ def missing(name: str, node: str = "AnyGPU Doctor") -> ExecutionBlocker:
     return ExecutionBlocker(f"AnyGPU: connect {name} to {node} to use its {name} output.")
 
 
-def watched_model(model: Any, doctor: Doctor, node_id: str | None) -> Any:
+def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> Any:
     """A clone of ``model`` whose every call is checked; what is found is shown on the node ``node_id``.
 
     The first call of a sampling looks at each product, attention call and weight on the device, later ones at a
@@ -265,7 +245,7 @@ def watched_model(model: Any, doctor: Doctor, node_id: str | None) -> Any:
                 watch.keep()
                 return output
             options = kwargs.get("transformer_options") or (args[5] if len(args) > 5 else {})
-            local, found = stuck if wrong == STUCK else lifeless, lambda: watch.finding
+            local, found = doctors.stuck if wrong == doctors.STUCK else doctors.lifeless, lambda: watch.finding
             return doctor.checked(output, networks, again, where_of(options), watch.fault, local=local, found=found)
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -274,7 +254,7 @@ def watched_model(model: Any, doctor: Doctor, node_id: str | None) -> Any:
         noise, sigmas = args[0], args[3] if len(args) > 3 else kwargs.get("sigmas")
         message = ""
         if isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0:
-            message = unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
+            message = doctors.unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
         steps = len(sigmas) - 1 if sigmas is not None else 0
         NodeProgress(_shown(node_id)).finish(message or f"no fault in {steps} steps")
         return result
@@ -287,7 +267,6 @@ def watched_model(model: Any, doctor: Doctor, node_id: str | None) -> Any:
 
 
 def where_of(options: dict[str, Any]) -> str:
-    """Step and prompt of one call, from what core's sampler says of it."""
     levels, level = options.get("sample_sigmas"), options.get("sigmas")
     step = "a step"
     if levels is not None and level is not None and len(levels) > 1:
@@ -297,18 +276,15 @@ def where_of(options: dict[str, Any]) -> str:
     return f"{step}, {branch}" if branch else step
 
 
-def healed(patcher: Any, doctor: Doctor, every: bool, streamed: bool = False, since: bool = False) -> bool:
-    """True if weights had changed on the device; they are loaded again where they can be, and it is said.
-
-    ``since``: steps have been computed since the weights were last looked at; ``every``, ``streamed``: as for
-    :meth:`LoadedWeights.wrong`.
-    """
+def healed(patcher: Any, doctor: doctors.Doctor, every: bool, streamed: bool = False, since: bool = False) -> bool:
+    """True if weights had changed on the device; they are loaded again where they can be, and it is said."""
     if isinstance(patcher.model, CoreModel):
         return False
     weights = LoadedWeights.of(patcher)
     names = weights.wrong(patcher, every, streamed)
     done = weights.restore(patcher, names)
-    shown = ", ".join(name.removeprefix(f"{NETWORK}.") for name in names[:SHOWN]) + "…" * (len(names) > SHOWN)
+    more = "…" * (len(names) > doctors.SHOWN)
+    shown = ", ".join(name.removeprefix(f"{NETWORK}.") for name in names[: doctors.SHOWN]) + more
     if not names:
         return False
     remedy = "loaded again" if len(done) == len(names) else "its file cannot be read from here: load the model again"
@@ -318,8 +294,7 @@ def healed(patcher: Any, doctor: Doctor, every: bool, streamed: bool = False, si
     return True
 
 
-def watched_vae(vae: Any, doctor: Doctor) -> Any:
-    """A copy of ``vae`` whose decoded frames are checked; the original stays as it is."""
+def watched_vae(vae: Any, doctor: doctors.Doctor) -> Any:
     watched = copy.copy(vae)
     watched.__class__ = _watched_class(type(vae))
     watched.__dict__["doctor"] = doctor
@@ -327,8 +302,6 @@ def watched_vae(vae: Any, doctor: Doctor) -> Any:
 
 
 class WatchedVAE:
-    """Methods of a watched VAE that replace those of its class."""
-
     def decode(self, samples_in: Any, *args: Any, **kwargs: Any) -> Any:
         return self._checked(samples_in, functools.partial(super().decode, samples_in, *args, **kwargs))  # type: ignore[misc]
 
@@ -336,13 +309,13 @@ class WatchedVAE:
         return self._checked(samples, functools.partial(super().decode_tiled, samples, *args, **kwargs))  # type: ignore[misc]
 
     def _checked(self, samples: Any, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        doctor: Doctor = self.__dict__["doctor"]
+        doctor: doctors.Doctor = self.__dict__["doctor"]
         networks = nn.ModuleDict({VAE: self.first_stage_model})  # type: ignore[attr-defined]
         doctor.instead = "put AnyGPU Fit VAE before the decode"
         plain = not isinstance(samples, torch.Tensor) or is_flat(samples)  # such latents may well be one colour
 
         def fault(frames: torch.Tensor) -> str:
-            return not_finite(frames) if plain else fault_in_pictures(self, frames, samples)
+            return doctors.not_finite(frames) if plain else fault_in_pictures(self, frames, samples)
 
         patcher = self.patcher  # type: ignore[attr-defined]
         spoilt = healed(patcher, doctor, every=True)
@@ -352,11 +325,11 @@ class WatchedVAE:
             if wrong and healed(patcher, doctor, every=True, streamed=True):
                 spoilt, frames = True, run()
                 wrong = fault(frames)
-            if wrong and not spoilt and not not_finite(frames):  # it may really look so
+            if wrong and not spoilt and not doctors.not_finite(frames):  # it may really look so
                 with repaired(networks, (Repair(VAE, FP32),)):
                     if agree(frames, run(), self.vae_dtype):  # type: ignore[attr-defined]
                         return frames
-            return doctor.checked(frames, networks, run, "decode", fault, local=one_colour)
+            return doctor.checked(frames, networks, run, "decode", fault, local=doctors.one_colour)
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import types
 import weakref
 from collections import Counter
@@ -18,16 +19,101 @@ from typing import Any
 import comfy.model_management
 import comfy.ops
 import torch
+from comfy.ldm.modules import attention
 from comfy.quant_ops import QuantizedTensor
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ...compat.transforms.conv3d import geometry_of, layer_of, own_edges
 from ...compat.transforms.conv3d_choice import Chooser, Conv3dChoice
 from ...compat.transforms.conv3d_methods import convolve, padded
 from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS, LayerSettings, fp32_linear, scales_for
-from .counts import COUNTS, PLAIN, SAFE, Counts, note_call
 from .ownership import is_linear, is_own_convolution, left_class, offers_cast, size_of
 from .packed import is_native
+
+COUNTS = "_anygpu_counts"  # on a layer while its calls are counted
+SAFE, PLAIN = "fp16-safe", "plain fp16"
+WRAPPER = attention.attention_basic.__code__  # of every attention function of core's: all are closures of one wrapper
+PAST_FORWARD = getattr(getattr(comfy.ops, "linear_input_act", None), "__code__", None)  # computes packed layers itself
+
+
+@dataclass
+class Counts:
+    layers: dict[nn.Module, str] = field(default_factory=dict)  # how each layer was computed that was called
+    ways: Counter[str] = field(default_factory=Counter)  # how often attention that reached us was computed in which way
+    attention: int = 0  # all calls of attention: core's, and torch's own outside them
+    complete: bool = False  # whether all calls were seen; False under another profiler
+    _depth: int = 0
+
+    @property
+    def casts(self) -> bool:
+        return PLAIN in self.layers.values() and SAFE not in self.layers.values()
+
+    @property
+    def unreached(self) -> int:
+        return max(0, self.attention - self.ways.total())
+
+    def note(self, layer: nn.Module, way: str) -> None:
+        if self.layers.get(layer, SAFE) == SAFE:
+            self.layers[layer] = way
+
+    @contextmanager
+    def inside_attention(self) -> Iterator[None]:
+        self.attention += not self._depth
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    @contextmanager
+    def counting(self, left: Mapping[nn.Module, str]) -> Iterator[None]:
+        """Count this thread's calls inside the block, also of attention past the override; ``left`` has reasons."""
+        hooks = [
+            layer.register_forward_pre_hook(lambda layer, _, why=why: self.note(layer, why))
+            for layer, why in left.items()
+        ]
+        self.complete = sys.getprofile() is None
+
+        def profile(frame: Any, event: str, argument: Any) -> None:
+            if frame.f_code is WRAPPER and event in ("call", "return"):
+                self.attention += event == "call" and not self._depth
+                self._depth += 1 if event == "call" else -1
+            elif event == "c_call" and argument is functional.scaled_dot_product_attention and not self._depth:
+                self.attention += 1
+            elif event == "call" and frame.f_code is PAST_FORWARD and frame.f_locals["linear"] in left:
+                self.note(frame.f_locals["linear"], left[frame.f_locals["linear"]])
+
+        if self.complete:
+            sys.setprofile(profile)
+        try:
+            yield
+        finally:
+            if self.complete:
+                sys.setprofile(None)
+            for hook in hooks:
+                hook.remove()
+
+    def __str__(self) -> str:
+        ways = Counter(self.layers.values())
+        ours = [f"{way} in {ways.pop(way)}" for way in (PLAIN, SAFE) if way in ways] or [f"{SAFE} in 0"]
+        layers = f"{' and '.join(ours)} of {len(self.layers)} layers called" if self.layers else ""
+        if ways:
+            layers += f" (left: {'; '.join(f'{count} {way}' for way, count in ways.most_common())})"
+        if not (calls := max(self.ways.total(), self.attention)):
+            return layers
+        named = "; ".join(f"{count} {way}" for way, count in self.ways.most_common())
+        message = f"attention {calls - self.unreached} of {calls}" + (f" ({named})" if named else "")
+        if self.unreached:
+            message += ", the rest is core's own: it passes no options to its attention there"
+        return ", ".join(filter(None, (layers, message)))
+
+
+def note_call(layer: nn.Module, way: str) -> None:
+    """Count a call of a patched layer where calls are counted; graphs that are compiled have no counts in them."""
+    if not torch.compiler.is_compiling() and COUNTS in layer.__dict__:
+        layer.__dict__[COUNTS].note(layer, way)
+
 
 HOOK = "_conv_forward"  # gets the cast weights, whichever class of core's called
 PROVIDER = "weights_on"  # by which our own layers ask for weights
@@ -48,7 +134,6 @@ class ConvForward:
     def __call__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, autopad: str | None = None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Convolve; ``causal_zero`` is core's, for an input with fewer frames than the kernel."""
         if autopad == "causal_zero":
             weight = weight[:, :, -x.shape[2] :]
         edges, mode = own_edges(self.layer)
@@ -67,7 +152,6 @@ def conv_forwards(network: nn.Module, choose: Chooser, dtype: torch.dtype) -> It
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """True if ``module`` is one of core's 1-D or 2-D convolutions."""
     cast = isinstance(module, (nn.Conv1d, nn.Conv2d)) and isinstance(module, comfy.ops.CastWeightBiasOp)
     return cast and is_own_convolution(module)
 
@@ -86,7 +170,6 @@ def unfit_for_safe(network: nn.Module) -> str:
 
 
 def reached_by_safe(network: nn.Module) -> bool:
-    """True if ``network`` has any layer that safe fp16 can compute."""
     return any(is_linear(module) or is_convolution(module) for module in network.modules())
 
 
@@ -137,15 +220,15 @@ def safe_linear(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return fp32_linear(layer, x)
 
 
-def settings_of(layer: Any, like: Tensor, fp32_output: bool) -> LayerSettings:
-    """Settings of ``layer`` for safe matmuls: casts its weight to the device of ``like`` once and measures it."""
+def settings_of(layer: Any, like: Tensor, fp32_output: bool = False) -> LayerSettings:
+    """Settings by the weights, cast once: a convolution's results are bounded by the sums of their absolute values."""
+    order = 1 if is_convolution(layer) else 2
     with cast_weights(layer, like) as (weight, _):
-        reach = float(torch.linalg.vector_norm(weight, dim=1, dtype=FULL).amax())
+        reach = float(torch.linalg.vector_norm(weight.flatten(1), order, dim=1, dtype=FULL).amax())
     return LayerSettings(fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf)
 
 
 def _measured_to_fit(layer: Any, x: Tensor) -> Tensor:
-    """``x`` in the dtype that a measured layer computes from; as it is for others."""
     if FITS not in layer.__dict__ or type(x) is not Tensor or x.dtype not in (HALF, FULL):
         return x
     return x.to(HALF if layer.__dict__[FITS] else FULL)
@@ -156,7 +239,6 @@ def _way(x: Tensor, safe: bool) -> str:
 
 
 def safe_convolution(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In the place of a convolution's ``_conv_forward``: the same sums in fp32, from fp16 operands."""
     forward, x = functools.partial(type(layer)._conv_forward, layer), _measured_to_fit(layer, x)
     reach: float = getattr(layer, SETTINGS).reach
     safe = type(x) is Tensor and x.dtype is FULL and not x.requires_grad and math.isfinite(reach)
@@ -168,13 +250,6 @@ def safe_convolution(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None)
     scale = scales_for(torch.linalg.vector_norm(x, math.inf, dim=sample, keepdim=True), reach)
     y = forward((x / scale).to(HALF), weight.to(HALF), None).float() * scale
     return y if bias is None else y + bias.view(-1, *[1] * places)
-
-
-def _conv_settings(layer: Any, like: Tensor) -> LayerSettings:
-    """Settings of a convolution: the largest sum of absolute weights, which bounds its results."""
-    with cast_weights(layer, like) as (weight, _):
-        reach = float(torch.linalg.vector_norm(weight.flatten(1), 1, dim=1, dtype=FULL).amax())
-    return LayerSettings(False, max(1.0, reach) if math.isfinite(reach) else math.inf)
 
 
 @dataclass
@@ -204,17 +279,15 @@ class SafeLayers:
             comfy.ops.run_every_op()
             self.patches[layer] = {
                 HOOK: functools.partial(safe_convolution, layer),
-                SETTINGS: _conv_settings(layer, like),
+                SETTINGS: settings_of(layer, like),
             }
 
     @property
     def free(self) -> list[nn.Module]:
-        """The layers that no other node computes."""
         return [layer for layer in self.patches if not layer.__dict__.keys() & {"forward", HOOK}]
 
     @contextmanager
     def patches_on(self, counts: Counts | None = None) -> Iterator[None]:
-        """The layers in safe fp16 inside the block, but for those whose forward another node has replaced."""
         patched = self.free
         counted = {} if counts is None else {COUNTS: counts}
         try:
@@ -249,6 +322,5 @@ def left_of(network: nn.Module, ours: Container[nn.Module]) -> dict[nn.Module, s
 
 
 def left_alone(network: nn.Module) -> Mapping[str, int]:
-    """Layers of ``network`` outside safe fp16, counted by kind, for one line of the status."""
     unpacked = (module for module in network.modules() if not (is_linear(module) and is_native(module)))
     return Counter(filter(None, map(kind_left, unpacked)))

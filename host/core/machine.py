@@ -36,8 +36,6 @@ TOKENS = 16  # of the small tensors with which torch is asked for a kernel
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels that one device has for one dtype."""
-
     attention: Attention  # that ``auto`` gives operands of it
     fused: bool  # whether torch has a fused kernel for it that is right here, with a mask too
 
@@ -51,7 +49,6 @@ class ModelDevice:
 
     @cached_property
     def precision(self) -> Precision:
-        """Precision that ``auto`` gives any transformer of which nothing more is known."""
         return precision_for(PLAIN, self.facts, AUTO, self.probes)
 
     @cached_property
@@ -60,12 +57,10 @@ class ModelDevice:
 
     @cached_property
     def able(self) -> Mapping[str, Any]:
-        """The same as plain values, by operation and dtype."""
         return abilities(self.facts, self.probes)
 
     @cached_property
     def convolutions(self) -> Chooser:
-        """The form of each 3-D convolution here; None for a layer that is best left as it is."""
         return choose_by(self.able, stored_timings(self.facts, self.probes))
 
     def convolves(self, dtype: torch.dtype) -> bool:
@@ -87,7 +82,6 @@ class ModelDevice:
 
     @cached_property
     def fp32_output(self) -> bool:
-        """True if matmuls of fp16 operands can come out in fp32 here."""
         return self.probes["output.fp16_to_fp32"].status == "ok"
 
     @cached_property
@@ -100,12 +94,14 @@ class ModelDevice:
         return {}
 
     def kernels(self, dtype: torch.dtype) -> Kernels:
-        """The kernels for operands of this dtype, asked once."""
         if dtype not in self._kernels:
             chosen = attention_for(
                 AUTO, self.facts, dtype, HEAD_WIDTH, avoided_by(self.probes, (dtype,), wide=(dtype, FP32))
             )
-            fused = _has_kernels(self.facts.device, dtype) and dtype not in chosen.avoided
+            query = torch.zeros(1, 1, TOKENS, HEAD_WIDTH, dtype=dtype, device=self.facts.device)
+            mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=dtype, device=self.facts.device)
+            kernel = fused_kernel(query, query, query) and fused_kernel(query, query, query, mask)
+            fused = bool(kernel) and dtype not in chosen.avoided
             self._kernels[dtype] = Kernels(chosen, fused)
         return self._kernels[dtype]
 
@@ -125,8 +121,6 @@ def machine_of(device: Any) -> ModelDevice:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Settings chosen for a model here, and the reasons."""
-
     safe: bool = False  # products and attention in fp16 around a stream in fp32
     dtype: torch.dtype | None = None  # for core to compute in; None for its own choice
     attention: Attention | None = None  # for calls without a fused kernel
@@ -169,7 +163,6 @@ def fit_for(
 def _precision(
     machine: ModelDevice, dtype: torch.dtype, choice: str, unfit: str
 ) -> tuple[bool, torch.dtype | None, Decision]:
-    """Decide on safe fp16 and on the dtype of the stream where core's has to change, with the reason."""
     here, wide = NAMES.get(dtype, str(dtype)), None if dtype is FP32 else FP32
     if choice == SAFE:
         return True, wide, Decision("precision", SAFE, f"core would compute in {here}", CHOSEN)
@@ -189,7 +182,6 @@ def _precision(
 
 
 def _attention(machine: ModelDevice, dtype: torch.dtype, choice: str, safe: bool) -> tuple[Attention | None, Decision]:
-    """The attention that takes over, if one has to, and why."""
     if choice == AS_LOADED or dtype not in NAMES:
         return None, Decision("attention", "as loaded", "", CHOSEN if choice == AS_LOADED else AUTO)
     flag = next((name for name in FLAGS if getattr(options, name, False)), "")
@@ -211,10 +203,3 @@ def _attention(machine: ModelDevice, dtype: torch.dtype, choice: str, safe: bool
         why = "exact where its operands have no fp16 form" if safe else "values within what its sums hold"
         return chosen, Decision("attention", f"core's {cores}", why, source)
     return chosen, Decision("attention", chosen.decision.verdict, chosen.decision.why, source)
-
-
-def _has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """True if torch has a fused kernel for ``dtype``, with a mask too."""
-    query = torch.zeros(1, 1, TOKENS, HEAD_WIDTH, dtype=dtype, device=device)
-    mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=dtype, device=device)
-    return bool(fused_kernel(query, query, query) and fused_kernel(query, query, query, mask))

@@ -5,6 +5,7 @@ One wrapper around the call of the network patches layers for the length of that
 
 from __future__ import annotations
 
+import functools
 import logging
 import uuid
 from collections import Counter
@@ -28,10 +29,10 @@ from ..diffusion_model import CoreModel
 from ..recovery import WRAPPER, save_core_samples
 from .attention import AttentionOverride, Preference, with_override
 from .calibration import Calibration, kept_at
-from .counts import Counts
 from .layers import (
     HOOK,
     ByNetwork,
+    Counts,
     SafeLayers,
     conv_forwards,
     left_alone,
@@ -43,14 +44,7 @@ from .layers import (
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import fixed_in_dtype, is_linear, left_decisions, why_left
 from .packed import FAILED, PackedFit, packed_fit
-from .weights import (
-    clone_cast_on_host,
-    damage_to_bf16,
-    float8_decision,
-    fp16_or_fp32,
-    lack_of_float8,
-    weights_decision,
-)
+from .weights import clone_cast_on_host, damage_to_bf16, float8_decision, fp16_or_fp32, lack_of_float8, weights_decision
 
 log = logging.getLogger(__name__)
 
@@ -69,21 +63,8 @@ LOSSY = {  # parts of ComfyUI's --fast, and what becomes of them in layers that 
 }
 
 
-@dataclass(frozen=True)
-class NetworkCall:
-    """One call of a network by core, which can be repeated."""
-
-    executor: Any
-    network: nn.Module
-    seen: Seen
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 @dataclass
 class Seen:
-    """Facts about one network."""
-
     layers: SafeLayers  # in safe fp16
     counted: bool = False  # whether a call of it has been counted and reported
     casts: bool = False  # whether that showed a stream that it casts by itself
@@ -94,8 +75,6 @@ class Seen:
 
 @dataclass(frozen=True)
 class FittedNetwork:
-    """The wrapper around core's call of a network."""
-
     fit: Fit
     machine: ModelDevice
     loaded: torch.dtype | None = None  # the dtype in which core computes it without us; None: that of its weights
@@ -114,11 +93,11 @@ class FittedNetwork:
             layers = SafeLayers(self.machine.fp32_output, self.machine.fp16_convolutions)
             self.seen[network] = Seen(layers, reached=takes_fp16(network))
         seen: Seen = self.seen[network]
-        call, output = NetworkCall(executor, network, seen, args=(x, *args), kwargs=kwargs), None
+        run, output = functools.partial(self._run, executor, network, seen, (x, *args), kwargs), None
         counts, line = None if seen.counted else Counts(), ""
         sizes = self._calibration(executor.class_obj, network, seen)
         if sizes is None or not sizes.sizes:
-            output, line = self._first(call, sizes, counts)
+            output, line = self._first(run, network, sizes, counts)
             if not seen.reached:
                 sizes = None
             elif sizes is not None:
@@ -126,29 +105,30 @@ class FittedNetwork:
         if sizes is not None and sizes.is_plain(network):
             counts = None if seen.counted else Counts()
             with sizes.trusted(network) as held:
-                plain = self._run(call, counts, plain=True)
+                plain = run(counts, plain=True)
             if not held():
                 self.tell(LOUDER)
                 with sizes.measured(network):
-                    output = self._run(call, refused=sizes.refuse)
+                    output = run(refused=sizes.refuse)
                 sizes.write()
                 return output
             output, line = plain, f"{counts}{MEASURED if counts else ''}"
         elif output is None:
-            output = self._run(call, counts)
+            output = run(counts)
             line = str(counts)
         if line and not seen.counted:
             self.tell(line)
         seen.counted = True
         return output
 
-    def _first(self, call: NetworkCall, sizes: Calibration | None, counts: Counts | None) -> tuple[Any, str]:
-        """The result in safe fp16, measured where ``sizes`` are wanted, and the line that says what was counted."""
-        seen = call.seen
+    def _first(
+        self, run: Callable[..., Any], network: nn.Module, sizes: Calibration | None, counts: Counts | None
+    ) -> tuple[Any, str]:
+        seen = self.seen[network]
         with ExitStack() as stack:
             if sizes is not None:
-                stack.enter_context(sizes.measured(call.network))
-            output = self._run(call, counts, refused=None if sizes is None else sizes.refuse)
+                stack.enter_context(sizes.measured(network))
+            output = run(counts, refused=None if sizes is None else sizes.refuse)
         if counts is None:
             return output, ""
         if self.fit.attention is None:
@@ -156,7 +136,7 @@ class FittedNetwork:
         seen.casts = counts.casts
         seen.reached &= counts.complete and not counts.unreached and not counts.casts
         if seen.casts:
-            output = self._run(call)
+            output = run()
         return output, f"{counts}{CASTS if seen.casts else ''}" if str(counts) else ""
 
     def _calibration(self, model: Any, network: nn.Module, seen: Seen) -> Calibration | None:
@@ -174,13 +154,16 @@ class FittedNetwork:
 
     def _run(
         self,
-        call: NetworkCall,
+        executor: Any,
+        network: nn.Module,
+        seen: Seen,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         counts: Counts | None = None,
         plain: bool = False,
         refused: Callable[[], None] | None = None,
     ) -> Any:
-        """Core's own call, fitted; with ``plain`` in fp16, of which layers are safe where their input is fp32."""
-        model, seen, network, undo = call.executor.class_obj, call.seen, call.network, Undo()
+        model, undo = executor.class_obj, Undo()
         safe, failed = self.fit.safe and not seen.casts, len(FAILED)
         with ExitStack() as stack:
             stack.callback(undo.restore)
@@ -189,7 +172,7 @@ class FittedNetwork:
             if safe:
                 hooked = getattr(getattr(model, "current_patcher", None), "current_hooks", None)
                 version = None if hooked else model.current_weight_patches_uuid
-                seen.layers.measure(network, call.args[0], version and (version, failed))
+                seen.layers.measure(network, args[0], version and (version, failed))
             if counts is not None:
                 stack.enter_context(counts.counting(left_of(network, set(seen.layers.free)) if safe else {}))
             if safe:
@@ -200,9 +183,9 @@ class FittedNetwork:
             if self.machine.calls is not None:
                 stack.enter_context(self.machine.calls)
             if (guard := self.machine.guard) is not None and network is model.diffusion_model:  # not a compiled one
-                stack.enter_context(guard.looking((id(network), call.args[0].shape)))
+                stack.enter_context(guard.looking((id(network), args[0].shape)))
             if self.fit.attention is None:
-                return call.executor(*call.args, **call.kwargs)
+                return executor(*args, **kwargs)
             preference = Preference()
             stack.enter_context(preference.followed(network))
 
@@ -211,8 +194,8 @@ class FittedNetwork:
                 assert attention is not None
                 return AttentionOverride(attention, safe, before, counts, preference=preference, refused=refused)
 
-            given, named = with_override(override, call.args, call.kwargs)
-            return call.executor(*given, **named)
+            given, named = with_override(override, args, kwargs)
+            return executor(*given, **named)
 
     def put_on(self, model: Any) -> None:
         model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, self)
@@ -229,7 +212,6 @@ class FittedNetwork:
 
     @contextmanager
     def _convolutions_on(self, network: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-        """The 3-D convolutions of ``network``, patch embeddings mostly, in the forms chosen for this device."""
         known = self.convolutions.setdefault(network, {})
         if dtype not in known:
             known[dtype] = [each for _, each in conv_forwards(network, self.machine.convolutions, dtype)]
@@ -359,7 +341,6 @@ class Before:
 
 
 def _unfitted(fitted: Any) -> Any:
-    """A clone without our fit; what other nodes have put on since stays."""
     before: Before = fitted.attachments[KEY]
     copied = before.copy is not None and fitted.model is before.copy
     clean = fitted.clone(model_override=before.network) if copied else fitted.clone()
@@ -395,7 +376,6 @@ def _convolutions(forms: Counter[str]) -> Iterator[Decision]:
 
 
 def _left(network: nn.Module, fit: Fit, left: str) -> Iterator[Decision]:
-    """Decisions on layers that safe fp16 does not reach or other packs compute, and on ComfyUI's --fast."""
     if fit.needed or (fit.decisions[0].source == AUTO and left):
         yield from left_decisions(network)
     if not fit.safe:
@@ -408,8 +388,6 @@ def _left(network: nn.Module, fit: Fit, left: str) -> Iterator[Decision]:
 
 
 def _sound_clone(model: Any, safe: bool, damaged: bool, float8: bool) -> Any:
-    """A clone whose bf16 weights were cast on the host, or whose float8 ones became others; None if there is none."""
-
     def target(module: nn.Module, weight: torch.Tensor) -> torch.dtype:
         matrix = safe and is_linear(module) and weight.ndim > 1
         return fp16_or_fp32(matrix, weight) if damaged else weight.dtype

@@ -78,7 +78,6 @@ def left_class(module: nn.Module) -> str:
 
 
 def left_decisions(network: nn.Module) -> Iterator[Decision]:
-    """The layers of a network that are left to other packs: each class with its count."""
     for name, count in Counter(filter(None, map(left_class, network.modules()))).items():
         yield Decision("left to", f"{name}: {count} layer{'s' if count > 1 else ''}")
 
@@ -98,7 +97,6 @@ def fixed_in_dtype(network: nn.Module, safe: bool) -> str:
 
 
 def size_of(module: nn.Module) -> int:
-    """About how many values a layer's matrix stands for: packed bytes are fewer."""
     if hasattr(module, "in_features") and hasattr(module, "out_features"):
         return int(module.in_features) * int(module.out_features)
     return sum(tensor.numel() for tensor in _matrices(module))
@@ -112,7 +110,6 @@ def _takes_any_dtype(module: nn.Module) -> bool:
 
 
 def _is_core_linear(module: nn.Module) -> bool:
-    """True if ``module`` is, or descends from, a Linear of core's for packed files, which is no nn.Linear."""
     cast = isinstance(module, comfy.ops.CastWeightBiasOp) and "in_features" in vars(module)
     return cast and not hasattr(module, "expert_linear")
 
@@ -131,7 +128,6 @@ def _module_of(function: Any) -> str:
 
 
 def is_foreign(function: Any) -> bool:
-    """True if a function was defined in another package than core and torch."""
     return _module_of(function).partition(".")[0] not in HOME
 
 

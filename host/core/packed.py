@@ -71,7 +71,6 @@ def _layout(name: str, path: str) -> str:
 
 
 def _values(original: Any, packed: Tensor, params: Any) -> Tensor:
-    """The values of packed bytes in the dtype that ``params`` ask for, rounded once."""
     scale = params.scale
     if original is quant_ops.TensorWiseINT8Layout and scale.ndim == 1 and scale.numel() > 1:
         scale = scale[:, None]  # which products take per row, and dequantisation per column
@@ -81,7 +80,6 @@ def _values(original: Any, packed: Tensor, params: Any) -> Tensor:
 
 
 def holds_float8(tensor: Any) -> bool:
-    """True if a weight of core's, packed or not, has float8 in it."""
     parts = [tensor._qdata, *vars(tensor._params).values()] if isinstance(tensor, QuantizedTensor) else [tensor]
     return any(str(getattr(part, "dtype", "")).startswith("torch.float8") for part in parts)
 
@@ -93,7 +91,6 @@ def as_bytes(weight: Any) -> Any:
 
 
 def in_bytes(layer: nn.Module) -> bool:
-    """True if a packed layer has its weight by :func:`as_bytes`."""
     return any(weight._layout_cls.startswith(PREFIX.format(BYTES)) for weight in _weights(layer))
 
 
@@ -114,7 +111,6 @@ def _values_of_bytes(name: str, packed: Tensor, params: Any) -> Tensor:
 
 
 def _quantised_to_bytes(original: Any, tensor: Tensor, **options: Any) -> tuple[Tensor, Any]:
-    """Pack ``tensor``, a patched weight, on the host as ``original`` does, for :func:`as_bytes`."""
     given = {name: to_host(value) if isinstance(value, Tensor) else value for name, value in options.items()}
     given |= {name: torch.float8_e4m3fn for name, value in options.items() if value is torch.uint8}  # of its scales
     packed, params = original.quantize(to_host(tensor), **given)
@@ -142,7 +138,6 @@ def _watched_linear(_: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> T
 
 
 def packed_layers(network: nn.Module) -> Iterator[nn.Module]:
-    """The layers of ``network`` with a weight that core holds packed."""
     return (module for module in network.modules() if next(_weights(module), None) is not None)
 
 
@@ -170,14 +165,11 @@ def is_native(layer: Any) -> bool:
 
 @dataclass(frozen=True)
 class PackedFit:
-    """The paths chosen for the packed layers of one network."""
-
     paths: Mapping[str, str] = field(default_factory=dict)  # ``CORE`` or ``DEQUANTISE`` by format
     decisions: Sequence[Decision] = ()
     needed: bool = False  # whether core would multiply a layer that is to be dequantised
 
     def attach(self, network: nn.Module) -> Undo:
-        """Have every packed layer of ``network`` take its path until the result is restored."""
         undo = Undo()
         for layer in packed_layers(network) if self.paths else ():
             path = self.paths.get(getattr(layer, "quant_format", ""))
@@ -194,7 +186,6 @@ class PackedFit:
 
 
 def _give_back(layer: nn.Module) -> None:
-    """Core's layouts for the weights of ``layer``, also for one that was paged in since."""
     for weight in _weights(layer):
         if isinstance(weight.layout_cls, _StandIn):
             weight._layout_cls = weight.layout_cls.__dict__["name"]

@@ -38,6 +38,7 @@ from ...compat.transforms.attention import Attention
 from ...pipelines.vae.plan import DecodeMethod, decode_methods, next_method, tiles_below
 from .. import recovery
 from ..core_models import CoreVAE
+from ..memory_manager import EVERYTHING
 from ..progress import NodeProgress
 from .layers import HOOK, conv_forwards
 from .machine import AS_LOADED, ModelDevice, machine_of
@@ -50,7 +51,6 @@ VAE_PRECISIONS = (AUTO, "fp32", AS_LOADED)  # grows at the end
 FRAMES = {256: 64, 128: 16, 64: 8}  # of a video in a tile of so many pixels
 BEFORE = "The sampling went wrong, not the VAE: put AnyGPU Fit Model before the sampler and sample again."
 HOST = torch.device("cpu")
-EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
 TILED = ("decode_tiled_", "decode_tiled_3d", "_decode_tiled_owned")  # by which core goes on without memory
 CHEAP = 30  # bytes of weights that are looked at per byte of frames, for which a decode moves some thousand
 SHARE = 0.03  # of the time of decodes, at most, that goes into proofs of later ones
@@ -58,8 +58,6 @@ UNLIKE = "other pixels than the CPU makes of the same latents"
 
 
 class FittedVAE:
-    """Additions of a fitted VAE to core's class."""
-
     machine: ModelDevice
     method: DecodeMethod  # with which the next call begins: what worked where values were wrong
     masks: bool
@@ -105,7 +103,11 @@ class FittedVAE:
                 else:
                     how, following = "", next_method(method, kind, cause, methods) if kind else None
                 if following is None and kind == VALUES:
-                    raise _hopeless(action, cause) from error
+                    raise UnsupportedError(
+                        f"{action}: {cause}, also in fp32 on the CPU",
+                        expected="an intact VAE file",
+                        fix="Download the VAE again, or choose the one that belongs to this model.",
+                    ) from error
                 if following is None:
                     raise
             else:
@@ -152,7 +154,6 @@ class FittedVAE:
         return decode_methods(replace(self.method, tile=0), tiles=sides, host=True)
 
     def _first(self, name: str, methods: Sequence[DecodeMethod]) -> DecodeMethod:
-        """The method to begin with: in tiles where a known bug of this device caps what a VAE may be given at once."""
         cap = policy_for(self.machine.facts).tile_pixels
         capped = [method for method in methods if 0 < method.tile <= cap]
         if capped and not name.endswith("tiled"):
@@ -187,11 +188,7 @@ class FittedVAE:
         return result
 
     def _prove(self, method: DecodeMethod, given: Tensor, frames: Tensor, doubts: Sequence[str], progress: Any) -> None:
-        """Hold a window of the frames against the CPU's in fp32; InvalidOutputError where they differ.
-
-        Once per file, device and driver, where in doubt, and again after so many decodes that it adds :data:`SHARE` to
-        them.
-        """
+        """Hold a window of the frames against the CPU's in fp32, in doubt and as often as :data:`SHARE` allows."""
         patcher = self.patcher  # type: ignore[attr-defined]
         weights = LoadedWeights.of(patcher)
         every = bool(doubts) or sum(weights.bytes.values()) <= CHEAP * frames.nbytes
@@ -218,7 +215,6 @@ class FittedVAE:
             progress().notify(f"really {doubts[0]}: the CPU in fp32 agrees")
 
     def _window_on_host(self, window: ProofWindow) -> Tensor | None:
-        """The frames of a window by the CPU in fp32; None where they are not finite."""
         method = DecodeMethod(FP32, on_host=True)
         vae = self._variant(method, window.latents, [])
         try:
@@ -230,7 +226,6 @@ class FittedVAE:
             vae.patcher.detach()
 
     def _variant(self, method: DecodeMethod, given: Tensor, doubts: list[str]) -> Any:
-        """Core's own VAE over the same weights that computes by this method, with its pixels looked at."""
         vae: Any = copy.copy(self)
         vae.__class__, vae.process_output = self.plain, _output_check(vae, given, doubts)
         if method.on_host:
@@ -254,8 +249,7 @@ class FittedVAE:
 
 @functools.cache
 def _fitted_class(plain: Any) -> type[FittedVAE]:
-    """Core's class, or another pack's, with our methods before its own."""
-    return type(f"Fitted{plain.__name__}", (FittedVAE, plain), {"__doc__": FittedVAE.__doc__, "__module__": __name__})
+    return type(f"Fitted{plain.__name__}", (FittedVAE, plain), {"__module__": __name__})
 
 
 def fit_vae(
@@ -265,11 +259,7 @@ def fit_vae(
     keep_latents: str = AUTO,
     machine: ModelDevice | None = None,
 ) -> tuple[Any, Sequence[Decision]]:
-    """A copy of ``vae`` whose results are checked on this device, and what was decided.
-
-    Raises:
-        InputError: no VAE with weights.
-    """
+    """A copy of ``vae`` whose results are checked on this device, and what was decided; InputError for no VAE."""
     if isinstance(vae, CoreVAE):
         return vae, (Decision("vae", "as it is", "a pipeline of AnyGPU checks its own decodes"),)
     if getattr(vae, "first_stage_model", None) is None or not hasattr(vae, "patcher"):
@@ -304,7 +294,6 @@ def fit_vae(
 
 
 def _precision(machine: ModelDevice, dtype: torch.dtype, choice: str) -> tuple[bool, Decision]:
-    """Decide on fp32 where core would not compute in it, with the reason."""
     here = NAMES.get(dtype, str(dtype))
     if choice == "fp32":
         return True, Decision("precision", "fp32", f"core would compute in {here}", CHOSEN)
@@ -364,7 +353,6 @@ def _out_of_memory(*_: Any, **__: Any) -> Tensor:
 
 
 def _in_tiles(vae: Any, name: str, given: Tensor, tile: int) -> Tensor:
-    """Core's own tiled ``decode`` or ``encode`` with tiles of so many pixels, and few frames at a time."""
     decodes = name == "decode"
     if decodes and vae.latent_dim == 2 and given.ndim == 5:
         given = given[:, :, 0]
@@ -384,14 +372,6 @@ def _patches_on(patches: Iterator[tuple[nn.Module, str, Any]]) -> Iterator[None]
         for patch in list(patches):
             undo.set(*patch)
         yield
-
-
-def _hopeless(what: str, fault: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{what}: {fault}, also in fp32 on the CPU",
-        expected="an intact VAE file",
-        fix="Download the VAE again, or choose the one that belongs to this model.",
-    )
 
 
 def lost_masks(network: nn.Module, attention: Attention) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -450,7 +430,6 @@ def _causal_in_time(own: Any, attention: Attention, x: Tensor) -> Tensor:
 
 
 def _is_over_frames(module: Any) -> bool:
-    """True if ``module`` has the attributes :func:`_causal_in_time` computes with, and no others."""
     parts = dict(module.named_children())
     return (
         parts.keys() == {"qkv", "out"}

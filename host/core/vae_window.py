@@ -44,7 +44,6 @@ class ProofWindow:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Begin and end in latents, in frames, rows and columns."""
         first = max(0, self.frame - LATENTS + 1)
         spans = [(first, min(self.whole.shape[2], first + LATENTS))]
         for size, middle in zip(self.whole.shape[3:], (self.row, self.column), strict=True):
@@ -54,21 +53,17 @@ class ProofWindow:
 
     @property
     def latents(self) -> Tensor:
-        """The latents (1, C, T, H, W)."""
         return self.whole[self.batch : self.batch + 1][
             (slice(None), slice(None), *(slice(*span) for span in self.spans))
         ]
 
     def cut(self) -> Tensor:
-        """The latents as their VAE takes them."""
         return self.latents[:, :, 0] if self.flat else self.latents
 
     def inner(self, frames: Tensor) -> Tensor:
-        """Decoded frames of the window without its margins."""
         return self._trimmed(frames if frames.ndim == 5 else frames.unsqueeze(1))
 
     def frames_of(self, frames: Tensor) -> Tensor:
-        """The same frames of a whole decode."""
         video = frames if frames.ndim == 5 else frames.unsqueeze(1)
         every, less = latent_step(video.shape[1], self.whole.shape[2])
         (first, last), *sides = self.spans
@@ -96,17 +91,14 @@ def fault_in_pictures(vae: Any, frames: Tensor, latents: Tensor) -> str:
 
 
 def latents_of(vae: Any, given: Tensor) -> Tensor:
-    """The latents of a VAE as (B, C, T, H, W)."""
     return given.unsqueeze(2) if given.ndim == 4 else given[:, :, :1] if vae.latent_dim == 2 else given
 
 
 def _video(frames: Tensor) -> Tensor:
-    """Finished frames as (B, 3, F, H, W)."""
     return (frames if frames.ndim == 5 else frames.unsqueeze(1)).movedim(-1, 1)
 
 
 def _cells(video: Tensor, cell: int) -> Tensor:
-    """The least and the greatest value of each cell, as channels."""
     rows, columns = (size // cell for size in video.shape[-2:])
     cells = video.unflatten(-1, (columns, cell)).unflatten(-3, (rows, cell))
     return torch.cat((cells.amin((-3, -1)), cells.amax((-3, -1))), 1)
@@ -119,6 +111,5 @@ def agree(frames: Tensor, others: Tensor, dtype: torch.dtype) -> bool:
 
 
 def apart(frames: Tensor, others: Tensor) -> float:
-    """Relative L2 of pictures in 0..1."""
     here, there = to_host(frames).float(), to_host(others).float()
     return float((here - there).norm() / there.norm().clamp(min=1e-6))

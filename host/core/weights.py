@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ...compat.decision import AUTO, Decision
 from ...compat.device.execution import to_host
 from ..diffusion_model import CoreModel
+from ..memory_manager import EVERYTHING
 from .layers import ByNetwork
 from .machine import ModelDevice
 from .ownership import left_class
@@ -40,20 +41,18 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 MIX = 0x1E3779B97F4A7C15  # odd, by which rows count: two of them swapped give another sum
 SHARE = 50  # steps in which all bytes are looked at
 NEAR = 0.1  # of what patches change, that rounding may change too
-EVERYTHING = 1e30  # more bytes than there are
 _known = ByNetwork()
 
 
 def damage_to_bf16(network: nn.Module, machine: ModelDevice) -> str:
-    """The damage done to bf16 weights of ``network`` when this device casts them; empty if there is none."""
-    if not any(map(_is_bf16, (*network.parameters(), *network.buffers()))):
+    tensors = filter(_is_plain, (*network.parameters(), *network.buffers()))
+    if not any(tensor.dtype is torch.bfloat16 for tensor in tensors):
         return ""
     cast = machine.abilities.verdict("cast.bf16_to_fp32")
     return "" if cast.usable else cast.why
 
 
 def lack_of_float8(network: nn.Module, machine: ModelDevice) -> str:
-    """The reason why this device cannot hold float8 weights of ``network``; empty if it can, or there are none."""
     if not any(map(holds_float8, (*network.parameters(), *network.buffers()))):
         return ""
     held = machine.abilities.verdict("float8")
@@ -61,7 +60,6 @@ def lack_of_float8(network: nn.Module, machine: ModelDevice) -> str:
 
 
 def float8_decision(lack: str, sound: Any) -> Iterator[Decision]:
-    """Decide on float8 weights that this device cannot hold; ``sound`` is the clone that has others, or None."""
     if lack and sound is not None:
         yield Decision("float8 weights", "held as bytes, or as fp16 where they have no scale", lack, AUTO)
     elif lack:
@@ -69,7 +67,6 @@ def float8_decision(lack: str, sound: Any) -> Iterator[Decision]:
 
 
 def weights_decision(damage: str, sound: Any) -> Iterator[Decision]:
-    """Decide on weights that this device would change; ``sound`` is the clone that has others, or None."""
     if damage and sound is not None:
         yield Decision("weights", "cast from bf16 on the host", f"this device changes bf16 ({damage})", AUTO)
     elif damage:
@@ -78,12 +75,10 @@ def weights_decision(damage: str, sound: Any) -> Iterator[Decision]:
 
 
 def clone_cast_on_host(patcher: Any, target: Target, label: str, float8: bool = True) -> Any:
-    """A clone of ``patcher`` over a copy of its network with other weights; None where it cannot be had on the host.
+    """A clone of ``patcher`` over a copy of its network with other weights; ``label`` names ``target`` among copies.
 
-    Args:
-        target: the dtype of each bf16 weight; those of layers of other packs stay.
-        label: the name of ``target`` among the copies of a network.
-        float8: whether float8 stays; else it becomes fp16, exactly, and in packed weights bytes.
+    ``target`` is the dtype of each bf16 weight but for other packs' layers. Without ``float8`` that becomes fp16,
+    exactly, and in packed weights bytes. None where there is no network on the host.
     """
     if patcher.is_dynamic():
         return None  # core pages such weights by itself
@@ -148,10 +143,6 @@ def _is_plain(tensor: Tensor | None) -> bool:
     return tensor is not None and type(tensor.data) is Tensor
 
 
-def _is_bf16(tensor: Tensor) -> bool:
-    return _is_plain(tensor) and tensor.dtype is torch.bfloat16
-
-
 def checksum(tensor: Tensor) -> Tensor:
     """Exact checksum of the bits of ``tensor`` and their places, one int64 where the tensor is; of packed ones too."""
     if hasattr(tensor, "__tensor_flatten__"):
@@ -183,7 +174,6 @@ class LoadedWeights:
 
     @classmethod
     def of(cls, patcher: Any) -> LoadedWeights:
-        """The checksums of a patcher's network; those not known yet are taken, which reads each weight once."""
         known: LoadedWeights = _known.setdefault(patcher.model, cls())
         if not known.first:
             known.owners = {name: id(module) for name, module, _ in _tensors(patcher.model)}
@@ -193,12 +183,7 @@ class LoadedWeights:
         return known
 
     def wrong(self, patcher: Any, every: bool, streamed: bool = False) -> list[str]:
-        """Names of tensors that are not as loaded, or as patched, on the patcher's device.
-
-        Args:
-            every: look at all that lie on the device; else at the next fiftieth of all bytes.
-            streamed: at those too that come for each use.
-        """
+        """Names of tensors that are not as loaded, or as patched, on the device: all, or in a share of the bytes."""
         if getattr(patcher, "current_hooks", None) is not None:
             return []
         names, sums, wrong, version = [], list[Tensor](), list[str](), patcher.patches_uuid
@@ -260,14 +245,12 @@ def _tensors(network: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 
 def _loaded(patcher: Any, name: str) -> Tensor:
-    """A tensor without patches: what the patcher keeps of it, or the tensor itself."""
     kept = patcher.backup.get(name)
     tensor: Tensor = comfy.utils.get_attr(patcher.model, name) if kept is None else kept.weight
     return tensor
 
 
 def _as_patched(patcher: Any, name: str, value: Tensor) -> bool:
-    """True if a tensor is what its patches make of it, but for rounding."""
     import comfy.lora
 
     loaded = _loaded(patcher, name).to(value.device, torch.float32, copy=True)
@@ -278,7 +261,6 @@ def _as_patched(patcher: Any, name: str, value: Tensor) -> bool:
 
 
 def _put(patcher: Any, name: str, loaded: Tensor) -> None:
-    """Put ``loaded`` in the place of a tensor, with the patches that are on it."""
     path, _, own = name.rpartition(".")
     module = patcher.model.get_submodule(path)
     place = module._parameters if own in module._parameters else module._buffers
@@ -301,7 +283,6 @@ def name_of(model: Any) -> str:
 
 
 def _values(sums: Sequence[Tensor]) -> list[int]:
-    """One-value tensors as plain numbers, with one read from each device."""
     found = [0] * len(sums)
     for device in {each.device for each in sums}:
         here = [index for index, each in enumerate(sums) if each.device == device]
@@ -312,7 +293,6 @@ def _values(sums: Sequence[Tensor]) -> list[int]:
 
 @contextlib.contextmanager
 def _on_device(module: Any, name: str, tensor: Tensor, patcher: Any) -> Iterator[Tensor | None]:
-    """The tensor as its layer gets it on the device, in its own dtype; None where it comes otherwise."""
     own = name.rpartition(".")[2]
     there, changed = tensor.device.type == patcher.load_device.type, bool(getattr(module, f"{own}_function", ()))
     cast = isinstance(module, comfy.ops.CastWeightBiasOp) and own in ("weight", "bias")

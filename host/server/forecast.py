@@ -29,24 +29,13 @@ from ...pipelines.pipeline import Pipeline
 from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, snap
 from ...pipelines.sizes import Size
 from ...pipelines.stages import picture_size
-from .. import folders, memory_manager
-from ..requests import (
-    ADAPTER_INPUTS,
-    FILE_INPUTS,
-    FOLDER_INPUTS,
-    PAINT_INPUTS,
-    TASKS,
-    adapter_request,
-    files_request,
-    folder_request,
-    paint_request,
-)
+from .. import folders, memory_manager, requests
 from .panel import error_message, facts
 
 MOST_PIPELINES, MOST_STEPS = 8, 32
 DELIGHTS, ENCODES, LOADS = "AnyGPUDelightImage", "AnyGPUEncodeImage", "LoadImage"
 LARGEST = 1e9  # of a number that a widget holds
-CHOICES = {"task": TASKS, **dict.fromkeys(("transformer_device", "text_device", "vae_device"), DEVICE_CHOICES)}
+CHOICES = {"task": requests.TASKS, **dict.fromkeys(("transformer_device", "text_device", "vae_device"), DEVICE_CHOICES)}
 FITS, STREAMS, PARTS, TOO_MUCH = "fits", "streams", "in parts", "too much"
 MEANING = {  # how a stage fits -> what that means for the run
     STREAMS: "streams: weights that do not fit stay in host memory and are copied at each use. Same video, but slower.",
@@ -62,7 +51,6 @@ TimesIn = Callable[[str, int | None], Times]
 
 
 def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    """Decisions for each load node of a checked prompt, and the forecast of each node that samples or paints."""
     cards, pipelines = [], {}
     for node in _of(prompt, LOADERS):
         card, pipelines[node] = _card(node, prompt[node])
@@ -84,13 +72,11 @@ def _runs(kind: str, pipeline: Any) -> bool:
 
 
 def _of(prompt: Mapping[str, Any], kinds: Iterable[str]) -> list[str]:
-    """The first nodes of these kinds."""
     known = set(kinds)
     return [node for node, entry in prompt.items() if entry["class_type"] in known][:MOST_PIPELINES]
 
 
 def _loader_of(prompt: Mapping[str, Any], node: str) -> str:
-    """The load node that a pipeline comes from, through nodes that pass it on; empty where there is none."""
     for _ in range(MOST_STEPS):
         entry = prompt.get(node)
         if entry is None or entry["class_type"] in LOADERS:
@@ -100,7 +86,6 @@ def _loader_of(prompt: Mapping[str, Any], node: str) -> str:
 
 
 def _source(prompt: Mapping[str, Any], node: str, name: str) -> str:
-    """The node that an input of ``node`` is linked to; empty where there is none."""
     link = prompt.get(node, {}).get("inputs", {}).get(name)
     return link[0] if isinstance(link, list) and len(link) == 2 and isinstance(link[0], str) else ""
 
@@ -131,7 +116,6 @@ def _widget(value: Any, name: str, default: Any) -> Any:
 
 
 def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers on a node; linked values count as unset."""
     given = entry["inputs"].items()
     return {name: value for name, value in given if isinstance(value, (int, float)) and 0 < value < LARGEST}
 
@@ -157,7 +141,6 @@ def _pictured(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> dict[
 
 
 def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, Any]:
-    """Memory of each stage against free memory, for the size on a node and of the picture it starts from."""
     entry = prompt[node]
     plain = _numbers(entry)
     try:
@@ -213,7 +196,6 @@ def _gib(count: int) -> str:
 
 
 def _stage(most: StageNeed, least: StageNeed, room: int | None) -> dict[str, Any]:
-    """One stage: bytes at its peak with everything that it takes in ``room``, the least it can do with, how it fits."""
     room = most.room if most.device else room
     if room is None or most.total <= room:
         peak, fits = most.total + most.ahead, "" if room is None else FITS
@@ -271,10 +253,10 @@ def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, 
 
 
 LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their defaults, and what they ask of loading
-    "AnyGPULoadPipeline": (FOLDER_INPUTS, folder_request),
-    "AnyGPUComposePipeline": (FILE_INPUTS, files_request),
-    "AnyGPULoadPaintPipeline": (PAINT_INPUTS, paint_request),
-    "AnyGPULoadMVAdapter": (ADAPTER_INPUTS, adapter_request),
+    "AnyGPULoadPipeline": (requests.FOLDER_INPUTS, requests.folder_request),
+    "AnyGPUComposePipeline": (requests.FILE_INPUTS, requests.files_request),
+    "AnyGPULoadPaintPipeline": (requests.PAINT_INPUTS, requests.paint_request),
+    "AnyGPULoadMVAdapter": (requests.ADAPTER_INPUTS, requests.adapter_request),
 }
 READERS: dict[type, Callable[..., Any]] = {PaintRequest: load_paint, AdapterRequest: load_adapter}
 RUNS: dict[

@@ -40,7 +40,6 @@ def limit_tooltip(name: str) -> str:
 
 
 def first_run() -> str:
-    """Advice for a user without any installed model; empty if there is one."""
     if folders.models():
         return ""
     here, host = facts(), _facts_of("cpu").total_bytes
@@ -52,7 +51,6 @@ def first_run() -> str:
 
 
 def offers() -> dict[str, dict[str, str]]:
-    """Models that the load node's button downloads, by the name in its list; none where a disk does not answer."""
     with suppress(OSError):
         return absent_offers(folders.models(), folders.model_roots())
     return {}
@@ -69,11 +67,7 @@ def memory_now() -> dict[str, Any]:
 
 
 def machine(again: bool = False) -> dict[str, Any]:
-    """The device, its memory, a light per probe, and the report; probes are asked ``again`` only on demand.
-
-    Raises:
-        UnsupportedError: the device has gone.
-    """
+    """The device, its memory, a light per probe, and the report; probes are asked ``again`` only on demand."""
     here = facts()
     store = probe_results_of(here, folders.state_folder())
     if again:
@@ -95,13 +89,11 @@ def machine(again: bool = False) -> dict[str, Any]:
 
 
 def last_costs(began: float) -> list[dict[str, Any]]:
-    """Costs of the stages that ended after ``began``, in seconds since 1970."""
     costs = [cost for cost in saved_stages(folders.state_folder()) if cost.ended > began]
     return [{**asdict(cost), "ratio": cost.ratio if cost.moved_bytes else 1.0} for cost in costs]
 
 
 def last_changes() -> dict[str, Any] | None:
-    """Changes of the last sampling from the one before it; None unless two receipts are stored."""
     from ...pipelines.records import changes
 
     compared = changes.last_two(folders.saved_folder())
@@ -109,11 +101,7 @@ def last_changes() -> dict[str, Any] | None:
 
 
 def shared_machine() -> dict[str, str]:
-    """This machine as the file that `anygpu report --share` writes, its name and where it may go.
-
-    Raises:
-        UnsupportedError: the device has gone.
-    """
+    """This machine as the file that `anygpu report --share` writes, its name and where it may go."""
     from ...pipelines.records import machines
 
     here = machines.this_machine(memory_manager.compute_device(), folders.state_folder(), precisions())
@@ -169,20 +157,17 @@ class NodeRun:
 
 
 def was_queued_by(client: str) -> bool:
-    """True if the last run is of a prompt of this client."""
     with _lock:
         return bool(_last["client"] == client)
 
 
 def last_run() -> dict[str, Any]:
-    """The last run: ``prompt``, and ``nodes``, from node id to status, seconds and stages."""
     with _lock:
         nodes = {node: {**entry, "stages": dict(entry["stages"])} for node, entry in _last["nodes"].items()}
         return {"prompt": _last["prompt"], "nodes": nodes}
 
 
 def stop(node_id: str | None, how: str) -> dict[str, Any] | None:
-    """The record of a node whose run has ended before its end, closed; None where it has none that is open."""
     with _lock:
         entry = _last["nodes"].get(node_id)
         if entry is None or entry["done"]:
@@ -192,13 +177,11 @@ def stop(node_id: str | None, how: str) -> dict[str, Any] | None:
 
 
 def began() -> float:
-    """The time at which the last run began, in seconds since 1970; 0 before the first."""
     with _lock:
         return float(_last["began"])
 
 
 def _enter(node_id: str, prompt: str, entry: dict[str, Any]) -> None:
-    """Begin a new record when another prompt runs."""
     with _lock:
         if _last["prompt"] != prompt:
             client = getattr(getattr(PromptServer, "instance", None), "client_id", None)

@@ -34,7 +34,6 @@ def request() -> dict[str, str]:
 
 
 def is_wanted() -> bool:
-    """True if the prompt that runs is to pause."""
     return _wanted_run() is not None
 
 
@@ -71,7 +70,6 @@ def save(where: str, picture: Any) -> bool:
 
 
 def listing() -> list[dict[str, Any]]:
-    """The paused runs, newest first: ``id``, ``where``, ``time`` in seconds since 1970, and ``picture``."""
     found = []
     for identity in _files():
         with suppress(InputError):
@@ -92,19 +90,16 @@ def resumable(identity: str) -> dict[str, Any]:
 
 
 def forget(identity: str) -> None:
-    """Remove a paused run from the list; its saved step stays until newer ones take its place."""
     path = _files().get(identity)
     if path is not None:
         path.unlink(missing_ok=True)
 
 
 def _files() -> dict[str, Path]:
-    """Id to file: no id from a client becomes a path."""
     return {path.stem: path for path in _folder().glob("*.json")}
 
 
 def _wanted_run() -> Any:
-    """The queue's item of the prompt that runs and is to pause; None where there is none."""
     return next((item for item in _running() if item[1] in _wanted), None) if _wanted else None
 
 
@@ -118,7 +113,6 @@ def _folder() -> Path:
 
 
 def _data_url(picture: Any) -> str:
-    """A preview, (kind, PIL image, size), as the small JPEG of a page; empty for none."""
     with suppress(Exception):  # a previewer of another pack gives what it likes
         target, small = io.BytesIO(), picture[1].convert("RGB")
         small.thumbnail((PIXELS, PIXELS))

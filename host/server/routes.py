@@ -46,11 +46,6 @@ async def english(request: web.Request) -> web.Response:
     return web.Response(status=302, headers={"Location": f"{request.match_info['node']}/en.md"})
 
 
-async def machine(request: web.Request) -> Any:
-    """The device, its memory, lights and report."""
-    return await asyncio.to_thread(panel.machine)
-
-
 async def memory(request: web.Request) -> Any:
     return panel.memory_now()
 
@@ -65,7 +60,6 @@ async def run(request: web.Request) -> Any:
 
 
 async def graph(request: web.Request) -> Any:
-    """Decisions for the pipelines of the prompt in the body; reads files' headers, changes nothing."""
     from . import forecast  # with all that loads and paints: at the first request, not at ComfyUI's start
 
     return await asyncio.to_thread(forecast.graph, checked_prompt(await body_of(request)))
@@ -84,7 +78,6 @@ async def share(request: web.Request) -> Any:
 
 
 async def error_parts(request: web.Request) -> Any:
-    """``found``, ``expected`` and ``fix`` of the error whose message is in the body."""
     return parts_of(str((await body_of(request)).get("message", "")))
 
 
@@ -93,7 +86,6 @@ async def latents(request: web.Request) -> Any:
 
 
 async def picture(request: web.Request) -> Any:
-    """A JPEG of one kept latent; 404 for one that has none."""
     identity = checked_id(request.match_info)
     picture_bytes = await asyncio.to_thread(recovery.thumbnail, identity) if identity in _ids() else None
     if picture_bytes is None:
@@ -121,7 +113,6 @@ async def paused_runs(request: web.Request) -> Any:
 
 
 async def paused_run(request: web.Request) -> Any:
-    """Prompt and workflow of a paused run, for the page to queue again."""
     return await asyncio.to_thread(paused.resumable, checked_id(request.match_info))
 
 
@@ -145,7 +136,7 @@ async def examples(request: web.Request) -> Any:
 
 
 ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
-    ("GET", "/machine", machine),
+    ("GET", "/machine", lambda request: asyncio.to_thread(panel.machine)),
     ("GET", "/memory", memory),
     ("GET", "/run", run),
     ("POST", "/graph", graph),
@@ -208,8 +199,6 @@ def checked_id(body: Mapping[str, Any]) -> str:
 
 
 def _answering(handler: Callable[[web.Request], Awaitable[Any]]) -> Handler:
-    """A handler whose result goes out as JSON, and whose failures do too, with their three parts."""
-
     async def answer(request: web.Request) -> web.Response:
         try:
             result = await handler(request)
@@ -231,7 +220,6 @@ def _ids() -> set[str]:
 
 
 def _shown(item: Any) -> dict[str, str]:
-    """A kept latent in words, and where its picture is."""
     parts = (f"{item.total_bytes / 1e6:.1f} MB, {item.fps:g} fps", item.unfinished)
     return {
         "id": item.id,

@@ -15,7 +15,7 @@ from anygpu.host.core import attention as override
 from anygpu.host.core import machine as core_machine
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import AttentionOverride, Preference
-from anygpu.host.core.counts import Counts
+from anygpu.host.core.layers import Counts
 from anygpu.host.core.ownership import is_linear
 from attention_cases import crafted, exact, sums_of_64_keys_in_fp16
 from torch import Tensor
