@@ -83,7 +83,7 @@ def soak(
             prompt = made[name]()
             lora_files.install(server, prompt)
             for node in prompt.values():
-                node["inputs"].update({"seed": rng.randrange(2**32)} if "seed" in node["inputs"] else {})
+                node["inputs"].update({"seed": rng.randrange(10**4)} if "seed" in node["inputs"] else {})
             at, cancels = time.monotonic() + rng.uniform(0, 4), rng.random() < CANCELS
             run = client.run(prompt, lambda *_: cancels and time.monotonic() > at, timeout=600)  # noqa: B023
             ends[run.ending] += 1
