@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-wheel test-machine-code test-farm test-host test-full-host test-core core-classes core-doctor test-browser test-mutants fuzz soak pictures cards workflows schemas matrix memory words lint bench gpu clean
+.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-wheel test-machine-code test-farm test-host test-full-host test-core core-classes core-doctor test-browser test-mutants fuzz inject soak pictures cards workflows schemas matrix memory words lint bench gpu clean
 
 install: $(READY)
 
@@ -138,6 +138,11 @@ fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(PY) tests/fuzz/structured.py --seconds $(SECONDS) --seed $(SEED)
 	@mkdir -p .build/corpus
 	if $(PY) -c "import atheris" 2>/dev/null; then $(PY) tests/fuzz/readers.py .build/corpus tests/fixtures/fuzz -max_total_time=$(SECONDS) -max_len=4096; fi
+
+# A shortage, a lost device or an interrupt at any operator or allocation, and the run after it; goes on where it stopped.
+COUNT ?= 10000
+inject: $(READY) accelerator
+	OMP_NUM_THREADS=1 $(PY) tests/runs/injections.py --count $(COUNT) --seed $(SEED)
 
 # Mixed work in a real ComfyUI, whose memory, threads and files are written into benchmarks/results/soak.csv.
 HOURS ?= 1

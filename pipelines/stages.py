@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..compat.device.facts import device_fault, gone
 from ..compat.device.failures import is_shortage
 from ..compat.errors import CheckpointError, InputError, PackError, UnsupportedError, first_line, require_range
 from ..compat.memory.statistics import stage_cost
@@ -441,10 +442,14 @@ def running(
         except Exception as error:
             if hasattr(error, EXPLAINED):
                 raise
-            if is_shortage(error):
-                raise explain_shortage(error, pipeline, stage.title, size, hint, device) from error
+            for one in (error, error.__cause__):  # which transformers makes a ValueError of
+                if one is not None and is_shortage(one):
+                    raise explain_shortage(one, pipeline, stage.title, size, hint, device) from error
             if isinstance(error, UNEXPECTED):
-                raise _unexpected(error, stage, pipeline.model.source, device) from error
+                silent = device_fault(device)
+                raise (
+                    gone(device, silent) if silent else _unexpected(error, stage, pipeline.model.source, device)
+                ) from error
             raise
 
 

@@ -159,10 +159,10 @@ def device_fault(device: torch.device) -> str:
     return "" if two == 2.0 else f"1 + 1 gives {two}"
 
 
-def gone(facts: DeviceFacts, silent: str) -> UnsupportedError:
+def gone(device: torch.device, silent: str, named: str = "") -> UnsupportedError:
     """The error for a device that answers no more; ``silent`` is why."""
     return UnsupportedError(
-        f"the device {str(facts.device)!r} ({facts.name}) has stopped answering ({silent})",
+        f"the device {str(device)!r}{named and f' ({named})'} has stopped answering ({silent})",
         expected="a working device",
         fix="Restart ComfyUI. If it happens again, update the driver or choose another device.",
     )

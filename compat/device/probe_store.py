@@ -219,7 +219,7 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
             return ProbeResult(UNKNOWN, f"out of memory during the test ({first_line(error)})", _since(started))
         silent = device_fault(facts.device)
         if silent:
-            raise gone(facts, silent) from error
+            raise gone(facts.device, silent, facts.name) from error
         return ProbeResult(UNUSABLE, first_line(error), _since(started))
     right = not fault or isinstance(fault, suite.Loose)
     return ProbeResult(OK if right else WRONG, str(fault), _since(started))

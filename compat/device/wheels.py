@@ -58,7 +58,7 @@ def unusable_device(facts: DeviceFacts, fault: str) -> UnsupportedError:
             expected=f"a build of torch for {facts.arch}",
             fix=f"Install it into this Python: {install(index)} ({why}).",
         )
-    return gone(facts, fault)
+    return gone(facts.device, fault, facts.name)
 
 
 def _runs_on(name: str, arch: str) -> bool:

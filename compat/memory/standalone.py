@@ -13,7 +13,7 @@ from torch import nn
 
 from ..decision import AUTO, CHOSEN, Decision
 from ..device.execution import HOST, current
-from ..device.facts import GIBIBYTE, device_fault, empty_cache, free_bytes, indexed
+from ..device.facts import GIBIBYTE, device_fault, empty_cache, free_bytes, gone, indexed
 from ..device.failures import is_shortage
 from ..errors import InputError, UnsupportedError, require_choice
 from .hooks import GroupHooks, hooks_on, remove_hooks
@@ -259,11 +259,9 @@ class StandaloneOffloader:
 
     def _require_answer(self, part: str, error: RuntimeError) -> None:
         device = self.device_of(part)
-        gone = "" if device.type == HOST.type or is_shortage(error) else device_fault(device)
-        if gone:
-            found, expected = f"{device} does not answer any more ({gone})", f"the device of the {part}"
-            fix = "Restart ComfyUI, or load the pipeline again on another device."
-            raise UnsupportedError(found, expected=expected, fix=fix) from error
+        silent = "" if device.type == HOST.type or is_shortage(error) else device_fault(device)
+        if silent:
+            raise gone(device, silent) from error
 
 
 def offloader_for(

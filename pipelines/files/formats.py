@@ -12,6 +12,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ...compat.checkpoints.gguf_file import gguf_header
 from ...compat.checkpoints.headers import TensorEntry, entries_and_notes, unreadable
 from ...compat.checkpoints.quantised import with_scales
@@ -21,7 +23,7 @@ from ...compat.packages import attribute
 from ..keys import SAME, Layout, Row, is_another_model, renamed
 from ..registry import FAMILIES
 from .evidence import cautions_by_name, names_around, other_model, published, refusal
-from .part import MOST_TENSORS, construction, empty_weights
+from .part import MOST_TENSORS, construction
 
 ENDINGS = (".safetensors", ".sft", ".gguf")
 NAMED = 3
@@ -246,7 +248,7 @@ def _misfit(row: Mapping[str, Any], content: StoredModel) -> tuple[list[str], tu
 def _shapes(settings: str) -> dict[str, tuple[int, ...]]:
     config = json.loads(settings)
     cls: Any = attribute("diffusers", str(config["_class_name"]))
-    with construction("model", Path("config.json"), MOST_TENSORS, lambda: None), empty_weights():
+    with construction("model", Path("config.json"), MOST_TENSORS, lambda: None), torch.device("meta"):
         module = cls.from_config(dict(config))
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 

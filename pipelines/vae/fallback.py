@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ...compat import output_check
 from ...compat.device.execution import HOST, checked_layers, generator_for, to_host
-from ...compat.device.facts import empty_cache
+from ...compat.device.facts import device_fault, empty_cache
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
 from ...compat.device.quirks import convolution_switches
 from ...compat.doctor import examine, not_finite, one_colour
@@ -257,7 +257,7 @@ class VaeRunner:
             short, expected = f"{text}; no room for {stage} {self.plan.method}", "more free memory"
             own = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
             return own(remember(f"{short}; expected {expected}. {advice}", short, expected, advice))
-        if not kind or (kind == KERNEL and self.device.type == HOST.type):
+        if not kind or (kind == KERNEL and (self.device.type == HOST.type or device_fault(self.device))):
             return None
         what = f"the VAE failed ({text})" if kind == KERNEL else f"the VAE gave {text}"
         anew, choose = "Sample again in fp32, or download the VAE again", "Choose precision auto or fp32"

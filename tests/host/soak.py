@@ -7,6 +7,7 @@ where one of them grows after the first quarter, or where a prompt fails that wa
 
 import argparse
 import csv
+import itertools
 import random
 import statistics
 import sys
@@ -24,9 +25,10 @@ import re
 from host import lora_files, paint_models
 from host.client import Client, Prompt
 from host.inside.asking import Inside
-from host.prompts import core_sampled, filmed, painted, replay, shrunk, shrunk_core
+from host.prompts import core_sampled, filmed, painted, pictured, replay, shrunk, shrunk_core
 from host.server import ROOT, Server, environment, find_host, served, tiny_home
-from host.test_core_fit_server import graph_of
+from host.test_core_fit_server import ALONE, TOGETHER, graph_of
+from host.test_paint import shrunk as small_paint
 
 RESULTS = ROOT / "benchmarks" / "results" / "soak.csv"
 ROUND = 8  # prompts between two measurements
@@ -43,13 +45,15 @@ def measured(pid: int) -> dict[str, float]:
     return {"rss_mb": found["VmRSS"] / 1024, "threads": found["Threads"], "files": files}
 
 
-def kinds(server: Server, files: dict[str, str]) -> dict[str, Callable[[], Prompt]]:
+def kinds(files: dict[str, str]) -> dict[str, Callable[[], Prompt]]:
     """Name to maker of each prompt that is drawn."""
-    made: dict[str, Callable[[], Prompt]] = {"fit": lambda: graph_of(files, True)[0].prompt}
-    made |= {path.stem: lambda path=path: shrunk(replay(path)) for path in (*filmed(), *painted())}  # type: ignore[misc]
+    made: dict[str, Callable[[], Prompt]] = {
+        fitted: lambda fitted=fitted: pictured(graph_of(files, fitted)[0].prompt)  # type: ignore[misc]
+        for fitted in (ALONE, TOGETHER)
+    }
+    made |= {path.stem: lambda path=path: shrunk(replay(path)) for path in filmed()}  # type: ignore[misc]
+    made |= {path.stem: lambda path=path: small_paint(replay(path)) for path in painted()}  # type: ignore[misc]
     made |= {path.stem: lambda path=path: shrunk_core(replay(path)) for path in core_sampled()}  # type: ignore[misc]
-    for make in made.values():
-        lora_files.install(server, make())
     return made
 
 
@@ -72,17 +76,20 @@ def soak(
 ) -> tuple[list[dict[str, float]], Counter[str]]:
     """The measurements after each round, and how prompts ended."""
     client, ends, rows, started = Client(server.url), Counter[str](), list[dict[str, float]](), time.monotonic()
-    made = kinds(server, files)
+    made = kinds(files)
+    drawn = itertools.chain(made, iter(lambda: rng.choice(list(made)), None))  # each once, then at random
     while time.monotonic() - started < seconds:
-        for name in rng.choices(list(made), k=ROUND):
+        for name in itertools.islice(drawn, ROUND):
             prompt = made[name]()
+            lora_files.install(server, prompt)
             for node in prompt.values():
-                node["inputs"].update({"seed": rng.randrange(2**32)} if "seed" in node["inputs"] else {})
+                node["inputs"].update({"seed": rng.randrange(10**4)} if "seed" in node["inputs"] else {})
             at, cancels = time.monotonic() + rng.uniform(0, 4), rng.random() < CANCELS
             run = client.run(prompt, lambda *_: cancels and time.monotonic() > at, timeout=600)  # noqa: B023
             ends[run.ending] += 1
             if run.ending == "execution_error":
                 ends[f"{name}: {run.message}"[:300]] += 1
+                print(f"{name}: {run.message}", flush=True)
         client.free()
         rows.append({"seconds": round(time.monotonic() - started), **measured(server.pid)})
         print(f"{sum(ends.values())} prompts, {rows[-1]}", flush=True)

@@ -13,10 +13,7 @@ import torch
 from anygpu.paint.geometry.cameras import camera_table
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.sampling.painting import PaintInputs, PaintSettings, paint_views
-from anygpu.pipelines.base import Silent
 from simulated.test_families import CASES, loaded_for, rendered
-from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from paint import stored
 
@@ -25,10 +22,9 @@ NAMES = (*CASES, "paint")
 
 @dataclass(frozen=True)
 class Subject:
-    """What runs: a function from a progress to frames or views, and the parts that it stays loaded in."""
+    """What runs: a function from a progress to frames or views."""
 
     run: Callable[[Any], torch.Tensor]
-    parts: Any
 
 
 def arguments_of(description: str | None, count: int) -> argparse.Namespace:
@@ -46,53 +42,20 @@ def subjects(tiny_folder: Path) -> dict[str, Subject]:
         return {**{name: _video(name, tiny_folder) for name in CASES}, "paint": _painting(tiny_folder)}
 
 
-def forwards(subject: Subject) -> int:
-    """How many modules run forward in one run."""
-    count = 0
-
-    def before(*_: Any) -> None:
-        nonlocal count
-        count += 1
-
-    handle = register_module_forward_pre_hook(before)
-    try:
-        subject.run(Silent())
-    finally:
-        handle.remove()
-    return count
-
-
-class Raising:
-    """Raises ``error`` before the forward number ``at``, once; ``part`` is then the name of the part that ran."""
-
-    def __init__(self, subject: Subject, at: int, error: BaseException) -> None:
-        self.subject, self.at, self.error, self.part = subject, at, error, ""
-
-    def __enter__(self) -> Raising:
-        self._handle = register_module_forward_pre_hook(self._before)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._handle.remove()
-
-    def _before(self, module: nn.Module, _given: Any) -> None:
-        self.at -= 1
-        if self.at == 0:
-            parts = self.subject.parts.items()
-            self.part = next((name for name, part in parts if any(m is module for m in part.modules())), "other")
-            raise self.error
-
-
 def _video(name: str, tiny_folder: Path) -> Subject:
     pipeline = loaded_for(CASES[name], tiny_folder, "cpu")
-    return Subject(lambda progress: rendered(pipeline, CASES[name], progress)[1], pipeline.parts)
+    return Subject(lambda progress: rendered(pipeline, CASES[name], progress)[1])
 
 
 def _painting(tiny_folder: Path) -> Subject:
     folder = stored.checkpoint("paint", Path(tempfile.mkdtemp(dir=tiny_folder)))
     pipeline = load_paint(PaintRequest(folder, precision="fp32", device="cpu"))
+    inputs, settings = painting_inputs(), PaintSettings(size=64, steps=2, seed=3)
+    return Subject(lambda progress: paint_views(pipeline, inputs, settings, progress).views)
+
+
+def painting_inputs() -> PaintInputs:
+    """Random pictures for two views."""
     generator = torch.Generator().manual_seed(0)
     pictures = [torch.rand(count, 64, 64, 3, generator=generator) for count in (1, 2, 2)]
-    inputs = PaintInputs(*pictures, camera_table([0, 180], [0], [1]))
-    settings = PaintSettings(size=64, steps=2, seed=3)
-    return Subject(lambda progress: paint_views(pipeline, inputs, settings, progress).views, pipeline.parts)
+    return PaintInputs(*pictures, camera_table([0, 180], [0], [1]))

@@ -1,8 +1,9 @@
-"""Memory that runs out at one operator, event, stream, hook or swap of values, and never before or after."""
+"""A failure at one operator, event, stream, pin, hook or swap of values: no memory, or whatever else is raised."""
 
 import contextlib
 import errno
-from collections.abc import Iterator
+import mmap
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ PLACES = (  # what allocates, or changes a module, and is no operator
     (nn.Module, "register_forward_hook"),
     (hooks, "set_data"),
     (transfer, "set_data"),
+    (hooks, "pin"),
+    (mmap, "mmap"),
 )
 
 
@@ -32,32 +35,53 @@ class Shortage(TorchDispatchMode):
     """Raises at step number ``at`` and the ``times - 1`` that follow, of ``count`` steps so far.
 
     Args:
+        times: infinite for a device that is lost.
         behind: whether a step that is no operator fails once it is done.
+        errors: raised by turns. device: the kind of device whose operators alone are steps; empty for every operator.
     """
 
-    def __init__(self, at: int, times: int = 1, behind: bool = False) -> None:
+    def __init__(
+        self, at: int, times: float = 1, behind: bool = False, errors: Sequence[Any] = ERRORS, device: str = ""
+    ) -> None:
         super().__init__()
-        self.at, self.times, self.behind, self.count = at, times, behind, 0
+        self.at, self.times, self.behind, self.errors, self.device, self.count = at, times, behind, errors, device, 0
 
     def step(self) -> None:
         """Count one, and raise where it is the one."""
         self.count += 1
         if self.at <= self.count < self.at + self.times:
-            raise ERRORS[self.count % len(ERRORS)]()
+            raise self.errors[self.count % len(self.errors)]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.step()
+        if not self.device or any(self.device in str(getattr(one, "device", one)) for one in leaves((args, kwargs))):
+            self.step()
         return func(*args, **(kwargs or {}))
 
 
+def leaves(values: Any) -> Iterator[Any]:
+    """The tensors and devices among the arguments of an operator."""
+    found = values.values() if isinstance(values, dict) else values if isinstance(values, (list, tuple)) else ()
+    for each in found:
+        if isinstance(each, (torch.Tensor, torch.device)):
+            yield each
+        else:
+            yield from leaves(each)
+
+
 @contextlib.contextmanager
-def shortage(at: int, times: int = 1, behind: bool = False, operators: bool = True) -> Iterator[Shortage]:
-    """Memory runs out as :class:`Shortage` says inside the block; without ``operators``, only in :data:`PLACES`."""
+def shortage(
+    at: int, times: float = 1, behind: bool = False, operators: bool = True, **more: Any
+) -> Iterator[Shortage]:
+    """Memory runs out as :class:`Shortage` says inside the block; without ``operators``, only in :data:`PLACES`.
+
+    Args:
+        more: of :class:`Shortage`. A device that is lost fails in its operators, streams and events alone.
+    """
     with contextlib.ExitStack() as stack:
-        short = Shortage(at, times, behind)
+        short = Shortage(at, times, behind, **more)
         if operators:
             stack.enter_context(short)
-        for owner, name in PLACES:
+        for owner, name in PLACES[: 2 if short.device else None]:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, _counted(getattr(owner, name), short))
         yield short

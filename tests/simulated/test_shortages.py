@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.device.failures import is_shortage
-from anygpu.compat.errors import PackError, parts_of
+from anygpu.compat.errors import PackError, UnsupportedError, parts_of
 from anygpu.compat.memory import hooks, standalone
 from anygpu.compat.memory.hooks import GroupHooks
 from anygpu.compat.memory.offloader import PINNED, HostWeights, OffloadOptions
@@ -14,6 +14,7 @@ from anygpu.compat.memory.parts import Parts
 from anygpu.compat.memory.standalone import STEP_DOWN, StandaloneOffloader
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+from hostile.words import LOST
 from torch import nn
 
 from simulated.shortages import shortage
@@ -143,6 +144,40 @@ def test_a_shortage_while_room_is_made_says_what_to_lower(acc, tiny_folder, monk
     handle.remove()
     monkeypatch.undo()
     assert torch.equal(stages.sample(pipeline, prompt, None, SETTINGS, Silent()).samples, wanted)
+
+
+@pytest.mark.parametrize("stage", ["encode", "sample", "decode"])
+def test_a_device_that_is_lost_is_named_in_every_stage(acc, tiny_folder, stage):
+    pipeline = loaded_for(CASES["ltx"], tiny_folder, "acc:0", "group")
+    request = PromptRequest("a red fox", "")
+    prompt = stages.encode_prompt(pipeline, request, Silent())
+    latents = stages.sample(pipeline, prompt, None, SETTINGS, Silent())
+    runs = {
+        "encode": lambda: stages.encode_prompt(pipeline, request, Silent()),
+        "sample": lambda: stages.sample(pipeline, prompt, None, SETTINGS, Silent()),
+        "decode": lambda: stages.decode(pipeline, latents, Silent()),
+    }
+    lost = {"times": float("inf"), "errors": [lambda: RuntimeError(LOST[4])], "device": "acc"}
+    for at in (80, 295):
+        with shortage(at, **lost), pytest.raises(UnsupportedError, match=r"'acc:0' has stopped answering \(Command"):
+            runs[stage]()
+    assert torch.equal(stages.decode(pipeline, latents, Silent()), stages.decode(pipeline, latents, Silent()))
+
+
+def test_a_shortage_that_a_library_calls_another_error_says_what_to_lower(tiny_folder, monkeypatch):
+    """As transformers does where its tensors find no room."""
+    pipeline = loaded_for(CASES["mochi"], tiny_folder, "cpu")
+
+    def failing(*_: Any, **__: Any) -> None:
+        try:
+            raise RuntimeError("[Errno 12] Cannot allocate memory")
+        except RuntimeError as error:
+            raise ValueError("Unable to create tensor, activate padding") from error
+
+    monkeypatch.setattr(type(pipeline.tools["tokenizer"]), "__call__", failing)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        stages.encode_prompt(pipeline, PromptRequest("a red fox", ""), Silent())
+    assert {"found", "expected", "fix"} == parts_of(str(caught.value)).keys()
 
 
 @pytest.mark.full

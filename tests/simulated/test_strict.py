@@ -22,7 +22,7 @@ from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
-from hostile.test_failures import MESSAGES
+from hostile.words import MESSAGES
 from torch import nn
 
 from simulated import accelerator

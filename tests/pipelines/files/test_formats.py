@@ -8,6 +8,7 @@ import pytest
 import tiny
 import torch
 from anygpu.compat.errors import CheckpointError
+from anygpu.pipelines.files import formats
 from anygpu.pipelines.files.formats import StoredModel, config_of, contents, kinds
 from anygpu.pipelines.files.formats import layouts as known_layouts
 from anygpu.pipelines.files.single_file import Files
@@ -16,6 +17,7 @@ from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.requests import LoadRequest
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Layout, tiny checkpoint, part, which way of writing a name, prefix.
 ORIGINAL = "as released or as ComfyUI saves it"
@@ -206,3 +208,23 @@ def test_layouts_have_distinct_marks():
     for layout in known:
         names = {mark.split("|")[0]: None for mark in layout.marks}
         assert next(other for other in known if other.fits(names)) is layout or layout.rows is SAME, layout.name
+
+
+def test_shapes_of_a_large_model_are_told_without_memory():
+    """A real tensor for a moment, in place of one on ``meta``, took 7 GB of addresses for HunyuanVideo 1.5."""
+    row = json.loads((FAMILIES["hunyuan_video_15"].folder / "transformer.json").read_text())[0]
+    with Recorded() as made:
+        assert len(formats._shapes(json.dumps(row["config"]))) > 1000
+    assert made.largest < 10**6
+
+
+class Recorded(TorchDispatchMode):
+    """The most bytes of a real tensor that was made."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result.is_meta:
+            self.largest = max(self.largest, result.untyped_storage().nbytes())
+        return result

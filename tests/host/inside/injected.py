@@ -1,0 +1,57 @@
+"""Failures inside core's own models, fitted to a device and watched by the doctor: what `tests/runs` injects."""
+
+import random
+from typing import Any
+
+import comfy.model_management as management
+import torch
+from anygpu.compat.doctor import KEEP, Doctor
+from anygpu.compat.repairs import RepairStore
+from anygpu.host.core import doctor as core_doctor
+from anygpu.host.core import model as core_model
+from anygpu.host.core import vae as core_vae
+from runs.faults import injected
+
+from host.inside import core_tiny, core_tiny_vaes
+from host.inside.core_fit import machine_named
+
+MACHINES = ("turing", "gfx1151", "mps-like", "xpu-like")
+
+
+def names() -> list[str]:
+    """Core's models in tiny, the VAEs among them."""
+    return [*core_tiny.CASES, *(f"VAE {name}" for name in core_tiny_vaes.CASES)]
+
+
+def block(name: str, seed: str, count: int) -> dict[str, int]:
+    """How ``count`` injections ended."""
+    rng = random.Random(seed)
+    with machine_named(rng.choice(MACHINES)) as machine:
+        make = decodes if name.startswith("VAE ") else samples
+        return dict(injected(make(name.removeprefix("VAE "), machine), rng, count, guest=True))
+
+
+def samples(name: str, machine: Any) -> dict[str, Any]:
+    """A step of the fitted model, whose weights arrive anew, and the same beside the doctor."""
+    device = machine.facts.device
+    fitted, _ = core_model.fit_model(core_tiny.made(name, device=device), keep_latents="never", machine=machine)
+
+    def run(watched: bool) -> torch.Tensor:
+        management.unload_all_models()
+        doctor = Doctor("model", RepairStore(None), KEEP, lambda _: None)
+        return core_tiny.output(core_doctor.watched_model(fitted, doctor, None) if watched else fitted, name)
+
+    return {"fit": lambda: run(False), "fit and doctor": lambda: run(True)}
+
+
+def decodes(name: str, machine: Any) -> dict[str, Any]:
+    """A decode of the fitted VAE."""
+    fitted, _ = core_vae.fit_vae(core_tiny_vaes.made(name, device=machine.facts.device), machine=machine)
+    latents = core_tiny_vaes.latents_of(name)
+
+    def run() -> torch.Tensor:
+        management.unload_all_models()
+        pixels: torch.Tensor = fitted.decode(latents)
+        return pixels
+
+    return {"fit": run}

@@ -1,0 +1,103 @@
+"""Injections into the runs of one pipeline, in any process that has the simulated accelerator."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from anygpu.compat.device.failures import is_shortage
+from anygpu.compat.errors import PackError, parts_of
+from hostile.words import LOST, MESSAGES
+from simulated import accelerator
+from simulated.shortages import shortage
+
+NEAR = 2e-2  # of frames in 0..1: another way to decode, such as tiles, shows seams
+SHORTAGES = [
+    lambda kind=kind, text=text: kind(text) for kind in (RuntimeError, torch.OutOfMemoryError) for text in MESSAGES
+]
+SHORTAGES += [lambda: MemoryError(), lambda: OSError(errno.ENOMEM, "Cannot allocate memory")]
+LOSSES = [lambda text=text: RuntimeError(text) for text in LOST]
+GONE = "has stopped answering"
+ANEW, RARE = "load and run", 0.1  # a run that takes many times as long as others, and its share
+WRONG = ("belong together", "a bug of AnyGPU")  # causes that none of these is
+
+
+class Interrupted(BaseException):
+    """As ComfyUI's."""
+
+
+ERRORS = {"shortage": SHORTAGES, "lost": LOSSES, "interrupt": [Interrupted, KeyboardInterrupt]}
+Run = Callable[[], torch.Tensor]
+
+
+def outcome(run: Run, wanted: torch.Tensor, kind: str, fault: Any, passes: str | None = None) -> str:
+    """``survived``, ``explained`` or ``unmet``, or what went wrong, of one run with a fault in it.
+
+    Args:
+        passes: the text of an error that another program may raise as it is.
+    """
+    try:
+        with fault as met:
+            found = run()
+    except BaseException as raised:
+        text, parts = str(raised), parts_of(str(raised)).keys()
+        told = {
+            "shortage": isinstance(raised, PackError)
+            or (is_shortage(raised) and {"found", "expected", "fix"} <= parts),
+            "lost": GONE in text,
+            "interrupt": isinstance(raised, (Interrupted, KeyboardInterrupt)),
+        }
+        if not isinstance(raised, (Exception, Interrupted, KeyboardInterrupt)):
+            raise
+        wrong = WRONG if kind == "lost" else (*WRONG, GONE)
+        named = (told[kind] or text == passes) and not any(word in text for word in wrong)
+        return "explained" if named else f"raised {type(raised).__name__}: {text[:400]!r}"
+    if met.count < met.at:
+        return "unmet"
+    if kind == "interrupt":
+        return "swallowed"
+    near = found.shape == wanted.shape and bool((found - wanted).abs().max() <= NEAR)
+    return "survived" if near else "wrong"
+
+
+def injected(runs: dict[str, Run], rng: random.Random, count: int, guest: bool = False) -> Counter[str]:
+    """How ``count`` injections into ``runs`` of one pipeline ended.
+
+    Args:
+        guest: whether the runs are another program's, whose errors pass as they are.
+    """
+    device, ends, known = accelerator.NAME, Counter[str](), {}
+    most = 0  # bytes that the pipeline has on the device of itself after a run
+    for name, run in runs.items():
+        with shortage(0, device=device) as own:
+            run()
+        with shortage(0) as every:
+            wanted = run()
+        known[name] = wanted, every.count, own.count
+        gc.collect()
+        most = max(most, accelerator.memory().allocated_bytes)
+    for _ in range(count):
+        name = rng.choices(list(runs), [RARE if name == ANEW else 1.0 for name in runs])[0]
+        kind = rng.choices(list(ERRORS), (6, 2, 2))[0]
+        wanted, steps, own_steps = known[name]
+        at = rng.randint(1, max(1, own_steps if kind == "lost" else steps))
+        error = rng.choice(ERRORS[kind])
+        times = float("inf") if kind == "lost" else rng.choice((1, 1, 2, 3))
+        more = {"device": device} if kind == "lost" else {"behind": rng.random() < 0.3}
+        ended = outcome(
+            runs[name], wanted, kind, shortage(at, times, errors=[error], **more), str(error()) if guest else None
+        )
+        if not torch.equal(runs[name](), wanted):
+            ended += ", the next run differs"
+        gc.collect()
+        if (left := accelerator.memory().allocated_bytes - most) > 0:
+            ended += f", {left} bytes stay"
+        ends[f"{kind}: {ended}"] += 1
+        if ended not in ("survived", "explained", "unmet"):
+            print(f"  {name}, {error()!r} at {at} of {steps}, {times} times: {ended}", flush=True)
+    return ends
