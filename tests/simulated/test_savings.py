@@ -23,7 +23,7 @@ from simulated.clock import Clock, clocked
 from simulated.test_families import CASES, Case, loaded_for, rendered
 from simulated.test_lossy_times import PACE, SLOW
 
-FEW, STEPS = 4, 16
+FEW, STEPS = 2, 8
 FUSED = "_scaled_dot_product"
 GEFORCE, A100, RADEON = "NVIDIA GeForce RTX 4090", "NVIDIA A100-SXM4-80GB", "AMD Radeon RX 7900 XTX"
 SAGE, SUMS, STORED, CACHE = (
