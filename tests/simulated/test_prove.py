@@ -3,6 +3,7 @@
 import contextlib
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates and products of a transformer's size cost minutes on a CPU; others test them."""
     monkeypatch.setattr(probes, "PRODUCTS", probes.PRODUCTS[:1])
     monkeypatch.setattr(probe_results, "packed_probes", lambda facts: {})
+    monkeypatch.setattr(stacks, "TINY", replace(stacks.TINY, cards=(6,)))
     pace = Pace(2e12, 1e12, 1e12, 1e11, 5e-6)
     monkeypatch.setattr(measures, "measured_pace", lambda device, dtype: pace)
     for module in (measures, stacks):
