@@ -32,10 +32,8 @@ class NotFinite(InputError):
     __module__ = "anygpu"
 
 
-FIX = (
-    "Choose precision fp32 (or bf16 if the device supports it) on the load node; if it is fp32 already, use the "
-    "default settings, and no LoRA."
-)
+FIX = "Choose precision fp32 (or bf16 if the device supports it) on the load node"
+FIX += "; if it is fp32 already, use the default settings, and no LoRA."
 
 
 def require_finite(tensor: torch.Tensor, subject: str, fix: str = FIX) -> None:

@@ -103,10 +103,8 @@ def fill(module: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -
     """Make ``tensors``, by the model's names, its parameters, and tie what it ties; returns the names that are missing.
     ``dtype`` is the model's: what its class keeps in fp32 is widened. Raises RuntimeError for other shapes."""
     wide = _kept_in_fp32(module, dtype)
-    values = {
-        name: tensor.float() if tensor.is_floating_point() and wide and wide.search(name) else tensor
-        for name, tensor in tensors.items()
-    }
+    widened = {name for name, tensor in tensors.items() if tensor.is_floating_point() and wide and wide.search(name)}
+    values = {name: tensor.float() if name in widened else tensor for name, tensor in tensors.items()}
     missing = set(module.load_state_dict(values, strict=False, assign=True).missing_keys)
     for one, other in module.all_tied_weights_keys.items():
         if {one, other} <= missing:

@@ -64,13 +64,9 @@ class Ranks:
         received = sent.new_empty(sum(counts))
         size = like.element_size()  # gloo does not know every dtype: bytes are bytes
         with self._exchanging():
-            distributed.all_to_all_single(
-                received.view(torch.uint8),
-                sent.view(torch.uint8),
-                [count * size for count in counts],
-                [piece.numel() * size for piece in pieces],
-                group=self.group,
-            )
+            lengths = [count * size for count in counts], [piece.numel() * size for piece in pieces]
+            there, here = received.view(torch.uint8), sent.view(torch.uint8)
+            distributed.all_to_all_single(there, here, *lengths, group=self.group)
         parts = placed(received, like.device).split(counts)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 

@@ -54,11 +54,8 @@ def parse(cls: type[T], record: Any, subject: str, without: tuple[str, ...] = ()
     if missing:
         raise InputError(f"no {missing[0]!r} in {subject}", expected=f"the field {missing[0]!r}", fix=FIX)
     hints = typing.get_type_hints(cls)
-    values = {
-        name: _value(hints[name], given, f"{subject}.{name}", known[name].metadata.get(WITHOUT, ()))
-        for name, given in record.items()
-    }
-    return cls(**values)
+    left_out = {name: item.metadata.get(WITHOUT, ()) for name, item in known.items()}
+    return cls(**{name: _value(hints[name], it, f"{subject}.{name}", left_out[name]) for name, it in record.items()})
 
 
 def json_in(text: str | bytes, subject: str) -> Any:

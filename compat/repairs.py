@@ -217,11 +217,9 @@ def _under(mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[
 
 
 _WAYS: dict[str, Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]] = {
-    FP32: partial(_in_fp32, Widened),
-    REPLACED: _with_zeros,
-    SCALED: partial(_in_fp32, Scaled),
+    FP32: partial(_in_fp32, Widened), SCALED: partial(_in_fp32, Scaled), REPLACED: _with_zeros,
     ATTENTION: partial(_under, OtherAttention),
-}
+}  # fmt: skip
 
 
 class RepairStore:

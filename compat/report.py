@@ -138,11 +138,9 @@ def dtypes_in_use(facts: DeviceFacts, probes: Probes, families: Mapping[str, Mod
 def _device(facts: DeviceFacts, free_bytes: int | None) -> tuple[Decision, ...]:
     free = f"{free_bytes / GIBIBYTE:.1f} GB free" if free_bytes is not None else ""
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    lines = [
-        Decision("device", str(facts), free),
-        Decision("backend", facts.backend, f"precision table: {facts.arch_class}"),
-        Decision("versions", versions),
-    ]
+    table = f"precision table: {facts.arch_class}"
+    lines = [Decision("device", str(facts), free), Decision("backend", facts.backend, table)]
+    lines.append(Decision("versions", versions))
     if facts.compiled:
         covered = "" if has_kernels(facts) else f"NOT {facts.arch}"
         lines.append(Decision("torch compiled for", ", ".join(facts.compiled), covered, alarming=bool(covered)))
@@ -196,15 +194,13 @@ def _answered(probes: Mapping[str, ProbeResult]) -> tuple[Decision, ...]:
         groups.setdefault(name.partition(".")[0], []).append(name)
     lines = []
     for group, names in groups.items():
-        verdicts = [f"{name.partition('.')[2].replace('_', ' ')} {_word(name, probes[name])}".strip() for name in names]
+        given = {name: probes[name].status for name in names}
+        words = {name: "absent, not needed" if it != OK and name in OPTIONAL else it for name, it in given.items()}
+        verdicts = [f"{name.partition('.')[2].replace('_', ' ')} {word}".strip() for name, word in words.items()]
         details = [f"{name}: {probes[name].detail}" for name in names if probes[name].detail and name not in OPTIONAL]
         alarming = any(probes[name].status in (WRONG, UNUSABLE) and name not in OPTIONAL for name in names)
         lines.append(Decision(group, ", ".join(verdicts), "; ".join(details), alarming=alarming))
     return tuple(lines)
-
-
-def _word(name: str, answer: ProbeResult) -> str:
-    return "absent, not needed" if answer.status != OK and name in OPTIONAL else answer.status
 
 
 @dataclass(frozen=True, slots=True)

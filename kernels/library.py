@@ -26,14 +26,10 @@ LAUNCHED_ON = "cuda"  # torch's name for NVIDIA and for AMD; each has its own ba
 META = "meta"  # where work is counted before it runs: an operation is one there, as where it is launched
 
 
-def _installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-HAS_TRITON = _installed("triton")
+try:
+    HAS_TRITON = find_spec("triton") is not None
+except (ImportError, ValueError):
+    HAS_TRITON = False
 
 
 class KernelError(RuntimeError):

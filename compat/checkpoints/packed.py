@@ -158,11 +158,8 @@ def is_packed(module: nn.Module) -> bool:
 
 def packable(module: nn.Module, exact: bool = False) -> dict[str, nn.Linear]:
     """The layers that may be packed, by name: Linears in blocks that do not modulate; all where that is ``exact``."""
-    return {
-        name: owner
-        for name, owner in module.named_modules()
-        if type(owner) is nn.Linear and (exact or (BLOCK.search(name) and not DENSE.search(name)))
-    }
+    linear = {name: owner for name, owner in module.named_modules() if type(owner) is nn.Linear}
+    return {name: it for name, it in linear.items() if exact or (BLOCK.search(name) and not DENSE.search(name))}
 
 
 def stays_packed(name: str, entry: TensorEntry) -> bool:

@@ -50,15 +50,13 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
         plain_status(path)
         content = json_file(path)
     except FileNotFoundError as error:
-        raise CheckpointError(
-            f"no {path.name} in {str(path.parent)!r}", expected=what, fix="Download the whole folder again."
-        ) from error
+        found = f"no {path.name} in {str(path.parent)!r}"
+        raise CheckpointError(found, expected=what, fix="Download the whole folder again.") from error
     except PackError:
         raise
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read ({error})", expected=f"{what} as JSON", fix="Download this file again."
-        ) from error
+        found = f"{str(path)!r} cannot be read ({error})"
+        raise CheckpointError(found, expected=f"{what} as JSON", fix="Download this file again.") from error
     if not isinstance(content, dict):
         found = f"{str(path)!r} holds a {type(content).__name__}"
         raise CheckpointError(found, expected=f"{what} as a JSON object", fix="Download this file again.")
@@ -311,11 +309,8 @@ def _sides(file: BinaryIO, entry: TensorEntry) -> dict[str, torch.Tensor]:
         return {}
     first, rows = entry.part[0], entry.part[1] or entry.shape[0]
     columns = math.prod(entry.shape[1:])
-    sides = {
-        name: laid_out(_read_one(file, side, None, lambda _: None), packing.sides.get(name, ALL), rows, columns)
-        for name, side in entry.sides
-        if name != "state"
-    }
+    read = {name: _read_one(file, side, None, lambda _: None) for name, side in entry.sides if name != "state"}
+    sides = {name: laid_out(side, packing.sides.get(name, ALL), rows, columns) for name, side in read.items()}
     if "nested" in sides:
         offset = (json_object(bytes_of(dict(entry.sides)["state"])) or {}).get("nested_offset")
         sides = unnested(sides, offset if isinstance(offset, float) else 0.0)

@@ -182,26 +182,26 @@ def free_bytes(device: torch.device) -> int | None:
     return value_or(lambda: _unreserved(module, device), None) if free is None and device.type == "xpu" else free
 
 
-def _asked(device: torch.device, function: str, *args: Any) -> Any:
-    """The answer of the backend's ``function``; None where it has none or fails, and of a CPU."""
-    ask: Any = getattr(getattr(torch, device.type, None), function, None)
-    return None if device.type == "cpu" or ask is None else value_or(lambda: ask(*args), None)
-
-
 def peak_bytes(device: torch.device) -> int | None:
     """Peak memory of this process on ``device`` since :func:`reset_peak`; None if unknown."""
-    peak = _asked(device, "max_memory_allocated", device)
-    return None if peak is None else value_or(lambda: int(peak), None)
+    module: Any = getattr(torch, device.type, None)
+    if device.type == "cpu" or not hasattr(module, "max_memory_allocated"):
+        return None
+    return value_or(lambda: int(module.max_memory_allocated(device)), None)
 
 
 def reset_peak(device: torch.device) -> None:
     """Reset the peak; does nothing if the backend does not count it."""
-    _asked(device, "reset_peak_memory_stats", device)
+    module: Any = getattr(torch, device.type, None)
+    if device.type != "cpu" and hasattr(module, "reset_peak_memory_stats"):
+        value_or(lambda: module.reset_peak_memory_stats(device), None)
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until ``device`` has finished, so that timings are right; a fault shows when a result is read."""
-    _asked(device, "synchronize", *(() if device.type == "mps" else (device,)))  # mps takes none
+    module: Any = getattr(torch, device.type, None)
+    if device.type != "cpu" and hasattr(module, "synchronize"):
+        value_or(lambda: module.synchronize(*(() if device.type == "mps" else (device,))), None)  # mps takes none
 
 
 def locks_host_memory(device: torch.device) -> bool:
@@ -247,8 +247,10 @@ def empty_host_cache() -> None:
 
 def empty_cache(device: torch.device) -> None:
     """Give unused cached memory to the driver, after waiting: on Arc a running chain became NaN (pytorch#197520)."""
-    synchronize(device)
-    _asked(device, "empty_cache")
+    module: Any = getattr(torch, device.type, None)
+    if device.type != "cpu" and hasattr(module, "empty_cache"):
+        synchronize(device)
+        value_or(module.empty_cache, None)
 
 
 def _system_bytes(memory: str, amount: str) -> int:
@@ -309,18 +311,17 @@ def _plain(stated: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def _cpu_facts(device: torch.device) -> dict[str, Any]:
-    return {"backend": "cpu", "arch_class": "cpu", "name": "CPU", "total_bytes": _host_bytes(), "unified": True}
+    return {"arch_class": "cpu", "name": "CPU", "total_bytes": _host_bytes(), "unified": True}
 
 
 def _cuda_facts(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
-    shared = {
-        "name": properties.name,
-        "total_bytes": properties.total_memory,
+    shared = {"name": properties.name, "total_bytes": properties.total_memory}
+    shared |= {
         "unified": bool(getattr(properties, "is_integrated", False)),
         "compiled": tuple(torch.cuda.get_arch_list()),
-        "link": value_or(lambda: _pcie(properties), 0.0),
     }
+    shared["link"] = value_or(lambda: _pcie(properties), 0.0)
     cudnn = torch.backends.cudnn.version() or 0
     if torch.version.hip:
         arch = str(getattr(properties, "gcnArchName", "")).split(":")[0]
@@ -329,7 +330,6 @@ def _cuda_facts(device: torch.device) -> dict[str, Any]:
     # is_bf16_supported() is true on GPUs without bf16 units: it proves that such a tensor can exist (pytorch#148322).
     modern = properties.major >= 8
     return {
-        "backend": "cuda",
         "arch": f"sm{properties.major}{properties.minor}",
         "arch_class": "cuda-sm80+" if modern else "cuda-old",
         "emulated": () if modern else ("bf16",),
@@ -349,32 +349,22 @@ def _pcie(properties: Any) -> float:
 
 
 def _mps_facts(device: torch.device) -> dict[str, Any]:
-    return {
-        "backend": "mps",
-        "arch": platform.machine(),
-        "arch_class": "mps",
-        "name": value_or(lambda: str(torch.backends.mps.get_name()), "") or "Apple GPU",
-        "total_bytes": _host_bytes(),
-        "unified": True,
-        "driver": platform.mac_ver()[0],
-        "versions": {"macos": platform.mac_ver()[0]},
-    }
+    name = value_or(lambda: str(torch.backends.mps.get_name()), "") or "Apple GPU"
+    system = platform.mac_ver()[0]
+    stated = {"arch": platform.machine(), "arch_class": "mps", "name": name, "total_bytes": _host_bytes()}
+    return {**stated, "unified": True, "driver": system, "versions": {"macos": system}}
 
 
 def _xpu_facts(device: torch.device) -> dict[str, Any]:
     properties = torch.xpu.get_device_properties(device)
-    emulated = () if getattr(properties, "has_fp64", True) else ("fp64",)
+    integrated = any(word in str(properties.name) for word in ("Iris", "UHD", "HD Graphics"))
     return {
-        "backend": "xpu",
         "arch_class": "xpu",
         "name": str(properties.name),
-        "emulated": emulated,
+        "emulated": () if getattr(properties, "has_fp64", True) else ("fp64",),
         "total_bytes": int(properties.total_memory),
         "driver": str(getattr(properties, "driver_version", "")),
-        "unified": bool(
-            getattr(properties, "is_integrated_gpu", False)
-            or any(word in str(properties.name) for word in ("Iris", "UHD", "HD Graphics"))
-        ),
+        "unified": bool(getattr(properties, "is_integrated_gpu", False) or integrated),
         "compiled": tuple(torch.xpu.get_arch_list()),
     }
 
@@ -385,14 +375,8 @@ def _xla_facts(device: torch.device) -> dict[str, Any]:
     total, model = 0, cast(Any, sys.modules.get("torch_xla.core.xla_model"))
     if hasattr(model, "get_memory_info"):
         total = int(model.get_memory_info(device).get("bytes_limit", 0))
-    return {
-        "backend": "xla",
-        "arch": behind,
-        "arch_class": "xla",
-        "name": f"{behind or 'device'} behind XLA",
-        "total_bytes": total,
-        "versions": {"xla": version_of("torch_xla")},
-    }
+    stated = {"arch": behind, "arch_class": "xla", "name": f"{behind or 'device'} behind XLA", "total_bytes": total}
+    return {**stated, "versions": {"xla": version_of("torch_xla")}}
 
 
 def _plug_in_facts(device: torch.device) -> dict[str, Any]:

@@ -96,9 +96,8 @@ def joint_block(
     branch, text_branch = block.attn(
         hidden_states=ops.normalized(x, _layer(block.norm1.norm), Modulation(scale, shift, split)),
         encoder_hidden_states=ops.normalized(y, _layer(block.norm1_context.norm), Modulation(text[1], text[0])),
-        attention_mask=attention_mask,
-        image_rotary_emb=freqs_cis,
-    )
+        attention_mask=attention_mask, image_rotary_emb=freqs_cis,
+    )  # fmt: skip
     modulation = Modulation(scale_mlp, shift_mlp, split)
     x, normed = ops.added_normalized(x, branch, Gate(gate, split=split), _layer(block.norm2), modulation)
     modulation = Modulation(text[4], text[3])
@@ -151,12 +150,9 @@ def mochi_block(
         text_norm = text_norm.norm
     else:
         text_scale, text_gate, text_scale_mlp, text_gate_mlp = _rows(text_norm, temb, 4)
-    branch, text_branch = block.attn1(
-        hidden_states=normed,
-        encoder_hidden_states=ops.normalized(text, _plain(text_norm), Modulation(text_scale)),
-        image_rotary_emb=image_rotary_emb,
-        attention_mask=encoder_attention_mask,
-    )
+    named = {"image_rotary_emb": image_rotary_emb, "attention_mask": encoder_attention_mask}
+    text_normed = ops.normalized(text, _plain(text_norm), Modulation(text_scale))
+    branch, text_branch = block.attn1(hidden_states=normed, encoder_hidden_states=text_normed, **named)
     first, last = _tanh_gate(gate, block.norm2), _tanh_gate(gate_mlp, block.norm4)
     x, normed = ops.added_normalized(hidden_states, branch, first, _plain(block.norm3), Modulation(scale_mlp))
     x = ops.added(x, block.ff(normed), last)

@@ -153,9 +153,8 @@ class _Function:
 
     def __init__(self, stock: Any, settings: CompileSettings) -> None:
         self.settings = settings
-        copied = FunctionType(
-            stock.__code__.replace(), stock.__globals__, stock.__name__, stock.__defaults__, stock.__closure__
-        )
+        rest = stock.__globals__, stock.__name__, stock.__defaults__, stock.__closure__
+        copied = FunctionType(stock.__code__.replace(), *rest)
         copied.__kwdefaults__ = stock.__kwdefaults__
         self.plain, self.names = copied, list(inspect.signature(stock).parameters)[1:]
         self.compiled: Any = None

@@ -64,14 +64,12 @@ class Conv3dChoice:
 Chooser = Callable[[Conv3dLayer], "Conv3dChoice | None"]
 Timings = Callable[[Conv3dLayer, "tuple[Conv3dMethod, ...]"], Mapping[str, float]]
 
+_SEEDVR = "2-D convolutions decode 1.66 times as fast on a 7900 XTX (SeedVR2 #634)"
 PREFERRED: dict[tuple[str, str], tuple[Conv3dMethod, str]] = {  # (backend, kind of layer) where conv3d itself works too
     ("cuda", "patches"): (Conv3dMethod.PATCHES, "cuDNN takes 3.7 s for one patch embedding in bf16 (sglang-omni #539)"),
     ("rocm", "patches"): (Conv3dMethod.PATCHES, "MIOpen has no tuned 3-D path (rocm-libraries #1329)"),
     ("rocm", "pointwise"): (Conv3dMethod.POINTWISE, "MIOpen has no tuned 3-D path (rocm-libraries #1329)"),
-    ("rocm", "general"): (
-        Conv3dMethod.FRAMES,
-        "2-D convolutions decode 1.66 times as fast on a 7900 XTX (SeedVR2 #634)",
-    ),
+    ("rocm", "general"): (Conv3dMethod.FRAMES, _SEEDVR),
     ("mps", "patches"): (Conv3dMethod.PATCHES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
     ("mps", "pointwise"): (Conv3dMethod.POINTWISE, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
     ("mps", "general"): (Conv3dMethod.FRAMES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),

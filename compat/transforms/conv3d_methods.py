@@ -112,10 +112,8 @@ def conv3d_by_frames(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry
     biases = (None,) * len(halves) if bias is None else bias.split([len(half) for half in halves])
 
     def plane(window: Tensor) -> Tensor:
-        sides = [
-            F.conv2d(window, half, offset, g.stride[1:], g.padding[1:], g.dilation[1:], g.groups)
-            for half, offset in zip(halves, biases, strict=True)
-        ]
+        steps = g.stride[1:], g.padding[1:], g.dilation[1:], g.groups
+        sides = [F.conv2d(window, half, offset, *steps) for half, offset in zip(halves, biases, strict=True)]
         return sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
 
     if not by_channel:

@@ -234,24 +234,19 @@ def _both_streams(attention: str) -> dict[str, LayerKind]:
 _JOINT = _both_streams("attn.")
 _SINGLE = _paths(_QKV, LayerKind.NARROW, "attn.") | _paths("proj_mlp", LayerKind.NARROW)
 _SINGLE |= _paths("proj_out", LayerKind.WIDE) | _paths("norm.linear", LayerKind.FULL)
+_LAST_TEXT = _paths("norm1_context.linear_1", LayerKind.FULL)
+_OWN = _paths("to_q to_k", LayerKind.ROTATED, "attn1.") | _paths("to_v", LayerKind.NARROW, "attn1.")
+_OWN |= _paths("to_out.0", LayerKind.WIDE, "attn1.")
 _CROSS = _paths("to_q", LayerKind.RESIDUAL, "attn2.") | _paths("to_k", LayerKind.WIDE, "attn2.")
 _CROSS |= _paths("to_v", LayerKind.VALUE, "attn2.") | _paths("to_out.0", LayerKind.WIDE, "attn2.")
 QK_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 LTX_PROCESSOR = f"{UPSTREAM}transformer_ltx.LTXVideoAttnProcessor"  # whose place :class:`Fp32RotaryProcessor` takes
 LAYERS_OF: Mapping[str, Mapping[str, LayerKind]] = {  # upstream's class to what becomes of its Linears, by path
-    "transformer_ltx.LTXVideoTransformerBlock": (
-        _paths("to_q to_k", LayerKind.ROTATED, "attn1.")
-        | _paths("to_v", LayerKind.NARROW, "attn1.")
-        | _paths("to_out.0", LayerKind.WIDE, "attn1.")
-        | _CROSS
-        | _FEED
-    ),
+    "transformer_ltx.LTXVideoTransformerBlock": _OWN | _CROSS | _FEED,
     "transformer_hunyuan_video.HunyuanVideoTransformerBlock": _JOINT,
     "transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock": _SINGLE,
     "transformer_hunyuan_video.HunyuanVideoTokenReplaceTransformerBlock": _JOINT,
     "transformer_hunyuan_video.HunyuanVideoTokenReplaceSingleTransformerBlock": _SINGLE,
     "transformer_hunyuan_video15.HunyuanVideo15TransformerBlock": _JOINT,
-    "transformer_mochi.MochiTransformerBlock": (
-        _both_streams("attn1.") | _paths("norm1_context.linear_1", LayerKind.FULL)
-    ),
+    "transformer_mochi.MochiTransformerBlock": _both_streams("attn1.") | _LAST_TEXT,
 }

@@ -266,34 +266,28 @@ def _unfit_attention(attention: Any) -> str:
 _LTX, _VIDEO, _VIDEO15 = "transformer_ltx.", "transformer_hunyuan_video.", "transformer_hunyuan_video15."
 LAST_MOCHI = {MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 1, SUMMED: 1, GATED: 1}
 _JOINT = BlockFusion(
-    points={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2},
+    points={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2}, processor=FusedJoint,
     attention={"attn": f"{_VIDEO}HunyuanVideoAttnProcessor2_0"},
-    processor=FusedJoint,
     layers=("norm1.norm", "norm1_context.norm", "norm2", "norm2_context"),
-)
+)  # fmt: skip
+_JOINT15 = replace(_JOINT, attention={"attn": f"{_VIDEO15}HunyuanVideo15AttnProcessor2_0"})
 _SINGLE = replace(_JOINT, points={MODULATED: 1, QK_ROTARY: 1, SUMMED: 1}, layers=("norm.norm",))
 FUSIONS: dict[str, BlockFusion] = {
     f"{TRANSFORMERS}{_LTX}LTXVideoTransformerBlock": BlockFusion(
-        points={MODULATED: 1, QK_ROTARY: 2, SUMMED: 2, SUM_NORM: 1},
+        points={MODULATED: 1, QK_ROTARY: 2, SUMMED: 2, SUM_NORM: 1}, processor=FusedCross, means=("norm1", "norm2"),
         attention=dict.fromkeys(("attn1", "attn2"), f"{_LTX}LTXVideoAttnProcessor"),
-        processor=FusedCross,
-        means=("norm1", "norm2"),
     ),
     f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTransformerBlock": _JOINT,
     f"{TRANSFORMERS}{_VIDEO}HunyuanVideoSingleTransformerBlock": _SINGLE,
     f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceTransformerBlock": _JOINT,
     f"{TRANSFORMERS}{_VIDEO}HunyuanVideoTokenReplaceSingleTransformerBlock": _SINGLE,
-    f"{TRANSFORMERS}{_VIDEO15}HunyuanVideo15TransformerBlock": replace(
-        _JOINT, attention={"attn": f"{_VIDEO15}HunyuanVideo15AttnProcessor2_0"}
-    ),
+    f"{TRANSFORMERS}{_VIDEO15}HunyuanVideo15TransformerBlock": _JOINT15,
     f"{TRANSFORMERS}transformer_mochi.MochiTransformerBlock": BlockFusion(
-        points={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2, GATED: 2},
+        points={MODULATED: 2, QK_ROTARY: 1, SUM_NORM: 2, SUMMED: 2, GATED: 2}, processor=FusedJoint,
         attention={"attn1": "attention_processor.MochiAttnProcessor2_0"},
-        processor=FusedJoint,
-        means=("norm1.norm", "norm2.norm", "norm3.norm", "norm4.norm"),
-        gated=("ff", "ff_context"),
+        means=("norm1.norm", "norm2.norm", "norm3.norm", "norm4.norm"), gated=FEEDS,
     ),
-}
+}  # fmt: skip
 HALVED = (  # rotary tables in which each value appears twice, and which go from here to the blocks as they are
     f"{TRANSFORMERS}{_LTX}LTXVideoRotaryPosEmbed",
     f"{TRANSFORMERS}{_VIDEO}HunyuanVideoRotaryPosEmbed",

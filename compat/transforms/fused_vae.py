@@ -38,11 +38,8 @@ HUNYUAN, HUNYUAN15 = f"{AUTOENCODERS}hunyuan_video.", f"{AUTOENCODERS}hunyuanvid
 LTX, MOCHI = f"{AUTOENCODERS}ltx.", f"{AUTOENCODERS}mochi."
 GROUP_NORM, FRAME_NORM = "torch.nn.modules.normalization.GroupNorm", f"{MOCHI}MochiChunkedGroupNorm3D"
 VOXEL_NORM, LTX_CONV = f"{HUNYUAN15}HunyuanVideo15RMS_norm", f"{LTX}LTXVideoCausalConv3d"
-REPLICATING = (
-    f"{HUNYUAN}HunyuanVideoCausalConv3d",
-    f"{HUNYUAN15}HunyuanVideo15CausalConv3d",
-    f"{AUTOENCODERS}cogvideox.CogVideoXCausalConv3d",
-)
+REPLICATING: tuple[str, ...] = (f"{HUNYUAN}HunyuanVideoCausalConv3d", f"{HUNYUAN15}HunyuanVideo15CausalConv3d")
+REPLICATING += (f"{AUTOENCODERS}cogvideox.CogVideoXCausalConv3d",)
 FUSION_POINT = "norm, SiLU and padding"
 LEAST_NORM = 1e-12  # a voxel's length below which upstream's F.normalize divides by this instead
 READS: Mapping[Conv3dMethod, str] = {Conv3dMethod.CHANNELS_LAST: CHANNELS_LAST, Conv3dMethod.FRAMES: FRAMES_FIRST}
@@ -144,10 +141,8 @@ def ltx_decoder(decoder: Any, hidden_states: Tensor, temb: Any = None) -> Tensor
         hidden = up(hidden, temb)
     modulation = NO_MODULATION
     if decoder.time_embedder is not None:
-        many, dtype = hidden.shape[0], hidden.dtype
-        rows = decoder.time_embedder(
-            timestep=temb.flatten(), resolution=None, aspect_ratio=None, batch_size=many, hidden_dtype=dtype
-        )
+        named = {"resolution": None, "aspect_ratio": None, "batch_size": hidden.shape[0], "hidden_dtype": hidden.dtype}
+        rows = decoder.time_embedder(timestep=temb.flatten(), **named)
         (modulation,) = _modulations(rows, decoder.scale_shift_table, 1)
     hidden = _convolved(decoder.conv_out, hidden, decoder.norm_out, getattr(decoder, FORM), modulation)
     side = decoder.patch_size

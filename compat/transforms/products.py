@@ -104,15 +104,9 @@ def _by_kitchen(layer: Any, x: Tensor) -> Tensor:
         turns = {"convrot": bool(layer.group), "convrot_groupsize": layer.group or 256}
         return kitchen().int8_linear(x, layer.stored, sides["scale"].float(), bias, dtype, **turns)
     book, added, s_rel = sides.get("codebook"), sides.get("correction"), sides["s_rel"]
+    s_rel = s_rel.view(torch.float8_e4m3fn) if s_rel.dtype is torch.uint8 else s_rel
     return kitchen().w4a8_int8_linear(
-        x,
-        layer.stored.view(torch.int8),
-        s_rel.view(torch.float8_e4m3fn) if s_rel.dtype is torch.uint8 else s_rel,
-        sides["s_channel"].float().flatten(),
-        codebook=None if book is None else book[0],
-        correction=None if added is None else added.t(),
-        bias=bias,
-        group_size=layer.in_features // s_rel.shape[1],
-        convrot_groupsize=layer.group,
-        out_dtype=dtype,
-    )
+        x, layer.stored.view(torch.int8), s_rel, sides["s_channel"].float().flatten(), bias=bias, out_dtype=dtype,
+        codebook=None if book is None else book[0], correction=None if added is None else added.t(),
+        group_size=layer.in_features // s_rel.shape[1], convrot_groupsize=layer.group,
+    )  # fmt: skip

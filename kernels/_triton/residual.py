@@ -28,16 +28,14 @@ def added(
     x_b, x_n, branch_b, branch_n, gate_b, gate_n, TANH: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """``x + branch * gate`` of some rows, fp32."""
-    term = wide(
-        tl.load(branch + (sample * branch_b + token * branch_n)[:, None] + column[None, :], mask=inside, other=0.0)
-    )
+    at = (sample * branch_b + token * branch_n)[:, None] + column[None, :]
+    term = wide(tl.load(branch + at, mask=inside, other=0.0))
     if NORM:
         term = standardized(term, inside, width, branch_eps, False)
     if gate is not None:
         row = modulation_row(token, split)
-        values = wide(
-            tl.load(gate + (sample * gate_b + row * gate_n)[:, None] + column[None, :], mask=inside, other=0.0)
-        )
+        at = (sample * gate_b + row * gate_n)[:, None] + column[None, :]
+        values = wide(tl.load(gate + at, mask=inside, other=0.0))
         term = term * (tanh(values) if TANH else values)
     own = wide(tl.load(x + (sample * x_b + token * x_n)[:, None] + column[None, :], mask=inside, other=0.0))
     return own + term

@@ -22,7 +22,7 @@ from simulated.test_families import CASES, loaded_for, rendered
 
 SLOW = replace(RATES["RTX 4090"], fp16=1e9, bf16=1e9, fp32=1e9, memory=1e15, link=1e15, launch=1e-12)
 PACE = Pace(1e9, 1e9, 1e9, 1e15, 0.0)
-FEW, STEPS = 4, 24
+FEW, STEPS = 4, 12
 CARDS = {
     "NVIDIA GeForce RTX 2060": (2, 4, 0, EIGHT_BIT),
     "NVIDIA GeForce RTX 4090": (2, 4, 2, EIGHT_BIT),

@@ -1,7 +1,7 @@
 """Five families, every machine, every offload mode: each cell ends and is near fp32 on the CPU.
 
-`make test` runs one cell of each machine, with every family and mode among them; `make test-full` runs all cells and
-can write the table of docs/matrix.md.
+`make test` runs a sample in which every machine has the smallest family, each other family one machine, and each mode
+some; `make test-full` runs all cells and can write the table of docs/matrix.md.
 """
 
 import pytest
@@ -14,12 +14,17 @@ from simulated import accelerator, profiles
 from simulated.test_families import CASES, MODES, rendered
 
 FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
+MET = {  # in the sample; Mochi meets every machine
+    "ltx": ("gtx16xx",), "hunyuan_video": ("gtx16xx",), "hunyuan_video_15": ("no-conv3d",), "framepack": ("xpu-like",),
+}  # fmt: skip
 CELLS = [
     pytest.param(
         family,
         machine,
         offload,
-        marks=[] if (row, offload) == (column % len(FAMILIES), MODES[column % len(MODES)]) else [pytest.mark.full],
+        marks=[]
+        if offload == MODES[(row + column) % len(MODES)] and machine in MET.get(family, profiles.PROFILES)
+        else [pytest.mark.full],
     )
     for row, family in enumerate(FAMILIES)
     for column, machine in enumerate(profiles.PROFILES)
@@ -74,6 +79,6 @@ def test_cell(tiny_folder, on_host, state, family, machine, offload):
     assert float((frames - expected_frames).abs().mean()) <= allowed, str(precision)
 
 
-def test_the_sample_covers_every_family_machine_and_mode():
+def test_the_sample_has_every_family_machine_and_mode():
     sample = [cell.values for cell in CELLS if not cell.marks]
-    assert [set(values) for values in zip(*sample, strict=True)] == [set(FAMILIES), set(profiles.PROFILES), set(MODES)]
+    assert [set(column) for column in zip(*sample, strict=True)] == [set(FAMILIES), set(profiles.PROFILES), set(MODES)]

@@ -17,7 +17,7 @@ from anygpu.pipelines.sizes import default_size, sampling_bytes
 from simulated import accelerator, profiles
 from simulated.test_families import CASES, MODES, ROUNDING, rendered
 
-QUICK = {("ltx", "w4a8", "group")}
+QUICK = {("mochi", "int8", "group")}
 QUICK_NARROW = ("mochi", torch.bfloat16, "model")
 FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
 CELLS = [
@@ -165,7 +165,7 @@ def test_fp8_becomes_dense_on_the_host_where_the_device_has_none(tiny_folder, tm
     assert torch.allclose(found, expected, rtol=10 * ROUNDING, atol=10 * ROUNDING)
 
 
-QUICK_CELLS = {("mps-like", "nvfp4")}
+QUICK_CELLS = {("turing", "int8 convrot")}
 
 
 @pytest.mark.parametrize(
