@@ -1,4 +1,4 @@
-"""A profile names stages, blocks and operations; tracing is native code, so cancels are tried in a process of their own."""
+"""A profile names stages, blocks and operations. Cancels have a process of their own, since tracing is native code."""
 
 import json
 import subprocess
