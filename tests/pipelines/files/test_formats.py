@@ -1,6 +1,7 @@
 """A checkpoint is the same model in every layout it is published in, found by its header alone."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import layouts
@@ -8,6 +9,7 @@ import pytest
 import tiny
 import torch
 from anygpu.compat.errors import CheckpointError
+from anygpu.pipelines.files import formats
 from anygpu.pipelines.files.formats import StoredModel, config_of, contents, kinds
 from anygpu.pipelines.files.formats import layouts as known_layouts
 from anygpu.pipelines.files.single_file import Files
@@ -206,3 +208,17 @@ def test_layouts_have_distinct_marks():
     for layout in known:
         names = {mark.split("|")[0]: None for mark in layout.marks}
         assert next(other for other in known if other.fits(names)) is layout or layout.rows is SAME, layout.name
+
+
+def test_many_beginnings_of_names_cost_no_look_at_all_tensors_each() -> None:
+    class Entries(dict[str, None]):
+        looks = 0
+
+        def __iter__(self) -> Iterator[str]:
+            self.looks += 1
+            return super().__iter__()
+
+    many = Entries.fromkeys(f"copy_{index}.shared.weight" for index in range(500))
+    many |= dict.fromkeys(f"copy_{index}.{formats.T5_MARK}" for index in range(500))
+    found = formats._recognised(many)
+    assert [(prefix, layout.kind) for prefix, layout in found] == [("copy_0.", "t5")] and many.looks < 5
