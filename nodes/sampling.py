@@ -311,7 +311,7 @@ class Decode(io.ComfyNode):
             latents = latent_format.from_core(pipeline, video, progress.notify)
             latents = stages.with_decode_noise(pipeline, latents, decode_timestep, decode_noise_scale, progress)
             clips.append(stages.decode(pipeline, latents, part, form=form, tiny_decoders=approx))
-            receipts.append(decoded_receipt(latents, form, decode_timestep, decode_noise_scale))
+            receipts.append(decoded_receipt(latents, form))
             rate = Fraction(fps or latents.fps).limit_denominator(1001)
         frames = clips[0]
         size = f"{frames.shape[2]}x{frames.shape[1]}, {frames.shape[0]} frames at {float(rate):g} fps"

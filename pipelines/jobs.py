@@ -101,16 +101,15 @@ def decoded(
 ) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1; of a group all decode regions, and the leader has the frames: none on the others."""
     group = pipeline.run.group
-    if group is None:
-        return stages.decode(pipeline, latents, progress, form=form, tiny_decoders=folders)
-    if not group.leads:
+    if group is not None and not group.leads:
         with decoding(pipeline, latents.samples.shape, progress) as passes:
             serve(group, passes.region)
         return latents.samples.new_empty(0)
     try:
         return stages.decode(pipeline, latents, progress, form=form, tiny_decoders=folders)
     finally:
-        group.world.shared(None)  # which ends their serving
+        if group is not None:
+            group.world.shared(None)  # which ends their serving
 
 
 def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents:

@@ -97,8 +97,8 @@ LOAD_INPUTS: dict[str, LoadInput] = {
 }
 
 
-# What kijai's wrappers and core's loaders call a precision, as the way of storing weights that it is here.
 LORA_MODES = ("separate", "merged")  # how a LoRA is put on; grows at the end
+# What kijai's wrappers and core's loaders call a precision, as the way of storing weights that it is here.
 STORED: dict[str, str] = {"fp8_e4m3fn": "fp8", "fp8_e4m3fn_fast": "fp8", "fp8_scaled": "as in file"}
 PRECISIONS = (*precision.CHOICES, *STORED)
 

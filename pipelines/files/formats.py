@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -195,14 +196,17 @@ def _recognised(entries: Mapping[str, TensorEntry]) -> list[tuple[str, Layout]]:
     """(prefix, layout) of each model whose marking names are there; one layout for each prefix."""
     known = layouts()
     ends = {way for layout in known for way in layout.marks[0].split("|")}
-    prefixes: dict[str, list[str]] = {}
-    for name in entries:
-        for end in ends:
-            if name.endswith(end) and (name == end or name[-len(end) - 1] == "."):
-                prefixes.setdefault(name[: -len(end)], []).append(end)
+    ordered = sorted(entries)
+    prefixes = {
+        name[: -len(end)]
+        for name in ordered
+        for end in ends
+        if name.endswith(end) and (name == end or name[-len(end) - 1] == ".")
+    }
     by_kind: dict[str, tuple[str, Layout]] = {}
     for prefix in sorted(prefixes, key=lambda prefix: (len(prefix), prefix)):
-        names = {name[len(prefix) :]: None for name in entries if name.startswith(prefix)}
+        below = ordered[bisect_left(ordered, prefix) : bisect_left(ordered, f"{prefix}\U0010ffff")]
+        names = {name[len(prefix) :]: None for name in below}
         layout = next((layout for layout in known if layout.fits(names)), None)
         if layout is not None and layout.kind not in by_kind and layout.half_of not in by_kind:
             by_kind[layout.kind] = (prefix, layout)

@@ -84,10 +84,10 @@ def matched(
             continue
         pairs_here = _pairs_of(base, group, tensors, layers, names)
         if BIAS in group and any(biased is not None and name not in biased for name in pairs_here):
-            unmatched.append(group.pop(BIAS))
+            group.pop(BIAS)
             pairs_here = _pairs_of(base, group, tensors, layers, names)
         used = {key for pair in pairs_here.values() for key in pair.names.values()}
-        unmatched += [key for key in keys if key not in used and key not in unmatched]
+        unmatched += [key for key in keys if key not in used]
         pairs |= pairs_here
     if not pairs:
         raise CheckpointError(

@@ -14,7 +14,7 @@ from .job import Job, Picture, Value, VideoJob
 from .job_folder import MOST_JOBS, JobFolder
 from .places import Check, Places
 
-SEEDS = re.compile(r"\d{1,20}(-\d{1,20})?")
+SEEDS = re.compile(r"(\d{1,20})(?:-(\d{1,20}))?")
 MOST_SEED = 2**64 - 1
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 
@@ -57,11 +57,9 @@ def prompts_in(text: str) -> list[str]:
 def seeds_in(text: str) -> list[int]:
     seeds: list[int] = []
     for part in filter(None, re.split(r"[\s,]+", text.strip())):
-        if not SEEDS.fullmatch(part):
-            raise _no_seeds(part)
-        first, _, last = part.partition("-")
-        low, high = int(first), int(last or first)
-        if low > high or high > MOST_SEED or high - low >= MOST_JOBS:
+        match = SEEDS.fullmatch(part)
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not low <= high <= MOST_SEED or high - low >= MOST_JOBS:
             raise _no_seeds(part)
         seeds += range(low, high + 1)
     if not seeds:

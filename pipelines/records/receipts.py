@@ -82,19 +82,16 @@ def sources_of(frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[P
     return (*(request.previous.sources if request.previous is not None else ()), source)
 
 
-def decoded_receipt(
-    latents: Latents, form: DecodeRequest, timestep: float = -1.0, scale: float = -1.0
-) -> dict[str, Any] | None:
+def decoded_receipt(latents: Latents, form: DecodeRequest) -> dict[str, Any] | None:
     """The receipt of a video of ``latents``, decoded so; None where they have none."""
     record = latents.extra.get(RECEIPT)
     if not isinstance(record, dict):
         return None
     if record.get("latents") != latents_hash(latents):
         record = {**record, "missing": [*record.get("missing", []), "what changed the latents after sampling"]}
+    noise = {name: latents.extra.get(name, -1.0) for name in ("decode_timestep", "decode_noise_scale")}
     with suppress(PackError):  # a record that somebody edited
-        job = job_in(record.get("job"))
-        job = replace(job, decode=form, decode_timestep=timestep, decode_noise_scale=scale)
-        return {**record, "job": job.record()}
+        return {**record, "job": replace(job_in(record.get("job")), decode=form, **noise).record()}
     return dict(record)
 
 

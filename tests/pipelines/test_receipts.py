@@ -91,8 +91,9 @@ def test_what_differs_is_named(made: Any, tiny_folder: Path, tmp_path: Path) -> 
 
 
 def test_a_video_carries_its_receipt_and_no_path(made: Any, tmp_path: Path, tiny_folder: Path) -> None:
-    _, _, _, latents = made
-    record = decoded_receipt(latents, DecodeRequest("tiled", 64), 0.05)
+    pipeline, _, _, latents = made
+    latents = stages.with_decode_noise(pipeline, latents, 0.05, -1.0, Silent())
+    record = jobs.Rendered(torch.zeros(1), latents, DecodeRequest("tiled", 64)).receipt
     path = write_mp4(torch.rand(3, 32, 32, 3), 8.0, tmp_path / "a.mp4", tags_for(record))
     assert read_receipt(path) == json.loads(json.dumps(record))
     job = job_of(read_receipt(path))

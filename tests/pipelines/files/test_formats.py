@@ -1,6 +1,7 @@
 """A checkpoint is the same model in every layout it is published in, found by its header alone."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import layouts
@@ -228,3 +229,17 @@ class Recorded(TorchDispatchMode):
         if isinstance(result, torch.Tensor) and not result.is_meta:
             self.largest = max(self.largest, result.untyped_storage().nbytes())
         return result
+
+
+def test_many_beginnings_of_names_cost_no_look_at_all_tensors_each() -> None:
+    class Entries(dict[str, None]):
+        looks = 0
+
+        def __iter__(self) -> Iterator[str]:
+            self.looks += 1
+            return super().__iter__()
+
+    many = Entries.fromkeys(f"copy_{index}.shared.weight" for index in range(500))
+    many |= dict.fromkeys(f"copy_{index}.{formats.T5_MARK}" for index in range(500))
+    found = formats._recognised(many)
+    assert [(prefix, layout.kind) for prefix, layout in found] == [("copy_0.", "t5")] and many.looks < 5

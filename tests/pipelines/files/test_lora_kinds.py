@@ -293,8 +293,17 @@ NORMS = {  # a norm of each model, its name in the original release, and whether
 }
 
 
-@pytest.mark.parametrize("mode", LORA_MODES)
-@pytest.mark.parametrize("family", NORMS)
+QUICK = (("hunyuan_video", "separate"), ("hunyuan_video_15", "merged"))
+
+
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        pytest.param(family, mode, marks=[] if (family, mode) in QUICK else [pytest.mark.full])
+        for family in NORMS
+        for mode in LORA_MODES
+    ],
+)
 def test_differences_of_norms_are_in_their_weights(family: str, mode: str, tiny_folder: Path, tmp_path: Path) -> None:
     """LyCORIS' ``w_norm`` and ``b_norm``, and ``diff``: all times the strength, no alpha. Beside a LoRA of a matrix."""
     ours, release, biased = NORMS[family]

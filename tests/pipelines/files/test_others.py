@@ -16,12 +16,21 @@ from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
 from safetensors.torch import load_file, save_file
 
+COMFY = "model.diffusion_model."
+
 
 @pytest.mark.parametrize(
-    ("model", "title"),
-    [("hunyuan_video_15 sr", "HunyuanVideo 1.5 super-resolution"), ("ltx-2", "LTX-2"), ("wan", "Wan")],
+    ("model", "title", "prefix"),
+    [
+        ("hunyuan_video_15 sr", "HunyuanVideo 1.5 super-resolution", COMFY),
+        *(("ltx-2", "LTX-2", ""), ("wan", "Wan", "")),
+        *(
+            pytest.param(name, title, COMFY, marks=pytest.mark.full)
+            for name, title in (("ltx-2", "LTX-2"), ("wan", "Wan"))
+        ),
+        pytest.param("hunyuan_video_15 sr", "HunyuanVideo 1.5 super-resolution", "", marks=pytest.mark.full),
+    ],
 )
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 def test_another_model_is_named_with_what_runs_it(tmp_path: Path, model: str, title: str, prefix: str) -> None:
     file = published.sparse(tmp_path / "x.safetensors", published.under(prefix, published.shapes(model)))
     with pytest.raises(CheckpointError) as caught:

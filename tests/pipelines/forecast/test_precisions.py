@@ -19,7 +19,7 @@ from simulated.test_families import CASES, loaded_for
 SAFE = precisions._EXPLICIT[precisions.SAFE]
 PACE = Pace(1e9, 1e9, 1e9, 1e9, 0.0)
 HALF, BF16 = torch.float16, torch.bfloat16
-QUICK = ("hunyuan_video_15",)
+QUICK = ("ltx",)
 FAMILIES = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in CASES if name != "ltx image"
 ]

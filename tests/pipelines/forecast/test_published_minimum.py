@@ -18,10 +18,10 @@ PUBLISHED = [
     pytest.param("hunyuan_video", Size(960, 544, 129), 45, marks=FULL, id="Tencent-Hunyuan/HunyuanVideo README, 544p"),
     pytest.param("hunyuan_video", Size(1280, 720, 129), 60, marks=FULL, id="the same, 720p"),
     pytest.param("hunyuan_video", Size(1280, 720, 129), 24, marks=FULL, id="ComfyUI-HunyuanVideoWrapper#209"),
-    pytest.param("hunyuan_video_15", Size(848, 480, 121, True), 14, id="Tencent-Hunyuan/HunyuanVideo-1.5 README"),
+    pytest.param("hunyuan_video_15", Size(848, 480, 121, True), 14, marks=FULL, id="HunyuanVideo-1.5 README"),
     pytest.param("hunyuan_video_15", Size(1280, 720, 121, True), 14, marks=FULL, id="the same, 720p"),
     pytest.param("framepack", Size(640, 608, 1801), 6, id="lllyasviel/FramePack README, one minute"),
-    pytest.param("mochi", Size(848, 480, 163, True), 20, id="genmoai/mochi README, in ComfyUI"),
+    pytest.param("mochi", Size(848, 480, 163, True), 20, marks=FULL, id="genmoai/mochi README, in ComfyUI"),
     pytest.param("mochi", Size(848, 480, 85, True), 12, marks=FULL, id="ComfyUI-MochiWrapper#21"),
 ]
 
