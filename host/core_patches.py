@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..compat.errors import UnsupportedError
-from ..pipelines.sampling.block_patches import BlockPatches, blocks_of
+from ..pipelines.sampling.core_sampler import BlockPatches, blocks_of
 
 OVERRIDE, VALUES = "optimized_attention_override", "stg_self_attn_blocks"
 OUTPUTS = {"attn1_output_patch": "attn1", "attn2_output_patch": "attn2"}

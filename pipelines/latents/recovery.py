@@ -1,7 +1,6 @@
-"""Sampled latents, saved automatically, newest first, so that no later failure can lose them.
+"""Sampled latents, saved automatically, newest first, so that no later failure can lose them: a file per sampling.
 
-A file per sampling; FramePack's is replaced after each finished section and holds what the next section needs, so that
-an interrupted sampling resumes where it stopped and gives the same video.
+FramePack's is replaced after each finished section and holds what the next one needs, to resume with the same video.
 """
 
 from __future__ import annotations
@@ -192,14 +191,12 @@ def _saved(path: Path, latents: Latents, notify: Callable[[str], None], origin: 
     save_latent(path, to_core(latents), notify, origin=origin)
 
 
-def _write(
-    folder: Path, name: str, write: Callable[[Path], Any], notify: Callable[[str], None], limit_bytes: int
-) -> bool:
+def _write(folder: Path, name: str, write: Callable[[Path], Any], notify: Callable[[str], None], limit: int) -> bool:
     path = folder / f"{name}.safetensors"
     try:
         write(path)
         _make_newest(folder, path)
-        _sweep(folder, path, limit_bytes)
+        _sweep(folder, path, limit)
     except (OSError, PackError) as error:  # a full disk must not cost the sampling too
         log.warning("AnyGPU: latents could not be saved: %s", error)
         notify(f"the latents could not be kept for AnyGPU Recover Latents: {error}")

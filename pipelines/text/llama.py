@@ -41,9 +41,6 @@ def llama_embeds(
     Args:
         pipeline_class: the diffusers pipeline whose own encoding is used.
         sight: the pictures, for a pipeline whose encoder looks at one.
-
-    Raises:
-        InputError: a template that does not fit.
     """
     template = _template(pipeline, pipeline_class, request, sight)
     named = [("prompt", request.text), ("negative prompt", request.negative)]
@@ -72,9 +69,7 @@ def llama_embeds(
     count = texts_at_once(pipeline, "text_encoder_2")
     with held_encoder(pipeline, "text_encoder_2", count, progress) as encoder:
         pipe = bare_pipeline(pipeline_class, text_encoder_2=encoder, tokenizer_2=tools["tokenizer_2"])
-        pooled = torch.cat(
-            [to_host(pipe._get_clip_prompt_embeds(batch, **where)) for batch in in_batches(texts, count)]
-        )
+        pooled = torch.cat([to_host(pipe._get_clip_prompt_embeds(some, **where)) for some in in_batches(texts, count)])
         progress.step(2 * len(texts), 2 * len(texts), ENCODING)
     for embeds, vector in zip(encoded, pooled.split(1), strict=True):
         embeds[POOLED] = vector
@@ -95,9 +90,6 @@ def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str,
     Args:
         embeds: (1, N, 4096), the template cropped already.
         extra: ``pooled_output`` (1, 768) and, where there is padding, ``attention_mask``, whose last N entries count.
-
-    Raises:
-        InputError: no pooled CLIP vector.
     """
     pooled = extra.get("pooled_output")
     if pooled is None:

@@ -1,7 +1,6 @@
 """Drafts: a tiny published decoder in the place of the VAE, for a look before the final decode, in a tenth of its work.
 
-Architecture: madebyollin/taehv 1f14a568 ``taehv.py`` and madebyollin/taem1 40a4cd84 ``taem1.py`` (MIT), which differ
-in channels, strides and patches; ModelTC/LightX2V 29c8504c ``tae.py`` for the lighttae files. Shapes say which it is.
+Source: madebyollin/taehv 1f14a568, taem1 40a4cd84 (MIT); ModelTC/LightX2V 29c8504c ``tae.py``. Shapes say which it is.
 """
 
 from __future__ import annotations
@@ -189,8 +188,6 @@ def preview(network: Network, estimate: torch.Tensor, device: torch.device, dtyp
 def _scaled(pipeline: Pipeline, samples: torch.Tensor) -> torch.Tensor:
     """Latents in core's space as the transformer has them."""
     config = pipeline.configs["vae"]
-    mean, std = (
-        torch.tensor(config.get(f"latents_{name}") or [usual]) for name, usual in (("mean", 0.0), ("std", 1.0))
-    )
+    mean, std = (torch.tensor(config.get(f"latents_{name}") or [own]) for name, own in (("mean", 0.0), ("std", 1.0)))
     scale = float(config.get("scaling_factor") or 1.0)
     return (samples - mean.view(1, -1, 1, 1, 1)) * scale / std.view(1, -1, 1, 1, 1)

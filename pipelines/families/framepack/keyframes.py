@@ -11,8 +11,9 @@ from ...pictures import checked_vision, signed
 from ...pipeline import Pipeline
 from ...text.t5 import bare_pipeline
 from ...vae.fallback import encoded_moments
+from .sections import VISION
 
-START, END, VISION = "start", "end", "vision"
+START, END = "start", "end"
 PLACES = {0: START, -1: END}
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ....compat.device.execution import generator_for, placed, state_of, to_host
 from ....compat.errors import InputError
@@ -25,12 +26,12 @@ from ...text.llama import llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import described
 from ...vae.fallback import decoding
 from ...vae.plan import DecodeRequest
-from .keyframes import END, START, VISION, drawn, end_strength
+from .keyframes import END, START, drawn, end_strength
 from .keyframes import encode_image as encode_image
-from .sections import History, Plan, joined, plan_for, spans
+from .sections import VISION, History, Plan, joined, plan_for, spans
+from .sections import training_plan as training_plan
+from .sections import training_sections as training_sections
 from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
-from .training import training_plan as training_plan
-from .training import training_sections as training_sections
 
 LARGEST_SHIFT = 7.0  # of the models' own schedule, where the scheduler's configuration asks for a dynamic one
 SHIFT_NAMES = {  # upstream's function names the scheduler's settings in its own way
@@ -150,7 +151,7 @@ def sample(
     return latents
 
 
-def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor:
     """The velocity, noise minus data, of a section that sees the start image alone."""
     frames = call.latents.shape[2]
     plan = plan_for(pipeline.variant, FramePackSettings(0.0, window=frames), 1, ended=False)
@@ -159,7 +160,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     return _velocity(pipeline, transformer, call, {**seen, **plan.indices(0)})
 
 
-def _velocity(pipeline: Pipeline, transformer: Any, call: Call, context: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def _velocity(pipeline: Pipeline, transformer: Any, call: Call, context: Mapping[str, Tensor]) -> Tensor:
     """The velocity of a section; ``context`` is what it sees of the others and where in time they are."""
     return transformer(
         hidden_states=call.latents,
@@ -174,17 +175,16 @@ def _velocity(pipeline: Pipeline, transformer: Any, call: Call, context: Mapping
     )[0]
 
 
-def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> Tensor:
     """Frames (F, H, W, 3) in 0..1: each section is decoded with its neighbour and blended into it, as upstream does.
 
     Latents that say nothing of sections, or were cut since, are decoded all at once.
     """
     lengths, window = list(latents.extra.get("section_lengths", ())), int(latents.extra.get("window", 0))
     inverted = latents.extra.get("order") != "vanilla"
-    if lengths and lengths[-1] != latents.samples.shape[2]:
-        progress.notify(
-            f"{latents.samples.shape[2]} latent frames where sampling left {lengths[-1]}: decoded all at once"
-        )
+    count = latents.samples.shape[2]
+    if lengths and lengths[-1] != count:
+        progress.notify(f"{count} latent frames where sampling left {lengths[-1]}: decoded all at once")
         lengths = []
     cuts = spans(lengths, window, inverted) if lengths else [slice(None)]
     largest = max((latents.samples[:, :, cut].shape for cut in cuts), key=math.prod)
@@ -209,17 +209,14 @@ def _resume(history: History, generator: torch.Generator, standing: SectionState
     progress.notify(f"continues after section {len(standing.lengths)} of {count}, saved by an interrupted run")
 
 
-def _texts(
-    pipeline: Pipeline, prompt: Prompt, plan: Plan, progress: Progress
-) -> list[dict[str, Mapping[str, torch.Tensor]]]:
+def _texts(pipeline: Pipeline, prompt: Prompt, plan: Plan, progress: Progress) -> list[dict[str, Mapping[str, Tensor]]]:
     """For each place in the film its prompt and negative, as ``cond`` and ``uncond``, on the device."""
-    unused = len(prompt.sections) - (plan.count - 1)
+    given = len(prompt.sections)
+    unused = given - (plan.count - 1)
     if unused > 0:
-        progress.notify(
-            f"{unused} of {len(prompt.sections)} section prompts have no effect: {plan.count} sections in all"
-        )
+        progress.notify(f"{unused} of {given} section prompts have no effect: {plan.count} sections in all")
 
-    def ready(embeds: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def ready(embeds: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return dict(placed(embeds, pipeline.offloader.device_of("transformer"), pipeline.precision.residual))
 
     common = {} if prompt.negative is None else {"uncond": ready(prompt.negative)}
@@ -227,7 +224,7 @@ def _texts(
     return [{**common, "cond": text} for text in [first, *further, *[first] * (plan.count - 1 - len(further))]]
 
 
-def _levels_for(pipeline: Pipeline, latents: torch.Tensor) -> Callable[[int], Levels]:
+def _levels_for(pipeline: Pipeline, latents: Tensor) -> Callable[[int], Levels]:
     """From a number of steps to evenly falling levels, and the shift that the size of ``latents`` asks for."""
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_framepack import calculate_shift
 
@@ -242,8 +239,8 @@ def _predictor(
     pipeline: Pipeline,
     transformer: Any,
     history: History,
-    texts: Mapping[str, Mapping[str, torch.Tensor]],
-    vision: torch.Tensor,
+    texts: Mapping[str, Mapping[str, Tensor]],
+    vision: Tensor,
     settings: SampleSettings,
     steps: int,
 ) -> Predict:
@@ -252,7 +249,7 @@ def _predictor(
     context = {**placed(history.seen(), device, dtype), **history.plan.indices(len(history.lengths))}
     vision, guidance = vision.to(dtype), torch.full((1,), settings.guidance, device=device)
 
-    def branch(name: str, latents: torch.Tensor, time: torch.Tensor, _: int) -> torch.Tensor:
+    def branch(name: str, latents: Tensor, time: Tensor, _: int) -> Tensor:
         text = texts[name]
         call = Call(
             latents=latents.to(dtype),

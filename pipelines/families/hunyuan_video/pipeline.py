@@ -1,8 +1,7 @@
 """HunyuanVideo: text to video, and image to video in all three published ways; SkyReels V1, which was trained from it.
 
-``token_replace`` puts the picture in the place of the first latent frame. ``latent_concat`` (33 channels) gives the
-transformer the picture and a mask beside the noise, and its first 4 pixel frames are thrown away: ``frames`` is
-upstream's ``num_frames``, and 4 fewer come back. ``picture_concat`` (32 channels, SkyReels) gives it the picture alone.
+The picture is the first latent frame (``token_replace``), or beside the noise: with a mask (``latent_concat``, whose
+first 4 pixel frames are dropped, as upstream, from ``frames``) or alone (``picture_concat``, SkyReels).
 """
 
 from __future__ import annotations

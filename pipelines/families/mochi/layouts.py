@@ -83,13 +83,11 @@ def _vae(names: Iterable[str]) -> tuple[Row, ...]:
 
 def _half(coder: str) -> Callable[[Iterable[str]], tuple[Row, ...]]:
     """The rows of Mochi's encoder or decoder alone, whose release leaves out which of both it is."""
-    start = f"{coder}."
+    own = f"{coder}."
 
     def rows(names: Iterable[str]) -> tuple[Row, ...]:
-        whole = _vae(start + name for name in names)
-        return tuple(
-            replace(row, source=row.source.removeprefix(start)) for row in whole if row.source.startswith(start)
-        )
+        whole = _vae(own + name for name in names)
+        return tuple(replace(row, source=row.source.removeprefix(own)) for row in whole if row.source.startswith(own))
 
     return rows
 
