@@ -187,10 +187,8 @@ def save_item(
 ) -> list[Path]:
     """Write what there is of one training item, and return the paths; ``cut`` makes FramePack's sections of latents.
 
-    Raises:
-        InputError: neither latents nor a prompt, both of two architectures, or a name that is not a file name.
-        UnsupportedError: a family without an architecture there, or FramePack latents that no cache came with.
-        CheckpointError: a file cannot be written.
+    InputError: neither latents nor a prompt, both of two architectures, or a name that is no file name.
+    UnsupportedError: a family without an architecture there, or FramePack latents that no cache came with.
     """
     if latent is None and prompt is None:
         raise InputError("neither latent nor prompt", expected="at least one of them", fix="Connect one of them.")
@@ -254,7 +252,6 @@ def _text_tensors(kind: MusubiCache, prompt: Prompt, dtype: torch.dtype | None) 
 
 
 def _architecture(path: Path, metadata: Mapping[str, str]) -> tuple[str, MusubiCache]:
-    """The family and its caches that the metadata of a file name."""
     name, known = metadata.get("architecture"), architectures()
     for family, kind in known.items():
         if kind.full == name:

@@ -179,7 +179,6 @@ def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> di
 
 
 def _is_extra(extra: Any) -> bool:
-    """Tell whether this can be what a family left for decoding, and for resuming."""
     if not isinstance(extra, dict):
         return False
     lengths, state = extra.get("section_lengths", []), extra.get("generator_state", "")

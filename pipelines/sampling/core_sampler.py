@@ -46,11 +46,7 @@ class BlockPatches:
 
 
 def velocity(pipeline: Pipeline, transformer: Any, call: Call, block_patches: BlockPatches | None = None) -> Tensor:
-    """Noise minus data, shaped as the sampled latents, fp32.
-
-    Raises:
-        InputError: the text is not this family's, or something the family needs is not there.
-    """
+    """Noise minus data, shaped as the sampled latents, fp32; InputError where the text is another family's."""
     if call.embeds is None:
         raise InputError("a MODEL call without text", expected="CONDITIONING", fix="Connect a text encoder.")
     width = pipeline.configs["transformer"].get(pipeline.spec.files.text_width)

@@ -81,17 +81,9 @@ def sampled_latents(
     pipeline: Pipeline, samples: torch.Tensor, settings: SampleSettings, generator: torch.Generator, **extra: Any
 ) -> Latents:
     """``samples`` (1, C, T, H, W) in core's space, on the CPU, with what ``settings`` asked for and ``extra``."""
-    return Latents(
-        samples=samples,
-        family=pipeline.family,
-        task=pipeline.model.task,
-        frames=settings.frames,
-        height=settings.height,
-        width=settings.width,
-        fps=settings.fps,
-        seed=settings.seed,
-        extra={"generator_state": state_of(generator), **extra},
-    )
+    asked = {name: getattr(settings, name) for name in ("frames", "height", "width", "fps", "seed")}
+    known = {"generator_state": state_of(generator), **extra}
+    return Latents(samples, pipeline.family, pipeline.model.task, **asked, extra=known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +96,7 @@ class Watch:
     tell: Callable[[str], None]
 
     def over(self, predict: Predict, count: int) -> Predict:
-        """``predict`` of ``count`` steps, repaired; raises NotFinite where an output is not finite, and names the layer."""
+        """``predict`` of ``count`` steps, repaired; raises NotFinite where its output is not finite, with the layer."""
 
         def checked(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             run, step = partial(predict, latents, time, index), f"step {index + 1} of {count}"
@@ -278,10 +270,7 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
 
 
 def fall_back_to_fp32(pipeline: Pipeline, progress: Progress, error: BaseException) -> bool:
-    """Switch the transformer to fp32 if ``error`` was about non-finite values; True if switched.
-
-    There is a fallback only where `auto` chose the precision: an explicit choice is never changed.
-    """
+    """Switch to fp32, where `auto` chose the precision, if ``error`` was about non-finite values; True if switched."""
     fallbacks = pipeline.parts.fallbacks
     if not fallbacks or not isinstance(error, NotFinite):
         return False

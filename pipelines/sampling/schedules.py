@@ -33,7 +33,7 @@ FIRST_LEVEL_MARGIN = 1e-6  # multistep solvers take log(1 - level): upstream mov
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Input of a family's scheduler for a number of steps: sigmas or timesteps, and the dynamic shift."""
+    """Input of a family's scheduler: either sigmas or timesteps, and the dynamic shift."""
 
     sigmas: Sequence[float] | None = None
     timesteps: Sequence[float] | None = None
@@ -76,21 +76,22 @@ class Schedule:
 
     def put_back(self) -> Callable[[], None]:
         """Return a function that resets the solver to its present state, for a step that is tried again."""
-
-        def copied(value: Any) -> Any:
-            return list(value) if isinstance(value, list) else value
-
-        standing = {name: copied(value) for name, value in vars(self.solver).items()}
+        standing = copied(vars(self.solver))
 
         def back() -> None:
             vars(self.solver).clear()
-            vars(self.solver).update({name: copied(value) for name, value in standing.items()})
+            vars(self.solver).update(copied(standing))
 
         return back
 
     def clean(self, output: torch.Tensor, index: int, latents: torch.Tensor) -> torch.Tensor:
         """The clean latents that the prediction implies, for a preview."""
         return latents - self.levels[index] * self.sign * output
+
+
+def copied(solver_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a solver, with lists of their own: it changes them in place."""
+    return {name: list(value) if isinstance(value, list) else value for name, value in solver_fields.items()}
 
 
 def schedule_for(
@@ -124,7 +125,7 @@ def schedule_for(
                 "steps 1", expected="at least 2 steps for this model's schedule", fix="Set steps to 2 or more."
             )
         try:
-            _set(euler, levels_for(whole), whole, device)
+            _set(euler, levels_for(whole), device)
         except OverflowError as error:  # the exponential of a shift that grows with the number of tokens
             size = f"{settings.width}x{settings.height}, {settings.frames} frames"
             raise InputError(
@@ -143,16 +144,14 @@ def schedule_for(
     return Schedule(solver=solver, timesteps=euler.timesteps, levels=levels, sign=sign, native=False)
 
 
-def _set(scheduler: Any, levels: Levels, steps: int, device: torch.device) -> None:
+def _set(scheduler: Any, levels: Levels, device: torch.device) -> None:
     mu = levels.mu if scheduler.config.use_dynamic_shifting else None
     if levels.timesteps is not None:
         # Timesteps alone make upstream warn; with the sigmas it would derive from them itself it does not.
         sigmas = torch.tensor(levels.timesteps, dtype=torch.float32) / scheduler.config.num_train_timesteps
         scheduler.set_timesteps(timesteps=list(levels.timesteps), sigmas=sigmas.tolist(), device=device, mu=mu)
-    elif levels.sigmas is not None:
-        scheduler.set_timesteps(sigmas=list(levels.sigmas), device=device, mu=mu)
     else:
-        scheduler.set_timesteps(steps, device=device, mu=mu)
+        scheduler.set_timesteps(sigmas=list(levels.sigmas or ()), device=device, mu=mu)
 
 
 def _solver(name: str, levels: tuple[float, ...], device: torch.device) -> Any:
@@ -221,7 +220,6 @@ class FlowUniPC:
 
 
 def _weights(ratios: list[float], width: float) -> list[float]:
-    """The share of each difference, by the bh1 form of the method."""
     import numpy
 
     if len(ratios) == 1:

@@ -28,7 +28,7 @@ from ..base import Latents, Progress, ProgressStage, SubProgress
 from ..pictures import signed
 from ..pipeline import Pipeline
 from ..sizes import SPARE
-from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, DecodeRequest, Ladder, decoder_ladder
+from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, DecodeRequest, Ladder, ladder_for
 from .tiled import HeldDecoder, RegionTask, ResumableDecode, decoded_together
 
 DECODING = ProgressStage("decoding")
@@ -138,7 +138,6 @@ class VaeRunner:
     def _through(
         self, run: Run, validate: Validator, stage: str, progress: Progress, work: ResumableDecode | None = None
     ) -> Tensor:
-        """Return the result of ``run`` once ``validate`` finds no fault in it."""
         plan = self.plan
         while True:
             try:
@@ -285,8 +284,7 @@ def decoding(
 ) -> VaeRunner:
     """Passes through the decoder for latents of ``shape`` (1, C, T, H, W); ``auto`` begins as the family advises.
 
-    Raises:
-        InputError: a request out of range. UnsupportedError: a method that this family's decoder cannot do.
+    InputError: a request out of range. UnsupportedError: a method that this family's decoder cannot do.
     """
     form = form or DecodeRequest()
     if form.method == CHUNKED and not pipeline.spec.rewrites.causal_decoder:
@@ -295,7 +293,7 @@ def decoding(
             expected=f"one of {', '.join(method for method in METHODS if method != CHUNKED)}",
             fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
         )
-    return VaeRunner(decoder_ladder(pipeline, (shape[2], shape[3], shape[4]), form), progress)
+    return VaeRunner(ladder_for(pipeline, (shape[2], shape[3], shape[4]), form), progress)
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> Tensor:

@@ -353,8 +353,6 @@ def _cells(stream: Stream, attn: Any, x: Activation) -> Activation:
 
 
 def _voxels(stream: Stream, attn: Any, x: Activation) -> Activation:
-    """HunyuanVideo 1.5's attention, in which frames of earlier chunks are seen too."""
-
     def keys(tile: Tensor) -> Tensor:
         normed = attn.norm(tile)
         return torch.cat([attn.to_k(normed), attn.to_v(normed)], dim=1)

@@ -203,7 +203,6 @@ class Ladder:
         return [name for name, part in others if any(each.device == self.device for each in part.parameters())]
 
     def _methods(self, start: int, whole_first: bool) -> list[DecodeMethod]:
-        """The methods that the user's choice allows."""
         form, chosen, on_host = self.form, self.form.method, self.device.type == HOST.type
         if chosen == ON_CPU and not on_host:
             return [DecodeMethod(torch.float32, on_host=True)]
@@ -284,13 +283,11 @@ class Ladder:
 
 def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[DecodeMethod, int]:
     """The method with which a decode of ``size`` begins in ``room`` bytes beside the weights, and its bytes."""
-    plan = decoder_ladder(pipeline, latent_shape(pipeline, size), DecodeRequest(), room)
+    plan = ladder_for(pipeline, latent_shape(pipeline, size), DecodeRequest(), room)
     return plan.method, plan.needed_bytes(plan.method)
 
 
-def decoder_ladder(
-    pipeline: Pipeline, cells: tuple[int, int, int], form: DecodeRequest, room: int | None = None
-) -> Ladder:
+def ladder_for(pipeline: Pipeline, cells: tuple[int, int, int], form: DecodeRequest, room: int | None = None) -> Ladder:
     """The methods for latents of so many frames, rows and columns, begun as the family advises.
 
     Raises:

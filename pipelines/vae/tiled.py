@@ -193,7 +193,6 @@ class ResumableDecode:
             return video.float()
 
     def _put(self, window: Window, region: Region, frames: Tensor) -> None:
-        """Add the frames of a region's chunk to the window's video, by its weights."""
         spatial, temporal = self.ratios
         first = region.frames * temporal - (temporal - 1) if region.frames else 0
         total = self._frames(window.latents.shape[2])

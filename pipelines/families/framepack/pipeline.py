@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....compat.device.execution import generator_for, placed, state_of, to_host
+from ....compat.device.execution import HOST, checked_layers, generator_for, inputs_placed, placed, state_of, to_host
 from ....compat.errors import InputError
 from ... import base
 from ...base import Call, FramePackSettings, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings
 from ...files.evidence import Evidence
+from ...pictures import checked_vision, signed
 from ...pipeline import Pipeline
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.loop import denoise, held_transformer, noise_for, safeguards_of, sampled_latents
@@ -23,23 +24,18 @@ from ...sampling.resume import SectionState, SectionStore, resume_key
 from ...sampling.schedules import UNIPC_BH1, Guidance, Levels, Predict, even_levels, schedule_for
 from ...settings import MOST_FRAMES
 from ...text.llama import llama_embeds, llama_forwards, llama_from_core
-from ...text.t5 import described
-from ...vae.fallback import decoding
+from ...text.t5 import bare_pipeline, described
+from ...vae.fallback import decoding, encoded_moments
 from ...vae.plan import DecodeRequest
-from .keyframes import END, START, drawn, end_strength
-from .keyframes import encode_image as encode_image
 from .sections import VISION, History, Plan, joined, plan_for, spans
 from .sections import training_plan as training_plan
 from .sections import training_sections as training_sections
 from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
 
+START, END = "start", "end"
+PLACES = {0: START, -1: END}
 LARGEST_SHIFT = 7.0  # of the models' own schedule, where the scheduler's configuration asks for a dynamic one
-SHIFT_NAMES = {  # upstream's function names the scheduler's settings in its own way
-    "base_image_seq_len": "base_seq_len",
-    "max_image_seq_len": "max_seq_len",
-    "base_shift": "base_shift",
-    "max_shift": "max_shift",
-}
+SHIFTS = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")  # without image_ in its function
 
 F1_NAME = r"f1(?!\d)"
 IMAGE_FIX = "Connect AnyGPU Image Conditioning with the start image of AnyGPU Encode Image."
@@ -68,6 +64,39 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
 text_forwards = llama_forwards
 prompt_from_core = llama_from_core
+
+
+def encode_image(pipeline: Pipeline, request: base.ImageRequest, progress: Progress) -> ImageCondition:
+    """A start image (``frame`` 0), or an end image (``frame`` -1); ``previous`` holds the other one, else InputError.
+
+    ``start`` and ``end`` are mean and log variance (1, 32, 1, H / 8, W / 8): latents are drawn when the video is
+    sampled, by its seed, as upstream does. ``vision`` are the SigLIP states of the start image (1, 729, 1152); upstream
+    also computes those of the end image, but does not use them.
+    """
+    place = PLACES.get(request.frame)
+    if place is None:
+        raise InputError(
+            f"an image at frame {request.frame} of FramePack",
+            expected="frame 0 (start image) or -1 (end image)",
+            fix="Set frame to 0, or to -1 with the start image's condition as previous.",
+        )
+    if (count := len(request.frames)) != 1:
+        fix = "Pick one frame, for example with Image From Batch."
+        raise InputError(f"{count} frames as the {place} image", expected="one image", fix=fix)
+    known = {} if request.previous is None else dict(request.previous.tensors)
+    if place in known:
+        fix = "Set frame of the end image to -1."
+        raise InputError(f"a second {place} image", expected="one start and one end image", fix=fix)
+    if place == START and request.strength != 1.0:
+        progress.notify("strength has no effect on the start image of FramePack")
+    if place == END and request.vision is not None:
+        progress.notify("vision has no effect on the end image of FramePack")
+    known[place] = encoded_moments(pipeline, request.frames, progress, base.ProgressStage("encoding", "image"))
+    if place == START:
+        known[VISION] = _vision(pipeline, request, progress)
+    anchors = () if request.previous is None else request.previous.anchors
+    anchors = (*anchors, (place, request.frame, request.strength))
+    return ImageCondition("framepack", known, request.width, request.height, anchors=anchors)
 
 
 def frames_for(framepack: FramePackSettings, fps: float) -> int:
@@ -120,7 +149,7 @@ def sample(
     kohya-ss/musubi-tuner#267 with ``target_index`` at the window.
     """
     device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
-    strength = end_strength(image, framepack, progress)
+    strength = _end_strength(image, framepack, progress)
     plan = plan_for(pipeline.variant, framepack, settings.frames, strength > 0)
     if plan.single and not plan.inverted:
         progress.notify("single-frame mode was made for FramePack I2V: F1 may not follow the prompt")
@@ -130,8 +159,8 @@ def sample(
     settings = replace(settings, frames=min(settings.frames, plan.frames))
     if settings.scheduler == "auto":
         settings = replace(settings, scheduler="euler" if pipeline.is_demo else UNIPC_BH1)  # the demo draws better so
-    start = drawn(pipeline, image, START, generator)
-    end = strength * drawn(pipeline, image, END, generator) if strength > 0 else None
+    start = _drawn(pipeline, image, START, generator)
+    end = strength * _drawn(pipeline, image, END, generator) if strength > 0 else None
     history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, progress)
     key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else str
     shape, vision = (*start.shape[:2], plan.sampled, *start.shape[3:]), image.tensors[VISION].to(device)
@@ -196,8 +225,50 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
         return joined(videos, window, inverted)
 
 
+def _end_strength(image: ImageCondition | None, framepack: FramePackSettings, progress: Progress) -> float:
+    """Weight of the end image; 0 without one. A start image there must be."""
+    if image is None or START not in image.tensors:
+        raise InputError(
+            "no start image for FramePack",
+            expected="an image condition with an image at frame 0",
+            fix="Connect AnyGPU Encode Image with the start image.",
+        )
+    if END not in image.tensors:
+        if framepack.end_strength != 1.0:
+            progress.notify("end_strength has no effect without an end image")
+        return 0.0
+    return framepack.end_strength * next(strength for name, _, strength in image.anchors if name == END)
+
+
+def _drawn(pipeline: Pipeline, image: ImageCondition, place: str, generator: torch.Generator) -> Tensor:
+    """Latents (1, 16, 1, H / 8, W / 8) of the ``start`` or ``end`` image in the transformer's space, on the CPU."""
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    latents: Tensor = DiagonalGaussianDistribution(image.tensors[place]).sample(generator)
+    return latents * float(pipeline.configs["vae"]["scaling_factor"])
+
+
+def _vision(pipeline: Pipeline, request: base.ImageRequest, progress: Progress) -> Tensor:
+    """States of the image encoder (1, N, D), or those that were given in their place."""
+    config = pipeline.configs["image_encoder"]
+    config = config.get("vision_config", config)
+    side = int(config.get("image_size", 384)) // int(config.get("patch_size", 14))
+    if request.vision is not None:
+        width = int(pipeline.configs["transformer"].get("image_proj_dim", 1152))
+        return checked_vision(request.vision, side * side, width)
+    from diffusers import HunyuanVideoFramepackPipeline
+
+    hold, device = pipeline.offloader.hold("image_encoder", 0, progress), pipeline.offloader.device_of("image_encoder")
+    with hold as encoder, checked_layers(encoder, progress.check), inputs_placed(encoder, device):
+        tools = {"image_encoder": encoder, "feature_extractor": pipeline.tools["feature_extractor"]}
+        pipe = bare_pipeline(HunyuanVideoFramepackPipeline, **tools)
+        picture = signed(request.frames)[:, :, 0]
+        states = pipe.encode_image(picture, device=HOST)
+        progress.step(1, 1, base.ProgressStage("encoding", "image for SigLIP"))
+    return to_host(states).float()
+
+
 def _resume(history: History, generator: torch.Generator, standing: SectionState | None, progress: Progress) -> None:
-    """Restore ``history`` and ``generator`` from an earlier sampling of the same video."""
     count, wanted = history.plan.count, list(history.start.shape)
     if standing is None or not 0 < len(standing.lengths) < count:
         return
@@ -210,7 +281,6 @@ def _resume(history: History, generator: torch.Generator, standing: SectionState
 
 
 def _texts(pipeline: Pipeline, prompt: Prompt, plan: Plan, progress: Progress) -> list[dict[str, Mapping[str, Tensor]]]:
-    """For each place in the film its prompt and negative, as ``cond`` and ``uncond``, on the device."""
     given = len(prompt.sections)
     unused = given - (plan.count - 1)
     if unused > 0:
@@ -230,7 +300,7 @@ def _levels_for(pipeline: Pipeline, latents: Tensor) -> Callable[[int], Levels]:
 
     tokens = math.prod(latents.shape[2:]) / int(pipeline.configs["transformer"].get("patch_size", 2)) ** 2
     config = pipeline.tools["scheduler"]
-    given = {argument: config[name] for name, argument in SHIFT_NAMES.items() if name in config}
+    given = {name.replace("image_", ""): config[name] for name in SHIFTS if name in config}
     mu = min(float(calculate_shift(tokens, **given)), math.log(LARGEST_SHIFT))
     return partial(even_levels, mu=mu)
 

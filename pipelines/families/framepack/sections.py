@@ -29,11 +29,7 @@ INDICES = {  # its names of what the transformer's arguments are called here
     "clean_latent_2x_indices": "indices_latents_history_2x",
     "clean_latent_4x_indices": "indices_latents_history_4x",
 }
-CLEAN = {
-    "latents_clean": "latents_clean",
-    "latents_clean_2x": "latents_history_2x",
-    "latents_clean_4x": "latents_history_4x",
-}
+CLEAN = {"latents_clean": "latents_clean"} | {f"latents_clean_{n}x": f"latents_history_{n}x" for n in (2, 4)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +87,9 @@ class Plan:
 def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: bool) -> Plan:
     """The sections nearest to ``frames`` pixel frames, as many as the publisher's own application takes.
 
-    Args:
-        variant: decides the order ``auto``.
-        ended: whether there is an end image.
-
-    Raises:
-        InputError: window, order or end strength out of range, or an end image where the order cannot reach one.
-
-    Source: lllyasviel/FramePack 97fe5db ``demo_gradio.py``: ``max(round(seconds * 30 / (window * 4)), 1)``.
+    ``variant`` decides the order ``auto``. InputError where a setting is out of range, or the order cannot reach the
+    end image of a video that is ``ended``. Source: lllyasviel/FramePack 97fe5db ``demo_gradio.py``: ``max(round(seconds
+    * 30 / (window * 4)), 1)``.
     """
     advice = "; the models were trained with 9"
     require_range("window", framepack.window, 1, LARGEST_WINDOW, "latent frames", advice=advice)
@@ -143,11 +134,8 @@ class History:
         else:
             before = torch.cat([nothing, self.latents], dim=2)[:, :, -sum(HISTORY) :]
             quarter, half, near = before.split(HISTORY[::-1], dim=2)
-        return {
-            "latents_clean": torch.cat([self.start, near], dim=2),
-            "latents_history_2x": half,
-            "latents_history_4x": quarter,
-        }
+        clean = torch.cat([self.start, near], dim=2)
+        return {"latents_clean": clean, "latents_history_2x": half, "latents_history_4x": quarter}
 
     def add(self, latents: Tensor) -> None:
         """Take in what a section sampled."""

@@ -71,8 +71,7 @@ def encoder_task(config: Mapping[str, Any]) -> str:
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """Llama states and pooled CLIP vectors of both texts; with image to video the encoder also looks at the picture.
 
-    Raises:
-        InputError: image to video without a picture. CheckpointError: the text encoder of the other task.
+    InputError: image to video without one. CheckpointError: the text encoder of the other task.
     """
     looks = "vision_config" in pipeline.configs["text_encoder"]
     if looks != (encoder_task(pipeline.configs["transformer"]) == "image"):
@@ -248,7 +247,6 @@ def _predictor(
 
 
 def _given(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From the latents that are sampled to what the transformer is given."""
     if kind not in (LATENT_CONCAT, PICTURE_CONCAT) or picture is None:
         return _whole(kind, picture)
 
@@ -265,7 +263,6 @@ def _given(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Te
 
 
 def _whole(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From the latents that are sampled to the whole video's."""
     if kind == TOKEN_REPLACE and picture is not None:
         return lambda latents: torch.cat([picture.to(latents.device), latents], dim=2)
     return lambda latents: latents

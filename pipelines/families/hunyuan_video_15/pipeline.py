@@ -71,8 +71,7 @@ text_forwards = qwen_forwards
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
     """``image_embeds`` (1, 729, 1152) and ``image_latents`` (1, 32, 1, H / 16, W / 16) of the first frame.
 
-    Raises:
-        InputError: no image encoder and no states in its place, or states of another encoder.
+    InputError: no image encoder and no states in its place, or states of another encoder.
     """
     if request.frames.shape[0] > 1:
         progress.notify(f"the first of {request.frames.shape[0]} images is used: {SPEC.title} starts from one")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -130,10 +130,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
     """A picture (one frame) or a clip (8n + 1 frames) at frame ``frame``, beside those of ``previous``.
 
     Kept are mean and log variance: the draw is made when the video is sampled, by its seed and in upstream's order, so
-    another seed encodes nothing again.
-
-    Raises:
-        InputError: a frame before the start, a clip off the grid, or a ``previous`` of another VAE.
+    another seed encodes nothing again. InputError: a place off the grid, or a ``previous`` of another VAE.
     """
     frames = _on_grid(request, progress)
     known, anchors = ({}, ()) if request.previous is None else (request.previous.tensors, request.previous.anchors)
@@ -285,12 +282,12 @@ def with_controls(
     held = start.held
     if held is not None:
         held = torch.cat([held, torch.zeros_like(added[..., 0])], dim=1)
-    return InitialTokens(
+    return replace(
+        start,
         tokens=torch.cat(tokens, dim=1),
         noise=torch.cat([start.noise, added], dim=1),
         place={"video_coords": torch.cat(places, dim=2)},
         held=held,
-        outside=start.outside,
         shares=torch.cat(shares, dim=1).to(video.device),
     )
 

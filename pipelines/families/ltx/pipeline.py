@@ -88,11 +88,8 @@ def vae_settings_in(evidence: Evidence, place: Path) -> dict[str, str]:
     if mode is None:
         return {}
     if mode not in PADDINGS:
-        raise CheckpointError(
-            f"{SPATIAL_PADDING} {repr(mode)[:60]} of the VAE in {str(place)!r}",
-            expected=f"one of {', '.join(PADDINGS)}",
-            fix="Choose another VAE.",
-        )
+        found, expected = f"{SPATIAL_PADDING} {repr(mode)[:60]} of the VAE in {str(place)!r}", ", ".join(PADDINGS)
+        raise CheckpointError(found, expected=f"one of {expected}", fix="Choose another VAE.")
     return {SPATIAL_PADDING: mode}
 
 

@@ -88,7 +88,6 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
 
 
 def _read(entries: dict[str, TensorEntry], config: dict[str, Any], dtype: torch.dtype, progress: Progress) -> nn.Module:
-    """The upscaler with its weights, on the CPU, outside inference mode."""
     from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
 
     with torch.inference_mode(False), torch.no_grad():

@@ -44,7 +44,6 @@ def _resnet(source: str, target: str) -> Iterable[Row]:
 
 
 def _attended(source: str, target: str, index: str) -> Iterable[Row]:
-    """The attention behind a residual block of Mochi's encoder."""
     yield from _resnet(source, f"{target}.resnets.{index}")
     inner = f"{target}.attentions.{index}"
     yield Row(f"{source}.attn_block.attn.qkv.*", f"{inner}.to_q.* {inner}.to_k.* {inner}.to_v.*")

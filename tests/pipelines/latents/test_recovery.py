@@ -62,14 +62,16 @@ def test_the_oldest_leave_when_the_limit_is_passed(tmp_path: Path, monkeypatch: 
         names.append(recovery.save(tmp_path, LATENTS, no_word))
         aged(tmp_path, names[-1], 100 - index)
     size = (tmp_path / f"{names[0]}.safetensors").stat().st_size
-    last = recovery.save(tmp_path, LATENTS, no_word, limit_bytes=int(size * 2.5))
+    monkeypatch.setattr(recovery, "LIMIT_BYTES", int(size * 2.5))
+    last = recovery.save(tmp_path, LATENTS, no_word)
     assert [item.id for item in recovery.listing(tmp_path)] == [last, names[-1]]
     with monkeypatch.context() as another:  # process swept between look and use
         another.setattr(recovery, "by_date", lambda folder: [folder / "gone.safetensors"])
         another.setattr(Path, "exists", lambda _: True)
         said: list[str] = []
-        assert recovery.save(tmp_path, LATENTS, said.append, limit_bytes=int(size * 2.5)) and not said
-    alone = recovery.save(tmp_path, LATENTS, no_word, limit_bytes=1)
+        assert recovery.save(tmp_path, LATENTS, said.append) and not said
+    monkeypatch.setattr(recovery, "LIMIT_BYTES", 1)
+    alone = recovery.save(tmp_path, LATENTS, no_word)
     assert [item.id for item in recovery.listing(tmp_path)] == [alone], "the newest stays, however large"
 
 
