@@ -20,7 +20,6 @@ from ..movie import read_frames, write_mp4
 from ..pipeline import Pipeline
 from ..requests import LoadRequest
 from ..settings import of_checkpoint
-from ..vae.plan import DecodeRequest
 from .scenes import EXAMPLE, Scene, first_frame, scene_in, scene_of
 from .stand_in import FIT, one_section
 
@@ -73,7 +72,7 @@ def _seen(clip: Tensor, asked: Scene) -> tuple[bool, str]:
     return seen == asked, seen.caption if seen.shape else "no shape"
 
 
-def drawn(pipeline: Pipeline, prompt: str, seed: int = 0, form: DecodeRequest | None = None, **settings: Any) -> Tensor:
+def drawn(pipeline: Pipeline, prompt: str, seed: int = 0, **settings: Any) -> Tensor:
     """The frames (F, H, W, 3) in 0..1 of one clip as the model was trained, from the scene's picture if it needs it."""
     progress = Silent()
     with torch.no_grad():
@@ -86,7 +85,7 @@ def drawn(pipeline: Pipeline, prompt: str, seed: int = 0, form: DecodeRequest | 
             latents = stages.sample_framepack(pipeline, encoded, image, chosen, framepack, progress)
         else:
             latents = stages.sample(pipeline, encoded, None, chosen, progress)
-        return stages.decode(pipeline, latents, progress, form=form)
+        return stages.decode(pipeline, latents, progress)
 
 
 def write_page(exhibits: Iterable[Exhibit], folder: Path, notify: Callable[[str], None]) -> int:

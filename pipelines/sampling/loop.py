@@ -229,9 +229,8 @@ def retries(
     """Tries of a block until one succeeds, for ``for attempt in retries(again):`` around ``with attempt:``.
 
     Args:
-        again: called with each error; False to raise it. None to try once.
+        again: called with each error that ``catches`` names; False to raise it. None to try once.
         restore: puts things back as they were before the try, ahead of ``again``.
-        catches: kinds of errors that ``again`` is called with.
     """
     for _ in range(TRIES):
         attempt = RetryScope(() if again is None else catches)

@@ -181,8 +181,6 @@ class VaeRunner:
         return result
 
     def _validated(self, validate: Validator) -> Validator:
-        """Apply ``validate`` to a part, where something may be changed."""
-
         def validated(part: Tensor) -> str:
             fault = validate(part)
             # What the most exact way says is what the model says; a part may be flat where nothing may be changed.

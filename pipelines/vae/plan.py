@@ -226,7 +226,6 @@ class Ladder:
         return decode_methods(base, counts, streams, tiles, start=start, whole_first=whole_first, host=host)
 
     def _chunks(self) -> tuple[int, ...]:
-        """Latent frames per call that the method allows, falling; empty for all at once."""
         if not self.causal or self.form.method not in (AUTO, TILED, CHUNKED):
             return ()
         if self.form.frames:

@@ -190,7 +190,6 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor
 
 
 def _velocity(pipeline: Pipeline, transformer: Any, call: Call, context: Mapping[str, Tensor]) -> Tensor:
-    """The velocity of a section; ``context`` is what it sees of the others and where in time they are."""
     return transformer(
         hidden_states=call.latents,
         timestep=call.time,
@@ -295,7 +294,6 @@ def _texts(pipeline: Pipeline, prompt: Prompt, plan: Plan, progress: Progress) -
 
 
 def _levels_for(pipeline: Pipeline, latents: Tensor) -> Callable[[int], Levels]:
-    """From a number of steps to evenly falling levels, and the shift that the size of ``latents`` asks for."""
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_framepack import calculate_shift
 
     tokens = math.prod(latents.shape[2:]) / int(pipeline.configs["transformer"].get("patch_size", 2)) ** 2
