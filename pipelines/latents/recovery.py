@@ -213,13 +213,14 @@ def _sweep(folder: Path, newest: Path) -> None:
     """Remove the oldest files until the rest fits into :data:`LIMIT_BYTES`; the newest always stays."""
     total = 0
     for path in [newest, *(file for file in by_date(folder) if file != newest)]:
-        with suppress(OSError):  # another process may sweep too
+        with suppress(OSError):  # another process may sweep too, or read it: what was just saved is saved
             total += path.stat().st_size
-        if total > LIMIT_BYTES and path != newest:
-            path.unlink(missing_ok=True)
+            if total > LIMIT_BYTES and path != newest:
+                path.unlink()
     for part in folder.glob(".*.part"):
-        if time.time() - _modified(part) > STALE_SECONDS:
-            part.unlink(missing_ok=True)
+        with suppress(OSError):
+            if time.time() - _modified(part) > STALE_SECONDS:
+                part.unlink()
 
 
 def _modified(path: Path) -> float:

@@ -75,6 +75,20 @@ def test_the_oldest_leave_when_the_limit_is_passed(tmp_path: Path, monkeypatch: 
     assert [item.id for item in recovery.listing(tmp_path)] == [alone], "the newest stays, however large"
 
 
+def test_an_old_file_that_cannot_leave_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows another process that reads it keeps it; what was just saved is saved all the same."""
+    old, leave = recovery.save(tmp_path, LATENTS, no_word), Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.stem == old:
+            raise PermissionError("used by another process")
+        leave(path, missing_ok)
+
+    monkeypatch.setattr(recovery, "LIMIT_BYTES", 1)
+    monkeypatch.setattr(Path, "unlink", unlink)
+    assert recovery.save(tmp_path, LATENTS, no_word)
+
+
 def test_a_full_disk_costs_no_sampling(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource", reason="needs POSIX limits")
     said: list[str] = []
