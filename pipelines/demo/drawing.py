@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...compat.device.execution import picture_of
 from ...compat.device.facts import facts_for
@@ -19,7 +20,6 @@ from ..movie import read_frames, write_mp4
 from ..pipeline import Pipeline
 from ..requests import LoadRequest
 from ..settings import of_checkpoint
-from ..vae.plan import DecodeRequest
 from .scenes import EXAMPLE, Scene, first_frame, scene_in, scene_of
 from .stand_in import FIT, one_section
 
@@ -40,7 +40,7 @@ class Exhibit:
     """One thing that the demo shows."""
 
     title: str  # of its section on the page
-    strips: Mapping[str, torch.Tensor]  # caption to frames (F, H, W, 3) in 0..1, a row of the contact sheet each
+    strips: Mapping[str, Tensor]  # caption to frames (F, H, W, 3) in 0..1, a row of the contact sheet each
     notes: Sequence[str]  # what the model decided, a line each
     checks: Checks  # name to result and figure
 
@@ -67,14 +67,12 @@ def exhibit(title: str, model: Path, number: int, folder: Path) -> Exhibit:
     return Exhibit(title, {f"{model.name}: {asked.caption}": shown}, tuple(map(str, pipeline.plan.decisions)), checks)
 
 
-def _seen(clip: torch.Tensor, asked: Scene) -> tuple[bool, str]:
+def _seen(clip: Tensor, asked: Scene) -> tuple[bool, str]:
     seen = scene_of(clip)
     return seen == asked, seen.caption if seen.shape else "no shape"
 
 
-def drawn(
-    pipeline: Pipeline, prompt: str, seed: int = 0, form: DecodeRequest | None = None, **settings: Any
-) -> torch.Tensor:
+def drawn(pipeline: Pipeline, prompt: str, seed: int = 0, **settings: Any) -> Tensor:
     """The frames (F, H, W, 3) in 0..1 of one clip as the model was trained, from the scene's picture if it needs it."""
     progress = Silent()
     with torch.no_grad():
@@ -87,7 +85,7 @@ def drawn(
             latents = stages.sample_framepack(pipeline, encoded, image, chosen, framepack, progress)
         else:
             latents = stages.sample(pipeline, encoded, None, chosen, progress)
-        return stages.decode(pipeline, latents, progress, form=form)
+        return stages.decode(pipeline, latents, progress)
 
 
 def write_page(exhibits: Iterable[Exhibit], folder: Path, notify: Callable[[str], None]) -> int:
@@ -96,7 +94,7 @@ def write_page(exhibits: Iterable[Exhibit], folder: Path, notify: Callable[[str]
     Each of ``exhibits`` may be made as it is asked for; ``notify`` takes a line with its result and seconds.
     """
     page = [f"# What AnyGPU drew\n\nDevice: {facts_for()}\n\nThe demo itself runs on {facts_for('cpu')}.\n"]
-    strips: dict[str, torch.Tensor] = {}
+    strips: dict[str, Tensor] = {}
     failed, began = 0, time.monotonic()
     for shown in exhibits:
         wrong = [name for name, (held, _) in shown.checks.items() if not held]
@@ -105,9 +103,8 @@ def write_page(exhibits: Iterable[Exhibit], folder: Path, notify: Callable[[str]
         failed, began = failed + len(wrong), time.monotonic()
         strips |= shown.strips
         notes = "\n".join(f"- {note}" for note in shown.notes)
-        rows = "\n".join(
-            f"| {name} | {'yes' if held else 'NO'} | {figure} |" for name, (held, figure) in shown.checks.items()
-        )
+        checks = shown.checks.items()
+        rows = "\n".join(f"| {name} | {'yes' if held else 'NO'} | {figure} |" for name, (held, figure) in checks)
         page.append(f"## {shown.title}\n\n{notes}\n\n| check | held | figure |\n| --- | --- | --- |\n{rows}\n")
     sheet = save_sheet(list(strips.values()), list(strips), folder / "contact_sheet.png")
     page.insert(1, f"![each clip from left to right]({sheet.name})\n")
@@ -116,7 +113,7 @@ def write_page(exhibits: Iterable[Exhibit], folder: Path, notify: Callable[[str]
     return failed
 
 
-def save_sheet(clips: Sequence[torch.Tensor], captions: Sequence[str], path: Path) -> Path:
+def save_sheet(clips: Sequence[Tensor], captions: Sequence[str], path: Path) -> Path:
     """Write clips below each other with their captions, evenly spaced frames from left to right."""
     from PIL import Image, ImageDraw
 

@@ -165,7 +165,6 @@ def _moments(mask: torch.Tensor, areas: torch.Tensor) -> tuple[str, torch.Tensor
 
 
 def _motion(centres: torch.Tensor, areas: torch.Tensor, angles: torch.Tensor) -> str:
-    """The motion, from the mean of the first two frames to that of the last two."""
     x, y = (centres[-2:].mean(0) - centres[:2].mean(0)).tolist()
     if max(abs(x), abs(y)) > MOVED_PIXELS:
         return ("right" if x > 0 else "left") if abs(x) > abs(y) else ("down" if y > 0 else "up")

@@ -29,12 +29,7 @@ def parts_of(progress: Progress, count: int) -> list[Progress]:
 def sampled(
     batch_size: int, seed: int, progress: Progress, sample: Callable[[int, int, Progress], Latents], starts: int = 1
 ) -> list[Latents]:
-    """``batch_size`` videos of each of ``starts`` latents to start from.
-
-    Args:
-        seed: of the first; each further one has the next.
-        sample: makes the video of an index, with its seed.
-    """
+    """``batch_size`` videos of each of ``starts`` latents; the first has ``seed``, each further one the next."""
     require_range("batch_size", batch_size, 1, MOST_VIDEOS, "videos")
     count = batch_size * starts
     return [sample(index, (seed + index) % SEEDS, part) for index, part in enumerate(parts_of(progress, count))]

@@ -22,39 +22,25 @@ def to_core(latents: Latents) -> dict[str, Any]:
     """A LATENT: ``samples`` in core's VAE space and our key ``anygpu`` with plain values, which core nodes ignore."""
     extra = {key: value.hex() if isinstance(value, bytes) else value for key, value in latents.extra.items()}
     more = {MORE: dict(latents.more)} if latents.more else {}
-    return {
-        "samples": latents.samples,
-        KEY: {**{name: getattr(latents, name) for name in PLAIN}, "extra": extra, **more},
-    }
+    plain = {name: getattr(latents, name) for name in PLAIN}
+    return {"samples": latents.samples, KEY: {**plain, "extra": extra, **more}}
 
 
 def from_core(pipeline: Pipeline, latent: Mapping[str, Any], notify: Callable[[str], None]) -> Latents:
     """The latents in a LATENT; one that no AnyGPU node made is taken as text to video with seed 0, and said.
 
-    Raises:
-        InputError: no tensor of five dimensions, or a version that is newer than this pack.
+    InputError: no tensor of five dimensions, or a version that is newer than this pack.
     """
     samples, record = to_host(samples_of(latent)).float(), latent.get(KEY)
     if not isinstance(record, Mapping):
         notify("these latents come from another node: decoded as text to video with seed 0")
-        count, rows, columns = samples.shape[2:]
-        sizes = pipeline.spec.sizes
-        return Latents(
-            samples=samples,
-            family=pipeline.family,
-            task="text",
-            frames=(count - 1) * sizes.stride + 1,
-            height=rows * sizes.ratio,
-            width=columns * sizes.ratio,
-            fps=sizes.defaults.fps,
-            seed=0,
-        )
-    if int(record.get("version", 0)) > LATENT_VERSION:
-        raise InputError(
-            f"latents of version {record.get('version')}",
-            expected=f"version {LATENT_VERSION} or older",
-            fix="Update AnyGPU.",
-        )
+        (count, rows, columns), sizes = samples.shape[2:], pipeline.spec.sizes
+        size: dict[str, Any] = {"height": rows * sizes.ratio, "width": columns * sizes.ratio}
+        frames, fps = (count - 1) * sizes.stride + 1, sizes.defaults.fps
+        return Latents(samples, pipeline.family, "text", frames=frames, **size, fps=fps, seed=0)
+    version, known = record.get("version", 0), f"version {LATENT_VERSION} or older"
+    if int(version) > LATENT_VERSION:
+        raise InputError(f"latents of version {version}", expected=known, fix="Update AnyGPU.")
     extra = dict(record.get("extra", {}))
     if isinstance(extra.get("generator_state"), str):
         extra["generator_state"] = bytes.fromhex(extra["generator_state"])

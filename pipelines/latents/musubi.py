@@ -1,8 +1,7 @@
 """Caches of Musubi Tuner as LATENT and prompt, and back: three of its architectures are families of ours.
 
-A cache holds one item: latents (C, T, H, W) in one file, text embeddings without a batch in another; what we do not
-compute with is carried along and written back as read. Source: kohya-ss/musubi-tuner at 30c658c,
-``dataset/cache_io.py`` (what is written) and ``dataset/bucket.py`` (read).
+What we do not compute with is written back as read. Source: kohya-ss/musubi-tuner 30c658c
+``dataset/{cache_io,bucket}.py``.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def prompt_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
     """A cache of text embeddings as a prompt in fp32, cut to its valid tokens; it has no negative."""
     family, kind = _architecture(path, metadata)
     own = {_bare(name): tensor for name, tensor in tensors.items()}
-    missing = [name for name in (*kind.text, *([kind.mask] if kind.mask else ())) if name not in own]
+    missing = [name for name in (*kind.text, kind.mask) if name and name not in own]
     if missing:
         raise CheckpointError(
             f"no {missing[0]!r} in {str(path)!r}",
@@ -135,12 +134,11 @@ def _write_latents(
     read: Mapping[str, str],
     section: int | None = None,
 ) -> Path:
-    """Write the tensors of a latent cache and return its path.
+    """Write the tensors of a latent cache and return its path; ``section`` is the place in the film of FramePack's.
 
     Args:
         known: width, height and frames of the item.
         read: metadata of the cache that it came from.
-        section: the place in the film of one of FramePack's.
     """
     width, height, frames = (int(known[key]) for key in ("width", "height", "frames"))
     metadata = {"width": f"{width}", "height": f"{height}", "frame_count": f"{frames}", **read}
@@ -189,10 +187,8 @@ def save_item(
 ) -> list[Path]:
     """Write what there is of one training item, and return the paths; ``cut`` makes FramePack's sections of latents.
 
-    Raises:
-        InputError: neither latents nor a prompt, both of two architectures, or a name that is not a file name.
-        UnsupportedError: a family without an architecture there, or FramePack latents that no cache came with.
-        CheckpointError: a file cannot be written.
+    InputError: neither latents nor a prompt, both of two architectures, or a name that is no file name.
+    UnsupportedError: a family without an architecture there, or FramePack latents that no cache came with.
     """
     if latent is None and prompt is None:
         raise InputError("neither latent nor prompt", expected="at least one of them", fix="Connect one of them.")
@@ -256,7 +252,6 @@ def _text_tensors(kind: MusubiCache, prompt: Prompt, dtype: torch.dtype | None) 
 
 
 def _architecture(path: Path, metadata: Mapping[str, str]) -> tuple[str, MusubiCache]:
-    """The family and its caches that the metadata of a file name."""
     name, known = metadata.get("architecture"), architectures()
     for family, kind in known.items():
         if kind.full == name:

@@ -38,8 +38,7 @@ def save_prompt(path: Path, prompt: Prompt, origin: Origin | None = None) -> Pat
 def load_prompt(path: Path, notify: Callable[[str], None]) -> Prompt:
     """The prompt in a file of ours or in a Musubi Tuner text cache, on the CPU.
 
-    Raises:
-        CheckpointError: damaged, changed meanwhile, or no prompt. InputError: a newer version, or NaN and infinity.
+    CheckpointError: damaged, changed meanwhile, or no prompt. InputError: a newer version, or NaN and infinity.
     """
     tensors, metadata = read_record(path, "a prompt")
     if metadata.keys() >= {"architecture", "caption1"}:

@@ -1,7 +1,6 @@
-"""Sampled latents, saved automatically, newest first, so that no later failure can lose them.
+"""Sampled latents, saved automatically, newest first, so that no later failure can lose them: a file per sampling.
 
-A file per sampling; FramePack's is replaced after each finished section and holds what the next section needs, so that
-an interrupted sampling resumes where it stopped and gives the same video.
+FramePack's is replaced after each finished section and holds what the next one needs, to resume with the same video.
 """
 
 from __future__ import annotations
@@ -75,18 +74,17 @@ class Sampled:
     unfinished: str = ""  # how far the sampling came, such as ``step 3 of 20``; empty for a whole one
 
 
-def save(folder: Path, latents: Latents, notify: Callable[[str], None], limit_bytes: int = LIMIT_BYTES) -> str:
+def save(folder: Path, latents: Latents, notify: Callable[[str], None]) -> str:
     """Save ``latents`` and return their id; empty, and said, where they could not be saved. Never raises for a disk."""
     name = _new_id(latents.family, latents.seed)
-    return name if _write(folder, name, lambda path: _saved(path, latents, notify), notify, limit_bytes) else ""
+    return name if _write(folder, name, lambda path: _saved(path, latents, notify), notify) else ""
 
 
 def save_plain_recovery(folder: Path, sampled: Sampled, notify: Callable[[str], None]) -> str:
     """Save latents of core's samplers and of paint like :func:`save`; they are loaded as a plain LATENT."""
     name = _new_id(sampled.family, sampled.seed)
     listed = {item.name: getattr(sampled, item.name) for item in fields(sampled) if item.name != "samples"}
-    saved = _write(folder, name, lambda path: save_plain(path, sampled.samples, listed), notify, LIMIT_BYTES)
-    return name if saved else ""
+    return name if _write(folder, name, lambda path: save_plain(path, sampled.samples, listed), notify) else ""
 
 
 def listing(folder: Path) -> list[SavedLatents]:
@@ -147,7 +145,6 @@ class SavedSections:
 
     folder: Path
     notify: Callable[[str], None]
-    limit_bytes: int = LIMIT_BYTES
     names: dict[str, str] = field(default_factory=dict)
     describe: Callable[[Latents], Latents] = lambda latents: latents  # adds what made them, before they are written
 
@@ -182,7 +179,7 @@ class SavedSections:
             record = {"resume": key, "unfinished": f"section {index + 1} of {count}"}
             tensors = {HISTORY: standing.latents}
         write = partial(_saved, latents=latents, notify=self.notify, origin=Origin(record=record, tensors=tensors))
-        if _write(self.folder, name, write, self.notify, self.limit_bytes):
+        if _write(self.folder, name, write, self.notify):
             log.info("AnyGPU: section %d of %d saved as %s", index + 1, count, name)
             resume = f"after a cancel or a crash, queue the same graph again with seed {latents.seed} to resume"
             self.notify(f"finished sections are saved{': ' + resume if key else ''}")
@@ -192,14 +189,12 @@ def _saved(path: Path, latents: Latents, notify: Callable[[str], None], origin: 
     save_latent(path, to_core(latents), notify, origin=origin)
 
 
-def _write(
-    folder: Path, name: str, write: Callable[[Path], Any], notify: Callable[[str], None], limit_bytes: int
-) -> bool:
+def _write(folder: Path, name: str, write: Callable[[Path], Any], notify: Callable[[str], None]) -> bool:
     path = folder / f"{name}.safetensors"
     try:
         write(path)
         _make_newest(folder, path)
-        _sweep(folder, path, limit_bytes)
+        _sweep(folder, path)
     except (OSError, PackError) as error:  # a full disk must not cost the sampling too
         log.warning("AnyGPU: latents could not be saved: %s", error)
         notify(f"the latents could not be kept for AnyGPU Recover Latents: {error}")
@@ -214,17 +209,18 @@ def _make_newest(folder: Path, path: Path) -> None:
         os.utime(path, (newest + TICK_SECONDS, newest + TICK_SECONDS))
 
 
-def _sweep(folder: Path, newest: Path, limit_bytes: int) -> None:
-    """Remove the oldest files until the rest fits into ``limit_bytes``; the newest always stays."""
+def _sweep(folder: Path, newest: Path) -> None:
+    """Remove the oldest files until the rest fits into :data:`LIMIT_BYTES`; the newest always stays."""
     total = 0
     for path in [newest, *(file for file in by_date(folder) if file != newest)]:
-        with suppress(OSError):  # another process may sweep too
+        with suppress(OSError):  # another process may sweep too, or read it: what was just saved is saved
             total += path.stat().st_size
-        if total > limit_bytes and path != newest:
-            path.unlink(missing_ok=True)
+            if total > LIMIT_BYTES and path != newest:
+                path.unlink()
     for part in folder.glob(".*.part"):
-        if time.time() - _modified(part) > STALE_SECONDS:
-            part.unlink(missing_ok=True)
+        with suppress(OSError):
+            if time.time() - _modified(part) > STALE_SECONDS:
+                part.unlink()
 
 
 def _modified(path: Path) -> float:

@@ -47,10 +47,7 @@ def save_latent(
     not_finite: str = "refuse",
     origin: Origin | None = None,
 ) -> Path:
-    """Write a LATENT, from any device; returns ``path``.
-
-    Args:
-        not_finite: ``refuse`` or ``clamp``, which is said.
+    """Write a LATENT, from any device; returns ``path``. ``not_finite``: ``refuse`` or ``clamp``, which is said.
 
     Raises:
         InputError: no video latents, or NaN and infinity in them. CheckpointError: the file cannot be written.
@@ -74,9 +71,6 @@ def save_plain(path: Path, samples: Sequence[torch.Tensor], listed: Mapping[str,
     Args:
         samples: of any shape; more than one where the LATENT is nested, such as video and audio.
         listed: plain values for :func:`recovery.listing`.
-
-    Raises:
-        InputError: NaN or infinity. CheckpointError: the file cannot be written.
     """
     names = [SAMPLES, *(f"{SAMPLES}.{index}" for index in range(1, len(samples)))]
     checked = [latents.finite(tensor, "latents", "refuse")[0] for tensor in samples]
@@ -185,7 +179,6 @@ def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> di
 
 
 def _is_extra(extra: Any) -> bool:
-    """Tell whether this can be what a family left for decoding, and for resuming."""
     if not isinstance(extra, dict):
         return False
     lengths, state = extra.get("section_lengths", []), extra.get("generator_state", "")

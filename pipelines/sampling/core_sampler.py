@@ -5,28 +5,48 @@ A sampler of core's has its own names for levels, text and pictures, which ``hos
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
-import torch
+from torch import Tensor, nn
 
 from ...compat.errors import InputError
+from ...compat.memory.parts import Undo
 from ..base import Call
 from ..pipeline import Pipeline
-from .block_patches import BlockPatches, with_block_patches
 
 TIME = 1000.0  # what the transformers call the highest noise level
+DOUBLE, SINGLE = "double", "single"
+LISTS = ((DOUBLE, "transformer_blocks"), (SINGLE, "single_transformer_blocks"))
+Attend = Callable[..., Tensor]
+OutputPatch = Callable[[Tensor, dict[str, Any]], Tensor]
 
 
-def velocity(
-    pipeline: Pipeline, transformer: Any, call: Call, block_patches: BlockPatches | None = None
-) -> torch.Tensor:
-    """Noise minus data, shaped as the sampled latents, fp32.
+@dataclass(frozen=True, slots=True)
+class BlockPatches:
+    """Patches by a sampler to single blocks and to attention.
 
-    Raises:
-        InputError: the text is not this family's, or something the family needs is not there.
+    ``double`` and ``single`` have functions of (arguments, {"original_block": function}) by index; both dictionaries
+    have ``img`` (B, N, D) and ``txt`` (B, M, D), as the patches of ComfyUI's own transformers. ``attend`` replaces
+    attention: from (the one it replaces, query, key, value (B, H, N, D), mask). ``outputs`` has for ``attn1`` (of the
+    video) and ``attn2`` (of video to text) functions from what attention gives, (B, N, D) before its projection, and
+    what is known of the place.
     """
+
+    double: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
+    single: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
+    attend: Callable[..., Tensor] | None = None
+    outputs: Mapping[str, list[OutputPatch]] = field(default_factory=dict)
+    values: frozenset[int] = frozenset()  # double blocks whose attention hands its values on as they are
+    options: Mapping[str, Any] = field(default_factory=dict)  # for output patches, beside the place
+    returns_alone: bool = False  # whether blocks return their tokens without the text
+
+
+def velocity(pipeline: Pipeline, transformer: Any, call: Call, block_patches: BlockPatches | None = None) -> Tensor:
+    """Noise minus data, shaped as the sampled latents, fp32; InputError where the text is another family's."""
     if call.embeds is None:
         raise InputError("a MODEL call without text", expected="CONDITIONING", fix="Connect a text encoder.")
     width = pipeline.configs["transformer"].get(pipeline.spec.files.text_width)
@@ -41,11 +61,11 @@ def velocity(
         stack.enter_context(transformer.cache_context(call.branch))
         if block_patches is not None:
             stack.enter_context(with_block_patches(transformer, replace(block_patches, returns_alone=alone)))
-        output: torch.Tensor = pipeline.spec.code.call_transformer(pipeline, transformer, call)
+        output: Tensor = pipeline.spec.code.call_transformer(pipeline, transformer, call)
     return output.float()
 
 
-def guidance_of(pipeline: Pipeline, call: Call) -> torch.Tensor | None:
+def guidance_of(pipeline: Pipeline, call: Call) -> Tensor | None:
     """The distilled guidance (B,) as a transformer takes it; None for one that takes none."""
     if not pipeline.configs["transformer"].get("guidance_embeds", True):
         return None
@@ -53,8 +73,94 @@ def guidance_of(pipeline: Pipeline, call: Call) -> torch.Tensor | None:
     return given.to(call.latents.dtype).reshape(-1).expand(call.latents.shape[0]) * TIME
 
 
-def required(value: torch.Tensor | None, name: str, fix: str) -> torch.Tensor:
+def required(value: Tensor | None, name: str, fix: str) -> Tensor:
     """``value``, which the CONDITIONING must have."""
     if value is None:
         raise InputError(f"no {name} in the CONDITIONING", expected="CONDITIONING that carries it", fix=fix)
     return value
+
+
+def blocks_of(transformer: nn.Module) -> Iterator[tuple[str, int, Any]]:
+    """Kind, index and block, in the order in which they run."""
+    for kind, name in LISTS:
+        for index, block in enumerate(getattr(transformer, name, ())):
+            yield kind, index, block
+
+
+def attentions_of(block: Any) -> dict[str, Any]:
+    """A block's attention of the video as ``attn1`` and of video to text as ``attn2``, as far as it has them."""
+    places = {"attn1": getattr(block, "attn1", None) or getattr(block, "attn", None)}
+    places["attn2"] = getattr(block, "attn2", None)
+    return {name: attention for name, attention in places.items() if attention is not None}
+
+
+@contextmanager
+def with_block_patches(transformer: nn.Module, block_patches: BlockPatches) -> Iterator[None]:
+    """``transformer`` with its blocks and their attention as ``block_patches`` says, for one call."""
+    with Undo() as undo:
+        if block_patches.attend is not None:
+            for owner in transformer.modules():
+                _attend_by(undo, owner, block_patches.attend)
+        for kind, index, block in blocks_of(transformer):
+            attentions = attentions_of(block)
+            if kind == DOUBLE and index in block_patches.values:
+                _attend_by(undo, attentions["attn1"], _values)
+            for name, patches in block_patches.outputs.items():
+                if name in attentions:
+                    place = {"block": (kind, index), "block_type": kind, "block_index": index}
+                    _patch_output(undo, attentions[name], patches, {**block_patches.options, **place})
+            patch = (block_patches.double if kind == DOUBLE else block_patches.single).get(index)
+            if patch is not None:
+                undo.set(block, "forward", _patched(block.forward, patch, block_patches.returns_alone))
+        yield
+
+
+def _values(_attend: Attend, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return value
+
+
+def _attend_by(undo: Undo, owner: Any, attend: Attend) -> None:
+    processor: Any = getattr(owner, "processor", None)
+    if hasattr(processor, "attend"):
+        undo.set(processor, "attend", partial(attend, processor.attend))
+
+
+def _patch_output(undo: Undo, attention: Any, patches: list[OutputPatch], options: dict[str, Any]) -> None:
+    """Put ``patches`` between attention and its projection; where the block itself projects, after the attention."""
+    options["n_heads"] = attention.heads
+    to_out = getattr(attention, "to_out", None)
+
+    def applied(tokens: Tensor) -> Tensor:
+        if hasattr(attention, "add_q_proj") or to_out is None:  # of video and text together; this is the video's share
+            options["img_slice"] = [0, tokens.shape[1]]
+        for patch in patches:
+            tokens = patch(tokens, options)
+        return tokens
+
+    def before(_module: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (applied(given[0]), *given[1:])
+
+    def after(_module: nn.Module, _given: Any, out: Any) -> Any:
+        return (applied(out[0]), *out[1:])
+
+    if to_out is not None:
+        undo.append(to_out[0].register_forward_pre_hook(before).remove)
+    else:
+        undo.append(attention.register_forward_hook(after).remove)
+
+
+def _patched(original: Callable[..., Any], patch: Callable[..., Any], returns_alone: bool) -> Callable[..., Any]:
+    def forward(hidden_states: Tensor, encoder_hidden_states: Tensor, *rest: Any, **named: Any) -> Any:
+        alone = False
+
+        def run(arguments: Mapping[str, Any], _extra: Any = None) -> dict[str, Any]:
+            nonlocal alone
+            tokens = original(arguments["img"], arguments["txt"], *rest, **named)
+            alone = isinstance(tokens, Tensor)
+            return {"img": tokens, "txt": arguments["txt"]} if alone else {"img": tokens[0], "txt": tokens[1]}
+
+        out = patch({"img": hidden_states, "txt": encoder_hidden_states}, {"original_block": run})
+        pair = out["img"], out.get("txt", encoder_hidden_states)
+        return pair[0] if alone or returns_alone else pair
+
+    return forward

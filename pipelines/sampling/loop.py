@@ -81,17 +81,9 @@ def sampled_latents(
     pipeline: Pipeline, samples: torch.Tensor, settings: SampleSettings, generator: torch.Generator, **extra: Any
 ) -> Latents:
     """``samples`` (1, C, T, H, W) in core's space, on the CPU, with what ``settings`` asked for and ``extra``."""
-    return Latents(
-        samples=samples,
-        family=pipeline.family,
-        task=pipeline.model.task,
-        frames=settings.frames,
-        height=settings.height,
-        width=settings.width,
-        fps=settings.fps,
-        seed=settings.seed,
-        extra={"generator_state": state_of(generator), **extra},
-    )
+    asked = {name: getattr(settings, name) for name in ("frames", "height", "width", "fps", "seed")}
+    known = {"generator_state": state_of(generator), **extra}
+    return Latents(samples, pipeline.family, pipeline.model.task, **asked, extra=known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +96,7 @@ class Watch:
     tell: Callable[[str], None]
 
     def over(self, predict: Predict, count: int) -> Predict:
-        """``predict`` of ``count`` steps, with what is saved for the transformers, and its output checked.
-
-        Raises:
-            NotFinite: where it is called: the output is not finite; the text names the layer.
-        """
+        """``predict`` of ``count`` steps, repaired; raises NotFinite where its output is not finite, with the layer."""
 
         def checked(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             run, step = partial(predict, latents, time, index), f"step {index + 1} of {count}"
@@ -121,11 +109,6 @@ class Watch:
             return Doctor("", RepairStore(None), EXPLAIN, self.tell).checked(output, self.networks, run, step)
 
         return checked
-
-    def finish(self, noise: torch.Tensor, latents: torch.Tensor, count: int) -> None:
-        """Report the faults of finite latents, or that there are none, if a doctor watches."""
-        if self.doctor is not None:
-            self.doctor.tell(unshrunk(noise, latents) or f"no fault in {count} steps")
 
 
 class Safeguards(NamedTuple):
@@ -162,11 +145,9 @@ def _watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
 
 
 @contextmanager
-def held_transformer(
-    pipeline: Pipeline, settings: SampleSettings, progress: Progress, window: int = 9
-) -> Iterator[Any]:
+def held_transformer(pipeline: Pipeline, settings: SampleSettings, progress: Progress, span: int = 9) -> Iterator[Any]:
     """The transformer on its device, with room for a forward; a cancel is obeyed in each of its layers."""
-    hold = pipeline.offloader.hold(TRANSFORMER, beside_transformer(pipeline, settings, window), progress)
+    hold = pipeline.offloader.hold(TRANSFORMER, beside_transformer(pipeline, settings, span), progress)
     with hold as transformer, checked_layers(transformer, progress.check):
         yield transformer
 
@@ -218,8 +199,8 @@ def denoise(
             progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
     if steps is not None:
         steps.finish()
-    if watch is not None:
-        watch.finish(start, latents, count)
+    if watch is not None and watch.doctor is not None:
+        watch.doctor.tell(unshrunk(start, latents) or f"no fault in {count} steps")
     return latents
 
 
@@ -245,14 +226,11 @@ def retries(
     restore: Callable[[], None] = lambda: None,
     catches: tuple[type[Exception], ...] = (RuntimeError, MemoryError),
 ) -> Iterator[RetryScope]:
-    """Tries of a block until one succeeds; the error of the last, where ``again`` says that no other would help.
-
-    Used as ``for attempt in retries(again):`` around ``with attempt:``.
+    """Tries of a block until one succeeds, for ``for attempt in retries(again):`` around ``with attempt:``.
 
     Args:
-        again: called with each error; None to try once.
+        again: called with each error that ``catches`` names; False to raise it. None to try once.
         restore: puts things back as they were before the try, ahead of ``again``.
-        catches: kinds of errors that ``again`` is called with.
     """
     for _ in range(TRIES):
         attempt = RetryScope(() if again is None else catches)
@@ -268,11 +246,7 @@ def retries(
 
 @contextmanager
 def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progress) -> Iterator[None]:
-    """Around a sampling: the pipeline's step cache and fp16 sums; says what ran and what was skipped.
-
-    Raises:
-        UnsupportedError: a cache beside guidance or compiled blocks that it cannot share a transformer with.
-    """
+    """Around a sampling: the pipeline's step cache and fp16 sums; says what ran and what was skipped."""
     cache, speed = pipeline.plan.step_cache, pipeline.plan.speed
     with ExitStack() as stack:
         if speed.request.fp16_sums:
@@ -295,10 +269,7 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
 
 
 def fall_back_to_fp32(pipeline: Pipeline, progress: Progress, error: BaseException) -> bool:
-    """Switch the transformer to fp32 if ``error`` was about non-finite values; True if switched.
-
-    There is a fallback only where `auto` chose the precision: an explicit choice is never changed.
-    """
+    """Switch to fp32, where `auto` chose the precision, if ``error`` was about non-finite values; True if switched."""
     fallbacks = pipeline.parts.fallbacks
     if not fallbacks or not isinstance(error, NotFinite):
         return False

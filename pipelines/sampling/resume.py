@@ -20,7 +20,7 @@ from ...compat.output_check import NotFinite
 from ...compat.ranks import Group
 from ..base import Latents, Progress, Prompt
 from ..pipeline import Pipeline, Resuming, StepState, StepStore
-from .schedules import Schedule
+from .schedules import Schedule, copied
 
 log = logging.getLogger(__name__)
 
@@ -123,10 +123,8 @@ class Steps:
             log.warning("AnyGPU: steps are not kept: the solver's %s is not a plain value", odd[0])
             self.resuming.broken = True
             return
-        solver = {name: list(value) if isinstance(value, list) else value for name, value in changed.items()}
-        self.last = StepState(
-            done=done, section=self.section, latents=latents, solver=solver, generator_state=state_of(self.generator)
-        )
+        solver, drawn = copied(changed), state_of(self.generator)
+        self.last = StepState(done=done, section=self.section, latents=latents, solver=solver, generator_state=drawn)
         if self.resuming.store.due():
             self.resuming.save(self.last)
 

@@ -27,12 +27,13 @@ PLAIN: dict[str, Any] = {  # a schedule that is used exactly as given
 }
 TRAIN_TIMESTEPS = 1000
 UNIPC_BH1 = "unipc_bh1"
+ORDER = 3  # of FlowUniPC
 FIRST_LEVEL_MARGIN = 1e-6  # multistep solvers take log(1 - level): upstream moves a first level of 1 by as much
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Input of a family's scheduler for a number of steps: sigmas or timesteps, and the dynamic shift."""
+    """Input of a family's scheduler: either sigmas or timesteps, and the dynamic shift."""
 
     sigmas: Sequence[float] | None = None
     timesteps: Sequence[float] | None = None
@@ -75,21 +76,22 @@ class Schedule:
 
     def put_back(self) -> Callable[[], None]:
         """Return a function that resets the solver to its present state, for a step that is tried again."""
-
-        def copied(value: Any) -> Any:
-            return list(value) if isinstance(value, list) else value
-
-        standing = {name: copied(value) for name, value in vars(self.solver).items()}
+        standing = copied(vars(self.solver))
 
         def back() -> None:
             vars(self.solver).clear()
-            vars(self.solver).update({name: copied(value) for name, value in standing.items()})
+            vars(self.solver).update(copied(standing))
 
         return back
 
     def clean(self, output: torch.Tensor, index: int, latents: torch.Tensor) -> torch.Tensor:
         """The clean latents that the prediction implies, for a preview."""
         return latents - self.levels[index] * self.sign * output
+
+
+def copied(solver_fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a solver, with lists of their own: it changes them in place."""
+    return {name: list(value) if isinstance(value, list) else value for name, value in solver_fields.items()}
 
 
 def schedule_for(
@@ -123,7 +125,7 @@ def schedule_for(
                 "steps 1", expected="at least 2 steps for this model's schedule", fix="Set steps to 2 or more."
             )
         try:
-            _set(euler, levels_for(whole), whole, device)
+            _set(euler, levels_for(whole), device)
         except OverflowError as error:  # the exponential of a shift that grows with the number of tokens
             size = f"{settings.width}x{settings.height}, {settings.frames} frames"
             raise InputError(
@@ -142,16 +144,14 @@ def schedule_for(
     return Schedule(solver=solver, timesteps=euler.timesteps, levels=levels, sign=sign, native=False)
 
 
-def _set(scheduler: Any, levels: Levels, steps: int, device: torch.device) -> None:
+def _set(scheduler: Any, levels: Levels, device: torch.device) -> None:
     mu = levels.mu if scheduler.config.use_dynamic_shifting else None
     if levels.timesteps is not None:
         # Timesteps alone make upstream warn; with the sigmas it would derive from them itself it does not.
         sigmas = torch.tensor(levels.timesteps, dtype=torch.float32) / scheduler.config.num_train_timesteps
         scheduler.set_timesteps(timesteps=list(levels.timesteps), sigmas=sigmas.tolist(), device=device, mu=mu)
-    elif levels.sigmas is not None:
-        scheduler.set_timesteps(sigmas=list(levels.sigmas), device=device, mu=mu)
     else:
-        scheduler.set_timesteps(steps, device=device, mu=mu)
+        scheduler.set_timesteps(sigmas=list(levels.sigmas or ()), device=device, mu=mu)
 
 
 def _solver(name: str, levels: tuple[float, ...], device: torch.device) -> Any:
@@ -159,8 +159,6 @@ def _solver(name: str, levels: tuple[float, ...], device: torch.device) -> Any:
 
     solvers: dict[str, Any] = {"unipc": UniPCMultistepScheduler, "dpm++_2m": DPMSolverMultistepScheduler}
     if name == UNIPC_BH1:
-        from .unipc import FlowUniPC
-
         return FlowUniPC(levels, device)
     if name not in solvers:
         known = ", ".join(("auto", "euler", *solvers, UNIPC_BH1))
@@ -175,6 +173,63 @@ def _solver(name: str, levels: tuple[float, ...], device: torch.device) -> Any:
     solver.timesteps = (sigmas[:-1] * TRAIN_TIMESTEPS).to(device)
     solver.set_begin_index(0)
     return solver
+
+
+class FlowUniPC:
+    """UniPC of third order, as FramePack was published, with the interface and the fields of a diffusers scheduler.
+
+    Diffusers' ``UniPCMultistepScheduler`` (our ``unipc``) takes the logarithm of (1 - level) / level and bh2. This one
+    takes that of 1 / level and bh1, needs no margin below 1, and ends at the clean latents that its last call implies.
+
+    Source: lllyasviel/FramePack 97fe5db, ``diffusers_helper/k_diffusion/uni_pc_fm.py``; Zhao et al., UniPC (2023).
+    """
+
+    def __init__(self, levels: tuple[float, ...], device: torch.device) -> None:
+        self.levels = levels  # share of noise before each step and after the last, falling
+        self.timesteps = torch.tensor(levels[:-1], device=device) * 1000
+        self.index = 0
+        self.clean: list[torch.Tensor] = []  # the newest estimates, oldest first
+        self.corrected: torch.Tensor | None = None  # the latents of the step before
+
+    def step(
+        self, velocity: torch.Tensor, time: torch.Tensor, latents: torch.Tensor, return_dict: bool = False
+    ) -> tuple[torch.Tensor]:
+        """The latents one level lower, fp32; ``velocity`` is noise minus data at ``latents``."""
+        clean = latents.float() - self.levels[self.index] * velocity.float()
+        corrected = latents.float()
+        if self.corrected is not None:
+            corrected = self._moved(self.corrected, self.index - 1, clean)
+        self.clean, self.corrected, self.index = [*self.clean, clean][-ORDER:], corrected, self.index + 1
+        return (clean if self.levels[self.index] <= 0 else self._moved(corrected, self.index - 1),)
+
+    def _moved(self, latents: torch.Tensor, index: int, reached: torch.Tensor | None = None) -> torch.Tensor:
+        """``latents`` from level ``index`` to the next one; corrected where its clean estimate ``reached`` is known."""
+        level, lower = self.levels[index : index + 2]
+        order = max(1, min(index + 1, ORDER, len(self.levels) - 2))
+        width = math.log(lower / level)
+        now, older = self.clean[-1], self.clean[-order:-1][::-1]
+        ratios = [math.log(self.levels[index - back] / level) / width for back in range(1, order)]
+        changes = [(each - now) / ratio for each, ratio in zip(older, ratios, strict=True)]
+        if reached is not None:
+            ratios.append(1.0)
+            changes.append(reached - now)
+        moved = lower / level * latents - math.expm1(width) * now
+        for weight, change in zip(_weights(ratios, width), changes, strict=True):
+            moved = moved - width * weight * change
+        return moved
+
+
+def _weights(ratios: list[float], width: float) -> list[float]:
+    import numpy
+
+    if len(ratios) == 1:
+        return [0.5]
+    phi, sums = math.expm1(width) / width - 1.0, []
+    for power in range(1, len(ratios) + 1):
+        sums.append(math.factorial(power) * phi / width)
+        phi = phi / width - 1.0 / math.factorial(power + 1)
+    rows = [[ratio**power for ratio in ratios] for power in range(len(ratios))]
+    return list(map(float, numpy.linalg.solve(rows, sums))) if ratios else []
 
 
 def _checked(sigmas: Sequence[float]) -> Sequence[float]:
@@ -216,7 +271,7 @@ class Guidance:
         return predict
 
     def guide(self, cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
-        """The guided prediction; rescaled to the spread of ``cond`` by the share that was asked for.
+        """The guided prediction, rescaled to the spread of ``cond`` by the share that was asked for.
 
         Source: Lin et al., Common Diffusion Noise Schedules and Sample Steps are Flawed (2024), section 3.4.
         """

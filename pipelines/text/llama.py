@@ -41,9 +41,6 @@ def llama_embeds(
     Args:
         pipeline_class: the diffusers pipeline whose own encoding is used.
         sight: the pictures, for a pipeline whose encoder looks at one.
-
-    Raises:
-        InputError: a template that does not fit.
     """
     template = _template(pipeline, pipeline_class, request, sight)
     named = [("prompt", request.text), ("negative prompt", request.negative)]
@@ -72,9 +69,7 @@ def llama_embeds(
     count = texts_at_once(pipeline, "text_encoder_2")
     with held_encoder(pipeline, "text_encoder_2", count, progress) as encoder:
         pipe = bare_pipeline(pipeline_class, text_encoder_2=encoder, tokenizer_2=tools["tokenizer_2"])
-        pooled = torch.cat(
-            [to_host(pipe._get_clip_prompt_embeds(batch, **where)) for batch in in_batches(texts, count)]
-        )
+        pooled = torch.cat([to_host(pipe._get_clip_prompt_embeds(some, **where)) for some in in_batches(texts, count)])
         progress.step(2 * len(texts), 2 * len(texts), ENCODING)
     for embeds, vector in zip(encoded, pooled.split(1), strict=True):
         embeds[POOLED] = vector
@@ -95,9 +90,6 @@ def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str,
     Args:
         embeds: (1, N, 4096), the template cropped already.
         extra: ``pooled_output`` (1, 768) and, where there is padding, ``attention_mask``, whose last N entries count.
-
-    Raises:
-        InputError: no pooled CLIP vector.
     """
     pooled = extra.get("pooled_output")
     if pooled is None:
@@ -111,31 +103,23 @@ def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str,
     return trimmed({EMBEDS: to_host(embeds).float(), MASK: valid}) | {POOLED: to_host(pooled).float()}
 
 
-def _template(
-    pipeline: Pipeline, pipeline_class: Any, request: PromptRequest, sight: LlavaInput | None
-) -> Mapping[str, Any]:
+def _template(pipeline: Pipeline, upstream: Any, request: PromptRequest, sight: LlavaInput | None) -> Mapping[str, Any]:
     """The template dict that upstream takes: its own, or the user's with the number of leading tokens to crop.
 
     Upstream's own search pads the template to the tokenizer's longest length first, and so finds that length.
     """
     if not request.template:
-        return inspect.signature(pipeline_class.encode_prompt).parameters["prompt_template"].default
+        return inspect.signature(upstream.encode_prompt).parameters["prompt_template"].default
     text = request.template
     head, _, tail = text.partition("{}")
     if "{" in head + tail or "}" in head + tail:
-        raise InputError(
-            "a template with braces around something else than the prompt",
-            expected="no braces except {}",
-            fix="Remove the other braces.",
-        )
+        found = "a template with braces around something else than the prompt"
+        raise InputError(found, expected="no braces except {}", fix="Remove the other braces.")
     tokens = pipeline.tools["tokenizer"](head)["input_ids"]
     crop = len(tokens) if request.template_crop < 0 else request.template_crop
     if crop > len(tokens):
-        raise InputError(
-            f"template_crop {crop}",
-            expected=f"at most the {len(tokens)} tokens before the prompt",
-            fix="Choose -1 to count them automatically.",
-        )
+        most = f"at most the {len(tokens)} tokens before the prompt"
+        raise InputError(f"template_crop {crop}", expected=most, fix="Choose -1 to count them automatically.")
     own_template: dict[str, Any] = {"template": text, "crop_start": crop}
     if sight is None:
         return own_template
@@ -158,11 +142,8 @@ def _fitting(
     """``text``, shortened where it and the template are longer than ``limit``; says what CLIP does not read."""
     tokenizer, clip = pipeline.tools["tokenizer"], pipeline.tools["tokenizer_2"]
     if "image_emb_start" in template and PICTURE in text:
-        raise InputError(
-            f"{PICTURE} in the {subject}",
-            expected="words only",
-            fix="Remove it: the template has a place for the picture.",
-        )
+        fix = "Remove it: the template has a place for the picture."
+        raise InputError(f"{PICTURE} in the {subject}", expected="words only", fix=fix)
     own = len(tokenizer("")["input_ids"])  # the mark of the beginning, which comes before the template too
     around = len(tokenizer(template["template"].format(""))["input_ids"]) - template["crop_start"]
     text = shortened(tokenizer, text, limit - around + own, subject, progress)

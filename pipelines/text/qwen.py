@@ -25,9 +25,6 @@ def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) 
     """Embeddings of prompt and negative, on the CPU: ``prompt_embeds`` (1, N, 3584), ``prompt_embeds_2`` (1, M, 1472).
 
     N and M count valid tokens only; M is 0 for a text that quotes nothing.
-
-    Raises:
-        InputError: a template_crop that leaves nothing.
     """
     chat = Chat(pipeline.tools["tokenizer"], request.template, request.template_crop)
     pair = zip((request.text, request.negative), SUBJECTS, strict=True)
@@ -51,11 +48,7 @@ def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) 
 
 
 def qwen_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
-    """Tokens of each text in each forward: of the longest chat for Qwen; ByT5 runs for quotations alone.
-
-    Args:
-        request: the texts; None for two of the usual length that quote nothing.
-    """
+    """Tokens of each text in each forward: of the longest chat for Qwen; ByT5 runs for quotations alone."""
     if request is None:
         return {"text_encoder": ((pipeline.spec.memory.reference_tokens,) * 2,)}
     chat, silent = Chat(pipeline.tools["tokenizer"], request.template, request.template_crop), Silent()

@@ -67,8 +67,7 @@ def t5_embeds(
     """T5 embeddings of prompt and negative: ``prompt_embeds`` (1, N, D) and their mask (1, N), trimmed, on the CPU.
 
     Args:
-        pipeline_class: the diffusers pipeline whose own encoding is used.
-        configuration: further arguments of its constructor.
+        pipeline_class: the diffusers pipeline whose own encoding is used, with ``configuration`` for its constructor.
     """
     tokenizer, limit = pipeline.tools["tokenizer"], request.max_tokens
     texts = [
@@ -89,12 +88,7 @@ def t5_embeds(
 
 
 def t5_forwards(pipeline: Pipeline, request: PromptRequest | None, zeroed: bool = False) -> Forwards:
-    """Tokens of each text, all padded to one length, in each forward of T5.
-
-    Args:
-        request: the texts; None for a prompt and its negative.
-        zeroed: whether an empty text is zeroed.
-    """
+    """Tokens of each text, all padded to one length, in each forward of T5; ``zeroed`` where an empty text is."""
     texts = ("some", "some") if request is None else (request.text, request.negative)
     length = (request.max_tokens if request is not None else 0) or pipeline.spec.sizes.defaults.max_tokens
     batches = in_batches(texts, 1 if _alone(texts, zeroed) else PAIR)

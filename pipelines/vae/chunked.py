@@ -1,8 +1,6 @@
 """Causal decoders over a few latent frames at a time, exactly: each layer is given the frames it saw before.
 
-Mochi's and HunyuanVideo 1.5's decoders look back only: norms are per frame or per voxel, convolutions are padded in
-front of time, and the one attention (1.5) lets a frame see itself and those before it. HunyuanVideo's group norms span
-time and LTX-Video's convolutions look ahead: neither can be cut so.
+Mochi's and HunyuanVideo 1.5's decoders look back only; HunyuanVideo's group norms and LTX-Video's convolutions do not.
 """
 
 from __future__ import annotations
@@ -97,10 +95,9 @@ class CausalCache:
 
     def cropped(self, rows: tuple[int, int], columns: tuple[int, int], height: int) -> CausalCache:
         """Remembered frames of a part of the plane, in latent cells of a plane of ``height``."""
-        kept = {}
+        kept, (top, bottom), (left, right) = {}, rows, columns
         for layer, seen in self.kept.items():
             grow = seen.shape[-2] // height
-            (top, bottom), (left, right) = rows, columns
             kept[layer] = seen[..., top * grow : bottom * grow, left * grow : right * grow].clone()
         return CausalCache(self.way, kept, frames=self.frames)
 
@@ -148,10 +145,8 @@ def _mochi_up(past: CausalCache, block: Any, x: Tensor, conv_cache: Any = None) 
 def mochi_up_from_the_start(block: Any, x: Tensor, conv_cache: Any = None) -> Any:
     """Diffusers' ``MochiUpBlock3D.forward`` without what it makes of the first frame but its last.
 
-    Genmo's decoder drops those frames in each block, before the next one sees them. Diffusers drops as many, but at the
-    very end, so that the first 11 to 15 frames of each video depend on frames that should not be there.
-
-    Source: genmoai/mochi, ``DepthToSpaceTime`` in ``src/genmo/mochi_preview/vae/models.py``.
+    Diffusers drops as many frames at the very end, so that the first 11 to 15 of a video depend on ones that should not
+    be there. Source: genmoai/mochi, ``DepthToSpaceTime`` in ``src/genmo/mochi_preview/vae/models.py``.
     """
     spread, cache = type(block).forward(block, x, conv_cache)
     return spread[:, :, block.temporal_expansion - 1 :], cache

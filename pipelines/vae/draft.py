@@ -1,7 +1,6 @@
 """Drafts: a tiny published decoder in the place of the VAE, for a look before the final decode, in a tenth of its work.
 
-Architecture: madebyollin/taehv 1f14a568 ``taehv.py`` and madebyollin/taem1 40a4cd84 ``taem1.py`` (MIT), which differ
-in channels, strides and patches; ModelTC/LightX2V 29c8504c ``tae.py`` for the lighttae files. Shapes say which it is.
+Source: madebyollin/taehv 1f14a568, taem1 40a4cd84 (MIT); ModelTC/LightX2V 29c8504c ``tae.py``. Shapes say which it is.
 """
 
 from __future__ import annotations
@@ -100,11 +99,8 @@ def tiny_decoder(spec: FamilySpec, folders: Sequence[Path]) -> tuple[Path, Netwo
     """The first file in ``folders``, or in ``vae_approx`` below, with the family's tiny decoder; and its network."""
     rows = spec.published.tiny_decoders
     if not rows:
-        raise UnsupportedError(
-            f"a draft of {spec.title}, for which no tiny decoder is published",
-            expected="another decode method",
-            fix="Choose method auto.",
-        )
+        found = f"a draft of {spec.title}, for which no tiny decoder is published"
+        raise UnsupportedError(found, expected="another decode method", fix="Choose method auto.")
     files = [file for folder in folders for beside in (folder, folder / "vae_approx") for file in _files_in(beside)]
     passed = []
     for row in rows:
@@ -158,11 +154,8 @@ def draft(pipeline: Pipeline, latents: Latents, folders: Sequence[Path], progres
     """Frames (F, H, W, 3) in 0..1 by :func:`tiny_decoder` of ``folders``, which may raise; the VAE is not read."""
     samples, dtype = latents.samples, pipeline.precision.vae
     if pipeline.is_demo:
-        raise UnsupportedError(
-            "a draft of a demo model, whose VAE is its own",
-            expected="latents of a published model",
-            fix="Choose method auto, which takes a second.",
-        )
+        found, fix = "a draft of a demo model, whose VAE is its own", "Choose method auto, which takes a second."
+        raise UnsupportedError(found, expected="latents of a published model", fix=fix)
     require_finite(samples, "latents")
     file, network = tiny_decoder(pipeline.spec, folders)
     progress.notify(f"a draft by {file.name}: any other method makes the final video of the same latents")
@@ -187,10 +180,7 @@ def preview(network: Network, estimate: torch.Tensor, device: torch.device, dtyp
 
 
 def _scaled(pipeline: Pipeline, samples: torch.Tensor) -> torch.Tensor:
-    """Latents in core's space as the transformer has them."""
     config = pipeline.configs["vae"]
-    mean, std = (
-        torch.tensor(config.get(f"latents_{name}") or [usual]) for name, usual in (("mean", 0.0), ("std", 1.0))
-    )
+    mean, std = (torch.tensor(config.get(f"latents_{name}") or [own]) for name, own in (("mean", 0.0), ("std", 1.0)))
     scale = float(config.get("scaling_factor") or 1.0)
     return (samples - mean.view(1, -1, 1, 1, 1)) * scale / std.view(1, -1, 1, 1, 1)

@@ -28,15 +28,13 @@ from ..base import Latents, Progress, ProgressStage, SubProgress
 from ..pictures import signed
 from ..pipeline import Pipeline
 from ..sizes import SPARE
-from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, DecodeRequest, Ladder, decoder_ladder
-from .tiled import RegionTask, ResumableDecode, decoded_together
+from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, DecodeRequest, Ladder, ladder_for
+from .tiled import HeldDecoder, RegionTask, ResumableDecode, decoded_together
 
 DECODING = ProgressStage("decoding")
 LAYERS_PER_REPORT = 8
 LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
-TILING = tuple(
-    f"tile_{kind}_{side}" for kind in ("sample_min", "sample_stride", "latent_min") for side in ("height", "width")
-)
+TILING = tuple(f"tile_{a}_{b}" for a in ("sample_min", "sample_stride", "latent_min") for b in ("height", "width"))
 Run = Callable[[Any, Transfer], Tensor]
 Prepare = Callable[[Any, Transfer], tuple[Tensor, Tensor | None]]
 
@@ -68,11 +66,9 @@ class VaeRunner:
         self._close()
 
     def decode(self, samples: Tensor, progress: Progress | None = None, prepare: Prepare | None = None) -> Tensor:
-        """Video (1, 3, F, H, W) in -1..1, fp32, on the CPU.
+        """Video (1, 3, F, H, W) in -1..1, fp32, on the CPU, of latents in the VAE's own space there.
 
         Args:
-            samples: in the VAE's own space, on the CPU.
-            progress: of this pass.
             prepare: from the VAE and the way to it to what is decoded instead of ``samples``, on the CPU, and the
                 timestep on the device.
         """
@@ -125,27 +121,23 @@ class VaeRunner:
             self._enter()
         work = ResumableDecode(task.latents, self.plan.ratios, check=self.progress.check)
         time = None if task.time is None else self._transfer.to_device(task.time)
-        return work.region(task, self._transfer, partial(work.decoded, self._vae, self._transfer, task.method, time))
+        return work.region(task, HeldDecoder(self._vae, self._transfer, task.method, time))
 
-    def encode(self, frames: Tensor, stage: ProgressStage, run: Run | None = None) -> Tensor:
-        """Encode frames as :func:`encoded_moments` says."""
-
-        def usual(vae: Any, transfer: Transfer) -> Tensor:
-            return vae.encode(transfer.to_device(signed(frames))).latent_dist.parameters
+    def encode(self, run: Run, stage: ProgressStage) -> Tensor:
+        """Mean and log variance (1, 2C, T, H, W), fp32, on the CPU, which ``run`` returns on the device."""
 
         def validate(moments: Tensor) -> str:
             return output_check.fault_in_latents(moments) or output_check.fault_in_latents(moments.chunk(2, dim=1)[0])
 
         def watching(vae: Any, transfer: Transfer) -> Tensor:
             with watched(vae.encoder, self.progress, stage):
-                return (run or usual)(vae, transfer)
+                return run(vae, transfer)
 
         return self._through(watching, validate, str(stage), self.progress)
 
     def _through(
         self, run: Run, validate: Validator, stage: str, progress: Progress, work: ResumableDecode | None = None
     ) -> Tensor:
-        """Return the result of ``run`` once ``validate`` finds no fault in it."""
         plan = self.plan
         while True:
             try:
@@ -189,8 +181,6 @@ class VaeRunner:
         return result
 
     def _validated(self, validate: Validator) -> Validator:
-        """Apply ``validate`` to a part, where something may be changed."""
-
         def validated(part: Tensor) -> str:
             fault = validate(part)
             # What the most exact way says is what the model says; a part may be flat where nothing may be changed.
@@ -218,10 +208,10 @@ class VaeRunner:
                     # Norms inside the VAE cast too: the picture would be finite, colourful and wrong.
                     raise InvalidOutputError(CAST)
                 needed = int(SPARE * self.plan.needed_bytes(method))
-                own = method.dtype is pipeline.precision.vae
-                hold = (
-                    pipeline.offloader.hold("vae", needed, self.progress) if own else _in_fp32(pipeline, self.progress)
-                )
+                if method.dtype is pipeline.precision.vae:
+                    hold = pipeline.offloader.hold("vae", needed, self.progress)
+                else:
+                    hold = _in_fp32(pipeline, self.progress)
                 self._vae = stack.enter_context(hold)
             stack.enter_context(tiled(self._vae, method.tile))
             self._open = stack.pop_all()
@@ -292,9 +282,7 @@ def decoding(
 ) -> VaeRunner:
     """Passes through the decoder for latents of ``shape`` (1, C, T, H, W); ``auto`` begins as the family advises.
 
-    Raises:
-        InputError: an unknown method, or a tile, overlap or count out of range. UnsupportedError: a method that this
-            family's decoder cannot do.
+    InputError: a request out of range. UnsupportedError: a method that this family's decoder cannot do.
     """
     form = form or DecodeRequest()
     if form.method == CHUNKED and not pipeline.spec.rewrites.causal_decoder:
@@ -303,7 +291,7 @@ def decoding(
             expected=f"one of {', '.join(method for method in METHODS if method != CHUNKED)}",
             fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
         )
-    return VaeRunner(decoder_ladder(pipeline, (shape[2], shape[3], shape[4]), form), progress)
+    return VaeRunner(ladder_for(pipeline, (shape[2], shape[3], shape[4]), form), progress)
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> Tensor:
@@ -324,18 +312,18 @@ def encoded_moments(
     count, rows, columns = frames.shape[:3]
     size, form = (count, rows, columns), DecodeRequest()
     plan = Ladder(pipeline=pipeline, coder="encoder", size=size, form=form, advised=tile)
+
+    def usual(vae: Any, transfer: Transfer) -> Tensor:
+        return vae.encode(transfer.to_device(signed(frames))).latent_dist.parameters
+
     with VaeRunner(plan, progress) as passes:
-        return passes.encode(frames, stage, run)
+        return passes.encode(run or usual, stage)
 
 
 def encoded(
     pipeline: Pipeline, frames: Tensor, seed: int, progress: Progress, mode: bool = False, tile: int = 0
 ) -> Tensor:
-    """Latents (1, C, T, H, W) in the VAE's own space, fp32, on the CPU, of ``frames`` (F, H, W, 3) in 0..1.
-
-    Args:
-        mode: take the distribution's mode instead of a draw from ``seed``.
-    """
+    """Latents (1, C, T, H, W) in the VAE's own space, fp32, on the CPU: a draw, or the distribution's ``mode``."""
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
     moments = encoded_moments(pipeline, frames, progress, ProgressStage("encoding", "video"), tile)

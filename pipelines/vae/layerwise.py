@@ -1,9 +1,7 @@
 """A decoder layer by layer over tiles, exactly: what it computes is the whole, in a fraction of the device's memory.
 
-An activation lives in host memory as a plane. A layer reads a tile of it with as many cells around it as its kernel
-sees, computes on the device, and writes the tile's core into the next plane. Group norms get their mean and variance
-from sums gathered while the plane was written. So there are no seams and nothing is blended. What is local (norms per
-voxel, convolutions) is called as upstream's own module; only blocks with group norms, and attention, are opened.
+Activations live in host memory as planes. A layer reads a tile with as many cells around it as its kernel sees, and
+writes the tile's core into the next plane; group norms get their moments from sums gathered while it was written.
 """
 
 from __future__ import annotations
@@ -41,12 +39,7 @@ class Activation:
 
 @dataclass(slots=True)
 class Stream:
-    """The walk of one decoder over planes.
-
-    Args:
-        smaller: from a tile that found no room to a smaller one; 0 to give up.
-        check: called before each tile; raises on a cancel.
-    """
+    """The walk of one decoder over planes; ``smaller`` turns a tile that found no room into a smaller one, or 0."""
 
     way: Transfer
     tile: int  # pixels of the last layer, one of :data:`~.plan.SIDES`
@@ -152,9 +145,7 @@ Moments = tuple[int, Tensor, Tensor]  # values per group, their mean, their squa
 
 
 def merge_moments(before: Moments, piece: Moments) -> Moments:
-    """The moments of two pieces together, in fp64. Source: Chan, Golub and LeVeque, Algorithms for Computing the
-    Sample Variance (1983).
-    """
+    """The moments of two pieces together, in fp64. Source: Chan, Golub, LeVeque (1983), Computing the Variance."""
     (count, mean, squares), (more, own_mean, own_squares) = before, piece
     total, apart = count + more, own_mean - mean
     return total, mean + apart * (more / total), squares + own_squares + apart**2 * (count * more / total)
@@ -179,9 +170,7 @@ def parted(region: Region, side: int) -> list[Region]:
 
 
 def attended(stream: Stream, query: Tensor, planes: Tensor, frames_before: int, heads: int) -> Tensor:
-    """Frame-causal attention of a tile's queries over keys and values in host memory, a block of them at a time.
-
-    Scores are fp32; beside operands live one block and its scores.
+    """Frame-causal attention in fp32 of a tile's queries over keys and values in host memory, a block at a time.
 
     Args:
         query: (1, C, T, h, w) on the device; the result has its shape and dtype.
@@ -217,9 +206,6 @@ def streamed(stream: Stream, vae: Any, latents: Tensor, time: Tensor | None = No
 
     Args:
         time: the timestep of a VAE that takes one, on the device.
-
-    Raises:
-        UnsupportedError: a decoder that draws noise while it runs.
     """
     known = full_name(vae) in STREAMED
     if not known or any(getattr(block, "per_channel_scale1", None) is not None for block in vae.decoder.modules()):
@@ -321,9 +307,8 @@ def _ltx(stream: Stream, vae: Any, latents: Activation, time: Tensor | None) -> 
     def last(tile: Tensor) -> Tensor:
         tile = decoder.norm_out(tile.movedim(1, -1)).movedim(-1, 1)
         if embedded is not None:
-            shift, scale = (
-                embedded.unflatten(1, (2, -1)) + decoder.scale_shift_table[None, ..., None, None, None]
-            ).unbind(dim=1)
+            table = decoder.scale_shift_table[None, ..., None, None, None]
+            shift, scale = (embedded.unflatten(1, (2, -1)) + table).unbind(dim=1)
             tile = tile * (1 + scale) + shift
         return _patches(decoder.conv_out(decoder.conv_act(tile)), decoder.patch_size_t, decoder.patch_size)
 
@@ -368,8 +353,6 @@ def _cells(stream: Stream, attn: Any, x: Activation) -> Activation:
 
 
 def _voxels(stream: Stream, attn: Any, x: Activation) -> Activation:
-    """HunyuanVideo 1.5's attention, in which frames of earlier chunks are seen too."""
-
     def keys(tile: Tensor) -> Tensor:
         normed = attn.norm(tile)
         return torch.cat([attn.to_k(normed), attn.to_v(normed)], dim=1)

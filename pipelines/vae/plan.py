@@ -1,7 +1,7 @@
 """The methods by which a VAE runs, ours or core's, in one order: the first that fits begins, a retry goes on from it.
 
-Exact methods come first: whole, in chunks where the decoder is causal, layer by layer. Then tiles, which are blended,
-and the CPU. Where tiles are a choice, advised or all that the device bears, the slow way layer by layer comes after.
+Exact ones come first: whole, chunks, layer by layer; then tiles, which are blended, and the CPU. Where tiles are a
+choice, advised or all that the device bears, layer by layer comes after them: it is slow.
 """
 
 from __future__ import annotations
@@ -108,10 +108,8 @@ def decode_methods(
     Args:
         base: dtype, library and overlap of all; its ``frames`` are those of the methods ``streams``.
         counts: latent frames per call, 0 for all, falling; empty to begin layer by layer.
-        streams: pixels of a layer's tile, falling.
-        tiles: sizes in pixels, falling.
-        start: the tile that is a choice, in pixels; 0 where there is none.
-        whole_first: whether the whole may be tried before ``start``.
+        streams, tiles: pixels of a layer's tile, and of tiles, falling.
+        start: the tile that is a choice, in pixels; 0 where there is none. ``whole_first``: the whole is tried before.
         host: whether the CPU may be used instead of the device; there in tiles of ``start``.
     """
     exact = [replace(base, frames=count) for count in counts]
@@ -130,12 +128,8 @@ def next_method(
 ) -> DecodeMethod | None:
     """The method to try after ``method``, one of ``methods``, failed; None when nothing allowed is left.
 
-    After memory ran out, the next of the list; after a kernel or values failed, without the library, then in fp32, and
-    only then in smaller tiles.
-
-    Args:
-        kind, text: of the failure, ``MEMORY``, ``KERNEL`` or ``VALUES``, and of its error.
-        automatic: whether the dtype may change.
+    After memory ran out (``kind`` of the failure) the next of the list; after a kernel or values failed without the
+    library, then in fp32 if ``automatic``, and only then in smaller tiles.
     """
     if method.on_host:
         return None
@@ -158,7 +152,6 @@ class Ladder:
     Args:
         coder: ``decoder`` or ``encoder``.
         size: pixel frames, rows and columns of the largest pass.
-        form: what the user asks of a decode.
         advised: pixels per tile that the family advises; 0 for whole.
         room: bytes beside the weights that a forecast has; None for a run, which looks at the device and makes room.
     """
@@ -210,7 +203,6 @@ class Ladder:
         return [name for name, part in others if any(each.device == self.device for each in part.parameters())]
 
     def _methods(self, start: int, whole_first: bool) -> list[DecodeMethod]:
-        """The methods that the user's choice allows."""
         form, chosen, on_host = self.form, self.form.method, self.device.type == HOST.type
         if chosen == ON_CPU and not on_host:
             return [DecodeMethod(torch.float32, on_host=True)]
@@ -234,7 +226,6 @@ class Ladder:
         return decode_methods(base, counts, streams, tiles, start=start, whole_first=whole_first, host=host)
 
     def _chunks(self) -> tuple[int, ...]:
-        """Latent frames per call that the method allows, falling; empty for all at once."""
         if not self.causal or self.form.method not in (AUTO, TILED, CHUNKED):
             return ()
         if self.form.frames:
@@ -291,13 +282,11 @@ class Ladder:
 
 def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[DecodeMethod, int]:
     """The method with which a decode of ``size`` begins in ``room`` bytes beside the weights, and its bytes."""
-    plan = decoder_ladder(pipeline, latent_shape(pipeline, size), DecodeRequest(), room)
+    plan = ladder_for(pipeline, latent_shape(pipeline, size), DecodeRequest(), room)
     return plan.method, plan.needed_bytes(plan.method)
 
 
-def decoder_ladder(
-    pipeline: Pipeline, cells: tuple[int, int, int], form: DecodeRequest, room: int | None = None
-) -> Ladder:
+def ladder_for(pipeline: Pipeline, cells: tuple[int, int, int], form: DecodeRequest, room: int | None = None) -> Ladder:
     """The methods for latents of so many frames, rows and columns, begun as the family advises.
 
     Raises:
@@ -318,12 +307,9 @@ def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
 
 
 def largest_buffer_bytes(config: Mapping[str, Any], frames: int, height: int, width: int, itemsize: int) -> int:
-    """About the largest single activation of a VAE, in bytes: twice its narrowest width at full size, padded.
+    """About the largest activation of a VAE for what goes through in one piece: twice its narrowest width, padded.
 
     Twice, because the last upsampling comes before the channels are halved.
-
-    Args:
-        frames, height, width: of what goes through in one piece, in pixels.
     """
     pixels = (frames + 2) * (height + 2) * (width + 2)
     return 2 * narrowest(config) * pixels // int(config.get("patch_size") or 1) ** 2 * itemsize

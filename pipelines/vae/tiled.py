@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from ...compat.memory.transfer import Transfer
 from ...compat.output_check import InvalidOutputError, Validator
 from ...compat.ranks import Group
 from .chunked import AUTOENCODERS, MOCHI, SPATIAL_PADDING, CausalCache, mochi_up_from_the_start, remembering
+from .layerwise import Stream, streamed
 from .plan import STRIDE, DecodeMethod, narrowest
 
 WINDOWED = f"{AUTOENCODERS}hunyuan_video.AutoencoderKLHunyuanVideo"
@@ -41,7 +41,18 @@ class RegionTask:
     time: torch.Tensor | None  # of a VAE that takes one, on the host
 
 
+@dataclass(frozen=True, slots=True)
+class HeldDecoder:
+    """The decoder of a VAE on its device, and the form to go on in."""
+
+    vae: Any
+    transfer: Transfer  # there and back
+    method: DecodeMethod
+    time: Tensor | None  # the timestep of a VAE that takes one, on the device
+
+
 Decode = Callable[[RegionTask], torch.Tensor]
+Together = Callable[[list[RegionTask], Decode], list[Tensor | None]]
 
 
 @dataclass(slots=True)
@@ -81,23 +92,17 @@ class Window:
 
 @dataclass(slots=True)
 class ResumableDecode:
-    """One decode of latents in the VAE's own space.
-
-    Args:
-        guard: around each call of the decoder, given the part's index and count.
-        validate: streamed frames, which pass no decoder as a whole: their fault.
-        smaller: as :class:`~.layerwise.Stream` takes it.
-        check: raises on a cancel.
-        together: decodes several regions at once, on other devices too; None where it failed. None to decode alone.
-    """
+    """One decode of latents in the VAE's own space."""
 
     latents: Tensor  # (1, C, T, h, w) on the host
     ratios: tuple[int, int]  # pixels per cell, pixel frames per latent frame
+    # Around each call of the decoder, given the part's index and count.
     guard: Callable[[int, int], AbstractContextManager[Any]] = lambda index, count: nullcontext()
-    validate: Validator = lambda video: ""
-    smaller: Callable[[int], int] = lambda side: 0
-    check: Callable[[], None] = lambda: None
-    together: Callable[[list[RegionTask], Decode], list[Tensor | None]] | None = None
+    validate: Validator = lambda video: ""  # of streamed frames, which pass no decoder as a whole
+    smaller: Callable[[int], int] = lambda side: 0  # as :class:`~.layerwise.Stream` takes it
+    check: Callable[[], None] = lambda: None  # raises on a cancel
+    # Decodes several regions at once, on other devices too; None where it failed. None to decode alone.
+    together: Together | None = None
     windows: list[Window] = field(default_factory=list)
     stride: int = 0  # pixel frames from one window to the next
     apart: float = 0.0  # largest difference between two tiles where both count alike, of frames in -1..1
@@ -108,20 +113,13 @@ class ResumableDecode:
         self.windows, self.apart, self.done = [], 0.0, 0
 
     def frames(self, vae: Any, transfer: Transfer, method: DecodeMethod, time: Tensor | None = None) -> Tensor:
-        """Video (1, 3, F, H, W) in -1..1, fp32, on the host; what an earlier call finished is not done again.
-
-        Args:
-            vae: held on the device.
-            transfer: there and back.
-            method: in which form to go on.
-            time: the timestep of a VAE that takes one, on the device.
-        """
-        decode = partial(self.decoded, vae, transfer, method, time)
+        """Video (1, 3, F, H, W) in -1..1, fp32, on the host; what an earlier call finished is not done again."""
+        decoder = HeldDecoder(vae, transfer, method, time)
         if not self.windows:
             self.stride, cuts = _windows(vae, self.latents, method.window)
             self.windows = [Window(part, [_whole(part)]) for part in cuts]
         if self.together is not None:
-            self._share(self.together, transfer, method, time, decode)
+            self._share(self.together, decoder)
         for window in self.windows:
             while window.pending:
                 region = window.pending[-1]
@@ -129,56 +127,48 @@ class ResumableDecode:
                 if len(parts) > 1:
                     window.pending[-1:] = parts
                     continue
-                self._region(window, region, method.frames, transfer, decode)
+                self._region(window, region, decoder)
                 window.pending.pop()
         videos = [window.video for window in self.windows if window.video is not None]
         return videos[0] if len(videos) == 1 else _joined(videos, self.stride, self._frames(self.latents.shape[2]))
 
-    def region(self, task: RegionTask, transfer: Transfer, decode: Callable[..., Tensor]) -> Tensor:
+    def region(self, task: RegionTask, decoder: HeldDecoder) -> Tensor:
         """Frames of one region on its own."""
         alone = Window(task.latents, [])
-        self._region(alone, _whole(task.latents), task.method.frames, transfer, decode)
+        self._region(alone, _whole(task.latents), decoder)
         assert alone.video is not None
         return alone.video
 
-    def _share(
-        self,
-        together: Callable[[list[RegionTask], Decode], list[Tensor | None]],
-        transfer: Transfer,
-        method: DecodeMethod,
-        time: Tensor | None,
-        decode: Callable[..., Tensor],
-    ) -> None:
+    def _share(self, together: Together, decoder: HeldDecoder) -> None:
         """Decode the regions that are still whole on all devices; those that fail there stay pending."""
-        host_time, tasks, places = None if time is None else to_host(time), [], []
+        method, tasks, places = decoder.method, [], []
+        time = None if decoder.time is None else to_host(decoder.time)
         for window in self.windows:
             window.pending = [part for region in window.pending for part in _split(region, method, self.ratios[0])]
             for region in reversed([region for region in window.pending if not region.frames]):
-                tasks.append(RegionTask(region.of(window.latents).contiguous(), method, host_time))
+                tasks.append(RegionTask(region.of(window.latents).contiguous(), method, time))
                 places.append((window, region))
         if len(tasks) < 2:
             return
-        decoded = together(tasks, lambda task: self.region(task, transfer, decode))
+        decoded = together(tasks, lambda task: self.region(task, decoder))
         for (window, region), frames in zip(places, decoded, strict=True):
             if frames is not None and not self.validate(frames):
                 self._put(window, region, frames)
                 window.pending.remove(region)
 
-    def _region(
-        self, window: Window, region: Region, chunk: int, transfer: Transfer, decode: Callable[..., Tensor]
-    ) -> None:
+    def _region(self, window: Window, region: Region, decoder: HeldDecoder) -> None:
         """Decode the rest of ``region``; a chunk is done once its frames are in the window."""
         latents = region.of(window.latents)
         total = latents.shape[2]
         while region.frames < total:
-            many = min(chunk or total, total - region.frames)
+            many = min(decoder.method.frames or total, total - region.frames)
             part = latents[:, :, region.frames : region.frames + many]
             if many < total:
-                region.past = region.past or CausalCache(transfer)
-                region.past.way = transfer
+                region.past = region.past or CausalCache(decoder.transfer)
+                region.past.way = decoder.transfer
             with self.guard(*self._part(many * region.cells)):
                 try:
-                    frames = decode(part, region.past)
+                    frames = self._decoded(decoder, part, region.past)
                 except BaseException:
                     if region.past is not None:
                         region.past.abandon()
@@ -189,33 +179,20 @@ class ResumableDecode:
             region.frames, self.done = region.frames + many, self.done + 1
         region.past = None
 
-    def decoded(
-        self,
-        vae: Any,
-        transfer: Transfer,
-        method: DecodeMethod,
-        time: Tensor | None,
-        latents: Tensor,
-        past: CausalCache | None,
-    ) -> Tensor:
+    def _decoded(self, decoder: HeldDecoder, latents: Tensor, past: CausalCache | None) -> Tensor:
         """Frames of one call, on the host in fp32."""
+        vae, transfer, side, config = decoder.vae, decoder.transfer, decoder.method.stream, decoder.vae.config
         with nullcontext() if past is None else remembering(vae, past):
-            if not method.stream:
-                return transfer.to_host_fp32(decoder_call(vae, transfer.to_device(latents.contiguous()), time))
-            config = vae.config
+            if not side:
+                return transfer.to_host_fp32(decoder_call(vae, transfer.to_device(latents.contiguous()), decoder.time))
             elements = narrowest(config) * latents.shape[2] * self.ratios[1] // int(config.get("patch_size") or 1) ** 2
-            from .layerwise import Stream, streamed
-
-            stream = Stream(
-                transfer, method.stream, max(1, elements), past=past, smaller=self.smaller, check=self.check
-            )
-            video = streamed(stream, vae, latents, time)
+            stream = Stream(transfer, side, max(1, elements), past=past, smaller=self.smaller, check=self.check)
+            video = streamed(stream, vae, latents, decoder.time)
             if fault := self.validate(video):
                 raise InvalidOutputError(fault)
             return video.float()
 
     def _put(self, window: Window, region: Region, frames: Tensor) -> None:
-        """Add the frames of a region's chunk to the window's video, by its weights."""
         spatial, temporal = self.ratios
         first = region.frames * temporal - (temporal - 1) if region.frames else 0
         total = self._frames(window.latents.shape[2])
@@ -292,10 +269,9 @@ def decoder_call(vae: Any, latents: Tensor, time: Tensor | None) -> Tensor:
 
 
 def pieces_of(vae: Any, latents: Tensor, method: DecodeMethod, ratio: int) -> Counter[tuple[int, int, int]]:
-    """Number of decoder calls by frames, rows and columns of their latents; chunks of frames count as one call.
+    """Number of decoder calls by frames, rows and columns of their latents (1, C, T, h, w); chunks count as one call.
 
     Args:
-        latents: (1, C, T, h, w) on any device, also meta.
         ratio: pixels per latent row and column.
     """
     _, windows = _windows(vae, latents, method.window)
@@ -388,22 +364,20 @@ def _split(region: Region, method: DecodeMethod, ratio: int) -> list[Region]:
         weights = zip(weights_over(edges, extent * ratio), edges, strict=True)
         own.append([weight * outer[first:end] for weight, (first, end) in weights])
     tiles = []
-    for (top, bottom), by_row in zip(lines[0], own[0], strict=True):
-        for (left, right), by_column in zip(lines[1], own[1], strict=True):
+    for (top, bottom), high in zip(lines[0], own[0], strict=True):
+        for (left, right), wide in zip(lines[1], own[1], strict=True):
             past = None if region.past is None else region.past.cropped((top, bottom), (left, right), height)
             rows = top + region.rows[0], bottom + region.rows[0]
             columns = left + region.columns[0], right + region.columns[0]
-            tiles.append(
-                Region(rows=rows, columns=columns, weights=(by_row, by_column), frames=region.frames, past=past)
-            )
+            tiles.append(Region(rows=rows, columns=columns, weights=(high, wide), frames=region.frames, past=past))
     return tiles[::-1]
 
 
 def decode_as_published(vae: Any) -> None:
     """Make ``vae`` what its publisher runs where diffusers builds another one.
 
-    Mochi's decoder drops frames elsewhere. LTX-Video's convolutions pad rows and columns as its file says; diffusers
-    knows zeros only. Both sides of a frame are padded by what is next to them, so that tiles stay exact.
+    Mochi's decoder drops frames elsewhere. LTX-Video's convolutions pad rows and columns as its file says, on both
+    sides of a frame, so that tiles stay exact; diffusers knows zeros only.
     """
     if full_name(vae) == MOCHI:
         vae.drop_last_temporal_frames = False

@@ -100,7 +100,9 @@ def test_both_transformers_and_both_tensors_count(folder, expected, recorded):
         assert not torch.equal(sampled(other).samples, latents.samples), f"{part} does nothing"
 
 
-@pytest.mark.parametrize("offload", MODES)
+@pytest.mark.parametrize(
+    "offload", [m if m in ("group", "sequential") else pytest.param(m, marks=pytest.mark.full) for m in MODES]
+)
 def test_every_offload_mode_gives_the_video_of_the_cpu(folder, expected, offload):
     if reason := accelerator.reason():
         pytest.skip(reason)

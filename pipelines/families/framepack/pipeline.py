@@ -9,12 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from ....compat.device.execution import generator_for, placed, state_of, to_host
+from ....compat.device.execution import HOST, checked_layers, generator_for, inputs_placed, placed, state_of, to_host
 from ....compat.errors import InputError
 from ... import base
 from ...base import Call, FramePackSettings, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings
 from ...files.evidence import Evidence
+from ...pictures import checked_vision, signed
 from ...pipeline import Pipeline
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.loop import denoise, held_transformer, noise_for, safeguards_of, sampled_latents
@@ -22,23 +24,18 @@ from ...sampling.resume import SectionState, SectionStore, resume_key
 from ...sampling.schedules import UNIPC_BH1, Guidance, Levels, Predict, even_levels, schedule_for
 from ...settings import MOST_FRAMES
 from ...text.llama import llama_embeds, llama_forwards, llama_from_core
-from ...text.t5 import described
-from ...vae.fallback import decoding
+from ...text.t5 import bare_pipeline, described
+from ...vae.fallback import decoding, encoded_moments
 from ...vae.plan import DecodeRequest
-from .keyframes import END, START, VISION, drawn, end_strength
-from .keyframes import encode_image as encode_image
-from .sections import History, Plan, joined, plan_for, spans
+from .sections import VISION, History, Plan, joined, plan_for, spans
+from .sections import training_plan as training_plan
+from .sections import training_sections as training_sections
 from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
-from .training import training_plan as training_plan
-from .training import training_sections as training_sections
 
+START, END = "start", "end"
+PLACES = {0: START, -1: END}
 LARGEST_SHIFT = 7.0  # of the models' own schedule, where the scheduler's configuration asks for a dynamic one
-SHIFT_NAMES = {  # upstream's function names the scheduler's settings in its own way
-    "base_image_seq_len": "base_seq_len",
-    "max_image_seq_len": "max_seq_len",
-    "base_shift": "base_shift",
-    "max_shift": "max_shift",
-}
+SHIFTS = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")  # without image_ in its function
 
 F1_NAME = r"f1(?!\d)"
 IMAGE_FIX = "Connect AnyGPU Image Conditioning with the start image of AnyGPU Encode Image."
@@ -67,6 +64,39 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
 text_forwards = llama_forwards
 prompt_from_core = llama_from_core
+
+
+def encode_image(pipeline: Pipeline, request: base.ImageRequest, progress: Progress) -> ImageCondition:
+    """A start image (``frame`` 0), or an end image (``frame`` -1); ``previous`` holds the other one, else InputError.
+
+    ``start`` and ``end`` are mean and log variance (1, 32, 1, H / 8, W / 8): latents are drawn when the video is
+    sampled, by its seed, as upstream does. ``vision`` are the SigLIP states of the start image (1, 729, 1152); upstream
+    also computes those of the end image, but does not use them.
+    """
+    place = PLACES.get(request.frame)
+    if place is None:
+        raise InputError(
+            f"an image at frame {request.frame} of FramePack",
+            expected="frame 0 (start image) or -1 (end image)",
+            fix="Set frame to 0, or to -1 with the start image's condition as previous.",
+        )
+    if (count := len(request.frames)) != 1:
+        fix = "Pick one frame, for example with Image From Batch."
+        raise InputError(f"{count} frames as the {place} image", expected="one image", fix=fix)
+    known = {} if request.previous is None else dict(request.previous.tensors)
+    if place in known:
+        fix = "Set frame of the end image to -1."
+        raise InputError(f"a second {place} image", expected="one start and one end image", fix=fix)
+    if place == START and request.strength != 1.0:
+        progress.notify("strength has no effect on the start image of FramePack")
+    if place == END and request.vision is not None:
+        progress.notify("vision has no effect on the end image of FramePack")
+    known[place] = encoded_moments(pipeline, request.frames, progress, base.ProgressStage("encoding", "image"))
+    if place == START:
+        known[VISION] = _vision(pipeline, request, progress)
+    anchors = () if request.previous is None else request.previous.anchors
+    anchors = (*anchors, (place, request.frame, request.strength))
+    return ImageCondition("framepack", known, request.width, request.height, anchors=anchors)
 
 
 def frames_for(framepack: FramePackSettings, fps: float) -> int:
@@ -119,7 +149,7 @@ def sample(
     kohya-ss/musubi-tuner#267 with ``target_index`` at the window.
     """
     device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
-    strength = end_strength(image, framepack, progress)
+    strength = _end_strength(image, framepack, progress)
     plan = plan_for(pipeline.variant, framepack, settings.frames, strength > 0)
     if plan.single and not plan.inverted:
         progress.notify("single-frame mode was made for FramePack I2V: F1 may not follow the prompt")
@@ -129,8 +159,8 @@ def sample(
     settings = replace(settings, frames=min(settings.frames, plan.frames))
     if settings.scheduler == "auto":
         settings = replace(settings, scheduler="euler" if pipeline.is_demo else UNIPC_BH1)  # the demo draws better so
-    start = drawn(pipeline, image, START, generator)
-    end = strength * drawn(pipeline, image, END, generator) if strength > 0 else None
+    start = _drawn(pipeline, image, START, generator)
+    end = strength * _drawn(pipeline, image, END, generator) if strength > 0 else None
     history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, progress)
     key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else str
     shape, vision = (*start.shape[:2], plan.sampled, *start.shape[3:]), image.tensors[VISION].to(device)
@@ -150,7 +180,7 @@ def sample(
     return latents
 
 
-def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor:
     """The velocity, noise minus data, of a section that sees the start image alone."""
     frames = call.latents.shape[2]
     plan = plan_for(pipeline.variant, FramePackSettings(0.0, window=frames), 1, ended=False)
@@ -159,8 +189,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.
     return _velocity(pipeline, transformer, call, {**seen, **plan.indices(0)})
 
 
-def _velocity(pipeline: Pipeline, transformer: Any, call: Call, context: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The velocity of a section; ``context`` is what it sees of the others and where in time they are."""
+def _velocity(pipeline: Pipeline, transformer: Any, call: Call, context: Mapping[str, Tensor]) -> Tensor:
     return transformer(
         hidden_states=call.latents,
         timestep=call.time,
@@ -174,17 +203,16 @@ def _velocity(pipeline: Pipeline, transformer: Any, call: Call, context: Mapping
     )[0]
 
 
-def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> torch.Tensor:
+def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> Tensor:
     """Frames (F, H, W, 3) in 0..1: each section is decoded with its neighbour and blended into it, as upstream does.
 
     Latents that say nothing of sections, or were cut since, are decoded all at once.
     """
     lengths, window = list(latents.extra.get("section_lengths", ())), int(latents.extra.get("window", 0))
     inverted = latents.extra.get("order") != "vanilla"
-    if lengths and lengths[-1] != latents.samples.shape[2]:
-        progress.notify(
-            f"{latents.samples.shape[2]} latent frames where sampling left {lengths[-1]}: decoded all at once"
-        )
+    count = latents.samples.shape[2]
+    if lengths and lengths[-1] != count:
+        progress.notify(f"{count} latent frames where sampling left {lengths[-1]}: decoded all at once")
         lengths = []
     cuts = spans(lengths, window, inverted) if lengths else [slice(None)]
     largest = max((latents.samples[:, :, cut].shape for cut in cuts), key=math.prod)
@@ -196,8 +224,50 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
         return joined(videos, window, inverted)
 
 
+def _end_strength(image: ImageCondition | None, framepack: FramePackSettings, progress: Progress) -> float:
+    """Weight of the end image; 0 without one. A start image there must be."""
+    if image is None or START not in image.tensors:
+        raise InputError(
+            "no start image for FramePack",
+            expected="an image condition with an image at frame 0",
+            fix="Connect AnyGPU Encode Image with the start image.",
+        )
+    if END not in image.tensors:
+        if framepack.end_strength != 1.0:
+            progress.notify("end_strength has no effect without an end image")
+        return 0.0
+    return framepack.end_strength * next(strength for name, _, strength in image.anchors if name == END)
+
+
+def _drawn(pipeline: Pipeline, image: ImageCondition, place: str, generator: torch.Generator) -> Tensor:
+    """Latents (1, 16, 1, H / 8, W / 8) of the ``start`` or ``end`` image in the transformer's space, on the CPU."""
+    from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+    latents: Tensor = DiagonalGaussianDistribution(image.tensors[place]).sample(generator)
+    return latents * float(pipeline.configs["vae"]["scaling_factor"])
+
+
+def _vision(pipeline: Pipeline, request: base.ImageRequest, progress: Progress) -> Tensor:
+    """States of the image encoder (1, N, D), or those that were given in their place."""
+    config = pipeline.configs["image_encoder"]
+    config = config.get("vision_config", config)
+    side = int(config.get("image_size", 384)) // int(config.get("patch_size", 14))
+    if request.vision is not None:
+        width = int(pipeline.configs["transformer"].get("image_proj_dim", 1152))
+        return checked_vision(request.vision, side * side, width)
+    from diffusers import HunyuanVideoFramepackPipeline
+
+    hold, device = pipeline.offloader.hold("image_encoder", 0, progress), pipeline.offloader.device_of("image_encoder")
+    with hold as encoder, checked_layers(encoder, progress.check), inputs_placed(encoder, device):
+        tools = {"image_encoder": encoder, "feature_extractor": pipeline.tools["feature_extractor"]}
+        pipe = bare_pipeline(HunyuanVideoFramepackPipeline, **tools)
+        picture = signed(request.frames)[:, :, 0]
+        states = pipe.encode_image(picture, device=HOST)
+        progress.step(1, 1, base.ProgressStage("encoding", "image for SigLIP"))
+    return to_host(states).float()
+
+
 def _resume(history: History, generator: torch.Generator, standing: SectionState | None, progress: Progress) -> None:
-    """Restore ``history`` and ``generator`` from an earlier sampling of the same video."""
     count, wanted = history.plan.count, list(history.start.shape)
     if standing is None or not 0 < len(standing.lengths) < count:
         return
@@ -209,17 +279,13 @@ def _resume(history: History, generator: torch.Generator, standing: SectionState
     progress.notify(f"continues after section {len(standing.lengths)} of {count}, saved by an interrupted run")
 
 
-def _texts(
-    pipeline: Pipeline, prompt: Prompt, plan: Plan, progress: Progress
-) -> list[dict[str, Mapping[str, torch.Tensor]]]:
-    """For each place in the film its prompt and negative, as ``cond`` and ``uncond``, on the device."""
-    unused = len(prompt.sections) - (plan.count - 1)
+def _texts(pipeline: Pipeline, prompt: Prompt, plan: Plan, progress: Progress) -> list[dict[str, Mapping[str, Tensor]]]:
+    given = len(prompt.sections)
+    unused = given - (plan.count - 1)
     if unused > 0:
-        progress.notify(
-            f"{unused} of {len(prompt.sections)} section prompts have no effect: {plan.count} sections in all"
-        )
+        progress.notify(f"{unused} of {given} section prompts have no effect: {plan.count} sections in all")
 
-    def ready(embeds: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def ready(embeds: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return dict(placed(embeds, pipeline.offloader.device_of("transformer"), pipeline.precision.residual))
 
     common = {} if prompt.negative is None else {"uncond": ready(prompt.negative)}
@@ -227,13 +293,12 @@ def _texts(
     return [{**common, "cond": text} for text in [first, *further, *[first] * (plan.count - 1 - len(further))]]
 
 
-def _levels_for(pipeline: Pipeline, latents: torch.Tensor) -> Callable[[int], Levels]:
-    """From a number of steps to evenly falling levels, and the shift that the size of ``latents`` asks for."""
+def _levels_for(pipeline: Pipeline, latents: Tensor) -> Callable[[int], Levels]:
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_framepack import calculate_shift
 
     tokens = math.prod(latents.shape[2:]) / int(pipeline.configs["transformer"].get("patch_size", 2)) ** 2
     config = pipeline.tools["scheduler"]
-    given = {argument: config[name] for name, argument in SHIFT_NAMES.items() if name in config}
+    given = {name.replace("image_", ""): config[name] for name in SHIFTS if name in config}
     mu = min(float(calculate_shift(tokens, **given)), math.log(LARGEST_SHIFT))
     return partial(even_levels, mu=mu)
 
@@ -242,8 +307,8 @@ def _predictor(
     pipeline: Pipeline,
     transformer: Any,
     history: History,
-    texts: Mapping[str, Mapping[str, torch.Tensor]],
-    vision: torch.Tensor,
+    texts: Mapping[str, Mapping[str, Tensor]],
+    vision: Tensor,
     settings: SampleSettings,
     steps: int,
 ) -> Predict:
@@ -252,7 +317,7 @@ def _predictor(
     context = {**placed(history.seen(), device, dtype), **history.plan.indices(len(history.lengths))}
     vision, guidance = vision.to(dtype), torch.full((1,), settings.guidance, device=device)
 
-    def branch(name: str, latents: torch.Tensor, time: torch.Tensor, _: int) -> torch.Tensor:
+    def branch(name: str, latents: Tensor, time: Tensor, _: int) -> Tensor:
         text = texts[name]
         call = Call(
             latents=latents.to(dtype),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
+from ....compat.checkpoints.latents import dtype_name
+from ....compat.device.execution import to_host
 from ....compat.errors import InputError, require_choice, require_range
-from ...base import SECTION_ORDERS, FramePackSettings
+from ...base import SECTION_ORDERS, FramePackSettings, ImageCondition
+from ...latents.musubi import sized
 from ...vae.fallback import unsigned
 from .spec import F1, TEMPORAL_RATIO
 
@@ -17,6 +22,14 @@ INVERTED, VANILLA = SECTION_ORDERS
 ORDERS = ("auto", *SECTION_ORDERS)
 HISTORY = (1, 2, 16)  # latent frames that a section sees at full, half and quarter scale, the nearest first
 LARGEST_WINDOW = 33  # of the slider in lllyasviel's own application
+VISION = "vision"  # what the image encoder says of the start image
+INDICES = {  # its names of what the transformer's arguments are called here
+    "latent_indices": "indices_latents",
+    "clean_latent_indices": "indices_latents_clean",
+    "clean_latent_2x_indices": "indices_latents_history_2x",
+    "clean_latent_4x_indices": "indices_latents_history_4x",
+}
+CLEAN = {"latents_clean": "latents_clean"} | {f"latents_clean_{n}x": f"latents_history_{n}x" for n in (2, 4)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +60,20 @@ class Plan:
         """The place in the film, from 0, of the section that is sampled at ``step``."""
         return self.count - 1 - step if self.inverted else step
 
-    def indices(self, step: int) -> dict[str, torch.Tensor]:
+    def indices(self, step: int) -> dict[str, Tensor]:
         """Positions in time, by the transformer's argument names; the start image is always at 0.
 
         Source: FramePack's paper, figure 2 (c), for the inverted order; the gaps are those of the author's own code.
         """
-        near, half, quarter = HISTORY
+        sizes, first = (self.window, *HISTORY), 1
         if self.inverted:
-            first = 1 + self._gap(step) * self.window
-            latents, nearest = torch.arange(first, first + self.window), first + self.window
-            halves = torch.arange(nearest + near, nearest + near + half)
-            quarters = torch.arange(nearest + near + half, nearest + near + half + quarter)
+            first += self._gap(step) * self.window
+            latents, nearest, halves, quarters = torch.arange(first, first + sum(sizes)).split(sizes)
         else:
-            quarters, halves = torch.arange(1, 1 + quarter), torch.arange(1 + quarter, 1 + quarter + half)
-            nearest = 1 + quarter + half
-            latents = torch.arange(nearest + near, nearest + near + self.window)
+            quarters, halves, nearest, latents = torch.arange(first, first + sum(sizes)).split(sizes[::-1])
         return {
             "indices_latents": latents[-self.sampled :],
-            "indices_latents_clean": torch.tensor([0, nearest]),
+            "indices_latents_clean": functional.pad(nearest, (1, 0)),
             "indices_latents_history_2x": halves,
             "indices_latents_history_4x": quarters,
         }
@@ -78,14 +87,9 @@ class Plan:
 def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: bool) -> Plan:
     """The sections nearest to ``frames`` pixel frames, as many as the publisher's own application takes.
 
-    Args:
-        variant: decides the order ``auto``.
-        ended: whether there is an end image.
-
-    Raises:
-        InputError: window, order or end strength out of range, or an end image where the order cannot reach one.
-
-    Source: lllyasviel/FramePack 97fe5db ``demo_gradio.py``: ``max(round(seconds * 30 / (window * 4)), 1)``.
+    ``variant`` decides the order ``auto``. InputError where a setting is out of range, or the order cannot reach the
+    end image of a video that is ``ended``. Source: lllyasviel/FramePack 97fe5db ``demo_gradio.py``: ``max(round(seconds
+    * 30 / (window * 4)), 1)``.
     """
     advice = "; the models were trained with 9"
     require_range("window", framepack.window, 1, LARGEST_WINDOW, "latent frames", advice=advice)
@@ -109,15 +113,15 @@ class History:
     """The latents sampled so far, in the order of the film, and what the next section sees of them; all on the CPU."""
 
     plan: Plan
-    start: torch.Tensor  # latents of the start image (1, C, 1, H, W), in the transformer's space
-    end: torch.Tensor | None = None  # of the end image, in the place of what would follow the last section
-    latents: torch.Tensor = field(init=False)
+    start: Tensor  # latents of the start image (1, C, 1, H, W), in the transformer's space
+    end: Tensor | None = None  # of the end image, in the place of what would follow the last section
+    latents: Tensor = field(init=False)
     lengths: list[int] = field(default_factory=list)  # latent frames there were after each section
 
     def __post_init__(self) -> None:
         self.latents = self.start[:, :, :0] if self.plan.inverted else self.start
 
-    def seen(self) -> dict[str, torch.Tensor]:
+    def seen(self) -> dict[str, Tensor]:
         """Clean latents at three scales, by the transformer's argument names; zeros where there is nothing yet."""
         shape = list(self.start.shape)
         shape[2] = sum(HISTORY)
@@ -130,13 +134,10 @@ class History:
         else:
             before = torch.cat([nothing, self.latents], dim=2)[:, :, -sum(HISTORY) :]
             quarter, half, near = before.split(HISTORY[::-1], dim=2)
-        return {
-            "latents_clean": torch.cat([self.start, near], dim=2),
-            "latents_history_2x": half,
-            "latents_history_4x": quarter,
-        }
+        clean = torch.cat([self.start, near], dim=2)
+        return {"latents_clean": clean, "latents_history_2x": half, "latents_history_4x": quarter}
 
-    def add(self, latents: torch.Tensor) -> None:
+    def add(self, latents: Tensor) -> None:
         """Take in what a section sampled."""
         if self.plan.single:
             self.latents = latents
@@ -161,7 +162,7 @@ def spans(lengths: Sequence[int], window: int, inverted: bool) -> list[slice]:
     return [slice(0, lengths[0]), *(slice(before - window, after) for before, after in pairwise(lengths))]
 
 
-def joined(videos: Iterable[torch.Tensor], window: int, inverted: bool) -> torch.Tensor:
+def joined(videos: Iterable[Tensor], window: int, inverted: bool) -> Tensor:
     """Frames (F, H, W, 3) in 0..1 of sections that were decoded by :func:`spans` and overlap.
 
     Args:
@@ -172,8 +173,8 @@ def joined(videos: Iterable[torch.Tensor], window: int, inverted: bool) -> torch
 
     append = HunyuanVideoFramepackPipeline._soft_append
     overlap = (window - 1) * TEMPORAL_RATIO + 1
-    done: list[torch.Tensor] = []
-    edge: torch.Tensor | None = None
+    done: list[Tensor] = []
+    edge: Tensor | None = None
     for video in videos:
         if edge is None:
             edge = video
@@ -187,3 +188,47 @@ def joined(videos: Iterable[torch.Tensor], window: int, inverted: bool) -> torch
         raise ValueError("no section was decoded")
     last = unsigned(edge)
     return torch.cat([last, *done] if inverted else [*done, last])
+
+
+def training_plan(frames: int, window: int, order: str) -> tuple[Plan, int]:
+    """The sections of a film of so many latent frames, and how many pixel frames at its end are left out."""
+    if not 1 <= window <= LARGEST_WINDOW or order not in SECTION_ORDERS:
+        raise InputError(
+            f"window {window}, order {order!r}",
+            expected=f"window 1 to {LARGEST_WINDOW}, order {' or '.join(SECTION_ORDERS)}",
+            fix="The models were trained with window 9.",
+        )
+    count = (frames - 1) // window
+    if count < 1:
+        raise InputError(
+            f"{frames} latent frames for a section of {window}",
+            expected=f"at least {window + 1}, which are {window * TEMPORAL_RATIO + 1} frames of video",
+            fix="Use a longer video or a smaller window.",
+        )
+    return Plan(order, count, window), (frames - 1 - count * window) * TEMPORAL_RATIO
+
+
+def training_sections(film: Tensor, image: ImageCondition, plan: Plan) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """The place in the film and the tensors of each section as its trainer caches them, in the order of sampling.
+
+    A section is trained as it is sampled, so its clean latents and indices are those of our own sampling.
+
+    Args:
+        film: latents (C, T, H, W) in the transformer's space, the first of them of the start image alone.
+        image: the encoded first frame.
+
+    Source: kohya-ss/musubi-tuner at 30c658c, ``fpack_cache_latents.py``, ``dataset/bucket.py`` and
+    ``dataset/image_video_dataset.py``.
+    """
+    history = History(plan, film[None, :, :1])
+    for step in range(plan.count):
+        place = plan.place(step)
+        first = 1 + place * plan.window
+        target, seen, indices = film[:, first : first + plan.window], history.seen(), plan.indices(step)
+        size = sized(target)
+        tensors = {f"latents_{size}": target}
+        tensors |= {f"{theirs}_{size}": seen[ours][0] for theirs, ours in CLEAN.items()}
+        tensors |= {f"{theirs}_{dtype_name(torch.int64)}": indices[ours] for theirs, ours in INDICES.items()}
+        tensors[f"image_embeddings_{dtype_name(film.dtype)}"] = to_host(image.tensors[VISION][0]).to(film.dtype)
+        yield place, tensors
+        history.add(target[None])

@@ -12,7 +12,7 @@ from ... import family
 from ...base import EMBEDS, POOLED
 from ...keys import SAME, Layout
 from ..hunyuan_video import layouts as hunyuan_video
-from ..hunyuan_video.spec import BLOCKS, DOWNLOAD, FILES, TINY_DECODERS
+from ..hunyuan_video.spec import BLOCKS, DOWNLOAD, FILES, TINY_DECODERS, TOOLS
 
 SPATIAL_RATIO, TEMPORAL_RATIO = 8, 4
 I2V, F1 = "framepack", "framepack_f1"
@@ -63,10 +63,7 @@ SPEC = family.FamilySpec(
             "transformer": ("diffusers", "HunyuanVideoFramepackTransformer3DModel"),
             "vae": ("diffusers", "AutoencoderKLHunyuanVideo"),
         },
-        tools={
-            **dict.fromkeys(("tokenizer", "tokenizer_2", "feature_extractor"), "transformers"),
-            "scheduler": "diffusers",
-        },
+        tools={**TOOLS, "feature_extractor": "transformers"},
         text_parts=("text_encoder", "text_encoder_2"),
         base="hunyuan_video",
         lone_task="image",

@@ -18,11 +18,8 @@ REFINER_MARK = "txt_in.individual_token_refiner.blocks.0.norm1.weight"
 def _norms(source: str, plain: str, query: str, key: str) -> Iterable[Row]:
     """Query and key norms: ``_q_norm.weight`` in the release, ``.norm.query_norm.scale`` or ``.weight`` in ComfyUI."""
     for letter, word, target in (("q", "query", query), ("k", "key", key)):
-        ways = (
-            f"{source}{plain}{letter}_norm.weight",
-            *(f"{source}.norm.{word}_norm.{end}" for end in ("weight", "scale")),
-        )
-        yield Row("|".join(ways), target)
+        own, comfy = f"{source}{plain}{letter}_norm.weight", f"{source}.norm.{word}_norm"
+        yield Row(f"{own}|{comfy}.weight|{comfy}.scale", target)
 
 
 def _double(stream: str, norm: str, names: tuple[str, ...], feed: str) -> Iterable[Row]:

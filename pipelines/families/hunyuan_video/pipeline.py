@@ -1,8 +1,7 @@
 """HunyuanVideo: text to video, and image to video in all three published ways; SkyReels V1, which was trained from it.
 
-``token_replace`` puts the picture in the place of the first latent frame. ``latent_concat`` (33 channels) gives the
-transformer the picture and a mask beside the noise, and its first 4 pixel frames are thrown away: ``frames`` is
-upstream's ``num_frames``, and 4 fewer come back. ``picture_concat`` (32 channels, SkyReels) gives it the picture alone.
+The picture is the first latent frame (``token_replace``), or beside the noise: with a mask (``latent_concat``, whose
+first 4 pixel frames are dropped, as upstream, from ``frames``) or alone (``picture_concat``, SkyReels).
 """
 
 from __future__ import annotations
@@ -72,8 +71,7 @@ def encoder_task(config: Mapping[str, Any]) -> str:
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """Llama states and pooled CLIP vectors of both texts; with image to video the encoder also looks at the picture.
 
-    Raises:
-        InputError: image to video without a picture. CheckpointError: the text encoder of the other task.
+    InputError: image to video without one. CheckpointError: the text encoder of the other task.
     """
     looks = "vision_config" in pipeline.configs["text_encoder"]
     if looks != (encoder_task(pipeline.configs["transformer"]) == "image"):
@@ -249,7 +247,6 @@ def _predictor(
 
 
 def _given(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From the latents that are sampled to what the transformer is given."""
     if kind not in (LATENT_CONCAT, PICTURE_CONCAT) or picture is None:
         return _whole(kind, picture)
 
@@ -266,7 +263,6 @@ def _given(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Te
 
 
 def _whole(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From the latents that are sampled to the whole video's."""
     if kind == TOKEN_REPLACE and picture is not None:
         return lambda latents: torch.cat([picture.to(latents.device), latents], dim=2)
     return lambda latents: latents

@@ -28,11 +28,10 @@ DOWNLOAD_I2V = family.Download(
     (*DOWNLOAD.only, "image_processor"),
     {**BESIDE, "text_encoder": 16_752_596_760, "transformer": 25_642_175_720},
 )
+GIB = {"text 2": 0.2, "transformer": 23.9, "vae": 0.5}
 GGUF = (("q8_0", 14.0), ("q6_k", 11.0), ("q5_k_m", 9.45), ("q4_k_m", 7.88), ("q3_k_m", 6.24))
-QUANTISED = tuple(
-    family.Quantised("calcuis/hunyuan-gguf", f"hunyuan-video-t2v-720p-{bits}.gguf", size) for bits, size in GGUF
-)
-QUANTISED_I2V = (
+SMALL = tuple(family.Quantised("calcuis/hunyuan-gguf", f"hunyuan-video-t2v-720p-{bits}.gguf", gb) for bits, gb in GGUF)
+SMALL_I2V = (
     family.Quantised("Kijai/HunyuanVideo_comfy", "hunyuan_video_I2V_720_fixed_fp8_e4m3fn.safetensors", 13.19),
     family.Quantised("city96/HunyuanVideo-I2V-gguf", "hunyuan-video-i2v-720p-Q4_K_M.gguf", 7.88),
 )
@@ -45,6 +44,7 @@ FILES = {
     "text_encoder_2": family.FileKind("clip_l", "pooled_projection_dim"),
     "vae": family.FileKind("hunyuan_video/vae"),
 }
+TOOLS = dict.fromkeys(("tokenizer", "tokenizer_2"), "transformers") | {"scheduler": "diffusers"}
 TINY_DECODERS = (family.TinyDecoder("taehv", "madebyollin/taehv 1f14a568, MIT"),)
 NO_CFG = (family.GuidanceStep(),)
 # Written by `python benchmarks/memory_fits.py`.
@@ -74,10 +74,7 @@ SPEC = family.FamilySpec(
             "transformer": ("diffusers", "HunyuanVideoTransformer3DModel"),
             "vae": ("diffusers", "AutoencoderKLHunyuanVideo"),
         },
-        tools={
-            **dict.fromkeys(("tokenizer", "tokenizer_2", "image_processor"), "transformers"),
-            "scheduler": "diffusers",
-        },
+        tools={**TOOLS, "image_processor": "transformers"},
         text_parts=("text_encoder", "text_encoder_2"),
         optional=("image_processor",),
         text_width="text_embed_dim",
@@ -91,7 +88,7 @@ SPEC = family.FamilySpec(
         multiple=16,
         ratio=SPATIAL_RATIO,
         stride=TEMPORAL_RATIO,
-        defaults=family.Defaults(width=1280, height=720, frames=129, steps=50, fps=24.0, guidance=6.0, max_tokens=256),
+        defaults=family.Defaults(width=1280, height=720, frames=129, steps=50, fps=24.0, guidance=6.0),
         # Tencent's script decodes in windows of 64 frames, 48 apart; diffusers' 16 and 12 show as a rhythm in motion.
         vae_tile=256,  # of the same script
         most_whole_cells=32 * 32 * 17,  # of such a tile in one window
@@ -178,14 +175,10 @@ SPEC = family.FamilySpec(
             "https://huggingface.co/Skywork/SkyReels-V1-Hunyuan-T2V",
             "https://huggingface.co/Skywork/SkyReels-V1-Hunyuan-I2V",
         ),
-        offer=family.Offer(
-            (DOWNLOAD,), {"text": 14.0, "text 2": 0.2, "transformer": 23.9, "vae": 0.5}, {"transformer": QUANTISED}
-        ),
+        offer=family.Offer((DOWNLOAD,), {"text": 14.0, **GIB}, {"transformer": SMALL}),
         more_offers={
             "HunyuanVideo image to video": family.Offer(
-                (DOWNLOAD_I2V,),
-                {"text": 15.6, "text 2": 0.2, "transformer": 23.9, "vae": 0.5},
-                {"transformer": QUANTISED_I2V},
+                (DOWNLOAD_I2V,), {"text": 15.6, **GIB}, {"transformer": SMALL_I2V}
             )
         },
         musubi=family.MusubiCache(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from ....compat.device.execution import HOST, generator_for, inputs_placed, picture_of, placed, to_host
@@ -70,8 +71,7 @@ text_forwards = qwen_forwards
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
     """``image_embeds`` (1, 729, 1152) and ``image_latents`` (1, 32, 1, H / 16, W / 16) of the first frame.
 
-    Raises:
-        InputError: no image encoder and no states in its place, or states of another encoder.
+    InputError: no image encoder and no states in its place, or states of another encoder.
     """
     if request.frames.shape[0] > 1:
         progress.notify(f"the first of {request.frames.shape[0]} images is used: {SPEC.title} starts from one")
@@ -84,7 +84,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
     return ImageCondition(SPEC.id, {STATES: states, PICTURE: picture}, request.width, request.height)
 
 
-def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
+def encode_video(pipeline: Pipeline, frames: Tensor, seed: int, progress: Progress) -> Tensor:
     """Latents (1, 32, T, H / 16, W / 16) in core's space, which for this family is the VAE's own."""
     return _video_latents(pipeline, frames, seed, progress)
 
@@ -113,7 +113,7 @@ def sample(
     next_times = functional.pad(schedule.timesteps[1:], (0, 1))
     with loop.held_transformer(pipeline, settings, progress) as transformer:
 
-        def branch(name: str, latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
+        def branch(name: str, latents: Tensor, time: Tensor, index: int) -> Tensor:
             call = Call(
                 latents=torch.cat([latents.to(dtype), beside], dim=1),
                 time=time.expand(1),
@@ -136,7 +136,7 @@ def sample(
     return loop.sampled_latents(pipeline, to_host(latents) / scale, settings, generator)
 
 
-def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
+def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor:
     """The velocity, noise minus data.
 
     Without a picture there are no states, where upstream masks 729 of zeros: both tell the transformer "text to video".
@@ -179,9 +179,9 @@ def _guided_as_saved(pipeline: Pipeline, settings: SampleSettings, progress: Pro
     )
 
 
-def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> torch.Tensor:
+def _states(pipeline: Pipeline, frames: Tensor, progress: Progress) -> Tensor:
     """SigLIP's last hidden states (1, 729, 1152) of one frame, in the 8 bits that its processor resizes."""
-    from diffusers import HunyuanVideo15ImageToVideoPipeline
+    from diffusers import HunyuanVideo15ImageToVideoPipeline as Upstream
 
     if "image_encoder" not in pipeline.configs:
         raise InputError(
@@ -196,16 +196,12 @@ def _states(pipeline: Pipeline, frames: torch.Tensor, progress: Progress) -> tor
         watched(encoder, progress, base.ProgressStage("encoding", "image")),
         inputs_placed(encoder, device),
     ):
-        states = HunyuanVideo15ImageToVideoPipeline._get_image_embeds(
-            encoder, pipeline.tools["feature_extractor"], picture, HOST
-        )
+        states = Upstream._get_image_embeds(encoder, pipeline.tools["feature_extractor"], picture, HOST)
     pipeline.offloader.release("image_encoder")
     return to_host(states).float()
 
 
-def _video_latents(
-    pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress, mode: bool = False
-) -> torch.Tensor:
+def _video_latents(pipeline: Pipeline, frames: Tensor, seed: int, progress: Progress, mode: bool = False) -> Tensor:
     count, rows, columns = frames.shape[:3]
     cells = ((count - 1) // TEMPORAL_RATIO + 1, rows // SPATIAL_RATIO, columns // SPATIAL_RATIO)
     return encoded(pipeline, frames, seed, progress, mode, pipeline.spec.sizes.tile_for(cells))

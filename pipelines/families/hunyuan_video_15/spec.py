@@ -12,6 +12,7 @@ WAN2GP = "deepbeepmeep/Wan2GP 8681e9f7"
 NO_CFG, CFG = (family.GuidanceStep(),), (family.GuidanceStep(cfg=6.0),)
 # Written by `python benchmarks/memory_fits.py`.
 FIT = family.FitFactors(tokens=8.33, latents=2.27, pixels=6.01, plain=0.0, text=3.42, streamed=13.18, chunked=1.26)
+BLOCK = "diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15TransformerBlock"
 FEW_STEPS = "few steps"
 # Transformer, VAE and ByT5 in fp32.
 STORED = {
@@ -116,9 +117,7 @@ SPEC = family.FamilySpec(
     ),
     rewrites=family.Rewrites(
         causal_decoder=True,
-        published_blocks=(
-            ("diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15TransformerBlock", 54, False),
-        ),
+        published_blocks=((BLOCK, 54, False),),
         published_vae_fusion_points=35,
         split=SplitPlan(("freqs_cis",), dim=0),
     ),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ....compat.errors import InputError
 from ....compat.memory.transfer import Transfer
@@ -30,7 +31,7 @@ LEVEL_TOLERANCE = 1e-6  # upstream's tolerance in asking whether a token is nois
 class Keyframe:
     """One picture or clip at its place."""
 
-    moments: torch.Tensor  # mean and log variance, (1, 256, T, H / 32, W / 32), fp32, on the CPU
+    moments: Tensor  # mean and log variance, (1, 256, T, H / 32, W / 32), fp32, on the CPU
     frame: int  # pixel frame at which it starts
     strength: float  # 0..1
     controls: bool  # whether it is a control clip of an IC-LoRA, which stands beside the video instead of in it
@@ -42,7 +43,7 @@ class VideoInput:
 
     settings: SampleSettings
     device: torch.device
-    clean: torch.Tensor | None  # latents to start from, on the device; None to start from noise
+    clean: Tensor | None  # latents to start from, on the device; None to start from noise
     level: float  # share of noise on ``clean``
 
     @property
@@ -61,12 +62,12 @@ class VideoInput:
 class InitialTokens:
     """Start of sampling, as tokens: pictures that stand outside the latent grid, the video, control clips."""
 
-    tokens: torch.Tensor  # (1, N, 128), fp32, on the device
-    noise: torch.Tensor  # (1, N, 128), all noise that is in the video's own tokens
+    tokens: Tensor  # (1, N, 128), fp32, on the device
+    noise: Tensor  # (1, N, 128), all noise that is in the video's own tokens
     place: Mapping[str, Any]  # tells the transformer where the tokens are
-    held: torch.Tensor | None = None  # (1, N), the strength of the picture in each token; None without pictures
+    held: Tensor | None = None  # (1, N), the strength of the picture in each token; None without pictures
     outside: int = 0  # how many tokens come before the video's own
-    shares: torch.Tensor | None = None  # (1, N), of a step that each token takes; None without control clips
+    shares: Tensor | None = None  # (1, N), of a step that each token takes; None without control clips
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,18 +80,18 @@ class TokenStepper:
     generator: torch.Generator
     renews: bool = False  # whether each step removes all noise and puts new noise on
 
-    def initial(self) -> torch.Tensor:
+    def initial(self) -> Tensor:
         """The tokens before the first step."""
         return self._with_image_noise(self.start.tokens, 0)
 
-    def times(self, time: torch.Tensor) -> torch.Tensor:
+    def times(self, time: Tensor) -> Tensor:
         """The timestep of all tokens (1, 1), or of each (1, N): a token is never noisier than the picture in it."""
         column = time.expand(1).unsqueeze(-1).float()
         if self.start.held is not None:
             column = torch.min(column, (1 - self.start.held) * TRAIN_TIMESTEPS)
         return column if self.start.shares is None else column * self.start.shares
 
-    def step(self, output: torch.Tensor, index: int, tokens: torch.Tensor) -> torch.Tensor:
+    def step(self, output: Tensor, index: int, tokens: Tensor) -> Tensor:
         """The tokens before the next step: those that are less noisy than this one stay."""
         drawn = self.generator.get_state()
         try:
@@ -105,12 +106,12 @@ class TokenStepper:
             self.generator.set_state(drawn)  # the step may be tried again, and draws the same noise then
             raise
 
-    def _with_new_noise(self, output: torch.Tensor, index: int, tokens: torch.Tensor) -> torch.Tensor:
+    def _with_new_noise(self, output: Tensor, index: int, tokens: Tensor) -> Tensor:
         """The clean video that ``output`` implies, with new noise of the next level."""
         level, noise = self.schedule.levels[index + 1], noise_for(tuple(tokens.shape), self.generator, tokens.device)
         return (1.0 - level) * self.schedule.clean(output, index, tokens) + level * noise
 
-    def _with_image_noise(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
+    def _with_image_noise(self, tokens: Tensor, index: int) -> Tensor:
         from diffusers import LTXConditionPipeline
 
         if not self.image_noise or self.start.held is None or index == len(self.schedule):
@@ -129,10 +130,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
     """A picture (one frame) or a clip (8n + 1 frames) at frame ``frame``, beside those of ``previous``.
 
     Kept are mean and log variance: the draw is made when the video is sampled, by its seed and in upstream's order, so
-    another seed encodes nothing again.
-
-    Raises:
-        InputError: a frame before the start, a clip off the grid, or a ``previous`` of another VAE.
+    another seed encodes nothing again. InputError: a place off the grid, or a ``previous`` of another VAE.
     """
     frames = _on_grid(request, progress)
     known, anchors = ({}, ()) if request.previous is None else (request.previous.tensors, request.previous.anchors)
@@ -160,14 +158,12 @@ def scaling(pipeline: Pipeline) -> float:
     return float(pipeline.configs["vae"].get("scaling_factor", 1.0))
 
 
-def encoded_moments(
-    pipeline: Pipeline, frames: torch.Tensor, progress: Progress, stage: ProgressStage
-) -> dict[str, torch.Tensor]:
+def encoded_moments(pipeline: Pipeline, frames: Tensor, progress: Progress, stage: ProgressStage) -> dict[str, Tensor]:
     """``moments`` (1, 256, T, H / 32, W / 32) and the VAE's ``latents_mean`` and ``latents_std`` (128,); fp32, CPU."""
-    statistics: dict[str, torch.Tensor] = {}
+    statistics: dict[str, Tensor] = {}
 
-    def run(vae: Any, transfer: Transfer) -> torch.Tensor:
-        moments: torch.Tensor = vae.encode(transfer.to_device(signed(frames))).latent_dist.parameters
+    def run(vae: Any, transfer: Transfer) -> Tensor:
+        moments: Tensor = vae.encode(transfer.to_device(signed(frames))).latent_dist.parameters
         statistics[MEAN] = transfer.to_host_fp32(vae.latents_mean)
         statistics[STD] = transfer.to_host_fp32(vae.latents_std)
         return moments
@@ -286,12 +282,12 @@ def with_controls(
     held = start.held
     if held is not None:
         held = torch.cat([held, torch.zeros_like(added[..., 0])], dim=1)
-    return InitialTokens(
+    return replace(
+        start,
         tokens=torch.cat(tokens, dim=1),
         noise=torch.cat([start.noise, added], dim=1),
         place={"video_coords": torch.cat(places, dim=2)},
         held=held,
-        outside=start.outside,
         shares=torch.cat(shares, dim=1).to(video.device),
     )
 
@@ -320,10 +316,10 @@ class _Encoded:
 
     spatial_compression_ratio, temporal_compression_ratio = SPATIAL_RATIO, TEMPORAL_RATIO
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self.latents_mean, self.latents_std, self.device = tensors.get(MEAN), tensors.get(STD), device
 
-    def encode(self, moments: torch.Tensor) -> Any:
+    def encode(self, moments: Tensor) -> Any:
         from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
@@ -334,7 +330,7 @@ def _pipeline(cls: Any, image: ImageCondition | None, device: torch.device) -> A
     return bare_pipeline(cls, vae=_Encoded({} if image is None else image.tensors, device))
 
 
-def _on_grid(request: ImageRequest, progress: Progress) -> torch.Tensor:
+def _on_grid(request: ImageRequest, progress: Progress) -> Tensor:
     given, frame = request.frames.shape[0], request.frame
     if frame < LAST:
         raise InputError(f"frame {frame}", expected="0 or more, or -1: the end", fix="The nearest valid value is -1.")

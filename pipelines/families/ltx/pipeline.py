@@ -1,8 +1,7 @@
 """LTX-Video: text to video; images and clips at chosen frames with strength; video to video.
 
-``LTXPipeline``, for a folder of that pipeline (0.9.0, 0.9.1), there with one image at frame 0 and strength 1
-``LTXImageToVideoPipeline``; ``LTXConditionPipeline`` for its folders (0.9.5 and later), and for any other images and
-clips, with the folder's dynamic shift off, which it refuses. Recipes are Lightricks' own: ``RECIPES`` in ``spec.py``.
+``LTXPipeline`` for a folder of it (0.9.0, 0.9.1), with a start image ``LTXImageToVideoPipeline``; else, and for other
+images and clips, ``LTXConditionPipeline``. Recipes are Lightricks' own: ``RECIPES`` in ``spec.py``.
 """
 
 from __future__ import annotations
@@ -89,11 +88,8 @@ def vae_settings_in(evidence: Evidence, place: Path) -> dict[str, str]:
     if mode is None:
         return {}
     if mode not in PADDINGS:
-        raise CheckpointError(
-            f"{SPATIAL_PADDING} {repr(mode)[:60]} of the VAE in {str(place)!r}",
-            expected=f"one of {', '.join(PADDINGS)}",
-            fix="Choose another VAE.",
-        )
+        found, expected = f"{SPATIAL_PADDING} {repr(mode)[:60]} of the VAE in {str(place)!r}", ", ".join(PADDINGS)
+        raise CheckpointError(found, expected=f"one of {expected}", fix="Choose another VAE.")
     return {SPATIAL_PADDING: mode}
 
 
@@ -195,9 +191,8 @@ def batches(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
     """The batch of each call of the transformer: two rows with cfg, and one more call with STG."""
     recipe = recipe_of(pipeline, settings)
     assert recipe is not None
-    settings = replace(
-        settings, guidance_steps=settings.guidance_steps or guidance_steps(recipe, settings, settings.cfg)
-    )
+    asked = settings.guidance_steps or guidance_steps(recipe, settings, settings.cfg)
+    settings = replace(settings, guidance_steps=asked)
     schedule = _schedule(pipeline.tools["scheduler"], settings, _is_condition(pipeline), recipe, HOST)
     guidance = LtxGuidance(settings, schedule.levels, recipe.star)
     for index in range(len(schedule)):
@@ -211,17 +206,14 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor
     """The velocity, noise minus data, for a sampler of core's."""
     from diffusers import LTXPipeline
 
-    frames, height, width = call.latents.shape[2:]
-    size = SampleSettings(
-        width * SPATIAL_RATIO, height * SPATIAL_RATIO, (frames - 1) * TEMPORAL_RATIO + 1, fps=call.fps
-    )
+    count, height, width = call.latents.shape[2:]
+    size = SampleSettings(width * SPATIAL_RATIO, height * SPATIAL_RATIO, (count - 1) * TEMPORAL_RATIO + 1, fps=call.fps)
     video = conditions.VideoInput(size, call.latents.device, call.latents[:1], 1.0)
-    start = (conditions.conditioned_start if _is_condition(pipeline) else conditions.plain_start)(
-        video, None, (), torch.Generator()
-    )
+    begin = conditions.conditioned_start if _is_condition(pipeline) else conditions.plain_start
+    start = begin(video, None, (), torch.Generator())
     tokens = LTXPipeline._pack_latents(call.latents)
     output = _velocity(transformer, start.place, tokens, call.time, call.embeds, call.valid)
-    return LTXPipeline._unpack_latents(output, frames, height, width)
+    return LTXPipeline._unpack_latents(output, count, height, width)
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> Tensor:

@@ -19,8 +19,8 @@ LTX_2 = "ComfyUI's own Load Checkpoint, with AnyGPU Fit behind it: template anyg
 STORED = {"text_encoder": 19_049_269_744, "transformer": 7_693_622_848, "vae": 1_676_798_532}  # in fp32
 # All but the text encoder in bf16. The transformer's is derived: it is one file, where one in fp32 is cut in two.
 STORED_095 = {"text_encoder": 19_049_269_744, "transformer": 3_846_811_424, "vae": 2_493_855_612}
-DOWNLOAD = family.Download("Lightricks/LTX-Video", "8984fa25007f376c1a299016d0957a37a2f797bb", family.HUB_FILES, STORED)
-DOWNLOAD_095 = family.Download(
+MODEL = family.Download("Lightricks/LTX-Video", "8984fa25007f376c1a299016d0957a37a2f797bb", family.HUB_FILES, STORED)
+MODEL_095 = family.Download(
     "Lightricks/LTX-Video-0.9.5", "e58e28c39631af4d1468ee57a853764e11c1d37e", family.HUB_FILES, STORED_095
 )
 QUANTISED = (
@@ -125,9 +125,7 @@ SPEC = family.FamilySpec(
         multiple=SPATIAL_RATIO,
         ratio=SPATIAL_RATIO,
         stride=TEMPORAL_RATIO,
-        defaults=family.Defaults(
-            width=704, height=512, frames=121, steps=BASE.steps, fps=25.0, cfg=3.0, max_tokens=256
-        ),
+        defaults=family.Defaults(width=704, height=512, frames=121, steps=BASE.steps, fps=25.0, cfg=3.0),
     ),
     recipes=family.Recipes(
         effective=family.GUIDED | {"guidance_rescale", "stg", "frame", "strength", "previous", "control"},
@@ -150,13 +148,11 @@ SPEC = family.FamilySpec(
             "https://huggingface.co/Lightricks/LTX-Video-0.9.8-13B-distilled",
         ),
         offer=family.Offer(
-            (DOWNLOAD,),
-            {"text": 8.9, "transformer": 3.6, "vae": 0.8},
-            {"transformer": QUANTISED, "text": family.T5_XXL},
+            (MODEL,), {"text": 8.9, "transformer": 3.6, "vae": 0.8}, {"transformer": QUANTISED, "text": family.T5_XXL}
         ),
         more_offers={
             "LTX-Video 0.9.5": family.Offer(
-                (DOWNLOAD_095,),
+                (MODEL_095,),
                 {"text": 8.9, "transformer": 3.6, "vae": 2.3},
                 {"transformer": QUANTISED_095, "text": family.T5_XXL},
             )

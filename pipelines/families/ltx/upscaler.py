@@ -1,8 +1,7 @@
 """Latents of LTX-Video at twice the width and height, for the second pass of a recipe, or at twice the frame rate.
 
-The network sees the VAE's own scale, and each channel gets the mean and the spread that it had before. The temporal one
-has no second pass, and its channels stay. Source: Lightricks/LTX-Video, ``LTXMultiScalePipeline``; ComfyUI 0.33
-``comfy_extras/nodes_lt_upsampler.py``.
+Source: Lightricks/LTX-Video ``LTXMultiScalePipeline``; ComfyUI 0.33 ``comfy_extras/nodes_lt_upsampler.py``, where the
+temporal one has no second pass and its channels stay.
 """
 
 from __future__ import annotations
@@ -89,7 +88,6 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
 
 
 def _read(entries: dict[str, TensorEntry], config: dict[str, Any], dtype: torch.dtype, progress: Progress) -> nn.Module:
-    """The upscaler with its weights, on the CPU, outside inference mode."""
     from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
 
     with torch.inference_mode(False), torch.no_grad():

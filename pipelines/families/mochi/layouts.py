@@ -44,7 +44,6 @@ def _resnet(source: str, target: str) -> Iterable[Row]:
 
 
 def _attended(source: str, target: str, index: str) -> Iterable[Row]:
-    """The attention behind a residual block of Mochi's encoder."""
     yield from _resnet(source, f"{target}.resnets.{index}")
     inner = f"{target}.attentions.{index}"
     yield Row(f"{source}.attn_block.attn.qkv.*", f"{inner}.to_q.* {inner}.to_k.* {inner}.to_v.*")
@@ -83,13 +82,11 @@ def _vae(names: Iterable[str]) -> tuple[Row, ...]:
 
 def _half(coder: str) -> Callable[[Iterable[str]], tuple[Row, ...]]:
     """The rows of Mochi's encoder or decoder alone, whose release leaves out which of both it is."""
-    start = f"{coder}."
+    own = f"{coder}."
 
     def rows(names: Iterable[str]) -> tuple[Row, ...]:
-        whole = _vae(start + name for name in names)
-        return tuple(
-            replace(row, source=row.source.removeprefix(start)) for row in whole if row.source.startswith(start)
-        )
+        whole = _vae(own + name for name in names)
+        return tuple(replace(row, source=row.source.removeprefix(own)) for row in whole if row.source.startswith(own))
 
     return rows
 

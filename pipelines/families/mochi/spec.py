@@ -14,9 +14,7 @@ BLOCK = "diffusers.models.transformers.transformer_mochi.MochiTransformerBlock"
 # Written by `python benchmarks/memory_fits.py`.
 FIT = family.FitFactors(tokens=16.96, latents=3.18, pixels=4.18, plain=0.0, text=4.17, streamed=6.89, chunked=1.45)
 
-DOWNLOAD = family.Download(
-    "genmo/mochi-1-preview", "14be5fcea23095ed330cb214647916a451e38b6e", family.HUB_FILES, STORED
-)
+MODEL = family.Download("genmo/mochi-1-preview", "14be5fcea23095ed330cb214647916a451e38b6e", family.HUB_FILES, STORED)
 QUANTISED = (
     family.Quantised("Comfy-Org/mochi_preview_repackaged", "mochi_preview_fp8_scaled.safetensors", 10.03),
     # Its size is derived: the bits a weight that HunyuanVideo's file of this format has.
@@ -47,7 +45,7 @@ SPEC = family.FamilySpec(
         multiple=16,
         ratio=SPATIAL_RATIO,
         stride=TEMPORAL_RATIO,
-        defaults=family.Defaults(width=848, height=480, frames=85, steps=64, fps=30.0, cfg=4.5, max_tokens=256),
+        defaults=family.Defaults(width=848, height=480, frames=85, steps=64, fps=30.0, cfg=4.5),
         min_steps=2,
     ),
     recipes=family.Recipes(
@@ -78,9 +76,7 @@ SPEC = family.FamilySpec(
         tiny_decoders=(family.TinyDecoder("taem1", "madebyollin/taem1 40a4cd84, MIT"),),
         pages=("https://huggingface.co/genmo/mochi-1-preview",),
         offer=family.Offer(
-            (DOWNLOAD,),
-            {"text": 8.9, "transformer": 18.7, "vae": 0.9},
-            {"transformer": QUANTISED, "text": family.T5_XXL},
+            (MODEL,), {"text": 8.9, "transformer": 18.7, "vae": 0.9}, {"transformer": QUANTISED, "text": family.T5_XXL}
         ),
     ),
 )

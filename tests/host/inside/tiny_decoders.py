@@ -27,7 +27,8 @@ def against_core() -> dict[str, float]:
             ours = draft.Network(channels, (1, 2, 2), patch, row)
             ours.load_state_dict(core.decoder.state_dict())
             latents = torch.randn(1, channels, 3, 4, 6)
-            frames = torch.cat([ours(latent, index == 0) for index, latent in enumerate(latents.unbind(2))])
+            before: dict[torch.nn.Module, torch.Tensor] = {}
+            frames = torch.cat([ours(latent, before) for latent in latents.unbind(2)])
             expected = core.decode(latents)[0].transpose(0, 1).cpu()
         assert expected.shape == frames.shape and float(expected.std()) > 0.01, float(expected.std())
         found[str(channels)] = float((frames - expected.clamp(0, 1)).abs().max())

@@ -25,6 +25,7 @@ from PIL import Image
 TEXT, REPLACE, CONCAT = "hunyuan_video", "hunyuan_video_i2v", "hunyuan_video_i2v_33ch"
 NAMES = (TEXT, REPLACE, CONCAT)
 WIDTH, HEIGHT, FRAMES, STEPS, SEED = 48, 32, 9, 2, 7
+ONE = [REPLACE, *(pytest.param(name, marks=pytest.mark.full) for name in (TEXT, CONCAT))]  # of one path for all
 PROMPT, NEGATIVE = "a red cat jumps over the wall", "blurry and ugly"
 PIXELS = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
 PICTURE, FRAME = Image.fromarray(PIXELS), torch.from_numpy(PIXELS).float()[None] / 255
@@ -187,7 +188,7 @@ def test_text_encoders_come_one_after_the_other_and_go(run: Any, recorded: Any) 
     assert not {"text_encoder", "text_encoder_2"} & set(made.pipeline.parts)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONE)
 @pytest.mark.parametrize(
     "changes", [{"scheduler": "unipc"}, {"scheduler": "dpm++_2m"}, {"sigmas": (1.0, 0.7, 0.3, 0.0)}], ids=str
 )
@@ -199,7 +200,7 @@ def test_schedules_run(run: Any, recorded: Any, name: str, changes: dict[str, An
     assert [tuple(preview.shape) for preview in watched.previews if preview is not None][-1] == found.samples.shape
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ONE)
 def test_video_to_video_stays_closer_the_less_it_is_noised(run: Any, name: str) -> None:
     made = run(name)
     clip = torch.from_numpy(np.random.default_rng(1).random((FRAMES, HEIGHT, WIDTH, 3), dtype=np.float32))

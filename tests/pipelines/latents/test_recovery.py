@@ -62,15 +62,31 @@ def test_the_oldest_leave_when_the_limit_is_passed(tmp_path: Path, monkeypatch: 
         names.append(recovery.save(tmp_path, LATENTS, no_word))
         aged(tmp_path, names[-1], 100 - index)
     size = (tmp_path / f"{names[0]}.safetensors").stat().st_size
-    last = recovery.save(tmp_path, LATENTS, no_word, limit_bytes=int(size * 2.5))
+    monkeypatch.setattr(recovery, "LIMIT_BYTES", int(size * 2.5))
+    last = recovery.save(tmp_path, LATENTS, no_word)
     assert [item.id for item in recovery.listing(tmp_path)] == [last, names[-1]]
     with monkeypatch.context() as another:  # process swept between look and use
         another.setattr(recovery, "by_date", lambda folder: [folder / "gone.safetensors"])
         another.setattr(Path, "exists", lambda _: True)
         said: list[str] = []
-        assert recovery.save(tmp_path, LATENTS, said.append, limit_bytes=int(size * 2.5)) and not said
-    alone = recovery.save(tmp_path, LATENTS, no_word, limit_bytes=1)
+        assert recovery.save(tmp_path, LATENTS, said.append) and not said
+    monkeypatch.setattr(recovery, "LIMIT_BYTES", 1)
+    alone = recovery.save(tmp_path, LATENTS, no_word)
     assert [item.id for item in recovery.listing(tmp_path)] == [alone], "the newest stays, however large"
+
+
+def test_an_old_file_that_cannot_leave_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Windows another process that reads it keeps it; what was just saved is saved all the same."""
+    old, leave = recovery.save(tmp_path, LATENTS, no_word), Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if path.stem == old:
+            raise PermissionError("used by another process")
+        leave(path, missing_ok)
+
+    monkeypatch.setattr(recovery, "LIMIT_BYTES", 1)
+    monkeypatch.setattr(Path, "unlink", unlink)
+    assert recovery.save(tmp_path, LATENTS, no_word)
 
 
 def test_a_full_disk_costs_no_sampling(tmp_path: Path) -> None:
