@@ -18,7 +18,7 @@ from ..compat.errors import InputError
 from ..compat.records import WITHOUT, plain
 from ..pipelines.records.job import USUAL_STEPS, Content, Job, Result, VideoJob, by_content, job_on
 from ..pipelines.records.job_lists import files_in
-from ..pipelines.records.places import Machine, Places
+from ..pipelines.records.places import PICTURES, Machine, Places
 from .baking.bake import BakeSettings
 from .geometry.mesh import FORMATS, load_mesh, write_glb
 from .loading import PaintPipeline, PaintRequest, load_paint
@@ -119,7 +119,7 @@ def paint_jobs(
         add: takes a file to where the machines find it, and returns its name there.
     """
     shapes = files_in(meshes, "meshes", FORMATS)
-    by_name = {path.stem: path for path in sorted(pictures.glob("*.*")) if path.suffix.lower() not in FORMATS}
+    by_name = {path.stem: path for path in sorted(pictures.glob("*.*")) if path.suffix.lower() in PICTURES}
     lonely = next((path for path in shapes if path.stem not in by_name), None)
     if lonely is not None:
         raise InputError(
