@@ -239,6 +239,7 @@ def saved_views(painted: Painted, folder: Path, place: str) -> Iterator[None]:
                 picture_of(picture).save(folder / f"{name}_{index:02}.png")
     except OSError as error:
         log.warning("AnyGPU: painted views could not be saved in %s: %s", folder, error)
+        shutil.rmtree(folder, ignore_errors=True)  # whatever fitted on a full disk
         yield
         return
     log.info("AnyGPU: painted views are saved in %s until they are baked", folder)
