@@ -39,7 +39,7 @@ from anygpu.paint.loading import PaintPipeline, paint_bytes
 from anygpu.paint.networks import vae
 from anygpu.paint.networks.layers import Dtypes
 from anygpu.paint.networks.published import networks_for, shape_for
-from anygpu.paint.networks.unet import set_attention
+from anygpu.paint.networks.unet import STABLE_DIFFUSION_2, set_attention
 from anygpu.paint.sampling.painting import PaintInputs, PaintSettings, paint_views
 from paint.counting import HALF, STABLE_DIFFUSION_VAE, stages
 from runner import Case, Row
@@ -148,7 +148,7 @@ def published(device: torch.device) -> PaintPipeline:
     attention = attention_for("auto", facts, torch.bfloat16, 64, frozenset())
     dtypes = Dtypes(precision.compute, precision.residual)
     with torch.device("meta"):
-        made = {**networks_for("paint", None, dtypes), "vae": vae.autoencoder(STABLE_DIFFUSION_VAE)}
+        made = {**networks_for("paint", STABLE_DIFFUSION_2, dtypes), "vae": vae.autoencoder(STABLE_DIFFUSION_VAE)}
 
     def read(name: str) -> nn.Module:
         module = made[name].to(torch.bfloat16).to_empty(device="cpu")
@@ -165,7 +165,7 @@ def published(device: torch.device) -> PaintPipeline:
     offloader, _ = offloader_for("model", parts, device, {name: size.total for name, size in weights.items()})
     return PaintPipeline(
         family="paint", variant="v2-0", parts=parts, facts=facts, precision=precision, offloader=offloader,
-        shape=shape_for("paint"), configs={}, source=Path("zeros"), weights=weights,
+        shape=shape_for("paint", STABLE_DIFFUSION_2), configs={}, source=Path("zeros"), weights=weights,
     )  # fmt: skip
 
 

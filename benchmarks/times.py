@@ -26,7 +26,7 @@ from anygpu.compat.device.work import META, PROBED, Pace, counting, measured_pac
 from anygpu.compat.memory.statistics import StageCost
 from anygpu.paint.networks.multiview import TEXT_TOKENS, TEXT_WIDTH
 from anygpu.paint.networks.published import DELIGHT_CHANNELS, networks_for
-from anygpu.paint.networks.unet import set_attention
+from anygpu.paint.networks.unet import STABLE_DIFFUSION_2, set_attention
 from anygpu.paint.networks.vae import REDUCTION
 from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.forecast.times import corrected
@@ -115,7 +115,7 @@ def decoded(pipeline: Pipeline, pace: Pace) -> Measured:
 def delighted(pace: Pace) -> Measured:
     """Size, forecast and processor seconds of a call of the delight UNet."""
     with META:
-        unet = networks_for("delight")["unet"]
+        unet = networks_for("delight", STABLE_DIFFUSION_2)["unet"]
     unet = filled(unet)
     set_attention(unet, F.scaled_dot_product_attention)
     text = torch.ones(1, TEXT_TOKENS, TEXT_WIDTH)

@@ -1,4 +1,1 @@
-"""Many renders on many devices and machines, on Ray: what the nodes and `anygpu` do not need.
-
-Its own extra (``pip install "anygpu[farm]"``) and command (``anygpu-farm``); the registry's archive leaves it out.
-"""
+"""Many renders on many devices and machines, on Ray; its own extra and command, and not in the registry's archive."""

@@ -19,7 +19,6 @@ from . import cluster
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Render every job of a file, or of all files of a folder; 1 if one failed."""
     from .driver import lines_in
 
     given = Path(arguments.jobs)
@@ -43,7 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def watch(arguments: argparse.Namespace) -> int:
-    """Render whatever is put into a folder, until Ctrl+C."""
     from .gateway import open_gateway
 
     folder = JobFolder(Path(arguments.folder))
@@ -57,14 +55,12 @@ def watch(arguments: argparse.Namespace) -> int:
 
 
 def state(arguments: argparse.Namespace) -> int:
-    """Print what the workers of a folder do, one JSON object to a line."""
     for worker in JobFolder(Path(arguments.folder)).workers():
         print(json.dumps(worker))
     return 0
 
 
 def cancel(arguments: argparse.Namespace) -> int:
-    """Ask for the end of jobs, by the first digits of their keys."""
     from .driver import lines_in
     from .render import task_of
 
@@ -84,7 +80,6 @@ def cancel(arguments: argparse.Namespace) -> int:
 
 
 def queue(arguments: argparse.Namespace) -> int:
-    """Write a job for each prompt, seed and picture, as AnyGPU Queue Jobs does."""
     from ..paint.jobs import paint_jobs
     from ..paint.sampling.painting import PaintSettings
     from ..pipelines.base import FramePackSettings
@@ -119,11 +114,11 @@ def queue(arguments: argparse.Namespace) -> int:
 
 
 def share_of(lines: list[str], share: str) -> list[str]:
-    """The lines of one of several drivers, such as ``2/8`` for the third of eight: every eighth line from the third."""
+    """The lines of one of several drivers, such as every eighth line from the third for ``2/8``."""
     if not share:
         return lines
     index, _, count = share.partition("/")
-    if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise InputError(f"--share {share!r}", expected="I/N with I from 0 to N - 1", fix="For example --share 0/4.")
     return lines[int(index) :: int(count)]
 
@@ -134,7 +129,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
-    """A driver over ``folder`` with workers that Ray starts, here or at the address."""
     from .driver import Driver
     from .render import Renderer, reached_in, task_of
 
@@ -179,20 +173,13 @@ def _start_groups(
 
     from .group import PATIENCE_SECONDS, GroupRenderer, loopback_name
 
-    room = {"CPU": needs["num_cpus"], **({"GPU": needs["num_gpus"]} if "num_gpus" in needs else {})}
+    room = {name.removeprefix("num_")[:-1].upper(): each for name, each in needs.items()}
     loopback = "" if arguments.address else loopback_name()
     patience = arguments.patience or PATIENCE_SECONDS
     for _ in range(count):
         place = placement_group([dict(room) for _ in range(arguments.group)], strategy="PACK")
-        leader = GroupRenderer(
-            renderer=renderer,
-            size=arguments.group,
-            needs=needs,
-            placement=place,
-            halves=arguments.branches,
-            loopback=loopback,
-            patience=patience,
-        )
+        ways = {"halves": arguments.branches, "loopback": loopback, "patience": patience}
+        leader = GroupRenderer(renderer, arguments.group, needs, place, **ways)
         driver.start_workers(1, leader, {"num_cpus": 0})
 
 

@@ -1,6 +1,6 @@
 """Ray, started on this machine or connected to: always with its token, and on loopback unless an address is given.
 
-Anyone who reaches a port of Ray without a token can run code on the machine, and Ray 2.60 listens on every interface
+Whoever reaches a port of Ray without a token can run code on the machine, and Ray 2.60 listens on every interface
 without one unless it is told otherwise (docs/scale.md).
 """
 
@@ -28,11 +28,6 @@ FIX = TOKEN_FIX.format("set RAY_AUTH_MODE=token for `ray start` and for this com
 
 
 def ray_module() -> Any:
-    """The package ``ray``.
-
-    Raises:
-        MissingPackageError: it is not installed.
-    """
     try:
         import ray
     except ImportError as error:
@@ -45,9 +40,7 @@ def ray_module() -> Any:
 def start_here(workers: int, gpus: int) -> Any:
     """Ray on this machine alone: every socket on 127.0.0.1, and a token that lives as long as it does.
 
-    Args:
-        workers: processes to make room for.
-        gpus: devices that Ray deals out to them; 0 for a machine without.
+    ``workers`` is processes to make room for, ``gpus`` devices that Ray deals out to them.
     """
     own_token = {TOKEN: "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     os.environ.update({**LOOPBACK, **QUIET, **own_token})
@@ -75,8 +68,7 @@ def start_here(workers: int, gpus: int) -> Any:
 def connect(address: str) -> Any:
     """Ray at ``address``, such as 10.0.0.5:6379, or ``auto`` for the cluster that this machine belongs to.
 
-    Raises:
-        InputError: no token mode here, or nothing that takes our token at the address.
+    Raises InputError where no token mode is on here, or nothing takes our token at the address.
     """
     if os.environ.get(TOKEN) != "token":
         raise InputError(f"{TOKEN}={os.environ.get(TOKEN, '')!r}", expected=f"{TOKEN}=token on every machine", fix=FIX)
@@ -116,9 +108,9 @@ def lacking(ray: Any, asked: Mapping[str, float]) -> UnsupportedError | None:
     has = value_or(ray.cluster_resources, dict(asked))
     if all(has.get(name, 0) >= amount for name, amount in asked.items()):
         return None
-    there = " and ".join(f"{has.get(name, 0):g} {name}" for name in asked)
+    there, wanted = (" and ".join(f"{of.get(name, 0):g} {name}" for name in asked) for of in (has, asked))
     return UnsupportedError(
-        f"a cluster with {there} for workers that ask for {' and '.join(f'{asked[name]:g} {name}' for name in asked)}",
+        f"a cluster with {there} for workers that ask for {wanted}",
         expected="as much as one of them asks for",
         fix="Add --device cpu to render without GPUs, or start Ray with `ray start --num-gpus=N` where it counts none.",
     )

@@ -35,15 +35,7 @@ Say = Callable[[str], None]
 
 
 class Driver:
-    """One driver over one folder.
-
-    Args:
-        ray: the package, connected.
-        task_of: a line to its task.
-        reached: grows with the steps of a job that are kept.
-        say: takes a line about each thing that happens.
-        clock, sleep: of this machine.
-    """
+    """One driver over one folder. ``reached`` grows with the steps of a job that are kept; ``say`` takes a line."""
 
     def __init__(
         self,
@@ -86,8 +78,7 @@ class Driver:
     def add(self, lines: Iterable[str], again: bool, where: str = "") -> None:
         """Take jobs in that are not done; those that failed or were cancelled only where asked ``again``.
 
-        Args:
-            where: of the lines, for what is said of those that are not jobs.
+        ``where`` the lines stand is said of those that are not jobs.
         """
         done, tasks, wrong = self.folder.done_keys(), [], list[str]()
         for line in lines:
@@ -113,13 +104,11 @@ class Driver:
         self.schedule.add(tasks)
 
     def watch(self) -> NoReturn:
-        """Work at whatever is put into the folder, for ever."""
         self.watching = True
         while True:
             self._careful_turn()
 
     def run(self) -> Tally:
-        """Work until nothing waits and nothing runs."""
         while self.schedule or any(worker.task or worker.held for worker in self.workers):
             self._careful_turn()
         self._try("the notes of failed jobs", self._write_notes)
@@ -195,7 +184,6 @@ class Driver:
         self._calls[ready.remote()] = worker
 
     def _take(self, call: Any, worker: WorkerHandle) -> None:
-        """Take in what became of a call."""
         try:
             answer = self.ray.get(call)
         except self.ray.exceptions.RayActorError as error:
@@ -319,7 +307,7 @@ class Driver:
             self._calls[worker.actor.prove.remote()] = worker
         elif worker not in self._calls.values():
             try:
-                worker.actor = worker.actor if worker.start is None else worker.start()
+                worker.actor = worker.start()
                 self._wait_for(worker)
             except Exception as error:  # of Ray's many kinds
                 self._break(worker, first_line(error))
@@ -405,8 +393,7 @@ class Driver:
     def report_lacking(self) -> None:
         """Say what workers that cannot start wait for: once, or each minute where a cluster may grow.
 
-        Raises:
-            UnsupportedError: a run whose cluster cannot grow.
+        Raises UnsupportedError for a run whose cluster cannot grow.
         """
         now, lack = self.clock(), None
         if not any(worker.host for worker in self.workers):
@@ -432,9 +419,9 @@ class Driver:
                 worker.actor.cancel.remote(worker.task.key)
 
     def _read_jobs(self) -> None:
-        """Take in the jobs of files that are new or were written again."""
         for path in self.folder.job_files():
-            changed = value_or(lambda path=path: stamp_of(path), ())
+            status = value_or(path.stat, None)
+            changed = () if status is None else (status.st_size, status.st_mtime_ns, status.st_ino)
             if changed and self._read.get(path) != changed:
                 self.add(lines_in([path], self.say), again=False, where=f"{path.name!r}: ")
                 self._read[path] = changed
@@ -467,9 +454,3 @@ def lines_in(paths: Iterable[Path], say: Say) -> Iterator[str]:
             yield from each_line(path)
         except PackError as error:
             say(f"set aside: {error}")
-
-
-def stamp_of(path: Path) -> tuple[int, ...]:
-    """Size, time and inode of a file, one of which differs once it has changed."""
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns, status.st_ino

@@ -1,10 +1,8 @@
 """The actor that ComfyUI reaches through Ray: it takes jobs and pictures in, and gives states and results out.
 
-All that passes is text, numbers and the bytes of files: nothing that came from a workflow or a browser is unpickled as
-more than that, and nothing but keys names a file.
-
-ComfyUI's Python has Ray but no package ``anygpu``, and Ray needs the class of an actor where its handle is used. So the
-class is sent by value, what it uses of ours is imported where it runs, and errors are of Python's own types.
+All that passes is text, numbers and the bytes of files, and nothing but keys names a file. ComfyUI's Python has Ray but
+no package ``anygpu``, so the class is sent by value, what it uses of ours is imported where it runs, and errors are of
+Python's own types.
 """
 
 from __future__ import annotations
@@ -48,8 +46,8 @@ class Gateway:
     def submit(self, name: str, lines: list[str]) -> list[str]:
         """Take jobs in under a name; returns their keys.
 
-        Raises:
-            ValueError: a line is not a job, such as one of another version, or the name is not one for a file.
+        Raises ValueError for a line that is no job, such as one of another version, or a name that is not one for a
+        file.
         """
         from ..compat.errors import PackError
         from .render import task_of
@@ -95,7 +93,6 @@ class Gateway:
             return None
 
     def cancel(self, keys: list[str]) -> None:
-        """End jobs, running or waiting."""
         self.folder.cancel(keys)
 
     def result(self, key: str) -> tuple[str, bytes] | None:
@@ -109,8 +106,7 @@ class Gateway:
 def open_gateway(driver: Driver) -> Any:
     """The gateway of a driver's folder, on the driver's machine, for as long as the driver lives.
 
-    Raises:
-        InputError: another driver of this cluster has one.
+    Raises InputError where another driver of this cluster has one.
     """
     from ray import cloudpickle
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

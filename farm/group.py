@@ -1,7 +1,6 @@
 """Several processes of Ray's, one per device, that render each video together, and the worker that leads them.
 
-To the driver a group is one worker: it renders, answers and is cancelled as a whole. Where one of its ranks dies or
-hangs, all of them are ended, others take their place, and the job goes on from its last step.
+Where one of its ranks dies or hangs, all of them are replaced, and the job goes on from its last step.
 """
 
 from __future__ import annotations
@@ -26,20 +25,9 @@ from ..compat.ranks import LEADER, Group, Ranks
 from ..compat.ray_clusters import answer
 from ..pipelines.base import Progress, ProgressStage
 from ..pipelines.records.job_folder import JobFolder
+from . import worker
 from .render import KINDS, Renderer, job_of
-from .worker import (
-    BROKEN,
-    CANCELLED,
-    FAILED,
-    LOST,
-    PREVIEW_SECONDS,
-    REFUSED,
-    Ended,
-    Outcome,
-    RenderCancelled,
-    RenderWatch,
-    outcome_of,
-)
+from .worker import Ended, Outcome, RenderCancelled, RenderWatch, outcome_of
 
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # torch's own for devices that can send to one another; gloo for the others
 MEETINGS = "groups"  # folder, of the jobs' folder, through which ranks find one another
@@ -49,7 +37,7 @@ CANCEL_SECONDS = 1.0  # that ranks have to agree on an end, at their next step
 GRACE_SECONDS = 5.0  # after the first failure of a rank, until the others have ended too or are taken to be stuck
 LOOK_SECONDS = 0.25
 SAMPLING = "sampling"
-_ORDER = {REFUSED: 1, FAILED: 1, LOST: 2}  # of what ranks say: one that was left alone by another knows least of why
+_ORDER = {worker.REFUSED: 1, worker.FAILED: 1, worker.LOST: 2}  # of reasons: a rank left alone knows least of why
 
 
 class AgreedWatch(RenderWatch):
@@ -61,7 +49,7 @@ class AgreedWatch(RenderWatch):
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Any = None) -> None:
         """Take in how far it is; after each step of the sampling, which all ranks take, they agree whether to end."""
-        ended = stage.name == SAMPLING and self._ranks.any(self.ending)
+        ended = stage.name == SAMPLING and self._ranks.any(self.ended.is_set())
         super().step(done, total, stage, preview)
         if ended:
             raise RenderCancelled
@@ -81,8 +69,7 @@ class Rank:
     def join(self, meeting: str, loopback: str) -> dict[str, Any]:
         """Form the group with the others, who find one another through the file ``meeting``; what this rank is.
 
-        Args:
-            loopback: name of the network interface to stay on; empty for the one of the machine's name.
+        ``loopback`` names the network interface to stay on; empty for the one of the machine's name.
         """
         from torch import distributed
 
@@ -114,22 +101,19 @@ class Rank:
         try:
             return self.renderer.render(line, self._watch)
         except RenderCancelled:
-            return Outcome(CANCELLED, "cancelled")
+            return Outcome(worker.CANCELLED, "cancelled")
         except Exception as error:  # whatever it is: the worker decides what becomes of the group
             return outcome_of(error, self.renderer.device)
 
     def state(self) -> dict[str, Any]:
-        """The progress of the job."""
         watch = self._watch
         return {"done": watch.done, "total": watch.total, "stage": watch.stage, "notes": list(watch.notes)}
 
     def preview(self) -> Any:
-        """Pixels (H, W, 3), uint8, of the next step, as numpy; None where there is none to see."""
         return self._watch.picture()
 
     def cancel(self) -> None:
-        """End the job that runs."""
-        self._watch.end()
+        self._watch.ended.set()
 
 
 @dataclass
@@ -150,26 +134,21 @@ class GroupRenderer:
 
     @property
     def folder(self) -> Path:
-        """Of the jobs."""
         return self.renderer.folder
 
     def render(self, line: str, progress: Progress) -> dict[str, Any]:
-        """Render the job of ``line`` on all ranks; returns what the leader writes down of it.
-
-        Raises:
-            UnsupportedError: a mesh to texture.
-        """
+        """Render the job of ``line`` on all ranks and return the leader's record; UnsupportedError for a mesh."""
         if KINDS[job_of(line).kind].split is None:
             raise UnsupportedError(
                 f"a mesh to texture on {self.size} devices",
                 expected="a video: only videos are split over the devices of a group",
                 fix="Run the same folder once more without --group.",
             )
-        self._ranks = self._ranks or self._formed()
+        if not self._ranks:
+            self._form()
         return self._result([rank.render.remote(line) for rank in self._ranks], progress)
 
-    def _formed(self) -> list[Any]:
-        """The ranks, which have found one another."""
+    def _form(self) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -179,26 +158,26 @@ class GroupRenderer:
             former.unlink(missing_ok=True)
         meeting = meetings / f"{self._meeting}-{secrets.token_hex(4)}"
         actor: Any = ray.remote(Rank)
-        ranks = []
-        for rank in range(self.size):
-            place = PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=rank)
-            made = actor.options(max_concurrency=4, scheduling_strategy=place, **self.needs)
-            ranks.append(made.remote(self.renderer, rank, self.size, self.halves, self.patience))
         try:
-            ray.get([rank.state.remote() for rank in ranks], timeout=FORM_SECONDS)  # all are up: they meet at once
-            each = ray.get([rank.join.remote(str(meeting), self.loopback) for rank in ranks], timeout=FORM_SECONDS)
+            for rank in range(self.size):
+                place = PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=rank)
+                made = actor.options(max_concurrency=4, scheduling_strategy=place, **self.needs)
+                self._ranks.append(made.remote(self.renderer, rank, self.size, self.halves, self.patience))
+            up = [rank.state.remote() for rank in self._ranks]
+            ray.get(up, timeout=FORM_SECONDS)  # they meet at once
+            joining = [rank.join.remote(str(meeting), self.loopback) for rank in self._ranks]
+            each = ray.get(joining, timeout=FORM_SECONDS)
             _require_alike(each)
         except ray.exceptions.RayError as error:
-            _end(ranks)
+            self._give_up()
             text = f"{self.size} ranks did not form a group ({str(error).strip().splitlines()[-1]})"
-            raise Ended(Outcome(LOST, _advice(text))) from error
+            raise Ended(Outcome(worker.LOST, _advice(text))) from error
         except BaseException:
-            _end(ranks)
+            self._give_up()
             raise
         self._names = [
             f"rank {rank} of {self.size} ({one['host']}, process {one['pid']})" for rank, one in enumerate(each)
         ]
-        return ranks
 
     def _result(self, calls: list[Any], progress: Progress) -> dict[str, Any]:
         import ray
@@ -231,14 +210,14 @@ class GroupRenderer:
 
         The ranks that wait for one that fails fail too, so that not every error is the cause.
         """
-        reason = min(failures, key=lambda one: _ORDER.get(one.status, 0), default=Outcome(LOST))
-        if dead or stuck or reason.status in (LOST, BROKEN):
+        reason = min(failures, key=lambda one: _ORDER.get(one.status, 0), default=Outcome(worker.LOST))
+        if dead or stuck or reason.status in (worker.LOST, worker.BROKEN):
             self._give_up()
         gone, silent = (" and ".join(self._names[rank] for rank in some) for some in (dead, stuck))
         if dead:
-            return Outcome(LOST, _advice(f"{gone} died{f', and {silent} did not end' if stuck else ''}"))
-        if stuck and reason.status == LOST:
-            return Outcome(LOST, _advice(f"{silent} hangs: no answer to the others for {self.patience:g} s"))
+            return Outcome(worker.LOST, _advice(f"{gone} died{f', and {silent} did not end' if stuck else ''}"))
+        if stuck and reason.status == worker.LOST:
+            return Outcome(worker.LOST, _advice(f"{silent} hangs: no answer to the others for {self.patience:g} s"))
         return reason
 
     def _tell(self, progress: Progress, told: int) -> int:
@@ -257,14 +236,10 @@ class GroupRenderer:
         return told
 
     def _preview(self, progress: Progress) -> torch.Tensor:
-        """Frames (1, H, W, 3) in 0..1 of the leader's next step.
-
-        Raises:
-            TimeoutError: none in time.
-        """
+        """Frames (1, H, W, 3) in 0..1 of the leader's next step; raises TimeoutError where there is none in time."""
         import ray
 
-        pixels = answer(ray, self._ranks[LEADER].preview.remote(), progress.check, PREVIEW_SECONDS)
+        pixels = answer(ray, self._ranks[LEADER].preview.remote(), progress.check, worker.PREVIEW_SECONDS)
         if pixels is None:
             raise TimeoutError
         return torch.tensor(pixels)[None].float() / 255
@@ -280,19 +255,14 @@ class GroupRenderer:
             self._give_up()
 
     def _give_up(self) -> None:
-        _end(self._ranks)
+        import ray
+
+        for rank in self._ranks:
+            ray.kill(rank)
         self._ranks = []
 
 
-def _end(ranks: list[Any]) -> None:
-    import ray
-
-    for rank in ranks:
-        ray.kill(rank)
-
-
 def _advice(found: str) -> str:
-    """The line for a group that lost ranks."""
     return (
         f"{found}; expected every rank alive, and its part of each exchange in time. See Ray's logs of that machine; "
         "raise --patience where devices, disks or the network are that slow."
@@ -312,7 +282,6 @@ def _require_alike(ranks: list[dict[str, Any]]) -> None:
 
 
 def loopback_name() -> str:
-    """The name of the network interface that is 127.0.0.1."""
     import psutil
 
     named = value_or(psutil.net_if_addrs, {}).items()

@@ -31,8 +31,6 @@ from .worker import MACHINE, MODEL, OUTPUT_BYTES, during
 
 @dataclass(frozen=True, slots=True)
 class JobKind:
-    """A kind of job, and how a worker renders it."""
-
     load: Callable[..., Sequence[Any]]  # gives the pipelines of a job
     render: Callable[..., Result]  # the result of a job, made with them
     parts: Callable[[Any], Sequence[Parts]]  # whatever of a pipeline is read on first use
@@ -68,7 +66,6 @@ class Renderer:
     _loaded: tuple[str, Sequence[Any]] = field(default=("", ()), repr=False)  # model key, and its pipelines
 
     def render(self, line: str, progress: Progress) -> dict[str, Any]:
-        """Render the job of ``line``; returns the record of it."""
         job, folder = job_of(line), JobFolder(self.folder)
         kind, unfinished = KINDS[job.kind], folder.state / job.key  # whichever machine goes on with it finds its steps
         with during(MACHINE):

@@ -1,7 +1,6 @@
-"""The order in which idle workers are given jobs.
+"""The order in which idle workers are given jobs: of the model that is loaded; of one model the largest first.
 
-A worker goes on with the model that it has loaded. Of one model the largest jobs come first, since a long job that is
-begun last is what everybody waits for in the end.
+A long job that is begun last is what everybody waits for in the end.
 """
 
 from __future__ import annotations
@@ -22,15 +21,12 @@ class Rest:
     until: float = 0.0  # when it is tried again, in seconds of the driver's clock
 
     def begin(self, now: float) -> None:
-        """Take in one more failure."""
         self.until = now + min(FIRST_REST * 2 ** min(self.count, 9), LONGEST_REST)
         self.count += 1
 
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One job on its way."""
-
     key: str  # of the job's content
     model: str  # what has to be loaded for it
     size: float  # how much work it is beside others of this model, in any unit
@@ -46,18 +42,16 @@ class Task:
 class TaskSchedule:
     """The jobs that wait, by model, and who has which model loaded."""
 
-    def __init__(self, tasks: Iterable[Task] = ()) -> None:
+    def __init__(self) -> None:
         self._waiting: dict[str, deque[Task]] = {}
         self._work: dict[str, float] = {}  # of the jobs that wait, by model
         self._loaded: dict[str, str] = {}  # worker to model
         self._rests: dict[tuple[str, str], Rest] = {}  # worker and a model that its machine could not load
-        self.add(tasks)
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
     def add(self, tasks: Iterable[Task]) -> None:
-        """Take further jobs in."""
         added: dict[str, list[Task]] = {}
         for task in tasks:
             added.setdefault(task.model, []).append(task)
@@ -104,7 +98,6 @@ class TaskSchedule:
         self._rests.pop((worker, model), None)
 
     def refusals(self, worker: str, model: str) -> int:
-        """The failures in a row of ``worker`` to load ``model``."""
         return self._rests.get((worker, model), Rest()).count
 
     def forget(self, worker: str) -> None:
@@ -112,17 +105,13 @@ class TaskSchedule:
         self._loaded.pop(worker, None)
 
     def waiting(self) -> list[Task]:
-        """The jobs that wait."""
         return [task for several in self._waiting.values() for task in several]
 
     def drop(self, keys: Iterable[str]) -> list[Task]:
-        """Take out the waiting jobs of ``keys``."""
         unwanted = set(keys)
         dropped = [task for task in self.waiting() if task.key in unwanted]
-        if dropped:
-            kept = [task for task in self.waiting() if task.key not in unwanted]
-            self._waiting, self._work = {}, {}
-            self.add(kept)
+        for task in dropped:
+            self.remove(task)
         return dropped
 
     def _choice(self, worker: str, now: float) -> str | None:
@@ -146,7 +135,7 @@ class WorkerHandle:
 
     name: str
     actor: Any  # Ray's handle
-    start: Callable[[], Any] | None = None  # starts another actor in place of one that Ray has given up
+    start: Callable[[], Any]  # starts another actor in place of one that Ray has given up
     task: Task | None = None  # what it renders
     up: bool = False  # whether its process has answered
     broken: str = ""  # why it gets no jobs until it has rested and proved itself
@@ -164,15 +153,12 @@ class WorkerHandle:
 
     @property
     def state(self) -> str:
-        """State in a word or two."""
         busy = "rendering" if self.task else "idle"
         return "broken" if self.broken else busy if self.up else "waiting for a process"
 
 
 @dataclass(slots=True)
 class Tally:
-    """The results of the jobs so far."""
-
     done: int = 0
     skipped: int = 0
     failed: dict[str, str] = field(default_factory=dict)

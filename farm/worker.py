@@ -31,13 +31,12 @@ PREVIEW_SECONDS = 30.0  # that a step may take until a preview is given up
 
 
 class Renders(Protocol):
-    """The renderer of a worker, which writes into ``folder`` and computes on ``device``, None for the default one."""
+    """A renderer that writes into ``folder`` and computes on ``device``, None for the default one."""
 
     folder: Any
     device: Any
 
-    def render(self, line: str, progress: Progress) -> dict[str, Any]:
-        """Render the job of a line; returns the record of it."""
+    def render(self, line: str, progress: Progress) -> dict[str, Any]: ...  # the record of the job of a line
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class RenderWatch:
     def __init__(self) -> None:
         self.done, self.total, self.stage = 0, 0, ProgressStage("")
         self.notes: list[str] = []
-        self._ended, self._wanted, self._shown = threading.Event(), threading.Event(), threading.Event()
+        self.ended, self._wanted, self._shown = threading.Event(), threading.Event(), threading.Event()
         self._picture: Any = None
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Preview | None = None) -> None:
@@ -85,22 +84,11 @@ class RenderWatch:
         self.check()
 
     def check(self) -> None:
-        """Raise if the job is to end."""
-        if self._ended.is_set():
+        if self.ended.is_set():
             raise RenderCancelled
 
     def notify(self, text: str) -> None:
-        """Keep one line that the user should read."""
         self.notes.append(text)
-
-    @property
-    def ending(self) -> bool:
-        """True once the job is to be cancelled."""
-        return self._ended.is_set()
-
-    def end(self) -> None:
-        """End the job at its next layer."""
-        self._ended.set()
 
     def picture(self) -> Any:
         """Pixels (H, W, 3), uint8, of the next step, as numpy; None where none comes in time."""
@@ -120,7 +108,6 @@ class Worker:
         self._finished = 0
 
     def ready(self) -> dict[str, Any]:
-        """The identity of the process, once it is up."""
         return {"host": socket.gethostname(), "token": token_mode()}
 
     def run(self, task: Task) -> Outcome:
@@ -161,7 +148,6 @@ class Worker:
         return device_fault(self.renderer.device)
 
     def state(self) -> dict[str, Any]:
-        """Current job and progress."""
         task, watch = self._task, self._watch
         if task is None:
             return {"key": "", "finished": self._finished}
@@ -170,14 +156,13 @@ class Worker:
         return {"key": task.key, "seconds": seconds, "finished": self._finished, **progress}
 
     def preview(self) -> Any:
-        """Pixels (H, W, 3) uint8 of the job that runs, as numpy; None where there is none to see."""
         return None if self._task is None else self._watch.picture()
 
     def cancel(self, key: str) -> bool:
         """End the job of ``key`` if it is the one that runs."""
         if self._task is None or self._task.key != key:
             return False
-        self._watch.end()
+        self._watch.ended.set()
         return True
 
 
@@ -201,11 +186,7 @@ def phase_of(error: BaseException) -> str:
 
 
 def outcome_of(error: Exception, device: Any) -> Outcome:
-    """Attribute an error: to the job everywhere or here, or to this machine for one model or for all jobs.
-
-    Args:
-        device: that rendered; None for the default device.
-    """
+    """Attribute an error on ``device``: to the job everywhere or here, or to this machine for one model or for all."""
     text, phase = text_of(error), phase_of(error)
     if isinstance(error, RankLost):
         return Outcome(LOST, text)
@@ -228,7 +209,6 @@ def device_fault(device: Any) -> str:
 
 
 def text_of(error: Exception) -> str:
-    """The error in one line."""
     return str(error) if isinstance(error, PackError) else f"{type(error).__name__}: {first_line(error)}"
 
 

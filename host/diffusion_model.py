@@ -16,8 +16,7 @@ from torch import nn
 from ..compat.errors import UnsupportedError
 from ..pipelines.base import Call, ImageCondition, SampleSettings
 from ..pipelines.pipeline import Pipeline
-from ..pipelines.sampling.core_sampler import BlockPatches, blocks_of
-from ..pipelines.sampling.core_sampler import TIME, velocity
+from ..pipelines.sampling.core_sampler import TIME, BlockPatches, blocks_of, velocity
 from ..pipelines.sizes import beside_transformer
 from .memory_manager import PartHolder
 

@@ -81,8 +81,7 @@ def files_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> 
 
 
 def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
-    from ..paint.loading import PaintRequest
-    from ..paint.networks.compile import settings_for
+    from ..paint.loading import PaintRequest, settings_for
 
     given = {**PAINT_INPUTS, **inputs}
     instead = folders.paint_stand_in(given["model"])

@@ -10,20 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compat.checkpoints.headers import reading
+from ..compat.checkpoints.headers import entries_and_notes, reading
+from ..compat.checkpoints.weights import read_tensors
 from ..compat.decision import AUTO, CHOSEN, Decision
 from ..compat.device.facts import facts_for
 from ..compat.device.precision import FP16, FP32, PAINT, Precision, copies_decision, precision_for
 from ..compat.errors import CheckpointError, require_choice
 from ..compat.memory.offloader import Offloader
 from ..compat.memory.parts import PartBytes, Parts, Reader, Silent
-from ..compat.packages import attribute, empty_encoder, fill, names_in
+from ..compat.packages import attribute, empty_encoder, fill, imported, names_in
 from ..compat.probe_results import probe_results_of
 from ..compat.transforms.attention import Attention
 from ..compat.transforms.compile import CompileSettings
+from . import loading
 from .choices import ADAPTER_VARIANTS
-from .loading import PaintPipeline, chosen_attention, network_bytes, paint_bytes, paint_offloader, reader_of
-from .networks import base_lora, vae
+from .loading import PaintPipeline, paint_bytes, reader_of
 from .networks import mv_adapter as networks
 from .networks.encoders import CLASSES
 from .networks.layers import Dtypes
@@ -32,13 +33,12 @@ from .networks.stable_diffusion import VELOCITY, Base, BasePart, base_in
 from .networks.unet import UNetShape
 from .networks.weights import Advance, Weights, weights_in
 
+LORA_LOADERS = {"sdxl": "StableDiffusionXLLoraLoaderMixin", "sd21": "StableDiffusionLoraLoaderMixin"}
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRequest:
-    """User's choices for loading."""
-
     model: Path  # the checkpoint: a .safetensors file, or a folder as diffusers saves it
     adapter: Path  # the published file of MV-Adapter
     variant: str = AUTO  # ig2mv or tg2mv, where the file's name does not say it
@@ -72,24 +72,25 @@ def load_adapter(
     make_room: Callable[[int, torch.device], None] | None = None,
     hosted: Callable[..., Offloader] | None = None,
 ) -> PaintPipeline:
-    """The pipeline of a checkpoint with an adapter; only names and shapes are read now.
-
-    Raises:
-        CheckpointError: files are missing, damaged, or of another model, which is named.
-        InputError, UnsupportedError: a choice that this model or machine cannot do.
-    """
+    """The pipeline of a checkpoint with an adapter; only names and shapes are read; errors as of ``load_paint``."""
     files, made = _checked(request)
     configs = {part: found.config for part, found in files.base.parts.items()}
     configs["adapter"] = {"prediction_type": files.base.prediction, "base": files.base.kind}
     (progress or Silent()).check()
     facts, shape = facts_for(request.device), UNetShape.of(configs["unet"])
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
-    precision = _with_wide_vae(precision_for(PAINT, facts, request.precision, probes), configs["vae"])
-    attention = chosen_attention(request.attention, facts, probes, precision, shape)
+    precision = precision_for(PAINT, facts, request.precision, probes)
+    if precision.vae is FP16 and configs["vae"].get("force_upcast"):  # which overflows in fp16
+        why = "VAE in fp32, since fp16 overflows in SDXL's own: choose a folder with its fp16 fix as vae"
+        precision = replace(precision, vae=FP32, conv=FP32, why=f"{precision.why}; {why}")
+    attention = loading.chosen_attention(request.attention, facts, probes, precision, shape)
     readers, weights = _readers(files, made, precision, attention)
     parts = Parts(readers)
-    offloader, offload = paint_offloader(request, parts, facts, weights, make_room=make_room, hosted=hosted)
+    offloader, offload = loading.paint_offloader(request, parts, facts, weights, make_room=make_room, hosted=hosted)
     remarks = (*copies_decision(precision, facts, probes), *_remarks(files))
+    # a tokenizer that is not there is missed when a prompt is encoded
+    own = {part: request.model / name for part, name in TOKENIZERS.items() if part in files.base.parts}
+    given = request.tokenizer or request.model.parent / "tokenizer"
     return PaintPipeline(
         family="mv_adapter",
         variant=files.variant,
@@ -104,7 +105,7 @@ def load_adapter(
         weights=weights,
         probes=probes,
         attention=attention.label,
-        tokenizers=_tokenizers(files),
+        tokenizers={part: folder if folder.is_dir() else given for part, folder in own.items()},
     )
 
 
@@ -121,7 +122,7 @@ def _checked(request: AdapterRequest) -> tuple[AdapterFiles, dict[str, nn.Module
     with torch.device("meta"):
         made = {
             "unet": networks.unet_for(config, variant),
-            "adapter": networks.encoder_for(base.kind, networks.widths_for(base.kind, config["block_out_channels"])),
+            "adapter": networks.encoder_for(base.kind, config["block_out_channels"]),
         }
     networks.require_tensors(stored.shapes, made["unet"], made["adapter"], request.adapter.name)
     _require_complete(base.parts["unet"], made["unet"])
@@ -131,27 +132,19 @@ def _checked(request: AdapterRequest) -> tuple[AdapterFiles, dict[str, nn.Module
 def _readers(
     files: AdapterFiles, made: Mapping[str, nn.Module], precision: Precision, attention: Attention
 ) -> tuple[dict[str, Reader], dict[str, PartBytes]]:
-    """The reader and the bytes of each part."""
     dtypes, parts = Dtypes(precision.compute, precision.residual), files.base.parts
+    base = parts["vae"]
     readers = {
         "unet": _unet_reader(files, dtypes, attention),
         "adapter": _map_reader(made["adapter"], files.stored, dtypes),
-        "vae": _vae_reader(parts["vae"], precision, attention),
+        "vae": loading.vae_reader(base.stored, base.config, precision, attention, base.convert),
     }
-    weights = {part: network_bytes(module, dtypes) for part, module in made.items()}
+    weights = {part: loading.network_bytes(module, dtypes) for part, module in made.items()}
     weights["vae"] = _bytes_as(parts["vae"], precision.vae)
     for part in (part for part in TOKENIZERS if part in parts):
         readers[part] = _encoder_reader(files, part, precision)
         weights[part] = _bytes_as(parts[part], precision.text)
     return readers, weights
-
-
-def _with_wide_vae(precision: Precision, config: Mapping[str, Any]) -> Precision:
-    """``precision`` with the VAE in fp32 where fp16 overflows in it, as its configuration says."""
-    if precision.vae is not FP16 or not config.get("force_upcast"):
-        return precision
-    why = f"{precision.why}; VAE in fp32, since fp16 overflows in SDXL's own: choose a folder with its fp16 fix as vae"
-    return replace(precision, vae=FP32, conv=FP32, why=why)
 
 
 def _require_complete(part: BasePart, unet: nn.Module) -> None:
@@ -164,14 +157,6 @@ def _require_complete(part: BasePart, unet: nn.Module) -> None:
             expected=str(wanted.get(wrong[0], "no such tensor")),
             fix="Choose a complete checkpoint of Stable Diffusion XL or 2.1.",
         )
-
-
-def _tokenizers(files: AdapterFiles) -> dict[str, Path]:
-    """Folder of the tokenizer of each text encoder; what is not there is missed when a prompt is encoded."""
-    request = files.request
-    beside = {part: request.model / name for part, name in TOKENIZERS.items() if part in files.base.parts}
-    given = request.tokenizer or request.model.parent / "tokenizer"
-    return {part: folder if folder.is_dir() else given for part, folder in beside.items()}
 
 
 def _remarks(files: AdapterFiles) -> list[Decision]:
@@ -189,14 +174,12 @@ def _bytes_as(part: BasePart, dtype: torch.dtype) -> PartBytes:
 
 
 def _unet_reader(files: AdapterFiles, dtypes: Dtypes, attention: Attention) -> Reader:
-    """Reader of the checkpoint's UNet with the adapter's layers in it."""
     part, adapter = files.base.parts["unet"], files.stored
     own = [name for name in adapter.shapes if networks.PROCESSOR in name]
 
     def build(advance: Advance) -> nn.Module:
-        tensors = part.convert(
-            part.stored.read(part.stored.shapes, lambda name: stored_dtype(part.names[name], dtypes), advance)
-        )
+        read = part.stored.read(part.stored.shapes, lambda name: stored_dtype(part.names[name], dtypes), advance)
+        tensors = part.convert(read)
         tensors |= adapter.read(own, lambda name: stored_dtype(name, dtypes), advance)
         with torch.device("meta"):
             module = networks.unet_for(part.config, files.variant)
@@ -210,7 +193,6 @@ def _unet_reader(files: AdapterFiles, dtypes: Dtypes, attention: Attention) -> R
 
 
 def _map_reader(made: nn.Module, adapter: Weights, dtypes: Dtypes) -> Reader:
-    """Reader of the encoder of the maps."""
     names = list(made.state_dict())
 
     def build(advance: Advance) -> nn.Module:
@@ -221,18 +203,6 @@ def _map_reader(made: nn.Module, adapter: Weights, dtypes: Dtypes) -> Reader:
         return module  # type: ignore[no-any-return]
 
     return reader_of("adapter", adapter.total_bytes * len(names) // len(adapter.shapes), build)
-
-
-def _vae_reader(part: BasePart, precision: Precision, attention: Attention) -> Reader:
-    exact = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
-
-    def build(advance: Advance) -> nn.Module:
-        tensors = part.convert(part.stored.read(part.stored.shapes, lambda _name: precision.vae, advance))
-        module = vae.filled(part.config, tensors, str(part.stored.path))
-        vae.set_vae_attention(module, exact)
-        return module
-
-    return reader_of("vae", part.stored.total_bytes, build)
 
 
 def _encoder_reader(files: AdapterFiles, name: str, precision: Precision) -> Reader:
@@ -255,9 +225,38 @@ def _encoder_reader(files: AdapterFiles, name: str, precision: Precision) -> Rea
     return reader_of(name, part.stored.total_bytes, build)
 
 
-def _with_lora(files: AdapterFiles, part: str, module: nn.Module) -> nn.Module:
-    request, base = files.request, files.base
-    if request.lora is None or request.lora_strength == 0:
-        return module
-    given = (request.lora, request.lora_strength, base.kind, base.parts["unet"].config)
-    return base_lora.merge(part, module, *given)
+def _with_lora(files: AdapterFiles, part: str, module: Any) -> nn.Module:
+    """``module`` with the layers of the LoRA file for it added to its weights; of another part there may be none.
+
+    Raises CheckpointError for a file that diffusers knows no layers of this base in, MissingPackageError without peft.
+    """
+    path, strength, base = files.request.lora, files.request.lora_strength, files.base.kind
+    if path is None or strength == 0:
+        return module  # type: ignore[no-any-return]
+    mixin: Any = attribute("diffusers.loaders", LORA_LOADERS[base])
+    imported("peft")
+    tensors = read_tensors(entries_and_notes(path)[0], None, lambda _size: None)
+    config = attribute("diffusers.configuration_utils", "FrozenDict")(files.base.parts["unet"].config)
+    try:
+        state, alphas = mixin.lora_state_dict(tensors, unet_config=config)[:2]
+        if not any(name.startswith(("unet.", "text_encoder")) for name in state):
+            raise ValueError("no layer of a UNet or text encoder")
+        if not any(name.startswith(f"{part}.") for name in state):
+            return module  # type: ignore[no-any-return]
+        if part == "unet":
+            mixin.load_lora_into_unet(state, alphas, module, adapter_name="lora")
+        else:
+            mixin.load_lora_into_text_encoder(state, alphas, module, prefix=part, adapter_name="lora")
+    except (ValueError, KeyError, RuntimeError, TypeError, IndexError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"{path.name!r} is no LoRA for the {part} of {base} ({reason})",
+            expected=f"a LoRA made for {base}",
+            fix="Choose one made for this base, or none.",
+        ) from error
+    layers: Any = attribute("peft.tuners.tuners_utils", "BaseTunerLayer")
+    for layer in [each for each in module.modules() if isinstance(each, layers)]:
+        layer.scale_layer(strength)
+        layer.merge()
+    imported("diffusers.utils.peft_utils").recurse_remove_peft_layers(module)
+    return module  # type: ignore[no-any-return]

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from .baking.bake import BakeSettings, bake
 from .baking.fill import filled
-from .choices import DEMO_SIZE
+from .choices import DEMO_SIZE, GREY
 from .geometry.cameras import DEFAULT_VIEWS
 from .geometry.mesh import Mesh, Surface, write_glb
 from .geometry.turntable import turntable
 from .geometry.views import rasterised
 from .loading import PaintPipeline, PaintRequest, load_paint
-from .pictures import GREY
 from .sampling.painting import PaintInputs, PaintSettings, paint_views
 from .texturing import maps_of
 
@@ -35,8 +34,6 @@ PAIRS: tuple[ColourPair, ...] = (  # colours above and below
 
 @dataclass(frozen=True, eq=False)
 class PaintedRing:
-    """A ring after a picture."""
-
     picture: Tensor  # (S, S, 3), which the model was given
     views: Tensor  # (V, S, S, 3), which it painted
     texture: Tensor  # (T, T, 3), baked from the views and filled
@@ -46,10 +43,7 @@ class PaintedRing:
 def show(model: Path, folder: Path) -> tuple[dict[str, Tensor], tuple[str, ...], dict[str, tuple[bool, str]]]:
     """Caption to a picture and the ring painted after it, (F, S, S, 3); the decisions of the model; results of checks.
 
-    The first ring becomes ``ring.glb`` in ``folder``.
-
-    Raises:
-        MissingPackageError: trimesh is absent.
+    The first ring becomes ``ring.glb`` in ``folder``. Raises MissingPackageError without trimesh.
     """
     pipeline, surface = load_paint(PaintRequest(model, device="cpu")), Surface.of(ring())
     rings = [painted_ring(pipeline, pair) for pair in PAIRS]
@@ -73,12 +67,7 @@ def show(model: Path, folder: Path) -> tuple[dict[str, Tensor], tuple[str, ...],
 
 
 def painted_ring(pipeline: PaintPipeline, pair: ColourPair, frames: int = FRAMES, steps: int = 0) -> PaintedRing:
-    """A ring painted after a picture of itself in two colours.
-
-    Args:
-        frames: of the turntable.
-        steps: 0 for the published number.
-    """
+    """A ring painted after a picture of itself in two colours, in the published number of steps if that is 0."""
     mesh = ring()
     surface = Surface.of(mesh)
     view = rasterised(surface, next(iter(DEFAULT_VIEWS)), 2 * DEMO_SIZE, DEFAULT_VIEWS.ortho_scale)

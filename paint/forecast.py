@@ -1,9 +1,8 @@
 """Forecasts of painting and delighting: the memory that each stage needs on the device, and its work, which takes time.
 
 Weights are counted from names and shapes. Activations follow formulas fitted to counts of every living tensor of the
-full-size networks (`tests/paint/counting.py`); `tests/paint/test_needs.py` holds them within 15 %. They count tensors:
-what a vendor's library takes for itself comes on top. The work of a stage is counted on tensors without data: of one
-picture for the VAE, of one step for the UNet.
+full-size networks (`tests/paint/counting.py`), within 15 %; what a vendor's library takes for itself comes on top. The
+work of a stage is counted on tensors without data: of one picture for the VAE, of one step for the UNet.
 """
 
 from __future__ import annotations
@@ -13,18 +12,19 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from ..compat.device.work import META, Work, counted_once, counting_on_meta, empty, text_of
 from ..compat.memory.parts import role_of
 from ..compat.memory.standalone import ahead_bytes, keeps, resident_bytes
 from ..compat.memory.statistics import StageNeed
+from ..compat.packages import attribute
 from ..pipelines.forecast.times import PlannedStage, key_of
 from .choices import DELIGHT_STEPS, PUBLISHED, TAUGHT_SIZES, TG2MV
 from .loading import PaintPipeline
 from .networks import mv_adapter, vae
-from .networks.encoders import CLASSES, CROPPED, TOKENS, encoder_without_weights
+from .networks.encoders import CLASSES, CROPPED, TOKENS
 from .networks.layers import FED_TOKENS, Dtypes
 from .networks.multiview import LATENT_CHANNELS, StreamInputs
 from .networks.mv_adapter import VIEWS
@@ -114,17 +114,16 @@ class PaintRun:
 def planned_run(pipeline: Any, size: int = 0, views: int = 0, steps: int = 0, guided: int | None = None) -> PaintRun:
     """Replace zeros by the values that the model was trained with, and None by its publisher's.
 
-    Args:
-        guided: rows of a step beside the first.
+    ``guided``: rows of a step beside the first.
     """
     delight = pipeline.family == "delight"
     own = None if delight else PUBLISHED[pipeline.variant]
     if guided is None:
         guided = int(own is not None and own.guidance != 1)
     usual = DELIGHT_STEPS if own is None else own.steps
-    taught = (
-        TAUGHT_SIZES.get(pipeline.configs["adapter"]["base"], 0) if pipeline.family == "mv_adapter" else TAUGHT_SIZE
-    )
+    taught = TAUGHT_SIZE
+    if pipeline.family == "mv_adapter":
+        taught = TAUGHT_SIZES[pipeline.configs["adapter"]["base"]]
     references = 0 if pipeline.variant == TG2MV else 1
     views = 1 if delight else views or TAUGHT_VIEWS
     return PaintRun(steps or usual, 1 + guided, size or taught, views=views, references=references)
@@ -136,8 +135,7 @@ def part_of(pipeline: Any, stage: str) -> str:
     return "unet" if part == "reference" and pipeline.family == "mv_adapter" else part
 
 
-def materials_of(pipeline: Any) -> int:
-    """Pictures that the UNet makes of each view."""
+def materials_of(pipeline: Any) -> int:  # pictures that the UNet makes of each view
     return MATERIALS if pipeline.family == "paint_pbr" else 1
 
 
@@ -148,10 +146,8 @@ def paint_needs(pipeline: Any, run: PaintRun, mode: str = "", room: int | None =
         mode: of our own offloader; by default the pipeline's own.
         room: bytes of the device that the run may take; None where unknown.
     """
-    mode, delight = mode or str(pipeline.offloader.mode), pipeline.family == "delight"
-    pictures = run.rows * run.views * materials_of(pipeline)
-    side, dtype = run.size // vae.REDUCTION, pipeline.precision.vae
-    looking = looking_bytes(pipeline, run.references, (side, side))
+    mode = mode or str(pipeline.offloader.mode)
+    dtype, looking = pipeline.precision.vae, looking_bytes(pipeline, run)
     active = [  # one picture, or 77 tokens, take less than a layer
         ("text", "text_encoder", 0),
         ("text_2", "text_encoder_2", 0),
@@ -159,7 +155,7 @@ def paint_needs(pipeline: Any, run: PaintRun, mode: str = "", room: int | None =
         ("image", "image_encoder", 0),
         *([("reference", part_of(pipeline, "reference"), looking)] if run.references else []),
         *([("maps", "adapter", map_encoder_bytes(pipeline, run.size))] if pipeline.family == "mv_adapter" else []),
-        (STEPPING[delight], "unet", step_bytes(pipeline, pictures, (side, side), 0 if delight else run.references)),
+        (STEPPING[pipeline.family == "delight"], "unet", step_bytes(pipeline, run)),
         ("decoding", "vae", vae_bytes(DECODED, run.size, dtype)),
     ]
     needs, stays = [], dict[str, int]()
@@ -178,48 +174,40 @@ def paint_needs(pipeline: Any, run: PaintRun, mode: str = "", room: int | None =
     return tuple(needs)
 
 
-def step_bytes(pipeline: Any, pictures: int, size: tuple[int, int], references: int = 1) -> int:
-    """Activations at the peak of one forward of the UNet.
-
-    Args:
-        pictures: rows times materials times views.
-        size: of the latents.
-        references: pictures kept; 0 for delight.
-    """
-    area, maps = size[0] * size[1], partial(map_bytes, pipeline, size)
+def step_bytes(pipeline: Any, run: PaintRun) -> int:
+    """Activations at the peak of one forward of the UNet."""
+    pictures, area = run.rows * run.views * materials_of(pipeline), (run.size // vae.REDUCTION) ** 2
+    references, maps = 0 if pipeline.family == "delight" else run.references, partial(map_bytes, pipeline, run.size)
     if pipeline.family == "mv_adapter":
         copies = _adapter_copies(pipeline)
-        return sum(
-            maps(count, copies[kind]) for kind, count in (("step", pictures), ("states", VIEWS), ("kept", references))
-        )
+        return maps(pictures, copies["step"]) + maps(VIEWS, copies["states"]) + maps(references, copies["kept"])
     fed = min(pictures * area, max(FED_TOKENS, area)) / area
     attending = maps(pictures, ATTENDING) + maps(references, ATTENDED)
     feeding = maps(pictures, FEEDING[pipeline.family]) + maps(fed, FED)
     return max(attending, feeding + maps(references, KEPT))
 
 
-def looking_bytes(pipeline: Any, references: int, size: tuple[int, int]) -> int:
+def looking_bytes(pipeline: Any, run: PaintRun) -> int:
     """Activations at the peak of the reference stream, what it keeps among them."""
     copies = _adapter_copies(pipeline)["looking"] if pipeline.family == "mv_adapter" else LOOKING
-    return map_bytes(pipeline, size, references, copies)
+    return map_bytes(pipeline, run.size, run.references, copies)
 
 
 def map_encoder_bytes(pipeline: Any, size: int) -> int:
     """Activations at the peak of MV-Adapter's encoder of maps of ``size`` pixels."""
-    side = size // vae.REDUCTION
-    return map_bytes(pipeline, (side, side), VIEWS, _adapter_copies(pipeline)["maps"])
+    return map_bytes(pipeline, size, VIEWS, _adapter_copies(pipeline)["maps"])
 
 
 def _adapter_copies(pipeline: Any) -> dict[str, Copies]:
     return ADAPTER_COPIES[pipeline.configs["adapter"]["base"]]
 
 
-def map_bytes(pipeline: Any, size: tuple[int, int], pictures: float, copies: Copies) -> int:
-    """Bytes of ``copies`` of the first level's feature maps of ``pictures`` latents of ``size``."""
+def map_bytes(pipeline: Any, size: int, pictures: float, copies: Copies) -> int:
+    """Bytes of ``copies`` of the first level's feature maps of ``pictures`` of ``size`` pixels."""
     precision = pipeline.precision
     operands = (precision.compute or precision.transformer).itemsize
     residual = (precision.residual or precision.compute or precision.transformer).itemsize
-    features = pictures * size[0] * size[1] * pipeline.shape.widths[0]
+    features = pictures * (size // vae.REDUCTION) * (size // vae.REDUCTION) * pipeline.shape.widths[0]
     return int(features * (copies.residual * residual + copies.operands * operands))
 
 
@@ -228,8 +216,7 @@ def vae_bytes(features: int, side: int, dtype: torch.dtype) -> int:
     return side**2 * features * dtype.itemsize
 
 
-def asked(activations: int) -> int:
-    """Bytes to keep free for a forward, from the forecast of its activations."""
+def asked(activations: int) -> int:  # bytes to keep free for a forward
     return int(activations * MARGIN)
 
 
@@ -245,7 +232,6 @@ def work_key(pipeline: PaintPipeline) -> str:
 
 
 def stage_work(pipeline: PaintPipeline, stage: str, run: PaintRun) -> Work:
-    """The work of one stage."""
     if stage in PARTS and PARTS[stage] in CLASSES:
         config = pipeline.configs[PARTS[stage]]
         return counted_once((stage, text_of(config)), partial(_encoder_work, pipeline, PARTS[stage]))
@@ -257,16 +243,14 @@ def stage_work(pipeline: PaintPipeline, stage: str, run: PaintRun) -> Work:
         return _vae_work(pipeline, run.size, "decode").times(run.views * materials_of(pipeline))
     if pipeline.family == "mv_adapter":
         key = (stage, pipeline.variant, text_of(pipeline.configs["unet"]), str(pipeline.precision), run)
-        return counted_once(key, partial(_adapter_work, pipeline, run, stage)).times(
-            run.steps if stage in STEPPING.values() else 1
-        )
+        work = counted_once(key, partial(_adapter_work, pipeline, run, stage))
+        return work.times(run.steps) if stage in STEPPING.values() else work
     key = (pipeline.family, text_of(pipeline.configs["unet"]), str(pipeline.precision), run.size, run.references)
     reference, step = counted_once((*key, run.views, run.rows), partial(_unet_work, pipeline, run))
     return reference if stage == "reference" else step.times(run.steps)
 
 
 def _vae_work(pipeline: PaintPipeline, size: int, direction: str) -> Work:
-    """The work of one picture to latents, or back."""
     config, dtype = pipeline.configs["vae"], pipeline.precision.vae
     side = size // vae.REDUCTION
 
@@ -319,7 +303,7 @@ def _adapter_work(pipeline: PaintPipeline, run: PaintRun, stage: str) -> Work:
     """The work of MV-Adapter in encoding the maps, in looking at the reference, or in one step."""
     side, widths, base = run.size // vae.REDUCTION, pipeline.shape.widths, pipeline.configs["adapter"]["base"]
     with META:
-        encoder = mv_adapter.encoder_for(base, mv_adapter.widths_for(base, widths))
+        encoder = mv_adapter.encoder_for(base, widths)
         unet = mv_adapter.unet_for(pipeline.configs["unet"], pipeline.variant)
     dtypes = Dtypes(pipeline.precision.compute, pipeline.precision.residual)
     for network in (encoder, unet):
@@ -353,8 +337,9 @@ def _adapter_work(pipeline: PaintPipeline, run: PaintRun, stage: str) -> Work:
 
 def _encoder_work(pipeline: PaintPipeline, part: str) -> Work:
     dtype = pipeline.precision.text
+    cls: Any = attribute("transformers", CLASSES[part])
     with META:
-        module: nn.Module = encoder_without_weights(part, pipeline.configs[part]).to(dtype)
+        module = cls(cls.config_class.from_dict(dict(pipeline.configs[part]))).eval().to(dtype)
     if part == "image_encoder":
         given = empty(1, 3, CROPPED, CROPPED, dtype=dtype)
     else:

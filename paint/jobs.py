@@ -18,7 +18,7 @@ from ..compat.errors import InputError
 from ..compat.records import WITHOUT, plain
 from ..pipelines.records.job import USUAL_STEPS, Content, Job, Result, VideoJob, by_content, job_on
 from ..pipelines.records.job_lists import files_in
-from ..pipelines.records.places import Machine, Places
+from ..pipelines.records.places import PICTURES, Machine, Places
 from .baking.bake import BakeSettings
 from .geometry.mesh import FORMATS, load_mesh, write_glb
 from .loading import PaintPipeline, PaintRequest, load_paint
@@ -29,8 +29,6 @@ from .texturing import OneStep, raster_size, textured
 
 @dataclass(frozen=True, slots=True)
 class PaintJob(Job):
-    """One mesh to texture."""
-
     kind: ClassVar[str] = "paint"
 
     model: Content  # folder or file of a paint model
@@ -42,7 +40,7 @@ class PaintJob(Job):
     max_views: int = 8  # as of OneStep
     delight: Content | None = None  # model that takes shading out of the picture first; None leaves it in
     image_encoder: Content | None = None  # folder of DINOv2-giant, which PBR models need
-    delighting: DelightSettings = field(default_factory=DelightSettings, metadata={WITHOUT: ("text", "negative")})
+    delighting: DelightSettings = field(default_factory=DelightSettings, metadata={WITHOUT: ("text",)})
 
     @property
     def key(self) -> str:
@@ -64,11 +62,7 @@ class PaintJob(Job):
 
 
 def job_of(line: str) -> Job:
-    """The job of one line of a job file, a video or a mesh to texture.
-
-    Raises:
-        InputError: it is none; says why.
-    """
+    """The job of one line of a job file, a video or a mesh to texture; raises InputError for none, and says why."""
     return job_on(line, VideoJob, PaintJob)
 
 
@@ -89,7 +83,6 @@ def load(job: PaintJob, machine: Machine, progress: Any) -> tuple[PaintPipeline,
 
 
 def render(job: PaintJob, machine: Machine, progress: Any, loaded: Sequence[PaintPipeline]) -> Result:
-    """The textured mesh of a job, as a GLB."""
     files = Places(machine.places.files, state=machine.state)
     mesh, _ = load_mesh(files.model(job.mesh, progress.check), progress.check)
     files.model(job.picture, progress.check)
@@ -119,16 +112,14 @@ def paint_jobs(
 ) -> list[PaintJob]:
     """A job for each mesh of a folder and each seed, painted from the picture of the same name.
 
+    Raises InputError where there are no meshes, or one has no picture.
+
     Args:
         painting: whose seed is replaced.
         add: takes a file to where the machines find it, and returns its name there.
-        delight, image_encoder: as of :class:`PaintJob`.
-
-    Raises:
-        InputError: no meshes, or one without a picture.
     """
     shapes = files_in(meshes, "meshes", FORMATS)
-    by_name = {path.stem: path for path in sorted(pictures.glob("*.*")) if path.suffix.lower() not in FORMATS}
+    by_name = {path.stem: path for path in sorted(pictures.glob("*.*")) if path.suffix.lower() in PICTURES}
     lonely = next((path for path in shapes if path.stem not in by_name), None)
     if lonely is not None:
         raise InputError(

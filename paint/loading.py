@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,25 +26,39 @@ from ..compat.memory.standalone import offloader_for
 from ..compat.memory.statistics import amount
 from ..compat.probe_results import probe_results_of
 from ..compat.transforms.attention import Attention, attention_for, avoided_by
-from ..compat.transforms.compile import CompileSettings, require_offload
-from ..compat.transforms.order import Preparation
-from .choices import DEMO_SIZE, PAGES, is_demo
-from .choices import VARIANTS as VARIANTS
+from ..compat.transforms.compile import Compilation, CompileSettings, require_offload
+from ..compat.transforms.order import Order, Preparation, Step, Undo
+from .choices import DEMO_SIZE, VARIANTS, is_demo
 from .networks import published as networks
 from .networks import vae
-from .networks.compile import PARTS, Blocks, compile_step
 from .networks.encoders import encoder
-from .networks.layers import Dtypes
+from .networks.layers import Dtypes, Residual, Transformer
 from .networks.unet import UNetShape, set_attention
 from .networks.weights import Weights, weights_in
 
 BLOCK = re.compile(r"^(.*?\.\d+)\.")
+COMPILED = ("unet", "reference", "vae")
+
+
+class Blocks(Compilation):
+    """The compiled blocks of one part of a paint pipeline: one graph for each kind and size of block."""
+
+    def blocks_in(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Residual blocks and transformers, none inside another."""
+        for child in module.children():
+            if isinstance(child, (Residual, Transformer)) or type(child).__name__ == "ResnetBlock2D":
+                yield child
+            else:
+                yield from self.blocks_in(child)
+
+
+def settings_for(limit: int, backend: str = "inductor") -> CompileSettings:
+    """The compiler's settings: sizes do not change in a painting; raises InputError for a limit out of range."""
+    return CompileSettings(dynamic="none", cache_size=limit, vae=True, backend=backend)
 
 
 @dataclass(frozen=True, slots=True)
 class PaintRequest:
-    """User's choices for loading."""
-
     model: Path  # the published folder, its unet folder, or the UNet's file
     variant: str = AUTO  # of paint; auto goes by the word "turbo" in the path, since both have the same tensors
     weights: str = AUTO  # auto, bin or safetensors, where a folder has both
@@ -62,8 +76,6 @@ class PaintRequest:
 
 @dataclass(frozen=True, slots=True)
 class PaintPipeline(KnownToHost):
-    """A paint pipeline that is ready to run."""
-
     family: str  # paint, paint_pbr, delight or mv_adapter
     variant: str  # v2-0, turbo, v2-1; ig2mv, tg2mv
     parts: Parts  # unet, reference (not for delight), vae; text_encoder or image_encoder where found
@@ -82,19 +94,16 @@ class PaintPipeline(KnownToHost):
     tokenizers: Mapping[str, Path] = field(default_factory=dict)  # folders, by text encoder; of mv_adapter
 
     @property
-    def latent_scale(self) -> float:
-        """By how much latents are multiplied for the UNet."""
+    def latent_scale(self) -> float:  # by which latents are multiplied for the UNet
         own = self.configs["vae"] if self.family == "mv_adapter" else {}  # old configurations leave it out
         return float(own.get("scaling_factor", vae.SCALE))
 
     @property
-    def latent_format(self) -> str:
-        """The name of core's class for the latents."""
+    def latent_format(self) -> str:  # the name of core's class
         return "SDXL" if self.configs.get("adapter", {}).get("base") == "sdxl" else "SD15"
 
     @property
     def is_demo(self) -> bool:
-        """True if its model ships with the pack, however it was chosen."""
         return is_demo(self.source)
 
     @property
@@ -123,17 +132,14 @@ def load_paint(
 ) -> PaintPipeline:
     """The pipeline of ``request.model``; only names and shapes are read now.
 
-    Args:
-        make_room: of a host that manages memory itself, as :func:`offloader_for` takes it.
-
-    Raises:
-        CheckpointError: files are missing, damaged, or of another model.
-        InputError, UnsupportedError: a choice that this model or machine cannot do.
+    Raises CheckpointError where files are missing, damaged, or of another model; InputError or UnsupportedError for a
+    choice that this model or machine cannot do. ``make_room`` and ``hosted`` are of a host that manages memory itself,
+    as :func:`offloader_for` takes them.
     """
     with reading(request.model):
         place = _unet_place(request.model)
         stored = weights_in(place, "UNet", request.weights)
-        kind, config = _kind(stored), _config(place)
+        kind, config = networks.kind_of(stored.shapes, stored.path), _config(place)
     shapes, dropped = networks.without_adapter(kind, stored.shapes)
     with torch.device("meta"):
         made = networks.networks_for(kind, config)
@@ -153,8 +159,9 @@ def load_paint(
     readers["vae"], configs["vae"], weights["vae"] = _vae_reader(request, place, precision, attention)
     for name, (reader, config, size) in _encoders(request, kind, place, precision).items():
         readers[name], configs[name], weights[name] = reader, config, size
-    compiled = {} if request.compiled is None else {part: Blocks(request.compiled) for part in PARTS if part in readers}
-    parts = Parts(readers, Preparation((compile_step(compiled),) if compiled else ()))
+    settings = request.compiled
+    compiled = {} if settings is None else {part: Blocks(settings) for part in COMPILED if part in readers}
+    parts = Parts(readers, _compiling(compiled))
     offloader, offload = paint_offloader(request, parts, facts, weights, make_room=make_room, hosted=hosted)
     remarks = (*copies_decision(precision, facts, probes), *_remarks(request, place, stored, dropped))
     return PaintPipeline(
@@ -174,6 +181,15 @@ def load_paint(
         stands_in_for=request.stands_in_for,
         attention=attention.label,
     )
+
+
+def _compiling(compiled: Mapping[str, Blocks]) -> Preparation:
+    """The blocks of each part through the compiler; graphs survive that a part is read again."""
+
+    def apply(part: str, module: nn.Module) -> Undo | None:
+        return compiled[part].attach(module) if part in compiled else None
+
+    return Preparation((Step(Order.COMPILE, "compiled blocks", apply),) if compiled else ())
 
 
 def paint_offloader(
@@ -222,17 +238,6 @@ def _unet_place(model: Path) -> Path:
     )
 
 
-def _kind(stored: Weights) -> str:
-    kind = networks.kind_of(stored.shapes)
-    if kind is None:
-        raise CheckpointError(
-            f"{str(stored.path)!r} holds no UNet of Hunyuan3D paint or delight",
-            expected=", ".join(networks.KINDS),
-            fix=f"Download one ({'; '.join(PAGES.values())}).",
-        )
-    return kind
-
-
 def paint_bytes(entries: Mapping[str, int]) -> PartBytes:
     """The bytes of a part from those of its tensors by name; what is outside the blocks moves as blocks of its own."""
     size = part_bytes(entries, BLOCK)
@@ -276,7 +281,7 @@ def network_bytes(module: nn.Module, dtypes: Dtypes) -> PartBytes:
 
 
 def reader_of(part: str, total_bytes: int, build: Callable[[Callable[[int], None]], nn.Module]) -> Reader:
-    """Reader of a part: ``build`` makes the module and reports the bytes that it has read to its argument."""
+    """Reader of a part; ``build`` gets a function to which it reports the bytes that it has read."""
 
     def read(progress: Any) -> nn.Module:
         done = 0
@@ -285,9 +290,8 @@ def reader_of(part: str, total_bytes: int, build: Callable[[Callable[[int], None
             nonlocal done
             done += size
             read_bytes = min(done, total_bytes)
-            progress.step(
-                read_bytes, total_bytes, ProgressStage("reading", f"{part} {amount(read_bytes, total_bytes)}", True)
-            )
+            reading = ProgressStage("reading", f"{part} {amount(read_bytes, total_bytes)}", True)
+            progress.step(read_bytes, total_bytes, reading)
             progress.check()
 
         with torch.inference_mode(False), torch.no_grad():
@@ -299,8 +303,6 @@ def reader_of(part: str, total_bytes: int, build: Callable[[Callable[[int], None
 def _unet_reader(
     kind: str, part: str, count: int, config: Mapping[str, Any], stored: Weights, dtypes: Dtypes, attention: Attention
 ) -> Reader:
-    """Reader of a UNet of ``count`` tensors."""
-
     def build(advance: Callable[[int], None]) -> nn.Module:
         with torch.device("meta"):
             module = networks.networks_for(kind, config, dtypes)[part]
@@ -313,8 +315,7 @@ def _unet_reader(
     return reader_of(part, stored.total_bytes * count // len(stored.shapes), build)
 
 
-def _beside(place: Path, name: str) -> Path | None:
-    """The folder ``name`` of the checkpoint that a UNet belongs to."""
+def _beside(place: Path, name: str) -> Path | None:  # of the checkpoint that the UNet belongs to
     folder = place if place.is_dir() else place.parent
     return next((candidate for candidate in (folder.parent / name, folder / name) if candidate.is_dir()), None)
 
@@ -331,15 +332,23 @@ def _vae_reader(
         )
     config = read_json(folder / "config.json", "the configuration of the VAE")
     stored = weights_in(folder, "VAE", "safetensors" if any(folder.glob("*.safetensors")) else AUTO)
+    reader = vae_reader(stored, config, precision, attention)
+    return reader, config, paint_bytes(stored.bytes_as(precision.vae))
+
+
+def vae_reader(
+    stored: Weights, config: Mapping[str, Any], precision: Precision, attention: Attention, convert: Any = dict
+) -> Reader:
+    """Reader of a VAE, whose tensors ``convert`` gives diffusers' names."""
     exact = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
 
     def build(advance: Callable[[int], None]) -> nn.Module:
-        tensors = stored.read(stored.shapes, lambda _name: precision.vae, advance)
+        tensors = convert(stored.read(stored.shapes, lambda _name: precision.vae, advance))
         module = vae.filled(config, tensors, str(stored.path))
         vae.set_vae_attention(module, exact)
         return module
 
-    return reader_of("vae", stored.total_bytes, build), config, paint_bytes(stored.bytes_as(precision.vae))
+    return reader_of("vae", stored.total_bytes, build)
 
 
 def _encoders(

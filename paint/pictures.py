@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..compat.device.execution import picture_of, to_host
+from ..compat.device.execution import to_host
 from ..compat.errors import InputError
-from .choices import GREY as GREY
-from .choices import WHITE as WHITE
 
 FILLED = 0.9  # of its square, by an object for MV-Adapter
 BORDER = 0.2  # of a recentred object, on each side of it: it fills 1 / 1.4 of its square
 
 
 def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[Tensor]:
-    """Each picture as (H, W, 3 or 4), fp32, on the CPU, clamped to 0..1.
+    """Each picture of (B, H, W, C), (H, W, C), or several of either, as (H, W, 3 or 4), fp32, on the CPU, in 0..1.
 
-    Args:
-        pictures: (B, H, W, C), (H, W, C), or several of either.
-
-    Raises:
-        InputError: none, another shape, or values that are not finite.
+    Raises InputError for another shape, no picture, or NaN.
     """
     batches = [pictures] if isinstance(pictures, Tensor) else list(pictures)
     checked: list[Tensor] = []
@@ -50,15 +43,12 @@ def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[
 
 
 def cut_out(pictures: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """Each picture (H, W, 3), or (H, W, 4) where the mask leaves something out.
+    """Each picture (H, W, 3), or (H, W, 4) where the mask leaves something out; raises InputError for another number of
+    masks.
 
     Args:
-        pictures: (B, H, W, 3 or 4) in 0..1.
         mask: (B or 1, h, w), 1 where the picture is transparent, as ComfyUI's Load Image gives it; one that is 0
             everywhere, of any size, says that there was no alpha.
-
-    Raises:
-        InputError: another number of masks, or what :func:`checked_pictures` refuses.
     """
     checked = checked_pictures(pictures, "reference picture")
     if mask is None or not bool((mask > 0).any()):
@@ -88,15 +78,17 @@ def over(picture: Tensor, background: float) -> Tensor:
     return ((picture[..., :3] * alpha + background * (1 - alpha)) * 255).round() / 255
 
 
-def squared(picture: Tensor, background: float) -> Tensor:
-    """``picture`` (H, W, C) in the middle of a square of its longer side."""
+def squared(picture: Tensor, background: float) -> Tensor:  # in the middle of a square of its longer side
     height, width = picture.shape[:2]
-    side = max(height, width)
-    if height == width:
-        return picture
-    square = picture.new_full((side, side, picture.shape[2]), background)
-    top, left = (side - height) // 2, (side - width) // 2
-    square[top : top + height, left : left + width] = picture
+    ground = picture.new_full((picture.shape[2],), background)
+    return picture if height == width else _in_middle(picture, max(height, width), ground)
+
+
+def _in_middle(picture: Tensor, side: int, ground: Tensor) -> Tensor:
+    """``picture`` (H, W, C) in the middle of a square of the colour ``ground`` (C,)."""
+    square = ground.repeat(side, side, 1)
+    top, left = ((side - length) // 2 for length in picture.shape[:2])
+    square[top : top + picture.shape[0], left : left + picture.shape[1]] = picture
     return square
 
 
@@ -117,31 +109,18 @@ def resized(pictures: Tensor, height: int, width: int) -> Tensor:
 
 
 def recentred(picture: Tensor) -> Tensor:
-    """The object of an RGBA picture (H, W, 4) in the middle of a transparent square; RGB comes back as it is.
-
-    Raises:
-        InputError: a picture that is wholly transparent.
-    """
+    """The object of an RGBA picture (H, W, 4) in the middle of a transparent square; RGB comes back as it is."""
     if picture.shape[-1] != 4:
         return picture
     crop = _seen(picture)
-    free = [int(length * BORDER) for length in crop.shape[:2]]
-    outer = [length + 2 * edge for length, edge in zip(crop.shape[:2], free, strict=True)]
-    side = max(outer)
-    square = picture.new_zeros(side, side, 4)
-    square[..., :3] = 1.0
-    top, left = ((side - length) // 2 + edge for length, edge in zip(outer, free, strict=True))
-    square[top : top + crop.shape[0], left : left + crop.shape[1]] = crop
-    return square
+    side = max(length + 2 * int(length * BORDER) for length in crop.shape[:2])
+    return _in_middle(crop, side, picture.new_tensor((1.0, 1.0, 1.0, 0.0)))
 
 
 def filling(picture: Tensor, size: int, background: float) -> Tensor:
     """The object of an RGBA picture (H, W, 4) in the middle of a grey square, (size, size, 3), as MV-Adapter has it.
 
     Its box, one pixel more at the top and left, fills 0.9 of the square; sizes and colours are cut, not rounded.
-
-    Raises:
-        InputError: a picture that is wholly transparent.
     """
     crop = _seen(picture, 1)
     height, width = crop.shape[:2]
@@ -151,9 +130,7 @@ def filling(picture: Tensor, size: int, background: float) -> Tensor:
     else:
         height, width = int(height * longest / width), int(longest)
     crop = resized(crop[None], max(height, 1), max(width, 1))[0]
-    square = crop.new_zeros(size, size, 4)
-    top, left = (size - crop.shape[0]) // 2, (size - crop.shape[1]) // 2
-    square[top : top + crop.shape[0], left : left + crop.shape[1]] = crop
+    square = _in_middle(crop, size, crop.new_zeros(4))
     alpha = square[..., 3:]
     return ((square[..., :3] * alpha + background * (1 - alpha)) * 255).floor().clamp(0, 255) / 255
 
@@ -161,8 +138,7 @@ def filling(picture: Tensor, size: int, background: float) -> Tensor:
 def _seen(picture: Tensor, before: int = 0) -> Tensor:
     """The box of what is not transparent in a picture (H, W, 4), and so many pixels ``before`` it.
 
-    Raises:
-        InputError: there is none.
+    Raises InputError where there is none.
     """
     seen = picture[..., 3] > 0
     if not seen.any():
@@ -176,20 +152,9 @@ def _seen(picture: Tensor, before: int = 0) -> Tensor:
     return picture[top : int(rows[-1]) + 1, left : int(columns[-1]) + 1]
 
 
-def signed(pictures: Tensor) -> Tensor:
-    """(B, 3, H, W) in -1..1, as the VAE takes it, from (B, H, W, 3)."""
+def signed(pictures: Tensor) -> Tensor:  # (B, 3, H, W) in -1..1, as the VAE takes it, from (B, H, W, 3)
     return pictures.permute(0, 3, 1, 2).contiguous() * 2 - 1
 
 
-def shown(decoded: Tensor) -> Tensor:
-    """(B, H, W, 3) in 0..1 from what the VAE gives."""
+def shown(decoded: Tensor) -> Tensor:  # (B, H, W, 3) in 0..1 from what the VAE gives
     return (decoded / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).contiguous()
-
-
-def saved(pictures: Tensor, folder: Path, name: str) -> list[Path]:
-    """The PNG files, ``name_00.png`` and on, that ``pictures`` (B, H, W, 3) in 0..1 were written to."""
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}_{index:02}.png" for index in range(len(pictures))]
-    for path, picture in zip(paths, pictures, strict=True):
-        picture_of(picture).save(path)
-    return paths

@@ -13,24 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.device.execution import HOST, Checked, to_host
+from ..compat.device.execution import HOST, Checked, picture_of, to_host
 from ..compat.device.facts import GIBIBYTE, free_bytes
 from ..compat.errors import InputError, PackError, require_choice
 from ..compat.memory.parts import ProgressStage, Silent
-from .baking.bake import BakeSettings, bake
+from .baking.bake import Baked, BakeSettings, bake
 from .baking.fill import filled, from_the_other_half
 from .baking.projection import Projected, Reference, projected
-from .choices import NEGATIVE, PLACES
-from .choices import NORMALS as NORMALS
+from .choices import NEGATIVE, NORMALS, PLACES
 from .geometry.cameras import CameraTable, views_for
 from .geometry.mesh import Mesh, Surface
 from .geometry.views import VIEW_SIZE, Maps, chosen_views, rendered_maps
 from .loading import PaintPipeline
-from .pictures import recentred, saved
+from .pictures import recentred
 from .sampling.adapter_painting import paint_six_views
 from .sampling.delight import DelightSettings, delight_image
-from .sampling.painting import Painted, PaintInputs, PaintSettings, paint_views
-from .shortage import explained
+from .sampling.painting import Painted, PaintInputs, PaintSettings, explained, paint_views
 
 TEXEL_BYTES = 200  # of baking, at its peak; counted in benchmarks/results/paint_stages.csv
 PICTURE_BYTES, PROJECTED_BYTES = 170 * 10**6, 210  # of projecting a picture, and for each texel: counted likewise
@@ -39,8 +37,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Texture:
-    """A finished texture."""
-
     colour: Tensor  # (T, T, 3) in 0..1, fp32, on the CPU
     metallic: Tensor | None  # (T, T), or None where nothing painted them
     roughness: Tensor | None
@@ -51,8 +47,6 @@ class Texture:
 
 @dataclass(frozen=True, slots=True)
 class OneStep:
-    """Settings of :func:`textured`."""
-
     paint: PaintSettings = field(default_factory=PaintSettings)
     texture: BakeSettings = field(default_factory=BakeSettings)
     max_views: int = 8  # 6..12, PBR only: the six fixed views and those that show most of what is not seen
@@ -77,13 +71,12 @@ def maps_of(
 ) -> tuple[Maps, CameraTable, Surface]:
     """Maps of the mesh on the CPU, the cameras they are of, and the checked surface.
 
+    Raises InputError for an unusable mesh, an unknown choice, a size out of range, or cameras that the family does not
+    know.
+
     Args:
         cameras: None for the six fixed views of the family.
-        family: of the pipeline that will paint; ``auto`` normals are flat for ``paint_pbr``, which was taught so, and
-            smooth for others.
-
-    Raises:
-        InputError: an unusable mesh, an unknown choice, a size out of range, or cameras that the family does not know.
+        family: of the pipeline that will paint; ``auto`` normals are flat for ``paint_pbr``, which was taught so.
     """
     require_choice("normals", normals, NORMALS, "Choose auto.")
     table = views_for(family, cameras)
@@ -107,9 +100,6 @@ def texture_of(
 
     Args:
         pictures, metallic_roughness: (V, S, S, 3), of any size S.
-
-    Raises:
-        InputError: what :func:`bake.bake` and :func:`fill.filled` refuse.
     """
     progress, settings = progress or Silent(), settings or BakeSettings()
     target = roomy(device, settings.texture_size**2 * TEXEL_BYTES, progress.notify)
@@ -118,31 +108,25 @@ def texture_of(
     what = f"baking a texture of {settings.texture_size} pixels"
     with Checked(progress.check), explained(what, target or HOST, "Lower texture_size or view_size."):
         surface = Surface.of(mesh, target, cameras.frame)
-        baked = bake(surface, cameras, pictures, settings, count)
-        both_halves = from_the_other_half(baked, surface, cameras, pictures, settings, progress.check)
-        colour = filled(both_halves, surface, settings.fill, settings.exact, progress.check)
+
+        def coloured(painted: Tensor) -> tuple[Tensor, Baked, float]:
+            baked = bake(surface, cameras, painted, settings, count)
+            both_halves = from_the_other_half(baked, surface, cameras, painted, settings, progress.check)
+            colour = filled(both_halves, surface, settings.fill, settings.exact, progress.check)
+            return to_host(colour), baked, both_halves.share - baked.share
+
+        colour, baked, mirrored = coloured(pictures)
         metallic = roughness = None
         if metallic_roughness is not None:
-            second = bake(surface, cameras, metallic_roughness, settings, count)
-            second = from_the_other_half(second, surface, cameras, metallic_roughness, settings, progress.check)
-            both = to_host(filled(second, surface, settings.fill, settings.exact, progress.check))
-            metallic, roughness = both[..., 0], both[..., 1]
+            metallic, roughness, _ = coloured(metallic_roughness)[0].unbind(-1)
     progress.step(total, total, ProgressStage("baking"))
-    mirrored = both_halves.share - baked.share
     other = f", {mirrored:.1%} mirrored from its other half" if mirrored else ""
     share = f"{baked.share:.1%} of the surface painted{other}, the rest filled from neighbouring areas"
-    return Texture(
-        colour=to_host(colour),
-        metallic=metallic,
-        roughness=roughness,
-        painted=to_host(baked.painted),
-        share=baked.share,
-        notes=(share, *baked.notes),
-    )
+    notes = (share, *baked.notes)
+    return Texture(colour, metallic, roughness, to_host(baked.painted), share=baked.share, notes=notes)
 
 
-def detail_bytes(size: int) -> int:
-    """Peak bytes of :func:`with_detail` for a texture of ``size`` texels along each side."""
+def detail_bytes(size: int) -> int:  # of with_detail at its peak, for a texture of so many texels a side
     return PICTURE_BYTES + PROJECTED_BYTES * size**2
 
 
@@ -154,15 +138,13 @@ def with_detail(
     progress: Any = None,
     device: torch.device | None = None,
 ) -> Projected:
-    """A finished texture with the detail of reference pictures, on the CPU.
+    """A finished texture (T, T, 3) in 0..1 with the detail of reference pictures, on the CPU.
+
+    Raises InputError without a picture, and for another number of cameras.
 
     Args:
-        texture: (T, T, 3) in 0..1.
         pictures: of each place of :data:`choices.PLACES`, (H, W, 3 or 4), object cut out or before a plain background.
         cameras: the directions they were taken from, in that order; None: found near each place.
-
-    Raises:
-        InputError: no picture, another number of cameras, or what :func:`projection.projected` refuses.
     """
     progress = progress or Silent()
     shown = [(place, picture) for place in PLACES for picture in pictures.get(place, [])]
@@ -210,11 +192,7 @@ def roomy(device: torch.device | None, needed_bytes: int, notify: Callable[[str]
 
 
 def greedy_cameras(mesh: Mesh | None, max_views: int, progress: Any, device: torch.device | None = None) -> CameraTable:
-    """The six fixed views and, up to ``max_views``, those that show most of what is unseen.
-
-    Raises:
-        InputError: no mesh, an unusable one, or views out of range.
-    """
+    """The six fixed views and, up to ``max_views``, those that show most of what is unseen."""
     if mesh is None:
         raise InputError("no mesh for greedy cameras", expected="the mesh to paint", fix="Connect it, or choose list.")
     with Checked(progress.check):
@@ -224,7 +202,6 @@ def greedy_cameras(mesh: Mesh | None, max_views: int, progress: Any, device: tor
 
 
 def painted_views(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any) -> Painted:
-    """The views, painted by the network of the pipeline's family."""
     paint = paint_six_views if pipeline.family == "mv_adapter" else paint_views
     return paint(pipeline, inputs, settings, progress)
 
@@ -253,18 +230,16 @@ def references_of(
 def saved_views(painted: Painted, folder: Path, place: str) -> Iterator[None]:
     """Save painted views as pictures in ``folder``, until the block, which bakes them, has succeeded.
 
-    Args:
-        place: what the user is told of the folder.
-
-    Raises:
-        PackError: that of the block, which then says where the pictures are.
+    A PackError of the block says where the pictures are: in ``place``, as the user knows the folder.
     """
     try:
-        saved(painted.views, folder, "view")
-        if painted.metallic_roughness is not None:
-            saved(painted.metallic_roughness, folder, "metallic_roughness")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, pictures in (("view", painted.views), ("metallic_roughness", painted.metallic_roughness)):
+            for index, picture in enumerate([] if pictures is None else pictures):
+                picture_of(picture).save(folder / f"{name}_{index:02}.png")
     except OSError as error:
         log.warning("AnyGPU: painted views could not be saved in %s: %s", folder, error)
+        shutil.rmtree(folder, ignore_errors=True)  # whatever fitted on a full disk
         yield
         return
     log.info("AnyGPU: painted views are saved in %s until they are baked", folder)
@@ -286,15 +261,10 @@ def textured(
     dino: Tensor | None = None,
     saving: Callable[[Painted], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[Texture, Painted, CameraTable]:
-    """Make a texture from a mesh and a picture: render, paint, bake and fill.
+    """Make a texture from a mesh and pictures (H, W, 3 or 4), the front first: render, paint, bake and fill.
 
-    Args:
-        pictures: of the object, each (H, W, 3 or 4), the front first.
-        dino: as :class:`sampling.PaintInputs` has it.
-        saving: around the bake, such as :func:`saved_views`, whose pictures stay if that fails.
-
-    Raises:
-        InputError: what any of the stages refuses; an unusable mesh is texture before anything is painted.
+    An unusable mesh is refused before anything is painted. ``saving`` is around the bake, such as :func:`saved_views`,
+    whose pictures stay if that fails.
     """
     progress = progress or Silent()
     device, adapter = pipeline.offloader.device, pipeline.family == "mv_adapter"
@@ -309,15 +279,8 @@ def textured(
         size = settings.paint.size if adapter else settings.texture.view_size
         maps, cameras, _ = maps_of(mesh, cameras, pipeline.family, "auto", size, progress, device)
         references = references_of(pipeline, pictures, delight, settings.delight, progress)
-        inputs = PaintInputs(
-            references=references,
-            normals=maps.normal,
-            positions=maps.position,
-            cameras=cameras,
-            dino=dino,
-            prompt=settings.prompt,
-            negative=settings.negative,
-        )
+        words = {"prompt": settings.prompt, "negative": settings.negative}
+        inputs = PaintInputs(references, maps.normal, maps.position, cameras, dino=dino, **words)
         del maps
         painted = painted_views(pipeline, inputs, settings.paint, progress)
         given = (mesh, cameras, painted.views, painted.metallic_roughness)

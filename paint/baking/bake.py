@@ -1,9 +1,8 @@
 """Pictures of the views back onto the texture: one view at a time, then merged by how squarely each saw the surface.
 
-Two forms. *Gather* asks for each texel where the camera sees it, and leaves no holes (v2-1). *Scatter* spreads each
-pixel over four texels (v2-0). ``exact`` repeats the reference's faults, for comparison with it: gather off by half a
-pixel, texel corners in the place of centres, float noise taken for edges, and pixels near an edge thrown away although
-nothing else sees them.
+*Gather* asks for each texel where the camera sees it, and leaves no holes (v2-1). *Scatter* spreads each pixel over
+four texels (v2-0). ``exact`` repeats the reference's faults, for comparison with it: gather off by half a pixel, texel
+corners in the place of centres, float noise taken for edges, and pixels near an edge thrown away.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ TAN_22 = 13573  # tan(22.5 degrees) * 2^15: directions are compared in whole num
 
 @dataclass(frozen=True, slots=True)
 class BakeSettings:
-    """Settings of a bake."""
-
     texture_size: int = 2048  # texels, 16..8192
     view_size: int = VIEW_SIZE  # pixels at which the maps were rendered; the pictures may have any size
     form: str = "gather"  # "gather" or "scatter"
@@ -59,8 +56,6 @@ class Texels:
 
 @dataclass(frozen=True, eq=False)
 class Baked:
-    """A texture and what is known of it."""
-
     texture: Tensor  # (T, T, 3) float32, 0 where not painted
     weight: Tensor  # (T, T) float32
     painted: Tensor  # (T, T) bool
@@ -68,16 +63,14 @@ class Baked:
     notes: tuple[str, ...] = ()
 
     @property
-    def share(self) -> float:
-        """Painted share of the surface's texels, 0..1."""
+    def share(self) -> float:  # painted, of the surface's texels, 0..1
         return float((self.painted & self.texels.covered).sum() / self.texels.covered.sum().clamp(min=1))
 
 
 def texels_of(surface: Surface, size: int, exact: bool = False) -> Texels:
     """Surface points at the texels of a texture of ``size`` (T): where faces share a texel, the lowest has it.
 
-    Args:
-        exact: texel centres at u (T - 1), as the reference has them, instead of u T - 1/2, as renderers have them.
+    ``exact`` puts texel centres at u (T - 1), as the reference, instead of u T - 1/2, as renderers.
     """
     surface, uvs = surface.with_uvs()
     screen = F.pad(texel_places(uvs, size, exact), (0, 1))
@@ -86,8 +79,7 @@ def texels_of(surface: Surface, size: int, exact: bool = False) -> Texels:
     return Texels(size, ids >= 0, shown, shown.interpolated(surface.vertices, surface.faces))
 
 
-def texel_places(uvs: Tensor, size: int, exact: bool) -> Tensor:
-    """(N, 2): column and row of ``uvs`` (N, 2) in texels, centres at whole numbers."""
+def texel_places(uvs: Tensor, size: int, exact: bool) -> Tensor:  # (N, 2): column and row, centres at whole numbers
     return uvs * (size - 1) if exact else uvs * size - 0.5
 
 
@@ -95,23 +87,19 @@ def bake(
     surface: Surface,
     table: CameraTable,
     pictures: Tensor,
-    settings: BakeSettings | None = None,
+    settings: BakeSettings = BakeSettings(),
     check: Callable[[], None] = lambda: None,
 ) -> Baked:
-    """The texture that ``pictures`` make on ``surface``, not filled yet.
+    """The texture that ``pictures`` make on ``surface``, not filled yet, on the surface's device.
+
+    Raises InputError for pictures of another number, shape or value, no usable UVs, or sizes out of range. Peak extra
+    memory: about 200 bytes per texel, 0.8 GB at 2048.
 
     Args:
         surface: with UVs, in the frame of the ``table``.
         pictures: (V, H, W, 3) in 0..1, any device and square size.
         check: called between views; may raise to cancel.
-
-    Returns:
-        float32 on the surface's device. Peak extra memory: about 200 bytes per texel, 0.8 GB at 2048.
-
-    Raises:
-        InputError: pictures of another number, shape or value, no usable UVs, or sizes out of range.
     """
-    settings = settings or BakeSettings()
     _check(table, pictures, settings)
     surface, uvs = surface.with_uvs()
     texels = texels_of(surface, settings.texture_size, settings.exact)
@@ -135,26 +123,20 @@ def bake(
         colours += colour * weight[..., None]
     painted = total > 0
     texture = torch.where(painted[..., None], colours / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None], 0)
-    return Baked(
-        texture=texture, weight=total, painted=painted, texels=texels, notes=_notes(surface, uvs, texels, skipped)
-    )
+    notes = _notes(surface, uvs, texels, skipped)
+    return Baked(texture, total, painted, texels=texels, notes=notes)
 
 
 def gathered(
     surface: Surface, view: View, picture: Tensor, texels: Texels, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each texel's colour in one view: colour (T, T, 3), cosine (T, T), 0 where not seen, and trust (T, T).
-
-    Args:
-        picture: (H, W, 3) on the surface's device, of any size.
-    """
+    """Each texel's colour (T, T, 3) in one view, cosine (T, T), 0 where not seen, and trust (T, T)."""
     towards = torch.tensor(view.camera.axes()[2], device=picture.device)
     cosines = surface.face_normals @ towards
     sure = trusted(view, exact)
     shows = (view.ids >= 0) & ~blended(view, picture.shape[0])
-    sight = _Sight(
-        view=view, depth=view.image(view.depth, background=-math.inf), sure=sure, pure=shows, cosines=cosines
-    )
+    depth = view.image(view.depth, background=-math.inf)
+    sight = _Sight(view, depth, sure=sure, pure=shows, cosines=cosines)
     picture = picture if exact else rim_cleaned(picture, view)
     size, count = texels.size, texels.place.shape[0]
     colour, cosine, trust = (picture.new_zeros((size * size, *tail)) for tail in ((3,), (), ()))
@@ -301,20 +283,16 @@ def _splat(sums: Tensor, places: Tensor, values: Tensor, size: int) -> None:
 
 
 def _check(table: CameraTable, pictures: Tensor, settings: BakeSettings) -> None:
-    if (
-        pictures.ndim != 4
-        or pictures.shape[-1] not in (3, 4)
-        or pictures.shape[1] != pictures.shape[2]
-        or pictures.shape[1] < 2
-    ):
+    shape = tuple(pictures.shape)
+    if len(shape) != 4 or shape[-1] not in (3, 4) or shape[1] != shape[2] or shape[1] < 2:
         raise InputError(
-            f"pictures of shape {tuple(pictures.shape)} to bake",
+            f"pictures of shape {shape} to bake",
             expected="(views, size, size, 3)",
             fix="Bake square pictures, as Paint Views makes them.",
         )
-    if pictures.shape[0] != len(table):
+    if shape[0] != len(table):
         raise InputError(
-            f"{pictures.shape[0]} pictures for {len(table)} cameras",
+            f"{shape[0]} pictures for {len(table)} cameras",
             expected="one per camera",
             fix="Connect the same cameras to Paint Views and Bake Texture.",
         )
@@ -326,9 +304,8 @@ def _check(table: CameraTable, pictures: Tensor, settings: BakeSettings) -> None
         )
     for name, size in (("texture_size", settings.texture_size), ("view_size", settings.view_size)):
         if not SIZES[0] <= size <= SIZES[1]:
-            raise InputError(
-                f"{name} {size} to bake", expected=f"{SIZES[0]} to {SIZES[1]}", fix="2048 suits most meshes."
-            )
+            limits = f"{SIZES[0]} to {SIZES[1]}"
+            raise InputError(f"{name} {size} to bake", expected=limits, fix="2048 suits most meshes.")
     require_choice("bake form", settings.form, FORMS, "gather leaves no holes.")
 
 
@@ -349,13 +326,17 @@ def _notes(surface: Surface, uvs: Tensor, texels: Texels, skipped: list[int]) ->
 def trusted(view: View, exact: bool) -> Tensor:
     """(H, W) bool: covered pixels away from the mesh's rim and from depth edges, by two pixels at 512.
 
-    Args:
-        exact: edges as the reference finds them, by Canny on depth scaled to its own range; it takes float noise for
-            edges where a view shows one flat face. Otherwise a step of depth is measured in units of the frame.
+    ``exact`` finds edges as the reference, by Canny on depth scaled to its own range, which takes float noise for edges
+    where a view shows one flat face. Otherwise a step of depth is measured in units of the frame.
     """
     covered = view.ids >= 0
     reach = int(MARGIN * view.size)
-    edges = canny(_eight_bit_depth(view)) if exact else depth_steps(view)
+    if exact and view.depth.numel():
+        low, high = view.depth.min(), view.depth.max()
+        span = torch.where(high > low, high - low, torch.ones_like(high))
+        edges = canny(view.image((view.depth - low) / span * 255).to(torch.uint8))
+    else:
+        edges = depth_steps(view)
     return ~grown(~covered, reach) & ~grown(edges, reach)
 
 
@@ -389,14 +370,6 @@ def depth_steps(view: View) -> Tensor:
         steps.narrow(dim, 0, count).logical_or_(step)
         steps.narrow(dim, 1, count).logical_or_(step)
     return steps
-
-
-def _eight_bit_depth(view: View) -> Tensor:
-    if not view.depth.numel():
-        return torch.zeros_like(view.ids, dtype=torch.uint8)
-    low, high = view.depth.min(), view.depth.max()
-    span = torch.where(high > low, high - low, torch.ones_like(high))
-    return view.image((view.depth - low) / span * 255).to(torch.uint8)
 
 
 def canny(image: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from ...compat.errors import InputError, require_choice
 from ...compat.packages import imported
 from ..choices import FILLS as METHODS
 from ..geometry.cameras import Camera, CameraTable
-from ..geometry.mesh import Surface, welded
+from ..geometry.mesh import Surface, named_by, welded
 from ..geometry.views import rasterised
 from .bake import Baked, BakeSettings, bake, texel_places
 
@@ -32,14 +32,13 @@ def filled(
 ) -> Tensor:
     """(T, T, 3): the texture with every texel coloured.
 
+    Raises InputError for an unknown method, or where nothing is painted; MissingPackageError without OpenCV.
+
     Args:
         method: for what the surface leaves open: "pull_push" in torch, "opencv" (Navier-Stokes, needs the package), or
             "auto": pull_push.
         exact: as the reference: each vertex colours one texel, and seams of the texture are borders.
         check: called between the vertices of ``exact``, one after the other; may raise to cancel.
-
-    Raises:
-        InputError: an unknown method, or nothing is painted at all. MissingPackageError: OpenCV is absent.
     """
     require_choice("fill method", method, METHODS, "auto needs no package.")
     if not bool(baked.painted.any()):
@@ -86,8 +85,7 @@ def _direction(camera: Camera) -> tuple[float, ...]:
     return tuple(round(value, 3) for value in camera.axes()[2])
 
 
-def is_symmetric(surface: Surface) -> bool:
-    """True for a mesh whose left and right halves look alike, but for :data:`OFF`."""
+def is_symmetric(surface: Surface) -> bool:  # left and right, but for OFF and ALIKE
     for camera in COMPARED:
         views = (rasterised(surface, each, OUTLINE) for each in (camera, mirror_image(camera)))
         own, image = (view.image(view.depth, background=-9.0) for view in views)
@@ -108,11 +106,8 @@ def vertex_filled(
     size, device = baked.texels.size, baked.texture.device
     place = texel_places(uvs, size, exact).round().long().clamp(0, size - 1)
     texel = place[:, 1] * size + place[:, 0]
-    used = torch.zeros(uvs.shape[0], dtype=torch.bool, device=device)
-    used[surface.faces.reshape(-1)] = True
-    own = torch.arange(uvs.shape[0], device=device)
-    if not exact:
-        own = welded(surface.vertices)
+    used = named_by(surface.faces, len(uvs))
+    own = torch.arange(len(uvs), device=device) if exact else welded(surface.vertices)
     count = int(own.max()) + 1
     has = (baked.painted.view(-1)[texel] & used).to(torch.float32)
     sums = torch.zeros((count, 4), device=device)
@@ -211,11 +206,7 @@ def pull_push(texture: Tensor, painted: Tensor) -> Tensor:
 
 
 def navier_stokes(texture: Tensor, painted: Tensor) -> Tensor:
-    """(H, W, 3) with the rest painted by OpenCV's Navier-Stokes inpainting in 8 bits, as the reference does.
-
-    Raises:
-        MissingPackageError: OpenCV is absent.
-    """
+    """(H, W, 3) with the rest painted by OpenCV's Navier-Stokes inpainting in 8 bits, as the reference does."""
     cv2 = imported("cv2")
     picture = (to_host(texture).clamp(0, 1) * 255).to(torch.uint8).numpy()
     holes = to_host(~painted).to(torch.uint8).numpy() * 255

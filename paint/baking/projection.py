@@ -1,7 +1,7 @@
 """Reference pictures on a finished texture: where a picture shows the surface squarely, its own detail is put there.
 
-The camera is found by :mod:`geometry.pose`. A picture fades out towards slanted surface, towards whatever hides it, and
-where its colours contradict the texture; what it does not show stays bit for bit.
+It fades out towards slanted surface, towards whatever hides it, and where its colours contradict the texture; what it
+does not show stays bit for bit.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ PLAIN = 0.9  # of the picture's edge, which has one colour where the background 
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """A picture of the object."""
-
     picture: Tensor  # (H, W, 3 or 4) in 0..1 on the CPU; with alpha, or before a plain background
     name: str = "front"  # of its place, for the user
     azimuth: float = 0.0  # degrees
@@ -59,18 +57,15 @@ class Projected:
 def projected(
     surface: Surface, texture: Tensor, references: Sequence[Reference], check: Callable[[], None] = lambda: None
 ) -> Projected:
-    """``texture`` with the detail of pictures where they show the surface.
+    """``texture`` with the detail of pictures where they show the surface, on the surface's device.
+
+    It equals ``texture`` wherever no picture counts, but for :data:`PADDING` texels beside those that changed. Peak
+    extra memory: 210 bytes per texel, and 170 MB. Raises InputError for a texture that is not square, unusable UVs, or
+    a picture without an object.
 
     Args:
         texture: (T, T, 3) in 0..1 of the whole surface, on its device.
         check: called between steps of 0.1 s to a few seconds; may raise to cancel.
-
-    Returns:
-        On the surface's device; equal to ``texture`` wherever no picture counts, but for :data:`PADDING` texels beside
-        those that changed. Peak extra memory: 210 bytes per texel, and 170 MB.
-
-    Raises:
-        InputError: a texture that is not square, unusable UVs, or a picture without an object.
     """
     if texture.ndim != 3 or texture.shape[0] != texture.shape[1]:
         raise InputError(
@@ -151,11 +146,10 @@ def facing(surface: Surface, shown: Fragments, pose: Pose) -> tuple[Tensor, Tens
 
 
 def compared(painted: Tensor, colours: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Agreement and difference of the soft colours of a texture and of a picture, both (3, S, S).
+    """Agreement of the soft colours of a texture and of a picture, both (3, S, S), and the picture's less the
+    texture's.
 
-    Returns:
-        (S, S) in 0..1, where light of another colour or strength over the whole picture is no disagreement; and
-        (3, S, S), the picture's less the texture's.
+    The agreement is (S, S) in 0..1; light of another colour or strength over the whole picture is no disagreement.
     """
     first, second = (softened(each, chosen[None].to(each.dtype)) for each in (painted, colours))
     off = torch.zeros_like(first[0])
@@ -180,13 +174,9 @@ def faded(allowed: Tensor, share: float) -> Tensor:
 
 
 def cropped(picture: Tensor, name: str, most: int) -> Tensor:
-    """(S, S, 4): the object in the middle of a square, at most ``most`` pixels wide.
+    """(S, S, 4): the object in the middle of a square, at most ``most`` pixels wide, of a picture (H, W, 3 or 4).
 
-    Args:
-        picture: (H, W, 3 or 4); one without alpha has a plain background.
-
-    Raises:
-        InputError: nothing, or everything, is the object.
+    One without alpha has a plain background. Raises InputError where nothing, or everything, is the object.
     """
     if picture.shape[-1] == 3:
         edge = torch.cat((picture[0], picture[-1], picture[:, 0], picture[:, -1]))

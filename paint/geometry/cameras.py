@@ -1,7 +1,7 @@
 """The views: orthographic cameras around the mesh, and the ids by which the model knows them.
 
-Frame: glTF axes, the mesh centred and scaled so that its farthest vertex is at 0.575. Azimuth 0 looks at the +Z face,
-90 at the +X face; elevation 90 looks down. A camera's distance does not change an orthographic picture.
+In the frame, glTF axes, the farthest vertex of the centred mesh is at 0.575. Azimuth 0 looks at the +Z face, 90 at the
++X face; elevation 90 looks down.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...compat.errors import InputError
-from ..choices import ORTHO_SCALE as ORTHO_SCALE
-from ..choices import VIEWS
+from ..choices import ORTHO_SCALE, VIEWS
 
 RADIUS = 0.575  # of the farthest vertex
 AZIMUTH_STEP = 30  # degrees between the azimuths that the model was taught
@@ -106,16 +105,15 @@ def camera_table(
     weights: Sequence[float] | str,
     ortho_scale: float = ORTHO_SCALE,
 ) -> CameraTable:
-    """The cameras that three lists describe, checked.
+    """The cameras that three lists, or their texts such as "0, 90, 180", describe; of one value it counts for every
+    view.
+
+    Raises InputError where a value is not a number or out of range, or the lists differ in length.
 
     Args:
         elevations: degrees, -90..90.
-        weights: 0..1000, not all 0. Each a list or its text, such as "0, 90, 180". Lists of one value count for every
-            view.
+        weights: 0..1000, not all 0.
         ortho_scale: width of the picture in units of the frame, 0.1..10; the mesh is up to 1.15 wide.
-
-    Raises:
-        InputError: a value is not a number or out of range, or the lists differ in length.
     """
     lists = {
         name: _numbers(values, name)
@@ -148,10 +146,8 @@ def camera_table(
 
 
 def _numbers(values: Sequence[float] | str, name: str) -> list[float]:
-    parts: list[Any] = (
-        values.replace(";", ",").replace("\n", ",").split(",") if isinstance(values, str) else list(values)
-    )
-    parts = [part for part in parts if not (isinstance(part, str) and not part.strip())]
+    text = values.replace(";", ",").replace("\n", ",").split(",") if isinstance(values, str) else None
+    parts: list[Any] = list(values) if text is None else [part for part in text if part.strip()]
     try:
         numbers = [float(part) for part in parts]
     except (TypeError, ValueError):
@@ -166,11 +162,7 @@ def _numbers(values: Sequence[float] | str, name: str) -> list[float]:
 
 
 def views_for(family: str | None, cameras: CameraTable | None) -> CameraTable:
-    """The cameras of a family: ``cameras``, or its own where they are None.
-
-    Raises:
-        InputError: cameras that its weights do not know.
-    """
+    """``cameras``, or the family's own where they are None; raises InputError for cameras that it does not know."""
     own = ADAPTER_VIEWS if family == "mv_adapter" else DEFAULT_VIEWS
     table = cameras or own
     if family is not None and (table != own if family == "mv_adapter" else table.frame != HUNYUAN):
@@ -185,12 +177,9 @@ def views_for(family: str | None, cameras: CameraTable | None) -> CameraTable:
 
 
 def camera_ids(table: CameraTable, family: str = "paint") -> list[int]:
-    """Camera ids of the multiview UNet, 0..43; the pipeline adds its offset of 5 reference ids.
+    """Camera ids of the multiview UNet, 0..43; raises InputError for an elevation that the model was not taught.
 
     An azimuth between two steps of 30 degrees takes the lower, as the reference does: see :func:`camera_notes`.
-
-    Raises:
-        InputError: an elevation that the model was not taught.
     """
     known = KNOWN_ELEVATIONS[family]
     if known is None:
@@ -202,13 +191,11 @@ def camera_ids(table: CameraTable, family: str = "paint") -> list[int]:
             expected=f"each one of {', '.join(map(str, known))} degrees",
             fix="Change the camera list, or use the PBR model, which takes any elevation.",
         )
-    return [_camera_id(camera) for camera in table]
-
-
-def _camera_id(camera: Camera) -> int:
-    step = (int(camera.azimuth % 360) // AZIMUTH_STEP + 9) % 12
-    elevation = int(camera.elevation)
-    return FIRST_ID[elevation] + (step // 3 if abs(elevation) == 90 else step)
+    ids = []
+    for camera in table:
+        step, elevation = (int(camera.azimuth % 360) // AZIMUTH_STEP + 9) % 12, int(camera.elevation)
+        ids.append(FIRST_ID[elevation] + (step // 3 if abs(elevation) == 90 else step))
+    return ids
 
 
 def camera_notes(table: CameraTable, family: str = "paint") -> list[str]:

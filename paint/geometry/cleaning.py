@@ -1,5 +1,4 @@
-"""Removes what causes trouble when painting: faces without area, duplicate faces, broken vertices, small loose
-pieces."""
+"""Removes what causes trouble when painting: faces without area or twice, broken vertices, small loose pieces."""
 
 from __future__ import annotations
 
@@ -16,8 +15,6 @@ from .mesh import THIN, Mesh, checked_shapes, named_by, numbered, welded
 
 @dataclass(frozen=True, slots=True)
 class CleanSettings:
-    """Components to remove."""
-
     floaters: float = FLOATERS  # pieces with less than this share of all faces, but for the largest; 0 keeps all
     degenerate: bool = True  # faces without area, and faces that are there twice
     broken: bool = True  # faces with a NaN or infinite corner
@@ -26,11 +23,7 @@ class CleanSettings:
 def cleaned(mesh: Mesh, settings: CleanSettings = CleanSettings()) -> tuple[Mesh, tuple[str, ...]]:
     """The mesh without what ``settings`` name, and lines about what went; vertices that no face uses go too.
 
-    Args:
-        mesh: on any device; NaN vertices allowed where ``broken`` takes them out.
-
-    Raises:
-        InputError: an empty mesh, indices outside, a share out of range, or nothing would be left.
+    Raises InputError for an empty mesh, indices outside, a share out of range, or where nothing would be left.
     """
     if not 0 <= settings.floaters <= 1:
         raise InputError(f"floaters {settings.floaters}", expected="a share from 0 to 1", fix=f"{FLOATERS} is usual.")
@@ -66,7 +59,6 @@ def cleaned(mesh: Mesh, settings: CleanSettings = CleanSettings()) -> tuple[Mesh
 
 
 def finite(vertices: Tensor, faces: Tensor) -> Tensor:
-    """(M,) bool: faces whose corners are all finite."""
     return torch.isfinite(vertices).all(1)[faces].all(1)
 
 

@@ -23,7 +23,6 @@ from ...compat.errors import CheckpointError, InputError, PackError, reading_bud
 from ...compat.packages import imported
 from ..choices import MESH_FILES as FORMATS
 from .cameras import HUNYUAN, Frame
-from .materials import material_of, with_small_textures
 from .mesh_cost import cost_of
 
 MANY_FACES = 100_000  # above it core's Decimate is worth its time before Unwrap
@@ -36,13 +35,15 @@ CALLS = 4096  # of trimesh between two checks: a millisecond
 OFF_CENTRE = 0.1  # of the box, in units of a frame that leaves the mesh where it is
 THIN = 1e-7  # height of a face in the frame, where the mesh is 1.15 wide: float32 positions are off by half as much
 
+TEXTURE_PIXELS, PER_PIXEL = 64 * 1024**2, 64  # bytes that packing takes of each: measured with trimesh 5.2
+MAPS = ("baseColor", "metallicRoughness", "emissive", "normal", "occlusion")
+FACTORS = ("baseColorFactor", "metallicFactor", "roughnessFactor", "emissiveFactor")
+TEXTURES = ("image", *(f"{name}Texture" for name in MAPS))
 _naming = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """A triangle mesh."""
-
     vertices: Tensor  # (N, 3) floating, any unit, glTF axes
     faces: Tensor  # (M, 3) integer, counter-clockwise from outside
     uvs: Tensor | None = None  # (N, 2) floating or None; see the module
@@ -67,8 +68,7 @@ class Surface:
     def of(cls, mesh: Mesh, device: torch.device | str | None = None, frame: Frame = HUNYUAN) -> Surface:
         """``mesh`` checked and prepared on ``device``, or where it is, in the ``frame`` of a family.
 
-        Raises:
-            InputError: empty, not finite, indices outside, or no face with an area.
+        Raises InputError where it is empty, not finite, names vertices outside, or has no face with an area.
         """
         checked_shapes(mesh)
         wrong = int((~torch.isfinite(mesh.vertices)).any(1).sum())
@@ -99,7 +99,9 @@ class Surface:
         faces, face_normals = faces[solid], normals[solid] / (2 * areas[solid])[:, None]
         by_corner = face_normals.repeat_interleave(3, 0)
         if frame.by_angle:
-            by_corner = by_corner * corner_angles(corners[solid]).reshape(-1, 1)
+            ahead, back = (corners[solid].roll(way, 1) - corners[solid] for way in (-1, 1))
+            angles = torch.atan2(torch.linalg.cross(ahead, back).norm(dim=2), (ahead * back).sum(2))
+            by_corner = by_corner * angles.reshape(-1, 1)
         sums = torch.zeros_like(vertices).index_add_(0, faces.reshape(-1), by_corner)
         vertex_normals = torch.nn.functional.normalize(sums, dim=1)
         target = torch.device(device) if device is not None else mesh.vertices.device
@@ -112,16 +114,11 @@ class Surface:
         return cls(own[0], faces.to(target), uvs, own[1], own[2], centre, scale, notes)
 
     def areas(self) -> Tensor:
-        """(M,) float32: area of each face in the frame."""
         a, b, c = (self.vertices[self.faces[:, k]] for k in range(3))
         return torch.linalg.cross(b - a, c - a).norm(dim=1) / 2
 
     def with_uvs(self) -> tuple[Surface, Tensor]:
-        """This surface and its UVs (N, 2) in 0..1.
-
-        Raises:
-            InputError: there are none, or they are not finite or outside 0..1.
-        """
+        """This surface and its UVs (N, 2) in 0..1; raises InputError where they are missing, not finite or outside."""
         if self.uvs is None:
             raise InputError("a mesh without UVs", expected="a place in the texture for every face", fix=UNWRAP)
         used = self.uvs[named_by(self.faces, len(self.uvs))]
@@ -138,12 +135,6 @@ class Surface:
         if not bool((uv_areas(uvs, self.faces) > 0).any()):
             raise InputError("UVs without area", expected="a place in the texture for every face", fix=UNWRAP)
         return replace(self, uvs=uvs), uvs
-
-
-def corner_angles(corners: Tensor) -> Tensor:
-    """(M, 3): the angle at each corner of triangles (M, 3, 3), in radians."""
-    ahead, back = corners.roll(-1, 1) - corners, corners.roll(1, 1) - corners
-    return torch.atan2(torch.linalg.cross(ahead, back).norm(dim=2), (ahead * back).sum(2))
 
 
 def named_by(faces: Tensor, count: int) -> Tensor:
@@ -190,11 +181,11 @@ def checked_shapes(mesh: Mesh) -> None:
 
 
 def _notes(mesh: Mesh, faces: Tensor, dropped: int, centre: Tensor, radius: float) -> tuple[str, ...]:
-    notes = []
-    if dropped:
-        notes.append(f"{dropped} faces without area were dropped")
+    notes = [f"{dropped} faces without area were dropped"] if dropped else []
     notes += size_notes(faces.shape[0])
-    shared = shared_by_many(faces)
+    ends = torch.cat((faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]])).sort(1).values
+    keys = (ends[:, 0] * (int(faces.max()) + 1) + ends[:, 1]).sort().values
+    shared = len(keys[2:][keys[2:] == keys[:-2]].unique_consecutive())
     if shared:
         notes.append(f"{shared} edges belong to more than two faces: normals there are mixed")
     digits = torch.finfo(mesh.vertices.dtype).eps * float(centre.abs().max())
@@ -207,27 +198,14 @@ def _notes(mesh: Mesh, faces: Tensor, dropped: int, centre: Tensor, radius: floa
 
 
 def size_notes(faces: int) -> list[str]:
-    """A line with the time that a large mesh costs; none for an ordinary one."""
     if faces <= MANY_FACES:
         return []
     seconds = faces * UNWRAP_SECONDS
     return [f"{faces} faces: Unwrap Mesh takes about {seconds:.0f} s on a CPU, less after Decimate Mesh"]
 
 
-def shared_by_many(faces: Tensor) -> int:
-    """Number of edges that belong to more than two faces."""
-    ends = torch.cat((faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]])).sort(1).values
-    keys = (ends[:, 0] * (int(faces.max()) + 1) + ends[:, 1]).sort().values
-    third = keys[2:][keys[2:] == keys[:-2]]
-    return int(third.unique_consecutive().shape[0])
-
-
 class Beside:
-    """The files that a mesh file may name: those in its own folder, whatever the version of trimesh allows.
-
-    Args:
-        path: of the mesh.
-    """
+    """The files that a mesh file may name: those in its own folder, whatever the version of trimesh allows."""
 
     def __init__(self, path: Path) -> None:
         self.folder = path.resolve().parent
@@ -236,8 +214,7 @@ class Beside:
     def place(self, name: str) -> Path:
         """The path of a file in the folder, or in one below it.
 
-        Raises:
-            ValueError: outside of it, also by a link; no plain file, or too large a one.
+        Raises ValueError where it is outside, also by a link, no plain file, or too large.
         """
         place = (self.folder / name.strip()).resolve()
         if not place.is_relative_to(self.folder) or not place.is_file() or place.stat().st_size > BESIDE_BYTES:
@@ -245,7 +222,6 @@ class Beside:
         return place
 
     def get(self, name: str) -> bytes:
-        """The content of the file at :meth:`place`."""
         place = self.place(name)
         if place not in self.read:
             self.read[place] = place.read_bytes()
@@ -258,11 +234,7 @@ class Beside:
         return []
 
     def namespaced(self, namespace: str) -> Beside:
-        """The same for a folder below.
-
-        Raises:
-            ValueError: it is outside.
-        """
+        """The same for a folder below; raises ValueError where it is outside."""
         inner = Beside(self.folder / namespace / "mesh")
         if not inner.folder.is_relative_to(self.folder):
             raise ValueError(f"{namespace!r} is outside of the mesh's own folder")
@@ -285,11 +257,7 @@ def _numbered_nodes(trimesh: Any) -> Iterator[None]:
 def _reading(path: Path, check: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Call ``check`` between the calls inside, which know of no cancel: a thread of theirs would outlive it.
 
-    Yields:
-        ``check`` itself, to be called between steps.
-
-    Raises:
-        CheckpointError: what a reader raises, in one line.
+    Yields ``check`` itself, to be called between steps. Raises CheckpointError for what a reader raises, in one line.
     """
     raised: list[BaseException] = []  # libraries swallow exceptions: this one comes out all the same
     calls = count(1)
@@ -324,12 +292,9 @@ def _reading(path: Path, check: Callable[[], None]) -> Iterator[Callable[[], Non
 def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mesh, tuple[str, ...]]:
     """The mesh in a GLB, glTF, OBJ, PLY or STL file, and lines about it; several objects become one.
 
-    Args:
-        check: called after each chunk and between the reader's calls, in this thread; may raise to cancel.
-
-    Raises:
-        InputError: another format. CheckpointError: no such file, damaged, nothing in it, or too much memory to read.
-        MissingPackageError: trimesh is absent.
+    Raises InputError for another format; CheckpointError where the file is missing, damaged, empty, or takes too much
+    memory; MissingPackageError without trimesh. ``check`` is called after each chunk and between the reader's calls, in
+    this thread; it may raise to cancel.
     """
     if path.suffix.lower() not in FORMATS:
         raise InputError(f"mesh file {path.name!r}", expected=f"one of {', '.join(FORMATS)}", fix="Convert it.")
@@ -383,15 +348,68 @@ def _near_origin(vertices: Tensor) -> tuple[Tensor, list[str]]:
     return vertices - centre, [f"moved to the origin: it was {float(centre.norm()):.3g} away and is {width:.3g} wide"]
 
 
+def with_small_textures(scene: Any, spare: int) -> bool:
+    """True where the textures of ``scene`` would take more than ``spare`` bytes, and are small blank pictures now.
+
+    Where several materials become one, trimesh decodes them all to pack them, and each node has its own copy: a file of
+    100 kB can take gigabytes.
+    """
+    from PIL import Image
+
+    named = [
+        (shape, geometry.visual.material, name, picture)
+        for shape, geometry in scene.geometry.items()
+        for name in TEXTURES
+        if hasattr(picture := getattr(getattr(geometry.visual, "material", None), name, None), "size")
+    ]
+    nodes = scene.graph.geometry_nodes if named else {}
+    pixels = sum(len(nodes.get(shape, ())) * picture.size[0] * picture.size[1] for shape, _, _, picture in named)
+    share = (min(TEXTURE_PIXELS, max(spare, 0) / PER_PIXEL) / max(pixels, 1)) ** 0.5
+    blank: dict[int, Any] = {}  # of another colour each: trimesh takes equal materials for one
+    for _, material, name, picture in named if share < 1 else ():
+        size = tuple(max(1, round(side * share)) for side in picture.size)
+        blank.setdefault(id(picture), Image.new("RGB", size, len(blank) % 2**24))
+        setattr(material, name, blank[id(picture)])
+    return bool(blank)
+
+
+def material_of(scene: Any, mesh: Any) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
+    """Maps and factors of the one material that ``mesh`` has from those of ``scene``, and a line about what is lost.
+
+    A damaged picture is left out: the shape is what matters.
+    """
+    given = [getattr(geometry.visual, "material", None) for geometry in scene.geometry.values()]
+    material = getattr(getattr(mesh, "visual", None), "material", None)
+    factors = {}
+    for name in FACTORS:
+        value = getattr(material, name, None)
+        if value is not None:  # trimesh has the base colour's in eight bits
+            scale = 255 if name == "baseColorFactor" else 1
+            factors[name] = [float(each) / scale for each in value] if hasattr(value, "__len__") else float(value)
+    material = material.to_pbr() if hasattr(material, "to_pbr") else material
+    maps, lost = {}, []
+    for name in MAPS:
+        picture = getattr(material, f"{name}Texture", None)
+        try:
+            if picture is not None:
+                values = torch.frombuffer(bytearray(picture.convert("RGB").tobytes()), dtype=torch.uint8)
+                maps[name] = values.view(picture.height, picture.width, 3).float() / 255
+            elif any(getattr(each, f"{name}Texture", None) is not None for each in given):
+                lost.append(name)
+        except Exception:  # each picture's reader raises its own kinds
+            lost.append(name)
+    left = "textures that are damaged, or that several materials cannot share, are left out"
+    return maps, factors, [f"{left}: {', '.join(lost)}"] if lost else []
+
+
 def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None) -> Path:
     """A GLB with the texture, and what else the mesh's material has, at ``path``, which is returned.
+
+    Raises MissingPackageError without trimesh, InputError without UVs.
 
     Args:
         texture: (T, T, 3) in 0..1.
         metallic_roughness: the same, R metallic, G roughness as the PBR model paints them.
-
-    Raises:
-        MissingPackageError: trimesh is absent. InputError: the mesh has no UVs.
     """
     trimesh = imported("trimesh")
     if mesh.uvs is None:
@@ -408,13 +426,8 @@ def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tenso
     uvs = to_host(torch.stack((mesh.uvs[:, 0], 1 - mesh.uvs[:, 1]), dim=1)).numpy()
     visual = trimesh.visual.TextureVisuals(uv=uvs, material=trimesh.visual.material.PBRMaterial(**material))
     normals = welded_normals(to_host(mesh.vertices).double(), to_host(mesh.faces).long())
-    made = trimesh.Trimesh(
-        to_host(mesh.vertices).numpy(),
-        to_host(mesh.faces).numpy(),
-        vertex_normals=normals.numpy(),
-        visual=visual,
-        process=False,
-    )
+    vertices, faces = (to_host(each).numpy() for each in (mesh.vertices, mesh.faces))
+    made = trimesh.Trimesh(vertices, faces, vertex_normals=normals.numpy(), visual=visual, process=False)
     with replacing(path) as temporary:
         temporary.write_bytes(made.export(file_type="glb", include_normals=True))
     return path

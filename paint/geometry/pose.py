@@ -50,13 +50,11 @@ class Pose:
     right: float = 0.0  # of the frame's middle from the picture's, in widths of the picture
     up: float = 0.0
 
-    def values(self) -> Tensor:
-        """(7,) float64 on the CPU, in the order of the arguments."""
+    def values(self) -> Tensor:  # (7,) float64 on the CPU
         return torch.tensor([getattr(self, name) for name in self.__slots__], dtype=torch.float64)
 
     @classmethod
     def of(cls, values: Tensor) -> Pose:
-        """The pose of :meth:`values`."""
         return cls(*to_host(values).tolist())
 
     def towards(self) -> tuple[float, float, float]:
@@ -79,16 +77,14 @@ class Pose:
         return torch.stack((cosine * x - sine * y + self.right, sine * x + cosine * y + self.up, z), dim=1)
 
 
-def posed(surface: Surface, pose: Pose) -> Surface:
-    """``surface`` as the orthographic :data:`FRONT` sees what the pose's camera saw: (-0.5, 0.5) is the picture."""
+def posed_view(surface: Surface, pose: Pose, size: int) -> tuple[Surface, View, Fragments]:
+    """The surface as the pose maps it, its raster of ``size`` pixels, and each covered pixel's place on ``surface``.
+
+    The orthographic :data:`FRONT` sees the mapped surface in (-0.5, 0.5), as the pose's camera saw the mesh.
+    """
     vertices = pose.placed(surface.vertices)
     a, b, c = (vertices[surface.faces[:, k]] for k in range(3))
-    return replace(surface, vertices=vertices, face_normals=F.normalize(torch.linalg.cross(b - a, c - a), dim=1))
-
-
-def posed_view(surface: Surface, pose: Pose, size: int) -> tuple[Surface, View, Fragments]:
-    """The mapped surface, its raster of ``size`` pixels, and the place of each covered pixel on ``surface``."""
-    mapped = posed(surface, pose)
+    mapped = replace(surface, vertices=vertices, face_normals=F.normalize(torch.linalg.cross(b - a, c - a), dim=1))
     # pixels at whole numbers lie on the edges of a view, those of a picture half a pixel inside
     view = rasterised(mapped, FRONT, size, (size - 1) / size)
     near = pose.nearness(surface.vertices)[surface.faces[view.shown.face]]
@@ -230,7 +226,8 @@ class _PoseSearch:
         points = first[owner] * (1 - share) + second[owner] * share
         size = len(covered)
         background = F.max_pool2d((~covered).float()[None, None], 5, 1, 2)[0, 0] > 0
-        column, row = in_pixels(pose.placed(points), size).round().long().clamp(0, size - 1).unbind(1)
+        right, up, _ = pose.placed(points).unbind(1)
+        column, row = (((x + 0.5) * size - 0.5).round().long().clamp(0, size - 1) for x in (right, -up))
         return thinned(points[background[row, column]])
 
     def refined(self, pose: Pose, given: bool, reaches: list[float], check: Callable[[], None]) -> Found:
@@ -290,8 +287,7 @@ class _PoseSearch:
         return F.grid_sample(self.colours.double()[None], at, **options)[0, :, 0].T
 
 
-def resized(picture: Tensor, size: int) -> Tensor:
-    """(C, size, size): means of ``picture`` (S, S, C)."""
+def resized(picture: Tensor, size: int) -> Tensor:  # (C, size, size): means of (S, S, C)
     return F.adaptive_avg_pool2d(picture.movedim(-1, 0)[None], size)[0]
 
 
@@ -302,11 +298,6 @@ def softened(colours: Tensor, alpha: Tensor) -> Tensor:
         values = F.avg_pool2d(values, 9, 1, 4, count_include_pad=False)
     values = F.interpolate(values, colours.shape[1:], mode="bilinear")[0]
     return values[:3] / values[3:].clamp(min=1e-3)
-
-
-def in_pixels(placed: Tensor, size: int) -> Tensor:
-    """(P, 2): column and row, centres at whole numbers, of what a pose has ``placed`` (P, 2 or 3)."""
-    return torch.stack((placed[:, 0] + 0.5, 0.5 - placed[:, 1]), dim=1) * size - 0.5
 
 
 def thinned(points: Tensor) -> Tensor:

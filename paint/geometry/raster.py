@@ -1,8 +1,8 @@
 """Visible face of each pixel: one z-buffer in plain torch, used for views and for UV space.
 
-A screen is a tensor (N, 3): column and row in pixels, pixel centres at whole numbers, and a depth that is smaller
-where nearer. Coordinates are snapped to 1/1024 pixel, so inside or outside is decided by exact whole numbers: no cracks
-between faces, and the same pixels covered on every device. Ties of depth go to the lower face.
+A screen is a tensor (N, 3): column and row in pixels, centres at whole numbers, and a depth, smaller where nearer, of
+whose ties the lower face wins. Coordinates are snapped to 1/1024 pixel, so inside or outside is decided by exact whole
+numbers: no cracks between faces, and the same pixels covered on every device.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ FACE_BITS = 31
 SMALL = 64  # px: up to it the edge functions stay below 2^24, where float32 counts exactly
 TILE = 64  # px: larger faces are cut into tiles and counted in int64
 SIDES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)  # boxes are rounded up to these and tried together
-CANDIDATES = {"cpu": 1 << 17}  # pixels tried at once: what a core's cache holds; elsewhere enough to fill a GPU
+CANDIDATES = {"cpu": 1 << 17}  # pixels tried at once, 60 bytes each: what a core's cache holds; else to fill a GPU
 CANDIDATES_ELSEWHERE = 1 << 21
 FACES_AT_ONCE = 1 << 17
 POINTS_AT_ONCE = 1 << 20
 FAR = torch.iinfo(torch.int64).max
+Steps = tuple[float, float]  # where depth is counted from, and the depth of one step
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,7 @@ class Fragments:
     face: Tensor  # (P,) int64
     weights: Tensor  # (P, 3) float32, barycentric, each in 0..1, sum 1
 
-    def interpolated(self, values: Tensor, faces: Tensor) -> Tensor:
-        """(P, C): per-vertex ``values`` (N, C) at each covered pixel."""
+    def interpolated(self, values: Tensor, faces: Tensor) -> Tensor:  # (P, C) from per-vertex values (N, C)
         values_at_pixels = values.new_empty((self.face.shape[0], values.shape[1]))
         for first in range(0, self.face.shape[0], POINTS_AT_ONCE):
             part = slice(first, first + POINTS_AT_ONCE)
@@ -50,31 +50,20 @@ class Fragments:
         return values_at_pixels
 
 
-def face_ids(
-    screen: Tensor,
-    faces: Tensor,
-    height: int,
-    width: int,
-    candidates: int | None = None,
-    steps: tuple[float, float] | None = None,
-) -> Tensor:
-    """The face in front at each pixel.
+def face_ids(screen: Tensor, faces: Tensor, height: int, width: int, steps: Steps | None = None) -> Tensor:
+    """The face in front at each pixel, (H, W) int32; -1 where nothing is. Faces without area show nowhere.
+
+    Peak extra memory: 8 bytes per pixel, 64 MB of face set-up, and the candidates.
 
     Args:
         screen: (N, 3) float32, see the module.
         faces: (M, 3) int64, same device.
-        candidates: pixels tried at once, about 60 bytes each; None takes what suits the device.
-        steps: where depth is counted from, and the depth of one step, within which the lower face wins; None: from the
-            nearest point, in steps of :data:`DEPTH_STEP`.
-
-    Returns:
-        (H, W) int32 on the device of ``screen``; -1 where nothing is. Faces without area show nowhere.
-        Peak extra memory: 8 bytes per pixel, 64 MB of face set-up, and the candidates.
+        steps: of depth, within which the lower face wins; None: from the nearest point, of :data:`DEPTH_STEP`.
     """
     device = screen.device
     if not _reduces_int64(device):
-        return face_ids(to_host(screen), to_host(faces), height, width, candidates, steps).to(device)
-    limit = candidates or CANDIDATES.get(device.type, CANDIDATES_ELSEWHERE)
+        return face_ids(to_host(screen), to_host(faces), height, width, steps).to(device)
+    limit = CANDIDATES.get(device.type, CANDIDATES_ELSEWHERE)
     spare = SMALL * (width + 1)  # a box rounded up may hang over the last row: what it tries there never wins
     buffer = torch.full((height * width + spare,), FAR, dtype=torch.int64, device=device)
     near, step = steps or (screen[:, 2].min() if screen.shape[0] else 0, DEPTH_STEP)

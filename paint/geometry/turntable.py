@@ -31,22 +31,16 @@ def turntable(
     background: float = 1.0,
     check: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Pictures of one full turn, the last one step before the first.
+    """Pictures of one full turn, the last one step before the first: (F, H, W, 3) float32 in 0..1 on the CPU.
+
+    Raises InputError for a value out of range, or a texture for a mesh without UVs. Peak extra memory: one frame at
+    twice the size.
 
     Args:
         surface: in its frame; with UVs when ``texture`` is a tensor.
         texture: (T, T, 3) in 0..1; or a function from places (P, 3) in the frame to colours (P, 3); or None, grey clay.
-        frames: 1..720.
-        size: pixels, 16..4096.
         elevation: degrees, -90..90.
         background: grey, 0..1.
-        check: called before each frame; may raise to cancel.
-
-    Returns:
-        (F, H, W, 3) float32 in 0..1 on the CPU. Peak extra memory: one frame at twice the size.
-
-    Raises:
-        InputError: a value out of range, or a texture for a mesh without UVs.
     """
     limits = {
         "frames": (frames, 1, FRAMES_LIMIT),

@@ -34,7 +34,6 @@ class View:
     pixel_centres: bool = False
 
     def on_screen(self, points: Tensor) -> Tensor:
-        """:func:`on_screen` of ``points`` (P, 3) in this view."""
         return on_screen(points, self.camera, self.size, self.ortho_scale, self.pixel_centres)
 
     def image(self, values: Tensor, background: float = 0.0) -> Tensor:
@@ -57,13 +56,8 @@ class Maps:
 def on_screen(
     points: Tensor, camera: Camera, size: int, ortho_scale: float = ORTHO_SCALE, pixel_centres: bool = False
 ) -> Tensor:
-    """(P, 3): column and row in pixels and depth away from the camera, of ``points`` (P, 3) in the frame.
-
-    Args:
-        pixel_centres: as :class:`Frame` has it.
-    """
-    axes = torch.tensor(camera.axes(), dtype=points.dtype, device=points.device)
-    right, up, towards = (points @ axis for axis in axes)
+    """(P, 3): column and row in pixels and depth away from the camera, of ``points`` (P, 3) in the frame."""
+    right, up, towards = (points @ axis for axis in points.new_tensor(camera.axes()))
     column, row = right / ortho_scale + 0.5, 0.5 - up / ortho_scale
     if pixel_centres:
         return torch.stack((column * size - 0.5, row * size - 0.5, -towards), dim=1)
@@ -73,7 +67,6 @@ def on_screen(
 def rasterised(
     surface: Surface, camera: Camera, size: int, ortho_scale: float = ORTHO_SCALE, pixel_centres: bool = False
 ) -> View:
-    """Rasterise ``surface`` as ``camera`` sees it in a picture of ``size`` pixels."""
     screen = on_screen(surface.vertices, camera, size, ortho_scale, pixel_centres)
     ids = face_ids(screen, surface.faces, size, size)
     shown = fragments(screen, surface.faces, ids)
@@ -90,16 +83,12 @@ def rendered_maps(
 ) -> Maps:
     """Position and normal maps of every camera, as the checkpoints were trained on.
 
+    Values of Hunyuan3D's are cut, not rounded, to 8 bits. Raises InputError for a size out of range.
+
     Args:
         size: pixels, 16..8192.
         flat: normals of faces (v2-1) instead of vertices (v2-0).
         collected: where the maps go, one after the other; None: the surface's device.
-
-    Returns:
-        Maps there; values of Hunyuan3D's are cut, not rounded, to 8 bits.
-
-    Raises:
-        InputError: a size out of range.
     """
     if not SIZES[0] <= size <= SIZES[1]:
         raise InputError(
@@ -130,19 +119,13 @@ def _map(view: View, values: Tensor, gain: float, frame: Frame) -> Tensor:
     return view.image(colours, background=frame.background)
 
 
-def chosen_views(surface: Surface, most: int = 6, size: int = SELECTION_SIZE) -> tuple[CameraTable, float]:
+def chosen_views(surface: Surface, most: int, size: int = SELECTION_SIZE) -> tuple[CameraTable, float]:
     """The six fixed views, then, up to ``most``, each time the candidate that shows most area not seen so far.
 
     A face counts as seen with one pixel. It ends early when a view would add 1 % or less.
 
-    Args:
-        most: 6..12 views.
-
     Returns:
         The cameras, and the share of the area that they see, 0..1.
-
-    Raises:
-        InputError: ``most`` out of range.
     """
     if not len(DEFAULT_VIEWS) <= most <= 12:
         raise InputError(f"max_views {most}", expected="6 to 12", fix="6 uses only the fixed views.")

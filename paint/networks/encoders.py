@@ -29,14 +29,9 @@ PADDING = {"!": 0, "<|endoftext|>": LAST_TOKEN}
 
 
 def encoder(part: str, folder: Path, stored: Weights, dtype: torch.dtype, advance: Callable[[int], None]) -> nn.Module:
-    """An encoder of transformers, read from its folder.
+    """An encoder of transformers, ``part`` of :data:`CLASSES`, read from its folder.
 
-    Args:
-        part: a key of :data:`CLASSES`.
-        advance: called with the bytes just read.
-
-    Raises:
-        CheckpointError: the weights are not those of the configuration.
+    Raises CheckpointError where the weights are not those of the configuration.
     """
     cls: Any = attribute("transformers", CLASSES[part])
     config = cls.config_class.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
@@ -52,25 +47,14 @@ def encoder(part: str, folder: Path, stored: Weights, dtype: torch.dtype, advanc
     return module.eval()
 
 
-def encoder_without_weights(part: str, config: Mapping[str, Any]) -> nn.Module:
-    """An encoder of this ``config.json``, made on the device that torch makes tensors on."""
-    cls: Any = attribute("transformers", CLASSES[part])
-    return cls(cls.config_class.from_dict(dict(config))).eval()  # type: ignore[no-any-return]
-
-
-def dino_states(pipeline: Any, picture: Tensor, progress: Any, times: Mapping[str, Any] | None = None) -> Tensor:
-    """Last hidden states (1, 257, 1536) of a reference picture (H, W, 3) in 0..1; fp32, on the CPU.
-
-    Args:
-        times: of the stage, as ``stage_cost`` takes them.
-    """
+def dino_states(pipeline: Any, picture: Tensor, progress: Any, times: Mapping[str, Any]) -> Tensor:
+    """Last hidden states (1, 257, 1536) of a reference picture (H, W, 3) in 0..1; fp32, on the CPU."""
     return _states(pipeline, "image_encoder", "image", dino_pixels(picture), progress, times)
 
 
 def _states(
     pipeline: Any, part: str, stage: str, given: Tensor, progress: Any, times: Mapping[str, Any] | None
 ) -> Tensor:
-    """Run an encoder on ``given`` and return its fp32 states on the CPU; afterwards the encoder is off the device."""
     device, hold = pipeline.offloader.device, pipeline.offloader.hold(part, 0, progress)
     with stage_cost(pipeline, stage, progress, **(times or {})), hold as module, checked_layers(module, progress.check):
         states = to_host(module(placed(given, device, module.dtype)).last_hidden_state).float()
@@ -92,11 +76,7 @@ def dino_pixels(picture: Tensor) -> Tensor:
 
 
 def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Mapping[str, Any] | None = None) -> Tensor:
-    """The states of a prompt, which may be empty, (1, 77, D), fp32, on the CPU.
-
-    Args:
-        times: of the stage, as ``stage_cost`` takes them.
-    """
+    """The states of a prompt, which may be empty, (1, 77, D), fp32, on the CPU."""
     if "text_encoder" not in pipeline.parts.readers:
         raise CheckpointError(
             f"no text_encoder for {str(pipeline.source)!r}",
@@ -104,24 +84,27 @@ def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Mapping[str
             fix="Download the complete delight folder.",
         )
     tokens = torch.full((1, TOKENS), _padding(pipeline.source))
-    words = _words(pipeline.source, prompt) if prompt else [FIRST_TOKEN, LAST_TOKEN]
+    words = [FIRST_TOKEN, LAST_TOKEN]
+    if prompt:
+        words = prompt_tokens(
+            pipeline.source / "tokenizer",
+            prompt,
+            expected="the folder tokenizer of the delight checkpoint, for a negative prompt",
+            fix="Download the complete delight folder, or leave negative_prompt empty.",
+        )
     tokens[0, : len(words)] = torch.tensor(words)
     return _states(pipeline, "text_encoder", "text", tokens, progress, times)
 
 
-def _words(source: Path, prompt: str) -> list[int]:
-    """The tokens of ``prompt``, from the checkpoint's own tokenizer, cut to what the encoder takes."""
-    folder, cls = source / "tokenizer", attribute("transformers", "CLIPTokenizer")
+def prompt_tokens(folder: Path, prompt: str, expected: str, fix: str) -> list[int]:
+    """The tokens of ``prompt``, from CLIP's tokenizer in ``folder``, cut to what the encoder takes."""
+    cls: Any = attribute("transformers", "CLIPTokenizer")
     try:
-        tokenizer: Any = cls.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        tokenizer = cls.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a tokenizer's reader has errors of its own for a damaged file
-        raise CheckpointError(
-            f"no tokenizer in {str(folder)!r}",
-            expected="the folder tokenizer of the delight checkpoint, for a negative prompt",
-            fix="Download the complete delight folder, or leave negative_prompt empty.",
-        ) from error
+        raise CheckpointError(f"no tokenizer in {str(folder)!r}", expected=expected, fix=fix) from error
     text = beginning(tokenizer, prompt, TOKENS)
-    return tokenizer(text, truncation=True, max_length=TOKENS)["input_ids"]
+    return tokenizer(text, truncation=True, max_length=TOKENS)["input_ids"]  # type: ignore[no-any-return]
 
 
 def _padding(source: Path) -> int:

@@ -1,7 +1,6 @@
-"""The pieces of Stable Diffusion 2's UNet in plain torch, with the attention kernel and the dtypes as settings.
+"""Stable Diffusion 2's UNet in plain torch, with the attention kernel and the dtypes as settings.
 
-Names of submodules are those of the published weights. Leaves are called as modules and their weights never read, so
-that any offloader may hold them.
+Submodules are named as in the published weights, and layers called as modules, so that any offloader may hold them.
 """
 
 from __future__ import annotations
@@ -29,21 +28,15 @@ class Dtypes:
     compute: torch.dtype | None = None  # operands of products, convolutions and attention; None leaves what comes in
     residual: torch.dtype | None = None  # stream between the blocks, norms and their weights; None: likewise
 
-    def narrow(self, x: Tensor) -> Tensor:
-        """``x`` as an operand."""
+    def narrow(self, x: Tensor) -> Tensor:  # as an operand
         return x if self.compute is None else x.to(self.compute)
 
-    def wide(self, x: Tensor) -> Tensor:
-        """``x`` as part of the residual stream."""
+    def wide(self, x: Tensor) -> Tensor:  # as part of the residual stream
         return x if self.residual is None else x.to(self.residual)
 
 
 class MultiHeadAttention(nn.Module):
-    """Multi-head attention with projections; ``attend`` is the kernel and may be replaced.
-
-    Args:
-        seen_width: of what is attended to; as ``width`` when None.
-    """
+    """Multi-head attention with projections; ``attend`` is the kernel and may be replaced."""
 
     def __init__(self, width: int, heads: int, seen_width: int | None = None) -> None:
         super().__init__()
@@ -58,17 +51,18 @@ class MultiHeadAttention(nn.Module):
         """(B, N, D) from queries ``x`` (B, N, D) and ``seen`` (B, M, D'), itself when None.
 
         Args:
-            rotary: cosines and sines (B or 1, N, D / heads), fp32, that turn queries and keys.
+            rotary: cosines and sines (B or 1, N, D / heads), fp32, each value twice, that turn queries and keys.
         """
         seen = x if seen is None else seen
-        query, key, value = self.split(self.to_q(x)), self.split(self.to_k(seen)), self.split(self.to_v(seen))
+        query, key, value = (split(y, self.heads) for y in (self.to_q(x), self.to_k(seen), self.to_v(seen)))
         if rotary is not None:
             query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         return self.to_out[0](joined(self.attend(query, key, value)))
 
-    def split(self, x: Tensor) -> Tensor:
-        """(B, heads, N, D) from (B, N, heads * D)."""
-        return x.unflatten(2, (self.heads, -1)).transpose(1, 2)
+
+def split(x: Tensor, heads: int) -> Tensor:
+    """(B, heads, N, D) from (B, N, heads * D)."""
+    return x.unflatten(2, (heads, -1)).transpose(1, 2)
 
 
 def joined(x: Tensor) -> Tensor:
@@ -77,11 +71,7 @@ def joined(x: Tensor) -> Tensor:
 
 
 def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """``x`` (B, heads, N, D) with adjacent pairs of features rotated, computed in fp32.
-
-    Args:
-        rotary: cosines and sines, (B or 1, N, D), each value twice.
-    """
+    """``x`` (B, heads, N, D) with adjacent pairs of features rotated, computed in fp32."""
     cosines, sines = (table.unsqueeze(1) for table in rotary)
     wide = x.float()
     across = torch.stack((-wide[..., 1::2], wide[..., 0::2]), dim=-1).flatten(-2)
@@ -96,7 +86,6 @@ class GatedProjection(nn.Module):
         self.proj = nn.Linear(width, 8 * width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, N, 4 D) from (B, N, D)."""
         value, gate = self.proj(x).chunk(2, dim=-1)
         return value * functional.gelu(gate)
 
@@ -109,7 +98,7 @@ class FeedForward(nn.Module):
         self.net = nn.ModuleList([GatedProjection(width), nn.Identity(), nn.Linear(4 * width, width)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, N, D) from the same; its eight times wider middle exists for :data:`FED_TOKENS` tokens at a time."""
+        """(B, N, D) from the same; its eight times wider middle exists for :data:`FED_TOKENS` at a time."""
         rows = max(1, FED_TOKENS // x.shape[1])
         if x.shape[0] <= rows:
             return self.net[2](self.net[0](x))
@@ -120,7 +109,10 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """A stock transformer layer: attention to itself, to the text, feed-forward, each after its own norm."""
+    """A stock transformer layer: attention to itself, to the text, feed-forward, each after its own norm.
+
+    ``normed`` and ``asked`` are the inputs of the attentions, ``fed`` what the feed-forward adds.
+    """
 
     def __init__(self, width: int, heads: int, text_width: int, dtypes: Dtypes) -> None:
         super().__init__()
@@ -133,21 +125,17 @@ class Layer(nn.Module):
         self.ff = FeedForward(width)
 
     def forward(self, h: Tensor, text: Tensor, _run: object = None) -> Tensor:
-        """Tokens (B, N, D) from tokens and text (B, M, D')."""
         h = h + self.attn1(self.normed(h))
         h = h + self.attn2(self.asked(h), text)
         return h + self.fed(h)
 
     def normed(self, h: Tensor) -> Tensor:
-        """Input of the self-attention."""
         return self.dtypes.narrow(self.norm1(h))
 
     def asked(self, h: Tensor) -> Tensor:
-        """Input of the attention to the text."""
         return self.dtypes.narrow(self.norm2(h))
 
     def fed(self, h: Tensor) -> Tensor:
-        """Output of the feed-forward, to be added."""
         return self.ff(self.dtypes.narrow(self.norm3(h)))
 
 
@@ -163,7 +151,6 @@ class Transformer(nn.Module):
         self.proj_out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, text: Tensor, run: object = None) -> Tensor:
-        """(B, C, H, W) from the same; ``run`` is handed to the layer."""
         rows, columns = x.shape[-2:]
         tokens = self.dtypes.narrow(self.norm(x)).flatten(2).transpose(1, 2)
         tokens = self.dtypes.wide(self.proj_in(tokens))
@@ -221,7 +208,6 @@ class TimeEmbedding(nn.Module):
         self.linear_2 = nn.Linear(width, width)
 
     def forward(self, timestep: Tensor) -> Tensor:
-        """(B, E) from timesteps (B,)."""
         half = self.waves // 2
         steps = torch.arange(half, dtype=torch.float32, device=timestep.device)
         angles = timestep.float()[:, None] * torch.exp(-math.log(FREQUENCY_BASE) / half * steps)[None]

@@ -1,13 +1,13 @@
 """The paint UNet of v2-0 and turbo: a main stream over all views, and a stream over the reference pictures.
 
-The reference stream runs once; what its layers read is kept and attended to by the layers of the same name in the main
-stream at every step. Its inputs never change, so this equals running it again, as upstream does.
+The reference stream runs once, and layers of the same name in the main stream attend at every step to what its layers
+read. Its inputs never change, so this equals running it again, as upstream does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,14 @@ class StreamInputs:
     """Inputs shared by the layers of the main stream in one forward."""
 
     views: int
-    reference: Mapping[str, Tensor] = field(default_factory=dict)  # kept tokens by layer name, (1 or active rows, N, D)
-    scales: tuple[float, ...] = (1.0,)  # weight of the reference in each guidance row; one of 0 is left out
+    reference: Mapping[str, Tensor]  # kept tokens by layer name, (1 or active rows, N, D)
+    scales: tuple[float, ...]  # weight of the reference in each guidance row; one of 0 is left out
     multiview_scale: float = 1.0  # weight of the attention between views
     materials: int = 1  # 1, or 2 for albedo and metallic-roughness
     dino: Tensor | None = None  # (B, N, D), PBR only
     rotary: Mapping[int, tuple[Tensor, Tensor]] | None = None  # cosines and sines by (tokens, head width), PBR only
 
     def reference_of(self, name: str, row: int) -> Tensor:
-        """The kept tokens for one guidance row."""
         kept = self.reference[name]
         if kept.shape[0] == 1:
             return kept
@@ -60,14 +59,9 @@ class Recording(nn.Module):
 
 
 class ReferenceStream(nn.Module):
-    """The UNet over the reference pictures, with its learned text.
+    """The UNet over the reference pictures, with its learned text, whose shape may have a batch axis."""
 
-    Args:
-        shape: of the UNet, four channels in.
-        text_shape: of the learned text, with or without a batch axis.
-    """
-
-    def __init__(self, shape: UNetShape, text_shape: tuple[int, ...], dtypes: Dtypes | None = None) -> None:
+    def __init__(self, shape: UNetShape, text_shape: tuple[int, ...], dtypes: Dtypes | None) -> None:
         super().__init__()
         self.body = UNet(shape, Recording, dtypes)
         self.learned_text_clip_ref = nn.Parameter(torch.zeros(text_shape), requires_grad=False)
@@ -83,8 +77,6 @@ class ReferenceStream(nn.Module):
 
 
 class MultiviewLayer(nn.Module):
-    """A layer of the main stream: a stock layer with attention to the reference and between the views."""
-
     def __init__(self, name: str, layer: Layer, width: int, heads: int) -> None:
         super().__init__()
         self.name, self.transformer = name, layer
@@ -110,15 +102,11 @@ class MultiviewLayer(nn.Module):
 
 
 class MainStream(nn.Module):
-    """The UNet over all views at once.
-
-    Args:
-        shape: of the UNet; its input channels are replaced by twelve.
-    """
+    """The UNet over all views at once; ``shape`` gets twelve input channels."""
 
     materials = 1
 
-    def __init__(self, shape: UNetShape, dtypes: Dtypes | None = None) -> None:
+    def __init__(self, shape: UNetShape, dtypes: Dtypes | None) -> None:
         super().__init__()
         self.body = UNet(replace(shape, in_channels=MAIN_CHANNELS), MultiviewLayer, dtypes)
         # Not by the constructor, whose random numbers take seconds to import on the meta device.
@@ -126,29 +114,16 @@ class MainStream(nn.Module):
         self.class_embedding = nn.Embedding.from_pretrained(labels)
         self.learned_text_clip_gen = nn.Parameter(torch.zeros(1, TEXT_TOKENS, TEXT_WIDTH), requires_grad=False)
 
-    def forward(
-        self,
-        sample: Tensor,
-        timestep: Tensor,
-        maps: Tensor,
-        cameras: Tensor,
-        run: StreamInputs,
-        text: Tensor | None = None,
-    ) -> Tensor:
-        """Predicted velocity, (B * V, 4, H, W).
+    def forward(self, sample: Tensor, timestep: Tensor, maps: Tensor, cameras: Tensor, run: StreamInputs) -> Tensor:
+        """Predicted velocity, (B * V, 4, H, W), from noisy latents ``sample`` (B, V, 4, H, W).
 
         Args:
-            sample: noisy latents (B, V, 4, H, W).
-            timestep: (1,).
             maps: latents of normals and positions, (B or 1, V, 8, H, W).
             cameras: camera ids (V,), integer.
-            run: of B rows.
-            text: (B, 77, 1024); None means the learned text, and zeros for a row whose reference counts 0.
         """
         rows = sample.shape[0]
-        if text is None:
-            counts = torch.tensor(run.scales, device=sample.device).ne(0)[:, None, None]
-            text = self.learned_text_clip_gen * counts
+        counts = torch.tensor(run.scales, device=sample.device).ne(0)[:, None, None]
+        text = self.learned_text_clip_gen * counts  # zeros for a row whose reference counts 0
         labels = self.class_embedding((cameras + REFERENCE_LABELS).expand(rows, -1).flatten())
         x = torch.cat((sample, maps.expand(rows, -1, -1, -1, -1)), dim=2).flatten(0, 1)
         return self.body(x, timestep, text, run, labels)

@@ -1,8 +1,7 @@
 """MV-Adapter: attention between six views and to a reference picture on diffusers' UNet of Stable Diffusion XL or 2.1.
 
-The base UNet, its VAE and the encoder of the maps are diffusers' own classes. The adapter adds two attentions to each
-self-attention: tensors have their published names, ``...attn1.processor.to_q_mv.weight``. Source: huanngzh/MV-Adapter,
-Apache-2.0.
+The adapter adds two attentions to each self-attention; tensors have their published names, such as
+``...attn1.processor.to_q_mv.weight``. Source: huanngzh/MV-Adapter, Apache-2.0.
 """
 
 from __future__ import annotations
@@ -19,12 +18,10 @@ from ...compat.errors import CheckpointError
 from ...compat.packages import attribute
 from ...compat.transforms.attention import Attention as Kernel
 from ..choices import IG2MV, TG2MV
-from .layers import Attend, Dtypes, joined
+from .layers import Attend, Dtypes, joined, split
 from .multiview import grouped
 
-VIEWS = (
-    6  # front, right, back, left, top, bottom: rows and columns of the attention between them are tied to this order
-)
+VIEWS = 6  # front, right, back, left, top, bottom: the attention between them relies on this order
 IN_ROWS, IN_COLUMNS = (0, 1, 2, 3), (0, 2, 4, 5)
 MAP_CHANNELS = 6  # position, normal
 UNSHUFFLE = {"sdxl": 16, "sd21": 8}
@@ -53,29 +50,15 @@ class TextAttention:
         self.attend: Attend = Kernel()
 
     def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Any = None,
-        run: Any = None,
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Any = None, run: Any = None, **_: Any
     ) -> Tensor:
-        """(B, N, D) from queries (B, N, D) and what is attended to, themselves when None."""
         seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        heads = (
-            split(layer(x), attn.heads)
-            for layer, x in ((attn.to_q, hidden_states), (attn.to_k, seen), (attn.to_v, seen))
-        )
-        return attn.to_out[0](joined(self.attend(*heads)))
+        tokens = (attn.to_q(hidden_states), attn.to_k(seen), attn.to_v(seen))
+        return attn.to_out[0](joined(self.attend(*(split(x, attn.heads) for x in tokens))))
 
 
 class ViewAttention(nn.Module):
-    """A self-attention with the adapter's two.
-
-    Args:
-        name: of the layer, by which its tokens are kept.
-        reference: True for ig2mv.
-    """
+    """A self-attention with the adapter's two, or without that to the reference; ``name`` keys its kept tokens."""
 
     def __init__(self, name: str, width: int, reference: bool) -> None:
         super().__init__()
@@ -86,14 +69,7 @@ class ViewAttention(nn.Module):
             setattr(self, f"to_out_{kind}", nn.ModuleList([nn.Linear(width, width)]))
         self.sees_reference = reference
 
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Any = None,
-        run: AdapterInputs = AdapterInputs(),
-    ) -> Tensor:
+    def __call__(self, attn: Any, hidden_states: Tensor, run: AdapterInputs = AdapterInputs(), **_: Any) -> Tensor:
         """(B * V, N, D) from the same, normalised: what is added to the stream. Diffusers reads this signature."""
         added = self.stock(attn, hidden_states)
         if run.recorded is not None:
@@ -142,11 +118,6 @@ class ViewAttention(nn.Module):
         return torch.cat(added).unflatten(1, (VIEWS, -1)).flatten(0, 1)
 
 
-def split(x: Tensor, heads: int) -> Tensor:
-    """(B, heads, N, D) from (B, N, heads * D)."""
-    return x.unflatten(2, (heads, -1)).transpose(1, 2)
-
-
 def mirrored(views: Tensor) -> Tensor:
     """``views`` (B, V, H, W, ...) with the first of them flipped left to right."""
     return torch.cat((views[:, :1].flip(3), views[:, 1:]), dim=1)
@@ -165,32 +136,25 @@ def unet_for(config: Mapping[str, Any], variant: str) -> nn.Module:
 
 
 def encoder_for(base: str, widths: Sequence[int]) -> nn.Module:
-    """The encoder of position and normal maps: diffusers' T2IAdapter."""
+    """The encoder of position and normal maps for a UNet of ``widths``, whose last SDXL's gives to the middle too."""
     cls: Any = attribute("diffusers", "T2IAdapter")
     return cls(  # type: ignore[no-any-return]
         in_channels=MAP_CHANNELS,
-        channels=list(widths),
+        channels=[*widths, widths[-1]] if base == "sdxl" else list(widths),
         num_res_blocks=2,
         downscale_factor=UNSHUFFLE[base],
         adapter_type=ENCODERS[base],
     )
 
 
-def widths_for(base: str, widths: Sequence[int]) -> list[int]:
-    """Widths of the four states that the map encoder makes for a UNet of ``widths``: SDXL's last goes to its middle."""
-    return [*widths, widths[-1]] if base == "sdxl" else list(widths)
+def variant_of(shapes: Mapping[str, tuple[int, ...]], base: str, name: str, declared: str) -> str:
+    """``ig2mv`` or ``tg2mv``, of an adapter file with tensors of these shapes, for a checkpoint of ``base``.
 
-
-def variant_of(shapes: Mapping[str, tuple[int, ...]], base: str, name: str, declared: str = "") -> str:
-    """``ig2mv`` or ``tg2mv``, of an adapter file with tensors of these shapes.
+    Raises CheckpointError for a foreign file, one for another base, or one for pictures without a mesh.
 
     Args:
-        base: of the checkpoint under it, ``sdxl`` or ``sd21``.
         name: of the file: its tensors do not tell maps of a mesh from maps of camera rays.
-        declared: ``ig2mv`` or ``tg2mv``, where the user says which of them a renamed file is.
-
-    Raises:
-        CheckpointError: a foreign file, one for another base, or one for pictures without a mesh.
+        declared: which of the two a renamed file is; empty where its user does not say.
     """
     first = shapes.get("adapter.conv_in.weight")
     if first is None or not any(f"{PROCESSOR}to_q_mv" in tensor for tensor in shapes):
@@ -232,13 +196,12 @@ def require_tensors(shapes: Mapping[str, tuple[int, ...]], unet: nn.Module, enco
 
 
 def set_kernel(unet: nn.Module, attend: Attend) -> None:
-    """Make every attention of the UNet call ``attend``."""
     for processor in unet.attn_processors.values():  # type: ignore[operator]
         getattr(processor, "stock", processor).attend = attend
 
 
 def set_dtypes(module: nn.Module, dtypes: Dtypes) -> None:
-    """Make the leaves compute in one dtype around a residual stream in another; the norms compute in the latter.
+    """Make the layers compute in one dtype around a residual stream in another, in which the norms compute.
 
     The weights are in these dtypes already. Nothing changes where both are one.
     """
@@ -280,26 +243,19 @@ def forward(
     run: AdapterInputs,
     states: Sequence[Tensor] = (),
 ) -> Tensor:
-    """The prediction (B * V, 4, H, W).
+    """The prediction (B * V, 4, H, W) from noisy latents ``x`` of the same shape.
 
     Args:
-        x: noisy latents (B * V, 4, H, W).
         time: (1,).
-        text: (B, M, D), which is repeated for the views of a row.
-        added: of B rows.
+        text: (B, M, D), which is repeated for the views of a row; ``added`` likewise.
         states: of the map encoder, (V, C, h, w) each, the same for every row.
     """
     rows = text.shape[0]
     per_row = x.shape[0] // rows
-    residuals = {}
+    given: dict[str, Any] = {"cross_attention_kwargs": {"run": run}, "return_dict": False}
+    if added:
+        repeated = {name: value.repeat_interleave(per_row, dim=0) for name, value in added.items()}
+        given["added_cond_kwargs"] = repeated
     if states:  # the UNet takes them off the list
-        residuals["down_intrablock_additional_residuals"] = [state.repeat(rows, 1, 1, 1) for state in states]
-    return unet(  # type: ignore[no-any-return]
-        x,
-        time,
-        text.repeat_interleave(per_row, dim=0),
-        added_cond_kwargs={name: value.repeat_interleave(per_row, dim=0) for name, value in added.items()} or None,
-        cross_attention_kwargs={"run": run},
-        return_dict=False,
-        **residuals,
-    )[0]
+        given["down_intrablock_additional_residuals"] = [state.repeat(rows, 1, 1, 1) for state in states]
+    return unet(x, time, text.repeat_interleave(per_row, dim=0), **given)[0]  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from .layers import Dtypes, Layer, MultiHeadAttention, joined
+from .layers import Dtypes, Layer, MultiHeadAttention, joined, split
 from .multiview import MAIN_CHANNELS, TEXT_TOKENS, TEXT_WIDTH, StreamInputs
 from .unet import UNet, UNetShape
 
@@ -24,7 +24,7 @@ LEAST_SHARE = 16  # a cell needs this part of its pixels on the object
 
 
 class _SecondMaterial(nn.ModuleDict):
-    """Projections ``names`` and the output of the second material, for an attention that has those of the first."""
+    """Projections ``names`` and the output of the second material."""
 
     def __init__(self, width: int, names: str) -> None:
         super().__init__({f"to_{name}_mr": nn.Linear(width, width, bias=False) for name in names})
@@ -48,7 +48,7 @@ class SelfAttention(MultiHeadAttention):
         results = []
         for material, (to_q, to_k, to_v, to_out) in enumerate(layers):
             tokens = x[:, material].flatten(0, 1)
-            result = self.attend(*(self.split(layer(tokens)) for layer in (to_q, to_k, to_v)))
+            result = self.attend(*(split(layer(tokens), self.heads) for layer in (to_q, to_k, to_v)))
             results.append(to_out(joined(result)).unflatten(0, x[:, material].shape[:2]))
         return torch.stack(results, dim=1)
 
@@ -57,8 +57,8 @@ class ReferenceAttention(MultiHeadAttention):
     """Albedo's queries look at the reference once; each material takes values and output of its own.
 
     Upstream concatenates the values of both materials before the heads are split, so a head holds values of one
-    material alone, and splits each head's result in two. The weights were trained with it. Here the halves are attended
-    to one after the other, since fused kernels want values as wide as keys; each result is the same.
+    material alone, and splits each head's result in two; the weights were trained with it. Here one half is attended to
+    after the other, since fused kernels want values as wide as keys; each result is the same.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -67,7 +67,7 @@ class ReferenceAttention(MultiHeadAttention):
 
     def forward(self, x: Tensor, seen: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """(B, M, N, D) from albedo's queries (B, N, D) and the kept tokens (B, M', D)."""
-        query, key = self.split(self.to_q(x)), self.split(self.to_k(seen))
+        query, key = split(self.to_q(x), self.heads), split(self.to_k(seen), self.heads)
         values = torch.cat((self.to_v(seen), self.processor["to_v_mr"](seen)), dim=-1)
         halves = values.unflatten(2, (self.heads, MATERIALS, -1)).transpose(1, 2).unbind(dim=3)
         outputs = (self.to_out[0], self.processor["to_out_mr"][0])
@@ -76,8 +76,6 @@ class ReferenceAttention(MultiHeadAttention):
 
 
 class PbrLayer(nn.Module):
-    """A layer of the main stream for two materials."""
-
     def __init__(self, name: str, layer: Layer, width: int, heads: int) -> None:
         super().__init__()
         self.name, self.transformer = name, layer
@@ -102,10 +100,9 @@ class PbrLayer(nn.Module):
             h = h + run.multiview_scale * self.attn_multiview(together, rotary=rotary)
         asked = inner.asked(h)
         h = h + inner.attn2(asked, text)
-        if run.dino is not None:
-            # The materials of a row share its picture, so together they need its keys and values once.
-            added = self.attn_dino(asked.unflatten(0, (rows, -1)).flatten(1, 2), run.dino)
-            h = h + added.unflatten(1, (run.materials, -1)).flatten(0, 1)
+        # The materials of a row share its picture, so together they need its keys and values once.
+        added = self.attn_dino(asked.unflatten(0, (rows, -1)).flatten(1, 2), run.dino)
+        h = h + added.unflatten(1, (run.materials, -1)).flatten(0, 1)
         h = h.unflatten(1, (run.views, -1)).flatten(0, 1)
         return h + inner.fed(h)
 
@@ -119,7 +116,6 @@ class DinoProjection(nn.Module):
         self.norm = nn.LayerNorm(TEXT_WIDTH)
 
     def forward(self, states: Tensor, dtypes: Dtypes) -> Tensor:
-        """(B, 4 N, 1024) from hidden states (B, N, 1536)."""
         tokens = self.proj(dtypes.narrow(states)).unflatten(2, (DINO_TOKENS, TEXT_WIDTH)).flatten(1, 2)
         return dtypes.narrow(self.norm(dtypes.wide(tokens)))
 
@@ -131,7 +127,7 @@ class PbrStream(nn.Module):
     learned_text_clip_albedo: nn.Parameter
     learned_text_clip_mr: nn.Parameter
 
-    def __init__(self, shape: UNetShape, dtypes: Dtypes | None = None) -> None:
+    def __init__(self, shape: UNetShape, dtypes: Dtypes | None) -> None:
         super().__init__()
         self.body = UNet(replace(shape, in_channels=MAIN_CHANNELS), PbrLayer, dtypes)
         self.image_proj_model_dino = DinoProjection()
@@ -139,31 +135,17 @@ class PbrStream(nn.Module):
             text = nn.Parameter(torch.zeros(TEXT_TOKENS, TEXT_WIDTH), requires_grad=False)
             setattr(self, f"learned_text_clip_{name}", text)
 
-    def forward(
-        self,
-        sample: Tensor,
-        timestep: Tensor,
-        maps: Tensor,
-        dino: Tensor | None,
-        run: StreamInputs,
-        text: Tensor | None = None,
-    ) -> Tensor:
-        """Predicted velocity, (B * M * V, 4, H, W).
+    def forward(self, sample: Tensor, timestep: Tensor, maps: Tensor, dino: Tensor, run: StreamInputs) -> Tensor:
+        """Predicted velocity, (B * M * V, 4, H, W), from noisy latents ``sample`` (B, M, V, 4, H, W).
 
         Args:
-            sample: noisy latents (B, M, V, 4, H, W).
-            timestep: (1,).
             maps: latents of normals and positions (B or 1, V, 8, H, W).
             dino: last hidden states (B, N, 1536); zeros for a row without it.
-            run: of B rows.
-            text: (B, M, 77, 1024); None means the learned texts of the materials.
         """
         rows = sample.shape[0]
-        if text is None:
-            learned = torch.stack((self.learned_text_clip_albedo, self.learned_text_clip_mr))
-            text = learned.expand(rows, -1, -1, -1)
-        if dino is not None:
-            run = replace(run, dino=self.image_proj_model_dino(dino, self.body.dtypes))
+        learned = torch.stack((self.learned_text_clip_albedo, self.learned_text_clip_mr))
+        text = learned.expand(rows, -1, -1, -1)
+        run = replace(run, dino=self.image_proj_model_dino(dino, self.body.dtypes))
         maps = maps.unsqueeze(1).expand(rows, MATERIALS, -1, -1, -1, -1)
         x = torch.cat((sample, maps), dim=3).flatten(0, 2)
         return self.body(x, timestep, text.flatten(0, 1), run)
@@ -199,8 +181,7 @@ def voxel_indices(position_maps: Tensor, rows: int) -> dict[int, Tensor]:
     return voxels_by_tokens
 
 
-def cells(maps: Tensor, side: int) -> Tensor:
-    """(V, C, H / side, W / side, side * side) from (V, C, H, W): the pixels of each cell."""
+def cells(maps: Tensor, side: int) -> Tensor:  # (V, C, H / side, W / side, side * side): the pixels of each cell
     return maps.unfold(2, side, side).unfold(3, side, side).flatten(-2)
 
 
@@ -219,15 +200,6 @@ def rotary_tables(voxels: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def rotary_by_tokens(position_maps: Tensor, rows: int, widths: Mapping[int, int]) -> dict[int, tuple[Tensor, Tensor]]:
-    """The tables of every level, by the number of tokens of all views together.
-
-    Args:
-        position_maps: (V, 3, H, W).
-        rows: height of the latents.
-        widths: level to head width.
-    """
-    tables = {}
-    for level, (tokens, voxels) in enumerate(voxel_indices(position_maps, rows).items()):
-        if level in widths:
-            tables[tokens] = rotary_tables(voxels, widths[level])
-    return tables
+    """The :func:`rotary_tables` of :func:`voxel_indices`, by tokens; ``widths``: level to head width."""
+    levels = enumerate(voxel_indices(position_maps, rows).items())
+    return {tokens: rotary_tables(voxels, widths[level]) for level, (tokens, voxels) in levels if level in widths}

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...compat.errors import CheckpointError
-from ..choices import KINDS as KINDS
+from ..choices import KINDS, PAGES
 from .layers import Dtypes
 from .multiview import LATENT_CHANNELS, TEXT_TOKENS, TEXT_WIDTH, MainStream, ReferenceStream
 from .pbr import PbrStream
-from .unet import STABLE_DIFFUSION_2, UNet, UNetShape
+from .unet import UNet, UNetShape
 
 DELIGHT_CHANNELS = 8  # noisy latents and those of the picture
 SIGNS = {  # a tensor that only this kind has
@@ -28,30 +29,27 @@ ADAPTER = re.compile(r"(^|\.)to_[kv]_ip\.weight$|(^|\.)image_proj_model\.(proj|n
 LAYER = re.compile(r"^unet\..*\.attn_refview\.to_q\.weight$")
 
 
-def kind_of(names: Iterable[str]) -> str | None:
-    """The kind of checkpoint that holds tensors of these names; None for an unknown one."""
+def kind_of(names: Iterable[str], path: Path) -> str:
+    """The kind of checkpoint that holds tensors of these names; raises CheckpointError for an unknown one."""
     known = set(names)
-    return next((kind for kind, sign in SIGNS.items() if sign in known), None)
+    for kind, sign in SIGNS.items():
+        if sign in known:
+            return kind
+    raise CheckpointError(
+        f"{str(path)!r} holds no UNet of Hunyuan3D paint or delight",
+        expected=", ".join(KINDS),
+        fix=f"Download one ({'; '.join(PAGES.values())}).",
+    )
 
 
-def shape_for(kind: str, config: Mapping[str, Any] | None = None) -> UNetShape:
-    """The sizes of a kind's UNet; of the reference's where there are two.
-
-    Args:
-        config: the UNet's ``config.json``; the published one when None.
-    """
+def shape_for(kind: str, config: Mapping[str, Any]) -> UNetShape:
+    """The sizes of a kind's UNet of this ``config.json``; of the reference's where there are two."""
     channels = DELIGHT_CHANNELS if kind == "delight" else LATENT_CHANNELS
-    return UNetShape.of({**(config or STABLE_DIFFUSION_2), "in_channels": channels})
+    return UNetShape.of({**config, "in_channels": channels})
 
 
-def networks_for(
-    kind: str, config: Mapping[str, Any] | None = None, dtypes: Dtypes | None = None
-) -> dict[str, nn.Module]:
-    """The networks of a kind by part name, without values worth anything; make them under ``torch.device("meta")``.
-
-    Args:
-        config: the UNet's ``config.json``; the published one when None.
-    """
+def networks_for(kind: str, config: Mapping[str, Any], dtypes: Dtypes | None = None) -> dict[str, nn.Module]:
+    """The networks of a kind by part name, without values; make them under ``torch.device("meta")``."""
     shape, text = shape_for(kind, config), (TEXT_TOKENS, TEXT_WIDTH)
     if kind == "delight":
         return {"unet": UNet(shape, None, dtypes)}
@@ -72,8 +70,7 @@ def published(kind: str, part: str, key: str) -> str:
 def without_adapter(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, tuple[int, ...]], int]:
     """``shapes`` without the unused image prompt in turbo's .safetensors, and how many tensors that were.
 
-    The set is key and value of each layer and four of a projection, 36 at full size. Only the whole set is left out; a
-    part of it stays, and is reported as unexpected.
+    The set is key and value of each layer and four of a projection. A part of it stays, and is reported as unexpected.
     """
     extra = [name for name in shapes if ADAPTER.search(name)] if kind == "paint" else []
     if len(extra) != 2 * sum(bool(LAYER.search(name)) for name in shapes) + 4:
@@ -84,7 +81,6 @@ def without_adapter(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[d
 def require_fitting(
     kind: str, shapes: Mapping[str, tuple[int, ...]], networks: Mapping[str, nn.Module], path: str
 ) -> None:
-    """Raise unless the tensors are exactly those of the networks, in names and shapes."""
     wanted = {
         published(kind, part, key): tuple(tensor.shape)
         for part, module in networks.items()

@@ -5,10 +5,10 @@ Configurations of a single file are read off its shapes; diffusers' own converte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import count, takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -43,8 +43,6 @@ Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class BasePart:
-    """One part of a checkpoint."""
-
     stored: Weights
     config: Mapping[str, Any]
     names: Mapping[str, str]  # in the file to in the module, of tensors that convert leaves as they are
@@ -54,21 +52,15 @@ class BasePart:
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A checkpoint."""
-
     kind: str  # sdxl or sd21
     prediction: str  # of its UNet, epsilon or v_prediction
     parts: Mapping[str, BasePart]  # unet, vae, text_encoder, of SDXL text_encoder_2
 
 
 def base_in(path: Path, vae: Path | None = None) -> Base:
-    """The checkpoint at ``path``; names and shapes alone are read.
+    """The checkpoint at ``path``, with the VAE of another folder if given; names and shapes alone are read.
 
-    Args:
-        vae: folder of another VAE for it.
-
-    Raises:
-        CheckpointError: another kind of model, which is named, or parts missing.
+    Raises CheckpointError for another kind of model, which is named, or missing parts.
     """
     base = _of_folder(path) if path.is_dir() else _of_file(path)
     if vae is None:
@@ -87,7 +79,6 @@ def _of_folder(path: Path) -> Base:
 
 
 def _saved(folder: Path, part: str) -> BasePart:
-    """A part as diffusers or transformers saved it."""
     config = read_json(folder / "config.json", f"the configuration of the {part}")
     stored = weights_in(folder, part, "safetensors")
     return BasePart(stored, config, {name: name for name in stored.shapes}, dict, shapes=stored.shapes)
@@ -121,7 +112,6 @@ def _of_file(path: Path) -> Base:
 
 
 def _part(stored: Weights, prefix: str, convert: Convert, config: Callable[[Shapes], Mapping[str, Any]]) -> BasePart:
-    """The tensors of ``stored`` that begin with ``prefix``, converted on the meta device to learn names and shapes."""
     inside = {name: shape for name, shape in stored.shapes.items() if name.startswith(prefix)}
     tensors = {name: torch.empty(shape, device="meta") for name, shape in inside.items()}
     made = convert(tensors) if tensors else {}
@@ -136,8 +126,7 @@ def _part(stored: Weights, prefix: str, convert: Convert, config: Callable[[Shap
 def _open_clip(convert: Any, prefix: str, penultimate: bool, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a text encoder of OpenCLIP by the names of transformers.
 
-    Args:
-        penultimate: leave the last layer out: SD2 was taught with the state before it, as its folders have it.
+    ``penultimate`` leaves the last layer out: SD2 was taught with the state before it, as its folders have it.
     """
     layers = f"{prefix}transformer.resblocks."
     last = max((int(name[len(layers) :].split(".")[0]) for name in tensors if name.startswith(layers)), default=0)
@@ -150,11 +139,7 @@ def _open_clip(convert: Any, prefix: str, penultimate: bool, tensors: dict[str, 
 
 
 def _kind(shapes: Shapes, path: Path, edm: bool) -> str:
-    """``sdxl`` or ``sd21`` by the shapes of a UNet, in diffusers' names.
-
-    Raises:
-        CheckpointError: another kind, by its name.
-    """
+    """``sdxl`` or ``sd21`` by the shapes of a UNet, in diffusers' names; raises for another kind, by its name."""
     first, widths = shapes.get("conv_in.weight", (0, 0)), _widths(shapes)
     projection = shapes.get("mid_block.attentions.0.proj_in.weight", ())
     added, levels = "add_embedding.linear_1.weight" in shapes, len(widths)
@@ -187,15 +172,8 @@ def _prediction(stored: Weights, kind: str) -> str:
 
 
 def _widths(shapes: Shapes, pattern: str = "down_blocks.{}.resnets.0.conv1.weight") -> list[int]:
-    """The width of each level."""
-
-    def found() -> Iterator[int]:
-        for level in count():
-            if pattern.format(level) not in shapes:
-                return
-            yield shapes[pattern.format(level)][0]
-
-    return list(found())
+    levels = takewhile(shapes.__contains__, map(pattern.format, count()))
+    return [shapes[level][0] for level in levels]
 
 
 def unet_config(shapes: Shapes) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from ...compat.errors import CheckpointError
 from .layers import Attend, Dtypes, Layer, MultiHeadAttention, Resampled, Residual, TimeEmbedding, Transformer
 
 Wrap = Callable[[str, Layer, int, int], nn.Module]  # (name, stock layer, width, heads) -> layer
+Size = tuple[int, ...] | None
 CROSS = "CrossAttn"
 REQUIRED: dict[str, Any] = {  # what the published configurations say; a network with another value is another network
     "act_fn": "silu",
@@ -42,8 +43,6 @@ STABLE_DIFFUSION_2: dict[str, Any] = {  # for single files, which come without t
 
 @dataclass(frozen=True, slots=True)
 class UNetShape:
-    """The sizes of one UNet."""
-
     in_channels: int
     out_channels: int
     widths: tuple[int, ...]
@@ -57,11 +56,7 @@ class UNetShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> UNetShape:
-        """The shape in a ``config.json``.
-
-        Raises:
-            CheckpointError: the configuration is of another kind of UNet.
-        """
+        """The shape in a ``config.json``; raises CheckpointError for another kind of UNet."""
         for name, value in REQUIRED.items():
             if config.get(name, value) != value:
                 raise CheckpointError(
@@ -102,14 +97,11 @@ class Block(nn.Module):
             setattr(self, "upsamplers" if sampler.up else "downsamplers", nn.ModuleList([sampler]))
 
     def once(self, index: int, x: Tensor, time: Tensor, text: Tensor, run: object) -> Tensor:
-        """One residual block and its transformer."""
         x = self.resnets[index](x, time)
         return self.attentions[index](x, text, run) if hasattr(self, "attentions") else x
 
 
 class DownBlock(Block):
-    """A level on the way down."""
-
     def forward(self, x: Tensor, time: Tensor, text: Tensor, run: object = None) -> list[Tensor]:
         """The feature map after each residual block, and the smaller one last."""
         kept = []
@@ -120,17 +112,7 @@ class DownBlock(Block):
 
 
 class UpBlock(Block):
-    """A level on the way up."""
-
-    def forward(
-        self,
-        x: Tensor,
-        kept: list[Tensor],
-        time: Tensor,
-        text: Tensor,
-        run: object = None,
-        size: tuple[int, int] | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, kept: list[Tensor], time: Tensor, text: Tensor, run: object, size: Size) -> Tensor:
         """The feature map after the level, of (H, W) ``size``; takes its shortcuts from the end of ``kept``."""
         for index in range(len(self.resnets)):
             x = self.once(index, torch.cat((x, kept.pop()), dim=1), time, text, run)
@@ -138,34 +120,26 @@ class UpBlock(Block):
 
 
 class MiddleBlock(Block):
-    """The deepest level: residual block, transformer, residual block."""
-
     def forward(self, x: Tensor, time: Tensor, text: Tensor, run: object = None) -> Tensor:
-        """The feature map after the level."""
         return self.resnets[1](self.attentions[0](self.resnets[0](x, time), text, run), time)
 
 
 class UNet(nn.Module):
     """A UNet of stock layers, or of what ``wrap`` makes of each.
 
-    Args:
-        wrap: from name, stock layer, width and heads to a layer; names are ``down_0_0_0`` (block, attention, layer),
-            ``mid_0_0``, ``up_1_0_0``.
+    ``wrap`` gets name, stock layer, width and heads; names are ``down_0_0_0`` (block, attention, layer), ``mid_0_0``.
     """
 
-    def __init__(self, shape: UNetShape, wrap: Wrap | None = None, dtypes: Dtypes | None = None) -> None:
+    def __init__(self, shape: UNetShape, wrap: Wrap | None, dtypes: Dtypes | None) -> None:
         super().__init__()
         self.shape, self.wrap, self.dtypes = shape, wrap, dtypes or Dtypes()
         widths = shape.widths
         self.conv_in = nn.Conv2d(shape.in_channels, widths[0], 3, padding=1)
         self.time_embedding = TimeEmbedding(widths[0], shape.time_width, self.dtypes)
-        self.down_blocks = nn.ModuleList(self._down(level) for level in range(len(widths)))
-        self.mid_block = MiddleBlock(
-            [self._residual(widths[-1], widths[-1]) for _ in range(2)],
-            [self._transformer("mid_0", widths[-1], shape.heads[-1])],
-            None,
-        )
-        self.up_blocks = nn.ModuleList(self._up(level) for level in range(len(widths)))
+        self.down_blocks = nn.ModuleList(self._level(level, up=False) for level in range(len(widths)))
+        middle = [self._residual(widths[-1], widths[-1]) for _ in range(2)]
+        self.mid_block = MiddleBlock(middle, [self._transformer("mid_0", widths[-1], shape.heads[-1])], None)
+        self.up_blocks = nn.ModuleList(self._level(level, up=True) for level in range(len(widths)))
         self.conv_norm_out = nn.GroupNorm(shape.groups, widths[0], eps=1e-5)
         self.conv_out = nn.Conv2d(widths[0], shape.out_channels, 3, padding=1)
 
@@ -180,7 +154,8 @@ class UNet(nn.Module):
             text: (B', N, D), as the layers take it.
             labels: (B, E) added to the time embedding.
         """
-        return self.predicted(self.features(x, timestep, text, run, labels))
+        x = functional.silu(self.conv_norm_out(self.features(x, timestep, text, run, labels)))
+        return self.conv_out(self.dtypes.narrow(x))
 
     def features(self, x: Tensor, timestep: Tensor, text: Tensor, run: object, labels: Tensor | None = None) -> Tensor:
         """The feature map (B, C, H, W) that the last norm takes."""
@@ -197,51 +172,31 @@ class UNet(nn.Module):
             x = block(x, kept, time, text, run, size)
         return x
 
-    def predicted(self, x: Tensor) -> Tensor:
-        """The prediction from the last feature map."""
-        return self.conv_out(self.dtypes.narrow(functional.silu(self.conv_norm_out(x))))
-
     def _residual(self, width: int, out_width: int) -> Residual:
-        return Residual(
-            width=width,
-            out_width=out_width,
-            time_width=self.shape.time_width,
-            groups=self.shape.groups,
-            dtypes=self.dtypes,
-        )
+        return Residual(width, out_width, self.shape.time_width, groups=self.shape.groups, dtypes=self.dtypes)
 
     def _transformer(self, name: str, width: int, heads: int) -> Transformer:
         layer = Layer(width, heads, self.shape.text_width, self.dtypes)
         made = layer if self.wrap is None else self.wrap(f"{name}_0", layer, width, heads)
         return Transformer(width, self.shape.groups, made, self.dtypes)
 
-    def _down(self, level: int) -> DownBlock:
-        shape = self.shape
-        width, heads = shape.widths[level], shape.heads[level]
-        before = shape.widths[max(level - 1, 0)]
-        residuals = [self._residual(before if index == 0 else width, width) for index in range(shape.depth)]
-        count = shape.depth if shape.attending_down[level] else 0
-        attentions = [self._transformer(f"down_{level}_{index}", width, heads) for index in range(count)]
-        last = level == len(shape.widths) - 1
-        return DownBlock(residuals, attentions, None if last else Resampled(width, False, self.dtypes))
-
-    def _up(self, level: int) -> UpBlock:
-        shape, widths = self.shape, self.shape.widths[::-1]
-        width, heads = widths[level], shape.heads[::-1][level]
-        before, below = widths[max(level - 1, 0)], widths[min(level + 1, len(widths) - 1)]
+    def _level(self, level: int, up: bool) -> Block:
+        """The blocks of one level; those of the way up count from the deepest."""
+        shape, order = self.shape, -1 if up else 1
+        widths, heads = shape.widths[::order], shape.heads[::order]
+        attending, depth = (shape.attending_up, shape.depth + 1) if up else (shape.attending_down, shape.depth)
+        width, before, below = widths[level], widths[max(level - 1, 0)], widths[min(level + 1, len(widths) - 1)]
         residuals = []
-        for index in range(shape.depth + 1):
-            coming = before if index == 0 else width
-            shortcut = below if index == shape.depth else width
-            residuals.append(self._residual(coming + shortcut, width))
-        count = shape.depth + 1 if shape.attending_up[level] else 0
-        attentions = [self._transformer(f"up_{level}_{index}", width, heads) for index in range(count)]
-        last = level == len(widths) - 1
-        return UpBlock(residuals, attentions, None if last else Resampled(width, True, self.dtypes))
+        for index in range(depth):
+            shortcut = (below if index == depth - 1 else width) if up else 0
+            residuals.append(self._residual((before if index == 0 else width) + shortcut, width))
+        names = [f"{'up' if up else 'down'}_{level}_{index}" for index in range(depth if attending[level] else 0)]
+        attentions = [self._transformer(name, width, heads[level]) for name in names]
+        sampler = None if level == len(widths) - 1 else Resampled(width, up, self.dtypes)
+        return (UpBlock if up else DownBlock)(residuals, attentions, sampler)
 
 
 def set_attention(network: nn.Module, attend: Attend) -> None:
-    """Make every attention of ``network`` call ``attend``."""
     for module in network.modules():
         if isinstance(module, MultiHeadAttention):
             module.attend = attend

@@ -14,7 +14,7 @@ from ...compat.errors import CheckpointError
 from ...compat.memory.parts import ProgressStage
 from ...compat.packages import attribute
 from ..pictures import shown, signed
-from .layers import Attend
+from .layers import Attend, joined, split
 
 SCALE, REDUCTION = 0.18215, 8
 OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}  # before diffusers 0.15
@@ -22,7 +22,6 @@ OLD = re.compile(rf"(?<=\.)({'|'.join(OLD_NAMES)})(?=\.(weight|bias)$)")
 
 
 def autoencoder(config: Mapping[str, Any]) -> nn.Module:
-    """The module of a ``config.json``, without values worth anything."""
     cls: Any = attribute("diffusers", "AutoencoderKL")
     return cls.from_config({key: value for key, value in config.items() if not key.startswith("_")})
 
@@ -30,8 +29,7 @@ def autoencoder(config: Mapping[str, Any]) -> nn.Module:
 def filled(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -> nn.Module:
     """The module of a ``config.json`` with these tensors, old names and shapes among them.
 
-    Raises:
-        CheckpointError: they are not those of the configuration.
+    Raises CheckpointError where they are not those of the configuration.
     """
     with torch.device("meta"):
         module = autoencoder(config)
@@ -60,35 +58,24 @@ class PictureAttention:
     def __init__(self, attend: Attend) -> None:
         self.attend = attend
 
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Any = None,
-        attention_mask: Any = None,
-        temb: Any = None,
-    ) -> Tensor:
-        """(B, C, H, W) from the same; the VAE passes nothing else."""
+    def __call__(self, attn: Any, hidden_states: Tensor, temb: Any = None, **_: Any) -> Tensor:
         size = hidden_states.shape[-2:]
         tokens = attn.group_norm(hidden_states.flatten(2)).transpose(1, 2)
-        layers = (attn.to_q, attn.to_k, attn.to_v)
-        heads = (layer(tokens).unflatten(2, (attn.heads, -1)).transpose(1, 2) for layer in layers)
-        out = attn.to_out[0](self.attend(*heads).transpose(1, 2).flatten(2))
+        heads = (split(layer(tokens), attn.heads) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        out = attn.to_out[0](joined(self.attend(*heads)))
         return (out.transpose(1, 2).unflatten(2, size) + hidden_states) / attn.rescale_output_factor
 
 
 def set_vae_attention(vae: nn.Module, attend: Attend) -> None:
-    """Make the attention of ``vae`` call ``attend``."""
     for module in vae.modules():
         if hasattr(module, "processor") and hasattr(module, "to_q"):
             module.processor = PictureAttention(attend)  # type: ignore[assignment]
 
 
 def encoded(vae: Any, pictures: Tensor, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Latents (B, 4, h, w), fp32, on the CPU, not scaled.
+    """Latents (B, 4, h, w), fp32, on the CPU, not scaled, of pictures (B, H, W, 3) in 0..1.
 
     Args:
-        pictures: (B, H, W, 3) in 0..1.
         generator: draws the posterior's noise, for the whole batch at once, on the CPU; None takes the mean.
     """
     means, deviations = [], []
@@ -104,11 +91,7 @@ def encoded(vae: Any, pictures: Tensor, generator: torch.Generator | None, devic
 
 
 def decoded(vae: Any, latents: Tensor, device: torch.device, progress: Any) -> Tensor:
-    """Pictures (B, H, W, 3) in 0..1, fp32, on the CPU, decoded one at a time.
-
-    Args:
-        latents: (B, 4, h, w), not scaled.
-    """
+    """Pictures (B, H, W, 3) in 0..1, fp32, on the CPU, one at a time, of latents (B, 4, h, w) that are not scaled."""
     pictures = []
     for index, one in enumerate(latents.split(1)):
         picture = vae.decode(placed(one, device, vae.dtype), return_dict=False)[0]

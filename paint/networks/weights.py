@@ -29,17 +29,13 @@ class Weights:
     total_bytes: int  # of all tensors, as stored
 
     def bytes_as(self, dtype: torch.dtype) -> dict[str, int]:
-        """The bytes of each tensor in ``dtype``."""
         return {name: prod(shape) * dtype.itemsize for name, shape in self.shapes.items()}
 
     def read(self, names: Iterable[str], dtype_of: DtypeOf, advance: Advance) -> dict[str, torch.Tensor]:
         """The tensors ``names`` in ordinary host memory, floating ones in ``dtype_of(name)``.
 
-        Args:
-            advance: called with the file bytes just read; may raise to cancel.
-
-        Returns:
-            Name to tensor. Peak extra memory: 64 MiB, and for a pickle one tensor more.
+        ``advance`` gets the file bytes just read, and may raise to cancel. Peak extra memory: 64 MiB, and for a pickle
+        one tensor more.
         """
         if self.entries is None:
             return _from_pickle(self.path, list(names), dtype_of, advance)
@@ -54,16 +50,10 @@ class Weights:
 
 
 def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
-    """The weights in a folder or a single file.
+    """The weights in a folder, or in a file of one of the kinds.
 
     Of a .bin and a .safetensors in one folder ``auto`` takes the .bin, as upstream's own loader does: those of turbo
-    are different trainings.
-
-    Args:
-        place: a folder, or a file of one of the kinds.
-
-    Raises:
-        CheckpointError: no such weights, or damaged ones. InputError: an unknown choice.
+    are different trainings. Raises CheckpointError for missing or damaged weights, InputError for an unknown choice.
     """
     require_choice("weights", choice, CHOICES)
     if place.is_file():

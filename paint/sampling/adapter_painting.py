@@ -14,34 +14,20 @@ from torch.nn import functional
 
 from ...compat.device.execution import generator_for, placed, to_host
 from ...compat.device.failures import DEVICE_ERRORS, is_shortage
-from ...compat.errors import CheckpointError, InputError
+from ...compat.errors import InputError
 from ...compat.memory.parts import ProgressStage, Silent
-from ...compat.packages import attribute, beginning
 from ..choices import IG2MV, PROMPT, PUBLISHED, SHIFT, TAUGHT_SIZES, TG2MV
-from ..forecast import ENCODED, PaintRun, looking_bytes, map_encoder_bytes, step_bytes, vae_bytes
+from ..forecast import ENCODED, PaintRun, looking_bytes, map_encoder_bytes, vae_bytes
 from ..geometry.cameras import views_for
 from ..loading import PaintPipeline
 from ..networks import vae
+from ..networks.encoders import TOKENS, prompt_tokens
 from ..networks.mv_adapter import VIEWS, AdapterInputs, forward, looked_at
-from ..networks.stable_diffusion import EPSILON
 from ..pictures import checked_pictures, filling, over, resized, squared
-from ..shortage import explained
-from .painting import (
-    Denoising,
-    Painted,
-    PaintInputs,
-    PaintSettings,
-    begun,
-    completed,
-    decoded,
-    denoised,
-    plan_of,
-    stage,
-    tell_sampled,
-)
+from . import painting
+from .painting import Painted, PaintInputs, PaintSettings, explained, stage
 from .solvers import solver_for
 
-TOKENS = 77
 STAGES = {"text_encoder": "text", "text_encoder_2": "text_2"}
 
 
@@ -52,42 +38,32 @@ class Text:
     states: Tensor
     added: Mapping[str, Tensor]
 
-    def last(self) -> Text:
-        """The row of the prompt alone."""
-        return Text(self.states[-1:], {name: value[-1:] for name, value in self.added.items()})
-
 
 def paint_six_views(
     pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any = None
 ) -> Painted:
     """The six views, painted.
 
-    Raises:
-        InputError: pictures, maps, cameras, words, latents or settings that do not fit together, or a result with NaN.
-        CheckpointError: no tokenizer.
+    Raises InputError for pictures, maps, cameras, words, latents or settings that do not fit together, or a result with
+    NaN; CheckpointError where there is no tokenizer.
     """
     progress = progress or Silent()
     base = str(pipeline.configs["adapter"]["base"])
     if settings.scheduler == "auto" and base == "sd21":
         settings = replace(settings, scheduler="euler_ancestral")  # the step of the recommended DDPM
-    settings = completed(pipeline, settings, progress)
+    settings = painting.completed(pipeline, settings, progress)
     if settings.size != TAUGHT_SIZES[base]:
         progress.notify(f"this model was made for views of {TAUGHT_SIZES[base]} pixels, not {settings.size}")
     prompt = _prompt(pipeline, inputs)
     references, maps = _references(pipeline, inputs, settings, progress), _maps(inputs, settings, progress)
-    rows = 2 if settings.guidance != 1 else 1
-    run = PaintRun(len(_plan(settings)), rows, settings.size, views=VIEWS, references=len(references))
+    solver = solver_for(settings.scheduler, painting.plan_of(settings, zero_snr=False, shift=SHIFT))
+    run = painting.run_of(settings, solver, VIEWS, len(references))
     what = f"painting {VIEWS} views of {settings.size} pixels"
     with torch.no_grad(), explained(what, pipeline.facts.name, "Lower view_size."):
         prompts = [prompt] if run.rows == 1 else [inputs.negative, prompt]
         text = encoded_prompts(pipeline, prompts, run, progress)
-        latents = _sampled(pipeline, (references, maps, text), settings, run, progress)
-        tell_sampled(pipeline, latents, settings.seed, progress)
-        return decoded(pipeline, latents, VIEWS, settings, progress)
-
-
-def _plan(settings: PaintSettings) -> Any:
-    return plan_of(settings, zero_snr=False, shift=SHIFT)
+        latents = _sampled(pipeline, (references, maps, text), settings, solver, run, progress)
+        return painting.decoded(pipeline, latents, run, settings.seed, progress)
 
 
 def _prompt(pipeline: PaintPipeline, inputs: PaintInputs) -> str:
@@ -122,34 +98,18 @@ def _references(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSet
 def _maps(inputs: PaintInputs, settings: PaintSettings, progress: Any) -> Tensor:
     """Positions and normals, (6, 6, S, S); pixels are chosen, never mixed, so that no surface mixes with the ground."""
     views_for("mv_adapter", inputs.cameras)
-    size, both = settings.size, []
-    for name, given in (("position", inputs.positions), ("normal", inputs.normals)):
-        pictures = checked_pictures(given, f"{name} maps")
-        if len(pictures) != VIEWS:
-            raise InputError(
-                f"{len(pictures)} {name} maps for {VIEWS} cameras",
-                expected="one map per camera",
-                fix="Connect the maps and the cameras of the same Render Views node.",
-            )
+    painting.require_latents(settings, VIEWS)
+    size, both = settings.size, {}
+    for name, pictures in painting.checked_maps(inputs, VIEWS).items():
         maps = torch.stack(pictures)[..., :3].permute(0, 3, 1, 2)
         if maps.shape[-1] != size:
             progress.notify(f"{name} maps of {maps.shape[-1]} pixels are made smaller: Render Views at {size} is exact")
-        both.append(functional.interpolate(maps, (size, size), mode="nearest-exact"))
-    side = size // vae.REDUCTION
-    if settings.latents is not None and tuple(settings.latents.shape) != (VIEWS, 4, side, side):
-        raise InputError(
-            f"latents of shape {tuple(settings.latents.shape)} for painting",
-            expected=f"{(VIEWS, 4, side, side)}",
-            fix="Upscale the latents of the first pass to the view size with Upscale Latent.",
-        )
-    return torch.cat(both, dim=1)
+        both[name] = functional.interpolate(maps, (size, size), mode="nearest-exact")
+    return torch.cat((both["position"], both["normal"]), dim=1)
 
 
 def encoded_prompts(pipeline: PaintPipeline, prompts: list[str], run: PaintRun, progress: Any) -> Text:
-    """The states of prompts, fp32, on the CPU, one row each; cut at 77 tokens.
-
-    Of SDXL an empty prompt is zeros, as upstream has it.
-    """
+    """The states of prompts, fp32, on the CPU, one row each; of SDXL an empty one is zeros, as upstream."""
     sdxl, device = "text_encoder_2" in pipeline.parts.readers, pipeline.offloader.device
     states, pooled = [], torch.empty(0)
     for part in (part for part in STAGES if part in pipeline.parts.readers):
@@ -172,33 +132,29 @@ def encoded_prompts(pipeline: PaintPipeline, prompts: list[str], run: PaintRun, 
 
 def _tokens(folder: Path, prompt: str, ends: bool) -> Tensor:
     """The 77 tokens of a prompt: its end is repeated, or token 0 follows, as the encoder was taught."""
-    cls: Any = attribute("transformers", "CLIPTokenizer")
-    try:
-        tokenizer = cls.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a tokenizer's reader has errors of its own for a damaged file
-        raise CheckpointError(
-            f"no tokenizer in {str(folder)!r}",
-            expected="the tokenizer of CLIP, which ComfyUI has and a diffusers folder too",
-            fix="Choose a diffusers folder as the checkpoint, or put its folder tokenizer beside the file.",
-        ) from error
-    words = tokenizer(beginning(tokenizer, prompt, TOKENS), truncation=True, max_length=TOKENS)["input_ids"]
+    words = prompt_tokens(
+        folder,
+        prompt,
+        expected="the tokenizer of CLIP, which ComfyUI has and a diffusers folder too",
+        fix="Choose a diffusers folder as the checkpoint, or put its folder tokenizer beside the file.",
+    )
     return torch.tensor([*words, *[words[-1] if ends else 0] * (TOKENS - len(words))])
 
 
 def _sampled(
-    pipeline: PaintPipeline, given: tuple[Tensor, Tensor, Text], settings: PaintSettings, run: PaintRun, progress: Any
+    pipeline: PaintPipeline,
+    given: tuple[Tensor, Tensor, Text],
+    settings: PaintSettings,
+    solver: Any,
+    run: PaintRun,
+    progress: Any,
 ) -> Tensor:
     """Clean latents (6, 4, h, w), scaled, fp32, on the CPU."""
     references, maps, text = given
     device, dtype = pipeline.offloader.device, pipeline.precision.residual or pipeline.precision.transformer
-    side, solver = run.size // vae.REDUCTION, solver_for(settings.scheduler, _plan(settings))
-    generator = generator_for(settings.seed)
-    noises = iter([torch.randn(VIEWS, 4, side, side, generator=generator)])  # before the reference's, as upstream
-
-    def draw() -> Tensor:
-        first = next(noises, None)
-        return torch.randn(VIEWS, 4, side, side, generator=generator) if first is None else first
-
+    side, generator = run.size // vae.REDUCTION, generator_for(settings.seed)
+    draw = partial(torch.randn, VIEWS, 4, side, side, generator=generator)
+    noise = draw()  # before the reference's, as upstream
     on_device = partial(placed, device=device, dtype=dtype)
     words = Text(on_device(text.states), {name: on_device(value) for name, value in text.added.items()})
     reference: dict[str, Tensor] = {}
@@ -207,24 +163,21 @@ def _sampled(
         with stage(pipeline, "encoding", "vae", need, run, progress) as module:
             pictures = vae.encoded(module, references, generator, device) * pipeline.latent_scale
             progress.step(1, 1, ProgressStage("encoding"))
-        need, last = looking_bytes(pipeline, len(references), (side, side)), words.last()
-        with stage(pipeline, "reference", "unet", need, run, progress) as unet:
-            reference = looked_at(unet, on_device(pictures), last.states, last.added)
+        last = {name: value[-1:] for name, value in words.added.items()}  # of the prompt alone
+        with stage(pipeline, "reference", "unet", looking_bytes(pipeline, run), run, progress) as unet:
+            reference = looked_at(unet, on_device(pictures), words.states[-1:], last)
     with stage(pipeline, "maps", "adapter", map_encoder_bytes(pipeline, run.size), run, progress) as module:
         states = [state.to(dtype) for state in module(placed(maps, device, module.dtype))]
     shown = (False, True)[-run.rows :]
     layers = AdapterInputs(reference, shown, settings.reference_scale, settings.multiview_scale)
-    denoising = Denoising(
-        solver,
-        draw,
-        rows=run.rows,
-        guidance=settings.guidance,
-        need=step_bytes(pipeline, VIEWS * run.rows, (side, side), run.references),
-        run=run,
-        epsilon=pipeline.configs["adapter"]["prediction_type"] == EPSILON,
+    rows = Rows(words, layers, states, progress)
+
+    def step(unet: Any, noisy: Tensor, time: Tensor) -> Tensor:
+        return painting.guided(rows(unet, noisy, time), run.rows, settings.guidance)
+
+    return painting.denoised(
+        pipeline, run, solver, painting.begun(pipeline, solver, noise, settings), draw, step, progress
     )
-    step = Rows(words, layers, states, progress)
-    return denoised(pipeline, denoising, begun(pipeline, solver, draw, settings), step, progress)
 
 
 class Rows:
@@ -234,8 +187,7 @@ class Rows:
         self.text, self.layers, self.states, self.progress = text, layers, states, progress
         self.apart = False
 
-    def __call__(self, unet: Any, x: Tensor, time: Tensor) -> Tensor:
-        """The predictions (R * 6, 4, h, w) for noisy latents (6, 4, h, w)."""
+    def __call__(self, unet: Any, x: Tensor, time: Tensor) -> Tensor:  # (R * 6, 4, h, w) from (6, 4, h, w)
         x, count = x.to(self.text.states.dtype), len(self.layers.rows)
         if not self.apart:
             try:
@@ -249,6 +201,5 @@ class Rows:
 
     def _rows(self, unet: Any, x: Tensor, time: Tensor, chosen: slice) -> Tensor:
         added = {name: value[chosen] for name, value in self.text.added.items()}
-        given = self.layers
-        layers = AdapterInputs(given.reference, given.rows[chosen], given.reference_scale, given.multiview_scale)
+        layers = replace(self.layers, rows=self.layers.rows[chosen])
         return forward(unet, x, time, self.text.states[chosen], added, layers, self.states)

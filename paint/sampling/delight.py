@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...compat.device.execution import generator_for, to_host
+from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from ...compat.guidance import classifier_free_guidance
-from ...compat.memory.parts import ProgressStage, Silent
-from ...compat.output_check import require_finite
+from ...compat.memory.parts import Silent
 from ...pipelines.forecast.times import expected
-from ..choices import DELIGHT_STEPS, is_demo
-from ..forecast import DECODED, ENCODED, PaintRun, step_bytes, vae_bytes
+from ..choices import DELIGHT_STEPS, GREY, WHITE
+from ..forecast import ENCODED, PaintRun, vae_bytes
 from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import encoded_prompt
-from ..pictures import GREY, WHITE, checked_pictures, over, recentred, resized
-from ..shortage import explained, with_room
-from .painting import preview_of, stage, tell_sampled
+from ..pictures import checked_pictures, over, recentred, resized
+from .painting import decoded, denoised, explained, noises, stage
 from .solvers import schedule_for, solver_for
 
 CORRECTION = 0.95  # share of the means that the colour correction moves
-STAGE = ProgressStage("delighting")
 SOLID = 0.5  # alpha above which a pixel counts as the object
-
-
 LARGEST = 2048  # pixels of a side: the widget's
 
 
@@ -48,23 +42,19 @@ class DelightSettings:
     correct: bool = True  # bring mean and contrast back to the picture's own where that is nearer to it
     text: Tensor | None = None  # encoded empty prompt (1, N, D), in place of the pipeline's own text encoder
     text_guidance: float = 1.0  # how far from negative_prompt; 1 leaves it off, as published
-    negative_prompt: str = ""  # what to avoid; encoded as negative, which may be given in its place
-    negative: Tensor | None = None
+    negative_prompt: str = ""  # what to avoid
 
 
-def delight_image(
-    pipeline: PaintPipeline, picture: Tensor, settings: DelightSettings = DelightSettings(), progress: Any = None
-) -> Tensor:
+def delight_image(pipeline: PaintPipeline, picture: Tensor, settings: DelightSettings, progress: Any = None) -> Tensor:
     """The picture in even light on white, (size, size, 3), fp32, 0..1, on the CPU.
+
+    Raises InputError for another pipeline, an unusable picture, or a setting out of range.
 
     Args:
         picture: (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1; best recentred and square.
-
-    Raises:
-        InputError: another pipeline, an unusable picture, or a setting out of range.
     """
     progress = progress or Silent()
-    if is_demo(pipeline.source):
+    if pipeline.is_demo:
         progress.notify("the demo model leaves light and shadow in the picture, which is put on grey")
         plain = over(checked_pictures(picture, "picture to delight")[0], GREY)
         return resized(plain[None], settings.size, settings.size)[0]
@@ -82,38 +72,29 @@ def delight_image(
         )
     what = f"delighting a picture of {settings.size} pixels"
     with torch.no_grad(), explained(what, pipeline.facts.name, "Lower size."):
-        (given,) = checked_pictures(picture, "picture to delight")[:1]
+        given = checked_pictures(picture, "picture to delight")[0]
         given = resized(given[None], settings.size, settings.size)[0]
-        run = _run(settings)
-        text = settings.text
+        text, avoided = settings.text, settings.negative_prompt if settings.text_guidance != 1 else ""
+        rows = 3 if avoided else 1 + (settings.image_guidance != 1)
+        run = PaintRun(settings.steps, rows, settings.size, views=1)
         if text is None:
             text = encoded_prompt(pipeline, "", progress, expected(pipeline, "text", run))
-        if settings.text_guidance != 1 and settings.negative is None and settings.negative_prompt:
-            settings = replace(settings, negative=encoded_prompt(pipeline, settings.negative_prompt, progress))
+        if avoided:
+            negative = encoded_prompt(pipeline, avoided, progress)
+            text = torch.cat((negative, negative, text))
         device, dtype = pipeline.offloader.device, pipeline.precision.vae
         need = vae_bytes(ENCODED, settings.size, dtype)
         with stage(pipeline, "encoding", "vae", need, run, progress) as module:
             condition = vae.encoded(module, network_picture(given)[None], None, device)
-        latents = denoised(pipeline, condition, text, settings, progress)
-        tell_sampled(pipeline, latents, settings.seed, progress)
-        need = vae_bytes(DECODED, settings.size, dtype)
-        with stage(pipeline, "decoding", "vae", need, run, progress) as module:
-            evened = vae.decoded(module, latents / vae.SCALE, device, progress)[0]
+        latents = sampled(pipeline, condition, text, settings, run, progress)
+        evened = decoded(pipeline, latents, run, settings.seed, progress).views[0]
         return corrected(evened, given) if settings.correct else evened
 
 
 def delight_images(
-    pipeline: PaintPipeline,
-    pictures: Sequence[Tensor],
-    settings: DelightSettings = DelightSettings(),
-    recenter: bool = True,
-    progress: Any = None,
+    pipeline: PaintPipeline, pictures: Sequence[Tensor], settings: DelightSettings, recenter: bool, progress: Any
 ) -> Tensor:
-    """(B, size, size, 3): :func:`delight_image` of each picture (H, W, 3 or 4).
-
-    Args:
-        recenter: put what is not transparent into the middle of a square before.
-    """
+    """(B, size, size, 3): :func:`delight_image` of each picture (H, W, 3 or 4), put into the middle first if asked."""
     centred = [recentred(picture) if recenter else picture for picture in pictures]
     return torch.stack([delight_image(pipeline, picture, settings, progress) for picture in centred])
 
@@ -126,63 +107,35 @@ def network_picture(picture: Tensor) -> Tensor:
     return torch.where(inside[..., None], picture[..., :3], torch.full_like(picture[..., :3], WHITE))
 
 
-def eroded(alpha: Tensor) -> Tensor:
-    """(H, W): the least of each pixel and its eight neighbours."""
+def eroded(alpha: Tensor) -> Tensor:  # the least of each pixel and its eight neighbours
     return -functional.max_pool2d(-alpha[None, None], 3, stride=1, padding=1)[0, 0]
 
 
-def denoised(
-    pipeline: PaintPipeline,
-    condition: Tensor,
-    text: Tensor,
-    settings: DelightSettings,
-    progress: Any,
-    start: Any = None,
+def sampled(
+    pipeline: PaintPipeline, condition: Tensor, texts: Tensor, settings: DelightSettings, run: PaintRun, progress: Any
 ) -> Tensor:
-    """Clean latents (1, 4, h, w), scaled, from those of the picture, which are not."""
-    device = pipeline.offloader.device
-    generator = generator_for(settings.seed)
-    draw = start or (lambda: torch.randn(condition.shape, generator=generator, dtype=torch.float32))
-    solver = solver_for(settings.scheduler, schedule_for(settings.spacing, settings.steps, zero_snr=False))
-    x = solver.begin(draw())
-    rows, text = _rows(condition, text, settings)
-    rows, text = rows.to(device), text.to(device)
-    need = step_bytes(pipeline, len(rows), (condition.shape[-2], condition.shape[-1]), 0)
-    with stage(pipeline, "delighting", "unet", need, _run(settings), progress) as unet:
-        for index, time in enumerate(solver.schedule.timesteps):
-            noisy = solver.model_input(x, index).to(device).expand(len(rows), -1, -1, -1)
-            step = torch.tensor([time], dtype=torch.float32, device=device)
-            forward = partial(unet, torch.cat((noisy, rows), dim=1), step, text)
-            velocity = to_host(with_room(pipeline.offloader, "unet", forward, progress)).float()
-            guided = velocity[:1]
-            if len(velocity) > 1:
-                guided = classifier_free_guidance(velocity[1:2], guided, settings.image_guidance)
-            if len(velocity) > 2:
-                guided = guided + settings.text_guidance * (velocity[2:] - velocity[1:2])
-            clean = solver.clean(guided, index, x)
-            x = solver.step(guided, index, x, draw)
-            progress.step(index + 1, len(solver.schedule), STAGE, lambda clean=clean: preview_of(clean))
-            progress.check()
-    require_finite(x, "delit latents")
-    return x
+    """Clean latents (1, 4, h, w), scaled, from those of the picture, which are not.
 
-
-def _run(settings: DelightSettings) -> PaintRun:
-    rows = 1 + (2 if settings.text_guidance != 1 and settings.negative is not None else settings.image_guidance != 1)
-    return PaintRun(settings.steps, rows, settings.size, views=1)
-
-
-def _rows(condition: Tensor, text: Tensor, settings: DelightSettings) -> tuple[Tensor, Tensor]:
-    """Latents and prompts of what is guided between: without picture, with it, with the prompt too.
-
-    With an empty negative prompt the last two are one.
+    Up to three rows are guided between: without the picture, with it, and with the prompt too, where a negative prompt
+    is in the first two. With an empty negative prompt the last two are one.
     """
-    negative = settings.negative if settings.text_guidance != 1 else None
-    if negative is not None:
-        return torch.cat((torch.zeros_like(condition), condition, condition)), torch.cat((negative, negative, text))
-    if settings.image_guidance != 1:
-        return torch.cat((torch.zeros_like(condition), condition)), text.expand(2, -1, -1)
-    return condition, text
+    solver = solver_for(settings.scheduler, schedule_for(settings.spacing, settings.steps, zero_snr=False))
+    draw, device = noises(condition.shape, settings.seed), pipeline.offloader.device
+    unlit = [torch.zeros_like(condition)] * (run.rows > 1)
+    conditions = torch.cat([*unlit, *[condition] * max(1, run.rows - 1)]).to(device)
+    texts = texts.expand(run.rows, -1, -1).to(device)
+
+    def step(unet: Any, noisy: Tensor, time: Tensor) -> Tensor:
+        given = torch.cat((noisy.expand(run.rows, -1, -1, -1), conditions), dim=1)
+        velocity = to_host(unet(given, time, texts)).float()
+        guided = velocity[:1]
+        if run.rows > 1:
+            guided = classifier_free_guidance(velocity[1:2], guided, settings.image_guidance)
+        if run.rows > 2:
+            guided = guided + settings.text_guidance * (velocity[2:] - velocity[1:2])
+        return guided
+
+    return denoised(pipeline, run, solver, solver.begin(draw()), draw, step, progress)
 
 
 def corrected(evened: Tensor, given: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,22 +13,26 @@ import torch
 from torch import Tensor
 
 from ...compat.device.execution import checked_layers, generator_for, to_host
-from ...compat.errors import InputError
+from ...compat.device.facts import empty_cache
+from ...compat.device.failures import DEVICE_ERRORS, is_shortage
+from ...compat.errors import InputError, remember
 from ...compat.guidance import classifier_free_guidance
+from ...compat.memory.offloader import Offloader
 from ...compat.memory.parts import ProgressStage, Silent
 from ...compat.memory.statistics import stage_cost
 from ...compat.output_check import require_finite
 from ...pipelines.forecast.times import expected
-from ..choices import DEMO_SIZE, NEGATIVE, PUBLISHED, is_demo
-from ..forecast import DECODED, ENCODED, PaintRun, asked, looking_bytes, step_bytes, vae_bytes
+from .. import forecast
+from ..choices import DEMO_SIZE, NEGATIVE, PUBLISHED, WHITE
+from ..forecast import DECODED, ENCODED, PaintRun, materials_of, vae_bytes
 from ..geometry.cameras import CameraTable, camera_ids, camera_notes, views_for
 from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import dino_states
 from ..networks.multiview import StreamInputs
-from ..networks.pbr import MATERIALS, rotary_by_tokens
-from ..pictures import WHITE, checked_pictures, over, resized, squared
-from ..shortage import explained, with_room
+from ..networks.pbr import rotary_by_tokens
+from ..networks.stable_diffusion import EPSILON
+from ..pictures import checked_pictures, over, resized, squared
 from .solvers import NoiseSchedule, lcm_schedule, schedule_for, schedule_of, solver_for, velocity_of
 
 SIZES = (64, 2048)
@@ -52,8 +57,6 @@ LATENT_KEY = "anygpu"
 
 @dataclass(frozen=True, slots=True)
 class PaintInputs:
-    """Inputs of a painting."""
-
     references: Tensor | Sequence[Tensor]  # RGB or RGBA, (R, H, W, C) or several of any size, 0..1
     normals: Tensor  # maps of the views, (V, H, W, 3), 0..1, background exactly 1
     positions: Tensor
@@ -89,28 +92,41 @@ class Painted:
     latents: Tensor  # for a second pass, not scaled, as PaintSettings takes them
 
 
-@dataclass(frozen=True, slots=True)
-class Conditions:
-    """Conditions that stay the same through all steps, fp32 or narrower, on the device that computes."""
+def with_room(offloader: Offloader, part: str, step: Callable[[], torch.Tensor], progress: Any) -> torch.Tensor:
+    """The result of ``step``, which calls ``part``; again with less of it on the device where memory ran out.
 
-    maps: Tensor  # (1, V, 8, h, w)
-    reference: Mapping[str, Tensor]
-    cameras: Tensor  # ids (V,)
-    rotary: Mapping[int, tuple[Tensor, Tensor]] | None = None  # PBR only
-    dino: Tensor | None = None  # PBR only
+    Raises another error, or one of memory when nothing is left to give up.
+    """
+    while True:
+        try:
+            return step()
+        except DEVICE_ERRORS as error:
+            if not is_shortage(error):
+                raise
+            failed = error.with_traceback(None)  # whose frames hold the tensors of the failed try
+        done = offloader.reduce_memory(part)
+        if not done:
+            raise failed
+        gc.collect()
+        empty_cache(offloader.device)
+        progress.notify(f"painting ran out of memory: continuing {done}, after the last finished step")
 
 
-@dataclass(frozen=True, slots=True)
-class Denoising:
-    """A way from noise to clean latents."""
+@contextmanager
+def explained(what: str, device: object, fix: str) -> Iterator[None]:
+    """Around a stage: an error that says that memory ran out, in whatever back end's words, says what to lower.
 
-    solver: Any
-    draw: Callable[[], Tensor]  # fresh noise, (V, 4, h, w)
-    rows: int  # of guidance in a step
-    guidance: float  # 1 for one row
-    need: int  # bytes of the activations of a step
-    run: PaintRun  # what it is a part of
-    epsilon: bool = False  # True where the network predicts noise, not velocities
+    ``what`` was being done, such as ``painting 6 views of 512 pixels``; ``fix`` is one sentence.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_shortage(error):
+            raise
+        found, expected = f"out of memory while {what} on {device}", "more free memory on this device"
+        text = f"{found}; expected {expected}. {fix}\n{' '.join(str(error).split())}"
+        # ComfyUI unloads all models where it sees this class, so that the next try has more room.
+        raise torch.OutOfMemoryError(remember(text, found, expected, fix)) from error
 
 
 @contextmanager
@@ -119,35 +135,38 @@ def stage(
 ) -> Iterator[Any]:
     """The module ``part`` on the device for a stage, which is measured and forecast and can be cancelled in each layer.
 
-    Args:
-        activations: bytes at the peak of a forward.
+    ``activations``: bytes at the peak of a forward.
     """
     cost = stage_cost(pipeline, name, progress, **expected(pipeline, name, run))
-    hold = pipeline.offloader.hold(part, asked(activations), progress)
+    hold = pipeline.offloader.hold(part, forecast.asked(activations), progress)
     with cost, hold as module, checked_layers(module, progress.check):
         yield module
 
 
-def paint_views(
-    pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings = PaintSettings(), progress: Any = None
-) -> Painted:
+def paint_views(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any = None) -> Painted:
     """The views, painted.
 
-    Raises:
-        InputError: pictures, maps, cameras, latents or settings that do not fit together, or a result with NaN.
+    Raises InputError for pictures, maps, cameras, latents or settings that do not fit together, or a result with NaN.
     """
     progress = progress or Silent()
     settings = completed(pipeline, settings, progress)
     references, normals, positions, ids = _checked(pipeline, inputs, settings, progress)
-    what = f"painting {len(ids)} views of {settings.size} pixels"
+    solver = solver_for(settings.scheduler, plan_of(settings))
+    run = run_of(settings, solver, len(ids), len(references))
+    what = f"painting {run.views} views of {settings.size} pixels"
     with torch.no_grad(), explained(what, pipeline.facts.name, "Lower view_size or the number of views."):
-        conditions = _conditions(pipeline, inputs, (references, normals, positions, ids), settings, progress)
-        latents = sampled(pipeline, conditions, settings, progress)
-        tell_sampled(pipeline, latents, settings.seed, progress)
-        painted = decoded(pipeline, latents, len(ids), settings, progress)
+        conditions = _conditions(pipeline, inputs, (references, normals, positions, ids), settings, run, progress)
+        latents = sampled(pipeline, conditions, settings, solver, run, progress)
+        painted = decoded(pipeline, latents, run, settings.seed, progress)
     for part, blocks in pipeline.compiled.items():
         progress.notify(f"{part}: {blocks}")
     return painted
+
+
+def run_of(settings: PaintSettings, solver: Any, views: int, references: int) -> PaintRun:
+    """The run that completed settings describe."""
+    rows = 2 if settings.guidance != 1 else 1
+    return PaintRun(len(solver.schedule), rows, settings.size, views=views, references=references)
 
 
 def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -> PaintSettings:
@@ -159,7 +178,11 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
             fix="Load a Hunyuan3D paint folder or MV-Adapter; the delight model has its own node.",
         )
     own = PUBLISHED[pipeline.variant]
-    settings = _as_demo(pipeline, settings, progress)
+    if pipeline.is_demo:
+        size = DEMO_SIZE if settings.latents is None else 8 * settings.latents.shape[-1]
+        if size != settings.size:
+            progress.notify(f"the demo model paints at its own size: view_size {settings.size} -> {size}")
+        settings = replace(settings, size=size)
     if settings.size % 64 or not SIZES[0] <= settings.size <= SIZES[1]:
         nearest = min(max(round(settings.size / 64) * 64, SIZES[0]), SIZES[1])
         raise InputError(
@@ -181,23 +204,8 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
     if scheduler == "lcm" and (settings.spacing != "auto" or settings.sigmas is not None):
         progress.notify("the lcm sampler uses its own timesteps: sigma schedule and sigmas have no effect")
         settings = replace(settings, sigmas=None)
-    return replace(
-        settings,
-        scheduler=scheduler,
-        spacing=spacing,
-        steps=settings.steps or own.steps,
-        guidance=settings.guidance or own.guidance,
-    )
-
-
-def _as_demo(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -> PaintSettings:
-    """``settings`` at the size that the demo model was trained for, which is said; those of others as they are."""
-    if not is_demo(pipeline.source):
-        return settings
-    size = DEMO_SIZE if settings.latents is None else 8 * settings.latents.shape[-1]
-    if size != settings.size:
-        progress.notify(f"the demo model paints at its own size: view_size {settings.size} -> {size}")
-    return replace(settings, size=size)
+    steps, guidance = settings.steps or own.steps, settings.guidance or own.guidance
+    return replace(settings, scheduler=scheduler, spacing=spacing, steps=steps, guidance=guidance)
 
 
 def plan_of(settings: PaintSettings, zero_snr: bool = True, shift: float = 1.0) -> NoiseSchedule:
@@ -211,84 +219,76 @@ def plan_of(settings: PaintSettings, zero_snr: bool = True, shift: float = 1.0) 
     return schedule_for(settings.spacing, steps, zero_snr, shift).tail(settings.steps)
 
 
+def noises(shape: Sequence[int], seed: int) -> Callable[[], Tensor]:
+    """A function that draws noise of ``shape``, fp32, on the CPU."""
+    return partial(torch.randn, tuple(shape), generator=generator_for(seed), dtype=torch.float32)
+
+
 def sampled(
     pipeline: PaintPipeline,
-    conditions: Conditions,
+    conditions: tuple[Tensor, Tensor, StreamInputs],
     settings: PaintSettings,
+    solver: Any,
+    run: PaintRun,
     progress: Any,
-    noise: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """Clean latents (V or 2 V, 4, h, w), scaled, fp32, on the CPU.
+    """Clean latents (V or 2 V, 4, h, w), scaled, fp32, on the CPU, under what :func:`_conditions` gives."""
+    maps, cameras_or_dino, shared = conditions
+    draw = noises((shared.materials * run.views, 4, *maps.shape[-2:]), settings.seed)
 
-    Args:
-        noise: draws each noise in turn; from the seed when None.
-    """
-    views, materials = conditions.maps.shape[1], MATERIALS if pipeline.family == "paint_pbr" else 1
-    shape = (materials * views, 4, *conditions.maps.shape[-2:])
-    generator = generator_for(settings.seed)
-    draw = noise or (lambda: torch.randn(shape, generator=generator, dtype=torch.float32))
-    solver = solver_for(settings.scheduler, plan_of(settings))
-    rows = (0.0, settings.reference_scale) if settings.guidance != 1 else (settings.reference_scale,)
-    run = StreamInputs(
-        views=views,
-        reference=conditions.reference,
-        scales=rows,
-        multiview_scale=settings.multiview_scale,
-        materials=materials,
-        dino=None,
-        rotary=conditions.rotary,
-    )
-    need = step_bytes(pipeline, views * materials * len(rows), (shape[-2], shape[-1]), references_in(conditions))
-    planned = _run(settings, views, references_in(conditions))
-    denoising = Denoising(solver, draw, rows=len(rows), guidance=settings.guidance, need=need, run=planned)
+    def step(unet: Any, noisy: Tensor, time: Tensor) -> Tensor:
+        sample = noisy if shared.materials == 1 else noisy.unflatten(0, (shared.materials, run.views))
+        velocity = unet(sample.expand(run.rows, *sample.shape), time, maps, cameras_or_dino, shared)
+        return guided(velocity, run.rows, settings.guidance)
 
-    def forward(unet: Any, noisy: Tensor, time: Tensor) -> Tensor:
-        return predicted(unet, noisy, time, conditions, run)
-
-    return denoised(pipeline, denoising, begun(pipeline, solver, draw, settings), forward, progress)
+    return denoised(pipeline, run, solver, begun(pipeline, solver, draw(), settings), draw, step, progress)
 
 
-def begun(pipeline: PaintPipeline, solver: Any, draw: Callable[[], Tensor], settings: PaintSettings) -> Tensor:
+def guided(predicted: Tensor, rows: int, guidance: float) -> Tensor:
+    """The guided prediction, fp32, on the CPU, from those of all rows, (R * V, 4, h, w)."""
+    # Of three rows upstream the middle one cancels; of two equal ones (guidance 1) one is enough.
+    apart = to_host(predicted).float().unflatten(0, (rows, -1))
+    return classifier_free_guidance(apart[1], apart[0], guidance) if rows > 1 else apart[0]
+
+
+def begun(pipeline: PaintPipeline, solver: Any, noise: Tensor, settings: PaintSettings) -> Tensor:
     """Latents to start from: noise, or those of an earlier pass with some."""
     start = None
     if settings.latents is not None and settings.denoise < 1:
         start = to_host(settings.latents).float() * pipeline.latent_scale
-    return solver.begin(draw(), start)  # type: ignore[no-any-return]
+    return solver.begin(noise, start)  # type: ignore[no-any-return]
 
 
 def denoised(
     pipeline: PaintPipeline,
-    denoising: Denoising,
+    run: PaintRun,
+    solver: Any,
     x: Tensor,
-    forward: Callable[[Any, Tensor, Tensor], Tensor],
+    draw: Callable[[], Tensor],
+    step: Callable[[Any, Tensor, Tensor], Tensor],
     progress: Any,
 ) -> Tensor:
     """Clean latents from noisy ``x``, scaled, fp32, on the CPU.
 
     Args:
-        forward: from the UNet, latents and time (1,) to the predictions of all rows, (R * V, 4, h, w).
+        draw: fresh noise like ``x``.
+        step: from the UNet, latents and time (1,) on its device to the guided prediction, fp32, on the CPU.
     """
-    solver, device, planned = denoising.solver, pipeline.offloader.device, denoising.run
-    count, rows = len(solver.schedule), denoising.rows
-    with stage(pipeline, "painting", "unet", denoising.need, planned, progress) as unet:
+    device, count, delight = pipeline.offloader.device, len(solver.schedule), pipeline.family == "delight"
+    epsilon = pipeline.configs.get("adapter", {}).get("prediction_type") == EPSILON
+    name = forecast.STEPPING[delight]
+    with stage(pipeline, name, "unet", forecast.step_bytes(pipeline, run), run, progress) as unet:
         for index, time in enumerate(solver.schedule.timesteps):
-            step = torch.tensor([time], dtype=torch.float32, device=device)
             noisy = solver.model_input(x, index)
-            forward_once = partial(forward, unet, noisy.to(device), step)
-            velocity = to_host(with_room(pipeline.offloader, "unet", forward_once, progress)).float()
-            velocity = velocity.unflatten(0, (rows, -1))
-            # Of three rows upstream the middle one cancels; of two equal ones (guidance 1) one is enough.
-            guided = velocity[0]
-            if rows > 1:
-                guided = classifier_free_guidance(velocity[1], velocity[0], denoising.guidance)
-            if denoising.epsilon:
-                guided = velocity_of(guided, noisy, solver.schedule.sigmas[index])
-            clean = solver.clean(guided, index, x)
-            x = solver.step(guided, index, x, denoising.draw)
-            shown = partial(preview_of, clean, pipeline.latent_format)
-            progress.step(index + 1, count, ProgressStage("painting"), shown)
+            given = (noisy.to(device), torch.tensor([time], dtype=torch.float32, device=device))
+            velocity = with_room(pipeline.offloader, "unet", partial(step, unet, *given), progress)
+            if epsilon:
+                velocity = velocity_of(velocity, noisy, solver.schedule.sigmas[index])
+            clean = solver.clean(velocity, index, x)
+            x = solver.step(velocity, index, x, draw)
+            progress.step(index + 1, count, ProgressStage(name), partial(preview_of, clean, pipeline.latent_format))
             progress.check()
-    require_finite(x, "painted latents")
+    require_finite(x, "delit latents" if delight else "painted latents")
     return x
 
 
@@ -299,44 +299,10 @@ def tell_sampled(pipeline: PaintPipeline, latents: Tensor, seed: int, progress: 
         tell(latents / pipeline.latent_scale, pipeline.family, seed, pipeline.latent_format)
 
 
-def predicted(unet: Any, x: Tensor, step: Tensor, conditions: Conditions, run: StreamInputs) -> Tensor:
-    """The velocity of all guidance rows, (B * M * V, 4, h, w).
-
-    Args:
-        x: (M * V, 4, h, w), the same for every row.
-    """
-    rows = len(run.scales)
-    if run.materials == 1:
-        sample = x.expand(rows, *x.shape)
-        return unet(sample, step, conditions.maps, conditions.cameras, run)
-    sample = x.unflatten(0, (run.materials, run.views))
-    dino = conditions.dino
-    if dino is not None:  # zeros in the row without guidance, which still pass the projection and its norm
-        dino = torch.cat((*[torch.zeros_like(dino)] * (rows - 1), dino))
-    return unet(sample.expand(rows, *sample.shape), step, conditions.maps, dino, run)
-
-
-def references_in(conditions: Conditions) -> int:
-    """Number of reference pictures in the stored tokens."""
-    most = max((kept.shape[1] for kept in conditions.reference.values()), default=0)
-    return most // (conditions.maps.shape[-2] * conditions.maps.shape[-1])
-
-
-def preview_of(latents: Tensor, latent_format: str = "SD15") -> Tensor:
+def preview_of(latents: Tensor, latent_format: str) -> Tensor:
     """Rough pictures (V, h, w, 3) in 0..1 of scaled latents."""
     *colours, added = torch.tensor(PREVIEW[latent_format])
     return ((torch.einsum("bchw,cr->bhwr", latents, torch.stack(colours)) + added) * 0.5 + 0.5).clamp(0, 1)
-
-
-def _run(settings: PaintSettings, views: int, references: int) -> PaintRun:
-    """Build the run that completed settings describe."""
-    return PaintRun(
-        steps=len(plan_of(settings)),
-        rows=2 if settings.guidance != 1 else 1,
-        size=settings.size,
-        views=views,
-        references=references,
-    )
 
 
 def _checked(
@@ -350,25 +316,37 @@ def _checked(
         progress.notify(line)
     size, pictures = settings.size, checked_pictures(inputs.references, "reference picture")
     references = torch.cat([resized(squared(over(one, background), background)[None], size, size) for one in pictures])
-    maps = []
+    require_latents(settings, len(ids) * materials_of(pipeline))
+    normals, positions = (
+        torch.cat([resized(over(one, WHITE)[None], size, size) for one in pictures])
+        for pictures in checked_maps(inputs, len(ids)).values()
+    )
+    return references, normals, positions, ids
+
+
+def checked_maps(inputs: PaintInputs, count: int) -> dict[str, list[Tensor]]:
+    """Maps by kind, one per camera."""
+    maps = {}
     for name, given in (("normal", inputs.normals), ("position", inputs.positions)):
-        given_maps = checked_pictures(given, f"{name} maps")
-        if len(given_maps) != len(ids):
+        maps[name] = checked_pictures(given, f"{name} maps")
+        if len(maps[name]) != count:
             raise InputError(
-                f"{len(given_maps)} {name} maps for {len(ids)} cameras",
+                f"{len(maps[name])} {name} maps for {count} cameras",
                 expected="one map per camera",
                 fix="Connect the maps and the cameras of the same Render Views node.",
             )
-        maps.append(torch.cat([resized(over(one, WHITE)[None], size, size) for one in given_maps]))
-    materials, side = MATERIALS if pipeline.family == "paint_pbr" else 1, size // vae.REDUCTION
-    wanted = (len(ids) * materials, 4, side, side)
+    return maps
+
+
+def require_latents(settings: PaintSettings, count: int) -> None:
+    """Raise for latents of an earlier pass that are not ``count`` of the view size."""
+    wanted = (count, 4, settings.size // vae.REDUCTION, settings.size // vae.REDUCTION)
     if settings.latents is not None and tuple(settings.latents.shape) != wanted:
         raise InputError(
             f"latents of shape {tuple(settings.latents.shape)} for painting",
             expected=f"{wanted}",
             fix="Upscale the latents of the first pass to the view size with Upscale Latent, and keep the cameras.",
         )
-    return references, maps[0], maps[1], ids
 
 
 def _conditions(
@@ -376,32 +354,33 @@ def _conditions(
     inputs: PaintInputs,
     given: tuple[Tensor, Tensor, Tensor, list[int]],
     settings: PaintSettings,
+    run: PaintRun,
     progress: Any,
-) -> Conditions:
-    """Everything the steps share, computed once."""
+) -> tuple[Tensor, Tensor, StreamInputs]:
+    """Conditions of all steps, on the device: maps (1, V, 8, h, w); camera ids (V,), or DINO of each row; the rest."""
     references, normals, positions, ids = given
     device, size = pipeline.offloader.device, settings.size
     generator = generator_for(settings.seed)
-    need, run = vae_bytes(ENCODED, size, pipeline.precision.vae), _run(settings, len(ids), len(references))
+    need = vae_bytes(ENCODED, size, pipeline.precision.vae)
     with stage(pipeline, "encoding", "vae", need, run, progress) as module:
         encodings = []
         for index, pictures in enumerate((references, normals, positions)):  # the order in which upstream draws
             encodings.append(vae.encoded(module, pictures, generator, device) * vae.SCALE)
             progress.step(index + 1, 3, ProgressStage("encoding"))
-    dino = rotary = None
+    cameras_or_dino, rotary = torch.tensor(ids, device=device), None
     if pipeline.family == "paint_pbr":
         dino = _dino(pipeline, inputs, references[0], progress, run).to(device)
+        # zeros in the row without guidance, which still pass the projection and its norm
+        cameras_or_dino = torch.cat((*[torch.zeros_like(dino)] * (run.rows - 1), dino))
         pairs = zip(pipeline.shape.widths, pipeline.shape.heads, strict=True)
         widths = {level: width // heads for level, (width, heads) in enumerate(pairs)}
         tables = rotary_by_tokens(positions.permute(0, 3, 1, 2), size // vae.REDUCTION, widths)
         rotary = {tokens: (cos.to(device), sin.to(device)) for tokens, (cos, sin) in tables.items()}
-    need = looking_bytes(pipeline, len(references), (encodings[0].shape[-2], encodings[0].shape[-1]))
-    with stage(pipeline, "reference", "reference", need, run, progress) as stream:
+    with stage(pipeline, "reference", "reference", forecast.looking_bytes(pipeline, run), run, progress) as stream:
         reference = stream(encodings[0][None].to(device))
-    maps = torch.cat((encodings[1], encodings[2]), dim=1)[None].to(device)
-    return Conditions(
-        maps=maps, reference=reference, cameras=torch.tensor(ids, device=device), rotary=rotary, dino=dino
-    )
+    scales, materials = (0.0, settings.reference_scale)[-run.rows :], materials_of(pipeline)
+    shared = StreamInputs(run.views, reference, scales, settings.multiview_scale, materials=materials, rotary=rotary)
+    return torch.cat((encodings[1], encodings[2]), dim=1)[None].to(device), cameras_or_dino, shared
 
 
 def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progress: Any, run: PaintRun) -> Tensor:
@@ -423,13 +402,13 @@ def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progr
     return dino_states(pipeline, reference, progress, expected(pipeline, "image", run))
 
 
-def decoded(pipeline: PaintPipeline, latents: Tensor, views: int, settings: PaintSettings, progress: Any) -> Painted:
-    """The pictures of ``latents``; those behind the first ``views`` are metal and roughness."""
-    device, plain = pipeline.offloader.device, latents / pipeline.latent_scale
-    need = vae_bytes(DECODED, settings.size, pipeline.precision.vae)
-    with stage(pipeline, "decoding", "vae", need, _run(settings, views, 1), progress) as module:
-        pictures = vae.decoded(module, plain, device, progress)
-    return Painted(pictures[:views], pictures[views:] if len(pictures) > views else None, plain)
+def decoded(pipeline: PaintPipeline, latents: Tensor, run: PaintRun, seed: int, progress: Any) -> Painted:
+    """The pictures of ``latents``; those behind the views are metal and roughness."""
+    tell_sampled(pipeline, latents, seed, progress)
+    plain, need = latents / pipeline.latent_scale, vae_bytes(DECODED, run.size, pipeline.precision.vae)
+    with stage(pipeline, "decoding", "vae", need, run, progress) as module:
+        pictures = vae.decoded(module, plain, pipeline.offloader.device, progress)
+    return Painted(pictures[: run.views], pictures[run.views :] if len(pictures) > run.views else None, plain)
 
 
 def to_latent(pipeline: PaintPipeline, painted: Painted) -> dict[str, Any]:
@@ -439,11 +418,7 @@ def to_latent(pipeline: PaintPipeline, painted: Painted) -> dict[str, Any]:
 
 
 def latents_of(pipeline: PaintPipeline, latent: Mapping[str, Any] | None) -> Tensor | None:
-    """The samples of core's LATENT, for :class:`PaintSettings`; None for none.
-
-    Raises:
-        InputError: they are latents of something else.
-    """
+    """The samples of core's LATENT, for :class:`PaintSettings`; raises InputError for latents of something else."""
     if latent is None:
         return None
     samples, made_by = latent.get("samples"), (latent.get(LATENT_KEY) or {}).get("family", pipeline.family)

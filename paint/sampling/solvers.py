@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ...compat.errors import InputError, require_choice
 from ...compat.packages import attribute
-from ..choices import SCHEDULERS as SCHEDULERS
-from ..choices import SPACINGS as SPACINGS
+from ..choices import SCHEDULERS, SPACINGS
 
 TRAIN_STEPS = 1000
 BETAS = (0.00085, 0.012)
@@ -42,20 +41,16 @@ class NoiseSchedule:
         return len(self.timesteps)
 
     def tail(self, count: int) -> NoiseSchedule:
-        """The last ``count`` steps."""
         first = len(self) - count
-        return (
-            NoiseSchedule(self.timesteps[first:], self.sigmas[first:], self.table, self.sigmas[first])
-            if first
-            else self
-        )
+        if not first:
+            return self
+        return NoiseSchedule(self.timesteps[first:], self.sigmas[first:], self.table, self.sigmas[first])
 
 
 def sigma_table(zero_snr: bool, shift: float = 1.0) -> Tensor:
     """The noise level sqrt((1 - a) / a) of each training step, (1000,), float64.
 
-    Args:
-        shift: by which the squared level of the last step is multiplied, and those before it by less.
+    ``shift`` multiplies the squared level of the last step, and those before it by less.
     """
     first, last = (beta**0.5 for beta in BETAS)
     shares = torch.cumprod(1.0 - torch.linspace(first, last, TRAIN_STEPS, dtype=torch.float32) ** 2, dim=0)
@@ -69,24 +64,12 @@ def sigma_table(zero_snr: bool, shift: float = 1.0) -> Tensor:
 
 
 def velocity_of(noise: Tensor, unit: Tensor, sigma: float) -> Tensor:
-    """The velocity that a prediction of the noise means.
-
-    Args:
-        unit: latents of unit variance, as the network took them.
-        sigma: their noise level.
-    """
+    """The velocity that predicted ``noise`` means, from latents of ``unit`` variance at level ``sigma``."""
     return noise * math.sqrt(sigma**2 + 1) - unit * sigma
 
 
 def schedule_for(spacing: str, steps: int, zero_snr: bool, shift: float = 1.0) -> NoiseSchedule:
-    """The schedule of ``steps`` steps.
-
-    Args:
-        spacing: one of :data:`SPACINGS` but ``auto``.
-
-    Raises:
-        InputError: an unknown spacing, or steps out of range.
-    """
+    """The schedule of ``steps`` steps; raises InputError for an unknown spacing, or steps out of range."""
     if not 1 <= steps <= TRAIN_STEPS:
         raise InputError(
             f"steps {steps} for painting", expected=f"1 to {TRAIN_STEPS}", fix="The published samplers take 10 to 50."
@@ -110,11 +93,7 @@ def schedule_for(spacing: str, steps: int, zero_snr: bool, shift: float = 1.0) -
 
 
 def schedule_of(sigmas: Sequence[float], zero_snr: bool, shift: float = 1.0) -> NoiseSchedule:
-    """The schedule that goes through ``sigmas``, from noise to 0.
-
-    Raises:
-        InputError: sigmas that do not fall to 0 or more.
-    """
+    """The schedule through ``sigmas``, from noise to 0; raises InputError where they do not fall."""
     if len(sigmas) < 2 or sigmas[-1] < 0 or any(a <= b for a, b in pairwise(sigmas)):
         raise InputError(
             f"{len(sigmas)} sigmas for painting that do not fall",
@@ -132,11 +111,7 @@ def schedule_of(sigmas: Sequence[float], zero_snr: bool, shift: float = 1.0) -> 
 
 
 def lcm_schedule(steps: int, zero_snr: bool, shift: float = 1.0) -> NoiseSchedule:
-    """The schedule of the distillation: ten steps are 989, 890, 791, ... 98.
-
-    Raises:
-        InputError: more steps than the grid has.
-    """
+    """The schedule of the distillation, 989, 890, ... 98; raises InputError for more steps than its grid has."""
     if not 1 <= steps <= LCM_GRID:
         raise InputError(
             f"steps {steps} for the lcm sampler",
@@ -151,18 +126,13 @@ def lcm_schedule(steps: int, zero_snr: bool, shift: float = 1.0) -> NoiseSchedul
 
 
 def _between(table: Tensor, time: float) -> float:
-    """The noise level at a time between two training steps."""
     below = min(int(time), TRAIN_STEPS - 2)
     low, high = float(table[below]), float(table[below + 1])
     return low + (high - low) * (time - below) if time > below else low
 
 
 class EulerAncestral:
-    """Euler steps with fresh noise. Latents are data plus sigma times noise.
-
-    Args:
-        eta: 1 for ancestral steps; 0 for plain ones, which draw nothing.
-    """
+    """Euler steps of data plus sigma times noise; with ``eta`` 0 plain ones, which draw no fresh noise."""
 
     def __init__(self, schedule: NoiseSchedule, eta: float = 1.0) -> None:
         self.schedule, self.eta = schedule, eta
@@ -171,8 +141,7 @@ class EulerAncestral:
         """Latents to start from: pure noise, or ``clean`` with noise of the first level."""
         return noise * self.schedule.start if clean is None else clean + noise * self.schedule.sigmas[0]
 
-    def model_input(self, x: Tensor, index: int) -> Tensor:
-        """``x`` as the network takes it."""
+    def model_input(self, x: Tensor, index: int) -> Tensor:  # as the network takes it
         return x / math.sqrt(self.schedule.sigmas[index] ** 2 + 1)
 
     def clean(self, velocity: Tensor, index: int, x: Tensor) -> Tensor:
@@ -181,7 +150,6 @@ class EulerAncestral:
         return velocity * (-sigma / math.sqrt(sigma**2 + 1)) + x / (sigma**2 + 1)
 
     def step(self, velocity: Tensor, index: int, x: Tensor, noise: Noise) -> Tensor:
-        """Latents one level lower."""
         sigma, target = self.schedule.sigmas[index : index + 2]
         up = self.eta * math.sqrt(max(target**2 * (sigma**2 - target**2) / sigma**2, 0.0))
         down = math.sqrt(max(target**2 - up**2, 0.0))
@@ -196,12 +164,10 @@ class UnitVariance:
         self.schedule = schedule
 
     def begin(self, noise: Tensor, clean: Tensor | None = None) -> Tensor:
-        """Latents to start from: pure noise, or ``clean`` with noise of the first level."""
         data, share = self.shares(0)
         return noise if clean is None else data * clean + share * noise
 
     def model_input(self, x: Tensor, _index: int) -> Tensor:
-        """``x`` as the network takes it."""
         return x
 
     def shares(self, index: int) -> tuple[float, float]:
@@ -211,16 +177,14 @@ class UnitVariance:
         return scale, sigma * scale
 
     def clean(self, velocity: Tensor, index: int, x: Tensor) -> Tensor:
-        """The clean latents that the prediction implies."""
         data, share = self.shares(index)
         return data * x - share * velocity
 
 
 class LatentConsistency(UnitVariance):
-    """LCM: jump to the clean latents, add noise of the next level."""
+    """Jump to the clean latents, add noise of the next level."""
 
     def step(self, velocity: Tensor, index: int, x: Tensor, noise: Noise) -> Tensor:
-        """Latents one level lower; no noise on the last step."""
         time = self.schedule.timesteps[index] * TIME_SCALE
         skip = DATA_SIGMA**2 / (time**2 + DATA_SIGMA**2)
         out = time / math.sqrt(time**2 + DATA_SIGMA**2)
@@ -254,16 +218,11 @@ class UniPC(UnitVariance):
         self.solver.set_begin_index(0)
 
     def step(self, velocity: Tensor, index: int, x: Tensor, _noise: Noise) -> Tensor:
-        """Latents one level lower."""
         return self.solver.step(velocity, self.solver.timesteps[index], x, return_dict=False)[0]
 
 
 def solver_for(name: str, schedule: NoiseSchedule) -> Any:
-    """The solver ``name`` on a schedule.
-
-    Raises:
-        InputError: an unknown name.
-    """
+    """The solver ``name`` on a schedule; raises InputError for an unknown name."""
     made: dict[str, Callable[[], Any]] = {
         "euler_ancestral": lambda: EulerAncestral(schedule),
         "euler": lambda: EulerAncestral(schedule, 0.0),

@@ -35,7 +35,7 @@ def test_groups_that_cannot_be_are_refused(
 
 def test_a_rank_ends_at_a_step_of_the_sampling_and_nowhere_else() -> None:
     watch = AgreedWatch(Ranks())
-    watch.end()
+    watch.ended.set()
     watch.check()
     watch.step(1, 2, ProgressStage("encoding", "prompt"))
     with pytest.raises(RenderCancelled):

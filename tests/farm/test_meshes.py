@@ -45,6 +45,14 @@ def test_a_mesh_without_a_picture_is_named(meshes: Path, tmp_path: Path) -> None
         paint_jobs(item, tmp_path, meshes, [1], PaintSettings(), JobFolder(tmp_path / "farm").add_input)
 
 
+def test_a_caption_beside_the_picture_is_not_taken_for_it(meshes: Path, tmp_path: Path) -> None:
+    (meshes / "torus.txt").write_text("a ring", encoding="utf-8")
+    (job,) = paint_jobs(
+        Places().content(tmp_path), meshes, meshes, [1], PaintSettings(), JobFolder(tmp_path / "farm").add_input
+    )
+    assert job.picture.name.endswith(".png")
+
+
 def test_a_job_keeps_its_key_where_no_other_model_is_named() -> None:
     item = Content("torus.glb", "0" * 64)
     alone = PaintJob(item, item, item)

@@ -39,7 +39,7 @@ def test_shares_are_every_line_once(count: int) -> None:
     )
 
 
-@pytest.mark.parametrize("share", ["8/8", "-1/8", "a/8", "1", "1/0"])
+@pytest.mark.parametrize("share", ["8/8", "-1/8", "a/8", "²/8", "1", "1/0"])
 def test_a_share_that_is_none_is_refused(share: str) -> None:
     with pytest.raises(InputError, match="I from 0 to N - 1"):
         cli.share_of(["a"], share)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import trimesh
 from anygpu.compat.errors import CheckpointError
-from anygpu.paint.geometry import materials
+from anygpu.paint.geometry import mesh as meshes
 from anygpu.paint.geometry.mesh import Beside, load_mesh
 from PIL import Image
 
@@ -107,7 +107,7 @@ def bomb(side: int) -> bytes:
 
 def test_a_picture_far_larger_than_its_file_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two materials are packed into one, for which trimesh decodes all pictures; their shapes stay."""
-    monkeypatch.setattr(materials, "TEXTURE_PIXELS", 64 * 64)
+    monkeypatch.setattr(meshes, "TEXTURE_PIXELS", 64 * 64)
     scene = trimesh.Scene()
     for index, side in enumerate((512, 256)):
         image = Image.open(io.BytesIO(bomb(side)))

@@ -10,7 +10,7 @@ from anygpu.paint.networks.layers import Dtypes
 from anygpu.paint.networks.multiview import StreamInputs
 from anygpu.paint.networks.pbr import MATERIALS
 from anygpu.paint.networks.published import networks_for
-from anygpu.paint.networks.unet import set_attention
+from anygpu.paint.networks.unet import STABLE_DIFFUSION_2, set_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GIBIBYTE = 1024**3
@@ -59,7 +59,7 @@ def stages(kind: str, pixels: int, views: int, dtypes: Dtypes, rows: int = 2) ->
     side, materials = pixels // 8, MATERIALS if kind == "paint_pbr" else 1
     found = {}
     with torch.device("meta"), torch.no_grad():
-        made = networks_for(kind, None, dtypes)
+        made = networks_for(kind, STABLE_DIFFUSION_2, dtypes)
         made["vae"] = vae.autoencoder(STABLE_DIFFUSION_VAE)
         for network in made.values():
             for parameter in network.parameters():

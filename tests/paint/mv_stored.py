@@ -212,9 +212,9 @@ def _siblings(name: str, tensors: dict[str, Tensor]) -> list[str]:
 
 def adapter_parts(variant: str, base: str) -> dict[str, torch.nn.Module]:
     """The UNet with the adapter's layers, and the map encoder, random."""
-    from anygpu.paint.networks.mv_adapter import encoder_for, unet_for, widths_for
+    from anygpu.paint.networks.mv_adapter import encoder_for, unet_for
 
-    made = {"unet": unet_for(unet_config(base), variant), "adapter": encoder_for(base, widths_for(base, WIDTHS[base]))}
+    made = {"unet": unet_for(unet_config(base), variant), "adapter": encoder_for(base, WIDTHS[base])}
     for index, module in enumerate(made.values()):
         randomise(module.eval(), index + 31)
     made["unet"].load_state_dict(parts(base)["unet"].state_dict(), strict=False)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from anygpu.paint.forecast import looking_bytes, map_encoder_bytes, step_bytes
+from anygpu.paint.forecast import PaintRun, looking_bytes, map_encoder_bytes, step_bytes
 from anygpu.paint.networks import mv_adapter
 from anygpu.paint.networks.published import stored_dtype
 from anygpu.paint.networks.unet import UNetShape
@@ -13,7 +13,7 @@ from paint import mv_stored
 from paint.counting import HALF, SAFE, Alive, fused
 
 CASES = [
-    pytest.param("sdxl", 768, 2, 1, HALF, id="SDXL"),
+    pytest.param("sdxl", 768, 2, 1, HALF, id="SDXL", marks=pytest.mark.full),
     pytest.param("sdxl", 768, 1, 1, HALF, id="SDXL, one row at a time", marks=pytest.mark.full),
     pytest.param("sdxl", 768, 2, 0, HALF, id="SDXL tg2mv", marks=pytest.mark.full),
     pytest.param("sdxl", 1024, 2, 3, HALF, id="SDXL, three references at 1024", marks=pytest.mark.full),
@@ -28,7 +28,7 @@ def counted(base, pixels, rows, references, dtypes):
     config, side, stream = mv_stored.full_size(base), pixels // 8, dtypes.residual
     with torch.device("meta"), torch.no_grad():
         unet = mv_adapter.unet_for(config, "ig2mv" if references else "tg2mv")
-        encoder = mv_adapter.encoder_for(base, mv_adapter.widths_for(base, config["block_out_channels"]))
+        encoder = mv_adapter.encoder_for(base, config["block_out_channels"])
         for module in (unet, encoder):
             for name, parameter in module.named_parameters():
                 parameter.data = parameter.data.to(stored_dtype(name, dtypes))
@@ -66,13 +66,13 @@ def test_every_stage_at_full_size_is_forecast(base, pixels, rows, references, dt
     configs = {"adapter": {"base": base}}
     shape = UNetShape.of(mv_stored.full_size(base))
     pipeline = SimpleNamespace(family="mv_adapter", precision=precision, configs=configs, shape=shape)
-    size = (pixels // 8, pixels // 8)
+    run = PaintRun(1, rows, pixels, views=6, references=references)
     forecast = {
         "maps": map_encoder_bytes(pipeline, pixels),
-        "painting": step_bytes(pipeline, 6 * rows, size, references),
+        "painting": step_bytes(pipeline, run),
     }
     if references:
-        forecast["reference"] = looking_bytes(pipeline, references, size)
+        forecast["reference"] = looking_bytes(pipeline, run)
     assert forecast.keys() == found.keys()
     for stage, peak in found.items():
         assert abs(forecast[stage] / peak - 1) < 0.15, f"{stage} forecast {forecast[stage]}, is {peak}"

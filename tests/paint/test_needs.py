@@ -13,6 +13,7 @@ from anygpu.compat.memory.statistics import saved_stages
 from anygpu.paint.forecast import MARGIN, asked, paint_needs, planned_run
 from anygpu.paint.loading import PaintRequest, load_paint, paint_bytes
 from anygpu.paint.networks.published import shape_for
+from anygpu.paint.networks.unet import STABLE_DIFFUSION_2
 from anygpu.paint.sampling.delight import DelightSettings, delight_image
 from anygpu.paint.sampling.painting import PaintSettings, paint_views
 
@@ -47,7 +48,12 @@ def pipeline(kind, dtypes, weights, mode="model"):
     options = SimpleNamespace(host_weights=SimpleNamespace(shared=False))
     offloader = SimpleNamespace(mode=mode, options=options, device_of=lambda part: torch.device("cpu"))
     return SimpleNamespace(
-        family=kind, variant=variant, precision=precision, shape=shape_for(kind), offloader=offloader, weights=weights
+        family=kind,
+        variant=variant,
+        precision=precision,
+        shape=shape_for(kind, STABLE_DIFFUSION_2),
+        offloader=offloader,
+        weights=weights,
     )
 
 

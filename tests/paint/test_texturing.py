@@ -17,7 +17,7 @@ from anygpu.paint.geometry.mesh import MANY_FACES, Mesh, Surface, load_mesh, wri
 from anygpu.paint.geometry.views import rendered_maps
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.pictures import cut_out
-from anygpu.paint.sampling.painting import PaintSettings, latents_of, to_latent
+from anygpu.paint.sampling.painting import Painted, PaintSettings, latents_of, to_latent
 from PIL import Image
 
 from paint.shapes import box
@@ -130,6 +130,20 @@ def test_painted_views_are_kept_when_baking_fails_and_forgotten_when_it_does_not
     assert len(kept) == 6 and numpy.array(Image.open(kept[0])).shape == (64, 64, 3)
     texturing.textured(box(), [PICTURE], paint, None, QUICK, saving=saving)
     assert not list(tmp_path.iterdir())
+
+
+def test_views_that_a_full_disk_did_not_take_are_not_left_there_in_part(tmp_path, monkeypatch):
+    kept, full = texturing.picture_of, iter([False, False, True])
+
+    def written(picture):
+        if next(full):
+            raise OSError(28, "No space left on device")
+        return kept(picture)
+
+    monkeypatch.setattr(texturing, "picture_of", written)
+    painted = Painted(torch.rand(3, 8, 8, 3), None, torch.zeros(3, 4, 1, 1))
+    with texturing.saved_views(painted, tmp_path / "views", "temp/anygpu"):
+        assert not list(tmp_path.iterdir())
 
 
 def test_latents_carry_their_model_and_others_are_refused(paint):

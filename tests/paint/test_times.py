@@ -11,8 +11,7 @@ from anygpu.compat.memory.offloader import MODES
 from anygpu.compat.memory.statistics import FILE, saved_stages, stage_cost
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.paint.forecast import PaintRun, planned_run, stage_work
-from anygpu.paint.loading import PaintPipeline, PaintRequest, load_paint
-from anygpu.paint.networks.compile import Blocks
+from anygpu.paint.loading import Blocks, PaintPipeline, PaintRequest, load_paint
 from anygpu.paint.networks.encoders import TOKENS
 from anygpu.paint.sampling.delight import DelightSettings, delight_image
 from anygpu.paint.sampling.painting import PaintSettings, paint_views

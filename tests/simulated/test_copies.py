@@ -287,7 +287,7 @@ def test_the_encoders_of_paint_give_the_same_bits(acc, tmp_path):
         looking = load_paint(PaintRequest(pbr, image_encoder=tmp_path / "dino", device=facts(acc)))
         reading = load_paint(PaintRequest(delight, device=facts(acc)))
         assert {looking.precision.text, reading.precision.text} == {FP16}
-        return [dino_states(looking, INPUTS.references[0], Silent()), encoded_prompt(reading, "", Silent())]
+        return [dino_states(looking, INPUTS.references[0], Silent(), {}), encoded_prompt(reading, "", Silent())]
 
     healthy = encoded()
     with accelerator.zeroed_copies(FP16, to_device=True) as zeroed:

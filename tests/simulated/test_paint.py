@@ -6,8 +6,7 @@ import pytest
 import torch
 from anygpu.compat.device.execution import HOST
 from anygpu.paint import texturing
-from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.paint.networks.compile import settings_for
+from anygpu.paint.loading import PaintRequest, load_paint, settings_for
 from anygpu.paint.sampling import painting
 from anygpu.paint.sampling.delight import DelightSettings
 from anygpu.paint.sampling.painting import PaintSettings

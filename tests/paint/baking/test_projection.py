@@ -14,6 +14,7 @@ from anygpu.paint.baking.bake import BakeSettings, bake, gathered, grown, texels
 from anygpu.paint.baking.fill import filled, pull_push
 from anygpu.paint.baking.projection import Projected, Reference, cropped, projected
 from anygpu.paint.demo import ring
+from anygpu.paint.geometry import pose as poses
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, camera_table
 from anygpu.paint.geometry.mesh import Mesh, Surface
 from anygpu.paint.geometry.pose import Found, Pose, found_pose, posed_view
@@ -31,6 +32,8 @@ CASES = {  # azimuth, elevation, roll, perspective: as far as 15 degrees off; le
     "ring": (-15, 15, -5, 0.1),
     "box": (10, 8, -3, 0.0),
 }
+FAST = ("pear", "box")  # a round shape through a lens, and flat sides without perspective
+NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in CASES]
 
 
 def joined(*parts: tuple[Mesh, tuple[float, float, float]]) -> Mesh:
@@ -120,20 +123,21 @@ def made(name: str) -> tuple[Tensor, Projected, Tensor, Found]:
         return picture, projected(surface, painted, [Reference(picture)]), cosines(surface, pose), found
 
 
-def test_five_shapes_get_the_detail_of_a_picture_from_an_unknown_camera():
+@pytest.mark.parametrize("names", [FAST, pytest.param(tuple(CASES), marks=pytest.mark.full)], ids=["two", "five"])
+def test_shapes_get_the_detail_of_a_picture_from_an_unknown_camera(names):
     """Cameras off by up to 15 degrees, rolled, of focal lengths from infinite to a wide lens."""
     before, after = [], []
-    for name in CASES:
+    for name in names:
         _, texture, painted = known(name)
         _, result, cosine, _ = made(name)
         chosen = cosine > 0.5
         before.append(decibels(painted, texture, chosen))
         after.append(decibels(result.texture, texture, chosen))
-    assert sorted(after)[2] >= 30, after
+    assert sorted(after)[len(names) // 2] >= 30, after
     assert min(after) >= 27 and max(before) <= 24, (before, after)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_texels_that_the_picture_does_not_show_squarely_stay_bit_for_bit(name):
     surface, _, painted = known(name)
     _, result, cosine, _ = made(name)
@@ -148,7 +152,7 @@ def test_texels_that_the_picture_does_not_show_squarely_stay_bit_for_bit(name):
     assert torch.equal(result.texture[~margin], painted[~margin])
 
 
-@pytest.mark.parametrize("name", ["bumps", "pear", "ring"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "box"])
 def test_a_brighter_picture_leaves_no_seam_above_that_of_the_painted_views(name, monkeypatch):
     surface, _, painted = known(name)
     picture, _, _, found = made(name)
@@ -185,14 +189,16 @@ def test_colours_that_contradict_the_texture_are_left_out(monkeypatch):
     assert result.weight[height < -0.3].mean() > 0.8
 
 
-def test_several_pictures_have_their_places_and_a_plain_background_is_enough():
+def test_several_pictures_have_their_places_and_a_plain_background_is_enough(monkeypatch):
+    for tried in ("TURNS", "HEIGHTS"):
+        monkeypatch.setattr(poses, tried, (0,))  # a picture's own place alone
     surface, texture, painted = known("pear")
-    poses = pose_of(3, 0, 0, 0.2), pose_of(95, 4, 0, 0.2)
-    front, right = (photograph(surface, texture, pose) for pose in poses)
+    cameras = pose_of(3, 0, 0, 0.2), pose_of(95, 4, 0, 0.2)
+    front, right = (photograph(surface, texture, pose) for pose in cameras)
     plain = front[..., :3] * front[..., 3:] + torch.tensor((0.1, 0.9, 0.2)) * (1 - front[..., 3:])
     both = texturing.with_detail(shape("pear"), painted, {"right": [right], "front": [plain]})
     assert [note.partition(":")[0] for note in both.notes[-2:]] == ["front", "right"]
-    for pose in poses:
+    for pose in cameras:
         assert decibels(both.texture, texture, cosines(surface, pose) > 0.5) >= 29
     with pytest.raises(InputError, match="0 pictures to project"):
         texturing.with_detail(shape("pear"), painted, {})

@@ -47,10 +47,12 @@ def test_covers_the_pixels_that_the_definition_says(count, reach):
     assert bool((ids >= 0).any())
 
 
-def test_chunks_and_order_change_nothing():
+def test_chunks_and_order_change_nothing(monkeypatch):
     screen, faces = triangles(300, 25)
     ids = face_ids(screen, faces, HEIGHT, WIDTH)
-    assert torch.equal(ids, face_ids(screen, faces, HEIGHT, WIDTH, candidates=1))
+    with monkeypatch.context() as chunked:
+        chunked.setitem(raster.CANDIDATES, "cpu", 1)
+        assert torch.equal(ids, face_ids(screen, faces, HEIGHT, WIDTH))
     order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
     other = face_ids(screen, faces[order], HEIGHT, WIDTH)
     assert torch.equal(ids, torch.where(other >= 0, order.to(torch.int32)[other.long()], -1))
@@ -73,7 +75,8 @@ def test_no_more_pixels_are_tried_at_once_than_allowed(monkeypatch):
             yield pixel, key
 
     monkeypatch.setattr(raster, "_keys", counted)
-    face_ids(*triangles(200, 40), HEIGHT, WIDTH, candidates=5000)
+    monkeypatch.setitem(raster.CANDIDATES, "cpu", 5000)
+    face_ids(*triangles(200, 40), HEIGHT, WIDTH)
     assert len(sizes) > 10
     assert max(sizes) <= 5000
 

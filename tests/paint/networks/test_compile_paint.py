@@ -3,8 +3,7 @@
 import pytest
 import torch
 from anygpu.paint.geometry.cameras import camera_table
-from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.paint.networks.compile import settings_for
+from anygpu.paint.loading import PaintRequest, load_paint, settings_for
 from anygpu.paint.sampling.painting import PaintInputs, PaintSettings, paint_views
 
 SETTINGS = PaintSettings(size=64, steps=2, seed=3)

@@ -14,7 +14,6 @@ from anygpu.paint.networks.mv_adapter import (
     set_kernel,
     unet_for,
     variant_of,
-    widths_for,
 )
 from anygpu.paint.networks.published import stored_dtype
 
@@ -71,14 +70,25 @@ def oracle(made, variant, base, given, guided, **scales):
     return mv_published.predicted(unet, given["x"], time, given["text"], more, states, reference, guided, **scales)
 
 
-@pytest.mark.parametrize("base", ["sdxl", "sd21"])
+SCALES = {"ref_scale": 0.6, "mv_scale": 1.3}
+
+
 @pytest.mark.parametrize(
-    ("variant", "guided", "scales"),
+    ("base", "variant", "guided", "scales"),
     [
-        ("ig2mv", True, {}),
-        ("ig2mv", True, {"ref_scale": 0.6, "mv_scale": 1.3}),
-        ("ig2mv", False, {}),
-        ("tg2mv", True, {}),
+        ("sdxl", "ig2mv", True, SCALES),
+        ("sd21", "ig2mv", False, {}),
+        ("sd21", "tg2mv", True, {}),
+        *(
+            pytest.param(*given, marks=pytest.mark.full)
+            for given in (
+                ("sdxl", "ig2mv", True, {}),
+                ("sd21", "ig2mv", True, {}),
+                ("sd21", "ig2mv", True, SCALES),
+                ("sdxl", "ig2mv", False, {}),
+                ("sdxl", "tg2mv", True, {}),
+            )
+        ),
     ],
 )
 def test_six_views_equal_the_published_processors(base, variant, guided, scales):
@@ -155,7 +165,7 @@ PUBLISHED = {  # tensors and parameters of the adapter: counted by others from t
 def test_names_and_sizes_are_those_of_the_published_files(variant, base):
     config = mv_stored.full_size(base)
     with torch.device("meta"):
-        unet, encoder = unet_for(config, variant), encoder_for(base, widths_for(base, config["block_out_channels"]))
+        unet, encoder = unet_for(config, variant), encoder_for(base, config["block_out_channels"])
     tensors = {name: each for name, each in unet.state_dict().items() if ".processor." in name} | encoder.state_dict()
     assert (len(tensors), round(sum(each.numel() for each in tensors.values()) / 1e5)) == (
         PUBLISHED[variant, base][0],
@@ -175,7 +185,7 @@ def shapes_of(variant="ig2mv", base="sdxl"):
 @pytest.mark.parametrize("variant", ["ig2mv", "tg2mv"])
 def test_an_adapter_is_known_by_its_tensors_and_its_name(variant):
     shapes = shapes_of(variant)
-    assert variant_of(shapes, "sdxl", f"MVAdapter_{variant}_sdxl.safetensors") == variant
+    assert variant_of(shapes, "sdxl", f"MVAdapter_{variant}_sdxl.safetensors", declared="") == variant
     assert variant_of(shapes, "sdxl", "renamed.safetensors", declared=variant) == variant
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from anygpu.paint.networks.published import (
     stored_dtype,
     without_adapter,
 )
-from anygpu.paint.networks.unet import set_attention
+from anygpu.paint.networks.unet import STABLE_DIFFUSION_2, set_attention
 from paint.stored import FIXTURES, config, values, weights
 
 KEYS = {"paint": ("paint_v2_0", 1535), "paint_pbr": ("paintpbr_v2_1", 1747), "delight": ("delight_v2_0_unet", 686)}
@@ -64,17 +65,17 @@ def pbr():
 def test_full_size_networks_have_the_published_tensors_and_no_other(kind):
     wanted = keys(kind)
     with torch.device("meta"):
-        made = networks_for(kind)
+        made = networks_for(kind, STABLE_DIFFUSION_2)
     require_fitting(kind, wanted, made, "file")
     assert len(wanted) == KEYS[kind][1]
-    assert kind_of(wanted) == kind
+    assert kind_of(wanted, Path("unet")) == kind
     assert sum(len(module.state_dict()) for module in made.values()) == len(wanted)
 
 
 def test_a_tensor_too_many_too_few_or_of_another_shape_is_refused():
     wanted = keys("delight")
     with torch.device("meta"):
-        made = networks_for("delight")
+        made = networks_for("delight", STABLE_DIFFUSION_2)
     cases = {
         "unexpected tensors 'extra'": {**wanted, "extra": (1,)},
         "missing tensors 'conv_out.bias'": {name: shape for name, shape in wanted.items() if name != "conv_out.bias"},

@@ -7,11 +7,13 @@ import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.memory.parts import Silent
+from anygpu.paint.forecast import PaintRun
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.networks import vae
 from anygpu.paint.networks.encoders import dino_pixels, encoded_prompt
 from anygpu.paint.pictures import recentred, resized
-from anygpu.paint.sampling.delight import DelightSettings, corrected, delight_image, denoised, network_picture
+from anygpu.paint.sampling import delight as delighting
+from anygpu.paint.sampling.delight import DelightSettings, corrected, delight_image, network_picture, sampled
 from paint.stored import FIXTURES, checkpoint, values
 from PIL import Image
 
@@ -38,13 +40,14 @@ def test_what_becomes_of_its_result():
     assert (found - picture("wrap_rgba_output")).abs().max() <= PIXEL * 1.001
 
 
-def test_the_published_pipeline(delight):
+def test_the_published_pipeline(delight, monkeypatch):
     given, wanted = values("delight", "pipeline_default_nocfg.in"), values("delight", "pipeline_default_nocfg.out")
     start = (float(given["sigmas"][0]) ** 2 + 1) ** 0.5  # the fixture's latents have the first level already
     noises = iter([given["init_latents"] / start, *(given[f"step_noise.{step}"] for step in range(3))])
+    monkeypatch.setattr(delighting, "noises", lambda *_: lambda: next(noises))
     with torch.no_grad():
         settings, text = DelightSettings(size=64, steps=3), given["prompt_embeds"]
-        found = denoised(delight, given["image_latents"], text, settings, Silent(), lambda: next(noises))
+        found = sampled(delight, given["image_latents"], text, settings, PaintRun(3, 1, 64, views=1), Silent())
         assert (found - wanted["latents.2"]).abs().max() <= LATENT_TOLERANCE
         with delight.offloader.hold("vae") as module:
             shown = vae.decoded(module, found / vae.SCALE, torch.device("cpu"), Silent())
@@ -61,22 +64,18 @@ def test_a_recentred_object_fills_its_square_as_published():
     assert torch.equal(found[wanted[..., 3] > 0], wanted[wanted[..., 3] > 0])
 
 
-def test_guidance_by_prompt_and_picture_is_the_published_one(delight):
+def test_guidance_by_prompt_and_picture_is_the_published_one(delight, monkeypatch):
     """Three rows: with the prompt, with the negative prompt, without the picture."""
     given, wanted = values("delight", "pipeline_cfg.in"), values("delight", "pipeline_cfg.out")
     start = (float(given["sigmas"][0]) ** 2 + 1) ** 0.5
     noises = iter([given["init_latents"] / start, *(given[f"step_noise.{step}"] for step in range(3))])
-    settings = DelightSettings(
-        size=64,
-        steps=3,
-        image_guidance=float(given["image_guidance_scale"]),
-        text_guidance=float(given["guidance_scale"]),
-        negative=given["negative_prompt_embeds"],
-    )
+    monkeypatch.setattr(delighting, "noises", lambda *_: lambda: next(noises))
+    scales = (float(given[name]) for name in ("image_guidance_scale", "guidance_scale"))
+    settings = DelightSettings(64, 3, **dict(zip(("image_guidance", "text_guidance"), scales, strict=True)))
+    texts = torch.cat([given[f"{name}prompt_embeds"] for name in ("negative_", "negative_", "")])
     with torch.no_grad():
-        found = denoised(
-            delight, given["image_latents"][:1], given["prompt_embeds"], settings, Silent(), lambda: next(noises)
-        )
+        run = PaintRun(3, 3, 64, views=1)
+        found = sampled(delight, given["image_latents"][:1], texts, settings, run, Silent())
     assert (found - wanted["latents.2"]).abs().max() <= LATENT_TOLERANCE
 
 
@@ -125,6 +124,6 @@ def test_unusable_input_is_said(delight, paint_folder):
     with pytest.raises(InputError, match="size 100 for delighting"):
         delight_image(delight, torch.zeros(8, 8, 3), DelightSettings(size=100))
     with pytest.raises(InputError, match="picture to delight of shape"):
-        delight_image(delight, torch.zeros(8, 8))
+        delight_image(delight, torch.zeros(8, 8), DelightSettings())
     with pytest.raises(InputError, match="pipeline for delighting"):
-        delight_image(load_paint(PaintRequest(paint_folder, device="cpu")), torch.zeros(8, 8, 3))
+        delight_image(load_paint(PaintRequest(paint_folder, device="cpu")), torch.zeros(8, 8, 3), DelightSettings())

@@ -8,20 +8,24 @@ import torch
 from anygpu.compat.device.execution import generator_for
 from anygpu.compat.errors import InputError
 from anygpu.compat.memory.parts import Silent
+from anygpu.paint.choices import GREY
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, camera_table
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.networks import vae
 from anygpu.paint.networks.encoders import dino_pixels, dino_states
-from anygpu.paint.pictures import GREY, over, recentred, resized, squared
+from anygpu.paint.networks.multiview import StreamInputs
+from anygpu.paint.pictures import over, recentred, resized, squared
+from anygpu.paint.sampling import painting
 from anygpu.paint.sampling.painting import (
-    Conditions,
     PaintInputs,
     PaintSettings,
     completed,
     paint_views,
     plan_of,
+    run_of,
     sampled,
 )
+from anygpu.paint.sampling.solvers import solver_for
 from paint.stored import FIXTURES, values
 from PIL import Image
 
@@ -72,16 +76,18 @@ def test_pictures_become_the_published_latents(paint, inputs):
         assert (found - wanted).abs().max() <= limit, name
 
 
-def test_two_steps_of_the_published_sampler_with_its_noise(paint):
+def test_two_steps_of_the_published_sampler_with_its_noise(paint, monkeypatch):
     given, wanted = values("paint", "pipeline_euler.in"), values("paint", "pipeline_euler.out")
     noises = iter([given["init_latents"] / 4096, given["step_noise.0"], given["step_noise.1"]])
     with torch.no_grad():
         with paint.offloader.hold("reference") as stream:
             reference = stream(given["ref_latents"])
         maps = torch.cat((given["normal_latents"], given["position_latents"]), dim=2)
-        conditions = Conditions(maps, reference, given["camera_info_gen"][0])
+        conditions = (maps, given["camera_info_gen"][0], StreamInputs(6, reference, (0.0, 1.0)))
         settings = completed(paint, PaintSettings(size=64, steps=2, guidance=2.0), Silent())
-        found = sampled(paint, conditions, settings, Silent(), lambda: next(noises))
+        monkeypatch.setattr(painting, "noises", lambda *_: lambda: next(noises))
+        solver = solver_for(settings.scheduler, plan_of(settings))
+        found = sampled(paint, conditions, settings, solver, run_of(settings, solver, 6, 1), Silent())
         assert (found - wanted["latents.1"]).abs().max() <= LATENT_TOLERANCE
         with paint.offloader.hold("vae") as module:
             first = vae.decoded(module, found[:1] / vae.SCALE, torch.device("cpu"), Silent())[0]
@@ -225,7 +231,7 @@ def test_pbr_with_its_own_dino(pbr_folder, inputs, tmp_path):
     model = Dinov2Model(config).eval()
     model.save_pretrained(tmp_path / "dino")
     pipeline = load_paint(PaintRequest(pbr_folder, image_encoder=tmp_path / "dino", device="cpu"))
-    found = dino_states(pipeline, inputs.references[0][..., :3], Silent())
+    found = dino_states(pipeline, inputs.references[0][..., :3], Silent(), {})
     with torch.no_grad():
         wanted = model(dino_pixels(inputs.references[0][..., :3])).last_hidden_state
     assert found.shape == (1, 1 + (224 // config.patch_size) ** 2, 1536)
