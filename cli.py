@@ -24,6 +24,7 @@ if not __package__:  # run as `python path/to/pack/cli.py`: load the folder as t
     _spec.loader.exec_module(sys.modules["anygpu"])
     __package__ = "anygpu"
 
+from .compat.durable import require_writable
 from .compat.errors import InputError, PackError
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 def _share(arguments: argparse.Namespace) -> int:
     """Show this machine as a file that may be shared, and write it; a terminal is asked first."""
-    from .compat.durable import replacing, require_writable
+    from .compat.durable import replacing
     from .pipelines.records.machines import HINT, this_machine
     from .pipelines.report import precisions
 
@@ -152,8 +153,6 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def render(arguments: argparse.Namespace) -> int:
-    from .compat.durable import require_writable
-
     if arguments.save_job is not None:
         return _save_job(arguments)
     if arguments.plan:
@@ -178,7 +177,6 @@ def pack(arguments: argparse.Namespace) -> int:
 
 
 def _save_job(arguments: argparse.Namespace) -> int:
-    from .compat.durable import require_writable
     from .pipelines.records.job import write_job
 
     path = Path(arguments.save_job)
@@ -252,7 +250,6 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> Rendered:
 
 def replay(arguments: argparse.Namespace) -> int:
     """Make the video of a file again, and say whether it is the same; 1 if it is another."""
-    from .compat.durable import require_writable
     from .pipelines.jobs import replay as again
     from .pipelines.pipeline import DEMOS
     from .pipelines.records.places import Machine, Places

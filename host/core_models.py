@@ -276,9 +276,6 @@ def _stopped(pipeline: Pipeline) -> Any:
 def pictured(conditioning: Any, image: ImageCondition) -> list[Any]:
     """A CONDITIONING with our encoded picture in it, which our MODEL reads; InputError if it is empty."""
     if not conditioning:
-        raise InputError(
-            "an empty CONDITIONING",
-            expected="encoded text",
-            fix="Connect positive or negative of AnyGPU Encode Prompt.",
-        )
+        fix = "Connect positive or negative of AnyGPU Encode Prompt."
+        raise InputError("an empty CONDITIONING", expected="encoded text", fix=fix)
     return [[embeds, {**extra, PICTURE: image}] for embeds, extra in conditioning]

@@ -387,11 +387,8 @@ class ComfyOffloader:
 
     def switch(self, mode: str) -> None:
         """Raise InputError: ComfyUI decides at each use."""
-        raise InputError(
-            f"offload {mode!r} for a pipeline loaded with offload {self.mode}",
-            expected=f"offload {self.mode} until it is loaded again",
-            fix="Choose it on the load node.",
-        )
+        expected, fix = f"offload {self.mode} until it is loaded again", "Choose it on the load node."
+        raise InputError(f"offload {mode!r} for a pipeline loaded with offload {self.mode}", expected=expected, fix=fix)
 
     def reduce_memory(self, part: str, *beside: str) -> str:
         """Make room while ``part`` is in use: unload all other models, then half of its own weights.

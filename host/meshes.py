@@ -51,11 +51,9 @@ def _place(name: str) -> tuple[Path, Path]:
 def mesh_path(name: str) -> Path:
     path, root = _place(name)
     if not path.is_relative_to(root) or not path.is_file():
-        raise CheckpointError(
-            f"no mesh {name!r} in {str(root)!r}",
-            expected=f"a file of {', '.join(MESH_FILES)}",
-            fix=f"Upload one with the button on the node, or put one into input/3d and press R. {DEMO!r} needs none.",
-        )
+        expected = f"a file of {', '.join(MESH_FILES)}"
+        fix = f"Upload one with the button on the node, or put one into input/3d and press R. {DEMO!r} needs none."
+        raise CheckpointError(f"no mesh {name!r} in {str(root)!r}", expected=expected, fix=fix)
     return path
 
 

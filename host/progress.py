@@ -127,7 +127,7 @@ class NodeProgress:
         self._run.at(now, left)
         self._bar.update_absolute(done, total, None if preview is None else self._picture(preview))
         self._text(now + left)
-        if stage.resumable and paused.is_wanted() and paused.save(now, preview and self._picture(preview)):
+        if stage.resumable and paused.wanted_run() and paused.save(now, preview and self._picture(preview)):
             raise Paused
 
     def check(self) -> None:

@@ -169,10 +169,6 @@ def unfit_for_safe(network: nn.Module) -> str:
     return f"{share:.0%} of its weights are not in Linear layers, as in networks made for fp16" if share > FEW else ""
 
 
-def reached_by_safe(network: nn.Module) -> bool:
-    return any(is_linear(module) or is_convolution(module) for module in network.modules())
-
-
 def takes_fp16(network: nn.Module) -> bool:
     """True if each layer of ``network`` is core's and casts its weights to the dtype of its input, or has fp16 ones."""
     for module in network.modules():

@@ -45,18 +45,19 @@ _known = ByNetwork()
 
 
 def damage_to_bf16(network: nn.Module, machine: ModelDevice) -> str:
-    tensors = filter(_is_plain, (*network.parameters(), *network.buffers()))
-    if not any(tensor.dtype is torch.bfloat16 for tensor in tensors):
-        return ""
-    cast = machine.abilities.verdict("cast.bf16_to_fp32")
-    return "" if cast.usable else cast.why
+    return _lack(network, machine, lambda each: _is_plain(each) and each.dtype is torch.bfloat16, "cast.bf16_to_fp32")
 
 
 def lack_of_float8(network: nn.Module, machine: ModelDevice) -> str:
-    if not any(map(holds_float8, (*network.parameters(), *network.buffers()))):
+    return _lack(network, machine, holds_float8, "float8")
+
+
+def _lack(network: nn.Module, machine: ModelDevice, asks: Callable[[Tensor], bool], operation: str) -> str:
+    """The reason why an ``operation`` fails here that a tensor of ``network`` ``asks`` for; empty where all is well."""
+    if not any(map(asks, (*network.parameters(), *network.buffers()))):
         return ""
-    held = machine.abilities.verdict("float8")
-    return "" if held.usable else held.why
+    ability = machine.abilities.verdict(operation)
+    return "" if ability.usable else ability.why
 
 
 def float8_decision(lack: str, sound: Any) -> Iterator[Decision]:

@@ -46,10 +46,6 @@ async def english(request: web.Request) -> web.Response:
     return web.Response(status=302, headers={"Location": f"{request.match_info['node']}/en.md"})
 
 
-async def memory(request: web.Request) -> Any:
-    return panel.memory_now()
-
-
 async def run(request: web.Request) -> Any:
     """The last run, its costs and changes; nothing where ``client_id`` is not the window that queued it."""
     client = request.query.get("client_id")
@@ -112,10 +108,6 @@ async def paused_runs(request: web.Request) -> Any:
     return {"paused": await asyncio.to_thread(paused.listing)}
 
 
-async def paused_run(request: web.Request) -> Any:
-    return await asyncio.to_thread(paused.resumable, checked_id(request.match_info))
-
-
 async def forget(request: web.Request) -> Any:
     await asyncio.to_thread(paused.forget, checked_id(await body_of(request)))
     return {"paused": await asyncio.to_thread(paused.listing)}
@@ -137,7 +129,7 @@ async def examples(request: web.Request) -> Any:
 
 ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
     ("GET", "/machine", lambda request: asyncio.to_thread(panel.machine)),
-    ("GET", "/memory", memory),
+    ("GET", "/memory", lambda request: asyncio.to_thread(panel.memory_now)),
     ("GET", "/run", run),
     ("POST", "/graph", graph),
     ("GET", "/latents", latents),
@@ -148,7 +140,7 @@ ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
     ("POST", "/error", error_parts),
     ("POST", "/pause", pause),
     ("GET", "/paused", paused_runs),
-    ("GET", "/paused/{id}", paused_run),
+    ("GET", "/paused/{id}", lambda request: asyncio.to_thread(paused.resumable, checked_id(request.match_info))),
     ("POST", "/forget", forget),
     ("POST", "/examples", examples),
 )
