@@ -306,7 +306,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
     family = family_of_folder(model) if model.is_dir() else None
     size = {name: getattr(arguments, name) for name in ("width", "height", *SAMPLING)}
     pictures = [(path, frame) for path, frame in ((arguments.image, 0), (arguments.end_image, -1)) if path is not None]
-    used = [lora.named(text) for text in arguments.lora]
+    used, sections = [lora.named(text) for text in arguments.lora], family is not None and family.recipes.sections
     providers = {name: getattr(arguments, name) for name in ("base", "image_encoder")}
     return job_format.VideoJob(
         model=places.content(model),
@@ -319,9 +319,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
         pictures=tuple(job_format.Picture(places.picture(Path(path)), frame) for path, frame in pictures),
         fit=arguments.fit,
         video=None if arguments.video is None else places.picture(Path(arguments.video)),
-        framepack=FramePackSettings(arguments.seconds, arguments.window)
-        if family and family.recipes.sections
-        else None,
+        framepack=FramePackSettings(arguments.seconds, arguments.window) if sections else None,
         decode=DecodeRequest(arguments.decode),
         **{name: places.content(Path(path)) for name, path in providers.items() if path not in (None, AUTO)},
     )

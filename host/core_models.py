@@ -1,7 +1,5 @@
-"""Parts of a pipeline for core's nodes: its transformer as MODEL, its VAE, and pictures in CONDITIONING.
-
-The MODEL is ComfyUI's own class for the family with a :class:`DiffusionModel` in the place of its network. Its patcher
-is the pipeline's own, so the weights are on the device once, whichever sampler runs.
+"""Parts of a pipeline for core's nodes: its transformer as MODEL, its VAE, and pictures in CONDITIONING. Their patchers
+are the pipeline's own, so the weights are on the device once, whichever sampler runs.
 """
 
 from __future__ import annotations

@@ -45,10 +45,7 @@ def load(name: str, notify: Callable[[str], None] = log.info, family: str = "") 
 
 
 def save_core_samples(patcher: Any, family: str = "", fps: float = 0.0) -> None:
-    """Have every sampling with ``patcher`` or a clone of it saved, after a cancel or a failure its last estimate.
-
-    ``family`` is its name in the list, by default its model's class; ``fps`` is 0 where unknown.
-    """
+    """Have every sampling with ``patcher`` or a clone of it saved, after a cancel or a failure its last estimate."""
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
         guider, last = executor.class_obj, list[Any]()  # the estimate of the last step, and which step it was

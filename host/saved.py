@@ -38,11 +38,7 @@ def new_path(prefix: str) -> Path:
 
 
 def target_folder(prefix: str) -> tuple[Path, str]:
-    """Folder and name that a prefix such as ``musubi/clip_01`` means, in the output folder.
-
-    Raises:
-        InputError: a name that leads out of the output folder or into a loop of links, no name, or a long one.
-    """
+    """Folder and name that a prefix means in the output folder; InputError for another place, no name, or a long one."""
     root = Path(folder_paths.get_output_directory()).resolve()
     try:
         path = (root / prefix.strip()).resolve()

@@ -52,10 +52,7 @@ class Spot(NamedTuple):
 
 
 class StepWatch:
-    """The statistics of the newest call of ``networks``.
-
-    ``loud``: a block says nothing, or far more than in earlier samplings. ``finding``: what a spot check names.
-    """
+    """The statistics of the newest call of ``networks``; ``loud``: a block says nothing, or far more than before."""
 
     def __init__(self, networks: nn.ModuleDict, compiled: bool = False) -> None:
         self.compiled = compiled  # its modules have no hooks then

@@ -1,7 +1,4 @@
-"""Core's layers as a device can compute them: Linear, Conv1d and Conv2d in safe fp16, Conv3d in the form that works.
-
-Only layers are touched, and only while the network runs. Weights come through core's own cast, with LoRAs and packing.
-"""
+"""Core's layers as a device can compute them: Linear, Conv1d and Conv2d in safe fp16, Conv3d in the form that works."""
 
 from __future__ import annotations
 
@@ -123,10 +120,7 @@ FEW = 0.1  # share of weights outside Linears from which a network is a U-Net: t
 
 @dataclass(frozen=True, slots=True)
 class ConvForward:
-    """In the place of a layer's ``_conv_forward``: the same sums by the implementation that was chosen.
-
-    It is given the weights, so copies of a patcher for other devices can share it.
-    """
+    """In the place of a layer's ``_conv_forward``, also of copies on other devices: the same sums by another form."""
 
     layer: nn.Module
     choice: Conv3dChoice

@@ -140,14 +140,11 @@ def fit_for(
     unfit: str = "",
     offered: Sequence[str] = PRECISIONS,
 ) -> Fit:
-    """Choose the settings of one of core's transformers, which core computes in ``dtype``.
+    """Choose the settings of a transformer that core computes in ``dtype``; UnsupportedError for a fp16-safe that fails here.
 
     Args:
         unfit: why ``auto`` leaves this network as it is; empty where it does not.
         offered: the precisions that the node lets people choose.
-
-    Raises:
-        UnsupportedError: fp16-safe was chosen and this machine cannot do it.
     """
     if precision == SAFE:
         precision_for(PLAIN, machine.facts, SAFE, machine.probes, offered)  # which refuses what this device cannot do

@@ -1,7 +1,4 @@
-"""AnyGPU Fit Model: what a loader of core's made, given back so that it runs well on this device.
-
-One wrapper around the call of the network patches layers for the length of that call and leaves nothing behind.
-"""
+"""AnyGPU Fit Model: a wrapper around the call of a network that patches its layers for the length of that call."""
 
 from __future__ import annotations
 

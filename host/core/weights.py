@@ -1,10 +1,5 @@
-"""Core's weights where a device damages them: cast on the host before they leave it, and checked on the device.
-
-Some Radeons turn bf16 into zeros when they cast it to fp32, one stack damaged it on its way back, and Apple's GPUs
-refuse float8: a fitted model has its own copy of the network then, which shares all other weights.
-
-A page that was freed too early, a copy that was not awaited or a LoRA that was not taken off gives finite pictures that
-are wrong. Every tensor has a checksum of its bits from before any run; one with patches on it is computed again.
+"""Core's weights where a device damages them: bf16, and float8 where there is none, cast on the host into a network of
+the fitted model's own; and checksums, by which pages freed too early and patches left on are found.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""The HTTP routes of the AnyGPU tab. All are read-only except six: two ask the device and keep its answers, one
-recovers a saved latent, two pause the run and forget a paused one, one draws what the templates load.
-
-Every body is small JSON and is checked here. No text from a client ever becomes a path.
+"""The HTTP routes of the AnyGPU tab, read-only except six: two ask the device and keep its answers, one recovers a
+saved latent, two pause the run and forget a paused one, one draws what templates load. No text becomes a path.
 """
 
 from __future__ import annotations
