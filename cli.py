@@ -249,7 +249,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> Rendered:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """Make the video of a file again, and say whether it is the same; 1 if it is another."""
+    """Make the video of a file again; 1 if it is another."""
     from .pipelines.jobs import replay as again
     from .pipelines.pipeline import DEMOS
     from .pipelines.records.places import Machine, Places
@@ -345,7 +345,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def exit_code(arguments: argparse.Namespace, command: str, interrupted: str) -> int:
-    """Run what parsed ``arguments`` ask ``command`` for; ``interrupted`` is said after Ctrl+C."""
     try:
         return int(arguments.run(arguments))
     except PackError as error:

@@ -38,7 +38,7 @@ def new_path(prefix: str) -> Path:
 
 
 def target_folder(prefix: str) -> tuple[Path, str]:
-    """Folder and name that a prefix means in the output folder; InputError for another place, no name, or a long one."""
+    """Folder and name that a prefix means in the output folder; InputError for another place, none, or a long name."""
     root = Path(folder_paths.get_output_directory()).resolve()
     try:
         path = (root / prefix.strip()).resolve()

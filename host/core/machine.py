@@ -140,9 +140,10 @@ def fit_for(
     unfit: str = "",
     offered: Sequence[str] = PRECISIONS,
 ) -> Fit:
-    """Choose the settings of a transformer that core computes in ``dtype``; UnsupportedError for a fp16-safe that fails here.
+    """Choose the settings of a transformer of core's; UnsupportedError where fp16-safe was chosen and cannot be.
 
     Args:
+        dtype: in which core computes it.
         unfit: why ``auto`` leaves this network as it is; empty where it does not.
         offered: the precisions that the node lets people choose.
     """
