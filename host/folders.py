@@ -259,7 +259,6 @@ def unfinished_folder() -> Path:
 
 
 def state_folder() -> Path:
-    """Folder of probe results and settings, in ComfyUI's user directory."""
     return Path(folder_paths.get_user_directory()) / "anygpu"
 
 

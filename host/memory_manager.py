@@ -423,7 +423,6 @@ def unload(patcher: PartPatcher) -> None:
 
 
 def _leave(holder: Any, taker: Any) -> None:
-    """Make ``holder`` give up its part, off the device, where another holder is about to hold it."""
     if holder is None or holder is taker:
         return
     for item in list(comfy.model_management.current_loaded_models):

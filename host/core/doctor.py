@@ -180,8 +180,6 @@ class StepWatch:
 
 
 def teller(node_id: str | None) -> Callable[[str], None]:
-    """Takes lines for the log and for the node ``node_id``, which has run by then."""
-
     def tell(text: str) -> None:
         progress = NodeProgress(_shown(node_id))
         progress.notify(text)
@@ -197,7 +195,6 @@ def _shown(node_id: str | None) -> str | None:
 
 
 def missing(name: str, node: str = "AnyGPU Doctor") -> ExecutionBlocker:
-    """Blocker for the nodes after an output of ``node`` whose input was not connected."""
     return ExecutionBlocker(f"AnyGPU: connect {name} to {node} to use its {name} output.")
 
 

@@ -107,7 +107,6 @@ class Counts:
 
 
 def note_call(layer: nn.Module, way: str) -> None:
-    """Count a call of a patched layer where calls are counted; graphs that are compiled have no counts in them."""
     if not torch.compiler.is_compiling() and COUNTS in layer.__dict__:
         layer.__dict__[COUNTS].note(layer, way)
 
