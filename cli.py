@@ -24,6 +24,7 @@ if not __package__:  # run as `python path/to/pack/cli.py`: load the folder as t
     _spec.loader.exec_module(sys.modules["anygpu"])
     __package__ = "anygpu"
 
+from .compat.durable import require_writable
 from .compat.errors import InputError, PackError
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 def _share(arguments: argparse.Namespace) -> int:
     """Show this machine as a file that may be shared, and write it; a terminal is asked first."""
-    from .compat.durable import replacing, require_writable
+    from .compat.durable import replacing
     from .pipelines.records.machines import HINT, this_machine
     from .pipelines.report import precisions
 
@@ -152,8 +153,6 @@ def check(arguments: argparse.Namespace) -> int:
 
 
 def render(arguments: argparse.Namespace) -> int:
-    from .compat.durable import require_writable
-
     if arguments.save_job is not None:
         return _save_job(arguments)
     if arguments.plan:
@@ -178,7 +177,6 @@ def pack(arguments: argparse.Namespace) -> int:
 
 
 def _save_job(arguments: argparse.Namespace) -> int:
-    from .compat.durable import require_writable
     from .pipelines.records.job import write_job
 
     path = Path(arguments.save_job)
@@ -251,8 +249,7 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> Rendered:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """Make the video of a file again, and say whether it is the same; 1 if it is another."""
-    from .compat.durable import require_writable
+    """Make the video of a file again; 1 if it is another."""
     from .pipelines.jobs import replay as again
     from .pipelines.pipeline import DEMOS
     from .pipelines.records.places import Machine, Places
@@ -309,7 +306,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
     family = family_of_folder(model) if model.is_dir() else None
     size = {name: getattr(arguments, name) for name in ("width", "height", *SAMPLING)}
     pictures = [(path, frame) for path, frame in ((arguments.image, 0), (arguments.end_image, -1)) if path is not None]
-    used = [lora.named(text) for text in arguments.lora]
+    used, sections = [lora.named(text) for text in arguments.lora], family is not None and family.recipes.sections
     providers = {name: getattr(arguments, name) for name in ("base", "image_encoder")}
     return job_format.VideoJob(
         model=places.content(model),
@@ -322,9 +319,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
         pictures=tuple(job_format.Picture(places.picture(Path(path)), frame) for path, frame in pictures),
         fit=arguments.fit,
         video=None if arguments.video is None else places.picture(Path(arguments.video)),
-        framepack=FramePackSettings(arguments.seconds, arguments.window)
-        if family and family.recipes.sections
-        else None,
+        framepack=FramePackSettings(arguments.seconds, arguments.window) if sections else None,
         decode=DecodeRequest(arguments.decode),
         **{name: places.content(Path(path)) for name, path in providers.items() if path not in (None, AUTO)},
     )
@@ -350,7 +345,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def exit_code(arguments: argparse.Namespace, command: str, interrupted: str) -> int:
-    """Run what parsed ``arguments`` ask ``command`` for; ``interrupted`` is said after Ctrl+C."""
     try:
         return int(arguments.run(arguments))
     except PackError as error:

@@ -1,8 +1,5 @@
-"""Modules made native to ComfyUI's memory manager: layers that fetch their weights and take core's patches.
-
-A layer with nothing but ``weight`` and ``bias`` becomes a subclass of its own class with ComfyUI's
-``CastWeightBiasOp``, which brings what is elsewhere or patched for one forward, in the dtype it is stored in. A packed
-layer brings its small tensors and is made dense where it computes. All else is ``fixed``: it comes as a whole.
+"""Layers made native to ComfyUI's memory manager: what is elsewhere, packed or patched comes through core's own cast
+for one forward, in the dtype it is stored in; all else is ``fixed`` and comes as a whole.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Parts of a pipeline for core's nodes: its transformer as MODEL, its VAE, and pictures in CONDITIONING.
-
-The MODEL is ComfyUI's own class for the family with a :class:`DiffusionModel` in the place of its network. Its patcher
-is the pipeline's own, so the weights are on the device once, whichever sampler runs.
+"""Parts of a pipeline for core's nodes: its transformer as MODEL, its VAE, and pictures in CONDITIONING. Their patchers
+are the pipeline's own, so the weights are on the device once, whichever sampler runs.
 """
 
 from __future__ import annotations
@@ -276,9 +274,6 @@ def _stopped(pipeline: Pipeline) -> Any:
 def pictured(conditioning: Any, image: ImageCondition) -> list[Any]:
     """A CONDITIONING with our encoded picture in it, which our MODEL reads; InputError if it is empty."""
     if not conditioning:
-        raise InputError(
-            "an empty CONDITIONING",
-            expected="encoded text",
-            fix="Connect positive or negative of AnyGPU Encode Prompt.",
-        )
+        fix = "Connect positive or negative of AnyGPU Encode Prompt."
+        raise InputError("an empty CONDITIONING", expected="encoded text", fix=fix)
     return [[embeds, {**extra, PICTURE: image}] for embeds, extra in conditioning]

@@ -89,11 +89,8 @@ def mesh_folders() -> list[str]:
 def input_folder(name: str) -> Path:
     """The folder of a listed name, of pictures or meshes; CheckpointError for any other."""
     if name == NONE or name not in (*picture_folders(), *mesh_folders()):
-        raise CheckpointError(
-            f"no folder of pictures or meshes {name!r}",
-            expected="a folder with some in ComfyUI's input folder",
-            fix="Put one there and press R.",
-        )
+        expected, fix = "a folder with some in ComfyUI's input folder", "Put one there and press R."
+        raise CheckpointError(f"no folder of pictures or meshes {name!r}", expected=expected, fix=fix)
     return Path(folder_paths.get_input_directory()) / name
 
 
@@ -293,19 +290,15 @@ def _farm(address: str, progress: NodeProgress) -> Iterator[_Farm]:
     ours = not ray.is_initialized()  # else another pack's, which is not ours to end
     try:
         if ours and (reason := join(ray, address, progress.check, "error")):
-            raise InputError(
-                f"no farm at {address!r} ({reason})",
-                expected="the address of a Ray cluster to which this machine belongs, with its Ray, Python and token",
-                fix=f"Join it with `ray start --address=HEAD:6379 --num-cpus=0 --num-gpus=0`. {FIX}",
-            )
+            expected = "the address of a Ray cluster to which this machine belongs, with its Ray, Python and token"
+            fix = f"Join it with `ray start --address=HEAD:6379 --num-cpus=0 --num-gpus=0`. {FIX}"
+            raise InputError(f"no farm at {address!r} ({reason})", expected=expected, fix=fix)
         try:
             farm = _Farm(ray, ray.get_actor(GATEWAY, namespace=NAMESPACE), progress)
         except ValueError as error:
-            raise InputError(
-                f"no farm in the cluster at {address!r}",
-                expected="`anygpu-farm watch` on one of its machines",
-                fix="Run there: anygpu-farm watch FOLDER --address auto.",
-            ) from error
+            expected = "`anygpu-farm watch` on one of its machines"
+            fix = "Run there: anygpu-farm watch FOLDER --address auto."
+            raise InputError(f"no farm in the cluster at {address!r}", expected=expected, fix=fix) from error
         if not farm.answer(farm.gateway.ready.remote()):
             raise UnsupportedError(
                 f"a farm at {address!r} that asks for no token", expected="RAY_AUTH_MODE=token there", fix=FIX
@@ -313,11 +306,9 @@ def _farm(address: str, progress: NodeProgress) -> Iterator[_Farm]:
         yield farm
     except (ray.exceptions.RayError, ConnectionError) as error:
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-        raise InputError(
-            f"the farm at {address!r} failed ({first_line(cause)})",
-            expected="a farm that runs until its jobs are done",
-            fix="Look at the log of `anygpu-farm`, start it and run this node again: jobs that are done stay done.",
-        ) from error
+        expected = "a farm that runs until its jobs are done"
+        fix = "Look at the log of `anygpu-farm`, start it and run this node again: jobs that are done stay done."
+        raise InputError(f"the farm at {address!r} failed ({first_line(cause)})", expected=expected, fix=fix) from error
     finally:
         if ours:
             ray.shutdown()

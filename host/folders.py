@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -238,15 +239,19 @@ def upscaler_file(name: str) -> Path:
 
 
 def picture_sides(name: object) -> tuple[int, int] | None:
-    """Width and height in pixels of the picture that a node of core's loads by this name; None where it cannot be."""
+    """Width and height in pixels of the picture in ComfyUI's folders that core loads by this name; None for no such."""
     from PIL import ExifTags, Image
 
     if not isinstance(name, str):
         return None
     unread = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
-    with suppress(*unread), Image.open(folder_paths.get_annotated_filepath(name)) as picture:
-        turned = picture.getexif().get(ExifTags.Base.Orientation, 1) > 4
-        return picture.size[::-1] if turned else picture.size
+    with suppress(*unread):
+        path = Path(os.path.normpath(folder_paths.get_annotated_filepath(name)))  # which older releases do not check
+        homes = (folder_paths.get_directory_by_type(kind) for kind in ("input", "output", "temp"))
+        if any(path.is_relative_to(os.path.normpath(home)) for home in homes):
+            with Image.open(path) as picture:
+                turned = picture.getexif().get(ExifTags.Base.Orientation, 1) > 4
+                return picture.size[::-1] if turned else picture.size
     return None
 
 
@@ -259,7 +264,6 @@ def unfinished_folder() -> Path:
 
 
 def state_folder() -> Path:
-    """Folder of probe results and settings, in ComfyUI's user directory."""
     return Path(folder_paths.get_user_directory()) / "anygpu"
 
 

@@ -1,7 +1,5 @@
-"""The parts of a pipeline inside ComfyUI's memory manager, and the devices it reports.
-
-Each part has one patcher, which ComfyUI loads, streams, evicts and counts as its own models. Our sampler and core's
-both use that patcher, so the weights are on the device only once.
+"""The parts of a pipeline inside ComfyUI's memory manager, each with one patcher that our sampler and core's share,
+which ComfyUI loads, streams, evicts and counts as its own models; and the devices it reports.
 """
 
 from __future__ import annotations
@@ -92,10 +90,7 @@ def evictable_bytes(device: torch.device) -> int:
 
 
 class PartHolder:
-    """Stands in for the model in a patcher: holds one part, which is read when its weights are first needed.
-
-    Mixed into an ``nn.Module`` with a plain attribute ``device``, which patchers write and diffusers' models forbid.
-    """
+    """Stands in for the model in a patcher, mixed into an ``nn.Module``: holds one part, read when it is needed."""
 
     parts: Parts
     part: str
@@ -150,10 +145,7 @@ def _holder(part: str) -> type[Holder]:
 
 
 class PartPatcher(comfy.model_patcher.ModelPatcher):
-    """ComfyUI's patcher over a :class:`PartHolder`: its base class also beside dynamic VRAM, where others can evict it.
-
-    The fixed tensors of a part come first and stay as long as anything of it does.
-    """
+    """ComfyUI's patcher over a :class:`PartHolder`: its base class also beside dynamic VRAM, so others can evict."""
 
     watcher: Callable[[int], None] | None = None
     memory_stats: MemoryStats | None = None
@@ -387,11 +379,8 @@ class ComfyOffloader:
 
     def switch(self, mode: str) -> None:
         """Raise InputError: ComfyUI decides at each use."""
-        raise InputError(
-            f"offload {mode!r} for a pipeline loaded with offload {self.mode}",
-            expected=f"offload {self.mode} until it is loaded again",
-            fix="Choose it on the load node.",
-        )
+        expected, fix = f"offload {self.mode} until it is loaded again", "Choose it on the load node."
+        raise InputError(f"offload {mode!r} for a pipeline loaded with offload {self.mode}", expected=expected, fix=fix)
 
     def reduce_memory(self, part: str, *beside: str) -> str:
         """Make room while ``part`` is in use: unload all other models, then half of its own weights.
@@ -434,7 +423,6 @@ def unload(patcher: PartPatcher) -> None:
 
 
 def _leave(holder: Any, taker: Any) -> None:
-    """Make ``holder`` give up its part, off the device, where another holder is about to hold it."""
     if holder is None or holder is taker:
         return
     for item in list(comfy.model_management.current_loaded_models):

@@ -51,11 +51,9 @@ def _place(name: str) -> tuple[Path, Path]:
 def mesh_path(name: str) -> Path:
     path, root = _place(name)
     if not path.is_relative_to(root) or not path.is_file():
-        raise CheckpointError(
-            f"no mesh {name!r} in {str(root)!r}",
-            expected=f"a file of {', '.join(MESH_FILES)}",
-            fix=f"Upload one with the button on the node, or put one into input/3d and press R. {DEMO!r} needs none.",
-        )
+        expected = f"a file of {', '.join(MESH_FILES)}"
+        fix = f"Upload one with the button on the node, or put one into input/3d and press R. {DEMO!r} needs none."
+        raise CheckpointError(f"no mesh {name!r} in {str(root)!r}", expected=expected, fix=fix)
     return path
 
 
@@ -161,10 +159,7 @@ def colour_of(mesh: Any) -> torch.Tensor:
 
 
 def as_images(texture: Texture) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Base colour, metallic and roughness as IMAGE (1, T, T, 3), and what a view painted as MASK (1, T, T).
-
-    Where nothing was painted as metal or roughness they are small even pictures: no metal, rough.
-    """
+    """Base colour, metallic and roughness as IMAGE (1, T, T, 3), small if unpainted, and what a view painted."""
     metallic = torch.zeros(64, 64) if texture.metallic is None else texture.metallic
     roughness = torch.ones(64, 64) if texture.roughness is None else texture.roughness
     grey = [one[None, ..., None].expand(-1, -1, -1, 3).contiguous() for one in (metallic, roughness)]

@@ -28,10 +28,7 @@ TAESD = "taesd"
 
 
 def clips(films: Sequence[torch.Tensor], fps: float, cls: Any) -> Any:
-    """An animated preview of each clip, at its own speed, of at most 48 frames and 320 pixels.
-
-    ``films`` are clips of one size, each (F, H, W, 3) in 0..1; ``cls`` is the node, for the metadata in the file.
-    """
+    """An animated preview of each clip (F, H, W, 3) in 0..1, all of one size, of at most 48 frames and 320 pixels."""
     stride = math.ceil(len(films[0]) / MOST_FRAMES)
     small = [_at_most(frames[::stride], CLIP_PIXELS) for frames in films]
     if len(small[0]) == 1:

@@ -57,10 +57,9 @@ def _window() -> str | None:
 
 
 def send(node_id: str, text: str, entry: dict[str, Any]) -> None:
-    """Show ``text`` under a node, and its record of the run in the side bar, of the window that queued the prompt.
+    """Show ``text`` and the record of the run in the window that queued the prompt; without a client nobody is told.
 
-    Without a client nobody is told: another window's graph may have a node of that id. The event comes first: by it
-    web/runs.js knows which workflow the text is for.
+    The event comes first: by it web/runs.js knows which workflow the text is for.
     """
     client = _window()
     if client is None:
@@ -127,7 +126,7 @@ class NodeProgress:
         self._run.at(now, left)
         self._bar.update_absolute(done, total, None if preview is None else self._picture(preview))
         self._text(now + left)
-        if stage.resumable and paused.is_wanted() and paused.save(now, preview and self._picture(preview)):
+        if stage.resumable and paused.wanted_run() and paused.save(now, preview and self._picture(preview)):
             raise Paused
 
     def check(self) -> None:

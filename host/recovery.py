@@ -45,10 +45,7 @@ def load(name: str, notify: Callable[[str], None] = log.info, family: str = "") 
 
 
 def save_core_samples(patcher: Any, family: str = "", fps: float = 0.0) -> None:
-    """Have every sampling with ``patcher`` or a clone of it saved, after a cancel or a failure its last estimate.
-
-    ``family`` is its name in the list, by default its model's class; ``fps`` is 0 where unknown.
-    """
+    """Have every sampling with ``patcher`` or a clone of it saved, after a cancel or a failure its last estimate."""
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
         guider, last = executor.class_obj, list[Any]()  # the estimate of the last step, and which step it was
@@ -124,7 +121,12 @@ def thumbnail(name: str) -> bytes | None:
 
     item = next((item for item in listing() if item.id == name), None)
     samples = recovery.load(saved_folder(), name, log.info)["samples"]
-    rough = latent_format_of(item.family if item else None) or _latent_format(item.latent_format if item else "")
+    kind, plain = (
+        getattr(comfy.latent_formats, item.latent_format if item else "", None),
+        comfy.latent_formats.LatentFormat,
+    )
+    known = kind if isinstance(kind, type) and issubclass(kind, plain) else plain
+    rough = latent_format_of(item.family if item else None) or known()
     factors = rough.latent_rgb_factors
     if factors is None or samples.ndim not in (4, 5) or len(factors) != samples.shape[1]:
         return None
@@ -137,8 +139,3 @@ def thumbnail(name: str) -> bytes | None:
     scale = THUMBNAIL_PIXELS / max(picture.size)
     picture.resize([max(1, round(side * scale)) for side in picture.size]).save(target, "JPEG", quality=85)
     return target.getvalue()
-
-
-def _latent_format(name: str) -> Any:
-    kind, plain = getattr(comfy.latent_formats, name, None), comfy.latent_formats.LatentFormat
-    return kind() if isinstance(kind, type) and issubclass(kind, plain) else plain()

@@ -39,12 +39,9 @@ Inputs = Mapping[str, Any]
 
 
 def folder_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> LoadRequest:
-    """The request of AnyGPU Load Pipeline.
+    """The request of AnyGPU Load Pipeline from the values of :data:`FOLDER_INPUTS`; ``trace`` is a file for a profile.
 
-    Args:
-        inputs: values by the names of :data:`FOLDER_INPUTS`; a missing one has its default.
-        trace: file for a profile.
-        machine: arguments of the request in place of ComfyUI's device and our state folder.
+    ``machine`` has arguments of the request in place of ComfyUI's device and our state folder.
     """
     given = {**FOLDER_INPUTS, **inputs}
     instead = folders.stand_in_for(given["model"])

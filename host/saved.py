@@ -38,11 +38,7 @@ def new_path(prefix: str) -> Path:
 
 
 def target_folder(prefix: str) -> tuple[Path, str]:
-    """Folder and name that a prefix such as ``musubi/clip_01`` means, in the output folder.
-
-    Raises:
-        InputError: a name that leads out of the output folder or into a loop of links, no name, or a long one.
-    """
+    """Folder and name that a prefix means in the output folder; InputError for another place, none, or a long name."""
     root = Path(folder_paths.get_output_directory()).resolve()
     try:
         path = (root / prefix.strip()).resolve()
@@ -50,11 +46,9 @@ def target_folder(prefix: str) -> tuple[Path, str]:
         path = root
     links = any(part.is_symlink() for part in (path, *path.parents))  # none is left but a loop, from Python 3.13 on
     if links or not path.is_relative_to(root) or path == root or prefix.strip().endswith(("/", "\\")):
-        raise InputError(
-            f"filename_prefix {prefix!r}",
-            expected="a name in ComfyUI's output folder, such as latents/AnyGPU",
-            fix="Remove leading slashes and '..', and end with a file name.",
-        )
+        expected = "a name in ComfyUI's output folder, such as latents/AnyGPU"
+        fix = "Remove leading slashes and '..', and end with a file name."
+        raise InputError(f"filename_prefix {prefix!r}", expected=expected, fix=fix)
     inside = Path(folder_paths.get_output_directory()) / path.relative_to(root)
     longest = max(len(os.fsencode(part)) for part in inside.parts)
     if longest > MOST_BYTES:

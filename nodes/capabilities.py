@@ -1,5 +1,4 @@
 """The files and hosts that each node may touch: the machine's owner lists them all, a workflow names only those.
-
 ``tests/host/test_untrusted.py`` holds a real ComfyUI to it; ``docs/reliability.md`` shows it (``make words``).
 """
 

@@ -95,10 +95,8 @@ class FitAll(io.ComfyNode):
     @classmethod
     def execute(cls, model: Any = None, vae: Any = None, clip: Any = None, precision: str = AUTO) -> io.NodeOutput:
         if model is None and precision != AUTO:
-            raise InputError(
-                f"precision {precision} without a MODEL", expected="a MODEL, which alone it is for",
-                fix=f"Connect a MODEL, or choose {AUTO}.",
-            )  # fmt: skip
+            expected, fix = "a MODEL, which alone it is for", f"Connect a MODEL, or choose {AUTO}."
+            raise InputError(f"precision {precision} without a MODEL", expected=expected, fix=fix)
         node_id, lines = cls.hidden.unique_id, dict[str, str]()
 
         def tell(name: str, line: str) -> None:  # while a later node runs, behind what was decided
@@ -273,11 +271,8 @@ class WatchDoctor(io.ComfyNode):
         cls, pipeline: Any = None, model: Any = None, vae: Any = None, repair: str = doctors.OFFER
     ) -> io.NodeOutput:
         if pipeline is None and model is None and vae is None:
-            raise InputError(
-                "nothing connected to AnyGPU Doctor",
-                expected="a pipeline, a MODEL or a VAE",
-                fix="Connect an output of a load node.",
-            )
+            fix = "Connect an output of a load node."
+            raise InputError("nothing connected to AnyGPU Doctor", expected="a pipeline, a MODEL or a VAE", fix=fix)
         node_id, store = cls.hidden.unique_id, RepairStore(folders.state_folder())
         lines: list[str] = []
 

@@ -31,10 +31,9 @@ DEVICES = (  # input, what it places, and what the CPU costs
 
 
 def schema(**given: Any) -> io.Schema:
-    """A node's schema: in our category, and given its id for its progress; ``given`` may replace either.
+    """A node's schema, in our category and given its id for its progress; ``given`` may replace either.
 
-    From the first advanced input on nothing has to be given, so that prompts written by hand stay short and an export
-    of today runs after an input is added. None that is required may follow: core would list it first.
+    From the first advanced input on nothing has to be given, so that an export of today runs after an input is added.
     """
     inputs = given.get("inputs", [])
     first = next((index for index, each in enumerate(inputs) if getattr(each, "advanced", None)), len(inputs))

@@ -48,9 +48,7 @@ class Listed(io.ComfyNode):
 
     validate_inputs = classmethod(lambda cls, file: True)  # a name that is gone is explained by the run
 
-    @classmethod
-    def fingerprint_inputs(cls, file: str, **_: Any) -> Any:
-        return saved.stamp(cls.kind, file)
+    fingerprint_inputs = classmethod(lambda cls, file, **_: saved.stamp(cls.kind, file))
 
 
 class SaveLatent(io.ComfyNode):
@@ -126,8 +124,7 @@ class RecoverLatents(io.ComfyNode):
             display_name="AnyGPU Recover Latents",
             category=FILES,
             description="The latents of every sampling are saved automatically after its last step, so a failed "
-                        "decode, a cancel or a crash costs nothing. This node lists them, newest first, and loads "
-                        "one.",
+                        "decode, a cancel or a crash costs nothing. This node lists them, newest first, and loads one.",
             search_aliases=["recover", "restore latents", "crash", "lost video"],
             inputs=[
                 io.Combo.Input(
@@ -145,9 +142,7 @@ class RecoverLatents(io.ComfyNode):
 
     validate_inputs = classmethod(lambda cls, kept: True)  # a name that is gone is explained by the run
 
-    @classmethod
-    def fingerprint_inputs(cls, kept: str, **_: Any) -> Any:
-        return recovery.stamp(kept)
+    fingerprint_inputs = classmethod(lambda cls, kept, **_: recovery.stamp(kept))
 
     @classmethod
     def execute(cls, kept: str, pipeline: Any = None) -> io.NodeOutput:

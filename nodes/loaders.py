@@ -53,8 +53,7 @@ class LoadPipeline(io.ComfyNode):
                 variant_input(),
                 io.Combo.Input(
                     "base", options=providers, default="auto", advanced=True,
-                    tooltip="FramePack: the HunyuanVideo folder to take text encoders and VAE from. auto looks for "
-                            "one.",
+                    tooltip="FramePack: the HunyuanVideo folder to take text encoders and VAE from. auto looks for one.",
                 ),
                 io.Combo.Input(
                     "image_encoder", options=providers, default="auto", advanced=True,
@@ -231,9 +230,7 @@ class ApplyLoRA(io.ComfyNode):
 
     validate_inputs = classmethod(lambda cls, lora: True)  # a name that is gone is explained by the run
 
-    @classmethod
-    def fingerprint_inputs(cls, lora: str, **_: Any) -> Any:
-        return folders.stamp(folders.loras().get(lora))
+    fingerprint_inputs = classmethod(lambda cls, lora, **_: folders.stamp(folders.loras().get(lora)))
 
     @classmethod
     def execute(cls, pipeline: Any, lora: str, strength: float, blocks: str = "", mode: str = "separate") -> io.NodeOutput:

@@ -41,9 +41,7 @@ class LoadMesh(io.ComfyNode):
 
     validate_inputs = classmethod(lambda cls, mesh_file: True)  # a name that is gone is explained by the run
 
-    @classmethod
-    def fingerprint_inputs(cls, mesh_file: str, **_: Any) -> Any:
-        return meshes.file_stamp(mesh_file)
+    fingerprint_inputs = classmethod(lambda cls, mesh_file, **_: meshes.file_stamp(mesh_file))
 
     @classmethod
     def execute(cls, mesh_file: str, model_3d: Any = None) -> io.NodeOutput:

@@ -95,10 +95,9 @@ class LoadPaintPipeline(io.ComfyNode):
                 attention_input(),
                 io.Boolean.Input(
                     "compile", default=False, optional=True, advanced=True,
-                    tooltip="Compiles the blocks of both UNets and of the VAE with torch.compile: takes minutes on "
-                            "the first run, faster afterwards at the same sizes. offload auto then keeps everything "
-                            "on the device. Needs a compiler: Triton "
-                    "on a GPU, C++ on a CPU.",
+                    tooltip="Compiles the blocks of both UNets and of the VAE with torch.compile: takes minutes on the "
+                            "first run, faster afterwards at the same sizes. offload auto then keeps everything on the "
+                            "device. Needs a compiler: Triton on a GPU, C++ on a CPU.",
                 ),
                 io.Int.Input(
                     "dynamo_cache_size_limit", default=CACHE_LIMIT, min=1, max=MOST_CACHED, optional=True, advanced=True,
@@ -217,8 +216,7 @@ class DelightImage(io.ComfyNode):
                 ),
                 io.Float.Input(
                     "image_guidance", default=1.0, min=1.0, max=10.0, step=0.1, optional=True, advanced=True,
-                    tooltip="1: off, which is how the published pipeline actually runs. Higher values double the "
-                            "time.",
+                    tooltip="1: off, which is how the published pipeline actually runs. Higher values double the time.",
                 ),
                 io.Boolean.Input(
                     "correct", default=True, optional=True, advanced=True,
@@ -424,11 +422,8 @@ def pictures_for(pipeline: Any, image: Any, mask: Any) -> list[Any]:
     from ..paint.pictures import cut_out
 
     if image is None and pipeline.variant != TG2MV:
-        raise InputError(
-            f"no image for {pipeline.family} {pipeline.variant}",
-            expected="a picture of the object",
-            fix="Connect one; only MV-Adapter tg2mv paints after words alone.",
-        )
+        expected, fix = "a picture of the object", "Connect one; only MV-Adapter tg2mv paints after words alone."
+        raise InputError(f"no image for {pipeline.family} {pipeline.variant}", expected=expected, fix=fix)
     return [] if image is None else cut_out(image, mask)
 
 

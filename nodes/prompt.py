@@ -21,8 +21,7 @@ class EncodePrompt(io.ComfyNode):
         return schema(
             node_id="AnyGPUEncodePrompt",
             display_name="AnyGPU Encode Prompt",
-            description="Turns prompt and negative prompt into embeddings, then takes the text encoders off the "
-                        "device.",
+            description="Turns prompt and negative prompt into embeddings, then takes the text encoders off the device.",
             search_aliases=["clip text encode", "text encode", "negative prompt", "t5", "llama"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
@@ -115,9 +114,8 @@ class EncodeImage(io.ComfyNode):
                 *size_inputs(),
                 io.Combo.Input(
                     "fit", options=list(FITS), default=FITS[0],
-                    tooltip="nearest bucket: keeps the aspect ratio, at the nearest size the model was made for. "
-                            "crop: fills width and height and cuts off the rest. pad: adds black bars. stretch: "
-                            "distorts.",
+                    tooltip="nearest bucket: keeps the aspect ratio, at the nearest size the model was made for. crop: "
+                            "fills width and height and cuts off the rest. pad: adds black bars. stretch: distorts.",
                 ),
                 io.Int.Input(
                     "frame", default=0, min=-1, max=4096, optional=True,

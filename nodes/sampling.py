@@ -267,8 +267,7 @@ class Decode(io.ComfyNode):
                 ),
                 io.Int.Input(
                     "tile_size", default=0, min=0, max=4096, step=8, optional=True, advanced=True,
-                    tooltip="Size of a tile in pixels, for tiled and streaming, and the largest that auto uses. 0: "
-                            "256.",
+                    tooltip="Size of a tile in pixels, for tiled and streaming, and the largest that auto uses. 0: 256.",
                 ),
                 io.Int.Input(
                     "tile_overlap", default=-1, min=-1, max=2048, step=1, optional=True, advanced=True,

@@ -23,9 +23,7 @@ from .inputs import Paint, Pipeline, schema, size_inputs
 class Uncached(io.ComfyNode):
     """A node that runs each time: what it looks at is not an input."""
 
-    @classmethod
-    def fingerprint_inputs(cls, **_: Any) -> float:
-        return float("nan")
+    fingerprint_inputs = classmethod(lambda cls, **_: float("nan"))
 
 
 class HardwareReport(Uncached):
@@ -41,8 +39,7 @@ class HardwareReport(Uncached):
             inputs=[
                 io.Boolean.Input(
                     "check", default=False,
-                    tooltip="Also tries conversions, loading, Conv3d and attention on the device. Takes a few "
-                            "seconds.",
+                    tooltip="Also tries conversions, loading, Conv3d and attention on the device. Takes a few seconds.",
                 ),
                 io.Boolean.Input(
                     "ask_again", default=False, optional=True, advanced=True,

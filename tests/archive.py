@@ -1,7 +1,7 @@
 """The archive that ComfyUI's registry gives out: the files of the repository that ``.comfyignore`` leaves."""
 
+import shutil
 import subprocess
-import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,9 +17,8 @@ def listed(*wanted: str) -> set[str]:
 def unpacked(folder: Path) -> Path:
     """The pack as a user of the registry has it, in the empty folder ``folder``."""
     ignored = listed("-cio", "--exclude-from=.comfyignore")
-    with zipfile.ZipFile(folder / "pack.zip", "w") as packed:
-        for name in sorted(listed("-co", "--exclude-standard") - ignored):
-            packed.write(ROOT / name, name)
-    with zipfile.ZipFile(folder / "pack.zip") as packed:
-        packed.extractall(folder / "AnyGPU")
+    for name in listed("-co", "--exclude-standard") - ignored:
+        target = folder / "AnyGPU" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / name, target)
     return folder / "AnyGPU"

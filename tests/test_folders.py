@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from anygpu.compat.errors import CheckpointError
+from PIL import Image
 
 
 @pytest.fixture
@@ -152,3 +153,16 @@ def test_a_dangling_link_in_a_model_folder_is_passed_over_by_its_stamp(folders, 
     stamp = folders.stamp(weights.parent)
     (weights.parent / "gone.safetensors").symlink_to(tmp_path / "nowhere.safetensors")
     assert folders.stamp(weights.parent) == stamp == [(str(weights), weights.stat().st_mtime_ns, 7)]
+
+
+@pytest.mark.parametrize("name", ["../secret.png", "deep/../../secret.png", "{root}/secret.png", "../input2/a.png"])
+def test_no_picture_outside_comfyui_s_folders_is_opened_for_its_size(folders, tmp_path, name):
+    paths = sys.modules["folder_paths"]
+    paths.get_annotated_filepath = lambda name: str(tmp_path / "input" / name)  # as releases that check nothing
+    paths.get_directory_by_type = lambda kind: str(tmp_path / kind)
+    for folder in (tmp_path, tmp_path / "input", tmp_path / "input" / "deep", tmp_path / "input2"):
+        folder.mkdir(exist_ok=True)
+        for file in ("a.png", "secret.png"):
+            Image.new("RGB", (8, 4)).save(folder / file)
+    assert folders.picture_sides("a.png") == folders.picture_sides(f"{tmp_path}/input/a.png") == (8, 4)
+    assert folders.picture_sides(name.format(root=tmp_path)) is None

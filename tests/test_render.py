@@ -78,7 +78,7 @@ def test_doctor_names_the_layer_keeps_what_helps_and_is_one_line_for_a_sound_mod
 
     def doctor(model: Path, *words: str) -> tuple[int, str]:
         size = (
-            "--width", "64", "--height", "64", "--frames", "9", "--steps", "4", "--device", "cpu", "--state",
+            "--width", "64", "--height", "64", "--frames", "9", "--steps", "2", "--device", "cpu", "--state",
             str(tmp_path),
         )  # fmt: skip
         code = cli.main(["doctor", "--model", str(model), *size, *words])

@@ -94,6 +94,7 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         get_input_directory=lambda: str(tmp_path / "input"),
         get_output_directory=lambda: str(tmp_path / "output"),
         get_annotated_filepath=lambda name: str(tmp_path / "input" / name),
+        get_directory_by_type=lambda kind: str(tmp_path / kind),
     )
     queue = SimpleNamespace(currently_running={}, get_current_queue_volatile=lambda: ([], []))
     memory = SimpleNamespace(

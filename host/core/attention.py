@@ -1,7 +1,5 @@
-"""Core's attention calls: with fp16 operands where those are near enough, in exact chunks where torch has no kernel.
-
-Core's own functions build scores in the dtype of their operands, so none is given fp16 operands that we have made;
-torch's fused kernel is, where torch says that it has one.
+"""Core's attention calls: with fp16 operands where those are near enough and torch has a fused kernel for them, since
+core's own functions build scores in that dtype; in exact chunks where torch has no kernel.
 """
 
 from __future__ import annotations

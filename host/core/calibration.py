@@ -1,7 +1,5 @@
-"""Plain fp16 for the blocks of a network that leave it eight times of room, as one step in safe fp16 has measured.
-
-A block without that room is given fp32, in which its layers are safe but for those that leave it. The output of each
-block is looked at once a step: beyond the room, the step is computed again in safe fp16, and the sizes are corrected.
+"""Plain fp16 for blocks of a network that leave it eight times of room, as a step in safe fp16 has measured; outputs
+are looked at once a step, and a step beyond the room is computed again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""AnyGPU Fit CLIP: core's text encoders with attention that fits, and in safe fp16 where the user asks for it.
-
-Core runs no wrapper around them: layers are patched while ComfyUI has the fitted copy loaded.
-"""
+"""AnyGPU Fit CLIP: core's text encoders with layers patched while ComfyUI has the fitted copy loaded."""
 
 from __future__ import annotations
 

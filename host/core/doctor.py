@@ -52,10 +52,7 @@ class Spot(NamedTuple):
 
 
 class StepWatch:
-    """The statistics of the newest call of ``networks``.
-
-    ``loud``: a block says nothing, or far more than in earlier samplings. ``finding``: what a spot check names.
-    """
+    """The statistics of the newest call of ``networks``; ``loud``: a block says nothing, or far more than before."""
 
     def __init__(self, networks: nn.ModuleDict, compiled: bool = False) -> None:
         self.compiled = compiled  # its modules have no hooks then
@@ -183,8 +180,6 @@ class StepWatch:
 
 
 def teller(node_id: str | None) -> Callable[[str], None]:
-    """Takes lines for the log and for the node ``node_id``, which has run by then."""
-
     def tell(text: str) -> None:
         progress = NodeProgress(_shown(node_id))
         progress.notify(text)
@@ -200,7 +195,6 @@ def _shown(node_id: str | None) -> str | None:
 
 
 def missing(name: str, node: str = "AnyGPU Doctor") -> ExecutionBlocker:
-    """Blocker for the nodes after an output of ``node`` whose input was not connected."""
     return ExecutionBlocker(f"AnyGPU: connect {name} to {node} to use its {name} output.")
 
 

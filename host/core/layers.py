@@ -1,7 +1,4 @@
-"""Core's layers as a device can compute them: Linear, Conv1d and Conv2d in safe fp16, Conv3d in the form that works.
-
-Only layers are touched, and only while the network runs. Weights come through core's own cast, with LoRAs and packing.
-"""
+"""Core's layers as a device can compute them: Linear, Conv1d and Conv2d in safe fp16, Conv3d in the form that works."""
 
 from __future__ import annotations
 
@@ -110,7 +107,6 @@ class Counts:
 
 
 def note_call(layer: nn.Module, way: str) -> None:
-    """Count a call of a patched layer where calls are counted; graphs that are compiled have no counts in them."""
     if not torch.compiler.is_compiling() and COUNTS in layer.__dict__:
         layer.__dict__[COUNTS].note(layer, way)
 
@@ -123,10 +119,7 @@ FEW = 0.1  # share of weights outside Linears from which a network is a U-Net: t
 
 @dataclass(frozen=True, slots=True)
 class ConvForward:
-    """In the place of a layer's ``_conv_forward``: the same sums by the implementation that was chosen.
-
-    It is given the weights, so copies of a patcher for other devices can share it.
-    """
+    """In the place of a layer's ``_conv_forward``, also of copies on other devices: the same sums by another form."""
 
     layer: nn.Module
     choice: Conv3dChoice
@@ -167,10 +160,6 @@ def unfit_for_safe(network: nn.Module) -> str:
             other += sum(tensor.numel() for tensor in module.parameters(recurse=False))
     share = other / (linear + other or 1)
     return f"{share:.0%} of its weights are not in Linear layers, as in networks made for fp16" if share > FEW else ""
-
-
-def reached_by_safe(network: nn.Module) -> bool:
-    return any(is_linear(module) or is_convolution(module) for module in network.modules())
 
 
 def takes_fp16(network: nn.Module) -> bool:

@@ -140,14 +140,12 @@ def fit_for(
     unfit: str = "",
     offered: Sequence[str] = PRECISIONS,
 ) -> Fit:
-    """Choose the settings of one of core's transformers, which core computes in ``dtype``.
+    """Choose the settings of a transformer of core's; UnsupportedError where fp16-safe was chosen and cannot be.
 
     Args:
+        dtype: in which core computes it.
         unfit: why ``auto`` leaves this network as it is; empty where it does not.
         offered: the precisions that the node lets people choose.
-
-    Raises:
-        UnsupportedError: fp16-safe was chosen and this machine cannot do it.
     """
     if precision == SAFE:
         precision_for(PLAIN, machine.facts, SAFE, machine.probes, offered)  # which refuses what this device cannot do

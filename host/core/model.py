@@ -1,7 +1,4 @@
-"""AnyGPU Fit Model: what a loader of core's made, given back so that it runs well on this device.
-
-One wrapper around the call of the network patches layers for the length of that call and leaves nothing behind.
-"""
+"""AnyGPU Fit Model: a wrapper around the call of a network that patches its layers for the length of that call."""
 
 from __future__ import annotations
 
@@ -35,9 +32,9 @@ from .layers import (
     Counts,
     SafeLayers,
     conv_forwards,
+    is_convolution,
     left_alone,
     left_of,
-    reached_by_safe,
     takes_fp16,
     unfit_for_safe,
 )
@@ -300,17 +297,14 @@ def _fit_of(
     network: nn.Module, machine: ModelDevice, dtype: torch.dtype, precision: str, attention: str, left: str
 ) -> Fit:
     """Run :func:`fit_for` on a network with parts of other packs; ``left``: why ``auto`` leaves it as loaded."""
-    if precision == SAFE and not reached_by_safe(network):
+    if precision == SAFE and not any(is_linear(each) or is_convolution(each) for each in network.modules()):
         why = "the network has no layers that core casts"
         raise UnsupportedError(f"precision {SAFE} here: {why}", expected="Linear layers of core's", fix="Choose auto.")
     fit = fit_for(machine, dtype, precision, attention, left or unfit_for_safe(network))
     fixed = fixed_in_dtype(network, fit.safe) if fit.dtype is not None else ""
     if precision != AUTO and fixed:
-        raise UnsupportedError(
-            f"precision {precision} with layers of {fixed}",
-            expected="layers that compute in the dtype of their input",
-            fix=f"Choose auto or {AS_LOADED}.",
-        )
+        expected, fix = "layers that compute in the dtype of their input", f"Choose auto or {AS_LOADED}."
+        raise UnsupportedError(f"precision {precision} with layers of {fixed}", expected=expected, fix=fix)
     why = left or (f"{fixed} takes no other dtype" if fixed else "")
     if precision != AUTO or not why or not (fit.safe or fit.dtype):
         return fit

@@ -1,7 +1,5 @@
-"""Layers of a network that are core's or torch's own, so that ours may replace them, and those left alone.
-
-Other packs subclass core's layers, keep class names, or hold packed bytes where core has values: what counts is where
-the functions that compute a layer were defined, and what its weight is.
+"""Layers of a network that are core's or torch's own, so that ours may replace them: what counts is where the functions
+that compute a layer were defined, and what its weight is, since other packs keep core's class names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""The packed layers of core's networks, each computed by the path that was chosen for its format.
-
-comfy-kitchen finds the products of a packed weight by the name of its layout. While a fitted network is used its
-weights name a layout of ours: the same bytes with no product, or with a product that is watched. Whatever asks then
-gets values, dequantised in fp32 and rounded once.
+"""The packed layers of core's networks: while a fitted network is used its weights name a layout of ours, by which
+comfy-kitchen finds no product, or one that is watched, and values dequantised in fp32 and rounded once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""AnyGPU Fit VAE: core's VAE whose result is checked, and computed another way where it is wrong or does not fit.
-
-The fitted VAE is a copy with a patcher of its own over the same weights, patched for the length of a decode or encode.
+"""AnyGPU Fit VAE: a copy of core's VAE, patched for the length of a decode or encode, whose result is checked, and
+computed another way where it is wrong or does not fit.
 """
 
 from __future__ import annotations

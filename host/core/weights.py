@@ -1,10 +1,5 @@
-"""Core's weights where a device damages them: cast on the host before they leave it, and checked on the device.
-
-Some Radeons turn bf16 into zeros when they cast it to fp32, one stack damaged it on its way back, and Apple's GPUs
-refuse float8: a fitted model has its own copy of the network then, which shares all other weights.
-
-A page that was freed too early, a copy that was not awaited or a LoRA that was not taken off gives finite pictures that
-are wrong. Every tensor has a checksum of its bits from before any run; one with patches on it is computed again.
+"""Core's weights where a device damages them: bf16, and float8 where there is none, cast on the host into a network of
+the fitted model's own; and checksums, by which pages freed too early and patches left on are found.
 """
 
 from __future__ import annotations
@@ -45,18 +40,19 @@ _known = ByNetwork()
 
 
 def damage_to_bf16(network: nn.Module, machine: ModelDevice) -> str:
-    tensors = filter(_is_plain, (*network.parameters(), *network.buffers()))
-    if not any(tensor.dtype is torch.bfloat16 for tensor in tensors):
-        return ""
-    cast = machine.abilities.verdict("cast.bf16_to_fp32")
-    return "" if cast.usable else cast.why
+    return _lack(network, machine, lambda each: _is_plain(each) and each.dtype is torch.bfloat16, "cast.bf16_to_fp32")
 
 
 def lack_of_float8(network: nn.Module, machine: ModelDevice) -> str:
-    if not any(map(holds_float8, (*network.parameters(), *network.buffers()))):
+    return _lack(network, machine, holds_float8, "float8")
+
+
+def _lack(network: nn.Module, machine: ModelDevice, asks: Callable[[Tensor], bool], operation: str) -> str:
+    """The reason why an ``operation`` fails here that a tensor of ``network`` ``asks`` for; empty where all is well."""
+    if not any(map(asks, (*network.parameters(), *network.buffers()))):
         return ""
-    held = machine.abilities.verdict("float8")
-    return "" if held.usable else held.why
+    ability = machine.abilities.verdict(operation)
+    return "" if ability.usable else ability.why
 
 
 def float8_decision(lack: str, sound: Any) -> Iterator[Decision]:

@@ -65,7 +65,6 @@ def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _runs(kind: str, pipeline: Any) -> bool:
-    """True if a node of this class runs this pipeline: painting takes no video model, and only delight delights."""
     if isinstance(pipeline, PaintPipeline):
         return RUNS[kind] is _painted and (pipeline.family == "delight") == (kind == DELIGHTS)
     return pipeline is not None and RUNS[kind] is not _painted

@@ -35,7 +35,6 @@ def facts() -> DeviceFacts:
 
 
 def limit_tooltip(name: str) -> str:
-    """Limits of an input of the load node on this machine, to append to its tooltip; empty if there are none."""
     return _limit_tooltip(str(memory_manager.compute_device()), name)
 
 

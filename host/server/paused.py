@@ -33,16 +33,12 @@ def request() -> dict[str, str]:
     return {"text": "Pausing after the next step that can be saved; core's samplers and step caches save none."}
 
 
-def is_wanted() -> bool:
-    return _wanted_run() is not None
-
-
 def save(where: str, picture: Any) -> bool:
     """Save the prompt that runs and is to pause, which the caller ends then, and have the card's memory freed.
 
     False if it is not to pause, or the disk fails. ``where`` is such as ``sampling 3/20``, ``picture`` a preview.
     """
-    item = _wanted_run()
+    item = wanted_run()
     if item is None:
         return False
     _, prompt_id, prompt, extra, *_ = item
@@ -99,7 +95,8 @@ def _files() -> dict[str, Path]:
     return {path.stem: path for path in _folder().glob("*.json")}
 
 
-def _wanted_run() -> Any:
+def wanted_run() -> Any:
+    """The queue's item of the prompt that runs and is to pause; None without one."""
     return next((item for item in _running() if item[1] in _wanted), None) if _wanted else None
 
 

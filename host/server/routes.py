@@ -1,7 +1,5 @@
-"""The HTTP routes of the AnyGPU tab. All are read-only except six: two ask the device and keep its answers, one
-recovers a saved latent, two pause the run and forget a paused one, one draws what the templates load.
-
-Every body is small JSON and is checked here. No text from a client ever becomes a path.
+"""The HTTP routes of the AnyGPU tab, read-only except six: two ask the device and keep its answers, one recovers a
+saved latent, two pause the run and forget a paused one, one draws what templates load. No text becomes a path.
 """
 
 from __future__ import annotations
@@ -44,10 +42,6 @@ def add_routes(table: web.RouteTableDef | None = None) -> bool:
 async def english(request: web.Request) -> web.Response:
     """Redirect to the English help of a node, for languages of ComfyUI in which it has not been written."""
     return web.Response(status=302, headers={"Location": f"{request.match_info['node']}/en.md"})
-
-
-async def memory(request: web.Request) -> Any:
-    return panel.memory_now()
 
 
 async def run(request: web.Request) -> Any:
@@ -112,10 +106,6 @@ async def paused_runs(request: web.Request) -> Any:
     return {"paused": await asyncio.to_thread(paused.listing)}
 
 
-async def paused_run(request: web.Request) -> Any:
-    return await asyncio.to_thread(paused.resumable, checked_id(request.match_info))
-
-
 async def forget(request: web.Request) -> Any:
     await asyncio.to_thread(paused.forget, checked_id(await body_of(request)))
     return {"paused": await asyncio.to_thread(paused.listing)}
@@ -137,7 +127,7 @@ async def examples(request: web.Request) -> Any:
 
 ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
     ("GET", "/machine", lambda request: asyncio.to_thread(panel.machine)),
-    ("GET", "/memory", memory),
+    ("GET", "/memory", lambda request: asyncio.to_thread(panel.memory_now)),
     ("GET", "/run", run),
     ("POST", "/graph", graph),
     ("GET", "/latents", latents),
@@ -148,7 +138,7 @@ ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
     ("POST", "/error", error_parts),
     ("POST", "/pause", pause),
     ("GET", "/paused", paused_runs),
-    ("GET", "/paused/{id}", paused_run),
+    ("GET", "/paused/{id}", lambda request: asyncio.to_thread(paused.resumable, checked_id(request.match_info))),
     ("POST", "/forget", forget),
     ("POST", "/examples", examples),
 )
