@@ -169,7 +169,7 @@ def _require_samples(path: Path) -> None:
                 file.seek(place + TABLES[kind])
                 count = int.from_bytes(file.read(4), "big")
                 if kind in RUNS:
-                    runs = file.read(min(8 * count, max(length, 0)))
+                    runs = file.read(min(8 * count, max(length, 0), size))  # a buffer of that many bytes is made first
                     count = sum(int.from_bytes(runs[at : at + 4], "big") for at in range(0, len(runs), 8))
                 claimed[kind] += count
             most = max(claimed.values(), default=0)
@@ -188,6 +188,8 @@ def _require_samples(path: Path) -> None:
 
 def _without_texts(file: BinaryIO) -> BinaryIO:
     """A PNG without the chunks that describe it: FFmpeg inflates them whole, a file of 1 MB to 1 GB; others as is."""
+    size = file.seek(0, 2)
+    file.seek(0)
     kept = [file.read(8)]
     if kept != [PNG]:
         file.seek(0)
@@ -197,7 +199,7 @@ def _without_texts(file: BinaryIO) -> BinaryIO:
         if head[4:] in PNG_TEXTS:
             file.seek(length + 4, 1)
         else:
-            kept += [head, file.read(length + 4)]
+            kept += [head, file.read(min(length + 4, size))]
     return BytesIO(b"".join(kept))
 
 

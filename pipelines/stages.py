@@ -57,10 +57,8 @@ from .vae.plan import DRAFT, DecodeRequest
 
 MOST_TOKENS = 1024
 MOST_STG = 20
-UNEXPECTED = (  # not OSError: of a disk or a driver, whose own words say more
-    *(TypeError, ValueError, LookupError, AttributeError, ArithmeticError),
-    *(AssertionError, RuntimeError, ImportError),
-)
+# Not OSError: of a disk or a driver, whose own words say more.
+UNEXPECTED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
 MISFITS = ("shape", "size of tensor", "size mismatch", "channels", "config")  # in an error: not of its configuration
 TEXT_HINT = "choose text_device cpu on the load node, which needs none of this memory"
 
@@ -445,23 +443,20 @@ def running(
             for one in (error, error.__cause__):  # which transformers makes a ValueError of
                 if one is not None and is_shortage(one):
                     raise explain_shortage(one, pipeline, stage.title, size, hint, device) from error
-            if isinstance(error, UNEXPECTED):
-                silent = device_fault(device)
-                raise (
-                    gone(device, silent) if silent else _unexpected(error, stage, pipeline.model.source, device)
-                ) from error
+            if isinstance(error, (*UNEXPECTED, ImportError)):
+                raise _unexpected(error, stage, pipeline.model.source, device) from error
             raise
 
 
 def _unexpected(error: Exception, stage: Stage, source: Path, device: torch.device) -> UnsupportedError:
-    """The error for the unforeseen: a configuration that does not go with its weights, or a bug."""
-    text = str(error).lower()
-    misfit = isinstance(error, LookupError) or any(word in text for word in MISFITS)
-    where, report = f"{stage.title} with {source.name!r}, {stage.part} on {device}", "please report this with the log"
-    return UnsupportedError(
-        f"{type(error).__name__} while {where}: {first_line(error)}",
-        expected="a model whose settings belong together" if misfit else "no error that AnyGPU does not know",
-        fix=f"Compare its JSON files with the published ones; if they are the same, {report}."
-        if misfit
-        else f"This is a bug of AnyGPU, or of this device's driver: {report}.",
-    )
+    """The error for a lost device, a configuration that does not go with its weights, or a bug."""
+    if silent := device_fault(device):
+        return gone(device, silent)
+    text, report = str(error).lower(), "please report this with the log"
+    expected = "no error that AnyGPU does not know"
+    fix = f"This is a bug of AnyGPU, or of this device's driver: {report}."
+    if isinstance(error, LookupError) or any(word in text for word in MISFITS):
+        expected = "a model whose settings belong together"
+        fix = f"Compare its JSON files with the published ones; if they are the same, {report}."
+    where = f"{stage.title} with {source.name!r}, {stage.part} on {device}"
+    return UnsupportedError(f"{type(error).__name__} while {where}: {first_line(error)}", expected=expected, fix=fix)

@@ -4,6 +4,8 @@ import ast
 import gzip
 import json
 import os
+import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from anygpu.compat.checkpoints.quantised import with_scales
 from anygpu.compat.checkpoints.weights import read_json, read_tensors, weight_files, write_tensors
 from anygpu.compat.errors import CheckpointError, PackError, json_within
 from anygpu.compat.repairs import FP32, Repair, RepairStore
-from anygpu.pipelines import stages
+from anygpu.pipelines import movie, stages
 from anygpu.pipelines.base import Prompt, PromptRequest, Silent
 from anygpu.pipelines.files import catalogue, download
 from anygpu.pipelines.files.evidence import Evidence
@@ -136,6 +138,21 @@ def test_a_playlist_opens_no_other_file(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text(lists[name.rpartition(".")[2]], encoding="utf-8")
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_frames(tmp_path / name)
+
+
+@pytest.mark.parametrize("kind", ["mp4", "png"])
+def test_a_length_beyond_the_file_takes_no_memory(tmp_path: Path, kind: str) -> None:
+    """Python makes a buffer of what is asked for before it reads: 34 GB for a table of 2^32 entries."""
+    most, path = 2**32 - 1, tmp_path / f"a.{kind}"
+    boxes = {"mp4": (">I4sQ", 1, b"stts", 2**40 + most), "png": (">8sI4s", b"\x89PNG\r\n\x1a\n", most, b"IDAT")}
+    path.write_bytes(struct.pack(*boxes[kind]))
+    tracemalloc.start()
+    try:
+        with path.open("rb") as file:
+            movie._require_samples(path) if kind == "mp4" else movie._without_texts(file)
+        assert tracemalloc.get_traced_memory()[1] < 10**6
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

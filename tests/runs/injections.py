@@ -18,7 +18,6 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -122,21 +121,25 @@ def makers(folder: Path) -> dict[str, Callable[[], dict[str, Run]]]:
 
 
 class Fits:
-    """Core's own models with Fit and Doctor, inside a ComfyUI; empty without one."""
+    """Core's own models with Fit and Doctor, inside a ComfyUI that starts once it is needed."""
+
+    NAMES = tuple(f"fit {number}" for number in range(8))
 
     def __init__(self, folder: Path) -> None:
+        self.folder, self.inside = folder, None
+
+    def block(self, seed: str) -> Counter[str]:
+        """How a block of injections into one of core's models ended; nothing without a ComfyUI."""
         from host.inside.asking import Inside
 
         from host.server import NoHost, environment, find_host
 
-        self.inside: Any = None
-        with suppress(NoHost):
-            self.inside = Inside(find_host(), folder, environment())
-        self.names = [f"fit {name}" for name in self.inside.play("injected", "names")] if self.inside else []
-
-    def block(self, name: str, seed: str) -> Counter[str]:
-        """How a block of injections ended."""
-        return Counter(self.inside.play("injected", "block", name=name.removeprefix("fit "), seed=seed, count=BLOCK))
+        try:
+            self.inside = self.inside or Inside(find_host(), self.folder, environment())
+        except NoHost as reason:
+            print(f"  {reason}")
+            return Counter()
+        return Counter(self.inside.play("injected", "block", seed=seed, count=BLOCK))
 
 
 def code() -> str:
@@ -166,7 +169,7 @@ def main() -> int:
     log = ROOT / ".build" / f"injections-{code()}-{arguments.seed}{arguments.only and '-' + arguments.only}.csv"
     done = list(csv.reader(log.read_text().splitlines())) if log.exists() else []
     made, fits = makers(folder), Fits(folder)
-    names = [name for name in (*made, *fits.names) if name.startswith(arguments.only)]
+    names = [name for name in (*made, *fits.NAMES) if name.startswith(arguments.only)]
     names += 2 * [name for name in names if name.startswith(QUICK)]
     for number, name in itertools.islice(blocks(names, arguments.count), len({row[0] for row in done}), None):
         seed = f"{arguments.seed}/{number}"
@@ -174,11 +177,13 @@ def main() -> int:
             with accelerator.fresh(), torch.no_grad():
                 ends = injected(made[name](), random.Random(seed), BLOCK)
         else:
-            ends = fits.block(name, seed)
+            ends = fits.block(seed)
         if number % 50 == 0:  # what was imported is not walked after each run
             gc.collect()
             gc.freeze()
-        rows = [[str(number), name, end, str(times)] for end, times in sorted(ends.items())]
+        rows = [[str(number), name, end, str(times)] for end, times in sorted(ends.items())] or [
+            [str(number), name, "", "0"]
+        ]
         with log.open("a", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows(rows)
         done += rows

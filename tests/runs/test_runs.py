@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-COUNTS = {"injections": 1000, "cancels": 20, "kills": 10}
+COUNTS = {"injections": 500, "threads": 20, "cancels": 20, "kills": 10}
 
 
 @pytest.mark.full

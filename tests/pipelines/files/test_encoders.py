@@ -1,11 +1,9 @@
 """Models of transformers: what upstream's own loading gives, in any thread, with nothing changed that others see."""
 
 import json
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +12,14 @@ import tiny
 import torch
 import transformers
 from anygpu.compat.packages import empty_encoder, fill, names_in
-from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.files.part import part_files
-from anygpu.pipelines.load import lora
-from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.reading import reader_of
-from anygpu.pipelines.requests import LoadRequest
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from simulated.test_families import CASES, loaded_for
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from transformers.utils import logging
-
-from paint import stored
 
 CHECKPOINTS = ("ltx", "hunyuan_video", "hunyuan_video_i2v", "hunyuan_video_15", "hunyuan_video_15_i2v")
 PATCHED = (nn.init, nn.modules.linear, nn.modules.conv, nn.modules.activation, nn.modules.normalization)
@@ -169,60 +161,3 @@ def test_what_another_pack_left_broken_changes_no_load(tiny_folder: Path, monkey
 def every_part(pipeline: Any) -> dict[str, nn.Module]:
     """The parts of a pipeline, read."""
     return {name: pipeline.parts.read(name) for name in pipeline.parts.readers}
-
-
-@pytest.mark.full
-def test_eight_threads_load_everything_at_once(tiny_folder: Path, tmp_path: Path) -> None:
-    """Every family, a LoRA, paint, and another pack that loads with upstream's own function, one at a time."""
-    jobs: dict[str, Callable[[], dict[str, nn.Module]]] = {
-        name: partial(lambda case: every_part(loaded_for(case, tiny_folder, "cpu")), case)
-        for name, case in CASES.items()
-    }
-    small = load(LoadRequest(tiny.build("ltx", tiny_folder), precision="fp32", device="cpu"))
-    factors = {}
-    for name, (rows, *inside) in lora.layers_of(small).items():
-        factors[f"transformer.{name}.lora_A.weight"] = torch.ones(2, *inside) / 64
-        factors[f"transformer.{name}.lora_B.weight"] = torch.ones(rows, 2, *[1] * (len(inside) - 1)) / 64
-    save_file(factors, tmp_path / "lora.safetensors")
-    painted = stored.checkpoint("paint", tmp_path)
-    other, alone = (
-        transformers.BertConfig(hidden_size=16, num_attention_heads=2, intermediate_size=16),
-        threading.Lock(),
-    )
-    transformers.BertModel(other).save_pretrained(tmp_path / "bert")
-
-    def with_lora() -> dict[str, nn.Module]:
-        pipeline = load(LoadRequest(tiny.build("ltx", tiny_folder), precision="fp32", device="cpu"))
-        pipeline = lora.with_lora(pipeline, tmp_path / "lora.safetensors", 0.5, "", "merged", Silent())
-        with pipeline.offloader.hold("transformer") as module:
-            return {"transformer": module}
-
-    def paint() -> dict[str, nn.Module]:
-        return every_part(load_paint(PaintRequest(painted, precision="fp32", device="cpu")))
-
-    def another_pack() -> dict[str, nn.Module]:
-        with alone:  # two of these break each other without any of ours
-            return {"bert": transformers.BertModel.from_pretrained(tmp_path / "bert")}
-
-    jobs |= {"lora": with_lora, "paint": paint, "another pack": another_pack}
-    wanted = {job: {name: tensors_of(part) for name, part in make().items()} for job, make in jobs.items()}
-    before, names, failures = process_wide(), list(jobs), []
-
-    def worker(thread: int) -> None:
-        for index in range(20):
-            job = names[(thread * 7 + index) % len(names)]
-            try:
-                for name, part in jobs[job]().items():
-                    require_equal(part, wanted[job][name])
-            except BaseException as error:
-                failures.append((job, repr(error)))
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    try:
-        with ThreadPoolExecutor(8) as threads:
-            list(threads.map(worker, range(8)))
-    finally:
-        sys.setswitchinterval(interval)
-    assert not failures, f"{len(failures)} of 160: {failures[:3]}"
-    assert process_wide() == before
