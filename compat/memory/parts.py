@@ -210,9 +210,8 @@ def _change(parts: Parts, part: str, wanted: Adapters | None, detach: Callable[[
             plain.onwards(part, module, undo, order)  # the part goes on without them
             raise
     if wanted is not None:
-        parts.active_adapters[part] = ActiveAdapters(
-            key=wanted.key, in_weights=wanted.in_weights, owner=weakref.ref(wanted), plain=plain, order=order
-        )
+        owner, merged = weakref.ref(wanted), wanted.in_weights
+        parts.active_adapters[part] = ActiveAdapters(wanted.key, merged, owner, plain=plain, order=order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,11 +122,9 @@ def transfer_for(device: torch.device, dtype: torch.dtype) -> Transfer:
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS)
     exact = ~patterns.view(dtype).isnan()  # a plain copy may write another NaN; no number depends on which
     if not torch.equal(way.to_host(way.to_device(patterns.view(dtype))).view(BITS)[exact], patterns[exact]):
-        raise UnsupportedError(
-            f"{device} returns other bits of {str(dtype).removeprefix('torch.')} than it was given",
-            expected="exact copies between host and device",
-            fix="Choose precision fp32 on the load node, or update this device's driver.",
-        )
+        found = f"{device} returns other bits of {str(dtype).removeprefix('torch.')} than it was given"
+        fix = "Choose precision fp32 on the load node, or update this device's driver."
+        raise UnsupportedError(found, expected="exact copies between host and device", fix=fix)
     return way
 
 

@@ -53,6 +53,7 @@ class TokenSplit:
         return undo.restore
 
     def begin(self, count: int) -> None:
+        """Take in how many tokens the video of this forward has."""
         ranks = self.group.tokens
         if count < ranks.size:
             found, expected = f"{count} tokens for {ranks.size} devices", "at least one token for each"
