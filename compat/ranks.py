@@ -75,7 +75,6 @@ class Ranks:
         return torch.cat(self.exchange([own] * self.size, shapes), dim=dim)
 
     def any(self, flag: bool) -> bool:
-        """True where ``flag`` is true on any rank."""
         if self.size == 1:
             return flag
         from torch import distributed

@@ -319,7 +319,6 @@ def _sides(file: BinaryIO, entry: TensorEntry) -> dict[str, torch.Tensor]:
 
 
 def _arranged(tensor: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    """``tensor`` with its rows in the order its model has them."""
     if entry.swapped:
         tensor = torch.cat(tensor.chunk(2)[::-1])
     if entry.heads:

@@ -351,7 +351,6 @@ class _Timer:
         return self.device.type == "cpu"
 
     def warm(self, call: Callable[[], Any]) -> None:
-        """Let an accelerator's clocks rise."""
         spent, count = 0.0, 1
         while spent < WARM_SECONDS:
             spent, count = spent + self._once(partial(_repeat, call, count)), min(2 * count, 64)

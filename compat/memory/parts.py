@@ -119,7 +119,6 @@ class Parts(dict[str, nn.Module]):
         self.reading_seconds = 0.0
 
     def read(self, name: str, progress: Any = None) -> nn.Module:
-        """The part ``name``, from memory or from disk, prepared."""
         if name not in self:
             started = time.perf_counter()
             module = self.readers[name](progress or Silent())

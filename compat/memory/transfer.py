@@ -236,7 +236,6 @@ def move(
 def _copies_on(
     module: nn.Module, away: list[torch.Tensor], device: torch.device, check: Callable[[], None] | None, keep: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """Each tensor with its copy on ``device``."""
     views, kept = views_of(module), module.__dict__.setdefault(KEPT, {})
 
     def send(source: torch.Tensor) -> torch.Tensor:

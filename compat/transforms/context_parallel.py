@@ -65,7 +65,6 @@ class TokenSplit:
         return self.run.stop - self.run.start
 
     def tables(self, tables: Any) -> Any:
-        """This rank's run of rotary tables, cut once per forward."""
         if tables is None:
             return None
         if self._tables[0] is not tables:
@@ -74,7 +73,6 @@ class TokenSplit:
         return self._tables[1]
 
     def rows(self, rows: Any) -> Any:
-        """This rank's run of what has a row for each token."""
         several = isinstance(rows, torch.Tensor) and rows.ndim == 3 and rows.shape[1] > 1
         return rows[:, self.run] if several else rows
 

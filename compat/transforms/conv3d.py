@@ -118,7 +118,6 @@ def _check_free(module: nn.Module, label: str) -> None:
 
 
 def _units(root: nn.Module, left: dict[str, str]) -> Iterator[SwapUnit]:
-    """The units in ``root``; ``left`` is given the layers that cannot be swapped."""
     taken: set[nn.Module] = set()
     for name, module in root.named_modules():
         rewrite = swap_of(module)
@@ -141,7 +140,6 @@ def _units(root: nn.Module, left: dict[str, str]) -> Iterator[SwapUnit]:
 
 
 def _obstacle(module: nn.Module) -> str:
-    """The reason why this module cannot be swapped; empty if it can."""
     if swap_of(module) is None:
         return f"of class {type(module).__qualname__}, which may do its own padding"
     if isinstance(module, nn.Conv3d) and type(module.weight.data) is not Tensor:
@@ -245,7 +243,6 @@ class SwappedConv3d(SwappedModule):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute the original's result: (B, C, T, H, W) or (C, T, H, W)."""
         choice, x = self.conv3d_choice, _aligned(input, self)
         x = x if input.dim() == 5 else x.unsqueeze(0)
         edges, mode = own_edges(self)

@@ -219,7 +219,6 @@ def _in_time(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk:
 
 
 def _alike(x: Tensor, weight: Tensor) -> Tensor:
-    """``x`` in the dtype of ``weight``, in its layout or contiguous."""
     layout = torch.contiguous_format if weight.is_contiguous() else torch.channels_last_3d
     return x.to(weight.dtype).contiguous(memory_format=layout)
 
