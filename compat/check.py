@@ -103,7 +103,6 @@ def _forms(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Ch
 
 
 def _attention(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Check]:
-    """Compare the attention that ``auto`` runs, and the exact chunks, with float64 on the host."""
     for name, dtype in DTYPES.items():
         q, k, v = (torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(n)).to(dtype) for n in range(3))
         expected = torch.softmax(q.double() @ k.double().mT / math.sqrt(64), -1) @ v.double()

@@ -78,7 +78,6 @@ class Finding:
 
     @property
     def plain(self) -> str:
-        """The fault in words that need no knowledge of networks."""
         if self.inputs:
             return "The picture fails before this model: what it is given is broken already"
         damaged = "the model's file, or its copy in memory, is damaged in one layer"
@@ -169,7 +168,6 @@ def examine(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault = not_
 
 
 def _examined(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault) -> tuple[Finding | None, Any]:
-    """The same, with what ``run`` returned."""
     search, output = _Search(networks, fault), None
     with search.hooked(), torch.compiler.set_stance(AS_WRITTEN):
         try:
@@ -379,7 +377,6 @@ class Doctor:
         self.repairs = store.load(model) if choice == KEEP else ()
 
     def repaired(self, networks: nn.ModuleDict) -> AbstractContextManager[None]:
-        """``networks`` with what is kept for them."""
         return repaired(networks, [one for one in self.repairs if one.layer.partition(".")[0] in networks])
 
     def checked(

@@ -56,9 +56,8 @@ def write_json(path: Path, value: Any, indent: int | None = None, synced: bool =
 def require_writable(path: Path, needed_bytes: int, name: str) -> None:
     """Raise InputError where ``path``, of input ``name``, cannot be written later, or lacks ``needed_bytes``."""
     if path.is_dir():
-        raise InputError(
-            f"the folder {str(path)!r} as {name}", expected="a file", fix="Add a file name, such as a.mp4."
-        )
+        found = f"the folder {str(path)!r} as {name}"
+        raise InputError(found, expected="a file", fix="Add a file name, such as a.mp4.")
     probe = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,11 +65,9 @@ def require_writable(path: Path, needed_bytes: int, name: str) -> None:
         probe.unlink()
         free = shutil.disk_usage(path.parent).free
     except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        raise InputError(
-            f"{name} {str(path)!r} cannot be written ({first_line(error)})",
-            expected="a file in a folder that you may write to",
-            fix="Choose another place.",
-        ) from error
+        found = f"{name} {str(path)!r} cannot be written ({first_line(error)})"
+        expected = "a file in a folder that you may write to"
+        raise InputError(found, expected=expected, fix="Choose another place.") from error
     if free < needed_bytes:
         found, expected = f"{free / 1e6:.0f} MB free for {name} {str(path)!r}", f"{needed_bytes / 1e6:.0f} MB or more"
         raise InputError(found, expected=expected, fix="Free space on this disk, or choose a place on another one.")

@@ -47,11 +47,9 @@ def unusable(name: str, error: Exception) -> MissingPackageError:
     reason = str(error).strip().splitlines()
     text = reason[0] if reason else type(error).__name__
     if "torchvision" in f"{error!r} {error.__cause__!r} {error.__context__!r}":
-        return MissingPackageError(
-            f"package {name!r} cannot be imported because torchvision is broken ({text})",
-            expected="a torchvision that matches the installed torch, or none",
-            fix="Reinstall torchvision with the same index as torch, or uninstall it.",
-        )
+        found = f"package {name!r} cannot be imported because torchvision is broken ({text})"
+        fix = "Reinstall torchvision with the same index as torch, or uninstall it."
+        return MissingPackageError(found, expected="a torchvision that matches the installed torch, or none", fix=fix)
     found = f"package {name!r} cannot be imported ({text})"
     return MissingPackageError(found, expected=f"a working {name}", fix=INSTALL.format(name=name))
 

@@ -10,7 +10,7 @@ import torch
 from .device.facts import DeviceFacts
 from .device.packed_paths import packed_probes
 from .device.probe_store import ProbeStore
-from .device.probes import DTYPES
+from .device.probes import DTYPES, Probe
 
 TRITON = "triton"
 GELU = "gelu_in_product"
@@ -18,12 +18,11 @@ GELU = "gelu_in_product"
 
 def probe_results_of(facts: DeviceFacts, folder: Path | None = None, quiet: bool = False) -> ProbeStore:
     """The probe results of a device and its kernels, kept in ``folder`` (None: memory); ``quiet`` asks nothing."""
-    more = (
-        packed_probes(facts)
-        | {TRITON: _triton}
-        | {f"{GELU}.{name}": partial(_gelu, dtype) for name, dtype in DTYPES.items()}
-    )
-    return ProbeStore(facts, folder, more=more, quiet=quiet)
+    more: dict[str, Probe] = {
+        TRITON: _triton,
+        **{f"{GELU}.{name}": partial(_gelu, dtype) for name, dtype in DTYPES.items()},
+    }
+    return ProbeStore(facts, folder, more={**packed_probes(facts), **more}, quiet=quiet)
 
 
 def _triton(device: torch.device) -> str:

@@ -42,11 +42,9 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            raise RankLost(
-                f"an exchange between {self.size} devices failed on rank {self.rank} ({first_line(error)})",
-                expected="an answer of every process of the group in time",
-                fix="Look for a process that died or hangs on these machines, and check the network between them.",
-            ) from error
+            found = f"an exchange between {self.size} devices failed on rank {self.rank} ({first_line(error)})"
+            fix = "Look for a process that died or hangs on these machines, and check the network between them."
+            raise RankLost(found, expected="an answer of every process of the group in time", fix=fix) from error
 
     def runs(self, count: int) -> list[slice]:
         """``count`` things in order, shared out: a run for each rank, the first ones longer by one at most."""
@@ -77,7 +75,6 @@ class Ranks:
         return torch.cat(self.exchange([own] * self.size, shapes), dim=dim)
 
     def any(self, flag: bool) -> bool:
-        """True where ``flag`` is true on any rank."""
         if self.size == 1:
             return flag
         from torch import distributed

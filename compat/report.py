@@ -47,7 +47,6 @@ class Report:
     sections: tuple[tuple[str, tuple[Decision, ...]], ...]
 
     def text(self) -> str:
-        """The whole report as plain text, one line per statement."""
         blocks = []
         for heading, lines in self.sections:
             width = max(len(line.subject) for line in lines)
@@ -57,7 +56,6 @@ class Report:
         return "\n\n".join(blocks)
 
     def summary(self) -> str:
-        """The device and what to change, in a few lines."""
         named = dict(self.sections)
         changes = [line.verdict for line in named.get(CHANGES, ())]
         return "\n".join([named[DEVICE][0].verdict, *changes])

@@ -76,7 +76,6 @@ def _bits(x: Tensor, shifts: Iterable[int], mask: int) -> Tensor:
 
 
 def _words(x: Tensor, size: int) -> Tensor:
-    """Little-endian integers of ``size`` bytes each."""
     weights = torch.tensor([256**place for place in range(size)], device=x.device)
     return (x.unflatten(1, (-1, size)).long() * weights).sum(-1)
 

@@ -136,11 +136,8 @@ def unreadable(path: Path, error: OSError) -> Exception:
         found, expected = f"out of memory while reading {str(path)!r} ({error})", "more free host memory"
         fix = "Close other programs, or add swap (on Windows: enlarge the page file)."
         return torch.OutOfMemoryError(remember(f"{found}; expected {expected}. {fix}", found, expected, fix))
-    return CheckpointError(
-        f"{str(path)!r} cannot be read ({error.strerror or error})",
-        expected="a file that you may read",
-        fix="Check the path, its links and its permissions.",
-    )
+    found, expected = f"{str(path)!r} cannot be read ({error.strerror or error})", "a file that you may read"
+    return CheckpointError(found, expected=expected, fix="Check the path, its links and its permissions.")
 
 
 @contextmanager

@@ -39,11 +39,9 @@ def written(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[s
     except Exception as error:  # the library that writes has an error class of its own, which is not an OSError
         if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
             raise
-        raise CheckpointError(
-            f"{str(path)!r} cannot be written ({first_line(error)})",
-            expected=f"a writable folder with {size / 1e6:.1f} MB free",
-            fix="Free space on this disk or choose another folder. Files that were there before are unchanged.",
-        ) from error
+        found = f"{str(path)!r} cannot be written ({first_line(error)})"
+        fix = "Free space on this disk or choose another folder. Files that were there before are unchanged."
+        raise CheckpointError(found, expected=f"a writable folder with {size / 1e6:.1f} MB free", fix=fix) from error
 
 
 def read_record(path: Path, subject: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -30,11 +30,10 @@ def pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
         raise
     except Exception as error:  # the unpickler of torch raises nearly anything on damage
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read as weights alone ({reason})",
-            expected=f"a complete {path.suffix} that contains only tensors",
-            fix="Download this file again, or use the .safetensors one.",
-        ) from error
+        found = f"{str(path)!r} cannot be read as weights alone ({reason})"
+        expected = f"a complete {path.suffix} that contains only tensors"
+        fix = "Download this file again, or use the .safetensors one."
+        raise CheckpointError(found, expected=expected, fix=fix) from error
     if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
         found, expected = f"{str(path)!r} holds something beside tensors", f"a {path.suffix} that maps names to tensors"
         raise CheckpointError(found, expected=expected, fix="Use the file as published, not a training checkpoint.")

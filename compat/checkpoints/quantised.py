@@ -102,11 +102,9 @@ def _told_by(sides: Mapping[str, TensorEntry]) -> str:
 
 
 def _misfit(path: Path, name: str, entry: TensorEntry, weight: str) -> CheckpointError:
-    return CheckpointError(
-        f"the scale {name!r} of {entry.shape} in {str(path)!r} fits no weight {weight!r}",
-        expected="one number per weight, per row, or per block",
-        fix="Use another version of this file, or download it again if its size is not the published one.",
-    )
+    found = f"the scale {name!r} of {entry.shape} in {str(path)!r} fits no weight {weight!r}"
+    fix = "Use another version of this file, or download it again if its size is not the published one."
+    return CheckpointError(found, expected="one number per weight, per row, or per block", fix=fix)
 
 
 def _formats(entries: Mapping[str, TensorEntry], notes: Mapping[str, str]) -> dict[str, dict[str, Any]]:

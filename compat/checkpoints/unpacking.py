@@ -125,7 +125,6 @@ def _fp32(side: Tensor, codes: str = "e4m3") -> Tensor:
 
 
 def _halves(stored: Tensor, high_first: bool = False) -> Tensor:
-    """The two codes of each byte side by side, as indices."""
     codes = stored.view(torch.uint8)
     both = [codes >> 4, codes & 15] if high_first else [codes & 15, codes >> 4]
     return torch.stack(both, -1).flatten(-2).int()

@@ -319,7 +319,6 @@ def _sides(file: BinaryIO, entry: TensorEntry) -> dict[str, torch.Tensor]:
 
 
 def _arranged(tensor: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    """``tensor`` with its rows in the order its model has them."""
     if entry.swapped:
         tensor = torch.cat(tensor.chunk(2)[::-1])
     if entry.heads:
@@ -354,11 +353,9 @@ def _shards(index: Path, subject: str) -> list[Path]:
     names = sorted(set(map(str, mapping.values())))
     missing = [name for name in names if Path(name).name != name or not _is_file(index.parent / name)]
     if missing:
-        raise CheckpointError(
-            f"shard {missing[0]!r} of the {subject} is missing from {str(index.parent)!r}",
-            expected=f"{len(names)} shards, as {index.name} says",
-            fix="Download the missing file into this folder.",
-        )
+        found = f"shard {missing[0]!r} of the {subject} is missing from {str(index.parent)!r}"
+        expected = f"{len(names)} shards, as {index.name} says"
+        raise CheckpointError(found, expected=expected, fix="Download the missing file into this folder.")
     return [index.parent / name for name in names]
 
 

@@ -161,11 +161,9 @@ def device_fault(device: torch.device) -> str:
 
 def gone(device: torch.device, silent: str, named: str = "") -> UnsupportedError:
     """The error for a device that answers no more; ``silent`` is why."""
-    return UnsupportedError(
-        f"the device {str(device)!r}{named and f' ({named})'} has stopped answering ({silent})",
-        expected="a working device",
-        fix="Restart ComfyUI. If it happens again, update the driver or choose another device.",
-    )
+    found = f"the device {str(device)!r}{named and f' ({named})'} has stopped answering ({silent})"
+    fix = "Restart ComfyUI. If it happens again, update the driver or choose another device."
+    return UnsupportedError(found, expected="a working device", fix=fix)
 
 
 def indexed(device: torch.device) -> torch.device:
@@ -288,11 +286,10 @@ def _parsed(device: torch.device | str) -> torch.device:
         chosen = torch.device(device)
         there = torch.empty(0, device=chosen).device  # with its index
     except Exception as error:
-        raise UnsupportedError(
-            f"device {str(device)!r} does not answer ({first_line(error)})",
-            expected=f"a device of this torch build, such as {default_device()}",
-            fix="Choose another device, or install the build of torch for this one.",
-        ) from error
+        found = f"device {str(device)!r} does not answer ({first_line(error)})"
+        expected = f"a device of this torch build, such as {default_device()}"
+        fix = "Choose another device, or install the build of torch for this one."
+        raise UnsupportedError(found, expected=expected, fix=fix) from error
     return chosen if chosen.type == "mps" else there  # ComfyUI compares its models' devices with a bare mps
 
 
@@ -316,12 +313,10 @@ def _cpu_facts(device: torch.device) -> dict[str, Any]:
 
 def _cuda_facts(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
-    shared = {"name": properties.name, "total_bytes": properties.total_memory}
-    shared |= {
-        "unified": bool(getattr(properties, "is_integrated", False)),
-        "compiled": tuple(torch.cuda.get_arch_list()),
-    }
-    shared["link"] = value_or(lambda: _pcie(properties), 0.0)
+    shared = {
+        "name": properties.name, "total_bytes": properties.total_memory, "compiled": tuple(torch.cuda.get_arch_list()),
+        "unified": bool(getattr(properties, "is_integrated", False)), "link": value_or(lambda: _pcie(properties), 0.0),
+    }  # fmt: skip
     cudnn = torch.backends.cudnn.version() or 0
     if torch.version.hip:
         arch = str(getattr(properties, "gcnArchName", "")).split(":")[0]

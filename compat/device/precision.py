@@ -51,7 +51,6 @@ class Precision:
 
     @property
     def operands(self) -> str:
-        """The name of the dtype of the transformer's products and attention."""
         return NAMES[self.compute or self.transformer]
 
     @property
@@ -61,7 +60,6 @@ class Precision:
 
     @property
     def decision(self) -> Decision:
-        """The dtypes in words, with the reason."""
         return Decision("precision", str(self), self.why, AUTO if self.automatic else CHOSEN)
 
     def __str__(self) -> str:

@@ -95,7 +95,6 @@ class ProbeStore(Mapping[str, ProbeResult]):
         return name in self.probes
 
     def known(self) -> dict[str, ProbeResult]:
-        """The results so far, without running any probe."""
         return dict(self._answers)
 
     def without_asking(self) -> dict[str, ProbeResult]:
@@ -136,7 +135,6 @@ class ProbeStore(Mapping[str, ProbeResult]):
             self._write(synced=False)
 
     def recall(self, name: str) -> Any:
-        """The value stored under ``name``; None if there is none."""
         return self._remembered.get(name)
 
     def misses(self) -> dict[str, str]:

@@ -89,7 +89,6 @@ class Rates:
     memory_gb: tuple[int, ...] = ()  # the sizes in which the model is sold; none where it has the host's
 
     def flops(self, dtype: torch.dtype) -> float:
-        """FLOPs per second of products of ``dtype``."""
         return {torch.float16: self.fp16, torch.bfloat16: self.bf16}.get(dtype, self.fp32)
 
     def attention(self, kernel: str) -> float:

@@ -206,12 +206,13 @@ def counting_on_meta(tokens: int = 0) -> Iterator[Work]:
 
 def counted_once(key: Any, count: Callable[[], Any]) -> Any:
     """Return ``count()``, from memory if the same key was counted before."""
-    if key not in _counts:
+    counted = _counts.get(key)
+    if counted is None:
         counted = count()
-        while len(_counts) >= KEPT:
-            _counts.pop(next(iter(_counts)), None)
+        for oldest in list(_counts)[: max(0, len(_counts) + 1 - KEPT)]:
+            _counts.pop(oldest, None)  # another thread may have
         _counts[key] = counted
-    return _counts[key]
+    return counted
 
 
 def _is_empty_mask(function: Any, args: Any) -> bool:
@@ -246,9 +247,14 @@ def pace_of(
     if store is not None and facts.device.type in TIMED:
         try:
             heads = HEAD_WIDTH if width > NARROW else NARROW
-            measure = partial(measured_pace, facts.device, dtype, width=heads)
-            key = f"rates of {name}, heads of {heads}"
-            kept = store.remember(key, lambda: asdict(_given_back(measure, facts.device)))
+
+            def measured() -> dict[str, Any]:
+                try:
+                    return asdict(measured_pace(facts.device, dtype, width=heads))
+                finally:
+                    empty_cache(facts.device)  # torch would keep most of a gigabyte
+
+            kept = store.remember(f"rates of {name}, heads of {heads}", measured)
             if kept and facts.device.type != "cpu":
                 kept = {**kept, **(store.remember("links", lambda: _links(facts.device)) or {})}
             timed = store.recall(f"attention {name} heads of {width}") or {}
@@ -309,14 +315,11 @@ def measured_pace(
             weighed()
         filters = timer.seconds(weighed) - work.flops / rate
         return Pace(
-            product=timer.rate(product),
-            convolution=rate,
-            attention=timer.rate(attention),
+            product=timer.rate(product), convolution=rate, attention=timer.rate(attention),
             memory=timer.rate(copied, MOST_BYTES if timer.host else BEYOND_CACHES),
             launch=timer.least(partial(_repeat, lambda: small + 1, 100)) / 100,
-            filters=wide.nbytes / max(filters, 1e-9),
-            ahead=not timer.host,
-        )
+            filters=wide.nbytes / max(filters, 1e-9), ahead=not timer.host,
+        )  # fmt: skip
 
 
 def _links(device: torch.device) -> dict[str, float]:
@@ -329,14 +332,6 @@ def _links(device: torch.device) -> dict[str, float]:
     plain = value_or(partial(rate, False), 0.0)
     empty_host_cache()
     return {"link": pinned, "plain_link": plain}
-
-
-def _given_back(measure: Callable[[], Pace], device: torch.device) -> Pace:
-    """The result of ``measure``, whose memory is free again then: torch would keep most of a gigabyte."""
-    try:
-        return measure()
-    finally:
-        empty_cache(device)
 
 
 def _repeat(call: Callable[[], Any], count: int) -> None:
@@ -356,7 +351,6 @@ class _Timer:
         return self.device.type == "cpu"
 
     def warm(self, call: Callable[[], Any]) -> None:
-        """Let an accelerator's clocks rise."""
         spent, count = 0.0, 1
         while spent < WARM_SECONDS:
             spent, count = spent + self._once(partial(_repeat, call, count)), min(2 * count, 64)

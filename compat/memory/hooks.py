@@ -413,11 +413,9 @@ def _pair(layer: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 def misplaced(layer: nn.Module, x: torch.Tensor) -> UnsupportedError:
     """The error for an input that is not where the weight of ``layer`` is."""
-    return UnsupportedError(
-        f"the input of {layer} is on {x.device} and its weight on {layer.weight.device}",
-        expected="both on the device that computes",
-        fix="Run the part while its offloader holds it, and move its inputs to the offloader's device.",
-    )
+    found = f"the input of {layer} is on {x.device} and its weight on {layer.weight.device}"
+    fix = "Run the part while its offloader holds it, and move its inputs to the offloader's device."
+    return UnsupportedError(found, expected="both on the device that computes", fix=fix)
 
 
 def own_tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:

@@ -119,7 +119,6 @@ class Parts(dict[str, nn.Module]):
         self.reading_seconds = 0.0
 
     def read(self, name: str, progress: Any = None) -> nn.Module:
-        """The part ``name``, from memory or from disk, prepared."""
         if name not in self:
             started = time.perf_counter()
             module = self.readers[name](progress or Silent())
@@ -210,9 +209,8 @@ def _change(parts: Parts, part: str, wanted: Adapters | None, detach: Callable[[
             plain.onwards(part, module, undo, order)  # the part goes on without them
             raise
     if wanted is not None:
-        parts.active_adapters[part] = ActiveAdapters(
-            key=wanted.key, in_weights=wanted.in_weights, owner=weakref.ref(wanted), plain=plain, order=order
-        )
+        owner, merged = weakref.ref(wanted), wanted.in_weights
+        parts.active_adapters[part] = ActiveAdapters(wanted.key, merged, owner, plain=plain, order=order)
 
 
 @dataclass(frozen=True, slots=True)

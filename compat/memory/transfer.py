@@ -122,11 +122,9 @@ def transfer_for(device: torch.device, dtype: torch.dtype) -> Transfer:
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS)
     exact = ~patterns.view(dtype).isnan()  # a plain copy may write another NaN; no number depends on which
     if not torch.equal(way.to_host(way.to_device(patterns.view(dtype))).view(BITS)[exact], patterns[exact]):
-        raise UnsupportedError(
-            f"{device} returns other bits of {str(dtype).removeprefix('torch.')} than it was given",
-            expected="exact copies between host and device",
-            fix="Choose precision fp32 on the load node, or update this device's driver.",
-        )
+        found = f"{device} returns other bits of {str(dtype).removeprefix('torch.')} than it was given"
+        fix = "Choose precision fp32 on the load node, or update this device's driver."
+        raise UnsupportedError(found, expected="exact copies between host and device", fix=fix)
     return way
 
 
@@ -238,7 +236,6 @@ def move(
 def _copies_on(
     module: nn.Module, away: list[torch.Tensor], device: torch.device, check: Callable[[], None] | None, keep: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """Each tensor with its copy on ``device``."""
     views, kept = views_of(module), module.__dict__.setdefault(KEPT, {})
 
     def send(source: torch.Tensor) -> torch.Tensor:

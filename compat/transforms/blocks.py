@@ -44,7 +44,6 @@ class BlockOps:
     def added_normalized(
         self, x: Tensor, branch: Tensor, gate: Gate, norm: Norm, modulation: Modulation
     ) -> tuple[Tensor, Tensor]:
-        """:meth:`added`, and that sum :meth:`normalized`."""
         if self.form:
             return residual_norm(x, branch, gate, norm, modulation, self.operand_dtype, form=self.form)
         x = _added(x, branch, gate)

@@ -53,6 +53,7 @@ class TokenSplit:
         return undo.restore
 
     def begin(self, count: int) -> None:
+        """Take in how many tokens the video of this forward has."""
         ranks = self.group.tokens
         if count < ranks.size:
             found, expected = f"{count} tokens for {ranks.size} devices", "at least one token for each"
@@ -64,7 +65,6 @@ class TokenSplit:
         return self.run.stop - self.run.start
 
     def tables(self, tables: Any) -> Any:
-        """This rank's run of rotary tables, cut once per forward."""
         if tables is None:
             return None
         if self._tables[0] is not tables:
@@ -73,7 +73,6 @@ class TokenSplit:
         return self._tables[1]
 
     def rows(self, rows: Any) -> Any:
-        """This rank's run of what has a row for each token."""
         several = isinstance(rows, torch.Tensor) and rows.ndim == 3 and rows.shape[1] > 1
         return rows[:, self.run] if several else rows
 

@@ -105,9 +105,8 @@ def _check_ready(root: nn.Module) -> None:
             found = f"{label} is swapped already"
             raise UnsupportedError(found, expected="a part as it was loaded", fix="Call restore() on that swap first.")
         if isinstance(module, nn.Conv3d) and module.weight.device.type == "meta":
-            raise UnsupportedError(
-                f"{label} has its weights on meta", expected="a loaded part", fix="Load the weights before the swap."
-            )
+            found = f"{label} has its weights on meta"
+            raise UnsupportedError(found, expected="a loaded part", fix="Load the weights before the swap.")
 
 
 def _check_free(module: nn.Module, label: str) -> None:
@@ -119,7 +118,6 @@ def _check_free(module: nn.Module, label: str) -> None:
 
 
 def _units(root: nn.Module, left: dict[str, str]) -> Iterator[SwapUnit]:
-    """The units in ``root``; ``left`` is given the layers that cannot be swapped."""
     taken: set[nn.Module] = set()
     for name, module in root.named_modules():
         rewrite = swap_of(module)
@@ -142,7 +140,6 @@ def _units(root: nn.Module, left: dict[str, str]) -> Iterator[SwapUnit]:
 
 
 def _obstacle(module: nn.Module) -> str:
-    """The reason why this module cannot be swapped; empty if it can."""
     if swap_of(module) is None:
         return f"of class {type(module).__qualname__}, which may do its own padding"
     if isinstance(module, nn.Conv3d) and type(module.weight.data) is not Tensor:
@@ -246,7 +243,6 @@ class SwappedConv3d(SwappedModule):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute the original's result: (B, C, T, H, W) or (C, T, H, W)."""
         choice, x = self.conv3d_choice, _aligned(input, self)
         x = x if input.dim() == 5 else x.unsqueeze(0)
         edges, mode = own_edges(self)
@@ -295,12 +291,10 @@ class SwappedHistoryPatchEmbed(SwappedModule):
         latents_clean: Tensor | None = None,
         latents_clean_2x: Tensor | None = None,
         latents_clean_4x: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return (
-            None if latents_clean is None else _tokens(self.proj(latents_clean)),
-            None if latents_clean_2x is None else _tokens(self.proj_2x(_to_multiple(latents_clean_2x, (2, 4, 4)))),
-            None if latents_clean_4x is None else _tokens(self.proj_4x(_to_multiple(latents_clean_4x, (4, 8, 8)))),
-        )
+    ) -> tuple[Tensor | None, ...]:
+        given, patches = (latents_clean, latents_clean_2x, latents_clean_4x), ((1, 1, 1), (2, 4, 4), (4, 8, 8))
+        rows = zip(given, patches, (self.proj, self.proj_2x, self.proj_4x), strict=True)
+        return tuple(None if x is None else _tokens(proj(_to_multiple(x, patch))) for x, patch, proj in rows)
 
 
 # Exact classes only: a subclass may pad elsewhere. HunyuanVideoPatchEmbed, HunyuanVideo15PatchEmbed and the original

@@ -219,7 +219,6 @@ def _in_time(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk:
 
 
 def _alike(x: Tensor, weight: Tensor) -> Tensor:
-    """``x`` in the dtype of ``weight``, in its layout or contiguous."""
     layout = torch.contiguous_format if weight.is_contiguous() else torch.channels_last_3d
     return x.to(weight.dtype).contiguous(memory_format=layout)
 
@@ -282,14 +281,10 @@ def _steps(
 
 
 FORMS: dict[Conv3dMethod, Callable[[Tensor, Tensor, Tensor | None, Geometry, int], Tensor]] = {
-    Conv3dMethod.NATIVE: conv3d_native,
-    Conv3dMethod.FP32: conv3d_in_fp32,
-    Conv3dMethod.CHANNELS_LAST: conv3d_channels_last,
-    Conv3dMethod.PATCHES: conv3d_by_patches,
-    Conv3dMethod.POINTWISE: conv3d_by_points,
-    Conv3dMethod.FRAMES: conv3d_by_frames,
-    Conv3dMethod.MATMUL: conv3d_by_matmul,
-}
+    Conv3dMethod.NATIVE: conv3d_native, Conv3dMethod.FP32: conv3d_in_fp32, Conv3dMethod.PATCHES: conv3d_by_patches,
+    Conv3dMethod.CHANNELS_LAST: conv3d_channels_last, Conv3dMethod.POINTWISE: conv3d_by_points,
+    Conv3dMethod.FRAMES: conv3d_by_frames, Conv3dMethod.MATMUL: conv3d_by_matmul,
+}  # fmt: skip
 OWN = (Conv3dMethod.NATIVE, Conv3dMethod.FP32, Conv3dMethod.CHANNELS_LAST)  # those that call the device's own conv3d
 BUDGETS = {**dict.fromkeys(OWN, NATIVE_BYTES), Conv3dMethod.MATMUL: MATMUL_BYTES}  # the others: CHUNK_BYTES
 

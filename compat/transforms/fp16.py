@@ -116,11 +116,10 @@ def require_fp16_sums(facts: DeviceFacts, dtype: torch.dtype) -> None:
     elif dtype is not torch.float16:
         reason = f"the transformer's products are in {str(dtype).removeprefix('torch.')}"
     if reason:
-        raise UnsupportedError(
-            f"fp16_accumulation on {facts.device}: {reason}",
-            expected="an NVIDIA GPU, torch 2.7 or newer, and precision fp16 or fp16-safe",
-            fix="Switch off fp16_accumulation, or choose precision fp16-safe on the load node.",
-        )
+        found = f"fp16_accumulation on {facts.device}: {reason}"
+        expected = "an NVIDIA GPU, torch 2.7 or newer, and precision fp16 or fp16-safe"
+        fix = "Switch off fp16_accumulation, or choose precision fp16-safe on the load node."
+        raise UnsupportedError(found, expected=expected, fix=fix)
 
 
 @contextmanager
@@ -206,11 +205,9 @@ def _require_bare(transformer: nn.Module) -> None:
     for module in transformer.modules():
         # a registry without hooks stays behind wherever diffusers' cache context was entered once
         if hasattr(module, "_hf_hook") or getattr(getattr(module, "_diffusers_hook", None), "hooks", None):
-            raise UnsupportedError(
-                f"safe fp16 for a {type(transformer).__name__} that an offloader already moves",
-                expected="a transformer without offload hooks",
-                fix="Take the offloader off, apply, and put it back.",
-            )
+            found = f"safe fp16 for a {type(transformer).__name__} that an offloader already moves"
+            expected = "a transformer without offload hooks"
+            raise UnsupportedError(found, expected=expected, fix="Take the offloader off, apply, and put it back.")
         if hasattr(module, SETTINGS):
             found = f"safe fp16 for a {type(transformer).__name__} that has it already"
             raise UnsupportedError(found, expected="one rewrite at a time", fix="Call restore() on the first.")

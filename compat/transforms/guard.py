@@ -55,7 +55,6 @@ def _exact(tensor: Tensor) -> Tensor:
 
 
 def _at(tensor: Tensor, *rows: Tensor) -> Tensor:
-    """The rows, and columns of these, on the host."""
     for axis, some in enumerate(rows):
         tensor = tensor.index_select(axis, some.to(tensor.device))
     return _exact(tensor)

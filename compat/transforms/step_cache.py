@@ -65,9 +65,8 @@ def settings_for(preset: str, asked: StepCacheSettings) -> StepCacheSettings | N
         return None
     kind = FIRST_BLOCK if asked.kind == AUTO else asked.kind
     if kind not in KINDS:
-        raise UnsupportedError(
-            f"step cache kind {asked.kind!r}", expected=f"one of {', '.join(KINDS)}", fix="Choose one of these."
-        )
+        found = f"step cache kind {asked.kind!r}"
+        raise UnsupportedError(found, expected=f"one of {', '.join(KINDS)}", fix="Choose one of these.")
     threshold, interval = PRESETS.get(preset, (asked.threshold, asked.interval))
     for name, value, low, high in (
         ("threshold", threshold, 1e-6, 1.0),
@@ -89,11 +88,9 @@ def settings_for(preset: str, asked: StepCacheSettings) -> StepCacheSettings | N
 def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: float, batched: bool) -> None:
     """Raise UnsupportedError for a cache that guidance in two forwards or compiled blocks would break."""
     if settings.kind in SHARED and cfg > 1.0 and not batched:
-        raise UnsupportedError(
-            f"step cache {settings.kind!r} with cfg {cfg:g}: {SHARED[settings.kind]}",
-            expected="cfg 1, or another kind",
-            fix=f"Choose kind {FIRST_BLOCK} or set cfg to 1.",
-        )
+        found = f"step cache {settings.kind!r} with cfg {cfg:g}: {SHARED[settings.kind]}"
+        expected = "cfg 1, or another kind"
+        raise UnsupportedError(found, expected=expected, fix=f"Choose kind {FIRST_BLOCK} or set cfg to 1.")
     if settings.kind != FIRST_BLOCK and any(hasattr(block, COMPILED) for block in transformer_blocks(transformer)):
         found = f"step cache {settings.kind!r} with compile: {INSIDE}"
         raise UnsupportedError(found, expected=f"kind {FIRST_BLOCK}, or compile off", fix=f"Choose kind {FIRST_BLOCK}.")

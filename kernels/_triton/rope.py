@@ -119,7 +119,6 @@ def qk_norm_rope(
 
 
 def _heads(x: Tensor) -> Tensor:
-    """``x`` as (B, N, H, W) with neighbouring features beside each other."""
     x = x if x.ndim == 4 else x.unsqueeze(2)
     return x if x.stride(-1) == 1 else x.contiguous()
 
