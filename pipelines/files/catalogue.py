@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ...compat.device.facts import GIBIBYTE
 from ...compat.errors import require_choice
-from ..family import Download, FamilySpec, Offer, Quantised
-from ..offers import HUB
+from ..family import HUB, Download, FamilySpec, Offer, Quantised
 from ..registry import FAMILIES
 
 FETCHER = "AnyGPU Download Model"  # the node
