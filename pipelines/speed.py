@@ -240,14 +240,8 @@ def speed_for(
     probes: Mapping[str, ProbeResult] | None,
     attention: Attention,
 ) -> Speed:
-    """The choices of ``request`` on the device of ``facts``; ``probes`` outrank a known bug's row.
-
-    Args:
-        elsewhere: part to its own device.
-
-    Raises:
-        InputError: an unknown choice. UnsupportedError: an explicit choice that cannot run here.
-    """
+    """The choices of ``request`` on the device of ``facts``, with parts ``elsewhere``; ``probes`` outrank a known
+    bug's row. Raises InputError for an unknown choice, UnsupportedError for an explicit one that cannot run here."""
     dtype = precision.compute or precision.transformer
     device, beside = (torch.device(elsewhere.get(part, facts.device)) for part in (TRANSFORMER, VAE))
     if request.fp16_sums:
@@ -268,10 +262,7 @@ def speed_for(
 
 def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:
     """The form that operations on token states of ``dtype`` run in, empty for none, and the decision about it.
-
-    Raises:
-        InputError: unknown choice. UnsupportedError: ``triton`` where nothing can be launched.
-    """
+    Raises InputError for an unknown choice, UnsupportedError for ``triton`` where nothing can be launched."""
     require_choice("kernels", choice, fused.CHOICES)
     against = fused.reason_against(device, dtype) or unusable
     if choice == fused.TRITON and against:
