@@ -151,7 +151,7 @@ class Speed:
     attention: Attention
     formats: tuple[torch.dtype, ...] = ()  # of weights that are multiplied as they are stored
     epilogue: bool = False  # whether the transformer's products may end in GELU
-    multiplied: int = 0
+    multiplied: dict[str, int] = field(default_factory=dict)  # layers by part
     fused: dict[str, FusionPoints] = field(default_factory=dict)
     compiled: dict[str, Compilation] = field(default_factory=dict)
     compile: Decision = UNCOMPILED
@@ -204,19 +204,19 @@ class Speed:
         compiled = self.compiled.get(TRANSFORMER, "compile off")
         lossy = ", fp16 accumulation" if self.request.fp16_sums else ""
         if self.formats:
-            lossy += f", {self.multiplied} layers multiplied as stored"
+            lossy += f", {sum(self.multiplied.values())} layers multiplied as stored"
         return f"{title}: {kernels}, attention {self.attention.label}, {compiled}{lossy}"
 
     def notify(self, title: str, notify: Callable[[str], None]) -> None:
-        if self.formats and not self.multiplied:
+        if self.formats and not any(self.multiplied.values()):
             notify("stored_products has no effect: no weights of the transformer are in int8 or fp8")
-        if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums or self.multiplied:
+        if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums or any(self.multiplied.values()):
             notify(self.line(title))
 
     def _multiply(self, part: str, module: Any) -> Undo | None:
         if not denoises(part):
             return None
-        self.multiplied, undo = multiply_as_stored(module, self.formats)
+        self.multiplied[part], undo = multiply_as_stored(module, self.formats)
         return undo
 
     def _fuse(self, part: str, module: Any) -> Undo | None:
