@@ -79,10 +79,8 @@ def video_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: int
 
 
 def fitted(frames: torch.Tensor, width: int, height: int, fit: str) -> torch.Tensor:
-    """``frames`` at width x height: (F, height, width, 3), fp32, 0..1.
-
-    ``stretch`` ignores the shape, ``pad`` adds black bars, ``crop`` and ``nearest bucket`` cut off the rest.
-    """
+    """``frames`` at width x height: (F, height, width, 3), fp32, 0..1. ``stretch`` ignores the shape, ``pad`` adds
+    black bars, ``crop`` and ``nearest bucket`` cut off the rest."""
     rows, columns = frames.shape[1:3]
     if (rows, columns) == (height, width):
         return frames

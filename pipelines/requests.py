@@ -118,16 +118,9 @@ def with_storage(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def load_request(values: Mapping[str, Any], trace: Path | None = None, **folders: Any) -> LoadRequest:
-    """The request that the inputs ``values`` make; one that is missing has its default.
-
-    Args:
-        values: input name to value; other names are passed over.
-        trace: file for the profile; None for no profile.
-        folders: the arguments of :class:`LoadRequest` that are not such inputs: model, other folders, device, state.
-
-    Raises:
-        InputError: a value out of range. UnsupportedError: an accelerator that this machine does not have.
-    """
+    """The request that the inputs ``values`` make; one that is missing has its default, other names are passed over.
+    ``folders`` are the arguments of :class:`LoadRequest` that are no such inputs. Raises InputError for a value out
+    of range, UnsupportedError for an absent accelerator."""
 
     values = with_storage(values)
 

@@ -139,10 +139,8 @@ class GridSize:
 
 
 def snap(family: FamilySpec, width: int, height: int, frames: int) -> GridSize:
-    """The nearest size that the family can make; frames go up, never down, and a side at least to 32 pixels.
-
-    Raises InputError for a side or count out of range, with the nearest valid values; 0 is the family's default.
-    """
+    """The nearest size that the family can make; frames go up, never down, and a side at least to 32 pixels; 0 is
+    the family's default. Raises InputError for a side or count out of range, with the nearest valid values."""
     width, height = width or family.sizes.defaults.width, height or family.sizes.defaults.height
     frames = frames or family.sizes.defaults.frames
     smallest = _up(SMALLEST_SIDE, family.sizes.multiple)

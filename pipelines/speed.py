@@ -151,7 +151,7 @@ class Speed:
     attention: Attention
     formats: tuple[torch.dtype, ...] = ()  # of weights that are multiplied as they are stored
     epilogue: bool = False  # whether the transformer's products may end in GELU
-    multiplied: int = 0
+    multiplied: dict[str, int] = field(default_factory=dict)  # layers by part
     fused: dict[str, FusionPoints] = field(default_factory=dict)
     compiled: dict[str, Compilation] = field(default_factory=dict)
     compile: Decision = UNCOMPILED
@@ -204,19 +204,19 @@ class Speed:
         compiled = self.compiled.get(TRANSFORMER, "compile off")
         lossy = ", fp16 accumulation" if self.request.fp16_sums else ""
         if self.formats:
-            lossy += f", {self.multiplied} layers multiplied as stored"
+            lossy += f", {sum(self.multiplied.values())} layers multiplied as stored"
         return f"{title}: {kernels}, attention {self.attention.label}, {compiled}{lossy}"
 
     def notify(self, title: str, notify: Callable[[str], None]) -> None:
-        if self.formats and not self.multiplied:
+        if self.formats and not any(self.multiplied.values()):
             notify("stored_products has no effect: no weights of the transformer are in int8 or fp8")
-        if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums or self.multiplied:
+        if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums or any(self.multiplied.values()):
             notify(self.line(title))
 
     def _multiply(self, part: str, module: Any) -> Undo | None:
         if not denoises(part):
             return None
-        self.multiplied, undo = multiply_as_stored(module, self.formats)
+        self.multiplied[part], undo = multiply_as_stored(module, self.formats)
         return undo
 
     def _fuse(self, part: str, module: Any) -> Undo | None:
@@ -240,14 +240,8 @@ def speed_for(
     probes: Mapping[str, ProbeResult] | None,
     attention: Attention,
 ) -> Speed:
-    """The choices of ``request`` on the device of ``facts``; ``probes`` outrank a known bug's row.
-
-    Args:
-        elsewhere: part to its own device.
-
-    Raises:
-        InputError: an unknown choice. UnsupportedError: an explicit choice that cannot run here.
-    """
+    """The choices of ``request`` on the device of ``facts``, with parts ``elsewhere``; ``probes`` outrank a known
+    bug's row. Raises InputError for an unknown choice, UnsupportedError for an explicit one that cannot run here."""
     dtype = precision.compute or precision.transformer
     device, beside = (torch.device(elsewhere.get(part, facts.device)) for part in (TRANSFORMER, VAE))
     if request.fp16_sums:
@@ -268,10 +262,7 @@ def speed_for(
 
 def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:
     """The form that operations on token states of ``dtype`` run in, empty for none, and the decision about it.
-
-    Raises:
-        InputError: unknown choice. UnsupportedError: ``triton`` where nothing can be launched.
-    """
+    Raises InputError for an unknown choice, UnsupportedError for ``triton`` where nothing can be launched."""
     require_choice("kernels", choice, fused.CHOICES)
     against = fused.reason_against(device, dtype) or unusable
     if choice == fused.TRITON and against:

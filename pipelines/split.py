@@ -35,11 +35,8 @@ SMALL: Mapping[str, Any] = {  # values of a transformer's configuration that mak
 
 
 def on_group(pipeline: Pipeline, group: Group) -> Pipeline:
-    """``pipeline``, of which no transformer was read yet, as one of the processes of ``group``; all call it.
-
-    Raises:
-        UnsupportedError: a family that was never split, compiled blocks, or a split that is not exact.
-    """
+    """``pipeline``, of which no transformer was read yet, as one of the processes of ``group``; all call it. Raises
+    UnsupportedError for a family that was never split, compiled blocks, or a split that is not exact."""
     parts, size = pipeline.parts, group.world.size
     if pipeline.plan.speed.compiled:
         raise UnsupportedError(

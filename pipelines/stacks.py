@@ -65,11 +65,8 @@ class Stack:
 
 
 def prove(device: Any, state: Path, output: Path, notify: Callable[[str], None], tiny: bool = False) -> Proof:
-    """Measure ``device`` part by part into the file ``output``; ``tiny`` shows only that every part runs.
-
-    Raises:
-        InputError: the file is another device's. UnsupportedError: torch cannot reach the device.
-    """
+    """Measure ``device`` part by part into the file ``output``; ``tiny`` shows only that every part runs. Raises
+    InputError for another device's file, UnsupportedError where torch cannot reach the device."""
     facts = facts_for(device)
     store = probe_results_of(facts, state)
     parts = [*device_parts(facts, store, measures.TINY if tiny else measures.DeviceSizes())]

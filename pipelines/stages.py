@@ -147,11 +147,8 @@ def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) ->
 
 
 def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: Progress) -> ImageCondition:
-    """The pictures fitted to a size of the family and encoded; ``width`` and ``height`` say which size.
-
-    Raises:
-        InputError: pictures of a wrong kind or size. UnsupportedError: a family that takes none.
-    """
+    """The pictures fitted to a size of the family and encoded; ``width`` and ``height`` say which size. Raises
+    InputError for pictures of a wrong kind or size, UnsupportedError for a family that takes none."""
     family = pipeline.spec
     if family.code.encode_image is None:
         raise UnsupportedError(
@@ -219,11 +216,8 @@ def sample(
     progress: Progress,
     steps: StepStore | None = None,
 ) -> Latents:
-    """Sampled latents in core's space; ``steps`` keeps unfinished steps, and may know of some already.
-
-    Raises:
-        InputError: a prompt, image or latents of another family or size, or a setting out of range.
-    """
+    """Sampled latents in core's space; ``steps`` keeps unfinished steps, and may know of some already. Raises
+    InputError for a prompt, image or latents of another family or size, or a setting out of range."""
     family = pipeline.spec
     if family.recipes.sections:
         raise UnsupportedError(
@@ -336,11 +330,8 @@ def decode(
 
 
 def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
-    """``latents`` at twice the width and height, by the upscaler in the file ``path``, for a second pass.
-
-    Raises:
-        InputError: latents of another family. UnsupportedError: a family that has no upscaler.
-    """
+    """``latents`` at twice the width and height, by the upscaler in the file ``path``, for a second pass. Raises
+    InputError for latents of another family, UnsupportedError for one that has no upscaler."""
     family = pipeline.spec
     require_family(latents.family, family, "these latents")
     if family.code.upscale is None:

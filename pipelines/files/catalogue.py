@@ -8,8 +8,7 @@ from pathlib import Path
 
 from ...compat.device.facts import GIBIBYTE
 from ...compat.errors import require_choice
-from ..family import Download, FamilySpec, Offer, Quantised
-from ..offers import HUB
+from ..family import HUB, Download, FamilySpec, Offer, Quantised
 from ..registry import FAMILIES
 
 FETCHER = "AnyGPU Download Model"  # the node
@@ -56,10 +55,8 @@ def remedy(name: str, root: Path, memory_bytes: int) -> str:
 
 
 def stored_for(offer: Offer, card_bytes: int) -> str:
-    """In which form the transformer of an offer fits on a card in one piece; empty if the card is unknown.
-
-    Published files where some are known; else by 8.5 bits a weight for Q8_0 and about 4.8 for Q4_K_M.
-    """
+    """In which form the transformer of an offer fits on a card in one piece, empty if the card is unknown: published
+    files where some are known, else by 8.5 bits a weight for Q8_0 and about 4.8 for Q4_K_M."""
     if not card_bytes:
         return ""
     size, room = offer.gib["transformer"], card_bytes / GIBIBYTE - BESIDE_GIB

@@ -58,7 +58,6 @@ def fetched(
 
     Args:
         choice: of :data:`CHOICES`; ``no`` uses no network and writes nothing.
-        roots: the folders of model folders.
         endpoint: another Hub, for mirrors and tests.
         card_bytes: of the device, for advice; 0 for none.
 

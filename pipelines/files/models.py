@@ -24,10 +24,8 @@ ENCODER_FOLDER = ("image_encoder", "feature_extractor")
 
 
 def find_models(roots: Iterable[Path]) -> list[Path]:
-    """Folders under ``roots`` that hold a pipeline or a lone transformer of a known family, sorted by path.
-
-    Looks three levels deep, not into hidden folders, and leaves out what cannot be read, such as ``lost+found``.
-    """
+    """Folders under ``roots`` that hold a pipeline or a lone transformer of a known family, sorted by path. Looks
+    three levels deep, not into hidden folders, and leaves out what cannot be read, such as ``lost+found``."""
     folders: dict[Path, None] = {}
     for root in roots:
         level, seen = [Path(root)], set()
@@ -68,14 +66,11 @@ def _is_model(folder: Path) -> bool:
 def part_folders(
     model: Path, given: Mapping[str, Path | None], search: Sequence[Path], progress: Progress
 ) -> tuple[FamilySpec, dict[str, Path]]:
-    """The family of a model folder, and the folder of every part and tool it has.
+    """The family of a model folder, and the folder of every part and tool it has. Raises CheckpointError for no model.
 
     Args:
         given: ``base`` and ``image_encoder``, the folders that the user named for parts which the model lacks.
         search: folders in which to look for such folders where none was named.
-
-    Raises:
-        CheckpointError: no such model, or a part of it is nowhere.
     """
     if not model.is_dir():
         raise CheckpointError(

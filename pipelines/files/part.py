@@ -120,10 +120,8 @@ CHECK_SECONDS = 0.05
 
 
 def require_plausible(subject: str, path: Path, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise where a value of ``config`` has another type than in every published configuration, or an absurd size.
-
-    A null is left to the class, which may have a default for it; so are names that no published ``rows`` have.
-    """
+    """Raise where a value of ``config`` has another type than in every published configuration, or an absurd size. A
+    null is left to the class, which may have a default for it; so are names that no published ``rows`` have."""
     for name, value in config.items():
         known = [row[name] for row in rows if row.get(name) is not None]
         if known and value is not None and not name.startswith("_") and not any(_alike(value, one) for one in known):
@@ -158,9 +156,7 @@ _hooking = threading.Lock()
 @contextmanager
 def empty_weights() -> Iterator[None]:
     """Modules that this thread builds in the block have parameters without memory, on ``meta``; buffers are real.
-
-    accelerate's ``init_empty_weights`` changes ``nn.Module`` for all threads, and two that overlap leave it changed.
-    """
+    accelerate's ``init_empty_weights`` changes ``nn.Module`` for all threads, and two that overlap leave it changed."""
     _watch_registrations()
     before, _building.empty = _building.empty, True
     try:

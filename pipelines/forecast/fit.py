@@ -71,10 +71,9 @@ def require_room(
 
 
 def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Progress, run: Run | None = None) -> None:
-    """Give the pipeline the fastest mode in which ``stage`` fits, where ``auto`` decides; say a change.
+    """Give the pipeline the fastest mode in which ``stage`` (``text``, ``sampling``) fits, where ``auto`` decides.
 
     Args:
-        stage: ``text`` or ``sampling``.
         size: of the run; None where it is not known yet.
         run: for whose times modes are compared; None takes the first that fits.
 

@@ -53,12 +53,8 @@ class Forecast:
 def forecast(
     pipeline: Pipeline, size: Size, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
 ) -> Forecast:
-    """Forecast the memory of a run of ``size`` under ``mode``, by default the pipeline's own.
-
-    Args:
-        room: bytes of the device, by which the run chooses how it decodes; None for a decode of the whole video.
-        rooms: the same for the devices of parts that compute elsewhere.
-    """
+    """Forecast the memory of a run of ``size`` under ``mode``, by default the pipeline's own. By ``room``, bytes of
+    the device, and ``rooms`` of others the run chooses how it decodes; None for a decode of the whole video."""
     mode = mode or pipeline.offloader.mode
     places = {stage: pipeline.offloader.device_of(part) for stage, part in COMPUTES.items()}
     own_rooms = {stage: room_of(pipeline, device, room, rooms) for stage, device in places.items()}

@@ -77,12 +77,9 @@ class Way:
 def share_out(
     first: Pipeline, rooms: Mapping[torch.device, int | None], placed: Collection[str], load_on: LoadOn
 ) -> Pipeline:
-    """The pipeline with each stage on the card where a run is quickest, and the decision about that.
-
-    Args:
-        first: the pipeline loaded on the first card, but for the parts that the user ``placed``.
-        rooms: bytes that a run may take on each card; None where unknown.
-    """
+    """The pipeline with each stage on the card where a run is quickest, and the decision about that. ``first`` is
+    loaded on the first card, but for the parts that the user ``placed``; ``rooms`` are bytes that a run may take,
+    None where unknown."""
     home = {stage: first.offloader.device_of(COMPUTES[stage]) for stage in dict.fromkeys(map(_stage_of, first.weights))}
     home = {stage: device for stage, device in home.items() if device in rooms}
     known = {device: room for device, room in rooms.items() if room is not None}

@@ -58,13 +58,8 @@ def explain_shortage(
     hint: str = "",
     device: torch.device | None = None,
 ) -> BaseException:
-    """``error`` of a stage that ran out of memory, with what to lower and by how much in its text.
-
-    Args:
-        size: that ran out; None for a stage that it does not matter to.
-        hint: a way out that only this stage has; it comes first.
-        device: where the stage computes; None for the pipeline's own.
-    """
+    """``error`` of a stage that ran out of memory, with what to lower and by how much in its text; ``hint``, a way
+    out that only this stage has, comes first. ``size`` is None for a stage that it does not matter to."""
     own = device in (None, pipeline.offloader.device)
     name = pipeline.facts.name if own else value_or(lambda: facts_for(device).name, str(device))
     short = shortage_in(error, free_bytes(device or pipeline.offloader.device))

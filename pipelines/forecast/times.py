@@ -176,15 +176,9 @@ def times_of(
 def time_forecast(
     pipeline: Any, run: PlannedRun, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
 ) -> TimeForecast:
-    """Forecast the time of a run under ``mode``, by default the pipeline's own.
-
-    Args:
-        room: bytes of the device that the run may take; None for all that it needs.
-        rooms: the same for the devices of parts that compute elsewhere.
-
-    Raises:
-        UnsupportedError: the rates of a device are unknown.
-    """
+    """Forecast the time of a run under ``mode``, by default the pipeline's own, in ``room`` bytes of its device,
+    None for all that it needs, and ``rooms`` of others. Raises UnsupportedError where the rates of a device are
+    unknown."""
     mode = mode or pipeline.offloader.mode
     own_rooms = {name: room_of(pipeline, device, room, rooms) for name, device in run.places(pipeline, mode).items()}
     return TimeForecast(mode, tuple(stage_time(pipeline, name, run, mode, own) for name, own in own_rooms.items()))
@@ -204,15 +198,8 @@ def expected(pipeline: Any, name: str, run: PlannedRun) -> dict[str, Any]:
 def stage_time(
     pipeline: Any, name: str, run: PlannedRun, mode: str = "", room: int | None = None, stays: bool = False
 ) -> StageTime:
-    """The seconds of one stage: its work and its copies at the rates of its device, corrected by earlier runs.
-
-    Args:
-        room: bytes of the device that the stage may take; None for all that it needs.
-        stays: whether its weights are on the device from an earlier run.
-
-    Raises:
-        UnsupportedError: the rates of its device are unknown.
-    """
+    """The seconds of one stage: its work and its copies at the rates of its device, corrected by earlier runs;
+    ``stays`` has its weights there already. Raises UnsupportedError where the rates of its device are unknown."""
     mode, stage = mode or pipeline.offloader.mode, run.planned(pipeline, name, room)
     facts, state = stage.facts, pipeline.offloader.options.state
     pace = pace_of(facts, stage.probes, stage.dtype, stage.kernel, stage.width)

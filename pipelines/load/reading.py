@@ -400,14 +400,9 @@ def sizes_of(files: Iterable[PartFiles]) -> dict[str, PartBytes]:
 def fit_host_memory(
     files: Mapping[str, PartFiles], facts: DeviceFacts, free: int, swap: int
 ) -> tuple[dict[str, PartFiles], HostWeights]:
-    """``files`` read the way that host memory wants it, and how the host weights of each part are kept.
-
-    Parts that do not fit together stay views of their files, the one that saves most first. Where views are avoided on
-    this kind of device, they go there by way of ordinary memory, a slice at a time.
-
-    Raises:
-        UnsupportedError: a part must be cast or packed, so that it cannot stay in its file, and does not fit.
-    """
+    """``files`` read the way that host memory wants it, and how the host weights of each part are kept: those that
+    do not fit together stay views of their files, the one that saves most first, and go to a device that avoids
+    views by way of ordinary memory. Raises UnsupportedError for a part that must be cast or packed and does not fit."""
     sizes = {name: part.total_bytes for name, part in files.items()}
     views = {name: part.view_bytes for name, part in files.items()}
     pins = policy_for(facts).pins and locks_host_memory(facts.device)

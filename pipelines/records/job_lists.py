@@ -76,14 +76,9 @@ def queue_jobs(
     state: Path | None = None,
     check: Check = lambda: None,
 ) -> JobList:
-    """Write the jobs of ``batch`` into ``folder``; those of them that failed before are asked for again.
-
-    Args:
-        model: its folder here, every byte of which is hashed once.
-        title: its name below the folders that other machines search; empty for the last part.
-        state: folder in which hashes are kept.
-        check: called meanwhile; may raise to cancel.
-    """
+    """Write the jobs of ``batch`` into ``folder``; those of them that failed before are asked for again. Every byte
+    of the folder ``model`` is hashed once and kept in ``state``; ``title`` is its name below the folders that others
+    search."""
     count = len(batch.prompts) * len(batch.seeds) * max(1, len(batch.pictures))
     if count > MOST_JOBS:
         raise InputError(f"{count} jobs", expected=f"{MOST_JOBS} at most", fix="Write them in several files.")

@@ -61,10 +61,8 @@ class Places:
 
     def model(self, content: Content, check: Check | None = None) -> Path:
         """The model folder, or the file, with this content; raises CheckpointError where it is not on this machine.
-
-        Args:
-            check: called while all bytes are hashed, may raise to cancel; None has them hashed in the background.
-        """
+        ``check`` is called while all bytes are hashed and may raise to cancel; None has them hashed in the
+        background."""
 
         def same(path: Path) -> bool:
             if content_of(path) != content.content:

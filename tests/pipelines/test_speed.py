@@ -8,15 +8,17 @@ import torch
 from anygpu.compat.decision import Decision
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.transforms import step_cache
+from anygpu.compat.transforms.attention import Attention
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.compat.transforms.fused import CHOICES as KERNELS
 from anygpu.compat.transforms.step_cache import FIRST_BLOCK, PYRAMID, TAYLOR, StepCacheSettings, settings_for
+from anygpu.pipelines import speed as speed_choices
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import with_step_cache
-from anygpu.pipelines.speed import SpeedRequest, form_for
+from anygpu.pipelines.speed import Speed, SpeedRequest, form_for
 
 CHECKPOINTS = {
     "ltx": ("ltx",),
@@ -216,3 +218,15 @@ def test_choices_of_kernels():
         form_for("fast", cpu, torch.float32)
     with pytest.raises(UnsupportedError, match="float64 is not one of"):
         form_for("triton", torch.device("cuda"), torch.float64)
+
+
+def test_layers_of_several_transformers_are_counted_together(monkeypatch, recorded):
+    """Of which the last to be read may have none."""
+    counts = {"transformer": 3, "transformer_2": 0}
+    monkeypatch.setattr(speed_choices, "multiply_as_stored", lambda module, _: (counts[module], None))
+    speed = Speed(SpeedRequest(), {}, Decision("kernels", "off"), Attention(), formats=(torch.int8,))
+    progress = recorded()
+    for part in ("transformer", "transformer", "transformer_2"):  # the first is read twice
+        speed._multiply(part, part)
+    speed.notify("Duet", progress.notify)
+    assert len(progress.said) == 1 and "3 layers multiplied as stored" in progress.said[0]

@@ -21,11 +21,10 @@ import pytest
 from anygpu.compat.checkpoints.headers import STORED
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.family import HUB_FILES, Download, Offer
+from anygpu.pipelines.family import HUB, HUB_FILES, Download, Offer
 from anygpu.pipelines.files import catalogue, download
 from anygpu.pipelines.files.catalogue import absent_offers, every_offer
 from anygpu.pipelines.files.download import fetched, is_checked, selected
-from anygpu.pipelines.offers import HUB
 from anygpu.pipelines.registry import FAMILIES
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
