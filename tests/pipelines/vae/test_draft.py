@@ -1,8 +1,10 @@
 """Drafts by tiny decoders: their network against its formula, their work against the VAE's, and who has none."""
 
+import copy
 import json
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,10 @@ FIRST = [id if id == "mochi" else pytest.param(id, marks=pytest.mark.full) for i
 STRIDES = {4: (1, 2, 2), 6: (1, 2, 3)}  # of the stages, by pixel frames per latent frame: taehv and taem1
 
 
-def network_of(id: str, row: int = 0, seed: int = 0) -> draft.Network:
-    """The network of a family with weights that keep its values near 0..1."""
-    torch.manual_seed(seed)
+@cache
+def network_of(id: str, row: int) -> draft.Network:
+    """The network of a family with weights that keep its values near 0..1, which nobody may change."""
+    torch.manual_seed(0)
     sizes = FAMILIES[id].sizes
     network = draft.Network(
         CHANNELS[id], STRIDES[sizes.stride], sizes.ratio // 8, FAMILIES[id].published.tiny_decoders[row]
@@ -103,10 +106,10 @@ def test_a_latent_frame_at_a_time_is_all_of_them_at_once(id: str) -> None:
         assert float(((frames > 0) & (frames < 1)).float().mean()) > 0.2, "nearly all of it is clamped"
 
 
-@pytest.mark.parametrize("id", ROWS)
+@pytest.mark.parametrize("id", [id for id in ROWS if id != "framepack"])  # whose VAE and decoder are HunyuanVideo's
 def test_a_draft_is_at_most_a_tenth_of_the_work(id: str) -> None:
     """Counted products of the VAE as published and of the tiny decoder, for 3 latent frames of 64 x 64 pixels."""
-    owner = FAMILIES["hunyuan_video" if id == "framepack" else id]
+    owner = FAMILIES[id]
     config = json.loads((owner.folder / "vae.json").read_text(encoding="utf-8"))
     config = config[0] if isinstance(config, list) else config
     config = config.get("config", config)
@@ -117,11 +120,12 @@ def test_a_draft_is_at_most_a_tenth_of_the_work(id: str) -> None:
             run()
         return counter.get_total_flops()
 
+    network = copy.deepcopy(network_of(id, 0)).to("meta")
     with torch.device("meta"):
         vae = getattr(diffusers, owner.files.parts["vae"][1]).from_config(config).eval()
         latents = torch.empty(1, channels, 3, side, side)
         whole = counted(lambda: vae.decode(latents))
-        drafted = counted(lambda: frames_of(network_of(id), latents))
+        drafted = counted(lambda: frames_of(network, latents))
     assert 0 < drafted <= whole / 10
 
 
@@ -159,7 +163,7 @@ def test_the_draft_of_kept_latents_reads_no_vae(id: str, tiny_folder: Path, tmp_
         torch.tensor(config.get(key) or [usual]) for key, usual in (("latents_mean", 0.0), ("latents_std", 1.0))
     )
     modelled = (latents.samples - mean.view(1, -1, 1, 1, 1)) * scale / std.view(1, -1, 1, 1, 1)
-    network = network_of(id)
+    network = copy.deepcopy(network_of(id, 0))
     network.load_state_dict({key: tensor.half().float() for key, tensor in network.state_dict().items()})
     expected = frames_of(network, modelled)[1:].permute(0, 2, 3, 1)
     assert torch.equal(frames, expected[: latents.frames]) and frames.shape[0] == latents.frames
@@ -210,7 +214,7 @@ def test_a_family_without_one_says_so_in_one_line(tiny_folder: Path) -> None:
 def test_broken_values_of_a_draft_are_an_error(sampled: Any, tmp_path: Path) -> None:
     pipeline, latents = sampled
     file = file_of(pipeline.family, tmp_path)
-    tensors = {key: tensor.half() for key, tensor in network_of(pipeline.family).state_dict().items()}
+    tensors = {key: tensor.half() for key, tensor in network_of(pipeline.family, 0).state_dict().items()}
     tensors["22.bias"] = torch.full_like(tensors["22.bias"], math.nan)
     save_file({f"decoder.{key}": tensor for key, tensor in tensors.items()}, file)
     with pytest.raises(Exception, match="values of the draft are NaN"):
