@@ -60,7 +60,13 @@ def textured(pipeline, variant, progress=None):
     return texturing.textured(box(), [PICTURE] if variant == "ig2mv" else [], pipeline, None, SETTINGS, progress)
 
 
-@pytest.mark.parametrize("key", list(mv_stored.FILES), ids="-".join)
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(key, marks=[pytest.mark.full] * (key == ("tg2mv", "sdxl")), id="-".join(key))
+        for key in mv_stored.FILES
+    ],
+)
 def test_from_a_mesh_to_its_texture(wanted, key):
     texture, painted, cameras = wanted(key)
     assert painted.views.shape == (6, 64, 64, 3) and painted.latents.shape == (6, 4, 8, 8)
