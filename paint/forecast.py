@@ -242,8 +242,9 @@ def stage_work(pipeline: PaintPipeline, stage: str, run: PaintRun) -> Work:
     if stage == "decoding":
         return _vae_work(pipeline, run.size, "decode").times(run.views * materials_of(pipeline))
     if pipeline.family == "mv_adapter":
-        key = (stage, pipeline.variant, text_of(pipeline.configs["unet"]), str(pipeline.precision), run)
-        work = counted_once(key, partial(_adapter_work, pipeline, run, stage))
+        key = (pipeline.variant, text_of(pipeline.configs["unet"]), str(pipeline.precision))
+        shape = (run.size, run.rows, run.references)
+        work = counted_once((*key, *shape), partial(_adapter_work, pipeline, run))[stage]
         return work.times(run.steps) if stage in STEPPING.values() else work
     key = (pipeline.family, text_of(pipeline.configs["unet"]), str(pipeline.precision), run.size, run.references)
     reference, step = counted_once((*key, run.views, run.rows), partial(_unet_work, pipeline, run))
@@ -299,8 +300,8 @@ def _unet_work(pipeline: PaintPipeline, run: PaintRun) -> tuple[Work, Work]:
     return looked, work
 
 
-def _adapter_work(pipeline: PaintPipeline, run: PaintRun, stage: str) -> Work:
-    """The work of MV-Adapter in encoding the maps, in looking at the reference, or in one step."""
+def _adapter_work(pipeline: PaintPipeline, run: PaintRun) -> dict[str, Work]:
+    """The work of MV-Adapter in encoding the maps, in looking at the reference, and in one step."""
     side, widths, base = run.size // vae.REDUCTION, pipeline.shape.widths, pipeline.configs["adapter"]["base"]
     with META:
         encoder = mv_adapter.encoder_for(base, widths)
@@ -318,21 +319,17 @@ def _adapter_work(pipeline: PaintPipeline, run: PaintRun, stage: str) -> Work:
         added = {"text_embeds": make(rows, pooled), "time_ids": make(rows, SIZES)} if pooled else {}
         return make(rows, TOKENS, pipeline.shape.text_width), added
 
-    with counting_on_meta() as work:
+    with counting_on_meta() as encoding:
         states = encoder(empty(VIEWS, mv_adapter.MAP_CHANNELS, run.size, run.size, dtype=dtypes.compute))
-    if stage == "maps":
-        return work
-    reference: dict[str, Tensor] = {}
+    looked, reference = Work(), dict[str, Tensor]()
     if run.references:
-        with counting_on_meta() as work:
+        with counting_on_meta() as looked:
             reference = mv_adapter.looked_at(unet, make(run.references, LATENT_CHANNELS, side, side), *words(1))
-    if stage == "reference":
-        return work
     inputs = mv_adapter.AdapterInputs(reference, (False, True)[-run.rows :])
     given = (make(VIEWS * run.rows, LATENT_CHANNELS, side, side), empty(1), *words(run.rows), inputs)
-    with counting_on_meta() as work:
+    with counting_on_meta() as step:
         mv_adapter.forward(unet, *given, [state.to(dtypes.residual) for state in states])
-    return work
+    return {"maps": encoding, "reference": looked, "painting": step}
 
 
 def _encoder_work(pipeline: PaintPipeline, part: str) -> Work:

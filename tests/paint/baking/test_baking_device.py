@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from anygpu.paint.baking import projection
 from anygpu.paint.baking.bake import BakeSettings, bake, texels_of
 from anygpu.paint.baking.fill import filled
 from anygpu.paint.baking.projection import Reference, projected
@@ -36,7 +37,9 @@ def test_a_device_gives_what_the_cpu_gives(acc, form):
         )
 
 
-def test_a_picture_is_projected_where_the_mesh_is(acc):
+def test_a_picture_is_projected_where_the_mesh_is(acc, monkeypatch):
+    monkeypatch.setattr(projection, "SIZES", (256, 512))
+
     def found(device):
         surface, _ = Surface.of(synthetic.torus(8, 16), device).with_uvs()
         pose = Pose(0.1, 0.2, perspective=0.3, scale=-0.4)

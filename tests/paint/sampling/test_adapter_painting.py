@@ -1,13 +1,14 @@
 """Six views by MV-Adapter, from the mesh to its texture, on tiny random checkpoints."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from anygpu.compat.device.execution import HOST
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.memory.parts import Silent
-from anygpu.paint import texturing
+from anygpu.paint import forecast, texturing
 from anygpu.paint.adapter_loading import AdapterRequest, load_adapter
 from anygpu.paint.choices import SHIFT
 from anygpu.paint.forecast import MARGIN, paint_needs, planned_run, stage_work
@@ -59,7 +60,13 @@ def textured(pipeline, variant, progress=None):
     return texturing.textured(box(), [PICTURE] if variant == "ig2mv" else [], pipeline, None, SETTINGS, progress)
 
 
-@pytest.mark.parametrize("key", list(mv_stored.FILES), ids="-".join)
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(key, marks=[pytest.mark.full] * (key == ("tg2mv", "sdxl")), id="-".join(key))
+        for key in mv_stored.FILES
+    ],
+)
 def test_from_a_mesh_to_its_texture(wanted, key):
     texture, painted, cameras = wanted(key)
     assert painted.views.shape == (6, 64, 64, 3) and painted.latents.shape == (6, 4, 8, 8)
@@ -357,11 +364,13 @@ def test_the_reference_fills_nine_tenths_of_a_grey_square(height, width, box_of)
     assert found[0, 0].tolist() == pytest.approx([127 / 255] * 3)
 
 
-def test_work_is_counted_for_every_stage(models):
+def test_work_is_counted_once_for_every_stage(models, monkeypatch):
     pipeline = load_adapter(AdapterRequest(*models["ig2mv", "sd21"], device="cpu"))
     run = planned_run(pipeline, 64, steps=10)
     needs = paint_needs(pipeline, run)
     assert [need.name for need in needs] == ["text", "encoding", "reference", "maps", "painting", "decoding"]
     work = {need.name: stage_work(pipeline, need.name, run).flops for need in needs}
     assert all(work.values()) and work["painting"] > 10 * 6 * work["reference"]
+    monkeypatch.setattr(forecast, "_adapter_work", lambda *_: pytest.fail("counted again for more steps"))
+    assert stage_work(pipeline, "painting", replace(run, steps=20)).flops == 2 * work["painting"]
     assert run.planned(pipeline, "painting", None).calls == 10 and run.planned(pipeline, "reference", None).calls == 1
