@@ -47,7 +47,6 @@ class Listed(io.ComfyNode):
     kind = ""
 
     validate_inputs = classmethod(lambda cls, file: True)  # a name that is gone is explained by the run
-
     fingerprint_inputs = classmethod(lambda cls, file, **_: saved.stamp(cls.kind, file))
 
 
@@ -141,7 +140,6 @@ class RecoverLatents(io.ComfyNode):
         )
 
     validate_inputs = classmethod(lambda cls, kept: True)  # a name that is gone is explained by the run
-
     fingerprint_inputs = classmethod(lambda cls, kept, **_: recovery.stamp(kept))
 
     @classmethod

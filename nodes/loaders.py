@@ -229,7 +229,6 @@ class ApplyLoRA(io.ComfyNode):
         )
 
     validate_inputs = classmethod(lambda cls, lora: True)  # a name that is gone is explained by the run
-
     fingerprint_inputs = classmethod(lambda cls, lora, **_: folders.stamp(folders.loras().get(lora)))
 
     @classmethod

@@ -40,7 +40,6 @@ class LoadMesh(io.ComfyNode):
         )
 
     validate_inputs = classmethod(lambda cls, mesh_file: True)  # a name that is gone is explained by the run
-
     fingerprint_inputs = classmethod(lambda cls, mesh_file, **_: meshes.file_stamp(mesh_file))
 
     @classmethod

@@ -42,7 +42,7 @@ from paint import mv_stored, stored
 
 WEB = Path(__file__).resolve().parent.parent / "web"
 STOOD_IN = ("server", "requests", "folders", "memory_manager", "recovery", "model_files")
-SERVER = ("routes", "forecast", "panel")
+SERVER = ("routes", "forecast", "panel", "paused")
 TRAVERSALS = [
     "../../etc/passwd", "..\\..\\secret", "/etc/passwd", "%2e%2e%2fsecret", "a/../../b", "C:\\x", "\0", "", ".",
 ]  # fmt: skip
@@ -691,6 +691,20 @@ def test_what_changed_since_the_sampling_before_is_told(pack):
     told = pack.ask("GET", "/anygpu/run")[1]["changed"]
     assert told["changes"] == [{"subject": "torch", "before": "1.0", "now": "2.0"}] and told["same"]
     assert told["headline"] == "The same latents, bit for bit, although this changed:"
+
+
+def test_an_older_paused_run_that_cannot_be_removed_undoes_no_pause(pack, monkeypatch):
+    """Windows removes no open file: the run ends all the same, since it is saved."""
+    paused, flags = pack.routes.paused, {}
+    folder, item = paused._folder(), (0, "newest", {"7": {}}, {}, [])
+    folder.mkdir(parents=True)
+    for number in range(paused.MOST):
+        (folder / f"a{number}.json").write_text('{"prompt": {}, "time": 1.5}', encoding="utf-8")
+    pack.queue.get_current_queue_volatile, pack.queue.set_flag = lambda: ([item], []), flags.__setitem__
+    paused.request()
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError("open")))
+    assert paused.save("sampling 3/20", None) and flags == {"unload_models": True, "free_memory": True}
+    assert paused.listing()[0]["id"] == "newest"
 
 
 def test_paused_runs_are_listed_and_forgotten_and_a_damaged_file_is_neither(pack):

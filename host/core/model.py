@@ -72,6 +72,8 @@ class Seen:
 
 @dataclass(frozen=True)
 class FittedNetwork:
+    """The wrapper around core's call of a network."""
+
     fit: Fit
     machine: ModelDevice
     loaded: torch.dtype | None = None  # the dtype in which core computes it without us; None: that of its weights

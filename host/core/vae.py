@@ -57,6 +57,8 @@ UNLIKE = "other pixels than the CPU makes of the same latents"
 
 
 class FittedVAE:
+    """Additions of a fitted VAE to core's class."""
+
     machine: ModelDevice
     method: DecodeMethod  # with which the next call begins: what worked where values were wrong
     masks: bool

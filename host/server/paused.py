@@ -44,21 +44,17 @@ def save(where: str, picture: Any) -> bool:
     _, prompt_id, prompt, extra, *_ = item
     _wanted.clear()
     workflow = (extra.get("extra_pnginfo") or {}).get("workflow")
-    record = {
-        "where": where,
-        "time": time.time(),
-        "prompt": prompt,
-        "workflow": workflow,
-        "picture": _data_url(picture),
-    }
+    record = {"where": where, "time": time.time(), "prompt": prompt, "workflow": workflow}
+    record["picture"] = _data_url(picture)
     try:
         _folder().mkdir(parents=True, exist_ok=True)
         write_json(_folder() / f"{prompt_id}.json", record)
-        for path in sorted(_files().values(), key=lambda path: path.stat().st_mtime, reverse=True)[MOST:]:
-            path.unlink(missing_ok=True)
     except OSError as error:
         log.warning("AnyGPU: the run goes on, since it cannot be saved as paused: %s", error)
         return False
+    with suppress(OSError):  # an older one that stays is only listed longer
+        for path in sorted(_files().values(), key=lambda path: path.stat().st_mtime, reverse=True)[MOST:]:
+            path.unlink(missing_ok=True)
     for flag in ("unload_models", "free_memory"):
         PromptServer.instance.prompt_queue.set_flag(flag, True)
     log.info("AnyGPU: paused after %s; the AnyGPU tab resumes it", where)

@@ -182,7 +182,7 @@ TABLE: dict[str, str] = {
                 "torch._C.DisableTorchFunction", "torch.accelerator",
             ),
             *("torch.backends.cuda.matmul", "torch.backends.cudnn"),
-            *("os.fsencode", "os.getpid", "os.stat_result", "os.strerror"),
+            *("os.fsencode", "os.getpid", "os.path.normpath", "os.stat_result", "os.strerror"),
             *("os.environ.get", "os.environ.update", "socket.gethostname"),
             *("os.O_DIRECTORY", "os.O_RDONLY", "os.POSIX_FADV_SEQUENTIAL", "Path.group", "Path.owner"),
         ),
