@@ -38,6 +38,7 @@ from .worker import (
     Outcome,
     RenderCancelled,
     RenderWatch,
+    bind,
     outcome_of,
 )
 
@@ -88,6 +89,7 @@ class Rank:
 
         if loopback:
             os.environ.update({"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback})
+        bind(self.renderer)
         facts = facts_for(self.renderer.device)
         backend = BACKENDS.get(facts.device.type, "")
         if not backend or not distributed.is_backend_available(backend):

@@ -352,3 +352,23 @@ def test_a_cluster_that_does_not_tell_what_it_has_is_waited_for() -> None:
     assert cluster.lacking(told, {"GPU": 1}) is None and not cluster.autoscales(told)
     told.cluster_resources = lambda: {"CPU": 4.0}
     assert "a cluster with 0 GPU for workers that ask for 1 GPU" in str(cluster.lacking(told, {"GPU": 1}))
+
+
+@pytest.mark.parametrize("vendor", ["cuda", "xpu", "privateuseone"])
+@pytest.mark.parametrize(
+    ("seen", "given", "own"),
+    [(2, ["1"], 1), (2, ["0"], 0), (1, ["1"], None), (2, [], None), (2, ["GPU-5"], None), (4, ["3", "1"], 3)],
+)
+def test_a_worker_computes_on_the_device_that_ray_gave_it(
+    monkeypatch: pytest.MonkeyPatch, vendor: str, seen: int, given: list[str], own: int | None
+) -> None:
+    """Whether the vendor's variable hides the others, as for CUDA and ROCm, or nothing does."""
+    monkeypatch.setattr(worker, "default_device", lambda: torch.device(vendor, 0))
+    monkeypatch.setattr(worker, "device_count", lambda: seen)
+    monkeypatch.setattr(worker, "own_devices", lambda: given)
+    renderer = SimpleNamespace(device=None)
+    worker.bind(renderer)
+    assert renderer.device == (None if own is None else torch.device(vendor, own))
+    chosen = SimpleNamespace(device="cpu")
+    worker.bind(chosen)
+    assert chosen.device == "cpu"
