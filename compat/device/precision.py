@@ -167,14 +167,14 @@ def precision_for(
     if _contradicts(choice, facts):
         raise UnsupportedError(
             f"precision {choice!r} {ON_CPU}",
-            expected=f"one of {', '.join(_possible(able, facts, offered))}",
+            expected=f"one of {', '.join(_possible(model, able, facts, offered))}",
             fix="Choose auto. A CPU has no fp16 units, so this would be slower and less exact than fp32.",
         )
     chosen, ability = _EXPLICIT[choice], _ability(model, choice, able)
     if not ability.usable:
         raise UnsupportedError(
             f"precision {choice!r} {_refusal(ability, facts)}",
-            expected=f"one of {', '.join(_possible(able, facts, offered))}",
+            expected=f"one of {', '.join(_possible(model, able, facts, offered))}",
             fix="Choose auto, which uses what works on this device.",
         )
     why = [chosen.why]
@@ -294,6 +294,6 @@ def _cause(ability: Verdict, causes: Sequence[Verdict]) -> str:
     return "" if ability in causes else f" ({ability.why})"
 
 
-def _possible(able: Abilities, facts: DeviceFacts, offered: Sequence[str]) -> list[str]:
-    usable = {name: able.transformer(row.operands).usable for name, row in _EXPLICIT.items()}
+def _possible(model: ModelPrecision, able: Abilities, facts: DeviceFacts, offered: Sequence[str]) -> list[str]:
+    usable = {name: _ability(model, name, able).usable for name in _EXPLICIT}
     return [name for name in offered if usable.get(name, True) and not _contradicts(name, facts)]

@@ -372,3 +372,18 @@ def test_a_worker_computes_on_the_device_that_ray_gave_it(
     chosen = SimpleNamespace(device="cpu")
     worker.bind(chosen)
     assert chosen.device == "cpu"
+
+
+def test_a_refusal_names_the_versions_of_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's must be the same, whatever Ray says of it; each reason is another line."""
+    monkeypatch.setenv(cluster.TOKEN, "token")
+    monkeypatch.setattr(cluster, "ray_module", lambda: SimpleNamespace(__version__="2.60.0"))
+    reasons, lines = ("no token", "a wrong token", "no answer within 10 s", "Version mismatch"), set[str]()
+    for reason in reasons:
+        monkeypatch.setattr("anygpu.compat.ray_clusters.refusal", lambda *_, reason=reason: reason)
+        with pytest.raises(
+            InputError, match=rf"{reason}; here Ray 2\.60\.0, Python 3\.\d+\.\d+\); expected .* same"
+        ) as raised:
+            cluster.connect("10.0.0.5:6379")
+        lines.add(str(raised.value))
+    assert len(lines) == len(reasons)
