@@ -387,3 +387,16 @@ def test_a_refusal_names_the_versions_of_here(monkeypatch: pytest.MonkeyPatch) -
             cluster.connect("10.0.0.5:6379")
         lines.add(str(raised.value))
     assert len(lines) == len(reasons)
+
+
+def test_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_given: Any) -> None:
+        raise TimeoutError("the head node did not come up\nin 30 s")
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(cluster, "ray_module", lambda: SimpleNamespace(init=init))
+    with pytest.raises(
+        UnsupportedError, match=r"Ray did not start here \(the head node did not come up\); expected"
+    ) as raised:
+        cluster.start_here(2, 0)
+    assert "\n" not in str(raised.value)
