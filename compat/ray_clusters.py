@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from .device.facts import value_or
 from .errors import first_line
 
 NAMESPACE, GATEWAY = "anygpu", "gateway"  # the actor that AnyGPU Farm asks for
@@ -49,7 +51,7 @@ def join(ray: Any, address: str, check: Callable[[], None], level: str) -> str:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=level)
     except Exception as error:  # of Ray's many kinds, which differ between its versions
         reason = first_line(error.__cause__ or error)
-    return reason
+    return reason and f"{reason}; here Ray {ray.__version__}, Python {platform.python_version()}"
 
 
 def answer(ray: Any, call: Any, check: Callable[[], None], seconds: float) -> Any:
@@ -58,6 +60,13 @@ def answer(ray: Any, call: Any, check: Callable[[], None], seconds: float) -> An
     while not ray.wait([call], timeout=LOOK_SECONDS)[0] and time.monotonic() < until:
         check()
     return ray.get(call, timeout=LOOK_SECONDS)
+
+
+def own_devices() -> list[str]:
+    """Numbers of the devices that Ray gave this process; nothing where it gave none, or runs none."""
+    import ray
+
+    return value_or(lambda: list(map(str, ray.get_runtime_context().get_accelerator_ids()["GPU"])), [])
 
 
 def token_mode() -> bool:

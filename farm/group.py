@@ -27,7 +27,7 @@ from ..pipelines.base import Progress, ProgressStage
 from ..pipelines.records.job_folder import JobFolder
 from . import worker
 from .render import KINDS, Renderer, job_of
-from .worker import Ended, Outcome, RenderCancelled, RenderWatch, outcome_of
+from .worker import Ended, Outcome, RenderCancelled, RenderWatch, bind, outcome_of
 
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # torch's own for devices that can send to one another; gloo for the others
 MEETINGS = "groups"  # folder, of the jobs' folder, through which ranks find one another
@@ -75,6 +75,7 @@ class Rank:
 
         if loopback:
             os.environ.update({"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback})
+        bind(self.renderer)
         facts = facts_for(self.renderer.device)
         backend = BACKENDS.get(facts.device.type, "")
         if not backend or not distributed.is_backend_available(backend):

@@ -83,6 +83,7 @@ class Renderer:
             name = f"{job.key}{made.suffix}"
             with during(MACHINE):
                 made.write(folder.results / name)
+                folder.show(name, f"{job.title} {job.key[:8]}{made.suffix}")
             shutil.rmtree(unfinished, ignore_errors=True)
         digest = hashlib.sha256(made.pixels.contiguous().numpy().tobytes()).hexdigest()
         seconds = round(time.monotonic() - started, 3)

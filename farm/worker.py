@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 
 from ..compat.device.execution import to_host
-from ..compat.device.facts import default_device
+from ..compat.device.facts import default_device, device_count
 from ..compat.durable import replacing, require_writable
 from ..compat.errors import InputError, MissingPackageError, PackError, first_line
 from ..compat.ranks import RankLost
-from ..compat.ray_clusters import token_mode
+from ..compat.ray_clusters import own_devices, token_mode
 from ..pipelines.base import Preview, Progress, ProgressStage
 from ..pipelines.records.job_folder import JobFolder
 from .schedule import Task
@@ -108,6 +108,7 @@ class Worker:
         self._finished = 0
 
     def ready(self) -> dict[str, Any]:
+        bind(self.renderer)
         return {"host": socket.gethostname(), "token": token_mode()}
 
     def run(self, task: Task) -> Outcome:
@@ -164,6 +165,16 @@ class Worker:
             return False
         self._watch.ended.set()
         return True
+
+
+def bind(renderer: Any) -> None:
+    """Bind ``renderer`` to the device that Ray gave this process.
+
+    Ray hides the others by the variable of one vendor: cards of another, such as of Intel or a plug-in, are all seen.
+    """
+    default, seen, ids = default_device(), [str(index) for index in range(device_count())], own_devices()
+    if renderer.device is None and len(ids) < len(seen) and default.type != "cpu":
+        renderer.device = next((torch.device(default.type, int(one)) for one in ids if one in seen), None)
 
 
 @contextmanager

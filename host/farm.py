@@ -280,6 +280,10 @@ class _Farm:
             return
         with replacing(jobs.folder.results / f"{key}{suffix}") as temporary:
             temporary.write_bytes(content)
+        from ..paint.jobs import job_of  # painting is read when it is used, not at ComfyUI's start
+
+        job = job_of(jobs.lines[jobs.keys.index(key)])
+        jobs.folder.show(f"{key}{suffix}", f"{job.title} {key[:8]}{suffix}")
         jobs.folder.finish(key, {"from": "a farm"})
 
 

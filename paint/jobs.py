@@ -60,6 +60,10 @@ class PaintJob(Job):
     def inputs(self) -> tuple[Content, ...]:
         return self.mesh, self.picture
 
+    @property
+    def title(self) -> str:
+        return f"{Path(self.mesh.name).stem[:40]} {self.paint.seed}"
+
 
 def job_of(line: str) -> Job:
     """The job of one line of a job file, a video or a mesh to texture; raises InputError for none, and says why."""

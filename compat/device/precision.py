@@ -136,13 +136,16 @@ def precision_for(
         found = f"precision {choice!r}"
         raise UnsupportedError(found, expected=f"one of {', '.join(CHOICES)}", fix="Choose one on the load node.")
     if _contradicts(choice, facts):
-        found, expected = f"precision {choice!r} {ON_CPU}", f"one of {', '.join(_possible(able, facts, offered))}"
+        found, expected = (
+            f"precision {choice!r} {ON_CPU}",
+            f"one of {', '.join(_possible(model, able, facts, offered))}",
+        )
         fix = "Choose auto. A CPU has no fp16 units, so this would be slower and less exact than fp32."
         raise UnsupportedError(found, expected=expected, fix=fix)
     chosen, ability = _EXPLICIT[choice], _ability(model, choice, able)
     if not ability.usable:
         found = f"precision {choice!r} {_refusal(ability, facts)}"
-        expected = f"one of {', '.join(_possible(able, facts, offered))}"
+        expected = f"one of {', '.join(_possible(model, able, facts, offered))}"
         raise UnsupportedError(found, expected=expected, fix="Choose auto, which uses what works on this device.")
     why = [chosen.why]
     if choice in _WIDE_TEXT and (model.half_text or model.half_unet):
@@ -253,6 +256,6 @@ def _cause(ability: Verdict, causes: Sequence[Verdict]) -> str:
     return "" if ability in causes else f" ({ability.why})"
 
 
-def _possible(able: Abilities, facts: DeviceFacts, offered: Sequence[str]) -> list[str]:
-    usable = {name: able.transformer(row.operands).usable for name, row in _EXPLICIT.items()}
+def _possible(model: ModelPrecision, able: Abilities, facts: DeviceFacts, offered: Sequence[str]) -> list[str]:
+    usable = {name: _ability(model, name, able).usable for name in _EXPLICIT}
     return [name for name in offered if usable.get(name, True) and not _contradicts(name, facts)]

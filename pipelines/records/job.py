@@ -54,6 +54,10 @@ class Job(Protocol):
     def inputs(self) -> tuple[Content, ...]:
         """The pictures, meshes and videos that it starts from."""
 
+    @property
+    def title(self) -> str:
+        """What a person knows it by."""
+
     def record(self) -> dict[str, Any]:
         """The job as JSON has it."""
         return {HEAD: VERSION, "kind": self.kind, **plain(self)}
@@ -171,6 +175,10 @@ class VideoJob(Job):
     @property
     def inputs(self) -> tuple[Content, ...]:
         return (*(picture.file for picture in self.pictures), *([] if self.video is None else [self.video]))
+
+    @property
+    def title(self) -> str:
+        return f"{self.prompt.text[:40]} {self.settings.seed}"
 
 
 def read_job(path: Path) -> VideoJob:

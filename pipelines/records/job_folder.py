@@ -23,6 +23,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...compat.checkpoints.headers import plain_status
+from ...compat.device.facts import value_or
 from ...compat.durable import replacing
 from ...compat.errors import CheckpointError, InputError, PackError, first_line, json_within
 from ...compat.records import shown
@@ -115,6 +116,14 @@ class JobFolder:
     def done_keys(self) -> set[str]:
         return {path.stem for path in self.results.glob("*.json") if KEY.fullmatch(path.stem)}
 
+    def show(self, name: str, title: str) -> None:
+        """Give the result ``name`` a name for people too, in ``named/``, where the disk lets a file have two."""
+        path = self.root / "named" / re.sub(r"[^\w.-]+", "_", title)
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            path.unlink(missing_ok=True)
+            path.hardlink_to(self.results / name)
+
     def result(self, key: str) -> Path | None:
         """The file that the job of ``key`` made; None while it is not done."""
         if not self.is_done(key):
@@ -166,11 +175,12 @@ class JobFolder:
 
     def workers(self) -> list[dict[str, Any]]:
         states: list[Any] = []
-        for path in sorted((self.root / "workers").glob("*.json")):
+        written = {path: value_or(path.stat, None) for path in (self.root / "workers").glob("*.json")}
+        for path in sorted(written, key=lambda path: getattr(written[path], "st_mtime_ns", 0)):
             with suppress(OSError, ValueError):
                 read = json_within(_text(path), path.name)
                 states += read if isinstance(read, list) else []
-        return [state for state in states if isinstance(state, dict)]
+        return list({str(state.get("worker")): state for state in states if isinstance(state, dict)}.values())
 
 
 def each_line(path: Path) -> Iterator[str]:

@@ -183,6 +183,19 @@ def test_every_choice_on_every_machine_is_kept_or_refused_in_one_line(name, choi
         assert chosen.choice == choice
 
 
+@pytest.mark.parametrize("failing", ["matmul", "conv2d", "groupnorm", "cast"])
+@pytest.mark.parametrize("model", [PLAIN, PAINT], ids=["plain", "paint"])
+def test_what_an_error_offers_is_what_is_accepted(model, failing):
+    facts, accepted, offered = profiles.facts_of("gfx1201"), {"auto"}, []
+    for choice in CHOICES[1:]:
+        try:
+            precision_for(model, facts, choice, told(**{f"{failing}__fp16": WRONG, f"{failing}__bf16": WRONG}))
+            accepted.add(choice)
+        except UnsupportedError as refused:
+            offered.append(set(refused.expected.removeprefix("one of ").split(", ")))
+    assert all(each == accepted for each in offered) and (offered or failing != "matmul")
+
+
 def test_the_parts_follow_the_transformer_and_the_vae_unless_they_are_said():
     plain = Precision(BF16, FP32, FP16, "")
     assert (plain.compute, plain.residual, plain.conv, plain.safe) == (BF16, BF16, FP16, False)

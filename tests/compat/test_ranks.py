@@ -94,3 +94,15 @@ def test_what_goes_by_token_is_cut_with_the_tokens() -> None:
 def test_more_devices_than_tokens_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="2 tokens for 3 devices; expected at least one token for each"):
         TokenSplit(Group(Ranks(None, 0, 3)), PLAN).begin(2)
+
+
+def test_a_mask_of_a_rank_s_own_keys_says_that_all_of_the_video_counts():
+    split = TokenSplit(None, None, count=5, run=slice(0, 3))
+    attention, key = SplitAttention(split, None), torch.zeros(1, 1, 7, 4)
+    text = torch.tensor([True, False])
+    own = torch.cat([torch.ones(3, dtype=torch.bool), text])[None, None, None]
+    assert attention._whole(own, key)[0, 0, 0].tolist() == [True] * 5 + [True, False]
+    assert attention._whole(-9.0 * ~own, key)[0, 0, 0].tolist() == [0.0] * 6 + [-9.0]
+    assert (
+        attention._whole(None, key) is None and attention._whole(key[:, :, 0, :1].expand(1, 1, 7), key).shape[-1] == 7
+    )

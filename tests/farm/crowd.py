@@ -29,7 +29,7 @@ import torch
 from anygpu.compat.device.facts import value_or
 from anygpu.farm import cluster
 from anygpu.farm.driver import Driver
-from anygpu.farm.worker import JOB, during
+from anygpu.farm.worker import JOB, MODEL, during
 from anygpu.pipelines.records.job_folder import JobFolder
 from farm.paper import Died
 from farm.test_driver import POISONS, task_of
@@ -130,8 +130,11 @@ def main() -> int:
             return subprocess.Popen(words, stderr=(root / "errors.txt").open("ab"), cwd=root)  # not beside our farm/
 
         driver, ended, said, fresh = begin(), 0, -1, 0
-        at = sorted(rng.uniform(0.02, 0.9) * arguments.jobs for _ in range(arguments.kills))
-        while (done := len(folder.done_keys()) + failed(folder)) < arguments.jobs:
+        (root / "said.txt").touch()
+        plan = [kind for kind, share in KINDS.items() for _ in range(max(1, round(share * arguments.kills)))]
+        rng.shuffle(plan)
+        at = sorted(rng.uniform(0.02, 0.9) * arguments.jobs for _ in plan)
+        while (done := ended_in(folder, poisoned, ways)) < arguments.jobs:
             time.sleep(0.5)
             if driver.poll() is not None:  # `watch` never ends by itself
                 ended, driver, fresh = ended + 1, begin(), done
@@ -142,7 +145,7 @@ def main() -> int:
                 print(f"{time.monotonic() - started:.0f} s: {done} ended, {dict(killed)}, {memory[-1:]} MB", flush=True)
             if not at or done < at[0] or not (alive := workers_alive()):
                 continue
-            kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+            kind = plan.pop()
             at, _ = at[1:], killed.update([kind])
             if kind == "worker":
                 rng.choice(alive).kill()
@@ -170,9 +173,17 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def failed(folder: JobFolder) -> int:
-    """How many jobs have a note."""
-    return len(list((folder.root / "failed").glob("*.txt")))
+def ended_in(folder: JobFolder, poisoned: int, ways: list[str]) -> int:
+    """How many jobs are done, have failed, or are of a model that `watch` waits for, as it has said."""
+    return len(folder.done_keys()) + sum(bool(note_of(folder, n, ways)) for n in range(poisoned))
+
+
+def note_of(folder: JobFolder, number: int, ways: list[str]) -> str:
+    """Why a poisoned job failed; or what is said of a model that cannot be loaded where only such jobs are left."""
+    way = ways[number % len(ways)]
+    said = (folder.root / "said.txt").read_text(encoding="utf-8").splitlines() if POISONS[way][0] == MODEL else []
+    mine = (line for line in said if f"{way} in {number};" in line or line.endswith(f"{way} in {number}"))
+    return folder.failure(f"{number:064x}") or next(mine, "")
 
 
 def faults(folder: JobFolder, jobs: int, poisoned: int, ways: list[str]) -> list[str]:
@@ -180,7 +191,7 @@ def faults(folder: JobFolder, jobs: int, poisoned: int, ways: list[str]) -> list
     found = list[str]()
     for number in range(jobs):
         key, way = f"{number:064x}", ways[number % len(ways)]
-        note = folder.failure(key)
+        note = note_of(folder, number, ways) if number < poisoned else folder.failure(key)
         if number < poisoned:
             own = "workers died at this job" in note if way == "death" else f"{way} in {number}" in note
             found += [] if own and "\n" not in note.strip() else [f"{way} in {number}: {note!r}"]

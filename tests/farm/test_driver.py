@@ -352,3 +352,51 @@ def test_a_cluster_that_does_not_tell_what_it_has_is_waited_for() -> None:
     assert cluster.lacking(told, {"GPU": 1}) is None and not cluster.autoscales(told)
     told.cluster_resources = lambda: {"CPU": 4.0}
     assert "a cluster with 0 GPU for workers that ask for 1 GPU" in str(cluster.lacking(told, {"GPU": 1}))
+
+
+@pytest.mark.parametrize("vendor", ["cuda", "xpu", "privateuseone"])
+@pytest.mark.parametrize(
+    ("seen", "given", "own"),
+    [(2, ["1"], 1), (2, ["0"], 0), (1, ["1"], None), (2, [], None), (2, ["GPU-5"], None), (4, ["3", "1"], 3)],
+)
+def test_a_worker_computes_on_the_device_that_ray_gave_it(
+    monkeypatch: pytest.MonkeyPatch, vendor: str, seen: int, given: list[str], own: int | None
+) -> None:
+    """Whether the vendor's variable hides the others, as for CUDA and ROCm, or nothing does."""
+    monkeypatch.setattr(worker, "default_device", lambda: torch.device(vendor, 0))
+    monkeypatch.setattr(worker, "device_count", lambda: seen)
+    monkeypatch.setattr(worker, "own_devices", lambda: given)
+    renderer = SimpleNamespace(device=None)
+    worker.bind(renderer)
+    assert renderer.device == (None if own is None else torch.device(vendor, own))
+    chosen = SimpleNamespace(device="cpu")
+    worker.bind(chosen)
+    assert chosen.device == "cpu"
+
+
+def test_a_refusal_names_the_versions_of_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's must be the same, whatever Ray says of it; each reason is another line."""
+    monkeypatch.setenv(cluster.TOKEN, "token")
+    monkeypatch.setattr(cluster, "ray_module", lambda: SimpleNamespace(__version__="2.60.0"))
+    reasons, lines = ("no token", "a wrong token", "no answer within 10 s", "Version mismatch"), set[str]()
+    for reason in reasons:
+        monkeypatch.setattr("anygpu.compat.ray_clusters.refusal", lambda *_, reason=reason: reason)
+        with pytest.raises(
+            InputError, match=rf"{reason}; here Ray 2\.60\.0, Python 3\.\d+\.\d+\); expected .* same"
+        ) as raised:
+            cluster.connect("10.0.0.5:6379")
+        lines.add(str(raised.value))
+    assert len(lines) == len(reasons)
+
+
+def test_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_given: Any) -> None:
+        raise TimeoutError("the head node did not come up\nin 30 s")
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(cluster, "ray_module", lambda: SimpleNamespace(init=init))
+    with pytest.raises(
+        UnsupportedError, match=r"Ray did not start here \(the head node did not come up\); expected"
+    ) as raised:
+        cluster.start_here(2, 0)
+    assert "\n" not in str(raised.value)

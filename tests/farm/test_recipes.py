@@ -4,8 +4,11 @@ import json
 import os
 import shlex
 import subprocess
+import sys
+import time
+import urllib.request
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -97,9 +100,41 @@ def test_two_boxes_start_ray_with_a_token_and_fixed_ports(name: str) -> None:
 def test_the_image_has_the_installed_pack_and_asks_for_a_token_which_no_recipe_has() -> None:
     image = (RECIPES / "Dockerfile").read_text(encoding="utf-8")
     assert 'pip install --no-cache-dir "/src[farm]" && rm -rf /src' in image, "as tests/test_wheel.py installs it"
+    assert all(word in image for word in ("wget", "gcc", "boto3")), (
+        "KubeRay's probes, Triton's launchers, AWS' launcher"
+    )
     assert "-e " not in image and "PYTHONPATH" not in image and "RAY_AUTH_MODE=token" in image
     for path in RECIPES.iterdir():
         assert "RAY_AUTH_TOKEN:" not in path.read_text(encoding="utf-8"), "a token belongs into a secret"
+
+
+def test_no_command_makes_a_token_that_others_can_read() -> None:
+    texts = [*RECIPES.iterdir(), RECIPES.parents[1] / "docs" / "scale.md"]
+    made = [line for path in texts for line in path.read_text(encoding="utf-8").splitlines() if "--generate" in line]
+    assert len(made) == 3 and all("umask 077 && ray get-auth-token" in line for line in made)
+
+
+@pytest.mark.farm
+def test_what_kuberay_asks_a_head_is_answered() -> None:
+    """By a head as `ray start` makes one of the extra `farm`; the image itself is built nowhere here."""
+    from anygpu.farm.cluster import LOOPBACK, QUIET
+
+    environment = {**os.environ, **LOOPBACK, **QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "6" * 64}
+    ports = ["--port=6399", "--dashboard-agent-listen-port=52365", "--dashboard-port=8265", "--disable-usage-stats"]
+    start = [str(Path(sys.executable).with_name("ray")), "start", "--head", *ports, "--num-cpus=1", "--block"]
+    process = subprocess.Popen(start, env=environment, stdout=subprocess.DEVNULL)
+    asked = ("http://127.0.0.1:52365/api/local_raylet_healthz", "http://127.0.0.1:8265/api/gcs_healthz")
+    answers, until = dict[str, str](), time.monotonic() + 120
+    try:
+        while len(answers) < 2 and time.monotonic() < until and process.poll() is None:
+            for address in asked:
+                with suppress(OSError), urllib.request.urlopen(address, timeout=5) as answer:
+                    answers[address] = answer.read().decode()
+            time.sleep(0.5)
+    finally:
+        process.terminate()
+        process.wait(60)
+    assert len(answers) == 2 and all("success" in text for text in answers.values()), answers
 
 
 def test_spot_machines_hold_no_head_and_ask_for_a_token() -> None:

@@ -175,6 +175,21 @@ def test_the_workers_of_several_drivers_are_shown_together_and_damage_is_passed_
     folder.write_workers("two", [{"worker": "two-0"}, {"worker": "two-1"}])
     (folder.root / "workers" / "three.json").write_text("{", encoding="utf-8")
     assert [state["worker"] for state in folder.workers()] == ["one-0", "two-0", "two-1"]
+    folder.write_workers("farm", [{"worker": "one-0", "done": 1}])  # as a ComfyUI does that shares the folder
+    assert [state for state in folder.workers() if state["worker"] == "one-0"] == [{"worker": "one-0", "done": 1}]
+    assert len(folder.workers()) == 3
+
+
+def test_a_result_has_a_name_for_people_that_every_disk_takes(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path)
+    folder.results.mkdir()
+    (folder.results / "key.mp4").write_bytes(b"a video")
+    for _ in range(2):
+        folder.show("key.mp4", 'A fox: "why?" 狐 7 0123abcd.mp4')
+    (shown,) = (folder.root / "named").iterdir()
+    assert shown.name == "A_fox_why_狐_7_0123abcd.mp4" and shown.samefile(folder.results / "key.mp4")
+    folder.show("gone.mp4", "gone")
+    assert len(list((folder.root / "named").iterdir())) == 1
 
 
 def test_a_driver_that_is_silent_for_a_minute_is_shown_no_more(tmp_path: Path) -> None:
