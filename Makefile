@@ -85,8 +85,12 @@ test-wheel:
 	cd $(WHEEL) && bin/anygpu report && bin/anygpu demo --output demo && bin/anygpu-farm --help
 	cd $(WHEEL) && bin/python -c "import ray, anygpu.farm.worker, anygpu.farm.driver, anygpu.farm.gateway"
 
-# The kernels, compiled for each kind of NVIDIA GPU and executed without one; then a row per operation, target and dtype.
+# The kernels, compiled for each kind of NVIDIA and AMD GPU and executed without one; then a row per operation, target
+# and dtype. AMD's instructions are executed by tinygrad's emulator, of which a checkout is needed, and clang.
+TINYGRAD ?= $(HOME)/tinygrad
+export TINYGRAD
 test-machine-code: $(READY)
+	@cd tests && ../$(PY) -c "from machine_code import amd; reason = amd.lacks(); reason and print('AMD is skipped:', reason)"
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(WORKERS) -m machine tests/machine_code
 	OMP_NUM_THREADS=1 $(PY) tests/machine_code/record.py
 

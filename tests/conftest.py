@@ -120,6 +120,8 @@ LISTED_SKIPS = (  # what a machine may lack; anything else that is skipped fails
     "no ComfyUI-GGUF in",
     "no interpreter for",
     "lacks what this pack requires",
+    "no tinygrad in",
+    "no clang",
     "needs a C++ compiler",
     "is built on Linux and macOS only",
     "no build on this system",

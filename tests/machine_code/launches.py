@@ -14,20 +14,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from . import amd
+from .amd import AMD
+from .guarded import Guarded, in_child
 from .interpreter import Launch
 from .memory import GlobalMemory
 from .program import contracted, parsed
 
-TARGETS = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90")
+NVIDIA = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90")
+TARGETS = (*NVIDIA, *AMD)
 
 
 @dataclass
 class Execution:
-    """How kernels are executed, and what came of it: instructions run, their PTX, a digest of all memory after each.
+    """How kernels are executed, and what came of it: instructions run, PTX or assembly, a digest of all memory after.
 
     Args:
-        contract: fuse products and sums as ptxas may. seed: of a random order of warps; None runs them in step.
-        mutate: changes the PTX before it runs.
+        contract: fuse products and sums as ptxas may. seed: of a random order of warps; None runs them in step or turn.
+        mutate: changes PTX or assembly before it runs.
     """
 
     contract: bool = False
@@ -72,11 +76,36 @@ def executed(how: Execution) -> Iterator[Execution]:
         _execute(compiled, [values[name] for name, kind in kinds.items() if kind != "constexpr"], grid, how)
         return compiled
 
-    with patch.object(JITFunction, "run", run):
-        yield how
+    filled = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # fills results with NaN before
+    try:
+        with patch.object(JITFunction, "run", run):
+            yield how
+    finally:
+        torch.use_deterministic_algorithms(filled)
+
+
+def _emulate(compiled: Any, arguments: list[Any], grid: tuple[int, ...], how: Execution) -> None:
+    """An AMD kernel, in a child process: memory is the process's own there."""
+    written, target = compiled.asm["amdgcn"], compiled.metadata.target
+    text = how.mutate(written)
+    code = compiled.asm["hsaco"] if text == written else amd.assembled(text, target)
+    image = amd.image(code, AMD[target.arch])
+    tensors = [Guarded(value) for value in arguments if isinstance(value, Tensor)]
+    addresses = iter(tensors)
+    values = [next(addresses).pages.address if isinstance(value, Tensor) else value for value in arguments]
+    kinds = [kind for kind in compiled.src.signature.values() if kind != "constexpr"]
+    order = None if how.seed is None else np.random.default_rng(how.seed)
+    threads = compiled.metadata.num_warps * target.warp_size
+    launch = amd.Launch(image, amd.packed(written, kinds, values), threads, compiled.metadata.shared, order)
+    how.instructions += in_child(lambda: launch.run(grid[0]))
+    how.kernels.append(text)
+    how.results.append(hashlib.sha256(b"".join(tensor.bring_back() for tensor in tensors)).digest())
 
 
 def _execute(compiled: Any, arguments: list[Any], grid: tuple[int, ...], how: Execution) -> None:
+    if "ptx" not in compiled.asm:
+        return _emulate(compiled, arguments, grid, how)
     text = how.mutate(compiled.asm["ptx"])
     program = contracted(parsed(text)) if how.contract else parsed(text)
     memory = GlobalMemory([_region(value) for value in arguments if isinstance(value, Tensor)])
