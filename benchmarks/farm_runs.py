@@ -72,8 +72,8 @@ class Simulation:
     """One run of jobs whose sizes are seconds on a card of speed 1.
 
     Events come in the order of their times: a worker is free, or it died at a job and the driver has noticed. After
-    :meth:`run`, ``wall`` has its seconds, ``ideal`` the seconds of the same jobs and loads if every worker were busy to
-    the end, ``paid`` the worker-seconds, each until nothing is left for it, and ``busy`` those of the driver.
+    :meth:`run`, ``wall`` has its seconds, ``ideal`` the seconds of the same jobs alone if every worker were busy with
+    them to the end, ``paid`` the worker-seconds, each until nothing is left for it, and ``busy`` those of the driver.
     """
 
     def __init__(self, tasks: Sequence[Task], fleet: Fleet, constants: Constants, seed: int = 0) -> None:
@@ -85,7 +85,7 @@ class Simulation:
         self.count = len(self.events)
         self.loaded: dict[str, str] = {}
         self.idle: dict[str, float] = {}
-        self.free_at = self.busy = self.lost = self.wall = self.loads = 0.0
+        self.free_at = self.busy = self.lost = self.wall = 0.0
         self.deaths = self.done = 0
 
     def run(self) -> Simulation:
@@ -104,7 +104,7 @@ class Simulation:
                 self.wall = now
             self.begin(name)
         self.paid = sum(self.idle.values())
-        self.ideal = (self.work + self.loads) / sum(self.speed.values())
+        self.ideal = self.work / sum(self.speed.values())
         return self
 
     def spend(self, now: float) -> None:
@@ -121,7 +121,6 @@ class Simulation:
         self.spend(self.free_at)
         start, speed = self.free_at, self.speed[name]
         loading = 0.0 if self.loaded.get(name) == task.model else self.constants.load
-        self.loads += loading * speed
         self.loaded[name] = task.model
         end = start + loading + task.size / speed
         rate = self.fleet.deaths_per_hour / 3600

@@ -56,7 +56,7 @@ class Job(Protocol):
 
     @property
     def title(self) -> str:
-        """What a person knows it by."""
+        """Words by which a person knows it."""
 
     def record(self) -> dict[str, Any]:
         """The job as JSON has it."""

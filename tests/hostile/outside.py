@@ -86,6 +86,8 @@ TABLE: dict[str, str] = {
         "ray._private.state.state. get_cluster_config",
         "psutil. net_if_addrs",
     ),
+    "ray.__version__": CONSTANT,
+    "Path.hardlink_to": "pipelines/test_job_folder.py",
     **each(
         CLUSTER,
         "ray._private.authentication.authentication_token_setup. ensure_token_if_auth_enabled",

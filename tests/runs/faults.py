@@ -6,7 +6,7 @@ import errno
 import gc
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from anygpu.compat.errors import PackError, parts_of
 from hostile.words import LOST, MESSAGES
 from simulated import accelerator
 from simulated.shortages import shortage
+from torch import nn
 
 NEAR = 2e-2  # of frames in 0..1: another way to decode, such as tiles, shows seams
 SHORTAGES = [
@@ -65,14 +66,28 @@ def outcome(run: Run, wanted: torch.Tensor, kind: str, fault: Any, passes: str |
     return "survived" if near else "wrong"
 
 
-def injected(runs: dict[str, Run], rng: random.Random, count: int, guest: bool = False) -> Counter[str]:
+def beside(parts: Mapping[str, nn.Module]) -> int:
+    """The bytes on the device that are not those of ``parts``, which may stay there."""
+    tensors = (tensor for part in parts.values() for tensor in (*part.parameters(), *part.buffers()))
+    stores = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == accelerator.NAME)
+    return accelerator.memory().allocated_bytes - sum({one.data_ptr(): one.nbytes() for one in stores}.values())
+
+
+def injected(
+    runs: dict[str, Run],
+    rng: random.Random,
+    count: int,
+    guest: bool = False,
+    parts: Callable[[], Mapping[str, nn.Module]] = dict,
+) -> Counter[str]:
     """How ``count`` injections into ``runs`` of one pipeline ended.
 
     Args:
         guest: whether the runs are another program's, whose errors pass as they are.
+        parts: what may stay on the device.
     """
     device, ends, known = accelerator.NAME, Counter[str](), {}
-    most = 0  # bytes that the pipeline has on the device of itself after a run
+    most = 0  # bytes beside the parts that are on the device after a run
     for name, run in runs.items():
         with shortage(0, device=device) as own:
             run()
@@ -80,7 +95,7 @@ def injected(runs: dict[str, Run], rng: random.Random, count: int, guest: bool =
             wanted = run()
         known[name] = wanted, every.count, own.count
         gc.collect()
-        most = max(most, accelerator.memory().allocated_bytes)
+        most = max(most, beside(parts()))
     for _ in range(count):
         name = rng.choices(list(runs), [RARE if name == ANEW else 1.0 for name in runs])[0]
         kind = rng.choices(list(ERRORS), (6, 2, 2))[0]
@@ -95,7 +110,7 @@ def injected(runs: dict[str, Run], rng: random.Random, count: int, guest: bool =
         if not torch.equal(runs[name](), wanted):
             ended += ", the next run differs"
         gc.collect()
-        if (left := accelerator.memory().allocated_bytes - most) > 0:
+        if (left := beside(parts()) - most) > 0:
             ended += f", {left} bytes stay"
         ends[f"{kind}: {ended}"] += 1
         if ended not in ("survived", "explained", "unmet"):

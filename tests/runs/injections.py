@@ -44,7 +44,7 @@ QUICK = ("ltx", "mochi")  # pipelines that are drawn three times as often
 BLOCK = 25  # injections into one pipeline
 
 
-def video(name: str, offload: str, folder: Path) -> dict[str, Run]:
+def video(name: str, offload: str, folder: Path) -> tuple[dict[str, Run], Any]:
     """The stages of a tiny pipeline, and a run whose parts are read anew."""
     case, silent = CASES[name], Silent()
     pipeline = loaded_for(case, folder, "acc:0", offload)
@@ -74,7 +74,7 @@ def video(name: str, offload: str, folder: Path) -> dict[str, Run]:
         "sample": lambda: sampled().samples,
         "decode": lambda: stages.decode(pipeline, latents, silent),
         ANEW: anew,
-    }
+    }, lambda: pipeline.parts
 
 
 def together(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -82,7 +82,7 @@ def together(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.flatten().float() for tensor in tensors.values()])
 
 
-def doctored(name: str, offload: str, folder: Path) -> dict[str, Run]:
+def doctored(name: str, offload: str, folder: Path) -> tuple[dict[str, Run], Any]:
     """A pipeline that overflows in fp16, whose doctor seeks what helps in each run."""
     pipeline = test_doctor.loud(test_fp16.loaded_for(CASES[name], folder, "acc:0", "fp16", offload))
 
@@ -90,10 +90,10 @@ def doctored(name: str, offload: str, folder: Path) -> dict[str, Run]:
         doctor = Doctor("model", RepairStore(None), KEEP, lambda _: None)
         return rendered(replace(pipeline, run=replace(pipeline.run, doctor=doctor)), CASES[name])[0]
 
-    return {"doctor": run}
+    return {"doctor": run}, lambda: pipeline.parts
 
 
-def painted(offload: str, folder: Path) -> dict[str, Run]:
+def painted(offload: str, folder: Path) -> tuple[dict[str, Run], Any]:
     """Views painted by the tiny paint model."""
     from paint import stored
 
@@ -102,11 +102,11 @@ def painted(offload: str, folder: Path) -> dict[str, Run]:
         stored.checkpoint("paint", home.parent)
     pipeline = load_paint(PaintRequest(home, precision="fp32", offload=offload, device=torch.device("acc:0")))
     inputs, settings = painting_inputs(), PaintSettings(size=64, steps=2, seed=3)
-    return {"paint": lambda: paint_views(pipeline, inputs, settings, Silent()).views}
+    return {"paint": lambda: paint_views(pipeline, inputs, settings, Silent()).views}, lambda: pipeline.parts
 
 
-def makers(folder: Path) -> dict[str, Callable[[], dict[str, Run]]]:
-    """Maker of the runs of each pipeline, by name."""
+def makers(folder: Path) -> dict[str, Callable[[], tuple[dict[str, Run], Any]]]:
+    """Maker of the runs of each pipeline and of its parts, by name."""
     made: dict[str, Any] = {
         f"{name}, {mode}": lambda name=name, mode=mode: video(name, mode, folder) for name in CASES for mode in MODES
     }
@@ -175,7 +175,8 @@ def main() -> int:
         seed = f"{arguments.seed}/{number}"
         if name in made:
             with accelerator.fresh(), torch.no_grad():
-                ends = injected(made[name](), random.Random(seed), BLOCK)
+                runs, parts = made[name]()
+                ends = injected(runs, random.Random(seed), BLOCK, parts=parts)
         else:
             ends = fits.block(seed)
         if number % 50 == 0:  # what was imported is not walked after each run
