@@ -27,7 +27,7 @@ from .memory import SharedMemory
 AMD = {"gfx942": "cdna", "gfx950": "cdna", "gfx1100": "rdna3", "gfx1151": "rdna3", "gfx1201": "rdna4"}
 COMMIT = "a9069c17"
 CHECKOUT = Path(os.environ.get("TINYGRAD") or "~/tinygrad").expanduser()
-CACHE = Path(__file__).resolve().parents[2] / ".build" / "machine_code.db"
+CACHE = Path(__file__).resolve().parents[2] / ".build" / "machine_code"
 TTMP, NULL, EXEC, LITERAL, PC = 108, 124, 126, 255, 256  # scalar registers, LITERAL a word of the instruction
 SCRATCH = 255  # a vector register that no kernel uses
 IN_PLACE = 0xE4  # how a lane takes another's value: here its own
@@ -54,8 +54,8 @@ def lacks() -> str:
 
 @cache
 def emulator() -> Any:
-    CACHE.parent.mkdir(exist_ok=True)
-    os.environ.setdefault("CACHEDB", str(CACHE))
+    CACHE.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("CACHEDB", str(CACHE / "emulator.db"))
     sys.path.insert(0, str(CHECKOUT))
     try:
         from test.mockgpu.amd import emu

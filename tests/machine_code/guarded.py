@@ -18,7 +18,7 @@ from torch import Tensor
 from .memory import MemoryFault
 
 ALIGNED = 16  # bytes, as torch's allocator and Triton's specialisation have it
-SECONDS = 300  # of processor time: a damaged loop need not end
+SECONDS = 120  # of processor time: a damaged loop need not end
 _c = ctypes.CDLL(None, use_errno=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from .program import contracted, parsed
 
 NVIDIA = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90")
 TARGETS = (*NVIDIA, *AMD)
+CACHE = amd.CACHE / "triton"  # under names that hold source, target, options and Triton's version
 
 
 @dataclass
@@ -51,13 +51,12 @@ def compiled_for(target: str) -> Iterator[None]:
 
     driver, knobs = triton.runtime.driver, triton.knobs
     with (
-        tempfile.TemporaryDirectory() as folder,
         knobs.cache.scope(),
         knobs.compilation.scope(),
         patch.object(driver, "_active", kernels_build.Target(target)),
         patch.object(library, "interpreting", lambda: True),
     ):
-        knobs.cache.dir = folder
+        knobs.cache.dir = str(CACHE)
         knobs.compilation.disable_line_info = True
         yield
 

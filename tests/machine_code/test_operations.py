@@ -3,6 +3,7 @@
 The sizes and the bounds are those of ``kernels/self_tests.py``.
 """
 
+import math
 import re
 from collections.abc import Callable
 
@@ -28,6 +29,7 @@ HALF = 0.5 * 17 / 16  # eps of a result that is rounded once, and a little for t
 ORDERS = (0, 1)  # seeds
 MASK = {"sm": (r"setp\.lt\.s32", "setp.le.s32"), "gfx": ("v_cmp_gt_i32", "v_cmp_ge_i32")}
 ROUNDING = {"sm": (r"cvt\.rn\.bf16", "cvt.rz.bf16"), "gfx": (r"(v_add3_u32 .*|s_movk_i32 s\d+), 0x7fff$", r"\1, 0")}
+STORE = {"sm": r"^.*\bst\.global\..*$", "gfx": r"^\s*(?:buffer|global)_store_.*$"}
 # On gfx12 a wave says that it is there, and waits later.
 BARRIER = re.compile(r"bar\.sync\s+0;|\bs_barrier(?:_wait -1)?$", re.M)
 
@@ -122,6 +124,14 @@ def test_a_wrong_rounding_is_found(target: str, small: None) -> None:
         for operation in ("normalized", "gated_residual"):
             cells = found(Execution(mutate=replacing(*ROUNDING[maker(target)])), operation)
             assert [rounded_once(cell) for cell in cells] == [True, True, False], operation
+
+
+@pytest.mark.parametrize("target", ["sm_80", "gfx942", "gfx1201"], indirect=True)
+def test_a_result_that_nobody_writes_is_found(target: str, small: None) -> None:
+    """It is NaN before."""
+    with compiled_for(target):
+        cells = found(Execution(mutate=replacing(STORE[maker(target)], "")), "swiglu", "residual_norm")
+    assert [cell.error for cell in cells] == [math.inf] * 6 and all(cell.launched for cell in cells)
 
 
 def without_barrier(number: int) -> Callable[[str], str]:
