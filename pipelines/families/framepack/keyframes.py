@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ....compat.device.execution import HOST, checked_layers, inputs_placed, to_host
+from ....compat.device.execution import checked_layers, inputs_placed, picture_of, to_host
 from ....compat.errors import InputError
 from ...base import FramePackSettings, ImageCondition, ImageRequest, Progress, ProgressStage
-from ...pictures import checked_vision, signed
+from ...pictures import checked_vision
 from ...pipeline import Pipeline
-from ...text.t5 import bare_pipeline
 from ...vae.fallback import encoded_moments
 
 START, END, VISION = "start", "end", "vision"
@@ -87,13 +86,10 @@ def _vision(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> to
     if request.vision is not None:
         width = int(pipeline.configs["transformer"].get("image_proj_dim", 1152))
         return checked_vision(request.vision, side * side, width)
-    from diffusers import HunyuanVideoFramepackPipeline
-
+    # In 8 bits, as the publisher's application: floats, which diffusers gives the processor, are cut off to other ones.
+    given = pipeline.tools["feature_extractor"](images=picture_of(request.frames[0]), return_tensors="pt")
     hold, device = pipeline.offloader.hold("image_encoder", 0, progress), pipeline.offloader.device_of("image_encoder")
     with hold as encoder, checked_layers(encoder, progress.check), inputs_placed(encoder, device):
-        tools = {"image_encoder": encoder, "feature_extractor": pipeline.tools["feature_extractor"]}
-        pipe = bare_pipeline(HunyuanVideoFramepackPipeline, **tools)
-        picture = signed(request.frames)[:, :, 0]
-        states = pipe.encode_image(picture, device=HOST)
+        states = encoder(given["pixel_values"].to(encoder.dtype)).last_hidden_state
         progress.step(1, 1, ProgressStage("encoding", "image for SigLIP"))
     return to_host(states).float()

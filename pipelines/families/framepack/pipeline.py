@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
 from .training import training_plan as training_plan
 from .training import training_sections as training_sections
 
-LARGEST_SHIFT = 7.0  # of the models' own schedule, where the scheduler's configuration asks for a dynamic one
+LARGEST_SHIFT = 7.0  # of the models' own schedule, which grows with the size of a section
 SHIFT_NAMES = {  # upstream's function names the scheduler's settings in its own way
     "base_image_seq_len": "base_seq_len",
     "max_image_seq_len": "max_seq_len",
@@ -134,12 +134,13 @@ def sample(
     history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, progress)
     key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else str
     shape, vision = (*start.shape[:2], plan.sampled, *start.shape[3:]), image.tensors[VISION].to(device)
+    levels, config = _levels_for(pipeline, shape, settings, progress)
     with held_transformer(pipeline, settings, progress, plan.sampled) as transformer:
         _resume(history, generator, None if keeper is None else keeper.found(key()), progress)
         for index in range(len(history.lengths), plan.count):
             noise, part = noise_for(shape, generator, device), base.SubProgress(progress, index, plan.count, "section")
-            levels, text = _levels_for(pipeline, noise), texts[plan.place(index)]
-            schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, levels, device)
+            text = texts[plan.place(index)]
+            schedule = schedule_for(config, settings, settings.steps, levels, device)
             predict = _predictor(pipeline, transformer, history, text, vision, settings, len(schedule))
             safeguards = safeguards_of(pipeline, part, generator, index)
             history.add(to_host(denoise(noise, schedule, predict, progress=part, safeguards=safeguards)))
@@ -227,15 +228,24 @@ def _texts(
     return [{**common, "cond": text} for text in [first, *further, *[first] * (plan.count - 1 - len(further))]]
 
 
-def _levels_for(pipeline: Pipeline, latents: torch.Tensor) -> Callable[[int], Levels]:
-    """From a number of steps to evenly falling levels, and the shift that the size of ``latents`` asks for."""
+def _levels_for(
+    pipeline: Pipeline, shape: Sequence[int], settings: SampleSettings, progress: Progress
+) -> tuple[Callable[[int], Levels], dict[str, Any]]:
+    """From a number of steps to evenly falling levels with the shift that latents of this ``shape`` ask for, and the
+    scheduler's settings, in which that shift acts whatever the folder beside the transformer says."""
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_framepack import calculate_shift
 
-    tokens = math.prod(latents.shape[2:]) / int(pipeline.configs["transformer"].get("patch_size", 2)) ** 2
+    tokens = math.prod(shape[2:]) / int(pipeline.configs["transformer"].get("patch_size", 2)) ** 2
     config = pipeline.tools["scheduler"]
     given = {argument: config[name] for name, argument in SHIFT_NAMES.items() if name in config}
     mu = min(float(calculate_shift(tokens, **given)), math.log(LARGEST_SHIFT))
-    return partial(even_levels, mu=mu)
+    if not pipeline.is_demo:  # which was trained at the shift of its folder
+        config = {**config, "use_dynamic_shifting": True}
+        if math.exp(mu) < LARGEST_SHIFT and not settings.shift and settings.sigmas is None:
+            progress.notify(
+                f"shift {math.exp(mu):.2f} for so small a section, as the publisher's application; it was 7"
+            )
+    return partial(even_levels, mu=mu), config
 
 
 def _predictor(
