@@ -59,11 +59,32 @@ def ltx(name: str, **request: Any) -> Callable[[Path], torch.Tensor]:
     return from_words(name, loops.LTX_SIZE, loops.NEGATIVE, loops.ltx, **request)
 
 
+def ltx_twice(variant: str, blocks: int) -> Callable[[Path], torch.Tensor]:
+    """Both passes, as the template has them: sample, upscale the latents, sample, decode."""
+
+    def run(folder: Path) -> torch.Tensor:
+        made = loops.ltx("ltx_condition", folder, blocks)
+        pipeline = load(LoadRequest(made, device="cpu", precision="fp32", variant=variant))
+        prompt = stages.encode_prompt(pipeline, PromptRequest(loops.PROMPT, loops.NEGATIVE), Silent())
+        asked = SampleSettings(*loops.LTX_FIRST, 0, seed=loops.SEED)
+        low = stages.sample(pipeline, prompt, None, asked, Silent())
+        high = stages.upscale(pipeline, low, loops.ltx_upscaler(folder), Silent())
+        asked = SampleSettings(*loops.LTX_FINAL, 0, seed=loops.SEED, latents=high)
+        return stages.decode(pipeline, stages.sample(pipeline, prompt, None, asked, Silent()), Silent())
+
+    return run
+
+
 OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "framepack": framepack("framepack"),
     "framepack f1": framepack("framepack_f1"),
     "hunyuan video": from_words("hunyuan_video"),
     "ltx 0.9.0": ltx("ltx"),
+    "ltx 0.9.5": ltx("ltx_condition"),
+    "ltx 0.9.6 distilled": ltx("ltx_condition", variant="distilled_0.9.6"),
+    "ltx 2B 0.9.8 distilled": ltx_twice("distilled", loops.LTX_BLOCKS),
+    "ltx 13B 0.9.8 distilled": ltx_twice("distilled", 29),
+    "ltx 13B 0.9.8 dev": ltx_twice("dev", 40),
     "mochi": from_words("mochi"),
 }
 

@@ -26,7 +26,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), sys.argv[2]]
 
 import layouts  # noqa: E402
 import tiny  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from published import loops  # noqa: E402
 
@@ -291,8 +291,8 @@ LTX_VAES = {  # in the publisher's words: 0.9.0, and since 0.9.5; the names of t
         ],
          "decoder_blocks": [["res_x", {"num_layers": 1, "inject_noise": False}]]
          + [["compress_all", {"residual": True, "multiplier": 2}], ["res_x", {"num_layers": 1, "inject_noise": False}]]
-         * 3, "timestep_conditioning": True},
-        "the VAE of LTX-Video 0.9.5 as released",
+         * 3, "timestep_conditioning": True, "decoder_base_channels": 4},
+        "the VAE of LTX-Video 0.9.5 and later as released",
     ),
 }  # fmt: skip
 
@@ -327,22 +327,32 @@ def ltx_pipeline(name: str, scheduler: dict[str, Any], blocks: int = loops.LTX_B
     )  # fmt: skip
 
 
-def ltx(name: str, config: str, **scheduler: Any) -> Callable[[], torch.Tensor]:
+def ltx(
+    name: str, config: str, fps: int = 25, blocks: int = loops.LTX_BLOCKS, **scheduler: Any
+) -> Callable[[], torch.Tensor]:
     """``inference.py`` with a published configuration, for a prompt that it does not rewrite."""
 
     def run() -> torch.Tensor:
         import yaml
 
         given = yaml.safe_load((CLONE / "configs" / config).read_text())
-        pipe = ltx_pipeline(name, scheduler)
+        pipe = ltx_pipeline(name, scheduler, blocks)
+        from ltx_video.models.autoencoders.latent_upsampler import LatentUpsampler
         from ltx_video.pipelines import pipeline_ltx_video as upstream
         from ltx_video.utils.skip_layer_strategy import SkipLayerStrategy
 
         draws, (width, height) = generator(), loops.LTX_SIZE
+        if given["pipeline_type"] == "multi-scale":
+            width, height = loops.LTX_FINAL
+            network = LatentUpsampler(mid_channels=32, num_blocks_per_stage=1)
+            network.load_state_dict(load_file(loops.ltx_upscaler(FOLDER)), strict=True)
+            pipe = upstream.LTXMultiScalePipeline(pipe, network.eval())
         real = torch.randn
 
         def noise(shape: tuple[int, ...], **_: Any) -> torch.Tensor:
-            return real(1, shape[2], 16, height // 32, width // 32, generator=draws).flatten(2).transpose(1, 2)
+            draws.manual_seed(loops.SEED)  # each pass is a node with its seed
+            grid = 16, *loops.LTX_GRIDS[shape[1]]
+            return real(1, shape[2], *grid, generator=draws).flatten(2).transpose(1, 2)
 
         assert given.pop("stg_mode") == "attention_values"
         with (
@@ -351,7 +361,7 @@ def ltx(name: str, config: str, **scheduler: Any) -> Callable[[], torch.Tensor]:
         ):
             film = pipe(
                 **given, skip_layer_strategy=SkipLayerStrategy.AttentionValues, generator=draws, output_type="pt",
-                height=height, width=width, num_frames=121, frame_rate=25, prompt=loops.PROMPT,
+                height=height, width=width, num_frames=121, frame_rate=fps, prompt=loops.PROMPT,
                 negative_prompt=loops.NEGATIVE, prompt_attention_mask=None, negative_prompt_attention_mask=None,
                 media_items=None, conditioning_items=None, is_video=True, vae_per_channel_normalize=True,
                 image_cond_noise_scale=0.15, mixed_precision=False, offload_to_cpu=False, enhance_prompt=False,
@@ -378,8 +388,15 @@ LOOPS = {
     ),
     "ltx 0.9.5": Loop(*LIGHTRICKS, ltx("ltx_condition", "ltxv-2b-0.9.5.yaml", sampler="LinearQuadratic")),
     "ltx 0.9.6 distilled": Loop(
-        *LIGHTRICKS, ltx("ltx_condition", "ltxv-2b-0.9.6-distilled.yaml", sampler="LinearQuadratic")
+        *LIGHTRICKS, ltx("ltx_condition", "ltxv-2b-0.9.6-distilled.yaml", fps=30, sampler="LinearQuadratic")
     ),
+    **{
+        f"ltx {size} 0.9.8 {kind}": Loop(
+            *LIGHTRICKS,
+            ltx("ltx_condition", f"ltxv-{size.lower()}-0.9.8-{kind}.yaml", 30, blocks, sampler="LinearQuadratic"),
+        )
+        for size, kind, blocks in (("2B", "distilled", loops.LTX_BLOCKS), ("13B", "distilled", 29), ("13B", "dev", 40))
+    },
     "mochi": Loop("genmoai/mochi", "0c86aeb", "Apache-2.0", mochi),
     "hunyuan video": Loop("Tencent-Hunyuan/HunyuanVideo", "fa14b00", TENCENT, hunyuan_video),
 }

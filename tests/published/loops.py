@@ -55,6 +55,8 @@ def error(frames: torch.Tensor, stored: dict[str, torch.Tensor]) -> float:
 
 
 LTX_SIZE, LTX_BLOCKS = (96, 64), 20  # the block without attention of the published recipe is the 20th
+LTX_FINAL, LTX_FIRST = (224, 128), (128, 64)  # of two passes: two thirds, down to a multiple of 32
+LTX_GRIDS = {96: (2, 3), 128: (2, 4), 512: (4, 8)}  # rows and columns of a pass by its tokens
 
 
 def ltx(name: str, folder: Path, blocks: int = LTX_BLOCKS) -> Path:
@@ -76,3 +78,15 @@ def ltx(name: str, folder: Path, blocks: int = LTX_BLOCKS) -> Path:
             randomise(made_of, blocks)
             made_of.save_pretrained(made / part)
     return made
+
+
+def ltx_upscaler(folder: Path) -> Path:
+    """A tiny latent upscaler of LTX-Video, in the names of its release."""
+    from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
+    from safetensors.torch import save_file
+
+    with torch.random.fork_rng(devices=[]):
+        network = LTXLatentUpsamplerModel(mid_channels=32, num_blocks_per_stage=1)
+    randomise(network, 1)
+    save_file(network.state_dict(), folder / "upscaler.safetensors")
+    return folder / "upscaler.safetensors"
