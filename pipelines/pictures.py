@@ -1,4 +1,5 @@
-"""Pictures fitted to a size a family can make: frames (F, H, W, 3) in 0..1, on the CPU, never through 8 bits."""
+"""Pictures fitted to a size a family can make: frames (F, H, W, 3) in 0..1, on the CPU; through 8 bits only where the
+publisher's own code goes through them."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import math
 import torch
 from torch.nn import functional
 
-from ..compat.device.execution import to_host
+from ..compat.device.execution import picture_of, to_host
 from ..compat.errors import InputError, require_choice
 from .family import FITS, FamilySpec
 from .pipeline import Pipeline
@@ -54,7 +55,8 @@ def fitted_size(family: FamilySpec, frames: torch.Tensor, width: int, height: in
         return size.width, size.height
     ratio = frames.shape[2] / frames.shape[1]
     if family.sizes.buckets and not (width and height):
-        tall, wide = min(family.sizes.buckets, key=lambda bucket: abs(math.log(bucket[1] / bucket[0] / ratio)))
+        rows, columns = frames.shape[1:3]
+        tall, wide = min(reversed(family.sizes.buckets), key=lambda bucket: abs(rows * bucket[1] - columns * bucket[0]))
         return wide, tall
     area = size.width * size.height
     wide = snap(family, _clamped(math.sqrt(area * ratio)), size.height, 1).width
@@ -78,12 +80,15 @@ def video_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: int
     return wide, tall, (frames.shape[0] - 1) // stride * stride + 1
 
 
-def fitted(frames: torch.Tensor, width: int, height: int, fit: str) -> torch.Tensor:
+def fitted(frames: torch.Tensor, width: int, height: int, fit: str, filtered: str = "") -> torch.Tensor:
     """``frames`` at width x height: (F, height, width, 3), fp32, 0..1. ``stretch`` ignores the shape, ``pad`` adds
-    black bars, ``crop`` and ``nearest bucket`` cut off the rest."""
+    black bars, ``crop`` and ``nearest bucket`` cut off the rest; the last by PIL's filter ``filtered`` in 8 bits, where
+    a publisher's own application does."""
     rows, columns = frames.shape[1:3]
     if (rows, columns) == (height, width):
         return frames
+    if filtered and fit == FITS[0]:
+        return torch.stack([_in_bytes(frame, width, height, filtered) for frame in frames])
     if fit == "stretch":
         return _resized(frames, width, height)
     grow = min if fit == "pad" else max
@@ -104,6 +109,19 @@ def _resized(frames: torch.Tensor, width: int, height: int) -> torch.Tensor:
     picture = frames.permute(0, 3, 1, 2)
     scaled = functional.interpolate(picture, size=(height, width), mode="bicubic", antialias=True, align_corners=False)
     return scaled.clamp(0, 1).permute(0, 2, 3, 1).contiguous()
+
+
+def _in_bytes(frame: torch.Tensor, width: int, height: int, filtered: str) -> torch.Tensor:
+    """One frame, resized and cut by PIL. Source: lllyasviel/FramePack 97fe5db diffusers_helper/utils.py:42."""
+    import numpy
+    from PIL import Image
+
+    picture = picture_of(frame)
+    scale = max(width / picture.width, height / picture.height)
+    wide, tall = round(picture.width * scale), round(picture.height * scale)
+    left, top, right, low = (wide - width) / 2, (tall - height) / 2, (wide + width) / 2, (tall + height) / 2
+    cut = picture.resize((wide, tall), Image.Resampling[filtered]).crop((left, top, right, low))
+    return torch.from_numpy(numpy.array(cut)).float() / 255
 
 
 def _clamped(side: float) -> int:

@@ -184,6 +184,7 @@ def complete(
     defaults, steps = family.sizes.defaults, settings.steps if settings.sigmas is None else len(settings.sigmas) - 1
     steps = steps or defaults.steps
     require_range("steps", steps, family.sizes.min_steps, MOST_STEPS, f"steps for {family.title}")
+    settings = _at_rate(settings, defaults.fps, progress)
     own = {name: getattr(settings, name) or getattr(defaults, name) for name in ("fps", "guidance", "cfg", "shift")}
     settings = replace(
         settings,
@@ -227,6 +228,15 @@ def complete(
                 fix="Connect width and height of Encode Image to the sample node.",
             )
     return _with_latents(family, settings, progress)
+
+
+def _at_rate(settings: SampleSettings, usual: float, progress: Progress) -> SampleSettings:
+    """``settings`` at the frame rate of the first pass, where they are of a second one that names none."""
+    if settings.latents is None or settings.fps or not _refines(settings):
+        return settings
+    if settings.latents.fps != usual:
+        progress.notify(f"{settings.latents.fps:g} fps, as in the first pass; it was {usual:g}")
+    return replace(settings, fps=settings.latents.fps)
 
 
 def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progress) -> SampleSettings:

@@ -27,7 +27,7 @@ from .base import (
     PromptRequest,
     SampleSettings,
 )
-from .family import FamilySpec
+from .family import FITS, FamilySpec
 from .forecast.fit import fit_offload, release_text
 from .forecast.seconds import Run, planned_run, work_key
 from .forecast.shortage import EXPLAINED, explain_shortage
@@ -163,9 +163,11 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
     else:
         width, height = picture_size(pipeline, frames, request.width, request.height, fit)
     report_unused(family, request, ("frame", "strength", "vision", "previous", "control"), progress)
-    pictures = fitted(frames, width, height, fit)
+    pictures = fitted(frames, width, height, fit, family.sizes.picture_filter)
     if tuple(frames.shape[1:3]) != (height, width):
-        progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({fit})")
+        by = family.sizes.picture_filter and fit == FITS[0]
+        how = f"{fit}, {family.sizes.picture_filter.lower()} as its publisher; crop resizes as before" if by else fit
+        progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({how})")
     completed = replace(request, frames=pictures, width=width, height=height)
     run = partial(planned_run, pipeline, Size(width, height, family.sizes.defaults.frames))
     with running(IMAGE, pipeline, progress, SampleSettings(width, height, len(pictures)), run=run):

@@ -268,3 +268,21 @@ class TestFit:
         family = FAMILIES["framepack"]
         wide, tall = fitted_size(family, torch.zeros(1, 832, 480, 3), 0, 0, "nearest bucket")
         assert (tall, wide) in family.sizes.buckets and tall > wide
+
+    @pytest.mark.parametrize(
+        ("picture", "bucket"),
+        [((1001, 1001), (640, 608)), ((1686, 799), (864, 448)), ((534, 976), (448, 864)), ((300, 900), (416, 960))],
+    )
+    def test_buckets_are_chosen_as_framepack_chooses_them(self, picture, bucket):
+        """By ``find_nearest_bucket``, 97fe5db diffusers_helper/bucket_tools.py:21, of height and width."""
+        family = FAMILIES["framepack"]
+        wide, tall = fitted_size(family, torch.zeros(1, *picture, 3), 0, 0, "nearest bucket")
+        assert (tall, wide) == bucket
+
+    def test_the_publishers_filter_is_only_for_the_nearest_bucket(self):
+        """A picture of 8 bits, resized by PIL; what was chosen is resized as before."""
+        asked = FRAMES[:1], 96, 32
+        found = fitted(*asked, "nearest bucket", "LANCZOS")
+        assert found.shape == (1, 32, 96, 3) and torch.equal((found * 255).round() / 255, found)
+        assert not torch.equal(found, fitted(*asked, "nearest bucket"))
+        assert torch.equal(fitted(*asked, "crop", "LANCZOS"), fitted(*asked, "crop"))

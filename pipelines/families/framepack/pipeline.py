@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....compat.device.execution import HOST, checked_layers, generator_for, inputs_placed, placed, state_of, to_host
+from ....compat.device import execution
+from ....compat.device.execution import checked_layers, generator_for, inputs_placed, placed, state_of, to_host
 from ....compat.errors import InputError
 from ... import base
 from ...base import Call, FramePackSettings, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings
 from ...files.evidence import Evidence
-from ...pictures import checked_vision, signed
+from ...pictures import checked_vision
 from ...pipeline import Pipeline
 from ...sampling.core_sampler import guidance_of, required
 from ...sampling.loop import denoise, held_transformer, noise_for, safeguards_of, sampled_latents
@@ -24,7 +25,7 @@ from ...sampling.resume import SectionState, SectionStore, resume_key
 from ...sampling.schedules import UNIPC_BH1, Guidance, Levels, Predict, even_levels, schedule_for
 from ...settings import MOST_FRAMES
 from ...text.llama import llama_embeds, llama_forwards, llama_from_core
-from ...text.t5 import bare_pipeline, described
+from ...text.t5 import described
 from ...vae.fallback import decoding, encoded_moments
 from ...vae.plan import DecodeRequest
 from .sections import VISION, History, Plan, joined, plan_for, spans
@@ -34,7 +35,7 @@ from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
 
 START, END = "start", "end"
 PLACES = {0: START, -1: END}
-LARGEST_SHIFT = 7.0  # of the models' own schedule, where the scheduler's configuration asks for a dynamic one
+LARGEST_SHIFT = 7.0  # of the models' own schedule, which grows with the size of a section
 SHIFTS = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")  # without image_ in its function
 
 F1_NAME = r"f1(?!\d)"
@@ -164,12 +165,13 @@ def sample(
     history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, progress)
     key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else str
     shape, vision = (*start.shape[:2], plan.sampled, *start.shape[3:]), image.tensors[VISION].to(device)
+    levels, config = _levels_for(pipeline, shape, settings, progress)
     with held_transformer(pipeline, settings, progress, plan.sampled) as transformer:
         _resume(history, generator, None if keeper is None else keeper.found(key()), progress)
         for index in range(len(history.lengths), plan.count):
             noise, part = noise_for(shape, generator, device), base.SubProgress(progress, index, plan.count, "section")
-            levels, text = _levels_for(pipeline, noise), texts[plan.place(index)]
-            schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, levels, device)
+            text = texts[plan.place(index)]
+            schedule = schedule_for(config, settings, settings.steps, levels, device)
             predict = _predictor(pipeline, transformer, history, text, vision, settings, len(schedule))
             safeguards = safeguards_of(pipeline, part, generator, index)
             history.add(to_host(denoise(noise, schedule, predict, progress=part, safeguards=safeguards)))
@@ -255,14 +257,11 @@ def _vision(pipeline: Pipeline, request: base.ImageRequest, progress: Progress) 
     if request.vision is not None:
         width = int(pipeline.configs["transformer"].get("image_proj_dim", 1152))
         return checked_vision(request.vision, side * side, width)
-    from diffusers import HunyuanVideoFramepackPipeline
-
+    # In 8 bits, as the publisher's application: floats, which diffusers gives the processor, are cut off to other ones.
+    given = pipeline.tools["feature_extractor"](images=execution.picture_of(request.frames[0]), return_tensors="pt")
     hold, device = pipeline.offloader.hold("image_encoder", 0, progress), pipeline.offloader.device_of("image_encoder")
     with hold as encoder, checked_layers(encoder, progress.check), inputs_placed(encoder, device):
-        tools = {"image_encoder": encoder, "feature_extractor": pipeline.tools["feature_extractor"]}
-        pipe = bare_pipeline(HunyuanVideoFramepackPipeline, **tools)
-        picture = signed(request.frames)[:, :, 0]
-        states = pipe.encode_image(picture, device=HOST)
+        states = encoder(given["pixel_values"].to(encoder.dtype)).last_hidden_state
         progress.step(1, 1, base.ProgressStage("encoding", "image for SigLIP"))
     return to_host(states).float()
 
@@ -293,14 +292,24 @@ def _texts(pipeline: Pipeline, prompt: Prompt, plan: Plan, progress: Progress) -
     return [{**common, "cond": text} for text in [first, *further, *[first] * (plan.count - 1 - len(further))]]
 
 
-def _levels_for(pipeline: Pipeline, latents: Tensor) -> Callable[[int], Levels]:
+def _levels_for(
+    pipeline: Pipeline, shape: Sequence[int], settings: SampleSettings, progress: Progress
+) -> tuple[Callable[[int], Levels], dict[str, Any]]:
+    """From a number of steps to evenly falling levels with the shift that latents of this ``shape`` ask for, and the
+    scheduler's settings, in which that shift acts whatever the folder beside the transformer says."""
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_framepack import calculate_shift
 
-    tokens = math.prod(latents.shape[2:]) / int(pipeline.configs["transformer"].get("patch_size", 2)) ** 2
+    tokens = math.prod(shape[2:]) / int(pipeline.configs["transformer"].get("patch_size", 2)) ** 2
     config = pipeline.tools["scheduler"]
     given = {name.replace("image_", ""): config[name] for name in SHIFTS if name in config}
     mu = min(float(calculate_shift(tokens, **given)), math.log(LARGEST_SHIFT))
-    return partial(even_levels, mu=mu)
+    if not pipeline.is_demo:  # which was trained at the shift of its folder
+        config = {**config, "use_dynamic_shifting": True}
+        if math.exp(mu) < LARGEST_SHIFT and not settings.shift and settings.sigmas is None:
+            progress.notify(
+                f"shift {math.exp(mu):.2f} for so small a section, as the publisher's application; it was 7"
+            )
+    return partial(even_levels, mu=mu), config
 
 
 def _predictor(

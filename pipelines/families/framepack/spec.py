@@ -86,6 +86,7 @@ SPEC = family.FamilySpec(
         ratio=SPATIAL_RATIO,
         stride=TEMPORAL_RATIO,
         defaults=family.Defaults(width=640, height=608, frames=145, steps=25, fps=30.0, guidance=10.0),
+        picture_filter="LANCZOS",
         buckets=(*UPRIGHT, *((high, wide) for wide, high in reversed(UPRIGHT))),
     ),
     recipes=family.Recipes(

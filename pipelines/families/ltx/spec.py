@@ -94,7 +94,7 @@ RECIPES = {
         source=CONFIGS + "ltxv-2b-0.9.6-distilled.yaml",
         steps=8,
         guidance=(family.GuidanceStep(blocks=(19,)),),
-        timesteps=TRAINED,
+        timesteps=(1.0, 0.99375, 0.9875, 0.98125, 0.975, 0.909375, 0.725, 0.421875),  # those, unrounded
         stochastic=True,
         size=LARGE_SIZE,
     ),

@@ -27,9 +27,11 @@ THRESHOLD_NOISE = 0.025
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
-    """T5 embeddings of both texts; an empty negative prompt is zeroed where the model's index says so."""
+    """T5 embeddings of both texts; an empty one is zeroed, as Genmo does, unless the index says otherwise."""
     from diffusers import MochiPipeline
 
+    if _zeroed(pipeline) and not request.negative:
+        progress.notify("an empty negative prompt is all zeros, as in Genmo's own code")
     positive, negative = t5_embeds(pipeline, MochiPipeline, request, progress, **{ZEROED: _zeroed(pipeline)})
     return Prompt(SPEC.id, positive, negative)
 
@@ -39,7 +41,8 @@ def text_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards
 
 
 def _zeroed(pipeline: Pipeline) -> bool:
-    return bool(pipeline.tools["index"].get(ZEROED, False))
+    """True if an empty text is zeroed, as Genmo does; the demo model was trained without."""
+    return bool(pipeline.tools["index"].get(ZEROED, not pipeline.is_demo))
 
 
 prompt_from_core = t5_from_core

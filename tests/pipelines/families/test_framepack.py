@@ -58,6 +58,9 @@ def _run(name: str, folder: Path) -> SimpleNamespace:
     end = stages.encode_image(pipeline, ImageRequest(END, WIDTH, HEIGHT, frame=-1, previous=start), "stretch", Silent())
     # The same weights in memory: other addresses move the last bits of a matrix product.
     pipe.register_modules(transformer=pipeline.parts["transformer"], vae=pipeline.parts["vae"])
+    pipe.scheduler.register_to_config(use_dynamic_shifting=True)  # as the publisher's own levels are
+    # Of a picture in 8 bits, as the publisher's; diffusers gives the processor floats.
+    pipe.encode_image = lambda *_, **__: start.tensors["vision"]
     return SimpleNamespace(
         name=name,
         pipe=pipe,

@@ -1,0 +1,103 @@
+"""Whole loops, from words and a picture to the last frame: an untouched graph beside its publisher's own code.
+
+``published/loop_reference.py`` ran that code; here the stages run with every input at its default, but for seed, size
+and words.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.family import FITS
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
+from published import compared, loops
+from safetensors.torch import load_file
+
+
+def framepack(name: str) -> Callable[[Path], torch.Tensor]:
+    """A clip of the application's own length, from a picture of another shape."""
+
+    def run(folder: Path) -> torch.Tensor:
+        tiny.build("siglip", folder)
+        base = tiny.build("hunyuan_video", folder)
+        pipeline = load(LoadRequest(tiny.build(name, folder), device="cpu", precision="fp32", base=base))
+        height, width = loops.FRAMEPACK_SIZE
+        prompt = stages.encode_prompt(pipeline, PromptRequest(loops.PROMPT, ""), Silent())
+        asked = ImageRequest(loops.picture(*loops.FRAMEPACK_PICTURE), width, height)
+        image = stages.encode_image(pipeline, asked, FITS[0], Silent())
+        assert (image.width, image.height) == (width, height)
+        settings = SampleSettings(width, height, 0, seed=loops.SEED)
+        latents = stages.sample_framepack(
+            pipeline, prompt, image, settings, FramePackSettings(loops.FRAMEPACK_SECONDS), Silent()
+        )
+        return stages.decode(pipeline, latents, Silent())
+
+    return run
+
+
+def from_words(
+    name: str, size: tuple[int, int] = loops.SIZE, negative: str = "", build: Any = tiny.build, **request: Any
+) -> Callable[[Path], torch.Tensor]:
+    """A clip from words alone."""
+
+    def run(folder: Path) -> torch.Tensor:
+        pipeline = load(LoadRequest(build(name, folder), device="cpu", precision="fp32", **request))
+        prompt = stages.encode_prompt(pipeline, PromptRequest(loops.PROMPT, negative), Silent())
+        latents = stages.sample(pipeline, prompt, None, SampleSettings(*size, 0, seed=loops.SEED), Silent())
+        return stages.decode(pipeline, latents, Silent())
+
+    return run
+
+
+def ltx(name: str, **request: Any) -> Callable[[Path], torch.Tensor]:
+    return from_words(name, loops.LTX_SIZE, loops.NEGATIVE, loops.ltx, **request)
+
+
+def ltx_twice(variant: str, blocks: int) -> Callable[[Path], torch.Tensor]:
+    """Both passes, as the template has them: sample, upscale the latents, sample, decode."""
+
+    def run(folder: Path) -> torch.Tensor:
+        made = loops.ltx("ltx_condition", folder, blocks)
+        pipeline = load(LoadRequest(made, device="cpu", precision="fp32", variant=variant))
+        prompt = stages.encode_prompt(pipeline, PromptRequest(loops.PROMPT, loops.NEGATIVE), Silent())
+        asked = SampleSettings(*loops.LTX_FIRST, 0, seed=loops.SEED)
+        low = stages.sample(pipeline, prompt, None, asked, Silent())
+        high = stages.upscale(pipeline, low, loops.ltx_upscaler(folder), Silent())
+        asked = SampleSettings(*loops.LTX_FINAL, 0, seed=loops.SEED, latents=high)
+        return stages.decode(pipeline, stages.sample(pipeline, prompt, None, asked, Silent()), Silent())
+
+    return run
+
+
+OURS: dict[str, Callable[[Path], torch.Tensor]] = {
+    "framepack": framepack("framepack"),
+    "framepack f1": framepack("framepack_f1"),
+    "hunyuan video": from_words("hunyuan_video"),
+    "ltx 0.9.0": ltx("ltx"),
+    "ltx 0.9.5": ltx("ltx_condition"),
+    "ltx 0.9.6 distilled": ltx("ltx_condition", variant="distilled_0.9.6"),
+    "ltx 2B 0.9.8 distilled": ltx_twice("distilled", loops.LTX_BLOCKS),
+    "ltx 13B 0.9.8 distilled": ltx_twice("distilled", 29),
+    "ltx 13B 0.9.8 dev": ltx_twice("dev", 40),
+    "mochi": from_words("mochi"),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", OURS)
+def test_an_untouched_graph_makes_the_publishers_frames(tiny_folder: Path, name: str) -> None:
+    stored = load_file(loops.fixture(name))
+    error = loops.error(OURS[name](tiny_folder), stored)
+    print(f"{name}: {error:.1e}")
+    assert error <= loops.BAR
+    assert error <= 2 * compared.LOOPS[name], "the page says less"
+
+
+def test_each_loop_of_the_page_is_run() -> None:
+    assert OURS.keys() == compared.LOOPS.keys()

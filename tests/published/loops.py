@@ -1,0 +1,92 @@
+"""What the whole loops of publishers and our untouched graphs share: prompt, picture, seed, and what is kept of frames.
+
+`loop_reference.py` runs the publishers' loops and writes ``fixtures/published/loop_NAME.safetensors``;
+`tests/pipelines/test_whole_loops.py` runs ours.
+"""
+
+import shutil
+from pathlib import Path
+
+import tiny
+import torch
+from tiny.weights import randomise
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "published"
+BAR = 1e-4  # largest difference of a pixel in 0..1
+PROMPT, NEGATIVE, SEED = "a red cat jumps over the wall", "blurry and ugly", 7
+LEVELS = 2**15 - 1  # of kept pixels: half a level is 1.5e-5
+
+FRAMEPACK_SECONDS = 5.0  # the default of both
+FRAMEPACK_PICTURE, FRAMEPACK_SIZE = (151, 96), (64, 96)  # width and height; the size that both are made at: H, W
+SIZE = (80, 48)  # width and height of the families that draw what they are told
+
+
+def fixture(name: str) -> Path:
+    """Where a loop's frames are kept."""
+    return FIXTURES / f"loop_{name.replace(' ', '_')}.safetensors"
+
+
+def picture(width: int, height: int) -> torch.Tensor:
+    """A picture (1, H, W, 3) in 0..1 of 8 bits, as core loads one: smooth, with an edge and some grain."""
+    rows, columns = torch.meshgrid(torch.linspace(0, 1, height), torch.linspace(0, 1, width), indexing="ij")
+    smooth = torch.stack([rows, columns, (6 * rows * columns).sin() / 2 + 0.5], dim=-1)
+    smooth[height // 3 : height // 2, width // 4 : width // 2] = 0.9
+    grain = torch.rand(height, width, 3, generator=torch.Generator().manual_seed(3))
+    return ((0.9 * smooth + 0.1 * grain).clamp(0, 1) * 255).round()[None] / 255
+
+
+def kept(frames: torch.Tensor, most: int = 12_000) -> dict[str, torch.Tensor]:
+    """Evenly spread pixels of frames (F, H, W, 3) in 0..1, and their shape.
+
+    The step between them shares no factor with the sides, so that every column, row and frame is seen.
+    """
+    step = max(1, frames.numel() // most)
+    while any(step % prime == 0 for prime in (2, 3, 5, 7) if step > 1):
+        step += 1
+    pixels = (frames.double().flatten()[::step] * LEVELS).round().to(torch.int16)
+    return {"pixels": pixels, "shape": torch.tensor(frames.shape), "step": torch.tensor(step)}
+
+
+def error(frames: torch.Tensor, stored: dict[str, torch.Tensor]) -> float:
+    """The largest difference of our frames from the kept ones."""
+    assert tuple(frames.shape) == tuple(stored["shape"].tolist())
+    ours = frames.double().flatten()[:: int(stored["step"])]
+    return float((ours - stored["pixels"].double() / LEVELS).abs().max())
+
+
+LTX_SIZE, LTX_BLOCKS = (96, 64), 20  # the block without attention of the published recipe is the 20th
+LTX_FINAL, LTX_FIRST = (224, 128), (128, 64)  # of two passes: two thirds, down to a multiple of 32
+LTX_GRIDS = {96: (2, 3), 128: (2, 4), 512: (4, 8)}  # rows and columns of a pass by its tokens
+
+
+def ltx(name: str, folder: Path, blocks: int = LTX_BLOCKS) -> Path:
+    """The tiny checkpoint ``name`` of LTX-Video with as many blocks as its recipe names, and a VAE of widths that the
+    publisher's class can have."""
+    from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
+
+    made = folder / f"{name}_{blocks}_blocks"
+    if not made.is_dir():
+        shutil.copytree(tiny.build(name, folder), made)
+        config = LTXVideoTransformer3DModel.load_config(made / "transformer")
+        vae = AutoencoderKLLTXVideo.load_config(made / "vae")
+        if name == "ltx":
+            vae |= dict.fromkeys(("block_out_channels", "decoder_block_out_channels"), (8, 16, 32, 32))
+        with torch.random.fork_rng(devices=[]):
+            module = LTXVideoTransformer3DModel.from_config({**config, "num_layers": blocks})
+            decoder = AutoencoderKLLTXVideo.from_config(vae)
+        for part, made_of in {"transformer": module, "vae": decoder}.items():
+            randomise(made_of, blocks)
+            made_of.save_pretrained(made / part)
+    return made
+
+
+def ltx_upscaler(folder: Path) -> Path:
+    """A tiny latent upscaler of LTX-Video, in the names of its release."""
+    from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
+    from safetensors.torch import save_file
+
+    with torch.random.fork_rng(devices=[]):
+        network = LTXLatentUpsamplerModel(mid_channels=32, num_blocks_per_stage=1)
+    randomise(network, 1)
+    save_file(network.state_dict(), folder / "upscaler.safetensors")
+    return folder / "upscaler.safetensors"
