@@ -41,6 +41,7 @@ KINDS: dict[str, dict[str, re.Pattern[str]]] = {  # the instructions of each kin
     },
 }
 WORSE = {"lt": "le", "gt": "ge", "rn": "rz", "0x7fff": "0", "1": "2", "2": "4"}
+FAULTS = ("MemoryFault", "Race", "Deadlock", "died of")
 POISON = {"rs": "mov.b16 %rs{}, {:#x};", "r": "mov.b32 %r{}, {:#x};", "v": "v_mov_b32_e32 v{}, {:#x}"}
 Key = tuple[str, torch.dtype]
 Mutant = tuple[str, torch.dtype, str, int]  # operation, dtype, kind, which instruction of that kind
@@ -87,6 +88,7 @@ def notices(mutant: Mutant, kinds: dict[str, re.Pattern[str]]) -> bool:
     operation, dtype, kind, number = mutant
     with executed(Execution(mutate=damaging(kinds[kind], kind, number))):
         (cell,) = self_tests(torch.device("cpu"), TRITON, (operation,), (dtype,))
+    assert cell.launched or any(fault in cell.fault for fault in FAULTS), cell  # and no toolchain that failed
     return not cell.right
 
 
