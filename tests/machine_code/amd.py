@@ -277,8 +277,10 @@ class Image:
 
 def assembled(text: str, target: Any) -> bytes:
     """The code object of an assembly, as Triton makes it."""
+    from triton._C.libtriton import llvm
     from triton.backends.amd.compiler import HIPBackend
 
+    llvm.init_targets()  # as compiling does, which a kept kernel needs no more
     return HIPBackend.make_hsaco(text, {}, target)  # of the options it reads the target's name alone
 
 

@@ -31,12 +31,13 @@ class Execution:
 
     Args:
         contract: fuse products and sums as ptxas may. seed: of a random order of warps; None runs them in step or turn.
-        mutate: changes PTX or assembly before it runs.
+        mutate: changes PTX or assembly before it runs. run: False compiles alone.
     """
 
     contract: bool = False
     seed: int | None = None
     mutate: Callable[[str], str] = str
+    run: bool = True
     instructions: int = 0
     kernels: list[str] = field(default_factory=list)
     results: list[bytes] = field(default_factory=list)
@@ -70,6 +71,9 @@ def executed(how: Execution) -> Iterator[Execution]:
 
     def run(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> Any:
         compiled = original(kernel, *args, grid=grid, warmup=True, **options)
+        if not how.run:
+            how.kernels.append(compiled.asm["ptx" if "ptx" in compiled.asm else "amdgcn"])
+            return compiled
         values = dict(zip(kernel.arg_names, args, strict=False)) | options
         kinds = compiled.src.signature
         _execute(compiled, [values[name] for name, kind in kinds.items() if kind != "constexpr"], grid, how)

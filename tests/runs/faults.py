@@ -33,7 +33,7 @@ class Interrupted(BaseException):
 
 
 ERRORS = {"shortage": SHORTAGES, "lost": LOSSES, "interrupt": [Interrupted, KeyboardInterrupt]}
-Run = Callable[[], torch.Tensor]
+Run = Callable[[], Any]  # a tensor, or several by name
 
 
 def outcome(run: Run, wanted: torch.Tensor, kind: str, fault: Any, passes: str | None = None) -> str:
@@ -45,6 +45,7 @@ def outcome(run: Run, wanted: torch.Tensor, kind: str, fault: Any, passes: str |
     try:
         with fault as met:
             found = run()
+        found = together(found)
     except BaseException as raised:
         text, parts = str(raised), parts_of(str(raised)).keys()
         told = {
@@ -64,6 +65,11 @@ def outcome(run: Run, wanted: torch.Tensor, kind: str, fault: Any, passes: str |
         return "swallowed"
     near = found.shape == wanted.shape and bool((found - wanted).abs().max() <= NEAR)
     return "survived" if near else "wrong"
+
+
+def together(found: Any) -> torch.Tensor:
+    """All values of a tensor, or of several by name."""
+    return found if isinstance(found, torch.Tensor) else torch.cat([one.flatten().float() for one in found.values()])
 
 
 def beside(parts: Mapping[str, nn.Module]) -> int:
@@ -93,7 +99,7 @@ def injected(
             run()
         with shortage(0) as every:
             wanted = run()
-        known[name] = wanted, every.count, own.count
+        known[name] = together(wanted), every.count, own.count
         gc.collect()
         most = max(most, beside(parts()))
     for _ in range(count):
@@ -107,7 +113,7 @@ def injected(
         ended = outcome(
             runs[name], wanted, kind, shortage(at, times, errors=[error], **more), str(error()) if guest else None
         )
-        if not torch.equal(runs[name](), wanted):
+        if not torch.equal(together(runs[name]()), wanted):
             ended += ", the next run differs"
         gc.collect()
         if (left := beside(parts()) - most) > 0:

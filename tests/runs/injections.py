@@ -17,7 +17,7 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,16 +70,11 @@ def video(name: str, offload: str, folder: Path) -> tuple[dict[str, Run], Any]:
 
     latents = sampled()
     return {
-        "encode": lambda: together(stages.encode_prompt(pipeline, request, silent).embeds),
+        "encode": lambda: stages.encode_prompt(pipeline, request, silent).embeds,
         "sample": lambda: sampled().samples,
         "decode": lambda: stages.decode(pipeline, latents, silent),
         ANEW: anew,
     }, lambda: pipeline.parts
-
-
-def together(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """All values of some tensors."""
-    return torch.cat([tensor.flatten().float() for tensor in tensors.values()])
 
 
 def doctored(name: str, offload: str, folder: Path) -> tuple[dict[str, Run], Any]:
