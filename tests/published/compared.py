@@ -68,7 +68,7 @@ ROWS = (
         "0.9.8's 2B distilled, 13B distilled and 13B dev from text with `inference.py`, in a graph of both passes: as "
         "2B, lists of guidance, upscaler, AdaIN, tone map, resize",
         f"one pass, unless the graph has AnyGPU Upscale Latents and a second AnyGPU Sample; {PICTURES}; {NEGATIVE}; "
-        "0.9.7 distilled gets the tone map of 0.9.8; the second pass draws its noise by its node's seed",
+        "the second pass draws its noise by its node's seed",
         ("ltx 2B 0.9.8 distilled", "ltx 13B 0.9.8 distilled", "ltx 13B 0.9.8 dev"),
     ),
     Compared(

@@ -26,7 +26,7 @@ from ....compat.ranks import Group
 from ... import base
 from ...base import Call, ImageCondition, Latents, Progress, ProgressStage, Prompt, PromptRequest, SampleSettings
 from ...family import GuidanceStep, Recipe
-from ...files.evidence import Evidence
+from ...files.evidence import Evidence, names_around
 from ...pipeline import Pipeline
 from ...sampling import loop
 from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, read_between, schedule_for
@@ -36,7 +36,18 @@ from ...vae.chunked import SPATIAL_PADDING
 from ...vae.fallback import decoding, unsigned
 from ...vae.plan import DecodeRequest
 from . import conditions
-from .spec import CONDITION, DEV, DISTILLED, ENHANCED_WORDS, LARGE, SPATIAL_RATIO, SPEC, STOCHASTIC, TEMPORAL_RATIO
+from .spec import (
+    CONDITION,
+    DEV,
+    DISTILLED,
+    ENHANCED_WORDS,
+    LARGE,
+    OLDER,
+    SPATIAL_RATIO,
+    SPEC,
+    STOCHASTIC,
+    TEMPORAL_RATIO,
+)
 from .upscaler import upscale as upscale
 
 NOTHING = 1e-8  # added to a square norm before it divides
@@ -48,6 +59,8 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
     """The variant's published recipe at this size; without STG for a transformer that lacks the blocks it names."""
     count = int(pipeline.configs["transformer"].get("num_layers", 0))
     name = f"{pipeline.variant} {LARGE}" if count > LARGEST_2B else pipeline.variant
+    older = OLDER in Evidence(names=names_around(pipeline.model.source)).name_with(r"0\.9\.[78]")
+    name = f"{name} {OLDER}" if older and f"{name} {OLDER}" in SPEC.recipes.known else name
     recipe = SPEC.recipes.known.get(name, SPEC.recipes.known[pipeline.variant])
     return _within(recipe, count)
 

@@ -11,6 +11,7 @@ from .layouts import LAYOUTS
 CONDITION = "LTXConditionPipeline"
 DEV, DISTILLED, STOCHASTIC = "dev", "distilled", "distilled_0.9.6"
 LARGE = "13B"  # in the names of recipes: 48 blocks; else 28
+OLDER = "0.9.7"  # in them: of 13B distilled
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 128, 32, 8
 # Written by `python benchmarks/memory_fits.py`.
 FIT = family.FitFactors(tokens=13.47, latents=6.73, pixels=4.16, plain=3.95, text=4.35, streamed=9.25)
@@ -84,10 +85,12 @@ RECIPES = {
     DISTILLED: distilled("2B distilled", "ltxv-2b-0.9.8-distilled.yaml", block=19),
     f"{DISTILLED} {LARGE}": distilled(
         "13B distilled",
-        "ltxv-13b-0.9.8-distilled.yaml, -0.9.7-distilled",
+        "ltxv-13b-0.9.8-distilled.yaml",
         block=42,
-        tone_map=0.6,  # since 0.9.8
+        tone_map=0.6,
     ),
+    # Its configuration, in the parent of commit 02844ce, has no tone map.
+    f"{DISTILLED} {LARGE} {OLDER}": distilled("13B distilled", "ltxv-13b-0.9.7-distilled.yaml", block=42),
     STOCHASTIC: replace(
         BASE,
         name="2B distilled 0.9.6",
@@ -132,7 +135,10 @@ SPEC = family.FamilySpec(
         variants=(DEV, DISTILLED, STOCHASTIC),
         newer_variants=1,
         known=RECIPES,
-        named={r"13b.?0\.9\.[78].?distilled.?lora": f"{DISTILLED} {LARGE}"},
+        named={
+            r"13b.?0\.9\.7.?distilled.?lora": f"{DISTILLED} {LARGE} {OLDER}",
+            r"13b.?0\.9\.8.?distilled.?lora": f"{DISTILLED} {LARGE}",
+        },
         batched_cfg=True,
     ),
     rewrites=family.Rewrites(

@@ -87,12 +87,16 @@ def test_a_published_size_has_the_recipe_of_its_size(models: dict[str, Pipeline]
     """28 blocks are 2B, 48 are 13B; steps of which a transformer lacks the blocks are without STG."""
     pipeline = models["linear-quadratic"]
 
-    def of(variant: str, blocks: int) -> Recipe:
+    def of(variant: str, blocks: int, source: str = "ltxv.safetensors") -> Recipe:
         configs = {**pipeline.configs, "transformer": {**pipeline.configs["transformer"], "num_layers": blocks}}
-        return ltx.recipe_for(replace(pipeline, model=replace(pipeline.model, configs=configs, variant=variant)))
+        model = replace(pipeline.model, configs=configs, variant=variant, source=Path(source))
+        return ltx.recipe_for(replace(pipeline, model=model))
 
     assert of("dev", 28) == RECIPES["dev"] and of("dev", 48).guidance[3].blocks == (28,)
     assert of("distilled", 48).second.tone_map == 0.6 and of("distilled", 28).second.tone_map == 0.0
+    older = of("distilled", 48, "ltxv-13b-0.9.7-distilled.safetensors")
+    assert older.second.tone_map == 0.0 and older.timesteps == of("distilled", 48).timesteps
+    assert of("dev", 48, "ltxv-13b-0.9.7-dev.safetensors") == of("dev", 48)
     assert of("dev", 48).guidance[1].stg == 0.0
     assert of("dev", 2).guidance == (GuidanceStep(cfg=3.0),)
 

@@ -152,7 +152,7 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             HunyuanVideo-1.5-Diffusers-480p_t2v hunyuanvideo1.5_480p_t2v-Q8_0 hunyuanvideo1.5_720p_t2v_cfg_distilled""",
     },
     "ltx": {
-        "distilled 13B": "ltxv-13b-0.9.7-distilled-lora128",
+        "distilled 13B 0.9.7": "ltxv-13b-0.9.7-distilled-lora128",
         "caution": """ltxv-097-ic-lora-pose-control-comfyui ltxv-097-ic-lora-depth-control-comfyui
             ltxv-097-ic-lora-canny-control-comfyui ltxv-098-ic-lora-detailer-comfyui""",
         "": """ltx-video-2b-v0.9 ltx-video-2b-v0.9.1 ltx-video-2b-v0.9.5 ltxv-2b-0.9.6-dev-04-25
