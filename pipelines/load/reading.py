@@ -121,7 +121,8 @@ def _fitting(files: PartFiles, module: nn.Module, progress: Progress) -> PartFil
     """``files`` with the tensors of ``module``, which is empty; the few that it has no place for are left out."""
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     unused = sorted(files.entries.keys() - wanted.keys())
-    _require_same(files, wanted.keys() - files.entries.keys(), unused if is_another_model(unused, wanted) else ())
+    strange = unused if unused and is_another_model(unused, wanted) else []
+    _require_same(files, wanted.keys() - files.entries.keys(), strange)
     for name, shape in wanted.items():
         _require_shape(files, name, shape)
     if not unused:

@@ -72,6 +72,7 @@ DOWNLOAD = "a download"
 FARM = "farm/test_chaos.py"  # a cluster whose workers, drivers and nodes are killed
 CLUSTER = "farm/test_comfyui.py"  # one that does not answer, wants another token, or ends
 KITCHEN = "compat/device/test_packed_paths.py"  # a kernel library that is absent, refuses, or is wrong
+NAMES = "pipelines/test_job_folder.py"  # a disk on which a file has one name
 CONSTANT = "a class, number or name, which answers or Python itself is broken"
 TABLE: dict[str, str] = {
     **each(
@@ -87,7 +88,7 @@ TABLE: dict[str, str] = {
         "psutil. net_if_addrs",
     ),
     "ray.__version__": CONSTANT,
-    "Path.hardlink_to": "pipelines/test_job_folder.py",
+    "Path.hardlink_to": NAMES,
     **each(
         CLUSTER,
         "ray._private.authentication.authentication_token_setup. ensure_token_if_auth_enabled",

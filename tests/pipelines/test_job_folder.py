@@ -180,7 +180,7 @@ def test_the_workers_of_several_drivers_are_shown_together_and_damage_is_passed_
     assert len(folder.workers()) == 3
 
 
-def test_a_result_has_a_name_for_people_that_every_disk_takes(tmp_path: Path) -> None:
+def test_a_result_has_a_name_for_people_that_every_disk_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = JobFolder(tmp_path)
     folder.results.mkdir()
     (folder.results / "key.mp4").write_bytes(b"a video")
@@ -189,6 +189,12 @@ def test_a_result_has_a_name_for_people_that_every_disk_takes(tmp_path: Path) ->
     (shown,) = (folder.root / "named").iterdir()
     assert shown.name == "A_fox_why_狐_7_0123abcd.mp4" and shown.samefile(folder.results / "key.mp4")
     folder.show("gone.mp4", "gone")
+
+    def refused(*_: object) -> None:
+        raise OSError("one name for each file here")
+
+    monkeypatch.setattr(Path, "hardlink_to", refused)
+    folder.show("key.mp4", "another.mp4")
     assert len(list((folder.root / "named").iterdir())) == 1
 
 

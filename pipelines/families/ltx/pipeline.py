@@ -225,7 +225,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor
     begin = conditions.conditioned_start if _is_condition(pipeline) else conditions.plain_start
     start = begin(video, None, (), torch.Generator())
     tokens = LTXPipeline._pack_latents(call.latents)
-    output = _velocity(transformer, start.place, tokens, call.time, call.embeds, call.valid)
+    output = transformer(**_arguments(start.place, tokens, call.time, call.embeds, call.valid))[0]
     return LTXPipeline._unpack_latents(output, count, height, width)
 
 
@@ -353,7 +353,7 @@ def _predictor(
             inputs = torch.cat([tokens] * copies).to(dtype), torch.cat([times] * copies)
             branch = "without_attention" if blocks else "cond_uncond"
             with transformer.cache_context(branch), _without_attention(transformer, blocks):
-                return _velocity(transformer, stepper.start.place, *inputs, embeds, mask).float()
+                return transformer(**_arguments(stepper.start.place, *inputs, embeds, mask))[0].float()
 
         output = guidance.guided(index, by_halves(group, forward))
         # Solvers and preview reckon with one noise level for all: in a token that has less, less is to be removed.
@@ -362,19 +362,17 @@ def _predictor(
     return predict
 
 
-def _velocity(
-    transformer: Any, place: Mapping[str, Any], tokens: Tensor, times: Tensor, embeds: Tensor, mask: Tensor
-) -> Tensor:
-    """The velocity of tokens (B, N, 128), all of which are in the one ``place``."""
+def _arguments(place: Mapping[str, Any], tokens: Tensor, times: Tensor, embeds: Tensor, mask: Tensor) -> dict[str, Any]:
+    """The transformer's for tokens (B, N, 128), all of which are in the one ``place``."""
     rows = {name: value for name, value in place.items() if isinstance(value, Tensor)}
-    return transformer(
-        hidden_states=tokens,
-        encoder_hidden_states=embeds,
-        timestep=times,
-        encoder_attention_mask=mask,
-        return_dict=False,
+    return {
+        "hidden_states": tokens,
+        "encoder_hidden_states": embeds,
+        "timestep": times,
+        "encoder_attention_mask": mask,
+        "return_dict": False,
         **{**place, **{name: value.expand(len(tokens), *value.shape[1:]) for name, value in rows.items()}},
-    )[0]
+    }
 
 
 def _is_condition(pipeline: Pipeline) -> bool:
