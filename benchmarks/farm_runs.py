@@ -78,7 +78,8 @@ class Simulation:
 
     def __init__(self, tasks: Sequence[Task], fleet: Fleet, constants: Constants, seed: int = 0) -> None:
         self.fleet, self.constants, self.rng = fleet, constants, random.Random(seed)
-        self.schedule = TaskSchedule(tasks)
+        self.schedule = TaskSchedule()
+        self.schedule.add(tasks)
         self.work = sum(task.size for task in tasks)
         self.speed = {str(index): speed for index, speed in enumerate(fleet.speeds)}
         self.events = [(0.0, number, name, "free", None) for number, name in enumerate(self.speed)]

@@ -359,11 +359,16 @@ def packed_anew(folder: Path, weights: str) -> Path:
     return copy
 
 
+def share(row: dict[str, str] | None) -> str:
+    """The clips of 100 that are right; empty for what was not drawn."""
+    return "" if row is None else f"{float(row['right']) * 100:.0f}"
+
+
 def write_packed(_rows: list[Row]) -> None:
     """Write the table of what the shipped models draw from packed weights."""
     known = {(row["model"], row["weights"]): row for row in known_rows("packed_draws")}
     lines = [
-        [model, *(f"{float(known[model, weights]['right']) * 100:.0f}" for weights in (*PACKED, *FROM_FILES))]
+        [model, *(share(known.get((model, weights))) for weights in (*PACKED, *FROM_FILES))]
         for model in dict.fromkeys(model for model, _ in known)
     ]
     head = ("right of 100", "unpacked, fp16", *PACKED[1:], *FROM_FILES)
