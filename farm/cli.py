@@ -158,7 +158,7 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
     driver = Driver(ray=ray, folder=folder, task_of=task_of, reached=lambda task: reached_in(folder, task), say=_say)
     needs = {"num_cpus": 1, "num_gpus": 1} if on_gpus else {"num_cpus": 1}
     if arguments.group > 1:
-        driver.asked = {name.removeprefix("num_")[:-1].upper(): each * arguments.group for name, each in needs.items()}
+        driver.asked = cluster.asked_by(needs, arguments.group)
         _start_groups(driver, arguments, renderer, needs, max(count // arguments.group, 1))
     else:
         driver.start_workers(count, renderer, needs)
@@ -173,7 +173,7 @@ def _start_groups(
 
     from .group import PATIENCE_SECONDS, GroupRenderer, loopback_name
 
-    room = {name.removeprefix("num_")[:-1].upper(): each for name, each in needs.items()}
+    room = cluster.asked_by(needs)
     loopback = "" if arguments.address else loopback_name()
     patience = arguments.patience or PATIENCE_SECONDS
     for _ in range(count):

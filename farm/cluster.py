@@ -103,6 +103,11 @@ def autoscales(ray: Any) -> bool:
     return bool(value_or(asked, False))
 
 
+def asked_by(needs: Mapping[str, float], times: int = 1) -> dict[str, float]:
+    """The resources of a cluster (CPU, GPU) that so many actors with ``needs`` (``num_cpus``, ``num_gpus``) ask for."""
+    return {{"num_cpus": "CPU", "num_gpus": "GPU"}[name]: each * times for name, each in needs.items()}
+
+
 def lacking(ray: Any, asked: Mapping[str, float]) -> UnsupportedError | None:
     """The error for a cluster that lacks something a worker asks for; None where it has all."""
     has = value_or(ray.cluster_resources, dict(asked))

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from ..compat.device.facts import value_or
 from ..compat.errors import PackError, UnsupportedError, first_line
 from ..pipelines.records.job_folder import JobFolder, each_line
-from .cluster import autoscales, lacking
+from .cluster import asked_by, autoscales, lacking
 from .schedule import Rest, Tally, Task, TaskSchedule, WorkerHandle
 from .worker import BROKEN, CANCELLED, DONE, FAILED, LOST, UNABLE, Outcome, Worker, text_of
 
@@ -67,7 +67,7 @@ class Driver:
     def start_workers(self, count: int, renderer: Any, needs: dict[str, float]) -> None:
         """Have Ray start ``count`` workers, each with ``needs`` (``num_cpus``, ``num_gpus``), once there is room."""
         actor = self.ray.remote(Worker)
-        self.asked = self.asked or {name.removeprefix("num_")[:-1].upper(): each for name, each in needs.items()}
+        self.asked = self.asked or asked_by(needs)
         for _ in range(count):
             name = f"{self.name}-{len(self.workers)}"
             made = actor.options(name=name, max_restarts=-1, max_concurrency=ANSWERS, **needs)

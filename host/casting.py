@@ -23,8 +23,15 @@ from ..compat.memory.transfer import set_data, transfer_for
 OWN = ("weight", "bias")
 WHOLE: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # one fused call reads the weights of their children
 LEFT_BEHIND = (  # what a patcher writes on a layer
-    *("comfy_cast_weights", "prev_comfy_cast_weights", "comfy_force_cast_weights", "comfy_patched_weights"),
-    *("weight_function", "bias_function", "memory_stats", "rows", "runs_on"),
+    "comfy_cast_weights",
+    "prev_comfy_cast_weights",
+    "comfy_force_cast_weights",
+    "comfy_patched_weights",
+    "weight_function",
+    "bias_function",
+    "memory_stats",
+    "rows",
+    "runs_on",
 )
 BASE_LAYER = ".base_layer"  # where peft has the layer that it was put around
 WEIGHT = ".weight"

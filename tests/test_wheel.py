@@ -75,7 +75,6 @@ def test_the_wheel_holds_every_file_of_every_room(installed: Path):
     assert {"compat", "farm", "host", "kernels", "nodes", "paint", "pipelines"} <= set(ROOMS)
 
 
-@pytest.mark.full
 def test_a_user_s_commands_run_from_the_wheel(installed: Path, tiny_folder: Path, tmp_path: Path):
     variables = {**os.environ, "PYTHONPATH": str(installed), "HOME": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(

@@ -29,8 +29,16 @@ from .lora_kinds import (
 )
 
 PREFIXES = (
-    *("base_model.model.", "model.diffusion_model.", "diffusion_model.", "transformer.", "lora_unet_"),
-    *("lora_transformer_", "lycoris_", "Hunyuan_video_I2V_lora_", "unet.", "model."),
+    "base_model.model.",
+    "model.diffusion_model.",
+    "diffusion_model.",
+    "transformer.",
+    "lora_unet_",
+    "lora_transformer_",
+    "lycoris_",
+    "Hunyuan_video_I2V_lora_",
+    "unet.",
+    "model.",
 )
 TEXT = ("lora_te", "text_encoder", "lora_te1", "te1.", "te2.")
 ALONE = MULTIPLIERS | {DIFFERENCE, RESCALE}  # roles that do not count beside those of a plain LoRA
