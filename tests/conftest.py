@@ -89,17 +89,14 @@ def tiny_folder() -> Path:
     return folder
 
 
-IMPORTED = 300  # modules beyond those of the last freeze that make another worth its collection
-_frozen_modules = 0
+WALKED = 100_000  # objects that make a collection slow: half a second for each million
 
 
 def freeze() -> None:
-    """Keep what was imported out of later garbage collections, which would walk half a million objects each."""
-    global _frozen_modules
-    if len(sys.modules) >= _frozen_modules + IMPORTED:
+    """Keep what was imported and cached out of later garbage collections, of which tests ask for hundreds."""
+    if len(gc.get_objects()) >= WALKED:
         gc.collect()
         gc.freeze()
-        _frozen_modules = len(sys.modules)
 
 
 def pytest_collection_finish() -> None:

@@ -236,7 +236,7 @@ def test_host_memory_that_a_former_pipeline_left_is_counted(monkeypatch):
     """Blocks that refer to themselves hold theirs until somebody looks; nobody does where there is enough."""
     given: list[bool] = []
     monkeypatch.setattr(loading, "empty_host_cache", lambda: given.append(True))
-    gc.freeze(), gc.disable()  # so that one look is quick
+    gc.disable()
     left = torch.nn.Linear(1, 1)
     left.forward = left.forward
     seen = weakref.ref(left)
@@ -249,4 +249,4 @@ def test_host_memory_that_a_former_pipeline_left_is_counted(monkeypatch):
         assert (loading._host_room(10, free), given) == (10, [])
         assert (loading._host_room(100, free), given) == (110, [True])
     finally:
-        gc.enable(), gc.unfreeze()
+        gc.enable()
