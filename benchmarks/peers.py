@@ -121,7 +121,7 @@ def sampling(family: str, case: Peer, folder: Path, text: str) -> dict[str, Call
     given = {**size, "num_frames": case.frames, "num_inference_steps": STEPS, "prompt": text, **case.given}
     if family == "framepack":
         given["image"] = PICTURE
-        picture = ImageRequest(PICTURE.permute(0, 2, 3, 1), case.width, case.height)
+        picture = ImageRequest(PICTURE.permute(0, 2, 3, 1), case.width, case.height, prepare=False)
         image = stages.encode_image(pipeline, picture, "stretch", Silent())
         asked = FramePackSettings(case.frames / 30, 2)
 

@@ -137,6 +137,12 @@ class EncodeImage(io.ComfyNode):
                     tooltip="LTX-Video with an IC-LoRA: the clip controls the video (pose, depth, edges) instead of "
                             "being part of it. strength is how strictly.",
                 ),
+                io.Boolean.Input(
+                    "prepare", default=True, optional=True, advanced=True,
+                    tooltip="Prepares the picture as the model's publisher does. LTX-Video: a little blur and H.264, as "
+                            "of a frame of a video, without which clips tend to stand still. FramePack: Lanczos in 8 "
+                            "bits. Off: only brings it to size.",
+                ),
             ],
             outputs=[
                 Image.Output(display_name="image"),

@@ -95,6 +95,7 @@ class PictureSource:
     vision: bool  # whether another encoder looked at it
     size: tuple[int, ...] = ()  # width and height
     control: bool = False  # whether it is a control clip
+    prepare: bool = True  # whether it was prepared as the publisher does
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +186,7 @@ class ImageRequest:
     previous: ImageCondition | None = None  # an earlier condition that this one joins
     seed: int = 0  # for VAEs that draw
     control: bool = False  # whether this is the control clip of an IC-LoRA, beside the video instead of in it
+    prepare: bool = True  # whether the pictures are prepared as the publisher does; else they are only brought to size
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,6 +202,7 @@ def _images(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipel
             previous=condition,
             seed=job.settings.seed if picture.seed < 0 else picture.seed,
             control=picture.control,
+            prepare=picture.prepare,
         )
         condition = stages.encode_image(pipeline, request, job.fit, progress)
     return condition, start

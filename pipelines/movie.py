@@ -29,7 +29,8 @@ BOXES = frozenset(b"moov trak mdia minf stbl moof traf mvex edts udta dinf tref 
 TABLES = {b"stsz": 16, b"stz2": 16, b"trun": 12, b"stts": 12, b"ctts": 12}  # of an MP4: where their counts are
 RUNS = (b"stts", b"ctts")  # whose entries have counts of their own
 Check = Callable[[], None]
-CODECS = ("libx264", "h264", "mpeg4")
+X264 = "libx264"
+CODECS = (X264, "h264", "mpeg4")
 
 
 def write_mp4(frames: torch.Tensor, fps: float, path: Path, tags: Mapping[str, str] | None = None) -> Path:
@@ -55,6 +56,26 @@ def write_mp4(frames: torch.Tensor, fps: float, path: Path, tags: Mapping[str, s
             fix="Free space on this disk or choose another folder.",
         ) from error
     return path
+
+
+def through_h264(picture: torch.Tensor, crf: int) -> torch.Tensor | None:
+    """A picture (H, W, 3), uint8, coded and decoded as the one frame of a video; odd sides lose a row. None where PyAV
+    cannot code it with x264."""
+    av = imported("av")
+    rows, columns = (side // 2 * 2 for side in picture.shape[:2])
+    file = BytesIO()
+    try:
+        with av.open(file, "w", format="mp4") as container:
+            stream = container.add_stream(X264, rate=1, options={"crf": str(crf), "preset": "veryfast"})
+            stream.width, stream.height, stream.pix_fmt = columns, rows, "yuv420p"
+            frame = av.VideoFrame.from_ndarray(picture[:rows, :columns].contiguous().numpy(), format="rgb24")
+            container.mux(stream.encode(frame.reformat(format="yuv420p")))
+            container.mux(stream.encode(None))
+        file.seek(0)
+        with av.open(file) as container:
+            return torch.from_numpy(next(container.decode(video=0)).to_ndarray(format="rgb24"))
+    except (OSError, ValueError, StopIteration, av.FFmpegError):
+        return None
 
 
 @dataclass(slots=True)

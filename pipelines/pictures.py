@@ -4,13 +4,16 @@ publisher's own code goes through them."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional
 
 from ..compat.device.execution import picture_of, to_host
 from ..compat.errors import InputError, require_choice
+from .base import Progress
 from .family import FITS, FamilySpec
+from .movie import through_h264
 from .pipeline import Pipeline
 from .settings import SIDES, of_checkpoint, own_defaults, snap
 
@@ -98,6 +101,46 @@ def fitted(frames: torch.Tensor, width: int, height: int, fit: str, filtered: st
     left, top = int((width - inner_width) / 2), int((height - inner_height) / 2)  # below 0 where it is cut off
     edges = left, width - inner_width - left, top, height - inner_height - top
     return functional.pad(scaled, (0, 0, *edges))
+
+
+def as_published(
+    family: FamilySpec, frames: torch.Tensor, width: int, height: int, fit: str, progress: Progress
+) -> torch.Tensor:
+    """:func:`fitted` as the family's publisher does it. Frames that go through H.264 there are cut to shape at their
+    own size, blurred, coded one by one, then resized; without an encoder they are only cut and resized, which is said.
+
+    Source: Lightricks/LTX-Video 5260738 ltx_video/inference.py:60, pipelines/pipeline_ltx_video.py:740."""
+    crf, (rows, columns) = family.sizes.picture_crf, frames.shape[1:3]
+    if not crf or min(rows, columns) < 2:
+        return fitted(frames, width, height, fit, family.sizes.picture_filter)
+    if fit not in ("pad", "stretch"):
+        ratio = width / height
+        wide, tall = (int(rows * ratio), rows) if columns / rows > ratio else (columns, int(columns / ratio))
+        wide, tall = max(2, wide), max(2, tall)
+        left, top = (columns - wide) // 2, (rows - tall) // 2
+        frames = frames[:, top : top + tall, left : left + wide]
+    tried = [_through_h264(frame, crf, progress.check) for frame in frames]
+    coded = [frame for frame in tried if frame is not None]
+    if len(coded) == len(frames):
+        frames = torch.stack(coded)
+    else:
+        progress.notify("the picture is not compressed as its publisher does: PyAV has no x264 encoder here")
+    if fit == "pad":
+        return fitted(frames, width, height, fit)
+    shown = functional.interpolate(frames.permute(0, 3, 1, 2), size=(height, width), mode="bilinear")
+    return shown.permute(0, 2, 3, 1).contiguous()
+
+
+def _through_h264(frame: torch.Tensor, crf: int, check: Callable[[], None]) -> torch.Tensor | None:
+    """A frame (H, W, 3) of even sides: blurred by 3 x 3 pixels of a Gaussian whose deviation is 1, after H.264. None
+    without an encoder."""
+    check()
+    line = torch.tensor([-1.0, 0.0, 1.0]).square().mul(-0.5).exp()
+    line = line / line.sum()
+    picture = functional.pad(frame.permute(2, 0, 1)[:, None], (1, 1, 1, 1), mode="reflect")
+    blurred = functional.conv2d(picture, torch.outer(line, line)[None, None])[:, 0].permute(1, 2, 0)
+    coded = through_h264((blurred * 255).to(torch.uint8), crf)
+    return None if coded is None else coded.float() / 255
 
 
 def signed(frames: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from .forecast.fit import fit_offload, release_text
 from .forecast.seconds import Run, planned_run, work_key
 from .forecast.shortage import EXPLAINED, explain_shortage
 from .forecast.times import expected
-from .pictures import checked_frames, fitted, resized
+from .pictures import as_published, checked_frames, fitted, resized
 from .pictures import picture_size as picture_size
 from .pictures import video_size as video_size
 from .pipeline import Pipeline, make_room_and_retry
@@ -162,11 +162,17 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
         width, height = previous.width, previous.height
     else:
         width, height = picture_size(pipeline, frames, request.width, request.height, fit)
-    report_unused(family, request, ("frame", "strength", "vision", "previous", "control"), progress)
-    pictures = fitted(frames, width, height, fit, family.sizes.picture_filter)
-    if tuple(frames.shape[1:3]) != (height, width):
-        by = family.sizes.picture_filter and fit == FITS[0]
-        how = f"{fit}, {family.sizes.picture_filter.lower()} as its publisher; crop resizes as before" if by else fit
+    report_unused(family, request, ("frame", "strength", "vision", "previous", "control", "prepare"), progress)
+    how = fit
+    if not request.prepare:
+        pictures = fitted(frames, width, height, fit)
+    else:
+        pictures = as_published(family, frames, width, height, fit, progress)
+        if family.sizes.picture_crf:
+            how += ", blurred and compressed as its publisher does; without prepare it is not"
+        elif family.sizes.picture_filter and fit == FITS[0]:
+            how += f", {family.sizes.picture_filter.lower()} as its publisher; without prepare it resizes as before"
+    if how != fit or tuple(frames.shape[1:3]) != (height, width):
         progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({how})")
     completed = replace(request, frames=pictures, width=width, height=height)
     run = partial(planned_run, pipeline, Size(width, height, family.sizes.defaults.frames))

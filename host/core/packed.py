@@ -31,7 +31,9 @@ from ...compat.memory.parts import Undo
 log = logging.getLogger(__name__)
 
 UNPACKED = "_full_precision_mm"  # core's switch of a layer: none of its inputs are rounded then
+SMALLEST = torch.finfo(torch.float16).smallest_normal
 HELD = ("weight", "_v_weight")  # where a layer has its weight: its own, and the one that core has paged in
+COARSE = "in fp32 and rounded once; core would multiply by scales that fp16 holds in part"
 NARROW = "its sums come out in 16 bits, and safe fp16 around fp32 is as fast and more exact"
 PREFIX = "anygpu {} "  # of the names of our layouts, with the path
 BYTES = "bytes"  # the path of weights with float8 on a device that has none
@@ -160,11 +162,19 @@ def is_native(layer: Any) -> bool:
     )
 
 
+def _is_coarse(layer: nn.Module) -> bool:
+    """True if core dequantises ``layer`` in fp16 by a scale below fp16's normal numbers."""
+    asked = (weight._params for weight in _weights(layer) if weight._params.orig_dtype == torch.float16)
+    scales = (getattr(each, "scale", None) for each in asked)
+    wide = (to_host(each) for each in scales if isinstance(each, Tensor) and each.dtype == torch.float32)
+    return any(bool(((each > 0) & (each < SMALLEST)).any()) for each in wide)
+
+
 @dataclass(frozen=True)
 class PackedFit:
     paths: Mapping[str, str] = field(default_factory=dict)  # ``CORE`` or ``DEQUANTISE`` by format
     decisions: Sequence[Decision] = ()
-    needed: bool = False  # whether core would multiply a layer that is to be dequantised
+    needed: bool = False  # whether core would multiply a layer that is to be dequantised, or dequantise it coarsely
 
     def attach(self, network: nn.Module) -> Undo:
         undo = Undo()
@@ -195,6 +205,7 @@ def packed_fit(
     layers = list(packed_layers(network))
     counts = Counter(str(getattr(layer, "quant_format", "") or "unnamed") for layer in layers)
     multiplied = {layer.quant_format for layer in layers if multiplies_packed(layer)}
+    coarse = {layer.quant_format for layer in layers if _is_coarse(layer)} - multiplied
     paths, decisions = dict[str, str](), list[Decision]()
     for layer_format, count in counts.items():
         if layer_format not in FORMATS:
@@ -202,10 +213,11 @@ def packed_fit(
             continue
         chosen = path_for(facts, layer_format, answers, choice)
         if choice == AUTO and layer_format not in multiplied:
-            chosen = dataclasses.replace(chosen, path=DEQUANTISE, why="as core does on this device")
+            why = COARSE if layer_format in coarse else "as core does on this device"
+            chosen = dataclasses.replace(chosen, path=DEQUANTISE, why=why)
         elif choice == AUTO and safe and layer_format in (*FP8, *FP4):
             chosen = dataclasses.replace(chosen, path=DEQUANTISE, why=NARROW)
         paths[layer_format] = chosen.path
         decisions.append(chosen.decision(count))
-    needed = any(path == DEQUANTISE and name in multiplied for name, path in paths.items())
+    needed = any(path == DEQUANTISE and name in multiplied | coarse for name, path in paths.items())
     return PackedFit(paths, decisions, needed)

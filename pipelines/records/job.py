@@ -108,6 +108,7 @@ class Picture:
     strength: float = 1.0
     seed: int = -1
     control: bool = False
+    prepare: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ def sources_of(frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[P
     """The pictures of an image condition: those that it joins, and ``frames`` as they were given."""
     content, seen = picture_content(frames), request.vision is not None
     where: dict[str, Any] = {"frame": request.frame, "strength": request.strength, "seed": request.seed}
-    where["control"] = request.control
+    where |= {"control": request.control, "prepare": request.prepare}
     size = int(frames.shape[2]), int(frames.shape[1])
     source = PictureSource(content=content, fit=fit, vision=seen, size=size, **where)
     return (*(request.previous.sources if request.previous is not None else ()), source)
@@ -207,7 +207,12 @@ def _job(
         step_cache=Caching() if cache is None else Caching("custom", cache),
         pictures=tuple(
             Picture(
-                Content("", one.content, size=one.size), one.frame, one.strength, seed=one.seed, control=one.control
+                Content("", one.content, size=one.size),
+                one.frame,
+                one.strength,
+                seed=one.seed,
+                control=one.control,
+                prepare=one.prepare,
             )
             for one in sources
         ),

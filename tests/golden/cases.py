@@ -156,9 +156,9 @@ def pictured(pipeline: Pipeline, task: Task) -> ImageCondition | None:
     if task.start in ("text", "video"):
         return None
     frames = CLIP if task.start == "clip" else START
-    found = stages.encode_image(pipeline, ImageRequest(frames, SIZE, SIZE), "stretch", Silent())
+    found = stages.encode_image(pipeline, ImageRequest(frames, SIZE, SIZE, prepare=False), "stretch", Silent())
     if task.start == "ends":
-        last = ImageRequest(END, SIZE, SIZE, frame=-1, strength=0.9, previous=found)
+        last = ImageRequest(END, SIZE, SIZE, frame=-1, strength=0.9, previous=found, prepare=False)
         found = stages.encode_image(pipeline, last, "stretch", Silent())
     return found
 

@@ -42,7 +42,8 @@ def test_every_format_is_dequantised_where_its_product_is_not_known(inside: Insi
         assert found["alone"] and found["core"] > 5 * CLOSE, "core multiplies nothing packed: the test tests nothing"
 
 
-QUICK = {("mps-like", kind) for kind in KINDS} | {("gfx1151", "nvfp4"), ("xpu-like", "int8 convrot")}
+QUICK = {("mps-like", kind) for kind in KINDS}
+QUICK |= {("gfx1151", "nvfp4"), ("xpu-like", "int8 convrot"), ("xpu-like", "float8_e5m2")}
 
 
 @pytest.mark.parametrize(

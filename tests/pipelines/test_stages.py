@@ -7,7 +7,7 @@ import pytest
 import tiny
 import torch
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.pipelines import stages
+from anygpu.pipelines import movie, pictures, stages
 from anygpu.pipelines.base import ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import convert as latent_format
 from anygpu.pipelines.load.folder import load
@@ -286,3 +286,28 @@ class TestFit:
         assert found.shape == (1, 32, 96, 3) and torch.equal((found * 255).round() / 255, found)
         assert not torch.equal(found, fitted(*asked, "nearest bucket"))
         assert torch.equal(fitted(*asked, "crop", "LANCZOS"), fitted(*asked, "crop"))
+
+
+def test_a_picture_is_prepared_as_ltx_video_s_publisher_does_where_there_is_an_encoder(ltx, recorded, monkeypatch):
+    """`test_whole_loops.py` has the values; here the steps: cut at its own size, even sides, then resized."""
+    frames, size, said = torch.rand(2, 41, 91, 3, generator=torch.Generator().manual_seed(1)), (64, 32), recorded()
+    sides = []
+    real = pictures.through_h264
+    monkeypatch.setattr(
+        pictures, "through_h264", lambda frame, crf: sides.append((*frame.shape, crf)) or real(frame, crf)
+    )
+    made = pictures.as_published(ltx.spec, frames, *size, "crop", said)
+    assert sides == [(41, 82, 3, 29)] * 2 and made.shape == (2, 32, 64, 3) and not said.said
+    assert pictures.as_published(ltx.spec, frames, *size, "pad", said)[:, :1].count_nonzero() == 0, "bars stay black"
+    monkeypatch.setattr(movie, "X264", "no such encoder")
+    bare = pictures.as_published(ltx.spec, frames, *size, "crop", said)
+    assert said.said == ["the picture is not compressed as its publisher does: PyAV has no x264 encoder here"]
+    assert not torch.equal(bare, made)
+
+
+@pytest.mark.parametrize(("prepare", "line"), [(True, "without prepare it is not"), (False, "")])
+def test_what_is_done_to_a_picture_is_said_and_can_be_left(ltx, recorded, prepare, line):
+    said = recorded()
+    image = stages.encode_image(ltx, ImageRequest(FRAMES[:1], 64, 64, prepare=prepare), "crop", said)
+    assert [text for text in said.said if "compressed" in text] == [text for text in said.said if line and line in text]
+    assert image.sources[0].prepare is prepare

@@ -55,6 +55,16 @@ def from_words(
     return run
 
 
+def ltx_picture(folder: Path) -> torch.Tensor:
+    """A clip that begins with a picture of another size."""
+    pipeline = load(LoadRequest(loops.ltx("ltx_condition", folder), device="cpu", precision="fp32"))
+    prompt = stages.encode_prompt(pipeline, PromptRequest(loops.PROMPT, loops.NEGATIVE), Silent())
+    asked = ImageRequest(loops.picture(*loops.LTX_PICTURE), *loops.LTX_SIZE)
+    image = stages.encode_image(pipeline, asked, "crop", Silent())
+    latents = stages.sample(pipeline, prompt, image, SampleSettings(*loops.LTX_SIZE, 0, seed=loops.SEED), Silent())
+    return stages.decode(pipeline, latents, Silent())
+
+
 def ltx(name: str, **request: Any) -> Callable[[Path], torch.Tensor]:
     return from_words(name, loops.LTX_SIZE, loops.NEGATIVE, loops.ltx, **request)
 
@@ -81,6 +91,7 @@ OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "hunyuan video": from_words("hunyuan_video"),
     "ltx 0.9.0": ltx("ltx"),
     "ltx 0.9.5": ltx("ltx_condition"),
+    "ltx 0.9.5 picture": ltx_picture,
     "ltx 0.9.6 distilled": ltx("ltx_condition", variant="distilled_0.9.6"),
     "ltx 2B 0.9.8 distilled": ltx_twice("distilled", loops.LTX_BLOCKS),
     "ltx 13B 0.9.8 distilled": ltx_twice("distilled", 29),

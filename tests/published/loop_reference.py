@@ -1,8 +1,9 @@
 """Writes what a publisher's whole loop makes of tiny weights to `tests/fixtures/published/loop_NAME.safetensors`.
 
-    python tests/published/loop_reference.py NAME CLONE
+    python tests/published/loop_reference.py NAME CLONE [FOLDER]
 
-NAME is a row of ``LOOPS`` below, with the repository, commit and licence of its clone. The publisher's own code is run
+NAME is a row of ``LOOPS`` below, with the repository, commit and licence of its clone; FOLDER has torchvision in it,
+where that is not installed and the loop needs it. The publisher's own code is run
 for text, picture, sampling and decoding, on the CPU in fp32; nothing of it is kept but the frames. Random numbers are
 drawn in our order, since a loop's own draws depend on its device.
 """
@@ -13,11 +14,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec, module_from_spec
 from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Union
 from unittest import mock
 
 import torch
@@ -327,8 +329,31 @@ def ltx_pipeline(name: str, scheduler: dict[str, Any], blocks: int = loops.LTX_B
     )  # fmt: skip
 
 
+def ltx_picture(width: int, height: int) -> Any:
+    """The first frame as ``inference.py`` prepares it, which needs torchvision."""
+    from diffusers import DiffusionPipeline  # noqa: F401
+
+    sys.path += sys.argv[3:]
+    package = find_spec("torchvision")
+    assert package is not None
+    sys.modules["torchvision"] = module_from_spec(package)  # without its operators, which are compiled for one torch
+    import torchvision.transforms.functional as filters
+    from ltx_video.pipelines import crf_compressor
+    from PIL import Image
+
+    space = {"Image": Image, "TVF": filters, "crf_compressor": crf_compressor, "torch": torch, "Union": Union}
+    prepare = functions(CLONE / "ltx_video" / "inference.py", {"load_image_to_tensor_with_resize_and_crop"}, space)
+    shown = Image.fromarray((loops.picture(*loops.LTX_PICTURE)[0] * 255).round().byte().numpy())
+    return prepare["load_image_to_tensor_with_resize_and_crop"](shown, height, width, just_crop=True)
+
+
 def ltx(
-    name: str, config: str, fps: int = 25, blocks: int = loops.LTX_BLOCKS, **scheduler: Any
+    name: str,
+    config: str,
+    fps: int = 25,
+    blocks: int = loops.LTX_BLOCKS,
+    pictured: bool = False,
+    **scheduler: Any,
 ) -> Callable[[], torch.Tensor]:
     """``inference.py`` with a published configuration, for a prompt that it does not rewrite."""
 
@@ -336,6 +361,7 @@ def ltx(
         import yaml
 
         given = yaml.safe_load((CLONE / "configs" / config).read_text())
+        picture = ltx_picture(*loops.LTX_SIZE) if pictured else None
         pipe = ltx_pipeline(name, scheduler, blocks)
         from ltx_video.models.autoencoders.latent_upsampler import LatentUpsampler
         from ltx_video.pipelines import pipeline_ltx_video as upstream
@@ -347,23 +373,28 @@ def ltx(
             network = LatentUpsampler(mid_channels=32, num_blocks_per_stage=1)
             network.load_state_dict(load_file(loops.ltx_upscaler(FOLDER)), strict=True)
             pipe = upstream.LTXMultiScalePipeline(pipe, network.eval())
-        real = torch.randn
+        real, passes = torch.randn, set[tuple[int, ...]]()
 
         def noise(shape: tuple[int, ...], **_: Any) -> torch.Tensor:
+            if shape in passes:  # the noise on a picture before each step
+                return real(shape, generator=draws)
+            passes.add(shape)
             draws.manual_seed(loops.SEED)  # each pass is a node with its seed
             grid = 16, *loops.LTX_GRIDS[shape[1]]
             return real(1, shape[2], *grid, generator=draws).flatten(2).transpose(1, 2)
 
+        conditions = None if picture is None else [upstream.ConditioningItem(picture, 0, 1.0)]
         assert given.pop("stg_mode") == "attention_values"
         with (
             mock.patch.object(upstream, "randn_tensor", noise),
             mock.patch.object(torch, "randn_like", lambda like, **_: real(like.shape, generator=draws)),
+            mock.patch("diffusers.models.autoencoders.vae.randn_tensor", drawn(draws)),
         ):
             film = pipe(
                 **given, skip_layer_strategy=SkipLayerStrategy.AttentionValues, generator=draws, output_type="pt",
                 height=height, width=width, num_frames=121, frame_rate=fps, prompt=loops.PROMPT,
                 negative_prompt=loops.NEGATIVE, prompt_attention_mask=None, negative_prompt_attention_mask=None,
-                media_items=None, conditioning_items=None, is_video=True, vae_per_channel_normalize=True,
+                media_items=None, conditioning_items=conditions, is_video=True, vae_per_channel_normalize=True,
                 image_cond_noise_scale=0.15, mixed_precision=False, offload_to_cpu=False, enhance_prompt=False,
             ).images  # fmt: skip
         return film[0].permute(1, 2, 3, 0)
@@ -387,6 +418,9 @@ LOOPS = {
         *LIGHTRICKS, ltx("ltx", "ltxv-2b-0.9.yaml", sampler="Uniform", shifting="SD3", target_shift_terminal=0.1)
     ),
     "ltx 0.9.5": Loop(*LIGHTRICKS, ltx("ltx_condition", "ltxv-2b-0.9.5.yaml", sampler="LinearQuadratic")),
+    "ltx 0.9.5 picture": Loop(
+        *LIGHTRICKS, ltx("ltx_condition", "ltxv-2b-0.9.5.yaml", pictured=True, sampler="LinearQuadratic")
+    ),
     "ltx 0.9.6 distilled": Loop(
         *LIGHTRICKS, ltx("ltx_condition", "ltxv-2b-0.9.6-distilled.yaml", fps=30, sampler="LinearQuadratic")
     ),

@@ -55,6 +55,7 @@ def error(frames: torch.Tensor, stored: dict[str, torch.Tensor]) -> float:
 
 
 LTX_SIZE, LTX_BLOCKS = (96, 64), 20  # the block without attention of the published recipe is the 20th
+LTX_PICTURE = (187, 121)  # width and height: of another shape, with odd sides
 LTX_FINAL, LTX_FIRST = (224, 128), (128, 64)  # of two passes: two thirds, down to a multiple of 32
 LTX_GRIDS = {96: (2, 3), 128: (2, 4), 512: (4, 8)}  # rows and columns of a pass by its tokens
 

@@ -91,7 +91,7 @@ SPEC = family.FamilySpec(
     ),
     recipes=family.Recipes(
         effective=family.GUIDED - {"negative", "latents", "noise_mask"}
-        | {"guidance", "template", "sections", "frame", "strength", "vision", "previous"},
+        | {"guidance", "template", "sections", "frame", "strength", "vision", "previous", "prepare"},
         variants=(I2V, F1),
         sections=True,
         known={"": family.Recipe("published settings", "lllyasviel/FramePack demo_gradio.py", steps=25)},

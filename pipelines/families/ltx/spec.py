@@ -128,10 +128,11 @@ SPEC = family.FamilySpec(
         multiple=SPATIAL_RATIO,
         ratio=SPATIAL_RATIO,
         stride=TEMPORAL_RATIO,
+        picture_crf=29,
         defaults=family.Defaults(width=704, height=512, frames=121, steps=BASE.steps, fps=25.0, cfg=3.0),
     ),
     recipes=family.Recipes(
-        effective=family.GUIDED | {"guidance_rescale", "stg", "frame", "strength", "previous", "control"},
+        effective=family.GUIDED | {"guidance_rescale", "stg", "frame", "strength", "previous", "control", "prepare"},
         variants=(DEV, DISTILLED, STOCHASTIC),
         newer_variants=1,
         known=RECIPES,

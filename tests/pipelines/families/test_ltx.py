@@ -94,7 +94,7 @@ def condition(tiny_folder: Path) -> Model:
 def encoded(pipeline: Pipeline, anchors: Anchors) -> ImageCondition | None:
     found = None
     for frames, frame, strength in anchors:
-        request = ImageRequest(frames, SIZE, SIZE, frame, strength, previous=found)
+        request = ImageRequest(frames, SIZE, SIZE, frame, strength, previous=found, prepare=False)
         found = stages.encode_image(pipeline, request, "stretch", Silent())
     return found
 
@@ -272,7 +272,7 @@ def test_every_input_changes_the_result(plain: Model) -> None:
 
 
 def test_what_the_vae_says_of_an_image_does_not_depend_on_the_seed(plain: Model) -> None:
-    requests = [ImageRequest(PICTURE, SIZE, SIZE, seed=seed) for seed in (0, 1)]
+    requests = [ImageRequest(PICTURE, SIZE, SIZE, seed=seed, prepare=False) for seed in (0, 1)]
     first, second = (stages.encode_image(plain.pipeline, request, "stretch", Silent()) for request in requests)
     assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in first.tensors)
 
@@ -426,12 +426,16 @@ def test_a_picture_off_the_video_is_refused_with_the_nearest_place(
 def test_pictures_of_two_vaes_are_refused(plain: Model, condition: Model) -> None:
     other = encoded(condition.pipeline, PLACES["first frame"])
     with pytest.raises(InputError, match="another LTX-Video VAE"):
-        stages.encode_image(plain.pipeline, ImageRequest(OTHER, SIZE, SIZE, 24, previous=other), "stretch", Silent())
+        stages.encode_image(
+            plain.pipeline, ImageRequest(OTHER, SIZE, SIZE, 24, previous=other, prepare=False), "stretch", Silent()
+        )
 
 
 def test_a_clip_off_the_grid_is_cut_and_said(condition: Model, recorded: Any) -> None:
     progress = recorded()
-    image = stages.encode_image(condition.pipeline, ImageRequest(CLIP[:12], SIZE, SIZE), "stretch", progress)
+    image = stages.encode_image(
+        condition.pipeline, ImageRequest(CLIP[:12], SIZE, SIZE, prepare=False), "stretch", progress
+    )
     assert image.tensors["moments_0"].shape == (1, 256, 2, 2, 2)
     assert progress.said == ["clip 12 -> 9 frames (LTX-Video needs 8n+1 frames)"]
 
@@ -547,7 +551,7 @@ def test_a_control_clip_stands_beside_the_video(
 ) -> None:
     quiet(monkeypatch)
     image = None if picture is None else encoded(condition.pipeline, [(picture, 0, 1.0)])
-    request = ImageRequest(CLIP, SIZE, SIZE, 0, strength, previous=image, control=True)
+    request = ImageRequest(CLIP, SIZE, SIZE, 0, strength, previous=image, control=True, prepare=False)
     image = stages.encode_image(condition.pipeline, request, "stretch", Silent())
     assert image.beside == 17 and image.sources[-1].control
     counts: list[int] = []
@@ -567,7 +571,7 @@ def test_a_control_clip_stands_beside_the_video(
 def test_an_older_model_takes_a_control_clip_too_and_other_families_say_that_they_do_not(
     plain: Model, tiny_folder: Path, recorded: Any
 ) -> None:
-    request = ImageRequest(CLIP, SIZE, SIZE, control=True)
+    request = ImageRequest(CLIP, SIZE, SIZE, control=True, prepare=False)
     image = stages.encode_image(plain.pipeline, request, "stretch", Silent())
     settings = replace(SETTINGS, cfg=1.0, stg=0.0)
     without = stages.sample(plain.pipeline, plain.prompt, None, settings, Silent())
