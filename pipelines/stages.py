@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -55,6 +55,9 @@ from .sizes import size_of as size_of
 from .text.t5 import described, texts_of
 from .vae.plan import DRAFT, DecodeRequest
 
+P = ParamSpec("P")
+R = TypeVar("R")
+StageCall = Callable[Concatenate[Pipeline, P], R]
 MOST_TOKENS = 1024
 MOST_STG = 20
 # Not OSError: of a disk or a driver, whose own words say more.
@@ -84,6 +87,25 @@ SAMPLING = Stage("sample", "sampling", "sampling", TRANSFORMER)
 DECODING = Stage("decode", "decoding", "decoding", VAE)
 
 
+def explaining(stage: Stage) -> Callable[[StageCall[P, R]], StageCall[P, R]]:
+    """Decorator of a stage, whose failures before and after :func:`running` are explained too."""
+
+    def around(function: StageCall[P, R]) -> StageCall[P, R]:
+        @wraps(function)
+        def call(pipeline: Pipeline, *args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(pipeline, *args, **kwargs)
+            except Exception as error:
+                if (explained := _explained(error, stage, pipeline)) is not None:
+                    raise explained from error
+                raise
+
+        return call
+
+    return around
+
+
+@explaining(TEXT)
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """The prompt and its negative as embeddings; afterwards no text encoder is on the device."""
     family = pipeline.spec
@@ -146,6 +168,7 @@ def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) ->
     )
 
 
+@explaining(IMAGE)
 def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: Progress) -> ImageCondition:
     """The pictures fitted to a size of the family and encoded; ``width`` and ``height`` say which size. Raises
     InputError for pictures of a wrong kind or size, UnsupportedError for a family that takes none."""
@@ -183,6 +206,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
     return replace(condition, sources=sources_of(frames, request, fit))
 
 
+@explaining(VIDEO)
 def encode_video(
     pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str, seed: int, progress: Progress
 ) -> Latents:
@@ -216,6 +240,7 @@ def encode_video(
     )
 
 
+@explaining(SAMPLING)
 def sample(
     pipeline: Pipeline,
     prompt: Prompt,
@@ -250,6 +275,7 @@ def sample(
     return described(replace(latents, extra={**latents.extra, **final}), prompt)
 
 
+@explaining(SAMPLING)
 def sample_framepack(
     pipeline: Pipeline,
     prompt: Prompt,
@@ -281,6 +307,7 @@ def sample_framepack(
     return _sample(pipeline, settings, size, progress, run)
 
 
+@explaining(DECODING)
 def decode(
     pipeline: Pipeline,
     latents: Latents,
@@ -337,6 +364,7 @@ def decode(
     return frames
 
 
+@explaining(UPSCALING)
 def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
     """``latents`` at twice the width and height, by the upscaler in the file ``path``, for a second pass. Raises
     InputError for latents of another family, UnsupportedError for one that has no upscaler."""
@@ -434,17 +462,25 @@ def running(
             resuming = pipeline.run.resuming
             if resuming is not None and resuming.skipped:  # a part of it: no measure of the whole
                 cost.modelled_seconds = cost.forecast_seconds = 0.0
-        except PackError:
-            raise
         except Exception as error:
-            if hasattr(error, EXPLAINED):
-                raise
-            for one in (error, error.__cause__):  # which transformers makes a ValueError of
-                if one is not None and is_shortage(one):
-                    raise explain_shortage(one, pipeline, stage.title, size, hint, device) from error
-            if isinstance(error, (*UNEXPECTED, ImportError)):
-                raise _unexpected(error, stage, pipeline.model.source, device) from error
+            if (explained := _explained(error, stage, pipeline, size, hint)) is not None:
+                raise explained from error
             raise
+
+
+def _explained(
+    error: Exception, stage: Stage, pipeline: Pipeline, size: Latents | SampleSettings | None = None, hint: str = ""
+) -> BaseException | None:
+    """The error that explains ``error`` of a stage; None for one that says enough."""
+    if isinstance(error, PackError) or hasattr(error, EXPLAINED):
+        return None
+    device = pipeline.offloader.device_of(stage.part)
+    for one in (error, error.__cause__):  # which transformers makes a ValueError of
+        if one is not None and is_shortage(one):
+            return explain_shortage(one, pipeline, stage.title, size, hint, device)
+    if isinstance(error, (*UNEXPECTED, ImportError)):
+        return _unexpected(error, stage, pipeline.model.source, device)
+    return None
 
 
 def _unexpected(error: Exception, stage: Stage, source: Path, device: torch.device) -> UnsupportedError:

@@ -1,6 +1,7 @@
 """Memory that runs out while a part moves, is hooked or steps down: the next run is as the first."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ from anygpu.compat.memory.offloader import PINNED, HostWeights, OffloadOptions
 from anygpu.compat.memory.parts import Parts
 from anygpu.compat.memory.standalone import STEP_DOWN, StandaloneOffloader
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from hostile.words import LOST
 from torch import nn
 
 from simulated.shortages import shortage
-from simulated.test_families import CASES, MODES, loaded_for, rendered
+from simulated.test_families import CASES, MODES, PICTURE, loaded_for, rendered
 
 PART = "transformer"
 Run = Callable[[StandaloneOffloader, torch.Tensor], torch.Tensor]
@@ -162,6 +163,22 @@ def test_a_device_that_is_lost_is_named_in_every_stage(acc, tiny_folder, stage):
         with shortage(at, **lost), pytest.raises(UnsupportedError, match=r"'acc:0' has stopped answering \(Command"):
             runs[stage]()
     assert torch.equal(stages.decode(pipeline, latents, Silent()), stages.decode(pipeline, latents, Silent()))
+
+
+def test_a_shortage_in_the_checks_before_a_stage_says_what_to_lower(tiny_folder):
+    pipeline = loaded_for(CASES["ltx image"], tiny_folder, "cpu", "none")
+    image = stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64), "stretch", Silent())
+    latents = Latents(torch.zeros(1, 4, 1, 2, 2), "ltx", "text", 1, 64, 64, 24, 0)
+    runs = (
+        lambda: stages.sample(pipeline, Prompt("ltx", {}, {}), image, SETTINGS, Silent()),
+        lambda: stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64), "stretch", Silent()),
+        lambda: stages.encode_video(pipeline, PICTURE, 64, 64, "stretch", 0, Silent()),
+        lambda: stages.upscale(pipeline, latents, Path(), Silent()),
+    )
+    for run in runs:
+        with shortage(1), pytest.raises(torch.OutOfMemoryError) as caught:
+            run()
+        assert {"found", "expected", "fix"} == parts_of(str(caught.value)).keys()
 
 
 def test_a_shortage_that_a_library_calls_another_error_says_what_to_lower(tiny_folder, monkeypatch):
