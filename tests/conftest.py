@@ -224,6 +224,22 @@ SAMPLES: dict[str, tuple[str, ...]] = {
     "test_hunyuan_video.py::test_bf16_is_finite": ("hunyuan_video",),
     "test_framepack.py::test_every_input_changes_the_latents": ("framepack",),
     "test_framepack.py::test_stages_give_the_one_shot_video": ("framepack-True-3.0",),
+    "test_adapter_painting.py::test_each_offload_mode_gives_what_the_cpu_gives": ("('tg2mv', 'sd21')-group",),
+    "test_adapter_painting.py::test_half_precision_is_near": (),
+    "test_adapter_painting.py::test_words_seed_guidance_scales_and_a_second_pass_are_seen": (),
+    "test_adapter_painting.py::test_work_is_counted_once_for_every_stage": (),
+    "test_adapter_painting.py::test_what_was_not_taught_is_said": (),
+    "test_adapter_loading.py::test_a_single_file_and_a_folder_are_one_checkpoint": ("sdxl",),
+    "test_adapter_loading.py::test_a_lora_of_the_base_is_merged": ("True",),
+    "test_mv_adapter.py::test_six_views_equal_the_published_processors": (
+        "sdxl-ig2mv-True-scales0",
+        "sd21-tg2mv-True-scales2",
+    ),
+    "test_projection.py::test_several_pictures_have_their_places_and_a_plain_background_is_enough": (),
+    "test_savings.py::test_what_a_change_saves_is_what_the_clock_sees": (),
+    "test_resident.py::test_what_fits_stays_and_the_rest_is_copied_in_each_forward": (
+        "2-unpinned", "12-pinned", "22-unpinned", "32-pinned",
+    ),
 }  # fmt: skip
 
 
