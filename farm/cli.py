@@ -86,6 +86,7 @@ def queue(arguments: argparse.Namespace) -> int:
     from ..pipelines.records.job import load_inputs
     from ..pipelines.records.job_lists import Batch, files_in, prompts_in, queue_jobs, seeds_in, write_list
     from ..pipelines.records.places import Places
+    from ..pipelines.records.receipts import settings_of
 
     folder, known = JobFolder(Path(arguments.folder)), Path(STATE).expanduser()
     if arguments.meshes:
@@ -107,6 +108,7 @@ def queue(arguments: argparse.Namespace) -> int:
             settings={name: getattr(arguments, name) for name in ("width", "height", "frames", "steps", "cfg")},
             load=load_inputs({"precision": arguments.precision, "weights": arguments.weights}),
             framepack=FramePackSettings(arguments.seconds) if arguments.seconds else None,
+            like=None if arguments.like is None else settings_of(Path(arguments.like)),
         )
         jobs = queue_jobs(folder, arguments.name, Path(arguments.model), batch, state=known)
     print(f"{len(jobs.keys)} jobs in {jobs.folder.root / jobs.name}{JOBS}")
@@ -244,6 +246,7 @@ def _queue_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=0.0, help="FramePack: length of each video")
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--weights", default="auto")
+    parser.add_argument("--like", metavar="FILE", help="a video or latents whose other settings each job has")
     parser.set_defaults(run=queue)
 
 

@@ -36,7 +36,7 @@ CAPABILITIES = {
     **dict.fromkeys(("AnyGPURenderViews", "AnyGPURenderTurntable"), SHOWS),
     "AnyGPURecoverLatents": Capability((STATE,), (STATE,)),
     "AnyGPUReplay": Capability((INPUT, OUTPUT, MODELS, STATE), (STATE, OUTPUT, TEMP)),
-    "AnyGPUQueueJobs": Capability((MODELS, INPUT, STATE, JOBS), (JOBS, STATE)),
+    "AnyGPUQueueJobs": Capability((MODELS, INPUT, OUTPUT, STATE, JOBS), (JOBS, STATE)),
     "AnyGPUCollect": Capability((JOBS,), (JOBS,)),
     "AnyGPUFarm": Capability((JOBS, STATE), (JOBS,), (FARM,)),
     "AnyGPUDownloadModel": Capability((MODELS,), (MODELS,), (HUB,)),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from ..host import farm, folders
+from ..host import farm, folders, saved
 from ..host.api import io
 from ..host.progress import NodeProgress, PaintProgress
 from ..pipelines.base import FramePackSettings
 from ..pipelines.records.job import load_inputs
 from ..pipelines.records.job_lists import Batch, files_in, prompts_in, queue_jobs, seeds_in
+from ..pipelines.records.receipts import settings_of
 from .inputs import CATEGORY, schema, size_inputs
 from .tools import Uncached
 
@@ -106,21 +107,27 @@ class QueueJobs(io.ComfyNode):
                     "image_encoder", options=folders.paint_provider_choices(), default="auto", optional=True, advanced=True,
                     tooltip="With meshes and a PBR model: the folder of DINOv2-giant. auto: none, as paint v2-0 and turbo need.",
                 ),
+                io.Combo.Input(
+                    "like", options=[farm.NONE, *saved.choices(saved.SIGNED)], default=farm.NONE, optional=True, advanced=True,
+                    tooltip="A video or latents that AnyGPU made of this model: each job has its LoRAs, scheduler, shift, guidance, step "
+                            "cache and decode, and whatever is left at 0, auto or empty here. Not with meshes.",
+                ),
             ],
             outputs=[Jobs.Output(display_name="jobs"), io.Int.Output(display_name="count")],
             is_output_node=True,
         )
 
     validate_inputs = classmethod(  # a name that is gone is explained by the run
-        lambda cls, folder, model, pictures="", meshes="", paint_model="", delight="", image_encoder="": True
+        lambda cls, folder, model, pictures="", meshes="", paint_model="", delight="", image_encoder="", like="": True
     )
+    fingerprint_inputs = classmethod(lambda cls, like="", **_: saved.stamp(saved.SIGNED, like))
 
     @classmethod
     def execute(
         cls, folder: str, name: str, model: str, prompts: str, seeds: str, width: int = 0, height: int = 0, frames: int = 0,
         negative: str = "", pictures: str = farm.NONE, steps: int = 0, cfg: float = 0.0, clip_seconds: float = 0.0,
         precision: str = "auto", weights: str = "auto", meshes: str = farm.NONE, paint_model: str = "",
-        delight: str = farm.NONE, image_encoder: str = "auto",
+        delight: str = farm.NONE, image_encoder: str = "auto", like: str = farm.NONE,
     ) -> io.NodeOutput:
         progress, target = NodeProgress(cls.hidden.unique_id), farm.job_folder(folder)
         if meshes != farm.NONE:
@@ -136,6 +143,7 @@ class QueueJobs(io.ComfyNode):
             settings={"width": width, "height": height, "frames": frames, "steps": steps, "cfg": cfg},
             load=load_inputs({"precision": precision, "weights": weights}),
             framepack=FramePackSettings(clip_seconds) if clip_seconds else None,
+            like=None if like == farm.NONE else settings_of(saved.file_named(saved.SIGNED, like)),
         )
         title, state = model if ":" not in model else "", folders.state_folder()
         return cls.queued(queue_jobs(target, name.strip(), path, batch, title, state, progress.check), progress)

@@ -28,6 +28,7 @@ from .requests import LoadRequest
 from .speed import Speed
 
 DEMOS = Path(__file__).resolve().parent / "demo" / "models"  # the models that ship with the pack
+DEMO_LORAS = DEMOS.with_name("loras")  # for them
 
 
 @dataclass(frozen=True, slots=True)

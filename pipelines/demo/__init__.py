@@ -10,11 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..files.models import family_of_folder, find_models
+from ..pipeline import DEMO_LORAS as LORAS
 from ..pipeline import DEMOS as MODELS
 
 __all__ = ["LORAS", "MODELS", "demo_folder", "demo_loras", "demo_models"]
-
-LORAS = MODELS.with_name("loras")
 
 
 @functools.cache

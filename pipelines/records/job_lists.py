@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from ...compat.errors import InputError
 from ..base import HALF, FramePackSettings, PromptRequest, SampleSettings
@@ -43,6 +44,7 @@ class Batch:
     settings: Mapping[str, int | float | str] = field(default_factory=dict)  # whose seed is replaced
     load: Mapping[str, Value] = field(default_factory=dict)  # inputs of loading, as in :attr:`VideoJob.load`
     framepack: FramePackSettings | None = None  # for its family alone
+    like: VideoJob | None = None  # has the settings that are not among these, or are 0 or empty
 
 
 def prompts_in(text: str) -> list[str]:
@@ -88,14 +90,17 @@ def queue_jobs(
     for path in batch.pictures:
         picture = places.picture(path)
         pictures.append((Picture(replace(picture, name=folder.add_input(path))),))
+    usual = batch.like or VideoJob(content, PromptRequest(""), SampleSettings(0, 0, 0))
+    given: dict[str, Any] = {name: value for name, value in batch.settings.items() if value}
     every = (
-        VideoJob(
-            content,
-            PromptRequest(prompt, batch.negative),
-            SampleSettings(**{"width": 0, "height": 0, "frames": 0, **batch.settings, "seed": seed}),  # type: ignore[arg-type]
-            load=dict(batch.load),
+        replace(
+            usual,
+            model=content,
+            prompt=replace(usual.prompt, text=prompt, negative=batch.negative or usual.prompt.negative),
+            settings=replace(usual.settings, **given, seed=seed),
+            load={**usual.load, **batch.load},
             pictures=start,
-            framepack=batch.framepack,
+            framepack=batch.framepack or usual.framepack,
         )
         for start in pictures or [()]
         for prompt in batch.prompts

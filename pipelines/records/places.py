@@ -16,6 +16,7 @@ from ...compat.errors import CheckpointError
 from ..files.models import find_models
 from ..files.single_file import Files
 from ..movie import Allowance, Check, content_in, read_frames, size_in
+from ..pipeline import DEMO_LORAS
 from .job import Content
 from .job_folder import inside
 
@@ -72,10 +73,11 @@ class Places:
 
         if content in self.known:
             return self.known[content]
-        paths = inside(self.models, content.name)
+        roots = (*self.models, DEMO_LORAS)
+        paths = inside(roots, content.name)
         if paths:
             base = escape(PurePosixPath(content.name).name)
-            paths += [path for root in self.models for path in root.rglob(base)]
+            paths += [path for root in roots for path in root.rglob(base)]
         path = _first(content, paths, same)
         if path is None and content.content:
             path = _first(content, find_models(self.models), same)

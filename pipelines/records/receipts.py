@@ -18,6 +18,7 @@ import torch
 
 from ...compat.checkpoints.identity import DIGITS, bytes_of, content_of, picture_content, whole_of
 from ...compat.checkpoints.latents import metadata_of, record_in
+from ...compat.decision import AUTO
 from ...compat.device.facts import GIBIBYTE, value_or
 from ...compat.errors import CheckpointError, InputError, PackError
 from ...compat.records import FIX, json_in, shown
@@ -135,6 +136,23 @@ def job_of(record: Mapping[str, Any]) -> VideoJob:
             fix="Open the workflow in the file instead: drop it onto ComfyUI.",
         )
     return job_in(record.get("job"))
+
+
+def settings_of(path: Path) -> VideoJob:
+    """The job in a file's receipt as a pattern for others: without its seed and what it is made of."""
+    job = job_in(read_receipt(path).get("job"))
+    return replace(
+        job,
+        family="",
+        prompt=replace(job.prompt, text="", sections=()),
+        settings=replace(job.settings, seed=0, denoise=1.0),
+        base=None,
+        image_encoder=None,
+        files={},
+        task=AUTO,
+        pictures=(),
+        video=None,
+    )
 
 
 def differences_from(record: Mapping[str, Any], pipeline: Pipeline) -> list[str]:

@@ -8,14 +8,16 @@ import pytest
 from anygpu.compat.checkpoints.identity import content_of
 from anygpu.farm.render import Renderer, job_of, task_of
 from anygpu.farm.worker import DONE, Worker
-from anygpu.pipelines.demo import demo_models
-from anygpu.pipelines.records.job import Content
+from anygpu.pipelines.demo import demo_loras, demo_models
+from anygpu.pipelines.records.job import Content, job_in
 from anygpu.pipelines.records.job_folder import JobFolder, lines_of
+from anygpu.pipelines.records.receipts import read_receipt
+from anygpu.pipelines.vae.plan import DecodeRequest
 from PIL import Image
 
 from host import paint_models
 from host.client import Client
-from host.prompts import SAVE, Graph
+from host.prompts import SAVE, Graph, text_to_video
 from host.server import Server
 
 pytestmark = pytest.mark.host
@@ -45,6 +47,41 @@ def test_jobs_leave_by_a_folder_and_their_videos_come_back(server: Server, clien
     assert [sum(name.endswith(end) for name in names) for end in (".mp4", ".png")] == [3, 3]
     shown = run.texts_of(back)[-1]
     assert shown.startswith("3 of 4 done") and f"{tasks[3].key[:12]}: no 'fox' in /models" in shown
+
+
+def test_jobs_like_a_video_have_all_that_its_graph_said(server: Server, client: Client, tmp_path: Path) -> None:
+    """LoRA, step cache, solver, shift, guidance, decode: the worker's video is that of the graph, its receipt too."""
+    model, text = next(name for name in demo_models() if "LTX" in name), "a red circle moves left on blue"
+    said = {"scheduler": "unipc", "shift": 2.0, "guidance": 3.0, "cfg_end": 0.7, "seed": 5}
+    graph = text_to_video(model, text, "grey", width=0, height=0, frames=0, **said)
+    load, _, sample, decode, _ = graph.prompt
+    graph.prompt[load]["inputs"] |= {"precision": "fp32"}
+    lora = graph.add("AnyGPULoRA", pipeline=graph.link(load), lora=next(iter(demo_loras())), strength=0.5)
+    cache = graph.add("AnyGPUStepCache", pipeline=graph.link(lora), start_percent=0.25, end_percent=1.0)
+    asked = {"preset": "custom", "kind": "first_block", "threshold": 0.9, "interval": 3, "cache_device": "cpu"}
+    graph.prompt[cache]["inputs"] |= asked
+    graph.prompt[sample]["inputs"]["pipeline"] = graph.link(cache)
+    graph.prompt[decode]["inputs"] |= {"method": "tiled", "tile_size": 64, "tile_overlap": 16}
+    run = client.run(graph.prompt)
+    assert run.ending == "execution_success", run.message
+    (made,) = [path for path in (server.base / "output").rglob("*.mp4") if path.name == run.files()[0]["filename"]]
+
+    queue = Graph()
+    asked = {"model": model, "prompts": text, "seeds": "5", "width": 0, "height": 0, "frames": 0}
+    liked = f"{made.relative_to(server.base / 'output').as_posix()} [output]"
+    queue.add("AnyGPUQueueJobs", folder="output/farm", name="liked", **asked, like=liked)
+    run = client.run(queue.prompt)
+    assert run.ending == "execution_success", run.message
+    folder = JobFolder(server.base / "output" / "farm")
+    (line,) = lines_of(folder.root / "liked.jsonl")
+    ended = Worker(Renderer(folder.root, (), tmp_path, "cpu")).run(task_of(line))
+    assert ended.status == DONE, ended
+    wanted, found = read_receipt(made), read_receipt(folder.result(job_of(line).key))
+    job = job_in(found["job"])
+    assert found["job"] == wanted["job"] and found["latents"] == wanted["latents"]
+    assert said == {name: getattr(job.settings, name) for name in said}
+    assert (job.loras[0].strength, job.load["precision"]) == (0.5, "fp32")
+    assert job.step_cache.settings.threshold == 0.9 and job.decode == DecodeRequest("tiled", 64, 16)
 
 
 def known(content: Content | None) -> tuple[str, str] | None:

@@ -19,7 +19,10 @@ from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.records import job as job_format
 from anygpu.pipelines.records import places as places_file
 from anygpu.pipelines.records.job import Adapter, Caching, Content, Picture, VideoJob, job_in, read_job, write_job
+from anygpu.pipelines.records.job_folder import JobFolder, lines_of
+from anygpu.pipelines.records.job_lists import Batch, queue_jobs
 from anygpu.pipelines.records.places import FORMER_DEMOS, Machine, Places
+from anygpu.pipelines.records.receipts import settings_of, tags_for
 from anygpu.pipelines.requests import LOAD_INPUTS
 from anygpu.pipelines.vae.plan import DecodeRequest
 
@@ -54,6 +57,20 @@ def test_every_field_comes_back(tmp_path: Path) -> None:
     assert read_job(write_job(tmp_path / "a.json", FULL)) == FULL
     assert len(json.dumps(PLAIN.record())) < 200, "defaults are left out"
     assert job_in(PLAIN.record()) == PLAIN
+
+
+def test_jobs_like_a_file_have_its_settings_where_none_are_given(tmp_path: Path) -> None:
+    model, file = tmp_path / "model", tmp_path / "liked.mp4"
+    model.mkdir()
+    write_mp4(torch.zeros(1, 16, 16, 3), 24, file, tags_for({"anygpu_receipt": 1, "job": FULL.record()}))
+    batch = Batch(["a fox"], [7], settings={"width": 0, "steps": 9}, load={"weights": "fp8"}, like=settings_of(file))
+    queue_jobs(JobFolder(tmp_path), "liked", model, batch)
+    (job,) = (job_in(json.loads(line)) for line in lines_of(tmp_path / "liked.jsonl"))
+    changed = {"family": "", "model": job.model, "base": None, "image_encoder": None, "files": {}, "task": "auto"}
+    changed |= {"pictures": (), "video": None, "load": {**FULL.load, "weights": "fp8"}}
+    changed["prompt"] = replace(FULL.prompt, text="a fox", sections=())
+    changed["settings"] = replace(FULL.settings, steps=9, seed=7, denoise=1.0)
+    assert job == replace(FULL, **changed) and job.model.name == "model"
 
 
 def test_the_key_goes_by_what_is_rendered(tmp_path: Path) -> None:

@@ -85,18 +85,28 @@ def injected(
     count: int,
     guest: bool = False,
     parts: Callable[[], Mapping[str, nn.Module]] = dict,
+    drop: Callable[[], None] = lambda: None,
 ) -> Counter[str]:
     """How ``count`` injections into ``runs`` of one pipeline ended.
 
     Args:
         guest: whether the runs are another program's, whose errors pass as they are.
         parts: what may stay on the device.
+        drop: before a run that reads all anew.
     """
     device, ends, known = accelerator.NAME, Counter[str](), {}
     most = 0  # bytes beside the parts that are on the device after a run
-    for name, run in runs.items():
+
+    def started(name: str) -> Run:
+        if name == ANEW:
+            drop()
+        return runs[name]
+
+    for name in runs:
+        run = started(name)
         with shortage(0, device=device) as own:
             run()
+        run = started(name)
         with shortage(0) as every:
             wanted = run()
         known[name] = together(wanted), every.count, own.count
@@ -111,9 +121,9 @@ def injected(
         times = float("inf") if kind == "lost" else rng.choice((1, 1, 2, 3))
         more = {"device": device} if kind == "lost" else {"behind": rng.random() < 0.3}
         ended = outcome(
-            runs[name], wanted, kind, shortage(at, times, errors=[error], **more), str(error()) if guest else None
+            started(name), wanted, kind, shortage(at, times, errors=[error], **more), str(error()) if guest else None
         )
-        if not torch.equal(together(runs[name]()), wanted):
+        if not torch.equal(together(started(name)()), wanted):
             ended += ", the next run differs"
         gc.collect()
         if (left := beside(parts()) - most) > 0:

@@ -44,8 +44,8 @@ QUICK = ("ltx", "mochi")  # pipelines that are drawn three times as often
 BLOCK = 25  # injections into one pipeline
 
 
-def video(name: str, offload: str, folder: Path) -> tuple[dict[str, Run], Any]:
-    """The stages of a tiny pipeline, and a run whose parts are read anew."""
+def video(name: str, offload: str, folder: Path) -> tuple[dict[str, Run], Any, Any]:
+    """The stages of a tiny pipeline, and a run whose parts are read anew; its parts, and what drops them."""
     case, silent = CASES[name], Silent()
     pipeline = loaded_for(case, folder, "acc:0", offload)
     image = None
@@ -62,19 +62,22 @@ def video(name: str, offload: str, folder: Path) -> tuple[dict[str, Run], Any]:
             return stages.sample_framepack(pipeline, prompt, image, settings, film, silent)
         return stages.sample(pipeline, prompt, image, settings, silent)
 
-    def anew() -> torch.Tensor:
+    def drop() -> None:
         for part in list(pipeline.parts.readers):
             pipeline.offloader.release(part)
             pipeline.parts.drop(part)
-        return rendered(pipeline, case)[1]
 
     latents = sampled()
-    return {
-        "encode": lambda: stages.encode_prompt(pipeline, request, silent).embeds,
-        "sample": lambda: sampled().samples,
-        "decode": lambda: stages.decode(pipeline, latents, silent),
-        ANEW: anew,
-    }, lambda: pipeline.parts
+    return (
+        {
+            "encode": lambda: stages.encode_prompt(pipeline, request, silent).embeds,
+            "sample": lambda: sampled().samples,
+            "decode": lambda: stages.decode(pipeline, latents, silent),
+            ANEW: lambda: rendered(pipeline, case)[1],
+        },
+        lambda: pipeline.parts,
+        drop,
+    )
 
 
 def doctored(name: str, offload: str, folder: Path) -> tuple[dict[str, Run], Any]:
@@ -100,8 +103,8 @@ def painted(offload: str, folder: Path) -> tuple[dict[str, Run], Any]:
     return {"paint": lambda: paint_views(pipeline, inputs, settings, Silent()).views}, lambda: pipeline.parts
 
 
-def makers(folder: Path) -> dict[str, Callable[[], tuple[dict[str, Run], Any]]]:
-    """Maker of the runs of each pipeline and of its parts, by name."""
+def makers(folder: Path) -> dict[str, Callable[[], tuple[Any, ...]]]:
+    """Maker of the runs of each pipeline, of its parts and of what drops them, by name."""
     made: dict[str, Any] = {
         f"{name}, {mode}": lambda name=name, mode=mode: video(name, mode, folder) for name in CASES for mode in MODES
     }
@@ -170,8 +173,8 @@ def main() -> int:
         seed = f"{arguments.seed}/{number}"
         if name in made:
             with accelerator.fresh(), torch.no_grad():
-                runs, parts = made[name]()
-                ends = injected(runs, random.Random(seed), BLOCK, parts=parts)
+                runs, parts, *drop = made[name]()
+                ends = injected(runs, random.Random(seed), BLOCK, False, parts, *drop)
         else:
             ends = fits.block(seed)
         if number % 50 == 0:  # what was imported is not walked after each run
