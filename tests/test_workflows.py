@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host.prompts import PREFIX, REPLAYS, ROOT, WORKFLOWS, fitted, from_files, replay, replay_path, shipped
+from host.prompts import PREFIX, REPLAYS, ROOT, WORKFLOWS, apps, fitted, from_files, replay, replay_path, shipped
 
 CORE = {"MarkdownNote", "LoadImage", "LoadVideo", "GetVideoComponents", "SaveVideo"}
 CORE |= {
@@ -155,6 +155,15 @@ def test_it_is_narrow_enough_to_be_read_on_a_small_screen(workflow: Path) -> Non
 def test_a_note_has_no_inline_code(workflow: Path) -> None:
     notes = [str(node["widgets_values"]) for node in graph_of(workflow)["nodes"] if node["type"] in NOTES]
     assert notes and not any("`" in note for note in notes), "blue on the note's brown in Nodes 2.0: hardly legible"
+
+
+def test_an_app_is_a_graph_that_opens_in_app_mode() -> None:
+    """The template browser's filter counts a file as an app by the end of its name, the frontend by its switch."""
+    assert len(apps()) == 2
+    for path in apps():
+        app, graph = graph_of(path), graph_of(path.with_name(path.name.replace(".app.", ".")))
+        assert app["extra"].pop("linearMode") is True and "linearMode" not in graph["extra"]
+        assert app.pop("id") != graph.pop("id") and app == graph
 
 
 @each

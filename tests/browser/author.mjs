@@ -26,6 +26,7 @@ const APP_INPUTS = [
   ["noise", "noise_seed"], ["paint", "seed"], ["texture", "seed"],
 ];
 const APP_OUTPUTS = ["save", "look"];
+const APPS = ["anygpu_ltx_text_to_video", "anygpu_framepack_image_to_video"]; // once more, as files that open in App mode
 
 /** Runs in the page: the serialised graph of one specification. */
 function build([spec, appInputs, appOutputs]) {
@@ -116,7 +117,6 @@ function build([spec, appInputs, appOutputs]) {
       inputs: appInputs.filter(free).map(([key, name]) => [String(made[key].id), name]),
       outputs: appOutputs.filter((key) => key in made).map((key) => String(made[key].id)),
     },
-    ...(spec.app && { linearMode: true }),
   };
   return graph;
 }
@@ -131,6 +131,10 @@ for (const [name, spec] of Object.entries({ ...WORKFLOWS, ...PAINT_WORKFLOWS, ..
     graph.id = fixedId(name);
     graph.revision = 0;
     await writeFile(new URL(`${name}.json`, FOLDER), `${JSON.stringify(graph, null, 1)}\n`);
+    if (APPS.includes(name)) {
+      const app = { ...graph, id: fixedId(`${name}.app`), extra: { ...graph.extra, linearMode: true } };
+      await writeFile(new URL(`${name}.app.json`, FOLDER), `${JSON.stringify(app, null, 1)}\n`);
+    }
     console.log(`${name}.json: ${graph.nodes.length} nodes`);
     if (errors.length) throw new Error(errors.join("\n"));
   } finally {

@@ -5,14 +5,16 @@ A card says what goes in and what comes out. It shows a result where the demo mo
 """
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # where the tests of paint are
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # where the tests of paint and of the host are
 
 import results
 from anygpu.paint.choices import demo_paint_models
 from anygpu.pipelines.demo import demo_models
+from host.prompts import apps, shipped
 from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,9 +187,11 @@ def banner() -> Image.Image:
 
 def main(names: list[str]) -> None:
     """Draw the cards of these workflows, or all; the sign and the banner too with all."""
-    for workflow in sorted((ROOT / "workflows").glob("*.json")):
+    for workflow in shipped():
         if not names or workflow.stem in names:
             card(workflow).save(workflow.with_suffix(".jpg"), quality=72, optimize=True, progressive=True)
+    for app in apps():
+        shutil.copyfile(app.with_name(app.name.replace(".app.json", ".jpg")), app.with_suffix(".jpg"))
     if not names:
         icon(256).save(ROOT / "docs" / "images" / "icon.png", optimize=True)
         results.moving()

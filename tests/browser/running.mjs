@@ -6,8 +6,9 @@ const SOURCES = new URL("../../workflows/", import.meta.url);
 /** The text of a shipped workflow. */
 export const source = (name) => readFile(new URL(`${name}.json`, SOURCES), "utf8");
 
-/** The names of the shipped workflows. */
-export const names = async () => (await readdir(SOURCES)).filter((file) => file.endsWith(".json")).map((file) => file.slice(0, -5)).sort();
+/** The names of the shipped workflows, without those that open in App mode: graphs of these again. */
+export const names = async () =>
+  (await readdir(SOURCES)).filter((file) => /^[^.]+\.json$/.test(file)).map((file) => file.slice(0, -5)).sort();
 
 /** Open the template browser at the pack's own part; once more where it closed again while it was filled. */
 export async function browseTemplates(page) {

@@ -3,7 +3,7 @@
 import assert from "node:assert/strict";
 import { URL_OF_SERVER, apiPrompt, openPage, showAll } from "./comfy.mjs";
 import { chosenModes, report } from "./reporting.mjs";
-import { ended, names, openTemplate, queue, shrink, shrinkPainting } from "./running.mjs";
+import { browseTemplates, ended, listen, names, openTemplate, queue, scrolledTo, shrink, shrinkPainting } from "./running.mjs";
 import { isTidy } from "./tidy.mjs";
 
 const NEEDS_MODELS = /^anygpu_paint_from_one_picture$|_on_an_older_gpu$|^anygpu_rescue_a_vae_decode$|_from_files$/; // opened, not run
@@ -31,16 +31,39 @@ async function opensAndRuns({ page }, nodes2, name) {
   await isTidy(page, nodes2, name, "after");
 }
 
+const APPS = { "anygpu_ltx_text_to_video.app": "a red circle moves left on blue", "anygpu_framepack_image_to_video.app": "it moves up" };
+
+/** A template that opens in App mode: its inputs are there, a prompt that is typed is what runs, and a clip is shown. */
+async function runsAsAnApp({ page }, name, text) {
+  await browseTemplates(page);
+  await (await scrolledTo(page, name)).click();
+  const widgets = page.getByTestId("linear-widgets");
+  await widgets.waitFor();
+  const skip = page.getByRole("button", { name: "Skip" });
+  if (await skip.isVisible().catch(() => false)) await skip.click(); // the frontend's own tour, at its first app
+  await shrink(page, { width: 64, height: 64, frames: 9, steps: 2, clip_seconds: 0.3, seed: Date.now() % 1e6 });
+  await widgets.locator("textarea").first().fill(text);
+  await listen(page);
+  await page.getByTestId("linear-run-button").last().click();
+  const seen = await ended(page, 500000);
+  assert.equal(seen.ending, "execution_success", seen.message);
+  assert.ok(JSON.stringify(await apiPrompt(page)).includes(JSON.stringify(text)), "the prompt that ran is another");
+  await page.locator("[data-testid=linear-center-panel] video").first().waitFor({ timeout: 60000 });
+}
+
 for (const nodes2 of chosenModes()) {
   const check = report(nodes2);
   const open = await openPage({ nodes2, bypassCSP: true }); // or ComfyUI forbids its own preview to read a GLB, as in paint.mjs
   const faults = [];
   try {
-    for (const name of named.length ? named : await names()) {
+    for (const name of named.length ? named.filter((each) => !(each in APPS)) : await names()) {
       await check(`template ${name}`, () => opensAndRuns(open, nodes2, name)).catch(({ message }) => {
         console.log(`not ok  template ${name}: ${message}`);
         faults.push(name);
       });
+    }
+    for (const [name, text] of Object.entries(APPS)) {
+      if (!named.length || named.includes(name)) await check(`app ${name}`, () => runsAsAnApp(open, name, text));
     }
     assert.deepEqual(faults, [], "see above for what is wrong with these");
     assert.deepEqual(open.errors, [], "the page reported errors");

@@ -88,8 +88,13 @@ def sampling(**chosen: Any) -> dict[str, Any]:
 
 
 def shipped() -> list[Path]:
-    """Every shipped workflow."""
-    return sorted(WORKFLOWS.glob("*.json"))
+    """Every shipped workflow; those that open in App mode are graphs of these again."""
+    return sorted(path for path in WORKFLOWS.glob("*.json") if path.suffixes != [".app", ".json"])
+
+
+def apps() -> list[Path]:
+    """Every shipped workflow that opens in App mode."""
+    return sorted(WORKFLOWS.glob("*.app.json"))
 
 
 def filmed() -> list[Path]:
