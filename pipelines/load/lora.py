@@ -35,8 +35,8 @@ from ..settings import recipe_decisions
 MOST = 10.0  # strength in either direction
 WIDE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LAYERS = (nn.Linear, nn.Conv2d, nn.Conv3d)
-SIMPLE = re.compile(r"\^?(?:(?:[\w-]|\\?\.|\\d|\[[\w-]+\])[+*?]?|\((?:\?:)?[\w.-]+(?:\|[\w.-]+)*\))+\$?")  # of layers
-REPEATED = re.compile(r"(\\.|\[[\w-]+\]|.)([+*])")
+ATOMS = r"(?:[\w-]|\\?\.|\\d|\[[\w-]+\])*"
+SIMPLE = re.compile(rf"\^?{ATOMS}(?:[+*?]{ATOMS})?(?:\([\w.|-]+\){ATOMS})?\$?")  # of layers: one repeat, one choice
 MOST_PATTERNS, MOST_NAME = 8, 128  # in characters
 NAMED = re.compile(r"(.+?\.safetensors)(?::([^:]*)(?::(.*))?)?", re.IGNORECASE)
 
@@ -247,10 +247,9 @@ class Alphas:
             if re.fullmatch(r"(\w|-|\\?\.)+", key):
                 self.ends.setdefault(key.replace("\\", ""), index)
                 continue
-            repeats = [atom for atom, _ in REPEATED.findall(key)]
-            if len(key) > MOST_NAME or not SIMPLE.fullmatch(key) or len(repeats) > 2 or repeats.count(".") > 1:
+            if len(key) > MOST_NAME or not SIMPLE.fullmatch(key):
                 raise ValueError(f"{key[:40]!r} is no simple pattern")
-            self.patterns.append((index, re.compile(rf"(.*\.)?({REPEATED.sub(_few, key)})")))
+            self.patterns.append((index, re.compile(rf"(.*\.)?({key})")))
         if len(self.patterns) > MOST_PATTERNS:
             raise ValueError(f"{len(self.patterns)} patterns, {MOST_PATTERNS} at most")
 
@@ -260,11 +259,6 @@ class Alphas:
         found = [self.ends[end] for name in names for end in _ends(name) if end in self.ends]
         found += [index for index, pattern in self.patterns if any(map(pattern.fullmatch, names))]
         return self.values[min(found)] if found else usual
-
-
-def _few(repeat: re.Match[str]) -> str:
-    """A repeat in a pattern with an end: of any character as it is, of another at most four."""
-    return repeat[0] if repeat[1] == "." else repeat[1] + {"+": "{1,4}", "*": "{0,4}"}[repeat[2]]
 
 
 def _ends(name: str) -> Iterator[str]:
