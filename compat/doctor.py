@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .device.execution import to_host
+from .device.failures import is_shortage
 from .device.precision import NAMES
 from .memory.parts import Undo
 from .output_check import COLOUR, CONSTANT, ZEROS, NotFinite
@@ -224,7 +225,9 @@ def _output_with(repair: Repair, networks: nn.ModuleDict, run: Callable[[], Any]
     with repaired(networks, (repair,)), torch.compiler.set_stance(AS_WRITTEN):
         try:
             return run()
-        except UNFIT:  # a kernel that does not take fp32: not the repair for this layer
+        except UNFIT as error:  # a kernel that does not take fp32: not the repair for this layer
+            if is_shortage(error):  # which says nothing of the repair: the stage makes room, and seeks it again
+                raise
             return None
 
 

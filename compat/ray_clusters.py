@@ -50,7 +50,8 @@ def join(ray: Any, address: str, check: Callable[[], None], level: str) -> str:
         if not reason:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=level)
     except Exception as error:  # of Ray's many kinds, which differ between its versions
-        reason = first_line(error.__cause__ or error)
+        cause = error.__cause__ or error  # which names the cluster's versions on lines of their own
+        reason = first_line(RuntimeError(" ".join(str(cause).split()) or type(cause).__name__))
     return reason and f"{reason}; here Ray {ray.__version__}, Python {platform.python_version()}"
 
 

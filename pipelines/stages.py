@@ -472,9 +472,11 @@ def _explained(
     error: Exception, stage: Stage, pipeline: Pipeline, size: Latents | SampleSettings | None = None, hint: str = ""
 ) -> BaseException | None:
     """The error that explains ``error`` of a stage; None for one that says enough."""
+    device = pipeline.offloader.device_of(stage.part)
+    if isinstance(error, NotFinite) and (silent := device_fault(device)):
+        return gone(device, silent)
     if isinstance(error, PackError) or hasattr(error, EXPLAINED):
         return None
-    device = pipeline.offloader.device_of(stage.part)
     for one in (error, error.__cause__):  # which transformers makes a ValueError of
         if one is not None and is_shortage(one):
             return explain_shortage(one, pipeline, stage.title, size, hint, device)

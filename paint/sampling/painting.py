@@ -116,7 +116,7 @@ def with_room(offloader: Offloader, part: str, step: Callable[[], torch.Tensor],
 def explained(what: str, device: object, fix: str) -> Iterator[None]:
     """Around a stage: an error that says that memory ran out, in whatever back end's words, says what to lower.
 
-    ``what`` was being done, such as ``painting 6 views of 512 pixels``; ``fix`` is one sentence.
+    ``what`` was being done, such as ``painting views of 512 pixels``; ``fix`` is one sentence.
     """
     try:
         yield
@@ -150,11 +150,11 @@ def paint_views(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSet
     """
     progress = progress or Silent()
     settings = completed(pipeline, settings, progress)
-    references, normals, positions, ids = _checked(pipeline, inputs, settings, progress)
-    solver = solver_for(settings.scheduler, plan_of(settings))
-    run = run_of(settings, solver, len(ids), len(references))
-    what = f"painting {run.views} views of {settings.size} pixels"
+    what = f"painting views of {settings.size} pixels"
     with torch.no_grad(), explained(what, pipeline.facts.name, "Lower view_size or the number of views."):
+        references, normals, positions, ids = _checked(pipeline, inputs, settings, progress)
+        solver = solver_for(settings.scheduler, plan_of(settings))
+        run = run_of(settings, solver, len(ids), len(references))
         conditions = _conditions(pipeline, inputs, (references, normals, positions, ids), settings, run, progress)
         latents = sampled(pipeline, conditions, settings, solver, run, progress)
         painted = decoded(pipeline, latents, run, settings.seed, progress)

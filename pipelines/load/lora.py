@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,6 +35,9 @@ from ..settings import recipe_decisions
 MOST = 10.0  # strength in either direction
 WIDE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LAYERS = (nn.Linear, nn.Conv2d, nn.Conv3d)
+ATOMS = r"(?:[\w-]|\\?\.|\\d|\[[\w-]+\])*"
+SIMPLE = re.compile(rf"\^?{ATOMS}(?:[+*?]{ATOMS})?(?:\([\w.|-]+\){ATOMS})?\$?")  # of layers: one repeat, one choice
+MOST_PATTERNS, MOST_NAME = 8, 128  # in characters
 NAMED = re.compile(r"(.+?\.safetensors)(?::([^:]*)(?::(.*))?)?", re.IGNORECASE)
 
 
@@ -232,13 +235,45 @@ def _without_packed(match: Match, pipeline: Pipeline, path: Path, progress: Prog
     return replace(match, pairs={name: pair for name, pair in match.pairs.items() if name not in lost})
 
 
+class Alphas:
+    """The ``alpha_pattern`` of a file: ends of layers' names, or simple patterns, whose search ends at once. ValueError
+    for one that could go on for ever, as peft's regular expressions can."""
+
+    def __init__(self, rows: Mapping[str, float]) -> None:
+        self.values = list(rows.values())
+        self.ends: dict[str, int] = {}
+        self.patterns: list[tuple[int, re.Pattern[str]]] = []
+        for index, key in enumerate(rows):
+            if re.fullmatch(r"(\w|-|\\?\.)+", key):
+                self.ends.setdefault(key.replace("\\", ""), index)
+                continue
+            if len(key) > MOST_NAME or not SIMPLE.fullmatch(key):
+                raise ValueError(f"{key[:40]!r} is no simple pattern")
+            self.patterns.append((index, re.compile(rf"(.*\.)?({key})")))
+        if len(self.patterns) > MOST_PATTERNS:
+            raise ValueError(f"{len(self.patterns)} patterns, {MOST_PATTERNS} at most")
+
+    def of(self, names: Sequence[str], usual: float) -> float:
+        """The alpha of the first row that fits one of a layer's ``names``, else ``usual``."""
+        names = [name for name in names if len(name) <= MOST_NAME]
+        found = [self.ends[end] for name in names for end in _ends(name) if end in self.ends]
+        found += [index for index, pattern in self.patterns if any(map(pattern.fullmatch, names))]
+        return self.values[min(found)] if found else usual
+
+
+def _ends(name: str) -> Iterator[str]:
+    """A dotted name, and what is left of it behind each dot."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
+
+
 def _scales(
     pairs: Mapping[str, LoRAPair], tensors: Mapping[str, torch.Tensor], trained: Mapping[str, Any]
 ) -> dict[str, float]:
     """Alpha over rank of each layer: of its own tensor, else as ``trained`` says; else 1."""
     try:
-        rows = (trained.get("alpha_pattern") or {}).items()
-        patterns = [(re.compile(rf"(.*\.)?({pattern})"), float(alpha)) for pattern, alpha in rows]
+        alphas = Alphas({str(key): float(value) for key, value in (trained.get("alpha_pattern") or {}).items()})
     except (AttributeError, TypeError, ValueError, re.error) as error:
         raise CheckpointError(
             f"alpha_pattern {str(trained['alpha_pattern'])[:60]} of a LoRA ({first_line(error)})",
@@ -252,8 +287,7 @@ def _scales(
             scales[name] = float(tensors[pair.names[ALPHA]].float()) / pair.rank
         elif UP in pair.names and trained:
             known = (name, role_of(pair.names[UP])[1])  # ours, and the one that it was trained under
-            own = (value for pattern, value in patterns if any(map(pattern.fullmatch, known)))
-            alpha = next(own, float(trained.get("lora_alpha", pair.rank)))
+            alpha = alphas.of(known, float(trained.get("lora_alpha", pair.rank)))
             scales[name] = alpha / (math.sqrt(pair.rank) if trained.get("use_rslora") else pair.rank)
     return scales
 

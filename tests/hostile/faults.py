@@ -8,9 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anygpu
+
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
-BESIDE = (f"{TESTS}/", f"{ROOT}/.venv/")
+ROOTS = (f"{ROOT}/", f"{Path(anygpu.__file__).parent}/")  # as it is, and by the link through which it is imported
+BESIDE = tuple(f"{root}{name}/" for root in ROOTS for name in ("tests", ".venv"))
 ABSENT = object()
 LIES = (0, -1, 1 << 62, None, "much", (), (0, 0), (-1, 5), {}, [], 1.5)
 
@@ -18,7 +21,7 @@ LIES = (0, -1, 1 << 62, None, "much", (), (0, 0), (-1, 5), {}, [], 1.5)
 def is_ours(depth: int = 2) -> bool:
     """Whether a shipped file asks: what torch or diffusers ask themselves is theirs to survive."""
     place = sys._getframe(depth).f_code.co_filename
-    return place.startswith(f"{ROOT}/") and not place.startswith(BESIDE)
+    return place.startswith(ROOTS) and not place.startswith(BESIDE)
 
 
 def misbehaving(original: Any, behaviour: Any, count: list[int]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from anygpu.compat.memory.standalone import STEP_DOWN, StandaloneOffloader
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from hostile.words import LOST
+from runs.injections import doctored, painted
 from torch import nn
 
 from simulated.shortages import shortage
@@ -179,6 +180,28 @@ def test_a_shortage_in_the_checks_before_a_stage_says_what_to_lower(tiny_folder)
         with shortage(1), pytest.raises(torch.OutOfMemoryError) as caught:
             run()
         assert {"found", "expected", "fix"} == parts_of(str(caught.value)).keys()
+
+
+def test_a_shortage_in_the_checks_before_painting_says_what_to_lower(acc, tmp_path):
+    runs, _ = painted("none", tmp_path)
+    with shortage(1), pytest.raises(torch.OutOfMemoryError) as caught:
+        runs["paint"]()
+    assert {"found", "expected", "fix"} == parts_of(str(caught.value)).keys()
+
+
+@pytest.mark.full
+def test_a_device_that_is_lost_while_repairs_are_tried_is_named_and_a_shortage_costs_none(acc, tiny_folder):
+    """The runs with repairs fail too, which is no fault of a layer."""
+    runs, _ = doctored("ltx", "none", tiny_folder)
+    lost = {"times": float("inf"), "errors": [lambda: RuntimeError(LOST[4])], "device": "acc"}
+    with shortage(0, device="acc") as whole:
+        runs["doctor"]()
+    with shortage(0) as every:
+        wanted = runs["doctor"]()
+    with shortage(int(0.6 * every.count)):  # of a repair's trial, which would pass for one that does not help
+        assert torch.equal(runs["doctor"](), wanted)
+    with shortage(whole.count // 2, **lost), pytest.raises(UnsupportedError, match="'acc:0' has stopped answering"):
+        runs["doctor"]()
 
 
 def test_a_shortage_that_a_library_calls_another_error_says_what_to_lower(tiny_folder, monkeypatch):

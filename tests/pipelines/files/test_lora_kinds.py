@@ -1,6 +1,8 @@
 """LoHa, LoKr, DoRA, whole differences and alphas from metadata: what core adds for each of them, in both modes."""
 
 import json
+import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -168,7 +170,11 @@ def test_alpha_in_diffusers_metadata_counts(made: Any, noted: dict[str, Any], sc
     torch.testing.assert_close(found, (weight + scale * up @ down).T + bias, **NEAR)
 
 
-@pytest.mark.parametrize("pattern", [["to_q"], {"(": 2}, {"to_q": "two"}], ids=str)
+ENDLESS = [{end: 2} for end in ("(t+)+", "(t|tt)*q", "t*r*a*q", ".*.*q", "t?t?q", "(t|tt)(t|tt)")]
+ENDLESS += [{f"b{index}+": 2 for index in range(9)}]
+
+
+@pytest.mark.parametrize("pattern", [["to_q"], {"(": 2}, {"to_q": "two"}, *ENDLESS], ids=str)
 def test_alphas_that_cannot_be_understood_are_one_line(made: Any, pattern: Any) -> None:
     notes = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 8, "transformer.alpha_pattern": pattern})}
     rows, columns = weight_and_bias(made)[0].shape
@@ -176,6 +182,17 @@ def test_alphas_that_cannot_be_understood_are_one_line(made: Any, pattern: Any) 
     tensors = {f"transformer.{LAYER}.lora_{side}.weight": factor for side, factor in sides.items()}
     with pytest.raises(CheckpointError, match="alpha_pattern"):
         made.outputs(tensors, LAYER, 1.0, "merged", notes)
+
+
+def test_patterns_of_layers_match_as_in_peft_and_end_at_once() -> None:
+    rows = {"0.attn.to_q": 1.0, r"blocks\.\d+\.attn\.to_(k|v)": 2.0, r"^blocks\.[1-3]\..*out$": 3.0, "attn.to_k": 4.0}
+    alphas = lora.Alphas(rows)
+    for name in (f"blocks.{index}.{end}" for index in (0, 2, 12) for end in ("attn.to_q", "attn.to_k", "ff.out", "x")):
+        wanted = next((value for key, value in rows.items() if re.fullmatch(rf"(.*\.)?({key})", name)), 9.0)
+        assert alphas.of([name], 9.0) == wanted, name
+    worst = lora.Alphas({rf"1.*{index}x(q|v)": 1.0 for index in range(8)})
+    started = time.monotonic()
+    assert worst.of(["1." * 64] * 100, 9.0) == 9.0 and time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize(
