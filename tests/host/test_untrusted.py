@@ -52,7 +52,7 @@ TARGETS = [  # every input that names a file, a folder, a model or a host
     ("AnyGPUSavePrompt", "filename_prefix"),
     ("AnyGPUSaveMusubiCache", "name"),
     ("AnyGPUReplay", "file"),
-    *(("AnyGPUQueueJobs", name) for name in ("folder", "name", "model", "pictures", "meshes")),
+    *(("AnyGPUQueueJobs", name) for name in ("folder", "name", "model", "pictures", "meshes", "like")),
     *(("AnyGPUCollect", name) for name in ("folder", "name")),
     ("AnyGPUFarm", "address"),
     ("AnyGPUDownloadModel", "model"),
