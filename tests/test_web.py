@@ -95,7 +95,7 @@ def test_every_workflow_has_a_thumbnail(workflow):
 def test_the_template_browser_is_told_of_every_workflow():
     """In the order of the file; core shows hyphens of a description as spaces."""
     rows = json.loads((WEB / "templates.json").read_text(encoding="utf-8"))
-    assert sorted(row["name"] for row in rows) == [path.stem for path in WORKFLOWS]
+    assert sorted(row["name"] for row in rows) == sorted(path.stem for path in WORKFLOWS)
     assert len({row["title"] for row in rows}) == len(rows)
     for row in rows:
         assert list(row) == ["name", "title", "description", "tags", "models"] and row["tags"], row

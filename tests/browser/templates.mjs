@@ -44,7 +44,7 @@ async function runsAsAnApp({ page }, name, text) {
   await shrink(page, { width: 64, height: 64, frames: 9, steps: 2, clip_seconds: 0.3, seed: Date.now() % 1e6 });
   await widgets.locator("textarea").first().fill(text);
   await listen(page);
-  await page.getByTestId("linear-run-button").last().click();
+  await page.getByTestId("linear-run-button-icon").last().click();
   const seen = await ended(page, 500000);
   assert.equal(seen.ending, "execution_success", seen.message);
   assert.ok(JSON.stringify(await apiPrompt(page)).includes(JSON.stringify(text)), "the prompt that ran is another");
