@@ -141,14 +141,7 @@ def job_of(record: Mapping[str, Any]) -> VideoJob:
 def settings_of(path: Path) -> VideoJob:
     """The job in a file's receipt as a pattern for others: without its seed and what it is made of."""
     job = job_in(read_receipt(path).get("job"))
-    own: dict[str, Any] = {
-        "family": "",
-        "base": None,
-        "image_encoder": None,
-        "files": {},
-        "pictures": (),
-        "video": None,
-    }
+    own: dict[str, Any] = {"family": "", "base": None, "image_encoder": None, "files": {}, "pictures": ()}
     own |= {"prompt": replace(job.prompt, text="", sections=()), "settings": replace(job.settings, seed=0, denoise=1.0)}
     return replace(job, task=AUTO, video=None, **own)
 

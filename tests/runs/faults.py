@@ -123,8 +123,11 @@ def injected(
         ended = outcome(
             started(name), wanted, kind, shortage(at, times, errors=[error], **more), str(error()) if guest else None
         )
-        if not torch.equal(together(started(name)()), wanted):
-            ended += ", the next run differs"
+        try:
+            if not torch.equal(together(started(name)()), wanted):
+                ended += ", the next run differs"
+        except Exception as raised:
+            ended += f", the next run raised {type(raised).__name__}: {str(raised)[:200]!r}"
         gc.collect()
         if (left := beside(parts()) - most) > 0:
             ended += f", {left} bytes stay"
