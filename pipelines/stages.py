@@ -163,7 +163,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
     else:
         width, height = picture_size(pipeline, frames, request.width, request.height, fit)
     report_unused(family, request, ("frame", "strength", "vision", "previous", "control"), progress)
-    pictures = fitted(frames, width, height, fit, family.sizes.picture_filter)
+    pictures = fitted(frames, width, height, fit, family.sizes.picture_filter, family.sizes.picture_floor)
     if tuple(frames.shape[1:3]) != (height, width):
         by = family.sizes.picture_filter and fit == FITS[0]
         how = f"{fit}, {family.sizes.picture_filter.lower()} as its publisher; crop resizes as before" if by else fit

@@ -55,6 +55,20 @@ def from_words(
     return run
 
 
+def from_picture(name: str, size: tuple[int, int], **request: Any) -> Callable[[Path], torch.Tensor]:
+    """A clip from words and a picture of another shape, which goes to a size of the model's."""
+
+    def run(folder: Path) -> torch.Tensor:
+        pipeline = load(LoadRequest(tiny.build(name, folder), device="cpu", precision="fp32", **request))
+        picture = loops.picture(*loops.BUCKETED)
+        prompt = stages.encode_prompt(pipeline, PromptRequest(loops.PROMPT, "", image=picture), Silent())
+        image = stages.encode_image(pipeline, ImageRequest(picture, *size), FITS[0], Silent())
+        settings = SampleSettings(image.width, image.height, 0, seed=loops.SEED)
+        return stages.decode(pipeline, stages.sample(pipeline, prompt, image, settings, Silent()), Silent())
+
+    return run
+
+
 def ltx(name: str, **request: Any) -> Callable[[Path], torch.Tensor]:
     return from_words(name, loops.LTX_SIZE, loops.NEGATIVE, loops.ltx, **request)
 
@@ -79,6 +93,8 @@ OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "framepack": framepack("framepack"),
     "framepack f1": framepack("framepack_f1"),
     "hunyuan video": from_words("hunyuan_video"),
+    "hunyuan video i2v": from_picture("hunyuan_video_i2v", (96, 64)),
+    "hunyuan video i2v 33 channels": from_picture("hunyuan_video_i2v_33ch", (96, 64)),
     "ltx 0.9.0": ltx("ltx"),
     "ltx 0.9.5": ltx("ltx_condition"),
     "ltx 0.9.6 distilled": ltx("ltx_condition", variant="distilled_0.9.6"),
