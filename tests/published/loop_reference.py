@@ -351,6 +351,7 @@ def hunyuan_15(name: str, kind: str = "") -> Callable[[], torch.Tensor]:
         )  # fmt: skip
         vae.load_state_dict(in_released_names(folder / "vae", "the VAE of HunyuanVideo 1.5 as released"))
         templates = text_encoders.PROMPT_TEMPLATE
+        templates["li-dit-encode-video-json"]["crop_start"] = 108  # what it counts with Qwen's own words
         pipe.tokenizer.padding_side = "right"
         with (
             mock.patch.object(text_encoders, "load_text_encoder", lambda **_: (pipe.text_encoder, None)),
@@ -567,7 +568,7 @@ LOOPS = {
         for size, kind, blocks in (("2B", "distilled", loops.LTX_BLOCKS), ("13B", "distilled", 29), ("13B", "dev", 40))
     },
     **{
-        " ".join(filter(None, ("hunyuan video 1.5", task, kind))): Loop(
+        loops.named(task, kind): Loop(
             *HUNYUAN_15, hunyuan_15(f"hunyuan_video_15{'_i2v' if task == 'i2v' else ''}", kind)
         )
         for task, kind in loops.HUNYUAN_15

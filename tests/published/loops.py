@@ -64,6 +64,13 @@ def error(frames: torch.Tensor, stored: dict[str, torch.Tensor]) -> float:
 
 
 HUNYUAN_15 = [("t2v", ""), ("i2v", ""), ("t2v", "cfg distilled"), ("i2v", "cfg distilled"), ("i2v", "step distilled")]
+
+
+def named(task: str, kind: str) -> str:
+    """The name of a loop of HunyuanVideo 1.5."""
+    return " ".join(filter(None, ("hunyuan video 1.5", task, kind)))
+
+
 QUOTED = 'a red cat jumps over a wall that says "stop"'
 QUOTED_NEGATIVE = 'blurry and "ugly"'
 
