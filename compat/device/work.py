@@ -113,6 +113,10 @@ class _Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        with self:  # of tensors made in inference mode, as ComfyUI runs nodes, a product arrives whole
+            result = function.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         known, result = self._without_data(function, args)
         if known:
             return result
@@ -188,7 +192,7 @@ _patching = threading.Lock()
 def counting(tokens: int = 0) -> Iterator[Work]:
     """The work of the block, complete at its end; on meta tensors an integer that is read is ``tokens``."""
     work = Work()
-    with torch.no_grad(), _Counted(work, tokens):
+    with torch.inference_mode(False), torch.no_grad(), _Counted(work, tokens):
         yield work
 
 

@@ -15,6 +15,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Itera
     """A running ComfyUI with this pack and no models yet; skips, and says what to do, where there is none."""
     with served(tmp_path_factory.mktemp("host"), tiny_folder, stand_ins=True) as running:
         yield running
+        assert "a forecast failed" not in running.log
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from anygpu.compat.device import work
 from anygpu.compat.device.work import counting
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
@@ -105,3 +106,17 @@ def test_a_size_is_counted_once(tiny_folder, monkeypatch):
     first = counts.transformer_work(pipeline, Size(96, 64, 9))
     monkeypatch.setattr(counts, "built", None)
     assert counts.transformer_work(pipeline, Size(96, 64, 9)) is first
+
+
+@pytest.mark.parametrize(
+    "name", ["ltx", "hunyuan_video_15", pytest.param("mochi", marks=pytest.mark.full), "framepack"]
+)
+def test_a_node_counts_what_the_tab_counts(tiny_folder, name):
+    """ComfyUI runs nodes in inference mode, in which torch hands products over whole."""
+    pipeline, told = loaded_for(CASES[name], tiny_folder, "cpu"), []
+    size = Size(64, 64, 2 * pipeline.spec.sizes.stride + 1)
+    for inside in (False, True):
+        work._counts.clear()
+        with torch.inference_mode(inside):
+            told.append((counts.transformer_work(pipeline, size), counts.decoding_work(pipeline, size)))
+    assert told[0] == told[1] and told[0][0].flops > 0
