@@ -107,6 +107,7 @@ OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "ltx 13B 0.9.8 dev": ltx_twice("dev", 40),
     "mochi": from_words("mochi"),
     "paint v2-0": painted("v2-0"),
+    "paint turbo": painted("turbo"),
 }
 
 
