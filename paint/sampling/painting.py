@@ -32,7 +32,7 @@ from ..networks.encoders import dino_states
 from ..networks.multiview import StreamInputs
 from ..networks.pbr import rotary_by_tokens
 from ..networks.stable_diffusion import EPSILON
-from ..pictures import checked_pictures, over, resized, squared
+from ..pictures import checked_pictures, halved, over, resized, squared
 from .solvers import NoiseSchedule, lcm_schedule, schedule_for, schedule_of, solver_for, velocity_of
 
 SIZES = (64, 2048)
@@ -315,13 +315,20 @@ def _checked(
     for line in camera_notes(inputs.cameras, pipeline.family):
         progress.notify(line)
     size, pictures = settings.size, checked_pictures(inputs.references, "reference picture")
-    references = torch.cat([resized(squared(over(one, background), background)[None], size, size) for one in pictures])
+    references = torch.stack([_reference(one, background, size) for one in pictures])
     require_latents(settings, len(ids) * materials_of(pipeline))
     normals, positions = (
-        torch.cat([resized(over(one, WHITE)[None], size, size) for one in pictures])
+        halved(torch.cat([resized(over(one, WHITE)[None], size, size) for one in pictures]))
         for pictures in checked_maps(inputs, len(ids)).values()
     )
     return references, normals, positions, ids
+
+
+def _reference(picture: Tensor, background: float, size: int) -> Tensor:
+    """A reference picture (H, W, 3 or 4) as (size, size, 3): resized with its alpha, then put on the background."""
+    square = picture.shape[0] == picture.shape[1]
+    smaller = picture if square else squared(over(picture, background), background)
+    return over(resized(smaller[None], size, size)[0], background)
 
 
 def checked_maps(inputs: PaintInputs, count: int) -> dict[str, list[Tensor]]:
