@@ -252,6 +252,7 @@ class Sizes:
     buckets: tuple[tuple[int, int], ...] = ()  # (height, width) it was trained on; empty where any multiple is as good
     picture_filter: str = ""  # PIL's filter by which the publisher brings pictures to size; empty for ours
     picture_crf: int = 0  # of H.264, through which the publisher takes each picture after a blur; 0 for neither
+    picture_floor: bool = False  # the side that is cut is rounded down before, as torchvision's Resize does
     min_steps: int = 1  # fewest steps that upstream's schedule allows
     vae_tile: int = 0  # pixels per tile that upstream advises for its VAE; 0 for none
     most_whole_cells: int = 0  # latent cells up to which a video goes through the VAE whole nevertheless

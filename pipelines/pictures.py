@@ -71,8 +71,9 @@ def picture_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: i
     """Width and height in pixels that pictures are encoded at: as asked, or a size of the model's for their shape."""
     module, own = pipeline.spec.code, own_defaults(pipeline).keys() & SIDES
     if fit == "nearest bucket" and not (width and height) and module.nearest_size is not None and not own:
-        wide, tall = module.nearest_size(pipeline, frames.shape[2], frames.shape[1])
-        return int(wide), int(tall)
+        size = module.nearest_size(pipeline, frames.shape[2], frames.shape[1])
+        if size is not None:
+            return int(size[0]), int(size[1])
     return fitted_size(of_checkpoint(pipeline), frames, width, height, fit)
 
 
@@ -83,15 +84,17 @@ def video_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: int
     return wide, tall, (frames.shape[0] - 1) // stride * stride + 1
 
 
-def fitted(frames: torch.Tensor, width: int, height: int, fit: str, filtered: str = "") -> torch.Tensor:
+def fitted(
+    frames: torch.Tensor, width: int, height: int, fit: str, filtered: str = "", floor: bool = False
+) -> torch.Tensor:
     """``frames`` at width x height: (F, height, width, 3), fp32, 0..1. ``stretch`` ignores the shape, ``pad`` adds
     black bars, ``crop`` and ``nearest bucket`` cut off the rest; the last by PIL's filter ``filtered`` in 8 bits, where
-    a publisher's own application does."""
+    a publisher's own application does, with the longer side rounded down if ``floor``."""
     rows, columns = frames.shape[1:3]
     if (rows, columns) == (height, width):
         return frames
     if filtered and fit == FITS[0]:
-        return torch.stack([_in_bytes(frame, width, height, filtered) for frame in frames])
+        return torch.stack([_in_bytes(frame, width, height, filtered, floor) for frame in frames])
     if fit == "stretch":
         return _resized(frames, width, height)
     grow = min if fit == "pad" else max
@@ -112,7 +115,7 @@ def as_published(
     Source: Lightricks/LTX-Video 5260738 ltx_video/inference.py:60, pipelines/pipeline_ltx_video.py:740."""
     crf, (rows, columns) = family.sizes.picture_crf, frames.shape[1:3]
     if not crf or min(rows, columns) < 2:
-        return fitted(frames, width, height, fit, family.sizes.picture_filter)
+        return fitted(frames, width, height, fit, family.sizes.picture_filter, family.sizes.picture_floor)
     if fit not in ("pad", "stretch"):
         ratio = width / height
         wide, tall = (int(rows * ratio), rows) if columns / rows > ratio else (columns, int(columns / ratio))
@@ -154,14 +157,18 @@ def _resized(frames: torch.Tensor, width: int, height: int) -> torch.Tensor:
     return scaled.clamp(0, 1).permute(0, 2, 3, 1).contiguous()
 
 
-def _in_bytes(frame: torch.Tensor, width: int, height: int, filtered: str) -> torch.Tensor:
-    """One frame, resized and cut by PIL. Source: lllyasviel/FramePack 97fe5db diffusers_helper/utils.py:42."""
+def _in_bytes(frame: torch.Tensor, width: int, height: int, filtered: str, floor: bool) -> torch.Tensor:
+    """One frame, resized and cut by PIL.
+
+    Source: lllyasviel/FramePack 97fe5db diffusers_helper/utils.py:42; torchvision's Resize and CenterCrop.
+    """
     import numpy
     from PIL import Image
 
     picture = picture_of(frame)
     scale = max(width / picture.width, height / picture.height)
-    wide, tall = round(picture.width * scale), round(picture.height * scale)
+    count = (lambda side: int(side + 1e-6)) if floor else round
+    wide, tall = count(picture.width * scale), count(picture.height * scale)
     left, top, right, low = (wide - width) / 2, (tall - height) / 2, (wide + width) / 2, (tall + height) / 2
     cut = picture.resize((wide, tall), Image.Resampling[filtered]).crop((left, top, right, low))
     return torch.from_numpy(numpy.array(cut)).float() / 255

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -128,14 +127,17 @@ class Chat:
 
 
 def _quoted(pipeline: Pipeline, texts: Sequence[str], progress: Progress) -> list[str | None]:
-    """The words between quotation marks of each text, as upstream phrases them for ByT5; None where there are none."""
+    """The words between quotation marks of the prompt, as upstream phrases them for ByT5; None where there are none,
+    and for the negative prompt, whose words Tencent never shows to ByT5."""
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 
     phrased: Any = extract_glyph_texts
-    quotes, names = map(phrased, texts), (f"text between quotation marks in the {name}" for name in SUBJECTS)
-    fitting = partial(shortened, pipeline.tools["tokenizer_2"], room=QUOTED_TOKENS, progress=progress)
-    pairs = zip(quotes, names, strict=True)
-    return [None if quote is None else fitting(quote, subject=name) for quote, name in pairs]
+    quote, other = map(phrased, texts)
+    if other is not None:
+        progress.notify("quotation marks in the negative prompt no longer reach ByT5: at its publisher they never do")
+    subject = f"text between quotation marks in the {SUBJECTS[0]}"
+    room = {"room": QUOTED_TOKENS, "progress": progress}
+    return [None if quote is None else shortened(pipeline.tools["tokenizer_2"], quote, subject=subject, **room), None]
 
 
 def _glyph_embeds(

@@ -5,6 +5,7 @@ and words.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,18 @@ def framepack(name: str) -> Callable[[Path], torch.Tensor]:
 
 
 def from_words(
-    name: str, size: tuple[int, int] = loops.SIZE, negative: str = "", build: Any = tiny.build, **request: Any
+    name: str,
+    size: tuple[int, int] = loops.SIZE,
+    negative: str = "",
+    build: Any = tiny.build,
+    text: str = loops.PROMPT,
+    **request: Any,
 ) -> Callable[[Path], torch.Tensor]:
     """A clip from words alone."""
 
     def run(folder: Path) -> torch.Tensor:
         pipeline = load(LoadRequest(build(name, folder), device="cpu", precision="fp32", **request))
-        prompt = stages.encode_prompt(pipeline, PromptRequest(loops.PROMPT, negative), Silent())
+        prompt = stages.encode_prompt(pipeline, PromptRequest(text, negative), Silent())
         latents = stages.sample(pipeline, prompt, None, SampleSettings(*size, 0, seed=loops.SEED), Silent())
         return stages.decode(pipeline, latents, Silent())
 
@@ -63,6 +69,34 @@ def ltx_picture(folder: Path) -> torch.Tensor:
     image = stages.encode_image(pipeline, asked, "crop", Silent())
     latents = stages.sample(pipeline, prompt, image, SampleSettings(*loops.LTX_SIZE, 0, seed=loops.SEED), Silent())
     return stages.decode(pipeline, latents, Silent())
+
+
+def from_picture(
+    name: str,
+    size: tuple[int, int],
+    words: tuple[str, str] = (loops.PROMPT, ""),
+    build: Any = tiny.build,
+    **request: Any,
+) -> Callable[[Path], torch.Tensor]:
+    """A clip from words and a picture of another shape, which goes to a size of the model's."""
+
+    def run(folder: Path) -> torch.Tensor:
+        pipeline = load(LoadRequest(build(name, folder), device="cpu", precision="fp32", **request))
+        picture = loops.picture(*loops.BUCKETED)
+        prompt = stages.encode_prompt(pipeline, PromptRequest(*words, image=picture), Silent())
+        image = stages.encode_image(pipeline, ImageRequest(picture, *size), FITS[0], Silent())
+        settings = SampleSettings(image.width, image.height, 0, seed=loops.SEED)
+        return stages.decode(pipeline, stages.sample(pipeline, prompt, image, settings, Silent()), Silent())
+
+    return run
+
+
+def hunyuan_15(task: str, kind: str) -> Callable[[Path], torch.Tensor]:
+    """A clip of a tenth of 480p, at the checkpoint's own size."""
+    build, words = partial(loops.hunyuan_15, kind=kind), (loops.QUOTED, loops.QUOTED_NEGATIVE)
+    if task == "i2v":
+        return from_picture("hunyuan_video_15_i2v", (0, 0), words, build)
+    return from_words("hunyuan_video_15", (0, 0), words[1], build, words[0])
 
 
 def ltx(name: str, **request: Any) -> Callable[[Path], torch.Tensor]:
@@ -89,6 +123,9 @@ OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "framepack": framepack("framepack"),
     "framepack f1": framepack("framepack_f1"),
     "hunyuan video": from_words("hunyuan_video"),
+    "hunyuan video i2v": from_picture("hunyuan_video_i2v", (96, 64)),
+    "hunyuan video i2v 33 channels": from_picture("hunyuan_video_i2v_33ch", (96, 64)),
+    **{loops.named(task, kind): hunyuan_15(task, kind) for task, kind in loops.HUNYUAN_15},
     "ltx 0.9.0": ltx("ltx"),
     "ltx 0.9.5": ltx("ltx_condition"),
     "ltx 0.9.5 picture": ltx_picture,

@@ -10,6 +10,13 @@ WHOLE = "pipelines/test_whole_loops.py::test_an_untouched_graph_makes_the_publis
 # test holds each against `loops.BAR`, and this figure against what it measures.
 LOOPS = {
     "hunyuan video": 1.6e-5,
+    "hunyuan video i2v": 1.6e-5,
+    "hunyuan video i2v 33 channels": 1.6e-5,
+    "hunyuan video 1.5 t2v": 1.6e-5,
+    "hunyuan video 1.5 i2v": 1.6e-5,
+    "hunyuan video 1.5 t2v cfg distilled": 1.6e-5,
+    "hunyuan video 1.5 i2v cfg distilled": 1.6e-5,
+    "hunyuan video 1.5 i2v step distilled": 1.6e-5,
     "framepack": 1.7e-5,
     "framepack f1": 1.8e-5,
     "ltx 0.9.0": 1.6e-5,
@@ -80,18 +87,32 @@ ROWS = (
     Compared(
         "hunyuan_video",
         "",
-        (WHOLE, f"{VAES}test_hunyuan_video_in_tencents_windows"),
-        "text to video with `sample_video.py`: both encoders, 50 steps, decoder in windows of 64 frames, at one tile",
-        "over 256 pixels the blend into the last tile of a row; image to video is held against diffusers' alone",
-        ("hunyuan video",),
+        (
+            WHOLE,
+            f"{VAES}test_hunyuan_video_in_tencents_windows",
+            "pipelines/families/test_hunyuan_video.py::test_a_picture_gets_the_size_that_tencent_chooses",
+        ),
+        "text to video with `sample_video.py`, image to video (33 channels, token replace) with "
+        "`sample_image2video.py`: bucket, bilinear in 8 bits, both encoders, 50 steps, decoder in windows of 64 "
+        "frames, at one tile",
+        "over 256 pixels the blend into the last tile of a row; of the script's dynamic mode shift 17 is to be set, "
+        "and the start from noise alone is not offered",
+        ("hunyuan video", "hunyuan video i2v", "hunyuan video i2v 33 channels"),
     ),
     Compared(
         "hunyuan_video_15",
         "",
-        (f"{VAES}test_hunyuan_video_15_sees_no_later_frame",),
-        "decoder",
-        "the loop is held against diffusers' alone; quotes in the negative prompt reach ByT5, at Tencent never; its "
-        "super-resolution, which is on there, is not run",
+        (
+            WHOLE,
+            f"{VAES}test_hunyuan_video_15_sees_no_later_frame",
+            "pipelines/families/test_hunyuan_video_15.py::test_an_image_gets_the_size_that_tencent_chooses",
+            "pipelines/families/test_hunyuan_video_15.py::test_quotes_in_the_negative_prompt_reach_no_glyphs",
+        ),
+        "480p from text and a picture, cfg-distilled or not, and from a picture step-distilled, with `generate.py` "
+        "without super-resolution: bucket, Lanczos in 8 bits, SigLIP, both encoders, steps, cfg, mean flow, decoder",
+        "its super-resolution, which is on there, is not run; over 256 pixels it decodes in tiles; of 720p the sizes "
+        "alone are compared",
+        tuple(name for name in LOOPS if name.startswith("hunyuan video 1.5")),
     ),
     Compared(
         "framepack",

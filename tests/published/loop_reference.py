@@ -1,11 +1,12 @@
 """Writes what a publisher's whole loop makes of tiny weights to `tests/fixtures/published/loop_NAME.safetensors`.
 
-    python tests/published/loop_reference.py NAME CLONE [FOLDER]
+    python tests/published/loop_reference.py NAME CLONE [TORCHVISION]
 
-NAME is a row of ``LOOPS`` below, with the repository, commit and licence of its clone; FOLDER has torchvision in it,
-where that is not installed and the loop needs it. The publisher's own code is run
-for text, picture, sampling and decoding, on the CPU in fp32; nothing of it is kept but the frames. Random numbers are
-drawn in our order, since a loop's own draws depend on its device.
+NAME is a row of ``LOOPS`` below, with the repository, commit and licence of its clone. TORCHVISION is a folder with it,
+for loops that bring a picture to size by it: transformers would use it too where it is installed.
+
+The publisher's own code is run for text, picture, sampling and decoding, on the CPU in fp32; nothing of it is kept but
+the frames. Random numbers are drawn in our order, since a loop's own draws depend on its device.
 """
 
 import ast
@@ -72,6 +73,13 @@ def stub(*names: str) -> None:
     """Modules that are imported and not needed here. Libraries that ask for them have been imported before."""
     for name in names:
         sys.modules.setdefault(name, mock.MagicMock(__name__=name))
+
+
+def find_torchvision() -> None:
+    """Let a publisher import torchvision, whose operators for boxes may be built for another torch and go unused."""
+    sys.path.append(sys.argv[3])
+    with mock.patch.object(torch.library, "register_fake", lambda *_, **__: lambda function: function):
+        import torchvision  # noqa: F401
 
 
 def framepack(script: str) -> Callable[[], torch.Tensor]:
@@ -161,59 +169,116 @@ def in_released_names(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return layouts.released(layouts.tensors_of(folder), layouts.layout(name))
 
 
-def hunyuan_video() -> torch.Tensor:
-    """``sample_video.py`` as its README calls it: 50 steps, shift 7, embedded guidance 6, with tiles."""
-    pipe = tiny.one_shot("hunyuan_video", FOLDER)
-    from hyvideo import config, inference, text_encoder
-    from hyvideo.modules import attenion, models
-    from hyvideo.vae.autoencoder_kl_causal_3d import AutoencoderKLCausal3D
+def llava_as_published(llava: Any) -> Callable[..., Any]:
+    """Llava as Tencent's version of transformers calls it: one ``<image>`` becomes all its states in the model."""
 
-    width, height = loops.SIZE
-    command = ["", "--prompt", loops.PROMPT, "--seed", str(loops.SEED), "--flow-reverse"]
-    command += ["--video-size", str(height), str(width)]
-    command += [f"--{part}-precision=fp32" for part in ("vae", "text-encoder")]
-    command += ["--precision=fp32", "--text-encoder-precision-2=fp32", "--text-states-dim=32", "--text-states-dim-2=32"]
-    with mock.patch.object(sys, "argv", command):
-        args = config.parse_args()
-    own = {"mm_double_blocks_depth": 2, "mm_single_blocks_depth": 2, "rope_dim_list": [4, 6, 6], "hidden_size": 32}
-    own |= {"heads_num": 2, "mlp_width_ratio": 2.0, "guidance_embed": True}
-    folder = FOLDER / "hunyuan_video"
-    with on_cpu(), mock.patch.object(attenion, "flash_attn_varlen_func", attention_of_lengths):
-        model = models.HYVideoDiffusionTransformer(args, in_channels=16, out_channels=16, **own)
-        model.load_state_dict(in_released_names(folder / "transformer", f"HunyuanVideo {layouts.ORIGINAL}"))
-        vae = AutoencoderKLCausal3D(**hunyuan_vae_config(AutoencoderKLCausal3D))
-        vae.load_state_dict(in_released_names(folder / "vae", "the VAE of HunyuanVideo"))
-        encoders = {"llm": (pipe.text_encoder, pipe.tokenizer), "clipL": (pipe.text_encoder_2, pipe.tokenizer_2)}
+    def call(input_ids: torch.Tensor, attention_mask: torch.Tensor, **given: Any) -> Any:
+        config, rows, kept = llava.config, [], []
+        for token, valid in zip(input_ids[0], attention_mask[0], strict=True):
+            count = config.image_seq_length if int(token) == config.image_token_id else 1
+            rows += [token] * count
+            kept += [valid] * count
+        mask = torch.stack(kept)[None]
+        places = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+        return llava(input_ids=torch.stack(rows)[None], attention_mask=mask, position_ids=places, **given)
 
-        def part(index: int) -> Callable[..., Any]:
-            return lambda kind=None, tokenizer_type=None, text_encoder_type=None, **_: (
-                encoders[kind or tokenizer_type or text_encoder_type][index], None,
+    return call
+
+
+def hunyuan_video(kind: str = "") -> Callable[[], torch.Tensor]:
+    """``sample_video.py`` as its README calls it: 50 steps, shift 7, embedded guidance 6, with tiles; with a ``kind``
+    of picture ``sample_image2video.py``, stable, with buckets of a tenth of a side."""
+
+    def run() -> torch.Tensor:
+        name = {"": "hunyuan_video", "token_replace": "hunyuan_video_i2v"}.get(kind, "hunyuan_video_i2v_33ch")
+        pipe, guided = tiny.one_shot(name, FOLDER), kind != "latent_concat"
+        if kind:
+            find_torchvision()
+            stub("deepspeed", "torch.utils.tensorboard")
+        from hyvideo import config, inference, text_encoder
+        from hyvideo.modules import attenion, models
+        from hyvideo.vae.autoencoder_kl_causal_3d import AutoencoderKLCausal3D
+
+        width, height = loops.SIZE
+        command = ["", "--prompt", loops.PROMPT, "--seed", str(loops.SEED), "--flow-reverse", "--flow-shift=7.0"]
+        command += ["--video-size", str(height), str(width)]
+        command += [f"--{part}-precision=fp32" for part in ("vae", "text-encoder")]
+        command += ["--precision=fp32", "--text-encoder-precision-2=fp32"]
+        command += ["--text-states-dim=32", "--text-states-dim-2=32"]
+        if guided:
+            command += ["--embedded-cfg-scale=6.0"]
+        if kind:
+            command += ["--i2v-mode", "--i2v-stability", f"--i2v-condition-type={kind}"]
+            command += ["--i2v-image-path", str(FOLDER / "picture.png")]
+            loops.saved_picture(*loops.BUCKETED, FOLDER / "picture.png")
+        with mock.patch.object(sys, "argv", command):
+            args = config.parse_args()
+        own = {"mm_double_blocks_depth": 2, "mm_single_blocks_depth": 2, "rope_dim_list": [4, 6, 6], "hidden_size": 32}
+        own |= {"heads_num": 2, "mlp_width_ratio": 2.0, "guidance_embed": guided}
+        folder, wide = FOLDER / name, 33 if kind == "latent_concat" else 16
+        with on_cpu(), mock.patch.object(attenion, "flash_attn_varlen_func", attention_of_lengths):
+            model = models.HYVideoDiffusionTransformer(args, in_channels=wide, out_channels=16, **own)
+            model.load_state_dict(in_released_names(folder / "transformer", f"HunyuanVideo {layouts.ORIGINAL}"))
+            vae = AutoencoderKLCausal3D(**hunyuan_vae_config(AutoencoderKLCausal3D))
+            vae.load_state_dict(in_released_names(folder / "vae", "the VAE of HunyuanVideo"))
+            templates, pictured, processor = inference.PROMPT_TEMPLATE, {}, ()
+            if kind:
+                args.text_encoder, args.prompt_template = "llm-i2v", "dit-llm-encode-i2v"
+                args.prompt_template_video = "dit-llm-encode-video-i2v"
+                (mark,) = pipe.tokenizer("\n\n", add_special_tokens=False).input_ids
+                templates[args.prompt_template_video]["double_return_token_id"] = mark
+                pictured = {"i2v_mode": True, "image_embed_interleave": {"token_replace": 4, "latent_concat": 2}[kind]}
+                llava, processor = torch.nn.Module(), (pipe.image_processor,)
+                llava.forward = llava_as_published(pipe.text_encoder)
+                llava.dtype, llava.device = torch.float32, torch.device("cpu")
+                pipe.tokenizer.padding_side = "right"
+            encoders = {
+                "llm": (pipe.text_encoder, pipe.tokenizer),
+                "llm-i2v": (llava if kind else None, pipe.tokenizer),
+                "clipL": (pipe.text_encoder_2, pipe.tokenizer_2),
+            }
+
+            def part(index: int) -> Callable[..., Any]:
+                return lambda tokenizer_type=None, text_encoder_type=None, **_: (
+                    encoders[tokenizer_type or text_encoder_type][index], None, *processor * index,
+                )  # fmt: skip
+
+            with (
+                mock.patch.object(text_encoder, "load_text_encoder", part(0)),
+                mock.patch.object(text_encoder, "load_tokenizer", part(1)),
+            ):
+                crop = templates[args.prompt_template_video]["crop_start"]
+                first = text_encoder.TextEncoder(
+                    args.text_encoder,
+                    args.text_len + crop,
+                    prompt_template=templates[args.prompt_template],
+                    prompt_template_video=templates[args.prompt_template_video],
+                    hidden_state_skip_layer=args.hidden_state_skip_layer,
+                    apply_final_norm=args.apply_final_norm,
+                    **pictured,
+                )
+                second = text_encoder.TextEncoder(args.text_encoder_2, args.text_len_2)
+            sampler = inference.HunyuanVideoSampler(
+                args, vae.eval(), {}, first, model.eval(), second, device="cpu",
+                parallel_args={"ulysses_degree": 1, "ring_degree": 1},
             )  # fmt: skip
+            more = {}
+            if kind:
+                more = {
+                    f"i2v_{name}": getattr(args, f"i2v_{name}") for name in ("mode", "image_path", "condition_type")
+                }
+                more |= {"i2v_resolution": args.i2v_resolution, "i2v_stability": args.i2v_stability}
+                sizes = inference.generate_crop_size_list
+                inference.generate_crop_size_list = lambda side, step: sizes(side // 10, step)
+            made = sampler.predict(
+                prompt=args.prompt, height=args.video_size[0], width=args.video_size[1],
+                video_length=args.video_length, seed=args.seed, negative_prompt=args.neg_prompt,
+                infer_steps=args.infer_steps, guidance_scale=args.cfg_scale, flow_shift=args.flow_shift,
+                embedded_guidance_scale=args.embedded_cfg_scale, **more,
+            )  # fmt: skip
+        return made["samples"][0].permute(1, 2, 3, 0)
 
-        with (
-            mock.patch.object(text_encoder, "load_text_encoder", part(0)),
-            mock.patch.object(text_encoder, "load_tokenizer", part(1)),
-        ):
-            crop = inference.PROMPT_TEMPLATE[args.prompt_template_video]["crop_start"]
-            first = text_encoder.TextEncoder(
-                args.text_encoder,
-                args.text_len + crop,
-                prompt_template=inference.PROMPT_TEMPLATE[args.prompt_template],
-                prompt_template_video=inference.PROMPT_TEMPLATE[args.prompt_template_video],
-                hidden_state_skip_layer=args.hidden_state_skip_layer,
-                apply_final_norm=args.apply_final_norm,
-            )
-            second = text_encoder.TextEncoder(args.text_encoder_2, args.text_len_2)
-        sampler = inference.HunyuanVideoSampler(
-            args, vae.eval(), {}, first, model.eval(), second, device="cpu",
-            parallel_args={"ulysses_degree": 1, "ring_degree": 1},
-        )  # fmt: skip
-        made = sampler.predict(
-            prompt=args.prompt, height=args.video_size[0], width=args.video_size[1], video_length=args.video_length,
-            seed=args.seed, negative_prompt=args.neg_prompt, infer_steps=args.infer_steps,
-            guidance_scale=args.cfg_scale, flow_shift=args.flow_shift, embedded_guidance_scale=args.embedded_cfg_scale,
-        )  # fmt: skip
-    return made["samples"][0].permute(1, 2, 3, 0)
+    return run
 
 
 def hunyuan_vae_config(cls: Any) -> dict[str, Any]:
@@ -225,6 +290,108 @@ def hunyuan_vae_config(cls: Any) -> dict[str, Any]:
         "mid_block_add_attention": True, "act_fn": "silu",
         "down_block_types": ("DownEncoderBlockCausal3D",) * 4, "up_block_types": ("UpDecoderBlockCausal3D",) * 4,
     }  # fmt: skip
+
+
+def hunyuan_15(name: str, kind: str = "") -> Callable[[], torch.Tensor]:
+    """The pipeline of HunyuanVideo 1.5 as ``generate.py`` calls it, without super-resolution, at a tenth of 480p."""
+
+    def run() -> torch.Tensor:
+        pipe, folder = tiny.one_shot(name, FOLDER), loops.hunyuan_15(name, FOLDER, kind)
+        find_torchvision()
+        from hyvideo import commons
+        from hyvideo.commons import parallel_states
+
+        alone = SimpleNamespace(sp_enabled=False)
+        with mock.patch.object(parallel_states, "get_parallel_state", lambda: alone):
+            from hyvideo.models import text_encoders
+            from hyvideo.models.autoencoders.hunyuanvideo_15_vae import AutoencoderKLConv3D
+            from hyvideo.models.text_encoders.byT5.format_prompt import MultilingualPromptFormat
+            from hyvideo.models.transformers import hunyuanvideo_1_5_transformer as networks
+            from hyvideo.models.transformers.modules import attention
+            from hyvideo.models.vision_encoder import VisionEncoder
+            from hyvideo.pipelines import hunyuan_video_pipeline as upstream
+
+        task, wide = "i2v" if name.endswith("i2v") else "t2v", 32
+
+        class Mapper(networks.ByT5Mapper):
+            """Glyph states of the tiny width, among zeros of the published one."""
+
+            def __init__(self, in_dim: int, **given: Any) -> None:
+                super().__init__(in_dim=wide, **given)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x[..., :wide])
+
+        def glyphs(ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor]:
+            states = pipe.text_encoder_2(ids, attention_mask=attention_mask)[0]
+            return (torch.nn.functional.pad(states, (0, 1472 - wide)),)
+
+        def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score_mod: Any) -> torch.Tensor:
+            rows, tokens = torch.arange(len(q)).view(-1, 1, 1, 1), torch.arange(q.shape[2])
+            bias = score_mod(torch.zeros(()), rows, 0, tokens.view(1, 1, -1, 1), tokens.view(1, 1, 1, -1))
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias == 0)
+
+        networks.ByT5Mapper, attention.flex_attention = Mapper, masked
+        model = networks.HunyuanVideo_1_5_DiffusionTransformer(
+            patch_size=[1, 1, 1], in_channels=32, out_channels=32, hidden_size=32, heads_num=2, mlp_width_ratio=2.0,
+            mm_double_blocks_depth=2, mm_single_blocks_depth=0, rope_dim_list=[4, 6, 6], text_states_dim=wide,
+            text_states_dim_2=None, attn_mode="torch", glyph_byT5_v2=True, vision_projection="linear",
+            vision_states_dim=wide, use_cond_type_embedding=True, ideal_resolution="480p", ideal_task=task,
+            use_meanflow=kind == "step distilled",
+        )  # fmt: skip
+        split = {}
+        for key, tensor in in_released_names(folder / "transformer", f"HunyuanVideo 1.5 {layouts.ORIGINAL}").items():
+            apart = key.startswith("double_blocks") and "_attn_qkv" in key
+            pieces = zip("qkv", tensor.chunk(3), strict=True) if apart else (("qkv", tensor),)
+            split |= {key.replace("qkv", one): piece for one, piece in pieces}
+        model.load_state_dict(split)
+        vae = AutoencoderKLConv3D(
+            in_channels=3, out_channels=3, latent_channels=32, block_out_channels=(8, 8, 16, 16, 64),
+            layers_per_block=1, ffactor_spatial=16, ffactor_temporal=4, sample_size=256, sample_tsize=64,
+            scaling_factor=float(pipe.vae.config.scaling_factor),
+        )  # fmt: skip
+        vae.load_state_dict(in_released_names(folder / "vae", "the VAE of HunyuanVideo 1.5 as released"))
+        templates = text_encoders.PROMPT_TEMPLATE
+        templates["li-dit-encode-video-json"]["crop_start"] = 108  # what it counts with Qwen's own words
+        pipe.tokenizer.padding_side = "right"
+        with (
+            mock.patch.object(text_encoders, "load_text_encoder", lambda **_: (pipe.text_encoder, None)),
+            mock.patch.object(text_encoders, "load_tokenizer", lambda **_: (pipe.tokenizer, None, None)),
+        ):
+            first = text_encoders.TextEncoder(
+                "llm", 1000, prompt_template=templates["li-dit-encode-image-json"],
+                prompt_template_video=templates["li-dit-encode-video-json"], hidden_state_skip_layer=2,
+            )  # fmt: skip
+        eyes = VisionEncoder.__new__(VisionEncoder)
+        torch.nn.Module.__init__(eyes)
+        if task == "i2v":
+            eyes.model, eyes.processor = pipe.image_encoder, pipe.feature_extractor
+            eyes.device, eyes.dtype = torch.device("cpu"), torch.float32
+        for file in ("font", "color"):
+            (FOLDER / f"{file}.json").write_text("{}")
+        version = f"480p_{task}" + (f"_{kind.replace(' ', '_').removeprefix('cfg_')}" if kind else "")
+        made = upstream.HunyuanVideo_1_5_Pipeline(
+            vae=vae.eval(), text_encoder=first, transformer=model.eval(),
+            scheduler=upstream.FlowMatchDiscreteScheduler(), vision_states_dim=wide, byt5_model=glyphs,
+            byt5_tokenizer=pipe.tokenizer_2, execution_device="cpu", vision_encoder=eyes if task == "i2v" else None,
+            prompt_format=MultilingualPromptFormat(FOLDER / "font.json", FOLDER / "color.json"),
+            **commons.PIPELINE_CONFIGS[version],
+        )  # fmt: skip
+        made.target_dtype = made.vae_dtype = torch.float32
+        made.autocast_enabled = made.vae_autocast_enabled = False
+        sizes = upstream.generate_crop_size_list
+        upstream.generate_crop_size_list = lambda side, step: sizes(side // 10, step)
+        given = {}
+        if task == "i2v":
+            given["reference_image"] = str(FOLDER / "picture.png")
+            loops.saved_picture(*loops.BUCKETED, FOLDER / "picture.png")
+        film = made(
+            enable_sr=False, prompt=loops.QUOTED, aspect_ratio="16:9", video_length=121, seed=loops.SEED,
+            negative_prompt=loops.QUOTED_NEGATIVE, prompt_rewrite=False, **given,
+        ).videos  # fmt: skip
+        return film[0].permute(1, 2, 3, 0)
+
+    return run
 
 
 def mochi() -> torch.Tensor:
@@ -409,6 +576,8 @@ def tiny_config(module: Any, like: Any) -> dict[str, Any]:
 
 
 TENCENT = "Tencent Hunyuan Community License"
+HUNYUAN_I2V = "Tencent-Hunyuan/HunyuanVideo-I2V", "1481c1d", TENCENT
+HUNYUAN_15 = "Tencent-Hunyuan/HunyuanVideo-1.5", "60783e7", TENCENT
 LIGHTRICKS = "Lightricks/LTX-Video", "5260738", "Apache-2.0"
 FRAMEPACK = "lllyasviel/FramePack", "97fe5db", "Apache-2.0; its sampler CC BY-SA 4.0"
 LOOPS = {
@@ -431,8 +600,16 @@ LOOPS = {
         )
         for size, kind, blocks in (("2B", "distilled", loops.LTX_BLOCKS), ("13B", "distilled", 29), ("13B", "dev", 40))
     },
+    **{
+        loops.named(task, kind): Loop(
+            *HUNYUAN_15, hunyuan_15(f"hunyuan_video_15{'_i2v' if task == 'i2v' else ''}", kind)
+        )
+        for task, kind in loops.HUNYUAN_15
+    },
     "mochi": Loop("genmoai/mochi", "0c86aeb", "Apache-2.0", mochi),
-    "hunyuan video": Loop("Tencent-Hunyuan/HunyuanVideo", "fa14b00", TENCENT, hunyuan_video),
+    "hunyuan video": Loop("Tencent-Hunyuan/HunyuanVideo", "fa14b00", TENCENT, hunyuan_video()),
+    "hunyuan video i2v": Loop(*HUNYUAN_I2V, hunyuan_video("token_replace")),
+    "hunyuan video i2v 33 channels": Loop(*HUNYUAN_I2V, hunyuan_video("latent_concat")),
 }
 
 

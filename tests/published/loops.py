@@ -4,6 +4,7 @@
 `tests/pipelines/test_whole_loops.py` runs ours.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -18,6 +19,7 @@ LEVELS = 2**15 - 1  # of kept pixels: half a level is 1.5e-5
 
 FRAMEPACK_SECONDS = 5.0  # the default of both
 FRAMEPACK_PICTURE, FRAMEPACK_SIZE = (151, 96), (64, 96)  # width and height; the size that both are made at: H, W
+BUCKETED = (151, 96)  # width and height of the picture that Tencent's loops bring to a bucket
 SIZE = (80, 48)  # width and height of the families that draw what they are told
 
 
@@ -33,6 +35,13 @@ def picture(width: int, height: int) -> torch.Tensor:
     smooth[height // 3 : height // 2, width // 4 : width // 2] = 0.9
     grain = torch.rand(height, width, 3, generator=torch.Generator().manual_seed(3))
     return ((0.9 * smooth + 0.1 * grain).clamp(0, 1) * 255).round()[None] / 255
+
+
+def saved_picture(width: int, height: int, path: Path) -> None:
+    """Write :func:`picture` where a script reads it."""
+    from PIL import Image
+
+    Image.fromarray((picture(width, height)[0] * 255).round().byte().numpy()).save(path)
 
 
 def kept(frames: torch.Tensor, most: int = 12_000) -> dict[str, torch.Tensor]:
@@ -52,6 +61,40 @@ def error(frames: torch.Tensor, stored: dict[str, torch.Tensor]) -> float:
     assert tuple(frames.shape) == tuple(stored["shape"].tolist())
     ours = frames.double().flatten()[:: int(stored["step"])]
     return float((ours - stored["pixels"].double() / LEVELS).abs().max())
+
+
+HUNYUAN_15 = [("t2v", ""), ("i2v", ""), ("t2v", "cfg distilled"), ("i2v", "cfg distilled"), ("i2v", "step distilled")]
+
+
+def named(task: str, kind: str) -> str:
+    """The name of a loop of HunyuanVideo 1.5."""
+    return " ".join(filter(None, ("hunyuan video 1.5", task, kind)))
+
+
+QUOTED = 'a red cat jumps over a wall that says "stop"'
+QUOTED_NEGATIVE = 'blurry and "ugly"'
+
+
+def hunyuan_15(name: str, folder: Path, kind: str = "") -> Path:
+    """A tiny checkpoint of HunyuanVideo 1.5 for pictures of a tenth of 480p; ``kind`` is how it was distilled."""
+    from diffusers import HunyuanVideo15Transformer3DModel as Transformer
+
+    made = folder / f"{name}_{kind or 'guided'}"
+    if not made.is_dir():
+        shutil.copytree(tiny.build(name, folder), made)
+        few = kind == "step distilled"
+        config = {**Transformer.load_config(made / "transformer"), "target_size": 64, "use_meanflow": few}
+        with torch.random.fork_rng(devices=[]):
+            module = Transformer.from_config(config)
+        randomise(module, 1)
+        module.save_pretrained(made / "transformer")
+        _changed(made / "guider" / "guider_config.json", guidance_scale=1.0 if kind else 6.0)
+        _changed(made / "scheduler" / "scheduler_config.json", shift=7.0 if few else 5.0)
+    return made
+
+
+def _changed(path: Path, **settings: float) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
 LTX_SIZE, LTX_BLOCKS = (96, 64), 20  # the block without attention of the published recipe is the 20th

@@ -89,12 +89,14 @@ SPEC = family.FamilySpec(
         ratio=SPATIAL_RATIO,
         stride=TEMPORAL_RATIO,
         defaults=family.Defaults(width=1280, height=720, frames=129, steps=50, fps=24.0, guidance=6.0),
+        picture_filter="BILINEAR",
+        picture_floor=True,
         # Tencent's script decodes in windows of 64 frames, 48 apart; diffusers' 16 and 12 show as a rhythm in motion.
         vae_tile=256,  # of the same script
         most_whole_cells=32 * 32 * 17,  # of such a tile in one window
     ),
     recipes=family.Recipes(
-        effective=family.GUIDED | {"guidance", "template", "image"},
+        effective=family.GUIDED | {"guidance", "template", "image", "prepare"},
         variants=(TENCENT, SKYREELS),
         newer_variants=2,
         known={

@@ -45,13 +45,16 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
 
 
 def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]:
-    """Width and height in pixels that upstream chooses for a picture of this shape."""
-    from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
+    """Width and height in pixels that Tencent chooses for a picture of this shape; diffusers never one that is wider.
 
-    processor = HunyuanVideo15ImageProcessor(vae_scale_factor=SPATIAL_RATIO)
+    Source: Tencent-Hunyuan/HunyuanVideo-1.5 60783e7 hyvideo/utils/data_utils.py.
+    """
+    from diffusers.pipelines.hunyuan_video1_5.image_processor import generate_crop_size_list
+
     target = int(pipeline.configs["transformer"].get("target_size", 640))
-    tall, wide = processor.calculate_default_height_width(height, width, target)
-    return int(wide), int(tall)
+    sizes = generate_crop_size_list(target, SPATIAL_RATIO)
+    tall, wide = min(sizes, key=lambda size: abs(round(size[0] / size[1], 5) - height / width))
+    return wide, tall
 
 
 def task_of(config: Mapping[str, Any]) -> str:

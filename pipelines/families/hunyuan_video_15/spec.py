@@ -84,11 +84,12 @@ SPEC = family.FamilySpec(
         ratio=SPATIAL_RATIO,
         stride=TEMPORAL_RATIO,
         defaults=family.Defaults(width=848, height=480, frames=121, steps=50, fps=24.0, cfg=6.0, max_tokens=1000),
+        picture_filter="LANCZOS",
         vae_tile=256,  # the VAE's own
         most_whole_cells=16 * 16 * 31,  # cells in one of the VAE's own tiles of the model's longest video
     ),
     recipes=family.Recipes(
-        effective=family.GUIDED | {"guidance_rescale", "template", "vision"},
+        effective=family.GUIDED | {"guidance_rescale", "template", "vision", "prepare"},
         known={
             "": family.Recipe("published settings, also where it needs no cfg", SOURCE, steps=50),
             FEW_STEPS: family.Recipe("480p i2v step distilled", SOURCE, steps=12),  # 8 work too, says the README

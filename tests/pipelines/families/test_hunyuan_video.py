@@ -315,6 +315,18 @@ def test_image_to_video_needs_its_picture_and_a_place_for_it(run: Any, recorded:
     assert any("no effect" in text for text in watched.said)
 
 
+@pytest.mark.parametrize(
+    ("width", "height", "size"),
+    [(1280, 720, (1248, 704)), (848, 480, (1248, 736)), (720, 1280, (704, 1248)), (64, 64, (960, 960))],
+)
+def test_a_picture_gets_the_size_that_tencent_chooses(width: int, height: int, size: tuple[int, int]) -> None:
+    """The sizes are what ``get_closest_ratio`` of Tencent-Hunyuan/HunyuanVideo-I2V at 1481c1d returned."""
+    pipeline: Any = SimpleNamespace(configs={"transformer": {"image_condition_type": "token_replace"}})
+    assert hunyuan_video.nearest_size(pipeline, width, height) == size
+    pipeline.configs["transformer"] = {"in_channels": 32, "out_channels": 16}
+    assert hunyuan_video.nearest_size(pipeline, width, height) is None, "SkyReels has one size"
+
+
 def test_core_conditioning(run: Any) -> None:
     """Core's CONDITIONING, with or without a mask, is the same prompt."""
     made = run(TEXT)

@@ -114,7 +114,8 @@ def test_latents_are_identical_from_the_same_tokens(run: Any) -> None:
     """
     made = run(IMAGE)
     # Two texts that quote something: upstream cannot be handed the embeddings of nothing.
-    prompt = stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, 'the word "BLUR"'), Silent())
+    prompt = stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, NEGATIVE), Silent())
+    prompt = replace(prompt, negative=prompt.negative | {"prompt_embeds_2": prompt.embeds["prompt_embeds_2"]})
     given = {}
     for prefix, embeds in (("", prompt.embeds), ("negative_", prompt.negative)):
         for name, mask in (("prompt_embeds", "prompt_embeds_mask"), ("prompt_embeds_2", "prompt_embeds_mask_2")):
@@ -315,13 +316,23 @@ def test_defaults_are_the_checkpoints(
     assert (defaults.frames, defaults.steps, defaults.fps) == (121, 50, 24.0)
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(90, 160), (160, 90), (128, 128)])
-def test_an_image_gets_the_size_upstream_chooses(run: Any, rows: int, columns: int) -> None:
+@pytest.mark.parametrize(
+    ("width", "height", "side", "size"),
+    [
+        (16, 9, 640, (848, 480)),
+        (16, 9, 960, (1280, 720)),
+        (720, 1280, 640, (480, 848)),
+        (151, 96, 640, (800, 512)),
+        (1000, 700, 640, (752, 528)),
+    ],
+)
+def test_an_image_gets_the_size_that_tencent_chooses(
+    run: Any, width: int, height: int, side: int, size: tuple[int, int]
+) -> None:
+    """The sizes are what ``get_closest_ratio`` of Tencent-Hunyuan/HunyuanVideo-1.5 at 60783e7 returned."""
+    made: Any = SimpleNamespace(configs={"transformer": {"target_size": side}})
+    assert hunyuan_video_15.nearest_size(made, width, height) == size
     made = run(IMAGE)
-    processor = made.pipe.video_processor
-    expected = processor.calculate_default_height_width(rows, columns, made.pipe.target_size)
-    found = hunyuan_video_15.nearest_size(made.pipeline, columns, rows)
-    assert found == tuple(reversed(expected))
     assert (made.image.width, made.image.height) == (WIDTH, HEIGHT)
 
 
@@ -377,12 +388,20 @@ def test_template_and_its_crop(run: Any) -> None:
 
 def test_long_texts_are_shortened_and_said(run: Any, recorded: Any) -> None:
     made, progress = run(TEXT), recorded()
-    request = PromptRequest("cat " * 60, f'"{"x" * 260}"', max_tokens=20)
+    request = PromptRequest("cat " * 60, "x" * 260, max_tokens=20)
     encoded = stages.encode_prompt(made.pipeline, request, progress)
     assert encoded.embeds["prompt_embeds"].shape[1] <= 20
     assert [note.split(" is shortened")[0] for note in progress.said] == ["the prompt", "the negative prompt"]
-    stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, f'"{"x" * 260}"'), progress)
-    assert "quotation marks in the negative prompt is shortened" in progress.said[-1]
+    stages.encode_prompt(made.pipeline, PromptRequest(f'"{"x" * 260}"', NEGATIVE), progress)
+    assert "quotation marks in the prompt is shortened" in progress.said[-1]
+
+
+def test_quotes_in_the_negative_prompt_reach_no_glyphs(run: Any, recorded: Any) -> None:
+    made, progress = run(TEXT), recorded()
+    prompt = stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, '"BLUR"'), progress)
+    assert prompt.embeds["prompt_embeds_2"].shape[1] > 0
+    assert prompt.negative["prompt_embeds_2"].shape[1] == 0
+    assert ["no longer reach ByT5" in note for note in progress.said] == [True]
 
 
 def test_the_longest_text_that_fits_is_whole(run: Any, recorded: Any) -> None:
