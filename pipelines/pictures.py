@@ -167,8 +167,8 @@ def _in_bytes(frame: torch.Tensor, width: int, height: int, filtered: str, floor
 
     picture = picture_of(frame)
     scale = max(width / picture.width, height / picture.height)
-    count = (lambda side: int(side + 1e-6)) if floor else round
-    wide, tall = count(picture.width * scale), count(picture.height * scale)
+    sides = picture.width * scale, picture.height * scale
+    wide, tall = (int(side + 1e-6) if floor else round(side) for side in sides)
     left, top, right, low = (wide - width) / 2, (tall - height) / 2, (wide + width) / 2, (tall + height) / 2
     cut = picture.resize((wide, tall), Image.Resampling[filtered]).crop((left, top, right, low))
     return torch.from_numpy(numpy.array(cut)).float() / 255

@@ -135,9 +135,10 @@ def _quoted(pipeline: Pipeline, texts: Sequence[str], progress: Progress) -> lis
     quote, other = map(phrased, texts)
     if other is not None:
         progress.notify("quotation marks in the negative prompt no longer reach ByT5: at its publisher they never do")
-    subject = f"text between quotation marks in the {SUBJECTS[0]}"
-    room = {"room": QUOTED_TOKENS, "progress": progress}
-    return [None if quote is None else shortened(pipeline.tools["tokenizer_2"], quote, subject=subject, **room), None]
+    if quote is not None:
+        subject = f"text between quotation marks in the {SUBJECTS[0]}"
+        quote = shortened(pipeline.tools["tokenizer_2"], quote, QUOTED_TOKENS, subject, progress)
+    return [quote, None]
 
 
 def _glyph_embeds(

@@ -134,6 +134,9 @@ OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "ltx 13B 0.9.8 distilled": ltx_twice("distilled", 29),
     "ltx 13B 0.9.8 dev": ltx_twice("dev", 40),
     "mochi": from_words("mochi"),
+    "skyreels v1 t2v": from_words(
+        loops.SKYREELS_T2V, negative=loops.NEGATIVE, build=loops.skyreels, text=loops.SKYREELS
+    ),
 }
 
 
@@ -144,8 +147,8 @@ def test_an_untouched_graph_makes_the_publishers_frames(tiny_folder: Path, name:
     error = loops.error(OURS[name](tiny_folder), stored)
     print(f"{name}: {error:.1e}")
     assert error <= loops.BAR
-    assert error <= 2 * compared.LOOPS[name], "the page says less"
+    assert error <= 2 * (compared.LOOPS | compared.NEARLY)[name], "the page says less"
 
 
 def test_each_loop_of_the_page_is_run() -> None:
-    assert OURS.keys() == compared.LOOPS.keys()
+    assert OURS.keys() == (compared.LOOPS | compared.NEARLY).keys()

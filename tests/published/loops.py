@@ -97,6 +97,24 @@ def _changed(path: Path, **settings: float) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
+SKYREELS_T2V = "SkyReels-V1-Hunyuan-T2V"
+SKYREELS = f"FPS-24, {PROMPT}"
+
+
+def skyreels(name: str, folder: Path) -> Path:
+    """The tiny transformer of SkyReels V1 from text, alone, beside HunyuanVideo, which lends it the rest."""
+    from tiny import parts
+
+    models = folder / "skyreels"
+    if not (models / name).is_dir():
+        shutil.copytree(tiny.build("hunyuan_video", folder), models / "HunyuanVideo")
+        with torch.random.fork_rng(devices=[]):
+            module = parts.hunyuan_transformer(guidance_embeds=True)
+        randomise(module, 1)
+        module.save_pretrained(models / name)
+    return models / name
+
+
 LTX_SIZE, LTX_BLOCKS = (96, 64), 20  # the block without attention of the published recipe is the 20th
 LTX_PICTURE = (187, 121)  # width and height: of another shape, with odd sides
 LTX_FINAL, LTX_FIRST = (224, 128), (128, 64)  # of two passes: two thirds, down to a multiple of 32
