@@ -137,6 +137,9 @@ OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "skyreels v1 t2v": from_words(
         loops.SKYREELS_T2V, negative=loops.NEGATIVE, build=loops.skyreels, text=loops.SKYREELS
     ),
+    "skyreels v1 i2v": from_picture(
+        loops.SKYREELS_I2V, loops.SKYREELS_SIZE, (loops.SKYREELS, loops.NEGATIVE), loops.skyreels
+    ),
 }
 
 

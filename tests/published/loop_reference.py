@@ -394,29 +394,42 @@ def hunyuan_15(name: str, kind: str = "") -> Callable[[], torch.Tensor]:
     return run
 
 
-def skyreels() -> torch.Tensor:
-    """Skywork's pipeline with what ``video_generate.py`` gives it for text: 97 frames, 30 steps, cfg 6, tiles.
+def skyreels(name: str) -> Callable[[], torch.Tensor]:
+    """Skywork's pipeline with what ``video_generate.py`` gives it: 97 frames, 30 steps, cfg 6, tiles.
 
     It decodes in windows of 64 frames, as Tencent does and we; without the line that says so it has 16.
     """
-    from diffusers import HunyuanVideoTransformer3DModel
 
-    parts = tiny.one_shot("hunyuan_video", FOLDER).components
-    from skyreelsinfer.pipelines.pipeline_skyreels_video import SkyreelsVideoPipeline
+    def run() -> torch.Tensor:
+        from diffusers import HunyuanVideoTransformer3DModel
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+        from PIL import Image
 
-    transformer = HunyuanVideoTransformer3DModel.from_pretrained(loops.skyreels(loops.SKYREELS_T2V, FOLDER))
-    pipe = SkyreelsVideoPipeline(**{**parts, "transformer": transformer.eval()})
-    pipe.vae.enable_tiling()
-    width, height = loops.SIZE
-    pipe.vae.tile_sample_min_num_frames, pipe.vae.tile_sample_stride_num_frames = 64, 48
-    # Its diffusers counts latent frames where it draws noise, ours pixel frames.
-    noise = torch.randn(1, 16, 25, height // 8, width // 8, generator=generator())
-    film = pipe(
-        prompt=loops.SKYREELS, negative_prompt=loops.NEGATIVE, height=height, width=width, num_frames=97,
-        num_inference_steps=30, guidance_scale=6.0, embedded_guidance_scale=1.0, latents=noise,
-        cfg_for=False, output_type="pt",
-    ).frames  # fmt: skip
-    return film[0].permute(0, 2, 3, 1)
+        parts, pictured = tiny.one_shot("hunyuan_video", FOLDER).components, name == loops.SKYREELS_I2V
+        from skyreelsinfer.pipelines.pipeline_skyreels_video import SkyreelsVideoPipeline
+
+        transformer = HunyuanVideoTransformer3DModel.from_pretrained(loops.skyreels(name, FOLDER))
+        pipe = SkyreelsVideoPipeline(**{**parts, "transformer": transformer.eval()})
+        pipe.vae.enable_tiling()
+        width, height = loops.SKYREELS_SIZE if pictured else loops.SIZE
+        pipe.vae.tile_sample_min_num_frames, pipe.vae.tile_sample_stride_num_frames = 64, 48
+        # Its diffusers counts latent frames where it draws noise, ours pixel frames.
+        noise = torch.randn(1, 16, 25, height // 8, width // 8, generator=generator())
+        given, draw = {}, DiagonalGaussianDistribution.sample
+        if pictured:
+            loops.saved_picture(*loops.BUCKETED, FOLDER / "picture.png")
+            given = {"image": Image.open(FOLDER / "picture.png").convert("RGB")}
+        # The seed of AnyGPU Encode Image draws the picture's latents.
+        draws = torch.Generator().manual_seed(0)
+        with mock.patch.object(DiagonalGaussianDistribution, "sample", lambda self: draw(self, draws)):
+            film = pipe(
+                prompt=loops.SKYREELS, negative_prompt=loops.NEGATIVE, height=height, width=width, num_frames=97,
+                num_inference_steps=30, guidance_scale=6.0, embedded_guidance_scale=1.0, latents=noise,
+                cfg_for=False, output_type="pt", **given,
+            ).frames  # fmt: skip
+        return film[0].permute(0, 2, 3, 1)
+
+    return run
 
 
 def mochi() -> torch.Tensor:
@@ -604,6 +617,7 @@ TENCENT = "Tencent Hunyuan Community License"
 HUNYUAN_I2V = "Tencent-Hunyuan/HunyuanVideo-I2V", "1481c1d", TENCENT
 HUNYUAN_15 = "Tencent-Hunyuan/HunyuanVideo-1.5", "60783e7", TENCENT
 LIGHTRICKS = "Lightricks/LTX-Video", "5260738", "Apache-2.0"
+SKYWORK = "SkyworkAI/SkyReels-V1", "cb0ceaa", f"Apache-2.0 and {TENCENT}"
 FRAMEPACK = "lllyasviel/FramePack", "97fe5db", "Apache-2.0; its sampler CC BY-SA 4.0"
 LOOPS = {
     "framepack": Loop(*FRAMEPACK, framepack("demo_gradio.py")),
@@ -631,7 +645,8 @@ LOOPS = {
         )
         for task, kind in loops.HUNYUAN_15
     },
-    "skyreels v1 t2v": Loop("SkyworkAI/SkyReels-V1", "cb0ceaa", f"Apache-2.0 and {TENCENT}", skyreels),
+    "skyreels v1 t2v": Loop(*SKYWORK, skyreels(loops.SKYREELS_T2V)),
+    "skyreels v1 i2v": Loop(*SKYWORK, skyreels(loops.SKYREELS_I2V)),
     "mochi": Loop("genmoai/mochi", "0c86aeb", "Apache-2.0", mochi),
     "hunyuan video": Loop("Tencent-Hunyuan/HunyuanVideo", "fa14b00", TENCENT, hunyuan_video()),
     "hunyuan video i2v": Loop(*HUNYUAN_I2V, hunyuan_video("token_replace")),
