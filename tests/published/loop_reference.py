@@ -479,6 +479,45 @@ def mochi() -> torch.Tensor:
     return torch.from_numpy(frames[0])
 
 
+def attention_of_masked(qkv: torch.Tensor, valid: torch.Tensor, **_: Any) -> torch.Tensor:
+    """``flash_attn_no_pad``: of tokens (B, N, 3, heads, D) those that are ``valid`` see each other; zeros elsewhere."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    found = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=valid[:, None, None])
+    return found.transpose(1, 2) * valid[:, :, None, None]
+
+
+def fast_mochi() -> torch.Tensor:
+    """``sample_t2v_mochi.py`` of FastVideo as its ``inference_mochi_hf.sh`` calls it.
+
+    It decodes with Genmo's decoder, as we do; FastVideo takes diffusers', which drops other frames.
+    """
+    pipe, folder = tiny.one_shot("mochi", FOLDER), FOLDER / "mochi" / "transformer"
+    flash = SimpleNamespace(flash_attn_no_pad=attention_of_masked)
+    silu = SimpleNamespace(apply=lambda gate, states: torch.nn.functional.silu(gate) * states)
+    sys.modules["fastvideo.models.flash_attn_no_pad"] = flash  # type: ignore[assignment]
+    stub("liger_kernel", "liger_kernel.ops")
+    sys.modules["fastvideo.version"] = SimpleNamespace(__version__="")  # type: ignore[assignment]
+    stub(*(f"fastvideo.v1.{name}" for name in ("configs.pipelines", "configs.sample", "entrypoints.video_generator")))
+    sys.modules["liger_kernel.ops.swiglu"] = SimpleNamespace(LigerSiLUMulFunction=silu)  # type: ignore[assignment]
+    from anygpu.pipelines.vae.tiled import decode_as_published
+    from fastvideo.distill.solver import PCMFMScheduler
+    from fastvideo.models.mochi_hf.modeling_mochi import MochiTransformer3DModel
+    from fastvideo.models.mochi_hf.pipeline_mochi import MochiPipeline
+
+    width, height = loops.SIZE
+    decode_as_published(pipe.vae)
+    made = MochiPipeline(
+        scheduler=PCMFMScheduler(1000, 8.0, 100, True, 0.1, 0.75), vae=pipe.vae, text_encoder=pipe.text_encoder,
+        tokenizer=pipe.tokenizer, transformer=MochiTransformer3DModel.from_pretrained(folder).eval(),
+    )  # fmt: skip
+    made.enable_vae_tiling()
+    film = made(
+        prompt=[loops.PROMPT], height=height, width=width, num_frames=163, num_inference_steps=8, guidance_scale=1.5,
+        generator=generator(), output_type="pt",
+    ).frames  # fmt: skip
+    return film[0].permute(0, 2, 3, 1)
+
+
 LTX_VAE = {
     "_class_name": "CausalVideoAutoencoder", "dims": 3, "in_channels": 3, "out_channels": 3, "latent_channels": 128,
     "scaling_factor": 1.0, "norm_layer": "pixel_norm", "patch_size": 4, "latent_log_var": "uniform",
@@ -647,6 +686,7 @@ LOOPS = {
     },
     "skyreels v1 t2v": Loop(*SKYWORK, skyreels(loops.SKYREELS_T2V)),
     "skyreels v1 i2v": Loop(*SKYWORK, skyreels(loops.SKYREELS_I2V)),
+    "fast mochi": Loop("hao-ai-lab/FastVideo", "b79d1fc", "Apache-2.0", fast_mochi),
     "mochi": Loop("genmoai/mochi", "0c86aeb", "Apache-2.0", mochi),
     "hunyuan video": Loop("Tencent-Hunyuan/HunyuanVideo", "fa14b00", TENCENT, hunyuan_video()),
     "hunyuan video i2v": Loop(*HUNYUAN_I2V, hunyuan_video("token_replace")),

@@ -97,6 +97,12 @@ def _changed(path: Path, **settings: float) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
+def fast_mochi(name: str, folder: Path) -> Path:
+    """The tiny checkpoint of Mochi under the name of FastMochi's release."""
+    made = folder / "FastMochi-diffusers"
+    return made if made.is_dir() else Path(shutil.copytree(tiny.build(name, folder), made))
+
+
 SKYREELS_T2V, SKYREELS_I2V, SKYREELS_SIZE = "SkyReels-V1-Hunyuan-T2V", "SkyReels-V1-Hunyuan-I2V", (96, 64)
 SKYREELS = f"FPS-24, {PROMPT}"
 
