@@ -140,8 +140,8 @@ class EncodeImage(io.ComfyNode):
                 io.Boolean.Input(
                     "prepare", default=True, optional=True, advanced=True,
                     tooltip="Prepares the picture as the model's publisher does. LTX-Video: a little blur and H.264, as "
-                            "of a frame of a video, without which clips tend to stand still. The Hunyuan models: "
-                            "its filter in 8 bits. Off: only brings it to size.",
+                            "of a frame of a video, without which clips tend to stand still. FramePack and "
+                            "HunyuanVideo: their own filter in 8 bits. Off: only brings it to size.",
                 ),
             ],
             outputs=[

@@ -76,6 +76,7 @@ class Recipe:
     size: tuple[int, int, float] | None = None  # width, height and frames per second; None for the family's
     frames: int = 0  # of the video; 0 for the family's
     shift: float = 0.0  # of the noise levels; 0 for the family's
+    picture_filter: str = ""  # PIL's filter for pictures, which are cut to shape before; empty for the family's way
     second: Recipe | None = None  # the pass over upscaled latents; None where none is published
 
     def __str__(self) -> str:
@@ -253,6 +254,7 @@ class Sizes:
     picture_filter: str = ""  # PIL's filter by which the publisher brings pictures to size; empty for ours
     picture_crf: int = 0  # of H.264, through which the publisher takes each picture after a blur; 0 for neither
     picture_floor: bool = False  # the side that is cut is rounded down before, as torchvision's Resize does
+    picture_cut: bool = False  # whether it is cut to shape before it is brought to size
     min_steps: int = 1  # fewest steps that upstream's schedule allows
     vae_tile: int = 0  # pixels per tile that upstream advises for its VAE; 0 for none
     most_whole_cells: int = 0  # latent cells up to which a video goes through the VAE whole nevertheless

@@ -12,7 +12,7 @@ from torch.nn import functional
 from ..compat.device.execution import picture_of, to_host
 from ..compat.errors import InputError, require_choice
 from .base import Progress
-from .family import FITS, FamilySpec
+from .family import FITS, FamilySpec, Sizes
 from .movie import through_h264
 from .pipeline import Pipeline
 from .settings import SIDES, of_checkpoint, own_defaults, snap
@@ -71,9 +71,8 @@ def picture_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: i
     """Width and height in pixels that pictures are encoded at: as asked, or a size of the model's for their shape."""
     module, own = pipeline.spec.code, own_defaults(pipeline).keys() & SIDES
     if fit == "nearest bucket" and not (width and height) and module.nearest_size is not None and not own:
-        size = module.nearest_size(pipeline, frames.shape[2], frames.shape[1])
-        if size is not None:
-            return int(size[0]), int(size[1])
+        wide, tall = module.nearest_size(pipeline, frames.shape[2], frames.shape[1])
+        return int(wide), int(tall)
     return fitted_size(of_checkpoint(pipeline), frames, width, height, fit)
 
 
@@ -84,17 +83,15 @@ def video_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: int
     return wide, tall, (frames.shape[0] - 1) // stride * stride + 1
 
 
-def fitted(
-    frames: torch.Tensor, width: int, height: int, fit: str, filtered: str = "", floor: bool = False
-) -> torch.Tensor:
+def fitted(frames: torch.Tensor, width: int, height: int, fit: str, sizes: Sizes | None = None) -> torch.Tensor:
     """``frames`` at width x height: (F, height, width, 3), fp32, 0..1. ``stretch`` ignores the shape, ``pad`` adds
-    black bars, ``crop`` and ``nearest bucket`` cut off the rest; the last by PIL's filter ``filtered`` in 8 bits, where
-    a publisher's own application does, with the longer side rounded down if ``floor``."""
+    black bars, ``crop`` and ``nearest bucket`` cut off the rest; the last by PIL's filter of ``sizes`` in 8 bits, where
+    a publisher's own application does."""
     rows, columns = frames.shape[1:3]
     if (rows, columns) == (height, width):
         return frames
-    if filtered and fit == FITS[0]:
-        return torch.stack([_in_bytes(frame, width, height, filtered, floor) for frame in frames])
+    if sizes is not None and sizes.picture_filter and fit == FITS[0]:
+        return torch.stack([_in_bytes(frame, width, height, sizes) for frame in frames])
     if fit == "stretch":
         return _resized(frames, width, height)
     grow = min if fit == "pad" else max
@@ -115,7 +112,7 @@ def as_published(
     Source: Lightricks/LTX-Video 5260738 ltx_video/inference.py:60, pipelines/pipeline_ltx_video.py:740."""
     crf, (rows, columns) = family.sizes.picture_crf, frames.shape[1:3]
     if not crf or min(rows, columns) < 2:
-        return fitted(frames, width, height, fit, family.sizes.picture_filter, family.sizes.picture_floor)
+        return fitted(frames, width, height, fit, family.sizes)
     if fit not in ("pad", "stretch"):
         ratio = width / height
         wide, tall = (int(rows * ratio), rows) if columns / rows > ratio else (columns, int(columns / ratio))
@@ -157,20 +154,28 @@ def _resized(frames: torch.Tensor, width: int, height: int) -> torch.Tensor:
     return scaled.clamp(0, 1).permute(0, 2, 3, 1).contiguous()
 
 
-def _in_bytes(frame: torch.Tensor, width: int, height: int, filtered: str, floor: bool) -> torch.Tensor:
+def _in_bytes(frame: torch.Tensor, width: int, height: int, sizes: Sizes) -> torch.Tensor:
     """One frame, resized and cut by PIL.
 
-    Source: lllyasviel/FramePack 97fe5db diffusers_helper/utils.py:42; torchvision's Resize and CenterCrop.
+    Source: lllyasviel/FramePack 97fe5db diffusers_helper/utils.py:42; torchvision's Resize and CenterCrop;
+    SkyworkAI/SkyReels-V1 cb0ceaa skyreelsinfer/pipelines/pipeline_skyreels_video.py:17.
     """
     import numpy
     from PIL import Image
 
-    picture = picture_of(frame)
+    picture, filtered = picture_of(frame), Image.Resampling[sizes.picture_filter]
+    if sizes.picture_cut:
+        narrow = picture.height / picture.width > height / width
+        wide = picture.width if narrow else int(picture.height * width / height)
+        tall = int(picture.width * height / width) if narrow else picture.height
+        left, top = (picture.width - wide) / 2, (picture.height - tall) / 2
+        picture = picture.crop((left, top, left + wide, top + tall)).resize((width, height), filtered)
+        return torch.from_numpy(numpy.array(picture)).float() / 255
     scale = max(width / picture.width, height / picture.height)
     sides = picture.width * scale, picture.height * scale
-    wide, tall = (int(side + 1e-6) if floor else round(side) for side in sides)
+    wide, tall = (int(side + 1e-6) if sizes.picture_floor else round(side) for side in sides)
     left, top, right, low = (wide - width) / 2, (tall - height) / 2, (wide + width) / 2, (tall + height) / 2
-    cut = picture.resize((wide, tall), Image.Resampling[filtered]).crop((left, top, right, low))
+    cut = picture.resize((wide, tall), filtered).crop((left, top, right, low))
     return torch.from_numpy(numpy.array(cut)).float() / 255
 
 

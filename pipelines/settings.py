@@ -68,9 +68,11 @@ def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpe
         cfg = max((step.cfg for step in recipe.guidance), default=defaults.cfg)
         defaults = replace(defaults, steps=recipe.steps, cfg=cfg, width=width, height=height, fps=fps)
         defaults = replace(defaults, frames=recipe.frames or defaults.frames, shift=recipe.shift)
-    own = own_defaults(pipeline)
-    buckets = () if own.keys() & SIDES else family.sizes.buckets
-    return replace(family, sizes=replace(family.sizes, defaults=replace(defaults, **own), buckets=buckets))
+    own, sizes = own_defaults(pipeline), family.sizes
+    if recipe is not None and recipe.picture_filter:
+        sizes = replace(sizes, picture_filter=recipe.picture_filter, picture_cut=True)
+    buckets = () if own.keys() & SIDES else sizes.buckets
+    return replace(family, sizes=replace(sizes, defaults=replace(defaults, **own), buckets=buckets))
 
 
 def clip_frames(pipeline: Pipeline, framepack: FramePackSettings, fps: float) -> int:

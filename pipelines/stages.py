@@ -190,11 +190,12 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
     if not request.prepare:
         pictures = fitted(frames, width, height, fit)
     else:
-        pictures = as_published(family, frames, width, height, fit, progress)
-        if family.sizes.picture_crf:
+        sizes = (made_for := of_checkpoint(pipeline)).sizes
+        pictures = as_published(made_for, frames, width, height, fit, progress)
+        if sizes.picture_crf:
             how += ", blurred and compressed as its publisher does; without prepare it is not"
-        elif family.sizes.picture_filter and fit == FITS[0]:
-            how += f", {family.sizes.picture_filter.lower()} as its publisher; without prepare it resizes as before"
+        elif sizes.picture_filter and fit == FITS[0]:
+            how += f", {sizes.picture_filter.lower()} as its publisher; without prepare it resizes as before"
     if how != fit or tuple(frames.shape[1:3]) != (height, width):
         progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({how})")
     completed = replace(request, frames=pictures, width=width, height=height)

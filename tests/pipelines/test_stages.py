@@ -281,11 +281,11 @@ class TestFit:
 
     def test_the_publishers_filter_is_only_for_the_nearest_bucket(self):
         """A picture of 8 bits, resized by PIL; what was chosen is resized as before."""
-        asked = FRAMES[:1], 96, 32
-        found = fitted(*asked, "nearest bucket", "LANCZOS")
+        asked, sizes = (FRAMES[:1], 96, 32), FAMILIES["framepack"].sizes
+        found = fitted(*asked, "nearest bucket", sizes)
         assert found.shape == (1, 32, 96, 3) and torch.equal((found * 255).round() / 255, found)
         assert not torch.equal(found, fitted(*asked, "nearest bucket"))
-        assert torch.equal(fitted(*asked, "crop", "LANCZOS"), fitted(*asked, "crop"))
+        assert torch.equal(fitted(*asked, "crop", sizes), fitted(*asked, "crop"))
 
 
 def test_a_picture_is_prepared_as_ltx_video_s_publisher_does_where_there_is_an_encoder(ltx, recorded, monkeypatch):

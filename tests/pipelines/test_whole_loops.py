@@ -153,12 +153,16 @@ OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "ltx 2B 0.9.8 distilled": ltx_twice("distilled", loops.LTX_BLOCKS),
     "ltx 13B 0.9.8 distilled": ltx_twice("distilled", 29),
     "ltx 13B 0.9.8 dev": ltx_twice("dev", 40),
+    "fast mochi": from_words("mochi", build=loops.fast_mochi),
     "mochi": from_words("mochi"),
     "skyreels v1 t2v": from_words(
         loops.SKYREELS_T2V, negative=loops.NEGATIVE, build=loops.skyreels, text=loops.SKYREELS
     ),
     "paint v2-0": painted("v2-0"),
     "paint turbo": painted("turbo"),
+    "skyreels v1 i2v": from_picture(
+        loops.SKYREELS_I2V, loops.SKYREELS_SIZE, (loops.SKYREELS, loops.NEGATIVE), loops.skyreels
+    ),
 }
 
 

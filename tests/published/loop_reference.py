@@ -393,29 +393,42 @@ def hunyuan_15(name: str, kind: str = "") -> Callable[[], torch.Tensor]:
     return run
 
 
-def skyreels() -> torch.Tensor:
-    """Skywork's pipeline with what ``video_generate.py`` gives it for text: 97 frames, 30 steps, cfg 6, tiles.
+def skyreels(name: str) -> Callable[[], torch.Tensor]:
+    """Skywork's pipeline with what ``video_generate.py`` gives it: 97 frames, 30 steps, cfg 6, tiles.
 
     It decodes in windows of 64 frames, as Tencent does and we; without the line that says so it has 16.
     """
-    from diffusers import HunyuanVideoTransformer3DModel
 
-    parts = tiny.one_shot("hunyuan_video", FOLDER).components
-    from skyreelsinfer.pipelines.pipeline_skyreels_video import SkyreelsVideoPipeline
+    def run() -> torch.Tensor:
+        from diffusers import HunyuanVideoTransformer3DModel
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+        from PIL import Image
 
-    transformer = HunyuanVideoTransformer3DModel.from_pretrained(loops.skyreels(loops.SKYREELS_T2V, FOLDER))
-    pipe = SkyreelsVideoPipeline(**{**parts, "transformer": transformer.eval()})
-    pipe.vae.enable_tiling()
-    width, height = loops.SIZE
-    pipe.vae.tile_sample_min_num_frames, pipe.vae.tile_sample_stride_num_frames = 64, 48
-    # Its diffusers counts latent frames where it draws noise, ours pixel frames.
-    noise = torch.randn(1, 16, 25, height // 8, width // 8, generator=generator())
-    film = pipe(
-        prompt=loops.SKYREELS, negative_prompt=loops.NEGATIVE, height=height, width=width, num_frames=97,
-        num_inference_steps=30, guidance_scale=6.0, embedded_guidance_scale=1.0, latents=noise,
-        cfg_for=False, output_type="pt",
-    ).frames  # fmt: skip
-    return film[0].permute(0, 2, 3, 1)
+        parts, pictured = tiny.one_shot("hunyuan_video", FOLDER).components, name == loops.SKYREELS_I2V
+        from skyreelsinfer.pipelines.pipeline_skyreels_video import SkyreelsVideoPipeline
+
+        transformer = HunyuanVideoTransformer3DModel.from_pretrained(loops.skyreels(name, FOLDER))
+        pipe = SkyreelsVideoPipeline(**{**parts, "transformer": transformer.eval()})
+        pipe.vae.enable_tiling()
+        width, height = loops.SKYREELS_SIZE if pictured else loops.SIZE
+        pipe.vae.tile_sample_min_num_frames, pipe.vae.tile_sample_stride_num_frames = 64, 48
+        # Its diffusers counts latent frames where it draws noise, ours pixel frames.
+        noise = torch.randn(1, 16, 25, height // 8, width // 8, generator=generator())
+        given, draw = {}, DiagonalGaussianDistribution.sample
+        if pictured:
+            loops.saved_picture(*loops.BUCKETED, FOLDER / "picture.png")
+            given = {"image": Image.open(FOLDER / "picture.png").convert("RGB")}
+        # The seed of AnyGPU Encode Image draws the picture's latents.
+        draws = torch.Generator().manual_seed(0)
+        with mock.patch.object(DiagonalGaussianDistribution, "sample", lambda self: draw(self, draws)):
+            film = pipe(
+                prompt=loops.SKYREELS, negative_prompt=loops.NEGATIVE, height=height, width=width, num_frames=97,
+                num_inference_steps=30, guidance_scale=6.0, embedded_guidance_scale=1.0, latents=noise,
+                cfg_for=False, output_type="pt", **given,
+            ).frames  # fmt: skip
+        return film[0].permute(0, 2, 3, 1)
+
+    return run
 
 
 def mochi() -> torch.Tensor:
@@ -463,6 +476,45 @@ def mochi() -> torch.Tensor:
             prompt=loops.PROMPT, negative_prompt="",
         )  # fmt: skip
     return torch.from_numpy(frames[0])
+
+
+def attention_of_masked(qkv: torch.Tensor, valid: torch.Tensor, **_: Any) -> torch.Tensor:
+    """``flash_attn_no_pad``: of tokens (B, N, 3, heads, D) those that are ``valid`` see each other; zeros elsewhere."""
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    found = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=valid[:, None, None])
+    return found.transpose(1, 2) * valid[:, :, None, None]
+
+
+def fast_mochi() -> torch.Tensor:
+    """``sample_t2v_mochi.py`` of FastVideo as its ``inference_mochi_hf.sh`` calls it.
+
+    It decodes with Genmo's decoder, as we do; FastVideo takes diffusers', which drops other frames.
+    """
+    pipe, folder = tiny.one_shot("mochi", FOLDER), FOLDER / "mochi" / "transformer"
+    flash = SimpleNamespace(flash_attn_no_pad=attention_of_masked)
+    silu = SimpleNamespace(apply=lambda gate, states: torch.nn.functional.silu(gate) * states)
+    sys.modules["fastvideo.models.flash_attn_no_pad"] = flash  # type: ignore[assignment]
+    stub("liger_kernel", "liger_kernel.ops")
+    sys.modules["fastvideo.version"] = SimpleNamespace(__version__="")  # type: ignore[assignment]
+    stub(*(f"fastvideo.v1.{name}" for name in ("configs.pipelines", "configs.sample", "entrypoints.video_generator")))
+    sys.modules["liger_kernel.ops.swiglu"] = SimpleNamespace(LigerSiLUMulFunction=silu)  # type: ignore[assignment]
+    from anygpu.pipelines.vae.tiled import decode_as_published
+    from fastvideo.distill.solver import PCMFMScheduler
+    from fastvideo.models.mochi_hf.modeling_mochi import MochiTransformer3DModel
+    from fastvideo.models.mochi_hf.pipeline_mochi import MochiPipeline
+
+    width, height = loops.SIZE
+    decode_as_published(pipe.vae)
+    made = MochiPipeline(
+        scheduler=PCMFMScheduler(1000, 8.0, 100, True, 0.1, 0.75), vae=pipe.vae, text_encoder=pipe.text_encoder,
+        tokenizer=pipe.tokenizer, transformer=MochiTransformer3DModel.from_pretrained(folder).eval(),
+    )  # fmt: skip
+    made.enable_vae_tiling()
+    film = made(
+        prompt=[loops.PROMPT], height=height, width=width, num_frames=163, num_inference_steps=8, guidance_scale=1.5,
+        generator=generator(), output_type="pt",
+    ).frames  # fmt: skip
+    return film[0].permute(0, 2, 3, 1)
 
 
 LTX_VAE = {
@@ -600,6 +652,7 @@ TENCENT = "Tencent Hunyuan Community License"
 HUNYUAN_I2V = "Tencent-Hunyuan/HunyuanVideo-I2V", "1481c1d", TENCENT
 HUNYUAN_15 = "Tencent-Hunyuan/HunyuanVideo-1.5", "60783e7", TENCENT
 LIGHTRICKS = "Lightricks/LTX-Video", "5260738", "Apache-2.0"
+SKYWORK = "SkyworkAI/SkyReels-V1", "cb0ceaa", f"Apache-2.0 and {TENCENT}"
 FRAMEPACK = "lllyasviel/FramePack", "97fe5db", "Apache-2.0; its sampler CC BY-SA 4.0"
 LOOPS = {
     "framepack": Loop(*FRAMEPACK, framepack("demo_gradio.py")),
@@ -627,7 +680,9 @@ LOOPS = {
         )
         for task, kind in loops.HUNYUAN_15
     },
-    "skyreels v1 t2v": Loop("SkyworkAI/SkyReels-V1", "cb0ceaa", f"Apache-2.0 and {TENCENT}", skyreels),
+    "skyreels v1 t2v": Loop(*SKYWORK, skyreels(loops.SKYREELS_T2V)),
+    "skyreels v1 i2v": Loop(*SKYWORK, skyreels(loops.SKYREELS_I2V)),
+    "fast mochi": Loop("hao-ai-lab/FastVideo", "b79d1fc", "Apache-2.0", fast_mochi),
     "mochi": Loop("genmoai/mochi", "0c86aeb", "Apache-2.0", mochi),
     "hunyuan video": Loop("Tencent-Hunyuan/HunyuanVideo", "fa14b00", TENCENT, hunyuan_video()),
     "hunyuan video i2v": Loop(*HUNYUAN_I2V, hunyuan_video("token_replace")),

@@ -97,19 +97,26 @@ def _changed(path: Path, **settings: float) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
-SKYREELS_T2V = "SkyReels-V1-Hunyuan-T2V"
+def fast_mochi(name: str, folder: Path) -> Path:
+    """The tiny checkpoint of Mochi under the name of FastMochi's release."""
+    made = folder / "FastMochi-diffusers"
+    return made if made.is_dir() else Path(shutil.copytree(tiny.build(name, folder), made))
+
+
+SKYREELS_T2V, SKYREELS_I2V, SKYREELS_SIZE = "SkyReels-V1-Hunyuan-T2V", "SkyReels-V1-Hunyuan-I2V", (96, 64)
 SKYREELS = f"FPS-24, {PROMPT}"
 
 
 def skyreels(name: str, folder: Path) -> Path:
-    """The tiny transformer of SkyReels V1 from text, alone, beside HunyuanVideo, which lends it the rest."""
+    """A tiny transformer of SkyReels V1, alone, beside HunyuanVideo, which lends it the rest."""
     from tiny import parts
 
     models = folder / "skyreels"
     if not (models / name).is_dir():
-        shutil.copytree(tiny.build("hunyuan_video", folder), models / "HunyuanVideo")
+        shutil.copytree(tiny.build("hunyuan_video", folder), models / "HunyuanVideo", dirs_exist_ok=True)
         with torch.random.fork_rng(devices=[]):
-            module = parts.hunyuan_transformer(guidance_embeds=True)
+            beside = {"in_channels": 32, "out_channels": 16} if name == SKYREELS_I2V else {}
+            module = parts.hunyuan_transformer(guidance_embeds=True, **beside)
         randomise(module, 1)
         module.save_pretrained(models / name)
     return models / name

@@ -28,6 +28,7 @@ from ...vae.plan import DecodeRequest
 from .spec import CHANNELS, LATENT_CONCAT, PICTURE_CONCAT, SKYREELS, SPEC, TOKEN_REPLACE, image_condition
 
 SKYREELS_RATE = "FPS-24, "  # what each of its training texts begins with
+SKYREELS_SIZE = 960, 544
 DROPPED_FRAMES = 4  # what the 33-channel variant's first latent frames decode to beside the video
 INTERLEAVE = {LATENT_CONCAT: 2, TOKEN_REPLACE: 4}  # every so many of the picture's 576 states go to the transformer
 NOISE_SHARE = 0.999  # image to video starts from noise with this much of the picture's latents in it
@@ -68,15 +69,15 @@ def encoder_task(config: Mapping[str, Any]) -> str:
     return "text" if image_condition(config) in (None, PICTURE_CONCAT) else "image"
 
 
-def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int] | None:
-    """Width and height in pixels that Tencent chooses for a picture of this shape; None for SkyReels, which asks.
+def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]:
+    """Width and height in pixels that Tencent chooses for a picture of this shape; SkyReels has one for all.
 
     Source: Tencent-Hunyuan/HunyuanVideo-I2V 1481c1d hyvideo/utils/data_utils.py, at 720p.
     """
     from diffusers.pipelines.hunyuan_video1_5.image_processor import generate_crop_size_list
 
     if image_condition(pipeline.configs["transformer"]) == PICTURE_CONCAT:
-        return None
+        return SKYREELS_SIZE
     asked = height / width
     shapes = {round(tall / wide, 5): (wide, tall) for tall, wide in reversed(generate_crop_size_list(BUCKET_SIDE, 32))}
     # Never one that would need a border: only the longer side is cut.

@@ -109,6 +109,7 @@ SPEC = family.FamilySpec(
                 steps=30,
                 guidance=(family.GuidanceStep(cfg=6.0),),
                 size=(960, 544, 24.0),
+                picture_filter="LANCZOS",
             ),
             "FastVideo": family.Recipe(
                 "FastHunyuan",

@@ -21,7 +21,7 @@ from ...settings import recipe_of
 from ...text.t5 import ZEROED, batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.fallback import decode as decode
 from ...vae.fallback import encoded
-from .spec import CHANNELS, SPEC
+from .spec import CHANNELS, FAST, SPEC
 
 THRESHOLD_NOISE = 0.025
 
@@ -41,8 +41,8 @@ def text_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards
 
 
 def _zeroed(pipeline: Pipeline) -> bool:
-    """True if an empty text is zeroed, as Genmo does; the demo model was trained without."""
-    return bool(pipeline.tools["index"].get(ZEROED, not pipeline.is_demo))
+    """True if an empty text is zeroed, as Genmo does; FastMochi and the demo model were trained without."""
+    return bool(pipeline.tools["index"].get(ZEROED, not (pipeline.is_demo or pipeline.model.recipe == FAST)))
 
 
 prompt_from_core = t5_from_core

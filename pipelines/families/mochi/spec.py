@@ -7,7 +7,7 @@ from ....compat.ranks import SplitPlan
 from ... import family
 from .layouts import LAYOUTS
 
-CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 12, 8, 6
+CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO, FAST = 12, 8, 6, "FastMochi"
 STORED = {"text_encoder": 19_049_269_744, "transformer": 20_055_483_640, "vae": 919_549_966}  # the first in fp32
 IN_FP32 = Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32")
 BLOCK = "diffusers.models.transformers.transformer_mochi.MochiTransformerBlock"
@@ -53,17 +53,17 @@ SPEC = family.FamilySpec(
         batched_cfg=True,
         known={
             "": family.Recipe("published settings", "genmoai/mochi demos/api_example.py", steps=64),
-            "FastMochi": family.Recipe(
+            FAST: family.Recipe(
                 "FastMochi",
-                "FastVideo/FastMochi-diffusers model card",
+                "hao-ai-lab/FastVideo b79d1fc scripts/inference/v0/inference_mochi_hf.sh",
                 steps=8,
                 guidance=(family.GuidanceStep(cfg=1.5),),
-                # 6 linear levels to 0.1, then 2 quadratic ones.
-                timesteps=(1.0, 59 / 60, 58 / 60, 57 / 60, 56 / 60, 55 / 60, 0.9, 2 / 3),
+                # Of 1000 levels, 750 of them linear to 0.1, the nearest tenth to each eighth.
+                timesteps=(1.0, 0.984, 29 / 30, 0.9506666666666667, 14 / 15, 0.9173333333333333, 0.9, 0.68432),
                 frames=163,
             ),
         },
-        named={r"fast.?mochi": "FastMochi"},
+        named={r"fast.?mochi": FAST},
     ),
     rewrites=family.Rewrites(
         precision=ModelPrecision({ALL_BF16: IN_FP32}),

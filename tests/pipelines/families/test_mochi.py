@@ -136,12 +136,13 @@ def test_conditioning_of_another_encoder_is_refused_in_one_line(pipeline):
 
 
 def test_fast_mochi_takes_its_own_levels(pipeline, prompt):
-    """Those of its card: ``linear_quadratic_schedule(8, 0.1, 6)``, 8 steps, cfg 1.5, 163 frames."""
+    """Those of FastVideo's script: of 1000 levels, 750 of them linear to 0.1; 8 steps, cfg 1.5, 163 frames."""
     from anygpu.pipelines.settings import of_checkpoint, recipe_of
     from diffusers.pipelines.mochi.pipeline_mochi import linear_quadratic_schedule
 
     fast = replace(pipeline, model=replace(pipeline.model, recipe="FastMochi"))
-    usual, sigmas = of_checkpoint(fast).sizes.defaults, (*map(float, linear_quadratic_schedule(8, 0.1, 6)), 0.0)
+    usual, levels = of_checkpoint(fast).sizes.defaults, linear_quadratic_schedule(1000, 0.1, 750)
+    sigmas = (*(float(levels[step * 100 // 8 * 10]) for step in range(8)), 0.0)
     assert (usual.steps, usual.cfg, usual.frames, usual.width, usual.height) == (8, 1.5, 163, 848, 480)
     assert recipe_of(fast).timesteps == pytest.approx(sigmas[:-1], abs=1e-9)
     own = stages.sample(fast, prompt, None, replace(ASKED, steps=0, cfg=0.0), Silent())
@@ -150,3 +151,5 @@ def test_fast_mochi_takes_its_own_levels(pipeline, prompt):
     assert not torch.equal(
         own.samples, stages.sample(pipeline, prompt, None, replace(ASKED, steps=8), Silent()).samples
     )
+    empty = [stages.encode_prompt(made, PromptRequest("a cat", ""), Silent()).negative for made in (fast, pipeline)]
+    assert not torch.equal(*(text["prompt_embeds"] for text in empty)), "there an empty negative prompt is encoded"
