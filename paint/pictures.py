@@ -152,6 +152,11 @@ def _seen(picture: Tensor, before: int = 0) -> Tensor:
     return picture[top : int(rows[-1]) + 1, left : int(columns[-1]) + 1]
 
 
+def halved(maps: Tensor) -> Tensor:
+    """Maps in 0..1 such that :func:`signed` gives what upstream has of them, which counts in fp16 up to there."""
+    return (maps.half() - 0.5).float() + 0.5
+
+
 def signed(pictures: Tensor) -> Tensor:  # (B, 3, H, W) in -1..1, as the VAE takes it, from (B, H, W, 3)
     return pictures.permute(0, 3, 1, 2).contiguous() * 2 - 1
 

@@ -32,7 +32,7 @@ from ..networks.encoders import dino_states
 from ..networks.multiview import StreamInputs
 from ..networks.pbr import rotary_by_tokens
 from ..networks.stable_diffusion import EPSILON
-from ..pictures import checked_pictures, over, resized, squared
+from ..pictures import checked_pictures, halved, over, resized, squared
 from .solvers import NoiseSchedule, lcm_schedule, schedule_for, schedule_of, solver_for, velocity_of
 
 SIZES = (64, 2048)
@@ -364,7 +364,7 @@ def _conditions(
     need = vae_bytes(ENCODED, size, pipeline.precision.vae)
     with stage(pipeline, "encoding", "vae", need, run, progress) as module:
         encodings = []
-        for index, pictures in enumerate((references, normals, positions)):  # the order in which upstream draws
+        for index, pictures in enumerate((references, halved(normals), halved(positions))):  # upstream's order of draws
             encodings.append(vae.encoded(module, pictures, generator, device) * vae.SCALE)
             progress.step(index + 1, 3, ProgressStage("encoding"))
     cameras_or_dino, rotary = torch.tensor(ids, device=device), None

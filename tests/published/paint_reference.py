@@ -1,0 +1,203 @@
+"""Writes what the whole loop of Hunyuan3D paint makes of tiny weights to `tests/fixtures/published/loop_NAME*`.
+
+    python tests/published/paint_reference.py NAME CLONE FOLDER
+
+NAME is a row of ``LOOPS`` below, with the repository, commit and licence of its clone. FOLDER has OpenCV and the CPU
+half of the publisher's rasterizer in it, ``custom_rasterizer_kernel``, built from the clone without CUDA. The
+publisher's code runs from the picture to the texture, on the CPU in fp32; nothing of it is kept but what it made.
+Stand-ins that both sides share: a mesh with UVs, for xatlas, and the tokens of an empty prompt.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[1]), sys.argv[2], sys.argv[3]]
+
+from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel  # noqa: E402
+from PIL import Image  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+from paint import stored  # noqa: E402
+from published import loops, paint_loops  # noqa: E402
+
+CLONE = Path(sys.argv[2])
+FOLDER = Path(mkdtemp())
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One loop: where it is from, and what runs it, to pictures (V, H, W, 3) in 0..1 by the end of a fixture's name."""
+
+    repository: str
+    commit: str
+    licence: str
+    run: Callable[[], dict[str, torch.Tensor]]
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Without CUDA: what asks for it gets the CPU."""
+    real, moved = torch.range, torch.Tensor.to
+
+    def to(self: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        given = tuple("cpu" if isinstance(one, str) and one == "cuda" else one for one in given)
+        return moved(self, *given, **{name: "cpu" if one == "cuda" else one for name, one in named.items()})
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.Tensor, "to", to))
+        stack.enter_context(mock.patch.object(torch, "range", lambda *size, device=None: real(*size)))
+        yield
+
+
+@contextmanager
+def watched(seen: list[torch.Tensor]) -> Iterator[None]:
+    """Every picture that a pipeline decodes, before it is rounded to 8 bits, (B, H, W, 3) in 0..1."""
+    from diffusers.image_processor import VaeImageProcessor
+
+    finish = VaeImageProcessor.postprocess
+
+    def postprocess(self: Any, image: torch.Tensor, *given: Any, **named: Any) -> Any:
+        seen.append((image / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).float())
+        return finish(self, image, *given, **named)
+
+    with mock.patch.object(VaeImageProcessor, "postprocess", postprocess):
+        yield
+
+
+def parts(folder: Path, unet: Any) -> dict[str, Any]:
+    """VAE, UNet and scheduler of a tiny checkpoint.
+
+    Pictures reach the VAE contiguous: in Pillow's order of channels torch's GroupNorm on a CPU is off by 3e-2.
+    """
+    vae = AutoencoderKL.from_pretrained(folder / "vae").float().eval()
+    encode = vae.encode
+    vae.encode = lambda pictures, **given: encode(pictures.contiguous(), **given)
+    kind = next(kind for kind, name in stored.FOLDERS.items() if name == folder.name)
+    scheduler = DDIMScheduler.from_config(DDIMScheduler.load_config(stored.FIXTURES / stored.NAMES[kind]))
+    return {"vae": vae, "unet": unet, "scheduler": scheduler}
+
+
+class EmptyPrompt:
+    """The tokens of an empty prompt."""
+
+    model_max_length = 77
+
+    def __call__(self, *_: Any, **__: Any) -> SimpleNamespace:
+        tokens = torch.tensor([[*paint_loops.EMPTY, *[0] * (77 - len(paint_loops.EMPTY))]])
+        return SimpleNamespace(input_ids=tokens, attention_mask=None)
+
+    def tokenize(self, _: str) -> list[str]:
+        return []
+
+
+def image() -> Image.Image:
+    return Image.fromarray((paint_loops.picture() * 255).round().to(torch.uint8).numpy())
+
+
+def light_remover(dehighlight: Any) -> Any:
+    """The publisher's class on the tiny checkpoint."""
+    from diffusers import StableDiffusionInstructPix2PixPipeline as Pipeline
+    from transformers import CLIPTextModel
+
+    folder = paint_loops.delight(FOLDER)
+    pipe = Pipeline(
+        **parts(folder, UNet2DConditionModel.from_pretrained(folder / "unet").float().eval()),
+        text_encoder=CLIPTextModel.from_pretrained(folder / "text_encoder"), tokenizer=EmptyPrompt(),
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+    opened = mock.patch.object(Pipeline, "from_pretrained", lambda *_, **__: pipe)
+    with opened, mock.patch.object(Pipeline, "to", lambda self, *_: self):  # which would make it fp16
+        return dehighlight.Light_Shadow_Remover(SimpleNamespace(device="cpu", light_remover_ckpt_path=""))
+
+
+def texgen() -> Any:
+    """The module of the publisher's pipelines."""
+    sys.path.insert(0, str(CLONE / "hy3dgen" / "texgen" / "custom_rasterizer"))
+    for name in ("xatlas", "pygltflib", "scipy", "scipy.spatial", "scipy.spatial.transform"):
+        sys.modules.setdefault(name, mock.MagicMock(__name__=name))
+    from hy3dgen.texgen import pipelines
+
+    return pipelines
+
+
+def paint(turbo: bool) -> dict[str, torch.Tensor]:
+    """``Hunyuan3DPaintPipeline`` from a picture to the texture."""
+    import trimesh
+    from diffusers import DiffusionPipeline
+
+    pipelines = texgen()
+    from hy3dgen.texgen.hunyuanpaint.pipeline import HunyuanPaintPipeline
+    from hy3dgen.texgen.hunyuanpaint.unet.modules import UNet2p5DConditionModel
+    from hy3dgen.texgen.utils import dehighlight_utils, multiview_utils
+
+    folder = paint_loops.checkpoint("paint", FOLDER)
+    unet = UNet2p5DConditionModel.from_pretrained(folder / "unet").eval()
+    config = pipelines.Hunyuan3DTexGenConfig("", "", f"hunyuan3d-paint-v2-0{'-turbo' * turbo}")
+    config.device, config.render_size, config.texture_size = "cpu", paint_loops.RENDERED, paint_loops.TEXTURE
+    vertices, faces, uvs = paint_loops.mesh()
+    mesh = trimesh.Trimesh(vertices, faces, process=False, visual=trimesh.visual.TextureVisuals(uv=uvs))
+    seen: list[torch.Tensor] = []
+    with on_cpu(), ExitStack() as stack:
+        pipe = HunyuanPaintPipeline(**parts(folder, unet), text_encoder=None, tokenizer=None, feature_extractor=None)
+        stack.enter_context(mock.patch.object(DiffusionPipeline, "from_pretrained", lambda *_, **__: pipe))
+        painter = multiview_utils.Multiview_Diffusion_Net(config)
+        painter.view_size = paint_loops.VIEW
+        whole = object.__new__(pipelines.Hunyuan3DPaintPipeline)
+        whole.config = config
+        whole.models = {"delight_model": light_remover(dehighlight_utils), "multiview_model": painter}
+        whole.render = pipelines.MeshRender(
+            default_resolution=config.render_size, texture_size=config.texture_size, device="cpu"
+        )
+        stack.enter_context(mock.patch.object(pipelines, "mesh_uv_wrap", lambda mesh: mesh))
+        stack.enter_context(watched(seen))
+        whole(mesh, image())
+    return {"": seen[-1], " texture": whole.render.tex[None]}
+
+
+def delight() -> dict[str, torch.Tensor]:
+    """``Light_Shadow_Remover`` on a picture in the middle of its square."""
+    import numpy as np
+
+    pipelines = texgen()
+    from hy3dgen.texgen.utils import dehighlight_utils
+
+    centred = pipelines.Hunyuan3DPaintPipeline.recenter_image(None, image())
+    with torch.no_grad():
+        evened = light_remover(dehighlight_utils)(centred)
+    return {"": torch.from_numpy(np.array(evened))[None] / 255}
+
+
+V2 = "Tencent-Hunyuan/Hunyuan3D-2", "9bcf302", "Tencent Hunyuan 3D 2.0 Community License"
+LOOPS = {
+    "paint v2-0": Loop(*V2, lambda: paint(turbo=False)),
+    "paint turbo": Loop(*V2, lambda: paint(turbo=True)),
+    "paint delight": Loop(*V2, delight),
+}
+
+
+def main() -> None:
+    """Run the loop that is named."""
+    name = sys.argv[1]
+    loop = LOOPS[name]
+    about = {
+        "source": f"github.com/{loop.repository} at {loop.commit}, {loop.licence}; results of its code, none of it",
+        "command": f"python tests/published/paint_reference.py '{name}' CLONE FOLDER",
+    }
+    with torch.no_grad():
+        made = loop.run()
+    for end, pictures in made.items():
+        save_file(loops.kept(pictures), loops.fixture(name + end), metadata=about)
+        print(name + end, tuple(pictures.shape), float(pictures.mean()), float(pictures.std()))
+
+
+if __name__ == "__main__":
+    main()
