@@ -139,13 +139,18 @@ def sampled(
 
 
 def corrected(evened: Tensor, given: Tensor) -> Tensor:
-    """``evened`` (H, W, 3) with mean and contrast of ``given`` (H, W, 3 or 4) where that is nearer to it, on white."""
+    """``evened`` (H, W, 3) with mean and contrast of ``given`` (H, W, 3 or 4) where that is nearer to it, on white.
+
+    In fp64 between 8 bits, rounded before and cut after, as upstream.
+    """
+    evened, given = ((picture.double() * 255).round() / 255 for picture in (evened, given))
     alpha = eroded(given[..., 3]) if given.shape[-1] == 4 else torch.ones_like(given[..., 0])
-    solid, chosen = alpha > SOLID, evened
-    source, wanted = evened[solid], given[..., :3][solid]
+    solid, chosen, wanted = alpha > SOLID, evened, network_picture(given)
+    source, target = evened[solid], wanted[solid]
     if len(source) > 1:
-        ratio = wanted.std(0) / source.std(0).clamp(min=1e-6)
-        changed = ((evened - CORRECTION * source.mean(0)) * ratio + CORRECTION * wanted.mean(0)).clamp(0, 1)
-        nearer = (changed[solid] - wanted).square().mean() < (source - wanted).square().mean()
-        chosen = changed if nearer else evened
-    return over(torch.cat((chosen, alpha[..., None]), dim=-1), WHITE)
+        ratio = target.std(0) / source.std(0).clamp(min=1e-6)
+        changed = ((evened - CORRECTION * source.mean(0)) * ratio + CORRECTION * target.mean(0)).clamp(0, 1)
+        # over the whole picture, outside the object too
+        chosen = evened if (evened - wanted).square().mean() < (changed - wanted).square().mean() else changed
+    alpha = alpha[..., None]
+    return ((chosen * alpha + WHITE * (1 - alpha)) * 255).floor().float() / 255

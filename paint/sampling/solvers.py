@@ -58,9 +58,8 @@ def sigma_table(zero_snr: bool, shift: float = 1.0) -> Tensor:
         roots = shares.sqrt()
         shares = ((roots - roots[-1]) * (roots[0] / (roots[0] - roots[-1]))) ** 2
         shares[-1] = LAST_SHARE
-    shares = shares.double()
     ramp = torch.arange(TRAIN_STEPS, dtype=torch.float64) / (TRAIN_STEPS - 1)
-    return ((1 - shares) / shares).sqrt() * shift ** (ramp / 2)
+    return ((1 - shares) / shares).sqrt().double() * shift ** (ramp / 2)
 
 
 def velocity_of(noise: Tensor, unit: Tensor, sigma: float) -> Tensor:
@@ -132,27 +131,31 @@ def _between(table: Tensor, time: float) -> float:
 
 
 class EulerAncestral:
-    """Euler steps of data plus sigma times noise; with ``eta`` 0 plain ones, which draw no fresh noise."""
+    """Euler steps of data plus sigma times noise; with ``eta`` 0 plain ones, which draw no fresh noise.
+
+    In fp32, as diffusers: below a sigma of 4096 little is left of ``down``, and of its digits.
+    """
 
     def __init__(self, schedule: NoiseSchedule, eta: float = 1.0) -> None:
         self.schedule, self.eta = schedule, eta
+        self.sigmas = torch.tensor(schedule.sigmas, dtype=torch.float32)
 
     def begin(self, noise: Tensor, clean: Tensor | None = None) -> Tensor:
         """Latents to start from: pure noise, or ``clean`` with noise of the first level."""
         return noise * self.schedule.start if clean is None else clean + noise * self.schedule.sigmas[0]
 
     def model_input(self, x: Tensor, index: int) -> Tensor:  # as the network takes it
-        return x / math.sqrt(self.schedule.sigmas[index] ** 2 + 1)
+        return x / (self.sigmas[index] ** 2 + 1) ** 0.5
 
     def clean(self, velocity: Tensor, index: int, x: Tensor) -> Tensor:
         """The clean latents that the prediction implies."""
-        sigma = self.schedule.sigmas[index]
-        return velocity * (-sigma / math.sqrt(sigma**2 + 1)) + x / (sigma**2 + 1)
+        sigma = self.sigmas[index]
+        return velocity * (-sigma / (sigma**2 + 1) ** 0.5) + x / (sigma**2 + 1)
 
     def step(self, velocity: Tensor, index: int, x: Tensor, noise: Noise) -> Tensor:
-        sigma, target = self.schedule.sigmas[index : index + 2]
-        up = self.eta * math.sqrt(max(target**2 * (sigma**2 - target**2) / sigma**2, 0.0))
-        down = math.sqrt(max(target**2 - up**2, 0.0))
+        sigma, target = self.sigmas[index : index + 2]
+        up = self.eta * (target**2 * (sigma**2 - target**2) / sigma**2) ** 0.5
+        down = (target**2 - up**2) ** 0.5
         x = x + (x - self.clean(velocity, index, x)) / sigma * (down - sigma)
         return x + up * noise() if self.eta else x
 

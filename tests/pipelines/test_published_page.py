@@ -31,7 +31,8 @@ def test_every_published_variant_gets_its_makers_recipe() -> None:
 
 
 def test_each_comparison_names_tests_that_exist_and_no_other_row_says_as_published() -> None:
-    for row in compared.ROWS:
+    rows = compared.ROWS + compared.PAINT_ROWS
+    for row in rows:
         for test in row.tests:
             file, _, name = test.partition("::")
             assert f"def {name}(" in (TESTS / file).read_text(encoding="utf-8"), test
@@ -40,6 +41,9 @@ def test_each_comparison_names_tests_that_exist_and_no_other_row_says_as_publish
             row = compared.ROWS[compared.compared(family.id, recipe.name)]
             assert "as published" not in recipe.name or row.loops
     text = page.PAGE.read_text(encoding="utf-8")
-    assert compared.text() in text and text.count("As published to") == sum(bool(row.loops) for row in compared.ROWS)
-    named = [name for row in compared.ROWS for name in row.loops]
-    assert sorted(named) == sorted(compared.LOOPS) and all(loops.fixture(name).is_file() for name in named)
+    assert compared.text() in text and text.count("As published to") == sum(bool(row.loops) for row in rows)
+    assert compared.paint_text() in text
+    named = [name for row in rows for name in row.loops]
+    assert sorted(named) == sorted(compared.LOOPS | compared.PAINT_LOOPS) and all(
+        loops.fixture(name).is_file() for name in named
+    )

@@ -12,19 +12,13 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from anygpu.paint import texturing
-from anygpu.paint.loading import PaintRequest, load_paint
-from anygpu.paint.pictures import recentred
-from anygpu.paint.sampling.painting import PaintInputs, PaintSettings
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.family import FITS
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
-from published import compared, loops, paint_loops
+from published import compared, loops
 from safetensors.torch import load_file
-
-from paint import stored
 
 
 def framepack(name: str) -> Callable[[Path], torch.Tensor]:
@@ -125,20 +119,6 @@ def ltx_twice(variant: str, blocks: int) -> Callable[[Path], torch.Tensor]:
     return run
 
 
-def painted(variant: str) -> Callable[[Path], torch.Tensor]:
-    """Views of a mesh after a picture that is cut out, as the template of the model has it, but for delight."""
-
-    def run(folder: Path) -> torch.Tensor:
-        made = stored.checkpoint("paint", folder / variant)
-        pipeline, size = load_paint(PaintRequest(made, variant=variant, device="cpu")), paint_loops.MAPS
-        maps, cameras, _ = texturing.maps_of(paint_loops.mesh(), None, pipeline.family, size=size)
-        references = [recentred(paint_loops.picture())]
-        inputs = PaintInputs(references, maps.normal, maps.position, cameras)
-        return texturing.painted_views(pipeline, inputs, PaintSettings(paint_loops.VIEW), Silent()).views
-
-    return run
-
-
 OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "framepack": framepack("framepack"),
     "framepack f1": framepack("framepack_f1"),
@@ -158,8 +138,6 @@ OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "skyreels v1 t2v": from_words(
         loops.SKYREELS_T2V, negative=loops.NEGATIVE, build=loops.skyreels, text=loops.SKYREELS
     ),
-    "paint v2-0": painted("v2-0"),
-    "paint turbo": painted("turbo"),
     "skyreels v1 i2v": from_picture(
         loops.SKYREELS_I2V, loops.SKYREELS_SIZE, (loops.SKYREELS, loops.NEGATIVE), loops.skyreels
     ),

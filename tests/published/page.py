@@ -165,6 +165,11 @@ pixel within 1e-4 of what the publisher's code made (`tests/published/loop_refer
 
 """
 
+PAINT = """
+Hunyuan3D paint, on one torus with UVs that both sides are given (`tests/published/paint_reference.py`):
+
+"""
+
 
 def row(file: File, folder: Path) -> str:
     """One line of the table."""
@@ -216,7 +221,9 @@ def page() -> str:
     lines = [HEAD.rstrip("\n"), titles, "|" + " --- |" * 9]
     with tempfile.TemporaryDirectory() as folder, published.large_host():
         lines += [row(file, Path(folder)) for file in FILES]
-    return "\n".join(lines) + "\n<!-- end -->\n\n" + FOOT + compared.text() + "\n"
+    return (
+        "\n".join(lines) + "\n<!-- end -->\n\n" + FOOT + compared.text() + "\n" + PAINT + compared.paint_text() + "\n"
+    )
 
 
 def main() -> int:

@@ -1,31 +1,54 @@
-"""What the whole loops of Hunyuan3D paint and our untouched graphs share: mesh, picture and sizes.
+"""What the whole loops of Hunyuan3D paint and our untouched nodes share: mesh, picture, sizes, tiny checkpoints.
 
-`paint_reference.py` runs the publisher's loops; `tests/pipelines/test_whole_loops.py` runs ours.
+`paint_reference.py` runs the publisher's loops, `tests/paint/test_whole_loops.py` ours.
 """
 
+from pathlib import Path
+
+import numpy as np
 import torch
-from anygpu.paint.demo import torus
-from anygpu.paint.geometry.mesh import Mesh
+from paint.rendered import TORUS
+from tiny.weights import randomise
 
-from published import loops
+from paint import stored
 
-VIEW, MAPS, TEXTURE = 128, 512, 256  # pixels: of a painted view, of the maps, of the texture
-PICTURE = (150, 110)  # width and height of the picture, which is cut out
+VIEW, RENDERED, TEXTURE = 64, 512, 256  # pixels of a view, of a rendered map, of a side of the texture
+EMPTY = (49406, 49407)  # the tokens of an empty prompt; the rest is the padding of Stable Diffusion 2, 0
 
 
-def mesh() -> Mesh:
-    """A ring without symmetry, leaning, so that no view shows what another does."""
-    made = torus()
-    x, y, z = made.vertices.unbind(1)
-    bent = torch.stack((1.1 * x + 0.3 * y, y + 0.2 * z + 0.15 * x * x, 0.8 * z - 0.25 * y), dim=1)
-    return Mesh(bent, made.faces, made.uvs)
+def mesh() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Vertices, faces and UVs, whose v goes upwards, of a torus."""
+    torus = np.load(TORUS / "mesh.npz")
+    return torus["vertices"], torus["faces"], torus["uvs"]
 
 
 def picture() -> torch.Tensor:
-    """A picture (H, W, 4) in 0..1 of 8 bits: an ellipse with a soft rim, off the middle."""
-    width, height = PICTURE
-    colours = loops.picture(width, height)[0]
-    rows, columns = torch.meshgrid(torch.linspace(-1, 1, height), torch.linspace(-1, 1, width), indexing="ij")
-    far = ((rows - 0.1) / 0.7).square() + ((columns + 0.2) / 0.6).square()
-    alpha = ((1 - far) * 12).clamp(0, 1)
+    """A cut out picture (90, 120, 4) in 0..1 of 8 bits: an ellipse with soft edges, away from the middle."""
+    from published import loops
+
+    colours = loops.picture(120, 90)[0]
+    rows, columns = torch.meshgrid(torch.arange(90.0), torch.arange(120.0), indexing="ij")
+    far = (((rows - 40) / 31) ** 2 + ((columns - 66) / 44) ** 2).sqrt()
+    alpha = ((1.1 - far) * 5).clamp(0, 1)
     return torch.cat((colours, (alpha * 255).round()[..., None] / 255), dim=-1)
+
+
+def checkpoint(kind: str, folder: Path) -> Path:
+    """A tiny checkpoint as published, with the ``.bin`` that the publisher reads where there are two."""
+    return stored.checkpoint(kind, folder, suffix=".safetensors" if kind == "delight" else ".bin")
+
+
+def delight(folder: Path) -> Path:
+    """The tiny checkpoint of delight, with a text encoder."""
+    from transformers import CLIPTextConfig, CLIPTextModel
+
+    made = checkpoint("delight", folder)
+    config = CLIPTextConfig(
+        vocab_size=49408, hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        projection_dim=8,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        encoder = CLIPTextModel(config).eval()
+    randomise(encoder, 5)
+    encoder.save_pretrained(made / "text_encoder")
+    return made

@@ -1,145 +1,202 @@
-"""Writes what Tencent's whole loops of Hunyuan3D paint make of tiny weights, as `loop_reference.py` does for clips.
+"""Writes what the whole loop of Hunyuan3D paint makes of tiny weights to `tests/fixtures/published/loop_NAME*`.
 
-    python tests/published/paint_reference.py NAME CLONE SITE
+    python tests/published/paint_reference.py NAME CLONE FOLDER
 
-CLONE is the publisher's repository; SITE is a folder with OpenCV, SciPy and ``custom_rasterizer_kernel``, which is its
-rasterizer.cpp compiled for the CPU with ``rasterize_image_gpu`` and ``build_hierarchy`` left empty.
+NAME is a row of ``LOOPS`` below, with the repository, commit and licence of its clone. FOLDER has OpenCV and the CPU
+half of the publisher's rasterizer in it, ``custom_rasterizer_kernel``, built from the clone without CUDA. The
+publisher's code runs from the picture to the texture, on the CPU in fp32; nothing of it is kept but what it made.
+Stand-ins that both sides share: a mesh with UVs, for xatlas, and the tokens of an empty prompt.
 """
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
-NAME, CLONE, SITE = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-sys.path[:0] = [str(Path(__file__).parents[1]), str(CLONE), SITE]
-sys.path.insert(0, str(CLONE / "hy3dgen" / "texgen" / "custom_rasterizer"))
+sys.path[:0] = [str(Path(__file__).parents[1]), sys.argv[2], sys.argv[3]]
 
-import diffusers  # noqa: E402
-import numpy  # noqa: E402
-import trimesh  # noqa: E402
+from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel  # noqa: E402
 from PIL import Image  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
 from paint import stored  # noqa: E402
 from published import loops, paint_loops  # noqa: E402
 
-CPU = torch.device("cpu")
-LICENCE = "Tencent Hunyuan 3D Community License"
+CLONE = Path(sys.argv[2])
+FOLDER = Path(mkdtemp())
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One loop: where it is from, and what runs it, to pictures (V, H, W, 3) in 0..1 by the end of a fixture's name."""
+
+    repository: str
+    commit: str
+    licence: str
+    run: Callable[[], dict[str, torch.Tensor]]
 
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Without CUDA: the CPU where "cuda" is asked."""
-    to, ranged, set_timesteps = torch.Tensor.to, torch.range, diffusers.LCMScheduler.set_timesteps
+    """Without CUDA: what asks for it gets the CPU."""
+    real, moved = torch.range, torch.Tensor.to
 
-    def timed(self: Any, *given: Any, device: Any = None, **named: Any) -> None:
-        set_timesteps(self, *given, device=CPU, **named)
+    def to(self: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        given = tuple("cpu" if isinstance(one, str) and one == "cuda" else one for one in given)
+        return moved(self, *given, **{name: "cpu" if one == "cuda" else one for name, one in named.items()})
 
-    def moved(self: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-        named = {name: CPU if each == "cuda" else each for name, each in named.items() if name != "device" or each}
-        return to(self, *[CPU if each == "cuda" else each for each in given], **named)
-
-    with (
-        mock.patch.object(torch.Tensor, "to", moved),
-        mock.patch.object(diffusers.LCMScheduler, "set_timesteps", timed),
-        mock.patch.object(torch, "range", lambda *given, device=None: ranged(*given)),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.Tensor, "to", to))
+        stack.enter_context(mock.patch.object(torch, "range", lambda *size, device=None: real(*size)))
         yield
 
 
-def stub(*names: str) -> None:
-    for name in names:
+@contextmanager
+def watched(seen: list[torch.Tensor]) -> Iterator[None]:
+    """Every picture that a pipeline decodes, before it is rounded to 8 bits, (B, H, W, 3) in 0..1."""
+    from diffusers.image_processor import VaeImageProcessor
+
+    finish = VaeImageProcessor.postprocess
+
+    def postprocess(self: Any, image: torch.Tensor, *given: Any, **named: Any) -> Any:
+        seen.append((image / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1).float())
+        return finish(self, image, *given, **named)
+
+    with mock.patch.object(VaeImageProcessor, "postprocess", postprocess):
+        yield
+
+
+def parts(folder: Path, unet: Any) -> dict[str, Any]:
+    """VAE, UNet and scheduler of a tiny checkpoint.
+
+    Pictures reach the VAE contiguous: in Pillow's order of channels torch's GroupNorm on a CPU is off by 3e-2.
+    """
+    vae = AutoencoderKL.from_pretrained(folder / "vae").float().eval()
+    encode = vae.encode
+    vae.encode = lambda pictures, **given: encode(pictures.contiguous(), **given)
+    kind = next(kind for kind, name in stored.FOLDERS.items() if name == folder.name)
+    scheduler = DDIMScheduler.from_config(DDIMScheduler.load_config(stored.FIXTURES / stored.NAMES[kind]))
+    return {"vae": vae, "unet": unet, "scheduler": scheduler}
+
+
+class EmptyPrompt:
+    """The tokens of an empty prompt."""
+
+    model_max_length = 77
+
+    def __call__(self, *_: Any, **__: Any) -> SimpleNamespace:
+        tokens = torch.tensor([[*paint_loops.EMPTY, *[0] * (77 - len(paint_loops.EMPTY))]])
+        return SimpleNamespace(input_ids=tokens, attention_mask=None)
+
+    def tokenize(self, _: str) -> list[str]:
+        return []
+
+
+def image() -> Image.Image:
+    return Image.fromarray((paint_loops.picture() * 255).round().to(torch.uint8).numpy())
+
+
+def light_remover(dehighlight: Any) -> Any:
+    """The publisher's class on the tiny checkpoint."""
+    from diffusers import StableDiffusionInstructPix2PixPipeline as Pipeline
+    from transformers import CLIPTextModel
+
+    folder = paint_loops.delight(FOLDER)
+    pipe = Pipeline(
+        **parts(folder, UNet2DConditionModel.from_pretrained(folder / "unet").float().eval()),
+        text_encoder=CLIPTextModel.from_pretrained(folder / "text_encoder"), tokenizer=EmptyPrompt(),
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+    opened = mock.patch.object(Pipeline, "from_pretrained", lambda *_, **__: pipe)
+    with opened, mock.patch.object(Pipeline, "to", lambda self, *_: self):  # which would make it fp16
+        return dehighlight.Light_Shadow_Remover(SimpleNamespace(device="cpu", light_remover_ckpt_path=""))
+
+
+def texgen() -> Any:
+    """The module of the publisher's pipelines."""
+    sys.path.insert(0, str(CLONE / "hy3dgen" / "texgen" / "custom_rasterizer"))
+    for name in ("xatlas", "pygltflib", "scipy", "scipy.spatial", "scipy.spatial.transform"):
         sys.modules.setdefault(name, mock.MagicMock(__name__=name))
-
-
-def vae() -> Any:
-    made = diffusers.AutoencoderKL.from_config(stored.FIXTURES / "paint_v2_0" / "vae_config.json")
-    made = diffusers.AutoencoderKL(**{k: v for k, v in dict(made.config).items() if not k.startswith("_")})
-    made.load_state_dict(stored.weights("paint", "vae"), strict=True)
-    return made.eval()
-
-
-def as_pil(picture: torch.Tensor) -> Image.Image:
-    return Image.fromarray((picture * 255).round().to(torch.uint8).numpy())
-
-
-def paint(subfolder: str) -> dict[str, torch.Tensor]:
-    """``Hunyuan3DPaintPipeline`` with its UVs given and its delight switched off, which is a loop of its own."""
-    from diffusers import StableDiffusionInstructPix2PixPipeline, StableDiffusionUpscalePipeline  # noqa: F401
-    from diffusers.pipelines.stable_diffusion import pipeline_stable_diffusion  # noqa: F401
-
-    stub("pygltflib", "xatlas", "pymeshlab")
     from hy3dgen.texgen import pipelines
+
+    return pipelines
+
+
+def paint(turbo: bool) -> dict[str, torch.Tensor]:
+    """``Hunyuan3DPaintPipeline`` from a picture to the texture."""
+    import trimesh
+    from diffusers import DiffusionPipeline
+
+    pipelines = texgen()
     from hy3dgen.texgen.hunyuanpaint.pipeline import HunyuanPaintPipeline
     from hy3dgen.texgen.hunyuanpaint.unet.modules import UNet2p5DConditionModel
-    from hy3dgen.texgen.utils import multiview_utils
+    from hy3dgen.texgen.utils import dehighlight_utils, multiview_utils
 
-    config = {key: value for key, value in stored.config("paint").items() if not key.startswith("_")}
-    unet = UNet2p5DConditionModel(diffusers.UNet2DConditionModel(**config))
-    unet.load_state_dict({name: tensor.half().float() for name, tensor in stored.weights("paint").items()}, strict=True)
-    scheduler = diffusers.DDIMScheduler.from_pretrained(stored.FIXTURES / "paint_v2_0")
-    with on_cpu():
-        inner = HunyuanPaintPipeline(vae(), None, None, unet.eval(), scheduler, None)
-        whole = pipelines.Hunyuan3DPaintPipeline.__new__(pipelines.Hunyuan3DPaintPipeline)
-        whole.config = pipelines.Hunyuan3DTexGenConfig("", "", subfolder)
-        whole.config.device = "cpu"
-        whole.config.render_size, whole.config.texture_size = paint_loops.MAPS, paint_loops.TEXTURE
+    folder = paint_loops.checkpoint("paint", FOLDER)
+    unet = UNet2p5DConditionModel.from_pretrained(folder / "unet").eval()
+    config = pipelines.Hunyuan3DTexGenConfig("", "", f"hunyuan3d-paint-v2-0{'-turbo' * turbo}")
+    config.device, config.render_size, config.texture_size = "cpu", paint_loops.RENDERED, paint_loops.TEXTURE
+    vertices, faces, uvs = paint_loops.mesh()
+    mesh = trimesh.Trimesh(vertices, faces, process=False, visual=trimesh.visual.TextureVisuals(uv=uvs))
+    seen: list[torch.Tensor] = []
+    with on_cpu(), ExitStack() as stack:
+        pipe = HunyuanPaintPipeline(**parts(folder, unet), text_encoder=None, tokenizer=None, feature_extractor=None)
+        stack.enter_context(mock.patch.object(DiffusionPipeline, "from_pretrained", lambda *_, **__: pipe))
+        painter = multiview_utils.Multiview_Diffusion_Net(config)
+        painter.view_size = paint_loops.VIEW
+        whole = object.__new__(pipelines.Hunyuan3DPaintPipeline)
+        whole.config = config
+        whole.models = {"delight_model": light_remover(dehighlight_utils), "multiview_model": painter}
         whole.render = pipelines.MeshRender(
-            default_resolution=paint_loops.MAPS, texture_size=paint_loops.TEXTURE, device="cpu"
+            default_resolution=config.render_size, texture_size=config.texture_size, device="cpu"
         )
-        with mock.patch.object(multiview_utils.DiffusionPipeline, "from_pretrained", lambda *_, **__: inner):
-            network = multiview_utils.Multiview_Diffusion_Net(whole.config)
-        network.view_size = paint_loops.VIEW
-        kept: dict[str, torch.Tensor] = {}
-        shown = inner.image_processor.postprocess
-
-        def postprocess(image: torch.Tensor, **given: Any) -> Any:
-            if given.get("output_type") == "pil":
-                kept["views"] = (image / 2 + 0.5).clamp(0, 1).permute(0, 2, 3, 1)
-            return shown(image, **given)
-
-        def called(pictures: Any, maps: Any, cameras: Any) -> Any:
-            kept["maps"] = torch.stack([torch.from_numpy(numpy.array(each)) for each in maps])
-            kept["picture"] = torch.from_numpy(numpy.array(pictures[0]))
-            kept["cameras"] = torch.tensor(cameras)
-            return network(pictures, maps, cameras)
-
-        inner.image_processor.postprocess = postprocess
-        whole.models = {"delight_model": lambda picture: picture, "multiview_model": called}
-        given = paint_loops.mesh()
-        uvs = torch.stack((given.uvs[:, 0], 1 - given.uvs[:, 1]), dim=1).numpy()
-        visual = trimesh.visual.TextureVisuals(uv=uvs)
-        shape = trimesh.Trimesh(given.vertices.numpy(), given.faces.numpy(), visual=visual, process=False)
-        with mock.patch.object(pipelines, "mesh_uv_wrap", lambda mesh: mesh):
-            whole(shape, as_pil(paint_loops.picture()))
-        kept["texture"] = whole.render.tex
-    return kept
+        stack.enter_context(mock.patch.object(pipelines, "mesh_uv_wrap", lambda mesh: mesh))
+        stack.enter_context(watched(seen))
+        whole(mesh, image())
+    return {"": seen[-1], " texture": whole.render.tex[None]}
 
 
-LOOPS: dict[str, tuple[str, str, Callable[[], dict[str, torch.Tensor]]]] = {
-    "paint v2-0": ("Tencent-Hunyuan/Hunyuan3D-2", "9bcf302", lambda: paint("hunyuan3d-paint-v2-0")),
-    "paint turbo": ("Tencent-Hunyuan/Hunyuan3D-2", "9bcf302", lambda: paint("hunyuan3d-paint-v2-0-turbo")),
+def delight() -> dict[str, torch.Tensor]:
+    """``Light_Shadow_Remover`` on a picture in the middle of its square."""
+    import numpy as np
+
+    pipelines = texgen()
+    from hy3dgen.texgen.utils import dehighlight_utils
+
+    centred = pipelines.Hunyuan3DPaintPipeline.recenter_image(None, image())
+    with torch.no_grad():
+        evened = light_remover(dehighlight_utils)(centred)
+    return {"": torch.from_numpy(np.array(evened))[None] / 255}
+
+
+V2 = "Tencent-Hunyuan/Hunyuan3D-2", "9bcf302", "Tencent Hunyuan 3D 2.0 Community License"
+LOOPS = {
+    "paint v2-0": Loop(*V2, lambda: paint(turbo=False)),
+    "paint turbo": Loop(*V2, lambda: paint(turbo=True)),
+    "paint delight": Loop(*V2, delight),
 }
 
 
 def main() -> None:
     """Run the loop that is named."""
-    repository, commit, run = LOOPS[NAME]
-    with torch.no_grad():
-        made = run()
-    if len(sys.argv) > 4:
-        save_file({name: tensor.contiguous() for name, tensor in made.items()}, sys.argv[4])
+    name = sys.argv[1]
+    loop = LOOPS[name]
     about = {
-        "source": f"github.com/{repository} at {commit}, {LICENCE}; results of its code, none of it",
-        "command": f"python tests/published/paint_reference.py '{NAME}' CLONE SITE",
+        "source": f"github.com/{loop.repository} at {loop.commit}, {loop.licence}; results of its code, none of it",
+        "command": f"python tests/published/paint_reference.py '{name}' CLONE FOLDER",
     }
-    save_file(loops.kept(made["views"]), loops.fixture(NAME), metadata=about)
-    print(NAME, {name: (tuple(each.shape), float(each.float().std())) for name, each in made.items()})
+    with torch.no_grad():
+        made = loop.run()
+    for end, pictures in made.items():
+        save_file(loops.kept(pictures), loops.fixture(name + end), metadata=about)
+        print(name + end, tuple(pictures.shape), float(pictures.mean()), float(pictures.std()))
 
 
 if __name__ == "__main__":
