@@ -23,8 +23,8 @@ LOOPS = {
 }
 # The same of Hunyuan3D paint, whose views are compared; of the texture the mean difference of a texel.
 PAINT_LOOPS = {
-    "paint v2-0": 4.9e-5,
-    "paint turbo": 3.4e-5,
+    "paint v2-0": 1.6e-5,
+    "paint turbo": 1.7e-5,
     "paint pbr": 7.3e-5,
     "paint delight": 1.6e-5,
 }
