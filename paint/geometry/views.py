@@ -15,7 +15,7 @@ from .raster import Fragments, face_ids, fragments
 VIEW_SIZE = 2048  # px: the published maps are rendered so, then made smaller
 SELECTION_SIZE = 1024
 # The published rasteriser counts depth in whole steps, 2^18 for 100 units: at a silhouette the faces that turn away lie
-# in the same step as those in front, and the lower one counts as seen. Where its count begins, and one step:
+# in the same step as those in front, and the lower one counts as seen, in maps too. Its start, and one step:
 SELECTION_STEPS = (-1.350999, 3.8109588e-4)
 ENOUGH = 0.01  # of the area: a view that adds less is not worth painting
 SIZES = (16, 8192)
@@ -65,10 +65,15 @@ def on_screen(
 
 
 def rasterised(
-    surface: Surface, camera: Camera, size: int, ortho_scale: float = ORTHO_SCALE, pixel_centres: bool = False
+    surface: Surface,
+    camera: Camera,
+    size: int,
+    ortho_scale: float = ORTHO_SCALE,
+    pixel_centres: bool = False,
+    steps: tuple[float, float] | None = None,
 ) -> View:
     screen = on_screen(surface.vertices, camera, size, ortho_scale, pixel_centres)
-    ids = face_ids(screen, surface.faces, size, size)
+    ids = face_ids(screen, surface.faces, size, size, steps=steps)
     shown = fragments(screen, surface.faces, ids)
     depth = -shown.interpolated(screen[:, 2:], surface.faces)[:, 0]
     return View(camera, size, ortho_scale, ids=ids, shown=shown, depth=depth, pixel_centres=pixel_centres)
@@ -99,7 +104,8 @@ def rendered_maps(
     positions, normals = (torch.empty((*shape, 3), device=target) for _ in range(2))
     masks = torch.empty(shape, dtype=torch.bool, device=target)
     for index, camera in enumerate(table):
-        view = rasterised(surface, camera, size, table.ortho_scale, table.frame.pixel_centres)
+        steps = SELECTION_STEPS if table.frame.eight_bits else None
+        view = rasterised(surface, camera, size, table.ortho_scale, table.frame.pixel_centres, steps)
         place = view.shown.interpolated(surface.vertices, surface.faces)
         shown, faces = view.shown, surface.faces
         normal = surface.face_normals[shown.face] if flat else shown.interpolated(surface.vertex_normals, faces)

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from ...compat.checkpoints.weights import read_json
 from ...compat.device.execution import checked_layers, placed, to_host
 from ...compat.errors import CheckpointError
 from ...compat.memory.statistics import stage_cost
 from ...compat.packages import attribute, beginning, empty_encoder, fill, names_in
+from ..pictures import resized
 from .weights import Weights
 
 CLASSES = {
@@ -63,12 +63,11 @@ def _states(
 
 
 def dino_pixels(picture: Tensor) -> Tensor:
-    """(1, 3, 224, 224) from (H, W, 3): shorter side 256, the middle, ImageNet's mean and deviation."""
+    """(1, 3, 224, 224) from (H, W, 3): shorter side 256, by Pillow, the middle, ImageNet's mean and deviation."""
     height, width = picture.shape[:2]
     scale = RESIZED / min(height, width)
     size = (round(height * scale), round(width * scale))
-    pixels = picture.permute(2, 0, 1)[None].float()
-    pixels = functional.interpolate(pixels, size, mode="bicubic", antialias=True, align_corners=False).clamp(0, 1)
+    pixels = resized(picture[None].float(), *size).permute(0, 3, 1, 2)
     top, left = (size[0] - CROPPED) // 2, (size[1] - CROPPED) // 2
     pixels = pixels[..., top : top + CROPPED, left : left + CROPPED]
     mean, deviation = (torch.tensor(values)[None, :, None, None] for values in (MEAN, DEVIATION))

@@ -171,8 +171,8 @@ def voxel_indices(position_maps: Tensor, rows: int) -> dict[int, Tensor]:
             break
         side = maps.shape[-2] // height
         pixels, count = cells(maps, side), cells(on_object, side).sum(-1)
-        # Sums in fp32, since a device's fp16 sums differ; mean and index in fp16, as upstream rounds them.
-        mean = (pixels.float().sum(-1) / count.clamp(min=1)).to(torch.float16)
+        # Sums in fp32, since a device's fp16 sums differ; then sum, mean and index in fp16, as upstream rounds them.
+        mean = pixels.float().sum(-1).to(torch.float16) / count.clamp(min=1)
         mean = torch.where(count < side**2 // LEAST_SHARE, torch.zeros_like(mean), mean).clamp(0, 1)
         voxels = (mean * (VOXELS_PER_CELL * height - 1)).round()
         tokens = voxels.permute(0, 2, 3, 1).reshape(1, -1, 3).long()

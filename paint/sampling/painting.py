@@ -53,6 +53,7 @@ PREVIEW = {  # latents as colours, roughly, by the name of core's class for them
     ),
 }
 LATENT_KEY = "anygpu"
+STYLE = 512  # pixels of the PBR model's reference picture before it gets the size of a view
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +316,8 @@ def _checked(
     for line in camera_notes(inputs.cameras, pipeline.family):
         progress.notify(line)
     size, pictures = settings.size, checked_pictures(inputs.references, "reference picture")
-    references = torch.stack([_reference(one, background, size) for one in pictures])
+    smaller = (size, STYLE) if pipeline.family == "paint_pbr" else (size,)
+    references = torch.stack([_reference(one, background, smaller) for one in pictures])
     require_latents(settings, len(ids) * materials_of(pipeline))
     normals, positions = (
         halved(torch.cat([resized(over(one, WHITE)[None], size, size) for one in pictures]))
@@ -324,11 +326,12 @@ def _checked(
     return references, normals, positions, ids
 
 
-def _reference(picture: Tensor, background: float, size: int) -> Tensor:
-    """A reference picture (H, W, 3 or 4) as (size, size, 3): resized with its alpha, then put on the background."""
-    square = picture.shape[0] == picture.shape[1]
-    smaller = picture if square else squared(over(picture, background), background)
-    return over(resized(smaller[None], size, size)[0], background)
+def _reference(picture: Tensor, background: float, sizes: tuple[int, ...]) -> Tensor:
+    """A picture (H, W, 3 or 4) at the first of ``sizes``, resized to the last with its alpha, as upstream."""
+    height, width = picture.shape[:2]
+    square = picture if height == width else squared(over(picture, background), background)
+    shown = over(resized(square[None], sizes[-1], sizes[-1])[0], background)
+    return resized(shown[None], sizes[0], sizes[0])[0]
 
 
 def checked_maps(inputs: PaintInputs, count: int) -> dict[str, list[Tensor]]:

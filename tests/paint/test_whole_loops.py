@@ -45,9 +45,20 @@ def paint(variant: str) -> Callable[[Path], dict[str, torch.Tensor]]:
     return run
 
 
+def pbr(folder: Path) -> dict[str, torch.Tensor]:
+    """What AnyGPU Texture Mesh makes with the PBR model."""
+    encoder = paint_loops.dino(folder)
+    made = paint_loops.checkpoint("paint_pbr", folder)
+    pipeline = load_paint(PaintRequest(made, image_encoder=encoder, device="cpu", precision="fp32"))
+    settings = OneStep(PaintSettings(size=paint_loops.VIEW), BakeSettings(paint_loops.TEXTURE, paint_loops.RENDERED))
+    painted = textured(mesh(), [paint_loops.square()], pipeline, settings=settings)[1]
+    return {"": torch.cat((painted.views, painted.metallic_roughness))}
+
+
 OURS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
     "paint v2-0": paint("v2-0"),
     "paint turbo": paint("turbo"),
+    "paint pbr": pbr,
     "paint delight": delight,
 }
 

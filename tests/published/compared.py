@@ -32,8 +32,9 @@ LOOPS = {
 NEARLY = {"skyreels v1 t2v": 1.6e-5, "skyreels v1 i2v": 1.6e-5, "fast mochi": 1.5e-5}
 # The same of Hunyuan3D paint, whose views are compared; of the texture the mean difference of a texel.
 PAINT_LOOPS = {
-    "paint v2-0": 4.9e-5,
-    "paint turbo": 3.4e-5,
+    "paint v2-0": 1.6e-5,
+    "paint turbo": 1.7e-5,
+    "paint pbr": 7.3e-5,
     "paint delight": 1.6e-5,
 }
 PAINT_BAKED = {"paint v2-0": 2.7e-2, "paint turbo": 2.9e-2}
@@ -180,6 +181,16 @@ PAINT_ROWS = (
         "the same with 10 steps of LCM",
         BAKED.format(PAINT_BAKED["paint turbo"]),
         ("paint turbo",),
+    ),
+    Compared(
+        "paint_pbr",
+        "",
+        (PAINT_WHOLE,),
+        "`Hunyuan3DPaintPipeline` of 2.1 from a square picture, colours and metal with roughness: views, maps, "
+        "DINOv2 in fp32, 15 steps of UniPC, guidance 3, decoder",
+        "pictures that are not square get a border, where upstream squeezes them; no RealESRGAN enlarges the views; "
+        "the texture is not compared",
+        ("paint pbr",),
     ),
     Compared(
         "delight",

@@ -52,3 +52,22 @@ def delight(folder: Path) -> Path:
     randomise(encoder, 5)
     encoder.save_pretrained(made / "text_encoder")
     return made
+
+
+def dino(folder: Path) -> Path:
+    """A tiny DINOv2 of the width of the giant one."""
+    from transformers import Dinov2Config, Dinov2Model
+
+    config = Dinov2Config(
+        hidden_size=1536, num_hidden_layers=1, num_attention_heads=24, mlp_ratio=1, image_size=518, patch_size=14
+    )
+    with torch.random.fork_rng(devices=[]):
+        encoder = Dinov2Model(config).eval()
+    randomise(encoder, 6)
+    encoder.save_pretrained(folder / "dinov2")
+    return folder / "dinov2"
+
+
+def square() -> torch.Tensor:
+    """The picture (90, 90, 4) for PBR, which squeezes others."""
+    return picture()[:, 22:112].contiguous()

@@ -10,7 +10,7 @@ Stand-ins that both sides share: a mesh with UVs, for xatlas, and the tokens of 
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -48,9 +48,11 @@ def on_cpu() -> Iterator[None]:
     """Without CUDA: what asks for it gets the CPU."""
     real, moved = torch.range, torch.Tensor.to
 
+    def here(asked: Any) -> Any:
+        return "cpu" if isinstance(asked, str | torch.device) and str(asked).startswith("cuda") else asked
+
     def to(self: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
-        given = tuple("cpu" if isinstance(one, str) and one == "cuda" else one for one in given)
-        return moved(self, *given, **{name: "cpu" if one == "cuda" else one for name, one in named.items()})
+        return moved(self, *map(here, given), **{name: here(one) for name, one in named.items()})
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.Tensor, "to", to))
@@ -99,8 +101,8 @@ class EmptyPrompt:
         return []
 
 
-def image() -> Image.Image:
-    return Image.fromarray((paint_loops.picture() * 255).round().to(torch.uint8).numpy())
+def image(picture: torch.Tensor) -> Image.Image:
+    return Image.fromarray((picture * 255).round().to(torch.uint8).numpy())
 
 
 def light_remover(dehighlight: Any) -> Any:
@@ -159,7 +161,7 @@ def paint(turbo: bool) -> dict[str, torch.Tensor]:
         )
         stack.enter_context(mock.patch.object(pipelines, "mesh_uv_wrap", lambda mesh: mesh))
         stack.enter_context(watched(seen))
-        whole(mesh, image())
+        whole(mesh, image(paint_loops.picture()))
     return {"": seen[-1], " texture": whole.render.tex[None]}
 
 
@@ -170,16 +172,80 @@ def delight() -> dict[str, torch.Tensor]:
     pipelines = texgen()
     from hy3dgen.texgen.utils import dehighlight_utils
 
-    centred = pipelines.Hunyuan3DPaintPipeline.recenter_image(None, image())
+    centred = pipelines.Hunyuan3DPaintPipeline.recenter_image(None, image(paint_loops.picture()))
     with torch.no_grad():
         evened = light_remover(dehighlight_utils)(centred)
     return {"": torch.from_numpy(np.array(evened))[None] / 255}
+
+
+class Done(Exception):
+    """The views are painted."""
+
+
+def pbr() -> dict[str, torch.Tensor]:
+    """``Hunyuan3DPaintPipeline`` of 2.1 from a picture to its eight views, colours before metal and roughness."""
+    import trimesh
+    from transformers import BitImageProcessorPil, Dinov2Model
+
+    home = CLONE / "hy3dpaint"
+    sys.path[:0] = [str(home), str(home / "custom_rasterizer")]
+    for name in (
+        "pytorch_lightning", "torchvision", "torchvision.transforms", "torchvision.utils", "omegaconf", "pymeshlab",
+        "xatlas", "bpy", "utils.image_super_utils", "utils.simplify_mesh_utils",
+    ):  # fmt: skip
+        sys.modules.setdefault(name, mock.MagicMock(__name__=name, __spec__=None))
+    import textureGenPipeline
+    from hunyuanpaintpbr.pipeline import HunyuanPaintPipeline
+    from hunyuanpaintpbr.unet.modules import Dino_v2, UNet2p5DConditionModel
+    from utils import multiview_utils
+
+    folder = paint_loops.checkpoint("paint_pbr", FOLDER)
+    config = textureGenPipeline.Hunyuan3DPaintConfig(8, paint_loops.VIEW)
+    config.device, config.render_size = "cpu", paint_loops.RENDERED
+    vertices, faces, uvs = paint_loops.mesh()
+    mesh = trimesh.Trimesh(vertices, faces, process=False, visual=trimesh.visual.TextureVisuals(uv=uvs))
+    dino = object.__new__(Dino_v2)
+    torch.nn.Module.__init__(dino)
+    dino.dino_processor = BitImageProcessorPil(
+        size={"shortest_edge": 256}, crop_size={"height": 224, "width": 224}, resample=3,
+        image_mean=[0.485, 0.456, 0.406], image_std=[0.229, 0.224, 0.225],
+    )  # fmt: skip
+    dino.dino_v2 = Dinov2Model.from_pretrained(paint_loops.dino(FOLDER)).eval()
+    seen: list[torch.Tensor] = []
+
+    def bake(*_: Any) -> None:
+        raise Done
+
+    with on_cpu(), ExitStack() as stack:
+        unet = UNet2p5DConditionModel.from_pretrained(folder / "unet").eval()
+        pipe = HunyuanPaintPipeline(**parts(folder, unet), text_encoder=None, tokenizer=None, feature_extractor=None)
+        pipe.scheduler = multiview_utils.UniPCMultistepScheduler.from_config(
+            pipe.scheduler.config, timestep_spacing="trailing"
+        )
+        painter = object.__new__(multiview_utils.multiviewDiffusionNet)
+        painter.pipeline, painter.dino_v2, painter.mode = pipe, dino, "hunyuanpaintpbr"
+        whole = object.__new__(textureGenPipeline.Hunyuan3DPaintPipeline)
+        whole.config = config
+        whole.render = textureGenPipeline.MeshRender(default_resolution=config.render_size, device="cpu")
+        whole.render.load_mesh = lambda mesh: whole.render.set_mesh(
+            mesh.vertices, mesh.faces, vtx_uv=mesh.visual.uv, uv_idx=mesh.faces
+        )
+        whole.view_processor = textureGenPipeline.ViewProcessor(config, whole.render)
+        whole.view_processor.bake_from_multiview = bake
+        whole.models = {"super_model": lambda view: view, "multiview_model": painter}
+        stack.enter_context(mock.patch.object(trimesh, "load", lambda _: mesh))
+        stack.enter_context(mock.patch.object(textureGenPipeline, "mesh_uv_wrap", lambda mesh: mesh))
+        stack.enter_context(watched(seen))
+        with suppress(Done):
+            whole(str(FOLDER / "mesh.obj"), image(paint_loops.square()), use_remesh=False)
+    return {"": seen[-1]}
 
 
 V2 = "Tencent-Hunyuan/Hunyuan3D-2", "9bcf302", "Tencent Hunyuan 3D 2.0 Community License"
 LOOPS = {
     "paint v2-0": Loop(*V2, lambda: paint(turbo=False)),
     "paint turbo": Loop(*V2, lambda: paint(turbo=True)),
+    "paint pbr": Loop("Tencent-Hunyuan/Hunyuan3D-2.1", "5e3ec6d", "Tencent Hunyuan 3D 2.1 Community License", pbr),
     "paint delight": Loop(*V2, delight),
 }
 
