@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from host.client import Client
-from host.prompts import shipped
+from host.prompts import apps, shipped
 from host.server import Server
 
 CORE_TEMPLATES = """
@@ -65,8 +65,8 @@ def test_object_info_has_every_node_and_no_other(client: Client) -> None:
 
 def test_every_workflow_is_in_the_template_browser(server: Server, client: Client) -> None:
     listed = client.get("/api/workflow_templates")["anygpu"]
-    assert set(listed) == {path.stem for path in shipped()}
-    for path in shipped():
+    assert set(listed) == {path.stem for path in (*shipped(), *apps())}
+    for path in (*shipped(), *apps()):
         with urllib.request.urlopen(f"{server.url}/api/workflow_templates/anygpu/{path.name}", timeout=10) as answer:
             assert json.loads(answer.read()) == json.loads(path.read_text(encoding="utf-8"))
 
@@ -75,7 +75,7 @@ def test_no_name_of_ours_is_one_of_core_s(server: Server, client: Client) -> Non
     """Case aside, as files are on Windows. Its template search ends at the first name that is there twice."""
     core = subprocess.run([server.host.python, "-c", CORE_TEMPLATES], capture_output=True, text=True, timeout=60)
     names = {name.casefold() for name in json.loads(core.stdout)}
-    assert len(names) > 100 and names.isdisjoint(path.stem.casefold() for path in shipped())
+    assert len(names) > 100 and names.isdisjoint(path.stem.casefold() for path in (*shipped(), *apps()))
     blueprints = [entry["name"].casefold() for entry in client.get("/global_subgraphs").values()]
     assert len(blueprints) > 10 and len(set(blueprints)) == len(blueprints)
     assert not [name for name in client.get("/object_info") if name in NODES and not name.startswith("AnyGPU")]
