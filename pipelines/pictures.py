@@ -124,7 +124,7 @@ def as_published(
     if len(coded) == len(frames):
         frames = torch.stack(coded)
     else:
-        progress.notify("the picture is not compressed as its publisher does: PyAV has no x264 encoder here")
+        progress.notify("the picture is not compressed as its publisher does: PyAV could not code it with x264")
     if fit == "pad":
         return fitted(frames, width, height, fit)
     shown = functional.interpolate(frames.permute(0, 3, 1, 2), size=(height, width), mode="bilinear")

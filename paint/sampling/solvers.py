@@ -154,8 +154,8 @@ class EulerAncestral:
 
     def step(self, velocity: Tensor, index: int, x: Tensor, noise: Noise) -> Tensor:
         sigma, target = self.sigmas[index : index + 2]
-        up = self.eta * (target**2 * (sigma**2 - target**2) / sigma**2) ** 0.5
-        down = (target**2 - up**2) ** 0.5
+        up = self.eta * (target**2 * (sigma**2 - target**2) / sigma**2).clamp(min=0) ** 0.5
+        down = (target**2 - up**2).clamp(min=0) ** 0.5  # below 0 by rounding, where a step takes nearly all noise away
         x = x + (x - self.clean(velocity, index, x)) / sigma * (down - sigma)
         return x + up * noise() if self.eta else x
 

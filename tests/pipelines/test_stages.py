@@ -301,7 +301,7 @@ def test_a_picture_is_prepared_as_ltx_video_s_publisher_does_where_there_is_an_e
     assert pictures.as_published(ltx.spec, frames, *size, "pad", said)[:, :1].count_nonzero() == 0, "bars stay black"
     monkeypatch.setattr(movie, "X264", "no such encoder")
     bare = pictures.as_published(ltx.spec, frames, *size, "crop", said)
-    assert said.said == ["the picture is not compressed as its publisher does: PyAV has no x264 encoder here"]
+    assert said.said == ["the picture is not compressed as its publisher does: PyAV could not code it with x264"]
     assert not torch.equal(bare, made)
 
 

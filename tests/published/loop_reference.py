@@ -14,7 +14,6 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
@@ -31,19 +30,10 @@ import tiny  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from published import loops  # noqa: E402
+from published.loops import Loop  # noqa: E402
 
 CLONE = Path(sys.argv[2])
 FOLDER = Path(mkdtemp())
-
-
-@dataclass(frozen=True)
-class Loop:
-    """One publisher's loop: where it is from, and what runs it, to frames (F, H, W, 3) in 0..1."""
-
-    repository: str
-    commit: str
-    licence: str
-    run: Callable[[], torch.Tensor]
 
 
 def generator() -> torch.Generator:
@@ -690,21 +680,13 @@ LOOPS = {
 }
 
 
-def about(name: str) -> dict[str, str]:
-    """What a fixture says of itself."""
-    loop = LOOPS[name]
-    return {
-        "source": f"github.com/{loop.repository} at {loop.commit}, {loop.licence}; results of its code, none of it",
-        "command": f"python tests/published/loop_reference.py '{name}' CLONE",
-    }
-
-
 def main() -> None:
     """Run the loop that is named."""
-    loop = LOOPS[sys.argv[1]]
+    name = sys.argv[1]
+    loop = LOOPS[name]
     with torch.no_grad():
         frames = loop.run()
-    save_file(loops.kept(frames), loops.fixture(sys.argv[1]), metadata=about(sys.argv[1]))
+    save_file(loops.kept(frames), loops.fixture(name), metadata=loop.about(f"loop_reference.py '{name}' CLONE"))
     print(tuple(frames.shape), float(frames.mean()), float(frames.std()))
 
 

@@ -6,11 +6,30 @@
 
 import json
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tiny
 import torch
 from tiny.weights import randomise
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A publisher's loop: where it is from, and what runs it, to pictures in 0..1."""
+
+    repository: str
+    commit: str
+    licence: str
+    run: Callable[[], Any]
+
+    def about(self, command: str) -> dict[str, str]:
+        """What a fixture that ``command`` writes says of itself."""
+        source = f"github.com/{self.repository} at {self.commit}, {self.licence}; results of its code, none of it"
+        return {"source": source, "command": f"python tests/published/{command}"}
+
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "published"
 BAR = 1e-4  # largest difference of a pixel in 0..1

@@ -9,9 +9,8 @@ Stand-ins that both sides share: a mesh with UVs, for xatlas, and the tokens of 
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -28,19 +27,10 @@ from safetensors.torch import save_file  # noqa: E402
 
 from paint import stored  # noqa: E402
 from published import loops, paint_loops  # noqa: E402
+from published.loops import Loop  # noqa: E402
 
 CLONE = Path(sys.argv[2])
 FOLDER = Path(mkdtemp())
-
-
-@dataclass(frozen=True)
-class Loop:
-    """One loop: where it is from, and what runs it, to pictures (V, H, W, 3) in 0..1 by the end of a fixture's name."""
-
-    repository: str
-    commit: str
-    licence: str
-    run: Callable[[], dict[str, torch.Tensor]]
 
 
 @contextmanager
@@ -251,13 +241,10 @@ LOOPS = {
 
 
 def main() -> None:
-    """Run the loop that is named."""
+    """Run the loop that is named, to pictures by the ends of the fixtures' names."""
     name = sys.argv[1]
     loop = LOOPS[name]
-    about = {
-        "source": f"github.com/{loop.repository} at {loop.commit}, {loop.licence}; results of its code, none of it",
-        "command": f"python tests/published/paint_reference.py '{name}' CLONE FOLDER",
-    }
+    about = loop.about(f"paint_reference.py '{name}' CLONE FOLDER")
     with torch.no_grad():
         made = loop.run()
     for end, pictures in made.items():

@@ -128,3 +128,10 @@ def test_denoise_starts_from_the_given_latents_at_the_level_of_the_rest(name):
 def test_unusable_choices_are_refused(call):
     with pytest.raises(InputError):
         call()
+
+
+def test_a_step_over_most_of_the_noise_is_finite():
+    """What is left of the squares in fp32 can be below 0 there."""
+    solver = solvers.EulerAncestral(solvers.schedule_for("trailing", 4, zero_snr=True))
+    solver.sigmas = torch.tensor([2254.19482421875, 0.45608028769493103])
+    assert solver.step(torch.ones(4), 0, torch.ones(4), lambda: torch.ones(4)).isfinite().all()
