@@ -52,11 +52,9 @@ def dino_states(pipeline: Any, picture: Tensor, progress: Any, times: Mapping[st
     return _states(pipeline, "image_encoder", "image", dino_pixels(picture), progress, times)
 
 
-def _states(
-    pipeline: Any, part: str, stage: str, given: Tensor, progress: Any, times: Mapping[str, Any] | None
-) -> Tensor:
+def _states(pipeline: Any, part: str, stage: str, given: Tensor, progress: Any, times: Mapping[str, Any]) -> Tensor:
     device, hold = pipeline.offloader.device, pipeline.offloader.hold(part, 0, progress)
-    with stage_cost(pipeline, stage, progress, **(times or {})), hold as module, checked_layers(module, progress.check):
+    with stage_cost(pipeline, stage, progress, **times), hold as module, checked_layers(module, progress.check):
         states = to_host(module(placed(given, device, module.dtype)).last_hidden_state).float()
     pipeline.offloader.release(part)
     return states
@@ -74,8 +72,10 @@ def dino_pixels(picture: Tensor) -> Tensor:
     return (pixels - mean) / deviation
 
 
-def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Mapping[str, Any] | None = None) -> Tensor:
-    """The states of a prompt, which may be empty, (1, 77, D), fp32, on the CPU."""
+def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Callable[[], Mapping[str, Any]] = dict) -> Tensor:
+    """The states of a prompt, which may be empty: (1, 77, D), fp32, on the CPU.
+
+    Raises CheckpointError before ``times`` is called where encoder or tokenizer is missing."""
     if "text_encoder" not in pipeline.parts.readers:
         raise CheckpointError(
             f"no text_encoder for {str(pipeline.source)!r}",
@@ -92,7 +92,7 @@ def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Mapping[str
             fix="Download the complete delight folder, or leave negative_prompt empty.",
         )
     tokens[0, : len(words)] = torch.tensor(words)
-    return _states(pipeline, "text_encoder", "text", tokens, progress, times)
+    return _states(pipeline, "text_encoder", "text", tokens, progress, times())
 
 
 def prompt_tokens(folder: Path, prompt: str, expected: str, fix: str) -> list[int]:

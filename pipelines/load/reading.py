@@ -272,16 +272,16 @@ def with_storage(
     packed.require_storable(chosen.text_weights, "text_weights", precision)
     transformers = filter(denoises, files)
     choices = dict.fromkeys(transformers, chosen.weights) | dict.fromkeys(text_parts, chosen.text_weights)
-    for name, choice in choices.items():
-        place = chosen.devices.get(role_of(name), facts.device)
-        if name in files and torch.device(place).type != HOST.type:
-            choices[name] = choice = _narrow(files[name], facts.device) if choice == "auto" else choice
-            _require_castable(files[name], choice, facts.device)
-    broken, mapped = _casts_wrongly(facts.device, torch.bfloat16), maps_files(facts, probes)
-    return {
-        name: replace(_stored(part, choices.get(name, "auto"), facts.device), by_bits=broken, mapped=mapped)
-        for name, part in files.items()
-    }
+    places = {name: torch.device(chosen.devices.get(role_of(name), facts.device)) for name in files}
+    broken = {place: _casts_wrongly(place, torch.bfloat16) for place in {*places.values()}}
+    mapped, stored = maps_files(facts, probes), {}
+    for name, part in files.items():
+        place, choice = places[name], choices.get(name, "auto")
+        if name in choices and place.type != HOST.type:
+            choice = _narrow(part, place) if choice == "auto" else choice
+            _require_castable(part, choice, place)
+        stored[name] = replace(_stored(part, choice, place), by_bits=broken[place], mapped=mapped)
+    return stored
 
 
 def _casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
