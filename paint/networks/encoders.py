@@ -28,22 +28,33 @@ FIRST_TOKEN, LAST_TOKEN, TOKENS = 49406, 49407, 77  # of CLIP's vocabulary: an e
 PADDING = {"!": 0, "<|endoftext|>": LAST_TOKEN}
 
 
-def encoder(part: str, folder: Path, stored: Weights, dtype: torch.dtype, advance: Callable[[int], None]) -> nn.Module:
-    """An encoder of transformers, ``part`` of :data:`CLASSES`, read from its folder.
+def encoder(
+    part: str,
+    config: Mapping[str, Any],
+    stored: Weights,
+    dtype: torch.dtype,
+    advance: Callable[[int], None],
+    convert: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
+) -> nn.Module:
+    """An encoder of transformers, ``part`` of :data:`CLASSES`; ``convert`` gives its tensors the names of that library.
 
     Raises CheckpointError where the weights are not those of the configuration.
     """
     cls: Any = attribute("transformers", CLASSES[part])
-    config = cls.config_class.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     try:
-        module = empty_encoder(cls, config, dtype)
-        names = names_in(module, stored.shapes)
-        tensors = stored.read(names, lambda _name: dtype, advance)
-        missing = fill(module, {names[name]: tensor for name, tensor in tensors.items()}, dtype)
+        module = empty_encoder(cls, cls.config_class.from_dict(dict(config)), dtype)
+        tensors = convert(stored.read(stored.shapes, lambda _name: dtype, advance))
+        names = names_in(module, tensors)
+        missing = fill(module, {there: tensors[name] for name, there in names.items()}, dtype)
+        reason = f"missing {missing[0]!r}" if missing else ""
     except (RuntimeError, ValueError) as error:
-        raise _misfit(part, folder, str(error).strip().splitlines()[0]) from error
-    if missing:
-        raise _misfit(part, folder, f"missing {missing[0]!r}")
+        reason = str(error).strip().splitlines()[0]
+    if reason:
+        raise CheckpointError(
+            f"the weights of the {part} in {str(stored.path)!r} do not fit its configuration ({reason})",
+            expected=f"the shapes of {CLASSES[part]}",
+            fix="Download this model again, configuration and weights from the same place, or choose another one.",
+        )
     return module.eval()
 
 
@@ -113,11 +124,3 @@ def _padding(source: Path) -> int:
         return PADDING["!"]
     token = read_json(file, "the tokenizer's special tokens").get("pad_token", "!")
     return PADDING.get(token if isinstance(token, str) else token.get("content"), PADDING["!"])
-
-
-def _misfit(part: str, folder: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"the weights of the {part} in {str(folder)!r} do not fit its config.json ({reason})",
-        expected=f"the shapes of {CLASSES[part]}",
-        fix="Download config.json and weights from the same place.",
-    )

@@ -26,13 +26,13 @@ from ...compat.device.quirks import policy_for
 from ...compat.errors import CheckpointError, UnsupportedError, remember
 from ...compat.memory.offloader import DISK, HostWeights, Views, choose_host_weights, mark_views
 from ...compat.memory.parts import PartBytes, denoises, part_bytes, role_of
-from ...compat.memory.statistics import GIGABYTE, amount, amount_of
+from ...compat.memory.statistics import GIGABYTE, amount_of, reading_of
 from ...compat.memory.transfer import casts_wrongly, maps_files
 from ...compat.output_check import fault_in_weight
 from ...compat.packages import attribute, empty_encoder, fill, names_in, unusable
 from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works
 from ...compat.transforms.order import Order, Step
-from ..base import Progress, ProgressStage
+from ..base import Progress
 from ..family import FamilySpec
 from ..files.part import PartFiles, construction, empty_weights, require_counts, require_plausible, stays, tool_configs
 from ..keys import is_another_model, listed
@@ -86,24 +86,12 @@ def _require_sound(files: PartFiles, name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _advance(files: PartFiles, progress: Progress) -> Callable[[int], None]:
-    total, done = sum(entry.total_bytes for entry in files.entries.values()), 0
-
-    def advance(size: int) -> None:
-        nonlocal done
-        done += size
-        progress.step(done, total, ProgressStage("reading", f"{files.name} {amount(done, total)}", True))
-        progress.check()
-
-    return advance
-
-
 def _built_by_diffusers(files: PartFiles, progress: Progress, views: set[int]) -> nn.Module:
     cls: Any = attribute("diffusers", files.cls)
     with construction(files.name, files.folder, len(files.entries), progress.check), empty_weights():
         module: nn.Module = cls.from_config(dict(files.config))
     files = _fitting(files, module, progress)
-    advance = _advance(files, progress)
+    advance = reading_of(files.name, sum(entry.total_bytes for entry in files.entries.values()), progress)
     layers = packable(module, exact=True) if files.keeps_packed or files.storage != "auto" else {}
     kept = {
         name: layers[layer]
@@ -160,7 +148,7 @@ def _built_by_transformers(files: PartFiles, progress: Progress, views: set[int]
     for name, there in names.items():
         _require_shape(files, name, shapes[there])
     files = replace(files, entries={name: files.entries[name] for name in names})
-    advance = _advance(files, progress)
+    advance = reading_of(files.name, sum(entry.total_bytes for entry in files.entries.values()), progress)
     layers = {f"{name}.weight": layer for name, layer in module.named_modules()}
     kept = {
         name: layers[there]
