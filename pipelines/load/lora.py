@@ -25,7 +25,7 @@ from ...compat.transforms.order import Order, Step
 from ..base import Progress
 from ..files.evidence import cautions_by_name, recipe_named
 from ..files.lora_keys import Match, matched
-from ..files.lora_kinds import ALPHA, BIAS, MAGNITUDE, PEFT_MAGNITUDE, UP, Delta, LoRAPair, Shapes, role_of
+from ..files.lora_kinds import ALPHA, BIAS, MAGNITUDE, PEFT_MAGNITUDE, UP, Delta, LoRAPair, role_of
 from ..files.part import MOST_TENSORS, construction, empty_weights
 from ..keys import listed
 from ..pipeline import Pipeline
@@ -87,7 +87,8 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         shapes = {name: tuple(entry.shape) for name, entry in file.entries.items()}
         layers = _layers_of(pipeline)
         biased = {name for name, layer in layers.items() if getattr(layer, "bias", None) is not None}
-        match = matched(path, shapes, _shapes_of(layers), pipeline.spec, blocks, biased)
+        own = {name: tuple(layer.weight.shape) for name, layer in layers.items()}
+        match = matched(path, shapes, own, pipeline.spec, blocks, biased)
         match = _without_packed(match, pipeline, path, progress)
         progress.notify(match.message(path.stem))
         if mode == "separate":
@@ -140,15 +141,6 @@ def named(text: str) -> tuple[Path, float, str]:
             fix="Write for example: style.safetensors:0.8:double 0-9, single",
         )
     return Path(match[1]), strength, match[3] or ""
-
-
-def layers_of(pipeline: Pipeline) -> Shapes:
-    """Names and weight shapes of the transformers' matrices and convolutions; nothing is read for it."""
-    return {name: shape for name, shape in _shapes_of(_layers_of(pipeline)).items() if len(shape) > 1}
-
-
-def _shapes_of(layers: Mapping[str, Any]) -> Shapes:
-    return {name: tuple(layer.weight.shape) for name, layer in layers.items()}
 
 
 def _layers_of(pipeline: Pipeline) -> dict[str, Any]:

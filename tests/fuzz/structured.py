@@ -97,7 +97,7 @@ class Readers:
         self.folder = folder
         self.ltx = tiny.build("ltx", tiny_folder)
         self.pipeline = load(LoadRequest(self.ltx, device="cpu"), Silent())
-        self.layers = lora.layers_of(self.pipeline)
+        self.layers = tiny.matrices_of(self.pipeline)
         frames = torch.rand(4, 32, 32, 3)
         self.movie = write_mp4(frames, 8.0, folder / "seed.mp4").read_bytes()
         self.facts = facts_for("cpu")

@@ -60,7 +60,7 @@ def jobs_in(folder: Path) -> dict[str, Callable[[random.Random], Made]]:
     """Name to what is done: loads by the name of the case alone, runs and cancels with a word more."""
     small = load(LoadRequest(tiny.build("ltx", folder), precision="fp32", device="cpu"))
     factors = {}
-    for name, (rows, *inside) in lora.layers_of(small).items():
+    for name, (rows, *inside) in tiny.matrices_of(small).items():
         factors[f"transformer.{name}.lora_A.weight"] = torch.ones(2, *inside) / 64
         factors[f"transformer.{name}.lora_B.weight"] = torch.ones(rows, 2, *[1] * (len(inside) - 1)) / 64
     save_file(factors, folder / "lora.safetensors")

@@ -28,7 +28,7 @@ def files(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     """A LoRA over every layer of each tiny transformer."""
     found = {}
     for family in ("hunyuan_video", "ltx"):
-        layers = lora.layers_of(load(LoadRequest(tiny.build(family, tiny_folder), device="cpu")))
+        layers = tiny.matrices_of(load(LoadRequest(tiny.build(family, tiny_folder), device="cpu")))
         generator, tensors = torch.Generator().manual_seed(5), {}
         for name, (rows, *inside) in layers.items():
             ones = [1] * (len(inside) - 1)

@@ -20,10 +20,17 @@ from torch import nn
 from .recipes import TINY, Part, Recipe
 from .weights import randomise
 
-__all__ = ["TINY", "Part", "Recipe", "build", "one_shot"]
+__all__ = ["TINY", "Part", "Recipe", "build", "matrices_of", "one_shot"]
 
 RECIPE_VERSION = 1  # raised when a recipe changes, so that folders built before are built again
 MARKER = ".anygpu-tiny.json"
+
+
+def matrices_of(pipeline: Any) -> dict[str, tuple[int, ...]]:
+    """Names and weight shapes of the transformers' matrices and convolutions; nothing is read for it."""
+    from anygpu.pipelines.load.lora import _layers_of
+
+    return {name: tuple(each.weight.shape) for name, each in _layers_of(pipeline).items() if each.weight.ndim > 1}
 
 
 def build(name: str, folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:

@@ -375,7 +375,7 @@ def in_blocks(module: nn.Module) -> None:
 def factors(pipeline: Any) -> dict[str, torch.Tensor]:
     """A LoRA over every layer of a transformer."""
     generator, tensors = torch.Generator().manual_seed(5), {}
-    for name, (rows, *inside) in lora_nodes.layers_of(pipeline).items():
+    for name, (rows, *inside) in tiny.matrices_of(pipeline).items():
         tensors[f"{name}.lora_A.weight"] = torch.randn(4, *inside, generator=generator) * 0.1
         tensors[f"{name}.lora_B.weight"] = torch.randn(rows, 4, *[1] * (len(inside) - 1), generator=generator) * 0.1
     return tensors

@@ -17,6 +17,7 @@ from anygpu.compat.errors import CheckpointError, InputError, MissingPackageErro
 from anygpu.compat.memory import parts as part_module
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.files.lora_kinds import Shapes
 from anygpu.pipelines.load import lora
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.lora import with_lora
@@ -28,7 +29,7 @@ RANK = 4
 SETTINGS = SampleSettings(32, 32, 5, steps=2, seed=3)
 
 
-def sums_bound(layers: lora.Shapes, steps: int, expected: torch.Tensor) -> float:
+def sums_bound(layers: Shapes, steps: int, expected: torch.Tensor) -> float:
     """How far two fp32 runs of the same sums in another order may be apart, for latents as large as ``expected``.
 
     A sum of n products is off by about sqrt(n) roundings (Higham and Mary 2019), and so are sums one after another: of
@@ -79,7 +80,7 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleN
         return load(request)
 
     pipeline = fresh()
-    layers = lora.layers_of(pipeline)
+    layers = tiny.matrices_of(pipeline)
     loras = [factors_for(layers, seed) for seed in (1, 2)]
     paths = [folder / f"{name}.safetensors" for name in ("first", "second")]
     for path, tensors in zip(paths, loras, strict=True):
@@ -356,7 +357,7 @@ def as_kohya(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", ["ltx", "hunyuan_video_15", "mochi"])
 def test_every_family_takes_both_styles(family: str, tiny_folder: Path, tmp_path: Path) -> None:
     pipeline = load(LoadRequest(tiny.build(family, tiny_folder), device="cpu", precision="fp32"))
-    attention = {name: shape for name, shape in lora.layers_of(pipeline).items() if ".attn" in name}
+    attention = {name: shape for name, shape in tiny.matrices_of(pipeline).items() if ".attn" in name}
     tensors = factors_for(attention)
     save_file(tensors, tmp_path / "diffusers.safetensors")
     save_file(as_kohya(tensors), tmp_path / "kohya.safetensors")
@@ -371,7 +372,7 @@ def test_every_family_takes_both_styles(family: str, tiny_folder: Path, tmp_path
     gc.collect()
     pipe = None
     plain = stages.sample(pipeline, prompt, None, settings, Silent()).samples
-    assert float((found[0] - plain).abs().max()) <= sums_bound(lora.layers_of(pipeline), settings.steps, plain)
+    assert float((found[0] - plain).abs().max()) <= sums_bound(tiny.matrices_of(pipeline), settings.steps, plain)
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def test_a_folder_that_peft_saved_acts_as_peft_merges_it(made: Any, trained: dic
 def test_dora_beside_packed_weights_is_named_and_left_out(tiny_folder: Path, tmp_path: Path, recorded: Any) -> None:
     request = LoadRequest(tiny.build("hunyuan_video", tiny_folder), device="cpu", precision="fp32", weights="int8")
     pipeline: Pipeline = load(request)
-    rows, columns = lora.layers_of(pipeline)[LAYER]
+    rows, columns = tiny.matrices_of(pipeline)[LAYER]
     tensors = {f"{LAYER}.lora_A.weight": torch.ones(2, columns), f"{LAYER}.lora_B.weight": torch.ones(rows, 2)}
     other = LAYER.replace("to_q", "to_k")
     tensors |= {name.replace(LAYER, other): t.clone() for name, t in tensors.items()}
@@ -325,7 +325,7 @@ def test_differences_of_norms_are_in_their_weights(family: str, mode: str, tiny_
     """LyCORIS' ``w_norm`` and ``b_norm``, and ``diff``: all times the strength, no alpha. Beside a LoRA of a matrix."""
     ours, release, biased = NORMS[family]
     pipeline = load(LoadRequest(tiny.build(family, tiny_folder), device="cpu", precision="fp32"))
-    name, shape = next((n, s) for n, s in lora.layers_of(pipeline).items() if len(s) == 2)
+    name, shape = next((n, s) for n, s in tiny.matrices_of(pipeline).items() if len(s) == 2)
     for spelled, end in ((f"lycoris_{release}", "w_norm"), (f"diffusion_model.{ours}", "diff")):
         with pipeline.offloader.hold("transformer") as module:
             before = {key: tensor.detach().clone() for key, tensor in module.state_dict().items()}
