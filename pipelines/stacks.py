@@ -121,12 +121,13 @@ def stack_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, siz
         for kept in _host_weights(weights.total, facts):
             link = link_of(facts, [], pace, pinned := bool(kept.kinds), pins)
             modelled = max(computing, weights.total / link) if link and computing is not None else None
-            name, room = f"{kind}forward, streamed{' from pinned memory' * pinned}", _beside(stack) + weights.passing
+            name = f"{kind}forward, streamed{' from pinned memory' * pinned}"
+            room = _beside(stack) + weights.passing * 9 // 8  # streams and events take some: the next block must fit
             yield from figures_of(Part(name, partial(_streamed, name, stack, facts, room, kept, modelled)))
 
 
 def _host_weights(total: int, facts: DeviceFacts) -> Iterator[HostWeights]:
-    """How a run may keep ``total`` bytes of weights on the host: as they are, and pinned where that fits."""
+    """Ways in which a run may keep ``total`` bytes of weights on the host: as they are, and pinned where that fits."""
     yield HostWeights()
     chosen = choose_host_weights(
         {TRANSFORMER: total}, {TRANSFORMER: 0}, host_free_bytes(), locks_host_memory(facts.device), facts.unified

@@ -26,7 +26,19 @@ from .execution import HOST
 from .facts import CLOCKED, DeviceFacts, empty_cache, empty_host_cache, locks_host_memory, value_or
 from .failures import is_shortage
 from .probe_store import ProbeStore
-from .rates import ATTENTION, CONVOLUTION, GENERATIONS, LAUNCH_SECONDS, MEMORY, OTHER, PRODUCT, rates_of, work_of
+from .rates import (
+    ATTENTION,
+    CONVOLUTION,
+    CONVOLVED_SHARE,
+    GENERATIONS,
+    LAUNCH_SECONDS,
+    MEMORY,
+    OTHER,
+    PRODUCT,
+    TF32,
+    rates_of,
+    work_of,
+)  # fmt: skip
 from .timed_choice import seconds_of
 
 log = logging.getLogger(__name__)
@@ -276,10 +288,12 @@ def pace_of(
     rates = rates_of(facts)
     if rates is None:
         return None
-    flops = rates.flops(dtype)
-    product = flops * GENERATIONS[rates.generation].product  # of convolutions too: no figures of these were found
+    share = GENERATIONS[rates.generation].product
+    # torch lets convolutions in fp32 round to TF32, which runs at half the rate of bf16, where there is such a unit.
+    tensors = rates.bf16 / 2 if dtype == torch.float32 and rates.generation in TF32 else rates.flops(dtype)
     return Pace(
-        product=product, convolution=product, attention=flops * rates.attention(kernel), memory=rates.memory * MEMORY,
+        product=rates.flops(dtype) * share, convolution=tensors * share * CONVOLVED_SHARE,
+        attention=rates.flops(dtype) * rates.attention(kernel), memory=rates.memory * MEMORY,
         launch=LAUNCH_SECONDS, source=PUBLISHED,
     )  # fmt: skip
 
