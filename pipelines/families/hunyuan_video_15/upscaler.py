@@ -6,7 +6,6 @@ files as ComfyUI 0.33 ``LatentUpscaleModelLoader`` takes them, in the same names
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,19 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ....compat.checkpoints.headers import TensorEntry
-from ....compat.checkpoints.weights import read_tensors
 from ....compat.errors import CheckpointError
-from ....compat.memory.transfer import transfer_for
-from ...base import Latents, Progress, ProgressStage
+from ...base import Latents, Progress
 from ...files.formats import entries_in
-from ...files.part import construction, empty_weights
-from ...keys import listed
-from ...pipeline import Pipeline, held_once
+from ...latents.upscaler import upscaled
+from ...pipeline import Pipeline
 from ...settings import FIRST_SIZE, SECOND_PASS
 from .spec import CHANNELS, LARGE, SMALL, SPATIAL_RATIO
 
-PART = "latent_upsampler"
-COPIES = 4  # of its widest activation alive at once: a convolution's input, padded, and output, and the residual
 EXAMPLE = "hunyuanvideo15_latent_upsampler_1080p.safetensors or upsampler/720p_sr_distilled"
 PAGE = "https://huggingface.co/Comfy-Org/HunyuanVideo_1.5_repackaged"
 
@@ -40,7 +34,7 @@ def upscaler_in(path: Path) -> tuple[int, list[int], dict[str, TensorEntry]]:
     shapes = {name.replace("nin_shortcut", "conv_shortcut"): entry for name, entry in entries.items()}
     for side, first, block in ((SMALL, "in_conv", "blocks.{}.block.0"), (LARGE, "conv_in", "up.{}.block.0.conv1")):
         entry, widths = shapes.get(f"{first}.conv.weight"), list[int]()
-        while (of_block := shapes.get(f"{block.format(len(widths))}.conv.weight")) is not None:
+        while (of_block := shapes.get(f"{block.format(len(widths))}.conv.weight")) is not None and of_block.shape:
             widths.append(of_block.shape[0])
         if entry is not None and len(entry.shape) == 5 and entry.shape[1] == CHANNELS and widths:
             return side, widths, shapes
@@ -58,13 +52,8 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
     cells = (height // SPATIAL_RATIO, width // SPATIAL_RATIO)
     scale = float(pipeline.configs["vae"]["scaling_factor"])
     low = functional.interpolate(latents.samples[0].float().transpose(0, 1) * scale, size=cells, mode="bilinear")
-    needed = COPIES * max(widths) * len(low) * math.prod(cells) * torch.float32.itemsize
-    device = pipeline.offloader.device_of(PART)
-    transfer = transfer_for(device, torch.float32)
-    with held_once(pipeline, PART, partial(_read, side, widths, entries), needed, progress) as network:
-        progress.step(0, 1, ProgressStage("upscaling", "latents"))
-        high = transfer.to_host_fp32(network(transfer.to_device(low.transpose(0, 1)[None]))) / scale
-    progress.step(1, 1, ProgressStage("upscaling", "latents"))
+    build = partial(_To720p if side == SMALL else _To1080p, widths)
+    high = upscaled(pipeline, low.transpose(0, 1)[None], build, entries, max(widths), torch.float32, progress) / scale
     marked = {SECOND_PASS: True, FIRST_SIZE: [latents.width, latents.height]}
     return replace(latents, samples=high, width=width, height=height, extra={**latents.extra, **marked})
 
@@ -126,20 +115,3 @@ class _To1080p(nn.Module):
         for level in self.up:
             x = level.get_submodule("block")(x)
         return self.conv_out(functional.silu(self.norm_out(x)))
-
-
-def _read(side: int, widths: list[int], entries: dict[str, TensorEntry], progress: Progress) -> nn.Module:
-    with torch.inference_mode(False), torch.no_grad():
-        file = next(iter(entries.values())).file
-        with construction("latent upscaler", file, len(entries), progress.check), empty_weights():
-            network: nn.Module = (_To720p if side == SMALL else _To1080p)(widths)
-        missing = sorted(network.state_dict().keys() - entries.keys())
-        if missing:
-            raise CheckpointError(
-                f"no tensors {listed(missing)} in a latent upscaler",
-                expected=f"a complete file, such as {EXAMPLE}",
-                fix="Download this file again.",
-            )
-        wanted = {name: entries[name] for name in network.state_dict()}
-        network.load_state_dict(read_tensors(wanted, torch.float32, lambda _: progress.check()), assign=True)
-        return network.eval().requires_grad_(False)
