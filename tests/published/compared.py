@@ -127,8 +127,9 @@ ROWS = (
         "480p from text and a picture, cfg-distilled or not, and from a picture step-distilled, and 720p from both, "
         "cfg-distilled, with `generate.py`: bucket, Lanczos in 8 bits, SigLIP, both encoders, steps, cfg, mean flow, "
         "decoder; followed by its super-resolution to 720p and 1080p: upsampler, noise on the small video, steps",
-        "one pass, unless the graph has AnyGPU Upscale Latents and its super-resolution; this draws the noise of the "
-        "small video after that of the large one, where the script's has no seed; over 256 pixels it decodes in tiles",
+        "one pass, unless the graph has AnyGPU Upscale Latents and its super-resolution, which draws by its node's "
+        "seed, and the noise of the small video last, where the script's has no seed; over 256 pixels it decodes in "
+        "tiles",
         tuple(name for name in LOOPS if name.startswith("hunyuan video 1.5")),
     ),
     Compared(
