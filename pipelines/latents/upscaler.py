@@ -17,26 +17,17 @@ from ..files.part import construction, empty_weights
 from ..keys import listed
 from ..pipeline import Pipeline, held_once
 
+Build = Callable[[], nn.Module]
+Entries = Mapping[str, TensorEntry]
 PART, STAGE = "latent_upsampler", ProgressStage("upscaling", "latents")
 COPIES = 4  # of its widest activation alive at once: a convolution's input, output and work, and the residual
 
 
 def upscaled(
-    pipeline: Pipeline,
-    low: Tensor,
-    build: Callable[[], nn.Module],
-    entries: Mapping[str, TensorEntry],
-    widest: int,
-    dtype: torch.dtype,
-    progress: Progress,
+    pipeline: Pipeline, low: Tensor, build: Build, entries: Entries, widest: int, dtype: torch.dtype, progress: Progress
 ) -> Tensor:
-    """``low`` (1, C, T, H, W) through a network, fp32, on the CPU; CheckpointError where the file lacks a tensor.
-
-    Args:
-        build: the network without weights, which ``entries`` then fill.
-        widest: values of its largest activation for each of ``low``'s places.
-        dtype: that it computes in.
-    """
+    """``low`` (1, C, T, H, W) through the network that ``build`` makes and ``entries`` fill, fp32, on the CPU;
+    ``widest`` values at each place is its largest activation. CheckpointError where the file lacks a tensor."""
     transfer = transfer_for(pipeline.offloader.device_of(PART), dtype)
     needed = COPIES * widest * low.shape[2:].numel() * dtype.itemsize
     with held_once(pipeline, PART, partial(_read, build, entries, dtype), needed, progress) as network:
@@ -46,19 +37,14 @@ def upscaled(
     return high
 
 
-def _read(
-    build: Callable[[], nn.Module], entries: Mapping[str, TensorEntry], dtype: torch.dtype, progress: Progress
-) -> nn.Module:
+def _read(build: Build, entries: Entries, dtype: torch.dtype, progress: Progress) -> nn.Module:
     with torch.inference_mode(False), torch.no_grad():
         file = next(iter(entries.values())).file
         with construction("latent upscaler", file, len(entries), progress.check), empty_weights():
             network = build()
         if missing := sorted(network.state_dict().keys() - entries.keys()):
-            raise CheckpointError(
-                f"no tensors {listed(missing)} in a latent upscaler",
-                expected="a complete file",
-                fix="Download this file again.",
-            )
+            found = f"no tensors {listed(missing)} in a latent upscaler"
+            raise CheckpointError(found, expected="a complete file", fix="Download this file again.")
         wanted = {name: entries[name] for name in network.state_dict()}
         network.load_state_dict(read_tensors(wanted, dtype, lambda _: progress.check()), assign=True)
         return network.eval().requires_grad_(False)

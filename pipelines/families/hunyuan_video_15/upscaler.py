@@ -6,6 +6,7 @@ files as ComfyUI 0.33 ``LatentUpscaleModelLoader`` takes them, in the same names
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,36 +24,42 @@ from ...pipeline import Pipeline
 from ...settings import FIRST_SIZE, SECOND_PASS
 from .spec import CHANNELS, LARGE, SMALL, SPATIAL_RATIO
 
-EXAMPLE = "hunyuanvideo15_latent_upsampler_1080p.safetensors or upsampler/720p_sr_distilled"
-PAGE = "https://huggingface.co/Comfy-Org/HunyuanVideo_1.5_repackaged"
+# Names in the files, each with that of our layer.
+NAMES = {"in_conv": "conv_in", "out_conv": "conv_out", "blocks.": "up.", "nin_shortcut": "conv_shortcut"}
+FIRST = re.compile(r"up\.(\d{1,3})\.block\.0(?:\.conv1)?\.conv\.weight")
 
 
-def upscaler_in(path: Path) -> tuple[int, list[int], dict[str, TensorEntry]]:
-    """The side of the square of as many pixels as it enlarges to, the widths of its blocks, and its tensors.
-    CheckpointError for another model."""
-    entries = {name.replace("nin_shortcut.conv.", "nin_shortcut."): entry for name, entry in entries_in(path).items()}
-    shapes = {name.replace("nin_shortcut", "conv_shortcut"): entry for name, entry in entries.items()}
-    for side, first, block in ((SMALL, "in_conv", "blocks.{}.block.0"), (LARGE, "conv_in", "up.{}.block.0.conv1")):
-        entry, widths = shapes.get(f"{first}.conv.weight"), list[int]()
-        while (of_block := shapes.get(f"{block.format(len(widths))}.conv.weight")) is not None and of_block.shape:
-            widths.append(of_block.shape[0])
-        if entry is not None and len(entry.shape) == 5 and entry.shape[1] == CHANNELS and widths:
-            return side, widths, shapes
-    raise CheckpointError(
-        f"{str(path)!r} holds no latent upscaler of HunyuanVideo 1.5",
-        expected=f"such as {EXAMPLE}",
-        fix=f"Download it from {PAGE}.",
-    )
+def entries_of(path: Path) -> dict[str, TensorEntry]:
+    """The tensors of either upscaler by one set of names; CheckpointError for another model."""
+    entries = entries_in(path)
+    for theirs, ours in NAMES.items():
+        entries = {name.replace(theirs, ours, 1): entry for name, entry in entries.items()}
+    first = entries.get("conv_in.conv.weight")
+    if first is None or len(first.shape) != 5 or first.shape[1] != CHANNELS or not _widths(entries):
+        raise CheckpointError(
+            f"{str(path)!r} holds no latent upscaler of HunyuanVideo 1.5",
+            expected="such as hunyuanvideo15_latent_upsampler_1080p.safetensors or upsampler/720p_sr_distilled",
+            fix="Download it from https://huggingface.co/Comfy-Org/HunyuanVideo_1.5_repackaged.",
+        )
+    return entries
+
+
+def _widths(entries: dict[str, TensorEntry]) -> list[int]:
+    """Channels of each level, by its first convolution."""
+    found = (FIRST.fullmatch(name) for name in entries)
+    rows = {int(match[1]): entries[match[0]].shape[:1] for match in found if match}
+    return [rows[level][0] for level in range(len(rows)) if rows.get(level)]
 
 
 def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
     """``latents`` at Tencent's size for 720p or 1080p, whichever the file is for, marked for the super-resolution."""
-    side, widths, entries = upscaler_in(path)
-    width, height = _target(latents.width, latents.height, side)
+    entries = entries_of(path)
+    widths, large = _widths(entries), "norm_out.gamma" in entries
+    width, height = _target(latents.width, latents.height, LARGE if large else SMALL)
     cells = (height // SPATIAL_RATIO, width // SPATIAL_RATIO)
     scale = float(pipeline.configs["vae"]["scaling_factor"])
     low = functional.interpolate(latents.samples[0].float().transpose(0, 1) * scale, size=cells, mode="bilinear")
-    build = partial(_To720p if side == SMALL else _To1080p, widths)
+    build = partial(_Network, widths, large)
     high = upscaled(pipeline, low.transpose(0, 1)[None], build, entries, max(widths), torch.float32, progress) / scale
     marked = {SECOND_PASS: True, FIRST_SIZE: [latents.width, latents.height]}
     return replace(latents, samples=high, width=width, height=height, extra={**latents.extra, **marked})
@@ -66,52 +73,24 @@ def _target(width: int, height: int, side: int) -> tuple[int, int]:
     return min(sizes, key=lambda size: abs(size[0] / size[1] - width / height))
 
 
-class _Residual(nn.Module):
-    """The residual block of the 720p network."""
+class _Network(nn.Module):
+    """The upscaler to 720p, of residual blocks of one width; or the ``large`` one, of the VAE's blocks."""
 
-    def __init__(self, width: int) -> None:
-        from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15CausalConv3d as Conv
-
-        super().__init__()
-        self.block = nn.Sequential(Conv(width, width), nn.SiLU(), Conv(width, width), nn.SiLU(), Conv(width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.block(x)
-
-
-class _To720p(nn.Module):
-    """The network of the 720p file."""
-
-    def __init__(self, widths: list[int]) -> None:
-        from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15CausalConv3d as Conv
-
-        super().__init__()
-        self.in_conv = Conv(CHANNELS, widths[0])
-        self.blocks = nn.Sequential(*map(_Residual, widths))
-        self.out_conv = Conv(widths[-1], CHANNELS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out_conv(self.blocks(self.in_conv(x)))
-
-
-class _To1080p(nn.Module):
-    """The network of the 1080p file: three residual blocks of each width, as in the VAE."""
-
-    def __init__(self, widths: list[int]) -> None:
+    def __init__(self, widths: list[int], large: bool) -> None:
         from diffusers.models.autoencoders import autoencoder_kl_hunyuanvideo15 as vae
 
         super().__init__()
-        self.conv_in = vae.HunyuanVideo15CausalConv3d(CHANNELS, widths[0])
-        self.up = nn.ModuleList()
-        for before, width in zip((widths[0], *widths), widths, strict=False):
-            level = nn.Module()
-            level.block = nn.Sequential(*(vae.HunyuanVideo15ResnetBlock(w, width) for w in (before, width, width)))
-            self.up.append(level)
-        self.norm_out = vae.HunyuanVideo15RMS_norm(widths[-1], images=False)
-        self.conv_out = vae.HunyuanVideo15CausalConv3d(widths[-1], CHANNELS)
+        conv, block, self.large = vae.HunyuanVideo15CausalConv3d, vae.HunyuanVideo15ResnetBlock, large
+        self.conv_in, self.conv_out = conv(CHANNELS, widths[0]), conv(widths[-1], CHANNELS)
+        self.up = nn.ModuleList(nn.Module() for _ in widths)
+        for level, before, width in zip(self.up, (widths[0], *widths), widths, strict=False):
+            plain = (conv(before, width), nn.SiLU(), conv(width, width), nn.SiLU(), conv(width, width))
+            level.block = nn.Sequential(*(map(block, (before, width, width), (width,) * 3) if large else plain))
+        self.norm_out = vae.HunyuanVideo15RMS_norm(widths[-1], images=False) if large else None
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv_in(x) + x.repeat_interleave(self.conv_in.conv.out_channels // CHANNELS, dim=1)
+        same = x.repeat_interleave(self.conv_in.conv.out_channels // CHANNELS, dim=1) if self.large else 0
+        x = self.conv_in(x) + same
         for level in self.up:
-            x = level.get_submodule("block")(x)
-        return self.conv_out(functional.silu(self.norm_out(x)))
+            x = level.get_submodule("block")(x) + (0 if self.large else x)
+        return self.conv_out(x if self.norm_out is None else functional.silu(self.norm_out(x)))
