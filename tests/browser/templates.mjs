@@ -6,7 +6,7 @@ import { chosenModes, report } from "./reporting.mjs";
 import { browseTemplates, ended, listen, names, openTemplate, queue, scrolledTo, shrink, shrinkPainting } from "./running.mjs";
 import { isTidy } from "./tidy.mjs";
 
-const NEEDS_MODELS = /^anygpu_paint_from_one_picture$|_on_an_older_gpu$|^anygpu_rescue_a_vae_decode$|_from_files$/; // opened, not run
+const NEEDS_MODELS = /^anygpu_paint_from_one_picture$|_on_an_older_gpu$|^anygpu_rescue_a_vae_decode$|_from_files$|_super_resolution$/; // opened, not run
 const prompts = new Map();
 const named = process.argv.slice(2).filter((word) => !word.startsWith("--")); // some of them; all where none is named
 
