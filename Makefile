@@ -200,7 +200,7 @@ demo-comfyui: $(READY)
 	$(PY) tests/host/demo.py demo/comfyui
 
 # Each case by itself: python benchmarks/runner.py
-CASES := minutes watching stored_products kernels_bytes kernels_build growth
+CASES := minutes stored_products kernels_bytes kernels_build growth
 bench: $(READY) accelerator
 	for case in $(CASES); do $(BENCH) $$case --write || exit 1; done
 	$(BENCH) peers --families ltx hunyuan_video framepack mochi --repeats 1 --write

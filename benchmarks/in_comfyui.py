@@ -1,16 +1,11 @@
 """Costs inside a real ComfyUI (COMFYUI_PATH, else ~/comfy/ComfyUI), on one thread.
 
-`watching`: what AnyGPU Doctor costs while nothing is wrong. Core's Wan at the width of its 1.3B release, with two
-blocks and 192 tokens: steps with and without the doctor in turn, and the doctor by itself. A published step has more
-blocks and tokens, of which the doctor sees none: it looks at the output.
-
 `memory_host`: ways to share a device, simulated. Ours under ComfyUI's memory manager at shares of the full offloader,
 whole parts moved by hand as other packs do it, and diffusers' own offload; the same heavy LTX-Video run twice.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,22 +54,6 @@ def played(script: str, act: str, **options: Any) -> dict[str, Any]:
         worker.close()
 
 
-def watching_rows(repeats: int) -> Iterator[Row]:
-    """One row: a step with and without the doctor."""
-    result = played("doctor", "timed", repeats=repeats)
-    plain, watched = (statistics.median(result[name]) for name in ("plain", "watched"))
-    yield {
-        "torch": result["torch"],
-        "comfyui": result["comfyui"],
-        "repeats": repeats,
-        "plain_ms": round(plain, 1),
-        "watched_ms": round(watched, 1),
-        "ratio": round(watched / plain, 4),
-        "doctor_alone_ms": round(result["alone"], 3),
-        "share_of_a_step": round(result["alone"] / plain, 5),
-    }
-
-
 def memory_rows() -> Iterator[Row]:
     """A row per way."""
     result = played("ways", "compared", shares=list(SHARES))
@@ -89,6 +68,5 @@ def memory_page(rows: list[Row]) -> None:
 
 
 CASES = [
-    Case("watching", watching_rows, {"repeats": 10}, "watching", lacks=no_host),
     Case("memory_host", memory_rows, {}, "memory_host", page=memory_page, lacks=no_host),
 ]

@@ -29,10 +29,13 @@ from anygpu.compat.memory.hooks import GroupHooks, WeightGroup, hooks_on
 from anygpu.compat.memory.offloader import PINNED, HostWeights, OffloadOptions
 from anygpu.compat.memory.parts import Parts
 from anygpu.compat.memory.standalone import StandaloneOffloader
+from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.sizes import Size
 from runner import Case, Row, known_rows, write_table
 from simulated import accelerator
 from simulated.clock import Clock, Times, clocked
+from times import opened
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -100,60 +103,25 @@ def _words(tokens: int) -> Callable[[Any, Some], Any]:
     return lambda part, some: part(input_ids=torch.zeros(1, tokens, dtype=torch.long, device=some(1).device))
 
 
-def _ltx(frames: int, rows: int, columns: int) -> Callable[[Any, Some], Any]:
-    return lambda part, some: part(
-        hidden_states=some(2, frames * rows * columns, 128), encoder_hidden_states=some(2, 128, 4096),
-        timestep=some(2), encoder_attention_mask=None, num_frames=frames, height=rows, width=columns,
-        rope_interpolation_scale=(8 / 25, 32, 32), return_dict=False,
-    )  # fmt: skip
+def _sampled(family: str, size: Size, rows: int = 1, **more: tuple[int, ...]) -> Callable[[Any, Some], Any]:
+    """The family's own call of its transformer at ``size``, with ``more`` states of these shapes."""
 
+    def call(part: Any, some: Some) -> Any:
+        tiny = opened(family)
+        single = {name: DTYPE for name in ("residual", "compute", "transformer")}
+        pipeline = replace(
+            tiny,
+            model=replace(tiny.model, configs={**tiny.configs, "transformer": dict(part.config)}),
+            device=replace(tiny.device, precision=replace(tiny.precision, **single)),
+        )
+        outline = counts.empty_call(pipeline, size, rows)
+        shapes = {name: getattr(outline, name) for name in outline.__slots__}
+        given = {name: some(*tensor.shape) for name, tensor in shapes.items() if isinstance(tensor, Tensor)}
+        given |= {name: some(*shape) for name, shape in more.items()}
+        given |= {name: torch.ones_like(given[name]) for name in ("mask", "time")}
+        return pipeline.spec.code.call_transformer(pipeline, part, replace(outline, **given))
 
-def _hunyuan(some: Some) -> dict[str, Any]:
-    device = some(1).device
-    return {
-        "timestep": torch.full((1,), 500, device=device),
-        "encoder_hidden_states": some(1, 256, 4096),
-        "encoder_attention_mask": torch.ones(1, 256, dtype=torch.long, device=device),
-        "pooled_projections": some(1, 768),
-        "guidance": some(1),
-        "return_dict": False,
-    }
-
-
-def _hunyuan_video(part: Any, some: Some) -> Any:
-    return part(hidden_states=some(1, 16, 19, 60, 106), **_hunyuan(some))
-
-
-def _framepack(part: Any, some: Some) -> Any:
-    rows, columns, device = 76, 80, some(1).device
-
-    def places(count: int) -> Tensor:
-        return torch.arange(count, device=device)
-
-    return part(
-        hidden_states=some(1, 16, 9, rows, columns), image_embeds=some(1, 729, 1152), indices_latents=places(9),
-        latents_clean=some(1, 16, 2, rows, columns), indices_latents_clean=places(2),
-        latents_history_2x=some(1, 16, 2, rows, columns), indices_latents_history_2x=places(2),
-        latents_history_4x=some(1, 16, 16, rows, columns), indices_latents_history_4x=places(16), **_hunyuan(some),
-    )  # fmt: skip
-
-
-def _hunyuan_15(part: Any, some: Some) -> Any:
-    device = some(1).device
-    return part(
-        hidden_states=some(1, 65, 31, 30, 53), timestep=torch.full((1,), 500, device=device),
-        encoder_hidden_states=some(1, 120, 3584), encoder_attention_mask=torch.ones(1, 120, device=device),
-        encoder_hidden_states_2=some(1, 8, 1472), encoder_attention_mask_2=torch.ones(1, 8, device=device),
-        image_embeds=torch.zeros(1, 729, 1152, dtype=DTYPE, device=device), return_dict=False,
-    )  # fmt: skip
-
-
-def _mochi(part: Any, some: Some) -> Any:
-    mask = torch.ones(2, 256, dtype=torch.bool, device=some(1).device)
-    return part(
-        hidden_states=some(2, 12, 15, 60, 106), encoder_hidden_states=some(2, 256, 4096), timestep=some(2),
-        encoder_attention_mask=mask, return_dict=False,
-    )  # fmt: skip
+    return call
 
 
 def _decoded(*shape: int) -> Callable[[Any, Some], Any]:
@@ -163,19 +131,23 @@ def _decoded(*shape: int) -> Callable[[Any, Some], Any]:
 HUNYUAN = "hunyuan_video"
 LTX_SIZE, NEW_SIZE, MOCHI_SIZE = "704x480, 97 frames", "848x480, 121 frames", "848x480, 85 frames"
 OLD_SIZE, SECTION = "848x480, 73 frames", "640x608, one section"
+LTX, MOCHI = _sampled("ltx", Size(704, 480, 97, text=128), 2), _sampled("mochi", Size(848, 480, 85, text=256), 2)
+PACKED = _sampled("framepack", Size(640, 608, 33, window=9, text=256), vision=(1, 729, 1152))
+OLD = _sampled(HUNYUAN, Size(848, 480, 73, text=256))
+NEW = _sampled("hunyuan_video_15", Size(848, 480, 121, text=120), glyph_embeds=(1, 8, 1472), vision=(1, 729, 1152))
 STAGES = (  # every family at the size of its shipped workflow
     Stage("ltx", "text", "T5-XXL, 128 tokens", _t5, _words(128)),
-    Stage("ltx", "sampling", f"2B, {LTX_SIZE}", _diffusers("ltx", "transformer"), _ltx(13, 15, 22)),
-    Stage("ltx", "sampling", f"13B, {LTX_SIZE}", _diffusers("ltx", "transformer", 1), _ltx(13, 15, 22)),
+    Stage("ltx", "sampling", f"2B, {LTX_SIZE}", _diffusers("ltx", "transformer"), LTX),
+    Stage("ltx", "sampling", f"13B, {LTX_SIZE}", _diffusers("ltx", "transformer", 1), LTX),
     Stage("ltx", "decoding", LTX_SIZE, _diffusers("ltx", "vae"), _decoded(128, 13, 15, 22)),
     Stage(HUNYUAN, "text", "Llama 8B, 351 tokens", _llama, _words(351)),
-    Stage(HUNYUAN, "sampling", OLD_SIZE, _diffusers(HUNYUAN, "transformer"), _hunyuan_video),
+    Stage(HUNYUAN, "sampling", OLD_SIZE, _diffusers(HUNYUAN, "transformer"), OLD),
     Stage(HUNYUAN, "decoding", OLD_SIZE, _diffusers(HUNYUAN, "vae"), _decoded(16, 19, 60, 106)),
-    Stage("hunyuan_video_15", "sampling", NEW_SIZE, _diffusers("hunyuan_video_15", "transformer"), _hunyuan_15),
+    Stage("hunyuan_video_15", "sampling", NEW_SIZE, _diffusers("hunyuan_video_15", "transformer"), NEW),
     Stage("hunyuan_video_15", "decoding", NEW_SIZE, _diffusers("hunyuan_video_15", "vae"), _decoded(32, 31, 30, 53)),
-    Stage("framepack", "sampling", SECTION, _diffusers("framepack", "transformer"), _framepack),
+    Stage("framepack", "sampling", SECTION, _diffusers("framepack", "transformer"), PACKED),
     Stage("framepack", "decoding", SECTION, _diffusers(HUNYUAN, "vae"), _decoded(16, 9, 76, 80)),
-    Stage("mochi", "sampling", MOCHI_SIZE, _diffusers("mochi", "transformer"), _mochi),
+    Stage("mochi", "sampling", MOCHI_SIZE, _diffusers("mochi", "transformer"), MOCHI),
     Stage("mochi", "decoding", MOCHI_SIZE, _diffusers("mochi", "vae"), _decoded(12, 15, 60, 106)),
 )
 

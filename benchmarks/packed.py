@@ -1,19 +1,16 @@
-"""Packed files of ComfyUI's: which card runs which format by which path, and the questions that a GPU has not answered.
+"""Packed files of ComfyUI's: which card runs which format by which path.
 
-``packed_cards`` writes the tables of docs/packed-files.md from the rows of ``compat/device/packed_rows.py``.
-``packed_gpu`` asks the GPU for each product in a process of its own: some drivers end the process, or hang.
+``packed_cards`` writes the tables of docs/packed-files.md from ``compat/device/packed_rows.py``; each product
+on a GPU is a probe of `anygpu prove`.
 """
 
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 
-import torch
 from anygpu.compat.device.facts import facts_for
-from anygpu.compat.device.packed_paths import product_fault, row_for
+from anygpu.compat.device.packed_paths import row_for
 from anygpu.compat.device.packed_rows import AWQ, CORE, FORMATS, FP4, FP8, INT8, INTEGERS, PACKED_ROWS, W4A4, W4A8
-from runner import Case, Row, no_gpu, write_table
+from runner import Case, Row, write_table
 
 NAMES = {INT8: "int8", W4A8: "W4A8", W4A4: "W4A4", FP8[0]: "fp8", FP4[0]: "nvfp4", FP4[1]: "mxfp8", AWQ: "AWQ"}
 FILES = (  # names in core's templates, the models that have them, and the format
@@ -39,7 +36,6 @@ CARDS = (  # as people name them, and how the rows know them, with comfy-kitchen
     ("V100", "cuda", "sm70", "eager"), ("RTX 2060", "cuda", "sm75", "cuda"), ("RTX 3060", "cuda", "sm86", "cuda"),
     ("RTX 4070", "cuda", "sm89", "cuda"), ("RTX 5070", "cuda", "sm120", "cuda"),
 )  # fmt: skip
-MINUTES = 5
 
 
 def card_rows() -> Iterator[Row]:
@@ -68,32 +64,4 @@ def _path(layer_format: str, name: str, backend: str, arch: str, kernels: str) -
     return "packed" if row is not None and row.path == CORE else "dequantised"
 
 
-def gpu_rows() -> Iterator[Row]:
-    """A row per format: right and quicker than dequantising, or not, or the way in which its process ended."""
-    for layer_format in INTEGERS:
-        pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-        try:
-            fault = pool.submit(asked, layer_format).result(60 * MINUTES) or "right and quicker"
-        except Exception as error:  # a dead process, one that hangs, or what it raised
-            fault = f"{type(error).__name__}: {error}"
-        for process in pool._processes.values():
-            process.kill()
-        pool.shutdown(wait=False, cancel_futures=True)
-        yield {"device": str(facts_for("cuda")), "format": layer_format, "answer": fault}
-
-
-def asked(layer_format: str) -> str:
-    """The fault of a product, with the kernels that core would let comfy-kitchen use."""
-    from comfy_kitchen.registry import registry
-
-    registry.disable("triton")
-    if torch.version.cuda is not None and int(torch.version.cuda.split(".")[0]) < 13:
-        registry.disable("cuda")
-    with torch.no_grad():
-        return product_fault(layer_format, True, torch.device("cuda"))
-
-
-CASES = [
-    Case("packed_cards", card_rows, about=dict, page=write_page),
-    Case("packed_gpu", gpu_rows, table="packed_gpu", lacks=no_gpu, threads=0),
-]
+CASES = [Case("packed_cards", card_rows, about=dict, page=write_page)]

@@ -1,4 +1,4 @@
-"""The runner of all benchmarks, and what they share: timing in turn, fresh processes, tables.
+"""The runner of all benchmarks, and what they share: timing in turn, tables.
 
     python benchmarks/runner.py                  # lists the cases
     python benchmarks/runner.py CASE [--write]   # prints a case's rows; --write also writes results/ and the docs
@@ -15,16 +15,13 @@ import csv
 import datetime
 import importlib
 import json
-import os
 import platform
 import random
 import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -159,13 +156,6 @@ def in_turn(
             if number >= warm_up:
                 times[name].append(seconds)
     return times
-
-
-def in_fresh_process(function: Callable[..., Any], *arguments: Any, **environment: str) -> Any:
-    """The result of a function of one of these files in a process of its own."""
-    os.environ.update(environment)
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
 
 
 def no_gpu() -> str:

@@ -18,7 +18,7 @@ from ..compat.device.precision import FP16, FP32, PAINT, Precision, copies_decis
 from ..compat.errors import CheckpointError, require_choice
 from ..compat.memory.offloader import Offloader
 from ..compat.memory.parts import PartBytes, Parts, Reader, Silent
-from ..compat.packages import attribute, empty_encoder, fill, imported, names_in
+from ..compat.packages import attribute, imported
 from ..compat.probe_results import probe_results_of
 from ..compat.transforms.attention import Attention
 from ..compat.transforms.compile import CompileSettings
@@ -26,7 +26,7 @@ from . import loading
 from .choices import ADAPTER_VARIANTS
 from .loading import PaintPipeline, paint_bytes, reader_of
 from .networks import mv_adapter as networks
-from .networks.encoders import CLASSES
+from .networks.encoders import encoder
 from .networks.layers import Dtypes
 from .networks.published import stored_dtype
 from .networks.stable_diffusion import VELOCITY, Base, BasePart, base_in
@@ -209,18 +209,7 @@ def _encoder_reader(files: AdapterFiles, name: str, precision: Precision) -> Rea
     part, dtype = files.base.parts[name], precision.text
 
     def build(advance: Advance) -> nn.Module:
-        cls: Any = attribute("transformers", CLASSES[name])
-        module = empty_encoder(cls, cls.config_class.from_dict(dict(part.config)), dtype)
-        tensors = part.convert(part.stored.read(part.stored.shapes, lambda _name: dtype, advance))
-        there = names_in(module, tensors)
-        missing = fill(module, {there[key]: tensor for key, tensor in tensors.items() if key in there}, dtype)
-        if missing:
-            raise CheckpointError(
-                f"no {missing[0]!r} in the {name} of {part.stored.path.name!r}",
-                expected="a complete text encoder",
-                fix="Choose another checkpoint, or download this one again.",
-            )
-        return _with_lora(files, name, module)
+        return _with_lora(files, name, encoder(name, part.config, part.stored, dtype, advance, part.convert))
 
     return reader_of(name, part.stored.total_bytes, build)
 

@@ -53,12 +53,13 @@ class PublishedSampler:
     guidance: float
     background: float  # of the reference picture
     spacing: str = "trailing"
+    style: int = 0  # pixels of the reference picture before it gets the size of a view, for DINO to see; 0 without DINO
 
 
 PUBLISHED = {
     "v2-0": PublishedSampler("euler_ancestral", 30, 2.0, GREY),
     "turbo": PublishedSampler("lcm", 10, 1.0, GREY),
-    "v2-1": PublishedSampler("unipc", 15, 3.0, WHITE),
+    "v2-1": PublishedSampler("unipc", 15, 3.0, WHITE, style=512),
     IG2MV: PublishedSampler("euler", 50, 3.0, 0.5, spacing="leading"),
     TG2MV: PublishedSampler("euler", 50, 7.0, 0.5, spacing="leading"),
 }

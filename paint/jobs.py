@@ -40,7 +40,7 @@ class PaintJob(Job):
     max_views: int = 8  # as of OneStep
     delight: Content | None = None  # model that takes shading out of the picture first; None leaves it in
     image_encoder: Content | None = None  # folder of DINOv2-giant, which PBR models need
-    delighting: DelightSettings = field(default_factory=DelightSettings, metadata={WITHOUT: ("text",)})
+    delighting: DelightSettings = field(default_factory=DelightSettings)
 
     @property
     def key(self) -> str:

@@ -21,9 +21,9 @@ from ..compat.device.precision import FP32, PAINT, Precision, copies_decision, p
 from ..compat.device.probe_store import ProbeStore
 from ..compat.errors import CheckpointError, require_choice
 from ..compat.memory.offloader import HostWeights, Offloader, OffloadOptions
-from ..compat.memory.parts import KnownToHost, PartBytes, Parts, ProgressStage, Reader, Silent, part_bytes
+from ..compat.memory.parts import KnownToHost, PartBytes, Parts, Reader, Silent, part_bytes
 from ..compat.memory.standalone import offloader_for
-from ..compat.memory.statistics import amount
+from ..compat.memory.statistics import reading_of
 from ..compat.probe_results import probe_results_of
 from ..compat.transforms.attention import Attention, attention_for, avoided_by
 from ..compat.transforms.compile import Compilation, CompileSettings, require_offload
@@ -284,16 +284,7 @@ def reader_of(part: str, total_bytes: int, build: Callable[[Callable[[int], None
     """Reader of a part; ``build`` gets a function to which it reports the bytes that it has read."""
 
     def read(progress: Any) -> nn.Module:
-        done = 0
-
-        def advance(size: int) -> None:
-            nonlocal done
-            done += size
-            read_bytes = min(done, total_bytes)
-            reading = ProgressStage("reading", f"{part} {amount(read_bytes, total_bytes)}", True)
-            progress.step(read_bytes, total_bytes, reading)
-            progress.check()
-
+        advance = reading_of(part, total_bytes, progress)
         with torch.inference_mode(False), torch.no_grad():
             return build(advance).eval().requires_grad_(False)
 
@@ -363,6 +354,6 @@ def _encoders(
         return {}
     stored = weights_in(folder, name, "safetensors" if any(folder.glob("*.safetensors")) else AUTO)
     size = paint_bytes(stored.bytes_as(precision.text))
-    build = partial(encoder, name, folder, stored, precision.text)
     config = read_json(folder / "config.json", f"the configuration of the {name}")
+    build = partial(encoder, name, config, stored, precision.text)
     return {name: (reader_of(name, stored.total_bytes, build), config, size)}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
+from inspect import isfunction, signature
 from pathlib import Path
 from types import ModuleType
 
@@ -13,9 +15,9 @@ import torch
 
 from ..compat.device.facts import GIBIBYTE
 from ..compat.device.precision import PLAIN, ModelPrecision
+from ..compat.errors import UnsupportedError
 from ..compat.memory.parts import denoises
 from ..compat.ranks import SplitPlan
-from .hooks import code_of
 from .keys import Layout
 
 SCHEDULERS = ("auto", "euler", "unipc", "dpm++_2m", "unipc_bh1")  # grows at the end
@@ -23,6 +25,33 @@ HUB = "https://huggingface.co/"
 HUB_FILES = ("model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer", "vae")  # of a download
 FITS = ("nearest bucket", "crop", "pad", "stretch")
 GUIDED = frozenset({"cfg", "cfg_start", "cfg_end", "negative", "shift", "sigmas", "latents", "noise_mask"})  # settings
+REQUIRED = {  # hooks, functions of ``families/<id>/pipeline.py``: name -> arguments
+    "encode_prompt": "pipeline request progress",
+    "prompt_from_core": "embeds extra",
+    "sample": "pipeline prompt image settings progress",  # with sections: framepack and keeper too
+    "decode": "pipeline latents progress form",
+    "call_transformer": "pipeline transformer call",
+}
+OPTIONAL = {  # None where a family has none
+    "encode_image": "pipeline request progress",
+    "encode_video": "pipeline frames seed progress",
+    "nearest_size": "pipeline width height",
+    "upscale": "pipeline latents path progress",
+    "defaults_for": "pipeline",
+    "recipe_for": "pipeline",
+    "guess_variant": "evidence",
+    "settings_in": "evidence",
+    "vae_settings_in": "evidence place",
+    "task_of": "config",
+    "encoder_task": "config",
+    "text_forwards": "pipeline request",
+    "batches": "pipeline settings",
+    "frames_for": "framepack fps",
+    "sections_for": "framepack frames",
+    "training_plan": "frames window order",
+    "training_sections": "film image plan",
+}
+HOOKS = REQUIRED | OPTIONAL
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,9 +371,35 @@ class FamilySpec:
 
     @property
     def code(self) -> ModuleType:
-        """The family's ``pipeline.py``, which has the functions of ``hooks.HOOKS``; checked on first access."""
+        """The family's ``pipeline.py``, which has the functions of :data:`HOOKS`; checked on first access."""
         return code_of(self.package)
 
     @property
     def folder(self) -> Path:
         return Path(str(import_module(".spec", self.package).__file__)).parent
+
+
+@cache
+def code_of(package: str) -> ModuleType:
+    """``pipeline.py`` of a family's package, with None for each optional hook that it lacks. Raises UnsupportedError
+    for a function that is no hook, a hook with other arguments, or none where one is required."""
+    module = import_module(".pipeline", package)
+    for name, value in list(vars(module).items()):
+        known = name in HOOKS
+        if not known and isfunction(value) and not name.startswith("_"):
+            known = value.__module__ != module.__name__ and value.__name__ == name  # imported to be called here
+        if not known and isfunction(value) and not name.startswith("_"):
+            _refuse(f"a function {name}() in {module.__name__}", f"one of {', '.join(HOOKS)}")
+    for name, arguments in HOOKS.items():
+        hook = vars(module).setdefault(name, None)
+        if hook is None and name in REQUIRED:
+            _refuse(f"no {name}() in {module.__name__}", f"{name}({', '.join(arguments.split())})")
+        given = [] if hook is None else list(signature(hook).parameters)
+        if hook is not None and not set(arguments.split()) <= set(given):
+            _refuse(f"{name}({', '.join(given)}) in {module.__name__}", f"{name}({', '.join(arguments.split())})")
+    return module
+
+
+def _refuse(found: str, expected: str) -> None:
+    fix = "Correct its name; begin it with an underscore if it is no hook, or declare it in pipelines/family.py."
+    raise UnsupportedError(found, expected=expected, fix=fix)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from ..device.execution import HOST
 from ..device.facts import peak_bytes, reset_peak, synchronize, value_or
 from ..durable import write_json
 from ..errors import json_file
+from .parts import ProgressStage
 
 FILE = "memory.json"
 KEPT = 60  # stages, the newest last
@@ -231,3 +232,16 @@ def amount(done: int, total: int) -> str:
     """Bytes of bytes in words, such as ``11.2 of 23.9 GB``."""
     unit, name = (GIGABYTE, "GB") if total >= GIGABYTE else (MEGABYTE, "MB")
     return f"{done / unit:.1f} of {total / unit:.1f} {name}"
+
+
+def reading_of(part: str, total_bytes: int, progress: Any) -> Callable[[int], None]:
+    """A function that gets the bytes just read of a part, shows how many there are so far, and raises on a cancel."""
+    done = 0
+
+    def advance(size: int) -> None:
+        nonlocal done
+        done = min(done + size, total_bytes)
+        progress.step(done, total_bytes, ProgressStage("reading", f"{part} {amount(done, total_bytes)}", True))
+        progress.check()
+
+    return advance

@@ -28,22 +28,33 @@ FIRST_TOKEN, LAST_TOKEN, TOKENS = 49406, 49407, 77  # of CLIP's vocabulary: an e
 PADDING = {"!": 0, "<|endoftext|>": LAST_TOKEN}
 
 
-def encoder(part: str, folder: Path, stored: Weights, dtype: torch.dtype, advance: Callable[[int], None]) -> nn.Module:
-    """An encoder of transformers, ``part`` of :data:`CLASSES`, read from its folder.
+def encoder(
+    part: str,
+    config: Mapping[str, Any],
+    stored: Weights,
+    dtype: torch.dtype,
+    advance: Callable[[int], None],
+    convert: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
+) -> nn.Module:
+    """An encoder of transformers, ``part`` of :data:`CLASSES`; ``convert`` gives its tensors the names of that library.
 
     Raises CheckpointError where the weights are not those of the configuration.
     """
     cls: Any = attribute("transformers", CLASSES[part])
-    config = cls.config_class.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     try:
-        module = empty_encoder(cls, config, dtype)
-        names = names_in(module, stored.shapes)
-        tensors = stored.read(names, lambda _name: dtype, advance)
-        missing = fill(module, {names[name]: tensor for name, tensor in tensors.items()}, dtype)
+        module = empty_encoder(cls, cls.config_class.from_dict(dict(config)), dtype)
+        tensors = convert(stored.read(stored.shapes, lambda _name: dtype, advance))
+        names = names_in(module, tensors)
+        missing = fill(module, {there: tensors[name] for name, there in names.items()}, dtype)
+        reason = f"missing {missing[0]!r}" if missing else ""
     except (RuntimeError, ValueError) as error:
-        raise _misfit(part, folder, str(error).strip().splitlines()[0]) from error
-    if missing:
-        raise _misfit(part, folder, f"missing {missing[0]!r}")
+        reason = str(error).strip().splitlines()[0]
+    if reason:
+        raise CheckpointError(
+            f"the weights of the {part} in {str(stored.path)!r} do not fit its configuration ({reason})",
+            expected=f"the shapes of {CLASSES[part]}",
+            fix="Download this model again, configuration and weights from the same place, or choose another one.",
+        )
     return module.eval()
 
 
@@ -52,11 +63,9 @@ def dino_states(pipeline: Any, picture: Tensor, progress: Any, times: Mapping[st
     return _states(pipeline, "image_encoder", "image", dino_pixels(picture), progress, times)
 
 
-def _states(
-    pipeline: Any, part: str, stage: str, given: Tensor, progress: Any, times: Mapping[str, Any] | None
-) -> Tensor:
+def _states(pipeline: Any, part: str, stage: str, given: Tensor, progress: Any, times: Mapping[str, Any]) -> Tensor:
     device, hold = pipeline.offloader.device, pipeline.offloader.hold(part, 0, progress)
-    with stage_cost(pipeline, stage, progress, **(times or {})), hold as module, checked_layers(module, progress.check):
+    with stage_cost(pipeline, stage, progress, **times), hold as module, checked_layers(module, progress.check):
         states = to_host(module(placed(given, device, module.dtype)).last_hidden_state).float()
     pipeline.offloader.release(part)
     return states
@@ -74,8 +83,10 @@ def dino_pixels(picture: Tensor) -> Tensor:
     return (pixels - mean) / deviation
 
 
-def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Mapping[str, Any] | None = None) -> Tensor:
-    """The states of a prompt, which may be empty, (1, 77, D), fp32, on the CPU."""
+def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Callable[[], Mapping[str, Any]] = dict) -> Tensor:
+    """The states of a prompt, which may be empty: (1, 77, D), fp32, on the CPU.
+
+    Raises CheckpointError before ``times`` is called where encoder or tokenizer is missing."""
     if "text_encoder" not in pipeline.parts.readers:
         raise CheckpointError(
             f"no text_encoder for {str(pipeline.source)!r}",
@@ -92,7 +103,7 @@ def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Mapping[str
             fix="Download the complete delight folder, or leave negative_prompt empty.",
         )
     tokens[0, : len(words)] = torch.tensor(words)
-    return _states(pipeline, "text_encoder", "text", tokens, progress, times)
+    return _states(pipeline, "text_encoder", "text", tokens, progress, times())
 
 
 def prompt_tokens(folder: Path, prompt: str, expected: str, fix: str) -> list[int]:
@@ -113,11 +124,3 @@ def _padding(source: Path) -> int:
         return PADDING["!"]
     token = read_json(file, "the tokenizer's special tokens").get("pad_token", "!")
     return PADDING.get(token if isinstance(token, str) else token.get("content"), PADDING["!"])
-
-
-def _misfit(part: str, folder: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"the weights of the {part} in {str(folder)!r} do not fit its config.json ({reason})",
-        expected=f"the shapes of {CLASSES[part]}",
-        fix="Download config.json and weights from the same place.",
-    )

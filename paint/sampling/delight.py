@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,6 @@ class DelightSettings:
     scheduler: str = "euler_ancestral"  # one of choices.SCHEDULERS
     spacing: str = "leading"
     correct: bool = True  # bring mean and contrast back to the picture's own where that is nearer to it
-    text: Tensor | None = None  # encoded empty prompt (1, N, D), in place of the pipeline's own text encoder
     text_guidance: float = 1.0  # how far from negative_prompt; 1 leaves it off, as published
     negative_prompt: str = ""  # what to avoid
 
@@ -74,11 +74,10 @@ def delight_image(pipeline: PaintPipeline, picture: Tensor, settings: DelightSet
     with torch.no_grad(), explained(what, pipeline.facts.name, "Lower size."):
         given = checked_pictures(picture, "picture to delight")[0]
         given = resized(given[None], settings.size, settings.size)[0]
-        text, avoided = settings.text, settings.negative_prompt if settings.text_guidance != 1 else ""
+        avoided = settings.negative_prompt if settings.text_guidance != 1 else ""
         rows = 3 if avoided else 1 + (settings.image_guidance != 1)
         run = PaintRun(settings.steps, rows, settings.size, views=1)
-        if text is None:
-            text = encoded_prompt(pipeline, "", progress, expected(pipeline, "text", run))
+        text = encoded_prompt(pipeline, "", progress, partial(expected, pipeline, "text", run))
         if avoided:
             negative = encoded_prompt(pipeline, avoided, progress)
             text = torch.cat((negative, negative, text))

@@ -53,7 +53,6 @@ PREVIEW = {  # latents as colours, roughly, by the name of core's class for them
     ),
 }
 LATENT_KEY = "anygpu"
-STYLE = 512  # pixels of the PBR model's reference picture before it gets the size of a view
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,14 +309,14 @@ def _checked(
     pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """References, normals and positions as (B, size, size, 3), and the camera ids."""
-    background = PUBLISHED[pipeline.variant].background
+    own = PUBLISHED[pipeline.variant]
     views_for(pipeline.family, inputs.cameras)
     ids = camera_ids(inputs.cameras, pipeline.family)
     for line in camera_notes(inputs.cameras, pipeline.family):
         progress.notify(line)
     size, pictures = settings.size, checked_pictures(inputs.references, "reference picture")
-    smaller = (size, STYLE) if pipeline.family == "paint_pbr" else (size,)
-    references = torch.stack([_reference(one, background, smaller) for one in pictures])
+    smaller = (size, own.style) if own.style else (size,)
+    references = torch.stack([_reference(one, own.background, smaller) for one in pictures])
     require_latents(settings, len(ids) * materials_of(pipeline))
     normals, positions = (
         halved(torch.cat([resized(over(one, WHITE)[None], size, size) for one in pictures]))
@@ -378,7 +377,7 @@ def _conditions(
             encodings.append(vae.encoded(module, pictures, generator, device) * vae.SCALE)
             progress.step(index + 1, 3, ProgressStage("encoding"))
     cameras_or_dino, rotary = torch.tensor(ids, device=device), None
-    if pipeline.family == "paint_pbr":
+    if PUBLISHED[pipeline.variant].style:
         dino = _dino(pipeline, inputs, references[0], progress, run).to(device)
         # zeros in the row without guidance, which still pass the projection and its norm
         cameras_or_dino = torch.cat((*[torch.zeros_like(dino)] * (run.rows - 1), dino))

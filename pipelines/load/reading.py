@@ -26,13 +26,13 @@ from ...compat.device.quirks import policy_for
 from ...compat.errors import CheckpointError, UnsupportedError, remember
 from ...compat.memory.offloader import DISK, HostWeights, Views, choose_host_weights, mark_views
 from ...compat.memory.parts import PartBytes, denoises, part_bytes, role_of
-from ...compat.memory.statistics import GIGABYTE, amount, amount_of
+from ...compat.memory.statistics import GIGABYTE, amount_of, reading_of
 from ...compat.memory.transfer import casts_wrongly, maps_files
 from ...compat.output_check import fault_in_weight
 from ...compat.packages import attribute, empty_encoder, fill, names_in, unusable
 from ...compat.transforms.fp16 import apply_fp16_safe, fp32_output_works
 from ...compat.transforms.order import Order, Step
-from ..base import Progress, ProgressStage
+from ..base import Progress
 from ..family import FamilySpec
 from ..files.part import PartFiles, construction, empty_weights, require_counts, require_plausible, stays, tool_configs
 from ..keys import is_another_model, listed
@@ -86,24 +86,12 @@ def _require_sound(files: PartFiles, name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _advance(files: PartFiles, progress: Progress) -> Callable[[int], None]:
-    total, done = sum(entry.total_bytes for entry in files.entries.values()), 0
-
-    def advance(size: int) -> None:
-        nonlocal done
-        done += size
-        progress.step(done, total, ProgressStage("reading", f"{files.name} {amount(done, total)}", True))
-        progress.check()
-
-    return advance
-
-
 def _built_by_diffusers(files: PartFiles, progress: Progress, views: set[int]) -> nn.Module:
     cls: Any = attribute("diffusers", files.cls)
     with construction(files.name, files.folder, len(files.entries), progress.check), empty_weights():
         module: nn.Module = cls.from_config(dict(files.config))
     files = _fitting(files, module, progress)
-    advance = _advance(files, progress)
+    advance = reading_of(files.name, sum(entry.total_bytes for entry in files.entries.values()), progress)
     layers = packable(module, exact=True) if files.keeps_packed or files.storage != "auto" else {}
     kept = {
         name: layers[layer]
@@ -160,7 +148,7 @@ def _built_by_transformers(files: PartFiles, progress: Progress, views: set[int]
     for name, there in names.items():
         _require_shape(files, name, shapes[there])
     files = replace(files, entries={name: files.entries[name] for name in names})
-    advance = _advance(files, progress)
+    advance = reading_of(files.name, sum(entry.total_bytes for entry in files.entries.values()), progress)
     layers = {f"{name}.weight": layer for name, layer in module.named_modules()}
     kept = {
         name: layers[there]
@@ -272,16 +260,16 @@ def with_storage(
     packed.require_storable(chosen.text_weights, "text_weights", precision)
     transformers = filter(denoises, files)
     choices = dict.fromkeys(transformers, chosen.weights) | dict.fromkeys(text_parts, chosen.text_weights)
-    for name, choice in choices.items():
-        place = chosen.devices.get(role_of(name), facts.device)
-        if name in files and torch.device(place).type != HOST.type:
-            choices[name] = choice = _narrow(files[name], facts.device) if choice == "auto" else choice
-            _require_castable(files[name], choice, facts.device)
-    broken, mapped = _casts_wrongly(facts.device, torch.bfloat16), maps_files(facts, probes)
-    return {
-        name: replace(_stored(part, choices.get(name, "auto"), facts.device), by_bits=broken, mapped=mapped)
-        for name, part in files.items()
-    }
+    places = {name: torch.device(chosen.devices.get(role_of(name), facts.device)) for name in files}
+    broken = {place: _casts_wrongly(place, torch.bfloat16) for place in {*places.values()}}
+    mapped, stored = maps_files(facts, probes), {}
+    for name, part in files.items():
+        place, choice = places[name], choices.get(name, "auto")
+        if name in choices and place.type != HOST.type:
+            choice = _narrow(part, place) if choice == "auto" else choice
+            _require_castable(part, choice, place)
+        stored[name] = replace(_stored(part, choice, place), by_bits=broken[place], mapped=mapped)
+    return stored
 
 
 def _casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:

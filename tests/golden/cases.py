@@ -622,7 +622,7 @@ PAINTED = OneStep(
     PaintSettings(size=SIZE, steps=2, seed=3),
     BakeSettings(texture_size=64, view_size=128),
     max_views=7,
-    delight=DelightSettings(size=SIZE, steps=2, text=torch.ones(1, 7, 64)),
+    delight=DelightSettings(size=SIZE, steps=2),
 )
 
 
@@ -635,6 +635,7 @@ def opened_paint(places: Places, kind: str, **choices: Any) -> Any:
     return load_paint(PaintRequest(folder, **{"precision": "fp32", "device": "cpu", **choices}))
 
 
+@stored.any_text()
 def painted(places: Places, name: str, **choices: Any) -> Results:
     """A picture evened out, views painted from it, and their texture on a torus."""
     kind, variant = PAINTS[name]

@@ -6,6 +6,7 @@ import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load, load_file, save_file
@@ -14,6 +15,12 @@ FIXTURES = Path(__file__).resolve().parent.parent / "fixtures" / "paint"
 NAMES = {"paint": "paint_v2_0", "paint_pbr": "paintpbr_v2_1", "delight": "delight_v2_0"}
 FOLDERS = {"paint": "hunyuan3d-paint-v2-0", "paint_pbr": "hunyuan3d-paintpbr-v2-1", "delight": "hunyuan3d-delight-v2-0"}
 GRID = 64
+
+
+def any_text(tokens: int = 7) -> Any:
+    """Delighting with states of its own for the empty prompt: the fixtures have no text encoder."""
+    states = torch.ones(1, tokens, 64)
+    return mock.patch("anygpu.paint.sampling.delight.encoded_prompt", lambda *_: states)
 
 
 def config(kind: str) -> dict[str, Any]:

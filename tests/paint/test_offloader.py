@@ -9,6 +9,8 @@ from anygpu.paint.sampling.delight import DelightSettings, delight_image
 from anygpu.paint.sampling.painting import PaintInputs, PaintSettings, paint_views
 from simulated import accelerator
 
+from paint import stored
+
 MODES = [
     pytest.param("model", marks=pytest.mark.full),  # tests/simulated/test_paint.py runs it whole
     "sequential",
@@ -59,8 +61,9 @@ def test_pbr(acc, pbr_folder, offload):
 
 
 @pytest.mark.parametrize("offload", ["group"])
+@stored.any_text()
 def test_delight(acc, delight_folder, offload):
-    settings = DelightSettings(size=64, steps=2, text=torch.ones(1, 7, 64))
+    settings = DelightSettings(size=64, steps=2)
     found = []
     for device, mode in (("cpu", "auto"), (acc, offload)):
         pipeline = load_paint(PaintRequest(delight_folder, precision="fp32", offload=mode, device=device))

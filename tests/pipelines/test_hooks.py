@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 from anygpu.compat.errors import UnsupportedError
-from anygpu.pipelines import hooks
+from anygpu.pipelines import family as hooks
 from anygpu.pipelines.registry import FAMILIES
 
 

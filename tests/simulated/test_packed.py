@@ -124,6 +124,18 @@ def test_auto_sends_the_16_bits_of_a_file_and_widens_them_on_the_device(tmp_path
         assert saved == 2 * sum(m.stored.numel() for m in layers.values()) > 0, part
 
 
+def test_a_part_elsewhere_is_stored_for_the_device_that_it_runs_on(tmp_path):
+    if reason := accelerator.reason():
+        pytest.skip(reason)
+    there = {"devices": {"text_encoder": "cpu"}, "text_weights": "as in file"}
+    with profiles.on("gfx1151") as profile:  # which casts bf16 to zeros
+        folder = tiny.build("ltx", tmp_path, dtype=torch.bfloat16)
+        pipe = load(LoadRequest(folder, precision="fp32", device=profile.facts, **there))
+        parts = (pipe.parts.read(part) for part in ("transformer", "text_encoder"))
+        by_bits = [{m.by_bits for m in part.modules() if isinstance(m, StoredLinear)} for part in parts]
+    assert by_bits == [{True}, {False}]
+
+
 def tensor_bytes(module):
     return sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
 

@@ -13,13 +13,14 @@ from anygpu.paint.sampling.painting import PaintSettings
 from paint.conftest import delight_folder, paint_folder  # noqa: F401
 from paint.shapes import box
 
+from paint import stored
 from simulated import accelerator
 
 PICTURE = torch.rand(48, 64, 4, generator=torch.Generator().manual_seed(0))
 SETTINGS = texturing.OneStep(
     PaintSettings(size=64, steps=2, seed=3),
     texturing.BakeSettings(texture_size=64, view_size=128),
-    delight=DelightSettings(size=64, steps=2, text=torch.ones(1, 7, 64)),
+    delight=DelightSettings(size=64, steps=2),
 )
 ROUNDING = 2e-3  # the first sigma is 4096: the last bit of a prediction shows, in the views and so in the texture
 
@@ -28,6 +29,7 @@ def pipeline(folder, device, **chosen):
     return load_paint(PaintRequest(folder, precision="fp32", device=device, **chosen))
 
 
+@stored.any_text()
 def run(paint, delight):
     return texturing.textured(box(), [PICTURE], paint, delight, SETTINGS)
 

@@ -33,6 +33,7 @@ from heavy import build_heavy
 from paint.conftest import delight_folder  # noqa: F401
 from torch import nn
 
+from paint import stored
 from simulated import accelerator, fitting
 from simulated.clock import Times, clocked
 from simulated.test_families import CASES, PICTURE, rendered
@@ -250,9 +251,10 @@ def test_a_family_keeps_what_fits_as_its_forecast_says(acc, tiny_folder, monkeyp
 
 
 @pytest.mark.parametrize("runs_out", [False, True])
+@stored.any_text()
 def test_painting_keeps_what_fits_and_goes_on_with_less(acc, delight_folder, recorded, monkeypatch, runs_out):  # noqa: F811
     """The UNet under half of its room, and a step in which memory runs out twice."""
-    settings, progress = DelightSettings(size=64, steps=3, text=torch.ones(1, 7, 64)), recorded()
+    settings, progress = DelightSettings(size=64, steps=3), recorded()
     pipeline = load_paint(PaintRequest(delight_folder, precision="fp32", offload="group", device=acc))
     unet, run = pipeline.weights["unet"], planned_painting(pipeline, 64, steps=3)
     need = next(need for need in paint_needs(pipeline, run) if need.name == "delighting")
