@@ -129,8 +129,9 @@ def injected(
                 ended += ", the next run differs"
         except Exception as raised:
             ended += f", the next run raised {type(raised).__name__}: {str(raised)[:200]!r}"
-        gc.collect()
-        if beside(parts()) > most:  # it may have been loaded once, and be garbage now
+        if beside(parts()) > most:
+            gc.collect()
+        if beside(parts()) > most:  # of what was loaded, which may be garbage now
             gc.unfreeze()
             gc.collect()
             gc.freeze()
