@@ -4,7 +4,7 @@ import assert from "node:assert/strict";
 import { URL_OF_SERVER, apiPrompt, openPage, showAll } from "./comfy.mjs";
 import { chosenModes, report } from "./reporting.mjs";
 import { browseTemplates, ended, listen, names, openTemplate, queue, scrolledTo, shrink, shrinkPainting } from "./running.mjs";
-import { isTidy } from "./tidy.mjs";
+import { isTidy, shoot } from "./tidy.mjs";
 
 const NEEDS_MODELS = /^anygpu_paint_from_one_picture$|_on_an_older_gpu$|^anygpu_rescue_a_vae_decode$|_from_files$/; // opened, not run
 const prompts = new Map();
@@ -34,7 +34,7 @@ async function opensAndRuns({ page }, nodes2, name) {
 const APPS = { "anygpu_ltx_text_to_video.app": "a red circle moves left on blue", "anygpu_framepack_image_to_video.app": "it moves up" };
 
 /** A template that opens in App mode: its inputs are there, a prompt that is typed is what runs, and a clip is shown. */
-async function runsAsAnApp({ page }, name, text) {
+async function runsAsAnApp({ page }, nodes2, name, text) {
   await browseTemplates(page);
   await (await scrolledTo(page, name)).click();
   const widgets = page.getByTestId("linear-widgets");
@@ -49,25 +49,39 @@ async function runsAsAnApp({ page }, name, text) {
   assert.equal(seen.ending, "execution_success", seen.message);
   assert.ok(JSON.stringify(await apiPrompt(page)).includes(JSON.stringify(text)), "the prompt that ran is another");
   await page.locator("[data-testid=linear-center-panel] video").first().waitFor({ timeout: 60000 });
+  await shoot(page, nodes2, name, "after");
 }
+
+const opened = (nodes2) => openPage({ nodes2, bypassCSP: true }); // or ComfyUI forbids its own preview to read a GLB, as in paint.mjs
 
 for (const nodes2 of chosenModes()) {
   const check = report(nodes2);
-  const open = await openPage({ nodes2, bypassCSP: true }); // or ComfyUI forbids its own preview to read a GLB, as in paint.mjs
   const faults = [];
-  try {
-    for (const name of named.length ? named.filter((each) => !(each in APPS)) : await names()) {
-      await check(`template ${name}`, () => opensAndRuns(open, nodes2, name)).catch(({ message }) => {
-        console.log(`not ok  template ${name}: ${message}`);
-        faults.push(name);
-      });
+  /** A check whose failure is told at once and does not end the others. */
+  const tried = (title, act) =>
+    check(title, act).catch(({ message }) => {
+      console.log(`not ok  ${title}: ${message}`);
+      faults.push(title);
+    });
+  const graphs = named.length ? named.filter((each) => !(each in APPS)) : await names();
+  if (graphs.length) {
+    const open = await opened(nodes2);
+    try {
+      for (const name of graphs) await tried(`template ${name}`, () => opensAndRuns(open, nodes2, name));
+      assert.deepEqual(open.errors, [], "the page reported errors");
+    } finally {
+      await open.browser.close();
     }
-    for (const [name, text] of Object.entries(APPS)) {
-      if (!named.length || named.includes(name)) await check(`app ${name}`, () => runsAsAnApp(open, name, text));
-    }
-    assert.deepEqual(faults, [], "see above for what is wrong with these");
-    assert.deepEqual(open.errors, [], "the page reported errors");
-  } finally {
-    await open.browser.close();
   }
+  for (const [name, text] of Object.entries(APPS)) {
+    if (named.length && !named.includes(name)) continue;
+    const open = await opened(nodes2); // each its own: the template browser is not opened from App mode, which the app before leaves
+    try {
+      await tried(`app ${name}`, () => runsAsAnApp(open, nodes2, name, text));
+      assert.deepEqual(open.errors, [], "the page reported errors");
+    } finally {
+      await open.browser.close();
+    }
+  }
+  assert.deepEqual(faults, [], "see above for what is wrong with these");
 }
