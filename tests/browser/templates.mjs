@@ -7,10 +7,27 @@ import { browseTemplates, ended, listen, names, openTemplate, queue, scrolledTo,
 import { isTidy, shoot } from "./tidy.mjs";
 
 const NEEDS_MODELS = /^anygpu_paint_from_one_picture$|_on_an_older_gpu$|^anygpu_rescue_a_vae_decode$|_from_files$/; // opened, not run
+const COMPOSED = /_from_files$/; // opened only: our own loader has no file that it needs before it runs
 const prompts = new Map();
 const named = process.argv.slice(2).filter((word) => !word.startsWith("--")); // some of them; all where none is named
 
-async function opensAndRuns({ page }, nodes2, name) {
+/** Run is refused at once, and what core answers names each missing file of the template. */
+async function isRefused({ page, errors }, nodes2, name) {
+  const missing = await page.evaluate(() => window.app.graph._nodes.flatMap(({ properties }) => (properties.models ?? []).map((model) => model.name)));
+  assert.ok(missing.length, `${name} names no file`);
+  const answered = page.waitForResponse((response) => response.url().endsWith("/prompt") && response.request().method() === "POST");
+  await page.evaluate(() => void window.app.extensionManager.command.execute("Comfy.QueuePrompt"));
+  const answer = await answered;
+  const text = await answer.text();
+  assert.equal(answer.status(), 400, text.slice(0, 200));
+  for (const file of missing) assert.ok(text.includes(file), `${name}: the refusal does not name ${file}`);
+  await page.waitForTimeout(1500);
+  await shoot(page, nodes2, name, "refused");
+  errors.splice(0, errors.length, ...errors.filter((error) => !/PromptExecutionError|status of 400/.test(error))); // the refusal
+}
+
+async function opensAndRuns(open, nodes2, name) {
+  const { page } = open;
   await openTemplate(page, name);
   const prompt = await apiPrompt(page);
   for (const { inputs } of Object.values(prompt)) delete inputs["video-preview"]; // of core's Load Video, once its video is there
@@ -18,7 +35,7 @@ async function opensAndRuns({ page }, nodes2, name) {
   prompts.set(name, prompt);
   await showAll(page);
   await isTidy(page, nodes2, name, "before");
-  if (NEEDS_MODELS.test(name)) return;
+  if (NEEDS_MODELS.test(name)) return COMPOSED.test(name) ? undefined : isRefused(open, nodes2, name);
   if (name.startsWith("anygpu_paint")) await shrinkPainting(page);
   else await shrink(page, { width: 64, height: 64, frames: 9, steps: 2, clip_seconds: 0.3, seed: Date.now() % 1e6 });
   // Without what earlier runs left, every node runs and shows its text.
