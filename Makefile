@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-wheel test-machine-code test-farm test-host test-full-host test-core core-classes core-doctor test-browser test-mutants fuzz inject crowd soak pictures cards workflows schemas matrix memory words lint bench gpu clean
+.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-wheel test-machine-code test-farm test-host test-full-host test-core core-classes core-doctor test-browser test-mutants fuzz inject crowd soak pictures cards workflows schemas locks matrix memory words lint bench gpu clean
 
 install: $(READY)
 
@@ -177,6 +177,10 @@ workflows: $(READY)
 # Thumbnails of the workflows and the README's moving picture, with what the demo model draws now.
 cards: $(READY)
 	OMP_NUM_THREADS=1 $(PY) tests/browser/cards.py
+
+# Every package at one version, for cards that newer builds of torch leave.
+locks: $(READY)
+	$(PY) tests/locks.py
 
 matrix: $(READY)
 	OMP_NUM_THREADS=1 $(PY) tests/simulated/matrix_page.py

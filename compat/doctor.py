@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .device.execution import to_host
+from .device.execution import add_hook, to_host
 from .device.failures import is_shortage
 from .device.precision import NAMES
 from .memory.parts import Undo
@@ -268,8 +268,7 @@ class _Search:
     def hooked(self) -> Iterator[None]:
         with Undo() as undo:
             for name, module in self.networks.named_modules():
-                hook = module.register_forward_hook(self._after(name), with_kwargs=True)
-                undo.append(hook.remove)
+                undo.append(add_hook(module, self._after(name), with_kwargs=True).remove)
             yield
 
     def _after(self, name: str) -> Callable[..., None]:

@@ -25,7 +25,6 @@ from ..compat.errors import InputError
 from ..pipelines import stages
 from ..pipelines.base import ImageCondition
 from ..pipelines.demo.stand_in import corner
-from ..pipelines.files.lora_kinds import BIAS
 from ..pipelines.latents import convert as latent_format
 from ..pipelines.load import lora as loras
 from ..pipelines.pipeline import Pipeline
@@ -249,7 +248,7 @@ def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
     for lora in loras.on(pipeline) if model is not None else ():
         patches: dict[str, Any] = {f"diffusion_model.{name}.weight": Factors(lora, name) for name in lora.pairs}
         for name, pair in lora.pairs.items():
-            if BIAS in pair.names:
+            if pair.has_bias:
                 patches[f"diffusion_model.{name}.bias"] = ("diff", (lora.delta(name).bias,))
         model = patched(model, patches, lora.strength)
     return model

@@ -12,6 +12,7 @@ import comfy.supported_models
 import torch
 
 from ..compat.device.execution import placed
+from ..compat.errors import UnsupportedError
 from ..pipelines.base import ImageCondition
 from ..pipelines.pipeline import Pipeline
 from ..pipelines.sampling.core_sampler import TIME
@@ -46,6 +47,12 @@ class HunyuanVideo15(CoreModel, comfy.model_base.HunyuanVideo15):
     scaled = True
 
     def concat_cond(self, **given: Any) -> torch.Tensor:
+        if self.pipeline.configs[TRANSFORMER].get("in_channels") == self.pipeline.spec.code.SUPER_CHANNELS:
+            raise UnsupportedError(
+                "the MODEL of HunyuanVideo 1.5's super-resolution in one of core's samplers",
+                expected="its pipeline in AnyGPU Sample, behind AnyGPU Upscale Latents",
+                fix="Connect them, or load the file with core's Load Diffusion Model and AnyGPU Fit.",
+            )
         noise, picture = given["noise"], given.get("concat_latent_image")
         beside = noise.new_zeros(noise.shape[0], noise.shape[1] + 1, *noise.shape[2:])
         if picture is not None:

@@ -229,8 +229,10 @@ def lora_file(name: str) -> Path:
 
 
 def upscalers() -> dict[str, Path]:
-    searched = roots(UPSCALER_KEYS)
-    return _named(searched, (file for root in searched for file in _matches(root, "*.safetensors")))
+    """Name to path of every latent upscaler: files, folders of a file, and those inside a publisher's whole folder."""
+    own = (file for root in roots(UPSCALER_KEYS) for each in DEPTHS for file in _matches(root, each))
+    inside = (file for root in model_roots() for file in _matches(root, "*/upsampler/*/*.safetensors"))
+    return _named([*roots(UPSCALER_KEYS), *model_roots()], (*own, *inside))
 
 
 def upscaler_file(name: str) -> Path:

@@ -271,16 +271,25 @@ class UpscaleLatents(io.ComfyNode):
             display_name="AnyGPU Upscale Latents",
             is_dev_only=True,
             description="Doubles width and height of LTX-Video latents with its latent upscaler, and AnyGPU Sample then "
-                        "refines them in the model's published second pass; or doubles the frame rate.",
-            search_aliases=["latent upscaler", "second pass", "multi scale", "ltxv spatial upscaler"],
+                        "refines them in the model's published second pass; or doubles the frame rate. Brings "
+                        "HunyuanVideo 1.5 latents to the size of its super-resolution.",
+            search_aliases=["latent upscaler", "second pass", "multi scale", "ltxv spatial upscaler", "super resolution"],
             inputs=[
-                Pipeline.Input("pipeline", tooltip="The LTX-Video pipeline that made the latents."),
-                io.Latent.Input("latent", tooltip="From AnyGPU Sample, at two thirds of the final width and height."),
+                Pipeline.Input(
+                    "pipeline",
+                    tooltip="The LTX-Video pipeline that made the latents, or HunyuanVideo 1.5's super-resolution.",
+                ),
+                io.Latent.Input(
+                    "latent",
+                    tooltip="From AnyGPU Sample: LTX-Video at two thirds of the final width and height, HunyuanVideo "
+                            "1.5 at 480p or 720p.",
+                ),
                 io.Combo.Input(
                     "upscaler", options=list(folders.upscalers()) or [folders.NO_UPSCALER],
                     tooltip="A file in ComfyUI/models/latent_upscale_models, such as "
-                            "ltxv-spatial-upscaler-0.9.8.safetensors, or ltxv-temporal-upscaler-0.9.8.safetensors for "
-                            "twice the frames. Press R after adding one.",
+                            "ltxv-spatial-upscaler-0.9.8.safetensors, ltxv-temporal-upscaler-0.9.8.safetensors for "
+                            "twice the frames, or hunyuanvideo15_latent_upsampler_1080p.safetensors. Press R after "
+                            "adding one.",
                 ),
             ],
             outputs=[io.Latent.Output(display_name="latent")],

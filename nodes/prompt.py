@@ -143,6 +143,11 @@ class EncodeImage(io.ComfyNode):
                             "of a frame of a video, without which clips tend to stand still. FramePack and "
                             "HunyuanVideo: their own filter in 8 bits. Off: only brings it to size.",
                 ),
+                io.Latent.Input(
+                    "latent", optional=True,
+                    tooltip="Latents of the video that the picture belongs to, such as those of AnyGPU Upscale "
+                            "Latents. Their size is used.",
+                ),
             ],
             outputs=[
                 Image.Output(display_name="image"),
@@ -153,13 +158,14 @@ class EncodeImage(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, pipeline: Any, image: Any, fit: str, clip_vision_output: Any = None, **settings: Any,
+        cls, pipeline: Any, image: Any, fit: str, clip_vision_output: Any = None, latent: Any = None, **settings: Any,
     ) -> io.NodeOutput:
         progress = NodeProgress(cls.hidden.unique_id)
+        size = None if latent is None else latent_format.from_core(pipeline, latent, progress.notify)
         vision = None if clip_vision_output is None else clip_vision_output.last_hidden_state
         settings = own_inputs(pipeline, {**settings, "image": image, "fit": fit}, progress.notify)
         image, fit = settings.pop("image"), settings.pop("fit")
-        condition = stages.encode_image(pipeline, ImageRequest(image, vision=vision, **settings), fit, progress)
+        condition = stages.encode_image(pipeline, ImageRequest(image, vision=vision, **settings), fit, progress, size)
         progress.finish(f"{condition.width}x{condition.height}")
         return io.NodeOutput(condition, condition.width, condition.height)
 

@@ -187,6 +187,7 @@ class ImageRequest:
     seed: int = 0  # for VAEs that draw
     control: bool = False  # whether this is the control clip of an IC-LoRA, beside the video instead of in it
     prepare: bool = True  # whether the pictures are prepared as the publisher does; else they are only brought to size
+    seen: torch.Tensor | None = None  # the picture at the size that its image encoder sees; None for ``frames``
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,7 @@ class Caution:
     stored: str  # the dtype, without scales, that some of its matrices must have; safetensors' name; empty for any
     text: str  # what is wrong with it and what to use instead
     source: str  # who says so
+    channels: int = 0  # that the transformer must take where it is known; 0 for any
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch.nn import functional
 
 from ..compat.device.execution import picture_of, to_host
 from ..compat.errors import InputError, require_choice
-from .base import Progress
+from .base import ImageRequest, Progress
 from .family import FITS, FamilySpec, Sizes
 from .movie import through_h264
 from .pipeline import Pipeline
@@ -101,6 +102,31 @@ def fitted(frames: torch.Tensor, width: int, height: int, fit: str, sizes: Sizes
     left, top = int((width - inner_width) / 2), int((height - inner_height) / 2)  # below 0 where it is cut off
     edges = left, width - inner_width - left, top, height - inner_height - top
     return functional.pad(scaled, (0, 0, *edges))
+
+
+def prepared(
+    pipeline: Pipeline, request: ImageRequest, fit: str, progress: Progress, own_shape: bool = True
+) -> ImageRequest:
+    """``request`` with its pictures at its size, which is said; prepared as the publisher does where it asks for that.
+
+    Args:
+        own_shape: False where the size is a video's; an image encoder sees the picture in its own shape all the same.
+    """
+    frames, width, height, how = request.frames, request.width, request.height, fit
+    if not request.prepare:
+        pictures, seen = fitted(frames, width, height, fit), None
+    else:
+        made_for = of_checkpoint(pipeline)
+        pictures, seen = as_published(made_for, frames, width, height, fit, progress), None
+        if not own_shape and fit == FITS[0]:
+            seen = as_published(made_for, frames, *picture_size(pipeline, frames, 0, 0, fit), fit, progress)
+        if made_for.sizes.picture_crf:
+            how += ", blurred and compressed as its publisher does; without prepare it is not"
+        elif made_for.sizes.picture_filter and fit == FITS[0]:
+            how += f", {made_for.sizes.picture_filter.lower()} as its publisher; without prepare it resizes as before"
+    if how != fit or tuple(frames.shape[1:3]) != (height, width):
+        progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({how})")
+    return replace(request, frames=pictures, seen=seen)
 
 
 def as_published(

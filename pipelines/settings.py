@@ -18,6 +18,7 @@ from .pipeline import Pipeline
 SMALLEST_SIDE, LARGEST_SIDE, MOST_FRAMES, MOST_STEPS = 32, 4096, 4097, 1000
 MOST_SHIFT = 100.0
 SECOND_PASS = "second_pass"  # in ``Latents.extra``: they were upscaled, and a second pass refines them
+FIRST_SIZE = "first_size"  # beside it: pixels of the first pass, where that is not half of theirs
 STEP_CACHE = "step cache"
 FINAL = ("final_width", "final_height")  # in ``Latents.extra``: pixels to which decoded frames are resized
 OWN_DEFAULTS = "_anygpu_defaults"  # in model_index.json: sizes and steps that a checkpoint was trained for
@@ -35,7 +36,7 @@ def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Rec
     recipe = recipe or (code.recipe_for(pipeline) if code.recipe_for is not None else next(iter(known), None))
     if recipe is None or settings is None or settings.latents is None:
         return recipe
-    return recipe.second if _refines(settings) and recipe.second is not None else recipe
+    return recipe.second if refines(settings) and recipe.second is not None else recipe
 
 
 def final_size(settings: SampleSettings) -> dict[str, int]:
@@ -47,13 +48,15 @@ def final_size(settings: SampleSettings) -> dict[str, int]:
     Source: Lightricks/LTX-Video, ``LTXMultiScalePipeline``.
     """
     latents, asked = settings.latents, (settings.width, settings.height)
-    if latents is None or not _refines(settings) or asked == (latents.width, latents.height):
+    if latents is None or not refines(settings) or asked == (latents.width, latents.height):
         return {}
-    larger = 2 * settings.width > latents.width and 2 * settings.height > latents.height
+    width, height = latents.extra.get(FIRST_SIZE) or (latents.width / 2, latents.height / 2)
+    larger = settings.width > width and settings.height > height
     return dict(zip(FINAL, asked, strict=True)) if larger else {}
 
 
-def _refines(settings: SampleSettings) -> bool:
+def refines(settings: SampleSettings) -> bool:
+    """True for the second pass over upscaled ``settings.latents``."""
     latents = settings.latents
     return latents is not None and bool(latents.extra.get(SECOND_PASS)) and settings.denoise == 1.0
 
@@ -234,7 +237,7 @@ def complete(
 
 def _at_rate(settings: SampleSettings, usual: float, progress: Progress) -> SampleSettings:
     """``settings`` at the frame rate of the first pass, where they are of a second one that names none."""
-    if settings.latents is None or settings.fps or not _refines(settings):
+    if settings.latents is None or settings.fps or not refines(settings):
         return settings
     if settings.latents.fps != usual:
         progress.notify(f"{settings.latents.fps:g} fps, as in the first pass; it was {usual:g}")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..compat.decision import AUTO, CHOSEN, Decision
-from ..compat.device.execution import COMPILED
+from ..compat.device.execution import COMPILED, add_hook
 from ..compat.device.facts import DeviceFacts
 from ..compat.device.precision import NAMES
 from ..compat.device.probe_store import OK, ProbeResult, ProbeStore
@@ -107,8 +107,8 @@ class Profile:
 
     def _range(self, text: str, module: nn.Module, undo: Undo) -> None:
         """Hooks, not a patched forward: they survive every offloader's own re-wrapping of it."""
-        undo.append(module.register_forward_pre_hook(partial(self._enter, text), prepend=True).remove)
-        undo.append(module.register_forward_hook(self._leave, always_call=True).remove)
+        undo.append(add_hook(module, partial(self._enter, text), before=True, prepend=True).remove)
+        undo.append(add_hook(module, self._leave, always_call=True).remove)
 
     def _enter(self, text: str, module: nn.Module, inputs: Any) -> None:
         from torch.profiler import record_function

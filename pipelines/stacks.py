@@ -1,5 +1,5 @@
-"""Stacks of each family's blocks at published widths, with random weights: memory and time of a forward beside what the
-forecasts say, on cards as small as wanted. Without diffusers the blocks are plain ones of the same widths.
+"""Stacks of each family's blocks, and its decoder, at published widths with random weights: memory and time beside what
+the forecasts say, on cards as small as wanted. Without diffusers the blocks are plain ones of the same widths.
 """
 
 from __future__ import annotations
@@ -18,20 +18,31 @@ from torch import Tensor, nn
 from ..compat import measures
 from ..compat.device import facts as memory
 from ..compat.device.execution import HOST
-from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, value_or
+from ..compat.device.facts import (
+    GIBIBYTE,
+    DeviceFacts,
+    facts_for,
+    host_free_bytes,
+    locks_host_memory,
+    value_or,
+)
+from ..compat.device.failures import is_shortage
 from ..compat.device.probe_store import OK, ProbeStore
 from ..compat.device.timed_choice import seconds_of
 from ..compat.device.work import META, Work, counting_on_meta, pace_of
 from ..compat.errors import MissingPackageError, json_file
 from ..compat.measures import device_parts
-from ..compat.memory.offloader import MODES, OffloadOptions
+from ..compat.memory.offloader import MODES, PINNED, HostWeights, OffloadOptions, choose_host_weights
 from ..compat.memory.parts import PartBytes, Parts, part_bytes
 from ..compat.memory.standalone import StandaloneOffloader
+from ..compat.memory.transfer import transfer_for
 from ..compat.probe_results import probe_results_of
 from ..compat.proof import Figure, Part, Proof, figures_of, proof_of, run_parts
 from .family import FamilySpec
+from .pipeline import DEMOS, Pipeline
 from .records.receipts import versions
 from .registry import FAMILIES
+from .sizes import MARGIN, VAE, Size, latent_shape
 
 TRANSFORMER = "transformer"
 NOISE, DEVIATION = 2**22, 0.02  # of the weights: how many before they repeat, and their scale
@@ -83,6 +94,9 @@ def prove(device: Any, state: Path, output: Path, notify: Callable[[str], None],
 def stack_parts(facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Iterator[Part]:
     for family in FAMILIES.values():
         yield Part(f"memory {family.id}", partial(stack_figures, family, facts, store, sizes))
+    for family in FAMILIES.values():
+        if (family.folder / f"{VAE}.json").exists():  # else it is another family's
+            yield Part(f"decode {family.id}", partial(decode_figures, family, facts, store, sizes))
 
 
 def stack_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Iterator[Figure]:
@@ -103,9 +117,29 @@ def stack_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, siz
     if accelerated:
         from .forecast.times import link_of
 
-        link = link_of(facts, [], pace)
-        modelled = max(computing, weights.total / link) if link and computing is not None else None
-        yield Figure(f"{kind}forward, streamed", "s", _run(stack, facts.device, "group", 0)[1], modelled)
+        pins = locks_host_memory(facts.device)
+        for kept in _host_weights(weights.total, facts):
+            link = link_of(facts, [], pace, pinned := bool(kept.kinds), pins)
+            modelled = max(computing, weights.total / link) if link and computing is not None else None
+            name = f"{kind}forward, streamed{' from pinned memory' * pinned}"
+            room = _beside(stack) + weights.passing * 9 // 8  # streams and events take some: the next block must fit
+            yield from figures_of(Part(name, partial(_streamed, name, stack, facts, room, kept, modelled)))
+
+
+def _host_weights(total: int, facts: DeviceFacts) -> Iterator[HostWeights]:
+    """Ways in which a run may keep ``total`` bytes of weights on the host: as they are, and pinned where that fits."""
+    yield HostWeights()
+    chosen = choose_host_weights(
+        {TRANSFORMER: total}, {TRANSFORMER: 0}, host_free_bytes(), locks_host_memory(facts.device), facts.unified
+    )
+    if chosen.of(PINNED):
+        yield chosen
+
+
+def _streamed(
+    name: str, stack: Stack, facts: DeviceFacts, room: int, kept: HostWeights, modelled: float | None
+) -> Iterator[Figure]:
+    yield Figure(name, "s", _run(stack, facts.device, "group", room, kept)[1], modelled)
 
 
 def _peak(name: str, room: int, stack: Stack, weights: PartBytes, facts: DeviceFacts) -> Iterator[Figure]:
@@ -122,22 +156,12 @@ def _peak(name: str, room: int, stack: Stack, weights: PartBytes, facts: DeviceF
 def family_stack(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Stack:
     """The family's own transformer with few blocks, prepared as a run would; raises ImportError without packages."""
     from .forecast import counts
-    from .load.folder import load
-    from .pipeline import DEMOS
-    from .requests import LoadRequest
-    from .sizes import Size, sampling_bytes
+    from .sizes import sampling_bytes
 
-    pipeline = load(LoadRequest(DEMOS / family.id, search=(DEMOS,), device=facts, state=store.folder))
-    config = published_config(family) if sizes.published else dict(pipeline.configs[TRANSFORMER])
-    config |= {key: min(sizes.blocks, int(config[key])) for key in counts.BLOCKS if config.get(key)}
-    configs = {**pipeline.configs, TRANSFORMER: config}
-    pipeline = replace(pipeline, model=replace(pipeline.model, configs=configs, weights={}))
+    pipeline, module = _published(family, facts, store, sizes, TRANSFORMER)
     size = Size(sizes.width, sizes.height, sizes.frames)
     dtype = pipeline.precision.compute or pipeline.precision.transformer
     work, empty = counts.transformer_work(pipeline, size), counts.empty_call(pipeline, size, 1)
-    module = _filled(counts.built(pipeline, TRANSFORMER, config, dtype))
-    assert pipeline.parts.prepare is not None
-    pipeline.parts.prepare(TRANSFORMER, module)
     tensors = {name: each for name in empty.__slots__ if isinstance(each := getattr(empty, name), Tensor)}
 
     def forward(module: nn.Module, device: torch.device) -> Any:
@@ -145,6 +169,80 @@ def family_stack(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, size
         return family.code.call_transformer(pipeline, module, replace(empty, **ones))  # type: ignore[arg-type]
 
     return Stack(module, forward, work, dtype, activations=sampling_bytes(pipeline, size))
+
+
+def _published(
+    family: FamilySpec, facts: DeviceFacts, store: ProbeStore, sizes: StackSizes, part: str
+) -> tuple[Pipeline, nn.Module]:
+    """The family's demo pipeline with the published config of a part, cut to few blocks, and that part, prepared."""
+    from .forecast import counts
+    from .load.folder import load
+    from .requests import LoadRequest
+
+    pipeline = load(LoadRequest(DEMOS / family.id, search=(DEMOS,), device=facts, state=store.folder))
+    config = published_config(family, part) if sizes.published else dict(pipeline.configs[part])
+    if part == TRANSFORMER:
+        config |= {key: min(sizes.blocks, int(config[key])) for key in counts.BLOCKS if config.get(key)}
+    model = replace(pipeline.model, configs={**pipeline.configs, part: config}, weights={})
+    precision = pipeline.precision
+    dtype = precision.vae if part == VAE else precision.compute or precision.transformer
+    module = _filled(counts.built(pipeline, part, config, dtype))
+    assert pipeline.parts.prepare is not None
+    pipeline.parts.prepare(part, module)
+    return replace(pipeline, model=model), module
+
+
+def decode_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Iterator[Figure]:
+    """Peak of a decode on each card beside its forecast, in the method that a run would begin with, then its seconds
+    on the whole device; none without packages."""
+    try:
+        pipeline, vae = _published(family, facts, store, sizes, VAE)
+    except (ImportError, MissingPackageError):
+        return  # no plain layers would stand for a decoder
+    weights = part_bytes({name: each.nbytes for name, each in vae.state_dict().items()})
+    pipeline = replace(pipeline, model=replace(pipeline.model, weights={VAE: weights}))
+    decode = partial(_decode, pipeline, vae, Size(sizes.width, sizes.height, sizes.frames))
+    accelerated = facts.device.type != HOST.type
+    for card in sizes.cards if accelerated else ():
+        if card * GIBIBYTE <= facts.total_bytes:
+            yield from figures_of(Part(f"peak on {card:g} GiB", partial(decode, int(card * GIBIBYTE), card)))
+    yield from figures_of(Part("decode", partial(decode, facts.total_bytes)))
+
+
+def _decode(pipeline: Pipeline, vae: Any, size: Size, room: int, card: float = 0.0) -> Iterator[Figure]:
+    from .forecast.counts import decoding_work
+    from .vae.fallback import tiled
+    from .vae.plan import DecodeRequest, ladder_for
+    from .vae.tiled import ResumableDecode
+
+    facts, weights, cells = pipeline.facts, pipeline.weights[VAE].total, latent_shape(pipeline, size)
+    plan = ladder_for(pipeline, cells, DecodeRequest(), room - weights)
+    method, needed = plan.method, weights + plan.needed_bytes(plan.method)
+    transfer = transfer_for(facts.device, method.dtype)
+    channels = int(vae.config["latent_channels"])
+    latents = torch.randn(1, channels, *cells, generator=torch.Generator().manual_seed(0))
+    time = torch.tensor([0.05]).to(facts.device, method.dtype) if vae.config.get("timestep_conditioning") else None
+    offloader = StandaloneOffloader(Parts({VAE: lambda _: vae}), facts.device, "none")
+
+    def decoded() -> None:
+        ResumableDecode(latents=latents, ratios=plan.ratios).frames(vae, transfer, method, time)
+
+    memory.reset_peak(facts.device)
+    before = memory.peak_bytes(facts.device)
+    try:
+        with small_card(facts, room), torch.no_grad(), offloader.hold(VAE, needed), tiled(vae, method.tile):
+            seconds = [seconds_of(decoded, facts.device) for _ in range(1 if card else 2)]
+        peak = memory.peak_bytes(facts.device)
+    finally:
+        offloader.detach(VAE)
+        memory.empty_cache(facts.device)
+    if card:
+        used = None if peak is None or before is None else (peak - before) / GIBIBYTE
+        yield Figure(f"peak on {card:g} GiB, {method}", "GiB", used, needed / GIBIBYTE)
+        return
+    pace = pace_of(facts, pipeline.device.probes, method.dtype)
+    modelled = None if pace is None else pace.seconds(decoding_work(pipeline, size, method))
+    yield Figure(f"decode, {method}", "s", seconds[-1], modelled)
 
 
 def plain_stack(family: FamilySpec, store: ProbeStore, sizes: StackSizes) -> Stack:
@@ -186,18 +284,33 @@ def _filled(module: nn.Module) -> nn.Module:
     return module.eval().requires_grad_(False)
 
 
-def _run(stack: Stack, device: torch.device, mode: str, room: int | None = None) -> tuple[int | None, float]:
-    """Peak bytes of two forwards without what was there before, in ``room`` bytes, and the seconds of the second."""
+def _beside(stack: Stack) -> int:
+    return int(MARGIN * (stack.activations or 0))
+
+
+def _run(
+    stack: Stack, device: torch.device, mode: str, room: int | None = None, host_weights: HostWeights | None = None
+) -> tuple[int | None, float]:
+    """Peak bytes of two forwards without what was there before, in ``room`` bytes, and the seconds of the second. As in
+    a run, fewer blocks stay on the device where it has no room for them."""
     free = memory.free_bytes(device)
     keep = 0 if room is None or free is None else max(0, free - room)
     parts = Parts({TRANSFORMER: lambda _: stack.module})
-    offloader = StandaloneOffloader(parts, device, mode, OffloadOptions(keep_free_bytes=keep))
+    options = OffloadOptions(keep_free_bytes=keep, host_weights=host_weights or HostWeights())
+    offloader = StandaloneOffloader(parts, device, mode, options)
     memory.reset_peak(device)
     before, seconds = memory.peak_bytes(device), 0.0
     try:
-        with torch.no_grad(), offloader.hold(TRANSFORMER, stack.activations or 0) as module:
-            for _ in range(2):
-                seconds = seconds_of(lambda: stack.forward(module, device), device)
+        with torch.no_grad(), offloader.hold(TRANSFORMER, _beside(stack)) as module:
+            done = 0
+            while done < 2:
+                try:
+                    seconds = seconds_of(lambda: stack.forward(module, device), device)
+                except RuntimeError as error:
+                    if not is_shortage(error) or not offloader.reduce_memory(TRANSFORMER):
+                        raise
+                else:
+                    done += 1
         peak = memory.peak_bytes(device)
     finally:
         offloader.detach(TRANSFORMER)

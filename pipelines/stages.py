@@ -27,12 +27,12 @@ from .base import (
     PromptRequest,
     SampleSettings,
 )
-from .family import FITS, FamilySpec
+from .family import FamilySpec
 from .forecast.fit import fit_offload, release_text
 from .forecast.seconds import Run, planned_run, work_key
 from .forecast.shortage import EXPLAINED, explain_shortage
 from .forecast.times import expected
-from .pictures import as_published, checked_frames, fitted, resized
+from .pictures import checked_frames, fitted, prepared, resized
 from .pictures import picture_size as picture_size
 from .pictures import video_size as video_size
 from .pipeline import Pipeline, make_room_and_retry
@@ -47,6 +47,7 @@ from .settings import (
     guidance_steps,
     of_checkpoint,
     recipe_of,
+    refines,
     report_unused,
     require_family,
 )
@@ -169,9 +170,11 @@ def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) ->
 
 
 @explaining(IMAGE)
-def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: Progress) -> ImageCondition:
-    """The pictures fitted to a size of the family and encoded; ``width`` and ``height`` say which size. Raises
-    InputError for pictures of a wrong kind or size, UnsupportedError for a family that takes none."""
+def encode_image(
+    pipeline: Pipeline, request: ImageRequest, fit: str, progress: Progress, latents: Latents | None = None
+) -> ImageCondition:
+    """The pictures fitted to a size of the family, or of ``latents``, and encoded; ``width`` and ``height`` say which
+    size. Raises InputError for pictures of a wrong kind or size, UnsupportedError for a family that takes none."""
     family = pipeline.spec
     if family.code.encode_image is None:
         raise UnsupportedError(
@@ -183,24 +186,16 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, fit: str, progress: 
     if previous is not None:
         require_family(previous.family, family, "the previous image condition")
         width, height = previous.width, previous.height
+    elif latents is not None:
+        require_family(latents.family, family, "these latents")
+        width, height = latents.width, latents.height
     else:
         width, height = picture_size(pipeline, frames, request.width, request.height, fit)
     report_unused(family, request, ("frame", "strength", "vision", "previous", "control", "prepare"), progress)
-    how = fit
-    if not request.prepare:
-        pictures = fitted(frames, width, height, fit)
-    else:
-        sizes = (made_for := of_checkpoint(pipeline)).sizes
-        pictures = as_published(made_for, frames, width, height, fit, progress)
-        if sizes.picture_crf:
-            how += ", blurred and compressed as its publisher does; without prepare it is not"
-        elif sizes.picture_filter and fit == FITS[0]:
-            how += f", {sizes.picture_filter.lower()} as its publisher; without prepare it resizes as before"
-    if how != fit or tuple(frames.shape[1:3]) != (height, width):
-        progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({how})")
-    completed = replace(request, frames=pictures, width=width, height=height)
+    sized = replace(request, frames=frames, width=width, height=height)
+    completed = prepared(pipeline, sized, fit, progress, own_shape=latents is None)
     run = partial(planned_run, pipeline, Size(width, height, family.sizes.defaults.frames))
-    with running(IMAGE, pipeline, progress, SampleSettings(width, height, len(pictures)), run=run):
+    with running(IMAGE, pipeline, progress, SampleSettings(width, height, len(completed.frames)), run=run):
         for attempt in retries(make_room_and_retry(pipeline, progress, ("image_encoder", "vae"), IMAGE.again)):
             with attempt:
                 condition: ImageCondition = family.code.encode_image(pipeline, completed, progress)
@@ -265,7 +260,7 @@ def sample(
     completed = complete(of_checkpoint(pipeline, recipe), prompt, image, settings, progress)
     require_range("stg", max(settings.stg, 0), 0, MOST_STG, "or -1 for the model's own", advice=", the usual one is 1")
     settings = replace(completed, guidance_steps=guidance_steps(recipe, settings, completed.cfg))
-    _require_image(pipeline, family, image)
+    _require_image(pipeline, family, image, refines(settings))
     size = size_of(settings, prompt)
     if image is not None and image.beside:
         size = replace(size, frames=size.frames + image.beside)  # as many tokens as that
@@ -367,14 +362,14 @@ def decode(
 
 @explaining(UPSCALING)
 def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
-    """``latents`` at twice the width and height, by the upscaler in the file ``path``, for a second pass. Raises
+    """``latents`` enlarged by the upscaler in the file ``path``, for a second pass. Raises
     InputError for latents of another family, UnsupportedError for one that has no upscaler."""
     family = pipeline.spec
     require_family(latents.family, family, "these latents")
     if family.code.upscale is None:
         raise UnsupportedError(
             f"upscaled latents for {family.title}",
-            expected="a model with a latent upscaler, such as LTX-Video",
+            expected="a model with a latent upscaler: LTX-Video, HunyuanVideo 1.5",
             fix="Sample at the final size.",
         )
     require_finite(latents.samples, "latents")
@@ -416,8 +411,8 @@ def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, r
     return latents
 
 
-def _require_image(pipeline: Pipeline, family: FamilySpec, image: ImageCondition | None) -> None:
-    if pipeline.model.task == "image" and image is None and family.files.image_required:
+def _require_image(pipeline: Pipeline, family: FamilySpec, image: ImageCondition | None, refined: bool = False) -> None:
+    if pipeline.model.task == "image" and image is None and family.files.image_required and not refined:
         raise InputError(
             f"no image for {family.title} {pipeline.variant}",
             expected="an image condition",

@@ -58,29 +58,37 @@ def page() -> str:
 
 
 def proofs_of(proofs: Iterable[Proof]) -> str:
-    """The figures of each device, each marked as measured or modelled; of what was compared, how much was right."""
+    """A table for each device: what was measured in each part, beside what is modelled; of what was compared, how much
+    was right."""
     newest: dict[tuple[str, ...], Proof] = {}
     for one in sorted(proofs, key=lambda one: one.date):
         newest[one.device, one.driver, one.versions.get("torch", "")] = one
-    lines = ["", "## Proofs", "", "| Device | Part | Figure | Measured | Modelled |", "| --- " * 5 + "|"]
+    lines = ["", "## Proofs", ""]
     for one in sorted(newest.values(), key=lambda one: (one.backend, one.device, one.date)):
         versions = ", ".join(f"{name} {one.versions[name]}" for name in ("torch", "triton") if name in one.versions)
-        named = f"{one.device}, {', '.join(filter(None, (one.driver, versions, one.date)))}"
+        about = ", ".join(filter(None, (one.driver and f"driver {one.driver}", versions, one.date)))
+        lines += [f"### {' '.join(one.device.split())}", "", f"{about}. Measured; in brackets what is modelled.", ""]
+        lines += ["| Part | Compared | Figures |", "| --- " * 3 + "|"]
         for part in one.parts:
             compared = [each for each in part.figures if each.unit in COMPARED or each.fault]
             wrong = [f"{each.what}: {each.fault}" for each in compared if each.fault]
-            if compared:
-                right = f"{len(compared) - len(wrong)} of {len(compared)} right"
-                lines.append(row_of(named, part.name, "; ".join([right, *wrong]), "measured", "-"))
-            for each in (each for each in part.figures if each not in compared and part.name != "probes"):
-                lines.append(row_of(named, part.name, each.what, cell(each, "measured"), cell(each, "modelled")))
-    return "\n".join([*lines, ""] if newest else ["", "## Proofs", "", "None was shared yet.", ""])
+            right = f"{len(compared) - len(wrong)} of {len(compared)} right" if compared else "-"
+            timed = [told(each) for each in part.figures if each not in compared and part.name != "probes"]
+            if compared or timed:
+                lines.append(row_of(part.name, "; ".join([right, *wrong]), "; ".join(timed) or "-"))
+        lines.append("")
+    return "\n".join(lines if newest else [*lines, "None was shared yet.", ""])
 
 
-def cell(figure: Figure, kind: str) -> str:
-    """One of the two values of a figure with its unit."""
-    value = getattr(figure, kind)
-    return "-" if value is None else f"{value:.4g} {figure.unit}"
+def told(figure: Figure) -> str:
+    """One figure with its unit."""
+    modelled = "" if figure.modelled is None else f" ({short_of(figure.modelled)})"
+    return f"{figure.what}: {short_of(figure.measured)}{modelled} {figure.unit}"
+
+
+def short_of(value: float | None) -> str:
+    """Three digits of a number."""
+    return "-" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def page_of(machines: Iterable[SharedMachine]) -> str:

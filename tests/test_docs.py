@@ -89,7 +89,7 @@ def test_help_says_which_family_uses_an_input(node_id):
         assert name in NODES[node_id][1]
         users = []
         for family in FAMILIES.values():
-            if (node_id, name) == ("AnyGPUEncodeImage", "image"):
+            if node_id == "AnyGPUEncodeImage" and name in ("image", "latent"):
                 expected = family.code.encode_image is not None
             elif (node_id, name) == ("AnyGPUEncodeVideo", "images"):
                 expected = family.code.encode_video is not None

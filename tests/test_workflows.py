@@ -7,7 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from host.prompts import PREFIX, REPLAYS, ROOT, WORKFLOWS, apps, fitted, from_files, replay, replay_path, shipped
+from host.prompts import (
+    PREFIX,
+    REPLAYS,
+    ROOT,
+    WORKFLOWS,
+    apps,
+    fitted,
+    from_files,
+    replay,
+    replay_path,
+    shipped,
+    two_passes,
+)
 
 CORE = {"MarkdownNote", "LoadImage", "LoadVideo", "GetVideoComponents", "SaveVideo"}
 CORE |= {
@@ -190,7 +202,7 @@ def test_note_says_what_to_download_where_to_put_it_and_what_it_takes(workflow: 
     text = note["widgets_values"][0]
     loaders = [node["inputs"] for node in replay(workflow).values() if node["class_type"].startswith("AnyGPULoad")]
     models = [inputs["model"] for inputs in loaders if "model" in inputs]
-    by_file = workflow in (*fitted(), *from_files())
+    by_file = workflow in (*fitted(), *from_files(), *two_passes())
     assert models or by_file
     assert all(f"ComfyUI/models/diffusers/{model}*" in text for model in models)
     files = [value for node in replay(workflow).values() for value in node["inputs"].values() if _is_file(value)]

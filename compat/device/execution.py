@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from .facts import default_device, device_count, value_or
 from .failures import is_shortage
@@ -95,6 +96,18 @@ def placed(value: Any, device: torch.device, dtype: torch.dtype | None = None) -
     return value
 
 
+def add_hook(module: nn.Module, hook: Callable[..., Any], before: bool = False, **options: bool) -> RemovableHandle:
+    """Register a hook on ``module``'s forward, or ``before`` it; none stays where registering fails, even once done."""
+    hooks = module._forward_pre_hooks if before else module._forward_hooks
+    known = set(hooks)
+    try:
+        return (module.register_forward_pre_hook if before else module.register_forward_hook)(hook, **options)
+    except BaseException:
+        for key in hooks.keys() - known:
+            del hooks[key]
+        raise
+
+
 @contextmanager
 def inputs_placed(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Bring the inputs of ``module`` to ``device`` in each call, for libraries that would copy them plainly."""
@@ -102,7 +115,7 @@ def inputs_placed(module: nn.Module, device: torch.device) -> Iterator[None]:
     def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return placed(args, device), placed(kwargs, device)
 
-    with module.register_forward_pre_hook(before, with_kwargs=True):
+    with add_hook(module, before, before=True, with_kwargs=True):
         yield
 
 
@@ -142,7 +155,7 @@ def checked_layers(module: nn.Module, called: Any) -> Iterator[None]:
 
     with ExitStack() as stack:
         for layer in dict.fromkeys(_layers(module)):
-            stack.enter_context(layer.register_forward_pre_hook(before))
+            stack.enter_context(add_hook(layer, before, before=True))
         yield
 
 

@@ -32,7 +32,8 @@ ERRORS = {INT8: 0.1, W4A8: 0.1, W4A4: 1.5}  # largest, of the rms: 8 deviations 
 WIDTH = 2048  # inputs and outputs of the layer that is asked about
 ROWS = (1, 17, 97, 112, 127, 4096)  # GTX 16 fails between 96 and 128 (ComfyUI#16431)
 SAMPLE = 32  # rows of a product that are compared
-SLOW = 2.0  # times dequantising, from which on a product of few rows settles it
+SLOW = 2.0  # times dequantising, from which on a product of few rows settles it, where it takes more than launches:
+LAUNCHED = 5.0  # milliseconds; an H100 took 0.9 for 17 rows, of which the host took most
 WORTH = 0.8  # of the time of dequantising, as for other timed choices
 
 
@@ -165,6 +166,7 @@ def product_fault(layer_format: str, convrot: bool, device: torch.device) -> str
                 return f"{count} rows: off by {error:.3g} of the results' rms"
         last = count == ROWS[-1]
         times = milliseconds(ways, device, 3 if last else 1)
-        if times[CORE] > (WORTH if last else SLOW) * times[DEQUANTISE]:
+        least = WORTH * times[DEQUANTISE] if last else max(LAUNCHED, SLOW * times[DEQUANTISE])
+        if times[CORE] > least:
             raise SlowerProductError(f"{count} rows: takes {times[CORE]} ms, dequantised {times[DEQUANTISE]} ms")
     return ""

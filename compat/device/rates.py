@@ -32,6 +32,7 @@ KERNELS = {"native_efficient": EFFICIENT, "xformers": EFFICIENT, "native_cudnn":
 MEMORY, PINNED_LINK, PLAIN_LINK = 0.9, 0.8, 0.4  # shares reached: RTX 4090 0.91 (tinygrad/open-gpu-kernel-modules#6),
 # A800 0.89 (mli/transformers-benchmarks#4); pinned copies 0.76 to 0.90 (ZaidQureshi/bam#54, the same tinygrad #29);
 # copies from memory that is not pinned pass the host's memory twice: assumed half of that
+CONVOLVED_SHARE = 0.55  # of the rate of products: an H100 0.51 in bf16, 0.55 in fp16, 0.57 in TF32 (docs/machines.md)
 EIGHT_BIT = 1.9  # times as quick 8-bit attention is where fp32 sums run at half the rate of fp16 sums, else no quicker:
 # kohya-ss/musubi-tuner#217 (RTX A6000) and thu-ml/SageAttention#3 (A100) saw no gain
 
@@ -66,6 +67,7 @@ def _generation(row: Mapping[str, str]) -> Generation:
 # best size of a matmul in torch. Cards of which no attention was found take half of their products' share by FLASH, 0.4
 # by EFFICIENT and 0.15 by MATH: assumed.
 GENERATIONS: Mapping[str, Generation] = {row["name"]: _generation(row) for row in _table("generations.csv")}
+TF32 = ("ampere", "ampere_pro", "a100", "ada", "ada_pro", "blackwell", "hopper")
 LOSSY_ATTENTION = ("sage", "kitchen_int8")
 STORED = {"int8": "int8", "int8_convrot": "int8", "w4a8": "int8", "fp8": "fp8"}  # the rate of weights stored so
 UNITS = {"sm70": 1024, "sm75": 512, "sm80": 2048, "sm86": 512, "sm89": 512, "sm90": 4096, "sm120": 512}

@@ -22,10 +22,23 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import first_line
+from .execution import HOST
 from .facts import CLOCKED, DeviceFacts, empty_cache, empty_host_cache, locks_host_memory, value_or
 from .failures import is_shortage
 from .probe_store import ProbeStore
-from .rates import ATTENTION, CONVOLUTION, GENERATIONS, LAUNCH_SECONDS, MEMORY, OTHER, PRODUCT, rates_of, work_of
+from .rates import (
+    ATTENTION,
+    CONVOLUTION,
+    CONVOLVED_SHARE,
+    GENERATIONS,
+    LAUNCH_SECONDS,
+    MEMORY,
+    OTHER,
+    PRODUCT,
+    TF32,
+    rates_of,
+    work_of,
+)  # fmt: skip
 from .timed_choice import seconds_of
 
 log = logging.getLogger(__name__)
@@ -85,6 +98,7 @@ class Pace:
     ahead: bool = True  # the host launches while the device computes; else a launch adds to each operation
     link: float = 0.0  # bytes from pinned memory; 0 where that was not timed
     plain_link: float = 0.0  # and from other host memory
+    staged_link: float = 0.0  # and by way of pinned memory, into which the host copies what comes next
 
     def quicker(self, factors: Mapping[str, float]) -> Pace:
         """The pace of lossy forms of some kinds of operations, so many times as quick as the exact ones."""
@@ -274,10 +288,12 @@ def pace_of(
     rates = rates_of(facts)
     if rates is None:
         return None
-    flops = rates.flops(dtype)
-    product = flops * GENERATIONS[rates.generation].product  # of convolutions too: no figures of these were found
+    share = GENERATIONS[rates.generation].product
+    # torch lets convolutions in fp32 round to TF32, which runs at half the rate of bf16, where there is such a unit.
+    tensors = rates.bf16 / 2 if dtype == torch.float32 and rates.generation in TF32 else rates.flops(dtype)
     return Pace(
-        product=product, convolution=product, attention=flops * rates.attention(kernel), memory=rates.memory * MEMORY,
+        product=rates.flops(dtype) * share, convolution=tensors * share * CONVOLVED_SHARE,
+        attention=rates.flops(dtype) * rates.attention(kernel), memory=rates.memory * MEMORY,
         launch=LAUNCH_SECONDS, source=PUBLISHED,
     )  # fmt: skip
 
@@ -328,14 +344,17 @@ def measured_pace(
 
 def _links(device: torch.device) -> dict[str, float]:
     def rate(pinned: bool) -> float:
-        host = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=pinned)
+        host = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=pinned).fill_(1)  # zeros are one page until then
         there = torch.empty_like(host, device=device)
         return LINK_BYTES / min(seconds_of(lambda: there.copy_(host, non_blocking=pinned), device) for _ in range(2))
 
     pinned = value_or(partial(rate, True), 0.0) if locks_host_memory(device) else 0.0
-    plain = value_or(partial(rate, False), 0.0)
+    plain, staging = value_or(partial(rate, False), 0.0), 0.0
+    if pinned:
+        host, buffer = (torch.ones(LINK_BYTES, dtype=torch.uint8) for _ in range(2))
+        staging = LINK_BYTES / min(seconds_of(lambda: buffer.copy_(host), HOST) for _ in range(2))
     empty_host_cache()
-    return {"link": pinned, "plain_link": plain}
+    return {"link": pinned, "plain_link": plain, "staged_link": min(pinned, staging)}
 
 
 def _repeat(call: Callable[[], Any], count: int) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..device.execution import COMPILED, HOST, placed, to_host
+from ..device.execution import COMPILED, HOST, add_hook, placed, to_host
 from ..errors import InputError, UnsupportedError, require_choice
 from ..memory.parts import Undo, transformer_blocks
 
@@ -152,8 +152,8 @@ class _Active:
         for hook in _hooks(self.transformer):
             if hasattr(hook, "threshold"):
                 hook._should_compute_remaining_blocks = partial(_changed, hook._should_compute_remaining_blocks)
-        self.undo.append(self.transformer.register_forward_pre_hook(self._before, with_kwargs=True).remove)
-        self.undo.append(self.transformer.register_forward_hook(self._after, with_kwargs=True).remove)
+        self.undo.append(add_hook(self.transformer, self._before, before=True, with_kwargs=True).remove)
+        self.undo.append(add_hook(self.transformer, self._after, with_kwargs=True).remove)
 
     def acts(self) -> bool:
         return self.settings.start <= self.index / max(self.steps, 1) < self.settings.end

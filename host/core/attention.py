@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from comfy.ldm.modules.attention import attention_pytorch
 from torch import Tensor, nn
 
+from ...compat.device.execution import add_hook
 from ...compat.repairs import other_attention_asked
 from ...compat.transforms.attention import MATH_COPIES, Attention, fused_kernel
 from ...compat.transforms.attention_chunks import chunked, score_bytes
@@ -51,13 +52,11 @@ class Preference:
             self.function = None
 
         asking = [each for each in network.modules() if getattr(getattr(each, ASKED, None), "function", None)]
-        hooks = [layer.register_forward_pre_hook(enter) for layer in asking]
-        hooks += [layer.register_forward_hook(leave, always_call=True) for layer in asking]
-        try:
+        with ExitStack() as stack:
+            for layer in asking:
+                stack.enter_context(add_hook(layer, enter, before=True))
+                stack.enter_context(add_hook(layer, leave, always_call=True))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 @dataclass(frozen=True, slots=True)

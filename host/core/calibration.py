@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.checkpoints.identity import content_of
-from ...compat.device.execution import to_host
+from ...compat.device.execution import add_hook, to_host
 from ...compat.durable import write_json
 from ...compat.errors import CheckpointError, first_line, json_file
 from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS
@@ -100,8 +100,8 @@ class Calibration:
         with ExitStack() as stack:
 
             def on(module: nn.Module, before: bool, hook: Any, *names: str) -> None:
-                register = module.register_forward_pre_hook if before else module.register_forward_hook
-                stack.callback(register(functools.partial(hook, found, *names), with_kwargs=True).remove)
+                hook = functools.partial(hook, found, *names)
+                stack.callback(add_hook(module, hook, before, with_kwargs=True).remove)
 
             on(network, False, _measure, NETWORK, NETWORK)
             for block in self._known(network):
@@ -127,16 +127,16 @@ class Calibration:
         with ExitStack() as stack:
             for block in self._known(network):
                 if not self.fits(block.name):
-                    stack.callback(block.module.register_forward_pre_hook(_widen, with_kwargs=True).remove)
+                    stack.callback(add_hook(block.module, _widen, before=True, with_kwargs=True).remove)
                     if self.sizes.get(block.name, ValueSizes(NEVER, NEVER)).output * ROOM <= MOST:
-                        stack.callback(block.module.register_forward_hook(_narrow).remove)
+                        stack.callback(add_hook(block.module, _narrow).remove)
                 fitting = set(self._fitting(block))
                 for layer in block.layers.values():
                     layer.__dict__[FITS] = layer in fitting
                     stack.callback(layer.__dict__.pop, FITS, None)
             for block_name, name, module in self._watched(network):
                 hook = functools.partial(_watch, values, block_name, name)
-                stack.callback(module.register_forward_hook(hook).remove)
+                stack.callback(add_hook(module, hook).remove)
             yield functools.partial(self._held, values)
 
     def _known(self, network: nn.Module) -> list[MeasuredBlock]:

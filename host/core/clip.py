@@ -16,8 +16,10 @@ from comfy.sd import CLIP
 from torch import Tensor, nn
 
 from ...compat.decision import AUTO, CHOSEN, Decision
+from ...compat.device.execution import add_hook
 from ...compat.device.precision import FP32, SAFE
 from ...compat.errors import InputError
+from ...compat.memory.parts import Undo
 from ...compat.output_check import fault_in_weight
 from ...compat.transforms.fp16_layers import SETTINGS
 from .attention import AttentionOverride
@@ -46,7 +48,15 @@ class FittedEncoder:
     counted: ByNetwork = field(default_factory=ByNetwork)
 
     def attach(self, patcher: Any) -> None:
-        handles, encoders, counts = [], patcher.model, None
+        try:
+            self._attach(patcher)
+        except BaseException:  # core takes it for not attached then
+            self.detach(patcher)
+            raise
+
+    def _attach(self, patcher: Any) -> None:
+        undo, encoders, counts = Undo(), patcher.model, None
+        self.hooks[encoders] = undo
         if encoders not in self.counted and hasattr(encoders, ENCODE):
             counts = self.counted[encoders] = Counts()
             encoders.__dict__[ENCODE] = functools.partial(self._first, encoders, counts)
@@ -54,8 +64,9 @@ class FittedEncoder:
             override = AttentionOverride(self.fit.attention, self.fit.safe, counts=counts)
             swap = functools.partial(_with_attention, override)
             takers = [module for module in patcher.model.modules() if _takes_attention(type(module))]
-            handles = [module.register_forward_pre_hook(swap, with_kwargs=True) for module in takers]
-        self.hooks[patcher.model] = [handle.remove for handle in handles] + [self.packed.attach(patcher.model).restore]
+            for module in takers:
+                undo.append(add_hook(module, swap, before=True, with_kwargs=True).remove)
+        undo.append(self.packed.attach(patcher.model).restore)
         forward = functools.partial(_linear, self.fp32_output)
         for layer in filter(is_linear, patcher.model.modules()) if self.fit.safe else ():
             if "forward" not in layer.__dict__:
@@ -79,8 +90,7 @@ class FittedEncoder:
 
     def detach(self, patcher: Any) -> None:
         patcher.model.__dict__.pop(ENCODE, None)
-        for remove in self.hooks.pop(patcher.model, ()):
-            remove()
+        self.hooks.pop(patcher.model, Undo()).restore()
         for layer in patcher.model.modules():
             if PROVIDER in layer.__dict__:
                 for name in ("forward", PROVIDER, SETTINGS):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...compat import doctor as doctors
-from ...compat.device.execution import to_host
+from ...compat.device.execution import add_hook, to_host
 from ...compat.memory.parts import Undo
 from ...compat.output_check import ZEROS, fault_in_weight, is_flat
 from ...compat.repairs import ATTENTION, FP32, LIMIT, UNFIT, Repair, repaired, tensors_in
@@ -75,13 +75,13 @@ class StepWatch:
         with Undo() as undo:
             for name in self.blocks:
                 block = self.networks.get_submodule(name)
-                undo.append(block.register_forward_hook(functools.partial(self._block, name)).remove)
+                undo.append(add_hook(block, functools.partial(self._block, name)).remove)
             for name, module in self.networks.named_modules() if closely and not self.compiled else ():
                 if is_linear(module):
-                    undo.append(module.register_forward_hook(functools.partial(self._product, name)).remove)
+                    undo.append(add_hook(module, functools.partial(self._product, name)).remove)
                 elif name and next(module.children(), None) is not None:
-                    undo.append(module.register_forward_pre_hook(lambda *_, name=name: self.stack.append(name)).remove)
-                    undo.append(module.register_forward_hook(lambda *_: self.stack.pop() and None).remove)
+                    undo.append(add_hook(module, lambda *_, name=name: self.stack.append(name), before=True).remove)
+                    undo.append(add_hook(module, lambda *_: self.stack.pop() and None).remove)
             yield self._noted_attention if closely else AttentionOnRequest
 
     def fault(self, output: Any) -> str:

@@ -9,7 +9,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from comfy.quant_ops import QuantizedTensor
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...compat.device.execution import add_hook
 from ...compat.transforms.conv3d import geometry_of, layer_of, own_edges
 from ...compat.transforms.conv3d_choice import Chooser, Conv3dChoice
 from ...compat.transforms.conv3d_methods import convolve, padded
@@ -66,10 +67,6 @@ class Counts:
     @contextmanager
     def counting(self, left: Mapping[nn.Module, str]) -> Iterator[None]:
         """Count this thread's calls inside the block, also of attention past the override; ``left`` has reasons."""
-        hooks = [
-            layer.register_forward_pre_hook(lambda layer, _, why=why: self.note(layer, why))
-            for layer, why in left.items()
-        ]
         self.complete = sys.getprofile() is None
 
         def profile(frame: Any, event: str, argument: Any) -> None:
@@ -81,15 +78,13 @@ class Counts:
             elif event == "call" and frame.f_code is PAST_FORWARD and frame.f_locals["linear"] in left:
                 self.note(frame.f_locals["linear"], left[frame.f_locals["linear"]])
 
-        if self.complete:
-            sys.setprofile(profile)
-        try:
-            yield
-        finally:
+        with ExitStack() as stack:
+            for layer, why in left.items():
+                stack.enter_context(add_hook(layer, lambda layer, _, why=why: self.note(layer, why), before=True))
             if self.complete:
-                sys.setprofile(None)
-            for hook in hooks:
-                hook.remove()
+                stack.callback(sys.setprofile, None)
+                sys.setprofile(profile)
+            yield
 
     def __str__(self) -> str:
         ways = Counter(self.layers.values())

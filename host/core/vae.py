@@ -167,13 +167,13 @@ class FittedVAE:
         doubts: list[str] = []
         vae = self._variant(method, given, doubts)
         if name == "decode" and not method.tile:
-            vae.__dict__.update(dict.fromkeys(TILED, _out_of_memory))  # other models go before tiles come
+            _whole(vae)
         with ExitStack() as stack:
             stack.enter_context(convolution_switches(policy_for(self.machine.facts), method.library))
             stack.enter_context(self.packed.attach(self.first_stage_model))  # type: ignore[attr-defined]
             stack.enter_context(_patches_on(self._patches(method)))
             if method.on_host:
-                stack.callback(vae.patcher.detach)  # which takes back the dtype that it computed in
+                stack.callback(_leave_host, vae.patcher)
             begun = time.monotonic()
             if method.tile:
                 result = _in_tiles(vae, name.removesuffix("_tiled"), given, method.tile)
@@ -206,7 +206,7 @@ class FittedVAE:
             return
         right = expected is not None and agree(seen, expected, method.dtype)
         if not doubts and not right:  # a window alone has less around it: norms over the whole picture differ
-            vae = self._variant(method, window.latents, [])
+            vae = _whole(self._variant(method, window.latents, []))
             right = apart(window.inner(vae.decode(window.cut())), expected) <= NEAR and apart(seen, expected) <= CONTEXT
         if not right:
             raise InvalidOutputError(doubts[0] if doubts else UNLIKE)
@@ -217,14 +217,14 @@ class FittedVAE:
 
     def _window_on_host(self, window: ProofWindow) -> Tensor | None:
         method = DecodeMethod(FP32, on_host=True)
-        vae = self._variant(method, window.latents, [])
+        vae = _whole(self._variant(method, window.latents, []))
         try:
             with _patches_on(self._patches(method)):
                 return window.inner(vae.decode(window.cut()))
         except InvalidOutputError:
             return None
         finally:
-            vae.patcher.detach()
+            _leave_host(vae.patcher)
 
     def _variant(self, method: DecodeMethod, given: Tensor, doubts: list[str]) -> Any:
         vae: Any = copy.copy(self)
@@ -349,8 +349,24 @@ def _output_check(vae: Any, given: Tensor, doubts: list[str]) -> Callable[[Tenso
     return process
 
 
+def _whole(vae: Any) -> Any:
+    """``vae`` without core's tiles: it would go on with a network that has not been loaded, before other models go."""
+    vae.__dict__.update(dict.fromkeys(TILED, _out_of_memory))
+    return vae
+
+
 def _out_of_memory(*_: Any, **__: Any) -> Tensor:
     raise torch.OutOfMemoryError("out of memory")
+
+
+def _leave_host(patcher: Any) -> None:
+    """Take back the dtype of a ``patcher`` on the host; core loads the network anew, also where this fails halfway."""
+    loaded = comfy.model_management.current_loaded_models
+    loaded[:] = [each for each in loaded if each.model is not patcher]  # else core warns of a leak at each load
+    try:
+        patcher.detach()
+    finally:
+        patcher.model.model_loaded_weight_memory = 0  # counted as loaded, it would stay where it is
 
 
 def _in_tiles(vae: Any, name: str, given: Tensor, tile: int) -> Tensor:

@@ -122,17 +122,21 @@ def named_place(model: Path, transformer: PartFiles) -> Path:
 
 def cautions_of(family: FamilySpec, model: Path, transformer: PartFiles) -> tuple[Decision, ...]:
     plain = {entry.dtype for entry in transformer.entries.values() if len(entry.shape) == 2 and not entry.codec}
-    return cautions_by_name(family, names_around(named_place(model, transformer)), frozenset(plain))
+    channels = int(transformer.config.get("in_channels") or 0)
+    return cautions_by_name(family, names_around(named_place(model, transformer)), frozenset(plain), channels)
 
 
 def cautions_by_name(
-    family: FamilySpec, names: tuple[str, ...], stored: frozenset[str] = frozenset()
+    family: FamilySpec, names: tuple[str, ...], stored: frozenset[str] = frozenset(), channels: int = 0
 ) -> tuple[Decision, ...]:
-    """Cautions about a model or a LoRA of these ``names``, whose plain matrices are ``stored`` in these dtypes."""
+    """Cautions about a model or a LoRA of these ``names``, whose plain matrices are ``stored`` in these dtypes, and
+    whose transformer takes as many ``channels``; 0 where that is not known."""
     return tuple(
         Decision("caution", row.text, source=row.source, alarming=True)
         for row in family.published.cautions
-        if (not row.stored or row.stored in stored) and Evidence(names=names).name_with(row.named)
+        if (not row.stored or row.stored in stored)
+        and (not row.channels or channels in (0, row.channels))
+        and Evidence(names=names).name_with(row.named)
     )
 
 

@@ -15,7 +15,7 @@ from ...compat.errors import CheckpointError, InputError
 from ..family import FamilySpec
 from ..keys import SAME, TRANSFORMER, Layout, Row, filled, listed, name_pattern
 from .lora_kinds import (
-    BIAS,
+    BIASES,
     DIFFERENCE,
     DOWN,
     MULTIPLIERS,
@@ -91,8 +91,8 @@ def matched(
             text += len(keys)
             continue
         pairs_here = _pairs_of(base, group, tensors, layers, names)
-        if BIAS in group and any(biased is not None and name not in biased for name in pairs_here):
-            group.pop(BIAS)
+        if not BIASES.isdisjoint(group) and any(biased is not None and name not in biased for name in pairs_here):
+            group = {role: name for role, name in group.items() if role not in BIASES}
             pairs_here = _pairs_of(base, group, tensors, layers, names)
         used = {key for pair in pairs_here.values() for key in pair.names.values()}
         unmatched += [key for key in keys if key not in used]

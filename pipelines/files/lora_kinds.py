@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 DOWN, UP, ALPHA, DIFFERENCE, BIAS, MAGNITUDE, MIDDLE = "down", "up", "alpha", "diff", "bias", "magnitude", "middle"
+PEFT_BIAS = "lora_bias"  # of peft's adapters, which scale it as they do their product
+BIASES = frozenset((BIAS, PEFT_BIAS))
 HADA = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
 BLOCKS, RESCALE = "oft_blocks", "rescale"
 GLORA = ("a1.weight", "a2.weight", "b1.weight", "b2.weight")
@@ -28,6 +30,7 @@ ENDS: tuple[tuple[str, str], ...] = (  # role, and how the names of its tensors 
     (ALPHA, ".alpha"),
     (DIFFERENCE, ".diff .w_norm"),  # the second is LyCORIS' for norms
     (BIAS, ".diff_b .b_norm"),
+    (PEFT_BIAS, ".lora_B.bias .lora_B.default.bias .lora_up.bias"),
     (MAGNITUDE, ".dora_scale .lora_magnitude_vector.weight .lora_magnitude_vector"),
     (MIDDLE, ".lora_mid.weight .hada_t1 .hada_t2 .lokr_t2"),  # of convolutions; no transformer has one
     *((role, f".{role}") for role in (*HADA, *KRON, *GLORA, BLOCKS, RESCALE)),
@@ -68,6 +71,11 @@ class LoRAPair:
         return len(self.shape) == 1
 
     @property
+    def has_bias(self) -> bool:
+        """True if it adds to the layer's bias."""
+        return not BIASES.isdisjoint(self.names)
+
+    @property
     def of_weight(self) -> bool:
         """True if it goes into the layer's weight: its effect depends on that weight, or the layer is a norm."""
         return self.of_norm or MAGNITUDE in self.names or not MULTIPLIERS.isdisjoint(self.names)
@@ -84,15 +92,17 @@ class LoRAPair:
         shapes = {role: tuple(tensor.shape) for role, tensor in own.items()}
         return own, next((kind for kind in KINDS if kind.size(shapes) is not None), KINDS[-1])
 
-    def delta(self, tensors: Mapping[str, Tensor]) -> Delta:
-        """The additions to this layer; factors of a plain LoRA as they are, all else in fp32."""
+    def delta(self, tensors: Mapping[str, Tensor], scale: float = 1.0) -> Delta:
+        """The additions to this layer; factors of a plain LoRA as they are, all else in fp32, a bias of peft's times
+        ``scale``, its alpha over rank."""
         own, kind = self._own(tensors)
-        bias, magnitude = own.get(BIAS), own.get(MAGNITUDE)
+        biases = [self.cut(own[role]).float() * (scale if role == PEFT_BIAS else 1.0) for role in BIASES & own.keys()]
+        magnitude = own.get(MAGNITUDE)
         if magnitude is not None:
             magnitude = magnitude.float()
             magnitude = magnitude[:, None] if magnitude.ndim == 1 else magnitude.flatten(1)
             magnitude = self.cut(magnitude) if magnitude.shape[0] > 1 else magnitude
-        return Delta(*kind.delta(own, self), None if bias is None else self.cut(bias), magnitude)
+        return Delta(*kind.delta(own, self), torch.stack(biases).sum(0) if biases else None, magnitude)
 
 
 class Kind(NamedTuple):
@@ -235,6 +245,7 @@ def size_of(names: Mapping[str, str], tensors: Shapes) -> Size | None:
     flat = any(len(shapes[role]) < 2 for role in (DOWN, UP, *HADA, *KRON) if role in shapes)
     empty = any(not shape or not math.prod(shape) for role, shape in shapes.items() if role != ALPHA)
     unmatched = not flat and DOWN in shapes and UP in shapes and _low_rank_size(shapes) is None
+    unmatched |= PEFT_BIAS in shapes and shapes[PEFT_BIAS] != shapes.get(UP, ())[:1]
     if MIDDLE in shapes or flat or empty or unmatched or math.prod(shapes.get(ALPHA, ())) != 1:
         return None
     return next((size for kind in KINDS if (size := kind.size(shapes)) is not None), None)

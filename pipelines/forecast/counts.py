@@ -98,9 +98,6 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
     @cache
     def vae() -> Any:
         module = built(pipeline, VAE, config, method.dtype)
-        for name, value in pipeline.spec.rewrites.vae_settings.items():
-            setattr(module, name, value)
-        decode_as_published(module)
         if form:
             fuse_vae(module, form)
         return module
@@ -253,6 +250,10 @@ def built(pipeline: Pipeline, part: str, config: Mapping[str, Any], dtype: torch
     named = config.get("_class_name")
     with META:
         module: Any = getattr(diffusers, named if named in names else names[0]).from_config(dict(config))
+    if part == VAE:
+        for name, value in pipeline.spec.rewrites.vae_settings.items():
+            setattr(module, name, value)
+        decode_as_published(module)
     return nn.Module.to(module, dtype).eval()  # diffusers' own warns of layers that it would keep in fp32
 
 

@@ -212,7 +212,8 @@ def stage_time(
         )
     rows = [] if state is None else saved_stages(state)
     modelled = stage.share * pace.quicker(stage.quicker).seconds(stage.work())
-    if link := 0.0 if stays else link_of(facts, rows, pace, stage.pinned and mode in STREAMED):
+    streamed = mode in STREAMED
+    if link := 0.0 if stays else link_of(facts, rows, pace, streamed and stage.pinned, streamed):
         modelled = _with_copies(stage, modelled, link, mode, room)
     return corrected(stage.name, modelled, pace.source, _alike(rows, pipeline, stage, mode))
 
@@ -231,11 +232,13 @@ def _with_copies(stage: PlannedStage, computing: float, link: float, mode: str, 
     return computing + stage.weights / link
 
 
-def link_of(facts: DeviceFacts, rows: Sequence[StageCost], pace: Pace | None = None, pinned: bool = False) -> float:
+def link_of(
+    facts: DeviceFacts, rows: Sequence[StageCost], pace: Pace | None = None, pinned: bool = False, staged: bool = False
+) -> float:
     """Bytes per second to a device: as it was probed, as earlier runs copied, else what links of its width reach.
 
     0 for the host itself, and for a device that has its memory and of which no copy is known. Earlier runs copied from
-    memory that was not ``pinned``, which is slower.
+    memory that was not ``pinned``, which is slower; what is ``staged`` comes from there by way of pinned memory.
     """
     device = indexed(facts.device)
     if device.type == HOST.type:
@@ -248,7 +251,9 @@ def link_of(facts: DeviceFacts, rows: Sequence[StageCost], pace: Pace | None = N
         and row.moving_seconds > 0
         and row.mode not in STREAMED  # whose seconds are those that computing waited for copies
     ]
-    probed = 0.0 if pace is None else pace.link if pinned else pace.plain_link
+    probed = 0.0
+    if pace is not None:
+        probed = pace.link if pinned else max(pace.staged_link if staged else 0.0, pace.plain_link)
     if probed or (rates and not pinned):
         return probed or median(rates)
     published = rates_of(facts)

@@ -25,7 +25,7 @@ from ...compat.transforms.order import Order, Step
 from ..base import Progress
 from ..files.evidence import cautions_by_name, recipe_named
 from ..files.lora_keys import Match, matched
-from ..files.lora_kinds import ALPHA, BIAS, MAGNITUDE, PEFT_MAGNITUDE, UP, Delta, LoRAPair, role_of
+from ..files.lora_kinds import ALPHA, MAGNITUDE, PEFT_MAGNITUDE, UP, Delta, LoRAPair, role_of
 from ..files.part import MOST_TENSORS, construction, empty_weights
 from ..keys import listed
 from ..pipeline import Pipeline
@@ -56,7 +56,7 @@ class LoRA:
     tensors: Mapping[str, torch.Tensor] = field(repr=False, compare=False)  # of the file, on the CPU
 
     def delta(self, layer: str) -> Delta:
-        return self.pairs[layer].delta(self.tensors)
+        return self.pairs[layer].delta(self.tensors, self.scales[layer])
 
     @property
     def in_weights(self) -> bool:
@@ -351,7 +351,7 @@ def _inject(module: Any, lora: LoRA, adapter: str, dtype: torch.dtype) -> None:
     state: dict[str, torch.Tensor] = {}
     with without_unpacking(module), warnings.catch_warnings():
         names = _names_in(module, lora, merged=False)
-        biased = any(BIAS in lora.pairs[name].names for name in names)
+        biased = any(lora.pairs[name].has_bias for name in names)
         for name in names:
             layer: Any = module.get_submodule(name)
             layer = getattr(layer, "base_layer", layer)  # where peft has put an earlier LoRA around it

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...compat.device.execution import add_hook
 from ...compat.errors import InputError
 from ...compat.memory.parts import Undo
 from ..base import Call
@@ -144,9 +145,9 @@ def _patch_output(undo: Undo, attention: Any, patches: list[OutputPatch], option
         return (applied(out[0]), *out[1:])
 
     if to_out is not None:
-        undo.append(to_out[0].register_forward_pre_hook(before).remove)
+        undo.append(add_hook(to_out[0], before, before=True).remove)
     else:
-        undo.append(attention.register_forward_hook(after).remove)
+        undo.append(add_hook(attention, after).remove)
 
 
 def _patched(original: Callable[..., Any], patch: Callable[..., Any], returns_alone: bool) -> Callable[..., Any]:

@@ -42,6 +42,7 @@ STANDING_IN = (
 PICTURES = HERE.parents[1] / "docs" / "images"
 LOG_END = 8000  # characters of ComfyUI's log that are shown where a script fails
 PACKAGE, FRONTENDS = "comfyui-frontend-package", 6
+FETCHED = HERE.parents[1] / ".build" / "frontends"
 FOUND = ("diffusion_models/wan2.2_ti2v_5B_fp16.safetensors", "vae/wan2.2_vae.safetensors")  # by the search of models
 EMPTY = (2).to_bytes(8, "little") + b"{}"  # a safetensors file without tensors
 LORAS = ("style.safetensors", "motion.safetensors")  # of the workflow with LoRAs
@@ -122,10 +123,12 @@ def frontends(every: bool) -> list[Path]:
     for version in listed:  # the newest first
         newest.setdefault(version.rpartition(".")[0], version)
     if not newest:
-        print("the newest frontend was not tried: pip cannot list it; name its folder in COMFYUI_FRONTEND")
+        there = sorted((folder.name for folder in FETCHED.glob("*")), key=lambda name: [*map(int, name.split("."))])
+        newest = {name.rpartition(".")[0]: name for name in reversed(there)}
+        print(f"pip cannot list frontends: {len(newest)} were fetched before; another folder: COMFYUI_FRONTEND")
     folders = []
     for version in list(newest.values())[: FRONTENDS if every else 1]:
-        folders.append(HERE.parents[1] / ".build" / "frontends" / version / PACKAGE.replace("-", "_") / "static")
+        folders.append(FETCHED / version / PACKAGE.replace("-", "_") / "static")
         if not folders[-1].exists():
             subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(folders[-1].parents[1]),
                             f"{PACKAGE}=={version}"], check=True)  # fmt: skip

@@ -331,6 +331,7 @@ const SPECS = {
       negative: text(BLUR),
       scene: {
         kind: "WanAnimate2ToVideo",
+        height: 460,
         values: { width: 480, height: 832, length: 81, batch_size: 1 },
         links: {
           positive: ["positive", "CONDITIONING"],
@@ -373,7 +374,7 @@ const SPECS = {
   },
 };
 
-const HEIGHTS = { load: 130, lora: 120, clip: 150, vae: 110, sound: 110, eyes: 110, positive: 180, negative: 140, prompt: 420, fit: 330, fitvae: 160, who: 330, motion: 330, first: 330 };
+const HEIGHTS = { cache: 125, load: 130, lora: 120, clip: 150, vae: 110, sound: 110, eyes: 110, positive: 180, negative: 140, prompt: 420, fit: 330, fitvae: 160, who: 330, motion: 330, first: 330 };
 
 const GROUPS = { load: "Load", latent: "Load", fit: "Fit to this GPU", shift: "Fit to this GPU", fitvae: "Fit to this GPU", who: "Show", start: "Look", first: "Size", scene: "Size", positive: "Describe", prompt: "Describe", empty: "Size", rate: "Size", noise: "Sample", sample: "Sample", decode: "See" };
 
@@ -393,7 +394,7 @@ function modelsOf({ values = {} }, files) {
 
 /** The note stands first, then the columns of the specification, the result before the last. */
 function workflow(name, { title, why = WHY, files, gib, nodes, columns, tallest }) {
-  const placed = (key) => ({ key, width: 360, height: HEIGHTS[key] });
+  const placed = (key) => ({ key, width: 360, height: nodes[key].height ?? HEIGHTS[key] });
   const grouped = columns.map((keys) => ({ group: GROUPS[keys[0]], nodes: keys.map(placed) }));
   const offered = Object.fromEntries(Object.entries(nodes).map(([key, node]) => [key, { ...node, models: modelsOf(node, files) }]));
   return {

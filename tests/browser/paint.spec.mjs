@@ -22,8 +22,12 @@ const LICENCE =
   "The weights are Tencent's, under the Hunyuan 3D community licence: neither they nor what they make may be used in " +
   "the EU, the UK or South Korea. Read it first. AnyGPU neither ships nor downloads the weights.";
 
-/** The text of a workflow's note. */
-function note(title, text, models, kinds, more = []) {
+const CHOOSE =
+  "It paints a ring until you choose your mesh (GLB, glTF, OBJ, PLY, STL) on *Load Mesh* and a picture of the object from the front. A mesh of " +
+  "more than 100,000 faces wants core's *Decimate Mesh* before *Unwrap Mesh*.";
+
+/** The text of a workflow's note; `shipped` where it begins with the mesh that ships. */
+function note(title, text, models, kinds, { more = [], shipped = true }) {
   const sizes = kinds.flatMap((kind) => Object.entries(GIB[kind]).map(([part, size]) => `${part} ${size.toFixed(1)} GiB`));
   const [beside, most] = NEEDED[kinds[0]];
   const places = models.map((model) => {
@@ -33,9 +37,7 @@ function note(title, text, models, kinds, more = []) {
   return [
     `# ${title}`,
     text,
-    "",
-    "It paints a ring until you choose your mesh (GLB, glTF, OBJ, PLY, STL) on *Load Mesh* and a picture of the object from the front. A mesh of " +
-      "more than 100,000 faces wants core's *Decimate Mesh* before *Unwrap Mesh*.",
+    ...(shipped ? ["", CHOOSE] : []),
     "## Get the models",
     ...places,
     ...more,
@@ -96,18 +98,18 @@ function ending(name, from) {
 }
 
 // Pixels in which a node has room for what a run puts on it; both canvases were measured.
-const HEIGHTS = { picture: 330, mesh: 170, clean: 190, unwrap: 210, delight: 580, render: 460, first: 900, paint: 900, turntable: 480, pictures: 340, save: 400, look: 420, bake: 300, texture: 700, cameras: 420, load: 290, delighting: 290 };
+const HEIGHTS = { picture: 330, mesh: 170, clean: 190, unwrap: 210, delight: 580, render: 460, first: 1040, paint: 1040, turntable: 480, pictures: 340, save: 400, look: 420, bake: 300, texture: 700, cameras: 420, load: 290, delighting: 290, shape: 128 };
 const BEGINS = { delight: 260, render: 220, first: 460, paint: 460, turntable: 240, texture: 460 }; // Nodes 2.0 adds the pictures
 const sized = (width, ...keys) =>
   keys.map((key) => ({ key, width, height: HEIGHTS[key], begins: BEGINS[key] ?? HEIGHTS[key] }));
 const loaders = (...keys) => ({ group: "Load", nodes: sized(315, ...keys) });
 const step = (group, ...keys) => ({ group, nodes: sized(315, ...keys) });
 const ENDING = [step("Turn", "turntable", "pictures"), step("Look and save", "look", "save", "smooth", "file")];
-const NOTE = [{ key: "note", width: 315, height: 590 }];
+const NOTE = { key: "note", width: 315, height: 590 };
 
-function workflow(name, { title, text, models, kinds, more, nodes, columns, from }) {
-  const described = { kind: "MarkdownNote", title: "Read me", values: { text: note(title, text, models, kinds, more) } };
-  return { nodes: { note: described, ...nodes, ...ending(name, from) }, columns: [NOTE, ...columns, ...ENDING], tallest: 1900 }; // its result stands at the top of a lane
+function workflow(name, { title, text, models, kinds, more, noted, nodes, columns, from }) {
+  const described = { kind: "MarkdownNote", title: "Read me", values: { text: note(title, text, models, kinds, { more, shipped: "mesh" in nodes }) } };
+  return { nodes: { note: described, ...nodes, ...ending(name, from) }, columns: [[{ ...NOTE, ...noted }], ...columns, ...ENDING], tallest: 1900 }; // its result stands at the top of a lane
 }
 
 const SHAPE = {
@@ -234,6 +236,7 @@ const SPECS = {
     more: [
       "- huggingface.co/Comfy-Org/hunyuan3D_2.1_repackaged: hunyuan_3d_v2.1.safetensors\n  - into **ComfyUI/models/checkpoints**",
     ],
+    noted: { height: 565 },
     nodes: {
       ...SHAPE,
       picture,

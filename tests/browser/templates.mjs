@@ -4,13 +4,30 @@ import assert from "node:assert/strict";
 import { URL_OF_SERVER, apiPrompt, openPage, showAll } from "./comfy.mjs";
 import { chosenModes, report } from "./reporting.mjs";
 import { browseTemplates, ended, listen, names, openTemplate, queue, scrolledTo, shrink, shrinkPainting } from "./running.mjs";
-import { isTidy } from "./tidy.mjs";
+import { isTidy, shoot } from "./tidy.mjs";
 
-const NEEDS_MODELS = /^anygpu_paint_from_one_picture$|_on_an_older_gpu$|^anygpu_rescue_a_vae_decode$|_from_files$/; // opened, not run
+const NEEDS_MODELS = /^anygpu_paint_from_one_picture$|_on_an_older_gpu$|^anygpu_rescue_a_vae_decode$|_from_files$|_super_resolution$/; // opened, not run
+const COMPOSED = /_from_files$|_super_resolution$/; // opened only: our own loader has no file that it needs before it runs
 const prompts = new Map();
 const named = process.argv.slice(2).filter((word) => !word.startsWith("--")); // some of them; all where none is named
 
-async function opensAndRuns({ page }, nodes2, name) {
+/** Run is refused at once, and what core answers names each missing file of the template. */
+async function isRefused({ page, errors }, nodes2, name) {
+  const missing = await page.evaluate(() => window.app.graph._nodes.flatMap(({ properties }) => (properties.models ?? []).map((model) => model.name)));
+  assert.ok(missing.length, `${name} names no file`);
+  const answered = page.waitForResponse((response) => response.url().endsWith("/prompt") && response.request().method() === "POST");
+  await page.evaluate(() => void window.app.extensionManager.command.execute("Comfy.QueuePrompt"));
+  const answer = await answered;
+  const text = await answer.text();
+  assert.equal(answer.status(), 400, text.slice(0, 200));
+  for (const file of missing) assert.ok(text.includes(file), `${name}: the refusal does not name ${file}`);
+  await page.waitForTimeout(1500);
+  await shoot(page, nodes2, name, "refused");
+  errors.splice(0, errors.length, ...errors.filter((error) => !/PromptExecutionError|status of 400/.test(error))); // the refusal
+}
+
+async function opensAndRuns(open, nodes2, name) {
+  const { page } = open;
   await openTemplate(page, name);
   const prompt = await apiPrompt(page);
   for (const { inputs } of Object.values(prompt)) delete inputs["video-preview"]; // of core's Load Video, once its video is there
@@ -18,7 +35,7 @@ async function opensAndRuns({ page }, nodes2, name) {
   prompts.set(name, prompt);
   await showAll(page);
   await isTidy(page, nodes2, name, "before");
-  if (NEEDS_MODELS.test(name)) return;
+  if (NEEDS_MODELS.test(name)) return COMPOSED.test(name) ? undefined : isRefused(open, nodes2, name);
   if (name.startsWith("anygpu_paint")) await shrinkPainting(page);
   else await shrink(page, { width: 64, height: 64, frames: 9, steps: 2, clip_seconds: 0.3, seed: Date.now() % 1e6 });
   // Without what earlier runs left, every node runs and shows its text.
@@ -34,7 +51,7 @@ async function opensAndRuns({ page }, nodes2, name) {
 const APPS = { "anygpu_ltx_text_to_video.app": "a red circle moves left on blue", "anygpu_framepack_image_to_video.app": "it moves up" };
 
 /** A template that opens in App mode: its inputs are there, a prompt that is typed is what runs, and a clip is shown. */
-async function runsAsAnApp({ page }, name, text) {
+async function runsAsAnApp({ page }, nodes2, name, text) {
   await browseTemplates(page);
   await (await scrolledTo(page, name)).click();
   const widgets = page.getByTestId("linear-widgets");
@@ -49,25 +66,39 @@ async function runsAsAnApp({ page }, name, text) {
   assert.equal(seen.ending, "execution_success", seen.message);
   assert.ok(JSON.stringify(await apiPrompt(page)).includes(JSON.stringify(text)), "the prompt that ran is another");
   await page.locator("[data-testid=linear-center-panel] video").first().waitFor({ timeout: 60000 });
+  await shoot(page, nodes2, name, "after");
 }
+
+const opened = (nodes2) => openPage({ nodes2, bypassCSP: true }); // or ComfyUI forbids its own preview to read a GLB, as in paint.mjs
 
 for (const nodes2 of chosenModes()) {
   const check = report(nodes2);
-  const open = await openPage({ nodes2, bypassCSP: true }); // or ComfyUI forbids its own preview to read a GLB, as in paint.mjs
   const faults = [];
-  try {
-    for (const name of named.length ? named.filter((each) => !(each in APPS)) : await names()) {
-      await check(`template ${name}`, () => opensAndRuns(open, nodes2, name)).catch(({ message }) => {
-        console.log(`not ok  template ${name}: ${message}`);
-        faults.push(name);
-      });
+  /** A check whose failure is told at once and does not end the others. */
+  const tried = (title, act) =>
+    check(title, act).catch(({ message }) => {
+      console.log(`not ok  ${title}: ${message}`);
+      faults.push(title);
+    });
+  const graphs = named.length ? named.filter((each) => !(each in APPS)) : await names();
+  if (graphs.length) {
+    const open = await opened(nodes2);
+    try {
+      for (const name of graphs) await tried(`template ${name}`, () => opensAndRuns(open, nodes2, name));
+      assert.deepEqual(open.errors, [], "the page reported errors");
+    } finally {
+      await open.browser.close();
     }
-    for (const [name, text] of Object.entries(APPS)) {
-      if (!named.length || named.includes(name)) await check(`app ${name}`, () => runsAsAnApp(open, name, text));
-    }
-    assert.deepEqual(faults, [], "see above for what is wrong with these");
-    assert.deepEqual(open.errors, [], "the page reported errors");
-  } finally {
-    await open.browser.close();
   }
+  for (const [name, text] of Object.entries(APPS)) {
+    if (named.length && !named.includes(name)) continue;
+    const open = await opened(nodes2); // each its own: the template browser is not opened from App mode, which the app before leaves
+    try {
+      await tried(`app ${name}`, () => runsAsAnApp(open, nodes2, name, text));
+      assert.deepEqual(open.errors, [], "the page reported errors");
+    } finally {
+      await open.browser.close();
+    }
+  }
+  assert.deepEqual(faults, [], "see above for what is wrong with these");
 }

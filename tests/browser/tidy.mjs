@@ -72,10 +72,15 @@ function overlaps({ boxes, groups, cut }) {
   return found;
 }
 
+/** A screenshot of the page into the folder of `--shots=`, where one is named. */
+export async function shoot(page, nodes2, name, when) {
+  if (shots) await page.screenshot({ path: `${shots}/${name}${nodes2 ? "_2" : ""}_${when}.png` });
+}
+
 /** Fails on anything untidy; `when` is before or after a run, which leaves texts under the nodes. */
 export async function isTidy(page, nodes2, name, when) {
   await page.waitForTimeout(1200); // a node grows once its content is there
-  if (shots) await page.screenshot({ path: `${shots}/${name}${nodes2 ? "_2" : ""}_${when}.png` });
+  await shoot(page, nodes2, name, when);
   const seen = await page.evaluate(boxesOf, nodes2);
   assert.deepEqual(overlaps(seen), [], `${name} ${when} a run`);
   assert.ok(nodes2 || when === "before" || seen.texts > 0, `${name}: no text under any node`);

@@ -4,6 +4,8 @@ import assert from "node:assert/strict";
 import { readFile, readdir } from "node:fs/promises";
 import { apiPrompt, loadWorkflow, openPage } from "./comfy.mjs";
 import { chosenModes, report } from "./reporting.mjs";
+import { graphOf } from "./running.mjs";
+import { shoot } from "./tidy.mjs";
 
 const SAVED = new URL("../fixtures/saved/", import.meta.url);
 const MOST = 8;
@@ -78,6 +80,71 @@ async function smallStaysSmall({ page }) {
   assert.deepEqual(typed, [16, 0, 704]);
 }
 
+// Advanced inputs that decide what comes out: the node, its value on screen, and the first words of its tooltip.
+const ASKED_FOR = {
+  prepare: ["AnyGPUEncodeImage", "true", "Prepares the picture as the model's publisher does."],
+  like: ["AnyGPUQueueJobs", "none", "A video or latents that AnyGPU made of this model:"],
+};
+
+/** Of the widgets of a name that Nodes 2.0 draws: label, value, whether the label is cut or something leaves the node. */
+function drawnInNodes2(name) {
+  const row = document.querySelector(`[data-testid="node-widget"][data-widget-name="${name}"]`);
+  const label = row.querySelector('[data-testid="widget-layout-field-label"]');
+  const [inner, outer] = [row, row.closest("[data-node-id]")].map((element) => element.getBoundingClientRect());
+  const value = row.querySelector('[role="switch"]')?.getAttribute("aria-checked") ?? row.innerText.replace(label.innerText, "").trim();
+  const outside = inner.left < outer.left - 1 || inner.right > outer.right + 1 || inner.bottom > outer.bottom + 1;
+  return { label: label.innerText, value, cut: label.scrollWidth > label.clientWidth, outside };
+}
+
+/** The same of the classic canvas, which draws label and value side by side on one line. */
+function drawnInClassic(name) {
+  const { app } = window;
+  const node = app.graph._nodes.find(({ widgets }) => widgets.some((widget) => widget.name === name));
+  const widget = node.widgets.find((each) => each.name === name);
+  const pen = app.canvas.ctx;
+  pen.font = "12px Arial"; // of the canvas; between and beside the two stand arrows and margins of 15 pixels
+  const words = [widget.label ?? widget.name, String(widget.value)].map((text) => pen.measureText(text).width);
+  const outside = !node.isWidgetVisible(widget) || widget.y + (widget.computedHeight ?? 20) > node.size[1];
+  const tooltip = node.constructor.nodeData.input.optional[name][1].tooltip;
+  return { label: widget.label ?? widget.name, value: String(widget.value), cut: words[0] + words[1] + 90 > node.size[0], outside, tooltip, pos: [node.pos[0] + node.size[0] / 3, node.pos[1] + widget.y + 10] };
+}
+
+async function askedForAreShown({ page }, nodes2) {
+  await graphOf(page, Object.values(ASKED_FOR).map(([type]) => [type, {}]));
+  await page.evaluate(() => {
+    const { ds } = window.app.canvas;
+    Object.assign(ds, { scale: 1 });
+    ds.offset[0] = 120;
+    ds.offset[1] = 130;
+    window.app.canvas.setDirty(true, true);
+  });
+  for (const _ of nodes2 ? Object.keys(ASKED_FOR) : []) {
+    await page.getByText("Show advanced inputs").first().click();
+    await page.waitForTimeout(500);
+  }
+  if (!nodes2) await page.evaluate(() => window.app.graph._nodes.forEach(({ widgets }) => widgets.find(({ name }) => name === "anygpu_advanced").callback()));
+  await page.waitForTimeout(1000);
+  for (const [name, [, value, words]] of Object.entries(ASKED_FOR)) {
+    const { tooltip, pos, ...drawn } = await page.evaluate(nodes2 ? drawnInNodes2 : drawnInClassic, name);
+    assert.deepEqual(drawn, { label: name, value, cut: false, outside: false }, name);
+    if (nodes2) await page.locator(`[data-widget-name="${name}"] [data-testid="widget-layout-field-label"]`).hover();
+    else {
+      const [x, y] = await page.evaluate(([left, top]) => window.app.canvas.ds.convertOffsetToCanvas([left, top]), pos);
+      const { left, top } = await page.evaluate(() => window.app.canvas.canvas.getBoundingClientRect().toJSON());
+      await page.mouse.move(left + x - 3, top + y);
+      await page.mouse.move(left + x, top + y);
+    }
+    const shown = page.getByText(words).filter({ visible: true }).first();
+    await shown.waitFor({ timeout: 20000 });
+    const box = await shown.boundingBox();
+    assert.ok(box.x >= 0 && box.y >= 0 && box.x + box.width <= page.viewportSize().width, `${name}: its tooltip leaves the page`);
+    if (!nodes2) assert.ok((await shown.innerText()).includes(tooltip.slice(-30)), `${name}: the tooltip's end`);
+    await shoot(page, nodes2, `widget_${name}`, "asked");
+    await page.mouse.move(5, 500);
+    await shown.waitFor({ state: "hidden" });
+  }
+}
+
 async function savedOnesOpen({ page, errors }) {
   for (const file of (await readdir(SAVED)).sort()) {
     const { graph, prompt } = JSON.parse(await readFile(new URL(file, SAVED), "utf8"));
@@ -101,6 +168,7 @@ for (const nodes2 of chosenModes()) {
     await check("no node shows more than eight widgets", () => fewWidgets(open, nodes2));
     if (!nodes2) await check("advanced inputs fold and unfold", () => folds(open));
     await check("a small size is not taken for the default", () => smallStaysSmall(open));
+    await check("prepare and like are shown with label, value and tooltip", () => askedForAreShown(open, nodes2));
     await check("workflows saved before open to the same prompt", () => savedOnesOpen(open));
     assert.deepEqual(open.errors, [], "the page reported errors");
   } finally {

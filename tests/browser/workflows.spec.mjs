@@ -430,8 +430,66 @@ function fromFiles(name, files) {
   return made;
 }
 
+const filesOf = (files) => files.map(([, directory, url]) => ({ name: url.split("/").at(-1), url, directory }));
+
+/** A transformer and what goes with it, from single files; ``files`` as in FILES. */
+function compose(title, files) {
+  const models = filesOf(files);
+  return { kind: "AnyGPUComposePipeline", title, models, values: Object.fromEntries(files.map(([input], index) => [input, models[index].name])) };
+}
+
+/** HunyuanVideo 1.5 in both passes: 720p, then Tencent's super-resolution to 1080p. */
+function superResolution() {
+  const [first, vae, ...texts] = FILES.hunyuan_video_15_text_to_video;
+  const second = ["transformer", "diffusion_models", `${HUNYUAN_15_FILES}/diffusion_models/hunyuanvideo1.5_1080p_sr_distilled_fp16.safetensors`];
+  const upscaler = ["upscaler", "latent_upscale_models", `${HUNYUAN_15_FILES}/latent_upscale_models/hunyuanvideo15_latent_upsampler_1080p.safetensors`];
+  const models = filesOf([first, vae, ...texts, second, upscaler]);
+  const made = workflow("anygpu_hunyuan_video_15_super_resolution", {
+    title: "HunyuanVideo 1.5: super-resolution",
+    model: "hunyuan_video_15",
+    text: "",
+    placed: [
+      [{ ...NOTE[0], height: 640 }],
+      group("Load both models", 320, ["load", 435], ["super", 435]),
+      group("Describe", 325, ["prompt", ROOM.prompt]),
+      group("Sample 720p", 320, ["sample", ROOM.sample]),
+      group("Sample 1080p", 320, ["upscale", 180], ["again", ROOM.sample]),
+      SEE,
+    ],
+    nodes: {
+      load: compose("720p", [first, vae, ...texts]),
+      super: compose("Super-resolution to 1080p", [second, vae]),
+      prompt: prompt(CAT),
+      sample: sample({ width: 1280, height: 720, frames: 121, steps: 0, cfg: 0, fps: 24 }),
+      upscale: {
+        kind: "AnyGPUUpscaleLatents",
+        values: { upscaler: models.at(-1).name },
+        models: [models.at(-1)],
+        links: { pipeline: ["super", "pipeline"], latent: ["sample", "latent"] },
+      },
+      again: sample(
+        { width: 0, height: 0, frames: 0, steps: 0, cfg: 0, fps: 0, control_after_generate: "fixed" },
+        { pipeline: ["super", "pipeline"], latent: ["upscale", "latent"] },
+      ),
+      decode: { kind: "AnyGPUDecode", links: { pipeline: ["super", "pipeline"], latent: ["again", "latent"] } },
+    },
+  });
+  made.nodes.note.values.text = [
+    "# HunyuanVideo 1.5: super-resolution",
+    "Tencent's own second pass, which its script runs too: the latents of 720p are enlarged, and 8 steps make 1904x1072 of " +
+      "them. For 720p from 480p choose the files with 720p in their names. With a picture, a second *AnyGPU Encode Image* " +
+      "takes the enlarged latents as *latent*.",
+    "## Get the files",
+    "ComfyUI offers to download what is missing. By hand, then press **R**:",
+    models.map(({ name: file, url, directory }) => `- **${file}** from ${pageOf(url)} to *ComfyUI/models/${directory}*`).join("\n"),
+    `${memory("hunyuan_video_15")} The second transformer is as large as the first.`,
+  ].join("\n\n");
+  return made;
+}
+
 export { CAFE, CAT, DANCE, LOADED, NOTE, ROOM, SEE, WITHOUT, group, described, image, load, picture, prompt };
 export const WORKFLOWS = Object.fromEntries([
   ...Object.entries(SPECS).map(([name, spec]) => [name, workflow(name, spec)]),
   ...Object.entries(FILES).map(([name, files]) => [`anygpu_${name}_from_files`, fromFiles(name, files)]),
+  ["anygpu_hunyuan_video_15_super_resolution", superResolution()],
 ]);

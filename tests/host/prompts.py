@@ -14,6 +14,7 @@ PAINT = f"{PREFIX}paint_"
 CORE_SAMPLED = "_core_ksampler"
 RECOVERED = "_recover_latents"
 FROM_FILES = "_from_files"
+TWO_PASSES = "_super_resolution"
 FITTED = ("_on_an_older_gpu", "rescue_a_vae_decode")
 PICTURES = "pictures"  # the id of the node that saves frames without loss
 
@@ -99,7 +100,7 @@ def apps() -> list[Path]:
 
 def filmed() -> list[Path]:
     """Shipped workflows that end in a video of our own sampler."""
-    others = (CORE_SAMPLED, RECOVERED, FROM_FILES, *FITTED)
+    others = (CORE_SAMPLED, RECOVERED, FROM_FILES, TWO_PASSES, *FITTED)
     ours = [workflow for workflow in shipped() if not workflow.stem.endswith(others)]
     return [workflow for workflow in ours if not workflow.stem.startswith(PAINT)]
 
@@ -107,6 +108,11 @@ def filmed() -> list[Path]:
 def from_files() -> list[Path]:
     """The same from single files, which :mod:`host.single_files` writes."""
     return [workflow for workflow in shipped() if workflow.stem.endswith(FROM_FILES)]
+
+
+def two_passes() -> list[Path]:
+    """Shipped workflows from single files in which a second transformer enlarges, too large to run here."""
+    return [workflow for workflow in shipped() if workflow.stem.endswith(TWO_PASSES)]
 
 
 def core_sampled() -> list[Path]:

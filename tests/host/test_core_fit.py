@@ -291,6 +291,12 @@ def test_a_wrong_decode_is_done_again_in_fp32_and_said(inside: Inside, name: str
     assert found["dtype"] == "torch.float16" and not found["patches"], "the VAE that came in was changed"
 
 
+def test_a_shortage_on_the_way_to_the_cpu_leaves_the_next_decode_as_it_was(inside: Inside) -> None:
+    found = inside.play("core_fit_vaes", "short_on_the_host", name="SD")
+    assert found["ends"].keys() == {""} and found["ends"][""] >= 10, found
+    assert found["listed"] <= 1, "core's list keeps what has left the host, and warns of it at each load"
+
+
 def test_a_decode_that_runs_out_of_memory_goes_to_smaller_tiles(inside: Inside) -> None:
     found = inside.play("core_fit_vaes", "rescued", name="SD", fault="memory", edge=20)
     assert found["said"][0].endswith("out of memory; now fp32, all other models freed")

@@ -25,6 +25,11 @@ def test_nan_in_every_layer_of_a_model_of_core_is_named(inside: Inside, name: st
     assert len(found["unused"]) <= 2, found["unused"]
 
 
+def test_no_hook_of_the_doctor_stays_where_memory_runs_out(inside: Inside) -> None:
+    ends = inside.play("injected", "hooks", name="Wan 2.1")
+    assert ends.keys() == {""} and ends[""] >= 8, ends
+
+
 @pytest.mark.parametrize("name", ["LTXV", *(pytest.param(name, marks=full) for name in ("Wan 2.1", "Kandinsky 5"))])
 def test_an_overflow_is_offered_a_repair_that_later_runs_keep(inside: Inside, name: str) -> None:
     found = inside.play("doctor", "overflowing", name=name)

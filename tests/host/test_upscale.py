@@ -1,11 +1,15 @@
-"""Two passes in a real ComfyUI: LTX-Video latents doubled by an upscaler, refined and decoded at twice the size."""
+"""Two passes in a real ComfyUI: LTX-Video latents doubled by an upscaler, refined and decoded at twice the size;
+HunyuanVideo 1.5's enlarged to 720p and sampled by its super-resolution."""
+
+import shutil
 
 import pytest
+from published import loops
 from safetensors.torch import save_file
 
 from host import videos
 from host.client import Client
-from host.prompts import pictured, sampling, text_to_video
+from host.prompts import loading, pictured, sampling, text_to_video
 from host.server import Server
 
 pytestmark = pytest.mark.host
@@ -37,3 +41,40 @@ def test_a_second_pass_refines_upscaled_latents(server: Server, client: Client) 
         assert "7 steps" in run.texts_of("1")[-1] and "second" not in run.texts_of(again)[-1]
     finally:
         (folder / "tiny.safetensors").unlink()
+
+
+def test_a_super_resolution_enlarges_latents_beside_their_picture(server: Server, client: Client) -> None:
+    """Of one frame, with Tencent's folders as they are, but for the transformer's, which is diffusers'."""
+    home, first = server.base / "models", server.model("HunyuanVideo-1.5-Diffusers-480p_i2v")
+    own, up = home / "diffusers" / "HunyuanVideo-1.5-sr", home / "latent_upscale_models" / "720p_sr_distilled"
+    shutil.copytree(loops.hunyuan_15_super("hunyuan_video_15_i2v", server.tiny_folder, "720p"), own)
+    up.mkdir(parents=True)
+    file = up / "diffusion_pytorch_model.safetensors"
+    shutil.copy(loops.hunyuan_15_upscaler(server.tiny_folder, "720p"), file)
+    try:
+        graph = text_to_video(first, width=64, height=64, frames=1)
+        again = graph.link(graph.add("AnyGPULoadPipeline", **loading("HunyuanVideo-1.5-sr")))
+        picture = graph.link(graph.add("LoadImage", image="example.png"))
+
+        def shown(pipeline: list[object], **given: object) -> list[object]:
+            size = {"width": 64, "height": 64, "fit": "nearest bucket"}
+            return graph.link(graph.add("AnyGPUEncodeImage", pipeline=pipeline, image=picture, **size, **given))
+
+        image = shown(graph.link("1"), control=False)
+        graph.prompt["3"]["inputs"] |= {"image": image, "width": [image[0], 1], "height": [image[0], 2]}
+        name = f"{up.name}/{file.name}"
+        high = graph.add("AnyGPUUpscaleLatents", pipeline=again, latent=graph.link("3"), upscaler=name)
+        large = shown(again, latent=graph.link(high))
+        size = {"width": 0, "height": 0, "frames": 0, "steps": 0}
+        links = {"pipeline": again, "prompt": graph.link("2"), "latent": graph.link(high), "image": large}
+        last = graph.add("AnyGPUSample", **links, **{**sampling(), **size})
+        graph.prompt["4"]["inputs"] |= {"pipeline": again, "latent": graph.link(last)}
+        graph.prompt = pictured(graph.prompt)
+        run = client.run(graph.prompt)
+        assert run.ending == "execution_success", run.message
+        assert "super-resolution to 720p: 6 steps" in run.texts_of(again[0])[-1]
+        height, width = videos.pictures(server, run).shape[1:3]
+        assert width * height > 900_000 and f"{width}x{height}, 1 frame" in run.texts_of(last)[-1]
+    finally:
+        shutil.rmtree(own)
+        shutil.rmtree(up)

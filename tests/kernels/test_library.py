@@ -143,6 +143,7 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pytest.M
         yield
         current[0] = former
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # fake tensors ask a real card for its second
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
     monkeypatch.setattr(torch.accelerator, "device_index", on)
     launch = library._Launch("where", lambda: lambda x: (x.device.index, current[0]), lambda x: None)

@@ -8,15 +8,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
 import torch
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.family import FITS
 from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
+from diffusers.pipelines.hunyuan_video1_5 import image_processor as buckets
 from published import compared, loops
 from safetensors.torch import load_file
 
@@ -99,6 +102,32 @@ def hunyuan_15(task: str, kind: str) -> Callable[[Path], torch.Tensor]:
     return from_words("hunyuan_video_15", (0, 0), words[1], build, words[0])
 
 
+def hunyuan_15_twice(task: str, kind: str, end: str) -> Callable[[Path], torch.Tensor]:
+    """Both passes, as the template has them: sample, upscale the latents, sample with the super-resolution, decode."""
+
+    def run(folder: Path) -> torch.Tensor:
+        name = "hunyuan_video_15_i2v" if task == "i2v" else "hunyuan_video_15"
+        first = loops.hunyuan_15(name, folder, kind, 64 if end == "720p" else 96)
+        pipeline, after = (
+            load(LoadRequest(made, device="cpu", precision="fp32"))
+            for made in (first, loops.hunyuan_15_super(name, folder, end))
+        )
+        picture = loops.picture(*loops.BUCKETED)
+        prompt = stages.encode_prompt(pipeline, PromptRequest(loops.QUOTED, loops.QUOTED_NEGATIVE), Silent())
+
+        def sampled(own: Pipeline, low: Latents | None) -> Latents:
+            image, asked = None, ImageRequest(picture, 0, 0)
+            if task == "i2v":
+                image = stages.encode_image(own, asked, FITS[0], Silent(), low)
+            return stages.sample(own, prompt, image, SampleSettings(0, 0, 0, seed=loops.SEED, latents=low), Silent())
+
+        with mock.patch.object(buckets, "generate_crop_size_list", loops.tenth(buckets.generate_crop_size_list)):
+            high = stages.upscale(after, sampled(pipeline, None), loops.hunyuan_15_upscaler(folder, end), Silent())
+            return stages.decode(after, sampled(after, high), Silent())
+
+    return run
+
+
 def ltx(name: str, **request: Any) -> Callable[[Path], torch.Tensor]:
     return from_words(name, loops.LTX_SIZE, loops.NEGATIVE, loops.ltx, **request)
 
@@ -126,6 +155,7 @@ OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "hunyuan video i2v": from_picture("hunyuan_video_i2v", (96, 64)),
     "hunyuan video i2v 33 channels": from_picture("hunyuan_video_i2v_33ch", (96, 64)),
     **{loops.named(task, kind): hunyuan_15(task, kind) for task, kind in loops.HUNYUAN_15},
+    **{loops.named(*case): hunyuan_15_twice(*case) for case in loops.HUNYUAN_15_TWICE},
     "ltx 0.9.0": ltx("ltx"),
     "ltx 0.9.5": ltx("ltx_condition"),
     "ltx 0.9.5 picture": ltx_picture,

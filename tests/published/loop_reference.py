@@ -281,11 +281,14 @@ def hunyuan_vae_config(cls: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def hunyuan_15(name: str, kind: str = "") -> Callable[[], torch.Tensor]:
-    """The pipeline of HunyuanVideo 1.5 as ``generate.py`` calls it, without super-resolution, at a tenth of 480p."""
+def hunyuan_15(name: str, kind: str = "", end: str = "") -> Callable[[], torch.Tensor]:
+    """The pipeline of HunyuanVideo 1.5 as ``generate.py`` calls it, at a tenth of 480p and without super-resolution; or
+    with it, to a tenth of the size at its ``end``."""
+    start = {"": "480p", "720p": "480p", "1080p": "720p"}[end]
 
     def run() -> torch.Tensor:
-        pipe, folder = tiny.one_shot(name, FOLDER), loops.hunyuan_15(name, FOLDER, kind)
+        side = {"480p": 64, "720p": 96}[start]
+        pipe, folder = tiny.one_shot(name, FOLDER), loops.hunyuan_15(name, FOLDER, kind, side)
         find_torchvision()
         from hyvideo import commons
         from hyvideo.commons import parallel_states
@@ -296,9 +299,10 @@ def hunyuan_15(name: str, kind: str = "") -> Callable[[], torch.Tensor]:
             from hyvideo.models.autoencoders.hunyuanvideo_15_vae import AutoencoderKLConv3D
             from hyvideo.models.text_encoders.byT5.format_prompt import MultilingualPromptFormat
             from hyvideo.models.transformers import hunyuanvideo_1_5_transformer as networks
-            from hyvideo.models.transformers.modules import attention
+            from hyvideo.models.transformers.modules import attention, upsample
             from hyvideo.models.vision_encoder import VisionEncoder
             from hyvideo.pipelines import hunyuan_video_pipeline as upstream
+            from hyvideo.pipelines import hunyuan_video_sr_pipeline as after
 
         task, wide = "i2v" if name.endswith("i2v") else "t2v", 32
 
@@ -321,19 +325,24 @@ def hunyuan_15(name: str, kind: str = "") -> Callable[[], torch.Tensor]:
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias == 0)
 
         networks.ByT5Mapper, attention.flex_attention = Mapper, masked
-        model = networks.HunyuanVideo_1_5_DiffusionTransformer(
-            patch_size=[1, 1, 1], in_channels=32, out_channels=32, hidden_size=32, heads_num=2, mlp_width_ratio=2.0,
-            mm_double_blocks_depth=2, mm_single_blocks_depth=0, rope_dim_list=[4, 6, 6], text_states_dim=wide,
-            text_states_dim_2=None, attn_mode="torch", glyph_byT5_v2=True, vision_projection="linear",
-            vision_states_dim=wide, use_cond_type_embedding=True, ideal_resolution="480p", ideal_task=task,
-            use_meanflow=kind == "step distilled",
-        )  # fmt: skip
-        split = {}
-        for key, tensor in in_released_names(folder / "transformer", f"HunyuanVideo 1.5 {layouts.ORIGINAL}").items():
-            apart = key.startswith("double_blocks") and "_attn_qkv" in key
-            pieces = zip("qkv", tensor.chunk(3), strict=True) if apart else (("qkv", tensor),)
-            split |= {key.replace("qkv", one): piece for one, piece in pieces}
-        model.load_state_dict(split)
+
+        def network(place: Path, channels: int, resolution: str, goal: str | None, **more: bool) -> Any:
+            model = networks.HunyuanVideo_1_5_DiffusionTransformer(
+                patch_size=[1, 1, 1], in_channels=channels, out_channels=32, hidden_size=32, heads_num=2,
+                mlp_width_ratio=2.0, mm_double_blocks_depth=2, mm_single_blocks_depth=0, rope_dim_list=[4, 6, 6],
+                text_states_dim=wide, text_states_dim_2=None, attn_mode="torch", glyph_byT5_v2=True,
+                vision_projection="linear", vision_states_dim=wide, use_cond_type_embedding=True,
+                ideal_resolution=resolution, ideal_task=goal, **more,
+            )  # fmt: skip
+            split = {}
+            for key, tensor in in_released_names(place, f"HunyuanVideo 1.5 {layouts.ORIGINAL}").items():
+                apart = key.startswith("double_blocks") and "_attn_qkv" in key
+                pieces = zip("qkv", tensor.chunk(3), strict=True) if apart else (("qkv", tensor),)
+                split |= {key.replace("qkv", one): piece for one, piece in pieces}
+            model.load_state_dict(split)
+            return model.eval()
+
+        model = network(folder / "transformer", 32, start, task, use_meanflow=kind == "step distilled")
         vae = AutoencoderKLConv3D(
             in_channels=3, out_channels=3, latent_channels=32, block_out_channels=(8, 8, 16, 16, 64),
             layers_per_block=1, ffactor_spatial=16, ffactor_temporal=4, sample_size=256, sample_tsize=64,
@@ -358,27 +367,49 @@ def hunyuan_15(name: str, kind: str = "") -> Callable[[], torch.Tensor]:
             eyes.device, eyes.dtype = torch.device("cpu"), torch.float32
         for file in ("font", "color"):
             (FOLDER / f"{file}.json").write_text("{}")
-        version = f"480p_{task}" + (f"_{kind.replace(' ', '_').removeprefix('cfg_')}" if kind else "")
-        made = upstream.HunyuanVideo_1_5_Pipeline(
-            vae=vae.eval(), text_encoder=first, transformer=model.eval(),
-            scheduler=upstream.FlowMatchDiscreteScheduler(), vision_states_dim=wide, byt5_model=glyphs,
-            byt5_tokenizer=pipe.tokenizer_2, execution_device="cpu", vision_encoder=eyes if task == "i2v" else None,
-            prompt_format=MultilingualPromptFormat(FOLDER / "font.json", FOLDER / "color.json"),
-            **commons.PIPELINE_CONFIGS[version],
-        )  # fmt: skip
-        made.target_dtype = made.vae_dtype = torch.float32
-        made.autocast_enabled = made.vae_autocast_enabled = False
-        sizes = upstream.generate_crop_size_list
-        upstream.generate_crop_size_list = lambda side, step: sizes(side // 10, step)
+        version = f"{start}_{task}" + (f"_{kind.replace(' ', '_').removeprefix('cfg_')}" if kind else "")
+        common = {
+            "vae": vae.eval(), "text_encoder": first, "scheduler": upstream.FlowMatchDiscreteScheduler(),
+            "vision_states_dim": wide, "byt5_model": glyphs, "byt5_tokenizer": pipe.tokenizer_2,
+            "vision_encoder": eyes if task == "i2v" else None, "execution_device": "cpu",
+            "prompt_format": MultilingualPromptFormat(FOLDER / "font.json", FOLDER / "color.json"),
+        }  # fmt: skip
+        made = upstream.HunyuanVideo_1_5_Pipeline(transformer=model, **common, **commons.PIPELINE_CONFIGS[version])
+        runs = [made]
+        if end:
+            weights = load_file(loops.hunyuan_15_upscaler(FOLDER, end))
+            upscaler = upsample.SRTo720pUpsampler(32, 32, 48, 2) if end == "720p" else upsample.SRTo1080pUpsampler(
+                32, 32, (64, 96)
+            )  # fmt: skip
+            upscaler.load_state_dict(weights)
+            place = loops.hunyuan_15_super(name, FOLDER, end) / "transformer"
+            more = network(place, 65, end, None, is_reshape_temporal_channels=True, use_meanflow=True)
+            made.sr_pipeline = after.HunyuanVideo_1_5_SR_Pipeline(
+                transformer=more, upsampler=upscaler.eval(), **common,
+                **commons.SR_PIPELINE_CONFIGS[f"{end}_sr_distilled"],
+            )  # fmt: skip
+            runs.append(made.sr_pipeline)
+        for one in runs:
+            one.target_dtype = one.vae_dtype = torch.float32
+            one.autocast_enabled = one.vae_autocast_enabled = False
+        after.generate_crop_size_list = loops.tenth(after.generate_crop_size_list)
+        upstream.generate_crop_size_list = loops.tenth(upstream.generate_crop_size_list)
         given = {}
         if task == "i2v":
             given["reference_image"] = str(FOLDER / "picture.png")
             loops.saved_picture(*loops.BUCKETED, FOLDER / "picture.png")
-        film = made(
-            enable_sr=False, prompt=loops.QUOTED, aspect_ratio="16:9", video_length=121, seed=loops.SEED,
-            negative_prompt=loops.QUOTED_NEGATIVE, prompt_rewrite=False, **given,
-        ).videos  # fmt: skip
-        return film[0].permute(1, 2, 3, 0)
+
+        def second(like: torch.Tensor) -> torch.Tensor:
+            draws = generator()
+            torch.randn(like.shape, generator=draws)  # the first are the noise that is sampled
+            return torch.randn(like.shape, generator=draws)
+
+        with mock.patch.object(torch, "randn_like", second):
+            film = made(
+                enable_sr=bool(end), prompt=loops.QUOTED, aspect_ratio="16:9", video_length=121, seed=loops.SEED,
+                negative_prompt=loops.QUOTED_NEGATIVE, prompt_rewrite=False, **given,
+            )  # fmt: skip
+        return (film.sr_videos if end else film.videos)[0].permute(1, 2, 3, 0)
 
     return run
 
@@ -669,6 +700,12 @@ LOOPS = {
             *HUNYUAN_15, hunyuan_15(f"hunyuan_video_15{'_i2v' if task == 'i2v' else ''}", kind)
         )
         for task, kind in loops.HUNYUAN_15
+    },
+    **{
+        loops.named(task, *rest): Loop(
+            *HUNYUAN_15, hunyuan_15(f"hunyuan_video_15{'_i2v' if task == 'i2v' else ''}", *rest)
+        )
+        for task, *rest in loops.HUNYUAN_15_TWICE
     },
     "skyreels v1 t2v": Loop(*SKYWORK, skyreels(loops.SKYREELS_T2V)),
     "skyreels v1 i2v": Loop(*SKYWORK, skyreels(loops.SKYREELS_I2V)),

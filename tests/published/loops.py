@@ -85,31 +85,90 @@ def error(frames: torch.Tensor, stored: dict[str, torch.Tensor]) -> float:
 HUNYUAN_15 = [("t2v", ""), ("i2v", ""), ("t2v", "cfg distilled"), ("i2v", "cfg distilled"), ("i2v", "step distilled")]
 
 
-def named(task: str, kind: str) -> str:
+# And followed by the super-resolution: task, how the first pass was distilled, height of the result.
+HUNYUAN_15_TWICE = [
+    *(("t2v", "cfg distilled", "720p"), ("i2v", "step distilled", "720p")),
+    *(("t2v", "cfg distilled", "1080p"), ("i2v", "cfg distilled", "1080p")),
+]
+
+
+def named(task: str, kind: str, end: str = "") -> str:
     """The name of a loop of HunyuanVideo 1.5."""
-    return " ".join(filter(None, ("hunyuan video 1.5", task, kind)))
+    return " ".join(filter(None, ("hunyuan video 1.5", task, kind, end and f"to {end}")))
 
 
 QUOTED = 'a red cat jumps over a wall that says "stop"'
 QUOTED_NEGATIVE = 'blurry and "ugly"'
 
 
-def hunyuan_15(name: str, folder: Path, kind: str = "") -> Path:
-    """A tiny checkpoint of HunyuanVideo 1.5 for pictures of a tenth of 480p; ``kind`` is how it was distilled."""
+def hunyuan_15(name: str, folder: Path, kind: str = "", side: int = 64) -> Path:
+    """A tiny checkpoint of HunyuanVideo 1.5 for pictures of a tenth of 480p, or of 720p with a ``side`` of 96; ``kind``
+    is how it was distilled."""
+    few = kind == "step distilled"
+    shift = 7.0 if few or (side > 64 and name.endswith("i2v")) else 9.0 if side > 64 else 5.0
+    return _hunyuan_15(name, folder, f"{kind or 'guided'}_{side}", shift, 1.0 if kind else 6.0, side, few)
+
+
+def hunyuan_15_super(name: str, folder: Path, end: str) -> Path:
+    """A tiny super-resolution of HunyuanVideo 1.5, with the VAE of ``name``, of the published side: 960 or 1440."""
+    side = {"720p": 960, "1080p": 1440}[end]
+    return _hunyuan_15(name, folder, f"super_{end}", 2.0, 1.0, side, True, in_channels=98)
+
+
+def _hunyuan_15(
+    name: str, folder: Path, words: str, shift: float, cfg: float, side: int, few: bool, **more: int
+) -> Path:
     from diffusers import HunyuanVideo15Transformer3DModel as Transformer
 
-    made = folder / f"{name}_{kind or 'guided'}"
+    made = folder / f"{name}_{words}"
     if not made.is_dir():
         shutil.copytree(tiny.build(name, folder), made)
-        few = kind == "step distilled"
-        config = {**Transformer.load_config(made / "transformer"), "target_size": 64, "use_meanflow": few}
+        config = {**Transformer.load_config(made / "transformer"), "target_size": side, "use_meanflow": few, **more}
         with torch.random.fork_rng(devices=[]):
             module = Transformer.from_config(config)
         randomise(module, 1)
         module.save_pretrained(made / "transformer")
-        _changed(made / "guider" / "guider_config.json", guidance_scale=1.0 if kind else 6.0)
-        _changed(made / "scheduler" / "scheduler_config.json", shift=7.0 if few else 5.0)
+        _changed(made / "guider" / "guider_config.json", guidance_scale=cfg)
+        _changed(made / "scheduler" / "scheduler_config.json", shift=shift)
     return made
+
+
+def tenth(sizes: Callable[[int, int], Any]) -> Callable[..., Any]:
+    """``generate_crop_size_list`` with a tenth of the published sides; smaller ones are a tenth already."""
+    return lambda base_size, patch_size: sizes(base_size // 10 if base_size >= 640 else base_size, patch_size)
+
+
+def hunyuan_15_upscaler(folder: Path, end: str) -> Path:
+    """A tiny latent upscaler of HunyuanVideo 1.5, in the names of its release."""
+    from safetensors.torch import save_file
+
+    draws, tensors, widths = torch.Generator().manual_seed(1), dict[str, torch.Tensor](), (64, 96)
+
+    def layer(name: str, before: int, after: int, side: int = 3) -> None:
+        weight = torch.randn(after, before, side, side, side, generator=draws)
+        tensors[f"{name}.weight"] = weight / (before * side**3) ** 0.5
+        tensors[f"{name}.bias"] = torch.randn(after, generator=draws) / 10
+
+    if end == "720p":
+        layer("in_conv.conv", 32, 48)
+        for block, place in ((block, place) for block in range(2) for place in (0, 2, 4)):
+            layer(f"blocks.{block}.block.{place}.conv", 48, 48)
+        layer("out_conv.conv", 48, 32)
+    else:
+        layer("conv_in.conv", 32, widths[0])
+        before = widths[0]
+        for level, block in ((level, block) for level in range(2) for block in range(3)):
+            place, width = f"up.{level}.block.{block}", widths[level]
+            for n, wide in ((1, before), (2, width)):
+                layer(f"{place}.conv{n}.conv", wide, width)
+                tensors[f"{place}.norm{n}.gamma"] = 1 + torch.randn(wide, 1, 1, 1, generator=draws) / 10
+            if before != width:
+                layer(f"{place}.nin_shortcut", before, width, 1)
+            before = width
+        tensors["norm_out.gamma"] = 1 + torch.randn(before, 1, 1, 1, generator=draws) / 10
+        layer("conv_out.conv", before, 32)
+    save_file(tensors, folder / f"upsampler_{end}.safetensors")
+    return folder / f"upsampler_{end}.safetensors"
 
 
 def _changed(path: Path, **settings: float) -> None:

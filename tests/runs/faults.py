@@ -112,6 +112,7 @@ def injected(
         known[name] = together(wanted), every.count, own.count
         gc.collect()
         most = max(most, beside(parts()))
+    gc.freeze()  # what was loaded is not walked after each run
     for _ in range(count):
         name = rng.choices(list(runs), [RARE if name == ANEW else 1.0 for name in runs])[0]
         kind = rng.choices(list(ERRORS), (6, 2, 2))[0]
@@ -128,10 +129,16 @@ def injected(
                 ended += ", the next run differs"
         except Exception as raised:
             ended += f", the next run raised {type(raised).__name__}: {str(raised)[:200]!r}"
-        gc.collect()
+        if beside(parts()) > most:
+            gc.collect()
+        if beside(parts()) > most:  # of what was loaded, which may be garbage now
+            gc.unfreeze()
+            gc.collect()
+            gc.freeze()
         if (left := beside(parts()) - most) > 0:
             ended += f", {left} bytes stay"
         ends[f"{kind}: {ended}"] += 1
         if ended not in ("survived", "explained", "unmet"):
             print(f"  {name}, {error()!r} at {at} of {steps}, {times} times: {ended}", flush=True)
+    gc.unfreeze()
     return ends

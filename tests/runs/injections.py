@@ -9,7 +9,6 @@ It goes on where it was interrupted, as long as the code is the same.
 
 import argparse
 import csv
-import gc
 import itertools
 import logging
 import random
@@ -41,7 +40,7 @@ from runs.subjects import painting_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("ltx", "mochi")  # pipelines that are drawn three times as often
-BLOCK = 25  # injections into one pipeline
+BLOCK = 50  # injections into one pipeline
 
 
 def video(name: str, offload: str, folder: Path) -> tuple[dict[str, Run], Any, Any]:
@@ -177,9 +176,6 @@ def main() -> int:
                 ends = injected(runs, random.Random(seed), BLOCK, False, parts, *drop)
         else:
             ends = fits.block(seed)
-        if number % 50 == 0:  # what was imported is not walked after each run
-            gc.collect()
-            gc.freeze()
         rows = [[str(number), name, end, str(times)] for end, times in sorted(ends.items())] or [
             [str(number), name, "", "0"]
         ]

@@ -93,6 +93,6 @@ def test_links_are_timed_from_pinned_and_from_other_memory(acc, monkeypatch):
     monkeypatch.setattr(work, "LINK_BYTES", 1 << 20)
     monkeypatch.setattr(work, "locks_host_memory", lambda device: False)
     links = work._links(torch.device("acc:0"))
-    assert links["link"] == 0.0 < links["plain_link"], "what cannot be pinned has no rate"
+    assert links["link"] == links["staged_link"] == 0.0 < links["plain_link"], "what cannot be pinned has no rate"
     monkeypatch.setattr(work, "locks_host_memory", lambda device: True)
     assert min(work._links(torch.device("acc:0")).values()) > 0

@@ -50,7 +50,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_whole_command_on_the_simulated_device(acc, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = proved(tmp_path, str(acc))
     names = ["probes", "kernels fp32", "rates fp32", "attention fp32", "Conv3d fp32", "Fit", "8-bit products"]
-    assert list(found) == [*names, *(f"memory {family}" for family in FAMILIES)]
+    decoders = [f"decode {family}" for family in FAMILIES if family != "framepack"]
+    assert list(found) == [*names, *(f"memory {family}" for family in FAMILIES), *decoders]
+    for part in decoders:
+        (peak, whole) = found[part].values()
+        assert peak.what == "peak on 6 GiB, whole in fp32" and not peak.fault and not whole.fault
+        assert abs(peak.measured / peak.modelled - 1) <= MARGIN, part
+        assert whole.what == "decode, whole in fp32" and whole.measured and whole.modelled
     assert not [figure for part in names[1:6] for figure in found[part].values() if figure.fault]
     for family in FAMILIES:
         mine = found[f"memory {family}"]
@@ -58,11 +64,11 @@ def test_the_whole_command_on_the_simulated_device(acc, tmp_path: Path, capsys: 
         assert peaks and all(figure.measured and figure.modelled and not figure.fault for figure in peaks)
         assert {"forward", "forward, streamed"} <= set(mine)
     told = capsys.readouterr().out
-    assert "part 1 of 12: probes" in told and "12 of 12 parts" in told
+    assert "part 1 of 16: probes" in told and "16 of 16 parts" in told
     before = (tmp_path / "a.json").read_bytes()
     proved(tmp_path, str(acc))
     assert (tmp_path / "a.json").read_bytes() == before, "all parts were there"
-    assert capsys.readouterr().out.count("done before") == 12
+    assert capsys.readouterr().out.count("done before") == 16
 
 
 def test_a_card_is_as_small_as_wanted_and_forecasts_hold(acc, tmp_path: Path) -> None:
@@ -161,5 +167,5 @@ def test_a_python_with_torch_alone_is_enough(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     parts = proof_in((tmp_path / "a.json").read_bytes()).parts
     figures = [figure for part in parts for figure in part.figures]
-    assert len(parts) == 12 and not [figure for figure in figures if figure.fault]
+    assert len(parts) == 16 and not [figure for figure in figures if figure.fault]
     assert sum(figure.what == "plain blocks, forward" for figure in figures) == len(FAMILIES)

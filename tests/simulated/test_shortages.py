@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from anygpu.compat.device.execution import add_hook
 from anygpu.compat.device.failures import is_shortage
 from anygpu.compat.errors import PackError, UnsupportedError, parts_of
 from anygpu.compat.memory import hooks, standalone
@@ -218,6 +219,14 @@ def test_a_shortage_that_a_library_calls_another_error_says_what_to_lower(tiny_f
     with pytest.raises(torch.OutOfMemoryError) as caught:
         stages.encode_prompt(pipeline, PromptRequest("a red fox", ""), Silent())
     assert {"found", "expected", "fix"} == parts_of(str(caught.value)).keys()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_no_hook_stays_where_registering_it_fails(before):
+    layer = nn.Linear(1, 1)
+    with shortage(1, behind=True, operators=False, errors=[MemoryError]), pytest.raises(MemoryError):
+        add_hook(layer, print, before)
+    assert not layer._forward_hooks and not layer._forward_pre_hooks
 
 
 @pytest.mark.full

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,14 +20,17 @@ from ...pipeline import Pipeline
 from ...sampling import loop
 from ...sampling.core_sampler import velocity
 from ...sampling.schedules import Guidance, even_levels, schedule_for
+from ...settings import refines
 from ...text.qwen import qwen_embeds, qwen_forwards, qwen_from_core
 from ...vae.fallback import decode as decode
 from ...vae.fallback import encoded, watched
-from .spec import CHANNELS, FEW_STEPS, SPATIAL_RATIO, SPEC, TEMPORAL_RATIO
+from .spec import CHANNELS, FEW_STEPS, LARGE, SMALL, SPATIAL_RATIO, SPEC, SUPER_CHANNELS, TEMPORAL_RATIO
+from .upscaler import upscale as upscale
 
 BRANCHES = ("pred_cond", "pred_uncond")
 VISION_TOKENS = 729  # what SigLIP makes of 384 x 384 pixels
 STATES, PICTURE = "image_embeds", "image_latents"
+SMALL_NOISE = 0.7  # share of noise on the small video of the super-resolution, which is shown at no smaller level
 
 
 def defaults_for(pipeline: Pipeline) -> Defaults:
@@ -40,8 +43,13 @@ def defaults_for(pipeline: Pipeline) -> Defaults:
 
 
 def recipe_for(pipeline: Pipeline) -> Recipe:
-    """The published recipe: few steps for the transformer that takes the next time too, as only that training does."""
-    return SPEC.recipes.known[FEW_STEPS if pipeline.configs["transformer"].get("use_meanflow") else ""]
+    """The published recipe: few steps for the transformer that takes the next time too, as only that training does;
+    that of the super-resolution for one that takes a small video."""
+    config = pipeline.configs["transformer"]
+    if _enlarges(pipeline):
+        side = LARGE if int(config.get("target_size", SMALL)) > (SMALL + LARGE) / 2 else SMALL
+        return SPEC.recipes.known[f"super-resolution {side}"]
+    return SPEC.recipes.known[FEW_STEPS if config.get("use_meanflow") else ""]
 
 
 def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]:
@@ -80,7 +88,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
         progress.notify(f"the first of {request.frames.shape[0]} images is used: {SPEC.title} starts from one")
     frames = request.frames[:1]
     if request.vision is None:
-        states = _states(pipeline, frames, progress)
+        states = _states(pipeline, frames if request.seen is None else request.seen, progress)
     else:
         states = checked_vision(request.vision, VISION_TOKENS, int(pipeline.configs["transformer"]["image_embed_dim"]))
     picture = _video_latents(pipeline, frames, request.seed, progress, mode=True)
@@ -104,6 +112,7 @@ def sample(
     dtype, generator = pipeline.precision.residual, generator_for(settings.seed)
     settings = _guided_as_saved(pipeline, settings, progress)
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, even_levels, device)
+    _require_transformer(pipeline, settings)
     noise = loop.noise_for(loop.latent_shape(SPEC, CHANNELS, settings), generator, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
     texts = placed(dict(zip(BRANCHES, (prompt.embeds, prompt.negative or {}), strict=True)), device, dtype)
@@ -113,12 +122,13 @@ def sample(
         beside[:, :CHANNELS, :1] = placed(image.tensors[PICTURE], device, dtype) * scale
         beside[:, CHANNELS:, :1] = 1.0
         vision = placed(image.tensors[STATES], device, dtype)
+    small = _small_video(clean, generator, dtype) if _enlarges(pipeline) and clean is not None else None
     next_times = functional.pad(schedule.timesteps[1:], (0, 1))
     with loop.held_transformer(pipeline, settings, progress) as transformer:
 
         def branch(name: str, latents: Tensor, time: Tensor, index: int) -> Tensor:
             call = Call(
-                latents=torch.cat([latents.to(dtype), beside], dim=1),
+                latents=torch.cat([latents.to(dtype), beside, *([] if small is None else [small(time)])], dim=1),
                 time=time.expand(1),
                 embeds=texts[name][base.EMBEDS],
                 glyph_embeds=texts[name].get(base.EMBEDS_2),
@@ -151,7 +161,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor
         glyph_embeds = like.new_zeros(rows, 0, int(config["text_embed_2_dim"]))
     if vision is None:
         vision = like.new_zeros(rows, 0, int(config["image_embed_dim"]))
-    next_time = call.next_time if config.get("use_meanflow") and call.vision is not None else None
+    next_time = call.next_time if config.get("use_meanflow") else None
     return transformer(
         hidden_states=like,
         timestep=call.time.to(like.dtype),
@@ -163,6 +173,34 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor
         image_embeds=vision,
         return_dict=False,
     )[0]
+
+
+def _enlarges(pipeline: Pipeline) -> bool:
+    """Tell whether the transformer is the super-resolution's, which takes a small video beside the noise."""
+    return int(pipeline.configs["transformer"].get("in_channels", 0)) == SUPER_CHANNELS
+
+
+def _require_transformer(pipeline: Pipeline, settings: SampleSettings) -> None:
+    """Raise for the super-resolution without a small video, and for another transformer with one."""
+    if _enlarges(pipeline) and settings.latents is None:
+        raise InputError(
+            f"no latents for the super-resolution of {SPEC.title}",
+            expected="those of AnyGPU Upscale Latents",
+            fix="Connect them as latent; their video is sampled by another pipeline.",
+        )
+    if not _enlarges(pipeline) and refines(settings):
+        raise InputError(
+            f"upscaled latents for {str(pipeline.model.source)!r}",
+            expected="a transformer of the super-resolution, such as 720p_sr_distilled",
+            fix="Load it with a second AnyGPU Compose Pipeline, or set denoise below 1 to redraw the latents.",
+        )
+
+
+def _small_video(clean: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """The channels (1, 33, T, H, W) of the small video under noise, and its mask, at a time of 0..1000."""
+    noise = loop.noise_for(tuple(clean.shape), generator, clean.device)
+    under = torch.cat([(1 - SMALL_NOISE) * clean + SMALL_NOISE * noise, torch.ones_like(clean[:, :1])], dim=1).to(dtype)
+    return lambda time: under * (time >= 1000 * SMALL_NOISE)
 
 
 def _guided_as_saved(pipeline: Pipeline, settings: SampleSettings, progress: Progress) -> SampleSettings:

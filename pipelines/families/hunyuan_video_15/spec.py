@@ -14,6 +14,8 @@ NO_CFG, CFG = (family.GuidanceStep(),), (family.GuidanceStep(cfg=6.0),)
 FIT = family.FitFactors(tokens=8.33, latents=2.27, pixels=6.01, plain=0.0, text=3.42, streamed=13.18, chunked=1.26)
 BLOCK = "diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15TransformerBlock"
 FEW_STEPS = "few steps"
+SUPER_CHANNELS = 2 * (CHANNELS + 1) + CHANNELS  # noise, picture and small video, the last two with a mask
+SMALL, LARGE = 960, 1440  # sides of squares of as many pixels as 720p and 1080p have
 # Transformer, VAE and ByT5 in fp32.
 STORED = {
     "text_encoder": 14_141_274_960,
@@ -34,6 +36,7 @@ PAGES = tuple(f"https://huggingface.co/{PUBLISHER}{p}_{task}" for p in ("480p", 
 REPACKAGED = "Comfy-Org/HunyuanVideo_1.5_repackaged"
 QWEN = (family.Quantised(REPACKAGED, "qwen_2.5_vl_7b_fp8_scaled.safetensors", 9.38),)
 SOURCE = "Tencent-Hunyuan/HunyuanVideo-1.5 hyvideo/commons/__init__.py, PIPELINE_CONFIGS"
+SUPER_SOURCE = SOURCE.replace("PIPELINE", "SR_PIPELINE")
 
 
 def quantised(task: str) -> tuple[family.Quantised, ...]:
@@ -93,6 +96,12 @@ SPEC = family.FamilySpec(
         known={
             "": family.Recipe("published settings, also where it needs no cfg", SOURCE, steps=50),
             FEW_STEPS: family.Recipe("480p i2v step distilled", SOURCE, steps=12),  # 8 work too, says the README
+            **{
+                f"super-resolution {side}": family.Recipe(
+                    f"super-resolution to {name}", SUPER_SOURCE, steps=steps, guidance=NO_CFG, shift=2.0
+                )
+                for side, name, steps in ((SMALL, "720p", 6), (LARGE, "1080p", 8))
+            },
             "capybara": family.Recipe("capybara", WAN2GP, steps=20, guidance=CFG, shift=7.0),
             "lightx2v": family.Recipe(
                 "LightX2V, 4 steps",
@@ -153,6 +162,7 @@ SPEC = family.FamilySpec(
                 "",
                 "the name says super-resolution, but its transformer has no place for the small video (98 channels)",
                 "Tencent-Hunyuan/HunyuanVideo-1.5 60783e7 hyvideo/pipelines/hunyuan_video_sr_pipeline.py",
+                channels=65,
             ),
         ),
         pages=PAGES,
@@ -170,15 +180,6 @@ SPEC = family.FamilySpec(
         },
         musubi=family.MusubiCache(
             "hv15", "hunyuan_video_1_5", ratio=16, text={"varlen_vl_embed": EMBEDS, "varlen_byt5_embed": EMBEDS_2}
-        ),
-        others=(
-            family.OtherModel(
-                "HunyuanVideo 1.5 super-resolution",
-                ("img_in.proj.weight", "byt5_in.fc1.weight"),
-                98,
-                "ComfyUI's own Load Diffusion Model and Hunyuan Video 1.5 Super Resolution, with AnyGPU Fit "
-                "before the sampler",
-            ),
         ),
     ),
 )

@@ -6,30 +6,22 @@ temporal one has no second pass and its channels stay.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from ....compat.checkpoints.headers import TensorEntry
-from ....compat.checkpoints.weights import read_tensors
+from ....compat.device.execution import to_host
 from ....compat.errors import CheckpointError
-from ....compat.memory.transfer import transfer_for
-from ...base import Latents, Progress, ProgressStage
+from ...base import Latents, Progress
 from ...files.formats import entries_in
-from ...files.part import construction, empty_weights
-from ...keys import listed
-from ...pipeline import Pipeline, held_once
+from ...latents.upscaler import upscaled
+from ...pipeline import Pipeline
 from ...settings import SECOND_PASS
 from .conditions import scaling
 from .spec import CHANNELS, SPATIAL_RATIO
 
-PART = "latent_upsampler"
-COPIES = 4  # of its widest activation alive at once: a convolution's input, output and work, and the residual
 FIRST = "initial_conv.weight"
 
 
@@ -59,21 +51,17 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
     """``latents`` at twice the width and height, marked for the second pass; or with twice the frames per second."""
     from diffusers import LTXLatentUpsamplePipeline as Upstream
     from diffusers import LTXPipeline
+    from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel as Network
 
     entries = entries_in(path)
     config = config_of(entries, path)
-    device = pipeline.offloader.device_of(PART)
-    transfer = transfer_for(device, pipeline.precision.vae)
     vae: Any = pipeline.parts.read("vae", progress)
-    low, scale = latents.samples, scaling(pipeline)
-    mean, std = transfer.to_host_fp32(vae.latents_mean), transfer.to_host_fp32(vae.latents_std)
-    needed = COPIES * config["mid_channels"] * math.prod(low.shape[2:]) * 4 * pipeline.precision.vae.itemsize
-    read = partial(_read, entries, config, pipeline.precision.vae)
-    with held_once(pipeline, PART, read, needed, progress) as network:
-        progress.step(0, 1, ProgressStage("upscaling", "latents"))
-        high = network(transfer.to_device(LTXPipeline._denormalize_latents(low, mean, std, scale)))
-        high = LTXPipeline._normalize_latents(transfer.to_host_fp32(high), mean, std, scale)
-    progress.step(1, 1, ProgressStage("upscaling", "latents"))
+    low, scale, dtype = latents.samples, scaling(pipeline), pipeline.precision.vae
+    mean, std = (to_host(tensor).float() for tensor in (vae.latents_mean, vae.latents_std))
+    plain = LTXPipeline._denormalize_latents(low, mean, std, scale)
+    widest = 4 * config["mid_channels"]
+    high = upscaled(pipeline, plain, partial(Network, **config), entries, widest, dtype, progress)
+    high = LTXPipeline._normalize_latents(high, mean, std, scale)
     if config["temporal_upsample"]:  # the first frame stays one: T latents become 2 T - 1
         return replace(latents, samples=high, frames=2 * latents.frames - 1, fps=2 * latents.fps)
     match: Any = Upstream.adain_filter_latent
@@ -85,22 +73,3 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
         width=columns * SPATIAL_RATIO,
         extra={**latents.extra, SECOND_PASS: True},
     )
-
-
-def _read(entries: dict[str, TensorEntry], config: dict[str, Any], dtype: torch.dtype, progress: Progress) -> nn.Module:
-    from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
-
-    with torch.inference_mode(False), torch.no_grad():
-        file = next(iter(entries.values())).file
-        with construction("latent upscaler", file, len(entries), progress.check), empty_weights():
-            network: nn.Module = LTXLatentUpsamplerModel(**config)
-        missing = sorted(network.state_dict().keys() - entries.keys())
-        if missing:
-            raise CheckpointError(
-                f"no tensors {listed(missing)} in a latent upscaler",
-                expected="a complete file, such as ltxv-spatial-upscaler-0.9.8.safetensors",
-                fix="Download this file again.",
-            )
-        wanted = {name: entries[name] for name in network.state_dict()}
-        network.load_state_dict(read_tensors(wanted, dtype, lambda _: progress.check()), assign=True)
-        return network.eval().requires_grad_(False)

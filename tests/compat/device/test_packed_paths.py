@@ -99,3 +99,19 @@ def test_a_kernel_library_that_fails_is_no_backend(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(type(registry), "get_capable_backend", refuse)
     assert ASKED("int8_tensorwise", torch.device("cpu"))[0] == ""
+
+
+@pytest.mark.parametrize(("few", "right"), [((0.9, 0.4), True), ((12.0, 4.0), False)])
+def test_a_product_of_few_rows_settles_nothing_that_launches_explain(few, right, monkeypatch) -> None:
+    """An H100 took 0.9 ms for 17 rows, dequantised 0.4; only from 5 ms on does that tell of many rows."""
+    monkeypatch.setattr(packed_paths, "WIDTH", 256)
+    monkeypatch.setattr(packed_paths, "ROWS", (17, 128))
+    times = iter([few, (1.0, 2.0)])
+    monkeypatch.setattr(
+        packed_paths, "milliseconds", lambda ways, *_: dict(zip(ways, next(times), strict=True)), raising=True
+    )
+    if right:
+        assert packed_paths.product_fault(INT8, False, torch.device("cpu")) == ""
+    else:
+        with pytest.raises(packed_paths.SlowerProductError, match="17 rows"):
+            packed_paths.product_fault(INT8, False, torch.device("cpu"))

@@ -1,6 +1,8 @@
 """The probe of rates, beside a device that is modelled: launches, two queues, caches, clocks that rise, and noise."""
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from anygpu.compat.device.facts import DeviceFacts
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.device.rates import ATTENTION, CONVOLUTION, PRODUCT, work_of
 from torch.utils._python_dispatch import TorchDispatchMode
+
+ROOT = Path(__file__).resolve().parents[3]
 
 LAUNCH, WAIT, NOISE, CACHE = 50e-6, 50e-6, 0.1, 96 * 2**20
 META = torch.device("meta")
@@ -136,3 +140,15 @@ def test_the_kernel_that_was_timed_fastest_and_the_links_are_part_of_a_pace(monk
     assert (paced[0].link, paced[0].plain_link) == (2e9, 1e9)
     assert work.pace_of(facts, store, torch.bfloat16, "", 64).attention == 1e12 and calls == [128, 64], "once each"
     assert emptied == [facts.device] * 2, "the memory of a probe is free again"
+
+
+def test_published_rates_are_what_a_card_of_this_kind_gave():
+    """Products, convolutions and memory of an H100, in the file that ``anygpu prove`` wrote there."""
+    proof = json.loads((ROOT / "benchmarks" / "machines" / "nvidia-h100.json").read_text(encoding="utf-8"))
+    facts = DeviceFacts(torch.device("cuda:0"), "cuda", "sm90", "cuda-sm80+", proof["device"], 80 * 2**30, "2.11")
+    parts = {part["name"]: {each["what"]: each for each in part["figures"]} for part in proof["parts"]}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
+        pace, found = work.pace_of(facts, None, dtype), parts[f"rates {name}"]
+        modelled = {"product": pace.product / 1e12, "convolution": pace.convolution / 1e12, "memory": pace.memory / 1e9}
+        for what, value in modelled.items():
+            assert 0.85 <= value / found[what]["measured"] <= 1.15, (name, what, value)

@@ -503,6 +503,18 @@ def test_a_wrong_replacement_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog
     assert swap_conv3d(model, choose_by(FORBIDDEN)).left == {"0": "its replacement failed: no engine"}
 
 
+@pytest.mark.parametrize("form", [Conv3dMethod.PATCHES, Conv3dMethod.CHANNELS_LAST])
+def test_a_processor_whose_16_bit_convolutions_are_wrong_does_not_judge(form, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As oneDNN's for AMX are in bf16: an Intel Xeon was off by 1.3 times the largest value (pytorch#169688)."""
+    right = F.conv3d
+    monkeypatch.setattr(F, "conv3d", lambda x, *rest, **more: right(x, *rest, **more) * (-1) ** (x.dtype.itemsize == 2))
+    model = nn.Sequential(nn.Conv3d(16, 32, (2, 4, 4), stride=(2, 4, 4))).to(torch.bfloat16)
+    assert float(model(torch.ones(1, 16, 2, 8, 8, dtype=torch.bfloat16)).sum()) != float(
+        right(torch.ones(1, 16, 2, 8, 8), model[0].weight.float(), model[0].bias.float(), stride=(2, 4, 4)).sum()
+    )
+    assert list(swap_conv3d(model, always(form)).choices) == ["0"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_comparison_allows_the_rounding_of_each_dtype(dtype: torch.dtype) -> None:
     for form in Conv3dMethod:

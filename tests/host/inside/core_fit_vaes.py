@@ -22,6 +22,7 @@ from anygpu.host.core import clip as core_clip
 from anygpu.host.core import vae as core_vae
 from anygpu.host.core.vae import lost_masks
 from simulated import accelerator
+from simulated.shortages import shortage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from host.inside import core_tiny_vaes
@@ -507,3 +508,34 @@ def vaes_refitted() -> dict[str, Any]:
             cast.first_stage_model is not narrow.first_stage_model is back.first_stage_model is back.patcher.model
         )
     return {"pairs": pairs, "acts": not torch.equal(alone["fp32"], alone["as loaded"])}
+
+
+def short_on_the_host(name: str) -> dict[str, Any]:
+    """Outcomes of decodes during whose proof on the CPU memory runs out, and of the decodes after them."""
+    with machine_named("turing") as machine, noted():
+        vae = fitted(made(name, device=machine.facts.device), machine=machine)
+        latents, ends, proven = latents_of(name), dict[str, int](), float("inf")
+
+        def decoded(unproven: float = 0.0) -> torch.Tensor:
+            management.unload_all_models()
+            vae.unproven = unproven
+            pixels: torch.Tensor = vae.decode(latents)
+            return pixels
+
+        wanted = decoded(proven)
+        with shortage(0) as plain:
+            decoded()
+        with shortage(0) as every:
+            decoded(proven)
+        for at in range(plain.count, every.count, (every.count - plain.count) // 5):
+            for times in (1, 3):
+                try:
+                    with shortage(at, times, errors=[torch.OutOfMemoryError]):
+                        end = "" if torch.equal(decoded(proven), wanted) else "other pixels"
+                except torch.OutOfMemoryError:
+                    end = ""
+                except Exception as error:
+                    end = str(error)
+                later = "" if torch.equal(decoded(proven), wanted) else ", then others"
+                ends[end + later] = ends.get(end + later, 0) + 1
+        return {"ends": ends, "listed": len(management.current_loaded_models)}

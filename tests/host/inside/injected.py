@@ -1,5 +1,6 @@
 """Failures inside core's own models, fitted to a device and watched by the doctor: what `tests/runs` injects."""
 
+import contextlib
 import random
 from typing import Any
 
@@ -11,11 +12,13 @@ from anygpu.host.core import doctor as core_doctor
 from anygpu.host.core import model as core_model
 from anygpu.host.core import vae as core_vae
 from runs.faults import injected
+from simulated.shortages import shortage
 
 from host.inside import core_tiny, core_tiny_vaes
 from host.inside.core_fit import machine_named
 
 MACHINES = ("turing", "gfx1151", "mps-like", "xpu-like")
+_answers: dict[str, dict[str, Any]] = {}  # of each machine, before anything was injected: some take seconds
 
 
 def block(seed: str, count: int) -> dict[str, int]:
@@ -23,8 +26,12 @@ def block(seed: str, count: int) -> dict[str, int]:
     rng = random.Random(seed)
     cases, make = rng.choice(((core_tiny.CASES, samples), (core_tiny_vaes.CASES, decodes)))
     name = rng.choice(list(cases))
-    with machine_named(rng.choice(MACHINES)) as machine:
-        return dict(injected(make(name, machine), rng, count, guest=True))
+    profile = rng.choice(MACHINES)
+    with machine_named(profile) as machine:
+        machine.probes._answers.update(_answers.get(profile, {}))
+        runs = make(name, machine)
+        _answers[profile] = machine.probes.known()
+        return dict(injected(runs, rng, count, guest=True))
 
 
 def samples(name: str, machine: Any) -> dict[str, Any]:
@@ -51,3 +58,21 @@ def decodes(name: str, machine: Any) -> dict[str, Any]:
         return pixels
 
     return {"fit": run}
+
+
+def hooks(name: str) -> dict[str, int]:
+    """Outcomes of runs after ones beside the doctor in which memory ran out as a hook had just been registered."""
+    with machine_named("") as machine, torch.no_grad():
+        runs, ends = samples(name, machine), dict[str, int]()
+        wanted = runs["fit"]()
+        with shortage(0, operators=False) as every:
+            runs["fit and doctor"]()
+        for at in range(1, every.count, every.count // 8):
+            with contextlib.suppress(MemoryError), shortage(at, behind=True, operators=False, errors=[MemoryError]):
+                runs["fit and doctor"]()
+            try:
+                end = "" if torch.equal(runs["fit"](), wanted) else "other values"
+            except Exception as error:
+                end = repr(error)
+            ends[end] = ends.get(end, 0) + 1
+    return ends

@@ -45,6 +45,10 @@ def test_names_that_every_model_has_say_nothing(path: str, names: tuple[str, ...
     [
         ("480p_i2v_step_distilled", "hunyuan_video_15 meanflow", "480p i2v, few steps", ""),
         ("720p_i2v", "hunyuan_video_15", "720p i2v", "the name '720p_i2v' says so"),
+        *(
+            (name, "hunyuan_video_15 sr", f"super-resolution to {end}", f"the name {name!r} says so")
+            for name, end in (("720p_sr_distilled", "720p"), ("1080p_sr_distilled", "1080p"))
+        ),
         ("480p_t2v_distilled", "hunyuan_video_15", "480p t2v distilled", "the name '480p_t2v_distilled' says so"),
         ("480p_t2v", "hunyuan_video_15", "480p t2v", "assumed: no name around it says otherwise"),
     ],
@@ -177,6 +181,12 @@ def test_names_of_distillations_and_of_other_tasks_are_known(family: str) -> Non
         kinds = {kind for kind, group in groups.items() if name in group.split()}
         assert recipe_named(spec, (name,)) == next(iter(kinds - {"caution"}), ""), name
         assert bool(cautions_by_name(spec, (name,))) == ("caution" in kinds), name
+
+
+@pytest.mark.parametrize(("channels", "named"), [(0, True), (65, True), (98, False)])
+def test_a_name_of_a_super_resolution_warns_of_another_transformer_alone(channels: int, named: bool) -> None:
+    spec, names = FAMILIES["hunyuan_video_15"], ("hunyuanvideo1.5_1080p_sr",)
+    assert bool(cautions_by_name(spec, names, channels=channels)) == named
 
 
 def test_at_least_eighty_published_names_are_held() -> None:

@@ -131,6 +131,54 @@ def test_differences_of_weight_and_bias_are_added(made: Any, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", LORA_MODES)
+def test_a_bias_of_pefts_adapter_is_scaled_as_peft_scales_it(made: Any, mode: str) -> None:
+    """Beside peft's own layer, merged, whose alpha is 8 of rank 4."""
+    from peft import LoraConfig, get_peft_model
+
+    weight, bias = weight_and_bias(made)
+    layer = torch.nn.Linear(*weight.shape[::-1])
+    layer.weight.data, layer.bias.data = weight.clone(), bias.clone()
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["0"], lora_bias=True)
+    model = get_peft_model(torch.nn.Sequential(layer), config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    state = {
+        name.split(".default")[0] + name.split(".default")[1]: p.detach()
+        for name, p in model.named_parameters()
+        if "lora_" in name
+    }
+    names = {f"{LAYER}.{name.partition('.0.')[2]}": tensor.clone() for name, tensor in state.items()}
+    assert f"{LAYER}.lora_B.bias" in names and len(names) == 3
+    merged = model.merge_and_unload()[0]
+    with torch.no_grad():
+        expected = merged(torch.eye(merged.in_features))
+    (made.folder / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8, "lora_bias": True})
+    )
+    try:
+        torch.testing.assert_close(made.outputs(names, LAYER, 1.0, mode), expected, **NEAR)
+        half = made.outputs(names, LAYER, 0.5, mode)
+    finally:
+        (made.folder / "adapter_config.json").unlink()
+    torch.testing.assert_close(half, (expected + weight.T + bias) / 2, **NEAR)
+    assert torch.equal(weight_and_bias(made)[0], weight) and torch.equal(weight_and_bias(made)[1], bias)
+
+
+def test_a_bias_of_pefts_adapter_is_cut_with_its_layer_and_named_where_it_has_no_place() -> None:
+    base = "double_blocks.0.img_attn_qkv"
+    tensors = {f"{base}.lora_A.weight": drawn(RANK, 6), f"{base}.lora_B.weight": drawn(18, RANK)}
+    tensors[f"{base}.lora_B.bias"] = torch.arange(18.0)
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+    shares = [pair.delta(tensors, 0.5).bias for pair in matched(FILE, shapes, LAYERS, HUNYUAN).pairs.values()]
+    assert torch.equal(torch.cat([share for share in shares if share is not None]), torch.arange(18.0) / 2)
+    bare = matched(FILE, shapes, LAYERS, HUNYUAN, biased=())
+    assert bare.unmatched == [f"{base}.lora_B.bias"] and not any(pair.has_bias for pair in bare.pairs.values())
+    with pytest.raises(CheckpointError, match="none of 3 keys"):
+        matched(FILE, {**shapes, f"{base}.lora_B.bias": (17,)}, LAYERS, HUNYUAN)
+
+
+@pytest.mark.parametrize("mode", LORA_MODES)
 def test_a_bias_beside_a_lora_is_not_scaled_by_its_alpha(made: Any, mode: str) -> None:
     weight, bias = weight_and_bias(made)
     down, up, more = torch.randn(4, weight.shape[1]), torch.randn(weight.shape[0], 4) * 0.1, torch.randn(bias.shape)

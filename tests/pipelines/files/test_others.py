@@ -22,13 +22,11 @@ COMFY = "model.diffusion_model."
 @pytest.mark.parametrize(
     ("model", "title", "prefix"),
     [
-        ("hunyuan_video_15 sr", "HunyuanVideo 1.5 super-resolution", COMFY),
         *(("ltx-2", "LTX-2", ""), ("wan", "Wan", "")),
         *(
             pytest.param(name, title, COMFY, marks=pytest.mark.full)
             for name, title in (("ltx-2", "LTX-2"), ("wan", "Wan"))
         ),
-        pytest.param("hunyuan_video_15 sr", "HunyuanVideo 1.5 super-resolution", "", marks=pytest.mark.full),
     ],
 )
 def test_another_model_is_named_with_what_runs_it(tmp_path: Path, model: str, title: str, prefix: str) -> None:

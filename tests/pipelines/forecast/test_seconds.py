@@ -147,8 +147,8 @@ def test_copies_to_a_card_of_its_own_memory_always_cost_time():
     assert times.link_of(replace(strange, link=PCIE_3 / 2), []) == slowest / 2, "eight lanes"
     eight = times.link_of(replace(strange, name="NVIDIA GeForce RTX 4060"), [])
     assert eight == pytest.approx(slowest, rel=1e-3), "eight lanes of twice the rate"
-    probed = replace(PACE, link=3e9, plain_link=2e9)
-    assert times.link_of(strange, [], probed) == 2e9 and times.link_of(strange, [], probed, True) == 3e9
+    probed = replace(PACE, link=3e9, plain_link=1e9, staged_link=2e9)
+    assert [times.link_of(strange, [], probed, *how) for how in ((), (True,), (False, True))] == [1e9, 3e9, 2e9]
     copied = [row(1.0, 1.0, moved_bytes=10**9, moving_seconds=1.0)]
     copied = [replace(copied[0], device="cuda:0")]
     assert times.link_of(strange, copied) == 1e9 and times.link_of(strange, copied, None, True) > slowest
