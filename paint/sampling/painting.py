@@ -178,6 +178,8 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
             fix="Load a Hunyuan3D paint folder or MV-Adapter; the delight model has its own node.",
         )
     own = PUBLISHED[pipeline.variant]
+    if pipeline.family != "mv_adapter" and not pipeline.is_demo:
+        progress.notify("maps and picture are prepared as Tencent does: views of a seed were slightly others before")
     if pipeline.is_demo:
         size = DEMO_SIZE if settings.latents is None else 8 * settings.latents.shape[-1]
         if size != settings.size:

@@ -75,6 +75,13 @@ def test_a_super_resolution_enlarges_latents_beside_their_picture(server: Server
         assert "super-resolution to 720p: 6 steps" in run.texts_of(again[0])[-1]
         height, width = videos.pictures(server, run).shape[1:3]
         assert width * height > 900_000 and f"{width}x{height}, 1 frame" in run.texts_of(last)[-1]
+        chosen = {"seed": 1, "steps": 1, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
+        words = {"positive": graph.link("2", 1), "negative": graph.link("2", 2)}
+        empty = graph.link(graph.add("EmptyHunyuanVideo15Latent", width=64, height=64, length=1, batch_size=1))
+        sampled = graph.add("KSampler", model=graph.link(again[0], 1), latent_image=empty, **words, **chosen)
+        graph.add("SaveLatent", samples=graph.link(sampled), filename_prefix="never")
+        run = client.run(graph.prompt)
+        assert "the MODEL of HunyuanVideo 1.5's super-resolution in one of core's samplers" in run.message
     finally:
         shutil.rmtree(own)
         shutil.rmtree(up)

@@ -116,6 +116,18 @@ FILES = (
         "F32",
     ),
     File(
+        f"{TENCENT15}/720p_sr_distilled/diffusion_pytorch_model.safetensors",
+        "hunyuan_video_15 sr",
+        "hunyuan_video_15",
+        "F32",
+    ),
+    File(
+        "Comfy-Org/HunyuanVideo_1.5_repackaged/hunyuanvideo1.5_1080p_sr_distilled_fp16.safetensors",
+        "hunyuan_video_15 sr",
+        "hunyuan_video_15",
+        "F16",
+    ),
+    File(
         "Comfy-Org/HunyuanVideo_1.5_repackaged/hunyuanvideo1.5_720p_t2v_fp16.safetensors",
         "hunyuan_video_15",
         "hunyuan_video_15",

@@ -63,6 +63,8 @@ def sample(
     recipe = recipe_of(pipeline)
     trained = None if recipe is None else recipe.timesteps
     levels = partial(_levels, trained)
+    if trained is not None and settings.sigmas is None:
+        progress.notify("noise levels of FastVideo's own script; they were Genmo's before")
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, levels, device)
     noise = loop.noise_for(loop.latent_shape(SPEC, CHANNELS, settings), generator, device)
     clean = None if settings.latents is None else ((settings.latents.samples - mean) * scale / std).to(device)

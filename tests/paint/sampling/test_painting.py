@@ -97,8 +97,10 @@ def test_two_steps_of_the_published_sampler_with_its_noise(paint, monkeypatch):
 
 def test_the_whole_call(paint, inputs, recorded):
     progress, kept = recorded(), []
+    line = "maps and picture are prepared as Tencent does: views of a seed were slightly others before"
     progress.sampled = lambda *given: kept.append((len(progress.steps), *given))
     painted = paint_views(paint, inputs, TINY, progress)
+    assert progress.said.count(line) == 1
     ((steps, latents, *others),) = kept
     assert torch.equal(latents, painted.latents) and others == ["paint", TINY.seed, "SD15"]
     assert not any(stage.startswith("decoding") for _, _, stage in progress.steps[:steps]), "kept too late"

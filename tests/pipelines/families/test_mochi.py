@@ -135,7 +135,7 @@ def test_conditioning_of_another_encoder_is_refused_in_one_line(pipeline):
         stages.prompt_from_core(pipeline, [[torch.zeros(1, 5, width + 8), {}]])
 
 
-def test_fast_mochi_takes_its_own_levels(pipeline, prompt):
+def test_fast_mochi_takes_its_own_levels(pipeline, prompt, recorded):
     """Those of FastVideo's script: of 1000 levels, 750 of them linear to 0.1; 8 steps, cfg 1.5, 163 frames."""
     from anygpu.pipelines.settings import of_checkpoint, recipe_of
     from diffusers.pipelines.mochi.pipeline_mochi import linear_quadratic_schedule
@@ -145,8 +145,10 @@ def test_fast_mochi_takes_its_own_levels(pipeline, prompt):
     sigmas = (*(float(levels[step * 100 // 8 * 10]) for step in range(8)), 0.0)
     assert (usual.steps, usual.cfg, usual.frames, usual.width, usual.height) == (8, 1.5, 163, 848, 480)
     assert recipe_of(fast).timesteps == pytest.approx(sigmas[:-1], abs=1e-9)
-    own = stages.sample(fast, prompt, None, replace(ASKED, steps=0, cfg=0.0), Silent())
-    given = stages.sample(fast, prompt, None, replace(ASKED, steps=8, cfg=1.5, sigmas=sigmas), Silent())
+    said, chosen, line = recorded(), recorded(), "noise levels of FastVideo's own script; they were Genmo's before"
+    own = stages.sample(fast, prompt, None, replace(ASKED, steps=0, cfg=0.0), said)
+    given = stages.sample(fast, prompt, None, replace(ASKED, steps=8, cfg=1.5, sigmas=sigmas), chosen)
+    assert said.said.count(line) == 1 and line not in chosen.said
     torch.testing.assert_close(own.samples, given.samples, atol=1e-4, rtol=1e-4)
     assert not torch.equal(
         own.samples, stages.sample(pipeline, prompt, None, replace(ASKED, steps=8), Silent()).samples
