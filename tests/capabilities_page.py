@@ -1,11 +1,9 @@
-"""The files and hosts that each node may touch: the machine's owner lists them all, a workflow names only those.
-``host/test_untrusted.py`` holds a real ComfyUI to it; ``python tests/capabilities_page.py`` writes it into
-``docs/reliability.md``.
-"""
+"""Write the list of what each node may touch into ``docs/reliability.md``: ``python tests/capabilities_page.py``."""
 
+import importlib.util
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reliability.md"
@@ -21,47 +19,22 @@ PLACES = {
     "farm": "`auto` and the addresses in `farm_addresses.txt` of the state folder",
 }
 TABLE = re.compile(rf"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)
-MODELS, INPUT, OUTPUT, TEMP, STATE = "models", "input", "output", "temp", "state"
-JOBS, HUB, FARM = "jobs", "hub", "farm"
 
 
-class Capability(NamedTuple):
-    """The places that a node may read, write and connect to."""
-
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    connects: tuple[str, ...] = ()
-
-
-NOTHING = Capability()
-RUNS = Capability((MODELS, STATE), (STATE, OUTPUT, TEMP))  # parts are read on first use; a profile is an output
-SAVES, LOADS = Capability((OUTPUT,), (OUTPUT,)), Capability((INPUT, OUTPUT))
-SHOWS = Capability((), (TEMP,))  # a preview
-CAPABILITIES = {
-    **dict.fromkeys(("AnyGPULoadPipeline", "AnyGPUComposePipeline", "AnyGPULoRA", "AnyGPULoadPaintPipeline"), RUNS),
-    "AnyGPULoadMVAdapter": RUNS,
-    **dict.fromkeys(("AnyGPUEncodePrompt", "AnyGPUEncodeImage", "AnyGPUEncodeVideo", "AnyGPUDecode"), RUNS),
-    **dict.fromkeys(("AnyGPUSample", "AnyGPUSampleFramePack", "AnyGPUUpscaleLatents", "AnyGPUMemoryPlan"), RUNS),
-    **dict.fromkeys(("AnyGPUDelightImage", "AnyGPUPaintViews", "AnyGPUTextureMesh", "AnyGPUHardwareReport"), RUNS),
-    **dict.fromkeys(("AnyGPUFit", "AnyGPUFitModel", "AnyGPUFitVAE", "AnyGPUFitCLIP", "AnyGPUDoctor"), RUNS),
-    **dict.fromkeys(("AnyGPUSaveLatent", "AnyGPUSavePrompt", "AnyGPUSaveMusubiCache"), SAVES),
-    **dict.fromkeys(("AnyGPULoadLatent", "AnyGPULoadPrompt", "AnyGPULoadMesh"), LOADS),
-    **dict.fromkeys(("AnyGPUCleanMesh", "AnyGPUPaintCameras", "AnyGPUBakeTexture", "AnyGPUProjectPicture"), NOTHING),
-    **dict.fromkeys(("AnyGPUImageConditioning", "AnyGPUStepCache"), NOTHING),
-    **dict.fromkeys(("AnyGPURenderViews", "AnyGPURenderTurntable"), SHOWS),
-    "AnyGPURecoverLatents": Capability((STATE,), (STATE,)),
-    "AnyGPUReplay": Capability((INPUT, OUTPUT, MODELS, STATE), (STATE, OUTPUT, TEMP)),
-    "AnyGPUQueueJobs": Capability((MODELS, INPUT, OUTPUT, STATE, JOBS), (JOBS, STATE)),
-    "AnyGPUCollect": Capability((JOBS,), (JOBS,)),
-    "AnyGPUFarm": Capability((JOBS, STATE), (JOBS,), (FARM,)),
-    "AnyGPUDownloadModel": Capability((MODELS,), (MODELS,), (HUB,)),
-}
+def listed() -> Any:
+    """The module with the list, which needs no ComfyUI."""
+    spec = importlib.util.spec_from_file_location("capabilities", ROOT / "nodes" / "capabilities.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def page() -> str:
     """The document with the tables as the code has them."""
+    module = listed()
     rows: dict[Any, list[str]] = {}
-    for node, row in CAPABILITIES.items():
+    for node, row in module.CAPABILITIES.items():
         rows.setdefault(row, []).append(node.removeprefix("AnyGPU"))
     lines = ["| Nodes | read | write | connect to |", "| --- | --- | --- | --- |"]
     for row, nodes in rows.items():

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import capabilities_page
 import pytest
 from anygpu.compat.checkpoints.latents import metadata_of
+from capabilities_page import listed
 
 from host import paint_models
 from host.client import Client, Prompt, Refused, Run
@@ -22,7 +22,7 @@ from host.prompts import painted, replay, shrunk
 from host.server import ROOT, Server, served
 
 pytestmark = pytest.mark.host
-SECRET = "secret.safetensors"
+SECRET, LIST = "secret.safetensors", listed()
 TYPES = {  # what makes each kind of link, and which output of it
     "ANYGPU_PIPELINE": ("AnyGPULoadPipeline", 0),
     "ANYGPU_PIPELINE,ANYGPU_PAINT": ("AnyGPULoadPipeline", 0),
@@ -217,15 +217,14 @@ def violations(watched: Watched) -> list[str]:
     python = watched.server.host.python
     code += [real(python.parent.parent), real(python.resolve().parent.parent), real(sysconfig.get_path("stdlib"))]
     places = {
-        capabilities_page.MODELS: [real(base / "models"), tiny], capabilities_page.INPUT: [real(base / "input")],
-        capabilities_page.OUTPUT: [real(base / "output")],
-        capabilities_page.TEMP: [real(base / "temp")],
-        capabilities_page.STATE: [real(base / "user" / "anygpu")],
-        capabilities_page.JOBS: [real(base / "output" / "farm")],
+        LIST.MODELS: [real(base / "models"), tiny], LIST.INPUT: [real(base / "input")],
+        LIST.OUTPUT: [real(base / "output")],
+        LIST.TEMP: [real(base / "temp")],
+        LIST.STATE: [real(base / "user" / "anygpu")], LIST.JOBS: [real(base / "output" / "farm")],
     }  # fmt: skip
     found, seen = list[str](), set[str]()
     for owner, way, thing in watched.events():
-        row = capabilities_page.CAPABILITIES.get(owner)
+        row = LIST.CAPABILITIES.get(owner)
         if owner.startswith("AnyGPU"):
             seen.add(owner)
         if way == "start" or way == "failed" or thing == str(base / "elsewhere" / SECRET):
@@ -242,7 +241,7 @@ def violations(watched: Watched) -> list[str]:
 
 def places_of(row: Any, way: str, places: dict[str, list[str]]) -> list[str]:
     """The folders that a node may read or write; none to connect to."""
-    names = {"read": (capabilities_page.STATE, *row.reads, *row.writes), "write": row.writes, "connect": ()}[way]
+    names = {"read": (LIST.STATE, *row.reads, *row.writes), "write": row.writes, "connect": ()}[way]
     return [folder for name in names for folder in places.get(name, ())]
 
 
