@@ -70,6 +70,8 @@ async function firstHour(nodes2) {
     await films();
     told("first model of a published name", started);
     await shoot(page, nodes2, "hour_real", "after");
+    assert.equal(await page.getByText("No model yet").filter({ visible: true }).count(), 0, "it still says that there is no model");
+    assert.equal(await page.getByRole("button", { name: "Download LTX-Video" }).filter({ visible: true }).count(), 0, "it still offers the model that ran");
   } finally {
     await browser.close();
     await rm(MODELS, { recursive: true });
