@@ -20,19 +20,14 @@ async function download(node, title) {
 
 async function offer(node) {
   const { anygpu_first_run: text, anygpu_offers: offers = {} } = node.constructor.nodeData?.input?.required?.model?.[1] ?? {};
-  let empty = Boolean(text); // until a model is installed
   const model = node.widgets?.find(({ name }) => name === "model");
-  const chosen = () => offers[model.value] ?? (empty && Object.values(offers)[0]); // the smallest comes first
+  const chosen = () => offers[model.value] ?? (text && Object.values(offers)[0]); // the smallest comes first
   if (!model || node.anygpuOffer || !chosen()) return node.anygpuOffer?.();
   const { copyButton, make, style } = await import("./elements.mjs");
   if (node.anygpuOffer) return; // loaded meanwhile
   style();
   const button = make("button", { type: "button", class: "anygpu-button" });
-  const copy = text && copyButton(text, "Copy what to download");
-  const shown = text && make("p", {}, text.split("\n", 2).join("\n")); // all of it would be cut off: the tab has room
-  node.anygpuOffer = (still = empty) => {
-    empty = still;
-    if (text) shown.hidden = copy.hidden = !empty;
+  node.anygpuOffer = () => {
     button.hidden = !chosen() || (offers[model.value] && model.options.values?.includes?.(model.value));
     button.textContent = `Download ${chosen()?.title}…`;
   };
@@ -47,9 +42,11 @@ async function offer(node) {
     node.anygpuOffer();
   };
   node.anygpuOffer();
-  const buttons = make("div", {}, button, copy);
+  const shown = text && make("p", {}, text.split("\n", 2).join("\n")); // all of it would be cut off: the tab has room
+  const buttons = make("div", {}, button, text && copyButton(text, "Copy what to download"));
   const element = make("div", { class: text ? "anygpu anygpu-first" : "anygpu" }, shown, buttons);
-  node.addDOMWidget(WIDGET, "anygpu_text", element, { serialize: false, hideOnZoom: false, getMinHeight: () => (empty ? 140 : 30) });
+  const height = text ? 140 : 30;
+  node.addDOMWidget(WIDGET, "anygpu_text", element, { serialize: false, hideOnZoom: false, getMinHeight: () => height });
   node.setSize?.([Math.max(node.size[0], 325), Math.max(node.size[1], node.computeSize()[1])]); // a workflow may give it more
 }
 
@@ -59,9 +56,8 @@ app.registerExtension({
   name: "anygpu.first_run",
   nodeCreated: (node) => isOurs(node) && offer(node),
   loadedGraphNode: (node) => isOurs(node) && offer(node),
-  /** After R: a model that was put into the folder meanwhile is here. */
-  refreshComboInNodes(defs) {
-    const empty = Boolean(defs[NODE]?.input?.required?.model?.[1]?.anygpu_first_run);
-    for (const graph of [app.graph, ...(app.graph?.subgraphs?.values() ?? [])]) graph._nodes.filter(isOurs).forEach((node) => node.anygpuOffer?.(empty));
+  refreshComboInNodes({ [NODE]: { input } }) {
+    app.graph._nodes.map((node) => node.anygpuOffer?.());
+    for (const each of document.querySelectorAll(".anygpu-first :is(p, button + button)")) each.hidden = !input.required.model[1].anygpu_first_run;
   },
 });
