@@ -42,9 +42,9 @@ STANDING_IN = (
 PICTURES = HERE.parents[1] / "docs" / "images"
 LOG_END = 8000  # characters of ComfyUI's log that are shown where a script fails
 PACKAGE, FRONTENDS = "comfyui-frontend-package", 6
-FETCHED = HERE.parents[1] / ".build" / "frontends"
 FOUND = ("diffusion_models/wan2.2_ti2v_5B_fp16.safetensors", "vae/wan2.2_vae.safetensors")  # by the search of models
 EMPTY = (2).to_bytes(8, "little") + b"{}"  # a safetensors file without tensors
+SAVED = ("wan_walk.json", "wan_run.json", "portrait.json")  # workflows of the user, found by the search of workflows
 LORAS = ("style.safetensors", "motion.safetensors")  # of the workflow with LoRAs
 
 
@@ -106,6 +106,10 @@ def search(host: Host, command: list[str], variables: dict[str, str]) -> int:
                 for model in FOUND:
                     (server.base / "models" / model).parent.mkdir(parents=True, exist_ok=True)
                     (server.base / "models" / model).write_bytes(EMPTY)
+                saved = server.base / "user" / "default" / "workflows"
+                saved.mkdir(parents=True)
+                for workflow in SAVED:
+                    (saved / workflow).write_text('{"nodes": [], "links": [], "version": 0.4}', encoding="utf-8")
                 stack.callback(server.stop)
                 urls[name] = server.start().url
             status |= subprocess.run(command, env={**variables, **urls}, timeout=1800).returncode
@@ -123,12 +127,10 @@ def frontends(every: bool) -> list[Path]:
     for version in listed:  # the newest first
         newest.setdefault(version.rpartition(".")[0], version)
     if not newest:
-        there = sorted((folder.name for folder in FETCHED.glob("*")), key=lambda name: [*map(int, name.split("."))])
-        newest = {name.rpartition(".")[0]: name for name in reversed(there)}
-        print(f"pip cannot list frontends: {len(newest)} were fetched before; another folder: COMFYUI_FRONTEND")
+        print("the newest frontend was not tried: pip cannot list it; name its folder in COMFYUI_FRONTEND")
     folders = []
     for version in list(newest.values())[: FRONTENDS if every else 1]:
-        folders.append(FETCHED / version / PACKAGE.replace("-", "_") / "static")
+        folders.append(HERE.parents[1] / ".build" / "frontends" / version / PACKAGE.replace("-", "_") / "static")
         if not folders[-1].exists():
             subprocess.run([*pip, "install", "--quiet", "--no-deps", "--target", str(folders[-1].parents[1]),
                             f"{PACKAGE}=={version}"], check=True)  # fmt: skip
