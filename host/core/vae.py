@@ -361,8 +361,8 @@ def _out_of_memory(*_: Any, **__: Any) -> Tensor:
 
 def _leave_host(patcher: Any) -> None:
     """Take back the dtype of a ``patcher`` on the host; core loads the network anew, also where this fails halfway."""
-    loaded = comfy.model_management.current_loaded_models
-    loaded[:] = [each for each in loaded if each.model is not patcher]  # else core warns of a leak at each load
+    every = comfy.model_management.current_loaded_models
+    every[:] = [each for each in every if each.model is not patcher]  # else core warns of a leak at each load
     try:
         patcher.detach()
     finally:

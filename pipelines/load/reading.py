@@ -18,7 +18,7 @@ from ...compat.checkpoints.weights import is_view, read_json, read_sides, read_t
 from ...compat.decision import Decision
 from ...compat.device import probes
 from ...compat.device.execution import HOST
-from ...compat.device.facts import DeviceFacts, locks_host_memory
+from ...compat.device.facts import DeviceFacts, facts_for, locks_host_memory
 from ...compat.device.failures import is_shortage
 from ...compat.device.precision import FP32, Precision
 from ...compat.device.probe_store import ProbeStore
@@ -278,6 +278,7 @@ def _casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
         return casts_wrongly(device, dtype)
     except RuntimeError as error:
         if not is_shortage(error):
+            facts_for(device)  # says in one line that it does not answer
             raise
         found, fix = f"no free memory on {device}", "Close other programs that use this device, or choose another one."
         expected = "room for 128 KB, to ask how it casts, and for one layer"

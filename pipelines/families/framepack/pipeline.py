@@ -38,7 +38,7 @@ PLACES = {0: START, -1: END}
 LARGEST_SHIFT = 7.0  # of the models' own schedule, which grows with the size of a section
 SHIFTS = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")  # without image_ in its function
 
-F1_NAME = r"f1(?!\d)"
+F1_NAME = r"(?:\b|_|pack)f1(?=$|[\W_]|i2v|hy)"  # a word of its own: hashes have these letters too
 IMAGE_FIX = "Connect AnyGPU Image Conditioning with the start image of AnyGPU Encode Image."
 
 

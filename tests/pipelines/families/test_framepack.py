@@ -27,7 +27,7 @@ from anygpu.pipelines.base import (
 )
 from anygpu.pipelines.families.framepack import pipeline as framepack
 from anygpu.pipelines.families.framepack import sections
-from anygpu.pipelines.families.framepack.pipeline import resume_key
+from anygpu.pipelines.families.framepack.pipeline import guess_variant, resume_key
 from anygpu.pipelines.files.evidence import Evidence, names_around
 from anygpu.pipelines.load import folder as loading
 from anygpu.pipelines.sampling import resume
@@ -546,3 +546,14 @@ def test_a_whole_pipeline_folder_loads(run: Any, tiny_folder: Path, tmp_path: Pa
     pipeline = _loaded(tmp_path)
     assert (pipeline.family, pipeline.model.task) == ("framepack", "image")
     assert pipeline.configs["transformer"]["has_image_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("FramePack_F1_I2V_HY_20250503", F1), ("FramePackF1_HY_fp8_e4m3fn", F1), ("framepack-f1", F1), ("F1", F1),
+        ("FramePackI2V_HY", I2V), ("framepack-151c80f1a819", I2V), ("stuff1", I2V), ("framepack_f16", I2V),
+    ],
+)  # fmt: skip
+def test_f1_is_a_word_of_the_name_and_no_part_of_another(name, variant):
+    assert guess_variant(Evidence(names=(name,)))[0] == variant
