@@ -28,6 +28,7 @@ from ..compat.device.facts import (
 )
 from ..compat.device.failures import is_shortage
 from ..compat.device.probe_store import OK, ProbeStore
+from ..compat.device.quirks import convolution_switches
 from ..compat.device.timed_choice import seconds_of
 from ..compat.device.work import META, Work, counting_on_meta, pace_of
 from ..compat.errors import MissingPackageError, json_file
@@ -51,13 +52,15 @@ REPEATED = re.compile(r"blocks\.\d+")
 
 @dataclass(frozen=True, slots=True)
 class StackSizes:
-    """Blocks of each kind, pixels and frames of the video, cards in GiB; blocks as published, or tiny."""
+    """Blocks of each kind, pixels and frames of the video, cards in GiB, of these where decoders run, which take
+    seconds each; blocks as published, or tiny."""
 
     blocks: int = 8
     width: int = 704
     height: int = 480
     frames: int = 49
     cards: tuple[float, ...] = (6, 8, 12, 16, 24)
+    decoding: tuple[float, ...] = (8, 24)
     published: bool = True
 
 
@@ -203,10 +206,11 @@ def decode_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, si
     pipeline = replace(pipeline, model=replace(pipeline.model, weights={VAE: weights}))
     decode = partial(_decode, pipeline, vae, Size(sizes.width, sizes.height, sizes.frames))
     accelerated = facts.device.type != HOST.type
-    for card in sizes.cards if accelerated else ():
+    for card in sizes.decoding if accelerated else ():
         if card * GIBIBYTE <= facts.total_bytes:
             yield from figures_of(Part(f"peak on {card:g} GiB", partial(decode, int(card * GIBIBYTE), card)))
-    yield from figures_of(Part("decode", partial(decode, facts.total_bytes)))
+    free = memory.free_bytes(facts.device)
+    yield from figures_of(Part("decode", partial(decode, facts.total_bytes if free is None else free)))
 
 
 def _decode(pipeline: Pipeline, vae: Any, size: Size, room: int, card: float = 0.0) -> Iterator[Figure]:
@@ -231,7 +235,8 @@ def _decode(pipeline: Pipeline, vae: Any, size: Size, room: int, card: float = 0
     before = memory.peak_bytes(facts.device)
     try:
         with small_card(facts, room), torch.no_grad(), offloader.hold(VAE, needed), tiled(vae, method.tile):
-            seconds = [seconds_of(decoded, facts.device) for _ in range(1 if card else 2)]
+            with convolution_switches(plan.policy, method.library):
+                seconds = [seconds_of(decoded, facts.device) for _ in range(1 if card else 2)]
         peak = memory.peak_bytes(facts.device)
     finally:
         offloader.detach(VAE)
