@@ -234,9 +234,15 @@ def _decode(pipeline: Pipeline, vae: Any, size: Size, room: int, card: float = 0
     memory.reset_peak(facts.device)
     before = memory.peak_bytes(facts.device)
     try:
-        with small_card(facts, room), torch.no_grad(), offloader.hold(VAE, needed), tiled(vae, method.tile):
-            with convolution_switches(plan.policy, method.library):
-                seconds = [seconds_of(decoded, facts.device) for _ in range(1 if card else 2)]
+        as_in_a_run = convolution_switches(plan.policy, method.library)
+        with (
+            small_card(facts, room),
+            torch.no_grad(),
+            as_in_a_run,
+            offloader.hold(VAE, needed),
+            tiled(vae, method.tile),
+        ):
+            seconds = [seconds_of(decoded, facts.device) for _ in range(1 if card else 2)]
         peak = memory.peak_bytes(facts.device)
     finally:
         offloader.detach(VAE)
