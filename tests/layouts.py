@@ -100,6 +100,7 @@ def whole_set(model: str, tiny_folder: Path, made: Path) -> dict[str, Path]:
         "hunyuan_video_15_i2v": {"text_encoder": "qwen2_5_vl", "text_encoder_2": "t5", "image_encoder": "siglip"},
         "mochi": {"text_encoder": "t5"},
         "ltx": {"text_encoder": "t5"},
+        "ltx_condition": {"text_encoder": "t5"},
     }[model]
     names = {
         "hunyuan_video": (f"HunyuanVideo {ORIGINAL}", "the VAE of HunyuanVideo in Stable Diffusion's names"),
@@ -107,6 +108,7 @@ def whole_set(model: str, tiny_folder: Path, made: Path) -> dict[str, Path]:
         "hunyuan_video_15_i2v": (f"HunyuanVideo 1.5 {ORIGINAL}", "the VAE of HunyuanVideo 1.5 as released"),
         "mochi": ("Mochi 1 as released", "the VAE of Mochi 1 as released"),
         "ltx": ("LTX-Video as released", "the VAE of LTX-Video 0.9.0 as released"),
+        "ltx_condition": ("LTX-Video as released", "the VAE of LTX-Video 0.9.5 and later as released"),
     }[model]
     files = {}
     for part, release in zip(("transformer", "vae"), names, strict=True):

@@ -6,8 +6,8 @@ import { chosenModes, report } from "./reporting.mjs";
 import { browseTemplates, ended, listen, names, openTemplate, queue, scrolledTo, shrink, shrinkPainting } from "./running.mjs";
 import { isTidy, shoot } from "./tidy.mjs";
 
-const NEEDS_MODELS = /^anygpu_paint_from_one_picture$|_on_an_older_gpu$|^anygpu_rescue_a_vae_decode$|_from_files$|_super_resolution$/; // opened, not run
-const COMPOSED = /_from_files$|_super_resolution$/; // opened only: our own loader has no file that it needs before it runs
+const NEEDS_MODELS = /^anygpu_paint_from_one_picture$|_on_an_older_gpu$|^anygpu_rescue_a_vae_decode$|_from_files$|_super_resolution$|_two_passes$/; // opened, not run
+const COMPOSED = /_from_files$|_super_resolution$|_two_passes$/; // opened only: our own loader has no file that it needs before it runs
 const prompts = new Map();
 const named = process.argv.slice(2).filter((word) => !word.startsWith("--")); // some of them; all where none is named
 

@@ -5,7 +5,7 @@ const LOAD = "AnyGPULoadPipeline";
 /** GiB of bf16 weights: parameter counts times two bytes, from the models' configurations; nothing here was measured. */
 const GIB = {
   ltx: { "text encoder (T5-XXL)": 8.9, transformer: 3.6, VAE: 0.8 },
-  ltx_condition: { "text encoder (T5-XXL)": 8.9, transformer: 3.6, VAE: 0.9 },
+  ltx_condition: { "text encoder (T5-XXL)": 8.9, transformer: 3.6, VAE: 2.3 },
   hunyuan_video: { "text encoder (Llama)": 14.0, "text encoder 2 (CLIP)": 0.2, transformer: 23.9, VAE: 0.5 },
   hunyuan_video_i2v: { "text encoder (Llava)": 15.6, "text encoder 2 (CLIP)": 0.2, transformer: 23.9, VAE: 0.5 },
   hunyuan_video_15: { "text encoder (Qwen2.5-VL)": 13.2, "text encoder 2 (ByT5)": 0.4, transformer: 15.5, VAE: 2.3 },
@@ -420,13 +420,7 @@ function fromFiles(name, files) {
     placed: [[{ ...NOTE[0], height: 530 }], group("Load the model", 325, ["load", 435]), ...rest],
     nodes: { ...nodes, load: { kind: "AnyGPUComposePipeline", values, models } },
   });
-  made.nodes.note.values.text = [
-    `# ${title.split(":")[0]}, from files`,
-    "## Get the files",
-    "ComfyUI offers to download what is missing. By hand, then press **R**:",
-    models.map(({ name: file, url, directory }) => `- **${file}** from ${pageOf(url)} to *ComfyUI/models/${directory}*`).join("\n"),
-    memory(spec.model),
-  ].join("\n\n");
+  made.nodes.note.values.text = fileNote(`${title.split(":")[0]}, from files`, "", models, memory(spec.model === "ltx" ? "ltx_condition" : spec.model)); // 0.9.5
   return made;
 }
 
@@ -436,6 +430,69 @@ const filesOf = (files) => files.map(([, directory, url]) => ({ name: url.split(
 function compose(title, files) {
   const models = filesOf(files);
   return { kind: "AnyGPUComposePipeline", title, models, values: Object.fromEntries(files.map(([input], index) => [input, models[index].name])) };
+}
+
+/** The text of a note that names each file. */
+const fileNote = (title, text, models, size) =>
+  [
+    `# ${title}`,
+    ...(text ? [text] : []),
+    "## Get the files",
+    "ComfyUI offers to download what is missing. By hand, then press **R**:",
+    models.map(({ name, url, directory }) => `- **${name}** from ${pageOf(url)} to *ComfyUI/models/${directory}*`).join("\n"),
+    size,
+  ].join("\n\n");
+
+/** AnyGPU Upscale Latents of what the node ``sample`` made, and AnyGPU Sample over them: a second pass of ``from``. */
+function secondPass(from, upscaler, values) {
+  const pipeline = [from, "pipeline"];
+  const size = { width: 0, height: 0, frames: 0, steps: 0, cfg: 0, fps: 0, control_after_generate: "fixed", ...values };
+  return {
+    upscale: {
+      kind: "AnyGPUUpscaleLatents",
+      values: { upscaler: upscaler.name },
+      models: [upscaler],
+      links: { pipeline, latent: ["sample", "latent"] },
+    },
+    again: sample(size, { pipeline, latent: ["upscale", "latent"] }),
+    decode: { kind: "AnyGPUDecode", links: { pipeline, latent: ["again", "latent"] } },
+  };
+}
+
+/** LTX-Video 0.9.8 in both passes, as Lightricks' script makes 1216x704. */
+function twoPasses() {
+  const page = "https://huggingface.co/Lightricks/LTX-Video/resolve/main";
+  const files = [["transformer", "checkpoints", `${page}/ltxv-2b-0.9.8-distilled.safetensors`], T5];
+  const upscaler = ["upscaler", "latent_upscale_models", `${page}/ltxv-spatial-upscaler-0.9.8.safetensors`];
+  const models = filesOf([...files, upscaler]);
+  const made = workflow("anygpu_ltx_two_passes", {
+    title: "LTX-Video 0.9.8: two passes",
+    model: "ltx_condition",
+    text: "",
+    placed: [
+      [{ ...NOTE[0], height: 530 }],
+      group("Load the model", 325, ["load", 435]),
+      group("Describe", 325, ["prompt", ROOM.prompt]),
+      group("First pass, at two thirds", 325, ["sample", ROOM.sample]),
+      group("Second pass, at twice that", 325, ["upscale", 180], ["again", ROOM.sample]),
+      SEE,
+    ],
+    nodes: {
+      load: compose("", files),
+      prompt: prompt(CAFE, WITHOUT),
+      sample: sample({ width: 800, height: 448, frames: 121, steps: 0, cfg: 0, fps: 30 }),
+      ...secondPass("load", models.at(-1), { width: 1216, height: 704 }),
+    },
+  });
+  made.nodes.note.values.text = fileNote(
+    "LTX-Video 0.9.8: two passes",
+    "As Lightricks' script makes 1216x704: 7 steps at two thirds, the latents doubled, 3 steps at 1600x896, then the frames " +
+      "resized. For another size, give the first pass two thirds of the second's, down to a multiple of 32. 13B " +
+      "files work the same, dev in 27 and 13 steps.",
+    models,
+    memory("ltx_condition"),
+  );
+  return made;
 }
 
 /** HunyuanVideo 1.5 in both passes: 720p, then Tencent's super-resolution to 1080p. */
@@ -461,29 +518,17 @@ function superResolution() {
       super: compose("Super-resolution to 1080p", [second, vae]),
       prompt: prompt(CAT),
       sample: sample({ width: 1280, height: 720, frames: 121, steps: 0, cfg: 0, fps: 24 }),
-      upscale: {
-        kind: "AnyGPUUpscaleLatents",
-        values: { upscaler: models.at(-1).name },
-        models: [models.at(-1)],
-        links: { pipeline: ["super", "pipeline"], latent: ["sample", "latent"] },
-      },
-      again: sample(
-        { width: 0, height: 0, frames: 0, steps: 0, cfg: 0, fps: 0, control_after_generate: "fixed" },
-        { pipeline: ["super", "pipeline"], latent: ["upscale", "latent"] },
-      ),
-      decode: { kind: "AnyGPUDecode", links: { pipeline: ["super", "pipeline"], latent: ["again", "latent"] } },
+      ...secondPass("super", models.at(-1)),
     },
   });
-  made.nodes.note.values.text = [
-    "# HunyuanVideo 1.5: super-resolution",
+  made.nodes.note.values.text = fileNote(
+    "HunyuanVideo 1.5: super-resolution",
     "Tencent's own second pass, which its script runs too: the latents of 720p are enlarged, and 8 steps make 1904x1072 of " +
       "them. For 720p from 480p choose the files with 720p in their names. With a picture, a second *AnyGPU Encode Image* " +
       "takes the enlarged latents as *latent*.",
-    "## Get the files",
-    "ComfyUI offers to download what is missing. By hand, then press **R**:",
-    models.map(({ name: file, url, directory }) => `- **${file}** from ${pageOf(url)} to *ComfyUI/models/${directory}*`).join("\n"),
+    models,
     `${memory("hunyuan_video_15")} The second transformer is as large as the first.`,
-  ].join("\n\n");
+  );
   return made;
 }
 
@@ -491,5 +536,6 @@ export { CAFE, CAT, DANCE, LOADED, NOTE, ROOM, SEE, WITHOUT, group, described, i
 export const WORKFLOWS = Object.fromEntries([
   ...Object.entries(SPECS).map(([name, spec]) => [name, workflow(name, spec)]),
   ...Object.entries(FILES).map(([name, files]) => [`anygpu_${name}_from_files`, fromFiles(name, files)]),
+  ["anygpu_ltx_two_passes", twoPasses()],
   ["anygpu_hunyuan_video_15_super_resolution", superResolution()],
 ]);

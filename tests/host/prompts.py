@@ -14,7 +14,7 @@ PAINT = f"{PREFIX}paint_"
 CORE_SAMPLED = "_core_ksampler"
 RECOVERED = "_recover_latents"
 FROM_FILES = "_from_files"
-TWO_PASSES = "_super_resolution"
+TWO_PASSES = ("_super_resolution", "_two_passes")
 FITTED = ("_on_an_older_gpu", "rescue_a_vae_decode")
 PICTURES = "pictures"  # the id of the node that saves frames without loss
 
@@ -100,7 +100,7 @@ def apps() -> list[Path]:
 
 def filmed() -> list[Path]:
     """Shipped workflows that end in a video of our own sampler."""
-    others = (CORE_SAMPLED, RECOVERED, FROM_FILES, TWO_PASSES, *FITTED)
+    others = (CORE_SAMPLED, RECOVERED, FROM_FILES, *TWO_PASSES, *FITTED)
     ours = [workflow for workflow in shipped() if not workflow.stem.endswith(others)]
     return [workflow for workflow in ours if not workflow.stem.startswith(PAINT)]
 
@@ -111,7 +111,7 @@ def from_files() -> list[Path]:
 
 
 def two_passes() -> list[Path]:
-    """Shipped workflows from single files in which a second transformer enlarges, too large to run here."""
+    """Shipped workflows from single files whose second pass refines upscaled latents."""
     return [workflow for workflow in shipped() if workflow.stem.endswith(TWO_PASSES)]
 
 

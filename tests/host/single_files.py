@@ -12,6 +12,7 @@ from .server import Server
 COMPOSE = "AnyGPUComposePipeline"
 MODELS = {  # template: the tiny checkpoint, and the model that has its tokenizers
     "anygpu_ltx_text_to_video_from_files": ("ltx", "LTX-Video"),
+    "anygpu_ltx_two_passes": ("ltx_condition", "LTX-Video-0.9.5"),
     "anygpu_hunyuan_video_text_to_video_from_files": ("hunyuan_video", "HunyuanVideo"),
     "anygpu_hunyuan_video_15_text_to_video_from_files": ("hunyuan_video_15", "HunyuanVideo-1.5-Diffusers-480p_t2v"),
     "anygpu_framepack_image_to_video_from_files": ("framepack", "HunyuanVideo"),
@@ -27,7 +28,7 @@ def install(server: Server, prompt: Prompt, workflow: str) -> None:
     (loader,) = (node for node in prompt.values() if node["class_type"] == COMPOSE)
     loader["inputs"]["base"] = server.model(base)
     made = layouts.whole_set(model, server.tiny_folder, server.base / "single" / model)
-    if model == "ltx":  # whose published file has the VAE in it
+    if model.startswith("ltx"):  # whose published file has the VAE in it
         _place(made["vae"], server.base / "models" / "vae" / "ltx_vae.safetensors")
     for part, (name, directory) in named(WORKFLOWS / f"{workflow}.json").items():
         _place(made[part], server.base / "models" / directory / name)

@@ -7,9 +7,9 @@ import pytest
 from published import loops
 from safetensors.torch import save_file
 
-from host import videos
+from host import single_files, videos
 from host.client import Client
-from host.prompts import loading, pictured, sampling, text_to_video
+from host.prompts import WORKFLOWS, Prompt, loading, pictured, replay, sampling, text_to_video
 from host.server import Server
 
 pytestmark = pytest.mark.host
@@ -41,6 +41,35 @@ def test_a_second_pass_refines_upscaled_latents(server: Server, client: Client) 
         assert "7 steps" in run.texts_of("1")[-1] and "second" not in run.texts_of(again)[-1]
     finally:
         (folder / "tiny.safetensors").unlink()
+
+
+def test_its_template_runs_both_passes_of_its_model(server: Server, client: Client) -> None:
+    """As it is opened but for sizes and lengths: the frames of 192x128 are resized to the size of its second pass."""
+    name = "anygpu_ltx_two_passes"
+    graph = replay(WORKFLOWS / f"{name}.json")
+    (first, last), (up,) = ids(graph, "AnyGPUSample"), ids(graph, "AnyGPUUpscaleLatents")
+    single_files.install(server, graph, name)
+    file = server.base / "models" / "latent_upscale_models" / graph[up]["inputs"]["upscaler"]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(loops.ltx_upscaler(server.tiny_folder), file)
+    try:
+        graph[ids(graph, "AnyGPUEncodePrompt")[0]]["inputs"]["max_tokens"] = 512  # as in host.prompts.shrunk
+        graph[first]["inputs"] |= {"width": 96, "height": 64, "frames": 9}
+        graph[last]["inputs"] |= {"width": 160, "height": 96}
+        run = client.run(pictured(graph))
+        assert run.ending == "execution_success", run.message
+        assert {(first, 7), (last, 3)} <= {(node, steps) for node, _, steps in run.progress}
+        assert "192x128, 9 frames" in run.texts_of(up)[-1]
+        assert videos.pictures(server, run).shape[:3] == (9, 96, 160)
+        (record,) = (made for made in run.files() if made["filename"].startswith(name))
+        assert videos.facts(server.output(record)) == videos.Facts(width=160, height=96, frames=9, fps=30)
+    finally:
+        file.unlink()
+
+
+def ids(graph: Prompt, kind: str) -> list[str]:
+    """The nodes of a kind, in the order of their ids."""
+    return sorted((node for node, made in graph.items() if made["class_type"] == kind), key=int)
 
 
 def test_a_super_resolution_enlarges_latents_beside_their_picture(server: Server, client: Client) -> None:
