@@ -231,29 +231,19 @@ def _decode(pipeline: Pipeline, vae: Any, size: Size, room: int, card: float = 0
     def decoded() -> None:
         ResumableDecode(latents=latents, ratios=plan.ratios).frames(vae, transfer, method, time)
 
-    memory.reset_peak(facts.device)
-    before = memory.peak_bytes(facts.device)
-    try:
-        as_in_a_run = convolution_switches(plan.policy, method.library)
-        with (
-            small_card(facts, room),
-            torch.no_grad(),
-            as_in_a_run,
-            offloader.hold(VAE, needed),
-            tiled(vae, method.tile),
-        ):
-            seconds = [seconds_of(decoded, facts.device) for _ in range(1 if card else 2)]
-        peak = memory.peak_bytes(facts.device)
-    finally:
-        offloader.detach(VAE)
-        memory.empty_cache(facts.device)
+    def timed() -> float:
+        with offloader.hold(VAE, needed), tiled(vae, method.tile), convolution_switches(plan.policy, method.library):
+            return [seconds_of(decoded, facts.device) for _ in range(1 if card else 2)][-1]
+
+    with small_card(facts, room):
+        peak, seconds = _peak_of(timed, offloader, VAE)
     if card:
-        used = None if peak is None or before is None else (peak - before) / GIBIBYTE
+        used = None if peak is None else peak / GIBIBYTE
         yield Figure(f"peak on {card:g} GiB, {method}", "GiB", used, needed / GIBIBYTE)
         return
     pace = pace_of(facts, pipeline.device.probes, method.dtype)
     modelled = None if pace is None else pace.seconds(decoding_work(pipeline, size, method))
-    yield Figure(f"decode, {method}", "s", seconds[-1], modelled)
+    yield Figure(f"decode, {method}", "s", seconds, modelled)
 
 
 def plain_stack(family: FamilySpec, store: ProbeStore, sizes: StackSizes) -> Stack:
@@ -309,22 +299,32 @@ def _run(
     parts = Parts({TRANSFORMER: lambda _: stack.module})
     options = OffloadOptions(keep_free_bytes=keep, host_weights=host_weights or HostWeights())
     offloader = StandaloneOffloader(parts, device, mode, options)
-    memory.reset_peak(device)
-    before, seconds = memory.peak_bytes(device), 0.0
-    try:
-        with torch.no_grad(), offloader.hold(TRANSFORMER, _beside(stack)) as module:
-            done = 0
-            while done < 2:
+
+    def timed() -> float:
+        seconds = list[float]()
+        with offloader.hold(TRANSFORMER, _beside(stack)) as module:
+            while len(seconds) < 2:
                 try:
-                    seconds = seconds_of(lambda: stack.forward(module, device), device)
+                    seconds.append(seconds_of(lambda: stack.forward(module, device), device))
                 except RuntimeError as error:
                     if not is_shortage(error) or not offloader.reduce_memory(TRANSFORMER):
                         raise
-                else:
-                    done += 1
+        return seconds[-1]
+
+    return _peak_of(timed, offloader, TRANSFORMER)
+
+
+def _peak_of(timed: Callable[[], float], offloader: StandaloneOffloader, part: str) -> tuple[int | None, float]:
+    """Peak bytes of ``timed`` without what was there before, and its seconds; ``part`` is in host memory afterwards."""
+    device = offloader.device
+    memory.reset_peak(device)
+    before = memory.peak_bytes(device)
+    try:
+        with torch.no_grad():
+            seconds = timed()
         peak = memory.peak_bytes(device)
     finally:
-        offloader.detach(TRANSFORMER)
+        offloader.detach(part)
         memory.empty_cache(device)
     return None if peak is None or before is None else peak - before, seconds
 

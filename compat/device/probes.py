@@ -160,8 +160,8 @@ def attention(
 
 
 def groupnorm(dtype: torch.dtype, device: torch.device) -> str:
-    """P5: GroupNorm far from zero, where E[x^2] - E[x]^2 cancels. That torch's kernel for CUDA and ROCm keeps the mean
-    in the dtype of its input (group_norm_kernel.cu, up to 2.11 at least) is no fault: the input is rounded as far."""
+    """P5: GroupNorm far from zero, where E[x^2] - E[x]^2 cancels. That the kernel of torch 2.11 keeps the mean in the
+    dtype of its input (on an H100; group_norm_kernel.cu, ROCm's too) is no fault: the input is rounded as far."""
     x = (GROUPNORM_MEAN + torch.randn(1, 32, 4, 8, 8, generator=_noise(0))).to(dtype)
     ones = torch.ones(32, dtype=dtype)
     result = home(F.group_norm(x.to(device), 8, ones.to(device), (0 * ones).to(device)))

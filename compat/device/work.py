@@ -38,7 +38,7 @@ from .rates import (
     TF32,
     rates_of,
     work_of,
-)  # fmt: skip
+)
 from .timed_choice import seconds_of
 
 log = logging.getLogger(__name__)
