@@ -112,6 +112,17 @@ def test_every_card_has_a_generation_with_a_source_and_no_rate_is_missing():
         assert own.source and 0.5 < own.product <= 1.2 and all(0.1 < share <= 1.2 for share in own.attention.values())
 
 
+@pytest.mark.parametrize(("name", "product", "fp32", "attention"), [
+    ("L20", 114.1e12, 59.8e12, None),  # zzc0721/torch-performance-test-data#107; fp32 as on the data sheet
+    ("H20", 142.3e12, 44e12, 83.7e12),  # the same, #77; Dao-AILab/flash-attention#1310
+])  # fmt: skip
+def test_cards_whose_tensor_cores_were_cut_have_shares_of_their_own(name, product, fp32, attention):
+    rates = RATES[name]
+    own = GENERATIONS[rates.generation]
+    assert rates.bf16 * own.product == pytest.approx(product, rel=0.01) and rates.fp32 == pytest.approx(fp32, rel=0.01)
+    assert attention is None or rates.bf16 * rates.attention("native_flash") == pytest.approx(attention, rel=0.01)
+
+
 def test_rates_are_in_flops_and_bytes_per_second():
     rates = RATES["RTX 4090"]
     assert rates.flops(torch.bfloat16) == pytest.approx(165.2e12) and rates.memory == pytest.approx(1008e9)
