@@ -9,6 +9,7 @@ from typing import Any
 
 from ..compat.decision import AUTO, CHOSEN, Decision
 from ..compat.errors import InputError, require_choice, require_range
+from ..compat.memory.parts import tell_once
 from ..compat.output_check import fault_in_latents, require_finite
 from ..compat.transforms.step_cache import StepCacheSettings, settings_for
 from .base import FramePackSettings, ImageCondition, Progress, Prompt, SampleSettings
@@ -240,7 +241,7 @@ def _at_rate(settings: SampleSettings, usual: float, progress: Progress) -> Samp
     if settings.latents is None or settings.fps or not refines(settings):
         return settings
     if settings.latents.fps != usual:
-        progress.notify(f"{settings.latents.fps:g} fps, as in the first pass; it was {usual:g}")
+        tell_once(progress, f"{settings.latents.fps:g} fps, as in the first pass; earlier versions took {usual:g}")
     return replace(settings, fps=settings.latents.fps)
 
 

@@ -323,6 +323,7 @@ class Recorded:
 
 
 @pytest.fixture
-def recorded() -> type[Recorded]:
-    """The class :class:`Recorded`, to make one with or without a cancel."""
+def recorded(monkeypatch: pytest.MonkeyPatch) -> type[Recorded]:
+    """The class :class:`Recorded`, to make one with or without a cancel. Nothing was told once before."""
+    monkeypatch.setattr("anygpu.compat.memory.parts._told", set())
     return Recorded

@@ -62,6 +62,16 @@ class Silent:
         """Nothing."""
 
 
+_told: set[str] = set()
+
+
+def tell_once(progress: Any, text: str) -> None:
+    """Show the user one line about what earlier versions did otherwise: in the first run alone of those it concerns."""
+    if text not in _told:
+        _told.add(text)
+        progress.notify(text)
+
+
 class KnownToHost:
     """Attributes by which a host's caches recognise a pipeline; its offloader knows the host's models."""
 

@@ -18,7 +18,7 @@ from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.errors import InputError, remember
 from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.offloader import Offloader
-from ...compat.memory.parts import ProgressStage, Silent
+from ...compat.memory.parts import ProgressStage, Silent, tell_once
 from ...compat.memory.statistics import stage_cost
 from ...compat.output_check import require_finite
 from ...pipelines.forecast.times import expected
@@ -179,7 +179,9 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
         )
     own = PUBLISHED[pipeline.variant]
     if pipeline.family != "mv_adapter" and not pipeline.is_demo:
-        progress.notify("maps and picture are prepared as Tencent does: views of a seed were slightly others before")
+        tell_once(
+            progress, "maps and picture are prepared as Tencent does: views of a seed were slightly others before"
+        )
     if pipeline.is_demo:
         size = DEMO_SIZE if settings.latents is None else 8 * settings.latents.shape[-1]
         if size != settings.size:

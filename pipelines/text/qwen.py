@@ -10,6 +10,7 @@ import torch
 
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
+from ...compat.memory.parts import tell_once
 from ...compat.packages import beginning
 from ..base import EMBEDS, EMBEDS_2, ENCODING, Forwards, Progress, PromptRequest, Silent
 from ..pipeline import Pipeline
@@ -134,7 +135,9 @@ def _quoted(pipeline: Pipeline, texts: Sequence[str], progress: Progress) -> lis
     phrased: Any = extract_glyph_texts
     quote, other = map(phrased, texts)
     if other is not None:
-        progress.notify("quotation marks in the negative prompt no longer reach ByT5: at its publisher they never do")
+        tell_once(
+            progress, "quotation marks in the negative prompt no longer reach ByT5: at its publisher they never do"
+        )
     if quote is not None:
         subject = f"text between quotation marks in the {SUBJECTS[0]}"
         quote = shortened(pipeline.tools["tokenizer_2"], quote, QUOTED_TOKENS, subject, progress)

@@ -11,6 +11,7 @@ import torch
 
 from ....compat.device.execution import generator_for, placed, to_host
 from ....compat.guidance import BOTH, PROMPTED, by_halves
+from ....compat.memory.parts import tell_once
 from ... import base
 from ...base import Call, Forwards, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings
 from ...pipeline import Pipeline
@@ -64,7 +65,7 @@ def sample(
     trained = None if recipe is None else recipe.timesteps
     levels = partial(_levels, trained)
     if trained is not None and settings.sigmas is None:
-        progress.notify("noise levels of FastVideo's own script; they were Genmo's before")
+        tell_once(progress, "noise levels of FastVideo's own script; they were Genmo's before")
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, levels, device)
     noise = loop.noise_for(loop.latent_shape(SPEC, CHANNELS, settings), generator, device)
     clean = None if settings.latents is None else ((settings.latents.samples - mean) * scale / std).to(device)
