@@ -246,8 +246,12 @@ SAMPLES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+LONG = ("test_wheel.py", "test_archive.py", "test_render.py")  # files that would keep one worker when the other is done
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the cells beyond a sample to `make test-full`; a sample of tests or cells that are gone is an error."""
+    """Leave the cells beyond a sample to `make test-full`; a sample of tests or cells that are gone is an error. Long
+    files come first."""
     collected: set[str] = set()
     for item in items:
         table, _, cell = f"{item.path.name}::{item.name}".partition("[")
@@ -255,6 +259,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if table in SAMPLES and cell.removesuffix("]") not in SAMPLES[table]:
             item.add_marker(pytest.mark.full)
     wanted = [f"{table}[{cell}]" for table, cells in SAMPLES.items() for cell in cells] + list(SAMPLES)
+    items.sort(key=lambda item: item.path.name not in LONG)
     gone = sorted(set(wanted) - collected)
     if gone and not config.option.file_or_dir:  # the whole suite
         raise pytest.UsageError(f"SAMPLES in tests/conftest.py names what no test is called: {', '.join(gone)}")
