@@ -150,7 +150,7 @@ def providers() -> dict[str, Path]:
 
 
 def paint_models() -> dict[str, Path]:
-    """Name to path of every paint and delight checkpoint: folders up to two deep, and files named after them."""
+    """Name to path of every paint and, after them, delight checkpoint: folders up to two deep, and files named so."""
     models: list[Path] = []
     for root in roots(MODEL_KEYS):
         children = _children(root)
@@ -160,7 +160,8 @@ def paint_models() -> dict[str, Path]:
                     models.append(folder)
                 elif folder.is_dir() and ("hunyuan3d" not in folder.name.lower() or folder == root):
                     models += [file for file in sorted(folder.iterdir()) if _is_paint_file(file)]
-    return _named(roots(MODEL_KEYS), models)
+    named = _named(roots(MODEL_KEYS), models)
+    return dict(sorted(named.items(), key=lambda item: "delight" in item[0].lower()))
 
 
 def paint_choices() -> list[str]:

@@ -115,6 +115,13 @@ def test_without_demo_models_the_list_says_that_there_is_none(folders, monkeypat
     assert folders.model_choices() == [folders.NO_MODEL]
 
 
+def test_a_paint_model_is_offered_before_one_that_takes_light_away(folders, tmp_path):
+    for name in ("hunyuan3d-delight-v2-0", "hunyuan3d-paint-v2-0"):
+        for part in ("unet", "vae"):
+            (tmp_path / name / part).mkdir(parents=True)
+    assert list(folders.paint_models()) == ["hunyuan3d-paint-v2-0", "hunyuan3d-delight-v2-0"]
+
+
 def test_nothing_is_scanned_twice_while_nothing_changes(folders, tmp_path, monkeypatch):
     scans = []
     monkeypatch.setattr(folders, "find_models", lambda roots: scans.append(roots) or [])
