@@ -21,6 +21,7 @@ from host.prompts import (
     two_passes,
 )
 
+SNAPSHOT = ROOT / "tests/fixtures/schemas.json"
 CORE = {"MarkdownNote", "LoadImage", "LoadVideo", "GetVideoComponents", "SaveVideo"}
 CORE |= {
     "UnwrapMesh",
@@ -126,6 +127,16 @@ def test_only_known_nodes_and_inputs(workflow: Path) -> None:
     for node in replay(workflow).values():
         accepted = takes.get(node["class_type"], {"**"})
         assert "**" in accepted or set(node["inputs"]) <= accepted, node["class_type"]
+
+
+@each
+def test_our_nodes_have_the_inputs_of_today(workflow: Path) -> None:
+    graph, schemas = graph_of(workflow), json.loads(SNAPSHOT.read_text(encoding="utf-8"))
+    inner = [node for each in graph.get("definitions", {}).get("subgraphs", ()) for node in each["nodes"]]
+    for node in (node for node in (*graph["nodes"], *inner) if node["type"] in schemas):
+        wanted, given = ([each["name"] for each in some["inputs"]] for some in (schemas[node["type"]], node))
+        grown = [name for name in wanted if any(each.startswith(f"{name}.") for each in given)]  # a list of inputs
+        assert set(wanted) - set(grown) <= set(given), f"{node['type']}: run make workflows"
 
 
 @each
