@@ -21,6 +21,7 @@ LOOPS = {
     "hunyuan video 1.5 i2v step distilled to 720p": 1.6e-5,
     "hunyuan video 1.5 t2v cfg distilled to 1080p": 1.5e-5,
     "hunyuan video 1.5 i2v cfg distilled to 1080p": 1.5e-5,
+    "fast hunyuan": 1.6e-5,
     "framepack": 1.7e-5,
     "framepack f1": 1.8e-5,
     "ltx 0.9.0": 1.6e-5,
@@ -99,6 +100,15 @@ ROWS = (
         "bits, each pixel to 1.6e-05 of 1 when its pipeline decodes in Tencent's windows of 64 frames, as we do",
         "its script decodes in windows of 16 frames: up to 0.85 of 1 and on average 0.08 otherwise on random weights; "
         f"where a size is asked, fit `nearest bucket` gives it the picture's shape; {NEGATIVE}",
+    ),
+    Compared(
+        "hunyuan_video",
+        "FastHunyuan",
+        (WHOLE,),
+        "text to video with FastVideo's `sample_t2v_hunyuan.py` as its `inference_hunyuan.sh` calls it: both encoders, "
+        "6 steps, shift 17, embedded guidance 6, 125 frames, decoder in windows of 64, at one tile",
+        "over 256 pixels the blend into the last tile of a row; `--vae-sp`, which spreads tiles over cards",
+        ("fast hunyuan",),
     ),
     Compared(
         "hunyuan_video",

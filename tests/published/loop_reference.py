@@ -502,7 +502,7 @@ def mochi() -> torch.Tensor:
 def attention_of_masked(qkv: torch.Tensor, valid: torch.Tensor, **_: Any) -> torch.Tensor:
     """``flash_attn_no_pad``: of tokens (B, N, 3, heads, D) those that are ``valid`` see each other; zeros elsewhere."""
     q, k, v = qkv.permute(2, 0, 3, 1, 4)
-    found = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=valid[:, None, None])
+    found = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=valid[:, None, None].bool())
     return found.transpose(1, 2) * valid[:, :, None, None]
 
 
@@ -536,6 +536,63 @@ def fast_mochi() -> torch.Tensor:
         generator=generator(), output_type="pt",
     ).frames  # fmt: skip
     return film[0].permute(0, 2, 3, 1)
+
+
+def fast_hunyuan() -> torch.Tensor:
+    """``sample_t2v_hunyuan.py`` of FastVideo as ``inference_hunyuan.sh`` calls it, on one device: 6 steps, shift 17."""
+    pipe, folder = tiny.one_shot("hunyuan_video", FOLDER), FOLDER / "hunyuan_video"
+    sys.modules["fastvideo.models.flash_attn_no_pad"] = SimpleNamespace(flash_attn_no_pad=attention_of_masked)  # type: ignore[assignment]
+    sys.modules["fastvideo.version"] = SimpleNamespace(__version__="")  # type: ignore[assignment]
+    stub(*(f"fastvideo.v1.{name}" for name in ("configs.pipelines", "configs.sample", "entrypoints.video_generator")))
+    from fastvideo.models.hunyuan import inference, text_encoder
+    from fastvideo.models.hunyuan.modules import models
+    from fastvideo.models.hunyuan.vae.autoencoder_kl_causal_3d import AutoencoderKLCausal3D
+
+    args = SimpleNamespace(
+        denoise_type="flow", flow_shift=17, flow_reverse=True, flow_solver="euler", vae="884-16c-hy", precision="fp32",
+        vae_precision="fp32", disable_autocast=False, vae_tiling=True, vae_sp=False,
+    )  # fmt: skip
+    own = {"mm_double_blocks_depth": 2, "mm_single_blocks_depth": 2, "rope_dim_list": [4, 6, 6], "hidden_size": 32}
+    own |= {"heads_num": 2, "mlp_width_ratio": 2.0, "guidance_embed": True}
+    with on_cpu():
+        model = models.HYVideoDiffusionTransformer(
+            in_channels=16, out_channels=16, text_states_dim=32, text_states_dim_2=32, **own
+        )
+        model.load_state_dict(in_released_names(folder / "transformer", f"HunyuanVideo {layouts.ORIGINAL}"))
+        vae = AutoencoderKLCausal3D(**hunyuan_vae_config(AutoencoderKLCausal3D))
+        vae.load_state_dict(in_released_names(folder / "vae", "the VAE of HunyuanVideo"))
+        encoders = {"llm": (pipe.text_encoder, pipe.tokenizer), "clipL": (pipe.text_encoder_2, pipe.tokenizer_2)}
+
+        def part(index: int) -> Callable[..., Any]:
+            return lambda tokenizer_type=None, text_encoder_type=None, **_: (
+                encoders[tokenizer_type or text_encoder_type][index], None,
+            )  # fmt: skip
+
+        with (
+            mock.patch.object(text_encoder, "load_text_encoder", part(0)),
+            mock.patch.object(text_encoder, "load_tokenizer", part(1)),
+        ):
+            template, video = (inference.PROMPT_TEMPLATE[f"dit-llm-encode{end}"] for end in ("", "-video"))
+            first = text_encoder.TextEncoder(
+                "llm", 256 + video["crop_start"], prompt_template=template, prompt_template_video=video,
+                hidden_state_skip_layer=2, apply_final_norm=False,
+            )  # fmt: skip
+            second = text_encoder.TextEncoder("clipL", 77)
+        sampler = inference.HunyuanVideoSampler(args, vae.eval(), {}, first, model.eval(), second, device="cpu")
+        encode, (width, height) = sampler.pipeline.encode_prompt, loops.SIZE
+
+        def in_rows(
+            *given: Any, **named: Any
+        ) -> tuple[Any, ...]:  # CLIP's vector, which at other widths is padded to one
+            embeds, *rest = encode(*given, **named)
+            return embeds[:, None] if embeds.ndim == 2 else embeds, *rest
+
+        sampler.pipeline.encode_prompt = in_rows
+        made = sampler.predict(
+            prompt=loops.PROMPT, height=height, width=width, video_length=125, seed=loops.SEED, infer_steps=6,
+            guidance_scale=1.0, flow_shift=17, embedded_guidance_scale=6.0,
+        )  # fmt: skip
+    return made["samples"][0].permute(1, 2, 3, 0)
 
 
 LTX_VAE = {
@@ -709,6 +766,7 @@ LOOPS = {
     },
     "skyreels v1 t2v": Loop(*SKYWORK, skyreels(loops.SKYREELS_T2V)),
     "skyreels v1 i2v": Loop(*SKYWORK, skyreels(loops.SKYREELS_I2V)),
+    "fast hunyuan": Loop("hao-ai-lab/FastVideo", "b79d1fc", "Apache-2.0", fast_hunyuan),
     "fast mochi": Loop("hao-ai-lab/FastVideo", "b79d1fc", "Apache-2.0", fast_mochi),
     "mochi": Loop("genmoai/mochi", "0c86aeb", "Apache-2.0", mochi),
     "hunyuan video": Loop("Tencent-Hunyuan/HunyuanVideo", "fa14b00", TENCENT, hunyuan_video()),

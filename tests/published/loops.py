@@ -175,10 +175,17 @@ def _changed(path: Path, **settings: float) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
-def fast_mochi(name: str, folder: Path) -> Path:
-    """The tiny checkpoint of Mochi under the name of FastMochi's release."""
-    made = folder / "FastMochi-diffusers"
-    return made if made.is_dir() else Path(shutil.copytree(tiny.build(name, folder), made))
+def released_as(release: str) -> Callable[[str, Path], Path]:
+    """Makes the tiny checkpoint of a family under the name of a release."""
+
+    def made(name: str, folder: Path) -> Path:
+        target = folder / release
+        return target if target.is_dir() else Path(shutil.copytree(tiny.build(name, folder), target))
+
+    return made
+
+
+fast_mochi, fast_hunyuan = released_as("FastMochi-diffusers"), released_as("FastHunyuan-diffusers")
 
 
 SKYREELS_T2V, SKYREELS_I2V, SKYREELS_SIZE = "SkyReels-V1-Hunyuan-T2V", "SkyReels-V1-Hunyuan-I2V", (96, 64)

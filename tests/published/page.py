@@ -82,6 +82,10 @@ FILES = (
     ),
     File(f"{REPACKAGED}/hunyuan_video_t2v_720p_bf16.safetensors", "hunyuan_video", "hunyuan_video"),
     File("Kijai/HunyuanVideo_comfy/hunyuan_video_720_fp8_e4m3fn.safetensors", "hunyuan_video", "hunyuan_video", SCALED),
+    File(
+        "Kijai/HunyuanVideo_comfy/hunyuan_video_FastVideo_720_fp8_e4m3fn.safetensors",
+        "hunyuan_video", "hunyuan_video", SCALED,
+    ),  # fmt: skip
     *(
         File(f"calcuis/hunyuan-gguf/hunyuan-video-t2v-720p-{bits}.gguf", "hunyuan_video", "hunyuan_video", codec)
         for bits, codec in (
