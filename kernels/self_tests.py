@@ -85,8 +85,17 @@ def self_tests(
     """One :class:`SelfTest` for each of ``operations`` and dtypes."""
     for dtype in dtypes:
         runs = [_calls(device, dtype, shapes) for shapes in SHAPES]
+        if dtype is torch.float16:
+            runs.append(_safe_calls(device))
         for name in operations:
-            yield _self_test(name, dtype, [run[name] for run in runs], device, form)
+            yield _self_test(name, dtype, [run[name] for run in runs if name in run], device, form)
+
+
+def _safe_calls(device: torch.device) -> dict[str, Run]:
+    """The operations of a block between an fp32 residual and fp16 operands, as under safe fp16."""
+    names = set(BLOCK_OPERATIONS) - {"gated_residual"}  # which stays in fp32
+    calls = _calls(device, torch.float32, SHAPES[0], out=torch.float16)
+    return {name: calls[name] for name in names}
 
 
 def timed_calls(device: torch.device, dtype: torch.dtype, full: bool = True) -> Iterator[tuple[str, Forms]]:
@@ -127,7 +136,10 @@ def _all(result: Any) -> Results:
     return result if isinstance(result, tuple) else (result,)
 
 
-def _calls(device: torch.device, dtype: torch.dtype, shapes: CaseShapes) -> dict[str, Run]:
+def _calls(
+    device: torch.device, dtype: torch.dtype, shapes: CaseShapes, out: torch.dtype | None = None
+) -> dict[str, Run]:
+    """The calls of each operation. ``out``: what norms write where it is not ``dtype``, and gated products read."""
     batch, tokens, width, head, channels = shapes.batch, shapes.tokens, shapes.width, shapes.head, shapes.clip[1]
     generator = torch.Generator().manual_seed(0)
 
@@ -146,8 +158,9 @@ def _calls(device: torch.device, dtype: torch.dtype, shapes: CaseShapes) -> dict
     mochi = Gate(rows[2], tanh=True, norm_eps=1e-6)
     modulation, layer = Modulation(rows[0], rows[1]), Norm(LAYER, 1e-6)
     summed, of_sums = both(
-        residual.residual_norm, residual.residual_norm_reference, x, branch, mochi, layer, modulation
-    )
+        partial(residual.residual_norm, out_dtype=out), residual.residual_norm_reference,
+        x, branch, mochi, layer, modulation,
+    )  # fmt: skip
 
     def of_rounded(found: Results) -> Results:
         """Of a sum, and of the norm of the sum as it was rounded."""
@@ -155,13 +168,19 @@ def _calls(device: torch.device, dtype: torch.dtype, shapes: CaseShapes) -> dict
         return of_sums(found)[0], norm.normalized_reference(found[0].double(), layer, wide)
 
     return {
-        "normalized": both(norm.normalized, norm.normalized_reference, x, Norm(RMS, 1e-6, weight), modulation),
+        "normalized": both(
+            partial(norm.normalized, out_dtype=out), norm.normalized_reference, x, Norm(RMS, 1e-6, weight), modulation
+        ),
         "gated_residual": both(residual.gated_residual, residual.gated_residual_reference, x, branch, Gate(rows[2])),
         "residual_norm": (summed, of_rounded),
         "qk_norm_rope": both(
-            rope.qk_norm_rope, rope.qk_norm_rope_reference, pair, Tables(turn.cos(), turn.sin()), 1e-6, other
+            partial(rope.qk_norm_rope, out_dtype=out), rope.qk_norm_rope_reference,
+            pair, Tables(turn.cos(), turn.sin()), 1e-6, other,
         ),
-        "swiglu": both(activation.swiglu, activation.swiglu_reference, x.view(-1, shapes.gated)),
+        "swiglu": both(
+            partial(activation.swiglu, out_dtype=dtype), activation.swiglu_reference,
+            x.view(-1, shapes.gated).to(out or dtype),
+        ),
         "group_norm_silu_pad": both(
             group_norm.group_norm_silu_pad, group_norm.group_norm_silu_pad_reference,
             clip, GroupNorm(shapes.groups, 1e-6, *channel), (1, 1, 1, 1, 2, 0),

@@ -26,7 +26,7 @@ from ..memory.parts import Undo, full_name, submodule_at, transformer_blocks
 from .blocks import FORWARDS, OPS, BlockOps
 from .fp16 import SAFE_OPS
 from .fp16_layers import Fp32RotaryProcessor
-from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, gelu_feed, half_rope
+from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, gelu_feed, half_rope, wide_gated_feed
 
 OFF = "off"
 MEANINGS: dict[str, str] = {
@@ -153,7 +153,7 @@ def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> Fu
             fused.leave(f"{full_name(block)} is not a known class", 0)
             whole = False
         elif vars(block).get(OPS) is SAFE_OPS:  # safe fp16 has rewritten it
-            whole = _attach_rotation(block, fusion, fused) and whole
+            whole = _attach_safe(block, fusion, fused) and whole
             _attach_gelu(block, fused)
         elif reason := _unfit(block, fusion):
             fused.leave(reason, sum(points_of(block, fusion).values()))
@@ -196,18 +196,24 @@ def _attach_gelu(block: Any, fused: FusionPoints) -> None:
             fused.gelus += 1
 
 
-def _attach_rotation(block: Any, fusion: BlockFusion, fused: FusionPoints) -> bool:
-    """Fuse what safe fp16 leaves to attention: norms and rotation of queries and keys; False where one is unknown."""
-    done, kind = 0, full_name(block).rpartition(".")[2]
-    for path, stock in fusion.attention.items():
-        attention = block.get_submodule(path)
-        own = {TRANSFORMERS + stock, UPSTREAM + stock, full_name(Fp32RotaryProcessor())}
-        if full_name(attention.processor) in own and not _unfit_attention(attention):
-            fused.undo.set(attention, "processor", fusion.processor(fused.form, narrow=True))
-            done += 1
-    fused.points.update({QK_ROTARY: done})
-    fused.leave(f"fp16-safe replaces the rest of {kind}", sum(points_of(block, fusion).values()) - done)
-    return done == len(fusion.attention)
+def _attach_safe(block: Any, fusion: BlockFusion, fused: FusionPoints) -> bool:
+    """Fuse a block that safe fp16 has rewritten, around its fp32 residual; False, and nothing, where its attention is
+    not known: without our processors a block of one stream rotates what is not its own."""
+    points, found = points_of(block, fusion), [block.get_submodule(path) for path in fusion.attention]
+    stock = {root + each for each in fusion.attention.values() for root in (TRANSFORMERS, UPSTREAM)}
+    stock.add(full_name(Fp32RotaryProcessor()))
+    if any(full_name(each.processor) not in stock or _unfit_attention(each) for each in found):
+        fused.leave("its attention has another processor or other norms", sum(points.values()))
+        return False
+    fused.undo.set(block, OPS, replace(SAFE_OPS, form=fused.form))
+    for attention in found:
+        fused.undo.set(attention, "processor", fusion.processor(fused.form, narrow=True))
+    for path in fusion.gated:
+        feed = getattr(block, path, None)
+        if feed is not None:
+            fused.patch(feed.net[0], wide_gated_feed)
+    fused.points.update(points)
+    return True
 
 
 def other_forward(module: Any, ours: Callable[..., Any]) -> str:

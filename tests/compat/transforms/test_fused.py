@@ -399,7 +399,7 @@ SAME_ERROR = (
 
 @pytest.mark.parametrize("fp32_output", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", [n if n == "ltx" else pytest.param(n, marks=pytest.mark.full) for n in CASES])
-def test_under_safe_fp16_attention_is_fused_and_no_error_grows(name, fp32_output, monkeypatch):
+def test_under_safe_fp16_every_point_is_fused_and_no_error_grows(name, fp32_output, monkeypatch):
     if fp32_output:  # no CPU has such products: the same in fp32
         monkeypatch.setattr(fp16_layers, "_fp32_product", fp32_product)
     block, inputs = block_of(CASES[name])
@@ -411,8 +411,7 @@ def test_under_safe_fp16_attention_is_fused_and_no_error_grows(name, fp32_output
     stock = [ran(model.transformer_blocks[0], each, torch.float32) for each in drawn]
     taken_off()
     found = fuse(model, REFERENCE)
-    rotary = FUSIONS[fused.full_name(block)].points[fused.QK_ROTARY]
-    assert dict(found.points) == {fused.QK_ROTARY: rotary} and "fp16-safe replaces the rest" in str(found)
+    assert found.points == fused.points_of(block, FUSIONS[fused.full_name(block)]) and not found.left
     taken_off = replace_attention(model, SDPA)
     ours = [ran(model.transformer_blocks[0], each, torch.float32) for each in drawn]
     for output in range(len(truth[0])):
