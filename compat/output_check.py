@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from .errors import InputError
 
@@ -122,20 +119,6 @@ def is_flat(tensor: torch.Tensor) -> bool:
     """True if every channel of (B, C, ...) is one value."""
     rows = tensor.flatten(2)
     return bool((rows.amin(-1) == rows.amax(-1)).all())
-
-
-@contextmanager
-def checked_parts(coder: nn.Module, validate: Validator) -> Iterator[None]:
-    """Check each output of ``coder``, a VAE's encoder or decoder: a tile, a chunk of frames, or the whole.
-    Raises InvalidOutputError in the block after the first part with a fault, so that no further part is computed."""
-
-    def check(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        fault = validate(output[0] if isinstance(output, tuple) else output)
-        if fault:
-            raise InvalidOutputError(fault)
-
-    with coder.register_forward_hook(check):
-        yield
 
 
 def fault_in_weight(name: str, tensor: torch.Tensor) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from ..output_check import InvalidOutputError, Validator
 from .facts import default_device, device_count, value_or
 from .failures import is_shortage
 
@@ -156,6 +157,20 @@ def checked_layers(module: nn.Module, called: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for layer in dict.fromkeys(_layers(module)):
             stack.enter_context(add_hook(layer, before, before=True))
+        yield
+
+
+@contextmanager
+def checked_parts(coder: nn.Module, validate: Validator) -> Iterator[None]:
+    """Check each output of ``coder``, a VAE's encoder or decoder: a tile, a chunk of frames, or the whole.
+    Raises InvalidOutputError in the block after the first part with a fault, so that no further part is computed."""
+
+    def check(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        fault = validate(output[0] if isinstance(output, tuple) else output)
+        if fault:
+            raise InvalidOutputError(fault)
+
+    with add_hook(coder, check):
         yield
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ..device.execution import add_hook
 from ..errors import UnsupportedError
 from ..memory.parts import Undo, denoises, transformer_blocks
 from ..ranks import Group, SplitPlan
@@ -45,8 +46,8 @@ class TokenSplit:
                 undo.set(processor, "attend", SplitAttention(self, processor.attend))
                 names = tuple(inspect.signature(type(block).forward).parameters)[1:]
                 cut = partial(self._cut, block is blocks[0], names)
-                undo.append(block.register_forward_pre_hook(cut, with_kwargs=True).remove)
-            undo.append(blocks[-1].register_forward_hook(self._join).remove)
+                undo.append(add_hook(block, cut, before=True, with_kwargs=True).remove)
+            undo.append(add_hook(blocks[-1], self._join).remove)
         except BaseException:
             undo.restore()
             raise

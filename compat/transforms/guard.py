@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
 
 from ...kernels.library import FAULTS, NAMESPACE
-from ..device.execution import HOST, placed, to_host
+from ..device.execution import HOST, add_hook, placed, to_host
 from ..device.facts import DeviceFacts, value_or
 from ..device.failures import is_shortage
 from ..device.probe_store import IN_RUNS, ProbeStore
 from ..device.quirks import policy_for
 from ..device.rates import work_of
 from ..errors import UnsupportedError, first_line
-from ..memory.parts import Undo
 from .attention_chunks import chunked
 from .order import Back, Order, Step
 from .plain_calls import PlainCalls, plain_calls
@@ -341,13 +341,17 @@ def guard_step(store: ProbeStore | None, facts: DeviceFacts) -> Step:
         if guard is None and calls is None:
             return None
         named = [getattr(module, name, None) for name in ("encoder", "decoder")] if part == "vae" else [module]
-        return Undo(back for each in filter(None, named) for back in _hooks(each, guard, calls)).restore
+        with ExitStack() as stack:
+            for each in filter(None, named):
+                for hook in _hooks(each, guard, calls):
+                    stack.enter_context(hook)
+            return stack.pop_all().close
 
     return Step(Order.GUARD, "guard", apply)
 
 
-def _hooks(module: nn.Module, guard: Guard | None, calls: PlainCalls | None) -> Iterator[Back]:
-    """Put both around the forwards of ``module``; what takes them away."""
+def _hooks(module: nn.Module, guard: Guard | None, calls: PlainCalls | None) -> Iterator[RemovableHandle]:
+    """Put both around the forwards of ``module``; the hooks that do."""
     entered: list[ExitStack] = []
 
     def before(_: Any, args: Any, kwargs: Any) -> None:
@@ -361,5 +365,5 @@ def _hooks(module: nn.Module, guard: Guard | None, calls: PlainCalls | None) -> 
     def after(*_: Any) -> None:
         entered.pop().close()
 
-    yield module.register_forward_pre_hook(before, with_kwargs=True).remove
-    yield module.register_forward_hook(after, always_call=True).remove
+    yield add_hook(module, before, before=True, with_kwargs=True)
+    yield add_hook(module, after, always_call=True)

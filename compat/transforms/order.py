@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..device.execution import add_hook
 from ..memory.parts import Undo, full_name, role_of
 from .attention import Attention
 from .attention_processors import BLOCKS, CROPPED, PROCESSORS, Attend, Padding, cropping
@@ -143,5 +144,5 @@ def replace_attention(module: nn.Module, attend: Attend) -> Back:
     cropped = CROPPED.get(type(module).__name__)
     if cropped is not None:
         # A hook, not a patched forward: it survives accelerate's and diffusers' own re-wrapping of forward.
-        undo.append(module.register_forward_pre_hook(cropping(cropped, padding), with_kwargs=True).remove)
+        undo.append(add_hook(module, cropping(cropped, padding), before=True, with_kwargs=True).remove)
     return undo.restore

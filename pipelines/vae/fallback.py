@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...compat import output_check
-from ...compat.device.execution import HOST, checked_layers, generator_for, to_host
+from ...compat.device.execution import HOST, checked_layers, checked_parts, generator_for, to_host
 from ...compat.device.facts import device_fault, empty_cache
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
 from ...compat.device.quirks import convolution_switches
@@ -22,7 +22,7 @@ from ...compat.doctor import examine, not_finite, one_colour
 from ...compat.errors import UnsupportedError, first_line, remember
 from ...compat.memory.parts import Undo
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
-from ...compat.output_check import BROKEN, CAST, COLOUR, InvalidOutputError, Validator, checked_parts, require_finite
+from ...compat.output_check import BROKEN, CAST, COLOUR, InvalidOutputError, Validator, require_finite
 from ...compat.transforms.order import replace_attention
 from ..base import Latents, Progress, ProgressStage, SubProgress
 from ..pictures import signed

@@ -297,6 +297,12 @@ def test_a_shortage_on_the_way_to_the_cpu_leaves_the_next_decode_as_it_was(insid
     assert found["listed"] <= 1, "core's list keeps what has left the host, and warns of it at each load"
 
 
+@pytest.mark.full
+def test_injections_hold_an_announced_change_of_method_against_that_method(inside: Inside) -> None:
+    """Tiles of LTX show seams, which are right where the run says that it takes tiles."""
+    assert inside.play("injected", "in_tiles", name="LTX") == ["survived", "wrong"]
+
+
 def test_a_decode_that_runs_out_of_memory_goes_to_smaller_tiles(inside: Inside) -> None:
     found = inside.play("core_fit_vaes", "rescued", name="SD", fault="memory", edge=20)
     assert found["said"][0].endswith("out of memory; now fp32, all other models freed")

@@ -33,9 +33,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from simulated import accelerator, test_doctor, test_fp16
-from simulated.test_families import CASES, MODES, PICTURE, loaded_for, rendered
+from simulated.test_families import CASES, MODES, PICTURE, loaded_for, rendered, sampled
 
-from runs.faults import ANEW, Run, injected
+from runs.faults import ANEW, WHOLE, Run, injected
 from runs.subjects import painting_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,11 +83,15 @@ def doctored(name: str, offload: str, folder: Path) -> tuple[dict[str, Run], Any
     """A pipeline that overflows in fp16, whose doctor seeks what helps in each run."""
     pipeline = test_doctor.loud(test_fp16.loaded_for(CASES[name], folder, "acc:0", "fp16", offload))
 
-    def run() -> torch.Tensor:
+    def watched() -> Any:
         doctor = Doctor("model", RepairStore(None), KEEP, lambda _: None)
-        return rendered(replace(pipeline, run=replace(pipeline.run, doctor=doctor)), CASES[name])[0]
+        return replace(pipeline, run=replace(pipeline.run, doctor=doctor))
 
-    return {"doctor": run}, lambda: pipeline.parts
+    runs: dict[str, Run] = {
+        "doctor": lambda: sampled(watched(), CASES[name]).samples,
+        f"doctor {WHOLE}": lambda: dict(zip("lf", rendered(watched(), CASES[name]), strict=True)),
+    }
+    return runs, lambda: pipeline.parts
 
 
 def painted(offload: str, folder: Path) -> tuple[dict[str, Run], Any]:

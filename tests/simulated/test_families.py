@@ -8,7 +8,7 @@ import tiny
 import torch
 from anygpu.compat.errors import UnsupportedError
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
@@ -47,8 +47,8 @@ def loaded_for(case: Case, folder: Any, device: str, offload: str = "auto") -> P
     return load(LoadRequest(paths[0], base, encoder, precision="fp32", offload=offload, device=device))
 
 
-def rendered(pipeline: Pipeline, case: Case, progress: Any = None, steps: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latents and frames of one short run."""
+def sampled(pipeline: Pipeline, case: Case, progress: Any = None, steps: int = 2) -> Latents:
+    """Latents of one short run."""
     progress = progress or Silent()
     with torch.no_grad():
         image = None
@@ -60,10 +60,15 @@ def rendered(pipeline: Pipeline, case: Case, progress: Any = None, steps: int = 
         settings = SampleSettings(64, 64, case.frames, steps=steps, seed=3, cfg=2.0)
         if pipeline.family == "framepack":
             framepack = FramePackSettings(case.frames / 30, window=2)
-            latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress)
-        else:
-            latents = stages.sample(pipeline, prompt, image, settings, progress)
-        return latents.samples, stages.decode(pipeline, latents, progress)
+            return stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress)
+        return stages.sample(pipeline, prompt, image, settings, progress)
+
+
+def rendered(pipeline: Pipeline, case: Case, progress: Any = None, steps: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents and frames of one short run."""
+    latents = sampled(pipeline, case, progress, steps)
+    with torch.no_grad():
+        return latents.samples, stages.decode(pipeline, latents, progress or Silent())
 
 
 class Watching(Silent):

@@ -2,18 +2,26 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from anygpu.compat.device.execution import add_hook
+from anygpu.compat.device.execution import add_hook, checked_parts
+from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.failures import is_shortage
+from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.errors import PackError, UnsupportedError, parts_of
 from anygpu.compat.memory import hooks, standalone
 from anygpu.compat.memory.hooks import GroupHooks
 from anygpu.compat.memory.offloader import PINNED, HostWeights, OffloadOptions
 from anygpu.compat.memory.parts import Parts
 from anygpu.compat.memory.standalone import STEP_DOWN, StandaloneOffloader
+from anygpu.compat.ranks import Group, Ranks, SplitPlan
+from anygpu.compat.transforms.attention_processors import CROPPED
+from anygpu.compat.transforms.context_parallel import TokenSplit
+from anygpu.compat.transforms.guard import guard_step
+from anygpu.compat.transforms.order import replace_attention
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from hostile.words import LOST
@@ -227,6 +235,36 @@ def test_no_hook_stays_where_registering_it_fails(before):
     with shortage(1, behind=True, operators=False, errors=[MemoryError]), pytest.raises(MemoryError):
         add_hook(layer, print, before)
     assert not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+class Split(nn.Module):
+    """Two blocks, of which a context parallel forward can be made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer_blocks = nn.ModuleList(nn.Linear(1, 1) for _ in range(2))
+        for block in self.transformer_blocks:
+            block.attn1 = nn.Identity()
+            block.attn1.heads, block.attn1.processor = 2, SimpleNamespace(attend=print)
+
+
+HOOKED: dict[str, tuple[int, Callable[[nn.Module], Any]]] = {  # how many hooks, and what registers them
+    "guard": (2, lambda module: guard_step(ProbeStore(facts_for("acc:0")), facts_for("acc:0")).apply(PART, module)),
+    "context parallel": (3, TokenSplit(Group(Ranks(None, 0, 2)), SplitPlan((), 0)).attach),
+    "output check": (1, lambda module: checked_parts(module, str).__enter__()),
+    "cropping": (1, lambda module: replace_attention(module, print)),
+}
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_nothing_stays_of_hooks_of_which_one_fails(acc, name):
+    count, attach = HOOKED[name]
+    for at in range(1, count + 1):
+        module = type(next(iter(CROPPED)), (Split,), {})()
+        with shortage(at, behind=True, operators=False, errors=[MemoryError]), pytest.raises(MemoryError):
+            attach(module)
+        assert not any(each._forward_hooks or each._forward_pre_hooks for each in module.modules()), at
+        assert all(block.attn1.processor.attend is print for block in module.transformer_blocks)
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from anygpu.compat.device.execution import checked_parts
 from anygpu.compat.device.failures import KERNEL, MEMORY, VALUES, failure_kind
 from anygpu.compat.device.quirks import DevicePolicy, convolution_switches
 from anygpu.compat.errors import InputError, UnsupportedError
@@ -16,7 +17,6 @@ from anygpu.compat.output_check import (
     CONSTANT,
     ZEROS,
     InvalidOutputError,
-    checked_parts,
     fault_in_frames,
     fault_in_latents,
 )
