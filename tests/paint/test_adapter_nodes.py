@@ -105,5 +105,7 @@ def test_a_picture_is_asked_for_where_it_is_needed(core):
 
 
 def test_the_first_wrong_choice_is_named(core):
+    with pytest.raises(InputError, match="no core_clip and no core_vae; expected core's MODEL, CLIP and VAE"):
+        loaded(core, core_model=object())
     with pytest.raises(CheckpointError, match="is made for sd21, and the checkpoint is sdxl"):
         core.run("LoadMVAdapter", model="mine.safetensors", adapter=mv_stored.FILES["ig2mv", "sd21"])
