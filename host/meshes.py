@@ -93,16 +93,20 @@ def from_core(mesh: Any) -> Mesh:
             f"a MESH of {len(vertices)} meshes", expected="one", fix="Texture them one after the other, or merge them."
         )
     single = getattr(vertices, "ndim", 3) == 2
-    parts = [None if part is None else (part if single else part[0]) for part in (vertices, faces, mesh.uvs)]
+    given = (vertices, faces, mesh.uvs, getattr(mesh, "normals", None))
+    parts = [None if part is None else (part if single else part[0]) for part in given]
     if mesh.vertex_counts is not None and not single:
         count, face_count = int(mesh.vertex_counts[0]), int(mesh.face_counts[0])
-        parts = [parts[0][:count], parts[1][:face_count], None if parts[2] is None else parts[2][:count]]
-    return Mesh(parts[0], parts[1], parts[2])
+        counts = (count, face_count, count, count)
+        parts = [None if part is None else part[:most] for part, most in zip(parts, counts, strict=True)]
+    whole = parts[3] is not None and parts[3].shape == parts[0].shape
+    return Mesh(parts[0], parts[1], parts[2], normals=parts[3] if whole else None)
 
 
 def to_core(mesh: Mesh) -> Any:
     uvs = None if mesh.uvs is None else to_host(mesh.uvs).float()[None]
     made = Types.MESH(to_host(mesh.vertices).float()[None], to_host(mesh.faces).long()[None], uvs=uvs)
+    made.normals = None if mesh.normals is None else to_host(mesh.normals).float()[None]
     for attribute, name in MAPS.items():
         setattr(made, attribute, mesh.maps[name][None] if name in mesh.maps else None)
     factors = {name: mesh.factors[given] for name, given in FACTORS.items() if given in mesh.factors}

@@ -20,6 +20,7 @@ from . import folders, memory_manager, model_files
 if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
     from ..paint.adapter_loading import AdapterRequest
     from ..paint.loading import PaintRequest
+    from ..paint.networks.weights import Weights
     from ..pipelines.records.places import Machine
 
 TASKS = (AUTO, "text", "image")
@@ -93,15 +94,16 @@ def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
     )
 
 
-def adapter_request(inputs: Inputs, **machine: Any) -> AdapterRequest:
+def adapter_request(inputs: Inputs, loaded: Weights | None = None, **machine: Any) -> AdapterRequest:
+    """The request of AnyGPU Load MV-Adapter; what core has ``loaded`` takes the place of its model and vae."""
     from ..paint.adapter_loading import AdapterRequest
 
     given = {**ADAPTER_INPUTS, **inputs}
     return AdapterRequest(
-        folders.base_path(given["model"]),
+        folders.base_path(given["model"]) if loaded is None else loaded,
         folders.adapter_path(given["adapter"]),
         tokenizer=model_files.tokenizers().get("clip_l"),
-        vae=folders.paint_provider_folder(given["vae"]),
+        vae=None if loaded is not None else folders.paint_provider_folder(given["vae"]),
         lora=None if given["lora"] == folders.NONE else folders.lora_file(given["lora"]),
         lora_strength=given["lora_strength"],
         **{name: given[name] for name in ADAPTER_CHOICES},

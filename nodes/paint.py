@@ -165,6 +165,13 @@ class LoadMVAdapter(io.ComfyNode):
                             "for SDXL in fp32.",
                 ),
                 attention_input(),
+                io.Model.Input(
+                    "core_model", optional=True,
+                    tooltip="Core's MODEL of SDXL or SD2.1, with its LoRAs, in place of model and vae. Connect core_clip and "
+                            "core_vae too. The weights are copied; patches that are no weights have no effect.",
+                ),
+                io.Clip.Input("core_clip", optional=True, tooltip="Core's CLIP, with its LoRAs. Only with core_model and core_vae."),
+                io.Vae.Input("core_vae", optional=True, tooltip="Core's VAE, for SDXL in fp32. Only with core_model and core_clip."),
             ],
             outputs=[Paint.Output(display_name="pipeline")],
         )
@@ -180,10 +187,12 @@ class LoadMVAdapter(io.ComfyNode):
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
+        from ..host.core.checkpoint import checkpoint_of
         from ..paint.adapter_loading import load_adapter
 
         progress = PaintProgress(cls.hidden.unique_id)
-        pipeline = load_adapter(adapter_request(inputs), progress, memory_manager.make_room, memory_manager.offloader_on)
+        request = adapter_request(inputs, checkpoint_of(*map(inputs.get, ("core_model", "core_clip", "core_vae"))))
+        pipeline = load_adapter(request, progress, memory_manager.make_room, memory_manager.offloader_on)
         progress.chosen(f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", pipeline.decisions)
         return io.NodeOutput(pipeline)
 

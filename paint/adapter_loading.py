@@ -39,7 +39,7 @@ TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 
 @dataclass(frozen=True, slots=True)
 class AdapterRequest:
-    model: Path  # the checkpoint: a .safetensors file, or a folder as diffusers saves it
+    model: Path | Weights  # the checkpoint: a .safetensors file, a folder as diffusers saves it, or the host's weights
     adapter: Path  # the published file of MV-Adapter
     variant: str = AUTO  # ig2mv or tg2mv, where the file's name does not say it
     tokenizer: Path | None = None  # folder of CLIP's tokenizer, for a checkpoint that is one file
@@ -54,6 +54,10 @@ class AdapterRequest:
     state: Path | None = None
     quiet: bool = False
     compiled: CompileSettings | None = None  # nothing of it is compiled
+
+    @property
+    def source(self) -> Path:
+        return self.model.path if isinstance(self.model, Weights) else self.model
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +93,8 @@ def load_adapter(
     offloader, offload = loading.paint_offloader(request, parts, facts, weights, make_room=make_room, hosted=hosted)
     remarks = (*copies_decision(precision, facts, probes), *_remarks(files))
     # a tokenizer that is not there is missed when a prompt is encoded
-    own = {part: request.model / name for part, name in TOKENIZERS.items() if part in files.base.parts}
-    given = request.tokenizer or request.model.parent / "tokenizer"
+    own = {part: request.source / name for part, name in TOKENIZERS.items() if part in files.base.parts}
+    given = request.tokenizer or request.source.parent / "tokenizer"
     return PaintPipeline(
         family="mv_adapter",
         variant=files.variant,
@@ -100,7 +104,7 @@ def load_adapter(
         offloader=offloader,
         shape=shape,
         configs=configs,
-        source=request.model,
+        source=request.source,
         decisions=(precision.decision, offload, attention.decision, *remarks),
         weights=weights,
         probes=probes,
@@ -114,7 +118,7 @@ def _checked(request: AdapterRequest) -> tuple[AdapterFiles, dict[str, nn.Module
     require_choice("adapter variant", request.variant, ADAPTER_VARIANTS, "Choose auto.")
     with reading(request.adapter):
         stored = weights_in(request.adapter, "adapter")
-    with reading(request.model):
+    with reading(request.source):
         base = base_in(request.model, request.vae)
     declared = "" if request.variant == AUTO else request.variant
     variant = networks.variant_of(stored.shapes, base.kind, request.adapter.name, declared)
@@ -161,6 +165,9 @@ def _require_complete(part: BasePart, unet: nn.Module) -> None:
 
 def _remarks(files: AdapterFiles) -> list[Decision]:
     remarks, request = [], files.request
+    if isinstance(request.model, Weights):
+        why = f"connected, as core holds {request.source.name!r}; model and vae of this node are not read"
+        remarks.append(Decision("base", "core's MODEL, CLIP and VAE", why, CHOSEN))
     if files.base.prediction == VELOCITY:
         why = "the adapter was taught on noise; its velocities are converted"
         remarks.append(Decision("base", "predicts velocities", why, AUTO))

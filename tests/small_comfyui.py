@@ -26,7 +26,7 @@ MODELS = (
 EMPTY = """
 comfy.conds comfy.latent_formats comfy.ldm comfy.ldm.lightricks comfy.ldm.lightricks.symmetric_patchifier
 comfy.ldm.modules comfy.nested_tensor comfy.quant_ops comfy.samplers comfy.weight_adapter comfy_api
-comfy_execution comfy_execution.graph_utils
+comfy.model_sampling comfy_execution comfy_execution.graph_utils
 """
 
 

@@ -19,7 +19,7 @@ from comfy.quant_ops import QuantizedTensor
 from torch import Tensor, nn
 
 from ...compat.decision import AUTO, Decision
-from ...compat.device.execution import to_host
+from ...compat.device.execution import HOST, to_host
 from ..diffusion_model import CoreModel
 from ..memory_manager import EVERYTHING
 from .layers import ByNetwork
@@ -40,7 +40,7 @@ _known = ByNetwork()
 
 
 def damage_to_bf16(network: nn.Module, machine: ModelDevice) -> str:
-    return _lack(network, machine, lambda each: _is_plain(each) and each.dtype is torch.bfloat16, "cast.bf16_to_fp32")
+    return _lack(network, machine, lambda each: is_plain(each) and each.dtype is torch.bfloat16, "cast.bf16_to_fp32")
 
 
 def lack_of_float8(network: nn.Module, machine: ModelDevice) -> str:
@@ -120,7 +120,7 @@ def _cast(network: nn.Module, target: Target, float8: bool) -> nn.Module:
     memo: dict[int, Any] = {id(value): value for value in plain}  # core's configurations, which are not copies' own
     for module in network.modules():
         ours = not left_class(module)  # another pack alone knows what its tensors mean
-        for tensor in filter(_is_plain, (*module._parameters.values(), *module._buffers.values())):
+        for tensor in filter(is_plain, (*module._parameters.values(), *module._buffers.values())):
             values = tensor.detach()
             values = values.to(target(module, values)) if ours and values.dtype is torch.bfloat16 else values
             values = values.half() if ours and not float8 and holds_float8(values) else values
@@ -135,7 +135,7 @@ def _cast(network: nn.Module, target: Target, float8: bool) -> nn.Module:
     return made
 
 
-def _is_plain(tensor: Tensor | None) -> bool:
+def is_plain(tensor: Tensor | None) -> bool:
     return tensor is not None and type(tensor.data) is Tensor
 
 
@@ -172,8 +172,8 @@ class LoadedWeights:
     def of(cls, patcher: Any) -> LoadedWeights:
         known: LoadedWeights = _known.setdefault(patcher.model, cls())
         if not known.first:
-            known.owners = {name: id(module) for name, module, _ in _tensors(patcher.model)}
-            known.bytes = {name: tensor.nbytes for name, _, tensor in _tensors(patcher.model)}
+            known.owners = {name: id(module) for name, module, _ in tensors_of(patcher.model)}
+            known.bytes = {name: tensor.nbytes for name, _, tensor in tensors_of(patcher.model)}
             sums = [checksum(_loaded(patcher, name)) for name in known.owners]
             known.first = dict(zip(known.owners, _values(sums), strict=True))
         return known
@@ -222,7 +222,7 @@ class LoadedWeights:
     def _next(self, patcher: Any, every: bool, streamed: bool) -> Iterator[tuple[str, nn.Module, Tensor]]:
         if every:
             device = patcher.load_device.type
-            yield from (each for each in _tensors(patcher.model) if streamed or each[2].device.type == device)
+            yield from (each for each in tensors_of(patcher.model) if streamed or each[2].device.type == device)
             return
         names = list(self.bytes)
         self.budget += sum(self.bytes.values()) / SHARE
@@ -233,7 +233,7 @@ class LoadedWeights:
             yield name, patcher.model.get_submodule(name.rpartition(".")[0]), comfy.utils.get_attr(patcher.model, name)
 
 
-def _tensors(network: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+def tensors_of(network: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
     for path, module in network.named_modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and tensor.numel() and not tensor.is_meta:
@@ -246,11 +246,27 @@ def _loaded(patcher: Any, name: str) -> Tensor:
     return tensor
 
 
-def _as_patched(patcher: Any, name: str, value: Tensor) -> bool:
+def patched_weight(patcher: Any, name: str) -> Tensor:
+    """A weight on the host with the patches of ``patcher``, whichever are on the network now, as core would save it."""
+    loaded = _loaded(patcher, name)
+    if name not in patcher.patches:
+        return to_host(loaded)
+    from comfy.float import stochastic_rounding
+
+    seed = comfy.utils.string_to_seed(name)
+    return stochastic_rounding(_patched(patcher, name, loaded, HOST)[1], loaded.dtype, seed=seed)
+
+
+def _patched(patcher: Any, name: str, loaded: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A weight in fp32 on ``device`` without its patches and with them."""
     import comfy.lora
 
-    loaded = _loaded(patcher, name).to(value.device, torch.float32, copy=True)
-    expected = comfy.lora.calculate_weight(patcher.patches[name], loaded.clone(), name)
+    plain = (to_host(loaded) if device.type == HOST.type else loaded).to(device, torch.float32, copy=True)
+    return plain, comfy.lora.calculate_weight(patcher.patches[name], plain.clone(), name)
+
+
+def _as_patched(patcher: Any, name: str, value: Tensor) -> bool:
+    loaded, expected = _patched(patcher, name, _loaded(patcher, name), value.device)
     apart, change = (value.float() - expected).norm(), (expected - loaded).norm()
     dtypes = (value.dtype, comfy.model_management.lora_compute_dtype(value.device))
     return bool(apart <= NEAR * change + max(torch.finfo(dtype).eps for dtype in dtypes) * expected.norm())

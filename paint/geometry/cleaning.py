@@ -55,7 +55,8 @@ def cleaned(mesh: Mesh, settings: CleanSettings = CleanSettings()) -> tuple[Mesh
         notes.append(f"{mesh.vertices.shape[0] - used.shape[0]} unused vertices removed")
     place = used.to(mesh.vertices.device)
     uvs = None if mesh.uvs is None else mesh.uvs[used.to(mesh.uvs.device)]
-    return Mesh(mesh.vertices[place], index.to(mesh.faces), uvs), tuple(notes)
+    normals = None if mesh.normals is None else mesh.normals[used.to(mesh.normals.device)]
+    return Mesh(mesh.vertices[place], index.to(mesh.faces), uvs, normals=normals), tuple(notes)
 
 
 def finite(vertices: Tensor, faces: Tensor) -> Tensor:

@@ -49,6 +49,7 @@ class Mesh:
     uvs: Tensor | None = None  # (N, 2) floating or None; see the module
     maps: Mapping[str, Tensor] = field(default_factory=dict)  # of a file's material, (H, W, 3) in 0..1, named as MAPS
     factors: Mapping[str, Any] = field(default_factory=dict)  # of the material, such as metallicFactor, by glTF's names
+    normals: Tensor | None = None  # (N, 3) of a file's vertices
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +59,7 @@ class Surface:
     vertices: Tensor  # (N, 3) float32, where its frame has them
     faces: Tensor  # (M, 3) int64, none without area
     uvs: Tensor | None  # (N, 2) float32 in 0..1, or None
-    vertex_normals: Tensor  # (N, 3), unit, the mean of the faces round a vertex; 0 where there are none
+    vertex_normals: Tensor  # (N, 3), unit, the mesh's own where its frame takes them, else the mean of the faces round
     face_normals: Tensor  # (M, 3), unit
     centre: Tensor  # float64 on the CPU
     scale: float  # frame = (vertex - centre) * scale
@@ -103,6 +104,9 @@ class Surface:
             angles = torch.atan2(torch.linalg.cross(ahead, back).norm(dim=2), (ahead * back).sum(2))
             by_corner = by_corner * angles.reshape(-1, 1)
         sums = torch.zeros_like(vertices).index_add_(0, faces.reshape(-1), by_corner)
+        if frame.by_angle and mesh.normals is not None:  # a vertex that its file splits stays split
+            own = to_host(mesh.normals).double()
+            sums = torch.where(torch.isfinite(own).all(1, True) & own.any(1, True), own, sums)
         vertex_normals = torch.nn.functional.normalize(sums, dim=1)
         target = torch.device(device) if device is not None else mesh.vertices.device
         uvs = None if mesh.uvs is None else mesh.uvs.detach().to(target, torch.float32)
@@ -308,7 +312,7 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
         asked()
         size = path.stat().st_size + sum(map(len, beside.read.values()))
         blank = with_small_textures(scene, reading_budget(size) - cost)
-        scene, parts = scene.to_mesh(), scene
+        normals, scene, parts = _normals_of(scene), scene.to_mesh(), scene
         maps, factors, about = ({}, {}, ["textures too large to keep"]) if blank else material_of(parts, scene)
     if not len(getattr(scene, "faces", ())):
         raise CheckpointError(f"no faces in {path.name!r}", expected="a mesh", fix="A point cloud cannot be painted.")
@@ -332,8 +336,24 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
     vertices, moved = _near_origin(vertices)
     textured = "with" if uvs is not None else "no"
     message = f"{len(faces)} faces, {len(vertices)} vertices, {textured} UVs"
-    mesh = Mesh(vertices, faces, uvs, maps=maps if uvs is not None else {}, factors=factors)
+    normals = normals if normals is not None and normals.shape == vertices.shape else None
+    mesh = Mesh(vertices, faces, uvs, maps=maps if uvs is not None else {}, factors=factors, normals=normals)
     return mesh, (message, *moved, *about, *size_notes(len(faces)))
+
+
+def _normals_of(scene: Any) -> Tensor | None:
+    """(N, 3) unit, float64: the normals of a file's vertices where its nodes put them; None where some have none."""
+    found = []
+    for node in scene.graph.nodes_geometry:
+        transform, name = scene.graph[node]
+        part = scene.geometry[name]
+        if hasattr(part, "faces"):
+            own = part._cache["vertex_normals"]  # the property would compute them
+            if own is None:
+                return None
+            turned = torch.tensor(own) @ torch.linalg.pinv(torch.tensor(transform[:3, :3]))
+            found.append(torch.nn.functional.normalize(turned, dim=1))
+    return torch.cat(found) if found else None
 
 
 def _near_origin(vertices: Tensor) -> tuple[Tensor, list[str]]:

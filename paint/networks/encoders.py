@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -101,19 +102,28 @@ def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Callable[[]
             prompt,
             expected="the folder tokenizer of the delight checkpoint, for a negative prompt",
             fix="Download the complete delight folder, or leave negative_prompt empty.",
+            notify=progress.notify,
         )
     tokens[0, : len(words)] = torch.tensor(words)
     return _states(pipeline, "text_encoder", "text", tokens, progress, times())
 
 
-def prompt_tokens(folder: Path, prompt: str, expected: str, fix: str) -> list[int]:
-    """The tokens of ``prompt``, from CLIP's tokenizer in ``folder``, cut to what the encoder takes."""
+def prompt_tokens(folder: Path, prompt: str, expected: str, fix: str, notify: Callable[[str], object]) -> list[int]:
+    """The tokens of ``prompt``, from CLIP's tokenizer in ``folder``, cut to what the encoder takes, which is said."""
     cls: Any = attribute("transformers", "CLIPTokenizer")
     try:
         tokenizer = cls.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a tokenizer's reader has errors of its own for a damaged file
         raise CheckpointError(f"no tokenizer in {str(folder)!r}", expected=expected, fix=fix) from error
-    text = beginning(tokenizer, prompt, TOKENS)
+    text, words = beginning(tokenizer, prompt, TOKENS), prompt.split()
+
+    def tokens_of(count: int) -> int:
+        return len(tokenizer(" ".join(words[:count]), verbose=False)["input_ids"])
+
+    kept = bisect_right(range(len(text.split()) + 1), TOKENS, key=tokens_of) - 1
+    if kept < len(words):
+        left = f"the last {len(words) - kept} of {len(words)} words, from {words[kept][:40]!r} on"
+        notify(f"CLIP reads {TOKENS} tokens: {left}, are cut")
     return tokenizer(text, truncation=True, max_length=TOKENS)["input_ids"]  # type: ignore[no-any-return]
 
 

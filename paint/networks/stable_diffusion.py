@@ -1,12 +1,14 @@
-"""A checkpoint of Stable Diffusion XL or 2.1 under a paint family: one file, or a folder as diffusers saves it.
+"""A checkpoint of Stable Diffusion XL or 2.1 under a paint family: one file, a folder as diffusers saves it, or weights
+that the host program has loaded.
 
 Configurations of a single file are read off its shapes; diffusers' own converters give its tensors diffusers' names.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
@@ -23,12 +25,14 @@ from .weights import Weights, weights_in
 
 HEAD_WIDTH, TIME_WIDTH, SIZES = 64, 256, 6  # of an attention; of each of SDXL's six numbers of sizes
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
-TEXT = {  # part -> what its tensors may begin with
+V_PREDICTED, EDM = "v_pred", "edm_mean"  # tensors that mark a file of velocities, and of EDM
+LAYER = re.compile(r"\.(?:resblocks|layers)\.(\d+)\.")  # of a text encoder
+TEXT = {  # part -> what its tensors may begin with; last as ComfyUI has them loaded
     "sdxl": {
-        "text_encoder": ("conditioner.embedders.0.transformer.",),
-        "text_encoder_2": ("conditioner.embedders.1.model.",),
+        "text_encoder": ("conditioner.embedders.0.transformer.", "clip_l.transformer."),
+        "text_encoder_2": ("conditioner.embedders.1.model.", "clip_g.transformer."),
     },
-    "sd21": {"text_encoder": ("cond_stage_model.model.", "conditioner.embedders.0.model.")},
+    "sd21": {"text_encoder": ("cond_stage_model.model.", "conditioner.embedders.0.model.", "clip_h.transformer.")},
 }
 SCALES = {"sdxl": 0.13025, "sd21": 0.18215}  # of the latents
 VELOCITY_SPREAD = (  # comfy/supported_models.py, SD20: a model of velocities has more than 0.09 of it
@@ -57,12 +61,18 @@ class Base:
     parts: Mapping[str, BasePart]  # unet, vae, text_encoder, of SDXL text_encoder_2
 
 
-def base_in(path: Path, vae: Path | None = None) -> Base:
-    """The checkpoint at ``path``, with the VAE of another folder if given; names and shapes alone are read.
+def base_in(place: Path | Weights, vae: Path | None = None) -> Base:
+    """The checkpoint at a path, with the VAE of another folder if given; names and shapes alone are read.
 
     Raises CheckpointError for another kind of model, which is named, or missing parts.
+
+    Args:
+        place: the path, or weights of the host program by the names of a file, text encoders' by transformers'.
     """
-    base = _of_folder(path) if path.is_dir() else _of_file(path)
+    if isinstance(place, Weights):
+        base = _of_tensors(place)
+    else:
+        base = _of_folder(place) if place.is_dir() else _of_file(place)
     if vae is None:
         return base
     return Base(base.kind, base.prediction, {**base.parts, "vae": _saved(vae, "VAE")})
@@ -87,26 +97,37 @@ def _saved(folder: Path, part: str) -> BasePart:
 def _of_file(path: Path) -> Base:
     if path.suffix != ".safetensors":
         raise CheckpointError(f"{path.name!r} is no .safetensors", expected=WANTED, fix="Use its .safetensors file.")
-    stored, ldm = weights_in(path, "checkpoint"), imported("diffusers.loaders.single_file_utils")
+    return _of_tensors(weights_in(path, "checkpoint"))
+
+
+def _of_tensors(stored: Weights) -> Base:
+    path, ldm = stored.path, imported("diffusers.loaders.single_file_utils")
     added = f"{UNET}label_emb.0.0.weight" in stored.shapes
     rules = {"layers_per_block": 2, "addition_embed_type": "text_time" if added else None}
     unet = _part(stored, UNET, partial(ldm.convert_ldm_unet_checkpoint, config=rules), unet_config)
-    kind = _kind(unet.shapes, path, any(name.startswith("edm_") for name in stored.shapes))
+    kind = _kind(unet.shapes, path, any(name.startswith(EDM[:4]) for name in stored.shapes))
     levels = len({name.split(".")[3] for name in stored.shapes if name.startswith(f"{VAE}encoder.down.")})
     blocks = dict.fromkeys(("down_block_types", "up_block_types"), [""] * levels)
     convert = partial(ldm.convert_ldm_vae_checkpoint, config=blocks)
     parts = {"unet": unet, "vae": _part(stored, VAE, convert, partial(vae_config, kind=kind))}
     for part, prefixes in TEXT[kind].items():
         prefix = next((one for one in prefixes if any(name.startswith(one) for name in stored.shapes)), prefixes[0])
-        if prefix.endswith("transformer."):
-            convert, activation = ldm.convert_ldm_clip_checkpoint, "quick_gelu"
+        if prefix == prefixes[-1]:
+            convert = partial(_loaded_clip, prefix, part == "text_encoder_2")
+        elif prefix.endswith("transformer."):
+            convert = ldm.convert_ldm_clip_checkpoint
         else:
-            convert, activation = partial(_open_clip, ldm.convert_open_clip_checkpoint, prefix, kind == "sd21"), "gelu"
+            convert = partial(_open_clip, ldm.convert_open_clip_checkpoint, prefix)
+        if kind == "sd21":
+            convert = partial(_without_last, convert)
+        activation = "quick_gelu" if (kind, part) == ("sdxl", "text_encoder") else "gelu"
         parts[part] = _part(stored, prefix, convert, partial(text_config, activation=activation))
+    latents = parts["vae"].shapes.get("decoder.conv_in.weight", (0, 4))[1]
     for part, found in parts.items():
-        if not found.shapes:
+        if not found.shapes or (part == "vae" and latents != 4):
+            wrong = f"a vae of {latents} latent channels" if found.shapes else f"no {part} of {kind}"
             raise CheckpointError(
-                f"no {part} in {path.name!r}", expected=WANTED, fix="Choose a file that has it, or a diffusers folder."
+                f"{wrong} in {path.name!r}", expected=WANTED, fix="Choose a file that has it, or a diffusers folder."
             )
     return Base(kind, _prediction(stored, kind), parts)
 
@@ -119,19 +140,25 @@ def _part(stored: Weights, prefix: str, convert: Convert, config: Callable[[Shap
     names = {name: by_tensor.get(id(tensor), name) for name, tensor in tensors.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
     total = stored.total_bytes * len(inside) // max(1, len(stored.shapes))
-    weights = Weights(stored.path, inside, stored.entries, total)
+    weights = replace(stored, shapes=inside, total_bytes=total)
     return BasePart(weights, config(shapes) if made else {}, names, convert, shapes=shapes)
 
 
-def _open_clip(convert: Any, prefix: str, penultimate: bool, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a text encoder of OpenCLIP by the names of transformers.
+def _without_last(convert: Convert, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a text encoder but for the last layer: SD2 was taught without it, and its folders lack it."""
+    found = {name: int(layer[1]) for name in tensors if (layer := LAYER.search(name))}
+    last = max(found.values(), default=0)
+    return convert({name: each for name, each in tensors.items() if found.get(name) != last})
 
-    ``penultimate`` leaves the last layer out: SD2 was taught with the state before it, as its folders have it.
-    """
-    layers = f"{prefix}transformer.resblocks."
-    last = max((int(name[len(layers) :].split(".")[0]) for name in tensors if name.startswith(layers)), default=0)
-    if penultimate:
-        tensors = {name: each for name, each in tensors.items() if not name.startswith(f"{layers}{last}.")}
+
+def _loaded_clip(prefix: str, projects: bool, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a text encoder as ComfyUI has it, which always has a projection and a scale beside it."""
+    named = {name.removeprefix(prefix): each for name, each in tensors.items()}
+    return {name: each for name, each in named.items() if projects or not name.startswith("text_projection.")}
+
+
+def _open_clip(convert: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a text encoder of OpenCLIP by the names of transformers."""
     embedding = f"{prefix}positional_embedding"
     width = tensors[embedding].shape[1] if embedding in tensors else 0
     model = SimpleNamespace(config=SimpleNamespace(hidden_size=width))
@@ -163,9 +190,9 @@ def _kind(shapes: Shapes, path: Path, edm: bool) -> str:
 def _prediction(stored: Weights, kind: str) -> str:
     """The prediction of a single file: a mark in newer files of SDXL; of SD2.1 by one tensor, as ComfyUI tells it."""
     name, limit = VELOCITY_SPREAD
-    if kind == "sdxl":
-        return VELOCITY if "v_pred" in stored.shapes else EPSILON
-    if name not in stored.shapes:
+    if V_PREDICTED in stored.shapes:
+        return VELOCITY
+    if kind == "sdxl" or name not in stored.shapes:
         return EPSILON
     spread = stored.read([name], lambda _name: torch.float32, lambda _size: None)[name].std(unbiased=False)
     return VELOCITY if float(spread) > limit else EPSILON

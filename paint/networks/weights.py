@@ -25,8 +25,9 @@ class Weights:
 
     path: Path  # the file, or the first of several
     shapes: Mapping[str, tuple[int, ...]]  # tensor name to shape
-    entries: Mapping[str, TensorEntry] | None  # for safetensors; None for a pickle
+    entries: Mapping[str, TensorEntry] | None  # for safetensors; None for a pickle and for tensors of the host
     total_bytes: int  # of all tensors, as stored
+    held: Callable[[str], torch.Tensor] | None = None  # a tensor that the host program has loaded
 
     def bytes_as(self, dtype: torch.dtype) -> dict[str, int]:
         return {name: prod(shape) * dtype.itemsize for name, shape in self.shapes.items()}
@@ -38,7 +39,7 @@ class Weights:
         one tensor more.
         """
         if self.entries is None:
-            return _from_pickle(self.path, list(names), dtype_of, advance)
+            return _copies(self.held or pickled_tensors(self.path).pop, names, dtype_of, advance)
         groups: dict[torch.dtype | None, dict[str, TensorEntry]] = {}
         for name in names:
             entry = self.entries[name]
@@ -88,11 +89,13 @@ def _pickle(path: Path) -> Weights:
     return Weights(path, shapes, None, sum(t.numel() * t.element_size() for t in tensors.values()))
 
 
-def _from_pickle(path: Path, names: list[str], dtype_of: DtypeOf, advance: Advance) -> dict[str, torch.Tensor]:
-    """Copies of some tensors, so that no page of the file stays mapped."""
-    mapped, tensors = pickled_tensors(path), {}
+def _copies(
+    held: Callable[[str], torch.Tensor], names: Iterable[str], dtype_of: DtypeOf, advance: Advance
+) -> dict[str, torch.Tensor]:
+    """Copies of some tensors, so that no page of a file stays mapped, and no change reaches what the host has."""
+    tensors = {}
     for name in names:
-        tensor = mapped.pop(name)
+        tensor = held(name)
         dtype = dtype_of(name) if tensor.is_floating_point() else tensor.dtype
         tensors[name] = tensor.to(dtype, copy=True).contiguous()
         advance(tensor.numel() * tensor.element_size())

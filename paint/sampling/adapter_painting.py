@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -114,7 +114,8 @@ def encoded_prompts(pipeline: PaintPipeline, prompts: list[str], run: PaintRun, 
     states, pooled = [], torch.empty(0)
     for part in (part for part in STAGES if part in pipeline.parts.readers):
         ends = sdxl and part == "text_encoder"
-        tokens = torch.stack([_tokens(pipeline.tokenizers[part], prompt, ends) for prompt in prompts])
+        notify = progress.notify if part == "text_encoder" else str  # once: both read the same
+        tokens = torch.stack([_tokens(pipeline.tokenizers[part], prompt, ends, notify) for prompt in prompts])
         with stage(pipeline, STAGES[part], part, 0, run, progress) as module:
             found = module(placed(tokens, device), output_hidden_states=sdxl)
             states.append(to_host(found.hidden_states[-2] if sdxl else found.last_hidden_state).float())
@@ -130,13 +131,14 @@ def encoded_prompts(pipeline: PaintPipeline, prompts: list[str], run: PaintRun, 
     return Text(text, {"text_embeds": pooled, "time_ids": sizes.expand(len(prompts), -1)})
 
 
-def _tokens(folder: Path, prompt: str, ends: bool) -> Tensor:
+def _tokens(folder: Path, prompt: str, ends: bool, notify: Callable[[str], object]) -> Tensor:
     """The 77 tokens of a prompt: its end is repeated, or token 0 follows, as the encoder was taught."""
     words = prompt_tokens(
         folder,
         prompt,
         expected="the tokenizer of CLIP, which ComfyUI has and a diffusers folder too",
         fix="Choose a diffusers folder as the checkpoint, or put its folder tokenizer beside the file.",
+        notify=notify,
     )
     return torch.tensor([*words, *[words[-1] if ends else 0] * (TOKENS - len(words))])
 

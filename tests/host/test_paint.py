@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from host import paint_models
 from host.client import Client, Run
+from host.inside.asking import Inside
 from host.prompts import Graph, painted, replay
 from host.server import Server
 from paint import mv_stored
@@ -159,6 +161,97 @@ def test_mv_adapter_on_a_user_s_checkpoint(server: Server, client: Client, varia
         assert run.ending == "execution_success", run.message
     latents = client.get("/anygpu/latents")["latents"][0]
     assert ", mv_adapter, 64x64, 6 frames, seed 2" in latents["title"]
+
+
+def base_file(base: str, path: Path) -> None:
+    """A tiny checkpoint as one file, with rows for all words of ComfyUI's own tokenizer."""
+    rows = torch.randn(49408, 64, generator=torch.Generator().manual_seed(3))
+    named = {name: rows.half() for name in mv_stored.original(base) if "token_embedding.weight" in name}
+    mv_stored.single_file(base, path, torch.float16, **named)
+
+
+@pytest.mark.parametrize(("variant", "base"), [("ig2mv", "sdxl"), ("tg2mv", "sd21")])
+def test_mv_adapter_on_what_core_has_loaded(server: Server, client: Client, variant: str, base: str) -> None:
+    """The weights of the same file, and of what core saves with a LoRA; then a painting, bit for bit."""
+    paint_models.install(server)
+    models = server.base / "models"
+    for name in ("checkpoints", "diffusion_models", "loras"):
+        (models / name).mkdir(exist_ok=True)
+    base_file(base, models / "checkpoints" / f"core-{base}.safetensors")
+    mv_stored.adapter_file(variant, base, models / "diffusion_models")
+    mv_stored.lora_file(models / "loras" / f"{base}.safetensors", True, base)
+
+    def run(name: str, lora: str, painted: bool, *left: str) -> Run:
+        graph = Graph()
+        core = graph.add("StandInCheckpoint", name=f"core-{base}.safetensors", base=base)
+        given = {f"core_{each}": graph.link(core, index) for index, each in enumerate(("model", "clip", "vae"))}
+        if lora:
+            links = {"model": given["core_model"], "clip": given["core_clip"], "lora_name": lora}
+            patched = graph.add("LoraLoader", **links, strength_model=0.7, strength_clip=0.5)
+            given |= {"core_model": graph.link(patched), "core_clip": graph.link(patched, 1)}
+        links = {each: given[f"core_{each}"] for each in ("model", "clip", "vae")}
+        if lora:
+            graph.add("CheckpointSave", **links, filename_prefix=f"checkpoints/{base}")
+        chosen = {"adapter": mv_stored.FILES[variant, base], "lora": "none", "lora_strength": 1.0}
+        given = {each: link for each, link in given.items() if each not in left} if name == "core" else {}
+        model = "gone" if name == "core" else name
+        pipeline = graph.add("AnyGPULoadMVAdapter", model=model, **chosen, precision="auto", offload="auto", **given)
+        graph.add("StandInWeights", pipeline=graph.link(pipeline))
+        if painted:
+            mesh = graph.link(graph.add("AnyGPULoadMesh", mesh_file=paint_models.MESH))
+            made = {"mesh": mesh, "pipeline": graph.link(pipeline), "view_size": 64, "texture_size": 64, "steps": 2}
+            if variant == "ig2mv":
+                made["image"] = graph.link(graph.add("LoadImage", image="example.png"))
+            made = graph.add("AnyGPUTextureMesh", **made, seed=1, prompt="a red cat")
+            graph.add("SaveImage", images=graph.link(made, 4), filename_prefix="views")
+        return client.run(graph.prompt)
+
+    def weights(run: Run) -> list[str]:
+        assert run.ending == "execution_success", run.message
+        return next(each["text"] for each in run.outputs.values() if "text" in each)
+
+    runs = [run(name, "", True) for name in ("core", f"core-{base}.safetensors")]
+    assert weights(runs[0]) == weights(runs[1])
+    pictures = [[np.array(Image.open(server.output(each))) for each in one.files()] for one in runs]
+    assert len(pictures[0]) == 6 and np.array_equal(*pictures) and np.std(pictures[0]) > 1
+    assert any("core's MODEL, CLIP and VAE" in text for _, text in runs[0].texts)
+    with_lora = weights(run("core", f"{base}.safetensors", False))
+    (saved,) = (server.base / "output" / "checkpoints").glob(f"{base}_*.safetensors")
+    saved.rename(models / "checkpoints" / f"saved-{base}.safetensors")
+    assert with_lora == weights(run(f"saved-{base}.safetensors", "", False)) != weights(runs[0])
+    assert weights(run("core", "", False)) == weights(runs[0]), "the LoRA went into core's own weights"
+    refused = run("core", "", False, "core_clip")
+    assert "no core_clip; expected core's MODEL, CLIP and VAE" in refused.message
+
+
+REFUSED = {
+    "none": "no core_model and no core_vae; expected core's MODEL, CLIP and VAE of Stable Diffusion XL or 2.1",
+    "Flux": "core's Flux, which predicts neither noise nor velocities",
+    "flow": "core's SDXL, which predicts neither noise nor velocities",
+    "inpainting": "is an inpainting checkpoint",
+    "SD1.5": "is Stable Diffusion 1.5",
+    "EDM": "is an EDM checkpoint",
+    "refiner": "is the refiner of Stable Diffusion XL",
+    "packed": "core_model with packed weights or another pack's (QuantizedTensor)",
+    "foreign": "core_model with packed weights or another pack's (adapter.OtherLinear)",
+    "ours": "AnyGPU's own network as core_model",
+    "CLIP of SD1.5": "core_clip with clip_l;",
+    "CLIP of Flux": "core_clip with clip_l, t5xxl;",
+    "CLIP of SD2.1": "no text_encoder of sdxl in",
+    "VAE of Flux": "a vae of 16 latent channels in",
+}
+
+
+def test_other_networks_of_core_are_refused_by_name(inside: Inside) -> None:
+    found = inside.play("adapter", "refusals")
+    assert {name: said for name, said in REFUSED.items() if said not in found[name]} == {}, found
+    assert found.keys() == REFUSED.keys() and not any("\n" in said for said in found.values())
+    assert inside.play("adapter", "predictions") == [False, True, True]
+
+
+def test_a_lora_of_core_is_that_of_the_model_that_is_connected(inside: Inside) -> None:
+    found = inside.play("adapter", "patches")
+    assert found["patched"] and found["right"] == [True] * 3 and found["host"] == ["cpu"] * 3
 
 
 def test_painted_views_are_kept_when_baking_fails(client: Client, graph: Graph) -> None:

@@ -79,7 +79,7 @@ def parts(base: str) -> dict[str, torch.nn.Module]:
     made = {
         "unet": UNet2DConditionModel.from_config(unet_config(base)),
         "vae": AutoencoderKL.from_config(vae_config(base)),
-        "text_encoder": text(CLIPTextModel, 2, "quick_gelu" if base == "sdxl" else "gelu"),
+        "text_encoder": text(CLIPTextModel, 3, "quick_gelu") if base == "sdxl" else text(CLIPTextModel, 2, "gelu"),
     }
     if base == "sdxl":
         made["text_encoder_2"] = text(CLIPTextModelWithProjection, 3, "gelu")
@@ -232,3 +232,23 @@ def adapter_file(variant: str, base: str, root: Path, name: str = "") -> Path:
     path = root / (name or FILES[variant, base])
     save_file(adapter_tensors(variant, base), path)
     return path
+
+
+def lora_file(path: Path, kohya: bool, base: str = "sdxl", width: int = 0) -> tuple[str, Tensor, Tensor]:
+    """Write a LoRA of a layer, in kohya's names of a text encoder too; the layer, and what is added to each weight."""
+    generator = torch.Generator().manual_seed(1)
+    place = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+    width = width or WIDTHS[base][1]
+    down, up = torch.randn(4, width, generator=generator), torch.randn(width, 4, generator=generator)
+    text_down, text_up = torch.randn(4, 64, generator=generator), torch.randn(64, 4, generator=generator)
+    if kohya:
+        names = {f"lora_unet_{place.replace('.', '_')}": (down, up)}
+        for leaf in ("q_proj", "out_proj"):
+            names[f"lora_te1_text_model_encoder_layers_0_self_attn_{leaf}"] = (text_down, text_up)
+        tensors = {f"{name}.lora_down.weight": pair[0].clone() for name, pair in names.items()}
+        tensors |= {f"{name}.lora_up.weight": pair[1].clone() for name, pair in names.items()}
+        tensors |= {f"{name}.alpha": torch.tensor(2.0) for name in names}
+    else:
+        tensors = {f"unet.{place}.lora_A.weight": down, f"unet.{place}.lora_B.weight": up}
+    save_file(tensors, path)
+    return place, up @ down * (0.5 if kohya else 1.0), text_up @ text_down * 0.5

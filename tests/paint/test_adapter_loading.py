@@ -2,12 +2,14 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.paint.adapter_loading import AdapterRequest, load_adapter
 from anygpu.paint.networks.stable_diffusion import base_in, unet_config
+from anygpu.paint.networks.weights import Weights
 from safetensors.torch import load_file, save_file
 
 from paint import mv_stored
@@ -52,6 +54,38 @@ def test_a_single_file_and_a_folder_are_one_checkpoint(folders, files, adapters,
     assert all(torch.equal(unet[name], tensor) for name, tensor in layers.items() if ".processor." in name)
     stock = mv_stored.parts(base)["unet"].state_dict()
     assert all(torch.equal(unet[name], tensor) for name, tensor in stock.items())
+
+
+@pytest.mark.parametrize("base", ["sdxl", pytest.param("sd21", marks=pytest.mark.full)])
+def test_what_the_host_has_loaded_is_that_file_and_is_copied(files, adapters, base):
+    names = {"sdxl": ("clip_l", "clip_g"), "sd21": ("clip_h",)}[base]
+    held = {
+        name: tensor
+        for name, tensor in mv_stored.original(base).items()
+        if name.split(".")[0] in ("model", "first_stage_model")
+    }
+    for part, name in zip(("text_encoder", "text_encoder_2"), names, strict=False):
+        state = mv_stored.parts(base)[part].state_dict()
+        if base == "sd21":  # which core has with the last layer
+            last = {name: tensor for name, tensor in state.items() if ".layers.1." in name}
+            state |= {name.replace(".layers.1.", ".layers.2."): torch.zeros_like(each) for name, each in last.items()}
+        state = {"text_projection.weight": torch.zeros(64, 64), **state}
+        held |= {f"{name}.transformer.{key}": tensor for key, tensor in state.items()} | {
+            f"{name}.logit_scale": torch.ones(())
+        }
+    shapes = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    given = Weights(
+        Path("mine.safetensors"), shapes, None, sum(each.nbytes for each in held.values()), held.__getitem__
+    )
+    found = [loaded(model, adapters["tg2mv", base]) for model in (given, files[base])]
+    assert "model and vae of this node are not read" in " ".join(map(str, found[0].decisions))
+    for part in found[1].parts.readers:
+        one, other = (each.parts.read(part).state_dict() for each in found)
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one), part
+        assert found[0].weights[part] == found[1].weights[part], part
+    places = {tensor.untyped_storage().data_ptr() for tensor in held.values()}
+    mine = [tensor for part in found[0].parts.values() for tensor in part.state_dict().values()]
+    assert mine and not places & {tensor.untyped_storage().data_ptr() for tensor in mine}
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -105,7 +139,7 @@ def video(tensors):
         ("sdxl", edm, "is an EDM checkpoint"),
         ("sd21", sd15, r"is Stable Diffusion 1\.5"),
         ("sd21", refiner, "is the refiner of Stable Diffusion XL"),
-        ("sdxl", without_vae, "no vae in"),
+        ("sdxl", without_vae, "no vae of sdxl in"),
         ("sdxl", video, "is no Stable Diffusion checkpoint"),
     ],
 )
@@ -155,29 +189,10 @@ def test_a_checkpoint_of_velocities_is_known_and_said(adapters, tmp_path):
         assert base_in(tmp_path / "2.safetensors").prediction == prediction
 
 
-def lora_file(path, kohya, base="sdxl", width=None):
-    generator = torch.Generator().manual_seed(1)
-    place = "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
-    width = width or mv_stored.WIDTHS[base][1]
-    down, up = torch.randn(4, width, generator=generator), torch.randn(width, 4, generator=generator)
-    text_down, text_up = torch.randn(4, 64, generator=generator), torch.randn(64, 4, generator=generator)
-    if kohya:
-        names = {f"lora_unet_{place.replace('.', '_')}": (down, up)}
-        for leaf in ("q_proj", "out_proj"):
-            names[f"lora_te1_text_model_encoder_layers_0_self_attn_{leaf}"] = (text_down, text_up)
-        tensors = {f"{name}.lora_down.weight": pair[0].clone() for name, pair in names.items()}
-        tensors |= {f"{name}.lora_up.weight": pair[1].clone() for name, pair in names.items()}
-        tensors |= {f"{name}.alpha": torch.tensor(2.0) for name in names}
-    else:
-        tensors = {f"unet.{place}.lora_A.weight": down, f"unet.{place}.lora_B.weight": up}
-    save_file(tensors, path)
-    return place, up @ down * (0.5 if kohya else 1.0), text_up @ text_down * 0.5
-
-
 @pytest.mark.parametrize("kohya", [True, False])
 def test_a_lora_of_the_base_is_merged(files, adapters, tmp_path, kohya):
     pytest.importorskip("peft")
-    place, delta, text_delta = lora_file(tmp_path / "lora.safetensors", kohya)
+    place, delta, text_delta = mv_stored.lora_file(tmp_path / "lora.safetensors", kohya)
     plain = loaded(files["sdxl"], adapters["ig2mv", "sdxl"])
     pipeline = loaded(files["sdxl"], adapters["ig2mv", "sdxl"], lora=tmp_path / "lora.safetensors", lora_strength=0.7)
     before, after = (each.parts.read("unet").state_dict() for each in (plain, pipeline))
@@ -196,7 +211,7 @@ def test_a_lora_of_another_model_is_refused(files, adapters, tmp_path):
     for name, message in (("wide", "no LoRA for the unet of sdxl"), ("video", "no LoRA for the unet of sdxl")):
         path = tmp_path / f"{name}.safetensors"
         if name == "wide":
-            lora_file(path, True, width=32)
+            mv_stored.lora_file(path, True, width=32)
         else:
             save_file({"transformer.blocks.0.to_q.lora_A.weight": torch.zeros(4, 4)}, path)
         pipeline = loaded(files["sdxl"], adapters["ig2mv", "sdxl"], lora=path)

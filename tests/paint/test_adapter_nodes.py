@@ -1,5 +1,6 @@
 """MV-Adapter by its nodes on a small ComfyUI: step by step, in one node, and what the side bar tells of it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -33,6 +34,7 @@ def core(tmp_path_factory):
             run=lambda name, **given: run(nodes, name, **given),
             said=lambda: module("host.progress").PromptServer.instance.texts[-1][0],
             folders=module("host.folders"),
+            meshes=module("host.meshes"),
             nodes=nodes,
         )
 
@@ -84,6 +86,18 @@ def test_step_by_step_and_in_one_node(core):
     assert torch.equal(views, pictures) and base_color.shape == (1, 64, 64, 3)
 
 
+def test_the_normals_of_a_mesh_reach_the_maps(core):
+    own, pipeline = torch.tensor([0.0, 0.0, 1.0]).repeat(1, len(box().vertices), 1), loaded(core, "tg2mv")
+    maps = []
+    for normals in (None, own, own[:, 1:]):  # of other vertices: the last are not taken
+        given = mesh()
+        given.normals = normals
+        maps.append(core.run("RenderViews", mesh=given, pipeline=pipeline, size=64).result[0])
+    assert (maps[1] == torch.tensor([0.5, 0.0, 0.5])).all(-1).any() and not torch.equal(maps[0], maps[1])
+    assert torch.equal(maps[0], maps[2])
+    assert torch.equal(core.meshes.to_core(replace(box(), normals=own[0])).normals, own)
+
+
 def test_words_alone_texture_a_mesh(core):
     pipeline = loaded(core, "tg2mv", "sd21")
     given = {"mesh": mesh(), "pipeline": pipeline, "view_size": 64, "texture_size": 64, "steps": 1}
@@ -105,5 +119,7 @@ def test_a_picture_is_asked_for_where_it_is_needed(core):
 
 
 def test_the_first_wrong_choice_is_named(core):
+    with pytest.raises(InputError, match="no core_clip and no core_vae; expected core's MODEL, CLIP and VAE"):
+        loaded(core, core_model=object())
     with pytest.raises(CheckpointError, match="is made for sd21, and the checkpoint is sdxl"):
         core.run("LoadMVAdapter", model="mine.safetensors", adapter=mv_stored.FILES["ig2mv", "sd21"])

@@ -1,5 +1,7 @@
 """What cleaning takes out of a mesh, and what it leaves alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from anygpu.compat.errors import InputError
@@ -37,8 +39,9 @@ def test_a_clean_mesh_comes_back_bit_for_bit():
 
 def test_small_loose_pieces_go_and_the_largest_stays():
     mesh = joined(torus(32, 64), box())  # 4096 faces and 12: below 0.5 %
+    mesh = replace(mesh, normals=mesh.vertices + 1)
     found, notes = cleaned(mesh)
-    assert len(found.faces) == 4096
+    assert len(found.faces) == 4096 and torch.equal(found.normals, found.vertices + 1)
     assert "1 loose pieces removed" in notes
     assert len(cleaned(mesh, PLAIN)[0].faces) == 4108
     assert len(cleaned(mesh, CleanSettings(floaters=1.0))[0].faces) == 4096

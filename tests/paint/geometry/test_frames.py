@@ -5,7 +5,7 @@ import torch
 from anygpu.compat.errors import InputError
 from anygpu.paint.baking.bake import BakeSettings, bake
 from anygpu.paint.geometry.cameras import ADAPTER, ADAPTER_VIEWS, DEFAULT_VIEWS, CameraTable, camera_table, views_for
-from anygpu.paint.geometry.mesh import Mesh, Surface
+from anygpu.paint.geometry.mesh import Mesh, Surface, load_mesh
 from anygpu.paint.geometry.views import rasterised, rendered_maps
 from anygpu.paint.texturing import texture_of
 from paint.shapes import box, sphere
@@ -131,3 +131,34 @@ def test_cameras_of_another_family_are_refused(family, cameras):
         views_for(family, cameras)
     assert views_for(family, None) is (ADAPTER_VIEWS if family == "mv_adapter" else DEFAULT_VIEWS)
     assert views_for(None, cameras) is cameras
+
+
+def test_the_normals_of_a_file_are_taken_and_split_vertices_stay_split(tmp_path):
+    trimesh, mesh = pytest.importorskip("trimesh"), sphere(6, 8)
+    own = torch.nn.functional.normalize(
+        torch.randn(*mesh.vertices.shape, generator=torch.Generator().manual_seed(2)), dim=1
+    )
+    ball = trimesh.Trimesh(mesh.vertices.numpy(), mesh.faces.numpy(), vertex_normals=own.numpy(), process=False)
+    turned = torch.tensor([[0.0, 0, 2], [0, 1, 0], [1, 0, 0]])  # mirrored and stretched
+    scene = trimesh.Scene()
+    for place in (torch.eye(3), turned):
+        whole = torch.eye(4)
+        whole[:3, :3] = place
+        scene.add_geometry(ball, transform=whole.numpy())
+    (tmp_path / "two.glb").write_bytes(scene.export(file_type="glb", include_normals=True))
+    found, _ = load_mesh(tmp_path / "two.glb")
+    wanted = [own, torch.nn.functional.normalize(own @ turned.inverse(), dim=1)]
+    if not torch.equal(found.vertices[: len(own)].float(), mesh.vertices):  # trimesh may write them in another order
+        wanted.reverse()
+    assert torch.allclose(found.normals.float(), torch.cat(wanted), atol=1e-6)
+    assert torch.equal(Surface.of(found, frame=ADAPTER).vertex_normals, found.normals.float())
+    plain = Mesh(found.vertices, found.faces, found.uvs)
+    assert torch.equal(Surface.of(found).vertex_normals, Surface.of(plain).vertex_normals), "Hunyuan3D's are its own"
+    some = found.normals.clone()
+    some[:8], some[8] = 0, float("nan")
+    kept = Surface.of(Mesh(found.vertices, found.faces, normals=some), frame=ADAPTER).vertex_normals
+    assert torch.equal(kept[:9], Surface.of(plain, frame=ADAPTER).vertex_normals[:9]) and torch.equal(
+        kept[9:], some[9:].float()
+    )
+    (tmp_path / "none.obj").write_text("v 0 0 0\nv 1 0 0\nv 0 1 0\nf 1 2 3\n")
+    assert load_mesh(tmp_path / "none.obj")[0].normals is None

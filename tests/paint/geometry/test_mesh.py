@@ -221,7 +221,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, pipeline: object) -> None:
     def load_scene(path, process, resolver):
         if isinstance(pipeline, Exception):
             raise pipeline
-        return types.SimpleNamespace(to_mesh=lambda: pipeline, geometry={})
+        graph = types.SimpleNamespace(nodes_geometry=())
+        return types.SimpleNamespace(to_mesh=lambda: pipeline, geometry={}, graph=graph)
 
     util = types.SimpleNamespace(unique_id=None)
     monkeypatch.setitem(sys.modules, "trimesh", types.SimpleNamespace(load_scene=load_scene, util=util))

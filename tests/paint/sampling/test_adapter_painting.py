@@ -260,6 +260,15 @@ def test_prompts_are_encoded_as_the_published_pipeline_does(models):
     assert torch.allclose(text.states, found, atol=1e-5) and not text.added
 
 
+def test_words_beyond_the_last_token_are_counted(models):
+    pipeline = load_adapter(AdapterRequest(*models["ig2mv", "sdxl"], device="cpu"))
+    run, progress = planned_run(pipeline, 64), Noting()
+    encoded_prompts(pipeline, ["cat " * 75, "a  red\ncat"], run, progress)
+    assert not progress.notes
+    encoded_prompts(pipeline, ["", " ".join(["cat"] * 74 + ["a-b", "dog", "fox"])], run, progress)
+    assert progress.notes == ["CLIP reads 77 tokens: the last 3 of 77 words, from 'a-b' on, are cut"]
+
+
 def test_a_missing_tokenizer_is_said_in_one_line(models, tmp_path):
     path = mv_stored.single_file("sd21", tmp_path / "base.safetensors")
     pipeline = load_adapter(AdapterRequest(path, models["tg2mv", "sd21"][1], device="cpu"))

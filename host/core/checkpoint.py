@@ -1,0 +1,77 @@
+"""Core's MODEL, CLIP and VAE as the one checkpoint that they would be saved as, for networks of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import comfy.model_sampling as sampling
+from torch import Tensor
+
+from ...compat.errors import InputError
+from ...paint.networks.stable_diffusion import EDM, UNET, V_PREDICTED, VAE
+from ...paint.networks.weights import Weights
+from ..diffusion_model import NETWORK
+from ..memory_manager import PartPatcher
+from .ownership import left_class
+from .weights import is_plain, name_of, patched_weight, tensors_of
+
+CLIPS = ({"clip_l", "clip_g"}, {"clip_h"})  # of SDXL and of SD2.1
+
+
+def checkpoint_of(core_model: Any, core_clip: Any, core_vae: Any) -> Weights | None:
+    """The weights that core has loaded, its LoRAs applied, by the names of a file; values are read on demand.
+
+    None where nothing is connected. Raises InputError where one of the three is missing, is AnyGPU's own or of another
+    kind, or has packed weights.
+    """
+    given = {"core_model": core_model, "core_clip": core_clip, "core_vae": core_vae}
+    missing = [name for name, each in given.items() if each is None]
+    if len(missing) == len(given):
+        return None
+    if missing:
+        raise _unusable(f"no {' and no '.join(missing)}")
+    places: dict[str, tuple[Any, str]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    total = 0
+    for name, prefix, own in (("core_model", UNET, NETWORK), ("core_clip", "", ""), ("core_vae", VAE, "")):
+        patcher = getattr(given[name], "patcher", given[name])
+        _require_plain(name, patcher)
+        for each, _, tensor in tensors_of(patcher.model):
+            if each.startswith(own):
+                key = prefix + each.removeprefix(own)
+                places[key], shapes[key], total = (patcher, each), tuple(tensor.shape), total + tensor.nbytes
+    encoders = {name.partition(".")[0] for name, (patcher, _) in places.items() if patcher is core_clip.patcher}
+    if encoders not in CLIPS:
+        raise _unusable(f"core_clip with {', '.join(sorted(encoders))}")
+    shapes |= _predicts(core_model)
+
+    def held(name: str) -> Tensor:
+        return patched_weight(*places[name])
+
+    return Weights(Path(name_of(core_model)), shapes, None, total, held=held)
+
+
+def _require_plain(name: str, patcher: Any) -> None:
+    if isinstance(patcher, PartPatcher):
+        raise _unusable(f"AnyGPU's own network as {name}")
+    foreign = (kind for module in patcher.model.modules() if (kind := left_class(module)))
+    packed = (type(tensor.data).__name__ for tensor in patcher.model.parameters() if not is_plain(tensor))
+    wrong = next(packed, "") or next(foreign, "")
+    if wrong:
+        raise _unusable(f"{name} with packed weights or another pack's ({wrong})", "Load a file in fp16, bf16 or fp32.")
+
+
+def _predicts(model: Any) -> dict[str, tuple[int, ...]]:
+    """The mark that a file of this MODEL would have, by what core takes its output for."""
+    taken = model.get_model_object("model_sampling")
+    if isinstance(taken, sampling.X0) or not isinstance(taken, sampling.EPS):
+        raise _unusable(f"core's {type(model.model).__name__}, which predicts neither noise nor velocities")
+    if isinstance(taken, (sampling.EDM, sampling.ModelSamplingContinuousEDM)):
+        return {EDM: ()}
+    return {V_PREDICTED: ()} if isinstance(taken, sampling.V_PREDICTION) else {}
+
+
+def _unusable(found: str, fix: str = "Connect all three of Load Checkpoint, or none.") -> InputError:
+    expected = "core's MODEL, CLIP and VAE of Stable Diffusion XL or 2.1"
+    return InputError(found, expected=expected, fix=fix)
