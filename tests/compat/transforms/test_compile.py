@@ -14,7 +14,7 @@ from anygpu.compat.memory.offloader import CHOICES
 from anygpu.compat.transforms import compile as compiling
 from anygpu.compat.transforms.compile import Compilation, CompileSettings, Strengths, require_offload
 from anygpu.compat.transforms.fp16 import apply_fp16_safe
-from anygpu.compat.transforms.fused import fuse
+from anygpu.compat.transforms.fused import REFERENCE, fuse
 from anygpu.compat.transforms.order import replace_attention
 from compat.transforms.test_attention_processors import made
 from torch import nn
@@ -212,7 +212,8 @@ def test_a_cancel_is_obeyed_around_a_compiled_block_and_makes_no_graph():
 
 
 @pytest.mark.full
-def test_safe_fp16_compiles():
+@pytest.mark.parametrize("fused", [False, True])
+def test_safe_fp16_compiles(fused):
     plain, module = made("hunyuan_video"), made("hunyuan_video")
     given = {
         "hidden_states": torch.randn(1, 16, 2, 4, 4, generator=torch.Generator().manual_seed(0)),
@@ -225,6 +226,7 @@ def test_safe_fp16_compiles():
     }
     for one in (plain, module):
         apply_fp16_safe(one, "hunyuan_video")
+        assert not fused or not fuse(one, REFERENCE).left
         replace_attention(one, functional.scaled_dot_product_attention)
     compilation = Compilation(EAGER)
     compilation.attach(module)
