@@ -37,11 +37,12 @@ from anygpu.paint.networks.unet import STABLE_DIFFUSION_2, UNetShape
 from anygpu.paint.sampling.painting import PaintSettings
 from anygpu.paint.texturing import OneStep, textured
 from anygpu.pipelines.forecast.times import time_forecast
-from paint import mv_stored
 from paint.baking.test_projection import CASES as MESHES
 from paint.baking.test_projection import shape
 from paint.counting import STABLE_DIFFUSION_VAE
 from runner import Case, Row, write_table
+
+from paint import mv_stored
 
 SIZE, PICTURE, TEXTURE = choices.DEMO_SIZE, 256, 512
 CARDS = ("RTX 2060", "RTX 3060", "RTX 4070", "RTX 4090", "RX 7900 XTX", "Arc B580")
