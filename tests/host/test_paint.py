@@ -243,8 +243,9 @@ def test_other_networks_of_core_are_refused_by_name(inside: Inside) -> None:
 
 
 def test_a_lora_of_core_is_that_of_the_model_that_is_connected(inside: Inside) -> None:
-    found = inside.play("adapter", "patches")
-    assert found["patched"] and found["right"] == [True] * 3 and found["host"] == ["cpu"] * 3
+    found, paged = (inside.play("adapter", "patches", dynamic=dynamic) for dynamic in (False, True))
+    assert found["patched"] and not found["dynamic"] and paged["dynamic"] and found["names"] == paged["names"] > 500
+    assert found["right"] == paged["right"] == [True] * 3 and found["host"] == paged["host"] == ["cpu"] * 3
 
 
 def test_painted_views_are_kept_when_baking_fails(client: Client, graph: Graph) -> None:
