@@ -105,7 +105,7 @@ def test_the_template_browser_is_told_of_every_workflow():
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
 def test_each_file_that_is_loaded_is_offered_by_its_dialog_of_missing_models(workflow):
     for node in json.loads(workflow.read_text(encoding="utf-8"))["nodes"]:
-        ours = ("AnyGPUComposePipeline", "AnyGPUUpscaleLatents")
+        ours = ("AnyGPUComposePipeline", "AnyGPUUpscaleLatents", "AnyGPULoadMVAdapter")
         reads = node["type"] in ours or node["type"] not in (*NODES, "MarkdownNote")
         files = {value for value in node.get("widgets_values") or () if str(value).endswith(".safetensors") and reads}
         models = {model["name"]: model for model in node["properties"].get("models", ())}

@@ -15,6 +15,7 @@ from host.prompts import (
     apps,
     fitted,
     from_files,
+    painted,
     replay,
     replay_path,
     shipped,
@@ -43,7 +44,7 @@ CORE |= {"LTXVSeparateAVLatent", "LTXVAudioVAEDecode", "RandomNoise", "KSamplerS
 CORE |= {"SamplerCustomAdvanced", "BasicScheduler", "VAEDecodeAudio", "Wan22ImageToVideoLatent"}
 CORE |= {"MiniMaxH3ImageToVideo", "DualCLIPLoader", "Kandinsky5ImageToVideo", "CosmosPredict2ImageToVideoLatent"}
 CORE |= {"LoraLoaderModelOnly", "CLIPVisionLoader", "WanAnimate2ToVideo", "WanAnimate2Cache", "TrimVideoLatent"}
-CORE |= {"ImageFromBatch"}
+CORE |= {"ImageFromBatch", "InvertMask"}
 FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
 NOTES = ("Note", "MarkdownNote")
 OPTIONAL_SWITCHES = ("compile", "triton", "sage", "flash", "quant", "gguf")
@@ -169,7 +170,7 @@ def test_it_is_narrow_enough_to_be_read_on_a_small_screen(workflow: Path) -> Non
     width = max(box[0] + box[2] for box in boxes) - min(box[0] for box in boxes)
     height = max(box[1] + box[3] for box in boxes) - min(box[1] for box in boxes)
     assert width <= (1500 if "text_to_video" in workflow.stem else 2200)
-    long = "paint" in workflow.stem or "animate" in workflow.stem  # they go on below what a small screen shows
+    long = workflow in painted() or "animate" in workflow.stem  # they go on below what a small screen shows
     assert height <= (1900 if long else 1117), "1366 x 768 without side bar and menu, in letters of 8 pixels"
     assert graph["extra"]["anygpu_first_view"] is True, "web/templates.js shows the whole of it"
 
@@ -213,9 +214,9 @@ def test_note_says_what_to_download_where_to_put_it_and_what_it_takes(workflow: 
     text = note["widgets_values"][0]
     loaders = [node["inputs"] for node in replay(workflow).values() if node["class_type"].startswith("AnyGPULoad")]
     models = [inputs["model"] for inputs in loaders if "model" in inputs]
-    by_file = workflow in (*fitted(), *from_files(), *two_passes())
+    by_file = workflow in (*fitted(), *from_files(), *two_passes()) or any(map(_is_file, models))
     assert models or by_file
-    assert all(f"ComfyUI/models/diffusers/{model}*" in text for model in models)
+    assert all(f"ComfyUI/models/diffusers/{model}*" in text for model in models if not _is_file(model))
     files = [value for node in replay(workflow).values() for value in node["inputs"].values() if _is_file(value)]
     assert not by_file or (files and all(file in text for file in files))
     assert "huggingface.co/" in text and "GiB" in text and "not measured" in text and "*offload*" in text

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import comfy.model_sampling as sampling
-from torch import Tensor
 
 from ...compat.errors import InputError
 from ...paint.networks.stable_diffusion import EDM, UNET, V_PREDICTED, VAE
@@ -31,9 +30,7 @@ def checkpoint_of(core_model: Any, core_clip: Any, core_vae: Any) -> Weights | N
         return None
     if missing:
         raise _unusable(f"no {' and no '.join(missing)}")
-    places: dict[str, tuple[Any, str]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    total = 0
+    places, shapes, total = dict[str, tuple[Any, str]](), dict[str, tuple[int, ...]](), 0
     for name, prefix, own in (("core_model", UNET, NETWORK), ("core_clip", "", ""), ("core_vae", VAE, "")):
         patcher = getattr(given[name], "patcher", given[name])
         _require_plain(name, patcher)
@@ -45,19 +42,14 @@ def checkpoint_of(core_model: Any, core_clip: Any, core_vae: Any) -> Weights | N
     if encoders not in CLIPS:
         raise _unusable(f"core_clip with {', '.join(sorted(encoders))}")
     shapes |= _predicts(core_model)
-
-    def held(name: str) -> Tensor:
-        return patched_weight(*places[name])
-
-    return Weights(Path(name_of(core_model)), shapes, None, total, held=held)
+    return Weights(Path(name_of(core_model)), shapes, None, total, held=lambda name: patched_weight(*places[name]))
 
 
 def _require_plain(name: str, patcher: Any) -> None:
     if isinstance(patcher, PartPatcher):
         raise _unusable(f"AnyGPU's own network as {name}")
-    foreign = (kind for module in patcher.model.modules() if (kind := left_class(module)))
     packed = (type(tensor.data).__name__ for tensor in patcher.model.parameters() if not is_plain(tensor))
-    wrong = next(packed, "") or next(foreign, "")
+    wrong = next(packed, "") or next(filter(None, map(left_class, patcher.model.modules())), "")
     if wrong:
         raise _unusable(f"{name} with packed weights or another pack's ({wrong})", "Load a file in fp16, bf16 or fp32.")
 

@@ -116,11 +116,8 @@ def prompt_tokens(folder: Path, prompt: str, expected: str, fix: str, notify: Ca
     except Exception as error:  # a tokenizer's reader has errors of its own for a damaged file
         raise CheckpointError(f"no tokenizer in {str(folder)!r}", expected=expected, fix=fix) from error
     text, words = beginning(tokenizer, prompt, TOKENS), prompt.split()
-
-    def tokens_of(count: int) -> int:
-        return len(tokenizer(" ".join(words[:count]), verbose=False)["input_ids"])
-
-    kept = bisect_right(range(len(text.split()) + 1), TOKENS, key=tokens_of) - 1
+    parts = [" ".join(words[:most]) for most in range(len(text.split()) + 1)]
+    kept = bisect_right(parts, TOKENS, key=lambda part: len(tokenizer(part, verbose=False)["input_ids"])) - 1
     if kept < len(words):
         left = f"the last {len(words) - kept} of {len(words)} words, from {words[kept][:40]!r} on"
         notify(f"CLIP reads {TOKENS} tokens: {left}, are cut")

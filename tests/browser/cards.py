@@ -27,7 +27,7 @@ COLOURS = {  # first letters of a workflow's name after the prefix -> corners of
     "hunyuan_video": ((40, 33, 99), (126, 87, 194)),
     "framepack": ((112, 46, 16), (226, 139, 52)),
     "mochi": ((16, 51, 102), (62, 142, 208)),
-    "paint": ((88, 22, 44), (222, 96, 78)),
+    **dict.fromkeys(("paint", "mv_adapter", "project"), ((88, 22, 44), (222, 96, 78))),
     "": ((34, 44, 58), (96, 125, 139)),
 }
 Pen = ImageDraw.ImageDraw
@@ -140,7 +140,7 @@ def drawn_by(name: str) -> str:
     if choices:
         return f"drawn by {choices[max(choices, key=len)]}"
     (painter,) = demo_paint_models()
-    after_a_picture = results.RESULTS[name] is results.after_picture
+    after_a_picture = results.RESULTS[name] in (results.after_picture, results.projected)
     return f"painted by {painter}" if after_a_picture else "the demo's mesh, from synthetic pictures"
 
 

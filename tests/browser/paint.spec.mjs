@@ -5,10 +5,12 @@ const GIB = {
   paint: { "UNet over the views": 1.8, "UNet over the picture": 1.6, VAE: 0.2 },
   pbr: { "UNet over the views": 2.0, "UNet over the picture": 1.6, VAE: 0.2, "image encoder (DINOv2-giant)": 2.1 },
   delight: { "delight UNet": 1.6, "delight VAE": 0.2, "delight text encoder": 0.6 },
+  adapter: { "UNet with the adapter": 6.4, "text encoders": 1.5, "VAE in fp32": 0.3 },
 };
 
 /** GiB of six views of 512 pixels: beside the weights, and with those of the largest part; counted, see docs/paint.md. */
-const NEEDED = { paint: ["0.5", "2.3"], pbr: ["0.9", "3.0"] };
+const NEEDED = { paint: ["0.5", "2.3"], pbr: ["0.9", "3.0"], adapter: ["1.2", "7.6"] };
+const VIEW = { adapter: 768 };
 
 const PLACES = {
   "hunyuan3d-paint-v2-0": ["tencent/Hunyuan3D-2", "hunyuan3d-paint-v2-0"],
@@ -16,11 +18,17 @@ const PLACES = {
   "hunyuan3d-paintpbr-v2-1": ["tencent/Hunyuan3D-2.1", "hunyuan3d-paintpbr-v2-1"],
   "hunyuan3d-delight-v2-0": ["tencent/Hunyuan3D-2", "hunyuan3d-delight-v2-0"],
   "dinov2-giant": ["facebook/dinov2-giant", "the whole repository"],
+  "sd_xl_base_1.0.safetensors": ["stabilityai/stable-diffusion-xl-base-1.0", "checkpoints"],
+  "mvadapter_ig2mv_sdxl.safetensors": ["huanngzh/mv-adapter", "diffusion_models"],
 };
 
 const LICENCE =
   "The weights are Tencent's, under the Hunyuan 3D community licence: neither they nor what they make may be used in " +
   "the EU, the UK or South Korea. Read it first. AnyGPU neither ships nor downloads the weights.";
+
+const ADAPTER_LICENCE =
+  "The adapter is published under Apache-2.0, which excludes no country. SDXL has terms of its own, with limits on use: " +
+  "read its card. AnyGPU neither ships nor downloads them.";
 
 const CHOOSE =
   "It paints a ring until you choose your mesh (GLB, glTF, OBJ, PLY, STL) on *Load Mesh* and a picture of the object from the front. A mesh of " +
@@ -32,6 +40,7 @@ function note(title, text, models, kinds, { more = [], shipped = true }) {
   const [beside, most] = NEEDED[kinds[0]];
   const places = models.map((model) => {
     const [page, folder] = PLACES[model];
+    if (model.endsWith(".safetensors")) return `- huggingface.co/${page}: ${model}\n  - into **ComfyUI/models/${folder}**`;
     return `- huggingface.co/${page}: ${folder} into **ComfyUI/models/diffusers/${model}**`;
   });
   return [
@@ -44,16 +53,26 @@ function note(title, text, models, kinds, { more = [], shipped = true }) {
     "",
     "Press **R** afterwards.",
     "## Licence of the weights",
-    LICENCE,
+    kinds[0] === "adapter" ? ADAPTER_LICENCE : LICENCE,
     "## Memory",
-    `Weights in fp16, counted, not measured: ${sizes.join(", ")}. Six views of 512 pixels take ${beside} GiB on top; with ` +
-      `*offload* model ${most} GiB in all. auto lets ComfyUI move the weights: 8 GB are plenty.`,
+    `Weights in fp16, counted, not measured: ${sizes.join(", ")}. Six views of ${VIEW[kinds[0]] ?? 512} pixels take ${beside} GiB on top; ` +
+      `with *offload* model ${most} GiB in all. auto lets ComfyUI move the weights${kinds[0] === "adapter" ? "." : ": 8 GB are plenty."}`,
   ]
     .join("\n")
     .replaceAll("\n## ", "\n\n## ");
 }
 
 const load = (model, values = {}) => ({ kind: "AnyGPULoadPaintPipeline", values: { model, ...values } });
+const FILES = ["sd_xl_base_1.0.safetensors", "mvadapter_ig2mv_sdxl.safetensors"];
+const loadAdapter = {
+  kind: "AnyGPULoadMVAdapter",
+  values: { model: FILES[0], adapter: FILES[1] },
+  models: FILES.map((name) => ({
+    name,
+    url: `https://huggingface.co/${PLACES[name][0]}/resolve/main/${name}`,
+    directory: PLACES[name][1],
+  })),
+};
 const delighting = { ...load("hunyuan3d-delight-v2-0"), title: "AnyGPU Load Paint Pipeline: delight" };
 const picture = { kind: "LoadImage", title: "The object from its front", values: { image: "example.png" } };
 const mesh = { kind: "AnyGPULoadMesh", values: { mesh_file: "demo: ring" } };
@@ -86,11 +105,15 @@ const bake = (values = {}, links = {}) => ({
 });
 
 /** What every workflow ends in: the file, the turntable and the 3D preview of the node ``from``. */
-function ending(name, from) {
+function ending(name, from, before) {
   return {
     smooth: { kind: "MeshSmoothNormals", values: { crease_angle: 60 }, links: { mesh: [from, "mesh"] } },
     save: { kind: "SaveGLB", values: { filename_prefix: `3d/${name}` }, links: { mesh: ["smooth", "mesh"] } },
-    turntable: { kind: "AnyGPURenderTurntable", values: { frames: 12, size: 512 }, links: { mesh: [from, "mesh"] } },
+    turntable: {
+      kind: "AnyGPURenderTurntable",
+      values: { frames: 12, size: 512 },
+      links: { mesh: [from, "mesh"], ...(before && { before: [before, "mesh"] }) },
+    },
     pictures: { kind: "PreviewImage", title: "Turntable", links: { images: ["turntable", "images"] } },
     file: { kind: "MeshToFile3D", links: { mesh: ["smooth", "mesh"] } },
     look: { kind: "Preview3D", links: { model_file: ["file", "model_3d"] } },
@@ -99,17 +122,20 @@ function ending(name, from) {
 
 // Pixels in which a node has room for what a run puts on it; both canvases were measured.
 const HEIGHTS = { picture: 330, mesh: 170, clean: 190, unwrap: 210, delight: 580, render: 460, first: 1040, paint: 1040, turntable: 480, pictures: 340, save: 400, look: 420, bake: 300, texture: 700, cameras: 420, load: 290, delighting: 290, shape: 128 };
-const BEGINS = { delight: 260, render: 220, first: 460, paint: 460, turntable: 240, texture: 460 }; // Nodes 2.0 adds the pictures
+const BEGINS = { delight: 260, render: 220, outline: 220, first: 460, paint: 460, turntable: 240, texture: 460 }; // Nodes 2.0 adds the pictures
 const sized = (width, ...keys) =>
-  keys.map((key) => ({ key, width, height: HEIGHTS[key], begins: BEGINS[key] ?? HEIGHTS[key] }));
+  keys.map((each) => {
+    const [key, height = HEIGHTS[key]] = [each].flat(); // a pair where this workflow's node says more
+    return { key, width, height, begins: BEGINS[key] ?? height };
+  });
 const loaders = (...keys) => ({ group: "Load", nodes: sized(315, ...keys) });
 const step = (group, ...keys) => ({ group, nodes: sized(315, ...keys) });
 const ENDING = [step("Turn", "turntable", "pictures"), step("Look and save", "look", "save", "smooth", "file")];
 const NOTE = { key: "note", width: 315, height: 590 };
 
-function workflow(name, { title, text, models, kinds, more, noted, nodes, columns, from }) {
+function workflow(name, { title, text, models, kinds, more, noted, nodes, columns, from, before }) {
   const described = { kind: "MarkdownNote", title: "Read me", values: { text: note(title, text, models, kinds, { more, shipped: "mesh" in nodes }) } };
-  return { nodes: { note: described, ...nodes, ...ending(name, from) }, columns: [[{ ...NOTE, ...noted }], ...columns, ...ENDING], tallest: 1900 }; // its result stands at the top of a lane
+  return { nodes: { note: described, ...nodes, ...ending(name, from, before) }, columns: [[{ ...NOTE, ...noted }], ...columns, ...ENDING], tallest: 1900 }; // its result stands at the top of a lane
 }
 
 const SHAPE = {
@@ -257,6 +283,66 @@ const SPECS = {
       step("Make the mesh", "voxels", "surface", "clean", "fewer", "unwrap"),
       step("Prepare", "delight", "render"),
       step("Paint and bake", "paint", "bake"),
+    ],
+  },
+  anygpu_mv_adapter: {
+    title: "MV-Adapter: a texture from your SDXL checkpoint",
+    text:
+      "Paints six views of 768 pixels with any SDXL checkpoint and the adapter ig2mv, 50 steps, and bakes them: colour with " +
+      "its light, no metal or roughness. Cut the object out: a picture without transparency is used whole. Core's MODEL, " +
+      "CLIP and VAE, with LoRAs, can be connected in place of the file.",
+    models: FILES,
+    kinds: ["adapter"],
+    noted: { height: 640 },
+    nodes: {
+      load: loadAdapter,
+      picture,
+      mesh,
+      clean: clean("mesh"),
+      texture: {
+        kind: "AnyGPUTextureMesh",
+        values: { view_size: 768, seed: 0, control_after_generate: "fixed" },
+        links: { mesh: ["clean", "mesh"], image: ["picture", "IMAGE"], mask: ["picture", "MASK"], pipeline: ["load", "pipeline"] },
+      },
+    },
+    from: "texture",
+    columns: [loaders(["load", 560], "picture"), step("Texture", "mesh", "clean", ["texture", 900])],
+  },
+  anygpu_project_picture: {
+    title: "Project Picture: your picture's own detail",
+    text:
+      "Paints and bakes a mesh, then puts the picture itself onto what it shows: lettering and fine lines that a network " +
+      "paints anew. The turntable shows both, before and after. Your object must be whole in the picture, within 30 degrees " +
+      "of the front, and cut out: for it, connect the mask of *Load Image* in place of *Invert Mask*, which cuts any picture " +
+      "out by the ring's own outline. Where outlines do not fit, one line says so and nothing changes.",
+    models: ["hunyuan3d-paint-v2-0"],
+    kinds: ["paint"],
+    noted: { height: 680 },
+    nodes: {
+      load: load("hunyuan3d-paint-v2-0"),
+      picture,
+      mesh,
+      clean: clean("mesh"),
+      unwrap: unwrap("clean"),
+      ahead: { kind: "AnyGPUPaintCameras", values: { choose: "list", azimuths: "0", elevations: "0", weights: "1" } },
+      outline: { ...render({ cameras: ["ahead", "cameras"] }), title: "The mesh from the front", values: { size: 512 } },
+      cut: { kind: "InvertMask", links: { mask: ["outline", "mask"] } },
+      render: render(),
+      paint: paint({}, { image: ["picture", "IMAGE"], mask: ["cut", "MASK"] }),
+      bake: bake(),
+      project: {
+        kind: "AnyGPUProjectPicture",
+        links: { mesh: ["bake", "mesh"], front: ["picture", "IMAGE"], front_mask: ["cut", "MASK"] },
+      },
+    },
+    from: "project",
+    before: "bake",
+    columns: [
+      loaders("load", "picture"),
+      step("Prepare", "mesh", "clean", "unwrap", "render"),
+      step("The ring's outline", ["ahead", 420], ["outline", 680], ["cut", 60]),
+      step("Paint", "paint"),
+      step("Bake and project", "bake", ["project", 300]),
     ],
   },
   anygpu_paint_second_pass: {

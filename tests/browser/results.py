@@ -12,11 +12,13 @@ import torch
 from anygpu.paint.baking.bake import BakeSettings, bake
 from anygpu.paint.baking.fill import filled
 from anygpu.paint.choices import demo_paint_models
-from anygpu.paint.demo import PAIRS, painted_ring
+from anygpu.paint.demo import PAIRS, halves, painted_ring, ring
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.geometry.mesh import Surface
 from anygpu.paint.geometry.turntable import turntable
+from anygpu.paint.geometry.views import rasterised
 from anygpu.paint.loading import PaintRequest, load_paint
+from anygpu.paint.texturing import with_detail
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.demo import MODELS
@@ -105,6 +107,24 @@ def after_picture() -> tuple[Strip, Strip]:
 
 
 @functools.cache
+def projected() -> tuple[Strip, Strip]:
+    """The picture of a striped ring, and the ring as the demo model painted it, with that picture on it, turning."""
+    (model,) = demo_paint_models().values()
+    surface, pair = Surface.of(ring()), PAIRS[0]
+
+    def striped(places: torch.Tensor) -> torch.Tensor:
+        dark = torch.atan2(places[:, 1:2], places[:, :1]).mul(24).sin() < 0
+        return halves(pair)(places) * torch.where(dark, 0.5, 1.0)
+
+    view = rasterised(surface, next(iter(DEFAULT_VIEWS)), 512, DEFAULT_VIEWS.ortho_scale)
+    colours = view.image(striped(view.shown.interpolated(surface.vertices, surface.faces)), 1.0)
+    picture = torch.cat((colours, (view.ids >= 0).float()[..., None]), -1)
+    texture = painted_ring(load_paint(PaintRequest(model, device="cpu")), pair).texture
+    found = with_detail(ring(), texture, {"front": [picture]})
+    return pictures(colours[None]), pictures(turntable(surface, found.texture, 12, 200, elevation=25.0)[:SHOWN])
+
+
+@functools.cache
 def painted() -> tuple[Strip, Strip]:
     """A torus before and after it was painted from synthetic pictures, which no paint model made, turning."""
     surface = Surface.of(torus())
@@ -133,6 +153,7 @@ RESULTS = {  # workflow -> what goes in and comes out
         after_picture,
     ),
     "anygpu_paint_pbr": painted,
+    "anygpu_project_picture": projected,
 }
 
 

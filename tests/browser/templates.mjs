@@ -36,7 +36,7 @@ async function opensAndRuns(open, nodes2, name) {
   await showAll(page);
   await isTidy(page, nodes2, name, "before");
   if (NEEDS_MODELS.test(name)) return COMPOSED.test(name) ? undefined : isRefused(open, nodes2, name);
-  if (name.startsWith("anygpu_paint")) await shrinkPainting(page);
+  if (/^anygpu_(paint|project|mv)/.test(name)) await shrinkPainting(page);
   else await shrink(page, { width: 64, height: 64, frames: 9, steps: 2, clip_seconds: 0.3, seed: Date.now() % 1e6 });
   // Without what earlier runs left, every node runs and shows its text.
   await fetch(`${URL_OF_SERVER}/free`, { method: "POST", body: JSON.stringify({ unload_models: true, free_memory: true }) });

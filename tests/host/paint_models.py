@@ -10,7 +10,7 @@ from paint.synthetic import in_two_colours, torus
 from PIL import Image
 
 from host.server import PICTURE, Server
-from paint import stored
+from paint import mv_stored, stored
 
 NAMES = {
     "hunyuan3d-paint-v2-0": "paint",
@@ -19,6 +19,7 @@ NAMES = {
     "hunyuan3d-delight-v2-0": "delight",
 }
 DINO = "dinov2-giant"
+BASE, ADAPTER = "sd_xl_base_1.0.safetensors", mv_stored.FILES["ig2mv", "sdxl"]
 MESH, PLAIN = "3d/example.glb", "3d/plain.obj"
 
 
@@ -27,6 +28,11 @@ def install(server: Server) -> None:
     home = built(server.tiny_folder)
     for name in (*NAMES, DINO):
         server.weights_on(home / name, name)
+    for folder, name in (("checkpoints", BASE), ("diffusion_models", ADAPTER)):
+        place = server.base / "models" / folder / name
+        place.parent.mkdir(exist_ok=True)
+        if not place.exists():
+            place.symlink_to(home / name)
     write_meshes(server.base / "input")
 
 
@@ -54,7 +60,17 @@ def built(tiny_folder: Path) -> Path:
     if not (home / DINO / "whole").exists():
         _dino(home / DINO)
         (home / DINO / "whole").touch()
+    if not (home / ADAPTER).exists():
+        base_file("sdxl", home / BASE)
+        mv_stored.adapter_file("ig2mv", "sdxl", home)
     return home
+
+
+def base_file(base: str, path: Path) -> None:
+    """A tiny checkpoint as one file, with rows for all words of ComfyUI's own tokenizer."""
+    rows = torch.randn(49408, 64, generator=torch.Generator().manual_seed(3))
+    named = {name: rows.half() for name in mv_stored.original(base) if "token_embedding.weight" in name}
+    mv_stored.single_file(base, path, torch.float16, **named)
 
 
 def write_meshes(folder: Path) -> None:

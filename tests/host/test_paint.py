@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from host import paint_models
@@ -90,7 +89,8 @@ def test_saves_a_textured_glb_and_shows_its_turntable(server: Server, client: Cl
     assert {"POSITION", "NORMAL", "TEXCOORD_0"} <= set(primitive["attributes"])
     frames = run.outputs[named(prompt, "PreviewImage")]["images"]
     pictures = [np.array(Image.open(server.output(record))).astype(int) for record in frames]
-    assert [one.shape for one in pictures] == [(64, 64, 3)] * 3
+    beside = "before" in prompt[named(prompt, "AnyGPURenderTurntable")]["inputs"]
+    assert [one.shape for one in pictures] == [(64, 128 if beside else 64, 3)] * 3
     assert np.abs(pictures[0] - pictures[1]).mean() > 0.5, "it does not turn"
     preview = run.outputs[named(prompt, "Preview3D")]["result"][0]
     assert (server.base / "output" / preview).read_bytes()[:4] == b"glTF"
@@ -163,13 +163,6 @@ def test_mv_adapter_on_a_user_s_checkpoint(server: Server, client: Client, varia
     assert ", mv_adapter, 64x64, 6 frames, seed 2" in latents["title"]
 
 
-def base_file(base: str, path: Path) -> None:
-    """A tiny checkpoint as one file, with rows for all words of ComfyUI's own tokenizer."""
-    rows = torch.randn(49408, 64, generator=torch.Generator().manual_seed(3))
-    named = {name: rows.half() for name in mv_stored.original(base) if "token_embedding.weight" in name}
-    mv_stored.single_file(base, path, torch.float16, **named)
-
-
 @pytest.mark.parametrize(("variant", "base"), [("ig2mv", "sdxl"), ("tg2mv", "sd21")])
 def test_mv_adapter_on_what_core_has_loaded(server: Server, client: Client, variant: str, base: str) -> None:
     """The weights of the same file, and of what core saves with a LoRA; then a painting, bit for bit."""
@@ -177,7 +170,7 @@ def test_mv_adapter_on_what_core_has_loaded(server: Server, client: Client, vari
     models = server.base / "models"
     for name in ("checkpoints", "diffusion_models", "loras"):
         (models / name).mkdir(exist_ok=True)
-    base_file(base, models / "checkpoints" / f"core-{base}.safetensors")
+    paint_models.base_file(base, models / "checkpoints" / f"core-{base}.safetensors")
     mv_stored.adapter_file(variant, base, models / "diffusion_models")
     mv_stored.lora_file(models / "loras" / f"{base}.safetensors", True, base)
 
@@ -250,8 +243,9 @@ def test_other_networks_of_core_are_refused_by_name(inside: Inside) -> None:
 
 
 def test_a_lora_of_core_is_that_of_the_model_that_is_connected(inside: Inside) -> None:
-    found = inside.play("adapter", "patches")
-    assert found["patched"] and found["right"] == [True] * 3 and found["host"] == ["cpu"] * 3
+    found, paged = (inside.play("adapter", "patches", dynamic=dynamic) for dynamic in (False, True))
+    assert found["patched"] and not found["dynamic"] and paged["dynamic"] and found["names"] == paged["names"] > 500
+    assert found["right"] == paged["right"] == [True] * 3 and found["host"] == paged["host"] == ["cpu"] * 3
 
 
 def test_painted_views_are_kept_when_baking_fails(client: Client, graph: Graph) -> None:

@@ -1,5 +1,6 @@
 """Scenes about MV-Adapter on what core has loaded: which networks are refused, and what a LoRA changes."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from comfy.quant_ops import QuantizedTensor
 from torch import nn
 
 from host.inside.core_tiny import HOST, fill, made
+from host.inside.dynamic import dynamic_vram
 from host.stand_ins import UNET, UNETS
 
 TO_Q = "input_blocks.4.1.transformer_blocks.0.attn1.to_q"
@@ -29,13 +31,16 @@ class OtherLinear(nn.Linear):
         return nn.functional.linear(x, self.weight * 2, self.bias)
 
 
-def model(base: str = "sdxl", table: Any = supported.SDXL, file: Any = (), **config: Any) -> Any:
-    """A MODEL of core's with a tiny network; ``file`` names what else its file has."""
+def model(base: str = "sdxl", table: Any = supported.SDXL, file: Any = (), weights: Any = None, **config: Any) -> Any:
+    """A MODEL of core's with a tiny network; ``file`` names what else its file has, ``weights`` are assigned."""
     row = table(UNET | UNETS[base] | config)
     row.unet_config |= UNET | UNETS[base] | config
     row.set_inference_dtype(torch.float16, torch.float32)
     network = row.get_model(dict.fromkeys(file, torch.zeros(1)))
-    fill(network.diffusion_model)
+    if weights is None:
+        fill(network.diffusion_model)
+    else:
+        network.diffusion_model.load_state_dict(weights, assign=True)
     return comfy.model_patcher.CoreModelPatcher(network, management.get_torch_device(), HOST)
 
 
@@ -107,16 +112,23 @@ def predictions() -> list[bool]:
     return ["v_pred" in checkpoint_of(each, held("clip_l", "clip_g"), held("decoder")).shapes for each in given]
 
 
-def patches() -> dict[str, Any]:
-    """Weights while core has the model on the device with another clone's LoRA in them."""
-    plain, name = model(), f"diffusion_model.{TO_Q}.weight"
+def patches(dynamic: bool) -> dict[str, Any]:
+    """Weights while core has the model on the device with another clone's LoRA in them, or beside ``dynamic`` VRAM."""
+    weights = model().model.diffusion_model.state_dict()
+    with dynamic_vram() if dynamic else nullcontext():
+        return _patches(model(weights=weights))
+
+
+def _patches(plain: Any) -> dict[str, Any]:
+    name = f"diffusion_model.{TO_Q}.weight"
     own = plain.model.get_parameter(name).detach().clone()
     clones = [patched(plain, {name: ("diff", (torch.full_like(own, value),))}, 1.0) for value in (0.5, 2.0)]
     management.load_models_gpu([clones[0]], force_full_load=True)
     there = plain.model.get_parameter(name)
     found = [patched_weight(each, name) for each in (plain, *clones)]
     return {
-        "on": there.device.type,
+        "dynamic": plain.is_dynamic(),
+        "names": len(checkpoint_of(plain, held("clip_l", "clip_g"), held("decoder")).shapes),
         "patched": bool((there.cpu() - own).abs().max() > 0.4),
         "right": [bool(torch.equal(each, own + value)) for each, value in zip(found, (0, 0.5, 2.0), strict=True)],
         "host": [each.device.type for each in found],
