@@ -38,6 +38,7 @@ from anygpu.pipelines.stacks import published_config
 from anygpu.pipelines.vae.tiled import decoder_call
 from runner import SCRATCH, Case, Row, processor, write_table
 from tiny import build
+from torch import Tensor
 
 FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
 SIZES = ((320, 192), (416, 256), (512, 320))  # pixels of a call of the transformer
@@ -59,18 +60,34 @@ def opened(family: str, folder: Path = SCRATCH) -> Pipeline:
 
 def published(pipeline: Pipeline, whole: bool = False) -> Pipeline:
     """``pipeline`` with the published configurations in fp32, and one block of each kind or the ``whole`` depth."""
-    configs = dict(pipeline.configs)
+    configs = {}
     for part in ("transformer", "vae"):
         owner = pipeline.spec if (pipeline.spec.folder / f"{part}.json").is_file() else FAMILY_SPECS["hunyuan_video"]
         configs[part] = published_config(owner, part)  # framepack has the other family's VAE
     short = {key: 1 for key in counts.BLOCKS if key in configs["transformer"] and not whole}
-    configs["transformer"] = {**configs["transformer"], **short}
-    single = {name: torch.float32 for name in ("residual", "compute", "transformer", "vae")}
+    return configured(pipeline, torch.float32, vae=configs["vae"], transformer={**configs["transformer"], **short})
+
+
+def configured(pipeline: Pipeline, dtype: torch.dtype, **configs: dict[str, Any]) -> Pipeline:
+    """``pipeline`` with these configurations of parts, in one dtype."""
+    single = dict.fromkeys(("residual", "compute", "transformer", "vae"), dtype)
     return replace(
         pipeline,
-        model=replace(pipeline.model, configs=configs),
+        model=replace(pipeline.model, configs={**pipeline.configs, **configs}),
         device=replace(pipeline.device, precision=replace(pipeline.precision, **single)),
     )
+
+
+def transformer_call(
+    pipeline: Pipeline, module: Any, size: Size, rows: int, some: Callable[..., Tensor], **more: tuple[int, ...]
+) -> Any:
+    """The family's own call of its transformer, on tensors that ``some`` makes by shape; ``more`` states by name."""
+    outline = counts.empty_call(pipeline, size, rows)
+    shapes = {name: getattr(outline, name) for name in outline.__slots__}
+    given = {name: some(*tensor.shape) for name, tensor in shapes.items() if isinstance(tensor, Tensor)}
+    given |= {name: some(*shape) for name, shape in more.items()}
+    given |= {name: torch.ones_like(given[name]) for name in ("mask", "time")}
+    return pipeline.spec.code.call_transformer(pipeline, module, replace(outline, **given))
 
 
 def filled(module: Any) -> Any:
@@ -92,10 +109,7 @@ def sampled(pipeline: Pipeline, pace: Pace) -> Measured:
     module = filled(counts.built(pipeline, "transformer", pipeline.configs["transformer"], torch.float32))
     for width, height in SIZES:
         size = Size(width, height, pipeline.spec.sizes.stride + 1, window=3, text=TOKENS)
-        empty = counts.empty_call(pipeline, size, 1)
-        tensors = {name: getattr(empty, name) for name in empty.__slots__}
-        ones = {name: torch.ones(t.shape) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
-        measured = seconds(partial(pipeline.spec.code.call_transformer, pipeline, module, replace(empty, **ones)))
+        measured = seconds(partial(transformer_call, pipeline, module, size, 1, torch.ones))
         yield f"{width}x{height}", pace.seconds(counts.transformer_work(pipeline, size)), measured
 
 
