@@ -20,7 +20,6 @@ unpacked; tiny models with random weights, since the demo models' clips have too
 from __future__ import annotations
 
 import ctypes
-import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -47,7 +46,7 @@ from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import with_step_cache
 from quantised import file_as
-from runner import DOCS, SCRATCH, Case, Row, known_rows, write_table
+from runner import DOCS, SCRATCH, Case, Row, known_rows, psnr, write_table
 from scene_scores import chosen_scenes, scores
 from torch import Tensor, nn
 from torch.nn import functional
@@ -62,12 +61,6 @@ STEPS = 20  # of a clip of a tiny model
 PACKED = ("fp16", "fp8", "int8", "int8_convrot", "w4a8")  # choices of ``weights``; the first unpacks
 FROM_FILES = ("w4a4", "nvfp4")  # what is read from files only: transformers that comfy-kitchen packs anew
 EQUAL = 99.0  # dB, of clips without a difference
-
-
-def psnr(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Peak signal to noise of frames in 0..1, in dB."""
-    error = float((found - expected).double().square().mean())
-    return math.inf if error == 0 else -10 * math.log10(error)
 
 
 def ssim(found: torch.Tensor, expected: torch.Tensor) -> float:

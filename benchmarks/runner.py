@@ -15,6 +15,7 @@ import csv
 import datetime
 import importlib
 import json
+import math
 import platform
 import random
 import re
@@ -179,6 +180,12 @@ def in_turn(
             if number >= warm_up:
                 times[name].append(seconds)
     return times
+
+
+def psnr(found: torch.Tensor, expected: torch.Tensor, span: float = 1.0) -> float:
+    """Peak signal to noise of values with this ``span``, in dB."""
+    error = float((found.double() - expected.double()).square().mean())
+    return math.inf if error == 0 else 10 * math.log10(span**2 / error)
 
 
 def no_gpu() -> str:
