@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import published
-import tiny
 import torch
 from anygpu.compat.device.facts import free_bytes
 from anygpu.compat.memory.offloader import MODES
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import Latents, Silent
+from anygpu.pipelines.base import Silent
 from anygpu.pipelines.forecast.memory import fastest, forecast, forecasts
-from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.sizes import Size
 from anygpu.pipelines.vae.plan import DecodeRequest
 from runner import SCRATCH, Case, Row, Table
 from simulated import accelerator, fitting, peers
+from times import latents_for, opened
 
 FORMS = (
     DecodeRequest("full"),
@@ -112,9 +111,8 @@ def decode_rows(families: tuple[str, ...]) -> Iterator[Row]:
     """A row per family and method of decode: its peak, and the largest difference to the whole, of 255."""
     for family in families:
         with accelerator.fresh() as device:
-            request = LoadRequest(tiny.build(family, SCRATCH), precision="fp32", offload="model", device=device)
-            pipeline = load(request)
-            latents, whole = latents_for(pipeline), None
+            pipeline = opened(family, precision="fp32", offload="model", device=device)
+            latents, whole = latents_for(pipeline, Size(128, 128, 3 * pipeline.spec.sizes.ratios[1] + 1), 1), None
             for form in FORMS:
                 if form.method == "chunked" and family not in ("mochi", "hunyuan_video_15"):
                     continue
@@ -129,14 +127,6 @@ def decode_rows(families: tuple[str, ...]) -> Iterator[Row]:
                     "peak_bytes": accelerator.memory().peak_bytes,
                     "difference_of_255": round(float((frames - whole).abs().max()) * 255, 4),
                 }
-
-
-def latents_for(pipeline: Any, side: int = 128, frames: int = 4) -> Latents:
-    """Random latents of a square video."""
-    spatial, temporal = pipeline.spec.sizes.ratios
-    shape = (1, int(pipeline.configs["vae"].get("latent_channels", 16)), frames, side // spatial, side // spatial)
-    samples = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    return Latents(samples, pipeline.family, "text", (frames - 1) * temporal + 1, side, side, 24.0, 0)
 
 
 def host_rows() -> Iterator[Row]:

@@ -31,7 +31,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import tiny
 import torch
 from anygpu.compat.checkpoints.weights import described, read_tensors, weight_files
 from anygpu.compat.device import precision
@@ -48,6 +47,7 @@ from anygpu.pipelines.settings import with_step_cache
 from quantised import file_as
 from runner import DOCS, SCRATCH, Case, Row, known_rows, psnr, write_table
 from scene_scores import chosen_scenes, scores
+from times import opened
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -315,10 +315,8 @@ def line(row: dict[str, str]) -> list[str]:
 def stored_rows(families: tuple[str, ...]) -> Iterator[Row]:
     """A row per family and format of stored products."""
     for family in families:
-        model, *others = [tiny.build(name, SCRATCH) for name in (family, *tiny.TINY[family].beside)]
-        base, encoder = others or (None, None)
         for choice in ("int8", "fp8"):
-            pipeline = load(LoadRequest(model, base, encoder, precision="fp32", device="cpu", weights=choice))
+            pipeline = opened(family, precision="fp32", weights=choice)
             plain = clip(pipeline, FRAMES[family])
             count, restore = multiply_as_stored(pipeline.parts.read("transformer"), tuple(NEEDS))
             quick = clip(pipeline, FRAMES[family])
