@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from anygpu.compat.device.facts import version_of
 from anygpu.kernels import activation, group_norm, norm, residual, rope
 from anygpu.kernels.library import REFERENCE
+from anygpu.kernels.self_tests import _moved
 from anygpu.kernels.terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
 from runner import Case, Row, machine
 from torch import Tensor
@@ -21,18 +22,19 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Form = Callable[[], Any]
 
 
-@dataclass
-class Operation:
-    """One operation at one size.
+class Operation(NamedTuple):
+    """One operation at one size: its function of ``module``, what it is called with, and how others compute it.
 
     Args:
-        forms: by name; ``eager`` is what diffusers runs.
-        exact: the reference in fp64.
+        eager: what diffusers runs. kitchen: comfy-kitchen's, from the package.
     """
 
     name: str
-    forms: dict[str, Form]
-    exact: Callable[[], Any]
+    module: ModuleType
+    function: str
+    terms: tuple[Any, ...]
+    eager: Form
+    kitchen: Callable[[Any], Any] | None = None
 
 
 def eager_rms(x: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
@@ -49,130 +51,98 @@ def eager_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x.float() * cos + rotated.float() * sin).to(x.dtype)
 
 
-def made(
-    name: str, module: Any, function: str, terms: tuple[Any, ...], eager: Form, exact: int | None = None
-) -> Operation:
-    """An operation of ``module`` with the form that diffusers runs; ``exact`` of ``terms`` the reference takes."""
-    from anygpu.kernels.self_tests import _moved
-
-    fused, reference = getattr(module, function), getattr(module, f"{function}_reference")
-    forms = {"reference": partial(fused, *terms, form=REFERENCE), "eager": eager}
-    return Operation(name, forms, lambda: reference(*_moved(terms[:exact], lambda t: t.double())))
+def eager_clip(x: Tensor, weight: Tensor, pad: tuple[int, ...], per_frame: bool) -> Tensor:
+    """diffusers' group norm, SiLU and border of a VAE."""
+    frames = x.transpose(1, 2).flatten(0, 1) if per_frame else x
+    normed = functional.group_norm(frames, 32, weight, weight, 1e-6)
+    if per_frame:
+        normed = normed.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
+    return functional.pad(functional.silu(normed), pad, mode="replicate")
 
 
-def operations(dtype: torch.dtype) -> list[Callable[[], Operation]]:
-    """Makers of the operations, so that one's tensors are gone before the next one's are made."""
-    ltx, hunyuan, mochi = (1, 128, 2048), (1, 128, 3072), (1, 128, 3072)
+def operations(dtype: torch.dtype) -> Iterator[Operation]:
+    """The operations at the widths of LTX-Video, HunyuanVideo and Mochi."""
+    yield from token_operations(2048, dtype)
+    yield from wide_operations(3072, dtype)
+    x = torch.randn(1, 128, 16384).to(dtype)
+    yield Operation("swiglu", activation, "swiglu", (x,), lambda: x[..., :8192] * functional.silu(x[..., 8192:]))
+    for per_frame, last in ((False, False), (True, False), (True, True)):
+        layout = torch.channels_last_3d if last else torch.contiguous_format
+        clip, weight = torch.randn(1, 128, 2, 16, 16).to(dtype).contiguous(memory_format=layout), torch.randn(128)
+        weight, pad = weight.to(dtype), (1, 1, 1, 1, 2, 0)
+        how = (GroupNorm(32, 1e-6, weight, weight, per_frame), pad, True, "channels_last" if last else "contiguous")
+        name = f"group norm{' of frames' if per_frame else ''}, SiLU, border, {how[3].replace('_', ' ')}"
+        eager = partial(eager_clip, clip, weight, pad, per_frame)
+        yield Operation(name, group_norm, "group_norm_silu_pad", (clip, *how), eager)
 
-    def some(*shape: int, of: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape).to(of)
 
-    def rows(shape: tuple[int, ...], count: int) -> tuple[Tensor, ...]:
-        return some(shape[0], 1, count, shape[2]).unbind(2)
+def token_operations(width: int, dtype: torch.dtype) -> Iterator[Operation]:
+    """Those of LTX-Video's blocks."""
+    x, branch, q, k = torch.randn(4, 1, 128, width).to(dtype)
+    gate, scale, shift = torch.randn(1, 1, 3, width).to(dtype).unbind(2)
+    weight, angle = torch.randn(width).to(dtype), torch.randn(128, width // 2)
+    adaln, tables = (Norm(RMS, 1e-6), Modulation(scale, shift)), Tables(angle.cos(), angle.sin())
 
-    def rms() -> Operation:
-        x, (scale, shift) = some(*ltx), rows(ltx, 2)
-        terms = (x, Norm(RMS, 1e-6), Modulation(scale, shift))
-        case = made("rms norm, modulation (LTX)", norm, "normalized", terms,
-                    lambda: eager_rms(x, 1e-6) * (1 + scale) + shift)  # fmt: skip
-        kitchen(case, lambda k: lambda: k.rms_adaln(x, scale, shift, 1e-6))
-        return case
+    def both() -> tuple[Tensor, Tensor]:
+        new = x + branch * gate
+        return new, eager_rms(new, 1e-6) * (1 + scale) + shift
 
-    def layer() -> Operation:
-        x, (scale, shift) = some(*hunyuan), rows(hunyuan, 2)
-        terms = (x, Norm(LAYER, 1e-6), Modulation(scale, shift))
-        case = made("layer norm, modulation (HunyuanVideo)", norm, "normalized", terms,
-                    lambda: functional.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift)  # fmt: skip
-        kitchen(case, lambda k: lambda: k.adaln(x, scale, shift, 1e-6))
-        return case
+    def turned() -> tuple[Tensor, ...]:
+        wide = [table.repeat_interleave(2, -1).expand(q.shape) for table in (angle.cos(), angle.sin())]
+        return tuple(eager_rotated(functional.rms_norm(t, (width,), weight, 1e-5), *wide) for t in (q, k))
 
-    def gated() -> Operation:
-        x, branch, (values,) = some(*ltx), some(*ltx), rows(ltx, 1)
-        terms = (x, branch, Gate(values))
-        return made("gated residual (LTX)", residual, "gated_residual", terms, lambda: x + branch * values)
+    yield Operation(
+        "rms norm, modulation (LTX)",
+        norm,
+        "normalized",
+        (x, *adaln),
+        lambda: eager_rms(x, 1e-6) * (1 + scale) + shift,
+        lambda package: package.rms_adaln(x, scale, shift, 1e-6),
+    )
+    yield Operation(
+        "gated residual (LTX)", residual, "gated_residual", (x, branch, Gate(gate)), lambda: x + branch * gate
+    )
+    terms = (x, branch, Gate(gate), *adaln)
+    yield Operation("residual, norm, modulation (LTX)", residual, "residual_norm", terms, both)
+    pair = (Pair(q, k, weight, weight), tables, 1e-5)
+    yield Operation("q, k norm and rotation across heads (LTX)", rope, "qk_norm_rope", pair, turned)
 
-    def both() -> Operation:
-        x, branch, (values, scale, shift) = some(*ltx), some(*ltx), rows(ltx, 3)
-        terms = (x, branch, Gate(values), Norm(RMS, 1e-6), Modulation(scale, shift))
 
-        def eager() -> tuple[Tensor, Tensor]:
-            new = x + branch * values
-            return new, eager_rms(new, 1e-6) * (1 + scale) + shift
+def wide_operations(width: int, dtype: torch.dtype) -> Iterator[Operation]:
+    """Those of HunyuanVideo's and Mochi's blocks."""
+    x, branch = torch.randn(2, 1, 128, width).to(dtype)
+    scale, shift, gate = torch.randn(1, 1, 3, width).to(dtype).unbind(2)
+    (q, k), weight = torch.randn(2, 1, 128, width // 128, 128).to(dtype), torch.randn(128).to(dtype)
+    angle = torch.randn(128, 1, 64)
+    cos, sin = angle.cos(), angle.sin()
 
-        return made("residual, norm, modulation (LTX)", residual, "residual_norm", terms, eager)
+    def tanh() -> tuple[Tensor, Tensor]:
+        new = x + (eager_rms(branch.float(), 1e-6) * torch.tanh(gate)).to(dtype)
+        return new, (eager_rms(new.float(), 1e-6) * (1 + scale.float())).to(dtype)
 
-    def tanh() -> Operation:
-        x, branch, (values, scale) = some(*mochi), some(*mochi), rows(mochi, 2)
-        terms = (x, branch, Gate(values, True, 1e-6), Norm(RMS, 1e-6), Modulation(scale))
-
-        def eager() -> tuple[Tensor, Tensor]:
-            new = x + (eager_rms(branch.float(), 1e-6) * torch.tanh(values)).to(dtype)
-            return new, (eager_rms(new.float(), 1e-6) * (1 + scale.float())).to(dtype)
-
-        return made("normed branch, tanh gate, norm (Mochi)", residual, "residual_norm", terms, eager)
-
-    def across() -> Operation:
-        q, k, weight = some(*ltx), some(*ltx), some(ltx[2])
-        angle = some(ltx[1], ltx[2] // 2, of=torch.float32)
-        terms = (Pair(q, k, weight, weight), Tables(angle.cos(), angle.sin()), 1e-5)
-        wide = [table.repeat_interleave(2, -1).expand(ltx) for table in (angle.cos(), angle.sin())]
-
-        def eager() -> tuple[Tensor, ...]:
-            normed = (functional.rms_norm(x, x.shape[-1:], weight, 1e-5) for x in (q, k))
-            return tuple(eager_rotated(x, *wide) for x in normed)
-
-        return made("q, k norm and rotation across heads (LTX)", rope, "qk_norm_rope", terms, eager)
-
-    def per_head() -> Operation:
-        shape = (*hunyuan[:2], hunyuan[2] // 128, 128)
-        q, k, weight = some(*shape), some(*shape), some(shape[3])
-        angle = some(shape[1], 1, shape[3] // 2, of=torch.float32)
-        cos, sin = angle.cos(), angle.sin()
-        terms = (Pair(q, k, weight, weight), Tables(cos, sin), 1e-6)
+    def turned() -> tuple[Tensor, ...]:
         wide = [table.repeat_interleave(2, -1) for table in (cos, sin)]
-        case = made("q, k norm and rotation per head (HunyuanVideo)", rope, "qk_norm_rope", terms,
-                    lambda: tuple(eager_rotated(eager_rms(x, 1e-6, weight), *wide) for x in (q, k)))  # fmt: skip
-        matrix = torch.stack([cos, -sin, sin, cos], -1).unflatten(-1, (2, 2))[None]
-        kitchen(case, lambda k_: lambda: k_.rms_rope(q, k, matrix, weight, weight, 1e-6))
-        return case
+        return tuple(eager_rotated(eager_rms(t, 1e-6, weight), *wide) for t in (q, k))
 
-    def feed() -> Operation:
-        x = some(1, 128, 16384)
-
-        def eager() -> Tensor:
-            value, gate = x.chunk(2, -1)
-            return value * functional.silu(gate)
-
-        return made("swiglu", activation, "swiglu", (x,), eager)
-
-    def clip(per_frame: bool, last: bool) -> Operation:
-        x = some(1, 128, 2, 16, 16)
-        x = x.contiguous(memory_format=torch.channels_last_3d if last else torch.contiguous_format)
-        weight, pad, layout = some(x.shape[1]), (1, 1, 1, 1, 2, 0), "channels_last" if last else "contiguous"
-
-        def eager() -> Tensor:
-            frames = x.transpose(1, 2).flatten(0, 1) if per_frame else x
-            normed = functional.group_norm(frames, 32, weight, weight, 1e-6)
-            if per_frame:
-                normed = normed.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
-            return functional.pad(functional.silu(normed), pad, mode="replicate")
-
-        terms = (x, GroupNorm(32, 1e-6, weight, weight, per_frame), pad, True, layout)
-        name = f"group norm{' of frames' if per_frame else ''}, SiLU, border, {layout.replace('_', ' ')}"
-        return made(name, group_norm, "group_norm_silu_pad", terms, eager, exact=3)
-
-    return [
-        rms, layer, gated, both, tanh, across, per_head,
-        feed, lambda: clip(False, False), lambda: clip(True, False), lambda: clip(True, True),
-    ]  # fmt: skip
-
-
-def kitchen(case: Operation, make: Callable[[Any], Form]) -> None:
-    """Add comfy-kitchen's form, where it is installed."""
-    if importlib.util.find_spec("comfy_kitchen") is not None:
-        import comfy_kitchen
-
-        case.forms["comfy-kitchen"] = make(comfy_kitchen)
+    yield Operation(
+        "layer norm, modulation (HunyuanVideo)",
+        norm,
+        "normalized",
+        (x, Norm(LAYER, 1e-6), Modulation(scale, shift)),
+        lambda: functional.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift,
+        lambda package: package.adaln(x, scale, shift, 1e-6),
+    )
+    terms = (x, branch, Gate(gate, True, 1e-6), Norm(RMS, 1e-6), Modulation(scale))
+    yield Operation("normed branch, tanh gate, norm (Mochi)", residual, "residual_norm", terms, tanh)
+    matrix = torch.stack([cos, -sin, sin, cos], -1).unflatten(-1, (2, 2))[None]
+    yield Operation(
+        "q, k norm and rotation per head (HunyuanVideo)",
+        rope,
+        "qk_norm_rope",
+        (Pair(q, k, weight, weight), Tables(cos, sin), 1e-6),
+        turned,
+        lambda package: package.rms_rope(q, k, matrix, weight, weight, 1e-6),
+    )
 
 
 def error(found: Any, exact: Any) -> float:
@@ -183,17 +153,18 @@ def error(found: Any, exact: Any) -> float:
 
 def exactness(dtypes: tuple[str, ...]) -> Iterator[Row]:
     """Errors against fp64 on the CPU of eager, of ours and of comfy-kitchen's eager backend."""
-    kitchen_version = version_of("comfy-kitchen") or "not installed"
-    about = {"gpu": "none (CPU)", "torch": torch.__version__, "comfy_kitchen": kitchen_version}
+    package = importlib.import_module("comfy_kitchen") if importlib.util.find_spec("comfy_kitchen") else None
+    about = {"gpu": "none (CPU)", "torch": torch.__version__}
+    about |= {"comfy_kitchen": version_of("comfy-kitchen") or "not installed", "date": machine()["date"]}
     for name in dtypes:
-        for make in operations(DTYPES[name]):
-            case = make()
-            exact = case.exact()
-            for form in ("eager", "reference", "comfy-kitchen"):
-                if form in case.forms:
-                    row = {"case": case.name, "dtype": name, "form": form}
-                    row["error"] = f"{error(case.forms[form](), exact):.4e}"
-                    yield row | about | {"date": machine()["date"]}
+        for case in operations(DTYPES[name]):
+            fused, reference = getattr(case.module, case.function), getattr(case.module, f"{case.function}_reference")
+            exact = reference(*_moved(case.terms, lambda t: t.double()))
+            found = {"eager": case.eager(), "reference": fused(*case.terms, form=REFERENCE)}
+            if case.kitchen is not None and package is not None:
+                found["comfy-kitchen"] = case.kitchen(package)
+            for form, result in found.items():
+                yield {"case": case.name, "dtype": name, "form": form, "error": f"{error(result, exact):.4e}"} | about
 
 
 CASES = [

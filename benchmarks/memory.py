@@ -1,8 +1,10 @@
 """Bytes that runs need and move on the simulated device, and the forecast of published models on cards.
 
 `memory`: runs by family and offload mode; `memory_peers`: the same LTX-Video run with diffusers' own offload;
-`memory_decode`: methods of decode. `fits`: which published model fits which card, by the forecast alone, of files of
-the published shapes without weights; the README's table. The factors of forecasts are those of `memory_fits`.
+`memory_decode`: methods of decode. `memory_host`: the run twice inside a real ComfyUI (COMFYUI_PATH, else
+~/comfy/ComfyUI), ours under its memory manager at shares of the full offloader, whole parts moved by hand as other
+packs do it, and diffusers' own offload. `fits`: which published model fits which card, by the forecast alone, of files
+of the published shapes without weights; the README's table. The factors of forecasts are those of `memory_fits`.
 """
 
 from __future__ import annotations
@@ -13,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import published
-import tiny
 import torch
 from anygpu.compat.device.facts import free_bytes
 from anygpu.compat.memory.offloader import MODES
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import Latents, Silent
+from anygpu.pipelines.base import Silent
 from anygpu.pipelines.forecast.memory import fastest, forecast, forecasts
-from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.sizes import Size
 from anygpu.pipelines.vae.plan import DecodeRequest
-from runner import SCRATCH, Case, Row, write_table
+from runner import SCRATCH, Case, Row, Table
 from simulated import accelerator, fitting, peers
+from times import latents_for, opened
 
 FORMS = (
     DecodeRequest("full"),
@@ -38,6 +39,7 @@ BARE = {  # the run of `fitting.run` through diffusers
     "num_inference_steps": 2, "guidance_scale": 2.0, "output_type": "pt",
 }  # fmt: skip
 CARDS = (6, 8, 12, 16, 24)
+SHARES = (1.0, 0.6, 0.4, 0.25, 0.15)  # of the full offloader, inside ComfyUI
 RUNS = {  # the sizes of the shipped workflows
     "ltx 2B": Size(704, 480, 97, True),
     "ltx 13B": Size(704, 480, 97, True),
@@ -46,11 +48,6 @@ RUNS = {  # the sizes of the shipped workflows
     "framepack": Size(640, 608, 145),
     "mochi": Size(848, 480, 85, True),
 }
-
-
-def megabytes(count: float) -> str:
-    """Bytes as MB with one decimal."""
-    return f"{count / 1e6:.1f}"
 
 
 def mode_rows(families: tuple[str, ...]) -> Iterator[Row]:
@@ -75,16 +72,6 @@ def mode_rows(families: tuple[str, ...]) -> Iterator[Row]:
                     "time_ratio": round(seconds / max(seconds - memory_stats.moving_seconds, 1e-9), 3),
                 }
                 fitting.forget(pipeline)
-
-
-def mode_page(rows: list[Row]) -> None:
-    """Write the table of modes."""
-    head = ["Family", "Mode", "Weights MB", "Peak MB", "Forecast MB", "Forecast / peak", "Moved MB"]
-    keys = ("weights_bytes", "peak_bytes", "forecast_bytes", "moved_bytes")
-    cells = [[f"`{row['family']}`", row["mode"], *(megabytes(row[key]) for key in keys)] for row in rows]
-    for line, row in zip(cells, rows, strict=True):
-        line.insert(5, row["forecast_ratio"])
-    write_table("memory.md", "modes", head, cells)
 
 
 def peer_rows() -> Iterator[Row]:
@@ -120,20 +107,12 @@ def peer_rows() -> Iterator[Row]:
             fitting.forget(pipeline)
 
 
-def peer_page(rows: list[Row]) -> None:
-    """Write the table of ways."""
-    head = ["Way", "Peak MB", "To the device MB", "To the host MB"]
-    keys = ("peak_bytes", "to_device_bytes", "to_host_bytes")
-    write_table("memory.md", "peers", head, [[row["way"], *(megabytes(row[key]) for key in keys)] for row in rows])
-
-
 def decode_rows(families: tuple[str, ...]) -> Iterator[Row]:
     """A row per family and method of decode: its peak, and the largest difference to the whole, of 255."""
     for family in families:
         with accelerator.fresh() as device:
-            request = LoadRequest(tiny.build(family, SCRATCH), precision="fp32", offload="model", device=device)
-            pipeline = load(request)
-            latents, whole = latents_for(pipeline), None
+            pipeline = opened(family, precision="fp32", offload="model", device=device)
+            latents, whole = latents_for(pipeline, Size(128, 128, 3 * pipeline.spec.sizes.ratios[1] + 1), 1), None
             for form in FORMS:
                 if form.method == "chunked" and family not in ("mochi", "hunyuan_video_15"):
                     continue
@@ -150,19 +129,32 @@ def decode_rows(families: tuple[str, ...]) -> Iterator[Row]:
                 }
 
 
-def latents_for(pipeline: Any, side: int = 128, frames: int = 4) -> Latents:
-    """Random latents of a square video."""
-    spatial, temporal = pipeline.spec.sizes.ratios
-    shape = (1, int(pipeline.configs["vae"].get("latent_channels", 16)), frames, side // spatial, side // spatial)
-    samples = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    return Latents(samples, pipeline.family, "text", (frames - 1) * temporal + 1, side, side, 24.0, 0)
+def host_rows() -> Iterator[Row]:
+    """A row per way to share a device with ComfyUI, played by a scene of tests/host/inside."""
+    from host.inside.asking import Inside
+
+    from host.server import environment, find_host
+
+    worker = Inside(find_host(), SCRATCH, environment())
+    try:
+        if worker.reason:
+            raise SystemExit(worker.reason)
+        result = worker.play("ways", "compared", shares=list(SHARES))
+    finally:
+        worker.close()
+    known = {"torch": result["torch"], "comfyui": result["comfyui"], "full_residency_bytes": result["full"]}
+    yield from (known | row for row in result["rows"])
 
 
-def decode_page(rows: list[Row]) -> None:
-    """Write the table of methods."""
-    cells = [[f"`{r['family']}`", r["method"], r["tile"] or "", megabytes(r["peak_bytes"]), r["difference_of_255"]]
-             for r in rows]  # fmt: skip
-    write_table("memory.md", "decode", ["Family", "Method", "Tile", "Peak MB", "Largest difference of 255"], cells)
+def no_host() -> str:
+    """The reason why no ComfyUI can be started, or nothing."""
+    from host.server import NoHost, find_host
+
+    try:
+        find_host()
+    except NoHost as reason:
+        return str(reason)
+    return ""
 
 
 def fit_rows() -> Iterator[Row]:
@@ -187,9 +179,22 @@ def fit_rows() -> Iterator[Row]:
 
 
 DECODED = tuple(family for family in fitting.FAMILIES if family != "framepack")  # which has hunyuan_video's decoder
+TABLES = {
+    "modes": {"Family": "family", "Mode": "mode", "Weights MB": "weights_bytes", "Peak MB": "peak_bytes"}
+    | {"Forecast MB": "forecast_bytes", "Forecast / peak": "forecast_ratio", "Moved MB": "moved_bytes"},
+    "peers": {"Way": "way", "Peak MB": "peak_bytes", "To the device MB": "to_device_bytes"}
+    | {"To the host MB": "to_host_bytes"},
+    "decode": {"Family": "family", "Method": "method", "Tile": "tile", "Peak MB": "peak_bytes"}
+    | {"Largest difference of 255": "difference_of_255"},
+    "host": {"Way": "way", "Peak MB": "peak_bytes", "To the device MB, first run": "first_to_device_bytes"}
+    | {"Second run": "again_to_device_bytes", "To the host MB, both": "to_host_bytes"}
+    | {"Kept on the device MB": "kept_bytes", "Of that, known to ComfyUI": "known_bytes"},
+}
+PAGES = {mark: Table("memory.md", mark, columns) for mark, columns in TABLES.items()}
 CASES = [
-    Case("memory", mode_rows, {"families": fitting.FAMILIES}, "memory", page=mode_page),
-    Case("memory_peers", peer_rows, {}, "memory_peers", page=peer_page),
-    Case("memory_decode", decode_rows, {"families": DECODED}, "memory_decode", page=decode_page),
+    Case("memory", mode_rows, {"families": fitting.FAMILIES}, "memory", page=PAGES["modes"]),
+    Case("memory_peers", peer_rows, {}, "memory_peers", page=PAGES["peers"]),
+    Case("memory_decode", decode_rows, {"families": DECODED}, "memory_decode", page=PAGES["decode"]),
+    Case("memory_host", host_rows, {}, "memory_host", page=PAGES["host"], lacks=no_host),
     Case("fits", fit_rows, {}, "fits", replaces=True, about=dict),
 ]

@@ -68,7 +68,7 @@ def _stages(pipeline: Pipeline, size: Size, words: str) -> list[dict[str, Any]]:
             if form.method != "chunked" or pipeline.spec.rewrites.causal_decoder:
                 stages.decode(pipeline, latents, progress, form=form)
     costs = [(cost.stage, cost.peak_bytes) for cost in pipeline.offloader.memory_stats.stages if cost.stage != "image"]
-    size = replace(size, text=stages.tokens_in(prompt))
+    size = replace(size, text=sizes.tokens_in(prompt))
     wide, plain = sizes.decoding_terms(pipeline, size)
     text = max(
         (part for part in pipeline.weights if part.startswith("text_encoder")),

@@ -1,9 +1,12 @@
-"""Upstream's forwards, fused kernels, torch.compile, and both: whole transformers and decoders.
+"""Whole models on a GPU; memory on smaller cards is measured by `anygpu prove`.
 
-Published shapes with random weights on a GPU; a step is one call of the transformer, timed by events,
-medians. Targets: LTX-Video at 6,144 tokens with kernels at least 1.30 of neither and 1.03 of compile; both at least
-1.04 of compile on LTX-Video and Mochi, nowhere below 1.00; HunyuanVideo's attention without its mask 1.8; LTX-Video's
-decode 1.5 at 55 dB. ``--dry``: tiny sizes on the CPU.
+`models_gpu`: upstream's forwards, fused kernels, torch.compile, and both, of whole transformers and decoders. Published
+shapes with random weights; a step is one call of the transformer, timed by events, medians. Targets: LTX-Video at 6,144
+tokens with kernels at least 1.30 of neither and 1.03 of compile; both at least 1.04 of compile on LTX-Video and Mochi,
+nowhere below 1.00; HunyuanVideo's attention without its mask 1.8; LTX-Video's decode 1.5 at 55 dB.
+
+`demos_gpu`: each demo model draws its scene under every mode, precision and switch; the bar is what the CPU draws in
+fp32. ``--dry``: tiny sizes and demo models on the CPU.
 """
 
 from __future__ import annotations
@@ -19,11 +22,21 @@ from typing import Any
 
 import torch
 from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.work import measured_pace
 from anygpu.compat.transforms.compile import Compilation, CompileSettings
 from anygpu.compat.transforms.fused import fuse
 from anygpu.compat.transforms.fused_vae import fuse_vae
 from anygpu.compat.transforms.order import replace_attention
-from runner import Case, Row, in_turn, known_rows, no_gpu, spent, write_table
+from anygpu.paint.choices import demo_paint_models
+from anygpu.paint.demo import PAIRS, painted_ring
+from anygpu.paint.loading import PaintRequest, load_paint
+from anygpu.pipelines.demo import MODELS as DEMOS
+from anygpu.pipelines.demo.drawing import ASKED, SEED, drawn
+from anygpu.pipelines.demo.scenes import Scene
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
+from anygpu.pipelines.speed import SpeedRequest
+from runner import Case, Row, in_turn, known_rows, machine, no_gpu, psnr, spent, write_table
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -74,17 +87,6 @@ class Clock:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end))
-
-
-def limits(clock: Clock, device: torch.device, dry: bool) -> tuple[float, float]:
-    """Copy bandwidth in GB/s, and the rate of a matrix product in TFLOP/s."""
-    count, side = (2**16, 64) if dry else (2**29, 8192)
-    source = torch.empty(count, dtype=torch.bfloat16, device=device)
-    target = torch.empty_like(source)
-    a = torch.randn(side, side, dtype=torch.bfloat16, device=device)
-    forms = {"copy": lambda: target.copy_(source), "product": lambda: a @ a}
-    ms = {name: statistics.median(times) for name, times in in_turn(forms, 2 if dry else ROUNDS, clock, 5).items()}
-    return 2 * source.nbytes / ms["copy"] / 1e6, 2 * side**3 / ms["product"] / 1e9
 
 
 def models() -> Iterator[Model]:
@@ -161,13 +163,6 @@ def put_on(module: nn.Module, kernels: bool, graphs: Compilation | None, form: s
     return undo
 
 
-def psnr(result: Tensor, expected: Tensor) -> float:
-    """Of ``result`` against ``expected``, whose own span is the peak, in dB."""
-    error = float((result.float() - expected.float()).square().mean())
-    span = float(expected.float().max() - expected.float().min())
-    return math.inf if error == 0 else 10 * math.log10(span**2 / error)
-
-
 def measured(model: Model, clock: Clock, tiny: bool, dtype: torch.dtype) -> Iterator[Row]:
     """A row per form; forms come in a new order each round, and compiling is not timed."""
     device = clock.device
@@ -198,8 +193,10 @@ def measured(model: Model, clock: Clock, tiny: bool, dtype: torch.dtype) -> Iter
             while undo:
                 undo.pop()()
         random.shuffle(names)
+    expected = results["neither"]
+    span = float(expected.float().max() - expected.float().min())  # has no peak of its own
     for name, row in rows_of(model.name, times).items():
-        near = psnr(results[name], results["neither"])
+        near = psnr(results[name], expected, span)
         short = [row["verdict"]] if row["verdict"] != "ok" else []
         if model.decodes and near < LEAST_PSNR:
             short.append(f"{near:.1f} dB, {LEAST_PSNR:.0f} demanded")
@@ -242,16 +239,21 @@ def _random(*shape: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 def model_rows(dry: bool, dtype: str, only: str) -> Iterator[Row]:
     """A row per model and form, of the models with ``only`` in their names."""
     device, kind = torch.device("cpu" if dry else "cuda"), torch.bfloat16 if dry else getattr(torch, dtype)
-    clock, facts = Clock(device), facts_for(device)
-    copied, product = limits(clock, device, dry)
-    known = {"device": facts.name, "driver": facts.driver, "dtype": str(kind).removeprefix("torch."),
-             "copy_gb_per_s": round(copied, 1), "product_tflop_per_s": round(product, 1)}  # fmt: skip
+    clock, facts, pace = Clock(device), facts_for(device), measured_pace(device, kind)
+    known = {"device": facts.name, "driver": facts.driver, "dtype": str(kind).removeprefix("torch.")}
+    known |= {"copy_gb_per_s": round(pace.memory / 1e9, 1), "product_tflop_per_s": round(pace.product / 1e12, 1)}
     yield from (known | row for row in attention(clock, dry, kind))
     for model in (model for model in models() if only in model.name):
         try:
             yield from (known | row for row in measured(model, clock, dry, kind))
         except torch.OutOfMemoryError as error:
             print(f"{model.name}: skipped: {str(error).splitlines()[0]}")
+
+
+def about() -> Row:
+    """Date, GPU, driver and torch."""
+    facts = facts_for()
+    return {"date": machine()["date"], "gpu": facts.name, "driver": facts.driver, "torch": torch.__version__}
 
 
 def page(_: list[Row]) -> None:
@@ -263,7 +265,88 @@ def page(_: list[Row]) -> None:
     write_table("performance.md", "models_gpu", ["Case", "Form", "ms", "To the first", "dB", "Target"], cells)
 
 
+MODES: dict[str, dict[str, Any]] = {  # name of a row to terms of the load request
+    "fp32": {"precision": "fp32", "offload": "none"},
+    "fp32, model": {"precision": "fp32", "offload": "model"},
+    "fp32, group": {"precision": "fp32", "offload": "group"},
+    "fp32, sequential": {"precision": "fp32", "offload": "sequential"},
+    "bf16": {"precision": "bf16"},
+    "bf16, group": {"precision": "bf16", "offload": "group"},
+    "fp16-safe": {"precision": "fp16-safe"},
+    "fp16-safe, no kernels": {"precision": "fp16-safe", "speed": SpeedRequest("off")},
+    "fp16-safe, sequential": {"precision": "fp16-safe", "offload": "sequential"},
+    "bf16, compile, group": {
+        "precision": "bf16", "offload": "group", "speed": SpeedRequest(compile=CompileSettings()),
+    },
+}  # fmt: skip
+PAINT, NEAR = "paint", 6 / 255  # mean difference of a picture that shows the same
+CELLS = ("largest_of_255", "mean_of_255", "again_of_255", "seconds_first", "seconds", "peak_mb")
+
+
+def demo_rows(dry: bool, models: tuple[str, ...]) -> Iterator[Row]:
+    """A row per demo model and mode: the largest and the mean difference to the CPU in fp32, of 255."""
+    for number, model in enumerate(models):
+        make, draw = _demo(model, ASKED[number % len(ASKED)])
+        exact = draw(make(precision="fp32", device="cpu"))
+        for name, terms in MODES.items():
+            if "compile" in name and model != "ltx":
+                continue  # minutes
+            row: Row = {"model": model, "mode": name} | dict.fromkeys(CELLS, "")
+            try:
+                pipeline = make(device="cpu" if dry else "cuda", **terms)
+                seconds = [time.perf_counter()]
+                clip, again = (_timed(seconds, draw, pipeline) for _ in range(2))
+            except Exception as error:  # each cell is a finding
+                yield row | {"verdict": f"{type(error).__name__}: {error}".splitlines()[0]}
+                continue
+            apart, moved = (clip - exact).abs(), (again - clip).abs()
+            near = float(apart.mean()) < NEAR
+            yield row | {
+                "largest_of_255": round(255 * float(apart.max()), 3),
+                "mean_of_255": round(255 * float(apart.mean()), 4),
+                "again_of_255": round(255 * float(moved.max()), 4),
+                "seconds_first": round(seconds[1] - seconds[0], 2),
+                "seconds": round(seconds[2] - seconds[1], 2),
+                "peak_mb": round(max(cost.peak_bytes for cost in pipeline.offloader.memory_stats.stages) / 1e6, 1),
+                "verdict": "ok" if near else "another picture",
+            }
+
+
+def _demo(model: str, scene: Scene) -> tuple[Callable[..., Any], Callable[[Any], torch.Tensor]]:
+    """What loads a demo model, from terms of the request, and what draws with it."""
+    if model != PAINT:
+        return (
+            lambda **terms: load(LoadRequest(DEMOS / model, **terms)),
+            lambda pipeline: drawn(pipeline, scene.caption, SEED).float(),
+        )
+    folder = next(iter(demo_paint_models().values()))
+    return (
+        lambda **terms: load_paint(PaintRequest(folder, **{name: terms[name] for name in terms if name != "speed"})),
+        lambda pipeline: painted_ring(pipeline, PAIRS[0]).views.float(),
+    )
+
+
+def _timed(seconds: list[float], draw: Callable[[Any], torch.Tensor], pipeline: Any) -> torch.Tensor:
+    result = draw(pipeline)
+    seconds.append(time.perf_counter())
+    return result
+
+
+def demo_page(_: list[Row]) -> None:
+    """Write the table of all rows: differences to the CPU by mode."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in known_rows("demos_gpu"):
+        told = row["largest_of_255"] if row["verdict"] == "ok" else row["verdict"]
+        cells.setdefault(row["mode"], {})[row["model"]] = told
+    models = list(dict.fromkeys(model for mode in cells.values() for model in mode))
+    rows = [[mode, *(by_model.get(model, "") for model in models)] for mode, by_model in cells.items()]
+    write_table("performance.md", "demos_gpu", ["Mode", *(f"`{model}`" for model in models)], rows)
+
+
+DEMO_MODELS = (*sorted(path.name for path in DEMOS.iterdir()), PAINT)
 CASES = [
     Case("models_gpu", model_rows, {"dry": False, "dtype": "bfloat16", "only": ""}, "models_gpu", page=page,
+         lacks=no_gpu, threads=0),
+    Case("demos_gpu", demo_rows, {"dry": False, "models": DEMO_MODELS}, "demos_gpu", page=demo_page, about=about,
          lacks=no_gpu, threads=0),
 ]  # fmt: skip

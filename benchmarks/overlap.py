@@ -14,28 +14,31 @@ flash kernels do. All weights are taken to be in locked host memory.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+import importlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from types import MethodType
 from typing import Any
 from unittest import mock
 
 import torch
 from anygpu.compat.device.rates import PCIE_4, RATES, Rates
+from anygpu.compat.errors import json_file
 from anygpu.compat.memory import standalone
 from anygpu.compat.memory.hooks import GroupHooks, WeightGroup, hooks_on
 from anygpu.compat.memory.offloader import PINNED, HostWeights, OffloadOptions
 from anygpu.compat.memory.parts import Parts
 from anygpu.compat.memory.standalone import StandaloneOffloader
-from anygpu.pipelines.forecast import counts
+from anygpu.pipelines.files.evidence import CONFIGS
 from anygpu.pipelines.registry import FAMILIES
-from anygpu.pipelines.sizes import Size
+from anygpu.pipelines.sizes import Size, latent_shape
 from runner import Case, Row, known_rows, write_table
 from simulated import accelerator
 from simulated.clock import Clock, Times, clocked
-from times import opened
+from times import configured, opened, transformer_call
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
@@ -49,6 +52,20 @@ CARD, LINKS, ROOMS = "RTX 4090", {"4 x16": 1.0, "4 x8 or 3 x16": 0.5, "3 x8": 0.
 ALLOWED = 1.05  # times the slower of copying and computing
 WINDOW = 64  # uses of a group that can still be waiting, or in use, when another comes
 Some = Callable[..., Tensor]
+
+
+HUNYUAN = "hunyuan_video"
+SIZES = {  # of the shipped workflows
+    "ltx": Size(704, 480, 97, text=128),
+    HUNYUAN: Size(848, 480, 73, text=256),
+    "hunyuan_video_15": Size(848, 480, 121, text=120),
+    "framepack": Size(640, 608, 33, window=9, text=256),  # a section
+    "mochi": Size(848, 480, 85, text=256),
+}
+TRANSFORMERS = {"ltx": ("2B, ", "13B, ")}  # where a family has more than one configuration of them
+TEXTS = {"ltx": ("T5-XXL", "T5EncoderModel", "t5", 128), HUNYUAN: ("Llama 8B", "LlamaModel", "llama", 351)}
+VISION = {"vision": (1, 729, 1152)}
+MORE = {"framepack": VISION, "hunyuan_video_15": {"glyph_embeds": (1, 8, 1472), **VISION}}  # states of a call
 
 
 @dataclass(frozen=True)
@@ -67,89 +84,51 @@ class Stage:
     call: Callable[[Any, Some], Any]
 
 
-def _diffusers(family: str, part: str, index: int = 0) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        import diffusers
-
-        file = FAMILIES[family].folder / f"{part}.json"
-        config = json.loads(file.read_text(encoding="utf-8"))[index]["config"]
-        module: nn.Module = getattr(diffusers, config["_class_name"]).from_config(config)
-        return module
-
-    return make
-
-
-def _transformers(name: str, config: str, **settings: Any) -> Callable[[], nn.Module]:
-    def make() -> nn.Module:
-        import transformers
-
-        module: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**settings, use_cache=False))
-        return module
-
-    return make
-
-
-_t5 = _transformers(
-    "T5EncoderModel", "T5Config", d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64, vocab_size=32128,
-    feed_forward_proj="gated-gelu",
-)  # fmt: skip
-_llama = _transformers(
-    "LlamaModel", "LlamaConfig", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, vocab_size=128320,
-    num_attention_heads=32, num_key_value_heads=8,
-)  # fmt: skip
-
-
-def _words(tokens: int) -> Callable[[Any, Some], Any]:
-    return lambda part, some: part(input_ids=torch.zeros(1, tokens, dtype=torch.long, device=some(1).device))
-
-
-def _sampled(family: str, size: Size, rows: int = 1, **more: tuple[int, ...]) -> Callable[[Any, Some], Any]:
-    """The family's own call of its transformer at ``size``, with ``more`` states of these shapes."""
-
-    def call(part: Any, some: Some) -> Any:
-        tiny = opened(family)
-        single = {name: DTYPE for name in ("residual", "compute", "transformer")}
-        pipeline = replace(
-            tiny,
-            model=replace(tiny.model, configs={**tiny.configs, "transformer": dict(part.config)}),
-            device=replace(tiny.device, precision=replace(tiny.precision, **single)),
+def stages(families: Iterable[str]) -> Iterator[Stage]:
+    """Text, sampling and decoding of each family; the text of an encoder that several have only once."""
+    for family in families:
+        size = SIZES[family]
+        words = f"{size.width}x{size.height}, " + (
+            "one section" if FAMILIES[family].recipes.sections else f"{size.frames} frames"
         )
-        outline = counts.empty_call(pipeline, size, rows)
-        shapes = {name: getattr(outline, name) for name in outline.__slots__}
-        given = {name: some(*tensor.shape) for name, tensor in shapes.items() if isinstance(tensor, Tensor)}
-        given |= {name: some(*shape) for name, shape in more.items()}
-        given |= {name: torch.ones_like(given[name]) for name in ("mask", "time")}
-        return pipeline.spec.code.call_transformer(pipeline, part, replace(outline, **given))
+        if family in TEXTS:
+            name, cls, config, tokens = TEXTS[family]
+            make = partial(built, "transformers", CONFIGS / f"{config}.json", 0, cls)
+            yield Stage(family, "text", f"{name}, {tokens} tokens", make, partial(encoded, tokens))
+        folder = FAMILIES[family].folder
+        for index, label in enumerate(TRANSFORMERS.get(family, ("",))):
+            make = partial(built, "diffusers", folder / "transformer.json", index)
+            yield Stage(family, "sampling", label + words, make, partial(sampled, family))
+        vae = folder if (folder / "vae.json").is_file() else FAMILIES[HUNYUAN].folder
+        make = partial(built, "diffusers", vae / "vae.json", 0)
+        yield Stage(family, "decoding", words, make, partial(decoded, family))
 
-    return call
+
+def built(package: str, file: Path, index: int, cls: str = "") -> nn.Module:
+    """The module of a published configuration, of the class that it names or of ``cls``."""
+    config, library = json_file(file)[index]["config"], importlib.import_module(package)
+    if cls:
+        config = library.AutoConfig.for_model(**{**config, "use_cache": False})
+        return getattr(library, cls)(config)
+    module: nn.Module = getattr(library, config["_class_name"]).from_config(config)
+    return module
 
 
-def _decoded(*shape: int) -> Callable[[Any, Some], Any]:
-    return lambda vae, some: vae.decode(some(1, *shape))
+def encoded(tokens: int, part: Any, some: Some) -> Any:
+    """A text through its encoder."""
+    return part(input_ids=torch.zeros(1, tokens, dtype=torch.long, device=some(1).device))
 
 
-HUNYUAN = "hunyuan_video"
-LTX_SIZE, NEW_SIZE, MOCHI_SIZE = "704x480, 97 frames", "848x480, 121 frames", "848x480, 85 frames"
-OLD_SIZE, SECTION = "848x480, 73 frames", "640x608, one section"
-LTX, MOCHI = _sampled("ltx", Size(704, 480, 97, text=128), 2), _sampled("mochi", Size(848, 480, 85, text=256), 2)
-PACKED = _sampled("framepack", Size(640, 608, 33, window=9, text=256), vision=(1, 729, 1152))
-OLD = _sampled(HUNYUAN, Size(848, 480, 73, text=256))
-NEW = _sampled("hunyuan_video_15", Size(848, 480, 121, text=120), glyph_embeds=(1, 8, 1472), vision=(1, 729, 1152))
-STAGES = (  # every family at the size of its shipped workflow
-    Stage("ltx", "text", "T5-XXL, 128 tokens", _t5, _words(128)),
-    Stage("ltx", "sampling", f"2B, {LTX_SIZE}", _diffusers("ltx", "transformer"), LTX),
-    Stage("ltx", "sampling", f"13B, {LTX_SIZE}", _diffusers("ltx", "transformer", 1), LTX),
-    Stage("ltx", "decoding", LTX_SIZE, _diffusers("ltx", "vae"), _decoded(128, 13, 15, 22)),
-    Stage(HUNYUAN, "text", "Llama 8B, 351 tokens", _llama, _words(351)),
-    Stage(HUNYUAN, "sampling", OLD_SIZE, _diffusers(HUNYUAN, "transformer"), OLD),
-    Stage(HUNYUAN, "decoding", OLD_SIZE, _diffusers(HUNYUAN, "vae"), _decoded(16, 19, 60, 106)),
-    Stage("hunyuan_video_15", "sampling", NEW_SIZE, _diffusers("hunyuan_video_15", "transformer"), NEW),
-    Stage("hunyuan_video_15", "decoding", NEW_SIZE, _diffusers("hunyuan_video_15", "vae"), _decoded(32, 31, 30, 53)),
-    Stage("framepack", "sampling", SECTION, _diffusers("framepack", "transformer"), PACKED),
-    Stage("framepack", "decoding", SECTION, _diffusers(HUNYUAN, "vae"), _decoded(16, 9, 76, 80)),
-    Stage("mochi", "sampling", MOCHI_SIZE, _diffusers("mochi", "transformer"), MOCHI),
-    Stage("mochi", "decoding", MOCHI_SIZE, _diffusers("mochi", "vae"), _decoded(12, 15, 60, 106)),
-)
+def sampled(family: str, part: Any, some: Some) -> Any:
+    """The family's own call of its transformer, with both rows of guidance where it makes one call of them."""
+    pipeline = configured(opened(family), DTYPE, transformer=dict(part.config))
+    rows = 2 if pipeline.spec.recipes.batched_cfg else 1
+    return transformer_call(pipeline, part, SIZES[family], rows, some, **MORE.get(family, {}))
+
+
+def decoded(family: str, part: Any, some: Some) -> Any:
+    """The decode of what is sampled."""
+    return part.decode(some(1, part.config.latent_channels, *latent_shape(opened(family), SIZES[family])))
 
 
 def on_host(stage: Stage) -> nn.Module:
@@ -331,9 +310,9 @@ def rows(families: tuple[str, ...], profiles: tuple[str, ...], missing: bool) ->
         missing: only what has no row yet.
     """
     there = {tuple(row[name] for name in KEYS) for row in known_rows(TABLE)} if missing else set()
-    for stage in STAGES:
+    for stage in stages(families):
         wanted = [p for p in profiles if (stage.family, stage.name, stage.size, p) not in there]
-        if stage.family not in families or not wanted:
+        if not wanted:
             continue
         module, count = on_host(stage), FORWARDS[stage.name]
         modelled(stage, module, RATES[wanted[0]])  # the first run of a process also tries what is tried once
@@ -359,9 +338,7 @@ def rows(families: tuple[str, ...], profiles: tuple[str, ...], missing: bool) ->
 
 def link_rows(families: tuple[str, ...]) -> Iterator[Row]:
     """A row per transformer, link and memory beside a forward, of a later forward at the rates of one card."""
-    for stage in STAGES:
-        if stage.name != "sampling" or stage.family not in families:
-            continue
+    for stage in (stage for stage in stages(families) if stage.name == "sampling"):
         module, count = on_host(stage), FORWARDS[stage.name]
         for link, share in LINKS.items():
             rates = replace(RATES[CARD], link=share * PCIE_4)
@@ -411,13 +388,13 @@ def _seconds(text: str) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-OPTIONS = {"families": tuple(FAMILIES), "profiles": PROFILES, "missing": False}
+OPTIONS = {"families": tuple(SIZES), "profiles": PROFILES, "missing": False}
 CASES = [
     Case("overlap", rows, OPTIONS, TABLE, about=dict, page=page),
     Case(
         "overlap_links",
         link_rows,
-        {"families": tuple(FAMILIES)},
+        {"families": tuple(SIZES)},
         "overlap_links",
         replaces=True,
         about=dict,

@@ -20,7 +20,6 @@ unpacked; tiny models with random weights, since the demo models' clips have too
 from __future__ import annotations
 
 import ctypes
-import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -32,7 +31,6 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import tiny
 import torch
 from anygpu.compat.checkpoints.weights import described, read_tensors, weight_files
 from anygpu.compat.device import precision
@@ -47,8 +45,9 @@ from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import with_step_cache
 from quantised import file_as
-from runner import DOCS, SCRATCH, Case, Row, known_rows, write_table
+from runner import DOCS, SCRATCH, Case, Row, known_rows, psnr, write_table
 from scene_scores import chosen_scenes, scores
+from times import opened
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -62,12 +61,6 @@ STEPS = 20  # of a clip of a tiny model
 PACKED = ("fp16", "fp8", "int8", "int8_convrot", "w4a8")  # choices of ``weights``; the first unpacks
 FROM_FILES = ("w4a4", "nvfp4")  # what is read from files only: transformers that comfy-kitchen packs anew
 EQUAL = 99.0  # dB, of clips without a difference
-
-
-def psnr(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Peak signal to noise of frames in 0..1, in dB."""
-    error = float((found - expected).double().square().mean())
-    return math.inf if error == 0 else -10 * math.log10(error)
 
 
 def ssim(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -322,10 +315,8 @@ def line(row: dict[str, str]) -> list[str]:
 def stored_rows(families: tuple[str, ...]) -> Iterator[Row]:
     """A row per family and format of stored products."""
     for family in families:
-        model, *others = [tiny.build(name, SCRATCH) for name in (family, *tiny.TINY[family].beside)]
-        base, encoder = others or (None, None)
         for choice in ("int8", "fp8"):
-            pipeline = load(LoadRequest(model, base, encoder, precision="fp32", device="cpu", weights=choice))
+            pipeline = opened(family, precision="fp32", weights=choice)
             plain = clip(pipeline, FRAMES[family])
             count, restore = multiply_as_stored(pipeline.parts.read("transformer"), tuple(NEEDS))
             quick = clip(pipeline, FRAMES[family])

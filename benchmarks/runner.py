@@ -15,6 +15,7 @@ import csv
 import datetime
 import importlib
 import json
+import math
 import platform
 import random
 import re
@@ -130,6 +131,29 @@ def write_table(page: str, mark: str, head: Iterable[str], rows: Iterable[Iterab
     path.write_text(marks.sub(lambda found: found[1] + "\n".join(lines) + "\n" + found[2], text), encoding="utf-8")
 
 
+@dataclass(frozen=True)
+class Table:
+    """A table of a page under docs/, with the row's key of each head; bytes are shown as MB, no tile as nothing."""
+
+    page: str
+    mark: str
+    columns: Mapping[str, str]
+    end: str = "end"
+
+    def __call__(self, rows: Iterable[Row]) -> None:
+        cells = ([shown(key, row[key]) for key in self.columns.values()] for row in rows)
+        write_table(self.page, self.mark, self.columns, cells, self.end)
+
+
+def shown(key: str, value: Any) -> str:
+    """The cell of a row's ``value``, by the unit in the name of its ``key``."""
+    if key.endswith("_bytes"):
+        return f"{value / 1e6:.1f}"
+    if key == "tile" and not value:
+        return ""
+    return f"`{value}`" if key == "family" else str(value)
+
+
 def spent(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of a call."""
     started = clock()
@@ -156,6 +180,12 @@ def in_turn(
             if number >= warm_up:
                 times[name].append(seconds)
     return times
+
+
+def psnr(found: torch.Tensor, expected: torch.Tensor, span: float = 1.0) -> float:
+    """Peak signal to noise of values with this ``span``, in dB."""
+    error = float((found.double() - expected.double()).square().mean())
+    return math.inf if error == 0 else 10 * math.log10(span**2 / error)
 
 
 def no_gpu() -> str:

@@ -1,9 +1,13 @@
-"""Forecasts of time beside runs, and how work grows with frames and pixels.
+"""Times of models at published widths: forecasts beside runs, ours beside bare diffusers', and how work grows.
 
 `minutes`: one call of each family's transformer and decoder at published widths, three sizes; one block of each kind,
 of delighting the whole UNet; weights that are all alike, fp32, one CPU thread. The device is probed once, before
 anything is loaded, as in use: later the C library has memory to spare that the system has filled, and copies that need
 no new pages are up to three times as quick. `corrected_s` is the forecast after a run of the first size.
+
+`peers`: each family's step and decode beside bare diffusers', called in turn in one process: one block of each kind
+with random weights, tiny text encoders, CPU, one thread, processor time of the quickest call. Steps are measured with a
+short text, whose padding we leave out, and with one that has no padding.
 
 `growth`: FLOPs of a step and of a decode of the published models, counted without data, at twice and four times the
 frames and the pixels. The exponent is the slope between the last
@@ -12,14 +16,19 @@ two, in logarithms: 1 is linear, 2 is attention alone.
 
 from __future__ import annotations
 
+import gc
+import json
 import math
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 import torch.nn.functional as F
 from anygpu.compat.device.work import META, PROBED, Pace, counting, measured_pace
@@ -28,6 +37,8 @@ from anygpu.paint.networks.multiview import TEXT_TOKENS, TEXT_WIDTH
 from anygpu.paint.networks.published import DELIGHT_CHANNELS, networks_for
 from anygpu.paint.networks.unet import STABLE_DIFFUSION_2, set_attention
 from anygpu.paint.networks.vae import REDUCTION
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.forecast.times import corrected
 from anygpu.pipelines.load.folder import LoadRequest, load
@@ -36,8 +47,9 @@ from anygpu.pipelines.registry import FAMILIES as FAMILY_SPECS
 from anygpu.pipelines.sizes import Size, latent_shape
 from anygpu.pipelines.stacks import published_config
 from anygpu.pipelines.vae.tiled import decoder_call
-from runner import SCRATCH, Case, Row, processor, write_table
-from tiny import build
+from runner import SCRATCH, Case, Row, in_turn, processor, write_table
+from tiny import TINY, build, one_shot
+from torch import Tensor
 
 FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
 SIZES = ((320, 192), (416, 256), (512, 320))  # pixels of a call of the transformer
@@ -51,26 +63,49 @@ LATENT_FRAMES, SIDE = 8, 256  # of the smallest
 Measured = Iterator[tuple[str, float, float]]
 
 
-def opened(family: str, folder: Path = SCRATCH) -> Pipeline:
-    """The tiny model of a family on the CPU."""
-    extra = {"base": build("hunyuan_video", folder), "image_encoder": build("siglip", folder)}
-    return load(LoadRequest(build(family, folder), **(extra if family == "framepack" else {}), device="cpu"))
+def opened(family: str, folder: Path = SCRATCH, **terms: Any) -> Pipeline:
+    """The tiny model of a family, on the CPU unless ``terms`` of the request name another device."""
+    paths = [build(name, folder) for name in (family, *TINY[family].beside)]
+    return load(LoadRequest(*paths, **{"device": "cpu", **terms}))
+
+
+def latents_for(pipeline: Pipeline, size: Size, seed: int) -> Latents:
+    """Random latents of a video."""
+    shape = (1, int(pipeline.configs["vae"].get("latent_channels", 16)), *latent_shape(pipeline, size))
+    samples = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return Latents(samples, pipeline.family, "text", size.frames, size.width, size.height, 24.0, seed)
 
 
 def published(pipeline: Pipeline, whole: bool = False) -> Pipeline:
     """``pipeline`` with the published configurations in fp32, and one block of each kind or the ``whole`` depth."""
-    configs = dict(pipeline.configs)
+    configs = {}
     for part in ("transformer", "vae"):
         owner = pipeline.spec if (pipeline.spec.folder / f"{part}.json").is_file() else FAMILY_SPECS["hunyuan_video"]
         configs[part] = published_config(owner, part)  # framepack has the other family's VAE
     short = {key: 1 for key in counts.BLOCKS if key in configs["transformer"] and not whole}
-    configs["transformer"] = {**configs["transformer"], **short}
-    single = {name: torch.float32 for name in ("residual", "compute", "transformer", "vae")}
+    return configured(pipeline, torch.float32, vae=configs["vae"], transformer={**configs["transformer"], **short})
+
+
+def configured(pipeline: Pipeline, dtype: torch.dtype, **configs: dict[str, Any]) -> Pipeline:
+    """``pipeline`` with these configurations of parts, in one dtype."""
+    single = dict.fromkeys(("residual", "compute", "transformer", "vae"), dtype)
     return replace(
         pipeline,
-        model=replace(pipeline.model, configs=configs),
+        model=replace(pipeline.model, configs={**pipeline.configs, **configs}),
         device=replace(pipeline.device, precision=replace(pipeline.precision, **single)),
     )
+
+
+def transformer_call(
+    pipeline: Pipeline, module: Any, size: Size, rows: int, some: Callable[..., Tensor], **more: tuple[int, ...]
+) -> Any:
+    """The family's own call of its transformer, on tensors that ``some`` makes by shape; ``more`` states by name."""
+    outline = counts.empty_call(pipeline, size, rows)
+    shapes = {name: getattr(outline, name) for name in outline.__slots__}
+    given = {name: some(*tensor.shape) for name, tensor in shapes.items() if isinstance(tensor, Tensor)}
+    given |= {name: some(*shape) for name, shape in more.items()}
+    given |= {name: torch.ones_like(given[name]) for name in ("mask", "time")}
+    return pipeline.spec.code.call_transformer(pipeline, module, replace(outline, **given))
 
 
 def filled(module: Any) -> Any:
@@ -92,10 +127,7 @@ def sampled(pipeline: Pipeline, pace: Pace) -> Measured:
     module = filled(counts.built(pipeline, "transformer", pipeline.configs["transformer"], torch.float32))
     for width, height in SIZES:
         size = Size(width, height, pipeline.spec.sizes.stride + 1, window=3, text=TOKENS)
-        empty = counts.empty_call(pipeline, size, 1)
-        tensors = {name: getattr(empty, name) for name in empty.__slots__}
-        ones = {name: torch.ones(t.shape) for name, t in tensors.items() if isinstance(t, torch.Tensor)}
-        measured = seconds(partial(pipeline.spec.code.call_transformer, pipeline, module, replace(empty, **ones)))
+        measured = seconds(partial(transformer_call, pipeline, module, size, 1, torch.ones))
         yield f"{width}x{height}", pace.seconds(counts.transformer_work(pipeline, size)), measured
 
 
@@ -153,6 +185,167 @@ def minutes_rows(families: tuple[str, ...]) -> Iterator[Row]:
                 first = first or [StageCost(stage, family, "none", "cpu", seconds=taken, modelled_seconds=modelled)]
 
 
+TEXTS = {"short": "a red fox walks through fresh snow", "full": "fox " * 1200}  # the latter fills every token
+SEED, STEPS = 7, 2
+TEXT = ("caption_channels", "text_embed_dim", "text_embed_2_dim", "pooled_projection_dim", "image_proj_dim")
+NARROW = (*TEXT, "image_embed_dim")  # as wide as the tiny encoders
+DEPTH = ("num_layers", "num_single_layers")
+PICTURE = torch.rand(1, 3, 128, 192, generator=torch.Generator().manual_seed(0))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What is measured of a family.
+
+    Args:
+        frames: of a video. decode: width and height of the decoded one; none where the VAE is another family's.
+        cfg: guidance of both paths. given: further arguments of the bare pipeline.
+        decoder: the dtype of the decode.
+    """
+
+    frames: int
+    decode: tuple[int, int] | None
+    cfg: float
+    given: dict[str, Any]
+    decoder: str = "fp32"
+    width: int = 192
+    height: int = 128
+
+
+PEERS = {
+    "ltx": Peer(9, (256, 192), 1.0, {"guidance_scale": 1.0, "width": 512, "height": 320}, width=512, height=320),
+    "hunyuan_video": Peer(5, (96, 64), 1.0, {"guidance_scale": 6.0}),
+    "hunyuan_video_15": Peer(5, (96, 96), 6.0, {}, decoder="bf16"),  # 5 GB in fp32
+    "framepack": Peer(5, None, 1.0, {"guidance_scale": 10.0, "latent_window_size": 2}),
+    "mochi": Peer(7, (96, 64), 1.0, {"guidance_scale": 1.0}),
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def widened(part: str, family: str, home: Path, dtype: torch.dtype) -> None:
+    """Put ``part`` at its published widths, with one block of each kind and random weights, into its tiny folder."""
+    content = json.loads((FAMILY_SPECS[family].folder / f"{part}.json").read_text(encoding="utf-8"))
+    first = content[0] if isinstance(content, list) else content
+    folder = home if (home / "config.json").is_file() else home / part
+    small = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = {**small, **first.get("config", first), "_class_name": small["_class_name"]}
+    if part == "transformer":
+        config |= {key: small[key] for key in NARROW if key in small} | {key: 1 for key in DEPTH if key in small}
+    with torch.device("meta"):
+        module = getattr(diffusers, small["_class_name"]).from_config(config)
+    module = torch.nn.Module.to(module, dtype).to_empty(device="cpu")
+    torch.manual_seed(0)
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data.uniform_(-0.03, 0.03)
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    module.save_pretrained(folder)
+
+
+def checkpoints(family: str, part: str, scratch: Path, dtype: torch.dtype) -> Path:
+    """A folder of tiny checkpoints, where ``part`` of ``family`` has its published widths."""
+    for name in (family, *TINY[family].beside):
+        shutil.copytree(build(name, SCRATCH), scratch / name)
+    widened(part, family, scratch / family, dtype)
+    return scratch
+
+
+def bare(family: str, folder: Path, dtype: torch.dtype) -> Any:
+    """The bare diffusers pipeline, which encodes a text once."""
+    pipe, known = one_shot(family, folder, dtype=dtype), {}
+    encode = pipe.encode_prompt
+
+    def once(*values: Any, **named: Any) -> Any:
+        key = repr((values, named))
+        if key not in known:
+            known[key] = encode(*values, **named)
+        return known[key]
+
+    pipe.encode_prompt = once
+    return pipe
+
+
+def sampling(family: str, case: Peer, folder: Path, text: str) -> dict[str, Callable[[], Any]]:
+    """Both ways to sample."""
+    pipeline, pipe = opened(family, folder, precision="fp32"), bare(family, folder, torch.float32)
+    prompt = stages.encode_prompt(pipeline, PromptRequest(text), Silent())
+    settings = SampleSettings(case.width, case.height, case.frames, STEPS, SEED, cfg=case.cfg)
+    size = {"width": case.width, "height": case.height}
+    given = {**size, "num_frames": case.frames, "num_inference_steps": STEPS, "prompt": text, **case.given}
+    if family == "framepack":
+        given["image"] = PICTURE
+        picture = ImageRequest(PICTURE.permute(0, 2, 3, 1), case.width, case.height, prepare=False)
+        image = stages.encode_image(pipeline, picture, "stretch", Silent())
+        asked = FramePackSettings(case.frames / 30, 2)
+
+    def by_us() -> Any:
+        if family == "framepack":
+            return stages.sample_framepack(pipeline, prompt, image, settings, asked, Silent())
+        return stages.sample(pipeline, prompt, None, settings, Silent())
+
+    def by_diffusers() -> Any:
+        return pipe(**given, generator=torch.Generator().manual_seed(SEED), output_type="latent")
+
+    return {"ours": by_us, "bare": by_diffusers}
+
+
+def decoding(family: str, case: Peer, folder: Path) -> dict[str, Callable[[], Any]]:
+    """Both ways to decode."""
+    dtype = DTYPES[case.decoder]
+    pipeline, pipe = opened(family, folder, precision=case.decoder), bare(family, folder, dtype)
+    latents = latents_for(pipeline, Size(*case.decode, case.frames), SEED)
+    moment = {"temb": torch.zeros(1, dtype=dtype)} if pipe.vae.config.get("timestep_conditioning") else {}
+
+    def by_us() -> Any:
+        return stages.decode(pipeline, latents, Silent())
+
+    def by_diffusers() -> Any:
+        with torch.no_grad():
+            frames = pipe.vae.decode(latents.samples.to(dtype), **moment, return_dict=False)[0]
+            return pipe.video_processor.postprocess_video(frames, output_type="pt")
+
+    return {"ours": by_us, "bare": by_diffusers}
+
+
+def peer_row(family: str, stage: str, part: str, precision: str, make: Callable[..., Any], repeats: int) -> Row:
+    """One row.
+
+    Args:
+        make: from family, case and folder to both ways.
+    """
+    case = PEERS[family]
+    with tempfile.TemporaryDirectory(dir=SCRATCH) as scratch:
+        ways = make(family, case, checkpoints(family, part, Path(scratch), DTYPES[precision]))
+        taken = in_turn(ways, repeats, processor)
+        del ways
+        gc.collect()
+    width, height = case.decode if stage == "decoding" else (case.width, case.height)
+    calls = STEPS if stage == "sampling" else 1
+    least = {name: min(seconds) / calls for name, seconds in taken.items()}
+    return {
+        "diffusers": diffusers.__version__,
+        "family": family,
+        "stage": stage,
+        "size": f"{width}x{height}x{case.frames}",
+        "precision": precision,
+        "bare_s": round(least["bare"], 3),
+        "ours_s": round(least["ours"], 3),
+        "ratio": round(least["ours"] / least["bare"], 3),
+        "spread": round(max(taken["bare"]) / min(taken["bare"]), 3),
+    }
+
+
+def peer_rows(families: tuple[str, ...], stages: tuple[str, ...], repeats: int) -> Iterator[Row]:
+    """A row per family, stage and text."""
+    for family in families:
+        if "sampling" in stages:
+            for name, text in TEXTS.items():
+                make = partial(sampling, text=text)
+                yield peer_row(family, "sampling", "transformer", "fp32", make, repeats) | {"text": name}
+        if "decoding" in stages and PEERS[family].decode is not None:
+            yield peer_row(family, "decoding", "vae", PEERS[family].decoder, decoding, repeats) | {"text": ""}
+
+
 def exponent(costs: list[float]) -> dict[str, float]:
     """The slope between the last two of ``costs``, each at twice the size of the one before."""
     return {"exponent": round(math.log2(costs[-1] / costs[-2]), 2)}
@@ -183,5 +376,6 @@ def growth_page(rows: list[Row]) -> None:
 
 CASES = [
     Case("minutes", minutes_rows, {"families": (*FAMILIES, "delight")}, "minutes"),
+    Case("peers", peer_rows, {"families": tuple(PEERS), "stages": ("sampling", "decoding"), "repeats": 2}, "peers"),
     Case("growth", growth_rows, {"families": FAMILIES}, "growth", replaces=True, about=dict, page=growth_page),
 ]
