@@ -226,6 +226,7 @@ REFUSED = {
     "EDM": "is an EDM checkpoint",
     "refiner": "is the refiner of Stable Diffusion XL",
     "packed": "core_model with packed weights or another pack's (QuantizedTensor)",
+    "GGUF": "core_model with packed weights or another pack's (OtherTensor)",
     "foreign": "core_model with packed weights or another pack's (adapter.OtherLinear)",
     "ours": "AnyGPU's own network as core_model",
     "CLIP of SD1.5": "core_clip with clip_l;",

@@ -24,6 +24,13 @@ from host.stand_ins import UNET, UNETS
 TO_Q = "input_blocks.4.1.transformer_blocks.0.attn1.to_q"
 
 
+class OtherTensor(torch.Tensor):
+    """A weight as ComfyUI-GGUF has it: bytes in a class of its own, which is not copied."""
+
+    def detach(self, *_: Any) -> Any:
+        return self
+
+
 class OtherLinear(nn.Linear):
     """A layer of another pack, which alone knows how its weight is meant."""
 
@@ -57,6 +64,13 @@ def quantised(given: Any) -> Any:
     return given
 
 
+def in_bytes(given: Any) -> Any:
+    """The MODEL with one weight in bytes."""
+    layer = given.model.diffusion_model.get_submodule(TO_Q)
+    layer.weight = nn.Parameter(torch.zeros(64, 64, dtype=torch.uint8).as_subclass(OtherTensor), False)
+    return given
+
+
 def foreign(given: Any) -> Any:
     """The MODEL with one layer of another pack."""
     blocks = given.model.diffusion_model.get_submodule(TO_Q.rpartition(".")[0])
@@ -86,6 +100,7 @@ def refusals() -> dict[str, str]:
         "EDM": (model(file=("edm_mean", "edm_std")), clip, vae),
         "refiner": (model("sd21", num_classes="sequential", adm_in_channels=2560), clip, vae),
         "packed": (quantised(model()), clip, vae),
+        "GGUF": (in_bytes(model()), clip, vae),
         "foreign": (foreign(model()), clip, vae),
         "ours": (ours, clip, vae),
         "CLIP of SD1.5": (plain, held("clip_l"), vae),
