@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ...compat.errors import InputError
-from ...compat.guidance import both, classifier_free_guidance
 from ...compat.ranks import Group
 from ..base import SampleSettings
 
@@ -244,6 +243,13 @@ def _checked(sigmas: Sequence[float]) -> Sequence[float]:
     return sigmas
 
 
+def classifier_free_guidance(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
+    """The prediction without the prompt, moved ``scale`` times as far towards the one with it.
+
+    Source: Ho and Salimans, Classifier-Free Diffusion Guidance (2022), in diffusers' order of operations."""
+    return uncond + scale * (cond - uncond)
+
+
 @dataclass(frozen=True, slots=True)
 class Guidance:
     """Guidance of ``steps`` steps by ``cfg``, ``cfg_start``, ``cfg_end`` and ``guidance_rescale`` of ``settings``."""
@@ -266,7 +272,9 @@ class Guidance:
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             cond, uncond = (partial(branch, name, latents, time, index) for name in names)
-            return self.guide(*both(group, cond, uncond)) if self.acts(index) else cond()
+            if not self.acts(index):
+                return cond()
+            return self.guide(*((cond(), uncond()) if group is None else group.both(cond, uncond)))
 
         return predict
 
