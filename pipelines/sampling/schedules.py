@@ -109,7 +109,7 @@ def schedule_for(
 
     overrides: dict[str, Any] = {}
     if settings.sigmas is not None:
-        sigmas = _checked(settings.sigmas)
+        sigmas = _require_falling(settings.sigmas)
         euler = FlowMatchEulerDiscreteScheduler.from_config(config, **PLAIN)
         euler.set_timesteps(sigmas=list(sigmas[:-1]), device=device)
         euler.sigmas[-1] = 1.0 - sigmas[-1] if euler.config.invert_sigmas else sigmas[-1]
@@ -231,7 +231,8 @@ def _weights(ratios: list[float], width: float) -> list[float]:
     return list(map(float, numpy.linalg.solve(rows, sums))) if ratios else []
 
 
-def _checked(sigmas: Sequence[float]) -> Sequence[float]:
+def _require_falling(sigmas: Sequence[float]) -> Sequence[float]:
+    """``sigmas`` of another node, which must fall from at most 1 to at least 0."""
     falling = all(a > b for a, b in itertools.pairwise(sigmas))
     if len(sigmas) < 2 or not falling or sigmas[0] > 1.0 + 1e-6 or sigmas[-1] < 0.0:
         shown = ", ".join(f"{sigma:.3g}" for sigma in sigmas[:4])
