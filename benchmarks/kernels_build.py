@@ -237,13 +237,11 @@ def _amd(text: str) -> tuple[Counter[int], Counter[int], int, int, bool]:
 def rows(
     targets: tuple[str, ...], dtypes: tuple[str, ...], only: tuple[str, ...], every: bool, workers: int
 ) -> Iterator[Row]:
-    """A row per kernel, dtype and target; then, printed, how long it took.
+    """A row per kernel, dtype and target.
 
     Args:
         only: names of :func:`cases`; empty for all. every: every case in every dtype.
     """
-    import resource
-
     import triton
 
     os.environ.pop("TRITON_INTERPRET", None)
@@ -251,17 +249,10 @@ def rows(
     if unknown := {*only} - {*known} | {*targets} - {*NVIDIA, *AMD}:
         raise SystemExit(f"no case or target {sorted(unknown)}; expected some of {[*known, *NVIDIA, *AMD]}")
     about = {"triton": triton.__version__, "torch": torch.__version__, "gpu": "none (cross-compiled)"}
-    started, chosen = time.perf_counter(), list(only or known)
+    chosen = list(only or known)
     with ProcessPoolExecutor(min(workers, len(targets)), mp_context=get_context("spawn")) as pool:
         parts = [pool.submit(built, target, list(dtypes), chosen, every) for target in targets]
-        made = [row for part in parts for row in part.result()]
-    yield from (row | about | {"date": machine()["date"]} for row in made)
-    busy = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    faulty = sum(row["verdict"] != "ok" for row in made)
-    print(
-        f"{len(made)} kernels for {len(targets)} targets in {time.perf_counter() - started:.1f} s with {workers} "
-        f"processes, {busy:.1f} s of processor time; {faulty} with a fault"
-    )
+        yield from (row | about | {"date": machine()["date"]} for part in parts for row in part.result())
 
 
 def lacks() -> str:

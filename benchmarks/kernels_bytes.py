@@ -18,7 +18,7 @@ import torch
 from runner import Case, Row, machine
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 BOUND_BY_ARITHMETIC = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution", "anygpu_2.linear_gelu")
@@ -34,12 +34,12 @@ class Attention(TorchFunctionMode):
         if function is torch.nn.functional.scaled_dot_product_attention:
             query, value = args[0] if args else kwargs["query"], args[2] if args else kwargs["value"]
             batch, heads, tokens, _ = query.shape
-            with _Uncounted():
+            with _disable_current_modes():  # what is made here is not counted
                 return query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
         if function in (torch.nonzero, Tensor.nonzero):
             return torch.empty((args[0].numel(), 1), dtype=torch.int64, device=args[0].device)
         if function is torch.nn.functional.rms_norm:  # one kernel on a GPU; taken apart on meta
-            with _Uncounted():
+            with _disable_current_modes():
                 found = torch.empty_like(args[0])
             Bytes.current.note("rms_norm", [args[0], kwargs.get("weight"), found])
             return found
@@ -61,10 +61,10 @@ class Bytes(TorchDispatchMode):
         name = str(function).rpartition(".")[0]
         if name == "aten.addmm_":  # adds to an earlier product: that one is written and read once more
             self.note(name, [found, found])
-        if not function.is_view and not name.startswith(BOUND_BY_ARITHMETIC) and name not in FREE and not _quiet:
+        if not function.is_view and not name.startswith(BOUND_BY_ARITHMETIC) and name not in FREE:
             inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             results = [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
-            if name in WRITE_ONLY:
+            if name.startswith(WRITE_ONLY):
                 inputs = []
             elif name == "aten.copy_" or "out" in (kwargs or {}):  # the target is an argument too, but is not read
                 inputs = [tensor for tensor in inputs if not any(tensor is result for result in results)]
@@ -82,25 +82,7 @@ class Bytes(TorchDispatchMode):
 
 
 FREE = ("aten._unsafe_view", "aten._reshape_alias", "aten.empty", "aten.empty_like", "aten.new_empty")
-WRITE_ONLY = (
-    "aten.new_zeros",
-    "aten.zeros",
-    "aten.zeros_like",
-    "aten.ones_like",
-    "aten.ones",
-    "aten.new_ones",
-    "aten.fill_",
-    "aten.zero_",
-)
-_quiet: list[bool] = []
-
-
-class _Uncounted:
-    def __enter__(self) -> None:
-        _quiet.append(True)
-
-    def __exit__(self, *_error: object) -> None:
-        _quiet.pop()
+WRITE_ONLY = ("aten.zeros", "aten.new_zeros", "aten.ones", "aten.new_ones", "aten.fill_", "aten.zero_")  # and _like
 
 
 def _stored(tensor: Tensor) -> int:

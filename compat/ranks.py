@@ -15,6 +15,8 @@ from .device.execution import placed
 from .errors import PackError, first_line
 
 Value = TypeVar("Value")
+Branch = Callable[[], torch.Tensor]
+BOTH, PROMPTED = slice(None), slice(-1, None)  # of a batch of two, without the prompt and with it
 LEADER = 0  # the rank that decodes, writes and decides
 
 
@@ -140,6 +142,26 @@ class Group:
         if not succeeded:
             raise LeaderFailed("the leader of the group failed")
         return value
+
+    def both(self, first: Branch, second: Branch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The results of the two branches of guidance, alike in shape; with halves, each half computes one."""
+        if self.half is None:
+            return first(), second()
+        with self.apart():
+            own = (first, second)[self.branch]()
+        return self.swapped(own)
+
+    def by_halves(self, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """``run``, from rows (:data:`BOTH`, :data:`PROMPTED`) to predictions, of which each half computes one row."""
+        if self.half is None:
+            return run
+
+        def shared(rows: slice, *more: Any) -> torch.Tensor:
+            if rows != BOTH:
+                return run(rows, *more)
+            return torch.cat(self.both(lambda: run(slice(0, 1), *more), lambda: run(PROMPTED, *more)))
+
+        return shared
 
     def swapped(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The results of the first half's branch and of the second's; ``own`` is of this rank's half."""

@@ -61,15 +61,15 @@ def state(arguments: argparse.Namespace) -> int:
 
 
 def cancel(arguments: argparse.Namespace) -> int:
+    """Cancel the jobs whose keys begin as given, and then refuse the beginnings that no key has."""
     from .driver import lines_in
     from .render import task_of
 
     folder = JobFolder(Path(arguments.folder))
     tasks = (value_or(lambda line=line: task_of(line), None) for line in lines_in(folder.job_files(), _say))
     keys = [task.key for task in tasks if task is not None]  # a line that is not a job has none
-    meant = {start: [key for key in keys if key.startswith(start)] for start in arguments.keys}
-    folder.cancel(dict.fromkeys(key for matches in meant.values() for key in matches))
-    unknown = [start for start, matches in meant.items() if not matches]
+    folder.cancel([key for key in dict.fromkeys(keys) if key.startswith(tuple(arguments.keys))])
+    unknown = [start for start in arguments.keys if not any(key.startswith(start) for key in keys)]
     if unknown:
         raise InputError(
             f"no job in {arguments.folder!r} whose key begins with {', '.join(map(repr, unknown))}",

@@ -184,6 +184,7 @@ class Driver:
         self._calls[ready.remote()] = worker
 
     def _take(self, call: Any, worker: WorkerHandle) -> None:
+        """Act on a worker's answer: a job's outcome, a proof's text, or who it is; or on the error in its place."""
         try:
             answer = self.ray.get(call)
         except self.ray.exceptions.RayActorError as error:
@@ -209,6 +210,7 @@ class Driver:
             self._came_up(worker, answer)
 
     def _came_up(self, worker: WorkerHandle, who: dict[str, Any]) -> None:
+        """Give jobs to a worker that has started; end one that takes calls from anybody, as it runs without a token."""
         worker.host = str(who["host"])
         if who["token"]:
             worker.up = True

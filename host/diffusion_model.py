@@ -200,6 +200,7 @@ def _overridden(override: Any, options: Mapping[str, Any]) -> Any:
         def as_core(
             q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: torch.Tensor | None = None, **form: Any
         ) -> torch.Tensor:
+            """``own`` called as core's attention, whose heads are joined unless ``form`` says that they are apart."""
             apart = [t if form.get("skip_reshape") else t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v)]
             out: torch.Tensor = own(*apart, mask)
             return out if form.get("skip_output_reshape") else out.transpose(1, 2).flatten(2)

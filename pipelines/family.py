@@ -120,7 +120,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class FitFactors:
-    """Factors of the memory forecast, fitted to measured peaks by ``benchmarks/memory_fits.py``."""
+    """Factors of the memory forecast, fitted to measured peaks by ``benchmarks/memory.py``."""
 
     tokens: float  # copies of the token states alive at the peak of a transformer's forward
     latents: float  # copies of the latents in fp32 beside them

@@ -1,5 +1,5 @@
 """Memory that each stage needs, known before anything is read: weights from headers, activations by formulas whose
-factors ``benchmarks/memory_fits.py`` fits to measured peaks of the simulated accelerator and writes into each
+factors ``benchmarks/memory.py`` fits to measured peaks of the simulated accelerator and writes into each
 ``spec.py``. They count tensors; what a vendor's library takes for itself comes on top."""
 
 from __future__ import annotations

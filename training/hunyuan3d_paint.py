@@ -16,7 +16,6 @@ from pathlib import Path
 
 import packing
 import torch
-from anygpu.compat.guidance import classifier_free_guidance
 from anygpu.paint.choices import DEMO_SIZE, MODELS, PUBLISHED
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, camera_ids
 from anygpu.paint.geometry.mesh import Mesh, Surface
@@ -27,6 +26,7 @@ from anygpu.paint.networks.published import networks_for, published
 from anygpu.paint.networks.unet import set_attention
 from anygpu.paint.networks.vae import SCALE
 from anygpu.paint.sampling.solvers import schedule_for, sigma_table, solver_for
+from anygpu.pipelines.sampling.schedules import classifier_free_guidance
 from loop import STATES, train, with_weights
 from PIL import Image
 from safetensors.torch import save_file

@@ -112,12 +112,15 @@ def attention_for(
     Raises InputError for an unknown choice, UnsupportedError or MissingPackageError for one this machine cannot do."""
     require_choice("attention", choice, CHOICES)
     budget, avoided = budget_for(facts), dict(avoided or {})
+    name, size = str(dtype).removeprefix("torch."), f"{budget / 1e6:.0f} MB"
     probe = torch.zeros(1, 1, 16, head_width, dtype=dtype, device=facts.device)
     kernel = "" if dtype in avoided else fused_kernel(probe, probe, probe)
+    if choice == "native" and not kernel:
+        found, expected = f"attention 'native' in {name} on {facts.name}", "a fused kernel of this torch for it"
+        raise UnsupportedError(found, expected=expected, fix="Choose auto, which computes attention exactly in chunks.")
     upcast = like_in(probe, WORKED_ON)
     asked = {dtype: kernel, WORKED_ON: fused_kernel(upcast, upcast, upcast)}
     fused = frozenset((kind, head_width) for kind, name in asked.items() if name and kind not in avoided)
-    name, size = str(dtype).removeprefix("torch."), f"{budget / 1e6:.0f} MB"
     verdict, why = choice, MEANINGS[choice]
     if choice == "native_math":
         why = f"{why} of at most {size}"
@@ -128,9 +131,6 @@ def attention_for(
         how = "by torch's fused fp32 kernel, else in chunks" if in_fp32 else "in chunks of queries"
         verdict = f"exact, {how} of at most {size}"
         why = avoided.get(dtype) or f"this device has no fused kernel for {name}"
-    elif choice == "native" and not kernel:
-        found, expected = f"attention 'native' in {name} on {facts.name}", "a fused kernel of this torch for it"
-        raise UnsupportedError(found, expected=expected, fix="Choose auto, which computes attention exactly in chunks.")
     elif choice != "native":
         verdict = kernels_for(choice, facts, dtype, head_width)[0]
     decision = Decision("attention", verdict, why, AUTO if choice == AUTO else CHOSEN)

@@ -151,6 +151,7 @@ class StepWatch:
         return attention
 
     def _attention(self, call: Heads, result: Tensor, bound: float) -> None:
+        """Note one head of a call, another each time, and some of its queries, beside the same computed in fp32."""
         head, every = len(self.spots) % call.query.shape[1], max(1, call.query.shape[2] // ROWS)
         query, key, value = (each.detach()[0, head] for each in (call.query, call.key, call.value))
         scores = query[::every].float() @ key.float().mT * (call.gain / query.shape[-1] ** 0.5)
@@ -158,17 +159,10 @@ class StepWatch:
             mask = call.mask.expand(*call.query.shape[:3], key.shape[0])[0, head, ::every]
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask.float()
         heads = result if call.split else result.unflatten(-1, (call.query.shape[1], -1)).transpose(1, 2)
+        seen, expected = heads.detach()[0, head, ::every], scores.softmax(-1) @ value.float()
         size = torch.finfo(query.dtype).eps * value.float().norm()
         name = self.stack[-1] if self.stack else next(iter(self.networks))
-        self._note(
-            name,
-            heads.detach()[0, head, ::every],
-            scores.softmax(-1) @ value.float(),
-            size,
-            doctors.WEIGHED,
-            bound,
-            query.dtype,
-        )
+        self._note(name, seen, expected, size, doctors.WEIGHED, bound, query.dtype)
 
     def _note(
         self, name: str, seen: Tensor, expected: Tensor, size: Tensor, fault: str, bound: float, dtype: Any

@@ -211,6 +211,7 @@ class FittedNetwork:
 
     @contextmanager
     def _convolutions_on(self, network: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+        """For the block, the network's convolutions run as this device computes ``dtype`` well; chosen once a dtype."""
         known = self.convolutions.setdefault(network, {})
         if dtype not in known:
             known[dtype] = [each for _, each in conv_forwards(network, self.machine.convolutions, dtype)]

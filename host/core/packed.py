@@ -99,13 +99,16 @@ def _bytes(value: Any) -> Any:
 
 def _values_of_bytes(name: str, packed: Tensor, params: Any) -> Tensor:
     """The values of :func:`as_bytes` in the dtype that ``params`` ask for, computed without float8, rounded once."""
-    codec = next(each for each, about in quant_ops.QUANT_ALGOS.items() if about["comfy_tensor_layout"] == name)
-    kept, codec = quant_ops.QUANT_ALGOS[codec]["storage_t"], SCALED if codec in FP8 else codec
-    tensors, packing = quant_ops.get_layout_class(name).state_dict_tensors(packed, params), PACKINGS[codec]
-    shape = packed.shape[0], packed.shape[1] * packing.values
-    found = {side: (tensors.get(f"_{side}"), how) for side, how in packing.sides.items()}
-    sides = {side: laid_out(each, how, *shape) for side, (each, how) in found.items() if each is not None}
-    stored = float8_values(packed, kept) if str(kept).startswith("torch.float8") else packed
+    layer_format = next(each for each, about in quant_ops.QUANT_ALGOS.items() if about["comfy_tensor_layout"] == name)
+    codec = SCALED if layer_format in FP8 else layer_format
+    packing, tensors = PACKINGS[codec], quant_ops.get_layout_class(name).state_dict_tensors(packed, params)
+    rows, columns = packed.shape[0], packed.shape[1] * packing.values
+    sides = {}  # scales and whatever else the codec stores beside its values
+    for side, how in packing.sides.items():
+        if (tensor := tensors.get(f"_{side}")) is not None:
+            sides[side] = laid_out(tensor, how, rows, columns)
+    dtype = quant_ops.QUANT_ALGOS[layer_format]["storage_t"]
+    stored = float8_values(packed, dtype) if str(dtype).startswith("torch.float8") else packed
     return unpacked(codec, stored, sides, getattr(params, "convrot_groupsize", 0), params.orig_dtype)
 
 

@@ -213,7 +213,7 @@ class LoadedWeights:
                 file = file or from_file(patcher)
                 loaded = loaded if file is None else comfy.utils.get_attr(file, name)
             if int(checksum(loaded)) == self.first[name]:
-                _put(patcher, name, loaded)
+                _put_back(patcher, name, loaded)
                 done.append(name)
             else:
                 self.first[name] = int(checksum(_loaded(patcher, name)))  # nothing else is known: said once
@@ -272,15 +272,17 @@ def _as_patched(patcher: Any, name: str, value: Tensor) -> bool:
     return bool(apart <= NEAR * change + max(torch.finfo(dtype).eps for dtype in dtypes) * expected.norm())
 
 
-def _put(patcher: Any, name: str, loaded: Tensor) -> None:
+def _put_back(patcher: Any, name: str, loaded: Tensor) -> None:
+    """Give a tensor of the model its ``loaded`` values; where core keeps a backup of it, that too, patched anew."""
     path, _, own = name.rpartition(".")
     module = patcher.model.get_submodule(path)
-    place = module._parameters if own in module._parameters else module._buffers
-    values = loaded.detach().to(place[own].device, copy=True)
-    place[own] = nn.Parameter(values, requires_grad=False) if place is module._parameters else values
+    is_parameter = own in module._parameters
+    tensors = module._parameters if is_parameter else module._buffers
+    values = loaded.detach().to(tensors[own].device, copy=True)
+    tensors[own] = nn.Parameter(values, requires_grad=False) if is_parameter else values
     if name in patcher.backup:
-        kept = loaded.detach().to(patcher.offload_device, copy=True)
-        patcher.backup[name] = patcher.backup[name]._replace(weight=kept)
+        unpatched = loaded.detach().to(patcher.offload_device, copy=True)
+        patcher.backup[name] = patcher.backup[name]._replace(weight=unpatched)
         patcher.patch_weight_to_device(name, device_to=values.device)
 
 

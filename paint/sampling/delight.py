@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
-from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.parts import Silent
 from ...pipelines.forecast.times import expected
 from ..choices import DELIGHT_STEPS, GREY, WHITE
@@ -129,7 +128,7 @@ def sampled(
         velocity = to_host(unet(given, time, texts)).float()
         guided = velocity[:1]
         if run.rows > 1:
-            guided = classifier_free_guidance(velocity[1:2], guided, settings.image_guidance)
+            guided = guided + settings.image_guidance * (velocity[1:2] - guided)
         if run.rows > 2:
             guided = guided + settings.text_guidance * (velocity[2:] - velocity[1:2])
         return guided

@@ -16,7 +16,6 @@ from ...compat.device.execution import checked_layers, generator_for, to_host
 from ...compat.device.facts import empty_cache
 from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.errors import InputError, remember
-from ...compat.guidance import classifier_free_guidance
 from ...compat.memory.offloader import Offloader
 from ...compat.memory.parts import ProgressStage, Silent, tell_once
 from ...compat.memory.statistics import stage_cost
@@ -252,7 +251,7 @@ def guided(predicted: Tensor, rows: int, guidance: float) -> Tensor:
     """The guided prediction, fp32, on the CPU, from those of all rows, (R * V, 4, h, w)."""
     # Of three rows upstream the middle one cancels; of two equal ones (guidance 1) one is enough.
     apart = to_host(predicted).float().unflatten(0, (rows, -1))
-    return classifier_free_guidance(apart[1], apart[0], guidance) if rows > 1 else apart[0]
+    return apart[0] + guidance * (apart[1] - apart[0]) if rows > 1 else apart[0]
 
 
 def begun(pipeline: PaintPipeline, solver: Any, noise: Tensor, settings: PaintSettings) -> Tensor:

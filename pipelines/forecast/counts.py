@@ -244,6 +244,7 @@ def _vision_tokens(pipeline: Pipeline) -> int:
 
 
 def built(pipeline: Pipeline, part: str, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """The transformer or VAE of ``config`` without data, as the pipeline sets it up before it runs."""
     import diffusers
 
     names = pipeline.spec.files.parts[part][1:]

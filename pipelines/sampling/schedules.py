@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ...compat.errors import InputError
-from ...compat.guidance import both, classifier_free_guidance
 from ...compat.ranks import Group
 from ..base import SampleSettings
 
@@ -110,7 +109,7 @@ def schedule_for(
 
     overrides: dict[str, Any] = {}
     if settings.sigmas is not None:
-        sigmas = _checked(settings.sigmas)
+        sigmas = _require_falling(settings.sigmas)
         euler = FlowMatchEulerDiscreteScheduler.from_config(config, **PLAIN)
         euler.set_timesteps(sigmas=list(sigmas[:-1]), device=device)
         euler.sigmas[-1] = 1.0 - sigmas[-1] if euler.config.invert_sigmas else sigmas[-1]
@@ -232,7 +231,8 @@ def _weights(ratios: list[float], width: float) -> list[float]:
     return list(map(float, numpy.linalg.solve(rows, sums))) if ratios else []
 
 
-def _checked(sigmas: Sequence[float]) -> Sequence[float]:
+def _require_falling(sigmas: Sequence[float]) -> Sequence[float]:
+    """``sigmas`` of another node, which must fall from at most 1 to at least 0."""
     falling = all(a > b for a, b in itertools.pairwise(sigmas))
     if len(sigmas) < 2 or not falling or sigmas[0] > 1.0 + 1e-6 or sigmas[-1] < 0.0:
         shown = ", ".join(f"{sigma:.3g}" for sigma in sigmas[:4])
@@ -242,6 +242,13 @@ def _checked(sigmas: Sequence[float]) -> Sequence[float]:
             fix="Use a scheduler node for flow models, such as Basic Scheduler on a flow model.",
         )
     return sigmas
+
+
+def classifier_free_guidance(cond: torch.Tensor, uncond: torch.Tensor, scale: float) -> torch.Tensor:
+    """The prediction without the prompt, moved ``scale`` times as far towards the one with it.
+
+    Source: Ho and Salimans, Classifier-Free Diffusion Guidance (2022), in diffusers' order of operations."""
+    return uncond + scale * (cond - uncond)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +273,9 @@ class Guidance:
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             cond, uncond = (partial(branch, name, latents, time, index) for name in names)
-            return self.guide(*both(group, cond, uncond)) if self.acts(index) else cond()
+            if not self.acts(index):
+                return cond()
+            return self.guide(*((cond(), uncond()) if group is None else group.both(cond, uncond)))
 
         return predict
 

@@ -17,7 +17,7 @@ from ..hunyuan_video.spec import BLOCKS, DOWNLOAD, FILES, TINY_DECODERS, TOOLS
 SPATIAL_RATIO, TEMPORAL_RATIO = 8, 4
 I2V, F1 = "framepack", "framepack_f1"
 UPRIGHT = ((416, 960), (448, 864), (480, 832), (512, 768), (544, 704), (576, 672), (608, 640))  # it was trained on
-# Written by `python benchmarks/memory_fits.py`.
+# Written by `python benchmarks/runner.py memory_fits --write`.
 FIT = family.FitFactors(tokens=13.18, latents=1.22, pixels=4.8, plain=3.35, text=4.08, streamed=13.29)
 
 BESIDE = (  # what a lone transformer takes from other folders

@@ -47,7 +47,7 @@ FILES = {
 TOOLS = dict.fromkeys(("tokenizer", "tokenizer_2"), "transformers") | {"scheduler": "diffusers"}
 TINY_DECODERS = (family.TinyDecoder("taehv", "madebyollin/taehv 1f14a568, MIT"),)
 NO_CFG = (family.GuidanceStep(),)
-# Written by `python benchmarks/memory_fits.py`.
+# Written by `python benchmarks/runner.py memory_fits --write`.
 FIT = family.FitFactors(tokens=12.25, latents=2.84, pixels=4.8, plain=3.35, text=4.08, streamed=13.29)
 
 

@@ -10,7 +10,7 @@ from .layouts import LAYOUTS
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4
 WAN2GP = "deepbeepmeep/Wan2GP 8681e9f7"
 NO_CFG, CFG = (family.GuidanceStep(),), (family.GuidanceStep(cfg=6.0),)
-# Written by `python benchmarks/memory_fits.py`.
+# Written by `python benchmarks/runner.py memory_fits --write`.
 FIT = family.FitFactors(tokens=8.33, latents=2.27, pixels=6.01, plain=0.0, text=3.42, streamed=13.18, chunked=1.26)
 BLOCK = "diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15TransformerBlock"
 FEW_STEPS = "few steps"

@@ -19,17 +19,23 @@ from torch import Tensor, nn
 
 from ....compat.device.execution import HOST, generator_for, placed, to_host
 from ....compat.errors import CheckpointError
-from ....compat.guidance import BOTH, PROMPTED, by_halves, classifier_free_guidance
 from ....compat.memory.parts import Undo
 from ....compat.memory.transfer import Transfer
-from ....compat.ranks import Group
+from ....compat.ranks import BOTH, PROMPTED, Group
 from ... import base
 from ...base import Call, ImageCondition, Latents, Progress, ProgressStage, Prompt, PromptRequest, SampleSettings
 from ...family import GuidanceStep, Recipe
 from ...files.evidence import Evidence, names_around
 from ...pipeline import Pipeline
 from ...sampling import loop
-from ...sampling.schedules import TRAIN_TIMESTEPS, Levels, Schedule, read_between, schedule_for
+from ...sampling.schedules import (
+    TRAIN_TIMESTEPS,
+    Levels,
+    Schedule,
+    classifier_free_guidance,
+    read_between,
+    schedule_for,
+)
 from ...settings import guidance_steps, recipe_of
 from ...text.t5 import batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.chunked import SPATIAL_PADDING
@@ -361,7 +367,7 @@ def _predictor(
             with transformer.cache_context(branch), _without_attention(transformer, blocks):
                 return transformer(**_arguments(stepper.start.place, *inputs, embeds, mask))[0].float()
 
-        output = guidance.guided(index, by_halves(group, forward))
+        output = guidance.guided(index, forward if group is None else group.by_halves(forward))
         # Solvers and preview reckon with one noise level for all: in a token that has less, less is to be removed.
         return output if times.shape[1] == 1 else output * (times / time).unsqueeze(-1)
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ....compat.device.execution import generator_for, placed, to_host
-from ....compat.guidance import BOTH, PROMPTED, by_halves
 from ....compat.memory.parts import tell_once
+from ....compat.ranks import BOTH, PROMPTED
 from ... import base
 from ...base import Call, Forwards, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings
 from ...pipeline import Pipeline
@@ -89,8 +89,8 @@ def sample(
                     )[0]
                 return output.float()
 
-            rows = BOTH if guidance.acts(index) else PROMPTED
-            return guidance.guide_batch(by_halves(pipeline.run.group, run)(rows))
+            group, rows = pipeline.run.group, BOTH if guidance.acts(index) else PROMPTED
+            return guidance.guide_batch((run if group is None else group.by_halves(run))(rows))
 
         latents = loop.denoise(
             loop.start_from(clean, noise, schedule),

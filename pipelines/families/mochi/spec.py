@@ -11,7 +11,7 @@ CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO, FAST = 12, 8, 6, "FastMochi"
 STORED = {"text_encoder": 19_049_269_744, "transformer": 20_055_483_640, "vae": 919_549_966}  # the first in fp32
 IN_FP32 = Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32")
 BLOCK = "diffusers.models.transformers.transformer_mochi.MochiTransformerBlock"
-# Written by `python benchmarks/memory_fits.py`.
+# Written by `python benchmarks/runner.py memory_fits --write`.
 FIT = family.FitFactors(tokens=16.96, latents=3.18, pixels=4.18, plain=0.0, text=4.17, streamed=6.89, chunked=1.45)
 
 MODEL = family.Download("genmo/mochi-1-preview", "14be5fcea23095ed330cb214647916a451e38b6e", family.HUB_FILES, STORED)

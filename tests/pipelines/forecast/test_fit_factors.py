@@ -1,6 +1,6 @@
 """The factors of the forecasts are those that the measured rows give: nobody has copied or changed a number."""
 
-import memory_fits
+import memory
 import pytest
 from anygpu.pipelines.registry import FAMILIES
 
@@ -11,22 +11,22 @@ def row(stage: str, measured: float, first: float, second: float = 0) -> dict[st
 
 
 def test_the_factors_are_those_of_the_last_rows():
-    factors = memory_fits.factors(memory_fits.last_rows())
+    factors = memory.factors(memory.last_rows())
     assert factors.keys() == FAMILIES.keys()
     for name, family in FAMILIES.items():
         spec = (family.folder / "spec.py").read_text(encoding="utf-8")
-        assert "FIT = family.FitFactors(" in spec and spec == memory_fits.written(spec, factors[name]), name
+        assert "FIT = family.FitFactors(" in spec and spec == memory.written(spec, factors[name]), name
 
 
 def test_rows_that_follow_a_formula_give_its_factors():
     rows = [row("sampling", 14 * a + 3 * b, a, b) for a, b in ((100, 10), (50, 40), (900, 20))]
     rows += [row("text", 4 * a, a) for a in (10, 30)]
-    rows += [row("decoding", (4 * a + memory_fits.PLAIN["ltx"] * b), a, b) for a, b in ((8, 1), (90, 5))]
+    rows += [row("decoding", (4 * a + memory.PLAIN["ltx"] * b), a, b) for a, b in ((8, 1), (90, 5))]
     rows += [row("streaming", measured, 10) for measured in (80, 93)]
-    expected = {"tokens": 14, "latents": 3, "text": 4, "plain": memory_fits.PLAIN["ltx"], "pixels": 4, "streamed": 9.3}
-    assert memory_fits.factors(rows)["ltx"] == pytest.approx(expected)
+    expected = {"tokens": 14, "latents": 3, "text": 4, "plain": memory.PLAIN["ltx"], "pixels": 4, "streamed": 9.3}
+    assert memory.factors(rows)["ltx"] == pytest.approx(expected)
 
 
 def test_no_factor_is_below_nought():
     rows = [row("sampling", measured, a, b) for measured, a, b in ((100, 10, 1), (100, 10, 5))]
-    assert memory_fits.factors(rows)["ltx"]["latents"] == 0.0
+    assert memory.factors(rows)["ltx"]["latents"] == 0.0
