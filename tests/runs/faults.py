@@ -82,11 +82,19 @@ def together(found: Any) -> torch.Tensor:
     return found if isinstance(found, torch.Tensor) else torch.cat([one.flatten().float() for one in found.values()])
 
 
-def beside(parts: Mapping[str, nn.Module]) -> int:
-    """The bytes on the device that are not those of ``parts``, which may stay there."""
-    tensors = (tensor for part in parts.values() for tensor in (*part.parameters(), *part.buffers()))
-    stores = (tensor.untyped_storage() for tensor in tensors if tensor.device.type == accelerator.NAME)
-    return accelerator.memory().allocated_bytes - sum({one.data_ptr(): one.nbytes() for one in stores}.values())
+def staying(parts: Mapping[str, nn.Module]) -> Counter[str]:
+    """The bytes on the device of each of ``parts``, and of all else under ``""``."""
+    stores = {
+        name: {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+            for tensor in (*part.parameters(), *part.buffers())
+            if tensor.device.type == accelerator.NAME
+        }
+        for name, part in parts.items()
+    }
+    every = {pointer: size for each in stores.values() for pointer, size in each.items()}
+    others = accelerator.memory().allocated_bytes - sum(every.values())
+    return Counter({"": others, **{name: sum(each.values()) for name, each in stores.items()}})
 
 
 def injected(
@@ -102,12 +110,12 @@ def injected(
 
     Args:
         guest: whether the runs are another program's, whose errors pass as they are.
-        parts: what may stay on the device.
+        parts: each of which may stay on the device where it does so after a sound run.
         drop: before a run that reads all anew.
         announced: as :func:`outcome` takes it.
     """
     device, ends, known = accelerator.NAME, Counter[str](), {}
-    most = 0  # bytes beside the parts that are on the device after a run
+    most = Counter[str]()  # bytes that are on the device after a sound run
 
     def started(name: str) -> Run:
         if name == ANEW:
@@ -121,7 +129,7 @@ def injected(
             wanted = run()
         known[name] = together(wanted), every.count, own.count
         gc.collect()
-        most = max(most, beside(parts()))
+        most |= staying(parts())
     gc.freeze()  # what was loaded is not walked after each run
     for _ in range(count):
         name = rng.choices(list(runs), [RARE if name.endswith((ANEW, WHOLE)) else 1.0 for name in runs])[0]
@@ -138,14 +146,14 @@ def injected(
                 ended += ", the next run differs"
         except Exception as raised:
             ended += f", the next run raised {type(raised).__name__}: {str(raised)[:200]!r}"
-        if beside(parts()) > most:
+        if staying(parts()) - most:
             gc.collect()
-        if beside(parts()) > most:  # of what was loaded, which may be garbage now
+        if staying(parts()) - most:  # of what was loaded, which may be garbage now
             gc.unfreeze()
             gc.collect()
             gc.freeze()
-        if (left := beside(parts()) - most) > 0:
-            ended += f", {left} bytes stay"
+        for part, left in (staying(parts()) - most).items():
+            ended += f", {left} bytes {part and f'of {part} '}stay"
         ends[f"{kind}: {ended}"] += 1
         if ended not in ("survived", "explained", "unmet"):
             print(f"  {name}, {error()!r} at {at} of {steps}, {times} times: {ended}", flush=True)

@@ -1,5 +1,6 @@
 """Memory that runs out while a part moves, is hooked or steps down: the next run is as the first."""
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from anygpu.compat.transforms.order import replace_attention
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from hostile.words import LOST
+from runs.faults import injected
 from runs.injections import doctored, painted
 from torch import nn
 
@@ -265,6 +267,21 @@ def test_nothing_stays_of_hooks_of_which_one_fails(acc, name):
             attach(module)
         assert not any(each._forward_hooks or each._forward_pre_hooks for each in module.modules()), at
         assert all(block.attn1.processor.attend is print for block in module.transformer_blocks)
+
+
+def test_injections_see_weights_that_stay(acc):
+    """Of a part that leaves only if no run before was cut short."""
+    part, x, inside = nn.Linear(4, 4).requires_grad_(False), torch.ones(4), list[int]()
+
+    def run() -> torch.Tensor:
+        inside.append(1)
+        result = part.to(acc)(x.to(acc)).cpu()
+        inside.pop()
+        part.to(acc if inside else "cpu")
+        return result
+
+    ends = injected({"run": run}, random.Random(0), 4, parts=lambda: {PART: part})
+    assert any(end.endswith(f"bytes of {PART} stay") for end in ends), ends
 
 
 @pytest.mark.full
