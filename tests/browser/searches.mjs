@@ -95,7 +95,7 @@ async function listed(page) {
     return {
       "node menu": shown.map((type) => `${type.category}: ${type.title}`).sort(),
       "canvas menu": names(app.canvas.getCanvasMenuOptions()),
-      "commands": names(command.commands),
+      "commands": names(command.commands).sort(), // core's extensions register them as they load, in any order
       "settings": names(Object.values(setting.settings ?? app.ui.settings.settingsLookup)),
       "side bar": names(getSidebarTabs()),
     };
