@@ -223,7 +223,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def widened(part: str, family: str, home: Path, dtype: torch.dtype) -> None:
     """Put ``part`` at its published widths, with one block of each kind and random weights, into its tiny folder."""
     folder, tiny = home if (home / "config.json").is_file() else home / part, opened(family)
-    narrow = {key: value for key, value in tiny.configs[part].items() if key in (*NARROW, *counts.BLOCKS)}
+    narrow = {key: value for key, value in tiny.configs[part].items() if key in NARROW}
     config = {**tiny.configs[part], **published(tiny).configs[part], **narrow}
     module = counts.built(tiny, part, config, dtype).to_empty(device=HOST)
     torch.manual_seed(0)
