@@ -8,7 +8,6 @@ and bounds may be fitted to the rows `fit`; those `sealed` are looked at once pe
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections import defaultdict
@@ -30,19 +29,13 @@ from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.settings import snap
 from anygpu.pipelines.sizes import Size
 from anygpu.pipelines.speed import Speed, SpeedRequest
-from runner import HERE, Case, Row, write_table
+from runner import Case, Row, known_rows, write_table
 from times import opened, published
 
-FIELD = HERE / "field.csv"
+FIELD = "../field"  # a table beside the results: its rows are published times
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}  # else bf16
 OLD = ("pascal", "gtx16", "p100", "volta", "turing", "t4")  # whose SDPA is the memory-efficient kernel
 EXCLUDED, SEALED = "excluded", "sealed"
-
-
-def read() -> list[dict[str, str]]:
-    """The rows of the file."""
-    with FIELD.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 @cache
@@ -93,7 +86,7 @@ def rows(sealed: bool) -> Iterator[Row]:
     Args:
         sealed: also those of the sealed sources.
     """
-    for row in read():
+    for row in known_rows(FIELD):
         if row["class"] == EXCLUDED or (row["split"] == SEALED and not sealed):
             yield dict(row)
             continue
@@ -103,11 +96,7 @@ def rows(sealed: bool) -> Iterator[Row]:
 
 
 def page(done: list[Row]) -> None:
-    """Write the file, and the table of ratios by maker and generation."""
-    with FIELD.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, done[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(done)
+    """Write the table of ratios by maker and generation."""
     groups = defaultdict(list)
     for row in done:
         if row["ratio"] not in ("", "nan"):
@@ -130,4 +119,4 @@ def spread(ratios: Iterable[float]) -> list[str]:
     return [str(len(ratios)), f"{median(ratios):.2f}", f"{first:.2f} to {third:.2f}", ends, f"{inside:.0%}"]
 
 
-CASES = [Case("field", rows, {"sealed": False}, about=dict, page=page)]
+CASES = [Case("field", rows, {"sealed": False}, FIELD, replaces=True, about=dict, page=page)]

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runner import Case, Row, machine
+from runner import Case, Row, machine, no_triton
 
 NVIDIA = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 AMD = ("gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1151", "gfx1201")
@@ -255,16 +255,9 @@ def rows(
         yield from (row | about | {"date": machine()["date"]} for part in parts for row in part.result())
 
 
-def lacks() -> str:
-    """The reason why nothing can be compiled, or nothing."""
-    from anygpu.kernels.library import HAS_TRITON
-
-    return "" if HAS_TRITON else "Triton is not installed, so nothing can be compiled"
-
-
 OPTIONS = {"targets": (*NVIDIA, *AMD), "dtypes": ("bf16", "fp16"), "only": (), "every": False,
            "workers": min(os.cpu_count() or 1, 8)}  # fmt: skip
 CASES = [
-    Case("kernels_build", rows, OPTIONS, "kernels_build", replaces=True, about=dict, lacks=lacks, threads=0,
+    Case("kernels_build", rows, OPTIONS, "kernels_build", replaces=True, about=dict, lacks=no_triton, threads=0,
          fails=lambda row: row["verdict"] != "ok"),
 ]  # fmt: skip

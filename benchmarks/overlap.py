@@ -388,16 +388,8 @@ def _seconds(text: str) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-OPTIONS = {"families": tuple(SIZES), "profiles": PROFILES, "missing": False}
+FAMILY_OPTION = {"families": tuple(SIZES)}
 CASES = [
-    Case("overlap", rows, OPTIONS, TABLE, about=dict, page=page),
-    Case(
-        "overlap_links",
-        link_rows,
-        {"families": tuple(SIZES)},
-        "overlap_links",
-        replaces=True,
-        about=dict,
-        page=link_page,
-    ),
+    Case("overlap", rows, FAMILY_OPTION | {"profiles": PROFILES, "missing": False}, TABLE, about=dict, page=page),
+    Case("overlap_links", link_rows, FAMILY_OPTION, "overlap_links", replaces=True, about=dict, page=link_page),
 ]

@@ -302,14 +302,8 @@ def write_page(_rows: list[Row]) -> None:
 def line(row: dict[str, str]) -> list[str]:
     """The cells of a row of the page."""
     shares = [f"{float(row[key]):.0%}" for key in ("right", "shape", "motion")]
-    noise = float(row["psnr_db"])
-    return [
-        row["switch"],
-        row["how"],
-        *shares,
-        "equal" if noise == EQUAL else f"{noise:.1f}",
-        f"{float(row['ssim']):.3f}",
-    ]
+    noise = "equal" if float(row["psnr_db"]) == EQUAL else f"{float(row['psnr_db']):.1f}"
+    return [row["switch"], row["how"], *shares, noise, f"{float(row['ssim']):.3f}"]
 
 
 def stored_rows(families: tuple[str, ...]) -> Iterator[Row]:

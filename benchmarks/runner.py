@@ -188,13 +188,16 @@ def psnr(found: torch.Tensor, expected: torch.Tensor, span: float = 1.0) -> floa
     return math.inf if error == 0 else 10 * math.log10(span**2 / error)
 
 
-def no_gpu() -> str:
-    """The reason why nothing can be timed on a GPU, or nothing."""
+def no_triton() -> str:
+    """The reason why no kernel can be compiled, or nothing."""
     from anygpu.kernels.library import HAS_TRITON
 
-    if not torch.cuda.is_available():
-        return f"no NVIDIA or AMD GPU that torch {torch.__version__} sees"
     return "" if HAS_TRITON else "Triton is not installed"
+
+
+def no_gpu() -> str:
+    """The reason why nothing can be timed on a GPU, or nothing."""
+    return no_triton() if torch.cuda.is_available() else f"no NVIDIA or AMD GPU that torch {torch.__version__} sees"
 
 
 def known_cases() -> tuple[dict[str, Case], dict[str, str]]:

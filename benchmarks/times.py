@@ -17,7 +17,6 @@ two, in logarithms: 1 is linear, 2 is attention alone.
 from __future__ import annotations
 
 import gc
-import json
 import math
 import shutil
 import tempfile
@@ -189,7 +188,6 @@ TEXTS = {"short": "a red fox walks through fresh snow", "full": "fox " * 1200}  
 SEED, STEPS = 7, 2
 TEXT = ("caption_channels", "text_embed_dim", "text_embed_2_dim", "pooled_projection_dim", "image_proj_dim")
 NARROW = (*TEXT, "image_embed_dim")  # as wide as the tiny encoders
-DEPTH = ("num_layers", "num_single_layers")
 PICTURE = torch.rand(1, 3, 128, 192, generator=torch.Generator().manual_seed(0))
 
 
@@ -224,16 +222,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def widened(part: str, family: str, home: Path, dtype: torch.dtype) -> None:
     """Put ``part`` at its published widths, with one block of each kind and random weights, into its tiny folder."""
-    content = json.loads((FAMILY_SPECS[family].folder / f"{part}.json").read_text(encoding="utf-8"))
-    first = content[0] if isinstance(content, list) else content
-    folder = home if (home / "config.json").is_file() else home / part
-    small = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config = {**small, **first.get("config", first), "_class_name": small["_class_name"]}
-    if part == "transformer":
-        config |= {key: small[key] for key in NARROW if key in small} | {key: 1 for key in DEPTH if key in small}
-    with torch.device("meta"):
-        module = getattr(diffusers, small["_class_name"]).from_config(config)
-    module = torch.nn.Module.to(module, dtype).to_empty(device="cpu")
+    folder, tiny = home if (home / "config.json").is_file() else home / part, opened(family)
+    narrow = {key: value for key, value in tiny.configs[part].items() if key in NARROW}
+    config = {**tiny.configs[part], **published(tiny).configs[part], **narrow}
+    module = counts.built(tiny, part, config, dtype).to_empty(device=HOST)
     torch.manual_seed(0)
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data.uniform_(-0.03, 0.03)
