@@ -97,9 +97,12 @@ def adapter_request(inputs: Inputs, **machine: Any) -> AdapterRequest:
     from ..paint.adapter_loading import AdapterRequest
 
     given = {**ADAPTER_INPUTS, **inputs}
+    instead = folders.adapter_stand_in(given["adapter"])
+    model, adapter = instead or (given["model"], given["adapter"])
     return AdapterRequest(
-        folders.base_path(given["model"]),
-        folders.adapter_path(given["adapter"]),
+        folders.base_path(model),
+        folders.adapter_path(adapter),
+        stands_in_for=given["adapter"] if instead else "",
         tokenizer=model_files.tokenizers().get("clip_l"),
         vae=folders.paint_provider_folder(given["vae"]),
         lora=None if given["lora"] == folders.NONE else folders.lora_file(given["lora"]),

@@ -21,7 +21,7 @@ from ..compat.memory.standalone import ahead_bytes, keeps, resident_bytes
 from ..compat.memory.statistics import StageNeed
 from ..compat.packages import attribute
 from ..pipelines.forecast.times import PlannedStage, key_of
-from .choices import DELIGHT_STEPS, PUBLISHED, TAUGHT_SIZES, TG2MV
+from .choices import DELIGHT_STEPS, DEMO_STEPS, PUBLISHED, TAUGHT_SIZES, TG2MV
 from .loading import PaintPipeline
 from .networks import mv_adapter, vae
 from .networks.encoders import CLASSES, CROPPED, TOKENS
@@ -124,6 +124,7 @@ def planned_run(pipeline: Any, size: int = 0, views: int = 0, steps: int = 0, gu
     taught = TAUGHT_SIZE
     if pipeline.family == "mv_adapter":
         taught = TAUGHT_SIZES[pipeline.configs["adapter"]["base"]]
+        usual = DEMO_STEPS if pipeline.is_demo else usual
     references = 0 if pipeline.variant == TG2MV else 1
     views = 1 if delight else views or TAUGHT_VIEWS
     return PaintRun(steps or usual, 1 + guided, size or taught, views=views, references=references)
