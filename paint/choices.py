@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..compat.decision import AUTO
@@ -65,7 +65,8 @@ PUBLISHED = {
     IG2MV: PublishedSampler("euler", 50, 3.0, 0.5, spacing="leading"),
     TG2MV: PublishedSampler("euler", 50, 7.0, 0.5, spacing="leading"),
 }
-DELIGHT_STEPS, DEMO_STEPS = 50, 20  # the small MV-Adapter needs no more than these
+DEMO_SAMPLER = replace(PUBLISHED[IG2MV], steps=20, guidance=1.0)  # of the small MV-Adapter
+DELIGHT_STEPS = 50
 SHIFT = 8.0  # of the noise table of MV-Adapter: six views of one object keep more of it through the same noise
 TAUGHT_SIZES = {"sdxl": 768, "sd21": 512}  # pixels of a view, by the base
 
@@ -88,6 +89,11 @@ def demo_adapter() -> tuple[dict[str, Path], dict[str, Path]]:
     size = sum(file.stat().st_size for file in files)
     own = {f"demo: {IG2MV}": file for file in files if IG2MV in file.name}
     return {f"demo: MV-Adapter ({round(size / 1e6)} MB)": DEMO_ADAPTER} if own else {}, own
+
+
+def sampler_of(variant: str, demo: bool) -> PublishedSampler:
+    """The sampler that the publisher of a variant runs, or that a model which ships with the pack was made for."""
+    return DEMO_SAMPLER if demo and variant == IG2MV else PUBLISHED[variant]
 
 
 def is_demo(source: Path) -> bool:

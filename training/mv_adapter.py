@@ -11,7 +11,7 @@ import random
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ from anygpu.paint.geometry.cameras import ADAPTER_VIEWS
 from anygpu.paint.geometry.mesh import Mesh, Surface
 from anygpu.paint.geometry.views import rendered_maps
 from anygpu.paint.loading import PaintPipeline
+from anygpu.paint.networks.layers import split
 from anygpu.paint.networks.mv_adapter import (
     PROCESSOR,
     AdapterInputs,
+    ViewAttention,
     encoder_for,
     forward,
     looked_at,
@@ -34,11 +36,11 @@ from anygpu.paint.networks.mv_adapter import (
     unet_for,
 )
 from anygpu.paint.networks.stable_diffusion import OF_DEMOS, VELOCITY
-from anygpu.paint.pictures import filling
+from anygpu.paint.pictures import FILLED, filling
 from anygpu.paint.sampling.adapter_painting import paint_six_views
 from anygpu.paint.sampling.painting import PaintInputs, PaintSettings
 from anygpu.paint.sampling.solvers import sigma_table
-from hunyuan3d_paint import SIZE, coded, coloured, mesh
+from hunyuan3d_paint import BLOCK, SIZE, coded, coloured, mesh
 from loop import STATES, train, with_weights
 from PIL import Image
 from safetensors.torch import save_file
@@ -50,6 +52,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from paint.synthetic import photographs
 
 NAME = Path(__file__).stem
+VIEWS = len(ADAPTER_VIEWS)
 BASE, FILE = "sd21", "mvadapter_ig2mv_sd21.safetensors"
 SHARED = {
     "text_encoder": "hunyuan_video/text_encoder_2",
@@ -60,8 +63,10 @@ MESHES, OBJECTS = 128, 2  # in the pool, and in a batch
 GREY, GROUND = 0.0, PUBLISHED[IG2MV].background  # of the picture and of the views, in -1..1 and in 0..1
 CASES = 20  # of a score
 UNGUIDED = 0.1  # of the objects in a batch have no picture
-NOISY = 0.75  # the power of the evenly drawn times: below 1 it draws more of much noise
-LEAST = 0.05  # weight of a velocity without noise; else that of the clean views it means
+NOISY = 0.8  # the power of the evenly drawn times: below 1 it draws more of much noise
+LOOKING = 0.3  # weight of a layer's error of where in the picture it looks
+TOLD, BLIND = 64, "down_blocks.0."  # latents of a view from which on layers are told; those that see no maps yet
+LEAST = 0.1  # weight of a velocity without noise; else that of the clean views it means
 WIDTHS, HEADS = (64, 40, 16, 16), [4, 5, 1, 1]
 CONFIG: dict[str, Any] = {
     "_class_name": "UNet2DConditionModel",
@@ -138,6 +143,51 @@ class Silent:
         return torch.zeros_like(hidden_states)
 
 
+@dataclass(frozen=True, slots=True)
+class Lesson(AdapterInputs):
+    """Inputs of a layer that is told where to look: each adds the places in the picture that it looks at, (V, N, 2)."""
+
+    looked: list[Tensor] = field(default_factory=list)
+
+
+class Taught(ViewAttention):
+    """The adapter's layer, half of whose heads are told where in the picture to look."""
+
+    def _to_reference(self, seen: Tensor, heads: int, run: AdapterInputs) -> Tensor:
+        if isinstance(run, Lesson) and all(run.rows) and seen.shape[1] >= TOLD and not self.name.startswith(BLIND):
+            query = split(self.to_q_ref(seen.flatten(0, 1)[None]), heads)[:, : heads // 2]
+            key = split(self.to_k_ref(run.reference[self.name]), heads)[:, : heads // 2]
+            centres = places(int(seen.shape[1] ** 0.5)).flatten(0, 1)
+            value = functional.pad(centres, (0, query.shape[-1] - 2)).expand_as(key)
+            looked = functional.scaled_dot_product_attention(query, key, value)[..., :2]
+            run.looked.append(looked.mean(1).unflatten(1, (VIEWS, -1))[0])
+        return super()._to_reference(seen, heads, run)
+
+
+def places(side: int) -> Tensor:
+    """Where the middles of latents lie in a picture, right and down, -1..1: (H, W, 2)."""
+    line = (torch.arange(side) + 0.5) * 2 / side - 1
+    return torch.stack(torch.meshgrid(line, line, indexing="xy"), -1)
+
+
+def missed(one: Shown, lesson: Lesson, filled: bool) -> Tensor:
+    """How far the layers look from where the front shows what a view does, of latents that the mesh fills, squared."""
+    size = ADAPTER_VIEWS.ortho_scale
+    inside = one.shares.sum(1) > 0.99
+    right, _, up = (one.maps[:, :3] - 0.5).unbind(1)
+    front = functional.avg_pool2d(torch.stack((right, -up), 1), BLOCK)  # (V, 2, h, w)
+    covered = (one.maps[0, :3] != 0.5).any(0)
+    longest = max(float(line[0][covered].max() - line[0][covered].min()) for line in (right, up))
+    places_seen = front * (2 / size) * (FILLED * size / longest if filled else 1)
+    errors = []
+    for looked in lesson.looked:
+        side = int(looked.shape[1] ** 0.5)
+        right_places = functional.adaptive_avg_pool2d(places_seen, side).flatten(2).movedim(1, 2)
+        whole = functional.adaptive_avg_pool2d(inside.float()[:, None], side).flatten(1) > 0.99
+        errors.append((looked - right_places)[whole].square().mean() if whole.any() else looked.sum() * 0)
+    return torch.stack(errors).mean()
+
+
 def models() -> dict[str, nn.Module]:
     """The base with the adapter's layers, and the map encoder, narrow."""
     torch.manual_seed(0)
@@ -149,6 +199,8 @@ def models() -> dict[str, nn.Module]:
             nn.init.zeros_(module.to_out[0].weight)
             nn.init.zeros_(module.to_out[0].bias)
             module.set_processor(Silent())
+        elif name.endswith("attn1"):
+            module.set_processor(Taught(name, module.to_q.in_features, reference=True))
         elif isinstance(module, nn.Linear) and ("to_out_mv" in name or "to_out_ref" in name):
             nn.init.zeros_(module.bias)
     nn.init.zeros_(unet.conv_out.weight)
@@ -178,14 +230,17 @@ def loss_with(parts: dict[str, nn.Module], meshes: list[Shown]) -> Callable[[int
         noise = torch.randn(clean.shape, generator=generator)
         noisy = kept**0.5 * clean + (1 - kept) ** 0.5 * noise
         velocity = kept**0.5 * noise - (1 - kept) ** 0.5 * clean
-        guided = drawn.random() >= UNGUIDED
+        guided, whole = drawn.random() >= UNGUIDED, drawn.random() < 0.5
         reference = _none(parts["unet"])
         if guided:
-            picture = coloured(one.pictures[drawn.randrange(2)][None], colours, GREY)
+            picture = coloured(one.pictures[int(whole)][None], colours, GREY)
             reference = looked_at(parts["unet"], picture, text, {})
-        run, states = AdapterInputs(reference, rows=(guided,)), parts["adapter"](one.maps)
+        run, states = Lesson(reference, rows=(guided,)), parts["adapter"](one.maps)
         predicted = forward(parts["unet"], noisy, torch.tensor([time]), text, {}, run, states)
-        loss = (1 - kept + LEAST) * (predicted - velocity).square().mean() / OBJECTS
+        loss = (1 - kept + LEAST) * (predicted - velocity).square().mean()
+        if guided:
+            loss = loss + LOOKING * missed(one, run, whole)
+        loss = loss / OBJECTS
         gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
         return loss.detach(), gradients
 
@@ -220,7 +275,7 @@ def _none(unet: nn.Module) -> dict[str, Tensor]:
 def main(steps: int) -> None:
     """Train; an interrupted training goes on."""
     parts = models()
-    train(NAME, parts, loss_with(parts, pool()), steps=steps, rate=8e-4, save_every=50, falling=0.65)
+    train(NAME, parts, loss_with(parts, pool()), steps=steps, rate=8e-4, save_every=50, falling=0.5)
 
 
 def opened() -> PaintPipeline:
@@ -230,7 +285,7 @@ def opened() -> PaintPipeline:
 
 def painted(pipeline: PaintPipeline, seed: int, figure_seed: int, pair: Tensor, other: Tensor) -> tuple[Tensor, ...]:
     """The picture (S, S, 4) of a mesh in a ``pair`` of colours (2, 3), its right views (V, S, S, 3), those in the
-    ``other`` pair, the painted ones, and the share of them (V, S, S) that the mesh takes.
+    ``other`` pair, the painted ones, and how much of each block of 8 x 8 pixels the mesh takes (V, S, S).
     """
     made, divided = figure(figure_seed)
     surface = Surface.of(made, None, ADAPTER_VIEWS.frame)
@@ -241,7 +296,8 @@ def painted(pipeline: PaintPipeline, seed: int, figure_seed: int, pair: Tensor, 
     maps = rendered_maps(surface, ADAPTER_VIEWS, SIZE)
     inputs = PaintInputs([picture], maps.normal, maps.position, ADAPTER_VIEWS)
     made_views = paint_six_views(pipeline, inputs, PaintSettings(SIZE, seed=seed)).views
-    return picture, right, wrong, made_views, inside
+    blocks = functional.avg_pool2d(inside[:, None], BLOCK).repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)
+    return picture, right, wrong, made_views, blocks[:, 0]
 
 
 def score(seeds: int = 3) -> None:
@@ -324,4 +380,4 @@ def export() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"train": lambda: main(2900), "score": score, "export": export}[sys.argv[1]]()
+    {"train": lambda: main(3100), "score": score, "export": export}[sys.argv[1]]()

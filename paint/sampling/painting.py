@@ -23,7 +23,7 @@ from ...compat.memory.statistics import stage_cost
 from ...compat.output_check import require_finite
 from ...pipelines.forecast.times import expected
 from .. import forecast
-from ..choices import DEMO_SIZE, DEMO_STEPS, NEGATIVE, PUBLISHED, WHITE
+from ..choices import DEMO_SIZE, NEGATIVE, PUBLISHED, WHITE, sampler_of
 from ..forecast import DECODED, ENCODED, PaintRun, materials_of, vae_bytes
 from ..geometry.cameras import CameraTable, camera_ids, camera_notes, views_for
 from ..loading import PaintPipeline
@@ -177,7 +177,9 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
             expected="a pipeline that paints",
             fix="Load a Hunyuan3D paint folder or MV-Adapter; the delight model has its own node.",
         )
-    own = PUBLISHED[pipeline.variant]
+    own = sampler_of(pipeline.variant, pipeline.is_demo)
+    if own != PUBLISHED[pipeline.variant]:
+        progress.notify(f"the demo model was made for {own.steps} steps and guidance {own.guidance:g}")
     if pipeline.family != "mv_adapter" and not pipeline.is_demo:
         progress.notify("maps and picture are prepared as Tencent does: views of a seed were slightly others before")
     if pipeline.is_demo:
@@ -185,9 +187,6 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
         if size != settings.size:
             progress.notify(f"the demo model paints at its own size: view_size {settings.size} -> {size}")
         settings = replace(settings, size=size)
-        if pipeline.family == "mv_adapter" and not settings.steps:
-            progress.notify(f"the demo model takes {DEMO_STEPS} steps in place of {own.steps}")
-            settings = replace(settings, steps=DEMO_STEPS)
     if settings.size % 64 or not SIZES[0] <= settings.size <= SIZES[1]:
         nearest = min(max(round(settings.size / 64) * 64, SIZES[0]), SIZES[1])
         raise InputError(
