@@ -42,6 +42,8 @@ train: $(READY)
 	OMP_NUM_THREADS=1 $(PY) training/mochi.py export
 	OMP_NUM_THREADS=1 $(PY) training/hunyuan3d_paint.py train
 	OMP_NUM_THREADS=1 $(PY) training/hunyuan3d_paint.py export
+	OMP_NUM_THREADS=1 $(PY) training/mv_adapter.py train
+	OMP_NUM_THREADS=1 $(PY) training/mv_adapter.py export
 
 # Workers of the tests. One that crashes ends the run, and so does a test of more than TEST_SECONDS, with all its stacks.
 TEST_SECONDS ?= 150

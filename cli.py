@@ -327,13 +327,14 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
 
 def demo(arguments: argparse.Namespace) -> int:
     from .paint import demo as paint_demo
-    from .paint.choices import demo_paint_models
+    from .paint.choices import demo_adapter, demo_paint_models
     from .pipelines.demo import demo_models, drawing
 
     folder = Path(arguments.output)
     folder.mkdir(parents=True, exist_ok=True)
     clips = (drawing.exhibit(title, path, number, folder) for number, (title, path) in enumerate(demo_models().items()))
-    meshes = (drawing.Exhibit(title, *paint_demo.show(path, folder)) for title, path in demo_paint_models().items())
+    painters = {**demo_paint_models(), **demo_adapter()[0]}
+    meshes = (drawing.Exhibit(title, *paint_demo.show(path, folder)) for title, path in painters.items())
     return int(drawing.write_page(chain(clips, meshes), folder, print) > 0)
 
 

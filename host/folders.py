@@ -12,7 +12,7 @@ import folder_paths
 
 from ..compat.device.facts import facts_for
 from ..compat.errors import CheckpointError
-from ..paint.choices import PAGES, STANDS_IN_FOR, demo_paint_models, is_paint_folder
+from ..paint.choices import IG2MV, PAGES, STANDS_IN_FOR, demo_adapter, demo_paint_models, is_paint_folder
 from ..pipelines.demo import demo_folder, demo_loras, demo_models
 from ..pipelines.family import FamilySpec
 from ..pipelines.files.catalogue import published_family, remedy
@@ -200,7 +200,7 @@ def base_models() -> dict[str, Path]:
 
 def base_path(name: str) -> Path:
     what = "checkpoint", "a .safetensors of Stable Diffusion XL or 2.1, or a diffusers folder of it"
-    return path_of(name, base_models(), roots(BASE_KEYS), what, "Put one into {} and press R.")
+    return path_of(name, {**demo_adapter()[0], **base_models()}, roots(BASE_KEYS), what, "Put one into {} and press R.")
 
 
 def adapters() -> dict[str, Path]:
@@ -209,10 +209,16 @@ def adapters() -> dict[str, Path]:
     return _named(searched, (file for file in files if any(word in file.name.lower() for word in ADAPTER_WORDS)))
 
 
+def adapter_stand_in(name: str) -> tuple[str, ...]:
+    """The demo's base and adapter, which run in place of a published ig2mv while no adapter is installed; else none."""
+    named = f"mvadapter_{IG2MV}" in Path(name).name and not adapters()
+    return (*demo_adapter()[0], *demo_adapter()[1]) if named else ()
+
+
 def adapter_path(name: str) -> Path:
     what = "MV-Adapter", "a file such as mvadapter_ig2mv_sdxl.safetensors"
     fix = "Download one from huanngzh/mv-adapter into {} and press R."
-    return path_of(name, adapters(), roots(ADAPTER_KEYS), what, fix)
+    return path_of(name, {**demo_adapter()[1], **adapters()}, roots(ADAPTER_KEYS), what, fix)
 
 
 def loras() -> dict[str, Path]:

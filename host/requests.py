@@ -99,9 +99,12 @@ def adapter_request(inputs: Inputs, loaded: Weights | None = None, **machine: An
     from ..paint.adapter_loading import AdapterRequest
 
     given = {**ADAPTER_INPUTS, **inputs}
+    instead = folders.adapter_stand_in(given["adapter"]) if loaded is None else None
+    model, adapter = instead or (given["model"], given["adapter"])
     return AdapterRequest(
-        folders.base_path(given["model"]) if loaded is None else loaded,
-        folders.adapter_path(given["adapter"]),
+        folders.base_path(model) if loaded is None else loaded,
+        folders.adapter_path(adapter),
+        stands_in_for=given["adapter"] if instead else "",
         tokenizer=model_files.tokenizers().get("clip_l"),
         vae=None if loaded is not None else folders.paint_provider_folder(given["vae"]),
         lora=None if given["lora"] == folders.NONE else folders.lora_file(given["lora"]),

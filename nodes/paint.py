@@ -137,13 +137,14 @@ class LoadMVAdapter(io.ComfyNode):
             search_aliases=["mvadapter", "mv-adapter", "ig2mv", "tg2mv", "sdxl texture", "texture model"],
             inputs=[
                 io.Combo.Input(
-                    "model", options=list(folders.base_models()) or [folders.NO_MODEL],
+                    "model", options=[*folders.base_models(), *folders.demo_adapter()[0]] or [folders.NO_MODEL],
                     tooltip="A .safetensors of SDXL or SD2.1 in models/checkpoints, or a diffusers folder.",
                 ),
                 io.Combo.Input(
-                    "adapter", options=list(folders.adapters()) or [folders.NO_ADAPTER],
+                    "adapter", options=[*folders.adapters(), *folders.demo_adapter()[1]] or [folders.NO_ADAPTER],
                     tooltip="mvadapter_ig2mv_sdxl.safetensors, or the one for tg2mv or sd21, in models/diffusion_models. "
-                            "Its base must be that of the checkpoint.",
+                            "Its base must be that of the checkpoint. demo: a small ig2mv for the "
+                            "base demo: MV-Adapter; there is no demo of tg2mv.",
                 ),
                 precision_input(),
                 offload_input(" On a CPU only auto and none work."),

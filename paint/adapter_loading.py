@@ -23,13 +23,13 @@ from ..compat.probe_results import probe_results_of
 from ..compat.transforms.attention import Attention
 from ..compat.transforms.compile import CompileSettings
 from . import loading
-from .choices import ADAPTER_VARIANTS
+from .choices import ADAPTER_VARIANTS, is_demo
 from .loading import PaintPipeline, paint_bytes, reader_of
 from .networks import mv_adapter as networks
 from .networks.encoders import encoder
 from .networks.layers import Dtypes
 from .networks.published import stored_dtype
-from .networks.stable_diffusion import VELOCITY, Base, BasePart, base_in
+from .networks.stable_diffusion import VELOCITY, Base, BasePart, base_in, part_folder
 from .networks.unet import UNetShape
 from .networks.weights import Advance, Weights, weights_in
 
@@ -54,6 +54,7 @@ class AdapterRequest:
     state: Path | None = None
     quiet: bool = False
     compiled: CompileSettings | None = None  # nothing of it is compiled
+    stands_in_for: str = ""  # the adapter in whose place the demo's runs
 
     @property
     def source(self) -> Path:
@@ -93,7 +94,7 @@ def load_adapter(
     offloader, offload = loading.paint_offloader(request, parts, facts, weights, make_room=make_room, hosted=hosted)
     remarks = (*copies_decision(precision, facts, probes), *_remarks(files))
     # a tokenizer that is not there is missed when a prompt is encoded
-    own = {part: request.source / name for part, name in TOKENIZERS.items() if part in files.base.parts}
+    own = {part: part_folder(request.source, name) for part, name in TOKENIZERS.items() if part in files.base.parts}
     given = request.tokenizer or request.source.parent / "tokenizer"
     return PaintPipeline(
         family="mv_adapter",
@@ -108,6 +109,7 @@ def load_adapter(
         decisions=(precision.decision, offload, attention.decision, *remarks),
         weights=weights,
         probes=probes,
+        stands_in_for=request.stands_in_for,
         attention=attention.label,
         tokenizers={part: folder if folder.is_dir() else given for part, folder in own.items()},
     )
@@ -164,11 +166,13 @@ def _require_complete(part: BasePart, unet: nn.Module) -> None:
 
 
 def _remarks(files: AdapterFiles) -> list[Decision]:
-    remarks, request = [], files.request
+    request = files.request
     if isinstance(request.model, Weights):
         why = f"connected, as core holds {request.source.name!r}; model and vae of this node are not read"
-        remarks.append(Decision("base", "core's MODEL, CLIP and VAE", why, CHOSEN))
-    if files.base.prediction == VELOCITY:
+        remarks = [Decision("base", "core's MODEL, CLIP and VAE", why, CHOSEN)]
+    else:
+        remarks = loading.demo_remarks(request)
+    if files.base.prediction == VELOCITY and not is_demo(request.source):  # which was taught on them
         why = "the adapter was taught on noise; its velocities are converted"
         remarks.append(Decision("base", "predicts velocities", why, AUTO))
     if request.lora is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..compat.decision import AUTO
@@ -34,6 +34,8 @@ VIEWS = (  # azimuth and elevation in degrees, and how much a view counts, as pu
 PLACES = {"front": 0.0, "back": 180.0, "left": 270.0, "right": 90.0}  # azimuths that look at +Z, -Z, -X, +X
 CACHE_LIMIT = 64  # graphs of one kind of block: a UNet has about 20 residual blocks of different sizes
 MODELS = Path(__file__).resolve().parent / "models"  # that ship with the pack
+DEMOS = (MODELS, MODELS.parents[1] / "pipelines" / "demo" / "models")  # of models that may share parts
+DEMO_ADAPTER = MODELS / "mv_adapter"
 DEMO_SIZE = 128  # pixels of a view of theirs
 STANDS_IN_FOR = ("hunyuan3d-paint-v2-0", "hunyuan3d-paint-v2-0-turbo", "hunyuan3d-delight-v2-0")
 GREY, WHITE = 127 / 255, 1.0  # grounds of reference pictures
@@ -63,6 +65,7 @@ PUBLISHED = {
     IG2MV: PublishedSampler("euler", 50, 3.0, 0.5, spacing="leading"),
     TG2MV: PublishedSampler("euler", 50, 7.0, 0.5, spacing="leading"),
 }
+DEMO_SAMPLER = replace(PUBLISHED[IG2MV], steps=20, guidance=1.0)  # of the small MV-Adapter
 DELIGHT_STEPS = 50
 SHIFT = 8.0  # of the noise table of MV-Adapter: six views of one object keep more of it through the same noise
 TAUGHT_SIZES = {"sdxl": 768, "sd21": 512}  # pixels of a view, by the base
@@ -77,6 +80,20 @@ def demo_paint_models() -> dict[str, Path]:
             size = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
             named[f"demo: Hunyuan3D {folder.name.partition('_')[2]} ({round(size / 1e6)} MB)"] = folder
     return named
+
+
+@functools.cache
+def demo_adapter() -> tuple[dict[str, Path], dict[str, Path]]:
+    """Choice to path of the small base of MV-Adapter, and of the adapter on it; empty where none ships."""
+    files = list(DEMO_ADAPTER.rglob("*.safetensors"))
+    size = sum(file.stat().st_size for file in files)
+    own = {f"demo: {IG2MV}": file for file in files if IG2MV in file.name}
+    return {f"demo: MV-Adapter ({round(size / 1e6)} MB)": DEMO_ADAPTER} if own else {}, own
+
+
+def sampler_of(variant: str, demo: bool) -> PublishedSampler:
+    """The sampler that the publisher of a variant runs, or that a model which ships with the pack was made for."""
+    return DEMO_SAMPLER if demo and variant == IG2MV else PUBLISHED[variant]
 
 
 def is_demo(source: Path) -> bool:

@@ -11,16 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..compat.memory.parts import Silent
+from .adapter_loading import AdapterRequest, load_adapter
 from .baking.bake import BakeSettings, bake
 from .baking.fill import filled
-from .choices import DEMO_SIZE, GREY
-from .geometry.cameras import DEFAULT_VIEWS
+from .choices import DEMO_ADAPTER, DEMO_SIZE, PUBLISHED, demo_adapter
+from .geometry.cameras import views_for
 from .geometry.mesh import Mesh, Surface, write_glb
 from .geometry.turntable import turntable
 from .geometry.views import rasterised
 from .loading import PaintPipeline, PaintRequest, load_paint
-from .sampling.painting import PaintInputs, PaintSettings, paint_views
-from .texturing import maps_of
+from .sampling.painting import PaintInputs, PaintSettings
+from .texturing import maps_of, painted_views
 
 MARGIN = 0.02  # of the texture, round each chart
 FRAMES, ELEVATION = 6, 25.0  # of the turntable
@@ -43,11 +45,12 @@ class PaintedRing:
 def show(model: Path, folder: Path) -> tuple[dict[str, Tensor], tuple[str, ...], dict[str, tuple[bool, str]]]:
     """Caption to a picture and the ring painted after it, (F, S, S, 3); the decisions of the model; results of checks.
 
-    The first ring becomes ``ring.glb`` in ``folder``. Raises MissingPackageError without trimesh.
+    The first ring becomes ``ring.glb`` in ``folder``, of MV-Adapter ``ring_mv_adapter.glb``. Raises MissingPackageError
+    without trimesh.
     """
-    pipeline, surface = load_paint(PaintRequest(model, device="cpu")), Surface.of(ring())
+    pipeline, surface = opened(model), Surface.of(ring())
     rings = [painted_ring(pipeline, pair) for pair in PAIRS]
-    write_glb(folder / "ring.glb", ring(), rings[0].texture)
+    write_glb(folder / f"ring{f'_{model.name}' if model == DEMO_ADAPTER else ''}.glb", ring(), rings[0].texture)
     expected = [turntable(surface, halves(pair), FRAMES, DEMO_SIZE, ELEVATION) for pair in PAIRS]
 
     def error(others: list[Tensor]) -> float:
@@ -66,19 +69,28 @@ def show(model: Path, folder: Path) -> tuple[dict[str, Tensor], tuple[str, ...],
     return strips, tuple(map(str, pipeline.decisions)), checks
 
 
+def opened(model: Path) -> PaintPipeline:
+    """The pipeline of a demo model, on the CPU."""
+    if model != DEMO_ADAPTER:
+        return load_paint(PaintRequest(model, device="cpu"))
+    return load_adapter(AdapterRequest(model, *demo_adapter()[1].values(), device="cpu"))
+
+
 def painted_ring(pipeline: PaintPipeline, pair: ColourPair, frames: int = FRAMES, steps: int = 0) -> PaintedRing:
     """A ring painted after a picture of itself in two colours, in the published number of steps if that is 0."""
-    mesh = ring()
-    surface = Surface.of(mesh)
-    view = rasterised(surface, next(iter(DEFAULT_VIEWS)), 2 * DEMO_SIZE, DEFAULT_VIEWS.ortho_scale)
-    large = view.image(halves(pair)(view.shown.interpolated(surface.vertices, surface.faces)), GREY)
+    mesh, adapter = ring(), pipeline.family == "mv_adapter"
+    table = views_for(pipeline.family, None)
+    surface = Surface.of(mesh, None, table.frame)
+    view = rasterised(surface, next(iter(table)), 2 * DEMO_SIZE, table.ortho_scale)
+    colours = halves(pair)(view.shown.interpolated(surface.vertices, surface.faces))
+    large = view.image(colours, PUBLISHED[pipeline.variant].background)
     scaled = F.interpolate(large.movedim(-1, 0)[None], (DEMO_SIZE, DEMO_SIZE), mode="bilinear", antialias=True)
     picture = scaled[0].movedim(0, -1)
-    maps, table, _ = maps_of(mesh, None, "paint", size=2 * DEMO_SIZE)
+    maps, table, _ = maps_of(mesh, None, pipeline.family, size=DEMO_SIZE if adapter else 2 * DEMO_SIZE)
     inputs = PaintInputs([picture], maps.normal, maps.position, table)
-    views = paint_views(pipeline, inputs, PaintSettings(DEMO_SIZE, steps, seed=1)).views
-    texture = filled(bake(surface, DEFAULT_VIEWS, views, BakeSettings(512, 1024)), surface)
-    return PaintedRing(picture, views, texture, turntable(surface, texture, frames, DEMO_SIZE, ELEVATION))
+    views = painted_views(pipeline, inputs, PaintSettings(DEMO_SIZE, steps, seed=1), Silent()).views
+    texture = filled(bake(surface, table, views, BakeSettings(512, 1024)), surface)
+    return PaintedRing(picture, views, texture, turntable(Surface.of(mesh), texture, frames, DEMO_SIZE, ELEVATION))
 
 
 def halves(pair: ColourPair) -> Callable[[Tensor], Tensor]:

@@ -21,7 +21,7 @@ from ..compat.memory.standalone import ahead_bytes, keeps, resident_bytes
 from ..compat.memory.statistics import StageNeed
 from ..compat.packages import attribute
 from ..pipelines.forecast.times import PlannedStage, key_of
-from .choices import DELIGHT_STEPS, PUBLISHED, TAUGHT_SIZES, TG2MV
+from .choices import DELIGHT_STEPS, TAUGHT_SIZES, TG2MV, sampler_of
 from .loading import PaintPipeline
 from .networks import mv_adapter, vae
 from .networks.encoders import CLASSES, CROPPED, TOKENS
@@ -117,7 +117,7 @@ def planned_run(pipeline: Any, size: int = 0, views: int = 0, steps: int = 0, gu
     ``guided``: rows of a step beside the first.
     """
     delight = pipeline.family == "delight"
-    own = None if delight else PUBLISHED[pipeline.variant]
+    own = None if delight else sampler_of(pipeline.variant, pipeline.is_demo)
     if guided is None:
         guided = int(own is not None and own.guidance != 1)
     usual = DELIGHT_STEPS if own is None else own.steps

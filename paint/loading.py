@@ -261,18 +261,23 @@ def _config(place: Path) -> Mapping[str, Any]:
 
 
 def _remarks(request: PaintRequest, place: Path, stored: Weights, dropped: int) -> list[Decision]:
-    remarks = []
-    if is_demo(request.model):
-        why = "ships with the pack: docs/models.md has where to get published models"
-        if request.stands_in_for:
-            why = f"in place of {request.stands_in_for!r}, which is not installed: docs/models.md has where to get it"
-        remarks.append(Decision("model", f"paints simple bodies at {DEMO_SIZE}x{DEMO_SIZE}", why, AUTO))
+    remarks = demo_remarks(request)
     if place.is_dir() and any(place.glob("*.bin")) and any(place.glob("*.safetensors")):
         why = "the folder has .bin and .safetensors, which may differ"
         remarks.append(Decision("weights", f"{stored.path.name} was read", why))
     if dropped:
         remarks.append(Decision("weights", f"{dropped} tensors of an unused image prompt were skipped"))
     return remarks
+
+
+def demo_remarks(request: Any) -> list[Decision]:
+    """The remark on a model that ships with the pack, for a request of any kind; none on others."""
+    if not is_demo(request.model):
+        return []
+    why = "ships with the pack: docs/models.md has where to get published models"
+    if request.stands_in_for:
+        why = f"in place of {request.stands_in_for!r}, which is not installed: docs/models.md has where to get it"
+    return [Decision("model", f"paints simple bodies at {DEMO_SIZE}x{DEMO_SIZE}", why, AUTO)]
 
 
 def network_bytes(module: nn.Module, dtypes: Dtypes) -> PartBytes:

@@ -49,6 +49,7 @@ def test_the_demo_draws_a_clip_checks_it_and_leaves_a_page(monkeypatch, tmp_path
     first = dict(list(demo.demo_models().items())[:1])
     monkeypatch.setattr(demo, "demo_models", lambda: first)
     monkeypatch.setattr(choices, "demo_paint_models", dict)
+    monkeypatch.setattr(choices, "demo_adapter", lambda: ({}, {}))
     if wrong:  # the model draws something else
         monkeypatch.setattr(drawing, "drawn", lambda *_: torch.rand(9, 64, 64, 3))
     assert main(["demo", "--output", str(tmp_path)]) == wrong

@@ -110,6 +110,17 @@ def test_the_paint_demo_is_the_last_choice_and_stands_in_while_no_paint_model_is
     assert folders.paint_choices() == ["hunyuan3d-mine", demo] and folders.paint_stand_in("hunyuan3d-paint-v2-0") == ""
 
 
+def test_the_small_mv_adapter_stands_in_for_ig2mv_alone_while_no_adapter_is_installed(folders, tmp_path):
+    both = *folders.demo_adapter()[0], *folders.demo_adapter()[1]
+    assert both == ("demo: MV-Adapter (2 MB)", "demo: ig2mv")
+    assert (folders.base_path(both[0]) / "unet" / "config.json").is_file() and folders.adapter_path(both[1]).is_file()
+    for name in ("mvadapter_ig2mv_sdxl.safetensors", "a/mvadapter_ig2mv_sd21.safetensors"):
+        assert folders.adapter_stand_in(name) == both
+    assert folders.adapter_stand_in("mvadapter_tg2mv_sdxl.safetensors") == folders.adapter_stand_in("mine") == ()
+    (tmp_path / "mvadapter_tg2mv_sd21.safetensors").touch()
+    assert folders.adapter_stand_in("mvadapter_ig2mv_sdxl.safetensors") == ()
+
+
 def test_without_demo_models_the_list_says_that_there_is_none(folders, monkeypatch):
     monkeypatch.setattr(folders, "demo_models", dict)
     assert folders.model_choices() == [folders.NO_MODEL]

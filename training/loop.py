@@ -25,12 +25,14 @@ def train(
     steps: int,
     rate: float,
     save_every: int = 200,
+    falling: float = 0.25,
 ) -> None:
     """Minimise ``loss_of(step, generator)``; goes on from the last saved step.
 
     Args:
         modules: what is trained, by name.
-        rate: the learning rate, after a warm-up and before the last quarter, in which it falls to zero.
+        rate: the learning rate, after a warm-up and before the last steps, in which it falls to zero.
+        falling: the share of those last steps.
     """
     STATES.mkdir(parents=True, exist_ok=True)
     state, table = STATES / f"{name}.pt", HERE / "curves" / f"{name}.csv"
@@ -47,7 +49,7 @@ def train(
     began, total = time.monotonic(), 0.0
     for step in range(first, steps):
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / 100, (steps - step) / (0.25 * steps))
+            group["lr"] = rate * min(1.0, (step + 1) / 100, (steps - step) / (falling * steps))
         loss = loss_of(step, torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         loss.backward()

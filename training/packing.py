@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ DUAL = r"unet_dual\.(time_embedding|.*time_emb_proj|.*conv_norm_out|conv_out)"  
 RECIPES: dict[str, Recipe] = {
     "hunyuan3d_paint/unet": Recipe(0.12, fine="time_emb|class_emb", unused=DUAL),
     "hunyuan3d_paint/vae": Recipe(exact=""),
+    "mv_adapter/unet": Recipe(unused=r"attn2\.to_(q|k|v|out)"),
+    "mv_adapter/adapter": Recipe(),
     "ltx/text_encoder": Recipe(0.09),
     "ltx/transformer": Recipe(),
     "ltx/vae": Recipe(0.03),
@@ -201,6 +204,8 @@ def place(part: str) -> Path:
     model, name = part.split("/")
     stem = "model" if "encoder" in name else "diffusion_pytorch_model"
     root = PAINT if (PAINT / model).is_dir() else MODELS
+    if name == "adapter":
+        return next((root / model).glob("*.safetensors"))
     return root / part / f"{stem}.safetensors"
 
 
@@ -214,9 +219,7 @@ def dense(part: str) -> Tensors:
 def inputs_of(model: str) -> dict[str, Tensor]:
     """The mean products of the inputs of every layer of a model that is here, by part and name, from a few results."""
     if (PAINT / model).is_dir():
-        import hunyuan3d_paint
-
-        return hunyuan3d_paint.inputs()
+        return import_module(model).inputs()  # type: ignore[no-any-return]
     pipeline = load_pipeline(LoadRequest(MODELS / model, precision="fp32", device="cpu"))
     names = [part.partition("/")[2] for part in RECIPES if part.startswith(f"{model}/")]
     with watched({f"{model}/{name}": pipeline.parts.read(name) for name in names}) as sums:

@@ -21,8 +21,10 @@ from torch import Tensor
 from ...compat.checkpoints.weights import read_json
 from ...compat.errors import CheckpointError
 from ...compat.packages import imported
+from ..choices import DEMOS, is_demo
 from .weights import Weights, weights_in
 
+INDEX, OF_DEMOS = "model_index.json", "_anygpu_parts_of"  # part to the demo model that ships it, and its name there
 HEAD_WIDTH, TIME_WIDTH, SIZES = 64, 256, 6  # of an attention; of each of SDXL's six numbers of sizes
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 V_PREDICTED, EDM = "v_pred", "edm_mean"  # tensors that mark a file of velocities, and of EDM
@@ -79,13 +81,21 @@ def base_in(place: Path | Weights, vae: Path | None = None) -> Base:
 
 
 def _of_folder(path: Path) -> Base:
-    unet = _saved(path / "unet", "UNet")
+    unet = _saved(part_folder(path, "unet"), "UNet")
     scheduler = path / "scheduler" / "scheduler_config.json"
     noted = read_json(scheduler, "the configuration of the scheduler") if scheduler.is_file() else {}
     edm = "EDM" in str(noted.get("_class_name")) or noted.get("prediction_type") == "edm"
     kind = _kind(unet.shapes, path, edm)
-    parts = {part: _saved(path / part, part) for part in ("vae", *TEXT[kind])}
+    parts = {part: _saved(part_folder(path, part), part) for part in ("vae", *TEXT[kind])}
     return Base(kind, str(noted.get("prediction_type", EPSILON)), {"unet": unet, **parts})
+
+
+def part_folder(folder: Path, part: str) -> Path:
+    """The folder of a part of a checkpoint; one that ships with the pack may share it with another."""
+    index = folder / INDEX
+    shared = read_json(index, "a diffusers pipeline").get(OF_DEMOS, {}) if is_demo(folder) and index.is_file() else {}
+    there = (home / str(shared.get(part)) for home in DEMOS)
+    return next((place for place in there if place.is_dir()), folder / part)
 
 
 def _saved(folder: Path, part: str) -> BasePart:

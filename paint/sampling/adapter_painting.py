@@ -52,7 +52,7 @@ def paint_six_views(
     if settings.scheduler == "auto" and base == "sd21":
         settings = replace(settings, scheduler="euler_ancestral")  # the step of the recommended DDPM
     settings = painting.completed(pipeline, settings, progress)
-    if settings.size != TAUGHT_SIZES[base]:
+    if settings.size != TAUGHT_SIZES[base] and not pipeline.is_demo:
         progress.notify(f"this model was made for views of {TAUGHT_SIZES[base]} pixels, not {settings.size}")
     prompt = _prompt(pipeline, inputs)
     what = f"painting {VIEWS} views of {settings.size} pixels"

@@ -22,7 +22,7 @@ from ...compat.memory.statistics import stage_cost
 from ...compat.output_check import require_finite
 from ...pipelines.forecast.times import expected
 from .. import forecast
-from ..choices import DEMO_SIZE, NEGATIVE, PUBLISHED, WHITE
+from ..choices import DEMO_SIZE, NEGATIVE, PUBLISHED, WHITE, sampler_of
 from ..forecast import DECODED, ENCODED, PaintRun, materials_of, vae_bytes
 from ..geometry.cameras import CameraTable, camera_ids, camera_notes, views_for
 from ..loading import PaintPipeline
@@ -176,7 +176,9 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
             expected="a pipeline that paints",
             fix="Load a Hunyuan3D paint folder or MV-Adapter; the delight model has its own node.",
         )
-    own = PUBLISHED[pipeline.variant]
+    own = sampler_of(pipeline.variant, pipeline.is_demo)
+    if own != PUBLISHED[pipeline.variant]:
+        progress.notify(f"the demo model was made for {own.steps} steps and guidance {own.guidance:g}")
     if pipeline.family != "mv_adapter" and not pipeline.is_demo:
         tell_once(
             progress, "maps and picture are prepared as Tencent does: views of a seed were slightly others before"

@@ -16,7 +16,7 @@ from host import paint_models
 from host.client import Client, Run
 from host.inside.asking import Inside
 from host.prompts import Graph, painted, replay
-from host.server import Server
+from host.server import PICTURE, Server
 from paint import mv_stored
 
 pytestmark = pytest.mark.host
@@ -369,3 +369,43 @@ def test_with_no_model_installed_a_ball_takes_the_picture_s_colours(server: Serv
     index = facts["materials"][0]["pbrMetallicRoughness"]["baseColorTexture"]["index"]
     red, green, blue = picture(facts, data, index).reshape(-1, 3).mean(0)
     assert green > 1.5 * max(red, blue), (red, green, blue)
+
+
+@pytest.mark.full
+def test_mv_adapter_paints_with_nothing_installed(server: Server, client: Client) -> None:
+    """Its demo is what the node offers: the ring takes the picture's colours, twice, and the texture is baked."""
+    paint_models.only_the_demo(server)
+    for file in (server.base / "models").rglob("mvadapter*"):  # of another test
+        file.unlink()
+    offered = client.get("/object_info/AnyGPULoadMVAdapter")["AnyGPULoadMVAdapter"]["input"]["required"]
+    chosen = {name: (offered[name][1].get("options") or offered[name][0])[-1] for name in ("model", "adapter")}
+    assert chosen == {"model": "demo: MV-Adapter (2 MB)", "adapter": "demo: ig2mv"}
+    graph = Graph()
+    more = {"lora": "none", "lora_strength": 1.0, "precision": "auto", "offload": "auto"}
+    pipeline = graph.add("AnyGPULoadMVAdapter", **chosen, **more)
+    image = graph.add("LoadImage", image=PICTURE)
+    mesh = graph.add("AnyGPULoadMesh", mesh_file=paint_models.MESH)
+    maps = graph.add("AnyGPURenderViews", mesh=graph.link(mesh), pipeline=graph.link(pipeline), size=128)
+    cameras = graph.link(maps, 2)
+    given = {"normals": graph.link(maps), "positions": graph.link(maps, 1), "cameras": cameras}
+    given |= {"image": graph.link(image), "mask": graph.link(image, 1), "view_size": 512, "steps": 0, "guidance": 0.0}
+    asked = {"scheduler": "auto", "sigma_schedule": "auto", "seed": 1}
+    views = graph.add("AnyGPUPaintViews", pipeline=graph.link(pipeline), **given, **asked)
+    sizes = {"texture_size": 256, "view_size": 256}
+    baked = graph.add("AnyGPUBakeTexture", mesh=graph.link(mesh), images=graph.link(views), cameras=cameras, **sizes)
+    graph.add("SaveGLB", mesh=graph.link(baked), filename_prefix="3d/mv_demo")
+    for adapter in (chosen["adapter"], "mvadapter_ig2mv_sdxl.safetensors"):
+        graph.prompt[pipeline]["inputs"]["adapter"] = adapter
+        run = client.run(graph.prompt)
+        assert run.ending == "execution_success", run.message
+        said = [text for _, text in run.texts]
+        for words in ("paints simple bodies", "paints at its own size", "20 steps and guidance 1"):
+            assert any(words in text for text in said), (words, said)
+        facts, data = glb(saved(server, graph.prompt, run))
+        index = facts["materials"][0]["pbrMetallicRoughness"]["baseColorTexture"]["index"]
+        colours = picture(facts, data, index).astype(float) / 255
+        red, blue = (colours[..., channel] - colours[..., 2 - channel] > 0.2 for channel in (0, 2))
+        assert min(red.mean(), blue.mean()) > 0.25, "above red, below blue"
+    graph.prompt[pipeline]["inputs"]["adapter"] = "mvadapter_tg2mv_sdxl.safetensors"
+    run = client.run(graph.prompt)
+    assert run.ending == "execution_error" and "no MV-Adapter 'mvadapter_tg2mv_sdxl.safetensors' in" in run.message
