@@ -26,7 +26,7 @@ from .inputs import CATEGORY, Pipeline, schema
 
 log = logging.getLogger(__name__)
 
-FITTING = f"{CATEGORY}/fit"
+fit_schema = partial(schema, category=f"{CATEGORY}/fit")
 PRECISION = (
     "auto: fp16-safe where this GPU has no fast bf16, otherwise as core loaded it. fp16-safe: scaled fp16 products around "
     "an fp32 stream; the first step says in how many layers. fp32: exact and slow. as loaded: core's choice."
@@ -68,10 +68,9 @@ def attention_input() -> Any:
 class FitAll(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return fit_schema(
             node_id="AnyGPUFit",
             display_name="AnyGPU Fit",
-            category=FITTING,
             description="Makes MODEL, VAE and CLIP from any loader run well on this GPU: safe fp16 where the GPU has no "
                         "fast bf16, decodes that are checked, attention without huge score matrices. Connect what you "
                         "have. One line each says what was done; where nothing is needed, nothing changes.",
@@ -128,10 +127,9 @@ class FitAll(io.ComfyNode):
 class FitModel(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return fit_schema(
             node_id="AnyGPUFitModel",
             display_name="AnyGPU Fit Model",
-            category=FITTING,
             description="Makes a MODEL from any loader run well on this GPU: safe fp16 where the GPU has "
                         "no fast bf16, attention without huge score matrices, 3-D convolutions that work. Put it "
                         "right before the sampler. Where nothing is needed the model passes through unchanged.",
@@ -170,10 +168,9 @@ class FitModel(io.ComfyNode):
 class FitVAE(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return fit_schema(
             node_id="AnyGPUFitVAE",
             display_name="AnyGPU Fit VAE",
-            category=FITTING,
             description="Checks every decode and encode of a VAE from any loader. A result that is NaN or one colour, "
                         "a missing kernel or a shortage of memory leads to the next way: fp32, tiles, and finally the "
                         "CPU. 3-D convolutions take a form that works on this device.",
@@ -208,11 +205,10 @@ class FitVAE(io.ComfyNode):
 class FitCLIP(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return fit_schema(
             node_id="AnyGPUFitCLIP",
             display_name="AnyGPU Fit CLIP",
             is_dev_only=True,  # AnyGPU Fit takes a CLIP alone too
-            category=FITTING,
             description="Makes text encoders from any loader fit this device: attention without huge score matrices, "
                         "safe fp16 if you choose it, and a warning about weights that are not finite. Where nothing "
                         "is needed the CLIP passes through unchanged.",

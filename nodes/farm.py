@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 from ..host import farm, folders, saved
@@ -15,7 +16,7 @@ from ..pipelines.records.receipts import settings_of
 from .inputs import CATEGORY, schema, size_inputs
 from .tools import Uncached
 
-FARM = f"{CATEGORY}/farm"
+farm_schema = partial(schema, category=f"{CATEGORY}/farm")
 NO_RAY = importlib.util.find_spec("ray") is None  # then the menu needs none of these nodes
 Jobs = io.Custom("ANYGPU_JOBS")
 
@@ -47,11 +48,10 @@ def result_outputs() -> list[Any]:
 class QueueJobs(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return farm_schema(
             node_id="AnyGPUQueueJobs",
             display_name="AnyGPU Queue Jobs",
             is_dev_only=NO_RAY,
-            category=FARM,
             description="Writes a job for each prompt, seed and picture, or for each mesh, into a folder, for `anygpu-farm` on this or "
                         "other machines. Nothing is rendered here. Jobs that are done already stay done.",
             search_aliases=["batch", "queue many", "render farm", "cluster", "seeds", "prompts"],
@@ -157,11 +157,10 @@ class QueueJobs(io.ComfyNode):
 class Collect(Uncached):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return farm_schema(
             node_id="AnyGPUCollect",
             display_name="AnyGPU Collect",
             is_dev_only=True,
-            category=FARM,
             description="Brings back the videos of finished jobs, in the order they were queued, and says why others "
                         "failed. Cancel stops the waiting, not the jobs.",
             search_aliases=["fetch results", "render farm", "cluster", "batch results"],
@@ -186,11 +185,10 @@ class Collect(Uncached):
 class Farm(Uncached):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return farm_schema(
             node_id="AnyGPUFarm",
             display_name="AnyGPU Farm",
             is_dev_only=NO_RAY,
-            category=FARM,
             description="Lets the machines of a Ray cluster render jobs, shows what each of them is doing, and brings "
                         "the videos back. Cancel also ends the jobs in the cluster. Needs the package ray, and a token.",
             search_aliases=["ray", "render farm", "cluster", "multi gpu", "distributed"],

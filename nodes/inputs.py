@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ..compat.checkpoints import packed
@@ -40,6 +41,9 @@ def schema(**given: Any) -> io.Schema:
     for each in inputs[first:]:
         each.optional = True
     return io.Schema(**{"category": CATEGORY, "hidden": [io.Hidden.unique_id], **given})
+
+
+mesh_schema = partial(schema, category="3d/AnyGPU")
 
 
 def seed_input() -> Any:

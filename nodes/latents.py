@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 from ..compat.checkpoints.latents import NOT_FINITE
@@ -18,7 +19,7 @@ from ..pipelines.latents import convert as latent_format
 from ..pipelines.latents import store as latent_store
 from .inputs import CATEGORY, Image, Pipeline, Prompt, schema
 
-FILES = f"{CATEGORY}/files"
+files_schema = partial(schema, category=f"{CATEGORY}/files")
 
 
 def prefix_input(default: str) -> Any:
@@ -53,11 +54,10 @@ class Listed(io.ComfyNode):
 class SaveLatent(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return files_schema(
             node_id="AnyGPUSaveLatent",
             display_name="AnyGPU Save Latent",
             is_dev_only=True,
-            category=FILES,
             description="Saves video latents as safetensors, bit for bit, with everything decoding needs: family, "
                         "size, frames, fps, seed, prompt, generator state, sections. Drop the file onto ComfyUI to "
                         "open its workflow.",
@@ -88,11 +88,10 @@ class LoadLatent(Listed):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return files_schema(
             node_id="AnyGPULoadLatent",
             display_name="AnyGPU Load Latent",
             is_dev_only=True,
-            category=FILES,
             description="Reads latents written by AnyGPU Save Latent, core's Save Latent or Musubi Tuner, and "
                         "recognises which from the file.",
             search_aliases=["import latent", "load latents", "musubi"],
@@ -118,10 +117,9 @@ class LoadLatent(Listed):
 class RecoverLatents(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return files_schema(
             node_id="AnyGPURecoverLatents",
             display_name="AnyGPU Recover Latents",
-            category=FILES,
             description="The latents of every sampling are saved automatically after its last step, so a failed "
                         "decode, a cancel or a crash costs nothing. This node lists them, newest first, and loads one.",
             search_aliases=["recover", "restore latents", "crash", "lost video"],
@@ -153,11 +151,10 @@ class RecoverLatents(io.ComfyNode):
 class SavePrompt(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return files_schema(
             node_id="AnyGPUSavePrompt",
             display_name="AnyGPU Save Prompt",
             is_dev_only=True,
-            category=FILES,
             description="Saves an encoded prompt, so that a machine that is too small for the text encoder can "
                         "sample it.",
             search_aliases=["save embeddings", "save conditioning", "text encoder"],
@@ -183,11 +180,10 @@ class LoadPrompt(Listed):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return files_schema(
             node_id="AnyGPULoadPrompt",
             display_name="AnyGPU Load Prompt",
             is_dev_only=True,
-            category=FILES,
             description="Reads a prompt written by AnyGPU Save Prompt or Musubi Tuner. You need no text encoder, not "
                         "even its files.",
             search_aliases=["load embeddings", "load conditioning", "musubi", "text encoder"],
@@ -208,11 +204,10 @@ class LoadPrompt(Listed):
 class SaveMusubiCache(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return files_schema(
             node_id="AnyGPUSaveMusubiCache",
             display_name="AnyGPU Save Musubi Cache",
             is_dev_only=True,
-            category=FILES,
             description="Writes the latents and the prompt of one training item as Musubi Tuner caches, for "
                         "HunyuanVideo, HunyuanVideo 1.5 and FramePack. AnyGPU Load Latent and AnyGPU Load Prompt "
                         "read them.",
@@ -315,11 +310,10 @@ class Replay(Listed):
 
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return files_schema(
             node_id="AnyGPUReplay",
             display_name="AnyGPU Replay",
             is_dev_only=True,
-            category=FILES,
             description="Renders the video in a file again, from the receipt that AnyGPU writes into videos and latents: "
                         "same model, prompts, pictures and settings. Says whether the latents are the same bit for bit, and if "
                         "not, what differs between the machines.",

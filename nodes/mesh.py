@@ -9,9 +9,8 @@ from ..host import memory_manager, meshes, preview
 from ..host.api import io
 from ..host.progress import PaintProgress
 from ..paint.choices import BAKES, FILLS, FLOATERS, NORMALS, ORTHO_SCALE, PLACES, VIEWS
-from .inputs import Cameras, Paint, schema
+from .inputs import Cameras, Paint, mesh_schema
 
-CATEGORY = "3d/AnyGPU"
 LIST, GREEDY = "list", "greedy"
 PREVIEW_FPS = 12.0  # of the turntable under its node
 
@@ -19,10 +18,9 @@ PREVIEW_FPS = 12.0  # of the turntable under its node
 class LoadMesh(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return mesh_schema(
             node_id="AnyGPULoadMesh",
             display_name="AnyGPU Load Mesh",
-            category=CATEGORY,
             description="Reads a GLB, glTF, OBJ, PLY or STL file as a MESH. Several objects become one.",
             search_aliases=["load glb", "load obj", "import mesh", "open 3d model", "trimesh"],
             inputs=[
@@ -53,10 +51,9 @@ class LoadMesh(io.ComfyNode):
 class CleanMesh(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return mesh_schema(
             node_id="AnyGPUCleanMesh",
             display_name="AnyGPU Clean Mesh",
-            category=CATEGORY,
             description="Removes small loose pieces, duplicate faces and faces without area, and broken vertices. "
                         "Put it before core's Decimate Mesh and Unwrap Mesh.",
             search_aliases=["remove floaters", "degenerate faces", "mesh repair", "postprocess mesh"],
@@ -89,10 +86,9 @@ class CleanMesh(io.ComfyNode):
 class PaintCameras(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return mesh_schema(
             node_id="AnyGPUPaintCameras",
             display_name="AnyGPU Paint Cameras",
-            category=CATEGORY,
             description="Sets the views to paint and bake. Without this node, the six are used that paint v2-0 and "
                         "turbo were made for. Azimuth 0 looks at the front (+Z), 90 at the +X side; elevation 90 "
                         "looks down.",
@@ -147,10 +143,9 @@ class PaintCameras(io.ComfyNode):
 class RenderViews(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return mesh_schema(
             node_id="AnyGPURenderViews",
             display_name="AnyGPU Render Views",
-            category=CATEGORY,
             description="Renders normal and position maps of a mesh from every camera: orthographic and in object "
                         "space, as the paint models were trained. Plain torch, nothing to compile.",
             search_aliases=["normal map", "position map", "custom rasterizer", "multiview render"],
@@ -193,10 +188,9 @@ class RenderViews(io.ComfyNode):
 class BakeTexture(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return mesh_schema(
             node_id="AnyGPUBakeTexture",
             display_name="AnyGPU Bake Texture",
-            category=CATEGORY,
             description="Projects the painted views onto the mesh's texture and fills in what no view saw. You can "
                         "enlarge the views first with core's upscale nodes.",
             search_aliases=["back projection", "bake from multiview", "inpaint texture", "texture baking"],
@@ -272,10 +266,9 @@ class ProjectPicture(io.ComfyNode):
             ]
             for place in PLACES
         ]
-        return schema(
+        return mesh_schema(
             node_id="AnyGPUProjectPicture",
             display_name="AnyGPU Project Picture",
-            category=CATEGORY,
             description="Puts the detail of your own pictures onto a textured mesh where they show it: finds the camera "
                         "by the object's outline, fades out at slanted and hidden surface and where colours contradict. "
                         "All other texels stay. Works after any paint model and on meshes from core's nodes.",
@@ -315,10 +308,9 @@ class ProjectPicture(io.ComfyNode):
 class RenderTurntable(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return mesh_schema(
             node_id="AnyGPURenderTurntable",
             display_name="AnyGPU Render Turntable",
-            category=CATEGORY,
             description="Renders a textured mesh through one full turn, for core's Preview Image, Save Animated WEBP or "
                         "Create Video.",
             search_aliases=["turntable", "render mesh", "preview mesh", "spin", "360"],

@@ -18,12 +18,11 @@ from .inputs import (
     Cameras,
     Paint,
     attention_input,
+    mesh_schema,
     offload_input,
     precision_input,
-    schema,
     seed_input,
 )
-from .mesh import CATEGORY
 
 LICENCE = (
     "Hunyuan3D's weights are Tencent's, under its Hunyuan 3D community licence: not for use in the EU, the UK and South "
@@ -60,10 +59,9 @@ class LoadPaintPipeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         providers = folders.paint_provider_choices()
-        return schema(
+        return mesh_schema(
             node_id="AnyGPULoadPaintPipeline",
             display_name="AnyGPU Load Paint Pipeline",
-            category=CATEGORY,
             description="Opens Hunyuan3D paint v2-0, turbo or PBR v2-1, or delight, and chooses precision and "
                         "offload for this machine. Weights are read when a stage first needs them. " + LICENCE,
             search_aliases=["hunyuan3d", "texture model", "paint pbr", "delight", "hy3dgen"],
@@ -127,10 +125,9 @@ class LoadPaintPipeline(io.ComfyNode):
 class LoadMVAdapter(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return mesh_schema(
             node_id="AnyGPULoadMVAdapter",
             display_name="AnyGPU Load MV-Adapter",
-            category=CATEGORY,
             description="Opens MV-Adapter ig2mv (after a picture) or tg2mv (after words) on your own checkpoint of SDXL or "
                         "SD2.1. It paints six views in colour, with their light. The adapter is Apache-2.0; a checkpoint "
                         "has its own licence. Nothing is downloaded.",
@@ -201,10 +198,9 @@ class LoadMVAdapter(io.ComfyNode):
 class DelightImage(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return mesh_schema(
             node_id="AnyGPUDelightImage",
             display_name="AnyGPU Delight Image",
-            category=CATEGORY,
             description="Removes light and shadow from the reference picture for paint v2-0 and turbo, and puts it "
                         "on white. The PBR model needs the picture as it is. " + LICENCE,
             search_aliases=["remove shadows", "delight", "relight", "albedo"],
@@ -266,10 +262,9 @@ class DelightImage(io.ComfyNode):
 class PaintViews(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return mesh_schema(
             node_id="AnyGPUPaintViews",
             display_name="AnyGPU Paint Views",
-            category=CATEGORY,
             description="Paints the views of a mesh to match a reference picture. For a second, larger pass, upscale "
                         "the latent, raise view_size, and set denoise to 0.3 to 0.6. " + LICENCE,
             search_aliases=["sample multiview", "texture", "hunyuan3d paint", "multiview"],
@@ -361,10 +356,9 @@ class PaintViews(io.ComfyNode):
 class TextureMesh(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        return schema(
+        return mesh_schema(
             node_id="AnyGPUTextureMesh",
             display_name="AnyGPU Texture Mesh",
-            category=CATEGORY,
             description="Textures a mesh in one step: unwraps it if UVs are missing, renders maps, evens out the "
                         "light, paints and bakes. The separate nodes do the same with more options. " + LICENCE,
             search_aliases=["texture mesh", "hunyuan3d", "mesh to textured", "3d texture", "paint mesh"],

@@ -84,8 +84,10 @@ FILES = (
     File("Kijai/HunyuanVideo_comfy/hunyuan_video_720_fp8_e4m3fn.safetensors", "hunyuan_video", "hunyuan_video", SCALED),
     File(
         "Kijai/HunyuanVideo_comfy/hunyuan_video_FastVideo_720_fp8_e4m3fn.safetensors",
-        "hunyuan_video", "hunyuan_video", SCALED,
-    ),  # fmt: skip
+        "hunyuan_video",
+        "hunyuan_video",
+        SCALED,
+    ),
     *(
         File(f"calcuis/hunyuan-gguf/hunyuan-video-t2v-720p-{bits}.gguf", "hunyuan_video", "hunyuan_video", codec)
         for bits, codec in (
