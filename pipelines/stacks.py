@@ -18,14 +18,7 @@ from torch import Tensor, nn
 from ..compat import measures
 from ..compat.device import facts as memory
 from ..compat.device.execution import HOST
-from ..compat.device.facts import (
-    GIBIBYTE,
-    DeviceFacts,
-    facts_for,
-    host_free_bytes,
-    locks_host_memory,
-    value_or,
-)
+from ..compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, host_free_bytes, locks_host_memory, value_or
 from ..compat.device.failures import is_shortage
 from ..compat.device.probe_store import OK, ProbeStore
 from ..compat.device.quirks import convolution_switches
