@@ -66,7 +66,7 @@ def demos() -> Iterator[tuple[str, PaintPipeline]]:
     """Every demo that the nodes list."""
     for name, folder in choices.demo_paint_models().items():
         yield name, load_paint(PaintRequest(folder, precision="fp32", device="cpu"))
-    bases, adapters = getattr(choices, "demo_adapter", lambda: ({}, {}))()
+    bases, adapters = choices.demo_adapter()
     for name, base in bases.items():
         for adapter in adapters.values():
             yield name, load_adapter(AdapterRequest(base, adapter, precision="fp32", device="cpu"))
