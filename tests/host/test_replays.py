@@ -89,7 +89,8 @@ def test_a_prompt_without_what_may_be_left_out_gives_the_same_video(server: Serv
         shown.append(videos.frames(server.output(run.files()[0])).astype(np.int16))
         client.free()
     apart = np.abs(shown[0] - shown[1])
-    assert not apart.any(), (apart.max(), apart.any((1, 2, 3)), [(run.cached, run.texts) for run in runs])
+    said = "\n".join(f"{run.cached}: {run.texts}" for run in runs)  # as text, which is shown whole
+    assert not apart.any(), f"off by {apart.max()} in frames {apart.any((1, 2, 3))}\n{said}"
     assert np.ptp(shown[0]) > 0
 
 
