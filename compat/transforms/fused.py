@@ -179,12 +179,17 @@ def _attach(block: nn.Module, fusion: BlockFusion, fused: FusionPoints) -> None:
     fused.gelus += fused.epilogue and hasattr(block, "act_mlp")
     _attach_gelu(block, fused)
     fused.undo.patch(block, _forward_of(block))
+    _attach_parts(block, fusion, fused)
+
+
+def _attach_parts(block: nn.Module, fusion: BlockFusion, fused: FusionPoints, narrow: bool = False) -> None:
+    """Fuse the attentions and gated feed-forwards of ``block``. ``narrow``: as safe fp16 has them."""
     for path in fusion.attention:
-        fused.undo.set(block.get_submodule(path), "processor", fusion.processor(fused.form))
+        fused.undo.set(block.get_submodule(path), "processor", fusion.processor(fused.form, narrow))
     for path in fusion.gated:
         feed: Any = getattr(block, path, None)
         if feed is not None:
-            fused.patch(feed.net[0], gated_feed)
+            fused.patch(feed.net[0], wide_gated_feed if narrow else gated_feed)
     fused.points.update(points_of(block, fusion))
 
 
@@ -199,20 +204,11 @@ def _attach_gelu(block: Any, fused: FusionPoints) -> None:
 def _attach_safe(block: Any, fusion: BlockFusion, fused: FusionPoints) -> bool:
     """Fuse a block that safe fp16 has rewritten, around its fp32 residual; False, and nothing, where its attention is
     not known: without our processors a block of one stream rotates what is not its own."""
-    points, found = points_of(block, fusion), [block.get_submodule(path) for path in fusion.attention]
-    stock = {root + each for each in fusion.attention.values() for root in (TRANSFORMERS, UPSTREAM)}
-    stock.add(full_name(Fp32RotaryProcessor()))
-    if any(full_name(each.processor) not in stock or _unfit_attention(each) for each in found):
-        fused.leave("its attention has another processor or other norms", sum(points.values()))
+    if reason := next(filter(None, _other_attention(block, fusion, full_name(Fp32RotaryProcessor()))), ""):
+        fused.leave(reason, sum(points_of(block, fusion).values()))
         return False
     fused.undo.set(block, OPS, replace(SAFE_OPS, form=fused.form))
-    for attention in found:
-        fused.undo.set(attention, "processor", fusion.processor(fused.form, narrow=True))
-    for path in fusion.gated:
-        feed = getattr(block, path, None)
-        if feed is not None:
-            fused.patch(feed.net[0], wide_gated_feed)
-    fused.points.update(points)
+    _attach_parts(block, fusion, fused, narrow=True)
     return True
 
 
@@ -229,13 +225,18 @@ def _unfit(block: Any, fusion: BlockFusion) -> str:
     return other_forward(block, _forward_of(block)) or next(filter(None, _differences(block, fusion)), "")
 
 
-def _differences(block: Any, fusion: BlockFusion) -> Iterator[str]:
+def _other_attention(block: Any, fusion: BlockFusion, *known: str) -> Iterator[str]:
+    """How each attention differs from its stock one, empty where it does not; ``known`` are names of other processors."""
     for path, stock in fusion.attention.items():
         attention = block.get_submodule(path)
-        if full_name(attention.processor) not in (TRANSFORMERS + stock, UPSTREAM + stock):
+        if full_name(attention.processor) not in (TRANSFORMERS + stock, UPSTREAM + stock, *known):
             yield f"{path} has a {type(attention.processor).__name__}"
         reason = _unfit_attention(attention)
         yield f"{path}: {reason}" if reason else ""
+
+
+def _differences(block: Any, fusion: BlockFusion) -> Iterator[str]:
+    yield from _other_attention(block, fusion)
     for path in fusion.layers:
         norm = submodule_at(block, path)
         if full_name(norm) != LAYER_NORM or norm.weight is not None:

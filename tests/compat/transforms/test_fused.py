@@ -424,6 +424,14 @@ def test_under_safe_fp16_every_point_is_fused_and_no_error_grows(name, fp32_outp
     assert all(torch.equal(one, former) for one, former in zip(again, stock[0], strict=True))
 
 
+def test_under_safe_fp16_an_attention_of_another_kind_is_left_with_the_reason():
+    model = tiny("ltx")
+    fp16.apply_fp16_safe(model, "any")
+    model.transformer_blocks[0].attn1.processor = object()
+    found = fuse(model, REFERENCE)
+    assert found.points.total() == 6 and found.left == {"attn1 has a object": 1} and found.left_points == 6
+
+
 def redrawn(inputs: dict[str, Any], seed: int) -> dict[str, Any]:
     """The inputs with other tokens, of the same size."""
     generator = torch.Generator().manual_seed(seed)
