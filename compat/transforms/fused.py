@@ -226,7 +226,7 @@ def _unfit(block: Any, fusion: BlockFusion) -> str:
 
 
 def _other_attention(block: Any, fusion: BlockFusion, *known: str) -> Iterator[str]:
-    """How each attention differs from its stock one, empty where it does not; ``known`` are names of other processors."""
+    """The difference of each attention from its stock one, or empty; ``known`` are names of other processors."""
     for path, stock in fusion.attention.items():
         attention = block.get_submodule(path)
         if full_name(attention.processor) not in (TRANSFORMERS + stock, UPSTREAM + stock, *known):
