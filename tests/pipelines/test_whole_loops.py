@@ -164,6 +164,7 @@ OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "ltx 13B 0.9.8 distilled": ltx_twice("distilled", 29),
     "ltx 13B 0.9.8 dev": ltx_twice("dev", 40),
     "fast hunyuan": from_words("hunyuan_video", build=loops.fast_hunyuan),
+    "acc video": from_words("hunyuan_video", build=loops.acc_video),
     "fast mochi": from_words("mochi", build=loops.fast_mochi),
     "mochi": from_words("mochi"),
     "skyreels v1 t2v": from_words(

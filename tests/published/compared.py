@@ -22,6 +22,7 @@ LOOPS = {
     "hunyuan video 1.5 t2v cfg distilled to 1080p": 1.5e-5,
     "hunyuan video 1.5 i2v cfg distilled to 1080p": 1.5e-5,
     "fast hunyuan": 1.6e-5,
+    "acc video": 1.6e-5,
     "framepack": 1.7e-5,
     "framepack f1": 1.8e-5,
     "ltx 0.9.0": 1.6e-5,
@@ -109,6 +110,15 @@ ROWS = (
         "6 steps, shift 17, embedded guidance 6, 125 frames, decoder in windows of 64, at one tile",
         "over 256 pixels the blend into the last tile of a row; `--vae-sp`, which spreads tiles over cards",
         ("fast hunyuan",),
+    ),
+    Compared(
+        "hunyuan_video",
+        "AccVideo",
+        (WHOLE,),
+        "text to video with `sample_t2v.py` as its README calls it: both encoders, 5 steps, shift 7, embedded guidance "
+        "6, 93 frames, decoder in windows of 64, at one tile",
+        "over 256 pixels the blend into the last tile of a row",
+        ("acc video",),
     ),
     Compared(
         "hunyuan_video",

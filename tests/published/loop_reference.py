@@ -9,11 +9,14 @@ The publisher's own code is run for text, picture, sampling and decoding, on the
 the frames. Random numbers are drawn in our order, since a loop's own draws depend on its device.
 """
 
+import argparse
 import ast
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
@@ -540,26 +543,52 @@ def fast_mochi() -> torch.Tensor:
 
 def fast_hunyuan() -> torch.Tensor:
     """``sample_t2v_hunyuan.py`` of FastVideo as ``inference_hunyuan.sh`` calls it, on one device: 6 steps, shift 17."""
-    pipe, folder = tiny.one_shot("hunyuan_video", FOLDER), FOLDER / "hunyuan_video"
     sys.modules["fastvideo.models.flash_attn_no_pad"] = SimpleNamespace(flash_attn_no_pad=attention_of_masked)  # type: ignore[assignment]
     sys.modules["fastvideo.version"] = SimpleNamespace(__version__="")  # type: ignore[assignment]
     stub(*(f"fastvideo.v1.{name}" for name in ("configs.pipelines", "configs.sample", "entrypoints.video_generator")))
-    from fastvideo.models.hunyuan import inference, text_encoder
-    from fastvideo.models.hunyuan.modules import models
-    from fastvideo.models.hunyuan.vae.autoencoder_kl_causal_3d import AutoencoderKLCausal3D
-
     args = SimpleNamespace(
         denoise_type="flow", flow_shift=17, flow_reverse=True, flow_solver="euler", vae="884-16c-hy", precision="fp32",
         vae_precision="fp32", disable_autocast=False, vae_tiling=True, vae_sp=False,
     )  # fmt: skip
+    return distilled_hunyuan("fastvideo.models.hunyuan", args, (), frames=125, steps=6)
+
+
+def acc_video() -> torch.Tensor:
+    """``sample_t2v.py`` of AccVideo as its README calls it: 5 steps, shift 7, 93 frames."""
+    script = (CLONE / "sample_t2v.py").read_text()
+    asks = textwrap.dedent(script[script.index("    parser = ") :])
+    space: dict[str, Any] = {"argparse": argparse, "main": lambda _: None}
+    command = f"--height {loops.SIZE[1]} --width {loops.SIZE[0]} --num_frames 93 --num_inference_steps 5 "
+    command += "--guidance_scale 1 --embedded_cfg_scale 6 --flow_shift 7 --flow-reverse --precision fp32 "
+    command += "--vae-precision fp32 --text-states-dim 32 --text-states-dim-2 32"
+    with mock.patch.object(sys, "argv", ["", *command.split()]):
+        exec(asks, space)
+    args = space["args"]
+    from models.hunyuan.modules import attenion
+
+    with mock.patch.object(attenion, "flash_attn_varlen_func", attention_of_lengths):
+        return distilled_hunyuan(
+            "models.hunyuan", args, (args,), args.num_frames, args.num_inference_steps, few_step=True
+        )
+
+
+def distilled_hunyuan(
+    package: str, args: Any, first: tuple[Any, ...], frames: int, steps: int, **asked: Any
+) -> torch.Tensor:
+    """A loop of a fork of Tencent's code, whose transformer may take its arguments ``first``."""
+    pipe, folder = tiny.one_shot("hunyuan_video", FOLDER), FOLDER / "hunyuan_video"
+    inference, text_encoder, models, vaes = (
+        import_module(f"{package}.{name}")
+        for name in ("inference", "text_encoder", "modules.models", "vae.autoencoder_kl_causal_3d")
+    )
     own = {"mm_double_blocks_depth": 2, "mm_single_blocks_depth": 2, "rope_dim_list": [4, 6, 6], "hidden_size": 32}
     own |= {"heads_num": 2, "mlp_width_ratio": 2.0, "guidance_embed": True}
+    if not first:
+        own |= {"text_states_dim": 32, "text_states_dim_2": 32}
     with on_cpu():
-        model = models.HYVideoDiffusionTransformer(
-            in_channels=16, out_channels=16, text_states_dim=32, text_states_dim_2=32, **own
-        )
+        model = models.HYVideoDiffusionTransformer(*first, in_channels=16, out_channels=16, **own)
         model.load_state_dict(in_released_names(folder / "transformer", f"HunyuanVideo {layouts.ORIGINAL}"))
-        vae = AutoencoderKLCausal3D(**hunyuan_vae_config(AutoencoderKLCausal3D))
+        vae = vaes.AutoencoderKLCausal3D(**hunyuan_vae_config(vaes.AutoencoderKLCausal3D))
         vae.load_state_dict(in_released_names(folder / "vae", "the VAE of HunyuanVideo"))
         encoders = {"llm": (pipe.text_encoder, pipe.tokenizer), "clipL": (pipe.text_encoder_2, pipe.tokenizer_2)}
 
@@ -573,12 +602,15 @@ def fast_hunyuan() -> torch.Tensor:
             mock.patch.object(text_encoder, "load_tokenizer", part(1)),
         ):
             template, video = (inference.PROMPT_TEMPLATE[f"dit-llm-encode{end}"] for end in ("", "-video"))
-            first = text_encoder.TextEncoder(
+            llama = text_encoder.TextEncoder(
                 "llm", 256 + video["crop_start"], prompt_template=template, prompt_template_video=video,
                 hidden_state_skip_layer=2, apply_final_norm=False,
             )  # fmt: skip
-            second = text_encoder.TextEncoder("clipL", 77)
-        sampler = inference.HunyuanVideoSampler(args, vae.eval(), {}, first, model.eval(), second, device="cpu")
+            clip = text_encoder.TextEncoder("clipL", 77)
+        alone = {"parallel_args": {"ulysses_degree": 1, "ring_degree": 1}} if first else {}
+        sampler = inference.HunyuanVideoSampler(
+            args, vae.eval(), {}, llama, model.eval(), clip, device="cpu", **alone
+        )
         encode, (width, height) = sampler.pipeline.encode_prompt, loops.SIZE
 
         def in_rows(
@@ -587,10 +619,11 @@ def fast_hunyuan() -> torch.Tensor:
             embeds, *rest = encode(*given, **named)
             return embeds[:, None] if embeds.ndim == 2 else embeds, *rest
 
-        sampler.pipeline.encode_prompt = in_rows
+        if not first:
+            sampler.pipeline.encode_prompt = in_rows
         made = sampler.predict(
-            prompt=loops.PROMPT, height=height, width=width, video_length=125, seed=loops.SEED, infer_steps=6,
-            guidance_scale=1.0, flow_shift=17, embedded_guidance_scale=6.0,
+            prompt=loops.PROMPT, height=height, width=width, video_length=frames, seed=loops.SEED, infer_steps=steps,
+            guidance_scale=1.0, flow_shift=args.flow_shift, embedded_guidance_scale=6.0, **asked,
         )  # fmt: skip
     return made["samples"][0].permute(1, 2, 3, 0)
 
@@ -767,6 +800,7 @@ LOOPS = {
     "skyreels v1 t2v": Loop(*SKYWORK, skyreels(loops.SKYREELS_T2V)),
     "skyreels v1 i2v": Loop(*SKYWORK, skyreels(loops.SKYREELS_I2V)),
     "fast hunyuan": Loop("hao-ai-lab/FastVideo", "b79d1fc", "Apache-2.0", fast_hunyuan),
+    "acc video": Loop("aejion/AccVideo", "a2752d2", TENCENT, acc_video),
     "fast mochi": Loop("hao-ai-lab/FastVideo", "b79d1fc", "Apache-2.0", fast_mochi),
     "mochi": Loop("genmoai/mochi", "0c86aeb", "Apache-2.0", mochi),
     "hunyuan video": Loop("Tencent-Hunyuan/HunyuanVideo", "fa14b00", TENCENT, hunyuan_video()),

@@ -186,6 +186,7 @@ def released_as(release: str) -> Callable[[str, Path], Path]:
 
 
 fast_mochi, fast_hunyuan = released_as("FastMochi-diffusers"), released_as("FastHunyuan-diffusers")
+acc_video = released_as("AccVideo")
 
 
 SKYREELS_T2V, SKYREELS_I2V, SKYREELS_SIZE = "SkyReels-V1-Hunyuan-T2V", "SkyReels-V1-Hunyuan-I2V", (96, 64)

@@ -82,11 +82,9 @@ FILES = (
     ),
     File(f"{REPACKAGED}/hunyuan_video_t2v_720p_bf16.safetensors", "hunyuan_video", "hunyuan_video"),
     File("Kijai/HunyuanVideo_comfy/hunyuan_video_720_fp8_e4m3fn.safetensors", "hunyuan_video", "hunyuan_video", SCALED),
-    File(
-        "Kijai/HunyuanVideo_comfy/hunyuan_video_FastVideo_720_fp8_e4m3fn.safetensors",
-        "hunyuan_video",
-        "hunyuan_video",
-        SCALED,
+    *(
+        File(f"Kijai/HunyuanVideo_comfy/{name}_fp8_e4m3fn.safetensors", "hunyuan_video", "hunyuan_video", SCALED)
+        for name in ("hunyuan_video_FastVideo_720", "accvideo-t2v-5-steps")
     ),
     *(
         File(f"calcuis/hunyuan-gguf/hunyuan-video-t2v-720p-{bits}.gguf", "hunyuan_video", "hunyuan_video", codec)
