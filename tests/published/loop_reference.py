@@ -608,9 +608,7 @@ def distilled_hunyuan(
             )  # fmt: skip
             clip = text_encoder.TextEncoder("clipL", 77)
         alone = {"parallel_args": {"ulysses_degree": 1, "ring_degree": 1}} if first else {}
-        sampler = inference.HunyuanVideoSampler(
-            args, vae.eval(), {}, llama, model.eval(), clip, device="cpu", **alone
-        )
+        sampler = inference.HunyuanVideoSampler(args, vae.eval(), {}, llama, model.eval(), clip, device="cpu", **alone)
         encode, (width, height) = sampler.pipeline.encode_prompt, loops.SIZE
 
         def in_rows(
