@@ -118,8 +118,9 @@ def machine_of(folder: Path) -> Machine:
     from ..pipelines.demo import MODELS
     from ..pipelines.records.places import Machine, Places
 
-    models = (*folders.model_roots(), *folders.encoder_roots(), *folders.roots(folders.LORA_KEYS))
-    single = tuple(root for keys in model_files.KEYS.values() for root in folders.roots(keys))
+    models = (*folders.model_roots(), *folders.encoder_roots())
+    keys = (folders.LORA_KEYS, folders.UPSCALER_KEYS, *model_files.KEYS.values())
+    single = tuple(root for each in keys for root in folders.roots(each))
     state = folders.state_folder()
     pictures = (folder, Path(folder_paths.get_input_directory()), Path(folder_paths.get_output_directory()))
     return Machine(

@@ -17,6 +17,7 @@ from ..pipelines.jobs import replay
 from ..pipelines.latents import batch, musubi, prompt_files
 from ..pipelines.latents import convert as latent_format
 from ..pipelines.latents import store as latent_store
+from ..pipelines.records.receipts import with_upscaler
 from .inputs import CATEGORY, Image, Pipeline, Prompt, schema
 
 files_schema = partial(schema, category=f"{CATEGORY}/files")
@@ -296,10 +297,11 @@ class UpscaleLatents(io.ComfyNode):
     def execute(cls, pipeline: Any, latent: Any, upscaler: str) -> io.NodeOutput:
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         file, videos = folders.upscaler_file(upscaler), batch.videos_of(latent)
-        upscaled = [
-            stages.upscale(pipeline, latent_format.from_core(pipeline, video, progress.notify), file, part)
-            for video, part in zip(videos, batch.parts_of(progress, len(videos)), strict=True)
-        ]
+        upscaled = []
+        for video, part in zip(videos, batch.parts_of(progress, len(videos)), strict=True):
+            before = latent_format.from_core(pipeline, video, progress.notify)
+            after = stages.upscale(pipeline, before, file, part)
+            upscaled.append(with_upscaler(before, after, file, pipeline.model.request.state))
         one = upscaled[0]
         progress.finish(f"{one.width}x{one.height}, {one.frames} frames", batch.seeds_of(upscaled))
         return io.NodeOutput(batch.joined(upscaled))

@@ -115,12 +115,13 @@ def decoded(
 def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents:
     """The latents of a job, saved before anything else can fail."""
     group, job = pipeline.run.group, as_run(job, pipeline, progress.notify)
-    image, start = pipeline.on_leader(lambda: _images(job, machine, progress, pipeline))
+    before = _sampled_before(job, machine, progress, pipeline)
+    image, start = pipeline.on_leader(lambda: _images(job, machine, progress, pipeline, before))
     asked = replace(job.prompt, image=start if "image" in pipeline.spec.recipes.effective else None)
     prompt = pipeline.on_leader(lambda: stages.encode_prompt(pipeline, asked, progress))
     size = (image.width, image.height) if image else (job.settings.width, job.settings.height)
-    video = pipeline.on_leader(lambda: _video(job, machine, progress, pipeline))
-    settings = replace(job.settings, width=size[0], height=size[1], latents=video)
+    source = before or pipeline.on_leader(lambda: _video(job, machine, progress, pipeline))
+    settings = replace(job.settings, width=size[0], height=size[1], latents=source)
     store = machine.state / "kept"
     unfinished = machine.unfinished or store
     steps: StepStore = SavedSteps(unfinished / FOLDER, progress.notify)
@@ -144,6 +145,10 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
         kept = next(iter(keeper.names.values()), "")
     if kept:
         progress.notify(f"the latents are kept: --recover {kept} decodes them again")
+    for content in job.upscalers:
+        path = machine.places.model(content, progress.check)
+        larger = pipeline.on_leader(partial(stages.upscale, pipeline, latents, path, progress))
+        latents = receipts.with_upscaler(latents, larger, path, machine.state)
     return latents
 
 
@@ -188,7 +193,18 @@ def _frames(
     return own_inputs(pipeline, {name: frames, "fit": job.fit}, progress.notify)[name]
 
 
-def _images(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> tuple[Any, torch.Tensor | None]:
+def _sampled_before(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents | None:
+    """The latents of the pass before, by a pipeline of its own where its model is another."""
+    if job.first is None:
+        return None
+    same = job.first.model_key == job.model_key
+    return sample(job.first, machine, progress, pipeline if same else load_pipeline(job.first, machine, progress))
+
+
+def _images(
+    job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline, before: Latents | None
+) -> tuple[Any, torch.Tensor | None]:
+    """The condition of a job's pictures, at its size or that of the pass before, and the first of them."""
     condition, start = None, None
     for picture in job.pictures:
         frames = _frames("image", picture.file, job, machine, progress, pipeline)
@@ -204,7 +220,7 @@ def _images(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipel
             control=picture.control,
             prepare=picture.prepare,
         )
-        condition = stages.encode_image(pipeline, request, job.fit, progress)
+        condition = stages.encode_image(pipeline, request, job.fit, progress, before)
     return condition, start
 
 

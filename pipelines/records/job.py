@@ -29,6 +29,7 @@ PLACES = (  # inputs of loading that say where and how fast, not what
     *("offload", "attention", "keep_free_gb", "transformer_device", "text_device", "vae_device", "kernels"),
     *("compile", "compile_mode", "compile_dynamic", "compile_cache_size", "compile_vae"),
 )
+MOST_PASSES = 3  # over the latents of one video
 USUAL_STEPS, USUAL_FRAMES, USUAL_SIDE = 30, 97, 512  # for the size of jobs that leave them to their model
 Value = str | float | int | bool
 
@@ -140,6 +141,8 @@ class VideoJob(Job):
     fit: str = FITS[0]  # how they are brought to size
     video: Content | None = None  # to start from; ``settings.denoise`` says how much of it is redrawn
     framepack: FramePackSettings | None = None  # for its family alone
+    upscalers: tuple[Content, ...] = ()  # that enlarge what was sampled, one after another
+    first: VideoJob | None = None  # whose latents it starts from
     decode: DecodeRequest = field(default_factory=DecodeRequest)
     decode_timestep: float = -1.0  # below 0 the model's own
     decode_noise_scale: float = -1.0  # below 0 the model's own
@@ -175,7 +178,8 @@ class VideoJob(Job):
 
     @property
     def inputs(self) -> tuple[Content, ...]:
-        return (*(picture.file for picture in self.pictures), *([] if self.video is None else [self.video]))
+        before = () if self.first is None else self.first.inputs
+        return (*before, *(picture.file for picture in self.pictures), *([] if self.video is None else [self.video]))
 
     @property
     def title(self) -> str:
@@ -231,6 +235,11 @@ def _parsed(kind: type[J], record: Any) -> J:
         )
     if record.get("kind", VideoJob.kind) != kind.kind:
         raise wrong("a job of kind", record["kind"], repr(kind.kind))
+    passes, before = 1, record.get("first")
+    while isinstance(before, dict):
+        passes, before = passes + 1, before.get("first")
+    if passes > MOST_PASSES:
+        raise InputError(f"a job of {passes} passes", expected=f"at most {MOST_PASSES}", fix=FIX)
     return parse(kind, {name: value for name, value in record.items() if name not in (HEAD, "kind")}, "the job")
 
 

@@ -60,10 +60,11 @@ def with_receipt(
     video: Content | None = None,
 ) -> Latents:
     """``latents`` with the record of what made them, such as the whole of ``video``; never raises."""
-    missing = _missing(prompt, image, settings, video)
+    first = None if settings.latents is None else _sampled(settings.latents)
+    missing = _missing(prompt, image, settings, video, first)
     record: dict[str, Any] = {HEAD: VERSION, "latents": latents_hash(latents)}
     try:
-        job = replace(_job(pipeline, prompt, image, settings, framepack), video=video)
+        job = replace(_job(pipeline, prompt, image, settings, framepack), video=video, first=first)
         record["job"] = job.record()
     except (PackError, OSError, TypeError) as error:
         missing.append(f"a request that can be written down ({type(error).__name__})")
@@ -71,6 +72,17 @@ def with_receipt(
     if missing:
         record["missing"] = missing
     return replace(latents, extra={**latents.extra, RECEIPT: record})
+
+
+def with_upscaler(before: Latents, after: Latents, path: Path, state: Path | None) -> Latents:
+    """``after``, which the upscaler in the file ``path`` made of ``before``, with the record of both."""
+    job = _sampled(before)
+    if job is None:
+        return after
+    used = Content(path.name, content_of(path), whole_of(path, state))
+    record = {**before.extra[RECEIPT], "latents": latents_hash(after)}
+    record["job"] = replace(job, upscalers=(*job.upscalers, used)).record()
+    return replace(after, extra={**after.extra, RECEIPT: record})
 
 
 def sources_of(frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[PictureSource, ...]:
@@ -139,11 +151,16 @@ def job_of(record: Mapping[str, Any]) -> VideoJob:
 
 
 def settings_of(path: Path) -> VideoJob:
-    """The job in a file's receipt as a pattern for others: without its seed and what it is made of."""
+    """The job in a file's receipt as a pattern for others: without its seed and what it is made of. Raises InputError
+    for several passes, since the settings that others are given would be those of any of them."""
     job = job_in(read_receipt(path).get("job"))
+    if job.first is not None:
+        raise InputError(
+            f"{path.name!r} of several passes", expected="a video that was sampled once", fix="Choose another file."
+        )
     own: dict[str, Any] = {"family": "", "base": None, "image_encoder": None, "files": {}, "pictures": ()}
     own |= {"prompt": replace(job.prompt, text="", sections=()), "settings": replace(job.settings, seed=0, denoise=1.0)}
-    return replace(job, task=AUTO, video=None, **own)
+    return replace(job, task=AUTO, video=None, upscalers=(), **own)
 
 
 def differences_from(record: Mapping[str, Any], pipeline: Pipeline) -> list[str]:
@@ -162,6 +179,16 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[s
         old, new = _by_name(before.get(group)), _by_name(now.get(group))
         rows += [(name, old.get(name), new.get(name)) for name in {**new, **old} if old.get(name) != new.get(name)]
     return rows
+
+
+def _sampled(latents: Latents) -> VideoJob | None:
+    """The job that made exactly these latents; None where they have no receipt, or one that says too little."""
+    record = latents.extra.get(RECEIPT)
+    if not isinstance(record, dict) or record.get("missing") or record.get("latents") != latents_hash(latents):
+        return None
+    with suppress(PackError):  # a record that somebody edited
+        return job_in(record.get("job"))
+    return None
 
 
 def latents_hash(latents: Latents) -> str:
@@ -233,14 +260,18 @@ def _job(
 
 
 def _missing(
-    prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, video: Content | None
+    prompt: Prompt,
+    image: ImageCondition | None,
+    settings: SampleSettings,
+    video: Content | None,
+    first: VideoJob | None,
 ) -> list[str]:
     """Inputs of a video that no file describes."""
     looks = prompt.extra.get("looks_at", "")
     sources = () if image is None else image.sources
     absent = {
         TEXT: "request" not in prompt.extra,
-        "the latents that it started from": settings.latents is not None and video is None,
+        "the latents that it started from": settings.latents is not None and video is None and first is None,
         "a noise mask": settings.noise_mask is not None,
         "the pictures that it started from": image is not None and not sources,
         "states of another image encoder": any(one.vision for one in sources),

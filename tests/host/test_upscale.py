@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from host import single_files, videos
 from host.client import Client
-from host.prompts import WORKFLOWS, Prompt, loading, pictured, replay, sampling, text_to_video
+from host.prompts import SAVE, WORKFLOWS, Graph, Prompt, loading, pictured, replay, sampling, text_to_video
 from host.server import Server
 
 pytestmark = pytest.mark.host
@@ -63,6 +63,12 @@ def test_its_template_runs_both_passes_of_its_model(server: Server, client: Clie
         assert videos.pictures(server, run).shape[:3] == (9, 96, 160)
         (record,) = (made for made in run.files() if made["filename"].startswith(name))
         assert videos.facts(server.output(record)) == videos.Facts(width=160, height=96, frames=9, fps=30)
+        made = Graph()
+        again = made.add("AnyGPUReplay", file=f"{record['subfolder']}/{record['filename']} [output]".lstrip("/"))
+        made.add(SAVE, video=made.link(again, 1), filename_prefix="again", format="auto", codec="auto")
+        replayed = client.run(made.prompt)
+        assert replayed.ending == "execution_success", replayed.message
+        assert replayed.texts_of(again)[-1].startswith("the same latents, bit for bit")
     finally:
         file.unlink()
 

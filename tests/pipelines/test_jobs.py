@@ -44,6 +44,8 @@ FULL = VideoJob(
     fit="crop",
     video=Content("v.mp4", "bc"),
     framepack=FramePackSettings(2.0, 5, "vanilla", 0.5, True),
+    upscalers=(Content("upscaler.safetensors", "de"),),
+    first=VideoJob(Content("LTX"), PromptRequest("a fox"), SampleSettings(32, 32, 9, 2)),
     decode=DecodeRequest("tiled", 256, 64, 4),
     decode_timestep=0.05,
     decode_noise_scale=0.025,
@@ -62,15 +64,19 @@ def test_every_field_comes_back(tmp_path: Path) -> None:
 def test_jobs_like_a_file_have_its_settings_where_none_are_given(tmp_path: Path) -> None:
     model, file = tmp_path / "model", tmp_path / "liked.mp4"
     model.mkdir()
+    once = replace(FULL, first=None)
     write_mp4(torch.zeros(1, 16, 16, 3), 24, file, tags_for({"anygpu_receipt": 1, "job": FULL.record()}))
+    with pytest.raises(InputError, match=r"'liked\.mp4' of several passes; expected a video that was sampled once"):
+        settings_of(file)
+    write_mp4(torch.zeros(1, 16, 16, 3), 24, file, tags_for({"anygpu_receipt": 1, "job": once.record()}))
     batch = Batch(["a fox"], [7], settings={"width": 0, "steps": 9}, load={"weights": "fp8"}, like=settings_of(file))
     queue_jobs(JobFolder(tmp_path), "liked", model, batch)
     (job,) = (job_in(json.loads(line)) for line in lines_of(tmp_path / "liked.jsonl"))
     changed = {"family": "", "model": job.model, "base": None, "image_encoder": None, "files": {}, "task": "auto"}
-    changed |= {"pictures": (), "video": None, "load": {**FULL.load, "weights": "fp8"}}
+    changed |= {"pictures": (), "video": None, "upscalers": (), "load": {**FULL.load, "weights": "fp8"}}
     changed["prompt"] = replace(FULL.prompt, text="a fox", sections=())
     changed["settings"] = replace(FULL.settings, steps=9, seed=7, denoise=1.0)
-    assert job == replace(FULL, **changed) and job.model.name == "model"
+    assert job == replace(once, **changed) and job.model.name == "model"
 
 
 def test_the_key_goes_by_what_is_rendered(tmp_path: Path) -> None:

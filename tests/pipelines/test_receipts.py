@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tiny
@@ -14,9 +15,11 @@ from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines import jobs, stages
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.family import FITS
 from anygpu.pipelines.latents import convert, recovery, store
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.movie import tags_of, write_mp4
+from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.records import job as job_format
 from anygpu.pipelines.records import receipts
 from anygpu.pipelines.records.places import Machine, Places
@@ -33,6 +36,8 @@ from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import with_step_cache
 from anygpu.pipelines.speed import SpeedRequest
 from anygpu.pipelines.vae.plan import DecodeRequest
+from diffusers.pipelines.hunyuan_video1_5 import image_processor as buckets
+from published import loops
 
 PICTURE = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(0)).mul(255).round() / 255
 SETTINGS = SampleSettings(64, 64, 9, 2, seed=5)
@@ -124,7 +129,8 @@ def test_settings_of_loading_come_back(made: Any, tiny_folder: Path) -> None:
 
 def test_what_no_file_describes_is_said(made: Any) -> None:
     pipeline, prompt, image, latents = made
-    masked = replace(SETTINGS, latents=latents, noise_mask=torch.ones(1, 1, 1, 2, 2))
+    other = replace(latents, samples=latents.samples + 1)  # what a node of another pack made of them
+    masked = replace(SETTINGS, latents=other, noise_mask=torch.ones(1, 1, 1, 2, 2))
     foreign = Prompt(prompt.family, prompt.embeds)
     record = with_receipt(latents, pipeline, foreign, replace(image, sources=()), masked).extra[RECEIPT]
     with pytest.raises(InputError) as caught:
@@ -134,6 +140,60 @@ def test_what_no_file_describes_is_said(made: Any) -> None:
     changed = decoded_receipt(replace(latents, samples=latents.samples + 1), DecodeRequest())
     with pytest.raises(InputError, match="a receipt without what changed the latents after sampling"):
         job_of(changed or {})
+
+
+def ltx_twice(folder: Path) -> tuple[list[Path], Path, Any]:
+    """Models of both passes, their upscaler, and what samples one pass."""
+    model, upscaler = loops.ltx("ltx_condition", folder, 1), loops.ltx_upscaler(folder)
+
+    def sampled(pipeline: Pipeline, prompt: Prompt, before: Latents | None) -> Latents:
+        size = loops.LTX_FIRST if before is None else loops.LTX_FINAL
+        asked = SampleSettings(*size, 9, 2, seed=5, latents=before)
+        return with_receipt(stages.sample(pipeline, prompt, None, asked, Silent()), pipeline, prompt, None, asked)
+
+    return [model, model], upscaler, sampled
+
+
+def hunyuan_15_twice(folder: Path) -> tuple[list[Path], Path, Any]:
+    """The same with a picture, whose second pass has a model of its own."""
+    name = "hunyuan_video_15_i2v"
+    models = [tiny.build(name, folder), loops.hunyuan_15_super(name, folder, "720p")]
+
+    def sampled(pipeline: Pipeline, prompt: Prompt, before: Latents | None) -> Latents:
+        asked, fit = ImageRequest(loops.picture(*loops.BUCKETED), 64, 64, control=False), FITS[0] if before else "crop"
+        image = stages.encode_image(pipeline, asked, fit, Silent(), before)
+        settings = SampleSettings(image.width, image.height, 5, 1, seed=5, latents=before)
+        return with_receipt(
+            stages.sample(pipeline, prompt, image, settings, Silent()), pipeline, prompt, image, settings
+        )
+
+    return models, loops.hunyuan_15_upscaler(folder, "720p"), sampled
+
+
+@pytest.mark.parametrize("twice", [ltx_twice, hunyuan_15_twice])
+def test_both_passes_are_replayed(twice: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    """From one file, by its models and its upscaler under other names; so are latents that were only enlarged."""
+    models, upscaler, sampled = twice(tiny_folder)
+    (first, last), state = (load(LoadRequest(model, precision="fp32", device="cpu")) for model in models), tmp_path
+    prompt = stages.encode_prompt(first, PromptRequest("a fox", "blurry"), Silent())
+    with mock.patch.object(buckets, "generate_crop_size_list", loops.tenth(buckets.generate_crop_size_list)):
+        low = sampled(first, prompt, None)
+        high = receipts.with_upscaler(low, stages.upscale(last, low, upscaler, Silent()), upscaler, state)
+        final = sampled(last, prompt, high)
+        loops.saved_picture(*loops.BUCKETED, tmp_path / "whatever.png")
+        shutil.copy(upscaler, tmp_path / "another name.safetensors")
+        machine = Machine(Places((tmp_path, tiny_folder), (tmp_path,), state=state), state, "cpu")
+        for number, latents in enumerate((high, final)):
+            path = store.save_latent(tmp_path / f"{number}.safetensors", convert.to_core(latents), print)
+            with mock.patch.object(jobs, "decoded", lambda *_: torch.zeros(1)):
+                assert jobs.replay(path, machine, Silent()).same is True, number
+    job = job_of(final.extra[RECEIPT])
+    assert job.first is not None and job.first.upscalers[0].name == upscaler.name and not job.upscalers
+    deep = job.record()
+    for _ in range(200):
+        deep = {**job.record(), "first": deep}
+    with pytest.raises(InputError, match="a job of 202 passes; expected at most 3"):
+        job_format.job_in(deep)
 
 
 @pytest.mark.parametrize(
