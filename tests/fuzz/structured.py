@@ -201,6 +201,8 @@ class Readers:
         record |= {"decisions": [["precision", "fp16"]], "missing": []}
         record["job"] = {"anygpu_job": 1, "kind": "video", "model": {"name": "LTX"}, "prompt": {"text": "x"}}
         record["job"]["settings"] = {"width": 64, "height": 64, "frames": 9}
+        for _ in range(rng.choice((0, 0, 1, 2, 300))):
+            record["job"] = {**record["job"], "first": record["job"], "upscalers": [{"name": "up"}]}
         for _ in range(rng.randint(0, 2)):
             record = mutated(record, rng)
         text = damaged(json.dumps(record).encode(), rng).decode(errors="replace") if rng.random() < 0.2 else ""
