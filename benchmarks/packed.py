@@ -1,6 +1,6 @@
 """Packed files of ComfyUI's: which card runs which format by which path.
 
-``packed_cards`` writes the tables of docs/packed-files.md from ``compat/device/packed_rows.py``; each product
+``packed_cards`` writes the tables of docs/packed-files.md from ``compat/device/packed_rows.csv``; each product
 on a GPU is a probe of `anygpu prove`.
 """
 
@@ -8,8 +8,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from anygpu.compat.device.facts import facts_for
-from anygpu.compat.device.packed_paths import row_for
-from anygpu.compat.device.packed_rows import AWQ, CORE, FORMATS, FP4, FP8, INT8, INTEGERS, PACKED_ROWS, W4A4, W4A8
+from anygpu.compat.device.packed_paths import (
+    AWQ,
+    CORE,
+    FORMATS,
+    FP4,
+    FP8,
+    INT8,
+    INTEGERS,
+    PACKED_ROWS,
+    W4A4,
+    W4A8,
+    row_for,
+)
 from runner import Case, Row, write_table
 
 NAMES = {INT8: "int8", W4A8: "W4A8", W4A4: "W4A4", FP8[0]: "fp8", FP4[0]: "nvfp4", FP4[1]: "mxfp8", AWQ: "AWQ"}

@@ -9,8 +9,7 @@ import torch
 
 from .decision import AUTO, Decision
 from .device.facts import GIBIBYTE, DeviceFacts, allocator_settings
-from .device.packed_paths import kitchen_decisions
-from .device.packed_rows import INTEGERS
+from .device.packed_paths import INTEGERS, kitchen_decisions
 from .device.precision import DTYPES, NAMES, ModelPrecision, Precision, precision_for
 from .device.probe_store import OK, PACKED, UNKNOWN, UNUSABLE, WRONG, ProbeResult, Probes
 from .device.quirks import DevicePolicy, abilities, fixed, policy_for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from inspect import isfunction, signature
@@ -15,14 +15,14 @@ import torch
 
 from ..compat.device.facts import GIBIBYTE
 from ..compat.device.precision import PLAIN, ModelPrecision
-from ..compat.errors import UnsupportedError
+from ..compat.errors import UnsupportedError, json_file
 from ..compat.memory.parts import denoises
 from ..compat.ranks import SplitPlan
+from ..compat.records import parse
 from .keys import Layout
 
 SCHEDULERS = ("auto", "euler", "unipc", "dpm++_2m", "unipc_bh1")  # grows at the end
 HUB = "https://huggingface.co/"
-HUB_FILES = ("model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer", "vae")  # of a download
 FITS = ("nearest bucket", "crop", "pad", "stretch")
 GUIDED = frozenset({"cfg", "cfg_start", "cfg_end", "negative", "shift", "sigmas", "latents", "noise_mask"})  # settings
 REQUIRED = {  # hooks, functions of ``families/<id>/pipeline.py``: name -> arguments
@@ -222,12 +222,6 @@ class Quantised:
         return f"{self.file} of {self.repository} ({self.gigabytes:.1f} GB)"
 
 
-T5_XXL = (
-    Quantised("city96/t5-v1_1-xxl-encoder-gguf", "t5-v1_1-xxl-encoder-Q8_0.gguf", 5.06),
-    Quantised("city96/t5-v1_1-xxl-encoder-gguf", "t5-v1_1-xxl-encoder-Q4_K_M.gguf", 2.9),
-)
-
-
 @dataclass(frozen=True, slots=True)
 class Offer:
     """A model to start with."""
@@ -347,6 +341,12 @@ class Published:
     others: tuple[OtherModel, ...] = ()  # models that are taken for it, and that it does not run
     cautions: tuple[Caution, ...] = ()  # published files that gave others trouble
     tiny_decoders: tuple[TinyDecoder, ...] = ()  # of drafts; the first that is found counts
+
+
+def published_beside(spec: str, musubi: MusubiCache | None = None) -> Published:
+    """The published models that ``published.json`` beside a family's ``spec.py`` names, and their trainer's caches."""
+    path = Path(spec).with_name("published.json")
+    return replace(parse(Published, json_file(path), path.name, without=("musubi",)), musubi=musubi)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)

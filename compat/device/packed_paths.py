@@ -1,13 +1,15 @@
 """The path by which a device computes the layers of a packed file: core's own product, or dequantised. Core's ends the
-process on some devices, raises on others and is slow on more: rows speak first, then what the device has answered.
-Nothing here asks a device; the questions wait in the probe store for ``make gpu`` and the tab's button."""
+process on some devices, raises on others and is slow on more: rows of ``packed_rows.csv`` speak first, then what the
+device has answered. Nothing here asks one; questions wait in the probe store for ``make gpu`` and the tab's button."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +19,15 @@ from ..decision import AUTO, CHOSEN, Decision
 from ..errors import first_line
 from .execution import to_host
 from .facts import KITCHEN, DeviceFacts
-from .packed_rows import AWQ, CORE, DEQUANTISE, INT8, INTEGERS, PACKED_ROWS, W4A4, W4A8, PackedRow
 from .probe_store import OK, PACKED, UNKNOWN, ProbeResult
 from .timed_choice import milliseconds
 
+CORE, DEQUANTISE = "core's own", "dequantise"
+INT8, W4A8, W4A4 = "int8_tensorwise", "asym_w4a8_int8", "convrot_w4a4"
+INTEGERS = (INT8, W4A8, W4A4)  # core multiplies these packed on every device, without asking it
+FP8, FP4 = ("float8_e4m3fn", "float8_e5m2"), ("nvfp4", "mxfp8")
+AWQ = "awq_w4a16"
+FORMATS = (*INTEGERS, *FP8, *FP4, AWQ)  # as core names them
 Answers = Mapping[str, ProbeResult]
 PACKED_PATHS = (AUTO, CORE, DEQUANTISE)  # grows at the end
 FUNCTIONS = {  # of comfy-kitchen, by format; fp8 is torch's own
@@ -35,6 +42,37 @@ SAMPLE = 32  # rows of a product that are compared
 SLOW = 2.0  # times dequantising, from which on a product of few rows settles it, where it takes more than launches:
 LAUNCHED = 5.0  # milliseconds; an H100 took 0.9 for 17 rows, of which the host took most
 WORTH = 0.8  # of the time of dequantising, as for other timed choices
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRow:
+    """The path of layers of some formats on one kind of card. The first row that fits decides; a card without one
+    dequantises until somebody asks it."""
+
+    card: str
+    backends: tuple[str, ...]  # patterns, as the next ones; names without regard to case
+    formats: tuple[str, ...]
+    path: str  # ``CORE``, which goes through comfy-kitchen, or ``DEQUANTISE``
+    why: str
+    source: str
+    arches: tuple[str, ...]
+    names: tuple[str, ...]
+    kernels: tuple[str, ...]  # comfy-kitchen's backends with which it holds; ``eager`` is torch's own
+    ask: bool  # a timing may overrule the row; False where the question may end the process
+
+
+GROUPS: Mapping[str, tuple[str, ...]] = {"integers": INTEGERS, "fp8": FP8, "fp4": FP4}
+
+
+def _row(row: Mapping[str, str]) -> PackedRow:
+    formats = tuple(each for name in row["formats"].split(";") for each in GROUPS.get(name, (name,)))
+    several = {name: tuple(row[name].split(";")) for name in ("backends", "arches", "names", "kernels")}
+    given: dict[str, Any] = {**row, **several, "formats": formats, "ask": not row["ask"]}
+    return PackedRow(**given)
+
+
+with Path(__file__).with_name("packed_rows.csv").open(newline="", encoding="utf-8") as file:
+    PACKED_ROWS = tuple(map(_row, csv.DictReader(file)))
 
 
 class SlowerProductError(RuntimeError):

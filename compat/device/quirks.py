@@ -1,23 +1,54 @@
-"""Known upstream bugs as dated rows; the only place that compares versions.
+"""Known upstream bugs as dated rows, of ``quirks.json``; the only place that compares versions.
 A row names operations like the probes do. That one is wrong holds until a probe has tested the device; that one is
 costly (emulated, or several times the memory) no probe refutes."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..errors import json_file
 from .execution import held
 from .facts import DeviceFacts
 from .probe_store import OK, UNKNOWN, ProbeResult, Probes
 from .probes import DTYPES
-from .quirk_rows import QUIRKS, Quirk
+
+ANY = ("*",)
+
+
+@dataclass(frozen=True, slots=True)
+class Quirk:
+    """One upstream bug."""
+
+    name: str
+    backends: tuple[str, ...]  # patterns, as arches and names; names without regard to case
+    symptom: str
+    source: str  # the threads that show it
+    done: str  # what the pack does about it
+    arches: tuple[str, ...] = ANY
+    but_not: tuple[str, ...] = ()  # arches that the row leaves out
+    names: tuple[str, ...] = ANY
+    versions: Mapping[str, Sequence[str]] = field(default_factory=dict)  # package to [first bad, first good)
+    optional: tuple[str, ...] = ()  # packages without which the row does not stand
+    wrong: tuple[str, ...] = ()  # operations that fail or lie, until a probe says otherwise
+    costly: tuple[str, ...] = ()  # operations that cost a multiple
+    effect: Mapping[str, Any] = field(default_factory=dict)  # fields of DevicePolicy
+    remedy: str = ""  # what the user can do about it
+    seen: str = "2026-09"  # when it was last checked against its thread
+
+
+def _quirk(row: Mapping[str, Any]) -> Quirk:
+    return Quirk(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
+
+
+QUIRKS: tuple[Quirk, ...] = tuple(map(_quirk, json_file(Path(__file__).with_suffix(".json"))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
-"""Out-of-memory errors of each back end: by class, by number, or by wording."""
+"""Out-of-memory errors of each back end: by class, by number, or by wording, of which ``shortage.csv`` has the rows."""
 
 from __future__ import annotations
 
+import csv
 import errno
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,41 +23,14 @@ class Wording(NamedTuple):
     source: str
 
 
-SHORTAGE = (
-    Wording("out of memory", "all", "CUDACachingAllocator.cpp and MPSAllocator.mm of torch; cuda.h; dnnl_status_t"),
-    Wording("outofmemory", "ROCm, MPS", "hipError_t; kIOGPUCommandBufferCallbackError*, MTLCommandBufferError*"),
-    Wording("errormemoryallocation", "CUDA, ROCm", "cudaError_t; hip/hip_runtime_api.h, hipError_t"),
-    Wording("alloc failed", "CUDA, ROCm", "status types of cuBLAS, cuSOLVER, cuSPARSE, cuFFT, cuDNN 8, and hip*"),
-    Wording("status allocation failed", "CUDA, ROCm", "curandStatus_t; hiprandStatus_t"),
-    Wording("status memory error", "ROCm", "rocblas_status, rocsparse_status"),
-    Wording("host allocation failed", "CUDA", "cuDNN 9, cudnnStatus_t"),
-    Wording("device allocation failed", "CUDA", "cuDNN 9, cudnnStatus_t"),
-    Wording("nvml error memory", "CUDA", "nvml.h, nvmlReturn_t"),
-    Wording("miopenstatusallocfailed", "ROCm", "MIOpen, miopenStatus_t"),
-    Wording("out of device memory", "XPU", "Unified Runtime, UR_RESULT_ERROR_*, and Level Zero, ZE_RESULT_ERROR_*"),
-    Wording("out of host memory", "XPU", "Unified Runtime, Level Zero and OpenCL, CL_OUT_OF_HOST_MEMORY"),
-    Wording(" error out of resources", "XPU, ROCm", "UR_RESULT_ERROR_*; hsa_status_t, HSA_STATUS_ERROR_*"),
-    Wording("cl out of resources", "XPU", "OpenCL, CL/cl.h"),
-    Wording("mem object allocation failure", "XPU", "CL_MEM_OBJECT_ALLOCATION_FAILURE of OpenCL; ur_result_t"),
-    Wording("invalid buffer size", "MPS", "aten/src/ATen/mps/MPSAllocator.mm: larger than Metal's maxBufferLength"),
-    Wording("insufficient memory", "MPS", "Metal's own description of MTLCommandBufferErrorOutOfMemory"),
-    Wording("kioreturnnomemory", "MPS", "IOKit, IOReturn.h"),
-    Wording("resource exhausted", "XLA", "absl::StatusCode::kResourceExhausted"),
-    Wording("can't allocate memory", "CPU", "c10/core/impl/alloc_cpu.cpp, DefaultCPUAllocator"),
-    Wording("cannot allocate memory", "CPU", "strerror(ENOMEM) of the C library"),
-    Wording("not enough memory", "CPU, DirectML", "c10/core/impl/alloc_cpu.cpp on Windows; E_OUTOFMEMORY"),
-    Wording("could not allocate", "CPU, DirectML", "c10/core/CPUAllocator.cpp; torch-directml"),
-    Wording("unable to allocate", "CPU", "numpy, _ArrayMemoryError"),
-    Wording("bad alloc", "CPU, XPU", "std::bad_alloc of C++; oneapi::mkl::device_bad_alloc"),
-    Wording("8007000e", "DirectML", "winerror.h, E_OUTOFMEMORY"),
-    Wording("failed to allocate", "ROCm, XPU", "hipMalloc in MIOpen's logs; sycl::malloc_device"),
-)
-# A shortage or something else, which the device alone can tell: `failures.is_shortage` asks it.
-UNSURE = (
-    Wording("status not initialized", "CUDA, ROCm", "EleutherAI/lm-evaluation-harness#1689, haotian-liu/LLaVA#392"),
-    Wording("hipblas status alloc failed when calling hipblascreate", "ROCm", "a broken install: ROCm/TheRock#1708"),
-    Wording("could not create a memory object", "CPU, XPU", "oneDNN; a bad descriptor too"),
-)
+def _rows(unsure: str) -> tuple[Wording, ...]:
+    with Path(__file__).with_suffix(".csv").open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["unsure"] == unsure]
+    return tuple(Wording(row["text"], row["backend"], row["source"]) for row in rows)
+
+
+SHORTAGE = _rows("")
+UNSURE = _rows("yes")  # a shortage or something else, which the device alone can tell: `failures.is_shortage` asks it
 KERNEL_LIMIT = "out of resource: "  # Triton on shared memory or registers; Inductor puts "OutOfMemoryError" before it
 # ERROR_ARENA_TRASHED, _NOT_ENOUGH_MEMORY, _INVALID_BLOCK, _OUTOFMEMORY, _NO_SYSTEM_RESOURCES, _COMMITMENT_LIMIT and
 # _NOT_ENOUGH_QUOTA of winerror.h. Their texts are in the user's language (Comfy-Org/ComfyUI#6606), and CPython makes

@@ -23,8 +23,7 @@ from ...compat.decision import AUTO, Decision
 from ...compat.device.execution import to_host
 from ...compat.device.facts import DeviceFacts
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, failure_kind
-from ...compat.device.packed_paths import Answers, path_for
-from ...compat.device.packed_rows import CORE, DEQUANTISE, FORMATS, FP4, FP8, INTEGERS
+from ...compat.device.packed_paths import CORE, DEQUANTISE, FORMATS, FP4, FP8, INTEGERS, Answers, path_for
 from ...compat.errors import first_line
 from ...compat.memory.parts import Undo
 

@@ -96,10 +96,14 @@ def test_lights_say_what_to_do_about_red():
 
 
 def test_offers_are_of_families_and_pages_that_exist():
+    revisions: dict[str, set[str]] = {}
     for family in FAMILIES.values():
         pages = set(family.published.pages) | set(FAMILIES["hunyuan_video"].published.pages)
         for offer in (family.published.offer, *family.published.more_offers.values()):
             assert all(download.page in pages for download in offer.downloads), family
+            for download in offer.downloads:
+                revisions.setdefault(download.repository, set()).add(download.revision)
+    assert all(len(each) == 1 for each in revisions.values()), "a repository that two families name is at one commit"
     first = ["LTX-Video", "Mochi 1", "HunyuanVideo 1.5", "HunyuanVideo", "FramePack"]
     assert list(offers()) == first and list(every_offer())[: len(first)] == first, "choices grow at the end"
 

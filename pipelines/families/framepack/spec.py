@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from ....compat.device.precision import HALF_TEXT
@@ -12,33 +10,13 @@ from ... import family
 from ...base import EMBEDS, POOLED
 from ...keys import SAME, Layout
 from ..hunyuan_video import layouts as hunyuan_video
-from ..hunyuan_video.spec import BLOCKS, DOWNLOAD, FILES, TINY_DECODERS, TOOLS
+from ..hunyuan_video.spec import BLOCKS, FILES, TOOLS
 
 SPATIAL_RATIO, TEMPORAL_RATIO = 8, 4
 I2V, F1 = "framepack", "framepack_f1"
 UPRIGHT = ((416, 960), (448, 864), (480, 832), (512, 768), (544, 704), (576, 672), (608, 640))  # it was trained on
 # Written by `python benchmarks/runner.py memory_fits --write`.
 FIT = family.FitFactors(tokens=13.18, latents=1.22, pixels=4.8, plain=3.35, text=4.08, streamed=13.29)
-
-BESIDE = (  # what a lone transformer takes from other folders
-    replace(DOWNLOAD, only=tuple(part for part in DOWNLOAD.only if part != "transformer")),
-    family.Download(
-        "lllyasviel/flux_redux_bfl",
-        "45b801affc54ff2af4e5daf1b282e0921901db87",
-        ("image_encoder", "feature_extractor"),
-        {"image_encoder": 856_506_120},
-    ),
-)
-STORED = {"": 25_748_781_400}
-GIB = {"text": 14.0, "text 2": 0.2, "image": 0.8, "transformer": 24.0, "vae": 0.5}
-
-
-def offer(name: str, revision: str) -> family.Offer:
-    """The download of a transformer; of its file in fewer bits, modulations are in bf16."""
-    downloads = family.Download(f"lllyasviel/{name}", revision, (), STORED), *BESIDE
-    smaller = family.Quantised("Kijai/HunyuanVideo_comfy", f"{name}_fp8_e4m3fn.safetensors", 16.33)
-    return family.Offer(downloads, GIB, {"transformer": (smaller,)})
-
 
 SPEC = family.FamilySpec(
     id="framepack",
@@ -102,17 +80,9 @@ SPEC = family.FamilySpec(
         published_vae_fusion_points=29,
         split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0),
     ),
-    published=family.Published(
-        tiny_decoders=TINY_DECODERS,
-        pages=(
-            "https://huggingface.co/lllyasviel/FramePackI2V_HY",
-            "https://huggingface.co/lllyasviel/FramePack_F1_I2V_HY_20250503",
-            "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
-            "https://huggingface.co/lllyasviel/flux_redux_bfl",
-        ),
-        offer=offer("FramePackI2V_HY", "86cef4396041b6002c957852daac4c91aaa47c79"),
-        more_offers={"FramePack F1": offer("FramePack_F1_I2V_HY_20250503", "ab239828e0b384fed75580f186f078717d4020f7")},
-        musubi=family.MusubiCache(
+    published=family.published_beside(
+        __file__,
+        family.MusubiCache(
             "fp",
             "framepack",
             ratio=8,

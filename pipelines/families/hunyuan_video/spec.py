@@ -14,27 +14,6 @@ from .layouts import LAYOUTS
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 16, 8, 4
 TOKEN_REPLACE, LATENT_CONCAT, PICTURE_CONCAT = "token_replace", "latent_concat", "picture_concat"
 TENCENT, SKYREELS = "hunyuan_video", "skyreels"
-WAN2GP = "Wan2GP (deepbeepmeep/Wan2GP 8681e9f7)"
-BESIDE = {"text_encoder_2": 246_144_152, "vae": 985_943_868}
-DOWNLOAD = family.Download(
-    "hunyuanvideo-community/HunyuanVideo",
-    "e8c2aaa66fe3742a32c11a6766aecbf07c56e773",
-    (*family.HUB_FILES, "text_encoder_2", "tokenizer_2"),
-    {**BESIDE, "text_encoder": 15_010_405_376, "transformer": 25_642_175_520},
-)
-DOWNLOAD_I2V = family.Download(
-    "hunyuanvideo-community/HunyuanVideo-I2V",
-    "fb9d287ef02fe6d39f2e23df6dcec1294e6c28d2",
-    (*DOWNLOAD.only, "image_processor"),
-    {**BESIDE, "text_encoder": 16_752_596_760, "transformer": 25_642_175_720},
-)
-GIB = {"text 2": 0.2, "transformer": 23.9, "vae": 0.5}
-GGUF = (("q8_0", 14.0), ("q6_k", 11.0), ("q5_k_m", 9.45), ("q4_k_m", 7.88), ("q3_k_m", 6.24))
-SMALL = tuple(family.Quantised("calcuis/hunyuan-gguf", f"hunyuan-video-t2v-720p-{bits}.gguf", gb) for bits, gb in GGUF)
-SMALL_I2V = (
-    family.Quantised("Kijai/HunyuanVideo_comfy", "hunyuan_video_I2V_720_fixed_fp8_e4m3fn.safetensors", 13.19),
-    family.Quantised("city96/HunyuanVideo-I2V-gguf", "hunyuan-video-i2v-720p-Q4_K_M.gguf", 7.88),
-)
 BLOCKS = (
     ("diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoTransformerBlock", 20, False),
     ("diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock", 40, False),
@@ -45,7 +24,6 @@ FILES = {
     "vae": family.FileKind("hunyuan_video/vae"),
 }
 TOOLS = dict.fromkeys(("tokenizer", "tokenizer_2"), "transformers") | {"scheduler": "diffusers"}
-TINY_DECODERS = (family.TinyDecoder("taehv", "madebyollin/taehv 1f14a568, MIT"),)
 NO_CFG = (family.GuidanceStep(),)
 # Written by `python benchmarks/runner.py memory_fits --write`.
 FIT = family.FitFactors(tokens=12.25, latents=2.84, pixels=4.8, plain=3.35, text=4.08, streamed=13.29)
@@ -139,52 +117,9 @@ SPEC = family.FamilySpec(
         published_vae_fusion_points=29,
         split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0, leading=("num_tokens",)),
     ),
-    published=family.Published(
-        tiny_decoders=TINY_DECODERS,
-        others=(
-            family.OtherModel(
-                "HunyuanVideo-Avatar (a picture that speaks)", ("ref_in.", "audio_adapter_blocks."), runs=WAN2GP
-            ),
-            family.OtherModel(
-                "HunyuanCustom with audio (a picture that speaks)", ("audio_proj.", "audio_models."), runs=WAN2GP
-            ),
-            family.OtherModel("HunyuanCustom Edit (a video with a mask)", ("bg_in.", "bg_proj."), runs=WAN2GP),
-        ),
-        cautions=(
-            family.Caution(
-                r"hunyuan.*(custom|avatar)",
-                "",
-                "it was trained on a reference picture, which has no input here: it runs as plain text to video",
-                f"Tencent-Hunyuan/HunyuanCustom; {WAN2GP}",
-            ),
-            family.Caution(
-                r"game.?craft|voyager",
-                "",
-                "it was trained on camera moves, which have no input here: it runs as plain HunyuanVideo",
-                "Tencent-Hunyuan/Hunyuan-GameCraft-1.0, HunyuanWorld-Voyager READMEs",
-            ),
-            family.Caution(
-                r"key.?frame|img2vid|leapfusion",
-                "",
-                "this LoRA was trained with a first frame, or a start and an end, beside the noise; that has no input "
-                "here: it acts as a style alone",
-                "dashtoon/hunyuan-video-keyframe-control-lora; leapfusion-image2vid-test",
-            ),
-        ),
-        pages=(
-            "https://huggingface.co/hunyuanvideo-community/HunyuanVideo",
-            "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V",
-            "https://huggingface.co/hunyuanvideo-community/HunyuanVideo-I2V-33ch",
-            "https://huggingface.co/Skywork/SkyReels-V1-Hunyuan-T2V",
-            "https://huggingface.co/Skywork/SkyReels-V1-Hunyuan-I2V",
-        ),
-        offer=family.Offer((DOWNLOAD,), {"text": 14.0, **GIB}, {"transformer": SMALL}),
-        more_offers={
-            "HunyuanVideo image to video": family.Offer(
-                (DOWNLOAD_I2V,), {"text": 15.6, **GIB}, {"transformer": SMALL_I2V}
-            )
-        },
-        musubi=family.MusubiCache(
+    published=family.published_beside(
+        __file__,
+        family.MusubiCache(
             "hv", "hunyuan_video", ratio=8, text={"llm": EMBEDS, "clipL": POOLED}, padded=256, mask="llm_mask"
         ),
     ),

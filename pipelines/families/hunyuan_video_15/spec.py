@@ -16,38 +16,8 @@ BLOCK = "diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo1
 FEW_STEPS = "few steps"
 SUPER_CHANNELS = 2 * (CHANNELS + 1) + CHANNELS  # noise, picture and small video, the last two with a mask
 SMALL, LARGE = 960, 1440  # sides of squares of as many pixels as 720p and 1080p have
-# Transformer, VAE and ByT5 in fp32.
-STORED = {
-    "text_encoder": 14_141_274_960,
-    "text_encoder_2": 877_273_128,
-    "transformer": 33_306_642_968,
-    "vae": 5_042_562_948,
-}
-FOLDERS = (*family.HUB_FILES, "text_encoder_2", "tokenizer_2", "guider")
-PUBLISHER = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-"
-DOWNLOAD = family.Download(f"{PUBLISHER}480p_t2v", "286be7ce72277246578a3e3cc2487e95ddae5bcf", FOLDERS, STORED)
-DOWNLOAD_I2V = family.Download(
-    f"{PUBLISHER}480p_i2v",
-    "5a700ee883ff4c1b3d887ec4188755a7a5e2f698",
-    (*FOLDERS, "image_encoder", "feature_extractor"),
-    {**STORED, "image_encoder": 856_506_120},
-)
-PAGES = tuple(f"https://huggingface.co/{PUBLISHER}{p}_{task}" for p in ("480p", "720p") for task in ("t2v", "i2v"))
-REPACKAGED = "Comfy-Org/HunyuanVideo_1.5_repackaged"
-QWEN = (family.Quantised(REPACKAGED, "qwen_2.5_vl_7b_fp8_scaled.safetensors", 9.38),)
 SOURCE = "Tencent-Hunyuan/HunyuanVideo-1.5 hyvideo/commons/__init__.py, PIPELINE_CONFIGS"
 SUPER_SOURCE = SOURCE.replace("PIPELINE", "SR_PIPELINE")
-
-
-def quantised(task: str) -> tuple[family.Quantised, ...]:
-    """Published files of the 480p transformer that needs no cfg, in fewer bits. Args: task: ``t2v`` or ``i2v``."""
-    name, repository = f"hunyuanvideo1.5_480p_{task}_cfg_distilled", f"jayn7/HunyuanVideo-1.5_{task.upper()}_480p-GGUF"
-    return (
-        family.Quantised(REPACKAGED, f"{name}_fp8_scaled.safetensors", 8.33),
-        family.Quantised(repository, f"{name}-Q5_K_S.gguf", 5.94),
-        family.Quantised(repository, f"{name}-Q4_K_S.gguf", 4.9),
-    )
-
 
 SPEC = family.FamilySpec(
     id="hunyuan_video_15",
@@ -131,54 +101,10 @@ SPEC = family.FamilySpec(
         published_vae_fusion_points=35,
         split=SplitPlan(("freqs_cis",), dim=0),
     ),
-    published=family.Published(
-        tiny_decoders=(
-            family.TinyDecoder("taehv1_5", "madebyollin/taehv 1f14a568, MIT"),
-            # Core multiplies its latents by the scale that its publisher divides them by.
-            family.TinyDecoder("lighttaehy1_5", "lightx2v/Autoencoders", divisor=1.03682, slope=0.2, symmetric=True),
-        ),
-        cautions=(
-            family.Caution(
-                r"distilled.?sparse|sparse.?cfg",
-                "",
-                "it was trained with sparse attention (flex-block-attn); here every token sees all others",
-                "Tencent-Hunyuan/HunyuanVideo-1.5 README",
-            ),
-            family.Caution(
-                r"omni.?weaving",
-                "",
-                "OmniWeaving composes from several pictures and clips, which have no input here: it runs as plain "
-                "HunyuanVideo 1.5",
-                "Tencent-Hunyuan/OmniWeaving README",
-            ),
-            family.Caution(
-                r"capybara",
-                "",
-                "capybara edits a picture or a clip, which has no input here: it runs as text to video",
-                WAN2GP,
-            ),
-            family.Caution(
-                r"_sr(?![a-z])",
-                "",
-                "the name says super-resolution, but its transformer has no place for the small video (98 channels)",
-                "Tencent-Hunyuan/HunyuanVideo-1.5 60783e7 hyvideo/pipelines/hunyuan_video_sr_pipeline.py",
-                channels=65,
-            ),
-        ),
-        pages=PAGES,
-        offer=family.Offer(
-            (DOWNLOAD,),
-            {"text": 13.2, "text 2": 0.4, "transformer": 15.5, "vae": 2.3},
-            {"transformer": quantised("t2v"), "text": QWEN},
-        ),
-        more_offers={
-            "HunyuanVideo 1.5 image to video": family.Offer(
-                (DOWNLOAD_I2V,),
-                {"text": 13.2, "text 2": 0.4, "image": 0.8, "transformer": 15.5, "vae": 2.3},
-                {"transformer": quantised("i2v"), "text": QWEN},
-            )
-        },
-        musubi=family.MusubiCache(
+    # Core multiplies the latents of LightTAE by the scale that its publisher divides them by.
+    published=family.published_beside(
+        __file__,
+        family.MusubiCache(
             "hv15", "hunyuan_video_1_5", ratio=16, text={"varlen_vl_embed": EMBEDS, "varlen_byt5_embed": EMBEDS_2}
         ),
     ),

@@ -16,19 +16,6 @@ CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 128, 32, 8
 # Written by `python benchmarks/runner.py memory_fits --write`.
 FIT = family.FitFactors(tokens=13.47, latents=6.73, pixels=4.16, plain=3.95, text=4.35, streamed=9.25)
 
-LTX_2 = "ComfyUI's own Load Checkpoint, with AnyGPU Fit behind it: template anygpu_ltx2_on_an_older_gpu"
-STORED = {"text_encoder": 19_049_269_744, "transformer": 7_693_622_848, "vae": 1_676_798_532}  # in fp32
-# All but the text encoder in bf16. The transformer's is derived: it is one file, where one in fp32 is cut in two.
-STORED_095 = {"text_encoder": 19_049_269_744, "transformer": 3_846_811_424, "vae": 2_493_855_612}
-MODEL = family.Download("Lightricks/LTX-Video", "8984fa25007f376c1a299016d0957a37a2f797bb", family.HUB_FILES, STORED)
-MODEL_095 = family.Download(
-    "Lightricks/LTX-Video-0.9.5", "e58e28c39631af4d1468ee57a853764e11c1d37e", family.HUB_FILES, STORED_095
-)
-QUANTISED = (
-    family.Quantised("calcuis/ltxv-gguf", "ltx-video-2b-v0.9-q8_0.gguf", 2.17),
-    family.Quantised("city96/LTX-Video-gguf", "ltx-video-2b-v0.9-Q4_K_M.gguf", 1.42),
-)
-QUANTISED_095 = (family.Quantised("city96/LTX-Video-0.9.5-gguf", "ltx-video-2b-v0.9.5-Q4_K_M.gguf", 1.33),)
 CONFIGS = "Lightricks/LTX-Video configs/"
 ENHANCED_WORDS = 120  # in longer prompts the published script changes nothing
 # Its 8 levels of the linear-quadratic schedule, of which the last belongs to the second pass.
@@ -148,43 +135,6 @@ SPEC = family.FamilySpec(
         returns_alone=True,
         split=SplitPlan(("image_rotary_emb",), dim=1, rows=("temb",)),
     ),
-    published=family.Published(
-        pages=(
-            "https://huggingface.co/Lightricks/LTX-Video",
-            "https://huggingface.co/Lightricks/LTX-Video-0.9.5",
-            "https://huggingface.co/Lightricks/LTX-Video-0.9.8-13B-distilled",
-        ),
-        offer=family.Offer(
-            (MODEL,), {"text": 8.9, "transformer": 3.6, "vae": 0.8}, {"transformer": QUANTISED, "text": family.T5_XXL}
-        ),
-        more_offers={
-            "LTX-Video 0.9.5": family.Offer(
-                (MODEL_095,),
-                {"text": 8.9, "transformer": 3.6, "vae": 2.3},
-                {"transformer": QUANTISED_095, "text": family.T5_XXL},
-            )
-        },
-        others=(
-            family.OtherModel(
-                "LTX-2", ("audio_adaln_single.linear.weight", "patchify_proj.weight"), runs=LTX_2, classes="LTX2"
-            ),
-            family.OtherModel("LTX-2", ("audio_time_embed.linear.weight", "proj_in.weight"), runs=LTX_2),
-        ),
-        cautions=(
-            family.Caution(
-                r"ltxv-13b-0\.9\.7-dev-fp8$",
-                "F8_E4M3",
-                "downloaded before 14 May 2025, this file holds weights rotated by a Hadamard matrix for Lightricks' "
-                "Q8 kernels, and gives noise without them; since then it is plain fp8. If you get noise, download it "
-                "again",
-                "ComfyUI-LTXVideo#186 and its README of 14 May 2025; LTX-Video-Q8-Kernels 8b4d428, 75c5c42: FP8Linear",
-            ),
-            family.Caution(
-                r"ic.?lora",
-                "",
-                "an IC-LoRA follows a control clip: give it one through AnyGPU Encode Image with control on",
-                "Lightricks/ComfyUI-LTXVideo iclora.py",
-            ),
-        ),
-    ),
+    # Parts of 0.9.5 are stored in bf16, but for its text encoder; its transformer's size there is derived.
+    published=family.published_beside(__file__),
 )

@@ -8,18 +8,11 @@ from ... import family
 from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO, FAST = 12, 8, 6, "FastMochi"
-STORED = {"text_encoder": 19_049_269_744, "transformer": 20_055_483_640, "vae": 919_549_966}  # the first in fp32
 IN_FP32 = Precision(BF16, BF16, FP32, "upstream's reference decodes Mochi in fp32")
 BLOCK = "diffusers.models.transformers.transformer_mochi.MochiTransformerBlock"
 # Written by `python benchmarks/runner.py memory_fits --write`.
 FIT = family.FitFactors(tokens=16.96, latents=3.18, pixels=4.18, plain=0.0, text=4.17, streamed=6.89, chunked=1.45)
 
-MODEL = family.Download("genmo/mochi-1-preview", "14be5fcea23095ed330cb214647916a451e38b6e", family.HUB_FILES, STORED)
-QUANTISED = (
-    family.Quantised("Comfy-Org/mochi_preview_repackaged", "mochi_preview_fp8_scaled.safetensors", 10.03),
-    # Its size is derived: the bits a weight that HunyuanVideo's file of this format has.
-    family.Quantised("calcuis/mochi", "mochi-q3_k_m.gguf", 4.9),
-)
 SPEC = family.FamilySpec(
     id="mochi",
     title="Mochi 1",
@@ -72,11 +65,6 @@ SPEC = family.FamilySpec(
         published_vae_fusion_points=38,
         split=SplitPlan(("image_rotary_emb",), dim=0),
     ),
-    published=family.Published(
-        tiny_decoders=(family.TinyDecoder("taem1", "madebyollin/taem1 40a4cd84, MIT"),),
-        pages=("https://huggingface.co/genmo/mochi-1-preview",),
-        offer=family.Offer(
-            (MODEL,), {"text": 8.9, "transformer": 18.7, "vae": 0.9}, {"transformer": QUANTISED, "text": family.T5_XXL}
-        ),
-    ),
+    # The size of its smallest file is derived: the bits a weight that HunyuanVideo's file of this format has.
+    published=family.published_beside(__file__),
 )

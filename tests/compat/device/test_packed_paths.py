@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.device import packed_paths
-from anygpu.compat.device.packed_paths import packed_probes, packed_product, path_for
-from anygpu.compat.device.packed_rows import CORE, DEQUANTISE, INT8, INTEGERS
+from anygpu.compat.device.packed_paths import CORE, DEQUANTISE, INT8, INTEGERS, packed_probes, packed_product, path_for
 from anygpu.compat.device.probe_store import ENDED, OK, PACKED, UNUSABLE, WRONG, ProbeResult, ProbeStore
 from anygpu.compat.report import report_on
 from simulated import profiles

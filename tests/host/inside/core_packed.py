@@ -23,7 +23,7 @@ import comfy_kitchen.tensor.fp8 as fp8
 import torch
 from anygpu.compat import output_check
 from anygpu.compat.device import packed_paths, timed_choice
-from anygpu.compat.device.packed_rows import INT8, INTEGERS
+from anygpu.compat.device.packed_paths import INT8, INTEGERS
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.host.core import clip as core_clip
 from anygpu.host.core import model as core_model

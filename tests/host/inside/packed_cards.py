@@ -11,7 +11,7 @@ import comfy_kitchen.backends.hip as kitchen_hip
 import torch
 from anygpu.compat.device import packed_paths
 from anygpu.compat.device.facts import facts_for
-from anygpu.compat.device.packed_rows import FORMATS
+from anygpu.compat.device.packed_paths import FORMATS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 kitchen = importlib.import_module("comfy_kitchen.registry")  # the package hides it behind an object of that name

@@ -21,7 +21,7 @@ import pytest
 from anygpu.compat.checkpoints.headers import STORED
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError
 from anygpu.pipelines.base import Silent
-from anygpu.pipelines.family import HUB, HUB_FILES, Download, Offer
+from anygpu.pipelines.family import HUB, Download, Offer
 from anygpu.pipelines.files import catalogue, download
 from anygpu.pipelines.files.catalogue import absent_offers, every_offer
 from anygpu.pipelines.files.download import fetched, is_checked, selected
@@ -29,6 +29,7 @@ from anygpu.pipelines.registry import FAMILIES
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 REPOSITORY = "Lightricks/LTX-Video"
+HUB_FILES = ("model_index.json", "scheduler", "text_encoder", "tokenizer", "transformer", "vae")
 DOWNLOAD = Download(REPOSITORY, REVISION, HUB_FILES)
 LARGE = "transformer/diffusion_pytorch_model.safetensors"
 FILES = {
