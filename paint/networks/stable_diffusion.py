@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat.checkpoints.headers import TensorEntry, reading
 from ...compat.checkpoints.weights import read_json
 from ...compat.errors import CheckpointError
 from ...compat.packages import imported
@@ -142,16 +143,41 @@ def _of_tensors(stored: Weights) -> Base:
     return Base(kind, _prediction(stored, kind), parts)
 
 
+def joined_files(model: Path, clip: Path, vae: Path) -> Weights:
+    """The checkpoint whose UNet, text encoders and VAE are of these files; a VAE's own file has names of its own."""
+    entries: dict[str, TensorEntry] = {}
+    for path, own in ((model, UNET), (clip, ""), (vae, VAE)):
+        with reading(path):
+            found = weights_in(path, "checkpoint").entries or {}
+        if own == VAE and not any(name.startswith(VAE) for name in found):
+            found = {VAE + name: entry for name, entry in found.items()}
+        entries |= {name: entry for name, entry in found.items() if _owner(name) == own}
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    return Weights(model, shapes, entries, sum(entry.total_bytes for entry in entries.values()))
+
+
+def _owner(name: str) -> str:
+    """The prefix of the part that a tensor of a checkpoint belongs to; empty for a text encoder."""
+    if name.startswith((V_PREDICTED, EDM[:4])):
+        return UNET
+    return next((prefix for prefix in (UNET, VAE) if name.startswith(prefix)), "")
+
+
 def _part(stored: Weights, prefix: str, convert: Convert, config: Callable[[Shapes], Mapping[str, Any]]) -> BasePart:
     inside = {name: shape for name, shape in stored.shapes.items() if name.startswith(prefix)}
     tensors = {name: torch.empty(shape, device="meta") for name, shape in inside.items()}
-    made = convert(tensors) if tensors else {}
+    try:
+        made = convert(tensors) if tensors else {}
+        shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
+        described = config(shapes) if made else {}
+    except (KeyError, AttributeError, IndexError, ValueError, TypeError) as error:  # of diffusers' converters
+        found = f"{stored.path.name!r} lacks tensors of {prefix}* ({type(error).__name__}: {error})"
+        raise CheckpointError(found, expected=WANTED, fix="Download it again.") from error
     by_tensor = {id(tensor): name for name, tensor in made.items()}
     names = {name: by_tensor.get(id(tensor), name) for name, tensor in tensors.items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
     total = stored.total_bytes * len(inside) // max(1, len(stored.shapes))
     weights = replace(stored, shapes=inside, total_bytes=total)
-    return BasePart(weights, config(shapes) if made else {}, names, convert, shapes=shapes)
+    return BasePart(weights, described, names, convert, shapes=shapes)
 
 
 def _without_last(convert: Convert, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
