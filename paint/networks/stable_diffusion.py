@@ -28,6 +28,7 @@ from .weights import Weights, weights_in
 INDEX, OF_DEMOS = "model_index.json", "_anygpu_parts_of"  # part to the demo model that ships it, and its name there
 HEAD_WIDTH, TIME_WIDTH, SIZES = 64, 256, 6  # of an attention; of each of SDXL's six numbers of sizes
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
+UNCLIP = (1536, 2048)  # widths of the picture that unCLIP's UNet is told of; the refiner's sizes and text have 2560
 V_PREDICTED, EDM = "v_pred", "edm_mean"  # tensors that mark a file of velocities, and of EDM
 LAYER = re.compile(r"\.(?:resblocks|layers)\.(\d+)\.")  # of a text encoder
 TEXT = {  # part -> what its tensors may begin with; last as ComfyUI has them loaded
@@ -205,13 +206,15 @@ def _kind(shapes: Shapes, path: Path, edm: bool) -> str:
     """``sdxl`` or ``sd21`` by the shapes of a UNet, in diffusers' names; raises for another kind, by its name."""
     first, widths = shapes.get("conv_in.weight", (0, 0)), _widths(shapes)
     projection = shapes.get("mid_block.attentions.0.proj_in.weight", ())
-    added, levels = "add_embedding.linear_1.weight" in shapes, len(widths)
+    embedded = [shapes.get(f"{name}_embedding.linear_1.weight", (0, 0))[1] for name in ("add", "class")]
+    added, levels = embedded[0] > 0, len(widths)
     named = {
         "no Stable Diffusion checkpoint": not widths or not projection,
         "an inpainting checkpoint": first[1] == 9,
         f"a checkpoint whose UNet takes {first[1]} channels": first[1] != 4,
         "an EDM checkpoint": edm,
         "Stable Diffusion 1.5": len(projection) == 4,
+        "an unCLIP checkpoint of Stable Diffusion 2.1": any(width in UNCLIP for width in embedded) and levels == 4,
         "the refiner of Stable Diffusion XL": added and levels == 4,
         "another UNet than that of Stable Diffusion XL or 2.1": (added, levels) not in ((True, 3), (False, 4)),
     }

@@ -235,6 +235,7 @@ REFUSED = {
     "SD1.5": "is Stable Diffusion 1.5",
     "EDM": "is an EDM checkpoint",
     "refiner": "is the refiner of Stable Diffusion XL",
+    "unCLIP": "is an unCLIP checkpoint of Stable Diffusion 2.1",
     "packed": "core_model with packed weights or another pack's (QuantizedTensor)",
     "GGUF": "core_model with packed weights or another pack's (OtherTensor)",
     "foreign": "core_model with packed weights or another pack's (adapter.OtherLinear)",
