@@ -203,6 +203,12 @@ def base_path(name: str) -> Path:
     return path_of(name, {**demo_adapter()[0], **base_models()}, roots(BASE_KEYS), what, "Put one into {} and press R.")
 
 
+def core_file(kind: str, name: object) -> Path | None:
+    """The .safetensors file that core's loader finds by a listed name; None for no such."""
+    listed = isinstance(name, str) and name.endswith(".safetensors") and name in folder_paths.get_filename_list(kind)
+    return Path(path) if listed and (path := folder_paths.get_full_path(kind, name)) else None
+
+
 def adapters() -> dict[str, Path]:
     searched = roots(ADAPTER_KEYS)
     files = (file for root in searched for each in DEPTHS for file in _matches(root, each))

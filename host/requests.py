@@ -36,6 +36,7 @@ PAINT_INPUTS |= {"compile": False, "dynamo_cache_size_limit": CACHE_LIMIT}
 ADAPTER_CHOICES = ("variant", "precision", "offload", "attention")
 ADAPTER_INPUTS = {"model": folders.NO_MODEL, "adapter": folders.NO_ADAPTER, "lora": folders.NONE, "lora_strength": 1.0}
 ADAPTER_INPUTS |= dict.fromkeys(("vae", *ADAPTER_CHOICES), AUTO)
+CORE_INPUTS = ("core_model", "core_clip", "core_vae")
 Inputs = Mapping[str, Any]
 
 

@@ -10,7 +10,7 @@ from ..compat.transforms.compile import MOST_CACHED
 from ..host import folders, memory_manager, meshes, preview
 from ..host.api import GraphBuilder, io
 from ..host.progress import PaintProgress, saved_views
-from ..host.requests import adapter_request, paint_request
+from ..host.requests import CORE_INPUTS, adapter_request, paint_request
 from ..paint.choices import ADAPTER_VARIANTS, CACHE_LIMIT, NEGATIVE, SCHEDULERS, SPACINGS, STORED_AS, TG2MV, VARIANTS
 from .inputs import (
     DEFAULT,
@@ -189,7 +189,7 @@ class LoadMVAdapter(io.ComfyNode):
         from ..paint.adapter_loading import load_adapter
 
         progress = PaintProgress(cls.hidden.unique_id)
-        request = adapter_request(inputs, checkpoint_of(*map(inputs.get, ("core_model", "core_clip", "core_vae"))))
+        request = adapter_request(inputs, checkpoint_of(*map(inputs.get, CORE_INPUTS)))
         pipeline = load_adapter(request, progress, memory_manager.make_room, memory_manager.offloader_on)
         progress.chosen(f"{pipeline.family} {pipeline.variant}, {pipeline.facts}", pipeline.decisions)
         return io.NodeOutput(pipeline)

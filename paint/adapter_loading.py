@@ -23,7 +23,7 @@ from ..compat.probe_results import probe_results_of
 from ..compat.transforms.attention import Attention
 from ..compat.transforms.compile import CompileSettings
 from . import loading
-from .choices import ADAPTER_VARIANTS, is_demo
+from .choices import ADAPTER_VARIANTS, IG2MV, TG2MV, is_demo
 from .loading import PaintPipeline, paint_bytes, reader_of
 from .networks import mv_adapter as networks
 from .networks.encoders import encoder
@@ -122,6 +122,12 @@ def _checked(request: AdapterRequest) -> tuple[AdapterFiles, dict[str, nn.Module
         stored = weights_in(request.adapter, "adapter")
     with reading(request.source):
         base = base_in(request.model, request.vae)
+    if is_demo(request.adapter) and not is_demo(request.source):
+        raise CheckpointError(
+            f"{request.adapter.name!r} of the demo for {request.source.name!r}, a checkpoint of {base.kind}",
+            expected=f"mvadapter_{IG2MV}_{base.kind}.safetensors, or {TG2MV}, in models/diffusion_models",
+            fix="Download it there from huanngzh/mv-adapter, press R and choose it.",
+        )
     declared = "" if request.variant == AUTO else request.variant
     variant = networks.variant_of(stored.shapes, base.kind, request.adapter.name, declared)
     config = base.parts["unet"].config

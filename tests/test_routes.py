@@ -37,6 +37,7 @@ from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sizes import Size
 from anygpu.pipelines.stages import picture_size
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from paint import mv_stored, stored
 
@@ -387,6 +388,45 @@ def test_mv_adapter_is_told_at_the_size_and_with_the_guidance_of_its_variant(pac
     stages = [[stage["stage"] for stage in each["stages"]] for each in found["forecasts"]]
     assert stages[0] == ["text", "encoding", "reference", "maps", "painting", "decoding"]
     assert stages[1] == ["text", "maps", "painting", "decoding"]
+
+
+def test_mv_adapter_is_told_of_what_is_connected_and_never_of_its_model(pack, monkeypatch):
+    """Core's files behind the links, through a LoRA; where they are not known, one line says so."""
+    models = pack.home / "models"
+    mv_stored.single_file("sdxl", models / "core.safetensors")
+    own = {name: tensor for name, tensor in load_file(models / "core.safetensors").items() if "first_stage" in name}
+    save_file({name.partition(".")[2]: tensor for name, tensor in own.items()}, models / "own-vae.safetensors")
+    adapter = mv_stored.adapter_file("ig2mv", "sdxl", models).name
+    listed = {"checkpoints": ["core.safetensors"], "vae": ["own-vae.safetensors"]}
+    monkeypatch.setattr(sys.modules["folder_paths"], "get_filename_list", listed.get, raising=False)
+    monkeypatch.setattr(sys.modules["folder_paths"], "get_full_path", lambda _, name: str(models / name), raising=False)
+    inputs = {"model": "gone", "adapter": adapter, "core_model": ["6", 0], "core_clip": ["6", 1], "core_vae": ["5", 2]}
+    loader = {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "core.safetensors"}}
+    prompt = {
+        "1": {"class_type": "AnyGPULoadMVAdapter", "inputs": inputs},
+        "2": {"class_type": "AnyGPUPaintViews", "inputs": {"pipeline": ["1", 0], "view_size": 64}},
+        "5": loader,
+        "6": {"class_type": "LoraLoader", "inputs": {"model": ["5", 0], "clip": ["5", 1], "lora_name": "x"}},
+        "7": {"class_type": "VAELoader", "inputs": {"vae_name": "own-vae.safetensors"}},
+        "8": {"class_type": "UNETLoader", "inputs": {"unet_name": "core.safetensors"}},
+    }
+
+    def told(**changed: Any) -> tuple[dict[str, Any], list[Any]]:
+        inputs.update(changed)
+        status, found, _ = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})
+        assert status == 200
+        return found["pipelines"][0], found["forecasts"]
+
+    card, (whole,) = told()
+    assert card["model"] == "core.safetensors" and "core's MODEL, CLIP and VAE" in str(card["decisions"])
+    assert [stage["stage"] for stage in whole["stages"]][:2] == ["text", "text_2"]
+    other = told(core_vae=["7", 0])[1][0]["stages"]
+    assert [each["least"] for each in other] == [each["least"] for each in whole["stages"]], "of another file"
+    for given, kind in ((["8", 0], "UNETLoader"), ("x", "nothing")):
+        card, forecasts = told(core_model=given)
+        assert card["error"]["found"] == f"memory and time unknown: core_model is from {kind}" and forecasts == []
+    loader["inputs"]["ckpt_name"] = "../core.safetensors"
+    assert "core_model is from CheckpointLoaderSimple" in told(core_model=["5", 0])[0]["error"]["found"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from ...compat.device.facts import GIBIBYTE
 from ...compat.device.probe_store import UNKNOWN
-from ...compat.errors import PackError
+from ...compat.errors import InputError, PackError
 from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED
 from ...compat.memory.statistics import StageNeed
 from ...compat.probe_results import probe_results_of
@@ -17,6 +17,8 @@ from ...paint import forecast as painting
 from ...paint.adapter_loading import AdapterRequest, load_adapter
 from ...paint.choices import DEMO_SIZE, is_demo
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
+from ...paint.networks.stable_diffusion import joined_files
+from ...paint.networks.weights import Weights
 from ...pipelines.base import FramePackSettings, SampleSettings
 from ...pipelines.decisions import card_of
 from ...pipelines.demo.stand_in import own_inputs
@@ -35,6 +37,11 @@ from .panel import error_message, facts
 MOST_PIPELINES, MOST_STEPS = 8, 32
 DELIGHTS, ENCODES, LOADS = "AnyGPUDelightImage", "AnyGPUEncodeImage", "LoadImage"
 LARGEST = 1e9  # of a number that a widget holds
+MV_ADAPTER, CHECKPOINT = "AnyGPULoadMVAdapter", ("ckpt_name", "checkpoints")
+CORE_FILES = {  # core's loaders -> the input that names their file, and the kind of its folder
+    **dict.fromkeys(("CheckpointLoaderSimple", "CheckpointLoader"), CHECKPOINT),
+    "VAELoader": ("vae_name", "vae"),
+}
 CHOICES = {"task": requests.TASKS, **dict.fromkeys(("transformer_device", "text_device", "vae_device"), DEVICE_CHOICES)}
 FITS, STREAMS, PARTS, TOO_MUCH = "fits", "streams", "in parts", "too much"
 MEANING = {  # how a stage fits -> what that means for the run
@@ -53,7 +60,7 @@ TimesIn = Callable[[str, int | None], Times]
 def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
     cards, pipelines = [], {}
     for node in _of(prompt, LOADERS):
-        card, pipelines[node] = _card(node, prompt[node])
+        card, pipelines[node] = _card(prompt, node)
         cards.append(card)
     forecasts = []
     for node in _of(prompt, RUNS):
@@ -89,8 +96,35 @@ def _source(prompt: Mapping[str, Any], node: str, name: str) -> str:
     return link[0] if isinstance(link, list) and len(link) == 2 and isinstance(link[0], str) else ""
 
 
-def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+def _connected(prompt: Mapping[str, Any], node: str) -> dict[str, Weights]:
+    """The checkpoint that core's loaders behind Load MV-Adapter read, as an argument; empty where none is connected.
+
+    Raises InputError where the file of one of the three inputs is not known.
+    """
+    mine = prompt[node]["class_type"] == MV_ADAPTER
+    sources = {name: _source(prompt, node, name) for name in requests.CORE_INPUTS if mine}
+    if not any(sources.values()):
+        return {}
+    files = []
+    for name, source in sources.items():
+        for _ in range(MOST_STEPS):  # back through LoRAs and other patches, which change no size
+            source = _source(prompt, source, name.removeprefix("core_")) or source
+        kind = prompt[source]["class_type"] if source in prompt else "nothing"
+        key, folder = CORE_FILES.get(kind, ("", ""))
+        path = folders.core_file(folder, prompt[source]["inputs"].get(key)) if key else None
+        if path is None:
+            raise InputError(
+                f"memory and time unknown: {name} is from {kind}",
+                expected="a .safetensors file of core's Load Checkpoint, or of Load VAE for core_vae",
+                fix="Run it: what is connected counts, not model.",
+            )
+        files.append(path)
+    return {"loaded": joined_files(*files)}
+
+
+def _card(prompt: Mapping[str, Any], node: str) -> tuple[dict[str, Any], Any]:
     """The card of a load node, and its pipeline where it can be loaded; asks no device, which may be in a run."""
+    entry = prompt[node]
     known = probe_results_of(facts(), folders.state_folder()).without_asking()
     asked = all(answer.status != UNKNOWN for answer in known.values())
     defaults, request_for = LOADERS[entry["class_type"]]
@@ -98,7 +132,8 @@ def _card(node: str, entry: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         values = {
             name: _widget(entry["inputs"].get(name, default), name, default) for name, default in defaults.items()
         }
-        request = request_for(values, device=facts(), state=folders.state_folder(), quiet=True)
+        given = {"device": facts(), "state": folders.state_folder(), **_connected(prompt, node)}
+        request = request_for(values, quiet=True, **given)
         read = READERS.get(type(request), load_placed)
         pipeline = read(request, hosted=memory_manager.offloader_on)
         return {"node": node, **card_of(pipeline, known), "by_tables": not asked}, pipeline
@@ -255,7 +290,7 @@ LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their d
     "AnyGPULoadPipeline": (requests.FOLDER_INPUTS, requests.folder_request),
     "AnyGPUComposePipeline": (requests.FILE_INPUTS, requests.files_request),
     "AnyGPULoadPaintPipeline": (requests.PAINT_INPUTS, requests.paint_request),
-    "AnyGPULoadMVAdapter": (requests.ADAPTER_INPUTS, requests.adapter_request),
+    MV_ADAPTER: (requests.ADAPTER_INPUTS, requests.adapter_request),
 }
 READERS: dict[type, Callable[..., Any]] = {PaintRequest: load_paint, AdapterRequest: load_adapter}
 RUNS: dict[

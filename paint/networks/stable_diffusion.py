@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat.checkpoints.headers import TensorEntry, reading
 from ...compat.checkpoints.weights import read_json
 from ...compat.errors import CheckpointError
 from ...compat.packages import imported
@@ -27,6 +28,7 @@ from .weights import Weights, weights_in
 INDEX, OF_DEMOS = "model_index.json", "_anygpu_parts_of"  # part to the demo model that ships it, and its name there
 HEAD_WIDTH, TIME_WIDTH, SIZES = 64, 256, 6  # of an attention; of each of SDXL's six numbers of sizes
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
+UNCLIP = (1536, 2048)  # widths of the picture that unCLIP's UNet is told of; the refiner's sizes and text have 2560
 V_PREDICTED, EDM = "v_pred", "edm_mean"  # tensors that mark a file of velocities, and of EDM
 LAYER = re.compile(r"\.(?:resblocks|layers)\.(\d+)\.")  # of a text encoder
 TEXT = {  # part -> what its tensors may begin with; last as ComfyUI has them loaded
@@ -142,16 +144,41 @@ def _of_tensors(stored: Weights) -> Base:
     return Base(kind, _prediction(stored, kind), parts)
 
 
+def joined_files(model: Path, clip: Path, vae: Path) -> Weights:
+    """The checkpoint whose UNet, text encoders and VAE are of these files; a VAE's own file has names of its own."""
+    entries: dict[str, TensorEntry] = {}
+    for path, own in ((model, UNET), (clip, ""), (vae, VAE)):
+        with reading(path):
+            found = weights_in(path, "checkpoint").entries or {}
+        if own == VAE and not any(name.startswith(VAE) for name in found):
+            found = {VAE + name: entry for name, entry in found.items()}
+        entries |= {name: entry for name, entry in found.items() if _owner(name) == own}
+    shapes = {name: entry.shape for name, entry in entries.items()}
+    return Weights(model, shapes, entries, sum(entry.total_bytes for entry in entries.values()))
+
+
+def _owner(name: str) -> str:
+    """The prefix of the part that a tensor of a checkpoint belongs to; empty for a text encoder."""
+    if name.startswith((V_PREDICTED, EDM[:4])):
+        return UNET
+    return next((prefix for prefix in (UNET, VAE) if name.startswith(prefix)), "")
+
+
 def _part(stored: Weights, prefix: str, convert: Convert, config: Callable[[Shapes], Mapping[str, Any]]) -> BasePart:
     inside = {name: shape for name, shape in stored.shapes.items() if name.startswith(prefix)}
     tensors = {name: torch.empty(shape, device="meta") for name, shape in inside.items()}
-    made = convert(tensors) if tensors else {}
+    try:
+        made = convert(tensors) if tensors else {}
+        shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
+        described = config(shapes) if made else {}
+    except (KeyError, AttributeError, IndexError, ValueError, TypeError) as error:  # of diffusers' converters
+        found = f"{stored.path.name!r} lacks tensors of {prefix}* ({type(error).__name__}: {error})"
+        raise CheckpointError(found, expected=WANTED, fix="Download it again.") from error
     by_tensor = {id(tensor): name for name, tensor in made.items()}
     names = {name: by_tensor.get(id(tensor), name) for name, tensor in tensors.items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
     total = stored.total_bytes * len(inside) // max(1, len(stored.shapes))
     weights = replace(stored, shapes=inside, total_bytes=total)
-    return BasePart(weights, config(shapes) if made else {}, names, convert, shapes=shapes)
+    return BasePart(weights, described, names, convert, shapes=shapes)
 
 
 def _without_last(convert: Convert, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -179,13 +206,15 @@ def _kind(shapes: Shapes, path: Path, edm: bool) -> str:
     """``sdxl`` or ``sd21`` by the shapes of a UNet, in diffusers' names; raises for another kind, by its name."""
     first, widths = shapes.get("conv_in.weight", (0, 0)), _widths(shapes)
     projection = shapes.get("mid_block.attentions.0.proj_in.weight", ())
-    added, levels = "add_embedding.linear_1.weight" in shapes, len(widths)
+    embedded = [shapes.get(f"{name}_embedding.linear_1.weight", (0, 0))[1] for name in ("add", "class")]
+    added, levels = embedded[0] > 0, len(widths)
     named = {
         "no Stable Diffusion checkpoint": not widths or not projection,
         "an inpainting checkpoint": first[1] == 9,
         f"a checkpoint whose UNet takes {first[1]} channels": first[1] != 4,
         "an EDM checkpoint": edm,
         "Stable Diffusion 1.5": len(projection) == 4,
+        "an unCLIP checkpoint of Stable Diffusion 2.1": any(width in UNCLIP for width in embedded) and levels == 4,
         "the refiner of Stable Diffusion XL": added and levels == 4,
         "another UNet than that of Stable Diffusion XL or 2.1": (added, levels) not in ((True, 3), (False, 4)),
     }

@@ -213,6 +213,16 @@ def test_mv_adapter_on_what_core_has_loaded(server: Server, client: Client, vari
     saved.rename(models / "checkpoints" / f"saved-{base}.safetensors")
     assert with_lora == weights(run(f"saved-{base}.safetensors", "", False)) != weights(runs[0])
     assert weights(run("core", "", False)) == weights(runs[0]), "the LoRA went into core's own weights"
+    given = {f"core_{each}": ["9", index] for index, each in enumerate(("model", "clip", "vae"))}
+    inputs = {"model": "gone", "adapter": mv_stored.FILES[variant, base], **given}
+    forecast = {"1": {"class_type": "AnyGPULoadMVAdapter", "inputs": inputs}}
+    told = []
+    for kind in ("CheckpointLoaderSimple", "StandInCheckpoint"):
+        forecast["9"] = {"class_type": kind, "inputs": {"ckpt_name": f"core-{base}.safetensors"}}
+        (card,) = client.post("/anygpu/graph", {"prompt": forecast})["pipelines"]
+        told.append(card["error"]["found"] if "error" in card else card["model"])
+    unknown = "memory and time unknown: core_model is from StandInCheckpoint"
+    assert told == [f"core-{base}.safetensors", unknown], "of the file, and of no other"
     refused = run("core", "", False, "core_clip")
     assert "no core_clip; expected core's MODEL, CLIP and VAE" in refused.message
 
@@ -225,6 +235,7 @@ REFUSED = {
     "SD1.5": "is Stable Diffusion 1.5",
     "EDM": "is an EDM checkpoint",
     "refiner": "is the refiner of Stable Diffusion XL",
+    "unCLIP": "is an unCLIP checkpoint of Stable Diffusion 2.1",
     "packed": "core_model with packed weights or another pack's (QuantizedTensor)",
     "GGUF": "core_model with packed weights or another pack's (OtherTensor)",
     "foreign": "core_model with packed weights or another pack's (adapter.OtherLinear)",

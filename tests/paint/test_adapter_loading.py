@@ -8,6 +8,7 @@ import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.paint.adapter_loading import AdapterRequest, load_adapter
+from anygpu.paint.choices import demo_adapter
 from anygpu.paint.networks.stable_diffusion import base_in, unet_config
 from anygpu.paint.networks.weights import Weights
 from safetensors.torch import load_file, save_file
@@ -116,8 +117,12 @@ def sd15(tensors):
             tensors[name] = tensors[name][:, :, None, None].contiguous()
 
 
-def refiner(tensors):
-    tensors["model.diffusion_model.label_emb.0.0.weight"] = torch.empty(256, 2560)
+def unclip(tensors):
+    refiner(tensors, 1536)
+
+
+def refiner(tensors, width=2560):
+    tensors["model.diffusion_model.label_emb.0.0.weight"] = torch.empty(256, width)
     for leaf in ("0.0.bias", "0.2.weight", "0.2.bias"):
         tensors[f"model.diffusion_model.label_emb.{leaf}"] = torch.empty(256)
 
@@ -139,6 +144,7 @@ def video(tensors):
         ("sdxl", edm, "is an EDM checkpoint"),
         ("sd21", sd15, r"is Stable Diffusion 1\.5"),
         ("sd21", refiner, "is the refiner of Stable Diffusion XL"),
+        ("sd21", unclip, "is an unCLIP checkpoint of Stable Diffusion 2.1"),
         ("sdxl", without_vae, "no vae of sdxl in"),
         ("sdxl", video, "is no Stable Diffusion checkpoint"),
     ],
@@ -164,6 +170,11 @@ def test_a_folder_of_an_edm_model_is_refused(folders, adapters, tmp_path):
 def test_an_adapter_for_the_other_base_and_a_truncated_one_are_refused(files, adapters, tmp_path):
     with pytest.raises(CheckpointError, match="is made for sd21, and the checkpoint is sdxl"):
         loaded(files["sdxl"], adapters["ig2mv", "sd21"])
+    demo = next(iter(demo_adapter()[1].values()))
+    for base in BASES:
+        missing = rf"a checkpoint of {base}; expected mvadapter_ig2mv_{base}\.safetensors.* in models/diffusion_models"
+        with pytest.raises(CheckpointError, match=missing):
+            loaded(files[base], demo)
     tensors = load_file(adapters["tg2mv", "sdxl"])
     name = next(name for name in tensors if name.endswith("to_out_mv.0.bias"))
     del tensors[name]

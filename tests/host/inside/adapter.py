@@ -99,6 +99,7 @@ def refusals() -> dict[str, str]:
         "SD1.5": (model("sd21", supported.SD15, use_linear_in_transformer=False), clip, vae),
         "EDM": (model(file=("edm_mean", "edm_std")), clip, vae),
         "refiner": (model("sd21", num_classes="sequential", adm_in_channels=2560), clip, vae),
+        "unCLIP": (model("sd21", num_classes="sequential", adm_in_channels=2048), clip, vae),
         "packed": (quantised(model()), clip, vae),
         "GGUF": (in_bytes(model()), clip, vae),
         "foreign": (foreign(model()), clip, vae),
