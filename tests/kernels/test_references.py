@@ -1,8 +1,10 @@
 """The references against what diffusers computes, and against their own promises; no Triton here."""
 
+from typing import Any
+
 import pytest
 import torch
-from anygpu.kernels import activation, group_norm, norm, residual, rope, terms
+from anygpu.kernels import activation, group_norm, norm, residual, rope, self_tests, terms
 from anygpu.kernels.library import DTYPES, REFERENCE, KernelError
 from anygpu.kernels.terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
 from torch import Tensor
@@ -161,3 +163,18 @@ def test_any_strides_give_a_contiguous_result_of_the_dtype_asked_for(dtype: torc
     ):
         assert found.is_contiguous() and found.dtype == dtype
         torch.testing.assert_close(found, plain, rtol=torch.finfo(dtype).eps, atol=8 * torch.finfo(FP32).eps)
+
+
+def test_a_result_in_fp32_is_held_to_the_bound_of_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where operands are in fp16: a residual that is off by a fifth of what fp16 may be is wrong."""
+    sound = residual.residual_norm
+
+    def off(*terms: Any, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        total, normed = sound(*terms, **how)
+        return (total * 1.0001 if total.dtype != normed.dtype else total), normed
+
+    (found,) = self_tests.self_tests(torch.device("cpu"), REFERENCE, ("residual_norm",), (torch.float16,))
+    assert found.right and found.bound > 1e-4
+    monkeypatch.setattr(residual, "residual_norm", off)
+    (found,) = self_tests.self_tests(torch.device("cpu"), REFERENCE, ("residual_norm",), (torch.float16,))
+    assert not found.right, str(found)
