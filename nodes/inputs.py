@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -220,9 +221,9 @@ def offload_input(limit: str = "") -> Any:
     )
 
 
-def attention_input(whose: str = "", limit: str = "") -> Any:
-    meanings = " ".join(f"{choice}: {meaning}." for choice, meaning in attention.MEANINGS.items())
+def attention_input(whose: str = "", limit: str = "", choices: Sequence[str] = attention.CHOICES) -> Any:
+    meanings = " ".join(f"{choice}: {attention.MEANINGS[choice]}." for choice in choices)
     return io.Combo.Input(
-        "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,
+        "attention", options=list(choices), default="auto", optional=True, advanced=True,
         tooltip=f"Which kernel computes {whose}attention, for this pipeline only. {meanings}{limit}",
     )

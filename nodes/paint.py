@@ -6,6 +6,7 @@ from typing import Any
 
 from ..compat.device.execution import to_host
 from ..compat.errors import InputError
+from ..compat.transforms.attention import UNET_CHOICES
 from ..compat.transforms.compile import MOST_CACHED
 from ..host import folders, memory_manager, meshes, preview
 from ..host.api import GraphBuilder, io
@@ -90,7 +91,7 @@ class LoadPaintPipeline(io.ComfyNode):
                     "image_encoder", options=providers, default="auto", advanced=True,
                     tooltip="PBR: the folder of DINOv2-giant. Or connect its CLIP Vision output to AnyGPU Paint Views.",
                 ),
-                attention_input(),
+                attention_input(choices=UNET_CHOICES),
                 io.Boolean.Input(
                     "compile", default=False, optional=True, advanced=True,
                     tooltip="Compiles the blocks of both UNets and of the VAE with torch.compile: takes minutes on the "
@@ -162,7 +163,7 @@ class LoadMVAdapter(io.ComfyNode):
                     tooltip="The folder of another VAE, such as SDXL's with its fp16 fix. auto: the checkpoint's own, "
                             "for SDXL in fp32.",
                 ),
-                attention_input(),
+                attention_input(choices=UNET_CHOICES),
                 io.Model.Input(
                     "core_model", optional=True,
                     tooltip="Core's MODEL of SDXL or SD2.1, with its LoRAs, in place of model and vae. Connect core_clip and "

@@ -317,6 +317,7 @@ class Rewrites:
     published_vae_fusion_points: int = 0  # those fused in the decoder of its published VAE
     split: SplitPlan | None = None  # by token in its blocks, for several devices; None where that was not tried
     returns_alone: bool = False  # whether its blocks return their tokens without the text
+    sparse: bool = False  # whether its publisher has models of sparse attention
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from ..compat.device.execution import HOST
 from ..compat.device.facts import free_bytes
 from ..compat.memory.offloader import HOSTED
 from ..compat.memory.parts import denoises
+from ..compat.transforms.attention import SPARSE
+from ..compat.transforms.sparse_attention import shares
 from .base import Prompt, SampleSettings
 from .family import FamilySpec
 from .pipeline import Pipeline
@@ -23,6 +25,7 @@ from .pipeline import Pipeline
 TRANSFORMER, VAE = "transformer", "vae"
 PLANES = 4  # activations that a streamed decode has in host memory at once
 MARGIN = 1.15  # what a forecast may be off by
+SPARSE_COPIES = 4  # of the tokens: queries, keys and values in tiles, and one of them before that
 PAIR = 2  # texts: a prompt and its negative
 SPARE = 1.05  # of what a forecast says, before a mode or a form is taken
 
@@ -56,7 +59,11 @@ def sampling_bytes(pipeline: Pipeline, size: Size) -> int:
     dense = max(_dense(pipeline, part) for part in pipeline.spec.transformers)
     if pipeline.run.group is not None:  # attention holds all tokens of a share of the heads: as many bytes
         tokens //= pipeline.run.group.fewest
-    return int(fit.tokens * tokens + fit.latents * latents) + dense
+    copies, attention = fit.tokens, pipeline.plan.speed.attention
+    if attention.choice == SPARSE:
+        copies += SPARSE_COPIES * shares(latent_shape(pipeline, size))[2]
+        dense += attention.budget_bytes  # of the keys and values that are gathered
+    return int(copies * tokens + fit.latents * latents) + dense
 
 
 def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:

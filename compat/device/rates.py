@@ -29,6 +29,7 @@ FREE = (
 WRITE_ONLY = ("zeros", "ones", "fill_", "zero_", "full", "arange", "scalar_tensor")
 FLASH, EFFICIENT, CUDNN, MATH = "flash", "memory-efficient", "cuDNN", "in chunks"
 KERNELS = {"native_efficient": EFFICIENT, "xformers": EFFICIENT, "native_cudnn": CUDNN, "native_math": MATH}
+KERNELS |= {"sparse": EFFICIENT}  # whose calls have a mask
 MEMORY, PINNED_LINK, PLAIN_LINK = 0.9, 0.8, 0.4  # shares reached: RTX 4090 0.91 (tinygrad/open-gpu-kernel-modules#6),
 # A800 0.89 (mli/transformers-benchmarks#4); pinned copies 0.76 to 0.90 (ZaidQureshi/bam#54, the same tinygrad #29);
 # copies from memory that is not pinned pass the host's memory twice: assumed half of that

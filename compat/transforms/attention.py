@@ -31,8 +31,12 @@ MEANINGS: dict[str, str] = {
     "sage": "the package sageattention, or comfy-kitchen's int8 where that is faster: 8-bit products, not exact",
     "flash": "the package flash-attn",
     "xformers": "the package xformers",
+    "sparse": "HunyuanVideo 1.5 alone: each part of the video sees those around it and those most like it; not exact, "
+    "but what models with sparse in their name were trained with",
 }
+SPARSE = "sparse"
 CHOICES = tuple(MEANINGS)
+UNET_CHOICES = tuple(choice for choice in CHOICES if choice != SPARSE)  # of paint
 TORCH_KERNELS = {1: "flash", 2: "memory-efficient", 3: "cuDNN", 4: "the device's own"}  # SDPBackend; 0 is math
 LEAST_BUDGET, MOST_BUDGET = 64 * MEBIBYTE, 1024 * MEBIBYTE
 BUDGET_SHARE = 16  # the budget is this part of the device's memory
@@ -105,12 +109,19 @@ class Attention:
 
 
 def attention_for(
-    choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width: int, avoided: Mapping[Avoided, str] | None = None
+    choice: str,
+    facts: DeviceFacts,
+    dtype: torch.dtype,
+    head_width: int,
+    avoided: Mapping[Avoided, str] | None = None,
+    sparse: bool = False,
 ) -> Attention:
     """The attention for a choice on the device of ``facts``, tried out there once for queries of ``dtype`` and
-    ``head_width``.
+    ``head_width``; ``sparse`` says whether the model can be computed so.
     Raises InputError for an unknown choice, UnsupportedError or MissingPackageError for one this machine cannot do."""
     require_choice("attention", choice, CHOICES)
+    if choice == SPARSE and not sparse:
+        raise UnsupportedError("attention 'sparse'", expected="it for HunyuanVideo 1.5 alone", fix="Choose auto.")
     budget, avoided = budget_for(facts), dict(avoided or {})
     name, size = str(dtype).removeprefix("torch."), f"{budget / 1e6:.0f} MB"
     probe = torch.zeros(1, 1, 16, head_width, dtype=dtype, device=facts.device)
@@ -131,7 +142,7 @@ def attention_for(
         how = "by torch's fused fp32 kernel, else in chunks" if in_fp32 else "in chunks of queries"
         verdict = f"exact, {how} of at most {size}"
         why = avoided.get(dtype) or f"this device has no fused kernel for {name}"
-    elif choice != "native":
+    elif choice not in ("native", SPARSE):
         verdict = kernels_for(choice, facts, dtype, head_width)[0]
     decision = Decision("attention", verdict, why, AUTO if choice == AUTO else CHOSEN)
     fastest = verdict if choice in LOSSY and verdict != choice else ""

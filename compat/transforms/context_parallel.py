@@ -21,6 +21,7 @@ from ..memory.parts import Undo, denoises, transformer_blocks
 from ..ranks import Group, SplitPlan
 from .attention_processors import Attend
 from .order import Back, Order, Step
+from .sparse_attention import SparseAttention
 
 STATES = "hidden_states"  # of the video, in every block
 
@@ -160,7 +161,8 @@ class SplitAttention:
 def require_splittable(block: nn.Module, attention: Any, size: int) -> None:
     """Raise UnsupportedError for a block whose attention is none of ours, or has fewer heads than there are ranks."""
     processor, name = getattr(attention, "processor", None), type(block).__name__
-    if not hasattr(processor, "attend"):
+    attend = getattr(processor, "attend", None)
+    if attend is None or isinstance(attend, SparseAttention):
         found = f"{name} with {type(processor).__name__}, on {size} devices"
         raise UnsupportedError(found, expected="attention that AnyGPU knows", fix="Render this model on one device.")
     if attention.heads < size:

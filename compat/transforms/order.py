@@ -14,10 +14,11 @@ from torch import nn
 
 from ..device.execution import add_hook
 from ..memory.parts import Undo, full_name, role_of
-from .attention import Attention
-from .attention_processors import BLOCKS, CROPPED, PROCESSORS, Attend, Padding, cropping
+from .attention import SPARSE, Attention
+from .attention_processors import BLOCKS, CROPPED, PROCESSORS, Attend, JointProcessor, Padding, cropping
 from .conv3d import history_tables, swap_conv3d
 from .conv3d_choice import Timings, choose_by, runs_natively
+from .sparse_attention import SparseAttention
 
 log = logging.getLogger(__name__)
 Back = Callable[[], Any]
@@ -117,7 +118,7 @@ def attention_step(attention: Attention) -> Step:
 
     def apply(part: str, module: nn.Module) -> Back | None:
         if role_of(part) == "transformer":
-            return replace_attention(module, attention)
+            return replace_attention(module, SparseAttention(attention) if attention.choice == SPARSE else attention)
         return replace_attention(module, exact) if part == "vae" else None
 
     return Step(Order.ATTENTION, f"attention {attention.label}", apply)
@@ -128,17 +129,21 @@ def replace_attention(module: nn.Module, attend: Attend) -> Back:
 
     ``attend`` maps query (B, H, N, D), key, value, an optional mask and, of a VAE, ``causal`` to (B, H, N, D). On
     processors of other rewrites ``attend`` is set, and ``padding`` where they have it: they call ``by_rows`` then."""
-    padding, undo = Padding(), Undo()
+    padding, undo, joint = Padding(), Undo(), attend
+    if isinstance(joint, SparseAttention):
+        attend = joint.attention
+        undo.append(add_hook(module, joint.note, before=True, with_kwargs=True).remove)
     for owner in module.modules():
         processor: Any = getattr(owner, "processor", None)
         ours, forward = PROCESSORS.get(full_name(processor)), BLOCKS.get(full_name(owner))
+        own = joint if issubclass(ours or type(processor), JointProcessor) else attend
         if ours is not None and ours.replaces(owner):
-            undo.set(owner, "processor", ours(attend, padding))
+            undo.set(owner, "processor", ours(own, padding))
         elif forward is not None and "forward" not in vars(owner):
             undo.patch(owner, forward(attend, padding))
             undo.set(owner, "attend", attend)  # for decoders in chunks or streamed, which walk through it themselves
         elif hasattr(processor, "attend"):
-            for name, value in (("attend", attend), ("padding", padding)):
+            for name, value in (("attend", own), ("padding", padding)):
                 if hasattr(processor, name):
                     undo.set(processor, name, value)
     cropped = CROPPED.get(type(module).__name__)

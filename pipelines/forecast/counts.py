@@ -16,8 +16,10 @@ from torch import nn
 from ...compat.device.probe_store import OK
 from ...compat.device.work import ATTENTION, META, OTHER, PRODUCT, Work, counted_once, counting_on_meta, empty, text_of
 from ...compat.transforms import fused
+from ...compat.transforms.attention import SPARSE
 from ...compat.transforms.fp16 import apply_fp16_safe
 from ...compat.transforms.fused_vae import fuse_vae
+from ...compat.transforms.sparse_attention import shares
 from ..base import Call, Forwards, PromptRequest, SampleSettings
 from ..pipeline import Pipeline
 from ..sampling.schedules import Guidance
@@ -65,7 +67,7 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
     shown = {**config, **{key: min(ALIKE, count) for key, count in depth.items()}}
     call, form = empty_call(pipeline, size, rows), pipeline.plan.speed.forms.get(TRANSFORMER, "")
     epilogue = pipeline.plan.speed.epilogue
-    precision = pipeline.precision
+    precision, sparse = pipeline.precision, pipeline.plan.speed.attention.choice == SPARSE
     dtype = precision.compute or precision.transformer
     wide = precision.safe and pipeline.device.probes is not None and pipeline.device.probes[FP32_OUTPUT].status == OK
     key = (TRANSFORMER, pipeline.family, pipeline.variant, text_of(config), call.latents.shape, call.embeds.shape)
@@ -82,10 +84,23 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
             pipeline.spec.code.call_transformer(pipeline, module, call)
         for name, first in blocks.items():
             work.update(first.times(max(0, depth[name] - ALIKE)))
-        return work
+        return _sparse(work, latent_shape(pipeline, size)) if sparse else work
 
     given = None if call.vision is None else call.vision.shape
-    return counted_once((*key, given, str(dtype), precision.safe, wide, form, epilogue), count)
+    return counted_once((*key, given, str(dtype), precision.safe, wide, form, epilogue, sparse), count)
+
+
+def _sparse(work: Work, grid: Cells) -> Work:
+    """``work`` with sparse attention of a video in patches of one, and its text: the largest calls."""
+    share, copies, _ = shares(grid)
+    joint = max(flops for kind, flops, _ in work if kind == ATTENTION)
+    found = Work()
+    for (kind, flops, moved), times in work.items():
+        shorter = kind == ATTENTION and flops == joint
+        found[kind, int(flops * share) if shorter else flops, moved] += times
+        if shorter:  # keys and values are half of what it moved, and are read and written again
+            found[OTHER, 0, int(moved * copies)] += times
+    return found
 
 
 def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = None) -> Work:

@@ -10,7 +10,7 @@ from ...compat.device.rates import LOSSY_ATTENTION, STORED
 from ...compat.device.work import PUBLISHED, pace_of
 from ...compat.errors import PackError
 from ...compat.memory.statistics import duration
-from ...compat.transforms.attention import Attention
+from ...compat.transforms.attention import SPARSE, Attention
 from ...compat.transforms.attention_kernels import reason_against
 from ...compat.transforms.fp16 import require_fp16_sums
 from ...compat.transforms.products import formats_on
@@ -81,6 +81,8 @@ def _changes(pipeline: Pipeline, run: Run) -> Iterator[tuple[str, tuple[str, Cal
     speed, facts = pipeline.plan.speed, pipeline.facts
     if speed.attention.label not in LOSSY_ATTENTION and not reason_against("sage", facts):
         yield "attention sage on the load node", ("lossy", _sped(attention=Attention("sage")))
+    if pipeline.spec.rewrites.sparse and speed.attention.choice != SPARSE and SPARSE in pipeline.model.source.name:
+        yield "attention sparse on the load node", ("as it was trained", _sped(attention=Attention(SPARSE)))
     if not speed.request.fp16_sums and _allowed(pipeline):
         yield "fp16_accumulation on the load node", ("lossy", _sped(fp16_sums=True))
     stored = STORED.get(pipeline.model.storage.get(TRANSFORMER, ""), "")

@@ -29,12 +29,12 @@ from ...compat.device.precision import FP32, Precision, copies_decision, precisi
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.quirks import abilities
 from ...compat.device.wheels import unusable_device
-from ...compat.errors import CheckpointError
+from ...compat.errors import CheckpointError, UnsupportedError
 from ...compat.memory.offloader import Offloader
 from ...compat.memory.parts import denoises, role_of
 from ...compat.memory.standalone import offloader_for
 from ...compat.probe_results import probe_results_of
-from ...compat.transforms.attention import Attention, attention_for, avoided_by, by_time
+from ...compat.transforms.attention import SPARSE, Attention, attention_for, avoided_by, by_time
 from ...compat.transforms.conv3d_choice import stored_timings
 from ...compat.transforms.fp16 import stored_dtype
 from ...compat.transforms.order import Preparation, Step, attention_step, conv3d_step
@@ -95,7 +95,9 @@ def load(
     require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
     variant, guessed = variant_of(family, request.variant, request.model, files["transformer"])
     names = names_around(named_place(request.model, files["transformer"])) if request.variant == AUTO else ()
-    attention = _attention(request.attention, files["transformer"].config, precision, facts, probes)
+    attention = _attention(request.attention, family, files["transformer"].config, precision, facts, probes)
+    if attention.choice == SPARSE and request.speed.compile is not None:
+        raise UnsupportedError("attention 'sparse' with compile", expected="one of the two", fix="Switch compile off.")
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), stored_timings(facts, probes))
     speed = speed_for(request.speed, facts, request.devices, precision, probes, attention)
@@ -198,13 +200,18 @@ def _parts(files: Mapping[str, PartFiles], prepare: Preparation, safe: SafeFp16 
 
 
 def _attention(
-    choice: str, config: Mapping[str, Any], precision: Precision, facts: DeviceFacts, probes: ProbeStore | None
+    choice: str,
+    family: FamilySpec,
+    config: Mapping[str, Any],
+    precision: Precision,
+    facts: DeviceFacts,
+    probes: ProbeStore | None,
 ) -> Attention:
     """The attention of a transformer, tried out on its device, and timed there where it is left to ``auto``."""
     width = int(config.get("attention_head_dim", HEAD_WIDTH))
     operands = precision.compute or precision.transformer
     avoided = avoided_by(probes, (operands, precision.vae), wide=(precision.vae, FP32))
-    attention = attention_for(choice, facts, operands, width, avoided)
+    attention = attention_for(choice, facts, operands, width, avoided, family.rewrites.sparse)
     return by_time(attention, facts, probes, operands, width)
 
 

@@ -5,6 +5,7 @@
 """
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +46,17 @@ SIZE = (80, 48)  # width and height of the families that draw what they are told
 def fixture(name: str) -> Path:
     """Where a loop's frames are kept."""
     return FIXTURES / f"loop_{name.replace(' ', '_')}.safetensors"
+
+
+SPARSE = FIXTURES / "sparse_attention.safetensors"
+SPARSE_GRIDS = ((1, 20, 30), (7, 47, 40), (32, 25, 27))  # frames, rows, columns: a picture; short, long, with borders
+SPARSE_TEXT, SPARSE_STEP = 384, 97  # a tile of text tokens; every so many results are kept
+
+
+def sparse_tokens(grid: tuple[int, int, int]) -> list[torch.Tensor]:
+    """Queries, keys and values (1, 1, N, 16) of a video and its text."""
+    draws, count = torch.Generator().manual_seed(SEED), math.prod(grid) + SPARSE_TEXT
+    return [torch.randn(1, 1, count, 16, generator=draws) for _ in range(3)]
 
 
 def picture(width: int, height: int) -> torch.Tensor:

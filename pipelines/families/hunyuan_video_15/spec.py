@@ -100,6 +100,7 @@ SPEC = family.FamilySpec(
         published_blocks=((BLOCK, 54, False),),
         published_vae_fusion_points=35,
         split=SplitPlan(("freqs_cis",), dim=0),
+        sparse=True,
     ),
     # Core multiplies the latents of LightTAE by the scale that its publisher divides them by.
     published=family.published_beside(
