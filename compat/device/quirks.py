@@ -45,7 +45,8 @@ class Quirk:
 
 
 def _quirk(row: Mapping[str, Any]) -> Quirk:
-    return Quirk(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
+    fields: Mapping[str, Any] = {name: tuple(it) if isinstance(it, list) else it for name, it in row.items()}
+    return Quirk(**fields)
 
 
 QUIRKS: tuple[Quirk, ...] = tuple(map(_quirk, json_file(Path(__file__).with_suffix(".json"))))
