@@ -107,7 +107,10 @@ def _value(hint: Any, given: Any, subject: str, without: tuple[str, ...]) -> Any
     if origin is tuple:
         if not isinstance(given, list):
             raise wrong(subject, given, "a list [...]")
-        return tuple(_value(arguments[0], item, f"{subject}[{n}]", without) for n, item in enumerate(given))
+        each = arguments[:1] * len(given) if arguments[-1] is ... else arguments
+        if len(given) != len(each):
+            raise wrong(subject, given, f"a list of {len(each)}")
+        return tuple(_value(each[n], item, f"{subject}[{n}]", without) for n, item in enumerate(given))
     if isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(given, dict):
             raise wrong(subject, given, "an object {...}")

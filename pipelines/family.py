@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from inspect import isfunction, signature
 from pathlib import Path
 from types import ModuleType
-
-import torch
 
 from ..compat.device.facts import GIBIBYTE
 from ..compat.device.precision import PLAIN, ModelPrecision
@@ -180,7 +178,7 @@ class MusubiCache:
     scale: float = 1.0  # what its latents are multiplied by; core's space has them unscaled
     padded: int = 0  # text tokens that its own caches are padded to; 0 where each item has its own length
     mask: str = ""  # its name of the padded embedding's mask
-    mask_dtype: torch.dtype = torch.int64  # of that mask
+    mask_bool: bool = False  # whether that mask has booleans; else int64
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,8 +296,6 @@ class Recipes:
     """The ways in which a family's models are run."""
 
     effective: frozenset[str]  # the optional settings that act on this family
-    known: Mapping[str, Recipe] = field(default_factory=dict)  # how its variants are run, by names of its own
-    named: Mapping[str, str] = field(default_factory=dict)  # pattern of a file's or LoRA's name to a key of ``known``
     variants: tuple[str, ...] = ()  # trainings that files cannot tell apart
     newer_variants: int = 0  # how many of the last stand at the end of the common list of choices, which only grows
     batched_cfg: bool = False  # classifier-free guidance is a batch of two; else a second forward per step
@@ -336,6 +332,8 @@ class Published:
     """The published models of a family, and files that are taken for them."""
 
     pages: tuple[str, ...] = ()  # where its files are published
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)  # how its variants are run, by names of its own
+    recipe_names: Mapping[str, str] = field(default_factory=dict)  # pattern of a file's or LoRA's name to such a name
     offer: Offer | None = None  # the download to begin with; None offers nothing
     more_offers: Mapping[str, Offer] = field(default_factory=dict)  # title to another download, such as image to video
     musubi: MusubiCache | None = None  # its caches of Musubi Tuner; None where that trainer has no such model
@@ -344,10 +342,10 @@ class Published:
     tiny_decoders: tuple[TinyDecoder, ...] = ()  # of drafts; the first that is found counts
 
 
-def published_beside(spec: str, musubi: MusubiCache | None = None) -> Published:
-    """The published models that ``published.json`` beside a family's ``spec.py`` names, and their trainer's caches."""
+def published_beside(spec: str) -> Published:
+    """The published models that ``published.json`` beside a family's ``spec.py`` names."""
     path = Path(spec).with_name("published.json")
-    return replace(parse(Published, json_file(path), path.name, without=("musubi",)), musubi=musubi)
+    return parse(Published, json_file(path), path.name)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False, kw_only=True)

@@ -32,9 +32,9 @@ GUIDANCE = (
 def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Recipe | None:
     """The recipe of the variant, None where it has none; the second pass for upscaled ``settings.latents``."""
     code = pipeline.spec.code
-    known = pipeline.spec.recipes.known.values()
-    recipe: Recipe | None = pipeline.spec.recipes.known.get(pipeline.model.recipe) if pipeline.model.recipe else None
-    recipe = recipe or (code.recipe_for(pipeline) if code.recipe_for is not None else next(iter(known), None))
+    known = pipeline.spec.published.recipes
+    recipe: Recipe | None = known.get(pipeline.model.recipe) if pipeline.model.recipe else None
+    recipe = recipe or (code.recipe_for(pipeline) if code.recipe_for is not None else next(iter(known.values()), None))
     if recipe is None or settings is None or settings.latents is None:
         return recipe
     return recipe.second if refines(settings) and recipe.second is not None else recipe

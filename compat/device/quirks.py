@@ -45,8 +45,8 @@ class Quirk:
 
 
 def _quirk(row: Mapping[str, Any]) -> Quirk:
-    values: dict[str, Any] = {name: tuple(it) if isinstance(it, list) else it for name, it in row.items()}
-    return Quirk(**values)
+    fields: Mapping[str, Any] = {name: tuple(it) if isinstance(it, list) else it for name, it in row.items()}
+    return Quirk(**fields)
 
 
 QUIRKS: tuple[Quirk, ...] = tuple(map(_quirk, json_file(Path(__file__).with_suffix(".json"))))

@@ -113,7 +113,9 @@ def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFil
 
 def recipe_named(family: FamilySpec, names: tuple[str, ...]) -> str:
     """The key of the recipe that ``names`` give away, of a model that others distilled or of a LoRA; empty for none."""
-    return next((key for pattern, key in family.recipes.named.items() if Evidence(names=names).name_with(pattern)), "")
+    return next(
+        (key for pattern, key in family.published.recipe_names.items() if Evidence(names=names).name_with(pattern)), ""
+    )
 
 
 def named_place(model: Path, transformer: PartFiles) -> Path:

@@ -246,7 +246,8 @@ def _text_tensors(kind: MusubiCache, prompt: Prompt, dtype: torch.dtype | None) 
         if ours == EMBEDS and kind.padded:
             length, room = embeds.shape[0], max(0, kind.padded - embeds.shape[0])
             embeds = functional.pad(embeds, (0, 0, 0, room))
-            tensors[kind.mask] = (torch.arange(length + room) < length).to(kind.mask_dtype)
+            mask = torch.arange(length + room) < length
+            tensors[kind.mask] = mask if kind.mask_bool else mask.long()
         tensors[f"{theirs}_{dtype_name(embeds.dtype)}"] = embeds
     return tensors
 

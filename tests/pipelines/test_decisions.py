@@ -1,6 +1,7 @@
 """What the tab is told of a pipeline and of a machine: decisions with reasons, limits, lights, first steps."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 from anygpu.compat.decision import Decision
 from anygpu.compat.device.facts import DeviceFacts, facts_for
 from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult
+from anygpu.compat.errors import InputError
 from anygpu.compat.memory.parts import Silent
+from anygpu.compat.records import parse
 from anygpu.compat.report import AMBER, GREEN, GREY, RED, probe_statuses
 from anygpu.compat.transforms.attention import CHOICES as ATTENTIONS
 from anygpu.pipelines.decisions import card_of, in_short, limit_tooltip, limits
+from anygpu.pipelines.family import Recipe
 from anygpu.pipelines.files.catalogue import (
     every_offer,
     first_steps,
@@ -106,6 +110,17 @@ def test_offers_are_of_families_and_pages_that_exist():
     assert all(len(each) == 1 for each in revisions.values()), "a repository that two families name is at one commit"
     first = ["LTX-Video", "Mochi 1", "HunyuanVideo 1.5", "HunyuanVideo", "FramePack"]
     assert list(offers()) == first and list(every_offer())[: len(first)] == first, "choices grow at the end"
+
+
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [([960, 544], "r.size [960, 544]; expected a list of 3"), ([960, 544.5, 24], "r.size[1] 544.5; expected a whole")],
+)
+def test_a_list_of_several_kinds_is_checked_place_by_place(size: list[float], said: str) -> None:
+    record = {"name": "a", "source": "b", "steps": 1, "size": [960, 544, 24]}
+    assert parse(Recipe, record, "r").size == (960, 544, 24.0)
+    with pytest.raises(InputError, match=re.escape(said)):
+        parse(Recipe, {**record, "size": size}, "r")
 
 
 @pytest.mark.parametrize(("gigabytes", "family"), [(1, "LTX-Video"), (10, "LTX-Video"), (64, "LTX-Video")])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from ....compat.device.precision import HALF_TEXT
 from ....compat.ranks import SplitPlan
 from ... import family
-from ...base import EMBEDS, POOLED
 from ...keys import SAME, Layout
 from ..hunyuan_video import layouts as hunyuan_video
 from ..hunyuan_video.spec import BLOCKS, FILES, TOOLS
@@ -72,7 +69,6 @@ SPEC = family.FamilySpec(
         | {"guidance", "template", "sections", "frame", "strength", "vision", "previous", "prepare"},
         variants=(I2V, F1),
         sections=True,
-        known={"": family.Recipe("published settings", "lllyasviel/FramePack demo_gradio.py", steps=25)},
     ),
     rewrites=family.Rewrites(
         precision=HALF_TEXT,
@@ -80,17 +76,6 @@ SPEC = family.FamilySpec(
         published_vae_fusion_points=29,
         split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0),
     ),
-    published=family.published_beside(
-        __file__,
-        family.MusubiCache(
-            "fp",
-            "framepack",
-            ratio=8,
-            text={"llama_vec": EMBEDS, "clip_l_pooler": POOLED},
-            scale=0.476986,  # of its VAE, whose encoder's result this trainer multiplies for FramePack
-            padded=512,
-            mask="llama_attention_mask",
-            mask_dtype=torch.bool,
-        ),
-    ),
+    # The scale of its caches is of its VAE, whose encoder's result that trainer multiplies for FramePack.
+    published=family.published_beside(__file__),
 )

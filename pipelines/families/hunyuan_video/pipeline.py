@@ -48,7 +48,7 @@ def defaults_for(pipeline: Pipeline) -> Defaults:
 
 
 def recipe_for(pipeline: Pipeline) -> Recipe:
-    return SPEC.recipes.known[pipeline.variant]
+    return SPEC.published.recipes[pipeline.variant]
 
 
 def guess_variant(evidence: Evidence) -> tuple[str, str]:

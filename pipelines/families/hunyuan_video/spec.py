@@ -8,7 +8,6 @@ from typing import Any
 from ....compat.device.precision import HALF_TEXT
 from ....compat.ranks import SplitPlan
 from ... import family
-from ...base import EMBEDS, POOLED
 from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 16, 8, 4
@@ -24,7 +23,6 @@ FILES = {
     "vae": family.FileKind("hunyuan_video/vae"),
 }
 TOOLS = dict.fromkeys(("tokenizer", "tokenizer_2"), "transformers") | {"scheduler": "diffusers"}
-NO_CFG = (family.GuidanceStep(),)
 # Written by `python benchmarks/runner.py memory_fits --write`.
 FIT = family.FitFactors(tokens=12.25, latents=2.84, pixels=4.8, plain=3.35, text=4.08, streamed=13.29)
 
@@ -77,38 +75,6 @@ SPEC = family.FamilySpec(
         effective=family.GUIDED | {"guidance", "template", "image", "prepare"},
         variants=(TENCENT, SKYREELS),
         newer_variants=2,
-        known={
-            TENCENT: family.Recipe(
-                "published settings", "Tencent-Hunyuan/HunyuanVideo README, sample_video.py", steps=50
-            ),
-            SKYREELS: family.Recipe(
-                "SkyReels V1",
-                "SkyworkAI/SkyReels-V1 README, scripts/gradio_web.py",
-                steps=30,
-                guidance=(family.GuidanceStep(cfg=6.0),),
-                size=(960, 544, 24.0),
-                picture_filter="LANCZOS",
-            ),
-            "FastVideo": family.Recipe(
-                "FastHunyuan",
-                "FastVideo/FastHunyuan model card; hao-ai-lab/FastVideo configs/pipelines/hunyuan.py",
-                steps=6,
-                guidance=NO_CFG,
-                size=(1280, 720, 24.0),
-                frames=125,
-                shift=17.0,
-            ),
-            "AccVideo": family.Recipe(
-                "AccVideo",
-                "aejion/AccVideo a2752d2 README, pipeline_hunyuan_video.py",
-                steps=5,
-                guidance=NO_CFG,
-                size=(960, 544, 24.0),
-                frames=93,
-                shift=7.0,
-            ),
-        },
-        named={r"fast.?hunyuan|h(unyuan|yvid).*fast.?video": "FastVideo", r"accvideo|accvid.*5.?steps": "AccVideo"},
     ),
     rewrites=family.Rewrites(
         precision=HALF_TEXT,
@@ -117,10 +83,5 @@ SPEC = family.FamilySpec(
         published_vae_fusion_points=29,
         split=SplitPlan(("freqs_cis", "image_rotary_emb"), dim=0, leading=("num_tokens",)),
     ),
-    published=family.published_beside(
-        __file__,
-        family.MusubiCache(
-            "hv", "hunyuan_video", ratio=8, text={"llm": EMBEDS, "clipL": POOLED}, padded=256, mask="llm_mask"
-        ),
-    ),
+    published=family.published_beside(__file__),
 )

@@ -48,8 +48,8 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
     config = pipeline.configs["transformer"]
     if _enlarges(pipeline):
         side = LARGE if int(config.get("target_size", SMALL)) > (SMALL + LARGE) / 2 else SMALL
-        return SPEC.recipes.known[f"super-resolution {side}"]
-    return SPEC.recipes.known[FEW_STEPS if config.get("use_meanflow") else ""]
+        return SPEC.published.recipes[f"super-resolution {side}"]
+    return SPEC.published.recipes[FEW_STEPS if config.get("use_meanflow") else ""]
 
 
 def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]:

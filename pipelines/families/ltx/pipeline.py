@@ -65,8 +65,8 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
     count = int(pipeline.configs["transformer"].get("num_layers", 0))
     name = f"{pipeline.variant} {LARGE}" if count > LARGEST_2B else pipeline.variant
     older = OLDER in Evidence(names=names_around(pipeline.model.source)).name_with(r"0\.9\.[78]")
-    name = f"{name} {OLDER}" if older and f"{name} {OLDER}" in SPEC.recipes.known else name
-    recipe = SPEC.recipes.known.get(name, SPEC.recipes.known[pipeline.variant])
+    name = f"{name} {OLDER}" if older and f"{name} {OLDER}" in SPEC.published.recipes else name
+    recipe = SPEC.published.recipes.get(name, SPEC.published.recipes[pipeline.variant])
     return _within(recipe, count)
 
 

@@ -41,23 +41,7 @@ SPEC = family.FamilySpec(
         defaults=family.Defaults(width=848, height=480, frames=85, steps=64, fps=30.0, cfg=4.5),
         min_steps=2,
     ),
-    recipes=family.Recipes(
-        effective=family.GUIDED,
-        batched_cfg=True,
-        known={
-            "": family.Recipe("published settings", "genmoai/mochi demos/api_example.py", steps=64),
-            FAST: family.Recipe(
-                "FastMochi",
-                "hao-ai-lab/FastVideo b79d1fc scripts/inference/v0/inference_mochi_hf.sh",
-                steps=8,
-                guidance=(family.GuidanceStep(cfg=1.5),),
-                # Of 1000 levels, 750 of them linear to 0.1, the nearest tenth to each eighth.
-                timesteps=(1.0, 0.984, 29 / 30, 0.9506666666666667, 14 / 15, 0.9173333333333333, 0.9, 0.68432),
-                frames=163,
-            ),
-        },
-        named={r"fast.?mochi": FAST},
-    ),
+    recipes=family.Recipes(effective=family.GUIDED, batched_cfg=True),
     rewrites=family.Rewrites(
         precision=ModelPrecision({ALL_BF16: IN_FP32}),
         causal_decoder=True,
@@ -65,6 +49,7 @@ SPEC = family.FamilySpec(
         published_vae_fusion_points=38,
         split=SplitPlan(("image_rotary_emb",), dim=0),
     ),
+    # Noise levels of its fast variant: of 1000 levels, 750 of them linear to 0.1, the nearest tenth to each eighth.
     # The size of its smallest file is derived: the bits a weight that HunyuanVideo's file of this format has.
     published=family.published_beside(__file__),
 )

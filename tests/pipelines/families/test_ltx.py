@@ -25,7 +25,7 @@ from anygpu.pipelines.base import (
     Silent,
 )
 from anygpu.pipelines.families.ltx.pipeline import _schedule
-from anygpu.pipelines.families.ltx.spec import RECIPES
+from anygpu.pipelines.families.ltx.spec import SPEC
 from anygpu.pipelines.family import Recipe
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
@@ -38,7 +38,7 @@ GRID = (4, 2, 2)
 TEXTS = ("a red fox runs over the snow", "blurry, worst quality")
 TRIMMED = 1e-5  # the bar where padding is trimmed: attention sums fewer zeros, in another order
 TASK = {"ltx": "LTXPipeline", "ltx_image": "LTXImageToVideoPipeline", "ltx_condition": "LTXConditionPipeline"}
-DISTILLED = RECIPES["distilled"]
+DISTILLED = SPEC.published.recipes["distilled"]
 SETTINGS = SampleSettings(width=SIZE, height=SIZE, frames=FRAMES, steps=STEPS, seed=SEED)
 
 Anchors = Sequence[tuple[torch.Tensor, int, float]]
@@ -155,7 +155,7 @@ def require_same(model: Model, latents: Latents, expected: tuple[torch.Tensor, t
 
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the recipe without noise on pictures, as diffusers' LTXImageToVideoPipeline has it."""
-    recipe = replace(RECIPES["dev"], image_noise=0.0)
+    recipe = replace(SPEC.published.recipes["dev"], image_noise=0.0)
     monkeypatch.setattr("anygpu.pipelines.families.ltx.pipeline.recipe_of", lambda *_: recipe)
 
 
@@ -490,7 +490,7 @@ def test_a_distilled_schedule_of_another_length_keeps_its_ends(plain: Model, con
         assert times == pytest.approx(trained)
 
 
-@pytest.mark.parametrize("recipe", [RECIPES["dev"], DISTILLED], ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("recipe", [SPEC.published.recipes["dev"], DISTILLED], ids=lambda recipe: recipe.name)
 def test_the_transformer_sees_a_shift_too(condition: Model, recipe: Recipe) -> None:
     settings, config = replace(SETTINGS, steps=8, shift=5.0), condition.pipeline.tools["scheduler"]
     schedule = _schedule(config, settings, True, recipe, torch.device("cpu"))
@@ -507,7 +507,9 @@ def by_hand(model: Model, control: torch.Tensor, strength: float, picture: torch
     pipe, generator = model.bare("ltx_condition"), generator_for(SEED)
     transformer, vae = model.pipeline.parts["transformer"], model.pipeline.parts["vae"]
     settings = replace(SETTINGS, cfg=1.0, stg=0.0, fps=25.0)
-    levels = _schedule(model.pipeline.tools["scheduler"], settings, True, RECIPES["dev"], torch.device("cpu")).levels
+    levels = _schedule(
+        model.pipeline.tools["scheduler"], settings, True, SPEC.published.recipes["dev"], torch.device("cpu")
+    ).levels
 
     def clean(frames: torch.Tensor, draw: bool) -> torch.Tensor:
         found = vae.encode((frames.permute(3, 0, 1, 2) * 2 - 1)[None]).latent_dist

@@ -12,7 +12,7 @@ from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents, Prompt, SampleSettings, Silent
 from anygpu.pipelines.families.ltx import pipeline as ltx
 from anygpu.pipelines.families.ltx.pipeline import _without_attention
-from anygpu.pipelines.families.ltx.spec import RECIPES
+from anygpu.pipelines.families.ltx.spec import SPEC
 from anygpu.pipelines.family import GuidanceStep, Recipe
 from anygpu.pipelines.forecast.counts import batches_of
 from anygpu.pipelines.forecast.seconds import planned_run
@@ -63,7 +63,7 @@ def test_each_recipe_is_sampled_as_its_publisher_samples_it(
     steps = case.steps or len(case.timesteps or ())
     recipe = Recipe("test", "", steps, case.guidance, case.timesteps, case.skip_first, case.skip_last)
     recipe = replace(recipe, star=case.star, stochastic=case.stochastic)
-    recipe = replace(RECIPES["dev"], second=recipe) if second else recipe
+    recipe = replace(SPEC.published.recipes["dev"], second=recipe) if second else recipe
     monkeypatch.setattr(ltx, "recipe_for", lambda _: recipe)
     # 0.9.0's folder, whose transformer is the fixture's; its schedule is the case's.
     pipeline = models["shifted"]
@@ -92,7 +92,7 @@ def test_a_published_size_has_the_recipe_of_its_size(models: dict[str, Pipeline]
         model = replace(pipeline.model, configs=configs, variant=variant, source=Path(source))
         return ltx.recipe_for(replace(pipeline, model=model))
 
-    assert of("dev", 28) == RECIPES["dev"] and of("dev", 48).guidance[3].blocks == (28,)
+    assert of("dev", 28) == SPEC.published.recipes["dev"] and of("dev", 48).guidance[3].blocks == (28,)
     assert of("distilled", 48).second.tone_map == 0.6 and of("distilled", 28).second.tone_map == 0.0
     older = of("distilled", 48, "ltxv-13b-0.9.7-distilled.safetensors")
     assert older.second.tone_map == 0.0 and older.timesteps == of("distilled", 48).timesteps
