@@ -10,6 +10,7 @@ import folder_paths
 
 from ..compat.decision import AUTO
 from ..compat.errors import PackError
+from ..paint import choices as paint_models
 from ..paint.choices import CACHE_LIMIT
 from ..pipelines.base import Silent
 from ..pipelines.files.models import part_folders
@@ -119,7 +120,8 @@ def machine_of(folder: Path) -> Machine:
     from ..pipelines.demo import MODELS
     from ..pipelines.records.places import Machine, Places
 
-    models = (*folders.model_roots(), *folders.encoder_roots(), *folders.roots(folders.LORA_KEYS))
+    keys = (*folders.BASE_KEYS, *folders.ADAPTER_KEYS, *folders.PAINT_PROVIDER_KEYS, *folders.LORA_KEYS)
+    models = (*folders.model_roots(), *folders.encoder_roots(), *folders.roots(keys), paint_models.MODELS)
     single = tuple(root for keys in model_files.KEYS.values() for root in folders.roots(keys))
     state = folders.state_folder()
     pictures = (folder, Path(folder_paths.get_input_directory()), Path(folder_paths.get_output_directory()))

@@ -111,6 +111,7 @@ def load_adapter(
         probes=probes,
         stands_in_for=request.stands_in_for,
         attention=attention.label,
+        request=request,
         tokenizers={part: folder if folder.is_dir() else given for part, folder in own.items()},
     )
 

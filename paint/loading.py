@@ -92,6 +92,12 @@ class PaintPipeline(KnownToHost):
     stands_in_for: str = ""  # as PaintRequest has it
     attention: str = ""  # what runs, in a word or two
     tokenizers: Mapping[str, Path] = field(default_factory=dict)  # folders, by text encoder; of mv_adapter
+    request: Any = None  # from which it was loaded, of either kind
+
+    @property
+    def plan(self) -> PaintPipeline:
+        """The pipeline itself: its decisions stand where those of a video pipeline's plan do."""
+        return self
 
     @property
     def latent_scale(self) -> float:  # by which latents are multiplied for the UNet
@@ -180,6 +186,7 @@ def load_paint(
         probes=probes,
         stands_in_for=request.stands_in_for,
         attention=attention.label,
+        request=request,
     )
 
 

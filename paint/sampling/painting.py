@@ -204,7 +204,9 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
     if settings.latents is None and settings.denoise < 1:
         progress.notify("denoise has no effect without latents")
         settings = replace(settings, denoise=1.0)
-    scheduler = own.scheduler if settings.scheduler == "auto" else settings.scheduler
+    ancestral = pipeline.configs.get("adapter", {}).get("base") == "sd21"  # whose step is the recommended DDPM's
+    usual = "euler_ancestral" if ancestral else own.scheduler
+    scheduler = usual if settings.scheduler == "auto" else settings.scheduler
     spacing = own.spacing if settings.spacing == "auto" else settings.spacing
     if scheduler == "lcm" and (settings.spacing != "auto" or settings.sigmas is not None):
         progress.notify("the lcm sampler uses its own timesteps: sigma schedule and sigmas have no effect")
