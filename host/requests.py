@@ -36,7 +36,7 @@ PAINT_INPUTS = {"model": folders.NO_PAINT_MODEL, **dict.fromkeys(("vae", "image_
 PAINT_INPUTS |= {"compile": False, "dynamo_cache_size_limit": CACHE_LIMIT}
 ADAPTER_CHOICES = ("variant", "precision", "offload", "attention")
 ADAPTER_INPUTS = {"model": folders.NO_MODEL, "adapter": folders.NO_ADAPTER, "lora": folders.NONE, "lora_strength": 1.0}
-ADAPTER_INPUTS |= dict.fromkeys(("vae", *ADAPTER_CHOICES), AUTO)
+ADAPTER_INPUTS |= {**dict.fromkeys(("vae", *ADAPTER_CHOICES), AUTO), "compile": False}
 CORE_INPUTS = ("core_model", "core_clip", "core_vae")
 Inputs = Mapping[str, Any]
 
@@ -99,6 +99,7 @@ def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
 def adapter_request(inputs: Inputs, loaded: Weights | None = None, **machine: Any) -> AdapterRequest:
     """The request of AnyGPU Load MV-Adapter; what core has ``loaded`` takes the place of its model and vae."""
     from ..paint.adapter_loading import AdapterRequest
+    from ..paint.loading import settings_for
 
     given = {**ADAPTER_INPUTS, **inputs}
     instead = folders.adapter_stand_in(given["adapter"]) if loaded is None else None
@@ -111,6 +112,7 @@ def adapter_request(inputs: Inputs, loaded: Weights | None = None, **machine: An
         vae=None if loaded is not None else folders.paint_provider_folder(given["vae"]),
         lora=None if given["lora"] == folders.NONE else folders.lora_file(given["lora"]),
         lora_strength=given["lora_strength"],
+        compiled=settings_for(CACHE_LIMIT) if given["compile"] else None,
         **{name: given[name] for name in ADAPTER_CHOICES},
         **_here(machine),
     )

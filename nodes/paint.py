@@ -49,6 +49,15 @@ def word_inputs() -> list[Any]:
     ]
 
 
+def compile_input(parts: str) -> Any:
+    return io.Boolean.Input(
+        "compile", default=False, optional=True, advanced=True,
+        tooltip=f"Compiles the blocks of {parts} with torch.compile: takes minutes on the first run, faster afterwards at "
+                "the same sizes. offload auto then keeps everything on the device. Needs a compiler: Triton on a GPU, C++ on "
+                "a CPU.",
+    )
+
+
 def vision_input() -> Any:
     return io.ClipVisionOutput.Input(
         "clip_vision_output", optional=True,
@@ -92,12 +101,7 @@ class LoadPaintPipeline(io.ComfyNode):
                     tooltip="PBR: the folder of DINOv2-giant. Or connect its CLIP Vision output to AnyGPU Paint Views.",
                 ),
                 attention_input(),
-                io.Boolean.Input(
-                    "compile", default=False, optional=True, advanced=True,
-                    tooltip="Compiles the blocks of both UNets and of the VAE with torch.compile: takes minutes on the "
-                            "first run, faster afterwards at the same sizes. offload auto then keeps everything on the "
-                            "device. Needs a compiler: Triton on a GPU, C++ on a CPU.",
-                ),
+                compile_input("both UNets and of the VAE"),
                 io.Int.Input(
                     "dynamo_cache_size_limit", default=CACHE_LIMIT, min=1, max=MOST_CACHED, optional=True, advanced=True,
                     tooltip="With compile: how many graphs to keep per kind of block. The two UNets need about 20; "
@@ -171,6 +175,7 @@ class LoadMVAdapter(io.ComfyNode):
                 ),
                 io.Clip.Input("core_clip", optional=True, tooltip="Core's CLIP, with its LoRAs. Only with core_model and core_vae."),
                 io.Vae.Input("core_vae", optional=True, tooltip="Core's VAE, for SDXL in fp32. Only with core_model and core_clip."),
+                compile_input("the UNet and of the VAE"),
             ],
             outputs=[Paint.Output(display_name="pipeline")],
         )

@@ -156,10 +156,7 @@ def paint_views(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSet
         run = run_of(settings, solver, len(ids), len(references))
         conditions = _conditions(pipeline, inputs, (references, normals, positions, ids), settings, run, progress)
         latents = sampled(pipeline, conditions, settings, solver, run, progress)
-        painted = decoded(pipeline, latents, run, settings.seed, progress)
-    for part, blocks in pipeline.compiled.items():
-        progress.notify(f"{part}: {blocks}")
-    return painted
+        return decoded(pipeline, latents, run, settings.seed, progress)
 
 
 def run_of(settings: PaintSettings, solver: Any, views: int, references: int) -> PaintRun:
@@ -424,6 +421,8 @@ def decoded(pipeline: PaintPipeline, latents: Tensor, run: PaintRun, seed: int, 
     plain, need = latents / pipeline.latent_scale, vae_bytes(DECODED, run.size, pipeline.precision.vae)
     with stage(pipeline, "decoding", "vae", need, run, progress) as module:
         pictures = vae.decoded(module, plain, pipeline.offloader.device, progress)
+    for part, blocks in pipeline.compiled.items():
+        progress.notify(f"{part}: {blocks}")
     return Painted(pictures[: run.views], pictures[run.views :] if len(pictures) > run.views else None, plain)
 
 
