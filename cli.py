@@ -249,16 +249,19 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> Rendered:
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """Make the video of a file again; 1 if it is another."""
-    from .pipelines.jobs import replay as again
+    """Make the video of a file, or its texture, again; 1 if it is another."""
+    from .paint.choices import MODELS
+    from .paint.jobs import replay as painted_again
+    from .pipelines.jobs import replay as filmed_again
     from .pipelines.pipeline import DEMOS
     from .pipelines.records.places import Machine, Places
 
     path = Path(arguments.file)
-    output = Path(arguments.output or path.with_name(f"{path.stem}.replay.mp4"))
+    ending, again = (".glb", painted_again) if path.suffix == ".glb" else (".mp4", filmed_again)
+    output = Path(arguments.output or path.with_name(f"{path.stem}.replay{ending}"))
     require_writable(output, OUTPUT_BYTES, "--output")
     searched, state = tuple(map(Path, arguments.search)), Path(arguments.state).expanduser()
-    places = Places((*searched, DEMOS), (path.parent, Path(), *searched), state=state)
+    places = Places((*searched, DEMOS, MODELS), (path.parent, Path(), *searched), state=state)
     made = again(path, Machine(places, state, arguments.device), Printed())
     print(f"{made.rendered.write(output)}: {made.text()}")
     return 1 if made.same is False else 0
@@ -396,10 +399,10 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
         _render_arguments(rendering)
         _render_arguments(watched)
         watched.set_defaults(prompt="a red fox", steps=2, repair=OFFER)
-    again = commands.add_parser("replay", help="make the video of a file again from the receipt in it")
-    again.add_argument("file", help="a video or latents that AnyGPU saved")
+    again = commands.add_parser("replay", help="make the video or texture of a file again from the receipt in it")
+    again.add_argument("file", help="a video, latents or a textured GLB that AnyGPU saved")
     again.add_argument("--search", action="append", default=[], help="folder with models, LoRAs, pictures; repeatable")
-    again.add_argument("--output", help="default: the file's name with .replay.mp4")
+    again.add_argument("--output", help="default: the file's name with .replay.mp4 or .replay.glb")
     runs = ((about, report), (tried, check), (proving, prove), (rendering, render), (watched, doctor), (again, replay))
     for command, run in runs:
         command.set_defaults(run=run)

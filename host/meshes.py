@@ -100,7 +100,10 @@ def from_core(mesh: Any) -> Mesh:
         counts = (count, face_count, count, count)
         parts = [None if part is None else part[:most] for part, most in zip(parts, counts, strict=True)]
     whole = parts[3] is not None and parts[3].shape == parts[0].shape
-    return Mesh(parts[0], parts[1], parts[2], normals=parts[3] if whole else None)
+    uvs = parts[2]
+    if uvs is not None:  # as they come back from a GLB, where v is turned twice
+        uvs = torch.stack((uvs[:, 0], 1 - (1 - uvs[:, 1])), dim=1)
+    return Mesh(parts[0], parts[1], uvs, normals=parts[3] if whole else None)
 
 
 def to_core(mesh: Mesh) -> Any:

@@ -10,6 +10,7 @@ import folder_paths
 
 from ..compat.decision import AUTO
 from ..compat.errors import PackError
+from ..paint import choices as paint_models
 from ..paint.choices import CACHE_LIMIT
 from ..pipelines.base import Silent
 from ..pipelines.files.models import part_folders
@@ -35,7 +36,7 @@ PAINT_INPUTS = {"model": folders.NO_PAINT_MODEL, **dict.fromkeys(("vae", "image_
 PAINT_INPUTS |= {"compile": False, "dynamo_cache_size_limit": CACHE_LIMIT}
 ADAPTER_CHOICES = ("variant", "precision", "offload", "attention")
 ADAPTER_INPUTS = {"model": folders.NO_MODEL, "adapter": folders.NO_ADAPTER, "lora": folders.NONE, "lora_strength": 1.0}
-ADAPTER_INPUTS |= dict.fromkeys(("vae", *ADAPTER_CHOICES), AUTO)
+ADAPTER_INPUTS |= {**dict.fromkeys(("vae", *ADAPTER_CHOICES), AUTO), "compile": False}
 CORE_INPUTS = ("core_model", "core_clip", "core_vae")
 Inputs = Mapping[str, Any]
 
@@ -98,6 +99,7 @@ def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
 def adapter_request(inputs: Inputs, loaded: Weights | None = None, **machine: Any) -> AdapterRequest:
     """The request of AnyGPU Load MV-Adapter; what core has ``loaded`` takes the place of its model and vae."""
     from ..paint.adapter_loading import AdapterRequest
+    from ..paint.loading import settings_for
 
     given = {**ADAPTER_INPUTS, **inputs}
     instead = folders.adapter_stand_in(given["adapter"]) if loaded is None else None
@@ -110,6 +112,7 @@ def adapter_request(inputs: Inputs, loaded: Weights | None = None, **machine: An
         vae=None if loaded is not None else folders.paint_provider_folder(given["vae"]),
         lora=None if given["lora"] == folders.NONE else folders.lora_file(given["lora"]),
         lora_strength=given["lora_strength"],
+        compiled=settings_for(CACHE_LIMIT) if given["compile"] else None,
         **{name: given[name] for name in ADAPTER_CHOICES},
         **_here(machine),
     )
@@ -119,9 +122,10 @@ def machine_of(folder: Path) -> Machine:
     from ..pipelines.demo import MODELS
     from ..pipelines.records.places import Machine, Places
 
-    models = (*folders.model_roots(), *folders.encoder_roots())
-    keys = (folders.LORA_KEYS, folders.UPSCALER_KEYS, *model_files.KEYS.values())
-    single = tuple(root for each in keys for root in folders.roots(each))
+    keys = (*folders.BASE_KEYS, *folders.ADAPTER_KEYS, *folders.PAINT_PROVIDER_KEYS, *folders.LORA_KEYS)
+    keys += folders.UPSCALER_KEYS
+    models = (*folders.model_roots(), *folders.encoder_roots(), *folders.roots(keys), paint_models.MODELS)
+    single = tuple(root for keys in model_files.KEYS.values() for root in folders.roots(keys))
     state = folders.state_folder()
     pictures = (folder, Path(folder_paths.get_input_directory()), Path(folder_paths.get_output_directory()))
     return Machine(

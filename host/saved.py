@@ -6,9 +6,10 @@ import functools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from fractions import Fraction
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from comfy.cli_args import args
 from ..compat.errors import CheckpointError, InputError
 from ..pipelines.base import Latents
 from ..pipelines.latents.store import LATENT, Origin, kind_of
-from ..pipelines.records.receipts import TAG, with_receipt
+from ..pipelines.records.receipts import TAG, tags_for, with_receipt
 from .api import InputImpl, Types
 
 SUFFIXES = (".safetensors", ".latent")
 FILMS = (".mp4", ".webm", ".mkv", ".mov")
-SIGNED = "video or latents"  # a kind of files
+SIGNED = "video or latents"  # a kind of files, and textured meshes
+GLB = ".glb"
 SAVE = "Save one with the AnyGPU save node, or put it into ComfyUI's input folder, and press R."
 DEEPEST = 4
 OUTPUT = " [output]"
@@ -111,6 +113,29 @@ def video(images: Any, rate: Fraction, receipt: Mapping[str, Any] | None) -> Sig
     return made
 
 
+class SignedMesh(Types.File3D):
+    """A GLB whose bytes are made when a node saves or shows it."""
+
+    def __init__(self, make: Callable[[], bytes]) -> None:
+        self._make, self._format = make, "glb"
+
+    @functools.cached_property
+    def _source(self) -> BytesIO:
+        return BytesIO(self._make())
+
+
+def textured_mesh(mesh: Any, made: Origin, receipt: Mapping[str, Any]) -> SignedMesh:
+    """A textured MESH as core's own nodes save it, with ComfyUI's texts and the receipt unless it saves no metadata."""
+
+    def make() -> bytes:
+        from comfy_extras.nodes_save_3d import mesh_item_to_glb_bytes
+
+        signed = {} if args.disable_metadata else tags_for(receipt)
+        return bytes(mesh_item_to_glb_bytes(mesh, 0, {**made.metadata, **signed}))
+
+    return SignedMesh(make)
+
+
 def choices(kind: str) -> list[str]:
     """Names of the ``latent``, ``prompt`` or :data:`SIGNED` files, newest first; one entry that says so without any."""
     named = _named(kind)
@@ -138,12 +163,12 @@ def stamp(kind: str, name: str) -> tuple[str, int, int]:
 
 
 def _named(kind: str) -> dict[str, Path]:
-    suffixes, wanted = ((*SUFFIXES, *FILMS), LATENT) if kind == SIGNED else (SUFFIXES, kind)
+    suffixes, wanted = ((*SUFFIXES, *FILMS, GLB), LATENT) if kind == SIGNED else (SUFFIXES, kind)
     named: dict[str, Path] = {}
     for folder, mark in ((folder_paths.get_input_directory(), ""), (folder_paths.get_output_directory(), OUTPUT)):
         root = Path(folder)
         for path in _files(root, suffixes):
-            if path.suffix in FILMS or _kind(path, _state(path)) == wanted:
+            if path.suffix in (*FILMS, GLB) or _kind(path, _state(path)) == wanted:
                 named[path.relative_to(root).as_posix() + mark] = path
     return named
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..compat.checkpoints.latents import NOT_FINITE
 from ..host import folders, preview, recovery, saved
-from ..host.api import io
-from ..host.progress import NodeProgress
+from ..host.api import ExecutionBlocker, io
+from ..host.progress import NodeProgress, PaintProgress
 from ..host.requests import machine_of
 from ..pipelines import stages
 from ..pipelines.base import SECTION_ORDERS
@@ -316,30 +317,42 @@ class Replay(Listed):
             node_id="AnyGPUReplay",
             display_name="AnyGPU Replay",
             is_dev_only=True,
-            description="Renders the video in a file again, from the receipt that AnyGPU writes into videos and latents: "
-                        "same model, prompts, pictures and settings. Says whether the latents are the same bit for bit, and if "
-                        "not, what differs between the machines.",
+            description="Renders the video in a file again, from the receipt that AnyGPU writes into videos and latents, or "
+                        "paints the texture of a GLB from AnyGPU Texture Mesh: same model, prompts, pictures and settings. Says "
+                        "whether latents or texture are the same bit for bit, and if not, what differs between the machines.",
             search_aliases=["reproduce", "receipt", "same video again", "metadata", "repeat"],
             inputs=[
                 io.Combo.Input(
                     "file", options=saved.choices(saved.SIGNED),
-                    tooltip="A video or latents that AnyGPU made, in ComfyUI's input or output folder. Press R after adding one.",
+                    tooltip="A video, latents or a textured GLB that AnyGPU made, in ComfyUI's input or output folder. Press R after adding one.",
                 ),
             ],
             outputs=[
                 io.Latent.Output(display_name="latent"),
                 io.Video.Output(display_name="video"),
                 io.String.Output(display_name="report"),
+                io.File3DGLB.Output(display_name="model_3d"),
             ],
         )
 
     @classmethod
     def execute(cls, file: str) -> io.NodeOutput:
         progress, path = NodeProgress(cls.hidden.unique_id), saved.file_named(cls.kind, file)
+        if path.suffix == saved.GLB:
+            return cls.painted(path, PaintProgress(cls.hidden.unique_id))
         made = replay(path, machine_of(path.parent), progress)
         latents, frames = made.rendered.latents, made.rendered.frames
         rate = Fraction(latents.fps).limit_denominator(1001)
         progress.finish(made.text())
         video = saved.video(frames, rate, made.rendered.receipt)
         shown = preview.clips([frames], float(rate), cls)
-        return io.NodeOutput(latent_format.to_core(latents), video, made.text(), ui=shown)
+        return io.NodeOutput(latent_format.to_core(latents), video, made.text(), ExecutionBlocker(None), ui=shown)
+
+    @classmethod
+    def painted(cls, path: Path, progress: PaintProgress) -> io.NodeOutput:
+        from ..paint.jobs import replay as paint_again
+
+        made = paint_again(path, machine_of(path.parent), progress)
+        progress.finish(made.text())
+        nothing = ExecutionBlocker(None)
+        return io.NodeOutput(nothing, nothing, made.text(), saved.SignedMesh(made.rendered.glb))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from ..compat.device.execution import to_host
 from ..compat.errors import InputError
 from ..compat.transforms.attention import UNET_CHOICES
 from ..compat.transforms.compile import MOST_CACHED
-from ..host import folders, memory_manager, meshes, preview
+from ..host import folders, memory_manager, meshes, preview, saved
 from ..host.api import GraphBuilder, io
 from ..host.progress import PaintProgress, saved_views
 from ..host.requests import CORE_INPUTS, adapter_request, paint_request
@@ -47,6 +48,15 @@ def word_inputs() -> list[Any]:
             tooltip="MV-Adapter: what to avoid. The default is the published one.",
         ),
     ]
+
+
+def compile_input(parts: str) -> Any:
+    return io.Boolean.Input(
+        "compile", default=False, optional=True, advanced=True,
+        tooltip=f"Compiles the blocks of {parts} with torch.compile: takes minutes on the first run, faster afterwards at "
+                "the same sizes. offload auto then keeps everything on the device. Needs a compiler: Triton on a GPU, C++ on "
+                "a CPU.",
+    )
 
 
 def vision_input() -> Any:
@@ -92,12 +102,7 @@ class LoadPaintPipeline(io.ComfyNode):
                     tooltip="PBR: the folder of DINOv2-giant. Or connect its CLIP Vision output to AnyGPU Paint Views.",
                 ),
                 attention_input(choices=UNET_CHOICES),
-                io.Boolean.Input(
-                    "compile", default=False, optional=True, advanced=True,
-                    tooltip="Compiles the blocks of both UNets and of the VAE with torch.compile: takes minutes on the "
-                            "first run, faster afterwards at the same sizes. offload auto then keeps everything on the "
-                            "device. Needs a compiler: Triton on a GPU, C++ on a CPU.",
-                ),
+                compile_input("both UNets and of the VAE"),
                 io.Int.Input(
                     "dynamo_cache_size_limit", default=CACHE_LIMIT, min=1, max=MOST_CACHED, optional=True, advanced=True,
                     tooltip="With compile: how many graphs to keep per kind of block. The two UNets need about 20; "
@@ -171,6 +176,7 @@ class LoadMVAdapter(io.ComfyNode):
                 ),
                 io.Clip.Input("core_clip", optional=True, tooltip="Core's CLIP, with its LoRAs. Only with core_model and core_vae."),
                 io.Vae.Input("core_vae", optional=True, tooltip="Core's VAE, for SDXL in fp32. Only with core_model and core_clip."),
+                compile_input("the UNet and of the VAE"),
             ],
             outputs=[Paint.Output(display_name="pipeline")],
         )
@@ -395,8 +401,12 @@ class TextureMesh(io.ComfyNode):
                 io.Image.Output(display_name="metallic"),
                 io.Image.Output(display_name="roughness"),
                 io.Image.Output(display_name="views"),
+                io.File3DGLB.Output(
+                    display_name="model_3d",
+                    tooltip="The textured mesh as a GLB with its receipt, for core's Save 3D Model. AnyGPU Replay paints it again.",
+                ),
             ],
-            hidden=[io.Hidden.unique_id, io.Hidden.dynprompt],
+            hidden=[io.Hidden.unique_id, io.Hidden.dynprompt, io.Hidden.prompt, io.Hidden.extra_pnginfo],
             enable_expand=True,
         )
 
@@ -406,7 +416,7 @@ class TextureMesh(io.ComfyNode):
         image: Any = None, mask: Any = None, delight: Any = None, max_views: int = 8, clip_vision_output: Any = None,
         prompt: str = "", negative_prompt: str = NEGATIVE,
     ) -> io.NodeOutput:
-        from ..paint import texturing
+        from ..paint import jobs, texturing
         from ..paint.sampling.painting import PaintSettings
 
         if mesh.uvs is None:
@@ -416,10 +426,16 @@ class TextureMesh(io.ComfyNode):
         paint = PaintSettings(view_size, steps, seed=seed)
         baking = texturing.BakeSettings(texture_size, texturing.raster_size(view_size, texture_size))
         settings = texturing.OneStep(paint, baking, max_views, prompt=prompt, negative=negative_prompt)
-        given = (meshes.from_core(mesh), pictures_for(pipeline, image, mask), pipeline, delight)
-        texture, painted, _ = texturing.textured(*given, settings, progress, dino, saved_views)
+        shape = meshes.from_core(mesh)
+        given = (shape, pictures_for(pipeline, image, mask), pipeline, delight)
+        texture, painted, cameras = texturing.textured(*given, settings, progress, dino, saved_views)
         progress.finish("\n".join(texture.notes))
-        return io.NodeOutput(meshes.with_texture(mesh, texture), *meshes.as_images(texture)[:3], painted.views)
+        made = meshes.with_texture(mesh, texture)
+        job = partial(jobs.asked_job, pipeline, delight, shape, image, mask, settings)
+        missing = jobs.missing_of(pipeline, delight, image, dino)
+        receipt = jobs.receipt_of(job, pipeline, shape, texture, cameras, missing)
+        file = saved.textured_mesh(made, saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo), receipt)
+        return io.NodeOutput(made, *meshes.as_images(texture)[:3], painted.views, file)
 
 
 def pictures_for(pipeline: Any, image: Any, mask: Any) -> list[Any]:
@@ -438,4 +454,4 @@ def unwrapped_first(given: dict[str, Any]) -> io.NodeOutput:
     values = {"segmenter": "pec", "resolution": given["texture_size"], "padding": 2, "weld_distance": 0.0}
     unwrap = graph.node("UnwrapMesh", mesh=given["mesh"], **values)
     again = graph.node("AnyGPUTextureMesh", **{**given, "mesh": unwrap.out(0)})
-    return io.NodeOutput(*(again.out(index) for index in range(5)), expand=graph.finalize())
+    return io.NodeOutput(*(again.out(index) for index in range(6)), expand=graph.finalize())

@@ -17,7 +17,7 @@ from ..compat.device.facts import facts_for
 from ..compat.device.precision import FP16, FP32, PAINT, Precision, copies_decision, precision_for
 from ..compat.errors import CheckpointError, require_choice
 from ..compat.memory.offloader import Offloader
-from ..compat.memory.parts import PartBytes, Parts, Reader, Silent
+from ..compat.memory.parts import PartBytes, Reader, Silent
 from ..compat.packages import attribute, imported
 from ..compat.probe_results import probe_results_of
 from ..compat.transforms.attention import Attention
@@ -53,7 +53,7 @@ class AdapterRequest:
     device: Any = None
     state: Path | None = None
     quiet: bool = False
-    compiled: CompileSettings | None = None  # nothing of it is compiled
+    compiled: CompileSettings | None = None
     stands_in_for: str = ""  # the adapter in whose place the demo's runs
 
     @property
@@ -90,7 +90,7 @@ def load_adapter(
         precision = replace(precision, vae=FP32, conv=FP32, why=f"{precision.why}; {why}")
     attention = loading.chosen_attention(request.attention, facts, probes, precision, shape)
     readers, weights = _readers(files, made, precision, attention)
-    parts = Parts(readers)
+    parts, compiled = loading.parts_of(readers, request.compiled)
     offloader, offload = loading.paint_offloader(request, parts, facts, weights, make_room=make_room, hosted=hosted)
     remarks = (*copies_decision(precision, facts, probes), *_remarks(files))
     # a tokenizer that is not there is missed when a prompt is encoded
@@ -106,11 +106,13 @@ def load_adapter(
         shape=shape,
         configs=configs,
         source=request.source,
+        compiled=compiled,
         decisions=(precision.decision, offload, attention.decision, *remarks),
         weights=weights,
         probes=probes,
         stands_in_for=request.stands_in_for,
         attention=attention.label,
+        request=request,
         tokenizers={part: folder if folder.is_dir() else given for part, folder in own.items()},
     )
 

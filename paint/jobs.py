@@ -1,39 +1,52 @@
-"""The kind of jobs that texture a mesh, and the jobs of either kind that a job file may hold."""
+"""The kind of jobs that texture a mesh, the receipts of their textures, and the jobs of either kind in a job file."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from ..compat.checkpoints.identity import picture_content, values_hash
 from ..compat.decision import AUTO
+from ..compat.device.execution import to_host
 from ..compat.durable import replacing
 from ..compat.errors import InputError
-from ..compat.records import WITHOUT, plain
+from ..compat.memory.parts import Silent
+from ..compat.records import WITHOUT, json_in, plain
+from ..pipelines.records import receipts
 from ..pipelines.records.job import USUAL_STEPS, Content, Job, Result, VideoJob, by_content, job_on
 from ..pipelines.records.job_lists import files_in
 from ..pipelines.records.places import PICTURES, Machine, Places
+from .adapter_loading import AdapterRequest, load_adapter
 from .baking.bake import BakeSettings
-from .geometry.mesh import FORMATS, load_mesh, write_glb
+from .choices import ADAPTER_VARIANTS, NEGATIVE, VARIANTS
+from .geometry.cameras import CameraTable
+from .geometry.mesh import FORMATS, Mesh, glb_of, load_mesh
+from .geometry.mesh_cost import extras_of
 from .loading import PaintPipeline, PaintRequest, load_paint
+from .networks.weights import Weights
+from .pictures import cut_out, transparency
 from .sampling.delight import DelightSettings
-from .sampling.painting import PaintSettings
-from .texturing import OneStep, raster_size, textured
+from .sampling.painting import PaintSettings, completed
+from .texturing import OneStep, Texture, raster_size, textured
+
+ALPHA = "alpha"  # as a job's mask
 
 
 @dataclass(frozen=True, slots=True)
 class PaintJob(Job):
     kind: ClassVar[str] = "paint"
 
-    model: Content  # folder or file of a paint model
+    model: Content  # folder or file of a paint model; of MV-Adapter the checkpoint under it
     mesh: Content  # with UVs
-    picture: Content  # of the object, from the front
+    picture: Content | None  # of the object, from the front; None where words alone describe it
     paint: PaintSettings = field(default_factory=PaintSettings, metadata={WITHOUT: ("latents",)})
     texture: BakeSettings = field(default_factory=BakeSettings)
     precision: str = AUTO  # of the models
@@ -41,6 +54,16 @@ class PaintJob(Job):
     delight: Content | None = None  # model that takes shading out of the picture first; None leaves it in
     image_encoder: Content | None = None  # folder of DINOv2-giant, which PBR models need
     delighting: DelightSettings = field(default_factory=DelightSettings)
+    variant: str = AUTO  # as of the requests, like the next
+    weights: str = AUTO
+    vae: Content | None = None  # folder of another VAE
+    adapter: Content | None = None  # file of MV-Adapter, for whose checkpoint ``lora`` is
+    lora: Content | None = None
+    lora_strength: float = 1.0
+    prompt: str = ""  # as of OneStep, like the next
+    negative: str = NEGATIVE
+    mask: str = ""  # hash of the picture's transparency; ALPHA: the file's own, whatever it is; empty: left out
+    normals: bool = True  # whether the mesh's own count
 
     @property
     def key(self) -> str:
@@ -48,8 +71,10 @@ class PaintJob(Job):
 
     @property
     def model_key(self) -> str:
-        given = {"delight": self.delight, "image_encoder": self.image_encoder}
+        given = {name: getattr(self, name) for name in ("delight", "image_encoder", "vae", "adapter", "lora")}
         others = {name: item.whole or item.content for name, item in given.items() if item is not None}
+        chosen = (("variant", AUTO), ("weights", AUTO), ("lora_strength", 1.0))
+        others |= {name: getattr(self, name) for name, usual in chosen if getattr(self, name) != usual}
         return _hash(self.model.whole or self.model.content, self.precision, *([others] if others else []))
 
     @property
@@ -58,7 +83,7 @@ class PaintJob(Job):
 
     @property
     def inputs(self) -> tuple[Content, ...]:
-        return self.mesh, self.picture
+        return (self.mesh,) if self.picture is None else (self.mesh, self.picture)
 
     @property
     def title(self) -> str:
@@ -72,35 +97,180 @@ def job_of(line: str) -> Job:
 
 def load(job: PaintJob, machine: Machine, progress: Any) -> tuple[PaintPipeline, ...]:
     """The pipeline that paints; behind it the one that takes shading out of the picture, for a job with one."""
-    find = partial(machine.places.model, check=progress.check)
-    request = PaintRequest(
-        find(job.model),
-        image_encoder=None if job.image_encoder is None else find(job.image_encoder),
-        precision=job.precision,
-        device=machine.device,
-        state=machine.state,
-    )
-    painter = load_paint(request, progress)
+
+    def find(item: Content | None) -> Any:
+        return None if item is None else machine.places.model(item, progress.check)
+
+    shared = {"vae": find(job.vae), "precision": job.precision, "device": machine.device, "state": machine.state}
+    if job.adapter is not None:
+        tokenizer = None if machine.single is None else machine.single.tokenizers.get("clip_l")
+        shared |= {"tokenizer": tokenizer, "lora": find(job.lora), "lora_strength": job.lora_strength}
+        asked = AdapterRequest(find(job.model), find(job.adapter), job.variant, **shared)
+        return (load_adapter(asked, progress, **machine.host),)
+    encoder = find(job.image_encoder)
+    request = PaintRequest(find(job.model), job.variant, job.weights, image_encoder=encoder, **shared)
+    painter = load_paint(request, progress, **machine.host)
     if job.delight is None:
         return (painter,)
-    return painter, load_paint(replace(request, model=find(job.delight), image_encoder=None), progress)
+    request = replace(request, model=find(job.delight), variant=AUTO, weights=AUTO, vae=None, image_encoder=None)
+    return painter, load_paint(request, progress, **machine.host)
+
+
+@dataclass(frozen=True, eq=False)
+class Textured:
+    """A mesh with the texture that a job painted, and its receipt."""
+
+    mesh: Mesh
+    texture: Texture
+    receipt: Mapping[str, Any]
+
+    def glb(self) -> bytes:
+        made = self.texture
+        both = None if made.metallic is None else torch.stack((made.metallic, made.roughness), dim=-1)
+        return glb_of(self.mesh, made.colour, both, **receipts.tags_for(self.receipt))
+
+    def write(self, path: Path) -> Path:
+        with replacing(path) as temporary:
+            temporary.write_bytes(self.glb())
+        return path
+
+
+def run(
+    job: PaintJob, machine: Machine, progress: Any, loaded: Sequence[PaintPipeline], mesh: Mesh | None = None
+) -> Textured:
+    """Paint a job with its pipelines; ``mesh`` takes the place of its file's."""
+    files = Places(machine.places.files, machine.places.files, differences=machine.places.differences)
+    files.state = machine.state
+    if mesh is None:
+        mesh, _ = load_mesh(files.model(job.mesh, progress.check), progress.check)
+    if not job.normals:
+        mesh = replace(mesh, normals=None)
+    painter, delight = loaded[0], loaded[1] if len(loaded) > 1 else None
+    words = {"prompt": job.prompt, "negative": job.negative}
+    settings = OneStep(job.paint, job.texture, job.max_views, job.delighting, **words)
+    texture, _, cameras = textured(mesh, _pictures(job, files, progress), painter, delight, settings, progress)
+    job = replace(job, normals=mesh.normals is not None, paint=completed(painter, job.paint, Silent()))
+    return Textured(mesh, texture, receipt_of(lambda: job, painter, mesh, texture, cameras))
 
 
 def render(job: PaintJob, machine: Machine, progress: Any, loaded: Sequence[PaintPipeline]) -> Result:
-    files = Places(machine.places.files, state=machine.state)
-    mesh, _ = load_mesh(files.model(job.mesh, progress.check), progress.check)
-    files.model(job.picture, progress.check)
-    pictures = [files.frames(job.picture, progress.check, 1)[0][0]]
-    painter, delight = loaded[0], loaded[1] if len(loaded) > 1 else None
-    settings = OneStep(job.paint, job.texture, job.max_views, job.delighting)
-    texture, _, _ = textured(mesh, pictures, painter, delight, settings, progress)
-    both = None if texture.metallic is None else torch.stack((texture.metallic, texture.roughness), dim=-1)
+    """The mesh of a job as a GLB with its texture and its receipt."""
+    made = run(job, machine, progress, loaded)
+    return Result(made.texture.colour, ".glb", made.write)
 
-    def write(path: Path) -> None:
-        with replacing(path) as temporary:
-            write_glb(temporary, mesh, texture.colour, both)
 
-    return Result(texture.colour, ".glb", write)
+def _pictures(job: PaintJob, files: Places, progress: Any) -> list[Tensor]:
+    """The picture of a job, cut out by its own transparency where that counts; InputError where it has another."""
+    if job.picture is None:
+        return []
+    if not job.picture.size:  # known by its file, not by its pixels
+        files.model(job.picture, progress.check)
+    frames = files.frames(job.picture, progress.check, 1)[0]
+    mask = transparency(files.known[job.picture], frames.shape[1:3]) if job.mask else None
+    if job.mask not in ("", ALPHA) and (mask is None or picture_content(mask) != job.mask):
+        raise InputError(
+            f"{job.picture.name or files.known[job.picture].name!r} without the mask with which it was painted",
+            expected="a mask that is the picture's own transparency",
+            fix="Open the workflow in the file instead: drop it onto ComfyUI.",
+        )
+    return cut_out(frames, mask)
+
+
+def asked_job(
+    pipeline: PaintPipeline, delight: PaintPipeline | None, mesh: Mesh, image: Any, mask: Any, settings: OneStep
+) -> PaintJob:
+    """The job that paints as a node did, with an IMAGE and a MASK of core's, or None."""
+    request, own = pipeline.request, {}
+    known = partial(receipts.named, state=request.state)
+    if pipeline.family == "mv_adapter":
+        own = {"adapter": known(request.adapter), "lora_strength": request.lora_strength}
+        own |= {} if request.lora is None else {"lora": known(request.lora)}
+    else:
+        own = {"weights": request.weights}
+        own |= {} if request.image_encoder is None else {"image_encoder": known(request.image_encoder)}
+    masked = mask is not None and bool((mask > 0).any())
+    picture = None if image is None else Content("", picture_content(image), size=(image.shape[2], image.shape[1]))
+    return PaintJob(
+        known(pipeline.source),
+        Content("", geometry_hash(mesh)),
+        picture,
+        completed(pipeline, settings.paint, Silent()),
+        texture=settings.texture,
+        precision=request.precision,
+        max_views=settings.max_views,
+        delight=None if delight is None else known(delight.source),
+        variant=pipeline.variant if pipeline.variant in (*VARIANTS, *ADAPTER_VARIANTS) else AUTO,
+        vae=None if request.vae is None else known(request.vae),
+        prompt=settings.prompt,
+        negative=settings.negative,
+        mask=picture_content(mask) if masked and image is not None else "",
+        normals=mesh.normals is not None,
+        **own,
+    )
+
+
+def missing_of(pipeline: PaintPipeline, delight: PaintPipeline | None, image: Any, dino: Any) -> list[str]:
+    """Inputs of a texture that no file describes."""
+    absent = {
+        "core's MODEL, CLIP and VAE": isinstance(pipeline.request.model, Weights),
+        "several reference pictures": image is not None and len(image) > 1,
+        "states of another image encoder": dino is not None,
+        "a delight model of another precision": delight is not None
+        and (delight.request.precision, delight.request.weights) != (pipeline.request.precision, AUTO),
+    }
+    return [name for name, is_absent in absent.items() if is_absent]
+
+
+def receipt_of(
+    job: Callable[[], PaintJob],
+    pipeline: PaintPipeline,
+    mesh: Mesh,
+    texture: Texture,
+    cameras: CameraTable,
+    missing: Sequence[str] = (),
+) -> dict[str, Any]:
+    """The receipt of a texture; never raises, and names what is ``missing``."""
+    views = [[camera.azimuth, camera.elevation, camera.weight] for camera in cameras]
+    made = {"texture": _texture_hash(texture), "mesh": geometry_hash(mesh), "cameras": views}
+    return receipts.record_of(job, pipeline, missing, **made)
+
+
+def geometry_hash(mesh: Mesh) -> str:
+    """The hash of every bit of the vertices, faces and UVs."""
+    parts = (mesh.vertices.double(), mesh.faces.long(), *([] if mesh.uvs is None else [mesh.uvs.float()]))
+    return values_hash(*map(to_host, parts))
+
+
+def _texture_hash(texture: Texture) -> str:
+    parts = (texture.colour, texture.metallic, texture.roughness)
+    return values_hash(*(part for part in parts if part is not None))
+
+
+def read_receipt(path: Path) -> dict[str, Any]:
+    """The receipt in a GLB; raises CheckpointError where there is none, InputError where it is damaged or newer."""
+    text = extras_of(path).get(receipts.TAG)
+    record = json_in(text, f"the receipt of {path.name!r}") if isinstance(text, str) else None
+    return receipts.checked(record, path)
+
+
+def replay(path: Path, machine: Machine, progress: Any) -> receipts.Replayed:
+    """Paint the texture of a GLB again, on the mesh in it; raises as the replay of a video."""
+    record = read_receipt(path)
+    job = receipts.job_of(record, PaintJob)
+    mesh: Mesh | None = load_mesh(path, progress.check)[0]
+    machine.places.differences = differences = []
+    if geometry_hash(mesh) != record.get("mesh"):
+        differences += [] if job.mesh.name else ["the mesh in the file, which was changed"]
+        mesh = None if job.mesh.name else mesh
+    with torch.no_grad():
+        loaded = load(job, machine, progress)
+        differences += receipts.differences_from(record, loaded[0])
+        for line in differences:
+            progress.notify(f"differs: {line}")
+        made = run(job, machine, progress, loaded, mesh)
+    expected = record.get("texture")
+    same = made.receipt["texture"] == expected if isinstance(expected, str) else None
+    return receipts.Replayed(made, same, tuple(dict.fromkeys(differences)), "texture")
 
 
 def paint_jobs(

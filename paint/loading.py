@@ -38,6 +38,7 @@ from .networks.weights import Weights, weights_in
 
 BLOCK = re.compile(r"^(.*?\.\d+)\.")
 COMPILED = ("unet", "reference", "vae")
+STOCK_BLOCKS = ("ResnetBlock2D", "BasicTransformerBlock")  # of diffusers
 
 
 class Blocks(Compilation):
@@ -46,7 +47,7 @@ class Blocks(Compilation):
     def blocks_in(self, module: nn.Module) -> Iterator[nn.Module]:
         """Residual blocks and transformers, none inside another."""
         for child in module.children():
-            if isinstance(child, (Residual, Transformer)) or type(child).__name__ == "ResnetBlock2D":
+            if isinstance(child, (Residual, Transformer)) or type(child).__name__ in STOCK_BLOCKS:
                 yield child
             else:
                 yield from self.blocks_in(child)
@@ -69,7 +70,7 @@ class PaintRequest:
     attention: str = AUTO
     device: Any = None  # None for the default device, or its facts
     state: Path | None = None  # folder of probe results; None asks the device nothing and relies on the tables
-    compiled: CompileSettings | None = None  # for the blocks of both UNets and the VAE; None compiles nothing
+    compiled: CompileSettings | None = None  # for the blocks of the UNets and the VAE; None compiles nothing
     quiet: bool = False  # goes by what is kept in state, so that the device is not asked
     stands_in_for: str = ""  # the published model in whose place this demo model runs; empty otherwise
 
@@ -92,6 +93,12 @@ class PaintPipeline(KnownToHost):
     stands_in_for: str = ""  # as PaintRequest has it
     attention: str = ""  # what runs, in a word or two
     tokenizers: Mapping[str, Path] = field(default_factory=dict)  # folders, by text encoder; of mv_adapter
+    request: Any = None  # from which it was loaded, of either kind
+
+    @property
+    def plan(self) -> PaintPipeline:
+        """The pipeline itself: its decisions stand where those of a video pipeline's plan do."""
+        return self
 
     @property
     def latent_scale(self) -> float:  # by which latents are multiplied for the UNet
@@ -159,9 +166,7 @@ def load_paint(
     readers["vae"], configs["vae"], weights["vae"] = _vae_reader(request, place, precision, attention)
     for name, (reader, config, size) in _encoders(request, kind, place, precision).items():
         readers[name], configs[name], weights[name] = reader, config, size
-    settings = request.compiled
-    compiled = {} if settings is None else {part: Blocks(settings) for part in COMPILED if part in readers}
-    parts = Parts(readers, _compiling(compiled))
+    parts, compiled = parts_of(readers, request.compiled)
     offloader, offload = paint_offloader(request, parts, facts, weights, make_room=make_room, hosted=hosted)
     remarks = (*copies_decision(precision, facts, probes), *_remarks(request, place, stored, dropped))
     return PaintPipeline(
@@ -180,16 +185,18 @@ def load_paint(
         probes=probes,
         stands_in_for=request.stands_in_for,
         attention=attention.label,
+        request=request,
     )
 
 
-def _compiling(compiled: Mapping[str, Blocks]) -> Preparation:
-    """The blocks of each part through the compiler; graphs survive that a part is read again."""
+def parts_of(readers: Mapping[str, Reader], settings: CompileSettings | None) -> tuple[Parts, dict[str, Blocks]]:
+    """The parts, their blocks compiled where there are settings; graphs survive that a part is read again."""
+    compiled = {} if settings is None else {part: Blocks(settings) for part in COMPILED if part in readers}
 
     def apply(part: str, module: nn.Module) -> Undo | None:
         return compiled[part].attach(module) if part in compiled else None
 
-    return Preparation((Step(Order.COMPILE, "compiled blocks", apply),) if compiled else ())
+    return Parts(readers, Preparation((Step(Order.COMPILE, "compiled blocks", apply),) if compiled else ())), compiled
 
 
 def paint_offloader(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -68,6 +69,21 @@ def cut_out(pictures: Tensor, mask: Tensor | None) -> list[Tensor]:
             alpha = functional.interpolate(alpha[None, None], size, mode="bilinear", antialias=True)[0, 0]
         joined.append(torch.cat((picture[..., :3], alpha[..., None]), dim=-1))
     return joined
+
+
+def transparency(path: Path, size: Sequence[int]) -> Tensor | None:
+    """The mask (1, H, W) of a picture file of ``size`` (H, W), as ComfyUI's Load Image gives it; None for no alpha."""
+    from PIL import Image
+
+    try:
+        with Image.open(path) as picture:
+            clear = "A" in picture.getbands() or "transparency" in picture.info
+            if not clear or (picture.height, picture.width) != tuple(size):
+                return None
+            alpha = torch.frombuffer(bytearray(picture.convert("RGBA").getchannel("A").tobytes()), dtype=torch.uint8)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # a video, or one that Pillow cannot read
+        return None
+    return 1 - alpha.view(1, *size).float() / 255
 
 
 def over(picture: Tensor, background: float) -> Tensor:

@@ -21,7 +21,7 @@ from .report import title_of
 def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> dict[str, Any]:
     """The card of a pipeline of any kind: what it is, and its decisions; without ``probes`` those of the tables."""
     video = isinstance(pipeline, Pipeline)
-    decisions = [*(pipeline.plan if video else pipeline).decisions]
+    decisions = [*pipeline.plan.decisions]
     if video:
         decisions.append(conv3d_decision(pipeline.facts, probes, pipeline.precision.vae))
     return {

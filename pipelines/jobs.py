@@ -231,23 +231,11 @@ def _video(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
     return stages.encode_video(pipeline, frames, size.width, size.height, VIDEO_FIT, size.seed, progress)
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    rendered: Rendered
-    same: bool | None  # whether the latents are bit for bit those of the receipt; None where it does not say
-    differences: tuple[str, ...]  # between this machine and the one that made the file, which may be why
-
-    def text(self) -> str:
-        first = {True: "the same latents, bit for bit", False: "other latents", None: "nothing to compare with"}
-        why = self.differences or (("no difference is known that explains it",) if self.same is False else ())
-        return "\n".join([first[self.same], *(f"differs: {line}" for line in why)])
-
-
-def replay(path: Path, machine: Machine, progress: Progress) -> Replayed:
+def replay(path: Path, machine: Machine, progress: Progress) -> receipts.Replayed:
     """Make the video of a file again; a file of the same name but other content is taken, and reported.
     Raises PackError for a receipt that says too little, an absent model or picture, or what a stage refuses."""
     record = receipts.read_receipt(path)
-    job = receipts.job_of(record)
+    job = receipts.job_of(record, VideoJob)
     machine.places.differences = differences = []
     if not job.model.whole:
         progress.notify(f"{job.model.name!r} is known by samples of its bytes alone: the receipt has no hash of all")
@@ -264,4 +252,4 @@ def replay(path: Path, machine: Machine, progress: Progress) -> Replayed:
         if there.shape == made.latents.samples.shape:
             largest = float((there - made.latents.samples).abs().max())
             differences.append(f"latents by at most {largest:.3g} of {float(there.abs().max()):.3g}")
-    return Replayed(made, same, tuple(dict.fromkeys(differences)))
+    return receipts.Replayed(made, same, tuple(dict.fromkeys(differences)))

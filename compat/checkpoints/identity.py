@@ -133,6 +133,15 @@ def levels_content(shape: Sequence[int], parts: Iterable[bytes]) -> str:
     return digest.hexdigest()[:DIGITS]
 
 
+def values_hash(*values: torch.Tensor) -> str:
+    """The hash of every bit of tensors, of their dtypes and shapes."""
+    digest = hashlib.sha256()
+    for each in values:
+        digest.update(json.dumps([str(each.dtype), list(each.shape)]).encode())
+        digest.update(bytes_of(each))
+    return digest.hexdigest()[:DIGITS]
+
+
 def bytes_of(values: torch.Tensor) -> bytes:
     """Every bit of a tensor of any dtype, in the order of its indices."""
     return to_host(values).contiguous().flatten().view(torch.uint8).numpy().tobytes()

@@ -423,13 +423,20 @@ def material_of(scene: Any, mesh: Any) -> tuple[dict[str, Tensor], dict[str, Any
 
 
 def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None) -> Path:
-    """A GLB with the texture, and what else the mesh's material has, at ``path``, which is returned.
+    with replacing(path) as temporary:
+        temporary.write_bytes(glb_of(mesh, texture, metallic_roughness))
+    return path
+
+
+def glb_of(mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None, **extras: str) -> bytes:
+    """The bytes of a GLB with the texture, and what else the mesh's material has.
 
     Raises MissingPackageError without trimesh, InputError without UVs.
 
     Args:
         texture: (T, T, 3) in 0..1.
         metallic_roughness: the same, R metallic, G roughness as the PBR model paints them.
+        extras: texts for the file's ``asset.extras``, where ComfyUI has its own.
     """
     trimesh = imported("trimesh")
     if mesh.uvs is None:
@@ -445,12 +452,16 @@ def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tenso
         material |= {"metallicRoughnessTexture": picture_of(packed), "metallicFactor": 1.0, "roughnessFactor": 1.0}
     uvs = to_host(torch.stack((mesh.uvs[:, 0], 1 - mesh.uvs[:, 1]), dim=1)).numpy()
     visual = trimesh.visual.TextureVisuals(uv=uvs, material=trimesh.visual.material.PBRMaterial(**material))
-    normals = welded_normals(to_host(mesh.vertices).double(), to_host(mesh.faces).long())
+    normals = mesh.normals
+    if normals is None:
+        normals = welded_normals(to_host(mesh.vertices).double(), to_host(mesh.faces).long())
     vertices, faces = (to_host(each).numpy() for each in (mesh.vertices, mesh.faces))
-    made = trimesh.Trimesh(vertices, faces, vertex_normals=normals.numpy(), visual=visual, process=False)
-    with replacing(path) as temporary:
-        temporary.write_bytes(made.export(file_type="glb", include_normals=True))
-    return path
+    made = trimesh.Trimesh(vertices, faces, vertex_normals=to_host(normals).numpy(), visual=visual, process=False)
+
+    def add(tree: dict[str, Any]) -> None:
+        tree["asset"] |= {"extras": extras} if extras else {}
+
+    return made.export(file_type="glb", include_normals=True, tree_postprocessor=add)  # type: ignore[no-any-return]
 
 
 def numbered(rows: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...compat.errors import READING_TIMES, TOKEN_BYTES, CheckpointError, afford, json_cost, json_within
+from ...compat.checkpoints.headers import reading
+from ...compat.errors import READING_TIMES, TOKEN_BYTES, CheckpointError, afford, first_line, json_cost, json_within
 
 MOST_PARTS = 100_000  # nodes or primitives
 MOST_DEPTH = 1_000  # of nodes: trimesh's time grows with its square
@@ -40,7 +41,7 @@ def cost_of(path: Path, size_of: Callable[[str], int], check: Check) -> int:
     """
     suffix, size, subject = path.suffix.lower(), path.stat().st_size, f"mesh file {path.name!r}"
     if suffix in (".glb", ".gltf"):
-        text = _json_of(path)
+        text = json_of(path)
         cost = json_cost(text)
         try:
             header = json_within(text.decode("utf-8", "replace") or "{}", subject)  # trimesh says that it is empty
@@ -56,6 +57,22 @@ def cost_of(path: Path, size_of: Callable[[str], int], check: Check) -> int:
     return READING_TIMES * size
 
 
+def extras_of(path: Path) -> Mapping[str, Any]:
+    """The texts in a GLB's ``asset.extras``; empty where there are none.
+
+    Raises CheckpointError for a file that is no GLB, or whose header takes too much memory.
+    """
+    try:
+        with reading(path):
+            header = json_within(json_of(path), f"mesh file {path.name!r}")
+    except ValueError as error:
+        found = f"mesh file {path.name!r} has no readable header ({first_line(error)})"
+        raise CheckpointError(found, expected="a GLB", fix="Choose another file.") from error
+    asset = header.get("asset") if isinstance(header, dict) else None
+    extras = asset.get("extras") if isinstance(asset, dict) else None
+    return extras if isinstance(extras, dict) else {}
+
+
 def _limited(path: Path, count: int, most: int, things: str, fix: str = "Join them and export it again.") -> None:
     if count > most:
         raise CheckpointError(f"{count} {things} in mesh file {path.name!r}", expected=f"at most {most}", fix=fix)
@@ -65,7 +82,7 @@ def _impossible(path: Path, found: str, expected: str, fix: str = "Export or dow
     return CheckpointError(f"{found} in mesh file {path.name!r}", expected=expected, fix=fix)
 
 
-def _json_of(path: Path) -> bytes:
+def json_of(path: Path) -> bytes:
     """The JSON of a glTF: the whole file, or the first chunk of a GLB."""
     if path.suffix.lower() == ".gltf":
         return path.read_bytes()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ...compat.errors import CheckpointError
 from ...compat.packages import attribute
 from ...compat.transforms.attention import Attention as Kernel
+from ...compat.transforms.compile import uncompiled
 from ..choices import IG2MV, TG2MV
 from .layers import Attend, Dtypes, joined, split
 from .multiview import grouped
@@ -58,7 +59,12 @@ class TextAttention:
 
 
 class ViewAttention(nn.Module):
-    """A self-attention with the adapter's two, or without that to the reference; ``name`` keys its kept tokens."""
+    """A self-attention with the adapter's two, or without that to the reference; ``name`` keys its kept tokens.
+
+    These are its own during a forward: looked up by name, each layer would be a graph of its own where it is compiled.
+    """
+
+    kept: Tensor | None = None  # (1, R * N, D)
 
     def __init__(self, name: str, width: int, reference: bool) -> None:
         super().__init__()
@@ -105,8 +111,8 @@ class ViewAttention(nn.Module):
 
     def _to_reference(self, seen: Tensor, heads: int, run: AdapterInputs) -> Tensor:
         """(B * V, N, D): all views of a row ask for the same tokens, so together they need its keys once."""
-        tokens, kept = grouped(seen, VIEWS), run.reference[self.name]
-        key, value = (split(layer(kept), heads) for layer in (self.to_k_ref, self.to_v_ref))
+        tokens = grouped(seen, VIEWS)
+        key, value = (split(layer(self.kept), heads) for layer in (self.to_k_ref, self.to_v_ref))
         added = [
             self.to_out_ref[0](
                 joined(self.stock.attend(split(self.to_q_ref(row), heads), key, value))
@@ -230,7 +236,8 @@ def looked_at(unet: Any, latents: Tensor, text: Tensor, added: Mapping[str, Tens
     """
     recorded: dict[str, Tensor] = {}
     start = torch.zeros(1, dtype=torch.float32, device=latents.device)
-    forward(unet, latents, start, text, added, AdapterInputs(recorded=recorded))
+    with uncompiled(unet):  # one forward: its graphs would cost more
+        forward(unet, latents, start, text, added, AdapterInputs(recorded=recorded))
     return {name: tokens.flatten(0, 1)[None] for name, tokens in recorded.items()}
 
 
@@ -258,4 +265,11 @@ def forward(
         given["added_cond_kwargs"] = repeated
     if states:  # the UNet takes them off the list
         given["down_intrablock_additional_residuals"] = [state.repeat(rows, 1, 1, 1) for state in states]
-    return unet(x, time, text.repeat_interleave(per_row, dim=0), **given)[0]  # type: ignore[no-any-return]
+    layers = [layer for layer in unet.modules() if isinstance(layer, ViewAttention)]
+    try:
+        for layer in layers:
+            layer.kept = run.reference.get(layer.name)
+        return unet(x, time, text.repeat_interleave(per_row, dim=0), **given)[0]  # type: ignore[no-any-return]
+    finally:
+        for layer in layers:
+            layer.kept = None

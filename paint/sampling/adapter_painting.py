@@ -49,8 +49,6 @@ def paint_six_views(
     """
     progress = progress or Silent()
     base = str(pipeline.configs["adapter"]["base"])
-    if settings.scheduler == "auto" and base == "sd21":
-        settings = replace(settings, scheduler="euler_ancestral")  # the step of the recommended DDPM
     settings = painting.completed(pipeline, settings, progress)
     if settings.size != TAUGHT_SIZES[base] and not pipeline.is_demo:
         progress.notify(f"this model was made for views of {TAUGHT_SIZES[base]} pixels, not {settings.size}")

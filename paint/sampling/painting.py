@@ -156,10 +156,7 @@ def paint_views(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSet
         run = run_of(settings, solver, len(ids), len(references))
         conditions = _conditions(pipeline, inputs, (references, normals, positions, ids), settings, run, progress)
         latents = sampled(pipeline, conditions, settings, solver, run, progress)
-        painted = decoded(pipeline, latents, run, settings.seed, progress)
-    for part, blocks in pipeline.compiled.items():
-        progress.notify(f"{part}: {blocks}")
-    return painted
+        return decoded(pipeline, latents, run, settings.seed, progress)
 
 
 def run_of(settings: PaintSettings, solver: Any, views: int, references: int) -> PaintRun:
@@ -204,7 +201,9 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
     if settings.latents is None and settings.denoise < 1:
         progress.notify("denoise has no effect without latents")
         settings = replace(settings, denoise=1.0)
-    scheduler = own.scheduler if settings.scheduler == "auto" else settings.scheduler
+    ancestral = pipeline.configs.get("adapter", {}).get("base") == "sd21"  # whose step is the recommended DDPM's
+    usual = "euler_ancestral" if ancestral else own.scheduler
+    scheduler = usual if settings.scheduler == "auto" else settings.scheduler
     spacing = own.spacing if settings.spacing == "auto" else settings.spacing
     if scheduler == "lcm" and (settings.spacing != "auto" or settings.sigmas is not None):
         progress.notify("the lcm sampler uses its own timesteps: sigma schedule and sigmas have no effect")
@@ -422,6 +421,8 @@ def decoded(pipeline: PaintPipeline, latents: Tensor, run: PaintRun, seed: int, 
     plain, need = latents / pipeline.latent_scale, vae_bytes(DECODED, run.size, pipeline.precision.vae)
     with stage(pipeline, "decoding", "vae", need, run, progress) as module:
         pictures = vae.decoded(module, plain, pipeline.offloader.device, progress)
+    for part, blocks in pipeline.compiled.items():
+        progress.notify(f"{part}: {blocks}")
     return Painted(pictures[: run.views], pictures[run.views :] if len(pictures) > run.views else None, plain)
 
 

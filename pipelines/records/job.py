@@ -214,7 +214,7 @@ def write_job(path: Path, job: VideoJob) -> Path:
 def job_in(record: Any) -> VideoJob:
     """The video's job that a JSON object describes. Raises InputError for no job, a newer version, another kind, an
     unknown field, or a value of a wrong type."""
-    return _parsed(VideoJob, record)
+    return parsed(VideoJob, record)
 
 
 def job_on(line: str, *kinds: type[Job]) -> Job:
@@ -223,10 +223,11 @@ def job_on(line: str, *kinds: type[Job]) -> Job:
         raise InputError(f"a line of {len(line)} characters", expected=f"{MOST_BYTES} at most", fix="Shorten it.")
     record = json_in(line, "this line")
     name = record.get("kind") if isinstance(record, dict) else None
-    return _parsed(next((kind for kind in kinds if kind.kind == name), kinds[0]), record)
+    return parsed(next((kind for kind in kinds if kind.kind == name), kinds[0]), record)
 
 
-def _parsed(kind: type[J], record: Any) -> J:
+def parsed(kind: type[J], record: Any) -> J:
+    """The job of a ``kind`` that a JSON object describes; raises as :func:`job_in`."""
     if not isinstance(record, dict) or type(record.get(HEAD)) is not int or record[HEAD] < 1:
         raise InputError(f"{shown(record)} instead of a job", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX)
     if record[HEAD] > VERSION:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import json
 import platform
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...compat.checkpoints.identity import DIGITS, bytes_of, content_of, picture_content, whole_of
+from ...compat.checkpoints.identity import content_of, picture_content, values_hash, whole_of
 from ...compat.checkpoints.latents import metadata_of, record_in
 from ...compat.decision import AUTO
 from ...compat.device.facts import GIBIBYTE, value_or
@@ -39,7 +38,7 @@ from ..movie import tags_of
 from ..pipeline import Pipeline
 from ..requests import LoadRequest, inputs_of
 from ..vae.plan import DecodeRequest
-from .job import PLACES, Adapter, Caching, Content, Picture, VideoJob, job_in, load_inputs
+from .job import PLACES, Adapter, Caching, Content, J, Job, Picture, VideoJob, job_in, load_inputs, parsed
 
 VERSION, HEAD = 1, "anygpu_receipt"
 RECEIPT = "receipt"  # under a latent's extra values
@@ -62,16 +61,27 @@ def with_receipt(
     """``latents`` with the record of what made them, such as the whole of ``video``; never raises."""
     first = None if settings.latents is None else _sampled(settings.latents)
     missing = _missing(prompt, image, settings, video, first)
-    record: dict[str, Any] = {HEAD: VERSION, "latents": latents_hash(latents)}
-    try:
-        job = replace(_job(pipeline, prompt, image, settings, framepack), video=video, first=first)
-        record["job"] = job.record()
-    except (PackError, OSError, TypeError) as error:
-        missing.append(f"a request that can be written down ({type(error).__name__})")
-    record |= _report_of(pipeline)
-    if missing:
-        record["missing"] = missing
+
+    def job() -> VideoJob:
+        return replace(_job(pipeline, prompt, image, settings, framepack), video=video, first=first)
+
+    record = record_of(job, pipeline, missing, latents=latents_hash(latents))
     return replace(latents, extra={**latents.extra, RECEIPT: record})
+
+
+def record_of(job: Callable[[], Job], pipeline: Any, missing: Sequence[str], **made: Any) -> dict[str, Any]:
+    """The receipt of a job that a pipeline of any kind ran, with the hashes of what was ``made``; never raises.
+
+    Args:
+        missing: inputs that no file describes.
+    """
+    record: dict[str, Any] = {HEAD: VERSION, **made}
+    try:
+        record["job"] = job().record()
+    except (PackError, OSError, TypeError) as error:
+        missing = [*missing, f"a request that can be written down ({type(error).__name__})"]
+    record |= _report_of(pipeline)
+    return record | ({"missing": list(missing)} if missing else {})
 
 
 def with_upscaler(before: Latents, after: Latents, path: Path, state: Path | None) -> Latents:
@@ -121,10 +131,15 @@ def read_receipt(path: Path) -> dict[str, Any]:
     else:
         text = tags_of(path).get(TAG)
         record = None if text is None else json_in(text, f"the receipt of {path.name!r}")
+    return checked(record, path)
+
+
+def checked(record: Any, path: Path) -> dict[str, Any]:
+    """The receipt that a file holds, None for none; raises as :func:`read_receipt`."""
     if record is None:
         raise CheckpointError(
             f"no receipt in {path.name!r}",
-            expected="a video or latents that AnyGPU saved, with metadata",
+            expected="a video, latents or a textured mesh that AnyGPU saved, with metadata",
             fix="Choose another file; converting or uploading a video often removes its metadata.",
         )
     version = record.get(HEAD) if isinstance(record, dict) else None
@@ -137,17 +152,20 @@ def read_receipt(path: Path) -> dict[str, Any]:
     return dict(record)
 
 
-def job_of(record: Mapping[str, Any]) -> VideoJob:
-    """The job that makes a receipt's video again; raises InputError where something that made it is in no file."""
+def job_of(
+    record: Mapping[str, Any],
+    kind: type[J] = VideoJob,  # type: ignore[assignment]
+) -> J:
+    """The job that makes a receipt's result again; raises InputError where something that made it is in no file."""
     missing = record.get("missing")
     if missing:
         named = ", ".join(map(str, missing)) if isinstance(missing, list) else shown(missing)
         raise InputError(
             f"a receipt without {named}",
-            expected="a video made of prompts, pictures and settings alone",
+            expected="a file made of prompts, pictures and settings alone",
             fix="Open the workflow in the file instead: drop it onto ComfyUI.",
         )
-    return job_in(record.get("job"))
+    return parsed(kind, record.get("job"))
 
 
 def settings_of(path: Path) -> VideoJob:
@@ -163,7 +181,21 @@ def settings_of(path: Path) -> VideoJob:
     return replace(job, task=AUTO, video=None, upscalers=(), **own)
 
 
-def differences_from(record: Mapping[str, Any], pipeline: Pipeline) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    rendered: Any  # as the kind of job gives it
+    same: bool | None  # whether the result is bit for bit that of the receipt; None where it does not say
+    differences: tuple[str, ...]  # between this machine and the one that made the file, which may be why
+    what: str = "latents"  # that are compared
+
+    def text(self) -> str:
+        same, other = f"the same {self.what}, bit for bit", f"other {self.what}"
+        first = {True: same, False: other, None: "nothing to compare with"}
+        why = self.differences or (("no difference is known that explains it",) if self.same is False else ())
+        return "\n".join([first[self.same], *(f"differs: {line}" for line in why)])
+
+
+def differences_from(record: Mapping[str, Any], pipeline: Any) -> list[str]:
     """The differences in versions, device and decisions between the machine of a receipt and this one."""
     return [
         f"{name} {shown(then)}, here {now!r}"
@@ -192,10 +224,12 @@ def _sampled(latents: Latents) -> VideoJob | None:
 
 
 def latents_hash(latents: Latents) -> str:
-    values = latents.samples
-    digest = hashlib.sha256(json.dumps([str(values.dtype), list(values.shape)]).encode())
-    digest.update(bytes_of(values))
-    return digest.hexdigest()[:DIGITS]
+    return values_hash(latents.samples)
+
+
+def named(path: Path, state: Path | None) -> Content:
+    """A model, LoRA or folder by its content; the hash of every byte where ``state`` has it already."""
+    return Content(path.name, content_of(path), whole_of(path, state))
 
 
 @cache
@@ -226,20 +260,17 @@ def _job(
     framepack: FramePackSettings | None,
 ) -> VideoJob:
     request: LoadRequest = pipeline.model.request
-
-    def named(path: Path) -> Content:
-        return Content(path.name, content_of(path), whole_of(path, request.state))
-
     files, cache, sources = request.files, pipeline.plan.step_cache, () if image is None else image.sources
+    known = partial(named, state=request.state)
     return VideoJob(
-        model=named(request.model),
+        model=known(request.model),
         family=pipeline.family,
         prompt=prompt.extra.get("request", PromptRequest("")),
         settings=replace(settings, latents=None, noise_mask=None, guidance_steps=()),
-        files={} if files is None else {part: named(path) for part, path in files.parts.items()},
+        files={} if files is None else {part: known(path) for part, path in files.parts.items()},
         task="auto" if files is None else files.task,
         load={name: value for name, value in load_inputs(inputs_of(request)).items() if name not in PLACES},
-        loras=tuple(Adapter(named(one.path), one.strength, one.blocks, one.mode) for one in lora.on(pipeline)),
+        loras=tuple(Adapter(known(one.path), one.strength, one.blocks, one.mode) for one in lora.on(pipeline)),
         step_cache=Caching() if cache is None else Caching("custom", cache),
         pictures=tuple(
             Picture(
@@ -254,8 +285,8 @@ def _job(
         ),
         fit=sources[0].fit if sources else FITS[0],
         framepack=framepack,
-        base=None if request.base is None else named(request.base),
-        image_encoder=None if request.image_encoder is None else named(request.image_encoder),
+        base=None if request.base is None else known(request.base),
+        image_encoder=None if request.image_encoder is None else known(request.image_encoder),
     )
 
 
@@ -281,7 +312,7 @@ def _missing(
     return [name for name, is_absent in absent.items() if is_absent]
 
 
-def _report_of(pipeline: Pipeline) -> dict[str, Any]:
+def _report_of(pipeline: Any) -> dict[str, Any]:
     """The versions, device and decisions of a receipt, without what names a person or a machine."""
     facts, decisions = pipeline.facts, [[line.subject, line.verdict] for line in pipeline.plan.decisions]
     device = {"device": facts.name, "backend": facts.backend, "arch": facts.arch, "driver": facts.driver}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from anygpu.paint.jobs import read_receipt
 from PIL import Image
 
 from host import paint_models
@@ -154,11 +155,22 @@ def test_mv_adapter_on_a_user_s_checkpoint(server: Server, client: Client, varia
     if variant == "ig2mv":
         given["image"] = graph.link(graph.add("LoadImage", image="example.png"))
     textured = graph.add("AnyGPUTextureMesh", **given, seed=1, prompt="a red cat")
-    graph.add("SaveGLB", mesh=graph.link(textured), filename_prefix="3d/mv")
+    graph.add("SaveGLB", mesh=graph.link(textured, 5), filename_prefix=f"3d/mv {base}")
     for seed in (1, 2):
         graph.prompt[textured]["inputs"]["seed"] = seed
         run = client.run(graph.prompt)
         assert run.ending == "execution_success", run.message
+    made = saved(server, graph.prompt, run)
+    receipt = read_receipt(made)
+    assert receipt["job"]["paint"]["seed"] == 2 and str(server.base) not in str(receipt) and "missing" not in receipt
+    assert "AnyGPUTextureMesh" in glb(made)[0]["asset"]["extras"]["prompt"], "the workflow is in it too"
+    again = Graph()
+    replayed = again.add("AnyGPUReplay", file=f"3d/{made.name} [output]")
+    again.add("SaveGLB", mesh=again.link(replayed, 3), filename_prefix="3d/again")
+    second = client.run(again.prompt)
+    assert second.ending == "execution_success", second.message
+    assert second.texts_of(replayed)[-1].startswith("the same texture, bit for bit"), second.texts
+    assert read_receipt(saved(server, again.prompt, second))["texture"] == receipt["texture"]
     latents = client.get("/anygpu/latents")["latents"][0]
     assert ", mv_adapter, 64x64, 6 frames, seed 2" in latents["title"]
 

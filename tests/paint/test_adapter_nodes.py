@@ -82,7 +82,7 @@ def test_step_by_step_and_in_one_node(core):
     assert torch.equal(textured.texture, colour)
     assert colour.shape == (1, 64, 64, 3) and painted.mean() > 0.4
     one = {"mesh": mesh(), "image": IMAGE, "mask": MASK, "pipeline": pipeline, "view_size": 64, "texture_size": 64}
-    _, base_color, _, _, views = core.run("TextureMesh", **one, steps=1, prompt="a red cat").result
+    _, base_color, _, _, views, _ = core.run("TextureMesh", **one, steps=1, prompt="a red cat").result
     assert torch.equal(views, pictures) and base_color.shape == (1, 64, 64, 3)
 
 

@@ -27,10 +27,11 @@ CARRIED: dict[str, tuple[Any, ...]] = {  # node -> names, or the kind of job and
     "AnyGPUSample": (VideoJob, "settings"),
     "AnyGPUSampleFramePack": (VideoJob, "settings", "framepack"),
     "AnyGPUDecode": ({"decode_timestep", "decode_noise_scale"}, VideoJob, "decode"),
-    "AnyGPULoadPaintPipeline": ({"model", "precision", "image_encoder"},),
+    "AnyGPULoadPaintPipeline": ({"model", "precision", "image_encoder", "variant", "weights", "vae"},),
+    "AnyGPULoadMVAdapter": ({"model", "precision", "adapter", "lora", "lora_strength", "variant", "vae"},),
     "AnyGPUDelightImage": (PaintJob, "delighting"),
     "AnyGPUPaintViews": (PaintJob, "paint"),
-    "AnyGPUTextureMesh": ({"mesh", "delight", "max_views"}, PaintJob, "paint", "texture"),
+    "AnyGPUTextureMesh": ({"mesh", "delight", "max_views", "negative_prompt"}, PaintJob, "paint", "texture"),
 }
 RENAMED = {"section_prompts": "sections", "tile_size": "tile", "tile_overlap": "overlap", "frames_per_chunk": "frames"}
 RENAMED |= {"start_percent": "start", "end_percent": "end", "cache_device": "device", "lora": "file"}
@@ -43,15 +44,13 @@ EXCUSED = {  # input of any node -> why a replay does not need it
     "batch_size": "each video has a receipt of its own, with its seed",
     "dynamo_cache_size_limit": "says how fast, not what",
 }
-FOUND = "a paint job takes the file that is there"
 MISSING = "its latents are named as missing"
 OWN_EXCUSES: dict[str, dict[str, str]] = {
     "AnyGPUEncodeImage": {"width": "as of the sampling", "height": "as of the sampling"},
     "AnyGPUEncodeVideo": dict.fromkeys(("width", "height", "fit", "seed"), MISSING),
     "AnyGPUDecode": {"fps": "the rate of the file, not a pixel of it"},
-    "AnyGPULoadPaintPipeline": {"variant": "follows the model", "weights": FOUND, "vae": FOUND},
-    "AnyGPUPaintViews": {"negative_prompt": "of MV-Adapter, which no job has"},
-    "AnyGPUTextureMesh": {"negative_prompt": "of MV-Adapter, which no job has"},
+    "AnyGPULoadMVAdapter": dict.fromkeys(("core_model", "core_clip", "core_vae"), "named as missing"),
+    "AnyGPUPaintViews": {"negative_prompt": "carried from AnyGPU Texture Mesh"},
     "AnyGPUDelightImage": {"recenter": "of the picture: a job has it as it is"},
 }
 

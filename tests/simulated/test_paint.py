@@ -6,6 +6,7 @@ import pytest
 import torch
 from anygpu.compat.device.execution import HOST
 from anygpu.paint import texturing
+from anygpu.paint.adapter_loading import AdapterRequest, load_adapter
 from anygpu.paint.loading import PaintRequest, load_paint, settings_for
 from anygpu.paint.sampling import painting
 from anygpu.paint.sampling.delight import DelightSettings
@@ -13,7 +14,7 @@ from anygpu.paint.sampling.painting import PaintSettings
 from paint.conftest import delight_folder, paint_folder  # noqa: F401
 from paint.shapes import box
 
-from paint import stored
+from paint import mv_stored, stored
 from simulated import accelerator
 
 PICTURE = torch.rand(48, 64, 4, generator=torch.Generator().manual_seed(0))
@@ -71,6 +72,29 @@ def test_compiled_and_resident(acc, paint_folder, delight_folder, wanted):  # no
     made = sum(blocks.graphs for blocks in paint.compiled.values())
     assert torch.equal(run(paint, delight)[1].views, found[1].views)
     assert sum(blocks.graphs for blocks in paint.compiled.values()) == made, "the second run makes no graph"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("offload", "mode"), [("auto", "none"), ("model", "model")])
+def test_mv_adapter_compiled(acc, tmp_path, offload, mode):
+    """Each block is one graph, and layers share them: what is kept of the reference is no name in a graph."""
+    base = mv_stored.folder("sd21", tmp_path, "mine")
+    adapter = mv_stored.adapter_file("ig2mv", "sd21", tmp_path)
+    settings = replace(SETTINGS, prompt="a red cat")
+
+    def painted(device, **chosen):
+        asked = AdapterRequest(base, adapter, device=device, precision="fp32", **chosen)
+        pipeline = load_adapter(asked)
+        return pipeline, [texturing.textured(box(), [PICTURE], pipeline, None, settings) for _ in range(2)]
+
+    _, (right, _) = painted("cpu")
+    pipeline, (found, again) = painted(acc, compiled=settings_for(64, "eager"), offload=offload)
+    assert pipeline.offloader.mode == mode and set(pipeline.compiled) == {"unet", "vae"}
+    same(found, right)
+    assert torch.equal(again[1].views, found[1].views)
+    unet = pipeline.compiled["unet"]
+    assert not unet.failure and 0 < unet.graphs <= unet.blocks / 2, "as many graphs as kinds and sizes, both times"
+    assert not any(blocks.failure for blocks in pipeline.compiled.values())
 
 
 class WhereTheWeightsWait:

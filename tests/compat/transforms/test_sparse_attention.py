@@ -23,7 +23,6 @@ from published import loops
 from safetensors.torch import load_file
 from torch.nn import functional
 
-
 GRIDS = [(loops.SPARSE_GRIDS[0], 2**16), (loops.SPARSE_GRIDS[1], 2**26)]
 GRIDS += [pytest.param(grid, 2**20, marks=pytest.mark.full) for grid in loops.SPARSE_GRIDS[1:]]
 

@@ -1,0 +1,119 @@
+"""A texture's receipt in its GLB: read back, painted again bit for bit, and what is refused."""
+
+import json
+import struct
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.paint import jobs
+from anygpu.paint.adapter_loading import AdapterRequest, load_adapter
+from anygpu.paint.baking.bake import BakeSettings
+from anygpu.paint.geometry.mesh import write_glb
+from anygpu.paint.pictures import cut_out, transparency
+from anygpu.paint.sampling.painting import PaintSettings
+from anygpu.paint.texturing import OneStep, textured
+from anygpu.pipelines.base import Silent
+from anygpu.pipelines.movie import read_frames
+from anygpu.pipelines.records.places import Machine, Places
+from PIL import Image
+
+from paint import mv_stored
+from paint.shapes import box
+
+SETTINGS = OneStep(PaintSettings(64, 1, seed=5), BakeSettings(64, 128), prompt="a red cat")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """A folder with a checkpoint, adapters of both kinds, and a cut-out picture."""
+    root = tmp_path_factory.mktemp("receipts")
+    mv_stored.folder("sd21", root, "mine")
+    for variant in ("ig2mv", "tg2mv"):
+        mv_stored.adapter_file(variant, "sd21", root)
+    mv_stored.lora_file(root / "lora.safetensors", True, "sd21")
+    pixels = (torch.rand(48, 64, 4, generator=torch.Generator().manual_seed(0)) * 255).byte()
+    Image.fromarray(pixels.numpy(), "RGBA").save(root / "cat.png")
+    return root
+
+
+def machine(home: Path) -> Machine:
+    return Machine(Places((home,), (home,), state=home / "state"), home / "state", "cpu")
+
+
+@pytest.fixture(scope="module")
+def signed(home) -> Path:
+    """The GLB of a painting as AnyGPU Texture Mesh does it, of a mesh that is in no other file."""
+    lora = {"lora": home / "lora.safetensors", "lora_strength": 0.5}
+    request = AdapterRequest(
+        home / "mine", home / mv_stored.FILES["ig2mv", "sd21"], device="cpu", precision="fp32", **lora
+    )
+    pipeline, mesh = (
+        load_adapter(request),
+        replace(box(), uvs=torch.stack((box().uvs[:, 0], 1 - (1 - box().uvs[:, 1])), 1)),
+    )
+    image, mask = read_frames(home / "cat.png", 1)[0], transparency(home / "cat.png", (48, 64))
+    texture, _, cameras = textured(mesh, cut_out(image, mask), pipeline, None, SETTINGS)
+    asked = partial(jobs.asked_job, pipeline, None, mesh, image, mask, SETTINGS)
+    receipt = jobs.receipt_of(asked, pipeline, mesh, texture, cameras, jobs.missing_of(pipeline, None, image, None))
+    return jobs.Textured(mesh, texture, receipt).write(home / "cat.glb")
+
+
+def test_a_texture_is_painted_again_bit_for_bit(home, signed):
+    record = jobs.read_receipt(signed)
+    assert str(home) not in str(record) and len(record["cameras"]) == 6 and "missing" not in record
+    asked = record["job"]["paint"]
+    assert (asked["steps"], asked["guidance"], asked["scheduler"]) == (1, 3.0, "euler_ancestral"), "as it ran"
+    again = jobs.replay(signed, machine(home), Silent())
+    assert again.same and again.differences == () and again.text() == "the same texture, bit for bit"
+    once_more = again.rendered.write(home / "again.glb")
+    assert jobs.read_receipt(once_more)["texture"] == record["texture"]
+    weaker = edited(signed, home / "other.glb", {**record, "job": {**record["job"], "lora_strength": 0.0}})
+    assert jobs.replay(weaker, machine(home), Silent()).same is False
+
+
+def test_what_is_not_there_is_named(home, signed, tmp_path):
+    record = jobs.read_receipt(signed)
+    with pytest.raises(CheckpointError, match=r"no receipt in 'plain.glb'"):
+        jobs.read_receipt(write_glb(tmp_path / "plain.glb", box(), torch.zeros(4, 4, 3)))
+    picture = record["job"]["picture"]
+    lost = {**record["job"], "picture": {**picture, "content": "0" * 32}}
+    with pytest.raises(CheckpointError, match="expected content 0000"):
+        jobs.replay(edited(signed, tmp_path / "a.glb", {**record, "job": lost}), machine(home), Silent())
+    with pytest.raises(InputError, match="without the mask with which it was painted"):
+        masked = {**record, "job": {**record["job"], "mask": "0" * 32}}
+        jobs.replay(edited(signed, tmp_path / "b.glb", masked), machine(home), Silent())
+    with pytest.raises(InputError, match="a receipt without several reference pictures"):
+        jobs.replay(
+            edited(signed, tmp_path / "c.glb", {**record, "missing": ["several reference pictures"]}),
+            machine(home),
+            Silent(),
+        )
+
+
+@pytest.mark.parametrize(
+    "extras", [[], "x", {"anygpu": 1}, {"anygpu": "{" * 50000}, {"anygpu": '{"anygpu_receipt": 99}'}]
+)
+def test_a_foreign_header_is_refused_in_one_line(signed, tmp_path, extras):
+    with pytest.raises((CheckpointError, InputError)) as caught:
+        jobs.read_receipt(edited(signed, tmp_path / "foreign.glb", extras))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def edited(path: Path, target: Path, extras: object) -> Path:
+    """A copy of a GLB whose receipt is another, or whose extras are, where they are no receipt."""
+    data = path.read_bytes()
+    (length,) = struct.unpack_from("<I", data, 12)
+    header = json.loads(data[20 : 20 + length])
+    receipt = isinstance(extras, dict) and "anygpu" not in extras
+    header["asset"]["extras"] = {"anygpu": json.dumps(extras)} if receipt else extras
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 4)
+    body = data[20 + length :]
+    target.write_bytes(
+        struct.pack("<4sIIII", b"glTF", 2, 20 + len(text) + len(body), len(text), 0x4E4F534A) + text + body
+    )
+    return target
