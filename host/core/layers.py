@@ -26,6 +26,7 @@ from ...compat.transforms.conv3d import geometry_of, layer_of, own_edges
 from ...compat.transforms.conv3d_choice import Chooser, Conv3dChoice
 from ...compat.transforms.conv3d_methods import convolve, padded
 from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS, LayerSettings, fp32_linear, scales_for
+from ..casting import cast_by_core
 from .ownership import is_linear, is_own_convolution, left_class, offers_cast, size_of
 from .packed import is_native
 
@@ -181,13 +182,8 @@ def cast_weights(layer: Any, like: Tensor) -> Iterator[tuple[Tensor, Tensor | No
     if not isinstance(layer, comfy.ops.CastWeightBiasOp):  # torch's own, which core only moves
         yield layer.weight.to(like.device, HALF), None if layer.bias is None else layer.bias.to(like.device, FULL)
         return
-    weight, bias, offloaded = comfy.ops.cast_bias_weight(
-        layer, None, dtype=HALF, device=like.device, bias_dtype=FULL, offloadable=True, compute_dtype=FULL
-    )
-    try:
+    with cast_by_core(layer, dtype=HALF, device=like.device, bias_dtype=FULL, compute_dtype=FULL) as (weight, bias):
         yield weight.dequantize().to(HALF) if isinstance(weight, QuantizedTensor) else weight, bias
-    finally:
-        comfy.ops.uncast_bias_weight(layer, weight, bias, offloaded)
 
 
 def safe_linear(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
