@@ -37,6 +37,16 @@ BASE_LAYER = ".base_layer"  # where peft has the layer that it was put around
 WEIGHT = ".weight"
 
 
+@contextmanager
+def cast_by_core(layer: Any, **kinds: Any) -> Iterator[tuple[Any, Any]]:
+    """Weight and bias of ``layer`` for a block, by the functions of core that also releases before 0.32 have."""
+    weight, bias, offloaded = comfy.ops.cast_bias_weight(layer, offloadable=True, **kinds)
+    try:
+        yield weight, bias
+    finally:
+        comfy.ops.uncast_bias_weight(layer, weight, bias, offloaded)
+
+
 class CastLayer(comfy.ops.CastWeightBiasOp):
     """A layer that fetches its weights for each forward of its own class."""
 
@@ -80,14 +90,12 @@ class CastLayer(comfy.ops.CastWeightBiasOp):
         )
 
     def _fetched(self, like: torch.Tensor) -> Any:
-        """ComfyUI's context over weight and bias; in their own dtype, or in that of ``like`` where they are 8 bits."""
+        """Weight and bias for a block; in their own dtype, or in that of ``like`` where they are 8 bits."""
         kinds = [t.dtype if t is not None else like.dtype for t in (self.weight, self.bias)]
         weight, bias = (like.dtype if kind.itemsize == 1 and like.is_floating_point() else kind for kind in kinds)
         if self.memory_stats is not None and self.weight.device != like.device:
             self.memory_stats.add(bytes_of(t for t in (self.weight, self.bias) if t is not None), 0.0)
-        return comfy.ops.CastBiasWeightContext(
-            self, dtype=weight, bias_dtype=bias, device=like.device, offloadable=True
-        )
+        return cast_by_core(self, dtype=weight, bias_dtype=bias, device=like.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         """Moves by way of :func:`send`, so that weights that only visited the device return to what they were."""
@@ -141,7 +149,7 @@ class PackedLayer(CastLayer):
         if self.stored.device != device and self.memory_stats is not None:
             self.memory_stats.add(bytes_of(t for t in (*own.values(), *sides.values()) if t is not None), 0.0)
         kinds = {"dtype": self.stored.dtype, "bias_dtype": None if self.bias is None else self.bias.dtype}
-        with comfy.ops.CastBiasWeightContext(self.rows, device=device, offloadable=True, **kinds) as (stored, bias):
+        with cast_by_core(self.rows, device=device, **kinds) as (stored, bias):
             self._parameters.update(stored=stored, bias=bias)
             self._buffers.update({name: side.to(device) for name, side in sides.items()})
             self.__dict__["fetched"] = True

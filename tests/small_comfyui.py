@@ -253,15 +253,14 @@ class CastWeightBiasOp:
     bias_function: Any = ()
 
 
-@contextmanager
-def cast_weights(leaf: Any, dtype: Any, bias_dtype: Any, device: Any, offloadable: bool) -> Iterator[tuple[Any, Any]]:
-    """Core's context over weight and bias of a layer, with their patches."""
+def cast_weights(leaf: Any, dtype: Any, bias_dtype: Any, device: Any, offloadable: bool) -> tuple[Any, Any, None]:
+    """Weight and bias of a layer, with their patches, and the stream that they came by."""
     weight, bias = leaf.weight.to(device, dtype), None if leaf.bias is None else leaf.bias.to(device, bias_dtype)
     for change in leaf.weight_function:
         weight = change(weight)
     for change in leaf.bias_function:
         bias = change(bias)
-    yield weight, bias
+    return weight, bias, None
 
 
 def of_core(function: Any) -> Any:
@@ -330,7 +329,8 @@ def modules(base: Path) -> dict[str, ModuleType]:
         "comfy.model_patcher": {"ModelPatcher": ModelPatcher},
         "comfy.ops": {
             "CastWeightBiasOp": CastWeightBiasOp,
-            "CastBiasWeightContext": cast_weights,
+            "cast_bias_weight": cast_weights,
+            "uncast_bias_weight": lambda *_: None,
             "Linear": Linear,
             "run_every_op": lambda: None,
         },

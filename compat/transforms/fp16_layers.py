@@ -48,6 +48,7 @@ class LayerSettings:
     reach: float  # largest L2 norm of the weight's rows, at least 1
     residual: bool = False  # it is fed from the residual
     values: nn.Module | None = None  # of an output projection: the VALUE layer whose power of two it multiplies back in
+    loud: bool = False  # a row of the weight is many times longer than most
 
 
 def to_fp16(x: Tensor, scale: Tensor | None = None) -> Tensor:

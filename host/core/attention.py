@@ -69,6 +69,7 @@ class AttentionOverride:
     counts: Counts | None = None
     preference: Preference = field(default_factory=Preference)  # the kernel that the running layer prefers
     refused: Callable[[], None] | None = None  # called for operands that have no fp16 form
+    exact: bool = False  # whether fp32 operands stay so in core's own functions
 
     @torch.compiler.disable  # which kernel computes, and in which dtype, is decided by the operands of each call
     def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -106,7 +107,7 @@ class AttentionOverride:
         named = _named(func, args, kwargs)
         call = Heads.of(*args[:3], named)
         if safe and (foreign or call.has_kernel(HALF, self.attention)):
-            operands = fp16_operands(call.query, call.key, call.value, call.mask, call.gain)
+            operands = None if self.exact else fp16_operands(call.query, call.key, call.value, call.mask, call.gain)
             if operands is not None:
                 self._note(f"{f'by {_name(kernel)}' if foreign else FUSED} in fp16")
                 return _by_other(kernel, call, operands, named) if foreign else _by_torch(call, operands, named)

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 ROOM = 8.0
 MOST = float(torch.finfo(HALF).max)
 NEVER = 1e30  # the share of a block that was wrong in plain fp16, and more than any size but a mask's
-FOLDER, VERSION = "fitted", 1  # of the files in which sizes are kept
+FOLDER, VERSION = "fitted", 2  # of the files in which sizes are kept
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # core calls what is in them
 NETWORK = "the network"  # the name under which a network's own inputs are kept
 

@@ -170,13 +170,8 @@ def _faults(encoders: nn.Module) -> Iterator[Decision]:
         if tensor.device.type == "cpu" and type(tensor.data) is Tensor and not left_class(owner):
             fault = fault_in_weight(name, tensor.data)
             if fault:
-                yield Decision(
-                    subject="weights",
-                    verdict=f"{name} holds {fault}",
-                    why="another file of this encoder may be whole",
-                    source="",
-                    alarming=True,
-                )
+                why = "another file of this encoder may be whole"
+                yield Decision("weights", f"{name} holds {fault}", why, alarming=True)
                 return
 
 

@@ -21,16 +21,17 @@ from comfy.quant_ops import QuantizedTensor
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...compat.device.execution import add_hook
+from ...compat.device.execution import add_hook, to_host
 from ...compat.transforms.conv3d import geometry_of, layer_of, own_edges
 from ...compat.transforms.conv3d_choice import Chooser, Conv3dChoice
 from ...compat.transforms.conv3d_methods import convolve, padded
 from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS, LayerSettings, fp32_linear, scales_for
+from ..casting import cast_by_core
 from .ownership import is_linear, is_own_convolution, left_class, offers_cast, size_of
 from .packed import is_native
 
 COUNTS = "_anygpu_counts"  # on a layer while its calls are counted
-SAFE, PLAIN = "fp16-safe", "plain fp16"
+SAFE, PLAIN, WIDE = "fp16-safe", "plain fp16", "in float32 by core"
 WRAPPER = attention.attention_basic.__code__  # of every attention function of core's: all are closures of one wrapper
 PAST_FORWARD = getattr(getattr(comfy.ops, "linear_input_act", None), "__code__", None)  # computes packed layers itself
 
@@ -45,7 +46,7 @@ class Counts:
 
     @property
     def casts(self) -> bool:
-        return PLAIN in self.layers.values() and SAFE not in self.layers.values()
+        return PLAIN in self.layers.values() and not {SAFE, WIDE} & set(self.layers.values())
 
     @property
     def unreached(self) -> int:
@@ -106,6 +107,9 @@ def note_call(layer: nn.Module, way: str) -> None:
         layer.__dict__[COUNTS].note(layer, way)
 
 
+LOUD = 64.0  # times the median row, and 1: the length of a row from which a network can amplify rounding
+ByNetwork = weakref.WeakKeyDictionary[nn.Module, Any]  # of values that go with a network; clones of a MODEL share it
+BY_CORE = {SETTINGS: LayerSettings(False, math.inf)}
 HOOK = "_conv_forward"  # gets the cast weights, whichever class of core's called
 PROVIDER = "weights_on"  # by which our own layers ask for weights
 FITS = "_anygpu_fits"  # on a layer that was measured: whether it is computed in plain fp16
@@ -134,8 +138,7 @@ def conv_forwards(network: nn.Module, choose: Chooser, dtype: torch.dtype) -> It
     for name, layer in network.named_modules():
         if not isinstance(layer, nn.Conv3d) or HOOK in layer.__dict__ or not is_own_convolution(layer):
             continue
-        choice = choose(layer_of(name, layer, dtype))
-        if choice is not None:
+        if (choice := choose(layer_of(name, layer, dtype))) is not None:
             yield name, ConvForward(layer, choice)
 
 
@@ -179,13 +182,8 @@ def cast_weights(layer: Any, like: Tensor) -> Iterator[tuple[Tensor, Tensor | No
     if not isinstance(layer, comfy.ops.CastWeightBiasOp):  # torch's own, which core only moves
         yield layer.weight.to(like.device, HALF), None if layer.bias is None else layer.bias.to(like.device, FULL)
         return
-    weight, bias, offloaded = comfy.ops.cast_bias_weight(
-        layer, None, dtype=HALF, device=like.device, bias_dtype=FULL, offloadable=True, compute_dtype=FULL
-    )
-    try:
+    with cast_by_core(layer, dtype=HALF, device=like.device, bias_dtype=FULL, compute_dtype=FULL) as (weight, bias):
         yield weight.dequantize().to(HALF) if isinstance(weight, QuantizedTensor) else weight, bias
-    finally:
-        comfy.ops.uncast_bias_weight(layer, weight, bias, offloaded)
 
 
 def safe_linear(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -208,8 +206,11 @@ def settings_of(layer: Any, like: Tensor, fp32_output: bool = False) -> LayerSet
     """Settings by the weights, cast once: a convolution's results are bounded by the sums of their absolute values."""
     order = 1 if is_convolution(layer) else 2
     with cast_weights(layer, like) as (weight, _):
-        reach = float(torch.linalg.vector_norm(weight.flatten(1), order, dim=1, dtype=FULL).amax())
-    return LayerSettings(fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf)
+        rows = torch.linalg.vector_norm(weight.flatten(1), order, dim=1, dtype=FULL)
+        reach, middle = to_host(torch.stack([rows.amax(), rows.median()])).tolist()
+    one = weight[0].numel() ** (1 / order - 1 / 2)  # the most that a row of length 1 can have
+    loud = reach > LOUD * max(one, middle)
+    return LayerSettings(fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf, loud=loud)
 
 
 def _measured_to_fit(layer: Any, x: Tensor) -> Tensor:
@@ -243,6 +244,7 @@ class SafeLayers:
     fp32_output: bool  # whether a GEMM of fp16 operands can come out in fp32
     convolutions: bool  # whether those in fp16 are right here; they stay in fp32 where not
     version: Any = None  # of the weights by which reaches were measured
+    loud: bool = False  # whether a layer has a row many times longer than most: all then compute in fp32, by core
     patches: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
 
     def measure(self, network: nn.Module, like: Tensor, version: Any) -> None:
@@ -261,10 +263,8 @@ class SafeLayers:
             }
         for layer in filter(is_convolution, network.modules()) if self.convolutions else ():
             comfy.ops.run_every_op()
-            self.patches[layer] = {
-                HOOK: functools.partial(safe_convolution, layer),
-                SETTINGS: settings_of(layer, like),
-            }
+            self.patches[layer] = {HOOK: functools.partial(safe_convolution, layer), SETTINGS: settings_of(layer, like)}
+        self.loud = any(patch[SETTINGS].loud for patch in self.patches.values())
 
     @property
     def free(self) -> list[nn.Module]:
@@ -273,19 +273,15 @@ class SafeLayers:
     @contextmanager
     def patches_on(self, counts: Counts | None = None) -> Iterator[None]:
         patched = self.free
-        counted = {} if counts is None else {COUNTS: counts}
+        shared = ({} if counts is None else {COUNTS: counts}) | (BY_CORE if self.loud else {})
         try:
             for layer in patched:
-                layer.__dict__.update(self.patches[layer] | counted)
+                layer.__dict__.update(self.patches[layer] | shared)
             yield
         finally:
             for layer in patched:
                 for name in (*self.patches[layer], COUNTS):
                     layer.__dict__.pop(name, None)
-
-
-class ByNetwork(weakref.WeakKeyDictionary[nn.Module, Any]):
-    """Values of one network, which go with it; clones of a MODEL share them, those on other devices do not."""
 
 
 def kind_left(module: Any) -> str:

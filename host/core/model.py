@@ -7,7 +7,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,6 +51,7 @@ COMPILED = WrappersMP.APPLY_MODEL, "torch.compile"  # core's wrapper for it
 MEASURED = "; plain where eight times the values of a first step fit"
 LOUDER = "values beyond those of the first step: this step is computed again in safe fp16"
 CASTS = "; this network casts its stream by itself, and computes as loaded"
+AMPLIFIES = "; rows of its weights are so much longer than most that it would amplify what fp16 rounds"
 CACHE = "animate2_cache"  # Wan Animate 2's: it knows a pose by its values, which another dtype would change
 KEEP = (AUTO, "always", "never")  # grows at the end
 LOSSY = {  # parts of ComfyUI's --fast, and what becomes of them in layers that are in safe fp16
@@ -97,7 +98,7 @@ class FittedNetwork:
         sizes = self._calibration(executor.class_obj, network, seen)
         if sizes is None or not sizes.sizes:
             output, line = self._first(run, network, sizes, counts)
-            if not seen.reached:
+            if not seen.reached or seen.layers.loud:
                 sizes = None
             elif sizes is not None:
                 sizes.write()
@@ -124,19 +125,16 @@ class FittedNetwork:
         self, run: Callable[..., Any], network: nn.Module, sizes: Calibration | None, counts: Counts | None
     ) -> tuple[Any, str]:
         seen = self.seen[network]
-        with ExitStack() as stack:
-            if sizes is not None:
-                stack.enter_context(sizes.measured(network))
+        with nullcontext() if sizes is None else sizes.measured(network):
             output = run(counts, refused=None if sizes is None else sizes.refuse)
         if counts is None:
             return output, ""
-        if self.fit.attention is None:
-            counts.attention = 0  # left to core, as was decided
         seen.casts = counts.casts
         seen.reached &= counts.complete and not counts.unreached and not counts.casts
         if seen.casts:
             output = run()
-        return output, f"{counts}{CASTS if seen.casts else ''}" if str(counts) else ""
+        why = CASTS if seen.casts else AMPLIFIES if seen.layers.loud else ""
+        return output, f"{counts}{why}" if str(counts) else ""
 
     def _calibration(self, model: Any, network: nn.Module, seen: Seen) -> Calibration | None:
         """The sizes of the network with the weights that it has now; None where plain fp16 is not wanted or known."""
@@ -144,7 +142,7 @@ class FittedNetwork:
         compiled = network is not model.diffusion_model or patcher is None or patcher.get_wrappers(*COMPILED)
         if not (self.fit.plain and seen.reached) or compiled or patcher.current_hooks or version is None:
             return None
-        if CACHE in patcher.model_options.get("transformer_options", {}):
+        if CACHE in patcher.model_options.get("transformer_options", {}) or seen.layers.loud:
             return None
         if seen.calibration is None or seen.version != version:
             path = kept_at(patcher, self.machine.probes.folder, self.machine.probes.key)
@@ -183,15 +181,16 @@ class FittedNetwork:
                 stack.enter_context(self.machine.calls)
             if (guard := self.machine.guard) is not None and network is model.diffusion_model:  # not a compiled one
                 stack.enter_context(guard.looking((id(network), args[0].shape)))
-            if self.fit.attention is None:
+            if (attention := self.fit.attention) is None:
+                if counts is not None:
+                    stack.callback(setattr, counts, "attention", 0)  # left to core, as was decided
                 return executor(*args, **kwargs)
             preference = Preference()
             stack.enter_context(preference.followed(network))
 
             def override(before: Callable[..., torch.Tensor] | None) -> AttentionOverride:
-                attention = self.fit.attention
-                assert attention is not None
-                return AttentionOverride(attention, safe, before, counts, preference=preference, refused=refused)
+                asked = {"preference": preference, "refused": refused, "exact": seen.layers.loud}
+                return AttentionOverride(attention, safe, before, counts, **asked)
 
             given, named = with_override(override, args, kwargs)
             return executor(*given, **named)

@@ -73,8 +73,7 @@ def _values(original: Any, packed: Tensor, params: Any) -> Tensor:
     if original is quant_ops.TensorWiseINT8Layout and scale.ndim == 1 and scale.numel() > 1:
         scale = scale[:, None]  # which products take per row, and dequantisation per column
     wide = dataclasses.replace(params, scale=scale, orig_dtype=torch.float32)
-    values: Tensor = original.dequantize(packed, wide).to(params.orig_dtype)
-    return values
+    return original.dequantize(packed, wide).to(params.orig_dtype)
 
 
 def holds_float8(tensor: Any) -> bool:

@@ -285,13 +285,8 @@ def fit_vae(
     fitted.masks, fitted.keeps = bool(masks), keep_latents != "never" and getattr(vae, "latent_dim", 2) == 3
     fitted.packed = packed_fit(fitted.first_stage_model, machine.facts, machine.probes.known())
     back = (Decision("an earlier fit", "taken back"),) if earlier else ()
-    return fitted, (
-        *back,
-        decided,
-        *fitted.packed.decisions,
-        *weights_decision(damage, sound),
-        *_more_decisions(forms, masks, fitted),
-    )
+    decisions = (*back, decided, *fitted.packed.decisions, *weights_decision(damage, sound))
+    return fitted, (*decisions, *_more_decisions(forms, masks, fitted))
 
 
 def _precision(machine: ModelDevice, dtype: torch.dtype, choice: str) -> tuple[bool, Decision]:
@@ -343,8 +338,7 @@ def _output_check(vae: Any, given: Tensor, doubts: list[str]) -> Callable[[Tenso
         if fault == BROKEN:
             raise InvalidOutputError(fault)
         doubts.extend([fault] if fault else [])
-        finished: Tensor = finish(pixels)
-        return finished
+        return finish(pixels)
 
     return process
 
@@ -379,8 +373,7 @@ def _in_tiles(vae: Any, name: str, given: Tensor, tile: int) -> Tensor:
     chosen = {"tile_x": side, "tile_y": side, "overlap": side // 4}
     if vae.latent_dim == 3:
         chosen |= {"tile_t": frames, "overlap_t": max(1, frames // 4)}
-    result: Tensor = getattr(vae, f"{name}_tiled")(given, **chosen)
-    return result
+    return getattr(vae, f"{name}_tiled")(given, **chosen)
 
 
 @contextmanager

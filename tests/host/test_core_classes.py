@@ -12,6 +12,9 @@ from host.test_core_fit import CLASSES as FITTED
 pytestmark = pytest.mark.host
 CLASSES = {row[0]: row for row in table("classes") if row[0] not in UNSAMPLED}
 FUNCTIONS = ("attention_basic", "attention_split", "attention_sub_quad", "attention_pytorch")
+FULL = pytest.mark.full
+AMPLIFY = ("Qwen-Image", "SD 1.5")  # of which the first was off by half at a late step, with rows times 10,000
+EXACT = 2e-4  # of networks that amplify the rounding of fp32 a thousandfold too
 SAFE = re.compile(r"fp16-safe in (\d+)")
 OF = re.compile(r"(\d+) of (\d+)")
 
@@ -63,12 +66,24 @@ def test_loud_rows_and_values_in_each_attention_of_core(inside: Inside, name: st
     within(inside.play("core_sweep", "errors", name=name, scenes=STEADY + ROWS, function=function))
 
 
+@pytest.mark.parametrize("name", [each if each in AMPLIFY else pytest.param(each, marks=FULL) for each in CLASSES])
+def test_a_network_with_loud_rows_computes_each_step_in_fp32_and_says_so(inside: Inside, name: str) -> None:
+    for rows in ROWS[-1:] if name == AMPLIFY[0] else ROWS:
+        found = inside.play("core_sweep", "levels", name=name, rows=rows)
+        if found is None:
+            pytest.skip("this ComfyUI has no such class")
+        (line,), safe = found["told"], SAFE.search(found["told"][0])
+        assert found["error"] <= EXACT or not found["finite"], (rows, line)
+        assert ("amplify what fp16 rounds" in line or "casts its stream" in line) and (safe is None or safe[1] == "0")
+
+
 def within(found: dict | None) -> None:
     """Check the errors of each scene in which core's fp32 is finite; plain fp16 must not do where the scene is loud."""
     if found is None:
         pytest.skip("this ComfyUI has no such class")
     for scene, errors in found.items():
-        assert not errors["finite"] or errors["fit"] <= bound(errors), (scene, errors)
+        most = NEAR if scene in ROWS else bound(errors)
+        assert not errors["finite"] or errors["fit"] <= most, (scene, errors)
         assert scene != "loud" or errors["half"] > 10 * errors["fit"] or not errors["finite"], "nothing is loud"
 
 

@@ -27,6 +27,7 @@ from host.inside.core_tiny import CASES, HOST, LARGEST, error, louder, made, out
 HALF, FULL = torch.float16, torch.float32
 MASSIVE = 1e6  # one value of the residual
 FACTORS = (100.0, 1_000.0, 10_000.0)
+LEVELS = (0.9, 0.6, 0.3, 0.05)  # of noise
 FUNCTIONS = ("attention_basic", "attention_split", "attention_sub_quad", "attention_pytorch")
 PRODUCTS = ("mm", "addmm", "bmm", "matmul", "linear", "convolution", "conv1d", "conv2d", "conv3d")
 UNCOUNTED = (nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
@@ -177,10 +178,10 @@ SCENES: dict[str, Callable[[Any, str], None]] = {
 }
 
 
-def run(model: Any, name: str) -> Tensor:
-    """The output of a model, which no earlier call has prepared."""
+def run(model: Any, name: str, level: float = LEVELS[0]) -> Tensor:
+    """The output of a model at a noise level, which no earlier call has prepared."""
     getattr(model.model.diffusion_model, "clear_kv_cache", lambda: None)()
-    return output(model, name).double()
+    return output(model, name, sigmas=(level, 0.0)).double()
 
 
 def inherent(model: Any, name: str, expected: Tensor, calls: Calls) -> float:
@@ -260,6 +261,19 @@ def errors(name: str, scenes: list[str], function: str = "") -> dict[str, Any] |
             own = inherent(model, name, expected, calls) if finite and fault > NEAR else 0.0
             found[scene] = {"fit": fault, "own": own, "half": half, "finite": finite}
     return found
+
+
+def levels(name: str, rows: str) -> dict[str, Any] | None:
+    """The largest error of one fit over :data:`LEVELS` with loud rows, and what it said."""
+    if not hasattr(supported, CASES[name].table):
+        return None
+    model, told = made(name), list[str]()
+    SCENES[rows](model, name)
+    expected = [run(model, name, level) for level in LEVELS]
+    fit, _ = fitted(model, told.append)
+    found = [error(run(fit, name, level), each) for level, each in zip(LEVELS, expected, strict=True)]
+    finite = all(bool(each.isfinite().all()) for each in expected)
+    return {"error": max(found), "finite": finite, "told": told}
 
 
 class Found(Exception):

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -180,13 +181,15 @@ def upscaled() -> dict[str, Any]:
     from comfy_extras.nodes_lt_upsampler import LTXVLatentUpsampler
 
     _, vae = core_models.beside(loaded_for("ltx"))
-    network = LatentUpsampler(comfy.ops.disable_weight_init, mid_channels=32, num_blocks_per_stage=1)
+    taken = "operations" in inspect.signature(LatentUpsampler).parameters  # since 0.29, with a patcher
+    given = {"operations": comfy.ops.disable_weight_init} if taken else {}
+    network = LatentUpsampler(**given, mid_channels=32, num_blocks_per_stage=1)
     with torch.no_grad():
         for weight in network.parameters():
             weight.normal_(0.0, 0.02)
     management.archive_model_dtypes(network)
     device = memory_manager.compute_device()
-    upscaler = comfy.model_patcher.ModelPatcher(network, device, torch.device("cpu"))
+    upscaler = comfy.model_patcher.ModelPatcher(network, device, torch.device("cpu")) if taken else network
     latents = torch.randn(1, 128, 2, 2, 2)
     (found,) = LTXVLatentUpsampler.execute({"samples": latents}, upscaler, vae).result
     statistics = vae.first_stage_model.per_channel_statistics
