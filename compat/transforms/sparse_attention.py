@@ -45,8 +45,8 @@ class SparseAttention:
         result = torch.stack([self._of_text(*each) for each in zip(*text, *video[1:], strict=True)])
         queries, keys, values = video
         del video
-        means = (each.mean(2, dtype=torch.float32) for each in (queries, keys))
-        places, counted = (each.flatten(0, 1) for each in seen(*means, tiles, self.grid[0]))
+        of_queries, of_keys = (each.mean(2, dtype=torch.float32) for each in (queries, keys))
+        places, counted = (each.flatten(0, 1) for each in seen(of_queries, of_keys, tiles, self.grid[0]))
         heads = torch.arange(len(keys), device=key.device).repeat_interleave(keys.shape[1])
         gathered = 3 * keys.itemsize * places.shape[1] * math.prod(keys.shape[2:])  # bytes for one tile of one head
         step, size, own = max(1, self.attention.budget_bytes // gathered), keys.shape[2], queries.flatten(0, 1)
