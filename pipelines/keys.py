@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, reduce
 from pathlib import Path
+from typing import Any
 
 from ..compat.checkpoints.headers import TensorEntry
-from ..compat.errors import CheckpointError
+from ..compat.errors import CheckpointError, json_file
 
 Entries = Mapping[str, TensorEntry]
 MOST_UNKNOWN = 16  # tensors beyond those of a model; with more of them it is another model
@@ -50,6 +51,19 @@ class Layout:
 
 
 SAME = (Row("*", "*"),)
+
+
+def layouts_beside(spec: str) -> tuple[Layout, ...]:
+    """The layouts in the ``layouts.json`` beside a ``spec.py``: fields of :class:`Layout`, whose rows have those of
+    :class:`Row`. Sources: diffusers' conversion scripts; ComfyUI's ``supported_models`` for the names it saves."""
+
+    def layout(rows: list[dict[str, Any]], words: Iterable[Iterable[str]] = (), **given: Any) -> Layout:
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
+        }
+        return Layout(rows=tuple(Row(**row) for row in rows), words=tuple((old, new) for old, new in words), **values)
+
+    return tuple(layout(**entry) for entry in json_file(Path(spec).with_name("layouts.json")))
 
 
 def embedder_rows(source: str, target: str, names: str = "mlp.0 mlp.2") -> tuple[Row, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ....compat.ranks import SplitPlan
 from ... import family
-from .layouts import LAYOUTS
+from ...keys import layouts_beside
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4
 # Written by `python benchmarks/runner.py memory_fits --write`.
@@ -38,7 +38,7 @@ SPEC = family.FamilySpec(
         optional=("image_encoder", "feature_extractor"),
         text_width="text_embed_dim",
         image_required=True,
-        layouts=LAYOUTS,
+        layouts=layouts_beside(__file__),
         kinds={
             "text_encoder": family.FileKind("qwen2_5_vl", "text_embed_dim"),
             "text_encoder_2": family.FileKind("t5", "text_embed_2_dim"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ....compat.ranks import SplitPlan
 from ... import family
-from .layouts import LAYOUTS
+from ...keys import layouts_beside
 
 CONDITION = "LTXConditionPipeline"
 DEV, DISTILLED, STOCHASTIC = "dev", "distilled", "distilled_0.9.6"
@@ -32,7 +32,7 @@ SPEC = family.FamilySpec(
         tools={"tokenizer": "transformers", "scheduler": "diffusers"},
         text_parts=("text_encoder",),
         text_width="caption_channels",
-        layouts=LAYOUTS,
+        layouts=layouts_beside(__file__),
         kinds={"text_encoder": family.FileKind("t5", "caption_channels"), "vae": family.FileKind("ltx/vae")},
         tokenizers={"tokenizer": "t5"},
     ),
