@@ -80,7 +80,7 @@ def cancel(arguments: argparse.Namespace) -> int:
 
 
 def queue(arguments: argparse.Namespace) -> int:
-    from ..paint.jobs import paint_jobs
+    from ..paint.jobs import adapter_fields, paint_jobs
     from ..paint.sampling.painting import PaintSettings
     from ..pipelines.base import FramePackSettings
     from ..pipelines.records.job import load_inputs
@@ -89,19 +89,24 @@ def queue(arguments: argparse.Namespace) -> int:
     from ..pipelines.records.receipts import settings_of
 
     folder, known = JobFolder(Path(arguments.folder)), Path(STATE).expanduser()
+    prompts = Path(arguments.prompts).read_text(encoding="utf-8") if arguments.prompts else ""
     if arguments.meshes:
-        if arguments.pictures is None:
+        if arguments.pictures is None and not arguments.adapter:
             raise InputError("no --pictures", expected="a folder with a picture for each mesh", fix="Add --pictures.")
-        meshes, pictures = Path(arguments.meshes), Path(arguments.pictures)
+        meshes, pictures = Path(arguments.meshes), Path(arguments.pictures or arguments.meshes)
         content = partial(Places(state=known).content, check=lambda: None)
         model, painting = content(Path(arguments.model)), PaintSettings(steps=arguments.steps)
-        given = {"delight": arguments.delight, "image_encoder": arguments.image_encoder}
-        others = {name: content(Path(path)) for name, path in given.items() if path}
+        named = {"delight": arguments.delight, "image_encoder": arguments.image_encoder}
+        others: dict[str, Any] = {name: content(Path(path)) for name, path in named.items() if path}
+        if arguments.adapter:
+            given = (Path(arguments.model), Path(arguments.adapter), content(Path(arguments.adapter)))
+            size, own = adapter_fields(*given, prompts, arguments.negative)
+            painting, others = PaintSettings(size, arguments.steps), {**others, **own}
         sources = (meshes, pictures, seeds_in(arguments.seeds))
         jobs = write_list(folder, arguments.name, paint_jobs(model, *sources, painting, folder.add_input, **others))
     else:
         batch = Batch(
-            prompts=prompts_in(Path(arguments.prompts).read_text(encoding="utf-8") if arguments.prompts else ""),
+            prompts=prompts_in(prompts),
             seeds=seeds_in(arguments.seeds),
             pictures=[] if arguments.pictures is None else files_in(Path(arguments.pictures)),
             negative=arguments.negative,
@@ -236,6 +241,7 @@ def _queue_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", metavar="FILE", help="one prompt per line")
     parser.add_argument("--meshes", metavar="FOLDER", help="meshes to texture from --pictures of the same names")
     parser.add_argument("--delight", metavar="FOLDER", help="model that takes shading out of the pictures first")
+    parser.add_argument("--adapter", metavar="FILE", help="MV-Adapter: paints --meshes with the checkpoint --model")
     parser.add_argument("--image-encoder", metavar="FOLDER", help="DINOv2-giant, for PBR models")
     parser.add_argument("--seeds", default="0", help="of each prompt, such as 0-9,42")
     parser.add_argument("--pictures", metavar="FOLDER", help="each picture in it is a start picture")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from ..pipelines.records.job_folder import SUFFIXES, JobFolder, lines_of
 from ..pipelines.records.job_lists import PICTURES, JobList, write_list
 from ..pipelines.records.places import Places
 from .api import InputImpl
-from .folders import AUTO, paint_path, paint_provider_folder, state_folder
+from .folders import AUTO, adapter_path, base_path, paint_path, paint_provider_folder, state_folder
 from .progress import NodeProgress
 
 OWN, ROOTS, NONE = "output/farm", "anygpu_farm", "none"  # in ComfyUI's output folder; a key of extra_model_paths.yaml
@@ -50,6 +50,9 @@ class PaintModels:
     model: str
     delight: str = NONE
     image_encoder: str = AUTO
+    adapter: str = NONE  # MV-Adapter's file, on the checkpoint that is the model
+    prompts: str = ""
+    negative: str = ""
 
 
 def folder_choices() -> list[str]:
@@ -104,16 +107,22 @@ def queue_meshes(
     steps: int,
     check: Check,
 ) -> JobList:
-    from ..paint.jobs import paint_jobs
+    from ..paint.jobs import adapter_fields, paint_jobs
     from ..paint.sampling.painting import PaintSettings
 
     encoder, delight = paint_provider_folder(models.image_encoder), models.delight
     content = partial(Places(state=state_folder()).content, check=check)
-    others = {
+    others: dict[str, Any] = {
         "delight": None if delight == NONE else content(paint_path(delight), delight),
         "image_encoder": None if encoder is None else content(encoder, models.image_encoder),
     }
-    item, painting = content(paint_path(models.model), models.model), PaintSettings(steps=steps)
+    model, painting = paint_path, PaintSettings(steps=steps)
+    if models.adapter != NONE:
+        model, adapter = base_path, adapter_path(models.adapter)
+        item = content(adapter, models.adapter)
+        size, own = adapter_fields(base_path(models.model), adapter, item, models.prompts, models.negative)
+        painting, others = replace(painting, size=size), {**others, **own}
+    item = content(model(models.model), models.model)
     sources = input_folder(meshes), input_folder(meshes if pictures == NONE else pictures)
     return write_list(folder, name, paint_jobs(item, *sources, seeds, painting, folder.add_input, **others))
 

@@ -96,8 +96,10 @@ class QueueJobs(io.ComfyNode):
                             "name, there or in the folder of pictures, in place of videos.",
                 ),
                 io.Combo.Input(
-                    "paint_model", options=list(folders.paint_models()) or [folders.NO_PAINT_MODEL], optional=True, advanced=True,
-                    tooltip="With meshes: a Hunyuan3D paint model, as in AnyGPU Load Paint Pipeline.",
+                    "paint_model", options=[*folders.paint_models(), *folders.base_models()] or [folders.NO_PAINT_MODEL],
+                    optional=True, advanced=True,
+                    tooltip="With meshes: a Hunyuan3D paint model, as in AnyGPU Load Paint Pipeline; with adapter the checkpoint of SDXL "
+                            "or SD2.1 under it.",
                 ),
                 io.Combo.Input(
                     "delight", options=[farm.NONE, *folders.paint_models()], default=farm.NONE, optional=True, advanced=True,
@@ -112,13 +114,18 @@ class QueueJobs(io.ComfyNode):
                     tooltip="A video or latents that AnyGPU made of this model: each job has its LoRAs, scheduler, shift, guidance, step "
                             "cache and decode, and whatever is left at 0, auto or empty here. Not with meshes.",
                 ),
+                io.Combo.Input(
+                    "adapter", options=[farm.NONE, *folders.adapters()], default=farm.NONE, optional=True, advanced=True,
+                    tooltip="With meshes: MV-Adapter, as in AnyGPU Load MV-Adapter. ig2mv paints after each mesh's picture, cut out by its "
+                            "transparency, tg2mv after each of the prompts.",
+                ),
             ],
             outputs=[Jobs.Output(display_name="jobs"), io.Int.Output(display_name="count")],
             is_output_node=True,
         )
 
     validate_inputs = classmethod(  # a name that is gone is explained by the run
-        lambda cls, folder, model, pictures="", meshes="", paint_model="", delight="", image_encoder="", like="": True
+        lambda cls, folder, model, pictures="", meshes="", paint_model="", delight="", image_encoder="", like="", adapter="": True
     )
     fingerprint_inputs = classmethod(lambda cls, like="", **_: saved.stamp(saved.SIGNED, like))
 
@@ -127,11 +134,11 @@ class QueueJobs(io.ComfyNode):
         cls, folder: str, name: str, model: str, prompts: str, seeds: str, width: int = 0, height: int = 0, frames: int = 0,
         negative: str = "", pictures: str = farm.NONE, steps: int = 0, cfg: float = 0.0, clip_seconds: float = 0.0,
         precision: str = "auto", weights: str = "auto", meshes: str = farm.NONE, paint_model: str = "",
-        delight: str = farm.NONE, image_encoder: str = "auto", like: str = farm.NONE,
+        delight: str = farm.NONE, image_encoder: str = "auto", like: str = farm.NONE, adapter: str = farm.NONE,
     ) -> io.NodeOutput:
         progress, target = NodeProgress(cls.hidden.unique_id), farm.job_folder(folder)
         if meshes != farm.NONE:
-            models = farm.PaintModels(paint_model, delight, image_encoder)
+            models = farm.PaintModels(paint_model, delight, image_encoder, adapter, prompts=prompts, negative=negative)
             jobs = farm.queue_meshes(target, name.strip(), models, meshes, pictures, seeds_in(seeds), steps, progress.check)
             return cls.queued(jobs, progress)
         path = folders.model_folder(model)

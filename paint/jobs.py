@@ -17,21 +17,23 @@ from ..compat.checkpoints.identity import picture_content, values_hash
 from ..compat.decision import AUTO
 from ..compat.device.execution import to_host
 from ..compat.durable import replacing
-from ..compat.errors import InputError
+from ..compat.errors import CheckpointError, InputError
 from ..compat.memory.parts import Silent
 from ..compat.records import WITHOUT, json_in, plain
 from ..pipelines.records import receipts
 from ..pipelines.records.job import USUAL_STEPS, Content, Job, Result, VideoJob, by_content, job_on
-from ..pipelines.records.job_lists import files_in
+from ..pipelines.records.job_lists import files_in, prompts_in
 from ..pipelines.records.places import PICTURES, Machine, Places
 from .adapter_loading import AdapterRequest, load_adapter
 from .baking.bake import BakeSettings
-from .choices import ADAPTER_VARIANTS, NEGATIVE, VARIANTS
+from .choices import ADAPTER_VARIANTS, IG2MV, NEGATIVE, TAUGHT_SIZES, TG2MV, VARIANTS
 from .geometry.cameras import CameraTable
 from .geometry.mesh import FORMATS, Mesh, glb_of, load_mesh
 from .geometry.mesh_cost import extras_of
 from .loading import PaintPipeline, PaintRequest, load_paint
-from .networks.weights import Weights
+from .networks.mv_adapter import variant_of
+from .networks.stable_diffusion import base_in
+from .networks.weights import Weights, weights_in
 from .pictures import cut_out, transparency
 from .sampling.delight import DelightSettings
 from .sampling.painting import PaintSettings, completed
@@ -138,11 +140,15 @@ class Textured:
 def run(
     job: PaintJob, machine: Machine, progress: Any, loaded: Sequence[PaintPipeline], mesh: Mesh | None = None
 ) -> Textured:
-    """Paint a job with its pipelines; ``mesh`` takes the place of its file's."""
-    files = Places(machine.places.files, machine.places.files, differences=machine.places.differences)
-    files.state = machine.state
-    if mesh is None:
-        mesh, _ = load_mesh(files.model(job.mesh, progress.check), progress.check)
+    """Paint a job with its pipelines; ``mesh`` is for one whose file is not here."""
+    files = Places(machine.places.files, machine.places.files, state=machine.state)
+    if job.mesh.name or mesh is None:
+        try:
+            mesh, _ = load_mesh(files.model(job.mesh, progress.check), progress.check)
+        except CheckpointError:
+            if mesh is None:
+                raise
+    files.differences = machine.places.differences
     if not job.normals:
         mesh = replace(mesh, normals=None)
     painter, delight = loaded[0], loaded[1] if len(loaded) > 1 else None
@@ -281,20 +287,22 @@ def paint_jobs(
     painting: PaintSettings,
     add: Callable[[Path], str],
     texture_size: int = 2048,
-    delight: Content | None = None,
-    image_encoder: Content | None = None,
+    prompts: Sequence[str] = (),
+    **others: Any,
 ) -> list[PaintJob]:
-    """A job for each mesh of a folder and each seed, painted from the picture of the same name.
+    """A job for each mesh of a folder, prompt and seed, painted from the picture of the same name.
 
-    Raises InputError where there are no meshes, or one has no picture.
+    Raises InputError where there are no meshes, or one has no picture; MV-Adapter tg2mv takes none.
 
     Args:
         painting: whose seed is replaced.
         add: takes a file to where the machines find it, and returns its name there.
+        others: further fields of each job.
     """
+    words = others.get("variant") == TG2MV
     shapes = files_in(meshes, "meshes", FORMATS)
     by_name = {path.stem: path for path in sorted(pictures.glob("*.*")) if path.suffix.lower() in PICTURES}
-    lonely = next((path for path in shapes if path.stem not in by_name), None)
+    lonely = next((path for path in shapes if path.stem not in by_name and not words), None)
     if lonely is not None:
         raise InputError(
             f"no picture for the mesh {lonely.name!r}",
@@ -303,13 +311,27 @@ def paint_jobs(
         )
     baking = BakeSettings(texture_size, raster_size(painting.size, texture_size))
     return [
-        PaintJob(
-            *(model, mesh, picture, replace(painting, seed=seed), baking), delight=delight, image_encoder=image_encoder
-        )
+        PaintJob(*(model, mesh, picture, replace(painting, seed=seed), baking), prompt=prompt, **others)
         for path in shapes
-        for mesh, picture in [(_item(path, add), _item(by_name[path.stem], add))]
+        for mesh, picture in [(_item(path, add), None if words else _item(by_name[path.stem], add))]
+        for prompt in prompts or [""]
         for seed in seeds
     ]
+
+
+def adapter_fields(
+    model: Path, adapter: Path, item: Content, prompts: str, negative: str
+) -> tuple[int, dict[str, Any]]:
+    """The view size of MV-Adapter on a checkpoint, and what :func:`paint_jobs` takes for it; headers are read.
+
+    Raises CheckpointError where the two do not fit, InputError where tg2mv has no prompt. A picture's own transparency
+    cuts it out.
+    """
+    kind = base_in(model).kind
+    variant = variant_of(weights_in(adapter, "adapter").shapes, kind, adapter.name, "")
+    own: dict[str, Any] = {"adapter": item, "variant": variant, "negative": negative or NEGATIVE}
+    own["prompts"] = prompts_in(prompts) if prompts.strip() or variant == TG2MV else ()
+    return TAUGHT_SIZES[kind], own | ({"mask": ALPHA} if variant == IG2MV else {})
 
 
 def _item(path: Path, add: Callable[[Path], str]) -> Content:

@@ -12,18 +12,19 @@ from anygpu.farm import cli
 from anygpu.farm.driver import lines_in
 from anygpu.farm.render import Renderer, job_of, task_of
 from anygpu.farm.worker import DONE, Worker
+from anygpu.paint.baking.bake import BakeSettings
 from anygpu.paint.geometry.mesh import load_mesh, write_glb
-from anygpu.paint.jobs import PaintJob, paint_jobs
+from anygpu.paint.jobs import PaintJob, paint_jobs, read_receipt, replay
 from anygpu.paint.sampling.delight import DelightSettings
 from anygpu.paint.sampling.painting import PaintSettings
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.records.job import Content
 from anygpu.pipelines.records.job_folder import JobFolder
 from anygpu.pipelines.records.job_lists import write_list
-from anygpu.pipelines.records.places import Places
+from anygpu.pipelines.records.places import Machine, Places
 from PIL import Image
 
-from paint import stored, synthetic
+from paint import mv_stored, stored, synthetic
 
 
 @pytest.fixture
@@ -65,6 +66,37 @@ def test_a_job_keeps_its_key_where_no_other_model_is_named() -> None:
     assert (renamed.key, renamed.model_key) == (others[0].key, others[0].model_key), "by content, not by name"
     slower = replace(others[0], delighting=DelightSettings(steps=7))
     assert slower.key != others[0].key and job_of(json.dumps(slower.record())) == slower
+
+
+@pytest.mark.farm
+def test_a_worker_paints_with_mv_adapter_after_pictures_or_words(meshes: Path, tmp_path: Path) -> None:
+    models, folder = tmp_path / "models", JobFolder(tmp_path / "farm")
+    base = mv_stored.folder("sd21", models, "mine")
+    files = {kind: mv_stored.adapter_file(kind, "sd21", models) for kind in ("ig2mv", "tg2mv")}
+    Image.new("RGBA", (64, 64), (255, 0, 0, 128)).save(meshes / "torus.png")
+    (tmp_path / "words.txt").write_text("a red cat\na blue dog", encoding="utf-8")
+    queue = ["queue", str(folder.root), "--meshes", str(meshes), "--steps", "1", "--model", str(base)]
+    assert cli.main([*queue, "--name", "none", "--adapter", str(files["tg2mv"])]) == 2, "without words"
+    words = ["--prompts", str(tmp_path / "words.txt")]
+    for kind, more in (("ig2mv", []), ("tg2mv", words)):
+        assert cli.main([*queue, "--name", kind, "--adapter", str(files[kind]), *more]) == 0
+    lines = list(lines_in(folder.job_files(), print))
+    jobs = [replace(job_of(line), paint=PaintSettings(64, 1)) for line in lines]
+    assert {job_of(line).paint.size for line in lines} == {512}
+    asked = [(job.variant, job.picture is None, job.mask, job.prompt) for job in jobs]
+    assert asked == [
+        ("ig2mv", False, "alpha", ""),
+        *(("tg2mv", True, "", each) for each in ("a red cat", "a blue dog")),
+    ]
+    renderer, made = Renderer(folder.root, (models,), tmp_path / "state", "cpu"), []
+    for job in (replace(job, texture=BakeSettings(64, 256)) for job in jobs):
+        done = renderer.render(json.dumps(job.record()), Silent())
+        path = folder.results / done["file"]
+        assert read_receipt(path)["job"]["adapter"]["name"] == job.adapter.name
+        made.append(done["pixels_sha256"])
+    assert len(set(made)) == 3
+    machine = Machine(Places((models,), (folder.root,), state=tmp_path / "state"), tmp_path / "state", "cpu")
+    assert replay(path, machine, Silent()).same
 
 
 @pytest.mark.farm

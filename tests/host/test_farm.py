@@ -95,9 +95,12 @@ def test_meshes_leave_with_every_model_that_textures_them(server: Server, client
     meshes.mkdir()
     shutil.copyfile(server.base / "input" / paint_models.MESH, meshes / "torus.glb")
     Image.new("RGB", (64, 64), "red").save(meshes / "torus.png")
-    models = {name: paint_models.built(server.tiny_folder) / name for name in (*paint_models.NAMES, paint_models.DINO)}
+    base, adapter = paint_models.BASE, paint_models.ADAPTER
+    names = (*paint_models.NAMES, paint_models.DINO, base, adapter)
+    models = {name: paint_models.built(server.tiny_folder) / name for name in names}
     plain, pbr, delight = "hunyuan3d-paint-v2-0", "hunyuan3d-paintpbr-v2-1", "hunyuan3d-delight-v2-0"
     wanted = {"lit": (plain, {"delight": delight}), "pbr": (pbr, {"image_encoder": paint_models.DINO})}
+    wanted["mv"] = (base, {"adapter": adapter})
     for name, (model, others) in wanted.items():
         graph = Graph()
         asked = {"folder": "output/farm", "name": name, "model": next(iter(demo_models())), "prompts": "", "seeds": "0"}
@@ -108,7 +111,10 @@ def test_meshes_leave_with_every_model_that_textures_them(server: Server, client
         (line,) = lines_of(server.base / "output" / "farm" / f"{name}.jsonl")
         job = job_of(line)
         assert known(job.model) == (model, content_of(models[model]))
-        for other in ("delight", "image_encoder"):
+        assert (job.variant, job.paint.size, job.mask) == (
+            ("ig2mv", 768, "alpha") if name == "mv" else ("auto", 512, "")
+        )
+        for other in ("delight", "image_encoder", "adapter"):
             given = others.get(other)
             assert known(getattr(job, other)) == ((given, content_of(models[given])) if given else None)
 
