@@ -328,7 +328,7 @@ def test_a_pair_of_models_is_kept_whole_or_not_at_all(
         return loaded[-1]
 
     monkeypatch.setattr("anygpu.paint.jobs.load_paint", load)
-    monkeypatch.setattr(Places, "model", lambda _places, item, **_: Path(item.name))
+    monkeypatch.setattr(Places, "model", lambda _places, item, *_: Path(item.name))
     seen: list[Any] = []
 
     def rendered(_job: Any, _machine: Any, _progress: Any, models: Any) -> Result:
