@@ -66,14 +66,6 @@ def layouts_beside(spec: str) -> tuple[Layout, ...]:
     return tuple(layout(**entry) for entry in json_file(Path(spec).with_name("layouts.json")))
 
 
-def embedder_rows(source: str, target: str, names: str = "mlp.0 mlp.2") -> tuple[Row, ...]:
-    """Two layers under the names of the release; ComfyUI calls them in and out."""
-    return tuple(
-        Row(f"{source}.{name}.*|{source}.{comfy}.*", f"{target}.{ours}.*")
-        for name, comfy, ours in zip(names.split(), ("in_layer", "out_layer"), ("linear_1", "linear_2"), strict=True)
-    )
-
-
 def listed(names: Sequence[str], most: int = 3) -> str:
     """The first few of ``names``, quoted, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

@@ -1,7 +1,4 @@
-"""Tensor names of Mochi 1 in single files: as released, as ComfyUI saves them, in diffusers' names.
-
-Sources: diffusers' conversion scripts, and ComfyUI's ``supported_models`` for the names it saves.
-"""
+"""Tensor names of Mochi 1's VAE as released, which depend on one another; all others are in ``layouts.json``."""
 
 from __future__ import annotations
 
@@ -9,32 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from ...keys import SAME, Layout, Row, embedder_rows
-
-BLOCK = "transformer_blocks.#"
-TRANSFORMER: tuple[Row, ...] = (
-    Row("x_embedder.proj.*", "patch_embed.proj.*"),
-    *embedder_rows("t_embedder", "time_embed.timestep_embedder"),
-    Row("t5_y_embedder.*", "time_embed.pooler.*"),
-    Row("t5_yproj.*", "time_embed.caption_proj.*"),
-    Row("pos_frequencies", "pos_frequencies"),
-    Row("blocks.#.mod_x.*", f"{BLOCK}.norm1.linear.*"),
-    Row("blocks.#.mod_y.*", f"{BLOCK}.norm1_context.linear.*", last=f"{BLOCK}.norm1_context.linear_1.*"),
-    Row("blocks.#.attn.qkv_x.*", f"{BLOCK}.attn1.to_q.* {BLOCK}.attn1.to_k.* {BLOCK}.attn1.to_v.*"),
-    Row("blocks.#.attn.qkv_y.*", f"{BLOCK}.attn1.add_q_proj.* {BLOCK}.attn1.add_k_proj.* {BLOCK}.attn1.add_v_proj.*"),
-    Row("blocks.#.attn.q_norm_x.*", f"{BLOCK}.attn1.norm_q.*"),
-    Row("blocks.#.attn.k_norm_x.*", f"{BLOCK}.attn1.norm_k.*"),
-    Row("blocks.#.attn.q_norm_y.*", f"{BLOCK}.attn1.norm_added_q.*"),
-    Row("blocks.#.attn.k_norm_y.*", f"{BLOCK}.attn1.norm_added_k.*"),
-    Row("blocks.#.attn.proj_x.*", f"{BLOCK}.attn1.to_out.0.*"),
-    Row("blocks.#.attn.proj_y.*", f"{BLOCK}.attn1.to_add_out.*"),
-    Row("blocks.#.mlp_x.w1.*", f"{BLOCK}.ff.net.0.proj.*", swapped=True),
-    Row("blocks.#.mlp_x.w2.*", f"{BLOCK}.ff.net.2.*"),
-    Row("blocks.#.mlp_y.w1.*", f"{BLOCK}.ff_context.net.0.proj.*", swapped=True),
-    Row("blocks.#.mlp_y.w2.*", f"{BLOCK}.ff_context.net.2.*"),
-    Row("final_layer.mod.*", "norm_out.linear.*", swapped=True),
-    Row("final_layer.linear.*", "proj_out.*"),
-)
+from ...keys import Layout, Row, layouts_beside
 
 STACK = (("0", "norm1.norm_layer"), ("2", "conv1.conv"), ("3", "norm2.norm_layer"), ("5", "conv2.conv"))
 
@@ -92,13 +64,7 @@ def _half(coder: str) -> Callable[[Iterable[str]], tuple[Row, ...]]:
 
 
 LAYOUTS: tuple[Layout, ...] = (
-    Layout("mochi/transformer", "Mochi 1 as released", ("t5_yproj.weight", "blocks.0.mod_x.weight"), TRANSFORMER),
-    Layout(
-        "mochi/transformer",
-        "Mochi 1 in diffusers' names",
-        ("time_embed.caption_proj.weight", "transformer_blocks.0.norm1_context.linear.weight"),
-        SAME,
-    ),
+    *layouts_beside(__file__),
     Layout(
         "mochi/vae",
         "the VAE of Mochi 1 as released",
@@ -118,11 +84,5 @@ LAYOUTS: tuple[Layout, ...] = (
         ("layers.1.stack.0.weight", "output_norm.weight"),
         _half("encoder"),
         half_of="mochi/vae",
-    ),
-    Layout(
-        "mochi/vae",
-        "the VAE of Mochi 1 in diffusers' names",
-        ("decoder.block_in.resnets.0.norm1.norm_layer.weight", "encoder.proj_in.weight"),
-        SAME,
     ),
 )
