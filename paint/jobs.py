@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -186,15 +186,12 @@ def asked_job(
     pipeline: PaintPipeline, delight: PaintPipeline | None, mesh: Mesh, image: Any, mask: Any, settings: OneStep
 ) -> PaintJob:
     """The job that paints as a node did, with an IMAGE and a MASK of core's, or None."""
-    request, own = pipeline.request, {}
-    known = partial(receipts.named, state=request.state)
-    if pipeline.family == "mv_adapter":
-        own = {"adapter": known(request.adapter), "lora_strength": request.lora_strength}
-        own |= {} if request.lora is None else {"lora": known(request.lora)}
-    else:
-        own = {"weights": request.weights}
-        own |= {} if request.image_encoder is None else {"image_encoder": known(request.image_encoder)}
-    masked = mask is not None and bool((mask > 0).any())
+    request = pipeline.request
+    known, given = partial(receipts.named, state=request.state), {one.name: one.default for one in fields(PaintJob)}
+    given |= {one.name: getattr(request, one.name) for one in fields(request) if one.name in given}
+    own = {name: given[name] and known(given[name]) for name in ("vae", "image_encoder", "adapter", "lora")}
+    own |= {name: given[name] for name in ("precision", "weights", "lora_strength")}
+    masked = mask is not None and image is not None and bool((mask > 0).any())
     picture = None if image is None else Content("", picture_content(image), size=(image.shape[2], image.shape[1]))
     return PaintJob(
         known(pipeline.source),
@@ -202,14 +199,12 @@ def asked_job(
         picture,
         completed(pipeline, settings.paint, Silent()),
         texture=settings.texture,
-        precision=request.precision,
         max_views=settings.max_views,
         delight=None if delight is None else known(delight.source),
         variant=pipeline.variant if pipeline.variant in (*VARIANTS, *ADAPTER_VARIANTS) else AUTO,
-        vae=None if request.vae is None else known(request.vae),
         prompt=settings.prompt,
         negative=settings.negative,
-        mask=picture_content(mask) if masked and image is not None else "",
+        mask=picture_content(mask) if masked else "",
         normals=mesh.normals is not None,
         **own,
     )
