@@ -283,6 +283,7 @@ def paint_jobs(
     add: Callable[[Path], str],
     texture_size: int = 2048,
     prompts: Sequence[str] = (),
+    size: int = 0,
     **others: Any,
 ) -> list[PaintJob]:
     """A job for each mesh of a folder, prompt and seed, painted from the picture of the same name.
@@ -290,11 +291,11 @@ def paint_jobs(
     Raises InputError where there are no meshes, or one has no picture; MV-Adapter tg2mv takes none.
 
     Args:
-        painting: whose seed is replaced.
+        painting: whose seed is replaced, and whose view size unless ``size`` is 0.
         add: takes a file to where the machines find it, and returns its name there.
         others: further fields of each job.
     """
-    words = others.get("variant") == TG2MV
+    words, painting = others.get("variant") == TG2MV, replace(painting, size=size or painting.size)
     shapes = files_in(meshes, "meshes", FORMATS)
     by_name = {path.stem: path for path in sorted(pictures.glob("*.*")) if path.suffix.lower() in PICTURES}
     lonely = next((path for path in shapes if path.stem not in by_name and not words), None)
@@ -314,19 +315,17 @@ def paint_jobs(
     ]
 
 
-def adapter_fields(
-    model: Path, adapter: Path, item: Content, prompts: str, negative: str
-) -> tuple[int, dict[str, Any]]:
-    """The view size of MV-Adapter on a checkpoint, and what :func:`paint_jobs` takes for it; headers are read.
+def adapter_fields(model: Path, adapter: Path, item: Content, prompts: str, negative: str) -> dict[str, Any]:
+    """The arguments of :func:`paint_jobs` for MV-Adapter on a checkpoint; headers are read.
 
     Raises CheckpointError where the two do not fit, InputError where tg2mv has no prompt. A picture's own transparency
     cuts it out.
     """
     kind = base_in(model).kind
     variant = variant_of(weights_in(adapter, "adapter").shapes, kind, adapter.name, "")
-    own: dict[str, Any] = {"adapter": item, "variant": variant, "negative": negative or NEGATIVE}
-    own["prompts"] = prompts_in(prompts) if prompts.strip() or variant == TG2MV else ()
-    return TAUGHT_SIZES[kind], own | ({"mask": ALPHA} if variant == IG2MV else {})
+    words = prompts_in(prompts) if prompts.strip() or variant == TG2MV else ()
+    own = {"adapter": item, "variant": variant, "negative": negative or NEGATIVE, "prompts": words}
+    return {**own, "mask": ALPHA if variant == IG2MV else "", "size": TAUGHT_SIZES[kind]}
 
 
 def _item(path: Path, add: Callable[[Path], str]) -> Content:
