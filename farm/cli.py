@@ -100,8 +100,7 @@ def queue(arguments: argparse.Namespace) -> int:
         others: dict[str, Any] = {name: content(Path(path)) for name, path in named.items() if path}
         if arguments.adapter:
             given = (Path(arguments.model), Path(arguments.adapter), content(Path(arguments.adapter)))
-            size, own = adapter_fields(*given, prompts, arguments.negative)
-            painting, others = PaintSettings(size, arguments.steps), {**others, **own}
+            others |= adapter_fields(*given, prompts, arguments.negative)
         sources = (meshes, pictures, seeds_in(arguments.seeds))
         jobs = write_list(folder, arguments.name, paint_jobs(model, *sources, painting, folder.add_input, **others))
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,13 +116,13 @@ def queue_meshes(
         "delight": None if delight == NONE else content(paint_path(delight), delight),
         "image_encoder": None if encoder is None else content(encoder, models.image_encoder),
     }
-    model, painting = paint_path, PaintSettings(steps=steps)
+    model = (paint_path if models.adapter == NONE else base_path)(models.model)
     if models.adapter != NONE:
-        model, adapter = base_path, adapter_path(models.adapter)
-        item = content(adapter, models.adapter)
-        size, own = adapter_fields(base_path(models.model), adapter, item, models.prompts, models.negative)
-        painting, others = replace(painting, size=size), {**others, **own}
-    item = content(model(models.model), models.model)
+        adapter = adapter_path(models.adapter)
+        others |= adapter_fields(
+            model, adapter, content(adapter, models.adapter), models.prompts, negative=models.negative
+        )
+    item, painting = content(model, models.model), PaintSettings(steps=steps)
     sources = input_folder(meshes), input_folder(meshes if pictures == NONE else pictures)
     return write_list(folder, name, paint_jobs(item, *sources, seeds, painting, folder.add_input, **others))
 

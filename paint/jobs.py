@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -186,15 +186,12 @@ def asked_job(
     pipeline: PaintPipeline, delight: PaintPipeline | None, mesh: Mesh, image: Any, mask: Any, settings: OneStep
 ) -> PaintJob:
     """The job that paints as a node did, with an IMAGE and a MASK of core's, or None."""
-    request, own = pipeline.request, {}
-    known = partial(receipts.named, state=request.state)
-    if pipeline.family == "mv_adapter":
-        own = {"adapter": known(request.adapter), "lora_strength": request.lora_strength}
-        own |= {} if request.lora is None else {"lora": known(request.lora)}
-    else:
-        own = {"weights": request.weights}
-        own |= {} if request.image_encoder is None else {"image_encoder": known(request.image_encoder)}
-    masked = mask is not None and bool((mask > 0).any())
+    request = pipeline.request
+    known, given = partial(receipts.named, state=request.state), {one.name: one.default for one in fields(PaintJob)}
+    given |= {one.name: getattr(request, one.name) for one in fields(request) if one.name in given}
+    own = {name: given[name] and known(given[name]) for name in ("vae", "image_encoder", "adapter", "lora")}
+    own |= {name: given[name] for name in ("precision", "weights", "lora_strength")}
+    masked = mask is not None and image is not None and bool((mask > 0).any())
     picture = None if image is None else Content("", picture_content(image), size=(image.shape[2], image.shape[1]))
     return PaintJob(
         known(pipeline.source),
@@ -202,14 +199,12 @@ def asked_job(
         picture,
         completed(pipeline, settings.paint, Silent()),
         texture=settings.texture,
-        precision=request.precision,
         max_views=settings.max_views,
         delight=None if delight is None else known(delight.source),
         variant=pipeline.variant if pipeline.variant in (*VARIANTS, *ADAPTER_VARIANTS) else AUTO,
-        vae=None if request.vae is None else known(request.vae),
         prompt=settings.prompt,
         negative=settings.negative,
-        mask=picture_content(mask) if masked and image is not None else "",
+        mask=picture_content(mask) if masked else "",
         normals=mesh.normals is not None,
         **own,
     )
@@ -288,6 +283,7 @@ def paint_jobs(
     add: Callable[[Path], str],
     texture_size: int = 2048,
     prompts: Sequence[str] = (),
+    size: int = 0,
     **others: Any,
 ) -> list[PaintJob]:
     """A job for each mesh of a folder, prompt and seed, painted from the picture of the same name.
@@ -295,11 +291,11 @@ def paint_jobs(
     Raises InputError where there are no meshes, or one has no picture; MV-Adapter tg2mv takes none.
 
     Args:
-        painting: whose seed is replaced.
+        painting: whose seed is replaced, and whose view size unless ``size`` is 0.
         add: takes a file to where the machines find it, and returns its name there.
         others: further fields of each job.
     """
-    words = others.get("variant") == TG2MV
+    words, painting = others.get("variant") == TG2MV, replace(painting, size=size or painting.size)
     shapes = files_in(meshes, "meshes", FORMATS)
     by_name = {path.stem: path for path in sorted(pictures.glob("*.*")) if path.suffix.lower() in PICTURES}
     lonely = next((path for path in shapes if path.stem not in by_name and not words), None)
@@ -319,19 +315,17 @@ def paint_jobs(
     ]
 
 
-def adapter_fields(
-    model: Path, adapter: Path, item: Content, prompts: str, negative: str
-) -> tuple[int, dict[str, Any]]:
-    """The view size of MV-Adapter on a checkpoint, and what :func:`paint_jobs` takes for it; headers are read.
+def adapter_fields(model: Path, adapter: Path, item: Content, prompts: str, negative: str) -> dict[str, Any]:
+    """The arguments of :func:`paint_jobs` for MV-Adapter on a checkpoint; headers are read.
 
     Raises CheckpointError where the two do not fit, InputError where tg2mv has no prompt. A picture's own transparency
     cuts it out.
     """
     kind = base_in(model).kind
     variant = variant_of(weights_in(adapter, "adapter").shapes, kind, adapter.name, "")
-    own: dict[str, Any] = {"adapter": item, "variant": variant, "negative": negative or NEGATIVE}
-    own["prompts"] = prompts_in(prompts) if prompts.strip() or variant == TG2MV else ()
-    return TAUGHT_SIZES[kind], own | ({"mask": ALPHA} if variant == IG2MV else {})
+    words = prompts_in(prompts) if prompts.strip() or variant == TG2MV else ()
+    own = {"adapter": item, "variant": variant, "negative": negative or NEGATIVE, "prompts": words}
+    return {**own, "mask": ALPHA if variant == IG2MV else "", "size": TAUGHT_SIZES[kind]}
 
 
 def _item(path: Path, add: Callable[[Path], str]) -> Content:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...compat.device.execution import checked_layers, generator_for, to_host
 from ...compat.device.facts import empty_cache
 from ...compat.device.failures import DEVICE_ERRORS, is_shortage
-from ...compat.errors import InputError, remember
+from ...compat.errors import InputError, remember, require_range
 from ...compat.memory.offloader import Offloader
 from ...compat.memory.parts import ProgressStage, Silent, tell_once
 from ...compat.memory.statistics import stage_cost
@@ -34,7 +34,7 @@ from ..networks.stable_diffusion import EPSILON
 from ..pictures import checked_pictures, halved, over, resized, squared
 from .solvers import NoiseSchedule, lcm_schedule, schedule_for, schedule_of, solver_for, velocity_of
 
-SIZES = (64, 2048)
+SIZES, MOST_STEPS = (64, 2048), 1000
 PREVIEW = {  # latents as colours, roughly, by the name of core's class for them; the last row is added
     "SD15": (
         (0.3512, 0.2297, 0.3227),
@@ -192,6 +192,7 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
             expected=f"a multiple of 64 from {SIZES[0]} to {SIZES[1]} pixels",
             fix=f"The nearest valid value is {nearest}.",
         )
+    require_range("steps", settings.steps, 0, MOST_STEPS, "steps")
     if not 0 < settings.denoise <= 1:
         raise InputError(
             f"denoise {settings.denoise} for painting",

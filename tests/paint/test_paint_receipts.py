@@ -83,6 +83,9 @@ def test_what_is_not_there_is_named(home, signed, tmp_path):
     lost = {**record["job"], "picture": {**picture, "content": "0" * 32}}
     with pytest.raises(CheckpointError, match="expected content 0000"):
         jobs.replay(edited(signed, tmp_path / "a.glb", {**record, "job": lost}), machine(home), Silent())
+    with pytest.raises(InputError, match=r"steps 1000000; expected 0 to 1000"):
+        many = {**record["job"], "paint": {"steps": 1000000}}
+        jobs.replay(edited(signed, tmp_path / "d.glb", {**record, "job": many}), machine(home), Silent())
     with pytest.raises(InputError, match="without the mask with which it was painted"):
         masked = {**record, "job": {**record["job"], "mask": "0" * 32}}
         jobs.replay(edited(signed, tmp_path / "b.glb", masked), machine(home), Silent())

@@ -103,7 +103,7 @@ IN_KEY = {  # field -> the choice above that shows it
 NOT_IN_KEY = {  # fields that change no time, and those that a row has or that are counted
     PaintPipeline: {
         "family", "variant", "parts", "offloader", "shape", "configs", "source", "decisions", "weights", "probes",
-        "tokenizers",
+        "tokenizers", "request",
     },
     PaintRequest: {
         "model", "variant", "weights", "vae", "image_encoder", "offload", "device", "state", "quiet",

@@ -190,8 +190,8 @@ def test_guidance_rows_run_apart_once_memory_has_run_out(models):
 
 
 def test_another_error_is_not_taken_for_lack_of_memory():
-    class Broken:
-        def __call__(self, *_, **__):
+    class Broken(torch.nn.Module):
+        def forward(self, *_, **__):
             raise RuntimeError("shapes differ")
 
     text = adapter_painting.Text(torch.zeros(2, 7, 4), {})
