@@ -132,6 +132,9 @@ class Latents:
     more: Mapping[str, torch.Tensor] = field(default_factory=dict)  # such as audio, by the family's names
 
 
+RESOLVED = "resolved"  # under a latent's extra values until its receipt has them: the completed settings
+
+
 @dataclass(frozen=True, slots=True)
 class SampleSettings:
     """User's settings of sampling; for ``steps``, ``guidance``, ``cfg``, ``shift`` and ``fps`` 0 is the model's own."""

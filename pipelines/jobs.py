@@ -119,16 +119,18 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
     image, start = pipeline.on_leader(lambda: _images(job, machine, progress, pipeline, before))
     asked = replace(job.prompt, image=start if "image" in pipeline.spec.recipes.effective else None)
     prompt = pipeline.on_leader(lambda: stages.encode_prompt(pipeline, asked, progress))
-    size = (image.width, image.height) if image else (job.settings.width, job.settings.height)
+    sampled = job.sampled
+    size = (image.width, image.height) if image else (sampled.width, sampled.height)
     source = before or pipeline.on_leader(lambda: _video(job, machine, progress, pipeline))
-    settings = replace(job.settings, width=size[0], height=size[1], latents=source)
+    given: dict[str, Any] = {"width": size[0], "height": size[1], "latents": source}
+    settings, asked_for = replace(sampled, **given), replace(job.settings, **given)
     store = machine.state / "kept"
     unfinished = machine.unfinished or store
     steps: StepStore = SavedSteps(unfinished / FOLDER, progress.notify)
     steps = steps if group is None else LeaderStore(group, steps)
     if not pipeline.spec.recipes.sections:
         latents = stages.sample(pipeline, prompt, image, settings, progress, steps)
-        latents = receipts.with_receipt(latents, pipeline, prompt, image, settings, video=job.video)
+        latents = receipts.with_receipt(latents, pipeline, prompt, image, asked_for, video=job.video)
         kept = recovery.save(store, latents, progress.notify) if group is None or group.leads else ""
     elif image is None:
         raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
@@ -136,8 +138,9 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
         framepack = job.framepack
         assert framepack is not None  # as_run
         signed = partial(
-            receipts.with_receipt, pipeline=pipeline, prompt=prompt, image=image, settings=settings, framepack=framepack
-        )
+            receipts.with_receipt, pipeline=pipeline, prompt=prompt, image=image, settings=asked_for,
+            framepack=framepack,
+        )  # fmt: skip
         keeper = recovery.SavedSections(unfinished, progress.notify, describe=signed)
         sections = keeper if group is None else LeaderStore(group, keeper)
         latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, sections, steps)

@@ -17,7 +17,9 @@ from ..compat.device.failures import is_shortage
 from ..compat.errors import CheckpointError, InputError, PackError, UnsupportedError, first_line, require_range
 from ..compat.memory.statistics import stage_cost
 from ..compat.output_check import NotFinite, require_finite
+from ..compat.records import plain
 from .base import (
+    RESOLVED,
     FramePackSettings,
     ImageCondition,
     ImageRequest,
@@ -259,7 +261,8 @@ def sample(
         progress.notify(f"decoded frames are resized to {settings.width}x{settings.height}")
     completed = complete(of_checkpoint(pipeline, recipe), prompt, image, settings, progress)
     require_range("stg", max(settings.stg, 0), 0, MOST_STG, "or -1 for the model's own", advice=", the usual one is 1")
-    settings = replace(completed, guidance_steps=guidance_steps(recipe, settings, completed.cfg))
+    steps_of = settings.guidance_steps or guidance_steps(recipe, settings, completed.cfg)
+    settings = replace(completed, guidance_steps=steps_of)
     _require_image(pipeline, family, image, refines(settings))
     size = size_of(settings, prompt)
     if image is not None and image.beside:
@@ -268,7 +271,7 @@ def sample(
         pipeline = with_steps(pipeline, steps, progress, SAMPLING.title, settings.seed, prompt, image, settings)
     run = partial(family.code.sample, pipeline, prompt, image, settings, progress)
     latents = _sample(pipeline, settings, size, progress, run)
-    return described(replace(latents, extra={**latents.extra, **final}), prompt)
+    return described(replace(latents, extra={**latents.extra, **final, **_resolved(settings)}), prompt)
 
 
 @explaining(SAMPLING)
@@ -300,7 +303,8 @@ def sample_framepack(
             pipeline, steps, progress, "the section", settings.seed, prompt, image, settings, framepack
         )
     run = partial(family.code.sample, pipeline, prompt, image, settings, framepack, progress, remembered)
-    return _sample(pipeline, settings, size, progress, run)
+    latents = _sample(pipeline, settings, size, progress, run)
+    return replace(latents, extra={**latents.extra, **_resolved(settings)})
 
 
 @explaining(DECODING)
@@ -409,6 +413,11 @@ def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, r
             with attempt, sampling_speed(pipeline, settings, progress):
                 latents = run()
     return latents
+
+
+def _resolved(settings: SampleSettings) -> dict[str, Any]:
+    """What ``auto`` became, for a receipt."""
+    return {RESOLVED: plain(replace(settings, latents=None, noise_mask=None))}
 
 
 def _require_image(pipeline: Pipeline, family: FamilySpec, image: ImageCondition | None, refined: bool = False) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -29,6 +29,7 @@ PLACES = (  # inputs of loading that say where and how fast, not what
     *("offload", "attention", "keep_free_gb", "transformer_device", "text_device", "vae_device", "kernels"),
     *("compile", "compile_mode", "compile_dynamic", "compile_cache_size", "compile_vae"),
 )
+SIZE, LEFT = ("width", "height", "frames"), ("steps", "fps", "guidance", "cfg", "shift", "guidance_steps")  # 0: auto
 MOST_PASSES = 3  # over the latents of one video
 USUAL_STEPS, USUAL_FRAMES, USUAL_SIDE = 30, 97, 512  # for the size of jobs that leave them to their model
 Value = str | float | int | bool
@@ -143,6 +144,8 @@ class VideoJob(Job):
     framepack: FramePackSettings | None = None  # for its family alone
     upscalers: tuple[Content, ...] = ()  # that enlarge what was sampled, one after another
     first: VideoJob | None = None  # whose latents it starts from
+    # What ``auto`` became in the run of a receipt, which another run takes.
+    resolved: SampleSettings | None = field(default=None, metadata={WITHOUT: ("latents", "noise_mask")})
     decode: DecodeRequest = field(default_factory=DecodeRequest)
     decode_timestep: float = -1.0  # below 0 the model's own
     decode_noise_scale: float = -1.0  # below 0 the model's own
@@ -169,6 +172,15 @@ class VideoJob(Job):
     def model_key(self) -> str:
         names = ("model", "base", "image_encoder", "files", "task", "load", "loras", "step_cache")
         return _hash(plain({name: getattr(self, name) for name in names}))
+
+    @property
+    def sampled(self) -> SampleSettings:
+        """The settings, those that are left to ``auto`` as they were resolved before."""
+        if self.resolved is None:
+            return self.settings
+        sized = self.first is not None or self.video is not None
+        left = [name for name in (LEFT if sized else (*SIZE, *LEFT)) if not getattr(self.settings, name)]
+        return replace(self.settings, **{name: getattr(self.resolved, name) for name in left})
 
     @property
     def size(self) -> float:
@@ -254,7 +266,7 @@ def by_content(record: Any) -> Any:
     if isinstance(record, dict):
         if FOUND_BY <= record.keys() <= CONTENT:
             return record.get("whole") or record["content"]
-        return {name: by_content(value) for name, value in record.items() if name not in PLACES}
+        return {name: by_content(value) for name, value in record.items() if name not in (*PLACES, "resolved")}
     return [by_content(item) for item in record] if isinstance(record, list) else record
 
 

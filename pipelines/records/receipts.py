@@ -20,9 +20,10 @@ from ...compat.checkpoints.latents import metadata_of, record_in
 from ...compat.decision import AUTO
 from ...compat.device.facts import GIBIBYTE, value_or
 from ...compat.errors import CheckpointError, InputError, PackError
-from ...compat.records import FIX, json_in, shown
+from ...compat.records import FIX, json_in, parse, shown
 from ...compat.redaction import own_names, redact
 from ..base import (
+    RESOLVED,
     FramePackSettings,
     ImageCondition,
     ImageRequest,
@@ -60,13 +61,15 @@ def with_receipt(
 ) -> Latents:
     """``latents`` with the record of what made them, such as the whole of ``video``; never raises."""
     first = None if settings.latents is None else _sampled(settings.latents)
-    missing = _missing(prompt, image, settings, video, first)
+    missing, extra = _missing(prompt, image, settings, video, first), dict(latents.extra)
+    was = extra.pop(RESOLVED, None)
+    resolved = None if was is None else parse(SampleSettings, was, RESOLVED, ("latents", "noise_mask"))
 
     def job() -> VideoJob:
-        return replace(_job(pipeline, prompt, image, settings, framepack), video=video, first=first)
+        return replace(_job(pipeline, prompt, image, settings, framepack), video=video, first=first, resolved=resolved)
 
     record = record_of(job, pipeline, missing, latents=latents_hash(latents))
-    return replace(latents, extra={**latents.extra, RECEIPT: record})
+    return replace(latents, extra={**extra, RECEIPT: record})
 
 
 def record_of(job: Callable[[], Job], pipeline: Any, missing: Sequence[str], **made: Any) -> dict[str, Any]:
@@ -178,7 +181,7 @@ def settings_of(path: Path) -> VideoJob:
         )
     own: dict[str, Any] = {"family": "", "base": None, "image_encoder": None, "files": {}, "pictures": ()}
     own |= {"prompt": replace(job.prompt, text="", sections=()), "settings": replace(job.settings, seed=0, denoise=1.0)}
-    return replace(job, task=AUTO, video=None, upscalers=(), **own)
+    return replace(job, task=AUTO, video=None, upscalers=(), resolved=None, **own)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines import jobs
 from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.family import GuidanceStep
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.records import job as job_format
@@ -44,6 +45,7 @@ FULL = VideoJob(
     fit="crop",
     video=Content("v.mp4", "bc"),
     framepack=FramePackSettings(2.0, 5, "vanilla", 0.5, True),
+    resolved=SampleSettings(64, 96, 9, 2, guidance_steps=(GuidanceStep(cfg=3.0, blocks=(1,)),)),
     upscalers=(Content("upscaler.safetensors", "de"),),
     first=VideoJob(Content("LTX"), PromptRequest("a fox"), SampleSettings(32, 32, 9, 2)),
     decode=DecodeRequest("tiled", 256, 64, 4),
@@ -73,7 +75,13 @@ def test_jobs_like_a_file_have_its_settings_where_none_are_given(tmp_path: Path)
     queue_jobs(JobFolder(tmp_path), "liked", model, batch)
     (job,) = (job_in(json.loads(line)) for line in lines_of(tmp_path / "liked.jsonl"))
     changed = {"family": "", "model": job.model, "base": None, "image_encoder": None, "files": {}, "task": "auto"}
-    changed |= {"pictures": (), "video": None, "upscalers": (), "load": {**FULL.load, "weights": "fp8"}}
+    changed |= {
+        "pictures": (),
+        "video": None,
+        "upscalers": (),
+        "resolved": None,
+        "load": {**FULL.load, "weights": "fp8"},
+    }
     changed["prompt"] = replace(FULL.prompt, text="a fox", sections=())
     changed["settings"] = replace(FULL.settings, steps=9, seed=7, denoise=1.0)
     assert job == replace(once, **changed) and job.model.name == "model"

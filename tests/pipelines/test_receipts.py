@@ -15,7 +15,7 @@ from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines import jobs, stages
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.family import FITS
+from anygpu.pipelines.family import FITS, GuidanceStep
 from anygpu.pipelines.latents import convert, recovery, store
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.movie import tags_of, write_mp4
@@ -140,6 +140,29 @@ def test_what_no_file_describes_is_said(made: Any) -> None:
     changed = decoded_receipt(replace(latents, samples=latents.samples + 1), DecodeRequest())
     with pytest.raises(InputError, match="a receipt without what changed the latents after sampling"):
         job_of(changed or {})
+
+
+def test_a_replay_takes_what_auto_became(made: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    """Steps and a list of guidance, of a recipe that is another in a later version; none of it is in a job's key."""
+    pipeline, prompt, _, _ = made
+    recipes, asked = pipeline.spec.published.recipes, SampleSettings(64, 64, 9, seed=5)
+    rows = GuidanceStep(1.0, cfg=1.0), GuidanceStep(0.9, cfg=4.0, rescale=0.5)
+    older = {"dev": replace(recipes["dev"], steps=3, guidance=rows)}
+    with mock.patch.dict(recipes, older):
+        latents = stages.sample(pipeline, prompt, None, asked, Silent())
+        signed = with_receipt(latents, pipeline, prompt, None, asked)
+    job = job_of(signed.extra[RECEIPT])
+    assert job.settings.steps == 0 and job.resolved is not None and job.resolved.guidance_steps[1].cfg == 4.0
+    assert job.key == replace(job, resolved=None).key and "resolved" not in signed.extra
+    shutil.copytree(tiny_folder / "ltx", tmp_path / "models" / "ltx")
+    machine = Machine(Places((tmp_path / "models",)), tmp_path / "state", "cpu")
+    record = signed.extra[RECEIPT]
+    path, newer = tmp_path / "a.safetensors", {"dev": replace(recipes["dev"], steps=2)}
+    for resolved, same in ((job.resolved, True), (None, False)):
+        record["job"] = replace(job, resolved=resolved).record()
+        store.save_latent(path, convert.to_core(signed), print)
+        with mock.patch.object(jobs, "decoded", lambda *_: torch.zeros(1)), mock.patch.dict(recipes, newer):
+            assert jobs.replay(path, machine, Silent()).same is same
 
 
 def ltx_twice(folder: Path) -> tuple[list[Path], Path, Any]:
