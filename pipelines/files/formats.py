@@ -122,7 +122,7 @@ def config_of(content: StoredModel, task: str = "") -> Configured:
         enough = [(row, unused) for row, misfit, unused in misfits if not misfit]
         fitting = [row for row, _ in enough]
         spared = enough[0][1] if enough else ()
-    if (not fitting or spared) and (other := other_model(entries_in(content.path))):
+    if (content.unknown or spared or not fitting) and (other := other_model(entries_in(content.path))):
         raise refusal(other, content.path)
     if not fitting:
         row, reasons, _ = min(misfits, key=lambda item: len(item[1]))

@@ -37,6 +37,26 @@ def test_another_model_is_named_with_what_runs_it(tmp_path: Path, model: str, ti
     assert f"holds {title}; expected" in str(caught.value) and "AnyGPU Fit" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("title", "more"),
+    [
+        ("HunyuanCustom Edit", "bg_in.proj.weight bg_in.proj.bias bg_proj.weight bg_proj.bias"),
+        ("HunyuanCustom with audio", "audio_proj.norm.weight audio_models.0.proj.weight"),
+        (
+            "HunyuanCustom with audio",
+            " ".join(f"{name}.{index}.proj.weight" for name in ("audio_proj", "audio_models") for index in range(12)),
+        ),
+        ("HunyuanVideo-Avatar", "ref_in.proj.weight audio_proj.norm.weight audio_adapter_blocks.0.to_q.weight"),
+    ],
+)
+def test_a_few_tensors_beside_hunyuan_videos_name_another_task(tmp_path: Path, title: str, more: str) -> None:
+    """As few as are otherwise left out, and more."""
+    tensors = published.shapes("hunyuan_video") | dict.fromkeys(more.split(), (4, 4))
+    file = published.sparse(tmp_path / "x.safetensors", tensors)
+    with pytest.raises(CheckpointError, match=f"holds {title} .*Use Wan2GP"):
+        config_of(contents(file)[0])
+
+
 @pytest.mark.parametrize(("cls", "title"), [("LTX2Pipeline", "LTX-2"), ("WanPipeline", "Wan")])
 def test_another_models_folder_is_named_with_what_runs_its_single_file(tmp_path: Path, cls: str, title: str) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": cls}))
