@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .headers import STORED, TensorEntry, bytes_of, json_object, unread
+from .headers import STORED, TensorEntry, bytes_of, damaged, json_object, unread
 from .unpacking import ALL, PACKINGS, ROTATES, SCALED, W4A8, fits
 
 NF4, MARK = ".weight.quant_state.bitsandbytes__nf4", "scaled_fp8"
 DATA = "._data"  # which quanto puts behind the name of a weight
+BLOCKS = {"Q4_0": 18, "Q8_0": 34}  # GGUF's, in bytes for 32 values; as ``.Q4_0_qweight`` in Kijai's files of Mochi
 BYTES = ("F8_E4M3", "F8_E5M2", "I8")  # with one number, or one per row
 PLAIN = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")  # the formats that these are
 KITCHEN = ("scale", "scale_2", "s_rel", "s_channel", "codebook", "correction", "zeros")
@@ -33,7 +34,14 @@ def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pa
     for suffix, kind in STRANGERS.items():
         if stranger := next((name for name in entries if name.endswith(suffix)), ""):
             raise unread(path, stranger.removesuffix(suffix), kind)
-    kept = {name.removesuffix(DATA): e for name, e in entries.items() if name.rpartition(".")[2] != MARK}
+    kept: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        stem, _, end = name.rpartition(".")
+        codec = end.removesuffix("_qweight")
+        if codec in BLOCKS:
+            kept[f"{stem}.weight"] = replace(entry, codec=codec)
+        elif end != MARK:
+            kept[name.removesuffix(DATA)] = entry
     beside: dict[str, dict[str, TensorEntry]] = {}
     for name in list(kept):
         end = next((end for end in SIDES if name.endswith(end)), None)
@@ -49,6 +57,8 @@ def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pa
         owner = name.removesuffix(".weight")
         if entry.dtype == "I8" or owner in beside or owner in formats:
             kept[name] = _packed(path, name, entry, beside.get(owner, {}), formats.get(owner, {}))
+        elif entry.codec in BLOCKS or (entry.dtype == "U8" and len(entry.shape) == 2 and owner != name):
+            kept[name] = _of_blocks(path, name, entry, entry.codec or "Q4_0")
     return kept
 
 
@@ -92,6 +102,16 @@ def _packed(
     if turns and (type(group) is not int or group not in (4, 16, 64, 256, 1024) or columns % group):
         raise unread(path, name, f"{codec} rotated in groups of {group} of its {columns} columns")
     return replace(weight, shape=shape, codec=codec, sides=tuple(mine.items()), group=group)
+
+
+def _of_blocks(path: Path, name: str, weight: TensorEntry, codec: str) -> TensorEntry:
+    """The entry of a weight whose rows are GGUF's blocks, as bytes."""
+    size, shape = BLOCKS[codec], weight.shape
+    if weight.dtype != "U8" or len(shape) != 2 or not math.prod(shape) or shape[1] % size:
+        raise damaged(
+            path, f"{weight.dtype} {shape} for the weight {name!r}, no whole blocks of {codec}, {size} bytes each"
+        )
+    return replace(weight, shape=(shape[0], shape[1] // size * 32), codec=codec)
 
 
 def _told_by(sides: Mapping[str, TensorEntry]) -> str:

@@ -25,7 +25,7 @@ from ...compat.transforms.order import Order, Step
 from ..base import Progress
 from ..files.evidence import cautions_by_name, recipe_named
 from ..files.lora_keys import Match, matched
-from ..files.lora_kinds import ALPHA, MAGNITUDE, PEFT_MAGNITUDE, UP, Delta, LoRAPair, role_of
+from ..files.lora_kinds import ALPHA, HADA, KRON, MAGNITUDE, PEFT_MAGNITUDE, UP, Delta, LoRAPair, role_of
 from ..files.part import MOST_TENSORS, construction, empty_weights
 from ..keys import listed
 from ..pipeline import Pipeline
@@ -33,6 +33,7 @@ from ..requests import LORA_MODES
 from ..settings import recipe_decisions
 
 MOST = 10.0  # strength in either direction
+METHODS = {"LORA": (UP,), "LOHA": HADA, "LOKR": KRON}  # of peft that are read, with the roles of their tensors
 WIDE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LAYERS = (nn.Linear, nn.Conv2d, nn.Conv3d)
 ATOMS = r"(?:[\w-]|\\?\.|\\d|\[[\w-]+\])*"
@@ -85,6 +86,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     require_choice("mode", mode, LORA_MODES, "Choose separate.")
     with tensor_file(path) as file:
         shapes = {name: tuple(entry.shape) for name, entry in file.entries.items()}
+        trained = _metadata(file.metadata) or _adapter_config(path, shapes)
         layers = _layers_of(pipeline)
         biased = {name for name, layer in layers.items() if getattr(layer, "bias", None) is not None}
         own = {name: tuple(layer.weight.shape) for name, layer in layers.items()}
@@ -107,7 +109,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         pairs=match.pairs,
         tensors=tensors,
         stamp=next(iter(file.entries.values())).stamp,
-        scales=_scales(match.pairs, tensors, _metadata(file.metadata) or _adapter_config(path)),
+        scales=_scales(match.pairs, tensors, trained),
         of_weight=frozenset(name for name, pair in match.pairs.items() if pair.of_weight),
     )
     loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer, pipeline.spec.transformers)
@@ -264,24 +266,29 @@ def _scales(
     pairs: Mapping[str, LoRAPair], tensors: Mapping[str, torch.Tensor], trained: Mapping[str, Any]
 ) -> dict[str, float]:
     """Alpha over rank of each layer: of its own tensor, else as ``trained`` says; else 1."""
-    try:
-        alphas = Alphas({str(key): float(value) for key, value in (trained.get("alpha_pattern") or {}).items()})
-    except (AttributeError, TypeError, ValueError, re.error) as error:
-        raise CheckpointError(
-            f"alpha_pattern {str(trained['alpha_pattern'])[:60]} of a LoRA ({first_line(error)})",
-            expected="patterns of layers with an alpha for each",
-            fix="Export the LoRA again, or correct its adapter_config.json.",
-        ) from error
+    alphas, ranks = (_pattern(trained, name) for name in ("alpha_pattern", "rank_pattern"))
     scales = {}
     for name, pair in pairs.items():
         scales[name] = 1.0
         if pair.rank and ALPHA in pair.names:
             scales[name] = float(tensors[pair.names[ALPHA]].float()) / pair.rank
-        elif UP in pair.names and trained:
-            known = (name, role_of(pair.names[UP])[1])  # ours, and the one that it was trained under
-            alpha = alphas.of(known, float(trained.get("lora_alpha", pair.rank)))
-            scales[name] = alpha / (math.sqrt(pair.rank) if trained.get("use_rslora") else pair.rank)
+        elif trained and not pair.names.keys().isdisjoint(METHODS[trained.get("peft_type", "LORA")]):
+            known = (name, role_of(next(iter(pair.names.values())))[1])  # ours, and the one that it was trained under
+            rank = pair.rank or ranks.of(known, trained["r"])  # a LoKr of two whole matrices shows none
+            alpha = alphas.of(known, float(trained["lora_alpha"]))
+            scales[name] = alpha / (math.sqrt(rank) if trained.get("use_rslora") else rank)
     return scales
+
+
+def _pattern(trained: Mapping[str, Any], name: str) -> Alphas:
+    try:
+        return Alphas({str(key): float(value) for key, value in (trained.get(name) or {}).items()})
+    except (AttributeError, TypeError, ValueError, re.error) as error:
+        raise CheckpointError(
+            f"{name} {str(trained[name])[:60]} of a LoRA ({first_line(error)})",
+            expected="patterns of layers with a number for each",
+            fix="Export the LoRA again, or correct its adapter_config.json.",
+        ) from error
 
 
 def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:
@@ -291,14 +298,22 @@ def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:
     return own if isinstance(own.get("lora_alpha"), (int, float)) else {}
 
 
-def _adapter_config(path: Path) -> dict[str, Any]:
-    """The configuration that peft writes beside its file; empty where there is none, or one of another method."""
-    beside = path.with_name("adapter_config.json")
+def _adapter_config(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration that peft writes beside its file, the alpha of each method as ``lora_alpha``; empty where there
+    is none. Raises UnsupportedError where ``names`` are of a method that is not read."""
+    beside, noted = path.with_name("adapter_config.json"), dict[str, Any]()
     with suppress(CheckpointError, OSError):
-        noted = read_json(beside, "an adapter's configuration") if beside.is_file() else {}
-        if noted.get("peft_type") == "LORA" and isinstance(noted.get("lora_alpha"), (int, float)):
-            return dict(noted)
-    return {}
+        noted = dict(read_json(beside, "an adapter's configuration")) if beside.is_file() else {}
+    method = noted.get("peft_type")
+    if noted and method not in METHODS and any(name.startswith("base_model.model.") for name in names):
+        raise UnsupportedError(
+            f"{path.name!r} beside an adapter_config.json with peft_type {str(method)[:20]!r}",
+            expected=", ".join(METHODS),
+            fix="Merge it into the model with peft, and load that.",
+        )
+    alpha, rank = noted.get("lora_alpha" if method == "LORA" else "alpha"), noted.get("r", 8)  # 8: peft's own
+    known = method in METHODS and isinstance(alpha, (int, float)) and isinstance(rank, (int, float)) and rank > 0
+    return {**noted, "lora_alpha": alpha, "r": rank} if known else {}
 
 
 def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:

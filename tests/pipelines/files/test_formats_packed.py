@@ -100,6 +100,32 @@ def gguf_file(path: Path, tensors: dict[str, torch.Tensor], codec: str) -> dict[
     return worth
 
 
+def blocks_file(path: Path, tensors: dict[str, torch.Tensor], _way: str) -> dict[str, torch.Tensor]:
+    """GGUF's blocks in a safetensors file, named as in ComfyUI-MochiWrapper's ``mz_gguf_loader.py`` or as weights."""
+    import gguf
+
+    stored, worth = {}, dict(tensors)
+    for index, (name, tensor) in enumerate(tensors.items()):
+        kind = gguf.GGMLQuantizationType.Q8_0 if index % 3 == 2 else gguf.GGMLQuantizationType.Q4_0
+        blocks = gguf.quants.quantize(tensor.numpy(), kind) if wide("", name, tensor) else None
+        if blocks is not None:
+            worth[name] = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+            name = name if index % 3 == 0 else name.removesuffix("weight") + f"{kind.name}_qweight"
+        stored[name] = tensor.contiguous() if blocks is None else torch.from_numpy(blocks)
+    assert {"Q4_0_qweight", "Q8_0_qweight"} < {name.rpartition(".")[2] for name in stored}
+    assert any(tensor.dtype == torch.uint8 and name.endswith(".weight") for name, tensor in stored.items())
+    save_file(stored, path)
+    return worth
+
+
+@pytest.mark.parametrize("name", ["x.weight", "x.Q4_0_qweight", "x.Q8_0_qweight"])
+def test_rows_that_are_no_whole_blocks_of_gguf_are_refused(tmp_path, name):
+    for sides in ((4, 35), (4, 0)):
+        save_file({name: torch.zeros(sides, dtype=torch.uint8)}, tmp_path / "m.safetensors")
+        with pytest.raises(CheckpointError, match=rf"U8 \({sides[0]}, {sides[1]}\) .* no whole blocks of Q"):
+            described([tmp_path / "m.safetensors"])
+
+
 QUICK = {("mochi", "old"), ("hunyuan_video", "rows"), ("ltx", "plain"), ("hunyuan_video", "Q8_0"), ("mochi", "Q4_0")}
 QUICK |= {("hunyuan_video", "w4a8 corrected")}
 PACKED = [
@@ -107,6 +133,7 @@ PACKED = [
     for model in layouts.RELEASES
     for way in ("old", "rows", "plain", "Q8_0", "Q4_0", *quantised.ALL)
 ]
+PACKED.append(pytest.param("mochi", "blocks"))
 
 
 @pytest.mark.parametrize(("model", "way"), PACKED)
@@ -117,6 +144,7 @@ def test_packed_files_are_worth_what_they_say(tiny_folder, tmp_path, model, way)
     tensors = layouts.released(layouts.tensors_of(folder), release)
     file = tmp_path / ("model.gguf" if way.startswith("Q") else "model.safetensors")
     write = gguf_file if way.startswith("Q") else quantised.file_as if way in quantised.ALL else scaled_fp8
+    write = blocks_file if way == "blocks" else write
     worth = write(file, tensors, way)
     layouts.write(tmp_path / "worth.safetensors", worth, layouts.config_in(folder))
     (tmp_path / "worth.json").rename(file.with_suffix(".json"))

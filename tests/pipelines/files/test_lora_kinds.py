@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from anygpu.compat.errors import CheckpointError
+from anygpu.compat.errors import CheckpointError, UnsupportedError
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.files import lora_kinds
 from anygpu.pipelines.files.lora_keys import matched
@@ -244,27 +244,34 @@ def test_patterns_of_layers_match_as_in_peft_and_end_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "trained",
+    ("method", "trained"),
     [
-        {"lora_alpha": 16},
-        {"lora_alpha": 16, "use_rslora": True},
-        {"lora_alpha": 16, "alpha_pattern": {"attn.to_q": 2}, "rank_pattern": {"attn.to_q": 3}},
-        {"lora_alpha": 16, "alpha_pattern": {"to_k": 2}},
-        {"lora_alpha": 16, "use_dora": True},
-        {"lora_alpha": 4, "use_dora": True, "alpha_pattern": {r"blocks\.0\.attn\.to_q": 8}},
+        ("Lora", {"lora_alpha": 16}),
+        ("Lora", {"lora_alpha": 16, "use_rslora": True}),
+        ("Lora", {"lora_alpha": 16, "fan_in_fan_out": True}),  # means nothing to peft for a Linear
+        ("Lora", {"lora_alpha": 16, "alpha_pattern": {"attn.to_q": 2}, "rank_pattern": {"attn.to_q": 3}}),
+        ("Lora", {"lora_alpha": 16, "alpha_pattern": {"to_k": 2}}),
+        ("Lora", {"lora_alpha": 16, "use_dora": True}),
+        ("Lora", {"lora_alpha": 4, "use_dora": True, "alpha_pattern": {r"blocks\.0\.attn\.to_q": 8}}),
+        ("LoHa", {"alpha": 16}),
+        ("LoHa", {"alpha": 16, "alpha_pattern": {"to_q": 2}}),
+        ("LoKr", {"alpha": 16}),  # its matrices are whole and show no rank
+        ("LoKr", {"alpha": 16, "rank_pattern": {"to_q": 5}}),
+        ("LoKr", {"alpha": 16, "rank_pattern": {"to_q": 1}, "decompose_both": True}),
     ],
     ids=str,
 )
-def test_a_folder_that_peft_saved_acts_as_peft_merges_it(made: Any, trained: dict[str, Any]) -> None:
-    from peft import LoraConfig, get_peft_model
+def test_a_folder_that_peft_saved_acts_as_peft_merges_it(made: Any, method: str, trained: dict[str, Any]) -> None:
+    import peft
 
     weight, bias = weight_and_bias(made)
     host = torch.nn.Module()
     host.transformer_blocks = torch.nn.ModuleList([torch.nn.ModuleDict({"attn": torch.nn.ModuleDict()})])
     host.transformer_blocks[0]["attn"]["to_q"] = layer = torch.nn.Linear(weight.shape[1], weight.shape[0])
     layer.weight.data, layer.bias.data = weight.clone(), bias.clone()
-    config = LoraConfig(r=4, init_lora_weights=False, target_modules=["to_q"], **trained)
-    adapted = get_peft_model(host, config)
+    initial = {"init_lora_weights" if method == "Lora" else "init_weights": False}
+    config = getattr(peft, f"{method}Config")(r=4, target_modules=["to_q"], **initial, **trained)
+    adapted = peft.get_peft_model(host, config)
     adapted.save_pretrained(made.folder)
     tensors = load_file(made.folder / "adapter_model.safetensors")
     for name in list(tensors):  # as a training leaves them
@@ -272,10 +279,17 @@ def test_a_folder_that_peft_saved_acts_as_peft_merges_it(made: Any, trained: dic
             tensors[name] *= 1.3
             adapted.get_submodule(f"base_model.model.{LAYER}").lora_magnitude_vector["default"].weight.data *= 1.3
     expected = adapted.merge_and_unload().transformer_blocks[0]["attn"]["to_q"].weight.detach()
-    found = made.outputs(tensors, LAYER, 1.0, "merged")
-    (made.folder / "adapter_config.json").unlink()
+    written = made.folder / "adapter_config.json"
+    try:
+        found = made.outputs(tensors, LAYER, 1.0, "merged")
+        written.write_text(written.read_text().replace('"peft_type": "LO', '"peft_type": "ADALO'))
+        with pytest.raises(UnsupportedError, match=r"'ADALO(RA|HA|KR)'; expected LORA, LOHA, LOKR"):
+            made.outputs(tensors, LAYER, 1.0, "merged")
+        made.outputs({name.removeprefix("base_model.model."): t for name, t in tensors.items()}, LAYER, 1.0, "merged")
+    finally:
+        written.unlink()
     torch.testing.assert_close(found, expected.T + bias, atol=1e-6, rtol=1e-5)
-    assert (expected - weight).abs().max() > 1e-2
+    assert (expected - weight).abs().max() > 1e-3
 
 
 def test_dora_beside_packed_weights_is_named_and_left_out(tiny_folder: Path, tmp_path: Path, recorded: Any) -> None:
