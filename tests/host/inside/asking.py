@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from host.inside.worker import ANSWER
 from host.server import Host
 
@@ -51,6 +53,8 @@ class Inside:
         for line in self.process.stdout:
             if line.startswith(ANSWER):
                 answer = json.loads(line.removeprefix(ANSWER))
+                if "core_tiny.MissingError: " in answer.get("error", ""):
+                    pytest.skip("this ComfyUI has no such class")
                 assert "error" not in answer, answer["error"]
                 return answer["result"]
             sys.stderr.write(line)

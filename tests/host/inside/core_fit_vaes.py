@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from host.inside import core_tiny_vaes
 from host.inside.core_fit import machine_named, turing
-from host.inside.core_tiny import HOST, error, fill
+from host.inside.core_tiny import HOST, MissingError, error, fill
 from host.inside.core_tiny_vaes import CASES, latents_of, made, published
 from host.inside.sight import state
 
@@ -328,7 +328,11 @@ def as_published(name: str) -> dict[str, Any]:
 
 def masked() -> dict[str, int]:
     """In how many attentions of each VAE the masks are put back; of those that have none, 0."""
-    return {name: len(list(lost_masks(made(name).first_stage_model, Attention()))) for name in CASES}
+    try:
+        networks = {name: made(name).first_stage_model for name in CASES}
+    except ModuleNotFoundError as missing:
+        raise MissingError(str(missing)) from missing
+    return {name: len(list(lost_masks(network, Attention()))) for name, network in networks.items()}
 
 
 T5_CONFIG = {
