@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 TORCH_INDEX ?=
 INDEX := $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
-.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-wheel test-machine-code test-farm test-host test-full-host test-core core-classes core-doctor test-browser test-mutants fuzz inject crowd soak pictures cards workflows schemas locks matrix memory words lint bench gpu clean
+.PHONY: install accelerator demo train demo-comfyui test test-full test-windows test-floors test-wheel test-machine-code test-farm test-image test-host test-full-host test-core core-classes core-doctor test-browser test-mutants fuzz inject crowd soak pictures cards workflows schemas locks matrix memory words lint bench gpu clean
 
 install: $(READY)
 
@@ -100,7 +100,11 @@ test-machine-code: $(READY)
 test-farm: $(READY)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .[farm] --no-build-isolation
 	$(PY) -m pip install --quiet --disable-pip-version-check kubernetes-validate check-jsonschema  # schemas of recipes
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(WORKERS) -m farm tests/farm
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(WORKERS) -m farm tests/farm --ignore tests/farm/test_image.py
+
+# The farm's image, built and given a job on two networks of this machine: root, buildah, debootstrap; ten minutes.
+test-image: $(READY)
+	TORCH_INDEX=$(TORCH_INDEX) OMP_NUM_THREADS=1 $(PY) -m pytest -s -m farm tests/farm/test_image.py
 
 # A thousand jobs on real Ray, 5 % of them poisoned in 20 ways, while workers, drivers and nodes are killed.
 JOBS ?= 1000

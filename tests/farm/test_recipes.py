@@ -99,7 +99,12 @@ def test_two_boxes_start_ray_with_a_token_and_fixed_ports(name: str) -> None:
 
 def test_the_image_has_the_installed_pack_and_asks_for_a_token_which_no_recipe_has() -> None:
     image = (RECIPES / "Dockerfile").read_text(encoding="utf-8")
-    assert 'pip install --no-cache-dir "/src[farm]" && rm -rf /src' in image, "as tests/test_wheel.py installs it"
+    version = recipe("kuberay.yaml")["spec"]["rayClusterSpec"]["rayVersion"]
+    assert f"ARG RAY={version}\n" in image, "KubeRay is told the version that the image has"
+    assert '"/src[farm]" "ray[default]==$RAY" boto3 && rm -rf /src' in image, "as tests/test_wheel.py installs it"
+    given = (RECIPES.parents[1] / ".dockerignore").read_text(encoding="utf-8").split("\n*\n")[1].splitlines()
+    rooms = {f"!{path.parent.name}" for path in RECIPES.parents[1].glob("*/__init__.py")}
+    assert {line for line in given if "." not in line} == {*rooms, "!LICENSE", "**/__pycache__"}
     assert all(word in image for word in ("wget", "gcc", "boto3")), (
         "KubeRay's probes, Triton's launchers, AWS' launcher"
     )
@@ -116,7 +121,7 @@ def test_no_command_makes_a_token_that_others_can_read() -> None:
 
 @pytest.mark.farm
 def test_what_kuberay_asks_a_head_is_answered() -> None:
-    """By a head as `ray start` makes one of the extra `farm`; the image itself is built nowhere here."""
+    """By a head as `ray start` makes one of the extra `farm`; in the image: ``test_image.py``."""
     from anygpu.farm.cluster import LOOPBACK, QUIET
 
     environment = {**os.environ, **LOOPBACK, **QUIET, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "6" * 64}
