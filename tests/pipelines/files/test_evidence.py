@@ -143,14 +143,14 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             HYCustom_720p_bf16 hyvideo_custom_edit_720 HY-Avatar-fp8 hunyuanvideo_canny_control_lora
             hunyuan_depth_control_lora_v1 HunyuanVideo_pose_control_lora hunyuan_first_last_frame_lora
             hunyuan_video_inpaint_lora HY-WorldPlay hunyuan_video_turbo_lora hunyuan_lcm_lora_rank64
-            hunyuan_video_distilled_8steps hyvid_4_step_lora""",
+            hunyuan_video_distilled_8steps hyvid_4_step_lora hunyuan-video-fast hunyuan_dmd2_lora""",
         "": """hunyuan_video_720_cfgdistill_fp8_e4m3fn hunyuan_video_720_cfgdistill_bf16 HunyuanVideo HunyuanVideo-I2V
             hunyuan_video_t2v_720p_bf16 hunyuan_video_I2V_fp8_e4m3fn hunyuan_video_image_to_video_720p_bf16
             hunyuan-video-t2v-720p-Q4_K_M hunyuan_video_v2_replace_image_to_video_720p_bf16
             skyreels_hunyuan_t2v_bf16 skyreels-hunyuan-I2V-Q5_K_M hunyuan_video_720_bf16 hunyuan_video_i2v_720_bf16
             hunyuan-video-i2v-720p-Q8_0 hyvid_I2V_lora_embrace hyvid_I2V_lora_hair_growth
             hyvid_camera_control_lora hyvid_style_lora_2000_steps hyvid_navi_avatar_lora my_custom_hyvid_lora
-            hunyuan_video_guidance_distilled depth_of_field_hunyuan_lora""",
+            hunyuan_video_guidance_distilled depth_of_field_hunyuan_lora hunyuan_fast_motion_lora""",
     },
     "hunyuan_video_15": {
         "lightx2v": """hy1.5_t2v_480p_lightx2v_4step hy1.5_t2v_480p_scaled_fp8_e4m3_lightx2v_4step
@@ -165,7 +165,7 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
         "caution": """capybara_v0.1 capybara_v01_bf16 capybara_v0.1_fp8_scaled hunyuanvideo1.5_1080p_sr
             hunyuanvideo1.5_720p_sr_distilled_fp16 720p_i2v_distilled_sparse HY-OmniWeaving HY-WorldPlay
             hy15_t2v_turbo_lora hunyuanvideo1.5_720p_t2v_8_steps hunyuanvideo1.5_distill_lora
-            hy15_canny_control_lora""",
+            hy15_canny_control_lora hy15_first_last_frame_lora HY-World1.5-Autoregressive-480P-I2V""",
         "": """hy15_480p_t2v_fp8_e4m3_lightx2v hy15_720p_i2v_fp8_e4m3_lightx2v
             hunyuanvideo1.5_480p_t2v_cfg_distilled_fp16 hunyuanvideo1.5_720p_t2v_fp16 hunyuanvideo1.5_720p_i2v_fp16
             hunyuanvideo1.5_480p_i2v_cfg_distilled_fp8_scaled hunyuanvideo1.5_720p_i2v_cfg_distilled_fp16
