@@ -165,6 +165,7 @@ class Caution:
     text: str  # what is wrong with it and what to use instead
     source: str  # who says so
     channels: int = 0  # that the transformer must take where it is known; 0 for any
+    unlisted: bool = False  # whether a name that gives a recipe away makes it needless
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,8 +111,9 @@ def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> 
     return tuple(map(said, rows))
 
 
-def recipe_decisions(pipeline: Pipeline, variant: tuple[Decision, ...]) -> tuple[Decision, ...]:
-    """The decisions about variant and recipe; of a demo model, which has one recipe, what it draws."""
+def recipe_decisions(pipeline: Pipeline, variant: tuple[Decision, ...], said: str = "") -> tuple[Decision, ...]:
+    """The decisions about variant and recipe, which the name ``said`` gave away, if one did; of a demo model, which
+    has one recipe, what it draws."""
     if pipeline.is_demo:
         defaults = of_checkpoint(pipeline).sizes.defaults
         size = f"{defaults.width}x{defaults.height}, {defaults.frames} frames, {defaults.steps} steps"
@@ -122,8 +123,10 @@ def recipe_decisions(pipeline: Pipeline, variant: tuple[Decision, ...]) -> tuple
         drawn = Decision("model", f"draws coloured shapes at {size}", why, AUTO)
         return (*(each for each in variant if not each.guessed), drawn)
     recipe = recipe_of(pipeline)
-    chosen = () if recipe is None else (Decision("recipe", f"{recipe.name}: {recipe}", recipe.source, AUTO),)
-    return (*variant, *chosen)
+    if recipe is None:
+        return variant
+    why = f"the name {said!r} says so; {recipe.source}" if said else recipe.source
+    return (*variant, Decision("recipe", f"{recipe.name}: {recipe}", why, AUTO))
 
 
 def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -> Pipeline:

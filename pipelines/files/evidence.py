@@ -111,11 +111,10 @@ def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFil
     return variant, (*guess, *cautions)
 
 
-def recipe_named(family: FamilySpec, names: tuple[str, ...]) -> str:
-    """The key of the recipe that ``names`` give away, of a model that others distilled or of a LoRA; empty for none."""
-    return next(
-        (key for pattern, key in family.published.recipe_names.items() if Evidence(names=names).name_with(pattern)), ""
-    )
+def recipe_named(family: FamilySpec, names: tuple[str, ...]) -> tuple[str, str]:
+    """The key of the recipe of a model that others distilled or of a LoRA, and which of ``names`` gives it away."""
+    rows = ((key, Evidence(names=names).name_with(pattern)) for pattern, key in family.published.recipe_names.items())
+    return next((row for row in rows if row[1]), ("", ""))
 
 
 def named_place(model: Path, transformer: PartFiles) -> Path:
@@ -138,6 +137,7 @@ def cautions_by_name(
         for row in family.published.cautions
         if (not row.stored or row.stored in stored)
         and (not row.channels or channels in (0, row.channels))
+        and not (row.unlisted and recipe_named(family, names)[0])
         and Evidence(names=names).name_with(row.named)
     )
 

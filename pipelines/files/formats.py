@@ -23,7 +23,7 @@ from ...compat.errors import CheckpointError, PackError
 from ...compat.packages import attribute
 from ..keys import SAME, Layout, Row, is_another_model, renamed
 from ..registry import FAMILIES
-from .evidence import cautions_by_name, names_around, other_model, published, refusal
+from .evidence import cautions_by_name, names_around, other_model, published, recipe_named, refusal
 from .part import MOST_TENSORS, construction
 
 ENDINGS = (".safetensors", ".sft", ".gguf")
@@ -138,9 +138,13 @@ def config_of(content: StoredModel, task: str = "") -> Configured:
         if named:
             return _configured(max(named, key=lambda row: len(row["named"])), f"the name {name!r} says so", spared)
     unsaid = "no name around it says otherwise" if len(fitting) > 1 and not task else ""
-    family = FAMILIES.get(content.kind.partition("/")[0])
-    if unsaid and family is not None and cautions_by_name(family, names_around(content.path)):
-        unsaid = "the name says a task that is not run here"
+    family, around = FAMILIES.get(content.kind.partition("/")[0]), names_around(content.path)
+    if unsaid and family is not None:
+        key, said = recipe_named(family, around)
+        if cautions_by_name(family, around):
+            unsaid = "its name has a caution"
+        elif key:
+            return _configured(fitting[0], f"the name {said!r} says {family.published.recipes[key].name}", spared)
     return _configured(fitting[0], unsaid and f"assumed: {unsaid}", spared)
 
 

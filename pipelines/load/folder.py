@@ -95,6 +95,7 @@ def load(
     require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
     variant, guessed = variant_of(family, request.variant, request.model, files["transformer"])
     names = names_around(named_place(request.model, files["transformer"])) if request.variant == AUTO else ()
+    recipe, said = recipe_named(family, names)
     attention = _attention(request.attention, family, files["transformer"].config, precision, facts, probes)
     if attention.choice == SPARSE and request.speed.compile is not None:
         raise UnsupportedError("attention 'sparse' with compile", expected="one of the two", fix="Switch compile off.")
@@ -109,7 +110,7 @@ def load(
         request.offload, parts, facts.device, sizes, free=free, make_room=make_room, hosted=hosted, options=options
     )
     speed.settle_offload(offloader.mode, request.offload != AUTO)
-    more = (*storage_decisions(files), *speed.decisions(), *host_weight_decisions(offloader))
+    more = (*storage_decisions(files), *speed.decisions(), *host_weight_decisions(offloader), *source_decisions)
     model = Checkpoint(
         task=task_beside(family, folders["transformer"]) if single is None else single.task,
         variant=variant,
@@ -119,13 +120,12 @@ def load(
         weights=weights,
         storage=storage_choices(files),
         stands_in_for=request.stands_in_for,
-        recipe=recipe_named(family, names),
+        recipe=recipe,
     )
     decisions = (precision.decision, offload, attention.decision, *copies_decision(precision, facts, probes), *more)
     device, plan = Device(facts, precision, probes), PipelinePlan(offloader, speed, decisions)
     pipeline = Pipeline(spec=family, model=model, parts=parts, tools=tools, device=device, plan=plan)
-    decisions += (*source_decisions, *recipe_decisions(pipeline, guessed))
-    return replace(pipeline, plan=replace(plan, decisions=decisions))
+    return replace(pipeline, plan=replace(plan, decisions=(*decisions, *recipe_decisions(pipeline, guessed, said))))
 
 
 def _guards(request: LoadRequest, facts: DeviceFacts, probes: ProbeStore | None) -> tuple[Step, ...]:

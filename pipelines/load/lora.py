@@ -23,7 +23,7 @@ from ...compat.errors import CheckpointError, InputError, UnsupportedError, firs
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Progress
-from ..files.evidence import cautions_by_name, recipe_named
+from ..files.evidence import cautions_by_name, names_around, recipe_named
 from ..files.lora_keys import Match, matched
 from ..files.lora_kinds import ALPHA, HADA, KRON, MAGNITUDE, PEFT_MAGNITUDE, UP, Delta, LoRAPair, role_of
 from ..files.part import MOST_TENSORS, construction, empty_weights
@@ -114,16 +114,17 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     )
     loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer, pipeline.spec.transformers)
     decision = Decision("LoRA", f"{path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}")
-    cautions = cautions_by_name(pipeline.spec, (path.stem,))
+    cautions = cautions_by_name(pipeline.spec, names_around(path))
     for caution in cautions:
         progress.notify(f"{path.stem}: {caution.verdict}")
     decisions = (*pipeline.plan.decisions, decision, *cautions)
     plan = replace(pipeline.plan, offloader=pipeline.offloader.with_adapters(loras), decisions=decisions)
     changed = replace(pipeline, plan=plan)
-    if not (recipe := recipe_named(pipeline.spec, (path.stem,))):
+    recipe, name = recipe_named(pipeline.spec, names_around(path))
+    if not recipe or pipeline.is_demo:  # a demo model has its own
         return changed
     changed = replace(changed, model=replace(pipeline.model, recipe=recipe))
-    said = recipe_decisions(changed, ())
+    said = recipe_decisions(changed, (), name)
     progress.notify(f"{path.stem} changes the recipe: {said[0].verdict}")
     others = tuple(each for each in decisions if each.subject != "recipe")
     return replace(changed, plan=replace(plan, decisions=(*others, *said)))

@@ -348,6 +348,13 @@ def test_a_demo_model_that_starts_from_a_picture_stands_in_with_its_own():
     assert section == {"clip_seconds": 9 / 8, "window": 3, "fps": 8.0, "steps": 20} and "window 9 -> 3" in said[1]
 
 
+def test_a_demo_model_keeps_its_recipe_under_a_distilled_lora(tmp_path, recorded):
+    pipeline = load(LoadRequest(next(iter(demo_models().values())), precision="fp32", device="cpu"))
+    file = shutil.copy(demo_loras()["demo: ltx_night"], tmp_path / "ltxv-2b-0.9.8-distilled-lora.safetensors")
+    adapted = with_lora(pipeline, Path(file), 1.0, "", "separate", progress := recorded())
+    assert adapted.model.recipe == "" and not any("changes the recipe" in line for line in progress.said)
+
+
 def test_the_lora_of_a_demo_model_draws_the_same_at_night(world):
     folder, file = next(iter(demo_models().values())), demo_loras()["demo: ltx_night"]
     pipeline = load(LoadRequest(folder, precision="fp32", device="cpu"))

@@ -1,11 +1,13 @@
 """Which variant a published file is: what it says of itself, then the names around it, each named in the decision."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import published
 import pytest
+import tiny
 import torch
 from anygpu.compat.checkpoints.headers import entries_and_notes
 from anygpu.pipelines.families.ltx import pipeline as ltx
@@ -19,7 +21,9 @@ from anygpu.pipelines.files.evidence import (
 )
 from anygpu.pipelines.files.formats import config_of, contents
 from anygpu.pipelines.files.part import PartFiles
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.registry import FAMILIES
+from anygpu.pipelines.requests import LoadRequest
 
 CACHE = "x/hub/models--tencent--HunyuanVideo-1.5/"
 STEPS = [1.0, 0.9937, 0.9875, 0.9812, 0.975, 0.9094, 0.725, 0.4219]
@@ -125,49 +129,73 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
     "hunyuan_video": {
         "FastVideo": """hunyuan_video_FastVideo_720_fp8_e4m3fn fast-hunyuan-video-t2v-720p-Q4_K_M FastHunyuan
             FastHunyuan-diffusers hunyuan_video_FastVideo_LoRA-fp8 hyvideo_FastVideo_LoRA-fp8 fasthunyuan-q8_0
-            fast_hunyuan_video_720_quanto_int8""",
+            fast_hunyuan_video_720_quanto_int8 fastvideo-lora-hunyuan FastVideo_LoRA_hyvid fastvideo_lora_rank64
+            FastHunyuan-LoRA fastvideo_hunyuan_t2v_q4_k_m fastvideo_t2v_720p""",
         "AccVideo": """accvideo_hunyuan_5step_bf16 AccVideo accvid_5_steps_lora
             hunyuan_video_accvid_5_steps_lora_rank16_fp8
-            hunyuan_video_accvid_t2v-5-steps_Q4_K_M accvideo-t2v-5-steps-Q8_0""",
+            hunyuan_video_accvid_t2v-5-steps_Q4_K_M accvideo-t2v-5-steps-Q8_0 Hunyuan_AccVid_lora_rank32
+            accvid_t2v_hunyuan_5step_fp8 acc_video_hunyuan""",
         "caution": """hunyuan_video_custom_720p_fp8_scaled hunyuan_video_custom_720_bf16 HunyuanCustom
             hunyuan_custom_720p_fp8_scaled hunyuan_video_custom_audio_720_bf16 hunyuan_video_custom_edit_720_bf16
             hunyuan_video_avatar_720_bf16 HunyuanVideo-Avatar
             HunyuanVideo_dashtoon_keyframe_lora_converted_comfy_bf16 HunyuanVideo_dashtoon_keyframe_lora_converted_bf16
-            hunyuan-video-keyframe-control-lora img2vid img2vid544p Hunyuan-GameCraft-1.0 HunyuanWorld-Voyager""",
+            hunyuan-video-keyframe-control-lora img2vid img2vid544p Hunyuan-GameCraft-1.0 HunyuanWorld-Voyager
+            HYCustom_720p_bf16 hyvideo_custom_edit_720 HY-Avatar-fp8 hunyuanvideo_canny_control_lora
+            hunyuan_depth_control_lora_v1 HunyuanVideo_pose_control_lora hunyuan_first_last_frame_lora
+            hunyuan_video_inpaint_lora HY-WorldPlay hunyuan_video_turbo_lora hunyuan_lcm_lora_rank64
+            hunyuan_video_distilled_8steps hyvid_4_step_lora hunyuan-video-fast hunyuan_dmd2_lora""",
         "": """hunyuan_video_720_cfgdistill_fp8_e4m3fn hunyuan_video_720_cfgdistill_bf16 HunyuanVideo HunyuanVideo-I2V
             hunyuan_video_t2v_720p_bf16 hunyuan_video_I2V_fp8_e4m3fn hunyuan_video_image_to_video_720p_bf16
             hunyuan-video-t2v-720p-Q4_K_M hunyuan_video_v2_replace_image_to_video_720p_bf16
             skyreels_hunyuan_t2v_bf16 skyreels-hunyuan-I2V-Q5_K_M hunyuan_video_720_bf16 hunyuan_video_i2v_720_bf16
-            hunyuan-video-i2v-720p-Q8_0 hyvid_I2V_lora_embrace hyvid_I2V_lora_hair_growth""",
+            hunyuan-video-i2v-720p-Q8_0 hyvid_I2V_lora_embrace hyvid_I2V_lora_hair_growth
+            hyvid_camera_control_lora hyvid_style_lora_2000_steps hyvid_navi_avatar_lora my_custom_hyvid_lora
+            hunyuan_video_guidance_distilled depth_of_field_hunyuan_lora hunyuan_fast_motion_lora""",
     },
     "hunyuan_video_15": {
         "lightx2v": """hy1.5_t2v_480p_lightx2v_4step hy1.5_t2v_480p_scaled_fp8_e4m3_lightx2v_4step
             hy1.5_t2v_480p_lightx2v_4step_fp8_e4m3fn_scaled_kj hunyuanvideo1.5_t2v_480p_lightx2v_4step-Q4_K_M
-            hy1.5_t2v_480p_lightx2v_4step_quanto_int8_bf16""",
+            hy1.5_t2v_480p_lightx2v_4step_quanto_int8_bf16 hy15_480p_t2v_4step_lightx2v
+            hunyuanvideo1.5_480p_t2v_4step_lightx2v_fp8""",
         "lightx2v LoRA": "hunyuan_1_5_LigthX2V_dpm_rank32 1_5_LigthX2V_dpm_rank32",
-        "step distilled LoRA": "hunyuan_1_5_i2v_step_distilled_dpm_rank32 1_5_i2v_step_distilled_dpm_rank32",
+        "step distilled LoRA": """hunyuan_1_5_i2v_step_distilled_dpm_rank32 1_5_i2v_step_distilled_dpm_rank32
+            HunyuanVideo_1.5_i2v_step_distill_lora hy15_i2v_step_distilled_lora_rank64""",
         "few steps": "480p_i2v_step_distilled hunyuanvideo1.5_480p_i2v_step_distilled_fp16",
         "capybara": "capybara_v0.1 capybara_v01_bf16 capybara_v0.1_fp8_scaled",
         "caution": """capybara_v0.1 capybara_v01_bf16 capybara_v0.1_fp8_scaled hunyuanvideo1.5_1080p_sr
-            hunyuanvideo1.5_720p_sr_distilled_fp16 720p_i2v_distilled_sparse HY-OmniWeaving""",
+            hunyuanvideo1.5_720p_sr_distilled_fp16 720p_i2v_distilled_sparse HY-OmniWeaving HY-WorldPlay
+            hy15_t2v_turbo_lora hunyuanvideo1.5_720p_t2v_8_steps hunyuanvideo1.5_distill_lora
+            hy15_canny_control_lora hy15_first_last_frame_lora HY-World1.5-Autoregressive-480P-I2V""",
         "": """hy15_480p_t2v_fp8_e4m3_lightx2v hy15_720p_i2v_fp8_e4m3_lightx2v
             hunyuanvideo1.5_480p_t2v_cfg_distilled_fp16 hunyuanvideo1.5_720p_t2v_fp16 hunyuanvideo1.5_720p_i2v_fp16
             hunyuanvideo1.5_480p_i2v_cfg_distilled_fp8_scaled hunyuanvideo1.5_720p_i2v_cfg_distilled_fp16
-            HunyuanVideo-1.5-Diffusers-480p_t2v hunyuanvideo1.5_480p_t2v-Q8_0 hunyuanvideo1.5_720p_t2v_cfg_distilled""",
+            HunyuanVideo-1.5-Diffusers-480p_t2v hunyuanvideo1.5_480p_t2v-Q8_0 hunyuanvideo1.5_720p_t2v_cfg_distilled
+            720p_i2v_distilled HunyuanVideo-1.5-Diffusers-480p_i2v_distilled""",
     },
     "ltx": {
-        "distilled 13B 0.9.7": "ltxv-13b-0.9.7-distilled-lora128",
+        "distilled 13B 0.9.7": """ltxv-13b-0.9.7-distilled-lora128 ltxv_0.9.7_13B_distilled_lora128_bf16
+            ltxv_097_distilled_lora128 ltxv-097-distilled-lora""",
+        "distilled 13B": "ltxv-13b-0.9.8-distilled-lora128 lora_distilled_ltxv_098_13b",
+        "distilled": "ltxv-2b-0.9.8-distilled-lora",
+        "distilled_0.9.6": "ltxv-2b-0.9.6-distilled-lora",
         "caution": """ltxv-097-ic-lora-pose-control-comfyui ltxv-097-ic-lora-depth-control-comfyui
-            ltxv-097-ic-lora-canny-control-comfyui ltxv-098-ic-lora-detailer-comfyui""",
+            ltxv-097-ic-lora-canny-control-comfyui ltxv-098-ic-lora-detailer-comfyui LTXV_distilled_lora_rank64
+            ltxv-depth-control-lora ltxv_inpaint_lora ltxv_turbo_4steps""",
         "": """ltx-video-2b-v0.9 ltx-video-2b-v0.9.1 ltx-video-2b-v0.9.5 ltxv-2b-0.9.6-dev-04-25
             ltxv-2b-0.9.6-distilled-04-25 ltxv-2b-0.9.8-distilled ltxv-13b-0.9.7-dev ltxv-13b-0.9.7-distilled
             ltxv-13b-0.9.8-dev ltxv-13b-0.9.8-distilled ltxv-13b-0.9.7-dev-Q4_K_M ltxv-13b-0.9.8-distilled-fp8
-            ltx_squish_lora LTX-Video-Cakeify-LoRA""",
+            ltx_squish_lora LTX-Video-Cakeify-LoRA ltxv-13b-0.9.8-distilled-8steps
+            ltxv_camera_control_dolly_lora""",
     },
     "mochi": {
-        "FastMochi": "FastMochi FastMochi-diffusers",
+        "FastMochi": "FastMochi FastMochi-diffusers mochi_fastvideo_lora",
+        "caution": "mochi_turbo_lora mochi_distilled_4_steps",
         "": """mochi_preview_bf16 mochi_preview_fp8_scaled mochi_preview_dit_bf16 mochi_preview_dit_GGUF_Q8_0
             mochi-1-preview mochi-q3_k_m""",
+    },
+    "framepack": {
+        "caution": "fastvideo-lora-hunyuan accvid_5_steps_lora hunyuan_depth_control_lora_v1 FramePack_turbo_8steps",
+        "": "FramePackI2V_HY_fp8_e4m3fn FramePack_F1_I2V_HY_20250503_bf16 hyvid_I2V_lora_embrace",
     },
 }
 
@@ -179,8 +207,29 @@ def test_names_of_distillations_and_of_other_tasks_are_known(family: str) -> Non
     asked = {name for group in groups.values() for name in group.split()}
     for name in asked:
         kinds = {kind for kind, group in groups.items() if name in group.split()}
-        assert recipe_named(spec, (name,)) == next(iter(kinds - {"caution"}), ""), name
+        key = next(iter(kinds - {"caution"}), "")
+        assert recipe_named(spec, (name,)) == (key, name if key else ""), name
         assert bool(cautions_by_name(spec, (name,))) == ("caution" in kinds), name
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("accvid_t2v_hunyuan_5step_fp8", "the name 'accvid_t2v_hunyuan_5step_fp8' says AccVideo"),
+        ("hunyuan_video_custom_720p_bf16", "assumed: its name has a caution"),
+        ("hunyuan_video_t2v_720p_bf16", "assumed: no name around it says otherwise"),
+    ],
+)
+def test_a_name_that_gives_the_recipe_says_what_the_file_is(tmp_path: Path, name: str, why: str) -> None:
+    file = published.sparse(tmp_path / "models" / f"{name}.safetensors", published.shapes("hunyuan_video"))
+    assert config_of(contents(file)[0]).why == why
+
+
+def test_a_loaded_folder_says_which_name_gave_its_recipe(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny.build("hunyuan_video", tiny_folder), tmp_path / "models" / "FastHunyuan-diffusers")
+    recipe = next(each for each in load(LoadRequest(folder, device="cpu")).plan.decisions if each.subject == "recipe")
+    assert recipe.verdict.startswith("FastHunyuan: 6 steps")
+    assert recipe.why.startswith("the name 'FastHunyuan-diffusers' says so; FastVideo/FastHunyuan model card")
 
 
 @pytest.mark.parametrize(("channels", "named"), [(0, True), (65, True), (98, False)])

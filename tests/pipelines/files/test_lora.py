@@ -2,6 +2,7 @@
 
 import gc
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.lora import with_lora
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LORA_MODES, LoadRequest
+from anygpu.pipelines.settings import of_checkpoint
 from safetensors.torch import save_file
 
 RANK = 4
@@ -106,6 +108,27 @@ def put(
     made: Any, on: Pipeline, index: int = 0, strength: float = 1.0, blocks: str = "", mode: str = "separate"
 ) -> Pipeline:
     return with_lora(on, made.paths[index], strength, blocks, mode, Silent())
+
+
+def test_a_lora_whose_name_gives_a_recipe_changes_the_defaults_and_says_so(made: Any, recorded: Any) -> None:
+    """The folder around it counts; a style after it leaves the recipe, and a name of no row is cautioned once."""
+    file = made.folder / "models" / "loras" / "FastHunyuan-LoRA" / "pytorch_lora_weights.safetensors"
+    unlisted = made.folder / "models" / "loras" / "hunyuan_turbo_lora.safetensors"
+    file.parent.mkdir(parents=True)
+    for path in (file, unlisted):
+        shutil.copy(made.paths[0], path)
+    progress = recorded()
+    fast = put(made, with_lora(made.pipeline, file, 1.0, "", "separate", progress), 1)
+    defaults = of_checkpoint(fast).sizes.defaults
+    assert (defaults.steps, defaults.shift, defaults.cfg) == (6, 17.0, 1.0)
+    assert of_checkpoint(made.pipeline).sizes.defaults.steps == 50
+    (recipe,) = [each for each in fast.plan.decisions if each.subject == "recipe"]
+    assert recipe.why.startswith("the name 'FastHunyuan-LoRA' says so; FastVideo/FastHunyuan")
+    assert [f"{file.stem} changes the recipe: {recipe.verdict}"] == [x for x in progress.said if "recipe" in x]
+    progress = recorded()
+    plain = with_lora(made.pipeline, unlisted, 1.0, "", "separate", progress)
+    assert sum("not in the catalogue" in line for line in progress.said) == 1
+    assert of_checkpoint(plain).sizes.defaults.steps == 50 and plain.plan.decisions[-1].alarming
 
 
 @pytest.mark.parametrize("mode", LORA_MODES)
