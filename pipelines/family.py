@@ -105,6 +105,7 @@ class Recipe:
     shift: float = 0.0  # of the noise levels; 0 for the family's
     picture_filter: str = ""  # PIL's filter for pictures, which are cut to shape before; empty for the family's way
     second: Recipe | None = None  # the pass over upscaled latents; None where none is published
+    nodes: str = ""  # of a second pass: the nodes and the file that run it, for people
 
     def __str__(self) -> str:
         guidance = [f"from noise {step.level:g} {step}" for step in self.guidance]

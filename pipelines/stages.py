@@ -257,6 +257,8 @@ def sample(
             fix=f"{family.title} samples section by section: use AnyGPU Sample FramePack.",
         )
     recipe, final = recipe_of(pipeline, settings), final_size(settings)
+    if recipe is not None and recipe.second is not None and settings.denoise == 1.0 and not pipeline.is_demo:
+        progress.notify(f"one of two published passes; the second: {recipe.second.nodes}")
     if final:
         progress.notify(f"decoded frames are resized to {settings.width}x{settings.height}")
     completed = complete(of_checkpoint(pipeline, recipe), prompt, image, settings, progress)

@@ -92,8 +92,8 @@ ROWS = (
         (WHOLE, SAMPLED, MASKED, f"{SAMPLED.split('::')[0]}::test_a_second_pass_ends_at_the_size_that_is_asked"),
         "0.9.8's 2B distilled, 13B distilled and 13B dev from text with `inference.py`, in a graph of both passes: as "
         "2B, lists of guidance, upscaler, AdaIN, tone map, resize",
-        "one pass, unless the graph has AnyGPU Upscale Latents and a second AnyGPU Sample, as template "
-        f"`anygpu_ltx_two_passes`; {REWRITTEN}; {NEGATIVE}; the second pass draws its noise by its node's seed",
+        "one pass, as the run says, unless the graph has AnyGPU Upscale Latents and a second AnyGPU Sample, as "
+        f"template `anygpu_ltx_two_passes`; {REWRITTEN}; {NEGATIVE}; that pass draws its noise by its node's seed",
         ("ltx 2B 0.9.8 distilled", "ltx 13B 0.9.8 distilled", "ltx 13B 0.9.8 dev"),
     ),
     Compared(

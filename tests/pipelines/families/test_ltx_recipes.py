@@ -95,7 +95,11 @@ def test_a_published_size_has_the_recipe_of_its_size(models: dict[str, Pipeline]
     assert of("dev", 28) == SPEC.published.recipes["dev"] and of("dev", 48).guidance[3].blocks == (28,)
     assert of("distilled", 48).second.tone_map == 0.6 and of("distilled", 28).second.tone_map == 0.0
     older = of("distilled", 48, "ltxv-13b-0.9.7-distilled.safetensors")
-    assert older.second.tone_map == 0.0 and older.timesteps == of("distilled", 48).timesteps
+    assert (
+        "upscaler-0.9.7." in older.second.nodes
+        and older.second.tone_map == 0.0
+        and older.timesteps == of("distilled", 48).timesteps
+    )
     assert of("dev", 48, "ltxv-13b-0.9.7-dev.safetensors") == of("dev", 48)
     assert of("dev", 48).guidance[1].stg == 0.0
     assert of("dev", 2).guidance == (GuidanceStep(cfg=3.0),)
@@ -116,6 +120,11 @@ def test_auto_follows_the_recipe_and_says_so(models: dict[str, Pipeline], record
         run = replace(SETTINGS, frames=9, steps=0)
         stages.sample(replace(pipeline, model=replace(pipeline.model, variant=variant)), prompt(), None, run, progress)
         assert progress.steps[-1][:2] == (steps, steps)
+        passes = [line for line in progress.said if "published passes" in line]
+        assert len(passes) == (variant == "distilled")
+        assert all(
+            "upscaler-0.9.8.safetensors, then AnyGPU Sample (template anygpu_ltx_two_" in line for line in passes
+        )
 
 
 @pytest.mark.parametrize("changes", [{"cfg": 3.0, "stg": 1.0}, {"stg": 1.0}, {"cfg": 3.0, "stg": 0.0, "cfg_end": 0.5}])
@@ -233,6 +242,7 @@ def test_a_second_pass_ends_at_the_size_that_is_asked(models: dict[str, Pipeline
         )
     )
     assert "decoded frames are resized to 48x40" in watched.said
+    assert not any("published passes" in line for line in watched.said)
     assert all(torch.equal(one.samples, own.samples) for one in (asked, first, usual))
     whole, final = (stages.decode(pipeline, one, Silent()) for one in (own, asked))
     wanted = torch.nn.functional.interpolate(whole.permute(0, 3, 1, 2), size=(40, 48), mode="bilinear")
