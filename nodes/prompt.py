@@ -110,7 +110,7 @@ class EncodeImage(io.ComfyNode):
             search_aliases=["image to video", "first frame", "last frame", "start image", "end image", "i2v"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
-                io.Image.Input("image", tooltip="An RGB picture. Several frames make a clip (LTX-Video)."),
+                io.Image.Input("image", tooltip="An RGB picture. Several frames make a clip (LTX-Video; FramePack goes on with it)."),
                 *size_inputs(),
                 io.Combo.Input(
                     "fit", options=list(FITS), default=FITS[0],
