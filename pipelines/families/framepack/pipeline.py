@@ -28,7 +28,7 @@ from ...text.llama import llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import described
 from ...vae.fallback import decoding, encoded_moments
 from ...vae.plan import DecodeRequest
-from .sections import VISION, History, Plan, joined, plan_for, spans
+from .sections import SPAN, VISION, History, Plan, joined, plan_for, shown_at, spans, timed
 from .sections import training_plan as training_plan
 from .sections import training_sections as training_sections
 from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
@@ -54,14 +54,20 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
-    """Llama states and pooled CLIP vectors of the prompt, the negative, and each section's prompt, else the first's."""
+    """Llama states and pooled CLIP vectors of the prompt, the negative, and each section's prompt, else the first's.
+
+    Of a text with prompts by time each of them is a section's, with its seconds."""
     from diffusers import HunyuanVideoFramepackPipeline
 
+    if found := timed(request.text, request.sections):
+        request = replace(request, text=found[0][2], sections=tuple(words or found[0][2] for *_, words in found))
     texts = tuple(text for text in request.sections if text.strip())
     asked = replace(request, sections=texts)
     positive, negative, later = llama_embeds(pipeline, HunyuanVideoFramepackPipeline, asked, progress)
     encoded = iter(later)
     sections = tuple(next(encoded) if text.strip() else positive for text in request.sections)
+    if found:
+        sections = tuple({**each, SPAN: torch.tensor(at[:2])} for each, at in zip(sections, found, strict=True))
     return Prompt(SPEC.id, positive, negative, sections)
 
 
@@ -182,7 +188,7 @@ def sample(
         settings = replace(settings, scheduler="euler" if pipeline.is_demo else UNIPC_BH1)  # the demo draws better so
     start = _drawn(pipeline, image, START, generator)
     end = (1 if plan.clip else strength) * _drawn(pipeline, image, END, generator) if strength > 0 else None
-    history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, progress)
+    history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, framepack.clip_seconds, progress)
     key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else str
     shape, vision = (*start.shape[:2], plan.sampled, *start.shape[3:]), _seen(image, plan, strength).to(device)
     levels, config = _levels_for(pipeline, shape, settings, progress)
@@ -307,7 +313,11 @@ def _resume(history: History, generator: torch.Generator, standing: SectionState
     progress.notify(f"continues after section {len(standing.lengths)} of {count}, saved by an interrupted run")
 
 
-def _texts(pipeline: Pipeline, prompt: Prompt, plan: Plan, progress: Progress) -> list[dict[str, Mapping[str, Tensor]]]:
+def _texts(pipeline: Pipeline, prompt: Prompt, plan: Plan, seconds: float, progress: Progress) -> list[dict[str, Any]]:
+    later = prompt.sections
+    if times := [section[SPAN].tolist() for section in later if SPAN in section]:
+        later = [{k: t for k, t in later[index].items() if k != SPAN} for index in shown_at(times, plan, seconds)]
+        prompt = replace(prompt, embeds=later[0], sections=tuple(later[1:]))
     given = len(prompt.sections)
     unused = given - (plan.count - 1)
     if unused > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,6 +24,8 @@ HISTORY = (1, 2, 16)  # latent frames that a section sees at full, half and quar
 LARGEST_WINDOW = 33  # of the slider in lllyasviel's own application
 VISION = "vision"  # what the image encoder says of the start image, or of a clip's first frame
 CLIP_NEAREST = 4  # latent frames of a clip that a section sees at full scale: 5 cleaned frames, as the fork counts
+TIMED = re.compile(r"\[(\d{1,6}(?:\.\d{1,6})?)s(?:-(\d{1,6}(?:\.\d{1,6})?)s)?\s*:\s*([^\]]*?)\s*\]")
+SPAN = "seconds"  # tensor of a section prompt: its start and end, below 0 for the end of the film
 INDICES = {  # its names of what the transformer's arguments are called here
     "latent_indices": "indices_latents",
     "clean_latent_indices": "indices_latents_clean",
@@ -120,8 +123,7 @@ def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: boo
             fix="Load the FramePack I2V checkpoint (not F1), or remove the end image.",
         )
     count = 1 if framepack.single_frame else max(1, round(frames / (framepack.window * TEMPORAL_RATIO)))
-    clip = start if start > 1 else 0
-    return Plan(order, count, window=framepack.window, single=framepack.single_frame, clip=clip)
+    return Plan(order, count, framepack.window, single=framepack.single_frame, clip=start if start > 1 else 0)
 
 
 @dataclass(slots=True)
@@ -252,3 +254,31 @@ def training_sections(film: Tensor, image: ImageCondition, plan: Plan) -> Iterat
         tensors[f"image_embeddings_{dtype_name(film.dtype)}"] = to_host(image.tensors[VISION][0]).to(film.dtype)
         yield place, tensors
         history.add(target[None])
+
+
+def timed(text: str, sections: Sequence[str]) -> list[tuple[float, float, str]]:
+    """Seconds and words of each ``[3s: words]`` or ``[0s-2s: words]``; the rest of ``text`` stands from 0.
+
+    Source: colinurbs/FramePack-Studio f4369da ``prompt_handler.py``."""
+    shown = [(float(a), float(b or -1), words) for a, b, words in TIMED.findall("\n".join((text, *sections)))]
+    if shown and any(TIMED.sub("", line).strip() for line in sections):
+        fix = "Write each section prompt as [3s: text], or none."
+        raise InputError("section prompts with and without a time", expected="one of the two", fix=fix)
+    if shown and (rest := TIMED.sub("", text).strip()):
+        shown.append((0.0, -1.0, rest))
+    shown.sort(key=lambda each: each[0])
+    starts = [*(start for start, _, _ in shown[1:]), -1.0]
+    return [(a, after if b < 0 else b, words) for (a, b, words), after in zip(shown, starts, strict=False)]
+
+
+def shown_at(spans: Sequence[Sequence[float]], plan: Plan, seconds: float) -> list[int]:
+    """Which of ``spans`` each section has, by its place, as ``worker.py`` of that fork decides it."""
+    size, found = (plan.window * TEMPORAL_RATIO - 3) / 30, [0] * plan.count
+    ends = [[round(each / size) * size for each in (a, seconds if b < 0 else b)] for a, b in spans]
+    known = [(a, b if b > a else a + size, index) for index, (a, b) in enumerate(ends)]
+    if plan.inverted:
+        known = sorted(((seconds - b, seconds - a, index) for a, b, index in known), key=lambda each: each[0])
+    for step in range(plan.count):
+        now = max(0.01, ((step * plan.window + (not plan.inverted and not plan.clip)) * TEMPORAL_RATIO - 3) / 30)
+        found[plan.place(step)] = next((index for a, b, index in known if a <= now < b), known[0][2])
+    return found

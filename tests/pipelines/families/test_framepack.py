@@ -214,6 +214,37 @@ def test_a_section_follows_the_prompt_of_its_place_in_the_film(run: Any, name: s
         assert torch.equal(told[:, :, :-WINDOW], plain[:, :, :-WINDOW])
 
 
+TIMED = {  # by variant and whether it goes on with a clip: what parse_timestamped_prompt and its worker choose in 8 s
+    "[0s-2s: a] fox [3.3s: b] [5s: c]": ("fox fox fox b c c c", "a a fox b b c c"),
+    "[1s: a] [3s-4s: b] [7s: c]": ("c a a c c c c", "a a a b a a c"),
+}
+
+
+@pytest.mark.parametrize("text", TIMED)
+@pytest.mark.parametrize("clip", [0, 11])
+def test_prompts_by_time_are_the_forks(text: str, clip: int) -> None:
+    """Source: colinurbs/FramePack-Studio f4369da; 12,000 other texts, lengths and windows gave the same."""
+    spans = sections.timed(text, ())
+    for order, expected in zip((sections.INVERTED, sections.VANILLA), TIMED[text], strict=True):
+        plan = sections.Plan(order, 7, 9, clip=clip)
+        assert [spans[index][2] for index in sections.shown_at([s[:2] for s in spans], plan, 8.0)] == expected.split()
+
+
+def test_a_prompt_by_time_reaches_its_sections(run: Any) -> None:
+    """Its words are seen alone, like those of a section prompt; times stay out of the transformer's arguments."""
+    made = run(F1)
+    request = PromptRequest(f"{PROMPT} [0.4s: a blue dog sleeps]", sections=("[30s: a green bird]",))
+    by_time = stages.encode_prompt(made.pipeline, request, Silent())
+    by_line = stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, sections=("", "a blue dog sleeps")), Silent())
+    ours, theirs, plain = (
+        _sampled(made, 3, prompt=prompt, steps=1).samples
+        for prompt in (by_time, by_line, replace(by_line, sections=()))
+    )
+    assert _distance(ours, theirs) < 1e-5 and _distance(ours, plain) > 1e-3
+    with pytest.raises(InputError, match="with and without a time"):
+        stages.encode_prompt(made.pipeline, PromptRequest("[1s: a]", sections=("b",)), Silent())
+
+
 def test_more_section_prompts_than_sections_are_said(run: Any, recorded: Any) -> None:
     made, watched = run(I2V), recorded()
     _sampled(made, 2, watched, prompt=made.told)
