@@ -33,7 +33,8 @@ class EncodePrompt(io.ComfyNode):
                 io.String.Input(
                     "section_prompts", multiline=True, default="", optional=True, advanced=True,
                     tooltip="FramePack: one prompt per line for the sections after the first, in playback order. "
-                            "Sections without a line use the prompt above.",
+                            "Sections without a line use the prompt above. Here and in text, [3s: words] or [0s-2s: words] is a "
+                            "prompt by time.",
                 ),
                 io.Image.Input(
                     "image", optional=True,
@@ -110,7 +111,7 @@ class EncodeImage(io.ComfyNode):
             search_aliases=["image to video", "first frame", "last frame", "start image", "end image", "i2v"],
             inputs=[
                 Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
-                io.Image.Input("image", tooltip="An RGB picture. Several frames make a clip (LTX-Video)."),
+                io.Image.Input("image", tooltip="An RGB picture. Several frames make a clip (LTX-Video; FramePack goes on with it)."),
                 *size_inputs(),
                 io.Combo.Input(
                     "fit", options=list(FITS), default=FITS[0],

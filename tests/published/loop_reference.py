@@ -135,6 +135,137 @@ def framepack(script: str) -> Callable[[], torch.Tensor]:
     return run
 
 
+def framepack_clip(kind: str, ended: bool = False) -> Callable[[], torch.Tensor]:
+    """The latents of FramePack-Studio's worker, which goes on with a clip, in the transformer's space.
+
+    The mixed states of the image encoder, which ``video_generator.py`` computes and drops, reach the transformer here.
+    """
+
+    def run() -> torch.Tensor:
+        import json
+        import os
+        import time
+        import traceback
+
+        import einops
+        import numpy
+        from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+
+        pipe = tiny.one_shot("framepack_f1" if "F1" in kind else "framepack", FOLDER)
+        stub("torchvision", "cv2", "decord", "modules.settings", "diffusers_helper.memory")
+        from diffusers_helper import clip_vision, hunyuan, utils
+        from diffusers_helper.models.hunyuan_video_packed import HunyuanVideoTransformer3DModelPacked
+        from diffusers_helper.pipelines import k_diffusion_hunyuan
+        from modules import DUMMY_LORA_NAME, generators
+        from modules.generators import video_base_generator
+        from modules.prompt_handler import parse_timestamped_prompt
+
+        transformer = HunyuanVideoTransformer3DModelPacked(
+            **tiny_config(pipe.transformer, HunyuanVideoTransformer3DModelPacked)
+        )
+        transformer.load_state_dict(pipe.transformer.state_dict(), strict=True)
+        histories, states, draws = [], [], generator()
+        see, sample_hunyuan = clip_vision.hf_clip_vision_encode, k_diffusion_hunyuan.sample_hunyuan
+        draw = DiagonalGaussianDistribution.sample
+        pictures = (loops.clip() * 255).round().to(torch.uint8).numpy()
+
+        def sampled(**given: Any) -> torch.Tensor:
+            if ended:
+                weight, (_, last, end) = loops.FRAMEPACK_END, states
+                given["image_embeddings"] = (1 - weight) * last + weight * end
+            return sample_hunyuan(**given | {"generator": draws, "dtype": torch.float32})
+
+        def seen(*given: Any) -> Any:
+            found = see(*given)
+            states.append(found.last_hidden_state)
+            return found
+
+        def drawn_by_us(self: Any) -> torch.Tensor:
+            if self.mean.shape[2] == 1 and not unused:  # of the end image at its own size, which nothing sees
+                unused.append(self)
+                return self.mode()
+            return draw(self, draws)
+
+        def made(name: str, **given: Any) -> Any:
+            found = create(name, **given)
+            found.gpu, update = torch.device("cpu"), found.update_history_latents
+            found.load_model = lambda: setattr(found, "transformer", transformer.eval())
+            found.unload_loras = lambda: None
+
+            def kept(*latents: torch.Tensor) -> torch.Tensor:
+                histories.append(update(*latents))
+                return histories[-1]
+
+            found.update_history_latents = kept
+            return found
+
+        class Reader:
+            def __init__(self, _: str) -> None: ...
+
+            def __len__(self) -> int:
+                return len(pictures)
+
+            def get_avg_fps(self) -> float:
+                return 30.0
+
+            def get_batch(self, frames: Any) -> Any:
+                return SimpleNamespace(asnumpy=lambda: pictures[list(frames)])
+
+        unused: list[Any] = []
+        create = generators.create_model_generator
+        video_base_generator.decord.VideoReader = Reader
+        video_base_generator.find_nearest_bucket = lambda *_, **__: loops.FRAMEPACK_SIZE
+        clip_vision.hf_clip_vision_encode, k_diffusion_hunyuan.sample_hunyuan = seen, sampled
+        queue = SimpleNamespace(push=lambda _: None, top=lambda: None)
+        stream = SimpleNamespace(output_queue=queue, input_queue=queue)
+        known = {"high_vram": True, "args": SimpleNamespace(offline=False), "settings": {}, "stream": stream}
+        known |= {"prompt_embedding_cache": {}, "current_generator": None, "vae": pipe.vae}
+        known |= {n: getattr(pipe, n) for n in ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")}
+        known |= {n: getattr(pipe, n) for n in ("image_encoder", "feature_extractor")}
+        main = sys.modules["__main__"]
+        for name, value in known.items():
+            setattr(main, name, value)
+        steps = SimpleNamespace(
+            validate_parameters=lambda _: (True, ""),
+            prepare_parameters=lambda given: given,
+            preprocess_inputs=lambda _: {"input_files_dir": None},
+            handle_results=lambda *_: None,
+        )
+        space = functions(
+            CLONE / "modules" / "pipelines" / "worker.py",
+            {"worker", "get_cached_or_encode_prompt"},
+            {
+                **vars(hunyuan),
+                **vars(utils),
+                **{"torch": torch, "np": numpy, "os": os, "json": json, "time": time, "traceback": traceback},
+                **{"einops": einops, "studio_module": main, "DUMMY_LORA_NAME": DUMMY_LORA_NAME},
+                **{"gpu": torch.device("cpu"), "cpu": torch.device("cpu"), "datetime": import_module("datetime")},
+                **{"unload_enhancing_model": lambda: None, "unload_captioning_model": lambda: None},
+                "parse_timestamped_prompt": parse_timestamped_prompt,
+                "make_progress_bar_html": lambda *_: "",
+                "create_pipeline": lambda *_: steps,
+                "create_model_generator": made,
+                "save_bcthw_as_mp4": lambda *_, **__: None,
+            },
+        )  # fmt: skip
+        end = (loops.framepack_end() * 255).round().to(torch.uint8)[0].numpy() if ended else None
+        cached = {"use_teacache": False, "teacache_num_steps": 0, "teacache_rel_l1_thresh": 0.0, "use_magcache": False}
+        cached |= dict.fromkeys(("magcache_threshold", "magcache_max_consecutive_skips", "magcache_retention_ratio"), 0)
+        with mock.patch.object(DiagonalGaussianDistribution, "sample", drawn_by_us):
+            space["worker"](
+                **{"model_type": kind, "input_image": "clip.mp4", "end_frame_image": end, "has_input_image": True},
+                **{"end_frame_strength": loops.FRAMEPACK_END, "prompt_text": loops.PROMPT, "n_prompt": ""},
+                **{"seed": loops.SEED, "total_second_length": loops.FRAMEPACK_CLIP_SECONDS, "latent_window_size": 9},
+                **{"steps": loops.FRAMEPACK_CLIP_STEPS, "cfg": 1.0, "gs": 10.0, "rs": 0.0, "blend_sections": 0},
+                **{"latent_type": "Black", "selected_loras": [], "job_stream": stream, "output_dir": str(FOLDER)},
+                **cached,
+            )
+        new = 0 if "F1" in kind else 9 * len(histories)  # latents that stand before the clip there
+        return histories[-1].roll(-new, dims=2)
+
+    return run
+
+
 @contextmanager
 def on_cpu() -> Iterator[None]:
     """Without CUDA: ``torch.zeros`` where "cuda" is asked, and autocast, which is off in fp32."""
@@ -763,9 +894,13 @@ HUNYUAN_15 = "Tencent-Hunyuan/HunyuanVideo-1.5", "60783e7", TENCENT
 LIGHTRICKS = "Lightricks/LTX-Video", "5260738", "Apache-2.0"
 SKYWORK = "SkyworkAI/SkyReels-V1", "cb0ceaa", f"Apache-2.0 and {TENCENT}"
 FRAMEPACK = "lllyasviel/FramePack", "97fe5db", "Apache-2.0; its sampler CC BY-SA 4.0"
+STUDIO = "colinurbs/FramePack-Studio", "f4369da", "Apache-2.0; its sampler CC BY-SA 4.0"
 LOOPS = {
     "framepack": Loop(*FRAMEPACK, framepack("demo_gradio.py")),
     "framepack f1": Loop(*FRAMEPACK, framepack("demo_gradio_f1.py")),
+    "framepack clip": Loop(*STUDIO, framepack_clip("Video")),
+    "framepack clip end": Loop(*STUDIO, framepack_clip("Video", ended=True)),
+    "framepack f1 clip": Loop(*STUDIO, framepack_clip("Video F1")),
     "ltx 0.9.0": Loop(
         *LIGHTRICKS, ltx("ltx", "ltxv-2b-0.9.yaml", sampler="Uniform", shifting="SD3", target_shift_terminal=0.1)
     ),

@@ -39,6 +39,7 @@ LEVELS = 2**15 - 1  # of kept pixels: half a level is 1.5e-5
 
 FRAMEPACK_SECONDS = 5.0  # the default of both
 FRAMEPACK_PICTURE, FRAMEPACK_SIZE = (151, 96), (64, 96)  # width and height; the size that both are made at: H, W
+FRAMEPACK_CLIP_SECONDS, FRAMEPACK_CLIP_STEPS, FRAMEPACK_END = 3.2, 3, 0.5  # of a film that goes on with a clip
 BUCKETED = (151, 96)  # width and height of the picture that Tencent's loops bring to a bucket
 SIZE = (80, 48)  # width and height of the families that draw what they are told
 
@@ -68,6 +69,17 @@ def picture(width: int, height: int) -> torch.Tensor:
     return ((0.9 * smooth + 0.1 * grain).clamp(0, 1) * 255).round()[None] / 255
 
 
+def clip() -> torch.Tensor:
+    """A clip (46, H, W, 3) in 0..1 of 8 bits: a picture that moves to the right."""
+    still = picture(*FRAMEPACK_PICTURE)
+    return torch.cat([still.roll(index, dims=2) for index in range(46)])
+
+
+def framepack_end() -> torch.Tensor:
+    """The picture that a clip ends at, of the size that it is made at."""
+    return picture(*FRAMEPACK_SIZE[::-1]).flip(1)
+
+
 def saved_picture(width: int, height: int, path: Path) -> None:
     """Write :func:`picture` where a script reads it."""
     from PIL import Image
@@ -76,14 +88,16 @@ def saved_picture(width: int, height: int, path: Path) -> None:
 
 
 def kept(frames: torch.Tensor, most: int = 12_000) -> dict[str, torch.Tensor]:
-    """Evenly spread pixels of frames (F, H, W, 3) in 0..1, and their shape.
+    """Evenly spread pixels of frames (F, H, W, 3) in 0..1, or values of latents in fp32, and their shape.
 
     The step between them shares no factor with the sides, so that every column, row and frame is seen.
     """
     step = max(1, frames.numel() // most)
     while any(step % prime == 0 for prime in (2, 3, 5, 7) if step > 1):
         step += 1
-    pixels = (frames.double().flatten()[::step] * LEVELS).round().to(torch.int16)
+    pixels = frames.float().flatten()[::step].contiguous()
+    if frames.shape[-1] == 3:
+        pixels = (pixels.double() * LEVELS).round().to(torch.int16)
     return {"pixels": pixels, "shape": torch.tensor(frames.shape), "step": torch.tensor(step)}
 
 
@@ -91,7 +105,8 @@ def error(frames: torch.Tensor, stored: dict[str, torch.Tensor]) -> float:
     """The largest difference of our frames from the kept ones."""
     assert tuple(frames.shape) == tuple(stored["shape"].tolist())
     ours = frames.double().flatten()[:: int(stored["step"])]
-    return float((ours - stored["pixels"].double() / LEVELS).abs().max())
+    levels = 1 if stored["pixels"].is_floating_point() else LEVELS
+    return float((ours - stored["pixels"].double() / levels).abs().max())
 
 
 HUNYUAN_15 = [("t2v", ""), ("i2v", ""), ("t2v", "cfg distilled"), ("i2v", "cfg distilled"), ("i2v", "step distilled")]

@@ -28,13 +28,15 @@ from ...text.llama import llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import described
 from ...vae.fallback import decoding, encoded_moments
 from ...vae.plan import DecodeRequest
-from .sections import VISION, History, Plan, joined, plan_for, spans
+from .sections import SPAN, VISION, History, Plan, joined, plan_for, shown_at, spans, timed
 from .sections import training_plan as training_plan
 from .sections import training_sections as training_sections
 from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
 
 START, END = "start", "end"
 PLACES = {0: START, -1: END}
+CLIP_FRAMES = 36, 108, 16  # of a clip: the fewest, for less is shorter than a section; the most; encoded at a time
+VISIONS = "vision_last", "vision_end"  # what the image encoder says of a clip's last frame, and of an end image with it
 LARGEST_SHIFT = 7.0  # of the models' own schedule, which grows with the size of a section
 SHIFTS = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")  # without image_ in its function
 
@@ -52,14 +54,20 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
 
 
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
-    """Llama states and pooled CLIP vectors of the prompt, the negative, and each section's prompt, else the first's."""
+    """Llama states and pooled CLIP vectors of the prompt, the negative, and each section's prompt, else the first's.
+
+    Of a text with prompts by time each of them is a section's, with its seconds."""
     from diffusers import HunyuanVideoFramepackPipeline
 
+    if found := timed(request.text, request.sections):
+        request = replace(request, text=found[0][2], sections=tuple(words or found[0][2] for *_, words in found))
     texts = tuple(text for text in request.sections if text.strip())
     asked = replace(request, sections=texts)
     positive, negative, later = llama_embeds(pipeline, HunyuanVideoFramepackPipeline, asked, progress)
     encoded = iter(later)
     sections = tuple(next(encoded) if text.strip() else positive for text in request.sections)
+    if found:
+        sections = tuple({**each, SPAN: torch.tensor(at[:2])} for each, at in zip(sections, found, strict=True))
     return Prompt(SPEC.id, positive, negative, sections)
 
 
@@ -73,6 +81,12 @@ def encode_image(pipeline: Pipeline, request: base.ImageRequest, progress: Progr
     ``start`` and ``end`` are mean and log variance (1, 32, 1, H / 8, W / 8): latents are drawn when the video is
     sampled, by its seed, as upstream does. ``vision`` are the SigLIP states of the start image (1, 729, 1152); upstream
     also computes those of the end image, but does not use them.
+
+    Of a clip at frame 0, ``start`` has the moments of its last 108 frames, cut to a multiple of 4, encoded by 16, and
+    ``vision`` the states of the first of them. ``vision_last`` and the end image's ``vision_end`` are mixed.
+
+    Source: colinurbs/FramePack-Studio f4369da ``video_base_generator.py``; the mix, which is computed and left unused
+    there: pftq/FramePack_with_Video_Input 65d3d91 ``demo_gradio_video+endframe.py``.
     """
     place = PLACES.get(request.frame)
     if place is None:
@@ -81,20 +95,31 @@ def encode_image(pipeline: Pipeline, request: base.ImageRequest, progress: Progr
             expected="frame 0 (start image) or -1 (end image)",
             fix="Set frame to 0, or to -1 with the start image's condition as previous.",
         )
-    if (count := len(request.frames)) != 1:
+    fewest, most, batch = CLIP_FRAMES
+    if (count := len(request.frames)) != 1 and (place == END or count < fewest):
         fix = "Pick one frame, for example with Image From Batch."
-        raise InputError(f"{count} frames as the {place} image", expected="one image", fix=fix)
+        expected = "one image" + (f", or a clip of at least {fewest} frames to go on with" if place == START else "")
+        raise InputError(f"{count} frames as the {place} image", expected=expected, fix=fix)
     known = {} if request.previous is None else dict(request.previous.tensors)
     if place in known:
         fix = "Set frame of the end image to -1."
         raise InputError(f"a second {place} image", expected="one start and one end image", fix=fix)
     if place == START and request.strength != 1.0:
         progress.notify("strength has no effect on the start image of FramePack")
-    if place == END and request.vision is not None:
+    if place == END and request.vision is not None and VISIONS[0] not in known:
         progress.notify("vision has no effect on the end image of FramePack")
-    known[place] = encoded_moments(pipeline, request.frames, progress, base.ProgressStage("encoding", "image"))
-    if place == START:
-        known[VISION] = _vision(pipeline, request, progress)
+    if count > 1 and END in known:
+        fix = "Join the end image to the clip: the clip's condition as its previous."
+        raise InputError("a clip after its end image", expected="the clip first", fix=fix)
+    last, end = VISIONS
+    if count > 1:
+        request = replace(request, frames=request.frames[-(min(count, most) // TEMPORAL_RATIO * TEMPORAL_RATIO) :])
+        known[last] = _vision(pipeline, replace(request, frames=request.frames[-1:]), progress)
+        progress.notify(f"goes on with the last {len(request.frames)} of {count} frames of the clip")
+    stage = base.ProgressStage("encoding", "image")
+    known[place] = torch.cat([encoded_moments(pipeline, p, progress, stage) for p in request.frames.split(batch)], 2)
+    if place == START or last in known:
+        known[VISION if place == START else end] = _vision(pipeline, request, progress)
     anchors = () if request.previous is None else request.previous.anchors
     anchors = (*anchors, (place, request.frame, request.strength))
     return ImageCondition("framepack", known, request.width, request.height, anchors=anchors)
@@ -151,20 +176,21 @@ def sample(
     """
     device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
     strength = _end_strength(image, framepack, progress)
-    plan = plan_for(pipeline.variant, framepack, settings.frames, strength > 0)
+    frames = 1 if image is None else image.tensors[START].shape[2]
+    plan = plan_for(pipeline.variant, framepack, settings.frames, strength > 0, frames)
     if plan.single and not plan.inverted:
         progress.notify("single-frame mode was made for FramePack I2V: F1 may not follow the prompt")
     elif not plan.single:
         length = f"{plan.frames} frames in {plan.count} sections"
         progress.notify(f"{framepack.clip_seconds:g} s: {length}, as the publisher's application rounds")
-    settings = replace(settings, frames=min(settings.frames, plan.frames))
+    settings = replace(settings, frames=min(settings.frames, plan.frames) + (frames - 1) * TEMPORAL_RATIO)
     if settings.scheduler == "auto":
         settings = replace(settings, scheduler="euler" if pipeline.is_demo else UNIPC_BH1)  # the demo draws better so
     start = _drawn(pipeline, image, START, generator)
-    end = strength * _drawn(pipeline, image, END, generator) if strength > 0 else None
-    history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, progress)
+    end = (1 if plan.clip else strength) * _drawn(pipeline, image, END, generator) if strength > 0 else None
+    history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, framepack.clip_seconds, progress)
     key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else str
-    shape, vision = (*start.shape[:2], plan.sampled, *start.shape[3:]), image.tensors[VISION].to(device)
+    shape, vision = (*start.shape[:2], plan.sampled, *start.shape[3:]), _seen(image, plan, strength).to(device)
     levels, config = _levels_for(pipeline, shape, settings, progress)
     with held_transformer(pipeline, settings, progress, plan.sampled) as transformer:
         _resume(history, generator, None if keeper is None else keeper.found(key()), progress)
@@ -185,8 +211,8 @@ def sample(
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor:
     """The velocity, noise minus data, of a section that sees the start image alone."""
     frames = call.latents.shape[2]
-    plan = plan_for(pipeline.variant, FramePackSettings(0.0, window=frames), 1, ended=False)
     start, like = required(call.picture, "start image", IMAGE_FIX), call.latents
+    plan = plan_for(pipeline.variant, FramePackSettings(0.0, window=frames), 1, False, start.shape[2])
     seen = {name: value.to(like) for name, value in History(plan, start).seen().items()}
     return _velocity(pipeline, transformer, call, {**seen, **plan.indices(0)})
 
@@ -242,11 +268,20 @@ def _end_strength(image: ImageCondition | None, framepack: FramePackSettings, pr
 
 
 def _drawn(pipeline: Pipeline, image: ImageCondition, place: str, generator: torch.Generator) -> Tensor:
-    """Latents (1, 16, 1, H / 8, W / 8) of the ``start`` or ``end`` image in the transformer's space, on the CPU."""
+    """Latents (1, 16, T, H / 8, W / 8) of the ``start`` or ``end`` image in the transformer's space, on the CPU."""
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    latents: Tensor = DiagonalGaussianDistribution(image.tensors[place]).sample(generator)
+    batches = image.tensors[place].split(CLIP_FRAMES[2] // TEMPORAL_RATIO, 2)
+    latents = torch.cat([DiagonalGaussianDistribution(batch).sample(generator) for batch in batches], 2)
     return latents * float(pipeline.configs["vae"]["scaling_factor"])
+
+
+def _seen(image: ImageCondition, plan: Plan, strength: float) -> Tensor:
+    """States of the image encoder; with a clip and an end image, its last frame's and the end image's, mixed."""
+    if not plan.clip or strength == 0:
+        return image.tensors[VISION]
+    last, end = (image.tensors[name] for name in VISIONS)
+    return (1 - strength) * last + strength * end
 
 
 def _vision(pipeline: Pipeline, request: base.ImageRequest, progress: Progress) -> Tensor:
@@ -278,7 +313,11 @@ def _resume(history: History, generator: torch.Generator, standing: SectionState
     progress.notify(f"continues after section {len(standing.lengths)} of {count}, saved by an interrupted run")
 
 
-def _texts(pipeline: Pipeline, prompt: Prompt, plan: Plan, progress: Progress) -> list[dict[str, Mapping[str, Tensor]]]:
+def _texts(pipeline: Pipeline, prompt: Prompt, plan: Plan, seconds: float, progress: Progress) -> list[dict[str, Any]]:
+    later = prompt.sections
+    if times := [section[SPAN].tolist() for section in later if SPAN in section]:
+        later = [{k: t for k, t in later[index].items() if k != SPAN} for index in shown_at(times, plan, seconds)]
+        prompt = replace(prompt, embeds=later[0], sections=tuple(later[1:]))
     given = len(prompt.sections)
     unused = given - (plan.count - 1)
     if unused > 0:
@@ -323,7 +362,8 @@ def _predictor(
 ) -> Predict:
     """The guided velocity of the next section, with all that it sees beside its own latents and texts."""
     dtype, device = pipeline.precision.residual, vision.device
-    context = {**placed(history.seen(), device, dtype), **history.plan.indices(len(history.lengths))}
+    indices = history.plan.indices(len(history.lengths), history.end is not None)
+    context = {**placed(history.seen(), device, dtype), **indices}
     vision, guidance = vision.to(dtype), torch.full((1,), settings.guidance, device=device)
 
     def branch(name: str, latents: Tensor, time: Tensor, _: int) -> Tensor:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ....compat.checkpoints.latents import dtype_name
 from ....compat.device.execution import to_host
@@ -22,7 +22,10 @@ INVERTED, VANILLA = SECTION_ORDERS
 ORDERS = ("auto", *SECTION_ORDERS)
 HISTORY = (1, 2, 16)  # latent frames that a section sees at full, half and quarter scale, the nearest first
 LARGEST_WINDOW = 33  # of the slider in lllyasviel's own application
-VISION = "vision"  # what the image encoder says of the start image
+VISION = "vision"  # what the image encoder says of the start image, or of a clip's first frame
+CLIP_NEAREST = 4  # latent frames of a clip that a section sees at full scale: 5 cleaned frames, as the fork counts
+TIMED = re.compile(r"\[(\d{1,6}(?:\.\d{1,6})?)s(?:-(\d{1,6}(?:\.\d{1,6})?)s)?\s*:\s*([^\]]*?)\s*\]")
+SPAN = "seconds"  # tensor of a section prompt: its start and end, below 0 for the end of the film
 INDICES = {  # its names of what the transformer's arguments are called here
     "latent_indices": "indices_latents",
     "clean_latent_indices": "indices_latents_clean",
@@ -40,6 +43,7 @@ class Plan:
     count: int  # sections
     window: int  # latent frames per section
     single: bool = False  # one latent frame is sampled instead, the last one of the window that follows the start image
+    clip: int = 0  # latent frames of the clip that the video goes on with; 0 for a start image
 
     @property
     def inverted(self) -> bool:
@@ -60,20 +64,34 @@ class Plan:
         """The place in the film, from 0, of the section that is sampled at ``step``."""
         return self.count - 1 - step if self.inverted else step
 
-    def indices(self, step: int) -> dict[str, Tensor]:
+    def context(self, step: int, ended: bool = False) -> tuple[int, int, int, int]:
+        """Latent frames that a section sees: of the start, of its neighbour at full scale, at half, and at quarter.
+
+        Source: with a clip colinurbs/FramePack-Studio f4369da, ``video_generator.py`` and ``video_f1_generator.py``.
+        """
+        if not self.clip:
+            return (1, *HISTORY)
+        last = self.inverted and step == self.count - 1
+        near = 1 if last else CLIP_NEAREST
+        known = self.clip if last else self.clip + step * self.window
+        sides = (near, 1 if ended and step == 0 else near) if self.inverted else (1, near)
+        return *sides, HISTORY[1], min(HISTORY[2], known - near - HISTORY[1])
+
+    def indices(self, step: int, ended: bool = False) -> dict[str, Tensor]:
         """Positions in time, by the transformer's argument names; the start image is always at 0.
 
         Source: FramePack's paper, figure 2 (c), for the inverted order; the gaps are those of the author's own code.
         """
-        sizes, first = (self.window, *HISTORY), 1
+        first, near, half, quarter = self.context(step, ended)
         if self.inverted:
-            first += self._gap(step) * self.window
-            latents, nearest, halves, quarters = torch.arange(first, first + sum(sizes)).split(sizes)
+            sizes = first, self._gap(step) * self.window, self.window, near, half, quarter
+            start, _, latents, nearest, halves, quarters = torch.arange(sum(sizes)).split(sizes)
         else:
-            quarters, halves, nearest, latents = torch.arange(first, first + sum(sizes)).split(sizes[::-1])
+            sizes = first, quarter, half, near, self.window
+            start, quarters, halves, nearest, latents = torch.arange(sum(sizes)).split(sizes)
         return {
             "indices_latents": latents[-self.sampled :],
-            "indices_latents_clean": functional.pad(nearest, (1, 0)),
+            "indices_latents_clean": torch.cat([start, nearest]),
             "indices_latents_history_2x": halves,
             "indices_latents_history_4x": quarters,
         }
@@ -84,12 +102,12 @@ class Plan:
         return left if self.count <= 4 else min(left, 3 if step == 0 else 2)
 
 
-def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: bool) -> Plan:
+def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: bool, start: int = 1) -> Plan:
     """The sections nearest to ``frames`` pixel frames, as many as the publisher's own application takes.
 
-    ``variant`` decides the order ``auto``. InputError where a setting is out of range, or the order cannot reach the
-    end image of a video that is ``ended``. Source: lllyasviel/FramePack 97fe5db ``demo_gradio.py``: ``max(round(seconds
-    * 30 / (window * 4)), 1)``.
+    ``variant`` decides the order ``auto``; ``start`` latent frames are of a clip where there are several. InputError
+    where a setting is out of range, or the order cannot reach the end image of a video that is ``ended``. Source:
+    lllyasviel/FramePack 97fe5db ``demo_gradio.py``: ``max(round(seconds * 30 / (window * 4)), 1)``.
     """
     advice = "; the models were trained with 9"
     require_range("window", framepack.window, 1, LARGEST_WINDOW, "latent frames", advice=advice)
@@ -105,7 +123,7 @@ def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: boo
             fix="Load the FramePack I2V checkpoint (not F1), or remove the end image.",
         )
     count = 1 if framepack.single_frame else max(1, round(frames / (framepack.window * TEMPORAL_RATIO)))
-    return Plan(order, count, framepack.window, framepack.single_frame)
+    return Plan(order, count, framepack.window, single=framepack.single_frame, clip=start if start > 1 else 0)
 
 
 @dataclass(slots=True)
@@ -113,7 +131,7 @@ class History:
     """The latents sampled so far, in the order of the film, and what the next section sees of them; all on the CPU."""
 
     plan: Plan
-    start: Tensor  # latents of the start image (1, C, 1, H, W), in the transformer's space
+    start: Tensor  # latents of the start image or of a clip (1, C, T, H, W), in the transformer's space
     end: Tensor | None = None  # of the end image, in the place of what would follow the last section
     latents: Tensor = field(init=False)
     lengths: list[int] = field(default_factory=list)  # latent frames there were after each section
@@ -123,18 +141,22 @@ class History:
 
     def seen(self) -> dict[str, Tensor]:
         """Clean latents at three scales, by the transformer's argument names; zeros where there is nothing yet."""
+        first, *sizes = self.plan.context(len(self.lengths), self.end is not None)
         shape = list(self.start.shape)
-        shape[2] = sum(HISTORY)
+        shape[2] = sum(sizes)
         nothing = self.start.new_zeros(shape)
         if self.plan.inverted:
-            after = torch.cat([self.latents, nothing], dim=2)[:, :, : sum(HISTORY)]
-            near, half, quarter = after.split(HISTORY, dim=2)
+            after = torch.cat([self.latents, nothing], dim=2)[:, :, : sum(sizes)]
+            near, half, quarter = after.split(sizes, dim=2)
             if self.end is not None and not self.lengths:
                 near = self.end
+            if self.plan.clip:
+                before = torch.cat([self.latents, self.start], dim=2)[:, :, -sum(sizes[1:]) - first : -first]
+                quarter, half = before.split(sizes[:0:-1], dim=2)
         else:
-            before = torch.cat([nothing, self.latents], dim=2)[:, :, -sum(HISTORY) :]
-            quarter, half, near = before.split(HISTORY[::-1], dim=2)
-        clean = torch.cat([self.start, near], dim=2)
+            before = torch.cat([nothing, self.latents], dim=2)[:, :, -sum(sizes) :]
+            quarter, half, near = before.split(sizes[::-1], dim=2)
+        clean = torch.cat([self.start[:, :, -first:], near], dim=2)
         return {"latents_clean": clean, "latents_history_2x": half, "latents_history_4x": quarter}
 
     def add(self, latents: Tensor) -> None:
@@ -232,3 +254,31 @@ def training_sections(film: Tensor, image: ImageCondition, plan: Plan) -> Iterat
         tensors[f"image_embeddings_{dtype_name(film.dtype)}"] = to_host(image.tensors[VISION][0]).to(film.dtype)
         yield place, tensors
         history.add(target[None])
+
+
+def timed(text: str, sections: Sequence[str]) -> list[tuple[float, float, str]]:
+    """Seconds and words of each ``[3s: words]`` or ``[0s-2s: words]``; the rest of ``text`` stands from 0.
+
+    Source: colinurbs/FramePack-Studio f4369da ``prompt_handler.py``."""
+    shown = [(float(a), float(b or -1), words) for a, b, words in TIMED.findall("\n".join((text, *sections)))]
+    if shown and any(TIMED.sub("", line).strip() for line in sections):
+        fix = "Write each section prompt as [3s: text], or none."
+        raise InputError("section prompts with and without a time", expected="one of the two", fix=fix)
+    if shown and (rest := TIMED.sub("", text).strip()):
+        shown.append((0.0, -1.0, rest))
+    shown.sort(key=lambda each: each[0])
+    starts = [*(start for start, _, _ in shown[1:]), -1.0]
+    return [(a, after if b < 0 else b, words) for (a, b, words), after in zip(shown, starts, strict=False)]
+
+
+def shown_at(spans: Sequence[Sequence[float]], plan: Plan, seconds: float) -> list[int]:
+    """Which of ``spans`` each section has, by its place, as ``worker.py`` of that fork decides it."""
+    size, found = (plan.window * TEMPORAL_RATIO - 3) / 30, [0] * plan.count
+    ends = [[round(each / size) * size for each in (a, seconds if b < 0 else b)] for a, b in spans]
+    known = [(a, b if b > a else a + size, index) for index, (a, b) in enumerate(ends)]
+    if plan.inverted:
+        known = sorted(((seconds - b, seconds - a, index) for a, b, index in known), key=lambda each: each[0])
+    for step in range(plan.count):
+        now = max(0.01, ((step * plan.window + (not plan.inverted and not plan.clip)) * TEMPORAL_RATIO - 3) / 30)
+        found[plan.place(step)] = next((index for a, b, index in known if a <= now < b), known[0][2])
+    return found

@@ -28,10 +28,13 @@ from anygpu.pipelines.base import (
 from anygpu.pipelines.families.framepack import pipeline as framepack
 from anygpu.pipelines.families.framepack import sections
 from anygpu.pipelines.families.framepack.pipeline import guess_variant, resume_key
+from anygpu.pipelines.family import FITS
 from anygpu.pipelines.files.evidence import Evidence, names_around
 from anygpu.pipelines.load import folder as loading
 from anygpu.pipelines.sampling import resume
 from anygpu.pipelines.sampling.schedules import FlowUniPC
+from published import loops
+from safetensors.torch import load_file
 
 I2V, F1 = "framepack", "framepack_f1"
 ORDER = {I2V: sections.INVERTED, F1: sections.VANILLA}
@@ -211,6 +214,37 @@ def test_a_section_follows_the_prompt_of_its_place_in_the_film(run: Any, name: s
         assert torch.equal(told[:, :, :-WINDOW], plain[:, :, :-WINDOW])
 
 
+TIMED = {  # by variant and whether it goes on with a clip: what parse_timestamped_prompt and its worker choose in 8 s
+    "[0s-2s: a] fox [3.3s: b] [5s: c]": ("fox fox fox b c c c", "a a fox b b c c"),
+    "[1s: a] [3s-4s: b] [7s: c]": ("c a a c c c c", "a a a b a a c"),
+}
+
+
+@pytest.mark.parametrize("text", TIMED)
+@pytest.mark.parametrize("clip", [0, 11])
+def test_prompts_by_time_are_the_forks(text: str, clip: int) -> None:
+    """Source: colinurbs/FramePack-Studio f4369da; 12,000 other texts, lengths and windows gave the same."""
+    spans = sections.timed(text, ())
+    for order, expected in zip((sections.INVERTED, sections.VANILLA), TIMED[text], strict=True):
+        plan = sections.Plan(order, 7, 9, clip=clip)
+        assert [spans[index][2] for index in sections.shown_at([s[:2] for s in spans], plan, 8.0)] == expected.split()
+
+
+def test_a_prompt_by_time_reaches_its_sections(run: Any) -> None:
+    """Its words are seen alone, like those of a section prompt; times stay out of the transformer's arguments."""
+    made = run(F1)
+    request = PromptRequest(f"{PROMPT} [0.4s: a blue dog sleeps]", sections=("[30s: a green bird]",))
+    by_time = stages.encode_prompt(made.pipeline, request, Silent())
+    by_line = stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, sections=("", "a blue dog sleeps")), Silent())
+    ours, theirs, plain = (
+        _sampled(made, 3, prompt=prompt, steps=1).samples
+        for prompt in (by_time, by_line, replace(by_line, sections=()))
+    )
+    assert _distance(ours, theirs) < 1e-5 and _distance(ours, plain) > 1e-3
+    with pytest.raises(InputError, match="with and without a time"):
+        stages.encode_prompt(made.pipeline, PromptRequest("[1s: a]", sections=("b",)), Silent())
+
+
 def test_more_section_prompts_than_sections_are_said(run: Any, recorded: Any) -> None:
     made, watched = run(I2V), recorded()
     _sampled(made, 2, watched, prompt=made.told)
@@ -384,6 +418,56 @@ def test_single_frame_mode_samples_the_last_frame_of_the_first_window(run: Any, 
     assert any("made for FramePack I2V" in said for said in watched.said)
 
 
+# A clip to go on with ---------------------------------------------------------------------------------------------
+
+
+def _goes_on(made: SimpleNamespace, ended: bool = False, **changes: Any) -> Latents:
+    """What follows a clip, as ``loop_reference.py`` has FramePack-Studio make it; with an end picture if ``ended``."""
+    height, width = loops.FRAMEPACK_SIZE
+    image = stages.encode_image(made.pipeline, ImageRequest(loops.clip(), width, height), FITS[0], Silent())
+    if ended:
+        request = ImageRequest(loops.framepack_end(), width, height, frame=-1, previous=image)
+        image = stages.encode_image(made.pipeline, request, FITS[0], Silent())
+    settings = SampleSettings(width, height, 0, steps=loops.FRAMEPACK_CLIP_STEPS, seed=loops.SEED)
+    asked = FramePackSettings(loops.FRAMEPACK_CLIP_SECONDS, end_strength=loops.FRAMEPACK_END if ended else 1.0)
+    prompt = stages.encode_prompt(made.pipeline, PromptRequest(loops.PROMPT), Silent())
+    return stages.sample_framepack(made.pipeline, prompt, image, settings, replace(asked, **changes), Silent())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "ended"), [(F1, False), (I2V, False), (I2V, True)])
+def test_a_clip_goes_on_as_the_fork_has_it(run: Any, name: str, ended: bool) -> None:
+    """Latent by latent; the clip's own come first, and its frames before the new ones."""
+    made = run(name)
+    latents = _goes_on(made, ended)
+    loop = f"framepack{' f1' if name == F1 else ''} clip{' end' if ended else ''}"
+    error = loops.error(latents.samples * made.scale, load_file(loops.fixture(loop)))
+    print(f"{loop}: {error:.1e}")
+    assert error <= loops.BAR
+    frames = stages.decode(made.pipeline, latents, Silent())
+    assert len(frames) == latents.frames == 4 * (11 + 27) - 3
+
+
+@pytest.mark.parametrize("name", [I2V, F1])
+def test_a_section_after_a_clip_sees_its_last_latents(name: str) -> None:
+    """The last latents of the clip are the clean context at all three scales, and come before what is sampled."""
+    clip = torch.arange(1.0, 12).reshape(1, 1, 11, 1, 1)
+    plan = sections.plan_for(name, FramePackSettings(0.0), 72, False, 11)
+    history = sections.History(plan, clip)
+    seen = [{key: value.flatten().tolist() for key, value in history.seen().items()}]
+    history.add(torch.arange(101.0, 110).reshape(1, 1, 9, 1, 1))
+    seen.append({key: value.flatten().tolist() for key, value in history.seen().items()})
+    history.add(torch.zeros(1, 1, 9, 1, 1))
+    near, half, quarter = (f"latents_{kind}" for kind in ("clean", "history_2x", "history_4x"))
+    if name == F1:
+        assert seen[0] == {near: [11, 8, 9, 10, 11], half: [6, 7], quarter: [1, 2, 3, 4, 5]}
+        assert seen[1] == {near: [11, 106, 107, 108, 109], half: [104, 105], quarter: [*range(1, 12), 101, 102, 103]}
+    else:
+        assert seen[0] == {near: [8, 9, 10, 11, 0, 0, 0, 0], half: [6, 7], quarter: [1, 2, 3, 4, 5]}
+        assert seen[1] == {near: [11, 101], half: [9, 10], quarter: [1, 2, 3, 4, 5, 6, 7, 8]}
+    assert history.lengths[-1] == 11 + 18 and history.latents.shape[2] == 29
+
+
 UNIPC_BH1 = {  # what the publisher's sample_unipc makes of five numbers (below), by steps; shift exp(1.3)
     1: (-0.883662, -0.583662, -0.283662, 0.016338, 0.316338),
     2: (-0.379468, 0.2116, 0.557625, 0.791996, 1.456799),
@@ -450,9 +534,12 @@ def test_latents_without_sections_decode_in_one_go(run: Any, recorded: Any) -> N
 
 def test_images_out_of_place_are_refused(run: Any) -> None:
     made = run(I2V)
+    only_end = ImageCondition(I2V, {"end": made.end.tensors["end"]}, WIDTH, HEIGHT)
     refused = [
         (ImageRequest(START, WIDTH, HEIGHT, frame=3), "frame 3 of FramePack"),
-        (ImageRequest(torch.cat([START, END]), WIDTH, HEIGHT), "2 frames as the start image"),
+        (ImageRequest(START.repeat(35, 1, 1, 1), WIDTH, HEIGHT), "35 frames as the start image.*at least 36 frames"),
+        (ImageRequest(torch.cat([START, END]), WIDTH, HEIGHT, frame=-1), "2 frames as the end image"),
+        (ImageRequest(START.repeat(36, 1, 1, 1), WIDTH, HEIGHT, previous=only_end), "a clip after its end image"),
         (ImageRequest(START, WIDTH, HEIGHT, previous=made.start), "a second start image"),
         (ImageRequest(START, WIDTH, HEIGHT, vision=torch.zeros(1, 257, 32)), r"shape \(1, 257, 32\)"),
     ]
