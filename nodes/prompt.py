@@ -33,8 +33,7 @@ class EncodePrompt(io.ComfyNode):
                 io.String.Input(
                     "section_prompts", multiline=True, default="", optional=True, advanced=True,
                     tooltip="FramePack: one prompt per line for the sections after the first, in playback order. "
-                            "Sections without a line use the prompt above. Here and in text, [3s: words] or [0s-2s: words] is a "
-                            "prompt by time.",
+                            "Sections without a line use the prompt above. By time, here or in text: [3s: words] or [0s-2s: words].",
                 ),
                 io.Image.Input(
                     "image", optional=True,
