@@ -108,9 +108,7 @@ def _of_blocks(path: Path, name: str, weight: TensorEntry, codec: str) -> Tensor
     """The entry of a weight whose rows are GGUF's blocks, as bytes."""
     size, shape = BLOCKS[codec], weight.shape
     if weight.dtype != "U8" or len(shape) != 2 or not math.prod(shape) or shape[1] % size:
-        raise damaged(
-            path, f"{weight.dtype} {shape} for the weight {name!r}, no whole blocks of {codec}, {size} bytes each"
-        )
+        raise damaged(path, f"{weight.dtype} {shape} for {name!r}, no whole blocks of {codec} ({size} bytes each)")
     return replace(weight, shape=(shape[0], shape[1] // size * 32), codec=codec)
 
 

@@ -177,9 +177,7 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
     if own != PUBLISHED[pipeline.variant]:
         progress.notify(f"the demo model was made for {own.steps} steps and guidance {own.guidance:g}")
     if pipeline.family != "mv_adapter" and not pipeline.is_demo:
-        tell_once(
-            progress, "maps and picture are prepared as Tencent does: views of a seed were slightly others before"
-        )
+        tell_once(progress, "maps and picture are prepared as Tencent does: views of a seed differed slightly before")
     if pipeline.is_demo:
         size = DEMO_SIZE if settings.latents is None else 8 * settings.latents.shape[-1]
         if size != settings.size:

@@ -135,9 +135,7 @@ def _quoted(pipeline: Pipeline, texts: Sequence[str], progress: Progress) -> lis
     phrased: Any = extract_glyph_texts
     quote, other = map(phrased, texts)
     if other is not None:
-        tell_once(
-            progress, "quotation marks in the negative prompt no longer reach ByT5: at its publisher they never do"
-        )
+        tell_once(progress, "quotation marks in the negative prompt no longer reach ByT5, as at its publisher")
     if quote is not None:
         subject = f"text between quotation marks in the {SUBJECTS[0]}"
         quote = shortened(pipeline.tools["tokenizer_2"], quote, QUOTED_TOKENS, subject, progress)

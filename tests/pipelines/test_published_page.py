@@ -1,8 +1,10 @@
 """The page of published files says what the loader and the memory plan say today."""
 
+import re
 from pathlib import Path
 
 import pytest
+from anygpu.compat.checkpoints.headers import entries_and_notes
 from anygpu.pipelines.registry import FAMILIES
 from published import compared, loops, page
 
@@ -12,6 +14,18 @@ TESTS = Path(__file__).parents[1]
 @pytest.mark.full
 def test_the_page_is_what_its_command_writes() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run `python tests/published/page.py`"
+
+
+def test_each_fixture_of_a_publishers_code_names_source_commit_licence_and_command() -> None:
+    files = [
+        *(TESTS / "fixtures" / "published").glob("*.safetensors"),
+        *(TESTS / "fixtures" / "vae").glob("*.safetensors"),
+    ]
+    assert len(files) > 40
+    for file in files:
+        notes = entries_and_notes(file)[1]
+        said = r"github\.com/[\w.-]+/[\w.-]+ at [0-9a-f]{7}, .*(Apache-2\.0|Community License).*; results of its code"
+        assert re.match(said, notes.get("source", "")) and notes.get("command"), file.name
 
 
 def test_every_published_variant_gets_its_makers_recipe() -> None:

@@ -20,7 +20,7 @@ import layouts  # noqa: E402
 import tiny  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 
-from published import ltx_runs  # noqa: E402
+from published import loops, ltx_runs  # noqa: E402
 
 OUT = Path(__file__).parents[1] / "fixtures" / "published" / "ltx_recipes.safetensors"
 
@@ -145,7 +145,8 @@ def main() -> None:
     found["adain"] = upstream.adain_filter_latent(latents=high, reference_latents=low)
     found["tone_map"] = upstream.LTXVideoPipeline.tone_map_latents(high, 0.6)
     OUT.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in found.items()}, OUT)
+    about = loops.Loop("Lightricks/LTX-Video", "5260738", "Apache-2.0", main).about("ltx_reference.py CLONE")
+    save_file({name: tensor.contiguous() for name, tensor in found.items()}, OUT, metadata=about)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from torch import Tensor
 from ....compat.device import execution
 from ....compat.device.execution import checked_layers, generator_for, inputs_placed, placed, state_of, to_host
 from ....compat.errors import InputError
+from ....compat.memory.parts import tell_once
 from ... import base
 from ...base import Call, FramePackSettings, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings
 from ...files.evidence import Evidence
@@ -162,14 +163,11 @@ def sample(
     The prompt of a section is the one of its place in the film, else the first. ``end_strength`` times the end image's
     own scales its latents, the only thing the last section sees of it: 1 is upstream's video, 0 the one without an end
     image. Single-frame mode samples one latent frame, in the place of the last one of the first window, and returns it
-    alone; it was found on the FramePack I2V checkpoint.
+    alone; it was found on the FramePack I2V checkpoint. Raises InputError for no start image, or a setting of
+    ``framepack`` out of range.
 
-    Args:
-        keeper: given each finished section, in sampling order, with all latents so far, which :func:`decode` takes.
-            Where it knows of the same video, sampling goes on after the last section that was finished.
-
-    Raises:
-        InputError: no start image, or a setting of ``framepack`` out of range.
+    ``keeper`` is given each finished section, in sampling order, with all latents so far, which :func:`decode` takes.
+    Where it knows of the same video, sampling goes on after the last section that was finished.
 
     Source: diffusers ``HunyuanVideoFramepackPipeline.__call__``, equal to it in fp32; single-frame mode:
     kohya-ss/musubi-tuner#267 with ``target_index`` at the window.
@@ -183,9 +181,15 @@ def sample(
     elif not plan.single:
         length = f"{plan.frames} frames in {plan.count} sections"
         progress.notify(f"{framepack.clip_seconds:g} s: {length}, as the publisher's application rounds")
+        older = math.ceil((framepack.clip_seconds * settings.fps - 1 - 1e-6) / TEMPORAL_RATIO) * TEMPORAL_RATIO + 1
+        older = math.ceil(older / ((framepack.window - 1) * TEMPORAL_RATIO + 1))  # each but its first latent's frames
+        if plan.count != older and not pipeline.is_demo:
+            tell_once(progress, f"{plan.count} sections, the nearest; earlier versions rounded up, here to {older}")
     settings = replace(settings, frames=min(settings.frames, plan.frames) + (frames - 1) * TEMPORAL_RATIO)
     if settings.scheduler == "auto":
         settings = replace(settings, scheduler="euler" if pipeline.is_demo else UNIPC_BH1)  # the demo draws better so
+        if not pipeline.is_demo:
+            tell_once(progress, "solver UniPC (bh1), as the publisher's application; earlier versions took Euler's")
     start = _drawn(pipeline, image, START, generator)
     end = (1 if plan.clip else strength) * _drawn(pipeline, image, END, generator) if strength > 0 else None
     history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, framepack.clip_seconds, progress)
@@ -314,7 +318,7 @@ def _resume(history: History, generator: torch.Generator, standing: SectionState
 
 
 def _texts(pipeline: Pipeline, prompt: Prompt, plan: Plan, seconds: float, progress: Progress) -> list[dict[str, Any]]:
-    later = prompt.sections
+    later: Sequence[Mapping[str, Any]] = prompt.sections
     if times := [section[SPAN].tolist() for section in later if SPAN in section]:
         later = [{k: t for k, t in later[index].items() if k != SPAN} for index in shown_at(times, plan, seconds)]
         prompt = replace(prompt, embeds=later[0], sections=tuple(later[1:]))
@@ -345,9 +349,7 @@ def _levels_for(
     if not pipeline.is_demo:  # which was trained at the shift of its folder
         config = {**config, "use_dynamic_shifting": True}
         if math.exp(mu) < LARGEST_SHIFT and not settings.shift and settings.sigmas is None:
-            progress.notify(
-                f"shift {math.exp(mu):.2f} for so small a section, as the publisher's application; it was 7"
-            )
+            tell_once(progress, f"shift {math.exp(mu):.2f} for so small a section, as published; it was 7 before")
     return partial(even_levels, mu=mu), config
 
 

@@ -84,7 +84,7 @@ class Plan:
         """
         first, near, half, quarter = self.context(step, ended)
         if self.inverted:
-            sizes = first, self._gap(step) * self.window, self.window, near, half, quarter
+            sizes: tuple[int, ...] = (first, self._gap(step) * self.window, self.window, near, half, quarter)
             start, _, latents, nearest, halves, quarters = torch.arange(sum(sizes)).split(sizes)
         else:
             sizes = first, quarter, half, near, self.window

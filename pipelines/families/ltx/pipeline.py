@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ....compat.device.execution import HOST, generator_for, placed, to_host
 from ....compat.errors import CheckpointError
-from ....compat.memory.parts import Undo
+from ....compat.memory.parts import Undo, tell_once
 from ....compat.memory.transfer import Transfer
 from ....compat.ranks import BOTH, PROMPTED, Group
 from ... import base
@@ -125,6 +125,8 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
             f"the published script rewrites prompts under {ENHANCED_WORDS} words (Florence-2, Llama-3.2-3B); "
             "this one is taken as it is"
         )
+    if not (pipeline.is_demo or _is_condition(pipeline)):
+        tell_once(progress, "the prompt is encoded under its mask, as its publisher does; earlier versions had none")
     pipe = LTXPipeline if pipeline.is_demo else LTXConditionPipeline
     positive, negative = t5_embeds(pipeline, pipe, request, progress)
     return Prompt(SPEC.id, positive, negative)

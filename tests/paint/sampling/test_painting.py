@@ -97,7 +97,7 @@ def test_two_steps_of_the_published_sampler_with_its_noise(paint, monkeypatch):
 
 def test_the_whole_call(paint, inputs, recorded):
     progress, kept = recorded(), []
-    line = "maps and picture are prepared as Tencent does: views of a seed were slightly others before"
+    line = "maps and picture are prepared as Tencent does: views of a seed differed slightly before"
     progress.sampled = lambda *given: kept.append((len(progress.steps), *given))
     painted = paint_views(paint, inputs, TINY, progress)
     assert progress.said.count(line) == 1
@@ -109,7 +109,8 @@ def test_the_whole_call(paint, inputs, recorded):
     assert painted.latents.shape == (6, 4, 8, 8)
     assert {stage.split(" ")[0] for _, _, stage in progress.steps} >= {"encoding", "painting", "decoding"}
     assert progress.previews[0].shape == (6, 8, 8, 3)
-    again = paint_views(paint, inputs, TINY)
+    again = paint_views(paint, inputs, TINY, progress)
+    assert progress.said.count(line) == 1
     assert torch.equal(painted.views, again.views)
     assert not torch.equal(painted.views, paint_views(paint, inputs, replace(TINY, seed=1)).views)
 

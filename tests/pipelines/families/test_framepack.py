@@ -269,6 +269,18 @@ def test_whole_sections_are_made_said_and_forecast(run: Any, recorded: Any) -> N
     assert code.sections_for(settings, latents.frames) == len(latents.extra["section_lengths"])
 
 
+def test_what_an_older_graph_had_otherwise_is_said_once(run: Any, recorded: Any) -> None:
+    """For 16 frames earlier versions made 17 in sections of 5; solver, shift or length as before say nothing."""
+    made, watched, as_before = run(I2V), recorded(), recorded()
+    for _ in range(2):
+        _sampled(made, 2, watched, scheduler="auto")
+    lines = [line for line in watched.said if "earlier" in line or "before" in line]
+    ends = ("earlier versions rounded up, here to 4", "earlier versions took Euler's", "as published; it was 7 before")
+    assert len(lines) == 3 and all(line.endswith(end) for line, end in zip(lines, ends, strict=True))
+    _sampled(made, 1, as_before, shift=7.0, clip_seconds=5 / 30)
+    assert not any("earlier" in line or "before" in line for line in as_before.said)
+
+
 def test_images_join_in_either_order(run: Any) -> None:
     made = run(I2V)
     request = ImageRequest(END, WIDTH, HEIGHT, frame=-1)

@@ -467,8 +467,13 @@ def test_the_variant_is_guessed_from_the_names_and_said(
     assert not progress.said  # it is among the decisions, which every user of a pipeline shows
 
 
-def test_the_text_is_masked_for_every_version(plain: Model, condition: Model) -> None:
+def test_the_text_is_masked_for_every_version(plain: Model, condition: Model, recorded: Any) -> None:
     """Source: Lightricks/LTX-Video 5260738 ``encode_prompt``; diffusers' LTXPipeline has no mask."""
+    for model, times in ((condition, 0), (plain, 1)):  # what an older graph had otherwise is said once
+        said = recorded()
+        for _ in range(2):
+            stages.encode_prompt(model.pipeline, PromptRequest("a red cat", ""), said)
+        assert sum("earlier versions had none" in line for line in said.said) == times
     for model in (plain, condition):
         tokens = model.bare("ltx").tokenizer("a red cat", padding="max_length", max_length=256, return_tensors="pt")
         encoder, valid = model.pipeline.parts["text_encoder"], tokens.attention_mask.bool()

@@ -243,6 +243,10 @@ def test_a_second_pass_ends_at_the_size_that_is_asked(models: dict[str, Pipeline
     )
     assert "decoded frames are resized to 48x40" in watched.said
     assert not any("published passes" in line for line in watched.said)
+    for _ in range(2):
+        other = replace(SETTINGS, latents=replace(upscaled, fps=24.0), steps=1)
+        assert stages.sample(pipeline, prompt(), None, other, watched).fps == 24.0
+    assert watched.said.count("24 fps, as in the first pass; earlier versions took 25") == 1
     assert all(torch.equal(one.samples, own.samples) for one in (asked, first, usual))
     whole, final = (stages.decode(pipeline, one, Silent()) for one in (own, asked))
     wanted = torch.nn.functional.interpolate(whole.permute(0, 3, 1, 2), size=(40, 48), mode="bilinear")
