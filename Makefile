@@ -102,7 +102,7 @@ test-farm: $(READY)
 	$(PY) -m pip install --quiet --disable-pip-version-check kubernetes-validate check-jsonschema  # schemas of recipes
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(WORKERS) -m farm tests/farm --ignore tests/farm/test_image.py
 
-# The farm's image, built and given a job on two networks of this machine: root, buildah, debootstrap; ten minutes.
+# The farm's image, built and given a job on two networks of this machine: root, buildah, debootstrap; 12 minutes.
 test-image: $(READY)
 	TORCH_INDEX=$(TORCH_INDEX) OMP_NUM_THREADS=1 $(PY) -m pytest -s -m farm tests/farm/test_image.py
 

@@ -306,7 +306,8 @@ def refused(farm: Farm) -> None:
     for token in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN_PATH": "", "RAY_AUTH_TOKEN": "0" * 64}, {}):
         words = farm.words("stranger", *command, env={**environment, **token})
         said = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
-        assert said.returncode != 0 and "token" in said.stdout.lower(), said.stdout[-3000:]
+        why = "InvalidAuthToken" if token else "RAY_AUTH_TOKEN_PATH is set but file cannot be opened"
+        assert said.returncode != 0 and why in said.stdout, said.stdout[-3000:]
     known = f"GcsClient(address='{BOXES['head']}:6379').get_all_node_info().values()"  # those that left, too
     program = f"from ray._raylet import GcsClient; print('boxes', *(node.node_manager_address for node in {known}))"
     said = done(*farm.words("head", "python", "-c", program, env=environment, token=True))
