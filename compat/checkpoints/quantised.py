@@ -36,11 +36,11 @@ def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pa
             raise unread(path, stranger.removesuffix(suffix), kind)
     kept: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
-        stem, _, end = name.rpartition(".")
-        codec = end.removesuffix("_qweight")
+        stem, _, last = name.rpartition(".")
+        codec = last.removesuffix("_qweight")
         if codec in BLOCKS:
             kept[f"{stem}.weight"] = replace(entry, codec=codec)
-        elif end != MARK:
+        elif last != MARK:
             kept[name.removesuffix(DATA)] = entry
     beside: dict[str, dict[str, TensorEntry]] = {}
     for name in list(kept):
