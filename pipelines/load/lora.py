@@ -267,15 +267,15 @@ def _scales(
     pairs: Mapping[str, LoRAPair], tensors: Mapping[str, torch.Tensor], trained: Mapping[str, Any]
 ) -> dict[str, float]:
     """Alpha over rank of each layer: of its own tensor, else as ``trained`` says; else 1."""
-    alphas, ranks = (_pattern(trained, name) for name in ("alpha_pattern", "rank_pattern"))
-    scales = {}
+    alphas, scales = _pattern(trained, "alpha_pattern"), {}
     for name, pair in pairs.items():
         scales[name] = 1.0
         if pair.rank and ALPHA in pair.names:
             scales[name] = float(tensors[pair.names[ALPHA]].float()) / pair.rank
-        elif trained and not pair.names.keys().isdisjoint(METHODS[trained.get("peft_type", "LORA")]):
+        elif trained and not pair.names.keys().isdisjoint(METHODS.get(str(trained.get("peft_type")), (UP,))):
             known = (name, role_of(next(iter(pair.names.values())))[1])  # ours, and the one that it was trained under
-            rank = pair.rank or ranks.of(known, trained["r"])  # a LoKr of two whole matrices shows none
+            # a LoKr of two whole matrices shows no rank
+            rank = pair.rank or max(_pattern(trained, "rank_pattern").of(known, trained["r"]), 1.0)
             alpha = alphas.of(known, float(trained["lora_alpha"]))
             scales[name] = alpha / (math.sqrt(rank) if trained.get("use_rslora") else rank)
     return scales
@@ -305,10 +305,10 @@ def _adapter_config(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
     beside, noted = path.with_name("adapter_config.json"), dict[str, Any]()
     with suppress(CheckpointError, OSError):
         noted = dict(read_json(beside, "an adapter's configuration")) if beside.is_file() else {}
-    method = noted.get("peft_type")
+    method = str(noted.get("peft_type"))
     if noted and method not in METHODS and any(name.startswith("base_model.model.") for name in names):
         raise UnsupportedError(
-            f"{path.name!r} beside an adapter_config.json with peft_type {str(method)[:20]!r}",
+            f"{path.name!r} beside an adapter_config.json with peft_type {method[:20]!r}",
             expected=", ".join(METHODS),
             fix="Merge it into the model with peft, and load that.",
         )
