@@ -318,8 +318,8 @@ def _resume(history: History, generator: torch.Generator, standing: SectionState
 
 
 def _texts(pipeline: Pipeline, prompt: Prompt, plan: Plan, seconds: float, progress: Progress) -> list[dict[str, Any]]:
-    later: Sequence[Mapping[str, Any]] = prompt.sections
-    if times := [section[SPAN].tolist() for section in later if SPAN in section]:
+    later = list(prompt.sections)
+    if times := [to_host(section[SPAN]).tolist() for section in later if SPAN in section]:
         later = [{k: t for k, t in later[index].items() if k != SPAN} for index in shown_at(times, plan, seconds)]
         prompt = replace(prompt, embeds=later[0], sections=tuple(later[1:]))
     given = len(prompt.sections)

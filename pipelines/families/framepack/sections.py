@@ -272,7 +272,7 @@ def timed(text: str, sections: Sequence[str]) -> list[tuple[float, float, str]]:
 
 
 def shown_at(spans: Sequence[Sequence[float]], plan: Plan, seconds: float) -> list[int]:
-    """Which of ``spans`` each section has, by its place, as ``worker.py`` of that fork decides it."""
+    """The index in ``spans`` of each section's prompt, by its place, as ``worker.py`` of that fork chooses it."""
     size, found = (plan.window * TEMPORAL_RATIO - 3) / 30, [0] * plan.count
     ends = [[round(each / size) * size for each in (a, seconds if b < 0 else b)] for a, b in spans]
     known = [(a, b if b > a else a + size, index) for index, (a, b) in enumerate(ends)]
