@@ -11,8 +11,9 @@ from ..compat.decision import AUTO, CHOSEN, Decision
 from ..compat.errors import InputError, require_choice, require_range
 from ..compat.memory.parts import tell_once
 from ..compat.output_check import fault_in_latents, require_finite
+from ..compat.records import plain
 from ..compat.transforms.step_cache import StepCacheSettings, settings_for
-from .base import FramePackSettings, ImageCondition, Progress, Prompt, SampleSettings
+from .base import RESOLVED, FramePackSettings, ImageCondition, Progress, Prompt, SampleSettings
 from .family import SCHEDULERS, Defaults, FamilySpec, GuidanceStep, Recipe
 from .pipeline import Pipeline
 
@@ -60,6 +61,11 @@ def refines(settings: SampleSettings) -> bool:
     """True for the second pass over upscaled ``settings.latents``."""
     latents = settings.latents
     return latents is not None and bool(latents.extra.get(SECOND_PASS)) and settings.denoise == 1.0
+
+
+def resolved(settings: SampleSettings) -> dict[str, Any]:
+    """The extra value of latents that says what ``auto`` became, for a receipt."""
+    return {RESOLVED: plain(replace(settings, latents=None, noise_mask=None))}
 
 
 def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpec:

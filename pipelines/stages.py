@@ -17,9 +17,7 @@ from ..compat.device.failures import is_shortage
 from ..compat.errors import CheckpointError, InputError, PackError, UnsupportedError, first_line, require_range
 from ..compat.memory.statistics import stage_cost
 from ..compat.output_check import NotFinite, require_finite
-from ..compat.records import plain
 from .base import (
-    RESOLVED,
     FramePackSettings,
     ImageCondition,
     ImageRequest,
@@ -50,6 +48,7 @@ from .settings import (
     of_checkpoint,
     recipe_of,
     refines,
+    resolved,
     report_unused,
     require_family,
 )
@@ -273,7 +272,7 @@ def sample(
         pipeline = with_steps(pipeline, steps, progress, SAMPLING.title, settings.seed, prompt, image, settings)
     run = partial(family.code.sample, pipeline, prompt, image, settings, progress)
     latents = _sample(pipeline, settings, size, progress, run)
-    return described(replace(latents, extra={**latents.extra, **final, **_resolved(settings)}), prompt)
+    return described(replace(latents, extra={**latents.extra, **final, **resolved(settings)}), prompt)
 
 
 @explaining(SAMPLING)
@@ -306,7 +305,7 @@ def sample_framepack(
         )
     run = partial(family.code.sample, pipeline, prompt, image, settings, framepack, progress, remembered)
     latents = _sample(pipeline, settings, size, progress, run)
-    return replace(latents, extra={**latents.extra, **_resolved(settings)})
+    return replace(latents, extra={**latents.extra, **resolved(settings)})
 
 
 @explaining(DECODING)
@@ -415,11 +414,6 @@ def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, r
             with attempt, sampling_speed(pipeline, settings, progress):
                 latents = run()
     return latents
-
-
-def _resolved(settings: SampleSettings) -> dict[str, Any]:
-    """What ``auto`` became, for a receipt."""
-    return {RESOLVED: plain(replace(settings, latents=None, noise_mask=None))}
 
 
 def _require_image(pipeline: Pipeline, family: FamilySpec, image: ImageCondition | None, refined: bool = False) -> None:

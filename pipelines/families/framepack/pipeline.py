@@ -179,12 +179,7 @@ def sample(
     if plan.single and not plan.inverted:
         progress.notify("single-frame mode was made for FramePack I2V: F1 may not follow the prompt")
     elif not plan.single:
-        length = f"{plan.frames} frames in {plan.count} sections"
-        progress.notify(f"{framepack.clip_seconds:g} s: {length}, as the publisher's application rounds")
-        older = math.ceil((framepack.clip_seconds * settings.fps - 1 - 1e-6) / TEMPORAL_RATIO) * TEMPORAL_RATIO + 1
-        older = math.ceil(older / ((framepack.window - 1) * TEMPORAL_RATIO + 1))  # each but its first latent's frames
-        if plan.count != older and not pipeline.is_demo:
-            tell_once(progress, f"{plan.count} sections, the nearest; earlier versions rounded up, here to {older}")
+        _tell_length(pipeline, plan, framepack, settings.fps, progress)
     settings = replace(settings, frames=min(settings.frames, plan.frames) + (frames - 1) * TEMPORAL_RATIO)
     if settings.scheduler == "auto":
         settings = replace(settings, scheduler="euler" if pipeline.is_demo else UNIPC_BH1)  # the demo draws better so
@@ -315,6 +310,16 @@ def _resume(history: History, generator: torch.Generator, standing: SectionState
     history.latents, history.lengths = standing.latents, list(standing.lengths)
     generator.set_state(generator_for(0, standing.generator_state).get_state())
     progress.notify(f"continues after section {len(standing.lengths)} of {count}, saved by an interrupted run")
+
+
+def _tell_length(pipeline: Pipeline, plan: Plan, asked: FramePackSettings, fps: float, progress: Progress) -> None:
+    """Say how long the film becomes, and once where an earlier version made it longer."""
+    length = f"{plan.frames} frames in {plan.count} sections"
+    progress.notify(f"{asked.clip_seconds:g} s: {length}, as the publisher's application rounds")
+    older = math.ceil((asked.clip_seconds * fps - 1 - 1e-6) / TEMPORAL_RATIO) * TEMPORAL_RATIO + 1
+    older = math.ceil(older / ((asked.window - 1) * TEMPORAL_RATIO + 1))  # each but its first latent's frames
+    if plan.count != older and not pipeline.is_demo:
+        tell_once(progress, f"{plan.count} sections, the nearest; earlier versions rounded up, here to {older}")
 
 
 def _texts(pipeline: Pipeline, prompt: Prompt, plan: Plan, seconds: float, progress: Progress) -> list[dict[str, Any]]:
