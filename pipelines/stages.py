@@ -48,9 +48,9 @@ from .settings import (
     of_checkpoint,
     recipe_of,
     refines,
-    resolved,
     report_unused,
     require_family,
+    resolved,
 )
 from .sizes import TRANSFORMER, VAE, Size
 from .sizes import size_of as size_of
