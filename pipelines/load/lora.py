@@ -296,7 +296,8 @@ def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:
     """The notes of diffusers on a transformer's LoRA in its file: ``lora_alpha``, ``alpha_pattern``, ``use_rslora``."""
     noted = json_object(notes.get("lora_adapter_metadata", "{}")) or {}
     own = {key.removeprefix("transformer."): value for key, value in noted.items() if "text_encoder" not in key}
-    return own if isinstance(own.get("lora_alpha"), (int, float)) else {}
+    own = {"r": 8, **own}  # peft's own
+    return own if all(isinstance(own.get(name), (int, float)) for name in ("lora_alpha", "r")) else {}
 
 
 def _adapter_config(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:

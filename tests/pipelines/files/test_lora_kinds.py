@@ -218,6 +218,14 @@ def test_alpha_in_diffusers_metadata_counts(made: Any, noted: dict[str, Any], sc
     torch.testing.assert_close(found, (weight + scale * up @ down).T + bias, **NEAR)
 
 
+@pytest.mark.parametrize("more", [{}, {"transformer.r": "four"}])
+def test_a_strangers_notes_on_another_method_need_no_rank(made: Any, more: dict[str, Any]) -> None:
+    rows, columns = weight_and_bias(made)[0].shape
+    tensors, _ = lokr(f"transformer.{LAYER}", rows, columns, low=False)
+    noted = {"transformer.lora_alpha": 8, "transformer.peft_type": "LOKR", **more}
+    assert made.outputs(tensors, LAYER, 1.0, "merged", {"lora_adapter_metadata": json.dumps(noted)}).isfinite().all()
+
+
 ENDLESS = [{end: 2} for end in ("(t+)+", "(t|tt)*q", "t*r*a*q", ".*.*q", "t?t?q", "(t|tt)(t|tt)")]
 ENDLESS += [{f"b{index}+": 2 for index in range(9)}]
 
