@@ -221,7 +221,8 @@ def test_alpha_in_diffusers_metadata_counts(made: Any, noted: dict[str, Any], sc
 @pytest.mark.parametrize("more", [{}, {"transformer.r": "four"}])
 def test_a_strangers_notes_on_another_method_need_no_rank(made: Any, more: dict[str, Any]) -> None:
     rows, columns = weight_and_bias(made)[0].shape
-    tensors, _ = lokr(LAYER, rows, columns, low=False)
+    factors = {"lokr_w1": torch.ones(2, 2), "lokr_w2": torch.ones(rows // 2, columns // 2)}
+    tensors = {f"{LAYER}.{name}": factor for name, factor in factors.items()}
     noted = {"transformer.lora_alpha": 8, "transformer.peft_type": "LOKR", **more}
     assert made.outputs(tensors, LAYER, 1.0, "merged", {"lora_adapter_metadata": json.dumps(noted)}).isfinite().all()
 
