@@ -60,7 +60,7 @@ class Socket:
     """A kind of values: what makes its inputs and outputs, which hold what they are given."""
 
     def __init__(self, name: str) -> None:
-        self.name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper()
+        self.name = re.sub(r"(?<=[a-z])(?=[A-Z0-9])|(?<=3D)(?=[A-Z])", "_", name).upper().removesuffix("_ANY")
 
     def Input(self, id: str, **given: Any) -> SimpleNamespace:
         kinds = ",".join(kind.name for kind in given.pop("types", (self,)))
