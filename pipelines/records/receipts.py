@@ -63,9 +63,9 @@ def with_receipt(
     first = None if settings.latents is None else _sampled(settings.latents)
     missing, extra = _missing(prompt, image, settings, video, first), dict(latents.extra)
     was = extra.pop(RESOLVED, None)
-    resolved = None if was is None else parse(SampleSettings, was, RESOLVED, ("latents", "noise_mask"))
 
-    def job() -> VideoJob:
+    def job() -> VideoJob:  # whose errors are no receipt's
+        resolved = None if was is None else parse(SampleSettings, was, RESOLVED, ("latents", "noise_mask"))
         return replace(_job(pipeline, prompt, image, settings, framepack), video=video, first=first, resolved=resolved)
 
     record = record_of(job, pipeline, missing, latents=latents_hash(latents))

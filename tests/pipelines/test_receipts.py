@@ -137,6 +137,9 @@ def test_what_no_file_describes_is_said(made: Any) -> None:
         job_of(record)
     for part in ("a prompt that was not encoded", "the latents that it started from", "a noise mask", "the pictures"):
         assert part in str(caught.value)
+    foreign_extra = replace(latents, extra={"resolved": ["not settings"]})
+    with pytest.raises(InputError, match="a receipt without a request that can be written down"):
+        job_of(with_receipt(foreign_extra, pipeline, prompt, None, SETTINGS).extra[RECEIPT])
     changed = decoded_receipt(replace(latents, samples=latents.samples + 1), DecodeRequest())
     with pytest.raises(InputError, match="a receipt without what changed the latents after sampling"):
         job_of(changed or {})

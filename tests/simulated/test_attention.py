@@ -1,5 +1,6 @@
 """Attention on the simulated accelerator: memory stays under the budget, and each pipeline runs what it was given."""
 
+import math
 from typing import Any
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from anygpu.compat.transforms.attention import Attention
 from anygpu.compat.transforms.attention_chunks import chunk_size, chunked, fp32_attention, score_bytes
 from anygpu.compat.transforms.attention_kernels import EXPLICIT
+from anygpu.compat.transforms.sparse_attention import SparseAttention, shares
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
+from anygpu.pipelines.sizes import MARGIN, SPARSE_COPIES
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simulated import accelerator
@@ -49,6 +52,19 @@ def test_peak_is_under_the_budget_with_a_mask(acc: torch.device, kind: str) -> N
     mask = {"mask": torch.ones(1, 1, 900, 900, dtype=torch.bool), "floating": torch.zeros(1, 1, 900, 900)}.get(kind)
     named = {"causal": True} if mask is None else {"mask": mask.to(acc)}
     assert 0 < peak_of(acc, budget, shape, torch.float32, **named) <= budget
+
+
+def test_sparse_attention_gives_the_cpus_and_has_the_memory_of_its_forecast(acc: torch.device) -> None:
+    grid, budget = (7, 33, 40), 16_000_000
+    tokens = [torch.randn(1, 2, math.prod(grid) + 60, 32, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    expected = SparseAttention(Attention(budget_bytes=budget), grid)(tokens[0].clone(), *tokens[1:])
+    there = [each.to(acc) for each in tokens]
+    before = accelerator.memory().allocated_bytes
+    accelerator.reset_peak()
+    found = SparseAttention(Attention(budget_bytes=budget), grid)(*there)
+    beside = accelerator.memory().peak_bytes - before - found.nbytes
+    assert beside <= MARGIN * (SPARSE_COPIES * shares(grid)[2] * found.nbytes + budget)
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=1e-5)
 
 
 def least(shape: tuple[int, ...], dtype: torch.dtype) -> int:
