@@ -58,11 +58,7 @@ def telling(cls: Any) -> tuple[list[str], Callable[[str], None]]:
 
 
 def attention_input() -> Any:
-    return io.Combo.Input(
-        "attention", options=list(ATTENTIONS), default=AUTO,
-        tooltip="auto: exact attention in chunks where torch has no fused kernel and would build the whole score "
-                "matrix. bounded: the same, decided call by call on every device. as loaded: core's choice.",
-    )
+    return io.Combo.Input("attention", options=list(ATTENTIONS), default=AUTO)
 
 
 class FitAll(io.ComfyNode):
@@ -71,14 +67,11 @@ class FitAll(io.ComfyNode):
         return fit_schema(
             node_id="AnyGPUFit",
             display_name="AnyGPU Fit",
-            description="Makes MODEL, VAE and CLIP from any loader run well on this GPU: safe fp16 where the GPU has no "
-                        "fast bf16, decodes that are checked, attention without huge score matrices. Connect what you "
-                        "have. One line each says what was done; where nothing is needed, nothing changes.",
             search_aliases=["fp16", "black frames", "nan", "rtx 20", "turing", "v100", "slow", "older gpu", "out of memory"],
             inputs=[
-                io.Model.Input("model", optional=True, tooltip="A MODEL from any loader, with or without LoRAs."),
-                io.Vae.Input("vae", optional=True, tooltip="A VAE from any loader."),
-                io.Clip.Input("clip", optional=True, tooltip="A CLIP from any loader, with or without LoRAs."),
+                io.Model.Input("model", optional=True),
+                io.Vae.Input("vae", optional=True),
+                io.Clip.Input("clip", optional=True),
                 io.Combo.Input(
                     "precision", options=list(PRECISIONS), default=AUTO,
                     tooltip=f"Of the MODEL; VAE and CLIP are fitted as with auto. {PRECISION}",
@@ -130,27 +123,15 @@ class FitModel(io.ComfyNode):
         return fit_schema(
             node_id="AnyGPUFitModel",
             display_name="AnyGPU Fit Model",
-            description="Makes a MODEL from any loader run well on this GPU: safe fp16 where the GPU has "
-                        "no fast bf16, attention without huge score matrices, 3-D convolutions that work. Put it "
-                        "right before the sampler. Where nothing is needed the model passes through unchanged.",
             search_aliases=["fp16", "black frames", "nan", "rtx 20", "turing", "v100", "slow", "older gpu", "precision"],
             inputs=[
-                io.Model.Input("model", tooltip="A MODEL from any loader, with or without LoRAs."),
+                io.Model.Input("model"),
                 io.Combo.Input(
                     "precision", options=list(PRECISIONS), default=AUTO, tooltip=PRECISION,
                 ),
                 attention_input(),
-                io.Combo.Input(
-                    "keep_latents", options=list(core_model.KEEP), default=AUTO, optional=True, advanced=True,
-                    tooltip="Saves the latents of each sampling for AnyGPU Recover Latents. auto: if the model is "
-                            "changed here. always, never: regardless of that.",
-                ),
-                io.Combo.Input(
-                    "packed_layers", options=list(PACKED_PATHS), default=AUTO, optional=True, advanced=True,
-                    tooltip="How int8, int4, fp8 and fp4 layers are multiplied. auto: as they are packed where this GPU "
-                            "is known, or was tested, to do that right and faster; else dequantised. core's own: as they "
-                            "are packed. dequantise: never so.",
-                ),
+                io.Combo.Input("keep_latents", options=list(core_model.KEEP), default=AUTO, optional=True, advanced=True),
+                io.Combo.Input("packed_layers", options=list(PACKED_PATHS), default=AUTO, optional=True, advanced=True),
             ],
             outputs=[io.Model.Output(display_name="model")],
         )
@@ -171,28 +152,12 @@ class FitVAE(io.ComfyNode):
         return fit_schema(
             node_id="AnyGPUFitVAE",
             display_name="AnyGPU Fit VAE",
-            description="Checks every decode and encode of a VAE from any loader. A result that is NaN or one colour, "
-                        "a missing kernel or a shortage of memory leads to the next way: fp32, tiles, and finally the "
-                        "CPU. 3-D convolutions take a form that works on this device.",
             search_aliases=["black frames", "nan", "vae decode", "out of memory", "oom", "rescue", "conv3d"],
             inputs=[
-                io.Vae.Input("vae", tooltip="A VAE from any loader."),
-                io.Combo.Input(
-                    "precision", options=list(core_vae.VAE_PRECISIONS), default=AUTO,
-                    tooltip="auto: as core loaded it, or fp32 where this device computes that dtype wrong or slowly. "
-                            "fp32: exact, slower, twice the memory. as loaded: core's choice.",
-                ),
-                io.Boolean.Input(
-                    "causal_masks", default=True, optional=True, advanced=True,
-                    tooltip="Puts back the causal masks of attention over frames that the published VAE has and core "
-                            "lost: Mochi's encoder, HunyuanVideo and HunyuanVideo 1.5. Single pictures are the same "
-                            "with and without.",
-                ),
-                io.Combo.Input(
-                    "keep_latents", options=list(core_model.KEEP), default=AUTO, optional=True, advanced=True,
-                    tooltip="Saves video latents before each decode for AnyGPU Recover Latents. auto, always: unless "
-                            "they were just saved after sampling. never: not at all.",
-                ),
+                io.Vae.Input("vae"),
+                io.Combo.Input("precision", options=list(core_vae.VAE_PRECISIONS), default=AUTO),
+                io.Boolean.Input("causal_masks", default=True, optional=True, advanced=True),
+                io.Combo.Input("keep_latents", options=list(core_model.KEEP), default=AUTO, optional=True, advanced=True),
             ],
             outputs=[io.Vae.Output(display_name="vae")],
         )
@@ -209,18 +174,10 @@ class FitCLIP(io.ComfyNode):
             node_id="AnyGPUFitCLIP",
             display_name="AnyGPU Fit CLIP",
             is_dev_only=True,  # AnyGPU Fit takes a CLIP alone too
-            description="Makes text encoders from any loader fit this device: attention without huge score matrices, "
-                        "safe fp16 if you choose it, and a warning about weights that are not finite. Where nothing "
-                        "is needed the CLIP passes through unchanged.",
             search_aliases=["text encoder", "t5", "gemma", "qwen", "llama", "fp16", "slow"],
             inputs=[
-                io.Clip.Input("clip", tooltip="A CLIP from any loader, with or without LoRAs."),
-                io.Combo.Input(
-                    "precision", options=list(core_clip.CLIP_PRECISIONS), default=AUTO,
-                    tooltip="auto, as loaded: core's choice, fp32, which is finite everywhere. fp16-safe: fp16 "
-                            "products around an fp32 stream; faster on GPUs that are slow in fp32, and differs by "
-                            "about a thousandth.",
-                ),
+                io.Clip.Input("clip"),
+                io.Combo.Input("precision", options=list(core_clip.CLIP_PRECISIONS), default=AUTO),
                 attention_input(),
             ],
             outputs=[io.Clip.Output(display_name="clip")],
@@ -240,20 +197,12 @@ class WatchDoctor(io.ComfyNode):
         return schema(
             node_id="AnyGPUDoctor",
             display_name="AnyGPU Doctor",
-            description="Watches sampling and decoding of any model, core's too. If a result is NaN, infinite, one "
-                        "colour or still noise, it names the step, block and layer, tries repairs on that step, and "
-                        "can keep what helps. Without a fault it costs one check per step.",
             search_aliases=["black video", "black image", "nan", "inf", "debug", "noise", "overflow", "repair", "fp16"],
             inputs=[
-                Pipeline.Input("pipeline", optional=True, tooltip="From a load node of AnyGPU, for AnyGPU Sample."),
-                io.Model.Input("model", optional=True, tooltip="From any loader, for core's samplers."),
-                io.Vae.Input("vae", optional=True, tooltip="From any loader, for core's VAE Decode."),
-                io.Combo.Input(
-                    "repair", options=list(doctors.CHOICES), default=doctors.OFFER,
-                    tooltip="offer: a fault stops the run and names the layer and the repair. keep: goes on with the "
-                            "repair, and uses it in later runs of this model too. forget: drops the repair saved for "
-                            "this model.",
-                ),
+                Pipeline.Input("pipeline", optional=True),
+                io.Model.Input("model", optional=True),
+                io.Vae.Input("vae", optional=True),
+                io.Combo.Input("repair", options=list(doctors.CHOICES), default=doctors.OFFER),
             ],
             outputs=[
                 Pipeline.Output(display_name="pipeline"),

@@ -22,11 +22,7 @@ Jobs = io.Custom("ANYGPU_JOBS")
 
 
 def folder_input() -> Any:
-    return io.Combo.Input(
-        "folder", options=farm.folder_choices(),
-        tooltip="The folder that `anygpu-farm` watches: ComfyUI's output/farm, or a shared one that is named as "
-                "anygpu_farm in extra_model_paths.yaml.",
-    )
+    return io.Combo.Input("folder", options=farm.folder_choices())
 
 
 def results(jobs: Any, collected: Any, progress: NodeProgress) -> io.NodeOutput:
@@ -52,72 +48,43 @@ class QueueJobs(io.ComfyNode):
             node_id="AnyGPUQueueJobs",
             display_name="AnyGPU Queue Jobs",
             is_dev_only=NO_RAY,
-            description="Writes a job for each prompt, seed and picture, or for each mesh, into a folder, for `anygpu-farm` on this or "
-                        "other machines. Nothing is rendered here. Jobs that are done already stay done.",
             search_aliases=["batch", "queue many", "render farm", "cluster", "seeds", "prompts"],
             inputs=[
                 folder_input(),
-                io.String.Input("name", default="jobs", tooltip="Name of the job file. An existing one is replaced."),
-                io.Combo.Input("model", options=folders.model_choices(), tooltip="A model folder, as in AnyGPU Load Pipeline."),
-                io.String.Input(
-                    "prompts", multiline=True, default="",
-                    tooltip="One prompt per line. Lines that begin with # are skipped.",
-                ),
-                io.String.Input("seeds", default="0", tooltip="Seeds of each prompt: numbers and ranges, such as 0-9, 42."),
+                io.String.Input("name", default="jobs"),
+                io.Combo.Input("model", options=folders.model_choices()),
+                io.String.Input("prompts", multiline=True, default=""),
+                io.String.Input("seeds", default="0"),
                 *size_inputs(),
-                io.Int.Input("frames", default=0, min=0, max=4096, tooltip="Frames of each video. 0 takes the model's own default."),
-                io.String.Input("negative", default="", optional=True, advanced=True, tooltip="The negative prompt of every job."),
+                io.Int.Input("frames", default=0, min=0, max=4096),
+                io.String.Input("negative", default="", optional=True, advanced=True),
+                io.Combo.Input("pictures", options=farm.picture_folders(), default=farm.NONE, optional=True, advanced=True),
+                io.Int.Input("steps", default=0, min=0, max=1000, optional=True, advanced=True),
+                io.Float.Input("cfg", default=0.0, min=0.0, max=30.0, step=0.1, optional=True, advanced=True),
+                io.Float.Input("clip_seconds", default=0.0, min=0.0, max=120.0, step=0.1, optional=True, advanced=True),
+                io.String.Input("precision", default="auto", optional=True, advanced=True),
+                io.String.Input("weights", default="auto", optional=True, advanced=True),
+                io.Combo.Input("meshes", options=farm.mesh_folders(), default=farm.NONE, optional=True, advanced=True),
                 io.Combo.Input(
-                    "pictures", options=farm.picture_folders(), default=farm.NONE, optional=True, advanced=True,
-                    tooltip="A folder in ComfyUI's input folder: every picture in it becomes a start picture, with every "
-                            "prompt and seed.",
-                ),
-                io.Int.Input("steps", default=0, min=0, max=1000, optional=True, advanced=True, tooltip="Denoising steps. 0 takes the model's own default."),
-                io.Float.Input(
-                    "cfg", default=0.0, min=0.0, max=30.0, step=0.1, optional=True, advanced=True,
-                    tooltip="True classifier-free guidance. 0 takes the model's own default.",
-                ),
-                io.Float.Input(
-                    "clip_seconds", default=0.0, min=0.0, max=120.0, step=0.1, optional=True, advanced=True,
-                    tooltip="FramePack: length of each video in seconds, in place of frames. 0 for other models.",
-                ),
-                io.String.Input(
-                    "precision", default="auto", optional=True, advanced=True,
-                    tooltip="As on AnyGPU Load Pipeline. auto: what each machine runs best, so videos from "
-                            "different cards differ by rounding. fp32: the same everywhere, but slow.",
-                ),
-                io.String.Input(
-                    "weights", default="auto", optional=True, advanced=True,
-                    tooltip="How the weights are stored, as on AnyGPU Load Pipeline.",
-                ),
-                io.Combo.Input(
-                    "meshes", options=farm.mesh_folders(), default=farm.NONE, optional=True, advanced=True,
-                    tooltip="A folder in ComfyUI's input folder: every mesh in it is textured from the picture of the same "
-                            "name, there or in the folder of pictures, in place of videos.",
-                ),
-                io.Combo.Input(
-                    "paint_model", options=[*folders.paint_models(), *folders.base_models()] or [folders.NO_PAINT_MODEL],
+                    "paint_model",
+                    options=[*folders.paint_models(), *folders.base_models()] or [folders.NO_PAINT_MODEL],
                     optional=True, advanced=True,
-                    tooltip="With meshes: a Hunyuan3D paint model, as in AnyGPU Load Paint Pipeline; with adapter the checkpoint of SDXL "
-                            "or SD2.1 under it.",
                 ),
                 io.Combo.Input(
-                    "delight", options=[farm.NONE, *folders.paint_models()], default=farm.NONE, optional=True, advanced=True,
-                    tooltip="With meshes: hunyuan3d-delight-v2-0, for paint v2-0 and turbo. none: the pictures are used as they are.",
+                    "delight", options=[farm.NONE, *folders.paint_models()], default=farm.NONE, optional=True,
+                    advanced=True,
                 ),
                 io.Combo.Input(
-                    "image_encoder", options=folders.paint_provider_choices(), default="auto", optional=True, advanced=True,
-                    tooltip="With meshes and a PBR model: the folder of DINOv2-giant. auto: none, as paint v2-0 and turbo need.",
+                    "image_encoder", options=folders.paint_provider_choices(), default="auto", optional=True,
+                    advanced=True,
                 ),
                 io.Combo.Input(
-                    "like", options=[farm.NONE, *saved.choices(saved.SIGNED)], default=farm.NONE, optional=True, advanced=True,
-                    tooltip="A video or latents that AnyGPU made of this model: each job has its LoRAs, scheduler, shift, guidance, step "
-                            "cache and decode, and whatever is left at 0, auto or empty here. Not with meshes.",
+                    "like", options=[farm.NONE, *saved.choices(saved.SIGNED)], default=farm.NONE, optional=True,
+                    advanced=True,
                 ),
                 io.Combo.Input(
-                    "adapter", options=[farm.NONE, *folders.adapters()], default=farm.NONE, optional=True, advanced=True,
-                    tooltip="With meshes: MV-Adapter, as in AnyGPU Load MV-Adapter. ig2mv paints after each mesh's picture, cut out by its "
-                            "transparency, tg2mv after each of the prompts.",
+                    "adapter", options=[farm.NONE, *folders.adapters()], default=farm.NONE, optional=True,
+                    advanced=True,
                 ),
             ],
             outputs=[Jobs.Output(display_name="jobs"), io.Int.Output(display_name="count")],
@@ -168,14 +135,12 @@ class Collect(Uncached):
             node_id="AnyGPUCollect",
             display_name="AnyGPU Collect",
             is_dev_only=True,
-            description="Brings back the videos of finished jobs, in the order they were queued, and says why others "
-                        "failed. Cancel stops the waiting, not the jobs.",
             search_aliases=["fetch results", "render farm", "cluster", "batch results"],
             inputs=[
                 folder_input(),
-                io.String.Input("name", default="", tooltip="Name of the job file. Empty: the newest."),
-                io.Boolean.Input("wait", default=True, tooltip="Wait until every job is done or has failed. Off: take what is there now."),
-                Jobs.Input("jobs", optional=True, tooltip="From AnyGPU Queue Jobs, in place of folder and name."),
+                io.String.Input("name", default=""),
+                io.Boolean.Input("wait", default=True),
+                Jobs.Input("jobs", optional=True),
             ],
             outputs=result_outputs(),
         )
@@ -196,17 +161,10 @@ class Farm(Uncached):
             node_id="AnyGPUFarm",
             display_name="AnyGPU Farm",
             is_dev_only=NO_RAY,
-            description="Lets the machines of a Ray cluster render jobs, shows what each of them is doing, and brings "
-                        "the videos back. Cancel also ends the jobs in the cluster. Needs the package ray, and a token.",
             search_aliases=["ray", "render farm", "cluster", "multi gpu", "distributed"],
             inputs=[
-                Jobs.Input("jobs", tooltip="From AnyGPU Queue Jobs."),
-                io.String.Input(
-                    "address", default="auto",
-                    tooltip="auto: the cluster that this machine belongs to. Or the address of a cluster's head, such as "
-                            "10.0.0.5:6379, that this machine's owner has listed in user/anygpu/farm_addresses.txt: "
-                            "whoever is at it gets the farm's token. `anygpu-farm watch` must run there.",
-                ),
+                Jobs.Input("jobs"),
+                io.String.Input("address", default="auto"),
             ],
             outputs=result_outputs(),
         )

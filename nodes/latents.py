@@ -25,25 +25,15 @@ files_schema = partial(schema, category=f"{CATEGORY}/files")
 
 
 def prefix_input(default: str) -> Any:
-    return io.String.Input(
-        "filename_prefix", default=default,
-        tooltip="Folder and file name in ComfyUI's output folder. A number is added, so nothing is overwritten.",
-    )
+    return io.String.Input("filename_prefix", default=default)
 
 
 def file_input(kind: str) -> Any:
-    return io.Combo.Input(
-        "file", options=saved.choices(kind),
-        tooltip="A file in ComfyUI's input or output folder. Press R after adding one.",
-    )
+    return io.Combo.Input("file", options=saved.choices(kind))
 
 
 def not_finite_input() -> Any:
-    return io.Combo.Input(
-        "not_finite", options=list(NOT_FINITE), default="refuse", optional=True, advanced=True,
-        tooltip="What to do about NaN and infinity. refuse: stop with an error that says how many there are. clamp: "
-                "NaN becomes 0, infinity the largest finite value, and the node says how many.",
-    )
+    return io.Combo.Input("not_finite", options=list(NOT_FINITE), default="refuse", optional=True, advanced=True)
 
 
 class Listed(io.ComfyNode):
@@ -60,12 +50,9 @@ class SaveLatent(io.ComfyNode):
             node_id="AnyGPUSaveLatent",
             display_name="AnyGPU Save Latent",
             is_dev_only=True,
-            description="Saves video latents as safetensors, bit for bit, with everything decoding needs: family, "
-                        "size, frames, fps, seed, prompt, generator state, sections. Drop the file onto ComfyUI to "
-                        "open its workflow.",
             search_aliases=["export latent", "save latents", "safetensors"],
             inputs=[
-                io.Latent.Input("latent", tooltip="Video latents, from AnyGPU Sample or from core nodes."),
+                io.Latent.Input("latent"),
                 prefix_input("latents/AnyGPU"),
                 not_finite_input(),
             ],
@@ -94,15 +81,10 @@ class LoadLatent(Listed):
             node_id="AnyGPULoadLatent",
             display_name="AnyGPU Load Latent",
             is_dev_only=True,
-            description="Reads latents written by AnyGPU Save Latent, core's Save Latent or Musubi Tuner, and "
-                        "recognises which from the file.",
             search_aliases=["import latent", "load latents", "musubi"],
             inputs=[
                 file_input("latent"),
-                io.Combo.Input(
-                    "dtype", options=list(latent_store.DTYPES), default="float32", optional=True, advanced=True,
-                    tooltip="float32: what AnyGPU's and core's nodes compute with. as in file: not converted.",
-                ),
+                io.Combo.Input("dtype", options=list(latent_store.DTYPES), default="float32", optional=True, advanced=True),
                 not_finite_input(),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
@@ -122,19 +104,10 @@ class RecoverLatents(io.ComfyNode):
         return files_schema(
             node_id="AnyGPURecoverLatents",
             display_name="AnyGPU Recover Latents",
-            description="The latents of every sampling are saved automatically after its last step, so a failed "
-                        "decode, a cancel or a crash costs nothing. This node lists them, newest first, and loads one.",
             search_aliases=["recover", "restore latents", "crash", "lost video"],
             inputs=[
-                io.Combo.Input(
-                    "kept", options=recovery.choices(), default=recovery.NEWEST,
-                    tooltip="newest, or a particular sampling, listed by date, family and seed. Press R to refresh "
-                            "the list. Once they exceed 4 GB in total, the oldest are deleted.",
-                ),
-                Pipeline.Input(
-                    "pipeline", optional=True,
-                    tooltip="With it, newest is the newest sampling of its model family; without it, the newest of all.",
-                ),
+                io.Combo.Input("kept", options=recovery.choices(), default=recovery.NEWEST),
+                Pipeline.Input("pipeline", optional=True),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
         )
@@ -157,11 +130,9 @@ class SavePrompt(io.ComfyNode):
             node_id="AnyGPUSavePrompt",
             display_name="AnyGPU Save Prompt",
             is_dev_only=True,
-            description="Saves an encoded prompt, so that a machine that is too small for the text encoder can "
-                        "sample it.",
             search_aliases=["save embeddings", "save conditioning", "text encoder"],
             inputs=[
-                Prompt.Input("prompt", tooltip="From AnyGPU Encode Prompt."),
+                Prompt.Input("prompt"),
                 prefix_input("prompts/AnyGPU"),
             ],
             outputs=[Prompt.Output(display_name="prompt")],
@@ -186,8 +157,6 @@ class LoadPrompt(Listed):
             node_id="AnyGPULoadPrompt",
             display_name="AnyGPU Load Prompt",
             is_dev_only=True,
-            description="Reads a prompt written by AnyGPU Save Prompt or Musubi Tuner. You need no text encoder, not "
-                        "even its files.",
             search_aliases=["load embeddings", "load conditioning", "musubi", "text encoder"],
             inputs=[
                 file_input("prompt"),
@@ -210,37 +179,17 @@ class SaveMusubiCache(io.ComfyNode):
             node_id="AnyGPUSaveMusubiCache",
             display_name="AnyGPU Save Musubi Cache",
             is_dev_only=True,
-            description="Writes the latents and the prompt of one training item as Musubi Tuner caches, for "
-                        "HunyuanVideo, HunyuanVideo 1.5 and FramePack. AnyGPU Load Latent and AnyGPU Load Prompt "
-                        "read them.",
             search_aliases=["musubi", "training cache", "cache latents"],
             inputs=[
-                io.String.Input(
-                    "name", default="musubi/clip_01",
-                    tooltip="Folder in ComfyUI's output folder, and name of the item. An existing cache of this name "
-                            "is replaced.",
-                ),
-                io.Latent.Input("latent", optional=True, tooltip="The item's latents."),
-                Prompt.Input("prompt", optional=True, tooltip="The item's encoded caption. Its negative prompt is not saved."),
-                io.String.Input("caption", default="", optional=True, tooltip="The caption. Leave it empty to use the prompt's own text."),
-                io.Combo.Input(
-                    "dtype", options=list(musubi.DTYPES), default="as loaded", optional=True, advanced=True,
-                    tooltip="as loaded: the dtype of a loaded cache, otherwise float32. Musubi Tuner itself writes "
-                            "the dtype of its VAE.",
-                ),
-                Image.Input(
-                    "image", optional=True,
-                    tooltip="FramePack: the first frame, from AnyGPU Encode Image. The latents of FramePack or "
-                            "HunyuanVideo are then cut into sections, with one cache each.",
-                ),
-                io.Int.Input(
-                    "window", default=9, min=1, max=33, optional=True, advanced=True,
-                    tooltip="FramePack: latent frames per section. The models were trained with 9.",
-                ),
+                io.String.Input("name", default="musubi/clip_01"),
+                io.Latent.Input("latent", optional=True),
+                Prompt.Input("prompt", optional=True),
+                io.String.Input("caption", default="", optional=True),
+                io.Combo.Input("dtype", options=list(musubi.DTYPES), default="as loaded", optional=True, advanced=True),
+                Image.Input("image", optional=True),
+                io.Int.Input("window", default=9, min=1, max=33, optional=True, advanced=True),
                 io.Combo.Input(
                     "order", options=list(SECTION_ORDERS), default=SECTION_ORDERS[0], optional=True, advanced=True,
-                    tooltip="FramePack: what a section sees. inverted_anti_drifting: the frames after it, for "
-                            "FramePack I2V. vanilla: the frames before it, for F1.",
                 ),
             ],
             outputs=[],
@@ -267,27 +216,11 @@ class UpscaleLatents(io.ComfyNode):
             node_id="AnyGPUUpscaleLatents",
             display_name="AnyGPU Upscale Latents",
             is_dev_only=True,
-            description="Doubles width and height of LTX-Video latents with its latent upscaler, and AnyGPU Sample then "
-                        "refines them in the model's published second pass; or doubles the frame rate. Brings "
-                        "HunyuanVideo 1.5 latents to the size of its super-resolution.",
             search_aliases=["latent upscaler", "second pass", "multi scale", "ltxv spatial upscaler", "super resolution"],
             inputs=[
-                Pipeline.Input(
-                    "pipeline",
-                    tooltip="The LTX-Video pipeline that made the latents, or HunyuanVideo 1.5's super-resolution.",
-                ),
-                io.Latent.Input(
-                    "latent",
-                    tooltip="From AnyGPU Sample: LTX-Video at two thirds of the final width and height, HunyuanVideo "
-                            "1.5 at 480p or 720p.",
-                ),
-                io.Combo.Input(
-                    "upscaler", options=list(folders.upscalers()) or [folders.NO_UPSCALER],
-                    tooltip="A file in ComfyUI/models/latent_upscale_models, such as "
-                            "ltxv-spatial-upscaler-0.9.8.safetensors, ltxv-temporal-upscaler-0.9.8.safetensors for "
-                            "twice the frames, or hunyuanvideo15_latent_upsampler_1080p.safetensors. Press R after "
-                            "adding one.",
-                ),
+                Pipeline.Input("pipeline"),
+                io.Latent.Input("latent"),
+                io.Combo.Input("upscaler", options=list(folders.upscalers()) or [folders.NO_UPSCALER]),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
         )
@@ -317,15 +250,9 @@ class Replay(Listed):
             node_id="AnyGPUReplay",
             display_name="AnyGPU Replay",
             is_dev_only=True,
-            description="Renders the video in a file again, from the receipt that AnyGPU writes into videos and latents, or "
-                        "paints the texture of a GLB from AnyGPU Texture Mesh: same model, prompts, pictures and settings. Says "
-                        "whether latents or texture are the same bit for bit, and if not, what differs between the machines.",
             search_aliases=["reproduce", "receipt", "same video again", "metadata", "repeat"],
             inputs=[
-                io.Combo.Input(
-                    "file", options=saved.choices(saved.SIGNED),
-                    tooltip="A video, latents or a textured GLB that AnyGPU made, in ComfyUI's input or output folder. Press R after adding one.",
-                ),
+                io.Combo.Input("file", options=saved.choices(saved.SIGNED)),
             ],
             outputs=[
                 io.Latent.Output(display_name="latent"),

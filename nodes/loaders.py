@@ -28,9 +28,6 @@ class LoadPipeline(io.ComfyNode):
         return schema(
             node_id="AnyGPULoadPipeline",
             display_name="AnyGPU Load Pipeline",
-            description="Opens an LTX-Video, HunyuanVideo, HunyuanVideo 1.5, FramePack or Mochi model folder and "
-                        "chooses precision and offload for this machine. Weights are read when a stage first needs "
-                        "them.",
             search_aliases=[
                 "diffusers loader", "load video model", "load checkpoint", "model loader", "low vram", "block swap", "offload", "fp8",
                 *(name.replace("_", " ") for name in FAMILIES), *(f"{name.replace('_', ' ')} model loader" for name in FAMILIES),
@@ -38,7 +35,6 @@ class LoadPipeline(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "model", options=folders.model_choices(),
-                    tooltip="A diffusers folder, or a FramePack transformer folder, in models/diffusers.",
                     extra_dict={"anygpu_first_run": panel.first_run(), "anygpu_offers": panel.offers()},
                 ),
                 io.Combo.Input(
@@ -51,15 +47,8 @@ class LoadPipeline(io.ComfyNode):
                 ),
                 offload_input(panel.limit_tooltip("offload")),
                 variant_input(),
-                io.Combo.Input(
-                    "base", options=providers, default="auto", advanced=True,
-                    tooltip="FramePack: the HunyuanVideo folder to take text encoders and VAE from. auto looks for one.",
-                ),
-                io.Combo.Input(
-                    "image_encoder", options=providers, default="auto", advanced=True,
-                    tooltip="FramePack, HunyuanVideo 1.5: the folder with image_encoder and feature_extractor. auto "
-                            "looks for one.",
-                ),
+                io.Combo.Input("base", options=providers, default="auto", advanced=True),
+                io.Combo.Input("image_encoder", options=providers, default="auto", advanced=True),
                 attention_input("the transformer's ", panel.limit_tooltip("attention")),
                 *speed_inputs(),
                 *weight_inputs(),
@@ -92,57 +81,21 @@ class ComposePipeline(io.ComfyNode):
         return schema(
             node_id="AnyGPUComposePipeline",
             display_name="AnyGPU Compose Pipeline",
-            description="Builds a pipeline from the single files in ComfyUI's model folders: original releases, "
-                        "ComfyUI's repackaging, scaled fp8, GGUF. Files are recognised by their headers. Nothing is "
-                        "downloaded.",
             search_aliases=[
                 "unet loader", "load diffusion model", "single file", "gguf", "fp8", "dual clip loader", "vae loader", "low vram",
             ],
             inputs=[
-                io.Combo.Input(
-                    "transformer", options=model_files.file_choices("transformer"),
-                    tooltip="The diffusion model, in models/diffusion_models (or checkpoints). It determines the "
-                            "family.",
-                ),
-                io.Combo.Input(
-                    "vae", options=model_files.file_choices("vae"), default="auto",
-                    tooltip="In models/vae. auto: the VAE inside the transformer's file, otherwise the first file "
-                            "that fits.",
-                ),
-                io.Combo.Input(
-                    "text_encoder", options=model_files.file_choices("text_encoder"), default="auto",
-                    tooltip="In models/text_encoders: T5-XXL (LTX-Video, Mochi), llava_llama3 (HunyuanVideo, FramePack), "
-                    "Qwen 2.5 VL 7B (HunyuanVideo 1.5). auto: the first file that fits.",
-                ),
-                io.Combo.Input(
-                    "text_encoder_2", options=model_files.file_choices("text_encoder_2"), default="auto",
-                    tooltip="CLIP-L (HunyuanVideo, FramePack), ByT5 (HunyuanVideo 1.5). auto: the first file that fits.",
-                ),
-                io.Combo.Input(
-                    "image_encoder", options=model_files.file_choices("image_encoder"), default="auto",
-                    tooltip="In models/clip_vision: SigLIP (FramePack, HunyuanVideo 1.5), llava_llama3_vision (HunyuanVideo "
-                    "image to video). auto: the first file that fits.",
-                ),
-                io.Combo.Input(
-                    "base", options=folders.provider_choices(), default="auto", advanced=True,
-                    tooltip="A diffusers folder that supplies whatever the files lack, such as tokenizers. auto: the "
-                            "tokenizers that ship with ComfyUI.",
-                ),
-                io.Combo.Input(
-                    "task", options=list(requests.TASKS), default="auto", advanced=True,
-                    tooltip="Text to video or image to video, if the shapes cannot tell. auto guesses from the "
-                            "file's name and says so.",
-                ),
-                io.Combo.Input(
-                    "precision", options=list(PRECISIONS), default="auto",
-                    tooltip="The dtype that computes, as on AnyGPU Load Pipeline.",
-                ),
+                io.Combo.Input("transformer", options=model_files.file_choices("transformer")),
+                io.Combo.Input("vae", options=model_files.file_choices("vae"), default="auto"),
+                io.Combo.Input("text_encoder", options=model_files.file_choices("text_encoder"), default="auto"),
+                io.Combo.Input("text_encoder_2", options=model_files.file_choices("text_encoder_2"), default="auto"),
+                io.Combo.Input("image_encoder", options=model_files.file_choices("image_encoder"), default="auto"),
+                io.Combo.Input("base", options=folders.provider_choices(), default="auto", advanced=True),
+                io.Combo.Input("task", options=list(requests.TASKS), default="auto", advanced=True),
+                io.Combo.Input("precision", options=list(PRECISIONS), default="auto"),
                 offload_input(),
                 variant_input(),
-                io.Combo.Input(
-                    "attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True,
-                    tooltip="Which kernel computes the transformer's attention, as on AnyGPU Load Pipeline.",
-                ),
+                io.Combo.Input("attention", options=list(attention.CHOICES), default="auto", optional=True, advanced=True),
                 *speed_inputs(),
                 *weight_inputs(),
             ],
@@ -192,32 +145,13 @@ class ApplyLoRA(io.ComfyNode):
         return schema(
             node_id="AnyGPULoRA",
             display_name="AnyGPU LoRA",
-            description="Applies a LoRA to the pipeline's transformer; understands keys of diffusers, kohya and "
-                        "ComfyUI. Chain several nodes for several LoRAs. Changing or removing one does not reload "
-                        "the model.",
             search_aliases=["lora", "load lora", "lora loader", "lora block weight"],
             inputs=[
-                Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline, or from another AnyGPU LoRA."),
-                io.Combo.Input(
-                    "lora", options=folders.lora_choices(),
-                    tooltip="A .safetensors file in ComfyUI/models/loras. Press R after adding one. none: the pipeline as it is. demo: made for the demo model.",
-                ),
-                io.Float.Input(
-                    "strength", default=1.0, min=-10.0, max=10.0, step=0.05,
-                    tooltip="A factor: 1 is what the LoRA was trained for, 0 switches it off.",
-                ),
-                io.String.Input(
-                    "blocks", default="", optional=True, advanced=True,
-                    tooltip="Which blocks the LoRA acts on, separated by commas: double and single, each optionally "
-                            "with a number or a range, and rest for everything outside the blocks. Empty means all. "
-                            "Example: double 0-9, single",
-                ),
-                io.Combo.Input(
-                    "mode", options=list(LORA_MODES), default="separate", optional=True, advanced=True,
-                    tooltip="separate: computed beside each layer at each step; works with all kinds of weights. "
-                            "merged: added to the weights, so as fast as without a LoRA; keeps a copy of the "
-                            "original weights in host memory and does not work with packed weights.",
-                ),
+                Pipeline.Input("pipeline"),
+                io.Combo.Input("lora", options=folders.lora_choices()),
+                io.Float.Input("strength", default=1.0, min=-10.0, max=10.0, step=0.05),
+                io.String.Input("blocks", default="", optional=True, advanced=True),
+                io.Combo.Input("mode", options=list(LORA_MODES), default="separate", optional=True, advanced=True),
             ],
             outputs=[
                 Pipeline.Output(display_name="pipeline"),

@@ -21,17 +21,13 @@ class LoadMesh(io.ComfyNode):
         return mesh_schema(
             node_id="AnyGPULoadMesh",
             display_name="AnyGPU Load Mesh",
-            description="Reads a GLB, glTF, OBJ, PLY or STL file as a MESH. Several objects become one.",
             search_aliases=["load glb", "load obj", "import mesh", "open 3d model", "trimesh"],
             inputs=[
-                io.Combo.Input(
-                    "mesh_file", options=meshes.mesh_files(), upload=io.UploadType.model,
-                    tooltip="A file in ComfyUI's folder input or input/3d, or a saved one (marked output). The "
-                            "button uploads a file; press R after copying one there yourself.",
-                ),
+                io.Combo.Input("mesh_file", options=meshes.mesh_files(), upload=io.UploadType.model),
                 io.MultiType.Input(
-                    "model_3d", types=[io.File3DAny, io.File3DGLB, io.File3DGLTF, io.File3DOBJ, io.File3DPLY, io.File3DSTL],
-                    optional=True, tooltip="A 3D file from another node, such as core's Load 3D. Replaces mesh_file.",
+                    "model_3d",
+                    types=[io.File3DAny, io.File3DGLB, io.File3DGLTF, io.File3DOBJ, io.File3DPLY, io.File3DSTL],
+                    optional=True,
                 ),
             ],
             outputs=[io.Mesh.Output(display_name="mesh")],
@@ -54,20 +50,12 @@ class CleanMesh(io.ComfyNode):
         return mesh_schema(
             node_id="AnyGPUCleanMesh",
             display_name="AnyGPU Clean Mesh",
-            description="Removes small loose pieces, duplicate faces and faces without area, and broken vertices. "
-                        "Put it before core's Decimate Mesh and Unwrap Mesh.",
             search_aliases=["remove floaters", "degenerate faces", "mesh repair", "postprocess mesh"],
             inputs=[
-                io.Mesh.Input("mesh", tooltip="One mesh."),
-                io.Float.Input(
-                    "floaters", default=FLOATERS, min=0.0, max=1.0, step=0.001,
-                    tooltip="Removes loose pieces with less than this share of all faces; the largest always stays. "
-                            "0 keeps every piece.",
-                ),
-                io.Boolean.Input(
-                    "degenerate", default=True, tooltip="Removes faces without area, and duplicates.",
-                ),
-                io.Boolean.Input("broken", default=True, tooltip="Removes faces with a corner that is NaN or infinite."),
+                io.Mesh.Input("mesh"),
+                io.Float.Input("floaters", default=FLOATERS, min=0.0, max=1.0, step=0.001),
+                io.Boolean.Input("degenerate", default=True),
+                io.Boolean.Input("broken", default=True),
             ],
             outputs=[io.Mesh.Output(display_name="mesh")],
         )
@@ -89,37 +77,15 @@ class PaintCameras(io.ComfyNode):
         return mesh_schema(
             node_id="AnyGPUPaintCameras",
             display_name="AnyGPU Paint Cameras",
-            description="Sets the views to paint and bake. Without this node, the six are used that paint v2-0 and "
-                        "turbo were made for. Azimuth 0 looks at the front (+Z), 90 at the +X side; elevation 90 "
-                        "looks down.",
             search_aliases=["camera config", "multiview", "azimuth", "elevation", "views"],
             inputs=[
-                io.Combo.Input(
-                    "choose", options=[LIST, GREEDY], default=LIST,
-                    tooltip="list: the cameras below. greedy, for the PBR model: the six standard ones, plus those "
-                            "that show most of the unseen surface, up to max_views; needs the mesh.",
-                ),
-                io.String.Input(
-                    "azimuths", default=", ".join(f"{azimuth:g}" for azimuth, _, _ in VIEWS),
-                    tooltip="Degrees, one per view, separated by commas. paint v2-0 and turbo know steps of 30.",
-                ),
-                io.String.Input(
-                    "elevations", default=", ".join(f"{elevation:g}" for _, elevation, _ in VIEWS),
-                    tooltip="Degrees, -90 to 90. paint v2-0 and turbo know -90, -20, 0, 20 and 90; the PBR model takes any.",
-                ),
-                io.String.Input(
-                    "weights", default=", ".join(f"{weight:g}" for _, _, weight in VIEWS),
-                    tooltip="How much each view counts where views overlap, 0 or more.",
-                ),
-                io.Float.Input(
-                    "ortho_scale", default=ORTHO_SCALE, min=0.1, max=10.0, step=0.01, advanced=True,
-                    tooltip="Width of a view. The mesh is up to 1.15 wide; the models were trained with 1.2.",
-                ),
-                io.Mesh.Input("mesh", optional=True, tooltip="For greedy: the mesh that will be painted."),
-                io.Int.Input(
-                    "max_views", default=8, min=6, max=12, optional=True,
-                    tooltip="For greedy: the maximum number of views. More views take more time and memory to paint.",
-                ),
+                io.Combo.Input("choose", options=[LIST, GREEDY], default=LIST),
+                io.String.Input("azimuths", default=", ".join(f"{azimuth:g}" for azimuth, _, _ in VIEWS)),
+                io.String.Input("elevations", default=", ".join(f"{elevation:g}" for _, elevation, _ in VIEWS)),
+                io.String.Input("weights", default=", ".join(f"{weight:g}" for _, _, weight in VIEWS)),
+                io.Float.Input("ortho_scale", default=ORTHO_SCALE, min=0.1, max=10.0, step=0.01, advanced=True),
+                io.Mesh.Input("mesh", optional=True),
+                io.Int.Input("max_views", default=8, min=6, max=12, optional=True),
             ],
             outputs=[Cameras.Output(display_name="cameras"), io.Int.Output(display_name="count")],
         )
@@ -146,21 +112,13 @@ class RenderViews(io.ComfyNode):
         return mesh_schema(
             node_id="AnyGPURenderViews",
             display_name="AnyGPU Render Views",
-            description="Renders normal and position maps of a mesh from every camera: orthographic and in object "
-                        "space, as the paint models were trained. Plain torch, nothing to compile.",
             search_aliases=["normal map", "position map", "custom rasterizer", "multiview render"],
             inputs=[
-                io.Mesh.Input("mesh", tooltip="One mesh, at any position and scale."),
-                Cameras.Input("cameras", optional=True, tooltip="From AnyGPU Paint Cameras. Without it, the six standard views are used."),
-                Paint.Input("pipeline", optional=True, tooltip="The pipeline that will paint. It tells normals auto what to render."),
-                io.Int.Input(
-                    "size", default=2048, min=16, max=8192, step=16, optional=True,
-                    tooltip="Pixels. The published size is 2048; painting scales the maps down.",
-                ),
-                io.Combo.Input(
-                    "normals", options=list(NORMALS), default="auto", optional=True, advanced=True,
-                    tooltip="auto: as each model was trained, flat for PBR and smooth for the others.",
-                ),
+                io.Mesh.Input("mesh"),
+                Cameras.Input("cameras", optional=True),
+                Paint.Input("pipeline", optional=True),
+                io.Int.Input("size", default=2048, min=16, max=8192, step=16, optional=True),
+                io.Combo.Input("normals", options=list(NORMALS), default="auto", optional=True, advanced=True),
             ],
             outputs=[
                 io.Image.Output(display_name="normals"),
@@ -191,40 +149,17 @@ class BakeTexture(io.ComfyNode):
         return mesh_schema(
             node_id="AnyGPUBakeTexture",
             display_name="AnyGPU Bake Texture",
-            description="Projects the painted views onto the mesh's texture and fills in what no view saw. You can "
-                        "enlarge the views first with core's upscale nodes.",
             search_aliases=["back projection", "bake from multiview", "inpaint texture", "texture baking"],
             inputs=[
-                io.Mesh.Input("mesh", tooltip="One mesh with UVs from 0 to 1, for example from core's Unwrap Mesh."),
-                io.Image.Input("images", tooltip="One square picture per camera, of any size."),
-                Cameras.Input("cameras", tooltip="The cameras that the pictures were painted for."),
-                io.Int.Input(
-                    "texture_size", default=2048, min=16, max=8192, step=16,
-                    tooltip="Texels along each side. 2048 takes 0.8 GB while it bakes; memory and time grow with the "
-                            "square.",
-                ),
-                io.Image.Input(
-                    "metallic_roughness", optional=True, tooltip="From AnyGPU Paint Views with the PBR model.",
-                ),
-                io.Combo.Input(
-                    "form", options=list(BAKES), default="gather", optional=True, advanced=True,
-                    tooltip="gather: each texel looks up its colour, which leaves no holes. scatter: each pixel "
-                            "writes its colour into the texture, as the published v2-0 does.",
-                ),
-                io.Combo.Input(
-                    "fill", options=list(FILLS), default="auto", optional=True, advanced=True,
-                    tooltip="How to fill texels that no view saw, once colours have spread along the surface. auto: "
-                            "pull_push, in torch. opencv: as published; needs the package.",
-                ),
-                io.Int.Input(
-                    "view_size", default=2048, min=16, max=8192, step=16, optional=True, advanced=True,
-                    tooltip="Resolution at which the mesh is rasterised to find out what each view sees.",
-                ),
-                io.Boolean.Input(
-                    "exact", default=False, optional=True, advanced=True,
-                    tooltip="Reproduces the published arithmetic with its faults (half a pixel off, holes in flat "
-                            "faces), for comparison.",
-                ),
+                io.Mesh.Input("mesh"),
+                io.Image.Input("images"),
+                Cameras.Input("cameras"),
+                io.Int.Input("texture_size", default=2048, min=16, max=8192, step=16),
+                io.Image.Input("metallic_roughness", optional=True),
+                io.Combo.Input("form", options=list(BAKES), default="gather", optional=True, advanced=True),
+                io.Combo.Input("fill", options=list(FILLS), default="auto", optional=True, advanced=True),
+                io.Int.Input("view_size", default=2048, min=16, max=8192, step=16, optional=True, advanced=True),
+                io.Boolean.Input("exact", default=False, optional=True, advanced=True),
             ],
             outputs=[
                 io.Mesh.Output(display_name="mesh"),
@@ -269,18 +204,11 @@ class ProjectPicture(io.ComfyNode):
         return mesh_schema(
             node_id="AnyGPUProjectPicture",
             display_name="AnyGPU Project Picture",
-            description="Puts the detail of your own pictures onto a textured mesh where they show it: finds the camera "
-                        "by the object's outline, fades out at slanted and hidden surface and where colours contradict. "
-                        "All other texels stay. Works after any paint model and on meshes from core's nodes.",
             search_aliases=["project image", "texture projection", "camera projection", "detail transfer", "photo to texture"],
             inputs=[
-                io.Mesh.Input("mesh", tooltip="One mesh with UVs and a square texture, for example from AnyGPU Bake Texture."),
+                io.Mesh.Input("mesh"),
                 *(each for pair in pictures for each in pair),
-                Cameras.Input(
-                    "cameras", optional=True,
-                    tooltip="Directions if you know them: one for each picture, in the order front, back, left, right. "
-                            "Distance, size and place are still found.",
-                ),
+                Cameras.Input("cameras", optional=True),
             ],
             outputs=[
                 io.Mesh.Output(display_name="mesh"),
@@ -311,21 +239,14 @@ class RenderTurntable(io.ComfyNode):
         return mesh_schema(
             node_id="AnyGPURenderTurntable",
             display_name="AnyGPU Render Turntable",
-            description="Renders a textured mesh through one full turn, for core's Preview Image, Save Animated WEBP or "
-                        "Create Video.",
             search_aliases=["turntable", "render mesh", "preview mesh", "spin", "360"],
             inputs=[
-                io.Mesh.Input("mesh", tooltip="With or without a texture."),
-                io.Int.Input("frames", default=24, min=1, max=720, tooltip="Number of pictures in one full turn."),
-                io.Int.Input("size", default=512, min=16, max=4096, step=16, tooltip="Pixels along each side."),
-                io.Float.Input("elevation", default=15.0, min=-90.0, max=90.0, step=1.0, tooltip="Degrees above the mesh."),
-                io.Float.Input(
-                    "background", default=1.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
-                    tooltip="Grey level of the background: 0 is black, 1 is white.",
-                ),
-                io.Mesh.Input(
-                    "before", optional=True, tooltip="The same mesh before a change, to be shown to the left of mesh.",
-                ),
+                io.Mesh.Input("mesh"),
+                io.Int.Input("frames", default=24, min=1, max=720),
+                io.Int.Input("size", default=512, min=16, max=4096, step=16),
+                io.Float.Input("elevation", default=15.0, min=-90.0, max=90.0, step=1.0),
+                io.Float.Input("background", default=1.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True),
+                io.Mesh.Input("before", optional=True),
             ],
             outputs=[io.Image.Output(display_name="images")],
         )

@@ -15,7 +15,6 @@ from ..host.progress import PaintProgress, saved_views
 from ..host.requests import CORE_INPUTS, adapter_request, paint_request
 from ..paint.choices import ADAPTER_VARIANTS, CACHE_LIMIT, NEGATIVE, SCHEDULERS, SPACINGS, STORED_AS, TG2MV, VARIANTS
 from .inputs import (
-    DEFAULT,
     SEED_LIMIT,
     Cameras,
     Paint,
@@ -34,7 +33,7 @@ LICENCE = (
 
 
 def steps_input() -> Any:
-    return io.Int.Input("steps", default=0, min=0, max=1000, tooltip="v2-0 takes 30, turbo 10, PBR 15, MV-Adapter 50. " + DEFAULT)
+    return io.Int.Input("steps", default=0, min=0, max=1000, tooltip="v2-0 takes 30, turbo 10, PBR 15, MV-Adapter 50. 0 takes the model's own default.")
 
 
 def word_inputs() -> list[Any]:
@@ -43,10 +42,7 @@ def word_inputs() -> list[Any]:
             "prompt", default="", multiline=True, optional=True,
             tooltip="MV-Adapter: the object in words. tg2mv needs it; ig2mv takes an empty one as high quality.",
         ),
-        io.String.Input(
-            "negative_prompt", default=NEGATIVE, optional=True, advanced=True,
-            tooltip="MV-Adapter: what to avoid. The default is the published one.",
-        ),
+        io.String.Input("negative_prompt", default=NEGATIVE, optional=True, advanced=True),
     ]
 
 
@@ -60,10 +56,7 @@ def compile_input(parts: str) -> Any:
 
 
 def vision_input() -> Any:
-    return io.ClipVisionOutput.Input(
-        "clip_vision_output", optional=True,
-        tooltip="PBR: DINOv2-giant's output from core's CLIP Vision Encode. Replaces image_encoder on the load node.",
-    )
+    return io.ClipVisionOutput.Input("clip_vision_output", optional=True)
 
 
 class LoadPaintPipeline(io.ComfyNode):
@@ -77,36 +70,18 @@ class LoadPaintPipeline(io.ComfyNode):
                         "offload for this machine. Weights are read when a stage first needs them. " + LICENCE,
             search_aliases=["hunyuan3d", "texture model", "paint pbr", "delight", "hy3dgen"],
             inputs=[
-                io.Combo.Input(
-                    "model", options=folders.paint_choices(),
-                    tooltip="A published folder (it contains unet and vae) or the UNet's file, in models/diffusers.",
-                ),
+                io.Combo.Input("model", options=folders.paint_choices()),
                 precision_input(),
                 offload_input(" On a CPU only auto and none work."),
-                io.Combo.Input(
-                    "variant", options=list(VARIANTS), default="auto", advanced=True,
-                    tooltip="v2-0 and turbo have the same tensors, so auto looks for the word turbo in the path.",
-                ),
-                io.Combo.Input(
-                    "weights", options=list(STORED_AS), default="auto", advanced=True,
-                    tooltip="Which file to read if a folder has a .bin and a .safetensors. auto reads the .bin, as "
-                            "the published loader does. For turbo they are different checkpoints; the node says "
-                            "which one was read.",
-                ),
-                io.Combo.Input(
-                    "vae", options=providers, default="auto", advanced=True,
-                    tooltip="For a single file: the folder of a Stable Diffusion VAE. auto looks beside the UNet.",
-                ),
-                io.Combo.Input(
-                    "image_encoder", options=providers, default="auto", advanced=True,
-                    tooltip="PBR: the folder of DINOv2-giant. Or connect its CLIP Vision output to AnyGPU Paint Views.",
-                ),
+                io.Combo.Input("variant", options=list(VARIANTS), default="auto", advanced=True),
+                io.Combo.Input("weights", options=list(STORED_AS), default="auto", advanced=True),
+                io.Combo.Input("vae", options=providers, default="auto", advanced=True),
+                io.Combo.Input("image_encoder", options=providers, default="auto", advanced=True),
                 attention_input(choices=UNET_CHOICES),
                 compile_input("both UNets and of the VAE"),
                 io.Int.Input(
-                    "dynamo_cache_size_limit", default=CACHE_LIMIT, min=1, max=MOST_CACHED, optional=True, advanced=True,
-                    tooltip="With compile: how many graphs to keep per kind of block. The two UNets need about 20; "
-                            "other numbers of views or another view_size need more.",
+                    "dynamo_cache_size_limit", default=CACHE_LIMIT, min=1, max=MOST_CACHED, optional=True,
+                    advanced=True,
                 ),
             ],
             outputs=[Paint.Output(display_name="pipeline")],
@@ -134,48 +109,20 @@ class LoadMVAdapter(io.ComfyNode):
         return mesh_schema(
             node_id="AnyGPULoadMVAdapter",
             display_name="AnyGPU Load MV-Adapter",
-            description="Opens MV-Adapter ig2mv (after a picture) or tg2mv (after words) on your own checkpoint of SDXL or "
-                        "SD2.1. It paints six views in colour, with their light. The adapter is Apache-2.0; a checkpoint "
-                        "has its own licence. Nothing is downloaded.",
             search_aliases=["mvadapter", "mv-adapter", "ig2mv", "tg2mv", "sdxl texture", "texture model"],
             inputs=[
-                io.Combo.Input(
-                    "model", options=[*folders.base_models(), *folders.demo_adapter()[0]] or [folders.NO_MODEL],
-                    tooltip="A .safetensors of SDXL or SD2.1 in models/checkpoints, or a diffusers folder.",
-                ),
-                io.Combo.Input(
-                    "adapter", options=[*folders.adapters(), *folders.demo_adapter()[1]] or [folders.NO_ADAPTER],
-                    tooltip="mvadapter_ig2mv_sdxl.safetensors, or the one for tg2mv or sd21, in models/diffusion_models. "
-                            "Its base must be that of the checkpoint. demo: a small ig2mv for the "
-                            "base demo: MV-Adapter; there is no demo of tg2mv.",
-                ),
+                io.Combo.Input("model", options=[*folders.base_models(), *folders.demo_adapter()[0]] or [folders.NO_MODEL]),
+                io.Combo.Input("adapter", options=[*folders.adapters(), *folders.demo_adapter()[1]] or [folders.NO_ADAPTER]),
                 precision_input(),
                 offload_input(" On a CPU only auto and none work."),
-                io.Combo.Input(
-                    "lora", options=[folders.NONE, *folders.loras()], default=folders.NONE,
-                    tooltip="A LoRA of the checkpoint's base. It is merged into the weights as they are read.",
-                ),
-                io.Float.Input(
-                    "lora_strength", default=1.0, min=-10.0, max=10.0, step=0.05, tooltip="How much the LoRA counts. 1: as made.",
-                ),
-                io.Combo.Input(
-                    "variant", options=list(ADAPTER_VARIANTS), default="auto", advanced=True,
-                    tooltip="auto reads it off the file's name. i2mv and t2mv have the same tensors and do not work: "
-                            "choose one only for a renamed file.",
-                ),
-                io.Combo.Input(
-                    "vae", options=folders.paint_provider_choices(), default="auto", advanced=True,
-                    tooltip="The folder of another VAE, such as SDXL's with its fp16 fix. auto: the checkpoint's own, "
-                            "for SDXL in fp32.",
-                ),
+                io.Combo.Input("lora", options=[folders.NONE, *folders.loras()], default=folders.NONE),
+                io.Float.Input("lora_strength", default=1.0, min=-10.0, max=10.0, step=0.05),
+                io.Combo.Input("variant", options=list(ADAPTER_VARIANTS), default="auto", advanced=True),
+                io.Combo.Input("vae", options=folders.paint_provider_choices(), default="auto", advanced=True),
                 attention_input(choices=UNET_CHOICES),
-                io.Model.Input(
-                    "core_model", optional=True,
-                    tooltip="Core's MODEL of SDXL or SD2.1, with its LoRAs, in place of model and vae. Connect core_clip and "
-                            "core_vae too. The weights are copied; patches that are no weights have no effect.",
-                ),
-                io.Clip.Input("core_clip", optional=True, tooltip="Core's CLIP, with its LoRAs. Only with core_model and core_vae."),
-                io.Vae.Input("core_vae", optional=True, tooltip="Core's VAE, for SDXL in fp32. Only with core_model and core_clip."),
+                io.Model.Input("core_model", optional=True),
+                io.Clip.Input("core_clip", optional=True),
+                io.Vae.Input("core_vae", optional=True),
                 compile_input("the UNet and of the VAE"),
             ],
             outputs=[Paint.Output(display_name="pipeline")],
@@ -212,41 +159,18 @@ class DelightImage(io.ComfyNode):
                         "on white. The PBR model needs the picture as it is. " + LICENCE,
             search_aliases=["remove shadows", "delight", "relight", "albedo"],
             inputs=[
-                Paint.Input("pipeline", tooltip="hunyuan3d-delight-v2-0 from AnyGPU Load Paint Pipeline."),
-                io.Image.Input("image", tooltip="The object. Several pictures are processed one after the other."),
-                io.Int.Input("steps", default=50, min=1, max=1000, tooltip="Denoising steps. The published value is 50."),
-                io.Int.Input("seed", default=42, min=0, max=SEED_LIMIT, control_after_generate=True, tooltip="The published value is 42."),
-                io.Mask.Input(
-                    "mask", optional=True,
-                    tooltip="1 where the background is, as Load Image and core's background removal return it.",
-                ),
-                io.Boolean.Input(
-                    "recenter", default=True, optional=True, tooltip="Centres the cut-out object in a square.",
-                ),
-                io.Int.Input(
-                    "size", default=512, min=64, max=2048, step=64, optional=True, advanced=True,
-                    tooltip="Pixels. The model was made for 512.",
-                ),
-                io.Float.Input(
-                    "image_guidance", default=1.0, min=1.0, max=10.0, step=0.1, optional=True, advanced=True,
-                    tooltip="1: off, which is how the published pipeline actually runs. Higher values double the time.",
-                ),
-                io.Boolean.Input(
-                    "correct", default=True, optional=True, advanced=True,
-                    tooltip="Restores the picture's own colour and contrast if that brings the result closer to it.",
-                ),
-                io.Combo.Input(
-                    "scheduler", options=list(SCHEDULERS), default="auto", optional=True, advanced=True,
-                    tooltip="auto: Euler ancestral, as published.",
-                ),
-                io.Float.Input(
-                    "text_guidance", default=1.0, min=1.0, max=10.0, step=0.01, optional=True, advanced=True,
-                    tooltip="How strongly to steer away from negative_prompt. 1: off, as published. Triples the time.",
-                ),
-                io.String.Input(
-                    "negative_prompt", default="", optional=True, advanced=True,
-                    tooltip="What to avoid, for example: shadows, highlights. Acts only if text_guidance is above 1.",
-                ),
+                Paint.Input("pipeline"),
+                io.Image.Input("image"),
+                io.Int.Input("steps", default=50, min=1, max=1000),
+                io.Int.Input("seed", default=42, min=0, max=SEED_LIMIT, control_after_generate=True),
+                io.Mask.Input("mask", optional=True),
+                io.Boolean.Input("recenter", default=True, optional=True),
+                io.Int.Input("size", default=512, min=64, max=2048, step=64, optional=True, advanced=True),
+                io.Float.Input("image_guidance", default=1.0, min=1.0, max=10.0, step=0.1, optional=True, advanced=True),
+                io.Boolean.Input("correct", default=True, optional=True, advanced=True),
+                io.Combo.Input("scheduler", options=list(SCHEDULERS), default="auto", optional=True, advanced=True),
+                io.Float.Input("text_guidance", default=1.0, min=1.0, max=10.0, step=0.01, optional=True, advanced=True),
+                io.String.Input("negative_prompt", default="", optional=True, advanced=True),
             ],
             outputs=[io.Image.Output(display_name="image")],
         )
@@ -276,57 +200,24 @@ class PaintViews(io.ComfyNode):
                         "the latent, raise view_size, and set denoise to 0.3 to 0.6. " + LICENCE,
             search_aliases=["sample multiview", "texture", "hunyuan3d paint", "multiview"],
             inputs=[
-                Paint.Input("pipeline", tooltip="paint v2-0, turbo or PBR from AnyGPU Load Paint Pipeline, or AnyGPU Load MV-Adapter."),
-                io.Image.Input(
-                    "image", optional=True,
-                    tooltip="The object from the front, ideally in even light. If there are several pictures, all are used. "
-                            "tg2mv alone does without.",
-                ),
-                io.Image.Input("normals", tooltip="From AnyGPU Render Views."),
-                io.Image.Input("positions", tooltip="From AnyGPU Render Views."),
-                Cameras.Input("cameras", tooltip="From AnyGPU Render Views: the cameras of the maps."),
-                io.Int.Input(
-                    "view_size", default=512, min=64, max=2048, step=64,
-                    tooltip="Size of each painted view in pixels. The models were made for 512, PBR also for 768; "
-                            "MV-Adapter for 768 on SDXL, 512 on SD2.1.",
-                ),
+                Paint.Input("pipeline"),
+                io.Image.Input("image", optional=True),
+                io.Image.Input("normals"),
+                io.Image.Input("positions"),
+                Cameras.Input("cameras"),
+                io.Int.Input("view_size", default=512, min=64, max=2048, step=64),
                 steps_input(),
-                io.Float.Input(
-                    "guidance", default=0.0, min=0.0, max=30.0, step=0.1,
-                    tooltip="How closely the views follow the picture. 1 is off and halves the time; turbo uses 1, "
-                            "v2-0 2, PBR and ig2mv 3, tg2mv 7. "
-                    + DEFAULT,
-                ),
+                io.Float.Input("guidance", default=0.0, min=0.0, max=30.0, step=0.1),
                 seed_input(),
-                io.Combo.Input(
-                    "scheduler", options=list(SCHEDULERS), default="auto",
-                    tooltip="auto: as published, which is euler_ancestral for v2-0, lcm for turbo, unipc for PBR and "
-                            "euler for MV-Adapter, on SD2.1 euler_ancestral.",
-                ),
-                io.Combo.Input(
-                    "sigma_schedule", options=list(SPACINGS), default="auto", advanced=True,
-                    tooltip="How the noise levels are spaced. auto: as published, trailing, of MV-Adapter leading. lcm always uses its own "
-                            "spacing.",
-                ),
-                io.Mask.Input(
-                    "mask", optional=True,
-                    tooltip="1 where the background is. v2-0 and turbo centre the cut-out object.",
-                ),
-                io.Latent.Input("latent", optional=True, tooltip="Views of a first pass, upscaled to view_size / 8."),
-                io.Float.Input(
-                    "denoise", default=1.0, min=0.01, max=1.0, step=0.01, optional=True,
-                    tooltip="With latent: how much is repainted. 1 starts from scratch.",
-                ),
+                io.Combo.Input("scheduler", options=list(SCHEDULERS), default="auto"),
+                io.Combo.Input("sigma_schedule", options=list(SPACINGS), default="auto", advanced=True),
+                io.Mask.Input("mask", optional=True),
+                io.Latent.Input("latent", optional=True),
+                io.Float.Input("denoise", default=1.0, min=0.01, max=1.0, step=0.01, optional=True),
                 vision_input(),
-                io.Sigmas.Input("sigmas", optional=True, tooltip="Noise levels. Replaces steps and sigma_schedule."),
-                io.Float.Input(
-                    "reference_scale", default=1.0, min=0.0, max=2.0, step=0.05, optional=True, advanced=True,
-                    tooltip="How strongly the views attend to the picture.",
-                ),
-                io.Float.Input(
-                    "multiview_scale", default=1.0, min=0.0, max=2.0, step=0.05, optional=True, advanced=True,
-                    tooltip="How strongly the views attend to one another.",
-                ),
+                io.Sigmas.Input("sigmas", optional=True),
+                io.Float.Input("reference_scale", default=1.0, min=0.0, max=2.0, step=0.05, optional=True, advanced=True),
+                io.Float.Input("multiview_scale", default=1.0, min=0.0, max=2.0, step=0.05, optional=True, advanced=True),
                 *word_inputs(),
             ],
             outputs=[
@@ -370,28 +261,16 @@ class TextureMesh(io.ComfyNode):
                         "light, paints and bakes. The separate nodes do the same with more options. " + LICENCE,
             search_aliases=["texture mesh", "hunyuan3d", "mesh to textured", "3d texture", "paint mesh"],
             inputs=[
-                io.Mesh.Input("mesh", tooltip="One mesh. If it has no UVs, it is unwrapped with core's Unwrap Mesh."),
-                io.Image.Input(
-                    "image", optional=True,
-                    tooltip="The object from the front. If there are several pictures, all are used. tg2mv alone does without.",
-                ),
-                Paint.Input("pipeline", tooltip="paint v2-0, turbo or PBR from AnyGPU Load Paint Pipeline, or AnyGPU Load MV-Adapter."),
-                io.Int.Input(
-                    "view_size", default=512, min=64, max=2048, step=64, tooltip="Size of each painted view in pixels.",
-                ),
-                io.Int.Input(
-                    "texture_size", default=2048, min=16, max=8192, step=16, tooltip="Texels along each side of the texture.",
-                ),
+                io.Mesh.Input("mesh"),
+                io.Image.Input("image", optional=True),
+                Paint.Input("pipeline"),
+                io.Int.Input("view_size", default=512, min=64, max=2048, step=64),
+                io.Int.Input("texture_size", default=2048, min=16, max=8192, step=16),
                 seed_input(),
                 steps_input(),
-                io.Mask.Input("mask", optional=True, tooltip="1 where the background is, as Load Image returns it."),
-                Paint.Input(
-                    "delight", optional=True, tooltip="hunyuan3d-delight-v2-0, for paint v2-0 and turbo. Without it the picture is used as it is.",
-                ),
-                io.Int.Input(
-                    "max_views", default=8, min=6, max=12, optional=True,
-                    tooltip="PBR: six views, plus extra views that show most of the unseen surface, up to this many.",
-                ),
+                io.Mask.Input("mask", optional=True),
+                Paint.Input("delight", optional=True),
+                io.Int.Input("max_views", default=8, min=6, max=12, optional=True),
                 vision_input(),
                 *word_inputs(),
             ],

@@ -25,17 +25,7 @@ from ..pipelines.records.receipts import decoded_receipt
 from ..pipelines.registry import FAMILIES
 from ..pipelines.settings import with_step_cache
 from ..pipelines.vae.plan import METHODS, DecodeRequest
-from .inputs import (
-    DEFAULT,
-    Image,
-    Pipeline,
-    batch_input,
-    core_inputs,
-    prompt_input,
-    sampling_inputs,
-    schema,
-    size_inputs,
-)
+from .inputs import Image, Pipeline, batch_input, core_inputs, prompt_input, sampling_inputs, schema, size_inputs
 
 
 class Sample(io.ComfyNode):
@@ -44,39 +34,23 @@ class Sample(io.ComfyNode):
         return schema(
             node_id="AnyGPUSample",
             display_name="AnyGPU Sample",
-            description="Samples a video from text, an image or a video, depending on what you connect. Inputs that "
-                        "have no effect on the loaded model are named under the node.",
             search_aliases=[
                 "ksampler", "video sampler", "text to video", "image to video", "t2v", "i2v", "v2v", "length", "num_frames",
                 *(f"{spec.id.replace('_', ' ')} sampler" for spec in FAMILIES.values() if not spec.recipes.sections),
             ],
             inputs=[
-                Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline."),
+                Pipeline.Input("pipeline"),
                 prompt_input(),
                 *size_inputs(),
-                io.Int.Input(
-                    "frames", default=0, min=0, max=4097,
-                    tooltip="Number of frames, rounded up to the next number the model can make. " + DEFAULT,
-                ),
+                io.Int.Input("frames", default=0, min=0, max=4097),
                 *sampling_inputs(),
-                io.Float.Input("fps", default=0.0, min=0.0, max=240.0, step=0.01, advanced=True, tooltip="Frames per second. " + DEFAULT),
-                Image.Input("image", optional=True, tooltip="From AnyGPU Encode Image. Makes it image to video."),
-                io.Latent.Input("latent", optional=True, tooltip="Video to video: the latents to start from. A noise mask on them is respected."),
-                io.Float.Input(
-                    "denoise", default=1.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
-                    tooltip="With a latent: how much of it is redrawn. 1 ignores its content.",
-                ),
+                io.Float.Input("fps", default=0.0, min=0.0, max=240.0, step=0.01, advanced=True),
+                Image.Input("image", optional=True),
+                io.Latent.Input("latent", optional=True),
+                io.Float.Input("denoise", default=1.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True),
                 *core_inputs(),
-                io.Float.Input(
-                    "guidance_rescale", default=0.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
-                    tooltip="LTX-Video, HunyuanVideo 1.5: reduces the extra contrast that a high cfg adds.",
-                ),
-                io.Float.Input(
-                    "stg", default=-1.0, min=-1.0, max=20.0, step=0.1, optional=True, advanced=True,
-                    tooltip="LTX-Video: spatio-temporal guidance, away from a prediction in which some blocks do not "
-                            "attend. Steadier motion; each step takes one more forward pass. -1: as published with the model. "
-                            "0: none.",
-                ),
+                io.Float.Input("guidance_rescale", default=0.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True),
+                io.Float.Input("stg", default=-1.0, min=-1.0, max=20.0, step=0.1, optional=True, advanced=True),
                 batch_input(),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
@@ -112,35 +86,21 @@ class SampleFramePack(io.ComfyNode):
         return schema(
             node_id="AnyGPUSampleFramePack",
             display_name="AnyGPU Sample FramePack",
-            description="Samples a FramePack video section by section. Each finished section is previewed and saved: "
-                        "after a cancel or a crash, the same settings continue after the last finished section.",
             search_aliases=["framepack f1", "framepack sampler", "long video", "image to video", "i2v", "total_second_length"],
             inputs=[
-                Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline, with a FramePack model."),
+                Pipeline.Input("pipeline"),
                 prompt_input(),
-                Image.Input("image", tooltip="From AnyGPU Encode Image: the start image, and the end image if one is "
-                                             "joined to it."),
-                io.Float.Input("clip_seconds", default=5.0, min=0.0, max=120.0, step=0.1, tooltip="Length of the video in seconds."),
-                io.Float.Input("fps", default=30.0, min=1.0, max=240.0, step=0.01, advanced=True, tooltip="Frames per second. FramePack was made for 30."),
+                Image.Input("image"),
+                io.Float.Input("clip_seconds", default=5.0, min=0.0, max=120.0, step=0.1),
+                io.Float.Input("fps", default=30.0, min=1.0, max=240.0, step=0.01, advanced=True),
                 *sampling_inputs(),
-                io.Int.Input(
-                    "window", default=9, min=2, max=33, optional=True, advanced=True,
-                    tooltip="Latent frames per section. FramePack was made for 9, which is 33 frames of video.",
-                ),
+                io.Int.Input("window", default=9, min=2, max=33, optional=True, advanced=True),
                 io.Combo.Input(
                     "order", options=["auto", "inverted_anti_drifting", "vanilla"], default="auto", optional=True,
                     advanced=True,
-                    tooltip="auto follows the variant. inverted_anti_drifting samples from the end (FramePack), vanilla "
-                    "from the start (F1).",
                 ),
-                io.Float.Input(
-                    "end_strength", default=1.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True,
-                    tooltip="How strongly the end image counts.",
-                ),
-                io.Boolean.Input(
-                    "single_frame", default=False, optional=True, advanced=True,
-                    tooltip="Samples one picture instead of a video.",
-                ),
+                io.Float.Input("end_strength", default=1.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True),
+                io.Boolean.Input("single_frame", default=False, optional=True, advanced=True),
                 *core_inputs(),
                 batch_input(),
             ],
@@ -187,11 +147,9 @@ class StepCache(io.ComfyNode):
         return schema(
             node_id="AnyGPUStepCache",
             display_name="AnyGPU Step Cache",
-            description="Makes sampling faster by skipping work in steps that change little. This is lossy: the "
-                        "video changes. The sample node says how much was skipped.",
             search_aliases=["TeaCache", "FasterCache", "first block cache", "FBCache", "TaylorSeer", "pyramid attention broadcast"],
             inputs=[
-                Pipeline.Input("pipeline", tooltip="From AnyGPU Load Pipeline. It is left unchanged; only the output has the cache."),
+                Pipeline.Input("pipeline"),
                 io.Combo.Input(
                     "preset", options=list(step_cache.PRESET_CHOICES), default="balanced",
                     tooltip="off: every step is computed in full. "
@@ -203,27 +161,11 @@ class StepCache(io.ComfyNode):
                     tooltip=" ".join(f"{kind}: {meaning}." for kind, meaning in step_cache.KINDS.items())
                     + " A kind that has no effect on the loaded family is an error when you run it.",
                 ),
-                io.Float.Input(
-                    "threshold", default=0.1, min=0.0, max=1.0, step=0.01,
-                    tooltip="For custom with first_block: the relative change of the first block's result below "
-                            "which the rest is skipped.",
-                ),
-                io.Int.Input(
-                    "interval", default=3, min=2, max=10, tooltip="For custom with taylor or pyramid: compute attention once in this many steps.",
-                ),
-                io.Float.Input(
-                    "start_percent", default=0.0, min=0.0, max=1.0, step=0.01, advanced=True,
-                    tooltip="Fraction of the steps that are always computed in full at the start.",
-                ),
-                io.Float.Input(
-                    "end_percent", default=1.0, min=0.0, max=1.0, step=0.01, advanced=True,
-                    tooltip="Fraction of the steps after which every step is computed in full again.",
-                ),
-                io.Combo.Input(
-                    "cache_device", options=list(step_cache.DEVICES), default="device", advanced=True,
-                    tooltip="Where results are stored between steps. cpu: saves memory on the device, but copies "
-                            "them at each step.",
-                ),
+                io.Float.Input("threshold", default=0.1, min=0.0, max=1.0, step=0.01),
+                io.Int.Input("interval", default=3, min=2, max=10),
+                io.Float.Input("start_percent", default=0.0, min=0.0, max=1.0, step=0.01, advanced=True),
+                io.Float.Input("end_percent", default=1.0, min=0.0, max=1.0, step=0.01, advanced=True),
+                io.Combo.Input("cache_device", options=list(step_cache.DEVICES), default="device", advanced=True),
             ],
             outputs=[Pipeline.Output(display_name="pipeline")],
         )
@@ -246,48 +188,18 @@ class Decode(io.ComfyNode):
         return schema(
             node_id="AnyGPUDecode",
             display_name="AnyGPU Decode",
-            description="Decodes video latents to frames, and to a VIDEO that core's Save Video takes.",
             search_aliases=["vae decode", "latent to video"],
             inputs=[
-                Pipeline.Input("pipeline", tooltip="The pipeline that made the latents."),
-                io.Latent.Input("latent", tooltip="From AnyGPU Sample, or video latents of the same model from core nodes."),
-                io.Float.Input(
-                    "fps", default=0.0, min=0.0, max=240.0, step=0.01, optional=True, advanced=True,
-                    tooltip="Frames per second of the VIDEO. 0 takes the rate that sampling used.",
-                ),
-                io.Combo.Input(
-                    "method", options=list(METHODS), default="auto", optional=True, advanced=True,
-                    tooltip="auto: the whole video if it fits, otherwise chunks of frames, layer by layer, tiles, "
-                            "and finally the CPU. full: always the whole video at once. tiled: tiles of 256 pixels; "
-                            "needs far less memory, can show faint seams. chunked: a few frames at a time, exact; "
-                            "only Mochi and HunyuanVideo 1.5. streaming: layer by layer over tiles, exact and "
-                            "without seams, in a fraction of the memory; slow. cpu: on the CPU in fp32, very slow. draft: by a "
-                            "tiny decoder in ComfyUI/models/vae_approx, in a tenth of the work or less; rough. "
-                            "LTX-Video has none.",
-                ),
-                io.Int.Input(
-                    "tile_size", default=0, min=0, max=4096, step=8, optional=True, advanced=True,
-                    tooltip="Size of a tile in pixels, for tiled and streaming, and the largest that auto uses. 0: 256.",
-                ),
-                io.Int.Input(
-                    "tile_overlap", default=-1, min=-1, max=2048, step=1, optional=True, advanced=True,
-                    tooltip="How many pixels of a tile blend into the next. More hides seams and costs time. -1: a "
-                            "quarter of the tile.",
-                ),
-                io.Int.Input(
-                    "frames_per_chunk", default=0, min=0, max=256, optional=True, advanced=True,
-                    tooltip="Latent frames decoded at a time: in chunks with Mochi and HunyuanVideo 1.5, in windows "
-                            "with HunyuanVideo and FramePack, where fewer take less memory. 0: chosen for you.",
-                ),
-                io.Float.Input(
-                    "decode_timestep", default=-1.0, min=-1.0, max=1.0, step=0.005, optional=True, advanced=True,
-                    tooltip="LTX-Video 0.9.1 and newer: how much noise its VAE assumes in the latents. -1: the "
-                            "model's own value.",
-                ),
+                Pipeline.Input("pipeline"),
+                io.Latent.Input("latent"),
+                io.Float.Input("fps", default=0.0, min=0.0, max=240.0, step=0.01, optional=True, advanced=True),
+                io.Combo.Input("method", options=list(METHODS), default="auto", optional=True, advanced=True),
+                io.Int.Input("tile_size", default=0, min=0, max=4096, step=8, optional=True, advanced=True),
+                io.Int.Input("tile_overlap", default=-1, min=-1, max=2048, step=1, optional=True, advanced=True),
+                io.Int.Input("frames_per_chunk", default=0, min=0, max=256, optional=True, advanced=True),
+                io.Float.Input("decode_timestep", default=-1.0, min=-1.0, max=1.0, step=0.005, optional=True, advanced=True),
                 io.Float.Input(
                     "decode_noise_scale", default=-1.0, min=-1.0, max=1.0, step=0.005, optional=True, advanced=True,
-                    tooltip="LTX-Video 0.9.1 and newer: share of noise added to the latents before its VAE removes "
-                            "it. -1: the model's own value.",
                 ),
             ],
             outputs=[

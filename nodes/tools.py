@@ -33,18 +33,10 @@ class HardwareReport(Uncached):
             node_id="AnyGPUHardwareReport",
             display_name="AnyGPU Hardware Report",
             is_dev_only=True,
-            description="Shows which device was found, how it did in short tests, which precision and kernels each "
-                        "model gets and why, and what to change if something does not work.",
             search_aliases=["diagnose", "gpu info", "benchmark", "debug", "bug report", "hardware"],
             inputs=[
-                io.Boolean.Input(
-                    "check", default=False,
-                    tooltip="Also tries conversions, loading, Conv3d and attention on the device. Takes a few seconds.",
-                ),
-                io.Boolean.Input(
-                    "ask_again", default=False, optional=True, advanced=True,
-                    tooltip="Discards the saved test results and runs the tests again.",
-                ),
+                io.Boolean.Input("check", default=False),
+                io.Boolean.Input("ask_again", default=False, optional=True, advanced=True),
             ],
             outputs=[io.String.Output(display_name="text"), io.Image.Output(display_name="table")],
             is_output_node=True,
@@ -81,24 +73,12 @@ class MemoryPlan(Uncached):
             node_id="AnyGPUMemoryPlan",
             display_name="AnyGPU Memory Plan",
             is_dev_only=True,
-            description="Shows what a run will need on the device before anything is read: a bar per stage and "
-                        "offload mode against the memory that is free now, and the fastest mode that fits.",
             search_aliases=["vram", "memory forecast", "oom", "out of memory", "offload plan", "will it fit", "low vram"],
             inputs=[
-                io.MultiType.Input(
-                    "pipeline", types=[Pipeline, Paint],
-                    tooltip="From AnyGPU Load Pipeline, Compose Pipeline or Load Paint Pipeline.",
-                ),
+                io.MultiType.Input("pipeline", types=[Pipeline, Paint]),
                 *size_inputs(),
-                io.Int.Input(
-                    "frames", default=0, min=0, max=4097,
-                    tooltip="Number of frames, rounded up to the next number the model can make; for a paint "
-                            "pipeline, the number of views. 0 takes the model's own default.",
-                ),
-                io.Boolean.Input(
-                    "guided", default=False, optional=True,
-                    tooltip="Whether cfg is above 1. LTX-Video and Mochi then run two videos at once.",
-                ),
+                io.Int.Input("frames", default=0, min=0, max=4097),
+                io.Boolean.Input("guided", default=False, optional=True),
             ],
             outputs=[io.String.Output(display_name="text"), io.Image.Output(display_name="bars")],
             is_output_node=True,
@@ -124,22 +104,11 @@ class DownloadModel(Uncached):
         return schema(
             node_id="AnyGPUDownloadModel",
             display_name="AnyGPU Download Model",
-            description="Shows which files of a published model are in models/diffusers, and downloads the missing "
-                        "ones if you choose download: from a fixed commit of its Hugging Face repository, resumed "
-                        "after an interruption, with every hash checked.",
             search_aliases=["huggingface", "hugging face", "download", "hf", "get model", "snapshot"],
             is_output_node=True,
             inputs=[
-                io.Combo.Input(
-                    "model", options=list(catalogue.every_offer()),
-                    tooltip="Each is one or more repositories at a fixed commit; the text under the node names their "
-                            "pages. The licences are on those pages; by downloading you accept them.",
-                ),
-                io.Combo.Input(
-                    "download", options=list(downloads.CHOICES), default="no",
-                    tooltip="no: only looks at what is on disk, contacts nobody and writes nothing. download: "
-                            "fetches what is missing from huggingface.co, 30 to 60 GB, and checks every hash.",
-                ),
+                io.Combo.Input("model", options=list(catalogue.every_offer())),
+                io.Combo.Input("download", options=list(downloads.CHOICES), default="no"),
             ],
             outputs=[
                 io.String.Output(

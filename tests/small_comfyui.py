@@ -47,12 +47,12 @@ class Module(ModuleType):
 class NodeInput(SimpleNamespace):
     """An input, with what it was given."""
 
-    @property
-    def advanced(self) -> bool | None:
-        return self.given.get("advanced")
+    def __getattr__(self, name: str) -> Any:
+        assert name in ("advanced", "optional", "tooltip")
+        return self.given.get(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        assert name == "optional"
+        assert name in ("optional", "tooltip")
         self.given[name] = value
 
 

@@ -185,6 +185,13 @@ def test_every_node_and_input_is_translated_and_no_other(language):
     assert not extra
 
 
+def test_english_texts_are_those_of_a_node_and_an_input():
+    texts = json.loads((ROOT / "nodes" / "tooltips.json").read_text(encoding="utf-8"))
+    shared = texts.pop("shared")["inputs"].keys()
+    assert not texts.keys() - NODES.keys() and not shared - {name for _, inputs in NODES.values() for name in inputs}
+    assert not [f"{node}.{name}" for node in texts for name in texts[node]["inputs"] if name not in NODES[node][1]]
+
+
 @pytest.mark.parametrize("language", LANGUAGES)
 def test_translations_hold_nothing_the_frontend_would_take_for_a_place(language):
     """In its messages braces name a value, @ a link and | a plural, unless they are quoted as {'{'}."""
