@@ -70,22 +70,10 @@ class QueueJobs(io.ComfyNode):
                     options=[*folders.paint_models(), *folders.base_models()] or [folders.NO_PAINT_MODEL],
                     optional=True, advanced=True,
                 ),
-                io.Combo.Input(
-                    "delight", options=[farm.NONE, *folders.paint_models()], default=farm.NONE, optional=True,
-                    advanced=True,
-                ),
-                io.Combo.Input(
-                    "image_encoder", options=folders.paint_provider_choices(), default="auto", optional=True,
-                    advanced=True,
-                ),
-                io.Combo.Input(
-                    "like", options=[farm.NONE, *saved.choices(saved.SIGNED)], default=farm.NONE, optional=True,
-                    advanced=True,
-                ),
-                io.Combo.Input(
-                    "adapter", options=[farm.NONE, *folders.adapters()], default=farm.NONE, optional=True,
-                    advanced=True,
-                ),
+                io.Combo.Input("delight", options=[farm.NONE, *folders.paint_models()], default=farm.NONE, optional=True, advanced=True),
+                io.Combo.Input("image_encoder", options=folders.paint_provider_choices(), default="auto", optional=True, advanced=True),
+                io.Combo.Input("like", options=[farm.NONE, *saved.choices(saved.SIGNED)], default=farm.NONE, optional=True, advanced=True),
+                io.Combo.Input("adapter", options=[farm.NONE, *folders.adapters()], default=farm.NONE, optional=True, advanced=True),
             ],
             outputs=[Jobs.Output(display_name="jobs"), io.Int.Output(display_name="count")],
             is_output_node=True,

@@ -107,10 +107,7 @@ def speed_inputs() -> list[Any]:
             "compile_dynamic", options=list(compiling.DYNAMIC), default="text", optional=True, advanced=True,
             tooltip="; ".join(f"{choice}: {meaning}" for choice, meaning in compiling.DYNAMIC.items()) + ". Only with compile.",
         ),
-        io.Int.Input(
-            "compile_cache_size", default=compiling.CACHE_SIZE, min=1, max=compiling.MOST_CACHED, optional=True,
-            advanced=True,
-        ),
+        io.Int.Input("compile_cache_size", default=compiling.CACHE_SIZE, min=1, max=compiling.MOST_CACHED, optional=True, advanced=True),
         io.Boolean.Input("compile_vae", default=False, optional=True, advanced=True),
         io.Boolean.Input("profile", default=False, optional=True, advanced=True),
     ]

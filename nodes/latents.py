@@ -188,9 +188,7 @@ class SaveMusubiCache(io.ComfyNode):
                 io.Combo.Input("dtype", options=list(musubi.DTYPES), default="as loaded", optional=True, advanced=True),
                 Image.Input("image", optional=True),
                 io.Int.Input("window", default=9, min=1, max=33, optional=True, advanced=True),
-                io.Combo.Input(
-                    "order", options=list(SECTION_ORDERS), default=SECTION_ORDERS[0], optional=True, advanced=True,
-                ),
+                io.Combo.Input("order", options=list(SECTION_ORDERS), default=SECTION_ORDERS[0], optional=True, advanced=True),
             ],
             outputs=[],
             is_output_node=True,

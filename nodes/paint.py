@@ -79,10 +79,7 @@ class LoadPaintPipeline(io.ComfyNode):
                 io.Combo.Input("image_encoder", options=providers, default="auto", advanced=True),
                 attention_input(choices=UNET_CHOICES),
                 compile_input("both UNets and of the VAE"),
-                io.Int.Input(
-                    "dynamo_cache_size_limit", default=CACHE_LIMIT, min=1, max=MOST_CACHED, optional=True,
-                    advanced=True,
-                ),
+                io.Int.Input("dynamo_cache_size_limit", default=CACHE_LIMIT, min=1, max=MOST_CACHED, optional=True, advanced=True),
             ],
             outputs=[Paint.Output(display_name="pipeline")],
         )

@@ -198,9 +198,7 @@ class Decode(io.ComfyNode):
                 io.Int.Input("tile_overlap", default=-1, min=-1, max=2048, step=1, optional=True, advanced=True),
                 io.Int.Input("frames_per_chunk", default=0, min=0, max=256, optional=True, advanced=True),
                 io.Float.Input("decode_timestep", default=-1.0, min=-1.0, max=1.0, step=0.005, optional=True, advanced=True),
-                io.Float.Input(
-                    "decode_noise_scale", default=-1.0, min=-1.0, max=1.0, step=0.005, optional=True, advanced=True,
-                ),
+                io.Float.Input("decode_noise_scale", default=-1.0, min=-1.0, max=1.0, step=0.005, optional=True, advanced=True),
             ],
             outputs=[
                 io.Image.Output(display_name="images", is_output_list=True),
