@@ -53,8 +53,8 @@ class Layout:
 SAME = (Row("*", "*"),)
 
 
-def layouts_beside(spec: str) -> tuple[Layout, ...]:
-    """The layouts in the ``layouts.json`` beside a ``spec.py``: fields of :class:`Layout`, whose rows have those of
+def layouts_beside(file: str) -> tuple[Layout, ...]:
+    """The layouts in the ``layouts.json`` beside a Python ``file``: fields of :class:`Layout`, whose rows have those of
     :class:`Row`. Sources: diffusers' conversion scripts; ComfyUI's ``supported_models`` for the names it saves."""
 
     def layout(rows: list[dict[str, Any]], words: Iterable[Iterable[str]] = (), **given: Any) -> Layout:
@@ -63,7 +63,7 @@ def layouts_beside(spec: str) -> tuple[Layout, ...]:
         }
         return Layout(rows=tuple(Row(**row) for row in rows), words=tuple((old, new) for old, new in words), **values)
 
-    return tuple(layout(**entry) for entry in json_file(Path(spec).with_name("layouts.json")))
+    return tuple(layout(**entry) for entry in json_file(Path(file).with_name("layouts.json")))
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

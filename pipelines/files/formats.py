@@ -21,7 +21,7 @@ from ...compat.checkpoints.quantised import with_scales
 from ...compat.checkpoints.weights import PICKLES, read_json
 from ...compat.errors import CheckpointError, PackError
 from ...compat.packages import attribute
-from ..keys import SAME, Layout, Row, is_another_model, renamed
+from ..keys import Layout, is_another_model, layouts_beside, renamed
 from ..registry import FAMILIES
 from .evidence import cautions_by_name, names_around, other_model, published, recipe_named, refusal
 from .part import MOST_TENSORS, construction
@@ -266,103 +266,6 @@ def _same_shape(shape: Iterable[int], wanted: Iterable[int | None]) -> bool:
     return len(shape) == len(wanted) and all(w is None or f == w for f, w in zip(shape, wanted, strict=True))
 
 
-# Tensor names of text and image encoders: as published, as ComfyUI has them, and in GGUF's names.
-GGUF_LAYER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-GGUF_LAYER |= {f"ffn_{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")}
-GGUF_LAYER |= {"attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj"}
-T5_ATTENTION = {"attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_o": "o", "attn_rel_b": "relative_attention_bias"}
-T5_LAYER = {source: f"0.SelfAttention.{name}" for source, name in T5_ATTENTION.items()}
-T5_LAYER |= {"ffn_gate": "1.DenseReluDense.wi_0", "ffn_up": "1.DenseReluDense.wi_1", "ffn_down": "1.DenseReluDense.wo"}
-T5_LAYER |= {"attn_norm": "0.layer_norm", "ffn_norm": "1.layer_norm"}
-T5_GGUF = (
-    Row("token_embd.weight", "shared.weight"),
-    Row("enc.output_norm.weight", "encoder.final_layer_norm.weight"),
-    *(Row(f"enc.blk.#.{source}.*", f"encoder.block.#.layer.{target}.*") for source, target in T5_LAYER.items()),
-)
-T5_MARK = "encoder.block.0.layer.0.SelfAttention.q.weight"
-HEADS = (r"^lm_head\.", r"^model\.lm_head\.", r"^output\.weight$", r"rope_freqs\.weight$", r"rotary_emb\.inv_freq$")
-VISION = (r"^visual\.", r"^model\.visual\.")
-POSITIONS = r"position_ids$"
-
-
-def gguf_llama(heads: int, key_heads: int) -> tuple[Row, ...]:
-    """Llama in GGUF's names, which order the query and key rows of each head otherwise; with 0 heads they do not."""
-    return (
-        Row("token_embd.weight", "embed_tokens.weight"),
-        Row("output_norm.weight", "norm.weight"),
-        *(Row(f"blk.#.{source}.*", f"layers.#.{target}.*") for source, target in GGUF_LAYER.items()),
-        Row("blk.#.attn_q.*", "layers.#.self_attn.q_proj.*", heads=heads),
-        Row("blk.#.attn_k.*", "layers.#.self_attn.k_proj.*", heads=key_heads),
-    )
-
-
-def _qwen(name: str, prefix: str, ignored: tuple[str, ...]) -> Layout:
-    """The layout of Qwen 2.5 VL under a prefix: of these models only Qwen's queries have a bias."""
-    marks = (f"{prefix}layers.0.self_attn.q_proj.bias", f"{prefix}embed_tokens.weight")
-    return Layout("qwen2_5_vl", name, marks, (Row(f"{prefix}*", "*"),), ignored=ignored)
-
-
-def _llama(name: str, prefix: str) -> Layout:
-    layer = f"{prefix}layers.0.self_attn"
-    marks, absent = (f"{layer}.q_proj.weight", f"{prefix}embed_tokens.weight"), ("q_proj.bias", "q_norm.weight")
-    rows = (Row(f"{prefix}*", "*"),)
-    return Layout("llama", name, marks, rows, absent=tuple(f"{layer}.{one}" for one in absent), ignored=HEADS)
-
-
-TEXT: tuple[Layout, ...] = (
-    Layout(
-        "t5", "a T5 encoder", (T5_MARK, "shared.weight"), SAME, ignored=(r"^encoder\.embed_tokens\.", r"^decoder\.")
-    ),
-    Layout(
-        "t5",
-        "a T5 encoder",
-        (T5_MARK, "encoder.embed_tokens.weight"),
-        (Row("encoder.embed_tokens.weight", "shared.weight"), *SAME),
-        absent=("shared.weight",),
-    ),
-    Layout("t5", "a T5 encoder in GGUF's names", ("enc.blk.0.attn_q.weight", "token_embd.weight"), T5_GGUF),
-    Layout(
-        "clip_l",
-        "CLIP-L's text encoder",
-        ("text_model.encoder.layers.0.self_attn.q_proj.weight", "text_model.embeddings.token_embedding.weight"),
-        SAME,
-        ignored=(r"^text_projection", r"^logit_scale$", POSITIONS, r"^vision_model\.", r"^visual_projection"),
-    ),
-    _qwen("Qwen 2.5 VL", "model.", (*HEADS, *VISION)),
-    _qwen("Qwen 2.5 VL", "model.language_model.", (*HEADS, *VISION)),
-    Layout(
-        "qwen2_5_vl",
-        "Qwen 2.5 VL in GGUF's names",
-        ("blk.0.attn_q.bias", "token_embd.weight"),
-        gguf_llama(0, 0),
-        ignored=HEADS,
-    ),
-    _qwen("Qwen 2.5 VL's text model", "", HEADS),
-    _llama("Llama 3", "model."),
-    _llama("Llama 3's text model", ""),
-    Layout(
-        "llama",
-        "Llama 3 in GGUF's names",
-        ("blk.0.attn_q.weight", "token_embd.weight"),
-        gguf_llama(32, 8),  # heads of Llama 3 8B, the only one these models use
-        absent=("blk.0.attn_q.bias", "blk.0.attn_q_norm.weight"),
-        ignored=HEADS,
-    ),
-    Layout(
-        "llava_vision",
-        "the picture half of Llava",
-        ("vision_model.embeddings.class_embedding", "multi_modal_projector.linear_1.weight"),
-        (
-            Row("vision_model.*", "vision_tower.vision_model.*"),
-            Row("multi_modal_projector.*", "multi_modal_projector.*"),
-        ),
-        ignored=(POSITIONS,),
-    ),
-    Layout(
-        "siglip",
-        "SigLIP's picture encoder",
-        ("vision_model.embeddings.patch_embedding.bias", "vision_model.head.probe"),
-        SAME,
-        ignored=(POSITIONS, r"^text_model\.", r"^logit_"),
-    ),
-)
+# Text and image encoders: as published, as ComfyUI has them, and in GGUF's names; Llama's queries and keys there have the
+# heads of Llama 3 8B, the only one that these models use.
+TEXT = layouts_beside(__file__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ....compat.device.precision import HALF_TEXT
 from ....compat.ranks import SplitPlan
 from ... import family
-from ...keys import SAME, Layout
+from ...keys import layouts_beside
 from ..hunyuan_video import layouts as hunyuan_video
 from ..hunyuan_video.spec import BLOCKS, FILES, TOOLS
 
@@ -44,14 +44,7 @@ SPEC = family.FamilySpec(
         lone_task="image",
         text_width="text_embed_dim",
         image_required=True,
-        layouts=(
-            Layout(
-                "framepack/transformer",
-                "FramePack",
-                ("clean_x_embedder.proj.weight", "single_transformer_blocks.0.proj_mlp.weight"),
-                SAME,
-            ),
-        ),
+        layouts=layouts_beside(__file__),
         lora_layouts=hunyuan_video.LAYOUTS,
         kinds={**FILES, "image_encoder": family.FileKind("siglip", "image_proj_dim")},
         tokenizers={"tokenizer": "llama", "tokenizer_2": "clip_l"},
