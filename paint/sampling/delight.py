@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from ...compat.memory.parts import Silent
 from ...pipelines.forecast.times import expected
@@ -21,7 +20,7 @@ from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import encoded_prompt
 from ..pictures import checked_pictures, over, recentred, resized
-from .painting import decoded, denoised, explained, noises, stage
+from .painting import decoded, denoised, explained, guided, noises, stage
 from .solvers import schedule_for, solver_for
 
 CORRECTION = 0.95  # share of the means that the colour correction moves
@@ -125,13 +124,7 @@ def sampled(
 
     def step(unet: Any, noisy: Tensor, time: Tensor) -> Tensor:
         given = torch.cat((noisy.expand(run.rows, -1, -1, -1), conditions), dim=1)
-        velocity = to_host(unet(given, time, texts)).float()
-        guided = velocity[:1]
-        if run.rows > 1:
-            guided = guided + settings.image_guidance * (velocity[1:2] - guided)
-        if run.rows > 2:
-            guided = guided + settings.text_guidance * (velocity[2:] - velocity[1:2])
-        return guided
+        return guided(unet(given, time, texts), run.rows, settings.image_guidance, settings.text_guidance)
 
     return denoised(pipeline, run, solver, solver.begin(draw()), draw, step, progress)
 

@@ -247,11 +247,15 @@ def sampled(
     return denoised(pipeline, run, solver, begun(pipeline, solver, draw(), settings), draw, step, progress)
 
 
-def guided(predicted: Tensor, rows: int, guidance: float) -> Tensor:
-    """The guided prediction, fp32, on the CPU, from those of all rows, (R * V, 4, h, w)."""
-    # Of three rows upstream the middle one cancels; of two equal ones (guidance 1) one is enough.
+def guided(predicted: Tensor, rows: int, *scales: float) -> Tensor:
+    """The guided prediction, fp32, on the CPU, from those of all rows, (R * V, 4, h, w): the first, moved by a scale
+    times the difference of each further row from the one before it."""
+    # Of three rows of painting upstream the middle one cancels; of two equal ones (guidance 1) one is enough.
     apart = to_host(predicted).float().unflatten(0, (rows, -1))
-    return apart[0] + guidance * (apart[1] - apart[0]) if rows > 1 else apart[0]
+    result = apart[0]
+    for index, scale in enumerate(scales[: rows - 1]):
+        result = result + scale * (apart[index + 1] - apart[index])
+    return result
 
 
 def begun(pipeline: PaintPipeline, solver: Any, noise: Tensor, settings: PaintSettings) -> Tensor:

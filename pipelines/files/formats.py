@@ -266,6 +266,6 @@ def _same_shape(shape: Iterable[int], wanted: Iterable[int | None]) -> bool:
     return len(shape) == len(wanted) and all(w is None or f == w for f, w in zip(shape, wanted, strict=True))
 
 
-# Text and image encoders: as published, as ComfyUI has them, and in GGUF's names; Llama's queries and keys there have the
-# heads of Llama 3 8B, the only one that these models use.
+# Text and image encoders: as published, as ComfyUI has them, and in the names of GGUF, in which ``heads`` are those of
+# Llama 3 8B, the only one that these models use.
 TEXT = layouts_beside(__file__)
