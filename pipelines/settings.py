@@ -11,7 +11,6 @@ from ..compat.decision import AUTO, CHOSEN, Decision
 from ..compat.errors import InputError, require_choice, require_range
 from ..compat.memory.parts import tell_once
 from ..compat.output_check import fault_in_latents, require_finite
-from ..compat.records import plain
 from ..compat.transforms.step_cache import StepCacheSettings, settings_for
 from .base import RESOLVED, FramePackSettings, ImageCondition, Progress, Prompt, SampleSettings
 from .family import SCHEDULERS, Defaults, FamilySpec, GuidanceStep, Recipe
@@ -65,7 +64,7 @@ def refines(settings: SampleSettings) -> bool:
 
 def resolved(settings: SampleSettings) -> dict[str, Any]:
     """The extra value of latents that says what ``auto`` became, for a receipt."""
-    return {RESOLVED: plain(replace(settings, latents=None, noise_mask=None))}
+    return {RESOLVED: replace(settings, latents=None, noise_mask=None)}
 
 
 def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpec:

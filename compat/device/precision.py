@@ -15,9 +15,9 @@ from .probes import BF16 as BF16
 from .probes import DTYPES as DTYPES
 from .probes import FP16 as FP16
 from .probes import FP32 as FP32
+from .probes import NAMES as NAMES
 from .quirks import Abilities, Verdict, abilities_of
 
-NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]  # of transformer, text encoders, VAE
 ALL_BF16: Dtypes = (BF16, BF16, BF16)
 SAFE = "fp16-safe"

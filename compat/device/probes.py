@@ -18,6 +18,7 @@ from .execution import to_host
 SUITE = 5  # raise it when a probe asks something else: kept answers are then asked again
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = {"fp32": FP32, "bf16": BF16, "fp16": FP16}
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 Probe = Callable[[torch.device], str]
 
 CHANNELS = ((4, 4), (32, 32), (64, 128))  # MPS is right for some channel counts only (pytorch#197114)

@@ -18,7 +18,7 @@ from ..errors import json_file
 from .execution import held
 from .facts import DeviceFacts
 from .probe_store import OK, UNKNOWN, ProbeResult, Probes
-from .probes import DTYPES
+from .probes import DTYPES, NAMES
 
 ANY = ("*",)
 
@@ -174,6 +174,12 @@ def abilities(facts: DeviceFacts, probes: Probes = None, policy: DevicePolicy | 
         each = {dtype: known.verdict(f"{name}.{dtype}") for dtype in DTYPES}
         able[name] = {dtype: answer.usable and not answer.costly for dtype, answer in each.items()}
     return able
+
+
+def works(abilities: Mapping[str, Any], name: str, dtype: torch.dtype) -> bool:
+    """True where :func:`abilities` say so of an operation in ``dtype``, or nothing; one may be a plain bool for all."""
+    answer = abilities.get(name, True)
+    return bool(answer.get(NAMES.get(dtype, ""), True)) if isinstance(answer, Mapping) else bool(answer)
 
 
 def fixed(policy: DevicePolicy, probes: Mapping[str, ProbeResult]) -> tuple[Quirk, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from ..device.execution import placed, to_host
 from ..device.facts import CLOCKED, DeviceFacts, peak_bytes, reset_peak
 from ..device.precision import NAMES
 from ..device.probe_store import ProbeStore
-from ..device.quirks import convolution_switches, policy_for
+from ..device.quirks import convolution_switches, policy_for, works
 from ..device.timed_choice import fastest, milliseconds, stored_times
 from .conv3d_methods import MATMUL_BYTES, OWN, Conv3dMethod, Geometry, Triple, convolve, covers
 
@@ -98,7 +98,7 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
             form, why = Conv3dMethod.NATIVE, ""
         if form not in usable:
             form = next(form for form in order if form in usable)
-            missing = "5-D padding" if _able(facts, "conv3d", layer.dtype) else "conv3d"
+            missing = "5-D padding" if works(facts, "conv3d", layer.dtype) else "conv3d"
             why = f"{missing} in {NAMES.get(layer.dtype, layer.dtype)} does not work properly on this device"
         known = {form.value for form in usable}
         measured = {} if timings is None else timings(layer, tuple(usable))
@@ -112,16 +112,9 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
     return choice
 
 
-def runs_natively(facts: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> bool:
-    """True where :func:`choose_by` leaves every layer in one of ``dtypes`` as it is where nothing is timed."""
-    preferred = any(backend == facts.get("backend") for backend, _ in PREFERRED)
-    able = all(_able(facts, name, dtype) for name in ("conv3d", "pad3d") for dtype in dtypes)
-    return able and not (preferred or facts.get("conv_bytes") or facts.get("contiguous_weights"))
-
-
-def stored_timings(facts: DeviceFacts, store: ProbeStore | None) -> Timings | None:
-    """Timings of a real accelerator, near a real decode's size, once for each shape of layer; None without one."""
-    if store is None or facts.device.type not in CLOCKED:
+def stored_timings(facts: DeviceFacts, store: ProbeStore) -> Timings | None:
+    """Timings of a real accelerator, near a real decode's size, once for each shape of layer; None for another."""
+    if facts.device.type not in CLOCKED:
         return None
     policy = policy_for(facts)
 
@@ -144,13 +137,13 @@ def runs(form: Conv3dMethod, layer: Conv3dLayer, facts: Mapping[str, Any]) -> bo
     if not covers(form, layer.kernel, layer.geometry):
         return False
     if form is Conv3dMethod.NATIVE:
-        return _able(facts, "conv3d", layer.dtype) and _able(facts, "pad3d", layer.dtype)
+        return works(facts, "conv3d", layer.dtype) and works(facts, "pad3d", layer.dtype)
     if form is Conv3dMethod.CHANNELS_LAST:
-        return _able(facts, "conv3d_channels_last" if "conv3d_channels_last" in facts else "conv3d", layer.dtype)
+        return works(facts, "conv3d_channels_last" if "conv3d_channels_last" in facts else "conv3d", layer.dtype)
     if form is Conv3dMethod.FP32:
         cast = facts.get("cast", {}).get(f"{NAMES.get(layer.dtype, '')}_to_fp32", True)
-        return cast and _able(facts, "conv3d", torch.float32)
-    return form is not Conv3dMethod.FRAMES or _able(facts, "conv2d", layer.dtype)
+        return cast and works(facts, "conv3d", torch.float32)
+    return form is not Conv3dMethod.FRAMES or works(facts, "conv2d", layer.dtype)
 
 
 def sample_size(layer: Conv3dLayer) -> Triple:
@@ -224,11 +217,6 @@ def _guarded(facts: Mapping[str, Any]) -> Conv3dChoice | None:
 
 def _bound(form: Conv3dMethod, facts: Mapping[str, Any]) -> int:
     return int(facts.get("conv_bytes", 0)) if form in OWN else 0
-
-
-def _able(facts: Mapping[str, Any], name: str, dtype: torch.dtype) -> bool:
-    answer = facts.get(name, True)
-    return bool(answer.get(NAMES.get(dtype, ""), True)) if isinstance(answer, Mapping) else bool(answer)
 
 
 def _sample(layer: Conv3dLayer, size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

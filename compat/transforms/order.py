@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from ..device.execution import add_hook
+from ..device.quirks import works
 from ..memory.parts import Undo, full_name, role_of
 from .attention import SPARSE, Attention
 from .attention_processors import BLOCKS, CROPPED, PROCESSORS, Attend, JointProcessor, Padding, cropping
 from .conv3d import history_tables, swap_conv3d
-from .conv3d_choice import Timings, choose_by, runs_natively
+from .conv3d_choice import PREFERRED, Timings, choose_by
 from .sparse_attention import SparseAttention
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ def conv3d_step(abilities: Mapping[str, Any], timings: Timings | None = None) ->
     def apply(part: str, module: nn.Module) -> Back | None:
         if role_of(part) not in ("transformer", "vae"):
             return None
-        if timings is None and runs_natively(abilities, {torch.float32, *(p.dtype for p in module.parameters())}):
+        if timings is None and _runs_natively(abilities, {torch.float32, *(p.dtype for p in module.parameters())}):
             return None
         swapped = swap_conv3d(module, choose_by(abilities, timings))
         undo = Undo()
@@ -110,6 +111,13 @@ def conv3d_step(abilities: Mapping[str, Any], timings: Timings | None = None) ->
         return undo.restore if undo else None
 
     return Step(Order.CONV3D, "3-D convolutions", apply)
+
+
+def _runs_natively(abilities: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> bool:
+    """True where ``choose_by`` leaves every layer in one of ``dtypes`` as it is where nothing is timed."""
+    preferred = any(backend == abilities.get("backend") for backend, _ in PREFERRED)
+    able = all(works(abilities, name, dtype) for name in ("conv3d", "pad3d") for dtype in dtypes)
+    return able and not (preferred or abilities.get("conv_bytes") or abilities.get("contiguous_weights"))
 
 
 def attention_step(attention: Attention) -> Step:

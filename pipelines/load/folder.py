@@ -100,7 +100,7 @@ def load(
     if attention.choice == SPARSE and request.speed.compile is not None:
         raise UnsupportedError("attention 'sparse' with compile", expected="one of the two", fix="Switch compile off.")
     safe = SafeFp16(family.id, facts.device, active=precision.safe)
-    convolutions = conv3d_step(abilities(facts, probes), stored_timings(facts, probes))
+    convolutions = conv3d_step(abilities(facts, probes), None if probes is None else stored_timings(facts, probes))
     speed = speed_for(request.speed, facts, request.devices, precision, probes, attention)
     guards = _guards(request, facts, probes)
     steps = (storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps(), *guards)

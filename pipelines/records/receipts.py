@@ -20,7 +20,7 @@ from ...compat.checkpoints.latents import metadata_of, record_in
 from ...compat.decision import AUTO
 from ...compat.device.facts import GIBIBYTE, value_or
 from ...compat.errors import CheckpointError, InputError, PackError
-from ...compat.records import FIX, json_in, parse, shown
+from ...compat.records import FIX, json_in, shown
 from ...compat.redaction import own_names, redact
 from ..base import (
     RESOLVED,
@@ -65,8 +65,9 @@ def with_receipt(
     was = extra.pop(RESOLVED, None)
 
     def job() -> VideoJob:  # whose errors are no receipt's
-        resolved = None if was is None else parse(SampleSettings, was, RESOLVED, ("latents", "noise_mask"))
-        return replace(_job(pipeline, prompt, image, settings, framepack), video=video, first=first, resolved=resolved)
+        if was is not None and not isinstance(was, SampleSettings):  # another pack's value of this name
+            raise TypeError(RESOLVED)
+        return replace(_job(pipeline, prompt, image, settings, framepack), video=video, first=first, resolved=was)
 
     record = record_of(job, pipeline, missing, latents=latents_hash(latents))
     return replace(latents, extra={**extra, RECEIPT: record})

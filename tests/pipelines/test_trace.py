@@ -15,7 +15,7 @@ from anygpu.pipelines.requests import LoadRequest
 
 ROOT = Path(anygpu.__path__[0]).resolve()
 MOST_FRAMES = 7  # of ours between stages.sample and the transformer's forward
-MOST_FILES = 42  # of ours that run while a model loads, encodes, samples and decodes; two check what strangers wrote
+MOST_FILES = 40  # of ours that run while a model loads, encodes, samples and decodes
 
 
 class Trace:
