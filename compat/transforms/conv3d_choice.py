@@ -73,7 +73,7 @@ PREFERRED: dict[tuple[str, str], tuple[Conv3dMethod, str]] = {  # (backend, kind
     ("mps", "patches"): (Conv3dMethod.PATCHES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
     ("mps", "pointwise"): (Conv3dMethod.POINTWISE, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
     ("mps", "general"): (Conv3dMethod.FRAMES, "conv3d runs at 7 % of the speed of conv2d (pytorch #192213)"),
-    ("xla", "pointwise"): (Conv3dMethod.POINTWISE, "torch_xla refuses their empty edges of time (benchmarks/xla.py)"),
+    ("xla", "pointwise"): (Conv3dMethod.POINTWISE, "torch_xla refuses their empty edges of time (benchmark xla)"),
 }
 # Of a conv3d that does not run, the best first.
 INSTEAD = tuple(map(Conv3dMethod, ("pointwise", "patches", "frames", "channels_last", "fp32", "matmul")))

@@ -10,7 +10,8 @@ from torch.nn import functional
 
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
-from ..base import EMBEDS, EMBEDS_2, LATENT_VERSION, MASK, POOLED, Latents, Prompt
+from ...compat.records import plain
+from ..base import EMBEDS, EMBEDS_2, LATENT_VERSION, MASK, POOLED, RESOLVED, Latents, Prompt, SampleSettings
 from ..pipeline import Pipeline
 
 KEY = "anygpu"
@@ -21,9 +22,11 @@ PLAIN = ("family", "task", "frames", "height", "width", "fps", "seed", "space", 
 def to_core(latents: Latents) -> dict[str, Any]:
     """A LATENT: ``samples`` in core's VAE space and our key ``anygpu`` with plain values, which core nodes ignore."""
     extra = {key: value.hex() if isinstance(value, bytes) else value for key, value in latents.extra.items()}
+    if isinstance(extra.get(RESOLVED), SampleSettings):  # latents without a receipt
+        extra[RESOLVED] = plain(extra[RESOLVED], ("latents", "noise_mask"))
     more = {MORE: dict(latents.more)} if latents.more else {}
-    plain = {name: getattr(latents, name) for name in PLAIN}
-    return {"samples": latents.samples, KEY: {**plain, "extra": extra, **more}}
+    record = {name: getattr(latents, name) for name in PLAIN}
+    return {"samples": latents.samples, KEY: {**record, "extra": extra, **more}}
 
 
 def from_core(pipeline: Pipeline, latent: Mapping[str, Any], notify: Callable[[str], None]) -> Latents:

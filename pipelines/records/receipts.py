@@ -20,7 +20,7 @@ from ...compat.checkpoints.latents import metadata_of, record_in
 from ...compat.decision import AUTO
 from ...compat.device.facts import GIBIBYTE, value_or
 from ...compat.errors import CheckpointError, InputError, PackError
-from ...compat.records import FIX, json_in, shown
+from ...compat.records import FIX, json_in, parse, shown
 from ...compat.redaction import own_names, redact
 from ..base import (
     RESOLVED,
@@ -65,9 +65,9 @@ def with_receipt(
     was = extra.pop(RESOLVED, None)
 
     def job() -> VideoJob:  # whose errors are no receipt's
-        if was is not None and not isinstance(was, SampleSettings):  # another pack's value of this name
-            raise TypeError(RESOLVED)
-        return replace(_job(pipeline, prompt, image, settings, framepack), video=video, first=first, resolved=was)
+        known = was is None or isinstance(was, SampleSettings)  # else a file's record, or another pack's value
+        resolved = was if known else parse(SampleSettings, was, RESOLVED, ("latents", "noise_mask"))
+        return replace(_job(pipeline, prompt, image, settings, framepack), video=video, first=first, resolved=resolved)
 
     record = record_of(job, pipeline, missing, latents=latents_hash(latents))
     return replace(latents, extra={**extra, RECEIPT: record})

@@ -154,6 +154,9 @@ def test_a_replay_takes_what_auto_became(made: Any, tiny_folder: Path, tmp_path:
     with mock.patch.dict(recipes, older):
         latents = stages.sample(pipeline, prompt, None, asked, Silent())
         signed = with_receipt(latents, pipeline, prompt, None, asked)
+        unsigned = json.loads(json.dumps(convert.to_core(latents)["anygpu"]["extra"]))  # as a file has it
+        later = with_receipt(replace(latents, extra=unsigned), pipeline, prompt, None, asked)
+        assert later.extra[RECEIPT] == signed.extra[RECEIPT]
     job = job_of(signed.extra[RECEIPT])
     assert job.settings.steps == 0 and job.resolved is not None and job.resolved.guidance_steps[1].cfg == 4.0
     assert job.key == replace(job, resolved=None).key and "resolved" not in signed.extra
