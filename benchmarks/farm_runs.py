@@ -29,11 +29,10 @@ from anygpu.farm.schedule import Task, TaskSchedule
 from anygpu.farm.worker import Worker
 from anygpu.pipelines.base import ProgressStage
 from anygpu.pipelines.records.job_folder import JobFolder
-from runner import Case, Row
+from runner import Row, data
 
-LONG, SHORT = 600.0, 17.0  # seconds of a job: HunyuanVideo at 480p, LTX-Video 2B, on one large card; modelled
+LONG = 600.0  # seconds of a job, as HunyuanVideo takes at 480p on one large card and LTX-Video 2B 17; modelled
 SPREAD = 0.5  # of the logarithm of the times of jobs
-DAY, OFTEN = 1 / 24, 1 / 4  # deaths of a machine per hour: a usual one, a spot machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +53,46 @@ class Constants:
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
-    """The workers.
+class Farm:
+    """Workers, their jobs, and what they are like.
 
     Args:
-        speeds: of each, 1 for the card that job sizes are seconds of. deaths_per_hour: of each worker's machine.
-        resume: whether a job goes on from its last step. away: seconds until a machine that died is replaced.
+        each: jobs per worker. mean: seconds of a job. deaths: of each worker's machine, per hour. resume: whether a job
+            goes on from its last step. away: seconds until a machine that died is replaced. models: how many the jobs
+            are of. slow: share of the workers that have 0.4 of the others' speed, which is 1.
     """
 
-    speeds: Sequence[float]
-    deaths_per_hour: float = 0.0
+    table: str
+    workers: int
+    each: int
+    mean: float = LONG
+    deaths: float = 0.0
     resume: bool = True
     away: float = 0.0
+    models: int = 1
+    slow: float = 0.0
+
+    @property
+    def speeds(self) -> list[float]:
+        """Of each worker, 1 for the card that job sizes are seconds of."""
+        return [0.4 if n < self.slow * self.workers else 1.0 for n in range(self.workers)]
+
+    def row(self, constants: Constants) -> dict[str, str | int | float]:
+        """The farm with its figures."""
+        rng = random.Random(1)
+        count = self.workers * self.each
+        low = math.log(self.mean) - SPREAD**2 / 2
+        tasks = [
+            Task(str(n), f"model {rng.randrange(self.models)}", rng.lognormvariate(low, SPREAD)) for n in range(count)
+        ]
+        run = Simulation(tasks, self, constants).run()
+        assert run.done == count
+        return {
+            **asdict(self), "jobs": count, "share_of_ideal": round(run.ideal / run.wall, 3),
+            "jobs_per_hour": round(count / run.wall * 3600),
+            "worker_minutes_per_job": round(run.paid / count / 60, 2), "driver_busy": round(run.busy / run.wall, 3),
+            "died": run.deaths, "lost_hours": round(run.lost / 3600, 1),
+        }  # fmt: skip
 
 
 class Simulation:
@@ -76,7 +103,7 @@ class Simulation:
     them to the end, ``paid`` the worker-seconds, each until nothing is left for it, and ``busy`` those of the driver.
     """
 
-    def __init__(self, tasks: Sequence[Task], fleet: Fleet, constants: Constants, seed: int = 0) -> None:
+    def __init__(self, tasks: Sequence[Task], fleet: Farm, constants: Constants, seed: int = 0) -> None:
         self.fleet, self.constants, self.rng = fleet, constants, random.Random(seed)
         self.schedule = TaskSchedule()
         self.schedule.add(tasks)
@@ -124,7 +151,7 @@ class Simulation:
         loading = 0.0 if self.loaded.get(name) == task.model else self.constants.load
         self.loaded[name] = task.model
         end = start + loading + task.size / speed
-        rate = self.fleet.deaths_per_hour / 3600
+        rate = self.fleet.deaths / 3600
         death = start + self.rng.expovariate(rate) if rate else float("inf")
         if death >= end:
             self.put(end, name, "free", task)
@@ -143,68 +170,6 @@ class Simulation:
         """Schedule an event."""
         self.count += 1
         heapq.heappush(self.events, (when, self.count, name, what, task))
-
-
-@dataclass(frozen=True, slots=True)
-class Farm:
-    """One row: a fleet, its jobs, and what they are like.
-
-    Args:
-        each: jobs per worker. mean: seconds of a job. models: how many the jobs are of. slow: share of the workers that
-            have 0.4 of the others' speed.
-    """
-
-    table: str
-    workers: int
-    each: int
-    mean: float = LONG
-    deaths: float = 0.0
-    resume: bool = True
-    away: float = 0.0
-    models: int = 1
-    slow: float = 0.0
-
-    def row(self, constants: Constants) -> dict[str, str | int | float]:
-        """The farm with its figures."""
-        rng = random.Random(1)
-        count = self.workers * self.each
-        low = math.log(self.mean) - SPREAD**2 / 2
-        tasks = [
-            Task(str(n), f"model {rng.randrange(self.models)}", rng.lognormvariate(low, SPREAD)) for n in range(count)
-        ]
-        speeds = [0.4 if n < self.slow * self.workers else 1.0 for n in range(self.workers)]
-        run = Simulation(tasks, Fleet(speeds, self.deaths, self.resume, self.away), constants).run()
-        assert run.done == count
-        return {
-            **asdict(self),
-            "jobs": count,
-            "share_of_ideal": round(run.ideal / run.wall, 3),
-            "jobs_per_hour": round(count / run.wall * 3600),
-            "worker_minutes_per_job": round(run.paid / count / 60, 2),
-            "driver_busy": round(run.busy / run.wall, 3),
-            "died": run.deaths,
-            "lost_hours": round(run.lost / 3600, 1),
-        }
-
-
-def farms() -> list[Farm]:
-    """Every row, by table."""
-    sizes = [Farm("size", workers, 60) for workers in (1, 8, 64, 200, 1000, 4000, 10_000)]
-    sizes.append(Farm("size", 10_000, 100))
-    deaths = [
-        Farm("deaths", workers, 60, deaths=rate, resume=resume)
-        for workers in (8, 200, 1000)
-        for rate, resume in ((DAY, True), (DAY, False), (OFTEN, True), (OFTEN, False))
-    ]
-    spot = [
-        Farm("spot", 200, 30, deaths=OFTEN, away=600.0, resume=resume, mean=mean)
-        for mean in (LONG, 4 * LONG)
-        for resume in (True, False)
-    ]
-    driver = [Farm("driver", workers, 60, mean=SHORT) for workers in (8, 200, 1000, 2000, 4000, 10_000)]
-    unequal = [Farm("unequal", 64, each, slow=slow) for slow in (0.0, 0.5) for each in (2, 6, 30)]
-    models = [Farm("models", 16, 30, models=count, mean=mean) for count in (1, 4, 16, 64) for mean in (LONG, SHORT)]
-    return [*sizes, *deaths, *spot, *driver, *unequal, *models]
 
 
 WORKERS, JOBS, DEATHS, SEED = 8, 240, 3, 5
@@ -329,7 +294,7 @@ def measured(ray: Any) -> Iterator[tuple[str, float, str]]:
             yield f"{what}: wall", wall, "s"
             yield f"{what}: share of ideal", sum(task.size for task in tasks) / WORKERS / wall, ""
             constants = Constants(driver=per_job, load=0.0, restart=away, notice=0.0, step=1e9)
-            fleet = Fleet([1.0] * WORKERS, deaths / (wall * WORKERS) * 3600, resume=False)
+            fleet = Farm("", WORKERS, 0, deaths=deaths / (wall * WORKERS) * 3600, resume=False)
             walls = [Simulation(tasks, fleet, constants, seed).run().wall for seed in range(200)]
             if deaths:
                 yield "a worker is back after its death", away, "s"
@@ -351,15 +316,9 @@ def farm_rows() -> Iterator[Row]:
 
 def scale_rows() -> Iterator[Row]:
     """A row per simulated farm."""
-    return (farm.row(Constants()) for farm in farms())
+    return (Farm(**farm).row(Constants()) for farm in data("farms"))
 
 
 def no_ray() -> str:
     """The reason why no farm can start, or nothing."""
     return "" if find_spec("ray") else "Ray is not installed: pip install anygpu[farm]"
-
-
-CASES = [
-    Case("farm", farm_rows, table="farm", lacks=no_ray, threads=0),
-    Case("scale", scale_rows, table="scale", replaces=True, about=dict),
-]

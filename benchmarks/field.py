@@ -29,7 +29,7 @@ from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.settings import snap
 from anygpu.pipelines.sizes import Size
 from anygpu.pipelines.speed import Speed, SpeedRequest
-from runner import Case, Row, known_rows, write_table
+from runner import Row, known_rows, write_table
 from times import opened, published
 
 FIELD = "../field"  # a table beside the results: its rows are published times
@@ -117,6 +117,3 @@ def spread(ratios: Iterable[float]) -> list[str]:
     inside = sum(1 / PUBLISHED_OFF <= ratio <= PUBLISHED_OFF for ratio in ratios) / len(ratios)
     ends = f"{ratios[0]:.2f} to {ratios[-1]:.2f}"
     return [str(len(ratios)), f"{median(ratios):.2f}", f"{first:.2f} to {third:.2f}", ends, f"{inside:.0%}"]
-
-
-CASES = [Case("field", rows, {"sealed": False}, FIELD, replaces=True, about=dict, page=page)]

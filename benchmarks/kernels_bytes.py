@@ -9,13 +9,14 @@ frames of a decode. All is of full size. ``--detail`` prints the bytes by operat
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from runner import Case, Row, machine
+from runner import Row, data, machine
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -96,80 +97,44 @@ class Block:
     """A block, what it is called with, and how far below eager it must be.
 
     Args:
-        hidden: shape of the hidden state, whose size in bytes is u.
-        prepare: what a fused block's processors must know, such as padding.
-        rope: the model's rotary embedding, and what makes the tables with it; None where ``arguments`` has them.
+        kind: the module of diffusers' transformers. given: to its class. hidden: shape of the hidden state, whose size
+            in bytes is u. states, masks, tables: shapes of what it is called with. halved: whether the fused path makes
+            tables half as wide. absent: arguments that are none.
+        padding: tokens of two prompts, which a fused block's processor must know.
+        rope: class, width and arguments of the model's rotary embedding; none where ``tables`` has what it makes.
     """
 
     name: str
-    block: Callable[[], nn.Module]
-    arguments: Callable[[bool], dict[str, Any]]
-    hidden: tuple[int, int, int]
+    kind: str
+    cls: str
+    given: Sequence[float]
+    hidden: Sequence[int]
     demanded: float
-    prepare: Callable[[nn.Module], None] = lambda block: None
-    rope: tuple[Callable[[], nn.Module], Callable[[nn.Module], tuple[Tensor, ...]]] | None = None
+    states: Mapping[str, Sequence[int]]
+    masks: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    tables: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    halved: bool = False
+    absent: Sequence[str] = ()
+    padding: Sequence[int] = ()
+    rope: tuple[str, int, Sequence[Any]] | None = None
+
+    def make(self, cls: str, *given: Any) -> Any:
+        """A module of diffusers'."""
+        module = importlib.import_module(f"diffusers.models.transformers.transformer_{self.kind}")
+        return getattr(module, cls)(*given)
+
+    def arguments(self, fused: bool) -> dict[str, Any]:
+        """What the block is called with, but for what ``rope`` makes."""
+        made: dict[str, Any] = {name: _empty(*shape) for name, shape in self.states.items()}
+        made |= {name: torch.empty(shape, dtype=torch.bool, device="meta") for name, shape in self.masks.items()}
+        for name, shape in self.tables.items():
+            made[name] = tuple(_table(*shape, fused=fused and self.halved) for _ in range(2))
+        return made | dict.fromkeys(self.absent)
 
 
 def blocks() -> list[Block]:
     """One block of each kind at the size of a full clip: LTX-Video 121 frames, HunyuanVideo 61, Mochi 84."""
-    from diffusers.models.transformers import transformer_hunyuan_video as hunyuan
-    from diffusers.models.transformers import transformer_ltx as ltx
-    from diffusers.models.transformers import transformer_mochi as mochi
-
-    def video(fused: bool, joint: bool) -> dict[str, Any]:
-        rotary = tuple(_table(32640, 128, fused=fused) for _ in range(2))
-        return {
-            "hidden_states": _empty(1, 32640, 3072),
-            "encoder_hidden_states": _empty(1, 256, 3072),
-            "temb": _empty(1, 3072),
-            "freqs_cis" if joint else "image_rotary_emb": rotary,
-        }
-
-    def ltx_tables(model: nn.Module) -> tuple[Tensor, ...]:
-        """What the model's own rotary embedding hands to its blocks, rewritten or not."""
-        rope: Any = model.rope
-        found: tuple[Tensor, ...] = rope(_empty(2, 6144, 2048), 16, 16, 24, (8 / 25, 32, 32), None)
-        return found
-
-    def ltx_arguments(_fused: bool) -> dict[str, Any]:
-        return {
-            "hidden_states": _empty(2, 6144, 2048),
-            "encoder_hidden_states": _empty(2, 128, 2048),
-            "temb": _empty(2, 1, 6 * 2048),
-            "image_rotary_emb": None,
-            "encoder_attention_mask": None,
-        }
-
-    def mochi_arguments(_fused: bool) -> dict[str, Any]:
-        return {
-            "hidden_states": _empty(2, 22260, 3072),
-            "encoder_hidden_states": _empty(2, 256, 1536),
-            "temb": _empty(2, 3072),
-            "encoder_attention_mask": torch.empty(2, 256, dtype=torch.bool, device="meta"),
-            "image_rotary_emb": tuple(_table(22260, 24, 64) for _ in range(2)),
-        }
-
-    def padded(block: nn.Module) -> None:
-        block.attn1.processor.padding.joint = (120, 200)  # two prompts of other lengths, in 256 tokens each
-
-    return [
-        Block(
-            "LTX", lambda: ltx.LTXVideoTransformerBlock(2048, 32, 64, 2048), ltx_arguments, (2, 6144, 2048), 6.0,
-            rope=(lambda: ltx.LTXVideoRotaryPosEmbed(2048), ltx_tables),
-        ),
-        Block(
-            "HunyuanVideo double", lambda: hunyuan.HunyuanVideoTransformerBlock(24, 128, 4.0),
-            lambda fused: video(fused, True), (1, 32640, 3072), 7.0,
-        ),
-        Block(
-            "HunyuanVideo single", lambda: hunyuan.HunyuanVideoSingleTransformerBlock(24, 128, 4.0),
-            lambda fused: video(fused, False), (1, 32640, 3072), 7.0,
-        ),
-        Block(
-            "Mochi", lambda: mochi.MochiTransformerBlock(3072, 24, 128, 1536), mochi_arguments,
-            (2, 22260, 3072), 8.0, padded,
-        ),
-    ]  # fmt: skip
+    return [Block(name, **given) for name, given in data("blocks").items()]
 
 
 def _widened(value: Any) -> Any:
@@ -186,12 +151,7 @@ class Decode:
     demanded: float
 
 
-DECODES = (
-    Decode("LTX decode", "AutoencoderKLLTXVideo", (1, 128, 16, 16, 24), 4.5),
-    Decode("HunyuanVideo decode, one window", "AutoencoderKLHunyuanVideo", (1, 16, 5, 68, 120), 1.5),
-    Decode("HunyuanVideo 1.5 decode", "AutoencoderKLHunyuanVideo15", (1, 32, 16, 34, 60), 4.5),
-    Decode("Mochi decode", "AutoencoderKLMochi", (1, 12, 14, 60, 106), 1.5),
-)
+DECODES = [Decode(*given) for given in data("decodes")]
 
 
 def decoded(case: Decode, fused: bool) -> tuple[Bytes, Tensor]:
@@ -232,10 +192,10 @@ def counted(case: Block, fused: bool, safe: bool = False) -> Bytes:
 
     model = nn.Module()
     with torch.device("meta"):
-        block = case.block().to(torch.float16 if safe else DTYPE).eval().requires_grad_(False)
+        block = case.make(case.cls, *case.given).to(torch.float16 if safe else DTYPE).eval().requires_grad_(False)
         model.transformer_blocks = nn.ModuleList([block])
         if case.rope is not None:
-            model.rope = case.rope[0]()
+            model.rope = case.make(*case.rope[:2])
     given = case.arguments(fused)
     if safe:
         block.to_empty(device="cpu")  # it looks at the weights of some leaves, whatever they are
@@ -246,9 +206,10 @@ def counted(case: Block, fused: bool, safe: bool = False) -> Bytes:
         found = fuse(model, epilogue=True)
         if found.left and not safe:
             raise RuntimeError(f"{case.name}: not rewritten: {dict(found.left)}")
-        case.prepare(block)
-    if case.rope is not None:  # once per step, for all blocks
-        given["image_rotary_emb"] = case.rope[1](model)
+        if case.padding:
+            block.attn1.processor.padding.joint = tuple(case.padding)
+    if case.rope is not None:  # once per step, for all blocks; rewritten or not
+        given["image_rotary_emb"] = model.rope(_empty(*case.hidden), *case.rope[2], None)
     with torch.no_grad(), Attention(), Bytes() as count:
         block(**given)
     return count
@@ -272,22 +233,15 @@ def rows(detail: bool) -> Iterator[Row]:
         for count in (eager, fused) if detail else ():
             print("   ", ", ".join(f"{name} {value / unit:.1f}" for name, value in count.of.most_common(14)))
         yield {
-            "block": case.name,
-            "hidden": "x".join(map(str, hidden)),
-            "dtype": "fp16" if "safe" in case.name else "bf16",
-            "eager_bytes": eager.total,
-            "fused_bytes": fused.total,
-            "eager_u": f"{eager.total / unit:.2f}",
-            "fused_u": f"{fused.total / unit:.2f}",
-            "ratio": f"{eager.total / fused.total:.3f}",
-            "demanded": case.demanded,
-            "gpu": "counted on meta tensors, not timed",
-            "torch": torch.__version__,
+            "block": case.name, "hidden": "x".join(map(str, hidden)),
+            "dtype": "fp16" if "safe" in case.name else "bf16", "eager_bytes": eager.total,
+            "fused_bytes": fused.total, "eager_u": f"{eager.total / unit:.2f}",
+            "fused_u": f"{fused.total / unit:.2f}", "ratio": f"{eager.total / fused.total:.3f}",
+            "demanded": case.demanded, "gpu": "counted on meta tensors, not timed", "torch": torch.__version__,
             "date": machine()["date"],
-        }
+        }  # fmt: skip
 
 
-CASES = [
-    Case("kernels_bytes", rows, {"detail": False}, "kernels_bytes", replaces=True, about=dict, threads=0,
-         fails=lambda row: float(row["ratio"]) < row["demanded"]),
-]  # fmt: skip
+def fails(row: Row) -> bool:
+    """Tell whether a block or decode is less below eager than it must be."""
+    return float(row["ratio"]) < float(row["demanded"])

@@ -14,7 +14,7 @@ from anygpu.kernels import activation, group_norm, norm, residual, rope
 from anygpu.kernels.library import REFERENCE
 from anygpu.kernels.self_tests import _moved
 from anygpu.kernels.terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
-from runner import Case, Row, machine
+from runner import Row, machine
 from torch import Tensor
 from torch.nn import functional
 
@@ -91,17 +91,15 @@ def token_operations(width: int, dtype: torch.dtype) -> Iterator[Operation]:
         wide = [table.repeat_interleave(2, -1).expand(q.shape) for table in (angle.cos(), angle.sin())]
         return tuple(eager_rotated(functional.rms_norm(t, (width,), weight, 1e-5), *wide) for t in (q, k))
 
-    yield Operation(
-        "rms norm, modulation (LTX)",
-        norm,
-        "normalized",
-        (x, *adaln),
-        lambda: eager_rms(x, 1e-6) * (1 + scale) + shift,
-        lambda package: package.rms_adaln(x, scale, shift, 1e-6),
-    )
-    yield Operation(
-        "gated residual (LTX)", residual, "gated_residual", (x, branch, Gate(gate)), lambda: x + branch * gate
-    )
+    def modulated() -> Tensor:
+        return eager_rms(x, 1e-6) * (1 + scale) + shift
+
+    def theirs(package: Any) -> Tensor:
+        return package.rms_adaln(x, scale, shift, 1e-6)
+
+    yield Operation("rms norm, modulation (LTX)", norm, "normalized", (x, *adaln), modulated, theirs)
+    plain = x, branch, Gate(gate)
+    yield Operation("gated residual (LTX)", residual, "gated_residual", plain, lambda: x + branch * gate)
     terms = (x, branch, Gate(gate), *adaln)
     yield Operation("residual, norm, modulation (LTX)", residual, "residual_norm", terms, both)
     pair = (Pair(q, k, weight, weight), tables, 1e-5)
@@ -165,9 +163,3 @@ def exactness(dtypes: tuple[str, ...]) -> Iterator[Row]:
                 found["comfy-kitchen"] = case.kitchen(package)
             for form, result in found.items():
                 yield {"case": case.name, "dtype": name, "form": form, "error": f"{error(result, exact):.4e}"} | about
-
-
-CASES = [
-    Case("kernels_exactness", exactness, {"dtypes": ("bf16", "fp16")}, "kernels_exactness", replaces=True, about=dict,
-         threads=0),
-]  # fmt: skip

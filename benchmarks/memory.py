@@ -25,37 +25,24 @@ import torch
 from anygpu.compat.device.facts import free_bytes
 from anygpu.compat.memory.offloader import MODES
 from anygpu.pipelines import sizes, stages
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.forecast.memory import fastest, forecast, forecasts
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.sizes import Size
 from anygpu.pipelines.vae.plan import DecodeRequest
-from runner import SCRATCH, Case, Row, Table, known_rows
+from runner import SCRATCH, Row, data, known_rows
 from simulated import accelerator, fitting, peers
-from times import latents_for, opened
+from times import latents_for, opened, sampled_latents
 
-FORMS = (
-    DecodeRequest("full"),
-    DecodeRequest("chunked", frames=1),
-    DecodeRequest("tiled", tile=64),
-    DecodeRequest("streaming", tile=64),
-    DecodeRequest("streaming", tile=16),
-)
+FORMS = [DecodeRequest(**given) for given in data("decode_forms")]
 BARE = {  # the run of `fitting.run` through diffusers
     "prompt": "a red fox", "negative_prompt": "blurry", "width": 64, "height": 64, "num_frames": 9,
     "num_inference_steps": 2, "guidance_scale": 2.0, "output_type": "pt",
 }  # fmt: skip
 CARDS = (6, 8, 12, 16, 24)
 SHARES = (1.0, 0.6, 0.4, 0.25, 0.15)  # of the full offloader, inside ComfyUI
-RUNS = {  # the sizes of the shipped workflows
-    "ltx 2B": Size(704, 480, 97, True),
-    "ltx 13B": Size(704, 480, 97, True),
-    "hunyuan_video": Size(848, 480, 73),
-    "hunyuan_video_15": Size(848, 480, 121, True),
-    "framepack": Size(640, 608, 145),
-    "mochi": Size(848, 480, 85, True),
-}
+RUNS = {name: Size(**given) for name, given in data("runs").items()}  # the sizes of the shipped workflows
 
 
 def mode_rows(families: tuple[str, ...]) -> Iterator[Row]:
@@ -69,16 +56,12 @@ def mode_rows(families: tuple[str, ...]) -> Iterator[Row]:
                 predicted = forecast(pipeline, fitting.size_of(family), room=free_bytes(device)).peak
                 seconds = sum(stage.seconds for stage in memory_stats.stages)
                 yield {
-                    "family": family,
-                    "mode": mode,
-                    "weights_bytes": sum(part.total for part in pipeline.weights.values()),
-                    "peak_bytes": cost,
-                    "forecast_bytes": predicted,
-                    "forecast_ratio": round(predicted / cost, 3),
-                    "moved_bytes": memory_stats.moved_bytes,
-                    "to_host_bytes": accelerator.traffic().to_host_bytes,
+                    "family": family, "mode": mode,
+                    "weights_bytes": sum(part.total for part in pipeline.weights.values()), "peak_bytes": cost,
+                    "forecast_bytes": predicted, "forecast_ratio": round(predicted / cost, 3),
+                    "moved_bytes": memory_stats.moved_bytes, "to_host_bytes": accelerator.traffic().to_host_bytes,
                     "time_ratio": round(seconds / max(seconds - memory_stats.moving_seconds, 1e-9), 3),
-                }
+                }  # fmt: skip
                 fitting.forget(pipeline)
 
 
@@ -175,24 +158,14 @@ def fit_rows() -> Iterator[Row]:
                 best = fastest(forecasts(pipeline, size, room), room)
                 stages_by_name = {} if best is None else {stage.name: stage for stage in best.stages}
                 yield {
-                    "model": model,
-                    "width": size.width,
-                    "height": size.height,
-                    "frames": size.frames,
-                    "card_gb": card,
-                    "offload": "too much" if best is None else best.mode,
+                    "model": model, "width": size.width, "height": size.height, "frames": size.frames,
+                    "card_gb": card, "offload": "too much" if best is None else best.mode,
                     "peak_gib": "" if best is None else f"{best.peak / 2**30:.1f}",
                     "decode": stages_by_name["decoding"].form or "whole" if best else "",
-                }
+                }  # fmt: skip
 
 
-SIZES: Mapping[str, tuple[tuple[int, int, int], ...]] = {  # width, height, frames: none of them is a test's
-    "ltx": ((96, 64, 17), (128, 96, 25), (160, 128, 33)),
-    "mochi": ((96, 64, 13), (128, 96, 19)),
-    "hunyuan_video": ((96, 64, 9), (128, 96, 13), (128, 128, 21)),
-    "hunyuan_video_15": ((96, 64, 9), (128, 96, 13), (128, 128, 21)),
-    "framepack": ((96, 64, 5), (128, 96, 5), (128, 128, 5)),
-}
+SIZES = data("fit_sizes")  # width, height, frames: none of them is a test's
 SAME_VAE = {"framepack": "hunyuan_video"}  # whose frames are those of sections: the other family's decode tells more
 FITTED = (DecodeRequest("full"), DecodeRequest("streaming", tile=16), DecodeRequest("chunked", frames=1))
 PROMPTS = ("a fox", "a red fox in the snow, seen from the side, slow camera, morning light")
@@ -217,19 +190,13 @@ def term_rows(families: tuple[str, ...]) -> Iterator[Row]:
 def _stages(pipeline: Pipeline, size: Size, words: str) -> list[dict[str, Any]]:
     """The rows of one run."""
     settings = SampleSettings(size.width, size.height, size.frames, steps=2, cfg=2.0 if size.guided else 1.0)
-    progress, image = Silent(), None
+    sections, picture = FramePackSettings(size.frames / 30, window=size.window), (size.height, size.width)
     with torch.no_grad():
-        prompt = stages.encode_prompt(pipeline, PromptRequest(words, "blurry"), progress)
-        if pipeline.spec.recipes.sections:
-            picture = torch.rand(1, size.height, size.width, 3, generator=torch.Generator().manual_seed(0))
-            image = stages.encode_image(pipeline, ImageRequest(picture, size.width, size.height), "stretch", progress)
-            framepack = FramePackSettings(size.frames / 30, window=size.window)
-            latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress)
-        else:
-            latents = stages.sample(pipeline, prompt, image, settings, progress)
+        request = PromptRequest(words, "blurry")
+        prompt, latents = sampled_latents(pipeline, request, settings, sections, picture)
         for form in FITTED if pipeline.family not in SAME_VAE else ():
             if form.method != "chunked" or pipeline.spec.rewrites.causal_decoder:
-                stages.decode(pipeline, latents, progress, form=form)
+                stages.decode(pipeline, latents, Silent(), form=form)
     costs = [(cost.stage, cost.peak_bytes) for cost in pipeline.offloader.memory_stats.stages if cost.stage != "image"]
     size = replace(size, text=sizes.tokens_in(prompt))
     wide, plain = sizes.decoding_terms(pipeline, size)
@@ -319,26 +286,3 @@ def write_specs(_rows: list[Row]) -> None:
     for family, mine in factors(last_rows()).items():
         spec = FAMILIES[family].folder / "spec.py"
         spec.write_text(written(spec.read_text(encoding="utf-8"), mine), encoding="utf-8")
-
-
-DECODED = tuple(family for family in fitting.FAMILIES if family != "framepack")  # which has hunyuan_video's decoder
-TABLES = {
-    "modes": {"Family": "family", "Mode": "mode", "Weights MB": "weights_bytes", "Peak MB": "peak_bytes"}
-    | {"Forecast MB": "forecast_bytes", "Forecast / peak": "forecast_ratio", "Moved MB": "moved_bytes"},
-    "peers": {"Way": "way", "Peak MB": "peak_bytes", "To the device MB": "to_device_bytes"}
-    | {"To the host MB": "to_host_bytes"},
-    "decode": {"Family": "family", "Method": "method", "Tile": "tile", "Peak MB": "peak_bytes"}
-    | {"Largest difference of 255": "difference_of_255"},
-    "host": {"Way": "way", "Peak MB": "peak_bytes", "To the device MB, first run": "first_to_device_bytes"}
-    | {"Second run": "again_to_device_bytes", "To the host MB, both": "to_host_bytes"}
-    | {"Kept on the device MB": "kept_bytes", "Of that, known to ComfyUI": "known_bytes"},
-}
-PAGES = {mark: Table("memory.md", mark, columns) for mark, columns in TABLES.items()}
-CASES = [
-    Case("memory", mode_rows, {"families": fitting.FAMILIES}, "memory", page=PAGES["modes"]),
-    Case("memory_peers", peer_rows, {}, "memory_peers", page=PAGES["peers"]),
-    Case("memory_decode", decode_rows, {"families": DECODED}, "memory_decode", page=PAGES["decode"]),
-    Case("memory_host", host_rows, {}, "memory_host", page=PAGES["host"], lacks=no_host),
-    Case("memory_fits", term_rows, {"families": fitting.FAMILIES}, "memory_fits", page=write_specs),
-    Case("fits", fit_rows, {}, "fits", replaces=True, about=dict),
-]

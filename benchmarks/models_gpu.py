@@ -15,7 +15,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,38 +36,55 @@ from anygpu.pipelines.demo.scenes import Scene
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.speed import SpeedRequest
-from runner import Case, Row, in_turn, known_rows, machine, no_gpu, psnr, spent, write_table
+from runner import Row, data, in_turn, known_rows, machine, psnr, spent, write_table
 from torch import Tensor, nn
 from torch.nn import functional
 
 ROUNDS, LEAST_ROUNDS, SECONDS = 20, 3, 20.0  # of a model: as many rounds as its seconds allow
 FLUSH_BYTES = 512 * 2**20
 FORMS = {"neither": (False, False), "kernels": (True, False), "compile": (False, True), "both": (True, True)}
-BARS = {
-    ("LTX-Video step", "kernels", "neither"): 1.30,
-    ("LTX-Video step", "kernels", "compile"): 1.03,
-    ("LTX-Video step", "both", "compile"): 1.04,
-    ("Mochi step", "both", "compile"): 1.04,
-    ("HunyuanVideo step", "both", "compile"): 1.00,
-    ("LTX-Video decode", "kernels", "neither"): 1.50,
-    ("HunyuanVideo attention", "no mask", "masked"): 1.80,
-}
+BARS = data("bars")  # case, form, the other form, and how many times its speed is demanded
 LEAST_PSNR = 55.0
+
+
+MADE: dict[str, Callable[[Callable[..., Tensor], Any], Any]] = {  # kind of an input to what it is, of its shape
+    "random": lambda some, shape: some(*shape),
+    "hundreds": lambda some, shape: some(*shape).abs() * 100,
+    "thousands": lambda some, shape: some(*shape).abs() * 1000,
+    "middle": lambda some, shape: torch.full(shape, 500, device=some(1).device),
+    "tokens": lambda some, shape: torch.ones(shape, dtype=torch.long, device=some(1).device),
+    "mask": lambda some, shape: torch.ones(shape, dtype=torch.bool, device=some(1).device),
+    "value": lambda _, value: tuple(value) if isinstance(value, list) else value,
+}
 
 
 @dataclass(frozen=True)
 class Model:
-    """A published transformer or VAE.
+    """A published transformer or VAE of diffusers: LTX-Video 121 frames 512 x 768, HunyuanVideo 61 frames 544 x 960,
+    Mochi 84 frames 480 x 848.
 
     Args:
-        make: the module, from whether it is to be tiny. inputs: what it is called with, from the same and a maker of
-            random tensors.
+        small: the function of ``tiny.parts`` that makes a tiny one. given: what it is called with, as kind in ``MADE``,
+            shape of the published and of the tiny model.
     """
 
     name: str
-    make: Callable[[bool], nn.Module]
-    inputs: Callable[[bool, Callable[..., Tensor]], dict[str, Any]]
+    cls: str
+    small: str
+    given: Mapping[str, tuple[str, Any, Any]]
     decodes: bool = False
+
+    def make(self, tiny: bool) -> nn.Module:
+        """The module, with the weights that its class begins with."""
+        import diffusers
+        from tiny import parts
+
+        module: nn.Module = getattr(parts, self.small)() if tiny else getattr(diffusers, self.cls)()
+        return module
+
+    def inputs(self, tiny: bool, some: Callable[..., Tensor]) -> dict[str, Any]:
+        """What it is called with; ``some`` makes random tensors."""
+        return {name: MADE[kind](some, small if tiny else full) for name, (kind, full, small) in self.given.items()}
 
 
 class Clock:
@@ -87,51 +104,6 @@ class Clock:
         end.record()
         end.synchronize()
         return float(start.elapsed_time(end))
-
-
-def models() -> Iterator[Model]:
-    """LTX-Video 121 frames 512 x 768, HunyuanVideo 61 frames 544 x 960, Mochi 84 frames 480 x 848."""
-    import diffusers
-    from tiny import parts
-
-    def ltx(tiny: bool, some: Callable[..., Tensor]) -> dict[str, Any]:
-        frames, rows, columns = (2, 2, 3) if tiny else (16, 16, 24)
-        tokens, text = frames * rows * columns, 8 if tiny else 128
-        return {
-            "hidden_states": some(2, tokens, 128), "encoder_hidden_states": some(2, text, 32 if tiny else 4096),
-            "timestep": some(2).abs() * 100, "encoder_attention_mask": None, "num_frames": frames, "height": rows,
-            "width": columns, "rope_interpolation_scale": (8 / 25, 32, 32),
-        }  # fmt: skip
-
-    def hunyuan(tiny: bool, some: Callable[..., Tensor]) -> dict[str, Any]:
-        size, text = ((2, 4, 4), 8) if tiny else ((16, 68, 120), 256)
-        return {
-            "hidden_states": some(1, 16, *size), "timestep": torch.full((1,), 500, device=some(1).device),
-            "encoder_hidden_states": some(1, text, 32 if tiny else 4096),
-            "encoder_attention_mask": torch.ones(1, text, dtype=torch.long, device=some(1).device),
-            "pooled_projections": some(1, 32 if tiny else 768), "guidance": some(1).abs() * 1000,
-        }  # fmt: skip
-
-    def mochi(tiny: bool, some: Callable[..., Tensor]) -> dict[str, Any]:
-        size, text = ((2, 4, 4), 8) if tiny else ((14, 60, 106), 256)
-        return {
-            "hidden_states": some(2, 12, *size), "encoder_hidden_states": some(2, text, 32 if tiny else 4096),
-            "timestep": some(2).abs() * 100,
-            "encoder_attention_mask": torch.ones(2, text, dtype=torch.bool, device=some(1).device),
-        }  # fmt: skip
-
-    def latents(tiny: bool, some: Callable[..., Tensor]) -> dict[str, Any]:
-        return {"latents": some(1, 128, *((2, 2, 2) if tiny else (16, 16, 24)))}
-
-    def either(full: Any, small: Callable[[], nn.Module]) -> Callable[[bool], nn.Module]:
-        return lambda tiny: small() if tiny else full()
-
-    yield Model("LTX-Video step", either(diffusers.LTXVideoTransformer3DModel, parts.ltx_transformer), ltx)
-    yield Model("Mochi step", either(diffusers.MochiTransformer3DModel, parts.mochi_transformer), mochi)
-    yield Model(
-        "HunyuanVideo step", either(diffusers.HunyuanVideoTransformer3DModel, parts.hunyuan_transformer), hunyuan
-    )
-    yield Model("LTX-Video decode", either(diffusers.AutoencoderKLLTXVideo, parts.ltx_vae), latents, decodes=True)
 
 
 def prepared(model: Model, tiny: bool, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -211,7 +183,7 @@ def rows_of(case: str, times: dict[str, list[float]]) -> dict[str, dict[str, Any
     for name, ms in middle.items():
         missed = [
             f"{middle[other] / ms:.2f} of {other}, {bar:.2f} demanded"
-            for (which, form, other), bar in BARS.items()
+            for which, form, other, bar in BARS
             if which == case and form == name and middle[other] / ms < bar
         ]
         share = next(iter(middle.values())) / ms
@@ -243,7 +215,7 @@ def model_rows(dry: bool, dtype: str, only: str) -> Iterator[Row]:
     known = {"device": facts.name, "driver": facts.driver, "dtype": str(kind).removeprefix("torch.")}
     known |= {"copy_gb_per_s": round(pace.memory / 1e9, 1), "product_tflop_per_s": round(pace.product / 1e12, 1)}
     yield from (known | row for row in attention(clock, dry, kind))
-    for model in (model for model in models() if only in model.name):
+    for model in (Model(name, **given) for name, given in data("gpu_models").items() if only in name):
         try:
             yield from (known | row for row in measured(model, clock, dry, kind))
         except torch.OutOfMemoryError as error:
@@ -265,34 +237,27 @@ def page(_: list[Row]) -> None:
     write_table("performance.md", "models_gpu", ["Case", "Form", "ms", "To the first", "dB", "Target"], cells)
 
 
-MODES: dict[str, dict[str, Any]] = {  # name of a row to terms of the load request
-    "fp32": {"precision": "fp32", "offload": "none"},
-    "fp32, model": {"precision": "fp32", "offload": "model"},
-    "fp32, group": {"precision": "fp32", "offload": "group"},
-    "fp32, sequential": {"precision": "fp32", "offload": "sequential"},
-    "bf16": {"precision": "bf16"},
-    "bf16, group": {"precision": "bf16", "offload": "group"},
-    "fp16-safe": {"precision": "fp16-safe"},
-    "fp16-safe, no kernels": {"precision": "fp16-safe", "speed": SpeedRequest("off")},
-    "fp16-safe, sequential": {"precision": "fp16-safe", "offload": "sequential"},
-    "bf16, compile, group": {
-        "precision": "bf16", "offload": "group", "speed": SpeedRequest(compile=CompileSettings()),
-    },
-}  # fmt: skip
+SPEEDS = {"": SpeedRequest(), "off": SpeedRequest("off"), "compile": SpeedRequest(compile=CompileSettings())}
 PAINT, NEAR = "paint", 6 / 255  # mean difference of a picture that shows the same
 CELLS = ("largest_of_255", "mean_of_255", "again_of_255", "seconds_first", "seconds", "peak_mb")
 
 
 def demo_rows(dry: bool, models: tuple[str, ...]) -> Iterator[Row]:
-    """A row per demo model and mode: the largest and the mean difference to the CPU in fp32, of 255."""
-    for number, model in enumerate(models):
+    """A row per demo model and mode: the largest and the mean difference to the CPU in fp32, of 255.
+
+    Args:
+        models: their folders; none for all, and paint.
+    """
+    every = models or (*sorted(path.name for path in DEMOS.iterdir()), PAINT)
+    for number, model in enumerate(every):
         make, draw = _demo(model, ASKED[number % len(ASKED)])
         exact = draw(make(precision="fp32", device="cpu"))
-        for name, terms in MODES.items():
+        for name, given in data("modes").items():
             if "compile" in name and model != "ltx":
                 continue  # minutes
             row: Row = {"model": model, "mode": name} | dict.fromkeys(CELLS, "")
             try:
+                terms = {**given, "speed": SPEEDS[given.get("speed", "")]}
                 pipeline = make(device="cpu" if dry else "cuda", **terms)
                 seconds = [time.perf_counter()]
                 clip, again = (_timed(seconds, draw, pipeline) for _ in range(2))
@@ -341,12 +306,3 @@ def demo_page(_: list[Row]) -> None:
     models = list(dict.fromkeys(model for mode in cells.values() for model in mode))
     rows = [[mode, *(by_model.get(model, "") for model in models)] for mode, by_model in cells.items()]
     write_table("performance.md", "demos_gpu", ["Mode", *(f"`{model}`" for model in models)], rows)
-
-
-DEMO_MODELS = (*sorted(path.name for path in DEMOS.iterdir()), PAINT)
-CASES = [
-    Case("models_gpu", model_rows, {"dry": False, "dtype": "bfloat16", "only": ""}, "models_gpu", page=page,
-         lacks=no_gpu, threads=0),
-    Case("demos_gpu", demo_rows, {"dry": False, "models": DEMO_MODELS}, "demos_gpu", page=demo_page, about=about,
-         lacks=no_gpu, threads=0),
-]  # fmt: skip

@@ -35,7 +35,7 @@ from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.pipelines.files.evidence import CONFIGS
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.sizes import Size, latent_shape
-from runner import Case, Row, known_rows, write_table
+from runner import Row, data, default, known_rows, write_table
 from simulated import accelerator
 from simulated.clock import Clock, Times, clocked
 from times import configured, opened, transformer_call
@@ -43,7 +43,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 TABLE = "overlap"
-PROFILES = ("RTX 2060", "RTX 3060", "RTX 4060", "RTX 4090", "RX 6700 XT", "RX 7900 XTX", "Arc A770", "M2", "H100")
+PROFILES = default("overlap", "profiles")
 FORWARDS = {"sampling": 3, "text": 1, "decoding": 1}
 PARTS = {"sampling": "transformer", "text": "text_encoder", "decoding": "vae"}
 KEYS = ("family", "stage", "size", "profile")
@@ -55,13 +55,7 @@ Some = Callable[..., Tensor]
 
 
 HUNYUAN = "hunyuan_video"
-SIZES = {  # of the shipped workflows
-    "ltx": Size(704, 480, 97, text=128),
-    HUNYUAN: Size(848, 480, 73, text=256),
-    "hunyuan_video_15": Size(848, 480, 121, text=120),
-    "framepack": Size(640, 608, 33, window=9, text=256),  # a section
-    "mochi": Size(848, 480, 85, text=256),
-}
+SIZES = {family: Size(**given) for family, given in data("workflow_sizes").items()}  # framepack's of a section
 TRANSFORMERS = {"ltx": ("2B, ", "13B, ")}  # where a family has more than one configuration of them
 TEXTS = {"ltx": ("T5-XXL", "T5EncoderModel", "t5", 128), HUNYUAN: ("Llama 8B", "LlamaModel", "llama", 351)}
 VISION = {"vision": (1, 729, 1152)}
@@ -321,19 +315,15 @@ def rows(families: tuple[str, ...], profiles: tuple[str, ...], missing: bool) ->
             rates = replace(rates, bf16=max(rates.fp16, rates.bf16))  # fp16 where bf16 has no units
             times, moved, best = modelled(stage, module, rates)
             yield {
-                "family": stage.family,
-                "stage": stage.name,
-                "size": stage.size,
-                "profile": profile,
-                "copy_seconds": round(times.copying / count, 4),
-                "compute_seconds": round(times.computing / count, 4),
+                "family": stage.family, "stage": stage.name, "size": stage.size, "profile": profile,
+                "copy_seconds": round(times.copying / count, 4), "compute_seconds": round(times.computing / count, 4),
                 "waited_seconds": round((times.copying + times.computing) / count, 4),
                 "overlapped_seconds": round(times.elapsed / count, 4),
                 "over_bound": round(times.elapsed / times.bound, 3),
                 "over_attainable": round(times.elapsed / best, 3),
                 "stalled_seconds": round(times.waited_for_copies / count, 4),
                 "moved_gb": round(moved / count / 1e9, 2),
-            }
+            }  # fmt: skip
 
 
 def link_rows(families: tuple[str, ...]) -> Iterator[Row]:
@@ -345,15 +335,10 @@ def link_rows(families: tuple[str, ...]) -> Iterator[Row]:
             for room in ROOMS:
                 times, moved, _ = modelled(stage, module, rates, room * 10**9)
                 yield {
-                    "family": stage.family,
-                    "size": stage.size,
-                    "profile": CARD,
-                    "link": link,
-                    "room_gb": room,
+                    "family": stage.family, "size": stage.size, "profile": CARD, "link": link, "room_gb": room,
                     "compute_seconds": round(times.computing / count, 4),
-                    "overlapped_seconds": round(times.elapsed / count, 4),
-                    "moved_gb": round(moved / count / 1e9, 2),
-                }
+                    "overlapped_seconds": round(times.elapsed / count, 4), "moved_gb": round(moved / count / 1e9, 2),
+                }  # fmt: skip
 
 
 def link_page(rows: list[Row]) -> None:
@@ -386,10 +371,3 @@ def _over(row: dict[str, str]) -> str:
 def _seconds(text: str) -> str:
     value = float(text)
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-FAMILY_OPTION = {"families": tuple(SIZES)}
-CASES = [
-    Case("overlap", rows, FAMILY_OPTION | {"profiles": PROFILES, "missing": False}, TABLE, about=dict, page=page),
-    Case("overlap_links", link_rows, FAMILY_OPTION, "overlap_links", replaces=True, about=dict, page=link_page),
-]

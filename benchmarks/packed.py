@@ -21,15 +21,11 @@ from anygpu.compat.device.packed_paths import (
     W4A8,
     row_for,
 )
-from runner import Case, Row, known_rows, write_table
+from runner import Row, data, known_rows, write_table
 
 NAMES = {INT8: "int8", W4A8: "W4A8", W4A4: "W4A4", FP8[0]: "fp8", FP4[0]: "nvfp4", FP4[1]: "mxfp8", AWQ: "AWQ"}
 FILES = "../packed_files"  # beside the results: names in core's templates, the models that have them, the format
-CARDS = (  # as people name them, and how the rows know them, with comfy-kitchen's kernels that they can have
-    ("Mac", "mps", "", "eager"), ("RX 6600", "rocm", "gfx1032", "eager"), ("RX 7800", "rocm", "gfx1101", "hip"),
-    ("V100", "cuda", "sm70", "eager"), ("RTX 2060", "cuda", "sm75", "cuda"), ("RTX 3060", "cuda", "sm86", "cuda"),
-    ("RTX 4070", "cuda", "sm89", "cuda"), ("RTX 5070", "cuda", "sm120", "cuda"),
-)  # fmt: skip
+CARDS = data("packed_cards")  # as people name them, and how the rows know them, with the kernels they can have
 
 
 def card_rows() -> Iterator[Row]:
@@ -57,6 +53,3 @@ def _path(layer_format: str, name: str, backend: str, arch: str, kernels: str) -
     facts = replace(facts_for("cpu"), backend=backend, arch=arch, name=name)
     row = row_for(facts, layer_format, kernels)
     return "packed" if row is not None and row.path == CORE else "dequantised"
-
-
-CASES = [Case("packed_cards", card_rows, about=dict, page=write_page)]

@@ -15,16 +15,23 @@ kernels differ in the order of sums.
 
 `stored_products`: torch's own 8-bit products, which it has on CPUs too, at 128 x 128 pixels, against the same weights
 unpacked; tiny models with random weights, since the demo models' clips have too few tokens.
+
+`xla`: tiny models on torch_xla's own CPU device against the CPU: the same latents and frames behind a lazy backend. It
+needs PJRT_DEVICE=CPU and torch_xla of torch's version, such as 2.9.0, which is not a dependency of this pack. The
+device refuses ``parameter.data = ...``, so that weights get there another way. A minute or more each: XLA compiles
+every shape.
 """
 
 from __future__ import annotations
 
 import ctypes
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -39,15 +46,15 @@ from anygpu.compat.transforms.order import replace_attention
 from anygpu.compat.transforms.products import NEEDS, multiply_as_stored
 from anygpu.compat.transforms.step_cache import KINDS, PRESETS, StepCacheSettings
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.demo import demo_models, drawing
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import with_step_cache
 from quantised import file_as
-from runner import DOCS, SCRATCH, Case, Row, known_rows, psnr, write_table
+from runner import DOCS, SCRATCH, Row, known_rows, psnr, write_table
 from scene_scores import chosen_scenes, scores
-from times import opened
+from times import opened, sampled_latents
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -114,11 +121,8 @@ def linear(sums_in_fp16: bool) -> Callable[[nn.Linear, Tensor], Tensor]:
 @contextmanager
 def products(transformer: nn.Module, sums_in_fp16: bool) -> Iterator[None]:
     """Every Linear of the blocks of ``transformer`` on fp16 operands."""
-    blocks = [
-        block
-        for name in ("transformer_blocks", "single_transformer_blocks")
-        for block in getattr(transformer, name, ())
-    ]
+    names = ("transformer_blocks", "single_transformer_blocks")
+    blocks = [block for name in names for block in getattr(transformer, name, ())]
     layers = [layer for block in blocks for layer in block.modules() if type(layer) is nn.Linear]
     try:
         for layer in layers:
@@ -210,13 +214,11 @@ def gguf_switches(transformer: nn.Module, ggml: Path | None) -> list[Switch]:
     if ggml is not None:
         every.append(Switch("GGUF IQ4_NL", "rounded and back", around=partial(rounded_to, "IQ4_NL", False, ggml)))
         for kind, other in K_TYPES.items():
-            mixed, whole = (
-                f"rows of {' and '.join(taking)}; {other} in rows of {others}",
-                "in all rows, across their ends",
-            )
             if taking:
+                mixed = f"rows of {' and '.join(taking)}; {other} in rows of {others}"
                 every.append(Switch(f"GGUF {kind} file", mixed, around=partial(rounded_to, kind, False, ggml)))
-            every.append(Switch(f"GGUF {kind}", whole, around=partial(rounded_to, kind, True, ggml)))
+            across = "in all rows, across their ends"
+            every.append(Switch(f"GGUF {kind}", across, around=partial(rounded_to, kind, True, ggml)))
     return every
 
 
@@ -344,16 +346,11 @@ def packed_anew(folder: Path, weights: str) -> Path:
     return copy
 
 
-def share(row: dict[str, str] | None) -> str:
-    """The clips of 100 that are right; empty for what was not drawn."""
-    return "" if row is None else f"{float(row['right']) * 100:.0f}"
-
-
 def write_packed(_rows: list[Row]) -> None:
     """Write the table of what the shipped models draw from packed weights."""
-    known = {(row["model"], row["weights"]): row for row in known_rows("packed_draws")}
+    known = {(row["model"], row["weights"]): f"{float(row['right']) * 100:.0f}" for row in known_rows("packed_draws")}
     lines = [
-        [model, *(share(known.get((model, weights))) for weights in (*PACKED, *FROM_FILES))]
+        [model, *(known.get((model, weights), "") for weights in (*PACKED, *FROM_FILES))]
         for model in dict.fromkeys(model for model, _ in known)
     ]
     head = ("right of 100", "unpacked, fp16", *PACKED[1:], *FROM_FILES)
@@ -363,15 +360,9 @@ def write_packed(_rows: list[Row]) -> None:
 def clip(pipeline: Any, frames: int, side: int = 128) -> Tensor:
     """Frames (F, H, W, 3) of a tiny model."""
     settings = SampleSettings(side, side, frames, STEPS, 7, cfg=1.0)
-    picture = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(0))
+    request = PromptRequest("a red fox walks through fresh snow")
     with torch.no_grad():
-        prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox walks through fresh snow"), Silent())
-        if pipeline.spec.recipes.sections:
-            image = stages.encode_image(pipeline, ImageRequest(picture, side, side), "stretch", Silent())
-            framepack = FramePackSettings(13 / 30, 2)
-            latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, Silent())
-        else:
-            latents = stages.sample(pipeline, prompt, None, settings, Silent())
+        _, latents = sampled_latents(pipeline, request, settings, FramePackSettings(13 / 30, 2))
         return stages.decode(pipeline, latents, Silent())
 
 
@@ -380,10 +371,25 @@ def strip(shown: list[Tensor]) -> Tensor:
     return torch.cat(shown[:STRIP], dim=2)
 
 
-OPTIONS = {"prompts": 40, "only": ("",), "models": ("",), "ggml": ""}
-DRAWS = {"prompts": 100, "models": ("",), "stored": (*PACKED, *FROM_FILES)}
-CASES = [
-    Case("quality", rows, OPTIONS, "quality", page=write_page),
-    Case("packed_draws", packed_rows, DRAWS, "packed_draws", page=write_packed),
-    Case("stored_products", stored_rows, {"families": tuple(FRAMES)}, "lossy"),
-]
+def lazy_rows(models: tuple[str, ...], offload: str) -> Iterator[Row]:
+    """A row per model."""
+    import torch_xla
+    from simulated.test_families import CASES as CASES_OF_RUNS
+    from simulated.test_families import rendered
+
+    for name in models:
+        case = CASES_OF_RUNS[name]
+        here = rendered(opened(name, precision="fp32"), case)
+        started = time.perf_counter()
+        there = rendered(opened(name, precision="fp32", offload=offload, device=str(torch_xla.device())), case)
+        seconds = time.perf_counter() - started
+        apart = [float((one - other).abs().max()) for one, other in zip(here, there, strict=True)]
+        yield {
+            "torch_xla": torch_xla.__version__, "model": name, "offload": offload, "latents apart": f"{apart[0]:.1e}",
+            "frames apart": f"{apart[1]:.1e}", "seconds": round(seconds, 1),
+        }  # fmt: skip
+
+
+def no_xla() -> str:
+    """The reason why nothing can be compared here, or nothing."""
+    return "" if find_spec("torch_xla") else "torch_xla is not installed"

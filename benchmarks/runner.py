@@ -3,8 +3,8 @@
     python benchmarks/runner.py                  # lists the cases
     python benchmarks/runner.py CASE [--write]   # prints a case's rows; --write also writes results/ and the docs
 
-A case is a function that yields rows, with options as data; the other files of this folder hold nothing but cases. Rows
-are appended to ``results/<table>.csv``, so that each figure keeps its machine and date; the tables of counts, which any
+A case is a function that yields rows, in another file of this folder, and what ``cases.json`` says of it. Rows are
+appended to ``results/<table>.csv``, so that each figure keeps its machine and date; the tables of counts, which any
 machine repeats, are rewritten.
 """
 
@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,6 @@ class Case:
         threads: of torch; 0 leaves them as they are.
     """
 
-    name: str
     rows: Callable[..., Iterable[Row]]
     options: Mapping[str, Any] = field(default_factory=dict)
     table: str = ""
@@ -133,7 +133,8 @@ def write_table(page: str, mark: str, head: Iterable[str], rows: Iterable[Iterab
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a page under docs/, with the row's key of each head; bytes are shown as MB, no tile as nothing."""
+    """A table of a page under docs/, with the row's key of each head, or a format of the row's values; bytes are shown
+    as MB, no tile as nothing."""
 
     page: str
     mark: str
@@ -141,17 +142,19 @@ class Table:
     end: str = "end"
 
     def __call__(self, rows: Iterable[Row]) -> None:
-        cells = ([shown(key, row[key]) for key in self.columns.values()] for row in rows)
+        cells = ([shown(key, row) for key in self.columns.values()] for row in rows)
         write_table(self.page, self.mark, self.columns, cells, self.end)
 
 
-def shown(key: str, value: Any) -> str:
-    """The cell of a row's ``value``, by the unit in the name of its ``key``."""
+def shown(key: str, row: Row) -> str:
+    """The cell of a row under ``key``, by the unit in its name, or of a format in braces."""
+    if "{" in key:
+        return key.format_map(row)
     if key.endswith("_bytes"):
-        return f"{value / 1e6:.1f}"
-    if key == "tile" and not value:
+        return f"{row[key] / 1e6:.1f}"
+    if key == "tile" and not row[key]:
         return ""
-    return f"`{value}`" if key == "family" else str(value)
+    return f"`{row[key]}`" if key == "family" else str(row[key])
 
 
 def spent(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
@@ -200,34 +203,58 @@ def no_gpu() -> str:
     return no_triton() if torch.cuda.is_available() else f"no NVIDIA or AMD GPU that torch {torch.__version__} sees"
 
 
+def data(name: str) -> Any:
+    """What ``data.json`` has under a name: the runs, sizes and bars of one case."""
+    return json.loads((HERE / "data.json").read_text(encoding="utf-8"))[name]
+
+
+def default(case: str, option: str) -> Any:
+    """The value of an option of a case that nobody gave."""
+    files = json.loads((HERE / "cases.json").read_text(encoding="utf-8")).values()
+    return next(cases[case]["options"][option] for cases in files if case in cases)
+
+
 def known_cases() -> tuple[dict[str, Case], dict[str, str]]:
     """The cases by name, and by file why its cases cannot run here: a GPU machine may have no diffusers."""
     cases: dict[str, Case] = {}
     absent: dict[str, str] = {}
-    for path in sorted(HERE.glob("*.py")):
-        if path.stem == "runner":
-            continue
+    for stem, given in json.loads((HERE / "cases.json").read_text(encoding="utf-8")).items():
         try:
-            cases |= {case.name: case for case in importlib.import_module(path.stem).CASES}
+            module = importlib.import_module(stem)
         except ImportError as error:
-            absent[path.stem] = str(error)
+            absent[stem] = str(error)
+            continue
+        cases |= {name: case_of(module, **fields) for name, fields in given.items()}
     return cases, absent
 
 
-def options_of(case: Case, words: list[str]) -> tuple[dict[str, Any], bool]:
+def case_of(module: Any, options: Mapping[str, Any] | None = None, **fields: Any) -> Case:
+    """A case of a file: ``fields`` of ``cases.json`` name functions there or here; ``about`` null adds no columns."""
+    for name in {"rows", "about", "page", "lacks", "fails"} & fields.keys():
+        value = fields[name]
+        if isinstance(value, str):
+            there = hasattr(module, value.partition(".")[0])
+            fields[name] = attrgetter(value)(module if there else sys.modules[__name__])
+        else:
+            fields[name] = dict if value is None else Table(**value)
+    chosen = {name: tuple(value) if isinstance(value, list) else value for name, value in (options or {}).items()}
+    return Case(options=chosen, **fields)
+
+
+def options_of(name: str, case: Case, words: list[str]) -> tuple[dict[str, Any], bool]:
     """The options of a case from words of the command line, and whether to write."""
     about, raw = sys.modules[case.rows.__module__].__doc__, argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=f"runner.py {case.name}", description=about, formatter_class=raw)
+    parser = argparse.ArgumentParser(prog=f"runner.py {name}", description=about, formatter_class=raw)
     parser.add_argument("--write", action="store_true", help="write results and docs, not only print")
-    for name, default in case.options.items():
-        flag, kind = f"--{name.replace('_', '-')}", type(default)
+    for option, usual in case.options.items():
+        flag, kind = f"--{option.replace('_', '-')}", type(usual)
         if kind is bool:
             parser.add_argument(flag, action="store_true")
         elif kind is tuple:
-            of = type(default[0]) if default else str
-            parser.add_argument(flag, nargs="*", type=of, default=default, metavar="", help=f"default: {default}")
+            of = type(usual[0]) if usual else str
+            parser.add_argument(flag, nargs="*", type=of, default=usual, metavar="", help=f"default: {usual}")
         else:
-            parser.add_argument(flag, type=kind, default=default, metavar="", help=f"default: {default!r}")
+            parser.add_argument(flag, type=kind, default=usual, metavar="", help=f"default: {usual!r}")
     options = vars(parser.parse_args(words))
     write = options.pop("write")
     return options, write
@@ -242,7 +269,7 @@ def main(words: list[str]) -> int:
         print(*(f"{name}.py: {why}" for name, why in absent.items()), sep="\n")
         return 2 if words else 0
     case = cases[words[0]]
-    options, write = options_of(case, words[1:])
+    options, write = options_of(words[0], case, words[1:])
     if reason := case.lacks() if not options.get("dry") else "":
         print(f"skipped: {reason}")
         return 0

@@ -37,7 +37,15 @@ from anygpu.paint.networks.published import DELIGHT_CHANNELS, networks_for
 from anygpu.paint.networks.unet import STABLE_DIFFUSION_2, set_attention
 from anygpu.paint.networks.vae import REDUCTION
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import (
+    FramePackSettings,
+    ImageRequest,
+    Latents,
+    Prompt,
+    PromptRequest,
+    SampleSettings,
+    Silent,
+)
 from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.forecast.times import corrected
 from anygpu.pipelines.load.folder import LoadRequest, load
@@ -46,7 +54,7 @@ from anygpu.pipelines.registry import FAMILIES as FAMILY_SPECS
 from anygpu.pipelines.sizes import Size, latent_shape
 from anygpu.pipelines.stacks import published_config
 from anygpu.pipelines.vae.tiled import decoder_call
-from runner import SCRATCH, Case, Row, in_turn, processor, write_table
+from runner import SCRATCH, Row, data, in_turn, processor
 from tiny import TINY, build, one_shot
 from torch import Tensor
 
@@ -73,6 +81,23 @@ def latents_for(pipeline: Pipeline, size: Size, seed: int) -> Latents:
     shape = (1, int(pipeline.configs["vae"].get("latent_channels", 16)), *latent_shape(pipeline, size))
     samples = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return Latents(samples, pipeline.family, "text", size.frames, size.width, size.height, 24.0, seed)
+
+
+def sampled_latents(
+    pipeline: Pipeline,
+    request: PromptRequest,
+    settings: SampleSettings,
+    sections: FramePackSettings,
+    picture: tuple[int, int] = (64, 64),
+) -> tuple[Prompt, Latents]:
+    """The encoded prompt and latents of a run; of a family with ``sections`` after a ``picture`` of random pixels."""
+    prompt = stages.encode_prompt(pipeline, request, Silent())
+    if not pipeline.spec.recipes.sections:
+        return prompt, stages.sample(pipeline, prompt, None, settings, Silent())
+    pixels = torch.rand(1, *picture, 3, generator=torch.Generator().manual_seed(0))
+    image = ImageRequest(pixels, settings.width, settings.height)
+    start = stages.encode_image(pipeline, image, "stretch", Silent())
+    return prompt, stages.sample_framepack(pipeline, prompt, start, settings, sections, Silent())
 
 
 def published(pipeline: Pipeline, whole: bool = False) -> Pipeline:
@@ -172,15 +197,11 @@ def minutes_rows(families: tuple[str, ...]) -> Iterator[Row]:
             for size, modelled, taken in measure(pace):
                 later = corrected(stage, modelled, PROBED, first).seconds
                 yield {
-                    "family": family,
-                    "stage": stage,
-                    "size": size,
-                    "forecast_s": round(modelled, 3),
-                    "cpu_s": round(taken, 3),
-                    "ratio": round(modelled / taken, 2),
+                    "family": family, "stage": stage, "size": size, "forecast_s": round(modelled, 3),
+                    "cpu_s": round(taken, 3), "ratio": round(modelled / taken, 2),
                     "corrected_s": round(later, 3) if first else "",
                     "corrected_ratio": round(later / taken, 2) if first else "",
-                }
+                }  # fmt: skip
                 first = first or [StageCost(stage, family, "none", "cpu", seconds=taken, modelled_seconds=modelled)]
 
 
@@ -210,13 +231,7 @@ class Peer:
     height: int = 128
 
 
-PEERS = {
-    "ltx": Peer(9, (256, 192), 1.0, {"guidance_scale": 1.0, "width": 512, "height": 320}, width=512, height=320),
-    "hunyuan_video": Peer(5, (96, 64), 1.0, {"guidance_scale": 6.0}),
-    "hunyuan_video_15": Peer(5, (96, 96), 6.0, {}, decoder="bf16"),  # 5 GB in fp32
-    "framepack": Peer(5, None, 1.0, {"guidance_scale": 10.0, "latent_window_size": 2}),
-    "mochi": Peer(7, (96, 64), 1.0, {"guidance_scale": 1.0}),
-}
+PEERS = {family: Peer(**given) for family, given in data("peers").items()}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -315,16 +330,11 @@ def peer_row(family: str, stage: str, part: str, precision: str, make: Callable[
     calls = STEPS if stage == "sampling" else 1
     least = {name: min(seconds) / calls for name, seconds in taken.items()}
     return {
-        "diffusers": diffusers.__version__,
-        "family": family,
-        "stage": stage,
-        "size": f"{width}x{height}x{case.frames}",
-        "precision": precision,
-        "bare_s": round(least["bare"], 3),
-        "ours_s": round(least["ours"], 3),
-        "ratio": round(least["ours"] / least["bare"], 3),
+        "diffusers": diffusers.__version__, "family": family, "stage": stage,
+        "size": f"{width}x{height}x{case.frames}", "precision": precision, "bare_s": round(least["bare"], 3),
+        "ours_s": round(least["ours"], 3), "ratio": round(least["ours"] / least["bare"], 3),
         "spread": round(max(taken["bare"]) / min(taken["bare"]), 3),
-    }
+    }  # fmt: skip
 
 
 def peer_rows(families: tuple[str, ...], stages: tuple[str, ...], repeats: int) -> Iterator[Row]:
@@ -358,16 +368,3 @@ def growth_rows(families: tuple[str, ...]) -> Iterator[Row]:
             for stage, work in along.items():
                 columns = {f"tflops_{factor}x": round(each, 3) for factor, each in zip(FACTORS, work, strict=True)}
                 yield {"family": family, "stage": stage, "axis": axis, **columns, **exponent(work)}
-
-
-def growth_page(rows: list[Row]) -> None:
-    """Write the table of FLOPs."""
-    head = ("Family", "Stage", "Twice and four times the", *(f"TFLOPs, {f}x" for f in FACTORS), "Exponent")
-    write_table("performance.md", "growth", head, [row.values() for row in rows], end="/growth")
-
-
-CASES = [
-    Case("minutes", minutes_rows, {"families": (*FAMILIES, "delight")}, "minutes"),
-    Case("peers", peer_rows, {"families": tuple(PEERS), "stages": ("sampling", "decoding"), "repeats": 2}, "peers"),
-    Case("growth", growth_rows, {"families": FAMILIES}, "growth", replaces=True, about=dict, page=growth_page),
-]
