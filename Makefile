@@ -136,6 +136,7 @@ core-doctor: $(READY)
 test-browser: $(READY)
 	$(PY) tests/browser/drive.py run.mjs
 	$(PY) tests/browser/drive.py widgets.mjs
+	$(PY) tests/browser/drive.py views.mjs
 	$(PY) tests/browser/drive.py templates.mjs
 	$(PY) tests/browser/drive.py memory.mjs
 	$(PY) tests/browser/drive.py paint.mjs

@@ -282,6 +282,21 @@ def test_what_is_advanced_may_be_left_out(core: ComfyUI) -> None:
         assert all(item.get("optional") for item in inputs[first:]), f"{node_id}: core lists a required one first"
 
 
+def test_prompts_exported_before_newer_inputs_are_whole(core: ComfyUI) -> None:
+    newer = 0
+    for path in sorted((Path(__file__).parent / "fixtures" / "saved").glob("*.json")):
+        for node in json.loads(path.read_text(encoding="utf-8"))["prompt"].values():
+            offered = {item["name"]: item for item in core.schemas.get(node["class_type"], {}).get("inputs", ())}
+            absent = offered.keys() - node["inputs"].keys()
+            assert all(offered[name].get("optional") for name in absent), f"{path.name}: {node['class_type']}"
+            choices = {name: offered[name]["options"] for name in offered.keys() - absent if "options" in offered[name]}
+            for name, options in choices.items():
+                ours = options[0] == "auto" and len(options) > 1  # and no choice of files, none of which are here
+                assert not ours or node["inputs"][name] in options, f"{path.name}: {node['class_type']}.{name}"
+            newer += len(absent)
+    assert newer > 300, "nothing is newer than the exports"
+
+
 def test_the_menu_holds_what_most_people_need(core: ComfyUI) -> None:
     made = [kind.GET_SCHEMA() for kind in core.nodes.NODES]
     hidden = {schema.node_id for schema in made if getattr(schema, "is_dev_only", False)}

@@ -1,16 +1,16 @@
 // Titles, descriptions, tags and order of our workflows in the template browser: core lists those of a pack by file name
-// alone, so they join the list of core's own, which has all that. Without templates.json they stay as core lists them.
+// alone, so they join the list of core's own, which has all that.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 
 const PACK = decodeURIComponent(new URL(".", import.meta.url).pathname.split("/").at(-2)); // the folder it is installed in
 
 const EXAMPLES = ["example.png", "example.mp4"]; // of host/examples.py
-const MARGIN = 10; // pixels around a graph that is shown whole
-let stop = () => {}; // ends the first view of the template that was opened last
+const MARGIN = 10; // pixels around a graph
+let stop = () => {}; // ends the first view
 const LEGIBLE = 0.58; // of the canvas: below it the classic one draws no text
 
-/** Our workflows as core describes its own; empty where nobody can be asked. */
+/** Our workflows as core describes its own. */
 async function described(names) {
   try {
     const rows = await (await fetch(new URL("./templates.json", import.meta.url))).json();
@@ -20,7 +20,7 @@ async function described(names) {
   }
 }
 
-/** The whole of the graph on what the canvas has free, no larger than life: the frontend leaves a quarter of it empty. */
+/** The whole graph on what the canvas has free, no larger than life: the frontend leaves a quarter empty, and has a minimap. */
 function showWhole() {
   const { canvas, ds, graph } = app.canvas;
   const boxes = [...graph._nodes, ...graph._groups].map(({ boundingRect }) => boundingRect);
@@ -28,15 +28,20 @@ function showWhole() {
   const [left, top] = [0, 1].map((side) => Math.min(...boxes.map((box) => box[side])));
   const [width, height] = [0, 1].map((side) => Math.max(...boxes.map((box) => box[side] + box[side + 2])) - [left, top][side]);
   const whole = canvas.getBoundingClientRect();
-  const free = document.querySelector(".graph-canvas-panel")?.getBoundingClientRect() ?? whole; // without side bar and menu
-  const scale = Math.min((free.width - 2 * MARGIN) / width, Math.max((free.height - 2 * MARGIN) / height, LEGIBLE), 1);
+  const rect = (name) => document.querySelector(name)?.getBoundingClientRect();
+  const free = rect(".graph-canvas-panel") ?? whole;
+  const above = Math.min(free.top, rect(".actionbar-container")?.bottom ?? whole.bottom); // what is missing is said below it
+  const tall = free.bottom - above - 2 * MARGIN;
+  const scale = Math.min((free.width - 2 * MARGIN) / width, Math.max(tall / height, LEGIBLE), 1);
+  const beside = (rect(".minimap-main-container")?.left ?? 0) - free.left;
+  const room = width * scale + 2 * MARGIN > beside ? free.width : beside;
   ds.scale = scale;
-  ds.offset[0] = (free.left - whole.left + (free.width - width * scale) / 2) / scale - left;
-  ds.offset[1] = (free.top - whole.top + Math.max(MARGIN, (free.height - height * scale) / 2)) / scale - top;
+  ds.offset[0] = (free.left - whole.left + (room - width * scale) / 2) / scale - left;
+  ds.offset[1] = (above - whole.top + MARGIN + Math.max(0, (tall - height * scale) / 2)) / scale - top;
   app.canvas.setDirty(true, true);
 }
 
-/** Offer to draw what a template loads where the input folder has no file of that name. */
+/** Offer to draw the examples that are not in the input folder. */
 async function offerExamples() {
   const chosen = app.graph._nodes.flatMap(({ widgets }) => widgets ?? []).filter(({ value }) => EXAMPLES.includes(value));
   const missing = [...new Set(chosen.filter(({ value, options }) => !options?.values?.includes?.(value)).map(({ value }) => value))];
@@ -54,15 +59,15 @@ async function offerExamples() {
 app.registerExtension({
   name: "anygpu.templates",
   beforeConfigureGraph() {
-    stop(); // another graph comes
+    stop();
   },
-  /** A template of ours opens so that all of it can be read; a copy that was saved opens where it was left. */
+  /** A template of ours opens legible; a saved copy opens where it was left. */
   afterConfigureGraph() {
     const { canvas, graph } = app.canvas;
     if (!graph.extra?.anygpu_first_view) return;
     delete graph.extra.anygpu_first_view;
     void offerExamples();
-    const timer = setInterval(showWhole, 100); // the frontend makes its own view at some time of the first second
+    const timer = setInterval(showWhole, 100); // the frontend makes its own view in the first second
     stop = () => clearInterval(timer);
     setTimeout(stop, 2000);
     for (const event of ["pointerdown", "wheel"]) canvas.addEventListener(event, stop, { once: true });

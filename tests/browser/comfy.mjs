@@ -13,14 +13,14 @@ const HARMLESS = new RegExp(
 /**
  * A page with the frontend loaded and no dialog open; `errors` collects what the page threw, `heard` its warnings and
  * errors, without numbers; `ready` is how many milliseconds it took until its nodes were there.
- * `url` is of another server, `pack` false of one without this pack.
+ * `url` is of another server, `pack` false of one without this pack; `minimap` shows core's.
  */
-export async function openPage({ width = 1600, height = 900, nodes2 = false, locale = "en", args = ["--disable-gpu"], bypassCSP = false, url = URL_OF_SERVER, pack = true } = {}) {
+export async function openPage({ width = 1600, height = 900, nodes2 = false, locale = "en", args = ["--disable-gpu"], bypassCSP = false, url = URL_OF_SERVER, pack = true, minimap = false } = {}) {
   const settings = {
     "Comfy.TutorialCompleted": true, // or the template browser opens by itself
     "Comfy.VueNodes.Enabled": nodes2,
     "Comfy.Locale": locale,
-    "Comfy.Minimap.Visible": false,
+    "Comfy.Minimap.Visible": minimap,
     "Comfy.Graph.CanvasInfo": false,
     "Comfy.RightSidePanel.IsOpen": false, // an earlier look at an error leaves it open
   };

@@ -29,12 +29,22 @@ from PIL import Image  # noqa: E402
 from host import lora_files, paint_models  # noqa: E402
 from host.server import PUBLISHED, Host, NoHost, Server, find_host, tiny_home  # noqa: E402
 
-TESTS = ("run.mjs", "widgets.mjs", "templates.mjs", "memory.mjs", "paint.mjs", "searches.mjs", "windows.mjs")
+TESTS = (
+    "run.mjs",
+    "views.mjs",
+    "widgets.mjs",
+    "templates.mjs",
+    "memory.mjs",
+    "paint.mjs",
+    "searches.mjs",
+    "windows.mjs",
+)
 SEARCHING = "searches.mjs"  # beside a server without the pack; with the installed frontend, then with the newest
 ON_A_GPU = ("memory.mjs", "help.mjs")  # on the simulated accelerator, with models whose weights outweigh the rest
 STANDING_IN = (
     "paint.mjs",
     "templates.mjs",
+    "views.mjs",
     "widgets.mjs",
     "author.mjs",
     "workflows.mjs",

@@ -305,6 +305,7 @@ const SPECS = {
     ],
     gib: 24,
     tallest: 1500,
+    below: 2,
     nodes: {
       load: load("wan_animate_2_int8_convrot.safetensors"),
       lora: {
@@ -392,8 +393,8 @@ function modelsOf({ values = {} }, files) {
   return models.length ? models : undefined;
 }
 
-/** The note stands first, then the columns of the specification, the result before the last. */
-function workflow(name, { title, why = WHY, files, gib, nodes, columns, tallest }) {
+/** The note stands first, then the columns of the specification, the result before the last, or as many as are `below` it. */
+function workflow(name, { title, why = WHY, files, gib, nodes, columns, tallest, below = 1 }) {
   const placed = (key) => ({ key, width: 360, height: nodes[key].height ?? HEIGHTS[key] });
   const grouped = columns.map((keys) => ({ group: GROUPS[keys[0]], nodes: keys.map(placed) }));
   const offered = Object.fromEntries(Object.entries(nodes).map(([key, node]) => [key, { ...node, models: modelsOf(node, files) }]));
@@ -401,9 +402,9 @@ function workflow(name, { title, why = WHY, files, gib, nodes, columns, tallest 
     nodes: { note: note(title, why, files, gib), ...offered, save: save(name) },
     columns: [
       [{ key: "note", width: 420, height: 540 }],
-      ...grouped.slice(0, -1),
+      ...grouped.slice(0, -below),
       { group: "Save", nodes: [{ key: "save", width: 360, height: 440 }] }, // above the decode: clear of the minimap
-      grouped.at(-1),
+      ...grouped.slice(-below),
     ],
     tallest,
   };

@@ -3,8 +3,10 @@
 import assert from "node:assert/strict";
 import { mkdir } from "node:fs/promises";
 import { fileURLToPath } from "node:url";
-import { loadWorkflow, openPage, showAll } from "./comfy.mjs";
+import { URL_OF_SERVER, loadWorkflow, openPage, showAll } from "./comfy.mjs";
+import { chosenModes } from "./reporting.mjs";
 import { ended, queue, shrinkPainting, source } from "./running.mjs";
+import { shoot } from "./tidy.mjs";
 
 const IMAGES = new URL("../../docs/images/", import.meta.url);
 const PICTURES = process.argv.includes("--pictures");
@@ -32,21 +34,22 @@ async function standIn(page) {
   }, SHAPE);
 }
 
-/** How many different colours the 3D preview's canvas shows; 1 is an empty one. */
+/** How many different colours the 3D preview shows: of all canvases that are no graph, that with most; 1 is an empty one. */
 async function coloursShown(page) {
   return page.evaluate(async () => {
-    const node = window.app.graph._nodes.find((each) => each.type === "Preview3D");
-    const [canvas] = [...document.querySelectorAll("canvas:not(.lgraphcanvas)")].slice(-1);
-    if (!node || !canvas) return 0;
-    const copy = document.createElement("canvas");
-    [copy.width, copy.height] = [128, 128];
-    const context = copy.getContext("2d");
-    await new Promise(requestAnimationFrame);
-    context.drawImage(canvas, 0, 0, 128, 128);
-    const data = context.getImageData(0, 0, 128, 128).data;
-    const seen = new Set();
-    for (let at = 0; at < data.length; at += 4) seen.add(`${data[at] >> 4},${data[at + 1] >> 4},${data[at + 2] >> 4}`);
-    return seen.size;
+    const shown = [0];
+    for (const canvas of document.querySelectorAll("canvas:not(.lgraphcanvas)")) {
+      const copy = document.createElement("canvas");
+      [copy.width, copy.height] = [128, 128];
+      const context = copy.getContext("2d");
+      await new Promise(requestAnimationFrame);
+      context.drawImage(canvas, 0, 0, 128, 128);
+      const data = context.getImageData(0, 0, 128, 128).data;
+      const seen = new Set();
+      for (let at = 0; at < data.length; at += 4) seen.add(`${data[at] >> 4},${data[at + 1] >> 4},${data[at + 2] >> 4}`);
+      shown.push(seen.size);
+    }
+    return Math.max(...shown);
   });
 }
 
@@ -95,18 +98,23 @@ if (!named.length) {
   }
 }
 
-for (const name of names) {
+const runs = names.flatMap((name) => (PICTURES ? [false] : chosenModes()).map((nodes2) => [name, nodes2]));
+for (const [name, nodes2] of runs) {
   // Under --disable-api-nodes ComfyUI forbids its own preview to read a GLB's texture; the tests' server has that flag.
-  const { browser, page, errors } = await openPage({ args: SOFTWARE, width: 2560, height: 1300, bypassCSP: true });
+  const { browser, page, errors } = await openPage({ nodes2, args: SOFTWARE, width: 2560, height: 1300, bypassCSP: true });
   try {
     await loadWorkflow(page, await source(name), name);
     await showAll(page);
     await standIn(page);
     if (!PICTURES) await shrinkPainting(page);
+    // Without what earlier runs left, every node runs and shows its pictures.
+    await fetch(`${URL_OF_SERVER}/free`, { method: "POST", body: JSON.stringify({ unload_models: true, free_memory: true }) });
     await queue(page);
     const seen = await ended(page, 400000);
     assert.equal(seen.ending, "execution_success", seen.message);
+    assert.ok(seen.previews > 0, "no preview of the views");
     await page.waitForTimeout(12000); // the model is fetched and drawn
+    await shoot(page, nodes2, name, "painted");
     const colours = await coloursShown(page);
     if (PICTURES) {
       await mkdir(IMAGES, { recursive: true });
@@ -114,7 +122,7 @@ for (const name of names) {
     }
     assert.ok(colours > 8, `the 3D preview shows ${colours} colours`);
     assert.deepEqual(errors, [], "the page reported errors");
-    console.log(`ok  ${name}: a GLB in the 3D preview, ${colours} colours`);
+    console.log(`ok  ${nodes2 ? "Nodes 2.0" : "classic canvas"}: ${name}: a GLB in the 3D preview, ${colours} colours`);
   } finally {
     await browser.close();
   }

@@ -303,6 +303,12 @@ def test_injections_hold_an_announced_change_of_method_against_that_method(insid
     assert inside.play("injected", "in_tiles", name="LTX") == ["survived", "wrong"]
 
 
+@pytest.mark.full
+def test_injections_do_not_count_weights_that_a_proof_on_the_cpu_would_have_moved(inside: Inside) -> None:
+    ends = inside.play("injected", "proven_or_not", name="SD")
+    assert ends and all(end.endswith((": survived", ": explained", ": unmet")) for end in ends), ends
+
+
 def test_a_decode_that_runs_out_of_memory_goes_to_smaller_tiles(inside: Inside) -> None:
     found = inside.play("core_fit_vaes", "rescued", name="SD", fault="memory", edge=20)
     assert found["said"][0].endswith("out of memory; now fp32, all other models freed")

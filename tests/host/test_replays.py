@@ -3,6 +3,7 @@
 With the demo model, where it can run one, and then the video shows what was asked for.
 """
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ from host.server import Server
 
 pytestmark = pytest.mark.host
 
+EXPORTED = ("framepack_first_last_frame", "hunyuan_video_image_to_video", "hunyuan_video_15_text_to_video")
 MOCHI = ("anygpu_mochi_text_to_video", "anygpu_mochi_text_to_video_from_files")
 ASKED = dict.fromkeys(MOCHI, 7)  # frames, where they are not 9: what its demo model draws
 DRAWN = {  # workflow: the prompt for the demo model of the family. It never saw a last frame, so that one is missing
@@ -92,6 +94,16 @@ def test_a_prompt_without_what_may_be_left_out_gives_the_same_video(server: Serv
     said = "\n".join(f"{run.cached}: {run.texts}" for run in runs)  # as text, which is shown whole
     assert not apart.any(), f"off by {apart.max()} in frames {apart.any((1, 2, 3))}\n{said}"
     assert np.ptp(shown[0]) > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["ltx_text_to_video", *(pytest.param(name, marks=pytest.mark.full) for name in EXPORTED)]
+)
+def test_an_export_of_a_version_before_still_runs(server: Server, client: Client, name: str) -> None:
+    server.every_model()
+    saved = WORKFLOWS.parent / "tests" / "fixtures" / "saved" / f"{name}.json"
+    run = client.run(pictured(shrunk(json.loads(saved.read_text(encoding="utf-8"))["prompt"])))
+    assert run.ending == "execution_success" and run.files(), run.message
 
 
 def drawable(prompt: Prompt, name: str) -> Prompt:

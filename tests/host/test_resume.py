@@ -1,4 +1,4 @@
-"""A ComfyUI that is killed in the middle of a sampling goes on where it was once it is started again."""
+"""A ComfyUI that is killed or paused in the middle of a sampling goes on where it was once it is started again."""
 
 import contextlib
 import os
@@ -19,11 +19,12 @@ pytestmark = [pytest.mark.host, pytest.mark.full]
 STEPS = 1000  # long enough for a first state, which comes once it costs under 1 % of the time
 
 
-def test_a_killed_comfyui_goes_on_after_its_last_kept_step(
-    tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path
+@pytest.mark.parametrize("how", ["killed", "paused"])
+def test_a_comfyui_that_is_started_again_goes_on_after_its_last_kept_step(
+    tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, how: str
 ) -> None:
     try:
-        server = Server(find_host(), tmp_path_factory.mktemp("killed"), tiny_folder).start()
+        server = Server(find_host(), tmp_path_factory.mktemp(how), tiny_folder).start()
     except NoHost as reason:
         pytest.skip(str(reason))
     prompt = watched(server.model("LTX-Video"), steps=STEPS).prompt
@@ -34,12 +35,27 @@ def test_a_killed_comfyui_goes_on_after_its_last_kept_step(
             os.kill(server.pid, signal.SIGKILL)
         return False
 
+    def paused_in_the_middle(_node: str, run: Run) -> bool:
+        if not asked and any((node, total) == (SAMPLE, STEPS) for node, _, total in run.progress):
+            asked.append(client.post("/anygpu/pause", {}))
+        return False
+
     try:
-        with contextlib.suppress(OSError, websocket.WebSocketException):
-            ended = Client(server.url).run(prompt, cancel_when=killed_in_the_middle, timeout=600)
-            pytest.fail(f"it was not killed but {ended.ending}")
-        assert server._process is not None and server._process.wait(30) == -signal.SIGKILL
+        client, asked = Client(server.url), list[dict[str, str]]()
+        if how == "paused":
+            assert client.run(prompt, paused_in_the_middle, timeout=600).ending == "execution_interrupted"
+            server.stop()
+        else:
+            with contextlib.suppress(OSError, websocket.WebSocketException):
+                ended = client.run(prompt, killed_in_the_middle, timeout=600)
+                pytest.fail(f"it was not killed but {ended.ending}")
+            assert server._process is not None and server._process.wait(30) == -signal.SIGKILL
         client = Client(server.start().url)
+        listed = client.get("/anygpu/paused")["paused"]
+        assert len(listed) == len(asked)
+        for run in listed:
+            assert run["where"].startswith("sampling ") and run["picture"].startswith("data:image/jpeg")
+            prompt = client.get(f"/anygpu/paused/{run['id']}")["prompt"]
         again = client.run(prompt, timeout=600)
         said = re.findall(r"sampling goes on after step (\d+) of 1000", "\n".join(again.texts_of(SAMPLE)))
         assert said and 0 < int(said[0]) < STEPS

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import schemas
 from anygpu.compat.checkpoints.latents import metadata_of
 from capabilities_page import listed
+from test_free_text import CHECKED
 
 from host import paint_models
 from host.client import Client, Prompt, Refused, Run
@@ -39,24 +41,14 @@ USUAL: dict[str, dict[str, Any]] = {
     "AnyGPUQueueJobs": {"prompts": "a fox", "model": "LTX-Video"},
     "AnyGPUCollect": {"wait": False},
 }
+FILES = re.compile(r"demo: |no .* found$|newest$|output/farm$|none$|auto$")  # all that is offered where no file is
 TARGETS = [  # every input that names a file, a folder, a model or a host
-    *(("AnyGPULoadPipeline", name) for name in ("model", "base", "image_encoder")),
-    *(("AnyGPUComposePipeline", name) for name in ("transformer", "vae", "text_encoder", "image_encoder", "base")),
-    ("AnyGPULoRA", "lora"),
-    *(("AnyGPULoadPaintPipeline", name) for name in ("model", "image_encoder")),
-    ("AnyGPULoadMesh", "mesh"),
-    ("AnyGPULoadLatent", "file"),
-    ("AnyGPURecoverLatents", "kept"),
-    ("AnyGPULoadPrompt", "file"),
-    ("AnyGPUSaveLatent", "filename_prefix"),
-    ("AnyGPUSavePrompt", "filename_prefix"),
-    ("AnyGPUSaveMusubiCache", "name"),
-    ("AnyGPUReplay", "file"),
-    *(("AnyGPUQueueJobs", name) for name in ("folder", "name", "model", "pictures", "meshes", "like")),
-    *(("AnyGPUCollect", name) for name in ("folder", "name")),
-    ("AnyGPUFarm", "address"),
-    ("AnyGPUDownloadModel", "model"),
-    ("AnyGPUUpscaleLatents", "upscaler"),
+    (kind, each["name"])
+    for kind, node in json.loads(schemas.SNAPSHOT.read_text(encoding="utf-8")).items()
+    for each in node["inputs"]
+    if (each["kind"] == "COMBO" and all(map(FILES.match, each["options"])))
+    or (each["kind"] == "STRING" and each["name"] in CHECKED)
+    or kind == "AnyGPUDownloadModel"
 ]
 EACH = 4  # hostile values of an input
 CANCEL_SECONDS = 20.0  # after which a prompt is cancelled

@@ -40,6 +40,32 @@ def sample(mochi, prompt, progress=None, **changes) -> Latents:
         return stages.sample(mochi, prompt, None, replace(ASKED, **changes), progress or Silent())
 
 
+@pytest.mark.parametrize("part", ["transformer", "vae"])
+@pytest.mark.parametrize(
+    ("error", "blamed"),
+    [
+        (TypeError("odd"), "a bug of AnyGPU"),
+        (RuntimeError("vector<T> too long"), "a bug of AnyGPU"),
+        (KeyError("layer"), "its JSON files"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "its JSON files"),
+    ],
+)
+def test_an_unforeseen_error_blames_the_files_only_where_they_may_be_wrong(mochi, prompt, part, error, blamed):
+    def fail(*_):
+        raise error
+
+    latents = sample(mochi, prompt)
+    module = mochi.parts[part]
+    hook = getattr(module, "decoder", module).register_forward_pre_hook(fail)
+    try:
+        with pytest.raises(UnsupportedError, match=rf"ing with 'mochi', {part} on cpu: ") as raised:
+            stages.decode(mochi, latents, Silent()) if part == "vae" else sample(mochi, prompt)
+    finally:
+        hook.remove()
+    found = [text for text in ("a bug of AnyGPU", "its JSON files") if text in str(raised.value)]
+    assert found == [blamed]
+
+
 @pytest.mark.parametrize("text", ["", "  \n"])
 def test_an_empty_prompt_is_encoded(mochi, text, recorded):
     progress = recorded()

@@ -101,7 +101,7 @@ def injected(
     runs: dict[str, Run],
     rng: random.Random,
     count: int,
-    guest: bool = False,
+    unload: Callable[[], None] | None = None,
     parts: Callable[[], Mapping[str, nn.Module]] = dict,
     drop: Callable[[], None] = lambda: None,
     announced: Callable[[], torch.Tensor | None] = lambda: None,
@@ -109,13 +109,18 @@ def injected(
     """How ``count`` injections into ``runs`` of one pipeline ended.
 
     Args:
-        guest: whether the runs are another program's, whose errors pass as they are.
+        unload: of another program, whose errors pass as they are: takes off the device what may stay there or not.
         parts: each of which may stay on the device where it does so after a sound run.
         drop: before a run that reads all anew.
         announced: as :func:`outcome` takes it.
     """
     device, ends, known = accelerator.NAME, Counter[str](), {}
     most = Counter[str]()  # bytes that are on the device after a sound run
+
+    def left() -> Counter[str]:
+        if unload:
+            unload()
+        return staying(parts()) - most
 
     def started(name: str) -> Run:
         if name == ANEW:
@@ -129,7 +134,7 @@ def injected(
             wanted = run()
         known[name] = together(wanted), every.count, own.count
         gc.collect()
-        most |= staying(parts())
+        most += left()
     gc.freeze()  # what was loaded is not walked after each run
     for _ in range(count):
         name = rng.choices(list(runs), [RARE if name.endswith((ANEW, WHOLE)) else 1.0 for name in runs])[0]
@@ -140,20 +145,20 @@ def injected(
         times = float("inf") if kind == "lost" else rng.choice((1, 1, 2, 3))
         more = {"device": device} if kind == "lost" else {"behind": rng.random() < 0.3}
         fault = shortage(at, times, errors=[error], **more)
-        ended = outcome(started(name), wanted, kind, fault, str(error()) if guest else None, announced)
+        ended = outcome(started(name), wanted, kind, fault, str(error()) if unload else None, announced)
         try:
             if not torch.equal(together(started(name)()), wanted):
                 ended += ", the next run differs"
         except Exception as raised:
             ended += f", the next run raised {type(raised).__name__}: {str(raised)[:200]!r}"
-        if staying(parts()) - most:
+        if left():
             gc.collect()
-        if staying(parts()) - most:  # of what was loaded, which may be garbage now
+        if left():  # of what was loaded, which may be garbage now
             gc.unfreeze()
             gc.collect()
             gc.freeze()
-        for part, left in (staying(parts()) - most).items():
-            ended += f", {left} bytes {part and f'of {part} '}stay"
+        for part, size in left().items():
+            ended += f", {size} bytes {part and f'of {part} '}stay"
         ends[f"{kind}: {ended}"] += 1
         if ended not in ("survived", "explained", "unmet"):
             print(f"  {name}, {error()!r} at {at} of {steps}, {times} times: {ended}", flush=True)

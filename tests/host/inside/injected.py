@@ -34,7 +34,7 @@ def block(seed: str, count: int) -> dict[str, int]:
         machine.probes._answers.update(_answers.get(profile, {}))
         runs, announced = make(name, machine)
         _answers[profile] = machine.probes.known()
-        return dict(injected(runs, rng, count, guest=True, announced=announced))
+        return dict(injected(runs, rng, count, management.unload_all_models, announced=announced))
 
 
 class Finished(core_vae.NodeProgress):
@@ -103,6 +103,17 @@ def in_tiles(name: str) -> list[str]:
                     stack.enter_context(mock.patch.object(Finished, "finish"))
                 ends.append(outcome(runs["fit"], wanted, "shortage", shortage(1, 0), announced=announced))
     return ends
+
+
+def proven_or_not(name: str) -> list[str]:
+    """Outcomes of decodes without the proof on the CPU, after which weights stay on the device; sound runs have it."""
+    proofs = iter((0.0, 0.0))  # seconds that one took: after none, the next decode is proven too
+    with (
+        machine_named("turing") as machine,
+        mock.patch.object(type(machine.probes), "recall", lambda *_: next(proofs, float("inf"))),
+    ):
+        runs, announced = decodes(name, machine)
+        return list(injected(runs, random.Random(0), 4, management.unload_all_models, announced=announced))
 
 
 def hooks(name: str) -> dict[str, int]:
