@@ -72,10 +72,7 @@ class FitAll(io.ComfyNode):
                 io.Model.Input("model", optional=True),
                 io.Vae.Input("vae", optional=True),
                 io.Clip.Input("clip", optional=True),
-                io.Combo.Input(
-                    "precision", options=list(PRECISIONS), default=AUTO,
-                    tooltip=f"Of the MODEL; VAE and CLIP are fitted as with auto. {PRECISION}",
-                ),
+                io.Combo.Input("precision", options=list(PRECISIONS), default=AUTO, tooltip=f"Of the MODEL; VAE and CLIP are fitted as with auto. {PRECISION}"),
             ],
             outputs=[io.Model.Output(display_name="model"), io.Vae.Output(display_name="vae"), io.Clip.Output(display_name="clip")],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt],
