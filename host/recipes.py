@@ -67,7 +67,7 @@ def settings(prompt: Prompt, node: str) -> dict[str, Any]:
         given |= {"steps": len(levels) - 1, "denoise": float(levels[0])}
     given |= {"cfg": 1.0} if "BasicGuider" in (prompt[each]["class_type"] for each in nodes) else {}
     numbers = {k: float(v) for k, v in given.items() if type(v) in (int, float) and abs(v) < LARGEST}
-    found: dict[str, Any] = {name: (numbers[name],) * 3 for name in SETTINGS if name in numbers}
+    found: dict[str, Any] = {name: (numbers[name],) * 3 for name in ("steps", "cfg", "shift") if name in numbers}
     if steps := numbers.get("steps", 0.0):
         run = min(steps, numbers.get("end_at_step", steps)) - numbers.get("start_at_step", 0.0)
         found["steps"] = (steps, steps if numbers.get("denoise", 1.0) >= FROM_NOISE else LARGEST, run)

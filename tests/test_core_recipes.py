@@ -62,7 +62,9 @@ PLAIN = """wan2.2_i2v_high_noise_14B_fp8_scaled wan2.2_ti2v_5B_fp16 wan2.1_t2v_1
     Qwen-Image-Edit-2509-Light-Migration sd_xl_turbo_1.0_fp16 hunyuan3d-dit-v2-mv-turbo_fp16 acestep_v1.5_turbo
     pixel_art_style_z_image_turbo hidream_i1_fast_fp8 Wan2.1-Fun-14B-InP-MPS HighSpeedDynamics
     Wan14B_RealismBoost_T2V DetailEnhancerV1 Wan21_T2V_14B_MoviiGen_lora_rank32_fp16 removal_timestep_alpha-2-1740
-    ltx-2.3-id-lora-talkvid-3k wan_cinematic_lora_4500_steps style_epoch40_steps2000"""
+    ltx-2.3-id-lora-talkvid-3k wan_cinematic_lora_4500_steps style_epoch40_steps2000 hy15_480p_t2v_fp8_e4m3_lightx2v
+    WanLightningStyle lightning_strike_wan_lora fast_wanderer fusion_x_ray accvidal dance_4_steps_wan_lora
+    ltx2_distillery_scene h3_turbo_car_lora"""
 
 
 def graph(lora: str = LIGHT, strength: float = 1.0, steps: int = 20, cfg: float = 5.0, **more: Any) -> Prompt:
@@ -133,7 +135,7 @@ def test_a_model_of_ours_has_the_same_recipe_in_cores_sampler(family: str, key: 
         (graph(steps=1, cfg=1), "1 steps"),
         (graph(steps=1, cfg=1, denoise=0.3), ""),
         (graph(strength=0.3), ""),  # its recipe is not in force
-        (graph("Wan2.2\\4steps-Seko\\high_noise_model.safetensors"), "20 steps, cfg 5"),
+        (graph("Wan\\Wan2.2-I2V-A14B-4steps-lora-rank64-Seko-V1\\high_noise_model.safetensors"), "20 steps, cfg 5"),
         (graph("my_style.safetensors"), ""),
         (graph(steps=8, cfg=1, start_at_step=4, end_at_step=10000), ""),
         (graph(steps=20, cfg=1, start_at_step=10, end_at_step=10000), "20 steps"),
@@ -176,7 +178,7 @@ def test_what_switches_and_other_packs_hand_on_is_followed() -> None:
     prompt["21"]["inputs"]["value"] = False
     assert "with cfg 5;" in line(prompt)
     prompt["21"] = {"class_type": "ComfySwitchNode", "inputs": {"switch": ["21", 0], "on_true": ["21", 0]}}
-    prompt["5"]["inputs"] |= {"cfg": 10**400, "sigmas": [None], "sampler": ["5", 0], "guider": ["5", 0]}
+    prompt["5"]["inputs"] |= {"scheduler": 1, "cfg": 10**400, "sigmas": [None], "sampler": ["5", 0], "guider": ["5", 0]}
     assert not line(prompt)
 
 

@@ -79,7 +79,7 @@ def flat(graph: dict[str, Any], subgraphs: dict[str, Any], prompt: Prompt, place
 
 
 def templates() -> Iterator[tuple[str, Prompt]]:
-    """Each template of core's, as it is saved and with its switches on."""
+    """Each template of core's, as it is saved, with its switches on, and with them off."""
     root = Path(os.environ.get("COMFYUI_PATH") or "~/comfy/ComfyUI").expanduser()
     paths = [*root.glob("*venv/lib/python*/site-packages/comfyui_workflow_templates_json/templates/*.json")]
     if not paths:
@@ -90,9 +90,10 @@ def templates() -> Iterator[tuple[str, Prompt]]:
             subgraphs = {each["id"]: each for each in saved.get("definitions", {}).get("subgraphs", [])}
             flat(saved, subgraphs, prompt, "", lambda *_: None)
             yield path.stem, prompt
-            for entry in prompt.values():
-                entry["inputs"] |= {"switch": True} if entry["class_type"] == "ComfySwitchNode" else {}
-            yield f"{path.stem}, switched on", prompt
+            for switch in (True, False):
+                for entry in prompt.values():
+                    entry["inputs"] |= {"switch": switch} if entry["class_type"] == "ComfySwitchNode" else {}
+                yield f"{path.stem}, switches {switch}", prompt
 
 
 def test_no_template_of_cores_is_told_anything() -> None:
@@ -105,4 +106,4 @@ def test_no_template_of_cores_is_told_anything() -> None:
                 judged += [name] * bool(found["files"])
                 told = [differences(row, found) for row in found["files"].values()]
                 assert not told or not all(told), (name, node, [*found["files"]], told)
-    assert len(judged) >= 60 and len(set(judged)) >= 40, len(judged)
+    assert len(judged) >= 120 and len(set(judged)) >= 80, (len(judged), len(set(judged)))
