@@ -13,7 +13,7 @@ from ..compat.decision import AUTO
 from ..compat.device.packed_paths import PACKED_PATHS
 from ..compat.errors import InputError
 from ..compat.repairs import RepairStore
-from ..host import folders
+from ..host import folders, recipes
 from ..host.api import io
 from ..host.core import clip as core_clip
 from ..host.core import doctor as core
@@ -72,16 +72,10 @@ class FitAll(io.ComfyNode):
                 io.Model.Input("model", optional=True),
                 io.Vae.Input("vae", optional=True),
                 io.Clip.Input("clip", optional=True),
-                io.Combo.Input(
-                    "precision", options=list(PRECISIONS), default=AUTO,
-                    tooltip=f"Of the MODEL; VAE and CLIP are fitted as with auto. {PRECISION}",
-                ),
+                io.Combo.Input("precision", options=list(PRECISIONS), default=AUTO, tooltip=f"Of the MODEL; VAE and CLIP are fitted as with auto. {PRECISION}"),
             ],
-            outputs=[
-                io.Model.Output(display_name="model"),
-                io.Vae.Output(display_name="vae"),
-                io.Clip.Output(display_name="clip"),
-            ],
+            outputs=[io.Model.Output(display_name="model"), io.Vae.Output(display_name="vae"), io.Clip.Output(display_name="clip")],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
@@ -113,6 +107,7 @@ class FitAll(io.ComfyNode):
             fitted("vae", vae, core_vae.fit_vae),
             fitted("clip", clip, lambda part: core_clip.fit_clip(part, tell=partial(tell, "clip"))),
         )
+        lines |= {node: str(error) for node, error in recipes.advice(cls.hidden.prompt, node_id).items()}
         NodeProgress(node_id).finish("\n".join(lines.values()))
         return io.NodeOutput(*outputs)
 
@@ -126,14 +121,13 @@ class FitModel(io.ComfyNode):
             search_aliases=["fp16", "black frames", "nan", "rtx 20", "turing", "v100", "slow", "older gpu", "precision"],
             inputs=[
                 io.Model.Input("model"),
-                io.Combo.Input(
-                    "precision", options=list(PRECISIONS), default=AUTO, tooltip=PRECISION,
-                ),
+                io.Combo.Input("precision", options=list(PRECISIONS), default=AUTO, tooltip=PRECISION),
                 attention_input(),
                 io.Combo.Input("keep_latents", options=list(core_model.KEEP), default=AUTO, optional=True, advanced=True),
                 io.Combo.Input("packed_layers", options=list(PACKED_PATHS), default=AUTO, optional=True, advanced=True),
             ],
             outputs=[io.Model.Output(display_name="model")],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
@@ -142,6 +136,7 @@ class FitModel(io.ComfyNode):
     ) -> io.NodeOutput:
         messages, tell = telling(cls)
         fitted, decisions = core_model.fit_model(model, precision, attention, keep_latents, packed_layers, tell=tell)
+        decisions = (*decisions, *recipes.advice(cls.hidden.prompt, cls.hidden.unique_id).values())
         messages += map(str, decisions)
         return output_of(cls, model, fitted, decisions)
 
@@ -204,11 +199,7 @@ class WatchDoctor(io.ComfyNode):
                 io.Vae.Input("vae", optional=True),
                 io.Combo.Input("repair", options=list(doctors.CHOICES), default=doctors.OFFER),
             ],
-            outputs=[
-                Pipeline.Output(display_name="pipeline"),
-                io.Model.Output(display_name="MODEL"),
-                io.Vae.Output(display_name="VAE"),
-            ],
+            outputs=[Pipeline.Output(display_name="pipeline"), io.Model.Output(display_name="MODEL"), io.Vae.Output(display_name="VAE")],
         )
 
     @classmethod

@@ -273,6 +273,17 @@ def test_one_node_fits_what_is_connected_and_has_a_line_for_each_part(core: Comf
     assert core.said.split("  \n") == [f"{part}: {nothing}; {part} as it is" for part in ("model", "vae")]
     with pytest.raises(InputError, match="precision fp32 without a MODEL"):
         core.run("Fit", vae=loaded[2], precision="fp32")
+    lora = {"lora_name": "wan2.2_i2v_lightx2v_4steps_lora.safetensors"}
+    sampler = {"model": ["7", 0], "latent_image": ["9", 0], "steps": 20}
+    prompt = {"5": {"class_type": "LoraLoaderModelOnly", "inputs": lora}}
+    prompt["8"] = {"class_type": "KSampler", "inputs": sampler}
+    hidden = small_comfyui.ComfyNode.hidden
+    for name in ("Fit", "FitModel"):
+        prompt["7"] = {"class_type": f"AnyGPU{name}", "inputs": {"model": ["5", 0]}}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hidden, "prompt", prompt)
+            core.run(name, model=model)
+        assert "lightx2v_4steps_lora in a graph with 20 steps; expected 4 steps, cfg 1" in core.said, name
 
 
 def test_what_is_advanced_may_be_left_out(core: ComfyUI) -> None:

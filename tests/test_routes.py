@@ -235,7 +235,16 @@ def test_a_graph_is_decided_before_it_runs(pack, tiny_folder):
     assert {"precision", "offload", "attention", "Conv3d"} <= decided.keys()
     assert all(decision["verdict"] and decision["why"] for decision in decided.values())
     assert "fp32" in decided["precision"]["verdict"] and card["by_tables"]
-    assert pack.files() == {}, "reading wrote something"
+    assert pack.files() == {} and not found["recipes"], "reading wrote something"
+    model = {"lora_name": "minimax_h3_fl2v_turbo_8step_v1.0.safetensors", "strength_model": 1.0}
+    prompt = {"1": ("LoraLoaderModelOnly", model), "2": ("AnyGPUFit", {"model": ["1", 0]})}
+    prompt["3"] = ("KSampler", {"model": ["2", 0], "latent_image": ["4", 0], "steps": 20, "cfg": 1.0})
+    asked = {node: {"class_type": kind, "inputs": inputs} for node, (kind, inputs) in prompt.items()}
+    (told,) = pack.ask("POST", "/anygpu/graph", json={"prompt": asked})[1]["recipes"]
+    assert told["node"] == "3" and told["found"] == "minimax_h3_fl2v_turbo_8step_v1.0 in a graph with 20 steps"
+    assert told["expected"] == "8 steps, cfg 1, shift 12" and told["fix"].startswith(
+        "Set these around KSampler. Source: "
+    )
 
 
 def test_what_a_run_will_need_is_forecast_through_nodes_that_pass_the_pipeline_on(pack, tiny_folder):

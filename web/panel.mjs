@@ -279,8 +279,9 @@ export function open(element) {
       if (!alive) return;
       forecasts = found.forecasts;
       families = found.pipelines.map(({ family }) => family);
-      const none = make("p", {}, "This graph has no AnyGPU node that loads a model.");
-      parts.graph.fill(found.pipelines.length ? found.pipelines.map((card) => pipelineCard(card, forecasts)) : none);
+      const cards = found.recipes.map(({ node, ...it }) => [goButton(node), three(it)]);
+      cards.push(...found.pipelines.map((card) => pipelineCard(card, forecasts)));
+      parts.graph.fill(cards.length ? cards : make("p", {}, "This graph has no AnyGPU node that loads a model."));
     });
   const refreshKept = () =>
     guarded(parts.kept, async () => {

@@ -32,9 +32,10 @@ from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, snap
 from ...pipelines.sizes import Size
 from ...pipelines.stages import picture_size
 from .. import folders, memory_manager, requests
+from ..recipes import advice, back
 from .panel import error_message, facts
 
-MOST_PIPELINES, MOST_STEPS = 8, 32
+MOST_PIPELINES = 8
 DELIGHTS, ENCODES, LOADS = "AnyGPUDelightImage", "AnyGPUEncodeImage", "LoadImage"
 LARGEST = 1e9  # of a number that a widget holds
 MV_ADAPTER, CHECKPOINT = "AnyGPULoadMVAdapter", ("ckpt_name", "checkpoints")
@@ -58,17 +59,15 @@ TimesIn = Callable[[str, int | None], Times]
 
 
 def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    cards, pipelines = [], {}
-    for node in _of(prompt, LOADERS):
-        card, pipelines[node] = _card(prompt, node)
-        cards.append(card)
+    loaded = {node: _card(prompt, node) for node in _of(prompt, LOADERS)}
     forecasts = []
     for node in _of(prompt, RUNS):
         loader = _loader_of(prompt, node)
-        pipeline = pipelines.get(loader)
+        _, pipeline = loaded.get(loader, ({}, None))
         if _runs(prompt[node]["class_type"], pipeline):
             forecasts.append({"node": node, "loader": loader, **_forecast(prompt, node, pipeline)})
-    return {"pipelines": cards, "forecasts": forecasts}
+    recipes = [{"node": node, **error_message(error)} for node, error in advice(prompt).items()]
+    return {"pipelines": [card for card, _ in loaded.values()], "forecasts": forecasts, "recipes": recipes}
 
 
 def _runs(kind: str, pipeline: Any) -> bool:
@@ -83,17 +82,7 @@ def _of(prompt: Mapping[str, Any], kinds: Iterable[str]) -> list[str]:
 
 
 def _loader_of(prompt: Mapping[str, Any], node: str) -> str:
-    for _ in range(MOST_STEPS):
-        entry = prompt.get(node)
-        if entry is None or entry["class_type"] in LOADERS:
-            return "" if entry is None else node
-        node = _source(prompt, node, "pipeline")
-    return ""
-
-
-def _source(prompt: Mapping[str, Any], node: str, name: str) -> str:
-    link = prompt.get(node, {}).get("inputs", {}).get(name)
-    return link[0] if isinstance(link, list) and len(link) == 2 and isinstance(link[0], str) else ""
+    return next((each for each in (node, *back(prompt, node, "pipeline")) if prompt[each]["class_type"] in LOADERS), "")
 
 
 def _connected(prompt: Mapping[str, Any], node: str) -> dict[str, Weights]:
@@ -102,14 +91,13 @@ def _connected(prompt: Mapping[str, Any], node: str) -> dict[str, Weights]:
     Raises InputError where the file of one of the three inputs is not known.
     """
     mine = prompt[node]["class_type"] == MV_ADAPTER
-    sources = {name: _source(prompt, node, name) for name in requests.CORE_INPUTS if mine}
+    sources = {name: next(back(prompt, node, name), "") for name in requests.CORE_INPUTS if mine}
     if not any(sources.values()):
         return {}
     files = []
     for name, source in sources.items():
-        for _ in range(MOST_STEPS):  # back through LoRAs and other patches, which change no size
-            source = _source(prompt, source, name.removeprefix("core_")) or source
-        kind = prompt[source]["class_type"] if source in prompt else "nothing"
+        *_, source = source, *(back(prompt, source, name.removeprefix("core_")) if source else ())  # behind LoRAs
+        kind = prompt[source]["class_type"] if source else "nothing"
         key, folder = CORE_FILES.get(kind, ("", ""))
         path = folders.core_file(folder, prompt[source]["inputs"].get(key)) if key else None
         if path is None:
@@ -156,11 +144,10 @@ def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
 
 def _pictured(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> dict[str, float]:
     """Width and height of the picture that a node starts from, as it will be encoded; none where that is not known."""
-    encoder = _source(prompt, node, "image")
-    for _ in range(MOST_STEPS):
-        encoder = _source(prompt, encoder, "previous") or encoder  # one that is joined to another takes its size
-    loader = _source(prompt, encoder, "image")
-    if [prompt.get(each, {}).get("class_type") for each in (encoder, loader)] != [ENCODES, LOADS]:
+    encoder = next(back(prompt, node, "image"), node)
+    *_, encoder = encoder, *back(prompt, encoder, "previous")  # one that is joined to another takes its size
+    loader = next(back(prompt, encoder, "image"), encoder)
+    if [prompt[each]["class_type"] for each in (encoder, loader)] != [ENCODES, LOADS]:
         return {}
     sides = folders.picture_sides(prompt[loader]["inputs"].get("image"))
     if sides is None:

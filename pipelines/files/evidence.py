@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -19,7 +19,9 @@ from ..registry import FAMILIES
 from .part import PartFiles
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+Names = tuple[str, ...]
 MOST_NAMES = 6
+TITLES = ("modelspec.title", "ss_output_name")  # in a file's metadata, as trainers write them
 SNAPSHOTS = "snapshots"  # whose folders are named by commits there
 CACHED = re.compile(r"^models--(?:.+--)?(.+)$")  # a repository in Hugging Face's cache
 PLAIN = re.compile(  # names that every model has
@@ -66,15 +68,15 @@ def published(kind: str) -> tuple[dict[str, Any], ...]:
 
 
 def evidence_of(path: Path, config: Mapping[str, Any]) -> Evidence:
-    """The evidence around a file, or around a folder, whose own file may say something too."""
+    """The evidence around a file, or around a folder, whose own file may say something too: its title comes first."""
     file = path if path.is_file() else next(iter(sorted(path.glob("*.safetensors"))), path)
     notes = entries_and_notes(file)[1] if file.suffix in (".safetensors", ".sft") else {}
-    return Evidence(notes, names_around(path), config)
+    return Evidence(notes, names_around(path, notes), config)
 
 
-def names_around(path: Path) -> tuple[str, ...]:
-    """The names that may say something of a model: its own, then those of the folders around it."""
-    names: list[str] = []
+def names_around(path: Path, notes: Mapping[str, str] | None = None) -> Names:
+    """The names that may say something of a model: the titles in its metadata, its own, those of the folders around."""
+    names = [str(notes[key]) for key in TITLES if notes.get(key)] if notes else []
     own = path.stem if path.suffix in (".safetensors", ".sft", ".gguf") else path.name
     for place, name in ((path, own), *((parent, parent.name) for parent in path.parents)):
         if name.lower() in ROOTS or len(names) == MOST_NAMES:
@@ -111,10 +113,12 @@ def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFil
     return variant, (*guess, *cautions)
 
 
-def recipe_named(family: FamilySpec, names: tuple[str, ...]) -> tuple[str, str]:
-    """The key of the recipe of a model that others distilled or of a LoRA, and which of ``names`` gives it away."""
-    rows = ((key, Evidence(names=names).name_with(pattern)) for pattern, key in family.published.recipe_names.items())
-    return next((row for row in rows if row[1]), ("", ""))
+def recipe_named(family: FamilySpec, names: Names, base: Names = ()) -> tuple[str, str]:
+    """The key of the recipe of a model that others distilled or of a LoRA, and which of ``names`` gives it away; with a
+    name of the ``base`` that a LoRA is for, where a pattern has one for it behind `` on ``."""
+    rows = [(key, *pattern.split(" on ")) for pattern, key in family.published.recipe_names.items()]
+    pairs = ((key, name, on) for name in names for key, own, *on in rows if re.search(own, name, re.IGNORECASE))
+    return next(((key, name) for key, name, on in pairs if not on or Evidence(names=base).name_with(on[0])), ("", ""))
 
 
 def named_place(model: Path, transformer: PartFiles) -> Path:
@@ -124,20 +128,20 @@ def named_place(model: Path, transformer: PartFiles) -> Path:
 def cautions_of(family: FamilySpec, model: Path, transformer: PartFiles) -> tuple[Decision, ...]:
     plain = {entry.dtype for entry in transformer.entries.values() if len(entry.shape) == 2 and not entry.codec}
     channels = int(transformer.config.get("in_channels") or 0)
-    return cautions_by_name(family, names_around(named_place(model, transformer)), frozenset(plain), channels)
+    return cautions_by_name(family, evidence_of(named_place(model, transformer), {}).names, plain, channels)
 
 
 def cautions_by_name(
-    family: FamilySpec, names: tuple[str, ...], stored: frozenset[str] = frozenset(), channels: int = 0
+    family: FamilySpec, names: Names, stored: Container[str] = (), channels: int = 0, base: Names = ()
 ) -> tuple[Decision, ...]:
-    """Cautions about a model or a LoRA of these ``names``, whose plain matrices are ``stored`` in these dtypes, and
-    whose transformer takes as many ``channels``; 0 where that is not known."""
+    """Cautions about a model or a LoRA of these ``names``, on a ``base``, whose plain matrices are ``stored`` in these
+    dtypes, and whose transformer takes as many ``channels``; 0 where that is not known."""
     return tuple(
         Decision("caution", row.text, source=row.source, alarming=True)
         for row in family.published.cautions
         if (not row.stored or row.stored in stored)
         and (not row.channels or channels in (0, row.channels))
-        and not (row.unlisted and recipe_named(family, names)[0])
+        and not (row.unlisted and recipe_named(family, names, base)[0])
         and Evidence(names=names).name_with(row.named)
     )
 

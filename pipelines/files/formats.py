@@ -23,7 +23,7 @@ from ...compat.errors import CheckpointError, PackError
 from ...compat.packages import attribute
 from ..keys import Layout, is_another_model, layouts_beside, renamed
 from ..registry import FAMILIES
-from .evidence import cautions_by_name, names_around, other_model, published, recipe_named, refusal
+from .evidence import cautions_by_name, evidence_of, other_model, published, recipe_named, refusal
 from .part import MOST_TENSORS, construction
 
 ENDINGS = (".safetensors", ".sft", ".gguf")
@@ -132,14 +132,14 @@ def config_of(content: StoredModel, task: str = "") -> Configured:
             expected=f"the shapes of {', '.join(row['name'] for row in wanted[:4])}",
             fix=f"Use the file as published, or put its config.json beside it as {beside.name!r}.",
         )
-    for name in names_around(content.path) if len(fitting) > 1 else ():
+    around = evidence_of(content.path, {}).names
+    for name in around if len(fitting) > 1 else ():
         patterns = [(row, row["named"]) for row in fitting if row.get("named")]
         named = [row for row, all_of in patterns if all(re.search(pattern, name.lower()) for pattern in all_of)]
         if named:
             return _configured(max(named, key=lambda row: len(row["named"])), f"the name {name!r} says so", spared)
     unsaid = "no name around it says otherwise" if len(fitting) > 1 and not task else ""
-    family, around = FAMILIES.get(content.kind.partition("/")[0]), names_around(content.path)
-    if unsaid and family is not None:
+    if unsaid and (family := FAMILIES.get(content.kind.partition("/")[0])) is not None:
         key, said = recipe_named(family, around)
         if cautions_by_name(family, around):
             unsaid = "its name has a caution"

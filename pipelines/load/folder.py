@@ -40,7 +40,7 @@ from ...compat.transforms.fp16 import stored_dtype
 from ...compat.transforms.order import Preparation, Step, attention_step, conv3d_step
 from ..base import Progress, Silent
 from ..family import FamilySpec
-from ..files.evidence import evidence_of, named_place, names_around, published, recipe_named, variant_of
+from ..files.evidence import evidence_of, named_place, published, recipe_named, variant_of
 from ..files.models import INDEX, folders_in, index_beside, part_folders, task_beside
 from ..files.part import PartFiles, part_files, require_plausible
 from ..files.single_file import Composed, composed, family_in
@@ -94,8 +94,8 @@ def load(
     options = offload_options(request.devices, request.keep_free_gb, request.state, host)
     require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
     variant, guessed = variant_of(family, request.variant, request.model, files["transformer"])
-    names = names_around(named_place(request.model, files["transformer"])) if request.variant == AUTO else ()
-    recipe, said = recipe_named(family, names)
+    names = evidence_of(named_place(request.model, files["transformer"]), {}).names
+    recipe, said = recipe_named(family, names if request.variant == AUTO else ())
     attention = _attention(request.attention, family, files["transformer"].config, precision, facts, probes)
     if attention.choice == SPARSE and request.speed.compile is not None:
         raise UnsupportedError("attention 'sparse' with compile", expected="one of the two", fix="Switch compile off.")

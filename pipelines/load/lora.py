@@ -114,13 +114,14 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     )
     loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer, pipeline.spec.transformers)
     decision = Decision("LoRA", f"{path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}")
-    cautions = cautions_by_name(pipeline.spec, names_around(path))
+    names, base = names_around(path, file.metadata), names_around(pipeline.model.source)
+    cautions = cautions_by_name(pipeline.spec, names, base=base)
     for caution in cautions:
         progress.notify(f"{path.stem}: {caution.verdict}")
     decisions = (*pipeline.plan.decisions, decision, *cautions)
     plan = replace(pipeline.plan, offloader=pipeline.offloader.with_adapters(loras), decisions=decisions)
     changed = replace(pipeline, plan=plan)
-    recipe, name = recipe_named(pipeline.spec, names_around(path))
+    recipe, name = recipe_named(pipeline.spec, names, base)
     if not recipe or pipeline.is_demo:  # a demo model has its own
         return changed
     changed = replace(changed, model=replace(pipeline.model, recipe=recipe))

@@ -25,7 +25,7 @@ from anygpu.pipelines.load.lora import with_lora
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LORA_MODES, LoadRequest
 from anygpu.pipelines.settings import of_checkpoint
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 RANK = 4
 SETTINGS = SampleSettings(32, 32, 5, steps=2, seed=3)
@@ -129,6 +129,9 @@ def test_a_lora_whose_name_gives_a_recipe_changes_the_defaults_and_says_so(made:
     plain = with_lora(made.pipeline, unlisted, 1.0, "", "separate", progress)
     assert sum("not in the catalogue" in line for line in progress.said) == 1
     assert of_checkpoint(plain).sizes.defaults.steps == 50 and plain.plan.decisions[-1].alarming
+    save_file(load_file(made.paths[0]), unlisted, {"ss_output_name": "accvid_5_steps_lora"})
+    titled = with_lora(made.pipeline, unlisted, 1.0, "", "separate", Silent())
+    assert of_checkpoint(titled).sizes.defaults.steps == 5, "the title in a file comes before its name"
 
 
 @pytest.mark.parametrize("mode", LORA_MODES)

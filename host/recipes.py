@@ -1,0 +1,105 @@
+"""Distillations that core's own samplers run, and what a graph behind AnyGPU Fit sets otherwise than their recipes: of
+each setting core_recipes.json has the usual value, the least and the most in its source or a template of core's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..compat.errors import InputError
+from ..pipelines.files.evidence import Evidence, names_around, published
+
+ROWS, FITS, WEIGHTS = "core_recipes", ("AnyGPUFit", "AnyGPUFitModel"), (".safetensors", ".sft", ".gguf")
+MOST, MOST_NAME, LARGEST = 64, 260, 1e9  # nodes on a way back, and samplers; characters; of a number
+PARTS = ("guider", "sampler", "sigmas")  # inputs whose nodes hold the settings of SamplerCustomAdvanced
+SHIFTS = ("ModelSampling", "MiniMaxH3SigmaShift")  # nodes behind a model that shift its noise levels
+RENAMED = {"video_cfg": "cfg", "shift_video": "shift"}
+SETTINGS = {"steps": "{:g} steps", "cfg": "cfg {:g}", "shift": "shift {:g}", "sampler": "{}", "scheduler": "{}"}
+UNFIT = ("karras", "exponential")  # too soon at low levels of noise for a flow model in few steps
+FROM_NOISE, ROUNDED = 0.99, 1e-6  # a list of levels that begins lower is a second pass
+Prompt = Row = Mapping[str, Any]
+
+
+def recipe_of(path: Path) -> Row | None:
+    """The row that a file's name gives away, or else the nearest folder around it."""
+    around, rows = [Evidence(names=(each,)) for each in names_around(path)], published(ROWS)
+    return next((row for each in around for row in rows if each.name_with(row["named"])), None)
+
+
+def advice(prompt: Prompt, fit: str = "") -> dict[str, InputError]:
+    """Sampler -> what its graph sets otherwise than the distillation behind the node ``fit``, by default any fit node,
+    was made for. Samplers that differ alike, as those of Wan 2.2's two experts, are named once."""
+    told: dict[tuple[str, str], tuple[str, InputError]] = {}
+    for node in [node for node, entry in prompt.items() if "latent_image" in entry["inputs"]][:MOST]:
+        found = settings(prompt, node)
+        apart = [differences(row, found) for row in found["files"].values()]
+        if apart and all(apart) and (fit in found["fits"] if fit else found["fits"]):
+            name, row = next(iter(found["files"].items()))
+            usual = [text.format(row[setting][0]) for setting, text in SETTINGS.items() if setting in row]
+            fix = f"Set these around {prompt[node]['class_type']}. {row.get('note', '')}Source: {row['source']}."
+            error = InputError(f"{name} in a graph with {apart[0]}", expected=", ".join(usual), fix=fix)
+            told.setdefault((row["named"], apart[0]), (node, error))
+    return dict(told.values())
+
+
+def differences(row: Row, found: Mapping[str, Any]) -> str:
+    """The settings of a graph that are outside a recipe, as words; empty where none is."""
+    words = [found["unfit"]] if "steps" in row and found["unfit"] else []
+    for name in (name for name in SETTINGS if name in found and name in row):
+        (_, least, most), (value, low, high) = row[name], found[name]
+        if low < least - ROUNDED or high > most + ROUNDED:
+            words.append(SETTINGS[name].format(value))
+    return ", ".join(words)
+
+
+def settings(prompt: Prompt, node: str) -> dict[str, Any]:
+    """Settings of a sampler as far as they are known: of each its value, then the one that may be too low and the one
+    that may be too high; an ``unfit`` scheduler; ``files`` with their rows, nearest first; the ``fits`` on the way."""
+    nodes = [node, *(each for name in PARTS for each in back(prompt, node, name))]
+    models = [*back(prompt, next((each for each in nodes if "model" in prompt[each]["inputs"]), node), "model")]
+    shifts = [each for each in models if prompt[each]["class_type"].startswith(SHIFTS)]
+    pairs = [pair for each in (*nodes, *shifts) for pair in prompt[each]["inputs"].items()]
+    ends = ((name, _end(prompt, value)) for name, value in reversed(pairs))  # the nearest last
+    given = {RENAMED.get(name, name): value for name, value in ends if isinstance(value, (int, float, str))}
+    if levels := re.findall(r"\d*\.?\d+", str(given.get("sigmas", ""))):
+        given |= {"steps": len(levels) - 1, "denoise": float(levels[0])}
+    given |= {"cfg": 1.0} if "BasicGuider" in (prompt[each]["class_type"] for each in nodes) else {}
+    numbers = {k: float(v) for k, v in given.items() if type(v) in (int, float) and abs(v) < LARGEST}
+    found: dict[str, Any] = {name: (numbers[name],) * 3 for name in ("steps", "cfg", "shift") if name in numbers}
+    if steps := numbers.get("steps", 0.0):
+        run = min(steps, numbers.get("end_at_step", steps)) - numbers.get("start_at_step", 0.0)
+        found["steps"] = (steps, steps if numbers.get("denoise", 1.0) >= FROM_NOISE else LARGEST, run)
+    inputs = [{name: _end(prompt, value) for name, value in prompt[each]["inputs"].items()} for each in models]
+    files: dict[str, Row] = {}
+    for one in (each for own in inputs for each in (own, *own.values()) if isinstance(each, dict)):  # in it: of a stack
+        strength = one.get("strength_model", one.get("strength", 1.0)) if one.get("on", True) else 0.0
+        for name in (each for each in one.values() if isinstance(each, str) and each.endswith(WEIGHTS)):
+            row = recipe_of(path := Path(name[-MOST_NAME:].replace("\\", "/")))
+            if row and (not isinstance(strength, (int, float)) or strength >= row.get("strength", 0.5)):
+                files.setdefault(path.stem, row)
+    fits = [each for each in models if prompt[each]["class_type"] in FITS]
+    return {**found, "unfit": given.get("scheduler") in UNFIT and given["scheduler"], "files": files, "fits": fits}
+
+
+def back(prompt: Prompt, node: str, name: str) -> Iterator[str]:
+    """The nodes on the way back through the inputs ``name``, the nearest first."""
+    for _ in range(MOST):
+        link = _end(prompt, prompt[node]["inputs"].get(name))
+        if not isinstance(link, list):
+            return
+        yield (node := link[0])
+
+
+def _end(prompt: Prompt, given: Any, most: int = MOST) -> Any:
+    """The value of an input, or of the node that holds it; the link to the node that computes it; None for neither."""
+    if not isinstance(given, list):
+        return given
+    entry = prompt.get(given[0]) if most and len(given) == 2 and isinstance(given[0], str) else None
+    if entry is None or not entry["class_type"].startswith(("Primitive", "ComfySwitch")):
+        return given if entry else None
+    inputs = entry["inputs"]
+    switch = _end(prompt, inputs.get("switch"), most // 2)
+    name = ("on_false", "on_true")[switch] if isinstance(switch, bool) else "value"
+    return _end(prompt, inputs.get(name), most // 2)
