@@ -202,6 +202,7 @@ class FramePackSettings:
     order: str = "auto"  # of :data:`SECTION_ORDERS`, or ``auto``
     end_strength: float = 1.0  # how much the end image counts, 0..1
     single_frame: bool = False  # sample one frame instead of a video
+    blend_sections: int = 0  # that a prompt takes to blend into the next one; 0 switches at once
 
 
 @dataclass(frozen=True, slots=True)

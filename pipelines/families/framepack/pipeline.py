@@ -29,7 +29,7 @@ from ...text.llama import llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import described
 from ...vae.fallback import decoding, encoded_moments
 from ...vae.plan import DecodeRequest
-from .sections import SPAN, VISION, History, Plan, joined, plan_for, shown_at, spans, timed
+from .sections import VISION, History, Plan, blended, by_span, joined, plan_for, shown, spans
 from .sections import training_plan as training_plan
 from .sections import training_sections as training_sections
 from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
@@ -57,22 +57,25 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """Llama states and pooled CLIP vectors of the prompt, the negative, and each section's prompt, else the first's.
 
-    Of a text with prompts by time each of them is a section's, with its seconds."""
+    Of a text with prompts by time or by number each of them is a section's, with its seconds or places."""
     from diffusers import HunyuanVideoFramepackPipeline
 
-    if found := timed(request.text, request.sections):
-        request = replace(request, text=found[0][2], sections=tuple(words or found[0][2] for *_, words in found))
+    request, places = by_span(request)
     texts = tuple(text for text in request.sections if text.strip())
     asked = replace(request, sections=texts)
     positive, negative, later = llama_embeds(pipeline, HunyuanVideoFramepackPipeline, asked, progress)
     encoded = iter(later)
     sections = tuple(next(encoded) if text.strip() else positive for text in request.sections)
-    if found:
-        sections = tuple({**each, SPAN: torch.tensor(at[:2])} for each, at in zip(sections, found, strict=True))
+    if places:
+        sections = tuple({**each, **at} for each, at in zip(sections, places, strict=True))
     return Prompt(SPEC.id, positive, negative, sections)
 
 
-text_forwards = llama_forwards
+def text_forwards(pipeline: Pipeline, request: PromptRequest | None) -> base.Forwards:
+    """Tokens of each text, prompts by time or number one by one."""
+    return llama_forwards(pipeline, None if request is None else by_span(request)[0])
+
+
 prompt_from_core = llama_from_core
 
 
@@ -187,7 +190,7 @@ def sample(
             tell_once(progress, "solver UniPC (bh1), as the publisher's application; earlier versions took Euler's")
     start = _drawn(pipeline, image, START, generator)
     end = (1 if plan.clip else strength) * _drawn(pipeline, image, END, generator) if strength > 0 else None
-    history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, framepack.clip_seconds, progress)
+    history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, framepack, progress)
     key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else str
     shape, vision = (*start.shape[:2], plan.sampled, *start.shape[3:]), _seen(image, plan, strength).to(device)
     levels, config = _levels_for(pipeline, shape, settings, progress)
@@ -322,22 +325,23 @@ def _tell_length(pipeline: Pipeline, plan: Plan, asked: FramePackSettings, fps: 
         tell_once(progress, f"{plan.count} sections, the nearest; earlier versions rounded up, here to {older}")
 
 
-def _texts(pipeline: Pipeline, prompt: Prompt, plan: Plan, seconds: float, progress: Progress) -> list[dict[str, Any]]:
-    later = list(prompt.sections)
-    if times := [to_host(section[SPAN]).tolist() for section in later if SPAN in section]:
-        later = [{k: t for k, t in later[index].items() if k != SPAN} for index in shown_at(times, plan, seconds)]
-        prompt = replace(prompt, embeds=later[0], sections=tuple(later[1:]))
-    given = len(prompt.sections)
-    unused = given - (plan.count - 1)
-    if unused > 0:
-        progress.notify(f"{unused} of {given} section prompts have no effect: {plan.count} sections in all")
+def _texts(
+    pipeline: Pipeline, prompt: Prompt, plan: Plan, framepack: FramePackSettings, progress: Progress
+) -> list[dict[str, Any]]:
+    """The embeddings of each section by its place, on the device, with the negative's."""
+    texts = shown(prompt.sections, plan, framepack.clip_seconds)
+    if not texts:
+        texts = [prompt.embeds, *prompt.sections]
+        if (unused := len(texts) - plan.count) > 0:
+            no_effect = f"{unused} of {len(prompt.sections)} section prompts have no effect"
+            progress.notify(f"{no_effect}: {plan.count} sections in all")
+        texts = [*texts, *[prompt.embeds] * -unused][: plan.count]
 
     def ready(embeds: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return dict(placed(embeds, pipeline.offloader.device_of("transformer"), pipeline.precision.residual))
 
     common = {} if prompt.negative is None else {"uncond": ready(prompt.negative)}
-    first, further = ready(prompt.embeds), [ready(section) for section in prompt.sections[: plan.count - 1]]
-    return [{**common, "cond": text} for text in [first, *further, *[first] * (plan.count - 1 - len(further))]]
+    return [{**common, "cond": ready(text)} for text in blended(texts, plan, framepack.blend_sections)]
 
 
 def _levels_for(
