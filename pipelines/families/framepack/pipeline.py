@@ -36,7 +36,7 @@ from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
 
 START, END = "start", "end"
 PLACES = {0: START, -1: END}
-CLIP_FRAMES = 36, 108, 16  # of a clip: the fewest, for less is shorter than a section; the most; encoded at a time
+CLIP, FEWEST = SPEC.memory.clip, 36  # frames of a clip: less is shorter than a section
 VISIONS = "vision_last", "vision_end"  # what the image encoder says of a clip's last frame, and of an end image with it
 LARGEST_SHIFT = 7.0  # of the models' own schedule, which grows with the size of a section
 SHIFTS = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")  # without image_ in its function
@@ -99,10 +99,9 @@ def encode_image(pipeline: Pipeline, request: base.ImageRequest, progress: Progr
             expected="frame 0 (start image) or -1 (end image)",
             fix="Set frame to 0, or to -1 with the start image's condition as previous.",
         )
-    fewest, most, batch = CLIP_FRAMES
-    if (count := len(request.frames)) != 1 and (place == END or count < fewest):
+    if (count := len(request.frames)) != 1 and (place == END or count < FEWEST):
         fix = "Pick one frame, for example with Image From Batch."
-        expected = "one image" + (f", or a clip of at least {fewest} frames to go on with" if place == START else "")
+        expected = "one image" + (f", or a clip of at least {FEWEST} frames to go on with" if place == START else "")
         raise InputError(f"{count} frames as the {place} image", expected=expected, fix=fix)
     known = {} if request.previous is None else dict(request.previous.tensors)
     if place in known:
@@ -117,16 +116,18 @@ def encode_image(pipeline: Pipeline, request: base.ImageRequest, progress: Progr
         raise InputError("a clip after its end image", expected="the clip first", fix=fix)
     last, end = VISIONS
     if count > 1:
-        request = replace(request, frames=request.frames[-(min(count, most) // TEMPORAL_RATIO * TEMPORAL_RATIO) :])
+        last_ones = min(count, CLIP.frames) // TEMPORAL_RATIO * TEMPORAL_RATIO
+        request = replace(request, frames=request.frames[-last_ones:])
         known[last] = _vision(pipeline, replace(request, frames=request.frames[-1:]), progress)
         progress.notify(f"goes on with the last {len(request.frames)} of {count} frames of the clip")
-    stage = base.ProgressStage("encoding", "image")
-    known[place] = torch.cat([encoded_moments(pipeline, p, progress, stage) for p in request.frames.split(batch)], 2)
+    stage, batches = base.ProgressStage("encoding", "image"), request.frames.split(CLIP.batch)
+    known[place] = torch.cat([encoded_moments(pipeline, batch, progress, stage) for batch in batches], 2)
     if place == START or last in known:
         known[VISION if place == START else end] = _vision(pipeline, request, progress)
     anchors = () if request.previous is None else request.previous.anchors
     anchors = (*anchors, (place, request.frame, request.strength))
-    return ImageCondition("framepack", known, request.width, request.height, anchors=anchors)
+    beside = count if count > 1 else 0 if request.previous is None else request.previous.beside
+    return ImageCondition("framepack", known, request.width, request.height, anchors=anchors, beside=beside)
 
 
 def frames_for(framepack: FramePackSettings, fps: float) -> int:
@@ -211,10 +212,11 @@ def sample(
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor:
-    """The velocity, noise minus data, of a section that sees the start image alone."""
+    """The velocity, noise minus data, of a section that sees the start image or clip alone."""
     frames = call.latents.shape[2]
     start, like = required(call.picture, "start image", IMAGE_FIX), call.latents
-    plan = plan_for(pipeline.variant, FramePackSettings(0.0, window=frames), 1, False, start.shape[2])
+    whole = call.sections * frames * TEMPORAL_RATIO
+    plan = plan_for(pipeline.variant, FramePackSettings(0.0, window=frames), whole, False, start.shape[2])
     seen = {name: value.to(like) for name, value in History(plan, start).seen().items()}
     return _velocity(pipeline, transformer, call, {**seen, **plan.indices(0)})
 
@@ -273,7 +275,7 @@ def _drawn(pipeline: Pipeline, image: ImageCondition, place: str, generator: tor
     """Latents (1, 16, T, H / 8, W / 8) of the ``start`` or ``end`` image in the transformer's space, on the CPU."""
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    batches = image.tensors[place].split(CLIP_FRAMES[2] // TEMPORAL_RATIO, 2)
+    batches = image.tensors[place].split(CLIP.batch // TEMPORAL_RATIO, 2)
     latents = torch.cat([DiagonalGaussianDistribution(batch).sample(generator) for batch in batches], 2)
     return latents * float(pipeline.configs["vae"]["scaling_factor"])
 
