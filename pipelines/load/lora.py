@@ -39,6 +39,7 @@ LAYERS = (nn.Linear, nn.Conv2d, nn.Conv3d)
 ATOMS = r"(?:[\w-]|\\?\.|\\d|\[[\w-]+\])*"
 SIMPLE = re.compile(rf"\^?{ATOMS}(?:[+*?]{ATOMS})?(?:\([\w.|-]+\){ATOMS})?\$?")  # of layers: one repeat, one choice
 MOST_PATTERNS, MOST_NAME = 8, 128  # in characters
+FACTORS = {"reference_downscale_factor": "[1-8]", "reference_temporal_scale_factor": "1"}  # IC-LoRA's that are read
 NAMED = re.compile(r"(.+?\.safetensors)(?::([^:]*)(?::(.*))?)?", re.IGNORECASE)
 
 
@@ -87,6 +88,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     with tensor_file(path) as file:
         shapes = {name: tuple(entry.shape) for name, entry in file.entries.items()}
         trained = _metadata(file.metadata) or _adapter_config(path, shapes)
+        factor = _control_factor(path, file.metadata, pipeline.model.control_factor)
         layers = _layers_of(pipeline)
         biased = {name for name, layer in layers.items() if getattr(layer, "bias", None) is not None}
         own = {name: tuple(layer.weight.shape) for name, layer in layers.items()}
@@ -119,11 +121,11 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         progress.notify(f"{path.stem}: {caution.verdict}")
     decisions = (*pipeline.plan.decisions, decision, *cautions)
     plan = replace(pipeline.plan, offloader=pipeline.offloader.with_adapters(loras), decisions=decisions)
-    changed = replace(pipeline, plan=plan)
+    changed = replace(pipeline, plan=plan, model=replace(pipeline.model, control_factor=factor))
     recipe, name = recipe_named(pipeline.spec, names_around(path))
     if not recipe or pipeline.is_demo:  # a demo model has its own
         return changed
-    changed = replace(changed, model=replace(pipeline.model, recipe=recipe))
+    changed = replace(changed, model=replace(changed.model, recipe=recipe))
     said = recipe_decisions(changed, (), name)
     progress.notify(f"{path.stem} changes the recipe: {said[0].verdict}")
     others = tuple(each for each in decisions if each.subject != "recipe")
@@ -298,6 +300,21 @@ def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:
     own = {key.removeprefix("transformer."): value for key, value in noted.items() if "text_encoder" not in key}
     own = {"r": 8, **own}  # peft's own
     return own if all(isinstance(own.get(name), (int, float)) for name in ("lora_alpha", "r")) else {}
+
+
+def _control_factor(path: Path, metadata: Mapping[str, str], before: int) -> int:
+    """The factor by which the control clip of an IC-LoRA is smaller than the video; that of LoRAs ``before`` where the
+    file says none. Raises UnsupportedError for another factor than theirs, or one that is not read.
+
+    Source: ComfyUI 0.33 ``comfy_extras/nodes_lt.py`` ``LTXICLoRALoaderModelOnly``; Lightricks/LTX-2 400fd31."""
+    found = {name: next((v for k, v in metadata.items() if k.endswith(name)), "1") for name in FACTORS}
+    for name, value in found.items():
+        known = re.fullmatch(rf"({FACTORS[name]})(?:\.0+)?", value)
+        if known is None or 1 != int(known[1]) != before != 1:
+            expected = f"{before if before > 1 else FACTORS[name].strip('[]')}, or none"
+            raise UnsupportedError(f"{path.name!r} with {name} {value[:20]}", expected=expected, fix="Load it alone.")
+        before = max(before, int(known[1]))
+    return before
 
 
 def _adapter_config(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
