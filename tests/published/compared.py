@@ -134,7 +134,7 @@ ROWS = (
         "text to video with `sample_video.py`, image to video (33 channels, token replace) with "
         "`sample_image2video.py`: bucket, bilinear in 8 bits, both encoders, 50 steps, decoder in windows of 64 "
         "frames, at one tile",
-        f"{BLENDED}; of the script's dynamic mode shift 17 is to be set, and the start from noise alone is not offered",
+        f"{BLENDED}; of the script without `--i2v-stability` shift 17 is to be set, and the start from noise alone is not offered",
         ("hunyuan video", "hunyuan video i2v", "hunyuan video i2v 33 channels"),
     ),
     Compared(

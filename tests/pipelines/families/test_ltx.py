@@ -470,6 +470,11 @@ def test_the_variant_is_guessed_from_the_names_and_said(
     assert not progress.said  # it is among the decisions, which every user of a pipeline shows
 
 
+def test_a_second_pass_is_of_the_configuration_of_its_first() -> None:
+    passes = [(each.source, each.second.source) for each in SPEC.published.recipes.values() if each.second is not None]
+    assert len(passes) == 4 and all(second == f"{first}, second_pass" for first, second in passes)
+
+
 def test_the_text_is_masked_for_every_version(plain: Model, condition: Model, recorded: Any) -> None:
     """Source: Lightricks/LTX-Video 5260738 ``encode_prompt``; diffusers' LTXPipeline has no mask."""
     for model, times in ((condition, 0), (plain, 1)):  # what an older graph had otherwise is said once
