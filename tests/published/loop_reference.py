@@ -893,6 +893,7 @@ TENCENT = "Tencent Hunyuan Community License"
 HUNYUAN_I2V = "Tencent-Hunyuan/HunyuanVideo-I2V", "1481c1d", TENCENT
 HUNYUAN_15 = "Tencent-Hunyuan/HunyuanVideo-1.5", "60783e7", TENCENT
 LIGHTRICKS = "Lightricks/LTX-Video", "5260738", "Apache-2.0"
+LIGHTRICKS_097, LATER = ("Lightricks/LTX-Video", "20799e5", "Apache-2.0"), "LinearQuadratic"
 SKYWORK = "SkyworkAI/SkyReels-V1", "cb0ceaa", f"Apache-2.0 and {TENCENT}"
 FRAMEPACK = "lllyasviel/FramePack", "97fe5db", "Apache-2.0; its sampler CC BY-SA 4.0"
 STUDIO = "colinurbs/FramePack-Studio", "f4369da", "Apache-2.0; its sampler CC BY-SA 4.0"
@@ -915,11 +916,14 @@ LOOPS = {
         *LIGHTRICKS, ltx("ltx_condition", "ltxv-2b-0.9.6-distilled.yaml", fps=30, sampler="LinearQuadratic")
     ),
     **{
-        f"ltx {size} 0.9.8 {kind}": Loop(
-            *LIGHTRICKS,
-            ltx("ltx_condition", f"ltxv-{size.lower()}-0.9.8-{kind}.yaml", 30, blocks, sampler="LinearQuadratic"),
+        f"ltx {size} {kind}": Loop(
+            *(LIGHTRICKS_097 if "0.9.7" in kind else LIGHTRICKS),
+            ltx("ltx_condition", f"ltxv-{size}-{kind}.yaml".lower().replace(" ", "-"), 30, blocks, sampler=LATER),
         )
-        for size, kind, blocks in (("2B", "distilled", loops.LTX_BLOCKS), ("13B", "distilled", 29), ("13B", "dev", 40))
+        for size, kind, blocks in (
+            *(("2B", "0.9.8 distilled", loops.LTX_BLOCKS), ("13B", "0.9.8 distilled", 29), ("13B", "0.9.8 dev", 40)),
+            ("13B", "0.9.7 distilled", 29),
+        )
     },
     **{
         loops.named(task, kind): Loop(
