@@ -103,6 +103,7 @@ class SampleFramePack(io.ComfyNode):
                 io.Boolean.Input("single_frame", default=False, optional=True, advanced=True),
                 *core_inputs(),
                 batch_input(),
+                io.Int.Input("blend_sections", default=0, min=0, max=10, optional=True, advanced=True),
             ],
             outputs=[io.Latent.Output(display_name="latent")],
         )
@@ -111,14 +112,14 @@ class SampleFramePack(io.ComfyNode):
     def execute(
         cls, pipeline: Any, prompt: Any, image: Any, clip_seconds: float, fps: float = 30.0, window: int = 9, order: str = "auto",
         end_strength: float = 1.0, single_frame: bool = False, negative: Any = None, sigmas: Any = None, batch_size: int = 1,
-        **settings: Any,
+        blend_sections: int = 0, **settings: Any,
     ) -> io.NodeOutput:
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
         settings = own_inputs(pipeline, {**settings, "clip_seconds": clip_seconds, "fps": fps, "window": window}, progress.notify)
         framepack = FramePackSettings(
             clip_seconds=settings.pop("clip_seconds"), window=settings.pop("window"), order=order,
-            end_strength=end_strength, single_frame=single_frame,
+            end_strength=end_strength, single_frame=single_frame, blend_sections=blend_sections,
         )
         levels = None if sigmas is None else tuple(to_host(sigmas).tolist())
         chosen = SampleSettings(image.width, image.height, 0, **settings, sigmas=levels)

@@ -108,7 +108,7 @@ class ImageCondition:
     height: int
     anchors: tuple[tuple[str, int, float], ...] = ()  # tensor name, pixel frame index, strength
     sources: tuple[PictureSource, ...] = ()  # in order; empty if another node encoded them
-    beside: int = 0  # pixel frames of control clips, whose tokens come beside the video's
+    beside: int = 0  # pixel frames of clips whose tokens come beside the video's
 
     def __repr__(self) -> str:
         return f"<image condition for {self.family}: {self.width}x{self.height}, {sorted(self.tensors)}>"
@@ -202,6 +202,7 @@ class FramePackSettings:
     order: str = "auto"  # of :data:`SECTION_ORDERS`, or ``auto``
     end_strength: float = 1.0  # how much the end image counts, 0..1
     single_frame: bool = False  # sample one frame instead of a video
+    blend_sections: int = 0  # that a prompt takes to blend into the next one; 0 switches at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +220,7 @@ class Call:
     picture: torch.Tensor | None = None  # latents of the start picture in the transformer's space, (B, C, 1, H, W)
     next_time: torch.Tensor | None = None  # of the next step, (B,)
     fps: float = 25.0  # of the video
+    sections: int = 1  # of the video, whose first in the order of sampling this is
     branch: str = "cond"  # which prompts are in the batch, for caches that keep them apart
 
     @property

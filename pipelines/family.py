@@ -131,12 +131,20 @@ class FitFactors:
 
 
 @dataclass(frozen=True, slots=True)
+class ClipTerms:
+    frames: int = 1  # pixel frames of the longest clip that a video goes on with
+    batch: int = 1  # of them that are encoded at a time
+    seen: Mapping[str, int] = field(default_factory=dict)  # further latent frames that a section sees, by variant
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryTerms:
     fit: FitFactors  # the fitted factors
     reference_tokens: int  # tokens that the text encoder runs on
     text_tokens: int = 0  # valid text tokens that join the video's where the prompt is not known yet; 0 where none join
     history_tokens: int = 0  # further tokens beside the video's, of pictures
     section_context: tuple[float, int] | None = None  # further latent frames of a section: as tokens, as latents
+    clip: ClipTerms = ClipTerms()
     decode_window: int = 0  # most pixel frames that the decoder has in work at once; 0 for all
 
 

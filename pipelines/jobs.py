@@ -171,10 +171,11 @@ def planned_size(job: VideoJob, machine: Machine, pipeline: Pipeline) -> tuple[S
     progress = Silent()
     job = as_run(job, pipeline, progress.notify)
     settings, usual = job.settings, of_checkpoint(pipeline).sizes.defaults
-    width, height, frames = settings.width, settings.height, settings.frames
+    width, height, frames, clip = settings.width, settings.height, settings.frames, False
     if job.pictures:
         picture = _frames("image", job.pictures[0].file, job, machine, progress, pipeline)
         width, height = stages.picture_size(pipeline, picture, width, height, job.fit)
+        clip = len(picture) > 1
     if job.video is not None:
         video = _frames("images", job.video, job, machine, progress, pipeline)
         width, height, frames = stages.video_size(pipeline, video, width, height, VIDEO_FIT)
@@ -185,7 +186,7 @@ def planned_size(job: VideoJob, machine: Machine, pipeline: Pipeline) -> tuple[S
     if job.framepack is None:
         return size, settings
     sections = pipeline.spec.code.sections_for(job.framepack, size.frames)
-    return replace(size, sections=sections, window=job.framepack.window), settings
+    return replace(size, sections=sections, window=job.framepack.window, clip=clip), settings
 
 
 def _frames(

@@ -112,7 +112,14 @@ def prepared(
     Args:
         own_shape: False where the size is a video's; an image encoder sees the picture in its own shape all the same.
     """
-    frames, width, height, how = request.frames, request.width, request.height, fit
+    frames, how, factor = request.frames, fit, pipeline.model.control_factor if request.control else 1
+    if grid := [side for side in (request.width, request.height) if side % (factor * pipeline.spec.sizes.multiple)]:
+        raise InputError(
+            f"a control clip at 1/{factor} of {grid[0]} pixels",
+            expected=f"sides of the video that are multiples of {factor * pipeline.spec.sizes.multiple}",
+            fix="Set width and height so.",
+        )
+    width, height = request.width // factor, request.height // factor
     if not request.prepare:
         pictures, seen = fitted(frames, width, height, fit), None
     else:

@@ -41,6 +41,7 @@ class Size:
     window: int = 9  # latent frames of a section
     text: int = 0  # tokens of the prompt
     sections: int = 0  # those of a video that is sampled in several
+    clip: bool = False  # whether it goes on with a clip, of which each section sees more than of a picture
 
 
 def latent_shape(pipeline: Pipeline, size: Size) -> tuple[int, int, int]:
@@ -74,7 +75,8 @@ def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
     seen, terms = float(frames), pipeline.spec.memory
     if terms.section_context is not None:
         clean, more = terms.section_context
-        seen, frames = size.window + clean, size.window + more
+        near = terms.clip.seen.get(pipeline.variant, 0) if size.clip else 0
+        seen, frames = size.window + near + clean, size.window + near + more
     tokens = int(seen / patch_time * (rows // patch) * (columns // patch))
     width = int(config.get("num_attention_heads", 24)) * int(config.get("attention_head_dim", 128))
     batch = 2 if size.guided and pipeline.spec.recipes.batched_cfg else 1

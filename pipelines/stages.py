@@ -135,7 +135,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
     def run() -> Run:
         size = Size(usual.width, usual.height, usual.frames)  # a text takes as long for any
-        return replace(planned_run(pipeline, size), texts=completed)
+        return planned_run(pipeline, size, texts=completed)
 
     with running(TEXT, pipeline, progress, hint=TEXT_HINT, run=run):
         fit_offload(pipeline, "text", None, progress)
@@ -297,7 +297,7 @@ def sample_framepack(
     settings = replace(settings, frames=clip_frames(pipeline, framepack, settings.fps))
     settings = complete(of_checkpoint(pipeline), prompt, image, settings, progress)
     sections = family.code.sections_for(framepack, settings.frames)
-    size = replace(size_of(settings, prompt, framepack.window), sections=sections)
+    size = replace(size_of(settings, prompt, framepack.window), sections=sections, clip=bool(image and image.beside))
     remembered = InMemorySections(keeper)
     if steps is not None:
         pipeline = with_steps(

@@ -353,6 +353,33 @@ def test_a_forecast_has_the_size_at_which_the_picture_will_be_encoded(pack, tiny
     assert seen["demo: FramePack", "tall.png"] == seen["demo: FramePack", "gone.png"] == "64x64, 9"
 
 
+def test_a_forecast_has_the_clip_and_each_prompt_of_a_video_in_sections(pack, tiny_folder):
+    for name, published in (("framepack", "FramePackI2V_HY"), ("hunyuan_video", "HunyuanVideo"), ("siglip", "flux")):
+        weights_on(pack, tiny_folder, name, published)
+
+    def told(pictures: str, text: str, more: str = "") -> dict[str, Any]:
+        prompt = {
+            "1": {"class_type": "AnyGPULoadPipeline", "inputs": {"model": "FramePackI2V_HY"}},
+            "2": {"class_type": pictures, "inputs": {}},
+            "3": {"class_type": "AnyGPUEncodeImage", "inputs": {"image": ["2", 0]}},
+            "4": {"class_type": "AnyGPUEncodePrompt", "inputs": {"text": text, "section_prompts": more}},
+            "5": {"class_type": "AnyGPUSampleFramePack", "inputs": {"pipeline": ["1", 0], "clip_seconds": 5.0}},
+        }
+        prompt["5"]["inputs"] |= {"prompt": ["4", 0], "image": ["3", 0], "fps": 30.0}
+        (found,) = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})[1]["forecasts"]
+        return found
+
+    state = Path(importlib.import_module("anygpu.host.folders").state_folder())
+    for heads in (64, 128):
+        pace = asdict(Pace(1e7, 1e7, 1e7, 1e7, 0.0))
+        probe_results_of(facts_for("cpu"), state).remember(f"rates of float32, heads of {heads}", pace.copy)
+    plain, clip = told("LoadImage", "a fox"), told("GetVideoComponents", "a fox [1s: a dog] [2s: a cat]")
+    peaks = ({stage["stage"]: stage["peak"] for stage in each["stages"]} for each in (plain, clip))
+    assert all(after[name] > before[name] for before, after in [tuple(peaks)] for name in ("image", "sampling"))
+    assert all(clip["seconds"][name] > plain["seconds"][name] for name in ("text", "image", "sampling"))
+    assert told("LoadImage", "[1s: a]", "b")["error"]["found"].endswith("with and without a time")
+
+
 def test_a_node_that_delights_is_told_of_delight_alone(pack):
     loader = {"class_type": "AnyGPULoadPaintPipeline", "inputs": {"model": stored.FOLDERS["delight"]}}
     prompt = {"1": loader}

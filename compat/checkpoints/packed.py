@@ -125,10 +125,11 @@ def unpack(layer: StoredLinear) -> None:
 
 
 def opened(layer: StoredLinear) -> Callable[[], None]:
-    """Make a layer that is kept in plain 16 bits dense, so that something can be added to it; returns the way back."""
-    stored, dtype, by_bits = layer.stored, layer.dense_dtype, layer.by_bits
+    """Make a layer dense, so that something can be added to it; returns the way back, to the very tensors."""
+    form: dict[str, Any] = {"codec": layer.codec, "sides": layer.sides, "group": layer.group, "by_bits": layer.by_bits}
+    back = partial(pack, layer, layer.stored.data, layer.dense_dtype, **form)
     unpack(layer)
-    return partial(pack, layer, stored.data, dtype, by_bits=by_bits)
+    return back
 
 
 def is_exact(layer: nn.Module) -> bool:

@@ -19,10 +19,11 @@ from ...paint.choices import DEMO_SIZE, is_demo
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
 from ...paint.networks.stable_diffusion import joined_files
 from ...paint.networks.weights import Weights
-from ...pipelines.base import FramePackSettings, SampleSettings
+from ...pipelines.base import FramePackSettings, PromptRequest, SampleSettings
 from ...pipelines.decisions import card_of
 from ...pipelines.demo.stand_in import own_inputs
 from ...pipelines.family import FITS as PICTURE_FITS
+from ...pipelines.forecast.counts import text_forwards
 from ...pipelines.forecast.memory import forecast
 from ...pipelines.forecast.seconds import planned_run
 from ...pipelines.forecast.times import Times, known_or_why, times_of
@@ -37,6 +38,7 @@ from .panel import error_message, facts
 
 MOST_PIPELINES = 8
 DELIGHTS, ENCODES, LOADS = "AnyGPUDelightImage", "AnyGPUEncodeImage", "LoadImage"
+FILMS = ("GetVideoComponents", "VHS_LoadVideo", "VHS_LoadVideoPath")  # nodes whose pictures are a clip
 LARGEST = 1e9  # of a number that a widget holds
 MV_ADAPTER, CHECKPOINT = "AnyGPULoadMVAdapter", ("ckpt_name", "checkpoints")
 CORE_FILES = {  # core's loaders -> the input that names their file, and the kind of its folder
@@ -143,12 +145,14 @@ def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _pictured(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> dict[str, float]:
-    """Width and height of the picture that a node starts from, as it will be encoded; none where that is not known."""
+    """Width and height of the picture that a node starts from, as it will be encoded, or ``clip`` for a film's frames;
+    none where that is not known."""
     encoder = next(back(prompt, node, "image"), node)
     *_, encoder = encoder, *back(prompt, encoder, "previous")  # one that is joined to another takes its size
     loader = next(back(prompt, encoder, "image"), encoder)
-    if [prompt[each]["class_type"] for each in (encoder, loader)] != [ENCODES, LOADS]:
-        return {}
+    kinds = [prompt[each]["class_type"] for each in (encoder, loader)]
+    if kinds != [ENCODES, LOADS]:
+        return {"clip": True} if kinds[0] == ENCODES and kinds[1] in FILMS else {}
     sides = folders.picture_sides(prompt[loader]["inputs"].get("image"))
     if sides is None:
         return {}
@@ -161,12 +165,24 @@ def _pictured(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> dict[
     return {"width": width, "height": height}
 
 
+def _texts(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> PromptRequest | None:
+    """The prompts of a video that is sampled in sections, where they are known. Raises InputError for refused ones."""
+    inputs = prompt.get(next(back(prompt, node, "prompt"), ""), {}).get("inputs", {})
+    text, more = inputs.get("text"), inputs.get("section_prompts", "")
+    if not (pipeline.spec.recipes.sections and isinstance(text, str) and isinstance(more, str)):
+        return None
+    texts = PromptRequest(text, sections=tuple(filter(str.strip, more.splitlines())))
+    text_forwards(pipeline, texts)
+    return texts
+
+
 def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, Any]:
     entry = prompt[node]
     plain = _numbers(entry)
     try:
         if isinstance(pipeline, Pipeline):
-            plain = own_inputs(pipeline, {**_pictured(prompt, node, pipeline), **plain}, lambda _: None)
+            given = {**_pictured(prompt, node, pipeline), "texts": _texts(prompt, node, pipeline)}
+            plain = own_inputs(pipeline, {**given, **plain}, lambda _: None)
         run, stages_in, times_in = RUNS[entry["class_type"]](plain, pipeline)
     except PackError as error:
         return {"error": error_message(error)}
@@ -229,7 +245,7 @@ def _stage(most: StageNeed, least: StageNeed, room: int | None) -> dict[str, Any
     return {"stage": most.name, "peak": peak, "least": least.total, "free": room, "fits": fits, "form": form}
 
 
-def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, StagesIn, TimesIn]:
+def _sampled(plain: Mapping[str, Any], pipeline: Pipeline) -> tuple[str, StagesIn, TimesIn]:
     family = of_checkpoint(pipeline)
     frames, window, clip = int(plain.get("frames", 0)), int(plain.get("window", 9)), None
     if "clip_seconds" in plain and family.recipes.sections:
@@ -238,7 +254,7 @@ def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Stage
     size = snap(family, int(plain.get("width", 0)), int(plain.get("height", 0)), frames)
     guided, frames = plain.get("cfg", family.sizes.defaults.cfg) > 1.0, size.frames
     sections = 0 if clip is None else family.code.sections_for(clip, frames)
-    asked = Size(width=size.width, height=size.height, frames=frames, guided=guided, window=window, sections=sections)
+    asked = Size(size.width, size.height, frames, guided, window=window, sections=sections, clip="clip" in plain)
     run = f"{size.width}x{size.height}, {frames} frames"
     steps = int(plain.get("steps", 0))
     settings = SampleSettings(size.width, size.height, frames, steps=steps, cfg=plain.get("cfg", 0.0))
@@ -248,7 +264,7 @@ def _sampled(plain: Mapping[str, float], pipeline: Pipeline) -> tuple[str, Stage
     def times(mode: str, room: int | None) -> Times:
         from ...pipelines.forecast.savings import savings
 
-        planned = planned_run(pipeline, asked, settings)
+        planned = planned_run(pipeline, asked, settings, plain.get("texts"))
         found = times_of(pipeline, planned, [mode], room, memory_manager.room_on)
         if found:
             found.less = known_or_why(lambda: savings(pipeline, planned, mode, room, memory_manager.room_on))[0] or ()
@@ -281,7 +297,7 @@ LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their d
 }
 READERS: dict[type, Callable[..., Any]] = {PaintRequest: load_paint, AdapterRequest: load_adapter}
 RUNS: dict[
-    str, Callable[[Mapping[str, float], Any], tuple[str, StagesIn, TimesIn]]
+    str, Callable[[Mapping[str, Any], Any], tuple[str, StagesIn, TimesIn]]
 ] = {  # the size of a run, its stages and their time
     "AnyGPUSample": _sampled,
     "AnyGPUSampleFramePack": _sampled,

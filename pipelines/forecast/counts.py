@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -38,7 +39,8 @@ def sampling_work(pipeline: Pipeline, size: Size, settings: SampleSettings) -> W
     """The work of all steps of a sampling; its ``settings`` are completed."""
     total, sections = Work(), sections_of(pipeline, size)
     for rows, count in Counter(batches_of(pipeline, settings)).items():
-        total.update(transformer_work(pipeline, size, rows).times(count * sections))
+        total.update(transformer_work(pipeline, replace(size, sections=1), rows).times(count))
+        total.update(transformer_work(pipeline, size, rows).times(count * (sections - 1)))
     return total
 
 
@@ -70,7 +72,8 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
     precision, sparse = pipeline.precision, pipeline.plan.speed.attention.choice == SPARSE
     dtype = precision.compute or precision.transformer
     wide = precision.safe and pipeline.device.probes is not None and pipeline.device.probes[FP32_OUTPUT].status == OK
-    key = (TRANSFORMER, pipeline.family, pipeline.variant, text_of(config), call.latents.shape, call.embeds.shape)
+    clip = size.clip and call.sections
+    key = (TRANSFORMER, pipeline.family, pipeline.variant, text_of(config), call.latents.shape, call.embeds.shape, clip)
 
     def count() -> Work:
         module = built(pipeline, TRANSFORMER, shown, dtype)
@@ -137,23 +140,26 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
 
 
 def image_work(pipeline: Pipeline, size: Size) -> Work:
-    """The work of encoding one picture of ``size``: by the VAE, and by the image encoder where there is one."""
-    config, dtype = pipeline.configs[VAE], pipeline.precision.vae
+    """The work of encoding a picture or clip of ``size``: by the VAE, and by the image encoder where there is one."""
+    config, dtype, clip = pipeline.configs[VAE], pipeline.precision.vae, pipeline.spec.memory.clip
     form = pipeline.plan.speed.forms.get(VAE, "")
 
-    def by_vae() -> Work:
+    def by_vae(frames: int) -> Work:
         vae = built(pipeline, VAE, config, dtype)
         if form:
             fuse_vae(vae, form)
         with counting_on_meta() as work:
-            vae.encode(empty(1, 3, 1, size.height, size.width, dtype=dtype))
+            vae.encode(empty(1, 3, frames, size.height, size.width, dtype=dtype))
         return work
 
     key = (VAE, "encode", pipeline.family, text_of(config), size.height, size.width, str(dtype), form)
-    total = Work(counted_once(key, by_vae))
+    total, whole = Work(), clip.frames // clip.batch
+    for frames, times in ((clip.batch, whole), (clip.frames % clip.batch, 1)) if size.clip else ((1, 1),):
+        total.update(counted_once((*key, frames), partial(by_vae, frames)).times(times) if frames else {})
     if IMAGE_ENCODER in pipeline.configs:
         seen = (IMAGE_ENCODER, text_of(pipeline.configs[IMAGE_ENCODER]))
-        total.update(counted_once(seen, partial(_vision_work, pipeline)))
+        work = counted_once(seen, partial(_vision_work, pipeline))
+        total.update(work.times(2) if size.clip else work)  # its first and last frame
     return total
 
 
@@ -234,7 +240,7 @@ def empty_call(pipeline: Pipeline, size: Size, rows: int) -> Call:
     channels = int(config.get("in_channels", 16))
     text = size.text or spec.memory.text_tokens or spec.memory.reference_tokens
     wide = partial(_number, config, default=1)
-    vision = None
+    vision, clip = None, spec.memory.clip.frames
     if spec.recipes.sections or pipeline.model.task == "image":
         vision = empty(rows, _vision_tokens(pipeline), wide("image_proj_dim", "image_embed_dim"), dtype=dtype)
     return Call(
@@ -245,8 +251,9 @@ def empty_call(pipeline: Pipeline, size: Size, rows: int) -> Call:
         pooled=empty(rows, wide("pooled_projection_dim"), dtype=dtype),
         guidance=empty(rows),
         vision=vision,
-        picture=empty(rows, channels, 1, *plane, dtype=dtype),
+        picture=empty(rows, channels, clip // spec.sizes.stride if size.clip else 1, *plane, dtype=dtype),
         next_time=empty(rows),
+        sections=2 if size.sections > 1 else 1,  # one and all that follow it
     )
 
 

@@ -82,8 +82,8 @@ def _needs(
     text = [part for part in weights if part.startswith("text_encoder")]
     kept = 0
     if "image_encoder" in weights and pipeline.model.task == "image":
-        own = max(weights["image_encoder"].total, vae)
-        stages.append(StageNeed("image", 0, own, decoding_bytes(pipeline, replace(size, frames=1))))
+        own, batch = max(weights["image_encoder"].total, vae), pipeline.spec.memory.clip.batch if size.clip else 1
+        stages.append(StageNeed("image", 0, own, decoding_bytes(pipeline, replace(size, frames=batch))))
         kept = vae if stays else 0
     if text:
         active = {part: text_bytes(pipeline, part, 1) for part in text}

@@ -10,7 +10,7 @@ import torch
 from ...compat.device.facts import host_free_bytes
 from ...compat.errors import InputError
 from ...compat.memory.statistics import StageNeed, amount_of
-from ..base import SampleSettings
+from ..base import PromptRequest, SampleSettings
 from ..pipeline import Pipeline
 from ..settings import of_checkpoint, snap
 from ..sizes import Size
@@ -36,7 +36,9 @@ def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guide
     return Size(size.width, size.height, size.frames, guided)
 
 
-def memory_plan(pipeline: Pipeline, size: Size, settings: SampleSettings | None = None) -> tuple[str, torch.Tensor]:
+def memory_plan(
+    pipeline: Pipeline, size: Size, settings: SampleSettings | None = None, texts: PromptRequest | None = None
+) -> tuple[str, torch.Tensor]:
     """Memory of a run of ``size`` in each mode, as text and as a picture (1, H, 1200, 3) in 0..1; nothing runs."""
     from .savings import savings
 
@@ -44,7 +46,7 @@ def memory_plan(pipeline: Pipeline, size: Size, settings: SampleSettings | None 
     more = ", with true guidance" if size.guided else ""
     room = room_now(pipeline)
     needs = forecasts(pipeline, size, room)
-    run = planned_run(pipeline, size, settings)
+    run = planned_run(pipeline, size, settings, texts)
     times = times_of(pipeline, run, [each.mode for each in needs], room)
     less = known_or_why(lambda: savings(pipeline, run, room=room))[0] if pipeline.offloader.mode in times else None
     return shown(pipeline, title, more, needs, times, less or ())

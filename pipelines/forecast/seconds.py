@@ -128,7 +128,9 @@ def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
     )
 
 
-def planned_run(pipeline: Pipeline, size: Size, asked: SampleSettings | None = None) -> Run:
+def planned_run(
+    pipeline: Pipeline, size: Size, asked: SampleSettings | None = None, texts: PromptRequest | None = None
+) -> Run:
     """A run of ``size`` with the steps and guidance that are ``asked``, else those of the checkpoint."""
     recipe = recipe_of(pipeline, asked)
     usual = of_checkpoint(pipeline, recipe).sizes.defaults
@@ -144,7 +146,7 @@ def planned_run(pipeline: Pipeline, size: Size, asked: SampleSettings | None = N
         cfg=cfg,
         guidance_steps=settings.guidance_steps or guidance_steps(recipe, settings, cfg),
     )
-    return Run(replace(size, guided=cfg > 1.0), settings)
+    return Run(replace(size, guided=cfg > 1.0), settings, texts)
 
 
 def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, ProbeStore | None]:

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,19 @@ import torch
 from torch import nn
 
 from ...compat.checkpoints.headers import json_object
-from ...compat.checkpoints.packed import Stored, is_exact, opened, without_unpacking
+from ...compat.checkpoints.packed import Stored, StoredLinear, is_exact, opened, without_unpacking
 from ...compat.checkpoints.weights import read_json, tensor_file
 from ...compat.decision import Decision
 from ...compat.errors import CheckpointError, InputError, UnsupportedError, first_line, require_choice
+from ...compat.memory.parts import PartBytes
+from ...compat.memory.statistics import amount_of
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Progress
 from ..files.evidence import cautions_by_name, names_around, recipe_named
-from ..files.lora_keys import Match, matched
+from ..files.lora_keys import matched
 from ..files.lora_kinds import ALPHA, HADA, KRON, MAGNITUDE, PEFT_MAGNITUDE, UP, Delta, LoRAPair, role_of
 from ..files.part import MOST_TENSORS, construction, empty_weights
-from ..keys import listed
 from ..pipeline import Pipeline
 from ..requests import LORA_MODES
 from ..settings import recipe_decisions
@@ -39,6 +40,7 @@ LAYERS = (nn.Linear, nn.Conv2d, nn.Conv3d)
 ATOMS = r"(?:[\w-]|\\?\.|\\d|\[[\w-]+\])*"
 SIMPLE = re.compile(rf"\^?{ATOMS}(?:[+*?]{ATOMS})?(?:\([\w.|-]+\){ATOMS})?\$?")  # of layers: one repeat, one choice
 MOST_PATTERNS, MOST_NAME = 8, 128  # in characters
+FACTORS = {"reference_downscale_factor": "[1-8]", "reference_temporal_scale_factor": "1"}  # IC-LoRA's that are read
 NAMED = re.compile(r"(.+?\.safetensors)(?::([^:]*)(?::(.*))?)?", re.IGNORECASE)
 
 
@@ -87,11 +89,11 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     with tensor_file(path) as file:
         shapes = {name: tuple(entry.shape) for name, entry in file.entries.items()}
         trained = _metadata(file.metadata) or _adapter_config(path, shapes)
+        factor = _control_factor(path, file.metadata, pipeline.model.control_factor)
         layers = _layers_of(pipeline)
         biased = {name for name, layer in layers.items() if getattr(layer, "bias", None) is not None}
         own = {name: tuple(layer.weight.shape) for name, layer in layers.items()}
         match = matched(path, shapes, own, pipeline.spec, blocks, biased)
-        match = _without_packed(match, pipeline, path, progress)
         progress.notify(match.message(path.stem))
         if mode == "separate":
             attribute("peft", "LoraConfig")
@@ -120,11 +122,12 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         progress.notify(f"{path.stem}: {caution.verdict}")
     decisions = (*pipeline.plan.decisions, decision, *cautions)
     plan = replace(pipeline.plan, offloader=pipeline.offloader.with_adapters(loras), decisions=decisions)
-    changed = replace(pipeline, plan=plan)
+    weights = _unpacked(pipeline, added, own, progress)
+    changed = replace(pipeline, plan=plan, model=replace(pipeline.model, weights=weights, control_factor=factor))
     recipe, name = recipe_named(pipeline.spec, names, base)
     if not recipe or pipeline.is_demo:  # a demo model has its own
         return changed
-    changed = replace(changed, model=replace(pipeline.model, recipe=recipe))
+    changed = replace(changed, model=replace(changed.model, recipe=recipe))
     said = recipe_decisions(changed, (), name)
     progress.notify(f"{path.stem} changes the recipe: {said[0].verdict}")
     others = tuple(each for each in decisions if each.subject != "recipe")
@@ -220,15 +223,15 @@ class LoRAs:
             return undo.pop_all().close
 
 
-def _without_packed(match: Match, pipeline: Pipeline, path: Path, progress: Progress) -> Match:
-    """``match`` without what would have to go into weights that are packed, which is said."""
-    if not any(pipeline.model.storage.get(part) for part in pipeline.spec.transformers):
-        return match
-    lost = sorted(name for name, pair in match.pairs.items() if pair.of_weight and not pair.of_norm)
-    if lost:
-        kind = "DoRA" if all(MAGNITUDE in match.pairs[name].names for name in lost) else "OFT or GLoRA"
-        progress.notify(f"{path.stem}: {kind} of {listed(lost)} is left out; it takes unpacked weights (weights auto)")
-    return replace(match, pairs={name: pair for name, pair in match.pairs.items() if name not in lost})
+def _unpacked(pipeline: Pipeline, lora: LoRA, sides: Mapping[str, Any], progress: Progress) -> dict[str, PartBytes]:
+    """The bytes of each part where packed layers become dense for ``lora``, which is said; all blocks grow alike."""
+    weights, names = dict(pipeline.weights), [name for name in lora.of_weight if len(sides[name]) > 1]
+    more = sum(math.prod(sides[name]) for name in names) * pipeline.precision.transformer.itemsize
+    for part in (part for part in pipeline.spec.transformers if more and pipeline.model.storage.get(part)):
+        own, share = weights[part], 1 + more / weights[part].total
+        weights[part] = PartBytes(*(int(getattr(own, each.name) * share) for each in fields(own)))
+        progress.notify(f"{lora.path.stem}: layers of {part} unpacked for it: {len(names)}, {amount_of(more)} more")
+    return weights
 
 
 class Alphas:
@@ -301,6 +304,21 @@ def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:
     return own if all(isinstance(own.get(name), (int, float)) for name in ("lora_alpha", "r")) else {}
 
 
+def _control_factor(path: Path, metadata: Mapping[str, str], before: int) -> int:
+    """The factor by which the control clip of an IC-LoRA is smaller than the video; that of LoRAs ``before`` where the
+    file says none. Raises UnsupportedError for another factor than theirs, or one that is not read.
+
+    Source: ComfyUI 0.33 ``comfy_extras/nodes_lt.py`` ``LTXICLoRALoaderModelOnly``; Lightricks/LTX-2 400fd31."""
+    found = {name: next((v for k, v in metadata.items() if k.endswith(name)), "1") for name in FACTORS}
+    for name, value in found.items():
+        known = re.fullmatch(rf"({FACTORS[name]})(?:\.0+)?", value)
+        if known is None or 1 != int(known[1]) != before != 1:
+            expected = f"{before if before > 1 else FACTORS[name].strip('[]')}, or none"
+            raise UnsupportedError(f"{path.name!r} with {name} {value[:20]}", expected=expected, fix="Load it alone.")
+        before = max(before, int(known[1]))
+    return before
+
+
 def _adapter_config(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration that peft writes beside its file, the alpha of each method as ``lora_alpha``; empty where there
     is none. Raises UnsupportedError where ``names`` are of a method that is not read."""
@@ -322,7 +340,8 @@ def _adapter_config(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
 def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
     """Add the products to the weights, in fp32 and rounded once; the undo puts back the very tensors from before."""
     layers: dict[str, Any] = {name: module.get_submodule(name) for name in _names_in(module, lora, merged=True)}
-    quantised = [layer for layer in layers.values() if not (_is_plain(layer) or is_exact(layer))]
+    dense = {name for name in lora.of_weight if isinstance(layers.get(name), StoredLinear)}
+    quantised = [each for name, each in layers.items() if not (name in dense or _is_plain(each) or is_exact(each))]
     if quantised:
         layer = quantised[0]
         stored = layer.stored if isinstance(layer, Stored) else layer.weight
@@ -334,7 +353,7 @@ def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
         )
     with ExitStack() as undo:  # closed by a failure, so that another try begins with the same weights
         for name, layer in layers.items():
-            if is_exact(layer):  # kept in 16 bits for fp32: what is added must not be rounded to them
+            if isinstance(layer, StoredLinear):  # what is added must not be rounded to its few bits
                 undo.callback(opened(layer))
             weight, delta = layer.weight, lora.delta(name)
             own = weight.data.float()

@@ -50,7 +50,8 @@ def sampled_size(pipeline: Pipeline, job: VideoJob, machine: Machine, monkeypatc
     def encode_image(_pipeline: Any, request: Any, _progress: Any) -> ImageCondition:
         assert tuple(request.frames.shape[1:3]) == (request.height, request.width)
         anchors = (("", request.frame, request.strength),)
-        return ImageCondition(pipeline.family, {}, request.width, request.height, anchors)
+        beside = len(request.frames) if len(request.frames) > 1 else 0
+        return ImageCondition(pipeline.family, {}, request.width, request.height, anchors, beside=beside)
 
     def reached(_pipeline: Any, _settings: Any, size: Size, *_: Any) -> None:
         raise Reached(size)
@@ -111,6 +112,19 @@ def test_a_checkpoint_with_sizes_of_its_own_takes_none_of_its_family_s(tiny_fold
         monkeypatch.setitem(pipeline.tools["index"], "_anygpu_defaults", {"width": 128, "height": 128})
         square, wide = (stages.picture_size(pipeline, torch.empty(1, 50, w, 3), 0, 0, FITS[0]) for w in (50, 200))
         assert published != square and square == (128, 128) and wide == (256, 64)
+
+
+def test_a_clip_to_go_on_with_is_planned(pictures, tiny_folder, tmp_path, monkeypatch):
+    for provider in ("hunyuan_video", "siglip"):
+        tiny.build(provider, tiny_folder)
+    request = LoadRequest(tiny.build("framepack", tiny_folder), device="cpu", precision="fp32", search=(tiny_folder,))
+    content, framepack = next(iter(pictures.values()))[0], FramePackSettings(2.4)
+    job = VideoJob(Content("m"), PromptRequest("a cat"), SampleSettings(0, 0, 0, 3), framepack=framepack)
+    job, pipeline = replace(job, pictures=(Picture(content),)), load(request)
+    monkeypatch.setattr(Places, "frames", lambda *_: (torch.zeros(40, 64, 64, 3), 24.0))
+    machine = Machine(Places(), tmp_path, "cpu")
+    planned, _ = jobs.planned_size(job, machine, pipeline)
+    assert planned.clip and planned == replace(sampled_size(pipeline, job, machine, monkeypatch), text=planned.text)
 
 
 def test_a_video_is_planned_at_its_own_size_and_length(tiny_folder, tmp_path, monkeypatch):

@@ -4,6 +4,7 @@
 and words.
 """
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -132,11 +133,13 @@ def ltx(name: str, **request: Any) -> Callable[[Path], torch.Tensor]:
     return from_words(name, loops.LTX_SIZE, loops.NEGATIVE, loops.ltx, **request)
 
 
-def ltx_twice(variant: str, blocks: int) -> Callable[[Path], torch.Tensor]:
+def ltx_twice(variant: str, blocks: int, release: str = "") -> Callable[[Path], torch.Tensor]:
     """Both passes, as the template has them: sample, upscale the latents, sample, decode."""
 
     def run(folder: Path) -> torch.Tensor:
         made = loops.ltx("ltx_condition", folder, blocks)
+        if release:
+            made = Path(shutil.copytree(made, folder / release, dirs_exist_ok=True))
         pipeline = load(LoadRequest(made, device="cpu", precision="fp32", variant=variant))
         prompt = stages.encode_prompt(pipeline, PromptRequest(loops.PROMPT, loops.NEGATIVE), Silent())
         asked = SampleSettings(*loops.LTX_FIRST, 0, seed=loops.SEED)
@@ -163,6 +166,7 @@ OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "ltx 2B 0.9.8 distilled": ltx_twice("distilled", loops.LTX_BLOCKS),
     "ltx 13B 0.9.8 distilled": ltx_twice("distilled", 29),
     "ltx 13B 0.9.8 dev": ltx_twice("dev", 40),
+    "ltx 13B 0.9.7 distilled": ltx_twice("distilled", 29, "ltxv-13b-0.9.7-distilled"),
     "fast hunyuan": from_words("hunyuan_video", build=loops.fast_hunyuan),
     "acc video": from_words("hunyuan_video", build=loops.acc_video),
     "fast mochi": from_words("mochi", build=loops.fast_mochi),

@@ -32,6 +32,7 @@ LOOPS = {
     "ltx 2B 0.9.8 distilled": 1.6e-5,
     "ltx 13B 0.9.8 distilled": 1.6e-5,
     "ltx 13B 0.9.8 dev": 1.6e-5,
+    "ltx 13B 0.9.7 distilled": 1.6e-5,
     "mochi": 1.5e-5,
 }
 # The same of whole loops that run with one setting of ours, which their rows name: they are not "as published".
@@ -90,11 +91,11 @@ ROWS = (
         "ltx",
         "",
         (WHOLE, SAMPLED, MASKED, f"{SAMPLED.split('::')[0]}::test_a_second_pass_ends_at_the_size_that_is_asked"),
-        "0.9.8's 2B distilled, 13B distilled and 13B dev from text with `inference.py`, in a graph of both passes: as "
-        "2B, lists of guidance, upscaler, AdaIN, tone map, resize",
+        "0.9.8's 2B and 13B distilled, 13B dev, and 0.9.7 distilled from text with `inference.py`, both passes: as 2B, "
+        "lists of guidance, upscaler, AdaIN, tone map, resize",
         "one pass, as the run says, unless the graph has AnyGPU Upscale Latents and a second AnyGPU Sample, as "
         f"template `anygpu_ltx_two_passes`; {REWRITTEN}; {NEGATIVE}; that pass draws its noise by its node's seed",
-        ("ltx 2B 0.9.8 distilled", "ltx 13B 0.9.8 distilled", "ltx 13B 0.9.8 dev"),
+        ("ltx 2B 0.9.8 distilled", "ltx 13B 0.9.8 distilled", "ltx 13B 0.9.8 dev", "ltx 13B 0.9.7 distilled"),
     ),
     Compared(
         "hunyuan_video",
@@ -134,7 +135,8 @@ ROWS = (
         "text to video with `sample_video.py`, image to video (33 channels, token replace) with "
         "`sample_image2video.py`: bucket, bilinear in 8 bits, both encoders, 50 steps, decoder in windows of 64 "
         "frames, at one tile",
-        f"{BLENDED}; of the script's dynamic mode shift 17 is to be set, and the start from noise alone is not offered",
+        f"{BLENDED}; of the script without `--i2v-stability` shift 17 is to be set, and the start from noise alone "
+        "is not offered",
         ("hunyuan video", "hunyuan video i2v", "hunyuan video i2v 33 channels"),
     ),
     Compared(

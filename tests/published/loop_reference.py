@@ -135,7 +135,7 @@ def framepack(script: str) -> Callable[[], torch.Tensor]:
     return run
 
 
-def framepack_clip(kind: str, ended: bool = False) -> Callable[[], torch.Tensor]:
+def framepack_clip(kind: str, ended: bool = False, blend: int = 0) -> Callable[[], torch.Tensor]:
     """The latents of FramePack-Studio's worker, which goes on with a clip, in the transformer's space.
 
     The mixed states of the image encoder, which ``video_generator.py`` computes and drops, reach the transformer here.
@@ -254,9 +254,10 @@ def framepack_clip(kind: str, ended: bool = False) -> Callable[[], torch.Tensor]
         with mock.patch.object(DiagonalGaussianDistribution, "sample", drawn_by_us):
             space["worker"](
                 **{"model_type": kind, "input_image": "clip.mp4", "end_frame_image": end, "has_input_image": True},
-                **{"end_frame_strength": loops.FRAMEPACK_END, "prompt_text": loops.PROMPT, "n_prompt": ""},
+                **{"end_frame_strength": loops.FRAMEPACK_END, "n_prompt": ""},
+                prompt_text=loops.FRAMEPACK_TIMED if blend else loops.PROMPT,
                 **{"seed": loops.SEED, "total_second_length": loops.FRAMEPACK_CLIP_SECONDS, "latent_window_size": 9},
-                **{"steps": loops.FRAMEPACK_CLIP_STEPS, "cfg": 1.0, "gs": 10.0, "rs": 0.0, "blend_sections": 0},
+                **{"steps": loops.FRAMEPACK_CLIP_STEPS, "cfg": 1.0, "gs": 10.0, "rs": 0.0, "blend_sections": blend},
                 **{"latent_type": "Black", "selected_loras": [], "job_stream": stream, "output_dir": str(FOLDER)},
                 **cached,
             )
@@ -892,6 +893,7 @@ TENCENT = "Tencent Hunyuan Community License"
 HUNYUAN_I2V = "Tencent-Hunyuan/HunyuanVideo-I2V", "1481c1d", TENCENT
 HUNYUAN_15 = "Tencent-Hunyuan/HunyuanVideo-1.5", "60783e7", TENCENT
 LIGHTRICKS = "Lightricks/LTX-Video", "5260738", "Apache-2.0"
+LIGHTRICKS_097, LATER = ("Lightricks/LTX-Video", "20799e5", "Apache-2.0"), "LinearQuadratic"
 SKYWORK = "SkyworkAI/SkyReels-V1", "cb0ceaa", f"Apache-2.0 and {TENCENT}"
 FRAMEPACK = "lllyasviel/FramePack", "97fe5db", "Apache-2.0; its sampler CC BY-SA 4.0"
 STUDIO = "colinurbs/FramePack-Studio", "f4369da", "Apache-2.0; its sampler CC BY-SA 4.0"
@@ -901,6 +903,8 @@ LOOPS = {
     "framepack clip": Loop(*STUDIO, framepack_clip("Video")),
     "framepack clip end": Loop(*STUDIO, framepack_clip("Video", ended=True)),
     "framepack f1 clip": Loop(*STUDIO, framepack_clip("Video F1")),
+    "framepack clip blend": Loop(*STUDIO, framepack_clip("Video", blend=2)),
+    "framepack f1 clip blend": Loop(*STUDIO, framepack_clip("Video F1", blend=2)),
     "ltx 0.9.0": Loop(
         *LIGHTRICKS, ltx("ltx", "ltxv-2b-0.9.yaml", sampler="Uniform", shifting="SD3", target_shift_terminal=0.1)
     ),
@@ -912,11 +916,14 @@ LOOPS = {
         *LIGHTRICKS, ltx("ltx_condition", "ltxv-2b-0.9.6-distilled.yaml", fps=30, sampler="LinearQuadratic")
     ),
     **{
-        f"ltx {size} 0.9.8 {kind}": Loop(
-            *LIGHTRICKS,
-            ltx("ltx_condition", f"ltxv-{size.lower()}-0.9.8-{kind}.yaml", 30, blocks, sampler="LinearQuadratic"),
+        f"ltx {size} {kind}": Loop(
+            *(LIGHTRICKS_097 if "0.9.7" in kind else LIGHTRICKS),
+            ltx("ltx_condition", f"ltxv-{size}-{kind}.yaml".lower().replace(" ", "-"), 30, blocks, sampler=LATER),
         )
-        for size, kind, blocks in (("2B", "distilled", loops.LTX_BLOCKS), ("13B", "distilled", 29), ("13B", "dev", 40))
+        for size, kind, blocks in (
+            *(("2B", "0.9.8 distilled", loops.LTX_BLOCKS), ("13B", "0.9.8 distilled", 29), ("13B", "0.9.8 dev", 40)),
+            ("13B", "0.9.7 distilled", 29),
+        )
     },
     **{
         loops.named(task, kind): Loop(

@@ -40,6 +40,7 @@ LEVELS = 2**15 - 1  # of kept pixels: half a level is 1.5e-5
 FRAMEPACK_SECONDS = 5.0  # the default of both
 FRAMEPACK_PICTURE, FRAMEPACK_SIZE = (151, 96), (64, 96)  # width and height; the size that both are made at: H, W
 FRAMEPACK_CLIP_SECONDS, FRAMEPACK_CLIP_STEPS, FRAMEPACK_END = 3.2, 3, 0.5  # of a film that goes on with a clip
+FRAMEPACK_TIMED = f"{PROMPT} [1.1s: a dog sleeps on the blue sofa by the window] [2.2s: a green bird]"  # one a section
 BUCKETED = (151, 96)  # width and height of the picture that Tencent's loops bring to a bucket
 SIZE = (80, 48)  # width and height of the families that draw what they are told
 

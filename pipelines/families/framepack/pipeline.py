@@ -29,14 +29,14 @@ from ...text.llama import llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import described
 from ...vae.fallback import decoding, encoded_moments
 from ...vae.plan import DecodeRequest
-from .sections import SPAN, VISION, History, Plan, joined, plan_for, shown_at, spans, timed
+from .sections import VISION, History, Plan, blended, by_span, joined, plan_for, shown, spans
 from .sections import training_plan as training_plan
 from .sections import training_sections as training_sections
 from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
 
 START, END = "start", "end"
 PLACES = {0: START, -1: END}
-CLIP_FRAMES = 36, 108, 16  # of a clip: the fewest, for less is shorter than a section; the most; encoded at a time
+CLIP, FEWEST = SPEC.memory.clip, 36  # frames of a clip: less is shorter than a section
 VISIONS = "vision_last", "vision_end"  # what the image encoder says of a clip's last frame, and of an end image with it
 LARGEST_SHIFT = 7.0  # of the models' own schedule, which grows with the size of a section
 SHIFTS = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")  # without image_ in its function
@@ -57,22 +57,25 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """Llama states and pooled CLIP vectors of the prompt, the negative, and each section's prompt, else the first's.
 
-    Of a text with prompts by time each of them is a section's, with its seconds."""
+    Of a text with prompts by time or by number each of them is a section's, with its seconds or places."""
     from diffusers import HunyuanVideoFramepackPipeline
 
-    if found := timed(request.text, request.sections):
-        request = replace(request, text=found[0][2], sections=tuple(words or found[0][2] for *_, words in found))
+    request, places = by_span(request)
     texts = tuple(text for text in request.sections if text.strip())
     asked = replace(request, sections=texts)
     positive, negative, later = llama_embeds(pipeline, HunyuanVideoFramepackPipeline, asked, progress)
     encoded = iter(later)
     sections = tuple(next(encoded) if text.strip() else positive for text in request.sections)
-    if found:
-        sections = tuple({**each, SPAN: torch.tensor(at[:2])} for each, at in zip(sections, found, strict=True))
+    if places:
+        sections = tuple({**each, **at} for each, at in zip(sections, places, strict=True))
     return Prompt(SPEC.id, positive, negative, sections)
 
 
-text_forwards = llama_forwards
+def text_forwards(pipeline: Pipeline, request: PromptRequest | None) -> base.Forwards:
+    """Tokens of each text, prompts by time or number one by one."""
+    return llama_forwards(pipeline, None if request is None else by_span(request)[0])
+
+
 prompt_from_core = llama_from_core
 
 
@@ -96,10 +99,9 @@ def encode_image(pipeline: Pipeline, request: base.ImageRequest, progress: Progr
             expected="frame 0 (start image) or -1 (end image)",
             fix="Set frame to 0, or to -1 with the start image's condition as previous.",
         )
-    fewest, most, batch = CLIP_FRAMES
-    if (count := len(request.frames)) != 1 and (place == END or count < fewest):
+    if (count := len(request.frames)) != 1 and (place == END or count < FEWEST):
         fix = "Pick one frame, for example with Image From Batch."
-        expected = "one image" + (f", or a clip of at least {fewest} frames to go on with" if place == START else "")
+        expected = "one image" + (f", or a clip of at least {FEWEST} frames to go on with" if place == START else "")
         raise InputError(f"{count} frames as the {place} image", expected=expected, fix=fix)
     known = {} if request.previous is None else dict(request.previous.tensors)
     if place in known:
@@ -114,16 +116,18 @@ def encode_image(pipeline: Pipeline, request: base.ImageRequest, progress: Progr
         raise InputError("a clip after its end image", expected="the clip first", fix=fix)
     last, end = VISIONS
     if count > 1:
-        request = replace(request, frames=request.frames[-(min(count, most) // TEMPORAL_RATIO * TEMPORAL_RATIO) :])
+        last_ones = min(count, CLIP.frames) // TEMPORAL_RATIO * TEMPORAL_RATIO
+        request = replace(request, frames=request.frames[-last_ones:])
         known[last] = _vision(pipeline, replace(request, frames=request.frames[-1:]), progress)
         progress.notify(f"goes on with the last {len(request.frames)} of {count} frames of the clip")
-    stage = base.ProgressStage("encoding", "image")
-    known[place] = torch.cat([encoded_moments(pipeline, p, progress, stage) for p in request.frames.split(batch)], 2)
+    stage, batches = base.ProgressStage("encoding", "image"), request.frames.split(CLIP.batch)
+    known[place] = torch.cat([encoded_moments(pipeline, batch, progress, stage) for batch in batches], 2)
     if place == START or last in known:
         known[VISION if place == START else end] = _vision(pipeline, request, progress)
     anchors = () if request.previous is None else request.previous.anchors
     anchors = (*anchors, (place, request.frame, request.strength))
-    return ImageCondition("framepack", known, request.width, request.height, anchors=anchors)
+    beside = count if count > 1 else 0 if request.previous is None else request.previous.beside
+    return ImageCondition("framepack", known, request.width, request.height, anchors=anchors, beside=beside)
 
 
 def frames_for(framepack: FramePackSettings, fps: float) -> int:
@@ -187,7 +191,7 @@ def sample(
             tell_once(progress, "solver UniPC (bh1), as the publisher's application; earlier versions took Euler's")
     start = _drawn(pipeline, image, START, generator)
     end = (1 if plan.clip else strength) * _drawn(pipeline, image, END, generator) if strength > 0 else None
-    history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, framepack.clip_seconds, progress)
+    history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, framepack, progress)
     key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else str
     shape, vision = (*start.shape[:2], plan.sampled, *start.shape[3:]), _seen(image, plan, strength).to(device)
     levels, config = _levels_for(pipeline, shape, settings, progress)
@@ -208,10 +212,11 @@ def sample(
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor:
-    """The velocity, noise minus data, of a section that sees the start image alone."""
+    """The velocity, noise minus data, of a section that sees the start image or clip alone."""
     frames = call.latents.shape[2]
     start, like = required(call.picture, "start image", IMAGE_FIX), call.latents
-    plan = plan_for(pipeline.variant, FramePackSettings(0.0, window=frames), 1, False, start.shape[2])
+    whole = call.sections * frames * TEMPORAL_RATIO
+    plan = plan_for(pipeline.variant, FramePackSettings(0.0, window=frames), whole, False, start.shape[2])
     seen = {name: value.to(like) for name, value in History(plan, start).seen().items()}
     return _velocity(pipeline, transformer, call, {**seen, **plan.indices(0)})
 
@@ -270,7 +275,7 @@ def _drawn(pipeline: Pipeline, image: ImageCondition, place: str, generator: tor
     """Latents (1, 16, T, H / 8, W / 8) of the ``start`` or ``end`` image in the transformer's space, on the CPU."""
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
-    batches = image.tensors[place].split(CLIP_FRAMES[2] // TEMPORAL_RATIO, 2)
+    batches = image.tensors[place].split(CLIP.batch // TEMPORAL_RATIO, 2)
     latents = torch.cat([DiagonalGaussianDistribution(batch).sample(generator) for batch in batches], 2)
     return latents * float(pipeline.configs["vae"]["scaling_factor"])
 
@@ -322,22 +327,23 @@ def _tell_length(pipeline: Pipeline, plan: Plan, asked: FramePackSettings, fps: 
         tell_once(progress, f"{plan.count} sections, the nearest; earlier versions rounded up, here to {older}")
 
 
-def _texts(pipeline: Pipeline, prompt: Prompt, plan: Plan, seconds: float, progress: Progress) -> list[dict[str, Any]]:
-    later = list(prompt.sections)
-    if times := [to_host(section[SPAN]).tolist() for section in later if SPAN in section]:
-        later = [{k: t for k, t in later[index].items() if k != SPAN} for index in shown_at(times, plan, seconds)]
-        prompt = replace(prompt, embeds=later[0], sections=tuple(later[1:]))
-    given = len(prompt.sections)
-    unused = given - (plan.count - 1)
-    if unused > 0:
-        progress.notify(f"{unused} of {given} section prompts have no effect: {plan.count} sections in all")
+def _texts(
+    pipeline: Pipeline, prompt: Prompt, plan: Plan, framepack: FramePackSettings, progress: Progress
+) -> list[dict[str, Any]]:
+    """The embeddings of each section by its place, on the device, with the negative's."""
+    texts = shown(prompt.sections, plan, framepack.clip_seconds)
+    if not texts:
+        texts = [prompt.embeds, *prompt.sections]
+        if (unused := len(texts) - plan.count) > 0:
+            no_effect = f"{unused} of {len(prompt.sections)} section prompts have no effect"
+            progress.notify(f"{no_effect}: {plan.count} sections in all")
+        texts = [*texts, *[prompt.embeds] * -unused][: plan.count]
 
     def ready(embeds: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return dict(placed(embeds, pipeline.offloader.device_of("transformer"), pipeline.precision.residual))
 
     common = {} if prompt.negative is None else {"uncond": ready(prompt.negative)}
-    first, further = ready(prompt.embeds), [ready(section) for section in prompt.sections[: plan.count - 1]]
-    return [{**common, "cond": text} for text in [first, *further, *[first] * (plan.count - 1 - len(further))]]
+    return [{**common, "cond": ready(text)} for text in blended(texts, plan, framepack.blend_sections)]
 
 
 def _levels_for(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from ....compat.checkpoints.latents import dtype_name
 from ....compat.device.execution import to_host
 from ....compat.errors import InputError, require_choice, require_range
-from ...base import SECTION_ORDERS, FramePackSettings, ImageCondition
+from ...base import MASK, SECTION_ORDERS, FramePackSettings, ImageCondition, PromptRequest
 from ...latents.musubi import sized
 from ...vae.fallback import unsigned
 from .spec import F1, TEMPORAL_RATIO
@@ -25,7 +26,10 @@ LARGEST_WINDOW = 33  # of the slider in lllyasviel's own application
 VISION = "vision"  # what the image encoder says of the start image, or of a clip's first frame
 CLIP_NEAREST = 4  # latent frames of a clip that a section sees at full scale: 5 cleaned frames, as the fork counts
 TIMED = re.compile(r"\[(\d{1,6}(?:\.\d{1,6})?)s(?:-(\d{1,6}(?:\.\d{1,6})?)s)?\s*:\s*([^\]]*?)\s*\]")
+NUMBERED, NEXT = re.compile(r"\s*(-?\d{1,3})(?:-(-?\d{1,3}))?\s*:(.*)", re.DOTALL), ";;;"
 SPAN = "seconds"  # tensor of a section prompt: its start and end, below 0 for the end of the film
+PLACES = "places"  # the same in sections: its first and last one, below 0 counted from the end of the film
+MOST_BLENDED = 10  # of that pack's slider
 INDICES = {  # its names of what the transformer's arguments are called here
     "latent_indices": "indices_latents",
     "clean_latent_indices": "indices_latents_clean",
@@ -113,6 +117,7 @@ def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: boo
     require_range("window", framepack.window, 1, LARGEST_WINDOW, "latent frames", advice=advice)
     require_choice("order", framepack.order, ORDERS, "Choose auto.")
     require_range("end_strength", framepack.end_strength, 0, 1)
+    require_range("blend_sections", framepack.blend_sections, 0, MOST_BLENDED, "sections")
     order = framepack.order
     if order == "auto":
         order = VANILLA if variant == F1 else INVERTED
@@ -260,8 +265,9 @@ def timed(text: str, sections: Sequence[str]) -> list[tuple[float, float, str]]:
     """Seconds and words of each ``[3s: words]`` or ``[0s-2s: words]``; the rest of ``text`` stands from 0.
 
     Source: colinurbs/FramePack-Studio f4369da ``prompt_handler.py``."""
-    shown = [(float(a), float(b or -1), words) for a, b, words in TIMED.findall("\n".join((text, *sections)))]
-    if shown and any(TIMED.sub("", line).strip() for line in sections):
+    whole = "\n".join((text, *sections))
+    shown = [(float(a), float(b or -1), words) for a, b, words in TIMED.findall(whole)]
+    if shown and (NEXT in whole or any(TIMED.sub("", line).strip() for line in sections)):
         fix = "Write each section prompt as [3s: text], or none."
         raise InputError("section prompts with and without a time", expected="one of the two", fix=fix)
     if shown and (rest := TIMED.sub("", text).strip()):
@@ -269,6 +275,16 @@ def timed(text: str, sections: Sequence[str]) -> list[tuple[float, float, str]]:
     shown.sort(key=lambda each: each[0])
     starts = [*(start for start, _, _ in shown[1:]), -1.0]
     return [(a, after if b < 0 else b, words) for (a, b, words), after in zip(shown, starts, strict=False)]
+
+
+def by_span(request: PromptRequest) -> tuple[PromptRequest, list[dict[str, Tensor]]]:
+    """``request`` with each prompt by time or number as a section's, and the tensors with their spans."""
+    seconds = timed(request.text, request.sections)
+    if not (found := seconds or numbered(request.text, request.sections)):
+        return request, []
+    texts = tuple(words or found[0][2] for *_, words in found)
+    spans = [{SPAN if seconds else PLACES: torch.tensor(each[:2])} for each in found]
+    return replace(request, text=found[0][2], sections=texts), spans
 
 
 def shown_at(spans: Sequence[Sequence[float]], plan: Plan, seconds: float) -> list[int]:
@@ -281,4 +297,55 @@ def shown_at(spans: Sequence[Sequence[float]], plan: Plan, seconds: float) -> li
     for step in range(plan.count):
         now = max(0.01, ((step * plan.window + (not plan.inverted and not plan.clip)) * TEMPORAL_RATIO - 3) / 30)
         found[plan.place(step)] = next((index for a, b, index in known if a <= now < b), known[0][2])
+    return found
+
+
+def numbered(text: str, sections: Sequence[str]) -> list[tuple[float, float, str]]:
+    """First and last section and words of each of ``0:words;;;-1:words;;;0-2:words``; without a number it is 0's.
+
+    Source: kohya-ss/musubi-tuner 30c658c ``parse_section_strings``; there words before a colon are dropped."""
+    if not any(NEXT in line for line in (text, *sections)):
+        return []
+    found: list[tuple[float, float, str]] = []
+    for part in NEXT.join((text, *sections)).split(NEXT):
+        known = NUMBERED.fullmatch(part)
+        first, last, words = known.groups() if known else ("0", None, part)
+        if words := words.strip():
+            found.append((int(first), int(first if last is None else last), words))
+    return found
+
+
+def shown_in(places: Sequence[Sequence[float]], plan: Plan) -> list[int]:
+    """The index in ``places`` of each section's prompt: counted from the end, else from the start, else section 0's."""
+    known = {n: index for index, (a, b) in enumerate(places) for n in range(int(a), max(int(a), int(b)) + 1)}
+    usual = known[0 if 0 in known else min((n for n in known if n > 0), default=min(known))]
+    return [known.get(place - plan.count, known.get(place, usual)) for place in range(plan.count)]
+
+
+def shown(prompts: Sequence[Mapping[str, Tensor]], plan: Plan, seconds: float) -> list[Mapping[str, Tensor]]:
+    """The prompt of each section, by its place, of ``prompts`` by time or number; empty for others."""
+    spans = [to_host(each[name]).tolist() for each in prompts for name in (SPAN, PLACES) if name in each]
+    if not spans:
+        return []
+    plain = [{name: tensor for name, tensor in each.items() if name not in (SPAN, PLACES)} for each in prompts]
+    return [plain[n] for n in (shown_at(spans, plan, seconds) if SPAN in prompts[0] else shown_in(spans, plan))]
+
+
+def blended(texts: Sequence[Mapping[str, Tensor]], plan: Plan, over: int) -> list[Mapping[str, Tensor]]:
+    """``texts`` of the sections by place; section i from a change, in the order of sampling, has i + 1 of ``over``
+    parts of the new embeddings and the rest of the old ones, with their mask.
+
+    Source: colinurbs/FramePack-Studio f4369da ``worker.py``, which mixes the first section alone, in the section that
+    has the number of the prompt."""
+    found: list[Any] = list(texts)
+    order, old, change = [plan.place(step) for step in range(plan.count)], texts[0], -over
+    for step, (before, place) in enumerate(pairwise(order), 1):
+        if any(not torch.equal(texts[place][name], tensor) for name, tensor in texts[before].items()):
+            old, change = texts[before], step
+        if (share := (step + 1 - change) / max(over, 1)) < 1:
+            found[place] = dict(old)
+            for name, tensor in ((name, tensor) for name, tensor in old.items() if name != MASK):
+                new, sides = texts[place][name], (0, 0) * (tensor.ndim - 2)
+                new = torch.nn.functional.pad(new, (*sides, 0, tensor.shape[1] - new.shape[1]))  # as many tokens
+                found[place][name] = (1 - share) * tensor + share * new
     return found

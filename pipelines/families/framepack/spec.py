@@ -26,6 +26,7 @@ SPEC = family.FamilySpec(
         text_tokens=64,
         history_tokens=729,  # of the start picture
         section_context=(2.5, 21),  # two clean frames, and eighteen more at lower scales
+        clip=family.ClipTerms(frames=108, batch=16, seen={I2V: 6, F1: 3}),  # three on each side that it looks to
         decode_window=17,
     ),
     files=family.FamilyFiles(

@@ -149,7 +149,8 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
         width=request.width,
         height=request.height,
         anchors=(*anchors, (name, request.frame, request.strength)),
-        beside=(0 if request.previous is None else request.previous.beside) + len(frames) * request.control,
+        beside=(0 if request.previous is None else request.previous.beside)
+        + math.ceil(len(frames) / pipeline.model.control_factor**2) * request.control,
     )
 
 
@@ -257,8 +258,8 @@ def with_controls(
 ) -> InitialTokens:
     """``start`` of ``LTXConditionPipeline`` with the tokens of control clips after the video's own, for an IC-LoRA.
 
-    Each has the place of the frames that it controls, the share 1 - strength of noise, and of each step. Where a
-    picture stands at the video's start (``pictured``), the first latent of a control there is left out.
+    Each has the place of the frames that it controls, whatever its size, the share 1 - strength of noise, and of each
+    step. Where a picture stands at the video's start (``pictured``), the first latent of a control there is left out.
 
     Source: Lightricks/ComfyUI-LTXVideo ``iclora.py``; ComfyUI 0.33 ``comfy_extras/nodes_lt.py`` ``LTXVAddGuide``.
     """
@@ -271,6 +272,7 @@ def with_controls(
         ids = Upstream._prepare_video_ids(1, *latents.shape[2:], device=video.device)
         place = Upstream._scale_video_ids(ids, SPATIAL_RATIO, TEMPORAL_RATIO, control.frame, video.device).float()
         place[:, 0] *= 1.0 / video.settings.fps
+        place[:, 1:] *= video.shape[-1] // latents.shape[-1]  # of one that was encoded smaller
         own, share = Upstream._pack_latents(latents), 1.0 - control.strength
         if level := share * video.level:
             own = (1.0 - level) * own + level * noise_for(tuple(own.shape), generator, video.device)

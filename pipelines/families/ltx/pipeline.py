@@ -174,6 +174,8 @@ def sample(
     video = conditions.VideoInput(settings, device, clean, schedule.levels[0])
     start = (conditions.conditioned_start if conditioned else conditions.plain_start)(video, image, anchors, generator)
     if image is not None and controls:
+        if {video.shape[-1] // each.moments.shape[-1] for each in controls} != {pipeline.model.control_factor}:
+            progress.notify("the control clip has another size than its IC-LoRA's: connect that to Encode Image too")
         pictured = any(anchor.frame == 0 for anchor in anchors)
         start = conditions.with_controls(video, image, start, controls, pictured=pictured, generator=generator)
     renews = recipe.stochastic and settings.scheduler == "auto"

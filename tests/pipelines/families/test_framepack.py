@@ -245,6 +245,44 @@ def test_a_prompt_by_time_reaches_its_sections(run: Any) -> None:
         stages.encode_prompt(made.pipeline, PromptRequest("[1s: a]", sections=("b",)), Silent())
 
 
+NUMBERED = {  # what parse_section_strings and its loop choose of four sections, in the order of the film
+    "a;;;1:b;;;-1:c": "a b a c",
+    "1-2: b;;;-2: c;;;3:d": "b b c d",
+    "-3:a;;;-1:b": "a a a b",
+}
+
+
+@pytest.mark.parametrize("text", NUMBERED)
+def test_prompts_by_number_are_the_trainers(text: str) -> None:
+    """Source: kohya-ss/musubi-tuner 30c658c ``fpack_generate_video.py``; also with each on a line of its own."""
+    first, *rest = text.split(";;;")
+    for given in ((text, ()), (f"{first};;;", tuple(rest))):
+        found = sections.numbered(*given)
+        shown = sections.shown_in([each[:2] for each in found], sections.Plan(sections.VANILLA, 4, 9))
+        assert [found[index][2] for index in shown] == NUMBERED[text].split()
+
+
+def test_a_prompt_goes_over_into_the_next(run: Any) -> None:
+    """In quarters as the sections are sampled, with as many tokens as the old one has; a number reaches its place."""
+    short, long = ({"prompt_embeds": torch.full((1, n, 2), value)} for n, value in ((1, 1.0), (2, 4.0)))
+    texts = [short, short, long, long, long]
+    for order, expected in ((sections.VANILLA, (1, 1, 1.75, 2.5, 3.25)), (sections.INVERTED, (2.5, 3.25, 4, 4, 4))):
+        plan = sections.Plan(order, 5, 9)
+        found = sections.blended(texts, plan, 4)
+        assert [float(each["prompt_embeds"][0, 0, 0]) for each in found] == list(expected)
+    assert found[1]["prompt_embeds"].tolist() == [[[3.25, 3.25], [3, 3]]] and sections.blended(texts, plan, 0) == texts
+    made = run(F1)
+    prompt = stages.encode_prompt(made.pipeline, PromptRequest(f"{PROMPT};;;-1: a blue dog sleeps"), Silent())
+    at_once, mixed, plain = (
+        _sampled(made, 2, prompt=each, steps=1, blend_sections=over).samples
+        for each, over in ((prompt, 0), (prompt, 3), (made.prompt, 3))
+    )
+    assert torch.equal(at_once[:, :, :-WINDOW], plain[:, :, :-WINDOW])
+    assert _distance(at_once, mixed) > 1e-3 and _distance(mixed, plain) > 1e-3
+    with pytest.raises(InputError, match="with and without a time"):
+        stages.encode_prompt(made.pipeline, PromptRequest("[1s: a];;;1:b"), Silent())
+
+
 def test_more_section_prompts_than_sections_are_said(run: Any, recorded: Any) -> None:
     made, watched = run(I2V), recorded()
     _sampled(made, 2, watched, prompt=made.told)
@@ -442,17 +480,18 @@ def _goes_on(made: SimpleNamespace, ended: bool = False, **changes: Any) -> Late
         image = stages.encode_image(made.pipeline, request, FITS[0], Silent())
     settings = SampleSettings(width, height, 0, steps=loops.FRAMEPACK_CLIP_STEPS, seed=loops.SEED)
     asked = FramePackSettings(loops.FRAMEPACK_CLIP_SECONDS, end_strength=loops.FRAMEPACK_END if ended else 1.0)
-    prompt = stages.encode_prompt(made.pipeline, PromptRequest(loops.PROMPT), Silent())
+    words = loops.FRAMEPACK_TIMED if "blend_sections" in changes else loops.PROMPT
+    prompt = stages.encode_prompt(made.pipeline, PromptRequest(words), Silent())
     return stages.sample_framepack(made.pipeline, prompt, image, settings, replace(asked, **changes), Silent())
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "ended"), [(F1, False), (I2V, False), (I2V, True)])
-def test_a_clip_goes_on_as_the_fork_has_it(run: Any, name: str, ended: bool) -> None:
+@pytest.mark.parametrize(("name", "how"), [(F1, ""), (I2V, ""), (I2V, "end"), (F1, "blend"), (I2V, "blend")])
+def test_a_clip_goes_on_as_the_fork_has_it(run: Any, name: str, how: str) -> None:
     """Latent by latent; the clip's own come first, and its frames before the new ones."""
     made = run(name)
-    latents = _goes_on(made, ended)
-    loop = f"framepack{' f1' if name == F1 else ''} clip{' end' if ended else ''}"
+    latents = _goes_on(made, how == "end", **({"blend_sections": 2} if how == "blend" else {}))
+    loop = f"framepack{' f1' if name == F1 else ''} clip {how}".strip()
     error = loops.error(latents.samples * made.scale, load_file(loops.fixture(loop)))
     print(f"{loop}: {error:.1e}")
     assert error <= loops.BAR
@@ -569,6 +608,7 @@ def test_settings_out_of_range_are_refused(run: Any) -> None:
         ({"window": 0}, "window 0; expected 1 to 33"),
         ({"order": "backwards"}, "order 'backwards'"),
         ({"end_strength": 1.5}, "end_strength 1.5"),
+        ({"blend_sections": 11}, "blend_sections 11"),
         ({"clip_seconds": 0.0}, "a clip of 0.0 s"),
         ({"clip_seconds": 200.0}, "at most 136.6 s"),
         ({"order": sections.VANILLA, "image": made.end}, "an end image with the order vanilla"),

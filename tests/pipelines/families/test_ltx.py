@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 from anygpu.compat.device.execution import generator_for
-from anygpu.compat.errors import InputError
+from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import (
@@ -28,10 +28,13 @@ from anygpu.pipelines.families.ltx.pipeline import _schedule
 from anygpu.pipelines.families.ltx.spec import SPEC
 from anygpu.pipelines.family import Recipe
 from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.load.lora import with_lora
+from anygpu.pipelines.pictures import fitted
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.text.t5 import batched
 from diffusers import LTXConditionPipeline
+from safetensors.torch import save_file
 
 SIZE, FRAMES, STEPS, SEED = 64, 25, 3, 7
 GRID = (4, 2, 2)
@@ -467,6 +470,11 @@ def test_the_variant_is_guessed_from_the_names_and_said(
     assert not progress.said  # it is among the decisions, which every user of a pipeline shows
 
 
+def test_a_second_pass_is_of_the_configuration_of_its_first() -> None:
+    passes = [(each.source, each.second.source) for each in SPEC.published.recipes.values() if each.second is not None]
+    assert len(passes) == 4 and all(second == f"{first}, second_pass" for first, second in passes)
+
+
 def test_the_text_is_masked_for_every_version(plain: Model, condition: Model, recorded: Any) -> None:
     """Source: Lightricks/LTX-Video 5260738 ``encode_prompt``; diffusers' LTXPipeline has no mask."""
     for model, times in ((condition, 0), (plain, 1)):  # what an older graph had otherwise is said once
@@ -504,14 +512,18 @@ def test_the_transformer_sees_a_shift_too(condition: Model, recipe: Recipe) -> N
     assert all(level > plain for level, plain in zip(schedule.levels[1:-1], usual.levels[1:-1], strict=True))
 
 
-def by_hand(model: Model, control: torch.Tensor, strength: float, picture: torch.Tensor | None) -> torch.Tensor:
-    """Latents of plain Euler steps over the video's tokens with a control clip's behind them.
+def by_hand(
+    model: Model, control: torch.Tensor, strength: float, picture: torch.Tensor | None, factor: int
+) -> torch.Tensor:
+    """Latents of plain Euler steps over the video's tokens with a control clip's behind them, encoded at 1/``factor``.
 
-    Source: Lightricks/ComfyUI-LTXVideo ``iclora.py``, ComfyUI 0.33 ``comfy_extras/nodes_lt.py``: places, timesteps.
+    Source: Lightricks/ComfyUI-LTXVideo ``iclora.py``, ComfyUI 0.33 ``comfy_extras/nodes_lt.py``: places, timesteps;
+    Lightricks/LTX-2 400fd31 ``reference_video_cond.py``, whose class gives these places and tokens for 1, 2 and 3.
     """
+    side, own = SIZE * factor, 4 * (2 * factor) ** 2  # and tokens of the video
     pipe, generator = model.bare("ltx_condition"), generator_for(SEED)
     transformer, vae = model.pipeline.parts["transformer"], model.pipeline.parts["vae"]
-    settings = replace(SETTINGS, cfg=1.0, stg=0.0, fps=25.0)
+    settings = replace(SETTINGS, cfg=1.0, stg=0.0, fps=25.0, width=side, height=side)
     levels = _schedule(
         model.pipeline.tools["scheduler"], settings, True, SPEC.published.recipes["dev"], torch.device("cpu")
     ).levels
@@ -522,19 +534,20 @@ def by_hand(model: Model, control: torch.Tensor, strength: float, picture: torch
         mean, std = (value.view(1, -1, 1, 1, 1) for value in (vae.latents_mean, vae.latents_std))
         return pipe._pack_latents((latents - mean) / std)
 
-    def places(frames: int) -> torch.Tensor:
-        cells = [(max(0, 8 * t - 7) / 25, 32.0 * y, 32.0 * x) for t in range(frames) for y in (0, 1) for x in (0, 1)]
+    def places(frames: int, step: int) -> torch.Tensor:
+        sides = range(0, side, step)
+        cells = [(max(0, 8 * t - 7) / 25, y, x) for t in range(frames) for y in sides for x in sides]
         return torch.tensor(cells).T[None]
 
-    video = pipe._pack_latents(torch.randn(1, 128, *GRID, generator=generator))
-    first = 0 if picture is None else 4
-    held = torch.zeros(1, 16)
+    video = pipe._pack_latents(torch.randn(1, 128, 4, side // 32, side // 32, generator=generator))
+    first, held = 0 if picture is None else 4, torch.zeros(1, own)
     if picture is not None:
-        video[:, :4], held[:, :4] = clean(picture, draw=True), 1.0
+        shown = clean(fitted(picture, side, side, "stretch"), draw=True)
+        video[:, : own // 4], held[:, : own // 4] = shown, 1.0
     beside = clean(control, draw=False)
     noise = torch.randn(beside.shape, generator=generator) if strength < 1 else beside
     beside = (strength * beside + (1 - strength) * noise)[:, first:]
-    coords = torch.cat((places(4), places(1 + (len(control) - 1) // 8)[:, :, first:]), 2)
+    coords = torch.cat((places(4, 32), places(1 + (len(control) - 1) // 8, 32 * factor)[:, :, first:]), 2)
     tokens, start = torch.cat((video, beside), 1), video.clone()
     share = torch.cat((1 - held, torch.full((1, beside.shape[1]), 1 - strength)), 1)
     for index, level in enumerate(levels[:-1]):
@@ -547,32 +560,63 @@ def by_hand(model: Model, control: torch.Tensor, strength: float, picture: torch
             return_dict=False,
         )[0]
         tokens = tokens + (levels[index + 1] - level) * share[..., None] * output
-        tokens[:, :first] = start[:, :first]
-    return pipe._unpack_latents(tokens[:, :16], *GRID)
+        tokens[:, :own] = torch.where(held[..., None] > 0, start, tokens[:, :own])
+    return pipe._unpack_latents(tokens[:, :own], 4, side // 32, side // 32)
 
 
-@pytest.mark.parametrize("strength", [1.0, 0.7])
+def with_ic_lora(pipeline: Any, path: Path, **factors: str) -> Any:
+    """``pipeline`` with a LoRA that changes nothing and whose file notes ``factors``."""
+    name, side = "transformer_blocks.0.attn1.to_q", pipeline.configs["transformer"]["num_attention_heads"]
+    side *= pipeline.configs["transformer"]["attention_head_dim"]
+    shapes = {"A": (1, side), "B": (side, 1)}
+    layers = {f"transformer.{name}.lora_{each}.weight": torch.zeros(shape) for each, shape in shapes.items()}
+    save_file(layers, path, {f"reference_{name}_factor": value for name, value in factors.items()})
+    return with_lora(pipeline, path, 1.0, "", "separate", Silent())
+
+
+@pytest.mark.parametrize(("strength", "factor"), [(1.0, 1), (0.7, 1), (1.0, 2), (0.7, 2)])
 @pytest.mark.parametrize("picture", [None, PICTURE], ids=["alone", "after a picture"])
 def test_a_control_clip_stands_beside_the_video(
-    condition: Model, monkeypatch: pytest.MonkeyPatch, picture: torch.Tensor | None, strength: float
+    condition: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, picture: Any, strength: float, factor: int
 ) -> None:
     quiet(monkeypatch)
-    image = None if picture is None else encoded(condition.pipeline, [(picture, 0, 1.0)])
-    request = ImageRequest(CLIP, SIZE, SIZE, 0, strength, previous=image, control=True, prepare=False)
-    image = stages.encode_image(condition.pipeline, request, "stretch", Silent())
-    assert image.beside == 17 and image.sources[-1].control
+    pipeline = condition.pipeline if factor == 1 else with_ic_lora(
+        condition.pipeline, tmp_path / "ic.safetensors", downscale=f"{factor}"
+    )  # fmt: skip
+    image, side = None, SIZE * factor
+    if picture is not None:
+        image = stages.encode_image(pipeline, ImageRequest(picture, side, side, prepare=False), "stretch", Silent())
+    request = ImageRequest(CLIP, side, side, 0, strength, previous=image, control=True, prepare=False)
+    image = stages.encode_image(pipeline, request, "stretch", Silent())
+    assert image.beside == {1: 17, 2: 5}[factor] and image.sources[-1].control
     counts: list[int] = []
     with condition.pipeline.offloader.hold("transformer") as module:
         hook = module.register_forward_pre_hook(
             lambda _, __, given: counts.append(given["hidden_states"].shape[1]), with_kwargs=True
         )
-        settings = replace(SETTINGS, cfg=1.0, stg=0.0, fps=25.0)
-        made = stages.sample(condition.pipeline, condition.prompt, image, settings, Silent())
+        settings = replace(SETTINGS, cfg=1.0, stg=0.0, fps=25.0, width=side, height=side)
+        made = stages.sample(pipeline, condition.prompt, image, settings, Silent())
         hook.remove()
     with torch.no_grad():
-        expected = by_hand(condition, CLIP, strength, picture)
-    assert set(counts) == {16 + 12 - (0 if picture is None else 4)} and made.samples.shape == expected.shape
+        expected = by_hand(condition, CLIP, strength, picture, factor)
+    assert set(counts) == {16 * factor**2 + 12 - (0 if picture is None else 4)}
     torch.testing.assert_close(made.samples, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_control_clip_of_another_size_than_its_lora_is_refused_or_said(
+    condition: Model, tmp_path: Path, recorded: Any
+) -> None:
+    path, other = tmp_path / "half.safetensors", tmp_path / "other.safetensors"
+    pipeline = with_ic_lora(condition.pipeline, path, downscale="2.0")
+    for factors, found in (({"downscale": "3"}, "downscale_factor 3"), ({"temporal_scale": "4"}, "scale_factor 4")):
+        with pytest.raises(UnsupportedError, match=found):
+            with_ic_lora(pipeline, other, **factors)
+    request = ImageRequest(CLIP, SIZE + 32, SIZE, control=True, prepare=False)
+    with pytest.raises(InputError, match="a control clip at 1/2 of 96 pixels"):
+        stages.encode_image(pipeline, request, "stretch", Silent())
+    image = stages.encode_image(condition.pipeline, replace(request, width=SIZE), "stretch", Silent())
+    stages.sample(pipeline, condition.prompt, image, replace(SETTINGS, steps=1), progress := recorded())
+    assert any("another size than its IC-LoRA" in said for said in progress.said)
 
 
 def test_an_older_model_takes_a_control_clip_too_and_other_families_say_that_they_do_not(

@@ -7,9 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
+import layouts
 import pytest
+import quantised
 import tiny
 import torch
+from anygpu.compat.checkpoints.packed import StoredLinear, unpack
 from anygpu.compat.errors import CheckpointError, UnsupportedError
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.files import lora_kinds
@@ -19,7 +23,7 @@ from anygpu.pipelines.load import lora
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.registry import FAMILIES
-from anygpu.pipelines.requests import LORA_MODES, LoadRequest
+from anygpu.pipelines.requests import LORA_MODES, Files, LoadRequest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -301,19 +305,62 @@ def test_a_folder_that_peft_saved_acts_as_peft_merges_it(made: Any, method: str,
     assert (expected - weight).abs().max() > 1e-3
 
 
-def test_dora_beside_packed_weights_is_named_and_left_out(tiny_folder: Path, tmp_path: Path, recorded: Any) -> None:
-    request = LoadRequest(tiny.build("hunyuan_video", tiny_folder), device="cpu", precision="fp32", weights="int8")
-    pipeline: Pipeline = load(request)
-    rows, columns = tiny.matrices_of(pipeline)[LAYER]
-    tensors = {f"{LAYER}.lora_A.weight": torch.ones(2, columns), f"{LAYER}.lora_B.weight": torch.ones(rows, 2)}
-    other = LAYER.replace("to_q", "to_k")
-    tensors |= {name.replace(LAYER, other): t.clone() for name, t in tensors.items()}
-    tensors[f"{LAYER}.dora_scale"] = torch.ones(rows, 1)
+PACKED = ("int8 convrot", "nvfp4", "fp8", "w4a8", "mxfp8", "gguf")
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if way == "nvfp4" else [pytest.mark.full]) for way in PACKED]
+)
+def test_kinds_that_need_the_weight_act_on_what_packed_layers_are_worth(
+    way: str, tiny_folder: Path, tmp_path: Path, recorded: Any
+) -> None:
+    """DoRA, OFT, BOFT and GLoRA: those layers alone become dense, and are packed as before without it."""
+    folder, file = tiny.build("mochi", tiny_folder), tmp_path / "mochi.safetensors"
+    tensors = layouts.tensors_of(folder / "transformer")
+    if way == "gguf":  # its blocks of Q4_0
+        kind = gguf.GGMLQuantizationType.Q4_0
+        blocks = [
+            name for name, each in tensors.items() if name.endswith(".weight") and each.shape[1:].numel() % 32 == 0
+        ]
+        blocks = [name for name in blocks if tensors[name].ndim == 2]
+        packs = {name: torch.from_numpy(gguf.quants.quantize(tensors[name].numpy(), kind)) for name in blocks}
+        save_file({**tensors, **packs}, file)
+    else:
+        quantised.file_as(file, tensors, way)
+    layouts.write(tmp_path / "config.safetensors", {}, layouts.config_in(folder / "transformer"))
+    (tmp_path / "config.json").rename(tmp_path / "mochi.json")
+    request = LoadRequest(file, base=folder, device="cpu", precision="fp32", files=Files({"transformer": file}))
+    pipeline, plain, progress = load(request), load(request), recorded()
+    module, other = pipeline.parts["transformer"], plain.parts["transformer"]
+    layers = {name: each for name, each in module.named_modules() if isinstance(each, StoredLinear) and each.codec}
+    for name in layers:
+        unpack(other.get_submodule(name))
+    names = [f"transformer_blocks.0.attn1.{name}" for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj")]
+    (rows, columns), draws = layers[names[0]].weight.shape, torch.Generator().manual_seed(1)
+    own = {  # the first four of these are of the weight
+        "dora_scale": (rows, 1), "lora_A.weight": (2, columns), "lora_B.weight": (rows, 2),
+    }  # fmt: skip
+    changes = [own, {"oft_blocks": (4, rows // 4, rows // 4)}, {"oft_blocks": (2, rows // 4, 4, 4)}]
+    changes += [
+        {"a1.weight": (columns, 2), "a2.weight": (2, columns), "b1.weight": (rows, 2), "b2.weight": (2, columns)}
+    ]
+    changes += [{name: shape for name, shape in own.items() if name != "dora_scale"}]
+    tensors = {f"{name}.{key}": torch.rand(shape, generator=draws) / 9
+               for name, change in zip(names, changes, strict=True) for key, shape in change.items()}  # fmt: skip
     save_file(tensors, tmp_path / "style.safetensors")
-    progress = recorded()
-    pipe = lora.with_lora(pipeline, tmp_path / "style.safetensors", 1.0, "", "separate", progress)
-    assert f"style: DoRA of '{LAYER}' is left out; it takes unpacked weights (weights auto)" in progress.said
-    assert list(lora.on(pipe)[0].pairs) == [other]
+    stored = {name: (each.stored.data_ptr(), each.weight.tolist()) for name, each in layers.items()}
+    with_it = lora.with_lora(pipeline, tmp_path / "style.safetensors", 0.5, "", "separate", progress)
+    merged = lora.with_lora(plain, tmp_path / "style.safetensors", 0.5, "", "separate", Silent())
+    assert any("layers of transformer unpacked for it: 4" in line for line in progress.said)
+    assert with_it.weights["transformer"].total > pipeline.weights["transformer"].total
+    with with_it.offloader.hold("transformer") as found, merged.offloader.hold("transformer") as wanted:
+        for name in names[:4]:
+            before, after = layers[name], found.get_submodule(name)
+            assert torch.equal(after.weight, wanted.get_submodule(name).weight) and not isinstance(before, StoredLinear)
+        packs = {name for name, each in found.named_modules() if isinstance(each, StoredLinear) and each.codec}
+        assert {name.removesuffix(".base_layer") for name in packs} == layers.keys() - set(names[:4])
+    with pipeline.offloader.hold("transformer"):
+        assert {name: (each.stored.data_ptr(), each.weight.tolist()) for name, each in layers.items()} == stored
 
 
 @pytest.mark.parametrize("shapes", [((4,), (3, 4)), ((4, 3), (3,)), ((), ())])

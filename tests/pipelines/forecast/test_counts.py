@@ -8,9 +8,10 @@ from anygpu.compat.device import work
 from anygpu.compat.device.work import counting
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.families.framepack.sections import INVERTED, VANILLA, Plan
 from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.forecast.seconds import planned_run
-from anygpu.pipelines.sizes import Size, latent_shape
+from anygpu.pipelines.sizes import Size, latent_shape, sampling_bytes
 from simulated.test_families import CASES, PICTURE, loaded_for
 
 OFF = 0.02
@@ -56,6 +57,31 @@ def test_a_picture_is_counted_within_two_percent(tiny_folder, name):
         condition = stages.encode_image(pipeline, ImageRequest(PICTURE, 64, 64), "stretch", Silent())
     size = Size(condition.width, condition.height, pipeline.spec.sizes.stride + 1)
     assert close(counts.image_work(pipeline, size).flops, ran.flops)
+
+
+@pytest.mark.parametrize("variant", ["framepack", pytest.param("framepack_f1", marks=pytest.mark.full)])
+def test_a_clip_and_prompts_by_time_are_counted_within_two_percent(tiny_folder, variant):
+    """Of three sections, which see more of a clip than of a picture; and what a step holds of them in memory."""
+    pipeline = loaded_for(CASES["framepack"], tiny_folder, "cpu")
+    pipeline = replace(pipeline, model=replace(pipeline.model, variant=variant))
+    clip, silent, asked = PICTURE.expand(108, -1, -1, -1), Silent(), FramePackSettings(3 * 16 / 30, window=4)
+    request = PromptRequest("a red fox [0.5s: a dog] [1s: a cat]", "blurry", max_tokens=256)
+    with counting() as pictured:
+        image = stages.encode_image(pipeline, ImageRequest(clip, 64, 64), "stretch", silent)
+    with counting() as written:
+        prompt = stages.encode_prompt(pipeline, request, silent)
+    settings = SampleSettings(64, 64, 49, steps=2, seed=3)
+    with counting() as sampled:
+        stages.sample_framepack(pipeline, prompt, image, settings, asked, silent)
+    size = replace(stages.size_of(settings, prompt, 4), sections=3, clip=image.beside > 0)
+    run = planned_run(pipeline, size, settings)
+    assert close(counts.sampling_work(pipeline, run.size, run.settings).flops, sampled.flops)
+    assert close(counts.image_work(pipeline, run.size).flops, pictured.flops)
+    assert close(counts.text_work(pipeline, request).flops, written.flops)
+    plans = (Plan(INVERTED if variant == "framepack" else VANILLA, 3, 4, clip=count) for count in (27, 0))
+    with_clip, alone = (sum(plan.context(0)) for plan in plans)
+    assert pipeline.spec.memory.clip.seen[variant] == with_clip - alone
+    assert sampling_bytes(pipeline, size) > sampling_bytes(pipeline, replace(size, clip=False))
 
 
 SIGN = 'a red fox beside a sign that says "Beware of the fox"'  # of which HunyuanVideo 1.5 draws the letters
