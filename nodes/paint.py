@@ -84,7 +84,7 @@ class LoadPaintPipeline(io.ComfyNode):
             outputs=[Paint.Output(display_name="pipeline")],
         )
 
-    validate_inputs = classmethod(lambda cls, model: True)  # a name that is gone is explained by the run
+    validate_inputs = classmethod(lambda cls, model, image_encoder="": True)  # a name that is gone is explained by the run
 
     @classmethod
     def fingerprint_inputs(cls, model: str, vae: str = folders.AUTO, image_encoder: str = folders.AUTO, **_: Any) -> Any:

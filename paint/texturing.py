@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..compat.memory.parts import ProgressStage, Silent
 from .baking.bake import Baked, BakeSettings, bake
 from .baking.fill import filled, from_the_other_half
 from .baking.projection import Projected, Reference, projected
-from .choices import NEGATIVE, NORMALS, PLACES
+from .choices import NEGATIVE, NORMALS, PBR, PLACES
 from .geometry.cameras import CameraTable, views_for
 from .geometry.mesh import Mesh, Surface
 from .geometry.views import VIEW_SIZE, Maps, chosen_views, rendered_maps
@@ -203,7 +203,12 @@ def greedy_cameras(mesh: Mesh | None, max_views: int, progress: Any, device: tor
 
 def painted_views(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any) -> Painted:
     paint = paint_six_views if pipeline.family == "mv_adapter" else paint_views
-    return paint(pipeline, inputs, settings, progress)
+    painted = paint(pipeline, inputs, settings, progress)
+    if Path(pipeline.stands_in_for).name != PBR:
+        return painted
+    progress.notify("the demo model paints neither metal nor roughness: 0 and 1 everywhere")
+    plain = torch.tensor((0.0, 1.0, 0.0)).expand_as(painted.views)
+    return replace(painted, metallic_roughness=plain.clone())
 
 
 def references_of(
