@@ -53,6 +53,9 @@ class OneStep:
     delight: DelightSettings = field(default_factory=DelightSettings)
     prompt: str = ""  # as of PaintInputs
     negative: str = NEGATIVE
+    cameras: CameraTable | None = None  # None: the family's own
+    maps: int = 0  # pixels of the maps, 0: those of the bake, or of a view for MV-Adapter
+    shading: str = "auto"  # of the maps, of choices.NORMALS
 
 
 def raster_size(view_size: int, texture_size: int) -> int:
@@ -207,8 +210,7 @@ def painted_views(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintS
     if Path(pipeline.stands_in_for).name != PBR:
         return painted
     progress.notify("the demo model paints neither metal nor roughness: 0 and 1 everywhere")
-    plain = torch.tensor((0.0, 1.0, 0.0)).expand_as(painted.views)
-    return replace(painted, metallic_roughness=plain.clone())
+    return replace(painted, metallic_roughness=torch.tensor((0.0, 1.0, 0.0)).expand_as(painted.views).clone())
 
 
 def references_of(
@@ -279,10 +281,10 @@ def textured(
     for note in surface.notes:
         progress.notify(note)
     with torch.no_grad():
-        greedy = pipeline.family == "paint_pbr"
-        cameras = greedy_cameras(mesh, settings.max_views, progress, device) if greedy else None
-        size = settings.paint.size if adapter else settings.texture.view_size
-        maps, cameras, _ = maps_of(mesh, cameras, pipeline.family, "auto", size, progress, device)
+        greedy = settings.cameras is None and pipeline.family == "paint_pbr"
+        cameras = greedy_cameras(mesh, settings.max_views, progress, device) if greedy else settings.cameras
+        size = settings.maps or (settings.paint.size if adapter else settings.texture.view_size)
+        maps, cameras, _ = maps_of(mesh, cameras, pipeline.family, settings.shading, size, progress, device)
         references = references_of(pipeline, pictures, delight, settings.delight, progress)
         words = {"prompt": settings.prompt, "negative": settings.negative}
         inputs = PaintInputs(references, maps.normal, maps.position, cameras, dino=dino, **words)

@@ -133,8 +133,7 @@ def gathered(
     """Each texel's colour (T, T, 3) in one view, cosine (T, T), 0 where not seen, and trust (T, T)."""
     towards = torch.tensor(view.camera.axes()[2], device=picture.device)
     cosines = surface.face_normals @ towards
-    # the reference keeps the margin of the pictures that it chose the views by
-    sure = trusted(view, exact, SELECTION_SIZE if exact else view.size)
+    sure = trusted(view, exact, SELECTION_SIZE if exact else view.size)  # the reference keeps that from choosing views
     shows = (view.ids >= 0) & ~blended(view, picture.shape[0])
     depth = view.image(view.depth, background=-math.inf)
     sight = _Sight(view, depth, sure=sure, pure=shows, cosines=cosines)

@@ -358,6 +358,20 @@ def test_what_is_wrong_is_said_in_one_line(client: Client, graph: Graph, node: s
     assert "\n" not in run.message
 
 
+def test_what_separate_nodes_made_is_painted_again(server: Server, client: Client, graph: Graph) -> None:
+    bake = named(baking(graph).prompt, "AnyGPUBakeTexture")
+    graph.add("SaveGLB", mesh=graph.link(bake, 5), filename_prefix="3d/steps")
+    run = client.run(graph.prompt)
+    assert run.ending == "execution_success", run.message
+    names = [record["filename"] for given in run.outputs.values() for record in given.get("3d", ())]
+    again = Graph()
+    replayed = again.add("AnyGPUReplay", file=f"3d/{next(filter(lambda n: n.startswith('steps'), names))} [output]")
+    again.add("SaveGLB", mesh=again.link(replayed, 3), filename_prefix="3d/again")
+    second = client.run(again.prompt)
+    assert second.ending == "execution_success", second.message
+    assert second.texts_of(replayed)[-1].startswith("the same texture, bit for bit"), second.texts
+
+
 def test_progress_previews_and_what_was_decided_stand_under_the_nodes(client: Client, graph: Graph) -> None:
     run = client.run(baking(graph).prompt)
     assert run.ending == "execution_success", run.message
