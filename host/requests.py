@@ -85,12 +85,12 @@ def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
 
     given = {**PAINT_INPUTS, **inputs}
     instead = folders.paint_stand_in(given["model"])
+    others = {} if instead else {name: folders.paint_provider_folder(given[name]) for name in ("vae", "image_encoder")}
     return PaintRequest(
         folders.paint_path(instead or given["model"]),
         stands_in_for=given["model"] if instead else "",
-        vae=folders.paint_provider_folder(given["vae"]),
-        image_encoder=folders.paint_provider_folder(given["image_encoder"]),
         compiled=settings_for(given["dynamo_cache_size_limit"]) if given["compile"] else None,
+        **others,
         **{name: given[name] for name in PAINT_CHOICES},
         **_here(machine),
     )

@@ -25,6 +25,7 @@ Paint = io.Custom("ANYGPU_PAINT")
 Cameras = io.Custom("ANYGPU_CAMERAS")
 
 CATEGORY = "video/AnyGPU"
+GLB_OUTPUT = "The textured mesh as a GLB with its receipt, for core's Save 3D Model. AnyGPU Replay paints it again."
 SEED_LIMIT = 2**64 - 1
 TEXTS = json_file(Path(__file__).with_name("tooltips.json"))  # in English, of what no other table words; locales/ has the others
 DEVICES = (  # input, what it places, and what the CPU costs

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ..compat.device.execution import Checked
-from ..host import memory_manager, meshes, preview
+from ..host import memory_manager, meshes, preview, saved
 from ..host.api import io
 from ..host.progress import PaintProgress
 from ..paint.choices import BAKES, FILLS, FLOATERS, NORMALS, ORTHO_SCALE, PLACES, VIEWS
-from .inputs import Cameras, Paint, mesh_schema
+from .inputs import GLB_OUTPUT, Cameras, Paint, mesh_schema
 
 LIST, GREEDY = "list", "greedy"
 PREVIEW_FPS = 12.0  # of the turntable under its node
@@ -133,11 +133,14 @@ class RenderViews(io.ComfyNode):
         cls, mesh: Any, cameras: Any = None, pipeline: Any = None, size: int = 2048, normals: str = "auto",
     ) -> io.NodeOutput:
         from ..paint import texturing
+        from ..paint.step_receipts import marked
 
         progress = PaintProgress(cls.hidden.unique_id)
         family = None if pipeline is None else pipeline.family
-        given = (meshes.from_core(mesh), cameras, family, normals, size)
-        maps, table, surface = texturing.maps_of(*given, progress, memory_manager.compute_device())
+        shape, shading = meshes.from_core(mesh), "smooth" if normals == "auto" and family != "paint_pbr" else normals
+        maps, table, surface = texturing.maps_of(shape, cameras, family, shading, size, progress, memory_manager.compute_device())
+        for pictures in (maps.normal, maps.position):
+            marked(pictures, "maps", mesh=shape, size=size, shading=shading, cameras=table)
         progress.finish("\n".join((f"{len(table)} views of {size} pixels, {len(surface.faces)} faces", *surface.notes)))
         mask = maps.mask.float()
         return io.NodeOutput(maps.normal, maps.position, table, mask, ui=preview.sheet(maps.normal, cls))
@@ -167,7 +170,9 @@ class BakeTexture(io.ComfyNode):
                 io.Image.Output(display_name="metallic"),
                 io.Image.Output(display_name="roughness"),
                 io.Mask.Output(display_name="painted"),
+                io.File3DGLB.Output(display_name="model_3d", tooltip=GLB_OUTPUT),
             ],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
         )
 
     @classmethod
@@ -176,15 +181,18 @@ class BakeTexture(io.ComfyNode):
         fill: str = "auto", view_size: int = 2048, exact: bool = False,
     ) -> io.NodeOutput:
         from ..paint import texturing
+        from ..paint.step_receipts import baked_record
 
         progress = PaintProgress(cls.hidden.unique_id)
         settings = texturing.BakeSettings(texture_size=texture_size, view_size=view_size, form=form, fill=fill, exact=exact)
         device = memory_manager.compute_device()
         memory_manager.make_room(texturing.TEXEL_BYTES * texture_size**2, device)
-        given = (meshes.from_core(mesh), cameras, images, metallic_roughness)
-        texture = texturing.texture_of(*given, settings, progress, device)
+        shape, made_of = meshes.from_core(mesh), (images, metallic_roughness)
+        texture = texturing.texture_of(shape, cameras, *made_of, settings, progress, device)
         progress.finish("\n".join(texture.notes))
-        return io.NodeOutput(meshes.with_texture(mesh, texture), *meshes.as_images(texture))
+        made, origin = meshes.with_texture(mesh, texture), saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
+        file = saved.textured_mesh(made, origin, baked_record(*made_of, shape, cameras, settings, texture))
+        return io.NodeOutput(made, *meshes.as_images(texture), file)
 
 
 class ProjectPicture(io.ComfyNode):

@@ -15,6 +15,7 @@ from ..host.progress import PaintProgress, saved_views
 from ..host.requests import CORE_INPUTS, adapter_request, paint_request
 from ..paint.choices import ADAPTER_VARIANTS, CACHE_LIMIT, NEGATIVE, SCHEDULERS, SPACINGS, STORED_AS, TG2MV, VARIANTS
 from .inputs import (
+    GLB_OUTPUT,
     SEED_LIMIT,
     Cameras,
     Paint,
@@ -84,7 +85,7 @@ class LoadPaintPipeline(io.ComfyNode):
             outputs=[Paint.Output(display_name="pipeline")],
         )
 
-    validate_inputs = classmethod(lambda cls, model: True)  # a name that is gone is explained by the run
+    validate_inputs = classmethod(lambda cls, model, image_encoder="": True)  # a name that is gone is explained by the run
 
     @classmethod
     def fingerprint_inputs(cls, model: str, vae: str = folders.AUTO, image_encoder: str = folders.AUTO, **_: Any) -> Any:
@@ -178,13 +179,15 @@ class DelightImage(io.ComfyNode):
     ) -> io.NodeOutput:
         from ..paint.pictures import cut_out
         from ..paint.sampling.delight import DelightSettings, delight_images
+        from ..paint.step_receipts import marked
 
         progress = PaintProgress(cls.hidden.unique_id)
         solver = "euler_ancestral" if scheduler == "auto" else scheduler
         chosen = DelightSettings(scheduler=solver, **settings)
         pictures = delight_images(pipeline, cut_out(image, mask), chosen, recenter, progress)
         progress.finish(f"{len(pictures)} of {chosen.size}x{chosen.size}")
-        return io.NodeOutput(pictures)
+        given = {"image": image, "mask": mask, "recenter": recenter}
+        return io.NodeOutput(marked(pictures, "evened", request=pipeline.request, settings=chosen, **given))
 
 
 class PaintViews(io.ComfyNode):
@@ -233,6 +236,7 @@ class PaintViews(io.ComfyNode):
         from ..paint import texturing
         from ..paint.sampling.delight import DelightSettings
         from ..paint.sampling.painting import PaintInputs, PaintSettings, latents_of, to_latent
+        from ..paint.step_receipts import marked, painted_record
 
         progress = PaintProgress(cls.hidden.unique_id)
         pictures = pictures_for(pipeline, image, mask)
@@ -244,8 +248,11 @@ class PaintViews(io.ComfyNode):
         inputs = PaintInputs(references, normals, positions, cameras, dino=dino, prompt=prompt, negative=negative_prompt)
         painted = texturing.painted_views(pipeline, inputs, chosen, progress)
         progress.finish(f"{len(painted.views)} views of {painted.views.shape[1]} pixels")
-        shown = preview.sheet(painted.views, cls)
-        return io.NodeOutput(painted.views, painted.metallic_roughness, to_latent(pipeline, painted), ui=shown)
+        given = {"normals": normals, "positions": positions, "image": image, "mask": mask}
+        asked = texturing.OneStep(chosen, prompt=prompt, negative=negative_prompt, cameras=cameras)
+        both, record = painted.metallic_roughness, painted_record(pipeline, given, asked, dino)
+        made = (marked(each, "views", record=record, both=both is not None, cameras=cameras) for each in (painted.views, both))
+        return io.NodeOutput(*made, to_latent(pipeline, painted), ui=preview.sheet(painted.views, cls))
 
 
 class TextureMesh(io.ComfyNode):
@@ -277,10 +284,7 @@ class TextureMesh(io.ComfyNode):
                 io.Image.Output(display_name="metallic"),
                 io.Image.Output(display_name="roughness"),
                 io.Image.Output(display_name="views"),
-                io.File3DGLB.Output(
-                    display_name="model_3d",
-                    tooltip="The textured mesh as a GLB with its receipt, for core's Save 3D Model. AnyGPU Replay paints it again.",
-                ),
+                io.File3DGLB.Output(display_name="model_3d", tooltip=GLB_OUTPUT),
             ],
             hidden=[io.Hidden.unique_id, io.Hidden.dynprompt, io.Hidden.prompt, io.Hidden.extra_pnginfo],
             enable_expand=True,

@@ -37,11 +37,12 @@ MODELS = Path(__file__).resolve().parent / "models"  # that ship with the pack
 DEMOS = (MODELS, MODELS.parents[1] / "pipelines" / "demo" / "models")  # of models that may share parts
 DEMO_ADAPTER = MODELS / "mv_adapter"
 DEMO_SIZE = 128  # pixels of a view of theirs
-STANDS_IN_FOR = ("hunyuan3d-paint-v2-0", "hunyuan3d-paint-v2-0-turbo", "hunyuan3d-delight-v2-0")
+PBR = "hunyuan3d-paintpbr-v2-1"
+STANDS_IN_FOR = ("hunyuan3d-paint-v2-0", "hunyuan3d-paint-v2-0-turbo", PBR, "hunyuan3d-delight-v2-0")
 GREY, WHITE = 127 / 255, 1.0  # grounds of reference pictures
 PAGES = {
     "paint": "tencent/Hunyuan3D-2, hunyuan3d-paint-v2-0 or hunyuan3d-paint-v2-0-turbo",
-    "paint_pbr": "tencent/Hunyuan3D-2.1, hunyuan3d-paintpbr-v2-1",
+    "paint_pbr": f"tencent/Hunyuan3D-2.1, {PBR}",
     "delight": "tencent/Hunyuan3D-2, hunyuan3d-delight-v2-0",
 }
 

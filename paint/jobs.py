@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,8 +26,8 @@ from ..pipelines.records.job_lists import files_in, prompts_in
 from ..pipelines.records.places import PICTURES, Machine, Places
 from .adapter_loading import AdapterRequest, load_adapter
 from .baking.bake import BakeSettings
-from .choices import ADAPTER_VARIANTS, IG2MV, NEGATIVE, TAUGHT_SIZES, TG2MV, VARIANTS
-from .geometry.cameras import CameraTable
+from .choices import ADAPTER_VARIANTS, IG2MV, NEGATIVE, ORTHO_SCALE, PBR, TAUGHT_SIZES, TG2MV, VARIANTS
+from .geometry.cameras import Camera, CameraTable, camera_table
 from .geometry.mesh import FORMATS, Mesh, glb_of, load_mesh
 from .geometry.mesh_cost import extras_of
 from .loading import PaintPipeline, PaintRequest, load_paint
@@ -66,6 +66,10 @@ class PaintJob(Job):
     negative: str = NEGATIVE
     mask: str = ""  # hash of the picture's transparency; ALPHA: the file's own, whatever it is; empty: left out
     normals: bool = True  # whether the mesh's own count
+    views: tuple[Camera, ...] = ()  # empty: the family's own
+    ortho_scale: float = ORTHO_SCALE  # of the views
+    maps: int = 0  # as of OneStep, like the next
+    shading: str = AUTO
 
     @property
     def key(self) -> str:
@@ -152,8 +156,11 @@ def run(
     if not job.normals:
         mesh = replace(mesh, normals=None)
     painter, delight = loaded[0], loaded[1] if len(loaded) > 1 else None
-    words = {"prompt": job.prompt, "negative": job.negative}
-    settings = OneStep(job.paint, job.texture, job.max_views, job.delighting, **words)
+    given: dict[str, Any] = {"prompt": job.prompt, "negative": job.negative, "maps": job.maps, "shading": job.shading}
+    if job.views:
+        columns = {f"{one.name}s": [getattr(view, one.name) for view in job.views] for one in fields(Camera)}
+        given["cameras"] = camera_table(**columns, ortho_scale=job.ortho_scale)
+    settings = OneStep(job.paint, job.texture, job.max_views, job.delighting, **given)
     texture, _, cameras = textured(mesh, _pictures(job, files, progress), painter, delight, settings, progress)
     job = replace(job, normals=mesh.normals is not None, paint=completed(painter, job.paint, Silent()))
     return Textured(mesh, texture, receipt_of(lambda: job, painter, mesh, texture, cameras))
@@ -191,6 +198,7 @@ def asked_job(
     given |= {one.name: getattr(request, one.name) for one in fields(request) if one.name in given}
     own = {name: given[name] and known(given[name]) for name in ("vae", "image_encoder", "adapter", "lora")}
     own |= {name: given[name] for name in ("precision", "weights", "lora_strength")}
+    table = None if pipeline.family == "mv_adapter" else settings.cameras  # it has its own alone
     masked = mask is not None and image is not None and bool((mask > 0).any())
     picture = None if image is None else Content("", picture_content(image), size=(image.shape[2], image.shape[1]))
     return PaintJob(
@@ -206,6 +214,11 @@ def asked_job(
         negative=settings.negative,
         mask=picture_content(mask) if masked else "",
         normals=mesh.normals is not None,
+        delighting=settings.delight,
+        maps=settings.maps,
+        shading=settings.shading,
+        views=() if table is None else table.cameras,
+        ortho_scale=ORTHO_SCALE if table is None else table.ortho_scale,
         **own,
     )
 
@@ -214,6 +227,7 @@ def missing_of(pipeline: PaintPipeline, delight: PaintPipeline | None, image: An
     """Inputs of a texture that no file describes."""
     absent = {
         "core's MODEL, CLIP and VAE": isinstance(pipeline.request.model, Weights),
+        "what a demo model leaves out of PBR": Path(pipeline.stands_in_for).name == PBR,
         "several reference pictures": image is not None and len(image) > 1,
         "states of another image encoder": dino is not None,
         "a delight model of another precision": delight is not None
@@ -231,8 +245,8 @@ def receipt_of(
     missing: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The receipt of a texture; never raises, and names what is ``missing``."""
-    views = [[camera.azimuth, camera.elevation, camera.weight] for camera in cameras]
-    made = {"texture": _texture_hash(texture), "mesh": geometry_hash(mesh), "cameras": views}
+    views = [list(astuple(camera)) for camera in cameras]
+    made = {"texture": texture_hash(texture), "mesh": geometry_hash(mesh), "cameras": views}
     return receipts.record_of(job, pipeline, missing, **made)
 
 
@@ -242,7 +256,7 @@ def geometry_hash(mesh: Mesh) -> str:
     return values_hash(*map(to_host, parts))
 
 
-def _texture_hash(texture: Texture) -> str:
+def texture_hash(texture: Texture) -> str:
     parts = (texture.colour, texture.metallic, texture.roughness)
     return values_hash(*(part for part in parts if part is not None))
 

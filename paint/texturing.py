@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..compat.memory.parts import ProgressStage, Silent
 from .baking.bake import Baked, BakeSettings, bake
 from .baking.fill import filled, from_the_other_half
 from .baking.projection import Projected, Reference, projected
-from .choices import NEGATIVE, NORMALS, PLACES
+from .choices import NEGATIVE, NORMALS, PBR, PLACES
 from .geometry.cameras import CameraTable, views_for
 from .geometry.mesh import Mesh, Surface
 from .geometry.views import VIEW_SIZE, Maps, chosen_views, rendered_maps
@@ -53,6 +53,9 @@ class OneStep:
     delight: DelightSettings = field(default_factory=DelightSettings)
     prompt: str = ""  # as of PaintInputs
     negative: str = NEGATIVE
+    cameras: CameraTable | None = None  # None: the family's own
+    maps: int = 0  # pixels of the maps, 0: those of the bake, or of a view for MV-Adapter
+    shading: str = "auto"  # of the maps, of choices.NORMALS
 
 
 def raster_size(view_size: int, texture_size: int) -> int:
@@ -203,7 +206,11 @@ def greedy_cameras(mesh: Mesh | None, max_views: int, progress: Any, device: tor
 
 def painted_views(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any) -> Painted:
     paint = paint_six_views if pipeline.family == "mv_adapter" else paint_views
-    return paint(pipeline, inputs, settings, progress)
+    painted = paint(pipeline, inputs, settings, progress)
+    if Path(pipeline.stands_in_for).name != PBR:
+        return painted
+    progress.notify("the demo model paints neither metal nor roughness: 0 and 1 everywhere")
+    return replace(painted, metallic_roughness=torch.tensor((0.0, 1.0, 0.0)).expand_as(painted.views).clone())
 
 
 def references_of(
@@ -274,10 +281,10 @@ def textured(
     for note in surface.notes:
         progress.notify(note)
     with torch.no_grad():
-        greedy = pipeline.family == "paint_pbr"
-        cameras = greedy_cameras(mesh, settings.max_views, progress, device) if greedy else None
-        size = settings.paint.size if adapter else settings.texture.view_size
-        maps, cameras, _ = maps_of(mesh, cameras, pipeline.family, "auto", size, progress, device)
+        greedy = settings.cameras is None and pipeline.family == "paint_pbr"
+        cameras = greedy_cameras(mesh, settings.max_views, progress, device) if greedy else settings.cameras
+        size = settings.maps or (settings.paint.size if adapter else settings.texture.view_size)
+        maps, cameras, _ = maps_of(mesh, cameras, pipeline.family, settings.shading, size, progress, device)
         references = references_of(pipeline, pictures, delight, settings.delight, progress)
         words = {"prompt": settings.prompt, "negative": settings.negative}
         inputs = PaintInputs(references, maps.normal, maps.position, cameras, dino=dino, **words)

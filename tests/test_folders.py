@@ -104,7 +104,7 @@ def test_the_paint_demo_is_the_last_choice_and_stands_in_while_no_paint_model_is
     (demo,) = folders.paint_choices()
     assert demo == "demo: Hunyuan3D paint (7 MB)" and (folders.paint_path(demo) / "unet" / "config.json").is_file()
     assert folders.paint_stand_in("hunyuan3d-paint-v2-0") == folders.paint_stand_in("a/hunyuan3d-delight-v2-0") == demo
-    assert folders.paint_stand_in("hunyuan3d-paintpbr-v2-1") == folders.paint_stand_in("mine") == ""
+    assert folders.paint_stand_in("hunyuan3d-paintpbr-v2-1") == demo and folders.paint_stand_in("mine") == ""
     for part in ("unet", "vae"):
         (tmp_path / "hunyuan3d-mine" / part).mkdir(parents=True)
     assert folders.paint_choices() == ["hunyuan3d-mine", demo] and folders.paint_stand_in("hunyuan3d-paint-v2-0") == ""

@@ -33,6 +33,8 @@ CORE |= {
     "Preview3D",
     "PreviewImage",
     "LatentUpscaleBy",
+    "UpscaleModelLoader",
+    "ImageUpscaleWithModel",
 }
 CORE |= {"ImageOnlyCheckpointLoader", "ModelSamplingAuraFlow", "CLIPVisionEncode", "Hunyuan3Dv2Conditioning"}
 CORE |= {"CreateVideo", "EmptyHunyuanLatentVideo", "EmptyHunyuanVideo15Latent", "EmptyLTXVLatentVideo", "VAEDecode"}

@@ -20,7 +20,7 @@ from ..choices import BAKES as FORMS
 from ..geometry.cameras import CameraTable
 from ..geometry.mesh import Surface, uv_areas
 from ..geometry.raster import Fragments, face_ids, fragments
-from ..geometry.views import VIEW_SIZE, View, rasterised
+from ..geometry.views import SELECTION_SIZE, VIEW_SIZE, View, rasterised
 
 MIN_COSINE = math.cos(math.radians(75))
 DEPTH_TOLERANCE = 3e-3  # units of the frame, for a texel to be the surface that the camera sees
@@ -133,7 +133,7 @@ def gathered(
     """Each texel's colour (T, T, 3) in one view, cosine (T, T), 0 where not seen, and trust (T, T)."""
     towards = torch.tensor(view.camera.axes()[2], device=picture.device)
     cosines = surface.face_normals @ towards
-    sure = trusted(view, exact)
+    sure = trusted(view, exact, SELECTION_SIZE if exact else view.size)  # the reference keeps that from choosing views
     shows = (view.ids >= 0) & ~blended(view, picture.shape[0])
     depth = view.image(view.depth, background=-math.inf)
     sight = _Sight(view, depth, sure=sure, pure=shows, cosines=cosines)
@@ -247,7 +247,7 @@ def scattered(
         resized = F.interpolate(picture.movedim(-1, 0)[None], (view.size, view.size), mode="bilinear", antialias=True)
         picture = resized[0].movedim(0, -1)
     towards = torch.tensor(view.camera.axes()[2], device=picture.device)
-    sure = trusted(view, exact).view(-1)[view.shown.pixel]
+    sure = trusted(view, exact, view.size).view(-1)[view.shown.pixel]
     trust = sure.to(picture.dtype) if exact else torch.where(sure, 1.0, DOUBTED)
     if not exact:
         trust = torch.where(mixed.view(-1)[view.shown.pixel], 0.0, trust)
@@ -323,14 +323,14 @@ def _notes(surface: Surface, uvs: Tensor, texels: Texels, skipped: list[int]) ->
     return tuple(notes)
 
 
-def trusted(view: View, exact: bool) -> Tensor:
-    """(H, W) bool: covered pixels away from the mesh's rim and from depth edges, by two pixels at 512.
+def trusted(view: View, exact: bool, size: int) -> Tensor:
+    """(H, W) bool: covered pixels away from the mesh's rim and from depth edges, by two for each 512 of ``size``.
 
     ``exact`` finds edges as the reference, by Canny on depth scaled to its own range, which takes float noise for edges
     where a view shows one flat face. Otherwise a step of depth is measured in units of the frame.
     """
     covered = view.ids >= 0
-    reach = int(MARGIN * view.size)
+    reach = int(MARGIN * size)
     if exact and view.depth.numel():
         low, high = view.depth.min(), view.depth.max()
         span = torch.where(high > low, high - low, torch.ones_like(high))

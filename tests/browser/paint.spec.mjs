@@ -20,6 +20,7 @@ const PLACES = {
   "dinov2-giant": ["facebook/dinov2-giant", "the whole repository"],
   "sd_xl_base_1.0.safetensors": ["stabilityai/stable-diffusion-xl-base-1.0", "checkpoints"],
   "mvadapter_ig2mv_sdxl.safetensors": ["huanngzh/mv-adapter", "diffusion_models"],
+  "RealESRGAN_x4plus.safetensors": ["Comfy-Org/Real-ESRGAN_repackaged", "upscale_models"],
 };
 
 const LICENCE =
@@ -64,20 +65,32 @@ function note(title, text, models, kinds, { more = [], shipped = true }) {
 
 const load = (model, values = {}) => ({ kind: "AnyGPULoadPaintPipeline", values: { model, ...values } });
 const FILES = ["sd_xl_base_1.0.safetensors", "mvadapter_ig2mv_sdxl.safetensors"];
+const offered = (name) => ({
+  name,
+  url: `https://huggingface.co/${PLACES[name][0]}/resolve/main/${name}`,
+  directory: PLACES[name][1],
+});
 const loadAdapter = {
   kind: "AnyGPULoadMVAdapter",
   values: { model: FILES[0], adapter: FILES[1] },
-  models: FILES.map((name) => ({
-    name,
-    url: `https://huggingface.co/${PLACES[name][0]}/resolve/main/${name}`,
-    directory: PLACES[name][1],
-  })),
+  models: FILES.map(offered),
 };
+const UPSCALER = "RealESRGAN_x4plus.safetensors";
+const enlarge = (output, title) => ({
+  kind: "ImageUpscaleWithModel",
+  title,
+  links: { upscale_model: ["upscaler", "UPSCALE_MODEL"], image: ["paint", output] },
+});
 const delighting = { ...load("hunyuan3d-delight-v2-0"), title: "AnyGPU Load Paint Pipeline: delight" };
 const picture = { kind: "LoadImage", title: "The object from its front", values: { image: "example.png" } };
 const mesh = { kind: "AnyGPULoadMesh", values: { mesh_file: "demo: ring" } };
 const clean = (from, output = "mesh") => ({ kind: "AnyGPUCleanMesh", links: { mesh: [from, output] } });
 const unwrap = (from) => ({ kind: "UnwrapMesh", values: { resolution: 2048, padding: 2 }, links: { mesh: [from, "mesh"] } });
+const greedy = {
+  kind: "AnyGPUPaintCameras",
+  values: { choose: "greedy", max_views: 8 },
+  links: { mesh: ["unwrap", "mesh"] },
+};
 const delight = {
   kind: "AnyGPUDelightImage",
   values: { seed: 42, control_after_generate: "fixed" },
@@ -240,17 +253,44 @@ const SPECS = {
       mesh,
       clean: clean("mesh"),
       unwrap: unwrap("clean"),
-      cameras: {
-        kind: "AnyGPUPaintCameras",
-        values: { choose: "greedy", max_views: 8 },
-        links: { mesh: ["unwrap", "mesh"] },
-      },
+      cameras: greedy,
       render: render({ cameras: ["cameras", "cameras"] }),
       paint: paint({}, { image: ["picture", "IMAGE"], mask: ["picture", "MASK"] }),
       bake: bake({}, { metallic_roughness: ["paint", "metallic_roughness"] }),
     },
     from: "bake",
     columns: [loaders("load", "picture"), step("Prepare", "mesh", "clean", "unwrap", "cameras"), step("Paint", "render", "paint"), step("Bake", "bake")],
+  },
+  anygpu_paint_pbr_enlarged: {
+    title: "Hunyuan3D paint PBR v2-1: views enlarged, as published",
+    text:
+      "Between painting and baking an upscale model makes each view four times larger, as Tencent does with RealESRGAN: " +
+      "finer texels from views of 512 pixels. *Load Upscale Model* takes any model that core knows. RealESRGAN is " +
+      "published under BSD-3-Clause.",
+    models: ["hunyuan3d-paintpbr-v2-1", "dinov2-giant", UPSCALER],
+    kinds: ["pbr"],
+    noted: { height: 680 },
+    nodes: {
+      load: load("hunyuan3d-paintpbr-v2-1", { image_encoder: "dinov2-giant" }),
+      upscaler: { kind: "UpscaleModelLoader", values: { model_name: UPSCALER }, models: [offered(UPSCALER)] },
+      picture,
+      mesh,
+      clean: clean("mesh"),
+      unwrap: unwrap("clean"),
+      cameras: greedy,
+      render: render({ cameras: ["cameras", "cameras"] }),
+      paint: paint({}, { image: ["picture", "IMAGE"], mask: ["picture", "MASK"] }),
+      colours: enlarge("images", "Enlarge the colours"),
+      metal: enlarge("metallic_roughness", "Enlarge metal and roughness"),
+      bake: bake({}, { images: ["colours", "IMAGE"], metallic_roughness: ["metal", "IMAGE"] }),
+    },
+    from: "bake",
+    columns: [
+      loaders("load", ["upscaler", 60], "picture"),
+      step("Prepare", "mesh", "clean", "unwrap", "cameras"),
+      step("Paint", "render", "paint"),
+      step("Enlarge and bake", ["colours", 60], ["metal", 60], "bake"),
+    ],
   },
   anygpu_paint_from_one_picture: {
     title: "From one picture to a textured mesh",

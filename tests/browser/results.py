@@ -152,7 +152,7 @@ RESULTS = {  # workflow -> what goes in and comes out
         ("anygpu_paint_v2_0", "anygpu_paint_turbo", "anygpu_paint_second_pass", "anygpu_paint_from_one_picture"),
         after_picture,
     ),
-    "anygpu_paint_pbr": painted,
+    **dict.fromkeys(("anygpu_paint_pbr", "anygpu_paint_pbr_enlarged"), painted),
     "anygpu_project_picture": projected,
 }
 

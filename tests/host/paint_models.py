@@ -8,6 +8,7 @@ from anygpu.paint.geometry.mesh import Mesh, Surface, write_glb
 from paint.shapes import sphere
 from paint.synthetic import in_two_colours, torus
 from PIL import Image
+from safetensors.torch import save_file
 
 from host.server import PICTURE, Server
 from paint import mv_stored, stored
@@ -20,6 +21,7 @@ NAMES = {
 }
 DINO = "dinov2-giant"
 BASE, ADAPTER = "sd_xl_base_1.0.safetensors", mv_stored.FILES["ig2mv", "sdxl"]
+UPSCALER = "RealESRGAN_x4plus.safetensors"
 MESH, PLAIN = "3d/example.glb", "3d/plain.obj"
 
 
@@ -33,6 +35,7 @@ def install(server: Server) -> None:
         place.parent.mkdir(exist_ok=True)
         if not place.exists():
             place.symlink_to(home / name)
+    enlarging(server.base / "models" / "upscale_models" / UPSCALER, 4)
     write_meshes(server.base / "input")
 
 
@@ -46,6 +49,14 @@ def only_the_demo(server: Server) -> None:
     alpha = in_two_colours(surface, ((1.0,) * 3,) * 2, 0.0)[0][..., :1]
     picture = torch.cat((in_two_colours(surface, PAIRS[0])[0], alpha), -1)
     Image.fromarray((picture.clamp(0, 1) * 255).byte().numpy()).save(server.base / "input" / PICTURE)
+
+
+def enlarging(path: Path, times: int) -> None:
+    """An upscale model (SRVGGNetCompact) that repeats each pixel: all it adds to that is zero."""
+    shapes = {"0.weight": (4, 3, 3, 3), "0.bias": (4,), "1.weight": (4,)}
+    shapes |= {"2.weight": (3 * times**2, 4, 3, 3), "2.bias": (3 * times**2,)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({f"body.{name}": torch.zeros(shape) for name, shape in shapes.items()}, path)
 
 
 def built(tiny_folder: Path) -> Path:

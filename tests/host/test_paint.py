@@ -358,6 +358,20 @@ def test_what_is_wrong_is_said_in_one_line(client: Client, graph: Graph, node: s
     assert "\n" not in run.message
 
 
+def test_what_separate_nodes_made_is_painted_again(server: Server, client: Client, graph: Graph) -> None:
+    bake = named(baking(graph).prompt, "AnyGPUBakeTexture")
+    graph.add("SaveGLB", mesh=graph.link(bake, 5), filename_prefix="3d/steps")
+    run = client.run(graph.prompt)
+    assert run.ending == "execution_success", run.message
+    names = [record["filename"] for given in run.outputs.values() for record in given.get("3d", ())]
+    again = Graph()
+    replayed = again.add("AnyGPUReplay", file=f"3d/{next(filter(lambda n: n.startswith('steps'), names))} [output]")
+    again.add("SaveGLB", mesh=again.link(replayed, 3), filename_prefix="3d/again")
+    second = client.run(again.prompt)
+    assert second.ending == "execution_success", second.message
+    assert second.texts_of(replayed)[-1].startswith("the same texture, bit for bit"), second.texts
+
+
 def test_progress_previews_and_what_was_decided_stand_under_the_nodes(client: Client, graph: Graph) -> None:
     run = client.run(baking(graph).prompt)
     assert run.ending == "execution_success", run.message
@@ -368,7 +382,16 @@ def test_progress_previews_and_what_was_decided_stand_under_the_nodes(client: Cl
     assert run.texts_of("6")[-1].split("\n")[0].endswith("filled from neighbouring areas")
 
 
-def test_with_no_model_installed_a_ball_takes_the_picture_s_colours(server: Server, client: Client) -> None:
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [
+        ("anygpu_paint_turbo", "leaves light and shadow"),
+        ("anygpu_paint_pbr_enlarged", "neither metal nor roughness"),
+    ],
+)
+def test_with_no_model_installed_a_ring_takes_the_picture_s_colours(
+    server: Server, client: Client, name: str, left_out: str
+) -> None:
     paint_models.install(server)
     models = server.base / "models" / "diffusers"
     away = models.rename(models.with_name("away"))
@@ -377,16 +400,20 @@ def test_with_no_model_installed_a_ball_takes_the_picture_s_colours(server: Serv
     green[16:80, 16:80] = 40, 200, 60, 255
     Image.fromarray(green).save(server.base / "input" / "green.png")
     try:
-        prompt = replay(next(path for path in painted() if path.stem == "anygpu_paint_turbo"))
+        prompt = replay(next(path for path in painted() if path.stem == name))
         prompt[named(prompt, "LoadImage")]["inputs"]["image"] = "green.png"
-        prompt[named(prompt, "AnyGPUTextureMesh")]["inputs"]["texture_size"] = 256
+        for node in prompt.values():
+            node["inputs"] |= {"texture_size": 256} if "texture_size" in node["inputs"] else {}
+        if "pbr" in name:
+            prompt[named(prompt, "AnyGPURenderViews")]["inputs"]["size"] = 256
+            prompt[named(prompt, "AnyGPUBakeTexture")]["inputs"]["view_size"] = 256
         run = client.run(prompt)
     finally:
         models.rmdir()
         away.rename(models)
     assert run.ending == "execution_success", run.message
     said = [text for _, text in run.texts]
-    for words in ("paints simple bodies", "paints at its own size", "leaves light and shadow"):
+    for words in ("paints simple bodies", "paints at its own size", left_out):
         assert any(words in text for text in said), (words, said)
     facts, data = glb(saved(server, prompt, run))
     index = facts["materials"][0]["pbrMetallicRoughness"]["baseColorTexture"]["index"]

@@ -4,9 +4,8 @@ import pytest
 import torch
 from anygpu.paint.demo import ring
 from PIL import Image
-from safetensors.torch import save_file
 
-from host import videos
+from host import paint_models, videos
 from host.client import Client
 from host.prompts import Graph
 from host.server import Server
@@ -36,19 +35,6 @@ def in_materials() -> bytes:
     return made.export(file_type="glb")
 
 
-def doubling(path) -> None:
-    """An upscale model (SRVGGNetCompact) that repeats each pixel: all it adds to that is zero."""
-    weights = {
-        "body.0.weight": torch.zeros(4, 3, 3, 3),
-        "body.0.bias": torch.zeros(4),
-        "body.1.weight": torch.zeros(4),
-        "body.2.weight": torch.zeros(12, 4, 3, 3),
-        "body.2.bias": torch.zeros(12),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(weights, path)
-
-
 def chain(server: Server, upscale: bool = False, project: bool = False) -> Graph:
     """Load, clean, render, bake the normals as if they were painted views; save."""
     (server.base / "input" / "3d").mkdir(parents=True, exist_ok=True)
@@ -59,7 +45,7 @@ def chain(server: Server, upscale: bool = False, project: bool = False) -> Graph
     maps = made.add("AnyGPURenderViews", mesh=made.link(mesh), size=128)
     views = made.link(maps)
     if upscale:
-        doubling(server.base / "models" / "upscale_models" / "double.safetensors")
+        paint_models.enlarging(server.base / "models" / "upscale_models" / "double.safetensors", 2)
         model = made.add("UpscaleModelLoader", model_name="double.safetensors")
         views = made.link(made.add("ImageUpscaleWithModel", upscale_model=made.link(model), image=views))
     given = {"images": views, "cameras": made.link(maps, 2), "texture_size": 128, "view_size": 256}

@@ -78,7 +78,7 @@ def test_step_by_step_and_in_one_node(core):
     again = core.run("PaintViews", **{**given, "latent": latent, "denoise": 0.5}).result[0]
     assert (again - pictures).abs().max() > 1e-3
     baked = {"mesh": mesh(), "images": pictures, "cameras": cameras, "texture_size": 64, "view_size": 128}
-    textured, colour, _, _, painted = core.run("BakeTexture", **baked).result
+    textured, colour, _, _, painted, _ = core.run("BakeTexture", **baked).result
     assert torch.equal(textured.texture, colour)
     assert colour.shape == (1, 64, 64, 3) and painted.mean() > 0.4
     one = {"mesh": mesh(), "image": IMAGE, "mask": MASK, "pipeline": pipeline, "view_size": 64, "texture_size": 64}

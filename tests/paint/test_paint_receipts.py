@@ -12,16 +12,21 @@ from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.paint import jobs
 from anygpu.paint.adapter_loading import AdapterRequest, load_adapter
 from anygpu.paint.baking.bake import BakeSettings
+from anygpu.paint.geometry.cameras import camera_table
 from anygpu.paint.geometry.mesh import write_glb
+from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.pictures import cut_out, transparency
-from anygpu.paint.sampling.painting import PaintSettings
-from anygpu.paint.texturing import OneStep, textured
+from anygpu.paint.sampling.delight import DelightSettings, delight_images
+from anygpu.paint.sampling.painting import PaintInputs, PaintSettings
+from anygpu.paint.step_receipts import baked_record, marked, painted_record
+from anygpu.paint.texturing import OneStep, maps_of, painted_views, references_of, texture_of, textured
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.movie import read_frames
 from anygpu.pipelines.records.places import Machine, Places
 from PIL import Image
+from published import paint_loops
 
-from paint import mv_stored
+from paint import mv_stored, stored
 from paint.shapes import box
 
 SETTINGS = OneStep(PaintSettings(64, 1, seed=5), BakeSettings(64, 128), prompt="a red cat")
@@ -95,6 +100,64 @@ def test_what_is_not_there_is_named(home, signed, tmp_path):
             machine(home),
             Silent(),
         )
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """A folder with a paint and a delight model, which needs a text encoder, and a cut-out picture."""
+    root = tmp_path_factory.mktemp("steps")
+    paint_loops.delight(root), stored.checkpoint("paint", root)
+    pixels = (torch.rand(48, 64, 4, generator=torch.Generator().manual_seed(0)) * 255).byte()
+    Image.fromarray(pixels.numpy(), "RGBA").save(root / "cat.png")
+    return root
+
+
+def in_steps(models: Path, evened: bool, change=lambda made: made) -> dict:
+    """The receipt in ``steps.glb`` of separate nodes, with other cameras, maps and bake than one node has."""
+    pipeline, delight = (
+        load_paint(PaintRequest(models / stored.FOLDERS[kind], device="cpu", precision="fp32"))
+        for kind in ("paint", "delight")
+    )
+    image, mask = read_frames(models / "cat.png", 1)[0], transparency(models / "cat.png", (48, 64))
+    mesh = replace(box(), uvs=torch.stack((box().uvs[:, 0], 1 - (1 - box().uvs[:, 1])), 1))
+    maps, table, _ = maps_of(mesh, camera_table("0, 120", "20, 0", "1, 0.5", 1.3), "paint", "flat", 96)
+    for each in (maps.normal, maps.position):
+        marked(each, "maps", mesh=mesh, size=96, shading="flat", cameras=table)
+    settings, given = DelightSettings(steps=1, size=64, seed=3), (image, mask)
+    if evened:
+        light = delight_images(delight, cut_out(*given), settings, True, Silent())
+        facts = {"request": delight.request, "settings": settings, "recenter": True}
+        given = marked(light, "evened", image=image, mask=mask, **facts), None
+    asked = OneStep(PaintSettings(64, 2, 1.5, seed=5), prompt="", cameras=table)
+    pictures = references_of(pipeline, cut_out(*given), None, settings, Silent())
+    painted = painted_views(pipeline, PaintInputs(pictures, maps.normal, maps.position, table), asked.paint, Silent())
+    named = dict(zip(("normals", "positions", "image", "mask"), (maps.normal, maps.position, *given), strict=True))
+    facts = {"record": painted_record(pipeline, named, asked, None), "both": False, "cameras": table}
+    views, baking = change(marked(painted.views, "views", **facts)), BakeSettings(64, 128, "scatter")
+    texture = texture_of(mesh, table, views, None, baking)
+    record = baked_record(views, None, mesh, table, baking, texture)
+    jobs.Textured(mesh, texture, record).write(models / "steps.glb")
+    return record
+
+
+@pytest.mark.parametrize("evened", [False, True])
+def test_what_separate_nodes_make_is_painted_again_bit_for_bit(models, evened):
+    record = in_steps(models, evened)
+    asked = record["job"]
+    assert "missing" not in record and (asked["maps"], asked["shading"], asked["ortho_scale"]) == (96, "flat", 1.3)
+    assert ("delight" in asked) == evened and len(asked["views"]) == 2
+    again = jobs.replay(models / "steps.glb", machine(models), Silent())
+    assert again.same and again.differences == ()
+    assert {name: again.rendered.receipt[name] for name in ("texture", "job")} == {
+        name: record[name] for name in ("texture", "job")
+    }
+
+
+@pytest.mark.parametrize("change", [torch.clone, lambda made: made.mul_(0.5), lambda made: marked(made, "maps")])
+def test_views_that_other_nodes_changed_are_named_and_not_repeated(models, change):
+    assert in_steps(models, False, change)["missing"] == ["the views as AnyGPU Paint Views gave them"]
+    with pytest.raises(InputError, match="a receipt without the views as AnyGPU Paint Views gave them"):
+        jobs.replay(models / "steps.glb", machine(models), Silent())
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,14 @@ def picture() -> torch.Tensor:
     return torch.cat((colours, (alpha * 255).round()[..., None] / 255), dim=-1)
 
 
+def enlarged(views: torch.Tensor) -> torch.Tensor:
+    """Views (V, H, W, 3) in 0..1 at the size of the maps, for RealESRGAN, and sharper."""
+    size = {"size": (RENDERED, RENDERED), "mode": "bicubic", "align_corners": False}
+    large = torch.nn.functional.interpolate(views.movedim(-1, 1), **size)
+    blurred = torch.nn.functional.avg_pool2d(large, 5, 1, 2, count_include_pad=False)
+    return (2 * large - blurred).clamp(0, 1).movedim(1, -1)
+
+
 def checkpoint(kind: str, folder: Path) -> Path:
     """A tiny checkpoint as published, with the ``.bin`` that the publisher reads where there are two."""
     return stored.checkpoint(kind, folder, suffix=".safetensors" if kind == "delight" else ".bin")

@@ -2,21 +2,23 @@
 
     python tests/published/paint_reference.py NAME CLONE FOLDER
 
-NAME is a row of ``LOOPS`` below, with the repository, commit and licence of its clone. FOLDER has OpenCV and the CPU
-half of the publisher's rasterizer in it, ``custom_rasterizer_kernel``, built from the clone without CUDA. The
+NAME is a row of ``LOOPS`` below, with the repository, commit and licence of its clone. FOLDER has OpenCV and, built
+from the clone without CUDA, ``custom_rasterizer_kernel``, the CPU half of its rasterizer, and for PBR
+``mesh_inpaint_processor``. The
 publisher's code runs from the picture to the texture, on the CPU in fp32; nothing of it is kept but what it made.
 Stand-ins that both sides share: a mesh with UVs, for xatlas, and the tokens of an empty prompt.
 """
 
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 
 sys.path[:0] = [str(Path(__file__).parents[1]), sys.argv[2], sys.argv[3]]
@@ -95,6 +97,11 @@ def image(picture: torch.Tensor) -> Image.Image:
     return Image.fromarray((picture * 255).round().to(torch.uint8).numpy())
 
 
+def pixels(picture: Image.Image) -> torch.Tensor:
+    """(H, W, 3) in 0..1."""
+    return torch.from_numpy(np.array(picture)) / 255
+
+
 def light_remover(dehighlight: Any) -> Any:
     """The publisher's class on the tiny checkpoint."""
     from diffusers import StableDiffusionInstructPix2PixPipeline as Pipeline
@@ -157,28 +164,43 @@ def paint(turbo: bool) -> dict[str, torch.Tensor]:
 
 def delight() -> dict[str, torch.Tensor]:
     """``Light_Shadow_Remover`` on a picture in the middle of its square."""
-    import numpy as np
-
     pipelines = texgen()
     from hy3dgen.texgen.utils import dehighlight_utils
 
     centred = pipelines.Hunyuan3DPaintPipeline.recenter_image(None, image(paint_loops.picture()))
     with torch.no_grad():
-        evened = light_remover(dehighlight_utils)(centred)
-    return {"": torch.from_numpy(np.array(evened))[None] / 255}
+        return {"": pixels(light_remover(dehighlight_utils)(centred))[None]}
 
 
-class Done(Exception):
-    """The views are painted."""
+def copied(render: Any) -> Any:
+    """``render.get_mesh`` as on CUDA: it changes its arrays in place, which on a CPU are the renderer's own."""
+    get_mesh = render.get_mesh
+
+    def made(**given: Any) -> list[np.ndarray]:
+        before = render.vtx_pos.clone(), render.vtx_uv.clone()
+        arrays = [array.copy() for array in get_mesh(**given)]
+        render.vtx_pos, render.vtx_uv = before
+        return arrays
+
+    return made
+
+
+def enlarged(view: Image.Image) -> Image.Image:
+    """One view enlarged, in the 8 bits in which upstream's model gives it back."""
+    return image(paint_loops.enlarged(pixels(view)[None])[0])
 
 
 def pbr() -> dict[str, torch.Tensor]:
-    """``Hunyuan3DPaintPipeline`` of 2.1 from a picture to its eight views, colours before metal and roughness."""
+    """``Hunyuan3DPaintPipeline`` of 2.1 from a picture to its views and its textures, colours before metal and
+    roughness. Both sides share what enlarges the views: upstream's is another model's weights."""
     import trimesh
     from transformers import BitImageProcessorPil, Dinov2Model
 
     home = CLONE / "hy3dpaint"
     sys.path[:0] = [str(home), str(home / "custom_rasterizer")]
+    import mesh_inpaint_processor
+
+    sys.modules["DifferentiableRenderer.mesh_inpaint_processor"] = mesh_inpaint_processor
     for name in (
         "pytorch_lightning", "torchvision", "torchvision.transforms", "torchvision.utils", "omegaconf", "pymeshlab",
         "xatlas", "bpy", "utils.image_super_utils", "utils.simplify_mesh_utils",
@@ -191,7 +213,7 @@ def pbr() -> dict[str, torch.Tensor]:
 
     folder = paint_loops.checkpoint("paint_pbr", FOLDER)
     config = textureGenPipeline.Hunyuan3DPaintConfig(8, paint_loops.VIEW)
-    config.device, config.render_size = "cpu", paint_loops.RENDERED
+    config.device, config.render_size, config.texture_size = "cpu", paint_loops.RENDERED, paint_loops.TEXTURE
     vertices, faces, uvs = paint_loops.mesh()
     mesh = trimesh.Trimesh(vertices, faces, process=False, visual=trimesh.visual.TextureVisuals(uv=uvs))
     dino = object.__new__(Dino_v2)
@@ -202,10 +224,6 @@ def pbr() -> dict[str, torch.Tensor]:
     )  # fmt: skip
     dino.dino_v2 = Dinov2Model.from_pretrained(paint_loops.dino(FOLDER)).eval()
     seen: list[torch.Tensor] = []
-
-    def bake(*_: Any) -> None:
-        raise Done
-
     with on_cpu(), ExitStack() as stack:
         unet = UNet2p5DConditionModel.from_pretrained(folder / "unet").eval()
         pipe = HunyuanPaintPipeline(**parts(folder, unet), text_encoder=None, tokenizer=None, feature_extractor=None)
@@ -216,19 +234,21 @@ def pbr() -> dict[str, torch.Tensor]:
         painter.pipeline, painter.dino_v2, painter.mode = pipe, dino, "hunyuanpaintpbr"
         whole = object.__new__(textureGenPipeline.Hunyuan3DPaintPipeline)
         whole.config = config
-        whole.render = textureGenPipeline.MeshRender(default_resolution=config.render_size, device="cpu")
+        whole.render = textureGenPipeline.MeshRender(
+            default_resolution=config.render_size, texture_size=config.texture_size, device="cpu"
+        )
         whole.render.load_mesh = lambda mesh: whole.render.set_mesh(
             mesh.vertices, mesh.faces, vtx_uv=mesh.visual.uv, uv_idx=mesh.faces
         )
         whole.view_processor = textureGenPipeline.ViewProcessor(config, whole.render)
-        whole.view_processor.bake_from_multiview = bake
-        whole.models = {"super_model": lambda view: view, "multiview_model": painter}
+        whole.render.save_mesh = lambda *_, **__: None
+        whole.render.get_mesh = copied(whole.render)
+        whole.models = {"super_model": enlarged, "multiview_model": painter}
         stack.enter_context(mock.patch.object(trimesh, "load", lambda _: mesh))
         stack.enter_context(mock.patch.object(textureGenPipeline, "mesh_uv_wrap", lambda mesh: mesh))
         stack.enter_context(watched(seen))
-        with suppress(Done):
-            whole(str(FOLDER / "mesh.obj"), image(paint_loops.square()), use_remesh=False)
-    return {"": seen[-1]}
+        whole(str(FOLDER / "mesh.obj"), image(paint_loops.square()), use_remesh=False, save_glb=False)
+    return {"": seen[-1], " texture": torch.stack((whole.render.tex, whole.render.tex_mr))}
 
 
 V2 = "Tencent-Hunyuan/Hunyuan3D-2", "9bcf302", "Tencent Hunyuan 3D 2.0 Community License"

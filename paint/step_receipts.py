@@ -1,0 +1,74 @@
+"""Receipts of textures that separate nodes make: each marks its pictures with what the next ones cannot know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from ..compat.checkpoints.identity import values_hash
+from ..pipelines.records import receipts
+from ..pipelines.records.job import parsed
+from .baking.bake import BakeSettings
+from .geometry.cameras import CameraTable
+from .geometry.mesh import Mesh
+from .jobs import PaintJob, asked_job, geometry_hash, missing_of, texture_hash
+from .loading import PaintPipeline
+from .texturing import OneStep, Texture
+
+MARK = "anygpu"  # attribute of a tensor
+
+
+def marked(pictures: Tensor | None, kind: str, **facts: Any) -> Tensor | None:
+    """``pictures`` with ``facts`` for :func:`facts_of`, which do not outlive a change of the values."""
+    if pictures is not None:
+        setattr(pictures, MARK, (kind, values_hash(pictures), facts))
+    return pictures
+
+
+def facts_of(pictures: Tensor | None, kind: str) -> dict[str, Any]:
+    """The facts that :func:`marked` put on pictures of a kind; empty for what another node made or changed."""
+    marks, content, facts = getattr(pictures, MARK, ("", "", {}))
+    return facts if pictures is not None and marks == kind and content == values_hash(pictures) else {}
+
+
+def painted_record(
+    pipeline: PaintPipeline, pictures: Mapping[str, Tensor | None], settings: OneStep, dino: Tensor | None
+) -> dict[str, Any]:
+    """The receipt of views painted from an ``image``, its ``mask``, and the maps ``normals`` and ``positions``."""
+    image, mask, maps = pictures["image"], pictures["mask"], facts_of(pictures["normals"], "maps")
+    light, delight = facts_of(image, "evened"), None
+    usual = not light or (light["recenter"] and mask is None and pipeline.family == "paint")
+    if light and usual:
+        image, mask = light["image"], light["mask"]
+        delight = SimpleNamespace(source=light["request"].model, request=light["request"])
+        settings = replace(settings, delight=light["settings"])
+    missing = missing_of(pipeline, delight, image, dino) + ["light taken out in another way"] * (not usual)
+    missing += ["the latents that it started from"] * (settings.paint.latents is not None)
+    if not maps or maps != facts_of(pictures["positions"], "maps") or maps["cameras"] != settings.cameras:
+        return {receipts.HEAD: receipts.VERSION, "missing": [*missing, "maps of AnyGPU Render Views"]}
+    settings, mesh = replace(settings, maps=maps["size"], shading=maps["shading"]), maps["mesh"]
+    job = partial(asked_job, pipeline, delight, mesh, image, mask, settings)
+    return receipts.record_of(job, pipeline, missing, mesh=geometry_hash(mesh))
+
+
+def baked_record(
+    views: Tensor, both: Tensor | None, mesh: Mesh, cameras: CameraTable, settings: BakeSettings, texture: Texture
+) -> dict[str, Any]:
+    """The receipt of a texture that was baked from ``views`` and, of PBR, from metal and roughness; never raises."""
+    facts, shape = facts_of(views, "views"), geometry_hash(mesh)
+    record = dict(facts.get("record", {receipts.HEAD: receipts.VERSION}))
+    missing = list(record.pop("missing", ()))
+    paired = facts_of(both, "views") == facts if facts.get("both") else both is None
+    if not (facts and paired and facts["cameras"] == cameras):
+        missing.append("the views as AnyGPU Paint Views gave them")
+    elif not missing and record["mesh"] != shape:
+        missing.append("the mesh that its maps show")
+    if not missing:
+        record["job"] = replace(parsed(PaintJob, record["job"]), texture=settings).record()
+    made = {"texture": texture_hash(texture), "mesh": shape, "cameras": [list(astuple(camera)) for camera in cameras]}
+    return record | made | ({"missing": missing} if missing else {})
