@@ -38,10 +38,8 @@ ON_LOAD = "choose precision fp16-safe or fp32 on the load node"
 BUTTON = {"node": "AnyGPUDoctor", "input": "repair", "value": KEEP, "press": "Keep the repair and run again"}
 Fault = Callable[[torch.Tensor], str]
 DTYPES = {**NAMES, torch.float64: "fp64"}
-INPUTS = {  # what models call what they are given
-    **dict.fromkeys(("x", "hidden_states"), "the latents"),
-    **dict.fromkeys(("context", "encoder_hidden_states"), "the text"),
-}
+INPUTS = dict.fromkeys(("x", "hidden_states"), "the latents")  # what models call what they are given
+INPUTS |= dict.fromkeys(("context", "encoder_hidden_states"), "the text")
 PARTS = (  # of a layer's dotted name, what they are in words; the first that fits
     (r"(^|[._])(attn2|cross_attn)\b", "cross-attention"),
     (r"(^|[._])(attn1|attn|self_attn|img_attn|txt_attn)\b", "self-attention"),

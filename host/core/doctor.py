@@ -61,9 +61,8 @@ class StepWatch:
         network = next(iter(networks.values()))
         self.largest: dict[str, float] = _largest.setdefault(network, {})
         if network not in _blocks:
-            _blocks[network] = [
-                name for name, _ in networks.named_modules() if name and name == doctors.block_of(networks, name)
-            ]
+            names = (name for name, _ in networks.named_modules() if name)
+            _blocks[network] = [name for name in names if name == doctors.block_of(networks, name)]
         self.blocks: list[str] = [] if compiled else _blocks[network]
         self.spots: list[Spot] = []
         self.now: dict[str, float] = {}
@@ -236,8 +235,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
                 return output
             options = kwargs.get("transformer_options") or (args[5] if len(args) > 5 else {})
             local, found = doctors.stuck if wrong == doctors.STUCK else doctors.lifeless, lambda: watch.finding
-            where = where_of(options)
-            return doctor.checked(output, networks, again, where, watch.fault, local, found, spent)
+            return doctor.checked(output, networks, again, where_of(options), watch.fault, local, found, spent)
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
         begun.clear()
