@@ -196,8 +196,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
     """A clone of ``model`` whose every call is checked; what is found is shown on the node ``node_id``.
 
     The first call of a sampling looks at each product, attention call and weight on the device, later ones at a
-    fiftieth of the weights.
-    """
+    fiftieth of the weights."""
     if not isinstance(model.model, CoreModel):
         LoadedWeights.of(model)
         doctor.instead = "put AnyGPU Fit Model before the sampler"
