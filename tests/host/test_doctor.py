@@ -56,8 +56,9 @@ def test_watching_is_a_few_operations_per_block_and_a_fiftieth_of_the_weights(in
 
 @full
 def test_watching_takes_less_than_a_hundredth_of_a_step(inside: Inside) -> None:
-    found = inside.play("doctor", "timed", repeats=5)
-    assert 0 < found["alone"] < 0.01 * min(found["plain"]), found
+    """On average over a sampling of twenty, at 1,280 tokens: published videos have many more to each weight."""
+    found = inside.play("doctor", "timed", steps=20)
+    assert 0 < found["watching"] < 0.01 * found["whole"], found
 
 
 MODELS = list(DOCTORED)
