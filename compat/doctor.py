@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from .device.execution import add_hook, to_host
-from .device.failures import is_shortage
+from .device.failures import UNFIT, is_shortage
 from .device.precision import NAMES
 from .memory.parts import Undo
 from .output_check import COLOUR, CONSTANT, ZEROS, NotFinite
-from .repairs import ATTENTION, FP32, LIMIT, NARROW, REPLACED, SCALED, UNFIT, Repair, RepairStore, repaired, tensors_in
+from .repairs import ATTENTION, FP32, LIMIT, NARROW, REPLACED, SCALED, Repair, RepairStore, repaired, tensors_in
 
 OFFER, KEEP, FORGET = "offer", "keep", "forget"
 EXPLAIN = "explain"  # of a pipeline without a doctor: the layer is named, and nothing is tried
@@ -38,10 +38,8 @@ ON_LOAD = "choose precision fp16-safe or fp32 on the load node"
 BUTTON = {"node": "AnyGPUDoctor", "input": "repair", "value": KEEP, "press": "Keep the repair and run again"}
 Fault = Callable[[torch.Tensor], str]
 DTYPES = {**NAMES, torch.float64: "fp64"}
-INPUTS = {  # what models call what they are given
-    **dict.fromkeys(("x", "hidden_states"), "the latents"),
-    **dict.fromkeys(("context", "encoder_hidden_states"), "the text"),
-}
+INPUTS = dict.fromkeys(("x", "hidden_states"), "the latents")  # what models call what they are given
+INPUTS |= dict.fromkeys(("context", "encoder_hidden_states"), "the text")
 PARTS = (  # of a layer's dotted name, what they are in words; the first that fits
     (r"(^|[._])(attn2|cross_attn)\b", "cross-attention"),
     (r"(^|[._])(attn1|attn|self_attn|img_attn|txt_attn)\b", "self-attention"),
@@ -188,11 +186,13 @@ def diagnose(
     repair: bool = True,
     local: Fault | None = None,
     found: Callable[[], Finding | None] = lambda: None,
+    spent: int = 0,
 ) -> tuple[Diagnosis, torch.Tensor | None]:
     """The place where ``run`` goes wrong, the repair that helps, and the result with it, None where none helps.
 
     ``fault`` is of the result, ``local`` of what a module returns; ``found`` gives the place where it is known already.
-    The network runs at most five times: once with hooks, and for :data:`TRIALS` repairs, none without ``repair``."""
+    The network runs at most five times, ``spent`` of them before: once with hooks, and for :data:`TRIALS` repairs, none
+    without ``repair``."""
     finding = found()
     output: Any = None
     if finding is None:
@@ -207,7 +207,8 @@ def diagnose(
         finding = Finding(name, type(network).__name__, dtype=dtype, fault=wrong, between=True)
     tried, exact = tuple(repairs_for(finding)) if repair else (), None
     whole = tried[-1] if tried and tried[-1] == Repair(finding.layer.partition(".")[0], FP32) else None
-    tried = tried[:TRIALS] if whole is None else (*tried[:-1][: TRIALS - 1], whole)
+    most = TRIALS - spent
+    tried = tried[:most] if whole is None else (*tried[:-1][: most - 1], whole)
     for one in tried:
         output = exact if one == whole and exact is not None else _output_with(one, networks, run)
         if output is None or fault(output):
@@ -390,13 +391,14 @@ class Doctor:
         fault: Fault = not_finite,
         local: Fault | None = None,
         found: Callable[[], Finding | None] = lambda: None,
+        spent: int = 0,
     ) -> torch.Tensor:
-        """``output``, or with ``keep`` what a repair makes of it when ``run`` makes it again; ``where`` is such as
-        ``step 3 of 20``.
+        """``output``, or with ``keep`` what a repair makes of it when ``run`` makes it again, as it did ``spent``
+        times; ``where`` is such as ``step 3 of 20``.
         Raises NotFinite where it is wrong, and nothing helps or only an offer is wanted."""
         if not fault(output):
             return output
-        diagnosis, again = diagnose(networks, run, fault, self.choice != EXPLAIN, local, found)
+        diagnosis, again = diagnose(networks, run, fault, self.choice != EXPLAIN, local, found, spent)
         repair, finding = diagnosis.repair, diagnosis.finding
         if finding is not None and finding.fault == STUCK and again is not None and distance(output, again) <= NEAR:
             return output  # clamped, as some networks do, without harm

@@ -36,7 +36,6 @@ MEANINGS = {
 }
 LIMIT = torch.finfo(torch.float16).max
 FILE = "doctor.json"
-UNFIT = (RuntimeError, TypeError, ValueError, LookupError, AssertionError)  # of kernels of other packs too
 PLAIN = (torch.Tensor, nn.Parameter)  # whose values are what they hold; subclasses may hold packed bytes
 
 

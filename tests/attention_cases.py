@@ -42,6 +42,26 @@ def sums_of_64_keys_in_fp16(query: Tensor, key: Tensor, value: Tensor, mask: Ten
     return sum(sums[1:], sums[0]) / weights.sum(-1, keepdim=True)
 
 
+def in_8_bits(values: Tensor, axis: int) -> Tensor:
+    """Values as int8 holds them, with a scale for each line along an axis."""
+    scale = values.float().abs().amax(axis, keepdim=True).clamp(min=1e-30) / 127
+    return (values.float() / scale).round() * scale
+
+
+def sage(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """As SageAttention's Triton kernel with its int8 queries and keys, a scale for each 64 of them."""
+    query, key = (torch.cat([in_8_bits(part.flatten(-2), -1).view_as(part) for part in each.split(64, -2)], -2)
+                  for each in (query, key))  # fmt: skip
+    return sums_of_64_keys_in_fp16(query, key, value.to(HALF), mask)
+
+
+def all_in_int8(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    """As a kernel with int8 for all operands: queries, keys and weights by row, values by channel."""
+    query, key, value = in_8_bits(query, -1), in_8_bits(key, -1), in_8_bits(value, -2)
+    scores = _masked(query @ key.transpose(-1, -2) * query.shape[-1] ** -0.5, mask)
+    return in_8_bits(scores.softmax(-1), -1) @ value
+
+
 def fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     return functional.scaled_dot_product_attention(query, key, value, mask)
 

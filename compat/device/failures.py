@@ -9,6 +9,7 @@ from .shortage import SHORTAGE, UNSURE, Wording, has_row, says_shortage
 
 MEMORY, KERNEL, VALUES = "memory", "kernel", "values"
 DEVICE_ERRORS = (RuntimeError, MemoryError, OSError, TypeError)  # of back ends, for shortage and for missing kernels
+UNFIT = (RuntimeError, TypeError, ValueError, LookupError, AssertionError)  # of kernels of other packs
 NEARLY_FULL = 512 * 1024**2  # bytes free: less than a library takes that is used for the first time
 MISTAKES = ("same device", "should be the same")  # another dtype or device would only hide them
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..device.execution import to_host
+from ..device.failures import UNFIT, is_shortage
 from ..memory.hooks import weights_on
 from .attention_processors import CrossProcessor
 
@@ -26,6 +29,7 @@ MOST_VALUE = 512.0  # kernels that add 64 products with values in fp16 (SageAtte
 SPREAD = 2.0**20  # between the largest and the smallest row of values: fp16 holds both to about a thousandth
 HIDDEN = -1e4  # a mask's value from which a key counts for nothing beside one that is seen
 MASK_ERROR = 2.0**-7  # what rounding may change a mask by
+ROUGH, ASKED = 0.25, 256  # relative error of sums of packed products, in 8 and 4 bits; rows of noise that show it
 FLOOR = 1e-15  # of a norm, so that the power of two that balances two norms is finite
 
 
@@ -84,6 +88,40 @@ def fp32_linear(layer: Any, x: Tensor) -> Tensor:
             return _fp32_product(x, weight, bias, total)
         y = functional.linear(x, weight)
         return y * total if bias is None else torch.addcmul(bias.float(), y, total)
+
+
+@dataclass
+class AskedLinear:
+    """A Linear whose packed weight only its own ``forward`` knows, given fp16 whose products fp16 holds."""
+
+    forward: Callable[[Tensor], Tensor]  # of fp16, (..., features)
+    reach: float = 0.0  # as in LayerSettings; 0 before it was asked, infinite for what is no product
+    bias: Tensor | float = 0.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        scale = row_scales(x, self.reach)
+        return (self.forward(to_fp16(x, scale)).float() - self.bias) * scale + self.bias
+
+    def is_product(self, like: Tensor) -> bool:
+        """True if ``forward`` adds up; asked once, where ``like`` (fp32) is."""
+        if not self.reach:
+            try:
+                self._ask(like)
+            except UNFIT as failure:
+                if is_shortage(failure):
+                    raise
+                self.reach = math.inf
+        return math.isfinite(self.reach)
+
+    def _ask(self, like: Tensor) -> None:
+        """Give it noise: a row of the weight makes of it what is as large as the row is long, within a fifth."""
+        shape = (*[1] * (like.ndim - 2), ASKED, like.shape[-1])
+        noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like.device) / RESIDUAL_SCALE
+        self.bias = self.forward(torch.zeros_like(noise, dtype=HALF))[..., :1, :].float()
+        seen, sums = (self.forward(each.to(HALF)).float() - self.bias for each in (noise, noise + noise.roll(1, -2)))
+        adds_up = (sums - seen - seen.roll(1, -2)).norm() <= ROUGH * seen.norm()
+        length = seen.square().mean(-2).amax().sqrt() * RESIDUAL_SCALE
+        self.reach = max(1.0, float(to_host(torch.where(adds_up, length, math.inf))))
 
 
 def _divided_linear(layer: Any, x: Tensor) -> Tensor:

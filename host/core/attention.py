@@ -69,7 +69,7 @@ class AttentionOverride:
     counts: Counts | None = None
     preference: Preference = field(default_factory=Preference)  # the kernel that the running layer prefers
     refused: Callable[[], None] | None = None  # called for operands that have no fp16 form
-    exact: bool = False  # whether fp32 operands stay so in core's own functions
+    exact: bool = False  # whether fp32 operands stay so
 
     @torch.compiler.disable  # which kernel computes, and in which dtype, is decided by the operands of each call
     def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -85,7 +85,7 @@ class AttentionOverride:
     def container_function(self) -> Callable[..., Tensor]:
         """The function for operands in containers; AttributeError, at which core unpacks them, for other kernels."""
         asked = self.before or self.preference.function or core_attention.optimized_attention
-        if not _is_int8(asked):
+        if self.exact or not _is_int8(asked):
             raise AttributeError("container_function")
         return functools.partial(self._packed, asked.container_function)  # type: ignore[attr-defined]
 
@@ -94,7 +94,7 @@ class AttentionOverride:
         return kernel(*args, **kwargs)
 
     def _computed(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        if _is_int8(self.before or func):
+        if _is_int8(self.before or func) and not self.exact:
             self._note(BY_INT8)
             return func(*args, **kwargs) if self.before is None else self.before(func, *args, **kwargs)
         query = args[0]

@@ -23,8 +23,8 @@ from ...compat.device.execution import add_hook, to_host
 from ...compat.durable import write_json
 from ...compat.errors import CheckpointError, first_line, json_file
 from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS
-from .layers import FITS, is_convolution
-from .ownership import is_linear
+from .layers import FITS
+from .ownership import is_convolution, is_linear
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +87,8 @@ class Calibration:
         return name in self.sizes and self.sizes[name].share <= 1.0
 
     def is_plain(self, network: nn.Module) -> bool:
-        return self.fits(NETWORK) and any(
-            self.fits(block.name) or any(self._fitting(block)) for block in self._known(network)
-        )
+        plain = (self.fits(block.name) or any(self._fitting(block)) for block in self._known(network))
+        return self.fits(NETWORK) and any(plain)
 
     def refuse(self) -> None:
         self._refused.add(self._running)

@@ -18,9 +18,10 @@ from torch.nn import functional
 
 from ...compat import doctor as doctors
 from ...compat.device.execution import add_hook, to_host
+from ...compat.device.failures import UNFIT
 from ...compat.memory.parts import Undo
 from ...compat.output_check import ZEROS, fault_in_weight, is_flat
-from ...compat.repairs import ATTENTION, FP32, LIMIT, UNFIT, Repair, repaired, tensors_in
+from ...compat.repairs import ATTENTION, FP32, LIMIT, Repair, repaired, tensors_in
 from ..diffusion_model import CoreModel
 from ..progress import NodeProgress
 from .attention import BUILDS_SCORES, AttentionOnRequest, Heads, _named, with_override
@@ -60,9 +61,8 @@ class StepWatch:
         network = next(iter(networks.values()))
         self.largest: dict[str, float] = _largest.setdefault(network, {})
         if network not in _blocks:
-            _blocks[network] = [
-                name for name, _ in networks.named_modules() if name and name == doctors.block_of(networks, name)
-            ]
+            names = (name for name, _ in networks.named_modules() if name)
+            _blocks[network] = [name for name in names if name == doctors.block_of(networks, name)]
         self.blocks: list[str] = [] if compiled else _blocks[network]
         self.spots: list[Spot] = []
         self.now: dict[str, float] = {}
@@ -196,8 +196,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
     """A clone of ``model`` whose every call is checked; what is found is shown on the node ``node_id``.
 
     The first call of a sampling looks at each product, attention call and weight on the device, later ones at a
-    fiftieth of the weights.
-    """
+    fiftieth of the weights."""
     if not isinstance(model.model, CoreModel):
         LoadedWeights.of(model)
         doctor.instead = "put AnyGPU Fit Model before the sampler"
@@ -226,7 +225,8 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
             output = again(first)
             wrong = watch.fault(output)
             doubt = bool(wrong) or watch.loud
-            if healed(patcher, doctor, every=doubt, streamed=True, since=not first) or (doubt and not wrong):
+            spent = healed(patcher, doctor, every=doubt, streamed=True, since=not first) or (doubt and not wrong)
+            if spent:
                 output = again()
                 wrong = watch.fault(output)
             if not wrong:
@@ -234,7 +234,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
                 return output
             options = kwargs.get("transformer_options") or (args[5] if len(args) > 5 else {})
             local, found = doctors.stuck if wrong == doctors.STUCK else doctors.lifeless, lambda: watch.finding
-            return doctor.checked(output, networks, again, where_of(options), watch.fault, local=local, found=found)
+            return doctor.checked(output, networks, again, where_of(options), watch.fault, local, found, spent)
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
         begun.clear()
@@ -306,18 +306,19 @@ class WatchedVAE:
             return doctors.not_finite(frames) if plain else fault_in_pictures(self, frames, samples)
 
         patcher = self.patcher  # type: ignore[attr-defined]
-        spoilt = healed(patcher, doctor, every=True)
+        spoilt, spent = healed(patcher, doctor, every=True), 0
         with doctor.repaired(networks):
             frames = run()
             wrong = fault(frames)
             if wrong and healed(patcher, doctor, every=True, streamed=True):
-                spoilt, frames = True, run()
+                spoilt, spent, frames = True, 1, run()
                 wrong = fault(frames)
             if wrong and not spoilt and not doctors.not_finite(frames):  # it may really look so
+                spent = 1
                 with repaired(networks, (Repair(VAE, FP32),)):
                     if agree(frames, run(), self.vae_dtype):  # type: ignore[attr-defined]
                         return frames
-            return doctor.checked(frames, networks, run, "decode", fault, local=doctors.one_colour)
+            return doctor.checked(frames, networks, run, "decode", fault, local=doctors.one_colour, spent=spent)
 
 
 @functools.cache

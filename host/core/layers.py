@@ -25,9 +25,9 @@ from ...compat.device.execution import add_hook, to_host
 from ...compat.transforms.conv3d import geometry_of, layer_of, own_edges
 from ...compat.transforms.conv3d_choice import Chooser, Conv3dChoice
 from ...compat.transforms.conv3d_methods import convolve, padded
-from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS, LayerSettings, fp32_linear, scales_for
+from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS, AskedLinear, LayerSettings, fp32_linear, scales_for
 from ..casting import cast_by_core
-from .ownership import is_linear, is_own_convolution, left_class, offers_cast, size_of
+from .ownership import adapted_layers, is_convolution, is_linear, is_own_convolution, left_class, offers_cast
 from .packed import is_native
 
 COUNTS = "_anygpu_counts"  # on a layer while its calls are counted
@@ -113,7 +113,6 @@ BY_CORE = {SETTINGS: LayerSettings(False, math.inf)}
 HOOK = "_conv_forward"  # gets the cast weights, whichever class of core's called
 PROVIDER = "weights_on"  # by which our own layers ask for weights
 FITS = "_anygpu_fits"  # on a layer that was measured: whether it is computed in plain fp16
-FEW = 0.1  # share of weights outside Linears from which a network is a U-Net: those are published to run in plain fp16
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,24 +139,6 @@ def conv_forwards(network: nn.Module, choose: Chooser, dtype: torch.dtype) -> It
             continue
         if (choice := choose(layer_of(name, layer, dtype))) is not None:
             yield name, ConvForward(layer, choice)
-
-
-def is_convolution(module: nn.Module) -> bool:
-    cast = isinstance(module, (nn.Conv1d, nn.Conv2d)) and isinstance(module, comfy.ops.CastWeightBiasOp)
-    return cast and is_own_convolution(module)
-
-
-def unfit_for_safe(network: nn.Module) -> str:
-    """The reason why ``auto`` keeps ``network`` out of safe fp16; empty if most weights are in Linears or Conv1ds."""
-    linear = other = 0
-    for module in network.modules():
-        linears = is_linear(module) or (isinstance(module, nn.Linear) and not left_class(module))
-        if linears or (isinstance(module, nn.Conv1d) and is_convolution(module)):
-            linear += size_of(module)
-        elif not isinstance(module, nn.Embedding) and not left_class(module):
-            other += sum(tensor.numel() for tensor in module.parameters(recurse=False))
-    share = other / (linear + other or 1)
-    return f"{share:.0%} of its weights are not in Linear layers, as in networks made for fp16" if share > FEW else ""
 
 
 def takes_fp16(network: nn.Module) -> bool:
@@ -200,6 +181,14 @@ def safe_linear(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if smoothing is not None:
         x = x * comfy.model_management.cast_to_device(smoothing, x.device, x.dtype)
     return fp32_linear(layer, x)
+
+
+def adapted_linear(layer: Any, asked: AskedLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The product of another pack's ``layer``, in fp32 where it adds up."""
+    plain = type(x) is Tensor and x.dtype is FULL and x.ndim > 1 and not (args or kwargs or x.requires_grad)
+    safe = plain and asked.is_product(x)
+    note_call(layer, SAFE if safe else left_class(layer))
+    return asked(x) if safe else asked.forward(x, *args, **kwargs)
 
 
 def settings_of(layer: Any, like: Tensor, fp32_output: bool = False) -> LayerSettings:
@@ -265,6 +254,9 @@ class SafeLayers:
             comfy.ops.run_every_op()
             self.patches[layer] = {HOOK: functools.partial(safe_convolution, layer), SETTINGS: settings_of(layer, like)}
         self.loud = any(patch[SETTINGS].loud for patch in self.patches.values())
+        for layer in adapted_layers(network):
+            asked = AskedLinear(types.MethodType(type(layer).forward, layer))
+            self.patches[layer] = {"forward": functools.partial(adapted_linear, layer, asked), SETTINGS: asked}
 
     @property
     def free(self) -> list[nn.Module]:

@@ -94,9 +94,8 @@ class ModelDevice:
 
     def kernels(self, dtype: torch.dtype) -> Kernels:
         if dtype not in self._kernels:
-            chosen = attention_for(
-                AUTO, self.facts, dtype, HEAD_WIDTH, avoided_by(self.probes, (dtype,), wide=(dtype, FP32))
-            )
+            avoided = avoided_by(self.probes, (dtype,), wide=(dtype, FP32))
+            chosen = attention_for(AUTO, self.facts, dtype, HEAD_WIDTH, avoided)
             query = torch.zeros(1, 1, TOKENS, HEAD_WIDTH, dtype=dtype, device=self.facts.device)
             mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=dtype, device=self.facts.device)
             kernel = fused_kernel(query, query, query) and fused_kernel(query, query, query, mask)
@@ -139,13 +138,9 @@ def fit_for(
     unfit: str = "",
     offered: Sequence[str] = PRECISIONS,
 ) -> Fit:
-    """Choose the settings of a transformer of core's; UnsupportedError where fp16-safe was chosen and cannot be.
+    """Choose the settings of a transformer of core's, computed in ``dtype``, of the precisions ``offered``.
 
-    Args:
-        dtype: in which core computes it.
-        unfit: why ``auto`` leaves this network as it is; empty where it does not.
-        offered: the precisions that the node lets people choose.
-    """
+    ``unfit``: why ``auto`` leaves it as it is. UnsupportedError where fp16-safe was chosen and cannot be."""
     if precision == SAFE:
         precision_for(PLAIN, machine.facts, SAFE, machine.probes, offered)  # which refuses what this device cannot do
     safe, compute, decided = _precision(machine, dtype, precision, unfit)
@@ -190,9 +185,8 @@ def _attention(machine: ModelDevice, dtype: torch.dtype, choice: str, safe: bool
     if choice == AUTO and kernels.fused and not safe:
         why = f"torch has fused kernels for {NAMES[dtype]} here; core takes {cores}"
         if cores in MISSES_KERNELS and machine.facts.backend in LISTED:
-            return chosen, Decision(
-                "attention", chosen.decision.verdict, f"{why}: {LISTED[machine.facts.backend]}", AUTO
-            )
+            why = f"{why}: {LISTED[machine.facts.backend]}"
+            return chosen, Decision("attention", chosen.decision.verdict, why, AUTO)
         if cores not in SUMS_IN_FP16:
             return None, Decision("attention", "as loaded", why, AUTO)
     source = AUTO if choice == AUTO else CHOSEN

@@ -24,22 +24,11 @@ from ...compat.errors import InputError, UnsupportedError
 from ...compat.memory.parts import Undo
 from ..diffusion_model import CoreModel
 from ..recovery import WRAPPER, save_core_samples
+from . import ownership
 from .attention import AttentionOverride, Preference, with_override
 from .calibration import Calibration, kept_at
-from .layers import (
-    HOOK,
-    ByNetwork,
-    Counts,
-    SafeLayers,
-    conv_forwards,
-    is_convolution,
-    left_alone,
-    left_of,
-    takes_fp16,
-    unfit_for_safe,
-)
+from .layers import HOOK, ByNetwork, Counts, SafeLayers, conv_forwards, left_alone, left_of, takes_fp16
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
-from .ownership import fixed_in_dtype, is_linear, left_decisions, why_left
 from .packed import FAILED, PackedFit, packed_fit
 from .weights import clone_cast_on_host, damage_to_bf16, float8_decision, fp16_or_fp32, lack_of_float8, weights_decision
 
@@ -250,7 +239,7 @@ def fit_model(
         decisions.append(Decision("an earlier fit", "taken back"))
     machine = machine or machine_of(model.load_device)
     loaded = model.get_model_object(CAST)
-    left = why_left(network)
+    left = ownership.why_left(network)
     fit = _fit_of(network, machine, loaded or model.model_dtype(), precision, attention, left)
     packed = packed_fit(network, machine.facts, machine.probes.known(), fit.safe, packed_layers)
     stream = torch.float32 if fit.safe else fit.dtype or loaded or model.model_dtype()
@@ -281,9 +270,8 @@ def fit_model(
 def _network_of(model: Any) -> nn.Module:
     network = _plain(getattr(getattr(model, "model", None), "diffusion_model", None))
     if not isinstance(network, nn.Module) or not hasattr(model.model, "get_dtype_inference"):
-        raise InputError(
-            f"a {type(model).__name__} without a network that core runs", expected="a MODEL", fix="Connect a MODEL."
-        )
+        found = f"a {type(model).__name__} without a network that core runs"
+        raise InputError(found, expected="a MODEL", fix="Connect a MODEL.")
     return network
 
 
@@ -299,11 +287,12 @@ def _fit_of(
     network: nn.Module, machine: ModelDevice, dtype: torch.dtype, precision: str, attention: str, left: str
 ) -> Fit:
     """Run :func:`fit_for` on a network with parts of other packs; ``left``: why ``auto`` leaves it as loaded."""
-    if precision == SAFE and not any(is_linear(each) or is_convolution(each) for each in network.modules()):
+    ours = (each for each in network.modules() if ownership.is_linear(each) or ownership.is_convolution(each))
+    if precision == SAFE and next(ours, None) is None and not ownership.adapted_layers(network):
         why = "the network has no layers that core casts"
         raise UnsupportedError(f"precision {SAFE} here: {why}", expected="Linear layers of core's", fix="Choose auto.")
-    fit = fit_for(machine, dtype, precision, attention, left or unfit_for_safe(network))
-    fixed = fixed_in_dtype(network, fit.safe) if fit.dtype is not None else ""
+    fit = fit_for(machine, dtype, precision, attention, left or ownership.unfit_for_safe(network))
+    fixed = ownership.fixed_in_dtype(network, fit.safe) if fit.dtype is not None else ""
     if precision != AUTO and fixed:
         expected, fix = "layers that compute in the dtype of their input", f"Choose auto or {AS_LOADED}."
         raise UnsupportedError(f"precision {precision} with layers of {fixed}", expected=expected, fix=fix)
@@ -330,10 +319,9 @@ class Before:
     @classmethod
     def of(cls, model: Any, fit: Fit, sound: Any) -> Before:
         patched = model.object_patches.get(CAST, MISSING)
-        if sound is None:
-            return cls(fit.dtype, patched, model.force_cast_weights)
-        network = model.model, (model.backup, model.backup_buffers, model.object_patches_backup, model.pinned)
-        return cls(fit.dtype, patched, model.force_cast_weights, sound.model, network)
+        kept = model.backup, model.backup_buffers, model.object_patches_backup, model.pinned
+        copied = () if sound is None else (sound.model, (model.model, kept))
+        return cls(fit.dtype, patched, model.force_cast_weights, *copied)
 
 
 def _unfitted(fitted: Any) -> Any:
@@ -373,7 +361,7 @@ def _convolutions(forms: Counter[str]) -> Iterator[Decision]:
 
 def _left(network: nn.Module, fit: Fit, left: str) -> Iterator[Decision]:
     if fit.needed or (fit.decisions[0].source == AUTO and left):
-        yield from left_decisions(network)
+        yield from ownership.left_decisions(network, fit.safe)
     if not fit.safe:
         return
     for kind, count in left_alone(network).items():
@@ -385,7 +373,7 @@ def _left(network: nn.Module, fit: Fit, left: str) -> Iterator[Decision]:
 
 def _sound_clone(model: Any, safe: bool, damaged: bool, float8: bool) -> Any:
     def target(module: nn.Module, weight: torch.Tensor) -> torch.dtype:
-        matrix = safe and is_linear(module) and weight.ndim > 1
+        matrix = safe and ownership.is_linear(module) and weight.ndim > 1
         return fp16_or_fp32(matrix, weight) if damaged else weight.dtype
 
     label = f"{'fp16 matrices' if safe else 'fp32'}, {damaged}, {float8}"

@@ -18,6 +18,7 @@ from torch import nn
 from ...compat.decision import Decision
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+FEW = 0.1  # share of weights outside Linears from which a network is a U-Net: those are published to run in plain fp16
 MOST_LEFT = 0.1  # share of products from which a network stays in core's dtype
 HOME = ("comfy", "torch")  # packages whose functions compute what they say
 STEPS = ("forward", "forward_comfy_cast_weights", "_conv_forward")
@@ -44,6 +45,11 @@ def is_own_convolution(module: nn.Module) -> bool:
     shape = (module.out_channels, module.in_channels // module.groups, *module.kernel_size)
     known = not any(map(is_foreign, steps))
     return offers_cast(type(module)) or (known and _holds_values(module, shape))
+
+
+def is_convolution(module: nn.Module) -> bool:
+    cast = isinstance(module, (nn.Conv1d, nn.Conv2d)) and isinstance(module, comfy.ops.CastWeightBiasOp)
+    return cast and is_own_convolution(module)
 
 
 def offers_cast(kind: type[nn.Module]) -> bool:
@@ -75,22 +81,57 @@ def left_class(module: nn.Module) -> str:
     return f"{named} with {str(weight.dtype).removeprefix('torch.') if plain else type(weight).__name__} weights"
 
 
-def left_decisions(network: nn.Module) -> Iterator[Decision]:
-    for name, count in Counter(filter(None, map(left_class, network.modules()))).items():
-        yield Decision("left to", f"{name}: {count} layer{'s' if count > 1 else ''}")
+def adapted_layers(network: nn.Module) -> set[nn.Module]:
+    """The layers whose packed values another pack multiplies in a network of core's: in one of its own it hands 16-bit
+    values past the forward of such layers."""
+    modules = list(network.modules())
+    if any(is_foreign(type(each).forward) for each in modules if next(each.children(), None) is not None):
+        return set()
+    return set(filter(_is_packed, modules))
+
+
+def _is_packed(module: nn.Module) -> bool:
+    weight = _weight(module)
+    values = type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point() and weight.ndim > 1
+    known = values or hasattr(type(module), "weight") or isinstance(module, CONVOLUTIONS)
+    return not known and bool(left_class(module))
+
+
+def left_decisions(network: nn.Module, safe: bool = False) -> Iterator[Decision]:
+    """The classes of other packs; ``safe``: those of :func:`adapted_layers` are asked in fp16."""
+    ours = adapted_layers(network) if safe else set()
+    named = Counter(("in safe fp16 by" if each in ours else "left to", left_class(each)) for each in network.modules())
+    for (subject, name), count in named.items():
+        if name:
+            yield Decision(subject, f"{name}: {count} layer{'s' if count > 1 else ''}")
 
 
 def why_left(network: nn.Module) -> str:
     """The reason why ``auto`` leaves a network as loaded: other packs compute too much of it; else empty."""
-    left = sum(size_of(module) for module in network.modules() if left_class(module))
-    ours = sum(size_of(module) for module in network.modules() if is_linear(module) or is_own_convolution(module))
-    share = left / (left + ours or 1)
+    adapted = adapted_layers(network)
+    left = sum(size_of(module) for module in network.modules() if left_class(module) and module not in adapted)
+    own = (module for module in network.modules() if is_linear(module) or is_own_convolution(module))
+    share = left / (left + sum(map(size_of, (*own, *adapted))) or 1)
     return f"{share:.0%} of its products are left to another pack" if share > MOST_LEFT else ""
+
+
+def unfit_for_safe(network: nn.Module) -> str:
+    """The reason why ``auto`` keeps ``network`` out of safe fp16; empty if most weights are in Linears or Conv1ds."""
+    linear, other, adapted = 0, 0, adapted_layers(network)
+    for module in network.modules():
+        linears = is_linear(module) or (isinstance(module, nn.Linear) and not left_class(module))
+        if linears or module in adapted or (isinstance(module, nn.Conv1d) and is_convolution(module)):
+            linear += size_of(module)
+        elif not isinstance(module, nn.Embedding) and not left_class(module):
+            other += sum(tensor.numel() for tensor in module.parameters(recurse=False))
+    share = other / (linear + other or 1)
+    return f"{share:.0%} of its weights are not in Linear layers, as in networks made for fp16" if share > FEW else ""
 
 
 def fixed_in_dtype(network: nn.Module, safe: bool) -> str:
     """The class of a layer that takes only core's dtype, unless ``safe`` fp16 computes it; empty for none."""
-    fixed = (each for each in network.modules() if not _takes_any_dtype(each) and not (safe and is_linear(each)))
+    ours = {*adapted_layers(network), *filter(is_linear, network.modules())} if safe else set()
+    fixed = (each for each in network.modules() if not _takes_any_dtype(each) and each not in ours)
     return next((left_class(each) or type(each).__name__ for each in fixed), "")
 
 

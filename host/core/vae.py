@@ -19,20 +19,14 @@ from comfy_execution.utils import get_executing_context
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...compat import output_check
 from ...compat.decision import AUTO, CHOSEN, Decision
 from ...compat.device.failures import DEVICE_ERRORS, MEMORY, VALUES, failure_kind
 from ...compat.device.precision import FP32, NAMES
 from ...compat.device.quirks import convolution_switches, policy_for
 from ...compat.errors import InputError, UnsupportedError, first_line
 from ...compat.memory.parts import Undo
-from ...compat.output_check import (
-    BROKEN,
-    InvalidOutputError,
-    fault_in_frames,
-    fault_in_latents,
-    is_flat,
-    require_finite,
-)
+from ...compat.output_check import BROKEN, InvalidOutputError, is_flat
 from ...compat.transforms.attention import Attention
 from ...pipelines.vae.plan import DecodeMethod, decode_methods, next_method, tiles_below
 from .. import recovery
@@ -87,7 +81,7 @@ class FittedVAE:
         method, reason, freed = self._first(name, methods), "", False
         remedies: Iterator[tuple[str, DecodeMethod]] | None = None
         if name.startswith("decode"):
-            require_finite(given, "latents to decode", BEFORE)
+            output_check.require_finite(given, "latents to decode", BEFORE)
             if self.keeps and given.ndim == 5:
                 recovery.save_for_decode(given)
         while True:
@@ -104,11 +98,9 @@ class FittedVAE:
                 else:
                     how, following = "", next_method(method, kind, cause, methods) if kind else None
                 if following is None and kind == VALUES:
-                    raise UnsupportedError(
-                        f"{action}: {cause}, also in fp32 on the CPU",
-                        expected="an intact VAE file",
-                        fix="Download the VAE again, or choose the one that belongs to this model.",
-                    ) from error
+                    found = f"{action}: {cause}, also in fp32 on the CPU"
+                    fix = "Download the VAE again, or choose the one that belongs to this model."
+                    raise UnsupportedError(found, expected="an intact VAE file", fix=fix) from error
                 if following is None:
                     raise
             else:
@@ -183,7 +175,7 @@ class FittedVAE:
                 self.unproven += time.monotonic() - begun
                 self._prove(method, given, result, doubts, progress)
         if name.startswith("encode"):
-            fault = fault_in_latents(result) if isinstance(result, Tensor) else ""
+            fault = output_check.fault_in_latents(result) if isinstance(result, Tensor) else ""
             if fault:
                 raise InvalidOutputError(fault)
         return result
@@ -264,9 +256,8 @@ def fit_vae(
     if isinstance(vae, CoreVAE):
         return vae, (Decision("vae", "as it is", "a pipeline of AnyGPU checks its own decodes"),)
     if getattr(vae, "first_stage_model", None) is None or not hasattr(vae, "patcher"):
-        raise InputError(
-            f"a {type(vae).__name__} without weights", expected="a VAE", fix="Connect a VAE from a loader."
-        )
+        found = f"a {type(vae).__name__} without weights"
+        raise InputError(found, expected="a VAE", fix="Connect a VAE from a loader.")
     machine = machine or machine_of(vae.device)
     earlier = isinstance(vae, FittedVAE)
     plain, loaded = (vae.plain, vae.loaded or vae.patcher) if earlier else (type(vae), vae.patcher)
@@ -307,12 +298,10 @@ def _more_decisions(forms: Sequence[Any], masks: Sequence[Any], fitted: Any) -> 
         kinds = sorted({forward.choice.form.value for _, forward in forms})
         yield Decision("Conv3d", f"{len(forms)} layers as {', '.join(kinds)}", "exact forms that this device has", AUTO)
     if masks:
-        yield Decision(
-            "causal masks", f"put back in {len(masks)} attentions", "core's copy of the published VAE lost them"
-        )
-    yield Decision(
-        "decode", "checked", "wrong values or out of memory: once more, reloaded, tiles, fp32, then the CPU; said there"
-    )
+        lost = "core's copy of the published VAE lost them"
+        yield Decision("causal masks", f"put back in {len(masks)} attentions", lost)
+    ways = "once more, reloaded, tiles, fp32, then the CPU"
+    yield Decision("decode", "checked", f"wrong values or out of memory: {ways}; said there")
     if fitted.keeps:
         yield Decision("latents", "kept", "before each decode, for AnyGPU Recover Latents")
 
@@ -332,7 +321,8 @@ def _output_check(vae: Any, given: Tensor, doubts: list[str]) -> Callable[[Tenso
         some = latents_of(vae, given)[done[0] : done[0] + len(pixels)]  # as many as fit come at once
         done[0] += len(pixels)
         if pixels.ndim in (4, 5) and not flat and len(some) == len(pixels):
-            fault = fault_in_frames(pixels if pixels.ndim == 5 else pixels.unsqueeze(2), int(cell), some)
+            frames = pixels if pixels.ndim == 5 else pixels.unsqueeze(2)
+            fault = output_check.fault_in_frames(frames, int(cell), some)
         else:
             fault = "" if bool(pixels.isfinite().all()) else BROKEN
         if fault == BROKEN:
@@ -410,17 +400,11 @@ def _causal_frames(attention: Attention, query: Tensor, key: Tensor, value: Tens
 
     A frame of queries at a time, so that no mask and no matrix over all voxels is built.
     """
-    shape, frames = query.shape, query.shape[2]
-    plane = shape[3] * shape[4]
+    shape, plane, parts = query.shape, query.shape[3] * query.shape[4], list[Tensor]()
     query, key, value = (each.flatten(2).transpose(1, 2)[:, None] for each in (query, key, value))
-    parts = [
-        attention(
-            query[:, :, frame * plane : (frame + 1) * plane].contiguous(),
-            key[:, :, : (frame + 1) * plane].contiguous(),
-            value[:, :, : (frame + 1) * plane].contiguous(),
-        )
-        for frame in range(frames)
-    ]
+    for end in range(plane, shape[2] * plane + 1, plane):
+        seen = (each[:, :, :end].contiguous() for each in (key, value))
+        parts.append(attention(query[:, :, end - plane : end].contiguous(), *seen))
     return torch.cat(parts, dim=2)[:, 0].transpose(1, 2).reshape(shape)
 
 

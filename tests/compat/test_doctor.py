@@ -196,6 +196,16 @@ def test_a_damaged_weight_is_named_and_stands_for_zero() -> None:
     assert doctor.advice(elsewhere, "put a node before").endswith("or put a node before."), "of core's models"
 
 
+@pytest.mark.parametrize("spent", [0, 1])
+def test_a_diagnosis_takes_five_runs_with_those_before_it(spent: int) -> None:
+    network, runs = Network((1.0, 1.0)).half(), []
+    network.blocks[1].up.register_forward_hook(lambda _layer, _given, output: output * float("nan"))
+    network.register_forward_pre_hook(lambda *_: runs.append(1) and None)
+    x = torch.ones(1, 4).half()
+    diagnosis, _ = doctor.diagnose(nn.ModuleDict({"net": network}), lambda: network(x), spent=spent)
+    assert diagnosis.repair is None and len(runs) == 5 - spent
+
+
 def test_what_is_wrong_before_the_network_is_said_to_be() -> None:
     network = Network((1.0,))
     diagnosis, output = doctor.diagnose(

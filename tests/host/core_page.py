@@ -29,7 +29,7 @@ HEADS = {
     "classes": ("Double", "Class of core's", "Layers in safe fp16", "Attention under Fit", "Error", "Loud rows"),
     "releases": ("ComfyUI", "Commit", "Run on", *SUITE, "What failed"),
     "threads": ("Threads", "Reported", "Now", "Held by"),
-    "doctor": ("Injected", "Runs", "Named and repaired", "Calls of the network, at most"),
+    "doctor": ("Injected", "Runs", "Named and repaired", "Calls of a diagnosis, at most"),
 }
 DOCTORED = (
     "Wan 2.1", "LTXV", "Flux", "SD3", "HunyuanVideo", "Qwen-Image", "Lumina 2", "Z-Image", "Hunyuan3D 2", "Kandinsky 5",

@@ -172,10 +172,27 @@ FOREIGN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("form", FOREIGN)
-@pytest.mark.parametrize("name", ["Flux", pytest.param("Wan 2.1", marks=full)])
+LEFT = ("D", "wrapped", "property", "RamTorch", "imatrix", "nunchaku SVDQ", "nunchaku AWQ")
+PACKED = [form for form in FOREIGN if form not in LEFT]
+BOTH = pytest.mark.parametrize("name", ["Flux", pytest.param("Wan 2.1", marks=full)])
+
+
+@pytest.mark.parametrize("form", PACKED)
+@BOTH
+def test_what_another_pack_has_packed_is_multiplied_by_it_in_safe_fp16(inside: Inside, name: str, form: str) -> None:
+    found = inside.play("core_foreign", "in_a_model", name=name, form=form, peak=3e5)
+    assert found["error"] <= max(NEAR, found["own"]) and not found["traces"]
+    assert not found["plain"] <= 10 * found["error"], "the residual does not leave fp16's range"
+    assert found["calls"][0] == found["calls"][1] > 20, "asked once for their size, and in each step for a product"
+    assert found["told"][0].startswith(f"fp16-safe in {found['layers']} of {found['layers']} layers called, attention")
+    assert f"in safe fp16 by {FOREIGN[form]}: {found['layers']} layers" in found["said"]
+
+
+@pytest.mark.parametrize("form", LEFT)
+@BOTH
 def test_layers_of_other_packs_are_left_and_named(inside: Inside, name: str, form: str) -> None:
-    found = inside.play("core_foreign", "in_a_model", name=name, form=form)
+    """Those of nunchaku in a network of its own, whose attention and MLP hand 16-bit values past their forward."""
+    found = inside.play("core_foreign", "in_a_model", name=name, form=form, around="nunchaku" in form)
     assert found["equal"] and not found["traces"], found["error"]
     assert found["calls"][0] == found["calls"][1] and found["calls"][0] > 20
     assert f"left to {FOREIGN[form]}: {found['layers']} layers" in found["said"]
@@ -191,11 +208,13 @@ def test_a_few_layers_of_another_pack_are_left_and_the_rest_is_fitted(
     assert found["said"][0].startswith("precision fp16-safe"), "nothing was fitted: the test tests nothing"
     assert found["error"] <= max(NEAR, 2 * found["own"]) and not found["equal"] and not found["traces"]
     assert found["calls"][0] == found["calls"][1]
-    assert form == "E" or f"left to {FOREIGN[form]}: {found['layers']} layers" in found["said"]
+    subject = "in safe fp16 by" if form in PACKED or "nunchaku" in form else "left to"
+    assert form == "E" or f"{subject} {FOREIGN[form]}: {found['layers']} layers" in found["said"]
 
 
 @pytest.mark.parametrize("form", FOREIGN)
 def test_text_encoders_with_layers_of_another_pack(inside: Inside, form: str) -> None:
+    """Left: a few words of text would not repay asking what bounds their products."""
     found = inside.play("core_foreign", "in_a_clip", form=form)
     assert found["equal"] and found["calls"][0] == found["calls"][1] > 10
     assert f"left to {FOREIGN[form]}: {found['layers']} layers" in found["said"]

@@ -56,8 +56,9 @@ def test_watching_is_a_few_operations_per_block_and_a_fiftieth_of_the_weights(in
 
 @full
 def test_watching_takes_less_than_a_hundredth_of_a_step(inside: Inside) -> None:
-    found = inside.play("doctor", "timed", repeats=5)
-    assert 0 < found["alone"] < 0.01 * min(found["plain"]), found
+    """On average over a sampling of twenty, at 1,280 tokens: published videos have many more to each weight."""
+    found = inside.play("doctor", "timed", steps=20)
+    assert 0 < found["watching"] < 0.01 * found["whole"], found
 
 
 MODELS = list(DOCTORED)
@@ -77,7 +78,7 @@ def test_injected_faults_are_named_and_repaired_in_five_steps(
     found = inside.play("doctor_faults", "many", names=names, faults=faults, count=count)
     assert sum(found["tried"].values()) == count and len(set(found["tried"].values())) == 1
     assert all(found["right"][fault] >= 0.95 * tried for fault, tried in found["tried"].items()), found["wrong"]
-    assert found["runs"] <= 1 + 5 + 1, "the step itself, the diagnosis, and once more where something is loud"
+    assert found["runs"] <= 5, "of the network, after the step that failed"
 
 
 @pytest.mark.parametrize(("names", "count"), [(["Wan 2.1", "SDXL"], 4), pytest.param(MODELS, 200, marks=full)])

@@ -16,7 +16,8 @@ from anygpu.host.core import clip as core_clip
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import OVERRIDE
 from anygpu.host.core.calibration import FOLDER
-from anygpu.host.core.layers import Counts, SafeLayers, left_of, unfit_for_safe
+from anygpu.host.core.layers import Counts, SafeLayers, left_of
+from anygpu.host.core.ownership import unfit_for_safe
 from comfy.ldm.modules.attention import attention_pytorch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode

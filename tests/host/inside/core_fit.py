@@ -26,9 +26,8 @@ from anygpu.host import recovery
 from anygpu.host.core import attention as core_attention_override
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import OVERRIDE
-from anygpu.host.core.layers import is_convolution
 from anygpu.host.core.machine import PRECISIONS, Fit, ModelDevice
-from anygpu.host.core.ownership import is_linear
+from anygpu.host.core.ownership import is_convolution, is_linear
 from comfy.patcher_extension import WrappersMP
 from simulated import profiles
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from host.inside.core_fit import traces, turing
 from host.inside.core_fit_vaes import encoded, text_encoder
 from host.inside.core_packs import CALLS, PACKS, of_pack
-from host.inside.core_tiny import error, made, output
+from host.inside.core_tiny import error, louder, made, output
 
 aten = torch.ops.aten
 Base = comfy.ops.manual_cast.Linear
@@ -103,15 +103,12 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         CALLS.append(1)
-        return functional.linear(x, (self.qweight.float() * self.wscales).to(x.dtype), self.bias)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return functional.linear(x, (self.qweight.float() * self.wscales).to(x.dtype), bias)
 
 
-class HalfOnly(QuantLinear):
+class HalfOnly(nn.Linear):
     """A kernel for 16-bit input."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
-        self.wscales = self.wscales.half()
 
     def forward(self, x: Tensor) -> Tensor:
         assert x.dtype is torch.float16
@@ -132,8 +129,9 @@ class Packed8(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is functional.linear:
             CALLS.append(1)
-            x, weight, *bias = args
-            return func(x, (weight.packed.float() * weight.scale).to(x.dtype), *bias, **(kwargs or {}))
+            x, weight, bias = args
+            bias = None if bias is None else bias.to(x.dtype)
+            return func(x, (weight.packed.float() * weight.scale).to(x.dtype), bias)
         return super().__torch_function__(func, types, args, kwargs or {})
 
     @classmethod
@@ -203,28 +201,40 @@ def plain(old: Any) -> nn.Linear:
     return new
 
 
-def model_of(name: str, form: str, every: int) -> tuple[Any, int]:
-    model = made(name, torch.float32 if form == "E" else torch.float16)
-    return model, replaced(model.model.diffusion_model, form, every)
-
-
 def counted(run: Callable[[], Tensor]) -> tuple[Tensor, int]:
     CALLS.clear()
     found = run()
     return found, len(CALLS)
 
 
-def in_a_model(name: str, form: str, every: int = 1, precision: str = "auto") -> dict[str, Any]:
-    """A network with foreign layers by itself and fitted."""
-    values = output(made(name), name)
-    model, layers = model_of(name, form, every)
+def in_a_model(
+    name: str, form: str, every: int = 1, precision: str = "auto", peak: float = 0.0, around: bool = False
+) -> dict[str, Any]:
+    """A network with foreign layers by itself, in plain fp16 and fitted: its second step.
+
+    Args:
+        peak: of its residual. around: whether its pack has written the network around them too.
+    """
+    model, told = made(name, torch.float32 if form == "E" else torch.float16), list[str]()
+    network = model.model.diffusion_model
+    if peak:
+        louder(model, name, peak)
+    values = output(model, name)
+    layers = replaced(network, form, every)
+    if around:
+        own = type(network).forward
+        members = {"forward": lambda *args, **kwargs: own(*args, **kwargs)}
+        network.__class__ = type("Around", (type(network),), members)
     alone, calls = counted(lambda: output(model, name))
-    fitted, decisions = core_model.fit_model(model, precision, keep_latents="never", machine=turing())
+    fitted, decisions = core_model.fit_model(model, precision, keep_latents="never", machine=turing(), tell=told.append)
+    output(fitted, name)
     found, again = counted(lambda: output(fitted, name))
+    plain = model.clone()
+    plain.set_model_compute_dtype(torch.float16)
     return {
         "own": error(alone, values), "equal": torch.equal(found, alone), "error": error(found, alone),
-        "calls": [calls, again], "layers": layers, "traces": traces(model.model.diffusion_model),
-        "said": [str(decision) for decision in decisions],
+        "calls": [calls, again], "layers": layers, "traces": traces(network), "told": told,
+        "plain": error(output(plain, name), alone) if peak else 0.0, "said": [str(decision) for decision in decisions],
     }  # fmt: skip
 
 
@@ -274,7 +284,7 @@ def fixed_in_dtype(precision: str) -> dict[str, Any]:
     """A network that core computes in fp16, with a layer that takes nothing else."""
     model = made("Flux", compute=None)
     network = model.model.diffusion_model
-    network.img_in = HalfOnly(network.img_in.weight.detach(), network.img_in.bias)
+    network.img_in = of_class(HalfOnly, network.img_in).half()
     try:
         fitted, decisions = core_model.fit_model(model, precision, keep_latents="never", machine=turing())
     except Exception as failure:

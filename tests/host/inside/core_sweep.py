@@ -2,12 +2,14 @@
 
 import functools
 import sys
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import attention_cases
 import comfy.ldm.modules.attention as core_attention
 import comfy.model_base as model_base
 import comfy.model_patcher
@@ -34,6 +36,7 @@ UNCOUNTED = (nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 STEP = 2.0**-11  # by which fp16 moves a value at most
 TRIES = 3
 NEAR = 2e-3  # within which nobody asks what operands in fp16 cost
+STEADY = "trained"
 NEEDED = {"in_channels": 4, "hidden_size": 64}  # which some rows of core's read
 
 
@@ -261,6 +264,48 @@ def errors(name: str, scenes: list[str], function: str = "") -> dict[str, Any] |
             own = inherent(model, name, expected, calls) if finite and fault > NEAR else 0.0
             found[scene] = {"fit": fault, "own": own, "half": half, "finite": finite}
     return found
+
+
+KERNELS = {  # core's function around a package's kernel, and the kernel
+    "sage": (core_attention.attention_sage, attention_cases.sage),
+    "int8": (core_attention.attention_comfy_kitchen_int8, attention_cases.all_in_int8),
+}
+
+
+def emulated(name: str, kernel: str, scenes: list[str]) -> dict[str, Any] | None:
+    """The error against core's fp32 of a kernel in emulation: core's on the model as trained, Fit Model's by scene."""
+    if not hasattr(supported, CASES[name].table):
+        return None
+    function, compute = KERNELS[kernel]
+    calls = Calls(function.__name__)
+
+    def run_kernel(q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND", **chosen: Any) -> Tensor:
+        mask, scale = chosen.get("attn_mask"), chosen.get("sm_scale") or chosen.get("scale")
+        q, k, v = (each.transpose(1, 2) if tensor_layout == "NHD" else each for each in (q, k, v))
+        found = compute(q if scale is None else q * scale * q.shape[-1] ** 0.5, k, v, mask).to(q.dtype)
+        return found.transpose(1, 2) if tensor_layout == "NHD" else found
+
+    def made_with(scene: str) -> tuple[Any, Tensor]:
+        model = made(name)
+        SCENES[scene](model, name)
+        return model, run(model, name)
+
+    kitchen = types.SimpleNamespace(int8_attention=run_kernel)
+    found, models = {}, {scene: made_with(scene) for scene in dict.fromkeys((STEADY, *scenes))}
+    with (
+        mock.patch.object(core_attention, "sageattn", run_kernel, create=True),
+        mock.patch.object(core_attention, "SAGE_ATTENTION_SUPPORTS_MASK", True, create=True),
+        mock.patch.object(core_attention, "comfy_kitchen", kitchen),
+        calls.counting(),
+    ):
+        own = error(run(models[STEADY][0], name), models[STEADY][1])
+        for scene in scenes:
+            model, expected = models[scene]
+            lines: list[str] = []
+            fit, _ = fitted(model, lines.append)
+            fault = error(run(fit, name), expected) if expected.isfinite().all() else 0.0
+            found[scene] = {"error": fault, "told": lines[0]}
+    return {"own": own, "scenes": found}
 
 
 def levels(name: str, rows: str) -> dict[str, Any] | None:

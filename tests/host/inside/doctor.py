@@ -1,7 +1,9 @@
 """Scenes about the doctor: beside core's own models, and beside ours in core's samplers."""
 
+import functools
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,6 @@ from unittest import mock
 
 import comfy.model_management as management
 import comfy.samplers
-import comfyui_version
 import torch
 from anygpu.compat import doctor as doctors
 from anygpu.compat.output_check import NotFinite
@@ -17,7 +18,6 @@ from anygpu.compat.repairs import RepairStore
 from anygpu.host.core import doctor as core
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import OVERRIDE
-from comfy.patcher_extension import WrappersMP
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from host.inside import core_tiny, core_tiny_vaes
@@ -225,39 +225,44 @@ WIDE = "Wan 2.1 at the width of its smallest release, with two blocks"
 core_tiny.CASES[WIDE] = replace(
     core_tiny.CASES["Wan 2.1"],
     config={**core_tiny.WAN, "dim": 1536, "num_heads": 12, "ffn_dim": 8960, "freq_dim": 256, "text_dim": 4096},
-    shapes=((1, 16, 3, 16, 16),),
+    shapes=((1, 16, 5, 32, 32),),
     width=4096,
 )
 
 
-def timed(repeats: int) -> dict[str, Any]:
-    """Milliseconds of this thread: steps plain and watched in turn, and what watching does without the network.
+def timed(steps: int) -> dict[str, Any]:
+    """Seconds of this thread in a watched sampling, and those that watching took, its first close look included.
 
     A thread's own time, since other processes share the processor.
     """
     model = core_tiny.made(WIDE, torch.float32, None)
     watched, _ = _watched(model, doctors.OFFER)
-    runs: dict[str, list[float]] = {"plain": [], "watched": []}
     core_tiny.output(model, WIDE)  # loads it
-    for _ in range(repeats):
-        for name, one in (("plain", model), ("watched", watched)):
-            start = time.thread_time()
-            core_tiny.output(one, WIDE)
-            runs[name].append(1e3 * (time.thread_time() - start))
-    (wrapper,) = watched.get_all_wrappers(WrappersMP.APPLY_MODEL)
-    made = torch.randn(core_tiny.CASES[WIDE].shapes[0])
+    watching, depth = [0.0], [0]
 
-    class Executor:
-        class_obj = model.model
+    def clocked(function: Any) -> Any:
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            depth[0], start = depth[0] + 1, time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                depth[0] -= 1
+                watching[0] += (time.thread_time() - start) * (not depth[0])
 
-        def __call__(self, *_: Any, **__: Any) -> torch.Tensor:
-            return made
+        return called
 
-    start = time.thread_time()
-    for _ in range(100 * repeats):
-        wrapper(Executor(), made)
-    alone = 1e3 * (time.thread_time() - start) / (100 * repeats)
-    return {**runs, "alone": alone, "comfyui": comfyui_version.__version__, "torch": torch.__version__}
+    parts = ("__init__", "fault", "keep", "_block", "_product", "_attention")
+    with ExitStack() as stack:
+        for name in parts:
+            own = getattr(core.StepWatch, name)
+            stack.enter_context(mock.patch.object(core.StepWatch, name, clocked(own)))
+        stack.enter_context(mock.patch.object(core, "healed", clocked(core.healed)))
+        start = time.thread_time()
+        sigmas = tuple(torch.linspace(0.95, 0.0, steps + 1).tolist())
+        core_tiny.output(watched, WIDE, comfy.samplers.sampler_object("euler"), sigmas)
+        whole = time.thread_time() - start
+    return {"watching": watching[0], "whole": whole}
 
 
 class Counter(TorchDispatchMode):

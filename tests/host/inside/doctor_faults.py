@@ -147,8 +147,8 @@ def _made(name: str, fault: str, file: bool) -> Any:
 
 @contextmanager
 def _counted(model: Any) -> Iterator[list[int]]:
-    """Counts the runs of a network, also those that are ended."""
-    runs = [0]
+    """Counts the runs of a network after the first, also those that are ended."""
+    runs = [-1]
 
     def count(*_: Any) -> None:
         runs[0] += 1
@@ -161,7 +161,7 @@ def _counted(model: Any) -> Iterator[list[int]]:
 
 
 def injected(name: str, fault: str, seed: int) -> dict[str, Any]:
-    """One fault in core's tiny ``name``: whether it is named, the error of the run that keeps the repair, the runs."""
+    """One fault in core's tiny ``name``: whether it is named, the error of the kept repair, the diagnosis's runs."""
     chance, loud = random.Random(f"{name} {fault} {seed}"), fault in ("overflow", "saturation")
     act, file = {**NOT_FINITE, **FINITE}[fault], fault in FINITE or bool(seed % 2)
     model = _made(name, fault, file)
