@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -106,6 +107,8 @@ def test_poisoned_jobs_fail_alone_each_with_its_own_reason(tmp_path: Path, order
             assert JobFolder(tmp_path).failure(f"{number:064x}") == text
         if ways[number % 20] == "death":
             assert "3 workers died at this job" in text
+        elif POISONS[ways[number % 20]][0] == MACHINE:
+            assert text.startswith("3 times a machine failed at it that was sound right after: ")
         else:
             assert f"{ways[number % 20]} in {number}" in text, text
 
@@ -341,7 +344,12 @@ def test_a_pair_of_models_is_kept_whole_or_not_at_all(
     with pytest.raises(type(failure)):
         renderer.render(line, Silent())
     renderer.render(line, Silent())
-    assert [one.model for one in seen] == ["model", "delight"] and len(loaded) == 4
+    renderer.render(line, Silent())
+    assert [one.model for one in seen] == ["model", "delight"] * 2 and len(loaded) == 4
+    on_group = replace(render.KINDS["paint"], split=lambda one, group: (one.model, group.leads))
+    monkeypatch.setitem(render.KINDS, "paint", on_group)
+    follower = Renderer(tmp_path, (), tmp_path, group=SimpleNamespace(leads=False))  # type: ignore[arg-type]
+    assert follower.render(line, Silent())["file"] == "" and seen[4:] == [("model", False), ("delight", False)]
 
 
 def test_a_cluster_that_does_not_tell_what_it_has_is_waited_for() -> None:
@@ -349,9 +357,30 @@ def test_a_cluster_that_does_not_tell_what_it_has_is_waited_for() -> None:
         raise RuntimeError("the head is gone")
 
     told = SimpleNamespace(cluster_resources=fails, experimental=SimpleNamespace())
-    assert cluster.lacking(told, {"GPU": 1}) is None and not cluster.autoscales(told)
+    assert cluster.lacking(told, {"GPU": 1}) is None and cluster.autoscales(told) is False
     told.cluster_resources = lambda: {"CPU": 4.0}
     assert "a cluster with 0 GPU for workers that ask for 1 GPU" in str(cluster.lacking(told, {"GPU": 1}))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "report", "grows"),
+    [
+        ([0, 3], None, True),
+        ([0], {"cpu.small": 1}, False),
+        (None, {"node_10.0.0.5": 1}, False),
+        (None, {"node_10.0.0.5": 1, "cpu.small": 1}, True),
+        (None, None, False),
+    ],
+)
+def test_a_cluster_grows_by_its_settings_or_where_its_machines_have_a_kind(
+    monkeypatch: pytest.MonkeyPatch, kinds: list[int] | None, report: dict[str, int] | None, grows: bool
+) -> None:
+    config = kinds and SimpleNamespace(node_group_configs=[SimpleNamespace(max_count=count) for count in kinds])
+    state = SimpleNamespace(state=SimpleNamespace(get_cluster_config=lambda: config))
+    monkeypatch.setitem(sys.modules, "ray._private.state", state)  # type: ignore[arg-type]
+    status = report and json.dumps({"autoscaler_report": {"active_nodes": report}})
+    store = SimpleNamespace(_internal_kv_get=lambda _key: status)
+    assert cluster.autoscales(SimpleNamespace(experimental=SimpleNamespace(internal_kv=store))) is grows
 
 
 @pytest.mark.parametrize("vendor", ["cuda", "xpu", "privateuseone"])
@@ -372,6 +401,13 @@ def test_a_worker_computes_on_the_device_that_ray_gave_it(
     chosen = SimpleNamespace(device="cpu")
     worker.bind(chosen)
     assert chosen.device == "cpu"
+
+
+def test_a_preview_has_the_whole_range_of_a_byte() -> None:
+    frame = torch.tensor([0.0, 0.5, 2.0]).expand(1, 1, 1, 3)
+    assert worker.pixels_of(frame).tolist() == [[[0, 128, 255]]]
+    latents = torch.arange(6.0).view(1, 6, 1, 1, 1) * torch.tensor([1.0, -1.0])
+    assert worker.pixels_of(latents).tolist() == [[[255, 255, 255], [0, 0, 0]]]
 
 
 def test_a_refusal_names_the_versions_of_here(monkeypatch: pytest.MonkeyPatch) -> None:
