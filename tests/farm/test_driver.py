@@ -97,7 +97,7 @@ def test_poisoned_jobs_fail_alone_each_with_its_own_reason(tmp_path: Path, order
     lines = [line_of(number, 3, ways[number % 20] if number < 40 else "") for number in range(200)]
     if order == "any order":
         random.Random(1).shuffle(lines)
-    driver, _ = driver_on(Paper(CPU=4.0), tmp_path, 4)
+    driver, said = driver_on(Paper(CPU=4.0), tmp_path, 4)
     driver.add(lines, again=True)
     tally = driver.run()
     assert (tally.done, len(tally.failed)) == (160, 40)
@@ -107,6 +107,7 @@ def test_poisoned_jobs_fail_alone_each_with_its_own_reason(tmp_path: Path, order
             assert JobFolder(tmp_path).failure(f"{number:064x}") == text
         if ways[number % 20] == "death":
             assert "3 workers died at this job" in text
+            assert sum(line.endswith(" died; the job goes on") for line in said if line[:12] == f"{number:064x}"[:12])
         elif POISONS[ways[number % 20]][0] == MACHINE:
             assert text.startswith("3 times a machine failed at it that was sound right after: ")
         else:
@@ -162,11 +163,25 @@ def test_a_run_tires_of_a_model_that_no_machine_has_and_leaves_no_note(tmp_path:
         with during(MODEL):
             raise lacks
 
-    driver, _ = driver_on(ray, tmp_path, 2, fault)
+    driver, said = driver_on(ray, tmp_path, 2, fault)
     driver.add([line_of(1)], again=True)
     tally = driver.run()
     assert "no 'fox' in /models" in tally.failed[f"{1:064x}"] and 90 <= ray.now < 100
+    assert said[-1].startswith("000000000000 waits for a machine that can do it: no 'fox' in /models")
     assert not (tmp_path / "failed").exists(), "the job is sound"
+
+
+def test_a_cancel_reaches_the_worker_of_a_job_and_drops_those_that_wait(tmp_path: Path) -> None:
+    driver, _ = driver_on(Paper(CPU=2.0), tmp_path, 2)
+    driver.add([line_of(1), line_of(2), line_of(3)], again=True)
+    ended: list[str] = []
+    first, keys = driver.workers[0], [f"{number:064x}" for number in (1, 2)]
+    first.task, first.actor = driver.schedule.take(first.name, 0.0), SimpleNamespace(cancel=SimpleNamespace())
+    first.actor.cancel.remote = ended.append
+    driver.folder.cancel(keys)
+    driver._cancel()
+    assert ended == [first.task.key] and driver.tally.failed == dict.fromkeys({*keys} - {*ended}, worker.CANCELLED)
+    assert len(driver.schedule) == 1
 
 
 def test_rests_double_to_ten_minutes_and_end_with_a_success(tmp_path: Path) -> None:
