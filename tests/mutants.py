@@ -304,7 +304,8 @@ def nearest(fault: Fault, tests: dict[str, Measured]) -> list[str]:
         if spent + tests[test].seconds <= MEASURED_SECONDS or not chosen_ones:
             spent += tests[test].seconds
             chosen_ones.append(test)
-    return chosen_ones or sorted(near, key=lambda name: -near[name])[:NEAREST]
+    untraced = [name for name in near if name.endswith(INTERPRETED) and "_triton" in fault.file]
+    return untraced + chosen_ones or sorted(near, key=lambda name: -near[name])[:NEAREST]
 
 
 def copied() -> None:

@@ -230,6 +230,7 @@ def test_a_worker_that_cannot_work_gets_nothing_and_is_started_again(
     while ray.now < until:
         driver.turn()
     assert driver.tally.done == 0 and error in driver.workers[0].error and (len(said), ray.actors) == (1, actors)
+    assert ray.kills == actors, "else it keeps its name from its successor"
     setattr(ray, name, not bad)
     assert driver.run().done == 1
 
@@ -313,6 +314,17 @@ def test_a_share_that_is_gone_for_a_while_ends_nothing(tmp_path: Path, monkeypat
     monkeypatch.setattr(JobFolder, "cancelled", lambda _folder: set())
     driver.run()
     assert len(list((tmp_path / "failed").iterdir())) == 3
+
+
+def test_what_the_folder_does_not_take_is_said_once_for_each_reason(tmp_path: Path) -> None:
+    driver, said = driver_on(Paper(CPU=1.0), tmp_path, 1)
+
+    def fails(error: OSError) -> None:
+        raise error
+
+    for error in (OSError("full"), OSError("full"), OSError("gone")):
+        driver._try("the notes", lambda error=error: fails(error))
+    assert said == ["the notes: OSError: full", "the notes: OSError: gone"]
 
 
 def test_a_turn_that_fails_is_waited_for_longer_each_time_and_only_the_owner_ends_it(tmp_path: Path) -> None:
