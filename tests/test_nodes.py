@@ -209,6 +209,7 @@ def test_tools(core: ComfyUI, loaded) -> None:
     assert "64x64" in text and bars.shape[-1] == 3
     text, table = core.run("HardwareReport").result
     assert "cpu" in text and table.ndim == 4
+    assert core.said.startswith("CPU as cpu")
     model = next(name for name in core.schemas["AnyGPUDownloadModel"]["inputs"][0]["options"] if "LTX" in name)
     assert core.run("DownloadModel", model=model).result[0]
     assert "nothing was downloaded" in core.said

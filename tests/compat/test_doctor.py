@@ -13,7 +13,7 @@ import torch
 from anygpu.compat import doctor
 from anygpu.compat.errors import parts_of
 from anygpu.compat.output_check import ZEROS, NotFinite
-from anygpu.compat.repairs import ATTENTION, REPLACED, SCALED, Repair, RepairStore, repaired
+from anygpu.compat.repairs import ATTENTION, REPLACED, SCALED, Repair, RepairStore, _finite, repaired
 from anygpu.pipelines.base import Call
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
@@ -306,3 +306,9 @@ def test_repairs_do_not_read_packed_bytes_of_another_pack(way: str) -> None:
     expected = layer(x)
     with repaired(networks, [Repair("network.0", way)]):
         assert torch.allclose(layer(x), expected, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn])
+def test_a_weight_gets_zeros_where_it_is_nan_in_fp8_too(dtype: torch.dtype) -> None:
+    found = _finite(torch.tensor([1.5, float("nan")]).to(dtype))
+    assert found.dtype is dtype and found.float().tolist() == [1.5, 0.0]

@@ -17,7 +17,7 @@ class Died(BaseException):
 
 
 class Paper:
-    """What a driver uses of Ray. A call is answered as soon as it is made; to wait takes 0.1 s."""
+    """What a driver and a group use of Ray. A call is answered as soon as it is made; to wait takes 0.1 s."""
 
     exceptions = SimpleNamespace(RayError=RayError, RayActorError=RayActorError)
 
@@ -36,16 +36,18 @@ class Paper:
 
     def remote(self, cls: type) -> Any:
         def options(**_given: Any) -> Any:
-            return SimpleNamespace(remote=lambda renderer: Actor(self, cls(renderer)))
+            return SimpleNamespace(remote=lambda *given: Actor(self, cls(*given)))
 
         return SimpleNamespace(options=options)
 
-    def wait(self, calls: list[Any], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-        ready = [call for call in calls if call.answered][:1]
+    def wait(self, calls: list[Any], num_returns: int = 1, timeout: float = 0.0) -> tuple[list[Any], list[Any]]:
+        ready = [call for call in calls if call.answered][:num_returns]
         self.now += 0.1 if ready else timeout
-        return ready, []
+        return ready, [call for call in calls if call not in ready]
 
-    def get(self, call: Any) -> Any:
+    def get(self, call: Any, timeout: float = 0.0) -> Any:
+        if isinstance(call, list):
+            return [self.get(one) for one in call]
         if isinstance(call.answer, BaseException):
             raise call.answer
         return call.answer

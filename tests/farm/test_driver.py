@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_poisoned_jobs_fail_alone_each_with_its_own_reason(tmp_path: Path, order
     lines = [line_of(number, 3, ways[number % 20] if number < 40 else "") for number in range(200)]
     if order == "any order":
         random.Random(1).shuffle(lines)
-    driver, _ = driver_on(Paper(CPU=4.0), tmp_path, 4)
+    driver, said = driver_on(Paper(CPU=4.0), tmp_path, 4)
     driver.add(lines, again=True)
     tally = driver.run()
     assert (tally.done, len(tally.failed)) == (160, 40)
@@ -106,6 +107,9 @@ def test_poisoned_jobs_fail_alone_each_with_its_own_reason(tmp_path: Path, order
             assert JobFolder(tmp_path).failure(f"{number:064x}") == text
         if ways[number % 20] == "death":
             assert "3 workers died at this job" in text
+            assert sum(line.endswith(" died; the job goes on") for line in said if line[:12] == f"{number:064x}"[:12])
+        elif POISONS[ways[number % 20]][0] == MACHINE:
+            assert text.startswith("3 times a machine failed at it that was sound right after: ")
         else:
             assert f"{ways[number % 20]} in {number}" in text, text
 
@@ -159,11 +163,25 @@ def test_a_run_tires_of_a_model_that_no_machine_has_and_leaves_no_note(tmp_path:
         with during(MODEL):
             raise lacks
 
-    driver, _ = driver_on(ray, tmp_path, 2, fault)
+    driver, said = driver_on(ray, tmp_path, 2, fault)
     driver.add([line_of(1)], again=True)
     tally = driver.run()
     assert "no 'fox' in /models" in tally.failed[f"{1:064x}"] and 90 <= ray.now < 100
+    assert said[-1].startswith("000000000000 waits for a machine that can do it: no 'fox' in /models")
     assert not (tmp_path / "failed").exists(), "the job is sound"
+
+
+def test_a_cancel_reaches_the_worker_of_a_job_and_drops_those_that_wait(tmp_path: Path) -> None:
+    driver, _ = driver_on(Paper(CPU=2.0), tmp_path, 2)
+    driver.add([line_of(1), line_of(2), line_of(3)], again=True)
+    ended: list[str] = []
+    first, keys = driver.workers[0], [f"{number:064x}" for number in (1, 2)]
+    first.task, first.actor = driver.schedule.take(first.name, 0.0), SimpleNamespace(cancel=SimpleNamespace())
+    first.actor.cancel.remote = ended.append
+    driver.folder.cancel(keys)
+    driver._cancel()
+    assert ended == [first.task.key] and driver.tally.failed == dict.fromkeys({*keys} - {*ended}, worker.CANCELLED)
+    assert len(driver.schedule) == 1
 
 
 def test_rests_double_to_ten_minutes_and_end_with_a_success(tmp_path: Path) -> None:
@@ -212,6 +230,7 @@ def test_a_worker_that_cannot_work_gets_nothing_and_is_started_again(
     while ray.now < until:
         driver.turn()
     assert driver.tally.done == 0 and error in driver.workers[0].error and (len(said), ray.actors) == (1, actors)
+    assert ray.kills == actors, "else it keeps its name from its successor"
     setattr(ray, name, not bad)
     assert driver.run().done == 1
 
@@ -297,6 +316,17 @@ def test_a_share_that_is_gone_for_a_while_ends_nothing(tmp_path: Path, monkeypat
     assert len(list((tmp_path / "failed").iterdir())) == 3
 
 
+def test_what_the_folder_does_not_take_is_said_once_for_each_reason(tmp_path: Path) -> None:
+    driver, said = driver_on(Paper(CPU=1.0), tmp_path, 1)
+
+    def fails(error: OSError) -> None:
+        raise error
+
+    for error in (OSError("full"), OSError("full"), OSError("gone")):
+        driver._try("the notes", lambda error=error: fails(error))
+    assert said == ["the notes: OSError: full", "the notes: OSError: gone"]
+
+
 def test_a_turn_that_fails_is_waited_for_longer_each_time_and_only_the_owner_ends_it(tmp_path: Path) -> None:
     ray, pauses = Paper(CPU=1.0), list[float]()
     driver, said = driver_on(ray, tmp_path, 1)
@@ -341,7 +371,12 @@ def test_a_pair_of_models_is_kept_whole_or_not_at_all(
     with pytest.raises(type(failure)):
         renderer.render(line, Silent())
     renderer.render(line, Silent())
-    assert [one.model for one in seen] == ["model", "delight"] and len(loaded) == 4
+    renderer.render(line, Silent())
+    assert [one.model for one in seen] == ["model", "delight"] * 2 and len(loaded) == 4
+    on_group = replace(render.KINDS["paint"], split=lambda one, group: (one.model, group.leads))
+    monkeypatch.setitem(render.KINDS, "paint", on_group)
+    follower = Renderer(tmp_path, (), tmp_path, group=SimpleNamespace(leads=False))  # type: ignore[arg-type]
+    assert follower.render(line, Silent())["file"] == "" and seen[4:] == [("model", False), ("delight", False)]
 
 
 def test_a_cluster_that_does_not_tell_what_it_has_is_waited_for() -> None:
@@ -349,9 +384,30 @@ def test_a_cluster_that_does_not_tell_what_it_has_is_waited_for() -> None:
         raise RuntimeError("the head is gone")
 
     told = SimpleNamespace(cluster_resources=fails, experimental=SimpleNamespace())
-    assert cluster.lacking(told, {"GPU": 1}) is None and not cluster.autoscales(told)
+    assert cluster.lacking(told, {"GPU": 1}) is None and cluster.autoscales(told) is False
     told.cluster_resources = lambda: {"CPU": 4.0}
     assert "a cluster with 0 GPU for workers that ask for 1 GPU" in str(cluster.lacking(told, {"GPU": 1}))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "report", "grows"),
+    [
+        ([0, 3], None, True),
+        ([0], {"cpu.small": 1}, False),
+        (None, {"node_10.0.0.5": 1}, False),
+        (None, {"node_10.0.0.5": 1, "cpu.small": 1}, True),
+        (None, None, False),
+    ],
+)
+def test_a_cluster_grows_by_its_settings_or_where_its_machines_have_a_kind(
+    monkeypatch: pytest.MonkeyPatch, kinds: list[int] | None, report: dict[str, int] | None, grows: bool
+) -> None:
+    config = kinds and SimpleNamespace(node_group_configs=[SimpleNamespace(max_count=count) for count in kinds])
+    state = SimpleNamespace(state=SimpleNamespace(get_cluster_config=lambda: config))
+    monkeypatch.setitem(sys.modules, "ray._private.state", state)  # type: ignore[arg-type]
+    status = report and json.dumps({"autoscaler_report": {"active_nodes": report}})
+    store = SimpleNamespace(_internal_kv_get=lambda _key: status)
+    assert cluster.autoscales(SimpleNamespace(experimental=SimpleNamespace(internal_kv=store))) is grows
 
 
 @pytest.mark.parametrize("vendor", ["cuda", "xpu", "privateuseone"])
@@ -372,6 +428,13 @@ def test_a_worker_computes_on_the_device_that_ray_gave_it(
     chosen = SimpleNamespace(device="cpu")
     worker.bind(chosen)
     assert chosen.device == "cpu"
+
+
+def test_a_preview_has_the_whole_range_of_a_byte() -> None:
+    frame = torch.tensor([0.0, 0.5, 2.0]).expand(1, 1, 1, 3)
+    assert worker.pixels_of(frame).tolist() == [[[0, 128, 255]]]
+    latents = torch.arange(6.0).view(1, 6, 1, 1, 1) * torch.tensor([1.0, -1.0])
+    assert worker.pixels_of(latents).tolist() == [[[255, 255, 255], [0, 0, 0]]]
 
 
 def test_a_refusal_names_the_versions_of_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,19 +2,24 @@
 
 import json
 import pickle
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import ranks
+import torch
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.memory.parts import ProgressStage
-from anygpu.compat.ranks import Ranks
-from anygpu.farm import cli
-from anygpu.farm.group import AgreedWatch, GroupRenderer, _require_alike
+from anygpu.compat.memory.parts import ProgressStage, Silent
+from anygpu.compat.ranks import Group, Ranks
+from anygpu.farm import cli, group
+from anygpu.farm.group import AgreedWatch, GroupRenderer, Rank, _require_alike
 from anygpu.farm.render import Renderer, task_of
-from anygpu.farm.worker import REFUSED, RenderCancelled, Worker
+from anygpu.farm.worker import BROKEN, CANCELLED, LOST, REFUSED, Ended, Outcome, RenderCancelled, Worker
 from anygpu.paint.jobs import PaintJob
 from anygpu.pipelines.records.job import Content
+from farm.paper import Call, Paper, RayActorError
 
 
 def test_unlike_ranks_are_refused() -> None:
@@ -67,3 +72,103 @@ def test_a_mesh_is_refused_by_a_group_in_one_line(tmp_path: Path) -> None:
         "a mesh to texture on 2 devices; expected a video: only videos are split over the devices of a group. Run the "
         "same folder once more without --group.",
     )
+
+
+def test_a_rank_tells_its_record_or_how_it_ended_and_how_far_it_is() -> None:
+    def render(line: str, watch: AgreedWatch) -> dict[str, str]:
+        watch.notify("a note")
+        watch.step(1, 2, ProgressStage("sampling"))
+        return {"line": line}
+
+    rank = Rank(SimpleNamespace(render=render, device="cpu"), 0, 1, False, 9.0)  # type: ignore[arg-type]
+    rank._group = Group(Ranks(), None)
+    assert rank.render("a") == {"line": "a"}
+    assert rank.state() == {"done": 1, "total": 2, "stage": ProgressStage("sampling"), "notes": ["a note"]}
+    rank.renderer.render = lambda line, watch: [rank.cancel(), render(line, watch)]  # type: ignore[method-assign]
+    assert rank.render("b") == Outcome(CANCELLED, "cancelled")
+    rank.renderer.render = lambda line, watch: [][0]  # type: ignore[method-assign]
+    assert rank.render("c") == Outcome(REFUSED, "IndexError: list index out of range")
+
+
+class PaperRank:
+    """A rank that has taken three of eight steps."""
+
+    device, cancelled = "GPU", 0
+
+    def __init__(self, _renderer: Any, rank: int, *_how: Any) -> None:
+        self.rank = rank
+
+    def join(self, meeting: str, _loopback: str) -> dict[str, Any]:
+        assert Path(meeting).parent.is_dir()
+        device = f"{self.device}{self.rank * (self.device == 'unlike')}"
+        return {"device": device, "torch": "2", "anygpu": "1", "host": "here", "pid": self.rank}
+
+    def state(self) -> dict[str, Any]:
+        return {"done": 3, "total": 8, "stage": ProgressStage("sampling"), "notes": ["tiles"]}
+
+    def preview(self) -> list[list[list[int]]]:
+        return [[[255, 0, 51]]]
+
+    def cancel(self) -> None:
+        PaperRank.cancelled += 1
+
+
+@pytest.fixture
+def formed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Paper, GroupRenderer]:
+    """A group of two on Ray's paper, not formed yet."""
+    ray, strategies = Paper(CPU=2.0), SimpleNamespace(PlacementGroupSchedulingStrategy=lambda *_, **__: None)
+    monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)  # type: ignore[arg-type]
+    monkeypatch.setattr(group, "Rank", PaperRank)
+    monkeypatch.setattr(group, "time", SimpleNamespace(monotonic=ray.clock))
+    monkeypatch.setattr(PaperRank, "cancelled", 0)
+    return ray, GroupRenderer(Renderer(tmp_path, (), tmp_path, "cpu"), 2, {"num_cpus": 1}, None, patience=9.0)
+
+
+def test_a_group_gives_its_leaders_record_and_passes_on_how_far_it_is(
+    formed: Any, recorded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray, renderer = formed
+    renderer._form()
+    progress = recorded()
+    assert renderer._result([Call("record", True), Call("other", True)], progress) == "record"
+    assert (progress.steps, progress.said, ray.kills) == ([(3, 8, "sampling")], ["tiles"], 0)
+    assert torch.allclose(progress.previews[0], torch.tensor([[[[1.0, 0.0, 0.2]]]]))
+    renderer._give_up()
+    monkeypatch.setattr(PaperRank, "device", "unlike")
+    with pytest.raises(UnsupportedError, match="expected alike devices"):
+        renderer._form()
+    assert ray.kills == 4 and not renderer._ranks
+
+
+LEFT = Outcome(LOST, "left alone")
+
+
+@pytest.mark.parametrize(
+    ("answers", "status", "text", "kills"),
+    [
+        ((LEFT, Outcome(REFUSED, "no such size")), REFUSED, "no such size", 0),
+        ((Outcome(REFUSED, "no such size"), Outcome(REFUSED, "too")), REFUSED, "no such size", 0),
+        ((Outcome(BROKEN, "no room"), LEFT), BROKEN, "no room", 2),
+        ((LEFT, None), LOST, "rank 1 of 2 (here, process 1) hangs: no answer to the others for 9 s", 2),
+        ((RayActorError(), None), LOST, "process 0) died, and rank 1 of 2 (here, process 1) did not end", 2),
+        ((Outcome(REFUSED, "no such size"), RayActorError()), LOST, "rank 1 of 2 (here, process 1) died; expected", 2),
+    ],
+)
+def test_a_group_ends_with_the_cause(formed: Any, answers: Any, status: str, text: str, kills: int) -> None:
+    ray, renderer = formed
+    renderer._form()
+    with pytest.raises(Ended) as ended:
+        renderer._result([Call(each, each is not None) for each in answers], Silent())
+    assert (ended.value.outcome.status, ray.kills) == (status, kills) and text in ended.value.outcome.text
+
+
+@pytest.mark.parametrize(("answered", "kills"), [(True, 0), (False, 2)])
+def test_a_cancel_reaches_every_rank_and_ends_those_that_are_late(formed: Any, answered: bool, kills: int) -> None:
+    ray, renderer = formed
+    renderer._form()
+    progress = Silent()
+    progress.check = lambda: (_ for _ in ()).throw(RenderCancelled)  # type: ignore[method-assign]
+    with pytest.raises(RenderCancelled):
+        renderer._result([Call("record", True), Call("other", answered)], progress)
+    assert (PaperRank.cancelled, ray.kills) == (2, kills)

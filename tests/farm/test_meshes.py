@@ -46,6 +46,17 @@ def test_a_mesh_without_a_picture_is_named(meshes: Path, tmp_path: Path) -> None
         paint_jobs(item, tmp_path, meshes, [1], PaintSettings(), JobFolder(tmp_path / "farm").add_input)
 
 
+def test_a_job_names_the_models_beside_its_own(meshes: Path, tmp_path: Path) -> None:
+    words = ["queue", str(tmp_path / "farm"), "--meshes", str(meshes), "--pictures", str(meshes), "--steps", "7"]
+    for name in ("model", "delight", "image-encoder"):
+        (tmp_path / name).mkdir()
+        words += [f"--{name}", str(tmp_path / name)]
+    assert cli.main(words) == 0
+    job = job_of(*lines_in(JobFolder(tmp_path / "farm").job_files(), print))
+    assert [job.model.name, job.delight.name, job.image_encoder.name] == ["model", "delight", "image-encoder"]
+    assert job.paint.steps == 7
+
+
 def test_a_caption_beside_the_picture_is_not_taken_for_it(meshes: Path, tmp_path: Path) -> None:
     (meshes / "torus.txt").write_text("a ring", encoding="utf-8")
     (job,) = paint_jobs(

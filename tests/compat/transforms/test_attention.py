@@ -112,6 +112,12 @@ def test_every_query_is_in_one_chunk_and_chunks_are_even(count: int) -> None:
         assert -(-count // queries) * queries - count < -(-count // queries), "the last chunk is much smaller"
 
 
+def test_a_chunk_has_the_queries_whose_scores_and_copies_fit() -> None:
+    q, k, v = (torch.zeros(1, 1, count, 8) for count in (100, 10, 10))
+    each, head = 4 * (10 + 2 * 8 + 2 * 8 + 2), 4 * 10 * (8 + 8)  # bytes
+    assert [chunk_size(q, k, v, None, False, head + 20 * each - less)[2] for less in (0, 1)] == [20, 17]
+
+
 # ---- which kernel runs ---------------------------------------------------------------------------
 
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from anygpu.compat.checkpoints.weights import read_tensors
 from anygpu.compat.errors import CheckpointError
+from anygpu.pipelines.family import OtherModel
+from anygpu.pipelines.files.evidence import _fits
 from anygpu.pipelines.files.formats import config_of, contents, entries_in
 from anygpu.pipelines.files.single_file import Files, family_in
 from anygpu.pipelines.load.folder import load
@@ -121,3 +123,9 @@ def test_published_sizes_are_recognised(tmp_path: Path) -> None:
         found = config_of(content)
         assert (content.kind.split("/")[0], found.unused, content.unknown) == (family, (), ())
         assert found.name == name or family in ("framepack", "mochi")
+
+
+@pytest.mark.parametrize(("shape", "fits"), [((4, 7), True), ((4, 6), False), ((7,), False), ((), False)])
+def test_another_model_is_told_by_its_columns(shape: tuple[int, ...], fits: bool, tmp_path: Path) -> None:
+    save_file({"model.proj.weight": torch.zeros(shape)}, tmp_path / "a.safetensors")
+    assert _fits(OtherModel("a model", ("proj.weight",), columns=7), entries_in(tmp_path / "a.safetensors")) is fits

@@ -81,6 +81,7 @@ def test_parts_of_a_decode_need_less_than_the_whole(mochi):
         estimates.method_bytes(mochi, size, *form) for form in ((0, 0, 0), (1, 0, 0), (0, 128, 0), (1, 0, 32))
     )
     assert whole > chunk > stream and whole > tile
+    assert chunk == int(mochi.spec.memory.fit.chunked * estimates.decoding_bytes(mochi, size, 1))
 
 
 def test_the_plan_names_the_fastest_mode_that_fits(mochi):
