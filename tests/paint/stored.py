@@ -28,7 +28,8 @@ def config(kind: str) -> dict[str, Any]:
 
 
 def values(kind: str, name: str) -> dict[str, torch.Tensor]:
-    return load_file(FIXTURES / NAMES[kind] / f"{name}.safetensors")
+    file = FIXTURES / NAMES[kind] / f"{name}.safetensors"
+    return load_file(file) if file.exists() else load(lzma.decompress(Path(f"{file}.xz").read_bytes()))
 
 
 def weights(kind: str, part: str = "unet") -> dict[str, torch.Tensor]:
