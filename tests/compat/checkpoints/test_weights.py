@@ -40,11 +40,13 @@ def test_reads_every_tensor_bit_for_bit(file, monkeypatch):
     assert sum(read) == sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_casts_floating_tensors_only(file, monkeypatch):
+@pytest.mark.parametrize("mapped", [False, True])
+def test_casts_floating_tensors_only(file, monkeypatch, mapped):
     monkeypatch.setattr(checkpoints, "SLICE_BYTES", 64)
+    monkeypatch.setattr(checkpoints, "is_view", lambda entry: entry.total_bytes > 64)
     read = []
-    found = checkpoints.read_tensors(described([file[0]]), torch.float64, read.append)
-    assert max(read) <= 64
+    found = checkpoints.read_tensors(described([file[0]]), torch.float64, read.append, mapped=mapped)
+    assert max(read) <= 64 and torch.equal(found["weight"], file[1]["weight"].double())
     assert found["weight"].dtype is torch.float64
     assert found["index"].dtype is torch.int64
 
