@@ -73,8 +73,8 @@ def test_cancelled_jobs_leave_the_others_in_their_order() -> None:
 
 def test_the_simulated_share_counts_jobs_alone_as_work() -> None:
     """One worker without deaths: its jobs, one load, and the driver's time for each job."""
-    from farm_runs import Constants, Fleet, Simulation
+    from farm_runs import Constants, Farm, Simulation
 
     tasks, own = [Task(str(number), "a", 10.0) for number in range(6)], Constants(driver=0.5, load=20.0)
-    run = Simulation(tasks, Fleet([1.0]), own).run()
+    run = Simulation(tasks, Farm("", 1, 6), own).run()
     assert (run.ideal, run.wall) == (60.0, 60.0 + 20.0 + 6 * 0.5)
