@@ -47,7 +47,7 @@ train: $(READY)
 
 # Workers of the tests. One that crashes ends the run, and so does a test of more than TEST_SECONDS, with all its stacks.
 TEST_SECONDS ?= 150
-WORKERS := -n 2 --dist loadfile --max-worker-restart 0
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 LIMITED := $(WORKERS) -o faulthandler_timeout=$(TEST_SECONDS) -o faulthandler_exit_on_timeout=true
 
 # The simulated accelerator is compiled once per torch and source, where there is a compiler; tests build it otherwise.

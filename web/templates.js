@@ -1,14 +1,14 @@
-// Titles, descriptions, tags and order of our workflows in the template browser: core lists those of a pack by file name
-// alone, so they join the list of core's own, which has all that.
+// Titles, descriptions, tags and order of our workflows in the template browser: core lists a pack's by file name
+// alone, so they join the list of its own.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 
-const PACK = decodeURIComponent(new URL(".", import.meta.url).pathname.split("/").at(-2)); // the folder it is installed in
+const PACK = decodeURIComponent(new URL(".", import.meta.url).pathname.split("/").at(-2)); // the folder it is in
 
 const EXAMPLES = ["example.png", "example.mp4"]; // of host/examples.py
 const MARGIN = 10; // pixels around a graph
 let stop = () => {}; // ends the first view
-const LEGIBLE = 0.58; // of the canvas: below it the classic one draws no text
+const LEGIBLE = 0.58; // below it the classic canvas draws no text
 
 /** Our workflows as core describes its own. */
 async function described(names) {
@@ -20,7 +20,7 @@ async function described(names) {
   }
 }
 
-/** The whole graph on what the canvas has free, no larger than life: the frontend leaves a quarter empty, and has a minimap. */
+/** The whole graph on what the canvas has free, no larger than life: the frontend leaves a quarter empty. */
 function showWhole() {
   const { canvas, ds, graph } = app.canvas;
   const boxes = [...graph._nodes, ...graph._groups].map(({ boundingRect }) => boundingRect);

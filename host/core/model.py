@@ -319,9 +319,10 @@ class Before:
     @classmethod
     def of(cls, model: Any, fit: Fit, sound: Any) -> Before:
         patched = model.object_patches.get(CAST, MISSING)
+        if sound is None:
+            return cls(fit.dtype, patched, model.force_cast_weights)
         kept = model.backup, model.backup_buffers, model.object_patches_backup, model.pinned
-        copied = () if sound is None else (sound.model, (model.model, kept))
-        return cls(fit.dtype, patched, model.force_cast_weights, *copied)
+        return cls(fit.dtype, patched, model.force_cast_weights, sound.model, (model.model, kept))
 
 
 def _unfitted(fitted: Any) -> Any:

@@ -88,7 +88,6 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     require_choice("mode", mode, LORA_MODES, "Choose separate.")
     with tensor_file(path) as file:
         shapes = {name: tuple(entry.shape) for name, entry in file.entries.items()}
-        trained = _metadata(file.metadata) or _adapter_config(path, shapes)
         factor = _control_factor(path, file.metadata, pipeline.model.control_factor)
         layers = _layers_of(pipeline)
         biased = {name for name, layer in layers.items() if getattr(layer, "bias", None) is not None}
@@ -111,7 +110,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         pairs=match.pairs,
         tensors=tensors,
         stamp=next(iter(file.entries.values())).stamp,
-        scales=_scales(match.pairs, tensors, trained),
+        scales=_scales(match.pairs, tensors, _metadata(file.metadata) or _adapter_config(path, shapes)),
         of_weight=frozenset(name for name, pair in match.pairs.items() if pair.of_weight),
     )
     loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer, pipeline.spec.transformers)
