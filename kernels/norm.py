@@ -65,15 +65,7 @@ def flat_terms(norm: Norm, modulation: Modulation) -> tuple[Any, ...]:
     return norm.weight, norm.bias, modulation.scale, modulation.shift, modulation.split, norm.kind, norm.eps
 
 
-def terms_of(
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    split: int,
-    kind: str,
-    eps: float,
-) -> tuple[Norm, Modulation]:
+def terms_of(weight: Any, bias: Any, scale: Any, shift: Any, split: int, kind: str, eps: float) -> tuple[Any, ...]:
     """The arguments of :func:`flat_terms`."""
     return Norm(kind, eps, weight, bias), Modulation(scale, shift, split)
 

@@ -139,9 +139,8 @@ def single_block(
     """Upstream's one-stream blocks of HunyuanVideo and FramePack; first tokens as in :func:`joint_block`."""
     ops, first, count = getattr(block, OPS), token_replace_emb if num_tokens else None, hidden_states.shape[1]
     split = 0 if first is None else num_tokens
-    x: Any = getattr(hidden_states, WHOLE, None)
-    compiling = torch.compiler.is_compiling()
-    if compiling or x is None or getattr(encoder_hidden_states, WHOLE, None) is not x:
+    x: Any = getattr(hidden_states, WHOLE, encoder_hidden_states)
+    if torch.compiler.is_compiling() or getattr(encoder_hidden_states, WHOLE, None) is not x:
         x = torch.cat([hidden_states, encoder_hidden_states], dim=1)
     shift, scale, gate = _rows(block.norm, temb, 3, first)
     normed = ops.normalized(x, _layer(block.norm.norm), Modulation(scale, shift, split))
@@ -153,7 +152,7 @@ def single_block(
         attention = torch.cat(block.attn(hidden_states=streams[0], encoder_hidden_states=streams[1], **named), dim=1)
     x = ops.added(x, _projected(block, attention, normed), Gate(gate, split=split))
     video, text = x.split([count, x.shape[1] - count], dim=1)
-    if not compiling:
+    if not torch.compiler.is_compiling():
         video._anygpu_whole = text._anygpu_whole = x  # type: ignore[attr-defined]
     return video, text
 

@@ -53,10 +53,9 @@ class SafeOps(BlockOps):
         return result, None if held is None else held.view(1, 1, 1)
 
     def fed(self, feed: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        last = _bare(feed.net[-1])
-        settings = getattr(last, SETTINGS, PLAIN)
+        settings = getattr(_bare(feed.net[-1]), SETTINGS, PLAIN)
         room = fp16_layers.LIMIT / (1.0 if settings.fp32_output else settings.reach)
-        known = last.bias is None and "forward" not in feed.__dict__ and not is_hooked_by_others(feed)
+        known = _bare(feed.net[-1]).bias is None and "forward" not in feed.__dict__ and not is_hooked_by_others(feed)
         if not (self.form and room and known):  # a bias is not divided
             return feed(x), None
         hidden, factor = scaled_swiglu(feed.net[0].proj(x), room, self.form)

@@ -74,8 +74,7 @@ def residual_norm_kernel(
 
 def gated_residual(x: Tensor, branch: Tensor, gate: Gate) -> Tensor:
     """The operation ``gated_residual`` on a device, or interpreted."""
-    residual: Tensor = _launch(x, branch, gate, None)[0]
-    return residual
+    return _launch(x, branch, gate, None)[0]
 
 
 def residual_norm(
@@ -87,8 +86,7 @@ def residual_norm(
 
 def normalized(x: Tensor, norm: Norm, modulation: Modulation, out_dtype: torch.dtype | None) -> Tensor:
     """The operation ``normalized`` on a device, or interpreted."""
-    out: Tensor = _launch(x, None, NO_GATE, norm, modulation, out_dtype)[1]
-    return out
+    return _launch(x, None, NO_GATE, norm, modulation, out_dtype)[1]
 
 
 def _launch(
