@@ -39,7 +39,7 @@ LTX, VIDEO, MOCHI = (2, 6144, 2048), (1, 32640, 3072), (2, 22260, 3072)  # token
 
 def cases(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     """Launches at the sizes of full models, by name."""
-    from anygpu.kernels._triton import activation, group_norm, norm, residual, rope
+    from anygpu.kernels._triton import activation, group_norm, residual, rope
     from anygpu.kernels.terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
 
     def empty(*shape: int, of: torch.dtype = dtype, last: bool = False) -> torch.Tensor:
@@ -70,17 +70,24 @@ def cases(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     x, wide, layered = empty(*LTX), empty(2, 6144, 8192), Modulation(*rows(VIDEO, 6)[:2])
     text = pair(1, 256, 24, 128)
     return {
-        "normalized rms": partial(norm.normalized, x, Norm(RMS, 1e-6), Modulation(*rows(LTX, 2)), None),
-        "normalized layer": partial(norm.normalized, empty(*VIDEO), Norm(LAYER, 1e-6), layered, None),
+        "normalized rms": partial(residual.normalized, x, Norm(RMS, 1e-6), Modulation(*rows(LTX, 2)), None),
+        "normalized layer": partial(residual.normalized, empty(*VIDEO), Norm(LAYER, 1e-6), layered, None),
         "gated_residual": partial(residual.gated_residual, x, empty(*LTX), Gate(rows(LTX, 1)[0])),
         "residual_norm ltx": both(LTX, False, RMS),
         "residual_norm mochi": both(MOCHI, True, RMS),
+        "gated_residual factor": partial(
+            residual.gated_residual,
+            empty(*MOCHI, of=torch.float32),
+            empty(*MOCHI, of=torch.float32),
+            Gate(rows(MOCHI, 1, torch.float32)[0], True, 1e-6, factor=empty(2, 22260, 1, of=torch.float32)),
+        ),
         "residual_norm fp32": both(VIDEO, False, LAYER, torch.float32),
         "qk_norm_rope across": partial(rope.qk_norm_rope, pair(*LTX), table(6144, 1024), 1e-5, None, None),
         "qk_norm_rope per head": partial(
             rope.qk_norm_rope, pair(1, 32640, 24, 128), table(32640, 1, 64), 1e-6, text, None
         ),
         "swiglu": partial(activation.swiglu, wide, None),
+        "swiglu scaled": partial(activation.swiglu, empty(2, 22260, 16384), 2.0**15),
         "group_norm contiguous": clip(False, False),
         "group_norm channels last": clip(True, False),
         "rms_silu_pad contiguous": clip(False, True),

@@ -56,13 +56,13 @@ class CastLayer(comfy.ops.CastWeightBiasOp):
         return self._run(like, *args, **kwargs)
 
     @contextmanager
-    def weights_on(self, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    def weights_on(self, like: torch.Tensor, bias_dtype: Any = None) -> Iterator[tuple[torch.Tensor, Any]]:
         """Weight and bias on the device and in the dtype of ``like``, for ``compat.memory.hooks.weights_on``."""
         if "fetched" in self.__dict__ or not self._must_fetch(like.device):
-            yield self.weight.to(like.dtype), None if self.bias is None else self.bias.to(like.dtype)
+            yield self.weight.to(like.dtype), None if self.bias is None else self.bias.to(bias_dtype or like.dtype)
             return
         with self._fetched(like) as (weight, bias):
-            yield weight.to(like.dtype), None if bias is None else bias.to(like.dtype)
+            yield weight.to(like.dtype), None if bias is None else bias.to(bias_dtype or like.dtype)
 
     def _run(self, like: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not self._must_fetch(like.device):
@@ -132,9 +132,9 @@ class PackedLayer(CastLayer):
         return weight
 
     @contextmanager
-    def weights_on(self, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    def weights_on(self, like: torch.Tensor, bias_dtype: Any = None) -> Iterator[tuple[torch.Tensor, Any]]:
         with self._brought(like.device):
-            yield self.dense(like.dtype), None if self.bias is None else self.bias.to(like.dtype)
+            yield self.dense(like.dtype), None if self.bias is None else self.bias.to(bias_dtype or like.dtype)
 
     def _run(self, like: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         with self._brought(like.device):

@@ -9,20 +9,43 @@ from torch.nn import functional
 from .library import AUTO, launches, operation
 from .terms import wide
 
+EXPONENT = 0x7F800000  # the exponent bits of an fp32 number
 
-def swiglu(x: Tensor, out_dtype: torch.dtype | None = None, form: str = AUTO) -> Tensor:
+
+def swiglu(x: Tensor, form: str = AUTO) -> Tensor:
     """``value * silu(gate)`` of ``x`` (..., 2 D), value then gate as in diffusers, in fp32 and rounded once."""
-    return _SWIGLU(x, out_dtype) if launches(x, form) else swiglu_reference(x, out_dtype)
+    return _SWIGLU(x, None)[0] if launches(x, form) else swiglu_reference(x)
 
 
-def swiglu_reference(x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+def scaled_swiglu(x: Tensor, room: float, form: str = AUTO) -> tuple[Tensor, Tensor]:
+    """:func:`swiglu` with each row divided by a power of two, at least 1, that brings its L2 norm below ``room``, and
+    these powers (..., 1), fp32: a gated product leaves fp16's range."""
+    return _SWIGLU(x, room) if launches(x, form) else scaled_swiglu_reference(x, room)
+
+
+def swiglu_reference(x: Tensor) -> Tensor:
     """:func:`swiglu` in plain torch, in fp32, or in fp64 for fp64."""
     value, gate = wide(x).chunk(2, dim=-1)
-    return (value * functional.silu(gate)).to(out_dtype or x.dtype).contiguous()
+    return (value * functional.silu(gate)).to(x.dtype).contiguous()
 
 
-def _fake(x: Tensor, out_dtype: torch.dtype | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=out_dtype or x.dtype)
+def scaled_swiglu_reference(x: Tensor, room: float) -> tuple[Tensor, Tensor]:
+    """:func:`scaled_swiglu` in plain torch, in fp32, or in fp64 for fp64."""
+    y = swiglu_reference(wide(x))
+    size = torch.linalg.vector_norm(y, dim=-1, keepdim=True).float() * (2 / room)
+    powers = (size.view(torch.int32) & EXPONENT).view(torch.float32).clamp_(min=1.0)
+    return (y / powers).to(x.dtype), powers
 
 
-_SWIGLU = operation("swiglu(Tensor x, ScalarType? out_dtype) -> Tensor", _fake, swiglu_reference)
+def _fake(x: Tensor, room: float | None) -> tuple[Tensor, Tensor]:
+    powers = (*x.shape[:-1], 1) if room is not None else (0,)
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2)), x.new_empty(powers, dtype=torch.float32)
+
+
+def _reference(x: Tensor, room: float | None) -> tuple[Tensor, Tensor]:
+    if room is not None:
+        return scaled_swiglu_reference(x, room)
+    return swiglu_reference(x), x.new_empty(0, dtype=torch.float32)
+
+
+_SWIGLU = operation("swiglu(Tensor x, float? room) -> (Tensor, Tensor)", _fake, _reference)

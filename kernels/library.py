@@ -17,7 +17,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
-NAMESPACE = "anygpu_2"  # one more where a schema changes, so that two versions of the pack can live in one process
+NAMESPACE = "anygpu_3"  # one more where a schema changes, so that two versions of the pack can live in one process
 AUTO, TRITON, REFERENCE = "auto", "triton", "reference"
 FORMS = (AUTO, TRITON, REFERENCE)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .library import AUTO, launches, operation
-from .terms import LAYER, NO_MODULATION, RMS, Modulation, Norm, wide
+from .terms import LAYER, NO_MODULATION, SCALED, Modulation, Norm, wide
 
 
 def normalized(
@@ -39,7 +39,7 @@ def standardized(x: Tensor, norm: Norm) -> Tensor:
     if norm.kind == LAYER:
         bias = None if norm.bias is None else norm.bias.to(x.dtype)
         return functional.layer_norm(x, x.shape[-1:], weight, bias, norm.eps)
-    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps)
+    y = x * (norm.eps if norm.kind == SCALED else torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps))
     return y if weight is None else y * weight
 
 
@@ -61,25 +61,17 @@ def per_token(rows: Tensor, x: Tensor, split: int) -> Tensor:
 
 
 def flat_terms(norm: Norm, modulation: Modulation) -> tuple[Any, ...]:
-    """Both as the schemas list them: weight, bias, scale, shift, split, whether it is a layer norm, eps."""
-    return norm.weight, norm.bias, modulation.scale, modulation.shift, modulation.split, norm.kind == LAYER, norm.eps
+    """Both as the schemas list them: weight, bias, scale, shift, split, kind, eps."""
+    return norm.weight, norm.bias, modulation.scale, modulation.shift, modulation.split, norm.kind, norm.eps
 
 
-def terms_of(
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    split: int,
-    layer: bool,
-    eps: float,
-) -> tuple[Norm, Modulation]:
+def terms_of(weight: Any, bias: Any, scale: Any, shift: Any, split: int, kind: str, eps: float) -> tuple[Any, ...]:
     """The arguments of :func:`flat_terms`."""
-    return Norm(LAYER if layer else RMS, eps, weight, bias), Modulation(scale, shift, split)
+    return Norm(kind, eps, weight, bias), Modulation(scale, shift, split)
 
 
 _NORMALIZED = operation(
-    "normalized(Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, SymInt split, bool layer, "
+    "normalized(Tensor x, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, SymInt split, str kind, "
     "float eps, ScalarType? out_dtype) -> Tensor",
     lambda x, *rest: x.new_empty(x.shape, dtype=rest[-1] or x.dtype),
     normalized_reference,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ def gated_residual(x: Tensor, branch: Tensor, gate: Gate = NO_GATE, form: str = 
     ``x`` and ``branch`` (B, N, D) may differ in dtype: an fp32 residual takes an fp16 branch."""
     if not launches(x, form):
         return gated_residual_reference(x, branch, gate)
-    return _GATED_RESIDUAL(x, branch, gate.values, gate.tanh, gate.norm_eps, gate.split)
+    return _GATED_RESIDUAL(x, branch, *_flat(gate))
 
 
 def residual_norm(
@@ -31,15 +33,19 @@ def residual_norm(
     The norm reads the residual as rounded, so both equal :func:`gated_residual` followed by ``normalized``."""
     if not launches(x, form):
         return residual_norm_reference(x, branch, gate, norm, modulation, out_dtype)
-    return _RESIDUAL_NORM(
-        x, branch, gate.values, gate.tanh, gate.norm_eps, gate.split, *flat_terms(norm, modulation), out_dtype
-    )
+    return _RESIDUAL_NORM(x, branch, *_flat(gate), *flat_terms(norm, modulation), out_dtype)
+
+
+def _flat(gate: Gate) -> tuple[Any, ...]:
+    return gate.values, gate.tanh, gate.norm_eps, gate.split, gate.factor
 
 
 def gated_residual_reference(x: Tensor, branch: Tensor, gate: Gate = NO_GATE) -> Tensor:
     """:func:`gated_residual` in plain torch, in fp32, or in fp64 for fp64."""
     total = wide(x)
     added = branch.to(total.dtype)
+    if gate.factor is not None:
+        added = added * gate.factor.to(total.dtype)
     if gate.norm_eps is not None:
         added = standardized(added, Norm(RMS, gate.norm_eps))
     if gate.values is not None:
@@ -62,16 +68,17 @@ def residual_norm_reference(
 
 
 _GATED_RESIDUAL = operation(
-    "gated_residual(Tensor x, Tensor branch, Tensor? gate, bool tanh, float? norm_eps, SymInt split) -> Tensor",
+    "gated_residual(Tensor x, Tensor branch, Tensor? gate, bool tanh, float? norm_eps, SymInt split, "
+    "Tensor? factor) -> Tensor",
     lambda x, *_: x.new_empty(x.shape),
     gated_residual_reference,
     lambda x, branch, *gate: (x, branch, Gate(*gate)),
 )
 _RESIDUAL_NORM = operation(
     "residual_norm(Tensor x, Tensor branch, Tensor? gate, bool tanh, float? norm_eps, SymInt gate_split, "
-    "Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, SymInt split, bool layer, float eps, "
+    "Tensor? factor, Tensor? weight, Tensor? bias, Tensor? scale, Tensor? shift, SymInt split, str kind, float eps, "
     "ScalarType? out_dtype) -> (Tensor, Tensor)",
     lambda x, *rest: (x.new_empty(x.shape), x.new_empty(x.shape, dtype=rest[-1] or x.dtype)),
     residual_norm_reference,
-    lambda x, branch, *rest: (x, branch, Gate(*rest[:4]), *terms_of(*rest[4:-1]), rest[-1]),
+    lambda x, branch, *rest: (x, branch, Gate(*rest[:5]), *terms_of(*rest[5:-1]), rest[-1]),
 )

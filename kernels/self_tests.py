@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import activation, group_norm, norm, residual, rope
 from .library import AUTO, DTYPES, REFERENCE, failures_raise, launches
-from .terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
+from .terms import LAYER, RMS, SCALED, Gate, GroupNorm, Modulation, Norm, Pair, Tables
 
 VAE_OPERATIONS = ("group_norm_silu_pad", "rms_silu_pad")
 BLOCK_OPERATIONS = ("normalized", "gated_residual", "residual_norm", "qk_norm_rope", "swiglu")
@@ -85,16 +85,12 @@ def self_tests(
     """One :class:`SelfTest` for each of ``operations`` and dtypes."""
     for dtype in dtypes:
         runs = [_calls(device, dtype, shapes) for shapes in SHAPES]
-        if dtype is torch.float16:
-            runs.append(_safe_calls(device))
+        if dtype is torch.float16:  # between an fp32 residual and fp16 operands, as under safe fp16
+            for shapes, kind in zip(SHAPES, (LAYER, SCALED), strict=False):
+                calls = _calls(device, torch.float32, shapes, dtype, kind)
+                runs.append({name: calls[name] for name in BLOCK_OPERATIONS})
         for name in operations:
             yield _self_test(name, dtype, [run[name] for run in runs if name in run], device, form)
-
-
-def _safe_calls(device: torch.device) -> dict[str, Run]:
-    """The operations of a block between an fp32 residual and fp16 operands, as under safe fp16."""
-    calls = _calls(device, torch.float32, SHAPES[0], out=torch.float16)
-    return {name: calls[name] for name in BLOCK_OPERATIONS if name != "gated_residual"}  # which stays in fp32
 
 
 def timed_calls(device: torch.device, dtype: torch.dtype, full: bool = True) -> Iterator[tuple[str, Forms]]:
@@ -141,9 +137,10 @@ def _all(result: Any) -> Results:
 
 
 def _calls(
-    device: torch.device, dtype: torch.dtype, shapes: CaseShapes, out: torch.dtype | None = None
+    device: torch.device, dtype: torch.dtype, shapes: CaseShapes, out: torch.dtype | None = None, kind: str = LAYER
 ) -> dict[str, Run]:
-    """The calls of each operation. ``out``: what norms write where it is not ``dtype``, and gated products read."""
+    """The calls of each operation. ``out``: what norms write where it is not ``dtype``, and gated products read;
+    branches have a factor then, and gated products too. ``kind``: of the norm of a sum."""
     batch, tokens, width, head, channels = shapes.batch, shapes.tokens, shapes.width, shapes.head, shapes.clip[1]
     generator = torch.Generator().manual_seed(0)
 
@@ -159,8 +156,9 @@ def _calls(
     turn, weight, weights = torch.randn(tokens, 1, head // 2, generator=generator), some(width), some(2, head)
     pair, other = Pair(q, k, *weights), Pair(text, text, weights[0], None)
     clip, channel = some(*shapes.clip), some(2, channels)
-    mochi = Gate(rows[2], tanh=True, norm_eps=1e-6)
-    modulation, layer = Modulation(rows[0], rows[1]), Norm(LAYER, 1e-6)
+    factor = None if out is None else 2.0 ** torch.randint(0, 9, (batch, tokens, 1), generator=generator)
+    gate, mochi = Gate(rows[2], factor=factor), Gate(rows[2], tanh=True, norm_eps=1e-6, factor=factor)
+    modulation, layer = Modulation(rows[0], rows[1]), Norm(kind, 2.0**-8 if kind == SCALED else 1e-6)
     summed, of_sums = both(
         partial(residual.residual_norm, out_dtype=out), residual.residual_norm_reference,
         x, branch, mochi, layer, modulation,
@@ -175,15 +173,15 @@ def _calls(
         "normalized": both(
             partial(norm.normalized, out_dtype=out), norm.normalized_reference, x, Norm(RMS, 1e-6, weight), modulation
         ),
-        "gated_residual": both(residual.gated_residual, residual.gated_residual_reference, x, branch, Gate(rows[2])),
+        "gated_residual": both(residual.gated_residual, residual.gated_residual_reference, x, branch, gate),
         "residual_norm": (summed, of_rounded),
         "qk_norm_rope": both(
             partial(rope.qk_norm_rope, out_dtype=out), rope.qk_norm_rope_reference,
             pair, Tables(turn.cos(), turn.sin()), 1e-6, other,
         ),
-        "swiglu": both(
-            partial(activation.swiglu, out_dtype=dtype), activation.swiglu_reference,
-            x.view(-1, shapes.gated).to(out or dtype),
+        "swiglu": both(activation.swiglu, activation.swiglu_reference, x.view(-1, shapes.gated)) if out is None
+        else both(
+            activation.scaled_swiglu, activation.scaled_swiglu_reference, (30 * x).view(-1, shapes.gated).to(out), 128.0
         ),
         "group_norm_silu_pad": both(
             group_norm.group_norm_silu_pad, group_norm.group_norm_silu_pad_reference,

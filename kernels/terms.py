@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-RMS, LAYER = "rms", "layer"
+RMS, LAYER, SCALED = "rms", "layer", "scaled"
 Pad = tuple[int, int, int, int, int, int]  # left, right, top, bottom, front, back: as functional.pad takes them
 NO_PAD: Pad = (0, 0, 0, 0, 0, 0)
 CONTIGUOUS, CHANNELS_LAST, FRAMES_FIRST = "contiguous", "channels_last", "frames_first"
@@ -19,7 +19,7 @@ LAYOUTS = (CONTIGUOUS, CHANNELS_LAST, FRAMES_FIRST)  # how a result (B, C, T, H,
 class Norm:
     """A norm over the last dimension, here usually without weight and bias."""
 
-    kind: str  # ``rms`` or ``layer``
+    kind: str  # ``rms``, ``layer``, or ``scaled`` for a product with ``eps`` and no norm
     eps: float  # added to the mean square or variance
     weight: Tensor | None = None  # (D,), any float dtype
     bias: Tensor | None = None  # (D,), for ``layer`` only
@@ -42,6 +42,7 @@ class Gate:
     tanh: bool = False  # of them (Mochi)
     norm_eps: float | None = None  # of the branch's RMS norm without a weight, if any (Mochi)
     split: int = 0
+    factor: Tensor | None = None  # (B | 1, N | 1, 1), fp32: of the branch, before its norm
 
 
 @dataclass(frozen=True, slots=True)

@@ -369,19 +369,20 @@ def own_tensors(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def weights_on(layer: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+def weights_on(layer: nn.Module, like: torch.Tensor, bias_dtype: Any = None) -> Iterator[tuple[torch.Tensor, Any]]:
     """Weight and bias of ``layer`` on the device and in the dtype of ``like``, provided by the offloader.
 
     A layer with a method ``weights_on(like)``, by which a host streams weights, is asked first; then its group, hooks
-    of accelerate and diffusers, and its own tensors. Raises UnsupportedError where nothing brings the weight there."""
+    of accelerate and diffusers, and its own tensors. ``bias_dtype``: of the bias, where it is another. Raises
+    UnsupportedError where nothing brings the weight there."""
     provider = getattr(layer, "weights_on", None)
     if provider is not None:
-        with provider(like) as pair:
+        with provider(like) if bias_dtype is None else provider(like, bias_dtype) as pair:
             yield pair
         return
     if group_of(layer) is not None:
         with own_tensors(layer):
-            yield _pair(layer, like)
+            yield _pair(layer, like, bias_dtype)
         return
     away, hook = _home_of(layer) != like.device, getattr(layer, "_hf_hook", None)
     theirs = getattr(getattr(layer, "_diffusers_hook", None), "hooks", {}).get("group_offloading")
@@ -392,7 +393,7 @@ def weights_on(layer: nn.Module, like: torch.Tensor) -> Iterator[tuple[torch.Ten
             theirs.group.onload_()
         if _home_of(layer) != like.device:
             raise misplaced(layer, like)
-        yield _pair(layer, like)
+        yield _pair(layer, like, bias_dtype)
     finally:
         if away and hook is not None:
             hook.post_forward(layer, None)
@@ -405,10 +406,10 @@ def _home_of(layer: nn.Module) -> torch.device:
     return next(own_tensors_of(layer)).device
 
 
-def _pair(layer: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _pair(layer: nn.Module, like: torch.Tensor, bias_dtype: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     weight: Any = layer.weight
     bias: Any = getattr(layer, "bias", None)
-    return weight.to(like.dtype), None if bias is None else bias.to(like.dtype)
+    return weight.to(like.dtype), None if bias is None else bias.to(bias_dtype or like.dtype)
 
 
 def misplaced(layer: nn.Module, x: torch.Tensor) -> UnsupportedError:

@@ -21,6 +21,7 @@ from ..checkpoints.packed import StoredLinear
 from ..memory.hooks import is_hooked_by_others, weights_on
 
 OPS = "_anygpu_ops"  # on a rewritten block: its BlockOps
+WHOLE = "_anygpu_whole"  # on the two streams that a block split: both as one, which the next one need not join
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,25 @@ class BlockOps:
         x = _added(x, branch, gate)
         return x, self.normalized(x, norm, modulation)
 
+    def added_read(self, x: Tensor, branch: Tensor, gate: Gate, layer: Any) -> tuple[Tensor, Tensor]:
+        """:meth:`added`, and the sum as ``layer`` reads it."""
+        x = self.added(x, branch, gate)
+        return x, x
+
+    def attended(self, attention: Any, x: Tensor, **named: Any) -> tuple[Tensor, Tensor | None]:
+        """The branch of ``attention``, and its :class:`Gate`'s factor, if any."""
+        return attention(x, **named), None
+
+    def fed(self, feed: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The branch of a gated ``feed``, and its :class:`Gate`'s factor, if any."""
+        return feed(x), None
+
+    def summed(self, x: Tensor, weight: Tensor, bias: Tensor, other: Tensor, columns: Tensor) -> Tensor:
+        """``x @ weight.T + bias + other @ columns.T``; both (B, N, features)."""
+        y = functional.linear(x, weight, bias)
+        y.flatten(0, 1).addmm_(other.flatten(0, 1), columns.t())
+        return y
+
 
 def ltx_block(
     block: Any,
@@ -65,13 +85,14 @@ def ltx_block(
     with norm_of(block.norm1, hidden_states) as norm:
         normed = ops.normalized(hidden_states, norm, Modulation(scale, shift))
     branch = block.attn1(hidden_states=normed, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb)
-    x = ops.added(hidden_states, branch, Gate(gate))
+    x, read = ops.added_read(hidden_states, branch, Gate(gate), block.attn2.to_q)
     if mask is not None and mask.is_floating_point() and ops.operand_dtype is not None:
         mask = mask.to(ops.operand_dtype)
     # This attention is fed from the residual itself, which no norm has bounded.
-    branch = block.attn2(x, encoder_hidden_states=encoder_hidden_states, image_rotary_emb=None, attention_mask=mask)
+    named = {"encoder_hidden_states": encoder_hidden_states, "image_rotary_emb": None, "attention_mask": mask}
+    branch, factor = ops.attended(block.attn2, read, **named)
     with norm_of(block.norm2, x) as norm:
-        x, normed = ops.added_normalized(x, branch, NO_GATE, norm, Modulation(scale_mlp, shift_mlp))
+        x, normed = ops.added_normalized(x, branch, Gate(factor=factor), norm, Modulation(scale_mlp, shift_mlp))
     return ops.added(x, block.ff(normed), Gate(gate_mlp))
 
 
@@ -118,7 +139,9 @@ def single_block(
     """Upstream's one-stream blocks of HunyuanVideo and FramePack; first tokens as in :func:`joint_block`."""
     ops, first, count = getattr(block, OPS), token_replace_emb if num_tokens else None, hidden_states.shape[1]
     split = 0 if first is None else num_tokens
-    x = torch.cat([hidden_states, encoder_hidden_states], dim=1)
+    x: Any = getattr(hidden_states, WHOLE, encoder_hidden_states)
+    if torch.compiler.is_compiling() or getattr(encoder_hidden_states, WHOLE, None) is not x:
+        x = torch.cat([hidden_states, encoder_hidden_states], dim=1)
     shift, scale, gate = _rows(block.norm, temb, 3, first)
     normed = ops.normalized(x, _layer(block.norm.norm), Modulation(scale, shift, split))
     named = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
@@ -129,6 +152,8 @@ def single_block(
         attention = torch.cat(block.attn(hidden_states=streams[0], encoder_hidden_states=streams[1], **named), dim=1)
     x = ops.added(x, _projected(block, attention, normed), Gate(gate, split=split))
     video, text = x.split([count, x.shape[1] - count], dim=1)
+    if not torch.compiler.is_compiling():
+        video._anygpu_whole = text._anygpu_whole = x  # type: ignore[attr-defined]
     return video, text
 
 
@@ -152,15 +177,16 @@ def mochi_block(
     named = {"image_rotary_emb": image_rotary_emb, "attention_mask": encoder_attention_mask}
     text_normed = ops.normalized(text, _plain(text_norm), Modulation(text_scale))
     branch, text_branch = block.attn1(hidden_states=normed, encoder_hidden_states=text_normed, **named)
-    first, last = _tanh_gate(gate, block.norm2), _tanh_gate(gate_mlp, block.norm4)
+    first = _tanh_gate(gate, block.norm2)
     x, normed = ops.added_normalized(hidden_states, branch, first, _plain(block.norm3), Modulation(scale_mlp))
-    x = ops.added(x, block.ff(normed), last)
+    branch, factor = ops.fed(block.ff, normed)
+    x = ops.added(x, branch, _tanh_gate(gate_mlp, block.norm4, factor))
     if block.context_pre_only:
         return x, text
-    first, last = _tanh_gate(text_gate, block.norm2_context), _tanh_gate(text_gate_mlp, block.norm4_context)
-    inner = _plain(block.norm3_context)
+    first, inner = _tanh_gate(text_gate, block.norm2_context), _plain(block.norm3_context)
     text, normed = ops.added_normalized(text, text_branch, first, inner, Modulation(text_scale_mlp))
-    return x, ops.added(text, block.ff_context(normed), last)
+    branch, factor = ops.fed(block.ff_context, normed)
+    return x, ops.added(text, branch, _tanh_gate(text_gate_mlp, block.norm4_context, factor))
 
 
 @contextmanager
@@ -200,7 +226,7 @@ def _added(x: Tensor, branch: Tensor, gate: Gate) -> Tensor:
     if gate.norm_eps is not None:
         branch = functional.rms_norm(branch.float(), branch.shape[-1:], None, gate.norm_eps)
     if gate.values is None:
-        return x + branch
+        return x + branch if gate.factor is None else torch.addcmul(x, branch, gate.factor)
     values = torch.tanh(gate.values) if gate.tanh else gate.values
     if not gate.split:
         return torch.addcmul(x, branch, values)
@@ -215,27 +241,25 @@ def _spans(split: int) -> tuple[tuple[slice, slice], ...]:
     return (slice(0, split), slice(0, 1)), (slice(split, None), slice(1, 2))
 
 
-def is_plain_linear(layer: Any) -> bool:
+def is_plain_linear(layer: Any, ours: bool = False) -> bool:
     """True where calling ``layer`` is a matmul with what ``weights_on`` reports of it, and nothing else: a Linear with
-    a bias, packed, streamed or not, which nobody else hooked, wrapped, or gave another forward or matmul."""
+    a bias, packed, streamed or not, which nobody else hooked, wrapped, or gave a forward (but ``ours``) or matmul."""
     known = type(layer) in (nn.Linear, StoredLinear) or (isinstance(layer, nn.Linear) and hasattr(layer, "weights_on"))
-    changed = "forward" in layer.__dict__ or "multiply" in layer.__dict__
+    changed = ("forward" in layer.__dict__ and not ours) or "multiply" in layer.__dict__
     return known and not changed and layer.bias is not None and not is_hooked_by_others(layer)
 
 
 def _projected(block: Any, attention: Tensor, normed: Tensor) -> Tensor:
     """``proj_out`` of attention's result next to the activated ``proj_mlp`` of ``normed``; all (B, N, features).
     No epilogue writes into columns of a wider tensor: with one the second matmul adds to the first."""
-    ops = getattr(block, OPS)
-    if not (ops.epilogue and is_plain_linear(block.proj_mlp) and is_plain_linear(block.proj_out)):
+    ops, mlp, last = getattr(block, OPS), block.proj_mlp, block.proj_out
+    if not (ops.epilogue and is_plain_linear(mlp) and is_plain_linear(last, ours=ops.operand_dtype is not None)):
         return block.proj_out(_joined(attention, block.act_mlp, block.proj_mlp(normed)))
     with weights_on(block.proj_mlp, like=normed) as (weight, bias):
         hidden = linear_gelu(normed, weight, bias, form=ops.form)
     with weights_on(block.proj_out, like=hidden) as (weight, bias):
         first, last = weight.split([attention.shape[-1], hidden.shape[-1]], dim=1)
-        y = functional.linear(hidden, last, bias)
-        y.flatten(0, 1).addmm_(attention.flatten(0, 1), first.t())
-    return y
+        return ops.summed(hidden, last, bias, attention, first)
 
 
 def _joined(attention: Tensor, activation: Any, hidden: Tensor) -> Tensor:
@@ -266,8 +290,8 @@ def _plain(norm: Any) -> Norm:
     return Norm(RMS, norm.norm.eps)
 
 
-def _tanh_gate(values: Tensor, norm: Any) -> Gate:
-    return Gate(values, True, norm.norm.eps)
+def _tanh_gate(values: Tensor, norm: Any, factor: Tensor | None = None) -> Gate:
+    return Gate(values, True, norm.norm.eps, factor=factor)
 
 
 FORWARDS: Mapping[str, Callable[..., Any]] = {  # upstream's class, below diffusers.models.transformers

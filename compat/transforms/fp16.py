@@ -16,29 +16,56 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...kernels.activation import scaled_swiglu
+from ...kernels.terms import NO_MODULATION, SCALED, Gate, Norm
 from ..device.execution import held, to_host
 from ..device.facts import DeviceFacts
 from ..errors import UnsupportedError
+from ..memory.hooks import is_hooked_by_others
 from ..memory.parts import BLOCK_LISTS, Undo, full_name, submodule_at, transformer_blocks
+from . import fp16_layers
 from .blocks import FORWARDS, OPS, BlockOps
-from .fp16_layers import (
-    FORWARD_OF,
-    FULL,
-    HALF,
-    SETTINGS,
-    Fp32RotaryProcessor,
-    LayerKind,
-    LayerSettings,
-    RotaryTables,
-    adapted_value,
-    fp32_swiglu,
-    rms_norm,
-)
+from .fp16_layers import FULL, HALF, PLAIN, SETTINGS, LayerKind, LayerSettings, RotaryTables
 
 UPSTREAM = "diffusers.models.transformers."
-SAFE_OPS = BlockOps(operand_dtype=HALF)
 SUMS_SWITCH = "allow_fp16_accumulation"  # of torch.backends.cuda.matmul, for the whole process
 SUMS_BACKENDS: Mapping[str, str] = {"cuda": "cuBLAS adds fp16 products in fp16 if allowed to (torch 2.7)"}
+
+
+@dataclass(frozen=True, slots=True)
+class SafeOps(BlockOps):
+    """The norms and sums of a block on fp16 operands, around products that come out in fp32."""
+
+    operand_dtype: torch.dtype | None = HALF
+
+    def added_read(self, x: Tensor, branch: Tensor, gate: Gate, layer: Any) -> tuple[Tensor, Tensor]:
+        if self.form and getattr(layer, SETTINGS, PLAIN).residual:
+            return self.added_normalized(x, branch, gate, Norm(SCALED, 1 / fp16_layers.RESIDUAL_SCALE), NO_MODULATION)
+        return BlockOps.added_read(self, x, branch, gate, layer)
+
+    def attended(self, attention: Any, x: Tensor, **named: Any) -> tuple[Tensor, Tensor | None]:
+        """No factor is left where somebody else calls the attention and may repeat its result, as step caches do."""
+        last = _bare(attention.to_out[0])
+        settings = getattr(last, SETTINGS, PLAIN)
+        settings.leaves = settings.values is not None and "forward" not in attention.__dict__
+        result, held = attention(x, **named), last.__dict__.pop(fp16_layers.SCALE, None)
+        settings.leaves = False
+        return result, None if held is None else held.view(1, 1, 1)
+
+    def fed(self, feed: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        settings = getattr(_bare(feed.net[-1]), SETTINGS, PLAIN)
+        room = fp16_layers.LIMIT / (1.0 if settings.fp32_output else settings.reach)
+        known = _bare(feed.net[-1]).bias is None and "forward" not in feed.__dict__ and not is_hooked_by_others(feed)
+        if not (self.form and room and known):  # a bias is not divided
+            return feed(x), None
+        hidden, factor = scaled_swiglu(feed.net[0].proj(x), room, self.form)
+        return feed.net[-1](hidden), factor
+
+    def summed(self, x: Tensor, weight: Tensor, bias: Tensor, other: Tensor, columns: Tensor) -> Tensor:
+        return fp16_layers.fp32_product(other, columns, fp16_layers.fp32_product(x, weight, bias))
+
+
+SAFE_OPS = SafeOps()
 
 
 @dataclass(slots=True)
@@ -141,13 +168,13 @@ def _attach_block(block: nn.Module, layers: Mapping[str, LayerKind], applied: Ap
     applied.undo.patch(block, FORWARDS[full_name(block).removeprefix(UPSTREAM)])
     for path, module in block.named_modules():
         if path.rpartition(".")[2] in QK_NORMS:
-            applied.undo.patch(module, rms_norm)
+            applied.undo.patch(module, fp16_layers.rms_norm)
         elif type(module).__name__ == "SwiGLU":
-            applied.undo.patch(module, fp32_swiglu)
+            applied.undo.patch(module, fp16_layers.fp32_swiglu)
     for path in {path.rpartition(".")[0] for path, kind in layers.items() if kind is LayerKind.ROTATED}:
         attention: Any = block.get_submodule(path)
         if full_name(attention.processor) == LTX_PROCESSOR:
-            applied.undo.set(attention, "processor", Fp32RotaryProcessor())
+            applied.undo.set(attention, "processor", fp16_layers.Fp32RotaryProcessor())
 
 
 def _attach_layers(block: nn.Module, layers: Mapping[str, LayerKind], applied: AppliedFp16) -> Iterator[int]:
@@ -159,7 +186,7 @@ def _attach_layers(block: nn.Module, layers: Mapping[str, LayerKind], applied: A
             continue
         layer = _bare(around)
         if kind is LayerKind.VALUE and layer is not around:
-            applied.undo.patch(around, adapted_value)
+            applied.undo.patch(around, fp16_layers.adapted_value)
         made[path] = layer
         applied.rewritten[kind.value] += 1
         yield id(layer.weight)
@@ -172,8 +199,9 @@ def _attach_layers(block: nn.Module, layers: Mapping[str, LayerKind], applied: A
             reach = max(1.0, float(torch.linalg.vector_norm(layer.weight, dim=1, dtype=FULL).max()))
         values = made.get(path.replace("to_out.0", "to_v")) if path.endswith("to_out.0") else None
         values = values if values is not None and hasattr(values, SETTINGS) else None
-        applied.undo.set(layer, SETTINGS, LayerSettings(applied.fp32_output, reach, kind is LayerKind.RESIDUAL, values))
-        applied.undo.patch(layer, FORWARD_OF[kind])
+        residual = applied.fp32_output and kind is LayerKind.RESIDUAL
+        applied.undo.set(layer, SETTINGS, LayerSettings(applied.fp32_output, reach, residual, values))
+        applied.undo.patch(layer, fp16_layers.FORWARD_OF[kind])
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> None:

@@ -20,6 +20,7 @@ from .attention_processors import CrossProcessor
 HALF, FULL = torch.float16, torch.float32
 LIMIT = 2.0**15  # half of what fp16 can hold: room for the rounding of operands and products
 RESIDUAL_SCALE = 2.0**8  # what a residual is divided by where products come out in fp32: room up to 1.6e7
+DIGITS = 2.0**11  # what fp16 holds of a number
 SETTINGS, SCALE = "_anygpu_fp16", "_anygpu_value_scale"
 EXPONENT = 0x7F800000  # the exponent bits of an fp32 number
 MOST_SCORE = 256.0
@@ -50,9 +51,13 @@ class LayerSettings:
 
     fp32_output: bool  # a GEMM of fp16 operands can come out in fp32 here
     reach: float  # largest L2 norm of the weight's rows, at least 1
-    residual: bool = False  # it is fed from the residual
+    residual: bool = False  # it reads the residual in fp16, divided by RESIDUAL_SCALE
     values: nn.Module | None = None  # of an output projection: the VALUE layer whose power of two it multiplies back in
+    leaves: bool = False  # that power of two for the block's sum to multiply in
     loud: bool = False  # a row of the weight is many times longer than most
+
+
+PLAIN = LayerSettings(False, math.inf)  # of a layer that is not rewritten
 
 
 def to_fp16(x: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -73,19 +78,24 @@ def scales_for(size: Tensor, reach: float) -> Tensor:
 
 
 def fp32_linear(layer: Any, x: Tensor) -> Tensor:
-    """The product of ``layer`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16."""
+    """The product of ``layer`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16, which is
+    divided already where the residual is read."""
     settings: LayerSettings = getattr(layer, SETTINGS)
     held = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
-    if settings.fp32_output and x.dtype is HALF:
-        with weights_on(layer, like=x) as (weight, bias):
-            return _fp32_product(x, weight, bias, held)
-    if settings.fp32_output and settings.residual:
-        return _divided_linear(layer, x)
-    scale = row_scales(x, 1.0 if settings.fp32_output else settings.reach)
-    x, total = to_fp16(x, scale), scale if held is None else scale * held
+    left = held if settings.leaves else None
+    if left is not None:
+        layer.__dict__[SCALE], held = left, None
+    if settings.residual and x.dtype is not HALF:
+        # x is read only once; a small value loses less than fp16 rounds in rows whose values are around 0.03 and more.
+        x = torch.mul(x, 1 / RESIDUAL_SCALE, out=torch.empty_like(x, dtype=HALF))
+    total: Any = RESIDUAL_SCALE if settings.residual else held
+    if not settings.fp32_output or x.dtype is not HALF:
+        scale = row_scales(x, 1.0 if settings.fp32_output else settings.reach)
+        x, total = to_fp16(x, scale), scale if held is None else scale * held
     with weights_on(layer, like=x) as (weight, bias):
+        bias = bias if bias is None or left is None else bias.float() / left
         if settings.fp32_output:
-            return _fp32_product(x, weight, bias, total)
+            return fp32_product(x, weight, bias, total)
         y = functional.linear(x, weight)
         return y * total if bias is None else torch.addcmul(bias.float(), y, total)
 
@@ -124,14 +134,6 @@ class AskedLinear:
         self.reach = max(1.0, float(to_host(torch.where(adds_up, length, math.inf))))
 
 
-def _divided_linear(layer: Any, x: Tensor) -> Tensor:
-    """:func:`fp32_linear` with one constant divisor, which the GEMM multiplies back in: ``x`` is read only once.
-    What it costs a small value is below the rounding of fp16 in rows whose values are around 0.03 and more."""
-    x = torch.mul(x, 1 / RESIDUAL_SCALE, out=torch.empty_like(x, dtype=HALF))
-    with weights_on(layer, like=x) as (weight, bias):
-        return _fp32_product(x, weight, bias, RESIDUAL_SCALE)
-
-
 def value_linear(layer: Any, x: Tensor) -> Tensor:
     """Attention's values in fp16, all divided by one power of two, which is left for the output projection."""
     settings: LayerSettings = getattr(layer, SETTINGS)
@@ -154,10 +156,21 @@ def adapted_value(layer: Any, x: Tensor) -> Tensor:
 
 
 def full_linear(layer: Any, x: Tensor) -> Tensor:
-    """The product of ``layer`` in fp32, from weights that are kept in fp16. Peak extra memory: the weight in fp32."""
-    x = x.float()
-    with weights_on(layer, like=x) as (weight, bias):
-        return functional.linear(x, weight, bias)
+    """The product of ``layer`` in fp32, from weights that are kept in fp16, with the few rows of ``x``: sums of three
+    fp16 numbers where the GEMM can come out in fp32. Elsewhere peak extra memory is the weight in fp32."""
+    x, settings = x.float(), getattr(layer, SETTINGS)
+    if not settings.fp32_output:
+        with weights_on(layer, like=x) as (weight, bias):
+            return functional.linear(x, weight, bias)
+    scale, parts = row_scales(x, 1.0), list[Tensor]()
+    rest = x / scale
+    for _ in range(3):
+        parts.append(rest.to(HALF))
+        rest = (rest - parts[-1]) * DIGITS
+    with weights_on(layer, like=parts[0], bias_dtype=FULL) as (weight, bias):
+        first, second, third = fp32_product(torch.stack(parts), weight)
+        y = ((third / DIGITS + second) / DIGITS + first) * scale
+        return y if bias is None else y + bias
 
 
 def rms_norm(norm: Any, x: Tensor, narrow: bool = True) -> Tensor:
@@ -206,8 +219,13 @@ FORWARD_OF = dict.fromkeys((LayerKind.WIDE, LayerKind.RESIDUAL, LayerKind.ROTATE
 FORWARD_OF |= {LayerKind.VALUE: value_linear, LayerKind.FULL: full_linear}
 
 
-def _fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None, total: Tensor | float | None) -> Tensor:
+def fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, total: Tensor | float | None = None) -> Tensor:
+    """``x @ weight.T * total + bias`` in fp32 from fp16; to a ``bias`` of its own shape it is added in place."""
     rows, columns, shape = x.flatten(0, -2), weight.t(), x.shape[:-1]
+    if bias is not None and bias.ndim > 1:
+        y = bias.flatten(0, -2)
+        torch.addmm(y, rows, columns, out_dtype=FULL, out=y)
+        return bias
     if bias is None:
         y = torch.mm(rows, columns, out_dtype=FULL).unflatten(0, shape)
         return y if total is None else y.mul_(total)

@@ -25,8 +25,8 @@ from ..device.probe_store import ProbeStore
 from ..memory.parts import Undo, full_name, submodule_at, transformer_blocks
 from .blocks import FORWARDS, OPS, BlockOps
 from .fp16 import SAFE_OPS
-from .fp16_layers import Fp32RotaryProcessor
-from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, gelu_feed, half_rope, wide_gated_feed
+from .fp16_layers import PLAIN, SETTINGS, Fp32RotaryProcessor
+from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, gelu_feed, half_rope
 
 OFF = "off"
 MEANINGS: dict[str, str] = {
@@ -188,8 +188,8 @@ def _attach_parts(block: nn.Module, fusion: BlockFusion, fused: FusionPoints, na
         fused.undo.set(block.get_submodule(path), "processor", fusion.processor(fused.form, narrow))
     for path in fusion.gated:
         feed: Any = getattr(block, path, None)
-        if feed is not None:
-            fused.patch(feed.net[0], wide_gated_feed if narrow else gated_feed)
+        if feed is not None and not narrow:  # the forward of a block of safe fp16 has it
+            fused.patch(feed.net[0], gated_feed)
     fused.points.update(points_of(block, fusion))
 
 
@@ -207,7 +207,9 @@ def _attach_safe(block: Any, fusion: BlockFusion, fused: FusionPoints) -> bool:
     if reason := next(filter(None, _other_attention(block, fusion, full_name(Fp32RotaryProcessor()))), ""):
         fused.leave(reason, sum(points_of(block, fusion).values()))
         return False
-    fused.undo.set(block, OPS, replace(SAFE_OPS, form=fused.form))
+    single = fused.epilogue and getattr(getattr(block, "proj_out", None), SETTINGS, PLAIN).fp32_output
+    fused.undo.set(block, OPS, replace(SAFE_OPS, form=fused.form, epilogue=single))
+    fused.gelus += single
     _attach_parts(block, fusion, fused, narrow=True)
     return True
 

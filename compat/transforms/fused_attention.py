@@ -25,11 +25,6 @@ def gated_feed(gated: Any, hidden_states: Tensor) -> Tensor:
     return swiglu(gated.proj(hidden_states), form=getattr(gated, FORM))
 
 
-def wide_gated_feed(gated: Any, hidden_states: Tensor) -> Tensor:
-    """The same in fp32 from fp16, as under safe fp16: a gated product leaves fp16's range."""
-    return swiglu(gated.proj(hidden_states), torch.float32, form=getattr(gated, FORM))
-
-
 def gelu_feed(gated: Any, hidden_states: Tensor) -> Tensor:
     """Upstream ``GELU.forward`` of a feed-forward as one product, where its Linear is nothing but one."""
     if not is_plain_linear(gated.proj):

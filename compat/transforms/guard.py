@@ -89,24 +89,27 @@ def _norms(left: Tensor, right: Tensor, exact: Tensor) -> Tensor:
 
 def _attention(given: Mapping[str, Any], result: Tensor) -> Sample | None:
     q, k, v = (given[name][-1, -1] for name in ("query", "key", "value"))
-    if given.get("is_causal") or any(given.get(name) is not None for name in ("attn_bias", "attn_mask")):
-        return None
     rows, scale = _some(q.shape[0]), given.get("scale") or q.shape[-1] ** -0.5
     keys, values = _exact(k), _exact(v)
-    exact = torch.softmax(_at(q, rows) @ keys.T * scale, -1) @ values
+    scores, mask = _at(q, rows) @ keys.T * scale, given.get("attn_mask", given.get("attn_bias"))
+    if mask is not None:
+        scores += _at(mask.expand(*given["query"].shape[:3], len(keys))[-1, -1], rows)
+    if given.get("is_causal"):
+        scores.masked_fill_(torch.arange(len(keys)) > rows[:, None], -math.inf)
+    exact = torch.softmax(scores, -1) @ values
     return _at(result[-1, -1], rows), exact, values.abs().max(), 4 * ROWS * k.numel()
 
 
 def _convolution(given: Mapping[str, Any], result: Tensor) -> Sample | None:
     x, weight, bias = given["input"], given["weight"], given.get("bias")
-    if given.get("transposed") or given.get("groups", 1) != 1 or x.ndim != weight.ndim or not result.numel():
+    if given.get("transposed") or given.get("groups", 1) != 1 or x.ndim != weight.ndim:
         return None
     some, channels = _some(result.numel() // result.shape[1]), _some(weight.shape[0])
     sample, *place = torch.unravel_index(some, (result.shape[0], *result.shape[2:]))
     taps = torch.unravel_index(torch.arange(weight[0, 0].numel()), weight.shape[2:])
     valid, spots = torch.ones(len(some), len(taps[0]), dtype=torch.bool), []
-    terms = zip(place, taps, x.shape[2:], given["stride"], given["padding"], given["dilation"], strict=True)
-    for at, tap, extent, stride, padding, dilation in terms:
+    steps = ([*given[name]] * (len(place) // len(given[name])) for name in ("stride", "padding", "dilation"))
+    for at, tap, extent, stride, padding, dilation in zip(place, taps, x.shape[2:], *steps, strict=True):
         spot = at[:, None] * stride - padding + tap * dilation
         valid &= (spot >= 0) & (spot < extent)
         spots.append(spot.clamp(0, extent - 1).to(x.device))
@@ -141,7 +144,7 @@ def _norm(given: Mapping[str, Any], result: Tensor) -> Sample | None:
 
 def _copy(given: Mapping[str, Any], result: Tensor) -> Sample | None:
     source = given.get("src", given.get("self"))
-    if source.shape != result.shape or given.get("non_blocking") or not result.numel() or not result.ndim:
+    if source.shape != result.shape or given.get("non_blocking") or not result.ndim:
         return None
     found, exact = (_picked(each, _some(result.numel())) for each in (result, source))
     exact = exact.to(result.dtype).double()
@@ -170,6 +173,8 @@ def _own(given: Mapping[str, Any], result: Tensor) -> Sample | None:
 
     exact = _changed(function, given["args"], {}, on_host).double()
     found = _exact(result.index_select(1, rows.to(result.device)) if by_token else result)
+    if function.overloadpacket.__name__ == "swiglu" and given["args"][1]:  # the next power of two is right too
+        found, exact = (nn.functional.normalize(each, dim=-1) for each in (found, exact))
     return found, exact, exact.abs().max(), 10 * exact.numel()
 
 
@@ -248,7 +253,7 @@ class Guard(TorchDispatchMode):
         output = next((each for each in tree_leaves(result) if isinstance(each, Tensor)), None)
         if output is None or output.device.type in ("cpu", "meta"):
             return result
-        if output.dtype not in BOUNDS and (output.is_floating_point() or output.is_complex()):
+        if (output.dtype not in BOUNDS and (output.is_floating_point() or output.is_complex())) or not output.numel():
             check = None  # fp64 needs another reference, and fp8 rounds as each device likes
         if function._schema.is_mutable and name != "copy_":
             check = None  # it cannot be asked again
@@ -321,10 +326,12 @@ class Guard(TorchDispatchMode):
 
 
 def _size_class(name: str, args: Any, output: Tensor) -> str:
-    """Operation, dtype, and of each operand the bit length of its sides, the last one modulo 8, and its layout."""
-    operands = [each for each in tree_leaves(args) if isinstance(each, Tensor)][:3]
+    """Operation, switches that are on, as causal, dtype, and of each operand the bit length of its sides, the last one
+    modulo 8, and its layout."""
+    operands = [each for each in tree_leaves(args) if isinstance(each, Tensor)][:4]
     sizes = ["x".join(str(side.bit_length()) for side in each.shape) for each in operands]
     rest = "".join(f"{each.shape[-1] % 8 if each.ndim else 0}{'-c'[each.is_contiguous()]}" for each in operands)
+    name += " on" * sum(each is True for each in args)
     return f"{name} {str(output.dtype).removeprefix('torch.')} 2^({', '.join(sizes)}) {rest}"
 
 
@@ -334,15 +341,14 @@ def guard_of(store: ProbeStore | None, device: torch.device) -> Guard | None:
 
 
 def guard_step(store: ProbeStore | None, facts: DeviceFacts) -> Step:
-    """The guard, and the calls that the device needs, around each forward of a part; of a VAE, of its two halves."""
+    """The guard, and the calls that the device needs, around each forward of a part; of a VAE, of its children."""
     guard, calls = guard_of(store, facts.device), plain_calls(policy_for(facts))
 
     def apply(part: str, module: nn.Module) -> Back | None:
         if guard is None and calls is None:
             return None
-        named = [getattr(module, name, None) for name in ("encoder", "decoder")] if part == "vae" else [module]
         with ExitStack() as stack:
-            for each in filter(None, named):
+            for each in module.children() if part == "vae" else [module]:
                 for hook in _hooks(each, guard, calls):
                     stack.enter_context(hook)
             return stack.pop_all().close

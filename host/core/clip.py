@@ -8,6 +8,7 @@ import logging
 import types
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +45,7 @@ class FittedEncoder:
     fp32_output: bool
     packed: PackedFit = field(default_factory=PackedFit)
     tell: Callable[[str], None] = log.info
+    guard: Any = None  # of the device
     hooks: ByNetwork = field(default_factory=ByNetwork)
     counted: ByNetwork = field(default_factory=ByNetwork)
 
@@ -79,7 +81,8 @@ class FittedEncoder:
         for layer in ours:
             layer.__dict__[COUNTS] = counts
         try:
-            with counts.counting(left_of(encoders, ours) if self.fit.safe else {}):
+            looking = nullcontext() if self.guard is None else self.guard.looking(id(encoders))
+            with counts.counting(left_of(encoders, ours) if self.fit.safe else {}), looking:
                 result = getattr(encoders, ENCODE)(*args, **kwargs)
         finally:
             for layer in ours:
@@ -158,7 +161,7 @@ def fit_clip(
         return clip, decisions
     decisions += left_decisions(clip.cond_stage_model) if fit.safe else ()
     fitted = of_fitted_class(clip.clone())
-    encoder = FittedEncoder(fit, fit.safe and machine.fp32_output, packed, tell)
+    encoder = FittedEncoder(fit, fit.safe and machine.fp32_output, packed, tell, machine.guard)
     fitted.patcher.set_injections(KEY, [PatcherInjection(inject=encoder.attach, eject=encoder.detach)])
     return fitted, decisions
 

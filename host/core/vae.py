@@ -166,6 +166,8 @@ class FittedVAE:
             stack.enter_context(_patches_on(self._patches(method)))
             if method.on_host:
                 stack.callback(_leave_host, vae.patcher)
+            elif (guard := self.machine.guard) is not None:
+                stack.enter_context(guard.looking((id(self), name, given.shape, method.key)))
             begun = time.monotonic()
             if method.tile:
                 result = _in_tiles(vae, name.removesuffix("_tiled"), given, method.tile)

@@ -1,13 +1,15 @@
-"""The launches of :mod:`..residual`."""
+"""The launches of :mod:`..norm` and :mod:`..residual`: one kernel, without what an operation does not have."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..terms import LAYER, Gate, Modulation, Norm
+from ..terms import NO_GATE, NO_MODULATION, RMS, Gate, Modulation, Norm
 from .norm import learned, modulated, standardized
 from .rounding import rounded, wide
 from .rows import as_rows, block_for, empty, grid_for, modulation_row, modulation_rows, steps
@@ -24,99 +26,91 @@ def tanh(x):
 
 @triton.jit
 def added(
-    x, branch, gate, sample, token, column, inside, width, branch_eps, split,
-    x_b, x_n, branch_b, branch_n, gate_b, gate_n, TANH: tl.constexpr, NORM: tl.constexpr,
+    y, branch, gate, factor, sample, token, known, column, inside, width, branch_eps, split,
+    branch_b, branch_n, gate_b, gate_n, factor_b, factor_n, TANH: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """``x + branch * gate`` of some rows, fp32."""
+    """``y + branch * factor * gate`` of some rows, of which those that are ``known`` exist; fp32."""
     at = (sample * branch_b + token * branch_n)[:, None] + column[None, :]
     term = wide(tl.load(branch + at, mask=inside, other=0.0))
+    if factor is not None:
+        term = term * tl.load(factor + sample * factor_b + token * factor_n, mask=known, other=0.0)[:, None]
     if NORM:
-        term = standardized(term, inside, width, branch_eps, False)
+        term = standardized(term, inside, width, branch_eps, "rms")
     if gate is not None:
         row = modulation_row(token, split)
         at = (sample * gate_b + row * gate_n)[:, None] + column[None, :]
         values = wide(tl.load(gate + at, mask=inside, other=0.0))
         term = term * (tanh(values) if TANH else values)
-    own = wide(tl.load(x + (sample * x_b + token * x_n)[:, None] + column[None, :], mask=inside, other=0.0))
-    return own + term
-
-
-@triton.jit
-def gated_residual_kernel(
-    x, branch, gate, out,
-    rows, tokens, width, branch_eps, split, x_b, x_n, branch_b, branch_n, gate_b, gate_n,
-    TANH: tl.constexpr, NORM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    inside = (row < rows)[:, None] & (column < width)[None, :]
-    y = added(
-        x, branch, gate, row // tokens, row % tokens, column, inside, width, branch_eps, split,
-        x_b, x_n, branch_b, branch_n, gate_b, gate_n, TANH, NORM,
-    )  # fmt: skip
-    tl.store(out + (row * width)[:, None] + column[None, :], rounded(y, out.dtype.element_ty), mask=inside)
+    return y + term
 
 
 @triton.jit
 def residual_norm_kernel(
-    x, branch, gate, residual, out, weight, bias, scale, shift,
+    x, branch, gate, factor, residual, out, weight, bias, scale, shift,
     rows, tokens, width, branch_eps, gate_split, eps, split,
-    x_b, x_n, branch_b, branch_n, gate_b, gate_n, scale_b, scale_n, shift_b, shift_n,
-    TANH: tl.constexpr, NORM: tl.constexpr, LAYER: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
+    x_b, x_n, branch_b, branch_n, gate_b, gate_n, factor_b, factor_n, scale_b, scale_n, shift_b, shift_n,
+    TANH: tl.constexpr, NORM: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     within = column < width
     inside = (row < rows)[:, None] & within[None, :]
     sample, token = row // tokens, row % tokens
-    y = added(
-        x, branch, gate, sample, token, column, inside, width, branch_eps, gate_split,
-        x_b, x_n, branch_b, branch_n, gate_b, gate_n, TANH, NORM,
-    )  # fmt: skip
     at = (row * width)[:, None] + column[None, :]
-    stored = rounded(y, residual.dtype.element_ty)
-    tl.store(residual + at, stored, mask=inside)
-    # The norm reads what later blocks will read, so it may not see more digits than were stored.
-    y = learned(standardized(wide(stored), inside, width, eps, LAYER), weight, bias, column, within)
-    y = modulated(y, scale, shift, sample, token, column, inside, split, scale_b, scale_n, shift_b, shift_n)
-    tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
+    y = wide(tl.load(x + (sample * x_b + token * x_n)[:, None] + column[None, :], mask=inside, other=0.0))
+    if branch is not None:
+        y = added(
+            y, branch, gate, factor, sample, token, row < rows, column, inside, width, branch_eps, gate_split,
+            branch_b, branch_n, gate_b, gate_n, factor_b, factor_n, TANH, NORM,
+        )  # fmt: skip
+        stored = rounded(y, residual.dtype.element_ty)
+        tl.store(residual + at, stored, mask=inside)
+        y = wide(stored)  # the norm reads what later blocks will read, so it may not see more digits than were stored
+    if out is not None:
+        y = learned(standardized(y, inside, width, eps, KIND), weight, bias, column, within)
+        y = modulated(y, scale, shift, sample, token, column, inside, split, scale_b, scale_n, shift_b, shift_n)
+        tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
 
 
 def gated_residual(x: Tensor, branch: Tensor, gate: Gate) -> Tensor:
     """The operation ``gated_residual`` on a device, or interpreted."""
-    out, x, branch = empty(x, x.shape, None), as_rows(x), as_rows(branch)
-    if not out.numel():
-        return out
-    tokens, width = x.shape[1:]
-    columns, block, warps = block_for(x, width)
-    values, *gate_steps = modulation_rows(gate.values)
-    gated_residual_kernel[grid_for(x.shape[0] * tokens, block)](
-        x, branch, values, out,
-        x.shape[0] * tokens, tokens, width, gate.norm_eps or 0.0, gate.split, *steps(x), *steps(branch), *gate_steps,
-        TANH=gate.tanh, NORM=gate.norm_eps is not None, COLUMNS=columns, ROWS=block,
-        num_warps=warps, enable_fp_fusion=False,
-    )  # fmt: skip
-    return out
+    return _launch(x, branch, gate, None)[0]
 
 
 def residual_norm(
     x: Tensor, branch: Tensor, gate: Gate, norm: Norm, modulation: Modulation, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     """The operation ``residual_norm`` on a device, or interpreted."""
-    residual, out = empty(x, x.shape, None), empty(x, x.shape, out_dtype)
-    if not out.numel():
+    return _launch(x, branch, gate, norm, modulation, out_dtype)
+
+
+def normalized(x: Tensor, norm: Norm, modulation: Modulation, out_dtype: torch.dtype | None) -> Tensor:
+    """The operation ``normalized`` on a device, or interpreted."""
+    return _launch(x, None, NO_GATE, norm, modulation, out_dtype)[1]
+
+
+def _launch(
+    x: Tensor, branch: Tensor | None, gate: Gate, norm: Norm | None,
+    modulation: Modulation = NO_MODULATION, out_dtype: torch.dtype | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    residual = None if branch is None else empty(x, x.shape, None)
+    out = None if norm is None else empty(x, x.shape, out_dtype)
+    if not x.numel():
         return residual, out
-    x, branch = as_rows(x), as_rows(branch)
+    x = as_rows(x)
+    branch, *branch_steps = modulation_rows(None if branch is None else as_rows(branch))
     tokens, width = x.shape[1:]
     columns, block, warps = block_for(x, width)
     values, *gate_steps = modulation_rows(gate.values)
+    factor, *factor_steps = modulation_rows(gate.factor)
     scale, *scale_steps = modulation_rows(modulation.scale)
     shift, *shift_steps = modulation_rows(modulation.shift)
+    norm = norm or Norm(RMS, 0.0)
     residual_norm_kernel[grid_for(x.shape[0] * tokens, block)](
-        x, branch, values, residual, out, norm.weight, norm.bias, scale, shift,
+        x, branch, values, factor, residual, out, norm.weight, norm.bias, scale, shift,
         x.shape[0] * tokens, tokens, width, gate.norm_eps or 0.0, gate.split, norm.eps, modulation.split,
-        *steps(x), *steps(branch), *gate_steps, *scale_steps, *shift_steps,
-        TANH=gate.tanh, NORM=gate.norm_eps is not None, LAYER=norm.kind == LAYER, COLUMNS=columns, ROWS=block,
-        num_warps=warps, enable_fp_fusion=False,
+        *steps(x), *branch_steps, *gate_steps, *factor_steps, *scale_steps, *shift_steps, TANH=gate.tanh,
+        NORM=gate.norm_eps is not None, KIND=norm.kind, COLUMNS=columns, ROWS=block, num_warps=warps,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return residual, out

@@ -30,7 +30,7 @@ def rotate_rows(
     inside = (row < count)[:, None] & within[None, :]
     token, head = row // heads, row % heads
     at = (sample * x_b + token * x_n + head * x_h)[:, None] + column[None, :]
-    y = standardized(wide(tl.load(x + at, mask=inside, other=0.0)), inside, width, eps, False)
+    y = standardized(wide(tl.load(x + at, mask=inside, other=0.0)), inside, width, eps, "rms")
     if weight is not None:
         y = y * wide(tl.load(weight + column, mask=within, other=0.0))[None, :]
     if TURN:

@@ -422,3 +422,4 @@ def test_a_fitted_clip_under_cores_select_clip_device(inside: Inside) -> None:
 def test_a_fitted_model_runs_under_the_guard_of_its_device(inside):
     found = inside.play("core_attention", "guarded")
     assert found["seen"] and all(len(shape) == 5 for shape in found["seen"]) and found["on_cpu"]
+    assert found["vaes"] == found["clips"] == 1

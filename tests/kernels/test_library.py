@@ -47,7 +47,7 @@ def samples(kind: str) -> dict[str, tuple[Any, ...]]:
     weight = None if kind == "bare" else some(8)
     modulated = kind in ("plain", "strided", "empty")
     scale, shift = some(2, 1, 2, 8).unbind(2) if modulated else (None, None)
-    gate = scale
+    gate, factor = scale, some(*x.shape[:2], 1) if modulated else None
     table = some(5, 4) if kind in ("plain", "strided") else some(3, 1, 4) if kind == "extra" else None
     text = some(2, 2, 5, 8) if kind == "extra" else None
     clip = x.reshape(2, 8, 1, 1, -1) if kind != "strided" else some(2, 3, 4, 5, 8).movedim(-1, 1)
@@ -56,11 +56,11 @@ def samples(kind: str) -> dict[str, tuple[Any, ...]]:
     channel, rows = weight, (some(clip.shape[0], 8) if modulated else None)
     layout, narrow = LAYOUTS.get(kind, "contiguous"), torch.float16 if kind == "bare" else None
     return {
-        "normalized": (x, weight, weight, scale, shift, 0, True, 1e-6, narrow),
-        "gated_residual": (x, x, gate, True, 1e-6, 0),
-        "residual_norm": (x, x, gate, False, None, 0, weight, None, scale, shift, 0, False, 1e-6, narrow),
+        "normalized": (x, weight, weight, scale, shift, 0, "layer", 1e-6, narrow),
+        "gated_residual": (x, x, gate, True, 1e-6, 0, factor),
+        "residual_norm": (x, x, gate, False, None, 0, factor, weight, None, scale, shift, 0, "rms", 1e-6, narrow),
         "qk_norm_rope": (x, x, weight, None, table, table, text, text, weight, None, 1e-6, narrow),
-        "swiglu": (x, narrow),
+        "swiglu": (x, None if narrow is None else 2.0),
         "linear_gelu": (x, some(6, 8).to(x.dtype), some(6).to(x.dtype)),
         "group_norm_silu_pad": (clip, channel, channel, 2, 1e-6, False, [1, 1, 0, 0, 2, 0], True, layout),
         "rms_silu_pad": (clip, channel, rows, rows, 1e-6, [0, 0, 0, 0, 1, 1], True, layout),
@@ -104,7 +104,7 @@ def test_a_second_import_keeps_the_first_registration() -> None:
         assert torch.equal(again.normalized(x, again.Norm(RMS, 1e-6)), norm.normalized(x, Norm(RMS, 1e-6)))
         del again
     # The second package is gone; the operation, which the first one registered, is not.
-    found = norm._NORMALIZED(x, None, None, None, None, 0, False, 1e-6, None)
+    found = norm._NORMALIZED(x, None, None, None, None, 0, "rms", 1e-6, None)
     assert torch.equal(found, norm.normalized(x, Norm(RMS, 1e-6)))
 
 

@@ -114,7 +114,12 @@ def test_swiglu_takes_the_halves_of_diffusers() -> None:
     x, module = some(2, 5, 16), SwiGLU(16, 8)
     module.proj = torch.nn.Identity()
     near(activation.swiglu(x), module(x))
-    assert activation.swiglu(x.half(), out_dtype=FP32).dtype == FP32
+    loud = (x * torch.logspace(-3, 3, 5)[:, None]).half()
+    scaled, powers = activation.scaled_swiglu(loud, 128.0)
+    rounded = 2**-24 * float(powers.max())
+    torch.testing.assert_close(scaled.float() * powers, module(loud.float()), rtol=2**-11, atol=rounded)
+    assert (torch.frexp(powers)[0] == 0.5).all() and powers.min() == 1 < powers.max()
+    assert (scaled.float().norm(dim=-1) < 128.5).all()
 
 
 @pytest.mark.parametrize("layout", terms.LAYOUTS)

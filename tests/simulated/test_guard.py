@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,9 @@ class Network(nn.Module):
         return self.of(self.layers, x) + 0 * big.sum()
 
 
-def attention(_: nn.ModuleDict, x: Tensor) -> Tensor:
+def attention(_: nn.ModuleDict, x: Tensor, **how: Any) -> Tensor:
     q = x.unflatten(-1, (4, -1)).transpose(1, 2)
-    return functional.scaled_dot_product_attention(q, q, q)
+    return functional.scaled_dot_product_attention(q, q, q, **how)
 
 
 KINDS: dict[str, tuple[str, Callable[[], nn.Module]]] = {  # operation as the guard names it -> operator that is spoiled
@@ -52,6 +53,11 @@ KINDS: dict[str, tuple[str, Callable[[], nn.Module]]] = {  # operation as the gu
     "convolution": ("aten::convolution*", lambda: Network(
         lambda m, x: m["a"](x.reshape(1, 16, 8, 32, -1)), a=nn.Conv3d(16, 24, 3, padding=1, stride=(1, 2, 1)))),
     "attention": ("aten::*flash_attention_for_cpu", lambda: Network(attention)),
+    "attention, causal": ("aten::*flash_attention_for_cpu", lambda: Network(partial(attention, is_causal=True))),
+    "attention, masked": ("aten::*flash_attention_for_cpu", lambda: Network(
+        lambda _, x: attention(_, x, attn_mask=x[0, :, :1].T.expand(x.shape[1], -1)))),
+    "convolution, valid": ("aten::convolution*", lambda: Network(
+        lambda m, x: m["a"](x.reshape(1, 16, 64, -1)), a=nn.Conv2d(16, 24, 3, padding="valid"))),
     "native_layer_norm": ("aten::native_layer_norm", lambda: Network(lambda m, x: m["a"](x), a=nn.LayerNorm(WIDTH))),
     "native_group_norm": ("aten::native_group_norm", lambda: Network(
         lambda m, x: m["a"](x.reshape(len(x), 16, -1)), a=nn.GroupNorm(4, 16))),
@@ -99,7 +105,7 @@ def test_a_wrong_result_is_named_replaced_and_kept(
     with accelerator.hook(operator, after=zeroed(64)), caplog.at_level(logging.WARNING):
         found = run(Guard(store), there, x.to(acc)).cpu()
         (named,) = store.misses()
-        assert kind in named and store.misses()[named] == PATHS_OF.get(kind, "the host")
+        assert kind.partition(",")[0] in named and store.misses()[named] == PATHS_OF.get(kind, "the host")
         assert "is wrong on this device" in caplog.text
         torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
         caplog.clear()

@@ -401,7 +401,7 @@ SAME_ERROR = (
 @pytest.mark.parametrize("name", [n if n == "ltx" else pytest.param(n, marks=pytest.mark.full) for n in CASES])
 def test_under_safe_fp16_every_point_is_fused_and_no_error_grows(name, fp32_output, monkeypatch):
     if fp32_output:  # no CPU has such products: the same in fp32
-        monkeypatch.setattr(fp16_layers, "_fp32_product", fp32_product)
+        monkeypatch.setattr(fp16_layers, "fp32_product", fp32_product)
     block, inputs = block_of(CASES[name])
     drawn = [inputs, *(redrawn(inputs, seed) for seed in range(DRAWS - 1))]
     truth = [ran(block, each, torch.float64) for each in drawn]
@@ -410,8 +410,10 @@ def test_under_safe_fp16_every_point_is_fused_and_no_error_grows(name, fp32_outp
     taken_off = replace_attention(model, SDPA)
     stock = [ran(model.transformer_blocks[0], each, torch.float32) for each in drawn]
     taken_off()
-    found = fuse(model, REFERENCE)
+    found = fuse(model, REFERENCE, epilogue=True)
     assert found.points == fused.points_of(block, FUSIONS[fused.full_name(block)]) and not found.left
+    alone = hasattr(block, "act_mlp")  # whose product is one with that after it only where both come out in fp32
+    assert found.gelus == (fp32_output if alone else {"ltx": 1, "mochi": 0}.get(name.partition(",")[0], 2))
     taken_off = replace_attention(model, SDPA)
     ours = [ran(model.transformer_blocks[0], each, torch.float32) for each in drawn]
     for output in range(len(truth[0])):
@@ -422,6 +424,66 @@ def test_under_safe_fp16_every_point_is_fused_and_no_error_grows(name, fp32_outp
     replace_attention(model, SDPA)
     again = ran(model.transformer_blocks[0], inputs, torch.float32)
     assert all(torch.equal(one, former) for one, former in zip(again, stock[0], strict=True))
+
+
+@pytest.mark.parametrize("fp32_output", [False, True])
+@pytest.mark.parametrize("name", ["ltx", "mochi"])
+def test_under_safe_fp16_a_sum_multiplies_in_what_its_branch_was_divided_by(name, fp32_output, monkeypatch):
+    """Attention to loud text and gated products beyond fp16: bare, with a LoRA on the last layer, and repeated."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    monkeypatch.setattr(fp16_layers, "fp32_product", fp32_product)
+    block, inputs = block_of(CASES[name])
+    last = "attn2.to_out.0" if name == "ltx" else "ff.net.2"
+    if name == "ltx":
+        inputs["encoder_hidden_states"] *= 2e5
+    else:
+        block.ff.net[0].proj.weight *= 256
+    model = Model(copy.deepcopy(block).float())
+    fp16.apply_fp16_safe(model, "any", fp32_output)
+    fuse(model, REFERENCE)
+    replace_attention(model, SDPA)
+    ours, factors = model.transformer_blocks[0], list[Any]()
+    gate = blocks.Gate
+    monkeypatch.setattr(blocks, "Gate", lambda *args, **more: factors.append(more.get("factor")) or gate(*args, **more))
+
+    def require_right() -> None:
+        factors.clear()
+        truth, found = ran(block, inputs, torch.float64)[0], ran(ours, inputs, torch.float32)[0]
+        assert (found - truth).norm() < 4 * torch.finfo(torch.float16).eps * truth.norm()
+        assert not any(fp16_layers.SCALE in module.__dict__ for module in ours.modules()), "a scale outlived the call"
+
+    require_right()
+    assert any(each is not None and each.max() > 1 for each in factors)
+    if name == "ltx":  # as a step cache does it
+        attend, results = ours.attn2.forward, list[torch.Tensor]()
+        with pytest.MonkeyPatch.context() as cached:
+            cached.setattr(ours.attn2, "forward", lambda *a, **n: results.append(attend(*a, **n)) or results[0])
+            require_right()
+            require_right()
+        assert len(results) == 2 and all(each is None for each in factors)
+        ours.attn2.__dict__.pop("forward", None)
+    inject_adapter_in_model(LoraConfig(r=2, lora_alpha=2, target_modules=[last], init_lora_weights=False), ours)
+    adapted = ours.get_submodule(last)
+    weights = [getattr(adapted, side)["default"].weight for side in ("lora_B", "lora_A")]
+    block.get_submodule(last).weight.data += weights[0].double() @ weights[1].double()
+    require_right()
+
+
+def test_streams_that_a_block_split_are_not_joined_again(monkeypatch):
+    block, inputs = block_of(CASES["framepack"])
+    model, joined, cat = Model(block.float()), list[int](), torch.cat
+    fuse(model, REFERENCE)
+    replace_attention(model, SDPA)
+    given = {n: torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.float, v) for n, v in inputs.items()}
+    streams = block(**given)
+    monkeypatch.setattr(torch, "cat", lambda *args, **named: joined.append(1) or cat(*args, **named))
+    results, counts = [], []
+    for both in (streams, [each.clone() for each in streams], (streams[0], streams[1].clone())):
+        results.append(block(**given | dict(zip(("hidden_states", "encoder_hidden_states"), both, strict=True))))
+        counts.append(len(joined) - sum(counts))
+    assert counts[1:] == [counts[0] + 1] * 2
+    assert all(map(torch.equal, results[0], results[1])) and all(map(torch.equal, results[0], results[2]))
 
 
 def test_under_safe_fp16_an_attention_of_another_kind_is_left_with_the_reason():
@@ -451,7 +513,7 @@ def errors(runs: list[list[torch.Tensor]], truth: list[list[torch.Tensor]], outp
     )
 
 
-def fp32_product(x: torch.Tensor, weight: torch.Tensor, bias: Any, total: Any) -> torch.Tensor:
+def fp32_product(x: torch.Tensor, weight: torch.Tensor, bias: Any = None, total: Any = None) -> torch.Tensor:
     found = functional.linear(x.float(), weight.float()) * (1.0 if total is None else total)
     return found if bias is None else found + bias.float()
 

@@ -12,6 +12,7 @@ import torch
 from anygpu.compat.transforms import attention as attention_choice
 from anygpu.compat.transforms.attention import Attention
 from anygpu.host.core import attention as override
+from anygpu.host.core import clip as core_clip
 from anygpu.host.core import machine as core_machine
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import AttentionOverride, Preference
@@ -21,6 +22,7 @@ from attention_cases import crafted, exact, sums_of_64_keys_in_fp16
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from host.inside import core_fit_vaes, core_tiny_vaes
 from host.inside.core_fit import turing
 from host.inside.core_tiny import error, made, output
 from host.inside.sight import state
@@ -129,14 +131,25 @@ def guarded() -> dict[str, Any]:
     class Recorder:
         @contextmanager
         def looking(self, key: Any) -> Iterator[None]:
-            seen.append([*key[1]])
+            seen.append([*key[1]] if isinstance(key, tuple) else key)
             yield
 
     machine = turing()
     on_cpu, machine.__dict__["guard"] = machine.guard, Recorder()
     fitted, _ = core_model.fit_model(made("Wan 2.1"), keep_latents="never", machine=machine)
     output(fitted, "Wan 2.1")
-    return {"seen": seen, "on_cpu": on_cpu is None}
+    models = len(seen)
+    vae, latents = core_tiny_vaes.made("Wan 2.1"), core_tiny_vaes.latents_of("Wan 2.1")
+    with core_fit_vaes.noted():
+        core_fit_vaes.fitted(vae, machine=machine).decode(latents)
+    vaes = len(seen) - models
+    clip, ids = core_fit_vaes.text_encoder("T5")
+    encode = {"encode_token_weights": lambda network, ids: network(ids, torch.ones_like(ids), dtype=torch.float32)}
+    clip.cond_stage_model.__class__ = type("Encoders", (type(clip.cond_stage_model),), encode)
+    text, _ = core_clip.fit_clip(clip, "fp16-safe", machine=machine)
+    management.load_models_gpu([text.patcher])
+    text.cond_stage_model.encode_token_weights(ids)
+    return {"seen": seen[:models], "on_cpu": on_cpu is None, "vaes": vaes, "clips": len(seen) - models - vaes}
 
 
 def preferred() -> dict[str, Any]:
