@@ -68,19 +68,15 @@ def cases(dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         return partial(group_norm.group_norm_silu_pad, x, how, [1, 1, 1, 1, 2, 0], True, layout)
 
     x, wide, layered = empty(*LTX), empty(2, 6144, 8192), Modulation(*rows(VIDEO, 6)[:2])
-    text = pair(1, 256, 24, 128)
+    text, full = pair(1, 256, 24, 128), empty(*MOCHI, of=torch.float32)
+    powers = Gate(rows(MOCHI, 1, torch.float32)[0], True, 1e-6, factor=empty(2, 22260, 1, of=torch.float32))
     return {
         "normalized rms": partial(residual.normalized, x, Norm(RMS, 1e-6), Modulation(*rows(LTX, 2)), None),
         "normalized layer": partial(residual.normalized, empty(*VIDEO), Norm(LAYER, 1e-6), layered, None),
         "gated_residual": partial(residual.gated_residual, x, empty(*LTX), Gate(rows(LTX, 1)[0])),
         "residual_norm ltx": both(LTX, False, RMS),
         "residual_norm mochi": both(MOCHI, True, RMS),
-        "gated_residual factor": partial(
-            residual.gated_residual,
-            empty(*MOCHI, of=torch.float32),
-            empty(*MOCHI, of=torch.float32),
-            Gate(rows(MOCHI, 1, torch.float32)[0], True, 1e-6, factor=empty(2, 22260, 1, of=torch.float32)),
-        ),
+        "gated_residual factor": partial(residual.gated_residual, full, full, powers),
         "residual_norm fp32": both(VIDEO, False, LAYER, torch.float32),
         "qk_norm_rope across": partial(rope.qk_norm_rope, pair(*LTX), table(6144, 1024), 1e-5, None, None),
         "qk_norm_rope per head": partial(

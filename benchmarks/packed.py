@@ -7,34 +7,23 @@ on a GPU is a probe of `anygpu prove`.
 from collections.abc import Iterator
 from dataclasses import replace
 
+from anygpu.compat.device import packed_paths as paths
 from anygpu.compat.device.facts import facts_for
-from anygpu.compat.device.packed_paths import (
-    AWQ,
-    CORE,
-    FORMATS,
-    FP4,
-    FP8,
-    INT8,
-    INTEGERS,
-    PACKED_ROWS,
-    W4A4,
-    W4A8,
-    row_for,
-)
 from runner import Row, data, known_rows, write_table
 
-NAMES = {INT8: "int8", W4A8: "W4A8", W4A4: "W4A4", FP8[0]: "fp8", FP4[0]: "nvfp4", FP4[1]: "mxfp8", AWQ: "AWQ"}
+NAMES = dict(zip((paths.INT8, paths.W4A8, paths.W4A4, *paths.FP8[:1], *paths.FP4[:2], paths.AWQ),
+                 ("int8", "W4A8", "W4A4", "fp8", "nvfp4", "mxfp8", "AWQ"), strict=True))  # fmt: skip
 FILES = "../packed_files"  # beside the results: names in core's templates, the models that have them, the format
 CARDS = data("packed_cards")  # as people name them, and how the rows know them, with the kernels they can have
 
 
 def card_rows() -> Iterator[Row]:
     """A row per row of the table."""
-    for row in PACKED_ROWS:
-        formats = ", ".join(NAMES[each] for each in FORMATS if each in row.formats and each in NAMES)
+    for row in paths.PACKED_ROWS:
+        formats = ", ".join(NAMES[each] for each in paths.FORMATS if each in row.formats and each in NAMES)
         kernels = "" if row.kernels == ("*",) else " or ".join(filter(None, row.kernels))
-        path = CORE if row.path == CORE else "dequantised"
-        asked = "yes" if row.ask and set(row.formats) & set(INTEGERS) else ""
+        path = paths.CORE if row.path == paths.CORE else "dequantised"
+        asked = "yes" if row.ask and set(row.formats) & set(paths.INTEGERS) else ""
         yield {"card": row.card, "formats": formats, "kernels": kernels, "path": path, "why": row.why,
                "source": row.source, "tested": asked}  # fmt: skip
 
@@ -51,5 +40,5 @@ def write_page(rows: list[Row]) -> None:
 
 def _path(layer_format: str, name: str, backend: str, arch: str, kernels: str) -> str:
     facts = replace(facts_for("cpu"), backend=backend, arch=arch, name=name)
-    row = row_for(facts, layer_format, kernels)
-    return "packed" if row is not None and row.path == CORE else "dequantised"
+    row = paths.row_for(facts, layer_format, kernels)
+    return "packed" if row is not None and row.path == paths.CORE else "dequantised"

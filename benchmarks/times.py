@@ -36,16 +36,8 @@ from anygpu.paint.networks.multiview import TEXT_TOKENS, TEXT_WIDTH
 from anygpu.paint.networks.published import DELIGHT_CHANNELS, networks_for
 from anygpu.paint.networks.unet import STABLE_DIFFUSION_2, set_attention
 from anygpu.paint.networks.vae import REDUCTION
+from anygpu.pipelines import base as runs
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import (
-    FramePackSettings,
-    ImageRequest,
-    Latents,
-    Prompt,
-    PromptRequest,
-    SampleSettings,
-    Silent,
-)
 from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.forecast.times import corrected
 from anygpu.pipelines.load.folder import LoadRequest, load
@@ -76,28 +68,28 @@ def opened(family: str, folder: Path = SCRATCH, **terms: Any) -> Pipeline:
     return load(LoadRequest(*paths, **{"device": "cpu", **terms}))
 
 
-def latents_for(pipeline: Pipeline, size: Size, seed: int) -> Latents:
+def latents_for(pipeline: Pipeline, size: Size, seed: int) -> runs.Latents:
     """Random latents of a video."""
     shape = (1, int(pipeline.configs["vae"].get("latent_channels", 16)), *latent_shape(pipeline, size))
     samples = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return Latents(samples, pipeline.family, "text", size.frames, size.width, size.height, 24.0, seed)
+    return runs.Latents(samples, pipeline.family, "text", size.frames, size.width, size.height, 24.0, seed)
 
 
 def sampled_latents(
     pipeline: Pipeline,
-    request: PromptRequest,
-    settings: SampleSettings,
-    sections: FramePackSettings,
+    request: runs.PromptRequest,
+    settings: runs.SampleSettings,
+    sections: runs.FramePackSettings,
     picture: tuple[int, int] = (64, 64),
-) -> tuple[Prompt, Latents]:
+) -> tuple[runs.Prompt, runs.Latents]:
     """The encoded prompt and latents of a run; of a family with ``sections`` after a ``picture`` of random pixels."""
-    prompt = stages.encode_prompt(pipeline, request, Silent())
+    prompt = stages.encode_prompt(pipeline, request, runs.Silent())
     if not pipeline.spec.recipes.sections:
-        return prompt, stages.sample(pipeline, prompt, None, settings, Silent())
+        return prompt, stages.sample(pipeline, prompt, None, settings, runs.Silent())
     pixels = torch.rand(1, *picture, 3, generator=torch.Generator().manual_seed(0))
-    image = ImageRequest(pixels, settings.width, settings.height)
-    start = stages.encode_image(pipeline, image, "stretch", Silent())
-    return prompt, stages.sample_framepack(pipeline, prompt, start, settings, sections, Silent())
+    image = runs.ImageRequest(pixels, settings.width, settings.height)
+    start = stages.encode_image(pipeline, image, "stretch", runs.Silent())
+    return prompt, stages.sample_framepack(pipeline, prompt, start, settings, sections, runs.Silent())
 
 
 def published(pipeline: Pipeline, whole: bool = False) -> Pipeline:
@@ -275,20 +267,20 @@ def bare(family: str, folder: Path, dtype: torch.dtype) -> Any:
 def sampling(family: str, case: Peer, folder: Path, text: str) -> dict[str, Callable[[], Any]]:
     """Both ways to sample."""
     pipeline, pipe = opened(family, folder, precision="fp32"), bare(family, folder, torch.float32)
-    prompt = stages.encode_prompt(pipeline, PromptRequest(text), Silent())
-    settings = SampleSettings(case.width, case.height, case.frames, STEPS, SEED, cfg=case.cfg)
+    prompt = stages.encode_prompt(pipeline, runs.PromptRequest(text), runs.Silent())
+    settings = runs.SampleSettings(case.width, case.height, case.frames, STEPS, SEED, cfg=case.cfg)
     size = {"width": case.width, "height": case.height}
     given = {**size, "num_frames": case.frames, "num_inference_steps": STEPS, "prompt": text, **case.given}
     if family == "framepack":
         given["image"] = PICTURE
-        picture = ImageRequest(PICTURE.permute(0, 2, 3, 1), case.width, case.height, prepare=False)
-        image = stages.encode_image(pipeline, picture, "stretch", Silent())
-        asked = FramePackSettings(case.frames / 30, 2)
+        picture = runs.ImageRequest(PICTURE.permute(0, 2, 3, 1), case.width, case.height, prepare=False)
+        image = stages.encode_image(pipeline, picture, "stretch", runs.Silent())
+        asked = runs.FramePackSettings(case.frames / 30, 2)
 
     def by_us() -> Any:
         if family == "framepack":
-            return stages.sample_framepack(pipeline, prompt, image, settings, asked, Silent())
-        return stages.sample(pipeline, prompt, None, settings, Silent())
+            return stages.sample_framepack(pipeline, prompt, image, settings, asked, runs.Silent())
+        return stages.sample(pipeline, prompt, None, settings, runs.Silent())
 
     def by_diffusers() -> Any:
         return pipe(**given, generator=torch.Generator().manual_seed(SEED), output_type="latent")
@@ -304,7 +296,7 @@ def decoding(family: str, case: Peer, folder: Path) -> dict[str, Callable[[], An
     moment = {"temb": torch.zeros(1, dtype=dtype)} if pipe.vae.config.get("timestep_conditioning") else {}
 
     def by_us() -> Any:
-        return stages.decode(pipeline, latents, Silent())
+        return stages.decode(pipeline, latents, runs.Silent())
 
     def by_diffusers() -> Any:
         with torch.no_grad():
