@@ -161,7 +161,7 @@ def fit_clip(
         return clip, decisions
     decisions += left_decisions(clip.cond_stage_model) if fit.safe else ()
     fitted = of_fitted_class(clip.clone())
-    encoder = FittedEncoder(fit, fit.safe and machine.fp32_output, packed, tell, machine.guard)
+    encoder = FittedEncoder(fit, fit.safe and machine.fp32_output, packed, tell, guard=machine.guard)
     fitted.patcher.set_injections(KEY, [PatcherInjection(inject=encoder.attach, eject=encoder.detach)])
     return fitted, decisions
 
