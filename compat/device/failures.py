@@ -22,6 +22,12 @@ def is_shortage(error: BaseException) -> bool:
     return _is_full(unsure)
 
 
+def is_unfit(error: BaseException) -> bool:
+    """True if ``error`` says that another pack's kernel does not take what it was given; no shortage, no cancel."""
+    known = isinstance(error, (*UNFIT, AttributeError)) or type(error).__module__.partition(".")[0] == "triton"
+    return known and not is_shortage(error)
+
+
 def _is_full(row: Wording) -> bool:
     """True if the devices of ``row`` answer and one is nearly full; where none tells what is free, the words decide."""
     devices = [device for device in accelerators(default_device()) if device.type != "cpu" or "CPU" in row.backend]

@@ -63,6 +63,10 @@ class BlockOps:
         """The branch of a gated ``feed``, and its :class:`Gate`'s factor, if any."""
         return feed(x), None
 
+    def is_plain(self, layer: Any) -> bool:
+        """True where the weights of ``layer`` may be multiplied without calling it."""
+        return is_plain_linear(layer)
+
     def summed(self, x: Tensor, weight: Tensor, bias: Tensor, other: Tensor, columns: Tensor) -> Tensor:
         """``x @ weight.T + bias + other @ columns.T``; both (B, N, features)."""
         y = functional.linear(x, weight, bias)
@@ -241,19 +245,25 @@ def _spans(split: int) -> tuple[tuple[slice, slice], ...]:
     return (slice(0, split), slice(0, 1)), (slice(split, None), slice(1, 2))
 
 
-def is_plain_linear(layer: Any, ours: bool = False) -> bool:
+def is_ours(layer: Any, forward: Callable[..., Any] | None) -> bool:
+    """True where ``layer`` has no forward of its own but ``forward``, which a rewrite gave it."""
+    own = layer.__dict__.get("forward")
+    return own is None or (forward is not None and getattr(own, "__func__", None) is forward)
+
+
+def is_plain_linear(layer: Any, forward: Callable[..., Any] | None = None) -> bool:
     """True where calling ``layer`` is a matmul with what ``weights_on`` reports of it, and nothing else: a Linear with
-    a bias, packed, streamed or not, which nobody else hooked, wrapped, or gave a forward (but ``ours``) or matmul."""
+    a bias, packed, streamed or not, which nobody else hooked, wrapped, or gave a forward (but ours) or matmul."""
     known = type(layer) in (nn.Linear, StoredLinear) or (isinstance(layer, nn.Linear) and hasattr(layer, "weights_on"))
-    changed = ("forward" in layer.__dict__ and not ours) or "multiply" in layer.__dict__
-    return known and not changed and layer.bias is not None and not is_hooked_by_others(layer)
+    plain = is_ours(layer, forward) and "multiply" not in layer.__dict__
+    return known and plain and layer.bias is not None and not is_hooked_by_others(layer)
 
 
 def _projected(block: Any, attention: Tensor, normed: Tensor) -> Tensor:
     """``proj_out`` of attention's result next to the activated ``proj_mlp`` of ``normed``; all (B, N, features).
     No epilogue writes into columns of a wider tensor: with one the second matmul adds to the first."""
     ops, mlp, last = getattr(block, OPS), block.proj_mlp, block.proj_out
-    if not (ops.epilogue and is_plain_linear(mlp) and is_plain_linear(last, ours=ops.operand_dtype is not None)):
+    if not (ops.epilogue and is_plain_linear(mlp) and ops.is_plain(last)):
         return block.proj_out(_joined(attention, block.act_mlp, block.proj_mlp(normed)))
     with weights_on(block.proj_mlp, like=normed) as (weight, bias):
         hidden = linear_gelu(normed, weight, bias, form=ops.form)

@@ -24,7 +24,7 @@ from ..errors import UnsupportedError
 from ..memory.hooks import is_hooked_by_others
 from ..memory.parts import BLOCK_LISTS, Undo, full_name, submodule_at, transformer_blocks
 from . import fp16_layers
-from .blocks import FORWARDS, OPS, BlockOps
+from .blocks import FORWARDS, OPS, BlockOps, is_ours, is_plain_linear
 from .fp16_layers import FULL, HALF, PLAIN, SETTINGS, LayerKind, LayerSettings, RotaryTables
 
 UPSTREAM = "diffusers.models.transformers."
@@ -39,7 +39,9 @@ class SafeOps(BlockOps):
     operand_dtype: torch.dtype | None = HALF
 
     def added_read(self, x: Tensor, branch: Tensor, gate: Gate, layer: Any) -> tuple[Tensor, Tensor]:
-        if self.form and getattr(layer, SETTINGS, PLAIN).residual:
+        settings = getattr(_bare(layer), SETTINGS, PLAIN)
+        settings.divided = bool(self.form) and settings.residual and _bare(layer) is layer  # a LoRA reads it whole
+        if settings.divided:
             return self.added_normalized(x, branch, gate, Norm(SCALED, 1 / fp16_layers.RESIDUAL_SCALE), NO_MODULATION)
         return BlockOps.added_read(self, x, branch, gate, layer)
 
@@ -56,10 +58,14 @@ class SafeOps(BlockOps):
         settings = getattr(_bare(feed.net[-1]), SETTINGS, PLAIN)
         room = fp16_layers.LIMIT / (1.0 if settings.fp32_output else settings.reach)
         known = _bare(feed.net[-1]).bias is None and "forward" not in feed.__dict__ and not is_hooked_by_others(feed)
-        if not (self.form and room and known):  # a bias is not divided
+        ours = is_ours(feed.net[0], fp16_layers.fp32_swiglu)
+        if not (self.form and room and known and ours):  # a bias is not divided
             return feed(x), None
         hidden, factor = scaled_swiglu(feed.net[0].proj(x), room, self.form)
         return feed.net[-1](hidden), factor
+
+    def is_plain(self, layer: Any) -> bool:
+        return is_plain_linear(layer, fp16_layers.fp32_linear)
 
     def summed(self, x: Tensor, weight: Tensor, bias: Tensor, other: Tensor, columns: Tensor) -> Tensor:
         return fp16_layers.fp32_product(other, columns, fp16_layers.fp32_product(x, weight, bias))

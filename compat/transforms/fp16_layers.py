@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..device.execution import to_host
-from ..device.failures import UNFIT, is_shortage
+from ..device.failures import is_unfit
 from ..memory.hooks import weights_on
 from .attention_processors import CrossProcessor
 
@@ -55,6 +55,7 @@ class LayerSettings:
     values: nn.Module | None = None  # of an output projection: the VALUE layer whose power of two it multiplies back in
     leaves: bool = False  # that power of two for the block's sum to multiply in
     loud: bool = False  # a row of the weight is many times longer than most
+    divided: bool = False  # the block's sum has divided the residual that it reads
 
 
 PLAIN = LayerSettings(False, math.inf)  # of a layer that is not rewritten
@@ -78,20 +79,19 @@ def scales_for(size: Tensor, reach: float) -> Tensor:
 
 
 def fp32_linear(layer: Any, x: Tensor) -> Tensor:
-    """The product of ``layer`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16, which is
-    divided already where the residual is read."""
+    """The product of ``layer`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16."""
     settings: LayerSettings = getattr(layer, SETTINGS)
     held = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
     left = held if settings.leaves else None
     if left is not None:
         layer.__dict__[SCALE], held = left, None
-    if settings.residual and x.dtype is not HALF:
+    if settings.residual and not settings.divided and x.dtype is not HALF:
         # x is read only once; a small value loses less than fp16 rounds in rows whose values are around 0.03 and more.
         x = torch.mul(x, 1 / RESIDUAL_SCALE, out=torch.empty_like(x, dtype=HALF))
     total: Any = RESIDUAL_SCALE if settings.residual else held
     if not settings.fp32_output or x.dtype is not HALF:
         scale = row_scales(x, 1.0 if settings.fp32_output else settings.reach)
-        x, total = to_fp16(x, scale), scale if held is None else scale * held
+        x, total = to_fp16(x, scale), scale if total is None else scale * total
     with weights_on(layer, like=x) as (weight, bias):
         bias = bias if bias is None or left is None else bias.float() / left
         if settings.fp32_output:
@@ -117,8 +117,8 @@ class AskedLinear:
         if not self.reach:
             try:
                 self._ask(like)
-            except UNFIT as failure:
-                if is_shortage(failure):
+            except Exception as failure:
+                if not is_unfit(failure):
                     raise
                 self.reach = math.inf
         return math.isfinite(self.reach)
@@ -127,8 +127,10 @@ class AskedLinear:
         """Give it noise: a row of the weight makes of it what is as large as the row is long, within a fifth."""
         shape = (*[1] * (like.ndim - 2), ASKED, like.shape[-1])
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like.device) / RESIDUAL_SCALE
-        self.bias = self.forward(torch.zeros_like(noise, dtype=HALF))[..., :1, :].float()
-        seen, sums = (self.forward(each.to(HALF)).float() - self.bias for each in (noise, noise + noise.roll(1, -2)))
+        given = (noise, -noise, noise + noise.roll(1, -2))
+        seen, opposite, sums = (self.forward(each.to(HALF)).float() for each in given)
+        self.bias = (seen + opposite).flatten(0, -2).mean(0) / 2
+        seen, sums = seen - self.bias, sums - self.bias
         adds_up = (sums - seen - seen.roll(1, -2)).norm() <= ROUGH * seen.norm()
         length = seen.square().mean(-2).amax().sqrt() * RESIDUAL_SCALE
         self.reach = max(1.0, float(to_host(torch.where(adds_up, length, math.inf))))

@@ -27,7 +27,15 @@ from ...compat.transforms.conv3d_choice import Chooser, Conv3dChoice
 from ...compat.transforms.conv3d_methods import convolve, padded
 from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS, AskedLinear, LayerSettings, fp32_linear, scales_for
 from ..casting import cast_by_core
-from .ownership import adapted_layers, is_convolution, is_linear, is_own_convolution, left_class, offers_cast
+from .ownership import (
+    adapted_layers,
+    is_convolution,
+    is_linear,
+    is_own_convolution,
+    left_class,
+    offers_cast,
+    takes_any_dtype,
+)
 from .packed import is_native
 
 COUNTS = "_anygpu_counts"  # on a layer while its calls are counted
@@ -183,12 +191,16 @@ def safe_linear(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return fp32_linear(layer, x)
 
 
-def adapted_linear(layer: Any, asked: AskedLinear, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The product of another pack's ``layer``, in fp32 where it adds up."""
+def adapted_linear(layer: Any, asked: AskedLinear, loaded: torch.dtype, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The product of another pack's ``layer``, in fp32 where it adds up, else as it was ``loaded``."""
     plain = type(x) is Tensor and x.dtype is FULL and x.ndim > 1 and not (args or kwargs or x.requires_grad)
-    safe = plain and asked.is_product(x)
+    safe = plain and getattr(layer, SETTINGS) is asked and asked.is_product(x)
     note_call(layer, SAFE if safe else left_class(layer))
-    return asked(x) if safe else asked.forward(x, *args, **kwargs)
+    if safe:
+        return asked(x)
+    if takes_any_dtype(layer) or x.dtype is not FULL:
+        return asked.forward(x, *args, **kwargs)
+    return asked.forward(x.to(loaded), *args, **kwargs).float()
 
 
 def settings_of(layer: Any, like: Tensor, fp32_output: bool = False) -> LayerSettings:
@@ -236,11 +248,11 @@ class SafeLayers:
     loud: bool = False  # whether a layer has a row many times longer than most: all then compute in fp32, by core
     patches: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
 
-    def measure(self, network: nn.Module, like: Tensor, version: Any) -> None:
+    def measure(self, network: nn.Module, like: Tensor, version: Any, loaded: torch.dtype) -> None:
         """Measure the weights where they have changed: reading each once, as the first step does anyway."""
         if version is not None and version == self.version:
             return
-        self.patches, self.version = {}, version
+        before, self.patches, self.version = self.patches if version is None else {}, {}, version
         for layer in filter(is_linear, network.modules()):
             if is_native(layer):
                 continue
@@ -255,8 +267,13 @@ class SafeLayers:
             self.patches[layer] = {HOOK: functools.partial(safe_convolution, layer), SETTINGS: settings_of(layer, like)}
         self.loud = any(patch[SETTINGS].loud for patch in self.patches.values())
         for layer in adapted_layers(network):
-            asked = AskedLinear(types.MethodType(type(layer).forward, layer))
-            self.patches[layer] = {"forward": functools.partial(adapted_linear, layer, asked), SETTINGS: asked}
+            asked = (
+                before[layer][SETTINGS]
+                if layer in before
+                else AskedLinear(types.MethodType(type(layer).forward, layer))
+            )
+            forward = functools.partial(adapted_linear, layer, asked, loaded)
+            self.patches[layer] = {"forward": forward, SETTINGS: asked}
 
     @property
     def free(self) -> list[nn.Module]:

@@ -158,7 +158,7 @@ class FittedNetwork:
             if safe:
                 hooked = getattr(getattr(model, "current_patcher", None), "current_hooks", None)
                 version = None if hooked else model.current_weight_patches_uuid
-                seen.layers.measure(network, args[0], version and (version, failed))
+                seen.layers.measure(network, args[0], version and (version, failed), model.get_dtype())
             if counts is not None:
                 stack.enter_context(counts.counting(left_of(network, set(seen.layers.free)) if safe else {}))
             if safe:

@@ -131,7 +131,7 @@ def unfit_for_safe(network: nn.Module) -> str:
 def fixed_in_dtype(network: nn.Module, safe: bool) -> str:
     """The class of a layer that takes only core's dtype, unless ``safe`` fp16 computes it; empty for none."""
     ours = {*adapted_layers(network), *filter(is_linear, network.modules())} if safe else set()
-    fixed = (each for each in network.modules() if not _takes_any_dtype(each) and each not in ours)
+    fixed = (each for each in network.modules() if not takes_any_dtype(each) and each not in ours)
     return next((left_class(each) or type(each).__name__ for each in fixed), "")
 
 
@@ -141,7 +141,7 @@ def size_of(module: nn.Module) -> int:
     return sum(tensor.numel() for tensor in _matrices(module))
 
 
-def _takes_any_dtype(module: nn.Module) -> bool:
+def takes_any_dtype(module: nn.Module) -> bool:
     """True if a layer computes in the dtype of its input, as core's do, or has no 16-bit weights to mix with it."""
     if isinstance(module, comfy.ops.CastWeightBiasOp) or not (left_class(module) or isinstance(module, nn.Linear)):
         return True

@@ -3,9 +3,11 @@
 import copy
 import importlib
 import importlib.util
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.precision import PRECISION, SAFE, precision_for
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms import fp16_layers
-from anygpu.compat.transforms.fp16 import LAYERS_OF, apply_fp16_safe, fp32_output_works, stored_dtype
+from anygpu.compat.transforms.fp16 import LAYERS_OF, SAFE_OPS, apply_fp16_safe, fp32_output_works, stored_dtype
 from anygpu.compat.transforms.fp16_layers import HALF, SCALE, SETTINGS, LayerKind, row_scales
 from anygpu.pipelines.registry import FAMILIES
 from torch import nn
@@ -269,6 +271,46 @@ class Other(class_of(f"{LTX}.LTXVideoTransformerBlock")):
 
 class Adapted(nn.Linear):
     """A leaf that adds something of its own."""
+
+
+def test_a_residual_that_the_sum_has_divided_is_not_divided_again_where_a_repair_widens_it():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 32), torch.randn(1, 8, 64) * 3e4
+    layer.__dict__[SETTINGS] = fp16_layers.LayerSettings(True, 1.0, residual=True)
+    wanted = layer(x).detach()
+    with mock.patch.object(
+        fp16_layers, "fp32_product", lambda x, weight, bias, total: x.float() @ weight.float().T * total + bias.float()
+    ):
+        for divided, given in ((False, x), (True, x / 256), (True, (x / 256).half())):
+            layer.__dict__[SETTINGS].divided = divided
+            assert torch.allclose(
+                fp16_layers.fp32_linear(layer, given), wanted, rtol=0, atol=2e-3 * float(wanted.abs().max())
+            )
+
+
+def test_a_layer_that_a_repair_replaced_is_called():
+    layer = nn.Linear(4, 4)
+    layer.forward = types.MethodType(fp16_layers.fp32_linear, layer)
+    assert SAFE_OPS.is_plain(layer)
+    layer.forward = lambda x: x
+    assert not SAFE_OPS.is_plain(layer)
+
+
+def test_a_packed_layer_is_asked_without_zeros_for_any_number_of_axes():
+    torch.manual_seed(0)
+    weight, bias = torch.randn(32, 64) / 8, torch.randn(32)
+
+    def scaled(x):  # as a kernel that divides by each row's maximum
+        scale = x.abs().amax(-1, keepdim=True)
+        return ((x / scale).float() @ weight.T * scale.float() + bias).half()
+
+    asked, x = fp16_layers.AskedLinear(scaled), torch.randn(2, 7, 64) * 1e5
+    assert asked.is_product(x)
+    for given in (x, x[0]):
+        found, wanted = asked(given), given @ weight.T + bias
+        assert found.shape == wanted.shape and (found - wanted).norm() < 1e-2 * wanted.norm()
+    unbuilt = fp16_layers.AskedLinear(lambda x: x.no_such_attribute)
+    assert not unbuilt.is_product(x)
 
 
 def test_what_is_not_exactly_known_is_left_in_fp32_and_counted():

@@ -200,7 +200,7 @@ def loud_convolutions() -> dict[str, Any]:
             layers, counts, x = SafeLayers(False, True), Counts(), 3e5 * torch.randn(shape)
             network = nn.ModuleList([layer])
             expected = layer(x)
-            layers.measure(network, x, None)
+            layers.measure(network, x, None, x.dtype)
             with counts.counting(left_of(network, set(layers.free))), layers.patches_on(counts):
                 found = layer(x)
             errors[f"{kind.__name__} {kernel} {groups}"] = error(found, expected), str(counts)
