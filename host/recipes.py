@@ -23,15 +23,20 @@ Prompt = Row = Mapping[str, Any]
 
 
 def recipe_of(path: Path) -> Row | None:
-    """The row that a file's name gives away, or else the nearest folder around it."""
-    around, rows = [Evidence(names=(each,)) for each in names_around(path)], published(ROWS)
+    """The row that a file's name gives away, or else the nearest folder around it, beside that name."""
+    own, *folders = names_around(path) or ("",)
+    around, rows = (
+        [Evidence(names=(each,)) for each in (own, *(f"{each} {path.stem}" for each in folders))],
+        published(ROWS),
+    )
     return next((row for each in around for row in rows if each.name_with(row["named"])), None)
 
 
-def advice(prompt: Prompt, fit: str = "") -> dict[str, InputError]:
+def advice(prompt: Prompt | None, fit: str = "") -> dict[str, InputError]:
     """Sampler -> what its graph sets otherwise than the distillation behind the node ``fit``, by default any fit node,
     was made for. Samplers that differ alike, as those of Wan 2.2's two experts, are named once."""
     told: dict[tuple[str, str], tuple[str, InputError]] = {}
+    prompt = {key: entry for key, entry in (prompt or {}).items() if entry.keys() >= {"class_type", "inputs"}}
     for node in [node for node, entry in prompt.items() if "latent_image" in entry["inputs"]][:MOST]:
         found = settings(prompt, node)
         apart = [differences(row, found) for row in found["files"].values()]

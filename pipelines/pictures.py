@@ -113,7 +113,9 @@ def prepared(
         own_shape: False where the size is a video's; an image encoder sees the picture in its own shape all the same.
     """
     frames, how, factor = request.frames, fit, pipeline.model.control_factor if request.control else 1
-    if grid := [side for side in (request.width, request.height) if side % (factor * pipeline.spec.sizes.multiple)]:
+    if factor > 1 and (
+        grid := [side for side in (request.width, request.height) if side % (factor * pipeline.spec.sizes.multiple)]
+    ):
         raise InputError(
             f"a control clip at 1/{factor} of {grid[0]} pixels",
             expected=f"sides of the video that are multiples of {factor * pipeline.spec.sizes.multiple}",

@@ -188,3 +188,8 @@ def test_each_row_has_a_source_and_ranges_around_what_is_usual() -> None:
         assert row["source"] and row.keys() <= keys
         for usual, least, most in (row[name] for name in ("steps", "cfg", "shift") if name in row):
             assert least <= usual <= most, row
+
+
+def test_a_folder_s_name_counts_beside_the_file_s_and_a_node_that_nothing_reaches_may_have_no_inputs():
+    assert recipe_of(Path("lightx2v/qwen_image_fp8_e4m3fn.safetensors")) is None
+    assert advice({"7": {"class_type": "PreviewImage"}}, "3") == advice(None, "3") == {}

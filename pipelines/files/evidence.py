@@ -74,9 +74,12 @@ def evidence_of(path: Path, config: Mapping[str, Any]) -> Evidence:
     return Evidence(notes, names_around(path, notes), config)
 
 
+LONGEST = 260  # characters of a title that are looked at, as of a file's name
+
+
 def names_around(path: Path, notes: Mapping[str, str] | None = None) -> Names:
     """The names that may say something of a model: the titles in its metadata, its own, those of the folders around."""
-    names = [str(notes[key]) for key in TITLES if notes.get(key)] if notes else []
+    names = [str(notes[key])[:LONGEST] for key in TITLES if notes.get(key)] if notes else []
     own = path.stem if path.suffix in (".safetensors", ".sft", ".gguf") else path.name
     for place, name in ((path, own), *((parent, parent.name) for parent in path.parents)):
         if name.lower() in ROOTS or len(names) == MOST_NAMES:

@@ -310,7 +310,7 @@ def _control_factor(path: Path, metadata: Mapping[str, str], before: int) -> int
     Source: ComfyUI 0.33 ``comfy_extras/nodes_lt.py`` ``LTXICLoRALoaderModelOnly``; Lightricks/LTX-2 400fd31."""
     found = {name: next((v for k, v in metadata.items() if k.endswith(name)), "1") for name in FACTORS}
     for name, value in found.items():
-        known = re.fullmatch(rf"({FACTORS[name]})(?:\.0+)?", value)
+        known = re.fullmatch(rf"({FACTORS[name]})(?:\.0+)?", value if value not in ("", "None", "null") else "1")
         if known is None or 1 != int(known[1]) != before != 1:
             expected = f"{before if before > 1 else FACTORS[name].strip('[]')}, or none"
             raise UnsupportedError(f"{path.name!r} with {name} {value[:20]}", expected=expected, fix="Load it alone.")

@@ -25,7 +25,7 @@ HISTORY = (1, 2, 16)  # latent frames that a section sees at full, half and quar
 LARGEST_WINDOW = 33  # of the slider in lllyasviel's own application
 VISION = "vision"  # what the image encoder says of the start image, or of a clip's first frame
 CLIP_NEAREST = 4  # latent frames of a clip that a section sees at full scale: 5 cleaned frames, as the fork counts
-TIMED = re.compile(r"\[(\d{1,6}(?:\.\d{1,6})?)s(?:-(\d{1,6}(?:\.\d{1,6})?)s)?\s*:\s*([^\]]*?)\s*\]")
+TIMED = re.compile(r"\[(\d{1,6}(?:\.\d{1,6})?)s(?:-(\d{1,6}(?:\.\d{1,6})?)s)?\s*:([^\]]*)\]")
 NUMBERED, NEXT = re.compile(r"\s*(-?\d{1,3})(?:-(-?\d{1,3}))?\s*:(.*)", re.DOTALL), ";;;"
 SPAN = "seconds"  # tensor of a section prompt: its start and end, below 0 for the end of the film
 PLACES = "places"  # the same in sections: its first and last one, below 0 counted from the end of the film
@@ -266,7 +266,7 @@ def timed(text: str, sections: Sequence[str]) -> list[tuple[float, float, str]]:
 
     Source: colinurbs/FramePack-Studio f4369da ``prompt_handler.py``."""
     whole = "\n".join((text, *sections))
-    shown = [(float(a), float(b or -1), words) for a, b, words in TIMED.findall(whole)]
+    shown = [(float(a), float(b or -1), words.strip()) for a, b, words in TIMED.findall(whole)]
     if shown and (NEXT in whole or any(TIMED.sub("", line).strip() for line in sections)):
         fix = "Write each section prompt as [3s: text], or none."
         raise InputError("section prompts with and without a time", expected="one of the two", fix=fix)
