@@ -25,10 +25,8 @@ Prompt = Row = Mapping[str, Any]
 def recipe_of(path: Path) -> Row | None:
     """The row that a file's name gives away, or else the nearest folder around it, beside that name."""
     own, *folders = names_around(path) or ("",)
-    around, rows = (
-        [Evidence(names=(each,)) for each in (own, *(f"{each} {path.stem}" for each in folders))],
-        published(ROWS),
-    )
+    names, rows = (own, *(f"{each} {path.stem}" for each in folders)), published(ROWS)
+    around = [Evidence(names=(each,)) for each in names]
     return next((row for each in around for row in rows if each.name_with(row["named"])), None)
 
 
