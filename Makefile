@@ -29,6 +29,7 @@ train: $(READY)
 	OMP_NUM_THREADS=1 $(PY) training/ltx.py train
 	OMP_NUM_THREADS=1 $(PY) training/ltx.py export
 	OMP_NUM_THREADS=1 $(PY) training/ltx.py lora
+	OMP_NUM_THREADS=1 $(PY) training/ltx.py few
 	OMP_NUM_THREADS=1 $(PY) training/hunyuan_vae.py
 	OMP_NUM_THREADS=1 $(PY) training/hunyuan_video.py train
 	OMP_NUM_THREADS=1 $(PY) training/hunyuan_video.py finish

@@ -4,6 +4,7 @@ family, and the user's changes."""
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from ..compat.output_check import fault_in_latents, require_finite
 from ..compat.transforms.step_cache import StepCacheSettings, settings_for
 from .base import RESOLVED, FramePackSettings, ImageCondition, Progress, Prompt, SampleSettings
 from .family import SCHEDULERS, Defaults, FamilySpec, GuidanceStep, Recipe
-from .pipeline import Pipeline
+from .pipeline import Pipeline, Tools
 
 SMALLEST_SIDE, LARGEST_SIDE, MOST_FRAMES, MOST_STEPS = 32, 4096, 4097, 1000
 MOST_SHIFT = 100.0
@@ -99,6 +100,12 @@ def own_defaults(pipeline: Pipeline) -> dict[str, Any]:
         for name, value in (given.items() if isinstance(given, dict) else ())
         if name in Defaults.__slots__ and type(value) is type(getattr(usual, name)) and 0 < value < math.inf
     }
+
+
+def with_defaults(pipeline: Pipeline, given: Mapping[str, Any]) -> Pipeline:
+    """``pipeline`` with what :func:`own_defaults` tells changed by ``given``."""
+    index = {**pipeline.tools["index"], OWN_DEFAULTS: {**own_defaults(pipeline), **given}}
+    return replace(pipeline, tools=Tools({**pipeline.tools.readers, "index": lambda: index}))
 
 
 def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> tuple[GuidanceStep, ...]:

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import packing
 import torch
+from anygpu.compat.checkpoints.packed import StoredLinear, unpack
 from anygpu.pipelines.demo import MODELS
 from anygpu.pipelines.files.models import OF_DEMOS
+from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.requests import LoadRequest
 from torch import nn
 
 FAST = ("T5Tokenizer", "LlamaTokenizer", "Qwen2Tokenizer")  # their class in an index is the one that reads one file
+
+
+def shipped(name: str, parts: Iterable[str]) -> dict[str, nn.Module]:
+    """These parts of a demo model as the pack ships them, in fp32 and to be trained on: plain layers, packed tables."""
+    whole = load(LoadRequest(MODELS / name, precision="fp32", device="cpu")).parts
+    for part in (chosen := {part: whole[part] for part in parts}).values():
+        for module in part.modules():
+            if isinstance(module, StoredLinear):
+                unpack(module)
+        for weight in part.train().parameters():
+            weight.requires_grad_(weight.is_floating_point())
+    return chosen
 
 
 def write_folder(

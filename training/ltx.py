@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import sys
 import tempfile
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import ltx_vae
 import torch
 from anygpu.pipelines.demo import LORAS, MODELS
 from anygpu.pipelines.demo.scenes import COLOURS, MOTIONS, SHAPES, Scene
+from anygpu.pipelines.settings import OWN_DEFAULTS
 from captions import caption, t5_tokenizer
 from code_of_blocks import Code
-from folder import write_folder
+from folder import shipped, write_folder
 from loop import STATES, saved, train, with_weights
+from torch import nn
 from world import FRAMES, SIZE, at_night, shapes, trained_and_held_out
 
 NAME = Path(__file__).stem  # of the folder in MODELS, and of what belongs to this training
@@ -30,6 +34,15 @@ FIRST_FRAME = 0.1  # of the clips are given their first latent frame
 SHIFT = math.exp(0.95 + (8 - 1024) * (2.05 - 0.95) / (4096 - 1024))  # the published shift for 8 tokens
 FPS = 8.0
 NOISY = 5.0  # shift of the levels trained on: much noise, where words decide what comes of it, has most to learn
+GRID = {  # what the transformer is told of the place of 8 tokens
+    "num_frames": 2,
+    "height": 2,
+    "width": 2,
+    "rope_interpolation_scale": (8 / FPS, 32, 32),
+    "return_dict": False,
+}
+FEW, WITHIN, CFG = 4, 4, 3.0  # steps of the distilled LoRA; steps between two of its levels, and their guidance
+PARTS = ("text_encoder", "transformer")
 RANK, ADAPTED = 8, ["to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2", "proj_out"]  # of the LoRA
 SCHEDULER = {
     "use_dynamic_shifting": True,
@@ -88,17 +101,6 @@ def models():
         pass_noise_through(transformer)
         know_places(transformer)
     return parts
-
-
-def shipped_models():
-    """Text encoder and transformer as they are in the pack, in fp32."""
-    from diffusers import LTXVideoTransformer3DModel
-    from transformers import T5EncoderModel
-
-    folder = MODELS / NAME
-    text = T5EncoderModel.from_pretrained(folder / "text_encoder", dtype=torch.float32)
-    transformer = LTXVideoTransformer3DModel.from_pretrained(folder / "transformer", torch_dtype=torch.float32)
-    return {"text_encoder": text.train(), "transformer": transformer.train()}
 
 
 def pass_noise_through(transformer) -> None:
@@ -212,23 +214,100 @@ def latents_of(light: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.floa
     return Latents(NAME, ltx_vae.code_of_clips(), light=light)
 
 
-def main(steps: int, shipped: bool = False) -> None:
-    """Train, from ``shipped`` weights if asked; an interrupted training goes on in any case."""
-    parts = shipped_models() if shipped else models()
+def main(steps: int, on: bool = False) -> None:
+    """Train, going ``on`` from what ships if asked; an interrupted training goes on in any case."""
+    parts = shipped(NAME, PARTS) if on else models()
     train(f"{NAME}_transformer", parts, loss_with(parts, latents_of()), steps=steps, rate=1.5e-3, save_every=200)
 
 
 def lora(steps: int = 3000) -> None:
-    """Train a LoRA that draws everything at night, and write it in the names that diffusers gives it."""
-    from diffusers import LTXPipeline
-    from peft import LoraConfig, get_peft_model_state_dict
-
-    parts = shipped_models()
-    parts["text_encoder"].requires_grad_(False)
-    parts["transformer"].requires_grad_(False).add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=ADAPTED))
+    """Train a LoRA that draws everything at night."""
+    parts = adapted(RANK)
     train(f"{NAME}_night", parts, loss_with(parts, latents_of(at_night)), steps=steps, rate=2e-3, save_every=200)
-    layers = {name: tensor.bfloat16() for name, tensor in get_peft_model_state_dict(parts["transformer"]).items()}
-    LTXPipeline.save_lora_weights(LORAS, layers, weight_name=f"{NAME}_night.safetensors")
+    write_lora(parts["transformer"], f"{NAME}_night")
+
+
+def adapted(rank: int) -> dict[str, nn.Module]:
+    """The parts that ship, of which a new LoRA of the transformer is trained."""
+    from peft import LoraConfig
+
+    parts = shipped(NAME, PARTS)
+    parts["text_encoder"].requires_grad_(False)
+    parts["transformer"].requires_grad_(False).add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=ADAPTED))
+    return parts
+
+
+def few(steps: int = 1400) -> None:
+    """Train a LoRA with which :data:`FEW` steps without guidance end where the usual steps with guidance do."""
+    parts = adapted(2 * RANK)
+    train(f"{NAME}_{FEW}_steps", parts, distilled_with(parts), steps=steps, rate=2e-3, save_every=200, falling=0.5)
+    write_lora(parts["transformer"], f"{NAME}_{FEW}_steps", {OWN_DEFAULTS: json.dumps({"steps": FEW, "cfg": 1.0})})
+
+
+def distilled_with(parts) -> Callable[[int, torch.Generator], torch.Tensor]:
+    """The loss of a step: how far each of the few steps is from what many steps with guidance do between its levels.
+
+    Each step starts where the one before it ended, as it will in a run, from noise that nobody saw before.
+    """
+    words, (trained, _), transformer = tokenizer(), trained_and_held_out(), parts["transformer"]
+    levels = schedule(FEW)
+
+    def velocity(x: torch.Tensor, level: float, states: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        return transformer(
+            hidden_states=x,
+            encoder_hidden_states=states,
+            timestep=torch.full((len(x), 1), level * 1000),
+            encoder_attention_mask=valid,
+            **GRID,
+        )[0]
+
+    @torch.no_grad()
+    def taught(x: torch.Tensor, start: float, end: float, states: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        transformer.disable_adapters()
+        for step in range(WITHIN):
+            high, low = (start + (end - start) * (step + part) / WITHIN for part in (0, 1))
+            without, given = velocity(torch.cat([x, x]), high, states, valid).chunk(2)
+            x = x + (low - high) * (without + CFG * (given - without))
+        transformer.enable_adapters()
+        return x
+
+    def loss_of(step: int, generator: torch.Generator) -> torch.Tensor:
+        drawn = random.Random(step)
+        shown = [drawn.choice(trained) for _ in range(2 * SCENES)]
+        captions = ["" for _ in shown] + [scene.caption for scene in shown]
+        texts = words(captions, padding="max_length", max_length=CROPPED, return_tensors="pt")
+        with torch.no_grad():
+            states = parts["text_encoder"](texts.input_ids).last_hidden_state
+        length = int(texts.attention_mask.sum(1).max())
+        states, valid = states[:, :length], texts.attention_mask[:, :length]
+        x, loss = torch.randn(len(shown), 8, 128, generator=generator), torch.zeros(())
+        for start, end in pairwise(levels):
+            goal = taught(x, start, end, states, valid)
+            moved = x + (end - start) * velocity(x, start, states[len(shown) :], valid[len(shown) :])
+            loss = loss + ((moved - goal) / (start - end)).square().mean() / FEW
+            x = moved.detach()
+        return loss
+
+    return loss_of
+
+
+def schedule(steps: int) -> list[float]:
+    """The noise levels of a run of so many steps, the last one 0."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER)
+    scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist(), mu=math.log(SHIFT))
+    return scheduler.sigmas.tolist()
+
+
+def write_lora(transformer, name: str, notes: dict[str, str] | None = None) -> None:
+    """Write what was trained beside the transformer, in the names that diffusers gives it."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    layers = get_peft_model_state_dict(transformer)
+    tensors = {f"transformer.{layer}": tensor.bfloat16().contiguous() for layer, tensor in layers.items()}
+    save_file(tensors, LORAS / f"{name}.safetensors", {"format": "pt", **(notes or {})})
 
 
 def loss_with(parts, latents: Latents) -> Callable[[int, torch.Generator], torch.Tensor]:
@@ -257,11 +336,7 @@ def loss_with(parts, latents: Latents) -> Callable[[int, torch.Generator], torch
             encoder_hidden_states=states,
             timestep=level * 1000,
             encoder_attention_mask=valid,
-            num_frames=2,
-            height=2,
-            width=2,
-            rope_interpolation_scale=(8 / FPS, 32, 32),
-            return_dict=False,
+            **GRID,
         )[0]
         error = (velocity - (noise - clean)).square().mean(-1)
         return (error * ~given).sum() / (~given).sum()
@@ -292,4 +367,10 @@ def export() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    {"train": lambda: main(20000), "continue": lambda: main(9000, True), "export": export, "lora": lora}[sys.argv[1]]()
+    {
+        "train": lambda: main(20000),
+        "continue": lambda: main(9000, True),
+        "export": export,
+        "lora": lora,
+        "few": few,
+    }[sys.argv[1]]()

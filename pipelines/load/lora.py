@@ -31,7 +31,7 @@ from ..files.lora_kinds import ALPHA, HADA, KRON, MAGNITUDE, PEFT_MAGNITUDE, UP,
 from ..files.part import MOST_TENSORS, construction, empty_weights
 from ..pipeline import Pipeline
 from ..requests import LORA_MODES
-from ..settings import recipe_decisions
+from ..settings import OWN_DEFAULTS, recipe_decisions, with_defaults
 
 MOST = 10.0  # strength in either direction
 METHODS = {"LORA": (UP,), "LOHA": HADA, "LOKR": KRON}  # of peft that are read, with the roles of their tensors
@@ -124,13 +124,24 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     weights = _unpacked(pipeline, added, own, progress)
     changed = replace(pipeline, plan=plan, model=replace(pipeline.model, weights=weights, control_factor=factor))
     recipe, name = recipe_named(pipeline.spec, names, base)
-    if not recipe or pipeline.is_demo:  # a demo model has its own
-        return changed
-    changed = replace(changed, model=replace(changed.model, recipe=recipe))
-    said = recipe_decisions(changed, (), name)
+    return _with_recipe(changed, path, recipe, name, json_object(file.metadata.get(OWN_DEFAULTS, "")), progress)
+
+
+def _with_recipe(
+    pipeline: Pipeline, path: Path, recipe: str, name: str, trained_for: dict[str, Any] | None, progress: Progress
+) -> Pipeline:
+    """``pipeline`` by the ``recipe`` that the ``name`` of a LoRA gives away; a demo model by what one for it says that
+    it was ``trained_for``."""
+    if pipeline.is_demo and trained_for:
+        pipeline = with_defaults(pipeline, trained_for)
+    elif recipe and not pipeline.is_demo:
+        pipeline = replace(pipeline, model=replace(pipeline.model, recipe=recipe))
+    else:
+        return pipeline
+    said = recipe_decisions(pipeline, (), name)
     progress.notify(f"{path.stem} changes the recipe: {said[0].verdict}")
-    others = tuple(each for each in decisions if each.subject != "recipe")
-    return replace(changed, plan=replace(plan, decisions=(*others, *said)))
+    others = (each for each in pipeline.plan.decisions if each.subject != said[0].subject)
+    return replace(pipeline, plan=replace(pipeline.plan, decisions=(*others, *said)))
 
 
 def named(text: str) -> tuple[Path, float, str]:

@@ -1,6 +1,7 @@
 """The demo models: the world they draw, the checker that reads it back, and what they make of a prompt."""
 
 import json
+import random
 import shutil
 import sys
 from dataclasses import replace
@@ -23,6 +24,7 @@ from anygpu.pipelines.records.places import Machine, Places
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import OWN_DEFAULTS, of_checkpoint
 from PIL import Image
+from runs import own_pictures
 from scene_scores import chosen_scenes, scores
 
 TRAINING = Path(__file__).resolve().parents[2] / "training"
@@ -167,6 +169,33 @@ def test_a_demo_model_draws_nine_of_ten_prompts(name):
 @pytest.mark.parametrize("name", ["ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi"])
 def test_a_demo_model_draws_as_many_prompts_with_packed_weights(name, weights):
     assert abs(shares_of(name, weights)["all"] - shares_of(name)["all"]) * 24 < 2.5
+
+
+@pytest.mark.full
+def test_framepacks_demo_model_follows_plain_pictures_as_people_draw_them():
+    dice = random.Random(1)
+    pipeline = load(LoadRequest(MODELS / "framepack", precision="fp32", device="cpu"))
+    asked = dice.sample(scenes.scenes(), 40)
+    right = [scenes.scene_of(own_pictures.shown(pipeline, scene, dice, 0.14)[1:]) == scene for scene in asked]
+    assert sum(right) >= 36
+
+
+@pytest.mark.full
+def test_with_its_distilled_lora_four_steps_without_guidance_draw_95_of_100_prompts_as_many_steps_do():
+    pipeline = load(LoadRequest(MODELS / "ltx", precision="fp32", device="cpu"))
+    four = with_lora(pipeline, demo_loras()["demo: ltx_4_steps"], 1.0, "", "separate", Silent())
+    asked, batches = chosen_scenes(100), []
+    four.parts["transformer"].register_forward_pre_hook(
+        lambda _module, _given, named: batches.append(len(named["hidden_states"])), with_kwargs=True
+    )
+    shares = scores([drawing.drawn(four, scene.caption, seed=7) for scene in asked], asked)
+    assert shares["all"] >= 0.95 and shares["shuffled"] <= 0.1
+    assert batches == [1] * 4 * 100
+    taught, alone, own = (
+        drawing.drawn(p, asked[0].caption, **few)
+        for p, few in ((pipeline, {}), (pipeline, {"steps": 4, "cfg": 1.0}), (four, {}))
+    )
+    assert (own - taught).square().mean() < 0.5 * (alone - taught).square().mean()
 
 
 @pytest.mark.full
@@ -353,6 +382,16 @@ def test_a_demo_model_keeps_its_recipe_under_a_distilled_lora(tmp_path, recorded
     file = shutil.copy(demo_loras()["demo: ltx_night"], tmp_path / "ltxv-2b-0.9.8-distilled-lora.safetensors")
     adapted = with_lora(pipeline, Path(file), 1.0, "", "separate", progress := recorded())
     assert adapted.model.recipe == "" and not any("changes the recipe" in line for line in progress.said)
+
+
+def test_a_distilled_lora_of_a_demo_model_changes_its_steps(recorded):
+    pipeline = load(LoadRequest(MODELS / "ltx", precision="fp32", device="cpu"))
+    file = demo_loras()["demo: ltx_4_steps"]
+    four = with_lora(pipeline, file, 1.0, "", "separate", progress := recorded())
+    own = of_checkpoint(four).sizes.defaults
+    assert (own.steps, own.cfg) == (4, 1.0) and of_checkpoint(pipeline).sizes.defaults.steps == 20
+    assert "ltx_4_steps changes the recipe: draws coloured shapes at 64x64, 9 frames, 4 steps" in progress.said
+    assert of_checkpoint(with_lora(pipeline, file, 0.0, "", "separate", Silent())).sizes.defaults.steps == 20
 
 
 def test_the_lora_of_a_demo_model_draws_the_same_at_night(world):
