@@ -234,7 +234,8 @@ def write(model: str, *parts: str) -> None:
     for part in parts or [part for part in RECIPES if part.startswith(f"{model}/")]:
         tensors = dense(part) if parts else load(place(part).read_bytes())
         wide = narrowed(tensors) if part == "hunyuan3d_paint/unet" else tensors
-        inputs = {name.removeprefix(f"{part}/"): square for name, square in sums.items() if name.startswith(f"{part}/")}
+        seen = {name: square for name, square in sums.items() if name.startswith(f"{part}/") and square.any()}
+        inputs = {name.removeprefix(f"{part}/"): square for name, square in seen.items()}
         place(part).write_bytes(packed(wide, RECIPES[part], inputs))
 
 
