@@ -120,7 +120,7 @@ def driver(ray: Any, pair: tuple[Path, list[WorkerHandle]], tmp_path: Path) -> D
     root, workers = pair
     (root / NOW).write_text(str(tmp_path), encoding="utf-8")
     made = Driver(ray, JobFolder(tmp_path), task_of, lambda _task: 0.0, lambda _text: None)
-    made.workers = [WorkerHandle(worker.name, worker.actor) for worker in workers]
+    made.workers = [WorkerHandle(worker.name, worker.actor, worker.start) for worker in workers]
     for worker in made.workers:
         made._wait_for(worker)
     return made
