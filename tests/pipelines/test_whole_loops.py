@@ -129,17 +129,21 @@ def hunyuan_15_twice(task: str, kind: str, end: str) -> Callable[[Path], torch.T
     return run
 
 
-def ltx(name: str, **request: Any) -> Callable[[Path], torch.Tensor]:
-    return from_words(name, loops.LTX_SIZE, loops.NEGATIVE, loops.ltx, **request)
+def ltx(name: str, release: str = "", **request: Any) -> Callable[[Path], torch.Tensor]:
+    return from_words(name, loops.LTX_SIZE, loops.NEGATIVE, partial(ltx_released, release=release), **request)
+
+
+def ltx_released(name: str, folder: Path, blocks: int = loops.LTX_BLOCKS, release: str = "") -> Path:
+    """The tiny checkpoint under the name of a release."""
+    made = loops.ltx(name, folder, blocks)
+    return Path(shutil.copytree(made, folder / release, dirs_exist_ok=True)) if release else made
 
 
 def ltx_twice(variant: str, blocks: int, release: str = "") -> Callable[[Path], torch.Tensor]:
     """Both passes, as the template has them: sample, upscale the latents, sample, decode."""
 
     def run(folder: Path) -> torch.Tensor:
-        made = loops.ltx("ltx_condition", folder, blocks)
-        if release:
-            made = Path(shutil.copytree(made, folder / release, dirs_exist_ok=True))
+        made = ltx_released("ltx_condition", folder, blocks, release)
         pipeline = load(LoadRequest(made, device="cpu", precision="fp32", variant=variant))
         prompt = stages.encode_prompt(pipeline, PromptRequest(loops.PROMPT, loops.NEGATIVE), Silent())
         asked = SampleSettings(*loops.LTX_FIRST, 0, seed=loops.SEED)
@@ -160,13 +164,16 @@ OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     **{loops.named(task, kind): hunyuan_15(task, kind) for task, kind in loops.HUNYUAN_15},
     **{loops.named(*case): hunyuan_15_twice(*case) for case in loops.HUNYUAN_15_TWICE},
     "ltx 0.9.0": ltx("ltx"),
+    "ltx 0.9.1": ltx("ltx_091"),
     "ltx 0.9.5": ltx("ltx_condition"),
     "ltx 0.9.5 picture": ltx_picture,
+    "ltx 0.9.6 dev": ltx("ltx_condition", "ltxv-2b-0.9.6-dev"),
     "ltx 0.9.6 distilled": ltx("ltx_condition", variant="distilled_0.9.6"),
     "ltx 2B 0.9.8 distilled": ltx_twice("distilled", loops.LTX_BLOCKS),
     "ltx 13B 0.9.8 distilled": ltx_twice("distilled", 29),
     "ltx 13B 0.9.8 dev": ltx_twice("dev", 40),
     "ltx 13B 0.9.7 distilled": ltx_twice("distilled", 29, "ltxv-13b-0.9.7-distilled"),
+    "ltx 13B 0.9.7 dev": ltx_twice("dev", 40, "ltxv-13b-0.9.7-dev"),
     "fast hunyuan": from_words("hunyuan_video", build=loops.fast_hunyuan),
     "acc video": from_words("hunyuan_video", build=loops.acc_video),
     "fast mochi": from_words("mochi", build=loops.fast_mochi),

@@ -764,11 +764,23 @@ LTX_VAE = {
     "use_quant_conv": False, "causal_decoder": False, "encoder_base_channels": 8, "decoder_base_channels": 8,
 }  # fmt: skip
 DOWN = (("space", 1), ("time", 2), ("all", 1), ("all", 1))
-LTX_VAES = {  # in the publisher's words: 0.9.0, and since 0.9.5; the names of their releases
+LTX_VAES = {  # in the publisher's words: 0.9.0, 0.9.1, and since 0.9.5; the names of their releases
     "ltx": (
         {"blocks": [["res_x", 1], ["compress_all", 1], ["res_x_y", 1]] * 2
          + [["res_x", 1], ["compress_all", 1], ["res_x", 1], ["res_x", 1]]},
         "the VAE of LTX-Video 0.9.0 as released",
+    ),
+    "ltx_091": (
+        {"encoder_blocks": [["res_x", 1], ["compress_all", 1], ["res_x_y", 1]] * 2
+         + [["res_x", 1], ["compress_all", 1], ["res_x", 1], ["res_x", 1]],
+         "decoder_blocks": [
+             row for _ in range(3) for row in (
+                 ["res_x", {"num_layers": 1, "inject_noise": True}],
+                 ["compress_all", {"residual": True, "multiplier": 2}],
+             )
+         ] + [["res_x", {"num_layers": 1, "inject_noise": False}]],
+         "timestep_conditioning": True, "decoder_base_channels": 4},
+        "the VAE of LTX-Video 0.9.1 as released",
     ),
     "ltx_condition": (
         {"encoder_blocks": [["res_x", {"num_layers": 1}]] + [
@@ -804,7 +816,7 @@ def ltx_pipeline(name: str, scheduler: dict[str, Any], blocks: int = loops.LTX_B
     return LTXVideoPipeline(
         tokenizer=PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),
         text_encoder=T5EncoderModel.from_pretrained(folder / "text_encoder"),
-        vae=vae.eval(), transformer=transformer_of(folder / "transformer", name != "ltx"),
+        vae=vae.eval(), transformer=transformer_of(folder / "transformer", name == "ltx_condition"),
         scheduler=RectifiedFlowScheduler(**scheduler), patchifier=SymmetricPatchifier(patch_size=1),
         **dict.fromkeys(
             f"prompt_enhancer_{part}"
@@ -870,6 +882,7 @@ def ltx(
             mock.patch.object(upstream, "randn_tensor", noise),
             mock.patch.object(torch, "randn_like", lambda like, **_: real(like.shape, generator=draws)),
             mock.patch("diffusers.models.autoencoders.vae.randn_tensor", drawn(draws)),
+            mock.patch.object(torch, "randn", drawn(draws)),  # the noise in 0.9.1's decoder, the last that is drawn
         ):
             film = pipe(
                 **given, skip_layer_strategy=SkipLayerStrategy.AttentionValues, generator=draws, output_type="pt",
@@ -908,13 +921,17 @@ LOOPS = {
     "ltx 0.9.0": Loop(
         *LIGHTRICKS, ltx("ltx", "ltxv-2b-0.9.yaml", sampler="Uniform", shifting="SD3", target_shift_terminal=0.1)
     ),
+    "ltx 0.9.1": Loop(
+        *LIGHTRICKS, ltx("ltx_091", "ltxv-2b-0.9.1.yaml", sampler="Uniform", shifting="SD3", target_shift_terminal=0.1)
+    ),
     "ltx 0.9.5": Loop(*LIGHTRICKS, ltx("ltx_condition", "ltxv-2b-0.9.5.yaml", sampler="LinearQuadratic")),
     "ltx 0.9.5 picture": Loop(
         *LIGHTRICKS, ltx("ltx_condition", "ltxv-2b-0.9.5.yaml", pictured=True, sampler="LinearQuadratic")
     ),
-    "ltx 0.9.6 distilled": Loop(
-        *LIGHTRICKS, ltx("ltx_condition", "ltxv-2b-0.9.6-distilled.yaml", fps=30, sampler="LinearQuadratic")
-    ),
+    **{
+        f"ltx 0.9.6 {kind}": Loop(*LIGHTRICKS, ltx("ltx_condition", f"ltxv-2b-0.9.6-{kind}.yaml", 30, sampler=LATER))
+        for kind in ("dev", "distilled")
+    },
     **{
         f"ltx {size} {kind}": Loop(
             *(LIGHTRICKS_097 if "0.9.7" in kind else LIGHTRICKS),
@@ -922,7 +939,7 @@ LOOPS = {
         )
         for size, kind, blocks in (
             *(("2B", "0.9.8 distilled", loops.LTX_BLOCKS), ("13B", "0.9.8 distilled", 29), ("13B", "0.9.8 dev", 40)),
-            ("13B", "0.9.7 distilled", 29),
+            *(("13B", "0.9.7 distilled", 29), ("13B", "0.9.7 dev", 40)),
         )
     },
     **{

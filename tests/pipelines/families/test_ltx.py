@@ -472,7 +472,7 @@ def test_the_variant_is_guessed_from_the_names_and_said(
 
 def test_a_second_pass_is_of_the_configuration_of_its_first() -> None:
     passes = [(each.source, each.second.source) for each in SPEC.published.recipes.values() if each.second is not None]
-    assert len(passes) == 4 and all(second == f"{first}, second_pass" for first, second in passes)
+    assert len(passes) == 5 and all(second == f"{first}, second_pass" for first, second in passes)
 
 
 def test_the_text_is_masked_for_every_version(plain: Model, condition: Model, recorded: Any) -> None:
