@@ -160,6 +160,7 @@ OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "framepack f1": framepack("framepack_f1"),
     "hunyuan video": from_words("hunyuan_video"),
     "hunyuan video i2v": from_picture("hunyuan_video_i2v", (96, 64)),
+    "hunyuan video i2v dynamic": from_picture("hunyuan_video_i2v", (96, 64), variant="i2v_dynamic"),
     "hunyuan video i2v 33 channels": from_picture("hunyuan_video_i2v_33ch", (96, 64)),
     **{loops.named(task, kind): hunyuan_15(task, kind) for task, kind in loops.HUNYUAN_15},
     **{loops.named(*case): hunyuan_15_twice(*case) for case in loops.HUNYUAN_15_TWICE},

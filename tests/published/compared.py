@@ -11,6 +11,7 @@ WHOLE = "pipelines/test_whole_loops.py::test_an_untouched_graph_makes_the_publis
 LOOPS = {
     "hunyuan video": 1.6e-5,
     "hunyuan video i2v": 1.6e-5,
+    "hunyuan video i2v dynamic": 1.6e-5,
     "hunyuan video i2v 33 channels": 1.6e-5,
     "hunyuan video 1.5 t2v": 1.6e-5,
     "hunyuan video 1.5 i2v": 1.6e-5,
@@ -142,9 +143,8 @@ ROWS = (
         "text to video with `sample_video.py`, image to video (33 channels, token replace) with "
         "`sample_image2video.py`: bucket, bilinear in 8 bits, both encoders, 50 steps, decoder in windows of 64 "
         "frames, at one tile",
-        f"{BLENDED}; of the script without `--i2v-stability` shift 17 is to be set, and the start from noise alone "
-        "is not offered",
-        ("hunyuan video", "hunyuan video i2v", "hunyuan video i2v 33 channels"),
+        f"{BLENDED}; with a picture `auto` runs as `--i2v-stability`; without that flag, variant `i2v_dynamic`",
+        ("hunyuan video", "hunyuan video i2v", "hunyuan video i2v dynamic", "hunyuan video i2v 33 channels"),
     ),
     Compared(
         "hunyuan_video_15",

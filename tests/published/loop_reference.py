@@ -309,9 +309,9 @@ def llava_as_published(llava: Any) -> Callable[..., Any]:
     return call
 
 
-def hunyuan_video(kind: str = "") -> Callable[[], torch.Tensor]:
+def hunyuan_video(kind: str = "", stable: bool = True) -> Callable[[], torch.Tensor]:
     """``sample_video.py`` as its README calls it: 50 steps, shift 7, embedded guidance 6, with tiles; with a ``kind``
-    of picture ``sample_image2video.py``, stable, with buckets of a tenth of a side."""
+    of picture ``sample_image2video.py``, stable or dynamic, with buckets of a tenth of a side."""
 
     def run() -> torch.Tensor:
         name = {"": "hunyuan_video", "token_replace": "hunyuan_video_i2v"}.get(kind, "hunyuan_video_i2v_33ch")
@@ -324,7 +324,8 @@ def hunyuan_video(kind: str = "") -> Callable[[], torch.Tensor]:
         from hyvideo.vae.autoencoder_kl_causal_3d import AutoencoderKLCausal3D
 
         width, height = loops.SIZE
-        command = ["", "--prompt", loops.PROMPT, "--seed", str(loops.SEED), "--flow-reverse", "--flow-shift=7.0"]
+        command = ["", "--prompt", loops.PROMPT, "--seed", str(loops.SEED), "--flow-reverse"]
+        command += [f"--flow-shift={7.0 if stable else 17.0}"]
         command += ["--video-size", str(height), str(width)]
         command += [f"--{part}-precision=fp32" for part in ("vae", "text-encoder")]
         command += ["--precision=fp32", "--text-encoder-precision-2=fp32"]
@@ -332,7 +333,7 @@ def hunyuan_video(kind: str = "") -> Callable[[], torch.Tensor]:
         if guided:
             command += ["--embedded-cfg-scale=6.0"]
         if kind:
-            command += ["--i2v-mode", "--i2v-stability", f"--i2v-condition-type={kind}"]
+            command += ["--i2v-mode", *["--i2v-stability"] * stable, f"--i2v-condition-type={kind}"]
             command += ["--i2v-image-path", str(FOLDER / "picture.png")]
             loops.saved_picture(*loops.BUCKETED, FOLDER / "picture.png")
         with mock.patch.object(sys, "argv", command):
@@ -962,6 +963,7 @@ LOOPS = {
     "mochi": Loop("genmoai/mochi", "0c86aeb", "Apache-2.0", mochi),
     "hunyuan video": Loop("Tencent-Hunyuan/HunyuanVideo", "fa14b00", TENCENT, hunyuan_video()),
     "hunyuan video i2v": Loop(*HUNYUAN_I2V, hunyuan_video("token_replace")),
+    "hunyuan video i2v dynamic": Loop(*HUNYUAN_I2V, hunyuan_video("token_replace", stable=False)),
     "hunyuan video i2v 33 channels": Loop(*HUNYUAN_I2V, hunyuan_video("latent_concat")),
 }
 

@@ -628,7 +628,8 @@ def test_an_older_model_takes_a_control_clip_too_and_other_families_say_that_the
     without = stages.sample(plain.pipeline, plain.prompt, None, settings, Silent())
     made = stages.sample(plain.pipeline, plain.prompt, image, settings, Silent())
     assert made.samples.shape == without.samples.shape and not torch.equal(made.samples, without.samples)
-    other, progress = load(LoadRequest(tiny.build("framepack", tiny_folder), device="cpu")), recorded()
+    folders = [tiny.build(name, tiny_folder) for name in ("hunyuan_video", "siglip", "framepack")]
+    other, progress = load(LoadRequest(folders[-1], device="cpu", base=folders[0])), recorded()
     stages.encode_image(other, ImageRequest(PICTURE, 64, 64, control=True), "stretch", progress)
     assert "control has no effect on FramePack" in progress.said
 
