@@ -215,7 +215,7 @@ PAINT_ROWS = (
         "turbo",
         (PAINT_WHOLE,),
         "the same with 10 steps of LCM",
-        f"the texture by {PAINT_BAKED['paint turbo texture']:.1e} on average for the same reasons; with those inputs by "
+        f"the texture by {PAINT_BAKED['paint turbo texture']:.1e} on average for the same reasons; so baked by "
         f"{PAINT_BAKED['paint turbo texture exact']:.1e}",
         ("paint turbo",),
     ),
