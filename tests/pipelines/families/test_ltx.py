@@ -608,9 +608,9 @@ def test_a_control_clip_of_another_size_than_its_lora_is_refused_or_said(
 ) -> None:
     path, other = tmp_path / "half.safetensors", tmp_path / "other.safetensors"
     pipeline = with_ic_lora(condition.pipeline, path, downscale="2.0")
-    for factors, found in (({"downscale": "3"}, "downscale_factor 3"), ({"temporal_scale": "4"}, "scale_factor 4")):
-        with pytest.raises(UnsupportedError, match=found):
-            with_ic_lora(pipeline, other, **factors)
+    for name, value, expected in (("downscale", "3", "2"), ("temporal_scale", "4", "1")):
+        with pytest.raises(UnsupportedError, match=f"{name}_factor {value}; expected {expected}, or none"):
+            with_ic_lora(pipeline, other, **{name: value})
     request = ImageRequest(CLIP, SIZE + 32, SIZE, control=True, prepare=False)
     with pytest.raises(InputError, match="a control clip at 1/2 of 96 pixels"):
         stages.encode_image(pipeline, request, "stretch", Silent())

@@ -17,6 +17,7 @@ from anygpu.pipelines.files.evidence import (
     cautions_of,
     evidence_of,
     names_around,
+    names_of_file,
     recipe_named,
 )
 from anygpu.pipelines.files.formats import config_of, contents
@@ -42,6 +43,14 @@ STEPS = [1.0, 0.9937, 0.9875, 0.9812, 0.975, 0.9094, 0.725, 0.4219]
 )  # fmt: skip
 def test_names_that_every_model_has_say_nothing(path: str, names: tuple[str, ...]) -> None:
     assert names_around(Path(path)) == names
+
+
+def test_a_folder_of_many_files_says_something_of_those_alone_whose_own_names_say_nothing() -> None:
+    folder = Path("loras/FastHunyuan_LoRA")
+    for own in ("pytorch_lora_weights", "high_noise_model", "hunyuan_video_720_rank64_bf16", "adapter_model"):
+        assert names_of_file(folder / f"{own}.safetensors")[-1] == folder.name
+    for own in ("my_style", "yoda_e60_512"):
+        assert names_of_file(folder / f"{own}.safetensors", {"modelspec.title": "Yoda"}) == ("Yoda", own)
 
 
 @pytest.mark.parametrize(
@@ -299,12 +308,14 @@ def test_a_distilled_lora_without_a_version_has_that_of_the_model_that_it_is_for
 
 
 def test_the_title_in_a_file_comes_before_its_name(tmp_path: Path) -> None:
-    """Of a model, and of a LoRA, whose trainer writes another key."""
+    """Of a model, of one as GGUF, and of a LoRA, whose trainers write other keys."""
     shapes = published.shapes("hunyuan_video")
     titled = published.sparse(
         tmp_path / "models" / "FastHunyuan.safetensors", shapes, metadata={"modelspec.title": "AccVideo"}
     )
     assert config_of(contents(titled)[0]).why == "the name 'AccVideo' says AccVideo"
+    packed = published.sparse_gguf(tmp_path / "models" / "hunyuan-q4_0.gguf", shapes, "Q4_0", "AccVideo T2V")
+    assert config_of(contents(packed)[0]).why == "the name 'AccVideo T2V' says AccVideo"
     trained = published.sparse(
         tmp_path / "a.safetensors", {"x": (1,)}, metadata={"ss_output_name": "hunyuan_canny_lora"}
     )

@@ -353,6 +353,8 @@ def test_kinds_that_need_the_weight_act_on_what_packed_layers_are_worth(
     merged = lora.with_lora(plain, tmp_path / "style.safetensors", 0.5, "", "separate", Silent())
     assert any("layers of transformer unpacked for it: 4" in line for line in progress.said)
     assert with_it.weights["transformer"].total > pipeline.weights["transformer"].total
+    again = lora.with_lora(with_it, tmp_path / "style.safetensors", 0.2, "", "separate", Silent())
+    assert again.weights == with_it.weights, "they are unpacked once"
     with with_it.offloader.hold("transformer") as found, merged.offloader.hold("transformer") as wanted:
         for name in names[:4]:
             before, after = layers[name], found.get_submodule(name)
