@@ -7,6 +7,7 @@ images and clips, ``LTXConditionPipeline``. Recipes are Lightricks' own: ``RECIP
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -72,7 +73,8 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
 
 def guess_variant(evidence: Evidence) -> tuple[str, str]:
     """Guess the training variant, with the evidence."""
-    name, older = evidence.name_with(DISTILLED), evidence.name_with(r"0\.9\.6.*distil|distil.*0\.9\.6")
+    name = evidence.name_with(r"distil(?!l?er)|(?<![a-z])dist(?![a-z])")
+    older = name if re.search(r"0\.9\.6", name) else ""
     trained = evidence.note("config", "allowed_inference_steps")
     if older:
         return STOCHASTIC, f"the name {older!r} says so"

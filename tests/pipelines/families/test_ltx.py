@@ -452,6 +452,7 @@ def test_a_clip_off_the_grid_is_cut_and_said(condition: Model, recorded: Any) ->
         ("LTX-Video-0.9.8-13B-Distilled", "distilled", "'LTX-Video-0.9.8-13B-Distilled' says so"),
         ("models--Lightricks--LTX-Video-0.9.8-13B-distilled/snapshots/" + "0a" * 20, "distilled", "distilled' says so"),
         ("ltxv-2b-0.9.6-distilled", "distilled_0.9.6", "'ltxv-2b-0.9.6-distilled' says so"),
+        ("ltxv-13b-dist", "distilled", "'ltxv-13b-dist' says so"),
         ("LTX-Video-0.9.5", "dev", "assumed, since its file says nothing and the name 'LTX-Video-0.9.5'"),
         ("ltxv", "dev", "no name around it says 'distilled'"),
     ],
