@@ -95,9 +95,9 @@ def from_picture(
     return run
 
 
-def hunyuan_15(task: str, kind: str) -> Callable[[Path], torch.Tensor]:
-    """A clip of a tenth of 480p, at the checkpoint's own size."""
-    build, words = partial(loops.hunyuan_15, kind=kind), (loops.QUOTED, loops.QUOTED_NEGATIVE)
+def hunyuan_15(task: str, kind: str, side: int = 64) -> Callable[[Path], torch.Tensor]:
+    """A clip of a tenth of 480p, or of 720p with a ``side`` of 96, at the checkpoint's own size."""
+    build, words = partial(loops.hunyuan_15, kind=kind, side=side), (loops.QUOTED, loops.QUOTED_NEGATIVE)
     if task == "i2v":
         return from_picture("hunyuan_video_15_i2v", (0, 0), words, build)
     return from_words("hunyuan_video_15", (0, 0), words[1], build, words[0])
@@ -163,6 +163,7 @@ OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "hunyuan video i2v dynamic": from_picture("hunyuan_video_i2v", (96, 64), variant="i2v_dynamic"),
     "hunyuan video i2v 33 channels": from_picture("hunyuan_video_i2v_33ch", (96, 64)),
     **{loops.named(task, kind): hunyuan_15(task, kind) for task, kind in loops.HUNYUAN_15},
+    **{f"{loops.named(task, '')} 720p": hunyuan_15(task, "", 96) for task in ("t2v", "i2v")},
     **{loops.named(*case): hunyuan_15_twice(*case) for case in loops.HUNYUAN_15_TWICE},
     "ltx 0.9.0": ltx("ltx"),
     "ltx 0.9.1": ltx("ltx_091"),

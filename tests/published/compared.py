@@ -15,6 +15,8 @@ LOOPS = {
     "hunyuan video i2v 33 channels": 1.6e-5,
     "hunyuan video 1.5 t2v": 1.6e-5,
     "hunyuan video 1.5 i2v": 1.6e-5,
+    "hunyuan video 1.5 t2v 720p": 1.6e-5,
+    "hunyuan video 1.5 i2v 720p": 1.6e-5,
     "hunyuan video 1.5 t2v cfg distilled": 1.6e-5,
     "hunyuan video 1.5 i2v cfg distilled": 1.6e-5,
     "hunyuan video 1.5 i2v step distilled": 1.6e-5,
@@ -157,12 +159,12 @@ ROWS = (
             "pipelines/families/test_hunyuan_video_15.py::test_an_image_gets_the_size_that_tencent_chooses",
             "pipelines/families/test_hunyuan_video_15.py::test_quotes_in_the_negative_prompt_reach_no_glyphs",
         ),
-        "480p from text and a picture, cfg-distilled or not, and from a picture step-distilled, and 720p from both, "
-        "cfg-distilled, with `generate.py`: bucket, Lanczos in 8 bits, SigLIP, both encoders, steps, cfg, mean flow, "
-        "decoder; followed by its super-resolution to 720p and 1080p: upsampler, noise on the small video, steps",
+        "480p and 720p from text and a picture, cfg-distilled or not, and 480p from a picture step-distilled, with "
+        "`generate.py`: bucket, Lanczos in 8 bits, SigLIP, both encoders, steps, cfg, mean flow, decoder; followed by "
+        "its super-resolution to 720p and 1080p: upsampler, noise on the small video, steps",
         "one pass, unless the graph has AnyGPU Upscale Latents and its super-resolution, which draws by its node's "
         "seed, and the noise of the small video last, where the script's has no seed; over 256 pixels it decodes in "
-        "tiles",
+        "tiles; attention `sparse` is held alone",
         tuple(name for name in LOOPS if name.startswith("hunyuan video 1.5")),
     ),
     Compared(

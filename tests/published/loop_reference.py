@@ -417,10 +417,10 @@ def hunyuan_vae_config(cls: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def hunyuan_15(name: str, kind: str = "", end: str = "") -> Callable[[], torch.Tensor]:
-    """The pipeline of HunyuanVideo 1.5 as ``generate.py`` calls it, at a tenth of 480p and without super-resolution; or
-    with it, to a tenth of the size at its ``end``."""
-    start = {"": "480p", "720p": "480p", "1080p": "720p"}[end]
+def hunyuan_15(name: str, kind: str = "", end: str = "", start: str = "480p") -> Callable[[], torch.Tensor]:
+    """The pipeline of HunyuanVideo 1.5 as ``generate.py`` calls it, at a tenth of its ``start`` and without
+    super-resolution; or with it, to a tenth of the size at its ``end``."""
+    start = "720p" if end == "1080p" else start
 
     def run() -> torch.Tensor:
         side = {"480p": 64, "720p": 96}[start]
@@ -948,6 +948,12 @@ LOOPS = {
             *HUNYUAN_15, hunyuan_15(f"hunyuan_video_15{'_i2v' if task == 'i2v' else ''}", kind)
         )
         for task, kind in loops.HUNYUAN_15
+    },
+    **{
+        f"{loops.named(task, '')} 720p": Loop(
+            *HUNYUAN_15, hunyuan_15(f"hunyuan_video_15{'_i2v' if task == 'i2v' else ''}", start="720p")
+        )
+        for task in ("t2v", "i2v")
     },
     **{
         loops.named(task, *rest): Loop(
