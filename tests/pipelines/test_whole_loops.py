@@ -15,7 +15,15 @@ import pytest
 import tiny
 import torch
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import (
+    FramePackSettings,
+    ImageCondition,
+    ImageRequest,
+    Latents,
+    PromptRequest,
+    SampleSettings,
+    Silent,
+)
 from anygpu.pipelines.family import FITS
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
@@ -139,22 +147,30 @@ def ltx_released(name: str, folder: Path, blocks: int = loops.LTX_BLOCKS, releas
     return Path(shutil.copytree(made, folder / release, dirs_exist_ok=True)) if release else made
 
 
-def ltx_twice(variant: str, blocks: int, release: str = "") -> Callable[[Path], torch.Tensor]:
-    """Both passes, as the template has them: sample, upscale the latents, sample, decode."""
+def ltx_twice(variant: str, blocks: int, release: str = "", pictured: bool = False) -> Callable[[Path], torch.Tensor]:
+    """Both passes, as the template has them: sample, upscale the latents, sample, decode; a picture at both sizes."""
 
     def run(folder: Path) -> torch.Tensor:
         made = ltx_released("ltx_condition", folder, blocks, release)
+        if pictured:  # the shape of the finished video is that of its own size
+            loops.changed(made / "model_index.json", _anygpu_defaults=dict(zip(SIDES, loops.LTX_FINAL, strict=True)))
         pipeline = load(LoadRequest(made, device="cpu", precision="fp32", variant=variant))
         prompt = stages.encode_prompt(pipeline, PromptRequest(loops.PROMPT, loops.NEGATIVE), Silent())
         asked = SampleSettings(*loops.LTX_FIRST, 0, seed=loops.SEED)
-        low = stages.sample(pipeline, prompt, None, asked, Silent())
+
+        def image(size: tuple[int, int], latents: Latents | None = None) -> ImageCondition | None:
+            shown = ImageRequest(loops.picture(*loops.LTX_PICTURE), *size)
+            return stages.encode_image(pipeline, shown, "crop", Silent(), latents) if pictured else None
+
+        low = stages.sample(pipeline, prompt, image(loops.LTX_FIRST), asked, Silent())
         high = stages.upscale(pipeline, low, loops.ltx_upscaler(folder), Silent())
         asked = SampleSettings(*loops.LTX_FINAL, 0, seed=loops.SEED, latents=high)
-        return stages.decode(pipeline, stages.sample(pipeline, prompt, None, asked, Silent()), Silent())
+        return stages.decode(pipeline, stages.sample(pipeline, prompt, image((0, 0), high), asked, Silent()), Silent())
 
     return run
 
 
+SIDES = "width", "height"
 OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "framepack": framepack("framepack"),
     "framepack f1": framepack("framepack_f1"),
@@ -172,6 +188,7 @@ OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "ltx 0.9.6 dev": ltx("ltx_condition", "ltxv-2b-0.9.6-dev"),
     "ltx 0.9.6 distilled": ltx("ltx_condition", variant="distilled_0.9.6"),
     "ltx 2B 0.9.8 distilled": ltx_twice("distilled", loops.LTX_BLOCKS),
+    "ltx 2B 0.9.8 distilled picture": ltx_twice("distilled", loops.LTX_BLOCKS, "ltxv-own-size", pictured=True),
     "ltx 13B 0.9.8 distilled": ltx_twice("distilled", 29),
     "ltx 13B 0.9.8 dev": ltx_twice("dev", 40),
     "ltx 13B 0.9.7 distilled": ltx_twice("distilled", 29, "ltxv-13b-0.9.7-distilled"),

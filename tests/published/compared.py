@@ -35,6 +35,7 @@ LOOPS = {
     "ltx 0.9.6 dev": 1.6e-5,
     "ltx 0.9.6 distilled": 1.6e-5,
     "ltx 2B 0.9.8 distilled": 1.6e-5,
+    "ltx 2B 0.9.8 distilled picture": 1.6e-5,
     "ltx 13B 0.9.8 distilled": 1.6e-5,
     "ltx 13B 0.9.8 dev": 1.6e-5,
     "ltx 13B 0.9.7 distilled": 1.6e-5,
@@ -103,10 +104,11 @@ ROWS = (
         "ltx",
         "",
         (WHOLE, SAMPLED, MASKED, f"{SAMPLED.split('::')[0]}::test_a_second_pass_ends_at_the_size_that_is_asked"),
-        "0.9.8's 2B and 13B distilled, 13B dev, and both of 0.9.7 from text with `inference.py`, both passes: as 2B, "
-        "lists of guidance, upscaler, AdaIN, tone map, resize",
+        "0.9.8's 2B and 13B distilled, 13B dev, and both of 0.9.7 from text, 2B from a picture too, with "
+        "`inference.py`, both passes: as row 1, lists of guidance, upscaler, AdaIN, tone map, resize",
         "one pass, as the run says, unless the graph has AnyGPU Upscale Latents and a second AnyGPU Sample, as "
-        f"template `anygpu_ltx_two_passes`; {REWRITTEN}; {NEGATIVE}; that pass draws its noise by its node's seed",
+        "template `anygpu_ltx_two_passes`; prompts as in row 1; that pass draws its noise by its node's seed; at other "
+        "sizes than the published a picture is cut to its pass's shape",
         tuple(name for name in LOOPS if name.startswith(("ltx 2B", "ltx 13B"))),
     ),
     Compared(

@@ -855,15 +855,15 @@ def ltx(
         import yaml
 
         given = yaml.safe_load((CLONE / "configs" / config).read_text())
-        picture = ltx_picture(*loops.LTX_SIZE) if pictured else None
+        size = loops.LTX_FINAL if given["pipeline_type"] == "multi-scale" else loops.LTX_SIZE
+        picture = ltx_picture(*size) if pictured else None
         pipe = ltx_pipeline(name, scheduler, blocks)
         from ltx_video.models.autoencoders.latent_upsampler import LatentUpsampler
         from ltx_video.pipelines import pipeline_ltx_video as upstream
         from ltx_video.utils.skip_layer_strategy import SkipLayerStrategy
 
-        draws, (width, height) = generator(), loops.LTX_SIZE
+        draws, (width, height) = generator(), size
         if given["pipeline_type"] == "multi-scale":
-            width, height = loops.LTX_FINAL
             network = LatentUpsampler(mid_channels=32, num_blocks_per_stage=1)
             network.load_state_dict(load_file(loops.ltx_upscaler(FOLDER)), strict=True)
             pipe = upstream.LTXMultiScalePipeline(pipe, network.eval())
@@ -949,6 +949,9 @@ LOOPS = {
         )
         for task, kind in loops.HUNYUAN_15
     },
+    "ltx 2B 0.9.8 distilled picture": Loop(
+        *LIGHTRICKS, ltx("ltx_condition", "ltxv-2b-0.9.8-distilled.yaml", 30, pictured=True, sampler=LATER)
+    ),
     **{
         f"{loops.named(task, '')} 720p": Loop(
             *HUNYUAN_15, hunyuan_15(f"hunyuan_video_15{'_i2v' if task == 'i2v' else ''}", start="720p")

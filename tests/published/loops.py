@@ -156,8 +156,8 @@ def _hunyuan_15(
             module = Transformer.from_config(config)
         randomise(module, 1)
         module.save_pretrained(made / "transformer")
-        _changed(made / "guider" / "guider_config.json", guidance_scale=cfg)
-        _changed(made / "scheduler" / "scheduler_config.json", shift=shift)
+        changed(made / "guider" / "guider_config.json", guidance_scale=cfg)
+        changed(made / "scheduler" / "scheduler_config.json", shift=shift)
     return made
 
 
@@ -199,7 +199,7 @@ def hunyuan_15_upscaler(folder: Path, end: str) -> Path:
     return folder / f"upsampler_{end}.safetensors"
 
 
-def _changed(path: Path, **settings: float) -> None:
+def changed(path: Path, **settings: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
