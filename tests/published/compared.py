@@ -108,7 +108,7 @@ ROWS = (
         "`inference.py`, both passes: as row 1, lists of guidance, upscaler, AdaIN, tone map, resize",
         "one pass, as the run says, unless the graph has AnyGPU Upscale Latents and a second AnyGPU Sample, as "
         "template `anygpu_ltx_two_passes`; prompts as in row 1; that pass draws its noise by its node's seed; at other "
-        "sizes than the published a picture is cut to its pass's shape",
+        "sizes pictures are cut to the pass's shape",
         tuple(name for name in LOOPS if name.startswith(("ltx 2B", "ltx 13B"))),
     ),
     Compared(

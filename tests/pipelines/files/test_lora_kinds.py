@@ -295,6 +295,10 @@ def test_a_folder_that_peft_saved_acts_as_peft_merges_it(made: Any, method: str,
     written = made.folder / "adapter_config.json"
     try:
         found = made.outputs(tensors, LAYER, 1.0, "merged")
+        raw = (("_A.", "_A.default."), ("_B.", "_B.default."), ("_vector", "_vector.default.weight"))  # as in training
+        for old, new in raw:
+            tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+        assert torch.equal(made.outputs(tensors, LAYER, 1.0, "merged"), found)
         written.write_text(written.read_text().replace('"peft_type": "LO', '"peft_type": "ADALO'))
         with pytest.raises(UnsupportedError, match=r"'ADALO(RA|HA|KR)'; expected LORA, LOHA, LOKR"):
             made.outputs(tensors, LAYER, 1.0, "merged")
