@@ -182,13 +182,12 @@ def sample(
             progress.notify("the control clip has another size than its IC-LoRA's: connect that to Encode Image too")
         pictured = any(anchor.frame == 0 for anchor in anchors)
         start = conditions.with_controls(video, image, start, controls, pictured=pictured, generator=generator)
-    renews = recipe.stochastic and settings.scheduler == "auto"
     stepper = conditions.TokenStepper(
         schedule=schedule,
         start=start,
         image_noise=0.0 if pipeline.is_demo else recipe.image_noise,  # the demo model was trained without
         generator=generator,
-        renews=renews,
+        renews=recipe.stochastic and settings.scheduler == "auto",
     )
 
     def unpacked(tokens: Tensor) -> Tensor:
