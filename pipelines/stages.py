@@ -267,8 +267,7 @@ def sample(
     settings = replace(completed, guidance_steps=steps_of)
     _require_image(pipeline, family, image, refines(settings))
     size = size_of(settings, prompt)
-    if image is not None and image.beside:
-        size = replace(size, frames=size.frames + image.beside)  # as many tokens as that
+    size = replace(size, frames=size.frames + (image.beside if image else 0))  # as many tokens as that
     if steps is not None:
         pipeline = with_steps(pipeline, steps, progress, SAMPLING.title, settings.seed, prompt, image, settings)
     run = partial(family.code.sample, pipeline, prompt, image, settings, progress)
