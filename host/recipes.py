@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..compat.errors import InputError
-from ..pipelines.files.evidence import Evidence, names_around, published
+from ..pipelines.files.evidence import Evidence, names_of_file, published
 
 ROWS, FITS, WEIGHTS = "core_recipes", ("AnyGPUFit", "AnyGPUFitModel"), (".safetensors", ".sft", ".gguf")
 MOST, MOST_NAME, LARGEST = 64, 260, 1e9  # nodes on a way back, and samplers; characters; of a number
@@ -24,7 +24,7 @@ Prompt = Row = Mapping[str, Any]
 
 def recipe_of(path: Path) -> Row | None:
     """The row that a file's name gives away, or else the nearest folder around it, beside that name."""
-    own, *folders = names_around(path) or ("",)
+    own, *folders = names_of_file(path) or ("",)
     names, rows = (own, *(f"{each} {path.stem}" for each in folders)), published(ROWS)
     around = [Evidence(names=(each,)) for each in names]
     return next((row for each in around for row in rows if each.name_with(row["named"])), None)

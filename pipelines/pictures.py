@@ -12,11 +12,14 @@ from torch.nn import functional
 
 from ..compat.device.execution import picture_of, to_host
 from ..compat.errors import InputError, require_choice
+from ..compat.memory.parts import tell_once
 from .base import ImageRequest, Progress
 from .family import FITS, FamilySpec, Sizes
 from .movie import through_h264
 from .pipeline import Pipeline
-from .settings import SIDES, of_checkpoint, own_defaults, snap
+from .settings import SIDES, of_checkpoint, own_defaults, recipe_of, snap
+
+FIRST_PASS = 0.6666666  # of the final sides. Source: Lightricks/LTX-Video 5260738 configs, ``downscale_factor``
 
 
 def checked_frames(frames: torch.Tensor, subject: str) -> torch.Tensor:
@@ -125,8 +128,10 @@ def prepared(
     if not request.prepare:
         pictures, seen = fitted(frames, width, height, fit), None
     else:
-        made_for = of_checkpoint(pipeline)
-        pictures, seen = as_published(made_for, frames, width, height, fit, progress), None
+        made_for, ratio = of_checkpoint(pipeline), _final_ratio(pipeline, width, height)
+        pictures, seen = as_published(made_for, frames, width, height, fit, progress, ratio), None
+        if ratio and made_for.sizes.picture_crf and fit not in ("pad", "stretch"):
+            tell_once(progress, "the picture is cut to the finished video's shape; earlier versions took the pass's")
         if not own_shape and fit == FITS[0]:
             seen = as_published(made_for, frames, *picture_size(pipeline, frames, 0, 0, fit), fit, progress)
         if made_for.sizes.picture_crf:
@@ -138,18 +143,27 @@ def prepared(
     return replace(request, frames=pictures, seen=seen)
 
 
+def _final_ratio(pipeline: Pipeline, width: int, height: int) -> float:
+    """Width over height of the published video of whose two passes this is the size of one; 0 for any other size."""
+    recipe, defaults = recipe_of(pipeline), of_checkpoint(pipeline).sizes.defaults
+    multiple, final = pipeline.spec.sizes.multiple, (defaults.width, defaults.height)
+    first = [int(side * FIRST_PASS) // multiple * multiple for side in final]
+    passes = first, [2 * side for side in first]
+    return final[0] / final[1] if recipe is not None and recipe.second and [width, height] in passes else 0.0
+
+
 def as_published(
-    family: FamilySpec, frames: torch.Tensor, width: int, height: int, fit: str, progress: Progress
+    family: FamilySpec, frames: torch.Tensor, width: int, height: int, fit: str, progress: Progress, ratio: float = 0.0
 ) -> torch.Tensor:
     """:func:`fitted` as the family's publisher does it. Frames that go through H.264 there are cut to shape at their
-    own size, blurred, coded one by one, then resized; without an encoder they are only cut and resized, which is said.
+    own size, or to ``ratio``, blurred, coded one by one, then resized; without an encoder only cut and resized, said.
 
     Source: Lightricks/LTX-Video 5260738 ltx_video/inference.py:60, pipelines/pipeline_ltx_video.py:740."""
     crf, (rows, columns) = family.sizes.picture_crf, frames.shape[1:3]
     if not crf or min(rows, columns) < 2:
         return fitted(frames, width, height, fit, family.sizes)
     if fit not in ("pad", "stretch"):
-        ratio = width / height
+        ratio = ratio or width / height
         wide, tall = (int(rows * ratio), rows) if columns / rows > ratio else (columns, int(columns / ratio))
         wide, tall = max(2, wide), max(2, tall)
         left, top = (columns - wide) // 2, (rows - tall) // 2

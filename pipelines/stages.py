@@ -258,16 +258,16 @@ def sample(
     recipe, final = recipe_of(pipeline, settings), final_size(settings)
     if recipe is not None and recipe.second is not None and settings.denoise == 1.0 and not pipeline.is_demo:
         progress.notify(f"one of two published passes; the second: {recipe.second.nodes}")
-    if final:
+    if final and settings.latents is not None:
         progress.notify(f"decoded frames are resized to {settings.width}x{settings.height}")
+        settings = replace(settings, width=settings.latents.width, height=settings.latents.height)  # a picture's too
     completed = complete(of_checkpoint(pipeline, recipe), prompt, image, settings, progress)
     require_range("stg", max(settings.stg, 0), 0, MOST_STG, "or -1 for the model's own", advice=", the usual one is 1")
     steps_of = settings.guidance_steps or guidance_steps(recipe, settings, completed.cfg)
     settings = replace(completed, guidance_steps=steps_of)
     _require_image(pipeline, family, image, refines(settings))
     size = size_of(settings, prompt)
-    if image is not None and image.beside:
-        size = replace(size, frames=size.frames + image.beside)  # as many tokens as that
+    size = replace(size, frames=size.frames + (image.beside if image else 0))  # as many tokens as that
     if steps is not None:
         pipeline = with_steps(pipeline, steps, progress, SAMPLING.title, settings.seed, prompt, image, settings)
     run = partial(family.code.sample, pipeline, prompt, image, settings, progress)

@@ -192,4 +192,6 @@ def test_each_row_has_a_source_and_ranges_around_what_is_usual() -> None:
 
 def test_a_folder_s_name_counts_beside_the_file_s_and_a_node_that_nothing_reaches_may_have_no_inputs():
     assert recipe_of(Path("lightx2v/qwen_image_fp8_e4m3fn.safetensors")) is None
+    assert recipe_of(Path("Wan2.2_Lightning/my_style.safetensors")) is None
+    assert recipe_of(Path("Wan2.2_Lightning/wan2.2_t2v_A14b_high_noise_lora_rank64.safetensors"))
     assert advice({"7": {"class_type": "PreviewImage"}}, "3") == advice(None, "3") == {}

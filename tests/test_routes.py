@@ -357,7 +357,7 @@ def test_a_forecast_has_the_clip_and_each_prompt_of_a_video_in_sections(pack, ti
     for name, published in (("framepack", "FramePackI2V_HY"), ("hunyuan_video", "HunyuanVideo"), ("siglip", "flux")):
         weights_on(pack, tiny_folder, name, published)
 
-    def told(pictures: str, text: str, more: str = "") -> dict[str, Any]:
+    def told(pictures: str, text: str, more: str = "", taken: int = 0) -> dict[str, Any]:
         prompt = {
             "1": {"class_type": "AnyGPULoadPipeline", "inputs": {"model": "FramePackI2V_HY"}},
             "2": {"class_type": pictures, "inputs": {}},
@@ -365,7 +365,9 @@ def test_a_forecast_has_the_clip_and_each_prompt_of_a_video_in_sections(pack, ti
             "4": {"class_type": "AnyGPUEncodePrompt", "inputs": {"text": text, "section_prompts": more}},
             "5": {"class_type": "AnyGPUSampleFramePack", "inputs": {"pipeline": ["1", 0], "clip_seconds": 5.0}},
         }
-        prompt["5"]["inputs"] |= {"prompt": ["4", 0], "image": ["3", 0], "fps": 30.0}
+        prompt["5"]["inputs"] |= {"prompt": ["4", 0], "image": ["3", 0], "fps": 30.0, "texts": 3, "clip": 2}
+        prompt["6"] = {"class_type": "GetImageRangeFromBatch", "inputs": {"images": ["2", 0], "num_frames": taken}}
+        prompt["3"]["inputs"]["image"] = ["6" if taken else "2", 0]
         (found,) = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})[1]["forecasts"]
         return found
 
@@ -374,9 +376,15 @@ def test_a_forecast_has_the_clip_and_each_prompt_of_a_video_in_sections(pack, ti
         pace = asdict(Pace(1e7, 1e7, 1e7, 1e7, 0.0))
         probe_results_of(facts_for("cpu"), state).remember(f"rates of float32, heads of {heads}", pace.copy)
     plain, clip = told("LoadImage", "a fox"), told("GetVideoComponents", "a fox [1s: a dog] [2s: a cat]")
-    peaks = ({stage["stage"]: stage["peak"] for stage in each["stages"]} for each in (plain, clip))
+
+    def peaks_of(found: dict[str, Any]) -> dict[str, int]:
+        return {stage["stage"]: stage["peak"] for stage in found["stages"]}
+
+    peaks = map(peaks_of, (plain, clip))
     assert all(after[name] > before[name] for before, after in [tuple(peaks)] for name in ("image", "sampling"))
     assert all(clip["seconds"][name] > plain["seconds"][name] for name in ("text", "image", "sampling"))
+    for taken, found in ((40, told("GetVideoComponents", "a fox")), (1, plain)):
+        assert peaks_of(told("VHS_LoadVideoFFmpegPath", "a fox", taken=taken)) == peaks_of(found)
     assert told("LoadImage", "[1s: a]", "b")["error"]["found"].endswith("with and without a time")
 
 

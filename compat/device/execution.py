@@ -146,6 +146,21 @@ class Checked(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+class DrawnOnHost(TorchFunctionMode):
+    """Noise that layers draw without a generator comes from the CPU's, from ``state`` on: the same on every device."""
+
+    def __init__(self, state: bytes) -> None:
+        super().__init__()
+        self.generator = generator_for(0, state)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is not torch.randn or kwargs.get("generator") is not None:
+            return function(*args, **kwargs)
+        drawn = torch.randn(*args, generator=self.generator)
+        return drawn.to(kwargs.get("device"), kwargs.get("dtype"))
+
+
 @contextmanager
 def checked_layers(module: nn.Module, called: Any) -> Iterator[None]:
     """Call ``called()`` before each layer of ``module`` runs, so that a cancel is obeyed inside a long forward.

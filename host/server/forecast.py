@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -38,7 +39,9 @@ from .panel import error_message, facts
 
 MOST_PIPELINES = 8
 DELIGHTS, ENCODES, LOADS = "AnyGPUDelightImage", "AnyGPUEncodeImage", "LoadImage"
-FILMS = ("GetVideoComponents", "VHS_LoadVideo", "VHS_LoadVideoPath")  # nodes whose pictures are a clip
+FILM = re.compile("video|frames|gif|anygpudecode", re.IGNORECASE)  # in names of nodes whose pictures are a clip
+TAKEN = ("length", "num_frames")  # inputs of nodes that take pictures out of several: one is none
+DERIVED = ("texts", "clip")  # what a forecast knows beside the numbers of a node
 LARGEST = 1e9  # of a number that a widget holds
 MV_ADAPTER, CHECKPOINT = "AnyGPULoadMVAdapter", ("ckpt_name", "checkpoints")
 CORE_FILES = {  # core's loaders -> the input that names their file, and the kind of its folder
@@ -140,7 +143,7 @@ def _widget(value: Any, name: str, default: Any) -> Any:
 
 
 def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
-    given = entry["inputs"].items()
+    given = ((name, value) for name, value in entry["inputs"].items() if name not in DERIVED)
     return {name: value for name, value in given if isinstance(value, (int, float)) and 0 < value < LARGEST}
 
 
@@ -149,10 +152,11 @@ def _pictured(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> dict[
     none where that is not known."""
     encoder = next(back(prompt, node, "image"), node)
     *_, encoder = encoder, *back(prompt, encoder, "previous")  # one that is joined to another takes its size
-    loader = next(back(prompt, encoder, "image"), encoder)
-    kinds = [prompt[each]["class_type"] for each in (encoder, loader)]
-    if kinds != [ENCODES, LOADS]:
-        return {"clip": True} if kinds[0] == ENCODES and kinds[1] in FILMS else {}
+    if prompt[encoder]["class_type"] != ENCODES:
+        return {}
+    *between, loader = encoder, *back(prompt, encoder, "image")
+    if prompt[loader]["class_type"] != LOADS:
+        return {"clip": True} if _is_film(prompt, [*between[1:], loader]) else {}
     sides = folders.picture_sides(prompt[loader]["inputs"].get("image"))
     if sides is None:
         return {}
@@ -163,6 +167,16 @@ def _pictured(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> dict[
     shape = torch.empty((1, sides[1], sides[0], 3), device="meta")
     width, height = picture_size(pipeline, shape, int(asked["width"]), int(asked["height"]), asked["fit"])
     return {"width": width, "height": height}
+
+
+def _is_film(prompt: Mapping[str, Any], nodes: Sequence[str]) -> bool:
+    """Tell whether the pictures that come through ``nodes``, the nearest first, are those of a clip."""
+    for node in (*nodes, *back(prompt, nodes[-1], "images")):
+        if any(prompt[node]["inputs"].get(name) == 1 for name in TAKEN):
+            return False
+        if FILM.search(prompt[node]["class_type"]):
+            return True
+    return False
 
 
 def _texts(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> PromptRequest | None:

@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from ...compat.checkpoints.gguf_file import gguf_header
 from ...compat.checkpoints.headers import TensorEntry, entries_and_notes
 from ...compat.decision import AUTO, CHOSEN, Decision
 from ...compat.errors import CheckpointError, InputError, json_within
@@ -21,7 +22,7 @@ from .part import PartFiles
 CONFIGS = Path(__file__).parents[1] / "configs"
 Names = tuple[str, ...]
 MOST_NAMES = 6
-TITLES = ("modelspec.title", "ss_output_name")  # in a file's metadata, as trainers write them
+TITLES = ("modelspec.title", "ss_output_name", "general.name")  # in a file's metadata, as trainers and GGUF have them
 SNAPSHOTS = "snapshots"  # whose folders are named by commits there
 CACHED = re.compile(r"^models--(?:.+--)?(.+)$")  # a repository in Hugging Face's cache
 PLAIN = re.compile(  # names that every model has
@@ -29,11 +30,15 @@ PLAIN = re.compile(  # names that every model has
     r"|(?:diffusion_pytorch_model|pytorch_model|model|dit)(?:[-.]\d+-of-\d+)?(?:[._]?(?:bf16|fp16|fp32|fp8))?)",
     re.IGNORECASE,
 )
+COMMON = re.compile(  # words of names that many files have: parts, models, sizes and formats
+    r"|pytorch|diffusion|adapter|model|transformer|unet|dit|loras?|weights|comfy(?:ui)?|converted|fun|video|hunyuan|hyvid"
+    r"|wan\d*|ltxv?\d*|mochi|high|low|noise|rank\d*|[a-z]{0,2}\d+[a-z]?|e4m3(?:fn)?|e5m2|scaled|of|[a-z]"
+)
 ELSEWHERE = (  # models of other packs
     OtherModel("Wan", ("blocks.0.self_attn.norm_q.weight", "head.modulation"), classes="Wan"),
     OtherModel("FLUX", ("double_blocks.0.img_attn.norm.key_norm.scale", "guidance_in.in_layer.weight"), classes="Flux"),
 )
-ROOTS = ("models", "diffusers", "diffusion_models", "unet", "checkpoints", "hub", "comfyui")  # no name is above them
+ROOTS = ("models", "diffusers", "diffusion_models", "unet", "checkpoints", "loras", "hub", "comfyui")  # tops of names
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,8 @@ def published(kind: str) -> tuple[dict[str, Any], ...]:
 def evidence_of(path: Path, config: Mapping[str, Any]) -> Evidence:
     """The evidence around a file, or around a folder, whose own file may say something too: its title comes first."""
     file = path if path.is_file() else next(iter(sorted(path.glob("*.safetensors"))), path)
-    notes = entries_and_notes(file)[1] if file.suffix in (".safetensors", ".sft") else {}
+    read = {".safetensors": entries_and_notes, ".sft": entries_and_notes, ".gguf": gguf_header}.get(file.suffix)
+    notes = {} if read is None else {key: each for key, each in read(file)[1].items() if isinstance(each, str)}
     return Evidence(notes, names_around(path, notes), config)
 
 
@@ -90,6 +96,14 @@ def names_around(path: Path, notes: Mapping[str, str] | None = None) -> Names:
         if name and place.parent.name != SNAPSHOTS and not PLAIN.fullmatch(name):
             names.append(name)
     return tuple(names)
+
+
+def names_of_file(path: Path, notes: Mapping[str, str] | None = None) -> Names:
+    """:func:`names_around` one of many files in a folder, such as a LoRA: its folders count only where its own name is
+    one that many have."""
+    names = names_around(path, notes)
+    plain = all(map(COMMON.fullmatch, re.split(r"[ ._-]+", path.stem.lower())))
+    return names if plain or path.stem not in names else names[: names.index(path.stem) + 1]
 
 
 def variant_choices() -> list[str]:

@@ -31,7 +31,7 @@ ENDS: tuple[tuple[str, str], ...] = (  # role, and how the names of its tensors 
     (DIFFERENCE, ".diff .w_norm"),  # the second is LyCORIS' for norms
     (BIAS, ".diff_b .b_norm"),
     (PEFT_BIAS, ".lora_B.bias .lora_B.default.bias .lora_up.bias"),
-    (MAGNITUDE, ".dora_scale .lora_magnitude_vector.weight .lora_magnitude_vector"),
+    (MAGNITUDE, ".dora_scale {0} {0}.weight {0}.default.weight".format(".lora_magnitude_vector")),
     (MIDDLE, ".lora_mid.weight .hada_t1 .hada_t2 .lokr_t2"),  # of convolutions; no transformer has one
     *((role, f".{role}") for role in (*HADA, *KRON, *GLORA, BLOCKS, RESCALE)),
 )

@@ -25,7 +25,7 @@ from ...compat.memory.statistics import amount_of
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Progress
-from ..files.evidence import cautions_by_name, names_around, recipe_named
+from ..files.evidence import cautions_by_name, names_around, names_of_file, recipe_named
 from ..files.lora_keys import matched
 from ..files.lora_kinds import ALPHA, HADA, KRON, MAGNITUDE, PEFT_MAGNITUDE, UP, Delta, LoRAPair, role_of
 from ..files.part import MOST_TENSORS, construction, empty_weights
@@ -115,7 +115,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     )
     loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer, pipeline.spec.transformers)
     decision = Decision("LoRA", f"{path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}")
-    names, base = names_around(path, file.metadata), names_around(pipeline.model.source)
+    names, base = names_of_file(path, file.metadata), names_around(pipeline.model.source)
     cautions = cautions_by_name(pipeline.spec, names, base=base)
     for caution in cautions:
         progress.notify(f"{path.stem}: {caution.verdict}")
@@ -235,7 +235,8 @@ class LoRAs:
 
 def _unpacked(pipeline: Pipeline, lora: LoRA, sides: Mapping[str, Any], progress: Progress) -> dict[str, PartBytes]:
     """The bytes of each part where packed layers become dense for ``lora``, which is said; all blocks grow alike."""
-    weights, names = dict(pipeline.weights), [name for name in lora.of_weight if len(sides[name]) > 1]
+    before, weights = frozenset[str]().union(*(each.of_weight for each in on(pipeline))), dict(pipeline.weights)
+    names = [name for name in lora.of_weight - before if len(sides[name]) > 1]
     more = sum(math.prod(sides[name]) for name in names) * pipeline.precision.transformer.itemsize
     for part in (part for part in pipeline.spec.transformers if more and pipeline.model.storage.get(part)):
         own, share = weights[part], 1 + more / weights[part].total
@@ -323,7 +324,7 @@ def _control_factor(path: Path, metadata: Mapping[str, str], before: int) -> int
     for name, value in found.items():
         known = re.fullmatch(rf"({FACTORS[name]})(?:\.0+)?", value if value not in ("", "None", "null") else "1")
         if known is None or 1 != int(known[1]) != before != 1:
-            expected = f"{before if before > 1 else FACTORS[name].strip('[]')}, or none"
+            expected = f"{before if before > 1 and FACTORS[name] != '1' else FACTORS[name].strip('[]')}, or none"
             raise UnsupportedError(f"{path.name!r} with {name} {value[:20]}", expected=expected, fix="Load it alone.")
         before = max(before, int(known[1]))
     return before

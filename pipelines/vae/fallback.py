@@ -65,12 +65,19 @@ class VaeRunner:
     def __exit__(self, *_: object) -> None:
         self._close()
 
-    def decode(self, samples: Tensor, progress: Progress | None = None, prepare: Prepare | None = None) -> Tensor:
+    def decode(
+        self,
+        samples: Tensor,
+        progress: Progress | None = None,
+        prepare: Prepare | None = None,
+        noise: bytes | None = None,
+    ) -> Tensor:
         """Video (1, 3, F, H, W) in -1..1, fp32, on the CPU, of latents in the VAE's own space there.
 
         Args:
             prepare: from the VAE and the way to it to what is decoded instead of ``samples``, on the CPU, and the
                 timestep on the device.
+            noise: state of the generator that layers which draw noise draw from.
         """
         require_finite(samples, "latents")
         plan, watch = self.plan, progress or self.progress
@@ -100,6 +107,7 @@ class VaeRunner:
             smaller=smaller,
             check=watch.check,
             together=together,
+            noise=noise,
         )
 
         def run(vae: Any, transfer: Transfer) -> Tensor:
@@ -119,7 +127,7 @@ class VaeRunner:
             self._close()
             self.plan.method = task.method
             self._enter()
-        work = ResumableDecode(task.latents, self.plan.ratios, check=self.progress.check)
+        work = ResumableDecode(task.latents, self.plan.ratios, check=self.progress.check, noise=task.noise)
         time = None if task.time is None else self._transfer.to_device(task.time)
         return work.region(task, HeldDecoder(self._vae, self._transfer, task.method, time))
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat.device.execution import to_host
+from ...compat.device.execution import DrawnOnHost, to_host
 from ...compat.device.failures import DEVICE_ERRORS
 from ...compat.memory.parts import full_name
 from ...compat.memory.transfer import Transfer
@@ -39,6 +39,7 @@ class RegionTask:
     latents: torch.Tensor  # (1, C, T, h, w) on the host
     method: DecodeMethod  # in which form
     time: torch.Tensor | None  # of a VAE that takes one, on the host
+    noise: bytes | None = None  # as :class:`ResumableDecode` has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class ResumableDecode:
     validate: Validator = lambda video: ""  # of streamed frames, which pass no decoder as a whole
     smaller: Callable[[int], int] = lambda side: 0  # as :class:`~.layerwise.Stream` takes it
     check: Callable[[], None] = lambda: None  # raises on a cancel
+    noise: bytes | None = None  # a generator's state, of which each call's layers draw, where they draw noise
     # Decodes several regions at once, on other devices too; None where it failed. None to decode alone.
     together: Together | None = None
     windows: list[Window] = field(default_factory=list)
@@ -146,7 +148,7 @@ class ResumableDecode:
         for window in self.windows:
             window.pending = [part for region in window.pending for part in _split(region, method, self.ratios[0])]
             for region in reversed([region for region in window.pending if not region.frames]):
-                tasks.append(RegionTask(region.of(window.latents).contiguous(), method, time))
+                tasks.append(RegionTask(region.of(window.latents).contiguous(), method, time, self.noise))
                 places.append((window, region))
         if len(tasks) < 2:
             return
@@ -184,7 +186,8 @@ class ResumableDecode:
         vae, transfer, side, config = decoder.vae, decoder.transfer, decoder.method.stream, decoder.vae.config
         with nullcontext() if past is None else remembering(vae, past):
             if not side:
-                return transfer.to_host_fp32(decoder_call(vae, transfer.to_device(latents.contiguous()), decoder.time))
+                part = transfer.to_device(latents.contiguous())
+                return transfer.to_host_fp32(decoder_call(vae, part, decoder.time, self.noise))
             elements = narrowest(config) * latents.shape[2] * self.ratios[1] // int(config.get("patch_size") or 1) ** 2
             stream = Stream(transfer, side, max(1, elements), past=past, smaller=self.smaller, check=self.check)
             video = streamed(stream, vae, latents, decoder.time)
@@ -260,8 +263,15 @@ def _tried(decode: Decode, task: RegionTask) -> torch.Tensor | None:
         return None
 
 
-def decoder_call(vae: Any, latents: Tensor, time: Tensor | None) -> Tensor:
-    """Decode latents on the device by the decoder of ``vae`` alone, without upstream's tiles and windows."""
+def decoder_call(vae: Any, latents: Tensor, time: Tensor | None, noise: bytes | None = None) -> Tensor:
+    """Decode latents on the device by the decoder of ``vae`` alone, without upstream's tiles and windows.
+
+    Args:
+        noise: state of the generator that its layers' noise is drawn from; None for a decoder without.
+    """
+    if noise is not None:
+        with DrawnOnHost(noise), torch.compiler.set_stance("force_eager"):
+            return decoder_call(vae, latents, time)
     if getattr(vae, "post_quant_conv", None) is not None:
         latents = vae.post_quant_conv(latents)
     output = vae.decoder(latents) if time is None else vae.decoder(latents, time)

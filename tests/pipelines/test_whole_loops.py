@@ -15,7 +15,15 @@ import pytest
 import tiny
 import torch
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import (
+    FramePackSettings,
+    ImageCondition,
+    ImageRequest,
+    Latents,
+    PromptRequest,
+    SampleSettings,
+    Silent,
+)
 from anygpu.pipelines.family import FITS
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
@@ -95,9 +103,9 @@ def from_picture(
     return run
 
 
-def hunyuan_15(task: str, kind: str) -> Callable[[Path], torch.Tensor]:
-    """A clip of a tenth of 480p, at the checkpoint's own size."""
-    build, words = partial(loops.hunyuan_15, kind=kind), (loops.QUOTED, loops.QUOTED_NEGATIVE)
+def hunyuan_15(task: str, kind: str, side: int = 64) -> Callable[[Path], torch.Tensor]:
+    """A clip of a tenth of 480p, or of 720p with a ``side`` of 96, at the checkpoint's own size."""
+    build, words = partial(loops.hunyuan_15, kind=kind, side=side), (loops.QUOTED, loops.QUOTED_NEGATIVE)
     if task == "i2v":
         return from_picture("hunyuan_video_15_i2v", (0, 0), words, build)
     return from_words("hunyuan_video_15", (0, 0), words[1], build, words[0])
@@ -129,44 +137,62 @@ def hunyuan_15_twice(task: str, kind: str, end: str) -> Callable[[Path], torch.T
     return run
 
 
-def ltx(name: str, **request: Any) -> Callable[[Path], torch.Tensor]:
-    return from_words(name, loops.LTX_SIZE, loops.NEGATIVE, loops.ltx, **request)
+def ltx(name: str, release: str = "", **request: Any) -> Callable[[Path], torch.Tensor]:
+    return from_words(name, loops.LTX_SIZE, loops.NEGATIVE, partial(ltx_released, release=release), **request)
 
 
-def ltx_twice(variant: str, blocks: int, release: str = "") -> Callable[[Path], torch.Tensor]:
-    """Both passes, as the template has them: sample, upscale the latents, sample, decode."""
+def ltx_released(name: str, folder: Path, blocks: int = loops.LTX_BLOCKS, release: str = "") -> Path:
+    """The tiny checkpoint under the name of a release."""
+    made = loops.ltx(name, folder, blocks)
+    return Path(shutil.copytree(made, folder / release, dirs_exist_ok=True)) if release else made
+
+
+def ltx_twice(variant: str, blocks: int, release: str = "", pictured: bool = False) -> Callable[[Path], torch.Tensor]:
+    """Both passes, as the template has them: sample, upscale the latents, sample, decode; a picture at both sizes."""
 
     def run(folder: Path) -> torch.Tensor:
-        made = loops.ltx("ltx_condition", folder, blocks)
-        if release:
-            made = Path(shutil.copytree(made, folder / release, dirs_exist_ok=True))
+        made = ltx_released("ltx_condition", folder, blocks, release)
+        if pictured:  # the shape of the finished video is that of its own size
+            loops.changed(made / "model_index.json", _anygpu_defaults=dict(zip(SIDES, loops.LTX_FINAL, strict=True)))
         pipeline = load(LoadRequest(made, device="cpu", precision="fp32", variant=variant))
         prompt = stages.encode_prompt(pipeline, PromptRequest(loops.PROMPT, loops.NEGATIVE), Silent())
         asked = SampleSettings(*loops.LTX_FIRST, 0, seed=loops.SEED)
-        low = stages.sample(pipeline, prompt, None, asked, Silent())
+
+        def image(size: tuple[int, int], latents: Latents | None = None) -> ImageCondition | None:
+            shown = ImageRequest(loops.picture(*loops.LTX_PICTURE), *size)
+            return stages.encode_image(pipeline, shown, "crop", Silent(), latents) if pictured else None
+
+        low = stages.sample(pipeline, prompt, image(loops.LTX_FIRST), asked, Silent())
         high = stages.upscale(pipeline, low, loops.ltx_upscaler(folder), Silent())
         asked = SampleSettings(*loops.LTX_FINAL, 0, seed=loops.SEED, latents=high)
-        return stages.decode(pipeline, stages.sample(pipeline, prompt, None, asked, Silent()), Silent())
+        return stages.decode(pipeline, stages.sample(pipeline, prompt, image((0, 0), high), asked, Silent()), Silent())
 
     return run
 
 
+SIDES = "width", "height"
 OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "framepack": framepack("framepack"),
     "framepack f1": framepack("framepack_f1"),
     "hunyuan video": from_words("hunyuan_video"),
     "hunyuan video i2v": from_picture("hunyuan_video_i2v", (96, 64)),
+    "hunyuan video i2v dynamic": from_picture("hunyuan_video_i2v", (96, 64), variant="i2v_dynamic"),
     "hunyuan video i2v 33 channels": from_picture("hunyuan_video_i2v_33ch", (96, 64)),
     **{loops.named(task, kind): hunyuan_15(task, kind) for task, kind in loops.HUNYUAN_15},
+    **{f"{loops.named(task, '')} 720p": hunyuan_15(task, "", 96) for task in ("t2v", "i2v")},
     **{loops.named(*case): hunyuan_15_twice(*case) for case in loops.HUNYUAN_15_TWICE},
     "ltx 0.9.0": ltx("ltx"),
+    "ltx 0.9.1": ltx("ltx_091"),
     "ltx 0.9.5": ltx("ltx_condition"),
     "ltx 0.9.5 picture": ltx_picture,
+    "ltx 0.9.6 dev": ltx("ltx_condition", "ltxv-2b-0.9.6-dev"),
     "ltx 0.9.6 distilled": ltx("ltx_condition", variant="distilled_0.9.6"),
     "ltx 2B 0.9.8 distilled": ltx_twice("distilled", loops.LTX_BLOCKS),
+    "ltx 2B 0.9.8 distilled picture": ltx_twice("distilled", loops.LTX_BLOCKS, "ltxv-own-size", pictured=True),
     "ltx 13B 0.9.8 distilled": ltx_twice("distilled", 29),
     "ltx 13B 0.9.8 dev": ltx_twice("dev", 40),
     "ltx 13B 0.9.7 distilled": ltx_twice("distilled", 29, "ltxv-13b-0.9.7-distilled"),
+    "ltx 13B 0.9.7 dev": ltx_twice("dev", 40, "ltxv-13b-0.9.7-dev"),
     "fast hunyuan": from_words("hunyuan_video", build=loops.fast_hunyuan),
     "acc video": from_words("hunyuan_video", build=loops.acc_video),
     "fast mochi": from_words("mochi", build=loops.fast_mochi),

@@ -105,16 +105,19 @@ def _is_narrow(name: str, shape: tuple[int, ...], but: str = "\0") -> bool:
     return len(shape) == 2 and "blocks." in name and but not in name
 
 
-def sparse_gguf(path: Path, tensors: Mapping[str, tuple[int, ...]], codec: str) -> Path:
+def sparse_gguf(path: Path, tensors: Mapping[str, tuple[int, ...]], codec: str, title: str = "") -> Path:
     """A GGUF file of these shapes whose tensors take no room on the disk, as the published converter writes them.
 
     Args:
+        title: the ``general.name`` in it.
         codec: of matrices whose rows it can hold; the rest is in 16 bits, flat where GGUF has too few axes.
     """
     import gguf
 
     path.parent.mkdir(parents=True, exist_ok=True)
     writer, end = gguf.GGUFWriter(str(path), "published"), 0
+    if title:
+        writer.add_name(title)
     for name, shape in tensors.items():
         block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[codec]]
         packs = len(shape) == 2 and not shape[1] % block

@@ -11,9 +11,12 @@ WHOLE = "pipelines/test_whole_loops.py::test_an_untouched_graph_makes_the_publis
 LOOPS = {
     "hunyuan video": 1.6e-5,
     "hunyuan video i2v": 1.6e-5,
+    "hunyuan video i2v dynamic": 1.6e-5,
     "hunyuan video i2v 33 channels": 1.6e-5,
     "hunyuan video 1.5 t2v": 1.6e-5,
     "hunyuan video 1.5 i2v": 1.6e-5,
+    "hunyuan video 1.5 t2v 720p": 1.6e-5,
+    "hunyuan video 1.5 i2v 720p": 1.6e-5,
     "hunyuan video 1.5 t2v cfg distilled": 1.6e-5,
     "hunyuan video 1.5 i2v cfg distilled": 1.6e-5,
     "hunyuan video 1.5 i2v step distilled": 1.6e-5,
@@ -26,13 +29,17 @@ LOOPS = {
     "framepack": 1.7e-5,
     "framepack f1": 1.8e-5,
     "ltx 0.9.0": 1.6e-5,
+    "ltx 0.9.1": 1.6e-5,
     "ltx 0.9.5": 1.6e-5,
     "ltx 0.9.5 picture": 1.6e-5,
+    "ltx 0.9.6 dev": 1.6e-5,
     "ltx 0.9.6 distilled": 1.6e-5,
     "ltx 2B 0.9.8 distilled": 1.6e-5,
+    "ltx 2B 0.9.8 distilled picture": 1.6e-5,
     "ltx 13B 0.9.8 distilled": 1.6e-5,
     "ltx 13B 0.9.8 dev": 1.6e-5,
     "ltx 13B 0.9.7 distilled": 1.6e-5,
+    "ltx 13B 0.9.7 dev": 1.6e-5,
     "mochi": 1.5e-5,
 }
 # The same of whole loops that run with one setting of ours, which their rows name: they are not "as published".
@@ -47,6 +54,8 @@ PAINT_LOOPS = {
 PAINT_BAKED = {
     "paint v2-0 texture": 2.7e-2,
     "paint turbo texture": 2.9e-2,
+    "paint v2-0 texture exact": 5.2e-4,
+    "paint turbo texture exact": 5.5e-4,
     "paint pbr texture": 2.2e-2,
     "paint pbr texture exact": 9.1e-5,
 }
@@ -86,21 +95,21 @@ ROWS = (
         "ltx",
         "2B dev|2B distilled 0.9.6",
         (WHOLE, SAMPLED, f"{VAES}test_ltx_pads_with_zeros", MASKED),
-        "0.9.0, 0.9.5 and 0.9.6 distilled from text, 0.9.5 from a picture too, with `inference.py`: text under its "
-        "mask, picture cut, blurred, H.264-coded and resized, steps, cfg, STG and rescale, new noise, decoder",
-        f"{REWRITTEN}; 0.9.1's decoder is held against diffusers' alone; of 2B dev 704x512 at 25 fps are diffusers', "
-        f"where the script has 1216x704 at 30; {NEGATIVE}",
-        ("ltx 0.9.0", "ltx 0.9.5", "ltx 0.9.5 picture", "ltx 0.9.6 distilled"),
+        "0.9.0, 0.9.1, 0.9.5 and both of 0.9.6 from text, 0.9.5 from a picture too, with `inference.py`: text under "
+        "its mask, picture cut, blurred, H.264-coded and resized, steps, cfg, STG and rescale, new noise, decoder",
+        f"{REWRITTEN}; until 0.9.5 704x512 at 25 fps are diffusers', where the script has 1216x704 at 30; {NEGATIVE}",
+        ("ltx 0.9.0", "ltx 0.9.1", "ltx 0.9.5", "ltx 0.9.5 picture", "ltx 0.9.6 dev", "ltx 0.9.6 distilled"),
     ),
     Compared(
         "ltx",
         "",
         (WHOLE, SAMPLED, MASKED, f"{SAMPLED.split('::')[0]}::test_a_second_pass_ends_at_the_size_that_is_asked"),
-        "0.9.8's 2B and 13B distilled, 13B dev, and 0.9.7 distilled from text with `inference.py`, both passes: as 2B, "
-        "lists of guidance, upscaler, AdaIN, tone map, resize",
+        "0.9.8's 2B and 13B distilled, 13B dev, and both of 0.9.7 from text, 2B from a picture too, with "
+        "`inference.py`, both passes: as row 1, lists of guidance, upscaler, AdaIN, tone map, resize",
         "one pass, as the run says, unless the graph has AnyGPU Upscale Latents and a second AnyGPU Sample, as "
-        f"template `anygpu_ltx_two_passes`; {REWRITTEN}; {NEGATIVE}; that pass draws its noise by its node's seed",
-        ("ltx 2B 0.9.8 distilled", "ltx 13B 0.9.8 distilled", "ltx 13B 0.9.8 dev", "ltx 13B 0.9.7 distilled"),
+        "template `anygpu_ltx_two_passes`; prompts as in row 1; that pass draws its noise by its node's seed; at other "
+        "sizes pictures are cut to the pass's shape",
+        tuple(name for name in LOOPS if name.startswith(("ltx 2B", "ltx 13B"))),
     ),
     Compared(
         "hunyuan_video",
@@ -140,9 +149,8 @@ ROWS = (
         "text to video with `sample_video.py`, image to video (33 channels, token replace) with "
         "`sample_image2video.py`: bucket, bilinear in 8 bits, both encoders, 50 steps, decoder in windows of 64 "
         "frames, at one tile",
-        f"{BLENDED}; of the script without `--i2v-stability` shift 17 is to be set, and the start from noise alone "
-        "is not offered",
-        ("hunyuan video", "hunyuan video i2v", "hunyuan video i2v 33 channels"),
+        f"{BLENDED}; with a picture `auto` runs as `--i2v-stability`; without that flag, variant `i2v_dynamic`",
+        ("hunyuan video", "hunyuan video i2v", "hunyuan video i2v dynamic", "hunyuan video i2v 33 channels"),
     ),
     Compared(
         "hunyuan_video_15",
@@ -153,12 +161,12 @@ ROWS = (
             "pipelines/families/test_hunyuan_video_15.py::test_an_image_gets_the_size_that_tencent_chooses",
             "pipelines/families/test_hunyuan_video_15.py::test_quotes_in_the_negative_prompt_reach_no_glyphs",
         ),
-        "480p from text and a picture, cfg-distilled or not, and from a picture step-distilled, and 720p from both, "
-        "cfg-distilled, with `generate.py`: bucket, Lanczos in 8 bits, SigLIP, both encoders, steps, cfg, mean flow, "
-        "decoder; followed by its super-resolution to 720p and 1080p: upsampler, noise on the small video, steps",
+        "480p and 720p from text and a picture, cfg-distilled or not, and 480p from a picture step-distilled, with "
+        "`generate.py`: bucket, Lanczos in 8 bits, SigLIP, both encoders, steps, cfg, mean flow, decoder; followed by "
+        "its super-resolution to 720p and 1080p: upsampler, noise on the small video, steps",
         "one pass, unless the graph has AnyGPU Upscale Latents and its super-resolution, which draws by its node's "
         "seed, and the noise of the small video last, where the script's has no seed; over 256 pixels it decodes in "
-        "tiles",
+        "tiles; attention `sparse` is held alone",
         tuple(name for name in LOOPS if name.startswith("hunyuan video 1.5")),
     ),
     Compared(
@@ -202,8 +210,8 @@ PAINT_ROWS = (
         "`Hunyuan3DPaintPipeline` with AnyGPU Texture Mesh and delight: picture, maps, cameras, 30 steps "
         "of Euler ancestral, guidance 2, decoder",
         f"the texture by {PAINT_BAKED['paint v2-0 texture']:.1e} of 1 on average, since baking gathers, mends the "
-        "faults that `exact` keeps, and fills without OpenCV; meshes are unwrapped elsewhere. As upstream bakes, from "
-        "views enlarged to the maps' size, it is 9.3e-04",
+        "faults that `exact` keeps, and fills without OpenCV; meshes are unwrapped elsewhere. With `scatter`, `exact`, "
+        f"`opencv` and views enlarged in 8 bits it is {PAINT_BAKED['paint v2-0 texture exact']:.1e}",
         ("paint v2-0",),
     ),
     Compared(
@@ -211,7 +219,8 @@ PAINT_ROWS = (
         "turbo",
         (PAINT_WHOLE,),
         "the same with 10 steps of LCM",
-        f"the texture by {PAINT_BAKED['paint turbo texture']:.1e} on average, for the same reasons",
+        f"the texture by {PAINT_BAKED['paint turbo texture']:.1e} on average for the same reasons; so baked by "
+        f"{PAINT_BAKED['paint turbo texture exact']:.1e}",
         ("paint turbo",),
     ),
     Compared(

@@ -309,9 +309,9 @@ def llava_as_published(llava: Any) -> Callable[..., Any]:
     return call
 
 
-def hunyuan_video(kind: str = "") -> Callable[[], torch.Tensor]:
+def hunyuan_video(kind: str = "", stable: bool = True) -> Callable[[], torch.Tensor]:
     """``sample_video.py`` as its README calls it: 50 steps, shift 7, embedded guidance 6, with tiles; with a ``kind``
-    of picture ``sample_image2video.py``, stable, with buckets of a tenth of a side."""
+    of picture ``sample_image2video.py``, stable or dynamic, with buckets of a tenth of a side."""
 
     def run() -> torch.Tensor:
         name = {"": "hunyuan_video", "token_replace": "hunyuan_video_i2v"}.get(kind, "hunyuan_video_i2v_33ch")
@@ -324,7 +324,8 @@ def hunyuan_video(kind: str = "") -> Callable[[], torch.Tensor]:
         from hyvideo.vae.autoencoder_kl_causal_3d import AutoencoderKLCausal3D
 
         width, height = loops.SIZE
-        command = ["", "--prompt", loops.PROMPT, "--seed", str(loops.SEED), "--flow-reverse", "--flow-shift=7.0"]
+        command = ["", "--prompt", loops.PROMPT, "--seed", str(loops.SEED), "--flow-reverse"]
+        command += [f"--flow-shift={7.0 if stable else 17.0}"]
         command += ["--video-size", str(height), str(width)]
         command += [f"--{part}-precision=fp32" for part in ("vae", "text-encoder")]
         command += ["--precision=fp32", "--text-encoder-precision-2=fp32"]
@@ -332,7 +333,7 @@ def hunyuan_video(kind: str = "") -> Callable[[], torch.Tensor]:
         if guided:
             command += ["--embedded-cfg-scale=6.0"]
         if kind:
-            command += ["--i2v-mode", "--i2v-stability", f"--i2v-condition-type={kind}"]
+            command += ["--i2v-mode", *["--i2v-stability"] * stable, f"--i2v-condition-type={kind}"]
             command += ["--i2v-image-path", str(FOLDER / "picture.png")]
             loops.saved_picture(*loops.BUCKETED, FOLDER / "picture.png")
         with mock.patch.object(sys, "argv", command):
@@ -416,10 +417,10 @@ def hunyuan_vae_config(cls: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def hunyuan_15(name: str, kind: str = "", end: str = "") -> Callable[[], torch.Tensor]:
-    """The pipeline of HunyuanVideo 1.5 as ``generate.py`` calls it, at a tenth of 480p and without super-resolution; or
-    with it, to a tenth of the size at its ``end``."""
-    start = {"": "480p", "720p": "480p", "1080p": "720p"}[end]
+def hunyuan_15(name: str, kind: str = "", end: str = "", start: str = "480p") -> Callable[[], torch.Tensor]:
+    """The pipeline of HunyuanVideo 1.5 as ``generate.py`` calls it, at a tenth of its ``start`` and without
+    super-resolution; or with it, to a tenth of the size at its ``end``."""
+    start = "720p" if end == "1080p" else start
 
     def run() -> torch.Tensor:
         side = {"480p": 64, "720p": 96}[start]
@@ -764,11 +765,23 @@ LTX_VAE = {
     "use_quant_conv": False, "causal_decoder": False, "encoder_base_channels": 8, "decoder_base_channels": 8,
 }  # fmt: skip
 DOWN = (("space", 1), ("time", 2), ("all", 1), ("all", 1))
-LTX_VAES = {  # in the publisher's words: 0.9.0, and since 0.9.5; the names of their releases
+LTX_VAES = {  # in the publisher's words: 0.9.0, 0.9.1, and since 0.9.5; the names of their releases
     "ltx": (
         {"blocks": [["res_x", 1], ["compress_all", 1], ["res_x_y", 1]] * 2
          + [["res_x", 1], ["compress_all", 1], ["res_x", 1], ["res_x", 1]]},
         "the VAE of LTX-Video 0.9.0 as released",
+    ),
+    "ltx_091": (
+        {"encoder_blocks": [["res_x", 1], ["compress_all", 1], ["res_x_y", 1]] * 2
+         + [["res_x", 1], ["compress_all", 1], ["res_x", 1], ["res_x", 1]],
+         "decoder_blocks": [
+             row for _ in range(3) for row in (
+                 ["res_x", {"num_layers": 1, "inject_noise": True}],
+                 ["compress_all", {"residual": True, "multiplier": 2}],
+             )
+         ] + [["res_x", {"num_layers": 1, "inject_noise": False}]],
+         "timestep_conditioning": True, "decoder_base_channels": 4},
+        "the VAE of LTX-Video 0.9.1 as released",
     ),
     "ltx_condition": (
         {"encoder_blocks": [["res_x", {"num_layers": 1}]] + [
@@ -804,7 +817,7 @@ def ltx_pipeline(name: str, scheduler: dict[str, Any], blocks: int = loops.LTX_B
     return LTXVideoPipeline(
         tokenizer=PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer"),
         text_encoder=T5EncoderModel.from_pretrained(folder / "text_encoder"),
-        vae=vae.eval(), transformer=transformer_of(folder / "transformer", name != "ltx"),
+        vae=vae.eval(), transformer=transformer_of(folder / "transformer", name == "ltx_condition"),
         scheduler=RectifiedFlowScheduler(**scheduler), patchifier=SymmetricPatchifier(patch_size=1),
         **dict.fromkeys(
             f"prompt_enhancer_{part}"
@@ -842,15 +855,15 @@ def ltx(
         import yaml
 
         given = yaml.safe_load((CLONE / "configs" / config).read_text())
-        picture = ltx_picture(*loops.LTX_SIZE) if pictured else None
+        size = loops.LTX_FINAL if given["pipeline_type"] == "multi-scale" else loops.LTX_SIZE
+        picture = ltx_picture(*size) if pictured else None
         pipe = ltx_pipeline(name, scheduler, blocks)
         from ltx_video.models.autoencoders.latent_upsampler import LatentUpsampler
         from ltx_video.pipelines import pipeline_ltx_video as upstream
         from ltx_video.utils.skip_layer_strategy import SkipLayerStrategy
 
-        draws, (width, height) = generator(), loops.LTX_SIZE
+        draws, (width, height) = generator(), size
         if given["pipeline_type"] == "multi-scale":
-            width, height = loops.LTX_FINAL
             network = LatentUpsampler(mid_channels=32, num_blocks_per_stage=1)
             network.load_state_dict(load_file(loops.ltx_upscaler(FOLDER)), strict=True)
             pipe = upstream.LTXMultiScalePipeline(pipe, network.eval())
@@ -870,6 +883,7 @@ def ltx(
             mock.patch.object(upstream, "randn_tensor", noise),
             mock.patch.object(torch, "randn_like", lambda like, **_: real(like.shape, generator=draws)),
             mock.patch("diffusers.models.autoencoders.vae.randn_tensor", drawn(draws)),
+            mock.patch.object(torch, "randn", drawn(draws)),  # the noise in 0.9.1's decoder, the last that is drawn
         ):
             film = pipe(
                 **given, skip_layer_strategy=SkipLayerStrategy.AttentionValues, generator=draws, output_type="pt",
@@ -908,13 +922,17 @@ LOOPS = {
     "ltx 0.9.0": Loop(
         *LIGHTRICKS, ltx("ltx", "ltxv-2b-0.9.yaml", sampler="Uniform", shifting="SD3", target_shift_terminal=0.1)
     ),
+    "ltx 0.9.1": Loop(
+        *LIGHTRICKS, ltx("ltx_091", "ltxv-2b-0.9.1.yaml", sampler="Uniform", shifting="SD3", target_shift_terminal=0.1)
+    ),
     "ltx 0.9.5": Loop(*LIGHTRICKS, ltx("ltx_condition", "ltxv-2b-0.9.5.yaml", sampler="LinearQuadratic")),
     "ltx 0.9.5 picture": Loop(
         *LIGHTRICKS, ltx("ltx_condition", "ltxv-2b-0.9.5.yaml", pictured=True, sampler="LinearQuadratic")
     ),
-    "ltx 0.9.6 distilled": Loop(
-        *LIGHTRICKS, ltx("ltx_condition", "ltxv-2b-0.9.6-distilled.yaml", fps=30, sampler="LinearQuadratic")
-    ),
+    **{
+        f"ltx 0.9.6 {kind}": Loop(*LIGHTRICKS, ltx("ltx_condition", f"ltxv-2b-0.9.6-{kind}.yaml", 30, sampler=LATER))
+        for kind in ("dev", "distilled")
+    },
     **{
         f"ltx {size} {kind}": Loop(
             *(LIGHTRICKS_097 if "0.9.7" in kind else LIGHTRICKS),
@@ -922,7 +940,7 @@ LOOPS = {
         )
         for size, kind, blocks in (
             *(("2B", "0.9.8 distilled", loops.LTX_BLOCKS), ("13B", "0.9.8 distilled", 29), ("13B", "0.9.8 dev", 40)),
-            ("13B", "0.9.7 distilled", 29),
+            *(("13B", "0.9.7 distilled", 29), ("13B", "0.9.7 dev", 40)),
         )
     },
     **{
@@ -930,6 +948,15 @@ LOOPS = {
             *HUNYUAN_15, hunyuan_15(f"hunyuan_video_15{'_i2v' if task == 'i2v' else ''}", kind)
         )
         for task, kind in loops.HUNYUAN_15
+    },
+    "ltx 2B 0.9.8 distilled picture": Loop(
+        *LIGHTRICKS, ltx("ltx_condition", "ltxv-2b-0.9.8-distilled.yaml", 30, pictured=True, sampler=LATER)
+    ),
+    **{
+        f"{loops.named(task, '')} 720p": Loop(
+            *HUNYUAN_15, hunyuan_15(f"hunyuan_video_15{'_i2v' if task == 'i2v' else ''}", start="720p")
+        )
+        for task in ("t2v", "i2v")
     },
     **{
         loops.named(task, *rest): Loop(
@@ -945,6 +972,7 @@ LOOPS = {
     "mochi": Loop("genmoai/mochi", "0c86aeb", "Apache-2.0", mochi),
     "hunyuan video": Loop("Tencent-Hunyuan/HunyuanVideo", "fa14b00", TENCENT, hunyuan_video()),
     "hunyuan video i2v": Loop(*HUNYUAN_I2V, hunyuan_video("token_replace")),
+    "hunyuan video i2v dynamic": Loop(*HUNYUAN_I2V, hunyuan_video("token_replace", stable=False)),
     "hunyuan video i2v 33 channels": Loop(*HUNYUAN_I2V, hunyuan_video("latent_concat")),
 }
 

@@ -156,8 +156,8 @@ def _hunyuan_15(
             module = Transformer.from_config(config)
         randomise(module, 1)
         module.save_pretrained(made / "transformer")
-        _changed(made / "guider" / "guider_config.json", guidance_scale=cfg)
-        _changed(made / "scheduler" / "scheduler_config.json", shift=shift)
+        changed(made / "guider" / "guider_config.json", guidance_scale=cfg)
+        changed(made / "scheduler" / "scheduler_config.json", shift=shift)
     return made
 
 
@@ -199,7 +199,7 @@ def hunyuan_15_upscaler(folder: Path, end: str) -> Path:
     return folder / f"upsampler_{end}.safetensors"
 
 
-def _changed(path: Path, **settings: float) -> None:
+def changed(path: Path, **settings: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
@@ -244,19 +244,20 @@ LTX_GRIDS = {96: (2, 3), 128: (2, 4), 512: (4, 8)}  # rows and columns of a pass
 
 def ltx(name: str, folder: Path, blocks: int = LTX_BLOCKS) -> Path:
     """The tiny checkpoint ``name`` of LTX-Video with as many blocks as its recipe names, and a VAE of widths that the
-    publisher's class can have."""
+    publisher's class can have; ``ltx_091`` is ``ltx`` with the VAE of 0.9.1."""
     from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
+    from tiny import parts
 
     made = folder / f"{name}_{blocks}_blocks"
     if not made.is_dir():
-        shutil.copytree(tiny.build(name, folder), made)
+        shutil.copytree(tiny.build(name.removesuffix("_091"), folder), made)
         config = LTXVideoTransformer3DModel.load_config(made / "transformer")
         vae = AutoencoderKLLTXVideo.load_config(made / "vae")
         if name == "ltx":
             vae |= dict.fromkeys(("block_out_channels", "decoder_block_out_channels"), (8, 16, 32, 32))
         with torch.random.fork_rng(devices=[]):
             module = LTXVideoTransformer3DModel.from_config({**config, "num_layers": blocks})
-            decoder = AutoencoderKLLTXVideo.from_config(vae)
+            decoder = parts.ltx_vae_091() if name == "ltx_091" else AutoencoderKLLTXVideo.from_config(vae)
         for part, made_of in {"transformer": module, "vae": decoder}.items():
             randomise(made_of, blocks)
             made_of.save_pretrained(made / part)

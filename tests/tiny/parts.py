@@ -164,6 +164,23 @@ def ltx_vae() -> Any:
     )
 
 
+def ltx_vae_091() -> Any:
+    """The autoencoder of LTX-Video 0.9.1: the encoder of 0.9, and a decoder that takes a timestep and draws noise."""
+    from diffusers import AutoencoderKLLTXVideo
+
+    return AutoencoderKLLTXVideo(
+        block_out_channels=(8, 16, 32, 32),
+        decoder_block_out_channels=(8, 16, 32),
+        layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 4,
+        decoder_spatio_temporal_scaling=(True,) * 3,
+        decoder_inject_noise=(True, True, True, False),
+        upsample_residual=(True,) * 3,
+        upsample_factor=(2,) * 3,
+        timestep_conditioning=True,
+    )
+
+
 def ltx_vae_095() -> Any:
     """The autoencoder of LTX-Video 0.9.5 and later, whose decoder removes the last noise and takes a timestep."""
     from diffusers import AutoencoderKLLTXVideo

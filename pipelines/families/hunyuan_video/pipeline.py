@@ -25,13 +25,13 @@ from ...sampling.schedules import Guidance, Predict, even_levels, schedule_for
 from ...text.llama import LlavaInput, llama_embeds, llama_forwards, llama_from_core
 from ...vae import fallback
 from ...vae.plan import DecodeRequest
-from .spec import CHANNELS, LATENT_CONCAT, PICTURE_CONCAT, SKYREELS, SPEC, TOKEN_REPLACE, image_condition
+from .spec import CHANNELS, DYNAMIC, LATENT_CONCAT, PICTURE_CONCAT, SKYREELS, SPEC, TOKEN_REPLACE, image_condition
 
 SKYREELS_RATE = "FPS-24, "  # what each of its training texts begins with
 SKYREELS_SIZE = 960, 544
 DROPPED_FRAMES = 4  # what the 33-channel variant's first latent frames decode to beside the video
 INTERLEAVE = {LATENT_CONCAT: 2, TOKEN_REPLACE: 4}  # every so many of the picture's 576 states go to the transformer
-NOISE_SHARE = 0.999  # image to video starts from noise with this much of the picture's latents in it
+NOISE_SHARE = 0.999  # of noise at the start of image to video, else picture; 1 where it is SkyReels' or dynamic
 IMAGE, BUCKET_SIDE = "image_latents", 960
 
 
@@ -148,7 +148,8 @@ def sample(
     picture = None
     if image is not None:
         picture = image.tensors[IMAGE].to(device) * scale
-        share = torch.tensor([1.0 if kind == PICTURE_CONCAT else NOISE_SHARE], device=device)
+        plain = kind == PICTURE_CONCAT or pipeline.variant == DYNAMIC
+        share = torch.tensor([1.0 if plain else NOISE_SHARE], device=device)
         noise = noise * share + picture.repeat(1, 1, noise.shape[2], 1, 1) * (1 - share)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
     start, mask = loop.start_from(clean, noise, schedule), loop.noise_mask_for(settings, clean, noise)

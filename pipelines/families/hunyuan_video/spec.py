@@ -12,7 +12,7 @@ from .layouts import LAYOUTS
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 16, 8, 4
 TOKEN_REPLACE, LATENT_CONCAT, PICTURE_CONCAT = "token_replace", "latent_concat", "picture_concat"
-TENCENT, SKYREELS = "hunyuan_video", "skyreels"
+TENCENT, SKYREELS, DYNAMIC = "hunyuan_video", "skyreels", "i2v_dynamic"
 BLOCKS = (
     ("diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoTransformerBlock", 20, False),
     ("diffusers.models.transformers.transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock", 40, False),
@@ -73,8 +73,8 @@ SPEC = family.FamilySpec(
     ),
     recipes=family.Recipes(
         effective=family.GUIDED | {"guidance", "template", "image", "prepare"},
-        variants=(TENCENT, SKYREELS),
-        newer_variants=2,
+        variants=(TENCENT, SKYREELS, DYNAMIC),
+        newer_variants=3,
     ),
     rewrites=family.Rewrites(
         precision=HALF_TEXT,

@@ -7,6 +7,7 @@ images and clips, ``LTXConditionPipeline``. Recipes are Lightricks' own: ``RECIP
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....compat.device.execution import HOST, generator_for, placed, to_host
+from ....compat.device.execution import HOST, generator_for, placed, state_of, to_host
 from ....compat.errors import CheckpointError
 from ....compat.memory.parts import Undo, tell_once
 from ....compat.memory.transfer import Transfer
@@ -48,6 +49,7 @@ from .spec import (
     DISTILLED,
     ENHANCED_WORDS,
     LARGE,
+    LARGER,
     OLDER,
     SPATIAL_RATIO,
     SPEC,
@@ -62,17 +64,17 @@ PADDINGS = ("zeros", "reflect", "replicate")  # a circular one would need the ot
 
 def recipe_for(pipeline: Pipeline) -> Recipe:
     """The variant's published recipe at this size; without STG for a transformer that lacks the blocks it names."""
-    count = int(pipeline.configs["transformer"].get("num_layers", 0))
+    count, recipes = int(pipeline.configs["transformer"].get("num_layers", 0)), SPEC.published.recipes
     name = f"{pipeline.variant} {LARGE}" if count > LARGEST_2B else pipeline.variant
-    older = OLDER in Evidence(names=names_around(pipeline.model.source)).name_with(r"0\.9\.[78]")
-    name = f"{name} {OLDER}" if older and f"{name} {OLDER}" in SPEC.published.recipes else name
-    recipe = SPEC.published.recipes.get(name, SPEC.published.recipes[pipeline.variant])
-    return _within(recipe, count)
+    said = Evidence(names=names_around(pipeline.model.source)).name_with(r"0\.9\.\d")
+    keys = *(f"{name} {version}" for version in OLDER if version in said), name, pipeline.variant
+    return _within(next(recipes[key] for key in keys if key in recipes), count)
 
 
 def guess_variant(evidence: Evidence) -> tuple[str, str]:
     """Guess the training variant, with the evidence."""
-    name, older = evidence.name_with(DISTILLED), evidence.name_with(r"0\.9\.6.*distil|distil.*0\.9\.6")
+    name = evidence.name_with(r"distil(?!l?er)|(?<![a-z])dist(?![a-z])")
+    older = name if re.search(r"0\.9\.6", name) else ""
     trained = evidence.note("config", "allowed_inference_steps")
     if older:
         return STOCHASTIC, f"the name {older!r} says so"
@@ -169,6 +171,8 @@ def sample(
     conditioned = _is_condition(pipeline) or not usual
     recipe = recipe_of(pipeline, settings)
     assert recipe is not None  # each variant of LTX-Video has one
+    if recipe == SPEC.published.recipes[LARGER] and (settings.width, settings.height, settings.fps) == recipe.size:
+        tell_once(progress, "1216x704 at 30 fps, as its publisher's script; earlier versions took 704x512 at 25")
     schedule = _schedule(pipeline.tools["scheduler"], settings, conditioned, recipe, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device)
     video = conditions.VideoInput(settings, device, clean, schedule.levels[0])
@@ -178,13 +182,12 @@ def sample(
             progress.notify("the control clip has another size than its IC-LoRA's: connect that to Encode Image too")
         pictured = any(anchor.frame == 0 for anchor in anchors)
         start = conditions.with_controls(video, image, start, controls, pictured=pictured, generator=generator)
-    renews = recipe.stochastic and settings.scheduler == "auto"
     stepper = conditions.TokenStepper(
         schedule=schedule,
         start=start,
         image_noise=0.0 if pipeline.is_demo else recipe.image_noise,  # the demo model was trained without
         generator=generator,
-        renews=renews,
+        renews=recipe.stochastic and settings.scheduler == "auto",
     )
 
     def unpacked(tokens: Tensor) -> Tensor:
@@ -246,7 +249,8 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> Tensor:
-    """Frames (F, H, W, 3) in 0..1; a VAE that removes the last noise gets it from the generator that sampled.
+    """Frames (F, H, W, 3) in 0..1; a VAE that removes the last noise gets it from the generator that sampled, and
+    after it the noise that 0.9.1's layers draw.
 
     The noise goes onto the latents as they are sampled, as in Lightricks' own code; diffusers puts it onto those that
     its VAE takes, whose channels are scaled.
@@ -269,7 +273,9 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
         return LTXPipeline._denormalize_latents(samples, mean, std, conditions.scaling(pipeline)), time
 
     with decoding(pipeline, latents.samples.shape, progress, form) as passes:
-        return unsigned(passes.decode(latents.samples, prepare=prepare))
+        noisy = any(pipeline.configs["vae"].get("decoder_inject_noise") or ())
+        noise = state_of(generator) if noisy else None
+        return unsigned(passes.decode(latents.samples, prepare=prepare, noise=noise))
 
 
 @dataclass(frozen=True, slots=True)

@@ -452,6 +452,7 @@ def test_a_clip_off_the_grid_is_cut_and_said(condition: Model, recorded: Any) ->
         ("LTX-Video-0.9.8-13B-Distilled", "distilled", "'LTX-Video-0.9.8-13B-Distilled' says so"),
         ("models--Lightricks--LTX-Video-0.9.8-13B-distilled/snapshots/" + "0a" * 20, "distilled", "distilled' says so"),
         ("ltxv-2b-0.9.6-distilled", "distilled_0.9.6", "'ltxv-2b-0.9.6-distilled' says so"),
+        ("ltxv-13b-dist", "distilled", "'ltxv-13b-dist' says so"),
         ("LTX-Video-0.9.5", "dev", "assumed, since its file says nothing and the name 'LTX-Video-0.9.5'"),
         ("ltxv", "dev", "no name around it says 'distilled'"),
     ],
@@ -472,7 +473,7 @@ def test_the_variant_is_guessed_from_the_names_and_said(
 
 def test_a_second_pass_is_of_the_configuration_of_its_first() -> None:
     passes = [(each.source, each.second.source) for each in SPEC.published.recipes.values() if each.second is not None]
-    assert len(passes) == 4 and all(second == f"{first}, second_pass" for first, second in passes)
+    assert len(passes) == 5 and all(second == f"{first}, second_pass" for first, second in passes)
 
 
 def test_the_text_is_masked_for_every_version(plain: Model, condition: Model, recorded: Any) -> None:
@@ -608,9 +609,9 @@ def test_a_control_clip_of_another_size_than_its_lora_is_refused_or_said(
 ) -> None:
     path, other = tmp_path / "half.safetensors", tmp_path / "other.safetensors"
     pipeline = with_ic_lora(condition.pipeline, path, downscale="2.0")
-    for factors, found in (({"downscale": "3"}, "downscale_factor 3"), ({"temporal_scale": "4"}, "scale_factor 4")):
-        with pytest.raises(UnsupportedError, match=found):
-            with_ic_lora(pipeline, other, **factors)
+    for name, value, expected in (("downscale", "3", "2"), ("temporal_scale", "4", "1")):
+        with pytest.raises(UnsupportedError, match=f"{name}_factor {value}; expected {expected}, or none"):
+            with_ic_lora(pipeline, other, **{name: value})
     request = ImageRequest(CLIP, SIZE + 32, SIZE, control=True, prepare=False)
     with pytest.raises(InputError, match="a control clip at 1/2 of 96 pixels"):
         stages.encode_image(pipeline, request, "stretch", Silent())
@@ -628,7 +629,8 @@ def test_an_older_model_takes_a_control_clip_too_and_other_families_say_that_the
     without = stages.sample(plain.pipeline, plain.prompt, None, settings, Silent())
     made = stages.sample(plain.pipeline, plain.prompt, image, settings, Silent())
     assert made.samples.shape == without.samples.shape and not torch.equal(made.samples, without.samples)
-    other, progress = load(LoadRequest(tiny.build("framepack", tiny_folder), device="cpu")), recorded()
+    folders = [tiny.build(name, tiny_folder) for name in ("hunyuan_video", "siglip", "framepack")]
+    other, progress = load(LoadRequest(folders[-1], device="cpu", base=folders[0])), recorded()
     stages.encode_image(other, ImageRequest(PICTURE, 64, 64, control=True), "stretch", progress)
     assert "control has no effect on FramePack" in progress.said
 

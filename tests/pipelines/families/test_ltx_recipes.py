@@ -100,7 +100,9 @@ def test_a_published_size_has_the_recipe_of_its_size(models: dict[str, Pipeline]
         and older.second.tone_map == 0.0
         and older.timesteps == of("distilled", 48).timesteps
     )
-    assert of("dev", 48, "ltxv-13b-0.9.7-dev.safetensors") == of("dev", 48)
+    older = of("dev", 48, "ltxv-13b-0.9.7-dev.safetensors")
+    assert "upscaler-0.9.7." in older.second.nodes and older.guidance == of("dev", 48).guidance
+    assert of("dev", 28, "ltxv-2b-0.9.6-dev-04-25.safetensors").size == (1216, 704, 30.0)
     assert of("dev", 48).guidance[1].stg == 0.0
     assert of("dev", 2).guidance == (GuidanceStep(cfg=3.0),)
 

@@ -17,6 +17,7 @@ from anygpu.pipelines.files.evidence import (
     cautions_of,
     evidence_of,
     names_around,
+    names_of_file,
     recipe_named,
 )
 from anygpu.pipelines.files.formats import config_of, contents
@@ -42,6 +43,14 @@ STEPS = [1.0, 0.9937, 0.9875, 0.9812, 0.975, 0.9094, 0.725, 0.4219]
 )  # fmt: skip
 def test_names_that_every_model_has_say_nothing(path: str, names: tuple[str, ...]) -> None:
     assert names_around(Path(path)) == names
+
+
+def test_a_folder_of_many_files_says_something_of_those_alone_whose_own_names_say_nothing() -> None:
+    folder = Path("loras/FastHunyuan_LoRA")
+    for own in ("pytorch_lora_weights", "high_noise_model", "hunyuan_video_720_rank64_bf16", "adapter_model"):
+        assert names_of_file(folder / f"{own}.safetensors")[-1] == folder.name
+    for own in ("my_style", "yoda_e60_512"):
+        assert names_of_file(folder / f"{own}.safetensors", {"modelspec.title": "Yoda"}) == ("Yoda", own)
 
 
 @pytest.mark.parametrize(
@@ -130,11 +139,12 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
         "FastVideo": """hunyuan_video_FastVideo_720_fp8_e4m3fn fast-hunyuan-video-t2v-720p-Q4_K_M FastHunyuan
             FastHunyuan-diffusers hunyuan_video_FastVideo_LoRA-fp8 hyvideo_FastVideo_LoRA-fp8 fasthunyuan-q8_0
             fast_hunyuan_video_720_quanto_int8 fastvideo-lora-hunyuan FastVideo_LoRA_hyvid fastvideo_lora_rank64
-            FastHunyuan-LoRA fastvideo_hunyuan_t2v_q4_k_m fastvideo_t2v_720p""",
+            FastHunyuan-LoRA fastvideo_hunyuan_t2v_q4_k_m fastvideo_t2v_720p FastHunyuan-gguf
+            fast-hunyuan-video-t2v-720p-BF16 fastvideo_hunyuan_video_lora""",
         "AccVideo": """accvideo_hunyuan_5step_bf16 AccVideo accvid_5_steps_lora
             hunyuan_video_accvid_5_steps_lora_rank16_fp8
             hunyuan_video_accvid_t2v-5-steps_Q4_K_M accvideo-t2v-5-steps-Q8_0 Hunyuan_AccVid_lora_rank32
-            accvid_t2v_hunyuan_5step_fp8 acc_video_hunyuan""",
+            accvid_t2v_hunyuan_5step_fp8 acc_video_hunyuan AccVideo-T2V-5-STEPS""",
         "caution": """hunyuan_video_custom_720p_fp8_scaled hunyuan_video_custom_720_bf16 HunyuanCustom
             hunyuan_custom_720p_fp8_scaled hunyuan_video_custom_audio_720_bf16 hunyuan_video_custom_edit_720_bf16
             hunyuan_video_avatar_720_bf16 HunyuanVideo-Avatar
@@ -151,7 +161,10 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             hunyuan_softedge_lora hyvid_v2v_lora hunyuan_inbetween_lora hunyuan_frame_interpolation_lora
             image2vid-960x544
             hunyuan_colorize_lora hunyuan_object_remover_v1 hunyuan_densepose_lora hunyuan_motion_transfer
-            hunyuan_optical_flow_lora hunyuan_relight_lora hunyuan_video_edit_lora""",
+            hunyuan_optical_flow_lora hunyuan_relight_lora hunyuan_video_edit_lora HunyuanVideo-HOMA
+            HunyuanVideo-Keyframe-Control-Lora hunyuan-video-img2vid-lora dashtoon-keyframe hunyuan_video_upscaler_v1
+            hunyuan_lightning_lora hyv_speedup_lora hunyuan_face_swap_v1 hunyuan_step_distill_4step
+            Hunyuan_Video_Flash_4steps""",
         "": """hunyuan_video_720_cfgdistill_fp8_e4m3fn hunyuan_video_720_cfgdistill_bf16 HunyuanVideo HunyuanVideo-I2V
             hunyuan_video_t2v_720p_bf16 hunyuan_video_I2V_fp8_e4m3fn hunyuan_video_image_to_video_720p_bf16
             hunyuan-video-t2v-720p-Q4_K_M hunyuan_video_v2_replace_image_to_video_720p_bf16
@@ -169,7 +182,12 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             125226-e20-csetiarcane_style_v3-s6660 csetiarcane-nfjinx-v1-6000 HunyuanVideo-LoRA-Arcane_Jinx-v1 AnimeShots
             this_is_fine_meme_hunyuan_video_lora modal_labs_dissolve hunyuan_erase_lora_cat clothing_removal_hunyuan
             phantom_thief_lora firelight_hunyuan amv_edit_style_hyvid skeleton_dance_hunyuan sketch_style_hunyuan
-            lineart_style_hyvid Full_Nelson_Position_Ver_0.5 interview_talking_head_hunyuan""",
+            lineart_style_hyvid Full_Nelson_Position_Ver_0.5 interview_talking_head_hunyuan FastVideo
+            Hunyuan-lora-finetuning-Black-Myth-Wukong Hunyuan-Black-Myth-Wukong-lora-weight hunyuan-video-720-fp8
+            mp_rank_00_model_states_fp8 hunyuan-video-t2v-720p-Q4_0 hunyuan-video-i2v-720p-Q5_K_M HunyuanVideo-gguf
+            Walking_Animation_Hunyuan_Video Orbit_Cam_Character_Hunyuan_Video Move_Enhancer_V3_20 fallout_nv_lora
+            Emma_Watson_Hunyuan_video_Lora Influencer_Poses SkyReels-V1-Hunyuan-T2V lightning_strike_hunyuan
+            HunyuanVideo-lora-AnimeShots hunyuan_boreal-hl studio_ghibli_hv_v03 hunyuan_video_t2v_720p_nf4""",
     },
     "hunyuan_video_15": {
         "lightx2v": """hy1.5_t2v_480p_lightx2v_4step hy1.5_t2v_480p_scaled_fp8_e4m3_lightx2v_4step
@@ -180,14 +198,17 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
         "step distilled LoRA": """hunyuan_1_5_i2v_step_distilled_dpm_rank32 1_5_i2v_step_distilled_dpm_rank32
             HunyuanVideo_1.5_i2v_step_distill_lora hy15_i2v_step_distilled_lora_rank64""",
         "few steps": """480p_i2v_step_distilled hunyuanvideo1.5_480p_i2v_step_distilled_fp16
-            hunyuan_video_1.5_i2v_480_step_distilled_bf16""",
+            hunyuan_video_1.5_i2v_480_step_distilled_bf16 hunyuan_video_1.5_i2v_480_step_distilled_quanto_bf16_int8""",
         "capybara": "capybara_v0.1 capybara_v01_bf16 capybara_v0.1_fp8_scaled",
         "caution": """capybara_v0.1 capybara_v01_bf16 capybara_v0.1_fp8_scaled hunyuanvideo1.5_1080p_sr
             hunyuanvideo1.5_720p_sr_distilled_fp16 720p_i2v_distilled_sparse HY-OmniWeaving HY-WorldPlay
             hy15_t2v_turbo_lora hunyuanvideo1.5_720p_t2v_8_steps hunyuanvideo1.5_distill_lora
             hy15_canny_control_lora hy15_first_last_frame_lora HY-World1.5-Autoregressive-480P-I2V hy15_custom
             hunyuan_video_1.5_upsampler_720_bf16 hunyuan_video_1.5_upsampler_1080_quanto_bf16_int8 hy15_video_edit_lora
-            hunyuan_video_1.5_upsampler_1080p_sr_distilled hy15_keyframes_lora hy15_depth_lora hy15_fl2v_lora""",
+            hunyuan_video_1.5_upsampler_1080p_sr_distilled hy15_keyframes_lora hy15_depth_lora hy15_fl2v_lora
+            hunyuan_15_upsampler hunyuanvideo15_latent_upsampler_1080p distill_model hunyuan-video-1.5-fast
+            hunyuanvideo1.5_i2v_lightning_4steps hunyuanvideo1.5_480p_i2v_turbo_fp8 HY_OmniWeaving_bf16
+            Hunyuan_1.5_Upscale_lora hunyuan_video_1.5_upsampler_720p_sr_distilled hy15_t2v_dmd2""",
         "": """hy15_480p_t2v_fp8_e4m3_lightx2v hy15_720p_i2v_fp8_e4m3_lightx2v
             hunyuanvideo1.5_480p_t2v_cfg_distilled_fp16 hunyuanvideo1.5_720p_t2v_fp16 hunyuanvideo1.5_720p_i2v_fp16
             hunyuanvideo1.5_480p_i2v_cfg_distilled_fp8_scaled hunyuanvideo1.5_720p_i2v_cfg_distilled_fp16
@@ -195,7 +216,9 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             720p_i2v_distilled HunyuanVideo-1.5-Diffusers-480p_i2v_distilled hunyuan_video_1.5_480_bf16
             hunyuan_video_1.5_i2v_480_quanto_bf16_int8 hunyuan_video_1.5_720_quanto_bf16_int8 hv_1_5_lora
             my_custom_hy15_lora
-            hunyuan_video_1.5_i2v_720_bf16 hunyuan_video_1.5_t2v_anime_style hy15_portrait_photo_lora""",
+            hunyuan_video_1.5_i2v_720_bf16 hunyuan_video_1.5_t2v_anime_style hy15_portrait_photo_lora
+            HunyuanVideo-1.5_I2V_720p-Q4_0 HunyuanVideo-1.5-Diffusers-720p_i2v_distilled hunyuanvideo1.5_720p_t2v-Q4_K_M
+            hunyuan_video_1.5_480_quanto_bf16_int8 hunyuan_video_1.5_720_bf16""",
     },
     "ltx": {
         "distilled 13B 0.9.7": """ltxv-13b-0.9.7-distilled-lora128 ltxv_0.9.7_13B_distilled_lora128_bf16
@@ -209,7 +232,8 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             ltxv-097-ic-lora-depth-control-diffusers ltxv-097-ic-lora-pose-control-diffusers ltxv_distilled_lora
             LTX-Video-ICLoRA-detailer-13b-0.9.8 LTX-Video-ICLoRA-depth-13b-0.9.7 LTX-Video-ICLoRA-canny-13b-0.9.7
             LTX-Video-ICLoRA-pose-13b-0.9.7 ltxv_colorization_lora ltxv_deblur_lora ltxv_motion_track_lora ltxv_remover
-            ltxv-subtitle-remover ltxv_video2video_lora""",
+            ltxv-subtitle-remover ltxv_video2video_lora ltxv-13b-098-ic-lora-upscale ltxv_lipsync ltxv_face_swap_lora
+            ltxv-13b-lcm LTXV_8steps_lora ltxv_upscale_lora""",
         "": """ltx-video-2b-v0.9 ltx-video-2b-v0.9.1 ltx-video-2b-v0.9.5 ltxv-2b-0.9.6-dev-04-25
             ltxv-2b-0.9.6-distilled-04-25 ltxv-2b-0.9.8-distilled ltxv-13b-0.9.7-dev ltxv-13b-0.9.7-distilled
             ltxv-13b-0.9.8-dev ltxv-13b-0.9.8-distilled ltxv-13b-0.9.7-dev-Q4_K_M ltxv-13b-0.9.8-distilled-fp8
@@ -218,15 +242,18 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             ltxv_0.9.7_13B_dev_bf16 ltxv_095_squish_lora ltxv_095_cakeify_lora LTX-Video-Squish-LoRA
             amgery-lora-for-ltxv-13b-0.9.7 nhl-smile-lora-for-ltxv-13b-0.9.7 sorpresa-lora-for-ltxv-13b
             headbanger-lora-for-ltxv-13b-0.9.7 LTX-video_lora_bullet_time ltx_video_anime_landscape_early_lora
-            ltx_video_pixel_early_lora ltx-video-trajectory-lora ltxvideo_lora_mine ltxv_moonlight_lora""",
+            ltx_video_pixel_early_lora ltx-video-trajectory-lora ltxvideo_lora_mine ltxv_moonlight_lora
+            ltxv-2b-0.9.8-distilled-q4_0 ltx_13B_quanto_bf16_int8 ltxv_0.9.8_13B_bf16 ltxv_0.9.8_13B_quanto_bf16_int8
+            ltx-video-2b-v0.9-Q3_K_S LTX-Video-0.9.8-13B-distilled LTX-Video-Slime-LoRA deforum_morphing_style_ltxv""",
     },
     "mochi": {
         "FastMochi": "FastMochi FastMochi-diffusers mochi_fastvideo_lora",
         "caution": """mochi_turbo_lora mochi_distilled_4_steps mochi_fast mochi_preview_fast_bf16 mochi-edit
             mochi_canny_lora
-            mochi_depth_control mochi_inpaint""",
+            mochi_depth_control mochi_inpaint Pusa-V0.5 pusa_mochi_bf16""",
         "": """mochi_preview_bf16 mochi_preview_fp8_scaled mochi_preview_dit_bf16 mochi_preview_dit_GGUF_Q8_0
-            mochi-1-preview mochi-q3_k_m mochi_lora_vhs mochi_dissolve_lora mochi_fast_food_lora""",
+            mochi-1-preview mochi-q3_k_m mochi_lora_vhs mochi_dissolve_lora mochi_fast_food_lora FastVideo
+            Mochi-Black-Myth-Wukong-lora-weight""",
     },
     "framepack": {
         "caution": """fastvideo-lora-hunyuan accvid_5_steps_lora hunyuan_depth_control_lora_v1 FramePack_turbo_8steps
@@ -235,7 +262,8 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             image2flat_V1_1024_dim4-000040 photo2line_V2_dim4 photo2chara_V6 Apose_V8_dim4 Apose_V7_dim4
             fp-1f-chibi-1024
             body2img_V7_kisekaeichi_dim4_1e-3_512_768-000140 hagikora_FramePack_oneframe_V3 CH4NG3CH4R
-            framepack-yichen-lora-000002 hyvid_I2V_lora_hair_growth""",
+            framepack-yichen-lora-000002 hyvid_I2V_lora_hair_growth FramePack_F1_I2V_HY_20250503_fp8
+            framepack_rotate_lora""",
     },
 }
 
@@ -299,12 +327,14 @@ def test_a_distilled_lora_without_a_version_has_that_of_the_model_that_it_is_for
 
 
 def test_the_title_in_a_file_comes_before_its_name(tmp_path: Path) -> None:
-    """Of a model, and of a LoRA, whose trainer writes another key."""
+    """Of a model, of one as GGUF, and of a LoRA, whose trainers write other keys."""
     shapes = published.shapes("hunyuan_video")
     titled = published.sparse(
         tmp_path / "models" / "FastHunyuan.safetensors", shapes, metadata={"modelspec.title": "AccVideo"}
     )
     assert config_of(contents(titled)[0]).why == "the name 'AccVideo' says AccVideo"
+    packed = published.sparse_gguf(tmp_path / "models" / "hunyuan-q4_0.gguf", shapes, "Q4_0", "AccVideo T2V")
+    assert config_of(contents(packed)[0]).why == "the name 'AccVideo T2V' says AccVideo"
     trained = published.sparse(
         tmp_path / "a.safetensors", {"x": (1,)}, metadata={"ss_output_name": "hunyuan_canny_lora"}
     )

@@ -295,6 +295,10 @@ def test_a_folder_that_peft_saved_acts_as_peft_merges_it(made: Any, method: str,
     written = made.folder / "adapter_config.json"
     try:
         found = made.outputs(tensors, LAYER, 1.0, "merged")
+        raw = (("_A.", "_A.default."), ("_B.", "_B.default."), ("_vector", "_vector.default.weight"))  # as in training
+        for old, new in raw:
+            tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+        assert torch.equal(made.outputs(tensors, LAYER, 1.0, "merged"), found)
         written.write_text(written.read_text().replace('"peft_type": "LO', '"peft_type": "ADALO'))
         with pytest.raises(UnsupportedError, match=r"'ADALO(RA|HA|KR)'; expected LORA, LOHA, LOKR"):
             made.outputs(tensors, LAYER, 1.0, "merged")
@@ -353,6 +357,8 @@ def test_kinds_that_need_the_weight_act_on_what_packed_layers_are_worth(
     merged = lora.with_lora(plain, tmp_path / "style.safetensors", 0.5, "", "separate", Silent())
     assert any("layers of transformer unpacked for it: 4" in line for line in progress.said)
     assert with_it.weights["transformer"].total > pipeline.weights["transformer"].total
+    again = lora.with_lora(with_it, tmp_path / "style.safetensors", 0.2, "", "separate", Silent())
+    assert again.weights == with_it.weights, "they are unpacked once"
     with with_it.offloader.hold("transformer") as found, merged.offloader.hold("transformer") as wanted:
         for name in names[:4]:
             before, after = layers[name], found.get_submodule(name)

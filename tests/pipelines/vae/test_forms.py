@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from anygpu.compat.device.execution import generator_for, state_of
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.transfer import Transfer
 from anygpu.pipelines.base import ProgressStage, SubProgress
 from anygpu.pipelines.vae import tiled as decode_work
 from anygpu.pipelines.vae.plan import DecodeMethod, DecodeRequest, checked_request
-from anygpu.pipelines.vae.tiled import ResumableDecode, decode_as_published, decoder_call
+from anygpu.pipelines.vae.tiled import HeldDecoder, RegionTask, ResumableDecode, decode_as_published, decoder_call
 from tiny import parts
 from tiny.weights import randomise
 
@@ -270,6 +271,24 @@ def test_a_decoder_that_draws_noise_is_not_streamed(made):
 def test_values_out_of_range_are_told(form, told):
     with pytest.raises(InputError, match=told):
         checked_request(form, 8)
+
+
+def test_noise_that_layers_draw_is_the_seeds_wherever_a_part_is_decoded(made):
+    module, time, before = made("ltx_vae_091"), torch.tensor([0.05]), torch.get_rng_state()
+    latents = torch.randn(1, 128, 2, 3, 3, generator=torch.Generator().manual_seed(1))
+
+    def frames(seed: int, tile: int = 0, together: Any = None) -> torch.Tensor:
+        noise = state_of(generator_for(seed))
+        work = ResumableDecode(latents, (32, 8), together=together, noise=noise)
+        return work.frames(module, HOST, DecodeMethod(torch.float32, tile=tile), time)
+
+    def elsewhere(tasks: list[RegionTask], _: Any) -> list[torch.Tensor]:
+        alone = HeldDecoder(module, HOST, tasks[0].method, time)
+        return [ResumableDecode(task.latents, (32, 8), noise=task.noise).region(task, alone) for task in tasks]
+
+    assert torch.equal(frames(1), frames(1)) and not torch.equal(frames(1), frames(2))
+    assert torch.equal(frames(1, 64, elsewhere), frames(1, 64))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_parts_of_a_work_share_the_bar(recorded):
