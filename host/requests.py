@@ -16,7 +16,7 @@ from ..pipelines.base import Silent
 from ..pipelines.files.models import part_folders
 from ..pipelines.files.single_file import Files
 from ..pipelines.requests import LOAD_INPUTS, LoadRequest, load_request
-from . import folders, memory_manager, model_files
+from . import folders, memory_manager, meshes, model_files
 
 if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
     from ..paint.adapter_loading import AdapterRequest
@@ -135,6 +135,7 @@ def machine_of(folder: Path) -> Machine:
         cards=memory_manager.cards(),
         host={"make_room": memory_manager.make_room, "hosted": memory_manager.offloader_on},
         single=Files({}, model_files.offered(), AUTO, model_files.tokenizers()),
+        enlarged=meshes.enlarged,
     )
 
 
