@@ -22,16 +22,11 @@ REQUIRED: dict[str, Any] = {  # what the published configurations say; a network
     "downsample_padding": 1, "mid_block_scale_factor": 1,
 }  # fmt: skip
 STABLE_DIFFUSION_2: dict[str, Any] = {  # for single files, which come without their config.json
-    "in_channels": 4,
-    "out_channels": 4,
-    "block_out_channels": [320, 640, 1280, 1280],
-    "layers_per_block": 2,
-    "cross_attention_dim": 1024,
-    "attention_head_dim": [5, 10, 20, 20],
-    "norm_num_groups": 32,
+    "in_channels": 4, "out_channels": 4, "block_out_channels": [320, 640, 1280, 1280], "layers_per_block": 2,
+    "cross_attention_dim": 1024, "attention_head_dim": [5, 10, 20, 20], "norm_num_groups": 32,
     "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
     "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
