@@ -190,7 +190,7 @@ def enlarging(prompt: Any, node: str, inputs: dict[str, int]) -> tuple[str, Path
             larger = prompt[prompt[node]["inputs"][name][0]]
             model, (views, slot) = prompt[larger["inputs"]["upscale_model"][0]], larger["inputs"]["image"]
             kinds = larger["class_type"], model["class_type"], prompt[views]["class_type"]
-            file = folder_paths.get_full_path_or_raise("upscale_models", model["inputs"]["model_name"])
+            file = folder_paths.get_full_path("upscale_models", model["inputs"]["model_name"])
             found.add((history(prompt, views), Path(file)) if (*kinds, slot) == (*UPSCALING, output) else None)
         return found.pop() if len(found) == 1 else None
     return None
