@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ FACTORS = {  # the same for its factors
     "base_color_factor": "baseColorFactor", "metallic_factor": "metallicFactor",
     "roughness_factor": "roughnessFactor", "emissive_factor": "emissiveFactor",
 }  # fmt: skip
+UPSCALING = ("ImageUpscaleWithModel", "UpscaleModelLoader", "AnyGPUPaintViews")
 SAVED = " [output]"  # ComfyUI's own mark of a file in its output folder
 
 
@@ -163,6 +166,45 @@ def colour_of(mesh: Any) -> torch.Tensor:
     if mesh.texture is None:
         raise InputError("a mesh without a texture", expected="a painted one", fix="Use AnyGPU Bake Texture before it.")
     return mesh.texture[0, ..., :3]
+
+
+def history(prompt: Any, node: str) -> str:
+    """A node of a prompt and all before it as JSON, by which ComfyUI's cache knows its results too."""
+    found, left = dict[str, Any](), [node]
+    while left:
+        name = left.pop()
+        if name in (prompt or {}) and name not in found:
+            found[name] = prompt[name]
+            left += [each[0] for each in prompt[name]["inputs"].values() if isinstance(each, list) and each[1:]]
+    return json.dumps(found, sort_keys=True, default=str)
+
+
+def enlarging(prompt: Any, node: str, inputs: dict[str, int]) -> tuple[str, Path] | None:
+    """The history of the views whose outputs core enlarged for ``inputs`` of a node, and the file of its upscale model.
+
+    None where anything else was done.
+    """
+    found = set()
+    with suppress(KeyError, TypeError, ValueError, OSError):  # of other graphs
+        for name, output in inputs.items():
+            larger = prompt[prompt[node]["inputs"][name][0]]
+            model, (views, slot) = prompt[larger["inputs"]["upscale_model"][0]], larger["inputs"]["image"]
+            kinds = larger["class_type"], model["class_type"], prompt[views]["class_type"]
+            file = folder_paths.get_full_path("upscale_models", model["inputs"]["model_name"])
+            found.add((history(prompt, views), Path(file)) if (*kinds, slot) == (*UPSCALING, output) else None)
+        return found.pop() if len(found) == 1 else None
+    return None
+
+
+def enlarged(file: Path, views: torch.Tensor) -> torch.Tensor:
+    """``views`` (V, S, S, 3) as core's own node enlarges them by the upscale model in a file."""
+    from comfy_extras.nodes_upscale_model import ImageUpscaleWithModel, UpscaleModelLoader
+
+    names = folder_paths.get_filename_list("upscale_models")
+    found = (name for name in names if folder_paths.get_full_path("upscale_models", name) == str(file))
+    (model,) = UpscaleModelLoader.execute(next(found, file.name)).result
+    (larger,) = ImageUpscaleWithModel.execute(model, views).result
+    return larger
 
 
 def as_images(texture: Texture) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -121,6 +121,7 @@ def adapter_request(inputs: Inputs, loaded: Weights | None = None, **machine: An
 def machine_of(folder: Path) -> Machine:
     from ..pipelines.demo import MODELS
     from ..pipelines.records.places import Machine, Places
+    from .meshes import enlarged
 
     keys = (*folders.BASE_KEYS, *folders.ADAPTER_KEYS, *folders.PAINT_PROVIDER_KEYS, *folders.LORA_KEYS)
     keys += folders.UPSCALER_KEYS
@@ -135,6 +136,7 @@ def machine_of(folder: Path) -> Machine:
         cards=memory_manager.cards(),
         host={"make_room": memory_manager.make_room, "hosted": memory_manager.offloader_on},
         single=Files({}, model_files.offered(), AUTO, model_files.tokenizers()),
+        enlarged=enlarged,
     )
 
 

@@ -181,7 +181,7 @@ class BakeTexture(io.ComfyNode):
         fill: str = "auto", view_size: int = 2048, exact: bool = False,
     ) -> io.NodeOutput:
         from ..paint import texturing
-        from ..paint.step_receipts import baked_record
+        from ..paint.step_receipts import baked_record, sign
 
         progress = PaintProgress(cls.hidden.unique_id)
         settings = texturing.BakeSettings(texture_size=texture_size, view_size=view_size, form=form, fill=fill, exact=exact)
@@ -191,23 +191,19 @@ class BakeTexture(io.ComfyNode):
         texture = texturing.texture_of(shape, cameras, *made_of, settings, progress, device)
         progress.finish("\n".join(texture.notes))
         made, origin = meshes.with_texture(mesh, texture), saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
-        file = saved.textured_mesh(made, origin, baked_record(*made_of, shape, cameras, settings, texture))
+        inputs = {"images": 0} if metallic_roughness is None else {"images": 0, "metallic_roughness": 1}
+        larger = meshes.enlarging(cls.hidden.prompt, cls.hidden.unique_id, inputs)
+        record = baked_record(*made_of, shape, cameras, settings, texture, larger)
+        sign(made, record, texture)
+        file = saved.textured_mesh(made, origin, record)
         return io.NodeOutput(made, *meshes.as_images(texture), file)
 
 
 class ProjectPicture(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        sides = {"front": "+Z", "back": "-Z", "left": "-X", "right": "+X"}
         pictures = [
-            [
-                io.Image.Input(place, optional=True, tooltip=f"The object as seen from its {sides[place]} side, within 30 degrees, whole in the picture."),
-                io.Mask.Input(
-                    f"{place}_mask", optional=True,
-                    tooltip=f"1 where the background of {place} is. Without it the background must be one plain colour.",
-                ),
-            ]
-            for place in PLACES
+            [io.Image.Input(place, optional=True), io.Mask.Input(f"{place}_mask", optional=True)] for place in PLACES
         ]
         return mesh_schema(
             node_id="AnyGPUProjectPicture",
@@ -222,23 +218,28 @@ class ProjectPicture(io.ComfyNode):
                 io.Mesh.Output(display_name="mesh"),
                 io.Image.Output(display_name="base_color"),
                 io.Mask.Output(display_name="projected"),
+                io.File3DGLB.Output(display_name="model_3d", tooltip=GLB_OUTPUT),
             ],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
         )
 
     @classmethod
     def execute(cls, mesh: Any, cameras: Any = None, **given: Any) -> io.NodeOutput:
         from ..paint import texturing
         from ..paint.pictures import cut_out
+        from ..paint.step_receipts import projected_record
 
         progress = PaintProgress(cls.hidden.unique_id)
-        pictures = {
-            place: cut_out(given[place], given.get(f"{place}_mask")) for place in PLACES if given.get(place) is not None
-        }
+        given = {name: each for name, each in given.items() if each is not None}
+        pictures = {place: cut_out(given[place], given.get(f"{place}_mask")) for place in PLACES if place in given}
         colour, device = meshes.colour_of(mesh), memory_manager.compute_device()
         memory_manager.make_room(texturing.detail_bytes(len(colour)), device)
-        made = texturing.with_detail(meshes.from_core(mesh), colour, pictures, cameras, progress, device)
+        shape = meshes.from_core(mesh)
+        made = texturing.with_detail(shape, colour, pictures, cameras, progress, device)
         progress.finish("\n".join(made.notes))
-        return io.NodeOutput(meshes.with_colour(mesh, made.texture), made.texture[None], made.weight[None])
+        detailed, origin = meshes.with_colour(mesh, made.texture), saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
+        file = saved.textured_mesh(detailed, origin, projected_record(mesh, detailed, shape, given, cameras))
+        return io.NodeOutput(detailed, made.texture[None], made.weight[None], file)
 
 
 class RenderTurntable(io.ComfyNode):

@@ -26,38 +26,12 @@ from .inputs import (
     seed_input,
 )
 
-LICENCE = (
-    "Hunyuan3D's weights are Tencent's, under its Hunyuan 3D community licence: not for use in the EU, the UK and South "
-    "Korea, with limits on use and on very large services. This pack neither ships nor downloads them; read the "
-    "licence first."
-)
-
-
-def steps_input() -> Any:
-    return io.Int.Input("steps", default=0, min=0, max=1000, tooltip="v2-0 takes 30, turbo 10, PBR 15, MV-Adapter 50. 0 takes the model's own default.")
-
 
 def word_inputs() -> list[Any]:
     return [
-        io.String.Input(
-            "prompt", default="", multiline=True, optional=True,
-            tooltip="MV-Adapter: the object in words. tg2mv needs it; ig2mv takes an empty one as high quality.",
-        ),
+        io.String.Input("prompt", default="", multiline=True, optional=True),
         io.String.Input("negative_prompt", default=NEGATIVE, optional=True, advanced=True),
     ]
-
-
-def compile_input(parts: str) -> Any:
-    return io.Boolean.Input(
-        "compile", default=False, optional=True, advanced=True,
-        tooltip=f"Compiles the blocks of {parts} with torch.compile: takes minutes on the first run, faster afterwards at "
-                "the same sizes. offload auto then keeps everything on the device. Needs a compiler: Triton on a GPU, C++ on "
-                "a CPU.",
-    )
-
-
-def vision_input() -> Any:
-    return io.ClipVisionOutput.Input("clip_vision_output", optional=True)
 
 
 class LoadPaintPipeline(io.ComfyNode):
@@ -67,8 +41,6 @@ class LoadPaintPipeline(io.ComfyNode):
         return mesh_schema(
             node_id="AnyGPULoadPaintPipeline",
             display_name="AnyGPU Load Paint Pipeline",
-            description="Opens Hunyuan3D paint v2-0, turbo or PBR v2-1, or delight, and chooses precision and "
-                        "offload for this machine. Weights are read when a stage first needs them. " + LICENCE,
             search_aliases=["hunyuan3d", "texture model", "paint pbr", "delight", "hy3dgen"],
             inputs=[
                 io.Combo.Input("model", options=folders.paint_choices()),
@@ -79,7 +51,7 @@ class LoadPaintPipeline(io.ComfyNode):
                 io.Combo.Input("vae", options=providers, default="auto", advanced=True),
                 io.Combo.Input("image_encoder", options=providers, default="auto", advanced=True),
                 attention_input(choices=UNET_CHOICES),
-                compile_input("both UNets and of the VAE"),
+                io.Boolean.Input("compile", default=False, optional=True, advanced=True),
                 io.Int.Input("dynamo_cache_size_limit", default=CACHE_LIMIT, min=1, max=MOST_CACHED, optional=True, advanced=True),
             ],
             outputs=[Paint.Output(display_name="pipeline")],
@@ -121,7 +93,7 @@ class LoadMVAdapter(io.ComfyNode):
                 io.Model.Input("core_model", optional=True),
                 io.Clip.Input("core_clip", optional=True),
                 io.Vae.Input("core_vae", optional=True),
-                compile_input("the UNet and of the VAE"),
+                io.Boolean.Input("compile", default=False, optional=True, advanced=True),
             ],
             outputs=[Paint.Output(display_name="pipeline")],
         )
@@ -153,8 +125,6 @@ class DelightImage(io.ComfyNode):
         return mesh_schema(
             node_id="AnyGPUDelightImage",
             display_name="AnyGPU Delight Image",
-            description="Removes light and shadow from the reference picture for paint v2-0 and turbo, and puts it "
-                        "on white. The PBR model needs the picture as it is. " + LICENCE,
             search_aliases=["remove shadows", "delight", "relight", "albedo"],
             inputs=[
                 Paint.Input("pipeline"),
@@ -196,8 +166,6 @@ class PaintViews(io.ComfyNode):
         return mesh_schema(
             node_id="AnyGPUPaintViews",
             display_name="AnyGPU Paint Views",
-            description="Paints the views of a mesh to match a reference picture. For a second, larger pass, upscale "
-                        "the latent, raise view_size, and set denoise to 0.3 to 0.6. " + LICENCE,
             search_aliases=["sample multiview", "texture", "hunyuan3d paint", "multiview"],
             inputs=[
                 Paint.Input("pipeline"),
@@ -206,7 +174,7 @@ class PaintViews(io.ComfyNode):
                 io.Image.Input("positions"),
                 Cameras.Input("cameras"),
                 io.Int.Input("view_size", default=512, min=64, max=2048, step=64),
-                steps_input(),
+                io.Int.Input("steps", default=0, min=0, max=1000),
                 io.Float.Input("guidance", default=0.0, min=0.0, max=30.0, step=0.1),
                 seed_input(),
                 io.Combo.Input("scheduler", options=list(SCHEDULERS), default="auto"),
@@ -214,7 +182,7 @@ class PaintViews(io.ComfyNode):
                 io.Mask.Input("mask", optional=True),
                 io.Latent.Input("latent", optional=True),
                 io.Float.Input("denoise", default=1.0, min=0.01, max=1.0, step=0.01, optional=True),
-                vision_input(),
+                io.ClipVisionOutput.Input("clip_vision_output", optional=True),
                 io.Sigmas.Input("sigmas", optional=True),
                 io.Float.Input("reference_scale", default=1.0, min=0.0, max=2.0, step=0.05, optional=True, advanced=True),
                 io.Float.Input("multiview_scale", default=1.0, min=0.0, max=2.0, step=0.05, optional=True, advanced=True),
@@ -225,6 +193,7 @@ class PaintViews(io.ComfyNode):
                 io.Image.Output(display_name="metallic_roughness", tooltip="Only from PBR: metallic in red, roughness in green."),
                 io.Latent.Output(display_name="latent"),
             ],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
         )
 
     @classmethod
@@ -236,7 +205,7 @@ class PaintViews(io.ComfyNode):
         from ..paint import texturing
         from ..paint.sampling.delight import DelightSettings
         from ..paint.sampling.painting import PaintInputs, PaintSettings, latents_of, to_latent
-        from ..paint.step_receipts import marked, painted_record
+        from ..paint.step_receipts import marked, painted_record, remember
 
         progress = PaintProgress(cls.hidden.unique_id)
         pictures = pictures_for(pipeline, image, mask)
@@ -251,7 +220,9 @@ class PaintViews(io.ComfyNode):
         given = {"normals": normals, "positions": positions, "image": image, "mask": mask}
         asked = texturing.OneStep(chosen, prompt=prompt, negative=negative_prompt, cameras=cameras)
         both, record = painted.metallic_roughness, painted_record(pipeline, given, asked, dino)
-        made = (marked(each, "views", record=record, both=both is not None, cameras=cameras) for each in (painted.views, both))
+        facts = {"record": record, "both": both is not None, "cameras": cameras}
+        remember(meshes.history(cls.hidden.prompt, cls.hidden.unique_id), facts)
+        made = (marked(each, "views", **facts) for each in (painted.views, both))
         return io.NodeOutput(*made, to_latent(pipeline, painted), ui=preview.sheet(painted.views, cls))
 
 
@@ -261,8 +232,6 @@ class TextureMesh(io.ComfyNode):
         return mesh_schema(
             node_id="AnyGPUTextureMesh",
             display_name="AnyGPU Texture Mesh",
-            description="Textures a mesh in one step: unwraps it if UVs are missing, renders maps, evens out the "
-                        "light, paints and bakes. The separate nodes do the same with more options. " + LICENCE,
             search_aliases=["texture mesh", "hunyuan3d", "mesh to textured", "3d texture", "paint mesh"],
             inputs=[
                 io.Mesh.Input("mesh"),
@@ -271,11 +240,11 @@ class TextureMesh(io.ComfyNode):
                 io.Int.Input("view_size", default=512, min=64, max=2048, step=64),
                 io.Int.Input("texture_size", default=2048, min=16, max=8192, step=16),
                 seed_input(),
-                steps_input(),
+                io.Int.Input("steps", default=0, min=0, max=1000),
                 io.Mask.Input("mask", optional=True),
                 Paint.Input("delight", optional=True),
                 io.Int.Input("max_views", default=8, min=6, max=12, optional=True),
-                vision_input(),
+                io.ClipVisionOutput.Input("clip_vision_output", optional=True),
                 *word_inputs(),
             ],
             outputs=[
@@ -298,6 +267,7 @@ class TextureMesh(io.ComfyNode):
     ) -> io.NodeOutput:
         from ..paint import jobs, texturing
         from ..paint.sampling.painting import PaintSettings
+        from ..paint.step_receipts import sign
 
         if mesh.uvs is None:
             return unwrapped_first(cls.hidden.dynprompt.get_node(cls.hidden.unique_id)["inputs"])
@@ -314,6 +284,7 @@ class TextureMesh(io.ComfyNode):
         job = partial(jobs.asked_job, pipeline, delight, shape, image, mask, settings)
         missing = jobs.missing_of(pipeline, delight, image, dino)
         receipt = jobs.receipt_of(job, pipeline, shape, texture, cameras, missing)
+        sign(made, receipt, texture)
         file = saved.textured_mesh(made, saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo), receipt)
         return io.NodeOutput(made, *meshes.as_images(texture)[:3], painted.views, file)
 

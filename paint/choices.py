@@ -24,13 +24,8 @@ MESH_FILES = (".glb", ".gltf", ".obj", ".ply", ".stl")
 FLOATERS = 0.005  # of all faces, as the published cleaning of generated meshes
 ORTHO_SCALE = 1.2  # width of the picture in units of the frame
 VIEWS = (  # azimuth and elevation in degrees, and how much a view counts, as published
-    (0, 0, 1.0),
-    (90, 0, 0.1),
-    (180, 0, 0.5),
-    (270, 0, 0.1),
-    (0, 90, 0.05),
-    (180, -90, 0.05),
-)
+    (0, 0, 1.0), (90, 0, 0.1), (180, 0, 0.5), (270, 0, 0.1), (0, 90, 0.05), (180, -90, 0.05),
+)  # fmt: skip
 PLACES = {"front": 0.0, "back": 180.0, "left": 270.0, "right": 90.0}  # azimuths that look at +Z, -Z, -X, +X
 CACHE_LIMIT = 64  # graphs of one kind of block: a UNet has about 20 residual blocks of different sizes
 MODELS = Path(__file__).resolve().parent / "models"  # that ship with the pack

@@ -39,12 +39,9 @@ TAUGHT_SIZE, TAUGHT_VIEWS = 512, 6
 STEPPING = {False: "painting", True: "delighting"}
 STATES, STATE_WIDTH = 257, 1536  # of DINOv2-giant
 PARTS = {  # others: the UNet or the VAE
-    "text": "text_encoder",
-    "text_2": "text_encoder_2",
-    "image": "image_encoder",
-    "maps": "adapter",
+    "text": "text_encoder", "text_2": "text_encoder_2", "image": "image_encoder", "maps": "adapter",
     "reference": "reference",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +58,14 @@ FED = Copies(0, 19.6)  # of the tokens that the feed-forward takes at once
 LOOKING = Copies(7.0, 24.9)  # the reference stream, with what it keeps
 ADAPTER_COPIES = {  # by the base of MV-Adapter: of a step, of the states of its maps, and of the reference
     "sdxl": {
-        "step": Copies(12.6, 3.5),
-        "states": Copies(1.25, 0),
-        "maps": Copies(3.25, -1.0),
-        "kept": Copies(20.0, 0),
-        "looking": Copies(32.4, 3.5),
+        "step": Copies(12.6, 3.5), "states": Copies(1.25, 0), "maps": Copies(3.25, -1.0),
+        "kept": Copies(20.0, 0), "looking": Copies(32.4, 3.5),
     },
     "sd21": {
-        "step": Copies(10.3, 16.0),
-        "states": Copies(1.8, 0),
-        "maps": Copies(6.0, -2.0),
-        "kept": Copies(8.8, 0),
-        "looking": Copies(18.9, 16.0),
+        "step": Copies(10.3, 16.0), "states": Copies(1.8, 0), "maps": Copies(6.0, -2.0),
+        "kept": Copies(8.8, 0), "looking": Copies(18.9, 16.0),
     },
-}
+}  # fmt: skip
 ATTENDED, KEPT = Copies(0, 16.7), Copies(0, 8.4)  # of the reference's own map while it is attended to, and all the time
 
 

@@ -37,9 +37,32 @@ from .networks.weights import Weights, weights_in
 from .pictures import cut_out, transparency
 from .sampling.delight import DelightSettings
 from .sampling.painting import PaintSettings, completed
-from .texturing import OneStep, Texture, raster_size, textured
+from .texturing import OneStep, Texture, raster_size, textured, with_detail
 
-ALPHA = "alpha"  # as a job's mask
+ALPHA = "alpha"  # as the mask of pictures
+SHARED = ("texture", "max_views", "prompt", "negative", "maps", "shading")  # fields of a job and of OneStep
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """The pictures of an IMAGE, each a file of its own, and the MASK that cuts them out."""
+
+    files: tuple[Content, ...]
+    mask: str = ""  # hash of their transparency; ALPHA: the file's own, whatever it is; empty: left out
+
+    @classmethod
+    def of(cls, image: Tensor, mask: Tensor | None) -> Pictures:
+        files = (Content("", picture_content(each[None]), size=(each.shape[1], each.shape[0])) for each in image)
+        masked = mask is not None and bool((mask > 0).any())
+        return cls(tuple(files), picture_content(mask) if masked else "")  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Detail:
+    """Pictures that are put onto a finished texture."""
+
+    pictures: Mapping[str, Pictures]  # by their places, as ``with_detail`` takes them
+    cameras: tuple[Camera, ...] = ()  # empty: found near the places
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +87,15 @@ class PaintJob(Job):
     lora_strength: float = 1.0
     prompt: str = ""  # as of OneStep, like the next
     negative: str = NEGATIVE
-    mask: str = ""  # hash of the picture's transparency; ALPHA: the file's own, whatever it is; empty: left out
+    mask: str = ""  # as of Pictures, whose first is ``picture``
     normals: bool = True  # whether the mesh's own count
     views: tuple[Camera, ...] = ()  # empty: the family's own
     ortho_scale: float = ORTHO_SCALE  # of the views
     maps: int = 0  # as of OneStep, like the next
     shading: str = AUTO
+    more_pictures: tuple[Content, ...] = ()  # of the object from elsewhere
+    upscaler: Content | None = None  # file of an upscale model, by which the host enlarges views before they are baked
+    details: tuple[Detail, ...] = ()  # one after another
 
     @property
     def key(self) -> str:
@@ -89,7 +115,7 @@ class PaintJob(Job):
 
     @property
     def inputs(self) -> tuple[Content, ...]:
-        return (self.mesh,) if self.picture is None else (self.mesh, self.picture)
+        return (self.mesh, *([] if self.picture is None else [self.picture]), *self.more_pictures)
 
     @property
     def title(self) -> str:
@@ -156,12 +182,24 @@ def run(
     if not job.normals:
         mesh = replace(mesh, normals=None)
     painter, delight = loaded[0], loaded[1] if len(loaded) > 1 else None
-    given: dict[str, Any] = {"prompt": job.prompt, "negative": job.negative, "maps": job.maps, "shading": job.shading}
+    given: dict[str, Any] = {name: getattr(job, name) for name in SHARED}
     if job.views:
         columns = {f"{one.name}s": [getattr(view, one.name) for view in job.views] for one in fields(Camera)}
         given["cameras"] = camera_table(**columns, ortho_scale=job.ortho_scale)
-    settings = OneStep(job.paint, job.texture, job.max_views, job.delighting, **given)
-    texture, _, cameras = textured(mesh, _pictures(job, files, progress), painter, delight, settings, progress)
+    settings = OneStep(job.paint, delight=job.delighting, **given)
+    shown = _shown(Pictures(job.inputs[1:], job.mask), files, progress)
+    larger: dict[str, Any] = {}
+    if job.upscaler is not None:
+        if machine.enlarged is None:
+            found, fix = f"views enlarged by {job.upscaler.name!r}", "Use AnyGPU Replay."
+            raise InputError(found, expected="ComfyUI, whose node enlarges them", fix=fix)
+        larger["enlarge"] = partial(machine.enlarged, machine.places.model(job.upscaler, progress.check))
+    texture, _, cameras = textured(mesh, shown, painter, delight, settings, progress, **larger)
+    for each in job.details:
+        pictures = {place: _shown(given, files, progress) for place, given in each.pictures.items()}
+        table = CameraTable(each.cameras) if each.cameras else None
+        made = with_detail(mesh, texture.colour, pictures, table, progress, painter.offloader.device)
+        texture = replace(texture, colour=made.texture)
     job = replace(job, normals=mesh.normals is not None, paint=completed(painter, job.paint, Silent()))
     return Textured(mesh, texture, receipt_of(lambda: job, painter, mesh, texture, cameras))
 
@@ -172,21 +210,27 @@ def render(job: PaintJob, machine: Machine, progress: Any, loaded: Sequence[Pain
     return Result(made.texture.colour, ".glb", made.write)
 
 
-def _pictures(job: PaintJob, files: Places, progress: Any) -> list[Tensor]:
-    """The picture of a job, cut out by its own transparency where that counts; InputError where it has another."""
-    if job.picture is None:
+def _shown(pictures: Pictures, files: Places, progress: Any) -> list[Tensor]:
+    """Pictures, cut out by their own transparency where that counts; InputError where that is another."""
+    shown, masks = [], []
+    for file in pictures.files:
+        if not file.size:  # known by its file, not by its pixels
+            files.model(file, progress.check)
+        shown.append(files.frames(file, progress.check, 1)[0])
+        mask = transparency(files.known[file], shown[-1].shape[1:3]) if pictures.mask else None
+        masks += [] if mask is None else [mask]
+    if len({each.shape for each in shown}) != 1:  # none, or an edited receipt
         return []
-    if not job.picture.size:  # known by its file, not by its pixels
-        files.model(job.picture, progress.check)
-    frames = files.frames(job.picture, progress.check, 1)[0]
-    mask = transparency(files.known[job.picture], frames.shape[1:3]) if job.mask else None
-    if job.mask not in ("", ALPHA) and (mask is None or picture_content(mask) != job.mask):
+    whole = [torch.cat(masks)] if len(masks) == len(shown) else []
+    mask = next((each for each in (*whole, *masks[:1]) if pictures.mask in (ALPHA, picture_content(each))), None)
+    if pictures.mask not in ("", ALPHA) and mask is None:
+        file = pictures.files[0]
         raise InputError(
-            f"{job.picture.name or files.known[job.picture].name!r} without the mask with which it was painted",
+            f"{file.name or files.known[file].name!r} without the mask with which it was painted",
             expected="a mask that is the picture's own transparency",
             fix="Open the workflow in the file instead: drop it onto ComfyUI.",
         )
-    return cut_out(frames, mask)
+    return cut_out(torch.cat(shown), mask)
 
 
 def asked_job(
@@ -194,29 +238,25 @@ def asked_job(
 ) -> PaintJob:
     """The job that paints as a node did, with an IMAGE and a MASK of core's, or None."""
     request = pipeline.request
+    source = request.model.file if isinstance(request.model, Weights) else pipeline.source
     known, given = partial(receipts.named, state=request.state), {one.name: one.default for one in fields(PaintJob)}
     given |= {one.name: getattr(request, one.name) for one in fields(request) if one.name in given}
     own = {name: given[name] and known(given[name]) for name in ("vae", "image_encoder", "adapter", "lora")}
     own |= {name: given[name] for name in ("precision", "weights", "lora_strength")}
+    own |= {name: getattr(settings, name) for name in SHARED}
     table = None if pipeline.family == "mv_adapter" else settings.cameras  # it has its own alone
-    masked = mask is not None and image is not None and bool((mask > 0).any())
-    picture = None if image is None else Content("", picture_content(image), size=(image.shape[2], image.shape[1]))
+    pictures = Pictures(()) if image is None else Pictures.of(image, mask)
     return PaintJob(
-        known(pipeline.source),
+        known(source or pipeline.source),
         Content("", geometry_hash(mesh)),
-        picture,
+        next(iter(pictures.files), None),
         completed(pipeline, settings.paint, Silent()),
-        texture=settings.texture,
-        max_views=settings.max_views,
         delight=None if delight is None else known(delight.source),
         variant=pipeline.variant if pipeline.variant in (*VARIANTS, *ADAPTER_VARIANTS) else AUTO,
-        prompt=settings.prompt,
-        negative=settings.negative,
-        mask=picture_content(mask) if masked else "",
+        more_pictures=pictures.files[1:],
+        mask=pictures.mask,
         normals=mesh.normals is not None,
         delighting=settings.delight,
-        maps=settings.maps,
-        shading=settings.shading,
         views=() if table is None else table.cameras,
         ortho_scale=ORTHO_SCALE if table is None else table.ortho_scale,
         **own,
@@ -225,10 +265,10 @@ def asked_job(
 
 def missing_of(pipeline: PaintPipeline, delight: PaintPipeline | None, image: Any, dino: Any) -> list[str]:
     """Inputs of a texture that no file describes."""
+    model = pipeline.request.model
     absent = {
-        "core's MODEL, CLIP and VAE": isinstance(pipeline.request.model, Weights),
+        "core's MODEL, CLIP and VAE as one file has them": isinstance(model, Weights) and model.file is None,
         "what a demo model leaves out of PBR": Path(pipeline.stands_in_for).name == PBR,
-        "several reference pictures": image is not None and len(image) > 1,
         "states of another image encoder": dino is not None,
         "a delight model of another precision": delight is not None
         and (delight.request.precision, delight.request.weights) != (pipeline.request.precision, AUTO),

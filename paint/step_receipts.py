@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import astuple, replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +15,16 @@ from ..compat.checkpoints.identity import values_hash
 from ..pipelines.records import receipts
 from ..pipelines.records.job import parsed
 from .baking.bake import BakeSettings
+from .choices import PLACES
 from .geometry.cameras import CameraTable
 from .geometry.mesh import Mesh
-from .jobs import PaintJob, asked_job, geometry_hash, missing_of, texture_hash
+from .jobs import Detail, PaintJob, Pictures, asked_job, geometry_hash, missing_of, texture_hash
 from .loading import PaintPipeline
 from .texturing import OneStep, Texture
 
 MARK = "anygpu"  # attribute of a tensor
+MOST = 64  # views that are remembered
+_painted: dict[str, dict[str, Any]] = {}  # the facts of views by their history, for those that core enlarges
 
 
 def marked(pictures: Tensor | None, kind: str, **facts: Any) -> Tensor | None:
@@ -34,6 +38,13 @@ def facts_of(pictures: Tensor | None, kind: str) -> dict[str, Any]:
     """The facts that :func:`marked` put on pictures of a kind; empty for what another node made or changed."""
     marks, content, facts = getattr(pictures, MARK, ("", "", {}))
     return facts if pictures is not None and marks == kind and content == values_hash(pictures) else {}
+
+
+def remember(history: str, facts: dict[str, Any]) -> None:
+    """Keep the facts of views by the nodes that made them, for :func:`baked_record`."""
+    _painted[history] = facts
+    if len(_painted) > MOST:
+        _painted.pop(next(iter(_painted)))
 
 
 def painted_record(
@@ -57,18 +68,58 @@ def painted_record(
 
 
 def baked_record(
-    views: Tensor, both: Tensor | None, mesh: Mesh, cameras: CameraTable, settings: BakeSettings, texture: Texture
+    views: Tensor,
+    both: Tensor | None,
+    mesh: Mesh,
+    cameras: CameraTable,
+    settings: BakeSettings,
+    texture: Texture,
+    enlarged: tuple[str, Path] | None = None,
 ) -> dict[str, Any]:
-    """The receipt of a texture that was baked from ``views`` and, of PBR, from metal and roughness; never raises."""
-    facts, shape = facts_of(views, "views"), geometry_hash(mesh)
+    """The receipt of a texture that was baked from ``views`` and, of PBR, from metal and roughness; never raises.
+
+    Args:
+        enlarged: of views that the host enlarged, the history and the file of the upscale model.
+    """
+    facts = facts_of(views, "views") if enlarged is None else _painted.get(enlarged[0], {})
+    second, shape = facts if enlarged and both is not None else facts_of(both, "views"), geometry_hash(mesh)
     record = dict(facts.get("record", {receipts.HEAD: receipts.VERSION}))
     missing = list(record.pop("missing", ()))
-    paired = facts_of(both, "views") == facts if facts.get("both") else both is None
+    paired = second == facts if facts.get("both") else both is None
     if not (facts and paired and facts["cameras"] == cameras):
         missing.append("the views as AnyGPU Paint Views gave them")
     elif not missing and record["mesh"] != shape:
         missing.append("the mesh that its maps show")
     if not missing:
-        record["job"] = replace(parsed(PaintJob, record["job"]), texture=settings).record()
+        upscaler = None if enlarged is None else receipts.named(enlarged[1], None)
+        record["job"] = replace(parsed(PaintJob, record["job"]), texture=settings, upscaler=upscaler).record()
     made = {"texture": texture_hash(texture), "mesh": shape, "cameras": [list(astuple(camera)) for camera in cameras]}
     return record | made | ({"missing": missing} if missing else {})
+
+
+def sign(mesh: Any, record: Mapping[str, Any], texture: Texture) -> None:
+    """Mark a core MESH with the receipt of its texture, for :func:`projected_record`."""
+    marked(mesh.texture, "texture", record=record, texture=texture, both=getattr(mesh, "metallic_roughness", None))
+
+
+def projected_record(
+    before: Any, after: Any, mesh: Mesh, given: Mapping[str, Any], cameras: CameraTable | None
+) -> dict[str, Any]:
+    """The receipt of the core MESH ``after``, on which pictures changed the texture of ``before``; never raises.
+
+    Args:
+        mesh: that of ``before``.
+        given: the IMAGE of each place, and its MASK under the place and ``_mask``.
+    """
+    facts = facts_of(before.texture, "texture")
+    if not facts or facts["both"] is not getattr(before, "metallic_roughness", None):
+        return {receipts.HEAD: receipts.VERSION, "missing": ["the texture as AnyGPU made it"]}
+    record, texture = dict(facts["record"]), replace(facts["texture"], colour=after.texture[0])
+    missing = [*record.pop("missing", ()), *["the mesh that was painted"] * (record["mesh"] != geometry_hash(mesh))]
+    if not missing:
+        pictures = {place: Pictures.of(given[place], given.get(f"{place}_mask")) for place in PLACES if place in given}
+        job, detail = parsed(PaintJob, record["job"]), Detail(pictures, () if cameras is None else cameras.cameras)
+        record["job"] = replace(job, details=(*job.details, detail)).record()
+    record |= {"texture": texture_hash(texture), **({"missing": missing} if missing else {})}
+    sign(after, record, texture)
+    return record

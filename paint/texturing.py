@@ -267,11 +267,12 @@ def textured(
     progress: Any = None,
     dino: Tensor | None = None,
     saving: Callable[[Painted], AbstractContextManager[None]] = nullcontext,
+    enlarge: Callable[[Tensor], Tensor] = lambda pictures: pictures,
 ) -> tuple[Texture, Painted, CameraTable]:
     """Make a texture from a mesh and pictures (H, W, 3 or 4), the front first: render, paint, bake and fill.
 
     An unusable mesh is refused before anything is painted. ``saving`` is around the bake, such as :func:`saved_views`,
-    whose pictures stay if that fails.
+    whose pictures stay if that fails; ``enlarge`` makes pictures (V, S, S, 3) larger before it.
     """
     progress = progress or Silent()
     device, adapter = pipeline.offloader.device, pipeline.family == "mv_adapter"
@@ -290,7 +291,7 @@ def textured(
         inputs = PaintInputs(references, maps.normal, maps.position, cameras, dino=dino, **words)
         del maps
         painted = painted_views(pipeline, inputs, settings.paint, progress)
-        given = (mesh, cameras, painted.views, painted.metallic_roughness)
+        views, both = (each if each is None else enlarge(each) for each in (painted.views, painted.metallic_roughness))
         with saving(painted):
-            texture = texture_of(*given, settings.texture, progress, device)
+            texture = texture_of(mesh, cameras, views, both, settings.texture, progress, device)
     return texture, painted, cameras

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import comfy.model_sampling as sampling
+import torch
 
+from ...compat.checkpoints.headers import STORED
 from ...compat.errors import InputError
 from ...paint.networks.stable_diffusion import EDM, UNET, V_PREDICTED, VAE
-from ...paint.networks.weights import Weights
+from ...paint.networks.weights import Weights, weights_in
 from ..diffusion_model import NETWORK
 from ..memory_manager import PartPatcher
 from .ownership import left_class
@@ -42,7 +44,21 @@ def checkpoint_of(core_model: Any, core_clip: Any, core_vae: Any) -> Weights | N
     if encoders not in CLIPS:
         raise _unusable(f"core_clip with {', '.join(sorted(encoders))}")
     shapes |= _predicts(core_model)
-    return Weights(Path(name_of(core_model)), shapes, None, total, held=lambda name: patched_weight(*places[name]))
+    file = _file_of([getattr(each, "patcher", each) for each in given.values()])
+    held: dict[str, Any] = {"held": lambda name: patched_weight(*places[name]), "file": file}
+    return Weights(Path(name_of(core_model)), shapes, None, total, **held)
+
+
+def _file_of(patchers: list[Any]) -> Path | None:
+    """The one file that has the values of these patchers; None for several, for patches, and for rounded values."""
+    files = {name_of(each) for each in patchers}
+    file = Path(files.pop())
+    patched = any(each.patches or "model_sampling" in each.object_patches for each in patchers)
+    if files or patched or file.suffix != ".safetensors" or not file.is_file():
+        return None
+    stored = {STORED[entry.dtype] for entry in (weights_in(file, "checkpoint").entries or {}).values()}
+    held = {tensor.dtype for each in patchers for tensor in each.model.parameters()} - {torch.float32}
+    return file if not held or stored - {torch.int64} == held else None
 
 
 def _require_plain(name: str, patcher: Any) -> None:

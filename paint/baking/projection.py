@@ -24,6 +24,7 @@ from .bake import Texels, depth_steps, gathered, grown, texels_of
 from .fill import pull_push
 
 MATCH = 0.93  # of the union of both outlines: below it the picture shows another shape
+CUT_MATCH = 0.97  # where the object reaches the picture's edge, beyond which it may go on: cut by a tenth it had less
 SQUARELY, DETAILED, WHOLLY = 0.5, 0.51, 0.6  # cosines from which a picture counts, gives all detail, all colour
 SMOOTH = 0.85  # cosine between the normals of a face and of its corners, below which an edge is meant to be sharp
 DOUBTED, REFUSED = 0.2, 0.35  # soft colours that differ so much fade out; are left out
@@ -77,13 +78,12 @@ def projected(
     total, most = torch.zeros_like(texture[..., 0]), torch.zeros_like(texture[..., 0])
     notes = list(surface.notes)
     for each in references:
-        picture = cropped(each.picture, each.name, min(max(4 * size, SIZES[0]), SIZES[1]))
+        picture, whole = cropped(each.picture, each.name, min(max(4 * size, SIZES[0]), SIZES[1]))
         found = found_pose(surface, texture, picture, (each.azimuth, each.elevation), each.given, check)
-        if found.overlap < MATCH:
-            notes.append(
-                f"{each.name}: the picture's outline covers {found.overlap:.0%} of the mesh's, not {MATCH:.0%}: "
-                "the texture is left as it is"
-            )
+        least, where = (MATCH, "") if whole else (CUT_MATCH, "the object reaches the picture's edge, and ")
+        if found.overlap < least:
+            covers = f"{where}the picture's outline covers {found.overlap:.1%} of the mesh's, not {least:.0%}"
+            notes.append(f"{each.name}: {covers}: the texture is left as it is")
             continue
         check()
         colour, cosine, weight = shown_by(surface, texture, texels, picture.to(texture.device), found.pose)
@@ -173,8 +173,9 @@ def faded(allowed: Tensor, share: float) -> Tensor:
     return values[0, 0]
 
 
-def cropped(picture: Tensor, name: str, most: int) -> Tensor:
-    """(S, S, 4): the object in the middle of a square, at most ``most`` pixels wide, of a picture (H, W, 3 or 4).
+def cropped(picture: Tensor, name: str, most: int) -> tuple[Tensor, bool]:
+    """(S, S, 4): the object in the middle of a square, at most ``most`` pixels wide, of a picture (H, W, 3 or 4); and
+    whether there is background all round it.
 
     One without alpha has a plain background. Raises InputError where nothing, or everything, is the object.
     """
@@ -194,11 +195,12 @@ def cropped(picture: Tensor, name: str, most: int) -> Tensor:
     rows, columns = seen.any(1).nonzero().flatten(), seen.any(0).nonzero().flatten()
     top, left = int(rows[0]), int(columns[0])
     height, width = int(rows[-1]) + 1 - top, int(columns[-1]) + 1 - left
+    whole = 0 < top < len(seen) - height and 0 < left < len(seen[0]) - width
     side = math.ceil(max(height, width) * (1 + 2 * FRAME)) + 2
     before = [(side - width) // 2 - left, (side - height) // 2 - top]
     after = [side - before[0] - picture.shape[1], side - before[1] - picture.shape[0]]
     padded = F.pad(picture.movedim(-1, 0), (before[0], after[0], before[1], after[1]))
     if side <= most:
-        return padded.movedim(0, -1).contiguous()
+        return padded.movedim(0, -1).contiguous(), whole
     colours = F.interpolate(torch.cat((padded[:3] * padded[3:], padded[3:]))[None], (most, most), mode="area")[0]
-    return torch.cat((colours[:3] / colours[3:].clamp(min=1e-3), colours[3:])).movedim(0, -1).contiguous()
+    return torch.cat((colours[:3] / colours[3:].clamp(min=1e-3), colours[3:])).movedim(0, -1).contiguous(), whole

@@ -17,28 +17,16 @@ Wrap = Callable[[str, Layer, int, int], nn.Module]  # (name, stock layer, width,
 Size = tuple[int, ...] | None
 CROSS = "CrossAttn"
 REQUIRED: dict[str, Any] = {  # what the published configurations say; a network with another value is another network
-    "act_fn": "silu",
-    "use_linear_projection": True,
-    "flip_sin_to_cos": True,
-    "freq_shift": 0,
-    "norm_eps": 1e-5,
-    "dual_cross_attention": False,
-    "only_cross_attention": False,
-    "center_input_sample": False,
-    "downsample_padding": 1,
-    "mid_block_scale_factor": 1,
-}
+    "act_fn": "silu", "use_linear_projection": True, "flip_sin_to_cos": True, "freq_shift": 0, "norm_eps": 1e-5,
+    "dual_cross_attention": False, "only_cross_attention": False, "center_input_sample": False,
+    "downsample_padding": 1, "mid_block_scale_factor": 1,
+}  # fmt: skip
 STABLE_DIFFUSION_2: dict[str, Any] = {  # for single files, which come without their config.json
-    "in_channels": 4,
-    "out_channels": 4,
-    "block_out_channels": [320, 640, 1280, 1280],
-    "layers_per_block": 2,
-    "cross_attention_dim": 1024,
-    "attention_head_dim": [5, 10, 20, 20],
-    "norm_num_groups": 32,
+    "in_channels": 4, "out_channels": 4, "block_out_channels": [320, 640, 1280, 1280], "layers_per_block": 2,
+    "cross_attention_dim": 1024, "attention_head_dim": [5, 10, 20, 20], "norm_num_groups": 32,
     "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
     "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class Weights:
     entries: Mapping[str, TensorEntry] | None  # for safetensors; None for a pickle and for tensors of the host
     total_bytes: int  # of all tensors, as stored
     held: Callable[[str], torch.Tensor] | None = None  # a tensor that the host program has loaded
+    file: Path | None = None  # that has the values of these; None where nobody knows one
 
     def bytes_as(self, dtype: torch.dtype) -> dict[str, int]:
         return {name: prod(shape) * dtype.itemsize for name, shape in self.shapes.items()}

@@ -141,6 +141,7 @@ class Machine:
     single: Files | None = None  # what else pipelines of single files may take: other files, tokenizers
     unfinished: Path | None = None  # for samplings cut short, may be shared between machines; None: the kept latents'
     cards: Mapping[torch.device, int | None] = field(default_factory=dict)  # as :class:`LoadRequest` has them
+    enlarged: Callable[[Path, torch.Tensor], torch.Tensor] | None = None  # pictures by the file of an upscale model
 
 
 class PictureIndex(FileIndex):

@@ -10,6 +10,8 @@ from paint.synthetic import in_two_colours, torus
 from PIL import Image
 from safetensors.torch import save_file
 
+from host.client import Client, Run
+from host.prompts import Graph
 from host.server import PICTURE, Server
 from paint import mv_stored, stored
 
@@ -37,6 +39,16 @@ def install(server: Server) -> None:
             place.symlink_to(home / name)
     enlarging(server.base / "models" / "upscale_models" / UPSCALER, 4)
     write_meshes(server.base / "input")
+
+
+def replayed(client: Client, run: Run) -> str:
+    """The last words of AnyGPU Replay on the one GLB that a run has saved; of its error where it was refused."""
+    (name,) = (record["filename"] for given in run.outputs.values() for record in given.get("3d", ()))
+    again = Graph()
+    node = again.add("AnyGPUReplay", file=f"3d/{name} [output]")
+    again.add("SaveGLB", mesh=again.link(node, 3), filename_prefix="3d/again")
+    second = client.run(again.prompt)
+    return second.texts_of(node)[-1] if second.ending == "execution_success" else second.message
 
 
 def only_the_demo(server: Server) -> None:

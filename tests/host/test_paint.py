@@ -209,6 +209,7 @@ def test_mv_adapter_on_what_core_has_loaded(server: Server, client: Client, vari
                 made["image"] = graph.link(graph.add("LoadImage", image="example.png"))
             made = graph.add("AnyGPUTextureMesh", **made, seed=1, prompt="a red cat")
             graph.add("SaveImage", images=graph.link(made, 4), filename_prefix="views")
+            graph.add("SaveGLB", mesh=graph.link(made, 5), filename_prefix=f"3d/core {base}")
         return client.run(graph.prompt)
 
     def weights(run: Run) -> list[str]:
@@ -220,7 +221,13 @@ def test_mv_adapter_on_what_core_has_loaded(server: Server, client: Client, vari
     pictures = [[np.array(Image.open(server.output(each))) for each in one.files()] for one in runs]
     assert len(pictures[0]) == 6 and np.array_equal(*pictures) and np.std(pictures[0]) > 1
     assert any("core's MODEL, CLIP and VAE" in text for _, text in runs[0].texts)
-    with_lora = weights(run("core", f"{base}.safetensors", False))
+    assert paint_models.replayed(client, runs[0]).startswith("the same texture, bit for bit"), (
+        "from the file that core read"
+    )
+    patched = run("core", f"{base}.safetensors", True)
+    missing = "a receipt without core's MODEL, CLIP and VAE as one file has them;"
+    assert paint_models.replayed(client, patched).startswith(missing), "with a LoRA of core's"
+    with_lora = weights(patched)
     (saved,) = (server.base / "output" / "checkpoints").glob(f"{base}_*.safetensors")
     saved.rename(models / "checkpoints" / f"saved-{base}.safetensors")
     assert with_lora == weights(run(f"saved-{base}.safetensors", "", False)) != weights(runs[0])

@@ -97,3 +97,59 @@ def glb_of(server: Server, client: Client, upscale: bool):
     assert run.ending == "execution_success", run.message
     facts, data = glb(saved(server, made.prompt, run))
     return picture(facts, data, facts["materials"][0]["pbrMetallicRoughness"]["baseColorTexture"]["index"])
+
+
+def test_pictures_enlarged_views_and_detail_of_separate_nodes_are_repeated(server: Server, client: Client) -> None:
+    """PBR as published, with two pictures, and a picture of the mesh on it; then once more with what ran before."""
+    if "ImageUpscaleWithModel" not in client.get("/object_info"):
+        pytest.skip("this ComfyUI has no upscale models: spandrel or torchvision is broken")
+    paint_models.install(server)
+    paint_models.enlarging(server.base / "models" / "upscale_models" / "double.safetensors", 2)
+    Image.new("RGB", Image.open(server.base / "input" / "example.png").size, (9, 99, 199)).save(
+        server.base / "input" / "blue.png"
+    )
+    made = Graph()
+    chosen = dict.fromkeys(("precision", "offload", "variant", "weights", "vae"), "auto")
+    chosen |= {"model": "hunyuan3d-paintpbr-v2-1", "image_encoder": paint_models.DINO}
+    pipeline = made.add("AnyGPULoadPaintPipeline", **chosen)
+    mesh = made.add("AnyGPULoadMesh", mesh_file=paint_models.MESH)
+    maps = made.add("AnyGPURenderViews", mesh=made.link(mesh), pipeline=made.link(pipeline), size=64)
+    pictures = [made.link(made.add("LoadImage", image=name)) for name in ("example.png", "blue.png")]
+    both = made.add("ImageBatch", image1=pictures[0], image2=pictures[1])
+    given = {"normals": made.link(maps), "positions": made.link(maps, 1), "cameras": made.link(maps, 2)}
+    given |= {"view_size": 64, "steps": 1, "guidance": 0.0, "seed": 1, "scheduler": "auto"}
+    views = made.add("AnyGPUPaintViews", pipeline=made.link(pipeline), image=made.link(both), **given)
+    model = made.add("UpscaleModelLoader", model_name="double.safetensors")
+    larger = [
+        made.add("ImageUpscaleWithModel", upscale_model=made.link(model), image=made.link(views, n)) for n in (0, 1)
+    ]
+    given = {"images": made.link(larger[0]), "metallic_roughness": made.link(larger[1]), "cameras": made.link(maps, 2)}
+    baked = made.add("AnyGPUBakeTexture", mesh=made.link(mesh), **given, texture_size=64, view_size=128)
+    detailed = made.add(
+        "AnyGPUProjectPicture", mesh=made.link(baked), front=made.link(made.add("LoadImage", image="front.png"))
+    )
+    made.add("SaveGLB", mesh=made.link(detailed, 3), filename_prefix="3d/all")
+    Image.open(front_of(server, client)).convert("RGB").save(server.base / "input" / "front.png")
+    for size in (64, 96):
+        made.prompt[baked]["inputs"]["texture_size"] = size
+        run = client.run(made.prompt)
+        assert run.ending == "execution_success", run.message
+    assert views in run.cached and any("detail on" in text for _, text in run.texts), run.texts
+    assert paint_models.replayed(client, run).startswith("the same texture, bit for bit")
+    made.prompt[larger[1]]["inputs"]["image"] = made.link(views)
+    assert "without the views as AnyGPU Paint Views gave them;" in paint_models.replayed(
+        client, client.run(made.prompt)
+    )
+
+
+def front_of(server: Server, client: Client):
+    """A picture of the mesh from the front, its normals on white."""
+    made = Graph()
+    mesh = made.add("AnyGPULoadMesh", mesh_file=paint_models.MESH)
+    maps = made.add("AnyGPURenderViews", mesh=made.link(mesh), size=128)
+    front = made.add("ImageFromBatch", image=made.link(maps), batch_index=0, length=1)
+    made.add("SaveImage", images=made.link(front), filename_prefix="front")
+    run = client.run(made.prompt)
+    assert run.ending == "execution_success", run.message
+    (record,) = run.files()
+    return server.output(record)

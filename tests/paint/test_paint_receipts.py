@@ -5,6 +5,7 @@ import struct
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,14 +13,24 @@ from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.paint import jobs
 from anygpu.paint.adapter_loading import AdapterRequest, load_adapter
 from anygpu.paint.baking.bake import BakeSettings
+from anygpu.paint.choices import PLACES
 from anygpu.paint.geometry.cameras import camera_table
-from anygpu.paint.geometry.mesh import write_glb
+from anygpu.paint.geometry.mesh import Mesh, load_mesh, write_glb
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.pictures import cut_out, transparency
 from anygpu.paint.sampling.delight import DelightSettings, delight_images
 from anygpu.paint.sampling.painting import PaintInputs, PaintSettings
-from anygpu.paint.step_receipts import baked_record, marked, painted_record
-from anygpu.paint.texturing import OneStep, maps_of, painted_views, references_of, texture_of, textured
+from anygpu.paint.step_receipts import baked_record, marked, painted_record, projected_record, remember, sign
+from anygpu.paint.texturing import (
+    OneStep,
+    Texture,
+    maps_of,
+    painted_views,
+    references_of,
+    texture_of,
+    textured,
+    with_detail,
+)
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.movie import read_frames
 from anygpu.pipelines.records.places import Machine, Places
@@ -45,8 +56,8 @@ def home(tmp_path_factory) -> Path:
     return root
 
 
-def machine(home: Path) -> Machine:
-    return Machine(Places((home,), (home,), state=home / "state"), home / "state", "cpu")
+def machine(home: Path, enlarged=None) -> Machine:
+    return Machine(Places((home,), (home,), state=home / "state"), home / "state", "cpu", enlarged=enlarged)
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +105,12 @@ def test_what_is_not_there_is_named(home, signed, tmp_path):
     with pytest.raises(InputError, match="without the mask with which it was painted"):
         masked = {**record, "job": {**record["job"], "mask": "0" * 32}}
         jobs.replay(edited(signed, tmp_path / "b.glb", masked), machine(home), Silent())
-    with pytest.raises(InputError, match="a receipt without several reference pictures"):
+    core = "core's MODEL, CLIP and VAE as one file has them"
+    with pytest.raises(InputError, match=f"a receipt without {core}"):
         jobs.replay(
-            edited(signed, tmp_path / "c.glb", {**record, "missing": ["several reference pictures"]}),
+            edited(
+                signed, tmp_path / "c.glb", {**record, "missing": ["core's MODEL, CLIP and VAE as one file has them"]}
+            ),
             machine(home),
             Silent(),
         )
@@ -107,18 +121,31 @@ def models(tmp_path_factory) -> Path:
     """A folder with a paint and a delight model, which needs a text encoder, and a cut-out picture."""
     root = tmp_path_factory.mktemp("steps")
     paint_loops.delight(root), stored.checkpoint("paint", root)
-    pixels = (torch.rand(48, 64, 4, generator=torch.Generator().manual_seed(0)) * 255).byte()
-    Image.fromarray(pixels.numpy(), "RGBA").save(root / "cat.png")
+    for seed, name in enumerate(("cat", "tail")):
+        pixels = (torch.rand(48, 64, 4, generator=torch.Generator().manual_seed(seed)) * 255).byte()
+        Image.fromarray(pixels.numpy(), "RGBA").save(root / f"{name}.png")
+    (root / "double.pth").write_bytes(b"enlarge")
+    maps, _, _ = maps_of(box(), camera_table("0, 180", "0, 0", "1, 1"), size=96)
+    for place, colours, seen in zip(("front", "back"), maps.position, maps.mask, strict=True):
+        pixels = (torch.cat((colours, seen[..., None].float()), -1) * 255).byte()
+        Image.fromarray(pixels.numpy(), "RGBA").save(root / f"{place}.png")
     return root
 
 
-def in_steps(models: Path, evened: bool, change=lambda made: made) -> dict:
+def doubled(file: Path, views: torch.Tensor) -> torch.Tensor:
+    """Views (V, S, S, 3) enlarged by an "upscale model", whose file is read."""
+    return views.repeat_interleave(2, 1).repeat_interleave(2, 2) * len(file.read_bytes()) / 8
+
+
+def in_steps(models: Path, evened: bool, change=lambda made: made, more: bool = False) -> dict:
     """The receipt in ``steps.glb`` of separate nodes, with other cameras, maps and bake than one node has."""
     pipeline, delight = (
         load_paint(PaintRequest(models / stored.FOLDERS[kind], device="cpu", precision="fp32"))
         for kind in ("paint", "delight")
     )
-    image, mask = read_frames(models / "cat.png", 1)[0], transparency(models / "cat.png", (48, 64))
+    files = [models / f"{name}.png" for name in ("cat", "tail")[: 1 + more]]
+    image = torch.cat([read_frames(file, 1)[0] for file in files])
+    mask = torch.cat([transparency(file, (48, 64)) for file in files])
     mesh = replace(box(), uvs=torch.stack((box().uvs[:, 0], 1 - (1 - box().uvs[:, 1])), 1))
     maps, table, _ = maps_of(mesh, camera_table("0, 120", "20, 0", "1, 0.5", 1.3), "paint", "flat", 96)
     for each in (maps.normal, maps.position):
@@ -134,10 +161,27 @@ def in_steps(models: Path, evened: bool, change=lambda made: made) -> dict:
     named = dict(zip(("normals", "positions", "image", "mask"), (maps.normal, maps.position, *given), strict=True))
     facts = {"record": painted_record(pipeline, named, asked, None), "both": False, "cameras": table}
     views, baking = change(marked(painted.views, "views", **facts)), BakeSettings(64, 128, "scatter")
+    remember("graph" * more, facts)
+    larger = ("graph", models / "double.pth") if more else None
+    views = doubled(larger[1], views) if more else views
     texture = texture_of(mesh, table, views, None, baking)
-    record = baked_record(views, None, mesh, table, baking, texture)
+    record = baked_record(views, None, mesh, table, baking, texture, larger)
+    for place in ("front", "back") if more else ():
+        texture, record = detailed(models, mesh, texture, record, place)
     jobs.Textured(mesh, texture, record).write(models / "steps.glb")
     return record
+
+
+def detailed(models: Path, mesh: Mesh, texture: Texture, record: dict, place: str) -> tuple[Texture, dict]:
+    """A texture and its receipt after AnyGPU Project Picture with the file of a ``place``, its camera given."""
+    before, after = (SimpleNamespace(texture=texture.colour[None].clone(), metallic_roughness=None) for _ in range(2))
+    sign(before, record, texture)
+    file, table = models / f"{place}.png", camera_table([PLACES[place]], [0.0], [1.0])
+    given = {place: read_frames(file, 1)[0], f"{place}_mask": transparency(file, (96, 96))}
+    made = with_detail(mesh, texture.colour, {place: cut_out(*given.values())}, table)
+    assert made.weight.any(), made.notes
+    after.texture = made.texture[None]
+    return replace(texture, colour=made.texture), projected_record(before, after, mesh, given, table)
 
 
 @pytest.mark.parametrize("evened", [False, True])
@@ -151,6 +195,37 @@ def test_what_separate_nodes_make_is_painted_again_bit_for_bit(models, evened):
     assert {name: again.rendered.receipt[name] for name in ("texture", "job")} == {
         name: record[name] for name in ("texture", "job")
     }
+
+
+def test_several_pictures_enlarged_views_and_detail_are_repeated(models):
+    record = in_steps(models, False, more=True)
+    job = record["job"]
+    assert "missing" not in record and str(models) not in str(record)
+    assert len(job["more_pictures"]) == 1 and job["upscaler"]["name"] == "double.pth"
+    assert [list(each["pictures"]) for each in job["details"]] == [["front"], ["back"]]
+    again = jobs.replay(models / "steps.glb", machine(models, doubled), Silent())
+    assert again.same and again.differences == () and again.rendered.receipt["job"] == job
+    fewer = edited(models / "steps.glb", models / "less.glb", {**record, "job": {**job, "more_pictures": []}})
+    with pytest.raises(InputError, match="without the mask with which it was painted"):
+        jobs.replay(fewer, machine(models, doubled), Silent())
+    with pytest.raises(InputError, match=r"views enlarged by 'double.pth'; expected ComfyUI"):
+        jobs.replay(models / "steps.glb", machine(models), Silent())
+
+
+def test_detail_on_another_texture_or_mesh_is_named_and_not_repeated(models):
+    record, given = in_steps(models, False), {"front": torch.zeros(1, 8, 8, 3)}
+    mesh = load_mesh(models / "steps.glb")[0]
+    texture = Texture(torch.full((64, 64, 3), 0.5), None, None, torch.ones(64, 64, dtype=torch.bool), 1.0, ())
+    other, moved = "the texture as AnyGPU made it", replace(mesh, vertices=mesh.vertices * 2)
+    for changed, shape, missing in (
+        ({"texture": torch.zeros(1, 64, 64, 3)}, mesh, other),
+        ({"metallic_roughness": torch.ones(1, 2, 2, 3)}, mesh, other),
+        ({}, moved, "the mesh that was painted"),
+    ):
+        before, after = (SimpleNamespace(texture=texture.colour[None] * 1, metallic_roughness=None) for _ in range(2))
+        sign(before, record, texture)
+        vars(before).update(changed)
+        assert projected_record(before, after, shape, given, None)["missing"] == [missing]
 
 
 @pytest.mark.parametrize("change", [torch.clone, lambda made: made.mul_(0.5), lambda made: marked(made, "maps")])

@@ -97,7 +97,8 @@ class StandInCheckpoint:
 
     def make(self, name: str, base: str) -> tuple[Any, Any, Any]:
         """Core's own classes, filled by core's own names."""
-        file = comfy.utils.load_torch_file(folder_paths.get_full_path_or_raise("checkpoints", name))
+        path = folder_paths.get_full_path_or_raise("checkpoints", name)
+        file = comfy.utils.load_torch_file(path)
         config = (supported.SDXL if base == "sdxl" else supported.SD20)({**UNET, **UNETS[base]})
         config.unet_config |= UNET | UNETS[base]
         config.set_inference_dtype(torch.float16, torch.float32)
@@ -109,7 +110,10 @@ class StandInCheckpoint:
         clip = comfy.sd.CLIP(target, model_options=options, state_dict=config.process_clip_state_dict(dict(file)))
         decoder = comfy.utils.state_dict_prefix_replace(dict(file), {"first_stage_model.": ""}, filter_keys=True)
         vae = comfy.sd.VAE(decoder, config={"params": {"ddconfig": PICTURES, "embed_dim": 4}})
-        return comfy.model_patcher.CoreModelPatcher(model, torch.device("cpu"), torch.device("cpu")), clip, vae
+        made = comfy.model_patcher.CoreModelPatcher(model, torch.device("cpu"), torch.device("cpu"))
+        for patcher in (made, clip.patcher, vae.patcher):
+            patcher.cached_patcher_init = (None, (path,))
+        return made, clip, vae
 
 
 class StandInWeights:

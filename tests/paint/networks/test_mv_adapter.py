@@ -196,6 +196,13 @@ def test_an_adapter_is_known_by_its_tensors_and_its_name(variant):
     ("name", "base", "declared", "change", "message"),
     [
         ("mvadapter_i2mv_sdxl.safetensors", "sdxl", "", None, "may be i2mv, which is made for camera rays"),
+        (
+            "mvadapter_t2mv_sdxl.safetensors",
+            "sdxl",
+            "",
+            shapes_of("tg2mv"),
+            "may be t2mv, which is made for",
+        ),
         ("mine.safetensors", "sdxl", "tg2mv", None, "declared as tg2mv has the layers of ig2mv"),
         ("mvadapter_ig2mv_sdxl.safetensors", "sd21", "", None, "is made for sdxl, and the checkpoint is sd21"),
         ("other.safetensors", "sdxl", "", {"a": (1,)}, "'other.safetensors' holds no MV-Adapter"),
