@@ -30,6 +30,7 @@ from .rates import (
     ATTENTION,
     CONVOLUTION,
     CONVOLVED_SHARE,
+    COPY,
     GENERATIONS,
     LAUNCH_SECONDS,
     MEMORY,
@@ -78,7 +79,7 @@ class Work(Counter[tuple[str, int, int]]):
 
     @property
     def bytes(self) -> int:
-        return sum(moved * times for (kind, _, moved), times in self.items() if kind != FILTERS)
+        return sum(moved * times for (kind, _, moved), times in self.items() if kind not in (FILTERS, COPY))
 
     def times(self, count: int) -> Work:
         return Work({operation: times * count for operation, times in self.items()})
@@ -109,8 +110,8 @@ class Pace:
         rates = {PRODUCT: self.product, CONVOLUTION: self.convolution, ATTENTION: self.attention}
 
         def once(kind: str, flops: int, moved: int) -> float:
-            if kind == FILTERS:
-                return moved / self.filters
+            if kind in (FILTERS, COPY):
+                return moved / (self.filters if kind == FILTERS else self.plain_link or math.inf)
             return max(flops / rates.get(kind, self.product), moved / self.memory)
 
         computing = sum(times * once(*operation) for operation, times in work.items())
@@ -197,7 +198,7 @@ class _Autocast(torch.autocast):
         super().__init__(device_type, *arguments, **options)
 
 
-KEPT = 64  # counts, the newest
+KEPT = 256  # counts, the newest
 _counts: dict[Any, Any] = {}
 _patching = threading.Lock()
 

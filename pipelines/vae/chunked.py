@@ -75,12 +75,11 @@ class CausalCache:
         if self.place is None:
             self.coming[layer] = self.way.to_host(seen.contiguous())
             return
+        core = self.way.to_host(self.place.core(seen).contiguous())
         if layer not in self.coming:
-            shape = (*seen.shape[:3], self.place.height, self.place.width)
-            self.coming[layer] = torch.empty(shape, dtype=seen.dtype)
+            self.coming[layer] = core.new_empty(*seen.shape[:3], self.place.height, self.place.width)
         (top, bottom), (left, right) = self.place.rows, self.place.columns
-        core = self.place.core(seen).contiguous()
-        self.coming[layer][..., top:bottom, left:right] = self.way.to_host(core)
+        self.coming[layer][..., top:bottom, left:right] = core
 
     def commit(self, frames: int) -> None:
         """The chunk of so many latent frames is done."""
@@ -88,6 +87,12 @@ class CausalCache:
             is_attention = full_name(layer) == ATTENTION and layer in self.kept
             self.kept[layer] = torch.cat([self.kept[layer], seen], dim=2) if is_attention else seen
         self.coming, self.frames = {}, self.frames + frames
+
+    def look_back(self, frames: int) -> None:
+        """Remember as many latent ``frames`` as an attention has seen by then, without values."""
+        for layer, seen in self.kept.items():
+            if full_name(layer) == ATTENTION:
+                self.kept[layer] = seen.new_empty(*seen.shape[:2], frames, *seen.shape[3:])
 
     def abandon(self) -> None:
         """The chunk under way failed; the next attempt begins where it began."""
