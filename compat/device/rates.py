@@ -68,7 +68,7 @@ def _generation(row: Mapping[str, str]) -> Generation:
 # best size of a matmul in torch. Cards of which no attention was found take half of their products' share by FLASH, 0.4
 # by EFFICIENT and 0.15 by MATH: assumed.
 GENERATIONS: Mapping[str, Generation] = {row["name"]: _generation(row) for row in _table("generations.csv")}
-TF32 = ("ampere", "ampere_pro", "a100", "ada", "ada_pro", "l20", "blackwell", "hopper", "h20")
+TF32 = ("ampere", "ampere_pro", "a100", "ada", "ada_pro", "l20", "blackwell", "blackwell_pro", "hopper", "h20")
 LOSSY_ATTENTION = ("sage", "kitchen_int8")
 STORED = {"int8": "int8", "int8_convrot": "int8", "w4a8": "int8", "fp8": "fp8"}  # the rate of weights stored so
 UNITS = {"sm70": 1024, "sm75": 512, "sm80": 2048, "sm86": 512, "sm89": 512, "sm90": 4096, "sm120": 512}

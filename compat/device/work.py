@@ -273,7 +273,7 @@ def pace_of(
                 finally:
                     empty_cache(facts.device)  # torch would keep most of a gigabyte
 
-            kept = store.remember(f"rates of {name}, heads of {heads}", measured)
+            kept = store.remember(f"rates of {name} values, heads of {heads}", measured)
             if kept and facts.device.type != "cpu":
                 kept = {**kept, **(store.remember("links", lambda: _links(facts.device)) or {})}
             timed = store.recall(f"attention {name} heads of {width}") or {}
@@ -306,7 +306,9 @@ def measured_pace(
     timer = _Timer(device, clock)
 
     def tensor(*shape: int) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=device)
+        # An A100 multiplied zeros at 295 TFLOPS and random values at 257: it lowers its clock for power (thonking.ai,
+        # "Strangely, Matrix Multiplications ...").
+        return torch.arange(math.prod(shape), dtype=torch.float32, device=device).sin_().to(dtype).view(shape)
 
     def product(side: int) -> Callable[[], Any]:
         a, b = tensor(side, side), tensor(side, side)
@@ -321,7 +323,7 @@ def measured_pace(
         return lambda: F.scaled_dot_product_attention(q, q, q)
 
     def copied(side: int) -> Callable[[], Any]:
-        x = tensor(12, side, side)
+        x = torch.zeros(12, side, side, dtype=dtype, device=device)
         return lambda: x + 1
 
     def weighed() -> Any:
