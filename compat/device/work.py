@@ -306,8 +306,7 @@ def measured_pace(
     timer = _Timer(device, clock)
 
     def tensor(*shape: int) -> Tensor:
-        # An A100 multiplied zeros at 295 TFLOPS and random values at 257: it lowers its clock for power (thonking.ai,
-        # "Strangely, Matrix Multiplications ...").
+        # an A100 multiplies zeros at 295 TFLOPS, random values at 257, for which its clock falls (thonking.ai)
         return torch.arange(math.prod(shape), dtype=torch.float32, device=device).sin_().to(dtype).view(shape)
 
     def product(side: int) -> Callable[[], Any]:

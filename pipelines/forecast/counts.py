@@ -104,9 +104,8 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
 
 def unpacking_work(pipeline: Pipeline, part: str) -> Work:
     """The work of making the packed weights of a part dense, as each forward does where none multiplies them so."""
-    total, multiplied = Work(), tuple[torch.dtype, ...]()
-    if pipeline.plan.speed.request.stored_products and part == TRANSFORMER:
-        multiplied = formats_on(pipeline.facts)
+    total, stored = Work(), pipeline.plan.speed.request.stored_products and part == TRANSFORMER
+    multiplied = formats_on(pipeline.facts) if stored else ()
 
     def count(form: PackedForm) -> Work:
         codec, (shape, dtype), beside, group, (_, dense) = form
@@ -172,12 +171,10 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
                     past.commit(count)
 
             frames(most)
-            if past is not None:
-                past.look_back(total // 2)  # what later chunks attend to on average
-                with _repeated(work, (total - most) // most):
-                    frames(most)
-                if rest := total % most:
-                    frames(rest)
+            for count, times in ((most, total // most - 1), (total % most, 1)):
+                if count and times:
+                    with _repeated(work, times):
+                        frames(count)
         return work
 
     def cut(cells: Cells) -> Any:

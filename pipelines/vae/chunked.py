@@ -88,12 +88,6 @@ class CausalCache:
             self.kept[layer] = torch.cat([self.kept[layer], seen], dim=2) if is_attention else seen
         self.coming, self.frames = {}, self.frames + frames
 
-    def look_back(self, frames: int) -> None:
-        """Remember as many latent ``frames`` as an attention has seen by then, without values."""
-        for layer, seen in self.kept.items():
-            if full_name(layer) == ATTENTION:
-                self.kept[layer] = seen.new_empty(*seen.shape[:2], frames, *seen.shape[3:])
-
     def abandon(self) -> None:
         """The chunk under way failed; the next attempt begins where it began."""
         self.coming, self.place = {}, None

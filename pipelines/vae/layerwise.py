@@ -115,12 +115,10 @@ class Stream:
             return torch.addcmul(offset, tile.float(), factor).to(tile.dtype)
 
     def parted(self, region: Region, side: int) -> list[Region]:
+        """The parts of a region to compute."""
         return parted(region, side)
 
-    def _one(
-        self, run: Callable[..., Tensor], planes: list[Tensor], place: TilePosition
-    ) -> tuple[Tensor, Moments | None]:
-        """A tile of the next plane, on the host, and its moments."""
+    def _one(self, run: Callable[..., Tensor], planes: list[Tensor], place: TilePosition) -> Piece:
         if self.past is not None:
             self.past.place = place
         tiles = [self.way.to_device(place.read(plane).contiguous()) for plane in planes]
@@ -149,6 +147,7 @@ class Stream:
 
 
 Moments = tuple[int, Tensor, Tensor]  # values per group, their mean, their squared distances from it
+Piece = tuple[Tensor, Moments | None]  # a tile of the next plane, on the host
 
 
 def merge_moments(before: Moments, piece: Moments) -> Moments:

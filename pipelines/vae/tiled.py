@@ -261,7 +261,7 @@ def _tried(decode: Decode, task: RegionTask) -> torch.Tensor | None:
 
 
 def pixel_elements(config: Any, frames: int) -> int:
-    """Elements of a decoder's last layer per pixel, of so many frames."""
+    """Elements of a decoder's last layer per pixel."""
     return max(1, narrowest(config) * frames // int(config.get("patch_size") or 1) ** 2)
 
 
