@@ -5,7 +5,6 @@ exactly the values computed with. So offload moves small tensors, and LoRA and r
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from ..device.execution import bf16_bits_to_fp32
 from ..errors import UnsupportedError, require_choice
 from ..packages import imported
 from .headers import STORED, TensorEntry
-from .unpacking import FP32_COPIES, PACKINGS, SCALED, VALUES, W4A8, largest_group, rotated, rows_of, unpacked
+from .unpacking import SCALED, W4A8, largest_group, rotated, rows_of, unpacked
 
 MEANINGS: dict[str, str] = {
     "auto": "in the dtype that computes, or, if the file has fewer bits, exactly as in the file",
@@ -189,35 +188,6 @@ def stays_plain(name: str, entry: TensorEntry, choice: str, dense: torch.dtype) 
     if choice == "as in file":
         return is_eligible(name, entry, exact=own.itemsize < dense.itemsize)
     return PLAIN.get(choice) is own and is_eligible(name, entry)
-
-
-def memory_bytes(name: str, entry: TensorEntry, choice: str, keeps: bool, dense: torch.dtype) -> int:
-    """Bytes of a floating tensor in memory under a storage choice, computed with in the dtype ``dense``.
-    ``keeps``: what the file has packed stays so."""
-    count = math.prod(entry.shape)
-    if stays_plain(name, entry, choice, dense) or (keeps and stays_packed(name, entry)):
-        return entry.held_bytes
-    if not is_eligible(name, entry):
-        return count * dense.itemsize
-    if choice in ROUNDED:
-        half = choice == "w4a8" and largest_group(entry.shape[1])
-        return (count // 2 + count // 16 if half else count) + 4 * entry.shape[0]
-    if choice in PLAIN:
-        return 2 * count
-    exact = choice == "as in file" and not entry.is_packed and STORED[entry.dtype].itemsize >= 2
-    return count * (STORED[entry.dtype] if exact else dense).itemsize
-
-
-def dense_bytes(name: str, entry: TensorEntry, choice: str, keeps: bool, dense: torch.dtype) -> int:
-    """Bytes at the peak of making a packed weight dense, at most; 0 for one that is not packed. Arguments as above."""
-    count, held = math.prod(entry.shape), memory_bytes(name, entry, choice, keeps, dense)
-    if held >= count * dense.itemsize or is_table(name):  # of a table only a few rows are
-        return 0
-    if entry.codec in PACKINGS or choice in ROUNDED:
-        simple = choice in EIGHT or (entry.codec == SCALED and not entry.group and choice not in ROTATED)
-        copies = 4 * min(count, VALUES) * (1 if simple else FP32_COPIES)
-        return copies + (0 if dense is torch.float32 and count <= VALUES else count * dense.itemsize)
-    return count * (dense.itemsize if dense is torch.float32 or held >= 2 * count else 4 + dense.itemsize)
 
 
 def packed(

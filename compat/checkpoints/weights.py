@@ -303,13 +303,23 @@ def read_sides(entry: TensorEntry) -> dict[str, torch.Tensor]:
         return _sides(file, entry)
 
 
-def _sides(file: BinaryIO, entry: TensorEntry) -> dict[str, torch.Tensor]:
+def outlined_sides(entry: TensorEntry) -> dict[str, torch.Tensor]:
+    """The same on the meta device, without values."""
+    return _sides(None, entry)
+
+
+def _sides(file: BinaryIO | None, entry: TensorEntry) -> dict[str, torch.Tensor]:
     packing = PACKINGS.get(entry.codec)
     if packing is None:
         return {}
     first, rows = entry.part[0], entry.part[1] or entry.shape[0]
     columns = math.prod(entry.shape[1:])
-    read = {name: _read_one(file, side, None, lambda _: None) for name, side in entry.sides if name != "state"}
+
+    def side(each: TensorEntry) -> torch.Tensor:
+        outline = torch.empty(each.shape, dtype=STORED[each.dtype], device="meta")
+        return outline if file is None else _read_one(file, each, None, lambda _: None)
+
+    read = {name: side(each) for name, each in entry.sides if name != "state"}
     sides = {name: laid_out(side, packing.sides.get(name, ALL), rows, columns) for name, side in read.items()}
     if "nested" in sides:
         offset = (json_object(bytes_of(dict(entry.sides)["state"])) or {}).get("nested_offset")

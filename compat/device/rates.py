@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from .facts import GIBIBYTE, DeviceFacts
 
 TERA, GIGA = 1e12, 1e9
-PRODUCT, CONVOLUTION, ATTENTION, OTHER = "product", "convolution", "attention", "other"
+PRODUCT, CONVOLUTION, ATTENTION, OTHER, COPY = "product", "convolution", "attention", "other", "copy over the link"
 LANE = {3: 0.9846 * GIGA, 4: 1.9693 * GIGA, 5: 3.9385 * GIGA}  # of PCIe, one direction, after 128b/130b coding
 PCIE_3, PCIE_4, PCIE_5 = (16 * rate for rate in LANE.values())
 LAUNCH_SECONDS = 5e-6  # of a kernel or a copy; no data sheet has it, eager torch needs about as much on every device
@@ -68,7 +68,7 @@ def _generation(row: Mapping[str, str]) -> Generation:
 # best size of a matmul in torch. Cards of which no attention was found take half of their products' share by FLASH, 0.4
 # by EFFICIENT and 0.15 by MATH: assumed.
 GENERATIONS: Mapping[str, Generation] = {row["name"]: _generation(row) for row in _table("generations.csv")}
-TF32 = ("ampere", "ampere_pro", "a100", "ada", "ada_pro", "l20", "blackwell", "hopper", "h20")
+TF32 = ("ampere", "ampere_pro", "a100", "ada", "ada_pro", "l20", "blackwell", "blackwell_pro", "hopper", "h20")
 LOSSY_ATTENTION = ("sage", "kitchen_int8")
 STORED = {"int8": "int8", "int8_convrot": "int8", "w4a8": "int8", "fp8": "fp8"}  # the rate of weights stored so
 UNITS = {"sm70": 1024, "sm75": 512, "sm80": 2048, "sm86": 512, "sm89": 512, "sm90": 4096, "sm120": 512}

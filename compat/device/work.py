@@ -30,6 +30,7 @@ from .rates import (
     ATTENTION,
     CONVOLUTION,
     CONVOLVED_SHARE,
+    COPY,
     GENERATIONS,
     LAUNCH_SECONDS,
     MEMORY,
@@ -78,7 +79,7 @@ class Work(Counter[tuple[str, int, int]]):
 
     @property
     def bytes(self) -> int:
-        return sum(moved * times for (kind, _, moved), times in self.items() if kind != FILTERS)
+        return sum(moved * times for (kind, _, moved), times in self.items() if kind not in (FILTERS, COPY))
 
     def times(self, count: int) -> Work:
         return Work({operation: times * count for operation, times in self.items()})
@@ -109,8 +110,8 @@ class Pace:
         rates = {PRODUCT: self.product, CONVOLUTION: self.convolution, ATTENTION: self.attention}
 
         def once(kind: str, flops: int, moved: int) -> float:
-            if kind == FILTERS:
-                return moved / self.filters
+            if kind in (FILTERS, COPY):
+                return moved / (self.filters if kind == FILTERS else self.plain_link or math.inf)
             return max(flops / rates.get(kind, self.product), moved / self.memory)
 
         computing = sum(times * once(*operation) for operation, times in work.items())
@@ -197,7 +198,7 @@ class _Autocast(torch.autocast):
         super().__init__(device_type, *arguments, **options)
 
 
-KEPT = 64  # counts, the newest
+KEPT = 256  # counts, the newest
 _counts: dict[Any, Any] = {}
 _patching = threading.Lock()
 
@@ -272,7 +273,7 @@ def pace_of(
                 finally:
                     empty_cache(facts.device)  # torch would keep most of a gigabyte
 
-            kept = store.remember(f"rates of {name}, heads of {heads}", measured)
+            kept = store.remember(f"rates of {name} values, heads of {heads}", measured)
             if kept and facts.device.type != "cpu":
                 kept = {**kept, **(store.remember("links", lambda: _links(facts.device)) or {})}
             timed = store.recall(f"attention {name} heads of {width}") or {}
@@ -305,7 +306,8 @@ def measured_pace(
     timer = _Timer(device, clock)
 
     def tensor(*shape: int) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=device)
+        # an A100 multiplies zeros at 295 TFLOPS, random values at 257, for which its clock falls (thonking.ai)
+        return torch.arange(math.prod(shape), dtype=torch.float32, device=device).sin_().to(dtype).view(shape)
 
     def product(side: int) -> Callable[[], Any]:
         a, b = tensor(side, side), tensor(side, side)
@@ -320,7 +322,7 @@ def measured_pace(
         return lambda: F.scaled_dot_product_attention(q, q, q)
 
     def copied(side: int) -> Callable[[], Any]:
-        x = tensor(12, side, side)
+        x = torch.zeros(12, side, side, dtype=dtype, device=device)
         return lambda: x + 1
 
     def weighed() -> Any:

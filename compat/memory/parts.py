@@ -223,6 +223,11 @@ def _change(parts: Parts, part: str, wanted: Adapters | None, detach: Callable[[
         parts.active_adapters[part] = ActiveAdapters(wanted.key, merged, owner, plain=plain, order=order)
 
 
+Outline = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor
+# Codec, packed rows, what lies beside them, columns rotated together, and what each use makes of them.
+PackedForm = tuple[str, Outline, tuple[tuple[str, Outline], ...], int, Outline]
+
+
 @dataclass(frozen=True, slots=True)
 class PartBytes:
     """Bytes of one part on the device."""
@@ -234,6 +239,7 @@ class PartBytes:
     outer: int = 0  # the largest layer outside the blocks, such as an embedding
     single: int = 0  # the largest single-stream block, in which the activations are most
     dense: int = 0  # of making the largest packed weight dense
+    forms: tuple[tuple[PackedForm, int], ...] = ()  # those of packed weights, and how many have each
 
     @property
     def passing(self) -> int:

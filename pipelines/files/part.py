@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from ...compat.checkpoints.headers import STORED, TensorEntry
-from ...compat.checkpoints.packed import dense_bytes, memory_bytes, stays_packed, stays_plain
-from ...compat.checkpoints.weights import described, is_view, read_json, weight_files
+from ...compat.checkpoints.packed import PLAIN, ROUNDED, is_eligible, is_table, rounded, stays_packed, stays_plain
+from ...compat.checkpoints.unpacking import FP32_COPIES, PACKINGS, SCALED, VALUES
+from ...compat.checkpoints.weights import described, is_view, outlined_sides, read_json, weight_files
 from ...compat.device.failures import is_shortage
 from ...compat.errors import CheckpointError, PackError
+from ...compat.memory.parts import Outline, PackedForm
 from ..base import Progress
 from ..family import FamilySpec
 
@@ -61,21 +65,67 @@ class PartFiles:
     def bytes_of(self, name: str, entry: TensorEntry) -> int:
         if not entry.is_floating:
             return entry.total_bytes
-        if self.dtype_of is not None or (self.storage == "auto" and not self.keeps_packed):
+        if (form := self.form_of(name, entry)) is None:
             return math.prod(entry.shape) * self.becomes(name).itemsize
-        return memory_bytes(name, entry, self.storage, self.keeps_packed, self.dtype)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in (form[1], *dict(form[2]).values()))
+
+    @property
+    def forms(self) -> tuple[tuple[PackedForm, int], ...]:
+        """The forms of the weights that each use makes dense, and how many have each; of a table few rows are."""
+        forms = (self.form_of(name, entry) for name, entry in self.entries.items() if not is_table(name))
+        return tuple(Counter(form for form in forms if form and (form[0] or form[1] != form[-1])).items())
 
     @property
     def dense_bytes(self) -> int:
         """Bytes at the peak of making the largest packed weight dense, as each use does; 0 where none is packed."""
-        if self.dtype_of is not None or (self.storage == "auto" and not self.keeps_packed):
-            return 0
-        how = (self.storage, self.keeps_packed, self.dtype)
-        floats = ((name, entry) for name, entry in self.entries.items() if entry.is_floating)
-        return max((dense_bytes(name, entry, *how) for name, entry in floats), default=0)
+        return max((_dense_bytes(form) for form, _ in self.forms), default=0)
+
+    def form_of(self, name: str, entry: TensorEntry) -> PackedForm | None:
+        """The form in which a floating matrix is kept; None for one that is dense from the start."""
+        own, choice, (rows, *columns) = STORED[entry.dtype], self.storage, entry.shape or (0,)
+        if self.dtype_of is not None or not entry.is_floating or (choice == "auto" and not self.keeps_packed):
+            return None
+        if stays(self, name, entry):
+            stored = torch.empty(rows, entry.total_bytes // rows // own.itemsize, dtype=own, device="meta")
+            return _form(stored, entry.codec, outlined_sides(entry), entry.group, (entry.shape, self.dtype))
+        if not is_eligible(name, entry):
+            return None
+        if choice in ROUNDED:
+            return _rounded(choice, rows, columns[0], self.dtype)
+        plain = own if choice == "as in file" and not entry.is_packed and own.itemsize >= 2 else self.dtype
+        return "", (entry.shape, PLAIN.get(choice, plain)), (), 0, (entry.shape, self.dtype)
 
     def becomes(self, name: str) -> torch.dtype:
         return self.dtype if self.dtype_of is None else self.dtype_of(name, tuple(self.entries[name].shape))
+
+
+def _form(
+    stored: torch.Tensor, codec: str, sides: Mapping[str, torch.Tensor], group: int, dense: Outline
+) -> PackedForm:
+    outlines = tuple((name, (tuple(side.shape), side.dtype)) for name, side in sides.items())
+    return codec, (tuple(stored.shape), stored.dtype), outlines, group, dense
+
+
+@lru_cache(maxsize=64)
+def _rounded(choice: str, rows: int, columns: int, dense: torch.dtype) -> PackedForm:
+    """The form of a weight under a choice of ``packed.ROUNDED``: two rows tell how all lie."""
+    form = rounded(torch.randn(2, columns, generator=torch.Generator().manual_seed(0)), choice)
+
+    def whole(tensor: Tensor) -> Tensor:
+        return tensor[:1].expand(rows, *tensor.shape[1:]) if len(tensor) == 2 else tensor
+
+    sides = {name: whole(side) for name, side in form["sides"].items()}
+    return _form(whole(form["stored"]), form["codec"], sides, form["group"], ((rows, columns), dense))
+
+
+def _dense_bytes(form: PackedForm) -> int:
+    """Bytes at the peak of making a packed weight dense, at most."""
+    codec, _, _, group, (shape, dense) = form
+    count = math.prod(shape)
+    if codec in PACKINGS:
+        copies = 4 * min(count, VALUES) * (1 if codec == SCALED and not group else FP32_COPIES)
+        return copies + (0 if dense is torch.float32 and count <= VALUES else count * dense.itemsize)
+    return count * (dense.itemsize if dense is torch.float32 or not codec else 4 + dense.itemsize)
 
 
 def part_files(name: str, library: str, cls: str, folder: Path, dtype: torch.dtype) -> PartFiles:

@@ -4,29 +4,37 @@ built with two blocks of each kind. What was counted for a size is kept."""
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from operator import eq
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...compat.checkpoints.unpacking import unpacked
 from ...compat.device.probe_store import OK
-from ...compat.device.work import ATTENTION, META, OTHER, PRODUCT, Work, counted_once, counting_on_meta, empty, text_of
+from ...compat.device.rates import ATTENTION, COPY, OTHER, PRODUCT
+from ...compat.device.work import META, Work, counted_once, counting_on_meta, empty, text_of
+from ...compat.memory.parts import PackedForm
+from ...compat.memory.transfer import Transfer
 from ...compat.transforms import fused
 from ...compat.transforms.attention import SPARSE
 from ...compat.transforms.fp16 import apply_fp16_safe
 from ...compat.transforms.fused_vae import fuse_vae
+from ...compat.transforms.products import formats_on
 from ...compat.transforms.sparse_attention import shares
 from ..base import Call, Forwards, PromptRequest, SampleSettings
 from ..pipeline import Pipeline
 from ..sampling.schedules import Guidance
 from ..sizes import TRANSFORMER, VAE, Size, latent_shape
+from ..vae.chunked import CausalCache, TilePosition, remembering
+from ..vae.layerwise import Region, Stream, parted, streamed
 from ..vae.plan import DecodeMethod
-from ..vae.tiled import decode_as_published, decoder_call, pieces_of
+from ..vae.tiled import decode_as_published, decoder_call, pieces_of, pixel_elements
 
 BLOCKS = {"num_layers": "transformer_blocks", "num_single_layers": "single_transformer_blocks"}
 ALIKE = 2  # blocks of a kind that are built: the last may differ from the others
@@ -90,7 +98,27 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
         return _sparse(work, latent_shape(pipeline, size)) if sparse else work
 
     given = None if call.vision is None else call.vision.shape
-    return counted_once((*key, given, str(dtype), precision.safe, wide, form, epilogue, sparse), count)
+    work = counted_once((*key, given, str(dtype), precision.safe, wide, form, epilogue, sparse), count)
+    return Work(work + unpacking_work(pipeline, TRANSFORMER))
+
+
+def unpacking_work(pipeline: Pipeline, part: str) -> Work:
+    """The work of making the packed weights of a part dense, as each forward does where none multiplies them so."""
+    total, stored = Work(), pipeline.plan.speed.request.stored_products and part == TRANSFORMER
+    multiplied = formats_on(pipeline.facts) if stored else ()
+
+    def count(form: PackedForm) -> Work:
+        codec, (shape, dtype), beside, group, (_, dense) = form
+        stored, sides = empty(*shape, dtype=dtype), {name: empty(*each[0], dtype=each[1]) for name, each in beside}
+        for _ in range(2):  # the first makes tables of codes, which stay
+            with counting_on_meta() as work:
+                unpacked(codec, stored, sides, group, dense) if codec else stored.to(dense)
+        return work
+
+    for form, weights in pipeline.weights[part].forms if part in pipeline.weights else ():
+        if form[1][1] not in multiplied:
+            total.update(counted_once(form, partial(count, form)).times(weights))
+    return total
 
 
 def _sparse(work: Work, grid: Cells) -> Work:
@@ -125,9 +153,28 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
 
     def decoded(cells: Cells) -> Work:
         time = empty(1, dtype=method.dtype) if config.get("timestep_conditioning") else None
-        decoder = vae()  # made before anything is counted
+        decoder, (total, rows, columns) = vae(), cells  # made before anything is counted
+        most, temporal = min(method.frames or total, total), pipeline.spec.sizes.stride
         with counting_on_meta() as work:
-            decoder_call(decoder, latents(cells), time)
+            way = _Copies(META, method.dtype, work=work)
+            past = CausalCache(way) if most < total else None
+
+            def frames(count: int) -> None:
+                part = latents((count, rows, columns))
+                with nullcontext() if past is None else remembering(decoder, past):
+                    if method.stream:
+                        elements = pixel_elements(decoder.config, count * temporal)
+                        streamed(_Walk(way, method.stream, elements, past=past, work=work), decoder, part, time)
+                    else:
+                        way.to_host(decoder_call(decoder, way.to_device(part), time))
+                if past is not None:
+                    past.commit(count)
+
+            frames(most)
+            for count, times in ((most, total // most - 1), (total % most, 1)):
+                if count and times:
+                    with _repeated(work, times):
+                        frames(count)
         return work
 
     def cut(cells: Cells) -> Any:
@@ -135,8 +182,56 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
 
     for cells, times in Counter(_cuts(pipeline, size)).items():
         for piece, count in counted_once((*key, cells, method), partial(cut, cells)).items():
-            total.update(counted_once((*key, piece), partial(decoded, piece)).times(count * times))
+            work = counted_once((*key, method.stream, method.frames, piece), partial(decoded, piece))
+            total.update(work.times(count * times))
     return total
+
+
+@contextmanager
+def _repeated(work: Work, times: int) -> Iterator[None]:
+    """Add what the block adds to ``work`` so many ``times``."""
+    before = Work(work)
+    yield
+    work.update(Work(work - before).times(times - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies(Transfer):
+    """A way between host and device that are both the meta device, and the work to which its copies are added."""
+
+    work: Work = field(default_factory=Work)
+
+    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self.to_host(tensor.to(self.dtype))
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.work[COPY, 0, tensor.nbytes] += 1
+        return tensor
+
+
+@dataclass(slots=True)
+class _Walk(Stream):
+    """A walk over planes without data, in which tiles of one shape are computed once."""
+
+    work: Work = field(default_factory=Work)
+    times: dict[Region, int] = field(default_factory=dict)
+
+    def each(self, starts: range) -> Iterator[int]:
+        if len(starts) > 1:
+            with _repeated(self.work, len(starts) - 1):
+                yield starts[0]
+        yield starts[-1]
+
+    def parted(self, region: Region, side: int) -> list[Region]:
+        alike = defaultdict[Any, list[Region]](list)
+        for part in parted(region, side):
+            alike[part[1] - part[0], part[3] - part[2], tuple(map(eq, part, region))].append(part)
+        self.times = {parts[0]: len(parts) for parts in alike.values()}
+        return list(self.times)
+
+    def _one(self, run: Callable[..., torch.Tensor], planes: list[torch.Tensor], place: TilePosition) -> Any:
+        with _repeated(self.work, self.times.get((*place.rows, *place.columns), 1)):
+            return Stream._one(self, run, planes, place)
 
 
 def image_work(pipeline: Pipeline, size: Size) -> Work:
@@ -185,6 +280,7 @@ def text_work(pipeline: Pipeline, request: PromptRequest | None = None) -> Work:
         for texts in forwards:
             lengths = [min(tokens, most) for tokens in texts]
             total.update(_encoder_work(config, lengths, pipeline.precision.text.itemsize))
+            total.update(unpacking_work(pipeline, part))
     return total
 
 

@@ -28,7 +28,7 @@ Rooms = Callable[[torch.device], int | None]
 
 TEXT = "text"
 STREAMED = ("group", "sequential")
-MODEL = 2  # of time: a run that an earlier one modelled corrects nothing
+MODEL = 3  # of time: a run that an earlier one modelled corrects nothing
 PUBLISHED_OFF = 1.34  # what a generation's shares of a data sheet may be off by; docs/performance.md counts how often
 PROBED_OFF = 1.5  # what a few probes may be off by, in both directions: docs/memory.md has measured ratios
 NEAR, FAR = 1.1, 1.25  # what runs of the same size, and of another, may be off by
@@ -211,7 +211,8 @@ def stage_time(
             fix="Run a model on it once.",
         )
     rows = [] if state is None else saved_stages(state)
-    modelled = stage.share * pace.quicker(stage.quicker).seconds(stage.work())
+    paced = replace(pace.quicker(stage.quicker), plain_link=link_of(facts, rows, pace))
+    modelled = stage.share * paced.seconds(stage.work())
     streamed = mode in STREAMED
     if link := 0.0 if stays else link_of(facts, rows, pace, streamed and stage.pinned, streamed):
         modelled = _with_copies(stage, modelled, link, mode, room)

@@ -240,7 +240,8 @@ def _unpacked(pipeline: Pipeline, lora: LoRA, sides: Mapping[str, Any], progress
     more = sum(math.prod(sides[name]) for name in names) * pipeline.precision.transformer.itemsize
     for part in (part for part in pipeline.spec.transformers if more and pipeline.model.storage.get(part)):
         own, share = weights[part], 1 + more / weights[part].total
-        weights[part] = PartBytes(*(int(getattr(own, each.name) * share) for each in fields(own)))
+        grown = (int(getattr(own, each.name) * share) for each in fields(own) if each.name != "forms")
+        weights[part] = PartBytes(*grown, forms=own.forms)
         progress.notify(f"{lora.path.stem}: layers of {part} unpacked for it: {len(names)}, {amount_of(more)} more")
     return weights
 

@@ -383,7 +383,7 @@ def sizes_of(files: Iterable[PartFiles]) -> dict[str, PartBytes]:
     sizes = {}
     for part in files:
         size = part_bytes({name: part.bytes_of(name, entry) for name, entry in part.entries.items()})
-        sizes[part.name] = replace(size, dense=part.dense_bytes)
+        sizes[part.name] = replace(size, dense=part.dense_bytes, forms=part.forms)
     return sizes
 
 

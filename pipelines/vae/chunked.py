@@ -75,12 +75,11 @@ class CausalCache:
         if self.place is None:
             self.coming[layer] = self.way.to_host(seen.contiguous())
             return
+        core = self.way.to_host(self.place.core(seen).contiguous())
         if layer not in self.coming:
-            shape = (*seen.shape[:3], self.place.height, self.place.width)
-            self.coming[layer] = torch.empty(shape, dtype=seen.dtype)
+            self.coming[layer] = core.new_empty(*seen.shape[:3], self.place.height, self.place.width)
         (top, bottom), (left, right) = self.place.rows, self.place.columns
-        core = self.place.core(seen).contiguous()
-        self.coming[layer][..., top:bottom, left:right] = self.way.to_host(core)
+        self.coming[layer][..., top:bottom, left:right] = core
 
     def commit(self, frames: int) -> None:
         """The chunk of so many latent frames is done."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat.device.execution import to_host
 from ...compat.device.facts import empty_cache
 from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.errors import UnsupportedError
@@ -50,6 +49,10 @@ class Stream:
     groups: int = 0  # of the decoder's group norms
     per_frame: bool = False  # whether a norm is of each frame for itself
 
+    def each(self, starts: range) -> Iterable[int]:
+        """The beginnings of blocks of one size, the last of which may be smaller."""
+        return starts
+
     def walk(self, run: Callable[..., Tensor], *sources: Activation, halo: int = 0, grow: int = 1) -> Activation:
         """Apply ``run`` to the planes of ``sources``, tile by tile.
 
@@ -66,15 +69,12 @@ class Stream:
             region, failed = pending.pop(), False
             side = self._side(planes[0], grow)
             if max(region[1] - region[0], region[3] - region[2]) > side:
-                pending += reversed(parted(region, side))
+                pending += reversed(self.parted(region, side))
                 continue
             self.check()
             place = place_of(region, halo, height, width)
             try:
-                piece = self._one(run, planes, place)
-                part = self._summed(piece)
-                here = self.way.to_host(piece)
-                del piece
+                here, part = self._one(run, planes, place)
             except DEVICE_ERRORS as error:
                 if not is_shortage(error):
                     raise
@@ -90,7 +90,7 @@ class Stream:
             if part is not None:
                 count, mean, squares = merge_moments((count, mean, squares), part)
             if plane is None:
-                plane = torch.empty((*here.shape[:3], height * grow, width * grow), dtype=here.dtype)
+                plane = here.new_empty(*here.shape[:3], height * grow, width * grow)
             top, bottom, left, right = (edge * grow for edge in region)
             plane[..., top:bottom, left:right] = here
         assert plane is not None, "an empty plane"
@@ -114,11 +114,16 @@ class Stream:
             offset = (0.0 if bias is None else bias.float().view(column)) - spread(mean * scale) * weights
             return torch.addcmul(offset, tile.float(), factor).to(tile.dtype)
 
-    def _one(self, run: Callable[..., Tensor], planes: list[Tensor], place: TilePosition) -> Tensor:
+    def parted(self, region: Region, side: int) -> list[Region]:
+        """The parts of a region to compute."""
+        return parted(region, side)
+
+    def _one(self, run: Callable[..., Tensor], planes: list[Tensor], place: TilePosition) -> Piece:
         if self.past is not None:
             self.past.place = place
         tiles = [self.way.to_device(place.read(plane).contiguous()) for plane in planes]
-        return place.core(run(*tiles)).contiguous()
+        piece = place.core(run(*tiles)).contiguous()
+        return self.way.to_host(piece), self._summed(piece)
 
     def _summed(self, piece: Tensor) -> Moments | None:
         """The moments of the groups of a piece, on the host in fp64; None if they are not needed."""
@@ -133,7 +138,7 @@ class Stream:
             centre = wide.mean(-1)
             mean.append(centre)
             variance.append((wide - centre[:, None]).square_().sum(-1))
-        return count, to_host(torch.stack(mean)).double(), to_host(torch.stack(variance)).double()
+        return count, self.way.to_host(torch.stack(mean)).double(), self.way.to_host(torch.stack(variance)).double()
 
     def _side(self, plane: Tensor, grow: int) -> int:
         """Cells per side of a tile of ``plane`` that holds as many elements as the last layer's does."""
@@ -142,6 +147,7 @@ class Stream:
 
 
 Moments = tuple[int, Tensor, Tensor]  # values per group, their mean, their squared distances from it
+Piece = tuple[Tensor, Moments | None]  # a tile of the next plane, on the host
 
 
 def merge_moments(before: Moments, piece: Moments) -> Moments:
@@ -186,7 +192,7 @@ def attended(stream: Stream, query: Tensor, planes: Tensor, frames_before: int, 
     for frame in range(planes.shape[2]):
         first = max(0, frame - frames_before)  # the earliest of our frames that sees this one
         seen = planes[0, :, frame].flatten(1)
-        for start in range(0, seen.shape[1], block):
+        for start in stream.each(range(0, seen.shape[1], block)):
             stream.check()
             key, value = stream.way.to_device(seen[:, start : start + block].contiguous()).float().chunk(2)
             key, value = key.unflatten(0, (heads, -1)), value.unflatten(0, (heads, -1)).transpose(1, 2)

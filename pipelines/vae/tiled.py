@@ -188,8 +188,8 @@ class ResumableDecode:
             if not side:
                 part = transfer.to_device(latents.contiguous())
                 return transfer.to_host_fp32(decoder_call(vae, part, decoder.time, self.noise))
-            elements = narrowest(config) * latents.shape[2] * self.ratios[1] // int(config.get("patch_size") or 1) ** 2
-            stream = Stream(transfer, side, max(1, elements), past=past, smaller=self.smaller, check=self.check)
+            elements = pixel_elements(config, latents.shape[2] * self.ratios[1])
+            stream = Stream(transfer, side, elements, past=past, smaller=self.smaller, check=self.check)
             video = streamed(stream, vae, latents, decoder.time)
             if fault := self.validate(video):
                 raise InvalidOutputError(fault)
@@ -261,6 +261,11 @@ def _tried(decode: Decode, task: RegionTask) -> torch.Tensor | None:
         return decode(task)
     except (*DEVICE_ERRORS, InvalidOutputError):
         return None
+
+
+def pixel_elements(config: Any, frames: int) -> int:
+    """Elements of a decoder's last layer per pixel."""
+    return max(1, narrowest(config) * frames // int(config.get("patch_size") or 1) ** 2)
 
 
 def decoder_call(vae: Any, latents: Tensor, time: Tensor | None, noise: bytes | None = None) -> Tensor:

@@ -119,6 +119,22 @@ def _broken() -> Any:
     raise ValueError("broken")
 
 
+def test_what_is_multiplied_is_not_alike(monkeypatch):
+    """A card multiplies zeros at a higher clock than it has in a run."""
+    kinds = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(name in function.__name__ for name in ("mm", "conv", "attention")):
+                kinds.extend(len(each.unique()) > 100 for each in args[:2] if each.numel() > 100)
+            return function(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(work._Timer, "rate", lambda self, make, most=0: float(make(32)() is not None))
+    with Seen():
+        work.measured_pace(torch.device("cpu"), torch.float32)
+    assert len(kinds) >= 6 and all(kinds)
+
+
 def test_a_processor_is_timed_call_by_call_and_computes_as_it_is_asked():
     pace = work.measured_pace(torch.device("cpu"), torch.float32)
     assert not pace.ahead and pace.link == pace.plain_link == 0.0 < pace.product

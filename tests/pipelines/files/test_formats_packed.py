@@ -2,10 +2,12 @@
 
 import hashlib
 import shutil
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import layouts
 import pytest
@@ -126,6 +128,12 @@ def test_rows_that_are_no_whole_blocks_of_gguf_are_refused(tmp_path, name):
             described([tmp_path / "m.safetensors"])
 
 
+def form_of(layer: Any) -> Any:
+    sides = tuple((name, (tuple(side.shape), side.dtype)) for name, side in layer.sides.items())
+    stored = tuple(layer.stored.shape), layer.stored.dtype
+    return layer.codec, stored, sides, layer.group, ((layer.out_features, layer.in_features), layer.dense_dtype)
+
+
 QUICK = {("mochi", "old"), ("hunyuan_video", "rows"), ("ltx", "plain"), ("hunyuan_video", "Q8_0"), ("mochi", "Q4_0")}
 QUICK |= {("hunyuan_video", "w4a8 corrected")}
 PACKED = [
@@ -150,11 +158,13 @@ def test_packed_files_are_worth_what_they_say(tiny_folder, tmp_path, model, way)
     (tmp_path / "worth.json").rename(file.with_suffix(".json"))
     shutil.copy(file.with_suffix(".json"), tmp_path / "worth.json")
     image = {"image_encoder": tiny.build("siglip", tiny_folder)} if model == "framepack" else {}
-    found = [
-        load(LoadRequest(path, base, device="cpu", files=Files({"transformer": path}), **image)).parts["transformer"]
+    pipelines = [
+        load(LoadRequest(path, base, device="cpu", files=Files({"transformer": path}), **image))
         for path in (file, tmp_path / "worth.safetensors")
     ]
+    found = [pipeline.parts["transformer"] for pipeline in pipelines]
     layers = {name: owner for name, owner in found[0].named_modules() if isinstance(owner, packed.StoredLinear)}
+    assert dict(pipelines[0].weights["transformer"].forms) == Counter(map(form_of, layers.values()))
     assert len(layers) >= (1 if way == "w4a4" else 9) and not packed.is_packed(found[1])
     plain = [owner for owner in found[0].modules() if type(owner) is torch.nn.Linear]
     assert way in quantised.ALL or not any(owner.in_features % 32 == 0 for owner in plain), (
