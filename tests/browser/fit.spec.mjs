@@ -51,14 +51,14 @@ const save = (name) => ({
   values: { filename_prefix: `video/${name}` },
   links: { video: ["video", "VIDEO"] },
 });
+const TEXTS = { positive: ["positive", "CONDITIONING"], negative: ["negative", "CONDITIONING"] };
 /** Core's KSampler from the conditioning and latent that `from` gives, or the text nodes and an empty latent. */
 const sampled = (values, from, latent = "LATENT", model = ["fit", "model"]) => ({
   kind: "KSampler",
   values: { seed: 42, control_after_generate: "randomize", denoise: 1, ...values },
   links: {
     model,
-    positive: from ? [from, "positive"] : ["positive", "CONDITIONING"],
-    negative: from ? [from, "negative"] : ["negative", "CONDITIONING"],
+    ...(from ? { positive: [from, "positive"], negative: [from, "negative"] } : TEXTS),
     latent_image: [from ?? "empty", latent],
   },
 });
@@ -104,7 +104,7 @@ const SPECS = {
       rate: {
         kind: "LTXVConditioning",
         values: { frame_rate: 24 },
-        links: { positive: ["positive", "CONDITIONING"], negative: ["negative", "CONDITIONING"] },
+        links: TEXTS,
       },
       empty: { kind: "EmptyLTXVLatentVideo", values: { width: 768, height: 512, length: 97, batch_size: 1 } },
       silence: {
@@ -228,7 +228,7 @@ const SPECS = {
       guider: {
         kind: "CFGGuider",
         values: { cfg: 6 },
-        links: { model: ["fit", "model"], positive: ["positive", "CONDITIONING"], negative: ["negative", "CONDITIONING"] },
+        links: { model: ["fit", "model"], ...TEXTS },
       },
       sample: guided(["sigmas", "SIGMAS"], ["empty", "LATENT"]),
       decode: decode(["sample", "output"]),
@@ -257,7 +257,7 @@ const SPECS = {
       empty: {
         kind: "Kandinsky5ImageToVideo",
         values: { width: 768, height: 512, length: 121, batch_size: 1 },
-        links: { positive: ["positive", "CONDITIONING"], negative: ["negative", "CONDITIONING"], vae: ["fit", "vae"] },
+        links: { ...TEXTS, vae: ["fit", "vae"] },
       },
       sample: sampled({ steps: 50, cfg: 5, sampler_name: "euler_ancestral", scheduler: "beta" }, "empty", "latent"),
       decode: decode(["sample", "LATENT"]),
@@ -335,8 +335,7 @@ const SPECS = {
         height: 460,
         values: { width: 480, height: 832, length: 81, batch_size: 1 },
         links: {
-          positive: ["positive", "CONDITIONING"],
-          negative: ["negative", "CONDITIONING"],
+          ...TEXTS,
           vae: ["fit", "vae"],
           reference_image: ["who", "IMAGE"],
           pose_video: ["parts", "images"],

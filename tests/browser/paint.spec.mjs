@@ -91,10 +91,11 @@ const greedy = {
   values: { choose: "greedy", max_views: 8 },
   links: { mesh: ["unwrap", "mesh"] },
 };
+const cutOut = { image: ["picture", "IMAGE"], mask: ["picture", "MASK"] };
 const delight = {
   kind: "AnyGPUDelightImage",
   values: { seed: 42, control_after_generate: "fixed" },
-  links: { pipeline: ["delighting", "pipeline"], image: ["picture", "IMAGE"], mask: ["picture", "MASK"] },
+  links: { pipeline: ["delighting", "pipeline"], ...cutOut },
 };
 const render = (links = {}) => ({
   kind: "AnyGPURenderViews",
@@ -185,28 +186,36 @@ const SHAPE = {
   surface: { kind: "VoxelToMesh", values: { algorithm: "surface net", threshold: 0.6 }, links: { voxel: ["voxels", "VOXEL"] } },
 };
 
+const texture = (values, links = {}) => ({
+  kind: "AnyGPUTextureMesh",
+  values: { ...values, seed: 0, control_after_generate: "fixed" },
+  links: { mesh: ["clean", "mesh"], ...cutOut, pipeline: ["load", "pipeline"], ...links },
+});
+const SURFACE = { picture, mesh, clean: clean("mesh"), unwrap: unwrap("clean") };
+const PBR = {
+  load: load("hunyuan3d-paintpbr-v2-1", { image_encoder: "dinov2-giant" }),
+  ...SURFACE,
+  cameras: greedy,
+  render: render({ cameras: ["cameras", "cameras"] }),
+  paint: paint({}, cutOut),
+};
+const DELIGHTED = { models: ["hunyuan3d-paint-v2-0", "hunyuan3d-delight-v2-0"], kinds: ["paint", "delight"] };
+const RENDERED = { load: load("hunyuan3d-paint-v2-0"), delighting, ...SURFACE, delight, render: render() };
+const PREPARED = [loaders("load", "delighting", "picture"), step("Prepare", "mesh", "clean", "unwrap", "delight")];
+
 const SPECS = {
   anygpu_paint_v2_0: {
     title: "Hunyuan3D paint v2-0: a texture, step by step",
     text: "Turns a mesh and a picture into a textured GLB: paints six views, 30 steps each, and bakes them.",
-    models: ["hunyuan3d-paint-v2-0", "hunyuan3d-delight-v2-0"],
-    kinds: ["paint", "delight"],
+    ...DELIGHTED,
     nodes: {
-      load: load("hunyuan3d-paint-v2-0"),
-      delighting,
-      picture,
-      mesh,
-      clean: clean("mesh"),
-      unwrap: unwrap("clean"),
-      delight,
-      render: render(),
+      ...RENDERED,
       paint: paint({}, { image: ["delight", "image"] }),
       bake: bake(),
     },
     from: "bake",
     columns: [
-      loaders("load", "delighting", "picture"),
-      step("Prepare", "mesh", "clean", "unwrap", "delight"),
+      ...PREPARED,
       step("Paint", "render", "paint"),
       step("Bake", "bake"),
     ],
@@ -225,17 +234,7 @@ const SPECS = {
       picture,
       mesh,
       clean: clean("mesh"),
-      texture: {
-        kind: "AnyGPUTextureMesh",
-        values: { seed: 0, control_after_generate: "fixed" },
-        links: {
-          mesh: ["clean", "mesh"],
-          image: ["picture", "IMAGE"],
-          mask: ["picture", "MASK"],
-          pipeline: ["load", "pipeline"],
-          delight: ["delighting", "pipeline"],
-        },
-      },
+      texture: texture({}, { delight: ["delighting", "pipeline"] }),
     },
     from: "texture",
     columns: [loaders("load", "delighting", "picture"), step("Texture", "mesh", "clean", "texture")],
@@ -248,14 +247,7 @@ const SPECS = {
     models: ["hunyuan3d-paintpbr-v2-1", "dinov2-giant"],
     kinds: ["pbr"],
     nodes: {
-      load: load("hunyuan3d-paintpbr-v2-1", { image_encoder: "dinov2-giant" }),
-      picture,
-      mesh,
-      clean: clean("mesh"),
-      unwrap: unwrap("clean"),
-      cameras: greedy,
-      render: render({ cameras: ["cameras", "cameras"] }),
-      paint: paint({}, { image: ["picture", "IMAGE"], mask: ["picture", "MASK"] }),
+      ...PBR,
       bake: bake({}, { metallic_roughness: ["paint", "metallic_roughness"] }),
     },
     from: "bake",
@@ -271,15 +263,9 @@ const SPECS = {
     kinds: ["pbr"],
     noted: { height: 680 },
     nodes: {
-      load: load("hunyuan3d-paintpbr-v2-1", { image_encoder: "dinov2-giant" }),
+      load: PBR.load,
       upscaler: { kind: "UpscaleModelLoader", values: { model_name: UPSCALER }, models: [offered(UPSCALER)] },
-      picture,
-      mesh,
-      clean: clean("mesh"),
-      unwrap: unwrap("clean"),
-      cameras: greedy,
-      render: render({ cameras: ["cameras", "cameras"] }),
-      paint: paint({}, { image: ["picture", "IMAGE"], mask: ["picture", "MASK"] }),
+      ...PBR,
       colours: enlarge("images", "Enlarge the colours"),
       metal: enlarge("metallic_roughness", "Enlarge metal and roughness"),
       bake: bake({}, { images: ["colours", "IMAGE"], metallic_roughness: ["metal", "IMAGE"] }),
@@ -297,8 +283,7 @@ const SPECS = {
     text:
       "The shape comes from core's own Hunyuan3D nodes, the texture from Hunyuan3D paint v2-0. Such shapes have " +
       "hundreds of thousands of faces; *Decimate Mesh* reduces them to 40,000, so that unwrapping takes seconds.",
-    models: ["hunyuan3d-paint-v2-0", "hunyuan3d-delight-v2-0"],
-    kinds: ["paint", "delight"],
+    ...DELIGHTED,
     more: [
       "- huggingface.co/Comfy-Org/hunyuan3D_2.1_repackaged: hunyuan_3d_v2.1.safetensors\n  - into **ComfyUI/models/checkpoints**",
     ],
@@ -339,11 +324,7 @@ const SPECS = {
       picture,
       mesh,
       clean: clean("mesh"),
-      texture: {
-        kind: "AnyGPUTextureMesh",
-        values: { view_size: 768, seed: 0, control_after_generate: "fixed" },
-        links: { mesh: ["clean", "mesh"], image: ["picture", "IMAGE"], mask: ["picture", "MASK"], pipeline: ["load", "pipeline"] },
-      },
+      texture: texture({ view_size: 768 }),
     },
     from: "texture",
     columns: [loaders(["load", 560], "picture"), step("Texture", "mesh", "clean", ["texture", 900])],
@@ -390,17 +371,9 @@ const SPECS = {
     text:
       "Paints the views at 512 pixels, doubles the size of their latents, and paints them again at 1024 with *denoise*" +
       " 0.4: more detail on the same layout. The second pass needs four times the working memory of the first.",
-    models: ["hunyuan3d-paint-v2-0", "hunyuan3d-delight-v2-0"],
-    kinds: ["paint", "delight"],
+    ...DELIGHTED,
     nodes: {
-      load: load("hunyuan3d-paint-v2-0"),
-      delighting,
-      picture,
-      mesh,
-      clean: clean("mesh"),
-      unwrap: unwrap("clean"),
-      delight,
-      render: render(),
+      ...RENDERED,
       first: { ...paint({}, { image: ["delight", "image"] }), title: "First pass" },
       larger: {
         kind: "LatentUpscaleBy",
@@ -415,8 +388,7 @@ const SPECS = {
     },
     from: "bake",
     columns: [
-      loaders("load", "delighting", "picture"),
-      step("Prepare", "mesh", "clean", "unwrap", "delight"),
+      ...PREPARED,
       step("First pass", "render", "first", "larger"),
       step("Second pass", "paint"),
       step("Bake", "bake"),

@@ -152,6 +152,7 @@ const DANCE = "The person turns around gracefully and dances, with clear movemen
 
 const PICTURE_TIP = "The picture keeps its aspect ratio: *nearest bucket* picks the size, and the sampler uses it.";
 
+const ONE_PICTURE = { pictures: ["image"], encoded: ["encoded"] };
 const SPECS = {
   anygpu_ltx_text_to_video: {
     title: "LTX-Video: text to video",
@@ -167,8 +168,7 @@ const SPECS = {
     title: "LTX-Video: image to video",
     model: "ltx",
     text: `Your picture is the first frame. ${PICTURE_TIP}`,
-    pictures: ["image"],
-    encoded: ["encoded"],
+    ...ONE_PICTURE,
     nodes: {
       load: load("LTX-Video"),
       image: picture("First frame"),
@@ -276,8 +276,7 @@ const SPECS = {
     text:
       `Your picture is the first frame, and the text encoder looks at it too. ${PICTURE_TIP} The 33-channel model ` +
       "(HunyuanVideo-I2V-33ch) works in the same workflow.",
-    pictures: ["image"],
-    encoded: ["encoded"],
+    ...ONE_PICTURE,
     nodes: {
       load: load("HunyuanVideo-I2V"),
       image: picture("First frame"),
@@ -300,8 +299,7 @@ const SPECS = {
     title: "HunyuanVideo 1.5: image to video",
     model: "hunyuan_video_15_i2v",
     text: `Your picture is the first frame. ${PICTURE_TIP}`,
-    pictures: ["image"],
-    encoded: ["encoded"],
+    ...ONE_PICTURE,
     nodes: {
       load: load("HunyuanVideo-1.5-Diffusers-480p_i2v"),
       image: picture("First frame"),
@@ -316,8 +314,7 @@ const SPECS = {
     text:
       "Makes long videos in little memory, section by section, from the end to the start. Every finished section is " +
       "shown and saved. *section_prompts* takes one prompt per line for later sections.",
-    pictures: ["image"],
-    encoded: ["encoded"],
+    ...ONE_PICTURE,
     nodes: {
       load: load("FramePackI2V_HY"),
       image: picture("First frame"),
@@ -347,8 +344,7 @@ const SPECS = {
     title: "FramePack F1: image to video",
     model: "framepack_f1",
     text: "This FramePack samples from the start to the end, with more movement. It cannot use an end image.",
-    pictures: ["image"],
-    encoded: ["encoded"],
+    ...ONE_PICTURE,
     nodes: {
       load: load("FramePack_F1_I2V_HY_20250503"),
       image: picture("First frame"),
