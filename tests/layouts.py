@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import tiny
 import torch
@@ -12,6 +13,7 @@ from anygpu.pipelines.keys import Layout, Row
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+FP8, SCALE = torch.float8_e4m3fn, 0.25
 ORIGINAL = "as released or as ComfyUI saves it"
 RELEASES = {  # family to the layout in which its transformer is published
     "ltx": "LTX-Video as released",
@@ -60,6 +62,61 @@ def write(path: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object
     save_file({prefix + name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     path.with_suffix(".json").write_text(json.dumps(config))
     return path
+
+
+def wide(name: str, tensor: Tensor) -> bool:
+    """Whether a release keeps a tensor in 8 bits or fewer: matrices whose rows fill blocks."""
+    return tensor.ndim == 2 and name.endswith("weight") and tensor.shape[1] % 32 == 0
+
+
+def scaled_fp8(path: Path, tensors: Mapping[str, Tensor], way: str) -> dict[str, Tensor]:
+    """A scaled fp8 file of ``tensors``; returns what its weights are worth."""
+    stored, worth = {}, dict(tensors)
+    for name, tensor in tensors.items():
+        if not wide(name, tensor):
+            stored[name] = tensor
+            continue
+        rows = torch.full((tensor.shape[0], 1), SCALE) if way == "rows" else torch.tensor(SCALE)
+        stored[name] = (tensor / SCALE).to(FP8)
+        worth[name] = stored[name].float() * SCALE
+        if way != "plain":
+            stored[name.removesuffix("weight") + ("scale_weight" if way == "old" else "weight_scale")] = rows
+        else:
+            stored[name], worth[name] = tensor.to(FP8), tensor.to(FP8).float()
+        if way == "old":
+            stored[name.removesuffix("weight") + "scale_input"] = torch.tensor(1.0)
+    if way == "old":
+        stored["scaled_fp8"] = torch.zeros(2, dtype=FP8)
+    if way == "rows":
+        for name in [name for name in stored if name.endswith("weight_scale")]:
+            mark = b'{"format": "float8_e4m3fn"}'
+            stored[name.replace("weight_scale", "comfy_quant")] = torch.tensor(list(mark), dtype=torch.uint8)
+    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path)
+    return worth
+
+
+def gguf_file(path: Path, tensors: Mapping[str, Tensor], codec: str, packed: Any = wide) -> dict[str, Tensor]:
+    """A GGUF file of ``tensors``, those ``packed`` in blocks of ``codec``; returns what its weights are worth."""
+    import gguf
+
+    kind, worth = gguf.GGMLQuantizationType[codec], dict(tensors)
+    writer = gguf.GGUFWriter(str(path), "tiny")
+    for name, tensor in tensors.items():
+        if packed(name, tensor):
+            blocks = gguf.quants.quantize(tensor.numpy(), kind)
+            writer.add_tensor(name, blocks, raw_dtype=kind)
+            worth[name] = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
+        elif tensor.ndim > 4:
+            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(tensor.shape))
+            writer.add_tensor(name, tensor.flatten(1).numpy())
+        else:
+            writer.add_tensor(name, tensor.numpy() if tensor.ndim else tensor.view(1).numpy())
+    writer.add_array("tokenizer.tokens", ["a", "b"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return worth
 
 
 def config_in(folder: Path) -> dict[str, object]:

@@ -145,6 +145,7 @@ class ModelPatcher:
         self.attachments: dict[str, Any] = {}
         self.wrappers: dict[str, dict[str, list[Any]]] = {}
         self.callbacks: dict[str, dict[str, Any]] = {}
+        self.backup: dict[str, Any] = {}
         self.weight_wrapper_patches: dict[str, list[Any]] = {}
         self.patches_uuid, self.cached_patcher_init, self.force_cast_weights = uuid.uuid4(), None, False
         model.model_loaded_weight_memory = getattr(model, "model_loaded_weight_memory", 0)
@@ -155,6 +156,9 @@ class ModelPatcher:
             setattr(other, name, dict(vars(self)[name]))
         other.wrappers = {kind: dict(by_key) for kind, by_key in self.wrappers.items()}
         return other
+
+    def is_dynamic(self) -> bool:
+        return False
 
     def is_clone(self, other: Any) -> bool:
         return self.model is other.model
@@ -189,6 +193,9 @@ class ModelPatcher:
 
     def remove_wrappers_with_key(self, kind: str, key: str) -> None:
         self.wrappers.get(kind, {}).pop(key, None)
+
+    def get_wrappers(self, kind: str, key: str) -> list[Any]:
+        return self.wrappers.get(kind, {}).get(key, [])
 
     def add_callback_with_key(self, kind: str, key: str, callback: Any) -> None:
         self.callbacks.setdefault(kind, {})[key] = callback

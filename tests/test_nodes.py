@@ -16,6 +16,7 @@ import tiny
 import torch
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.statistics import MemoryStats
+from anygpu.compat.output_check import NotFinite
 from anygpu.compat.repairs import Repair, RepairStore
 from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines import stages
@@ -162,6 +163,41 @@ def test_the_doctor_says_what_is_kept_and_what_is_forgotten(core: ComfyUI, loade
     assert all("connect" in str(blocked.given) for blocked in watched.result[1:])
 
 
+def test_the_doctor_watches_a_model_of_core_s(core: ComfyUI) -> None:
+    model, _ = fitted(core)
+    network, x, closely, added, gain = model.model.diffusion_model, torch.ones(3, 32), [], 1e-6, 1.0
+    with torch.no_grad():  # sums that are 0
+        network.layers[0].weight.copy_(torch.tensor((1.0, -1.0)).repeat(32, 16)), network.layers[0].bias.zero_()
+    network.layers[0].register_forward_hook(lambda _layer, _given, output: output + added)
+
+    def attend(q: Any, k: Any, v: Any, heads: int) -> Any:
+        return gain * small_comfyui.attention_pytorch(q, k, v, heads)
+
+    def called(x: torch.Tensor, transformer_options: Any) -> torch.Tensor:
+        closely.append("optimized_attention_override" in transformer_options)
+        if closely[-1]:
+            operands = torch.randn(3, 1, 7, 8, generator=torch.Generator().manual_seed(0))
+            transformer_options["optimized_attention_override"](attend, *operands, 2)
+        return network(x)
+
+    watched = core.run("Doctor", model=model).result[1]
+    (call,), model.model.current_patcher = watched.wrappers["apply_model"]["anygpu_doctor"], watched
+    said = len(core.messages.texts)
+    run = lambda: WrapperExecutor(called, model.model, [call]).execute(x, transformer_options={})  # noqa: E731
+    for added, looked in ((1e-6, [True]), (2e-5, [False]), (0.0, [False, True]), (2e-5, [False]), (1e-9, [False])):
+        closely.clear()
+        assert torch.equal(run(), network(x)) and closely == looked, added
+    added = 1e-3
+    with pytest.raises(
+        NotFinite, match=r"a product unlike its weights first from block 1 of 2, diffusion_model\.layers\.0"
+    ):
+        run()
+    gain = 2.0
+    with pytest.raises(NotFinite, match="attention unlike its operands first from diffusion_model "):
+        run()
+    assert len(core.messages.texts) == said
+
+
 def test_a_cancel_ends_the_text_of_the_node(core: ComfyUI, loaded, prompts) -> None:
     core.management.interrupted = True
     try:
@@ -220,10 +256,10 @@ class Network(nn.Module):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layers = nn.Sequential(Linear(32, 32), Linear(32, 32)).to(dtype)
+        self.layers = nn.ModuleList((Linear(32, 32), Linear(32, 32))).to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(x)
+        return self.layers[1](self.layers[0](x))
 
 
 def fitted(core: ComfyUI, dtype: torch.dtype = torch.float32, **inputs: Any) -> tuple[Any, Any]:

@@ -1,6 +1,6 @@
 """What is recorded: every case by its id, and which of them must have equal results on any machine."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -466,45 +466,6 @@ def composed(places: Places, model: str, task: Task) -> Results:
     return whole(load(request), task)
 
 
-def wide(name: str, tensor: torch.Tensor) -> bool:
-    """Whether a release keeps a tensor in 8 bits or fewer: matrices whose rows fill blocks."""
-    return tensor.ndim == 2 and name.endswith("weight") and tensor.shape[1] % 32 == 0
-
-
-def scaled_fp8(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
-    """A file of ``tensors`` with matrices in fp8, each with its scale."""
-    found: dict[str, torch.Tensor] = {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
-    for name, tensor in tensors.items():
-        if wide(name, tensor):
-            found[name] = (tensor / 0.25).to(torch.float8_e4m3fn)
-            found[name.removesuffix("weight") + "scale_weight"] = torch.tensor(0.25)
-        else:
-            found[name] = tensor.contiguous()
-    save_file(found, path)
-    return path
-
-
-def gguf_file(path: Path, tensors: Mapping[str, torch.Tensor], codec: str) -> Path:
-    """A GGUF file of ``tensors`` with matrices in the blocks of ``codec``."""
-    import gguf
-
-    kind = gguf.GGMLQuantizationType[codec]
-    writer = gguf.GGUFWriter(str(path), "tiny")
-    for name, tensor in tensors.items():
-        if wide(name, tensor):
-            writer.add_tensor(name, gguf.quants.quantize(tensor.numpy(), kind), raw_dtype=kind)
-        elif tensor.ndim > 4:
-            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(tensor.shape))
-            writer.add_tensor(name, tensor.flatten(1).numpy())
-        else:
-            writer.add_tensor(name, tensor.numpy() if tensor.ndim else tensor.view(1).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
 PACKED = {  # family -> (task, name of its release's layout)
     "mochi": ("mochi text", "Mochi 1 as released"),
     "hunyuan_video": ("hunyuan_video text", "HunyuanVideo as released or as ComfyUI saves it"),
@@ -519,7 +480,7 @@ def packed(places: Places, family: str, way: str) -> Results:
     path = places.scratch / ("model.safetensors" if way == "fp8" else "model.gguf")
     config = layouts.write(places.scratch / "plain.safetensors", tensors, layouts.config_in(base / "transformer"))
     config.with_suffix(".json").rename(path.with_suffix(".json"))
-    path = scaled_fp8(path, tensors) if way == "fp8" else gguf_file(path, tensors, way)
+    layouts.scaled_fp8(path, tensors, "old") if way == "fp8" else layouts.gguf_file(path, tensors, way)
     request = LoadRequest(path, base, precision="fp32", device="cpu", files=Files({"transformer": path}))
     return latents_only(load(request), TASKS[name])
 

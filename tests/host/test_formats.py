@@ -101,29 +101,13 @@ def test_packed_files_sample_in_comfyui(server: Server, client: Client, tmp_path
     base, packed = server.model("mochi-1-preview"), "packed.safetensors"
     if kind == "gguf":
         packed = "packed.gguf"
-        _gguf(home / packed, tensors)
+        layouts.gguf_file(home / packed, tensors, "F16")
     shutil.copy(home / "plain.json", home / "packed.json")
     first, second = (
         latents(server, client, graph_of({**names, "transformer": name, "base": base}))
         for name in ("plain.safetensors", packed)
     )
     assert np.array_equal(first, second)
-
-
-def _gguf(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    import gguf
-
-    kind = gguf.GGMLQuantizationType.F16
-    writer = gguf.GGUFWriter(str(path), "mochi")
-    for name, tensor in tensors.items():
-        if tensor.ndim == 2 and tensor.shape[1] % 32 == 0:
-            writer.add_tensor(name, tensor.half().numpy(), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def test_a_name_outside_the_folders_is_refused(server: Server, client: Client, tmp_path: Path) -> None:

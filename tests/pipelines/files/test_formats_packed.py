@@ -29,7 +29,7 @@ from anygpu.pipelines.text import t5
 from safetensors.torch import save_file
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
-FP8, SCALE = torch.float8_e4m3fn, 0.25
+FP8 = torch.float8_e4m3fn
 # The largest error of one value, as a share of the largest in its row: half a step of the format.
 ROUNDING = {"fp8": 2**-4, "int8": 1 / 254, "bf16": 2**-8, "fp16": 2**-11}
 
@@ -47,61 +47,6 @@ def latents(pipeline: Pipeline) -> torch.Tensor:
     return stages.sample(pipeline, prompt, None, SampleSettings(64, 64, 9, steps=2, seed=3), Silent()).samples
 
 
-def wide(model: str, name: str, tensor: torch.Tensor) -> bool:
-    """Whether a release stores a tensor in 8 bits: matrices whose rows fill blocks."""
-    return tensor.ndim == 2 and name.endswith("weight") and tensor.shape[1] % 32 == 0
-
-
-def scaled_fp8(path: Path, tensors: dict[str, torch.Tensor], way: str) -> dict[str, torch.Tensor]:
-    """A scaled fp8 file of ``tensors``; returns what its weights are worth."""
-    stored, worth = {}, dict(tensors)
-    for name, tensor in tensors.items():
-        if not wide("", name, tensor):
-            stored[name] = tensor
-            continue
-        rows = torch.full((tensor.shape[0], 1), SCALE) if way == "rows" else torch.tensor(SCALE)
-        stored[name] = (tensor / SCALE).to(FP8)
-        worth[name] = stored[name].float() * SCALE
-        if way != "plain":
-            stored[name.removesuffix("weight") + ("scale_weight" if way == "old" else "weight_scale")] = rows
-        else:
-            stored[name], worth[name] = tensor.to(FP8), tensor.to(FP8).float()
-        if way == "old":
-            stored[name.removesuffix("weight") + "scale_input"] = torch.tensor(1.0)
-    if way == "old":
-        stored["scaled_fp8"] = torch.zeros(2, dtype=FP8)
-    if way == "rows":
-        for name in [name for name in stored if name.endswith("weight_scale")]:
-            mark = b'{"format": "float8_e4m3fn"}'
-            stored[name.replace("weight_scale", "comfy_quant")] = torch.tensor(list(mark), dtype=torch.uint8)
-    save_file({name: tensor.contiguous() for name, tensor in stored.items()}, path)
-    return worth
-
-
-def gguf_file(path: Path, tensors: dict[str, torch.Tensor], codec: str) -> dict[str, torch.Tensor]:
-    """A GGUF file of ``tensors``; returns what its weights are worth."""
-    import gguf
-
-    kind, worth = gguf.GGMLQuantizationType[codec], dict(tensors)
-    writer = gguf.GGUFWriter(str(path), "tiny")
-    for name, tensor in tensors.items():
-        if wide("", name, tensor):
-            blocks = gguf.quants.quantize(tensor.numpy(), kind)
-            writer.add_tensor(name, blocks, raw_dtype=kind)
-            worth[name] = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
-        elif tensor.ndim > 4:
-            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(tensor.shape))
-            writer.add_tensor(name, tensor.flatten(1).numpy())
-        else:
-            writer.add_tensor(name, tensor.numpy() if tensor.ndim else tensor.view(1).numpy())
-    writer.add_array("tokenizer.tokens", ["a", "b"])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return worth
-
-
 def blocks_file(path: Path, tensors: dict[str, torch.Tensor], _way: str) -> dict[str, torch.Tensor]:
     """GGUF's blocks in a safetensors file, named as in ComfyUI-MochiWrapper's ``mz_gguf_loader.py`` or as weights."""
     import gguf
@@ -109,7 +54,7 @@ def blocks_file(path: Path, tensors: dict[str, torch.Tensor], _way: str) -> dict
     stored, worth = {}, dict(tensors)
     for index, (name, tensor) in enumerate(tensors.items()):
         kind = gguf.GGMLQuantizationType.Q8_0 if index % 3 == 2 else gguf.GGMLQuantizationType.Q4_0
-        blocks = gguf.quants.quantize(tensor.numpy(), kind) if wide("", name, tensor) else None
+        blocks = gguf.quants.quantize(tensor.numpy(), kind) if layouts.wide(name, tensor) else None
         if blocks is not None:
             worth[name] = torch.from_numpy(gguf.quants.dequantize(blocks, kind))
             name = name if index % 3 == 0 else name.removesuffix("weight") + f"{kind.name}_qweight"
@@ -151,8 +96,8 @@ def test_packed_files_are_worth_what_they_say(tiny_folder, tmp_path, model, way)
     release = layouts.layout(layouts.RELEASES[model])
     tensors = layouts.released(layouts.tensors_of(folder), release)
     file = tmp_path / ("model.gguf" if way.startswith("Q") else "model.safetensors")
-    write = gguf_file if way.startswith("Q") else quantised.file_as if way in quantised.ALL else scaled_fp8
-    write = blocks_file if way == "blocks" else write
+    write = quantised.file_as if way in quantised.ALL else layouts.scaled_fp8
+    write = layouts.gguf_file if way.startswith("Q") else blocks_file if way == "blocks" else write
     worth = write(file, tensors, way)
     layouts.write(tmp_path / "worth.safetensors", worth, layouts.config_in(folder))
     (tmp_path / "worth.json").rename(file.with_suffix(".json"))
@@ -219,7 +164,7 @@ def test_a_packed_file_samples_the_latents_of_its_values(tiny_folder, tmp_path, 
     folder, base = parted(model, tiny_folder)
     tensors = layouts.released(layouts.tensors_of(folder), layouts.layout(layouts.RELEASES[model]))
     file = tmp_path / ("model.gguf" if way.startswith("Q") else "model.safetensors")
-    worth = gguf_file(file, tensors, way) if way.startswith("Q") else scaled_fp8(file, tensors, way)
+    worth = layouts.gguf_file(file, tensors, way) if way.startswith("Q") else layouts.scaled_fp8(file, tensors, way)
     layouts.write(tmp_path / "worth.safetensors", worth, layouts.config_in(folder))
     shutil.copy(tmp_path / "worth.json", file.with_suffix(".json"))
     first, second = (
@@ -232,7 +177,7 @@ def test_a_packed_file_samples_the_latents_of_its_values(tiny_folder, tmp_path, 
 def test_a_scale_that_fits_no_weight_is_refused(tiny_folder, tmp_path):
     folder, base = parted("mochi", tiny_folder)
     tensors = layouts.released(layouts.tensors_of(folder), layouts.layout(layouts.RELEASES["mochi"]))
-    scaled_fp8(tmp_path / "model.safetensors", tensors, "old")
+    layouts.scaled_fp8(tmp_path / "model.safetensors", tensors, "old")
     from safetensors.torch import load_file
 
     stored = load_file(tmp_path / "model.safetensors")

@@ -79,31 +79,6 @@ def test_half_a_vae_is_named(tiny_folder, tmp_path):
         composed({**files, "vae": coders["decoder"]}, base)
 
 
-def gguf_file(path: Path, tensors: dict[str, Tensor], packed: bool) -> dict[str, Tensor]:
-    """A GGUF file whose matrices and table are plain or in blocks of 8 bits; returns what they are worth."""
-    import gguf
-
-    kind, worth = gguf.GGMLQuantizationType.Q8_0, dict(tensors)
-    writer = gguf.GGUFWriter(str(path), "tiny")
-    for name, tensor in tensors.items():
-        if (
-            packed
-            and tensor.ndim == 2
-            and ("blk." in name or name == "token_embd.weight")
-            and tensor.shape[1] % 32 == 0
-        ):
-            stored = gguf.quants.quantize(tensor.numpy(), kind)
-            writer.add_tensor(name, stored, raw_dtype=kind)
-            worth[name] = torch.from_numpy(gguf.quants.dequantize(stored, kind))
-        else:
-            writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return worth
-
-
 def text_encoder(model: str, tiny_folder: Path) -> tuple[dict[str, Tensor], dict[str, object], str]:
     """Tensors and configuration of a tiny text encoder, and its layout in GGUF's names."""
     folder = tiny.build(model, tiny_folder) / "text_encoder"
@@ -128,7 +103,8 @@ def test_a_text_encoder_as_gguf_gives_the_embeddings_of_its_values(tiny_folder, 
     tensors, config, name = text_encoder(model, tiny_folder)
     release = layouts.layout(name)
     path = tmp_path / "encoder.gguf"
-    worth = gguf_file(path, layouts.released(tensors, release), stays)
+    packs = lambda name, tensor: stays and ("blk." in name or "token_embd" in name) and layouts.wide(name, tensor)  # noqa: E731
+    worth = layouts.gguf_file(path, layouts.released(tensors, release), "Q8_0", packs)
     layouts.write(tmp_path / "worth.safetensors", worth, config)
     path.with_suffix(".json").write_text(json.dumps(config))
     assert kinds(path) == (release.kind,)
