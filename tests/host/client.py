@@ -130,6 +130,12 @@ class Client:
         run.seconds = time.monotonic() - started
         return run
 
+    def finished(self, prompt: Prompt, timeout: float = 120) -> Run:
+        """As :meth:`run`, of a prompt that ends well."""
+        run = self.run(prompt, timeout=timeout)
+        assert run.ending == "execution_success", run.message
+        return run
+
     @contextmanager
     def _socket(self, timeout: float) -> Iterator[Iterator[tuple[str, Any]]]:
         """The events of this client, as (kind, data), once the server has taken the connection."""

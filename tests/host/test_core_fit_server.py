@@ -43,11 +43,9 @@ def test_core_graph_with_our_nodes_gives_the_same_video_and_its_latents_come_bac
     server: Server, client: Client, inside: Inside
 ) -> None:
     files = inside.play("core_files", "write", models=str(server.base / "models"))
-    plain = client.run(pictured(graph_of(files)[0].prompt))
-    assert plain.ending == "execution_success", plain.message
+    plain = client.finished(pictured(graph_of(files)[0].prompt))
     graph, fit = graph_of(files, ALONE)
-    run = client.run(pictured(graph.prompt))
-    assert run.ending == "execution_success", run.message
+    run = client.finished(pictured(graph.prompt))
     lines = run.texts_of(fit)[-1].splitlines()
     assert any(line.startswith("precision") for line in lines) and "latents kept" in run.texts_of(fit)[-1]
     assert np.abs(pictures(server, run).astype(int) - pictures(server, plain)).max() <= 1, "a CPU needs nothing"
@@ -63,8 +61,7 @@ def test_one_node_fits_all_three_and_says_one_line_for_each(server: Server, clie
     files = inside.play("core_files", "write", models=str(server.base / "models"))
     plain = client.run(pictured(graph_of(files)[0].prompt))
     graph, fit = graph_of(files, TOGETHER)
-    run = client.run(pictured(graph.prompt))
-    assert run.ending == "execution_success", run.message
+    run = client.finished(pictured(graph.prompt))
     nothing = "nothing to change on this device; precision fp32 as loaded; attention"
     starts = f"model: {nothing}", "vae: fitted to this device; precision ", f"clip: {nothing}"
     said = run.texts_of(fit)[-1].splitlines()

@@ -90,8 +90,7 @@ FRAMES = {"anygpu_mochi_core_ksampler": 7}  # the next of its counts
 @pytest.mark.parametrize("workflow", core_sampled(), ids=lambda path: path.stem)
 def test_workflow_through_core_sampler_saves_a_video(server: Server, client: Client, workflow: Path) -> None:
     server.every_model()
-    run = client.run(shrunk_core(replay(workflow)))
-    assert run.ending == "execution_success", run.message
+    run = client.finished(shrunk_core(replay(workflow)))
     (record,) = run.files()
     found = videos.facts(server.output(record))
     assert (found.width, found.height, found.frames) == (64, 64, FRAMES.get(workflow.stem, 9))
@@ -178,8 +177,7 @@ def test_a_node_without_effect_is_named_under_the_sampler(server: Server, client
     links = {"positive": graph.link(prompt, 1), "negative": graph.link(prompt, 2), "latent_image": graph.link(empty)}
     sampled = graph.add("KSampler", model=graph.link(scaled), **links, **chosen)
     graph.add("SaveLatent", samples=graph.link(sampled), filename_prefix="scaled")
-    run = client.run(graph.prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(graph.prompt)
     assert run.texts_of(sampled)[-1] == (
         "no effect on LTX-Video: the option rope_options, which its transformer does not read"
     )

@@ -27,8 +27,7 @@ EMPTY = {
 def saved_latents(server: Server, client: Client, graph: Graph, source: str) -> np.ndarray:
     """The latents of a node, as core's Save Latent wrote them."""
     keeper = graph.add("SaveLatent", samples=graph.link(source), filename_prefix="latent")
-    run = client.run(graph.prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(graph.prompt)
     return load_file(server.output(run.outputs[keeper]["latents"][0]))["latent_tensor"]
 
 
@@ -46,8 +45,7 @@ def test_empty_core_latents_decode(server: Server, client: Client, model: str) -
     empty = graph.add(kind, width=64, height=64, length=length, batch_size=1)
     decode = graph.add("AnyGPUDecode", pipeline=pipe, latent=graph.link(empty), fps=12.0)
     graph.add(SAVE, video=graph.link(decode, 1), filename_prefix="core", format="auto", codec="auto")
-    run = client.run(graph.prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(graph.prompt)
     assert "these latents come from another node" in run.texts_of(decode)[-1]
     assert videos.facts(server.output(run.files()[0])) == videos.Facts(64, 64, length, 12)
 
@@ -80,8 +78,7 @@ def test_core_sigmas_replace_the_schedule(server: Server, client: Client) -> Non
     graph = text_to_video(server.model("LTX-Video"), steps=7)
     sigmas = graph.add("ManualSigmas", sigmas="1.0, 0.8, 0.4, 0.0")
     graph.prompt[SAMPLE]["inputs"]["sigmas"] = graph.link(sigmas)
-    run = client.run(graph.prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(graph.prompt)
     assert max(total for node, _, total in run.progress if node == SAMPLE and total < 100) == 3
 
 
@@ -92,8 +89,7 @@ def test_our_frames_through_core_images_to_core_video(server: Server, client: Cl
     larger = graph.add("ImageScale", image=graph.link(DECODE), **scaling)
     made = graph.add("CreateVideo", images=graph.link(larger), fps=10.0)
     graph.add(SAVE, video=graph.link(made), filename_prefix="made", format="mp4", codec="h264")
-    run = client.run(graph.prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(graph.prompt)
     assert videos.facts(server.output(run.files()[0])) == videos.Facts(96, 96, 9, 10)
 
 

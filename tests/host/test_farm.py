@@ -28,8 +28,7 @@ def test_jobs_leave_by_a_folder_and_their_videos_come_back(server: Server, clien
     asked = {"prompts": "a red circle moves left on blue\n# no\na white square stays still on blue", "seeds": "3, 5"}
     model = {"folder": "output/farm", "name": "shapes", "model": next(iter(demo_models()))}
     jobs = graph.add("AnyGPUQueueJobs", **model, **asked, width=0, height=0, frames=0, steps=2)
-    run = client.run(graph.prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(graph.prompt)
     assert run.texts_of(jobs)[-1].startswith("4 jobs in shapes.jsonl, 4 not done yet")
     folder = JobFolder(server.base / "output" / "farm")
     worker = Worker(Renderer(folder.root, (), tmp_path, "cpu"))
@@ -41,8 +40,7 @@ def test_jobs_leave_by_a_folder_and_their_videos_come_back(server: Server, clien
     graph.add(SAVE, video=graph.link(back), filename_prefix="back", format="auto", codec="auto")
     graph.add("SaveImage", images=graph.link(back, 1), filename_prefix="first")
     graph.prompt[jobs]["inputs"]["folder"] = "output/farm"
-    run = client.run(graph.prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(graph.prompt)
     names = [record["filename"] for record in run.files()]
     assert [sum(name.endswith(end) for name in names) for end in (".mp4", ".png")] == [3, 3]
     shown = run.texts_of(back)[-1]
@@ -62,16 +60,14 @@ def test_jobs_like_a_video_have_all_that_its_graph_said(server: Server, client: 
     graph.prompt[cache]["inputs"] |= asked
     graph.prompt[sample]["inputs"]["pipeline"] = graph.link(cache)
     graph.prompt[decode]["inputs"] |= {"method": "tiled", "tile_size": 64, "tile_overlap": 16}
-    run = client.run(graph.prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(graph.prompt)
     (made,) = [path for path in (server.base / "output").rglob("*.mp4") if path.name == run.files()[0]["filename"]]
 
     queue = Graph()
     asked = {"model": model, "prompts": text, "seeds": "5", "width": 0, "height": 0, "frames": 0}
     liked = f"{made.relative_to(server.base / 'output').as_posix()} [output]"
     queue.add("AnyGPUQueueJobs", folder="output/farm", name="liked", **asked, like=liked)
-    run = client.run(queue.prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(queue.prompt)
     folder = JobFolder(server.base / "output" / "farm")
     (line,) = lines_of(folder.root / "liked.jsonl")
     ended = Worker(Renderer(folder.root, (), tmp_path, "cpu")).run(task_of(line))
@@ -106,8 +102,7 @@ def test_meshes_leave_with_every_model_that_textures_them(server: Server, client
         asked = {"folder": "output/farm", "name": name, "model": next(iter(demo_models())), "prompts": "", "seeds": "0"}
         asked |= {"meshes": "toruses", "paint_model": model, **others}
         graph.add("AnyGPUQueueJobs", **asked, width=0, height=0, frames=0, steps=1)
-        run = client.run(graph.prompt)
-        assert run.ending == "execution_success", run.message
+        client.finished(graph.prompt)
         (line,) = lines_of(server.base / "output" / "farm" / f"{name}.jsonl")
         job = job_of(line)
         assert known(job.model) == (model, content_of(models[model]))

@@ -49,8 +49,7 @@ def graph_of(files: dict[str, str]) -> Graph:
 
 def latents(server: Server, client: Client, graph: Graph) -> np.ndarray:
     keeper = graph.add("SaveLatent", samples=graph.link(SAMPLE), filename_prefix="layout")
-    run = client.run(graph.prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(graph.prompt)
     return load_file(server.output(run.outputs[keeper]["latents"][0]))["latent_tensor"]
 
 
@@ -155,8 +154,7 @@ def test_mochi_s_vae_in_two_files_decodes(server: Server, client: Client, tmp_pa
         graph = graph_of({**names, "vae": vae, "base": server.model("mochi-1-preview")})
         decode = graph.add("AnyGPUDecode", pipeline=["1", 0], latent=graph.link(SAMPLE))
         keeper = graph.add("SaveImage", images=graph.link(decode), filename_prefix="halves")
-        run = client.run(graph.prompt)
-        assert run.ending == "execution_success", run.message
+        run = client.finished(graph.prompt)
         frames.append([server.output(item).read_bytes() for item in run.outputs[keeper]["images"]])
         said = "encoder of the VAE from encoder.safetensors (auto)" in run.texts_of(LOAD)[-1]
         assert said is ("halves" in vae)
@@ -169,7 +167,6 @@ def test_the_download_node_looks_and_asks_nobody(server: Server, client: Client)
     node = graph.add("AnyGPUDownloadModel", model="LTX-Video", download="no")
     folder = server.base / "models" / "diffusers" / "LTX-Video"
     there = folder.exists()
-    run = client.run(graph.prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(graph.prompt)
     assert f"{folder} " in run.texts_of(node)[-1] and "nothing was downloaded" in run.texts_of(node)[-1]
     assert folder.exists() is there

@@ -67,7 +67,7 @@ def test_saved_latents_and_prompts_give_the_same_video(server: Server, client: C
 def test_what_is_kept_is_listed_with_a_picture(server: Server, client: Client) -> None:
     """Newest first; the picture of a tiny model is of noise, but of the video's shape."""
     graph = text_to_video(server.model("LTX-Video"), width=96, height=64, seed=77)
-    assert client.run(graph.prompt).ending == "execution_success"
+    client.finished(graph.prompt)
     newest = client.get("/anygpu/latents")["latents"][0]
     assert "seed 77" in json.dumps(newest)
     with urllib.request.urlopen(f"{server.url}/anygpu/latents/{newest['id']}/picture", timeout=30) as answer:
@@ -95,8 +95,7 @@ def test_a_musubi_cache_is_read_and_written_back(server: Server, client: Client)
     graph = Graph()
     latent = graph.link(graph.add("AnyGPULoadLatent", file=cache.name))
     graph.add("AnyGPUSaveMusubiCache", name="musubi/clip", latent=latent)
-    run = client.run(graph.prompt)
-    assert run.ending == "execution_success", run.message
+    client.finished(graph.prompt)
     written = server.base / "output" / "musubi" / cache.name
     assert np.array_equal(load_file(written)["latents_3x8x8_float32"], samples)
     assert metadata_of(written) == metadata_of(cache)
@@ -111,8 +110,7 @@ def test_a_framepack_video_is_cut_into_musubi_sections(server: Server, client: C
     links = {name: sampled[name] for name in ("prompt", "image")}
     cut = {"name": "musubi/film", "latent": graph.link(sample), "caption": "", "dtype": "bfloat16", "window": 3}
     node = graph.add("AnyGPUSaveMusubiCache", **cut, **links, order="inverted_anti_drifting")
-    run = client.run(graph.prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(graph.prompt)
     written = map(str.strip, run.texts_of(node)[-1].splitlines())
     paths = [server.base / name for name in written if name.startswith("output/musubi/film_")]
     *sections, text = paths
@@ -173,8 +171,7 @@ def test_a_killed_framepack_goes_on_after_its_last_finished_section(own: Server)
     graph, sample = film(seed=2)
 
     client = killed(own, graph, lambda node: any("section 2 of" in text for text in own.unfinished()))
-    again = client.run(graph.prompt)
-    assert again.ending == "execution_success", again.message
+    again = client.finished(graph.prompt)
     assert any("continues after section" in text for text in again.texts_of(sample))
     assert not own.unfinished()
     client.free()

@@ -77,8 +77,7 @@ def saved(server: Server, prompt: dict[str, dict[str, Any]], run: Run) -> Path:
 def test_saves_a_textured_glb_and_shows_its_turntable(server: Server, client: Client, workflow: Path) -> None:
     paint_models.install(server)
     prompt = shrunk(replay(workflow))
-    run = client.run(prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(prompt)
     facts, data = glb(saved(server, prompt, run))
     (material,) = facts["materials"]
     surface = material["pbrMetallicRoughness"]
@@ -158,8 +157,7 @@ def test_mv_adapter_on_a_user_s_checkpoint(server: Server, client: Client, varia
     graph.add("SaveGLB", mesh=graph.link(textured, 5), filename_prefix=f"3d/mv {base}")
     for seed in (1, 2):
         graph.prompt[textured]["inputs"]["seed"] = seed
-        run = client.run(graph.prompt)
-        assert run.ending == "execution_success", run.message
+        run = client.finished(graph.prompt)
     made = saved(server, graph.prompt, run)
     receipt = read_receipt(made)
     assert receipt["job"]["paint"]["seed"] == 2 and str(server.base) not in str(receipt) and "missing" not in receipt
@@ -167,8 +165,7 @@ def test_mv_adapter_on_a_user_s_checkpoint(server: Server, client: Client, varia
     again = Graph()
     replayed = again.add("AnyGPUReplay", file=f"3d/{made.name} [output]")
     again.add("SaveGLB", mesh=again.link(replayed, 3), filename_prefix="3d/again")
-    second = client.run(again.prompt)
-    assert second.ending == "execution_success", second.message
+    second = client.finished(again.prompt)
     assert second.texts_of(replayed)[-1].startswith("the same texture, bit for bit"), second.texts
     assert read_receipt(saved(server, again.prompt, second))["texture"] == receipt["texture"]
     latents = client.get("/anygpu/latents")["latents"][0]
@@ -285,8 +282,7 @@ def test_painted_views_are_kept_when_baking_fails(client: Client, graph: Graph) 
     assert run.ending == "execution_error"
     assert run.message.startswith("6 pictures for 1 cameras; expected one per camera.")
     graph.prompt["7"]["inputs"]["cameras"] = graph.link("4", 2)
-    again = client.run(graph.prompt)
-    assert again.ending == "execution_success", again.message
+    again = client.finished(graph.prompt)
     assert "5" in again.cached, "painted a second time"
     latents = client.get("/anygpu/latents")["latents"][0]
     assert ", paint, 64x64, 6 frames, seed" in latents["title"], "the latents of paint are kept as others"
@@ -309,8 +305,7 @@ def test_a_mesh_without_uvs_is_unwrapped_in_one_step_and_all_of_it_is_cached(ser
         steps=1,
     )
     made.add("SaveGLB", mesh=made.link(texture), filename_prefix="3d/test")
-    run = client.run(made.prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(made.prompt)
     facts, _ = glb(saved(server, made.prompt, run))
     assert "TEXCOORD_0" in facts["meshes"][0]["primitives"][0]["attributes"]
     assert client.run(made.prompt).executed == []
@@ -343,8 +338,7 @@ def test_a_mesh_that_was_uploaded_or_saved_before_is_loaded(server: Server, clie
         pipeline = made.add("AnyGPULoadMesh", mesh_file=name)
         made.add("AnyGPURenderTurntable", mesh=made.link(pipeline), frames=1, size=16, elevation=0.0)
         made.add("PreviewImage", images=made.link("2"))
-        run = client.run(made.prompt)
-        assert run.ending == "execution_success", run.message
+        client.finished(made.prompt)
 
 
 @pytest.mark.parametrize(
@@ -368,20 +362,17 @@ def test_what_is_wrong_is_said_in_one_line(client: Client, graph: Graph, node: s
 def test_what_separate_nodes_made_is_painted_again(server: Server, client: Client, graph: Graph) -> None:
     bake = named(baking(graph).prompt, "AnyGPUBakeTexture")
     graph.add("SaveGLB", mesh=graph.link(bake, 5), filename_prefix="3d/steps")
-    run = client.run(graph.prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(graph.prompt)
     names = [record["filename"] for given in run.outputs.values() for record in given.get("3d", ())]
     again = Graph()
     replayed = again.add("AnyGPUReplay", file=f"3d/{next(filter(lambda n: n.startswith('steps'), names))} [output]")
     again.add("SaveGLB", mesh=again.link(replayed, 3), filename_prefix="3d/again")
-    second = client.run(again.prompt)
-    assert second.ending == "execution_success", second.message
+    second = client.finished(again.prompt)
     assert second.texts_of(replayed)[-1].startswith("the same texture, bit for bit"), second.texts
 
 
 def test_progress_previews_and_what_was_decided_stand_under_the_nodes(client: Client, graph: Graph) -> None:
-    run = client.run(baking(graph).prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(baking(graph).prompt)
     assert run.previews >= 1
     assert ("5", 2, 2) in run.progress, "a step each"
     assert ("6", 6, 6) in run.progress, "a view each"
@@ -453,8 +444,7 @@ def test_mv_adapter_paints_with_nothing_installed(server: Server, client: Client
     graph.add("SaveGLB", mesh=graph.link(baked), filename_prefix="3d/mv_demo")
     for adapter in (chosen["adapter"], "mvadapter_ig2mv_sdxl.safetensors"):
         graph.prompt[pipeline]["inputs"]["adapter"] = adapter
-        run = client.run(graph.prompt)
-        assert run.ending == "execution_success", run.message
+        run = client.finished(graph.prompt)
         said = [text for _, text in run.texts]
         for words in ("paints simple bodies", "paints at its own size", "20 steps and guidance 1"):
             assert any(words in text for text in said), (words, said)

@@ -63,8 +63,7 @@ def chain(server: Server, upscale: bool = False, project: bool = False) -> Graph
 @pytest.mark.parametrize("project", [False, True])
 def test_maps_that_are_not_painted_stay_in_the_saved_file(server: Server, client: Client, project: bool) -> None:
     made = chain(server, project=project)
-    run = client.run(made.prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(made.prompt)
     (record,) = run.outputs[named(made.prompt, "SaveVideo")]["images"]
     film = videos.frames(server.output(record))
     assert film.shape[1:] == (32, 64, 3), "before and after side by side"
@@ -93,8 +92,7 @@ def test_views_are_enlarged_by_core_s_upscale_models_before_they_are_baked(serve
 
 def glb_of(server: Server, client: Client, upscale: bool):
     made = chain(server, upscale)
-    run = client.run(made.prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(made.prompt)
     facts, data = glb(saved(server, made.prompt, run))
     return picture(facts, data, facts["materials"][0]["pbrMetallicRoughness"]["baseColorTexture"]["index"])
 

@@ -16,8 +16,7 @@ LOAD, PROMPT, SAMPLE, DECODE = "1234"
 
 def test_bar_previews_and_texts(server: Server, client: Client) -> None:
     server.model("HunyuanVideo")
-    run = client.run(text_to_video("HunyuanVideo", steps=5).prompt)
-    assert run.ending == "execution_success", run.message
+    run = client.finished(text_to_video("HunyuanVideo", steps=5).prompt)
     steps = [(done, total) for node, done, total in run.progress if node == SAMPLE and total == 5]
     assert steps == sorted(steps) and steps[-1] == (5, 5)
     assert run.previews >= 1

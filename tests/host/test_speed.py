@@ -26,8 +26,7 @@ def sped_up(server: Server, preset: str, **chosen: object) -> tuple[Graph, str]:
 def test_kernels_and_a_step_cache_are_said_and_changed_without_loading_again(server: Server, client: Client) -> None:
     for preset, expected in (("custom", True), ("off", False)):
         graph, sample = sped_up(server, preset)
-        run = client.run(graph.prompt)
-        assert run.ending == "execution_success", run.message
+        run = client.finished(graph.prompt)
         text = "\n".join(run.texts_of(sample))
         assert "12 of 12 fusion points (reference)" in text
         assert ("block passes skipped" in text) == expected, text
@@ -38,8 +37,7 @@ def test_kernels_and_a_step_cache_are_said_and_changed_without_loading_again(ser
 def test_compile_does_without_the_memory_manager_that_it_cannot_have(server: Server, client: Client) -> None:
     graph, sample = sped_up(server, "off", compile=True)
     load = next(name for name, node in graph.prompt.items() if node["class_type"] == "AnyGPULoadPipeline")
-    run = client.run(graph.prompt, timeout=400)  # a C++ compiler at work
-    assert run.ending == "execution_success", run.message
+    run = client.finished(graph.prompt, timeout=400)  # a C++ compiler at work
     assert "offload none" in "\n".join(run.texts_of(load))
     assert "offload auto does without comfyui" in server.log, "reasons are in the log, and in the side bar"
     assert "compile on: " in "\n".join(run.texts_of(sample))

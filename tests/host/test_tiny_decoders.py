@@ -40,8 +40,7 @@ def test_a_draft_and_later_the_video_of_the_same_latents(server: Server, client:
         links = {"pipeline": graph.link("1"), "latent": graph.link("3")}
         draft = graph.add("AnyGPUDecode", **links, method="draft")
         graph.add("SaveVideo", video=graph.link(draft, 1), filename_prefix="draft", format="auto", codec="auto")
-        run = client.run(graph.prompt)
-        assert run.ending == "execution_success", run.message
+        run = client.finished(graph.prompt)
         assert "a draft by taehv.safetensors" in run.texts_of(draft)[-1]
         assert all("64x64, 5 frames" in run.texts_of(node)[-1] for node in (draft, "4"))
     finally:

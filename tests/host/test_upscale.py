@@ -34,8 +34,7 @@ def test_a_second_pass_refines_upscaled_latents(server: Server, client: Client) 
         )
         graph.prompt["4"]["inputs"]["latent"] = graph.link(again)
         graph.prompt = pictured(graph.prompt)
-        run = client.run(graph.prompt)
-        assert run.ending == "execution_success", run.message
+        run = client.finished(graph.prompt)
         assert "128x128, 9 frames" in run.texts_of(up)[-1] and "128x128, 9 frames" in run.texts_of(again)[-1]
         assert videos.pictures(server, run).shape[1:3] == (128, 128)
         assert "7 steps" in run.texts_of("1")[-1] and "second" not in run.texts_of(again)[-1]
@@ -56,8 +55,7 @@ def test_its_template_runs_both_passes_of_its_model(server: Server, client: Clie
         graph[ids(graph, "AnyGPUEncodePrompt")[0]]["inputs"]["max_tokens"] = 512  # as in host.prompts.shrunk
         graph[first]["inputs"] |= {"width": 96, "height": 64, "frames": 9}
         graph[last]["inputs"] |= {"width": 160, "height": 96}
-        run = client.run(pictured(graph))
-        assert run.ending == "execution_success", run.message
+        run = client.finished(pictured(graph))
         assert {(first, 7), (last, 3)} <= {(node, steps) for node, _, steps in run.progress}
         assert "192x128, 9 frames" in run.texts_of(up)[-1]
         assert videos.pictures(server, run).shape[:3] == (9, 96, 160)
@@ -66,8 +64,7 @@ def test_its_template_runs_both_passes_of_its_model(server: Server, client: Clie
         made = Graph()
         again = made.add("AnyGPUReplay", file=f"{record['subfolder']}/{record['filename']} [output]".lstrip("/"))
         made.add(SAVE, video=made.link(again, 1), filename_prefix="again", format="auto", codec="auto")
-        replayed = client.run(made.prompt)
-        assert replayed.ending == "execution_success", replayed.message
+        replayed = client.finished(made.prompt)
         assert replayed.texts_of(again)[-1].startswith("the same latents, bit for bit")
     finally:
         file.unlink()
@@ -105,8 +102,7 @@ def test_a_super_resolution_enlarges_latents_beside_their_picture(server: Server
         last = graph.add("AnyGPUSample", **links, **{**sampling(), **size})
         graph.prompt["4"]["inputs"] |= {"pipeline": again, "latent": graph.link(last)}
         graph.prompt = pictured(graph.prompt)
-        run = client.run(graph.prompt)
-        assert run.ending == "execution_success", run.message
+        run = client.finished(graph.prompt)
         assert "super-resolution to 720p: 6 steps" in run.texts_of(again[0])[-1]
         height, width = videos.pictures(server, run).shape[1:3]
         assert width * height > 900_000 and f"{width}x{height}, 1 frame" in run.texts_of(last)[-1]
