@@ -201,6 +201,18 @@ class Server:
         """The name ``published``, after putting its tiny checkpoint under that name among the models."""
         return self.weights_on(tiny.build(PUBLISHED[published], self.tiny_folder), published)
 
+    @contextmanager
+    def without_models(self) -> Iterator[Path]:
+        """The folder of pipelines, empty for a while."""
+        models = self.base / "models" / "diffusers"
+        away = models.rename(models.with_name("away"))
+        models.mkdir()
+        try:
+            yield models
+        finally:
+            models.rmdir()
+            away.rename(models)
+
     def every_model(self) -> None:
         """Put every tiny checkpoint among the models."""
         for published in PUBLISHED:

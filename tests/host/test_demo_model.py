@@ -40,14 +40,8 @@ def test_a_demo_model_draws_what_is_asked_with_nothing_chosen(server: Server, cl
 
 
 def test_the_shipped_workflows_draw_with_one_while_no_model_is_installed(server: Server, client: Client) -> None:
-    models = server.base / "models" / "diffusers"
-    away = models.rename(models.with_name("away"))
-    models.mkdir()
-    try:
+    with server.without_models():
         runs = {file: client.run(pictured(replay(WORKFLOWS / f"{file}.json"))) for file in PUBLISHED}
-    finally:
-        models.rmdir()
-        away.rename(models)
     said = [text for run in runs.values() for _, text in run.texts]  # a load that is cached says nothing again
     for file, run in runs.items():
         assert run.ending == "execution_success", run.message
@@ -70,14 +64,8 @@ def test_a_demo_model_draws_the_same_by_its_own_name_as_in_another_s_place(
     (loader,) = (node for node, entry in chosen.items() if entry["class_type"] == "AnyGPULoadPipeline")
     chosen[loader]["inputs"]["model"] = CHOICES[max(filter(file.removeprefix(PREFIX).startswith, CHOICES), key=len)]
     runs = [client.run(chosen)]
-    models = server.base / "models" / "diffusers"
-    away = models.rename(models.with_name("away"))
-    models.mkdir()
-    try:
+    with server.without_models():
         runs.append(client.run(placed))
-    finally:
-        models.rmdir()
-        away.rename(models)
     assert [run.ending for run in runs] == ["execution_success"] * 2, [run.message for run in runs]
     by_name, in_place = (pictures(server, run).astype(float) for run in runs)
     assert by_name.shape == in_place.shape == (len(by_name), 64, 64, 3)

@@ -34,14 +34,8 @@ def assert_still_alive(server: Server, client: Client) -> None:
 
 
 def test_no_model_at_all(server: Server, client: Client) -> None:
-    models = server.base / "models" / "diffusers"
-    away = models.rename(models.with_name("away"))
-    models.mkdir()
-    try:
+    with server.without_models() as models:
         run = client.run(text_to_video("no model found").prompt)
-    finally:
-        models.rmdir()
-        away.rename(models)
     assert_readable(
         run, "AnyGPULoadPipeline", "no model in", str(models), "LTX-Video: download https://huggingface.co/"
     )
