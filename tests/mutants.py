@@ -58,6 +58,7 @@ QUIET = ("log.", "logging.", "warnings.", "gc.")  # what is called for a person 
 TELLING = re.compile(
     r"(.*\.)?(say|notify|print|write_line|debug|info|warning|warn|collect)"
 )  # whose arguments are words
+WAITING = re.compile(r"(.*\.)?(sleep|wait|token_hex|manual_seed)")  # whose numbers are a pace, a length or a seed
 GUARDS = ("strict", "exc_info", "stacklevel", "flush", "daemon")  # arguments that change no result
 NEVER_EQUAL = re.compile(r"\bclock\(|monotonic|perf_counter|time\.time\(|seconds\b|\d\.\d|\de-|[^/]/[^/]|random", re.I)
 
@@ -105,19 +106,25 @@ def changed(node: ast.AST) -> Iterator[tuple[str, ast.AST, ast.AST]]:
 
 
 def seen_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes below ``node`` that change a result: no annotation, no words of an error or a message, no guard,
-    nothing for the type checker alone."""
+    """The nodes below ``node`` that change a result: no annotation, no words of an error or a message, no guard, no
+    pace of a loop that polls, no random name's length, nothing for the type checker alone."""
     if isinstance(node, (ast.Raise, ast.JoinedStr)) or (isinstance(node, ast.keyword) and node.arg in GUARDS):
         return
-    if isinstance(node, ast.Call) and TELLING.fullmatch(ast.unparse(node.func)):
+    if isinstance(node, ast.Call) and (TELLING.fullmatch(ast.unparse(node.func)) or _is_pace(node)):
         return
+    polls = isinstance(node, ast.While) and any(map(_is_pace, node.body))
     for name, value in ast.iter_fields(node):
-        if name in ("annotation", "returns", "decorator_list"):
+        if name in ("annotation", "returns", "decorator_list") or (polls and name == "test"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.AST) and "TYPE_CHECKING" not in ast.unparse(getattr(child, "test", ast.Pass())):
                 yield child
                 yield from seen_nodes(child)
+
+
+def _is_pace(node: ast.AST) -> bool:
+    call = node.value if isinstance(node, ast.Expr) else node
+    return isinstance(call, ast.Call) and bool(WAITING.fullmatch(ast.unparse(call.func)))
 
 
 def faults_in(file: str) -> list[Fault]:
@@ -182,7 +189,8 @@ def nearness(file: str) -> dict[str, int]:
     scores = {}
     for path in test_files():
         imported, parts = modules_of(path), path.relative_to(ROOT / "tests").parts
-        mirrored = path.stem == f"test_{Path(file).stem}" and parts[:-1] == Path(file).parts[: len(parts) - 1]
+        names = (f"test_{Path(file).stem}", f"test_{Path(file).parts[0]}")
+        mirrored = path.stem in names and parts[:-1] == Path(file).parts[: len(parts) - 1]
         through = inside and "small_comfyui" in imported
         runs = 8 * (path.name == INTERPRETED and "_triton" in file)
         score = runs + 8 * mirrored + 4 * (module in imported or through) + 2 * bool(users & imported)
@@ -239,25 +247,26 @@ class Tracing:
 
 
 def coverage() -> dict[str, Measured]:
-    """Each test and what it ran; a test file is run again when its text, or any of ours, is another."""
-    sources = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
-    ours = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-    files = {
-        str(path.relative_to(ROOT)): path for path in (ROOT / "tests").rglob("test_*.py") if path.name not in ELSEWHERE
-    }
-    digests = {name: hashlib.sha256(ours.encode() + path.read_bytes()).hexdigest() for name, path in files.items()}
+    """Each test and what it ran; a test file is run again when its text, or a file of ours that it ran, is another."""
+    paths = (path for path in (ROOT / "tests").rglob("test_*.py") if path.name not in ELSEWHERE)
+    files = {str(path.relative_to(ROOT)) for path in paths}
     found: dict[str, tuple[str, dict[str, Measured]]] = pickle.loads(_bytes(COVERAGE)) if COVERAGE.is_file() else {}
-    found = {name: row for name, row in found.items() if row[0] == digests.get(name)}
-    for folder in sorted({str(Path(name).parent) for name in set(digests) - set(found)}):
-        new = [name for name in sorted(set(digests) - set(found)) if str(Path(name).parent) == folder]
-        found |= forked(lambda new=new: measured(new, digests), seconds=3600)[1]
+    found = {name: row for name, row in found.items() if name in files and row[0] == digest_of(name, row[1])}
+    for folder in sorted({str(Path(name).parent) for name in files - set(found)}):
+        new = [name for name in sorted(files - set(found)) if str(Path(name).parent) == folder]
+        found |= forked(lambda new=new: measured(new), seconds=3600)[1]
         COVERAGE.write_bytes(pickle.dumps(found))
         print(f"measured {len(new)} files of {folder}", flush=True)
     compileall.compile_dir(COPY, quiet=2, force=True, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
     return {test: row for _, tests in found.values() for test, row in tests.items()}
 
 
-def measured(files: list[str], digests: dict[str, str]) -> dict[str, tuple[str, dict[str, Measured]]]:
+def digest_of(name: str, tests: dict[str, Measured]) -> str:
+    ran = sorted({file for row in tests.values() for file in row.lines})
+    return hashlib.sha256(b"".join(_bytes(ROOT / file) for file in (name, *ran) if (ROOT / file).is_file())).hexdigest()
+
+
+def measured(files: list[str]) -> dict[str, tuple[str, dict[str, Measured]]]:
     """Run test files once, traced."""
     plugin = Tracing()
     pytest.main(["-q", "--tb=line", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", MARKS, *files], plugins=[plugin])
@@ -265,7 +274,7 @@ def measured(files: list[str], digests: dict[str, str]) -> dict[str, tuple[str, 
     for test, row in plugin.tests.items():
         if test not in plugin.failed:
             of[test.partition("::")[0]][test] = row
-    return {name: (digests[name], tests) for name, tests in of.items()}
+    return {name: (digest_of(name, tests), tests) for name, tests in of.items()}
 
 
 def readers(fault: Fault) -> dict[str, int]:
@@ -390,6 +399,12 @@ def known() -> dict[tuple[str, ...], dict[str, str]]:
         return {tuple(row[name] for name in KEY): row for row in csv.DictReader(rows)}
 
 
+def planted() -> dict[tuple[str, ...], dict[str, str]]:
+    """The rows whose fault can still be planted, at its line of today."""
+    lines = {fault.key: fault.line for room in ROOMS for fault in chosen(room, 10**6)}
+    return {key: {**row, "line": str(lines[key])} for key, row in known().items() if key in lines}
+
+
 def save(rows: dict[tuple[str, ...], dict[str, str]]) -> None:
     with RESULTS.open("w", newline="", encoding="utf-8") as file:
         table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
@@ -428,6 +443,7 @@ def main() -> None:
     from diffusers import HunyuanVideoPipeline, LTXPipeline, MochiPipeline  # noqa: F401
 
     copied()
+    save(planted())
     tests = coverage()
     sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
     faults, open_ones = {room: chosen(room, given.count) for room in given.rooms}, ("killed", "equivalent")

@@ -381,10 +381,14 @@ def modules(base: Path) -> dict[str, ModuleType]:
     return made
 
 
-def attention_pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, **_given: Any) -> torch.Tensor:
-    """Core's attention of operands (B, N, heads * D)."""
-    q, k, v = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in (q, k, v))
-    return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+def attention_pytorch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: Any = None, scale: Any = None, **given: Any
+) -> torch.Tensor:
+    """Core's attention of operands (B, N, heads * D), or (B, heads, N, D)."""
+    if not given.get("skip_reshape"):
+        q, k, v = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in (q, k, v))
+    result = nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    return result if given.get("skip_output_reshape") else result.transpose(1, 2).flatten(2)
 
 
 @contextmanager

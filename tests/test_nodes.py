@@ -22,6 +22,8 @@ from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.sizes import beside_transformer
+from safetensors.torch import save_file
 from small_comfyui import BaseModel, Interrupted, Linear, ModelPatcher, WrapperExecutor, comfyui
 from torch import nn
 
@@ -117,6 +119,8 @@ def test_core_s_sampler_can_call_the_model(core: ComfyUI, loaded, prompts) -> No
     assert velocity.shape == x.shape and velocity.isfinite().all() and model.loaded_size() == model.model_size() > 0
     wrapped = {"wrappers": {"diffusion_model": [lambda executor, *given, **named: 2 * executor(*given, **named)]}}
     assert torch.equal(network(x, torch.tensor([0.5]), context, wrapped, **extra), 2 * velocity)
+    needed = beside_transformer(pipeline, SampleSettings(128, 64, 9), window=2)
+    assert model.model.memory_required((3, x.shape[1], 2, 2, 4)) == 3 * needed
     frames = vae.decode(torch.zeros(1, x.shape[1], 2, 2, 2))
     assert frames.shape == (1, 9, 64, 64, 3)
     assert vae.encode(frames[0]).shape == (1, x.shape[1], 2, 2, 2)
@@ -196,6 +200,10 @@ def test_the_doctor_watches_a_model_of_core_s(core: ComfyUI) -> None:
     with pytest.raises(NotFinite, match="attention unlike its operands first from diffusion_model "):
         run()
     assert len(core.messages.texts) == said
+    with torch.no_grad():
+        network.layers[1].weight.zero_()
+    core.run("Doctor", model=model)
+    assert "layers.1.weight holds nothing but zeros" in core.messages.texts[said][0]
 
 
 def test_a_cancel_ends_the_text_of_the_node(core: ComfyUI, loaded, prompts) -> None:
@@ -242,13 +250,45 @@ def test_a_step_cache_is_put_on_and_named(core: ComfyUI, loaded) -> None:
 
 def test_tools(core: ComfyUI, loaded) -> None:
     text, bars = core.run("MemoryPlan", pipeline=loaded[0], **SIZE).result
-    assert "64x64" in text and bars.shape[-1] == 3
+    assert "64x64" in text and bars.shape[-1] == 3 and core.said.startswith(text.partition("\n")[0])
     text, table = core.run("HardwareReport").result
     assert "cpu" in text and table.ndim == 4
     assert core.said.startswith("CPU as cpu")
     model = next(name for name in core.schemas["AnyGPUDownloadModel"]["inputs"][0]["options"] if "LTX" in name)
     assert core.run("DownloadModel", model=model).result[0]
     assert "nothing was downloaded" in core.said
+
+
+def test_a_batch_is_made_one_by_one(core: ComfyUI, loaded, prompts, latent) -> None:
+    both = core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **DRAWN, batch_size=2).result[0]
+    assert core.said.startswith("64x64, 9 frames at 25 fps; 2 videos, seeds 5 to 6; fp32")
+    assert len(both["samples"]) == 2 and torch.equal(both["samples"][:1], latent["samples"])
+    frames, films = core.run("Decode", pipeline=loaded[0], latent=both).result
+    assert core.said.startswith("64x64, 9 frames at 25 fps; 2 videos") and len(frames) == len(films) == 2
+    film = core.run("Decode", pipeline=loaded[0], latent=latent, fps=24025 / 1002).result[1][0]
+    assert film.given[0].frame_rate.denominator <= 1001, "as NTSC's"
+
+
+def test_a_lora_is_put_on_and_named(core: ComfyUI, loaded, prompts) -> None:
+    assert core.run("LoRA", pipeline=loaded[0], lora="none").result[0] is loaded[0] and core.said == "no LoRA chosen"
+    path = Path(core.module("host.folders").folder_paths.get_folder_paths("loras")[0]) / "mine.safetensors"
+    weight = loaded[0].parts.read("transformer").transformer_blocks[0].attn1.to_q.weight
+    sides = {"A": torch.ones(1, weight.shape[1]), "B": torch.ones(weight.shape[0], 1)}
+    layer = "transformer.transformer_blocks.0.attn1.to_q.lora"
+    save_file({f"{layer}_{side}.weight": factor for side, factor in sides.items()}, path)
+    changed, model = core.run("LoRA", pipeline=loaded[0], lora=path.name, strength=0.5).result
+    assert core.said.startswith("LoRA mine 0.5, separate  \nmine: 1 layers")
+    assert changed is not loaded[0]
+    assert list(model.patches) == ["diffusion_model.transformer_blocks.0.attn1.to_q.weight"]
+    assert core.run("LoRA", pipeline=loaded[0], lora=path.name, strength=0.0).result[0] is loaded[0]
+    assert core.said.startswith("no effect")
+
+
+def test_jobs_that_all_failed_are_told_with_the_first_reason(core: ComfyUI) -> None:
+    module = core.module("host.farm")
+    jobs, progress = SimpleNamespace(name="mine"), core.module("host.progress").NodeProgress(None)
+    with pytest.raises(InputError, match="no job of 'mine' is done, 1 failed"):
+        core.module("nodes.farm").results(jobs, module.Collected((), {"ab": "no model."}, 0), progress)
 
 
 class Network(nn.Module):
@@ -268,6 +308,67 @@ def fitted(core: ComfyUI, dtype: torch.dtype = torch.float32, **inputs: Any) -> 
     model.diffusion_model = Network(dtype)
     patcher = ModelPatcher(model)
     return patcher, core.run("FitModel", model=patcher, **inputs).result[0]
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_attention_in_any_layout_is_core_s(core: ComfyUI, monkeypatch, safe: bool) -> None:
+    module, function = core.module("host.core.attention"), small_comfyui.attention_pytorch
+    monkeypatch.setattr(module, "fused_kernel", lambda *_: 2)
+    plain = torch.randn(3, 2, 6, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    heads, mask = [tensor.unflatten(-1, (2, 8)).transpose(1, 2) for tensor in plain], torch.zeros(6, 6)
+    mask[:, 4:] = -1e4
+    for named in ({}, {"mask": mask, "scale": 0.5}):
+        expected = function(*plain, 2, **named)
+        for given, skipped, split in ((plain, False, False), (plain, False, True), (heads, True, False)):
+            named |= {"skip_reshape": skipped, "skip_output_reshape": split}
+            found = module.AttentionOverride(module.Attention(), safe)(function, *given, 2, **named)
+            found = found.transpose(1, 2).flatten(2) if split else found
+            torch.testing.assert_close(found, expected, rtol=0, atol=2e-3 if safe else 1e-6)
+
+
+def test_blocks_whose_sizes_fit_are_trusted_until_they_grow(core: ComfyUI, tmp_path: Path) -> None:
+    module, network, x = core.module("host.core.calibration"), Network(torch.float32), torch.randn(3, 32)
+    sizes = module.Calibration(tmp_path / "sizes.json", True)
+    nn.init.zeros_(network.layers[1].bias)
+    assert not sizes.is_plain(network)
+    with sizes.measured(network):
+        network(x)
+    sizes.write()
+    again = module.Calibration(sizes.path, True)
+    assert again.sizes == sizes.sizes and again.is_plain(network)
+    for gain, trusted in ((1, True), (7, True), (1000, False), (0, False)):
+        with again.trusted(network) as held:
+            network.layers[1](network.layers[0](x) * gain) if gain < 9 else network(x * gain)
+        assert held() is trusted, gain
+
+
+def test_a_proof_window_is_what_its_frames_are_and_lies_where_they_are_dead(core: ComfyUI) -> None:
+    module, whole = core.module("host.core.vae_window"), torch.randn(1, 4, 5, 40, 20)
+    decoded = lambda latents: latents.movedim(1, -1).repeat_interleave(2, 2).repeat_interleave(2, 3)  # noqa: E731
+    window = module.ProofWindow(whole, 2, False, 0, 4, 9, 2)
+    inside = window.inner(decoded(window.latents))
+    assert torch.equal(inside, window.frames_of(decoded(whole))) and inside.shape == (1, 1, 16, 24, 4)
+    vae, frames = SimpleNamespace(spacial_compression_decode=lambda: 2, latent_dim=3), torch.rand(1, 5, 80, 40, 3)
+    frames[:, 3, 20:40, 10:20] = 0.5
+    found = module.ProofWindow.of(vae, whole, frames)
+    assert (found.frame, found.row // 5, found.column // 5) == (3, 3, 1)
+
+
+def test_a_part_is_taken_from_who_held_it(core: ComfyUI) -> None:
+    manager, module = core.module("host.memory_manager"), nn.Linear(2, 2)
+    one, two = (manager.Holder(SimpleNamespace(read=lambda _: module), "part") for _ in range(2))
+    one.fill()
+    patcher, other = ModelPatcher(one), ModelPatcher(BaseModel())
+    core.management.load_models_gpu([patcher, other])
+    two.fill()
+    assert one.content is None and two.content is module and one.fill() is module
+    assert [patcher in [item.model for item in core.management.current_loaded_models]] == [False]
+
+
+def test_bits_have_a_sum_in_packed_weights_too(core: ComfyUI) -> None:
+    checksum, x = core.module("host.core.weights").checksum, torch.randn(4, 8)
+    both = SimpleNamespace(a=x, b=x.flip(0), __tensor_flatten__=lambda: (("a", "b"), None))
+    assert checksum(both) == checksum(x) + checksum(x.flip(0)) != 2 * checksum(x)
 
 
 def test_a_model_that_needs_nothing_passes_through_fit_model(core: ComfyUI, loaded) -> None:
@@ -396,3 +497,6 @@ def test_the_ring_of_the_demo_needs_no_file(core: ComfyUI) -> None:
     (mesh,) = core.run("LoadMesh", mesh_file="demo: ring").result
     vertices, faces = mesh.given
     assert vertices.shape[0] == 1 and faces.shape[1] == 2 * 32 * 64 and core.said == "the ring of the demo"
+    stamp, root = core.module("host.meshes").file_stamp, core.module("host.meshes").folder_paths.get_input_directory()
+    (file := Path(root, "mine.ply")).write_bytes(b"ply")
+    assert stamp(file.name) == (file.stat().st_mtime, 3) and stamp("gone.ply") is None

@@ -183,3 +183,10 @@ def test_a_result_in_fp32_is_held_to_the_bound_of_fp32(monkeypatch: pytest.Monke
     monkeypatch.setattr(residual, "residual_norm", off)
     (found,) = self_tests.self_tests(torch.device("cpu"), REFERENCE, ("residual_norm",), (torch.float16,))
     assert not found.right, str(found)
+
+
+def test_a_gated_product_is_tried_with_its_powers_in_fp16_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled = activation.scaled_swiglu
+    monkeypatch.setattr(activation, "scaled_swiglu", lambda *given, **how: tuple(2 * x for x in scaled(*given, **how)))
+    found = self_tests.self_tests(torch.device("cpu"), REFERENCE, ("swiglu",))
+    assert {each.dtype: each.right for each in found} == {dtype: dtype is not torch.float16 for dtype in DTYPES}

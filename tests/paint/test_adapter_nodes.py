@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.paint.texturing import TEXEL_BYTES
 from small_comfyui import comfyui, run
 
 from paint import mv_stored, stored
@@ -35,6 +36,7 @@ def core(tmp_path_factory):
             said=lambda: module("host.progress").PromptServer.instance.texts[-1][0],
             folders=module("host.folders"),
             meshes=module("host.meshes"),
+            memory=module("host.memory_manager"),
             nodes=nodes,
         )
 
@@ -66,8 +68,9 @@ def test_what_is_there_is_listed(core):
     assert stamps[0] != stamps[1] and all(stamps)
 
 
-def test_step_by_step_and_in_one_node(core):
-    pipeline = loaded(core, base="sdxl")
+def test_step_by_step_and_in_one_node(core, monkeypatch):
+    pipeline, asked = loaded(core, base="sdxl"), []
+    monkeypatch.setattr(core.memory, "make_room", lambda needed, _device: asked.append(needed))
     assert "ig2mv" in core.said() and "VAE fp32" in core.said()
     normals, positions, cameras, mask = core.run("RenderViews", mesh=mesh(), pipeline=pipeline, size=64).result
     assert positions[mask == 0].eq(0.5).all() and len(cameras) == 6
@@ -79,11 +82,26 @@ def test_step_by_step_and_in_one_node(core):
     assert (again - pictures).abs().max() > 1e-3
     baked = {"mesh": mesh(), "images": pictures, "cameras": cameras, "texture_size": 64, "view_size": 128}
     textured, colour, _, _, painted, _ = core.run("BakeTexture", **baked).result
-    assert torch.equal(textured.texture, colour)
+    assert torch.equal(textured.texture, colour) and asked == [TEXEL_BYTES * 64**2]
+    assert core.run("RenderTurntable", mesh=textured, frames=1, size=16).result[0].shape == (1, 16, 16, 3)
+    assert core.said() == "1 frames of 16 pixels"
+    assert "6 views of 64 pixels" in core.run("MemoryPlan", pipeline=pipeline, width=64, height=64, frames=6).result[0]
     assert colour.shape == (1, 64, 64, 3) and painted.mean() > 0.4
     one = {"mesh": mesh(), "image": IMAGE, "mask": MASK, "pipeline": pipeline, "view_size": 64, "texture_size": 64}
     _, base_color, _, _, views, _ = core.run("TextureMesh", **one, steps=1, prompt="a red cat").result
     assert torch.equal(views, pictures) and base_color.shape == (1, 64, 64, 3)
+    assert "of the surface painted" in core.said()
+
+
+@pytest.mark.parametrize(("scheduler", "solver"), [("auto", "euler_ancestral"), ("ddim", "ddim")])
+def test_delight_has_its_publisher_s_solver(core, monkeypatch, scheduler, solver):
+    def made(_pipeline, pictures, chosen, *_):
+        assert chosen.scheduler == solver and len(pictures) == 1
+        return torch.zeros(1, chosen.size, chosen.size, 3)
+
+    monkeypatch.setattr("anygpu.paint.sampling.delight.delight_images", made)
+    core.run("DelightImage", pipeline=SimpleNamespace(request=None), image=IMAGE, scheduler=scheduler)
+    assert core.said() == "1 of 512x512"
 
 
 def test_the_normals_of_a_mesh_reach_the_maps(core):

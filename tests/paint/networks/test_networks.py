@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError
-from anygpu.paint.networks.layers import Dtypes, MultiHeadAttention
+from anygpu.paint.networks.layers import Dtypes, FeedForward, MultiHeadAttention
 from anygpu.paint.networks.multiview import StreamInputs
 from anygpu.paint.networks.pbr import DinoProjection, rotary_tables, voxel_indices
 from anygpu.paint.networks.published import (
@@ -230,3 +230,11 @@ def test_narrow_operands_give_what_fp32_gives_to_their_precision(kind, dtypes, l
     assert found.dtype is dtypes.compute
     error = (found.float() - wanted).square().mean().sqrt() / wanted.square().mean().sqrt()
     assert error <= limit, f"{error:.2e}"
+
+
+def test_a_feed_forward_in_pieces_is_the_whole(monkeypatch):
+    layer, x = FeedForward(8), torch.randn(5, 4, 8)
+    with torch.no_grad():
+        whole = layer(x)
+        monkeypatch.setattr("anygpu.paint.networks.layers.FED_TOKENS", 8)
+        torch.testing.assert_close(layer(x), whole)
