@@ -120,7 +120,7 @@ def test_without_triton_the_references_run(monkeypatch: pytest.MonkeyPatch) -> N
             bare.launches(x, TRITON)
 
 
-def test_an_explicit_choice_that_cannot_be_had_is_refused() -> None:
+def test_an_explicit_choice_that_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x = some(1, 3, 8)
     with pytest.raises(KernelError, match="not on 'cpu'"):
         norm.normalized(x, Norm(RMS, 1e-6), form=TRITON)
@@ -129,6 +129,8 @@ def test_an_explicit_choice_that_cannot_be_had_is_refused() -> None:
     with pytest.raises(KernelError, match="no form 'fast'"):
         activation.swiglu(x, form="fast")
     assert not library.launches(x, AUTO) and not library.launches(x, REFERENCE)
+    monkeypatch.setattr(library, "HAS_TRITON", True), monkeypatch.setattr(library, "interpreting", lambda: True)
+    assert [bool(library.reason_against(torch.device(each), x.dtype)) for each in ("cpu", "mps")] == [False, True]
 
 
 def test_a_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

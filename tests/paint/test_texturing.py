@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -36,6 +37,13 @@ def paint(paint_folder):
 @pytest.fixture(scope="module")
 def pbr(pbr_folder):
     return load_paint(PaintRequest(pbr_folder, device="cpu"))
+
+
+def test_in_place_of_the_pbr_model_a_demo_paints_no_metal_and_full_roughness(monkeypatch, recorded):
+    monkeypatch.setattr(texturing, "paint_views", lambda *_: Painted(torch.rand(6, 4, 4, 3), None, None))
+    pipeline = SimpleNamespace(family="paint", stands_in_for=texturing.PBR)
+    found = texturing.painted_views(pipeline, None, None, recorded()).metallic_roughness
+    assert torch.equal(found, torch.tensor((0.0, 1.0, 0.0)).expand(6, 4, 4, 3))
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,7 @@ def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
     found = proved(tmp_path, "cpu")
     assert found["memory ltx"]["forward"].measured and not [name for name in found["memory ltx"] if "peak" in name]
     assert not [figure for figure in found["Conv3d fp32"].values() if figure.fault]
+    assert all(figure.measured for figure in found["decode ltx"].values())
     assert StackSizes().cards == (6, 8, 12, 16, 24)
 
 
