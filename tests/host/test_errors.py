@@ -114,18 +114,12 @@ def test_offload_on_a_cpu(server: Server, client: Client) -> None:
     assert_readable(client.run(graph.prompt), "AnyGPULoadPipeline", "group", "auto")
 
 
-def test_latents_of_another_family(server: Server, client: Client) -> None:
+@pytest.mark.parametrize("node", [DECODE, SAMPLE])
+def test_latents_and_a_prompt_of_another_family(server: Server, client: Client, node: str) -> None:
     graph = text_to_video(server.model("LTX-Video"))
     other = graph.add("AnyGPULoadPipeline", **loading(server.model("mochi-1-preview")))
-    graph.prompt[DECODE]["inputs"]["pipeline"] = graph.link(other)
-    assert_readable(client.run(graph.prompt), "AnyGPUDecode", "'ltx'", "'mochi'")
-
-
-def test_prompt_of_another_family(server: Server, client: Client) -> None:
-    graph = text_to_video(server.model("LTX-Video"))
-    other = graph.add("AnyGPULoadPipeline", **loading(server.model("mochi-1-preview")))
-    graph.prompt[SAMPLE]["inputs"]["pipeline"] = graph.link(other)
-    assert_readable(client.run(graph.prompt), "AnyGPUSample", "'ltx'", "'mochi'")
+    graph.prompt[node]["inputs"]["pipeline"] = graph.link(other)
+    assert_readable(client.run(graph.prompt), graph.prompt[node]["class_type"], "'ltx'", "'mochi'")
 
 
 def test_latents_of_a_picture(server: Server, client: Client) -> None:
@@ -148,25 +142,21 @@ def with_picture(server: Server, model: str, kind: str = "LoadImage") -> tuple[G
     return graph, encoded
 
 
-def test_picture_with_alpha(server: Server, client: Client) -> None:
-    graph, _ = with_picture(server, "LTX-Video", "alpha")
-    assert_readable(client.run(graph.prompt), "AnyGPUEncodeImage", "alpha channel", "3 channels")
-
-
-def test_picture_of_another_size(server: Server, client: Client) -> None:
-    graph, _ = with_picture(server, "LTX-Video")
-    graph.prompt[SAMPLE]["inputs"]["width"] = 128
-    assert_readable(client.run(graph.prompt), "AnyGPUSample", "64x64", "128x64")
-
-
-def test_picture_for_a_text_checkpoint(server: Server, client: Client) -> None:
-    graph, _ = with_picture(server, "HunyuanVideo")
-    assert_readable(client.run(graph.prompt), "AnyGPUSample", "text-to-video checkpoint 'HunyuanVideo'")
-
-
-def test_picture_for_a_family_without_pictures(server: Server, client: Client) -> None:
-    graph, _ = with_picture(server, "mochi-1-preview")
-    assert_readable(client.run(graph.prompt), "AnyGPUEncodeImage", "Mochi 1")
+@pytest.mark.parametrize(
+    ("model", "kind", "width", "node", "parts"),
+    [
+        ("LTX-Video", "alpha", 64, "AnyGPUEncodeImage", ("alpha channel", "3 channels")),
+        ("LTX-Video", "LoadImage", 128, "AnyGPUSample", ("64x64", "128x64")),
+        ("HunyuanVideo", "LoadImage", 64, "AnyGPUSample", ("text-to-video checkpoint 'HunyuanVideo'",)),
+        ("mochi-1-preview", "LoadImage", 64, "AnyGPUEncodeImage", ("Mochi 1",)),
+    ],
+)
+def test_a_picture_that_does_not_fit(
+    server: Server, client: Client, model: str, kind: str, width: int, node: str, parts: tuple[str, ...]
+) -> None:
+    graph, _ = with_picture(server, model, kind)
+    graph.prompt[SAMPLE]["inputs"]["width"] = width
+    assert_readable(client.run(graph.prompt), node, *parts)
 
 
 def test_no_picture_for_an_image_checkpoint(server: Server, client: Client) -> None:

@@ -383,10 +383,7 @@ def test_progress_previews_and_what_was_decided_stand_under_the_nodes(client: Cl
 
 @pytest.mark.parametrize(
     ("name", "left_out"),
-    [
-        ("anygpu_paint_turbo", "leaves light and shadow"),
-        ("anygpu_paint_pbr_enlarged", "neither metal nor roughness"),
-    ],
+    [("anygpu_paint_turbo", "leaves light and shadow"), ("anygpu_paint_pbr_enlarged", "neither metal nor roughness")],
 )
 def test_with_no_model_installed_a_ring_takes_the_picture_s_colours(
     server: Server, client: Client, name: str, left_out: str

@@ -67,10 +67,7 @@ def test_every_stage_at_full_size_is_forecast(base, pixels, rows, references, dt
     shape = UNetShape.of(mv_stored.full_size(base))
     pipeline = SimpleNamespace(family="mv_adapter", precision=precision, configs=configs, shape=shape)
     run = PaintRun(1, rows, pixels, views=6, references=references)
-    forecast = {
-        "maps": map_encoder_bytes(pipeline, pixels),
-        "painting": step_bytes(pipeline, run),
-    }
+    forecast = {"maps": map_encoder_bytes(pipeline, pixels), "painting": step_bytes(pipeline, run)}
     if references:
         forecast["reference"] = looking_bytes(pipeline, run)
     assert forecast.keys() == found.keys()

@@ -45,12 +45,7 @@ LOOPS = {
 # The same of whole loops that run with one setting of ours, which their rows name: they are not "as published".
 NEARLY = {"skyreels v1 t2v": 1.6e-5, "skyreels v1 i2v": 1.6e-5, "fast mochi": 1.5e-5}
 # The same of Hunyuan3D paint, whose views are compared; of the texture the mean difference of a texel.
-PAINT_LOOPS = {
-    "paint v2-0": 1.6e-5,
-    "paint turbo": 1.7e-5,
-    "paint pbr": 7.3e-5,
-    "paint delight": 1.6e-5,
-}
+PAINT_LOOPS = {"paint v2-0": 1.6e-5, "paint turbo": 1.7e-5, "paint pbr": 7.3e-5, "paint delight": 1.6e-5}
 PAINT_BAKED = {
     "paint v2-0 texture": 2.7e-2,
     "paint turbo texture": 2.9e-2,

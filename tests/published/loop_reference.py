@@ -842,12 +842,7 @@ def ltx_picture(width: int, height: int) -> Any:
 
 
 def ltx(
-    name: str,
-    config: str,
-    fps: int = 25,
-    blocks: int = loops.LTX_BLOCKS,
-    pictured: bool = False,
-    **scheduler: Any,
+    name: str, config: str, fps: int = 25, blocks: int = loops.LTX_BLOCKS, pictured: bool = False, **scheduler: Any
 ) -> Callable[[], torch.Tensor]:
     """``inference.py`` with a published configuration, for a prompt that it does not rewrite."""
 

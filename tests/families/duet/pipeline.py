@@ -41,11 +41,7 @@ def sample(
     progress: base.Progress,
 ) -> base.Latents:
     """Latents (1, 12, T, H / 8, W / 8), and a voice (1, 3, T)."""
-    device, dtype, generator = (
-        pipeline.offloader.device,
-        pipeline.precision.residual,
-        generator_for(settings.seed),
-    )
+    device, dtype, generator = (pipeline.offloader.device, pipeline.precision.residual, generator_for(settings.seed))
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, _levels, device)
     frames = (settings.frames - 1) // TEMPORAL_RATIO + 1
     shape = (1, CHANNELS, frames, settings.height // SPATIAL_RATIO, settings.width // SPATIAL_RATIO)

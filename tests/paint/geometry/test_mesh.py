@@ -11,15 +11,7 @@ import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError
 from anygpu.paint.geometry import mesh as meshes
-from anygpu.paint.geometry.mesh import (
-    Mesh,
-    Surface,
-    load_mesh,
-    numbered,
-    welded,
-    welded_normals,
-    write_glb,
-)
+from anygpu.paint.geometry.mesh import Mesh, Surface, load_mesh, numbered, welded, welded_normals, write_glb
 from hostile.bombs import glb
 from paint.shapes import box, sphere
 from PIL import Image

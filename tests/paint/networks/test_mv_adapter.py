@@ -162,8 +162,7 @@ PUBLISHED = {  # tensors and parameters of the adapter: counted by others from t
 
 
 @pytest.mark.parametrize(
-    ("variant", "base"),
-    [pytest.param(*key, marks=[pytest.mark.full] * (key[0] == "tg2mv")) for key in PUBLISHED],
+    ("variant", "base"), [pytest.param(*key, marks=[pytest.mark.full] * (key[0] == "tg2mv")) for key in PUBLISHED]
 )
 def test_names_and_sizes_are_those_of_the_published_files(variant, base):
     config = mv_stored.full_size(base)

@@ -16,15 +16,7 @@ from anygpu.paint.networks.encoders import dino_pixels, dino_states
 from anygpu.paint.networks.multiview import StreamInputs
 from anygpu.paint.pictures import over, recentred, resized, squared
 from anygpu.paint.sampling import painting
-from anygpu.paint.sampling.painting import (
-    PaintInputs,
-    PaintSettings,
-    completed,
-    paint_views,
-    plan_of,
-    run_of,
-    sampled,
-)
+from anygpu.paint.sampling.painting import PaintInputs, PaintSettings, completed, paint_views, plan_of, run_of, sampled
 from anygpu.paint.sampling.solvers import solver_for
 from paint.stored import FIXTURES, values
 from PIL import Image

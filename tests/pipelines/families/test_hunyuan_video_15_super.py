@@ -106,8 +106,7 @@ def test_the_small_video_is_shown_while_its_noise_is_the_smaller(
     assert [round(time) for time, _, _ in seen] == [1000, 909, 800, 667, 500, 286]
     other = replace(low, samples=-low.samples)
     assert not torch.equal(
-        found.samples,
-        stages.sample(models["720p"], prompt(), None, replace(settings, latents=other), Silent()).samples,
+        found.samples, stages.sample(models["720p"], prompt(), None, replace(settings, latents=other), Silent()).samples
     )
 
 

@@ -163,21 +163,26 @@ def test_what_the_user_sets_wins_over_the_recipe(models: dict[str, Pipeline], mo
     assert [(step.stg, step.rescale, step.blocks) for step in both] == [(2.0, 0.3, (1,))] * 2
 
 
-def test_upscaled_latents_are_the_networks_and_run_the_second_pass(models: dict[str, Pipeline], tmp_path: Path) -> None:
-    from diffusers import LTXLatentUpsamplePipeline as Upstream
+def upscaled(pipeline: Pipeline, low: Any, folder: Path, **how: bool) -> tuple[Any, torch.Tensor]:
+    """Latents enlarged by the stage from a file of an upscaler, and by the network itself."""
     from diffusers import LTXPipeline
     from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
 
-    pipeline, low = distilled(models["linear-quadratic"]), start(models["shifted"])
     torch.manual_seed(5)
-    network = LTXLatentUpsamplerModel(mid_channels=32, num_blocks_per_stage=1).eval()
-    file = tmp_path / "spatial.safetensors"
-    save_file(network.state_dict(), file)
-    found = stages.upscale(pipeline, low, file, Silent())
+    network = LTXLatentUpsamplerModel(mid_channels=32, num_blocks_per_stage=1, **how).eval()
+    save_file(network.state_dict(), folder / "upscaler.safetensors")
+    found = stages.upscale(pipeline, low, folder / "upscaler.safetensors", Silent())
     vae = pipeline.parts.read("vae", Silent())
     with torch.no_grad():
         high = network(LTXPipeline._denormalize_latents(low.samples, vae.latents_mean, vae.latents_std))
-    high = LTXPipeline._normalize_latents(high, vae.latents_mean, vae.latents_std)
+    return found, LTXPipeline._normalize_latents(high, vae.latents_mean, vae.latents_std)
+
+
+def test_upscaled_latents_are_the_networks_and_run_the_second_pass(models: dict[str, Pipeline], tmp_path: Path) -> None:
+    from diffusers import LTXLatentUpsamplePipeline as Upstream
+
+    pipeline, low = distilled(models["linear-quadratic"]), start(models["shifted"])
+    found, high = upscaled(pipeline, low, tmp_path)
     adain: Any = Upstream.adain_filter_latent
     torch.testing.assert_close(found.samples, adain(None, high, low.samples, 1.0), rtol=0, atol=1e-5)
     assert (found.width, found.height) == (2 * low.width, 2 * low.height) and found.extra[SECOND_PASS]
@@ -189,21 +194,8 @@ def test_upscaled_latents_are_the_networks_and_run_the_second_pass(models: dict[
 def test_a_temporal_upscaler_doubles_the_frames_of_the_same_seconds(
     models: dict[str, Pipeline], tmp_path: Path
 ) -> None:
-    from diffusers import LTXPipeline
-    from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
-
     pipeline, low = models["linear-quadratic"], start(models["shifted"])
-    torch.manual_seed(5)
-    network = LTXLatentUpsamplerModel(
-        mid_channels=32, num_blocks_per_stage=1, spatial_upsample=False, temporal_upsample=True
-    ).eval()
-    file = tmp_path / "temporal.safetensors"
-    save_file(network.state_dict(), file)
-    found = stages.upscale(pipeline, low, file, Silent())
-    vae = pipeline.parts.read("vae", Silent())
-    with torch.no_grad():
-        expected = network(LTXPipeline._denormalize_latents(low.samples, vae.latents_mean, vae.latents_std))
-    expected = LTXPipeline._normalize_latents(expected, vae.latents_mean, vae.latents_std)
+    found, expected = upscaled(pipeline, low, tmp_path, spatial_upsample=False, temporal_upsample=True)
     torch.testing.assert_close(found.samples, expected, rtol=0, atol=1e-5)
     assert (found.frames, found.fps) == (2 * low.frames - 1, 2 * low.fps) and SECOND_PASS not in found.extra
     assert stages.decode(pipeline, found, Silent()).shape[0] == found.frames
