@@ -58,12 +58,11 @@ def paint_plan(pipeline: Any, pixels: int, views: int, guided: bool) -> tuple[st
     """The forecast of a paint or delight pipeline, as :func:`memory_plan.shown` gives it; zeros take what it was taught."""
     from ..paint import forecast
 
-    run = forecast.planned_run(pipeline, pixels, views, guided=int(guided) or None)
-    room = room_now(pipeline)
+    run, room = forecast.planned_run(pipeline, pixels, views, guided=int(guided) or None), room_now(pipeline)
     needs = (Forecast(mode, forecast.paint_needs(pipeline, run, mode, room)) for mode in MODES)
-    title = f"Hunyuan3D {pipeline.family} {pipeline.variant}, {run.views} view{'s' * (run.views > 1)} of {run.size} pixels"
-    known = times_of(pipeline, run, MODES, room)
-    return memory_plan.shown(pipeline, title, ", with guidance" if guided else "", tuple(needs), known)
+    name = f"Hunyuan3D {pipeline.family}" if pipeline.family in KINDS else "MV-Adapter"
+    title = f"{name} {pipeline.variant}, {run.views} view{'s' * (run.views > 1)} of {run.size} pixels"
+    return memory_plan.shown(pipeline, title, ", with guidance" * guided, tuple(needs), times_of(pipeline, run, MODES, room))
 
 
 class MemoryPlan(Uncached):
@@ -87,8 +86,10 @@ class MemoryPlan(Uncached):
 
     @classmethod
     def execute(cls, pipeline: Any, width: int, height: int, frames: int, guided: bool = False) -> io.NodeOutput:
+        from ..paint.loading import PaintPipeline
+
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
-        if pipeline.family in KINDS:
+        if isinstance(pipeline, PaintPipeline):
             text, bars = paint_plan(pipeline, width, frames, guided)
         else:
             sizes = own_inputs(pipeline, {"width": width, "height": height, "frames": frames}, progress.notify)
@@ -119,8 +120,7 @@ class DownloadModel(Uncached):
 
     @classmethod
     def execute(cls, model: str, download: str) -> io.NodeOutput:
-        progress, roots = NodeProgress(cls.hidden.unique_id), folders.model_roots()
-        card = memory_manager.compute_device()
+        progress, roots, card = NodeProgress(cls.hidden.unique_id), folders.model_roots(), memory_manager.compute_device()
         total = 0 if card.type == "cpu" else facts_for(card).total_bytes
         lines = downloads.fetched(model, download, roots, progress, card_bytes=total)
         for line in lines[1:]:

@@ -23,6 +23,7 @@ from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.sizes import beside_transformer
+from anygpu.pipelines.vae.plan import DecodeMethod
 from safetensors.torch import save_file
 from small_comfyui import BaseModel, Interrupted, Linear, ModelPatcher, WrapperExecutor, comfyui
 from torch import nn
@@ -269,6 +270,11 @@ def test_a_batch_is_made_one_by_one(core: ComfyUI, loaded, prompts, latent) -> N
     assert film.given[0].frame_rate.denominator <= 1001, "as NTSC's"
 
 
+def test_a_picture_is_encoded_at_its_size(core: ComfyUI, loaded) -> None:
+    asked = {"image": torch.rand(1, 64, 96, 3), "width": 96, "height": 64, "fit": "crop"}
+    assert core.run("EncodeImage", pipeline=loaded[0], **asked).result[1:] == (96, 64)
+
+
 def test_a_lora_is_put_on_and_named(core: ComfyUI, loaded, prompts) -> None:
     assert core.run("LoRA", pipeline=loaded[0], lora="none").result[0] is loaded[0] and core.said == "no LoRA chosen"
     path = Path(core.module("host.folders").folder_paths.get_folder_paths("loras")[0]) / "mine.safetensors"
@@ -352,6 +358,24 @@ def test_a_proof_window_is_what_its_frames_are_and_lies_where_they_are_dead(core
     frames[:, 3, 20:40, 10:20] = 0.5
     found = module.ProofWindow.of(vae, whole, frames)
     assert (found.frame, found.row // 5, found.column // 5) == (3, 3, 1)
+
+
+def test_core_s_vae_begins_where_the_device_can_and_tiles_by_its_own_cells(core: ComfyUI, monkeypatch) -> None:
+    module, methods = core.module("host.core.vae"), [DecodeMethod(torch.float32, tile=tile) for tile in (0, 256, 128)]
+    monkeypatch.setattr(module, "policy_for", lambda _facts: SimpleNamespace(tile_pixels=128))
+    own = SimpleNamespace(machine=SimpleNamespace(facts=None), method=methods[1])
+    assert [module.FittedVAE._first(own, name, methods) for name in ("decode", "decode_tiled")] == methods[:0:-1]
+    compressed = {"spacial_compression_decode": lambda: 8, "temporal_compression_decode": lambda: 4}
+    vae = SimpleNamespace(latent_dim=3, decode_tiled=lambda _given, **chosen: chosen, **compressed)
+    expected = {"tile_x": 32, "tile_y": 32, "overlap": 8, "tile_t": 16, "overlap_t": 4}
+    assert module._in_tiles(vae, "decode", torch.zeros(1, 4, 3, 8, 8), 256) == expected
+
+
+def test_an_infinite_weight_of_a_text_encoder_is_named(core: ComfyUI) -> None:
+    encoder = Network(torch.float32)
+    nn.init.constant_(encoder.layers[1].weight, float("inf"))
+    (fault,) = core.module("host.core.clip")._faults(encoder)
+    assert fault.verdict.startswith("layers.1.weight holds") and fault.alarming
 
 
 def test_a_part_is_taken_from_who_held_it(core: ComfyUI) -> None:
