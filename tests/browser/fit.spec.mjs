@@ -39,6 +39,16 @@ const seen = (image) => ({
   values: { crop: "none" },
   links: { clip_vision: ["eyes", "CLIP_VISION"], image },
 });
+/** The loaders, fitted, and both texts; `amount` of core's shift before that, if any. */
+const described = (unet, clip, vae, negative, amount) => ({
+  load: load(unet),
+  clip,
+  vae: loadVAE(vae),
+  ...(amount && { shift: shift(amount) }),
+  fit: fit([amount ? "shift" : "load", "MODEL"]),
+  positive: text(CAT),
+  negative: text(negative),
+});
 const picture = (title) => ({ kind: "LoadImage", title, values: { image: "example.png" } });
 const decode = (samples, fitted = "fit") => ({ kind: "VAEDecode", links: { samples, vae: [fitted, "vae"] } });
 const video = (fps, more = {}) => ({
@@ -150,13 +160,7 @@ const SPECS = {
     ],
     gib: 17,
     nodes: {
-      load: load("wan2.2_ti2v_5B_fp16.safetensors"),
-      clip: loadCLIP(UMT5, "wan"),
-      vae: loadVAE("wan2.2_vae.safetensors"),
-      shift: shift(8),
-      fit: fit(["shift", "MODEL"]),
-      positive: text(CAT),
-      negative: text(BLUR),
+      ...described("wan2.2_ti2v_5B_fp16.safetensors", loadCLIP(UMT5, "wan"), "wan2.2_vae.safetensors", BLUR, 8),
       empty: {
         kind: "Wan22ImageToVideoLatent",
         values: { width: 1280, height: 704, length: 121, batch_size: 1 },
@@ -214,13 +218,7 @@ const SPECS = {
     ],
     gib: "with those of its upscaler 42",
     nodes: {
-      load: load("hunyuanvideo1.5_720p_t2v_fp16.safetensors"),
-      clip: loadCLIPs(QWEN, "byt5_small_glyphxl_fp16.safetensors", "hunyuan_video_15"),
-      vae: loadVAE("hunyuanvideo15_vae_fp16.safetensors"),
-      shift: shift(7),
-      fit: fit(["shift", "MODEL"]),
-      positive: text(CAT),
-      negative: text(""),
+      ...described("hunyuanvideo1.5_720p_t2v_fp16.safetensors", loadCLIPs(QWEN, "byt5_small_glyphxl_fp16.safetensors", "hunyuan_video_15"), "hunyuanvideo15_vae_fp16.safetensors", "", 7),
       empty: { kind: "EmptyHunyuanVideo15Latent", values: { width: 1280, height: 720, length: 121, batch_size: 1 } },
       noise,
       solver: solver("euler"),
@@ -247,13 +245,7 @@ const SPECS = {
     ],
     gib: 14,
     nodes: {
-      load: load("kandinsky5lite_t2v_sft_5s.safetensors"),
-      clip: loadCLIPs(QWEN, "clip_l.safetensors", "kandinsky5"),
-      vae: loadVAE("hunyuan_video_vae_bf16.safetensors"),
-      shift: shift(5),
-      fit: fit(["shift", "MODEL"]),
-      positive: text(CAT),
-      negative: text(""),
+      ...described("kandinsky5lite_t2v_sft_5s.safetensors", loadCLIPs(QWEN, "clip_l.safetensors", "kandinsky5"), "hunyuan_video_vae_bf16.safetensors", "", 5),
       empty: {
         kind: "Kandinsky5ImageToVideo",
         values: { width: 768, height: 512, length: 121, batch_size: 1 },
@@ -275,12 +267,7 @@ const SPECS = {
     ],
     gib: 8.4,
     nodes: {
-      load: load("cosmos_predict2_2B_video2world_480p_16fps.safetensors"),
-      clip: loadCLIP("oldt5_xxl_fp8_e4m3fn_scaled.safetensors", "cosmos"),
-      vae: loadVAE("wan_2.1_vae.safetensors"),
-      fit: fit(["load", "MODEL"]),
-      positive: text(CAT),
-      negative: text(BLUR),
+      ...described("cosmos_predict2_2B_video2world_480p_16fps.safetensors", loadCLIP("oldt5_xxl_fp8_e4m3fn_scaled.safetensors", "cosmos"), "wan_2.1_vae.safetensors", BLUR),
       first: picture("The first frame"),
       empty: {
         kind: "CosmosPredict2ImageToVideoLatent",

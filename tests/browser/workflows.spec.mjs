@@ -152,7 +152,12 @@ const DANCE = "The person turns around gracefully and dances, with clear movemen
 
 const PICTURE_TIP = "The picture keeps its aspect ratio: *nearest bucket* picks the size, and the sampler uses it.";
 
-const ONE_PICTURE = { pictures: ["image"], encoded: ["encoded"] };
+/** A clip that begins with a picture, which is encoded at `size`. */
+const onePicture = (model, prompt, sample, size) => ({
+  pictures: ["image"],
+  encoded: ["encoded"],
+  nodes: { load: load(model), image: picture("First frame"), prompt, encoded: image(size), sample },
+});
 const SPECS = {
   anygpu_ltx_text_to_video: {
     title: "LTX-Video: text to video",
@@ -168,14 +173,7 @@ const SPECS = {
     title: "LTX-Video: image to video",
     model: "ltx",
     text: `Your picture is the first frame. ${PICTURE_TIP}`,
-    ...ONE_PICTURE,
-    nodes: {
-      load: load("LTX-Video"),
-      image: picture("First frame"),
-      prompt: prompt(COAST, WITHOUT),
-      encoded: image({ width: 704, height: 480 }),
-      sample: sample({ frames: 97, steps: 40, cfg: 3, fps: 25 }, SIZED),
-    },
+    ...onePicture("LTX-Video", prompt(COAST, WITHOUT), sample({ frames: 97, steps: 40, cfg: 3, fps: 25 }, SIZED), { width: 704, height: 480 }),
   },
   anygpu_ltx_first_last_frame: {
     title: "LTX-Video: first and last frame",
@@ -276,14 +274,7 @@ const SPECS = {
     text:
       `Your picture is the first frame, and the text encoder looks at it too. ${PICTURE_TIP} The 33-channel model ` +
       "(HunyuanVideo-I2V-33ch) works in the same workflow.",
-    ...ONE_PICTURE,
-    nodes: {
-      load: load("HunyuanVideo-I2V"),
-      image: picture("First frame"),
-      prompt: prompt(COAST, "", { image: ["image", "IMAGE"] }),
-      encoded: image({ width: 848, height: 480 }),
-      sample: sample({ frames: 73, steps: 30, fps: 24 }, SIZED),
-    },
+    ...onePicture("HunyuanVideo-I2V", prompt(COAST, "", { image: ["image", "IMAGE"] }), sample({ frames: 73, steps: 30, fps: 24 }, SIZED), { width: 848, height: 480 }),
   },
   anygpu_hunyuan_video_15_text_to_video: {
     title: "HunyuanVideo 1.5: text to video",
@@ -299,14 +290,7 @@ const SPECS = {
     title: "HunyuanVideo 1.5: image to video",
     model: "hunyuan_video_15_i2v",
     text: `Your picture is the first frame. ${PICTURE_TIP}`,
-    ...ONE_PICTURE,
-    nodes: {
-      load: load("HunyuanVideo-1.5-Diffusers-480p_i2v"),
-      image: picture("First frame"),
-      prompt: prompt(COAST),
-      encoded: image({ width: 848, height: 480 }),
-      sample: sample({ frames: 121, steps: 50, cfg: 6, fps: 24 }, SIZED),
-    },
+    ...onePicture("HunyuanVideo-1.5-Diffusers-480p_i2v", prompt(COAST), sample({ frames: 121, steps: 50, cfg: 6, fps: 24 }, SIZED), { width: 848, height: 480 }),
   },
   anygpu_framepack_image_to_video: {
     title: "FramePack: image to video",
@@ -314,14 +298,7 @@ const SPECS = {
     text:
       "Makes long videos in little memory, section by section, from the end to the start. Every finished section is " +
       "shown and saved. *section_prompts* takes one prompt per line for later sections.",
-    ...ONE_PICTURE,
-    nodes: {
-      load: load("FramePackI2V_HY"),
-      image: picture("First frame"),
-      prompt: prompt(DANCE),
-      encoded: image(),
-      sample: pack({ seed: 7, clip_seconds: 5, fps: 30, steps: 25, guidance: 10 }), // what the demo model draws well
-    },
+    ...onePicture("FramePackI2V_HY", prompt(DANCE), pack({ seed: 7, clip_seconds: 5, fps: 30, steps: 25, guidance: 10 })), // what the demo model draws well
   },
   anygpu_framepack_first_last_frame: {
     title: "FramePack: first and last frame",
@@ -344,14 +321,7 @@ const SPECS = {
     title: "FramePack F1: image to video",
     model: "framepack_f1",
     text: "This FramePack samples from the start to the end, with more movement. It cannot use an end image.",
-    ...ONE_PICTURE,
-    nodes: {
-      load: load("FramePack_F1_I2V_HY_20250503"),
-      image: picture("First frame"),
-      prompt: prompt(DANCE),
-      encoded: image(),
-      sample: pack({ clip_seconds: 5, fps: 30, steps: 25, guidance: 10 }),
-    },
+    ...onePicture("FramePack_F1_I2V_HY_20250503", prompt(DANCE), pack({ clip_seconds: 5, fps: 30, steps: 25, guidance: 10 })),
   },
   anygpu_mochi_text_to_video: {
     title: "Mochi 1: text to video",
