@@ -107,11 +107,13 @@ def changed(node: ast.AST) -> Iterator[tuple[str, ast.AST, ast.AST]]:
 
 def seen_nodes(node: ast.AST) -> Iterator[ast.AST]:
     """The nodes below ``node`` that change a result: no annotation, no words of an error or a message, no guard, no
-    pace of a loop that polls, no random name's length, nothing for the type checker alone."""
+    pace of a loop that polls, no random name's length, no digits of ``round``, nothing for the type checker alone."""
     if isinstance(node, (ast.Raise, ast.JoinedStr)) or (isinstance(node, ast.keyword) and node.arg in GUARDS):
         return
     if isinstance(node, ast.Call) and (TELLING.fullmatch(ast.unparse(node.func)) or _is_pace(node)):
         return
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "round":
+        node = ast.Expr(node.args[0])  # and not its digits
     polls = isinstance(node, ast.While) and any(map(_is_pace, node.body))
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list") or (polls and name == "test"):

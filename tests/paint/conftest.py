@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from anygpu.paint.loading import PaintPipeline, PaintRequest, load_paint
 
 from paint import stored
 
@@ -23,3 +24,13 @@ def pbr_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def delight_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """delight v2-0 with the fixtures' weights."""
     return stored.checkpoint("delight", tmp_path_factory.mktemp("delight"))
+
+
+@pytest.fixture(scope="module")
+def paint(paint_folder: Path) -> PaintPipeline:
+    return load_paint(PaintRequest(paint_folder, device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def pbr(pbr_folder: Path) -> PaintPipeline:
+    return load_paint(PaintRequest(pbr_folder, device="cpu"))

@@ -1,9 +1,11 @@
 """Pictures of the demo's torus whose right texture is known: what tests measure errors against."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from anygpu.paint import demo
 from anygpu.paint.baking.bake import Texels
 from anygpu.paint.choices import DEMO_SIZE
 from anygpu.paint.demo import ColourPair, halves
@@ -58,3 +60,15 @@ def ideal_texture(texels: Texels, colouring: Colouring = waves) -> Tensor:
 def errors(texture: Tensor, texels: Texels, chosen: Tensor, colouring: Colouring = waves) -> Tensor:
     """(P,): mean absolute error over the channels at each covered texel of ``chosen`` (T, T)."""
     return (texture - ideal_texture(texels, colouring)).abs().mean(-1)[chosen & texels.covered]
+
+
+def views_in_two_colours(pipeline: Any, number: int, monkeypatch: Any, seen: Callable[..., Tensor]) -> None:
+    """Assert that a demo paints the ring as ``seen`` in its own pair of colours, and not in another, in 6 steps."""
+    for later in ("bake", "filled", "turntable"):  # the views alone are looked at
+        monkeypatch.setattr(demo, later, lambda *_: None)
+    inside = seen(((1.0,) * 3,) * 2, 0.0) > 0.99
+    pairs = demo.PAIRS[number], demo.PAIRS[1 - number]
+    views = demo.painted_ring(pipeline, pairs[0], frames=1, steps=6).views
+    assert views.shape == (6, DEMO_SIZE, DEMO_SIZE, 3)
+    own, others = ((views - seen(pair)).abs()[inside].mean() for pair in pairs)
+    assert own < demo.CARRIED and others > demo.BY_CHANCE, (own, others)

@@ -14,9 +14,7 @@ from anygpu.paint.geometry.mesh import Surface
 from anygpu.paint.sampling.painting import PaintSettings, completed
 from anygpu.pipelines.decisions import status_of
 
-from paint.synthetic import photographs
-
-STEPS = 6
+from paint.synthetic import photographs, views_in_two_colours
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +41,12 @@ def test_parts_that_other_demo_models_ship_are_read_from_there_and_only_for_a_de
 
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_it_paints_the_colours_of_the_picture_and_not_others(pipeline, number, monkeypatch):
-    for later in ("bake", "filled", "turntable"):  # the views alone are looked at
-        monkeypatch.setattr(demo, later, lambda *_: None)
     surface = Surface.of(demo.ring(), None, ADAPTER_VIEWS.frame)
 
-    def seen(pair: demo.ColourPair) -> torch.Tensor:
+    def seen(pair: demo.ColourPair, *_light: float) -> torch.Tensor:
         return photographs(surface, ADAPTER_VIEWS, DEMO_SIZE, 2 * DEMO_SIZE, demo.halves(pair), 0.0)
 
-    inside = seen(((1.0,) * 3,) * 2) > 0.99
-    views = demo.painted_ring(pipeline, demo.PAIRS[number], frames=1, steps=STEPS).views
-    assert views.shape == (6, DEMO_SIZE, DEMO_SIZE, 3)
-    own, others = ((views - seen(pair)).abs()[inside].mean() for pair in (demo.PAIRS[number], demo.PAIRS[1 - number]))
-    assert own < demo.CARRIED and others > demo.BY_CHANCE, (own, others)
+    views_in_two_colours(pipeline, number, monkeypatch, seen)
 
 
 def test_it_paints_at_its_own_size_in_its_own_steps_and_says_so(pipeline, recorded):

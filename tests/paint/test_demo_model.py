@@ -13,9 +13,7 @@ from anygpu.paint.sampling.delight import DelightSettings, delight_image
 from anygpu.paint.sampling.painting import PaintSettings, completed
 from anygpu.pipelines.decisions import status_of
 
-from paint.synthetic import in_two_colours
-
-STEPS = 6  # of 30
+from paint.synthetic import in_two_colours, views_in_two_colours
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +31,8 @@ def test_it_is_listed_with_its_size_and_has_a_card():
 
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_it_paints_the_colours_of_the_picture_and_not_others(pipeline, number, monkeypatch):
-    for later in ("bake", "filled", "turntable"):  # the views alone are looked at
-        monkeypatch.setattr(demo, later, lambda *_: None)
     surface = Surface.of(demo.ring())
-    inside = in_two_colours(surface, ((1.0,) * 3,) * 2, 0.0) > 0.99
-    views = demo.painted_ring(pipeline, demo.PAIRS[number], frames=1, steps=STEPS).views
-    assert views.shape == (6, DEMO_SIZE, DEMO_SIZE, 3)
-    own, others = (
-        (views - in_two_colours(surface, pair)).abs()[inside].mean()
-        for pair in (demo.PAIRS[number], demo.PAIRS[1 - number])
-    )
-    assert own < demo.CARRIED and others > demo.BY_CHANCE, (own, others)
+    views_in_two_colours(pipeline, number, monkeypatch, lambda pair, *light: in_two_colours(surface, pair, *light))
 
 
 def test_it_paints_at_its_own_size_and_says_so(pipeline, recorded):

@@ -16,7 +16,6 @@ from anygpu.paint.baking.fill import filled
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS, camera_table
 from anygpu.paint.geometry.mesh import MANY_FACES, Mesh, Surface, load_mesh, write_glb
 from anygpu.paint.geometry.views import rendered_maps
-from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.pictures import cut_out
 from anygpu.paint.sampling.painting import Painted, PaintSettings, latents_of, to_latent
 from PIL import Image
@@ -27,16 +26,6 @@ from paint.synthetic import errors, photographs, torus
 BAKING = texturing.BakeSettings(texture_size=64, view_size=128)
 QUICK = texturing.OneStep(PaintSettings(size=64, steps=1), BAKING)
 PICTURE = torch.rand(40, 64, 4, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(scope="module")
-def paint(paint_folder):
-    return load_paint(PaintRequest(paint_folder, device="cpu"))
-
-
-@pytest.fixture(scope="module")
-def pbr(pbr_folder):
-    return load_paint(PaintRequest(pbr_folder, device="cpu"))
 
 
 def test_in_place_of_the_pbr_model_a_demo_paints_no_metal_and_full_roughness(monkeypatch, recorded):

@@ -36,18 +36,8 @@ def inputs():
 
 
 @pytest.fixture(scope="module")
-def paint(paint_folder):
-    return load_paint(PaintRequest(paint_folder, device="cpu"))
-
-
-@pytest.fixture(scope="module")
 def turbo(paint_folder):
     return load_paint(PaintRequest(paint_folder, variant="turbo", device="cpu"))
-
-
-@pytest.fixture(scope="module")
-def pbr(pbr_folder):
-    return load_paint(PaintRequest(pbr_folder, device="cpu"))
 
 
 def encoded(pipeline, inputs):
