@@ -299,6 +299,12 @@ def readers(fault: Fault) -> dict[str, int]:
     return {file: lines for file, lines in found.items() if lines}
 
 
+def is_default(fault: Fault) -> bool:
+    """Whether a fault is in the head of a function."""
+    functions = (node for node in ast.walk(ast.parse(_bytes(ROOT / fault.file))) if isinstance(node, ast.FunctionDef))
+    return any(each.lineno <= fault.line < each.body[0].lineno for each in functions)
+
+
 def _first(node: ast.AST) -> float:
     return getattr(node, "lineno", float("inf"))
 
@@ -307,6 +313,7 @@ def nearest(fault: Fault, tests: dict[str, Measured]) -> list[str]:
     """The tests nearest to a fault, the nearest first."""
     near = nearness(fault.file)
     running = [test for test, row in tests.items() if row.runs({fault.file: 1 << fault.line})]
+    running = [] if is_default(fault) else running  # which a test may look at without a call
     if not running and (named := readers(fault)):
         running = [test for test, row in tests.items() if row.runs(named)]
     running.sort(key=lambda test: (-near.get(test.partition("::")[0], 0), tests[test].seconds))

@@ -318,8 +318,10 @@ def fitted(core: ComfyUI, dtype: torch.dtype = torch.float32, **inputs: Any) -> 
 
 @pytest.mark.parametrize("safe", [False, True])
 def test_attention_in_any_layout_is_core_s(core: ComfyUI, monkeypatch, safe: bool) -> None:
-    module, function = core.module("host.core.attention"), small_comfyui.attention_pytorch
+    module, function, inner = core.module("host.core.attention"), small_comfyui.attention_pytorch, set()
     monkeypatch.setattr(module, "fused_kernel", lambda *_: 2)
+    calls = lambda *given, **named: inner.add(named.get(module.INNER)) or function(*given, **named)  # noqa: E731
+    monkeypatch.setattr(module, "attention_pytorch", calls)
     plain = torch.randn(3, 2, 6, 16, generator=torch.Generator().manual_seed(0)).unbind()
     heads, mask = [tensor.unflatten(-1, (2, 8)).transpose(1, 2) for tensor in plain], torch.zeros(6, 6)
     mask[:, 4:] = -1e4
@@ -330,6 +332,10 @@ def test_attention_in_any_layout_is_core_s(core: ComfyUI, monkeypatch, safe: boo
             found = module.AttentionOverride(module.Attention(), safe)(function, *given, 2, **named)
             found = found.transpose(1, 2).flatten(2) if split else found
             torch.testing.assert_close(found, expected, rtol=0, atol=2e-3 if safe else 1e-6)
+    assert inner == {True if safe else None}
+    machine = core.module("host.core.machine")
+    monkeypatch.setattr(machine, "fused_kernel", lambda *operands: len(operands) < 4)  # none with a mask
+    assert not dataclasses.replace(machine.machine_of("cpu")).kernels(torch.float32).fused
 
 
 def test_blocks_whose_sizes_fit_are_trusted_until_they_grow(core: ComfyUI, tmp_path: Path) -> None:
@@ -385,8 +391,8 @@ def test_a_part_is_taken_from_who_held_it(core: ComfyUI) -> None:
     patcher, other = ModelPatcher(one), ModelPatcher(BaseModel())
     core.management.load_models_gpu([patcher, other])
     two.fill()
+    assert patcher not in [item.model for item in core.management.current_loaded_models]
     assert one.content is None and two.content is module and one.fill() is module
-    assert [patcher in [item.model for item in core.management.current_loaded_models]] == [False]
 
 
 def test_bits_have_a_sum_in_packed_weights_too(core: ComfyUI) -> None:
