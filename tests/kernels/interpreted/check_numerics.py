@@ -315,9 +315,9 @@ def test_layouts_of_clips(layout: str, wanted: str) -> None:
 def test_group_norm_far_from_zero() -> None:
     """Mean 200, deviation 1, of every second frame: a mean of squares minus a squared mean would lose six digits."""
     x = (200 + some(FP32, 1, 4, 4, 8, 16))[:, :, ::2]
-    how = GroupNorm(2, 1e-6)
-    found = group_norm.group_norm_silu_pad(x, how, silu=False, form=TRITON)
-    exact = group_norm.group_norm_silu_pad_reference(x.double(), how, silu=False)
+    how, pad = GroupNorm(2, 1e-6, torch.tensor((1.0, 0.5, 0.25, 1.0))), (1, 1, 1, 1, 2, 0)
+    found = group_norm.group_norm_silu_pad(x, how, pad, silu=False, form=TRITON)
+    exact = group_norm.group_norm_silu_pad_reference(x.double(), doubled(how), pad, silu=False)
     # (x - mean) is off by what the mean is off: at most one last place of 200, which is 2**-16.
     assert float((found - exact).abs().max()) < 2**-16
     assert not group_norm.group_norm_silu_pad(torch.full_like(x, 3.0), how, form=TRITON).any(), "what has no variance"
