@@ -26,7 +26,7 @@ def refusal(address: str, check: Callable[[], None]) -> str:
         try:
             from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
             from ray._private.services import canonicalize_bootstrap_address_or_die
-            from ray._raylet import GcsClient
+            from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
             ensure_token_if_auth_enabled(None, create_token_if_missing=False)  # without one a client ends the process
             GcsClient(address=canonicalize_bootstrap_address_or_die(address))

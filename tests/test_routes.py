@@ -279,7 +279,7 @@ def test_minutes_are_told_once_a_run_has_timed_the_device(pack, tiny_folder):
     assert told["forecasts"][0]["headline"].startswith(said) and told["forecasts"][0]["seconds"] == {}
     pace = Pace(1e9, 1e9, 1e9, 1e9, 0.0)
     for heads in (64, 128):
-        name = f"rates of float32, heads of {heads}"
+        name = f"rates of float32 values, heads of {heads}"
         probe_results_of(facts_for("cpu"), state).remember(name, lambda: asdict(pace))
     _, told, _ = pack.ask("POST", "/anygpu/graph", json=body)
     assert told["pipelines"][0]["by_tables"] and told["forecasts"][0]["headline"].startswith("Fits, about ")
@@ -374,7 +374,7 @@ def test_a_forecast_has_the_clip_and_each_prompt_of_a_video_in_sections(pack, ti
     state = Path(importlib.import_module("anygpu.host.folders").state_folder())
     for heads in (64, 128):
         pace = asdict(Pace(1e7, 1e7, 1e7, 1e7, 0.0))
-        probe_results_of(facts_for("cpu"), state).remember(f"rates of float32, heads of {heads}", pace.copy)
+        probe_results_of(facts_for("cpu"), state).remember(f"rates of float32 values, heads of {heads}", pace.copy)
     plain, clip = told("LoadImage", "a fox"), told("GetVideoComponents", "a fox [1s: a dog] [2s: a cat]")
 
     def peaks_of(found: dict[str, Any]) -> dict[str, int]:

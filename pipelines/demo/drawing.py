@@ -127,5 +127,5 @@ def save_sheet(clips: Sequence[Tensor], captions: Sequence[str], path: Path) -> 
         for column, frame in enumerate(clip[torch.linspace(0, len(clip) - 1, SHEET_FRAMES).round().long()]):
             picture = picture_of(frame).resize(size, 0)
             sheet.paste(picture, (column * cell, row * row_height + LABEL_PIXELS + 2))
-    sheet.save(path)
+    sheet.save(path, quality=65, method=6)  # of a WebP; a PNG passes both over
     return path

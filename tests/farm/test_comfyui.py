@@ -222,7 +222,8 @@ def test_a_model_that_the_farm_lacks_is_that_jobs_error(head: str, farm: JobFold
 
 def test_who_cannot_get_in_reads_why_in_one_line(head: str, farm: JobFolder, server: Server) -> None:
     client = Client(server.url)
-    wrong = {f"127.0.0.1:{free_port()}": "(no answer within 10 s; here Ray ", "no such": "(Invalid address format: no such"}
+    silent = f"127.0.0.1:{free_port()}"
+    wrong = {silent: "(no answer within 10 s; here Ray ", "no such": "(Invalid address format: no such"}
     listed(server, head, *wrong)
     for address, why in wrong.items():
         run = client.run(sent(address, "nobody")[0].prompt, timeout=SECONDS)
