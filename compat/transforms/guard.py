@@ -380,7 +380,7 @@ def _size_class(name: str, args: Any, output: Tensor) -> str:
     operands = [each for each in tree_leaves(args) if isinstance(each, Tensor)][:4]
     sizes = ["x".join(str(side.bit_length()) for side in each.shape) for each in operands]
     rest = "".join(f"{each.shape[-1] % 8 if each.ndim else 0}{'-c'[each.is_contiguous()]}" for each in operands)
-    name += " on" * sum(each is True for each in args)
+    name += " on" * sum(each is True for each in args) + " scaled" * (name == "swiglu" and args[1] is not None)
     return f"{name} {str(output.dtype).removeprefix('torch.')} 2^({', '.join(sizes)}) {rest}"
 
 

@@ -192,11 +192,12 @@ def test_a_wrong_power_of_a_scaled_product_is_replaced_with_its_product(
     monkeypatch.setattr(guard_module, "FAULTS", faults := dict[str, str]())
     operation, store = getattr(torch.ops, library.NAMESPACE).swiglu.default, store_of(acc, tmp_path)
 
-    def launched(x: Tensor, room: float) -> tuple[Tensor, ...]:
-        damage = (1.0, 1.0) if faults else factors
+    def launched(x: Tensor, room: float | None) -> tuple[Tensor, ...]:
+        damage = (1.0, 1.0) if faults or room is None else factors
         return tuple((each * by).to(acc) for each, by in zip(operation(x.cpu(), room), damage, strict=True))
 
     def of(_: nn.ModuleDict, x: Tensor) -> Tensor:
+        operation(30 * x.half(), None)  # which is another class
         y, powers = operation(30 * x.half(), 128.0)
         return y.float() * powers
 
