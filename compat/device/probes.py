@@ -133,7 +133,8 @@ def attention(
     dtype: torch.dtype, device: torch.device, masked: bool = False, widths: tuple[int, ...] = NARROW_HEADS
 ) -> str:
     """P4: scaled dot product attention with steep scores, or with a mask that hides one row altogether.
-    Without a mask also of few tokens, as views that MPS took for contiguous (pytorch#163597, pytorch#181133)."""
+    Without a mask also of few tokens, as views that MPS took for contiguous (pytorch#163597, pytorch#181133). Radeons
+    gave zeros (ROCm/aotriton#210), or what memory held for heads wider than 256 (pytorch#189849, ROCm/TheRock#6561)."""
     for width, tokens in product(widths, (77,) if masked else (77, FEW_TOKENS)):
         mask = torch.ones(tokens, tokens, dtype=torch.bool)
         if masked:

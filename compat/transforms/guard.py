@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from ...kernels.library import FAULTS, NAMESPACE
@@ -33,14 +33,13 @@ from .plain_calls import PlainCalls, plain_calls
 
 log = logging.getLogger(__name__)
 
-ROWS, WHOLE = 64, 2**22  # of a sample; values of an operation that can only be computed as a whole
-ROWWISE = ("normalized", "gated_residual", "residual_norm", "swiglu")  # operations of ours
+ROWS, WHOLE = 64, 2**22  # of a sample; values of a group that can only be computed as a whole
 SHARE, SECONDS = 0.01, 0.5  # of the work so far, and of each forward: what is left waits for the next one
 # An entry y may be off by a|y| + b s, where s is the product of its operands' norms, or the largest value that it is
 # made of: a and b by dtype. fp32 may be TF32; sums in 16 bits may be rounded between blocks.
 BOUNDS = {torch.float32: (2**-10, 2**-10), torch.float16: (2**-9, 2**-8), torch.bfloat16: (2**-6, 2**-7)}
 Sample = tuple[Tensor, Tensor, Tensor, int]  # found, exact, what s is, and the operations of the host
-Check = Callable[[Mapping[str, Any], Tensor], "Sample | None"]
+Check = Callable[[Mapping[str, Any], Any], "Sample | None"]  # of the first result, for ours of all
 
 
 def _some(count: int) -> Tensor:
@@ -65,7 +64,7 @@ def _picked(tensor: Tensor, some: Tensor, axes: int | None = None) -> Tensor:
     return _exact(tensor[tuple(each.to(tensor.device) for each in torch.unravel_index(some, tensor.shape[:axes]))])
 
 
-def _product(given: Mapping[str, Any], result: Tensor) -> Sample | None:
+def _product(given: Mapping[str, Any], result: Tensor) -> Sample:
     first = next(name for name in ("mat1", "batch1", "input", "self") if name in given)
     a, b = given[first], given.get("mat2", given.get("batch2"))
     bias = given.get("bias" if b is None else "self") if first != "self" else None
@@ -159,23 +158,63 @@ def _joined(given: Mapping[str, Any], result: Tensor) -> Sample | None:
     return found, exact, exact.new_tensor(1e-30), 2 * ROWS * len(sides)
 
 
-def _own(given: Mapping[str, Any], result: Tensor) -> Sample | None:
-    """One of our operations: the same call on the host, of 64 tokens where each row is a token's."""
+def _gelu(given: Mapping[str, Any], result: Tensor) -> Sample | None:
+    found, exact, size, count = _product({"input": given["x"], **given}, result)
+    return found, nn.functional.gelu(exact, approximate="tanh"), size, count
+
+
+def _own(given: Mapping[str, Any], results: Any) -> Sample | None:
+    """One of our operations on the host: of 64 tokens, or of the last group or row of a clip, with its border."""
     function, first = given["function"], given["args"][0]
-    by_token = function.overloadpacket.__name__ in ROWWISE and not given.get("split") and first.ndim == 3
-    if not by_token and result.numel() > WHOLE:
+    operands = {each.name: given[each.name] for each in function._schema.arguments}
+    sampled = _some_tokens if first.ndim < 5 else _last_of_clip
+    kept, cut = sampled(operands, [each for each in tree_leaves(results) if each.numel()])
+    if sum(each.numel() for each in cut) > WHOLE:
         return None
-    rows = _some(first.shape[1])
+    founds = [*map(_exact, cut)]
+    exacts = [each.double() for each in tree_leaves(function(*tree_map_only(Tensor, _exact, [*kept.values()])))]
+    if "room" in kept and len(founds) > 1:  # the next power of two is right too
+        step = founds.pop() / exacts.pop()
+        founds[0] *= step.where((step >= 0.5) & (step <= 2), math.nan)
+    size = torch.cat([each.abs().amax().expand(each.numel()) for each in exacts if each.numel()])
+    found, exact = (torch.cat([each.flatten() for each in side]) for side in (founds, exacts))
+    return found, exact, size, 10 * exact.numel()
 
-    def on_host(each: Tensor) -> Tensor:
-        there = by_token and each.ndim == 3 and each.shape[1] == first.shape[1]
-        return to_host(each.index_select(1, rows.to(each.device)) if there else each)
 
-    exact = _changed(function, given["args"], {}, on_host).double()
-    found = _exact(result.index_select(1, rows.to(result.device)) if by_token else result)
-    if function.overloadpacket.__name__ == "swiglu" and given["args"][1]:  # the next power of two is right too
-        found, exact = (nn.functional.normalize(each, dim=-1) for each in (found, exact))
-    return found, exact, exact.abs().max(), 10 * exact.numel()
+def _some_tokens(operands: dict[str, Any], results: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
+    """The operands and the results of 64 tokens, with splits where these have them."""
+    first, k, text = next(iter(operands.values())), operands.get("k"), operands.get("text_q")
+    at, count = min(1, first.ndim - 2), 0 if text is None else text.shape[1]
+    tokens = first.shape[at] if k is None else min(first.shape[1], k.shape[1])
+    rows = _some(tokens)
+
+    def some(each: Tensor) -> Tensor:
+        axis = each.ndim - first.ndim + at
+        if axis < 0 or (k is None and each.shape[axis] != tokens):
+            return each
+        return each.index_select(axis, rows[rows < each.shape[axis]].to(each.device))
+
+    kept = tree_map_only(Tensor, some, operands)
+    kept |= {key: int((rows < operands[key]).sum()) for key in ("split", "gate_split") if operands.get(key)}
+    parts = (each.split([each.shape[1] - count, count], 1) for each in results)
+    return kept, [torch.cat([*map(some, each)], 1) for each in parts]
+
+
+def _last_of_clip(operands: dict[str, Any], results: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
+    """The operands and the result of the last sample: its last group, of all frames or the last, or its last row."""
+    x, (left, right, top, bottom, front, back) = operands["x"], operands["pad"]
+    groups, every = operands.get("groups"), slice(None)
+    frames, rows = not (groups is None or operands["per_frame"]), groups is not None
+    channels = slice(-(x.shape[1] // groups), None) if groups else every
+
+    def last(after: int, border: int) -> tuple[slice, ...]:
+        kept = every if frames else slice(-1 - border, None), every if rows else slice(-1 - after, None)
+        return slice(-1, None), channels, *kept
+
+    cut = {5: last(0, 0), 2: (slice(-1, None),), 1: (channels,)}
+    kept = tree_map_only(Tensor, lambda each: each[cut[each.ndim]], operands)
+    kept["pad"] = (left, right, top * rows, bottom, front * frames, back)
+    return kept | ({"groups": 1} if groups else {}), [results[0][last(bottom, back)]]
 
 
 CHECKS: dict[str, Check] = {
@@ -187,16 +226,22 @@ CHECKS: dict[str, Check] = {
     "convolution": _convolution,
     **dict.fromkeys(("native_layer_norm", "native_group_norm", "_fused_rms_norm"), _norm),
     **dict.fromkeys(("_to_copy", "copy_", "clone"), _copy),
-    "cat": _joined,
+    "cat": _joined, "linear_gelu": _gelu,
 }  # fmt: skip
 
 
-def _changed(function: Any, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> Tensor:
+def _changed(function: Any, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     args, kwargs = tree_map_only(Tensor, change, (args, kwargs))
-    return next(each for each in tree_leaves(function(*args, **kwargs)) if isinstance(each, Tensor))
+    return function(*args, **kwargs)
 
 
-def _reference(function: Any, args: Any, kwargs: Any) -> Tensor:
+def _alike(found: Any, result: Any) -> list[Tensor]:
+    """The tensors of ``found`` where those of ``result`` are and in their dtypes."""
+    both = ([each for each in tree_leaves(side) if isinstance(each, Tensor)] for side in (found, result))
+    return [placed(new, old.device).to(old.dtype) for new, old in zip(*both, strict=False)]
+
+
+def _reference(function: Any, args: Any, kwargs: Any) -> Any:
     """One of our operations by its reference, which runs from now on."""
     if function.namespace != NAMESPACE:
         raise NotImplementedError
@@ -208,7 +253,7 @@ def _upcast(each: Tensor) -> Tensor:
     return each.float() if each.dtype.is_floating_point else each
 
 
-PATHS: dict[str, Callable[[Any, Any, Any], Tensor]] = {  # what stands in for a call that was wrong, the nearest first
+PATHS: dict[str, Callable[[Any, Any, Any], Any]] = {  # what stands in for a call that was wrong, the nearest first
     "its reference": _reference,
     "contiguous operands": lambda f, args, kwargs: _changed(f, args, kwargs, Tensor.contiguous),
     "chunks of queries": lambda f, args, kwargs: chunked(*args[:3]),
@@ -243,7 +288,7 @@ class Guard(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, function.overloadpacket.__name__
-        check = _own if function.namespace == NAMESPACE else CHECKS.get(name)
+        check = CHECKS.get(name, _own if function.namespace == NAMESPACE else None)
         if check is None and torch.is_inference_mode_enabled():
             with self:  # torch takes it apart before it asks a device, but not here
                 result = function.decompose(*args, **kwargs)
@@ -271,34 +316,38 @@ class Guard(TorchDispatchMode):
             given = {"function": function, "args": args}
             given |= {each.name: value for each, value in zip(function._schema.arguments, args, strict=False)} | kwargs
             try:
-                path = self._checked(check, given, output, key, kwargs)
+                path = self._checked(check, given, result, key, kwargs)
             finally:
                 self.seconds += self.clock() - started
         if not path:
             return result
-        right = placed(PATHS[path](function, args, kwargs), output.device).to(output.dtype)
+        right = _alike(PATHS[path](function, args, kwargs), result)
         if name == "copy_":
-            return output.view(right.shape).copy_(right)
-        return right if result is output else type(result)((right, *result[1:]))
+            return output.view(right[0].shape).copy_(right[0])
+        if check is not _own:  # the others are for a backward pass
+            right = [right[0], *tree_leaves(result)[1:]]
+        return tree_unflatten(right, tree_structure(result))
 
-    def _checked(self, check: Check, given: Mapping[str, Any], output: Tensor, key: str, kwargs: Any) -> str:
+    def _checked(self, check: Check, given: Mapping[str, Any], result: Any, key: str, kwargs: Any) -> str:
         """The path that stands in for a call; empty where it is right, or cannot be checked."""
         function, args = given["function"], given["args"]
 
-        def wrong(result: Tensor) -> int:
-            sample = check(given, result)
+        def wrong(result: Any) -> int:
+            outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+            output = outputs[0]
+            sample = check(given, result if check is _own else output)
             if sample is None:
                 return 0
             found, exact, size, count = sample
             self.spent += count
-            a, b = BOUNDS.get(output.dtype, (0.0, 0.0))
+            a, b = max(BOUNDS.get(each.dtype, (0.0, 0.0)) for each in outputs)
             fits = exact.abs() <= (torch.finfo(output.dtype).max if output.dtype in BOUNDS else math.inf)
             bad = ~((found - exact).abs() <= a * exact.abs() + b * size) & fits
             return int(bad.sum()) if int(bad.sum()) > 1 or found[bad].isnan().any() else 0
 
         self.known[key] = ""
         try:
-            if not (count := wrong(output)):
+            if not (count := wrong(result)):
                 return ""
             if not function._schema.is_mutable and not wrong(_changed(function, args, kwargs, lambda each: each)):
                 log.warning("AnyGPU: %s was wrong once and then right: this device is unstable", key)
@@ -311,7 +360,7 @@ class Guard(TorchDispatchMode):
             return ""
         for path, run in PATHS.items():
             try:
-                if not wrong(placed(run(function, args, kwargs), output.device).to(output.dtype)):
+                if not wrong(tuple(_alike(run(function, args, kwargs), result))):
                     told = "AnyGPU: %s is wrong on this device (%d values of a sample): %s from now on"
                     log.warning(told, key, count, path)
                     self.known[key] = path
@@ -331,7 +380,7 @@ def _size_class(name: str, args: Any, output: Tensor) -> str:
     operands = [each for each in tree_leaves(args) if isinstance(each, Tensor)][:4]
     sizes = ["x".join(str(side.bit_length()) for side in each.shape) for each in operands]
     rest = "".join(f"{each.shape[-1] % 8 if each.ndim else 0}{'-c'[each.is_contiguous()]}" for each in operands)
-    name += " on" * sum(each is True for each in args)
+    name += " on" * sum(each is True for each in args) + " scaled" * (name == "swiglu" and args[1] is not None)
     return f"{name} {str(output.dtype).removeprefix('torch.')} 2^({', '.join(sizes)}) {rest}"
 
 

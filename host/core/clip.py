@@ -22,11 +22,21 @@ from ...compat.device.precision import FP32, SAFE
 from ...compat.errors import InputError
 from ...compat.memory.parts import Undo
 from ...compat.output_check import fault_in_weight
-from ...compat.transforms.fp16_layers import SETTINGS
+from ...compat.transforms.fp16_layers import FULL, SETTINGS, AskedLinear
 from .attention import AttentionOverride
-from .layers import COUNTS, PROVIDER, ByNetwork, Counts, cast_weights, left_of, safe_linear, settings_of
+from .layers import (
+    COUNTS,
+    PROVIDER,
+    ByNetwork,
+    Counts,
+    adapted_linear,
+    cast_weights,
+    left_of,
+    safe_linear,
+    settings_of,
+)
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
-from .ownership import is_linear, left_class, left_decisions
+from .ownership import adapted_layers, is_linear, left_class, left_decisions
 from .packed import PackedFit, is_native, packed_fit
 
 log = logging.getLogger(__name__)
@@ -48,6 +58,7 @@ class FittedEncoder:
     guard: Any = None  # of the device
     hooks: ByNetwork = field(default_factory=ByNetwork)
     counted: ByNetwork = field(default_factory=ByNetwork)
+    asked: ByNetwork = field(default_factory=ByNetwork)  # layers of other packs, with the weights of a version
 
     def attach(self, patcher: Any) -> None:
         try:
@@ -73,11 +84,18 @@ class FittedEncoder:
         for layer in filter(is_linear, patcher.model.modules()) if self.fit.safe else ():
             if "forward" not in layer.__dict__:
                 layer.__dict__["forward"] = functools.partial(forward, layer)
-                layer.__dict__[PROVIDER] = types.MethodType(cast_weights, layer)
+                layer.__dict__ |= {PROVIDER: types.MethodType(cast_weights, layer), SETTINGS: None}
+        version, asked = self.asked.get(encoders, (None, {}))
+        self.asked[encoders] = patcher.patches_uuid, asked if version == patcher.patches_uuid else {}
+        for layer in adapted_layers(encoders) if self.fit.safe else ():
+            if "forward" not in layer.__dict__:
+                own = AskedLinear(types.MethodType(type(layer).forward, layer))
+                own = self.asked[encoders][1].setdefault(layer, own)
+                layer.__dict__ |= {"forward": functools.partial(adapted_linear, layer, own, FULL), SETTINGS: own}
 
     def _first(self, encoders: nn.Module, counts: Counts, *args: Any, **kwargs: Any) -> Any:
         del encoders.__dict__[ENCODE]
-        ours = {layer for layer in encoders.modules() if PROVIDER in layer.__dict__}
+        ours = {layer for layer in encoders.modules() if SETTINGS in layer.__dict__}
         for layer in ours:
             layer.__dict__[COUNTS] = counts
         try:
@@ -95,7 +113,7 @@ class FittedEncoder:
         patcher.model.__dict__.pop(ENCODE, None)
         self.hooks.pop(patcher.model, Undo()).restore()
         for layer in patcher.model.modules():
-            if PROVIDER in layer.__dict__:
+            if SETTINGS in layer.__dict__:
                 for name in ("forward", PROVIDER, SETTINGS):
                     layer.__dict__.pop(name, None)
 
@@ -124,7 +142,7 @@ def of_fitted_class(clip: Any) -> Any:
 
 
 def _linear(fp32_output: bool, layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if SETTINGS not in layer.__dict__ and not is_native(layer):  # which core may change between two prompts
+    if layer.__dict__[SETTINGS] is None and not is_native(layer):  # which core may change between two prompts
         layer.__dict__[SETTINGS] = settings_of(layer, x, fp32_output)
     return safe_linear(layer, x, *args, **kwargs)
 
@@ -159,7 +177,7 @@ def fit_clip(
     decisions += packed.decisions
     if not (fit.needed or packed.needed):
         return clip, decisions
-    decisions += left_decisions(clip.cond_stage_model) if fit.safe else ()
+    decisions += left_decisions(clip.cond_stage_model, safe=True) if fit.safe else ()
     fitted = of_fitted_class(clip.clone())
     encoder = FittedEncoder(fit, fit.safe and machine.fp32_output, packed, tell, guard=machine.guard)
     fitted.patcher.set_injections(KEY, [PatcherInjection(inject=encoder.attach, eject=encoder.detach)])

@@ -67,6 +67,12 @@ def test_loud_rows_and_values_in_each_attention_of_core(inside: Inside, name: st
     within(inside.play("core_sweep", "errors", name=name, scenes=STEADY + ROWS, function=function))
 
 
+@FULL
+def test_krea_2_is_near_fp32_where_its_text_is_not_so_narrow(inside: Inside) -> None:
+    found = inside.play("core_sweep", "wider", name="Krea 2", scenes=STEADY, width=128, txtdim=64, features=128)
+    assert max(each["fit"] for each in found.values()) <= NEAR
+
+
 @pytest.mark.parametrize("kernel", ["sage", "int8"])
 @pytest.mark.parametrize("name", ["LTXV", *(pytest.param(each, marks=FULL) for each in EMULATED)])
 def test_a_package_s_kernel_is_given_what_it_computes_as_well_as_before(inside: Inside, name: str, kernel: str) -> None:

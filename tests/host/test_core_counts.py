@@ -12,6 +12,7 @@ pytestmark = pytest.mark.host
 full = pytest.mark.full
 
 FAST = ("Wan 2.1", "MiniMax H3", "Ernie", "Hunyuan3D 2.1", "Mochi")
+NARROWS = "Cosmos Predict2"  # core narrows its fp32 stream before the last layer, as only a plain step shows
 LAYERS = re.compile(r"(?:(plain fp16|fp16-safe) in (\d+))(?: and fp16-safe in (\d+))? of (\d+) layers called")
 ATTENTION = re.compile(r"attention (\d+) of (\d+)")
 LOUDER = "values beyond those of the first step: this step is computed again in safe fp16"
@@ -27,14 +28,15 @@ def some(*fast: str) -> list[object]:
 @pytest.mark.parametrize("name", some(*FAST))
 def test_torch_counts_the_layers_that_the_node_names(inside: Inside, name: str, peak: float, precision: str) -> None:
     found = inside.play("core_counted", "counted", name=name, precision=precision, peak=peak)
-    (line,) = found["told"]
+    *before, line = found["told"]
+    assert before == [LOUDER] * (name == NARROWS and peak > 0 and precision == "auto")
     layers, attention = LAYERS.search(line), ATTENTION.search(line)
     assert layers and attention, line
     kind, first, second, called = layers.groups()
     assert (int(first) + int(second or 0), int(called)) == (found["fp16"], found["layers"]), line
     assert found["runs"] == 1, "measured and not trusted"
     assert (kind == "plain fp16") == (
-        (precision == "auto" and name not in ("Ernie", "Mochi")) or name == "Hunyuan3D 2.1"
+        (precision == "auto" and name not in ("Ernie", "Mochi") and not before) or name == "Hunyuan3D 2.1"
     )
     if int(attention[1]) == int(attention[2]):
         assert found["attention"] == int(attention[1]), line
@@ -66,9 +68,10 @@ def test_sizes_are_kept_by_content_and_corrected(inside: Inside, tmp_path: Path,
         pytest.skip("stays in safe fp16: torch's attention is called directly")
     found = inside.play("core_counted", "remembered", name=name, folder=str(tmp_path))
     runs = {which: found[which][1] for which in ("first", "again", "loud", "corrected", "lora", "damaged")}
-    assert runs == {"first": 2, "again": 1, "loud": 2, "corrected": 1, "lora": 2, "damaged": 2}
+    narrows = name == NARROWS
+    assert runs == {"first": 2, "again": 1, "loud": 2, "corrected": 1 + narrows, "lora": 2, "damaged": 2}
     assert max(found[which][0] for which in runs) <= NEAR and found["first"][0] == found["again"][0]
-    assert (found["files"], found["more"]) == (1, 2) and found["told"].count(LOUDER) == 1
+    assert (found["files"], found["more"]) == (1, 2) and found["told"].count(LOUDER) == 1 + narrows
 
 
 def test_layers_that_prefer_a_kernel_get_it_within_its_bounds(inside: Inside) -> None:

@@ -214,10 +214,13 @@ def test_a_few_layers_of_another_pack_are_left_and_the_rest_is_fitted(
 
 @pytest.mark.parametrize("form", FOREIGN)
 def test_text_encoders_with_layers_of_another_pack(inside: Inside, form: str) -> None:
-    """Left: a few words of text would not repay asking what bounds their products."""
-    found = inside.play("core_foreign", "in_a_clip", form=form)
-    assert found["equal"] and found["calls"][0] == found["calls"][1] > 10
-    assert f"left to {FOREIGN[form]}: {found['layers']} layers" in found["said"]
+    """What is packed goes through its own forward in safe fp16, the rest as it would without a fit."""
+    found, packed = inside.play("core_foreign", "in_a_clip", form=form), form in PACKED or "nunchaku" in form
+    assert found["calls"][0] == found["calls"][1] > 10 and found["restored"]
+    assert found["equal"] != packed and found["error"] <= max(NEAR, found["own"])
+    assert found["fp16"] == (found["layers"] if packed else 0)
+    assert f"{'in safe fp16 by' if packed else 'left to'} {FOREIGN[form]}: {found['layers']} layers" in found["said"]
+    assert not packed or f"fp16-safe in {found['layers']} of {found['layers']} layers called" in found["told"]
 
 
 def test_convolutions_of_other_packs_are_left_and_named(inside: Inside) -> None:
@@ -290,7 +293,8 @@ def test_a_cancelled_sampling_is_kept_as_far_as_it_came(inside: Inside, tmp_path
 def test_a_vae_decodes_and_encodes_where_there_is_no_conv3d(inside: Inside, name: str) -> None:
     found = inside.play("core_fit_vaes", "without_conv3d", name=name)
     assert found["core_fault"] or name == "SD", "core's own VAE works here: the test tests nothing"
-    assert found["decode"] <= 1e-5 and found["encode"] <= 1e-5 and not found["said"]
+    assert found["decode"] <= 1e-5 and found["encode"] <= 1e-5
+    assert not [line for line in found["said"] if "; now " in line]  # H3's random decoder really is loud
 
 
 def test_a_vae_in_bf16_keeps_its_values_on_a_device_that_damages_them(inside: Inside) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from .guarded import Pages
-from .memory import SharedMemory
+from .memory import MemoryFault, SharedMemory
 
 AMD = {"gfx942": "cdna", "gfx950": "cdna", "gfx1100": "rdna3", "gfx1151": "rdna3", "gfx1201": "rdna4"}
 COMMIT = "a9069c17"
@@ -338,7 +338,8 @@ class Launch:
         """Run a wave up to its next barrier; False where it ended."""
         steps, counter, pointers = self.code.steps, wave.counter, wave.pointers
         while (at := counter[PC // 2]) != ENDED:
-            step = steps[at]
+            if (step := steps.get(at)) is None:  # a stray write reached the counter, which is this process's memory
+                raise MemoryFault(f"the program goes on at {at:#x}, outside its code")
             self.steps += 1
             if step.copied is not None:
                 register, lanes = step.copied

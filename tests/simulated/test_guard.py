@@ -17,12 +17,16 @@ from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.report import report_on
 from anygpu.compat.transforms import guard as guard_module
 from anygpu.compat.transforms.guard import CHECKS, SHARE, Guard, _some
+from anygpu.kernels import activation, group_norm, library, norm, product, residual, rope, self_tests
+from anygpu.kernels.self_tests import CaseShapes
+from anygpu.kernels.terms import LAYER, SCALED, Gate, Modulation, Norm
 from anygpu.pipelines.load import folder
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.report import precisions
 from anygpu.pipelines.requests import LoadRequest
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from simulated import accelerator
 from simulated.test_families import CASES, rendered
@@ -127,6 +131,85 @@ def test_a_healthy_device_has_no_miss_and_later_forwards_are_not_looked_at(acc, 
             run(guard, network, x)
             assert guard.work == before, "no mode, no counting"
     assert not store.misses() and {key.partition(" ")[0] for key in guard.known} <= {*CHECKS}
+
+
+def of_ours(dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...], Any]]:
+    """Calls of our operations with arguments of each kind, and more tokens than are looked at."""
+    shapes, calls = CaseShapes(tokens=200, width=48, head=16, gated=48, clip=(2, 12, 3, 4, 90), groups=4, text=6), []
+    x, rows = torch.randn(2, 200, 48).to(dtype), torch.randn(4, 2, 2, 48).to(dtype)
+    gate, modulation = Gate(rows[0], split=90), Modulation(rows[1], rows[2], split=70)
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            if function.namespace == library.NAMESPACE:
+                calls.append((function, args, result))
+            return result
+
+    with Seen(), pytest.MonkeyPatch.context() as patched:
+        for module in (activation, group_norm, norm, product, residual, rope):
+            patched.setattr(module, "launches", lambda *_: True)
+        asked = [self_tests._calls(torch.device("cpu"), dtype, shapes)]
+        if dtype is torch.float16:
+            wide = self_tests._calls(torch.device("cpu"), torch.float32, shapes, dtype, SCALED)
+            asked.append({name: wide[name] for name in self_tests.BLOCK_OPERATIONS})
+        for call, _ in (run for runs in asked for run in runs.values()):
+            call(form=library.AUTO)
+        residual.residual_norm(x, x.flip(1), gate, Norm(LAYER, 1e-6), modulation)
+        product.linear_gelu(x, torch.randn(90, 48).to(dtype), torch.randn(90).to(dtype))
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_each_result_of_our_operations_is_checked(dtype: torch.dtype) -> None:
+    """A scaled product is right with the next power of two beside it, and with no other."""
+    names = set()
+    for function, args, result in of_ours(dtype):
+        name, results = function.overloadpacket.__name__, result if isinstance(result, tuple) else (result,)
+        names.add(name)
+        given = dict(zip([each.name for each in function._schema.arguments], args, strict=True))
+        given |= {"function": function, "args": args}
+
+        def misses(*factors: float, given: Any = given, results: Any = results, name: str = name) -> int:
+            damaged = [each * factor for each, factor in zip(results, factors, strict=False)]
+            check, a, b = CHECKS.get(name, guard_module._own), *guard_module.BOUNDS[dtype]
+            found, exact, size, _ = check(given, damaged[0] if name in CHECKS else tuple(damaged))
+            return int((~((found - exact).abs() <= a * exact.abs() + b * size)).sum())
+
+        scaled = name == "swiglu" and results[1].numel()
+        right = [(1.0, 1.0), (0.5, 2.0)] if scaled else [(1.0, 1.0)]
+        wrong = [(4.0, 0.25), (0.25, 4.0)] if scaled else [(1.5, 1.0)]
+        wrong += [(1.0, 2.0)] if results[-1].numel() and len(results) == 2 else []
+        assert [misses(*factors) for factors in right] == [0] * len(right), name
+        assert min(misses(*factors) for factors in wrong) > 1, name
+    assert names == {*self_tests.OPERATIONS, "linear_gelu"}
+
+
+@pytest.mark.parametrize(("factors", "right"), [((2.0, 1.0), False), ((1.0, 2.0), False), ((1.0, 1.0), True)])
+def test_a_wrong_power_of_a_scaled_product_is_replaced_with_its_product(
+    acc, tmp_path: Path, factors: tuple[float, float], right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard_module, "FAULTS", faults := dict[str, str]())
+    operation, store = getattr(torch.ops, library.NAMESPACE).swiglu.default, store_of(acc, tmp_path)
+
+    def launched(x: Tensor, room: float | None) -> tuple[Tensor, ...]:
+        damage = (1.0, 1.0) if faults or room is None else factors
+        return tuple((each * by).to(acc) for each, by in zip(operation(x.cpu(), room), damage, strict=True))
+
+    def of(_: nn.ModuleDict, x: Tensor) -> Tensor:
+        operation(30 * x.half(), None)  # which is another class
+        y, powers = operation(30 * x.half(), 128.0)
+        return y.float() * powers
+
+    x, network = torch.randn(2, 1024, WIDTH), Network(of)
+    device = torch.library.Library(library.NAMESPACE, "IMPL")
+    device.impl("swiglu", launched, "PrivateUse1")
+    try:
+        found = run(Guard(store), network, x.to(acc)).cpu()
+    finally:
+        device._destroy()
+    assert [*store.misses().values()] == ([] if right else ["its reference"])
+    torch.testing.assert_close(found, network(x), rtol=2e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -86,8 +86,8 @@ def _refuse(op, arguments):
     ],
 )  # fmt: skip
 def test_a_wrong_result_is_wrong_and_a_refusal_is_unusable_with_its_message(name, pattern):
-    assert asked(pattern, name, after=_spoil(7.0)).status == WRONG
-    assert asked(pattern, name, after=_spoil(math.nan)).status == WRONG
+    for fault in (7.0, 0.0, math.nan):  # zeros as attention was on gfx1151 (ROCm/aotriton#210)
+        assert asked(pattern, name, after=_spoil(fault)).status == WRONG, fault
     found = asked(pattern, name, before=_refuse)
     assert found.status == UNUSABLE
     assert "is not implemented" in found.detail

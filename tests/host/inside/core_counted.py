@@ -102,7 +102,8 @@ def counted(name: str, precision: str = "auto", peak: float = 0.0) -> dict[str, 
     output(fitted, name)
     with watched(fitted) as watch:
         output(fitted, name)
-    layers = {path: dtypes for path, dtypes in watch.products.items() if "patch_embedding" not in path}
+    weight = model.model.diffusion_model.get_parameter
+    layers = {path: dtypes for path, dtypes in watch.products.items() if weight(path).ndim < 5}  # no Conv3d
     fp16 = sum("torch.float16" in dtypes for dtypes in layers.values())
     attention = sum(count for call, count in watch.calls.items() if "attention" in call)
     return {"told": lines, "layers": len(layers), "fp16": fp16, "attention": attention, "runs": watch.runs}

@@ -383,7 +383,8 @@ def clip_of(network: torch.nn.Module) -> Any:
 
 def encoded(clip: Any, ids: torch.Tensor) -> torch.Tensor:
     """What the encoder gives, loaded as core's encode nodes load it."""
-    management.load_models_gpu([clip.patcher])
+    if hasattr(clip, "patcher"):
+        management.load_models_gpu([clip.patcher])
     mask = torch.ones_like(ids)
     mask[:, -3:] = 0
     return clip.cond_stage_model(ids, attention_mask=mask, dtype=torch.float32)[0]

@@ -241,16 +241,21 @@ def in_a_model(
 def in_a_clip(form: str) -> dict[str, Any]:
     """The same for a text encoder in safe fp16."""
     clip, ids = text_encoder("T5")
-    layers = replaced(clip.cond_stage_model, form)
+    network, told, values = clip.cond_stage_model, list[str](), encoded(clip, ids)
+    layers, kind = replaced(network, form), type(network)
+    members = {"encode_token_weights": lambda own, given: encoded(types.SimpleNamespace(cond_stage_model=own), given)}
+    network.__class__ = type("Encoders", (kind,), members)
     alone, calls = counted(lambda: encoded(clip, ids))
-    fitted, decisions = core_clip.fit_clip(clip, "fp16-safe", attention="as loaded", machine=turing())
+    fitted, decisions = core_clip.fit_clip(clip, "fp16-safe", attention="as loaded", machine=turing(), tell=told.append)
+    encoded(fitted, ids)
+    network.encode_token_weights(ids)
+    asked = [layer for layer in network.modules() if hasattr(layer.__dict__.get("_anygpu_fp16"), "is_product")]
     found, again = counted(lambda: encoded(fitted, ids))
     return {
-        "equal": torch.equal(found, alone),
-        "calls": [calls, again],
-        "layers": layers,
-        "said": [str(decision) for decision in decisions],
-    }
+        "equal": torch.equal(found, alone), "error": error(found, alone), "calls": [calls, again], "layers": layers,
+        "own": error(alone, values), "fp16": len(asked), "restored": torch.equal(encoded(clip, ids), alone),
+        "told": "".join(told), "said": [str(decision) for decision in decisions],
+    }  # fmt: skip
 
 
 def convolutions() -> Iterator[nn.Module]:

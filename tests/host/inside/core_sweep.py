@@ -6,6 +6,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -240,6 +241,13 @@ def kind_of(layer: nn.Module) -> str:
     if type(layer).forward.__module__.startswith("comfy.ldm"):
         return "own"
     return type(layer).__name__ if isinstance(layer, UNCOUNTED) else "core"
+
+
+def wider(name: str, scenes: list[str], width: int, **config: int) -> dict[str, Any] | None:
+    """:func:`errors` of a class with other numbers in its configuration and text of another width."""
+    case = CASES[name]
+    with mock.patch.dict(CASES, {name: replace(case, config={**case.config, **config}, width=width)}):
+        return errors(name, scenes)
 
 
 def errors(name: str, scenes: list[str], function: str = "") -> dict[str, Any] | None:
