@@ -191,8 +191,6 @@ class WatchDoctor(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AnyGPUDoctor",
-            display_name="AnyGPU Doctor",
-            search_aliases=["black video", "black image", "nan", "inf", "debug", "noise", "overflow", "repair", "fp16"],
             inputs=[
                 Pipeline.Input("pipeline", optional=True),
                 io.Model.Input("model", optional=True),

@@ -47,7 +47,8 @@ def schema(**given: Any) -> io.Schema:
         each.tooltip = each.tooltip or tooltips[each.id]
     for each in inputs[first:]:
         each.optional = True
-    return io.Schema(**{"category": CATEGORY, "hidden": [io.Hidden.unique_id], "description": texts.get("description"), **given})
+    of_node = {name: text for name, text in texts.items() if name != "inputs"}
+    return io.Schema(**{"category": CATEGORY, "hidden": [io.Hidden.unique_id], **of_node, **given})
 
 
 mesh_schema = partial(schema, category="3d/AnyGPU")

@@ -212,9 +212,7 @@ class UpscaleLatents(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AnyGPUUpscaleLatents",
-            display_name="AnyGPU Upscale Latents",
             is_dev_only=True,
-            search_aliases=["latent upscaler", "second pass", "multi scale", "ltxv spatial upscaler", "super resolution"],
             inputs=[
                 Pipeline.Input("pipeline"),
                 io.Latent.Input("latent"),

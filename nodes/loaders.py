@@ -27,7 +27,6 @@ class LoadPipeline(io.ComfyNode):
         providers = folders.provider_choices()
         return schema(
             node_id="AnyGPULoadPipeline",
-            display_name="AnyGPU Load Pipeline",
             search_aliases=[
                 "diffusers loader", "load video model", "load checkpoint", "model loader", "low vram", "block swap", "offload", "fp8",
                 *(name.replace("_", " ") for name in FAMILIES), *(f"{name.replace('_', ' ')} model loader" for name in FAMILIES),
@@ -80,10 +79,6 @@ class ComposePipeline(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AnyGPUComposePipeline",
-            display_name="AnyGPU Compose Pipeline",
-            search_aliases=[
-                "unet loader", "load diffusion model", "single file", "gguf", "fp8", "dual clip loader", "vae loader", "low vram",
-            ],
             inputs=[
                 io.Combo.Input("transformer", options=model_files.file_choices("transformer")),
                 io.Combo.Input("vae", options=model_files.file_choices("vae"), default="auto"),
@@ -144,8 +139,6 @@ class ApplyLoRA(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AnyGPULoRA",
-            display_name="AnyGPU LoRA",
-            search_aliases=["lora", "load lora", "lora loader", "lora block weight"],
             inputs=[
                 Pipeline.Input("pipeline"),
                 io.Combo.Input("lora", options=folders.lora_choices()),

@@ -20,8 +20,6 @@ class LoadMesh(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return mesh_schema(
             node_id="AnyGPULoadMesh",
-            display_name="AnyGPU Load Mesh",
-            search_aliases=["load glb", "load obj", "import mesh", "open 3d model", "trimesh"],
             inputs=[
                 io.Combo.Input("mesh_file", options=meshes.mesh_files(), upload=io.UploadType.model),
                 io.MultiType.Input(
@@ -49,8 +47,6 @@ class CleanMesh(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return mesh_schema(
             node_id="AnyGPUCleanMesh",
-            display_name="AnyGPU Clean Mesh",
-            search_aliases=["remove floaters", "degenerate faces", "mesh repair", "postprocess mesh"],
             inputs=[
                 io.Mesh.Input("mesh"),
                 io.Float.Input("floaters", default=FLOATERS, min=0.0, max=1.0, step=0.001),
@@ -76,8 +72,6 @@ class PaintCameras(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return mesh_schema(
             node_id="AnyGPUPaintCameras",
-            display_name="AnyGPU Paint Cameras",
-            search_aliases=["camera config", "multiview", "azimuth", "elevation", "views"],
             inputs=[
                 io.Combo.Input("choose", options=[LIST, GREEDY], default=LIST),
                 io.String.Input("azimuths", default=", ".join(f"{azimuth:g}" for azimuth, _, _ in VIEWS)),
@@ -111,8 +105,6 @@ class RenderViews(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return mesh_schema(
             node_id="AnyGPURenderViews",
-            display_name="AnyGPU Render Views",
-            search_aliases=["normal map", "position map", "custom rasterizer", "multiview render"],
             inputs=[
                 io.Mesh.Input("mesh"),
                 Cameras.Input("cameras", optional=True),
@@ -151,8 +143,6 @@ class BakeTexture(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return mesh_schema(
             node_id="AnyGPUBakeTexture",
-            display_name="AnyGPU Bake Texture",
-            search_aliases=["back projection", "bake from multiview", "inpaint texture", "texture baking"],
             inputs=[
                 io.Mesh.Input("mesh"),
                 io.Image.Input("images"),
@@ -207,8 +197,6 @@ class ProjectPicture(io.ComfyNode):
         ]
         return mesh_schema(
             node_id="AnyGPUProjectPicture",
-            display_name="AnyGPU Project Picture",
-            search_aliases=["project image", "texture projection", "camera projection", "detail transfer", "photo to texture"],
             inputs=[
                 io.Mesh.Input("mesh"),
                 *(each for pair in pictures for each in pair),
@@ -247,8 +235,6 @@ class RenderTurntable(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return mesh_schema(
             node_id="AnyGPURenderTurntable",
-            display_name="AnyGPU Render Turntable",
-            search_aliases=["turntable", "render mesh", "preview mesh", "spin", "360"],
             inputs=[
                 io.Mesh.Input("mesh"),
                 io.Int.Input("frames", default=24, min=1, max=720),

@@ -40,8 +40,6 @@ class LoadPaintPipeline(io.ComfyNode):
         providers = folders.paint_provider_choices()
         return mesh_schema(
             node_id="AnyGPULoadPaintPipeline",
-            display_name="AnyGPU Load Paint Pipeline",
-            search_aliases=["hunyuan3d", "texture model", "paint pbr", "delight", "hy3dgen"],
             inputs=[
                 io.Combo.Input("model", options=folders.paint_choices()),
                 precision_input(),
@@ -78,8 +76,6 @@ class LoadMVAdapter(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return mesh_schema(
             node_id="AnyGPULoadMVAdapter",
-            display_name="AnyGPU Load MV-Adapter",
-            search_aliases=["mvadapter", "mv-adapter", "ig2mv", "tg2mv", "sdxl texture", "texture model"],
             inputs=[
                 io.Combo.Input("model", options=[*folders.base_models(), *folders.demo_adapter()[0]] or [folders.NO_MODEL]),
                 io.Combo.Input("adapter", options=[*folders.adapters(), *folders.demo_adapter()[1]] or [folders.NO_ADAPTER]),
@@ -124,8 +120,6 @@ class DelightImage(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return mesh_schema(
             node_id="AnyGPUDelightImage",
-            display_name="AnyGPU Delight Image",
-            search_aliases=["remove shadows", "delight", "relight", "albedo"],
             inputs=[
                 Paint.Input("pipeline"),
                 io.Image.Input("image"),
@@ -165,8 +159,6 @@ class PaintViews(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return mesh_schema(
             node_id="AnyGPUPaintViews",
-            display_name="AnyGPU Paint Views",
-            search_aliases=["sample multiview", "texture", "hunyuan3d paint", "multiview"],
             inputs=[
                 Paint.Input("pipeline"),
                 io.Image.Input("image", optional=True),
@@ -231,8 +223,6 @@ class TextureMesh(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return mesh_schema(
             node_id="AnyGPUTextureMesh",
-            display_name="AnyGPU Texture Mesh",
-            search_aliases=["texture mesh", "hunyuan3d", "mesh to textured", "3d texture", "paint mesh"],
             inputs=[
                 io.Mesh.Input("mesh"),
                 io.Image.Input("image", optional=True),

@@ -20,8 +20,6 @@ class EncodePrompt(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AnyGPUEncodePrompt",
-            display_name="AnyGPU Encode Prompt",
-            search_aliases=["clip text encode", "text encode", "negative prompt", "t5", "llama"],
             inputs=[
                 Pipeline.Input("pipeline"),
                 io.String.Input("text", multiline=True, dynamic_prompts=True),
@@ -54,9 +52,7 @@ class ImageConditioning(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AnyGPUImageConditioning",
-            display_name="AnyGPU Image Conditioning",
             is_dev_only=True,
-            search_aliases=["image to video conditioning", "start image conditioning"],
             inputs=[
                 io.Conditioning.Input("positive"),
                 io.Conditioning.Input("negative"),
@@ -79,8 +75,6 @@ class EncodeImage(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AnyGPUEncodeImage",
-            display_name="AnyGPU Encode Image",
-            search_aliases=["image to video", "first frame", "last frame", "start image", "end image", "i2v"],
             inputs=[
                 Pipeline.Input("pipeline"),
                 io.Image.Input("image"),
@@ -120,8 +114,6 @@ class EncodeVideo(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AnyGPUEncodeVideo",
-            display_name="AnyGPU Encode Video",
-            search_aliases=["vae encode", "video to video", "v2v"],
             inputs=[
                 Pipeline.Input("pipeline"),
                 io.Image.Input("images"),

@@ -33,7 +33,6 @@ class Sample(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AnyGPUSample",
-            display_name="AnyGPU Sample",
             search_aliases=[
                 "ksampler", "video sampler", "text to video", "image to video", "t2v", "i2v", "v2v", "length", "num_frames",
                 *(f"{spec.id.replace('_', ' ')} sampler" for spec in FAMILIES.values() if not spec.recipes.sections),
@@ -85,8 +84,6 @@ class SampleFramePack(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AnyGPUSampleFramePack",
-            display_name="AnyGPU Sample FramePack",
-            search_aliases=["framepack f1", "framepack sampler", "long video", "image to video", "i2v", "total_second_length"],
             inputs=[
                 Pipeline.Input("pipeline"),
                 prompt_input(),
@@ -147,8 +144,6 @@ class StepCache(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AnyGPUStepCache",
-            display_name="AnyGPU Step Cache",
-            search_aliases=["TeaCache", "FasterCache", "first block cache", "FBCache", "TaylorSeer", "pyramid attention broadcast"],
             inputs=[
                 Pipeline.Input("pipeline"),
                 io.Combo.Input(
@@ -188,8 +183,6 @@ class Decode(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AnyGPUDecode",
-            display_name="AnyGPU Decode",
-            search_aliases=["vae decode", "latent to video"],
             inputs=[
                 Pipeline.Input("pipeline"),
                 io.Latent.Input("latent"),

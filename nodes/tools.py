@@ -31,9 +31,7 @@ class HardwareReport(Uncached):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AnyGPUHardwareReport",
-            display_name="AnyGPU Hardware Report",
             is_dev_only=True,
-            search_aliases=["diagnose", "gpu info", "benchmark", "debug", "bug report", "hardware"],
             inputs=[
                 io.Boolean.Input("check", default=False),
                 io.Boolean.Input("ask_again", default=False, optional=True, advanced=True),
@@ -70,9 +68,7 @@ class MemoryPlan(Uncached):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AnyGPUMemoryPlan",
-            display_name="AnyGPU Memory Plan",
             is_dev_only=True,
-            search_aliases=["vram", "memory forecast", "oom", "out of memory", "offload plan", "will it fit", "low vram"],
             inputs=[
                 io.MultiType.Input("pipeline", types=[Pipeline, Paint]),
                 *size_inputs(),
@@ -104,8 +100,6 @@ class DownloadModel(Uncached):
     def define_schema(cls) -> io.Schema:
         return schema(
             node_id="AnyGPUDownloadModel",
-            display_name="AnyGPU Download Model",
-            search_aliases=["huggingface", "hugging face", "download", "hf", "get model", "snapshot"],
             is_output_node=True,
             inputs=[
                 io.Combo.Input("model", options=list(catalogue.every_offer())),
