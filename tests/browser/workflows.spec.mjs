@@ -82,8 +82,9 @@ const sample = (values, links = {}) => ({
   values: { seed: 42, control_after_generate: "randomize", ...values },
   links: { pipeline: ["load", "pipeline"], prompt: ["prompt", "prompt"], ...links },
 });
+const SECTIONS = "AnyGPUSampleFramePack";
 const pack = (values) => ({
-  kind: "AnyGPUSampleFramePack",
+  kind: SECTIONS,
   values: { seed: 42, control_after_generate: "randomize", ...values },
   links: { pipeline: ["load", "pipeline"], prompt: ["prompt", "prompt"], image: ["encoded", "image"] },
 });
@@ -117,10 +118,11 @@ const SAMPLE = group("Sample", 325, ["sample", ROOM.sample]);
 const SEE = group("See", 325, ["save", ROOM.save], ["decode", ROOM.decode, 270]); // clear of the minimap
 
 /** Note, model, pictures, prompt and encoded pictures, sample, result; author.mjs puts them into lanes. */
-function columns({ pictures = [], encoded = [] }) {
+function columns({ pictures = [], encoded = [], nodes }) {
   const shown = group("Show", 325, ...pictures.map((key) => [key, key === "components" ? ROOM.small : ROOM.picture]));
   const described = group("Describe", 325, ["prompt", ROOM.prompt], ...encoded.map((key) => [key, ROOM.encoded]));
-  return [NOTE, LOADED, ...(pictures.length ? [shown] : []), described, SAMPLE, SEE];
+  const sampled = nodes.sample?.kind === SECTIONS ? group("Sample", 325, ["sample", ROOM.sample + 40]) : SAMPLE;
+  return [NOTE, LOADED, ...(pictures.length ? [shown] : []), described, sampled, SEE];
 }
 
 /** Where nothing is sampled: note, model, saved latents, result. */
@@ -138,7 +140,7 @@ const ADAPTED = [
 
 function workflow(name, { title, model, text, nodes, placed, ...places }) {
   const all = { note: described(title, model, text), ...nodes, decode: nodes.decode ?? decode, save: save(name) };
-  return { nodes: all, columns: placed ?? columns(places) };
+  return { nodes: all, columns: placed ?? columns({ ...places, nodes: all }) };
 }
 
 const CAFE =
@@ -377,7 +379,7 @@ const pageOf = (url) => url.replace("https://", "").split("/").slice(0, 3).join(
 /** The same graph with AnyGPU Compose Pipeline, whose files core's dialog of missing models offers to download. */
 function fromFiles(name, files) {
   const { title, nodes, ...spec } = SPECS[`anygpu_${name}`];
-  const [, , ...rest] = columns(spec);
+  const [, , ...rest] = columns({ ...spec, nodes });
   const models = files.map(([, directory, url]) => ({ name: url.split("/").at(-1), url, directory }));
   const values = Object.fromEntries(files.map(([input], index) => [input, models[index].name]));
   const made = workflow(`anygpu_${name}_from_files`, {
