@@ -181,7 +181,7 @@ class SavedSections:
         write = partial(_saved, latents=latents, notify=self.notify, origin=Origin(record=record, tensors=tensors))
         if _write(self.folder, name, write, self.notify):
             log.info("AnyGPU: section %d of %d saved as %s", index + 1, count, name)
-            resume = f"after a cancel or a crash, queue the same graph again with seed {latents.seed} to resume"
+            resume = f"to resume, queue the same graph again with seed {latents.seed}"
             self.notify(f"finished sections are saved{': ' + resume if key else ''}")
 
 

@@ -82,9 +82,8 @@ const sample = (values, links = {}) => ({
   values: { seed: 42, control_after_generate: "randomize", ...values },
   links: { pipeline: ["load", "pipeline"], prompt: ["prompt", "prompt"], ...links },
 });
-const SECTIONS = "AnyGPUSampleFramePack";
 const pack = (values) => ({
-  kind: SECTIONS,
+  kind: "AnyGPUSampleFramePack",
   values: { seed: 42, control_after_generate: "randomize", ...values },
   links: { pipeline: ["load", "pipeline"], prompt: ["prompt", "prompt"], image: ["encoded", "image"] },
 });
@@ -118,11 +117,10 @@ const SAMPLE = group("Sample", 325, ["sample", ROOM.sample]);
 const SEE = group("See", 325, ["save", ROOM.save], ["decode", ROOM.decode, 270]); // clear of the minimap
 
 /** Note, model, pictures, prompt and encoded pictures, sample, result; author.mjs puts them into lanes. */
-function columns({ pictures = [], encoded = [], nodes }) {
+function columns({ pictures = [], encoded = [] }) {
   const shown = group("Show", 325, ...pictures.map((key) => [key, key === "components" ? ROOM.small : ROOM.picture]));
   const described = group("Describe", 325, ["prompt", ROOM.prompt], ...encoded.map((key) => [key, ROOM.encoded]));
-  const sampled = nodes.sample?.kind === SECTIONS ? group("Sample", 325, ["sample", ROOM.sample + 40]) : SAMPLE;
-  return [NOTE, LOADED, ...(pictures.length ? [shown] : []), described, sampled, SEE];
+  return [NOTE, LOADED, ...(pictures.length ? [shown] : []), described, SAMPLE, SEE];
 }
 
 /** Where nothing is sampled: note, model, saved latents, result. */
@@ -140,7 +138,7 @@ const ADAPTED = [
 
 function workflow(name, { title, model, text, nodes, placed, ...places }) {
   const all = { note: described(title, model, text), ...nodes, decode: nodes.decode ?? decode, save: save(name) };
-  return { nodes: all, columns: placed ?? columns({ ...places, nodes: all }) };
+  return { nodes: all, columns: placed ?? columns(places) };
 }
 
 const CAFE =
@@ -379,7 +377,7 @@ const pageOf = (url) => url.replace("https://", "").split("/").slice(0, 3).join(
 /** The same graph with AnyGPU Compose Pipeline, whose files core's dialog of missing models offers to download. */
 function fromFiles(name, files) {
   const { title, nodes, ...spec } = SPECS[`anygpu_${name}`];
-  const [, , ...rest] = columns({ ...spec, nodes });
+  const [, , ...rest] = columns(spec);
   const models = files.map(([, directory, url]) => ({ name: url.split("/").at(-1), url, directory }));
   const values = Object.fromEntries(files.map(([input], index) => [input, models[index].name]));
   const made = workflow(`anygpu_${name}_from_files`, {
