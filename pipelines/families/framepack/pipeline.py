@@ -320,7 +320,7 @@ def _resume(history: History, generator: torch.Generator, standing: SectionState
 def _tell_length(pipeline: Pipeline, plan: Plan, asked: FramePackSettings, fps: float, progress: Progress) -> None:
     """Say how long the film becomes, and once where an earlier version made it longer."""
     length = f"{plan.frames} frames in {plan.count} sections"
-    progress.notify(f"{asked.clip_seconds:g} s: {length}, as the publisher's application rounds")
+    progress.notify(f"{asked.clip_seconds:g} s: {length}, as published")
     older = math.ceil((asked.clip_seconds * fps - 1 - 1e-6) / TEMPORAL_RATIO) * TEMPORAL_RATIO + 1
     older = math.ceil(older / ((asked.window - 1) * TEMPORAL_RATIO + 1))  # each but its first latent's frames
     if plan.count != older and not pipeline.is_demo:
