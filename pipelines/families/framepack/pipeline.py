@@ -317,14 +317,17 @@ def _resume(history: History, generator: torch.Generator, standing: SectionState
     progress.notify(f"continues after section {len(standing.lengths)} of {count}, saved by an interrupted run")
 
 
+def _counted(plan: Plan) -> str:
+    return f"{plan.count} section{'s' * (plan.count > 1)}"
+
+
 def _tell_length(pipeline: Pipeline, plan: Plan, asked: FramePackSettings, fps: float, progress: Progress) -> None:
     """Say how long the film becomes, and once where an earlier version made it longer."""
-    length = f"{plan.frames} frames in {plan.count} sections"
-    progress.notify(f"{asked.clip_seconds:g} s: {length}, as published")
+    progress.notify(f"{asked.clip_seconds:g} s: {plan.frames} frames in {_counted(plan)}, as published")
     older = math.ceil((asked.clip_seconds * fps - 1 - 1e-6) / TEMPORAL_RATIO) * TEMPORAL_RATIO + 1
     older = math.ceil(older / ((asked.window - 1) * TEMPORAL_RATIO + 1))  # each but its first latent's frames
     if plan.count != older and not pipeline.is_demo:
-        tell_once(progress, f"{plan.count} sections, the nearest; earlier versions rounded up, here to {older}")
+        tell_once(progress, f"{_counted(plan)}, the nearest; earlier versions rounded up, here to {older}")
 
 
 def _texts(
@@ -336,7 +339,7 @@ def _texts(
         texts = [prompt.embeds, *prompt.sections]
         if (unused := len(texts) - plan.count) > 0:
             no_effect = f"{unused} of {len(prompt.sections)} section prompts have no effect"
-            progress.notify(f"{no_effect}: {plan.count} sections in all")
+            progress.notify(f"{no_effect}: {_counted(plan)} in all")
         texts = [*texts, *[prompt.embeds] * -unused][: plan.count]
 
     def ready(embeds: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
