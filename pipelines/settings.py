@@ -93,8 +93,13 @@ def clip_frames(pipeline: Pipeline, framepack: FramePackSettings, fps: float) ->
 
 
 def own_defaults(pipeline: Pipeline) -> dict[str, Any]:
-    """Defaults that a checkpoint's index says it was trained for; only positive numbers of the usual type count."""
-    given, usual = pipeline.tools["index"].get(OWN_DEFAULTS), pipeline.spec.sizes.defaults
+    """Defaults that a checkpoint's index says it was trained for."""
+    return defaults_in(pipeline, pipeline.tools["index"].get(OWN_DEFAULTS))
+
+
+def defaults_in(pipeline: Pipeline, given: Any) -> dict[str, Any]:
+    """The defaults among what a file has ``given``; only positive numbers of the usual type count."""
+    usual = pipeline.spec.sizes.defaults
     return {
         name: value
         for name, value in (given.items() if isinstance(given, dict) else ())

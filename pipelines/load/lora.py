@@ -31,7 +31,7 @@ from ..files.lora_kinds import ALPHA, HADA, KRON, MAGNITUDE, PEFT_MAGNITUDE, UP,
 from ..files.part import MOST_TENSORS, construction, empty_weights
 from ..pipeline import Pipeline
 from ..requests import LORA_MODES
-from ..settings import OWN_DEFAULTS, recipe_decisions, with_defaults
+from ..settings import OWN_DEFAULTS, defaults_in, recipe_decisions, with_defaults
 
 MOST = 10.0  # strength in either direction
 METHODS = {"LORA": (UP,), "LOHA": HADA, "LOKR": KRON}  # of peft that are read, with the roles of their tensors
@@ -124,11 +124,12 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     weights = _unpacked(pipeline, added, own, progress)
     changed = replace(pipeline, plan=plan, model=replace(pipeline.model, weights=weights, control_factor=factor))
     recipe, name = recipe_named(pipeline.spec, names, base)
-    return _with_recipe(changed, path, recipe, name, json_object(file.metadata.get(OWN_DEFAULTS, "")), progress)
+    trained_for = defaults_in(pipeline, json_object(file.metadata.get(OWN_DEFAULTS, "")))
+    return _with_recipe(changed, path, recipe, name, trained_for, progress)
 
 
 def _with_recipe(
-    pipeline: Pipeline, path: Path, recipe: str, name: str, trained_for: dict[str, Any] | None, progress: Progress
+    pipeline: Pipeline, path: Path, recipe: str, name: str, trained_for: dict[str, Any], progress: Progress
 ) -> Pipeline:
     """``pipeline`` by the ``recipe`` that the ``name`` of a LoRA gives away; a demo model by what one for it says that
     it was ``trained_for``."""

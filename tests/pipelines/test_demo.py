@@ -25,6 +25,7 @@ from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import OWN_DEFAULTS, of_checkpoint
 from PIL import Image
 from runs import own_pictures
+from safetensors.torch import load_file
 from scene_scores import chosen_scenes, scores
 
 TRAINING = Path(__file__).resolve().parents[2] / "training"
@@ -384,7 +385,7 @@ def test_a_demo_model_keeps_its_recipe_under_a_distilled_lora(tmp_path, recorded
     assert adapted.model.recipe == "" and not any("changes the recipe" in line for line in progress.said)
 
 
-def test_a_distilled_lora_of_a_demo_model_changes_its_steps(recorded):
+def test_a_distilled_lora_of_a_demo_model_changes_its_steps(recorded, tmp_path):
     pipeline = load(LoadRequest(MODELS / "ltx", precision="fp32", device="cpu"))
     file = demo_loras()["demo: ltx_4_steps"]
     four = with_lora(pipeline, file, 1.0, "", "separate", progress := recorded())
@@ -392,6 +393,10 @@ def test_a_distilled_lora_of_a_demo_model_changes_its_steps(recorded):
     assert (own.steps, own.cfg) == (4, 1.0) and of_checkpoint(pipeline).sizes.defaults.steps == 20
     assert "ltx_4_steps changes the recipe: draws coloured shapes at 64x64, 9 frames, 4 steps" in progress.said
     assert of_checkpoint(with_lora(pipeline, file, 0.0, "", "separate", Silent())).sizes.defaults.steps == 20
+    notes = {OWN_DEFAULTS: '{"steps": true, "cfg": -1.0, "sampler": 4}'}
+    write_tensors(strange := tmp_path / "strange.safetensors", load_file(file), notes)
+    adapted = with_lora(pipeline, strange, 1.0, "", "separate", progress := recorded())
+    assert of_checkpoint(adapted).sizes.defaults.steps == 20 and not [x for x in progress.said if "recipe" in x]
 
 
 def test_the_lora_of_a_demo_model_draws_the_same_at_night(world):
