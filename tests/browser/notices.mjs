@@ -400,8 +400,12 @@ export async function speaks(nodes2) {
 /** The text under the load node: a short line first, each further one below it, in both canvas modes. */
 export async function statusIsReadable({ page }) {
   const line = /^LTX-Video, dev: fp32, offload comfyui, on CPU$/;
-  const texts = await page.locator(".lg-node, .dom-widget, [class*=widget]").evaluateAll((all) => all.map((each) => each.innerText ?? ""));
-  const shown = texts.map((text) => text.split("\n").map((each) => each.trim())).filter((lines) => lines.some((each) => line.test(each)));
+  let shown = [];
+  for (let left = 100; left && !shown.length; left--) { // a run may end before its texts are drawn
+    const texts = await page.locator(".lg-node, .dom-widget, [class*=widget]").evaluateAll((all) => all.map((each) => each.innerText ?? ""));
+    shown = texts.map((text) => text.split("\n").map((each) => each.trim())).filter((lines) => lines.some((each) => line.test(each)));
+    if (!shown.length) await page.waitForTimeout(100);
+  }
   assert.ok(shown.length > 0, "no status line by itself");
   const lines = shown.sort((one, other) => one.length - other.length)[0].filter(Boolean);
   assert.ok(lines.some((each) => each.startsWith("attention")), `each line below another: ${JSON.stringify(lines)}`);
