@@ -34,7 +34,8 @@ def facts(path: Path) -> Facts:
 def pictures(server: Server, run: Run) -> np.ndarray:
     """The frames that a run of a pictured prompt saved without loss, (F, H, W, 3) uint8.
 
-    What is compared: the encoder of videos gives other bytes for the same frames now and then.
+    Compare these. x264's macroblock tree reads memory that it never wrote: where a picture is not a multiple of 128
+    pixels wide, the same frames may come out differently each time.
     """
     assert run.ending == "execution_success", run.message
     return np.stack([np.asarray(Image.open(server.output(record))) for record in run.outputs[PICTURES]["images"]])

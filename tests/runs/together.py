@@ -25,7 +25,7 @@ from anygpu.pipelines.base import Silent
 from anygpu.pipelines.records.job_folder import JobFolder
 from anygpu.pipelines.records.job_lists import Batch, queue_jobs
 from host.client import Client
-from host.prompts import text_to_video
+from host.prompts import PICTURES, pictured, text_to_video
 
 from host import videos
 from host.server import Server, served, tiny_home
@@ -52,14 +52,15 @@ def drive(server: Server, count: int, rng: random.Random, ends: Counter[str], se
     client = Client(server.url)
     for _ in range(count):
         model, seed = rng.choice(MODELS), rng.randrange(4)
-        prompt = text_to_video(model, seed=seed, frames=9 if model == MODELS[0] else 7).prompt
+        prompt = pictured(text_to_video(model, seed=seed, frames=9 if model == MODELS[0] else 7).prompt)
+        prompt[PICTURES]["inputs"]["filename_prefix"] = client.id  # both write to one folder
         cancels, at = rng.random() < CANCELS, time.monotonic() + rng.uniform(0, 2)
         run = client.run(prompt, lambda *_: cancels and time.monotonic() > at, timeout=600)  # noqa: B023
         ends[run.ending] += 1
         if run.ending == "execution_error":
             ends[f"{model}: {run.message}"] += 1
         if run.ending == "execution_success" and run.files():
-            shown = videos.frames(server.output(run.files()[0]))
+            shown = videos.pictures(server, run)
             if not np.array_equal(seen.setdefault(f"{model} {seed}", shown), shown):
                 ends[f"{model} {seed}: another video"] += 1
         client.free()
