@@ -397,16 +397,21 @@ export async function speaks(nodes2) {
   }
 }
 
+/** The texts of the nodes' elements, once one of them passes the test: a run may end before its texts are drawn. */
+async function drawnTexts(page, test, what) {
+  for (let left = 600; left; left--) {
+    const texts = await page.locator(".lg-node, .dom-widget, [class*=widget]").evaluateAll((all) => all.map((each) => each.innerText ?? ""));
+    if (texts.some(test)) return texts;
+    await page.waitForTimeout(100);
+  }
+  assert.fail(what);
+}
+
 /** The text under the load node: a short line first, each further one below it, in both canvas modes. */
 export async function statusIsReadable({ page }) {
-  const line = /^LTX-Video, dev: fp32, offload comfyui, on CPU$/;
-  let shown = [];
-  for (let left = 100; left && !shown.length; left--) { // a run may end before its texts are drawn
-    const texts = await page.locator(".lg-node, .dom-widget, [class*=widget]").evaluateAll((all) => all.map((each) => each.innerText ?? ""));
-    shown = texts.map((text) => text.split("\n").map((each) => each.trim())).filter((lines) => lines.some((each) => line.test(each)));
-    if (!shown.length) await page.waitForTimeout(100);
-  }
-  assert.ok(shown.length > 0, "no status line by itself");
+  const linesOf = (text) => text.split("\n").map((each) => each.trim());
+  const hasLine = (text) => linesOf(text).includes("LTX-Video, dev: fp32, offload comfyui, on CPU");
+  const shown = (await drawnTexts(page, hasLine, "no status line by itself")).filter(hasLine).map(linesOf);
   const lines = shown.sort((one, other) => one.length - other.length)[0].filter(Boolean);
   assert.ok(lines.some((each) => each.startsWith("attention")), `each line below another: ${JSON.stringify(lines)}`);
 }
@@ -416,8 +421,7 @@ export async function markupIsText({ page }) {
   await shrink(page, { seed: 6, frames: 26 });
   await queue(page);
   assert.equal((await ended(page)).ending, "execution_success");
-  const texts = await page.locator(".lg-node, .dom-widget, [class*=widget]").evaluateAll((all) => all.map((each) => each.innerText ?? ""));
-  assert.ok(texts.some((text) => text.includes("frames 26 → 33")), "an arrow is shown");
+  const texts = await drawnTexts(page, (text) => text.includes("frames 26 → 33"), "an arrow is shown");
   assert.ok(!texts.some((text) => /&#\d+;/.test(text)), "an entity is shown");
 }
 
