@@ -25,7 +25,6 @@ from PIL import Image
 TEXT, REPLACE, CONCAT = "hunyuan_video", "hunyuan_video_i2v", "hunyuan_video_i2v_33ch"
 NAMES = (TEXT, REPLACE, CONCAT)
 WIDTH, HEIGHT, FRAMES, STEPS, SEED = 48, 32, 9, 2, 7
-ONE = [REPLACE, *(pytest.param(name, marks=pytest.mark.full) for name in (TEXT, CONCAT))]  # of one path for all
 PROMPT, NEGATIVE = "a red cat jumps over the wall", "blurry and ugly"
 PIXELS = np.random.default_rng(0).integers(0, 256, (HEIGHT, WIDTH, 3), dtype=np.uint8)
 PICTURE, FRAME = Image.fromarray(PIXELS), torch.from_numpy(PIXELS).float()[None] / 255
@@ -129,40 +128,6 @@ def test_negative_sees_a_black_picture_as_the_prompt_sees_its_own(run: Any, name
     assert count > 576 // interleave
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_input_changes_the_latents(run: Any, name: str) -> None:
-    made = run(name)
-    request = PromptRequest("a blue dog sleeps", "sharp", image=None if name == TEXT else FRAME.flip(1))
-    other = stages.encode_prompt(made.pipeline, request, Silent())
-    results = [
-        made.latents,
-        _sampled(made, seed=SEED + 1),
-        _sampled(made, prompt=replace(made.prompt, embeds=other.embeds)),
-        _sampled(made, cfg=3.0),
-        _sampled(made, cfg=3.0, prompt=replace(made.prompt, negative=other.negative)),
-        _sampled(made, cfg=3.0, cfg_end=0.5),
-        _sampled(made, shift=3.0),
-    ]
-    if made.image is not None:
-        turned = stages.encode_image(made.pipeline, ImageRequest(FRAME.flip(2), WIDTH, HEIGHT), "stretch", Silent())
-        results.append(_sampled(made, image=turned))
-    if name != CONCAT:
-        results.append(_sampled(made, guidance=2.0))
-    for index, one in enumerate(results):
-        for another in results[:index]:
-            assert _distance(one.samples, another.samples) > 1e-3
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_cancel_leaves_the_next_run_as_a_fresh_one(run: Any, recorded: Any, name: str) -> None:
-    made = run(name)
-    watched = recorded(lambda done, stage: stage == "sampling" and done == 1)
-    with pytest.raises(recorded.Cancelled):
-        _sampled(made, watched)
-    assert watched.checks > 50, "a cancel inside one forward must be obeyed too"
-    assert torch.equal(_sampled(made).samples, made.latents.samples)
-
-
 def test_cancel_is_obeyed_while_text_is_encoded_and_video_decoded(run: Any, recorded: Any) -> None:
     made = run(TEXT)
     for stage, part, call in (
@@ -186,52 +151,6 @@ def test_text_encoders_come_one_after_the_other_and_go(run: Any, recorded: Any) 
     assert list(read) == ["text_encoder", "text_encoder_2"]
     assert "text_encoder" not in read["text_encoder_2"]
     assert not {"text_encoder", "text_encoder_2"} & set(made.pipeline.parts)
-
-
-@pytest.mark.parametrize("name", ONE)
-@pytest.mark.parametrize(
-    "changes", [{"scheduler": "unipc"}, {"scheduler": "dpm++_2m"}, {"sigmas": (1.0, 0.7, 0.3, 0.0)}], ids=str
-)
-def test_schedules_run(run: Any, recorded: Any, name: str, changes: dict[str, Any]) -> None:
-    made, watched = run(name), recorded()
-    found, euler = _sampled(made, watched, steps=3, **changes), _sampled(made, steps=3)
-    assert bool(torch.isfinite(found.samples).all())
-    assert _distance(found.samples, euler.samples) > 1e-3
-    assert [tuple(preview.shape) for preview in watched.previews if preview is not None][-1] == found.samples.shape
-
-
-@pytest.mark.parametrize("name", ONE)
-def test_video_to_video_stays_closer_the_less_it_is_noised(run: Any, name: str) -> None:
-    made = run(name)
-    clip = torch.from_numpy(np.random.default_rng(1).random((FRAMES, HEIGHT, WIDTH, 3), dtype=np.float32))
-    clean, other = (
-        stages.encode_video(made.pipeline, shown, WIDTH, HEIGHT, "stretch", SEED, Silent())
-        for shown in (clip, clip / 2)
-    )
-    assert clean.samples.shape == made.latents.samples.shape
-    half, whole = (_sampled(made, latents=clean, denoise=share, shift=1.0) for share in (0.5, 1.0))
-    later = 1 if name == REPLACE else 0  # its first latent frame is the picture
-    distances = [float((found.samples - clean.samples)[:, :, later:].norm()) for found in (half, whole)]
-    assert distances[0] < 0.9 * distances[1]
-    assert _distance(_sampled(made, latents=other, denoise=0.5, shift=1.0).samples, half.samples) > 1e-2
-    assert torch.equal(whole.samples, _sampled(made, shift=1.0).samples), "denoise 1 leaves nothing of the clip"
-    mask = torch.zeros(1, 1, clean.samples.shape[2], *clean.samples.shape[3:])
-    mask[:, :, -1] = 1
-    masked = _sampled(made, latents=clean, denoise=0.5, noise_mask=mask).samples
-    assert _distance(masked[:, :, later:-1], clean.samples[:, :, later:-1]) < TRIMMED
-    assert _distance(masked[:, :, -1], clean.samples[:, :, -1]) > 0.1
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_bf16_is_finite(run: Any, name: str) -> None:
-    made = run(name)
-    pipeline = _loaded(made.pipeline.model.source, precision="bf16")
-    request = PromptRequest(PROMPT, NEGATIVE, image=None if name == TEXT else FRAME)
-    prompt = stages.encode_prompt(pipeline, request, Silent())
-    assert prompt.embeds["prompt_embeds"].dtype == torch.bfloat16
-    latents = stages.sample(pipeline, prompt, made.image, replace(SETTINGS, cfg=3.0), Silent())
-    assert latents.samples.dtype == torch.float32
-    assert bool(torch.isfinite(stages.decode(pipeline, latents, Silent())).all())
 
 
 def test_guidance_is_the_checkpoints_own(run: Any, recorded: Any) -> None:

@@ -260,20 +260,6 @@ def test_distilled_runs_its_own_schedule_without_guidance(condition: Model) -> N
 # What acts --------------------------------------------------------------------------------------------------------
 
 
-def test_every_input_changes_the_result(plain: Model) -> None:
-    anchors = PLACES["first frame"]
-    base = ours(plain, anchors=anchors).samples
-    texts = [("a blue whale", TEXTS[1]), (TEXTS[0], "sharp")]
-    prompts = [stages.encode_prompt(plain.pipeline, PromptRequest(*pair), Silent()) for pair in texts]
-    image = encoded(plain.pipeline, anchors)
-    others = [stages.sample(plain.pipeline, prompt, image, SETTINGS, Silent()) for prompt in prompts]
-    others += [ours(plain, replace(SETTINGS, seed=8), anchors), ours(plain, SETTINGS, [(OTHER, 0, 1.0)])]
-    others += [ours(plain, SETTINGS, [(PICTURE, 0, 0.5)]), ours(plain, replace(SETTINGS, fps=12.0), anchors)]
-    others += [ours(plain, replace(SETTINGS, cfg_end=0.5), anchors), ours(plain, replace(SETTINGS, shift=3.0), anchors)]
-    for other in others:
-        assert (other.samples - base).abs().max() > 1e-3
-
-
 def test_what_the_vae_says_of_an_image_does_not_depend_on_the_seed(plain: Model) -> None:
     requests = [ImageRequest(PICTURE, SIZE, SIZE, seed=seed, prepare=False) for seed in (0, 1)]
     first, second = (stages.encode_image(plain.pipeline, request, "stretch", Silent()) for request in requests)
@@ -372,24 +358,6 @@ def test_the_last_noise_is_the_decoders_to_remove(condition: Model, plain: Model
 
 
 # Robustness -------------------------------------------------------------------------------------------------------
-
-
-def test_a_cancel_leaves_no_trace(condition: Model, recorded: Any) -> None:
-    image = encoded(condition.pipeline, PLACES["first and last frame"])
-    fresh = stages.sample(condition.pipeline, condition.prompt, image, SETTINGS, Silent())
-
-    class Inside(recorded):
-        def check(self) -> None:
-            super().check()
-            if self.checks == 30:
-                raise self.Cancelled
-
-    for progress in (recorded(lambda done, stage: (done, stage) == (2, "sampling")), Inside()):
-        with pytest.raises(recorded.Cancelled):
-            stages.sample(condition.pipeline, condition.prompt, image, SETTINGS, progress)
-    assert progress.steps == []  # the second one was inside the first forward
-    again = stages.sample(condition.pipeline, condition.prompt, image, SETTINGS, Silent())
-    assert torch.equal(again.samples, fresh.samples)
 
 
 @pytest.mark.parametrize("text", [torch.float32, torch.bfloat16])
