@@ -2,8 +2,9 @@
 
 import json
 import struct
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.paint import jobs
 from anygpu.paint.adapter_loading import AdapterRequest, load_adapter
+from anygpu.paint.baking import projection
 from anygpu.paint.baking.bake import BakeSettings
 from anygpu.paint.choices import PLACES
 from anygpu.paint.geometry.cameras import camera_table
@@ -117,7 +119,7 @@ def test_what_is_not_there_is_named(home, signed, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
+def models(tmp_path_factory) -> Iterator[Path]:
     """A folder with a paint and a delight model, which needs a text encoder, and a cut-out picture."""
     root = tmp_path_factory.mktemp("steps")
     paint_loops.delight(root), stored.checkpoint("paint", root)
@@ -129,7 +131,9 @@ def models(tmp_path_factory) -> Path:
     for place, colours, seen in zip(("front", "back"), maps.position, maps.mask, strict=True):
         pixels = (torch.cat((colours, seen[..., None].float()), -1) * 255).byte()
         Image.fromarray(pixels.numpy(), "RGBA").save(root / f"{place}.png")
-    return root
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(projection, "SIZES", (128, 256))
+        yield root
 
 
 def doubled(file: Path, views: torch.Tensor) -> torch.Tensor:
@@ -137,8 +141,9 @@ def doubled(file: Path, views: torch.Tensor) -> torch.Tensor:
     return views.repeat_interleave(2, 1).repeat_interleave(2, 2) * len(file.read_bytes()) / 8
 
 
-def in_steps(models: Path, evened: bool, change=lambda made: made, more: bool = False) -> dict:
-    """The receipt in ``steps.glb`` of separate nodes, with other cameras, maps and bake than one node has."""
+@cache
+def steps_of(models: Path, evened: bool, more: bool) -> tuple[Mesh, torch.Tensor, dict]:
+    """The mesh that separate nodes paint, its views, and what marks them: cameras and maps that one node has not."""
     pipeline, delight = (
         load_paint(PaintRequest(models / stored.FOLDERS[kind], device="cpu", precision="fp32"))
         for kind in ("paint", "delight")
@@ -159,11 +164,20 @@ def in_steps(models: Path, evened: bool, change=lambda made: made, more: bool = 
     pictures = references_of(pipeline, cut_out(*given), None, settings, Silent())
     painted = painted_views(pipeline, PaintInputs(pictures, maps.normal, maps.position, table), asked.paint, Silent())
     named = dict(zip(("normals", "positions", "image", "mask"), (maps.normal, maps.position, *given), strict=True))
-    facts = {"record": painted_record(pipeline, named, asked, None), "both": False, "cameras": table}
-    views, baking = change(marked(painted.views, "views", **facts)), BakeSettings(64, 128, "scatter")
+    return (
+        mesh,
+        painted.views,
+        {"record": painted_record(pipeline, named, asked, None), "both": False, "cameras": table},
+    )
+
+
+def in_steps(models: Path, evened: bool, change=lambda made: made, more: bool = False) -> dict:
+    """The receipt in ``steps.glb`` of separate nodes, with a bake that one node has not."""
+    mesh, views, facts = steps_of(models, evened, more)
+    table, views, baking = facts["cameras"], marked(views.clone(), "views", **facts), BakeSettings(64, 128, "scatter")
     remember("graph" * more, facts)
     larger = ("graph", models / "double.pth") if more else None
-    views = doubled(larger[1], views) if more else views
+    views = doubled(larger[1], views) if more else change(views)
     texture = texture_of(mesh, table, views, None, baking)
     record = baked_record(views, None, mesh, table, baking, texture, larger)
     for place in ("front", "back") if more else ():

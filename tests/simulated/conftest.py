@@ -4,9 +4,9 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def on_host(tiny_folder):
-    """What the CPU gives for each case of test_families.py."""
+    """Latents and frames of the CPU in fp32 for each case of test_families.py."""
     from simulated.test_families import CASES, loaded_for, rendered
 
     known: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -32,7 +32,7 @@ OFF = 0.05
 )
 def test_planes_of_a_decode(acc, tiny_folder, family, pixels, form):
     pipeline = loaded_for(CASES[family], tiny_folder, acc, "none")
-    size = Size(pixels, pixels, 8 * pipeline.spec.sizes.stride + 1)
+    size = Size(pixels, pixels, 4 * pipeline.spec.sizes.stride + 1)
     shape = (1, pipeline.configs["vae"]["latent_channels"], *latent_shape(pipeline, size))
     latents = base.Latents(torch.ones(shape), pipeline.family, "text", size.frames, pixels, pixels, 24.0, 0)
     before = pipeline.offloader.memory_stats.moved_bytes

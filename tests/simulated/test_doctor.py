@@ -12,8 +12,7 @@ from anygpu.compat.repairs import RepairStore
 from anygpu.pipelines.pipeline import Pipeline
 from torch import nn
 
-from simulated.test_families import CASES, MODES, rendered
-from simulated.test_fp16 import loaded_for
+from simulated.test_families import CASES, MODES, loaded_for, rendered
 
 NEAR = 0.02  # relative L2: weights and inputs of 16 bits through a layer that enlarges everything
 
@@ -43,8 +42,8 @@ def rewritten(module: nn.Module) -> list[str]:
 @pytest.mark.parametrize(("name", "offload"), [(name, MODES[index % len(MODES)]) for index, name in enumerate(CASES)])
 def test_an_overflow_is_named_and_what_helps_is_kept(acc, tiny_folder, tmp_path: Path, name: str, offload: str) -> None:
     case, said = CASES[name], list[str]()
-    expected = rendered(loud(loaded_for(case, tiny_folder, "acc:0", "fp32", offload)), case)[0]
-    pipeline = loud(loaded_for(case, tiny_folder, "acc:0", "fp16", offload))
+    expected = rendered(loud(loaded_for(case, tiny_folder, "acc:0", offload)), case)[0]
+    pipeline = loud(loaded_for(case, tiny_folder, "acc:0", offload, "fp16"))
     with pytest.raises(NotFinite, match=r"step 1 of 2: .* first from block 1 of \d+, .*transformer_blocks\.0\..*fp16"):
         rendered(pipeline, case)
     transformer = pipeline.parts.read("transformer")

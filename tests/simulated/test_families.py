@@ -41,10 +41,11 @@ CASES = {
 }
 
 
-def loaded_for(case: Case, folder: Any, device: str, offload: str = "auto") -> Pipeline:
-    paths = [tiny.build(name, folder) for name in case.checkpoints]
-    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
-    return load(LoadRequest(paths[0], base, encoder, precision="fp32", offload=offload, device=device))
+def loaded_for(
+    case: Case, folder: Any, device: Any, offload: str = "auto", precision: str = "fp32", **more: Any
+) -> Any:
+    paths = [tiny.build(name, folder) for name in case.checkpoints]  # model, base and image encoder
+    return load(LoadRequest(*paths, precision=precision, offload=offload, device=device, **more))
 
 
 def sampled(pipeline: Pipeline, case: Case, progress: Any = None, steps: int = 2) -> Latents:

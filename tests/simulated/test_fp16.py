@@ -13,36 +13,15 @@ from anygpu.compat.transforms.fp16 import apply_fp16_safe, stored_dtype
 from anygpu.compat.transforms.fp16_layers import SETTINGS
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.files.part import part_files
-from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.reading import reader_of
 from anygpu.pipelines.pipeline import Pipeline
-from anygpu.pipelines.requests import LoadRequest
 from safetensors.torch import load_file, save_file
 
 from simulated import accelerator
-from simulated.test_families import CASES, MODES, Case, rendered
+from simulated.test_families import CASES, MODES, loaded_for, rendered
 
 HALF = torch.finfo(torch.float16).eps
 BOUND = 4 * HALF  # relative L2: the operands of some 30 products in a row are each rounded by half an eps
-
-
-def loaded_for(case: Case, folder: Any, device: str, precision: str, offload: str = "auto") -> Pipeline:
-    paths = [tiny.build(name, folder) for name in case.checkpoints]
-    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
-    return load(LoadRequest(paths[0], base, encoder, precision=precision, offload=offload, device=device))
-
-
-@pytest.fixture(scope="module")
-def on_host(tiny_folder):
-    """Latents that the CPU gives in fp32 for each case."""
-    found: dict[str, torch.Tensor] = {}
-
-    def of(name: str) -> torch.Tensor:
-        if name not in found:
-            found[name] = rendered(loaded_for(CASES[name], tiny_folder, "cpu", "fp32"), CASES[name])[0]
-        return found[name]
-
-    return of
 
 
 def cells() -> list[Any]:
@@ -56,7 +35,7 @@ def cells() -> list[Any]:
 
 @pytest.mark.parametrize(("name", "offload"), cells())
 def test_a_family_is_near_fp32_in_every_offload_mode_twice_in_a_row(acc, tiny_folder, on_host, name, offload):
-    pipeline = loaded_for(CASES[name], tiny_folder, "acc:0", "fp16-safe", offload)
+    pipeline = loaded_for(CASES[name], tiny_folder, "acc:0", offload, "fp16-safe")
     products: set[torch.dtype] = set()
 
     def seen(_: str, arguments: list) -> None:
@@ -65,7 +44,7 @@ def test_a_family_is_near_fp32_in_every_offload_mode_twice_in_a_row(acc, tiny_fo
     with accelerator.hook("aten::*mm", seen):
         latents = rendered(pipeline, CASES[name])[0]
     assert torch.float16 in products, "no product had fp16 operands"
-    expected = on_host(name)
+    expected = on_host(name)[0]
     assert (latents - expected).norm() <= BOUND * expected.norm()
     assert torch.equal(rendered(pipeline, CASES[name])[0], latents), "the second run differs from the first"
     transformer = pipeline.parts.read("transformer")
@@ -91,21 +70,21 @@ def test_auto_falls_back_to_fp32_after_one_step_and_says_so(acc, tiny_folder, on
 
     row = precision.PRECISION["cuda-old"]
     monkeypatch.setitem(precision.PRECISION, "other", row)
-    pipeline = loaded_for(CASES["mochi"], tiny_folder, "acc:0", "auto", offload)
+    pipeline = loaded_for(CASES["mochi"], tiny_folder, "acc:0", offload, "auto")
     overflowing(pipeline)
     progress = recorded()
     latents = rendered(pipeline, CASES["mochi"], progress)[0]
     assert [text for text in progress.said if "continuing in fp32" in text]
     steps = [done for done, _, stage in progress.steps if stage == "sampling"]
     assert steps == [1, 2], "the first attempt went on after its first step"
-    torch.testing.assert_close(latents, on_host("mochi"), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(latents, on_host("mochi")[0], atol=1e-5, rtol=1e-5)
     silent = recorded()
     assert torch.equal(rendered(pipeline, CASES["mochi"], silent)[0], latents)
     assert not [text for text in silent.said if "fp32" in text]
 
 
 def test_an_explicit_choice_is_never_changed(acc, tiny_folder):
-    pipeline = loaded_for(CASES["mochi"], tiny_folder, "acc:0", "fp16-safe")
+    pipeline = loaded_for(CASES["mochi"], tiny_folder, "acc:0", precision="fp16-safe")
     overflowing(pipeline)
     with pytest.raises(NotFinite, match=r"step 1 of 2: .* first from block 1 of \d+, .*fp16"):
         rendered(pipeline, CASES["mochi"])

@@ -5,13 +5,10 @@ some; `make test-full` runs all cells and can write the table of docs/matrix.md.
 """
 
 import pytest
-import tiny
 import torch
-from anygpu.pipelines.load.folder import load
-from anygpu.pipelines.requests import LoadRequest
 
 from simulated import accelerator, profiles
-from simulated.test_families import CASES, MODES, rendered
+from simulated.test_families import CASES, MODES, loaded_for, rendered
 
 FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
 MET = {  # in the sample; Mochi meets every machine
@@ -36,28 +33,9 @@ ALLOWED = {torch.float32: 1e-4, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-3}
 
 
 @pytest.fixture(scope="module")
-def on_host(tiny_folder):
-    """Latents and frames of the CPU in fp32, for each family."""
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def of(family: str) -> tuple[torch.Tensor, torch.Tensor]:
-        if family not in found:
-            found[family] = rendered(_loaded(family, tiny_folder, "cpu", "auto", None, precision="fp32"), CASES[family])
-        return found[family]
-
-    return of
-
-
-@pytest.fixture(scope="module")
 def state(tmp_path_factory):
     """Where probes are kept, so that a machine is asked once."""
     return tmp_path_factory.mktemp("state")
-
-
-def _loaded(family, folder, device, offload, state, precision="auto"):
-    paths = [tiny.build(name, folder) for name in CASES[family].checkpoints]
-    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
-    return load(LoadRequest(paths[0], base, encoder, precision=precision, offload=offload, device=device, state=state))
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -70,7 +48,7 @@ def test_cell(tiny_folder, on_host, state, family, machine, offload):
         pytest.skip(reason)
     expected_latents, expected_frames = on_host(family)
     with profiles.on(machine) as profile:
-        pipeline = _loaded(family, tiny_folder, profile.facts, offload, state)
+        pipeline = loaded_for(CASES[family], tiny_folder, profile.facts, offload, "auto", state=state)
         latents, frames = rendered(pipeline, CASES[family])
         precision = pipeline.precision
     allowed = ALLOWED[precision.compute or precision.transformer]

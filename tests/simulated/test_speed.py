@@ -11,14 +11,11 @@ from anygpu.compat.transforms import compile as compiling
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.kernels.norm import normalized
 from anygpu.kernels.terms import RMS, Norm
-from anygpu.pipelines.load.folder import load
-from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.speed import SpeedRequest
 
-from simulated.test_families import CASES, MODES, ROUNDING, rendered
+from simulated.test_families import CASES, MODES, ROUNDING, loaded_for, rendered
 
 EAGER = CompileSettings(backend="eager")
-PLAIN = SpeedRequest()
 
 
 @pytest.fixture(autouse=True)
@@ -26,25 +23,6 @@ def forgotten():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def loaded_for(name: str, folder: Any, device: str, offload: str = "auto", speed: SpeedRequest = PLAIN) -> Any:
-    paths = [tiny.build(checkpoint, folder) for checkpoint in CASES[name].checkpoints]
-    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
-    return load(LoadRequest(paths[0], base, encoder, precision="fp32", offload=offload, device=device, speed=speed))
-
-
-@pytest.fixture(scope="module")
-def on_host(tiny_folder):
-    """The CPU's latents and frames, without kernels and compile."""
-    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def of(name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        if name not in found:
-            found[name] = rendered(loaded_for(name, tiny_folder, "cpu"), CASES[name])
-        return found[name]
-
-    return of
 
 
 QUICK = {("ltx", "group", True), ("ltx", "sequential", True), ("ltx", "sequential", False), ("mochi", "model", False)}
@@ -62,9 +40,9 @@ def test_kernels_compile_and_offload_twice_in_a_row(acc, tiny_folder, on_host, n
     speed = SpeedRequest("reference", EAGER if compile else None)
     if compile and compiling.WITH_OFFLOAD[offload]:
         with pytest.raises(UnsupportedError, match=f"compile with offload '{offload}': it moves weights"):
-            loaded_for(name, tiny_folder, "acc:0", offload, speed)
+            loaded_for(CASES[name], tiny_folder, "acc:0", offload, speed=speed)
         return
-    pipeline = loaded_for(name, tiny_folder, "acc:0", offload, speed)
+    pipeline = loaded_for(CASES[name], tiny_folder, "acc:0", offload, speed=speed)
     for _ in range(2):
         for ours, expected in zip(rendered(pipeline, CASES[name]), on_host(name), strict=True):
             torch.testing.assert_close(ours, expected, atol=ROUNDING, rtol=ROUNDING)
@@ -148,7 +126,7 @@ def test_with_our_order_kernels_and_compile_act_in_every_call(acc, tiny_folder, 
         calls.append("kernel")
         return summed(*args, **named)
 
-    pipeline = loaded_for("ltx", tiny_folder, "acc:0", offload, SpeedRequest("reference"))
+    pipeline = loaded_for(CASES["ltx"], tiny_folder, "acc:0", offload, speed=SpeedRequest("reference"))
     monkeypatch.setattr(blocks, "gated_residual", counted)
     counts = []
     for _ in range(2):

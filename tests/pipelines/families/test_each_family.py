@@ -7,15 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.load.folder import load
-from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import of_checkpoint
 from simulated.test_families import CASES as COMMON
-from simulated.test_families import Case
+from simulated.test_families import Case, loaded_for
 
 CASES = COMMON | {
     "hunyuan_video concat": Case(("hunyuan_video_i2v_33ch",), pictured=True),
@@ -55,8 +52,7 @@ class Run(SimpleNamespace):
 
 
 def opened(name: str, folder: Any, precision: str = "fp32") -> Run:
-    paths = [tiny.build(checkpoint, folder) for checkpoint in CASES[name].checkpoints]
-    made = Run(case=CASES[name], pipeline=load(LoadRequest(*paths, device="cpu", precision=precision)))
+    made = Run(case=CASES[name], pipeline=loaded_for(CASES[name], folder, "cpu", precision=precision))
     made.prompt = stages.encode_prompt(made.pipeline, made.request(PROMPT, NEGATIVE), Silent())
     made.image = made.encoded(PICTURE) if made.case.pictured else None
     made.latents = made.sampled()
