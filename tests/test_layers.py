@@ -234,6 +234,13 @@ def test_files_and_functions_are_short(source: str) -> None:
             assert length <= 60, f"{source}:{node.lineno} {node.name} has {length} lines"
 
 
+@over(SOURCES)
+def test_nobody_asks_an_offloader_what_it_has(source: str) -> None:
+    for node in nodes_of(source):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+            assert not ast.unparse(node.args[0]).endswith("offloader"), f"{source}:{node.lineno}"
+
+
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 MADE_HERE = "made on the host"
 READ_PLAINLY = {  # (file, function) -> why its copies need no door
