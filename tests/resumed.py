@@ -47,8 +47,7 @@ class Told(Silent):
 def opened(family: str, built: Path) -> Pipeline:
     """The tiny pipeline of a family."""
     paths = [tiny.build(name, built) for name in MODELS[family]]
-    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
-    return load(LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu"))
+    return load(LoadRequest(*paths, precision="fp32", device="cpu"))
 
 
 def sampled(

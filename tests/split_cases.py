@@ -118,11 +118,10 @@ def model_folder(name: str, built: Path) -> Path:
 def opened(case: Case, built: Path) -> Pipeline:
     """The pipeline of a case, on this process alone."""
     paths = [model_folder(name, built) for name in MODELS[case.model]]
-    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
     device = "cpu" if "offload" not in case.load else str(accelerator.load())
     asked = {"precision": "fp32", "device": device, **case.load}
     safe = asked["precision"] == SAFE_FP16
-    pipeline = load(LoadRequest(paths[0], base, encoder, **(asked | {"precision": "fp32"} if safe else asked)))
+    pipeline = load(LoadRequest(*paths, **(asked | {"precision": "fp32"} if safe else asked)))
     if safe:
         prepare: Any = pipeline.parts.prepare
         pipeline.parts.prepare = prepare.with_steps([Step(Order.PRECISION, SAFE_FP16, _narrowed)])

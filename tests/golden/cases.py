@@ -141,8 +141,7 @@ FAMILIES: dict[str, str] = {
 def opened(places: Places, task: Task, **choices: Any) -> Pipeline:
     """The pipeline of a task, in fp32 on the CPU unless ``choices`` say otherwise."""
     paths = [tiny.build(name, places.tiny) for name in task.checkpoints]
-    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
-    return load(LoadRequest(paths[0], base, encoder, **{"precision": "fp32", "device": "cpu", **choices}))
+    return load(LoadRequest(*paths, **{"precision": "fp32", "device": "cpu", **choices}))
 
 
 def prompted(pipeline: Pipeline, task: Task) -> Prompt:

@@ -19,25 +19,17 @@ from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import with_step_cache
 from anygpu.pipelines.speed import Speed, SpeedRequest, form_for
+from simulated import test_families as common
+from simulated.test_families import CASES, PICTURE
 
-CHECKPOINTS = {
-    "ltx": ("ltx",),
-    "hunyuan_video": ("hunyuan_video",),
-    "hunyuan_video image": ("hunyuan_video_i2v",),
-    "hunyuan_video_15": ("hunyuan_video_15",),
-    "framepack": ("framepack", "hunyuan_video", "siglip"),
-    "mochi": ("mochi",),
-}
+CHECKPOINTS = ("ltx", "hunyuan_video", "hunyuan_video image", "hunyuan_video_15", "framepack", "mochi")
 FRAMES = {"ltx": 9, "mochi": 7}
-PICTURE = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(0))
 STEPS = 8
 PLAIN = SpeedRequest()
 
 
 def loaded_for(name: str, folder: Any, speed: SpeedRequest = PLAIN) -> Any:
-    paths = [tiny.build(checkpoint, folder) for checkpoint in CHECKPOINTS[name]]
-    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
-    return load(LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu", speed=speed))
+    return common.loaded_for(CASES[name], folder, "cpu", speed=speed)
 
 
 def sampled(pipeline: Any, progress: Any, cfg: float = 1.0, **more: Any) -> torch.Tensor:

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from anygpu.compat.checkpoints.identity import bytes_of, picture_content
 from anygpu.compat.checkpoints.latents import read_record, write_record
@@ -24,11 +23,9 @@ from anygpu.pipelines.base import EMBEDS, MASK, POOLED, Latents, Prompt, PromptR
 from anygpu.pipelines.latents import convert, musubi, recovery, store
 from anygpu.pipelines.latents.prompt_files import load_prompt, save_prompt
 from anygpu.pipelines.latents.steps import SavedSteps
-from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pictures import checked_frames, checked_vision
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.records.receipts import latents_hash
-from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import with_step_cache
 from anygpu.pipelines.text.llama import llama_from_core
 from anygpu.pipelines.text.qwen import qwen_from_core
@@ -41,7 +38,7 @@ from paint.test_offloader import SETTINGS as PAINT
 
 from simulated import accelerator, profiles
 from simulated.test_drawn import Cut
-from simulated.test_families import CASES, MODES, Case, rendered
+from simulated.test_families import CASES, MODES, Case, loaded_for, rendered
 from simulated.test_paint import PICTURE, SETTINGS
 
 BF16, FP16 = HALVES
@@ -96,10 +93,7 @@ def test_a_copy_is_zeroed_however_it_is_spelt_and_integers_arrive(acc, dtype):
 
 
 def opened(case: Case, folder: Path, device: torch.device, precision: str, offload: str, state: Any = None) -> Pipeline:
-    paths = [tiny.build(name, folder) for name in case.checkpoints]
-    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
-    choice = {"precision": precision, "offload": offload, "device": facts(device), "state": state}
-    return load(LoadRequest(paths[0], base, encoder, **choice))
+    return loaded_for(case, folder, facts(device), offload, precision, state=state)
 
 
 SAMPLE = {("ltx", "auto", BF16, "group")}

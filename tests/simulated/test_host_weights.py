@@ -250,9 +250,8 @@ if len(devices) > 1:
     accelerator.load()
 for device in devices:
     paths = [tiny.build(name, Path({folder!r})) for name in CASES[{name!r}].checkpoints]
-    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
     for precision in ("fp32", "bf16"):
-        chosen = LoadRequest(paths[0], base, encoder, precision=precision, device=device)
+        chosen = LoadRequest(*paths, precision=precision, device=device)
         rendered(load(chosen), CASES[{name!r}])
 print("nobody wrote")
 """

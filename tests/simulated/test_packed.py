@@ -15,7 +15,7 @@ from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sizes import default_size, sampling_bytes
 
 from simulated import accelerator, profiles
-from simulated.test_families import CASES, MODES, ROUNDING, rendered
+from simulated.test_families import CASES, MODES, ROUNDING, loaded_for, rendered
 
 QUICK = {("mochi", "int8", "group")}
 QUICK_NARROW = ("mochi", torch.bfloat16, "model")
@@ -29,10 +29,7 @@ CELLS = [
 
 
 def pipeline(family, folder, device, choice, offload="auto"):
-    paths = [tiny.build(name, folder) for name in CASES[family].checkpoints]
-    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
-    kept = {"weights": choice, "text_weights": choice}
-    return load(LoadRequest(paths[0], base, encoder, precision="fp32", offload=offload, device=device, **kept))
+    return loaded_for(CASES[family], folder, device, offload, weights=choice, text_weights=choice)
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +102,10 @@ def test_auto_sends_the_16_bits_of_a_file_and_widens_them_on_the_device(tmp_path
     if reason := accelerator.reason():
         pytest.skip(reason)
     paths = [tiny.build(name, tmp_path, dtype=dtype) for name in CASES[family].checkpoints]
-    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
-    dense = load(LoadRequest(paths[0], base, encoder, precision="fp32", device="cpu"))
+    dense = load(LoadRequest(*paths, precision="fp32", device="cpu"))
     expected = rendered(dense, CASES[family])[0]
     with profiles.on("gfx1151") as profile:
-        pipe = load(LoadRequest(paths[0], base, encoder, precision="fp32", offload=offload, device=profile.facts))
+        pipe = load(LoadRequest(*paths, precision="fp32", offload=offload, device=profile.facts))
         found = [rendered(pipe, CASES[family])[0] for _ in range(2)]
         sent = pipe.offloader.memory_stats.moved_bytes
     assert torch.equal(*found)

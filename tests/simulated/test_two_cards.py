@@ -4,12 +4,9 @@ from itertools import product
 from typing import Any
 
 import pytest
-import tiny
 import torch
-from anygpu.pipelines.load.folder import load
-from anygpu.pipelines.requests import LoadRequest
 
-from simulated.test_families import CASES, rendered
+from simulated.test_families import CASES, loaded_for, rendered
 
 PLACES = ("acc:0", "acc:1", "cpu")
 COMBINATIONS = [places for places in product(PLACES, repeat=3) if places != ("acc:0",) * 3]
@@ -17,10 +14,7 @@ BOUND = 2e-5  # as in test_families: kernels of the CPU, sums in another order w
 
 
 def videos(name: str, folder: Any, offload: str, **request: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    paths = [tiny.build(checkpoint, folder) for checkpoint in CASES[name].checkpoints]
-    base, encoder = paths[1:] if len(paths) == 3 else (None, None)
-    chosen = LoadRequest(paths[0], base, encoder, precision="fp32", offload=offload, **request)
-    return rendered(load(chosen), CASES[name])
+    return rendered(loaded_for(CASES[name], folder, offload=offload, **request), CASES[name])
 
 
 @pytest.fixture(scope="module")
