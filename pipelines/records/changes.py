@@ -18,6 +18,7 @@ from .receipts import differing, read_receipt
 UNNAMED = ("settings", "load", "text", "file")  # groups of a job that add nothing to the names of what is in them
 OWN = ("width", "height", "frames", "steps", "fps", "guidance", "cfg", "shift")  # 0 is the model's own value
 MODELS_OWN, NONE, MORE = "the model's own", "none", "…"
+RESOLVED = "resolved "  # before what auto became, which is told where the input itself did not change
 HASH = 6  # letters of a content that tell two of one name apart
 CONTEXT = 3  # words that stay on each side of what changed in a long text
 
@@ -72,8 +73,10 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, 
         pair = earlier.get(name, NONE), later.get(name, NONE)
         whole = all(isinstance(value, Content) and value.whole for value in pair)  # else samples are all there is
         old, new = (_file(value, whole) if isinstance(value, Content) else value for value in pair)
-        if old != new:
-            rows.append(Change(name, *_trimmed(old, new)))
+        plain = name.removeprefix(RESOLVED)
+        asked = {row.subject for row in rows}
+        if old != new and (plain == name or not (plain in asked or NONE in pair)):
+            rows.append(Change(plain, *_trimmed(old, new)))
     asked = {row.subject for row in rows}
     rows += [
         Change(name, NONE if old is None else str(old), NONE if new is None else str(new))

@@ -78,6 +78,16 @@ def test_what_was_asked_for_is_told_once_and_before_what_follows_from_it() -> No
     assert [row.subject for row in changes(RECORD, now)] == ["precision", "attention"]
 
 
+def test_what_auto_became_is_told_where_the_input_is_as_before() -> None:
+    was, now = changed("job.resolved", {"steps": 20, "seed": 5}), changed("job.resolved", {"steps": 30, "seed": 5})
+    for record in (was, now):
+        record["job"]["resolved"] |= {"width": 64, "height": 64, "frames": 9}
+    assert changes(was, now) == (Change("steps", "20", "30"),)
+    now["job"]["settings"]["steps"] = 30
+    assert changes(was, now) == (Change("steps", "the model's own", "30"),)
+    assert not changes(RECORD, was)
+
+
 @pytest.mark.parametrize("path", ["job", "made_with", "device", "decisions", "missing", "latents"])
 @pytest.mark.parametrize("value", [None, 1, "x", [], [1], [[1]], {}, {"anygpu_job": 1}])
 def test_a_receipt_that_somebody_edited_breaks_nothing(path: str, value: Any) -> None:
