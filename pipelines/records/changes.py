@@ -68,7 +68,7 @@ def last_two(folder: Path) -> Comparison | None:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, ...]:
     """The differences of two receipts: inputs first, then device, versions and decisions."""
     earlier, later = _asked(before), _asked(now)
-    rows = []
+    rows: list[Change] = []
     for name in dict.fromkeys((*later, *earlier)):
         pair = earlier.get(name, NONE), later.get(name, NONE)
         whole = all(isinstance(value, Content) and value.whole for value in pair)  # else samples are all there is
