@@ -37,6 +37,9 @@ class PackError(Exception):
 
     __module__ = "anygpu"
 
+    def __init_subclass__(cls) -> None:
+        cls.__module__ = PackError.__module__
+
     def __init__(self, found: str, *, expected: str, fix: str, button: Mapping[str, str] | None = None) -> None:
         self.found, self.expected, self.fix = (" ".join(text.split()) for text in (found, expected, fix))
         if len(self.found) > MOST_SHOWN:
@@ -48,25 +51,17 @@ class PackError(Exception):
 class InputError(PackError, ValueError):
     """A value that the user entered cannot be used."""
 
-    __module__ = "anygpu"
-
 
 class CheckpointError(PackError, OSError):
     """A model file or folder is missing, damaged or of another kind."""
-
-    __module__ = "anygpu"
 
 
 class UnsupportedError(PackError, RuntimeError):
     """This machine, version or family cannot do what was asked, whatever the input."""
 
-    __module__ = "anygpu"
-
 
 class MissingPackageError(PackError, ImportError):
     """A Python package that this feature needs is absent or broken."""
-
-    __module__ = "anygpu"
 
 
 def require_range(

@@ -26,8 +26,6 @@ class InvalidOutputError(Exception):
 class NotFinite(InputError):
     """Values that are NaN or infinite."""
 
-    __module__ = "anygpu"
-
 
 FIX = "Choose precision fp32 (or bf16 if the device supports it) on the load node"
 FIX += "; if it is fp32 already, use the default settings, and no LoRA."

@@ -27,8 +27,6 @@ class LeaderFailed(RuntimeError):
 class RankLost(PackError):
     """A process of the group did not take its part in an exchange: it died, hangs, or is cut off."""
 
-    __module__ = "anygpu"
-
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
