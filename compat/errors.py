@@ -4,6 +4,7 @@ ComfyUI shows ``__module__`` before the message, and loads this file under its f
 
 from __future__ import annotations
 
+import csv
 import json
 from collections import deque
 from collections.abc import Collection, Mapping
@@ -119,6 +120,12 @@ def json_file(path: Path) -> Any:
     """The value in a JSON file; raises as :func:`json_within`, and OSError where it cannot be read."""
     with path.open("rb") as file:
         return json_within(file.read(JSON_BYTES + 1).decode("utf-8"), repr(str(path)))
+
+
+def csv_file(path: Path) -> list[dict[str, str]]:
+    """The rows of a table of this pack, by the names in its first line."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def first_line(error: BaseException) -> str:

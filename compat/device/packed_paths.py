@@ -4,7 +4,6 @@ device has answered. Nothing here asks one; questions wait in the probe store fo
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -16,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from ..decision import AUTO, CHOSEN, Decision
-from ..errors import first_line
+from ..errors import csv_file, first_line
 from .execution import to_host
 from .facts import KITCHEN, DeviceFacts
 from .probe_store import OK, PACKED, UNKNOWN, ProbeResult
@@ -71,8 +70,7 @@ def _row(row: Mapping[str, str]) -> PackedRow:
     return PackedRow(**given)
 
 
-with Path(__file__).with_name("packed_rows.csv").open(newline="", encoding="utf-8") as file:
-    PACKED_ROWS = tuple(map(_row, csv.DictReader(file)))
+PACKED_ROWS = tuple(map(_row, csv_file(Path(__file__).with_name("packed_rows.csv"))))
 
 
 class SlowerProductError(RuntimeError):

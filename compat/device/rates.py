@@ -4,7 +4,6 @@ that were never timed, and for the clock of the simulated accelerator."""
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,8 +14,10 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ..errors import csv_file
 from .facts import GIBIBYTE, DeviceFacts
 
+HERE = Path(__file__).parent
 TERA, GIGA = 1e12, 1e9
 PRODUCT, CONVOLUTION, ATTENTION, OTHER, COPY = "product", "convolution", "attention", "other", "copy over the link"
 LANE = {3: 0.9846 * GIGA, 4: 1.9693 * GIGA, 5: 3.9385 * GIGA}  # of PCIe, one direction, after 128b/130b coding
@@ -53,11 +54,6 @@ class Generation:
     source: str
 
 
-def _table(name: str) -> list[dict[str, str]]:
-    with Path(__file__).with_name(name).open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
 def _generation(row: Mapping[str, str]) -> Generation:
     shares = {name: float(row[name]) for name in ("fp16", "bf16", "fp32", "sums", "int8", "fp8", "product")}
     kernels = {name: float(row[name]) for name in (FLASH, EFFICIENT, CUDNN) if row[name]}
@@ -67,7 +63,7 @@ def _generation(row: Mapping[str, str]) -> Generation:
 # Rates of dtypes: Wikipedia's tables as in voidful/gpu-info-api, the makers' data sheets, gpuopen.com. Products: the
 # best size of a matmul in torch. Cards of which no attention was found take half of their products' share by FLASH, 0.4
 # by EFFICIENT and 0.15 by MATH: assumed.
-GENERATIONS: Mapping[str, Generation] = {row["name"]: _generation(row) for row in _table("generations.csv")}
+GENERATIONS: Mapping[str, Generation] = {row["name"]: _generation(row) for row in csv_file(HERE / "generations.csv")}
 TF32 = ("ampere", "ampere_pro", "a100", "ada", "ada_pro", "l20", "blackwell", "blackwell_pro", "hopper", "h20")
 LOSSY_ATTENTION = ("sage", "kitchen_int8")
 STORED = {"int8": "int8", "int8_convrot": "int8", "w4a8": "int8", "fp8": "fp8"}  # the rate of weights stored so
@@ -113,7 +109,7 @@ def _read() -> dict[str, Rates]:
     """The rows of ``cards.csv``. Sources: those above; professional cards also citsjtu2020/LLM-Prof (hardware_spec.md)
     and astroC86/gpu-datasheet; laptops at full power, those of RTX 50 with the clock of the desktop cards' memory."""
     rows = {}
-    for row in _table("cards.csv"):
+    for row in csv_file(HERE / "cards.csv"):
         generation, _, lanes = row["link"].partition("x")
         link = LANE[int(generation)] * int(lanes) if lanes else 0.0
         sizes = tuple(map(int, filter(None, row["memory_gb"].split("/"))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import errno
 import os
 import re
@@ -12,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..errors import PackError
+from ..errors import PackError, csv_file
 
 
 class Wording(NamedTuple):
@@ -24,8 +23,7 @@ class Wording(NamedTuple):
 
 
 def _rows(unsure: str) -> tuple[Wording, ...]:
-    with Path(__file__).with_suffix(".csv").open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["unsure"] == unsure]
+    rows = (row for row in csv_file(Path(__file__).with_suffix(".csv")) if row["unsure"] == unsure)
     return tuple(Wording(row["text"], row["backend"], row["source"]) for row in rows)
 
 
