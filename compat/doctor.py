@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .device.execution import add_hook, to_host
+from .device.facts import value_or
 from .device.failures import UNFIT, is_shortage
 from .device.precision import NAMES
 from .memory.parts import Undo
@@ -332,10 +333,7 @@ def _wrong(value: Any, fault: Fault) -> tuple[str, torch.Tensor | None]:
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    try:
-        names = list(inspect.signature(module.forward).parameters)
-    except (TypeError, ValueError):
-        names = []
+    names: list[str] = value_or(lambda: list(inspect.signature(module.forward).parameters), [])
     names += [f"input {index + 1}" for index in range(len(names), len(args))]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -344,10 +342,7 @@ def _bad_share(weight: torch.Tensor) -> float:
     """The share of a weight's values that are not finite; of packed ones, and of those elsewhere, nothing is known."""
     if not weight.is_floating_point() or weight.is_meta or not weight.numel():
         return 0.0
-    try:
-        return float((~torch.isfinite(weight.detach().float())).float().mean())
-    except (NotImplementedError, RuntimeError, TypeError):
-        return 0.0
+    return value_or(lambda: float((~torch.isfinite(weight.detach().float())).float().mean()), 0.0)
 
 
 def largest(value: Any) -> float:

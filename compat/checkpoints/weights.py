@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from ..device.execution import to_host
+from ..device.facts import value_or
 from ..durable import replacing
 from ..errors import CheckpointError, PackError, json_file
 from .headers import (
@@ -361,19 +362,12 @@ def _shards(index: Path, subject: str) -> list[Path]:
         found = f"no weight_map in {str(index)!r}"
         raise CheckpointError(found, expected=f"the shard index of the {subject}", fix="Download this file again.")
     names = sorted(set(map(str, mapping.values())))
-    missing = [name for name in names if Path(name).name != name or not _is_file(index.parent / name)]
+    missing = [name for name in names if Path(name).name != name or not value_or((index.parent / name).is_file, False)]
     if missing:
         found = f"shard {missing[0]!r} of the {subject} is missing from {str(index.parent)!r}"
         expected = f"{len(names)} shards, as {index.name} says"
         raise CheckpointError(found, expected=expected, fix="Download the missing file into this folder.")
     return [index.parent / name for name in names]
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # a name that is too long for any file
-        return False
 
 
 def _preference(file: Path) -> tuple[bool, str]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ..checkpoints.packed import EIGHT, SCALED, StoredLinear
 from ..checkpoints.unpacking import W4A8, rotated
-from ..device.facts import DeviceFacts
-from ..errors import MissingPackageError, UnsupportedError
+from ..device.facts import DeviceFacts, value_or
+from ..errors import UnsupportedError
 from ..memory.parts import Undo
 from ..packages import imported
 
@@ -89,10 +89,7 @@ def product(layer: Any, x: Tensor) -> Tensor | None:
 @cache
 def kitchen() -> Any:
     """The package comfy_kitchen; None where it is absent or broken."""
-    try:
-        return imported("comfy_kitchen")
-    except MissingPackageError:
-        return None
+    return value_or(lambda: imported("comfy_kitchen"), None)
 
 
 def _by_kitchen(layer: Any, x: Tensor) -> Tensor:
