@@ -67,12 +67,6 @@ class TensorEntry:
         """True where its bytes are not plain values: a packed format, or only some of them."""
         return bool(self.codec) or self.mask is not None
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the tensor and of its rows' share of the tensors beside it."""
-        sides = sum(side.total_bytes for _, side in self.sides)
-        return self.total_bytes + (sides * self.shape[0] // (self.part[1] or self.shape[0]) if sides else 0)
-
     def rows(self, first: int, count: int) -> TensorEntry:
         """``count`` rows from ``first`` on, as an entry of their own."""
         size = self.total_bytes // self.shape[0]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .execution import to_host
+from .execution import generator_for, to_host
 
 SUITE = 5  # raise it when a probe asks something else: kept answers are then asked again
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -141,7 +141,7 @@ def attention(
             mask[:, 70:] = False
             mask[5] = False
         heads = (2, 3) if tokens == FEW_TOKENS else (1, 2)
-        q, k, v = (torch.randn(*heads, tokens, width, generator=_noise(seed)).to(dtype) for seed in range(3))
+        q, k, v = (torch.randn(*heads, tokens, width, generator=generator_for(seed)).to(dtype) for seed in range(3))
         q = q * 4
         given = mask.to(device) if masked else None
         if tokens == FEW_TOKENS:  # views, as models give them
@@ -164,7 +164,7 @@ def attention(
 def groupnorm(dtype: torch.dtype, device: torch.device) -> str:
     """P5: GroupNorm far from zero, where E[x^2] - E[x]^2 cancels. That the kernel of torch 2.11 keeps the mean in the
     dtype of its input (on an H100; group_norm_kernel.cu, ROCm's too) is no fault: the input is rounded as far."""
-    x = (GROUPNORM_MEAN + torch.randn(1, 32, 4, 8, 8, generator=_noise(0))).to(dtype)
+    x = (GROUPNORM_MEAN + torch.randn(1, 32, 4, 8, 8, generator=generator_for(0))).to(dtype)
     ones = torch.ones(32, dtype=dtype)
     result = home(F.group_norm(x.to(device), 8, ones.to(device), (0 * ones).to(device)))
     error = float((result - F.group_norm(x.double(), 8)).abs().max())
@@ -265,11 +265,7 @@ def _integers(dtype: torch.dtype) -> torch.dtype:
 
 
 def _integers_of(*shape: int, span: int = 3) -> Tensor:
-    return torch.randint(1 - span, span, shape, generator=_noise(len(shape))).float()
-
-
-def _noise(seed: int) -> torch.Generator:
-    return torch.Generator(device="cpu").manual_seed(seed)
+    return torch.randint(1 - span, span, shape, generator=generator_for(len(shape))).float()
 
 
 def _off(result: Tensor, expected: Tensor, dtype: torch.dtype) -> str:

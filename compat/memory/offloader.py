@@ -104,11 +104,11 @@ def pin(tensors: Iterable[torch.Tensor]) -> int:
     try:
         with torch.inference_mode(False), torch.no_grad():
             for group in _slabs(loose):
-                slab, first = torch.empty(sum(map(_padded, group)), dtype=torch.uint8, pin_memory=True), 0
+                slab, first = torch.empty(sum(map(padded, group)), dtype=torch.uint8, pin_memory=True), 0
                 for tensor in group:
                     place = slab[first : first + tensor.data.nbytes].view(tensor.dtype)
                     tensor.data = place.view(tensor.shape).copy_(tensor.data)
-                    first += _padded(tensor)
+                    first += padded(tensor)
                     count += tensor.data.nbytes
     except (RuntimeError, MemoryError, OSError) as error:  # the system locks no more: everything works without
         left = sum(tensor.data.nbytes for tensor in loose) - count
@@ -116,7 +116,7 @@ def pin(tensors: Iterable[torch.Tensor]) -> int:
     return count
 
 
-def _padded(tensor: torch.Tensor) -> int:
+def padded(tensor: torch.Tensor) -> int:
     """Bytes of a tensor up to where the next one begins, so that neighbours may travel in one copy."""
     return -(-tensor.data.nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
 
@@ -126,7 +126,7 @@ def _slabs(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     group: list[torch.Tensor] = []
     held = 0
     for tensor in tensors:
-        size = _padded(tensor)
+        size = padded(tensor)
         if group and held + size > SLAB_BYTES:
             yield group
             group, held = [], 0

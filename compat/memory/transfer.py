@@ -24,7 +24,7 @@ from ..device.failures import DEVICE_ERRORS
 from ..device.probe_store import ProbeStore
 from ..device.timed_choice import fastest, milliseconds, stored_times
 from ..errors import UnsupportedError
-from .offloader import ALIGNED_BYTES, SLICE_BYTES, views_of
+from .offloader import SLICE_BYTES, padded, views_of
 from .parts import ProgressStage
 from .statistics import MemoryStats, amount
 
@@ -153,7 +153,7 @@ def send_together(
         if alone or tensor.device.type != HOST.type:
             yield index, send(tensor)
             continue
-        kind, size = tensor.dtype, _padded_count(tensor) * tensor.itemsize
+        kind, size = tensor.dtype, padded(tensor)
         if held.get(kind, 0) + size > STAGING_BYTES:
             yield from _send_joined(tensors, waiting.pop(kind), send)
             held[kind] = 0
@@ -182,8 +182,7 @@ def _send_joined(
 
 def _padded_count(tensor: torch.Tensor) -> int:
     """Elements from the beginning of a tensor to where the next one may begin."""
-    unit = max(1, ALIGNED_BYTES // tensor.itemsize)
-    return -(-tensor.numel() // unit) * unit
+    return padded(tensor) // tensor.itemsize
 
 
 def move(

@@ -12,8 +12,8 @@ from anygpu.compat.device import timed_choice
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import UNKNOWN, ProbeStore
 from anygpu.compat.memory import transfer
+from anygpu.compat.memory.offloader import ALIGNED_BYTES
 from anygpu.compat.memory.transfer import (
-    ALIGNED_BYTES,
     MAPPED,
     REPEATS,
     SAMPLE_BYTES,
