@@ -162,10 +162,6 @@ def _trial_error(choice: str, device: torch.device, dtype: torch.dtype, head_wid
     return error, LOSSY_SHARE if choice in LOSSY else EXACT_SHARE * torch.finfo(dtype).eps
 
 
-def _sage(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return imported("sageattention").sageattn(query, key, value, tensor_layout="HND", is_causal=False)
-
-
 def _by_package(module: str, name: str, *operands: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = getattr(imported(module), name)(*(tensor.transpose(1, 2) for tensor in operands))
     return result.transpose(1, 2)
@@ -181,7 +177,7 @@ def _by_torch(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -
 
 EXPLICIT: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {  # (B, H, N, D) each
     **{name: partial(_by_torch, backend) for name, backend in BACKENDS.items()},
-    "sage": _sage,
+    "sage": lambda *operands: imported("sageattention").sageattn(*operands, tensor_layout="HND", is_causal=False),
     "kitchen_int8": lambda *operands: imported("comfy_kitchen").int8_attention(*operands),
     "flash": partial(_by_package, "flash_attn", "flash_attn_func"),
     "xformers": partial(_by_package, "xformers.ops", "memory_efficient_attention"),

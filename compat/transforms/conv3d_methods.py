@@ -6,10 +6,10 @@ corrupts 5-D tensors on some devices, or replicates edges with the 3-D kernel, w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -186,14 +186,9 @@ def _edge(x: Tensor, count: int, mode: str, last: bool) -> Tensor | None:
     return mirrored.flip(2)
 
 
-@contextmanager
-def exact(device: torch.device) -> Iterator[None]:
+def exact(device: torch.device) -> AbstractContextManager[Any]:
     """Without autocast, which would turn fp32 operands back into halves."""
-    if not torch.is_autocast_enabled(device.type):
-        yield
-        return
-    with torch.autocast(device.type, enabled=False):
-        yield
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
 def _with_zeros(x: Tensor, padding: Triple) -> Tensor:

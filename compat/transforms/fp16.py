@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -155,11 +155,9 @@ def require_fp16_sums(facts: DeviceFacts, dtype: torch.dtype) -> None:
         raise UnsupportedError(found, expected=expected, fix=fix)
 
 
-@contextmanager
-def fp16_sums() -> Iterator[None]:
+def fp16_sums() -> AbstractContextManager[None]:
     """Products inside sum in fp16; then torch's switch is as it was."""
-    with held(torch.backends.cuda.matmul, SUMS_SWITCH, True):
-        yield
+    return held(torch.backends.cuda.matmul, SUMS_SWITCH, True)
 
 
 def _rope_forward(rope: Any, hidden_states: Tensor, *args: Any, **named: Any) -> RotaryTables:
