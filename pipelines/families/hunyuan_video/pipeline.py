@@ -112,6 +112,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
 text_forwards = llama_forwards
 prompt_from_core = llama_from_core
+encode_video = fallback.encoded  # (1, 16, T, H / 8, W / 8): core's space is the VAE's own
 
 
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
@@ -121,11 +122,6 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
     settled = image_condition(pipeline.configs["transformer"]) != PICTURE_CONCAT
     latents = fallback.encoded(pipeline, request.frames[:1], request.seed, progress, mode=settled)
     return ImageCondition(SPEC.id, {IMAGE: latents}, request.width, request.height)
-
-
-def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
-    """Latents (1, 16, T, H / 8, W / 8) in core's space, which is the VAE's own."""
-    return fallback.encoded(pipeline, frames, seed, progress)
 
 
 def sample(

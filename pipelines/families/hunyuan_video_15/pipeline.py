@@ -91,13 +91,15 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
         states = _states(pipeline, frames if request.seen is None else request.seen, progress)
     else:
         states = checked_vision(request.vision, VISION_TOKENS, int(pipeline.configs["transformer"]["image_embed_dim"]))
-    picture = _video_latents(pipeline, frames, request.seed, progress, mode=True)
+    picture = encode_video(pipeline, frames, request.seed, progress, mode=True)
     return ImageCondition(SPEC.id, {STATES: states, PICTURE: picture}, request.width, request.height)
 
 
-def encode_video(pipeline: Pipeline, frames: Tensor, seed: int, progress: Progress) -> Tensor:
-    """Latents (1, 32, T, H / 16, W / 16) in core's space, which for this family is the VAE's own."""
-    return _video_latents(pipeline, frames, seed, progress)
+def encode_video(pipeline: Pipeline, frames: Tensor, seed: int, progress: Progress, mode: bool = False) -> Tensor:
+    """Latents (1, 32, T, H / 16, W / 16) in core's space, which for this family is the VAE's own; ``mode``: no draw."""
+    count, rows, columns = frames.shape[:3]
+    cells = ((count - 1) // TEMPORAL_RATIO + 1, rows // SPATIAL_RATIO, columns // SPATIAL_RATIO)
+    return encoded(pipeline, frames, seed, progress, mode, pipeline.spec.sizes.tile_for(cells))
 
 
 def sample(
@@ -240,9 +242,3 @@ def _states(pipeline: Pipeline, frames: Tensor, progress: Progress) -> Tensor:
         states = Upstream._get_image_embeds(encoder, pipeline.tools["feature_extractor"], picture, HOST)
     pipeline.offloader.release("image_encoder")
     return to_host(states).float()
-
-
-def _video_latents(pipeline: Pipeline, frames: Tensor, seed: int, progress: Progress, mode: bool = False) -> Tensor:
-    count, rows, columns = frames.shape[:3]
-    cells = ((count - 1) // TEMPORAL_RATIO + 1, rows // SPATIAL_RATIO, columns // SPATIAL_RATIO)
-    return encoded(pipeline, frames, seed, progress, mode, pipeline.spec.sizes.tile_for(cells))

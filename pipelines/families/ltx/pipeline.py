@@ -56,6 +56,7 @@ from .spec import (
     STOCHASTIC,
     TEMPORAL_RATIO,
 )
+from .upscaler import upscale as upscale
 
 NOTHING = 1e-8  # added to a square norm before it divides
 LARGEST_2B = 28  # blocks of its transformer
@@ -239,13 +240,6 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor
     tokens = LTXPipeline._pack_latents(call.latents)
     output = transformer(**_arguments(start.place, tokens, call.time, call.embeds, call.valid))[0]
     return LTXPipeline._unpack_latents(output, count, height, width)
-
-
-def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
-    """:func:`upscaler.upscale`, whose network few runs need."""
-    from . import upscaler
-
-    return upscaler.upscale(pipeline, latents, path, progress)
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> Tensor:

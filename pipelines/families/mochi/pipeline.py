@@ -47,11 +47,7 @@ def _zeroed(pipeline: Pipeline) -> bool:
 
 
 prompt_from_core = t5_from_core
-
-
-def encode_video(pipeline: Pipeline, frames: torch.Tensor, seed: int, progress: Progress) -> torch.Tensor:
-    """Latents (1, 12, T, H, W) in core's space, which for Mochi is the VAE's own."""
-    return encoded(pipeline, frames, seed, progress)
+encode_video = encoded  # (1, 12, T, H / 8, W / 8): core's space is the VAE's own
 
 
 def sample(
