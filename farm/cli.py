@@ -24,11 +24,8 @@ def run(arguments: argparse.Namespace) -> int:
     given = Path(arguments.jobs)
     files = [given] if given.is_file() else JobFolder(given).job_files()
     if not files:
-        raise InputError(
-            f"no jobs in {arguments.jobs!r}",
-            expected=f"a {JOBS} file, or a folder with some",
-            fix="Write some with anygpu-farm queue, or with AnyGPU Queue Jobs.",
-        )
+        found, expected = f"no jobs in {arguments.jobs!r}", f"a {JOBS} file, or a folder with some"
+        raise InputError(found, expected=expected, fix="Write some with anygpu-farm queue, or with AnyGPU Queue Jobs.")
     unread: list[str] = []
     lines = share_of(list(lines_in(files, unread.append)), arguments.share)
     for text in unread:
@@ -71,11 +68,9 @@ def cancel(arguments: argparse.Namespace) -> int:
     folder.cancel([key for key in dict.fromkeys(keys) if key.startswith(tuple(arguments.keys))])
     unknown = [start for start in arguments.keys if not any(key.startswith(start) for key in keys)]
     if unknown:
-        raise InputError(
-            f"no job in {arguments.folder!r} whose key begins with {', '.join(map(repr, unknown))}",
-            expected="the first digits of a key of its job files",
-            fix="`anygpu-farm state FOLDER` shows the keys of those that run.",
-        )
+        found = f"no job in {arguments.folder!r} whose key begins with {', '.join(map(repr, unknown))}"
+        fix = "`anygpu-farm state FOLDER` shows the keys of those that run."
+        raise InputError(found, expected="the first digits of a key of its job files", fix=fix)
     return 0
 
 
@@ -140,11 +135,9 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
 
     models = tuple(Path(root).resolve() for root in arguments.models)
     if arguments.group < 1 or (arguments.branches and arguments.group % 2):
-        raise InputError(
-            f"--group {arguments.group}{' --branches' if arguments.branches else ''}",
-            expected=f"1 or more devices{', an even number' if arguments.branches else ''}",
-            fix="For example --group 2.",
-        )
+        found = f"--group {arguments.group}{' --branches' if arguments.branches else ''}"
+        expected = f"1 or more devices{', an even number' if arguments.branches else ''}"
+        raise InputError(found, expected=expected, fix="For example --group 2.")
     if arguments.patience < 0:
         raise InputError(
             f"--patience {arguments.patience:g}", expected="seconds, 0 for 600", fix="For example --patience 1200."

@@ -57,11 +57,9 @@ def start_here(workers: int, gpus: int) -> Any:
             logging_level="warning",
         )
     except Exception as error:  # of Ray's many kinds, such as a timeout on a busy machine
-        raise UnsupportedError(
-            f"Ray did not start here ({first_line(error)})",
-            expected="a machine with room for its processes",
-            fix="Run the same command again; its logs are in /tmp/ray/session_latest/logs.",
-        ) from error
+        found = f"Ray did not start here ({first_line(error)})"
+        fix = "Run the same command again; its logs are in /tmp/ray/session_latest/logs."
+        raise UnsupportedError(found, expected="a machine with room for its processes", fix=fix) from error
     return ray
 
 
@@ -76,11 +74,9 @@ def connect(address: str) -> Any:
     ray = ray_module()
     reason = join(ray, address, lambda: None, "warning")
     if reason:
-        raise InputError(
-            f"no Ray at {address!r} ({reason})",
-            expected="a cluster of the same Ray and Python version that takes this machine's token",
-            fix=FIX,
-        )
+        found = f"no Ray at {address!r} ({reason})"
+        expected = "a cluster of the same Ray and Python version that takes this machine's token"
+        raise InputError(found, expected=expected, fix=FIX)
     return ray
 
 
@@ -114,8 +110,6 @@ def lacking(ray: Any, asked: Mapping[str, float]) -> UnsupportedError | None:
     if all(has.get(name, 0) >= amount for name, amount in asked.items()):
         return None
     there, wanted = (" and ".join(f"{of.get(name, 0):g} {name}" for name in asked) for of in (has, asked))
-    return UnsupportedError(
-        f"a cluster with {there} for workers that ask for {wanted}",
-        expected="as much as one of them asks for",
-        fix="Add --device cpu to render without GPUs, or start Ray with `ray start --num-gpus=N` where it counts none.",
-    )
+    found = f"a cluster with {there} for workers that ask for {wanted}"
+    fix = "Add --device cpu to render without GPUs, or start Ray with `ray start --num-gpus=N` where it counts none."
+    return UnsupportedError(found, expected="as much as one of them asks for", fix=fix)

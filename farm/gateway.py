@@ -121,9 +121,7 @@ def open_gateway(driver: Driver) -> Any:
         gateway = actor.remote(str(driver.folder.root))
         ray.get(gateway.ready.remote())
     except (ValueError, ray.exceptions.RayError, PackError) as error:
-        raise InputError(
-            f"a second driver that watches ({str(error).splitlines()[0]})",
-            expected="one `anygpu-farm watch` per cluster",
-            fix="Stop the other, or use `anygpu-farm run` here.",
-        ) from error
+        found = f"a second driver that watches ({str(error).splitlines()[0]})"
+        fix = "Stop the other, or use `anygpu-farm run` here."
+        raise InputError(found, expected="one `anygpu-farm watch` per cluster", fix=fix) from error
     return gateway

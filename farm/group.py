@@ -140,11 +140,9 @@ class GroupRenderer:
     def render(self, line: str, progress: Progress) -> dict[str, Any]:
         """Render the job of ``line`` on all ranks and return the leader's record; UnsupportedError for a mesh."""
         if KINDS[job_of(line).kind].split is None:
-            raise UnsupportedError(
-                f"a mesh to texture on {self.size} devices",
-                expected="a video: only videos are split over the devices of a group",
-                fix="Run the same folder once more without --group.",
-            )
+            found = f"a mesh to texture on {self.size} devices"
+            expected = "a video: only videos are split over the devices of a group"
+            raise UnsupportedError(found, expected=expected, fix="Run the same folder once more without --group.")
         if not self._ranks:
             self._form()
         return self._result([rank.render.remote(line) for rank in self._ranks], progress)
@@ -275,11 +273,9 @@ def _require_alike(ranks: list[dict[str, Any]]) -> None:
     for name in ("device", "torch", "anygpu"):
         different = list(dict.fromkeys(str(rank[name]) for rank in ranks))
         if len(different) > 1:
-            raise UnsupportedError(
-                f"one video on {name} {' and '.join(different)}",
-                expected="alike devices with the same versions",
-                fix="Render whole videos on unlike devices: leave out --group.",
-            )
+            found = f"one video on {name} {' and '.join(different)}"
+            fix = "Render whole videos on unlike devices: leave out --group."
+            raise UnsupportedError(found, expected="alike devices with the same versions", fix=fix)
 
 
 def loopback_name() -> str:

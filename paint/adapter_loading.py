@@ -125,11 +125,10 @@ def _checked(request: AdapterRequest) -> tuple[AdapterFiles, dict[str, nn.Module
     with reading(request.source):
         base = base_in(request.model, request.vae)
     if is_demo(request.adapter) and not is_demo(request.source):
-        raise CheckpointError(
-            f"{request.adapter.name!r} of the demo for {request.source.name!r}, a checkpoint of {base.kind}",
-            expected=f"mvadapter_{IG2MV}_{base.kind}.safetensors, or {TG2MV}, in models/diffusion_models",
-            fix="Download it there from huanngzh/mv-adapter, press R and choose it.",
-        )
+        found = f"{request.adapter.name!r} of the demo for {request.source.name!r}, a checkpoint of {base.kind}"
+        expected = f"mvadapter_{IG2MV}_{base.kind}.safetensors, or {TG2MV}, in models/diffusion_models"
+        fix = "Download it there from huanngzh/mv-adapter, press R and choose it."
+        raise CheckpointError(found, expected=expected, fix=fix)
     declared = "" if request.variant == AUTO else request.variant
     variant = networks.variant_of(stored.shapes, base.kind, request.adapter.name, declared)
     config = base.parts["unet"].config
@@ -166,11 +165,9 @@ def _require_complete(part: BasePart, unet: nn.Module) -> None:
     wanted = {name: tuple(tensor.shape) for name, tensor in unet.state_dict().items() if networks.PROCESSOR not in name}
     wrong = sorted(name for name in wanted.keys() | part.shapes.keys() if wanted.get(name) != part.shapes.get(name))
     if wrong:
-        raise CheckpointError(
-            f"{wrong[0]!r} of the UNet in {part.stored.path.name!r} is {part.shapes.get(wrong[0], 'missing')}",
-            expected=str(wanted.get(wrong[0], "no such tensor")),
-            fix="Choose a complete checkpoint of Stable Diffusion XL or 2.1.",
-        )
+        found = f"{wrong[0]!r} of the UNet in {part.stored.path.name!r} is {part.shapes.get(wrong[0], 'missing')}"
+        fix = "Choose a complete checkpoint of Stable Diffusion XL or 2.1."
+        raise CheckpointError(found, expected=str(wanted.get(wrong[0], "no such tensor")), fix=fix)
 
 
 def _remarks(files: AdapterFiles) -> list[Decision]:
@@ -257,11 +254,8 @@ def _with_lora(files: AdapterFiles, part: str, module: Any) -> nn.Module:
             mixin.load_lora_into_text_encoder(state, alphas, module, prefix=part, adapter_name="lora")
     except (ValueError, KeyError, RuntimeError, TypeError, IndexError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(
-            f"{path.name!r} is no LoRA for the {part} of {base} ({reason})",
-            expected=f"a LoRA made for {base}",
-            fix="Choose one made for this base, or none.",
-        ) from error
+        found, expected = f"{path.name!r} is no LoRA for the {part} of {base} ({reason})", f"a LoRA made for {base}"
+        raise CheckpointError(found, expected=expected, fix="Choose one made for this base, or none.") from error
     layers: Any = attribute("peft.tuners.tuners_utils", "BaseTunerLayer")
     for layer in [each for each in module.modules() if isinstance(each, layers)]:
         layer.scale_layer(strength)

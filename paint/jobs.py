@@ -225,11 +225,9 @@ def _shown(pictures: Pictures, files: Places, progress: Any) -> list[Tensor]:
     mask = next((each for each in (*whole, *masks[:1]) if pictures.mask in (ALPHA, picture_content(each))), None)
     if pictures.mask not in ("", ALPHA) and mask is None:
         file = pictures.files[0]
-        raise InputError(
-            f"{file.name or files.known[file].name!r} without the mask with which it was painted",
-            expected="a mask that is the picture's own transparency",
-            fix="Open the workflow in the file instead: drop it onto ComfyUI.",
-        )
+        found = f"{file.name or files.known[file].name!r} without the mask with which it was painted"
+        fix = "Open the workflow in the file instead: drop it onto ComfyUI."
+        raise InputError(found, expected="a mask that is the picture's own transparency", fix=fix)
     return cut_out(torch.cat(shown), mask)
 
 
@@ -354,11 +352,9 @@ def paint_jobs(
     by_name = {path.stem: path for path in sorted(pictures.glob("*.*")) if path.suffix.lower() in PICTURES}
     lonely = next((path for path in shapes if path.stem not in by_name and not words), None)
     if lonely is not None:
-        raise InputError(
-            f"no picture for the mesh {lonely.name!r}",
-            expected=f"a picture named {lonely.stem} in {str(pictures)!r}",
-            fix="Give each mesh a picture of its name.",
-        )
+        found = f"no picture for the mesh {lonely.name!r}"
+        fix = "Give each mesh a picture of its name."
+        raise InputError(found, expected=f"a picture named {lonely.stem} in {str(pictures)!r}", fix=fix)
     baking = BakeSettings(texture_size, raster_size(painting.size, texture_size))
     return [
         PaintJob(*(model, mesh, picture, replace(painting, seed=seed), baking), prompt=prompt, **others)

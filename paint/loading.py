@@ -238,11 +238,9 @@ def _unet_place(model: Path) -> Path:
         return model / "unet"
     if model.is_dir() and any([*model.glob("*.bin"), *model.glob("*.safetensors")]):
         return model
-    raise CheckpointError(
-        f"no paint model in {str(model)!r}",
-        expected="a folder with the subfolders unet and vae, or a UNet's file",
-        fix="Download one of the complete Hunyuan3D paint folders listed in docs/models.md.",
-    )
+    found = f"no paint model in {str(model)!r}"
+    fix = "Download one of the complete Hunyuan3D paint folders listed in docs/models.md."
+    raise CheckpointError(found, expected="a folder with the subfolders unet and vae, or a UNet's file", fix=fix)
 
 
 def paint_bytes(entries: Mapping[str, int]) -> PartBytes:
@@ -328,11 +326,9 @@ def _vae_reader(
 ) -> tuple[Reader, Mapping[str, Any], PartBytes]:
     folder = request.vae or _beside(place, "vae")
     if folder is None or not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"no vae with a config.json for {str(request.model)!r}",
-            expected="the folder vae of the paint checkpoint",
-            fix="Download the folder vae beside the folder unet, or choose a folder that has it as vae.",
-        )
+        found = f"no vae with a config.json for {str(request.model)!r}"
+        fix = "Download the folder vae beside the folder unet, or choose a folder that has it as vae."
+        raise CheckpointError(found, expected="the folder vae of the paint checkpoint", fix=fix)
     config = read_json(folder / "config.json", "the configuration of the VAE")
     stored = weights_in(folder, "VAE", "safetensors" if any(folder.glob("*.safetensors")) else AUTO)
     reader = vae_reader(stored, config, precision, attention)

@@ -25,17 +25,11 @@ def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[
     checked: list[Tensor] = []
     for batch in batches:
         if batch.ndim not in (3, 4) or batch.shape[-1] not in (3, 4) or not batch.numel():
-            raise InputError(
-                f"{subject} of shape {tuple(batch.shape)}",
-                expected="(B, H, W, 3) or (B, H, W, 4)",
-                fix="Connect an IMAGE, for example from Load Image.",
-            )
+            found, expected = f"{subject} of shape {tuple(batch.shape)}", "(B, H, W, 3) or (B, H, W, 4)"
+            raise InputError(found, expected=expected, fix="Connect an IMAGE, for example from Load Image.")
         if not torch.isfinite(batch).all():
-            raise InputError(
-                f"{subject} with NaN or infinite values",
-                expected="values from 0 to 1",
-                fix="Check the node that makes this picture.",
-            )
+            found = f"{subject} with NaN or infinite values"
+            raise InputError(found, expected="values from 0 to 1", fix="Check the node that makes this picture.")
         batch = to_host(batch).float().clamp(0, 1)
         checked += [batch] if batch.ndim == 3 else list(batch)
     if not checked:
@@ -56,11 +50,8 @@ def cut_out(pictures: Tensor, mask: Tensor | None) -> list[Tensor]:
         return checked
     mask = to_host(mask).float().reshape(-1, *mask.shape[-2:])
     if len(mask) not in (1, len(checked)):
-        raise InputError(
-            f"{len(mask)} masks for {len(checked)} reference pictures",
-            expected="one per picture, or one for all",
-            fix="Connect image and mask of the same Load Image node.",
-        )
+        found, expected = f"{len(mask)} masks for {len(checked)} reference pictures", "one per picture, or one for all"
+        raise InputError(found, expected=expected, fix="Connect image and mask of the same Load Image node.")
     alphas = 1 - mask.clamp(0, 1).expand(len(checked), -1, -1)
     joined = []
     for picture, alpha in zip(checked, alphas, strict=True):
@@ -158,11 +149,9 @@ def _seen(picture: Tensor, before: int = 0) -> Tensor:
     """
     seen = picture[..., 3] > 0
     if not seen.any():
-        raise InputError(
-            "a reference picture that is wholly transparent",
-            expected="a visible object",
-            fix="Check the mask: ComfyUI's masks are 1 where the picture is transparent.",
-        )
+        found = "a reference picture that is wholly transparent"
+        fix = "Check the mask: ComfyUI's masks are 1 where the picture is transparent."
+        raise InputError(found, expected="a visible object", fix=fix)
     rows, columns = seen.any(1).nonzero().flatten(), seen.any(0).nonzero().flatten()
     top, left = max(int(rows[0]) - before, 0), max(int(columns[0]) - before, 0)
     return picture[top : int(rows[-1]) + 1, left : int(columns[-1]) + 1]

@@ -152,11 +152,9 @@ def with_detail(
     progress = progress or Silent()
     shown = [(place, picture) for place in PLACES for picture in pictures.get(place, [])]
     if not shown or (cameras is not None and len(cameras) != len(shown)):
-        raise InputError(
-            f"{len(shown)} pictures to project" + (f" for {len(cameras)} cameras" if cameras is not None else ""),
-            expected="at least one, and one camera for each if cameras are given",
-            fix="Connect front, back, left or right.",
-        )
+        found = f"{len(shown)} pictures to project" + (f" for {len(cameras)} cameras" if cameras is not None else "")
+        fix = "Connect front, back, left or right."
+        raise InputError(found, expected="at least one, and one camera for each if cameras are given", fix=fix)
     given = [(PLACES[place], 0.0) for place, _ in shown]
     if cameras is not None:
         given = [(camera.azimuth, camera.elevation) for camera in cameras]

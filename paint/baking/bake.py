@@ -285,23 +285,14 @@ def _splat(sums: Tensor, places: Tensor, values: Tensor, size: int) -> None:
 def _check(table: CameraTable, pictures: Tensor, settings: BakeSettings) -> None:
     shape = tuple(pictures.shape)
     if len(shape) != 4 or shape[-1] not in (3, 4) or shape[1] != shape[2] or shape[1] < 2:
-        raise InputError(
-            f"pictures of shape {shape} to bake",
-            expected="(views, size, size, 3)",
-            fix="Bake square pictures, as Paint Views makes them.",
-        )
+        found, expected = f"pictures of shape {shape} to bake", "(views, size, size, 3)"
+        raise InputError(found, expected=expected, fix="Bake square pictures, as Paint Views makes them.")
     if shape[0] != len(table):
-        raise InputError(
-            f"{shape[0]} pictures for {len(table)} cameras",
-            expected="one per camera",
-            fix="Connect the same cameras to Paint Views and Bake Texture.",
-        )
+        found, expected = f"{shape[0]} pictures for {len(table)} cameras", "one per camera"
+        raise InputError(found, expected=expected, fix="Connect the same cameras to Paint Views and Bake Texture.")
     if not bool(torch.isfinite(pictures).all()):
-        raise InputError(
-            "pictures with NaN or infinite values to bake",
-            expected="colours from 0 to 1",
-            fix="Paint again in bf16 or fp32.",
-        )
+        found = "pictures with NaN or infinite values to bake"
+        raise InputError(found, expected="colours from 0 to 1", fix="Paint again in bf16 or fp32.")
     for name, size in (("texture_size", settings.texture_size), ("view_size", settings.view_size)):
         if not SIZES[0] <= size <= SIZES[1]:
             limits = f"{SIZES[0]} to {SIZES[1]}"

@@ -42,11 +42,9 @@ def filled(
     """
     require_choice("fill method", method, METHODS, "auto needs no package.")
     if not bool(baked.painted.any()):
-        raise InputError(
-            "a texture without one painted texel",
-            expected="cameras that see the mesh",
-            fix="Check the cameras, and that the faces of the mesh point outwards.",
-        )
+        found = "a texture without one painted texel"
+        fix = "Check the cameras, and that the faces of the mesh point outwards."
+        raise InputError(found, expected="cameras that see the mesh", fix=fix)
     texture, painted = vertex_filled(baked, surface, exact, check)
     return navier_stokes(texture, painted) if method == "opencv" else pull_push(texture, painted)
 

@@ -187,11 +187,9 @@ def cropped(picture: Tensor, name: str, most: int) -> tuple[Tensor, bool]:
         picture = torch.cat((picture, apart.to(picture.dtype)), dim=-1)
     seen = picture[..., 3] > 0.5
     if not bool(seen.any()) or bool(seen.all()):
-        raise InputError(
-            f"a {name} picture whose object has no outline",
-            expected="an object cut out, or before a plain background",
-            fix="Connect the mask of Load Image or of core's background removal.",
-        )
+        found = f"a {name} picture whose object has no outline"
+        fix = "Connect the mask of Load Image or of core's background removal."
+        raise InputError(found, expected="an object cut out, or before a plain background", fix=fix)
     rows, columns = seen.any(1).nonzero().flatten(), seen.any(0).nonzero().flatten()
     top, left = int(rows[0]), int(columns[0])
     height, width = int(rows[-1]) + 1 - top, int(columns[-1]) + 1 - left

@@ -121,11 +121,9 @@ def camera_table(
     }
     count = max(len(values) for values in lists.values())
     if any(len(values) not in (1, count) for values in lists.values()) or count > VIEWS_LIMIT:
-        raise InputError(
-            f"cameras with {', '.join(f'{len(values)} {name}' for name, values in lists.items())}",
-            expected=f"lists of one length, at most {VIEWS_LIMIT}",
-            fix="Give each view one azimuth, one elevation and one weight.",
-        )
+        found = f"cameras with {', '.join(f'{len(values)} {name}' for name, values in lists.items())}"
+        fix = "Give each view one azimuth, one elevation and one weight."
+        raise InputError(found, expected=f"lists of one length, at most {VIEWS_LIMIT}", fix=fix)
     lists = {name: values * count if len(values) == 1 else values for name, values in lists.items()}
     for name, low, high in (("elevations", -90.0, 90.0), ("weights", 0.0, 1000.0)):
         wrong = [value for value in lists[name] if not low <= value <= high]
@@ -153,11 +151,8 @@ def _numbers(values: Sequence[float] | str, name: str) -> list[float]:
     except (TypeError, ValueError):
         numbers = []
     if not numbers or not all(math.isfinite(number) for number in numbers):
-        raise InputError(
-            f"{name} of cameras {values!r}",
-            expected="numbers separated by commas",
-            fix='For example "0, 90, 180, 270".',
-        )
+        found = f"{name} of cameras {values!r}"
+        raise InputError(found, expected="numbers separated by commas", fix='For example "0, 90, 180, 270".')
     return numbers
 
 
@@ -186,11 +181,9 @@ def camera_ids(table: CameraTable, family: str = "paint") -> list[int]:
         return [0] * len(table)
     unknown = sorted({camera.elevation for camera in table if camera.elevation not in known})
     if unknown:
-        raise InputError(
-            f"elevations {unknown} that this model does not know",
-            expected=f"each one of {', '.join(map(str, known))} degrees",
-            fix="Change the camera list, or use the PBR model, which takes any elevation.",
-        )
+        found = f"elevations {unknown} that this model does not know"
+        fix = "Change the camera list, or use the PBR model, which takes any elevation."
+        raise InputError(found, expected=f"each one of {', '.join(map(str, known))} degrees", fix=fix)
     ids = []
     for camera in table:
         step, elevation = (int(camera.azimuth % 360) // AZIMUTH_STEP + 9) % 12, int(camera.elevation)

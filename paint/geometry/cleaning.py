@@ -44,11 +44,8 @@ def cleaned(mesh: Mesh, settings: CleanSettings = CleanSettings()) -> tuple[Mesh
         faces, pieces = _without_floaters(vertices, faces, settings.floaters)
         notes += [f"{pieces} loose pieces removed"] if pieces else []
     if not faces.shape[0]:
-        raise InputError(
-            f"a mesh whose {mesh.faces.shape[0]} faces are all broken or without area",
-            expected="a surface",
-            fix="Generate or export it again.",
-        )
+        found = f"a mesh whose {mesh.faces.shape[0]} faces are all broken or without area"
+        raise InputError(found, expected="a surface", fix="Generate or export it again.")
     used = named_by(faces, len(vertices)).nonzero()[:, 0]
     index = torch.zeros(len(vertices), dtype=torch.int64).index_copy_(0, used, torch.arange(len(used)))[faces]
     if used.shape[0] < mesh.vertices.shape[0]:

@@ -74,11 +74,9 @@ class Surface:
         checked_shapes(mesh)
         wrong = int((~torch.isfinite(mesh.vertices)).any(1).sum())
         if wrong:
-            raise InputError(
-                f"{wrong} of {mesh.vertices.shape[0]} vertices are NaN or infinite",
-                expected="finite positions",
-                fix="The mesh is damaged. Generate it again, or remove these faces with Clean Mesh.",
-            )
+            found = f"{wrong} of {mesh.vertices.shape[0]} vertices are NaN or infinite"
+            fix = "The mesh is damaged. Generate it again, or remove these faces with Clean Mesh."
+            raise InputError(found, expected="finite positions", fix=fix)
         # float64 on the CPU: a mesh far from the origin or of tiny scale keeps the digits that its float32 still has
         vertices, faces = to_host(mesh.vertices).double(), to_host(mesh.faces).long()
         used = vertices[named_by(faces, len(vertices))]
@@ -130,11 +128,8 @@ class Surface:
             raise InputError("UVs that are NaN or infinite", expected="numbers from 0 to 1", fix=UNWRAP)
         low, high = float(used.min()), float(used.max())
         if low < -UV_TOLERANCE or high > 1 + UV_TOLERANCE:
-            raise InputError(
-                f"UVs from {low:.3g} to {high:.3g}",
-                expected="0 to 1, because tiles and UDIMs cannot be painted",
-                fix=UNWRAP,
-            )
+            found = f"UVs from {low:.3g} to {high:.3g}"
+            raise InputError(found, expected="0 to 1, because tiles and UDIMs cannot be painted", fix=UNWRAP)
         uvs = torch.nan_to_num(self.uvs).clamp(0, 1)
         if not bool((uv_areas(uvs, self.faces) > 0).any()):
             raise InputError("UVs without area", expected="a place in the texture for every face", fix=UNWRAP)
@@ -158,30 +153,19 @@ def checked_shapes(mesh: Mesh) -> None:
     """Raise unless a mesh has triangles whose corners are there."""
     vertices, faces, uvs = mesh.vertices, mesh.faces, mesh.uvs
     if vertices.ndim != 2 or vertices.shape[-1] != 3 or faces.ndim != 2 or faces.shape[-1] != 3:
-        raise InputError(
-            f"a mesh with vertices {tuple(vertices.shape)} and faces {tuple(faces.shape)}",
-            expected="(N, 3) and (M, 3): triangles",
-            fix="Pass one triangulated mesh.",
-        )
+        found = f"a mesh with vertices {tuple(vertices.shape)} and faces {tuple(faces.shape)}"
+        raise InputError(found, expected="(N, 3) and (M, 3): triangles", fix="Pass one triangulated mesh.")
     if not vertices.shape[0] or not faces.shape[0]:
-        raise InputError(
-            f"an empty mesh: {vertices.shape[0]} vertices, {faces.shape[0]} faces",
-            expected="at least one face",
-            fix="Check the node that made it; a point cloud has no surface to paint.",
-        )
+        found = f"an empty mesh: {vertices.shape[0]} vertices, {faces.shape[0]} faces"
+        fix = "Check the node that made it; a point cloud has no surface to paint."
+        raise InputError(found, expected="at least one face", fix=fix)
     low, high = int(faces.min()), int(faces.max())
     if low < 0 or high >= vertices.shape[0]:
-        raise InputError(
-            f"faces that name vertices {low} to {high}",
-            expected=f"0 to {vertices.shape[0] - 1}",
-            fix="The mesh is damaged. Load or generate it again.",
-        )
+        found, expected = f"faces that name vertices {low} to {high}", f"0 to {vertices.shape[0] - 1}"
+        raise InputError(found, expected=expected, fix="The mesh is damaged. Load or generate it again.")
     if uvs is not None and tuple(uvs.shape) != (vertices.shape[0], 2):
-        raise InputError(
-            f"UVs of shape {tuple(uvs.shape)} for {vertices.shape[0]} vertices",
-            expected="one pair per vertex",
-            fix="Use Unwrap Mesh.",
-        )
+        found = f"UVs of shape {tuple(uvs.shape)} for {vertices.shape[0]} vertices"
+        raise InputError(found, expected="one pair per vertex", fix="Use Unwrap Mesh.")
 
 
 def _notes(mesh: Mesh, faces: Tensor, dropped: int, centre: Tensor, radius: float) -> tuple[str, ...]:
@@ -283,11 +267,8 @@ def _reading(path: Path, check: Callable[[], None]) -> Iterator[Callable[[], Non
         raise
     except Exception as error:  # each format's reader raises its own kinds
         if not raised:
-            raise CheckpointError(
-                f"mesh file {path.name!r} cannot be read ({type(error).__name__}: {error})",
-                expected="an intact mesh",
-                fix="Export or download it again.",
-            ) from error
+            found = f"mesh file {path.name!r} cannot be read ({type(error).__name__}: {error})"
+            raise CheckpointError(found, expected="an intact mesh", fix="Export or download it again.") from error
     finally:
         sys.setprofile(before)
     asked()
@@ -324,11 +305,8 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
         uvs = torch.stack((uvs[:, 0], 1 - uvs[:, 1]), dim=1)  # trimesh counts v upwards, whatever the file does
     vertices = torch.tensor(scene.vertices, dtype=torch.float64)
     if vertices.shape[1:] != (3,):
-        raise CheckpointError(
-            f"{vertices.shape[-1]}-dimensional vertices in {path.name!r}",
-            expected="x, y and z of each",
-            fix="Export or download it again.",
-        )
+        found = f"{vertices.shape[-1]}-dimensional vertices in {path.name!r}"
+        raise CheckpointError(found, expected="x, y and z of each", fix="Export or download it again.")
     faces = torch.tensor(scene.faces, dtype=torch.int64)
     if path.suffix.lower() == ".stl":  # which repeats each corner; others keep vertices apart where their UVs differ
         own = numbered(vertices + 0.0)  # no negative zeros

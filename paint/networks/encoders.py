@@ -51,11 +51,9 @@ def encoder(
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
     if reason:
-        raise CheckpointError(
-            f"the weights of the {part} in {str(stored.path)!r} do not fit its configuration ({reason})",
-            expected=f"the shapes of {CLASSES[part]}",
-            fix="Download this model again, configuration and weights from the same place, or choose another one.",
-        )
+        found = f"the weights of the {part} in {str(stored.path)!r} do not fit its configuration ({reason})"
+        fix = "Download this model again, configuration and weights from the same place, or choose another one."
+        raise CheckpointError(found, expected=f"the shapes of {CLASSES[part]}", fix=fix)
     return module.eval()
 
 
@@ -89,11 +87,9 @@ def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Callable[[]
 
     Raises CheckpointError before ``times`` is called where encoder or tokenizer is missing."""
     if "text_encoder" not in pipeline.parts.readers:
-        raise CheckpointError(
-            f"no text_encoder for {str(pipeline.source)!r}",
-            expected="the folder text_encoder of the delight checkpoint",
-            fix="Download the complete delight folder.",
-        )
+        found = f"no text_encoder for {str(pipeline.source)!r}"
+        fix = "Download the complete delight folder."
+        raise CheckpointError(found, expected="the folder text_encoder of the delight checkpoint", fix=fix)
     tokens = torch.full((1, TOKENS), _padding(pipeline.source))
     words = [FIRST_TOKEN, LAST_TOKEN]
     if prompt:

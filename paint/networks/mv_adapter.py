@@ -167,11 +167,9 @@ def variant_of(shapes: Mapping[str, tuple[int, ...]], base: str, name: str, decl
         raise CheckpointError(f"{name!r} holds no MV-Adapter", expected="its published file", fix=f"Download {PAGE}.")
     made_for = {MAP_CHANNELS * factor**2: kind for kind, factor in UNSHUFFLE.items()}.get(first[1], "another base")
     if made_for != base:
-        raise CheckpointError(
-            f"{name!r} is made for {made_for}, and the checkpoint is {base}",
-            expected="adapter and checkpoint of one base",
-            fix=f"Choose a checkpoint of {made_for}, or the adapter for {base}.",
-        )
+        found = f"{name!r} is made for {made_for}, and the checkpoint is {base}"
+        fix = f"Choose a checkpoint of {made_for}, or the adapter for {base}."
+        raise CheckpointError(found, expected="adapter and checkpoint of one base", fix=fix)
     variant = IG2MV if any(f"{PROCESSOR}to_q_ref" in tensor for tensor in shapes) else TG2MV
     if declared and declared != variant:
         raise CheckpointError(
@@ -179,11 +177,9 @@ def variant_of(shapes: Mapping[str, tuple[int, ...]], base: str, name: str, decl
         )
     if not declared and variant not in name.lower():
         rays = variant.replace("g2", "2")
-        raise CheckpointError(
-            f"{name!r} may be {rays}, which is made for camera rays and has the same tensors",
-            expected=f"{variant} in the name, as published",
-            fix=f"Use {variant}; for a renamed file of it choose variant {variant}.",
-        )
+        found = f"{name!r} may be {rays}, which is made for camera rays and has the same tensors"
+        fix = f"Use {variant}; for a renamed file of it choose variant {variant}."
+        raise CheckpointError(found, expected=f"{variant} in the name, as published", fix=fix)
     return variant
 
 

@@ -35,11 +35,8 @@ def kind_of(names: Iterable[str], path: Path) -> str:
     for kind, sign in SIGNS.items():
         if sign in known:
             return kind
-    raise CheckpointError(
-        f"{str(path)!r} holds no UNet of Hunyuan3D paint or delight",
-        expected=", ".join(KINDS),
-        fix=f"Download one ({'; '.join(PAGES.values())}).",
-    )
+    found = f"{str(path)!r} holds no UNet of Hunyuan3D paint or delight"
+    raise CheckpointError(found, expected=", ".join(KINDS), fix=f"Download one ({'; '.join(PAGES.values())}).")
 
 
 def shape_for(kind: str, config: Mapping[str, Any]) -> UNetShape:

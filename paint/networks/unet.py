@@ -47,11 +47,8 @@ class UNetShape:
         """The shape in a ``config.json``; raises CheckpointError for another kind of UNet."""
         for name, value in REQUIRED.items():
             if config.get(name, value) != value:
-                raise CheckpointError(
-                    f"{name} {config[name]!r} in the configuration of the UNet",
-                    expected=f"{value!r}",
-                    fix="Choose a Hunyuan3D paint or delight folder.",
-                )
+                found = f"{name} {config[name]!r} in the configuration of the UNet"
+                raise CheckpointError(found, expected=f"{value!r}", fix="Choose a Hunyuan3D paint or delight folder.")
         widths = tuple(config["block_out_channels"])
         heads = config["attention_head_dim"]
         return cls(

@@ -43,11 +43,10 @@ def filled(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) 
     read = {name: tuple(tensor.shape) for name, tensor in named.items()}
     if read != wanted:
         wrong = min(name for name in wanted.keys() | read.keys() if wanted.get(name) != read.get(name))
-        raise CheckpointError(
-            f"{wrong!r} of the VAE in {path!r} is {read.get(wrong, 'missing')}",
-            expected=f"{wanted.get(wrong, 'no such tensor')}, as its config.json says",
-            fix="Download config.json and weights of the VAE from the same place.",
-        )
+        found = f"{wrong!r} of the VAE in {path!r} is {read.get(wrong, 'missing')}"
+        expected = f"{wanted.get(wrong, 'no such tensor')}, as its config.json says"
+        fix = "Download config.json and weights of the VAE from the same place."
+        raise CheckpointError(found, expected=expected, fix=fix)
     module.load_state_dict(named, assign=True)
     return module
 

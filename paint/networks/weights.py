@@ -62,11 +62,8 @@ def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
         return _pickle(place) if place.suffix == ".bin" else _safetensors([place])
     pickles = sorted(place.glob("*.bin"), key=lambda file: (file.name.count("."), file.name)) if place.is_dir() else []
     if choice == "bin" and not pickles:
-        raise CheckpointError(
-            f"no .bin in {str(place)!r}",
-            expected=f"the {part} as .bin",
-            fix="Choose weights auto, or download the .bin file.",
-        )
+        found, expected = f"no .bin in {str(place)!r}", f"the {part} as .bin"
+        raise CheckpointError(found, expected=expected, fix="Choose weights auto, or download the .bin file.")
     if pickles and choice != "safetensors":
         return _pickle(pickles[0])
     return _safetensors(weight_files(place, part))
@@ -75,11 +72,8 @@ def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
 def _safetensors(files: list[Path]) -> Weights:
     entries = described(files)
     if not entries:
-        raise CheckpointError(
-            f"no tensors in the weights of {str(files[0])!r}",
-            expected="the weights of a network",
-            fix="Download this file again.",
-        )
+        found = f"no tensors in the weights of {str(files[0])!r}"
+        raise CheckpointError(found, expected="the weights of a network", fix="Download this file again.")
     shapes = {name: entry.shape for name, entry in entries.items()}
     return Weights(files[0], shapes, entries, sum(entry.total_bytes for entry in entries.values()))
 

@@ -67,11 +67,9 @@ def paint_six_views(
 def _prompt(pipeline: PaintPipeline, inputs: PaintInputs) -> str:
     if inputs.prompt.strip() or pipeline.variant == IG2MV:
         return inputs.prompt.strip() or PROMPT
-    raise InputError(
-        f"no prompt for {TG2MV}, which paints after words alone",
-        expected="a description of the object",
-        fix="Write one into prompt, or load the adapter ig2mv, which takes a picture.",
-    )
+    found = f"no prompt for {TG2MV}, which paints after words alone"
+    fix = "Write one into prompt, or load the adapter ig2mv, which takes a picture."
+    raise InputError(found, expected="a description of the object", fix=fix)
 
 
 def _references(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any) -> Tensor:

@@ -57,17 +57,12 @@ def delight_image(pipeline: PaintPipeline, picture: Tensor, settings: DelightSet
         plain = over(checked_pictures(picture, "picture to delight")[0], GREY)
         return resized(plain[None], settings.size, settings.size)[0]
     if pipeline.family != "delight":
-        raise InputError(
-            f"a {pipeline.family} pipeline for delighting",
-            expected="a delight pipeline",
-            fix="Load hunyuan3d-delight-v2-0.",
-        )
+        found = f"a {pipeline.family} pipeline for delighting"
+        raise InputError(found, expected="a delight pipeline", fix="Load hunyuan3d-delight-v2-0.")
     if settings.size % 64 or not 64 <= settings.size <= LARGEST:
-        raise InputError(
-            f"size {settings.size} for delighting",
-            expected=f"a multiple of 64 from 64 to {LARGEST} pixels",
-            fix="The model was made for 512.",
-        )
+        found = f"size {settings.size} for delighting"
+        fix = "The model was made for 512."
+        raise InputError(found, expected=f"a multiple of 64 from 64 to {LARGEST} pixels", fix=fix)
     what = f"delighting a picture of {settings.size} pixels"
     with torch.no_grad(), explained(what, pipeline.facts.name, "Lower size."):
         given = checked_pictures(picture, "picture to delight")[0]

@@ -162,11 +162,9 @@ def run_of(settings: PaintSettings, solver: Any, views: int, references: int) ->
 def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -> PaintSettings:
     """``settings`` with the published values in place of ``auto`` and 0, checked."""
     if pipeline.variant not in PUBLISHED or pipeline.family == "delight":
-        raise InputError(
-            f"a {pipeline.family} pipeline for painting views",
-            expected="a pipeline that paints",
-            fix="Load a Hunyuan3D paint folder or MV-Adapter; the delight model has its own node.",
-        )
+        found = f"a {pipeline.family} pipeline for painting views"
+        fix = "Load a Hunyuan3D paint folder or MV-Adapter; the delight model has its own node."
+        raise InputError(found, expected="a pipeline that paints", fix=fix)
     own = sampler_of(pipeline.variant, pipeline.is_demo)
     if own != PUBLISHED[pipeline.variant]:
         progress.notify(f"the demo model was made for {own.steps} steps and guidance {own.guidance:g}")
@@ -179,18 +177,14 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
         settings = replace(settings, size=size)
     if settings.size % 64 or not SIZES[0] <= settings.size <= SIZES[1]:
         nearest = min(max(round(settings.size / 64) * 64, SIZES[0]), SIZES[1])
-        raise InputError(
-            f"view size {settings.size} for painting",
-            expected=f"a multiple of 64 from {SIZES[0]} to {SIZES[1]} pixels",
-            fix=f"The nearest valid value is {nearest}.",
-        )
+        found = f"view size {settings.size} for painting"
+        fix = f"The nearest valid value is {nearest}."
+        raise InputError(found, expected=f"a multiple of 64 from {SIZES[0]} to {SIZES[1]} pixels", fix=fix)
     require_range("steps", settings.steps, 0, MOST_STEPS, "steps")
     if not 0 < settings.denoise <= 1:
-        raise InputError(
-            f"denoise {settings.denoise} for painting",
-            expected="more than 0, at most 1",
-            fix="0 would return the input unchanged. Use 0.3 to 0.6 for a second pass.",
-        )
+        found = f"denoise {settings.denoise} for painting"
+        fix = "0 would return the input unchanged. Use 0.3 to 0.6 for a second pass."
+        raise InputError(found, expected="more than 0, at most 1", fix=fix)
     if settings.latents is None and settings.denoise < 1:
         progress.notify("denoise has no effect without latents")
         settings = replace(settings, denoise=1.0)
@@ -340,11 +334,9 @@ def checked_maps(inputs: PaintInputs, count: int) -> dict[str, list[Tensor]]:
     for name, given in (("normal", inputs.normals), ("position", inputs.positions)):
         maps[name] = checked_pictures(given, f"{name} maps")
         if len(maps[name]) != count:
-            raise InputError(
-                f"{len(maps[name])} {name} maps for {count} cameras",
-                expected="one map per camera",
-                fix="Connect the maps and the cameras of the same Render Views node.",
-            )
+            found = f"{len(maps[name])} {name} maps for {count} cameras"
+            fix = "Connect the maps and the cameras of the same Render Views node."
+            raise InputError(found, expected="one map per camera", fix=fix)
     return maps
 
 
@@ -352,11 +344,9 @@ def require_latents(settings: PaintSettings, count: int) -> None:
     """Raise for latents of an earlier pass that are not ``count`` of the view size."""
     wanted = (count, 4, settings.size // vae.REDUCTION, settings.size // vae.REDUCTION)
     if settings.latents is not None and tuple(settings.latents.shape) != wanted:
-        raise InputError(
-            f"latents of shape {tuple(settings.latents.shape)} for painting",
-            expected=f"{wanted}",
-            fix="Upscale the latents of the first pass to the view size with Upscale Latent, and keep the cameras.",
-        )
+        found = f"latents of shape {tuple(settings.latents.shape)} for painting"
+        fix = "Upscale the latents of the first pass to the view size with Upscale Latent, and keep the cameras."
+        raise InputError(found, expected=f"{wanted}", fix=fix)
 
 
 def _conditions(
@@ -397,18 +387,14 @@ def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progr
     if inputs.dino is not None:
         states = to_host(inputs.dino).float()
         if states.ndim != 3 or states.shape[-1] != 1536:
-            raise InputError(
-                f"a CLIP_VISION_OUTPUT of shape {tuple(states.shape)} for painting",
-                expected="(1, N, 1536), of DINOv2-giant",
-                fix="Load DINOv2-giant in Load CLIP Vision.",
-            )
+            found = f"a CLIP_VISION_OUTPUT of shape {tuple(states.shape)} for painting"
+            fix = "Load DINOv2-giant in Load CLIP Vision."
+            raise InputError(found, expected="(1, N, 1536), of DINOv2-giant", fix=fix)
         return states[:1]
     if "image_encoder" not in pipeline.parts.readers:
-        raise InputError(
-            "no DINOv2 for the PBR model",
-            expected="the folder of DINOv2-giant, or its CLIP_VISION_OUTPUT",
-            fix="Choose facebook/dinov2-giant on the load node, connect CLIP Vision Encode, or add --image-encoder.",
-        )
+        found = "no DINOv2 for the PBR model"
+        fix = "Choose facebook/dinov2-giant on the load node, connect CLIP Vision Encode, or add --image-encoder."
+        raise InputError(found, expected="the folder of DINOv2-giant, or its CLIP_VISION_OUTPUT", fix=fix)
     return dino_states(pipeline, reference, progress, expected(pipeline, "image", run))
 
 
@@ -435,9 +421,7 @@ def latents_of(pipeline: PaintPipeline, latent: Mapping[str, Any] | None) -> Ten
         return None
     samples, made_by = latent.get("samples"), (latent.get(LATENT_KEY) or {}).get("family", pipeline.family)
     if not isinstance(samples, Tensor) or samples.ndim != 4 or made_by != pipeline.family:
-        raise InputError(
-            f"a LATENT of {made_by} with {getattr(samples, 'ndim', 'no')} dimensions for painting",
-            expected=f"views of {pipeline.family}, (V, 4, h, w)",
-            fix="Connect the latent of an AnyGPU Paint Views node of the same model.",
-        )
+        found = f"a LATENT of {made_by} with {getattr(samples, 'ndim', 'no')} dimensions for painting"
+        fix = "Connect the latent of an AnyGPU Paint Views node of the same model."
+        raise InputError(found, expected=f"views of {pipeline.family}, (V, 4, h, w)", fix=fix)
     return samples

@@ -94,11 +94,9 @@ def schedule_for(spacing: str, steps: int, zero_snr: bool, shift: float = 1.0) -
 def schedule_of(sigmas: Sequence[float], zero_snr: bool, shift: float = 1.0) -> NoiseSchedule:
     """The schedule through ``sigmas``, from noise to 0; raises InputError where they do not fall."""
     if len(sigmas) < 2 or sigmas[-1] < 0 or any(a <= b for a, b in pairwise(sigmas)):
-        raise InputError(
-            f"{len(sigmas)} sigmas for painting that do not fall",
-            expected="at least two noise levels falling towards 0",
-            fix="Use a scheduler node for Stable Diffusion, such as Basic Scheduler.",
-        )
+        found = f"{len(sigmas)} sigmas for painting that do not fall"
+        fix = "Use a scheduler node for Stable Diffusion, such as Basic Scheduler."
+        raise InputError(found, expected="at least two noise levels falling towards 0", fix=fix)
     table = sigma_table(zero_snr, shift)
     logs, times = table.log(), []
     for sigma in sigmas[:-1]:
@@ -112,11 +110,8 @@ def schedule_of(sigmas: Sequence[float], zero_snr: bool, shift: float = 1.0) -> 
 def lcm_schedule(steps: int, zero_snr: bool, shift: float = 1.0) -> NoiseSchedule:
     """The schedule of the distillation, 989, 890, ... 98; raises InputError for more steps than its grid has."""
     if not 1 <= steps <= LCM_GRID:
-        raise InputError(
-            f"steps {steps} for the lcm sampler",
-            expected=f"1 to {LCM_GRID}",
-            fix="Turbo was made for 10, which is what 0 means.",
-        )
+        found = f"steps {steps} for the lcm sampler"
+        raise InputError(found, expected=f"1 to {LCM_GRID}", fix="Turbo was made for 10, which is what 0 means.")
     stride = TRAIN_STEPS // LCM_GRID
     grid = [stride * index - 1 for index in range(LCM_GRID, 0, -1)]
     times = [grid[index * LCM_GRID // steps] for index in range(steps)]

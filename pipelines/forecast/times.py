@@ -205,11 +205,9 @@ def stage_time(
     pace = pace_of(facts, stage.probes, stage.dtype, stage.kernel, stage.width)
     if pace is None:
         untimed = "was not timed yet" if facts.device.type in TIMED else "is of a kind that is not timed"
-        raise UnsupportedError(
-            f"{facts.name} {untimed}, and no data sheet of it is known",
-            expected="a device that was timed, or one of compat/device/cards.csv",
-            fix="Run a model on it once.",
-        )
+        found = f"{facts.name} {untimed}, and no data sheet of it is known"
+        fix = "Run a model on it once."
+        raise UnsupportedError(found, expected="a device that was timed, or one of compat/device/cards.csv", fix=fix)
     rows = [] if state is None else saved_stages(state)
     paced = replace(pace.quicker(stage.quicker), plain_link=link_of(facts, rows, pace))
     modelled = stage.share * paced.seconds(stage.work())

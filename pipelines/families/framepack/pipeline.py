@@ -94,11 +94,9 @@ def encode_image(pipeline: Pipeline, request: base.ImageRequest, progress: Progr
     """
     place = PLACES.get(request.frame)
     if place is None:
-        raise InputError(
-            f"an image at frame {request.frame} of FramePack",
-            expected="frame 0 (start image) or -1 (end image)",
-            fix="Set frame to 0, or to -1 with the start image's condition as previous.",
-        )
+        found = f"an image at frame {request.frame} of FramePack"
+        fix = "Set frame to 0, or to -1 with the start image's condition as previous."
+        raise InputError(found, expected="frame 0 (start image) or -1 (end image)", fix=fix)
     if (count := len(request.frames)) != 1 and (place == END or count < FEWEST):
         fix = "Pick one frame, for example with Image From Batch."
         expected = "one image" + (f", or a clip of at least {FEWEST} frames to go on with" if place == START else "")
@@ -139,11 +137,8 @@ def frames_for(framepack: FramePackSettings, fps: float) -> int:
     asked, most = framepack.clip_seconds * fps, MOST_FRAMES / fps
     if not 0 < asked <= MOST_FRAMES:
         nearest = 1.0 if asked <= 0 else math.floor(most)
-        raise InputError(
-            f"a clip of {framepack.clip_seconds} s at {fps:g} fps",
-            expected=f"more than 0, at most {most:.1f} s",
-            fix=f"The nearest valid value is {nearest:g} s.",
-        )
+        found, expected = f"a clip of {framepack.clip_seconds} s at {fps:g} fps", f"more than 0, at most {most:.1f} s"
+        raise InputError(found, expected=expected, fix=f"The nearest valid value is {nearest:g} s.")
     section = max(framepack.window, 1) * TEMPORAL_RATIO  # whose range is checked with the plan
     return min(max(1, round(asked / section)), MOST_FRAMES // section) * section + 1
 
@@ -259,11 +254,8 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
 def _end_strength(image: ImageCondition | None, framepack: FramePackSettings, progress: Progress) -> float:
     """Weight of the end image; 0 without one. A start image there must be."""
     if image is None or START not in image.tensors:
-        raise InputError(
-            "no start image for FramePack",
-            expected="an image condition with an image at frame 0",
-            fix="Connect AnyGPU Encode Image with the start image.",
-        )
+        found, expected = "no start image for FramePack", "an image condition with an image at frame 0"
+        raise InputError(found, expected=expected, fix="Connect AnyGPU Encode Image with the start image.")
     if END not in image.tensors:
         if framepack.end_strength != 1.0:
             progress.notify("end_strength has no effect without an end image")

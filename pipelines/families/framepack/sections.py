@@ -122,11 +122,9 @@ def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: boo
     if order == "auto":
         order = VANILLA if variant == F1 else INVERTED
     if ended and order == VANILLA:
-        raise InputError(
-            f"an end image with the order {VANILLA}",
-            expected=f"the order {INVERTED}, which starts from the end",
-            fix="Load the FramePack I2V checkpoint (not F1), or remove the end image.",
-        )
+        found = f"an end image with the order {VANILLA}"
+        fix = "Load the FramePack I2V checkpoint (not F1), or remove the end image."
+        raise InputError(found, expected=f"the order {INVERTED}, which starts from the end", fix=fix)
     count = 1 if framepack.single_frame else max(1, round(frames / (framepack.window * TEMPORAL_RATIO)))
     return Plan(order, count, framepack.window, single=framepack.single_frame, clip=start if start > 1 else 0)
 
@@ -220,18 +218,14 @@ def joined(videos: Iterable[Tensor], window: int, inverted: bool) -> Tensor:
 def training_plan(frames: int, window: int, order: str) -> tuple[Plan, int]:
     """The sections of a film of so many latent frames, and how many pixel frames at its end are left out."""
     if not 1 <= window <= LARGEST_WINDOW or order not in SECTION_ORDERS:
-        raise InputError(
-            f"window {window}, order {order!r}",
-            expected=f"window 1 to {LARGEST_WINDOW}, order {' or '.join(SECTION_ORDERS)}",
-            fix="The models were trained with window 9.",
-        )
+        found = f"window {window}, order {order!r}"
+        fix = "The models were trained with window 9."
+        raise InputError(found, expected=f"window 1 to {LARGEST_WINDOW}, order {' or '.join(SECTION_ORDERS)}", fix=fix)
     count = (frames - 1) // window
     if count < 1:
-        raise InputError(
-            f"{frames} latent frames for a section of {window}",
-            expected=f"at least {window + 1}, which are {window * TEMPORAL_RATIO + 1} frames of video",
-            fix="Use a longer video or a smaller window.",
-        )
+        found = f"{frames} latent frames for a section of {window}"
+        expected = f"at least {window + 1}, which are {window * TEMPORAL_RATIO + 1} frames of video"
+        raise InputError(found, expected=expected, fix="Use a longer video or a smaller window.")
     return Plan(order, count, window), (frames - 1 - count * window) * TEMPORAL_RATIO
 
 

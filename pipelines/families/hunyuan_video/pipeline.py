@@ -203,11 +203,9 @@ def _sight(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:
             "looks at it.",
         )
     if "image_processor" not in pipeline.tools.readers:
-        raise CheckpointError(
-            f"no image_processor for {str(pipeline.model.source)!r}",
-            expected="the folder image_processor of image to video",
-            fix="Download it beside text_encoder, or choose an image-to-video pipeline as base.",
-        )
+        found = f"no image_processor for {str(pipeline.model.source)!r}"
+        fix = "Download it beside text_encoder, or choose an image-to-video pipeline as base."
+        raise CheckpointError(found, expected="the folder image_processor of image to video", fix=fix)
     # 8 bits here, because the image processor is given what upstream gives it: a picture, not floats.
     picture = picture_of(request.image[0])
     kind = image_condition(pipeline.configs["transformer"])
@@ -218,11 +216,8 @@ def _sight(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:
 def _check(pipeline: Pipeline, kind: str | None, settings: SampleSettings, progress: Progress) -> None:
     least = SPEC.sizes.stride + 1
     if kind is not None and settings.frames < least:
-        raise InputError(
-            f"frames {settings.frames} for {SPEC.title} image to video",
-            expected=f"at least {least} frames",
-            fix=f"The nearest valid value is {least}.",
-        )
+        found = f"frames {settings.frames} for {SPEC.title} image to video"
+        raise InputError(found, expected=f"at least {least} frames", fix=f"The nearest valid value is {least}.")
     if kind == LATENT_CONCAT:
         count, why = settings.frames - DROPPED_FRAMES, f"the first {DROPPED_FRAMES} of a 33-channel video are dropped"
         progress.notify(f"{count} of {settings.frames} frames come back: {why}")

@@ -185,17 +185,13 @@ def _enlarges(pipeline: Pipeline) -> bool:
 def _require_transformer(pipeline: Pipeline, settings: SampleSettings) -> None:
     """Raise for the super-resolution without a small video, and for another transformer with one."""
     if _enlarges(pipeline) and settings.latents is None:
-        raise InputError(
-            f"no latents for the super-resolution of {SPEC.title}",
-            expected="those of AnyGPU Upscale Latents",
-            fix="Connect them as latent; their video is sampled by another pipeline.",
-        )
+        found = f"no latents for the super-resolution of {SPEC.title}"
+        fix = "Connect them as latent; their video is sampled by another pipeline."
+        raise InputError(found, expected="those of AnyGPU Upscale Latents", fix=fix)
     if not _enlarges(pipeline) and refines(settings):
-        raise InputError(
-            f"upscaled latents for {str(pipeline.model.source)!r}",
-            expected="a transformer of the super-resolution, such as 720p_sr_distilled",
-            fix="Load it with a second AnyGPU Compose Pipeline, or set denoise below 1 to redraw the latents.",
-        )
+        found = f"upscaled latents for {str(pipeline.model.source)!r}"
+        fix = "Load it with a second AnyGPU Compose Pipeline, or set denoise below 1 to redraw the latents."
+        raise InputError(found, expected="a transformer of the super-resolution, such as 720p_sr_distilled", fix=fix)
 
 
 def _small_video(clean: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -227,11 +223,9 @@ def _states(pipeline: Pipeline, frames: Tensor, progress: Progress) -> Tensor:
     from diffusers import HunyuanVideo15ImageToVideoPipeline as Upstream
 
     if "image_encoder" not in pipeline.configs:
-        raise InputError(
-            f"no image_encoder for {str(pipeline.model.source)!r}",
-            expected="SigLIP beside an image-to-video checkpoint",
-            fix="Choose a folder that has it as image_encoder when loading, or connect CLIP Vision Encode.",
-        )
+        found = f"no image_encoder for {str(pipeline.model.source)!r}"
+        fix = "Choose a folder that has it as image_encoder when loading, or connect CLIP Vision Encode."
+        raise InputError(found, expected="SigLIP beside an image-to-video checkpoint", fix=fix)
     picture = picture_of(frames[0])
     device = pipeline.offloader.device_of("image_encoder")
     with (

@@ -36,11 +36,10 @@ def entries_of(path: Path) -> dict[str, TensorEntry]:
         entries = {name.replace(theirs, ours, 1): entry for name, entry in entries.items()}
     first = entries.get("conv_in.conv.weight")
     if first is None or len(first.shape) != 5 or first.shape[1] != CHANNELS or not _widths(entries):
-        raise CheckpointError(
-            f"{str(path)!r} holds no latent upscaler of HunyuanVideo 1.5",
-            expected="such as hunyuanvideo15_latent_upsampler_1080p.safetensors or upsampler/720p_sr_distilled",
-            fix="Download it from https://huggingface.co/Comfy-Org/HunyuanVideo_1.5_repackaged.",
-        )
+        found = f"{str(path)!r} holds no latent upscaler of HunyuanVideo 1.5"
+        expected = "such as hunyuanvideo15_latent_upsampler_1080p.safetensors or upsampler/720p_sr_distilled"
+        fix = "Download it from https://huggingface.co/Comfy-Org/HunyuanVideo_1.5_repackaged."
+        raise CheckpointError(found, expected=expected, fix=fix)
     return entries
 
 

@@ -136,11 +136,8 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
     known, anchors = ({}, ()) if request.previous is None else (request.previous.tensors, request.previous.anchors)
     encoded = encoded_moments(pipeline, frames, progress, ProgressStage("encoding", "image"))
     if MEAN in known and not torch.equal(known[MEAN], encoded[MEAN]):
-        raise InputError(
-            "a previous image condition made by another LTX-Video VAE",
-            expected="one model for all pictures",
-            fix="Connect all Encode Image nodes to the same pipeline.",
-        )
+        found, expected = "a previous image condition made by another LTX-Video VAE", "one model for all pictures"
+        raise InputError(found, expected=expected, fix="Connect all Encode Image nodes to the same pipeline.")
     name = f"{CONTROL if request.control else MOMENTS}_{len(anchors)}"
     tensors = {**known, name: encoded[MOMENTS], MEAN: encoded[MEAN], STD: encoded[STD]}
     return ImageCondition(
@@ -182,11 +179,9 @@ def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) ->
         length = (moments.shape[2] - 1) * TEMPORAL_RATIO + 1
         start = max(frames - length, 0) if frame == LAST else frame
         if start >= frames:
-            raise InputError(
-                f"an image at frame {frame} of a video of {frames} frames",
-                expected=f"frame 0 to {frames - 1}, or -1",
-                fix=f"The nearest valid value is {frames - 1}.",
-            )
+            found = f"an image at frame {frame} of a video of {frames} frames"
+            fix = f"The nearest valid value is {frames - 1}."
+            raise InputError(found, expected=f"frame 0 to {frames - 1}, or -1", fix=fix)
         fits = (min(length, frames - start) - 1) // TEMPORAL_RATIO + 1
         if fits < moments.shape[2]:
             fitting = (fits - 1) * TEMPORAL_RATIO + 1
@@ -341,9 +336,7 @@ def _on_grid(request: ImageRequest, progress: Progress) -> Tensor:
         progress.notify(f"clip {given} -> {count} frames (LTX-Video needs {TEMPORAL_RATIO}n+1 frames)")
     if count > 1 and frame > 0 and frame % TEMPORAL_RATIO:
         nearest = round(frame / TEMPORAL_RATIO) * TEMPORAL_RATIO
-        raise InputError(
-            f"a clip at frame {frame}",
-            expected=f"a multiple of {TEMPORAL_RATIO}, where a clip can start",
-            fix=f"The nearest valid value is {nearest}. A single image may go at any frame.",
-        )
+        found = f"a clip at frame {frame}"
+        fix = f"The nearest valid value is {nearest}. A single image may go at any frame."
+        raise InputError(found, expected=f"a multiple of {TEMPORAL_RATIO}, where a clip can start", fix=fix)
     return request.frames[:count]

@@ -30,20 +30,16 @@ def config_of(entries: dict[str, TensorEntry], path: Path) -> dict[str, Any]:
     shapes = {name: entry.shape for name, entry in entries.items()}
     first, doubling = shapes.get(FIRST, ()), shapes.get("upsampler.0.weight", ())
     if len(first) < 4 or first[1] != CHANNELS or not doubling:
-        raise CheckpointError(
-            f"{str(path)!r} holds no latent upscaler of LTX-Video",
-            expected="such as ltxv-spatial-upscaler-0.9.8.safetensors",
-            fix="Download it from https://huggingface.co/Lightricks/LTX-Video.",
-        )
+        found = f"{str(path)!r} holds no latent upscaler of LTX-Video"
+        fix = "Download it from https://huggingface.co/Lightricks/LTX-Video."
+        raise CheckpointError(found, expected="such as ltxv-spatial-upscaler-0.9.8.safetensors", fix=fix)
     blocks = {name.split(".")[1] for name in shapes if name.startswith("res_blocks.")}
     sizes = {"in_channels": CHANNELS, "mid_channels": first[0], "num_blocks_per_stage": len(blocks)}
     wider, more = (len(doubling), doubling[0]) == (4, 4 * first[0]), (len(doubling), doubling[0]) == (5, 2 * first[0])
     if wider == more:
-        raise CheckpointError(
-            f"{str(path)!r} enlarges in a way that no published upscaler of LTX-Video does",
-            expected="twice the width and height, or twice the frames",
-            fix="Choose the spatial or the temporal upscaler of https://huggingface.co/Lightricks/LTX-Video.",
-        )
+        found = f"{str(path)!r} enlarges in a way that no published upscaler of LTX-Video does"
+        fix = "Choose the spatial or the temporal upscaler of https://huggingface.co/Lightricks/LTX-Video."
+        raise CheckpointError(found, expected="twice the width and height, or twice the frames", fix=fix)
     return {**sizes, "dims": len(first) - 2, "spatial_upsample": wider, "temporal_upsample": more}
 
 
