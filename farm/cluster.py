@@ -1,8 +1,7 @@
 """Ray, started on this machine or connected to: always with its token, and on loopback unless an address is given.
 
 Whoever reaches a port of Ray without a token can run code on the machine, and Ray 2.60 listens on every interface
-without one unless it is told otherwise (docs/scale.md).
-"""
+without one unless it is told otherwise (docs/scale.md)."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ def ray_module() -> Any:
 def start_here(workers: int, gpus: int) -> Any:
     """Ray on this machine alone: every socket on 127.0.0.1, and a token that lives as long as it does.
 
-    ``workers`` is processes to make room for, ``gpus`` devices that Ray deals out to them.
-    """
+    ``workers`` is processes to make room for, ``gpus`` devices that Ray deals out to them."""
     own_token = {TOKEN: "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     os.environ.update({**LOOPBACK, **QUIET, **own_token})
     ray = ray_module()
@@ -66,8 +64,7 @@ def start_here(workers: int, gpus: int) -> Any:
 def connect(address: str) -> Any:
     """Ray at ``address``, such as 10.0.0.5:6379, or ``auto`` for the cluster that this machine belongs to.
 
-    Raises InputError where no token mode is on here, or nothing takes our token at the address.
-    """
+    Raises InputError where no token mode is on here, or nothing takes our token at the address."""
     if os.environ.get(TOKEN) != "token":
         raise InputError(f"{TOKEN}={os.environ.get(TOKEN, '')!r}", expected=f"{TOKEN}=token on every machine", fix=FIX)
     os.environ.update(QUIET)
@@ -84,8 +81,7 @@ def autoscales(ray: Any) -> bool:
     """True where the cluster may get further machines by itself.
 
     Ray's own monitor runs on every head. Where it only watches, it names each kind of machine after the machine
-    (ray/autoscaler/_private/util.py, ``format_readonly_node_type``); KubeRay's writes down what may be added.
-    """
+    (ray/autoscaler/_private/util.py, ``format_readonly_node_type``); KubeRay's writes down what may be added."""
 
     def asked() -> bool:
         from ray._private.state import state

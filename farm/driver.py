@@ -1,7 +1,6 @@
 """The driver, which hands the jobs of a folder to workers and writes down which ones failed.
 
-The driver remembers nothing that the folder does not have: another one goes on where it was killed.
-"""
+The driver remembers nothing that the folder does not have: another one goes on where it was killed."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ class Driver:
     def add(self, lines: Iterable[str], again: bool, where: str = "") -> None:
         """Take jobs in that are not done; those that failed or were cancelled only where asked ``again``.
 
-        ``where`` the lines stand is said of those that are not jobs.
-        """
+        ``where`` the lines stand is said of those that are not jobs."""
         done, tasks, wrong = self.folder.done_keys(), [], list[str]()
         for line in lines:
             try:
@@ -395,8 +393,7 @@ class Driver:
     def report_lacking(self) -> None:
         """Say what workers that cannot start wait for: once, or each minute where a cluster may grow.
 
-        Raises UnsupportedError for a run whose cluster cannot grow.
-        """
+        Raises UnsupportedError for a run whose cluster cannot grow."""
         now, lack = self.clock(), None
         if not any(worker.host for worker in self.workers):
             lack = lacking(self.ray, self.asked)

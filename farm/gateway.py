@@ -2,8 +2,7 @@
 
 All that passes is text, numbers and the bytes of files, and nothing but keys names a file. ComfyUI's Python has Ray but
 no package ``anygpu``, so the class is sent by value, what it uses of ours is imported where it runs, and errors are of
-Python's own types.
-"""
+Python's own types."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ class Gateway:
         """Take jobs in under a name; returns their keys.
 
         Raises ValueError for a line that is no job, such as one of another version, or a name that is not one for a
-        file.
-        """
+        file."""
         from ..compat.errors import PackError
         from .render import task_of
 
@@ -106,8 +104,7 @@ class Gateway:
 def open_gateway(driver: Driver) -> Any:
     """The gateway of a driver's folder, on the driver's machine, for as long as the driver lives.
 
-    Raises InputError where another driver of this cluster has one.
-    """
+    Raises InputError where another driver of this cluster has one."""
     from ray import cloudpickle
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

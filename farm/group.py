@@ -1,7 +1,6 @@
 """Several processes of Ray's, one per device, that render each video together, and the worker that leads them.
 
-Where one of its ranks dies or hangs, all of them are replaced, and the job goes on from its last step.
-"""
+Where one of its ranks dies or hangs, all of them are replaced, and the job goes on from its last step."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ class Rank:
     def join(self, meeting: str, loopback: str) -> dict[str, Any]:
         """Form the group with the others, who find one another through the file ``meeting``; what this rank is.
 
-        ``loopback`` names the network interface to stay on; empty for the one of the machine's name.
-        """
+        ``loopback`` names the network interface to stay on; empty for the one of the machine's name."""
         from torch import distributed
 
         if loopback:
@@ -207,8 +205,7 @@ class GroupRenderer:
     def _reason(self, failures: list[Outcome], dead: list[int], stuck: list[int]) -> Outcome:
         """The cause of a group's failure; its ranks are ended where one of them is ``dead``, ``stuck`` or cut off.
 
-        The ranks that wait for one that fails fail too, so that not every error is the cause.
-        """
+        The ranks that wait for one that fails fail too, so that not every error is the cause."""
         reason = min(failures, key=lambda one: _ORDER.get(one.status, 0), default=Outcome(worker.LOST))
         if dead or stuck or reason.status in (worker.LOST, worker.BROKEN):
             self._give_up()

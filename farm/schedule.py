@@ -1,7 +1,6 @@
 """The order in which idle workers are given jobs: of the model that is loaded; of one model the largest first.
 
-A long job that is begun last is what everybody waits for in the end.
-"""
+A long job that is begun last is what everybody waits for in the end."""
 
 from __future__ import annotations
 

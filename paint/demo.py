@@ -46,8 +46,7 @@ def show(model: Path, folder: Path) -> tuple[dict[str, Tensor], tuple[str, ...],
     """Caption to a picture and the ring painted after it, (F, S, S, 3); the decisions of the model; results of checks.
 
     The first ring becomes ``ring.glb`` in ``folder``, of MV-Adapter ``ring_mv_adapter.glb``. Raises MissingPackageError
-    without trimesh.
-    """
+    without trimesh."""
     pipeline, surface = opened(model), Surface.of(ring())
     rings = [painted_ring(pipeline, pair) for pair in PAIRS]
     write_glb(folder / f"ring{f'_{model.name}' if model == DEMO_ADAPTER else ''}.glb", ring(), rings[0].texture)

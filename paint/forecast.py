@@ -2,8 +2,7 @@
 
 Weights are counted from names and shapes. Activations follow formulas fitted to counts of every living tensor of the
 full-size networks (`tests/paint/counting.py`), within 15 %; what a vendor's library takes for itself comes on top. The
-work of a stage is counted on tensors without data: of one picture for the VAE, of one step for the UNet.
-"""
+work of a stage is counted on tensors without data: of one picture for the VAE, of one step for the UNet."""
 
 from __future__ import annotations
 
@@ -105,8 +104,7 @@ class PaintRun:
 def planned_run(pipeline: Any, size: int = 0, views: int = 0, steps: int = 0, guided: int | None = None) -> PaintRun:
     """Replace zeros by the values that the model was trained with, and None by its publisher's.
 
-    ``guided``: rows of a step beside the first.
-    """
+    ``guided``: rows of a step beside the first."""
     delight = pipeline.family == "delight"
     own = None if delight else sampler_of(pipeline.variant, pipeline.is_demo)
     if guided is None:

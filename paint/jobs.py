@@ -369,8 +369,7 @@ def adapter_fields(model: Path, adapter: Path, item: Content, prompts: str, nega
     """The arguments of :func:`paint_jobs` for MV-Adapter on a checkpoint; headers are read.
 
     Raises CheckpointError where the two do not fit, InputError where tg2mv has no prompt. A picture's own transparency
-    cuts it out.
-    """
+    cuts it out."""
     kind = base_in(model).kind
     variant = variant_of(weights_in(adapter, "adapter").shapes, kind, adapter.name, "")
     words = prompts_in(prompts) if prompts.strip() or variant == TG2MV else ()

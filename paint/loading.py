@@ -141,8 +141,7 @@ def load_paint(
 
     Raises CheckpointError where files are missing, damaged, or of another model; InputError or UnsupportedError for a
     choice that this model or machine cannot do. ``make_room`` and ``hosted`` are of a host that manages memory itself,
-    as :func:`offloader_for` takes them.
-    """
+    as :func:`offloader_for` takes them."""
     with reading(request.model):
         place = _unet_place(request.model)
         stored = weights_in(place, "UNet", request.weights)
@@ -209,8 +208,7 @@ def paint_offloader(
 ) -> tuple[Offloader, Decision]:
     """The offloader of a request: compiled, ``auto`` keeps all on the device; else parts leave it after their stage.
 
-    Each part runs once or twice in a painting, so that leaving costs a copy or two, and its room is the next one's.
-    """
+    Each part runs once or twice in a painting, so that leaving costs a copy or two, and its room is the next one's."""
     free, sizes = free_bytes(facts.device), {part: size.total for part, size in weights.items()}
     options = OffloadOptions(state=request.state, host_weights=HostWeights(shared=facts.unified))
     given: dict[str, Any] = {"free": free, "make_room": make_room, "hosted": hosted, "options": options}

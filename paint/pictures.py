@@ -19,8 +19,7 @@ BORDER = 0.2  # of a recentred object, on each side of it: it fills 1 / 1.4 of i
 def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[Tensor]:
     """Each picture of (B, H, W, C), (H, W, C), or several of either, as (H, W, 3 or 4), fp32, on the CPU, in 0..1.
 
-    Raises InputError for another shape, no picture, or NaN.
-    """
+    Raises InputError for another shape, no picture, or NaN."""
     batches = [pictures] if isinstance(pictures, Tensor) else list(pictures)
     checked: list[Tensor] = []
     for batch in batches:
@@ -102,8 +101,7 @@ def _in_middle(picture: Tensor, side: int, ground: Tensor) -> Tensor:
 def resized(pictures: Tensor, height: int, width: int) -> Tensor:
     """``pictures`` (B, H, W, C) at another size, bicubic and antialiased, in 8 bits, by Pillow as upstream has them.
 
-    Colours count by their alpha there, so that none leak out of what is transparent.
-    """
+    Colours count by their alpha there, so that none leak out of what is transparent."""
     from PIL import Image
 
     if tuple(pictures.shape[1:3]) == (height, width):
@@ -127,8 +125,7 @@ def recentred(picture: Tensor) -> Tensor:
 def filling(picture: Tensor, size: int, background: float) -> Tensor:
     """The object of an RGBA picture (H, W, 4) in the middle of a grey square, (size, size, 3), as MV-Adapter has it.
 
-    Its box, one pixel more at the top and left, fills 0.9 of the square; sizes and colours are cut, not rounded.
-    """
+    Its box, one pixel more at the top and left, fills 0.9 of the square; sizes and colours are cut, not rounded."""
     crop = _seen(picture, 1)
     height, width = crop.shape[:2]
     longest = size * FILLED
@@ -145,8 +142,7 @@ def filling(picture: Tensor, size: int, background: float) -> Tensor:
 def _seen(picture: Tensor, before: int = 0) -> Tensor:
     """The box of what is not transparent in a picture (H, W, 4), and so many pixels ``before`` it.
 
-    Raises InputError where there is none.
-    """
+    Raises InputError where there is none."""
     seen = picture[..., 3] > 0
     if not seen.any():
         found = "a reference picture that is wholly transparent"

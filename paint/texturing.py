@@ -221,8 +221,7 @@ def references_of(
     """The reference pictures as the pipeline wants them: in the middle of a square, and in even light.
 
     The PBR model takes them as they are: it was taught with shading, and finds the light itself. MV-Adapter paints the
-    light that they have, and has a square of its own.
-    """
+    light that they have, and has a square of its own."""
     if pipeline.family in ("paint_pbr", "mv_adapter"):
         return pictures
     centred = [recentred(picture) for picture in pictures]
@@ -235,8 +234,7 @@ def references_of(
 def saved_views(painted: Painted, folder: Path, place: str) -> Iterator[None]:
     """Save painted views as pictures in ``folder``, until the block, which bakes them, has succeeded.
 
-    A PackError of the block says where the pictures are: in ``place``, as the user knows the folder.
-    """
+    A PackError of the block says where the pictures are: in ``place``, as the user knows the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, pictures in (("view", painted.views), ("metallic_roughness", painted.metallic_roughness)):
@@ -270,8 +268,7 @@ def textured(
     """Make a texture from a mesh and pictures (H, W, 3 or 4), the front first: render, paint, bake and fill.
 
     An unusable mesh is refused before anything is painted. ``saving`` is around the bake, such as :func:`saved_views`,
-    whose pictures stay if that fails; ``enlarge`` makes pictures (V, S, S, 3) larger before it.
-    """
+    whose pictures stay if that fails; ``enlarge`` makes pictures (V, S, S, 3) larger before it."""
     progress = progress or Silent()
     device, adapter = pipeline.offloader.device, pipeline.family == "mv_adapter"
     with Checked(progress.check):

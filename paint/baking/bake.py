@@ -2,8 +2,7 @@
 
 *Gather* asks for each texel where the camera sees it, and leaves no holes (v2-1). *Scatter* spreads each pixel over
 four texels (v2-0). ``exact`` repeats the reference's faults, for comparison with it: gather off by half a pixel, texel
-corners in the place of centres, float noise taken for edges, and pixels near an edge thrown away.
-"""
+corners in the place of centres, float noise taken for edges, and pixels near an edge thrown away."""
 
 from __future__ import annotations
 
@@ -70,8 +69,7 @@ class Baked:
 def texels_of(surface: Surface, size: int, exact: bool = False) -> Texels:
     """Surface points at the texels of a texture of ``size`` (T): where faces share a texel, the lowest has it.
 
-    ``exact`` puts texel centres at u (T - 1), as the reference, instead of u T - 1/2, as renderers.
-    """
+    ``exact`` puts texel centres at u (T - 1), as the reference, instead of u T - 1/2, as renderers."""
     surface, uvs = surface.with_uvs()
     screen = F.pad(texel_places(uvs, size, exact), (0, 1))
     ids = face_ids(screen, surface.faces, size, size)
@@ -154,8 +152,7 @@ def gathered(
 @dataclass(frozen=True, eq=False)
 class _Sight:
     """Points seen by a view: its depth (H, W), the pixels to trust (H, W), those whose colour is that of one surface
-    (H, W), the cosine of each face (M,).
-    """
+    (H, W), the cosine of each face (M,)."""
 
     view: View
     depth: Tensor
@@ -175,8 +172,7 @@ class _Sight:
     def of(self, screen: Tensor, face: Tensor) -> tuple[Tensor, Tensor]:
         """(cosine, trust), each (P,): a point is seen if one of the pixels round it shows its depth or its face.
 
-        A face turned away counts if it is the one in front: there its winding is wrong, not its place.
-        """
+        A face turned away counts if it is the one in front: there its winding is wrong, not its place."""
         cosine = self.cosines[face]
         steep = (1 - cosine.square()).clamp(min=0).sqrt() / cosine.abs().clamp(min=MIN_COSINE)
         tolerance = DEPTH_TOLERANCE + steep * (self.view.ortho_scale / self.view.size)
@@ -201,8 +197,7 @@ class _Sight:
 def rim_cleaned(picture: Tensor, view: View) -> Tensor:
     """``picture`` (H, W, 3) with the mesh's own colours carried over its rim, where the background mixes in.
 
-    Two rings of pixels: as far as bilinear sampling of the mesh can reach.
-    """
+    Two rings of pixels: as far as bilinear sampling of the mesh can reach."""
     covered = (view.ids >= 0).to(picture.dtype)[None, None]
     clean = (F.interpolate(covered, picture.shape[:2], mode="area") > 0.999).to(picture.dtype)
     colours = picture.movedim(-1, 0)[None]
@@ -238,8 +233,7 @@ def scattered(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the result of :func:`gathered` with each pixel spread over the four texels round its place.
 
-    The sums are made in no fixed order on a GPU: their last digits may differ from run to run.
-    """
+    The sums are made in no fixed order on a GPU: their last digits may differ from run to run."""
     surface, uvs = surface.with_uvs()
     mixed = blended(view, picture.shape[0])
     picture = picture if exact else rim_cleaned(picture, view)
@@ -318,8 +312,7 @@ def trusted(view: View, exact: bool, size: int) -> Tensor:
     """(H, W) bool: covered pixels away from the mesh's rim and from depth edges, by two for each 512 of ``size``.
 
     ``exact`` finds edges as the reference, by Canny on depth scaled to its own range, which takes float noise for edges
-    where a view shows one flat face. Otherwise a step of depth is measured in units of the frame.
-    """
+    where a view shows one flat face. Otherwise a step of depth is measured in units of the frame."""
     covered = view.ids >= 0
     reach = int(MARGIN * size)
     if exact and view.depth.numel():
@@ -366,8 +359,7 @@ def depth_steps(view: View) -> Tensor:
 def canny(image: Tensor) -> Tensor:
     """(H, W) bool: Canny edges of an 8-bit picture (H, W), 3x3 Sobel, sum of absolute gradients.
 
-    Source: Canny 1986, in whole numbers with OpenCV's rounding, so that its result can be compared pixel for pixel.
-    """
+    Source: Canny 1986, in whole numbers with OpenCV's rounding, so that its result can be compared pixel for pixel."""
     padded = F.pad(image[None, None].to(torch.float32), (1, 1, 1, 1), mode="replicate")[0, 0]
     rows = padded[:-2] + 2 * padded[1:-1] + padded[2:]
     columns = padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]

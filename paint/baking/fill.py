@@ -60,8 +60,7 @@ def from_the_other_half(
     """``baked`` and, where nothing is painted, what the cameras saw of the other half of a mesh that is symmetric.
 
     Left and right only: what is alike in front and behind is seldom painted alike. Cameras that are one another's
-    mirror images, as the default ones, see nothing more, and leave ``baked`` as it is.
-    """
+    mirror images, as the default ones, see nothing more, and leave ``baked`` as it is."""
     known = {_direction(camera) for camera in table}
     images = [mirror_image(camera) for camera in table]
     fresh = [index for index, camera in enumerate(images) if _direction(camera) not in known and camera.weight]
@@ -98,8 +97,7 @@ def vertex_filled(
 ) -> tuple[Tensor, Tensor]:
     """Texture (T, T, 3) and what is painted (T, T) after colours have spread from vertex to vertex.
 
-    By default vertices that unwrapping split are one again, and whole faces are coloured, not single texels.
-    """
+    By default vertices that unwrapping split are one again, and whole faces are coloured, not single texels."""
     surface, uvs = surface.with_uvs()
     size, device = baked.texels.size, baked.texture.device
     place = (texel_places(uvs, size, exact) + 0.5).floor().long().clamp(0, size - 1)  # halves up, as C++ rounds them
@@ -132,8 +130,7 @@ def _spread(colours: Tensor, known: Tensor, places: Tensor, faces: Tensor) -> tu
     """Colours (N, 3) and which are known (N,) once no uncoloured vertex has a coloured neighbour.
 
     Each vertex not coloured at first takes the mean of its coloured neighbours, weighted by 1 / distance^2: ring by
-    ring inwards, then again until the hole is smooth.
-    """
+    ring inwards, then again until the hole is smooth."""
     ends = torch.cat((faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]]))
     ends = torch.cat((ends, ends.flip(1)))
     ends = ends[~known[ends[:, 0]]]  # only edges that lead to an uncoloured vertex can bring something
@@ -187,8 +184,7 @@ def _sweep_in_order(
 def pull_push(texture: Tensor, painted: Tensor) -> Tensor:
     """(H, W, 3) with every texel coloured: means of ever larger squares, the smallest that holds paint wins.
 
-    Painted texels stay bit for bit. Source: Gortler et al. 1996, The Lumigraph, section 3.4.
-    """
+    Painted texels stay bit for bit. Source: Gortler et al. 1996, The Lumigraph, section 3.4."""
     weight = painted[None, None].to(texture.dtype)
     level = texture.movedim(-1, 0)[None] * weight
     levels = [(level, weight)]

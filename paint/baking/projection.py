@@ -1,8 +1,7 @@
 """Reference pictures on a finished texture: where a picture shows the surface squarely, its own detail is put there.
 
 It fades out towards slanted surface, towards whatever hides it, and where its colours contradict the texture; what it
-does not show stays bit for bit.
-"""
+does not show stays bit for bit."""
 
 from __future__ import annotations
 
@@ -149,8 +148,7 @@ def compared(painted: Tensor, colours: Tensor, chosen: Tensor) -> tuple[Tensor, 
     """Agreement of the soft colours of a texture and of a picture, both (3, S, S), and the picture's less the
     texture's.
 
-    The agreement is (S, S) in 0..1; light of another colour or strength over the whole picture is no disagreement.
-    """
+    The agreement is (S, S) in 0..1; light of another colour or strength over the whole picture is no disagreement."""
     first, second = (softened(each, chosen[None].to(each.dtype)) for each in (painted, colours))
     off = torch.zeros_like(first[0])
     if bool(chosen.any()):
@@ -177,8 +175,7 @@ def cropped(picture: Tensor, name: str, most: int) -> tuple[Tensor, bool]:
     """(S, S, 4): the object in the middle of a square, at most ``most`` pixels wide, of a picture (H, W, 3 or 4); and
     whether there is background all round it.
 
-    One without alpha has a plain background. Raises InputError where nothing, or everything, is the object.
-    """
+    One without alpha has a plain background. Raises InputError where nothing, or everything, is the object."""
     if picture.shape[-1] == 3:
         edge = torch.cat((picture[0], picture[-1], picture[:, 0], picture[:, -1]))
         ground = edge.median(0).values

@@ -1,8 +1,7 @@
 """The views: orthographic cameras around the mesh, and the ids by which the model knows them.
 
 In the frame, glTF axes, the farthest vertex of the centred mesh is at 0.575. Azimuth 0 looks at the +Z face, 90 at the
-+X face; elevation 90 looks down.
-"""
++X face; elevation 90 looks down."""
 
 from __future__ import annotations
 
@@ -174,8 +173,7 @@ def views_for(family: str | None, cameras: CameraTable | None) -> CameraTable:
 def camera_ids(table: CameraTable, family: str = "paint") -> list[int]:
     """Camera ids of the multiview UNet, 0..43; raises InputError for an elevation that the model was not taught.
 
-    An azimuth between two steps of 30 degrees takes the lower, as the reference does: see :func:`camera_notes`.
-    """
+    An azimuth between two steps of 30 degrees takes the lower, as the reference does: see :func:`camera_notes`."""
     known = KNOWN_ELEVATIONS[family]
     if known is None:
         return [0] * len(table)

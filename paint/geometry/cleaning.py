@@ -23,8 +23,7 @@ class CleanSettings:
 def cleaned(mesh: Mesh, settings: CleanSettings = CleanSettings()) -> tuple[Mesh, tuple[str, ...]]:
     """The mesh without what ``settings`` name, and lines about what went; vertices that no face uses go too.
 
-    Raises InputError for an empty mesh, indices outside, a share out of range, or where nothing would be left.
-    """
+    Raises InputError for an empty mesh, indices outside, a share out of range, or where nothing would be left."""
     if not 0 <= settings.floaters <= 1:
         raise InputError(f"floaters {settings.floaters}", expected="a share from 0 to 1", fix=f"{FLOATERS} is usual.")
     checked_shapes(mesh)

@@ -1,7 +1,6 @@
 """Meshes as plain tensors: checked, put into the frame of the views, read and written through trimesh.
 
-UVs are those of glTF: u to the right, v down, (0, 0) the upper left corner of the picture.
-"""
+UVs are those of glTF: u to the right, v down, (0, 0) the upper left corner of the picture."""
 
 from __future__ import annotations
 
@@ -69,8 +68,7 @@ class Surface:
     def of(cls, mesh: Mesh, device: torch.device | str | None = None, frame: Frame = HUNYUAN) -> Surface:
         """``mesh`` checked and prepared on ``device``, or where it is, in the ``frame`` of a family.
 
-        Raises InputError where it is empty, not finite, names vertices outside, or has no face with an area.
-        """
+        Raises InputError where it is empty, not finite, names vertices outside, or has no face with an area."""
         checked_shapes(mesh)
         wrong = int((~torch.isfinite(mesh.vertices)).any(1).sum())
         if wrong:
@@ -202,8 +200,7 @@ class Beside:
     def place(self, name: str) -> Path:
         """The path of a file in the folder, or in one below it.
 
-        Raises ValueError where it is outside, also by a link, no plain file, or too large.
-        """
+        Raises ValueError where it is outside, also by a link, no plain file, or too large."""
         place = (self.folder / name.strip()).resolve()
         if not place.is_relative_to(self.folder) or not place.is_file() or place.stat().st_size > BESIDE_BYTES:
             raise ValueError(f"{name!r} is not a file in the mesh's own folder of at most {BESIDE_BYTES >> 30} GB")
@@ -279,8 +276,7 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
 
     Raises InputError for another format; CheckpointError where the file is missing, damaged, empty, or takes too much
     memory; MissingPackageError without trimesh. ``check`` is called after each chunk and between the reader's calls, in
-    this thread; it may raise to cancel.
-    """
+    this thread; it may raise to cancel."""
     if path.suffix.lower() not in FORMATS:
         raise InputError(f"mesh file {path.name!r}", expected=f"one of {', '.join(FORMATS)}", fix="Convert it.")
     if not path.is_file():
@@ -350,8 +346,7 @@ def with_small_textures(scene: Any, spare: int) -> bool:
     """True where the textures of ``scene`` would take more than ``spare`` bytes, and are small blank pictures now.
 
     Where several materials become one, trimesh decodes them all to pack them, and each node has its own copy: a file of
-    100 kB can take gigabytes.
-    """
+    100 kB can take gigabytes."""
     from PIL import Image
 
     named = [
@@ -374,8 +369,7 @@ def with_small_textures(scene: Any, spare: int) -> bool:
 def material_of(scene: Any, mesh: Any) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
     """Maps and factors of the one material that ``mesh`` has from those of ``scene``, and a line about what is lost.
 
-    A damaged picture is left out: the shape is what matters.
-    """
+    A damaged picture is left out: the shape is what matters."""
     given = [getattr(geometry.visual, "material", None) for geometry in scene.geometry.values()]
     material = getattr(getattr(mesh, "visual", None), "material", None)
     factors = {}
@@ -445,8 +439,7 @@ def glb_of(mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None
 def numbered(rows: Tensor) -> Tensor:
     """(N,) int64: the same number for equal rows of ``rows`` (N, K), bit for bit; 64 bits a value.
 
-    Column by column: sorting numbers is many times faster than sorting rows.
-    """
+    Column by column: sorting numbers is many times faster than sorting rows."""
     columns = rows.contiguous().view(torch.int64).unbind(1)
     numbers = columns[0].unique(return_inverse=True)[1]
     for column in columns[1:]:

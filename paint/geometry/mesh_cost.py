@@ -60,8 +60,7 @@ def cost_of(path: Path, size_of: Callable[[str], int], check: Check) -> int:
 def extras_of(path: Path) -> Mapping[str, Any]:
     """The texts in a GLB's ``asset.extras``; empty where there are none.
 
-    Raises CheckpointError for a file that is no GLB, or whose header takes too much memory.
-    """
+    Raises CheckpointError for a file that is no GLB, or whose header takes too much memory."""
     try:
         with reading(path):
             header = json_within(json_of(path), f"mesh file {path.name!r}")

@@ -1,8 +1,7 @@
 """The camera that took a picture of a mesh, found by the outline of the object, and by its colours where outlines tie.
 
 A pose maps the frame to the picture as a projective map of space: straight edges stay straight and depth stays linear
-on the screen, so the orthographic raster sees the mapped mesh as the camera saw the mesh.
-"""
+on the screen, so the orthographic raster sees the mapped mesh as the camera saw the mesh."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ class Pose:
 def posed_view(surface: Surface, pose: Pose, size: int) -> tuple[Surface, View, Fragments]:
     """The surface as the pose maps it, its raster of ``size`` pixels, and each covered pixel's place on ``surface``.
 
-    The orthographic :data:`FRONT` sees the mapped surface in (-0.5, 0.5), as the pose's camera saw the mesh.
-    """
+    The orthographic :data:`FRONT` sees the mapped surface in (-0.5, 0.5), as the pose's camera saw the mesh."""
     vertices = pose.placed(surface.vertices)
     a, b, c = (vertices[surface.faces[:, k]] for k in range(3))
     mapped = replace(surface, vertices=vertices, face_normals=F.normalize(torch.linalg.cross(b - a, c - a), dim=1))
@@ -233,8 +231,7 @@ class _PoseSearch:
     def refined(self, pose: Pose, given: bool, reaches: list[float], check: Callable[[], None]) -> Found:
         """``pose`` moved until the outlines lie on one another, by damped least squares.
 
-        Source: Chen and Medioni 1992, points to the nearest lines; Geman and McClure's weights against strays.
-        """
+        Source: Chen and Medioni 1992, points to the nearest lines; Geman and McClure's weights against strays."""
         start = pose.values()
         values, free = start.clone(), torch.ones(len(TYPICAL), dtype=torch.float64)
         free[:2] = 0 if given else 1
@@ -315,8 +312,7 @@ def adapted(painted: Tensor, colours: Tensor) -> Tensor:
 def outline_of(alpha: Tensor) -> tuple[Tensor, Tensor]:
     """Places at which ``alpha`` (S, S) crosses one half, and the directions out of the object, each (Q, 2) float64.
 
-    Both count right and up; places from the middle, in widths.
-    """
+    Both count right and up; places from the middle, in widths."""
     size = len(alpha)
     smooth = F.pad(alpha[None, None], (3, 3, 3, 3), mode="replicate")
     for _ in range(3):

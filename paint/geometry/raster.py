@@ -2,8 +2,7 @@
 
 A screen is a tensor (N, 3): column and row in pixels, centres at whole numbers, and a depth, smaller where nearer, of
 whose ties the lower face wins. Coordinates are snapped to 1/1024 pixel, so inside or outside is decided by exact whole
-numbers: no cracks between faces, and the same pixels covered on every device.
-"""
+numbers: no cracks between faces, and the same pixels covered on every device."""
 
 from __future__ import annotations
 
@@ -200,8 +199,7 @@ def _tile(t: _Triangles, owner: Tensor, offset: Tensor, size: tuple[int, int]) -
 def fragments(screen: Tensor, faces: Tensor, ids: Tensor) -> Fragments:
     """Pixels where ``ids`` (H, W) of :func:`face_ids` show a face, and the position inside it.
 
-    Weights are clamped to the face: snapping lets a pixel lie up to 1/2048 pixel outside.
-    """
+    Weights are clamped to the face: snapping lets a pixel lie up to 1/2048 pixel outside."""
     flat = ids.view(-1)
     pixel = (flat >= 0).nonzero()[:, 0]
     face = flat[pixel].to(torch.int64)

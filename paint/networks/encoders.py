@@ -39,8 +39,7 @@ def encoder(
 ) -> nn.Module:
     """An encoder of transformers, ``part`` of :data:`CLASSES`; ``convert`` gives its tensors the names of that library.
 
-    Raises CheckpointError where the weights are not those of the configuration.
-    """
+    Raises CheckpointError where the weights are not those of the configuration."""
     cls: Any = attribute("transformers", CLASSES[part])
     try:
         module = empty_encoder(cls, cls.config_class.from_dict(dict(config)), dtype)

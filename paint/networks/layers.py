@@ -1,7 +1,6 @@
 """Stable Diffusion 2's UNet in plain torch, with the attention kernel and the dtypes as settings.
 
-Submodules are named as in the published weights, and layers called as modules, so that any offloader may hold them.
-"""
+Submodules are named as in the published weights, and layers called as modules, so that any offloader may hold them."""
 
 from __future__ import annotations
 
@@ -111,8 +110,7 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """A stock transformer layer: attention to itself, to the text, feed-forward, each after its own norm.
 
-    ``normed`` and ``asked`` are the inputs of the attentions, ``fed`` what the feed-forward adds.
-    """
+    ``normed`` and ``asked`` are the inputs of the attentions, ``fed`` what the feed-forward adds."""
 
     def __init__(self, width: int, heads: int, text_width: int, dtypes: Dtypes) -> None:
         super().__init__()

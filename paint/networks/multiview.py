@@ -1,8 +1,7 @@
 """The paint UNet of v2-0 and turbo: a main stream over all views, and a stream over the reference pictures.
 
 The reference stream runs once, and layers of the same name in the main stream attend at every step to what its layers
-read. Its inputs never change, so this equals running it again, as upstream does.
-"""
+read. Its inputs never change, so this equals running it again, as upstream does."""
 
 from __future__ import annotations
 

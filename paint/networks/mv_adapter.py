@@ -1,8 +1,7 @@
 """MV-Adapter: attention between six views and to a reference picture on diffusers' UNet of Stable Diffusion XL or 2.1.
 
 The adapter adds two attentions to each self-attention; tensors have their published names, such as
-``...attn1.processor.to_q_mv.weight``. Source: huanngzh/MV-Adapter, Apache-2.0.
-"""
+``...attn1.processor.to_q_mv.weight``. Source: huanngzh/MV-Adapter, Apache-2.0."""
 
 from __future__ import annotations
 
@@ -89,8 +88,7 @@ class ViewAttention(nn.Module):
     def _between_views(self, seen: Tensor, heads: int) -> Tensor:
         """Each pixel attends to its row in the four views around, and to its column in front, back, top and bottom.
 
-        The front is mirrored in the columns: its right is the left of the other three.
-        """
+        The front is mirrored in the columns: its right is the left of the other three."""
         side = math.isqrt(seen.shape[1])
         maps = [  # (B, V, H, W, heads, D)
             layer(seen).unflatten(1, (side, side)).unflatten(0, (-1, VIEWS)).unflatten(-1, (heads, -1))
@@ -205,8 +203,7 @@ def set_kernel(unet: nn.Module, attend: Attend) -> None:
 def set_dtypes(module: nn.Module, dtypes: Dtypes) -> None:
     """Make the layers compute in one dtype around a residual stream in another, in which the norms compute.
 
-    The weights are in these dtypes already. Nothing changes where both are one.
-    """
+    The weights are in these dtypes already. Nothing changes where both are one."""
     if dtypes.compute is dtypes.residual:
         return
 

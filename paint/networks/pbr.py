@@ -1,7 +1,6 @@
 """The paint UNet of v2-1: two materials, albedo and metallic-roughness, positions as rotary angles, DINO tokens.
 
-Rows are ordered (b, material, view), albedo first.
-"""
+Rows are ordered (b, material, view), albedo first."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ class ReferenceAttention(MultiHeadAttention):
 
     Upstream concatenates the values of both materials before the heads are split, so a head holds values of one
     material alone, and splits each head's result in two; the weights were trained with it. Here one half is attended to
-    after the other, since fused kernels want values as wide as keys; each result is the same.
-    """
+    after the other, since fused kernels want values as wide as keys; each result is the same."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__(width, heads)
@@ -188,8 +186,7 @@ def cells(maps: Tensor, side: int) -> Tensor:  # (V, C, H / side, W / side, side
 def rotary_tables(voxels: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines (1, N, D), fp32, each value twice, for voxels (1, N, 3) and head width D, divisible by 8.
 
-    x and y get three eighths of the features each, z a quarter.
-    """
+    x and y get three eighths of the features each, z a quarter."""
     angles = []
     for axis, share in enumerate((3, 3, 2)):
         size = width * share // 8

@@ -1,8 +1,7 @@
 """A checkpoint of Stable Diffusion XL or 2.1 under a paint family: one file, a folder as diffusers saves it, or weights
 that the host program has loaded.
 
-Configurations of a single file are read off its shapes; diffusers' own converters give its tensors diffusers' names.
-"""
+Configurations of a single file are read off its shapes; diffusers' own converters give its tensors diffusers' names."""
 
 from __future__ import annotations
 

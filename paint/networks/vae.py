@@ -29,8 +29,7 @@ def autoencoder(config: Mapping[str, Any]) -> nn.Module:
 def filled(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -> nn.Module:
     """The module of a ``config.json`` with these tensors, old names and shapes among them.
 
-    Raises CheckpointError where they are not those of the configuration.
-    """
+    Raises CheckpointError where they are not those of the configuration."""
     with torch.device("meta"):
         module = autoencoder(config)
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}

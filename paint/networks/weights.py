@@ -37,8 +37,7 @@ class Weights:
         """The tensors ``names`` in ordinary host memory, floating ones in ``dtype_of(name)``.
 
         ``advance`` gets the file bytes just read, and may raise to cancel. Peak extra memory: 64 MiB, and for a pickle
-        one tensor more.
-        """
+        one tensor more."""
         if self.entries is None:
             return _copies(self.held or pickled_tensors(self.path).pop, names, dtype_of, advance)
         groups: dict[torch.dtype | None, dict[str, TensorEntry]] = {}
@@ -55,8 +54,7 @@ def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
     """The weights in a folder, or in a file of one of the kinds.
 
     Of a .bin and a .safetensors in one folder ``auto`` takes the .bin, as upstream's own loader does: those of turbo
-    are different trainings. Raises CheckpointError for missing or damaged weights, InputError for an unknown choice.
-    """
+    are different trainings. Raises CheckpointError for missing or damaged weights, InputError for an unknown choice."""
     require_choice("weights", choice, CHOICES)
     if place.is_file():
         return _pickle(place) if place.suffix == ".bin" else _safetensors([place])

@@ -45,8 +45,7 @@ def paint_six_views(
     """The six views, painted.
 
     Raises InputError for pictures, maps, cameras, words, latents or settings that do not fit together, or a result with
-    NaN; CheckpointError where there is no tokenizer.
-    """
+    NaN; CheckpointError where there is no tokenizer."""
     progress = progress or Silent()
     base = str(pipeline.configs["adapter"]["base"])
     settings = painting.completed(pipeline, settings, progress)

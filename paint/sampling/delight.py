@@ -109,8 +109,7 @@ def sampled(
     """Clean latents (1, 4, h, w), scaled, from those of the picture, which are not.
 
     Up to three rows are guided between: without the picture, with it, and with the prompt too, where a negative prompt
-    is in the first two. With an empty negative prompt the last two are one.
-    """
+    is in the first two. With an empty negative prompt the last two are one."""
     solver = solver_for(settings.scheduler, schedule_for(settings.spacing, settings.steps, zero_snr=False))
     draw, device = noises(condition.shape, settings.seed), pipeline.offloader.device
     unlit = [torch.zeros_like(condition)] * (run.rows > 1)
@@ -127,8 +126,7 @@ def sampled(
 def corrected(evened: Tensor, given: Tensor) -> Tensor:
     """``evened`` (H, W, 3) with mean and contrast of ``given`` (H, W, 3 or 4) where that is nearer to it, on white.
 
-    In fp64 between 8 bits, rounded before and cut after, as upstream.
-    """
+    In fp64 between 8 bits, rounded before and cut after, as upstream."""
     evened, given = ((picture.double() * 255).round() / 255 for picture in (evened, given))
     alpha = eroded(given[..., 3]) if given.shape[-1] == 4 else torch.ones_like(given[..., 0])
     solid, chosen, wanted = alpha > SOLID, evened, network_picture(given)

@@ -88,8 +88,7 @@ class Painted:
 def with_room(offloader: Offloader, part: str, step: Callable[[], torch.Tensor], progress: Any) -> torch.Tensor:
     """The result of ``step``, which calls ``part``; again with less of it on the device where memory ran out.
 
-    Raises another error, or one of memory when nothing is left to give up.
-    """
+    Raises another error, or one of memory when nothing is left to give up."""
     while True:
         try:
             return step()
@@ -109,8 +108,7 @@ def with_room(offloader: Offloader, part: str, step: Callable[[], torch.Tensor],
 def explained(what: str, device: object, fix: str) -> Iterator[None]:
     """Around a stage: an error that says that memory ran out, in whatever back end's words, says what to lower.
 
-    ``what`` was being done, such as ``painting views of 512 pixels``; ``fix`` is one sentence.
-    """
+    ``what`` was being done, such as ``painting views of 512 pixels``; ``fix`` is one sentence."""
     try:
         yield
     except Exception as error:
@@ -128,8 +126,7 @@ def stage(
 ) -> Iterator[Any]:
     """The module ``part`` on the device for a stage, which is measured and forecast and can be cancelled in each layer.
 
-    ``activations``: bytes at the peak of a forward.
-    """
+    ``activations``: bytes at the peak of a forward."""
     cost = stage_cost(pipeline, name, progress, **expected(pipeline, name, run))
     hold = pipeline.offloader.hold(part, forecast.asked(activations), progress)
     with cost, hold as module, checked_layers(module, progress.check):

@@ -1,7 +1,6 @@
 """Noise levels and the solvers that walk down them: Euler ancestral, Euler, LCM and UniPC, for velocity predictions.
 
-All arithmetic is fp32 on the CPU, where the few latents cost nothing: one seed gives one picture on every device.
-"""
+All arithmetic is fp32 on the CPU, where the few latents cost nothing: one seed gives one picture on every device."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ class NoiseSchedule:
 def sigma_table(zero_snr: bool, shift: float = 1.0) -> Tensor:
     """The noise level sqrt((1 - a) / a) of each training step, (1000,), float64.
 
-    ``shift`` multiplies the squared level of the last step, and those before it by less.
-    """
+    ``shift`` multiplies the squared level of the last step, and those before it by less."""
     first, last = (beta**0.5 for beta in BETAS)
     shares = torch.cumprod(1.0 - torch.linspace(first, last, TRAIN_STEPS, dtype=torch.float32) ** 2, dim=0)
     if zero_snr:  # in fp32, as upstream: the last levels are differences of nearly equal numbers
@@ -128,8 +126,7 @@ def _between(table: Tensor, time: float) -> float:
 class EulerAncestral:
     """Euler steps of data plus sigma times noise; with ``eta`` 0 plain ones, which draw no fresh noise.
 
-    In fp32, as diffusers: below a sigma of 4096 little is left of ``down``, and of its digits.
-    """
+    In fp32, as diffusers: below a sigma of 4096 little is left of ``down``, and of its digits."""
 
     def __init__(self, schedule: NoiseSchedule, eta: float = 1.0) -> None:
         self.schedule, self.eta = schedule, eta

@@ -237,8 +237,7 @@ def link_of(
     """Bytes per second to a device: as it was probed, as earlier runs copied, else what links of its width reach.
 
     0 for the host itself, and for a device that has its memory and of which no copy is known. Earlier runs copied from
-    memory that was not ``pinned``, which is slower; what is ``staged`` comes from there by way of pinned memory.
-    """
+    memory that was not ``pinned``, which is slower; what is ``staged`` comes from there by way of pinned memory."""
     device = indexed(facts.device)
     if device.type == HOST.type:
         return 0.0

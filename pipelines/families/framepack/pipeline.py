@@ -90,8 +90,7 @@ def encode_image(pipeline: Pipeline, request: base.ImageRequest, progress: Progr
     ``vision`` the states of the first of them. ``vision_last`` and the end image's ``vision_end`` are mixed.
 
     Source: colinurbs/FramePack-Studio f4369da ``video_base_generator.py``; the mix, which is computed and left unused
-    there: pftq/FramePack_with_Video_Input 65d3d91 ``demo_gradio_video+endframe.py``.
-    """
+    there: pftq/FramePack_with_Video_Input 65d3d91 ``demo_gradio_video+endframe.py``."""
     place = PLACES.get(request.frame)
     if place is None:
         found = f"an image at frame {request.frame} of FramePack"
@@ -169,8 +168,7 @@ def sample(
     Where it knows of the same video, sampling goes on after the last section that was finished.
 
     Source: diffusers ``HunyuanVideoFramepackPipeline.__call__``, equal to it in fp32; single-frame mode:
-    kohya-ss/musubi-tuner#267 with ``target_index`` at the window.
-    """
+    kohya-ss/musubi-tuner#267 with ``target_index`` at the window."""
     device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
     strength = _end_strength(image, framepack, progress)
     frames = 1 if image is None else image.tensors[START].shape[2]
@@ -233,8 +231,7 @@ def _velocity(pipeline: Pipeline, transformer: Any, call: Call, context: Mapping
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> Tensor:
     """Frames (F, H, W, 3) in 0..1: each section is decoded with its neighbour and blended into it, as upstream does.
 
-    Latents that say nothing of sections, or were cut since, are decoded all at once.
-    """
+    Latents that say nothing of sections, or were cut since, are decoded all at once."""
     lengths, window = list(latents.extra.get("section_lengths", ())), int(latents.extra.get("window", 0))
     inverted = latents.extra.get("order") != "vanilla"
     count = latents.samples.shape[2]

@@ -71,8 +71,7 @@ class Plan:
     def context(self, step: int, ended: bool = False) -> tuple[int, int, int, int]:
         """Latent frames that a section sees: of the start, of its neighbour at full scale, at half, and at quarter.
 
-        Source: with a clip colinurbs/FramePack-Studio f4369da, ``video_generator.py`` and ``video_f1_generator.py``.
-        """
+        Source: with a clip colinurbs/FramePack-Studio f4369da, ``video_generator.py`` and ``video_f1_generator.py``."""
         if not self.clip:
             return (1, *HISTORY)
         last = self.inverted and step == self.count - 1
@@ -84,8 +83,7 @@ class Plan:
     def indices(self, step: int, ended: bool = False) -> dict[str, Tensor]:
         """Positions in time, by the transformer's argument names; the start image is always at 0.
 
-        Source: FramePack's paper, figure 2 (c), for the inverted order; the gaps are those of the author's own code.
-        """
+        Source: FramePack's paper, figure 2 (c), for the inverted order; the gaps are those of the author's own code."""
         first, near, half, quarter = self.context(step, ended)
         if self.inverted:
             sizes: tuple[int, ...] = (first, self._gap(step) * self.window, self.window, near, half, quarter)
@@ -111,8 +109,7 @@ def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: boo
 
     ``variant`` decides the order ``auto``; ``start`` latent frames are of a clip where there are several. InputError
     where a setting is out of range, or the order cannot reach the end image of a video that is ``ended``. Source:
-    lllyasviel/FramePack 97fe5db ``demo_gradio.py``: ``max(round(seconds * 30 / (window * 4)), 1)``.
-    """
+    lllyasviel/FramePack 97fe5db ``demo_gradio.py``: ``max(round(seconds * 30 / (window * 4)), 1)``."""
     advice = "; the models were trained with 9"
     require_range("window", framepack.window, 1, LARGEST_WINDOW, "latent frames", advice=advice)
     require_choice("order", framepack.order, ORDERS, "Choose auto.")

@@ -1,8 +1,7 @@
 """HunyuanVideo: text to video, and image to video in all three published ways; SkyReels V1, which was trained from it.
 
 The picture is the first latent frame (``token_replace``), or beside the noise: with a mask (``latent_concat``, whose
-first 4 pixel frames are dropped, as upstream, from ``frames``) or alone (``picture_concat``, SkyReels).
-"""
+first 4 pixel frames are dropped, as upstream, from ``frames``) or alone (``picture_concat``, SkyReels)."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ IMAGE, BUCKET_SIDE = "image_latents", 960
 def defaults_for(pipeline: Pipeline) -> Defaults:
     """The family's defaults, with guidance 0 where the checkpoint takes none; SkyReels' own guidance and length.
 
-    Image to video gets 6 too, as in upstream's example for it; upstream's bare call would use 1.
-    """
+    Image to video gets 6 too, as in upstream's example for it; upstream's bare call would use 1."""
     defaults = SPEC.sizes.defaults
     if pipeline.variant == SKYREELS:
         defaults = replace(defaults, guidance=1.0, frames=97)
@@ -72,8 +70,7 @@ def encoder_task(config: Mapping[str, Any]) -> str:
 def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]:
     """Width and height in pixels that Tencent chooses for a picture of this shape; SkyReels has one for all.
 
-    Source: Tencent-Hunyuan/HunyuanVideo-I2V 1481c1d hyvideo/utils/data_utils.py, at 720p.
-    """
+    Source: Tencent-Hunyuan/HunyuanVideo-I2V 1481c1d hyvideo/utils/data_utils.py, at 720p."""
     from diffusers.pipelines.hunyuan_video1_5.image_processor import generate_crop_size_list
 
     if image_condition(pipeline.configs["transformer"]) == PICTURE_CONCAT:
@@ -88,8 +85,7 @@ def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """Llama states and pooled CLIP vectors of both texts; with image to video the encoder also looks at the picture.
 
-    InputError: image to video without one. CheckpointError: the text encoder of the other task.
-    """
+    InputError: image to video without one. CheckpointError: the text encoder of the other task."""
     looks = "vision_config" in pipeline.configs["text_encoder"]
     if looks != (encoder_task(pipeline.configs["transformer"]) == "image"):
         raise CheckpointError(
@@ -191,8 +187,7 @@ def _sight(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:
     """The picture for the prompt, and a black one for the negative prompt.
 
     The negative prompt keeps as many picture states as the prompt: upstream's own call forgets it, and gives that of a
-    token-replace model every second state where the model was trained with every fourth.
-    """
+    token-replace model every second state where the model was trained with every fourth."""
     from PIL import Image
 
     if request.image is None:

@@ -55,8 +55,7 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
 def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]:
     """Width and height in pixels that Tencent chooses for a picture of this shape; diffusers never one that is wider.
 
-    Source: Tencent-Hunyuan/HunyuanVideo-1.5 60783e7 hyvideo/utils/data_utils.py.
-    """
+    Source: Tencent-Hunyuan/HunyuanVideo-1.5 60783e7 hyvideo/utils/data_utils.py."""
     from diffusers.pipelines.hunyuan_video1_5.image_processor import generate_crop_size_list
 
     target = int(pipeline.configs["transformer"].get("target_size", 640))
@@ -82,8 +81,7 @@ text_forwards = qwen_forwards
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
     """``image_embeds`` (1, 729, 1152) and ``image_latents`` (1, 32, 1, H / 16, W / 16) of the first frame.
 
-    InputError: no image encoder and no states in its place, or states of another encoder.
-    """
+    InputError: no image encoder and no states in its place, or states of another encoder."""
     if request.frames.shape[0] > 1:
         progress.notify(f"the first of {request.frames.shape[0]} images is used: {SPEC.title} starts from one")
     frames = request.frames[:1]
@@ -108,8 +106,7 @@ def sample(
     """Latents (1, 32, T, H / 16, W / 16) in core's space.
 
     Source: diffusers ``HunyuanVideo15Pipeline.__call__`` and its image-to-video twin; equal to them in fp32, but for
-    rounding: padding and the attention mask that hides it are left out.
-    """
+    rounding: padding and the attention mask that hides it are left out."""
     device, scale = pipeline.offloader.device_of("transformer"), float(pipeline.configs["vae"]["scaling_factor"])
     dtype, generator = pipeline.precision.residual, generator_for(settings.seed)
     settings = _guided_as_saved(pipeline, settings, progress)

@@ -1,8 +1,7 @@
 """Latents of HunyuanVideo 1.5 at the size of 720p or 1080p, which its super-resolution then samples anew.
 
 Source: Tencent-Hunyuan/HunyuanVideo-1.5 60783e7 ``hunyuan_video_sr_pipeline.py`` and ``modules/upsample.py``; single
-files as ComfyUI 0.33 ``LatentUpscaleModelLoader`` takes them, in the same names. Neither network changes a size.
-"""
+files as ComfyUI 0.33 ``LatentUpscaleModelLoader`` takes them, in the same names. Neither network changes a size."""
 
 from __future__ import annotations
 

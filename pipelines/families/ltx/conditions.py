@@ -130,8 +130,7 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
     """A picture (one frame) or a clip (8n + 1 frames) at frame ``frame``, beside those of ``previous``.
 
     Kept are mean and log variance: the draw is made when the video is sampled, by its seed and in upstream's order, so
-    another seed encodes nothing again. InputError: a place off the grid, or a ``previous`` of another VAE.
-    """
+    another seed encodes nothing again. InputError: a place off the grid, or a ``previous`` of another VAE."""
     frames = _on_grid(request, progress)
     known, anchors = ({}, ()) if request.previous is None else (request.previous.tensors, request.previous.anchors)
     encoded = encoded_moments(pipeline, frames, progress, ProgressStage("encoding", "image"))
@@ -256,8 +255,7 @@ def with_controls(
     Each has the place of the frames that it controls, whatever its size, the share 1 - strength of noise, and of each
     step. Where a picture stands at the video's start (``pictured``), the first latent of a control there is left out.
 
-    Source: Lightricks/ComfyUI-LTXVideo ``iclora.py``; ComfyUI 0.33 ``comfy_extras/nodes_lt.py`` ``LTXVAddGuide``.
-    """
+    Source: Lightricks/ComfyUI-LTXVideo ``iclora.py``; ComfyUI 0.33 ``comfy_extras/nodes_lt.py`` ``LTXVAddGuide``."""
     from diffusers import LTXConditionPipeline as Upstream
 
     mean, std = image.tensors[MEAN], image.tensors[STD]

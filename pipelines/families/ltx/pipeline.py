@@ -1,8 +1,7 @@
 """LTX-Video: text to video; images and clips at chosen frames with strength; video to video.
 
 ``LTXPipeline`` for a folder of it (0.9.0, 0.9.1), with a start image ``LTXImageToVideoPipeline``; else, and for other
-images and clips, ``LTXConditionPipeline``. Recipes are Lightricks' own: ``RECIPES`` in ``spec.py``.
-"""
+images and clips, ``LTXConditionPipeline``. Recipes are Lightricks' own: ``RECIPES`` in ``spec.py``."""
 
 from __future__ import annotations
 
@@ -103,8 +102,7 @@ def settings_in(evidence: Evidence) -> dict[str, dict[str, Any]]:
 def vae_settings_in(evidence: Evidence, place: Path) -> dict[str, str]:
     """Padding of rows and columns by the VAE at ``place``; empty if its file names none, which means zeros.
 
-    Source: Lightricks/LTX-Video, ``CausalVideoAutoencoder.from_config``.
-    """
+    Source: Lightricks/LTX-Video, ``CausalVideoAutoencoder.from_config``."""
     mode = evidence.config.get(SPATIAL_PADDING, evidence.note("config", "vae", SPATIAL_PADDING))
     if mode is None:
         return {}
@@ -119,8 +117,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
     ``LTXPipeline`` pads without a mask; only the demo model was trained so.
 
-    Source: Lightricks/LTX-Video 5260738 ``encode_prompt``.
-    """
+    Source: Lightricks/LTX-Video 5260738 ``encode_prompt``."""
     from diffusers import LTXConditionPipeline, LTXPipeline
 
     if not pipeline.is_demo and len(request.text.split()) < ENHANCED_WORDS:
@@ -159,8 +156,7 @@ def sample(
     A picture wins over ``settings.latents`` and its noise mask where both want the same frames.
 
     Source: diffusers ``LTXPipeline``, ``LTXImageToVideoPipeline`` and ``LTXConditionPipeline``; equal to them in fp32,
-    but for the noise on pictures, which Lightricks' configurations have for every version.
-    """
+    but for the noise on pictures, which Lightricks' configurations have for every version."""
     from diffusers import LTXPipeline
 
     device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
@@ -247,8 +243,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
     after it the noise that 0.9.1's layers draw.
 
     The noise goes onto the latents as they are sampled, as in Lightricks' own code; diffusers puts it onto those that
-    its VAE takes, whose channels are scaled.
-    """
+    its VAE takes, whose channels are scaled."""
     from diffusers import LTXLatentUpsamplePipeline, LTXPipeline
 
     generator = generator_for(latents.seed, latents.extra.get("generator_state"))
@@ -277,8 +272,7 @@ class LtxGuidance:
     """Guidance by the prompt, and away from a prediction in which some blocks do not attend (STG), by noise ``levels``.
 
     Source: Lightricks/LTX-Video, ``LTXVideoPipeline.__call__``; Hyung et al., Spatiotemporal Skip Guidance for Enhanced
-    Video Diffusion Sampling (2024); Fan et al., CFG-Zero* (2025), for the projection of ``star``.
-    """
+    Video Diffusion Sampling (2024); Fan et al., CFG-Zero* (2025), for the projection of ``star``."""
 
     settings: SampleSettings
     levels: Sequence[float]
@@ -330,8 +324,7 @@ def _within(recipe: Recipe, count: int) -> Recipe:
 def _without_attention(transformer: nn.Module, blocks: Sequence[int]) -> Iterator[None]:
     """``transformer`` whose ``blocks`` take each video token's own value in place of attention.
 
-    Compiled graphs hold the attention: they run uncompiled meanwhile.
-    """
+    Compiled graphs hold the attention: they run uncompiled meanwhile."""
     if not blocks:
         yield
         return

@@ -1,8 +1,7 @@
 """Latents of LTX-Video at twice the width and height, for the second pass of a recipe, or at twice the frame rate.
 
 Source: Lightricks/LTX-Video ``LTXMultiScalePipeline``; ComfyUI 0.33 ``comfy_extras/nodes_lt_upsampler.py``, where the
-temporal one has no second pass and its channels stay.
-"""
+temporal one has no second pass and its channels stay."""
 
 from __future__ import annotations
 
