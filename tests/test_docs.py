@@ -128,12 +128,21 @@ def error_texts() -> list[tuple[str, str]]:
     """Where each error is made, and what it found, with ``…`` for what differs."""
     texts = []
     for source, tree in sources():
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            if isinstance(call.func, ast.Name) and call.func.id in ERRORS and call.args:
-                found = call.args[0].body if isinstance(call.args[0], ast.IfExp) else call.args[0]
+        named: dict[str, ast.expr] = {}  # values by the names that they were given last
+        for node in sorted((each for each in ast.walk(tree) if hasattr(each, "lineno")), key=lambda each: each.lineno):
+            if isinstance(node, ast.Assign):
+                target, value = node.targets[0], node.value
+                several = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+                pairs = zip(target.elts, value.elts, strict=True) if several else [(target, value)]
+                named |= {ast.unparse(name): each for name, each in pairs}
+            elif (
+                isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ERRORS and node.args
+            ):
+                found = named.get(ast.unparse(node.args[0]), node.args[0])
+                found = found.body if isinstance(found, ast.IfExp) else found
                 parts = found.values if isinstance(found, ast.JoinedStr) else [found]
                 text = "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
-                texts.append((f"{source}:{call.lineno}", text))
+                texts.append((f"{source}:{node.lineno}", text))
     return texts
 
 

@@ -6,8 +6,7 @@ NAME is a row of ``LOOPS`` below, with the repository, commit and licence of its
 for loops that bring a picture to size by it: transformers would use it too where it is installed.
 
 The publisher's own code is run for text, picture, sampling and decoding, on the CPU in fp32; nothing of it is kept but
-the frames. Random numbers are drawn in our order, since a loop's own draws depend on its device.
-"""
+the frames. Random numbers are drawn in our order, since a loop's own draws depend on its device."""
 
 import argparse
 import ast
@@ -553,8 +552,7 @@ def hunyuan_15(name: str, kind: str = "", end: str = "", start: str = "480p") ->
 def skyreels(name: str) -> Callable[[], torch.Tensor]:
     """Skywork's pipeline with what ``video_generate.py`` gives it: 97 frames, 30 steps, cfg 6, tiles.
 
-    It decodes in windows of 64 frames, as Tencent does and we; without the line that says so it has 16.
-    """
+    It decodes in windows of 64 frames, as Tencent does and we; without the line that says so it has 16."""
 
     def run() -> torch.Tensor:
         from diffusers import HunyuanVideoTransformer3DModel
@@ -591,8 +589,7 @@ def skyreels(name: str) -> Callable[[], torch.Tensor]:
 def mochi() -> torch.Tensor:
     """``MochiSingleGPUPipeline`` as ``demos/api_example.py`` calls it, decoded whole, at the frames of our default.
 
-    Run without assertions (``PYTHONOPTIMIZE=1``), which hold the published widths.
-    """
+    Run without assertions (``PYTHONOPTIMIZE=1``), which hold the published widths."""
     from contextlib import nullcontext
 
     pipe = tiny.one_shot("mochi", FOLDER)
@@ -645,8 +642,7 @@ def attention_of_masked(qkv: torch.Tensor, valid: torch.Tensor, **_: Any) -> tor
 def fast_mochi() -> torch.Tensor:
     """``sample_t2v_mochi.py`` of FastVideo as its ``inference_mochi_hf.sh`` calls it.
 
-    It decodes with Genmo's decoder, as we do; FastVideo takes diffusers', which drops other frames.
-    """
+    It decodes with Genmo's decoder, as we do; FastVideo takes diffusers', which drops other frames."""
     pipe, folder = tiny.one_shot("mochi", FOLDER), FOLDER / "mochi" / "transformer"
     flash = SimpleNamespace(flash_attn_no_pad=attention_of_masked)
     silu = SimpleNamespace(apply=lambda gate, states: torch.nn.functional.silu(gate) * states)

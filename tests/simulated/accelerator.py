@@ -20,8 +20,7 @@ process of their own. Tests take the simulated one so:
         if reason := accelerator.reason():
             pytest.skip(reason)
         with accelerator.fresh() as device:
-            yield device
-"""
+            yield device"""
 
 import contextlib
 import ctypes
@@ -58,8 +57,7 @@ class Memory:
 class Traffic:
     """Copies since the last reset: from host to device, from device to host (`.item()` is one), from other devices.
 
-    Bytes are those of the copy's target, as on hardware: a copy that also casts does so before the bytes travel.
-    """
+    Bytes are those of the copy's target, as on hardware: a copy that also casts does so before the bytes travel."""
 
     to_device_bytes: int
     to_device_copies: int
@@ -130,8 +128,7 @@ def load(cache: Path = library.DEFAULT_CACHE) -> torch.device:
 def fresh() -> Iterator[torch.device]:
     """Plugs the devices in for a block and lends the first.
 
-    Limits, hooks, counters, seeds and the current device are as new before and after; tensors that live on are kept.
-    """
+    Limits, hooks, counters, seeds and the current device are as new before and after; tensors that live on are kept."""
     global _plugged_in
     device = load()
     _renew()
@@ -268,8 +265,7 @@ def zeroed_copies(dtype: torch.dtype, to_host: bool = True, to_device: bool = Fa
     A copy that also casts counts where either end has the dtype, and `.item()` is a copy. Integers arrive.
 
     Yields:
-        How many copies were zeroed so far.
-    """
+        How many copies were zeroed so far."""
     kinds = {torch.bfloat16: 1, torch.float16: 2}[dtype] | 4 * to_host | 8 * to_device
     library = _loaded()
     library.acc_zeroed_copies.restype = ctypes.c_int64
@@ -290,8 +286,7 @@ def take_waits() -> list[tuple[int, int]]:
 def host_bytes() -> int:
     """Bytes of host memory that tensors hold, each storage once; where memory is shared they are the device's too.
 
-    Views of mapped files count as well, although the system may take their pages back.
-    """
+    Views of mapped files count as well, although the system may take their pages back."""
     storages = {}
     for thing in gc.get_objects():
         if not isinstance(thing, torch.Tensor) or isinstance(thing, FakeTensor):
