@@ -119,7 +119,8 @@ def json_within(text: str | bytes, subject: str, **options: Any) -> Any:
 def json_file(path: Path) -> Any:
     """The value in a JSON file; raises as :func:`json_within`, and OSError where it cannot be read."""
     with path.open("rb") as file:
-        return json_within(file.read(JSON_BYTES + 1).decode("utf-8"), repr(str(path)))
+        size = min(path.stat().st_size, JSON_BYTES)  # read() asks for room for as much as it may read
+        return json_within(file.read(size + 1).decode("utf-8"), repr(str(path)))
 
 
 def csv_file(path: Path) -> list[dict[str, str]]:

@@ -17,7 +17,7 @@ from anygpu.compat.checkpoints.headers import entries_and_notes
 from anygpu.compat.checkpoints.latents import read_record, write_record
 from anygpu.compat.checkpoints.quantised import with_scales
 from anygpu.compat.checkpoints.weights import read_json, read_tensors, weight_files, write_tensors
-from anygpu.compat.errors import CheckpointError, PackError, json_within
+from anygpu.compat.errors import CheckpointError, PackError, json_file, json_within
 from anygpu.compat.repairs import FP32, Repair, RepairStore
 from anygpu.pipelines import movie, stages
 from anygpu.pipelines.base import Prompt, PromptRequest, Silent
@@ -262,6 +262,16 @@ def test_no_reader_of_json_is_ended_by_its_depth() -> None:
 
 def _reads_json(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func) in ("json.loads", "json.load")
+
+
+def test_a_small_file_asks_for_little_memory(tmp_path):
+    (tmp_path / "config.json").write_text('{"a": 1}', encoding="utf-8")
+    tracemalloc.start()
+    try:
+        assert json_file(tmp_path / "config.json") == {"a": 1}
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("read", [lambda path: entries_and_notes(path), lambda path: read_json(path, "settings")])
