@@ -92,17 +92,21 @@ class ModelPrecision:
 
     rows: Mapping[Dtypes, Precision] = field(default_factory=dict)  # dtypes of a common row to its own
     half_text: bool = False  # upstream runs its text encoders in fp16, which a T5 cannot
+    half_vae: bool = False  # upstream decodes in fp16
     half_unet: bool = False  # a UNet with 2-D convolutions, in fp16 with its encoders upstream
 
 
 _TEXT = "its text encoders run in fp16 upstream too"
 _HALF = "its text encoders and VAE run in fp16 upstream too"  # VAE: diffusers#11112, FramePack's demo_gradio.py
+_VAE = "its VAE runs in fp16 upstream too"  # Tencent-Hunyuan/HunyuanVideo-1.5, hunyuan_video_pipeline.py: vae_dtype
 PLAIN = ModelPrecision()
 _HALF_TEXT = {
     (FP16, FP32, FP32): replace(_safe(FP16, f"{_OLD}; {_HALF}"), vae=FP16, conv=FP16),
     (BF16, FP32, FP32): Precision(BF16, FP16, FP32, f"{_MAC}; {_TEXT}"),
 }
-HALF_TEXT = ModelPrecision(_HALF_TEXT, half_text=True)  # Llama and CLIP
+HALF_TEXT = ModelPrecision(_HALF_TEXT, half_text=True, half_vae=True)  # Llama and CLIP
+_HALF_VAE = replace(_safe(FP32, f"{_OLD}; {_VAE}"), vae=FP16, conv=FP16)
+HALF_VAE = ModelPrecision({(FP16, FP32, FP32): _HALF_VAE}, half_vae=True)
 # Tencent-Hunyuan/Hunyuan3D-2, hy3dgen/texgen: every network is loaded with torch_dtype float16; CLIP and DINOv2 too
 _PAINT = Precision(FP16, FP16, FP16, "the published code runs this model in fp16 throughout")
 PAINT = ModelPrecision({ALL_BF16: _PAINT}, half_unet=True)
@@ -219,7 +223,8 @@ def _automatic(model: ModelPrecision, row: Precision, able: Abilities) -> Precis
     if row.vae is not FP32:
         ability = able.vae(NAMES[row.vae])
         if _refused(ability):
-            row, why = replace(row, vae=FP32, conv=FP32), f"{why}; VAE in fp32{_cause(ability, causes)}"
+            vae = FP16 if model.half_vae and not _refused(able.vae("fp16")) else FP32
+            row, why = replace(row, vae=vae), f"{why}; VAE in {NAMES[vae]}{_cause(ability, causes)}"
     return replace(row, why=why, conv=_conv_dtype(row.vae, able))
 
 

@@ -13,6 +13,7 @@ from simulated import profiles
 
 CPU = facts_for("cpu")
 ARCHES = sorted(PRECISION)
+HALF_VAES = ("hunyuan_video", "framepack", "hunyuan_video_15")  # diffusers#11112; Tencent's own pipeline of 1.5
 
 
 @pytest.mark.parametrize("arch", ARCHES)
@@ -50,15 +51,21 @@ def test_before_sm80_auto_is_fp16_safe_and_never_computes_in_bf16(family):
     assert chosen.choice == "fp16-safe"
     parts = (chosen.transformer, chosen.compute, chosen.residual, chosen.text, chosen.vae, chosen.conv, chosen.latents)
     assert torch.bfloat16 not in parts
-    published_in_fp16 = family.id in ("hunyuan_video", "framepack")  # diffusers#11112
-    assert (chosen.vae, chosen.conv) == ((FP16, FP16) if published_in_fp16 else (FP32, FP32))
+    assert {chosen.vae, chosen.conv} == ({FP16} if family.id in HALF_VAES else {FP32})
     assert (chosen.compute, chosen.residual, chosen.latents) == (FP16, FP32, FP32)
 
 
-@pytest.mark.parametrize("family", ["hunyuan_video", "framepack"])
-def test_a_vae_that_is_published_in_fp16_stays_fp32_where_fp16_convolutions_give_nan(family):
-    chosen = precision_for(FAMILIES[family].rewrites.precision, profiles.facts_of("gtx16xx"))
-    assert (chosen.vae, chosen.conv) == (FP32, FP32)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_vae_that_its_publisher_runs_in_fp16_does_where_bf16_cannot_and_fp16_convolutions_are_right(family):
+    model, half = family.rewrites.precision, {FP16} if family.id in HALF_VAES else {FP32}
+    for name, arch in (("RX 6800", "gfx1030"), ("RX 5700 XT", "gfx1010"), ("RX 7900 XTX", "gfx1100")):
+        card = replace(profiles.facts_of("gfx1201"), name=f"AMD Radeon {name}", arch=arch)
+        assert {precision_for(model, card).vae, precision_for(model, card).conv} == half, name
+        chosen = precision_for(model, card, "auto", told(matmul__bf16=WRONG, groupnorm__bf16=WRONG, conv2d__fp16=WRONG))
+        assert {chosen.vae, chosen.conv} == {FP32}, name
+    volta = replace(profiles.facts_of("turing"), name="Tesla V100-SXM2-16GB", arch="sm70")
+    assert {precision_for(model, volta).vae} == half
+    assert {precision_for(model, profiles.facts_of("gtx16xx")).vae} == {FP32}
 
 
 def test_an_explicit_choice_is_kept():

@@ -13,9 +13,11 @@ from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.transfer import transfer_for
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, Silent
+from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
+from anygpu.pipelines.sizes import Size
 from anygpu.pipelines.vae import fallback as vae
 from anygpu.pipelines.vae import plan as vae_plan
 from anygpu.pipelines.vae.plan import DecodeRequest
@@ -232,6 +234,30 @@ def test_a_chosen_precision_gives_an_error_instead(tiny_folder, recorded):
         with pytest.raises(UnsupportedError, match=told):
             stages.decode(pipeline, latents_for(pipeline), progress)
         assert not progress.said
+
+
+@pytest.mark.parametrize("name", ["hunyuan_video", "hunyuan_video_15", pytest.param("framepack", marks=FULL)])
+def test_auto_decodes_in_fp16_on_a_turing_in_half_of_the_memory_and_again_in_fp32_what_overflows(
+    tiny_folder, reference, recorded, name
+):
+    model, *others = (tiny.build(each, tiny_folder) for each in FOLDERS[name])
+    base, encoder = others or (None, None)
+    with profiles.on("turing") as machine:
+        pipeline, wide = (
+            load(LoadRequest(model, base, encoder, precision=choice, offload="model", device=machine.facts))
+            for choice in ("auto", "fp32")
+        )
+        latents, progress = latents_for(pipeline, side=128), recorded()
+        frames, expected = (stages.decode(each, latents, progress) for each in (pipeline, wide))
+        assert pipeline.precision.vae is torch.float16 and distance(frames, expected) < BF16_WEIGHTS / 8
+        assert not [text for text in progress.said if "again" in text]
+        peaks = [forecast(each, Size(704, 480, 33)).stages[-1].activations for each in (pipeline, wide)]
+        assert peaks[0] == pytest.approx(peaks[1] / 2, rel=0.15)
+        first = next(m for m in pipeline.parts["vae"].decoder.modules() if isinstance(m, torch.nn.Conv3d))
+        first.weight.data *= 3e5 / float(first.weight.abs().max())  # its results, not its weights, leave fp16's range
+        frames = stages.decode(pipeline, latents, progress)
+    assert "gave NaN or infinite values: again whole in fp32" in progress.said[-1]
+    assert bool(frames.isfinite().all()) and float(frames.std()) > 0.01
 
 
 # ---- missing kernels and NaN -----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ....compat.device.precision import HALF_VAE
 from ....compat.ranks import SplitPlan
 from ... import family
 from ...keys import layouts_beside
@@ -58,6 +59,7 @@ SPEC = family.FamilySpec(
     ),
     recipes=family.Recipes(effective=family.GUIDED | {"guidance_rescale", "template", "vision", "prepare"}),
     rewrites=family.Rewrites(
+        precision=HALF_VAE,
         causal_decoder=True,
         published_blocks=((BLOCK, 54, False),),
         published_vae_fusion_points=35,
