@@ -44,21 +44,28 @@ REPAIR = (
 SAMPLING = ("frames", "steps", "seed", "fps", "guidance", "cfg", "shift", "scheduler", "denoise")  # flags
 
 
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+
+
 class Printed:
     """Progress as tqdm's bar, which is silent where stderr is not a terminal; a cancel is Ctrl+C."""
 
     def __init__(self) -> None:
         self._bar: Any = None
+        self._left: Any = None
         self._stage = ""
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Callable[[], Any] | None = None) -> None:
         from tqdm import tqdm
 
+        from .compat.memory.statistics import TimeLeft
+
         if self._bar is None or stage.name != self._stage:
             self.close()
-            self._bar, self._stage = tqdm(total=total, initial=max(0, done - 1), disable=None), stage.name
+            self._bar, self._stage, self._left = tqdm(total=total, disable=None, bar_format=BAR), stage.name, TimeLeft()
         self._bar.total = total
         self._bar.set_description(str(stage), refresh=False)
+        self._bar.set_postfix_str(self._left.after(time.monotonic(), done, total).removeprefix(", "), refresh=False)
         self._bar.update(done - self._bar.n)
         if done >= total:
             self.close()

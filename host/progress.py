@@ -7,7 +7,6 @@ import logging
 import math
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from server import PromptServer
 from ..compat.decision import CHOSEN, Decision
 from ..compat.device.execution import to_host
 from ..compat.errors import InputError
-from ..compat.memory.statistics import time_left
+from ..compat.memory.statistics import TimeLeft
 from ..pipelines.base import Preview, ProgressStage
 from ..pipelines.latents import recovery
 from ..pipelines.latents.recovery import Sampled
@@ -43,7 +42,6 @@ BREAK = "  \n"  # a line break on the canvas, and in Nodes 2.0, which takes the 
 # Names come from files. What older frontends' canvas reads as HTML and Nodes 2.0 as Markdown is written with marks that
 # look alike: newer frontends show an entity as it stands.
 LIKE = str.maketrans("&<>[]*`~|\\", "＆‹›()∗'∼¦/")
-RECENT = 10  # the share of the steps, from the last one back, whose pace the rest is taken to keep
 PACED = ("sampling", "painting")  # stages whose steps are the model's own
 PREVIEW_SIZE = 768
 
@@ -104,7 +102,7 @@ class NodeProgress:
         self._bar: Any = None
         self._stage, self._texted = "", 0.0
         self._begun: dict[str, tuple[float, int]] = {}  # when, and at which step: of one that is gone on with, a later
-        self._recent: dict[str, deque[tuple[float, int]]] = {}  # the same of the last steps: the load may change
+        self._recent: dict[str, TimeLeft] = {}
         self._paced = ""
         self._previewer: Any = None
         self._previewer_known = False
@@ -119,9 +117,8 @@ class NodeProgress:
         (began, first), moment = self._begun[name], time.monotonic()
         if name in PACED:
             self._paced = f"{(moment - began) / (done - first):.2g} s per step" if done > first else ""
-        recent = self._recent.setdefault(name, deque(maxlen=1 + max(2, total // RECENT)))
-        recent.append((moment, done))
-        left = "" if stage.counted else time_left(moment - recent[0][0], done, total, recent[0][1])
+        told = self._recent.setdefault(name, TimeLeft()).after(moment, done, total)
+        left = "" if stage.counted and name not in PACED else told
         now = text if stage.counted else f"{text} {done}/{total}"
         self._run.at(now, left)
         self._bar.update_absolute(done, total, None if preview is None else self._picture(preview))

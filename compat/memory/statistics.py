@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from .parts import ProgressStage
 FILE = "memory.json"
 KEPT = 60  # stages, the newest last
 WORTH_SHOWING = 0.1  # seconds of a step, from which on its pace is shown
+LATEST, LAST, PERIOD = 0.1, 0.25, 9  # shares of the steps: since a change, at most; steps among which skips come around
+CHANGED = 1.2  # times as long as each step before, or as short: another load
 WORTH_TELLING = 5.0  # seconds of a stage, from which on it is shown beside its forecast
 GIGABYTE, MEGABYTE = 1e9, 1e6
 
@@ -212,15 +215,31 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.2g} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def time_left(seconds: float, done: int, total: int, first: int = 1) -> str:
-    """Seconds per step and what is left, such as ``, 4.1 s each, about 70 s left``; empty before a second step.
-    ``seconds`` are since step ``first`` of this run, which also loads and tunes, has ended."""
-    steps = done - first
-    if steps < 1 or seconds < WORTH_SHOWING * steps:
-        return ""
-    each = seconds / steps
-    left = f", about {duration((total - done) * each)} left" if done < total else ""
-    return f", {each:.1f} s each{left}"
+class TimeLeft:
+    """Time left of a stage by its last steps, among which those that a cache skips come around; after a change of load,
+    from which on all are slower, or all quicker, than those before, by the steps since."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[float, int]] = []  # when the last steps ended, and their numbers
+
+    def after(self, moment: float, done: int, total: int) -> str:
+        """Seconds per step and what is left, such as ``, 4.1 s each, about 70 s left``, once step ``done`` has ended at
+        ``moment``, in seconds of any clock; empty for a first step, which also loads and tunes."""
+        if self.ends and done <= self.ends[-1][1]:  # begun anew
+            self.ends.clear()
+        self.ends = [*self.ends, (moment, done)][-1 - max(PERIOD, int(LAST * total)) :]
+        spent = [after - before for (before, _), (after, _) in pairwise(self.ends)]
+        changes = (since for since in range(len(spent) - max(2, int(LATEST * total)), 0, -1) if _other(spent, since))
+        began, first = self.ends[next(changes, 0)]
+        each = (moment - began) / max(1, done - first)
+        left = f", about {duration((total - done) * each)} left" if done < total else ""
+        return f", {each:.1f} s each{left}" if each >= WORTH_SHOWING else ""
+
+
+def _other(spent: list[float], since: int) -> bool:
+    """Tell whether the steps from ``since`` on are all slower, or all quicker, than those before."""
+    before, after = spent[:since], spent[since:]
+    return min(after) > CHANGED * max(before) or CHANGED * max(after) < min(before)
 
 
 def amount_of(count: float) -> str:

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from anygpu import cli
 from anygpu.compat.device.work import Pace
-from anygpu.compat.memory.statistics import StageNeed, time_left
+from anygpu.compat.memory.statistics import StageNeed, TimeLeft
 from anygpu.pipelines.forecast import counts, times
 from anygpu.pipelines.forecast import seconds as forecast
 from anygpu.pipelines.forecast.memory import Forecast
@@ -67,17 +68,63 @@ def test_comfyui_moves_the_weights_on_a_cpu_too_and_the_minutes_are_known(monkey
     assert list(times.times_of(pipeline, 60, ["none", "model", "comfyui"])) == ["none", "comfyui"]
 
 
+def told(*ends: tuple[float, int], total: int) -> str:
+    left = TimeLeft()
+    return [left.after(*end, total) for end in ends][-1]
+
+
 def test_time_left_from_the_second_step_on():
-    assert time_left(0.0, 1, 20) == ""
-    assert time_left(4.0, 2, 20) == ", 4.0 s each, about 72 s left"
-    assert time_left(12.0, 4, 34) == ", 4.0 s each, about 2 min left"
-    assert time_left(8.0, 3, 3) == ", 4.0 s each"
-    assert time_left(0.1, 3, 20) == "", "too quick to read"
+    assert told((9.0, 1), total=20) == told((9.0, 31), total=50) == "", "of an earlier run's steps nothing is known"
+    assert told((9.0, 1), (13.0, 2), total=20) == ", 4.0 s each, about 72 s left"
+    assert told((9.0, 1), (13.0, 2), (21.0, 4), total=34) == ", 4.0 s each, about 2 min left"
+    assert told((9.0, 31), (13.0, 32), (17.0, 33), total=50) == ", 4.0 s each, about 68 s left"
+    assert told((9.0, 2), (13.0, 3), total=3) == ", 4.0 s each"
+    assert told((9.0, 1), (9.1, 3), total=20) == "", "too quick to read"
 
 
-def test_steps_of_an_earlier_run_took_no_time_of_this_one():
-    assert time_left(0.0, 31, 50, first=31) == ""
-    assert time_left(8.0, 33, 50, first=31) == ", 4.0 s each, about 68 s left"
+def cached(row: str) -> Any:
+    """Seconds of a step whose blocks a cache computes where ``row``, again and again, has a 1."""
+    return lambda step, _: 4.0 if step < 2 or row[step % len(row)] == "1" else 0.4
+
+
+def lasting(*changes: tuple[float, float]) -> Any:
+    """Seconds of a step as another load has them from a share of the steps on."""
+    return lambda step, count: next(seconds for share, seconds in reversed(changes) if step >= int(share * count))
+
+
+SKIPPED = {"every third": "100", "every fourth": "1000", "irregular": "1001010000100100"}
+LOADS = {  # seconds of a step, the shares of the steps after which they change for long, and steps that do not count
+    "even, after loading": (lambda step, _: 90.0 if step == 0 else 4.0, (), 1),
+    "even, after two that compile": (lambda step, _: 90.0 if step < 2 else 4.0, (), 2),
+    "doubles": (lasting((0, 4.0), (0.5, 8.0)), (0.5,), 0),
+    "halves": (lasting((0, 8.0), (0.5, 4.0)), (0.5,), 0),
+    "comes and goes": (lasting((0, 4.0), (1 / 3, 12.0), (2 / 3, 4.0)), (1 / 3, 2 / 3), 0),
+    "comes and goes each fifth": (lasting(*((n / 5, 4.0 + n % 2 * 4) for n in range(5))), (0.2, 0.4, 0.6, 0.8), 0),
+    "every other step": (lambda step, _: 4.0 + 8.0 * (step % 2), None, 0),
+    "two steps of five": (lambda step, _: 4.0 + 4.0 * (step % 5 < 2), None, 0),
+    **{f"a cache computes {name}": (cached(row), None, 10) for name, row in SKIPPED.items()},
+}
+
+
+@pytest.mark.parametrize("count", [8, 20, 30, 50, 64])
+@pytest.mark.parametrize("load", LOADS)
+def test_what_is_left_is_the_run_s_own_after_a_tenth_of_its_steps(load, count):
+    """Within 25 %, or the longest step where steps are few or unlike; a change is known a tenth of the steps later."""
+    (seconds_of, changes, first), pace, now = LOADS[load], TimeLeft(), 0.0
+    tenth, longest = max(2, count // 10), max(seconds_of(step, count) for step in range(2, count))
+    assert not pace.after(-400.0, 7, count) + pace.after(-300.0, 1, count), "a run that then began anew"
+    for done in range(1, count + 1):
+        now += seconds_of(done - 1, count)
+        text = pace.after(now, done, count)
+        known = [0 <= done - int(share * count) < tenth for share in changes or ()]
+        if done <= first + tenth or done == count or any(known):
+            continue
+        rest = [seconds_of(done - 1 if changes is not None else step, count) for step in range(done, count)]
+        number, unit = text.split("about ")[1].split()[:2]
+        said, left = float(number) * {"s": 1, "min": 60}[unit], sum(rest)
+        assert abs(said - left) <= 0.25 * left + longest * (changes is None or count <= 20) + 0.5, (
+            f"{said} s of {left} s after {done}"
+        )
 
 
 def test_a_plan_says_minutes_and_runs_nothing(tiny_folder, tmp_path, capsys):
