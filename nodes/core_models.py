@@ -66,8 +66,6 @@ class FitAll(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return fit_schema(
             node_id="AnyGPUFit",
-            display_name="AnyGPU Fit",
-            search_aliases=["fp16", "black frames", "nan", "rtx 20", "turing", "v100", "slow", "older gpu", "out of memory"],
             inputs=[
                 io.Model.Input("model", optional=True),
                 io.Vae.Input("vae", optional=True),
@@ -117,8 +115,6 @@ class FitModel(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return fit_schema(
             node_id="AnyGPUFitModel",
-            display_name="AnyGPU Fit Model",
-            search_aliases=["fp16", "black frames", "nan", "rtx 20", "turing", "v100", "slow", "older gpu", "precision"],
             inputs=[
                 io.Model.Input("model"),
                 io.Combo.Input("precision", options=list(PRECISIONS), default=AUTO, tooltip=PRECISION),
@@ -146,8 +142,6 @@ class FitVAE(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return fit_schema(
             node_id="AnyGPUFitVAE",
-            display_name="AnyGPU Fit VAE",
-            search_aliases=["black frames", "nan", "vae decode", "out of memory", "oom", "rescue", "conv3d"],
             inputs=[
                 io.Vae.Input("vae"),
                 io.Combo.Input("precision", options=list(core_vae.VAE_PRECISIONS), default=AUTO),
@@ -167,9 +161,7 @@ class FitCLIP(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return fit_schema(
             node_id="AnyGPUFitCLIP",
-            display_name="AnyGPU Fit CLIP",
             is_dev_only=True,  # AnyGPU Fit takes a CLIP alone too
-            search_aliases=["text encoder", "t5", "gemma", "qwen", "llama", "fp16", "slow"],
             inputs=[
                 io.Clip.Input("clip"),
                 io.Combo.Input("precision", options=list(core_clip.CLIP_PRECISIONS), default=AUTO),

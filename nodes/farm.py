@@ -46,9 +46,7 @@ class QueueJobs(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return farm_schema(
             node_id="AnyGPUQueueJobs",
-            display_name="AnyGPU Queue Jobs",
             is_dev_only=NO_RAY,
-            search_aliases=["batch", "queue many", "render farm", "cluster", "seeds", "prompts"],
             inputs=[
                 folder_input(),
                 io.String.Input("name", default="jobs"),
@@ -121,9 +119,7 @@ class Collect(Uncached):
     def define_schema(cls) -> io.Schema:
         return farm_schema(
             node_id="AnyGPUCollect",
-            display_name="AnyGPU Collect",
             is_dev_only=True,
-            search_aliases=["fetch results", "render farm", "cluster", "batch results"],
             inputs=[
                 folder_input(),
                 io.String.Input("name", default=""),
@@ -147,9 +143,7 @@ class Farm(Uncached):
     def define_schema(cls) -> io.Schema:
         return farm_schema(
             node_id="AnyGPUFarm",
-            display_name="AnyGPU Farm",
             is_dev_only=NO_RAY,
-            search_aliases=["ray", "render farm", "cluster", "multi gpu", "distributed"],
             inputs=[
                 Jobs.Input("jobs"),
                 io.String.Input("address", default="auto"),

@@ -48,9 +48,7 @@ class SaveLatent(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return files_schema(
             node_id="AnyGPUSaveLatent",
-            display_name="AnyGPU Save Latent",
             is_dev_only=True,
-            search_aliases=["export latent", "save latents", "safetensors"],
             inputs=[
                 io.Latent.Input("latent"),
                 prefix_input("latents/AnyGPU"),
@@ -79,9 +77,7 @@ class LoadLatent(Listed):
     def define_schema(cls) -> io.Schema:
         return files_schema(
             node_id="AnyGPULoadLatent",
-            display_name="AnyGPU Load Latent",
             is_dev_only=True,
-            search_aliases=["import latent", "load latents", "musubi"],
             inputs=[
                 file_input("latent"),
                 io.Combo.Input("dtype", options=list(latent_store.DTYPES), default="float32", optional=True, advanced=True),
@@ -103,8 +99,6 @@ class RecoverLatents(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return files_schema(
             node_id="AnyGPURecoverLatents",
-            display_name="AnyGPU Recover Latents",
-            search_aliases=["recover", "restore latents", "crash", "lost video"],
             inputs=[
                 io.Combo.Input("kept", options=recovery.choices(), default=recovery.NEWEST),
                 Pipeline.Input("pipeline", optional=True),
@@ -128,9 +122,7 @@ class SavePrompt(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return files_schema(
             node_id="AnyGPUSavePrompt",
-            display_name="AnyGPU Save Prompt",
             is_dev_only=True,
-            search_aliases=["save embeddings", "save conditioning", "text encoder"],
             inputs=[
                 Prompt.Input("prompt"),
                 prefix_input("prompts/AnyGPU"),
@@ -155,9 +147,7 @@ class LoadPrompt(Listed):
     def define_schema(cls) -> io.Schema:
         return files_schema(
             node_id="AnyGPULoadPrompt",
-            display_name="AnyGPU Load Prompt",
             is_dev_only=True,
-            search_aliases=["load embeddings", "load conditioning", "musubi", "text encoder"],
             inputs=[
                 file_input("prompt"),
             ],
@@ -177,9 +167,7 @@ class SaveMusubiCache(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return files_schema(
             node_id="AnyGPUSaveMusubiCache",
-            display_name="AnyGPU Save Musubi Cache",
             is_dev_only=True,
-            search_aliases=["musubi", "training cache", "cache latents"],
             inputs=[
                 io.String.Input("name", default="musubi/clip_01"),
                 io.Latent.Input("latent", optional=True),
@@ -244,9 +232,7 @@ class Replay(Listed):
     def define_schema(cls) -> io.Schema:
         return files_schema(
             node_id="AnyGPUReplay",
-            display_name="AnyGPU Replay",
             is_dev_only=True,
-            search_aliases=["reproduce", "receipt", "same video again", "metadata", "repeat"],
             inputs=[
                 io.Combo.Input("file", options=saved.choices(saved.SIGNED)),
             ],
