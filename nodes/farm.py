@@ -144,10 +144,7 @@ class Farm(Uncached):
         return farm_schema(
             node_id="AnyGPUFarm",
             is_dev_only=NO_RAY,
-            inputs=[
-                Jobs.Input("jobs"),
-                io.String.Input("address", default="auto"),
-            ],
+            inputs=[Jobs.Input("jobs"), io.String.Input("address", default="auto")],
             outputs=result_outputs(),
         )
 

@@ -123,10 +123,7 @@ class SavePrompt(io.ComfyNode):
         return files_schema(
             node_id="AnyGPUSavePrompt",
             is_dev_only=True,
-            inputs=[
-                Prompt.Input("prompt"),
-                prefix_input("prompts/AnyGPU"),
-            ],
+            inputs=[Prompt.Input("prompt"), prefix_input("prompts/AnyGPU")],
             outputs=[Prompt.Output(display_name="prompt")],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
             is_output_node=True,
@@ -148,9 +145,7 @@ class LoadPrompt(Listed):
         return files_schema(
             node_id="AnyGPULoadPrompt",
             is_dev_only=True,
-            inputs=[
-                file_input("prompt"),
-            ],
+            inputs=[file_input("prompt")],
             outputs=[Prompt.Output(display_name="prompt")],
         )
 
@@ -233,9 +228,7 @@ class Replay(Listed):
         return files_schema(
             node_id="AnyGPUReplay",
             is_dev_only=True,
-            inputs=[
-                io.Combo.Input("file", options=saved.choices(saved.SIGNED)),
-            ],
+            inputs=[io.Combo.Input("file", options=saved.choices(saved.SIGNED))],
             outputs=[
                 io.Latent.Output(display_name="latent"),
                 io.Video.Output(display_name="video"),
