@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .compat.memory.parts import ProgressStage
     from .pipelines.jobs import Rendered
 
-STATE = "~/.cache/anygpu"
+STATE, BAR = "~/.cache/anygpu", "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 JOB_BYTES = 1_000_000
 ANYWHERE = frozenset(  # flags of a render that say where it runs and what becomes of it, not what it is
     ("command", "run", "job", "save_job", "output", "state", "device", "search", "profile", "repair", "recover", "plan")
@@ -42,9 +42,6 @@ REPAIR = (
     "forget drops what was kept for this model"
 )
 SAMPLING = ("frames", "steps", "seed", "fps", "guidance", "cfg", "shift", "scheduler", "denoise")  # flags
-
-
-BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 class Printed:

@@ -88,8 +88,7 @@ def machine(again: bool = False) -> dict[str, Any]:
 
 
 def last_costs(began: float) -> list[dict[str, Any]]:
-    costs = [cost for cost in saved_stages(folders.state_folder()) if cost.ended > began]
-    return [{**asdict(cost), "ratio": cost.ratio if cost.moved_bytes else 1.0} for cost in costs]
+    return [asdict(cost) for cost in saved_stages(folders.state_folder()) if cost.ended > began]
 
 
 def last_changes() -> dict[str, Any] | None:
