@@ -107,6 +107,24 @@ def test_what_fits_stays_and_the_rest_is_copied_in_each_forward(acc, blocks, kep
     assert times.elapsed <= 1.05 * max(times.computing, copying)
 
 
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 0.97, 1.2])
+@pytest.mark.parametrize("widths", [[600] * 20 + [250] * 40, [300] * 48, [50 + 37 * n % 850 for n in range(40)]])
+def test_blocks_of_unlike_sizes_fill_what_fits(acc, widths, share):
+    """As HunyuanVideo's two kinds of blocks: what is left beside activations and two groups, less 5 %."""
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, width), nn.Linear(width, 8)) for width in widths)
+    model, beside = nn.ModuleDict({"blocks": blocks}), 4096
+    sizes = [sum(weight.nbytes for weight in block.parameters()) for block in blocks]
+    options = OffloadOptions(host_weights=HostWeights({"transformer": PINNED}))
+    room = int(2 * max(sizes) + beside + share * sum(sizes))
+    options = replace(options, keep_free_bytes=standalone.free_bytes(acc) - room)
+    offloader = StandaloneOffloader(Parts({"transformer": lambda _: model}), acc, "group", options)
+    with offloader.hold("transformer", beside) as module:
+        stays = sum(group.total_bytes for group in hooks_on(module)._stays)
+    wanted = min(1.0, share) * sum(sizes)
+    assert wanted - ROUNDING * sum(sizes) <= stays <= wanted
+    offloader.release("transformer")
+
+
 def test_a_run_of_blocks_that_stay_would_leave_the_link_idle(acc, monkeypatch):
     """The same bytes as a prefix: half of the forward copies nothing."""
     spread, _, _ = run(acc, 22)
