@@ -286,6 +286,35 @@ def test_minutes_are_told_once_a_run_has_timed_the_device(pack, tiny_folder):
     assert [*told["forecasts"][0]["seconds"]] == ["text", "sampling", "decoding"]
 
 
+def test_advice_names_the_widget_that_makes_it_and_follows_what_nodes_on_the_way_change(pack, tiny_folder):
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
+    state = Path(importlib.import_module("anygpu.host.folders").state_folder())
+    for heads in (64, 128):
+        name = f"rates of float32 values, heads of {heads}"
+        probe_results_of(facts_for("cpu"), state).remember(name, lambda: asdict(Pace(1e6, 1e6, 1e6, 1e6, 0.0)))
+
+    def told(between: str = "X", inputs: dict[str, Any] = {}, frames: Any = 97) -> tuple[list[Any], float]:  # noqa: B006
+        body = graph_of()
+        sizes = {"width": 64, "height": 64, "frames": frames}
+        body["prompt"]["9"] = {"class_type": between, "inputs": {"pipeline": ["7", 0], **inputs}}
+        body["prompt"]["10"] = {"class_type": "AnyGPUSample", "inputs": {"pipeline": ["9", 0], **sizes}}
+        (found,) = pack.ask("POST", "/anygpu/graph", json=body)[1]["forecasts"]
+        lines = [(each["node"], each["input"], each["value"]) for each in found["advice"]]
+        absent = [each["text"].endswith("; no widget of this graph sets it") for each in found["advice"]]
+        assert absent == [not node for node, _, _ in lines]
+        return lines, found["seconds"]["sampling"]
+
+    cache, plain = {"preset": "balanced", "kind": "auto", "threshold": 0.1, "interval": 3}, told()
+    assert plain[0] == [("", "", None)], "a step cache, which this graph has not"
+    lines, seconds = told("AnyGPUStepCache", cache | {"preset": "off"})
+    assert lines == [("9", "preset", "balanced")] and seconds == plain[1]
+    lines, seconds = told("AnyGPUStepCache", cache)
+    assert lines == [("10", "frames", 49)] and seconds == pytest.approx(0.6 * plain[1], rel=0.01)
+    assert told("AnyGPUStepCache", cache, ["8", 0])[0] == [("", "", None)], "a linked widget"
+    named = {"lora": "ltxv-2b-0.9.8-distilled-lora.safetensors", "strength": 1.0}
+    assert told("AnyGPULoRA", named)[1] < 0.25 * plain[1] == 0.25 * told("AnyGPULoRA", named | {"strength": 0.0})[1]
+
+
 def test_a_pipeline_composed_of_files_is_told_like_one_of_a_folder(pack, tiny_folder):
     models = pack.home / "models"
     files = layouts.whole_set("ltx", tiny_folder, models)
@@ -489,7 +518,7 @@ def test_what_does_not_fit_whole_is_told_by_what_comes_of_it(pack, room, peak, w
     for form, fits in (("", whole), ("in tiles", in_tiles)):
         most, least = (StageNeed("decoding", 0, 0, total, form) for total in (1000, 100))
         told = forecasting._stage(most, least, room)
-        assert told == {"stage": "decoding", "peak": peak, "least": 100, "free": room, "fits": fits, "form": form}
+        assert told == {"stage": "decoding", "peak": peak, "least": 100, "whole": 1000, "free": room, "fits": fits}
 
 
 def test_weights_that_come_ahead_count_in_the_peak_and_not_in_the_least(pack):

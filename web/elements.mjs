@@ -41,17 +41,29 @@ export function table(columns, rows) {
   return rows.length > 0 && make("table", {}, make("thead", {}, head), make("tbody", {}, body));
 }
 
+export const button = (name, onclick, more) => make("button", { type: "button", class: "anygpu-button", onclick, ...more }, name);
+
+/** A button that acts, and a line under it that says what happened. */
+export function acting(name, act) {
+  const told = make("p", { role: "status", class: "anygpu-why" });
+  const element = button(name, async () => {
+    element.disabled = true;
+    told.textContent = (await act().catch((error) => error.message)) ?? "";
+    element.disabled = false;
+  });
+  return make("div", {}, element, told);
+}
+
 /** A button, named `name`, that copies a text and confirms it. */
 export function copyButton(text, name = "Copy") {
-  const button = make("button", { type: "button", class: "anygpu-button" }, name);
-  button.addEventListener("click", async () => {
+  const element = button(name, async () => {
     try {
       await navigator.clipboard.writeText(text);
-      button.textContent = "Copied";
+      element.textContent = "Copied";
     } catch {
-      button.textContent = "Select the text and copy it";
+      element.textContent = "Select the text and copy it";
     }
-    setTimeout(() => (button.textContent = name), 2000);
+    setTimeout(() => (element.textContent = name), 2000);
   });
-  return button;
+  return element;
 }

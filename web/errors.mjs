@@ -1,6 +1,6 @@
 // The notice for one error.
 import { ask } from "./ask.mjs";
-import { copyButton, make, style } from "./elements.mjs";
+import { button, copyButton, make, style } from "./elements.mjs";
 import { jumpTo, nodeOf, run, titleOf } from "./jump.mjs";
 import { isOpen, workflowOf } from "./runs.js";
 
@@ -23,8 +23,7 @@ export async function noticeOf({ exception_message: message = "", exception_type
   const title = here ? titleOf(id) : window.LiteGraph.registered_node_types[kind]?.title ?? kind;
   const row = (name, text) => text && [make("dt", {}, name), make("dd", {}, text)];
   const close = make("button", { type: "button", class: "anygpu-close", "aria-label": "Close", onclick: dismiss }, "×");
-  const jump = here && make("button", { type: "button", class: "anygpu-button anygpu-main" }, `Go to ${title}`);
-  if (jump) jump.onclick = () => jumpTo(id) || (jump.textContent = "This node no longer exists");
+  const jump = here && button(`Go to ${title}`, () => jumpTo(id) || (jump.textContent = "This node no longer exists"), { class: "anygpu-button anygpu-main" });
   const heading = MEMORY.test(type) ? "Out of memory" : "Stopped";
   closeOther();
   return make(
@@ -39,6 +38,6 @@ export async function noticeOf({ exception_message: message = "", exception_type
       row("Expected", expected),
       row(MEMORY.test(type) ? "Lower" : "Do", fix),
     ),
-    make("footer", {}, press && make("button", { class: "anygpu-button", onclick: () => run(it) }, press), jump, copyButton(message.trim()), make("a", { href: HELP, target: "_blank", rel: "noopener" }, "Troubleshooting")),
+    make("footer", {}, press && button(press, () => run(it)), jump, copyButton(message.trim()), make("a", { href: HELP, target: "_blank", rel: "noopener" }, "Troubleshooting")),
   );
 }

@@ -23,10 +23,10 @@ async function offer(node) {
   const model = node.widgets?.find(({ name }) => name === "model");
   const chosen = () => offers[model.value] ?? (text && Object.values(offers)[0]); // the smallest comes first
   if (!model || node.anygpuOffer || !chosen()) return node.anygpuOffer?.();
-  const { copyButton, make, style } = await import("./elements.mjs");
+  const { button: made, copyButton, make, style } = await import("./elements.mjs");
   if (node.anygpuOffer) return; // loaded meanwhile
   style();
-  const button = make("button", { type: "button", class: "anygpu-button" });
+  const button = made("");
   node.anygpuOffer = () => {
     button.hidden = !chosen() || (offers[model.value] && model.options.values?.includes?.(model.value));
     button.textContent = `Download ${chosen()?.title}…`;

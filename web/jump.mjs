@@ -1,6 +1,8 @@
 // Finds the node on the canvas for an execution id, through subgraphs.
 import { app } from "../../scripts/app.js";
 
+const OUTSIDE = -10; // what hands inputs into a subgraph
+
 /** The nodes on the path to an execution id such as "12" or "3:12", the node itself last; none where it is not there. */
 export function nodeOf(id) {
   let graph = app.rootGraph ?? app.graph;
@@ -18,6 +20,23 @@ export function nodeOf(id) {
 export function run({ node, input, value }) {
   for (const { widgets } of app.graph.findNodesByType(node)) widgets.find(w => w.name === input).value = value;
   app.queuePrompt(0);
+}
+
+/** Set an input of a node, or of the subgraph that hands it on; what else is linked is shown. */
+export function set(id, name, value) {
+  const path = nodeOf(id);
+  let node = path.pop();
+  for (let link; (link = node?.graph.getLink(node.inputs?.find(({ widget }) => widget?.name === name)?.link)); ) {
+    if (Number(link.origin_id) !== OUTSIDE) return jumpTo(id);
+    node = path.pop();
+    name = node?.inputs[link.origin_slot]?.widget?.name;
+  }
+  const widget = node?.widgets?.find((each) => each.name === name);
+  if (!widget) return jumpTo(id);
+  node.graph.beforeChange();
+  widget.setValue(value, { node, canvas: app.canvas });
+  node.graph.afterChange();
+  app.canvas.setDirty(true, true);
 }
 
 /** The title of a node on the canvas. */

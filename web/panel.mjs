@@ -3,8 +3,8 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { ask } from "./ask.mjs";
 import { changeList } from "./changes.mjs";
-import { bytes, copyButton, make, seconds, style, table } from "./elements.mjs";
-import { jumpTo, titleOf } from "./jump.mjs";
+import { acting, button, bytes, copyButton, make, seconds, style, table } from "./elements.mjs";
+import { jumpTo, set, titleOf } from "./jump.mjs";
 import { offer, pauseButton, pausedCards } from "./paused.mjs";
 import { isOpen } from "./runs.js";
 import { shareMachine } from "./share.mjs";
@@ -70,8 +70,12 @@ function section({ heading, lines }) {
   return make("details", {}, make("summary", {}, heading), make("dl", {}, rows));
 }
 
-function goButton(id, text) {
-  return make("button", { type: "button", class: "anygpu-button", onclick: () => jumpTo(id) }, text ?? titleOf(id));
+const goButton = (id) => button(titleOf(id), () => jumpTo(id));
+
+/** A line of advice, with a button where a widget is what it changes. */
+function adviceLine({ text, node, input, value }) {
+  const apply = node && button("Apply", () => set(node, input, value), { title: `${input} = ${value}: ${titleOf(node)}` });
+  return make("p", { class: "anygpu-why" }, text, " ", apply || null);
 }
 
 function three({ found, expected, fix }) {
@@ -107,7 +111,7 @@ function follow(node, { done, status, left = "" }) {
 }
 
 /** The verdict on one run: a line, a bar per stage, and what the words mean. */
-function runForecast({ node, found, stages = [], headline, verdict, error }) {
+function runForecast({ node, found, stages = [], headline, verdict, advice = [], error }) {
   const dot = make("span", { class: `anygpu-dot anygpu-${error ? "red" : LIGHT[worstOf(stages)] ?? "grey"}`, "aria-hidden": "true" });
   const rows = stages.map(({ stage, peak, least, free, fits }) => [stage, bytes(peak), bytes(least), bytes(free), fits]);
   const line = make("b", {}, headline);
@@ -115,6 +119,7 @@ function runForecast({ node, found, stages = [], headline, verdict, error }) {
   return [
     error ? three(error) : make("p", { class: "anygpu-verdict" }, dot, line),
     bars(stages),
+    advice.map(adviceLine),
     stages.length > 0 &&
       folded(
         `numbers ${node}`,
@@ -173,21 +178,11 @@ function costTable(costs, planned) {
 
 const hide = (event) => event.target.remove(); // a family without rough colours has no picture
 
-function latentCard(entry, recovered) {
-  const button = make("button", { type: "button", class: "anygpu-button" }, "Recover");
-  const told = make("p", { role: "status", class: "anygpu-why" });
-  button.addEventListener("click", async () => {
-    button.disabled = true;
-    try {
-      told.textContent = recovered(await ask("/latents/recover", { id: entry.id }));
-    } catch (error) {
-      told.textContent = error.message;
-    }
-    button.disabled = false;
-  });
+function latentCard(entry) {
+  const recover = acting("Recover", async () => placeLoader(await ask("/latents/recover", { id: entry.id })));
   const prompt = entry.prompt && make("details", {}, make("summary", {}, "Prompt"), make("p", {}, entry.prompt));
   const picture = entry.picture && make("img", { src: api.apiURL(entry.picture), alt: `Rough preview of ${entry.title}`, loading: "lazy", onerror: hide });
-  return make("article", { class: "anygpu-kept" }, picture, make("div", {}, make("h3", {}, entry.title), make("p", {}, entry.text), prompt, button, told));
+  return make("article", { class: "anygpu-kept" }, picture, make("div", {}, make("h3", {}, entry.title), make("p", {}, entry.text), prompt, recover));
 }
 
 /** Add a node that loads the recovered latents to the canvas; returns the message to show. */
@@ -219,11 +214,16 @@ export function open(element) {
   };
   const memory = make("div", {});
   const notice = make("div", {});
-  const told = make("p", { role: "status", class: "anygpu-why" });
   const sharing = shareMachine();
   const pause = pauseButton();
   offer(pause, false);
-  const again = make("button", { type: "button", class: "anygpu-button" }, "Run the probes again");
+  const again = acting("Run the probes again", async () => {
+    again.lastChild.textContent = "Running the probes takes a few seconds.";
+    const found = await ask("/probes", {});
+    if (alive) showMachine(found);
+    await refreshGraph();
+    return "All probes have run.";
+  });
   let last = { prompt: "", nodes: {} };
   let forecasts = [];
   let families = []; // of the models in the graph
@@ -233,7 +233,7 @@ export function open(element) {
 
   const showMachine = (found) => {
     memory.replaceChildren(...meters(found.memory).filter(Boolean));
-    again.textContent = found.asked ? "Run the probes again" : "Run the probes";
+    again.firstChild.textContent = found.asked ? "Run the probes again" : "Run the probes";
     const missing = Object.entries(found.limits).map(([name, each]) => `${name}: ${Object.keys(each).join(", ")}`);
     notice.replaceChildren(
       ...[
@@ -252,8 +252,7 @@ export function open(element) {
       make("p", {}, found.device),
       memory,
       lightList(found.lights),
-      make("p", {}, again),
-      told,
+      again,
       missing.length > 0 && make("details", {}, make("summary", {}, "Choices that this machine cannot run"), make("p", {}, missing.join("; "))),
       found.sections.map(section),
       sharing,
@@ -287,7 +286,7 @@ export function open(element) {
     guarded(parts.kept, async () => {
       const { latents } = await ask("/latents");
       const [fitting, others] = [true, false].map((fits) => latents.filter(({ family }) => families.includes(family) === fits));
-      const cards = (entries) => entries.map((entry) => latentCard(entry, placeLoader));
+      const cards = (entries) => entries.map(latentCard);
       const rest = others.length > 0 && make("details", {}, make("summary", {}, `${others.length} of other models`), cards(others));
       const none = make("p", {}, latents.length ? "None of the models in this graph." : "There are none.");
       parts.kept.fill(fitting.length ? cards(fitting) : none, rest);
@@ -303,26 +302,16 @@ export function open(element) {
       last = await ask(`/run?client_id=${api.clientId}`);
       if (alive) showRun();
     });
-  const refresh = () => {
-    void guarded(parts.machine, async () => showMachine(await ask("/machine")));
+  const refreshRest = () => {
     void refreshRun();
     void refreshPaused();
     void refreshGraph().then(refreshKept); // what fits the graph comes first
   };
-  again.addEventListener("click", async () => {
-    again.disabled = true;
-    told.textContent = "Running the probes takes a few seconds.";
-    try {
-      const found = await ask("/probes", {});
-      told.textContent = "All probes have run.";
-      if (alive) showMachine(found);
-      await refreshGraph();
-    } catch (error) {
-      told.textContent = error.message;
-    }
-    again.disabled = false;
-  });
 
+  const refresh = () => {
+    void guarded(parts.machine, async () => showMachine(await ask("/machine")));
+    refreshRest();
+  };
   const later = (act) => {
     clearTimeout(timer);
     timer = setTimeout(act, SETTLED);
@@ -342,9 +331,7 @@ export function open(element) {
   };
   const onEnd = () => {
     offer(pause, false);
-    void refreshRun();
-    void refreshPaused();
-    void refreshGraph().then(refreshKept); // what fits the graph comes first
+    refreshRest();
   };
   const heard = [
     ["anygpu.run", onRun],
@@ -354,7 +341,7 @@ export function open(element) {
   ];
   for (const [kind, act] of heard) api.addEventListener(kind, act);
 
-  const renew = make("button", { type: "button", class: "anygpu-button", onclick: refresh }, "Refresh");
+  const renew = button("Refresh", refresh);
   element.replaceChildren(
     make(
       "div",

@@ -2,21 +2,9 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { ask } from "./ask.mjs";
-import { make } from "./elements.mjs";
+import { acting, make } from "./elements.mjs";
 
-/** A button that acts, and whose text is then what happened. */
-function button(name, act) {
-  const told = make("p", { role: "status", class: "anygpu-why" });
-  const element = make("button", { type: "button", class: "anygpu-button" }, name);
-  element.addEventListener("click", async () => {
-    element.disabled = true;
-    told.textContent = (await act().catch((error) => error.message)) ?? "";
-    element.disabled = false;
-  });
-  return make("div", {}, element, told);
-}
-
-export const pauseButton = () => button("Pause after this step", async () => (await ask("/pause", {})).text);
+export const pauseButton = () => acting("Pause after this step", async () => (await ask("/pause", {})).text);
 
 /** Show a pause button while a run goes on. */
 export function offer(pause, running) {
@@ -36,7 +24,7 @@ async function resume({ id }) {
 
 function card(entry, changed) {
   const when = new Date(1000 * entry.time).toLocaleString();
-  const act = (name, does) => button(name, async () => { await does(entry); changed(); });
+  const act = (name, does) => acting(name, async () => { await does(entry); changed(); });
   const picture = entry.picture && make("img", { src: entry.picture, alt: "The step after which it was paused" });
   const buttons = [act("Resume", resume), act("Forget", ({ id }) => ask("/forget", { id }))];
   return make("article", { class: "anygpu-kept" }, picture, make("div", {}, make("h3", {}, `Paused after ${entry.where}`), make("p", {}, when), buttons));

@@ -1,6 +1,6 @@
 // This machine as a small file: shown as it will be, then saved by the browser. Nothing is sent.
 import { ask } from "./ask.mjs";
-import { copyButton, make } from "./elements.mjs";
+import { button, copyButton, make } from "./elements.mjs";
 
 /** Save a text as a file where the browser saves them. */
 function save(name, text) {
@@ -20,7 +20,7 @@ function preview({ text, file, form }) {
     { class: "anygpu-share", "aria-label": "File to share" },
     make("p", {}, "This is the whole file. It has no paths, names, addresses or keys; look through it."),
     make("pre", { tabindex: 0, "aria-label": "The file" }, text),
-    make("p", {}, make("button", { type: "button", class: "anygpu-button", onclick }, "Save the file"), " ", copyButton(text)),
+    make("p", {}, button("Save the file", onclick), " ", copyButton(text)),
     saved,
     make("p", {}, "AnyGPU sends nothing. Paste it into the field Machine file of ", make("a", { href: form, target: "_blank", rel: "noreferrer" }, "this form"), " if you like."),
   );
@@ -29,16 +29,15 @@ function preview({ text, file, form }) {
 /** A button that shows the file; it is written only by the button below it. */
 export function shareMachine() {
   const body = make("div", { role: "status" });
-  const button = make("button", { type: "button", class: "anygpu-button" }, "Share this machine");
-  button.addEventListener("click", async () => {
-    button.disabled = true;
+  const share = button("Share this machine", async () => {
+    share.disabled = true;
     body.replaceChildren(make("p", { class: "anygpu-why" }, "Asking the device takes a few seconds."));
     try {
       body.replaceChildren(preview(await ask("/share", {})));
     } catch (error) {
       body.replaceChildren(make("p", { class: "anygpu-bad" }, error.message));
     }
-    button.disabled = false;
+    share.disabled = false;
   });
-  return make("div", {}, make("p", {}, button), body);
+  return make("div", {}, make("p", {}, share), body);
 }

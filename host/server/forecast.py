@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from ...compat.errors import InputError, PackError
 from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED
 from ...compat.memory.statistics import StageNeed
 from ...compat.probe_results import probe_results_of
+from ...compat.transforms.step_cache import StepCacheSettings
 from ...paint import forecast as painting
 from ...paint.adapter_loading import AdapterRequest, load_adapter
 from ...paint.choices import DEMO_SIZE, is_demo
@@ -24,13 +27,14 @@ from ...pipelines.base import FramePackSettings, PromptRequest, SampleSettings
 from ...pipelines.decisions import card_of
 from ...pipelines.demo.stand_in import own_inputs
 from ...pipelines.family import FITS as PICTURE_FITS
+from ...pipelines.files.evidence import names_around, names_of_file, recipe_named
 from ...pipelines.forecast.counts import text_forwards
 from ...pipelines.forecast.memory import forecast
 from ...pipelines.forecast.seconds import planned_run
 from ...pipelines.forecast.times import Times, known_or_why, times_of
 from ...pipelines.load.folder import load_placed
 from ...pipelines.pipeline import Pipeline
-from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, snap
+from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, snap, with_step_cache
 from ...pipelines.sizes import Size
 from ...pipelines.stages import picture_size
 from .. import folders, memory_manager, requests
@@ -55,9 +59,10 @@ MEANING = {  # how a stage fits -> what that means for the run
     PARTS: "in parts: it does not fit at once, so AnyGPU Decode with method auto decodes it as the stage says.",
     TOO_MUCH: "too much: this will run out of memory.",
 }
-LESS_OF_ALL = "Lower width and height, or frames."
-LESS = {"text": "Set text_device to cpu, or text_weights to fp8."}  # stage -> what makes it need less
-FASTER = {"text": "text_weights fp8 halves what is copied.", "sampling": "weights fp8 halves what is copied."}
+LIGHTER = {"text": {"text_device": "cpu", "text_weights": "fp8"}, "sampling": {"weights": "fp8"}}  # by the load node
+LESS_BY = 0.9  # of the bytes, below which a change is worth a line
+CACHED = {"preset": "balanced", "kind": "auto", "threshold": 0.1, "interval": 3}
+CACHED |= {"start_percent": 0.0, "end_percent": 1.0}
 Inputs = Mapping[str, Any]
 StagesIn = Callable[[str, int | None], Sequence[StageNeed]]  # in an offload mode, and in bytes of the device
 TimesIn = Callable[[str, int | None], Times]
@@ -70,7 +75,9 @@ def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
         loader = _loader_of(prompt, node)
         _, pipeline = loaded.get(loader, ({}, None))
         if _runs(prompt[node]["class_type"], pipeline):
-            forecasts.append({"node": node, "loader": loader, **_forecast(prompt, node, pipeline)})
+            told = _forecast(prompt, node, pipeline)
+            told["advice"] = [*told.get("advice", ()), *_lighter(prompt, node, loader, told.get("stages", ()))]
+            forecasts.append({"node": node, "loader": loader, **told})
     recipes = [{"node": node, **error_message(error)} for node, error in advice(prompt).items()]
     return {"pipelines": [card for card, _ in loaded.values()], "forecasts": forecasts, "recipes": recipes}
 
@@ -190,11 +197,49 @@ def _texts(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> PromptRe
     return texts
 
 
+def _passed_on(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> Pipeline:
+    """``pipeline`` with what nodes on its way to ``node`` change of its time: a step cache, and a LoRA's recipe."""
+    for each in reversed([*back(prompt, node, "pipeline")]):
+        kind, given = prompt[each]["class_type"], prompt[each]["inputs"]
+        if kind == "AnyGPUStepCache":
+            preset, *own = (_widget(given.get(name, value), name, value) for name, value in CACHED.items())
+            pipeline = with_step_cache(pipeline, preset, StepCacheSettings(*own))
+        elif kind == "AnyGPULoRA" and given.get("strength") != 0 and not pipeline.is_demo:
+            names, base = names_of_file(Path(str(given.get("lora", "")))), names_around(pipeline.model.source)
+            recipe = recipe_named(pipeline.spec, names, base)[0] or pipeline.model.recipe
+            pipeline = replace(pipeline, model=replace(pipeline.model, recipe=recipe))
+    return pipeline
+
+
+def _advised(prompt: Mapping[str, Any], node: str, text: str, inputs: Inputs) -> dict[str, Any]:
+    """A line of advice, with the first widget of ``node``, or of one on the pipeline's way there, among ``inputs``."""
+    ways = ((each, name) for each in (node, *back(prompt, node, "pipeline")) for name in inputs)
+    there = (way for way in ways if not isinstance(prompt[way[0]]["inputs"].get(way[1], []), list))
+    at, name = next(there, ("", ""))
+    text += "" if at else "; no widget of this graph sets it"
+    return {"text": text, "node": at, "input": name, "value": inputs.get(name)}
+
+
+def _lighter(prompt: Mapping[str, Any], node: str, loader: str, stages: Iterable[Inputs]) -> Iterator[dict[str, Any]]:
+    """Advice on stages that lack room: choices of the load node under which the same graph needs less there."""
+    for before in (each for each in stages if each["fits"] in (STREAMS, TOO_MUCH)):
+        stage, entry = before["stage"], prompt[loader]
+        for name, value in LIGHTER.get(stage, {}).items():
+            changed = {**prompt, loader: {**entry, "inputs": {**entry["inputs"], name: value}}}
+            _, pipeline = _card(changed, loader)
+            told = {} if pipeline is None else _forecast(changed, node, pipeline)
+            after = next((each for each in told.get("stages", ()) if each["stage"] == stage), before)
+            if after["whole"] < LESS_BY * before["whole"] or before["fits"] == TOO_MUCH != after["fits"]:
+                less = f"{_gib(after['whole'])} instead of {_gib(before['whole'])}, {after['fits']}"
+                yield _advised(prompt, node, f"{name} {value} on the load node: {stage} {less}", {name: value})
+
+
 def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, Any]:
     entry = prompt[node]
     plain = _numbers(entry)
     try:
         if isinstance(pipeline, Pipeline):
+            pipeline = _passed_on(prompt, node, pipeline)
             given = {**_pictured(prompt, node, pipeline), "texts": _texts(prompt, node, pipeline)}
             plain = own_inputs(pipeline, {**given, **plain}, lambda _: None)
         run, stages_in, times_in = RUNS[entry["class_type"]](plain, pipeline)
@@ -205,19 +250,16 @@ def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, 
     most = stages_in("none", room) if mode == HOSTED else least  # ComfyUI's manager keeps all that fits
     stages = [_stage(*pair, room) for pair in zip(most, least, strict=True)]
     ways = dict.fromkeys(stage["fits"] for stage in stages)
-    verdict = "\n".join(MEANING[way] for way in ways if way in MEANING)
-    found = f"{run}, offload {mode}"
     times = times_in(mode, room)
     time = times.get(mode)
     summary = f", {time or times.unknown}" if time or times.unknown else ""
-    seconds = {} if time is None else {stage.name: round(stage.seconds, 1) for stage in time.stages}
-    verdict = "\n".join(filter(None, (verdict, *map(str, times.less))))
     return {
-        "found": found,
+        "found": f"{run}, offload {mode}",
         "stages": stages,
-        "verdict": verdict,
+        "verdict": "\n".join(MEANING[way] for way in ways if way in MEANING),
         "headline": f"{_headline(stages, room, summary)}{_apart(least)}",
-        "seconds": seconds,
+        "seconds": {} if time is None else {stage.name: round(stage.seconds, 1) for stage in time.stages},
+        "advice": [_advised(prompt, node, str(each), each.inputs) for each in times.less],
     }
 
 
@@ -229,11 +271,12 @@ def _headline(stages: Sequence[Mapping[str, Any]], room: int | None, time: str) 
     worst = max(stages, key=lambda stage: (order.index(stage["fits"]), stage["peak"]))
     name, way = worst["stage"], worst["fits"]
     if way == TOO_MUCH:
-        return f"Too much: {name} needs {_gib(worst['least'])}, {_gib(room)} free. {LESS.get(name, LESS_OF_ALL)}"
+        less = "" if name == "text" else " Lower width and height, or frames."
+        return f"Too much: {name} needs {_gib(worst['least'])}, {_gib(room)} free.{less}"
     peak = max(stages, key=lambda stage: stage["peak"])
     summary = f"{_gib(peak['peak'])} at its peak ({peak['stage']}), {_gib(room)} free."
     if way == STREAMS:
-        return f"Fits, streaming weights in {name}: slower{time}. {summary} {FASTER.get(name, '')}".strip()
+        return f"Fits, streaming weights in {name}: slower{time}. {summary}"
     return f"Fits, {name} in parts{time}. {summary}" if way == PARTS else f"Fits{time}. {summary}"
 
 
@@ -256,7 +299,8 @@ def _stage(most: StageNeed, least: StageNeed, room: int | None) -> dict[str, Any
         peak, fits = least.total, TOO_MUCH
     form = most.form if peak >= most.total else least.form
     fits = PARTS if form and fits in (FITS, STREAMS) else fits
-    return {"stage": most.name, "peak": peak, "least": least.total, "free": room, "fits": fits, "form": form}
+    needs = {"peak": peak, "least": least.total, "whole": most.total}
+    return {"stage": most.name, **needs, "free": room, "fits": fits}
 
 
 def _sampled(plain: Mapping[str, Any], pipeline: Pipeline) -> tuple[str, StagesIn, TimesIn]:
@@ -281,7 +325,8 @@ def _sampled(plain: Mapping[str, Any], pipeline: Pipeline) -> tuple[str, StagesI
         planned = planned_run(pipeline, asked, settings, plain.get("texts"))
         found = times_of(pipeline, planned, [mode], room, memory_manager.room_on)
         if found:
-            found.less = known_or_why(lambda: savings(pipeline, planned, mode, room, memory_manager.room_on))[0] or ()
+            less = known_or_why(lambda: savings(pipeline, planned, mode, room, memory_manager.room_on))[0] or ()
+            found.less = [replace(one, seconds=clips * one.seconds) for one in less]
         found.update({name: one.of_clips(clips) for name, one in found.items()})
         return found
 
@@ -310,9 +355,7 @@ LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their d
     MV_ADAPTER: (requests.ADAPTER_INPUTS, requests.adapter_request),
 }
 READERS: dict[type, Callable[..., Any]] = {PaintRequest: load_paint, AdapterRequest: load_adapter}
-RUNS: dict[
-    str, Callable[[Mapping[str, Any], Any], tuple[str, StagesIn, TimesIn]]
-] = {  # the size of a run, its stages and their time
+RUNS: dict[str, Callable[[Any, Any], tuple[str, StagesIn, TimesIn]]] = {  # the size of a run, its stages, their time
     "AnyGPUSample": _sampled,
     "AnyGPUSampleFramePack": _sampled,
     DELIGHTS: _painted,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from .times import Rooms, TimeForecast, free_bytes, time_forecast
 MOST, SHARE, LEAST_SECONDS = 3, 0.05, 20.0  # lines; the least that one saves of a run, as a share and in seconds
 STORED_AS = {"int8": "torch.int8", "fp8": "torch.float8_e4m3fn"}
 Changed = tuple[Pipeline, Run]
+Change = tuple[str, Callable[[Pipeline, Run], Changed], Mapping[str, Any]]  # a note, what makes it, and its input
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Saving:
     change: str  # in words, with the place to make it
     seconds: float  # saved of a run that has the changes before it too
     note: str  # beside it, such as that it is lossy
+    inputs: Mapping[str, Any]  # the input of a node that makes it, with its value
 
     def __str__(self) -> str:
         return f"{self.change}: {duration(self.seconds)} less ({self.note})"
@@ -56,17 +58,18 @@ def savings(
     by = "; by the card's data sheet" if paced is not None and paced.source == PUBLISHED else ""
     left = dict(_changes(*start))
     while left and len(found) < MOST:
-        after = {name: timed(change(*state)) for name, (_, change) in left.items()}
+        after = {name: timed(change(*state)) for name, (_, change, _) in left.items()}
         priced = {name: _saved(now, before, changed) for name, changed in after.items()}
         best = max(priced, key=priced.__getitem__)
         if priced[best] <= 0 or priced[best] < least:
             break
-        note, change = left.pop(best)
-        found.append(Saving(best, priced[best], note + by))
+        note, change, inputs = left.pop(best)
+        found.append(Saving(best, priced[best], note + by, inputs))
         state, before = change(*state), after[best]
     if not found and (shorter := _shorter(*start)) is not None:
-        saved = _saved(now, now, timed(shorter))
-        found += [Saving(f"{shorter[1].size.frames} frames", saved, f"another video{by}")] if saved >= least else []
+        saved, frames = _saved(now, now, timed(shorter)), shorter[1].size.frames
+        inputs = {"frames": frames, "clip_seconds": round(frames / shorter[1].settings.fps, 1)}
+        found += [Saving(f"{frames} frames", saved, f"another video{by}", inputs)] if saved >= least else []
     return found
 
 
@@ -76,20 +79,22 @@ def _saved(now: TimeForecast, before: TimeForecast, after: TimeForecast) -> floa
     return sum(own.seconds * (one.modelled - two.modelled) / own.modelled for own, one, two in stages if own.modelled)
 
 
-def _changes(pipeline: Pipeline, run: Run) -> Iterator[tuple[str, tuple[str, Callable[[Pipeline, Run], Changed]]]]:
-    """The changes that act on this device and are not made yet: in words, a note, and what makes them."""
+def _changes(pipeline: Pipeline, run: Run) -> Iterator[tuple[str, Change]]:
+    """The changes that act on this device and are not made yet, in words, with what makes them."""
     speed, facts = pipeline.plan.speed, pipeline.facts
     if speed.attention.label not in LOSSY_ATTENTION and not reason_against("sage", facts):
-        yield "attention sage on the load node", ("lossy", _sped(attention=Attention("sage")))
+        yield "attention sage on the load node", ("lossy", _sped(attention=Attention("sage")), {"attention": "sage"})
     if pipeline.spec.rewrites.sparse and speed.attention.choice != SPARSE and SPARSE in pipeline.model.source.name:
-        yield "attention sparse on the load node", ("as it was trained", _sped(attention=Attention(SPARSE)))
+        made = _sped(attention=Attention(SPARSE))
+        yield "attention sparse on the load node", ("as it was trained", made, {"attention": SPARSE})
     if not speed.request.fp16_sums and _allowed(pipeline):
-        yield "fp16_accumulation on the load node", ("lossy", _sped(fp16_sums=True))
+        yield "fp16_accumulation on the load node", ("lossy", _sped(fp16_sums=True), {"fp16_accumulation": True})
     stored = STORED.get(pipeline.model.storage.get(TRANSFORMER, ""), "")
     if stored and not speed.request.stored_products and STORED_AS[stored] in map(str, formats_on(facts)):
-        yield "stored_products on the load node", ("lossy", _sped(stored_products=True))
+        yield "stored_products on the load node", ("lossy", _sped(stored_products=True), {"stored_products": True})
     if pipeline.plan.step_cache is None:
-        yield "AnyGPU Step Cache, preset balanced", ("lossy; how many steps are alike is assumed", _cached)
+        note = "lossy; how many steps are alike is assumed"
+        yield "AnyGPU Step Cache, preset balanced", (note, _cached, {"preset": "balanced"})
 
 
 def _allowed(pipeline: Pipeline) -> bool:
