@@ -1,7 +1,7 @@
 // Finds the node on the canvas for an execution id, through subgraphs.
 import { app } from "../../scripts/app.js";
 
-const OUTSIDE = -10; // what hands inputs into a subgraph
+const OUTSIDE = -10; // a subgraph's own inputs
 
 /** The nodes on the path to an execution id such as "12" or "3:12", the node itself last; none where it is not there. */
 export function nodeOf(id) {
@@ -34,7 +34,8 @@ export function set(id, name, value) {
   const widget = node?.widgets?.find((each) => each.name === name);
   if (!widget) return jumpTo(id);
   node.graph.beforeChange();
-  widget.setValue(value, { node, canvas: app.canvas });
+  widget.value = value;
+  node.onWidgetChanged?.(name, value, null, widget);
   node.graph.afterChange();
   app.canvas.setDirty(true, true);
 }

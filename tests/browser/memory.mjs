@@ -110,6 +110,40 @@ async function streams({ page }) {
   }
 }
 
+/** Advice is applied by its button, on the canvas and through a subgraph, undone by undo, and gone once followed. */
+async function adviceIsApplied({ page }) {
+  const weights = () => page.evaluate(async () => {
+    const { output } = await window.app.graphToPrompt();
+    return Object.values(output).find(({ class_type }) => class_type === "AnyGPULoadPipeline").inputs.weights;
+  });
+  await card(30);
+  await loadWorkflow(page, await source("anygpu_ltx_text_to_video"), "anygpu_ltx_text_to_video");
+  await openTab(page);
+  const line = part(page, "This graph").getByText(/^weights fp8 on the load node: sampling /);
+  for (const inside of [false, true]) {
+    await set(page, { ...SMALL, seed: seed(), weights: "auto" });
+    await page.evaluate((converts) => {
+      const { graph, canvas } = window.app;
+      if (!converts) return;
+      graph.beforeChange();
+      canvas.select(graph._nodes.find(({ type }) => type === "AnyGPULoadPipeline"));
+      const { subgraph } = graph.convertToSubgraph(canvas.selectedItems).node;
+      const slot = subgraph._nodes[0].inputs.find(({ widget }) => widget?.name === "weights");
+      subgraph.addInput("weights", slot.type).connect(slot, subgraph._nodes[0]);
+      graph.afterChange();
+    }, inside);
+    const answered = page.waitForResponse(/anygpu\/graph/);
+    await page.getByRole("button", { name: "Refresh" }).click();
+    await answered;
+    await line.getByRole("button", { name: "Apply" }).click();
+    assert.equal(await weights(), "fp8");
+    await line.waitFor({ state: "detached" });
+    await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.Undo"));
+    await line.waitFor();
+    assert.equal(await weights(), "auto", "undone");
+  }
+}
+
 /** A decode without room for all of it: "in parts", and the tab then tells which parts. */
 async function stepsDown({ page }) {
   await card(30);
@@ -186,6 +220,7 @@ for (const nodes2 of chosenModes()) {
   try {
     await check("a stranger reads in the tab what the run then takes", () => strangerReads(open, shot));
     await check("what streams is forecast and stays in its room", () => streams(open));
+    await check("advice is applied by its button, and undone", () => adviceIsApplied(open));
     await check("a decode goes on in parts, forecast and told", () => stepsDown(open));
     await check("out of memory is forecast, and mended by what the notice says", () => noticeMends(open, shot));
     for (const name of ["anygpu_ltx_text_to_video", "anygpu_hunyuan_video_text_to_video"]) {
