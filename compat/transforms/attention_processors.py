@@ -340,13 +340,13 @@ def heads_of(attn: Any, layer: Any, tokens: torch.Tensor | None, norm: Any = Non
     return heads if norm is None else norm(heads)
 
 
-def valid_counts(mask: torch.Tensor) -> tuple[int, ...] | None:
-    """Valid tokens of each row of a mask (B, N); None where they do not come first, or a row has none."""
+def valid_counts(mask: torch.Tensor) -> tuple[list[int], bool]:
+    """Valid tokens of each row of a mask (B, N), and True if they come first and each row has some; one read of it."""
     valid = mask.bool()
     counts = valid.sum(1)
     first = torch.arange(valid.shape[1], device=valid.device) < counts[:, None]
-    lengths = tuple(int(count) for count in to_host(counts).tolist())
-    return lengths if all(lengths) and torch.equal(first, valid) else None
+    *lengths, come_first = to_host(torch.cat([counts, (first == valid).all()[None]])).tolist()
+    return lengths, bool(come_first) and all(lengths)
 
 
 def cropping(crop: Callable[[dict[str, Any], Padding], None], padding: Padding) -> Callable[..., Any]:
@@ -366,8 +366,8 @@ def cropping(crop: Callable[[dict[str, Any], Padding], None], padding: Padding) 
 
 def _cropped_text(named: dict[str, Any], padding: Padding) -> None:
     mask = named.get(MASK)
-    counts = valid_counts(mask) if isinstance(mask, torch.Tensor) and mask.ndim == 2 else None
-    if counts is None:
+    counts, known = valid_counts(mask) if isinstance(mask, torch.Tensor) and mask.ndim == 2 else ([], False)
+    if not known:
         return
     most = max(counts)
     named[TEXT], named[MASK] = named[TEXT][:, :most], named[MASK][:, :most]
@@ -387,13 +387,12 @@ def _cropped_texts(named: dict[str, Any], padding: Padding) -> None:
     pictured = picture.shape[1]
     total = [pictured] * picture.shape[0]
     for (name, mask), valid in zip(pairs, texts, strict=True):
-        counts = [int(count) for count in to_host(valid.bool().sum(1)).tolist()]
-        known = valid_counts(valid)
-        most = max(counts) if known is not None or not any(counts) else valid.shape[1]
+        counts, known = valid_counts(valid)
+        most = max(counts) if known or not any(counts) else valid.shape[1]
         named[name], named[mask] = named[name][:, :most], valid[:, :most]
         total = [sum(pair) for pair in zip(total, counts, strict=True)]
-        if name == TEXT and known is not None:
-            padding.text = padding.of(tuple(most - count for count in known))
+        if name == TEXT and known:
+            padding.text = padding.of(tuple(most - count for count in counts))
     width = pictured + sum(named[name].shape[1] for name, _ in pairs)
     padding.joint = padding.of(tuple(width - count for count in total))
 

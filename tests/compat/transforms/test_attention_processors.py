@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from anygpu.compat.device.execution import to_host
 from anygpu.compat.memory.parts import full_name
 from anygpu.compat.transforms import attention_processors
 from anygpu.compat.transforms.attention import Attention
@@ -293,9 +295,15 @@ def test_blocks_compile_into_one_graph_with_the_fused_kernel(name: str) -> None:
 
 
 def test_rows_and_counts() -> None:
-    assert valid_counts(torch.tensor([[1, 1, 0], [1, 0, 0]])) == (2, 1)
-    assert valid_counts(torch.tensor([[0, 1, 1]])) is None, "padding on the left"
-    assert valid_counts(torch.tensor([[1, 1], [0, 0]])) is None, "nothing valid"
+    kept = {"side_effect": AssertionError("a second read of the device")}
+    with (
+        mock.patch.object(attention_processors, "to_host", wraps=to_host) as read,
+        mock.patch.object(torch, "equal", **kept),
+    ):
+        assert valid_counts(torch.tensor([[1, 1, 0], [1, 0, 0]])) == ([2, 1], True)
+    assert read.call_count == 1
+    assert valid_counts(torch.tensor([[0, 1, 1]])) == ([2], False), "padding on the left"
+    assert valid_counts(torch.tensor([[1, 1], [0, 0]])) == ([2, 0], False), "nothing valid"
     q, k, v = (torch.randn(2, 1, 4, 8) for _ in range(3))
     found = by_rows(functional.scaled_dot_product_attention, q, k, v, (1, 0), queries_too=True)
     assert torch.equal(found[0, :, 3], torch.zeros(1, 8)), "a padded query gets zeros"
