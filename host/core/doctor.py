@@ -26,6 +26,7 @@ from ..diffusion_model import CoreModel
 from ..progress import NodeProgress
 from .attention import BUILDS_SCORES, AttentionOnRequest, Heads, _named, with_override
 from .layers import ByNetwork
+from .model import KEY as FITTED
 from .ownership import is_linear
 from .vae_window import agree, fault_in_pictures
 from .weights import LoadedWeights
@@ -233,6 +234,8 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
                 watch.keep()
                 return output
             options = kwargs.get("transformer_options") or (args[5] if len(args) > 5 else {})
+            if FITTED in patcher.attachments:
+                doctor.instead = "choose precision fp32 on AnyGPU Fit or AnyGPU Fit Model"
             local, found = doctors.stuck if wrong == doctors.STUCK else doctors.lifeless, lambda: watch.finding
             return doctor.checked(output, networks, again, where_of(options), watch.fault, local, found, spent)
 

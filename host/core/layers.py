@@ -104,9 +104,10 @@ class Counts:
         if not (calls := max(self.ways.total(), self.attention)):
             return layers
         named = "; ".join(f"{count} {way}" for way, count in self.ways.most_common())
-        message = f"attention {calls - self.unreached} of {calls}" + (f" ({named})" if named else "")
+        of = f" of {calls}" if self.complete else ""  # under another profiler the rest is not seen
+        message = f"attention {calls - self.unreached}{of}" + (f" ({named})" if named else "")
         if self.unreached:
-            message += ", the rest is core's own: it passes no options to its attention there"
+            message += ", the rest is called without the options by which it could be reached"
         return ", ".join(filter(None, (layers, message)))
 
 
@@ -267,11 +268,8 @@ class SafeLayers:
             self.patches[layer] = {HOOK: functools.partial(safe_convolution, layer), SETTINGS: settings_of(layer, like)}
         self.loud = any(patch[SETTINGS].loud for patch in self.patches.values())
         for layer in adapted_layers(network):
-            asked = (
-                before[layer][SETTINGS]
-                if layer in before
-                else AskedLinear(types.MethodType(type(layer).forward, layer))
-            )
+            asked = before[layer][SETTINGS] if layer in before else None
+            asked = asked or AskedLinear(types.MethodType(type(layer).forward, layer))
             forward = functools.partial(adapted_linear, layer, asked, loaded)
             self.patches[layer] = {"forward": forward, SETTINGS: asked}
 
@@ -306,8 +304,13 @@ def kind_left(module: Any) -> str:
 def left_of(network: nn.Module, ours: Container[nn.Module]) -> dict[nn.Module, str]:
     """The layers with products that are not ``ours``, and why they stay as core or another pack computes them."""
     layers = [module for module in network.modules() if module not in ours]
-    why = {module: kind_left(module) or left_class(module) for module in layers}
-    return {module: kind or "convolutions by core" for module, kind in why.items() if kind or is_convolution(module)}
+    why = {module: kind_left(module) or left_class(module) or _kind_beside(module) for module in layers}
+    return {module: kind for module, kind in why.items() if kind}
+
+
+def _kind_beside(module: nn.Module) -> str:
+    weight = None if isinstance(module, nn.Embedding) else module._parameters.get("weight")
+    return type(module).__name__ if weight is not None and weight.ndim > 1 else ""
 
 
 def left_alone(network: nn.Module) -> Mapping[str, int]:

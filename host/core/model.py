@@ -39,7 +39,7 @@ CAST = "manual_cast_dtype"  # core's name for the dtype in which a network compu
 COMPILED = WrappersMP.APPLY_MODEL, "torch.compile"  # core's wrapper for it
 MEASURED = "; plain where eight times the values of a first step fit"
 LOUDER = "values beyond those of the first step: this step is computed again in safe fp16"
-CASTS = "; this network casts its stream by itself, and computes as loaded"
+CASTS = "; the network or a node behind this one casts its stream, and it computes as without this fit"
 AMPLIFIES = "; rows of its weights are so much longer than most that it would amplify what fp16 rounds"
 CACHE = "animate2_cache"  # Wan Animate 2's: it knows a pose by its values, which another dtype would change
 KEEP = (AUTO, "always", "never")  # grows at the end
@@ -131,7 +131,8 @@ class FittedNetwork:
         compiled = network is not model.diffusion_model or patcher is None or patcher.get_wrappers(*COMPILED)
         if not (self.fit.plain and seen.reached) or compiled or patcher.current_hooks or version is None:
             return None
-        if CACHE in patcher.model_options.get("transformer_options", {}) or seen.layers.loud:
+        fp32 = model.get_dtype_inference() is torch.float32  # else a node behind this one has core compute otherwise
+        if CACHE in patcher.model_options.get("transformer_options", {}) or seen.layers.loud or not fp32:
             return None
         if seen.calibration is None or seen.version != version:
             path = kept_at(patcher, self.machine.probes.folder, self.machine.probes.key)
@@ -163,7 +164,7 @@ class FittedNetwork:
                 stack.enter_context(counts.counting(left_of(network, set(seen.layers.free)) if safe else {}))
             if safe:
                 stack.enter_context(seen.layers.patches_on(counts))
-            if plain or seen.casts:
+            if plain or (seen.casts and model.get_dtype_inference() is torch.float32):
                 undo.set(model, CAST, torch.float16 if plain else self.loaded)
             stack.enter_context(self._convolutions_on(network, model.get_dtype_inference()))
             if self.machine.calls is not None:
@@ -289,7 +290,7 @@ def _fit_of(
     """Run :func:`fit_for` on a network with parts of other packs; ``left``: why ``auto`` leaves it as loaded."""
     ours = (each for each in network.modules() if ownership.is_linear(each) or ownership.is_convolution(each))
     if precision == SAFE and next(ours, None) is None and not ownership.adapted_layers(network):
-        why = "the network has no layers that core casts"
+        why = left or "the network has no layers that core casts"
         raise UnsupportedError(f"precision {SAFE} here: {why}", expected="Linear layers of core's", fix="Choose auto.")
     fit = fit_for(machine, dtype, precision, attention, left or ownership.unfit_for_safe(network))
     fixed = ownership.fixed_in_dtype(network, fit.safe) if fit.dtype is not None else ""

@@ -53,9 +53,8 @@ class ProofWindow:
 
     @property
     def latents(self) -> Tensor:
-        return self.whole[self.batch : self.batch + 1][
-            (slice(None), slice(None), *(slice(*span) for span in self.spans))
-        ]
+        spans = (slice(*span) for span in self.spans)
+        return self.whole[(slice(self.batch, self.batch + 1), slice(None), *spans)]
 
     def cut(self) -> Tensor:
         return self.latents[:, :, 0] if self.flat else self.latents

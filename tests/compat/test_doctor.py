@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +25,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+ROOT = Path(__file__).resolve().parents[2]
 INPUTS: dict[str, dict[str, Any]] = {  # by family: latents, and what its text is
     "ltx": {"latents": (1, 128, 2, 2, 2), "text": 32, "pooled": 0},
     "hunyuan_video": {"latents": (1, 16, 2, 4, 4), "text": 0, "pooled": 0},
@@ -194,6 +198,32 @@ def test_a_damaged_weight_is_named_and_stands_for_zero() -> None:
     assert "Download" in doctor.advice(diagnosis)
     elsewhere = replace(diagnosis, repair=None, finding=replace(diagnosis.finding, weight=""))
     assert doctor.advice(elsewhere, "put a node before").endswith("or put a node before."), "of core's models"
+
+
+def test_its_advice_names_nodes_inputs_and_choices_that_exist() -> None:
+    schemas = json.loads((ROOT / "tests/fixtures/schemas.json").read_text(encoding="utf-8"))
+    inputs = {each["title"]: {one["name"]: one.get("options") for one in each["inputs"]} for each in schemas.values()}
+    loads = [title for title, own in inputs.items() if title.startswith("AnyGPU Load") and own.get("precision")]
+    beside = re.findall(r'instead = "(.+?)"', (ROOT / "host/core/doctor.py").read_text(encoding="utf-8"))
+    assert inputs[schemas[doctor.BUTTON["node"]]["title"]][doctor.BUTTON["input"]].count(doctor.BUTTON["value"])
+    assert len(beside) == 3 and loads
+    faults, repairs = (doctor.NAN, doctor.INFINITE, doctor.STUCK, doctor.PRODUCT, ZEROS), (None, Repair("a", SCALED))
+    for fault, dtype, weight, given, repair, tried, instead in itertools.product(
+        faults,
+        ("fp16", "fp32"),
+        ("", "weight"),
+        ("", "the text"),
+        repairs,
+        ((), repairs[1:]),
+        (doctor.ON_LOAD, *beside),
+    ):
+        finding = doctor.Finding("a", "Linear", dtype=dtype, fault=fault, weight=weight, inputs=given)
+        advice = doctor.advice(doctor.Diagnosis(finding, repair, tried), instead)
+        named = re.findall(r"AnyGPU [A-Z]\w+(?: [A-Z]\w+)*", advice)
+        assert set(named) <= set(inputs), advice
+        for name, choice, other in re.findall(r"(repair|precision) (?:to )?([\w-]+)(?: or (fp32))?", advice):
+            nodes = loads if "load node" in advice and name == "precision" else [n for n in named if name in inputs[n]]
+            assert nodes and all({choice, other or choice} <= {*inputs[node][name]} for node in nodes), advice
 
 
 @pytest.mark.parametrize("spent", [0, 1])

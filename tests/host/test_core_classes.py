@@ -43,8 +43,7 @@ def test_what_is_said_of_a_class_is_what_was_counted_below(inside: Inside, about
     named = SAFE.search(layers)  # not of a network that casts its stream by itself
     safe, called = int(named[1]) if named else 0, int(OF.search(layers)[2])
     assert safe == found["safe"], "layers that were said to be in safe fp16 were not, or the other way round"
-    left = sum(found["kinds"].values()) - found["kinds"]["core"]  # not counted: 1-D and 3-D ones and the network's own
-    assert found["called"] - left <= called <= found["called"]
+    assert called == found["called"], "a layer was called that is not counted"
     reached, calls = map(int, OF.match(attention).groups())
     assert reached == found["attention"][0] and calls in (
         found["attention"][1],

@@ -41,7 +41,16 @@ def test_torch_counts_the_layers_that_the_node_names(inside: Inside, name: str, 
     if int(attention[1]) == int(attention[2]):
         assert found["attention"] == int(attention[1]), line
     else:
-        assert "the rest is core's own" in line
+        assert "the rest is called without the options" in line
+
+
+@pytest.mark.parametrize(
+    ("behind", "fp16", "said"),
+    [("float16", 26, "plain fp16 in 26 of 26"), ("bfloat16", 0, "fp16-safe in 0 of 26 layers called (left: 26 in bf")],
+)
+def test_a_dtype_that_a_node_behind_sets_is_computed_in(inside: Inside, behind: str, fp16: int, said: str) -> None:
+    found = inside.play("core_counted", "counted", name="Flux", behind=behind)
+    assert found["told"][-1].startswith(said) and found["fp16"] == fp16, found
 
 
 def test_torch_counts_the_layers_of_a_text_encoder(inside: Inside) -> None:

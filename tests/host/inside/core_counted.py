@@ -93,20 +93,21 @@ def watched(model: Any) -> Iterator[Watch]:
         yield watch
 
 
-def counted(name: str, precision: str = "auto", peak: float = 0.0) -> dict[str, Any]:
+def counted(name: str, precision: str = "auto", peak: float = 0.0, behind: str = "") -> dict[str, Any]:
     """What is said of the first step, and what torch counts in the next."""
     model, lines = made(name), list[str]()
     if peak:
         louder(model, name, peak)
     fitted, _ = core_model.fit_model(model, precision, keep_latents="never", machine=turing(), tell=lines.append)
+    if behind:
+        fitted.set_model_compute_dtype(getattr(torch, behind))
     output(fitted, name)
     with watched(fitted) as watch:
         output(fitted, name)
     weight = model.model.diffusion_model.get_parameter
-    layers = {path: dtypes for path, dtypes in watch.products.items() if weight(path).ndim < 5}  # no Conv3d
-    fp16 = sum("torch.float16" in dtypes for dtypes in layers.values())
+    fp16 = sum("torch.float16" in dtypes and weight(path).ndim < 5 for path, dtypes in watch.products.items())
     attention = sum(count for call, count in watch.calls.items() if "attention" in call)
-    return {"told": lines, "layers": len(layers), "fp16": fp16, "attention": attention, "runs": watch.runs}
+    return {"told": lines, "layers": len(watch.products), "fp16": fp16, "attention": attention, "runs": watch.runs}
 
 
 def of_a_clip() -> dict[str, Any]:

@@ -27,7 +27,7 @@ from anygpu.host.core import attention as core_attention_override
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import OVERRIDE
 from anygpu.host.core.machine import PRECISIONS, Fit, ModelDevice
-from anygpu.host.core.ownership import is_convolution, is_linear
+from anygpu.host.core.ownership import is_linear
 from comfy.patcher_extension import WrappersMP
 from simulated import profiles
 
@@ -94,7 +94,7 @@ def told(name: str) -> dict[str, Any]:
     hooks = [
         leaf.register_forward_hook(lambda module, *_: called.add(module))
         for leaf in model.model.diffusion_model.modules()
-        if is_linear(leaf) or is_convolution(leaf)
+        if getattr(leaf, "weight", None) is not None and leaf.weight.ndim > 1
     ]
     output(model, name)
     for hook in hooks:
