@@ -35,6 +35,7 @@ NEAR = 0.05  # relative L2 of a repaired result from that of the whole network i
 FEW = 0.1  # of a weight's values that zeros may stand for; without more of them it is another layer
 UNSHRUNK = 0.95  # a result that is this much the noise it began with was not sampled
 AS_WRITTEN = "force_eager"  # torch's stance in which the layers of compiled modules can be seen
+ON_MODEL = "put AnyGPU Fit Model before the sampler", "choose precision fp32 on AnyGPU Fit Model"  # fitted
 ON_LOAD = "choose precision fp16-safe or fp32 on the load node"
 BUTTON = {"node": "AnyGPUDoctor", "input": "repair", "value": KEEP, "press": "Keep the repair and run again"}
 Fault = Callable[[torch.Tensor], str]

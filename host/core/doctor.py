@@ -200,7 +200,6 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
     fiftieth of the weights."""
     if not isinstance(model.model, CoreModel):
         LoadedWeights.of(model)
-        doctor.instead = "put AnyGPU Fit Model before the sampler"
         for name, weight in model.model.diffusion_model.named_parameters():
             if type(weight.data) is torch.Tensor and not weight.is_meta and fault_in_weight(name, weight.data) == ZEROS:
                 doctor.tell(f"{name} holds nothing but zeros: the file is damaged, unless the model was made so")
@@ -234,8 +233,8 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
                 watch.keep()
                 return output
             options = kwargs.get("transformer_options") or (args[5] if len(args) > 5 else {})
-            if FITTED in patcher.attachments:
-                doctor.instead = "choose precision fp32 on AnyGPU Fit or AnyGPU Fit Model"
+            fitted = doctors.ON_MODEL[FITTED in patcher.attachments]
+            doctor.instead = doctors.ON_LOAD if isinstance(model.model, CoreModel) else fitted
             local, found = doctors.stuck if wrong == doctors.STUCK else doctors.lifeless, lambda: watch.finding
             return doctor.checked(output, networks, again, where_of(options), watch.fault, local, found, spent)
 
@@ -243,9 +242,8 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
         begun.clear()
         result = executor(*args, **kwargs)
         noise, sigmas = args[0], args[3] if len(args) > 3 else kwargs.get("sigmas")
-        message = ""
-        if isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0:
-            message = doctors.unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
+        ended = isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0
+        message = ended and doctors.unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
         steps = len(sigmas) - 1 if sigmas is not None else 0
         NodeProgress(_shown(node_id)).finish(message or f"no fault in {steps} steps")
         return result

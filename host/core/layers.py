@@ -104,8 +104,7 @@ class Counts:
         if not (calls := max(self.ways.total(), self.attention)):
             return layers
         named = "; ".join(f"{count} {way}" for way, count in self.ways.most_common())
-        of = f" of {calls}" if self.complete else ""  # under another profiler the rest is not seen
-        message = f"attention {calls - self.unreached}{of}" + (f" ({named})" if named else "")
+        message = f"attention {calls - self.unreached}" + f" of {calls}" * self.complete + f" ({named})" * bool(named)
         if self.unreached:
             message += ", the rest is called without the options by which it could be reached"
         return ", ".join(filter(None, (layers, message)))
@@ -268,8 +267,7 @@ class SafeLayers:
             self.patches[layer] = {HOOK: functools.partial(safe_convolution, layer), SETTINGS: settings_of(layer, like)}
         self.loud = any(patch[SETTINGS].loud for patch in self.patches.values())
         for layer in adapted_layers(network):
-            asked = before[layer][SETTINGS] if layer in before else None
-            asked = asked or AskedLinear(types.MethodType(type(layer).forward, layer))
+            asked = before.get(layer, {}).get(SETTINGS) or AskedLinear(types.MethodType(type(layer).forward, layer))
             forward = functools.partial(adapted_linear, layer, asked, loaded)
             self.patches[layer] = {"forward": forward, SETTINGS: asked}
 
@@ -303,14 +301,10 @@ def kind_left(module: Any) -> str:
 
 def left_of(network: nn.Module, ours: Container[nn.Module]) -> dict[nn.Module, str]:
     """The layers with products that are not ``ours``, and why they stay as core or another pack computes them."""
-    layers = [module for module in network.modules() if module not in ours]
-    why = {module: kind_left(module) or left_class(module) or _kind_beside(module) for module in layers}
-    return {module: kind for module, kind in why.items() if kind}
-
-
-def _kind_beside(module: nn.Module) -> str:
-    weight = None if isinstance(module, nn.Embedding) else module._parameters.get("weight")
-    return type(module).__name__ if weight is not None and weight.ndim > 1 else ""
+    layers = [each for each in network.modules() if each not in ours and not isinstance(each, nn.Embedding)]
+    matrix = {each: getattr(each._parameters.get("weight"), "ndim", 0) > 1 for each in layers}
+    why = {each: kind_left(each) or left_class(each) or type(each).__name__ * matrix[each] for each in layers}
+    return {each: kind for each, kind in why.items() if kind}
 
 
 def left_alone(network: nn.Module) -> Mapping[str, int]:

@@ -206,7 +206,7 @@ def test_its_advice_names_nodes_inputs_and_choices_that_exist() -> None:
     loads = [title for title, own in inputs.items() if title.startswith("AnyGPU Load") and own.get("precision")]
     beside = re.findall(r'instead = "(.+?)"', (ROOT / "host/core/doctor.py").read_text(encoding="utf-8"))
     assert inputs[schemas[doctor.BUTTON["node"]]["title"]][doctor.BUTTON["input"]].count(doctor.BUTTON["value"])
-    assert len(beside) == 3 and loads
+    assert len(beside) == 1 and loads
     faults, repairs = (doctor.NAN, doctor.INFINITE, doctor.STUCK, doctor.PRODUCT, ZEROS), (None, Repair("a", SCALED))
     for fault, dtype, weight, given, repair, tried, instead in itertools.product(
         faults,
@@ -215,7 +215,7 @@ def test_its_advice_names_nodes_inputs_and_choices_that_exist() -> None:
         ("", "the text"),
         repairs,
         ((), repairs[1:]),
-        (doctor.ON_LOAD, *beside),
+        (doctor.ON_LOAD, *doctor.ON_MODEL, *beside),
     ):
         finding = doctor.Finding("a", "Linear", dtype=dtype, fault=fault, weight=weight, inputs=given)
         advice = doctor.advice(doctor.Diagnosis(finding, repair, tried), instead)
