@@ -208,10 +208,9 @@ demo-comfyui: $(READY)
 	$(PY) tests/host/demo.py demo/comfyui
 
 # Each case by itself: python benchmarks/runner.py
-CASES := minutes stored_products kernels_bytes kernels_build growth
+CASES := minutes stored_products kernels_bytes kernels_build growth peers
 bench: $(READY) accelerator
 	for case in $(CASES); do $(BENCH) $$case --write || exit 1; done
-	$(BENCH) peers --families ltx hunyuan_video framepack mochi --repeats 1 --write
 
 # What this GPU is and can do, in ten minutes, offline; torch is enough. It goes on where it was interrupted.
 gpu:

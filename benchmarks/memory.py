@@ -137,17 +137,6 @@ def host_rows() -> Iterator[Row]:
     yield from (known | row for row in result["rows"])
 
 
-def no_host() -> str:
-    """The reason why no ComfyUI can be started, or nothing."""
-    from host.server import NoHost, find_host
-
-    try:
-        find_host()
-    except NoHost as reason:
-        return str(reason)
-    return ""
-
-
 def fit_rows() -> Iterator[Row]:
     """A row per published model and card."""
     with published.large_host(), tempfile.TemporaryDirectory() as folder:

@@ -203,6 +203,17 @@ def no_gpu() -> str:
     return no_triton() if torch.cuda.is_available() else f"no NVIDIA or AMD GPU that torch {torch.__version__} sees"
 
 
+def no_host() -> str:
+    """The reason why no ComfyUI can be started, or nothing."""
+    from host.server import NoHost, find_host
+
+    try:
+        find_host()
+    except NoHost as reason:
+        return str(reason)
+    return ""
+
+
 def data(name: str) -> Any:
     """What ``data.json`` has under a name: the runs, sizes and bars of one case."""
     return json.loads((HERE / "data.json").read_text(encoding="utf-8"))[name]

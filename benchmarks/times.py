@@ -1,33 +1,24 @@
-"""Times of models at published widths: forecasts beside runs, ours beside bare diffusers', and how work grows.
+"""Times of models at published widths: forecasts beside runs, and how work grows.
 
 `minutes`: one call of each family's transformer and decoder at published widths, three sizes; one block of each kind,
 of delighting the whole UNet; weights that are all alike, fp32, one CPU thread. The device is probed once, before
 anything is loaded, as in use: later the C library has memory to spare that the system has filled, and copies that need
 no new pages are up to three times as quick. `corrected_s` is the forecast after a run of the first size.
 
-`peers`: each family's step and decode beside bare diffusers', called in turn in one process: one block of each kind
-with random weights, tiny text encoders, CPU, one thread, processor time of the quickest call. Steps are measured with a
-short text, whose padding we leave out, and with one that has no padding.
-
 `growth`: FLOPs of a step and of a decode of the published models, counted without data, at twice and four times the
-frames and the pixels. The exponent is the slope between the last
-two, in logarithms: 1 is linear, 2 is attention alone.
+frames and the pixels. The exponent is the slope between the last two, in logarithms: 1 is linear, 2 is attention alone.
 """
 
 from __future__ import annotations
 
-import gc
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import torch
 import torch.nn.functional as F
 from anygpu.compat.device.work import META, PROBED, Pace, counting, measured_pace
@@ -46,11 +37,10 @@ from anygpu.pipelines.registry import FAMILIES as FAMILY_SPECS
 from anygpu.pipelines.sizes import Size, latent_shape
 from anygpu.pipelines.stacks import published_config
 from anygpu.pipelines.vae.tiled import decoder_call
-from runner import SCRATCH, Row, data, in_turn, processor
-from tiny import TINY, build, one_shot
+from runner import SCRATCH, Row, processor
+from tiny import TINY, build
 from torch import Tensor
 
-FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
 SIZES = ((320, 192), (416, 256), (512, 320))  # pixels of a call of the transformer
 PICTURES = ((96, 96), (128, 96), (128, 128))  # of a decode
 LARGER = {"ltx": 4}  # sides of a decode, whose latents are smaller: below 12 cells torch has slow convolutions
@@ -195,149 +185,6 @@ def minutes_rows(families: tuple[str, ...]) -> Iterator[Row]:
                     "corrected_ratio": round(later / taken, 2) if first else "",
                 }  # fmt: skip
                 first = first or [StageCost(stage, family, "none", "cpu", seconds=taken, modelled_seconds=modelled)]
-
-
-TEXTS = {"short": "a red fox walks through fresh snow", "full": "fox " * 1200}  # the latter fills every token
-SEED, STEPS = 7, 2
-TEXT = ("caption_channels", "text_embed_dim", "text_embed_2_dim", "pooled_projection_dim", "image_proj_dim")
-NARROW = (*TEXT, "image_embed_dim")  # as wide as the tiny encoders
-PICTURE = torch.rand(1, 3, 128, 192, generator=torch.Generator().manual_seed(0))
-
-
-@dataclass(frozen=True)
-class Peer:
-    """What is measured of a family.
-
-    Args:
-        frames: of a video. decode: width and height of the decoded one; none where the VAE is another family's.
-        cfg: guidance of both paths. given: further arguments of the bare pipeline.
-        decoder: the dtype of the decode.
-    """
-
-    frames: int
-    decode: tuple[int, int] | None
-    cfg: float
-    given: dict[str, Any]
-    decoder: str = "fp32"
-    width: int = 192
-    height: int = 128
-
-
-PEERS = {family: Peer(**given) for family, given in data("peers").items()}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def widened(part: str, family: str, home: Path, dtype: torch.dtype) -> None:
-    """Put ``part`` at its published widths, with one block of each kind and random weights, into its tiny folder."""
-    folder, tiny = home if (home / "config.json").is_file() else home / part, opened(family)
-    narrow = {key: value for key, value in tiny.configs[part].items() if key in NARROW}
-    config = {**tiny.configs[part], **published(tiny).configs[part], **narrow}
-    module = counts.built(tiny, part, config, dtype).to_empty(device=HOST)
-    torch.manual_seed(0)
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data.uniform_(-0.03, 0.03)
-    for path in folder.glob("*.safetensors*"):
-        path.unlink()
-    module.save_pretrained(folder)
-
-
-def checkpoints(family: str, part: str, scratch: Path, dtype: torch.dtype) -> Path:
-    """A folder of tiny checkpoints, where ``part`` of ``family`` has its published widths."""
-    for name in (family, *TINY[family].beside):
-        shutil.copytree(build(name, SCRATCH), scratch / name)
-    widened(part, family, scratch / family, dtype)
-    return scratch
-
-
-def bare(family: str, folder: Path, dtype: torch.dtype) -> Any:
-    """The bare diffusers pipeline, which encodes a text once."""
-    pipe, known = one_shot(family, folder, dtype=dtype), {}
-    encode = pipe.encode_prompt
-
-    def once(*values: Any, **named: Any) -> Any:
-        key = repr((values, named))
-        if key not in known:
-            known[key] = encode(*values, **named)
-        return known[key]
-
-    pipe.encode_prompt = once
-    return pipe
-
-
-def sampling(family: str, case: Peer, folder: Path, text: str) -> dict[str, Callable[[], Any]]:
-    """Both ways to sample."""
-    pipeline, pipe = opened(family, folder, precision="fp32"), bare(family, folder, torch.float32)
-    prompt = stages.encode_prompt(pipeline, runs.PromptRequest(text), runs.Silent())
-    settings = runs.SampleSettings(case.width, case.height, case.frames, STEPS, SEED, cfg=case.cfg)
-    size = {"width": case.width, "height": case.height}
-    given = {**size, "num_frames": case.frames, "num_inference_steps": STEPS, "prompt": text, **case.given}
-    if family == "framepack":
-        given["image"] = PICTURE
-        picture = runs.ImageRequest(PICTURE.permute(0, 2, 3, 1), case.width, case.height, prepare=False)
-        image = stages.encode_image(pipeline, picture, "stretch", runs.Silent())
-        asked = runs.FramePackSettings(case.frames / 30, 2)
-
-    def by_us() -> Any:
-        if family == "framepack":
-            return stages.sample_framepack(pipeline, prompt, image, settings, asked, runs.Silent())
-        return stages.sample(pipeline, prompt, None, settings, runs.Silent())
-
-    def by_diffusers() -> Any:
-        return pipe(**given, generator=torch.Generator().manual_seed(SEED), output_type="latent")
-
-    return {"ours": by_us, "bare": by_diffusers}
-
-
-def decoding(family: str, case: Peer, folder: Path) -> dict[str, Callable[[], Any]]:
-    """Both ways to decode."""
-    dtype = DTYPES[case.decoder]
-    pipeline, pipe = opened(family, folder, precision=case.decoder), bare(family, folder, dtype)
-    latents = latents_for(pipeline, Size(*case.decode, case.frames), SEED)
-    moment = {"temb": torch.zeros(1, dtype=dtype)} if pipe.vae.config.get("timestep_conditioning") else {}
-
-    def by_us() -> Any:
-        return stages.decode(pipeline, latents, runs.Silent())
-
-    def by_diffusers() -> Any:
-        with torch.no_grad():
-            frames = pipe.vae.decode(latents.samples.to(dtype), **moment, return_dict=False)[0]
-            return pipe.video_processor.postprocess_video(frames, output_type="pt")
-
-    return {"ours": by_us, "bare": by_diffusers}
-
-
-def peer_row(family: str, stage: str, part: str, precision: str, make: Callable[..., Any], repeats: int) -> Row:
-    """One row.
-
-    Args:
-        make: from family, case and folder to both ways.
-    """
-    case = PEERS[family]
-    with tempfile.TemporaryDirectory(dir=SCRATCH) as scratch:
-        ways = make(family, case, checkpoints(family, part, Path(scratch), DTYPES[precision]))
-        taken = in_turn(ways, repeats, processor)
-        del ways
-        gc.collect()
-    width, height = case.decode if stage == "decoding" else (case.width, case.height)
-    calls = STEPS if stage == "sampling" else 1
-    least = {name: min(seconds) / calls for name, seconds in taken.items()}
-    return {
-        "diffusers": diffusers.__version__, "family": family, "stage": stage,
-        "size": f"{width}x{height}x{case.frames}", "precision": precision, "bare_s": round(least["bare"], 3),
-        "ours_s": round(least["ours"], 3), "ratio": round(least["ours"] / least["bare"], 3),
-        "spread": round(max(taken["bare"]) / min(taken["bare"]), 3),
-    }  # fmt: skip
-
-
-def peer_rows(families: tuple[str, ...], stages: tuple[str, ...], repeats: int) -> Iterator[Row]:
-    """A row per family, stage and text."""
-    for family in families:
-        if "sampling" in stages:
-            for name, text in TEXTS.items():
-                make = partial(sampling, text=text)
-                yield peer_row(family, "sampling", "transformer", "fp32", make, repeats) | {"text": name}
-        if "decoding" in stages and PEERS[family].decode is not None:
-            yield peer_row(family, "decoding", "vae", PEERS[family].decoder, decoding, repeats) | {"text": ""}
 
 
 def exponent(costs: list[float]) -> dict[str, float]:

@@ -95,12 +95,14 @@ def scaled_fp8(path: Path, tensors: Mapping[str, Tensor], way: str) -> dict[str,
     return worth
 
 
-def gguf_file(path: Path, tensors: Mapping[str, Tensor], codec: str, packed: Any = wide) -> dict[str, Tensor]:
+def gguf_file(
+    path: Path, tensors: Mapping[str, Tensor], codec: str, packed: Any = wide, arch: str = "tiny"
+) -> dict[str, Tensor]:
     """A GGUF file of ``tensors``, those ``packed`` in blocks of ``codec``; returns what its weights are worth."""
     import gguf
 
     kind, worth = gguf.GGMLQuantizationType[codec], dict(tensors)
-    writer = gguf.GGUFWriter(str(path), "tiny")
+    writer = gguf.GGUFWriter(str(path), arch)
     for name, tensor in tensors.items():
         if packed(name, tensor):
             blocks = gguf.quants.quantize(tensor.numpy(), kind)
