@@ -384,15 +384,52 @@ def test_an_infinite_weight_of_a_text_encoder_is_named(core: ComfyUI) -> None:
     assert fault.verdict.startswith("layers.1.weight holds") and fault.alarming
 
 
-def test_a_part_is_taken_from_who_held_it(core: ComfyUI) -> None:
-    manager, module = core.module("host.memory_manager"), nn.Linear(2, 2)
+def test_a_part_is_taken_from_who_held_it(core: ComfyUI, monkeypatch) -> None:
+    manager, module, sent = core.module("host.memory_manager"), nn.Linear(2, 2), []
+    monkeypatch.setattr(manager, "send_home", sent.append)
     one, two = (manager.Holder(SimpleNamespace(read=lambda _: module), "part") for _ in range(2))
     one.fill()
     patcher, other = ModelPatcher(one), ModelPatcher(BaseModel())
     core.management.load_models_gpu([patcher, other])
     two.fill()
     assert patcher not in [item.model for item in core.management.current_loaded_models]
-    assert one.content is None and two.content is module and one.fill() is module
+    assert one.content is None and two.content is module
+    del one, patcher
+    assert not sent, "another holds it"
+    del two
+    assert sent == [module]
+
+
+def test_a_part_that_lies_on_the_host_is_read_again(core: ComfyUI, loaded, monkeypatch) -> None:
+    offloader, dropped = loaded[0].offloader, []
+    monkeypatch.setattr(type(offloader.parts), "drop", lambda _parts, name: dropped.append(name))
+    for device, expected in (("meta", []), ("cpu", ["vae"])):
+        monkeypatch.setattr(type(offloader), "device_of", lambda _self, _part, device=device: torch.device(device))
+        offloader.release("vae")
+        assert dropped == expected, device
+
+
+def test_files_behind_a_linked_folder_are_offered_once(core: ComfyUI, tmp_path: Path, monkeypatch) -> None:
+    files, linked = core.module("host.model_files"), tmp_path / "elsewhere"
+    (tmp_path / "vae").mkdir(), linked.mkdir(), (linked / "a.safetensors").touch()
+    (tmp_path / "vae" / "b").symlink_to(linked), (linked / "loop").symlink_to(linked)
+    monkeypatch.setattr(files, "roots", lambda _keys: [tmp_path / "vae"])
+    assert files.file_choices("vae") == ["auto", "b/a.safetensors"]
+
+
+class Foreign(nn.Linear):
+    """A Linear that another pack computes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def test_a_network_is_left_to_another_pack_by_its_share_of_all_products(core: ComfyUI) -> None:
+    ownership = core.module("host.core.ownership")
+    network = nn.Sequential(Linear(32, 32), nn.Conv2d(32, 32, 1), nn.Conv3d(32, 32, 1), Foreign(10, 32))
+    assert ownership.why_left(network) == ""  # 320 of 3392
+    network.append(Foreign(2, 32))
+    assert ownership.why_left(network).startswith("11% of its products")
 
 
 def test_bits_have_a_sum_in_packed_weights_too(core: ComfyUI) -> None:

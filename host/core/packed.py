@@ -70,7 +70,7 @@ def _layout(name: str, path: str) -> str:
 
 def _values(original: Any, packed: Tensor, params: Any) -> Tensor:
     scale = params.scale
-    if original is quant_ops.TensorWiseINT8Layout and scale.ndim == 1 and scale.numel() > 1:
+    if original is quant_ops.TensorWiseINT8Layout and scale.ndim == 1:
         scale = scale[:, None]  # which products take per row, and dequantisation per column
     wide = dataclasses.replace(params, scale=scale, orig_dtype=torch.float32)
     return original.dequantize(packed, wide).to(params.orig_dtype)

@@ -237,17 +237,14 @@ class _Walk(Stream):
 def image_work(pipeline: Pipeline, size: Size) -> Work:
     """The work of encoding a picture or clip of ``size``: by the VAE, and by the image encoder where there is one."""
     config, dtype, clip = pipeline.configs[VAE], pipeline.precision.vae, pipeline.spec.memory.clip
-    form = pipeline.plan.speed.forms.get(VAE, "")
 
     def by_vae(frames: int) -> Work:
-        vae = built(pipeline, VAE, config, dtype)
-        if form:
-            fuse_vae(vae, form)
+        vae = built(pipeline, VAE, config, dtype)  # of which only the decoder can be fused
         with counting_on_meta() as work:
             vae.encode(empty(1, 3, frames, size.height, size.width, dtype=dtype))
         return work
 
-    key = (VAE, "encode", pipeline.family, text_of(config), size.height, size.width, str(dtype), form)
+    key = (VAE, "encode", pipeline.family, text_of(config), size.height, size.width, str(dtype))
     total, whole = Work(), clip.frames // clip.batch
     for frames, times in ((clip.batch, whole), (clip.frames % clip.batch, 1)) if size.clip else ((1, 1),):
         total.update(counted_once((*key, frames), partial(by_vae, frames)).times(times) if frames else {})

@@ -9,12 +9,17 @@ import pytest
 from runner import HERE
 
 
-def test_one_kernel_for_turing_and_cdna() -> None:
+def test_one_kernel_for_turing_and_cdna(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="lacks what this pack requires: triton")
     import kernels_build
 
-    turing, cdna = (kernels_build.built(target, ["bf16"], ["residual_norm ltx"]) for target in ("sm_75", "gfx90a"))
-    assert [row["verdict"] for row in (*turing, *cdna)] == ["ok", "ok"]
+    measured, fused = kernels_build.measured, set()
+    keep = lambda compiled, *rest: fused.add(compiled.metadata.enable_fp_fusion) or measured(compiled, *rest)  # noqa: E731
+    monkeypatch.setattr(kernels_build, "measured", keep)
+    cases = ["residual_norm ltx", "qk_norm_rope across"]
+    turing, cdna = (kernels_build.built(*row) for row in (("sm_75", ["bf16"], cases), ("gfx90a", ["bf16"], cases[:1])))
+    assert [row["verdict"] for row in (*turing, *cdna)] == ["ok", "ok", "ok"]
+    assert fused == {False}, "eager rounds each product before it is added"
     assert turing[0]["disassembled"] and turing[0]["load_bits"] == turing[0]["store_bits"] == 128
     assert cdna[0]["load_bits"] >= 64 and cdna[0]["registers"] > 0
 

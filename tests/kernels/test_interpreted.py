@@ -11,7 +11,8 @@ import pytest
 CHECKS = Path(__file__).parent / "interpreted"
 QUICK = (
     "rounded or fp32_residual or two_halves or far_from_zero or tables_shared or another_length or modulation "
-    "or (error and (rms-dtype2 or head-dtype2 or gated-dtype2 or swiglu-dtype0))"
+    "or (error and (rms-dtype2 or layer-dtype2 or head-dtype2 or gated-dtype2 or swiglu-dtype0)) "
+    "or (clips and contiguous-neither)"
 )
 
 

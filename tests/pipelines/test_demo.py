@@ -62,6 +62,9 @@ def test_the_first_frame_is_that_of_a_clip_in_the_middle(world):
     for scene in scenes.scenes()[::47]:
         clip = world.draw([scene], torch.Generator().manual_seed(0), spread=0)[0, :, 0].permute(1, 2, 0)
         assert torch.allclose(scenes.first_frame(scene)[0], (clip + 1) / 2, atol=1e-5)
+    across = scenes.first_frame(scenes.EXAMPLE)[0, :, :, 0].sum(0) - 64 * 50 / 255  # red of a disc on blue
+    middle = (across * (torch.arange(64) - 31.5)).sum() / across.sum()
+    assert float(middle) == pytest.approx(17 / 2, abs=0.01), "the published demos travel 15 to 19 pixels of 64"
 
 
 def test_a_caption_and_its_scene_are_the_same():

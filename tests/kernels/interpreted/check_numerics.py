@@ -265,7 +265,8 @@ def test_modulation_of_each_token_and_of_the_first_tokens(per_token: bool) -> No
     x, count = some(FP32, 2, 7, 20), 7 if per_token else 2
     rows = some(FP32, 2, count, 3, 20, seed=2).unbind(2)
     split = 0 if per_token else 3
-    modulation, gate = Modulation(rows[0], rows[1], split), Gate(rows[2], split=split)
+    factor = some(FP32, 2, 7, 2, seed=3)[..., :1]
+    modulation, gate = Modulation(rows[0], rows[1], split), Gate(rows[2], split=split, factor=factor)
     same(norm.normalized, norm.normalized_reference, x, Norm(LAYER, 1e-6), modulation)
     same(residual.residual_norm, residual.residual_norm_reference, x, x, gate, Norm(RMS, 1e-6), modulation)
     same(residual.gated_residual, residual.gated_residual_reference, x, x, gate)

@@ -1,14 +1,17 @@
 """What is counted without data is what a run computes."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
 from anygpu.compat.device import work
 from anygpu.compat.device.work import counting
+from anygpu.compat.memory import transfer
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.families.framepack.sections import INVERTED, VANILLA, Plan
+from anygpu.pipelines.families.hunyuan_video.spec import BLOCKS
 from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.forecast.seconds import planned_run
 from anygpu.pipelines.sizes import Size, latent_shape, sampling_bytes
@@ -115,6 +118,8 @@ def test_a_deep_transformer_is_counted_by_two_blocks_of_a_kind(tiny_folder):
         pipeline.spec.code.call_transformer(pipeline, module, ones)
     counted = counts.transformer_work(pipeline, size)
     assert counted.flops == ran.flops and close(counted.bytes, ran.bytes)
+    published = json.loads((pipeline.spec.folder / "transformer.json").read_text())[0]["config"]
+    assert [published[key] for key in counts.BLOCKS] == [count for _, count, _ in BLOCKS]
 
 
 def test_tiles_of_a_decode_count_what_they_overlap(tiny_folder):
@@ -125,6 +130,9 @@ def test_tiles_of_a_decode_count_what_they_overlap(tiny_folder):
     rows, area = 3 * 256, 512  # three tiles of 256 pixels cover 512 with a quarter of overlap
     assert latent_shape(pipeline, size)[1:] == (16, 16)
     assert close(tiled / whole, (rows / area) ** 2)
+    walk = counts._Walk(transfer.Transfer(torch.device("cpu"), torch.float32), 8, 1)
+    alike = walk.parted((0, 40, 0, 40), 8)  # corners, edges and what lies between, each counted once
+    assert len(alike) == 9 and [walk.times[part] for part in alike] == [1, 3, 1, 3, 9, 3, 1, 3, 1]
 
 
 def test_a_size_is_counted_once(tiny_folder, monkeypatch):

@@ -12,6 +12,7 @@ from anygpu.compat.memory.offloader import MODES, HostWeights, OffloadOptions
 from anygpu.compat.memory.parts import PartBytes, Parts, Silent, part_bytes
 from anygpu.compat.memory.standalone import StandaloneOffloader, ahead_bytes
 from anygpu.compat.memory.statistics import MemoryStats, StageCost, saved_stages
+from anygpu.pipelines import requests
 from anygpu.pipelines import sizes as estimates
 from anygpu.pipelines.forecast import fit as fitting
 from anygpu.pipelines.forecast import page as memory_plan
@@ -137,8 +138,13 @@ def test_places_are_checked(devices, keep, told):
         fitting.offload_options(devices, keep, None, HostWeights())
 
 
-def test_a_device_that_is_not_there_is_named():
+def test_a_device_that_is_not_there_is_named(monkeypatch):
     assert part_devices("auto", "cpu", "auto") == {"text_encoder": "cpu"}
+    monkeypatch.setattr(requests, "device_count", lambda: 2)
+    with pytest.raises(UnsupportedError, match="device 'gpu:0' where torch sees 0"):
+        part_devices(vae="gpu:0")  # on the CPU by choice, beside accelerators
+    monkeypatch.setattr(requests, "default_device", lambda: torch.device("meta:0"))
+    assert part_devices("gpu:1", "cpu", "gpu:0") == {"transformer": "meta:1", "text_encoder": "cpu", "vae": "meta:0"}
     with pytest.raises(UnsupportedError, match="device 'gpu:3' where torch sees"):
         part_devices(vae="gpu:3")
 

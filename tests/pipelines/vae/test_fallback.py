@@ -24,7 +24,14 @@ from anygpu.pipelines.base import Silent
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.vae.fallback import decoding, make_contiguous, tiled
-from anygpu.pipelines.vae.plan import DecodeMethod, decode_methods, largest_buffer_bytes, next_method, tiles_below
+from anygpu.pipelines.vae.plan import (
+    DecodeMethod,
+    DecodeRequest,
+    decode_methods,
+    largest_buffer_bytes,
+    next_method,
+    tiles_below,
+)
 from torch import nn
 
 BF16 = torch.bfloat16
@@ -186,7 +193,7 @@ def test_the_largest_buffer_is_about_what_a_decoder_makes():
     assert largest_buffer_bytes(config, 17, 720, 1280, 2) == 2 * 128 * 19 * 722 * 1282 * 2
 
 
-def test_where_a_decoder_goes_wrong_is_named(tiny_folder):
+def test_where_a_decoder_goes_wrong_is_named_and_one_colour_may_be_the_model_s(tiny_folder, recorded):
     pipeline = load(LoadRequest(tiny.build("mochi", tiny_folder), device="cpu", precision="fp32"))
     decoder = pipeline.parts.read("vae").decoder
     name, weight = next((n, w) for n, w in decoder.named_parameters() if "up_blocks.1" in n and w.ndim > 1)
@@ -195,3 +202,11 @@ def test_where_a_decoder_goes_wrong_is_named(tiny_folder):
     named = pytest.raises(UnsupportedError, match=rf"NaN first from .*vae\.decoder\.{name.rpartition('.')[0]} \(")
     with named, decoding(pipeline, (1, 12, 2, 4, 4), Silent()) as passes:
         passes.decode(torch.randn(1, 12, 2, 4, 4))
+    for weight in decoder.parameters():
+        weight.requires_grad_(False).zero_()
+    vae, progress = pipeline.parts.read("vae"), recorded()
+    with decoding(pipeline, (1, 12, 2, 16, 16), progress, DecodeRequest("tiled", tile=64)) as passes:
+        passes.decode(torch.randn(1, 12, 2, 16, 16))
+        assert vae.use_tiling
+        _held = passes._open  # whose collection would close it
+    assert not vae.use_tiling and any(f"{COLOUR}, in fp32 on the CPU too" in text for text in progress.said)
