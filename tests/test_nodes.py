@@ -107,8 +107,18 @@ def test_the_chain_of_nodes_gives_what_the_stages_give(core: ComfyUI, loaded, la
     frames, film = shown.result[0][0], shown.result[1][0]
     assert torch.equal(frames, stages.decode(ours, made, Silent())) and frames.shape == (9, 64, 64, 3)
     assert film.receipt is not None and film.given[0].given == ()
+    assert isinstance(loaded[2], core.module("host.core_models").CoreVAE)
     small, _, folder, _, fps = shown.ui[0][:5]
     assert folder == "temp" and fps == made.fps and small.shape == frames.shape
+
+
+def test_core_s_schedule_has_the_shift_of_the_checkpoint(core: ComfyUI, loaded) -> None:
+    pipeline, patchers = loaded[0], dict(loaded[0].offloader.patchers)
+    for shift, dynamic, expected in ((7.0, False, {"shift": 7.0}), (7.0, True, {}), (1.0, False, {})):
+        tools = {"scheduler": {"shift": shift, "use_dynamic_shifting": dynamic}}
+        model = core.module("host.core_models").model_of(dataclasses.replace(pipeline, tools=tools))
+        assert model.model.config.sampling_settings == expected
+    pipeline.offloader.patchers.update(patchers)
 
 
 def test_core_s_sampler_can_call_the_model(core: ComfyUI, loaded, prompts) -> None:
@@ -430,6 +440,8 @@ def test_a_network_is_left_to_another_pack_by_its_share_of_all_products(core: Co
     assert ownership.why_left(network) == ""  # 320 of 3392
     network.append(Foreign(2, 32))
     assert ownership.why_left(network).startswith("11% of its products")
+    takes = map(ownership.takes_any_dtype, (Foreign(2, 2), Foreign(2, 2).half(), nn.LayerNorm(2).half()))
+    assert [*takes] == [True, False, True]
 
 
 def test_bits_have_a_sum_in_packed_weights_too(core: ComfyUI) -> None:
@@ -462,6 +474,19 @@ def test_what_fit_model_changes_is_done_and_taken_back_again(core: ComfyUI) -> N
     assert "an earlier fit taken back" in core.said and again.get_model_object("manual_cast_dtype") is None
     with pytest.raises(UnsupportedError, match="fp16-safe"):
         fitted(core, precision="fp16-safe")
+    model = BaseModel()
+    model.diffusion_model, bare = nn.Sequential(nn.LayerNorm(4)), ModelPatcher(model)
+    assert core.run("FitModel", model=bare).result[0] is bare, "no layer of core's is needed but for fp16-safe"
+    module, machine = core.module("host.core.machine"), core.module("host.core.machine").machine_of("cpu")
+    assert machine is module.machine_of("cpu"), "its kernels are asked once"
+    (decided, _) = module.fit_for(machine, torch.float32, "auto", "auto").decisions
+    assert (decided.verdict, decided.why) == ("fp32 as loaded", "this device computes fp32 well")
+    for usable, why in ((True, ""), (False, "damaged")):
+        verdict = SimpleNamespace(
+            verdict=lambda _operation, usable=usable: SimpleNamespace(usable=usable, why="damaged")
+        )
+        lack = core.module("host.core.weights").damage_to_bf16(network, SimpleNamespace(abilities=verdict))
+        assert lack == why
 
 
 def test_one_node_fits_what_is_connected_and_has_a_line_for_each_part(core: ComfyUI, loaded) -> None:
@@ -567,3 +592,7 @@ def test_the_ring_of_the_demo_needs_no_file(core: ComfyUI) -> None:
     stamp, root = core.module("host.meshes").file_stamp, core.module("host.meshes").folder_paths.get_input_directory()
     (file := Path(root, "mine.ply")).write_bytes(b"ply")
     assert stamp(file.name) == (file.stat().st_mtime, 3) and stamp("gone.ply") is None
+    inputs = {"1": {}, "2": {"mesh": ["1", 0], "seed": 4, "text": "4"}, "3": {"mesh": ["2", 1], "box": ["4"]}, "4": {}}
+    prompt = {name: {"inputs": given} for name, given in inputs.items()}
+    before = core.module("host.meshes").history(prompt, "3")
+    assert json.loads(before) == {name: prompt[name] for name in "123"}, "a list of one value is no link"

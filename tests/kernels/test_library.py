@@ -153,6 +153,8 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pytest.M
         assert launch(some(2, device="cuda:1")) == (1, 1)
         assert launch(some(2, device="cuda:0")) == (0, 0)
     assert current == [0]
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    assert all(has(f"{library.NAMESPACE}::{name}", key) for name in OPERATIONS for key in ("CUDA", "CPU", "Meta"))
 
 
 # ---- what a compiler sees -----------------------------------------------------------------------------------

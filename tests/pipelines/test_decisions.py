@@ -16,7 +16,7 @@ from anygpu.compat.records import parse
 from anygpu.compat.report import AMBER, GREEN, GREY, RED, probe_statuses
 from anygpu.compat.transforms.attention import CHOICES as ATTENTIONS
 from anygpu.pipelines.decisions import card_of, in_short, limit_tooltip, limits
-from anygpu.pipelines.family import Recipe
+from anygpu.pipelines.family import GuidanceStep, Recipe
 from anygpu.pipelines.files.catalogue import (
     every_offer,
     first_steps,
@@ -51,6 +51,13 @@ def test_every_decision_of_a_pipeline_has_a_subject_and_a_reason(name, tiny_fold
     assert subjects[0] == "precision"
     assert all(decision["verdict"] and decision["why"] for decision in card["decisions"]), card["decisions"]
     assert in_short(pipeline) == "fp32, offload none"
+    does = {"ltx": "dev, text to video", "mochi": "text to video", "framepack": "image to video"}
+    assert card["does"] == does[name]
+
+
+def test_guidance_in_words():
+    words = ["cfg 3", "cfg 3, STG 1 without attention in block 19, rescale 0.7"]
+    assert [str(GuidanceStep(cfg=3.0, rescale=0.7, **more)) for more in ({}, {"stg": 1.0, "blocks": (19,)})] == words
 
 
 def test_a_card_shows_each_decision_as_it_is_whatever_its_words_are(tiny_folder):

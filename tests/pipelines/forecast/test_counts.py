@@ -118,6 +118,9 @@ def test_a_deep_transformer_is_counted_by_two_blocks_of_a_kind(tiny_folder):
         pipeline.spec.code.call_transformer(pipeline, module, ones)
     counted = counts.transformer_work(pipeline, size)
     assert counted.flops == ran.flops and close(counted.bytes, ran.bytes)
+    speed = replace(pipeline.plan.speed, forms={"transformer": "reference"})
+    fused = counts.transformer_work(replace(pipeline, plan=replace(pipeline.plan, speed=speed)), size)
+    assert fused.flops == counted.flops and fused.bytes < counted.bytes
     published = json.loads((pipeline.spec.folder / "transformer.json").read_text())[0]["config"]
     assert [published[key] for key in counts.BLOCKS] == [count for _, count, _ in BLOCKS]
 

@@ -1,6 +1,7 @@
 """Minutes before a run: from rates, and corrected by what runs showed."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,9 +79,26 @@ def test_runs_of_the_size_correct_it_more_closely_than_others():
     rows = [row(300.0, 100.0), row(40.0, 20.0), row(44.0, 20.0), row(42.0, 20.0)]
     same = times.corrected("sampling", 20.0, PROBED, rows)
     assert same.seconds == 40.0, "the quickest of the last three: others shared the machine"
-    assert (same.low, same.high) == (40.0 / times.NEAR, 40.0 * times.NEAR)
+    assert (same.low, same.high) == (40.0 / 1.1, 40.0 * 1.1)
     other = times.corrected("sampling", 80.0, PROBED, rows)
-    assert other.seconds == 240.0 and other.high == 240.0 * times.FAR
+    assert other.seconds == 240.0 and other.high == 240.0 * 1.25
+
+
+@pytest.mark.parametrize(
+    ("mode", "room", "unified", "seconds"),
+    [
+        ("none", None, False, 5 + 10),
+        (times.HOSTED, None, False, 5 + 10),
+        (times.HOSTED, 80, False, 3 * 4 + 6),  # 40 of 100 bytes find no room beside 20, and come anew for each call
+        ("sequential", None, False, 3 * 10),
+        ("group", None, False, 10 + 2 * 7),
+        ("group", None, True, 5 + 3 * 10),
+    ],
+)
+def test_copies_that_nothing_hides_are_added(mode, room, unified, seconds):
+    """100 bytes over a link of 10 a second, beside three calls of 5 seconds together; 30 bytes stay under ``group``."""
+    stage = SimpleNamespace(weights=100, beside=20, calls=3, stays=30, facts=SimpleNamespace(unified=unified))
+    assert times._with_copies(stage, 5.0, 10.0, mode, room) == seconds
 
 
 def test_what_imported_corrects_no_further_than_the_rates_may_be_off():
