@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from runner import HERE
@@ -13,13 +14,17 @@ def test_one_kernel_for_turing_and_cdna(monkeypatch: pytest.MonkeyPatch) -> None
     pytest.importorskip("triton", reason="lacks what this pack requires: triton")
     import kernels_build
 
-    measured, fused = kernels_build.measured, set()
-    keep = lambda compiled, *rest: fused.add(compiled.metadata.enable_fp_fusion) or measured(compiled, *rest)  # noqa: E731
-    monkeypatch.setattr(kernels_build, "measured", keep)
-    cases = ["residual_norm ltx", "qk_norm_rope across"]
+    measured, unfused = kernels_build.measured, set()
+
+    def kept(compiled: Any, log: str, label: tuple[str, ...], seconds: float) -> Any:
+        unfused.update(label[:1] if not compiled.metadata.enable_fp_fusion else ())
+        return measured(compiled, log, label, seconds)
+
+    monkeypatch.setattr(kernels_build, "measured", kept)
+    cases = ["residual_norm ltx", "qk_norm_rope across", "swiglu scaled"]
     turing, cdna = (kernels_build.built(*row) for row in (("sm_75", ["bf16"], cases), ("gfx90a", ["bf16"], cases[:1])))
-    assert [row["verdict"] for row in (*turing, *cdna)] == ["ok", "ok", "ok"]
-    assert fused == {False}, "eager rounds each product before it is added"
+    assert [row["verdict"] for row in (*turing, *cdna)] == 4 * ["ok"]
+    assert unfused == {*cases[:2]}, "where eager rounds each product before it is added"
     assert turing[0]["disassembled"] and turing[0]["load_bits"] == turing[0]["store_bits"] == 128
     assert cdna[0]["load_bits"] >= 64 and cdna[0]["registers"] > 0
 
