@@ -344,7 +344,7 @@ def _bytes(path: Path) -> bytes:
 
 def forked(work: Callable[[], Any], seconds: float) -> tuple[str, Any, bool]:
     """(what was printed, what comes back, whether it never ended) of work in the copy, done by a fork, which need not
-    import torch anew. After ``seconds`` of the processor it never will; what only waits has 30 times as long."""
+    import torch anew. After ``seconds`` of the processor it never will; what only waits has ten times as long."""
     printed, answer = COPY.parent / "printed", COPY.parent / "answer"
     answer.unlink(missing_ok=True)
     child = os.fork()
@@ -359,7 +359,7 @@ def forked(work: Callable[[], Any], seconds: float) -> tuple[str, Any, bool]:
         answer.write_bytes(pickle.dumps(work()))
         sys.stdout.flush()
         os._exit(0)
-    until, endless = time.monotonic() + 30 * seconds, False
+    until, endless = time.monotonic() + 10 * seconds, False
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if time.monotonic() > until or sum(psutil.Process(child).cpu_times()[:2]) > seconds:
             os.killpg(child, signal.SIGKILL)

@@ -442,6 +442,8 @@ def test_a_network_is_left_to_another_pack_by_its_share_of_all_products(core: Co
     assert ownership.why_left(network).startswith("11% of its products")
     takes = map(ownership.takes_any_dtype, (Foreign(2, 2), Foreign(2, 2).half(), nn.LayerNorm(2).half()))
     assert [*takes] == [True, False, True]
+    mixed, cast = nn.Sequential(Linear(2, 2), Foreign(2, 2)).bfloat16(), core.module("host.core.weights")._cast
+    assert [each.weight.dtype for each in cast(mixed, lambda *_: torch.half, True)] == [torch.half, torch.bfloat16]
 
 
 def test_bits_have_a_sum_in_packed_weights_too(core: ComfyUI) -> None:
