@@ -92,6 +92,7 @@ class Checkpoint:
     storage: Mapping[str, str]  # choice of storage of each part whose weights are stored smaller than they compute
     stands_in_for: str = ""  # the published model in whose place this demo model runs; empty otherwise
     recipe: str = ""  # the one of its family's that a name gave away; empty for its variant's
+    names: tuple[str, ...] = ()  # that may say something of it, the nearest first
     control_factor: int = 1  # by which the control clip of its IC-LoRA is smaller than the video
 
 

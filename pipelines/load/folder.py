@@ -73,12 +73,10 @@ def load(
     hosted: Callable[..., Offloader] | None = None,
 ) -> Pipeline:
     """The pipeline in ``request.model``, ready to run; weights are read when a stage first needs them.
+    Raises PackError for files that are missing, damaged or unknown, or a choice that this model or machine cannot do.
 
     Args:
         make_room, hosted: how a host around us frees memory, and its own offloader, which offload ``auto`` then means.
-
-    Raises:
-        PackError: files that are missing, damaged or unknown; a choice that this model or machine cannot do.
     """
     progress = progress or Silent()
     with reading(request.model):
@@ -121,6 +119,7 @@ def load(
         storage=storage_choices(files),
         stands_in_for=request.stands_in_for,
         recipe=recipe,
+        names=names,
     )
     decisions = (precision.decision, offload, attention.decision, *copies_decision(precision, facts, probes), *more)
     device, plan = Device(facts, precision, probes), PipelinePlan(offloader, speed, decisions)

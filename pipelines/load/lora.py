@@ -25,7 +25,7 @@ from ...compat.memory.statistics import amount_of
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Progress
-from ..files.evidence import cautions_by_name, names_around, names_of_file, recipe_named
+from ..files.evidence import cautions_by_name, names_of_file, recipe_named
 from ..files.lora_keys import matched
 from ..files.lora_kinds import ALPHA, HADA, KRON, MAGNITUDE, PEFT_MAGNITUDE, UP, Delta, LoRAPair, role_of
 from ..files.part import MOST_TENSORS, construction, empty_weights
@@ -115,7 +115,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     )
     loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer, pipeline.spec.transformers)
     decision = Decision("LoRA", f"{path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}")
-    names, base = names_of_file(path, file.metadata), names_around(pipeline.model.source)
+    names, base = names_of_file(path, file.metadata), pipeline.model.names
     cautions = cautions_by_name(pipeline.spec, names, base=base)
     for caution in cautions:
         progress.notify(f"{path.stem}: {caution.verdict}")

@@ -53,8 +53,8 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
     """Guess if the model is SkyReels, with the evidence."""
     if image_condition(evidence.config) == PICTURE_CONCAT:
         return SKYREELS, "its transformer takes the picture beside the noise, without a mask"
-    name = evidence.name_with(r"skyreels?.?v1|skyreels.?hunyuan|hunyuan.*skyreels")
-    return (SKYREELS, f"the name {name!r} says so") if name else (SPEC.id, "")
+    name = evidence.name_with(r"sky.?reel|cfg.?distil")  # Tencent's own is called so
+    return (SKYREELS, f"the name {name!r} says so") if "reel" in name.lower() else (SPEC.id, "")
 
 
 def task_of(config: Mapping[str, Any]) -> str:

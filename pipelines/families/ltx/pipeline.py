@@ -25,7 +25,7 @@ from ....compat.ranks import BOTH, PROMPTED, Group
 from ... import base
 from ...base import Call, ImageCondition, Latents, Progress, ProgressStage, Prompt, PromptRequest, SampleSettings
 from ...family import GuidanceStep, Recipe
-from ...files.evidence import Evidence, names_around
+from ...files.evidence import Evidence
 from ...pipeline import Pipeline
 from ...sampling import loop
 from ...sampling.schedules import (
@@ -59,6 +59,7 @@ from .upscaler import upscale as upscale
 
 NOTHING = 1e-8  # added to a square norm before it divides
 LARGEST_2B = 28  # blocks of its transformer
+VERSION = r"(?<!\d)0[._-]?9[._-]?([1-8])(?!\d)"
 PADDINGS = ("zeros", "reflect", "replicate")  # a circular one would need the other side of the picture in each tile
 
 
@@ -66,18 +67,18 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
     """The variant's published recipe at this size; without STG for a transformer that lacks the blocks it names."""
     count, recipes = int(pipeline.configs["transformer"].get("num_layers", 0)), SPEC.published.recipes
     name = f"{pipeline.variant} {LARGE}" if count > LARGEST_2B else pipeline.variant
-    said = Evidence(names=names_around(pipeline.model.source)).name_with(r"0\.9\.\d")
-    keys = *(f"{name} {version}" for version in OLDER if version in said), name, pipeline.variant
+    said = re.findall(VERSION, Evidence(names=pipeline.model.names).name_with(VERSION))[:1]
+    keys = *(f"{name} {version}" for version in OLDER if version[-1] in said), name, pipeline.variant
     return _within(next(recipes[key] for key in keys if key in recipes), count)
 
 
 def guess_variant(evidence: Evidence) -> tuple[str, str]:
     """Guess the training variant, with the evidence."""
-    name = evidence.name_with(r"distil(?!l?er)|(?<![a-z])dist(?![a-z])")
-    older = name if re.search(r"0\.9\.6", name) else ""
+    name = evidence.name_with(r"distil(?!l?er)|(?<![a-z])(dist|dev)(?![a-z])")
+    name = name if "dist" in name.lower() else ""
     trained = evidence.note("config", "allowed_inference_steps")
-    if older:
-        return STOCHASTIC, f"the name {older!r} says so"
+    if "6" in re.findall(VERSION, name):
+        return STOCHASTIC, f"the name {name!r} says so"
     if isinstance(trained, list) and trained:
         return DISTILLED, f"its file says that it was trained for {len(trained)} noise levels"
     if name:
