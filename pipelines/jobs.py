@@ -24,7 +24,7 @@ from .load.folder import load_placed
 from .movie import Check, write_mp4
 from .pipeline import DEMOS, Pipeline
 from .records import receipts
-from .records.job import Content, Result, VideoJob
+from .records.job import Content, Result, VideoJob, encoding_of
 from .records.places import Machine
 from .requests import LoadRequest, load_request
 from .sampling.resume import LeaderStore, StepStore
@@ -213,17 +213,8 @@ def _images(
     for picture in job.pictures:
         frames = _frames("image", picture.file, job, machine, progress, pipeline)
         start = frames if start is None else start
-        request = ImageRequest(
-            frames,
-            width=job.settings.width,
-            height=job.settings.height,
-            frame=picture.frame,
-            strength=picture.strength,
-            previous=condition,
-            seed=job.settings.seed if picture.seed < 0 else picture.seed,
-            control=picture.control,
-            prepare=picture.prepare,
-        )
+        how = encoding_of(picture) | {"seed": job.settings.seed if picture.seed < 0 else picture.seed}
+        request = ImageRequest(frames, job.settings.width, job.settings.height, previous=condition, **how)
         condition = stages.encode_image(pipeline, request, job.fit, progress, before)
     return condition, start
 

@@ -18,7 +18,7 @@ from ...compat.durable import replacing
 from ...compat.errors import CheckpointError, InputError
 from ...compat.records import FIX, WITHOUT, json_in, parse, plain, shown, wrong
 from ...compat.transforms.step_cache import OFF, StepCacheSettings
-from ..base import FramePackSettings, PromptRequest, SampleSettings
+from ..base import FramePackSettings, ImageRequest, PictureSource, PromptRequest, SampleSettings
 from ..family import FITS
 from ..requests import LOAD_INPUTS, LORA_MODES
 from ..vae.plan import DecodeRequest
@@ -111,6 +111,12 @@ class Picture:
     seed: int = -1
     control: bool = False
     prepare: bool = True
+    shape: tuple[int, ...] = ()
+
+
+def encoding_of(one: Picture | PictureSource | ImageRequest) -> dict[str, Any]:
+    """Inputs of a picture's encoding, by the names that a job, a receipt and a request have for them."""
+    return {item.name: getattr(one, item.name) for item in fields(Picture) if item.name != "file"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ from ..movie import tags_of
 from ..pipeline import Pipeline
 from ..requests import LoadRequest, inputs_of
 from ..vae.plan import DecodeRequest
-from .job import PLACES, Adapter, Caching, Content, J, Job, Picture, VideoJob, job_in, load_inputs, parsed
+from .job import PLACES, Adapter, Caching, Content, J, Job, Picture, VideoJob, encoding_of, job_in, load_inputs, parsed
 
 VERSION, HEAD = 1, "anygpu_receipt"
 RECEIPT = "receipt"  # under a latent's extra values
@@ -102,10 +102,8 @@ def with_upscaler(before: Latents, after: Latents, path: Path, state: Path | Non
 def sources_of(frames: torch.Tensor, request: ImageRequest, fit: str) -> tuple[PictureSource, ...]:
     """The pictures of an image condition: those that it joins, and ``frames`` as they were given."""
     content, seen = picture_content(frames), request.vision is not None
-    where: dict[str, Any] = {"frame": request.frame, "strength": request.strength, "seed": request.seed}
-    where |= {"control": request.control, "prepare": request.prepare}
     size = int(frames.shape[2]), int(frames.shape[1])
-    source = PictureSource(content=content, fit=fit, vision=seen, size=size, **where)
+    source = PictureSource(content=content, fit=fit, vision=seen, size=size, **encoding_of(request))
     return (*(request.previous.sources if request.previous is not None else ()), source)
 
 
@@ -276,17 +274,7 @@ def _job(
         load={name: value for name, value in load_inputs(inputs_of(request)).items() if name not in PLACES},
         loras=tuple(Adapter(known(one.path), one.strength, one.blocks, one.mode) for one in lora.on(pipeline)),
         step_cache=Caching() if cache is None else Caching("custom", cache),
-        pictures=tuple(
-            Picture(
-                Content("", one.content, size=one.size),
-                one.frame,
-                one.strength,
-                seed=one.seed,
-                control=one.control,
-                prepare=one.prepare,
-            )
-            for one in sources
-        ),
+        pictures=tuple(Picture(Content("", one.content, size=one.size), **encoding_of(one)) for one in sources),
         fit=sources[0].fit if sources else FITS[0],
         framepack=framepack,
         base=None if request.base is None else known(request.base),

@@ -152,14 +152,12 @@ def ltx_twice(variant: str, blocks: int, release: str = "", pictured: bool = Fal
 
     def run(folder: Path) -> torch.Tensor:
         made = ltx_released("ltx_condition", folder, blocks, release)
-        if pictured:  # the shape of the finished video is that of its own size
-            loops.changed(made / "model_index.json", _anygpu_defaults=dict(zip(SIDES, loops.LTX_FINAL, strict=True)))
         pipeline = load(LoadRequest(made, device="cpu", precision="fp32", variant=variant))
         prompt = stages.encode_prompt(pipeline, PromptRequest(loops.PROMPT, loops.NEGATIVE), Silent())
         asked = SampleSettings(*loops.LTX_FIRST, 0, seed=loops.SEED)
 
         def image(size: tuple[int, int], latents: Latents | None = None) -> ImageCondition | None:
-            shown = ImageRequest(loops.picture(*loops.LTX_PICTURE), *size)
+            shown = ImageRequest(loops.picture(*loops.LTX_PICTURE), *size, shape=loops.LTX_FINAL)
             return stages.encode_image(pipeline, shown, "crop", Silent(), latents) if pictured else None
 
         low = stages.sample(pipeline, prompt, image(loops.LTX_FIRST), asked, Silent())
@@ -170,7 +168,6 @@ def ltx_twice(variant: str, blocks: int, release: str = "", pictured: bool = Fal
     return run
 
 
-SIDES = "width", "height"
 OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "framepack": framepack("framepack"),
     "framepack f1": framepack("framepack_f1"),
@@ -188,7 +185,7 @@ OURS: dict[str, Callable[[Path], torch.Tensor]] = {
     "ltx 0.9.6 dev": ltx("ltx_condition", "ltxv-2b-0.9.6-dev"),
     "ltx 0.9.6 distilled": ltx("ltx_condition", variant="distilled_0.9.6"),
     "ltx 2B 0.9.8 distilled": ltx_twice("distilled", loops.LTX_BLOCKS),
-    "ltx 2B 0.9.8 distilled picture": ltx_twice("distilled", loops.LTX_BLOCKS, "ltxv-own-size", pictured=True),
+    "ltx 2B 0.9.8 distilled picture": ltx_twice("distilled", loops.LTX_BLOCKS, pictured=True),
     "ltx 13B 0.9.8 distilled": ltx_twice("distilled", 29),
     "ltx 13B 0.9.8 dev": ltx_twice("dev", 40),
     "ltx 13B 0.9.7 distilled": ltx_twice("distilled", 29, "ltxv-13b-0.9.7-distilled"),

@@ -9,7 +9,7 @@ import tiny
 import torch
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import Latents, Prompt, SampleSettings, Silent
+from anygpu.pipelines.base import ImageRequest, Latents, Prompt, SampleSettings, Silent
 from anygpu.pipelines.families.ltx import pipeline as ltx
 from anygpu.pipelines.families.ltx.pipeline import _without_attention
 from anygpu.pipelines.families.ltx.spec import SPEC
@@ -18,6 +18,7 @@ from anygpu.pipelines.forecast.counts import batches_of
 from anygpu.pipelines.forecast.seconds import planned_run
 from anygpu.pipelines.latents.convert import from_core, to_core
 from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.pictures import prepared
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import SECOND_PASS, of_checkpoint, recipe_of
@@ -89,7 +90,7 @@ def test_a_published_size_has_the_recipe_of_its_size(models: dict[str, Pipeline]
 
     def of(variant: str, blocks: int, source: str = "ltxv.safetensors") -> Recipe:
         configs = {**pipeline.configs, "transformer": {**pipeline.configs["transformer"], "num_layers": blocks}}
-        model = replace(pipeline.model, configs=configs, variant=variant, source=Path(source))
+        model = replace(pipeline.model, configs=configs, variant=variant, names=(Path(source).stem,))
         return ltx.recipe_for(replace(pipeline, model=model))
 
     assert of("dev", 28) == SPEC.published.recipes["dev"] and of("dev", 48).guidance[3].blocks == (28,)
@@ -102,13 +103,29 @@ def test_a_published_size_has_the_recipe_of_its_size(models: dict[str, Pipeline]
     )
     older = of("dev", 48, "ltxv-13b-0.9.7-dev.safetensors")
     assert "upscaler-0.9.7." in older.second.nodes and older.guidance == of("dev", 48).guidance
-    assert of("dev", 28, "ltxv-2b-0.9.6-dev-04-25.safetensors").size == (1216, 704, 30.0)
+    for name in ("LTX_13B_Dev_V_0_9_7_GGUF_Q8_0.gguf", "LTXV.13B.097.Dev.fp8.safetensors", "v0-9-7.safetensors"):
+        assert of("dev", 48, name) == older
+    for name in ("ltxv-2b-0.9.6-dev-04-25.safetensors", "ltxv_2b_0_9_6_dev.safetensors", "ltxv096-dev.gguf"):
+        assert of("dev", 28, name).size == (1216, 704, 30.0)
     assert of("dev", 48).guidance[1].stg == 0.0
     assert of("dev", 2).guidance == (GuidanceStep(cfg=3.0),)
 
 
 def distilled(pipeline: Pipeline) -> Pipeline:
     return replace(pipeline, model=replace(pipeline.model, variant="distilled"))
+
+
+def test_a_pass_shows_a_picture_in_the_shape_of_the_finished_video(models: dict[str, Pipeline]) -> None:
+    """Of the published size, and of the one that is given; a recipe of one pass knows none."""
+    pipeline, frames = distilled(models["linear-quadratic"]), torch.rand(1, 121, 187, 3)
+
+    def shown(pipeline: Pipeline, width: int, *shape: int, cut: slice = slice(None), fit: str = "crop") -> torch.Tensor:
+        asked = ImageRequest(frames[:, :, cut], width, {448: 288, 800: 448}[width], shape=shape)
+        return prepared(pipeline, asked, fit, Silent()).frames
+
+    assert torch.equal(shown(pipeline, 800), shown(pipeline, 800, 1216, 704))
+    assert torch.equal(shown(pipeline, 448, 704, 480), shown(pipeline, 448, cut=slice(5, 182), fit="stretch"))
+    assert torch.equal(shown(models["linear-quadratic"], 448, 704, 480), shown(pipeline, 448))
 
 
 def test_auto_follows_the_recipe_and_says_so(models: dict[str, Pipeline], recorded: Any) -> None:
