@@ -18,6 +18,7 @@ from .lora_kinds import (
     BIASES,
     DIFFERENCE,
     DOWN,
+    MAGNITUDE,
     MULTIPLIERS,
     RESCALE,
     UP,
@@ -160,6 +161,8 @@ def _pairs_of(
     if len(target.layers) > 1 and not MULTIPLIERS.isdisjoint(group):  # of one weight that is several here
         return {}
     total, inside, rank = size
+    if MAGNITUDE in group and math.prod(tensors[group[MAGNITUDE]]) not in (total, layers[target.layers[0]][1]):
+        return {}
     own = {role: name for role, name in group.items() if role not in ALONE or UP not in group}
     first, pairs = 0, dict[str, LoRAPair]()
     for name, count in target.counts(total, inside or math.prod(layers[target.layers[0]][1:])):

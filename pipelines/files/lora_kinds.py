@@ -99,8 +99,8 @@ class LoRAPair:
         biases = [self.cut(own[role]).float() * (scale if role == PEFT_BIAS else 1.0) for role in BIASES & own.keys()]
         magnitude = own.get(MAGNITUDE)
         if magnitude is not None:
-            magnitude = magnitude.float()
-            magnitude = magnitude[:, None] if magnitude.ndim == 1 else magnitude.flatten(1)
+            of_rows = magnitude.ndim == 1 or PEFT_MAGNITUDE in self.names[MAGNITUDE]  # peft's of a convolution lie flat
+            magnitude = magnitude.float().reshape(-1, 1) if of_rows else magnitude.float().flatten(1)
             magnitude = self.cut(magnitude) if magnitude.shape[0] > 1 else magnitude
         return Delta(*kind.delta(own, self), torch.stack(biases).sum(0) if biases else None, magnitude)
 
@@ -141,7 +141,7 @@ def _side(shapes: Shapes, roles: tuple[str, ...]) -> Size | None:
     """Rows, columns and rank of one side of a Kronecker product, 0 for a whole matrix; None where it is not there."""
     whole, a, b = roles
     if whole in shapes:
-        return (*shapes[whole], 0) if len(shapes[whole]) == 2 else None  # type: ignore[return-value]
+        return shapes[whole][0], math.prod(shapes[whole][1:]), 0
     return (shapes[a][0], shapes[b][1], shapes[b][0]) if a in shapes and b in shapes else None
 
 
@@ -154,7 +154,7 @@ def _lokr(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
     whole, a, b = KRON[:3]
     first = own[whole].float() if whole in own else own[a].float() @ own[b].float()
     if KRON[5] not in own:
-        return _factors(pair.cut(torch.kron(first, own[KRON[3]].float())))
+        return _factors(pair.cut(torch.kron(first, own[KRON[3]].float().flatten(1))))
     up = pair.cut(torch.kron(first, own[KRON[4]].float()))
     return torch.kron(torch.eye(first.shape[1]), own[KRON[5]].float()), up
 

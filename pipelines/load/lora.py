@@ -89,6 +89,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     with tensor_file(path) as file:
         shapes = {name: tuple(entry.shape) for name, entry in file.entries.items()}
         factor = _control_factor(path, file.metadata, pipeline.model.control_factor)
+        noted = _metadata(file.metadata) or _adapter_config(path, shapes)
         layers = _layers_of(pipeline)
         biased = {name for name, layer in layers.items() if getattr(layer, "bias", None) is not None}
         own = {name: tuple(layer.weight.shape) for name, layer in layers.items()}
@@ -110,7 +111,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         pairs=match.pairs,
         tensors=tensors,
         stamp=next(iter(file.entries.values())).stamp,
-        scales=_scales(match.pairs, tensors, _metadata(file.metadata) or _adapter_config(path, shapes)),
+        scales=_scales(match.pairs, tensors, noted),
         of_weight=frozenset(name for name, pair in match.pairs.items() if pair.of_weight),
     )
     loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer, pipeline.spec.transformers)
@@ -391,8 +392,11 @@ def _lengthened(weight: torch.Tensor, product: torch.Tensor, magnitude: torch.Te
     Source: peft ``tuners/lora/dora.py``; ComfyUI ``comfy/weight_adapter/base.py``, which measures rows before the sum.
     """
     flat, changed = weight.flatten(1), (weight + product).flatten(1)
-    rows = magnitude.shape[0] == flat.shape[0]
-    length = (changed if of_sum else flat).norm(dim=1, keepdim=True) if rows else changed.norm(dim=0, keepdim=True)
+    if magnitude.shape[0] == flat.shape[0]:
+        length = (changed if of_sum else flat).norm(dim=1, keepdim=True)
+    else:  # of a convolution's input channels, each with its window
+        magnitude, changed = magnitude[..., None], changed.unflatten(1, (magnitude.shape[1], -1))
+        length = changed.norm(dim=(0, 2), keepdim=True)
     return (changed * (magnitude / (length + torch.finfo(torch.float32).eps))).view_as(weight)
 
 

@@ -1,5 +1,6 @@
 """LoHa, LoKr, DoRA, whole differences and alphas from metadata: what core adds for each of them, in both modes."""
 
+import copy
 import json
 import re
 import time
@@ -203,6 +204,43 @@ def test_dora_sets_the_lengths_of_rows_as_core_does(made: Any, mode: str) -> Non
     assert torch.equal(weight_and_bias(made)[0], weight)
 
 
+@pytest.mark.parametrize("mode", LORA_MODES)
+@pytest.mark.parametrize("kind", ["lengths of peft", "lengths of inputs", "LoKr"])
+def test_a_convolution_takes_dora_and_lokr(made: Any, kind: str, mode: str) -> None:
+    """Lengths of the outputs as peft lays them, or of the input channels; a Kronecker product with windows."""
+    name, path = "x_embedder.proj", made.folder / "convolution.safetensors"
+    with made.pipeline.offloader.hold("transformer") as module:
+        plain = copy.deepcopy(module.get_submodule(name))
+    weight = plain.weight.detach()
+    ones, (rows, inside) = (1,) * (weight.ndim - 2), weight.shape[:2]
+    tensors = {"lora_A.weight": torch.randn(2, *weight.shape[1:]), "lora_B.weight": torch.randn(rows, 2, *ones)}
+    expected = weight + torch.einsum("or...,ri...->oi...", tensors["lora_B.weight"], tensors["lora_A.weight"])
+    apart = tuple(range(2, weight.ndim))
+    if kind == "lengths of peft":
+        length = tensors["lora_magnitude_vector"] = torch.rand(1, rows, *ones) + 0.5
+        expected = expected * length.transpose(0, 1) / expected.square().sum((1, *apart), True).sqrt()
+    elif kind == "lengths of inputs":
+        length = tensors["dora_scale"] = torch.rand(1, inside, *ones) + 0.5
+        expected = expected * length / expected.square().sum((0, *apart), True).sqrt()
+    else:
+        tensors = {"lokr_w1": torch.randn(4, 2), "lokr_w2": torch.randn(rows // 4, inside // 2, *weight.shape[2:])}
+        expected = weight + torch.kron(tensors["lokr_w1"].reshape(4, 2, *ones), tensors["lokr_w2"])
+    save_file({f"{name}.{key}": tensor for key, tensor in tensors.items()}, path)
+    changed = lora.with_lora(made.pipeline, path, 1.0, "", mode, Silent())
+    picture = torch.randn(1, inside, 2, 4, 4)
+    with changed.offloader.hold("transformer") as module, torch.no_grad():
+        plain.weight.data = expected
+        torch.testing.assert_close(module.get_submodule(name)(picture), plain(picture), **NEAR)
+
+
+def test_lengths_of_another_layer_are_named() -> None:
+    base = "transformer_blocks.0.attn.to_q"
+    tensors = {f"{base}.lora_A.weight": (2, 6), f"{base}.lora_B.weight": (6, 2)}
+    with pytest.raises(CheckpointError, match="none of 3 keys"):
+        matched(FILE, tensors | {f"{base}.dora_scale": (5, 1)}, LAYERS, HUNYUAN)
+    assert matched(FILE, tensors | {f"{base}.dora_scale": (6, 1)}, LAYERS, HUNYUAN).pairs
+
+
 @pytest.mark.parametrize(
     ("noted", "scale"),
     [
@@ -303,6 +341,8 @@ def test_a_folder_that_peft_saved_acts_as_peft_merges_it(made: Any, method: str,
         with pytest.raises(UnsupportedError, match=r"'ADALO(RA|HA|KR)'; expected LORA, LOHA, LOKR"):
             made.outputs(tensors, LAYER, 1.0, "merged")
         made.outputs({name.removeprefix("base_model.model."): t for name, t in tensors.items()}, LAYER, 1.0, "merged")
+        with pytest.raises(UnsupportedError, match="'ADALO"):  # named before its keys are, which no kind here has
+            made.outputs({f"base_model.model.{LAYER}.oft_R.weight": torch.ones(2, 3)}, LAYER, 1.0, "merged")
     finally:
         written.unlink()
     torch.testing.assert_close(found, expected.T + bias, atol=1e-6, rtol=1e-5)
