@@ -42,8 +42,10 @@ def test_a_second_pass_refines_upscaled_latents(server: Server, client: Client) 
         (folder / "tiny.safetensors").unlink()
 
 
-def test_its_template_runs_both_passes_of_its_model(server: Server, client: Client) -> None:
-    """As it is opened but for sizes and lengths: the frames of 192x128 are resized to the size of its second pass."""
+@pytest.mark.parametrize("shown", [False, True])
+def test_its_template_runs_both_passes_of_its_model(server: Server, client: Client, shown: bool) -> None:
+    """As it is opened but for sizes and lengths: the frames of 192x128 are resized to the size of its second pass, to
+    whose shape a picture is cut for both."""
     name = "anygpu_ltx_two_passes"
     graph = replay(WORKFLOWS / f"{name}.json")
     (first, last), (up,) = ids(graph, "AnyGPUSample"), ids(graph, "AnyGPUUpscaleLatents")
@@ -55,7 +57,17 @@ def test_its_template_runs_both_passes_of_its_model(server: Server, client: Clie
         graph[ids(graph, "AnyGPUEncodePrompt")[0]]["inputs"]["max_tokens"] = 512  # as in host.prompts.shrunk
         graph[first]["inputs"] |= {"width": 96, "height": 64, "frames": 9}
         graph[last]["inputs"] |= {"width": 160, "height": 96}
+        if shown:
+            empty = {"width": 96, "height": 64, "length": 9, "batch_size": 1}
+            graph["e"] = {"class_type": "EmptyLTXVLatentVideo", "inputs": empty}
+            graph["p"] = {"class_type": "LoadImage", "inputs": {"image": "example.png"}}
+            for sample, of in ((first, "e"), (last, up)):
+                given = {"pipeline": graph[sample]["inputs"]["pipeline"], "image": ["p", 0], "latent": [of, 0]}
+                given |= {"width": 160, "height": 96, "fit": "crop"}
+                graph[f"i{of}"] = {"class_type": "AnyGPUEncodeImage", "inputs": given}
+                graph[sample]["inputs"]["image"] = [f"i{of}", 0]
         run = client.finished(pictured(graph))
+        assert not shown or "cut to the finished video's shape" in run.texts_of("ie")[-1]
         assert {(first, 7), (last, 3)} <= {(node, steps) for node, _, steps in run.progress}
         assert "192x128, 9 frames" in run.texts_of(up)[-1]
         assert videos.pictures(server, run).shape[:3] == (9, 96, 160)
