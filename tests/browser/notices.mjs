@@ -402,6 +402,7 @@ async function drawnTexts(page, test, what) {
   for (let left = 600; left; left--) {
     const texts = await page.locator(".lg-node, .dom-widget, [class*=widget]").evaluateAll((all) => all.map((each) => each.innerText ?? ""));
     if (texts.some(test)) return texts;
+    await page.evaluate(() => window.app.canvas.setDirty(true, true)); // an idle canvas draws when the pointer moves
     await page.waitForTimeout(100);
   }
   assert.fail(what);
