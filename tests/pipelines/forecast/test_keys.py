@@ -192,7 +192,7 @@ NOT_IN_KEY = {  # field -> why it changes no time, or where its time is known
         "spec": "a row has the family", "variant": "a row has it", "task": "counted", "tools": "take no time",
         "configs": "counted", "source": "a name", "decisions": "words", "weights": "counted", "probes": "the rates",
         "recipe": "its steps and guidance are counted", "resuming": "such a run is not kept as a measure",
-        "request": "below", "control_factor": "counted",
+        "request": "below", "control_factor": "counted", "names": "what they gave away is the recipe",
     },
     LoadRequest: {
         **dict.fromkeys(("model", "base", "image_encoder", "files"), "counted from their configurations"),
