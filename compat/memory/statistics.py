@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -229,17 +229,22 @@ class TimeLeft:
             self.ends.clear()
         self.ends = [*self.ends, (moment, done)][-1 - max(PERIOD, int(LAST * total)) :]
         spent = [after - before for (before, _), (after, _) in pairwise(self.ends)]
-        changes = (since for since in range(len(spent) - max(2, int(LATEST * total)), 0, -1) if _other(spent, since))
-        began, first = self.ends[next(changes, 0)]
+        began, first = self.ends[_changed_at(spent, max(2, int(LATEST * total)))]
         each = (moment - began) / max(1, done - first)
         left = f", about {duration((total - done) * each)} left" if done < total else ""
         return f", {each:.1f} s each{left}" if each >= WORTH_SHOWING else ""
 
 
-def _other(spent: list[float], since: int) -> bool:
-    """Tell whether the steps from ``since`` on are all slower, or all quicker, than those before."""
-    before, after = spent[:since], spent[since:]
-    return min(after) > CHANGED * max(before) or CHANGED * max(after) < min(before)
+def _changed_at(spent: list[float], fewest: int) -> int:
+    """The last step, ``fewest`` before the end, from which on all are slower, or quicker, than before; 0: none."""
+    (highest, lowest), (most, least) = (
+        ([*accumulate(steps, max)], [*accumulate(steps, min)]) for steps in (spent, spent[::-1])
+    )
+    for since in range(len(spent) - fewest, 0, -1):
+        before, after = since - 1, -1 - since  # the last step before, and how far the rest begins from the end
+        if least[after] > CHANGED * highest[before] or CHANGED * most[after] < lowest[before]:
+            return since
+    return 0
 
 
 def amount_of(count: float) -> str:
