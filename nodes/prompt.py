@@ -104,8 +104,8 @@ class EncodeImage(io.ComfyNode):
         vision = None if clip_vision_output is None else clip_vision_output.last_hidden_state
         settings = own_inputs(pipeline, {**settings, "image": image, "fit": fit}, progress.notify)
         image, fit = settings.pop("image"), settings.pop("fit")
-        shape = settings["width"], settings["height"]
-        settings["shape"] = shape if latent is not None and all(shape) else ()
+        size_asked = settings["width"], settings["height"]
+        settings["final_size"] = size_asked if latent is not None and all(size_asked) else ()
         condition = stages.encode_image(pipeline, ImageRequest(image, vision=vision, **settings), fit, progress, size)
         progress.finish(f"{condition.width}x{condition.height}")
         return io.NodeOutput(condition, condition.width, condition.height)

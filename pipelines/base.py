@@ -96,7 +96,7 @@ class PictureSource:
     size: tuple[int, ...] = ()  # width and height
     control: bool = False  # whether it is a control clip
     prepare: bool = True  # whether it was prepared as the publisher does
-    shape: tuple[int, ...] = ()  # as of :class:`ImageRequest`
+    final_size: tuple[int, ...] = ()  # as of :class:`ImageRequest`
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ class ImageRequest:
     control: bool = False  # whether this is the control clip of an IC-LoRA, beside the video instead of in it
     prepare: bool = True  # whether the pictures are prepared as the publisher does; else they are only brought to size
     seen: torch.Tensor | None = None  # the picture at the size that its image encoder sees; None for ``frames``
-    shape: tuple[int, ...] = ()  # width and height of the finished video, where this is one of its two passes
+    final_size: tuple[int, ...] = ()  # width and height of the finished video, where this is one of its two passes
 
 
 @dataclass(frozen=True, slots=True)

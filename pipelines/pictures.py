@@ -128,7 +128,7 @@ def prepared(
     if not request.prepare:
         pictures, seen = fitted(frames, width, height, fit), None
     else:
-        made_for, ratio = of_checkpoint(pipeline), _final_ratio(pipeline, request.shape, width, height)
+        made_for, ratio = of_checkpoint(pipeline), _final_ratio(pipeline, request.final_size, width, height)
         pictures, seen = as_published(made_for, frames, width, height, fit, progress, ratio), None
         if ratio and made_for.sizes.picture_crf and fit not in ("pad", "stretch"):
             tell_once(progress, "the picture is cut to the finished video's shape; earlier versions took the pass's")
@@ -143,12 +143,12 @@ def prepared(
     return replace(request, frames=pictures, seen=seen)
 
 
-def _final_ratio(pipeline: Pipeline, shape: tuple[int, ...], width: int, height: int) -> float:
-    """Width over height of the finished video, of ``shape`` or as published, of whose two passes this is the size of
-    one; 0 for any other size."""
+def _final_ratio(pipeline: Pipeline, final_size: tuple[int, ...], width: int, height: int) -> float:
+    """Width over height of the finished video, of ``final_size`` or as published, if this is the size of one of its two
+    passes; 0 for any other size."""
     recipe, defaults = recipe_of(pipeline), of_checkpoint(pipeline).sizes.defaults
-    if recipe is not None and recipe.second and shape:
-        return shape[0] / shape[1]
+    if recipe is not None and recipe.second and final_size:
+        return final_size[0] / final_size[1]
     multiple, final = pipeline.spec.sizes.multiple, (defaults.width, defaults.height)
     first = [int(side * FIRST_PASS) // multiple * multiple for side in final]
     passes = first, [2 * side for side in first]

@@ -111,7 +111,7 @@ class Picture:
     seed: int = -1
     control: bool = False
     prepare: bool = True
-    shape: tuple[int, ...] = ()
+    final_size: tuple[int, ...] = ()
 
 
 def encoding_of(one: Picture | PictureSource | ImageRequest) -> dict[str, Any]:

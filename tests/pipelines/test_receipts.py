@@ -177,7 +177,7 @@ def ltx_twice(folder: Path) -> tuple[list[Path], Path, Any]:
 
     def sampled(pipeline: Pipeline, prompt: Prompt, before: Latents | None) -> Latents:
         size = loops.LTX_FIRST if before is None else loops.LTX_FINAL
-        shown = ImageRequest(loops.picture(*loops.BUCKETED), *size, shape=loops.LTX_FINAL)
+        shown = ImageRequest(loops.picture(*loops.BUCKETED), *size, final_size=loops.LTX_FINAL)
         image = stages.encode_image(pipeline, shown, "crop", Silent(), before)
         asked = SampleSettings(*size, 9, 2, seed=5, latents=before)
         return with_receipt(stages.sample(pipeline, prompt, image, asked, Silent()), pipeline, prompt, image, asked)

@@ -157,7 +157,7 @@ def ltx_twice(variant: str, blocks: int, release: str = "", pictured: bool = Fal
         asked = SampleSettings(*loops.LTX_FIRST, 0, seed=loops.SEED)
 
         def image(size: tuple[int, int], latents: Latents | None = None) -> ImageCondition | None:
-            shown = ImageRequest(loops.picture(*loops.LTX_PICTURE), *size, shape=loops.LTX_FINAL)
+            shown = ImageRequest(loops.picture(*loops.LTX_PICTURE), *size, final_size=loops.LTX_FINAL)
             return stages.encode_image(pipeline, shown, "crop", Silent(), latents) if pictured else None
 
         low = stages.sample(pipeline, prompt, image(loops.LTX_FIRST), asked, Silent())

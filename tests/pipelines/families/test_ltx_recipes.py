@@ -120,7 +120,7 @@ def test_a_pass_shows_a_picture_in_the_shape_of_the_finished_video(models: dict[
     pipeline, frames = distilled(models["linear-quadratic"]), torch.rand(1, 121, 187, 3)
 
     def shown(pipeline: Pipeline, width: int, *shape: int, cut: slice = slice(None), fit: str = "crop") -> torch.Tensor:
-        asked = ImageRequest(frames[:, :, cut], width, {448: 288, 800: 448}[width], shape=shape)
+        asked = ImageRequest(frames[:, :, cut], width, {448: 288, 800: 448}[width], final_size=shape)
         return prepared(pipeline, asked, fit, Silent()).frames
 
     assert torch.equal(shown(pipeline, 800), shown(pipeline, 800, 1216, 704))
