@@ -193,6 +193,13 @@ def missing(name: str, node: str = "AnyGPU Doctor") -> ExecutionBlocker:
     return ExecutionBlocker(f"AnyGPU: connect {name} to {node} to use its {name} output.")
 
 
+def _instead(model: Any, patcher: Any) -> str:
+    """The advice where no repair helps: for a network of ours, or core's with Fit Model or without."""
+    if isinstance(model.model, CoreModel):
+        return doctors.ON_LOAD
+    return doctors.ON_FIT if FITTED in patcher.attachments else doctors.WITH_FIT
+
+
 def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> Any:
     """A clone of ``model`` whose every call is checked; what is found is shown on the node ``node_id``.
 
@@ -233,8 +240,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
                 watch.keep()
                 return output
             options = kwargs.get("transformer_options") or (args[5] if len(args) > 5 else {})
-            fitted = doctors.ON_MODEL[FITTED in patcher.attachments]
-            doctor.instead = doctors.ON_LOAD if isinstance(model.model, CoreModel) else fitted
+            doctor.instead = _instead(model, patcher)
             local, found = doctors.stuck if wrong == doctors.STUCK else doctors.lifeless, lambda: watch.finding
             return doctor.checked(output, networks, again, where_of(options), watch.fault, local, found, spent)
 
@@ -242,8 +248,9 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
         begun.clear()
         result = executor(*args, **kwargs)
         noise, sigmas = args[0], args[3] if len(args) > 3 else kwargs.get("sigmas")
-        ended = isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0
-        message = ended and doctors.unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
+        message = ""
+        if isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0:
+            message = doctors.unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
         steps = len(sigmas) - 1 if sigmas is not None else 0
         NodeProgress(_shown(node_id)).finish(message or f"no fault in {steps} steps")
         return result

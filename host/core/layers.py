@@ -104,7 +104,8 @@ class Counts:
         if not (calls := max(self.ways.total(), self.attention)):
             return layers
         named = "; ".join(f"{count} {way}" for way, count in self.ways.most_common())
-        message = f"attention {calls - self.unreached}" + f" of {calls}" * self.complete + f" ({named})" * bool(named)
+        of = f" of {calls}" if self.complete else ""  # under another profiler the rest is not seen
+        message = f"attention {calls - self.unreached}{of}" + (f" ({named})" if named else "")
         if self.unreached:
             message += ", the rest is called without the options by which it could be reached"
         return ", ".join(filter(None, (layers, message)))
@@ -302,9 +303,14 @@ def kind_left(module: Any) -> str:
 def left_of(network: nn.Module, ours: Container[nn.Module]) -> dict[nn.Module, str]:
     """The layers with products that are not ``ours``, and why they stay as core or another pack computes them."""
     layers = [each for each in network.modules() if each not in ours and not isinstance(each, nn.Embedding)]
-    matrix = {each: getattr(each._parameters.get("weight"), "ndim", 0) > 1 for each in layers}
-    why = {each: kind_left(each) or left_class(each) or type(each).__name__ * matrix[each] for each in layers}
+    why = {each: kind_left(each) or left_class(each) or _class_of_product(each) for each in layers}
     return {each: kind for each, kind in why.items() if kind}
+
+
+def _class_of_product(layer: nn.Module) -> str:
+    """The class of a layer that has a matrix or kernel of its own, empty for any other, such as a norm."""
+    weight = layer._parameters.get("weight")
+    return type(layer).__name__ if weight is not None and weight.ndim > 1 else ""
 
 
 def left_alone(network: nn.Module) -> Mapping[str, int]:

@@ -68,22 +68,20 @@ def last_two(folder: Path) -> Comparison | None:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, ...]:
     """The differences of two receipts: inputs first, then device, versions and decisions."""
     earlier, later = _asked(before), _asked(now)
-    rows: list[Change] = []
+    rows: dict[str, Change] = {}
     for name in dict.fromkeys((*later, *earlier)):
         pair = earlier.get(name, NONE), later.get(name, NONE)
         whole = all(isinstance(value, Content) and value.whole for value in pair)  # else samples are all there is
         old, new = (_file(value, whole) if isinstance(value, Content) else value for value in pair)
         plain = name.removeprefix(RESOLVED)
-        asked = {row.subject for row in rows}
-        if old != new and (plain == name or not (plain in asked or NONE in pair)):
-            rows.append(Change(plain, *_trimmed(old, new)))
-    asked = {row.subject for row in rows}
-    rows += [
+        if old != new and (plain == name or not (plain in rows or NONE in pair)):
+            rows[plain] = Change(plain, *_trimmed(old, new))
+    further = [
         Change(name, NONE if old is None else str(old), NONE if new is None else str(new))
         for name, old, new in differing(before, now)
-        if name not in asked
+        if name not in rows
     ]
-    return tuple(rows)
+    return (*rows.values(), *further)
 
 
 def _asked(record: Mapping[str, Any]) -> dict[str, Any]:

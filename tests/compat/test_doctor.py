@@ -215,7 +215,7 @@ def test_its_advice_names_nodes_inputs_and_choices_that_exist() -> None:
         ("", "the text"),
         repairs,
         ((), repairs[1:]),
-        (doctor.ON_LOAD, *doctor.ON_MODEL, *beside),
+        (doctor.ON_LOAD, doctor.WITH_FIT, doctor.ON_FIT, *beside),
     ):
         finding = doctor.Finding("a", "Linear", dtype=dtype, fault=fault, weight=weight, inputs=given)
         advice = doctor.advice(doctor.Diagnosis(finding, repair, tried), instead)
