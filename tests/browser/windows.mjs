@@ -19,6 +19,14 @@ const texts = (page) =>
     return Object.fromEntries(shown.filter(([, text]) => text));
   });
 
+/** How many pictures stand in nodes: on the classic canvas, or as elements of Nodes 2.0, which leaves the canvas' own behind. */
+const pictures = (page) =>
+  page.evaluate(() => {
+    const elements = document.querySelectorAll("[data-node-id]").length;
+    if (elements) return document.querySelectorAll("[data-node-id] :is(img, video)").length;
+    return window.app.graph._nodes.filter(({ imgs }) => imgs?.length).length;
+  });
+
 async function open(page, name) {
   await loadWorkflow(page, await source(name), name);
   await shrink(page, { width: 64, height: 64, frames: 9, steps: 2, seed: Date.now() % 1e9 });
@@ -59,10 +67,11 @@ async function oneWorkflowShows({ page }, mode) {
   await page.waitForFunction(() => window.seen.progress.some(([value, max]) => max === 1000 && value >= 3));
   const running = await texts(page);
   assert.ok(Object.values(running).some((text) => text.includes("sampling")), JSON.stringify(running));
+  assert.ok((await pictures(page)) > 0, "a preview where it runs");
   await open(page, OTHER);
   await page.waitForTimeout(3000);
   assert.deepEqual(await texts(page), {}, "the text of a workflow that is not open");
-  assert.equal(await page.evaluate(() => window.app.graph._nodes.some(({ imgs }) => imgs?.length)), false, "its preview");
+  assert.equal(await pictures(page), 0, "its preview");
   await part(page, "Last run").getByText("The last run was of another workflow.").waitFor();
   await showAll(page);
   await shot(page, `${mode}_switched`);
