@@ -56,7 +56,7 @@ CHOICES = {"task": requests.TASKS, **dict.fromkeys(("transformer_device", "text_
 FITS, STREAMS, PARTS, TOO_MUCH = "fits", "streams", "in parts", "too much"
 MEANING = {  # how a stage fits -> what that means for the run
     STREAMS: "streams: weights that do not fit stay in host memory and are copied at each use. Same video, but slower.",
-    PARTS: "in parts: it does not fit at once, so AnyGPU Decode with method auto decodes it as the stage says.",
+    PARTS: "in parts: it does not fit at once, so AnyGPU Decode with method auto decodes one part after another.",
     TOO_MUCH: "too much: this will run out of memory.",
 }
 LIGHTER = {"text": {"text_device": "cpu", "text_weights": "fp8"}, "sampling": {"weights": "fp8"}}  # by the load node

@@ -131,5 +131,7 @@ def _decoding(pipeline: Pipeline, size: Size, whole: StageNeed, room: int | None
     if room is None or whole.total * SPARE <= room:
         return whole
     method, needed = planned_decode(pipeline, size, room - whole.weights)
+    if method.whole and not method.on_host:
+        return replace(whole, kept=0, activations=needed)
     weights = 0 if method.on_host else whole.weights
     return replace(whole, kept=0, weights=weights, activations=needed, form=str(method))

@@ -117,7 +117,7 @@ class VaeRunner:
         video = self._through(run, validate, str(DECODING), watch, work)
         method = plan.method
         seams = f"; tiles differ by at most {work.apart * 127.5:.1f} of 255 where they overlap" if work.apart else ""
-        if method.tile or method.frames or method.stream or method.window or plan.form.method == ON_CPU:
+        if not method.whole or plan.form.method == ON_CPU:
             watch.notify(f"decoded {method}{seams}")
         return video
 

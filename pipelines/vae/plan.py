@@ -88,6 +88,11 @@ class DecodeMethod:
         return f"{shape} in {name}{where}"
 
     @property
+    def whole(self) -> bool:
+        """True where all goes through the VAE at once."""
+        return not (self.tile or self.frames or self.stream or self.window)
+
+    @property
     def key(self) -> tuple[int, int, int, bool]:
         """The fields that tell a method from the others of a list."""
         return self.tile, self.frames, self.stream, self.on_host

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import published
 import pytest
-from anygpu.pipelines.forecast.memory import fastest, forecasts
+from anygpu.pipelines.forecast.memory import fastest, forecast, forecasts
 from anygpu.pipelines.sizes import Size
 
 FULL = pytest.mark.full
@@ -38,11 +38,14 @@ def test_the_plan_of_a_published_minimum_fits(model, size, gigabytes, tmp_path):
 
 
 def test_a_decode_that_fits_whole_is_forecast_whole(tmp_path):
-    """Less room is another form, never another number for the same one."""
+    """Less room is another form, never another number for the same one; whole is whole where only other parts leave."""
     size, rooms = Size(848, 480, 121), (None, 10**12, 14 * 10**9, 5 * 10**9)
     with published.large_host():
         pipeline = published.on_card(published.composed("hunyuan_video_15", tmp_path, texts=False))
         stages = {room: forecasts(pipeline, size, room)[2].stages[-1] for room in rooms}
+        beside = forecast(pipeline, size, "none").stages[-1]
+        alone = forecast(pipeline, size, "none", beside.total - 10**9).stages[-1]
+    assert beside.kept > 10**9 and alone == replace(beside, kept=0) and not alone.form
     assert stages[None] == stages[10**12] and not stages[None].form
     assert stages[14 * 10**9].form.startswith("in chunks of") and stages[14 * 10**9].total <= 14 * 10**9
     assert stages[5 * 10**9].total <= 5 * 10**9 and stages[5 * 10**9].form != stages[14 * 10**9].form
