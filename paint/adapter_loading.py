@@ -180,6 +180,9 @@ def _remarks(files: AdapterFiles) -> list[Decision]:
     if files.base.prediction == VELOCITY and not is_demo(request.source):  # which was taught on them
         why = "the adapter was taught on noise; its velocities are converted"
         remarks.append(Decision("base", "predicts velocities", why, AUTO))
+    if "partial" in request.adapter.name.lower():
+        text = "it was taught on pictures of which a part is hidden; for whole ones choose mvadapter_ig2mv_sdxl"
+        remarks.append(Decision("caution", text, source="huanngzh/MV-Adapter README", alarming=True))
     if request.lora is not None:
         remarks.append(Decision("LoRA", f"{request.lora.name} at {request.lora_strength:g}", "merged", CHOSEN))
     return remarks

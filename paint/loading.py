@@ -167,7 +167,7 @@ def load_paint(
         readers[name], configs[name], weights[name] = reader, config, size
     parts, compiled = parts_of(readers, request.compiled)
     offloader, offload = paint_offloader(request, parts, facts, weights, make_room=make_room, hosted=hosted)
-    remarks = (*copies_decision(precision, facts, probes), *_remarks(request, place, stored, dropped))
+    remarks = (*copies_decision(precision, facts, probes), *_remarks(request, kind, place, stored, dropped))
     return PaintPipeline(
         family=kind,
         variant=_variant(request, kind, stored),
@@ -263,8 +263,11 @@ def _config(place: Path) -> Mapping[str, Any]:
     return networks.STABLE_DIFFUSION_2
 
 
-def _remarks(request: PaintRequest, place: Path, stored: Weights, dropped: int) -> list[Decision]:
+def _remarks(request: PaintRequest, kind: str, place: Path, stored: Weights, dropped: int) -> list[Decision]:
     remarks = demo_remarks(request)
+    if kind == "paint" and request.variant == AUTO and not is_demo(request.model):
+        why = "turbo only where its path has that word"
+        remarks.append(Decision("variant", _variant(request, kind, stored), why, AUTO, guessed=True))
     if place.is_dir() and any(place.glob("*.bin")) and any(place.glob("*.safetensors")):
         why = "the folder has .bin and .safetensors, which may differ"
         remarks.append(Decision("weights", f"{stored.path.name} was read", why))

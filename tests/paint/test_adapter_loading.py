@@ -248,3 +248,13 @@ def test_an_old_configuration_of_a_vae_has_the_usual_scale(folders, adapters):
     pipeline = loaded(folders["sd21"], adapters["tg2mv", "sd21"])
     without = {name: value for name, value in pipeline.configs["vae"].items() if name != "scaling_factor"}
     assert replace(pipeline, configs={**pipeline.configs, "vae": without}).latent_scale == 0.18215
+
+
+def test_an_adapter_for_pictures_partly_hidden_is_cautioned(files, adapters, tmp_path):
+    partial = tmp_path / "mvadapter_ig2mv_partial_sdxl.safetensors"
+    partial.symlink_to(adapters["ig2mv", "sdxl"])
+    cautions = [
+        [each for each in loaded(files["sdxl"], one).decisions if each.alarming]
+        for one in (partial, adapters["ig2mv", "sdxl"])
+    ]
+    assert "of which a part is hidden" in cautions[0][0].verdict and not cautions[1]

@@ -79,8 +79,10 @@ def test_turbo_is_known_by_its_folder_and_its_image_prompt_is_left_out(paint_fol
     assert pipeline.variant == "turbo"
     assert any(f"{len(extra)} tensors of an unused image prompt" in decision.verdict for decision in pipeline.decisions)
     assert same(pipeline.parts.read("unet"), load(paint_folder).parts.read("unet"))
-    assert load(paint_folder).variant == "v2-0"
-    assert load(folder, variant="v2-0").variant == "v2-0"
+    plain, chosen = load(paint_folder), load(folder, variant="v2-0")
+    assert plain.variant == chosen.variant == "v2-0"
+    guesses = [[each.verdict for each in one.decisions if each.guessed] for one in (pipeline, plain, chosen)]
+    assert guesses == [["turbo"], ["v2-0"], []]
 
 
 def test_every_attention_calls_the_kernel_that_was_chosen(paint_folder):
