@@ -46,6 +46,9 @@ NAMED = {  # beginning of the source and steps -> names in public listings
     ("ModelTC/LightX2V f8aee98b README", 4): """minimax_h3_fl2v_turbo_4step_v1.0_768p_comfyui_bf16
         minimax_h3_lightx2v_fl2v_turbo_4step_alpha128_v1.0_768p_bf16
         minimax_h3_fl2v_turbo_4step_v1.1_768p_bf16""",
+    ("CZMartin22", 3): "TaoMate-H3-3step-ComfyUI taomate_h3_3step_comfy minimax_h3_taomate_3step",
+    ("Phr00t", 4): "wan2.2-rapid-mega-aio-v10 wan2.2-i2v-rapid-aio-v10-nsfw-Q6_K.gguf",
+    ("NVlabs", 4): "Wan_2_1_T2V_14B_480p_rCM_lora_average_rank_83_bf16 Wan_2_1_T2V_1_3B_480p_rCM_lora",
     ("W2G profiles/minimax_h3", 4): """minimax_h3_ref2v_turbo_4step_v0.1_comfyui_bf16
         minimax_h3_turbo_4step_ema_ckpt850 minimax_h3_larryvrh_v4_step600_ema minimax_h3_joyfox_fl2va_4step_lora
         minimax_h3_fl2v_turbo_4step_v0.1_768p_sla_bf16 minimax_h3_fl2v_turbo_4step_v0.1_comfyui_alpha8""",
@@ -64,7 +67,10 @@ PLAIN = """wan2.2_i2v_high_noise_14B_fp8_scaled wan2.2_ti2v_5B_fp16 wan2.1_t2v_1
     Wan14B_RealismBoost_T2V DetailEnhancerV1 Wan21_T2V_14B_MoviiGen_lora_rank32_fp16 removal_timestep_alpha-2-1740
     ltx-2.3-id-lora-talkvid-3k wan_cinematic_lora_4500_steps style_epoch40_steps2000 hy15_480p_t2v_fp8_e4m3_lightx2v
     WanLightningStyle lightning_strike_wan_lora fast_wanderer fusion_x_ray accvidal dance_4_steps_wan_lora
-    ltx2_distillery_scene h3_turbo_car_lora"""
+    ltx2_distillery_scene h3_turbo_car_lora ltx-2-19b-embeddings_connector_distill_bf16 Wan2.1-360_epoch20
+    ltx2-embeddings-connector-distill SVI_v2_PRO_Wan2.2-I2V-A14B_HIGH_lora_rank_128_fp16 Wan21_PusaV1_LoRA_14B_rank512
+    WanAnimate_relight_lora_fp16 Wan2.2-Fun-A14B-InP-high-noise-MPS wenzhiyu_woman_wan22_5b scail2-dpo-lora_new
+    kiss_ltx2_lora LTX2.3-IC-LORA-Dual-Character MiniMax-H3_Ref2VA-LoRA-CrossView-Warp_v1"""
 
 
 def graph(lora: str = LIGHT, strength: float = 1.0, steps: int = 20, cfg: float = 5.0, **more: Any) -> Prompt:
@@ -107,7 +113,10 @@ def test_names_in_public_listings_give_their_recipe_and_others_none() -> None:
     ("family", "key", "name"),
     [
         ("hunyuan_video", "FastVideo", "fast-hunyuan-video-t2v-720p-Q4_K_M.gguf"),
+        ("hunyuan_video", "FastVideo", "hunyuan_video_fast_720_fp8_e4m3fn.safetensors"),
         ("hunyuan_video", "AccVideo", "accvideo_hunyuan_video_720_quanto_int8.safetensors"),
+        ("hunyuan_video", "AccVideo", "accvideo-t2v-5-steps_fp8_e4m3fn.safetensors"),
+        ("hunyuan_video_15", "lightx2v", "hunyuanvideo1.5_t2v_480p_lightx2v_4step_lora_rank_32_bf16.safetensors"),
         ("hunyuan_video_15", "lightx2v", "hy1.5_t2v_480p_lightx2v_4step.safetensors"),
         ("hunyuan_video_15", "lightx2v LoRA", "Hunyuan_video_1_5_LigthX2V_dpm_rank32.safetensors"),
         ("hunyuan_video_15", "step distilled LoRA", "Hunyuan_video_1_5_i2v_step_distilled_dpm_rank32.safetensors"),
