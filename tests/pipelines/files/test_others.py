@@ -40,22 +40,43 @@ def test_another_model_is_named_with_what_runs_it(tmp_path: Path, model: str, ti
 
 
 @pytest.mark.parametrize(
-    ("title", "more"),
+    ("model", "title", "runs", "more"),
     [
-        ("HunyuanCustom Edit", "bg_in.proj.weight bg_in.proj.bias bg_proj.weight bg_proj.bias"),
-        ("HunyuanCustom with audio", "audio_proj.norm.weight audio_models.0.proj.weight"),
+        ("hunyuan_video", "HunyuanCustom Edit", "Wan2GP", "bg_in.proj.weight bg_in.proj.bias bg_proj.weight"),
+        ("hunyuan_video", "HunyuanCustom with audio", "Wan2GP", "audio_proj.norm.weight audio_models.0.proj.weight"),
         (
-            "HunyuanCustom with audio",
+            *("hunyuan_video", "HunyuanCustom with audio", "Wan2GP"),
             " ".join(f"{name}.{index}.proj.weight" for name in ("audio_proj", "audio_models") for index in range(12)),
         ),
-        ("HunyuanVideo-Avatar", "ref_in.proj.weight audio_proj.norm.weight audio_adapter_blocks.0.to_q.weight"),
+        (
+            *("hunyuan_video", "HunyuanVideo-Avatar", "Wan2GP"),
+            "ref_in.proj.weight audio_proj.norm.weight audio_adapter_blocks.0.to_q.weight",
+        ),
+        (
+            *("hunyuan_video i2v 33", "Hunyuan-GameCraft", "Tencent's own code"),
+            "camera_net.scale camera_net.encode_first.0.weight camera_net.camera_in.proj.weight",
+        ),
+        ("hunyuan_video", "DisCa's restricted", "Tencent's own", "time_r_in.mlp.0.weight time_r_in.mlp.2.weight"),
+        (
+            *("hunyuan_video", "Matrix-Game", "Skywork's own code"),
+            " ".join(f"double_blocks.{index}.action_model.keyboard_embed.in_layer.weight" for index in range(20)),
+        ),
+        ("hunyuan_video_15", "HY-WorldPlay", "Tencent's own", "action_in.mlp.0.weight action_in.mlp.2.weight"),
+        ("hunyuan_video_15 meanflow", "OmniWeaving", "Tencent's own", "mm_in.linear_1.weight mm_in.linear_2.weight"),
+        (
+            *("ltx 2B", "VACE for LTX-Video", "its own code"),
+            " ".join(f"transformer_context_blocks.{index}.proj.weight" for index in range(17))
+            + " patchify_context_proj.weight",
+        ),
     ],
 )
-def test_a_few_tensors_beside_hunyuan_videos_name_another_task(tmp_path: Path, title: str, more: str) -> None:
+def test_a_few_tensors_beside_a_models_name_another_task(
+    tmp_path: Path, model: str, title: str, runs: str, more: str
+) -> None:
     """As few as are otherwise left out, and more."""
-    tensors = published.shapes("hunyuan_video") | dict.fromkeys(more.split(), (4, 4))
+    tensors = published.shapes(model) | dict.fromkeys(more.split(), (4, 4))
     file = published.sparse(tmp_path / "x.safetensors", tensors)
-    with pytest.raises(CheckpointError, match=f"holds {title} .*Use Wan2GP"):
+    with pytest.raises(CheckpointError, match=f"holds {title} .*Use {runs}"):
         config_of(contents(file)[0])
 
 
