@@ -134,10 +134,13 @@ def config_of(content: StoredModel, task: str = "") -> Configured:
         )
     around = evidence_of(content.path, {}).names
     for name in around if len(fitting) > 1 else ():
-        patterns = [(row, row["named"]) for row in fitting if row.get("named")]
-        named = [row for row, all_of in patterns if all(re.search(pattern, name.lower()) for pattern in all_of)]
+        low = name.lower()
+        named = [row for row in fitting if row.get("named") and all(re.search(each, low) for each in row["named"])]
         if named:
-            return _configured(max(named, key=lambda row: len(row["named"])), f"the name {name!r} says so", spared)
+            best = max(named, key=lambda row: len(row["named"]))
+            gaps = [each for each in re.findall(r"\d{3,}|[it]2v", best["name"]) if each not in f"{best['named']}{low}"]
+            assumed = f", but for {' and '.join(gaps)}, which is assumed" if gaps else ""
+            return _configured(best, f"the name {name!r} says so{assumed}", spared)
     unsaid = "no name around it says otherwise" if len(fitting) > 1 and not task else ""
     if unsaid and (family := FAMILIES.get(content.kind.partition("/")[0])) is not None:
         key, said = recipe_named(family, around)

@@ -76,13 +76,14 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
     """Guess the training variant, with the evidence."""
     name = evidence.name_with(r"distil(?!l?er)|(?<![a-z])(dist|dev)(?![a-z])")
     name = name if "dist" in name.lower() else ""
-    trained = evidence.note("config", "allowed_inference_steps")
-    if "6" in re.findall(VERSION, name):
-        return STOCHASTIC, f"the name {name!r} says so"
+    version, trained = evidence.name_with(VERSION), evidence.note("config", "allowed_inference_steps")
+    if name and "6" in re.findall(VERSION, version):
+        return STOCHASTIC, f"the name {'/'.join(dict.fromkeys((version, name)))!r} says so"
+    assumed = "" if version else ", and no name its version: 0.9.8 is assumed"
     if isinstance(trained, list) and trained:
-        return DISTILLED, f"its file says that it was trained for {len(trained)} noise levels"
+        return DISTILLED, f"its file says that it was trained for {len(trained)} noise levels{assumed}"
     if name:
-        return DISTILLED, f"the name {name!r} says so"
+        return DISTILLED, f"the name {name!r} says so{assumed}"
     if evidence.note("config", "scheduler"):
         return DEV, "its file names no noise levels that it was trained for"
     released = evidence.name_with(r"\bdev\b|[-_]dev|v?0\.9")
