@@ -64,7 +64,9 @@ def test_a_folder_of_many_files_says_something_of_those_alone_whose_own_names_sa
             for name, end in (("720p_sr_distilled", "720p"), ("1080p_sr_distilled", "1080p"))
         ),
         ("480p_t2v_distilled", "hunyuan_video_15", "480p t2v distilled", "the name '480p_t2v_distilled' says so"),
-        ("480p_t2v", "hunyuan_video_15", "480p t2v", "assumed: no name around it says otherwise"),
+        ("480p_t2v", "hunyuan_video_15", "480p t2v", "the name '480p_t2v' says so"),
+        ("HY1.5-720p-i2v/480p_t2v", "hunyuan_video_15", "480p t2v", "the name '480p_t2v' says so"),
+        ("hunyuan_i2v/t2v_720", "hunyuan_video", "text to video", "the name 't2v_720' says so"),
         *(
             (name, "hunyuan_video_15", row, f"the name {name!r} says so, but for {lacks}, which is assumed")
             for name, row, lacks in (
@@ -372,9 +374,9 @@ def test_names_of_distillations_and_of_other_tasks_are_known(family: str) -> Non
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("accvid_t2v_hunyuan_5step_fp8", "the name 'accvid_t2v_hunyuan_5step_fp8' says AccVideo"),
+        ("accvideo_hunyuan_5step_bf16", "the name 'accvideo_hunyuan_5step_bf16' says AccVideo"),
         ("hunyuan_video_custom_720p_bf16", "assumed: its name has a caution"),
-        ("hunyuan_video_t2v_720p_bf16", "assumed: no name around it says otherwise"),
+        ("hunyuan_video_720_fp8_e4m3fn", "assumed: no name around it says otherwise"),
     ],
 )
 def test_a_name_that_gives_the_recipe_says_what_the_file_is(tmp_path: Path, name: str, why: str) -> None:
@@ -421,8 +423,8 @@ def test_the_title_in_a_file_comes_before_its_name(tmp_path: Path) -> None:
         tmp_path / "models" / "FastHunyuan.safetensors", shapes, metadata={"modelspec.title": "AccVideo"}
     )
     assert config_of(contents(titled)[0]).why == "the name 'AccVideo' says AccVideo"
-    packed = published.sparse_gguf(tmp_path / "models" / "hunyuan-q4_0.gguf", shapes, "Q4_0", "AccVideo T2V")
-    assert config_of(contents(packed)[0]).why == "the name 'AccVideo T2V' says AccVideo"
+    packed = published.sparse_gguf(tmp_path / "models" / "hunyuan-q4_0.gguf", shapes, "Q4_0", "AccVideo 5")
+    assert config_of(contents(packed)[0]).why == "the name 'AccVideo 5' says AccVideo"
     trained = published.sparse(
         tmp_path / "a.safetensors", {"x": (1,)}, metadata={"ss_output_name": "hunyuan_canny_lora"}
     )
