@@ -55,6 +55,22 @@ export async function openPage({ width = 1600, height = 900, nodes2 = false, loc
   return { browser, page, errors, heard, ready };
 }
 
+/** Wait until what is drawn has kept its place for half a second: the view, each node and its pictures and texts. */
+export function settled(page) {
+  return page.evaluate(async () => {
+    const { ds, graph } = window.app.canvas;
+    const drawn = () => {
+      const parts = document.querySelectorAll("[data-node-id], .dom-widget, video, img");
+      const boxes = [...parts].map((part) => [part.getBoundingClientRect().toJSON(), part.scrollHeight, part.readyState ?? part.complete]);
+      return JSON.stringify([ds.scale, [...ds.offset], graph._nodes.map(({ pos, size }) => [...pos, ...size]), boxes]);
+    };
+    for (let before = drawn(), kept = 0, left = 300; kept < 5 && left; left--, before = drawn()) {
+      await new Promise((next) => setTimeout(next, 100));
+      kept = drawn() === before ? kept + 1 : 0;
+    }
+  });
+}
+
 /** Load a workflow's JSON text the way dropping its file does. */
 export async function loadWorkflow(page, text, name) {
   await page.evaluate(
@@ -63,7 +79,7 @@ export async function loadWorkflow(page, text, name) {
     },
     [text, name],
   );
-  await page.waitForTimeout(500);
+  await settled(page);
 }
 
 /** What the frontend would post to /prompt for the graph that is open. */
@@ -96,7 +112,7 @@ export async function showAll(page, margin = 40) {
     canvas.ds.offset[1] = (topBar + edge) / scale - top;
     canvas.setDirty(true, true);
   }, margin);
-  await page.waitForTimeout(800);
+  await settled(page);
 }
 
 /** Where the lowest node ends, in pixels of the page. */

@@ -104,9 +104,11 @@ def drive(script: str, arguments: list[str]) -> int:
 
 def search(host: Host, command: list[str], variables: dict[str, str]) -> int:
     """The status of a script that compares a server with the pack and one without, with each frontend."""
-    status = 0
-    installed = () if "--newest" in command else (None,)
-    for frontend in dict.fromkeys((*installed, *frontends(every="--every" in command))):
+    status, tried = 0, frontends(every="--every" in command)
+    asked = f"from importlib.metadata import version; print(version({PACKAGE!r}))"
+    installed = subprocess.run([str(host.python), "-c", asked], capture_output=True, text=True).stdout.strip()
+    again = "--newest" in command or any(installed in folder.parts for folder in tried)
+    for frontend in (*tried, *(() if again else (None,))):
         print(f"frontend: {frontend or 'installed'}", flush=True)
         with tempfile.TemporaryDirectory(prefix="anygpu-browser-") as folder, ExitStack() as stack:
             shown = () if frontend is None else ("--front-end-root", str(frontend))

@@ -44,7 +44,6 @@ async function opensAndRuns(open, nodes2, name) {
   const seen = await ended(page, 500000);
   assert.equal(seen.ending, "execution_success", seen.message);
   assert.ok(seen.progress.length > 0 && seen.texts.length > 0, "no progress arrived");
-  await page.waitForTimeout(2000);
   await isTidy(page, nodes2, name, "after");
 }
 

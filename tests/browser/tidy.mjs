@@ -1,6 +1,7 @@
 // Whether the open graph is tidy, in either canvas: no two nodes overlap, each stands in its group, and nothing of a node
 // is cut off, neither a button nor a line of its text.
 import assert from "node:assert/strict";
+import { settled } from "./comfy.mjs";
 
 const shots = process.argv.find((word) => word.startsWith("--shots="))?.slice(8);
 
@@ -79,7 +80,7 @@ export async function shoot(page, nodes2, name, when) {
 
 /** Fails on anything untidy; `when` is before or after a run, which leaves texts under the nodes. */
 export async function isTidy(page, nodes2, name, when) {
-  await page.waitForTimeout(1200); // a node grows once its content is there
+  await settled(page); // a node grows once its content is there
   await shoot(page, nodes2, name, when);
   const seen = await page.evaluate(boxesOf, nodes2);
   assert.deepEqual(overlaps(seen), [], `${name} ${when} a run`);

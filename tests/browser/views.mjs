@@ -42,7 +42,6 @@ for (const nodes2 of chosenModes()) {
         const wrong = [];
         for (const name of shown) {
           await loadWorkflow(page, await source(name), name);
-          await page.waitForTimeout(1500); // the frontend makes its own view before
           await shoot(page, nodes2, name, width);
           const seen = await page.evaluate(sightOf);
           assert.ok(seen.map, "no minimap");
