@@ -362,6 +362,10 @@ def test_blocks_whose_sizes_fit_are_trusted_until_they_grow(core: ComfyUI, tmp_p
         with again.trusted(network) as held:
             network.layers[1](network.layers[0](x) * gain) if gain < 9 else network(x * gain)
         assert held() is trusted, gain
+    again.sizes["layers.1"].share = 2.0
+    for rows, plain in ((9.0, True), (1.0, False)):
+        again.sizes["layers.0"].rows = rows
+        assert again.is_plain(network) is plain, "few rows are plain only where all is"
 
 
 def test_a_proof_window_is_what_its_frames_are_and_lies_where_they_are_dead(core: ComfyUI) -> None:

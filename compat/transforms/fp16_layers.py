@@ -163,7 +163,7 @@ def full_linear(layer: Any, x: Tensor) -> Tensor:
     x, settings = x.float(), getattr(layer, SETTINGS)
     if not settings.fp32_output:
         with weights_on(layer, like=x) as (weight, bias):
-            return functional.linear(x, weight, bias)
+            return functional.linear(x, weight.float(), bias)
     scale, parts = row_scales(x, 1.0), list[Tensor]()
     rest = x / scale
     for _ in range(3):

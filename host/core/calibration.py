@@ -23,7 +23,7 @@ from ...compat.device.execution import add_hook, to_host
 from ...compat.durable import write_json
 from ...compat.errors import CheckpointError, first_line, json_file
 from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS
-from .layers import FITS
+from .layers import FEW, FITS
 from .ownership import is_convolution, is_linear
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 ROOM = 8.0
 MOST = float(torch.finfo(HALF).max)
 NEVER = 1e30  # the share of a block that was wrong in plain fp16, and more than any size but a mask's
-FOLDER, VERSION = "fitted", 2  # of the files in which sizes are kept
+FOLDER, VERSION = "fitted", 3  # of the files in which sizes are kept
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # core calls what is in them
 NETWORK = "the network"  # the name under which a network's own inputs are kept
 
@@ -41,6 +41,7 @@ class ValueSizes:
     share: float = 0.0  # of fp16's range that the largest value inside needs with the room; at most 1 fits
     output: float = 0.0  # the largest value that comes out
     least: float = math.inf  # the largest value of the smallest row that comes out
+    rows: float = 0.0  # of what a Linear is given in fp32, at most
 
     def take(self, kind: str, value: float) -> None:
         setattr(self, kind, (min if kind == "least" else max)(getattr(self, kind), value))
@@ -87,8 +88,9 @@ class Calibration:
         return name in self.sizes and self.sizes[name].share <= 1.0
 
     def is_plain(self, network: nn.Module) -> bool:
-        plain = (self.fits(block.name) or any(self._fitting(block)) for block in self._known(network))
-        return self.fits(NETWORK) and any(plain)
+        plain = self._plain(network)
+        ours = (block.name in plain or any(self._fitting(block, plain)) for block in self._known(network))
+        return self.fits(NETWORK) and any(ours)
 
     def refuse(self) -> None:
         self._refused.add(self._running)
@@ -123,13 +125,16 @@ class Calibration:
     def trusted(self, network: nn.Module) -> Iterator[Callable[[], bool]]:
         """Compute in plain fp16 what fits, inside the block; gives the question, to be asked afterwards, if it did."""
         values: list[tuple[str, str, Any]] = []
+        plain = self._plain(network)
+        repeated = any("." in name for name in plain)
         with ExitStack() as stack:
             for block in self._known(network):
-                if not self.fits(block.name):
+                if block.name not in plain:
                     stack.callback(add_hook(block.module, _widen, before=True, with_kwargs=True).remove)
-                    if self.sizes.get(block.name, ValueSizes(NEVER, NEVER)).output * ROOM <= MOST:
+                    fits = self.sizes.get(block.name, ValueSizes(NEVER, NEVER)).output * ROOM <= MOST
+                    if fits and (repeated or not self._is_few(*block.layers)):
                         stack.callback(add_hook(block.module, _narrow).remove)
-                fitting = set(self._fitting(block))
+                fitting = set(self._fitting(block, plain))
                 for layer in block.layers.values():
                     layer.__dict__[FITS] = layer in fitting
                     stack.callback(layer.__dict__.pop, FITS, None)
@@ -150,9 +155,19 @@ class Calibration:
             yield from ((block.name, name, layer) for name, layer in block.narrowing if self.fits(block.name))
         yield NETWORK, NETWORK, network
 
-    def _fitting(self, block: MeasuredBlock) -> Iterator[nn.Module]:
+    def _fitting(self, block: MeasuredBlock, plain: set[str]) -> Iterator[nn.Module]:
         known = self.sizes.get(block.name, ValueSizes(NEVER)).share < NEVER
-        return (layer for name, layer in block.layers.items() if known and self.fits(name))
+        names = (name for name in block.layers if block.name in plain or not self._is_few(name))
+        return (block.layers[name] for name in names if known and self.fits(name))
+
+    def _plain(self, network: nn.Module) -> set[str]:
+        """The blocks that fit; where others do not, without those of a few rows, as the time's, which cost little."""
+        called = [block for block in self._known(network) if block.name in self.sizes]
+        plain = {block.name for block in called if self.fits(block.name)}
+        return plain if len(plain) == len(called) else plain - {b.name for b in called if self._is_few(*b.layers)}
+
+    def _is_few(self, *names: str) -> bool:
+        return all(self.sizes.get(name, ValueSizes()).rows <= FEW for name in names)
 
     def _enter(self, _found: Any, name: str, *_: Any) -> None:
         self._running = name
@@ -222,7 +237,8 @@ def _floats(values: Any) -> Iterator[Tensor]:
 def _cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:
     if type(values) in (list, tuple):
         return type(values)(_cast(value, before, after) for value in values)
-    return values.to(after) if type(values) is Tensor and values.dtype is before else values
+    rows = type(values) is Tensor and values.ndim > 1  # not noise levels, whose embedding some networks compute in fp16
+    return values.to(after) if rows and values.dtype is before else values
 
 
 def _widen(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -248,10 +264,10 @@ def _measure_inputs(found: list[Any], name: str, _module: nn.Module, args: Any, 
 def _measure(
     found: list[Any], block: str, own: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
-    names = {block, own or block}
+    names, linear = {block, own or block}, SETTINGS in module.__dict__ and is_linear(module)
     for name in names:
         _measure_inputs(found, name, module, args, kwargs)
-        if SETTINGS in module.__dict__ and is_linear(module):
+        if linear:
             reach = module.__dict__[SETTINGS].reach
             rows = (torch.linalg.vector_norm(x, dim=-1, dtype=FULL) for x in _floats(args))
             found += [(name, "share", each.amax() * (reach / MOST)) for each in rows]
@@ -259,3 +275,6 @@ def _measure(
         rows = torch.linalg.vector_norm(tensor, math.inf, dim=-1, dtype=FULL)
         found += [(name, "share", rows.amax() * (ROOM / MOST)) for name in names]
         found += [(own, "output", rows.amax()), (own, "least", rows.amin())] if own else []
+    if own:
+        counts = [x.shape[:-1].numel() if linear and x.dtype is FULL else NEVER for x in _floats(args)]
+        found.append((own, "rows", torch.tensor(float(max(counts, default=NEVER)))))

@@ -25,7 +25,7 @@ from ...compat.device.execution import add_hook, to_host
 from ...compat.transforms.conv3d import geometry_of, layer_of, own_edges
 from ...compat.transforms.conv3d_choice import Chooser, Conv3dChoice
 from ...compat.transforms.conv3d_methods import convolve, padded
-from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS, AskedLinear, LayerSettings, fp32_linear, scales_for
+from ...compat.transforms.fp16_layers import SETTINGS, AskedLinear, LayerSettings, fp32_linear, full_linear, scales_for
 from ..casting import cast_by_core
 from .ownership import (
     adapted_layers,
@@ -38,8 +38,9 @@ from .ownership import (
 )
 from .packed import is_native
 
+HALF, FULL = torch.float16, torch.float32
 COUNTS = "_anygpu_counts"  # on a layer while its calls are counted
-SAFE, PLAIN, WIDE = "fp16-safe", "plain fp16", "in float32 by core"
+SAFE, PLAIN, EXACT, WIDE = "fp16-safe", "plain fp16", "fp32", "in float32 by core"
 WRAPPER = attention.attention_basic.__code__  # of every attention function of core's: all are closures of one wrapper
 PAST_FORWARD = getattr(getattr(comfy.ops, "linear_input_act", None), "__code__", None)  # computes packed layers itself
 
@@ -54,7 +55,7 @@ class Counts:
 
     @property
     def casts(self) -> bool:
-        return PLAIN in self.layers.values() and not {SAFE, WIDE} & set(self.layers.values())
+        return PLAIN in self.layers.values() and not {SAFE, EXACT, WIDE} & set(self.layers.values())
 
     @property
     def unreached(self) -> int:
@@ -97,7 +98,7 @@ class Counts:
 
     def __str__(self) -> str:
         ways = Counter(self.layers.values())
-        ours = [f"{way} in {ways.pop(way)}" for way in (PLAIN, SAFE) if way in ways] or [f"{SAFE} in 0"]
+        ours = [f"{way} in {ways.pop(way)}" for way in (PLAIN, SAFE, EXACT) if way in ways] or [f"{SAFE} in 0"]
         layers = f"{' and '.join(ours)} of {len(self.layers)} layers called" if self.layers else ""
         if ways:
             layers += f" (left: {'; '.join(f'{count} {way}' for way, count in ways.most_common())})"
@@ -116,6 +117,7 @@ def note_call(layer: nn.Module, way: str) -> None:
         layer.__dict__[COUNTS].note(layer, way)
 
 
+FEW = 4  # rows of a Linear, or channels of a convolution, up to which fp32 costs little; all blocks read their rounding
 LOUD = 64.0  # times the median row, and 1: the length of a row from which a network can amplify rounding
 ByNetwork = weakref.WeakKeyDictionary[nn.Module, Any]  # of values that go with a network; clones of a MODEL share it
 BY_CORE = {SETTINGS: LayerSettings(False, math.inf)}
@@ -163,7 +165,7 @@ def takes_fp16(network: nn.Module) -> bool:
 
 
 @contextmanager
-def cast_weights(layer: Any, like: Tensor) -> Iterator[tuple[Tensor, Tensor | None]]:
+def cast_weights(layer: Any, like: Tensor, _bias_dtype: Any = None) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Weight of ``layer`` in fp16 and its bias in fp32 on the device of ``like``, as core or the layer itself casts."""
     if offers_cast(type(layer)):  # GGUF's layers, whose bytes core's function would take for values
         weight, bias = layer.cast_bias_weight(None, dtype=HALF, device=like.device, bias_dtype=FULL)[:2]
@@ -177,11 +179,12 @@ def cast_weights(layer: Any, like: Tensor) -> Iterator[tuple[Tensor, Tensor | No
 
 
 def safe_linear(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The product of ``layer`` in fp32 from fp16 operands; whatever is not a plain fp32 product stays core's."""
+    """The product of ``layer`` in fp32, beyond a few rows from fp16 operands; what is not plain fp32 stays core's."""
     x = _measured_to_fit(layer, x)
     plain = type(x) is Tensor and x.dtype is FULL and x.ndim > 1 and not (args or kwargs or x.requires_grad)
     safe = plain and not is_native(layer) and math.isfinite(getattr(layer, SETTINGS).reach)
-    note_call(layer, _way(x, safe))
+    few = safe and x.shape[:-1].numel() <= FEW
+    note_call(layer, EXACT if few else _way(x, safe))
     if not safe:
         x = x if isinstance(layer, comfy.ops.CastWeightBiasOp) else x.to(layer.weight.dtype)  # torch's does not cast
         return type(layer).forward(layer, x, *args, **kwargs)
@@ -189,7 +192,7 @@ def safe_linear(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     smoothing = getattr(layer, "pre_quant_scale", None)
     if smoothing is not None:
         x = x * comfy.model_management.cast_to_device(smoothing, x.device, x.dtype)
-    return fp32_linear(layer, x)
+    return full_linear(layer, x) if few else fp32_linear(layer, x)
 
 
 def adapted_linear(layer: Any, asked: AskedLinear, loaded: torch.dtype, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -229,8 +232,9 @@ def safe_convolution(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None)
     forward, x = functools.partial(type(layer)._conv_forward, layer), _measured_to_fit(layer, x)
     reach: float = getattr(layer, SETTINGS).reach
     safe = type(x) is Tensor and x.dtype is FULL and not x.requires_grad and math.isfinite(reach)
-    note_call(layer, _way(x, safe))
-    if not safe:  # the weights are in the dtype that the layer was given
+    few = safe and min(weight.shape[:2]) <= FEW
+    note_call(layer, EXACT if few else _way(x, safe))
+    if few or not safe:  # the weights are in the dtype that the layer was given
         return forward(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))  # type: ignore[no-any-return]
     places = weight.ndim - 2
     sample = tuple(range(-1 - places, 0))

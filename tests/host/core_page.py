@@ -61,6 +61,7 @@ def counts(found: dict[str, Any]) -> tuple[str, str]:
     """The cells of the layers and attention calls of one class."""
     kinds = {"own": "the network's own"}
     left = [f"{count} {kinds.get(kind, kind)}" for kind, count in sorted(found["kinds"].items()) if kind != "core"]
+    left += [f"{found['fp32']} in fp32"] * bool(found["fp32"])
     left += [f"{found['before'][0]} before the call"] * bool(found["before"][0])
     calls = [f"{found['before'][1]} before the call"] * bool(found["before"][1])
     calls += [f"{found['direct']} torch's"] * bool(found["direct"])

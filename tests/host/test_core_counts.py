@@ -12,8 +12,11 @@ pytestmark = pytest.mark.host
 full = pytest.mark.full
 
 FAST = ("Wan 2.1", "MiniMax H3", "Ernie", "Hunyuan3D 2.1", "Mochi")
+EXACT = 1e-5  # of sums in fp32
 NARROWS = "Cosmos Predict2"  # core narrows its fp32 stream before the last layer, as only a plain step shows
-LAYERS = re.compile(r"(?:(plain fp16|fp16-safe) in (\d+))(?: and fp16-safe in (\d+))? of (\d+) layers called")
+LAYERS = re.compile(
+    r"(?:(plain fp16|fp16-safe) in (\d+))(?: and fp16-safe in (\d+))?(?: and fp32 in \d+)? of (\d+) layers called"
+)
 ATTENTION = re.compile(r"attention (\d+) of (\d+)")
 LOUDER = "values beyond those of the first step: this step is computed again in safe fp16"
 
@@ -62,10 +65,11 @@ def test_torch_counts_the_layers_of_a_text_encoder(inside: Inside) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "peak", "most"), [("Wan 2.1", 0.0, 1.15), ("LTXV", 0.0, 1.2), ("MiniMax H3", 0.0, 1.2), ("LTXV", 3e5, 2.6)]
+    ("name", "peak", "most"), [("Wan 2.1", 0.0, 1.15), ("LTXV", 0.0, 1.2), ("MiniMax H3", 0.0, 1.2), ("LTXV", 3e5, 2.8)]
 )
 def test_bytes_outside_products_against_plain_fp16(inside: Inside, name: str, peak: float, most: float) -> None:
-    """The last: a residual that fp16 cannot hold stays fp32 (twice the bytes), and so do the norms that read it."""
+    """The last: a residual that fp16 cannot hold stays fp32 (twice the bytes), and so do the norms that read it; the
+    time's weights are widened."""
     found = inside.play("core_counted", "bytes_outside_products", name=name, peak=peak)
     assert found["auto bytes"] <= most < 3.0 < found["safe bytes"]
     assert found["auto kernels"] <= (1.2 if not peak else 2.1)
@@ -128,6 +132,7 @@ def test_radeons_missing_from_core_s_list_get_torch_s_kernel(inside: Inside, cor
 
 def test_loud_convolutions(inside: Inside) -> None:
     found = inside.play("core_counted", "loud_convolutions")
-    assert {line for _, line in found["errors"].values()} == {"fp16-safe in 1 of 1 layers called"}
-    assert max(error for error, _ in found["errors"].values()) <= NEAR
+    for case, (error, line) in found["errors"].items():
+        few = case.endswith("few")
+        assert line == f"{'fp32' if few else 'fp16-safe'} in 1 of 1 layers called" and error <= (EXACT if few else NEAR)
     assert not found["unfit"] and found["unet"], "Conv1d counts as what safe fp16 reaches, Conv2d as a U-Net"

@@ -80,10 +80,14 @@ def _shrink() -> None:
 _shrink()
 
 
-def _seconds(name: str) -> dict[str, torch.Tensor]:
-    weights = embedders.NumberConditioner(768).state_dict()
+def _seconds(seed: int) -> dict[str, torch.Tensor]:
+    """What core reads beside Stable Audio's network, with rows of length about 1."""
+    generator, weights = torch.Generator().manual_seed(seed), embedders.NumberConditioner(768).state_dict()
     return {
-        f"conditioner.conditioners.seconds_{name}.{key}": torch.randn(value.shape) for key, value in weights.items()
+        f"conditioner.conditioners.seconds_{name}.{key}": torch.randn(value.shape, generator=generator)
+        / (value.shape[-1] ** 0.5 if value.ndim > 1 else 1.0)
+        for name in ("start", "total")
+        for key, value in weights.items()
     }
 
 
@@ -145,7 +149,7 @@ CASES |= {
             "c_cond": 32, "c_hidden": [32, 32, 32, 32], "nhead": [-1, -1, 2, 2], "blocks": [[1, 1, 1, 1], [1, 1, 1, 1]],
             "block_repeat": [[1, 1, 1, 1], [1, 1, 1, 1]], "c_clip": 16, "stable_cascade_stage": "b",
         },
-        ((1, 4, 16, 16),), 32, "down_blocks.2.0.channelwise.4",
+        ((1, 4, 64, 64),), 32, "down_blocks.2.0.channelwise.4",
         {**POOLED, "stable_cascade_prior": _text(1, 16, 4, 4)},
     ),
     "Stable Audio": Case(
@@ -154,7 +158,7 @@ CASES |= {
             "audio_model": "dit1.0", "embed_dim": 64, "depth": 2, "num_heads": 2, "cond_token_dim": 768,
             "project_cond_tokens": True, "global_cond_dim": 1536,
         },
-        ((1, 64, 24),), 768, "transformer.layers.0.ff.ff.2", {}, _seconds("start") | _seconds("total"),
+        ((1, 64, 24),), 768, "transformer.layers.0.ff.ff.2", {}, [*map(_seconds, range(5))],
     ),
     "AuraFlow": Case(
         "AuraFlow",
@@ -253,7 +257,7 @@ CASES |= {
                 "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "depth": 1, "num_position_embeddings": 16,
             },
         },
-        ((1, 3, 64, 64),), 32, "language_model.layers.0.mlp.down_proj", {"text_input_ids": torch.arange(TOKENS)[None]},
+        ((1, 3, 96, 96),), 32, "language_model.layers.0.mlp.down_proj", {"text_input_ids": torch.arange(TOKENS)[None]},
     ),
     "Chroma": Case("Chroma", {**CHROMA, "image_model": "chroma"}, ((1, 16, *PICTURE),), 32, LOUD_DOUBLE, GUIDED),
     "Chroma Radiance": Case(
@@ -293,7 +297,7 @@ CASES |= {
             "encoder_intermediate_size": 64,
             "encoder_num_heads": 2,
         },
-        ((1, 64, 20),), 32, "decoder.layers.0.mlp.down_proj", {"conditioning_lyrics": _text(1, TOKENS, 32)},
+        ((1, 64, 40),), 32, "decoder.layers.0.mlp.down_proj", {"conditioning_lyrics": _text(1, TOKENS, 32)},
     ),
     "MiniMax Music 3": Case(
         "MiniMaxMusic3", {"audio_model": "minimax_music3"}, ((1, 128, 24),), 8 * 64,

@@ -12,6 +12,7 @@ import comfy.model_management as management
 import comfy.ops
 import torch
 from anygpu.compat.device.probe_store import ProbeStore
+from anygpu.compat.transforms import fp16_layers
 from anygpu.host.core import clip as core_clip
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import OVERRIDE
@@ -193,18 +194,27 @@ def remembered(name: str, folder: str) -> dict[str, Any]:
 
 
 def loud_convolutions() -> dict[str, Any]:
-    """Core's 1-D and 2-D convolutions of loud input, with and without groups, against their own fp32."""
+    """Core's 1-D and 2-D convolutions of loud input, with and without groups, against their own fp32; and a Linear with
+    a few rows, with and without a GEMM that widens."""
     operations, errors = comfy.ops.manual_cast, {}
-    for kind, shape in ((operations.Conv1d, (2, 8, 40)), (operations.Conv2d, (2, 8, 9, 9))):
-        for kernel, groups in ((1, 1), (3, 1), (3, 4)):
-            layer = kind(8, 12, kernel, padding=kernel // 2, groups=groups, dtype=torch.float16)
-            fill(layer)
-            layers, counts, x = SafeLayers(False, True), Counts(), 3e5 * torch.randn(shape)
-            network = nn.ModuleList([layer])
-            expected = layer(x)
-            layers.measure(network, x, None, x.dtype)
-            with counts.counting(left_of(network, set(layers.free))), layers.patches_on(counts):
-                found = layer(x)
-            errors[f"{kind.__name__} {kernel} {groups}"] = error(found, expected), str(counts)
+
+    def compare(name: str, layer: nn.Module, x: Tensor, fp32_output: bool = False) -> None:
+        fill(layer)
+        layers, counts, network = SafeLayers(fp32_output, True), Counts(), nn.ModuleList([layer])
+        expected = layer(x)
+        layers.measure(network, x, None, x.dtype)
+        with counts.counting(left_of(network, set(layers.free))), layers.patches_on(counts):
+            found = layer(x)
+        errors[name] = error(found, expected), str(counts)
+
+    for kind, shape in ((operations.Conv1d, (2, 24, 40)), (operations.Conv2d, (2, 24, 9, 9))):
+        for kernel, groups in ((1, 1), (3, 1), (3, 4), (3, 12)):
+            layer = kind(24, 12, kernel, padding=kernel // 2, groups=groups, dtype=torch.float16)
+            name = f"{kind.__name__} {kernel} {groups}{' few' if groups == 12 else ''}"
+            compare(name, layer, 3e5 * torch.randn(shape))
+    with mock.patch.object(fp16_layers, "fp32_product", lambda x, weight: x.float() @ weight.float().t()):
+        for widens in (False, True):
+            layer = operations.Linear(64, 24, dtype=torch.float16)
+            compare(f"Linear {widens} few", layer, 3e5 * torch.randn(2, 2, 64), widens)
     network = nn.ModuleList([operations.Conv1d(64, 64, 3), operations.Linear(64, 64), operations.Conv2d(4, 4, 1)])
     return {"errors": errors, "unfit": unfit_for_safe(network), "unet": unfit_for_safe(network[2:])}

@@ -109,6 +109,7 @@ class Below(TorchDispatchMode):
         self.before: set[nn.Module] = set()
         self.called: set[nn.Module] = set()
         self.safe: set[nn.Module] = set()
+        self.fp32: set[nn.Module] = set()
         layers = [module for module in network.modules() if holds_matrix(module)]
         self.hooks = [network.register_forward_pre_hook(self._start), network.register_forward_hook(self._end)]
         self.hooks += [layer.register_forward_pre_hook(self._enter) for layer in layers]
@@ -127,9 +128,12 @@ class Below(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        half = all(each.dtype is HALF for each in args if isinstance(each, Tensor))
-        if half and name in PRODUCTS and self.inside and self.inside[-1][1]:
-            self.safe.add(self.inside[-1][0])
+        dtypes = {each.dtype for each in args if isinstance(each, Tensor)}
+        if name in PRODUCTS and self.inside and self.inside[-1][1]:
+            if dtypes == {HALF}:
+                self.safe.add(self.inside[-1][0])
+            elif dtypes == {FULL} and self.calls.running:
+                self.fp32.add(self.inside[-1][0])
         self.direct += "scaled_dot_product" in name and not self.calls.now
         return func(*args, **(kwargs or {}))
 
@@ -228,8 +232,10 @@ def reached(name: str) -> dict[str, Any] | None:
     with calls.counting(), Below(network, calls) as seen:
         run(fit, name)
     kinds = Counter(kind_of(layer) for layer in seen.called)
+    fp32 = sum(kind_of(layer) in ("core", "Conv1d") for layer in seen.fp32 - seen.safe)
     return {
         "class": type(network).__name__, "table": CASES[name].table, "safe": len(seen.safe), "called": len(seen.called),
+        "fp32": fp32,
         "kinds": kinds, "before": [len(seen.before), calls.before], "direct": seen.direct // seen.runs,
         "attention": [calls.reachable // seen.runs, calls.all // seen.runs], "told": lines, "decided": decided,
         "traces": traces(network),
@@ -243,21 +249,29 @@ def kind_of(layer: nn.Module) -> str:
     return type(layer).__name__ if isinstance(layer, UNCOUNTED) else "core"
 
 
-def wider(name: str, scenes: list[str], width: int, **config: int) -> dict[str, Any] | None:
-    """:func:`errors` of a class with other numbers in its configuration and text of another width."""
+def drawn(name: str, scenes: list[str], seed: int = 0, width: int = 32, **config: int) -> dict[str, Any] | None:
+    """:func:`errors` of a class with other weights, numbers in its configuration, and text of another width."""
     case = CASES[name]
-    with mock.patch.dict(CASES, {name: replace(case, config={**case.config, **config}, width=width)}):
+    with mock.patch.dict(CASES, {name: replace(case, config={**case.config, **config}, width=width, seed=seed)}):
         return errors(name, scenes)
 
 
 def errors(name: str, scenes: list[str], function: str = "") -> dict[str, Any] | None:
     """The error against core's fp32 in each scene: of plain fp16, of Fit Model, and what operands in fp16 cost anyway.
+    Of a case with several files, that of the worst.
 
     Args:
         scenes: of :data:`SCENES`. function: which of core's attention functions runs; empty for its choice.
     """
-    if not hasattr(supported, CASES[name].table):
+    case = CASES[name]
+    if not hasattr(supported, case.table):
         return None
+    if len(case.files) > 1:
+        every = []
+        for file in case.files:
+            with mock.patch.dict(CASES, {name: replace(case, files=[file])}):
+                every.append(errors(name, scenes, function) or {})
+        return {scene: max((each[scene] for each in every), key=lambda each: each["fit"]) for scene in scenes}
     found, calls = {}, Calls(function)
     for scene in scenes:
         with calls.counting():

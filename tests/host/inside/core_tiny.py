@@ -1,7 +1,7 @@
 """Core's own model classes with tiny configurations, made by core's own code, driven by core's own guider."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,8 @@ class Case:
     Args:
         table: its row in ``comfy.supported_models``. config: of the network. shapes: of the latents, one or several.
         width: of the text. conds: what else its CONDITIONING holds. loud: the layer whose output is scaled until the
-            residual leaves fp16's range. file: what else core reads from its file.
+            residual leaves fp16's range. files: draws of what else core reads; :func:`made` takes the first.
+        seed: of the weights.
     """
 
     table: str
@@ -41,7 +42,8 @@ class Case:
     width: int
     loud: str
     conds: Mapping[str, Any] = field(default_factory=dict)
-    file: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    files: Sequence[Mapping[str, torch.Tensor]] = ({},)
+    seed: int = 0
 
 
 def _text(*shape: int) -> torch.Tensor:
@@ -231,8 +233,8 @@ def made(
     config.unet_config |= case.config  # some rows insist on the published numbers
     config.set_inference_dtype(weights, compute)
     with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = config.get_model(dict(case.file), "")
+        torch.manual_seed(case.seed)
+        model = config.get_model(dict(case.files[0]), "")
         fill(model.diffusion_model)
     model.diffusion_model.eval()
     return comfy.model_patcher.CoreModelPatcher(model, device, HOST)
