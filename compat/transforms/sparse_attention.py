@@ -40,16 +40,17 @@ class SparseAttention:
             return self.attention(query, key, value, mask)
         count, tile = math.prod(self.grid), PICTURE_TILE if self.grid[0] == 1 else TILE
         tiles = _tiles(self.grid, tile)
-        video = [_tiled(each[:, :, :count], self.grid, tile) for each in (query, key, value)]
+        queries, keys, values = (_tiled(each[:, :, :count], self.grid, tile) for each in (query, key, value))
         text = [each[:, :, count:].flatten(0, 1) for each in (query, key, value)]
-        result = torch.stack([self._of_text(*each) for each in zip(*text, *video[1:], strict=True)])
-        queries, keys, values = video
-        del video
+        of_text = torch.stack([self._of_text(*each) for each in zip(*text, keys, values, strict=True)])
         of_queries, of_keys = (each.mean(2, dtype=torch.float32) for each in (queries, keys))
         places, counted = (each.flatten(0, 1) for each in seen(of_queries, of_keys, tiles, self.grid[0]))
-        heads = torch.arange(len(keys), device=key.device).repeat_interleave(keys.shape[1])
+        rows, size = keys.shape[:2], keys.shape[2]  # heads and tiles; tokens of a tile
+        heads = torch.arange(rows[0], device=key.device).repeat_interleave(rows[1])
         gathered = 3 * keys.itemsize * places.shape[1] * math.prod(keys.shape[2:])  # bytes for one tile of one head
-        step, size, own = max(1, self.attention.budget_bytes // gathered), keys.shape[2], queries.flatten(0, 1)
+        step = max(1, self.attention.budget_bytes // gathered)
+        video = queries.flatten(0, 1)  # a copy where the heads lie innermost; results replace the queries in it
+        del queries
         for part in (slice(first, first + step) for first in range(0, len(places), step)):
             head, chosen = heads[part], places[part]
             near, weighed = (
@@ -57,10 +58,10 @@ class SparseAttention:
                 for tokens, beside in ((keys, text[1]), (values, text[2]))
             )
             shown = functional.pad(counted[part].repeat_interleave(size, dim=1), (0, text[1].shape[1]), value=True)
-            own[part] = self.attention(own[None, part], near, weighed, shown[None, :, None])[0]  # read by nobody else
+            video[part] = self.attention(video[None, part], near, weighed, shown[None, :, None])[0]
         del keys, values
-        found = _untiled(queries, self.grid, tile, tiles)
-        return torch.cat([found, result], dim=1).unflatten(0, query.shape[:2])
+        video = _untiled(video.unflatten(0, rows), self.grid, tile, tiles)
+        return torch.cat([video, of_text], dim=1).unflatten(0, query.shape[:2])
 
     def _of_text(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

@@ -1,11 +1,13 @@
 """HunyuanVideo 1.5's sparse attention beside its publisher's code, in a pipeline, and what it costs."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import torch
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms.attention import Attention
 from anygpu.compat.transforms.attention_processors import JointProcessor
@@ -37,6 +39,20 @@ def test_it_equals_its_publishers(grid: tuple[int, int, int], budget: int) -> No
     assert float((found[0, :, kept] - expected).abs().max()) < 1e-6
     whole = functional.scaled_dot_product_attention(query[:, :, kept], key, value)[0]
     assert float((whole - expected).abs().max()) > 1e-3, "not what whole attention gives"
+
+
+@pytest.mark.parametrize("grid", [(1, 32, 24), (12, 8, 8), (1, 20, 30), (7, 9, 8)])
+def test_heads_may_lie_innermost(grid: tuple[int, int, int]) -> None:
+    """As JointProcessor hands them over: with two tiles each sees the other, and none is padded but with borders."""
+    draws, count = torch.Generator().manual_seed(1), math.prod(grid) + 60
+    query, key, value = (torch.randn(1, count, 4, 16, generator=draws).transpose(1, 2) for _ in range(3))
+    asked = query.clone()
+    found = SparseAttention(Attention(), grid)(query, key, value)
+    assert torch.equal(query, asked), "the caller's queries are as they were"
+    assert torch.equal(found, SparseAttention(Attention(), grid)(*(each.contiguous() for each in (query, key, value))))
+    if grid in [(1, 32, 24), (12, 8, 8)]:  # no borders, whose padding counts as keys
+        dense = functional.scaled_dot_product_attention(query, key, value)
+        torch.testing.assert_close(found, dense, rtol=0, atol=1e-5)
 
 
 def loaded(folder: Path, attention: str, **request: Any) -> Pipeline:
