@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import folder_paths
 import torch
 from torch.nn.functional import interpolate
 
+from ..compat.durable import replacing
 from ..pipelines.demo.scenes import EXAMPLE, first_frame
 from .api import InputImpl, Types
 
@@ -26,13 +26,13 @@ def add() -> list[str]:
 
 
 def _added(path: Path, content: Callable[[], bytes]) -> bool:
-    if path.exists():
+    """Write a file whole or not at all; False where there is one of this name, or comes one while it is drawn."""
+    made = None if path.exists() else content()
+    if made is None or path.exists():
         return False
-    made = content()
-    with suppress(FileExistsError), path.open("xb") as file:
-        file.write(made)
-        return True
-    return False
+    with replacing(path) as temporary:
+        temporary.write_bytes(made)
+    return True
 
 
 def _frame(pixels: int) -> torch.Tensor:

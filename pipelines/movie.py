@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from io import BytesIO
@@ -222,10 +222,11 @@ def _without_texts(file: BinaryIO) -> BinaryIO:
     return BytesIO(b"".join(kept))
 
 
-def _codec(av: object) -> str:
-    available: set[str] = getattr(av, "codecs_available", set())
+def _codec(av: Any) -> str:
+    """The first of :data:`CODECS` that this PyAV can encode; its ``codecs_available`` lists decoders too."""
     for codec in CODECS:
-        if codec in available:
+        with suppress(ValueError):  # av's UnknownCodecError
+            av.Codec(codec, "w")
             return codec
     raise UnsupportedError(
         "this PyAV has no MP4 encoder",

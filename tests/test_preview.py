@@ -1,6 +1,7 @@
 """Previews of results: a sheet loses no picture, a clip keeps its speed and is small."""
 
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,3 +39,15 @@ def test_one_frame_is_a_still_and_a_small_clip_keeps_its_size(preview):
     assert preview.clips([torch.zeros(1, 64, 96, 3)], 24.0, None).shape == (1, 64, 96, 3)
     (given, _) = preview.clips([torch.zeros(3, 64, 96, 3)], 24.0, None)
     assert given[0].shape == (3, 64, 96, 3)
+
+
+def test_an_example_is_drawn_whole_or_not_at_all_and_replaces_nothing(preview, tmp_path):
+    added, path = import_module("anygpu.host.examples")._added, tmp_path / "example.png"
+    resource = pytest.importorskip("resource", reason="a file that cannot grow stands for a full disk")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    with pytest.raises(OSError, match="large"):
+        added(path, lambda: bytes(100))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not path.exists()
+    assert not added(path, lambda: bytes(path.write_bytes(b"mine"))) and path.read_bytes() == b"mine"

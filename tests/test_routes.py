@@ -417,18 +417,20 @@ def test_a_forecast_has_the_clip_and_each_prompt_of_a_video_in_sections(pack, ti
     assert told("LoadImage", "[1s: a]", "b")["error"]["found"].endswith("with and without a time")
 
 
-def test_a_node_that_delights_is_told_of_delight_alone(pack):
+def test_a_node_that_delights_is_told_of_delight_alone(pack, monkeypatch):
     loader = {"class_type": "AnyGPULoadPaintPipeline", "inputs": {"model": stored.FOLDERS["delight"]}}
     prompt = {"1": loader}
     for node, kind in (("2", "AnyGPUDelightImage"), ("3", "AnyGPUPaintViews")):
         prompt[node] = {"class_type": kind, "inputs": {"pipeline": ["1", 0]}}
 
-    def told() -> list[str]:
-        return [each["node"] for each in pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})[1]["forecasts"]]
+    def told() -> tuple[str, str]:
+        (only,) = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})[1]["forecasts"]
+        return only["node"], only["headline"].rpartition("free.")[2]
 
-    assert told() == ["3"], "the demo model, which leaves light"
+    monkeypatch.setattr(importlib.import_module("anygpu.host.memory_manager"), "room_on", lambda _: 1)
+    assert told() == ("3", " Lower view_size."), "the demo model, which leaves light"
     stored.checkpoint("delight", pack.home / "models")
-    assert told() == ["2"]
+    assert told() == ("2", " Lower size.")
 
 
 def test_a_pipeline_that_paints_is_told_too(pack):
@@ -519,6 +521,22 @@ def test_what_does_not_fit_whole_is_told_by_what_comes_of_it(pack, room, peak, w
         most, least = (StageNeed("decoding", 0, 0, total, form) for total in (1000, 100))
         told = forecasting._stage(most, least, room)
         assert told == {"stage": "decoding", "peak": peak, "least": 100, "whole": 1000, "free": room, "fits": fits}
+
+
+@pytest.mark.parametrize(
+    ("text", "decoding", "said"),
+    [
+        (("", None), ("fits", 5), "free memory unknown, 1 s"),
+        (("fits", 9), ("too much", 5), "Too much: decoding needs 2.0 GB, 5.0 GB free. Lower size."),
+        (("streams", 9), ("in parts", 5), "Fits, streaming weights in text: slower, 1 s. 4.0 GB at its peak (text), "),
+    ],
+)
+def test_a_headline_has_what_is_free_where_its_stage_computes(pack, text, decoding, said):
+    names = zip(("text", "decoding"), (text, decoding), strict=True)
+    needs = {"peak": 4 << 30, "least": 2 << 30}
+    stages = [{"stage": name, "fits": fits, "free": free and free << 30, **needs} for name, (fits, free) in names]
+    headline = importlib.import_module("anygpu.host.server.forecast")._headline(stages, ", 1 s", "size")
+    assert headline.startswith(said)
 
 
 def test_weights_that_come_ahead_count_in_the_peak_and_not_in_the_least(pack):

@@ -254,31 +254,31 @@ def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, 
     times = times_in(mode, room)
     time = times.get(mode)
     summary = f", {time or times.unknown}" if time or times.unknown else ""
+    widget = "size" if entry["class_type"] == DELIGHTS else "view_size"
+    lower = widget if isinstance(pipeline, PaintPipeline) else "width and height, or frames"
     return {
         "found": f"{run}, offload {mode}",
         "stages": stages,
         "verdict": "\n".join(MEANING[way] for way in ways if way in MEANING),
-        "headline": f"{_headline(stages, room, summary)}{_apart(least)}",
+        "headline": f"{_headline(stages, summary, lower)}{_apart(least)}",
         "seconds": {} if time is None else {stage.name: round(stage.seconds, 1) for stage in time.stages},
         "advice": [_advised(prompt, node, str(each), each.inputs) for each in times.less],
     }
 
 
-def _headline(stages: Sequence[Mapping[str, Any]], room: int | None, time: str) -> str:
-    """One line: whether a run fits, how long it takes, where it peaks, and the one thing to change where that helps."""
-    order = (FITS, PARTS, STREAMS, TOO_MUCH)
-    if room is None or not stages:
+def _headline(stages: Sequence[Mapping[str, Any]], time: str, lower: str) -> str:
+    """One line: whether a run fits, how long it takes, where it peaks; or the widgets to ``lower`` where that helps."""
+    if not stages or any(stage["free"] is None for stage in stages):
         return f"free memory unknown{time}"
+    order = (FITS, PARTS, STREAMS, TOO_MUCH)
     worst = max(stages, key=lambda stage: (order.index(stage["fits"]), stage["peak"]))
-    name, way = worst["stage"], worst["fits"]
-    if way == TOO_MUCH:
-        less = "" if name == "text" else " Lower width and height, or frames."
-        return f"Too much: {name} needs {_gib(worst['least'])}, {_gib(room)} free.{less}"
+    name, fits = worst["stage"], worst["fits"]
+    if fits == TOO_MUCH:
+        advice = "" if name.startswith("text") else f" Lower {lower}."
+        return f"Too much: {name} needs {_gib(worst['least'])}, {_gib(worst['free'])} free.{advice}"
+    how = {PARTS: f", {name} in parts", STREAMS: f", streaming weights in {name}: slower"}.get(fits, "")
     peak = max(stages, key=lambda stage: stage["peak"])
-    summary = f"{_gib(peak['peak'])} at its peak ({peak['stage']}), {_gib(room)} free."
-    if way == STREAMS:
-        return f"Fits, streaming weights in {name}: slower{time}. {summary}"
-    return f"Fits, {name} in parts{time}. {summary}" if way == PARTS else f"Fits{time}. {summary}"
+    return f"Fits{how}{time}. {_gib(peak['peak'])} at its peak ({peak['stage']}), {_gib(peak['free'])} free."
 
 
 def _apart(needs: Sequence[StageNeed]) -> str:
