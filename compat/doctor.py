@@ -91,17 +91,15 @@ class Finding:
             return f"{self.fault} in what the network is given ({self.inputs}): the fault lies before it"
         cause = "its weights are finite"
         if self.weight:
-            cause = f"its {self.weight} holds {NAN} or infinity in {self.bad:.2g} of its values"
-        way = sorted(self.way, key=lambda place: -place[1])[:SHOWN]
-        told = "; largest on the way: " + ", ".join(f"{name} {value:.3g}" for name, value in way) if way else ""
+            cause = f"{100 * self.bad:.3g}% of its {self.weight} is {NAN} or infinity"
+        largest = sorted(self.way, key=lambda place: -place[1])[:SHOWN]
+        before = ", ".join(f"{name} {value:.3g}" for name, value in largest)
         block = f"block {int(self.block.rpartition('.')[2]) + 1} of {self.blocks}" if self.block else ""
-        inner = self.layer.removeprefix(self.block)
-        part = next((word for pattern, word in PARTS if re.search(pattern, inner)), "")
-        place = ", ".join(filter(None, (block, part)))
-        return (
-            f"{self.fault} first from {place + ', ' if place else ''}{self.layer} ({self.kind}, {self.dtype}), "
-            f"given at most {self.largest:.3g}; {cause}{told}"
-        )
+        in_block = self.layer.removeprefix(self.block)
+        part = next((word for pattern, word in PARTS if re.search(pattern, in_block)), "")
+        place = ", ".join(filter(None, (block, part, self.layer)))
+        text = f"{self.fault} first from {place} ({self.kind}, {self.dtype}), given at most {self.largest:.3g}; {cause}"
+        return f"{text}; largest on the way: {before}" if before else text
 
 
 @dataclass(frozen=True, slots=True)

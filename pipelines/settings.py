@@ -165,24 +165,25 @@ class GridSize:
 
 
 def snap(family: FamilySpec, width: int, height: int, frames: int) -> GridSize:
-    """The nearest size that the family can make; frames go up, never down, and a side at least to 32 pixels; 0 is
-    the family's default. Raises InputError for a side or count out of range, with the nearest valid values."""
-    width, height = width or family.sizes.defaults.width, height or family.sizes.defaults.height
-    frames = frames or family.sizes.defaults.frames
-    smallest = _up(SMALLEST_SIDE, family.sizes.multiple)
+    """The nearest size that the family can make: a side of 32 pixels or more, frames rounded up, but for the largest
+    count; 0 is the family's default. Raises InputError for a side or count out of range, with the nearest valid one."""
+    defaults, multiple, stride = family.sizes.defaults, family.sizes.multiple, family.sizes.stride
+    width, height, frames = width or defaults.width, height or defaults.height, frames or defaults.frames
+    smallest = _up(SMALLEST_SIDE, multiple)
     for name, side in (("width", width), ("height", height)):
-        nearest = _nearest(min(max(side, smallest), LARGEST_SIDE), family.sizes.multiple)
+        nearest = _nearest(min(max(side, smallest), LARGEST_SIDE), multiple)
         require_range(name, side, 1, LARGEST_SIDE, "pixels", nearest)
     require_range("frames", frames, 1, MOST_FRAMES, "frames")
-    across, down = (max(smallest, _nearest(side, family.sizes.multiple)) for side in (width, height))
-    snapped = across, down, _up(frames - 1, family.sizes.stride) + 1
+    across, down = (max(smallest, _nearest(side, multiple)) for side in (width, height))
+    most = (MOST_FRAMES - 1) // stride * stride  # a stride of 6 does not reach it, and would pass it
+    snapped = across, down, min(_up(frames - 1, stride), most) + 1
     changes = [
         f"{name} {asked} -> {got}"
         for name, asked, got in zip(("width", "height", "frames"), (width, height, frames), snapped, strict=True)
         if asked != got
     ]
-    rules = [f"multiples of {family.sizes.multiple} pixels"] if snapped[:2] != (width, height) else []
-    rules += [f"{family.sizes.stride}n+1 frames"] if snapped[2] != frames else []
+    rules = [f"multiples of {multiple} pixels, {smallest} or more"] if snapped[:2] != (width, height) else []
+    rules += [f"{stride}n+1 frames"] if snapped[2] != frames else []
     return GridSize(*snapped, f"{', '.join(changes)} ({family.title} needs {' and '.join(rules)})" if changes else "")
 
 

@@ -149,25 +149,26 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
 
 
 def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) -> Prompt:
-    """Core CONDITIONING, lists of [tensor (1, N, D), dict] as CLIPTextEncode makes them, as a prompt of the family."""
+    """Core CONDITIONING, lists of one [tensor (1, N, D), dict] as CLIPTextEncode makes them, as a prompt of the family.
+    Raises InputError for one that is empty, combined of several, or another model's."""
     family = pipeline.spec
+    width = pipeline.configs["transformer"].get(family.files.text_width)
 
-    def one(conditioning: Any) -> Mapping[str, torch.Tensor]:
-        if not conditioning:
-            raise InputError("an empty CONDITIONING", expected="encoded text", fix="Connect CLIP Text Encode.")
-        embeds, extra = conditioning[0][0], conditioning[0][1]
-        width = pipeline.configs["transformer"].get(family.files.text_width)
-        if embeds is None or (width is not None and embeds.shape[-1] != width):
+    def encoded(conditioning: Any) -> Mapping[str, torch.Tensor]:
+        texts = [entry for entry in conditioning if entry[0] is not None]
+        if len(texts) != 1:
+            raise InputError(f"CONDITIONING of {len(texts)} texts", expected="one", fix="Connect CLIP Text Encode.")
+        embeds, extra = texts[0][:2]
+        if width is not None and embeds.shape[-1] != width:
             raise InputError(
-                f"CONDITIONING of width {None if embeds is None else embeds.shape[-1]}",
+                f"CONDITIONING of width {embeds.shape[-1]}",
                 expected=f"width {width}, as {family.title} takes it",
                 fix="Use the text encoder files of this model in the CLIP loader.",
             )
         return family.code.prompt_from_core(embeds, extra)
 
-    return Prompt(
-        pipeline.family, one(positive), None if negative is None else one(negative), has_negative=negative is not None
-    )
+    other = None if negative is None else encoded(negative)
+    return Prompt(pipeline.family, encoded(positive), other, has_negative=negative is not None)
 
 
 @explaining(IMAGE)

@@ -70,14 +70,12 @@ def test_a_disk_that_fills_up_while_the_video_is_written(tmp_path: Path) -> None
 
 def test_a_video_is_coded_by_what_can_encode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every FFmpeg has a decoder named h264; one that is built without x264 has no encoder of it."""
-    av, write = pytest.importorskip("av"), partial(write_mp4, torch.zeros(2, 32, 32, 3), 8.0, tmp_path / "a.mp4")
-    real = av.Codec
-    monkeypatch.setattr(av, "Codec", lambda name, mode: real(name if name == "mpeg4" else "none of this name", mode))
-    with av.open(str(write())) as container:
-        assert container.streams.video[0].codec_context.name == "mpeg4"
-    monkeypatch.setattr(av, "Codec", lambda _, mode: real("none of this name", mode))
+    av, names, path = pytest.importorskip("av"), {"mpeg4": "mpeg4"}, tmp_path / "a.mp4"
+    monkeypatch.setattr(av, "Codec", partial(lambda codec, name, mode: codec(names.get(name, "none"), mode), av.Codec))
+    with av.open(str(write_mp4(torch.zeros(2, 32, 32, 3), 8.0, path))) as container:
+        assert container.streams.video[0].codec_context.name == names.pop("mpeg4")
     with pytest.raises(UnsupportedError, match="no MP4 encoder"):
-        write()
+        write_mp4(torch.zeros(2, 32, 32, 3), 8.0, path)
 
 
 def test_doctor_names_the_layer_keeps_what_helps_and_is_one_line_for_a_sound_model(

@@ -523,28 +523,20 @@ def test_what_does_not_fit_whole_is_told_by_what_comes_of_it(pack, room, peak, w
         assert told == {"stage": "decoding", "peak": peak, "least": 100, "whole": 1000, "free": room, "fits": fits}
 
 
-@pytest.mark.parametrize(
-    ("text", "decoding", "said"),
-    [
-        (("", None), ("fits", 5), "free memory unknown, 1 s"),
-        (("fits", 9), ("too much", 5), "Too much: decoding needs 2.0 GB, 5.0 GB free. Lower size."),
-        (("streams", 9), ("in parts", 5), "Fits, streaming weights in text: slower, 1 s. 4.0 GB at its peak (text), "),
-    ],
-)
-def test_a_headline_has_what_is_free_where_its_stage_computes(pack, text, decoding, said):
-    names = zip(("text", "decoding"), (text, decoding), strict=True)
-    needs = {"peak": 4 << 30, "least": 2 << 30}
-    stages = [{"stage": name, "fits": fits, "free": free and free << 30, **needs} for name, (fits, free) in names]
-    headline = importlib.import_module("anygpu.host.server.forecast")._headline(stages, ", 1 s", "size")
-    assert headline.startswith(said)
-
-
-def test_weights_that_come_ahead_count_in_the_peak_and_not_in_the_least(pack):
+def test_weights_that_come_ahead_count_in_the_peak_and_a_headline_has_its_stages_free_memory(pack):
     """They come where there is room, and a stage can do without them."""
     forecasting = importlib.import_module("anygpu.host.server.forecast")
     need = StageNeed("sampling", 0, 60, 40, ahead=50)
     told = forecasting._stage(need, need, 200)
     assert (told["peak"], told["least"], told["fits"]) == (150, 100, "fits")
+    text = {"stage": "text", "fits": "streams", "peak": 8 << 30, "least": 2 << 30, "free": 9 << 30}
+    for fits, free, said in (
+        ("", None, "free memory unknown, 1 s"),
+        ("too much", 5 << 30, "Too much: decoding needs 2.0 GB, 5.0 GB free. Lower size."),
+        ("in parts", 5 << 30, "Fits, streaming weights in text: slower, 1 s. 8.0 GB at its peak (text), 9.0 GB free."),
+    ):  # each has a device of its own
+        decoding = {**text, "stage": "decoding", "fits": fits, "free": free}
+        assert forecasting._headline([text, decoding], ", 1 s", "size") == said
 
 
 @pytest.mark.parametrize(

@@ -192,10 +192,11 @@ def adapters_on(
         if active is None or active.key != wanted.key:
             _change(parts, part, wanted, detach)
         parts.active_adapters[part].owner = weakref.ref(wanted)
-        wanted.tune(module, True)
     elif active is not None and (active.in_weights or active.owner() is None):
         _change(parts, part, None, detach)
     try:
+        if wanted is not None:
+            wanted.tune(module, True)  # in the try: where it raises, half of the layers may be on
         yield module
     finally:
         if wanted is not None and part in parts:

@@ -87,8 +87,12 @@ def _of_folder(path: Path) -> Base:
     noted = read_json(scheduler, "the configuration of the scheduler") if scheduler.is_file() else {}
     edm = "EDM" in str(noted.get("_class_name")) or noted.get("prediction_type") == "edm"
     kind = _kind(unet.shapes, path, edm)
+    prediction = str(noted.get("prediction_type", EPSILON))
+    if prediction not in (EPSILON, VELOCITY):
+        found, fix = f"{path.name!r} predicts {prediction!r}", "Choose a checkpoint of one of these."
+        raise CheckpointError(found, expected=f"{EPSILON} or {VELOCITY}", fix=fix)
     parts = {part: _saved(part_folder(path, part), part) for part in ("vae", *TEXT[kind])}
-    return Base(kind, str(noted.get("prediction_type", EPSILON)), {"unet": unet, **parts})
+    return Base(kind, prediction, {"unet": unet, **parts})
 
 
 def part_folder(folder: Path, part: str) -> Path:

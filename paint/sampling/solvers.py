@@ -81,11 +81,12 @@ def schedule_for(spacing: str, steps: int, zero_snr: bool, shift: float = 1.0) -
     if spacing == "trailing":
         times = [round(TRAIN_STEPS - index * TRAIN_STEPS / steps) - 1 for index in range(steps)]
     elif spacing == "leading":
-        times = [index * (TRAIN_STEPS // steps) + OFFSET for index in reversed(range(steps))]
-    else:
+        stride, offset = TRAIN_STEPS // steps, OFFSET if steps < TRAIN_STEPS else 0  # every step: none lies behind it
+        times = [index * stride + offset for index in reversed(range(steps))]
+    else:  # linspace
         times = torch.linspace(TRAIN_STEPS - 1, 0, steps, dtype=torch.float64).tolist()
-    sigmas = [_between(table, min(time, TRAIN_STEPS - 1)) for time in times]
-    start = math.sqrt(sigmas[0] ** 2 + 1) if spacing == "leading" else sigmas[0]
+    sigmas = [_between(table, time) for time in times]
+    start = math.sqrt(sigmas[0] ** 2 + 1) if spacing == "leading" else sigmas[0]  # diffusers' init_noise_sigma
     return NoiseSchedule(tuple(map(float, times)), (*sigmas, 0.0), table, start)
 
 

@@ -200,19 +200,21 @@ def stage_time(
 ) -> StageTime:
     """The seconds of one stage: its work and its copies at the rates of its device, corrected by earlier runs;
     ``stays`` has its weights there already. Raises UnsupportedError where the rates of its device are unknown."""
-    mode, stage = mode or pipeline.offloader.mode, run.planned(pipeline, name, room)
+    mode = mode or pipeline.offloader.mode
+    stage = run.planned(pipeline, name, room)
     facts, state = stage.facts, pipeline.offloader.options.state
     pace = pace_of(facts, stage.probes, stage.dtype, stage.kernel, stage.width)
     if pace is None:
-        untimed = "was not timed yet" if facts.device.type in TIMED else "is of a kind that is not timed"
-        found = f"{facts.name} {untimed}, and no data sheet of it is known"
-        fix = "Run a model on it once."
+        why, fix = "was not timed yet", "Run a model on it once."
+        if facts.device.type not in TIMED:
+            why, fix = "is of a kind that is not timed", "Add its data sheet to compat/device/cards.csv."
+        found = f"{facts.name} {why}, and no data sheet of it is known"
         raise UnsupportedError(found, expected="a device that was timed, or one of compat/device/cards.csv", fix=fix)
     rows = [] if state is None else saved_stages(state)
     paced = replace(pace.quicker(stage.quicker), plain_link=link_of(facts, rows, pace))
-    modelled = stage.share * paced.seconds(stage.work())
-    streamed = mode in STREAMED
-    if link := 0.0 if stays else link_of(facts, rows, pace, streamed and stage.pinned, streamed):
+    modelled, streamed = stage.share * paced.seconds(stage.work()), mode in STREAMED
+    link = 0.0 if stays else link_of(facts, rows, pace, pinned=streamed and stage.pinned, staged=streamed)
+    if link:
         modelled = _with_copies(stage, modelled, link, mode, room)
     return corrected(stage.name, modelled, pace.source, _alike(rows, pipeline, stage, mode))
 

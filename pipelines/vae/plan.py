@@ -43,12 +43,11 @@ class DecodeRequest:
 
 
 def checked_request(form: DecodeRequest, cell: int) -> DecodeRequest:
-    """``form``, whose values must be in range for latents of ``cell`` pixels."""
+    """``form`` itself; raises InputError for values out of range for latents of ``cell`` pixels."""
     require_choice("decode method", form.method, METHODS, "Choose auto.")
-    if form.frames < 0 or form.tile < 0:
-        raise InputError(
-            f"tile {form.tile}, frames_per_chunk {form.frames}", expected="0 or more", fix="Choose 0 for auto."
-        )
+    for name, value in (("tile_size", form.tile), ("frames_per_chunk", form.frames)):
+        if value < 0:
+            raise InputError(f"{name} {value}", expected="0 or more", fix="Choose 0 for auto.")
     least = LEAST_CELLS * cell
     if 0 < form.tile < least and form.method != "streaming":
         raise InputError(
@@ -59,7 +58,7 @@ def checked_request(form: DecodeRequest, cell: int) -> DecodeRequest:
         raise InputError(
             f"overlap {form.overlap} pixels",
             expected=f"-1 for a quarter of the tile, or 0 to {most} pixels",
-            fix=f"The nearest value is {min(max(form.overlap, 0), most)}.",
+            fix=f"The nearest value is {min(max(form.overlap, -1), most)}.",
         )
     return form
 

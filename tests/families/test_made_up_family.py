@@ -14,7 +14,7 @@ import tiny
 import torch
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.precision import FP32, precision_for
-from anygpu.compat.errors import InputError
+from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.transforms.step_cache import FIRST_BLOCK, StepCacheSettings
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import Call, Latents, PromptRequest, SampleSettings, Silent
@@ -147,7 +147,7 @@ def test_weights_are_kept_smaller_on_both(folder):
 
 
 @pytest.mark.parametrize("mode", ["separate", "merged"])
-def test_a_lora_in_its_own_names_is_on_both_and_leaves_no_trace(folder, expected, tmp_path, recorded, mode):
+def test_a_lora_in_its_own_names_is_on_both_and_leaves_none(folder, expected, tmp_path, recorded, monkeypatch, mode):
     pipeline, progress = opened(folder), recorded()
     width = pipeline.parts["transformer"].transformer_blocks[0].attn1.to_q.weight.shape
     generator = torch.Generator().manual_seed(1)
@@ -163,6 +163,11 @@ def test_a_lora_in_its_own_names_is_on_both_and_leaves_no_trace(folder, expected
     assert "style: 1 layers, 2 of 2 keys match" in progress.said
     assert not torch.equal(sampled(changed).samples, expected[0].samples)
     assert set(pipeline.parts.active_adapters) == set(SPEC.transformers)
+    if mode == "separate":  # layers that are switched on, and off where that fails
+        with monkeypatch.context() as broken, pytest.raises(UnsupportedError, match="no scale"):
+            broken.setattr("peft.tuners.lora.LoraLayer.set_scale", lambda *_: {}["no scale"])
+            sampled(changed)
+        assert torch.equal(sampled(pipeline).samples, expected[0].samples)
     del changed
     gc.collect()
     assert torch.equal(sampled(pipeline).samples, expected[0].samples)

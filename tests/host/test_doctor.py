@@ -125,7 +125,7 @@ def test_our_model_is_watched_in_core_s_sampler(inside: Inside) -> None:
     found = inside.play("doctor", "beside_ours", name="ltx")
     assert found["same"] and not found["said"]
     layer, _, own = found["place"].rpartition(".")
-    assert f"diffusion_model.{layer} (" in found["error"] and f"its {own} holds NaN" in found["error"]
+    assert f"diffusion_model.{layer} (" in found["error"] and f"% of its {own} is NaN" in found["error"]
 
 
 LOUD = "transformer_blocks.0.ff.net.2.weight"

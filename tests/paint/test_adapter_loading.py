@@ -165,6 +165,9 @@ def test_a_folder_of_an_edm_model_is_refused(folders, adapters, tmp_path):
     (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps({"_class_name": "EDMEulerScheduler"}))
     with pytest.raises(CheckpointError, match="is an EDM checkpoint"):
         loaded(tmp_path, adapters["ig2mv", "sdxl"])
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text(json.dumps({"prediction_type": "sample"}))
+    with pytest.raises(CheckpointError, match="predicts 'sample'; expected epsilon or v_prediction"):
+        loaded(tmp_path, adapters["ig2mv", "sdxl"])
 
 
 def test_an_adapter_for_the_other_base_and_a_truncated_one_are_refused(files, adapters, tmp_path):

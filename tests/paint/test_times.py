@@ -7,6 +7,7 @@ import pytest
 import torch
 from anygpu.compat.device import precision as precisions
 from anygpu.compat.device.work import Pace, counting
+from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.memory.offloader import MODES
 from anygpu.compat.memory.statistics import FILE, saved_stages, stage_cost
 from anygpu.compat.transforms.compile import CompileSettings
@@ -82,6 +83,9 @@ def test_where_rates_are_unknown_that_is_said(paint_folder, monkeypatch):
     found = times.times_of(pipeline, run, MODES)
     assert found == {} and found.unknown == "time unknown: CPU was not timed yet, and no data sheet of it is known"
     assert times.expected(pipeline, "painting", run) == {}
+    monkeypatch.setattr("anygpu.pipelines.forecast.times.TIMED", ())
+    with pytest.raises(UnsupportedError, match=r"of a kind that is not timed.* Add its data sheet"):
+        times.stage_time(pipeline, "painting", run)
 
 
 CHOICES = {

@@ -19,13 +19,10 @@ def test_frames_go_up_and_sides_to_the_nearest_and_what_is_on_the_grid_stays(fam
 
 
 @EVERY
-def test_defaults_are_on_the_grid(family):
-    assert snap(family, 0, 0, 0).said == ""
-
-
-@EVERY
-def test_one_frame_is_one_frame(family):
-    assert snap(family, 0, 0, 1).frames == 1
+def test_defaults_one_frame_and_the_most_are_on_the_grid(family):
+    assert snap(family, 0, 0, 0).said == "" and snap(family, 0, 0, 1).frames == 1
+    most = snap(family, 0, 0, 4097).frames
+    assert 4097 - family.sizes.stride < most <= 4097 and snap(family, 0, 0, most).frames == most
 
 
 @EVERY
@@ -41,3 +38,4 @@ def test_out_of_range_names_the_nearest(family, width, height, frames, nearest):
 def test_a_side_that_is_too_small_becomes_the_smallest_and_not_the_default(family):
     size = snap(family, 7, 1, 9)
     assert size.width == size.height == max(32, family.sizes.multiple) and "width 7 -> 32" in size.said
+    assert f"pixels, {size.width} or more" in size.said

@@ -92,6 +92,7 @@ def test_karras_and_own_sigmas_fall_to_zero_at_the_times_of_their_levels():
     assert schedule.sigmas[-1] == 0
     exact = solvers.schedule_of([float(schedule.table[700]), float(schedule.table[200]), 0.0], zero_snr=True)
     assert exact.timesteps == pytest.approx((700, 200))
+    assert solvers.schedule_for("leading", 1000, False).timesteps == tuple(reversed(range(1000))), "each once"
 
 
 def test_plain_euler_draws_nothing_and_finds_what_the_prediction_implies():

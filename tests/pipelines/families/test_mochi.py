@@ -79,10 +79,12 @@ def test_no_text_encoder_stays_in_memory(pipeline, prompt):
 
 
 def test_conditioning_of_another_encoder_is_refused_in_one_line(pipeline):
-    """Otherwise it is a mat1/mat2 error in the middle of sampling."""
+    """Otherwise it is a mat1/mat2 error in the middle of sampling; of two texts combined, one would be lost."""
     width = pipeline.configs["transformer"]["text_embed_dim"]
     with pytest.raises(InputError, match=f"width {width + 8}; expected width {width}"):
         stages.prompt_from_core(pipeline, [[torch.zeros(1, 5, width + 8), {}]])
+    with pytest.raises(InputError, match="CONDITIONING of 2 texts; expected one"):
+        stages.prompt_from_core(pipeline, [[torch.zeros(1, 5, width), {}]] * 2)
 
 
 def test_fast_mochi_takes_its_own_levels(pipeline, prompt, recorded):

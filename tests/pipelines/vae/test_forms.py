@@ -258,6 +258,7 @@ def test_a_decoder_that_draws_noise_is_not_streamed(made):
         (DecodeRequest("fast"), "decode method 'fast'"),
         (DecodeRequest("tiled", tile=8), "at least 16 pixels"),
         (DecodeRequest("tiled", tile=64, overlap=40), "0 to 32 pixels"),
+        (DecodeRequest("tiled", tile=64, overlap=-2), "The nearest value is -1"),
         (DecodeRequest("chunked", frames=-1), "frames_per_chunk -1"),
     ],
 )
