@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from itertools import islice
 from pathlib import Path
 
 from .device.facts import GIBIBYTE, DeviceFacts
@@ -123,12 +124,12 @@ def run_parts(
 
 
 def figures_of(part: Part) -> Iterator[Figure]:
-    """The figures of a part, or of a piece of one; what it raises is the last of them."""
+    """The first ``MOST_FIGURES`` of a part, or of a piece of one; what it raises is the last of them."""
     names = own_names()
     try:
-        for _, each in zip(range(MOST_FIGURES), part.figures(), strict=False):
-            fault = redact(each.fault, names)[:MOST_TEXT]
-            yield replace(each, measured=_short(each.measured), modelled=_short(each.modelled), fault=fault)
+        for figure in islice(part.figures(), MOST_FIGURES):
+            fault = redact(figure.fault, names)[:MOST_TEXT]
+            yield replace(figure, measured=_short(figure.measured), modelled=_short(figure.modelled), fault=fault)
     except Exception as error:  # a device and its libraries fail in any way
         yield Figure(part.name, fault=redact(f"{type(error).__name__}: {first_line(error)}", names)[:MOST_TEXT])
 

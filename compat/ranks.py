@@ -53,19 +53,18 @@ class Ranks:
         return [slice(first, end) for first, end in itertools.pairwise(ends)]
 
     def exchange(self, pieces: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """The piece that each rank has for this one: ``pieces`` for each rank, and ``shapes`` of what comes back."""
+        """Send each rank its one of ``pieces``; what each sent to this rank, of these ``shapes``."""
         from torch import distributed
 
-        like = pieces[0]
         counts = [torch.Size(shape).numel() for shape in shapes]
         sent = placed(torch.cat([piece.reshape(-1) for piece in pieces]), self.device)
         received = sent.new_empty(sum(counts))
-        size = like.element_size()  # gloo does not know every dtype: bytes are bytes
+        size = sent.element_size()
+        lengths = [count * size for count in counts], [piece.numel() * size for piece in pieces]  # received, sent
+        as_bytes = received.view(torch.uint8), sent.view(torch.uint8)  # gloo does not know every dtype
         with self._exchanging():
-            lengths = [count * size for count in counts], [piece.numel() * size for piece in pieces]
-            there, here = received.view(torch.uint8), sent.view(torch.uint8)
-            distributed.all_to_all_single(there, here, *lengths, group=self.group)
-        parts = placed(received, like.device).split(counts)
+            distributed.all_to_all_single(*as_bytes, *lengths, group=self.group)
+        parts = placed(received, pieces[0].device).split(counts)
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def gathered(self, own: torch.Tensor, dim: int, count: int) -> torch.Tensor:

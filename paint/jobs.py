@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -343,26 +344,25 @@ def paint_jobs(
     Raises InputError where there are no meshes, or one has no picture; MV-Adapter tg2mv takes none.
 
     Args:
-        painting: whose seed is replaced, and whose view size unless ``size`` is 0.
+        painting: settings of each job, but for its seed, and for its view size where ``size`` is given.
         add: takes a file to where the machines find it, and returns its name there.
         others: further fields of each job.
     """
-    words, painting = others.get("variant") == TG2MV, replace(painting, size=size or painting.size)
+    from_words, painting = others.get("variant") == TG2MV, replace(painting, size=size or painting.size)
     shapes = files_in(meshes, "meshes", FORMATS)
     by_name = {path.stem: path for path in sorted(pictures.glob("*.*")) if path.suffix.lower() in PICTURES}
-    lonely = next((path for path in shapes if path.stem not in by_name and not words), None)
-    if lonely is not None:
+    lonely = next((path for path in shapes if path.stem not in by_name), None)
+    if lonely is not None and not from_words:
         found = f"no picture for the mesh {lonely.name!r}"
         fix = "Give each mesh a picture of its name."
         raise InputError(found, expected=f"a picture named {lonely.stem} in {str(pictures)!r}", fix=fix)
-    baking = BakeSettings(texture_size, raster_size(painting.size, texture_size))
-    return [
-        PaintJob(*(model, mesh, picture, replace(painting, seed=seed), baking), prompt=prompt, **others)
-        for path in shapes
-        for mesh, picture in [(_item(path, add), None if words else _item(by_name[path.stem], add))]
-        for prompt in prompts or [""]
-        for seed in seeds
-    ]
+    baking, jobs = BakeSettings(texture_size, raster_size(painting.size, texture_size)), []
+    for path in shapes:
+        mesh, picture = _item(path, add), None if from_words else _item(by_name[path.stem], add)
+        for prompt, seed in product(prompts or [""], seeds):
+            settings = replace(painting, seed=seed)
+            jobs.append(PaintJob(model, mesh, picture, settings, baking, prompt=prompt, **others))
+    return jobs
 
 
 def adapter_fields(model: Path, adapter: Path, item: Content, prompts: str, negative: str) -> dict[str, Any]:

@@ -126,23 +126,17 @@ def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[A
             size = frame.width, frame.height
             first = first or size
             if size != first:
-                raise CheckpointError(
-                    f"frames of several sizes in {str(path)!r}",
-                    expected="one size",
-                    fix="Convert the video to one size.",
-                )
+                found, fix = f"frames of several sizes in {str(path)!r}", "Convert the video to one size."
+                raise CheckpointError(found, expected="one size", fix=fix)
             allowance.left -= frame.width * frame.height
             if allowance.left < 0:
-                raise CheckpointError(
-                    f"more frames of {frame.width}x{frame.height} in {str(path)!r} than are read at once",
-                    expected=f"at most {MOST_PIXELS:,} pixels in all",
-                    fix="Cut the video, or make it smaller.",
-                )
+                found = f"more frames of {frame.width}x{frame.height} in {str(path)!r} than are read at once"
+                fix = "Cut the video, or make it smaller."
+                raise CheckpointError(found, expected=f"at most {MOST_PIXELS:,} pixels in all", fix=fix)
             yield frame, float(stream.average_rate or 0)
     if first is None:
-        raise CheckpointError(
-            f"no frames in {str(path)!r}", expected="a picture or video file", fix="Choose another file."
-        )
+        found = f"no frames in {str(path)!r}"
+        raise CheckpointError(found, expected="a picture or video file", fix="Choose another file.")
 
 
 def _most_of(path: Path) -> dict[str, str]:
@@ -194,11 +188,9 @@ def _require_samples(path: Path) -> None:
             most = max(claimed.values(), default=0)
             if most > size or kind == b"cmov":
                 found = "a compressed header" if kind == b"cmov" else f"a table of {most} samples"
-                raise CheckpointError(
-                    f"{found} in {str(path)!r} of {size} bytes",
-                    expected="a table of samples that are in the file",
-                    fix="Convert the video.",
-                )
+                found += f" in {str(path)!r} of {size} bytes"
+                expected = "a table of samples that are in the file"
+                raise CheckpointError(found, expected=expected, fix="Convert the video.")
             if length < 8:
                 return
             place += 8 if kind in BOXES else length
@@ -228,8 +220,5 @@ def _codec(av: Any) -> str:
         with suppress(ValueError):  # av's UnknownCodecError
             av.Codec(codec, "w")
             return codec
-    raise UnsupportedError(
-        "this PyAV has no MP4 encoder",
-        expected=f"one of {', '.join(CODECS)}",
-        fix="Install av from PyPI: pip install -U av",
-    )
+    fix = "Install av from PyPI: pip install -U av"
+    raise UnsupportedError("this PyAV has no MP4 encoder", expected=f"one of {', '.join(CODECS)}", fix=fix)

@@ -265,8 +265,9 @@ def published_config(family: FamilySpec, part: str = TRANSFORMER) -> dict[str, A
 
 
 def _filled(module: nn.Module) -> nn.Module:
-    """``module`` in host memory with random weights, those of the first block in all that are alike."""
-    noise, known = DEVIATION * torch.randn(NOISE, generator=torch.Generator().manual_seed(0)), dict[str, Tensor]()
+    """``module`` in host memory with random weights; blocks that are alike share the memory of the first."""
+    noise = DEVIATION * torch.randn(NOISE, generator=torch.Generator().manual_seed(0))
+    known = dict[str, Tensor]()
     module = module.to_empty(device=HOST)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         key = f"{REPEATED.sub('blocks', name)} {tuple(tensor.shape)}"
@@ -296,7 +297,7 @@ def _run(
     def timed() -> float:
         seconds = list[float]()
         with offloader.hold(TRANSFORMER, _beside(stack)) as module:
-            while len(seconds) < 2:
+            while len(seconds) < 2:  # the first one warms up
                 try:
                     seconds.append(seconds_of(lambda: stack.forward(module, device), device))
                 except RuntimeError as error:

@@ -27,7 +27,6 @@ from .base import (
     PromptRequest,
     SampleSettings,
 )
-from .family import FamilySpec
 from .forecast.fit import fit_offload, release_text
 from .forecast.seconds import Run, planned_run, work_key
 from .forecast.shortage import EXPLAINED, explain_shortage
@@ -160,11 +159,9 @@ def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) ->
             raise InputError(f"CONDITIONING of {len(texts)} texts", expected="one", fix="Connect CLIP Text Encode.")
         embeds, extra = texts[0][:2]
         if width is not None and embeds.shape[-1] != width:
-            raise InputError(
-                f"CONDITIONING of width {embeds.shape[-1]}",
-                expected=f"width {width}, as {family.title} takes it",
-                fix="Use the text encoder files of this model in the CLIP loader.",
-            )
+            found, expected = f"CONDITIONING of width {embeds.shape[-1]}", f"width {width}, as {family.title} takes it"
+            fix = "Use the text encoder files of this model in the CLIP loader."
+            raise InputError(found, expected=expected, fix=fix)
         return family.code.prompt_from_core(embeds, extra)
 
     other = None if negative is None else encoded(negative)
@@ -266,7 +263,7 @@ def sample(
     require_range("stg", max(settings.stg, 0), 0, MOST_STG, "or -1 for the model's own", advice=", the usual one is 1")
     steps_of = settings.guidance_steps or guidance_steps(recipe, settings, completed.cfg)
     settings = replace(completed, guidance_steps=steps_of)
-    _require_image(pipeline, family, image, refines(settings))
+    _require_image(pipeline, image, refines(settings))
     size = size_of(settings, prompt)
     size = replace(size, frames=size.frames + (image.beside if image else 0))  # as many tokens as that
     if steps is not None:
@@ -417,19 +414,17 @@ def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, r
     return latents
 
 
-def _require_image(pipeline: Pipeline, family: FamilySpec, image: ImageCondition | None, refined: bool = False) -> None:
+def _require_image(pipeline: Pipeline, image: ImageCondition | None, refined: bool) -> None:
+    """Raise where a checkpoint of pictures has none, but in a ``refined`` pass, or one of text has one."""
+    family = pipeline.spec
     if pipeline.model.task == "image" and image is None and family.files.image_required and not refined:
-        raise InputError(
-            f"no image for {family.title} {pipeline.variant}",
-            expected="an image condition",
-            fix="This is an image-to-video checkpoint: connect AnyGPU Encode Image.",
-        )
+        found = f"no image for {family.title} {pipeline.variant}"
+        fix = "This is an image-to-video checkpoint: connect AnyGPU Encode Image."
+        raise InputError(found, expected="an image condition", fix=fix)
     if pipeline.model.task == "text" and image is not None and family.files.image_required:
-        raise InputError(
-            f"an image for the text-to-video checkpoint {pipeline.model.source.name!r}",
-            expected="no image",
-            fix="Load the image-to-video checkpoint of this family, or remove the image.",
-        )
+        found = f"an image for the text-to-video checkpoint {pipeline.model.source.name!r}"
+        fix = "Load the image-to-video checkpoint of this family, or remove the image."
+        raise InputError(found, expected="no image", fix=fix)
 
 
 @contextmanager

@@ -284,7 +284,7 @@ class GroupHooks:
                 owner.register_forward_pre_hook(partial(_pre_forward, group), with_kwargs=True)
                 owner.register_forward_hook(partial(_post_forward, group), always_call=True)
             for member in members:
-                member.__dict__[GROUP] = groups[-1]
+                member.__dict__[GROUP] = groups[-1]  # their own; those before it are of tensors that they share
         self.module.__dict__[HOOKS] = self
 
 

@@ -258,15 +258,15 @@ def fp16_operands(
     rows = value.abs().amax(-1).float()
     largest = rows.amax(-1)
     smallest = torch.where(rows > 0, rows, torch.inf).amin(-1)
-    numbers = [(high * low).amax() * (abs(gain) * query.shape[-1] ** -0.5), (largest / smallest).amax()]
-    limits = [MOST_SCORE, SPREAD]
-    narrow = mask
+    score = (high * low).amax() * (abs(gain) * query.shape[-1] ** -0.5)
+    checks, narrow = [(score, MOST_SCORE), ((largest / smallest).amax(), SPREAD)], mask
     if mask is not None and mask.is_floating_point() and mask.dtype is not HALF:
         narrow = mask.clamp(torch.finfo(HALF).min, torch.finfo(HALF).max).to(HALF)
         error = torch.where(mask > HIDDEN, (mask - narrow).abs(), 0.0)
-        numbers += [error.amax().float(), -mask.amax(-1).amin().float()]  # a row that sees no key has no fp16 form
-        limits += [MASK_ERROR, -HIDDEN]
-    if not all(number <= limit for number, limit in zip(to_host(torch.stack(numbers)).tolist(), limits, strict=True)):
+        unseen = -mask.amax(-1).amin().float()  # a row that sees no key has no fp16 form
+        checks += [(error.amax().float(), MASK_ERROR), (unseen, -HIDDEN)]
+    numbers = to_host(torch.stack([number for number, _ in checks])).tolist()
+    if not all(number <= limit for number, (_, limit) in zip(numbers, checks, strict=True)):  # NaN is not
         return None
     balance = _power_of_two(high.clamp_(min=FLOOR).sqrt_() / low.clamp_(min=FLOOR).sqrt_())[..., None, None]
     scale = _power_of_two((largest * (2 / MOST_VALUE)).clamp_(min=torch.finfo(FULL).tiny))[..., None, None]

@@ -75,16 +75,18 @@ def _unfit(module: Any, fusion: VaeFusion) -> str:
     reason = other_forward(module, fusion.forward)
     if reason:
         return reason
-    if type(getattr(module, fusion.activation)) is not nn.SiLU:
-        return f"{fusion.activation} is a {type(getattr(module, fusion.activation)).__name__}"
+    activation = getattr(module, fusion.activation)
+    if type(activation) is not nn.SiLU:
+        return f"{fusion.activation} is a {type(activation).__name__}"
     if getattr(getattr(module, "dropout", None), "p", 0.0) and module.training:
         return "it uses dropout"
-    for path, other in fusion.points:
-        norm, conv = getattr(module, path), getattr(module, other)
+    for norm_name, conv_name in fusion.points:
+        norm, conv = getattr(module, norm_name), getattr(module, conv_name)
         if not _known_norm(norm):
-            return f"{path} is a {type(norm).__name__}"
-        if full_name(conv) != LTX_CONV and (full_name(conv) not in REPLICATING or conv.pad_mode != "replicate"):
-            return f"{other} is a {type(conv).__name__} that pads {getattr(conv, 'pad_mode', 'otherwise')}"
+            return f"{norm_name} is a {type(norm).__name__}"
+        replicates = full_name(conv) in REPLICATING and conv.pad_mode == "replicate"
+        if not replicates and full_name(conv) != LTX_CONV:  # which pads so always
+            return f"{conv_name} is a {type(conv).__name__} that pads {getattr(conv, 'pad_mode', 'otherwise')}"
     return ""
 
 

@@ -43,7 +43,7 @@ def checkpoint_of(core_model: Any, core_clip: Any, core_vae: Any) -> Weights | N
     encoders = {name.partition(".")[0] for name, (patcher, _) in places.items() if patcher is core_clip.patcher}
     if encoders not in CLIPS:
         raise _unusable(f"core_clip with {', '.join(sorted(encoders))}")
-    shapes |= _predicts(core_model)
+    shapes |= _prediction_mark(core_model)
     file = _file_of([getattr(each, "patcher", each) for each in given.values()])
     held: dict[str, Any] = {"held": lambda name: patched_weight(*places[name]), "file": file}
     return Weights(Path(name_of(core_model)), shapes, None, total, **held)
@@ -70,14 +70,14 @@ def _require_plain(name: str, patcher: Any) -> None:
         raise _unusable(f"{name} with packed weights or another pack's ({wrong})", "Load a file in fp16, bf16 or fp32.")
 
 
-def _predicts(model: Any) -> dict[str, tuple[int, ...]]:
-    """The mark that a file of this MODEL would have, by what core takes its output for."""
-    taken = model.get_model_object("model_sampling")
-    if isinstance(taken, sampling.X0) or not isinstance(taken, sampling.EPS):
+def _prediction_mark(model: Any) -> dict[str, tuple[int, ...]]:
+    """The empty tensor by which a file of this MODEL would say what its UNet predicts; none for noise."""
+    predicts = model.get_model_object("model_sampling")
+    if isinstance(predicts, sampling.X0) or not isinstance(predicts, sampling.EPS):
         raise _unusable(f"core's {type(model.model).__name__}, which predicts neither noise nor velocities")
-    if isinstance(taken, (sampling.EDM, sampling.ModelSamplingContinuousEDM)):
+    if isinstance(predicts, (sampling.EDM, sampling.ModelSamplingContinuousEDM)):  # EDM is a V_PREDICTION too
         return {EDM: ()}
-    return {V_PREDICTED: ()} if isinstance(taken, sampling.V_PREDICTION) else {}
+    return {V_PREDICTED: ()} if isinstance(predicts, sampling.V_PREDICTION) else {}
 
 
 def _unusable(found: str, fix: str = "Connect all three of Load Checkpoint, or none.") -> InputError:

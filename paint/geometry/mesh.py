@@ -322,11 +322,11 @@ def _normals_of(scene: Any) -> Tensor | None:
         transform, name = scene.graph[node]
         part = scene.geometry[name]
         if hasattr(part, "faces"):
-            own = part._cache["vertex_normals"]  # the property would compute them
-            if own is None:
+            normals = part._cache["vertex_normals"]  # the property would compute them
+            if normals is None:
                 return None
-            turned = torch.tensor(own) @ torch.linalg.pinv(torch.tensor(transform[:3, :3]))
-            found.append(torch.nn.functional.normalize(turned, dim=1))
+            inverse = torch.linalg.pinv(torch.tensor(transform[:3, :3]))  # its transpose turns normals; these are rows
+            found.append(torch.nn.functional.normalize(torch.tensor(normals) @ inverse, dim=1))
     return torch.cat(found) if found else None
 
 

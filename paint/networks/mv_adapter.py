@@ -108,17 +108,14 @@ class ViewAttention(nn.Module):
         return self.stock.attend(*lines).unflatten(0, maps[0].shape[:2]).unflatten(3, maps[0].shape[3:5])
 
     def _to_reference(self, seen: Tensor, heads: int, run: AdapterInputs) -> Tensor:
-        """(B * V, N, D): all views of a row ask for the same tokens, so together they need its keys once."""
-        tokens = grouped(seen, VIEWS)
+        """(B * V, N, D): all views of a guidance row ask for the same tokens, so together they need its keys once."""
         key, value = (split(layer(self.kept), heads) for layer in (self.to_k_ref, self.to_v_ref))
-        added = [
-            self.to_out_ref[0](
-                joined(self.stock.attend(split(self.to_q_ref(row), heads), key, value))
-                if shown
-                else row.new_zeros(1, 1, row.shape[2])
-            ).expand(1, tokens.shape[1], -1)
-            for row, shown in zip(tokens.split(1), run.rows, strict=True)
-        ]
+        added = []
+        for tokens, shown in zip(grouped(seen, VIEWS).split(1), run.rows, strict=True):  # each (1, V * N, D)
+            attended = tokens.new_zeros(1, 1, tokens.shape[2])  # of a row without the picture
+            if shown:
+                attended = joined(self.stock.attend(split(self.to_q_ref(tokens), heads), key, value))
+            added.append(self.to_out_ref[0](attended).expand(1, tokens.shape[1], -1))
         return torch.cat(added).unflatten(1, (VIEWS, -1)).flatten(0, 1)
 
 

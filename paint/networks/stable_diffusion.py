@@ -89,8 +89,8 @@ def _of_folder(path: Path) -> Base:
     kind = _kind(unet.shapes, path, edm)
     prediction = str(noted.get("prediction_type", EPSILON))
     if prediction not in (EPSILON, VELOCITY):
-        found, fix = f"{path.name!r} predicts {prediction!r}", "Choose a checkpoint of one of these."
-        raise CheckpointError(found, expected=f"{EPSILON} or {VELOCITY}", fix=fix)
+        found = f"{path.name!r} predicts {prediction!r}"
+        raise CheckpointError(found, expected=f"{EPSILON} or {VELOCITY}", fix="Choose a checkpoint of these.")
     parts = {part: _saved(part_folder(path, part), part) for part in ("vae", *TEXT[kind])}
     return Base(kind, prediction, {"unet": unet, **parts})
 

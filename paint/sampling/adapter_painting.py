@@ -52,12 +52,13 @@ def paint_six_views(
     if settings.size != TAUGHT_SIZES[base] and not pipeline.is_demo:
         progress.notify(f"this model was made for views of {TAUGHT_SIZES[base]} pixels, not {settings.size}")
     prompt = _prompt(pipeline, inputs)
-    what = f"painting {VIEWS} views of {settings.size} pixels"
-    with torch.no_grad(), explained(what, pipeline.facts.name, "Lower view_size."):
-        references, maps = _references(pipeline, inputs, settings, progress), _maps(inputs, settings, progress)
+    doing = f"painting {VIEWS} views of {settings.size} pixels"
+    with torch.no_grad(), explained(doing, pipeline.facts.name, "Lower view_size."):
+        references = _references(pipeline, inputs, settings, progress)
+        maps = _maps(inputs, settings, progress)
         solver = solver_for(settings.scheduler, painting.plan_of(settings, zero_snr=False, shift=SHIFT))
         run = painting.run_of(settings, solver, VIEWS, len(references))
-        prompts = [prompt] if run.rows == 1 else [inputs.negative, prompt]
+        prompts = [prompt] if run.rows == 1 else [inputs.negative, prompt]  # one row is no guidance
         text = encoded_prompts(pipeline, prompts, run, progress)
         latents = _sampled(pipeline, (references, maps, text), settings, solver, run, progress)
         return painting.decoded(pipeline, latents, run, settings.seed, progress)

@@ -55,12 +55,12 @@ def remedy(name: str, root: Path, memory_bytes: int) -> str:
 
 
 def stored_for(offer: Offer, card_bytes: int) -> str:
-    """In which form the transformer of an offer fits on a card in one piece, empty if the card is unknown: published
-    files where some are known, else by 8.5 bits a weight for Q8_0 and about 4.8 for Q4_K_M."""
+    """A sentence on the form in which an offer's transformer fits whole on a card of ``card_bytes``, empty for 0: a
+    published file where some are known, else by 8.5 bits a weight for Q8_0 and about 4.8 for Q4_K_M."""
     if not card_bytes:
         return ""
-    size, room = offer.gib["transformer"], card_bytes / GIBIBYTE - BESIDE_GIB
-    card = f"On a card of {card_bytes / GIBIBYTE:.0f} GB its transformer"
+    card_gib, size = card_bytes / GIBIBYTE, offer.gib["transformer"]
+    room, card = card_gib - BESIDE_GIB, f"On a card of {card_gib:.0f} GB its transformer"
     if size <= room:
         return f"{card} fits in one piece as bf16, about {size:.1f} GiB."
     forms = [(str(file), file.gigabytes * 1e9 / GIBIBYTE) for file in offer.quantised.get("transformer", ())]

@@ -93,16 +93,18 @@ class LoRAPair:
         return own, next((kind for kind in KINDS if kind.size(shapes) is not None), KINDS[-1])
 
     def delta(self, tensors: Mapping[str, Tensor], scale: float = 1.0) -> Delta:
-        """The additions to this layer; factors of a plain LoRA as they are, all else in fp32, a bias of peft's times
-        ``scale``, its alpha over rank."""
+        """The additions to this layer: the factors of a plain LoRA as stored, all else in fp32. ``scale``, alpha over
+        rank, multiplies a bias of peft's."""
         own, kind = self._own(tensors)
         biases = [self.cut(own[role]).float() * (scale if role == PEFT_BIAS else 1.0) for role in BIASES & own.keys()]
-        magnitude = own.get(MAGNITUDE)
-        if magnitude is not None:
-            of_rows = magnitude.ndim == 1 or PEFT_MAGNITUDE in self.names[MAGNITUDE]  # peft's of a convolution lie flat
-            magnitude = magnitude.float().reshape(-1, 1) if of_rows else magnitude.float().flatten(1)
-            magnitude = self.cut(magnitude) if magnitude.shape[0] > 1 else magnitude
+        magnitude = self._magnitude(own[MAGNITUDE]) if MAGNITUDE in own else None
         return Delta(*kind.delta(own, self), torch.stack(biases).sum(0) if biases else None, magnitude)
+
+    def _magnitude(self, stored: Tensor) -> Tensor:
+        """DoRA's norms, one to each output or one to each input, fp32: (out, 1) or (1, in)."""
+        of_rows = stored.ndim == 1 or PEFT_MAGNITUDE in self.names[MAGNITUDE]  # peft's of a convolution lie flat
+        norms = stored.float().reshape(-1, 1) if of_rows else stored.float().flatten(1)
+        return self.cut(norms) if norms.shape[0] > 1 else norms
 
 
 class Kind(NamedTuple):

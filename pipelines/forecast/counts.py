@@ -328,25 +328,27 @@ def _cuts(pipeline: Pipeline, size: Size) -> list[Cells]:
 
 
 def empty_call(pipeline: Pipeline, size: Size, rows: int) -> Call:
-    spec, config, dtype = pipeline.spec, pipeline.configs[TRANSFORMER], pipeline.precision.residual
+    """The inputs of one forward of the transformer, without data: ``rows`` texts and videos of ``size``."""
+    spec, config = pipeline.spec, pipeline.configs[TRANSFORMER]
+    stream, width = partial(empty, rows, dtype=pipeline.precision.residual), partial(_number, config, default=1)
     frames, *plane = latent_shape(pipeline, size)
     channels = int(config.get("in_channels", 16))
     text = size.text or spec.memory.text_tokens or spec.memory.reference_tokens
-    wide = partial(_number, config, default=1)
-    vision, clip = None, spec.memory.clip.frames
+    given = spec.memory.clip.frames // spec.sizes.stride if size.clip else 1  # latent frames that it starts from
+    vision = None
     if spec.recipes.sections or pipeline.model.task == "image":
-        vision = empty(rows, _vision_tokens(pipeline), wide("image_proj_dim", "image_embed_dim"), dtype=dtype)
+        vision = stream(_vision_tokens(pipeline), width("image_proj_dim", "image_embed_dim"))
     return Call(
-        latents=empty(rows, channels, size.window if spec.recipes.sections else frames, *plane, dtype=dtype),
+        latents=stream(channels, size.window if spec.recipes.sections else frames, *plane),
         time=empty(rows),
-        embeds=empty(rows, text, wide(spec.files.text_width, "caption_channels"), dtype=dtype),
+        embeds=stream(text, width(spec.files.text_width, "caption_channels")),
         mask=empty(rows, text),
-        pooled=empty(rows, wide("pooled_projection_dim"), dtype=dtype),
+        pooled=stream(width("pooled_projection_dim")),
         guidance=empty(rows),
         vision=vision,
-        picture=empty(rows, channels, clip // spec.sizes.stride if size.clip else 1, *plane, dtype=dtype),
+        picture=stream(channels, given, *plane),
         next_time=empty(rows),
-        sections=2 if size.sections > 1 else 1,  # one and all that follow it
+        sections=2 if size.sections > 1 else 1,  # the first, and one for all that follow it
     )
 
 

@@ -23,7 +23,7 @@ from ...compat.device.failures import is_shortage
 from ...compat.device.precision import FP32, Precision
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.quirks import policy_for
-from ...compat.errors import CheckpointError, UnsupportedError, remember
+from ...compat.errors import CheckpointError, UnsupportedError, first_line, remember
 from ...compat.memory.offloader import DISK, HostWeights, Views, choose_host_weights, mark_views
 from ...compat.memory.parts import PartBytes, denoises, part_bytes, role_of
 from ...compat.memory.statistics import GIGABYTE, amount_of, reading_of
@@ -193,11 +193,11 @@ def _require_shape(files: PartFiles, name: str, shape: tuple[int, ...]) -> None:
 
 
 def tool_reader(family: FamilySpec, library: str, folder: Path) -> Callable[[], Any]:
-    """Reads a configuration (``diffusers``) or a tokenizer or processor (``transformers``)."""
+    """The function that reads a configuration (``diffusers``), or a tokenizer or processor (``transformers``)."""
 
     def read() -> Any:
         if library == "diffusers":
-            file = next((f for f in sorted(folder.glob("*_config.json"))), folder / "scheduler_config.json")
+            file = next(iter(sorted(folder.glob("*_config.json"))), folder / "scheduler_config.json")
             config = read_json(file, f"the {folder.name}")
             require_plausible(folder.name, file, config, [tool_configs(family).get(folder.name, {})])
             return config
@@ -209,12 +209,8 @@ def tool_reader(family: FamilySpec, library: str, folder: Path) -> Callable[[], 
         except ImportError as error:
             raise unusable("transformers", error) from error
         except Exception as error:  # each tokenizer's reader has errors of its own for a damaged file
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise CheckpointError(
-                f"{str(folder)!r} cannot be read ({reason})",
-                expected=f"a {folder.name}",
-                fix="Download this folder again.",
-            ) from error
+            found, expected = f"{str(folder)!r} cannot be read ({first_line(error)})", f"the files of a {folder.name}"
+            raise CheckpointError(found, expected=expected, fix="Download this folder again.") from error
 
     return read
 

@@ -163,10 +163,9 @@ class VideoJob(Job):
             )
         for name, value in self.load.items():
             if name not in LOAD_INPUTS:
-                raise InputError(
-                    f"unknown field {shown(name)} in the job.load", expected=f"one of {', '.join(LOAD_INPUTS)}", fix=FIX
-                )
-            usual = LOAD_INPUTS[name].default
+                found = f"unknown field {shown(name)} in the job.load"
+                raise InputError(found, expected=f"one of {', '.join(LOAD_INPUTS)}", fix=FIX)
+            usual = LOAD_INPUTS[name].default  # JSON writes 2.0 as 2
             if type(value) is not type(usual) and not (type(usual) is float and type(value) is int):
                 raise wrong(f"the job.load.{name}", value, f"a value such as {usual!r}")
 

@@ -174,13 +174,15 @@ class JobFolder:
                     other.unlink(missing_ok=True)
 
     def workers(self) -> list[dict[str, Any]]:
-        states: list[Any] = []
-        written = {path: value_or(path.stat, None) for path in (self.root / "workers").glob("*.json")}
-        for path in sorted(written, key=lambda path: getattr(written[path], "st_mtime_ns", 0)):
+        """The state of each worker, by the newest file that names it; files that cannot be read are left out."""
+        states: dict[str, dict[str, Any]] = {}
+        files = (self.root / "workers").glob("*.json")
+        for path in sorted(files, key=lambda file: value_or(lambda: file.stat().st_mtime_ns, 0)):
             with suppress(OSError, ValueError):
                 read = json_within(_text(path), path.name)
-                states += read if isinstance(read, list) else []
-        return list({str(state.get("worker")): state for state in states if isinstance(state, dict)}.values())
+                listed = read if isinstance(read, list) else []
+                states |= {str(state.get("worker")): state for state in listed if isinstance(state, dict)}
+        return list(states.values())
 
 
 def each_line(path: Path) -> Iterator[str]:

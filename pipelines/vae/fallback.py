@@ -394,10 +394,9 @@ def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _own_copy(pipeline: Pipeline, progress: Progress) -> nn.Module:
-    """A VAE of its own from disk, in fp32 on the CPU: no hook of an offloader would let the first one stay there.
+    """A second VAE, read from disk, in fp32 on the CPU: the first one's offload hooks would move it to the device.
 
-    Of all rewrites only the attention is replaced, since the stock mask of 720p is 20 GB in fp32.
-    """
+    Of the rewrites it gets that of attention alone, whose stock mask of 720p is 20 GB in fp32."""
     module = pipeline.parts.readers["vae"](progress).float()
     replace_attention(module, _attend)
     return module

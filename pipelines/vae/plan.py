@@ -50,16 +50,12 @@ def checked_request(form: DecodeRequest, cell: int) -> DecodeRequest:
             raise InputError(f"{name} {value}", expected="0 or more", fix="Choose 0 for auto.")
     least = LEAST_CELLS * cell
     if 0 < form.tile < least and form.method != "streaming":
-        raise InputError(
-            f"tile {form.tile} pixels", expected=f"0, or at least {least} pixels", fix=f"The nearest value is {least}."
-        )
+        expected, fix = f"0, or at least {least} pixels", f"The nearest value is {least}."
+        raise InputError(f"tile {form.tile} pixels", expected=expected, fix=fix)
     most = (form.tile or TILES[0]) // 2
     if not -1 <= form.overlap <= most:
-        raise InputError(
-            f"overlap {form.overlap} pixels",
-            expected=f"-1 for a quarter of the tile, or 0 to {most} pixels",
-            fix=f"The nearest value is {min(max(form.overlap, -1), most)}.",
-        )
+        nearest, expected = min(max(form.overlap, -1), most), f"-1 for a quarter of the tile, or 0 to {most} pixels"
+        raise InputError(f"overlap {form.overlap} pixels", expected=expected, fix=f"The nearest value is {nearest}.")
     return form
 
 
