@@ -93,12 +93,12 @@ def kitchen() -> Any:
 
 
 def _by_kitchen(layer: Any, x: Tensor) -> Tensor:
-    """The product by comfy-kitchen, which takes the kernel that it has for this device; fp16 is rotated in fp32."""
+    """The product by comfy-kitchen, by the kernel that it has for this device; a rotated layer takes fp16 in fp32."""
     sides, dtype = layer.sides, x.dtype
     x = (x.float() if dtype is torch.float16 and layer.group else x).contiguous()
     bias = None if layer.bias is None else layer.bias.to(dtype)
     if layer.codec != W4A8:
-        turns = {"convrot": bool(layer.group), "convrot_groupsize": layer.group or 256}
+        turns = {"convrot": bool(layer.group), "convrot_groupsize": layer.group or 256}  # its default
         return kitchen().int8_linear(x, layer.stored, sides["scale"].float(), bias, dtype, **turns)
     book, added, s_rel = sides.get("codebook"), sides.get("correction"), sides["s_rel"]
     s_rel = s_rel.view(torch.float8_e4m3fn) if s_rel.dtype is torch.uint8 else s_rel
