@@ -361,7 +361,7 @@ def paint_jobs(
         mesh, picture = _item(path, add), None if from_words else _item(by_name[path.stem], add)
         for prompt, seed in product(prompts or [""], seeds):
             settings = replace(painting, seed=seed)
-            jobs.append(PaintJob(model, mesh, picture, settings, baking, prompt=prompt, **others))
+            jobs.append(PaintJob(model, mesh, picture, settings, texture=baking, prompt=prompt, **others))
     return jobs
 
 
