@@ -218,13 +218,14 @@ class GroupHooks:
         return arriving
 
     def give_up(self) -> str:
-        """Leave half of what stays on the device, then what comes ahead; returns what was done, empty for nothing."""
+        """Keep half as much on the device, or else copy nothing ahead; returns what was done, empty for nothing."""
         self._ahead.clear()
-        if self._stays:
-            self.keep(sum(group.total_bytes for group in self._stays) // 2)
+        if kept_bytes := sum(group.total_bytes for group in self._stays):
+            self.keep(kept_bytes // 2)
             return "with fewer blocks kept on the device"
-        was, self.ahead_bytes = self.ahead_bytes > 0, 0
-        return "without copying ahead" if was else ""
+        done = "without copying ahead" if self.ahead_bytes else ""
+        self.ahead_bytes = 0
+        return done
 
     def _require_exact(self, dtype: torch.dtype) -> None:
         if dtype not in self._exact:

@@ -245,13 +245,15 @@ def image_work(pipeline: Pipeline, size: Size) -> Work:
         return work
 
     key = (VAE, "encode", pipeline.family, text_of(config), size.height, size.width, str(dtype))
-    total, whole = Work(), clip.frames // clip.batch
-    for frames, times in ((clip.batch, whole), (clip.frames % clip.batch, 1)) if size.clip else ((1, 1),):
-        total.update(counted_once((*key, frames), partial(by_vae, frames)).times(times) if frames else {})
+    total, batches = Work(), {1: 1}  # from the frames of a batch to how many such batches there are
+    if size.clip:
+        batches = {clip.batch: clip.frames // clip.batch, clip.frames % clip.batch: 1}
+    for frames in filter(None, batches):
+        total.update(counted_once((*key, frames), partial(by_vae, frames)).times(batches[frames]))
     if IMAGE_ENCODER in pipeline.configs:
-        seen = (IMAGE_ENCODER, text_of(pipeline.configs[IMAGE_ENCODER]))
-        work = counted_once(seen, partial(_vision_work, pipeline))
-        total.update(work.times(2) if size.clip else work)  # its first and last frame
+        seen = (IMAGE_ENCODER, text_of(pipeline.configs[IMAGE_ENCODER]), str(pipeline.precision.text))
+        pictures = 2 if size.clip else 1  # of a clip, its first and last frame
+        total.update(counted_once(seen, partial(_vision_work, pipeline)).times(pictures))
     return total
 
 

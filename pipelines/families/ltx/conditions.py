@@ -92,23 +92,24 @@ class TokenStepper:
         return column if self.start.shares is None else column * self.start.shares
 
     def step(self, output: Tensor, index: int, tokens: Tensor) -> Tensor:
-        """The tokens before the next step: those that are less noisy than this one stay."""
-        drawn = self.generator.get_state()
+        """The tokens before the next step; a token whose picture is less noisy than this step stays as it is."""
+        state = self.generator.get_state()
         try:
             stepped = (self._with_new_noise if self.renews else self.schedule.step)(output, index, tokens)
             if self.start.shares is not None:
                 stepped = torch.where(self.start.shares.unsqueeze(-1) > 0, stepped, tokens)
             if self.start.held is None:
                 return stepped
-            runs = self.schedule.timesteps[index] / TRAIN_TIMESTEPS - LEVEL_TOLERANCE < (1.0 - self.start.held)
-            return self._with_image_noise(torch.where(runs.unsqueeze(-1), stepped, tokens), index + 1)
+            moves = self.schedule.timesteps[index] / TRAIN_TIMESTEPS - LEVEL_TOLERANCE < (1.0 - self.start.held)
+            return self._with_image_noise(torch.where(moves.unsqueeze(-1), stepped, tokens), index + 1)
         except BaseException:
-            self.generator.set_state(drawn)  # the step may be tried again, and draws the same noise then
+            self.generator.set_state(state)  # the step may be tried again, and draws the same noise then
             raise
 
     def _with_new_noise(self, output: Tensor, index: int, tokens: Tensor) -> Tensor:
-        """The clean video that ``output`` implies, with new noise of the next level."""
-        level, noise = self.schedule.levels[index + 1], noise_for(tuple(tokens.shape), self.generator, tokens.device)
+        """The clean tokens that ``output`` implies, with new noise: each token's share of the next level."""
+        share = 1.0 if self.start.shares is None else self.start.shares.unsqueeze(-1)
+        level, noise = share * self.schedule.levels[index + 1], noise_for(tokens.shape, self.generator, tokens.device)
         return (1.0 - level) * self.schedule.clean(output, index, tokens) + level * noise
 
     def _with_image_noise(self, tokens: Tensor, index: int) -> Tensor:
@@ -116,14 +117,9 @@ class TokenStepper:
 
         if not self.image_noise or self.start.held is None or index == len(self.schedule):
             return tokens
-        return LTXConditionPipeline.add_noise_to_image_conditioning_latents(
-            self.schedule.timesteps[index] / TRAIN_TIMESTEPS,
-            self.start.tokens,
-            tokens,
-            self.image_noise,
-            self.start.held,
-            self.generator,
-        )
+        with_noise, start = LTXConditionPipeline.add_noise_to_image_conditioning_latents, self.start
+        time = self.schedule.timesteps[index] / TRAIN_TIMESTEPS
+        return with_noise(time, start.tokens, tokens, self.image_noise, start.held, self.generator)
 
 
 def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) -> ImageCondition:
@@ -139,15 +135,11 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
         raise InputError(found, expected=expected, fix="Connect all Encode Image nodes to the same pipeline.")
     name = f"{CONTROL if request.control else MOMENTS}_{len(anchors)}"
     tensors = {**known, name: encoded[MOMENTS], MEAN: encoded[MEAN], STD: encoded[STD]}
-    return ImageCondition(
-        family=pipeline.family,
-        tensors=tensors,
-        width=request.width,
-        height=request.height,
-        anchors=(*anchors, (name, request.frame, request.strength)),
-        beside=(0 if request.previous is None else request.previous.beside)
-        + math.ceil(len(frames) / pipeline.model.control_factor**2) * request.control,
-    )
+    anchors = (*anchors, (name, request.frame, request.strength))
+    beside = 0 if request.previous is None else request.previous.beside
+    if request.control:
+        beside += math.ceil(len(frames) / pipeline.model.control_factor**2)
+    return ImageCondition(pipeline.family, tensors, request.width, request.height, anchors=anchors, beside=beside)
 
 
 def scaling(pipeline: Pipeline) -> float:

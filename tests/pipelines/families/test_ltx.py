@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from anygpu.pipelines.base import (
     SampleSettings,
     Silent,
 )
+from anygpu.pipelines.families.ltx.conditions import InitialTokens, TokenStepper
 from anygpu.pipelines.families.ltx.pipeline import _schedule
 from anygpu.pipelines.families.ltx.spec import SPEC
 from anygpu.pipelines.family import Recipe
@@ -570,6 +571,18 @@ def test_a_control_clip_stands_beside_the_video(
         expected = by_hand(condition, CLIP, strength, picture, factor)
     assert set(counts) == {16 * factor**2 + 12 - (0 if picture is None else 4)}
     torch.testing.assert_close(made.samples, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_new_noise_in_a_control_clip_is_its_share_of_the_level() -> None:
+    """Of a stochastic recipe, whose prediction is exact: noise minus data, in each token by its share."""
+    data, noise, shares = torch.randn(1, 3, 128), torch.randn(1, 3, 128), torch.tensor([[1.0, 0.5, 0.0]])
+    schedule: Any = SimpleNamespace(levels=(1.0, 0.5), clean=lambda output, _index, tokens: tokens - output)
+    share = shares.unsqueeze(-1)
+    start = InitialTokens(data + share * (noise - data), noise, {}, shares=shares)
+    stepper = TokenStepper(schedule, start, 0.0, torch.Generator().manual_seed(3), renews=True)
+    drawn = torch.randn(1, 3, 128, generator=torch.Generator().manual_seed(3))
+    expected = data + 0.5 * share * (drawn - data)
+    torch.testing.assert_close(stepper.step(share * (noise - data), 0, start.tokens), expected)
 
 
 def test_a_control_clip_of_another_size_than_its_lora_is_refused_or_said(
