@@ -37,17 +37,20 @@ def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[
 
 
 def cut_out(pictures: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """Each picture (H, W, 3), or (H, W, 4) where the mask leaves something out; raises InputError for another number of
-    masks.
+    """Each picture (H, W, 3), or each (H, W, 4) if the mask leaves anything out of any of them.
+    Raises InputError for another number of masks, or NaN in one.
 
     Args:
         mask: (B or 1, h, w), 1 where the picture is transparent, as ComfyUI's Load Image gives it; one that is 0
             everywhere, of any size, says that there was no alpha.
     """
     checked = checked_pictures(pictures, "reference picture")
-    if mask is None or not bool((mask > 0).any()):
+    if mask is None or not bool(((mask > 0) | mask.isnan()).any()):
         return checked
     mask = to_host(mask).float().reshape(-1, *mask.shape[-2:])
+    if not torch.isfinite(mask).all():
+        found = f"a mask {tuple(mask.shape)} with NaN or infinite values"
+        raise InputError(found, expected="values from 0 to 1", fix="Check the node that makes this mask.")
     if len(mask) not in (1, len(checked)):
         found, expected = f"{len(mask)} masks for {len(checked)} reference pictures", "one per picture, or one for all"
         raise InputError(found, expected=expected, fix="Connect image and mask of the same Load Image node.")
@@ -55,8 +58,7 @@ def cut_out(pictures: Tensor, mask: Tensor | None) -> list[Tensor]:
     joined = []
     for picture, alpha in zip(checked, alphas, strict=True):
         if alpha.shape != picture.shape[:2]:
-            size = (int(picture.shape[0]), int(picture.shape[1]))
-            alpha = functional.interpolate(alpha[None, None], size, mode="bilinear", antialias=True)[0, 0]
+            alpha = functional.interpolate(alpha[None, None], picture.shape[:2], mode="bilinear", antialias=True)[0, 0]
         joined.append(torch.cat((picture[..., :3], alpha[..., None]), dim=-1))
     return joined
 

@@ -7,6 +7,7 @@ import math
 import os
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -123,16 +124,17 @@ def _entry(
         raise _unread(path, name, f"type {kind} of GGUF") from None
     block, size = gguf.GGML_QUANT_SIZES[codec]
     shape, total = possible_shape(reversed(sides)), math.prod(sides)
-    whole = notes.get(SHAPE_NOTE + name)
-    if isinstance(whole, list) and all(type(side) is int for side in whole) and math.prod(whole) == total:
-        shape = possible_shape(whole)
-    packed = codec.name not in PLAIN
-    if packed and (not sides or not total or sides[0] % block or (total // shape[0]) % block):
+    original = notes.get(SHAPE_NOTE + name)
+    if isinstance(original, list) and all(type(side) is int for side in original) and math.prod(original) == total:
+        shape = possible_shape(original)
+    entry = TensorEntry(path, codec.name, shape, start, end=start + total // block * size, stamp=stamp)
+    if codec.name in PLAIN:
+        return entry
+    if codec.name not in (*CODECS, *OF_DIFFUSERS) or len(shape) < 2:
+        raise _unread(path, name, f"{codec.name} of {shape}")
+    if not (sides and total) or sides[0] % block or (total // shape[0]) % block:  # in the rows of either shape
         raise _damaged(path, f"tensor {name!r} of {shape} in blocks of {block}")
-    if packed and codec.name not in (*CODECS, *OF_DIFFUSERS):
-        raise _unread(path, name, codec.name)
-    end, (dtype, form) = start + total // block * size, ("U8", codec.name) if packed else (codec.name, "")
-    return TensorEntry(file=path, dtype=dtype, shape=shape, start=start, end=end, stamp=stamp, codec=form)
+    return replace(entry, dtype="U8", codec=codec.name)
 
 
 def _unread(path: Path, name: str, kind: str) -> UnsupportedError:

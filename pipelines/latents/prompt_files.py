@@ -56,30 +56,29 @@ def _named(group: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.T
     return {f"{group}.{name}": tensor for name, tensor in tensors.items()}
 
 
+def _group(group: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that :func:`_named` gave the name of their ``group``, by their own names."""
+    return {name.removeprefix(f"{group}."): t for name, t in tensors.items() if name.startswith(f"{group}.")}
+
+
 def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any]) -> Prompt:
+    """The prompt in a file of ours, whose record may have been edited; raises as :func:`load_prompt`."""
     if record.get("kind") != PROMPT or str(record.get("family")) not in FAMILIES:
-        raise CheckpointError(
-            f"{record.get('kind', 'no prompt')!r} in {str(path)!r}",
-            expected="an encoded prompt of a video family",
-            fix="Choose a file written by AnyGPU Save Prompt or Musubi Tuner.",
-        )
+        found = f"{record.get('kind', 'no prompt')!r} in {str(path)!r}"
+        fix = "Choose a file written by AnyGPU Save Prompt or Musubi Tuner."
+        raise CheckpointError(found, expected="an encoded prompt of a video family", fix=fix)
     require_version(path, record, "a prompt", PROMPT_VERSION)
-    count = record.get("sections", 0)
-    count = min(count, len(tensors) + 1) if isinstance(count, int) else 0  # an edited one may be of any size
-    names = [EMBEDS, NEGATIVE, *(f"{SECTION}.{index}" for index in range(count))]
-    groups = {
-        group: {name.removeprefix(f"{group}."): t for name, t in tensors.items() if name.startswith(f"{group}.")}
-        for group in names
-    }
-    absent = [group for group, held in groups.items() if not held and group != NEGATIVE]
-    every = (item for group in groups.values() for item in group.items())
-    strange = [name for name, tensor in every if tensor.ndim < 2 or len(tensor) != 1]
-    if absent or strange:
-        raise CheckpointError(
-            f"the prompt in {str(path)!r} has no usable {(absent or strange)[0]}",
-            expected="tensors (1, N, D) for the prompt and each section",
-            fix="Save the prompt again; this file was edited or made by hand.",
-        )
+    embeds, negative, count = _group(EMBEDS, tensors), _group(NEGATIVE, tensors), record.get("sections", 0)
+    counted = type(count) is int and 0 <= count <= len(tensors)
+    sections = [_group(f"{SECTION}.{index}", tensors) for index in range(count if counted else 0)]
+    wrong = [] if embeds else [EMBEDS]
+    wrong += [] if counted else ["number of sections"]
+    wrong += [f"{SECTION}.{index}" for index, section in enumerate(sections) if not section]
+    wrong += [name for name, tensor in tensors.items() if tensor.ndim < 2 or len(tensor) != 1]
+    if wrong:
+        found = f"the prompt in {str(path)!r} has no usable {wrong[0]}"
+        fix = "Save the prompt again; this file was edited or made by hand."
+        raise CheckpointError(found, expected="tensors (1, N, D) for the prompt and each section", fix=fix)
     texts = {name: str(record.get(name, "")) for name in TEXTS}
-    pair, sections = (groups[EMBEDS], groups[NEGATIVE] or None), tuple(groups[group] for group in names[2:])
-    return Prompt(str(record["family"]), *pair, sections, has_negative=bool(record.get("opposed")), extra=texts)
+    opposed = bool(record.get("opposed"))
+    return Prompt(record["family"], embeds, negative or None, tuple(sections), has_negative=opposed, extra=texts)

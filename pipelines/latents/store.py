@@ -5,8 +5,8 @@ The tensor has the name that core's own latent files use, so core reads ours (th
 
 from __future__ import annotations
 
-import math
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -135,17 +135,13 @@ def _finite(samples: torch.Tensor, notify: Callable[[str], None], choice: str) -
 def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any]) -> dict[str, Any]:
     samples = tensors.get(SAMPLES)
     if samples is None or record.get("kind", LATENT) != LATENT:
-        raise CheckpointError(
-            f"{record.get('kind', 'no latents')!r} in {str(path)!r}",
-            expected=f"a file of latents, with a tensor {SAMPLES!r}",
-            fix="Choose a file written by AnyGPU Save Latent, core's Save Latent or Musubi Tuner.",
-        )
+        found = f"{record.get('kind', 'no latents')!r} in {str(path)!r}"
+        fix = "Choose a file written by AnyGPU Save Latent, core's Save Latent or Musubi Tuner."
+        raise CheckpointError(found, expected=f"a file of latents, with a tensor {SAMPLES!r}", fix=fix)
     if samples.dtype not in FLOATS:
-        raise CheckpointError(
-            f"latents of {latents.dtype_name(samples.dtype)} in {str(path)!r}",
-            expected=", ".join(map(latents.dtype_name, FLOATS)),
-            fix="Save them again as float32.",
-        )
+        found = f"latents of {latents.dtype_name(samples.dtype)} in {str(path)!r}"
+        expected = ", ".join(map(latents.dtype_name, FLOATS))
+        raise CheckpointError(found, expected=expected, fix="Save them again as float32.")
     latent: dict[str, Any] = {"samples": samples}
     if MASK in tensors:
         latent[MASK] = tensors[MASK]
@@ -162,19 +158,17 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
 def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> dict[str, Any]:
     """The values that our nodes carry along, from a file's record that may have been edited."""
     latents.require_version(path, record, "latents", LATENT_VERSION)
-    wrong = [name for name in PLAIN if name not in record]
-    wrong += [name for name in NUMBERS if name in record and type(record[name]) is not int]
-    wrong += [] if list(samples.shape) == record.get("shape") else ["shape"]
-    wrong += [name for name in ("family", "task", "space") if not isinstance(record.get(name, ""), str)]
-    rate: Any = record.get("fps")
-    wrong += [] if type(rate) in (int, float) and math.isfinite(rate) and rate >= 0 else ["fps"]
-    wrong += [] if _is_extra(record.get("extra", {})) else ["extra"]
+    fps: Any = record.get("fps")
+    right = {name: name in record for name in PLAIN}
+    right |= {name: type(record[name]) is int for name in NUMBERS if name in record}
+    right |= {name: isinstance(record.get(name), str) for name in ("family", "task", "space")}
+    right["fps"] = type(fps) in (int, float) and 0 <= fps <= sys.float_info.max  # of any size as an int in JSON
+    right |= {"shape": record.get("shape") == list(samples.shape), "extra": _is_extra(record.get("extra", {}))}
+    wrong = [name for name, is_right in right.items() if not is_right]
     if wrong:
-        raise CheckpointError(
-            f"the record of {str(path)!r} is wrong about {', '.join(wrong)}",
-            expected=f"what belongs to a tensor {tuple(samples.shape)}",
-            fix="Save the latents again; this file was edited or made by hand.",
-        )
+        found = f"the record of {str(path)!r} is wrong about {', '.join(wrong)}"
+        fix = "Save the latents again; this file was edited or made by hand."
+        raise CheckpointError(found, expected=f"what belongs to a tensor {tuple(samples.shape)}", fix=fix)
     return {**{name: record[name] for name in PLAIN}, "extra": dict(record.get("extra", {}))}
 
 

@@ -57,16 +57,19 @@ def prompts_in(text: str) -> list[str]:
 
 
 def seeds_in(text: str) -> list[int]:
-    seeds: list[int] = []
-    for part in filter(None, re.split(r"[\s,]+", text.strip())):
+    """The seeds in a text such as ``0-9, 42``, each once; InputError for anything else, or more than MOST_JOBS."""
+    seeds: dict[int, None] = {}
+    for part in re.findall(r"[^\s,]+", text):
         match = SEEDS.fullmatch(part)
-        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-        if not low <= high <= MOST_SEED or high - low >= MOST_JOBS:
+        if match is None:
             raise _no_seeds(part)
-        seeds += range(low, high + 1)
+        low, high = int(match[1]), int(match[2] or match[1])
+        if not low <= high <= MOST_SEED or high - low >= MOST_JOBS or len(seeds) > MOST_JOBS:
+            raise _no_seeds(part)
+        seeds |= dict.fromkeys(range(low, high + 1))
     if not seeds:
         raise _no_seeds(text)
-    return list(dict.fromkeys(seeds))
+    return list(seeds)
 
 
 def queue_jobs(
@@ -130,17 +133,11 @@ def files_in(folder: Path, kind: str = "pictures", suffixes: Sequence[str] = PIC
     """The files of a ``kind`` in a folder, by name; raises InputError where there is none."""
     paths = sorted(path for path in folder.glob("*.*") if path.suffix.lower() in suffixes)
     if not paths:
-        raise InputError(
-            f"no {kind} in {str(folder)!r}",
-            expected=f"files that end in {', '.join(suffixes)}",
-            fix="Put some there, or choose another folder.",
-        )
+        expected, fix = f"files that end in {', '.join(suffixes)}", "Put some there, or choose another folder."
+        raise InputError(f"no {kind} in {str(folder)!r}", expected=expected, fix=fix)
     return paths
 
 
 def _no_seeds(text: str) -> InputError:
-    return InputError(
-        f"the seeds {text[:60]!r}",
-        expected="numbers and ranges, such as 0-9, 42",
-        fix="Write the smaller number of a range first.",
-    )
+    fix = f"Write the smaller number of a range first, and at most {MOST_JOBS:,} seeds."
+    return InputError(f"the seeds {text[:60]!r}", expected="numbers and ranges, such as 0-9, 42", fix=fix)

@@ -170,7 +170,7 @@ def test_a_scale_of_a_weight_without_values_is_refused(tmp_path: Path, shape: An
 RECORD = {"kind": "latent", "family": "ltx", "task": "text", "frames": 9, "height": 32, "width": 32, "fps": 8.0}
 RECORD |= {"seed": 1, "space": "vae", "version": 1, "shape": [1, 4, 2, 1, 1]}
 WRONG = {
-    "fps": ["fast", None, float("nan"), -1, True, [8]],
+    "fps": ["fast", None, float("nan"), -1, True, [8], 10**310],
     "extra": [{"generator_state": "no hex"}, {"generator_state": "abc"}, {"section_lengths": "x"}, {"window": "9"}],
     "family": [3, None],
 }
@@ -191,7 +191,7 @@ def test_edited_latents_name_what_is_wrong(tmp_path: Path, changed: Any, dtype: 
 def test_a_prompt_of_a_million_million_sections_is_refused_at_once(tmp_path: Path) -> None:
     record = {"kind": "prompt", "version": 1, "family": "ltx", "sections": 10**12}
     write_record(tmp_path / "a.safetensors", {"embeds.prompt_embeds": torch.ones(1, 4, 32)}, record)
-    with pytest.raises(CheckpointError, match=r"has no usable section\.0"):
+    with pytest.raises(CheckpointError, match="has no usable number of sections"):
         load_prompt(tmp_path / "a.safetensors", lambda _: None)
 
 

@@ -165,6 +165,8 @@ def test_a_mask_cuts_the_object_out_and_an_empty_one_does_nothing():
     assert cut_out(pictures, torch.ones(2, 4, 4))[0].shape == (8, 8, 4)
     with pytest.raises(InputError, match="3 masks for 2 reference pictures"):
         cut_out(pictures, torch.ones(3, 8, 8))
+    with pytest.raises(InputError, match="with NaN or infinite values"):
+        cut_out(pictures, torch.full((1, 8, 8), float("nan")))
 
 
 def test_a_mesh_far_from_the_origin_is_moved_where_nodes_would_lose_its_shape(tmp_path):

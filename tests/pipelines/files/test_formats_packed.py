@@ -15,6 +15,7 @@ import quantised
 import tiny
 import torch
 from anygpu.compat.checkpoints import packed
+from anygpu.compat.checkpoints.gguf_file import gguf_header
 from anygpu.compat.checkpoints.headers import entries_and_notes
 from anygpu.compat.checkpoints.unpacking import unpacked
 from anygpu.compat.checkpoints.weights import described, read_sides, read_tensors
@@ -71,6 +72,12 @@ def test_rows_that_are_no_whole_blocks_of_gguf_are_refused(tmp_path, name):
         save_file({name: torch.zeros(sides, dtype=torch.uint8)}, tmp_path / "m.safetensors")
         with pytest.raises(CheckpointError, match=rf"U8 \({sides[0]}, {sides[1]}\) .* no whole blocks of Q"):
             described([tmp_path / "m.safetensors"])
+
+
+def test_a_packed_vector_of_gguf_is_not_read_rather_than_damaged(tmp_path):
+    layouts.gguf_file(tmp_path / "m.gguf", {"bias": torch.zeros(64)}, "Q8_0", packed=lambda *_: True)
+    with pytest.raises(UnsupportedError, match="'bias'"):
+        gguf_header(tmp_path / "m.gguf")
 
 
 def form_of(layer: Any) -> Any:

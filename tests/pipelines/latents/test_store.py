@@ -104,7 +104,7 @@ def test_nan_is_refused_or_clamped_and_counted(tmp_path: Path) -> None:
         ({"frames": "nine"}, "is wrong about frames"),
         ({"extra": 3}, "is wrong about extra"),
         ({"extra": {"final_width": 10**9, "final_height": 64}}, "is wrong about extra"),
-        ({"fps": None}, "is wrong about fps"),
+        ({"fps": None}, "is wrong about fps;"),
         ({"kind": "prompt"}, "'prompt' in"),
     ],
 )
@@ -149,7 +149,11 @@ def test_what_is_no_prompt_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="a prompt of version 99"):
         prompt_files.load_prompt(path, no_word)
     path = write_record(tmp_path / "c.safetensors", {"embeds.a": torch.zeros(3)}, {**record, "version": 1})
-    with pytest.raises(CheckpointError, match="has no usable a"):
+    with pytest.raises(CheckpointError, match=r"has no usable embeds\.a"):
+        prompt_files.load_prompt(path, no_word)
+    edited = {**record, "version": 1, "sections": "2"}
+    path = write_record(tmp_path / "c.safetensors", {"embeds.a": torch.zeros(1, 2, 3)}, edited)
+    with pytest.raises(CheckpointError, match="has no usable number of sections"):
         prompt_files.load_prompt(path, no_word)
     path = write_record(
         tmp_path / "d.safetensors", {"embeds.a": torch.full((1, 2, 3), float("nan"))}, {**record, "version": 1}
