@@ -13,8 +13,9 @@ from typing import Any
 
 from ..cli import STATE, exit_code
 from ..compat.device.facts import default_device, device_count, value_or
-from ..compat.errors import InputError
+from ..compat.errors import InputError, first_line
 from ..pipelines.records.job_folder import JOBS, JobFolder
+from ..pipelines.records.job_lists import Batch, JobList, files_in, prompts_in, queue_jobs, seeds_in, write_list
 from . import cluster
 
 
@@ -75,43 +76,57 @@ def cancel(arguments: argparse.Namespace) -> int:
 
 
 def queue(arguments: argparse.Namespace) -> int:
-    from ..paint.jobs import adapter_fields, paint_jobs
-    from ..paint.sampling.painting import PaintSettings
-    from ..pipelines.base import FramePackSettings
-    from ..pipelines.records.job import load_inputs
-    from ..pipelines.records.job_lists import Batch, files_in, prompts_in, queue_jobs, seeds_in, write_list
-    from ..pipelines.records.places import Places
-    from ..pipelines.records.receipts import settings_of
-
-    folder, known = JobFolder(Path(arguments.folder)), Path(STATE).expanduser()
-    prompts = Path(arguments.prompts).read_text(encoding="utf-8") if arguments.prompts else ""
-    if arguments.meshes:
-        if arguments.pictures is None and not arguments.adapter:
-            raise InputError("no --pictures", expected="a folder with a picture for each mesh", fix="Add --pictures.")
-        meshes, pictures = Path(arguments.meshes), Path(arguments.pictures or arguments.meshes)
-        content = partial(Places(state=known).content, check=lambda: None)
-        model, painting = content(Path(arguments.model)), PaintSettings(steps=arguments.steps)
-        named = {"delight": arguments.delight, "image_encoder": arguments.image_encoder}
-        others: dict[str, Any] = {name: content(Path(path)) for name, path in named.items() if path}
-        if arguments.adapter:
-            given = (Path(arguments.model), Path(arguments.adapter), content(Path(arguments.adapter)))
-            others |= adapter_fields(*given, prompts, arguments.negative)
-        sources = (meshes, pictures, seeds_in(arguments.seeds))
-        jobs = write_list(folder, arguments.name, paint_jobs(model, *sources, painting, folder.add_input, **others))
-    else:
-        batch = Batch(
-            prompts=prompts_in(prompts),
-            seeds=seeds_in(arguments.seeds),
-            pictures=[] if arguments.pictures is None else files_in(Path(arguments.pictures)),
-            negative=arguments.negative,
-            settings={name: getattr(arguments, name) for name in ("width", "height", "frames", "steps", "cfg")},
-            load=load_inputs({"precision": arguments.precision, "weights": arguments.weights}),
-            framepack=FramePackSettings(arguments.seconds) if arguments.seconds else None,
-            like=None if arguments.like is None else settings_of(Path(arguments.like)),
-        )
-        jobs = queue_jobs(folder, arguments.name, Path(arguments.model), batch, state=known)
+    folder, prompts = JobFolder(Path(arguments.folder)), _text_in(arguments.prompts) if arguments.prompts else ""
+    jobs = (_queue_paintings if arguments.meshes else _queue_videos)(folder, prompts, arguments)
     print(f"{len(jobs.keys)} jobs in {jobs.folder.root / jobs.name}{JOBS}")
     return 0
+
+
+def _text_in(path: str) -> str:
+    """The text of a file in UTF-8, without the mark that Notepad puts before it."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        found, fix = f"--prompts {path!r} ({first_line(error)})", "Check the path, and save the file as UTF-8."
+        raise InputError(found, expected="a text file in UTF-8", fix=fix) from error
+
+
+def _queue_paintings(folder: JobFolder, prompts: str, arguments: argparse.Namespace) -> JobList:
+    from ..paint.jobs import adapter_fields, paint_jobs
+    from ..paint.sampling.painting import PaintSettings
+    from ..pipelines.records.places import Places
+
+    if arguments.pictures is None and not arguments.adapter:
+        raise InputError("no --pictures", expected="a folder with a picture for each mesh", fix="Add --pictures.")
+    content = partial(Places(state=Path(STATE).expanduser()).content, check=lambda: None)
+    model, meshes = Path(arguments.model), Path(arguments.meshes)
+    pictures = Path(arguments.pictures or meshes)  # an adapter's may lie beside the meshes, or be none
+    files = {"delight": arguments.delight, "image_encoder": arguments.image_encoder}
+    others: dict[str, Any] = {name: content(Path(path)) for name, path in files.items() if path}
+    if arguments.adapter:
+        adapter = Path(arguments.adapter)
+        others |= adapter_fields(model, adapter, content(adapter), prompts, arguments.negative)
+    seeds, painting = seeds_in(arguments.seeds), PaintSettings(steps=arguments.steps)
+    jobs = paint_jobs(content(model), meshes, pictures, seeds, painting, folder.add_input, **others)
+    return write_list(folder, arguments.name, jobs)
+
+
+def _queue_videos(folder: JobFolder, prompts: str, arguments: argparse.Namespace) -> JobList:
+    from ..pipelines.base import FramePackSettings
+    from ..pipelines.records.job import load_inputs
+    from ..pipelines.records.receipts import settings_of
+
+    batch = Batch(
+        prompts=prompts_in(prompts),
+        seeds=seeds_in(arguments.seeds),
+        pictures=[] if arguments.pictures is None else files_in(Path(arguments.pictures)),
+        negative=arguments.negative,
+        settings={name: getattr(arguments, name) for name in ("width", "height", "frames", "steps", "cfg")},
+        load=load_inputs({"precision": arguments.precision, "weights": arguments.weights}),
+        framepack=FramePackSettings(arguments.seconds) if arguments.seconds else None,
+        like=None if arguments.like is None else settings_of(Path(arguments.like)),
+    )
+    return queue_jobs(folder, arguments.name, Path(arguments.model), batch, state=Path(STATE).expanduser())
 
 
 def share_of(lines: list[str], share: str) -> list[str]:
@@ -139,9 +154,8 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
         expected = f"1 or more devices{', an even number' if arguments.branches else ''}"
         raise InputError(found, expected=expected, fix="For example --group 2.")
     if arguments.patience < 0:
-        raise InputError(
-            f"--patience {arguments.patience:g}", expected="seconds, 0 for 600", fix="For example --patience 1200."
-        )
+        found, fix = f"--patience {arguments.patience:g}", "For example --patience 1200."
+        raise InputError(found, expected="seconds, 0 for 600", fix=fix)
     folder = JobFolder(folder.root.resolve())
     renderer = Renderer(folder.root, models, Path(arguments.state).expanduser(), arguments.device)
     if arguments.address:
@@ -202,16 +216,10 @@ def _parser() -> argparse.ArgumentParser:
         where.add_argument("--address", default="", help="a Ray cluster, such as 10.0.0.5:6379, or auto")
         command.add_argument("--workers", type=int, default=0, help="of a cluster (default: its GPUs)")
         command.add_argument("--group", type=int, default=1, metavar="N", help="render each video on N alike devices")
-        command.add_argument(
-            "--branches", action="store_true", help="half of each group for the prompt, half for the negative prompt"
-        )
-        command.add_argument(
-            "--patience",
-            type=float,
-            default=0.0,
-            metavar="S",
-            help="seconds that processes of a group wait for one of them, before it is replaced (default: 600)",
-        )
+        halves = "half of each group for the prompt, half for the negative prompt"
+        command.add_argument("--branches", action="store_true", help=halves)
+        patience = "seconds that processes of a group wait for one of them, before it is replaced (default: 600)"
+        command.add_argument("--patience", type=float, default=0.0, metavar="S", help=patience)
         command.add_argument("--models", action="append", default=[], help="folder with models; may be repeated")
         command.add_argument("--device", help="such as cpu; default: the accelerator that Ray gives to each worker")
         command.add_argument("--state", default=STATE, help=f"folder of this machine for test results ({STATE})")

@@ -14,8 +14,9 @@ from ..compat.checkpoints.headers import entries_and_notes, reading
 from ..compat.checkpoints.weights import read_tensors
 from ..compat.decision import AUTO, CHOSEN, Decision
 from ..compat.device.facts import facts_for
+from ..compat.device.failures import is_shortage
 from ..compat.device.precision import FP16, FP32, PAINT, Precision, copies_decision, precision_for
-from ..compat.errors import CheckpointError, require_choice
+from ..compat.errors import CheckpointError, PackError, first_line, require_choice
 from ..compat.memory.offloader import Offloader
 from ..compat.memory.parts import PartBytes, Reader, Silent
 from ..compat.packages import attribute, imported
@@ -234,15 +235,27 @@ def _encoder_reader(files: AdapterFiles, name: str, precision: Precision) -> Rea
 
 
 def _with_lora(files: AdapterFiles, part: str, module: Any) -> nn.Module:
-    """``module`` with the layers of the LoRA file for it added to its weights; of another part there may be none.
+    """``module`` with the request's LoRA merged into its weights; unchanged where the file has no layer for it.
 
-    Raises CheckpointError for a file that diffusers knows no layers of this base in, MissingPackageError without peft.
+    Raises CheckpointError for a file in which diffusers finds no layer of this base, MissingPackageError without peft.
     """
-    path, strength, base = files.request.lora, files.request.lora_strength, files.base.kind
+    path, strength = files.request.lora, files.request.lora_strength
     if path is None or strength == 0:
         return module  # type: ignore[no-any-return]
-    mixin: Any = attribute("diffusers.loaders", LORA_LOADERS[base])
     imported("peft")
+    _attach_lora(files, path, part, module)
+    layer_type: Any = attribute("peft.tuners.tuners_utils", "BaseTunerLayer")
+    for layer in [each for each in module.modules() if isinstance(each, layer_type)]:
+        layer.scale_layer(strength)
+        layer.merge()
+    imported("diffusers.utils.peft_utils").recurse_remove_peft_layers(module)
+    return module  # type: ignore[no-any-return]
+
+
+def _attach_lora(files: AdapterFiles, path: Path, part: str, module: Any) -> None:
+    """Put peft's layers for the ``part`` in the file at ``path`` into ``module``; it may have none."""
+    base = files.base.kind
+    mixin: Any = attribute("diffusers.loaders", LORA_LOADERS[base])
     tensors = read_tensors(entries_and_notes(path)[0], None, lambda _size: None)
     config = attribute("diffusers.configuration_utils", "FrozenDict")(files.base.parts["unet"].config)
     try:
@@ -250,18 +263,14 @@ def _with_lora(files: AdapterFiles, part: str, module: Any) -> nn.Module:
         if not any(name.startswith(("unet.", "text_encoder")) for name in state):
             raise ValueError("no layer of a UNet or text encoder")
         if not any(name.startswith(f"{part}.") for name in state):
-            return module  # type: ignore[no-any-return]
+            return
         if part == "unet":
             mixin.load_lora_into_unet(state, alphas, module, adapter_name="lora")
         else:
             mixin.load_lora_into_text_encoder(state, alphas, module, prefix=part, adapter_name="lora")
-    except (ValueError, KeyError, RuntimeError, TypeError, IndexError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        found, expected = f"{path.name!r} is no LoRA for the {part} of {base} ({reason})", f"a LoRA made for {base}"
-        raise CheckpointError(found, expected=expected, fix="Choose one made for this base, or none.") from error
-    layers: Any = attribute("peft.tuners.tuners_utils", "BaseTunerLayer")
-    for layer in [each for each in module.modules() if isinstance(each, layers)]:
-        layer.scale_layer(strength)
-        layer.merge()
-    imported("diffusers.utils.peft_utils").recurse_remove_peft_layers(module)
-    return module  # type: ignore[no-any-return]
+    except (ValueError, KeyError, RuntimeError, TypeError, IndexError) as error:  # of diffusers' converters
+        if isinstance(error, PackError) or is_shortage(error):
+            raise
+        found = f"{path.name!r} is no LoRA for the {part} of {base} ({first_line(error)})"
+        fix = "Choose one made for this base, or none."
+        raise CheckpointError(found, expected=f"a LoRA made for {base}", fix=fix) from error

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ...compat.checkpoints.weights import read_json
 from ...compat.device.execution import checked_layers, placed, to_host
-from ...compat.errors import CheckpointError
+from ...compat.device.failures import is_shortage
+from ...compat.errors import CheckpointError, PackError, first_line
 from ...compat.memory.statistics import stage_cost
 from ...compat.packages import attribute, beginning, empty_encoder, fill, names_in
 from ..pictures import resized
@@ -48,7 +49,9 @@ def encoder(
         missing = fill(module, {there: tensors[name] for name, there in names.items()}, dtype)
         reason = f"missing {missing[0]!r}" if missing else ""
     except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        if isinstance(error, PackError) or is_shortage(error):
+            raise
+        reason = first_line(error)
     if reason:
         found = f"the weights of the {part} in {str(stored.path)!r} do not fit its configuration ({reason})"
         fix = "Download this model again, configuration and weights from the same place, or choose another one."
@@ -92,13 +95,9 @@ def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Callable[[]
     tokens = torch.full((1, TOKENS), _padding(pipeline.source))
     words = [FIRST_TOKEN, LAST_TOKEN]
     if prompt:
-        words = prompt_tokens(
-            pipeline.source / "tokenizer",
-            prompt,
-            expected="the folder tokenizer of the delight checkpoint, for a negative prompt",
-            fix="Download the complete delight folder, or leave negative_prompt empty.",
-            notify=progress.notify,
-        )
+        expected = "the folder tokenizer of the delight checkpoint, for a negative prompt"
+        fix = "Download the complete delight folder, or leave negative_prompt empty."
+        words = prompt_tokens(pipeline.source / "tokenizer", prompt, expected=expected, fix=fix, notify=progress.notify)
     tokens[0, : len(words)] = torch.tensor(words)
     return _states(pipeline, "text_encoder", "text", tokens, progress, times())
 

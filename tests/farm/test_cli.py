@@ -58,9 +58,10 @@ def test_as_many_workers_are_started_as_are_asked_for_or_as_there_are_devices(
         assert renderer.placement == [{"CPU": 1}] * renderer.size
 
 
-def test_a_job_has_what_its_command_says(tmp_path: Path) -> None:
+def test_a_job_has_what_its_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "words.txt").write_text("a fox\n", encoding="utf-8")
+    (tmp_path / "words.txt").write_text("a fox\n", encoding="utf-8-sig")  # as Notepad saves it
+    (tmp_path / "latin.txt").write_bytes(b"a f\xf6x")
     words = f"--model {tmp_path}/model --prompts {tmp_path}/words.txt --seeds 4,7 --negative fog --width 96 --steps 3"
     more = "--cfg 2.5 --seconds 5 --precision bf16 --weights int8"
     assert cli.main(["queue", str(tmp_path / "farm"), *words.split(), *more.split()]) == 0
@@ -71,6 +72,9 @@ def test_a_job_has_what_its_command_says(tmp_path: Path) -> None:
     assert [jobs[0][name] for name in ("prompt", "load", "framepack")] == [
         {"text": "a fox", "negative": "fog"}, {"precision": "bf16", "weights": "int8"}, {"clip_seconds": 5.0},
     ]  # fmt: skip
+    for name in ("latin.txt", "missing.txt"):
+        assert cli.main(["queue", str(tmp_path), "--model", "x", "--prompts", str(tmp_path / name)]) == 2
+        assert f"{name}' (" in capsys.readouterr().err
 
 
 def test_the_gateway_keeps_small_inputs_and_shows_what_workers_do_now(

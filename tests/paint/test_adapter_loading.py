@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -220,7 +221,7 @@ def test_a_lora_of_the_base_is_merged(files, adapters, tmp_path, kohya):
         assert torch.allclose(after[name] - before[name], 0.7 * text_delta, atol=1e-5)
 
 
-def test_a_lora_of_another_model_is_refused(files, adapters, tmp_path):
+def test_a_lora_of_another_model_is_refused(files, adapters, tmp_path, monkeypatch):
     pytest.importorskip("peft")
     for name, message in (("wide", "no LoRA for the unet of sdxl"), ("video", "no LoRA for the unet of sdxl")):
         path = tmp_path / f"{name}.safetensors"
@@ -232,6 +233,10 @@ def test_a_lora_of_another_model_is_refused(files, adapters, tmp_path):
         with pytest.raises(CheckpointError, match=message) as caught:
             pipeline.parts.read("unet")
         assert len(str(caught.value).splitlines()) == 1
+    short = Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory"))
+    monkeypatch.setattr("diffusers.loaders.StableDiffusionXLLoraLoaderMixin.lora_state_dict", short)
+    with pytest.raises(RuntimeError, match=r"^DefaultCPUAllocator"):
+        pipeline.parts.read("unet")
 
 
 def test_sdxl_s_own_vae_is_never_fp16_and_a_fixed_one_may_be(acc, files, folders, adapters, tmp_path):

@@ -3,11 +3,13 @@
 import json
 import os
 import shutil
+from unittest.mock import Mock
 
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.paint.loading import PaintRequest, load_paint
+from anygpu.paint.networks.encoders import encoder
 from anygpu.paint.networks.layers import MultiHeadAttention
 from anygpu.paint.networks.vae import PictureAttention
 
@@ -170,6 +172,21 @@ def test_what_is_wrong_is_said_in_one_line(folder, text):
     change(folder)
     with pytest.raises((CheckpointError, InputError), match=text):
         load(folder, **request)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ValueError(), CheckpointError, r"do not fit its configuration \(ValueError\)"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), RuntimeError, "can't allocate"),
+        (InputError("a", expected="b", fix="c"), InputError, "a; expected b"),
+    ],
+)
+def test_an_encoder_that_cannot_be_read_says_why(error, kind, text):
+    unread = Mock(read=Mock(side_effect=error), shapes={}, path="model")
+    small = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+    with pytest.raises(kind, match=text):
+        encoder("text_encoder", small, unread, torch.float32, lambda _count: None)
 
 
 def test_a_vae_of_another_shape_is_refused(folder):
