@@ -27,6 +27,7 @@ OPTIONAL = (
     *(PACKED + layer_format for layer_format in INTEGERS),
 )
 """What a device may lack without anybody missing it: there is another way for each."""
+UNNEEDED = {WRONG: "wrong, not used", UNUSABLE: "absent, not needed"}  # what is said of one of these that fails
 
 PROMISED = ("cuda", "rocm", "xpu", "mps")
 """Backends on which what fails without a known bug is news."""
@@ -192,7 +193,7 @@ def _answered(probes: Mapping[str, ProbeResult]) -> tuple[Decision, ...]:
     lines = []
     for group, names in groups.items():
         given = {name: probes[name].status for name in names}
-        words = {name: "absent, not needed" if it != OK and name in OPTIONAL else it for name, it in given.items()}
+        words = {name: UNNEEDED.get(it, it) if name in OPTIONAL else it for name, it in given.items()}
         verdicts = [f"{name.partition('.')[2].replace('_', ' ')} {word}".strip() for name, word in words.items()]
         details = [f"{name}: {probes[name].detail}" for name in names if probes[name].detail and name not in OPTIONAL]
         alarming = any(probes[name].status in (WRONG, UNUSABLE) and name not in OPTIONAL for name in names)
@@ -225,7 +226,7 @@ def _status(name: str, answer: ProbeResult, facts: DeviceFacts, policy: DevicePo
     if answer.status == OK:
         return ProbeStatus(name, GREEN, "right")
     if name in OPTIONAL:
-        return ProbeStatus(name, AMBER, "absent, not needed", "Nothing to do: AnyGPU does not need it.")
+        return ProbeStatus(name, AMBER, UNNEEDED[answer.status], "Nothing to do: AnyGPU does not need it.")
     row = policy.wrong.get(name) or slow
     advice = _update(facts) if row is None else ". ".join(filter(None, (row.done, row.remedy)))
     return ProbeStatus(name, RED, str(answer), advice)

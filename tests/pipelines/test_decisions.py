@@ -101,6 +101,8 @@ def test_lights_say_what_to_do_about_red():
     }
     shown = {status.name: status for status in probe_statuses(TURING, answers)}
     assert shown["matmul.fp32"].colour == GREEN and shown["triton"].colour == AMBER
+    unlike = probe_statuses(TURING, {"sums.bf16": ProbeResult(WRONG), "float8": ProbeResult(UNUSABLE)})
+    assert [status.verdict for status in unlike] == ["wrong, not used", "absent, not needed"]
     assert shown["pad3d.fp32"].colour == GREY
     assert shown["conv3d.bf16"].colour == RED and "no kernel" in shown["conv3d.bf16"].verdict
     assert "Update the driver" in shown["cast.bf16_to_fp32"].advice and shown["conv3d.bf16"].advice
