@@ -192,14 +192,12 @@ class BakeTexture(io.ComfyNode):
 class ProjectPicture(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        pictures = [
-            [io.Image.Input(place, optional=True), io.Mask.Input(f"{place}_mask", optional=True)] for place in PLACES
-        ]
+        kinds = (("", io.Image), ("_mask", io.Mask))
         return mesh_schema(
             node_id="AnyGPUProjectPicture",
             inputs=[
                 io.Mesh.Input("mesh"),
-                *(each for pair in pictures for each in pair),
+                *(kind.Input(place + ending, optional=True) for place in PLACES for ending, kind in kinds),
                 Cameras.Input("cameras", optional=True),
             ],
             outputs=[

@@ -211,11 +211,11 @@ class PaintViews(io.ComfyNode):
         progress.finish(f"{len(painted.views)} views of {painted.views.shape[1]} pixels")
         given = {"normals": normals, "positions": positions, "image": image, "mask": mask}
         asked = texturing.OneStep(chosen, prompt=prompt, negative=negative_prompt, cameras=cameras)
-        both, record = painted.metallic_roughness, painted_record(pipeline, given, asked, dino)
-        facts = {"record": record, "both": both is not None, "cameras": cameras}
+        material, record = painted.metallic_roughness, painted_record(pipeline, given, asked, dino)
+        facts = {"record": record, "both": material is not None, "cameras": cameras}
         remember(meshes.history(cls.hidden.prompt, cls.hidden.unique_id), facts)
-        made = (marked(each, "views", **facts) for each in (painted.views, both))
-        return io.NodeOutput(*made, to_latent(pipeline, painted), ui=preview.sheet(painted.views, cls))
+        views, material = marked(painted.views, "views", **facts), marked(material, "views", **facts)
+        return io.NodeOutput(views, material, to_latent(pipeline, painted), ui=preview.sheet(painted.views, cls))
 
 
 class TextureMesh(io.ComfyNode):
@@ -280,7 +280,7 @@ class TextureMesh(io.ComfyNode):
 
 
 def pictures_for(pipeline: Any, image: Any, mask: Any) -> list[Any]:
-    """The pictures of an input, none for MV-Adapter tg2mv; InputError where another pipeline has none."""
+    """The pictures of an input; without one, none for MV-Adapter tg2mv, and InputError for any other model."""
     from ..paint.pictures import cut_out
 
     if image is None and pipeline.variant != TG2MV:

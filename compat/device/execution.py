@@ -75,7 +75,7 @@ def picture_of(values: torch.Tensor) -> Any:
 
 def carried(tensor: torch.Tensor, copy: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """The result of ``copy``, which takes a tensor to another device and is given integers for 16-bit floats.
-    Tensor subclasses, and tensors that a backend cannot relabel, are copied as they are."""
+    Tensor subclasses, and what a backend cannot relabel or copy as integers, are copied as they are."""
     if tensor.dtype in HALVES and type(tensor) in (torch.Tensor, nn.Parameter):
         try:
             return copy(tensor.view(BITS)).view(tensor.dtype)

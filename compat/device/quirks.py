@@ -36,7 +36,7 @@ class Quirk:
     but_not: tuple[str, ...] = ()  # arches that the row leaves out
     names: tuple[str, ...] = ANY
     versions: Mapping[str, Sequence[str]] = field(default_factory=dict)  # package to [first bad, first good)
-    optional: tuple[str, ...] = ()  # packages without which the row does not stand
+    optional: tuple[str, ...] = ()  # packages that must be there for the row to apply
     wrong: tuple[str, ...] = ()  # operations that fail or lie, until a probe says otherwise
     costly: tuple[str, ...] = ()  # operations that cost a multiple
     effect: Mapping[str, Any] = field(default_factory=dict)  # fields of DevicePolicy
@@ -83,7 +83,7 @@ class Verdict:
 
 def active(facts: DeviceFacts) -> tuple[Quirk, ...]:
     """The rows that apply to a device; an unknown version may be broken, and the probes correct it."""
-    return tuple(row for row in QUIRKS if _stands(row, facts))
+    return tuple(row for row in QUIRKS if _applies(row, facts))
 
 
 def policy_for(facts: DeviceFacts) -> DevicePolicy:
@@ -199,15 +199,15 @@ def within(version: str, first_bad: str, first_good: str) -> bool:
     return (not first_bad or number >= _number(first_bad)) and (not first_good or number < _number(first_good))
 
 
-def _stands(row: Quirk, facts: DeviceFacts) -> bool:
-    versions = facts.versions
+def _applies(row: Quirk, facts: DeviceFacts) -> bool:
+    """True if ``row`` is about this device and its versions; one that is not known counts as affected."""
     return (
         any(fnmatch(facts.backend, backend) for backend in row.backends)
         and any(fnmatch(facts.arch, arch) for arch in row.arches)
         and not any(fnmatch(facts.arch, arch) for arch in row.but_not)
         and any(fnmatch(facts.name.lower(), name.lower()) for name in row.names)
-        and all(within(versions.get(name, ""), *span) for name, span in row.versions.items())
-        and versions.keys() >= set(row.optional)
+        and all(within(facts.versions.get(name, ""), *span) for name, span in row.versions.items())
+        and facts.versions.keys() >= set(row.optional)
     )
 
 

@@ -120,8 +120,9 @@ def transfer_for(device: torch.device, dtype: torch.dtype) -> Transfer:
     if device.type == HOST.type or dtype not in HALVES:
         return way
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS)
-    exact = ~patterns.view(dtype).isnan()  # a plain copy may write another NaN; no number depends on which
-    if not torch.equal(way.to_host(way.to_device(patterns.view(dtype))).view(BITS)[exact], patterns[exact]):
+    numbers = ~patterns.view(dtype).isnan()  # a plain copy may write another NaN; no number depends on which
+    returned = way.to_host(way.to_device(patterns.view(dtype))).view(BITS)
+    if not torch.equal(returned[numbers], patterns[numbers]):
         found = f"{device} returns other bits of {str(dtype).removeprefix('torch.')} than it was given"
         fix = "Choose precision fp32 on the load node, or update this device's driver."
         raise UnsupportedError(found, expected="exact copies between host and device", fix=fix)

@@ -133,12 +133,12 @@ class SplitAttention:
     def _tokens_for_heads(self, own: torch.Tensor) -> torch.Tensor:
         """(B, h, N, D) of this rank's heads, from (B, H, n, D) of its tokens."""
         split, ranks = self.split, self.split.group.tokens
-        heads, batch, width = ranks.runs(own.shape[1]), own.shape[0], own.shape[3]
-        mine, video = heads[ranks.rank], own[:, :, : split.length]
-        many = mine.stop - mine.start
-        shapes = [(batch, many, run.stop - run.start, width) for run in ranks.runs(split.count)]
-        parts = ranks.exchange([video[:, run] for run in heads], shapes)
-        return torch.cat([*parts, own[:, mine, split.length :]], dim=2)
+        batch, heads, _, width = own.shape
+        runs = ranks.runs(heads)
+        mine = runs[ranks.rank]
+        video, text = own[:, :, : split.length], own[:, mine, split.length :]
+        shapes = [(batch, mine.stop - mine.start, run.stop - run.start, width) for run in ranks.runs(split.count)]
+        return torch.cat([*ranks.exchange([video[:, run] for run in runs], shapes), text], dim=2)
 
     def _heads_for_tokens(self, result: torch.Tensor, heads: int) -> torch.Tensor:
         """(B, H, n, D) of this rank's tokens, from (B, h, N, D) of its heads."""

@@ -94,16 +94,16 @@ def kitchen() -> Any:
 
 def _by_kitchen(layer: Any, x: Tensor) -> Tensor:
     """The product by comfy-kitchen, by the kernel that it has for this device; a rotated layer takes fp16 in fp32."""
-    sides, dtype = layer.sides, x.dtype
-    x = (x.float() if dtype is torch.float16 and layer.group else x).contiguous()
+    sides, dtype, group = layer.sides, x.dtype, layer.group
+    x = (x.float() if dtype is torch.float16 and group else x).contiguous()
     bias = None if layer.bias is None else layer.bias.to(dtype)
     if layer.codec != W4A8:
-        turns = {"convrot": bool(layer.group), "convrot_groupsize": layer.group or 256}  # its default
-        return kitchen().int8_linear(x, layer.stored, sides["scale"].float(), bias, dtype, **turns)
-    book, added, s_rel = sides.get("codebook"), sides.get("correction"), sides["s_rel"]
+        rotation = {"convrot": True, "convrot_groupsize": group} if group else {}
+        return kitchen().int8_linear(x, layer.stored, sides["scale"].float(), bias, dtype, **rotation)
+    codebook, correction, s_rel = sides.get("codebook"), sides.get("correction"), sides["s_rel"]
     s_rel = s_rel.view(torch.float8_e4m3fn) if s_rel.dtype is torch.uint8 else s_rel
     return kitchen().w4a8_int8_linear(
-        x, layer.stored.view(torch.int8), s_rel, sides["s_channel"].float().flatten(), bias=bias, out_dtype=dtype,
-        codebook=None if book is None else book[0], correction=None if added is None else added.t(),
-        group_size=layer.in_features // s_rel.shape[1], convrot_groupsize=layer.group,
+        x, layer.stored, s_rel, sides["s_channel"].float().flatten(), bias=bias, out_dtype=dtype,
+        codebook=None if codebook is None else codebook[0], correction=None if correction is None else correction.t(),
+        group_size=layer.in_features // s_rel.shape[1], convrot_groupsize=group,
     )  # fmt: skip

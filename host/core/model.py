@@ -223,7 +223,7 @@ def fit_model(
     machine: ModelDevice | None = None,
     tell: Callable[[str], None] = log.info,
 ) -> tuple[Any, Sequence[Decision]]:
-    """``model`` fitted to its device, and what was decided; the very object where nothing is needed.
+    """``model`` fitted to its device, and what was decided; the model without a fit where nothing is needed.
 
     A fit that ``model`` already has is taken back first. ``tell`` takes a line once the first call has been counted.
 
@@ -239,33 +239,38 @@ def fit_model(
         network = _plain(model.model.diffusion_model)
         decisions.append(Decision("an earlier fit", "taken back"))
     machine = machine or machine_of(model.load_device)
-    loaded = model.get_model_object(CAST)
+    manual_cast = model.get_model_object(CAST)
+    loaded = manual_cast or model.model_dtype()
     left = ownership.why_left(network)
-    fit = _fit_of(network, machine, loaded or model.model_dtype(), precision, attention, left)
+    fit = _fit_of(network, machine, loaded, precision, attention, left)
     packed = packed_fit(network, machine.facts, machine.probes.known(), fit.safe, packed_layers)
-    stream = torch.float32 if fit.safe else fit.dtype or loaded or model.model_dtype()
-    forms = Counter(each.choice.form.value for _, each in conv_forwards(network, machine.convolutions, stream))
-    if not fit.needed and machine.convolves(stream):
-        forms.clear()  # they would only be faster, in the smallest layers of the network
-    damage, lack = damage_to_bf16(network, machine), lack_of_float8(network, machine)
-    casts = bool(damage) and precision != AS_LOADED
-    sound = _sound_clone(model, fit.safe, casts, not lack) if casts or lack else None
+    forms = _conv_forms(network, machine, torch.float32 if fit.safe else fit.dtype or loaded, fit.needed)
+    damage, no_float8 = damage_to_bf16(network, machine), lack_of_float8(network, machine)
+    recasts = bool(damage) and precision != AS_LOADED
+    recast = _recast_clone(model, fit.safe, recasts, not no_float8) if recasts or no_float8 else None
     decisions += [*fit.decisions, *packed.decisions, *_convolutions(forms), *_left(network, fit, left)]
-    decisions += [*weights_decision(damage, sound if casts else None), *float8_decision(lack, sound)]
-    needed = fit.needed or packed.needed or bool(forms) or sound is not None
+    decisions += [*weights_decision(damage, recast if recasts else None), *float8_decision(no_float8, recast)]
+    needed = fit.needed or packed.needed or bool(forms) or recast is not None
     keeps = keep_latents == "always" or (keep_latents == AUTO and needed)
     kept = "kept" if keeps else "not kept"
     decisions.append(Decision("latents", kept, "of each sampling, for AnyGPU Recover Latents"))
     if not needed and not keeps:
         return model, decisions
-    fitted = sound or model.clone()
-    fitted.set_attachments(KEY, Before.of(model, fit, sound))
+    fitted = recast or model.clone()
+    fitted.set_attachments(KEY, Before.of(model, fit, recast))
     _compute_in(fitted, fit.dtype, network)
     if needed:
-        FittedNetwork(fit, machine, loaded, tell=tell, packed=packed).put_on(fitted)
+        FittedNetwork(fit, machine, manual_cast, tell=tell, packed=packed).put_on(fitted)
     if keeps:
         save_core_samples(fitted)
     return fitted, decisions
+
+
+def _conv_forms(network: nn.Module, machine: ModelDevice, stream: torch.dtype, needed: bool) -> Counter[str]:
+    """Counts of the convolutions in other forms; none where they would only be faster and nothing else is needed."""
+    if not needed and machine.convolves(stream):
+        return Counter()
+    return Counter(each.choice.form.value for _, each in conv_forwards(network, machine.convolutions, stream))
 
 
 def _network_of(model: Any) -> nn.Module:
@@ -318,12 +323,12 @@ class Before:
     network: Any = None  # the one before that, with what core keeps of its weights
 
     @classmethod
-    def of(cls, model: Any, fit: Fit, sound: Any) -> Before:
+    def of(cls, model: Any, fit: Fit, recast: Any) -> Before:
         patched = model.object_patches.get(CAST, MISSING)
-        if sound is None:
+        if recast is None:
             return cls(fit.dtype, patched, model.force_cast_weights)
         kept = model.backup, model.backup_buffers, model.object_patches_backup, model.pinned
-        return cls(fit.dtype, patched, model.force_cast_weights, sound.model, (model.model, kept))
+        return cls(fit.dtype, patched, model.force_cast_weights, recast.model, (model.model, kept))
 
 
 def _unfitted(fitted: Any) -> Any:
@@ -373,7 +378,7 @@ def _left(network: nn.Module, fit: Fit, left: str) -> Iterator[Decision]:
             yield Decision(f"--fast {feature}", LOSSY[feature])
 
 
-def _sound_clone(model: Any, safe: bool, damaged: bool, float8: bool) -> Any:
+def _recast_clone(model: Any, safe: bool, damaged: bool, float8: bool) -> Any:
     def target(module: nn.Module, weight: torch.Tensor) -> torch.dtype:
         matrix = safe and ownership.is_linear(module) and weight.ndim > 1
         return fp16_or_fp32(matrix, weight) if damaged else weight.dtype

@@ -120,9 +120,8 @@ async def examples(request: web.Request) -> Any:
         return {"added": await asyncio.to_thread(examples.add)}
     except OSError as error:
         fix = "Make room, or give ComfyUI leave to write there; or choose a file of your own."
-        raise InputError(
-            f"ComfyUI's input folder: {first_line(error)}", expected="room for two small files", fix=fix
-        ) from error
+        found = f"ComfyUI's input folder: {first_line(error)}"
+        raise InputError(found, expected="room for two small files", fix=fix) from error
 
 
 ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
@@ -147,16 +146,14 @@ ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
 async def body_of(request: web.Request) -> dict[str, Any]:
     """The JSON object in the body; InputError for none, web.HTTPException for another content type or too long."""
     if request.content_type != "application/json":
-        raise web.HTTPUnsupportedMediaType(
-            text=_refusal(f"content type {request.content_type!r}", "application/json", "Send JSON.")
-        )
+        text = _refusal(f"content type {request.content_type!r}", "application/json", "Send JSON.")
+        raise web.HTTPUnsupportedMediaType(text=text)
     received = bytearray()
     async for chunk in request.content.iter_chunked(65536):
         received += chunk
         if len(received) > MOST_BYTES:
-            raise web.HTTPRequestEntityTooLarge(
-                MOST_BYTES, len(received), text=_refusal("a body that is too long", f"{MOST_BYTES} bytes", "Send less.")
-            )
+            text = _refusal("a body that is too long", f"{MOST_BYTES} bytes", "Send less.")
+            raise web.HTTPRequestEntityTooLarge(MOST_BYTES, len(received), text=text)
     try:
         body = json_within(bytes(received), "a body")
     except ValueError as error:
@@ -209,12 +206,12 @@ def _ids() -> set[str]:
     return {item.id for item in recovery.listing()}
 
 
-def _shown(item: Any) -> dict[str, str]:
-    parts = (f"{item.total_bytes / 1e6:.1f} MB, {item.fps:g} fps", item.unfinished)
+def _shown(item: recovery.SavedLatents) -> dict[str, str]:
+    size = f"{item.total_bytes / 1e6:.1f} MB, {item.fps:g} fps"
     return {
         "id": item.id,
         "title": item.name,
-        "text": "; ".join(filter(None, parts)),
+        "text": f"{size}; {item.unfinished}" if item.unfinished else size,
         "family": item.family,
         "prompt": item.prompt[:400],
         "picture": f"{PREFIX}/latents/{item.id}/picture",
@@ -226,6 +223,5 @@ async def _idle(request: web.Request) -> None:
     await body_of(request)
     queue = getattr(getattr(PromptServer, "instance", None), "prompt_queue", None)
     if getattr(queue, "currently_running", None):
-        raise web.HTTPConflict(
-            text=_refusal("a run is in progress", "an idle device", "Wait until it has finished, or cancel it.")
-        )
+        text = _refusal("a run is in progress", "an idle device", "Wait until it has finished, or cancel it.")
+        raise web.HTTPConflict(text=text)

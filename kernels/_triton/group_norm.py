@@ -97,12 +97,13 @@ def finished(x, mean, gain, shift, inside, channels, eps, RMS: tl.constexpr, SIL
 
 @triton.jit
 def padded_kernel(
-    x, out, mean, gain, shift, rows, column_blocks, channel_blocks, frames, height, width, out_frames, out_height,
-    channels, eps, front, top, x_b, x_c, x_t, x_h, x_w, out_b, out_c, out_t, out_h, out_w, gain_b, gain_t, shift_b,
+    x, out, mean, gain, shift, column_blocks, channel_blocks, frames, height, width, out_frames, out_height,
+    channels, eps, front, top, x_b, x_c, x_t, x_h, x_w, out_b, out_c, out_t, out_h, out_w, table_b, table_t, shift_b,
     RMS: tl.constexpr, SILU: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one image row of the result; what lies outside is the nearest pixel inside."""
+    """One tile of one image row of the result; what lies outside is the nearest pixel inside. ``table_b`` and
+    ``table_t`` are the steps of ``mean`` and ``gain`` by sample and frame; ``shift`` has its own by sample."""
     block = tl.program_id(0) % (column_blocks * channel_blocks)
     row = (tl.program_id(0) // (column_blocks * channel_blocks)).to(tl.int64)
     out_y, out_frame = row % out_height, (row // out_height) % out_frames
@@ -113,34 +114,32 @@ def padded_kernel(
     within = channel < channels
     means, gains, shifts = 0.0, 1.0, 0.0
     if mean is not None:
-        means = tl.load(mean + sample * gain_b + frame * gain_t + channel, mask=within, other=0.0)[None, :]
+        means = tl.load(mean + sample * table_b + frame * table_t + channel, mask=within, other=0.0)[None, :]
     if gain is not None:
-        gains = wide(tl.load(gain + sample * gain_b + frame * gain_t + channel, mask=within, other=0.0))[None, :]
+        gains = wide(tl.load(gain + sample * table_b + frame * table_t + channel, mask=within, other=0.0))[None, :]
     if shift is not None:
-        shifts = wide(tl.load(shift + sample * shift_b + frame * gain_t + channel, mask=within, other=0.0))[None, :]
+        shifts = wide(tl.load(shift + sample * shift_b + frame * table_t + channel, mask=within, other=0.0))[None, :]
     x += sample * x_b + frame * x_t + y * x_h
     out += sample * out_b + out_frame * out_t + out_y * out_h
     column = (block // channel_blocks) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (column < width)[:, None] & within[None, :]
-    at = (column * x_w)[:, None] + (channel.to(tl.int64) * x_c)[None, :]
-    pixels = rounded(finished(x + at, means, gains, shifts, inside, channels, eps, RMS, SILU), out.dtype.element_ty)
-    at = ((column + LEFT) * out_w)[:, None] + (channel.to(tl.int64) * out_c)[None, :]
-    tl.store(out + at, pixels, mask=inside)
-    edge = tl.arange(0, 1)
-    at = (edge * x_w)[:, None] + (channel.to(tl.int64) * x_c)[None, :]
-    to = (edge * out_w)[:, None] + (channel.to(tl.int64) * out_c)[None, :]
+    x_channel, out_channel = (channel.to(tl.int64) * x_c)[None, :], (channel.to(tl.int64) * out_c)[None, :]
+    source = x + ((column * x_w)[:, None] + x_channel)
+    target = out + (((column + LEFT) * out_w)[:, None] + out_channel)
+    pixels = finished(source, means, gains, shifts, inside, channels, eps, RMS, SILU)
+    tl.store(target, rounded(pixels, out.dtype.element_ty), mask=inside)
     if LEFT > 0:  # noqa: SIM102 - known when it is compiled, so that nothing is compiled for it
         if block // channel_blocks == 0:
-            beside = finished(x + at, means, gains, shifts, within[None, :], channels, eps, RMS, SILU)
+            beside = finished(x + x_channel, means, gains, shifts, within[None, :], channels, eps, RMS, SILU)
             for step in tl.static_range(LEFT):
-                tl.store(out + to + step * out_w, rounded(beside, out.dtype.element_ty), mask=within[None, :])
+                tl.store(out + out_channel + step * out_w, rounded(beside, out.dtype.element_ty), mask=within[None, :])
     if RIGHT > 0:  # noqa: SIM102
         if block // channel_blocks == column_blocks - 1:
-            last = (width - 1) * x_w
-            beside = finished(x + last + at, means, gains, shifts, within[None, :], channels, eps, RMS, SILU)
+            last = x + (width - 1) * x_w + x_channel
+            beside = finished(last, means, gains, shifts, within[None, :], channels, eps, RMS, SILU)
             for step in tl.static_range(RIGHT):
                 end = (width + LEFT + step) * out_w
-                tl.store(out + to + end, rounded(beside, out.dtype.element_ty), mask=within[None, :])
+                tl.store(out + out_channel + end, rounded(beside, out.dtype.element_ty), mask=within[None, :])
 
 
 def group_norm_silu_pad(x: Tensor, norm: GroupNorm, pad: list[int], silu: bool, layout: str) -> Tensor:
@@ -230,7 +229,7 @@ def _write(
     column_blocks, channel_blocks = triton.cdiv(width, columns), triton.cdiv(channels, block)
     rows = batch * out.shape[2] * out.shape[3]
     padded_kernel[(rows * column_blocks * channel_blocks,)](
-        x, out, *tables, rows, column_blocks, channel_blocks, frames, height, width, out.shape[2], out.shape[3],
+        x, out, *tables, column_blocks, channel_blocks, frames, height, width, out.shape[2], out.shape[3],
         channels, eps, front, top, *x.stride(), *out.stride(), *table_steps,
         RMS=rms, SILU=silu, LEFT=left, RIGHT=right, COLUMNS=columns, CHANNELS=block,
         num_warps=warps_for(x, columns * block),

@@ -60,16 +60,16 @@ def finite(vertices: Tensor, faces: Tensor) -> Tensor:
 
 
 def solid(vertices: Tensor, faces: Tensor) -> Tensor:
-    """(M,) bool: faces with an area, as the raster sees it: not thinner than 1e-7 of the mesh; broken ones stay."""
+    """(M,) bool: faces that the raster sees, higher than :data:`THIN` of the mesh's diagonal; broken ones stay."""
     corners = vertices[faces]
-    used = corners.reshape(-1, 3)
-    used = used[torch.isfinite(used).all(1)]
-    if not used.shape[0]:
+    points = corners.reshape(-1, 3)
+    points = points[torch.isfinite(points).all(1)]
+    if not points.shape[0]:
         return torch.ones(faces.shape[0], dtype=torch.bool)
-    reach = (used.amax(0) - used.amin(0)).norm()
+    diagonal = (points.amax(0) - points.amin(0)).norm()
     longest = (corners - corners.roll(1, 1)).norm(dim=2).amax(1)
-    doubled = torch.linalg.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0]).norm(dim=1)
-    return (doubled > THIN * reach * longest) | ~finite(vertices, faces)
+    twice_area = torch.linalg.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0]).norm(dim=1)
+    return (twice_area > THIN * diagonal * longest) | ~finite(vertices, faces)  # twice the area is longest * height
 
 
 def single(_vertices: Tensor, faces: Tensor) -> Tensor:

@@ -141,21 +141,20 @@ def _of_tensors(stored: Weights) -> Base:
     for part, found in parts.items():
         if not found.shapes or (part == "vae" and latents != 4):
             wrong = f"a vae of {latents} latent channels" if found.shapes else f"no {part} of {kind}"
-            raise CheckpointError(
-                f"{wrong} in {path.name!r}", expected=WANTED, fix="Choose a file that has it, or a diffusers folder."
-            )
+            fix = "Choose a file that has it, or a diffusers folder."
+            raise CheckpointError(f"{wrong} in {path.name!r}", expected=WANTED, fix=fix)
     return Base(kind, _prediction(stored, kind), parts)
 
 
 def joined_files(model: Path, clip: Path, vae: Path) -> Weights:
-    """The checkpoint whose UNet, text encoders and VAE are of these files; a VAE's own file has names of its own."""
+    """The checkpoint whose UNet, text encoders and VAE are those of three files; a VAE alone has no prefix there."""
     entries: dict[str, TensorEntry] = {}
-    for path, own in ((model, UNET), (clip, ""), (vae, VAE)):
+    for path, prefix in ((model, UNET), (clip, ""), (vae, VAE)):
         with reading(path):
             found = weights_in(path, "checkpoint").entries or {}
-        if own == VAE and not any(name.startswith(VAE) for name in found):
+        if prefix == VAE and not any(name.startswith(VAE) for name in found):
             found = {VAE + name: entry for name, entry in found.items()}
-        entries |= {name: entry for name, entry in found.items() if _owner(name) == own}
+        entries |= {name: entry for name, entry in found.items() if _owner(name) == prefix}
     shapes = {name: entry.shape for name, entry in entries.items()}
     return Weights(model, shapes, entries, sum(entry.total_bytes for entry in entries.values()))
 
@@ -223,9 +222,8 @@ def _kind(shapes: Shapes, path: Path, edm: bool) -> str:
     }
     wrong = next((name for name, found in named.items() if found), "")
     if wrong:
-        raise CheckpointError(
-            f"{path.name!r} is {wrong}", expected=WANTED, fix="The adapter has its layers; choose one of these."
-        )
+        fix = "The adapter has its layers; choose one of these."
+        raise CheckpointError(f"{path.name!r} is {wrong}", expected=WANTED, fix=fix)
     return "sdxl" if added else "sd21"
 
 

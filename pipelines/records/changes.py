@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -94,19 +95,23 @@ def _asked(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """The plain values in ``value`` by name, such as ``LoRA 1 strength``."""
-    if is_dataclass(value) and not isinstance(value, (type, Content)):
+    if is_dataclass(value) and not isinstance(value, (type, Content)):  # a Content is one value: a file
         for item in fields(value):
             yield from _leaves(getattr(value, item.name), (*path, item.name))
     elif isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(inner, (*path, str(name)))
-    elif isinstance(value, tuple) and value and not isinstance(value[0], (int, float)):
-        singular = path[-1].removesuffix("s").replace("lora", "LoRA")
+    elif isinstance(value, tuple) and value and not isinstance(value[0], (int, float)):  # numbers are one value
         for number, inner in enumerate(value, 1):
-            yield from _leaves(inner, (*path[:-1], f"{singular} {number}"))
+            yield from _leaves(inner, (*path[:-1], f"{path[-1].removesuffix('s')} {number}"))
     elif value is not None:
-        name = " ".join(part for part in path if part not in UNNAMED) or path[-1]
-        yield name.replace("_", " ").replace("prompt negative", "negative prompt"), _text(path[-1], value)
+        yield _label(path), _text(path[-1], value)
+
+
+def _label(path: tuple[str, ...]) -> str:
+    """The name that people know a value by, from the fields that lead to it."""
+    name = " ".join(part for part in path if part not in UNNAMED) or path[-1]
+    return re.sub(r"\blora (?=\d)", "LoRA ", name.replace("_", " ")).replace("prompt negative", "negative prompt")
 
 
 def _file(value: Content, whole: bool) -> str:

@@ -54,9 +54,10 @@ class Places:
     def picture(self, path: Path) -> Content:
         """The content of a picture or video, which is then known; raises CheckpointError where it cannot be decoded."""
         index = PictureIndex(self.state)
-        found = index.content(path, lambda: None, Allowance())
+        digest = index.content(path, lambda: None, Allowance())
         index.save()
-        content = Content(path.name, found or content_in(path, lambda: None, Allowance()), size=size_in(path))
+        digest = digest or content_in(path, lambda: None, Allowance())  # which raises and says why there was none
+        content = Content(path.name, digest, size=size_in(path))
         self.known[content] = path
         return content
 

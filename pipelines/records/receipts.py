@@ -59,25 +59,25 @@ def with_receipt(
     framepack: FramePackSettings | None = None,
     video: Content | None = None,
 ) -> Latents:
-    """``latents`` with the record of what made them, such as the whole of ``video``; never raises."""
+    """``latents`` with the record of what made them; ``video``: the whole file that ``settings.latents`` come from."""
     first = None if settings.latents is None else _sampled(settings.latents)
     missing, extra = _missing(prompt, image, settings, video, first), dict(latents.extra)
-    was = extra.pop(RESOLVED, None)
+    resolved = extra.pop(RESOLVED, None)
 
-    def job() -> VideoJob:  # whose errors are no receipt's
-        known = was is None or isinstance(was, SampleSettings)  # else a file's record, or another pack's value
-        resolved = was if known else parse(SampleSettings, was, RESOLVED, ("latents", "noise_mask"))
-        return replace(_job(pipeline, prompt, image, settings, framepack), video=video, first=first, resolved=resolved)
+    def job() -> VideoJob:  # record_of calls it, and catches what it raises
+        own = resolved is None or isinstance(resolved, SampleSettings)  # else a file's record, or another pack's value
+        known = resolved if own else parse(SampleSettings, resolved, RESOLVED, ("latents", "noise_mask"))
+        return replace(_job(pipeline, prompt, image, settings, framepack), video=video, first=first, resolved=known)
 
     record = record_of(job, pipeline, missing, latents=latents_hash(latents))
     return replace(latents, extra={**extra, RECEIPT: record})
 
 
 def record_of(job: Callable[[], Job], pipeline: Any, missing: Sequence[str], **made: Any) -> dict[str, Any]:
-    """The receipt of a job that a pipeline of any kind ran, with the hashes of what was ``made``; never raises.
+    """The receipt of a job that a pipeline of any kind ran, with the hashes of what was ``made``.
 
     Args:
-        missing: inputs that no file describes.
+        missing: inputs that no file describes; an error of ``job`` is added to them.
     """
     record: dict[str, Any] = {HEAD: VERSION, **made}
     try:
@@ -139,18 +139,15 @@ def read_receipt(path: Path) -> dict[str, Any]:
 def checked(record: Any, path: Path) -> dict[str, Any]:
     """The receipt that a file holds, None for none; raises as :func:`read_receipt`."""
     if record is None:
-        raise CheckpointError(
-            f"no receipt in {path.name!r}",
-            expected="a video, latents or a textured mesh that AnyGPU saved, with metadata",
-            fix="Choose another file; converting or uploading a video often removes its metadata.",
-        )
+        expected = "a video, latents or a textured mesh that AnyGPU saved, with metadata"
+        fix = "Choose another file; converting or uploading a video often removes its metadata."
+        raise CheckpointError(f"no receipt in {path.name!r}", expected=expected, fix=fix)
     version = record.get(HEAD) if isinstance(record, dict) else None
     if type(version) is not int or version < 1:
         raise InputError(f"a receipt {shown(record)}", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX)
     if version > VERSION:
-        raise InputError(
-            f"a receipt of version {version}", expected=f"version {VERSION} or older", fix="Update AnyGPU."
-        )
+        found = f"a receipt of version {version}"
+        raise InputError(found, expected=f"version {VERSION} or older", fix="Update AnyGPU.")
     return dict(record)
 
 
@@ -162,11 +159,9 @@ def job_of(
     missing = record.get("missing")
     if missing:
         named = ", ".join(map(str, missing)) if isinstance(missing, list) else shown(missing)
-        raise InputError(
-            f"a receipt without {named}",
-            expected="a file made of prompts, pictures and settings alone",
-            fix="Open the workflow in the file instead: drop it onto ComfyUI.",
-        )
+        expected = "a file made of prompts, pictures and settings alone"
+        fix = "Open the workflow in the file instead: drop it onto ComfyUI."
+        raise InputError(f"a receipt without {named}", expected=expected, fix=fix)
     return parsed(kind, record.get("job"))
 
 
@@ -175,9 +170,8 @@ def settings_of(path: Path) -> VideoJob:
     for several passes, since the settings that others are given would be those of any of them."""
     job = job_in(read_receipt(path).get("job"))
     if job.first is not None:
-        raise InputError(
-            f"{path.name!r} of several passes", expected="a video that was sampled once", fix="Choose another file."
-        )
+        found, fix = f"{path.name!r} of several passes", "Choose another file."
+        raise InputError(found, expected="a video that was sampled once", fix=fix)
     own: dict[str, Any] = {"family": "", "base": None, "image_encoder": None, "files": {}, "pictures": ()}
     own |= {"prompt": replace(job.prompt, text="", sections=()), "settings": replace(job.settings, seed=0, denoise=1.0)}
     return replace(job, task=AUTO, video=None, upscalers=(), resolved=None, **own)

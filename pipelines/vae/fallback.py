@@ -146,6 +146,7 @@ class VaeRunner:
     def _through(
         self, run: Run, validate: Validator, stage: str, progress: Progress, work: ResumableDecode | None = None
     ) -> Tensor:
+        """The result of the first method that succeeds; a shortage first takes the other parts off the device, once."""
         plan = self.plan
         while True:
             try:
@@ -154,8 +155,8 @@ class VaeRunner:
                 kind, text = failure_kind(error), first_line(error)
                 self._close()
                 others = plan.others() if kind == MEMORY and not self._alone else []
-                after = plan.follow(kind, text) if kind else None
-                if after is None and not others:
+                after = plan.method if others else plan.follow(kind, text) if kind else None
+                if after is None:
                     final_error = self._final_error(error, kind, text, stage, self._first_fault(run, text, work))
                     if final_error is None:
                         raise
@@ -171,8 +172,7 @@ class VaeRunner:
             what = {MEMORY: "ran out of memory", KERNEL: f"failed ({text})"}.get(kind, f"gave {text}")
             again = f"without {', '.join(others)} on the device" if others else str(after)
             progress.notify(f"{stage} {plan.method} {what}: again {again}")
-            if after is not None and not others:
-                plan.method = after
+            plan.method = after
 
     def _once(self, run: Run, validate: Validator, stage: str, progress: Progress) -> Tensor:
         if self._open is None:
@@ -260,11 +260,9 @@ class VaeRunner:
         what = f"the VAE failed ({text})" if kind == KERNEL else f"the VAE gave {text}"
         anew, choose = "Sample again in fp32, or download the VAE again", "Choose precision auto or fp32"
         fix = anew if self.plan.automatic else choose
-        return UnsupportedError(
-            f"{what} while {stage} {self.plan.method}{layer}",
-            expected="a VAE that runs here" if kind == KERNEL else "finite values that are not all the same",
-            fix=f"{fix}, on the load node; the input is kept.",
-        )
+        found, fix = f"{what} while {stage} {self.plan.method}{layer}", f"{fix}, on the load node; the input is kept."
+        expected = "a VAE that runs here" if kind == KERNEL else "finite values that are not all the same"
+        return UnsupportedError(found, expected=expected, fix=fix)
 
 
 @contextmanager
@@ -294,11 +292,10 @@ def decoding(
     """
     form = form or DecodeRequest()
     if form.method == CHUNKED and not pipeline.spec.rewrites.causal_decoder:
-        raise UnsupportedError(
-            f"decode method {CHUNKED!r} for {pipeline.spec.title}, whose decoder looks ahead",
-            expected=f"one of {', '.join(method for method in METHODS if method != CHUNKED)}",
-            fix=f"Choose {STREAMING}, which is exact for every family, or auto.",
-        )
+        found = f"decode method {CHUNKED!r} for {pipeline.spec.title}, whose decoder looks ahead"
+        expected = f"one of {', '.join(method for method in METHODS if method != CHUNKED)}"
+        fix = f"Choose {STREAMING}, which is exact for every family, or auto."
+        raise UnsupportedError(found, expected=expected, fix=fix)
     return VaeRunner(ladder_for(pipeline, (shape[2], shape[3], shape[4]), form), progress)
 
 

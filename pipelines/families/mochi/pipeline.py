@@ -85,8 +85,8 @@ def sample(
                     )[0]
                 return output.float()
 
-            group, rows = pipeline.run.group, BOTH if guidance.acts(index) else PROMPTED
-            return guidance.guide_batch((run if group is None else group.by_halves(run))(rows))
+            forward = run if pipeline.run.group is None else pipeline.run.group.by_halves(run)
+            return guidance.guide_batch(forward(BOTH if guidance.acts(index) else PROMPTED))
 
         latents = loop.denoise(
             loop.start_from(clean, noise, schedule),
