@@ -22,6 +22,7 @@ from torch import nn
 
 from ..compat.device.execution import placed, to_host
 from ..compat.errors import InputError
+from ..compat.memory.parts import Undo
 from ..pipelines import stages
 from ..pipelines.base import ImageCondition
 from ..pipelines.demo.stand_in import corner
@@ -183,30 +184,38 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
 
 def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -> Any:
     """Sample the corner of core's latents that a demo model draws, at its own cfg; context windows keep the length."""
-    own, guider = of_checkpoint(pipeline).sizes.defaults, executor.class_obj
+    guider, own_cfg = executor.class_obj, of_checkpoint(pipeline).sizes.defaults.cfg
     call = inspect.signature(executor.original).bind(*args, **kwargs)
     call.apply_defaults()
-    given = call.arguments
-    shape, messages = given["latent_image"].shape, []
-    if len(given["latent_shapes"] or [0]) == 1:
-        windows, usual = guider.model_options.get("context_handler"), (own.frames - 1) // pipeline.spec.sizes.stride + 1
-        frames = shape[-3] if windows is not None and windows.context_length <= usual else 0
-        for name in ("noise", "latent_image", "denoise_mask"):
-            given[name] = None if given[name] is None else corner(pipeline, given[name], frames)
-        drawn = given["latent_image"].shape
-        given["latent_shapes"] = [drawn]
-        if drawn != shape:
-            (spatial, temporal), (count, rows, columns) = pipeline.spec.sizes.ratios, drawn[-3:]
-            size = f"{columns * spatial}x{rows * spatial}, {(count - 1) * temporal + 1} frames"
-            messages.append(f"draws at its own size: {size}")
-    if type(guider) is CFGGuider and guider.cfg != own.cfg:
-        messages.append(f"draws at its own cfg: {guider.cfg:g} -> {own.cfg:g}")
-        guider.set_cfg(own.cfg)
-    if messages:
-        progress = _progress()
-        progress.notify(f"the demo model {'; it '.join(messages)}")
-        progress.show()
-    return executor(*call.args, **call.kwargs)
+    messages = _cut_to_corner(pipeline, guider, call.arguments)
+    with Undo() as changes:
+        if type(guider) is CFGGuider and guider.cfg != own_cfg:
+            messages.append(f"draws at its own cfg: {guider.cfg:g} -> {own_cfg:g}")
+            changes.set(guider, "cfg", own_cfg)  # for this sampling: core keeps a node's guider for later runs
+        if messages:
+            progress = _progress()
+            progress.notify(f"the demo model {'; it '.join(messages)}")
+            progress.show()
+        return executor(*call.args, **call.kwargs)
+
+
+def _cut_to_corner(pipeline: Pipeline, guider: Any, given: dict[str, Any]) -> list[str]:
+    """Cut the latents among the arguments ``given`` to what a demo model draws, and return what to say of it. Several
+    latents at once, such as video with audio, stay as they are."""
+    if given["latent_shapes"] and len(given["latent_shapes"]) > 1:
+        return []
+    sizes, shape = pipeline.spec.sizes, given["latent_image"].shape
+    usual = (of_checkpoint(pipeline).sizes.defaults.frames - 1) // sizes.stride + 1
+    windows = guider.model_options.get("context_handler")
+    frames = shape[-3] if windows is not None and windows.context_length <= usual else 0  # 0: as many as it draws
+    for name in ("noise", "latent_image", "denoise_mask"):
+        given[name] = None if given[name] is None else corner(pipeline, given[name], frames)
+    drawn = given["latent_image"].shape
+    given["latent_shapes"] = [drawn]
+    if drawn == shape:
+        return []
+    (spatial, temporal), (count, rows, columns) = sizes.ratios, drawn[-3:]
+    return [f"draws at its own size: {columns * spatial}x{rows * spatial}, {(count - 1) * temporal + 1} frames"]
 
 
 def _progress() -> NodeProgress:

@@ -121,6 +121,24 @@ def test_core_s_schedule_has_the_shift_of_the_checkpoint(core: ComfyUI, loaded) 
     pipeline.offloader.patchers.update(patchers)
 
 
+def test_a_demo_model_s_own_cfg_is_for_one_sampling(core: ComfyUI, loaded) -> None:
+    """Core hands the same guider to the next run, which says again what it does."""
+    found, seen = core.module("host.core_models"), []
+    guider = found.CFGGuider()
+    guider.cfg, guider.model_options = 800.0, {}
+    latents = torch.zeros(1, loaded[0].configs["transformer"]["in_channels"], 2, 2, 2)
+
+    def sample(noise, latent_image, denoise_mask=None, latent_shapes=None):
+        seen.append(guider.cfg)
+        raise Interrupted
+
+    for _ in range(2):
+        with pytest.raises(Interrupted):
+            found._at_own_size(loaded[0], WrapperExecutor(sample, guider, []), latents, latents)
+        assert "draws at its own cfg: 800" in core.said and guider.cfg == 800
+    assert seen[0] == seen[1] < 800
+
+
 def test_core_s_sampler_can_call_the_model(core: ComfyUI, loaded, prompts) -> None:
     pipeline, model, vae = loaded
     core.management.load_models_gpu([model])

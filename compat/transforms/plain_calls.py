@@ -17,7 +17,7 @@ PRODUCTS = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.
 
 class PlainCalls(TorchFunctionMode):
     """Products with contiguous operands, few rows at a time, and norms of many rows by plain operations, as ``policy``
-    asks. Peak extra memory: a copy of an operand that was not contiguous; of a norm, its input in fp32."""
+    asks. Peak extra memory: a copy of an operand that was not contiguous; of a norm of many rows, its input in fp32."""
 
     def __init__(self, policy: DevicePolicy) -> None:
         super().__init__()
@@ -41,9 +41,10 @@ class PlainCalls(TorchFunctionMode):
     def _rms_norm(
         self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
-        axes, wide = tuple(range(-len(normalized_shape), 0)), input.float()
+        axes = tuple(range(-len(normalized_shape), 0))
         if not 0 < self.policy.norm_rows < input.shape[: -len(axes)].numel():
             return functional.rms_norm(input, normalized_shape, weight, eps)
+        wide = input.float()
         scale = wide.square().mean(axes, keepdim=True).add_(torch.finfo(input.dtype).eps if eps is None else eps)
         result = wide * scale.rsqrt_()
         return (result if weight is None else result * weight).to(input.dtype)
