@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .errors import MissingPackageError
+from .errors import MissingPackageError, first_line
 
 MOST_CHARACTERS = 2**17  # of a prompt: no encoder reads more, but of white space
 CHARACTERS, MARGIN = 16, 32  # that a token is first taken to have; tokens behind a cut, which can be others there
@@ -43,13 +43,14 @@ def attribute(module: str, name: str) -> type:
 
 
 def unusable(name: str, error: Exception) -> MissingPackageError:
-    """The error for a package that broke while it was used: torchvision is named where it is the cause."""
-    reason = str(error).strip().splitlines()
-    text = reason[0] if reason else type(error).__name__
-    if "torchvision" in f"{error!r} {error.__cause__!r} {error.__context__!r}":
-        found = f"package {name!r} cannot be imported because torchvision is broken ({text})"
-        fix = "Reinstall torchvision with the same index as torch, or uninstall it."
-        return MissingPackageError(found, expected="a torchvision that matches the installed torch, or none", fix=fix)
+    """The error for a package that cannot be imported; torchvision is named where that is missing or broken."""
+    text, causes = first_line(error), (error, error.__cause__, error.__context__)
+    if "torchvision" in repr(causes):
+        state, fix = "broken", "Reinstall torchvision with the same index as torch, or uninstall it."
+        if any(isinstance(each, ModuleNotFoundError) and each.name == "torchvision" for each in causes):
+            state, fix = "missing", "Install torchvision with the same index as torch."
+        found = f"package {name!r} cannot be imported because torchvision is {state} ({text})"
+        return MissingPackageError(found, expected="a torchvision that matches the installed torch", fix=fix)
     found = f"package {name!r} cannot be imported ({text})"
     return MissingPackageError(found, expected=f"a working {name}", fix=INSTALL.format(name=name))
 

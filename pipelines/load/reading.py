@@ -23,7 +23,7 @@ from ...compat.device.failures import is_shortage
 from ...compat.device.precision import FP32, Precision
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.quirks import policy_for
-from ...compat.errors import CheckpointError, UnsupportedError, first_line, remember
+from ...compat.errors import CheckpointError, MissingPackageError, UnsupportedError, first_line, remember
 from ...compat.memory.offloader import DISK, HostWeights, Views, choose_host_weights, mark_views
 from ...compat.memory.parts import PartBytes, denoises, part_bytes, role_of
 from ...compat.memory.statistics import GIGABYTE, amount_of, reading_of
@@ -206,8 +206,12 @@ def tool_reader(family: FamilySpec, library: str, folder: Path) -> Callable[[], 
         cls: Any = attribute("transformers", _processor_class(folder))
         try:
             return cls.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        except ImportError as error:
+        except ModuleNotFoundError as error:  # transformers' own modules are imported late
             raise unusable("transformers", error) from error
+        except ImportError as error:  # its text names a package that this tokenizer or processor needs
+            found, expected = f"{str(folder)!r} cannot be read ({first_line(error)})", "the package that it requires"
+            fix = "Install that package into the Python that runs ComfyUI or anygpu."
+            raise MissingPackageError(found, expected=expected, fix=fix) from error
         except Exception as error:  # each tokenizer's reader has errors of its own for a damaged file
             found, expected = f"{str(folder)!r} cannot be read ({first_line(error)})", f"the files of a {folder.name}"
             raise CheckpointError(found, expected=expected, fix="Download this folder again.") from error

@@ -224,6 +224,19 @@ def test_a_missing_package_names_itself_and_the_command(monkeypatch):
     monkeypatch.setattr(packages.importlib, "import_module", broken)
     with pytest.raises(MissingPackageError, match="Reinstall torchvision"):
         packages.imported("diffusers")
+    absent = ModuleNotFoundError("No module named 'torchvision'", name="torchvision")
+    said = str(packages.unusable("transformers", absent))
+    assert "because torchvision is missing" in said and "uninstall" not in said
+
+
+def test_a_package_that_a_tokenizer_lacks_is_named_and_transformers_is_not_blamed(mochi, monkeypatch):
+    def lacks(*given, **named):
+        raise ImportError("\nT5Tokenizer requires the SentencePiece library but it was not found.\n")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lacks)
+    with pytest.raises(MissingPackageError, match=r"tokenizer' .*\(T5Tokenizer requires the SentencePiece") as caught:
+        load(LoadRequest(mochi, device="cpu")).tools["tokenizer"]
+    assert "install -U transformers" not in str(caught.value)
 
 
 def test_wrong_choices_are_one_line(mochi):
