@@ -123,17 +123,18 @@ def _kernels(arguments: argparse.Namespace) -> int:
     from .pipelines.speed import form_for
 
     facts = facts_for(arguments.device)
-    print(f"{facts}: {form_for(fused.AUTO, facts.device, torch.bfloat16)[1]}")
+    _, decision = form_for(fused.AUTO, facts.device, torch.bfloat16)
+    print(f"{facts}: {decision}")
     for family in FAMILIES.values():
         points = fused.published_fusion_points(family.rewrites.published_blocks)
         kinds = ", ".join(f"{count} {kind}" for kind, count in points.items())
         line = f"{family.id}: {sum(points.values())} fusion points in the published transformer: {kinds}"
         print(f"{line}; {family.rewrites.published_vae_fusion_points} in the VAE's decoder")
-    wrong = 0
-    for one in fused.self_tests(facts.device):
-        print(one, flush=True)
-        wrong += not one.right
-    return int(wrong > 0)
+    failed = False
+    for test in fused.self_tests(facts.device):
+        print(test, flush=True)
+        failed |= not test.right
+    return int(failed)
 
 
 def prove(arguments: argparse.Namespace) -> int:

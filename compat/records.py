@@ -94,6 +94,7 @@ def _default(item: Field[Any]) -> Any:
 
 
 def _value(hint: Any, given: Any, subject: str, without: tuple[str, ...]) -> Any:
+    """``given``, from JSON, as a value of type ``hint``; InputError that names ``subject``."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if given is None and type(None) in arguments:
@@ -107,10 +108,10 @@ def _value(hint: Any, given: Any, subject: str, without: tuple[str, ...]) -> Any
     if origin is tuple:
         if not isinstance(given, list):
             raise wrong(subject, given, "a list [...]")
-        each = arguments[:1] * len(given) if arguments[-1] is ... else arguments
-        if len(given) != len(each):
-            raise wrong(subject, given, f"a list of {len(each)}")
-        return tuple(_value(each[n], item, f"{subject}[{n}]", without) for n, item in enumerate(given))
+        hints = arguments[:1] * len(given) if arguments[-1] is ... else arguments
+        if len(given) != len(hints):
+            raise wrong(subject, given, f"a list of {len(hints)}")
+        return tuple(_value(hints[n], item, f"{subject}[{n}]", without) for n, item in enumerate(given))
     if isinstance(origin, type) and issubclass(origin, Mapping):
         if not isinstance(given, dict):
             raise wrong(subject, given, "an object {...}")

@@ -115,9 +115,9 @@ class PackedLayer(CastLayer):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dense weight; without values while its rows are elsewhere, for forwards that ask for its dtype."""
-        stored, runs_on = self.stored.device, self.__dict__["runs_on"]
-        here = stored.type == runs_on.type and runs_on.index in (None, stored.index)  # "mps" stands for "mps:0"
+        """The dense weight; on ``meta`` while its rows are elsewhere, for forwards that only ask for its dtype."""
+        stored_on, runs_on = self.stored.device, self.__dict__["runs_on"]
+        here = stored_on.type == runs_on.type and runs_on.index in (None, stored_on.index)  # "mps" stands for "mps:0"
         if here or "outline" in self.__dict__:
             return super().weight  # type: ignore[misc]
         shape = (self.out_features, self.in_features)

@@ -112,19 +112,15 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     family = pipeline.spec
     missing = [part for part in family.files.text_parts if part not in pipeline.parts.readers]
     if missing:
-        raise CheckpointError(
-            f"no {missing[0]} for {str(pipeline.model.source)!r}",
-            expected=f"the text encoders of {family.title}",
-            fix="Download the missing folder, or connect AnyGPU Load Prompt or core CONDITIONING instead.",
-        )
+        found = f"no {missing[0]} for {str(pipeline.model.source)!r}"
+        fix = "Download the missing folder, or connect AnyGPU Load Prompt or core CONDITIONING instead."
+        raise CheckpointError(found, expected=f"the text encoders of {family.title}", fix=fix)
     limit = request.max_tokens or of_checkpoint(pipeline).sizes.defaults.max_tokens
     require_range("max_tokens", limit, 1, MOST_TOKENS, "tokens")
     if request.template and request.template.count("{}") != 1:
-        raise InputError(
-            f"a template with {request.template.count('{}')} places for the prompt",
-            expected="exactly one {}",
-            fix="Write {} where the prompt goes, or leave the template empty.",
-        )
+        found = f"a template with {request.template.count('{}')} places for the prompt"
+        fix = "Write {} where the prompt goes, or leave the template empty."
+        raise InputError(found, expected="exactly one {}", fix=fix)
     if request.template_crop >= 0 and not request.template:
         progress.notify("template_crop has no effect without a template")
     image = None if request.image is None else checked_frames(request.image, "the prompt's image")
@@ -211,11 +207,9 @@ def encode_video(
     """
     family = pipeline.spec
     if family.code.encode_video is None:
-        raise UnsupportedError(
-            f"a video for {family.title}",
-            expected="a start image",
-            fix=f"Use AnyGPU Encode Image: {family.title} starts from a picture and noise only.",
-        )
+        found = f"a video for {family.title}"
+        fix = f"Use AnyGPU Encode Image: {family.title} starts from a picture and noise only."
+        raise UnsupportedError(found, expected="a start image", fix=fix)
     pictures = checked_frames(frames, "the video")
     width, height, count = video_size(pipeline, pictures, width, height, fit)
     if count != pictures.shape[0]:
@@ -248,11 +242,9 @@ def sample(
     InputError for a prompt, image or latents of another family or size, or a setting out of range."""
     family = pipeline.spec
     if family.recipes.sections:
-        raise UnsupportedError(
-            f"a {family.title} pipeline in the Sample node",
-            expected="the Sample FramePack node",
-            fix=f"{family.title} samples section by section: use AnyGPU Sample FramePack.",
-        )
+        found = f"a {family.title} pipeline in the Sample node"
+        fix = f"{family.title} samples section by section: use AnyGPU Sample FramePack."
+        raise UnsupportedError(found, expected="the Sample FramePack node", fix=fix)
     recipe, final = recipe_of(pipeline, settings), final_size(settings)
     if recipe is not None and recipe.second is not None and settings.denoise == 1.0 and not pipeline.is_demo:
         progress.notify(f"one of two published passes; the second: {recipe.second.nodes}")
@@ -287,11 +279,8 @@ def sample_framepack(
     """FramePack's sampled latents; ``keeper`` is given finished sections and may know of some, ``steps`` likewise."""
     family = pipeline.spec
     if not family.recipes.sections:
-        raise UnsupportedError(
-            f"a {family.title} pipeline in the Sample FramePack node",
-            expected="a FramePack pipeline",
-            fix="Use AnyGPU Sample for this model.",
-        )
+        found = f"a {family.title} pipeline in the Sample FramePack node"
+        raise UnsupportedError(found, expected="a FramePack pipeline", fix="Use AnyGPU Sample for this model.")
     settings = replace(settings, frames=clip_frames(pipeline, framepack, settings.fps))
     settings = complete(of_checkpoint(pipeline), prompt, image, settings, progress)
     sections = family.code.sections_for(framepack, settings.frames)
@@ -329,11 +318,9 @@ def decode(
     require_family(latents.family, family, "these latents")
     expected = int(pipeline.configs["vae"].get("latent_channels", latents.samples.shape[1]))
     if latents.samples.ndim != 5 or latents.samples.shape[1] != expected:
-        raise InputError(
-            f"latents of shape {tuple(latents.samples.shape)}",
-            expected=f"(1, {expected}, T, H, W) for {family.title}",
-            fix="Decode them with the model that made them.",
-        )
+        found = f"latents of shape {tuple(latents.samples.shape)}"
+        fix = "Decode them with the model that made them."
+        raise InputError(found, expected=f"(1, {expected}, T, H, W) for {family.title}", fix=fix)
     chosen = form or DecodeRequest(method)
     smallest = chosen.method in ("auto", "streaming", "cpu", DRAFT)
     hint = "" if smallest else "set method to auto, which continues in smaller parts"
@@ -370,11 +357,9 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
     family = pipeline.spec
     require_family(latents.family, family, "these latents")
     if family.code.upscale is None:
-        raise UnsupportedError(
-            f"upscaled latents for {family.title}",
-            expected="a model with a latent upscaler: LTX-Video, HunyuanVideo 1.5",
-            fix="Sample at the final size.",
-        )
+        found = f"upscaled latents for {family.title}"
+        fix = "Sample at the final size."
+        raise UnsupportedError(found, expected="a model with a latent upscaler: LTX-Video, HunyuanVideo 1.5", fix=fix)
     require_finite(latents.samples, "latents")
     with running(UPSCALING, pipeline, progress, latents):
         release_text(pipeline, TRANSFORMER)
@@ -397,8 +382,8 @@ def with_decode_noise(
     return replace(latents, extra={**latents.extra, **asked}) if asked else latents
 
 
-def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, run: Callable[[], Latents]) -> Latents:
-    """Return the result of ``run``; retries in fp32 after broken values, and with more room after a shortage."""
+def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, draw: Callable[[], Latents]) -> Latents:
+    """Return the result of ``draw``; retries in fp32 after broken values, and with more room after a shortage."""
     more_room = make_room_and_retry(pipeline, progress, message=SAMPLING.again)
 
     def again(error: BaseException) -> bool:
@@ -410,7 +395,7 @@ def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, r
         fit_offload(pipeline, "sampling", size, progress, asked)
         for attempt in retries(again, catches=(RuntimeError, MemoryError, NotFinite)):
             with attempt, sampling_speed(pipeline, settings, progress):
-                latents = run()
+                latents = draw()
     return latents
 
 
@@ -474,9 +459,9 @@ def _explained(
         return gone(device, silent)
     if isinstance(error, PackError) or hasattr(error, EXPLAINED):
         return None
-    for one in (error, error.__cause__):  # which transformers makes a ValueError of
-        if one is not None and is_shortage(one):
-            return explain_shortage(one, pipeline, stage.title, size, hint, device)
+    for cause in (error, error.__cause__):  # transformers raises a ValueError from a shortage
+        if cause is not None and is_shortage(cause):
+            return explain_shortage(cause, pipeline, stage.title, size, hint, device)
     if isinstance(error, (*UNEXPECTED, ImportError)):
         return _unexpected(error, stage, pipeline.model.source, device)
     return None

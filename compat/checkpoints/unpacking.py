@@ -34,17 +34,19 @@ class Packing(NamedTuple):
 
 
 def unpacked(codec: str, stored: Tensor, sides: Sides, group: int, dtype: torch.dtype) -> Tensor:
-    """Dense rows (N, K) as ``dtype``, computed in fp32 some rows at a time and rounded once, where the packed ones are.
+    """Dense rows (N, K) as ``dtype`` on the device of ``stored``, computed in fp32 and rounded once. A ``codec`` of
+    :data:`PACKINGS` takes some rows at a time, a GGUF type all at once.
 
-    ``codec`` is of :data:`PACKINGS`, or a GGUF type; ``stored`` (N, elements); ``sides`` as :func:`laid_out` gives
-    them; ``group`` the columns that were rotated together."""
+    ``stored`` (N, elements); ``sides`` as :func:`laid_out` gives them; ``group`` the columns rotated together."""
     packing, rows = PACKINGS.get(codec), stored.shape[0]
     if packing is None:
         return _blocks(stored, codec).to(dtype)
     columns = stored.shape[1] * packing.values
     if rows > 1 and rows * columns > VALUES:
-        count, dense = max(1, VALUES // columns), torch.empty((rows, columns), dtype=dtype, device=stored.device)
-        for part in (slice(first, first + count) for first in range(0, rows, count)):
+        dense = torch.empty((rows, columns), dtype=dtype, device=stored.device)
+        count = max(1, VALUES // columns)
+        for first in range(0, rows, count):
+            part = slice(first, first + count)
             dense[part] = unpacked(codec, stored[part], rows_of(sides, rows, part), group, dtype)
         return dense
     values = packing.unpack(stored, sides)

@@ -196,7 +196,7 @@ def _viewed(
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # and it is never written to
         flat = torch.frombuffer(pages, dtype=stored, count=entry.total_bytes // stored.itemsize, offset=entry.start)
     if dtype is None or dtype == stored or not stored.is_floating_point:
-        flat.untyped_storage().pages = pages, entry.start, entry.end  # type: ignore[attr-defined]
+        flat.untyped_storage().pages = pages, entry.start, entry.end  # type: ignore[attr-defined]  # for release_pages
         advance(entry.total_bytes)
         return flat.view(entry.shape)
     tensor = torch.empty(entry.shape, dtype=dtype)

@@ -171,9 +171,9 @@ def work_of(function: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, 
     name = function.__name__.partition(".")[0]
     if function.is_view or name.startswith(FREE):
         return 0.0, 0
-    count: Callable[..., Any] | None = flop_registry.get(function.overloadpacket)
+    flops_of: Callable[..., Any] | None = flop_registry.get(function.overloadpacket)
     sizes = [arg for arg in args if not isinstance(arg, torch.dtype)]  # the dtype of a result is no size of a product
-    flops = 0.0 if count is None else float(count(*sizes, **(kwargs or {}), out_val=result))
+    flops = 0.0 if flops_of is None else float(flops_of(*sizes, **(kwargs or {}), out_val=result))
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if name.removeprefix("new_").startswith(WRITE_ONLY):

@@ -146,12 +146,12 @@ class GroupHooks:
             return [found[index] for index in range(len(found))]
         missed = group not in self._ahead
         if missed:
-            comes = sum(other.total_bytes for other in (group, *self._ahead) if other not in self._stays)
-            full = self.room_bytes is not None and comes > self.room_bytes
-            if self._missed or full:
-                self._ahead.clear()  # another order than the last time; one group out of turn is not another order
+            needed = sum(other.total_bytes for other in (group, *self._ahead) if other not in self._stays)
+            # Two groups out of turn, one after the other, are another order than last time; a single one is not.
+            if self._missed or (self.room_bytes is not None and needed > self.room_bytes):
+                self._ahead.clear()
             self._ahead[group] = self._copy(group, group.layout, self.copies)
-        self._missed = missed and not starts
+        self._missed = missed and not starts  # nothing comes ahead of the first group of a forward
         memory, arrived = self._ahead.pop(group)
         with self.memory_stats.moving(0, self.device):
             self.copies.wait_for(arrived)

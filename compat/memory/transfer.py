@@ -196,10 +196,11 @@ def move(
     keep: bool = False,
     shared: bool = False,
 ) -> None:
-    """Move ``module`` to ``device``, tensor by tensor, reporting bytes and obeying a cancel, of a large one by slices.
+    """Move ``module`` to ``device`` tensor by tensor, reporting bytes; a cancel, obeyed between tensors and slices of a
+    large one, or a failure leaves everything where it was.
 
-    A cancel or a failure puts everything back, in memory that is ``shared`` onto the host. With ``keep`` all host
-    weights stay in host memory, as views of a file always do, and later take the place of their copies again."""
+    ``shared``: host and device share one memory, so an original goes as soon as its copy is there, and a cancel leaves
+    everything on the host. ``keep``: all host weights stay, as views of a file always do, and later replace copies."""
     away = [tensor for tensor in tensors_of(module) if tensor.device != device]
     if not away:
         return
@@ -213,20 +214,22 @@ def move(
     try:
         with torch.inference_mode(False), torch.no_grad():
             for tensor, data, is_copy in way:
-                done, copied = done + tensor.nbytes, copied + tensor.nbytes * is_copy
+                done += tensor.nbytes
+                copied += tensor.nbytes if is_copy else 0
                 set_data(tensor, data)
                 if shared:
-                    del origins[id(tensor)], data
+                    del origins[id(tensor)], data  # the last that holds the original
                 if progress is not None:
-                    progress.step(done, total, ProgressStage("moving", f"{label} {amount(done, total)}", True))
+                    progress.step(done, total, ProgressStage("moving", f"{label} {amount(done, total)}", counted=True))
                     progress.check()
     except BaseException:
         if not shared:
             module.__dict__[KEPT] = kept
         with torch.inference_mode(False), torch.no_grad():
             put_back(origins.values())
-            if shared:
-                for tensor, data, _ in _data_at_home(module, [t for t in away if t.device.type != HOST.type], None):
+            if shared:  # those that had moved
+                moved = [tensor for tensor in away if tensor.device.type != HOST.type]
+                for tensor, data, _ in _data_at_home(module, moved, None):
                     set_data(tensor, data)
         raise
     if memory_stats is not None:
@@ -256,10 +259,11 @@ def _copies_on(
 def _data_at_home(
     module: nn.Module, away: list[torch.Tensor], check: Callable[[], None] | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """Each tensor with its data in host memory, the host weight that was kept or a copy, and whether it is a copy."""
+    """Each tensor with its data in host memory, the host weight that was kept, no longer from here on, or a copy, and
+    True for a copy."""
     kept = module.__dict__.get(KEPT, {})
     kinds = {(tensor.device, tensor.dtype) for tensor in away if id(tensor) not in kept}
-    ways = {kind: transfer_for(*kind) for kind in kinds}  # weights that come back damaged would go out again so
+    ways = {kind: transfer_for(*kind) for kind in kinds}  # before any moves: a damaged weight would stay damaged
     for tensor in away:
         if check is not None:
             check()

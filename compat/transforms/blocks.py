@@ -261,15 +261,16 @@ def is_plain_linear(layer: Any, forward: Callable[..., Any] | None = None) -> bo
 
 def _projected(block: Any, attention: Tensor, normed: Tensor) -> Tensor:
     """``proj_out`` of attention's result next to the activated ``proj_mlp`` of ``normed``; all (B, N, features).
-    No epilogue writes into columns of a wider tensor: with one the second matmul adds to the first."""
-    ops, mlp, last = getattr(block, OPS), block.proj_mlp, block.proj_out
-    if not (ops.epilogue and is_plain_linear(mlp) and ops.is_plain(last)):
-        return block.proj_out(_joined(attention, block.act_mlp, block.proj_mlp(normed)))
-    with weights_on(block.proj_mlp, like=normed) as (weight, bias):
+    A matmul with GELU in its epilogue cannot write beside attention's result in one tensor, so each of the two is
+    multiplied by its columns of ``proj_out``, and the products are added."""
+    ops, mlp, out = getattr(block, OPS), block.proj_mlp, block.proj_out
+    if not (ops.epilogue and is_plain_linear(mlp) and ops.is_plain(out)):
+        return out(_joined(attention, block.act_mlp, mlp(normed)))
+    with weights_on(mlp, like=normed) as (weight, bias):
         hidden = linear_gelu(normed, weight, bias, form=ops.form)
-    with weights_on(block.proj_out, like=hidden) as (weight, bias):
-        first, last = weight.split([attention.shape[-1], hidden.shape[-1]], dim=1)
-        return ops.summed(hidden, last, bias, attention, first)
+    with weights_on(out, like=hidden) as (weight, bias):
+        for_attention, for_hidden = weight.split([attention.shape[-1], hidden.shape[-1]], dim=1)
+        return ops.summed(hidden, for_hidden, bias, attention, for_attention)
 
 
 def _joined(attention: Tensor, activation: Any, hidden: Tensor) -> Tensor:

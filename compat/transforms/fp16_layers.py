@@ -79,21 +79,25 @@ def scales_for(size: Tensor, reach: float) -> Tensor:
 
 
 def fp32_linear(layer: Any, x: Tensor) -> Tensor:
-    """The product of ``layer`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16."""
+    """The product of ``layer`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16, which a
+    layer that reads the residual takes for divided by RESIDUAL_SCALE."""
     settings: LayerSettings = getattr(layer, SETTINGS)
-    held = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
-    left = held if settings.leaves else None
+    scale_of_values = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
+    left = scale_of_values if settings.leaves else None
     if left is not None:
-        layer.__dict__[SCALE], held = left, None
-    if settings.residual and not settings.divided and x.dtype is not HALF:
-        # x is read only once; a small value loses less than fp16 rounds in rows whose values are around 0.03 and more.
-        x = torch.mul(x, 1 / RESIDUAL_SCALE, out=torch.empty_like(x, dtype=HALF))
-    total: Any = RESIDUAL_SCALE if settings.residual else held
+        layer.__dict__[SCALE] = left
+    total: Any = None if settings.leaves else scale_of_values
+    if settings.residual:
+        total = RESIDUAL_SCALE
+        if not settings.divided and x.dtype is not HALF:
+            # x is read only once; a small value loses less than fp16 rounds in rows with values around 0.03 and more.
+            x = torch.mul(x, 1 / RESIDUAL_SCALE, out=torch.empty_like(x, dtype=HALF))
     if not settings.fp32_output or x.dtype is not HALF:
         scale = row_scales(x, 1.0 if settings.fp32_output else settings.reach)
         x, total = to_fp16(x, scale), scale if total is None else scale * total
     with weights_on(layer, like=x) as (weight, bias):
-        bias = bias if bias is None or left is None else bias.float() / left
+        if bias is not None and left is not None:
+            bias = bias.float() / left
         if settings.fp32_output:
             return fp32_product(x, weight, bias, total)
         y = functional.linear(x, weight)

@@ -144,7 +144,7 @@ def gelu_fault(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> FusionPoints:
-    """Rewrite every known block of ``transformer`` in place, on the host without offload; returns what was done.
+    """Rewrite every known block of ``transformer``, which is on the host without offload, and return what was done.
     ``epilogue``: products may end in GELU, as :func:`gelu_fault` says."""
     fused, whole = FusionPoints(form, epilogue=epilogue), True
     for block in transformer_blocks(transformer):
@@ -261,6 +261,7 @@ def is_rms_norm(norm: Any) -> bool:
 
 
 def _unfit_attention(attention: Any) -> str:
+    """The reason why the norms of ``attention`` cannot be fused with its rotary embedding; empty where they can."""
     names = ("norm_q", "norm_k", *(TEXT if getattr(attention, "add_q_proj", None) is not None else ()))
     norms: list[Any] = [getattr(attention, name, None) for name in names]
     for name, norm in zip(names, norms, strict=True):
@@ -269,7 +270,7 @@ def _unfit_attention(attention: Any) -> str:
     if len({norm.eps for norm in norms}) != 1:
         return "its norms differ in eps"
     width = norms[0].weight.shape[0] if norms[0].weight is not None else 0
-    return f"rotary embedding turns pairs, and a head is {width} wide" if width % 2 else ""
+    return f"rotary embedding turns pairs, and {names[0]} is {width} wide" if width % 2 else ""
 
 
 _LTX, _VIDEO, _VIDEO15 = "transformer_ltx.", "transformer_hunyuan_video.", "transformer_hunyuan_video15."

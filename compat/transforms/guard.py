@@ -168,18 +168,19 @@ def _own(given: Mapping[str, Any], results: Any) -> Sample | None:
     """One of our operations on the host: of 64 tokens, or of the last group or row of a clip, with its border."""
     function, first = given["function"], given["args"][0]
     operands = {each.name: given[each.name] for each in function._schema.arguments}
-    sampled = _some_tokens if first.ndim < 5 else _last_of_clip
-    kept, cut = sampled(operands, [each for each in tree_leaves(results) if each.numel()])
-    if sum(each.numel() for each in cut) > WHOLE:
+    sample = _some_tokens if first.ndim < 5 else _last_of_clip
+    kept, cut = sample(operands, [result for result in tree_leaves(results) if result.numel()])
+    if sum(result.numel() for result in cut) > WHOLE:
         return None
-    founds = [*map(_exact, cut)]
-    exacts = [each.double() for each in tree_leaves(function(*tree_map_only(Tensor, _exact, [*kept.values()])))]
-    if "room" in kept and len(founds) > 1:  # the next power of two is right too
-        step = founds.pop() / exacts.pop()
-        founds[0] *= step.where((step >= 0.5) & (step <= 2), math.nan)
-    size = torch.cat([each.abs().amax().expand(each.numel()) for each in exacts if each.numel()])
-    found, exact = (torch.cat([each.flatten() for each in side]) for side in (founds, exacts))
-    return found, exact, size, 10 * exact.numel()
+    found = [*map(_exact, cut)]
+    computed = tree_leaves(function(*tree_map_only(Tensor, _exact, [*kept.values()])))
+    exact = [result.double() for result in computed if result.numel()]
+    if "room" in kept and len(found) > 1:  # the last result is a power of two that divides rows: a neighbour is right
+        step = found.pop() / exact.pop()
+        found[0] *= step.where((step >= 0.5) & (step <= 2), math.nan)
+    size = torch.cat([result.abs().amax().expand(result.numel()) for result in exact])
+    both = [torch.cat([result.flatten() for result in side]) for side in (found, exact)]
+    return both[0], both[1], size, 10 * size.numel()
 
 
 def _some_tokens(operands: dict[str, Any], results: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
@@ -368,11 +369,9 @@ class Guard(TorchDispatchMode):
                     return path
             except Exception as error:
                 log.debug("%s by %s: %s", key, path, first_line(error))
-        raise UnsupportedError(
-            f"{key} is wrong on this device, however it is computed",
-            expected="a device that computes right",
-            fix="Update the driver and torch, or choose another device.",
-        )
+        found = f"{key} is wrong on this device, however it is computed"
+        fix = "Update the driver and torch, or choose another device."
+        raise UnsupportedError(found, expected="a device that computes right", fix=fix)
 
 
 def _size_class(name: str, args: Any, output: Tensor) -> str:

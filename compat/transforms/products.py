@@ -58,7 +58,7 @@ def multiply_as_stored(module: nn.Module, formats: tuple[torch.dtype, ...]) -> t
 
 def product(layer: Any, x: Tensor) -> Tensor | None:
     """The output of a packed ``layer`` in the dtype of ``x``; None where its product does not suit it.
-    Peak extra memory: ``x`` in 8 bits and the output in fp32."""
+    Peak extra memory of torch's: twice ``x`` in fp32, or ``x`` in 8 bits and the output in 32, which int8 has twice."""
     rows = x.reshape(-1, x.shape[-1])
     sizes = (layer.in_features, layer.out_features)
     adapted = bool(getattr(layer, "weight_function", None))
@@ -67,23 +67,25 @@ def product(layer: Any, x: Tensor) -> Tensor | None:
     stored: Tensor = layer.stored
     if stored.dtype is torch.int8 and kitchen():
         return _by_kitchen(layer, x)
-    # A rotation adds up to sixteen times as much as fp16 may hold, so it is done in fp32.
-    wide = rotated(rows.float(), layer.group) if layer.group else rows
+    # A rotation may make a value sixteen times as large, which fp16 may not hold, so it is done in fp32.
+    turned = rotated(rows.float(), layer.group) if layer.group else rows
     largest = LARGEST[stored.dtype]
-    scale = (wide.abs().amax(1, keepdim=True).float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
-    small = wide.float() / scale
+    scale = (turned.abs().amax(1, keepdim=True).float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
+    narrow = turned.float() / scale
+    del turned
     if stored.dtype is torch.int8:
-        wide = torch._int_mm(small.round().to(torch.int8), stored.t()).float()
+        narrow = narrow.round_().to(torch.int8)
+        y = torch._int_mm(narrow, stored.t()).float()
     else:
         one = torch.ones((), device=x.device)
-        narrow = small.clamp(-largest, largest).to(stored.dtype)
-        wide = torch._scaled_mm(narrow, stored.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
-    wide = wide.mul_(scale)
+        narrow = narrow.clamp_(-largest, largest).to(stored.dtype)
+        y = torch._scaled_mm(narrow, stored.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    y.mul_(scale)
     if "scale" in layer.sides:
-        wide = wide.mul_(layer.scale.float().view(1, -1))
+        y.mul_(layer.scale.float().view(1, -1))
     if layer.bias is not None:
-        wide = wide.add_(layer.bias.float())
-    return wide.to(x.dtype).view(*x.shape[:-1], layer.out_features)
+        y.add_(layer.bias.float())
+    return y.to(x.dtype).view(*x.shape[:-1], layer.out_features)
 
 
 @cache

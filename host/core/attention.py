@@ -221,11 +221,11 @@ class Heads:
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, named: dict[str, Any]) -> Heads:
         """The operands that core gave as (B, N, H * D), or as (B, H, N, D) with ``skip_reshape``."""
-        heads = named["heads"]
         if not named.get("skip_reshape"):
-            width = query.shape[-1] // heads
-            apart = (tensor.flatten(2).unflatten(-1, (-1, width)) for tensor in (query, key, value))
-            query, key, value = (tensor.transpose(1, 2) for tensor in apart)
+            width = query.shape[-1] // named["heads"]
+            # core takes keys and values as (B, N, H, D) too
+            split = (tensor.flatten(2).unflatten(-1, (-1, width)) for tensor in (query, key, value))
+            query, key, value = (tensor.transpose(1, 2) for tensor in split)
         if key.shape[1] != query.shape[1]:
             times = query.shape[1] // key.shape[1]
             key, value = (each.repeat_interleave(times, 1) for each in (key, value))

@@ -203,12 +203,11 @@ def packed_fit(
     network: nn.Module, facts: DeviceFacts, answers: Answers, safe: bool = False, choice: str = AUTO
 ) -> PackedFit:
     """Choose the paths of the packed layers of ``network``; ``safe``: it computes around an fp32 stream."""
-    layers = list(packed_layers(network))
-    counts = Counter(str(getattr(layer, "quant_format", "") or "unnamed") for layer in layers)
-    multiplied = {layer.quant_format for layer in layers if multiplies_packed(layer)}
-    coarse = {layer.quant_format for layer in layers if _is_coarse(layer)} - multiplied
+    formats = {layer: str(getattr(layer, "quant_format", "") or "unnamed") for layer in packed_layers(network)}
+    multiplied = {layer_format for layer, layer_format in formats.items() if multiplies_packed(layer)}
+    coarse = {layer_format for layer, layer_format in formats.items() if _is_coarse(layer)} - multiplied
     paths, decisions = dict[str, str](), list[Decision]()
-    for layer_format, count in counts.items():
+    for layer_format, count in Counter(formats.values()).items():
         if layer_format not in FORMATS:
             decisions.append(Decision(f"{count} {layer_format} layers", "left as they are", "not a format known here"))
             continue

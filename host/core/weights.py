@@ -170,6 +170,7 @@ class LoadedWeights:
 
     @classmethod
     def of(cls, patcher: Any) -> LoadedWeights:
+        """The weights of the network of ``patcher``, every tensor of which the first call reads."""
         known: LoadedWeights = _known.setdefault(patcher.model, cls())
         if not known.first:
             known.owners = {name: id(module) for name, module, _ in tensors_of(patcher.model)}

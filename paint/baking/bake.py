@@ -25,6 +25,7 @@ MIN_COSINE = math.cos(math.radians(75))
 DEPTH_TOLERANCE = 3e-3  # units of the frame, for a texel to be the surface that the camera sees
 SEEN_BEFORE = 0.99  # of a view's texels: it adds nothing then
 DOUBTED = 1e-4  # weight of a pixel near an edge, against 1: it counts where nothing better is
+LEAST_SHARE = 1e-6  # of a pixel, for a texel to be seen by it: less is rounding
 POINTS_AT_ONCE = 1 << 20
 SIZES = (16, 8192)
 CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))  # down, right
@@ -112,11 +113,11 @@ def bake(
         picture = pictures[index, ..., :3].to(uvs.device, torch.float32)
         colour, cosine, trust = project(surface, view, picture, texels, settings.exact)
         weight = camera.weight * cosine**table.frame.exponent * trust
-        sure = (weight > 0) & (trust == 1)
-        seen = float((sure & (total > 0)).sum()) > SEEN_BEFORE * float(sure.sum())
-        if table.frame.skips and seen and bool(sure.any()):
-            skipped.append(index)
-            continue
+        if table.frame.skips:
+            sure = (weight > 0) & (trust == 1)
+            if int((sure & (total > 0)).sum()) > SEEN_BEFORE * int(sure.sum()):  # never where it is sure of nothing
+                skipped.append(index)
+                continue
         total += weight
         colours += colour * weight[..., None]
     painted = total > 0
@@ -235,34 +236,35 @@ def scattered(
 
     The sums are made in no fixed order on a GPU: their last digits may differ from run to run."""
     surface, uvs = surface.with_uvs()
-    mixed = blended(view, picture.shape[0])
-    picture = picture if exact else rim_cleaned(picture, view)
+    pixel = view.shown.pixel
+    sure = trusted(view, exact, view.size).view(-1)[pixel]
+    if exact:
+        trust = sure.to(picture.dtype)
+    else:
+        mixed = blended(view, picture.shape[0]).view(-1)[pixel]
+        trust = torch.where(mixed, 0.0, torch.where(sure, 1.0, DOUBTED))
+        picture = rim_cleaned(picture, view)
     if picture.shape[:2] != (view.size, view.size):
         resized = F.interpolate(picture.movedim(-1, 0)[None], (view.size, view.size), mode="bilinear", antialias=True)
         picture = resized[0].movedim(0, -1)
     towards = torch.tensor(view.camera.axes()[2], device=picture.device)
-    sure = trusted(view, exact, view.size).view(-1)[view.shown.pixel]
-    trust = sure.to(picture.dtype) if exact else torch.where(sure, 1.0, DOUBTED)
-    if not exact:
-        trust = torch.where(mixed.view(-1)[view.shown.pixel], 0.0, trust)
-    sums = picture.new_zeros((texels.size**2, 6))
+    sums = picture.new_zeros((texels.size**2, 6))  # colour and cosine by trust, trust, and shares of trusted pixels
     for part in torch.arange(trust.shape[0], device=trust.device).split(POINTS_AT_ONCE):
-        shown = Fragments(view.shown.pixel[part], view.shown.face[part], view.shown.weights[part])
+        shown = Fragments(pixel[part], view.shown.face[part], view.shown.weights[part])
         normals = F.normalize(shown.interpolated(surface.vertex_normals, surface.faces), dim=1)
         # the pixel shows this face: turned away, its winding is wrong
         cosine = normals @ towards if exact else (normals @ towards).abs()
-        weight = torch.where(cosine >= MIN_COSINE, trust[part], 0)
-        colour = picture.reshape(-1, 3)[shown.pixel]
-        values = torch.cat((colour, cosine[:, None], torch.ones_like(weight)[:, None]), dim=1) * weight[:, None]
-        values = torch.cat((values, (weight > 0).to(values.dtype)[:, None]), dim=1)
+        weight = torch.where(cosine >= MIN_COSINE, trust[part], 0)[:, None]
+        seen = torch.cat((picture.reshape(-1, 3)[shown.pixel], cosine[:, None]), dim=1)
+        values = torch.cat((seen * weight, weight, (weight > 0).to(weight.dtype)), dim=1)
         _splat(sums, texel_places(shown.interpolated(uvs, surface.faces), texels.size, exact), values, texels.size)
+    seen, weight, pixels = sums.split((4, 1, 1), dim=1)
+    tiny, shape = torch.finfo(sums.dtype).tiny, (texels.size, texels.size)
     # weighed by trust, a doubted pixel does not dilute the colour of a sure one beside it
-    mean = sums[:, :4] / sums[:, 4:5].clamp(min=torch.finfo(sums.dtype).tiny)
-    trusted_share = sums[:, 4] / sums[:, 5].clamp(min=torch.finfo(sums.dtype).tiny)
-    hit_texels = sums[:, 5] > 1e-6 if not exact else sums[:, 5] > 0
-    mean, level = torch.where(hit_texels[:, None], mean, 0), torch.where(trusted_share > 0.5, 1.0, DOUBTED)
-    shape = (texels.size, texels.size)
-    return mean[:, :3].view(*shape, 3), mean[:, 3].view(shape), (torch.ones_like(level) if exact else level).view(shape)
+    mean = torch.where(pixels > (0 if exact else LEAST_SHARE), seen / weight.clamp(min=tiny), 0)
+    mostly_sure = weight / pixels.clamp(min=tiny) > 0.5
+    level = torch.ones_like(weight) if exact else torch.where(mostly_sure, 1.0, DOUBTED)
+    return mean[:, :3].view(*shape, 3), mean[:, 3].view(shape), level.view(shape)
 
 
 def _splat(sums: Tensor, places: Tensor, values: Tensor, size: int) -> None:

@@ -24,9 +24,10 @@ def to_core(latents: Latents) -> dict[str, Any]:
     extra = {key: value.hex() if isinstance(value, bytes) else value for key, value in latents.extra.items()}
     if isinstance(extra.get(RESOLVED), SampleSettings):  # latents without a receipt
         extra[RESOLVED] = plain(extra[RESOLVED], ("latents", "noise_mask"))
-    more = {MORE: dict(latents.more)} if latents.more else {}
-    record = {name: getattr(latents, name) for name in PLAIN}
-    return {"samples": latents.samples, KEY: {**record, "extra": extra, **more}}
+    record = {**{name: getattr(latents, name) for name in PLAIN}, "extra": extra}
+    if latents.more:
+        record[MORE] = dict(latents.more)
+    return {"samples": latents.samples, KEY: record}
 
 
 def from_core(pipeline: Pipeline, latent: Mapping[str, Any], notify: Callable[[str], None]) -> Latents:
@@ -55,11 +56,9 @@ def samples_of(latent: Mapping[str, Any]) -> torch.Tensor:
     samples = latent.get("samples")
     if not isinstance(samples, torch.Tensor) or getattr(samples, "is_nested", False) or samples.ndim != 5:
         shape = tuple(samples.shape) if isinstance(samples, torch.Tensor) and samples.ndim else type(samples).__name__
-        raise InputError(
-            f"a LATENT of {shape}",
-            expected="video latents (1, C, T, H, W)",
-            fix="Connect the latents of a video model. Image latents cannot be decoded here.",
-        )
+        found = f"a LATENT of {shape}"
+        fix = "Connect the latents of a video model. Image latents cannot be decoded here."
+        raise InputError(found, expected="video latents (1, C, T, H, W)", fix=fix)
     if samples.shape[0] != 1:
         raise InputError(
             f"a LATENT batch of {samples.shape[0]}", expected="one video", fix="Pick one with Latent From Batch."

@@ -181,7 +181,7 @@ def _sources(
 
 
 def _host_room(wanted: int, free: Callable[[], int] = host_free_bytes) -> int:
-    """Bytes of host memory that this process may take; where ``wanted`` do not fit, unused pipelines are collected."""
+    """Bytes of host memory that this process may take; if ``wanted`` does not fit, unused pipelines are collected."""
     room = free()
     if room >= wanted:
         return room

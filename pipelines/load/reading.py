@@ -79,11 +79,9 @@ def _tensors(
 def _require_sound(files: PartFiles, name: str, tensor: torch.Tensor) -> None:
     fault = fault_in_weight(name, tensor)
     if fault:
-        raise CheckpointError(
-            f"{fault} in the weight {name!r} of {str(files.entries[name].file)!r}",
-            expected="weights as published",
-            fix="Download this file again. A download that was not resumed properly can leave zeros.",
-        )
+        found = f"{fault} in the weight {name!r} of {str(files.entries[name].file)!r}"
+        fix = "Download this file again. A download that was not resumed properly can leave zeros."
+        raise CheckpointError(found, expected="weights as published", fix=fix)
 
 
 def _built_by_diffusers(files: PartFiles, progress: Progress, views: set[int]) -> nn.Module:
@@ -175,11 +173,9 @@ def _built_by_transformers(files: PartFiles, progress: Progress, views: set[int]
 def _require_same(files: PartFiles, missing: Collection[str], unexpected: Collection[str] = ()) -> None:
     if missing or unexpected:
         wrong = f"{'missing' if missing else 'unexpected'} tensors {listed(sorted(missing or unexpected))}"
-        raise CheckpointError(
-            f"{wrong} in the {files.name} of {str(files.folder)!r}",
-            expected=f"the tensors of {files.cls} as config.json describes it",
-            fix="Download config.json and weights from the same place.",
-        )
+        found = f"{wrong} in the {files.name} of {str(files.folder)!r}"
+        fix = "Download config.json and weights from the same place."
+        raise CheckpointError(found, expected=f"the tensors of {files.cls} as config.json describes it", fix=fix)
 
 
 def _require_shape(files: PartFiles, name: str, shape: tuple[int, ...]) -> None:
@@ -340,11 +336,9 @@ def _require_castable(part: PartFiles, choice: str, device: torch.device) -> Non
     """Raise where ``device`` would widen the fp16 weights of a file wrongly; bf16 has its integer route."""
     half = choice in ("as in file", "fp16") and any(entry.dtype == "F16" for entry in part.entries.values())
     if half and part.dtype is not torch.float16 and _casts_wrongly(device, torch.float16):
-        raise UnsupportedError(
-            f"weights {choice!r} of a file in fp16, which {device} casts wrongly",
-            expected="a device that casts fp16 to fp32 and back correctly",
-            fix="Choose weights auto, which casts them on the host.",
-        )
+        found = f"weights {choice!r} of a file in fp16, which {device} casts wrongly"
+        fix = "Choose weights auto, which casts them on the host."
+        raise UnsupportedError(found, expected="a device that casts fp16 to fp32 and back correctly", fix=fix)
 
 
 def _stored(part: PartFiles, choice: str, device: torch.device) -> PartFiles:

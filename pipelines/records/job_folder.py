@@ -37,7 +37,7 @@ MOST_NOTE_BYTES = 16 * 1024**2
 INPUTS = (".png", ".jpg", ".jpeg", ".webp", ".mp4", ".glb", ".obj", ".ply", ".stl")
 MOST_INPUT_BYTES = 500_000_000
 KEY = re.compile(r"[0-9a-f]{16,64}")
-NAME = re.compile(r"[\w][\w .-]{0,99}")
+NAME = re.compile(r"\w[\w .-]{0,99}")
 SUFFIXES = (".mp4", ".png", ".glb")
 SILENT_SECONDS = 60.0  # without a word, after which a driver, which writes every few, has ended
 
@@ -68,11 +68,12 @@ class JobFolder:
         return [path for *_, path in sorted(dated)]
 
     def write_jobs(self, name: str, lines: Iterable[str]) -> Path:
-        """The file of ``lines``, each a job; raises InputError for a name that no file can have."""
+        """Write ``lines``, each a job, as the file ``name``; InputError for a name that some systems do not take."""
         if not NAME.fullmatch(name) or len(name.encode()) > MOST_NAME_BYTES:
             raise InputError(
                 f"the name {name!r} for jobs",
-                expected=f"letters, digits, spaces, dots, - and _, 100 and {MOST_NAME_BYTES} bytes at most",
+                expected="a letter, digit or _, then letters, digits, spaces, dots, - and _: "
+                f"at most 100 characters and {MOST_NAME_BYTES} bytes",
                 fix="Choose another name, such as foxes.",
             )
         path = self.root / f"{name}{JOBS}"
@@ -103,11 +104,8 @@ class JobFolder:
                 fix="Queue the jobs again with AnyGPU Queue Jobs, which copies their files there.",
             )
         if path.stat().st_size > MOST_INPUT_BYTES:
-            raise CheckpointError(
-                f"{path.stat().st_size} bytes in {name!r}",
-                expected=f"{MOST_INPUT_BYTES} at most",
-                fix="Make it smaller.",
-            )
+            found = f"{path.stat().st_size} bytes in {name!r}"
+            raise CheckpointError(found, expected=f"{MOST_INPUT_BYTES} at most", fix="Make it smaller.")
         return path
 
     def is_done(self, key: str) -> bool:
@@ -231,14 +229,12 @@ def written(path: Path) -> Iterator[Path]:
     try:
         with replacing(path) as temporary:
             yield temporary
-    except PackError:
+    except PackError:  # of the block itself; a CheckpointError is an OSError too
         raise
     except OSError as error:
-        refused = CheckpointError(
-            f"{str(path)!r} cannot be written ({first_line(error)})",
-            expected="a folder that you may write to, with room on its disk",
-            fix="Free space there, or choose another folder.",
-        )
+        found = f"{str(path)!r} cannot be written ({first_line(error)})"
+        expected = "a folder that you may write to, with room on its disk"
+        refused = CheckpointError(found, expected=expected, fix="Free space there, or choose another folder.")
         refused.errno = error.errno
         raise refused from error
 

@@ -93,14 +93,12 @@ def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str,
     """
     pooled = extra.get("pooled_output")
     if pooled is None:
-        raise InputError(
-            "CONDITIONING without a pooled CLIP vector",
-            expected="Llama states with the pooled output of CLIP-L",
-            fix="Use DualCLIPLoader with type hunyuan_video, which loads both text encoders.",
-        )
+        found = "CONDITIONING without a pooled CLIP vector"
+        fix = "Use DualCLIPLoader with type hunyuan_video, which loads both text encoders."
+        raise InputError(found, expected="Llama states with the pooled output of CLIP-L", fix=fix)
     mask, count = extra.get("attention_mask"), embeds.shape[1]
-    valid = torch.ones(1, count, dtype=torch.long) if mask is None else to_host(mask).reshape(1, -1)[:, -count:].long()
-    return trimmed({EMBEDS: to_host(embeds).float(), MASK: valid}) | {POOLED: to_host(pooled).float()}
+    mask = torch.ones(1, count) if mask is None else to_host(mask).reshape(1, -1)[:, -count:]
+    return trimmed({EMBEDS: to_host(embeds).float(), MASK: mask.long()}) | {POOLED: to_host(pooled).float()}
 
 
 def _template(pipeline: Pipeline, upstream: Any, request: PromptRequest, sight: LlavaInput | None) -> Mapping[str, Any]:

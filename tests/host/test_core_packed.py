@@ -114,6 +114,7 @@ def test_a_vae_never_falls_to_the_cpu_for_want_of_a_product(
 def test_a_packed_bank_of_experts_is_dequantised_one_expert_at_a_time(inside: Inside) -> None:
     found = inside.play("core_packed", "experts")
     assert found["alone"] == 2 and not found["products"] and not found["left"] and found["error"] <= 1e-6
+    assert [line.split(" as they are")[0] for line in found["unnamed"]] == ["1 unnamed layers left"]
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("int8 convrot", "WiseINT8"), ("float8_e4m3fn", "CoreFP8E4M3")])

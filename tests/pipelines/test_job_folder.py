@@ -118,13 +118,13 @@ def test_a_folder_that_takes_no_files_is_one_line(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=r"cannot be written .*; expected a folder"):
             write(JobFolder(tmp_path / "farm"))
-    with pytest.raises(InputError, match="200 bytes at most"):
+    with pytest.raises(InputError, match="at most 100 characters and 200 bytes"):
         JobFolder(tmp_path).write_jobs("\u72d0" * 90, [])
 
 
-@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "a\0b", "x" * 101])
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "-a", "a\0b", "x" * 101])
 def test_a_name_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
-    with pytest.raises(InputError, match="expected letters, digits"):
+    with pytest.raises(InputError, match="expected a letter, digit or _, then letters, digits, spaces"):
         JobFolder(tmp_path).write_jobs(name, ["{}"])
 
 

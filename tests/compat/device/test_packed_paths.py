@@ -100,15 +100,14 @@ def test_a_kernel_library_that_fails_is_no_backend(monkeypatch: pytest.MonkeyPat
     assert ASKED("int8_tensorwise", torch.device("cpu"))[0] == ""
 
 
-@pytest.mark.parametrize(("few", "right"), [((0.9, 0.4), True), ((12.0, 4.0), False)])
+@pytest.mark.parametrize(("few", "right"), [((0.9, 0.4), True), ((12.0, 4.0), False), ((12.0,), True)])
 def test_a_product_of_few_rows_settles_nothing_that_launches_explain(few, right, monkeypatch) -> None:
-    """An H100 took 0.9 ms for 17 rows, dequantised 0.4; only from 5 ms on does that tell of many rows."""
+    """An H100 took 0.9 ms for 17 rows, dequantised 0.4; only from 5 ms on does that tell of many rows.
+    Where dequantising does not run, core's product is taken."""
     monkeypatch.setattr(packed_paths, "WIDTH", 256)
     monkeypatch.setattr(packed_paths, "ROWS", (17, 128))
     times = iter([few, (1.0, 2.0)])
-    monkeypatch.setattr(
-        packed_paths, "milliseconds", lambda ways, *_: dict(zip(ways, next(times), strict=True)), raising=True
-    )
+    monkeypatch.setattr(packed_paths, "milliseconds", lambda ways, *_: dict(zip(ways, next(times), strict=False)))
     if right:
         assert packed_paths.product_fault(INT8, False, torch.device("cpu")) == ""
     else:

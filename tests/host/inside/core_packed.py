@@ -463,4 +463,6 @@ def experts() -> dict[str, Any]:
         calls.clear()
         with fit.attach(network), bank.bank_resident(x):
             found = bank.expert_linear(x, 1)
-    return {"alone": alone, "products": calls.total(), "error": error(found, expected), "left": left_behind(network)}
+    result = {"alone": alone, "products": calls.total(), "error": error(found, expected), "left": left_behind(network)}
+    del bank.quant_format  # as a layer of another pack may be
+    return {**result, "unnamed": [*map(str, core_packed.packed_fit(network, turing(**VOLTA).facts, {}).decisions)]}
