@@ -134,11 +134,9 @@ def jobs_named(folder: JobFolder, name: str, check: Check = lambda: None) -> Job
     files = folder.job_files()
     path = next((path for path in reversed(files) if name in ("", path.stem)), None)
     if path is None:
-        raise CheckpointError(
-            f"no jobs {name!r} in {str(folder.root)!r}" if name else f"no jobs in {str(folder.root)!r}",
-            expected="a file that AnyGPU Queue Jobs wrote",
-            fix="Queue some, or correct the name.",
-        )
+        found = f"no jobs {name!r} in {str(folder.root)!r}" if name else f"no jobs in {str(folder.root)!r}"
+        fix = "Queue some, or correct the name."
+        raise CheckpointError(found, expected="a file that AnyGPU Queue Jobs wrote", fix=fix)
     lines, keys = tuple(lines_of(path)), list[str]()
     for line in lines:
         check()
@@ -174,11 +172,8 @@ def _pause(progress: NodeProgress) -> None:
 def require_some(jobs: JobList, collected: Collected) -> None:
     if collected.failed and not collected.files:
         key, reason = next(iter(collected.failed.items()))
-        raise InputError(
-            f"no job of {jobs.name!r} is done, {len(collected.failed)} failed ({key[:12]}: {reason.rstrip('.')})",
-            expected="at least one that is done",
-            fix="Mend what it says and queue the jobs again.",
-        )
+        found = f"no job of {jobs.name!r} is done, {len(collected.failed)} failed ({key[:12]}: {reason.rstrip('.')})"
+        raise InputError(found, expected="at least one that is done", fix="Mend what it says and queue the jobs again.")
 
 
 def videos_of(collected: Collected) -> list[Any]:
@@ -332,11 +327,9 @@ def _ray_module() -> Any:
         import ray
         import ray._private.authentication.authentication_utils
     except ImportError as error:
-        raise MissingPackageError(
-            f"no ray for AnyGPU Farm ({first_line(error)})",
-            expected="the Ray and Python version of the farm",
-            fix="Install it into ComfyUI's Python: pip install ray. Or use AnyGPU Queue Jobs and a shared folder.",
-        ) from error
+        found = f"no ray for AnyGPU Farm ({first_line(error)})"
+        fix = "Install it into ComfyUI's Python: pip install ray. Or use AnyGPU Queue Jobs and a shared folder."
+        raise MissingPackageError(found, expected="the Ray and Python version of the farm", fix=fix) from error
     if not value_or(token_mode, False):
         raise UnsupportedError(
             "Ray without a token in this ComfyUI", expected="RAY_AUTH_MODE=token where ComfyUI starts", fix=FIX

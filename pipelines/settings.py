@@ -228,21 +228,16 @@ def complete(
     for name, most in (("cfg_start", 1), ("cfg_end", 1), ("denoise", 1), ("shift", MOST_SHIFT)):
         require_range(name, getattr(settings, name), 0, most)
     if settings.cfg_start > settings.cfg_end:
-        raise InputError(
-            f"cfg_start {settings.cfg_start} after cfg_end {settings.cfg_end}",
-            expected="start before end",
-            fix="Swap them.",
-        )
+        found = f"cfg_start {settings.cfg_start} after cfg_end {settings.cfg_end}"
+        raise InputError(found, expected="start before end", fix="Swap them.")
     if not 0 < settings.fps <= 240:
         raise InputError(f"fps {settings.fps}", expected="more than 0, at most 240", fix="The usual value is 24.")
     if settings.cfg <= 1.0 and prompt.has_negative:
         progress.notify(f"the negative prompt has no effect at cfg {settings.cfg:g}: it needs cfg above 1")
     if settings.cfg > 1.0 and prompt.negative is None:
-        raise InputError(
-            f"cfg {settings.cfg} without a negative prompt",
-            expected="a negative prompt, which may be an empty text",
-            fix="Connect the negative conditioning, or set cfg to 1.",
-        )
+        found = f"cfg {settings.cfg} without a negative prompt"
+        fix = "Connect the negative conditioning, or set cfg to 1."
+        raise InputError(found, expected="a negative prompt, which may be an empty text", fix=fix)
     require_choice("scheduler", settings.scheduler, SCHEDULERS, "Choose auto.", f" for {family.title}")
     if image is not None:
         require_family(image.family, family, "an image condition")
@@ -301,8 +296,6 @@ def report_unused(family: FamilySpec, request: Any, names: tuple[str, ...], prog
 def require_family(given: str, family: FamilySpec, subject: str) -> None:
     """Raise when ``given`` is another family than the one that is loaded."""
     if given != family.id:
-        raise InputError(
-            f"{subject} made for {given!r}",
-            expected=f"made for {family.id!r}",
-            fix=f"Connect the {family.title} pipeline's own nodes all the way, or load the {given} model.",
-        )
+        found = f"{subject} made for {given!r}"
+        fix = f"Connect the {family.title} pipeline's own nodes all the way, or load the {given} model."
+        raise InputError(found, expected=f"made for {family.id!r}", fix=fix)

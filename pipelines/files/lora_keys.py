@@ -99,11 +99,9 @@ def matched(
         unmatched += [key for key in keys if key not in used]
         pairs |= pairs_here
     if not pairs:
-        raise CheckpointError(
-            f"none of {len(tensors)} keys of {path.name!r} match, such as {listed(sorted(tensors))}",
-            expected=f"a LoRA for the transformer of {family.title}",
-            fix="Choose a LoRA trained for this model.",
-        )
+        found = f"none of {len(tensors)} keys of {path.name!r} match, such as {listed(sorted(tensors))}"
+        fix = "Choose a LoRA trained for this model."
+        raise CheckpointError(found, expected=f"a LoRA for the transformer of {family.title}", fix=fix)
     wanted = set(chosen(blocks, pairs, layers))
     kept = {name: pair for name, pair in pairs.items() if name in wanted}
     return Match(
@@ -120,11 +118,8 @@ def chosen(blocks: str, names: Iterable[str], layers: Iterable[str] = ()) -> lis
     tests = [_term(term.strip().lower(), list(layers)) for term in blocks.split(",") if term.strip()]
     kept = [name for name in names if any(test.fullmatch(name) for test in tests)]
     if not kept:
-        raise InputError(
-            f"blocks {blocks!r} leaves none of {len(names)} layers",
-            expected="blocks that the LoRA has",
-            fix="Empty means all of them.",
-        )
+        found = f"blocks {blocks!r} leaves none of {len(names)} layers"
+        raise InputError(found, expected="blocks that the LoRA has", fix="Empty means all of them.")
     return kept
 
 
