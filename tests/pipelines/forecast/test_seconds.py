@@ -149,7 +149,7 @@ def test_a_run_is_kept_beside_its_forecast_and_corrects_the_next(tiny_folder, tm
 
 def test_a_mode_that_copies_more_takes_longer(tiny_folder, monkeypatch):
     monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: PACE)
-    monkeypatch.setattr("anygpu.pipelines.forecast.times.link_of", lambda *_: 1e6)
+    monkeypatch.setattr("anygpu.pipelines.forecast.times.link_of", lambda *_, **__: 1e6)
     pipeline = load(LoadRequest(build("hunyuan_video", tiny_folder), device="cpu"))
     run = forecast.planned_run(pipeline, Size(64, 64, 5))
     none, model, group, sequential = (
