@@ -379,8 +379,8 @@ def _patches_on(patches: Iterator[tuple[nn.Module, str, Any]]) -> Iterator[None]
 def lost_masks(network: nn.Module, attention: Attention) -> Iterator[tuple[nn.Module, str, Any]]:
     """(module, attribute, what it becomes) of each attention whose causal mask core lost.
 
-    They are recognised by their projections in a network of 3-D convolutions: 1x1x1 convolutions, or one Linear for
-    queries, keys and values with normalised heads.
+    They are recognised by their projections in a network of 3-D convolutions: bare 1x1x1 convolutions (a module around
+    one, as in Cosmos, attends within a frame), or one Linear for queries, keys and values with normalised heads.
 
     Source:
         Tencent-Hunyuan/HunyuanVideo and -1.5: prepare_causal_attention_mask in the middle block.
@@ -393,7 +393,7 @@ def lost_masks(network: nn.Module, attention: Attention) -> Iterator[tuple[nn.Mo
             continue  # another pack's attention, which may have masks of its own
         if _is_over_frames(module):
             yield module, "forward", functools.partial(_causal_in_time, module, attention)
-        elif hasattr(module, "optimized_attention") and _is_3d(getattr(module, "q", None)):
+        elif hasattr(module, "optimized_attention") and isinstance(getattr(module, "q", None), nn.Conv3d):
             yield module, "optimized_attention", functools.partial(_causal_frames, attention)
 
 
@@ -435,5 +435,5 @@ def _is_over_frames(module: Any) -> bool:
     )
 
 
-def _is_3d(projection: Any) -> bool:
-    return any(isinstance(module, nn.Conv3d) for module in projection.modules()) if projection is not None else False
+def _is_3d(network: nn.Module) -> bool:
+    return any(isinstance(module, nn.Conv3d) for module in network.modules())

@@ -136,7 +136,7 @@ def gathered(
     shows = (view.ids >= 0) & ~blended(view, picture.shape[0])
     depth = view.image(view.depth, background=-math.inf)
     sight = _Sight(view, depth, sure=sure, pure=shows, cosines=cosines)
-    picture = picture if exact else rim_cleaned(picture, view)
+    picture = _resized(picture, view.size) if exact else rim_cleaned(picture, view)
     size, count = texels.size, texels.place.shape[0]
     colour, cosine, trust = (picture.new_zeros((size * size, *tail)) for tail in ((3,), (), ()))
     for first in range(0, count, POINTS_AT_ONCE):
@@ -212,7 +212,9 @@ def rim_cleaned(picture: Tensor, view: View) -> Tensor:
 
 
 def _sampled(picture: Tensor, places: Tensor, size: int, exact: bool) -> Tensor:
-    """(P, 3): bilinear colours at ``places`` (P, 2), pixels of a view of ``size``, of a picture of any size."""
+    """(P, 3): bilinear colours at ``places`` (P, 2), pixels of a view of ``size``, of a picture of any size.
+
+    With ``exact`` of that size alone."""
     height, width = picture.shape[:2]
     scale = torch.tensor((width, height), device=places.device) / size
     # two pictures of one field of view agree at their edges, not at the centres of their first pixels
@@ -227,6 +229,13 @@ def _sampled(picture: Tensor, places: Tensor, size: int, exact: bool) -> Tensor:
     upper = flat[index] * (1 - share[:, 0]) + flat[index + 1] * share[:, 0]
     lower = flat[index + width] * (1 - share[:, 0]) + flat[index + width + 1] * share[:, 0]
     return upper * (1 - share[:, 1]) + lower * share[:, 1]
+
+
+def _resized(picture: Tensor, size: int) -> Tensor:
+    if picture.shape[:2] == (size, size):
+        return picture
+    resized = F.interpolate(picture.movedim(-1, 0)[None], (size, size), mode="bilinear", antialias=True)
+    return resized[0].movedim(0, -1)
 
 
 def scattered(
@@ -244,9 +253,7 @@ def scattered(
         mixed = blended(view, picture.shape[0]).view(-1)[pixel]
         trust = torch.where(mixed, 0.0, torch.where(sure, 1.0, DOUBTED))
         picture = rim_cleaned(picture, view)
-    if picture.shape[:2] != (view.size, view.size):
-        resized = F.interpolate(picture.movedim(-1, 0)[None], (view.size, view.size), mode="bilinear", antialias=True)
-        picture = resized[0].movedim(0, -1)
+    picture = _resized(picture, view.size)
     towards = torch.tensor(view.camera.axes()[2], device=picture.device)
     sums = picture.new_zeros((texels.size**2, 6))  # colour and cosine by trust, trust, and shares of trusted pixels
     for part in torch.arange(trust.shape[0], device=trust.device).split(POINTS_AT_ONCE):

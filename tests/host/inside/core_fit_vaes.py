@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 import comfy.clip_model
+import comfy.ldm.cosmos.vae as cosmos
 import comfy.model_management as management
 import comfy.model_patcher
 import comfy.ops
@@ -326,10 +327,18 @@ def as_published(name: str) -> dict[str, Any]:
         }
 
 
+COSMOS = {
+    "z_channels": 16, "latent_channels": 16, "z_factor": 1, "resolution": 64, "in_channels": 3, "out_channels": 3,
+    "channels": 4, "channels_mult": [2, 4, 4], "num_res_blocks": 1, "attn_resolutions": [8], "dropout": 0.0,
+    "patch_size": 4, "num_groups": 1, "temporal_compression": 8, "spacial_compression": 8,
+}  # fmt: skip
+
+
 def masked() -> dict[str, int]:
     """In how many attentions of each VAE the masks are put back; of those that have none, 0."""
     try:
         networks = {name: made(name).first_stage_model for name in CASES}
+        networks["Cosmos"] = cosmos.CausalContinuousVideoTokenizer(**COSMOS)  # whose attention is within a frame
     except ModuleNotFoundError as missing:
         raise MissingError(str(missing)) from missing
     return {name: len(list(lost_masks(network, Attention()))) for name, network in networks.items()}
