@@ -16,6 +16,7 @@ from .headers import STORED, entries_and_notes, json_object
 from .weights import tensor_file, write_tensors
 
 RECORD = "anygpu"
+AGAIN = "Sample again with precision fp32 or bf16, or set not_finite to clamp to replace these values."
 NOT_FINITE = ("refuse", "clamp")  # what is done about NaN and infinity; grows at the end
 
 
@@ -78,7 +79,7 @@ def require_version(path: Path, record: Mapping[str, Any], subject: str, newest:
         raise InputError(found, expected=f"version {newest} or older", fix="Update AnyGPU.")
 
 
-def finite(tensor: torch.Tensor, subject: str, choice: str) -> tuple[torch.Tensor, str]:
+def finite(tensor: torch.Tensor, subject: str, choice: str, fix: str = AGAIN) -> tuple[torch.Tensor, str]:
     """``tensor`` without NaN and infinity, and a description of what was done; empty if there were none.
     Of :data:`NOT_FINITE`, ``refuse`` raises InputError; ``clamp`` makes NaN 0 and infinity the largest finite value."""
     require_choice("not_finite", choice, NOT_FINITE, "Choose refuse.")
@@ -90,7 +91,6 @@ def finite(tensor: torch.Tensor, subject: str, choice: str) -> tuple[torch.Tenso
         return tensor, ""
     text = f"{broken} of {count} values of the {subject} are NaN or infinite"
     if choice == "refuse":
-        fix = "Sample again with precision fp32 or bf16, or set not_finite to clamp to replace these values."
         raise InputError(text, expected="finite values", fix=fix)
     values = tensor[sound].float()
     low, high = (float(values.min()), float(values.max())) if values.numel() else (0.0, 0.0)

@@ -55,8 +55,7 @@ def latent_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
             expected="what its name says, (C, F, H, W)",
             fix="Cache this item again.",
         )
-    frames, height, width = (sizes[0] - 1) * 4 + 1, sizes[1] * kind.ratio, sizes[2] * kind.ratio
-    known = {"family": family, "task": "text", "frames": frames, "height": height, "width": width}
+    known = {"family": family, "task": "text", **_sizes(stored, kind)}
     known |= {"fps": family_named(family).sizes.defaults.fps, "seed": 0, "space": "vae"}
     others = {other: tensor for other, tensor in tensors.items() if other != name}
     return {
@@ -110,8 +109,23 @@ def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype:
             fix="Connect AnyGPU Encode Image to image.",
         )
     stored = _scaled(samples, kind, str(read.get("dtype", "float32")) if dtype == DTYPES[0] else dtype)
-    tensors = {f"latents_{sized(stored)}": stored, **read.get("tensors", {})}
-    return _write_latents(folder, name, kind, known, tensors, read.get("metadata", {}))
+    sizes, more, metadata = _sizes(stored, kind), read.get("tensors", {}), read.get("metadata", {})
+    if any(int(known[key]) != size for key, size in sizes.items()):  # a node of core's keeps the record as it was
+        if more:
+            raise UnsupportedError(
+                "resized latents of a cache with further tensors",
+                expected="the size that it was loaded with, which the others have",
+                fix="Cache the video again at this size.",
+            )
+        metadata = {}
+    tensors = {f"latents_{sized(stored)}": stored, **more}
+    return _write_latents(folder, name, kind, sizes, tensors, metadata)
+
+
+def _sizes(latents: torch.Tensor, kind: MusubiCache) -> dict[str, int]:
+    """Pixel frames and pixels of latents (C, T, H, W)."""
+    count, rows, columns = latents.shape[1:]
+    return {"frames": (count - 1) * 4 + 1, "height": rows * kind.ratio, "width": columns * kind.ratio}
 
 
 def _scaled(samples: torch.Tensor, kind: MusubiCache, dtype: str) -> torch.Tensor:
@@ -129,7 +143,7 @@ def _write_latents(
     folder: Path,
     name: str,
     kind: MusubiCache,
-    known: Mapping[str, Any],
+    sizes: Mapping[str, int],
     tensors: Mapping[str, torch.Tensor],
     read: Mapping[str, str],
     section: int | None = None,
@@ -137,10 +151,10 @@ def _write_latents(
     """Write the tensors of a latent cache and return its path; ``section`` is the place in the film of FramePack's.
 
     Args:
-        known: width, height and frames of the item.
+        sizes: width, height and frames of the item.
         read: metadata of the cache that it came from.
     """
-    width, height, frames = (int(known[key]) for key in ("width", "height", "frames"))
+    width, height, frames = (sizes[key] for key in ("width", "height", "frames"))
     metadata = {"width": f"{width}", "height": f"{height}", "frame_count": f"{frames}", **read}
     metadata |= {"architecture": kind.full, "format_version": FORMAT_VERSION}
     item = _item(name) if frames == 1 or RANGE.search(name) else f"{_item(name)}_00000-{frames:03}"
@@ -211,9 +225,8 @@ def save_item(
 def _save_sections(
     folder: Path, name: str, latent: Mapping[str, Any], cut: Cut, dtype: str, notify: Callable[[str], None]
 ) -> list[Path]:
-    samples, known = samples_of(latent), latent.get(KEY, {})
-    family = family_named(cut.image.family)
-    source = str(known.get("family", ""))
+    samples, family = samples_of(latent), family_named(cut.image.family)
+    source = str(latent.get(KEY, {}).get("family", ""))
     same = [other.id for other in FAMILIES.values() if other.files.kinds.get("vae") == family.files.kinds.get("vae")]
     if source not in same or not family.recipes.sections or latent.get(MUSUBI):
         of = "a Musubi Tuner cache" if latent.get(MUSUBI) else repr(source or "an unknown family")
@@ -228,7 +241,7 @@ def _save_sections(
     summary = f"{plan.count} sections of {plan.window} latent frames"
     notify(f"{summary}; the last {left} frames are left out" if left else summary)
     return [
-        _write_latents(folder, name, kind, known, tensors, {}, place)
+        _write_latents(folder, name, kind, _sizes(film, kind), tensors, {}, place)
         for place, tensors in family.code.training_sections(film, cut.image, plan)
     ]
 

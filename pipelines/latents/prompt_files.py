@@ -18,6 +18,7 @@ from .store import PROMPT, Origin
 
 PROMPT_VERSION = 1
 EMBEDS, NEGATIVE, SECTION = "embeds", "negative", "section"
+AGAIN = "Encode the text again with precision fp32 or bf16."
 TEXTS = ("text", "negative_text")
 
 
@@ -28,7 +29,7 @@ def save_prompt(path: Path, prompt: Prompt, origin: Origin | None = None) -> Pat
     for index, section in enumerate(prompt.sections):
         tensors |= _named(f"{SECTION}.{index}", section)
     for name, tensor in tensors.items():
-        finite(tensor, f"prompt ({name})", "refuse")
+        finite(tensor, f"prompt ({name})", "refuse", AGAIN)
     texts = {name: str(prompt.extra.get(name, "")) for name in TEXTS}
     known = {"kind": PROMPT, "version": PROMPT_VERSION, "family": prompt.family, "opposed": prompt.has_negative}
     known |= {"sections": len(prompt.sections), "saved": time.strftime("%Y-%m-%dT%H:%M:%S")}
@@ -48,7 +49,7 @@ def load_prompt(path: Path, notify: Callable[[str], None]) -> Prompt:
         prompt = _own(path, tensors, record_in(metadata, path))
     groups = (prompt.embeds, prompt.negative or {}, *prompt.sections)
     for name, tensor in (item for group in groups for item in group.items()):
-        finite(tensor, f"prompt ({name})", "refuse")
+        finite(tensor, f"prompt ({name})", "refuse", AGAIN)
     return prompt
 
 

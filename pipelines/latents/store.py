@@ -73,7 +73,10 @@ def save_plain(path: Path, samples: Sequence[torch.Tensor], listed: Mapping[str,
         listed: plain values for :func:`recovery.listing`.
     """
     names = [SAMPLES, *(f"{SAMPLES}.{index}" for index in range(1, len(samples)))]
-    checked = [latents.finite(tensor, "latents", "refuse")[0] for tensor in samples]
+    checked = [
+        latents.finite(tensor, "latents", "refuse", "Sample again with precision fp32 or bf16.")[0]
+        for tensor in samples
+    ]
     tensors = {**dict(zip(names, checked, strict=True)), CORE_VERSION: torch.tensor([])}
     return latents.write_record(path, tensors, {"kind": LATENT, "saved": _now(), LISTED: dict(listed)})
 
@@ -94,8 +97,9 @@ def load_latent(
         notify(f"latents of Musubi Tuner, {latent[KEY]['family']}: training data, not sampled; seed 0")
     else:
         latent = _own(path, tensors, latents.record_in(metadata, path))
-    samples = _finite(latent["samples"], notify, not_finite)
-    return {**latent, "samples": samples.float() if dtype == DTYPES[0] else samples}
+    values = [_finite(each, notify, not_finite) for each in (latent["samples"], *latent.get(NESTED, ()))]
+    samples, *nested = [each.float() for each in values] if dtype == DTYPES[0] else values
+    return {**latent, "samples": samples, **({NESTED: nested} if nested else {})}
 
 
 def described(latent: Mapping[str, Any]) -> str:
@@ -142,10 +146,12 @@ def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, A
         found = f"latents of {latents.dtype_name(samples.dtype)} in {str(path)!r}"
         expected = ", ".join(map(latents.dtype_name, FLOATS))
         raise CheckpointError(found, expected=expected, fix="Save them again as float32.")
+    if not record and CORE_VERSION not in tensors:
+        samples = samples.float() / 0.18215  # as core's Load Latent; before May 2023 its Save Latent wrote SD's scaled
     latent: dict[str, Any] = {"samples": samples}
     if MASK in tensors:
         latent[MASK] = tensors[MASK]
-    nested = sorted(name for name in tensors if name.startswith(f"{SAMPLES}."))
+    nested = sorted((name for name in tensors if name.startswith(f"{SAMPLES}.")), key=lambda name: (len(name), name))
     if nested:
         latent[NESTED] = [tensors[name] for name in nested]
     if "family" in record:

@@ -152,18 +152,21 @@ class PictureIndex(FileIndex):
         super().__init__(None if state is None else state / FILE)
 
     def content(self, path: Path, check: Check, allowance: Allowance, size: tuple[int, ...] = ()) -> str:
-        """The content of a file; empty for what cannot be decoded in ``allowance``, or is of another ``size``."""
+        """The content of a file; empty where it cannot be decoded, exceeds ``allowance`` or has another ``size``."""
 
         def decoded() -> str | None:
             path.open("rb").close()
             if size and size_in(path) != size:
                 return None
             most = min(allowance.left, Allowance().left)
-            own, found = Allowance(most), ""
+            own = Allowance(most)
+            found: str | None = ""
             try:
                 found = content_in(path, check, own)
             except CheckpointError as error:
                 log.debug("no picture: %s", error)
+                if isinstance(error.__cause__, OSError):  # of the disk or network, which may give it another time
+                    found = None
             allowance.left -= most - own.left
             return None if allowance.left < 0 else found
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import av
 import numpy as np
@@ -22,6 +23,7 @@ from anygpu.compat.checkpoints.weights import read_json
 from anygpu.compat.errors import CheckpointError, reading_budget
 from anygpu.paint.geometry.mesh import load_mesh
 from anygpu.paint.networks.weights import weights_in
+from anygpu.pipelines import movie
 from anygpu.pipelines.movie import Allowance, content_in, read_frames, write_mp4
 from anygpu.pipelines.records import places as picture_index
 from anygpu.pipelines.records.job import Content
@@ -233,6 +235,12 @@ def test_a_search_decodes_each_file_once(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(CheckpointError, match=r"no .away\.png"):
             Places(files=(folder,), state=state).frames(other)
     assert decoded[4:] == ["0.png", "5.png"], "what changed, and what is no picture, once"
+    Image.new("RGB", (8, 8), (9, 0, 0)).save(folder / "6.png")
+    later = Content("away.png", content_in(folder / "6.png", lambda: None, Allowance()))
+    with monkeypatch.context() as share, pytest.raises(CheckpointError, match=r"no .away\.png"):
+        share.setattr(movie, "_require_samples", Mock(side_effect=OSError(5, "Input/output error")))
+        Places(files=(folder,), state=state).frames(later)
+    assert Places(files=(folder,), state=state).frames(later)[0].shape == (1, 8, 8, 3), "the share is there again"
     (state / picture_index.FILE).write_text("[" * 99999)
     assert Places(files=(folder,), state=state).frames(content)[0].shape == (1, 8, 8, 3)
 

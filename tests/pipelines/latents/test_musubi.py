@@ -159,6 +159,25 @@ def test_our_own_latents_get_the_name_that_its_reader_wants(tmp_path: Path) -> N
     assert torch.equal(load_file(narrow)["latents_3x8x12_bfloat16"], latents.samples[0].to(BF16))
 
 
+def test_what_a_node_of_core_resized_gets_the_sizes_of_its_tensor(tmp_path: Path) -> None:
+    """Such nodes leave the record as it was; the trainer sorts items into buckets by the file's name."""
+    changed = {"samples": torch.randn(1, 16, 2, 16, 24)}
+    sizes = {"width": "192", "height": "128", "frame_count": "5"}
+    latents = Latents(torch.randn(1, 16, 3, 8, 12), "hunyuan_video", "text", 9, 64, 96, 24.0, 7)
+    path = musubi.save_latent_cache(tmp_path, "clip", to_core(latents))
+    for latent in (to_core(latents), said_of(path)[0]):
+        again = musubi.save_latent_cache(tmp_path, "clip", {**latent, **changed})
+        assert again.name == "clip_00000-005_0192x0128_hv.safetensors"
+        assert metadata_of(again) == {"architecture": "hunyuan_video", **sizes, **VERSION}
+    name, tensors, metadata = latent_caches()["fp"]
+    save_file(tensors, tmp_path / name, metadata)
+    with pytest.raises(UnsupportedError, match="resized latents of a cache with further tensors"):
+        musubi.save_latent_cache(tmp_path, "clip", {**said_of(tmp_path / name)[0], **changed})
+    _, latent, image = film_of()
+    paths = musubi.save_item(tmp_path, "film", {**latent, **changed}, None, "", "as loaded", musubi.Cut(image, 1))
+    assert paths[0].name == "film_00000-005-0000_0192x0128_fp.safetensors"
+
+
 # FramePack's sections: latent frames 0 to 10, window 2. What stands after a section in the film is what would have been
 # sampled before it; windows between it and the start are never counted beyond 3 for the first and 2 for later ones.
 GAPS = {4: 3, 3: 2, 2: 2, 1: 1, 0: 0}

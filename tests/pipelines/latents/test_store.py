@@ -79,6 +79,16 @@ def test_files_of_core_nodes_are_read(tmp_path: Path) -> None:
     assert torch.equal(load_latent(tmp_path / "a.latent", no_word)["samples"], LATENTS.samples)
     ours = load_file(save_latent(tmp_path / "b.safetensors", latent_format.to_core(LATENTS), no_word))
     assert {name: ours[name].shape for name in tensors} == {name: t.shape for name, t in tensors.items()}
+    del tensors["latent_format_version_0"]  # as before May 2023, when it wrote scaled ones
+    tensors |= {f"latent_tensor.{index}": torch.full((1,), index, dtype=torch.bfloat16) for index in range(1, 12)}
+    save_file(tensors, tmp_path / "c.latent")
+    old = load_latent(tmp_path / "c.latent", no_word)
+    assert torch.equal(old["samples"], LATENTS.samples / 0.18215)
+    assert [float(each) for each in old[latent_store.NESTED]] == list(range(1, 12))
+    assert old[latent_store.NESTED][0].dtype is torch.float32
+    save_file(tensors | {"latent_tensor.3": torch.full((1,), torch.nan)}, tmp_path / "d.latent")
+    with pytest.raises(InputError, match="1 of 1 values"):
+        load_latent(tmp_path / "d.latent", no_word)
 
 
 def test_nan_is_refused_or_clamped_and_counted(tmp_path: Path) -> None:
@@ -158,7 +168,9 @@ def test_what_is_no_prompt_is_one_line(tmp_path: Path) -> None:
     path = write_record(
         tmp_path / "d.safetensors", {"embeds.a": torch.full((1, 2, 3), float("nan"))}, {**record, "version": 1}
     )
-    with pytest.raises(InputError, match=r"6 of 6 values of the prompt \(a\) are NaN"):
+    with pytest.raises(
+        InputError, match=r"6 of 6 values of the prompt \(a\) are NaN.* Encode the text again with [^,]*$"
+    ):
         prompt_files.load_prompt(path, no_word)
 
 
