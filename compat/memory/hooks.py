@@ -56,12 +56,12 @@ class WeightGroup:
                     raise
         self.depth += 1
 
-    def offload(self) -> None:
-        """End one use; after the last one the tensors are their host weights again."""
+    def offload(self, ahead: bool = True) -> None:
+        """End one use; after the last one the tensors are their host weights again. ``ahead``: the next groups come."""
         self.depth = max(0, self.depth - 1)
         if self.depth == 0:
             with _as_they_are():
-                self.hooks.leave(self)
+                self.hooks.leave(self, ahead)
 
     def restore(self) -> None:
         self.depth = 0
@@ -174,19 +174,20 @@ class GroupHooks:
                 owed -= group.total_bytes
         self._resident = {group: there for group, there in self._resident.items() if group in self._stays}
 
-    def leave(self, group: WeightGroup) -> None:
-        """Bring the next groups ahead, behind what is computing now, and give ``group`` up."""
+    def leave(self, group: WeightGroup, ahead: bool) -> None:
+        """Bring the next groups ``ahead``, behind what is computing now, and give ``group`` up."""
         if group.layout is None or self.copies is None:
             group.restore()
             return
         try:
-            self._prefetch(self.copies)
+            if ahead:
+                self._prefetch(self.copies)
         finally:
             group.restore()
             self.copies.leave()
 
     def _prefetch(self, copies: CopyStream) -> None:
-        """Copy the groups that come next, as many as there is room for; those in use are there already."""
+        """Copy the groups that come next, as many as there is room for: where it is short, :meth:`give_up`."""
         room = self.ahead_bytes
         if self.room_bytes is not None and self._last is not None:
             room = min(room, self.room_bytes - (0 if self._last in self._resident else self._last.total_bytes))
@@ -309,8 +310,8 @@ def _pre_forward(group: WeightGroup, module: nn.Module, args: tuple[Any, ...], k
     return tuple(map(here, args)), {name: here(value) for name, value in kwargs.items()}
 
 
-def _post_forward(group: WeightGroup, *_: Any) -> None:
-    group.offload()
+def _post_forward(group: WeightGroup, _module: nn.Module, _args: Any, output: Any) -> None:
+    group.offload(ahead=output is not None)  # torch gives None after a failure, whose activations are still there
 
 
 def is_hooked_by_others(layer: nn.Module) -> bool:

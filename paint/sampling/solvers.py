@@ -92,7 +92,7 @@ def schedule_for(spacing: str, steps: int, zero_snr: bool, shift: float = 1.0) -
 
 def schedule_of(sigmas: Sequence[float], zero_snr: bool, shift: float = 1.0) -> NoiseSchedule:
     """The schedule through ``sigmas``, from noise to 0; raises InputError where they do not fall."""
-    if len(sigmas) < 2 or sigmas[-1] < 0 or any(a <= b for a, b in pairwise(sigmas)):
+    if len(sigmas) < 2 or sigmas[-1] < 0 or any(not a > b for a, b in pairwise((math.inf, *sigmas))):
         found = f"{len(sigmas)} sigmas for painting that do not fall"
         fix = "Use a scheduler node for Stable Diffusion, such as Basic Scheduler."
         raise InputError(found, expected="at least two noise levels falling towards 0", fix=fix)

@@ -110,13 +110,10 @@ def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype:
         )
     stored = _scaled(samples, kind, str(read.get("dtype", "float32")) if dtype == DTYPES[0] else dtype)
     sizes, more, metadata = _sizes(stored, kind), read.get("tensors", {}), read.get("metadata", {})
-    if any(int(known[key]) != size for key, size in sizes.items()):  # a node of core's keeps the record as it was
+    if any(known[key] != size for key, size in sizes.items()):  # a node of core's keeps the record as it was
         if more:
-            raise UnsupportedError(
-                "resized latents of a cache with further tensors",
-                expected="the size that it was loaded with, which the others have",
-                fix="Cache the video again at this size.",
-            )
+            found, expected = "resized latents of a cache with further tensors", "the size that these have"
+            raise UnsupportedError(found, expected=expected, fix="Cache the video again at this size.")
         metadata = {}
     tensors = {f"latents_{sized(stored)}": stored, **more}
     return _write_latents(folder, name, kind, sizes, tensors, metadata)

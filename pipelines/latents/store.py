@@ -73,10 +73,8 @@ def save_plain(path: Path, samples: Sequence[torch.Tensor], listed: Mapping[str,
         listed: plain values for :func:`recovery.listing`.
     """
     names = [SAMPLES, *(f"{SAMPLES}.{index}" for index in range(1, len(samples)))]
-    checked = [
-        latents.finite(tensor, "latents", "refuse", "Sample again with precision fp32 or bf16.")[0]
-        for tensor in samples
-    ]
+    fix = "Sample again with precision fp32 or bf16."
+    checked = [latents.finite(tensor, "latents", "refuse", fix)[0] for tensor in samples]
     tensors = {**dict(zip(names, checked, strict=True)), CORE_VERSION: torch.tensor([])}
     return latents.write_record(path, tensors, {"kind": LATENT, "saved": _now(), LISTED: dict(listed)})
 

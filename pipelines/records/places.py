@@ -159,16 +159,14 @@ class PictureIndex(FileIndex):
             if size and size_in(path) != size:
                 return None
             most = min(allowance.left, Allowance().left)
-            own = Allowance(most)
-            found: str | None = ""
+            own, found, lost = Allowance(most), "", False
             try:
                 found = content_in(path, check, own)
             except CheckpointError as error:
                 log.debug("no picture: %s", error)
-                if isinstance(error.__cause__, OSError):  # of the disk or network, which may give it another time
-                    found = None
+                lost = isinstance(error.__cause__, OSError)  # of the disk or network, which may give it another time
             allowance.left -= most - own.left
-            return None if allowance.left < 0 else found
+            return None if lost or allowance.left < 0 else found
 
         try:
             return self.of(path, decoded) or ""

@@ -11,7 +11,7 @@ import torch
 from anygpu.compat.device.precision import SAFE
 from anygpu.compat.device.rates import RATES
 from anygpu.compat.memory import standalone
-from anygpu.compat.memory.hooks import hooks_on
+from anygpu.compat.memory.hooks import GroupHooks, hooks_on
 from anygpu.compat.memory.offloader import PINNED, PLAIN, HostWeights, OffloadOptions
 from anygpu.compat.memory.parts import Parts
 from anygpu.compat.memory.standalone import StandaloneOffloader
@@ -152,7 +152,7 @@ def test_without_a_stream_for_copies_blocks_stay_too(acc, monkeypatch):
     assert run(acc, 22)[1] == [weights, *[weights // 2] * (FORWARDS - 1)]
 
 
-def test_memory_that_shrinks_takes_blocks_and_not_the_run(acc):
+def test_memory_that_shrinks_takes_blocks_and_not_the_run(acc, monkeypatch):
     """Each shortage halves what stays; then copies come one by one, then layers do. A group of 0 bytes is no room."""
     torch.manual_seed(0)
     model, x = Blocks(), torch.randn(TOKENS, WIDTH).to(acc)
@@ -166,6 +166,15 @@ def test_memory_that_shrinks_takes_blocks_and_not_the_run(acc):
         with offloader.hold("transformer") as module:
             assert torch.equal(module(x), wanted)
             held, said = accelerator.memory().allocated_bytes, []
+
+            def fail(_: torch.Tensor) -> None:
+                watched.setattr(GroupHooks, "_prefetch", lambda *_: said.append("copied ahead"))
+                raise torch.OutOfMemoryError
+
+            with monkeypatch.context() as watched, pytest.raises(torch.OutOfMemoryError):
+                watched.setattr(module.blocks[9], "forward", fail)
+                module(x)
+            assert not said, "of a forward that failed"
             assert held > BLOCKS * BLOCK
             for _ in range(9):
                 said.append(offloader.reduce_memory("transformer"))

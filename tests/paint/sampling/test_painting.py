@@ -141,6 +141,8 @@ def test_a_second_larger_pass_starts_from_the_first(paint, inputs):
     fresh = paint_views(paint, inputs, replace(TINY, size=128))
     assert near < (fresh.latents - larger).square().mean()
     assert len(plan_of(completed(paint, PaintSettings(latents=larger, denoise=0.5, steps=10), Silent()))) == 10
+    with pytest.raises(InputError, match=r"^denoise 0.005; expected 0.01 to 1 with 10 steps"):
+        plan_of(completed(paint, PaintSettings(latents=larger, denoise=0.005, steps=10), Silent()))
 
 
 def test_published_settings_of_each_variant(paint, turbo, pbr):

@@ -123,6 +123,7 @@ def test_denoise_starts_from_the_given_latents_at_the_level_of_the_rest(name):
         lambda: solvers.schedule_for("nowhere", 4, True),
         lambda: solvers.lcm_schedule(31, True),
         lambda: solvers.schedule_of([1.0, 2.0, 0.0], True),
+        *(lambda high=high: solvers.schedule_of([high, 2.0, 0.0], True) for high in (float("inf"), float("nan"))),
         lambda: solvers.solver_for("dpm", solvers.schedule_for("trailing", 4, True)),
     ],
 )
