@@ -83,7 +83,7 @@ class PaintRun:
         return dict.fromkeys((need.name for need in paint_needs(pipeline, self, mode)), pipeline.offloader.device)
 
     def planned(self, pipeline: PaintPipeline, name: str, room: int | None) -> PlannedStage:
-        """One of its stages; only its copies depend on the ``room``."""
+        """The stage ``name``, to forecast its time; only the weights that stay depend on the ``room``."""
         part, precision, steps = part_of(pipeline, name), pipeline.precision, name in STEPPING.values()
         dtypes = {"vae": precision.vae, **dict.fromkeys(CLASSES, precision.text)}
         computes = precision.compute if part == "unet" else None

@@ -268,6 +268,7 @@ def require_storable(choice: str, subject: str, precision: Any) -> None:
 def _narrowed(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     stored = weight.to(dtype)
     if dtype is torch.float16 and not bool(stored.isfinite().all()):
-        found = f"weights of {name} up to {float(weight.abs().max()):.3g} as fp16"
-        raise UnsupportedError(found, expected="at most 65504", fix="Choose weights bf16 or auto.")
+        sound, found = bool(weight.isfinite().all()), f"weights of {name} up to {float(weight.abs().max()):.3g} as fp16"
+        fix = "Choose weights bf16 or auto." if sound else "Download the file again: it is damaged."
+        raise UnsupportedError(found, expected="at most 65504", fix=fix)
     return stored

@@ -98,7 +98,7 @@ def views_of(module: nn.Module) -> Views:
 
 
 def pin(tensors: Iterable[torch.Tensor]) -> int:
-    """Move the data of ``tensors`` into locked host memory, slab by slab; returns the bytes that are there now.
+    """Move the data of ``tensors`` into locked host memory, slab by slab; returns the bytes that it moved.
     What cannot be locked stays as it is, and the log says why. Peak extra memory: one slab."""
     count, loose = 0, [t for t in tensors if t.data.nbytes and t.is_contiguous() and not t.is_pinned()]
     try:

@@ -173,7 +173,8 @@ class Calibration:
         self._running = name
 
     def _held(self, values: list[tuple[str, str, Any]]) -> bool:
-        numbers = to_host(torch.stack([each.float() for *_, pair in values for each in pair])).tolist()
+        every = [each.float() for *_, pair in values for each in pair]
+        numbers = to_host(torch.stack([each.to(every[0].device) for each in every])).tolist()
         for (block, name, _), low, high in zip(values, numbers[::2], numbers[1::2], strict=True):
             known = self.sizes.get(name, ValueSizes())
             if high <= known.output * ROOM and not low == 0.0 < known.least:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -15,6 +16,7 @@ from ...compat.checkpoints.weights import described, read_tensors, weight_files
 from ...compat.errors import CheckpointError, require_choice
 from ..choices import STORED_AS as CHOICES
 
+NO_WHOLE = re.compile(r"optimizer|.*-\d+-of-\d+\.")  # .bin files that are not all weights of a network
 DtypeOf = Callable[[str], torch.dtype]
 Advance = Callable[[int], None]
 
@@ -51,16 +53,17 @@ class Weights:
 
 
 def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
-    """The weights in a folder, or in a file of one of the kinds.
+    """The weights in a folder, or in one .bin or safetensors file, whatever ``choice`` says of that.
 
     Of a .bin and a .safetensors in one folder ``auto`` takes the .bin, as upstream's own loader does: those of turbo
     are different trainings. Raises CheckpointError for missing or damaged weights, InputError for an unknown choice."""
     require_choice("weights", choice, CHOICES)
     if place.is_file():
         return _pickle(place) if place.suffix == ".bin" else _safetensors([place])
-    pickles = sorted(place.glob("*.bin"), key=lambda file: (file.name.count("."), file.name)) if place.is_dir() else []
+    pickles = [file for file in place.glob("*.bin") if not NO_WHOLE.match(file.name)] if place.is_dir() else []
+    pickles.sort(key=lambda file: (file.name.count("."), file.name))
     if choice == "bin" and not pickles:
-        found, expected = f"no .bin in {str(place)!r}", f"the {part} as .bin"
+        found, expected = f"no .bin in {str(place)!r}", f"the {part} as one .bin"
         raise CheckpointError(found, expected=expected, fix="Choose weights auto, or download the .bin file.")
     if pickles and choice != "safetensors":
         return _pickle(pickles[0])

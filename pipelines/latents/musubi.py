@@ -50,11 +50,8 @@ def latent_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
     name, match = next((name, parsed) for name in tensors if (parsed := LATENTS.fullmatch(name)))
     stored, sizes = tensors[name], [int(size) for size in match.groups()[:3]]
     if stored.ndim != 4 or list(stored.shape[1:]) != sizes or dtype_name(stored.dtype) != match[4]:
-        raise CheckpointError(
-            f"{name!r} of {str(path)!r} is {dtype_name(stored.dtype)} {tuple(stored.shape)}",
-            expected="what its name says, (C, F, H, W)",
-            fix="Cache this item again.",
-        )
+        found = f"{name!r} of {str(path)!r} is {dtype_name(stored.dtype)} {tuple(stored.shape)}"
+        raise CheckpointError(found, expected="what its name says, (C, F, H, W)", fix="Cache this item again.")
     known = {"family": family, "task": "text", **_sizes(stored, kind)}
     known |= {"fps": family_named(family).sizes.defaults.fps, "seed": 0, "space": "vae"}
     others = {other: tensor for other, tensor in tensors.items() if other != name}
@@ -71,22 +68,18 @@ def prompt_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
     own = {_bare(name): tensor for name, tensor in tensors.items()}
     missing = [name for name in (*kind.text, kind.mask) if name and name not in own]
     if missing:
-        raise CheckpointError(
-            f"no {missing[0]!r} in {str(path)!r}",
-            expected=f"the embeddings {', '.join(kind.text)}",
-            fix="Let Musubi Tuner cache the outputs of every text encoder.",
-        )
+        found, expected = f"no {missing[0]!r} in {str(path)!r}", f"the embeddings {', '.join(kind.text)}"
+        fix = "Let Musubi Tuner cache the outputs of every text encoder."
+        raise CheckpointError(found, expected=expected, fix=fix)
     embeds = {ours: own[theirs].float().unsqueeze(0) for theirs, ours in kind.text.items()}
     axes = {theirs: (2,) if ours == EMBEDS else (1, 2) for theirs, ours in kind.text.items()}
     strange = [theirs for theirs, count in axes.items() if own[theirs].ndim not in count]
     if kind.mask and not strange and own[kind.mask].shape != embeds[EMBEDS].shape[1:2]:
         strange = [kind.mask]
     if strange:
-        raise CheckpointError(
-            f"{strange[0]!r} of {tuple(own[strange[0]].shape)} in {str(path)!r}",
-            expected="embeddings (N, D), and a mask of N tokens",
-            fix="Let Musubi Tuner cache the outputs of the text encoders again.",
-        )
+        found = f"{strange[0]!r} of {tuple(own[strange[0]].shape)} in {str(path)!r}"
+        fix = "Let Musubi Tuner cache the outputs of the text encoders again."
+        raise CheckpointError(found, expected="embeddings (N, D), and a mask of N tokens", fix=fix)
     if kind.mask:
         length = max(1, int(own[kind.mask].ne(0).sum()))
         embeds[EMBEDS] = embeds[EMBEDS][:, :length]
@@ -267,11 +260,11 @@ def _architecture(path: Path, metadata: Mapping[str, str]) -> tuple[str, MusubiC
     for family, kind in known.items():
         if kind.full == name:
             return family, kind
-    raise UnsupportedError(
+    found, expected = (
         f"a Musubi Tuner cache of {name!r} in {path.name!r}",
-        expected=f"one of {', '.join(kind.full for kind in known.values())}",
-        fix="Choose a cache of one of these architectures.",
+        f"one of {', '.join(each.full for each in known.values())}",
     )
+    raise UnsupportedError(found, expected=expected, fix="Choose a cache of one of these architectures.")
 
 
 def _architecture_of(family: str, subject: str) -> MusubiCache:
@@ -279,11 +272,9 @@ def _architecture_of(family: str, subject: str) -> MusubiCache:
     known = architectures()
     if family in known:
         return known[family]
-    raise UnsupportedError(
-        f"{subject} of {family or 'an unknown family'!r} for a Musubi Tuner cache",
-        expected=f"one of {', '.join(known)}",
-        fix="Use AnyGPU Save Latent or AnyGPU Save Prompt for other families.",
-    )
+    found = f"{subject} of {family or 'an unknown family'!r} for a Musubi Tuner cache"
+    fix = "Use AnyGPU Save Latent or AnyGPU Save Prompt for other families."
+    raise UnsupportedError(found, expected=f"one of {', '.join(known)}", fix=fix)
 
 
 def _bare(name: str) -> str:
