@@ -13,6 +13,7 @@ import torch
 from torch.nn import functional
 
 from ..decision import AUTO, CHOSEN, Decision
+from ..device.execution import current
 from ..device.facts import DeviceFacts
 from ..device.precision import NAMES
 from ..device.probe_store import UNUSABLE, WRONG, Probes, ProbeStore
@@ -184,7 +185,8 @@ def kernel_times(facts: DeviceFacts, dtype: torch.dtype, head_width: int, lossy:
         except PackError:
             continue
         ways[kernel] = partial(EXPLICIT[kernel], query, query, query)
-    return milliseconds(ways, facts.device, REPEATS) if len(ways) > 1 else {}
+    with current(facts.device):
+        return milliseconds(ways, facts.device, REPEATS) if len(ways) > 1 else {}
 
 
 def avoided_by(probes: Probes, dtypes: Iterable[torch.dtype], wide: Iterable[torch.dtype] = ()) -> dict[Avoided, str]:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..device.execution import placed, to_host
-from ..device.facts import DeviceFacts, version_of
+from ..device.execution import current, placed, to_host
+from ..device.facts import DeviceFacts, device_fault, gone, version_of
 from ..device.quirks import within
 from ..errors import MissingPackageError, PackError, UnsupportedError, first_line
 from ..packages import imported
@@ -93,6 +93,8 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
     except PackError:
         raise
     except Exception as failure:  # a kernel that does not fit this device fails in as many ways as there are kernels
+        if silent := device_fault(facts.device):
+            raise gone(facts.device, silent, facts.name) from failure
         found = f"attention {choice!r} fails on {facts.name} ({first_line(failure)})"
         raise UnsupportedError(found, expected="a kernel that works here", fix="Choose auto.") from failure
     if not error <= bound:
@@ -155,7 +157,8 @@ def _require_packages(need: KernelNeed, facts: DeviceFacts) -> None:
 def _trial_error(choice: str, device: torch.device, dtype: torch.dtype, head_width: int) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, TRY_TOKENS, head_width, generator=generator).to(dtype) for _ in range(3))
-    result = to_host(EXPLICIT[choice](*placed([query, key, value], device))).to(WORKED_ON)
+    with current(device):  # some kernels launch on the current one, and SageAttention's changes it
+        result = to_host(EXPLICIT[choice](*placed([query, key, value], device))).to(WORKED_ON)
     # The reference is the host's: a device with a broken kernel may have broken products too.
     error = float((result - chunked(query, key, value).to(WORKED_ON)).abs().max())
     # Values are normal numbers in sums whose weights add up to 1: a few eps of the largest; 8-bit products: a tenth.

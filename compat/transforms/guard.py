@@ -232,6 +232,10 @@ CHECKS: dict[str, Check] = {
 }  # fmt: skip
 
 
+def _named(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    return {each.name: value for each, value in zip(function._schema.arguments, args, strict=False)} | kwargs
+
+
 def _changed(function: Any, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     args, kwargs = tree_map_only(Tensor, change, (args, kwargs))
     return function(*args, **kwargs)
@@ -251,6 +255,14 @@ def _reference(function: Any, args: Any, kwargs: Any) -> Any:
     return _changed(function, args, kwargs, lambda each: each)
 
 
+def _in_chunks(function: Any, args: Any, kwargs: Any) -> Tensor:
+    """An attention in fp32, some queries at a time, with the mask and the scale of this call."""
+    (query, key, value), given = args[:3], _named(function, args, kwargs)
+    if scale := given.get("scale"):
+        query = query.float() * (scale * query.shape[-1] ** 0.5)
+    return chunked(query, key, value, given.get("attn_mask", given.get("attn_bias")), bool(given.get("is_causal")))
+
+
 def _upcast(each: Tensor) -> Tensor:
     return each.float() if each.dtype.is_floating_point else each
 
@@ -258,7 +270,7 @@ def _upcast(each: Tensor) -> Tensor:
 PATHS: dict[str, Callable[[Any, Any, Any], Any]] = {  # what stands in for a call that was wrong, the nearest first
     "its reference": _reference,
     "contiguous operands": lambda f, args, kwargs: _changed(f, args, kwargs, Tensor.contiguous),
-    "chunks of queries": lambda f, args, kwargs: chunked(*args[:3]),
+    "chunks of queries": _in_chunks,
     "fp32": lambda f, args, kwargs: _changed(f, args, kwargs, _upcast),
     "the host": lambda f, args, kwargs: _changed(f, args, kwargs, to_host),
 }
@@ -315,8 +327,7 @@ class Guard(TorchDispatchMode):
                 self.waits = True
                 return result
             started, path = self.clock(), ""
-            given = {"function": function, "args": args}
-            given |= {each.name: value for each, value in zip(function._schema.arguments, args, strict=False)} | kwargs
+            given = {"function": function, "args": args} | _named(function, args, kwargs)
             try:
                 path = self._checked(check, given, result, key, kwargs)
             finally:

@@ -11,6 +11,7 @@ import pytest
 import tiny
 import torch
 from anygpu.compat.device import probes
+from anygpu.compat.device.execution import placed
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.errors import UnsupportedError
@@ -109,13 +110,25 @@ def test_a_wrong_result_is_named_replaced_and_kept(
     with accelerator.hook(operator, after=zeroed(64)), caplog.at_level(logging.WARNING):
         found = run(Guard(store), there, x.to(acc)).cpu()
         (named,) = store.misses()
-        assert kind.partition(",")[0] in named and store.misses()[named] == PATHS_OF.get(kind, "the host")
+        operation = kind.partition(",")[0]
+        assert operation in named and store.misses()[named] == PATHS_OF.get(operation, "the host")
         assert "is wrong on this device" in caplog.text
         torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
         caplog.clear()
         again = run(Guard(store_of(acc, tmp_path)), there, x.to(acc)).cpu()
     torch.testing.assert_close(again, exact, rtol=1e-3, atol=1e-3)
     assert not caplog.text, "the next process knows"
+
+
+@pytest.mark.parametrize("how", [{"attn_mask": torch.arange(1024) < 300}, {"scale": 0.5}], ids=[*"ms"])
+def test_what_stands_in_for_attention_obeys_the_mask_and_scale_of_each_call(acc, tmp_path: Path, how: Any) -> None:
+    x, guard = torch.randn(2, 1024, WIDTH), Guard(store_of(acc, tmp_path))
+    how = {name: value.expand(1024, -1) if name == "attn_mask" else value for name, value in how.items()}
+    with accelerator.hook(KINDS["attention"][0], after=zeroed(64)):
+        run(guard, Network(attention), x.to(acc))
+        with guard, torch.no_grad():
+            found = attention(nn.ModuleDict(), x.to(acc), **placed(how, acc))
+    torch.testing.assert_close(found.cpu(), attention(nn.ModuleDict(), x, **how), rtol=1e-3, atol=1e-3)
 
 
 def test_a_healthy_device_has_no_miss_and_later_forwards_are_not_looked_at(acc, tmp_path: Path) -> None:

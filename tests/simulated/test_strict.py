@@ -13,17 +13,19 @@ import tiny
 import torch
 from anygpu.compat.device.facts import DeviceFacts, device_fault, facts_for
 from anygpu.compat.device.failures import is_shortage
-from anygpu.compat.errors import parts_of
+from anygpu.compat.errors import UnsupportedError, parts_of
 from anygpu.compat.memory.offloader import OffloadOptions
 from anygpu.compat.memory.parts import Parts
 from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.compat.memory.transfer import set_data
+from anygpu.compat.transforms import attention, attention_kernels
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
 from hostile.words import MESSAGES
 from torch import nn
+from torch.nn import functional
 
 from simulated import accelerator
 from simulated.test_families import CASES, MODES, ROUNDING, loaded_for, rendered
@@ -252,3 +254,26 @@ def test_the_device_that_computes_is_the_one_that_waits(acc):
     with pytest.raises(KeyError), own.hold("transformer"):
         raise KeyError
     assert torch.accelerator.current_device_index() == 0
+
+
+def test_a_kernel_is_tried_and_timed_on_the_current_device_which_it_may_not_move(acc, monkeypatch):
+    def careless(*operands):  # as SageAttention does
+        seen.append(torch.accelerator.current_device_index())
+        torch.accelerator.set_device_index(1)
+        return functional.scaled_dot_product_attention(*operands)
+
+    seen, facts = [], facts_for(torch.device("acc", 1))
+    monkeypatch.setitem(attention_kernels.EXPLICIT, "native_flash", careless)
+    monkeypatch.setattr(attention, "TOKENS", 64)
+    attention.kernel_times(facts, torch.float32, 16)
+    assert {*seen} == {1} and len(seen) > 2 and torch.accelerator.current_device_index() == 0
+
+
+def test_a_trial_that_ends_the_device_says_so(acc, monkeypatch):
+    def fatal(*_operands):
+        monkeypatch.setattr(attention_kernels, "device_fault", lambda _device: "an illegal memory access")
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setitem(attention_kernels.EXPLICIT, "native_flash", fatal)
+    with pytest.raises(UnsupportedError, match="has stopped answering"):
+        attention_kernels.require_usable("native_flash", facts_for(acc), torch.float32, 16)
