@@ -207,6 +207,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 def doctor(arguments: argparse.Namespace) -> int:
     from .compat.output_check import NotFinite
 
+    if arguments.plan or arguments.save_job is not None:
+        return render(arguments)
     try:
         frames = rendered(arguments, Printed()).frames
     except NotFinite as error:
@@ -235,7 +237,6 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> Rendered:
 
     from .pipelines import jobs, stages
     from .pipelines.latents import convert, recovery
-    from .pipelines.vae.plan import DecodeRequest
 
     machine = _machine(arguments)
     job = _job(arguments, machine.places)
@@ -250,8 +251,8 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> Rendered:
         kept = recovery.load(machine.state / "kept", arguments.recover, progress.notify)
         latents = convert.from_core(pipeline, kept, progress.notify)
         folders = machine.places.models
-        frames = stages.decode(pipeline, latents, progress, arguments.decode, tiny_decoders=folders)
-        return jobs.Rendered(frames, latents, DecodeRequest(arguments.decode))
+        latents = stages.with_decode_noise(pipeline, latents, job.decode_timestep, job.decode_noise_scale, progress)
+        return jobs.Rendered(jobs.decoded(pipeline, latents, progress, job.decode, folders), latents, job.decode)
 
 
 def replay(arguments: argparse.Namespace) -> int:
@@ -451,7 +452,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("--width", "--height", "--frames", "--steps", "--seed"):
         add(name, type=int, default=0, help="0: the model's default" if name != "--seed" else "same seed, same video")
     for name in ("--fps", "--cfg", "--guidance", "--shift"):
-        add(name, type=float, default=0.0, help="0: the model's default")
+        add(name, type=float, default=0.0, help="0: the model's default" + "; 1: off" * (name == "--cfg"))
     add("--seconds", type=float, default=5.0, help="FramePack: length of the video")
     add("--window", type=int, default=9, help="FramePack: latent frames per section")
     add("--denoise", type=float, default=1.0, help="with --video: how much is redrawn")

@@ -187,10 +187,10 @@ class Driver:
             answer = self.ray.get(call)
         except self.ray.exceptions.RayActorError as error:
             if worker.up and not worker.proving:  # its job goes on elsewhere, from its last step
-                task = worker.task
+                task, worker.task, worker.up = worker.task, None, False
                 self.schedule.forget(worker.name)
-                self._wait_for(worker)
                 self._lost(worker, task, f"{worker.name} died")
+                self._wait_for(worker)
             else:  # Ray retries this call for as long as it restarts the process: it has given it up
                 worker.up = worker.proving = False
                 value_or(lambda: self.ray.kill(worker.actor), None)  # else it keeps its name from its successor
@@ -279,13 +279,13 @@ class Driver:
         self.tally.deaths += 1
         if task is None:
             return
-        reached = self.reached(task)
+        reached = value_or(lambda: self.reached(task), self._steps.get(task.key, 0.0))  # its share may not answer
         task.deaths = task.deaths + 1 if reached <= self._steps.get(task.key, 0) else 1
         self._steps[task.key] = reached
-        self.say(f"{task.key[:12]}: {why.rstrip('.')}; the job goes on{' from its last step' if reached else ''}")
         if task.deaths >= MOST_DEATHS:
             self._fail(task, f"{task.deaths} workers died at this job without a further step, at last: {why}")
         else:
+            self.say(f"{task.key[:12]}: {why.rstrip('.')}; the job goes on{' from its last step' if reached else ''}")
             self.schedule.put_back(task)
 
     def _break(self, worker: WorkerHandle, text: str) -> None:
@@ -302,15 +302,15 @@ class Driver:
 
     def _prove(self, worker: WorkerHandle) -> None:
         """Have a worker that has rested prove itself; one that Ray has given up is started anew first."""
-        if worker.up:
-            worker.proving = True
-            self._calls[worker.actor.prove.remote()] = worker
-        elif worker not in self._calls.values():
-            try:
+        try:
+            if worker.up:
+                self._calls[worker.actor.prove.remote()] = worker
+                worker.proving = True
+            elif worker not in self._calls.values():
                 worker.actor = worker.start()
                 self._wait_for(worker)
-            except Exception as error:  # of Ray's many kinds
-                self._break(worker, first_line(error))
+        except Exception as error:  # of Ray's many kinds
+            self._break(worker, first_line(error))
 
     def _proved(self, worker: WorkerHandle, fault: str) -> None:
         """The machine is sound, so that its job may be at fault; or it has a ``fault``, and its process is replaced."""

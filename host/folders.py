@@ -254,18 +254,17 @@ def upscaler_file(name: str) -> Path:
 
 
 def picture_sides(name: object) -> tuple[int, int] | None:
-    """Width and height in pixels of the picture in ComfyUI's folders that core loads by this name; None for no such."""
+    """Width and height in pixels of the picture in ComfyUI's folders as core loads and turns it; None for no such."""
     from PIL import ExifTags, Image
 
     if not isinstance(name, str):
         return None
-    unread = (OSError, ValueError, SyntaxError, Image.DecompressionBombError)
-    with suppress(*unread):
+    with suppress(Exception):  # of a file that may hold anything
         path = Path(os.path.normpath(folder_paths.get_annotated_filepath(name)))  # which older releases do not check
         homes = (folder_paths.get_directory_by_type(kind) for kind in ("input", "output", "temp"))
         if any(path.is_relative_to(os.path.normpath(home)) for home in homes):
             with Image.open(path) as picture:
-                turned = picture.getexif().get(ExifTags.Base.Orientation, 1) > 4
+                turned = picture.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
                 return picture.size[::-1] if turned else picture.size
     return None
 

@@ -112,7 +112,7 @@ class PartHolder:
         patchers would each take it for theirs.
         """
         if module is not None:
-            _leave(module.__dict__.get(HELD_BY, lambda: None)(), self)
+            _leave(module.__dict__.get(HELD_BY, lambda: None)(), self, module)
             module.__dict__[HELD_BY] = weakref.ref(self)
         last: Any = self.__dict__.pop("last_act", None)
         if last is not None:
@@ -422,8 +422,8 @@ def unload(patcher: PartPatcher) -> None:
     patcher.detach()
 
 
-def _leave(holder: Any, taker: Any) -> None:
-    if holder is None or holder is taker:
+def _leave(holder: Any, taker: Any, module: nn.Module) -> None:
+    if holder is None or holder is taker or holder.content is not module:
         return
     for item in list(comfy.model_management.current_loaded_models):
         if item.model is not None and item.model.model is holder:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from anygpu.compat.errors import CheckpointError
-from PIL import Image
+from PIL import ExifTags, Image
 
 
 @pytest.fixture
@@ -184,3 +184,7 @@ def test_no_picture_outside_comfyui_s_folders_is_opened_for_its_size(folders, tm
             Image.new("RGB", (8, 4)).save(folder / file)
     assert folders.picture_sides("a.png") == folders.picture_sides(f"{tmp_path}/input/a.png") == (8, 4)
     assert folders.picture_sides(name.format(root=tmp_path)) is None
+    for orientation, sides in ((6, (4, 8)), (9, (8, 4))):
+        (exif := Image.Exif())[ExifTags.Base.Orientation] = orientation
+        Image.new("RGB", (8, 4)).save(tmp_path / "input" / "a.jpg", exif=exif)
+        assert folders.picture_sides("a.jpg") == sides

@@ -111,10 +111,11 @@ def photo(tmp_path: Path) -> Path:
 NAMED = ["demo: FramePack", "demo: FramePack (1 MB)", str(DEMOS / "framepack")]
 
 
+@pytest.mark.parametrize("command", ["render", "doctor"])
 @pytest.mark.parametrize("named", NAMED)
-def test_a_job_names_a_demo_model_by_its_choice_or_its_folder(named: str, tmp_path: Path) -> None:
+def test_a_job_names_a_demo_model_by_its_choice_or_its_folder(named: str, command: str, tmp_path: Path) -> None:
     target = tmp_path / "job.json"
-    assert cli.main(["render", "--model", named, "--prompt", "a fox", "--save-job", str(target)]) == 0
+    assert cli.main([command, "--model", named, "--prompt", "a fox", "--save-job", str(target)]) == 0
     job = read_job(target)
     assert (job.family, job.model.name) == ("framepack", "framepack") and job.model.content
 

@@ -81,20 +81,21 @@ def require_version(path: Path, record: Mapping[str, Any], subject: str, newest:
 
 def finite(tensor: torch.Tensor, subject: str, choice: str, fix: str = AGAIN) -> tuple[torch.Tensor, str]:
     """``tensor`` without NaN and infinity, and a description of what was done; empty if there were none.
-    Of :data:`NOT_FINITE`, ``refuse`` raises InputError; ``clamp`` makes NaN 0 and infinity the largest finite value."""
+    Of :data:`NOT_FINITE`, ``refuse`` raises InputError; ``clamp`` makes NaN 0, infinity its nearest finite value."""
     require_choice("not_finite", choice, NOT_FINITE, "Choose refuse.")
     if not tensor.is_floating_point():
         return tensor, ""
-    sound = torch.isfinite(tensor if tensor.itemsize > 1 else tensor.float())  # torch cannot ask 8-bit floats
+    whole = tensor if tensor.itemsize > 1 else tensor.float()  # torch cannot ask 8-bit floats
+    sound = torch.isfinite(whole)
     broken, count = tensor.numel() - int(sound.sum()), tensor.numel()
     if not broken:
         return tensor, ""
     text = f"{broken} of {count} values of the {subject} are NaN or infinite"
     if choice == "refuse":
         raise InputError(text, expected="finite values", fix=fix)
-    values = tensor[sound].float()
+    values = whole[sound]
     low, high = (float(values.min()), float(values.max())) if values.numel() else (0.0, 0.0)
-    clamped = torch.nan_to_num(tensor, nan=0.0, posinf=high, neginf=low)
+    clamped = torch.nan_to_num(whole, nan=0.0, posinf=high, neginf=low).to(tensor.dtype)
     return clamped, f"{text}: NaN became 0, infinity {low:g} or {high:g}"
 
 

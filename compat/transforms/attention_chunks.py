@@ -44,8 +44,9 @@ def chunked(
 ) -> torch.Tensor:
     """Exact attention in fp32, some queries at a time, with whole rows of scores: sums are those of torch's math.
 
-    Arguments are those of :class:`Attention`; ``budget_bytes`` may be alive beside operands and result, but for one
-    row. A query that sees no key gets zeros, as in torch's math. Needs matrix products and elementwise operations."""
+    Arguments are those of :class:`Attention`; ``budget_bytes`` may be alive beside operands and result, but for a
+    head's keys and values in fp32 with an eighth of it, or a row. A query that sees no key gets zeros, as in torch's
+    math. Needs matrix products and elementwise operations."""
     size = chunk_size(query, key, value, mask, causal, budget_bytes)
     result = query.new_empty(*query.shape[:-1], value.shape[-1])
     if mask is not None:
@@ -77,7 +78,7 @@ def chunk_size(
     per_query = SCORE_BYTES * (keys + 2 * width + 2 * value.shape[-1] + 2)
     per_query += keys * (0 if mask is None else 2 * SCORE_BYTES) + keys * (2 if causal else 0)
     per_head = SCORE_BYTES * keys * (width + value.shape[-1])
-    queries = _even(count, (budget_bytes - per_head) // per_query)
+    queries = _even(count, max(budget_bytes - per_head, budget_bytes // 8) // per_query)
     if queries < count:
         return 1, 1, queries
     whole = per_head + count * per_query

@@ -22,6 +22,7 @@ from ...compat.device.failures import UNFIT
 from ...compat.memory.parts import Undo
 from ...compat.output_check import ZEROS, fault_in_weight, is_flat
 from ...compat.repairs import ATTENTION, FP32, LIMIT, Repair, repaired, tensors_in
+from ...compat.transforms.fp16_layers import SETTINGS
 from ..diffusion_model import CoreModel
 from ..progress import NodeProgress
 from .attention import BUILDS_SCORES, AttentionOnRequest, Heads, _named, with_override
@@ -124,6 +125,7 @@ class StepWatch:
     def _product(self, name: str, layer: Any, args: Any, output: Any) -> None:
         weight, x = getattr(layer, "weight", None), args[0] if args else None
         bare = not getattr(layer, "weight_function", ()) and getattr(layer, "weight_lowvram_function", None) is None
+        bare = bare and ("forward" not in vars(layer) or SETTINGS in vars(layer))  # a LoRA in bypass mode, not Fit's
         plain = all(isinstance(each, Tensor) and each.dtype in FLOATS for each in (weight, x, output))
         if torch.compiler.is_compiling() or not (bare and plain) or type(weight.data) is not Tensor or x.ndim < 2:
             return

@@ -147,7 +147,7 @@ def scene_of(frames: torch.Tensor) -> Scene:
 
 
 def _moments(mask: torch.Tensor, areas: torch.Tensor) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """The shape, its centre (F, 2) as x and y in 64ths of the frame, and how far it has turned (F,) in radians."""
+    """The shape, its centre (F, 2) as x and y in 64ths of the frame, and its turn since the first (F,) in radians."""
     steps = torch.arange(mask.shape[1], dtype=torch.float32)
     x, y = (mask.sum(1) @ steps / areas), (mask.sum(2) @ steps / areas)
     places = torch.complex(steps[None, None, :] - x[:, None, None], y[:, None, None] - steps[None, :, None])

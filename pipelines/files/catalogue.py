@@ -105,14 +105,14 @@ def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int, card_
 
 def absent_offers(there: Container[str], roots: Sequence[Path]) -> dict[str, dict[str, str]]:
     """Folder name of each offer that is not ``there`` -> its ``title``, and in ``text`` size, room, pages, folders."""
-    free = f"{free_bytes(roots[0]) / 1e9:.0f}"
     offers_of = {offer.downloads[0].folder: (title, offer) for title, offer in every_offer().items()}
     return {
         name: {
             "title": title,
             "text": "\n".join(
                 [
-                    f"{offer.size}; {free} GB free on the disk. An interrupted download resumes.",
+                    f"{offer.size}; {free_bytes(folder_of(offer.downloads[0], roots)) / 1e9:.0f} GB free on the disk. "
+                    "An interrupted download resumes.",
                     *(download.text(folder_of(download, roots).parent) for download in offer.downloads),
                     "Their licences are on these pages; by downloading you accept them.",
                 ]

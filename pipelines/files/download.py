@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...compat.durable import replacing, write_json
-from ...compat.errors import CheckpointError, InputError, MissingPackageError, json_file, require_choice
+from ...compat.errors import CheckpointError, InputError, MissingPackageError, PackError, json_file, require_choice
 from ...compat.memory.statistics import amount
 from ...compat.packages import imported
 from ..base import Progress, ProgressStage
@@ -156,7 +156,7 @@ def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str |
                 progress.step(min(state.done, state.total), state.total, ProgressStage(state.stage, text, True))
     finally:
         state.stopped = True
-    if isinstance(state.failure, CheckpointError | InputError):
+    if isinstance(state.failure, PackError):
         raise state.failure
     if state.failure is not None:
         raise _failed(download, folder, state.failure) from state.failure

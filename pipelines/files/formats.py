@@ -99,15 +99,13 @@ def kinds(path: Path) -> tuple[str, ...]:
 
 def config_of(content: StoredModel, task: str = "") -> Configured:
     """The configuration of a model in a file, for the ``task`` that the user said; empty leaves it to the file's name.
-    Raises CheckpointError where no published one has the file's shapes, and none is beside it."""
-    beside = content.path.with_suffix(".json")
-    if beside.is_file():
-        config = read_json(beside, "a model configuration")
-        config = config.get(content.kind.rpartition("/")[2], config)
-        rows = [{"name": "with a configuration beside it", "config": config}]
-        task = ""
-    else:
-        rows = list(published(content.kind))
+    Raises CheckpointError where no published one has the file's shapes. One beside it goes before them and ``task``."""
+    beside, rows = content.path.with_suffix(".json"), list(published(content.kind))
+    config = read_json(beside, "a model configuration") if beside.is_file() else {}
+    inner = config.get(content.kind.rpartition("/")[2])
+    config = inner if isinstance(inner, dict) else config
+    if not config.keys().isdisjoint(("_class_name", "model_type", "architectures")):  # else another program's
+        rows, task = [{"name": "with a configuration beside it", "config": config}], ""
     if not rows:
         raise CheckpointError(
             f"no configuration for {content.layout} in {str(content.path)!r}",

@@ -85,7 +85,8 @@ def part_folders(
     folders = folders_in(model) if whole else {"transformer": model}
     wanted = [*family.files.parts, *family.files.tools]
     for name in ("base", "image_encoder"):
-        missing = [part for part in wanted if part not in folders and (name == "base") == (part not in ENCODER_FOLDER)]
+        lacking = {part for part in wanted if part not in folders or not folders[part].is_dir()}
+        missing = [part for part in wanted if part in lacking and (name == "base") == (part not in ENCODER_FOLDER)]
         named = given.get(name)
         if missing and (
             named is not None or (not whole and any(part not in family.files.optional for part in missing))
@@ -94,7 +95,7 @@ def part_folders(
             progress.notify(f"{name} from {source.name}{'' if named else ' (auto)'}")
             offered = folders_in(source)
             if name == "base" and given.get("image_encoder") is None:
-                missing += [part for part in ENCODER_FOLDER if part in wanted and part not in folders]
+                missing += [part for part in ENCODER_FOLDER if part in lacking]
             folders.update({part: offered[part] for part in missing if part in offered})
     spared = without_text(family, lambda part: part in folders and folders[part].is_dir(), progress)
     folders = {part: folder for part, folder in folders.items() if part not in spared}
@@ -116,7 +117,7 @@ def part_folders(
 
 
 def folders_in(folder: Path) -> dict[str, Path]:
-    """The folders of parts and tools that the index of a pipeline names; without an index, all of them."""
+    """The folders of parts and tools that the index of a pipeline names, there or not; without one, all that are."""
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX, "a diffusers pipeline")
         pairs = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}

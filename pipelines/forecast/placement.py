@@ -106,11 +106,12 @@ def _chosen(
     own = first.facts.device
     cards = _cards(first, home, rooms, load_on)
     others = ", ".join(f"{device} ({card.facts.name})" for device, card in cards.items() if device != own)
-    if own not in cards or not others:
-        return home, f"what is free on {'the other cards' if own in cards else own} is not known"
+    unknown = next((device for device in (own, *home.values()) if device not in cards), None)
+    if unknown or not others:
+        return home, f"what is free on {unknown or 'the other cards'} is not known, or the model cannot run there"
     ways = [way for places in _shares(home, fixed, cards) if (way := _way(places, cards)) is not None]
     if not ways:
-        return home, f"a run of the model's own size fits neither there nor on {others}"
+        return home, f"a run of the model's own size fits neither on {own} nor on {others}"
     now = next((way for way in ways if way.places == home), None)
     best = _quickest(ways, cards, cards[own].kind)
     if now is None:

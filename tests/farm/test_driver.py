@@ -316,6 +316,27 @@ def test_a_share_that_is_gone_for_a_while_ends_nothing(tmp_path: Path, monkeypat
     assert len(list((tmp_path / "failed").iterdir())) == 3
 
 
+@pytest.mark.parametrize("error", [Died(), OSError(errno.ENOSPC, "full")], ids=["the share", "Ray"])
+def test_what_fails_as_a_worker_does_costs_no_job(tmp_path: Path, error: BaseException) -> None:
+    errors, ray = iter([error]), Paper(CPU=1.0)
+
+    def fault() -> None:
+        for one in errors:
+            with during(MACHINE):
+                raise one
+
+    def stale(*_given: Any) -> None:
+        vars(driver.workers[0].actor).pop("prove", None)
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    driver, _ = driver_on(ray, tmp_path, 1, fault)
+    driver.reached, driver.workers[0].actor.prove = stale, SimpleNamespace(remote=stale)
+    driver.add([line_of(1)], again=True)
+    while ray.now < 300 and (driver.schedule or driver.workers[0].task or driver.workers[0].held):
+        driver._careful_turn()
+    assert driver.tally.done == 1
+
+
 def test_what_the_folder_does_not_take_is_said_once_for_each_reason(tmp_path: Path) -> None:
     driver, said = driver_on(Paper(CPU=1.0), tmp_path, 1)
 

@@ -115,6 +115,10 @@ def test_doctor_and_fit_model_go_together_in_both_orders(inside: Inside) -> None
         assert "diffusion_model.blocks.0.ffn.2 (Linear, fp16)" in result["said"], order
 
 
+def test_a_lora_in_bypass_mode_is_no_fault(inside: Inside) -> None:
+    assert inside.play("doctor", "bypassed", name="Wan 2.1") == {"error": 0.0, "said": []}
+
+
 @full
 def test_a_compiled_model_is_searched_too(inside: Inside) -> None:
     found = inside.play("doctor", "compiled", name="Wan 2.1")

@@ -43,7 +43,7 @@ def peak_of(device: torch.device, budget: int, shape: tuple[int, ...], dtype: to
 def test_peak_is_under_the_budget(acc: torch.device, name: str, budget: int) -> None:
     shape = SHAPES[name]
     for dtype in (torch.float32, torch.bfloat16):
-        assert 0 < peak_of(acc, budget, shape, dtype) <= max(budget, least(shape, dtype)), dtype
+        assert 0 < peak_of(acc, budget, shape, dtype) <= max(budget, budget // 8 + least(shape, dtype)), dtype
 
 
 @pytest.mark.parametrize("kind", ["causal", "mask", "floating"])

@@ -70,7 +70,7 @@ def told(pipeline: Pipeline) -> tuple[str, str]:
         ((SLOW, FAST), (PLENTY, 40 << 20), "000", "not be quicker"),  # the VAE's planes take long
         ((SLOW, SLOW), (PLENTY, 1 << 18), "000", "no part of it fits on acc:1"),
         ((FAST, SLOW), (4 << 20, PLENTY), "101", "does not fit on acc:0 alone"),
-        ((SLOW, FAST), (40 << 20, 40 << 20), "000", "fits neither there nor on acc:1"),
+        ((SLOW, FAST), (40 << 20, 40 << 20), "000", "fits neither on acc:0 nor on acc:1"),
         ((SLOW, UNKNOWN), (PLENTY, PLENTY), "000", "how fast acc:1 (Strange card) is, is not known"),
         ((SLOW, SLOW), (PLENTY, None), "000", "what is free on the other cards is not known"),
     ],

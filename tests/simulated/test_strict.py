@@ -13,7 +13,7 @@ import tiny
 import torch
 from anygpu.compat.device.facts import DeviceFacts, device_fault, facts_for
 from anygpu.compat.device.failures import is_shortage
-from anygpu.compat.errors import UnsupportedError, parts_of
+from anygpu.compat.errors import parts_of
 from anygpu.compat.memory.offloader import OffloadOptions
 from anygpu.compat.memory.parts import Parts
 from anygpu.compat.memory.standalone import StandaloneOffloader
@@ -267,13 +267,3 @@ def test_a_kernel_is_tried_and_timed_on_the_current_device_which_it_may_not_move
     monkeypatch.setattr(attention, "TOKENS", 64)
     attention.kernel_times(facts, torch.float32, 16)
     assert {*seen} == {1} and len(seen) > 2 and torch.accelerator.current_device_index() == 0
-
-
-def test_a_trial_that_ends_the_device_says_so(acc, monkeypatch):
-    def fatal(*_operands):
-        monkeypatch.setattr(attention_kernels, "device_fault", lambda _device: "an illegal memory access")
-        raise RuntimeError("an illegal memory access")
-
-    monkeypatch.setitem(attention_kernels.EXPLICIT, "native_flash", fatal)
-    with pytest.raises(UnsupportedError, match="has stopped answering"):
-        attention_kernels.require_usable("native_flash", facts_for(acc), torch.float32, 16)

@@ -112,6 +112,7 @@ def test_nan_and_infinity_are_counted_and_refused_or_clamped() -> None:
     assert said == "3 of 6 values of the latents are NaN or infinite: NaN became 0, infinity -2 or 3"
     assert finite(torch.ones(2), "latents", "refuse")[1] == ""
     assert finite(torch.full((2,), float("nan")), "latents", "clamp")[0].tolist() == [0.0, 0.0]
+    assert finite(tensor.to(torch.float8_e5m2), "latents", "clamp")[0].float().tolist() == clamped.tolist()
     with pytest.raises(InputError, match="not_finite 'ignore'"):
         finite(tensor, "latents", "ignore")
 

@@ -116,6 +116,7 @@ def test_a_chunk_has_the_queries_whose_scores_and_copies_fit() -> None:
     q, k, v = (torch.zeros(1, 1, count, 8) for count in (100, 10, 10))
     each, head = 4 * (10 + 2 * 8 + 2 * 8 + 2), 4 * 10 * (8 + 8)  # bytes
     assert [chunk_size(q, k, v, None, False, head + 20 * each - less)[2] for less in (0, 1)] == [20, 17]
+    assert chunk_size(*(torch.zeros(1, 1, n, 64) for n in (100, 1000, 1000)), None, False, 512_000)[2] == 12
     q, k, v, whole = *(x.expand(1, 4, -1, -1) for x in (q, k, v)), head + 100 * each
     assert [chunk_size(q, k, v, None, False, 2 * whole - less) for less in (0, 1)] == [(1, 2, 100), (1, 1, 100)]
 

@@ -183,6 +183,15 @@ def beside_fit(name: str) -> dict[str, Any]:
     return report
 
 
+def bypassed(name: str) -> dict[str, Any]:
+    """A layer whose output a LoRA in core's bypass mode triples: the error of a watched run, and what was said."""
+    model = core_tiny.made(name, torch.float32, None)
+    layer = model.model.diffusion_model.get_submodule(core_tiny.CASES[name].loud)
+    layer.forward = lambda x: 3 * type(layer).forward(layer, x)
+    expected, (watched, said) = core_tiny.output(model, name), _watched(model, doctors.OFFER)
+    return {"error": core_tiny.error(core_tiny.output(watched, name), expected), "said": said}
+
+
 def compiled(name: str) -> dict[str, Any]:
     """A NaN in a model that core's node has compiled, and what the doctor says."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper

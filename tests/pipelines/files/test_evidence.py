@@ -381,6 +381,7 @@ def test_names_of_distillations_and_of_other_tasks_are_known(family: str) -> Non
 )
 def test_a_name_that_gives_the_recipe_says_what_the_file_is(tmp_path: Path, name: str, why: str) -> None:
     file = published.sparse(tmp_path / "models" / f"{name}.safetensors", published.shapes("hunyuan_video"))
+    file.with_suffix(".json").write_text('{"sd version": "Other"}')  # another program's
     assert config_of(contents(file)[0]).why == why
 
 

@@ -12,8 +12,9 @@ import tiny
 import torch
 from anygpu.compat import packages
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, PackError
+from anygpu.pipelines.base import Silent
 from anygpu.pipelines.files.evidence import variant_choices
-from anygpu.pipelines.files.models import family_of_folder, find_models
+from anygpu.pipelines.files.models import family_of_folder, find_models, part_folders
 from anygpu.pipelines.load import folder as loading
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.registry import FAMILIES
@@ -58,9 +59,10 @@ def test_broken_json(mochi):
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae", "tokenizer", "scheduler"])
-def test_a_missing_component(mochi, part):
+def test_a_missing_component(mochi, part, tiny_folder):
     shutil.rmtree(mochi / part)
     refused(mochi, part)
+    assert part_folders(mochi, {"base": tiny_folder / "mochi"}, (), Silent())[1][part] == tiny_folder / "mochi" / part
 
 
 def test_a_missing_shard(tiny_folder, tmp_path):
