@@ -12,7 +12,6 @@ import tiny
 import torch
 from anygpu.compat import packages
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, PackError
-from anygpu.pipelines.base import Silent
 from anygpu.pipelines.files.evidence import variant_choices
 from anygpu.pipelines.files.models import family_of_folder, find_models, part_folders
 from anygpu.pipelines.load import folder as loading
@@ -59,10 +58,10 @@ def test_broken_json(mochi):
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae", "tokenizer", "scheduler"])
-def test_a_missing_component(mochi, part, tiny_folder):
+def test_a_missing_component(mochi, part, tiny_folder, recorded):
     shutil.rmtree(mochi / part)
     refused(mochi, part)
-    assert part_folders(mochi, {"base": tiny_folder / "mochi"}, (), Silent())[1][part] == tiny_folder / "mochi" / part
+    assert part_folders(mochi, {"base": tiny_folder / "mochi"}, (), recorded())[1][part] == tiny_folder / "mochi" / part
 
 
 def test_a_missing_shard(tiny_folder, tmp_path):
