@@ -85,12 +85,13 @@ def settings_for(preset: str, asked: StepCacheSettings) -> StepCacheSettings | N
     return replace(asked, kind=kind, threshold=threshold, interval=interval)
 
 
-def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: float, batched: bool) -> None:
+def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: float, batched: bool, stg: float) -> None:
     """Raise UnsupportedError for a cache that guidance in two forwards or compiled blocks would break."""
-    if settings.kind in SHARED and cfg > 1.0 and not batched:
-        found = f"step cache {settings.kind!r} with cfg {cfg:g}: {SHARED[settings.kind]}"
-        expected = "cfg 1, or another kind"
-        raise UnsupportedError(found, expected=expected, fix=f"Choose kind {FIRST_BLOCK} or set cfg to 1.")
+    name, value, least = ("stg", stg, 0) if stg > 0 else ("cfg", cfg, 1)
+    if settings.kind in SHARED and (stg > 0 or (cfg > 1.0 and not batched)):
+        found = f"step cache {settings.kind!r} with {name} {value:g}: {SHARED[settings.kind]}"
+        fix = f"Choose kind {FIRST_BLOCK} or set {name} to {least}."
+        raise UnsupportedError(found, expected=f"{name} {least}, or another kind", fix=fix)
     if settings.kind != FIRST_BLOCK and any(hasattr(block, COMPILED) for block in transformer_blocks(transformer)):
         found = f"step cache {settings.kind!r} with compile: {INSIDE}"
         raise UnsupportedError(found, expected=f"kind {FIRST_BLOCK}, or compile off", fix=f"Choose kind {FIRST_BLOCK}.")
@@ -138,7 +139,7 @@ class _Active:
     time: float = 0.0
     turn: int = 0
     index: int = -1
-    rows: int = 0
+    rows: dict[str, int] = field(default_factory=dict)  # by branch of guidance, each of which has a state of its own
     ran_before: int = 0
 
     def attach(self) -> None:
@@ -183,16 +184,17 @@ class _Active:
     def _before(self, module: nn.Module, args: Any, named: dict[str, Any]) -> None:
         time, states = named.get("timestep"), named.get("hidden_states", args[0] if args else None)
         now = float(to_host(time).max()) if isinstance(time, torch.Tensor) else self.time
-        rows = states.shape[0] if isinstance(states, torch.Tensor) else self.rows
+        branch = _branch(module)
+        rows = states.shape[0] if isinstance(states, torch.Tensor) else self.rows.get(branch, 0)
         turn = (now > self.time) - (now < self.time)
         if self.index < 0 or turn * self.turn < 0:  # time runs one way: a step back is the start of another sampling
             self.index = 0
             _forget(module)
         elif turn:
             self.index, self.turn = self.index + 1, turn  # down in most families, up in Mochi
-        if rows != self.rows:  # guidance began or ended: what was kept has another batch
+        if self.rows.setdefault(branch, rows) != rows:  # guidance began or ended: what was kept has another batch
             _forget(module)
-        self.time, self.rows = now, rows
+        self.time, self.rows[branch] = now, rows
         if self.settings.kind == FIRST_BLOCK:
             for hook in _hooks(self.transformer):
                 if hasattr(hook, "threshold"):
@@ -245,6 +247,12 @@ def _managers(hook: Any) -> Iterator[Any]:
     from diffusers.hooks.hooks import StateManager
 
     yield from (value for value in vars(hook).values() if isinstance(value, StateManager))
+
+
+def _branch(transformer: nn.Module) -> str:
+    """The name of the ``cache_context`` that is open; empty for a cache that knows none."""
+    contexts = (manager._context for hook in _hooks(transformer) for manager in _managers(hook))
+    return next((context.name for context in contexts if context is not None), "")
 
 
 def _forget(transformer: nn.Module) -> None:

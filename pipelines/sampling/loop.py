@@ -260,7 +260,8 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
             )
         for part in () if cache is None else pipeline.spec.transformers:
             transformer = pipeline.parts.read(part, progress)
-            require_usable(cache, transformer, settings.cfg, pipeline.spec.recipes.batched_cfg)
+            stg = max((each.stg for each in settings.guidance_steps), default=0.0)
+            require_usable(cache, transformer, settings.cfg, pipeline.spec.recipes.batched_cfg, stg)
             counts[part] = stack.enter_context(cached(transformer, cache, settings.steps))
         yield
     for part, count in counts.items():

@@ -2,18 +2,26 @@
 
 import pytest
 import torch
-from anygpu.compat.transforms.step_cache import FIRST_BLOCK, PYRAMID, TAYLOR, StepCacheSettings, cached
+from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.transforms.step_cache import (
+    FIRST_BLOCK,
+    PYRAMID,
+    TAYLOR,
+    StepCacheSettings,
+    cached,
+    require_usable,
+)
 from compat.transforms.test_attention_processors import made
 from torch import nn
 
 TEXT, WIDTH = 5, 32
 
 
-def call(module: nn.Module, time: float, rows: int = 1) -> torch.Tensor:
+def call(module: nn.Module, time: float, rows: int = 1, branch: str = "cond") -> torch.Tensor:
     """LTX-Video's output for the same tokens at some time."""
     generator = torch.Generator().manual_seed(0)
     tokens, text = (torch.randn(1, *shape, generator=generator) for shape in ((12, 128), (TEXT, WIDTH)))
-    with torch.no_grad(), module.cache_context("cond"):
+    with torch.no_grad(), module.cache_context(branch):
         return module(
             hidden_states=tokens.expand(rows, -1, -1),
             encoder_hidden_states=text.expand(rows, -1, -1),
@@ -54,6 +62,18 @@ def test_another_batch_starts_anew():
         found = call(module, 600, rows=1)
     assert found.shape == expected.shape and torch.equal(found, expected)
     assert count.skipped_steps == 0
+
+
+def test_branches_of_other_batches_keep_what_is_theirs():
+    """As LTX-Video's guidance without attention, one row in each step beside two of cfg."""
+    module = made("ltx")
+    with cached(module, EAGER_TO_SKIP, 2) as count:
+        for time in (900, 600):
+            call(module, time, rows=2, branch="cond_uncond")
+            call(module, time, rows=1, branch="without_attention")
+    assert count.skipped_steps == 2 and count.forwards == 4
+    with pytest.raises(UnsupportedError, match="'pyramid' with stg 1"):
+        require_usable(StepCacheSettings(PYRAMID), module, 3.0, True, 1.0)
 
 
 @pytest.mark.parametrize("kind", [FIRST_BLOCK, TAYLOR, PYRAMID])
