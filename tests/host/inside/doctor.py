@@ -49,7 +49,7 @@ def nan_everywhere(name: str, largest: int = 0) -> dict[str, Any]:
         except NotFinite as error:
             layer, _, own = place.rpartition(".")
             named = f"diffusion_model.{layer} (" in str(error) if layer else "diffusion_model (" in str(error)
-            if named and f"its {own} holds" in str(error):
+            if named and f"of its {own} is" in str(error):
                 right.append(place)
             else:
                 wrong[place] = str(error)
