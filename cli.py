@@ -451,8 +451,8 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
         add(name, help="file")
     for name in ("--width", "--height", "--frames", "--steps", "--seed"):
         add(name, type=int, default=0, help="0: the model's default" if name != "--seed" else "same seed, same video")
-    for name in ("--fps", "--cfg", "--guidance", "--shift"):
-        add(name, type=float, default=0.0, help="0: the model's default" + "; 1: off" * (name == "--cfg"))
+    for name, off in (("--fps", ""), ("--cfg", "; 1: off"), ("--guidance", ""), ("--shift", "")):
+        add(name, type=float, default=0.0, help=f"0: the model's default{off}")
     add("--seconds", type=float, default=5.0, help="FramePack: length of the video")
     add("--window", type=int, default=9, help="FramePack: latent frames per section")
     add("--denoise", type=float, default=1.0, help="with --video: how much is redrawn")

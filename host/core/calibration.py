@@ -112,8 +112,7 @@ class Calibration:
                 if not self.convolutions and any(map(is_convolution, block.layers.values())):
                     self._refused.add(block.name)
             yield
-        together = [value for *_, value in found]
-        numbers = to_host(torch.stack([each.to(together[0].device) for each in together])).tolist()
+        numbers = _numbers([value for *_, value in found])
         sound = all(math.isfinite(value) for (name, *_), value in zip(found, numbers, strict=True) if name == NETWORK)
         for (name, kind, _), value in zip(found, numbers, strict=True) if sound else ():
             self.sizes.setdefault(name, ValueSizes()).take(kind, value if math.isfinite(value) else NEVER)
@@ -173,8 +172,7 @@ class Calibration:
         self._running = name
 
     def _held(self, values: list[tuple[str, str, Any]]) -> bool:
-        every = [each.float() for *_, pair in values for each in pair]
-        numbers = to_host(torch.stack([each.to(every[0].device) for each in every])).tolist()
+        numbers = _numbers([each.float() for *_, pair in values for each in pair])
         for (block, name, _), low, high in zip(values, numbers[::2], numbers[1::2], strict=True):
             known = self.sizes.get(name, ValueSizes())
             if high <= known.output * ROOM and not low == 0.0 < known.least:
@@ -224,6 +222,11 @@ def blocks_of(network: nn.Module) -> Iterator[MeasuredBlock]:
             layers = {path: each for path, each in modules if is_linear(each) or is_convolution(each)}
             if layers:
                 yield MeasuredBlock(name, child, layers)
+
+
+def _numbers(values: list[Tensor]) -> list[float]:
+    """Numbers that may lie on several devices, in one copy to the host."""
+    return to_host(torch.stack([each.to(values[0].device) for each in values])).tolist()  # type: ignore[no-any-return]
 
 
 def _floats(values: Any) -> Iterator[Tensor]:

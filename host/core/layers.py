@@ -25,7 +25,16 @@ from ...compat.device.execution import add_hook, to_host
 from ...compat.transforms.conv3d import geometry_of, layer_of, own_edges
 from ...compat.transforms.conv3d_choice import Chooser, Conv3dChoice
 from ...compat.transforms.conv3d_methods import convolve, padded
-from ...compat.transforms.fp16_layers import SETTINGS, AskedLinear, LayerSettings, fp32_linear, full_linear, scales_for
+from ...compat.transforms.fp16_layers import (
+    FULL,
+    HALF,
+    SETTINGS,
+    AskedLinear,
+    LayerSettings,
+    fp32_linear,
+    full_linear,
+    scales_for,
+)
 from ..casting import cast_by_core
 from .ownership import (
     adapted_layers,
@@ -38,7 +47,6 @@ from .ownership import (
 )
 from .packed import is_native
 
-HALF, FULL = torch.float16, torch.float32
 COUNTS = "_anygpu_counts"  # on a layer while its calls are counted
 SAFE, PLAIN, EXACT, WIDE = "fp16-safe", "plain fp16", "fp32", "in float32 by core"
 WRAPPER = attention.attention_basic.__code__  # of every attention function of core's: all are closures of one wrapper
