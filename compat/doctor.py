@@ -148,6 +148,12 @@ def stuck(tensor: torch.Tensor) -> str:
     return _range_fault(low, high) or (STUCK if tensor.dtype is torch.float16 and max(-low, high) >= LIMIT else "")
 
 
+def _broken(tensor: torch.Tensor) -> str:
+    """The fault of an input: as :func:`not_finite`, but a bias of -inf hides what it should."""
+    low, high = _range(tensor)
+    return "" if low == -math.inf and high <= 0 else _range_fault(low, high)
+
+
 def _range(tensor: torch.Tensor) -> tuple[float, float]:
     """The least and the greatest value, NaN for both where any is: one pass over the tensor and one read from it."""
     wide = tensor.detach() if tensor.element_size() > 1 else tensor.detach().float()
@@ -284,11 +290,11 @@ class _Search:
                 if name and block_of(self.networks, name) == name:
                     self.way.append((name, largest(output)))
                 return
-            if not _wrong(given, not_finite)[0]:
+            if not _wrong(given, _broken)[0]:
                 self.finding = self._finding(name, module, fault, wrong, largest(given))
                 raise _Found
             if name in self.networks:
-                inputs = [key for key, value in _named(module, args, kwargs).items() if _wrong(value, not_finite)[0]]
+                inputs = [key for key, value in _named(module, args, kwargs).items() if _wrong(value, _broken)[0]]
                 words = ", ".join(INPUTS.get(key, key) for key in inputs)
                 self.finding = Finding(name, type(module).__name__, dtype="", fault=fault, inputs=words)
                 raise _Found

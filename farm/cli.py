@@ -153,6 +153,10 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
         found = f"--group {arguments.group}{' --branches' if arguments.branches else ''}"
         expected = f"1 or more devices{', an even number' if arguments.branches else ''}"
         raise InputError(found, expected=expected, fix="For example --group 2.")
+    for name in ("local", "workers"):
+        if getattr(arguments, name) < 0:
+            found, fix = f"--{name} {getattr(arguments, name)}", "Leave it out for one on each device."
+            raise InputError(found, expected="a number of workers", fix=fix)
     if arguments.patience < 0:
         found, fix = f"--patience {arguments.patience:g}", "For example --patience 1200."
         raise InputError(found, expected="seconds, 0 for 600", fix=fix)
@@ -214,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
         where = command.add_mutually_exclusive_group()
         where.add_argument("--local", type=int, default=0, metavar="N", help="N workers here (default: one per device)")
         where.add_argument("--address", default="", help="a Ray cluster, such as 10.0.0.5:6379, or auto")
-        command.add_argument("--workers", type=int, default=0, help="of a cluster (default: its GPUs)")
+        command.add_argument("--workers", type=int, default=0, help="workers in a cluster (default: its GPUs)")
         command.add_argument("--group", type=int, default=1, metavar="N", help="render each video on N alike devices")
         halves = "half of each group for the prompt, half for the negative prompt"
         command.add_argument("--branches", action="store_true", help=halves)

@@ -75,16 +75,16 @@ class Driver:
             self._wait_for(worker)
 
     def add(self, lines: Iterable[str], again: bool, where: str = "") -> None:
-        """Take jobs in that are not done; those that failed or were cancelled only where asked ``again``.
+        """Take in the jobs that are not done; those that failed or were cancelled only if asked ``again``.
 
-        ``where`` the lines stand is said of those that are not jobs."""
+        ``where`` the lines stand begins what is said of lines that are not jobs."""
         done, tasks, wrong = self.folder.done_keys(), [], list[str]()
-        for line in lines:
+        for number, line in enumerate(lines, 1):
             try:
                 task = self.task_of(line)
             except Exception as error:  # of a line that may hold anything
                 if not wrong or not self.watching:
-                    self.tally.failed[line[:60]] = text_of(error)
+                    self.tally.failed[f"{where}line {number}: {line[:60]}"] = text_of(error)
                 wrong.append(wrong[0] if wrong else text_of(error))
                 continue
             if task.key in self._open:

@@ -85,7 +85,7 @@ class Renderer:
                 made.write(folder.results / name)
                 folder.show(name, f"{job.title} {job.key[:8]}{made.suffix}")
             shutil.rmtree(unfinished, ignore_errors=True)
-        digest = hashlib.sha256(made.pixels.contiguous().numpy().tobytes()).hexdigest()
+        digest = hashlib.sha256(made.pixels.contiguous().view(-1).numpy()).hexdigest()
         seconds = round(time.monotonic() - started, 3)
         return {"job": job.record(), "file": name, "pixels_sha256": digest, "seconds": seconds}
 

@@ -177,9 +177,10 @@ def _require_samples(path: Path) -> None:
     with path.open("rb") as file:
         while len(head := file.read(16)) >= 8:
             length, kind = int.from_bytes(head[:4], "big"), head[4:8]
+            header = 16 if length == 1 else 8
             length = int.from_bytes(head[8:16], "big") if length == 1 else length or size
             if kind in TABLES:
-                file.seek(place + TABLES[kind])
+                file.seek(place + TABLES[kind] + header - 8)
                 count = int.from_bytes(file.read(4), "big")
                 if kind in RUNS:
                     runs = file.read(min(8 * count, max(length, 0), size))  # a buffer of that many bytes is made first
@@ -191,9 +192,11 @@ def _require_samples(path: Path) -> None:
                 found += f" in {str(path)!r} of {size} bytes"
                 expected = "a table of samples that are in the file"
                 raise CheckpointError(found, expected=expected, fix="Convert the video.")
-            if length < 8:
+            if length < header:
                 return
-            place += 8 if kind in BOXES else length
+            file.seek(place + header)
+            version = 4 if kind == b"meta" and file.read(4) == bytes(4) else 0  # which QuickTime's has not
+            place += header + version if kind in BOXES else length
             file.seek(place)
 
 

@@ -9,6 +9,8 @@ import pytest
 import tiny
 import torch
 from anygpu.cli import main
+from anygpu.compat.checkpoints.packed import as_in_files, pack
+from anygpu.compat.checkpoints.unpacking import SCALED
 from anygpu.paint import choices
 from anygpu.pipelines import demo
 from anygpu.pipelines.demo import drawing
@@ -56,6 +58,14 @@ def test_the_demo_draws_a_clip_checks_it_and_leaves_a_page(monkeypatch, tmp_path
     assert {path.name for path in tmp_path.iterdir()} == {"ltx.mp4", "contact_sheet.png", "report.md"}
     assert ("FAILED: shows what was asked for, another prompt" in capsys.readouterr().out) == wrong
     assert "(contact_sheet.png)" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_a_packed_layer_is_marked_as_what_it_is(dtype: torch.dtype) -> None:
+    layer = torch.nn.Linear(4, 2, bias=False)
+    pack(layer, torch.ones(2, 4).to(dtype), torch.float32, SCALED, {"scale": torch.ones(())})
+    mark = json.loads(bytes(as_in_files(torch.nn.Sequential(layer))["0.comfy_quant"].tolist()))
+    assert mark["format"] == ("int8_tensorwise" if dtype is torch.int8 else str(dtype).removeprefix("torch."))
 
 
 @pytest.mark.parametrize("weights", ["int8_convrot", pytest.param("w4a8", marks=pytest.mark.full)])

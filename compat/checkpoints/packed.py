@@ -233,7 +233,7 @@ def rounded(weight: torch.Tensor, choice: str) -> dict[str, Any]:
 
 def as_in_files(module: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of ``module`` with packed weights as ComfyUI's own files have them: a mark and scales beside each.
-    Weights that a file had packed in other ways are made dense."""
+    Weights that a file had packed in other ways are made dense, in ``module`` too."""
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, StoredLinear)}
     for name, layer in list(layers.items()):
         if layer.codec not in ("", SCALED, W4A8) or layer.sides.keys() & {"pre_scale", "correction"}:
@@ -245,7 +245,7 @@ def as_in_files(module: nn.Module) -> dict[str, torch.Tensor]:
             values = tensors.pop(f"{name}.{side}")
             values = values.view(torch.float8_e4m3fn) if values.dtype is torch.uint8 else values
             tensors[f"{name}.weight_{side}"] = values if side in ("scale", "s_rel") else values.flatten()
-        kind = {torch.int8: "int8_tensorwise"}.get(stored.dtype, "float8_e4m3fn")
+        kind = "int8_tensorwise" if stored.dtype is torch.int8 else str(stored.dtype).removeprefix("torch.")
         about: dict[str, Any] = {"format": kind if layer.codec == SCALED else layer.codec}
         if layer.group:
             about |= {"convrot": True, "convrot_groupsize": layer.group}

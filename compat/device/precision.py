@@ -229,7 +229,7 @@ def _automatic(model: ModelPrecision, row: Precision, able: Abilities) -> Precis
 
 
 def _transformer(row: Precision, able: Abilities) -> tuple[Precision, str, list[Verdict]]:
-    """The row with a transformer that runs here, the reason, and what it names as the cause."""
+    """The row with a transformer that runs here, the reason, and the verdicts that it names."""
     ability = able.transformer(row.operands)
     if not row.safe and not _refused(ability):
         return row, row.why, []
@@ -243,6 +243,8 @@ def _transformer(row: Precision, able: Abilities) -> tuple[Precision, str, list[
     since = f"since {row.operands} {'is emulated or slow' if ability.usable else 'does not work'} here ({ability.why})"
     if refused.usable:
         return replace(row, transformer=FP16, compute=FP16, residual=FP32), f"fp16-safe, {since}", [ability]
+    if refused == ability:
+        return replace(row, transformer=FP32, compute=FP32, residual=FP32), f"fp32, {since}", [ability]
     changed = replace(row, transformer=FP32, compute=FP32, residual=FP32)
     return changed, f"fp32, {since} and fp16 does not work either ({refused.why})", [ability, refused]
 

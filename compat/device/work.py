@@ -270,6 +270,11 @@ def pace_of(
             def measured() -> dict[str, Any]:
                 try:
                     return asdict(measured_pace(facts.device, dtype, width=heads))
+                except Exception as error:  # of a dtype that the device lacks: remembered, and said once
+                    if is_shortage(error):
+                        raise
+                    log.warning("AnyGPU: %s cannot be timed in %s: %s", facts.name, dtype, first_line(error))
+                    return {}
                 finally:
                     empty_cache(facts.device)  # torch would keep most of a gigabyte
 

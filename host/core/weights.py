@@ -184,6 +184,7 @@ class LoadedWeights:
         if getattr(patcher, "current_hooks", None) is not None:
             return []
         names, sums, wrong, version = [], list[Tensor](), list[str](), patcher.patches_uuid
+        self.patched = {key: value for key, value in self.patched.items() if key[1] == version}
         for name, module, tensor in self._next(patcher, every, streamed):
             if self.owners.get(name) != id(module):
                 continue
@@ -225,13 +226,17 @@ class LoadedWeights:
             device = patcher.load_device.type
             yield from (each for each in tensors_of(patcher.model) if streamed or each[2].device.type == device)
             return
-        names = list(self.bytes)
+        names, modules = list(self.bytes), dict(patcher.model.named_modules())
         self.budget += sum(self.bytes.values()) / SHARE
         while self.budget > 0:
             self.place = (self.place + 1) % len(names)
             name = names[self.place]
             self.budget -= max(1, self.bytes[name])
-            yield name, patcher.model.get_submodule(name.rpartition(".")[0]), comfy.utils.get_attr(patcher.model, name)
+            module = modules.get(name.rpartition(".")[0])
+            if isinstance(
+                tensor := getattr(module, name.rpartition(".")[2], None), Tensor
+            ):  # another schedule has fewer
+                yield name, module, tensor
 
 
 def tensors_of(network: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:

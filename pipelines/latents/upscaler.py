@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...compat.checkpoints.headers import TensorEntry
 from ...compat.checkpoints.weights import read_tensors
+from ...compat.device.quirks import convolution_switches, policy_for
 from ...compat.errors import CheckpointError
 from ...compat.memory.transfer import transfer_for
 from ..base import Progress, ProgressStage
@@ -30,7 +31,8 @@ def upscaled(
     ``widest`` values at each place is its largest activation. CheckpointError where the file lacks a tensor."""
     transfer = transfer_for(pipeline.offloader.device_of(PART), dtype)
     needed = COPIES * widest * low.shape[2:].numel() * dtype.itemsize
-    with held_once(pipeline, PART, partial(_read, build, entries, dtype), needed, progress) as network:
+    switches = convolution_switches(policy_for(pipeline.facts))
+    with switches, held_once(pipeline, PART, partial(_read, build, entries, dtype), needed, progress) as network:
         progress.step(0, 1, STAGE)
         high = transfer.to_host_fp32(network(transfer.to_device(low)))
     progress.step(1, 1, STAGE)

@@ -16,6 +16,7 @@ from torch import nn
 from ...compat.checkpoints.pickled import pickled_tensors
 from ...compat.checkpoints.weights import tensor_file
 from ...compat.device.execution import placed, to_host
+from ...compat.device.quirks import convolution_switches, policy_for
 from ...compat.errors import CheckpointError, UnsupportedError
 from ...compat.memory.transfer import transfer_for
 from ...compat.output_check import require_finite
@@ -152,7 +153,7 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
 
 def draft(pipeline: Pipeline, latents: Latents, folders: Sequence[Path], progress: Progress) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1 by :func:`tiny_decoder` of ``folders``, which may raise; the VAE is not read."""
-    samples, dtype = latents.samples, pipeline.precision.vae
+    samples, dtype = latents.samples, pipeline.precision.conv or pipeline.precision.vae
     if pipeline.is_demo:
         found, fix = "a draft of a demo model, whose VAE is its own", "Choose method auto, which takes a second."
         raise UnsupportedError(found, expected="latents of a published model", fix=fix)
@@ -163,7 +164,8 @@ def draft(pipeline: Pipeline, latents: Latents, folders: Sequence[Path], progres
     needed = COPIES * math.prod(samples.shape[3:]) * 64 * WIDTHS[-1] * network.stride * dtype.itemsize
     stage, total, frames = ProgressStage("decoding", "a draft"), samples.shape[2], list[torch.Tensor]()
     before: dict[nn.Module, torch.Tensor] = {}
-    with held_once(pipeline, PART, lambda _: network.to(dtype), needed, progress) as held:
+    switches = convolution_switches(policy_for(pipeline.facts))
+    with switches, held_once(pipeline, PART, lambda _: network.to(dtype), needed, progress) as held:
         for latent in _scaled(pipeline, samples).unbind(2):
             made = transfer.to_host_fp32(held(transfer.to_device(latent), before))
             frames.append(made.permute(0, 2, 3, 1))

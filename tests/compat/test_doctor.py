@@ -187,6 +187,21 @@ def test_each_repair_is_found_for_its_fault_and_cures_it(fault: str) -> None:
     assert all("forward" not in vars(module) for module in network.modules())
 
 
+@torch.no_grad()
+def test_a_bias_that_hides_tokens_is_no_broken_input() -> None:
+    network = nn.Module()
+    network.layer, bias = nn.Linear(8, 8).half(), torch.zeros(3, 3, dtype=HALF).fill_diagonal_(-float("inf"))
+    network.layer.weight.fill_(3e4)
+    network.forward = lambda x, attention_mask: network.layer(x)
+    x = torch.ones(1, 3, 8, dtype=HALF)
+    finding = doctor.examine(nn.ModuleDict({"net": network}), lambda: network(x, attention_mask=bias))
+    assert finding is not None and (finding.layer, finding.inputs) == ("net.layer", "")
+    functional_only = nn.Module()
+    functional_only.forward = lambda x, attention_mask: x * 3e4 * 3e4
+    finding = doctor.examine(nn.ModuleDict({"net": functional_only}), lambda: functional_only(x, attention_mask=bias))
+    assert finding is not None and (finding.layer, finding.inputs) == ("net", "")
+
+
 def test_a_damaged_weight_is_named_and_stands_for_zero() -> None:
     network, x = Network((1.0, 1.0)), torch.ones(1, 4)
     with torch.no_grad():

@@ -151,6 +151,8 @@ def test_what_speaks_against_fp16_is_named_where_bf16_is_refused_too():
         decided = precision_for(PLAIN, profiles.facts_of("gfx1201"), "auto", answers)
         assert decided.transformer is FP32
         assert f"and fp16 does not work either ({wrong}.fp16 is wrong: as told)" in decided.why
+    decided = precision_for(PAINT, profiles.facts_of("gfx1201"), "auto", told(matmul__fp16=WRONG))
+    assert decided.transformer is FP32 and decided.why.count("fp16 does not work") <= 1, "the same, said once"
 
 
 @pytest.mark.parametrize("choice", ["bf16", "fp16", "fp16-safe"])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from anygpu.compat.errors import InputError
 from anygpu.farm import cli, cluster, gateway
 from anygpu.farm.group import GroupRenderer
 from anygpu.pipelines.records.job_folder import JobFolder
@@ -56,6 +57,12 @@ def test_as_many_workers_are_started_as_are_asked_for_or_as_there_are_devices(
     if group:
         assert (renderer.halves, renderer.patience, renderer.loopback) == group
         assert renderer.placement == [{"CPU": 1}] * renderer.size
+
+
+@pytest.mark.parametrize("words", ["--local -1", "--address auto --workers -2"])
+def test_fewer_workers_than_none_are_refused(tmp_path: Path, words: str) -> None:
+    with pytest.raises(InputError, match="expected a number of workers"):
+        cli._driver(JobFolder(tmp_path), cli._parser().parse_args(["run", str(tmp_path), *words.split()]))
 
 
 def test_a_job_has_what_its_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

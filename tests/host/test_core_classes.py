@@ -154,6 +154,10 @@ def test_a_schedule_that_leaks(inside: Inside) -> None:
     )
 
 
+def test_a_schedule_of_another_node_is_let_be(inside: Inside) -> None:
+    assert inside.play("core_threads", "another_schedule", name="SDXL") == {"finite": True, "said": []}
+
+
 def test_an_attention_that_is_wrong_for_views(inside: Inside) -> None:
     found = inside.play("core_threads", "views", name="Wan 2.1")
     assert found["trusted"] > 10 * NEAR and found["error"] <= NEAR

@@ -194,6 +194,18 @@ def claiming(content: bytes, box: bytes, count: int) -> bytes:
     return content[:at] + words + content[at + len(words) :]
 
 
+def in_another_header(content: bytes, meta: bool) -> bytes:
+    """An MP4 whose ``moov`` begins with an empty ``meta`` box, or has a 64-bit length."""
+    at = content.index(b"moov") - 4
+    size = int.from_bytes(content[at : at + 4], "big")
+    head = (
+        struct.pack(">I4sI4sI", size + 12, b"moov", 12, b"meta", 0)
+        if meta
+        else struct.pack(">I4sQ", 1, b"moov", size + 8)
+    )
+    return content[:at] + head + content[at + 8 :]
+
+
 PICTURES: dict[str, tuple[Callable[[], bytes], str]] = {
     "wide.png": (lambda: png(9000, 9000), r"at most 33,[0-9,]+ pixels a frame"),
     "claim.png": (lambda: png(9000, 9000, rows=1), r"at most 33,[0-9,]+ pixels a frame"),
@@ -213,6 +225,14 @@ PICTURES: dict[str, tuple[Callable[[], bytes], str]] = {
     "codec.mp4": (lambda: film(9, 64).replace(b"mp4v", b"zzzz").replace(b"esds", b"zzzz"), "cannot be read"),
     "film.webm": (lambda: film(20, 320, "webm"), ""),
     "samples.mp4": (lambda: claiming(film(9, 64), b"stsz", 2**30), "a table of 1073741824 samples"),
+    "wide_header.mp4": (
+        lambda: in_another_header(claiming(film(9, 64), b"stsz", 2**30), meta=False),
+        "a table of 1073741824 samples",
+    ),
+    "meta.mp4": (
+        lambda: in_another_header(claiming(film(9, 64), b"stsz", 2**30), meta=True),
+        "a table of 1073741824 samples",
+    ),
     "times.mp4": (lambda: claiming(film(9, 64), b"stts", 2**30), "a table of 1073741824 samples"),
 }
 

@@ -163,6 +163,18 @@ def test_the_kernel_that_was_timed_fastest_and_the_links_are_part_of_a_pace(monk
     assert emptied == [facts.device] * 2, "the memory of a probe is free again"
 
 
+def test_a_dtype_that_a_card_lacks_is_timed_once_and_a_shortage_is_none(monkeypatch):
+    facts, calls = DeviceFacts(torch.device("cuda:0"), "cuda", "sm75", "cuda-sm75", "A card", 0, "2.13"), []
+
+    def timed(*_, width):
+        calls.append(width)
+        raise RuntimeError("CUDA out of memory" if len(calls) == 1 else "unable to find an engine")
+
+    monkeypatch.setattr(work, "measured_pace", timed)
+    store = ProbeStore(facts, asked={})
+    assert all(work.pace_of(facts, store, torch.bfloat16) is None for _ in range(4)) and len(calls) == 2
+
+
 def test_published_rates_are_what_a_card_of_this_kind_gave():
     """Products, convolutions and memory of an H100, in the file that ``anygpu prove`` wrote there."""
     proof = json.loads((ROOT / "benchmarks" / "machines" / "nvidia-h100.json").read_text(encoding="utf-8"))

@@ -5,6 +5,7 @@ from typing import Any
 from unittest import mock
 
 import comfy.model_management as management
+import comfy.model_sampling
 import comfy.ops
 import comfy.supported_models as supported
 import torch
@@ -13,6 +14,7 @@ from anygpu.compat.repairs import RepairStore
 from anygpu.host.core import doctor as core_doctor
 from anygpu.host.core import model as core_model
 from anygpu.host.core import vae as core_vae
+from anygpu.host.core import weights
 from torch.nn import functional
 
 from host.inside import core_tiny_vaes
@@ -129,3 +131,15 @@ def leaked_schedule(name: str) -> dict[str, Any]:
     model.model.model_sampling.sigmas.mul_(0.5)
     model.model.model_sampling.multiplier = 1.0
     return {"error": error(output(watched, name), expected), "said": said[len(before) :]}
+
+
+def another_schedule(name: str) -> dict[str, Any]:
+    """A schedule of sampling with fewer tensors than the model's own, from another node, beside the doctor."""
+    model, said = made(name), list[str]()
+    kinds = (comfy.model_sampling.ModelSamplingDiscreteFlow, comfy.model_sampling.CONST)
+    model.add_object_patch("model_sampling", type("Flow", kinds, {})(model.model.model_config))
+    store = RepairStore(None)
+    watched = core_doctor.watched_model(model, doctors.Doctor("model", store, doctors.KEEP, said.append), None)
+    with mock.patch.object(weights, "SHARE", 1):  # all tensors at each call
+        output(watched, name)
+        return {"finite": bool(output(watched, name).isfinite().all()), "said": said}

@@ -12,6 +12,7 @@ import diffusers
 import pytest
 import tiny
 import torch
+from anygpu.compat.device.quirks import DevicePolicy
 from anygpu.compat.errors import CheckpointError, UnsupportedError
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents, Silent
@@ -149,6 +150,25 @@ def sampled_of(id: str, tiny_folder: Path) -> tuple[Any, Latents]:
         seed=0,
     )
     return pipeline, latents
+
+
+def test_a_draft_heeds_what_ails_the_convolutions_of_a_device(
+    sampled: Any, tmp_path: Path, recorded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline, latents = sampled
+    file_of(latents.family, tmp_path / "vae_approx")
+    dtypes = replace(pipeline.precision, vae=torch.bfloat16, conv=torch.float32)
+    pipeline = replace(pipeline, device=replace(pipeline.device, precision=dtypes))
+    seen, inner = set[Any](), draft.Network.forward
+
+    def forward(network: Any, latent: torch.Tensor, before: Any) -> torch.Tensor:
+        seen.add((latent.dtype, torch.backends.cudnn.enabled))
+        return inner(network, latent, before)
+
+    monkeypatch.setattr(draft.Network, "forward", forward)
+    monkeypatch.setattr(draft, "policy_for", lambda _: DevicePolicy(vae_cudnn=False))
+    stages.decode(pipeline, latents, recorded(), DRAFT, tiny_decoders=[tmp_path])
+    assert seen == {(torch.float32, False)}
 
 
 @pytest.mark.parametrize("id", ROWS)
