@@ -55,15 +55,6 @@ class MeasuredBlock:
     module: nn.Module
     layers: dict[str, nn.Module]
 
-    @property
-    def narrowing(self) -> Iterator[tuple[str, nn.Module]]:
-        """The layers that show what overflowed in the middle of a block and was clamped before it came out."""
-        return (
-            (name, each)
-            for name, each in self.layers.items()
-            if is_linear(each) and each.in_features > each.out_features
-        )
-
 
 @dataclass
 class Calibration:
@@ -151,7 +142,9 @@ class Calibration:
         known = self._known(network)
         for block in [each for each in known if "." in each.name] or known:
             yield block.name, block.name, block.module
-            yield from ((block.name, name, layer) for name, layer in block.narrowing if self.fits(block.name))
+            for name, layer in block.layers.items() if self.fits(block.name) else ():
+                if is_linear(layer) and layer.in_features > layer.out_features:  # sees overflow that is clamped later
+                    yield block.name, name, layer
         yield NETWORK, NETWORK, network
 
     def _fitting(self, block: MeasuredBlock, plain: set[str]) -> Iterator[nn.Module]:
@@ -189,6 +182,27 @@ class Calibration:
             write_json(self.path, {"sizes": {name: astuple(each) for name, each in self.sizes.items()}})
         except OSError as error:
             log.warning("AnyGPU: %s cannot be written (%s): measured again next time", self.path, first_line(error))
+
+
+class Level(Tensor):
+    """A number for each latent of a batch, as its noise level, that stays fp32 where core gives it the dtype of its
+    stream: networks take the sine of a thousand times that, and so of its rounding.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        if not isinstance(found, cls):
+            return found
+        if found.dtype is HALF and func in (Tensor.to, Tensor.type, Tensor.half) and type(args[0]) is cls:
+            found = args[0].to(found.device)
+        return found if found.ndim < 2 else found.as_subclass(Tensor)
+
+
+def as_level(value: Any, latents: Tensor) -> Any:
+    """``value``, as a :class:`Level` if it is an fp32 number for each of ``latents``."""
+    numbers = type(value) is Tensor and value.dtype is FULL and value.shape == latents.shape[:1]
+    return value.as_subclass(Level) if numbers else value
 
 
 def kept_at(patcher: Any, folder: Path | None, machine: str) -> Path | None:

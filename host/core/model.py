@@ -26,7 +26,7 @@ from ..diffusion_model import CoreModel
 from ..recovery import WRAPPER, save_core_samples
 from . import ownership
 from .attention import AttentionOverride, Preference, with_override
-from .calibration import Calibration, kept_at
+from .calibration import Calibration, as_level, kept_at
 from .layers import HOOK, ByNetwork, Counts, SafeLayers, conv_forwards, left_alone, left_of, takes_fp16
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .packed import FAILED, PackedFit, packed_fit
@@ -129,6 +129,7 @@ class FittedNetwork:
         """The sizes of the network with the weights that it has now; None where plain fp16 is not wanted or known."""
         version, patcher = model.current_weight_patches_uuid, getattr(model, "current_patcher", None)
         compiled = network is not model.diffusion_model or patcher is None or patcher.get_wrappers(*COMPILED)
+        compiled = compiled or any(hasattr(each, "_orig_mod") for each in network.modules())  # takes no :class:`Level`
         if not (self.fit.plain and seen.reached) or compiled or patcher.current_hooks or version is None:
             return None
         fp32 = model.get_dtype_inference() is torch.float32  # else a node behind this one has core compute otherwise
@@ -164,6 +165,9 @@ class FittedNetwork:
                 stack.enter_context(counts.counting(left_of(network, set(seen.layers.free)) if safe else {}))
             if safe:
                 stack.enter_context(seen.layers.patches_on(counts))
+            if plain:
+                args = tuple(as_level(each, args[0]) for each in args)
+                kwargs = {name: as_level(each, args[0]) for name, each in kwargs.items()}
             if plain or (seen.casts and model.get_dtype_inference() is torch.float32):
                 undo.set(model, CAST, torch.float16 if plain else self.loaded)
             stack.enter_context(self._convolutions_on(network, model.get_dtype_inference()))
@@ -248,7 +252,9 @@ def fit_model(
     damage, no_float8 = damage_to_bf16(network, machine), lack_of_float8(network, machine)
     recasts = bool(damage) and precision != AS_LOADED
     recast = _recast_clone(model, fit.safe, recasts, not no_float8) if recasts or no_float8 else None
-    decisions += [*fit.decisions, *packed.decisions, *_convolutions(forms), *_left(network, fit, left)]
+    named = ", ".join(f"{count} as {form}" for form, count in forms.items())
+    convolved = [Decision("Conv3d", named, "exact forms that this device has", AUTO)] * bool(forms)
+    decisions += [*fit.decisions, *packed.decisions, *convolved, *_left(network, fit, left)]
     decisions += [*weights_decision(damage, recast if recasts else None), *float8_decision(no_float8, recast)]
     needed = fit.needed or packed.needed or bool(forms) or recast is not None
     keeps = keep_latents == "always" or (keep_latents == AUTO and needed)
@@ -358,12 +364,6 @@ def _compute_in(fitted: Any, dtype: torch.dtype | None, network: nn.Module) -> N
         fitted.add_object_patch(CAST, dtype)
     else:
         fitted.set_model_compute_dtype(dtype)
-
-
-def _convolutions(forms: Counter[str]) -> Iterator[Decision]:
-    if forms:
-        named = ", ".join(f"{count} as {form}" for form, count in forms.items())
-        yield Decision("Conv3d", named, "exact forms that this device has", AUTO)
 
 
 def _left(network: nn.Module, fit: Fit, left: str) -> Iterator[Decision]:

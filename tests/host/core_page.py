@@ -99,7 +99,7 @@ def classes(inside: Any, chosen: Sequence[str]) -> None:
             rows.append([name, _class(kind, about), *known[name][2:]])
             continue
         found = inside.play("core_sweep", "reached", name=name)
-        errors = inside.play("core_sweep", "errors", name=name, scenes=STEADY + ROWS)
+        errors = inside.play("core_sweep", "errors", name=name, scenes=STEADY + ROWS, late=True)
         rows.append([name, _class(kind, about), *counts(found), worst(errors, STEADY), worst(errors, ROWS)])
         print(rows[-1], flush=True)
     for row in UNSAMPLED:

@@ -69,7 +69,7 @@ def test_a_lora_on_weights_that_are_held_as_bytes_costs_what_core_s_packing_cost
         inside.play("core_packed", "on_profile", name="Wan 2.1", kind=kind, profile=profile, lora=True)
         for profile in ("mps-like", "turing")
     )
-    assert here["changed"] > 5 * here["error"] and here["error"] <= 1.5 * there["error"]
+    assert here["changed"] > 4 * here["error"] and here["error"] <= 1.5 * there["error"]
 
 
 @pytest.mark.parametrize("loaded", LOADED)

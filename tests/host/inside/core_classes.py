@@ -28,7 +28,7 @@ OMNIGEN = {
     "axes_dim_rope": (12, 12, 12), "multiple_of": 16,
 }  # fmt: skip
 PIXEL = {
-    "num_groups": 2, "hidden_size": 64, "pixel_hidden_size": 8, "pixel_attn_hidden_size": 64, "pixel_num_groups": 2,
+    "num_groups": 2, "hidden_size": 64, "pixel_hidden_size": 16, "pixel_attn_hidden_size": 64, "pixel_num_groups": 2,
     "patch_depth": 2, "pixel_depth": 1, "patch_size": 4, "txt_embed_dim": 32, "txt_max_length": 16,
 }  # fmt: skip
 
@@ -132,7 +132,9 @@ CASES |= {
         in_dim=36, audio_inject_layers=[0, 1], music_dim=64, music_latent_dim=64, music_heads=2,
     ),
     "SD 1.5": Case(
-        "SD15", {**CASES["SDXL"].config, "num_classes": None, "adm_in_channels": None, "num_heads": 2},
+        "SD15", {
+            **CASES["SDXL"].config, "num_classes": None, "adm_in_channels": None, "num_heads": 2, "model_channels": 64,
+        },
         ((1, 4, 16, 16),), 32, "middle_block.1.transformer_blocks.0.ff.net.2",
     ),
     "Stable Cascade C": Case(

@@ -30,7 +30,7 @@ from host.inside.core_tiny import CASES, HOST, LARGEST, error, louder, made, out
 HALF, FULL = torch.float16, torch.float32
 MASSIVE = 1e6  # one value of the residual
 FACTORS = (100.0, 1_000.0, 10_000.0)
-LEVELS = (0.9, 0.6, 0.3, 0.05)  # of noise
+LEVELS = (0.9, 0.87125, 0.64237, 0.33141, 0.05037)  # of noise; a thousand times the first is the same in fp16
 FUNCTIONS = ("attention_basic", "attention_split", "attention_sub_quad", "attention_pytorch")
 PRODUCTS = ("mm", "addmm", "bmm", "matmul", "linear", "convolution", "conv1d", "conv2d", "conv3d")
 UNCOUNTED = (nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
@@ -189,10 +189,11 @@ SCENES: dict[str, Callable[[Any, str], None]] = {
 def run(model: Any, name: str, level: float = LEVELS[0]) -> Tensor:
     """The output of a model at a noise level, which no earlier call has prepared."""
     getattr(model.model.diffusion_model, "clear_kv_cache", lambda: None)()
-    return output(model, name, sigmas=(level, 0.0)).double()
+    signal = 0.0 if level == LEVELS[0] else 1 - level
+    return output(model, name, sigmas=(level, 0.0), signal=signal).double()
 
 
-def inherent(model: Any, name: str, expected: Tensor, calls: Calls) -> float:
+def inherent(model: Any, name: str, level: float, expected: Tensor, calls: Calls) -> float:
     """The largest error of core's fp32 where operands of products are off by what fp16 rounds them by."""
 
     def narrow(_layer: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -203,7 +204,7 @@ def inherent(model: Any, name: str, expected: Tensor, calls: Calls) -> float:
     calls.moved = STEP
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        largest = max(error(run(model, name), expected) for _ in range(TRIES))
+        largest = max(error(run(model, name, level), expected) for _ in range(TRIES))
     calls.moved = 0.0
     for hook in hooks:
         hook.remove()
@@ -249,19 +250,22 @@ def kind_of(layer: nn.Module) -> str:
     return type(layer).__name__ if isinstance(layer, UNCOUNTED) else "core"
 
 
-def drawn(name: str, scenes: list[str], seed: int = 0, width: int = 32, **config: int) -> dict[str, Any] | None:
+def drawn(
+    name: str, scenes: list[str], seed: int = 0, width: int = 32, late: bool = False, **config: int
+) -> dict[str, Any] | None:
     """:func:`errors` of a class with other weights, numbers in its configuration, and text of another width."""
     case = CASES[name]
     with mock.patch.dict(CASES, {name: replace(case, config={**case.config, **config}, width=width, seed=seed)}):
-        return errors(name, scenes)
+        return errors(name, scenes, late=late)
 
 
-def errors(name: str, scenes: list[str], function: str = "") -> dict[str, Any] | None:
-    """The error against core's fp32 in each scene: of plain fp16, of Fit Model, and what operands in fp16 cost anyway.
-    Of a case with several files, that of the worst.
+def errors(name: str, scenes: list[str], function: str = "", late: bool = False) -> dict[str, Any] | None:
+    """The error against core's fp32 in each scene: of plain fp16 with a loud layer, of Fit Model, and what operands in
+    fp16 cost anyway. Of a case with several files, and of several levels, that of the worst.
 
     Args:
         scenes: of :data:`SCENES`. function: which of core's attention functions runs; empty for its choice.
+        late: not at the first of :data:`LEVELS` alone, but for loud rows.
     """
     case = CASES[name]
     if not hasattr(supported, case.table):
@@ -270,20 +274,24 @@ def errors(name: str, scenes: list[str], function: str = "") -> dict[str, Any] |
         every = []
         for file in case.files:
             with mock.patch.dict(CASES, {name: replace(case, files=[file])}):
-                every.append(errors(name, scenes, function) or {})
+                every.append(errors(name, scenes, function, late) or {})
         return {scene: max((each[scene] for each in every), key=lambda each: each["fit"]) for scene in scenes}
     found, calls = {}, Calls(function)
     for scene in scenes:
         with calls.counting():
-            model = made(name)
+            model, half = made(name), 0.0
             SCENES[scene](model, name)
-            expected = run(model, name)
-            plain = model.clone()
-            plain.set_model_compute_dtype(HALF)
-            half = error(run(plain, name), expected)
+            among = LEVELS if late and not scene.startswith("rows") else LEVELS[:1]
+            expected = {level: run(model, name, level) for level in among}
+            if scene == "loud":
+                plain = model.clone()
+                plain.set_model_compute_dtype(HALF)
+                half = error(run(plain, name), expected[LEVELS[0]])
             fit, _ = fitted(model, lambda _line: None)
-            finite, fault = bool(expected.isfinite().all()), error(run(fit, name), expected)
-            own = inherent(model, name, expected, calls) if finite and fault > NEAR else 0.0
+            faults = {level: error(run(fit, name, level), each) for level, each in expected.items()}
+            worst = max(faults, key=lambda level: faults[level])
+            finite, fault = all(bool(each.isfinite().all()) for each in expected.values()), faults[worst]
+            own = inherent(model, name, worst, expected[worst], calls) if finite and fault > NEAR else 0.0
             found[scene] = {"fit": fault, "own": own, "half": half, "finite": finite}
     return found
 

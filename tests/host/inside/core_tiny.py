@@ -150,7 +150,7 @@ CASES: dict[str, Case] = {
         },
         ((1, 16, *VIDEO),), 32, "blocks.0.mlp.layer2",
     ),
-    "Flux": Case("Flux", FLUX, ((1, 16, *PICTURE),), 32, "double_blocks.0.img_mlp.2", GUIDED),
+    "Flux": Case("Flux", FLUX, ((1, 16, *PICTURE),), 32, "double_blocks.0.img_mlp.2", {**GUIDED, "guidance": 8.5}),
     "Qwen-Image": Case(
         "QwenImage",
         {
@@ -306,13 +306,23 @@ def conditioning(name: str, seed: int = 7) -> list[Any]:
 
 
 def output(
-    model: Any, name: str, sampler: Any = None, sigmas: tuple[float, ...] = (0.9, 0.0), cfg: float = 1.0
+    model: Any,
+    name: str,
+    sampler: Any = None,
+    sigmas: tuple[float, ...] = (0.9, 0.0),
+    cfg: float = 1.0,
+    signal: float = 0.0,
 ) -> torch.Tensor:
-    """What the network gives at the first level, flat and in fp32: through core's guider, conds and wrappers."""
+    """What the network gives at the first level, flat and in fp32: through core's guider, conds and wrappers.
+
+    Args:
+        signal: the standard deviation of what lies below the noise, in the network's own units.
+    """
     seen: list[torch.Tensor] = []
 
     def once(called: Any, x: torch.Tensor, levels: torch.Tensor, extra_args: Any = None, **_: Any) -> torch.Tensor:
         level = levels[:1].expand(x.shape[0])
+        x = x + signal * x.roll(1, -1) / levels[0]
         seen.append((x - called(x, level, **(extra_args or {}))) / levels[0])
         return x
 
