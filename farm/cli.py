@@ -18,6 +18,9 @@ from ..pipelines.records.job_folder import JOBS, JobFolder
 from ..pipelines.records.job_lists import Batch, JobList, files_in, prompts_in, queue_jobs, seeds_in, write_list
 from . import cluster
 
+OF_VIDEOS = ("width", "height", "frames", "cfg", "seconds", "like")
+OF_PAINT = ("adapter", "delight", "image_encoder")
+
 
 def run(arguments: argparse.Namespace) -> int:
     from .driver import lines_in
@@ -43,7 +46,14 @@ def watch(arguments: argparse.Namespace) -> int:
     from .gateway import open_gateway
 
     folder = JobFolder(Path(arguments.folder))
-    folder.root.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        found, fix = (
+            f"{arguments.folder!r} ({first_line(error)})",
+            "Give the folder that AnyGPU Queue Jobs writes into.",
+        )
+        raise InputError(found, expected="a folder that can be written", fix=fix) from error
     driver = _driver(folder, arguments)
     driver.watching = True
     driver.report_lacking()
@@ -76,6 +86,10 @@ def cancel(arguments: argparse.Namespace) -> int:
 
 
 def queue(arguments: argparse.Namespace) -> int:
+    idle = OF_VIDEOS if arguments.meshes else OF_PAINT
+    for flag in (f"--{name.replace('_', '-')}" for name in idle if getattr(arguments, name)):
+        found = f"{flag} {'with' if arguments.meshes else 'without'} --meshes"
+        raise InputError(found, expected="flags of one kind of job", fix=f"Leave {flag} out.")
     folder, prompts = JobFolder(Path(arguments.folder)), _text_in(arguments.prompts) if arguments.prompts else ""
     jobs = (_queue_paintings if arguments.meshes else _queue_videos)(folder, prompts, arguments)
     print(f"{len(jobs.keys)} jobs in {jobs.folder.root / jobs.name}{JOBS}")
@@ -103,6 +117,7 @@ def _queue_paintings(folder: JobFolder, prompts: str, arguments: argparse.Namesp
     pictures = Path(arguments.pictures or meshes)  # an adapter's may lie beside the meshes, or be none
     files = {"delight": arguments.delight, "image_encoder": arguments.image_encoder}
     others: dict[str, Any] = {name: content(Path(path)) for name, path in files.items() if path}
+    others |= {"precision": arguments.precision, "weights": arguments.weights}
     if arguments.adapter:
         adapter = Path(arguments.adapter)
         others |= adapter_fields(model, adapter, content(adapter), prompts, arguments.negative)
@@ -247,8 +262,8 @@ def _queue_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--delight", metavar="FOLDER", help="model that takes shading out of the pictures first")
     parser.add_argument("--adapter", metavar="FILE", help="MV-Adapter: paints --meshes with the checkpoint --model")
     parser.add_argument("--image-encoder", metavar="FOLDER", help="DINOv2-giant, for PBR models")
-    parser.add_argument("--seeds", default="0", help="of each prompt, such as 0-9,42")
-    parser.add_argument("--pictures", metavar="FOLDER", help="each picture in it is a start picture")
+    parser.add_argument("--seeds", default="0", help="of each prompt or mesh, such as 0-9,42")
+    parser.add_argument("--pictures", metavar="FOLDER", help="start pictures; with --meshes one of the name of each")
     parser.add_argument("--negative", default="")
     for name in ("width", "height", "frames", "steps"):
         parser.add_argument(f"--{name}", type=int, default=0, help="0: the model's own")

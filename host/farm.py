@@ -198,11 +198,11 @@ def line_of(worker: Mapping[str, Any]) -> str:
     name, host = str(worker.get("worker", "")), str(worker.get("host", ""))
     parts = [f"{name} on {host}: {worker.get('state', '')}"]
     if worker.get("job"):
-        step = f", {worker['stage']} {worker['done']}/{worker['total']}" if worker.get("total") else ""
+        step = f", {worker.get('stage', '')} {worker.get('done', 0)}/{worker['total']}" if worker.get("total") else ""
         parts.append(f"{str(worker['job'])[:12]}{step}")
     parts.append(f"{worker.get('finished', 0)} finished")
     if worker.get("deaths"):
-        parts.append(f"{worker['deaths']} deaths")
+        parts.append(f"{worker['deaths']} death{'s' * (worker['deaths'] != 1)}")
     return "; ".join([*parts, *filter(None, [str(worker.get("error", ""))])])
 
 

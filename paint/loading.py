@@ -360,7 +360,10 @@ def _encoders(
         return {}
     folder = request.image_encoder if name == "image_encoder" else _beside(place, name)
     if folder is None or not (folder / "config.json").is_file():
-        return {}
+        if folder is None or folder is not request.image_encoder:
+            return {}
+        found, fix = f"no config.json in {str(folder)!r}", "Download config.json beside the weights."
+        raise CheckpointError(found, expected="the folder of DINOv2-giant", fix=fix)
     stored = weights_in(folder, name, "safetensors" if any(folder.glob("*.safetensors")) else AUTO)
     size = paint_bytes(stored.bytes_as(precision.text))
     config = read_json(folder / "config.json", f"the configuration of the {name}")

@@ -6,6 +6,7 @@ import math
 import os
 import stat
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -190,8 +191,8 @@ def _require_header(path: Path, begins: bytes, size: int) -> None:
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     named = dict(pairs)
     if len(named) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise Repeated(f"the name {next(n for n in names if names.count(n) > 1)!r} twice in its header")
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise Repeated(f"the name {name!r} twice in its header")
     return named
 
 

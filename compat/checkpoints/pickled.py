@@ -18,8 +18,12 @@ def pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
         size = plain_status(path).st_size
         if zipfile.is_zipfile(path):  # a compressed pickle can be a thousand times its bytes, and its objects more
             with zipfile.ZipFile(path) as archive:
-                pickled = sum(item.file_size for item in archive.infolist() if item.filename.endswith(".pkl"))
-            afford(repr(str(path)), TOKEN_BYTES * pickled, size)
+                pickles = [item for item in archive.infolist() if item.filename.endswith(".pkl")]
+                afford(repr(str(path)), TOKEN_BYTES * sum(item.file_size for item in pickles), size)
+                if any(item.compress_type != zipfile.ZIP_STORED for item in archive.infolist()):
+                    raise ValueError("compressed, which torch does not write, and maps as if it were not")
+                if any(b"bytearray" in archive.read(item) for item in pickles):
+                    raise ValueError("it makes arrays of bytes")
         try:
             content: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except RuntimeError as error:

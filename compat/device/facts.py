@@ -366,10 +366,9 @@ def _xpu_facts(device: torch.device) -> dict[str, Any]:
 
 def _xla_facts(device: torch.device) -> dict[str, Any]:
     runtime: Any = sys.modules.get("torch_xla.runtime")
-    behind = str(runtime.device_type() or "") if hasattr(runtime, "device_type") else ""
-    total, model = 0, cast(Any, sys.modules.get("torch_xla.core.xla_model"))
-    if hasattr(model, "get_memory_info"):
-        total = int(model.get_memory_info(device).get("bytes_limit", 0))
+    model = cast(Any, sys.modules.get("torch_xla.core.xla_model"))
+    behind = value_or(lambda: str(runtime.device_type() or ""), "")
+    total = value_or(lambda: int(model.get_memory_info(device).get("bytes_limit", 0)), 0)
     stated = {"arch": behind, "arch_class": "xla", "name": f"{behind or 'device'} behind XLA", "total_bytes": total}
     return {**stated, "versions": {"xla": version_of("torch_xla")}}
 

@@ -25,7 +25,7 @@ PINNED, PLAIN, DISK = "pinned", "unpinned", "disk-backed"
 VIEWS = "_anygpu_views"  # on a module: which of its tensors are views of a file
 PINNED_SHARE = 0.5  # of the free host memory: Windows locks no more, and others need some
 SLICE_BYTES = 256 * 1024**2  # of a large tensor: half a second on a link of 0.5 GB/s, so that a cancel is obeyed
-SLAB_BYTES = 2**28  # torch rounds each request for locked memory up to a power of two
+SLAB_BYTES = 2**30  # torch rounds each request for locked memory up to a power of two: smaller ones waste a third
 ALIGNED_BYTES = 256  # where a tensor may begin on a device: what its allocators give, and more than vector loads need
 
 

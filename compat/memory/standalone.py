@@ -143,13 +143,10 @@ class StandaloneOffloader:
             found = f"offload {mode!r} while {in_use[0]} is in use" if in_use else f"offload {mode!r}"
             expected = f"one of {', '.join(MODES)}, between two stages"
             raise InputError(found, expected=expected, fix="Choose it on the load node.")
-        if mode == self.mode or self.device.type == HOST.type:
+        if mode == self.mode or all(self.device_of(part).type == HOST.type for part in self.parts.readers):
             return
-        for part, module in self.parts.items():
-            remove_hooks(module)
-            if on_device(module, self.device):
-                self._move(part, module, HOST)
-        empty_cache(self.device)
+        for part in [part for part, _ in self.parts.items()]:
+            self.detach(part)
         self._state.mode = mode
 
     def reduce_memory(self, part: str, *beside: str) -> str:

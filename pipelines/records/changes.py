@@ -18,7 +18,7 @@ from .receipts import differing, read_receipt
 
 UNNAMED = ("settings", "load", "text", "file")  # groups of a job that add nothing to the names of what is in them
 OWN = ("width", "height", "frames", "steps", "fps", "guidance", "cfg", "shift")  # 0 is the model's own value
-MODELS_OWN, NONE, MORE = "the model's own", "none", "…"
+MODELS_OWN, NONE, MORE, BREAK = "the model's own", "none", "…", "⏎"
 RESOLVED = "resolved "  # before what auto became, which is told where the input itself did not change
 HASH = 6  # letters of a content that tell two of one name apart
 CONTEXT = 3  # words that stay on each side of what changed in a long text
@@ -135,7 +135,7 @@ def _text(name: str, value: Any) -> Any:
 
 def _trimmed(before: str, now: str) -> tuple[str, str]:
     """Two texts without most of the words that both begin and end with."""
-    old, new = before.split(), now.split()
+    old, new = (text.replace("\n", f" {BREAK} ").split(" ") for text in (before, now))
     shortest = min(len(old), len(new))
     head = next((n for n in range(shortest) if old[n] != new[n]), shortest)
     tail = next((n for n in range(shortest - head) if old[-1 - n] != new[-1 - n]), shortest - head)

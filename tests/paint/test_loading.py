@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+import zipfile
 from unittest.mock import Mock
 
 import pytest
 import torch
+from anygpu.compat.checkpoints.pickled import pickled_tensors
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.networks.encoders import encoder
@@ -36,6 +38,11 @@ def test_kinds_and_variants_are_recognised(paint_folder, pbr_folder, delight_fol
     assert found == [("paint", "v2-0"), ("paint_pbr", "v2-1"), ("delight", "v2-0")]
 
 
+def test_a_chosen_image_encoder_without_its_configuration_is_refused_as_it_is_loaded(pbr_folder, tmp_path):
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        load(pbr_folder, image_encoder=tmp_path)
+
+
 def test_folder_unet_folder_and_file_are_one_pipeline(paint_folder):
     file = paint_folder / "unet" / "diffusion_pytorch_model.safetensors"
     parts = [load(place).parts.read("unet") for place in (paint_folder, paint_folder / "unet", file)]
@@ -54,6 +61,20 @@ def test_a_bin_is_read_as_weights_alone_and_both_kinds_are_said(folder, paint_fo
     assert not same(plain, other.parts.read("unet")), "the .bin, as upstream's own loader"
     assert any("diffusion_pytorch_model.bin was read" in decision.verdict for decision in other.decisions)
     assert same(plain, load(folder, weights="safetensors").parts.read("unet"))
+
+
+def test_a_pickle_that_was_packed_again_or_makes_arrays_of_bytes_is_refused(tmp_path):
+    made, again = tmp_path / "made.pth", tmp_path / "again.pth"
+    torch.save({"a": torch.arange(2000.0)}, made)
+    assert torch.equal(pickled_tensors(made)["a"], torch.arange(2000.0))
+    with zipfile.ZipFile(made) as archive, zipfile.ZipFile(again, "w", zipfile.ZIP_DEFLATED) as other:
+        for name in archive.namelist():
+            other.writestr(name, archive.read(name))
+    with pytest.raises(CheckpointError, match="compressed"):
+        pickled_tensors(again)
+    torch.save({"a": bytearray(8)}, made)
+    with pytest.raises(CheckpointError, match="arrays of bytes"):
+        pickled_tensors(made)
 
 
 def test_a_pickle_that_holds_more_than_weights_is_refused(folder):

@@ -48,6 +48,8 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("job.settings.sigmas", [1.0, 0.5, 0.0], Change("sigmas", "none", "1, 0.5, 0")),
         ("job.prompt.text", TEXT.replace("left", "right"),
          Change("prompt", "… red circle moves left on blue", "… red circle moves right on blue")),
+        ("job.prompt.text", TEXT.replace("circle ", "circle\n"),
+         Change("prompt", "a red circle moves left on …", "a red circle ⏎ moves left on …")),
         ("job.prompt.negative", "blurry", Change("negative prompt", "none", "blurry")),
         ("job.model.content", "9876543210", Change("model", "LTX-Video (012345)", "LTX-Video (987654)")),
         ("job.load.weights", "int8", Change("weights", "auto", "int8")),

@@ -165,6 +165,12 @@ def test_modes_switch_both_ways_between_stages(acc, tiny_folder):
         pipeline.offloader.switch(mode)
         same(rendered(pipeline, case), expected)
         assert repr(pipeline.offloader) == f"offload {mode} on acc:0" and mode in plan_line(pipeline)
+    apart = loaded_for(case, tiny_folder, "cpu", "none", devices={"transformer": "acc:0"})
+    same(rendered(apart, case), expected)
+    apart.offloader.switch("group")
+    assert apart.offloader.mode == "group"
+    assert {each.device.type for each in apart.parts["transformer"].parameters()} == {"cpu"}
+    same(rendered(apart, case), expected)
     with pipeline.offloader.hold("vae"), pytest.raises(InputError, match="offload 'group' while vae is in use"):
         pipeline.offloader.switch("group")
 

@@ -91,6 +91,9 @@ def test_tenstorrent_behind_xla(monkeypatch, parsed):
     facts = facts_for("xla:0")
     assert (facts.backend, facts.arch, facts.arch_class) == ("xla", "TT", "xla")
     assert facts.total_bytes == 12 * GIBIBYTE
+    monkeypatch.setattr(memory, "get_memory_info", lambda _: [][0])  # as SPMD has none
+    facts = facts_for("xla:0")
+    assert (facts.arch, facts.arch_class, facts.total_bytes) == ("TT", "xla", 0)
 
 
 def test_any_other_plug_in(parsed):
