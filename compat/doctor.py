@@ -247,10 +247,10 @@ def distance(output: Any, exact: Any) -> float:
 
 def repairs_for(finding: Finding) -> Iterator[Repair]:
     """Repairs that may help, the likeliest first, and for 16 bits the whole in fp32 last."""
-    if finding.inputs:
+    if finding.inputs or finding.bad > FEW:  # of a weight, which another precision does not make right
         return
     layer, root = finding.layer, finding.layer.partition(".")[0]
-    if finding.weight and finding.bad <= FEW:
+    if finding.weight:
         yield Repair(layer, REPLACED)
     if finding.between and not finding.weight:
         yield from (Repair(place, ATTENTION) for place in dict.fromkeys((layer, root)))

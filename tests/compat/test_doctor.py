@@ -211,6 +211,11 @@ def test_a_damaged_weight_is_named_and_stands_for_zero() -> None:
     assert diagnosis.repair == Repair("net.blocks.1.down", REPLACED) and torch.isfinite(output).all()
     assert torch.isinf(network.blocks[1].down.weight[0, 0]), "the repair changed the model's own weight"
     assert "Download" in doctor.advice(diagnosis)
+    with torch.no_grad():
+        network.half().blocks[1].down.weight[0] = float("nan")
+    broken, output = doctor.diagnose(nn.ModuleDict({"net": network}), lambda: network(x.half()))
+    assert broken.finding is not None and broken.finding.bad > doctor.FEW
+    assert (broken.tried, output) == ((), None), "no repair can help"
     assert "; 100% of its weight is NaN or infinity" in str(replace(diagnosis.finding, bad=1.0))
     elsewhere = replace(diagnosis, repair=None, finding=replace(diagnosis.finding, weight=""))
     assert doctor.advice(elsewhere, "put a node before").endswith("or put a node before."), "of core's models"
