@@ -247,10 +247,10 @@ def distance(output: Any, exact: Any) -> float:
 
 def repairs_for(finding: Finding) -> Iterator[Repair]:
     """Repairs that may help, the likeliest first, and for 16 bits the whole in fp32 last."""
-    if finding.inputs:
+    if finding.inputs or finding.bad > FEW:  # of a weight, which another precision does not make right
         return
     layer, root = finding.layer, finding.layer.partition(".")[0]
-    if finding.weight and finding.bad <= FEW:
+    if finding.weight:
         yield Repair(layer, REPLACED)
     if finding.between and not finding.weight:
         yield from (Repair(place, ATTENTION) for place in dict.fromkeys((layer, root)))
@@ -269,7 +269,7 @@ class _Search:
         self.networks, self.fault = networks, fault
         self.finding: Finding | None = None
         self.second: Finding | None = None  # of another fault than values that are not finite
-        self.way: list[tuple[str, float]] = []
+        self.way: dict[str, float] = {}  # of all calls so far
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -288,7 +288,7 @@ class _Search:
                     if fault and not _wrong(given, self.fault)[0]:
                         self.second = self._finding(name, module, fault, wrong, largest(given))
                 if name and block_of(self.networks, name) == name:
-                    self.way.append((name, largest(output)))
+                    self.way[name] = max(largest(output), self.way.get(name, 0.0))
                 return
             if not _wrong(given, _broken)[0]:
                 self.finding = self._finding(name, module, fault, wrong, largest(given))
@@ -311,7 +311,7 @@ class _Search:
         dtype = DTYPES.get(wrong.dtype, str(wrong.dtype).removeprefix("torch."))
         if dtype == "fp32" and any(p.dtype in NARROW for p in module.parameters()):
             dtype = next(DTYPES[p.dtype] for p in module.parameters() if p.dtype in NARROW)
-        values: dict[str, Any] = {"largest": given, "weight": weight, "bad": bad, "way": tuple(self.way)}
+        values: dict[str, Any] = {"largest": given, "weight": weight, "bad": bad, "way": tuple(self.way.items())}
         values |= {"block": block, "blocks": blocks_beside(self.networks, block)}
         between = not weight and any(True for _ in module.children())
         return Finding(layer, kind, dtype=dtype, fault=fault, between=between, **values)
@@ -351,9 +351,9 @@ def _bad_share(weight: torch.Tensor) -> float:
 
 
 def largest(value: Any) -> float:
-    """The largest absolute finite value of a module's inputs or outputs."""
-    finite = (torch.nan_to_num(tensor.detach().float(), 0.0, 0.0, 0.0) for tensor in tensors_in(value))
-    return max((float(tensor.abs().amax()) for tensor in finite), default=0.0)
+    """The largest absolute value of a module's inputs or outputs, which are finite; a bias of -inf does not count."""
+    ranges = map(_range, tensors_in(value))
+    return max((max(-low, high) for low, high in ranges if math.isfinite(low)), default=0.0)
 
 
 def unshrunk(noise: torch.Tensor, result: torch.Tensor) -> str:

@@ -176,13 +176,16 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
         found, fix = f"--patience {arguments.patience:g}", "For example --patience 1200."
         raise InputError(found, expected="seconds, 0 for 600", fix=fix)
     folder = JobFolder(folder.root.resolve())
-    renderer = Renderer(folder.root, models, Path(arguments.state).expanduser(), arguments.device)
+    renderer = Renderer(folder.root, models, Path(arguments.state).expanduser().absolute(), arguments.device)
     if arguments.address:
         ray = cluster.connect(arguments.address)
         gpus = int(ray.cluster_resources().get("GPU", 0))
         count = arguments.workers or max(gpus, 1)
     else:
         gpus = 0 if arguments.device is not None or default_device().type == "cpu" else device_count()
+        if 0 < gpus < arguments.local:  # Ray would let the others wait for ever
+            found = f"--local {arguments.local} on a machine with {gpus} GPU{'s' * (gpus > 1)}"
+            raise InputError(found, expected="at most one worker per GPU", fix="Leave out --local.")
         count = arguments.local or max(gpus, arguments.group)
         ray = cluster.start_here(max(count, arguments.group), gpus)
     on_gpus = arguments.device is None and bool(arguments.address or gpus)  # an empty cluster may grow some
@@ -231,7 +234,8 @@ def _parser() -> argparse.ArgumentParser:
     ever.set_defaults(run=watch)
     for command in (once, ever):
         where = command.add_mutually_exclusive_group()
-        where.add_argument("--local", type=int, default=0, metavar="N", help="N workers here (default: one per device)")
+        here = "N workers here, on GPUs at most one per GPU (default: one per GPU)"
+        where.add_argument("--local", type=int, default=0, metavar="N", help=here)
         where.add_argument("--address", default="", help="a Ray cluster, such as 10.0.0.5:6379, or auto")
         command.add_argument("--workers", type=int, default=0, help="workers in a cluster (default: its GPUs)")
         command.add_argument("--group", type=int, default=1, metavar="N", help="render each video on N alike devices")

@@ -137,7 +137,8 @@ def textured_mesh(mesh: Any, made: Origin, receipt: Mapping[str, Any]) -> Signed
 
 
 def choices(kind: str) -> list[str]:
-    """Names of the ``latent``, ``prompt`` or :data:`SIGNED` files, newest first; one entry that says so without any."""
+    """Names of the ``latent``, ``prompt`` or :data:`SIGNED` files, newest first; one entry that says so without any.
+    Films and meshes are listed unread, with a receipt or without."""
     named = _named(kind)
     return sorted(named, key=lambda name: _state(named[name])[0], reverse=True) or [none_of(kind)]
 
@@ -179,12 +180,12 @@ def _files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
         deeper: list[Path] = []
         for folder in level:
             real = folder.resolve()
-            if real in seen or not folder.is_dir():
+            if real in seen:
                 continue
             seen.add(real)
-            children = _children(folder)
-            files += [path for path in children if path.suffix in suffixes and path.name[0] != "."]
-            deeper += [path for path in children if path.suffix == "" and path.name[0] != "." and path.is_dir()]
+            _, folders, names = next(os.walk(folder), ("", [], []))  # which asks the disk of links alone
+            files += [folder / name for name in names if name[0] != "." and Path(name).suffix in suffixes]
+            deeper += [folder / name for name in folders if name[0] != "."]
         level = deeper
     return files
 

@@ -42,10 +42,11 @@ def test_files_are_listed_by_what_they_are_and_found_by_name_only(saved: Any, tm
 
 
 def test_a_loop_of_links_ends(saved: Any, tmp_path: Path) -> None:
-    put(tmp_path / "output" / "deep" / "a.safetensors", "latent")
+    put(tmp_path / "output" / "deep" / "wan2.2" / "a.safetensors", "latent")  # a suffix, by its name
+    put(tmp_path / "output" / ".hidden" / "a.safetensors", "latent")
     (tmp_path / "output" / "deep" / "up").symlink_to(tmp_path / "output", target_is_directory=True)
     (tmp_path / "output" / "self").symlink_to(tmp_path / "output" / "self")
-    assert saved.choices("latent") == ["deep/a.safetensors [output]"]
+    assert saved.choices("latent") == ["deep/wan2.2/a.safetensors [output]"]
 
 
 def test_nothing_is_overwritten(saved: Any, tmp_path: Path) -> None:

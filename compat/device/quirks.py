@@ -67,7 +67,7 @@ class DevicePolicy:
     contiguous_weights: bool = False  # of convolutions
     product_rows: int = 0  # most rows of a linear layer's product; 0 for any
     norm_rows: int = 0  # most rows of torch's own RMS norm; 0 for any
-    plain_operands: bool = False  # products and 2-D convolutions need contiguous operands, linear layers two axes
+    plain_operands: bool = False  # contiguous: left operands of products, both of 2-D convolutions; linear on two axes
     pins: bool = True  # host memory may be locked for the device's kernels
     expandable_segments: bool = True  # of torch's allocator
 

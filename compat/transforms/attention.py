@@ -94,7 +94,7 @@ class Attention:
                 upcast = like_in(query, WORKED_ON)
                 if self._has_fused(upcast, upcast, upcast):
                     return fp32_attention(query, key, value, self.budget_bytes)
-        small = MATH_COPIES * score_bytes(query, key) <= self.budget_bytes
+        small = MATH_COPIES * score_bytes(query, key) <= self.budget_bytes and self.choice != "native_math"
         if small and query.dtype.itemsize >= 4 and not avoided:  # else scores may be 16-bit too
             return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         return chunked(query, key, value, mask, causal, self.budget_bytes)

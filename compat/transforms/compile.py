@@ -97,14 +97,19 @@ class Compilation:
 
     def attach(self, module: nn.Module) -> Callable[[], None] | None:
         """Compile the blocks of ``module`` on their first call; returns what takes it back, None where it has none.
-        Raises UnsupportedError where an offloader's hooks are on a block already."""
+        Raises UnsupportedError, and changes nothing, where an offloader's hooks, or another forward than a method, are
+        on a block already."""
         blocks = list(self.blocks_in(module))
         if not blocks:
             return None
         undo = Undo()
-        _open_graphs(module, undo)
-        for block in blocks:
-            self._compile(block, undo)
+        try:
+            _open_graphs(module, undo)
+            for block in blocks:
+                self._compile(block, undo)
+        except BaseException:
+            undo.restore()
+            raise
         self.blocks = len(blocks)
         return undo.restore
 

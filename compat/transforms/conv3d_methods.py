@@ -222,7 +222,7 @@ def _over_windows(
     x: Tensor, taps: int, g: Geometry, chunk: int, by_channel: bool, plane: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """``plane`` of the frames under each position of the kernel in time, joined in time.
-    Windows are copies of ``chunk`` bytes, or of one frame where that is more, but for single ones frame by frame."""
+    Windows are copies of ``chunk`` bytes, or of one position where that is more; several ``taps`` need ``chunk`` 0."""
     if g.padding[0]:
         x = padded(x, (0, 0, 0, 0, g.padding[0], g.padding[0]))
     frames = x.transpose(1, 2)

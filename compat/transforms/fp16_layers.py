@@ -226,7 +226,8 @@ FORWARD_OF |= {LayerKind.VALUE: value_linear, LayerKind.FULL: full_linear}
 
 
 def fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, total: Tensor | float | None = None) -> Tensor:
-    """``x @ weight.T * total + bias`` in fp32 from fp16; to a ``bias`` of its own shape it is added in place."""
+    """``x @ weight.T * total + bias`` in fp32 from fp16; to a contiguous ``bias`` of its own shape
+    ``x @ weight.T`` is added in place, without ``total``."""
     rows, columns, shape = x.flatten(0, -2), weight.t(), x.shape[:-1]
     if bias is not None and bias.ndim > 1:
         y = bias.flatten(0, -2)

@@ -16,8 +16,8 @@ PRODUCTS = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.
 
 
 class PlainCalls(TorchFunctionMode):
-    """Products with contiguous operands, few rows at a time, and norms of many rows by plain operations, as ``policy``
-    asks. Peak extra memory: a copy of an operand that was not contiguous; of a norm of many rows, its input in fp32."""
+    """Products with a contiguous left operand, few rows at a time, and norms of many rows by plain operations, as
+    ``policy`` asks. Peak extra memory: a copy of an operand that was not contiguous; of a norm, its input in fp32."""
 
     def __init__(self, policy: DevicePolicy) -> None:
         super().__init__()

@@ -357,7 +357,7 @@ def _unfitted(fitted: Any) -> Any:
 
 
 def _compute_in(fitted: Any, dtype: torch.dtype | None, network: nn.Module) -> None:
-    """Have core compute in ``dtype``, as its own node does, but without unpacking packed layers."""
+    """Have core compute in ``dtype`` if there is one, as its own node does, but without unpacking packed layers."""
     if dtype is None:
         return
     if any(getattr(module, "layout_type", None) is not None for module in network.modules()):

@@ -414,7 +414,7 @@ def to_latent(pipeline: PaintPipeline, painted: Painted) -> dict[str, Any]:
 
 
 def latents_of(pipeline: PaintPipeline, latent: Mapping[str, Any] | None) -> Tensor | None:
-    """The samples of core's LATENT, for :class:`PaintSettings`; raises InputError for latents of something else."""
+    """The samples of core's LATENT, for :class:`PaintSettings`; raises InputError for others, or a mask."""
     if latent is None:
         return None
     samples, made_by = latent.get("samples"), (latent.get(LATENT_KEY) or {}).get("family", pipeline.family)
@@ -422,4 +422,7 @@ def latents_of(pipeline: PaintPipeline, latent: Mapping[str, Any] | None) -> Ten
         found = f"a LATENT of {made_by} with {getattr(samples, 'ndim', 'no')} dimensions for painting"
         fix = "Connect the latent of an AnyGPU Paint Views node of the same model."
         raise InputError(found, expected=f"views of {pipeline.family}, (V, 4, h, w)", fix=fix)
+    if latent.get("noise_mask") is not None:
+        fix = "Connect the latent without Set Latent Noise Mask."
+        raise InputError("a LATENT with a noise mask for painting", expected="one without", fix=fix)
     return samples

@@ -41,7 +41,8 @@ def published_family(name: str) -> FamilySpec | None:
 
 
 def remedy(name: str, root: Path, memory_bytes: int) -> str:
-    """Advice on a model that is not there: its page where the name is a published one, else the smallest."""
+    """Advice on a model that is not there: its page where the name is a published one, else the smallest that fits,
+    or the smallest of all where none does."""
     each = (download for offer in every_offer().values() for download in offer.downloads)
     offered = next((download for download in each if download.folder == Path(name).name), None)
     if offered is not None:
@@ -51,7 +52,12 @@ def remedy(name: str, root: Path, memory_bytes: int) -> str:
         return f"Download {page} into {root / Path(name).name} and press R, or choose another model."
     title, offer = smallest_for(memory_bytes)
     where = "; and ".join(download.text(root) for download in offer.downloads)
-    return f"The smallest that fits this machine is {title}: download {where}, or let {FETCHER} do it; then press R."
+    return f"{_fits(offer, memory_bytes)}: {title}. Download {where}, or let {FETCHER} do it; then press R."
+
+
+def _fits(offer: Offer, memory_bytes: int) -> str:
+    fits = "The smallest that fits" if offer.largest_bytes <= memory_bytes else "None fits. The smallest for"
+    return f"{fits} this machine"
 
 
 def stored_for(offer: Offer, card_bytes: int) -> str:
@@ -90,10 +96,9 @@ def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int, card_
     """Advice while there is no model: the smallest that fits, its pages and folders, and where was searched; memory is
     that of the computer that holds the weights, and of the card, 0 where that is the computer."""
     title, offer = smallest_for(memory_bytes)
-    fits = "The smallest that fits" if offer.largest_bytes <= memory_bytes else "None fits. The smallest for"
     return "\n".join(
         [
-            f"{fits} this machine ({machine}): {title}, {offer.size}.",
+            f"{_fits(offer, memory_bytes)} ({machine}): {title}, {offer.size}.",
             *filter(None, (stored_for(offer, card_bytes),)),
             *(f"Download {download.text(searched[0])}" for download in offer.downloads),
             f"Then press R and choose it. {FETCHER} can fetch it.",

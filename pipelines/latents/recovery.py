@@ -206,7 +206,8 @@ def _make_newest(folder: Path, path: Path) -> None:
     """Date ``path`` after all others: where the clock was set back, an older sampling would count as the newest."""
     newest = max((_modified(file) for file in folder.glob("*.safetensors") if file != path), default=0.0)
     if _modified(path) <= newest:
-        os.utime(path, (newest + TICK_SECONDS, newest + TICK_SECONDS))
+        with suppress(OSError):  # some shares refuse it: what was just saved is saved
+            os.utime(path, (newest + TICK_SECONDS, newest + TICK_SECONDS))
 
 
 def _sweep(folder: Path, newest: Path) -> None:

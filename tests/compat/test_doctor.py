@@ -16,7 +16,7 @@ import torch
 from anygpu.compat import doctor
 from anygpu.compat.errors import parts_of
 from anygpu.compat.output_check import ZEROS, NotFinite
-from anygpu.compat.repairs import ATTENTION, REPLACED, SCALED, Repair, RepairStore, _finite, repaired
+from anygpu.compat.repairs import ATTENTION, REPLACED, SCALED, Repair, RepairStore, _finite, repaired, tensors_in
 from anygpu.pipelines.base import Call
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
@@ -24,6 +24,7 @@ from anygpu.pipelines.sampling.core_sampler import velocity
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = Path(__file__).resolve().parents[2]
 INPUTS: dict[str, dict[str, Any]] = {  # by family: latents, and what its text is
@@ -105,6 +106,9 @@ def test_an_overflow_is_named_with_its_way_and_repaired_by_the_smallest_change()
     assert finding.block == "net.blocks.1" and finding.blocks == 3 and finding.dtype == "fp16" and not finding.weight
     assert [name for name, _ in finding.way] == ["net.blocks.0"] and finding.largest == 2.0
     assert "block 2 of 3" in str(diagnosis)
+    again = doctor.examine(nn.ModuleDict({"net": network}), lambda: [network(x * 0), network(x)])
+    assert again is not None and dict(again.way)["net.blocks.0"] == 2.0
+    assert len(again.way) == 3, "a block is named once, however often it runs"
     # One layer in safe fp16 still returns fp16; its block keeps the large values inside.
     assert diagnosis.repair == Repair("net.blocks.1", SCALED)
     exact = network.float()(x.float())
@@ -199,7 +203,20 @@ def test_a_bias_that_hides_tokens_is_no_broken_input() -> None:
     functional_only = nn.Module()
     functional_only.forward = lambda x, attention_mask: x * 3e4 * 3e4
     finding = doctor.examine(nn.ModuleDict({"net": functional_only}), lambda: functional_only(x, attention_mask=bias))
-    assert finding is not None and (finding.layer, finding.inputs) == ("net", "")
+    assert finding is not None and (finding.layer, finding.inputs, finding.largest) == ("net", "", 1.0)
+
+
+def test_the_largest_value_is_read_without_a_copy() -> None:
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            output = function(*args, **(kwargs or {}))
+            most.extend(each.numel() for each in tensors_in(output) if each.data_ptr() != value.data_ptr())
+            return output
+
+    value, most = torch.arange(-9.0, 7.0).half(), list[int]()
+    with Made():
+        assert doctor.largest([value, None]) == 9.0
+    assert max(most) <= 2
 
 
 def test_a_damaged_weight_is_named_and_stands_for_zero() -> None:
@@ -211,6 +228,11 @@ def test_a_damaged_weight_is_named_and_stands_for_zero() -> None:
     assert diagnosis.repair == Repair("net.blocks.1.down", REPLACED) and torch.isfinite(output).all()
     assert torch.isinf(network.blocks[1].down.weight[0, 0]), "the repair changed the model's own weight"
     assert "Download" in doctor.advice(diagnosis)
+    with torch.no_grad():
+        network.half().blocks[1].down.weight[0] = float("nan")
+    broken, output = doctor.diagnose(nn.ModuleDict({"net": network}), lambda: network(x.half()))
+    assert broken.finding is not None and broken.finding.bad > doctor.FEW
+    assert (broken.tried, output) == ((), None), "no repair can help"
     assert "; 100% of its weight is NaN or infinity" in str(replace(diagnosis.finding, bad=1.0))
     elsewhere = replace(diagnosis, repair=None, finding=replace(diagnosis.finding, weight=""))
     assert doctor.advice(elsewhere, "put a node before").endswith("or put a node before."), "of core's models"

@@ -35,7 +35,7 @@ def test_cancel_ends_the_jobs_it_means_and_names_a_key_that_none_has(
         ("--address auto --workers 2", 2, [], {"CPU": 1, "GPU": 1}, ()),
         ("--address auto --device cpu --group 2", 1, [], {"CPU": 2}, (False, 600.0, "")),
         ("", 1, [(1, 0)], {"CPU": 1}, ()),
-        ("--local 2", 2, [(2, 0)], {"CPU": 1}, ()),
+        ("--local 2 --state mine", 2, [(2, 0)], {"CPU": 1}, ()),
         ("--group 3 --patience 7", 1, [(3, 0)], {"CPU": 3}, (False, 7.0, "lo")),
         ("--local 5 --group 2 --branches", 2, [(5, 0)], {"CPU": 2}, (True, 600.0, "lo")),
     ],
@@ -53,6 +53,7 @@ def test_as_many_workers_are_started_as_are_asked_for_or_as_there_are_devices(
     driver = cli._driver(JobFolder(tmp_path), cli._parser().parse_args(["run", str(tmp_path), *words.split()]))
     assert (len(driver.workers), calls, driver.asked) == (workers, started, asked)
     renderer = driver.workers[0].actor.worker.renderer
+    assert getattr(renderer, "renderer", renderer).state.is_absolute(), "one folder's name on each machine"
     assert isinstance(renderer, GroupRenderer) == bool(group)
     if group:
         assert (renderer.halves, renderer.patience, renderer.loopback) == group
@@ -69,6 +70,14 @@ def test_fewer_workers_than_none_are_refused(tmp_path: Path, words: str) -> None
 def test_what_would_do_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str) -> None:
     assert cli.main(["queue", str(tmp_path), "--model", "m", *words.split()]) == 2
     assert "expected flags of one kind of job" in capsys.readouterr().err
+
+
+def test_no_worker_waits_for_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "default_device", lambda: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(cli, "device_count", lambda: 1)
+    monkeypatch.setattr(cluster, "start_here", lambda *_: pytest.fail("Ray was started"))
+    with pytest.raises(InputError, match=r"--local 2 on a machine with 1 GPU;"):
+        cli._driver(JobFolder(tmp_path), cli._parser().parse_args(["run", str(tmp_path), "--local", "2"]))
 
 
 def test_a_job_has_what_its_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,7 +176,8 @@ TABLE: dict[str, str] = {
     ),
     # Only in nodes of ComfyUI, whose executor shows what they raise; and in the tiny checkpoints of tests and demo.
     **dict.fromkeys(("os.path.realpath", "os.walk", "os.utime", "shutil.rmtree", "tempfile.TemporaryDirectory"), FILES),
-    **dict.fromkeys(("Path.is_symlink", "Path.expanduser", "Path.write_bytes", "Path.read_bytes"), FILES),
+    **dict.fromkeys(("Path.is_symlink", "Path.expanduser", "Path.absolute", "Path.write_bytes"), FILES),
+    "Path.read_bytes": FILES,
     **dict.fromkeys(
         (
             *("comfy.cli_args.args", "comfy.model_management", "comfy.model_management.InterruptProcessingException"),

@@ -149,8 +149,9 @@ def test_latents_carry_their_model_and_others_are_refused(paint):
     assert torch.equal(latents_of(paint, latent), painted.latents)
     assert latents_of(paint, None) is None
     assert torch.equal(latents_of(paint, {"samples": painted.latents}), painted.latents), "from a core node"
-    for wrong in ({**latent, "anygpu": {"family": "paint_pbr"}}, {"samples": painted.latents[:, :, None]}, {}):
-        with pytest.raises(InputError, match=r"a LATENT of .* for painting"):
+    wrongs = ({**latent, "anygpu": {"family": "paint_pbr"}}, {"samples": painted.latents[:, :, None]}, {})
+    for wrong in (*wrongs, {**latent, "noise_mask": torch.ones(1, 8, 8)}):
+        with pytest.raises(InputError, match=r"a LATENT .* for painting"):
             latents_of(paint, wrong)
 
 

@@ -213,11 +213,12 @@ def test_a_larger_model_is_not_offered_before_a_smaller_one_that_fits():
 def test_a_model_that_is_not_there_is_named_with_its_own_page():
     root = Path("/models")
     assert "lllyasviel/FramePackI2V_HY" in remedy("FramePackI2V_HY", root, 0)
-    assert remedy("mine", root, 0).startswith("The smallest that fits this machine is")
+    assert remedy("mine", root, 0).startswith("None fits. The smallest for this machine: LTX-Video. Download https")
     known = remedy("HunyuanVideo", root, 0)
     assert known.startswith("Download https://huggingface.co/hunyuanvideo-community/HunyuanVideo (only model_index")
     assert f"into {root / 'HunyuanVideo'}, or let AnyGPU Download Model do it" in known
     pictured = remedy("publisher/HunyuanVideo-I2V", root, 0)
     assert "tokenizer_2, image_processor) into" in pictured and "AnyGPU Download Model" in pictured
     found = remedy("mine", root, 64 * 2**30)
-    assert "LTX-Video" in found and "AnyGPU Download Model" in found
+    assert found.startswith("The smallest that fits this machine: LTX-Video. Download https")
+    assert "AnyGPU Download Model" in found

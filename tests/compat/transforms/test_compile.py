@@ -111,6 +111,15 @@ def test_other_strengths_of_a_lora_are_the_same_graph():
     assert all(type(layer.scaling) is dict and layer.scaling == {"default": -2.0 * 8 / 2} for layer in layers)
 
 
+def test_a_refusal_leaves_the_part_as_it_was():
+    module = model()
+    layer, last = module.transformer_blocks[0], module.transformer_blocks[-1]
+    layer.scaling, layer.lora_A, last._hf_hook = {"default": 1.0}, None, object()
+    with pytest.raises(UnsupportedError, match="already moves"):
+        Compilation(EAGER).attach(module)
+    assert type(layer.scaling) is dict and "forward" not in vars(layer) and layer is not last
+
+
 def test_strengths_are_the_numbers_they_stand_for():
     found = Strengths({"a": 0.1})
     x = torch.full((3,), 3.0, dtype=torch.bfloat16)

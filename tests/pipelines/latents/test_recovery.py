@@ -110,6 +110,15 @@ def test_what_is_not_ours_or_damaged_is_not_listed(tmp_path: Path) -> None:
     assert recovery.listing(tmp_path / "nothing") == []
 
 
+def test_a_share_that_refuses_dates_costs_no_latents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = recovery.save(tmp_path, LATENTS, no_word)
+    aged(tmp_path, first, -60)  # as if the clock had been set back since
+    refused = PermissionError(1, "Operation not permitted")
+    monkeypatch.setattr(os, "utime", lambda *_: (_ for _ in ()).throw(refused))
+    second = recovery.save(tmp_path, LATENTS, no_word)
+    assert {first, second} == {item.id for item in recovery.listing(tmp_path)} - {""}
+
+
 def test_rests_of_a_writer_that_died_are_swept_up(tmp_path: Path) -> None:
     old, new = tmp_path / ".a.safetensors.1.part", tmp_path / ".b.safetensors.2.part"
     for rest in (old, new):
