@@ -214,6 +214,9 @@ class Offloader(Protocol):
     def release(self, part: str) -> None:
         """Take the part off its device; where that is the host, free its memory."""
 
+    def detach(self, part: str) -> None:
+        """Bring the part to host memory, without hooks: it is about to change."""
+
     def switch(self, mode: str) -> None:
         """Use ``mode`` from the next use of each part on; what is on the device leaves it.
         Raises InputError for a mode that cannot be switched to, or a part in use."""

@@ -140,7 +140,8 @@ class _Active:
     turn: int = 0
     index: int = -1
     rows: dict[str, int] = field(default_factory=dict)  # by branch of guidance, each of which has a state of its own
-    ran_before: int = 0
+    begun: set[str] = field(default_factory=set)  # the branches whose forward at this time has begun
+    ran: int = 0  # of the units, in this forward
 
     def attach(self) -> None:
         units = list(_units(self.transformer, self.settings.kind))
@@ -153,23 +154,28 @@ class _Active:
         for hook in _hooks(self.transformer):
             if hasattr(hook, "threshold"):
                 hook._should_compute_remaining_blocks = partial(_changed, hook._should_compute_remaining_blocks)
+            elif hasattr(hook, "_measure_should_compute"):
+                hook._measure_should_compute = partial(self._due, hook._measure_should_compute)
         self.undo.append(add_hook(self.transformer, self._before, before=True, with_kwargs=True).remove)
         self.undo.append(add_hook(self.transformer, self._after, with_kwargs=True).remove)
 
     def acts(self) -> bool:
         return self.settings.start <= self.index / max(self.steps, 1) < self.settings.end
 
+    def _due(self, measure: Callable[[], tuple[bool, Any]]) -> tuple[bool, Any]:
+        due, state = measure()
+        return due or not self.acts(), state
+
     def _config(self) -> Any:
         from diffusers import hooks
 
-        settings, steps = self.settings, self.steps
+        settings = self.settings
         if settings.kind == FIRST_BLOCK:
             return hooks.FirstBlockCacheConfig(threshold=settings.threshold)
         if settings.kind == TAYLOR:
             return hooks.TaylorSeerCacheConfig(
                 cache_interval=settings.interval,
-                disable_cache_before_step=max(WARM_UP, round(settings.start * steps)),
-                disable_cache_after_step=max(WARM_UP, round(settings.end * steps)),
+                disable_cache_before_step=WARM_UP,  # which begins anew where guidance ends; `_due` knows the share
                 max_order=1,
                 taylor_factors_dtype=torch.float32,
                 cache_identifiers=[ATTENTIONS],
@@ -187,30 +193,32 @@ class _Active:
         branch = _branch(module)
         rows = states.shape[0] if isinstance(states, torch.Tensor) else self.rows.get(branch, 0)
         turn = (now > self.time) - (now < self.time)
-        if self.index < 0 or turn * self.turn < 0:  # time runs one way: a step back is the start of another sampling
+        started = self.index < 0 or turn * self.turn < 0  # time runs one way: a step back starts another sampling
+        again = not turn and branch in self.begun  # a step that is tried again, or another section of a single step
+        if started:
             self.index = 0
-            _forget(module)
         elif turn:
             self.index, self.turn = self.index + 1, turn  # down in most families, up in Mochi
-        if self.rows.setdefault(branch, rows) != rows:  # guidance began or ended: what was kept has another batch
+        if started or again or self.rows.get(branch, rows) != rows:  # guidance began or ended: of another batch
             _forget(module)
-        self.time, self.rows[branch] = now, rows
+        self.begun = {branch} if turn or again else self.begun | {branch}
+        self.time, self.rows[branch], self.ran = now, rows, 0
         if self.settings.kind == FIRST_BLOCK:
             for hook in _hooks(self.transformer):
                 if hasattr(hook, "threshold"):
                     hook.threshold = self.settings.threshold if self.acts() else -1.0
         if self.settings.device != DEVICES[0] and isinstance(states, torch.Tensor):
             _place_states(module, states.device, current_only=True)
-        self.ran_before = self.count.ran
 
     def _after(self, module: nn.Module, args: Any, named: Any, output: Any) -> None:
         self.count.forwards += 1
-        self.count.skipped_steps += self.count.ran - self.ran_before < self.count.units
+        self.count.ran += self.ran  # of whole forwards alone
+        self.count.skipped_steps += self.ran < self.count.units
         if self.settings.device != DEVICES[0]:
             _place_states(module, HOST)
 
     def _counted(self, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
-        self.count.ran += 1
+        self.ran += 1
         return inner(*args, **named)
 
 

@@ -16,6 +16,7 @@ from ...compat.device.execution import checked_layers, state_of, to_host
 from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.doctor import EXPLAIN, Doctor, lifeless, unshrunk
 from ...compat.errors import UnsupportedError
+from ...compat.memory.parts import adapters_on
 from ...compat.output_check import NotFinite, require_finite
 from ...compat.repairs import RepairStore
 from ...compat.transforms.fp16 import fp16_sums
@@ -259,7 +260,9 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
                 fix="Set the step cache to off for these jobs.",
             )
         for part in () if cache is None else pipeline.spec.transformers:
-            transformer = pipeline.parts.read(part, progress)
+            mover = pipeline.offloader
+            with adapters_on(pipeline.parts, part, mover.adapters, mover.detach, progress) as transformer:
+                pass  # they redo the steps of the order behind them, which would take the cache's forwards away
             stg = max((each.stg for each in settings.guidance_steps), default=0.0)
             require_usable(cache, transformer, settings.cfg, pipeline.spec.recipes.batched_cfg, stg)
             counts[part] = stack.enter_context(cached(transformer, cache, settings.steps))

@@ -16,9 +16,11 @@ from anygpu.pipelines import speed as speed_choices
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings
 from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.load.lora import with_lora
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.settings import with_step_cache
 from anygpu.pipelines.speed import Speed, SpeedRequest, form_for
+from safetensors.torch import save_file
 from simulated import test_families as common
 from simulated.test_families import CASES, PICTURE
 
@@ -81,6 +83,20 @@ def test_the_number_that_is_said_is_what_ran(tiny_folder, recorded):
     line = next(line for line in progress.said if line.startswith("step cache "))
     whole = STEPS * len(blocks)
     assert len(ran) < whole and f"({whole - len(ran)} of {whole})" in line
+
+
+def test_the_first_run_with_a_lora_skips_what_the_second_does(tiny_folder, recorded, tmp_path):
+    pipeline = loaded_for("ltx", tiny_folder, SpeedRequest("reference"))
+    width = pipeline.parts["transformer"].transformer_blocks[0].attn1.to_q.in_features
+    names = (f"transformer.transformer_blocks.0.attn1.to_q.lora_{end}.weight" for end in "AB")
+    tensors = dict(zip(names, (torch.full((2, width), 0.1), torch.full((width, 2), 0.1)), strict=True))
+    save_file(tensors, tmp_path / "lora.safetensors")
+    adapted = with_lora(pipeline, tmp_path / "lora.safetensors", 1.0, "", "separate", recorded())
+    quick, said = with_step_cache(adapted, "custom", StepCacheSettings(FIRST_BLOCK, 0.4)), []
+    for _ in range(2):
+        sampled(quick, progress := recorded())
+        said.append([line for line in progress.said if line.startswith("step cache ")])
+    assert said[0] == said[1] and "100% of block" not in said[0][0]
 
 
 @pytest.mark.full

@@ -77,6 +77,42 @@ def test_branches_of_other_batches_keep_what_is_theirs():
 
 
 @pytest.mark.parametrize("kind", [FIRST_BLOCK, TAYLOR, PYRAMID])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_step_that_is_tried_again_is_computed(kind, failing):
+    """Memory runs out in the last block of a step."""
+    module, left = made("ltx"), [-1]
+    expected = [call(module, time) for time in (900, 600)][failing]
+
+    def short(*_):
+        left[0] -= 1
+        if not left[0]:
+            raise torch.OutOfMemoryError
+
+    module.transformer_blocks[-1].ff.register_forward_pre_hook(short)
+    with cached(module, StepCacheSettings(kind, threshold=1e-6, interval=10, start=0.0), 2) as count:
+        for time in (900, 600)[:failing]:
+            call(module, time)
+        left[0] = 1
+        with pytest.raises(torch.OutOfMemoryError):
+            call(module, (900, 600)[failing])
+        assert torch.equal(call(module, (900, 600)[failing]), expected)
+        assert torch.equal(call(module, (900, 600)[failing]), expected), "once more, as the Doctor does"
+    assert count.ran == count.units * count.forwards
+
+
+@pytest.mark.parametrize("kind", [FIRST_BLOCK, TAYLOR])
+def test_guidance_that_ends_moves_no_end(kind):
+    module = made("ltx")
+    with cached(module, StepCacheSettings(kind, threshold=1.0, interval=10, start=0.1, end=0.7), 10) as count:
+        skipped = []
+        for index, time in enumerate(range(1000, 0, -100)):
+            before = count.skipped_steps
+            call(module, time, rows=2 if index < 3 else 1)
+            skipped.append(count.skipped_steps - before)
+    assert sum(skipped[:7]) and not any(skipped[7:])
+
+
+@pytest.mark.parametrize("kind", [FIRST_BLOCK, TAYLOR, PYRAMID])
 def test_an_error_inside_takes_it_off(kind):
     module = made("ltx")
     expected = call(module, 500)
