@@ -138,8 +138,7 @@ def is_exact(layer: nn.Module) -> bool:
 
 @contextmanager
 def without_unpacking(module: nn.Module) -> Iterator[None]:
-    """For the block, packed layers tell dtype, shape and device of a weight without values, and nothing is made
-    dense for it. Not to be nested."""
+    """For the block, packed layers tell dtype, shape and device of a weight without making one. Not to be nested."""
     layers = [owner for owner in module.modules() if isinstance(owner, Stored)]
     for layer in layers:
         one = torch.empty((), dtype=layer.dense_dtype, device=layer.stored.device)
