@@ -25,7 +25,7 @@ if not __package__:  # run as `python path/to/pack/cli.py`: load the folder as t
     __package__ = "anygpu"
 
 from .compat.durable import require_writable
-from .compat.errors import InputError, PackError
+from .compat.errors import InputError, PackError, parts_of
 
 if TYPE_CHECKING:
     from .compat.memory.parts import ProgressStage
@@ -360,6 +360,12 @@ def exit_code(arguments: argparse.Namespace, command: str, interrupted: str) -> 
         return int(arguments.run(arguments))
     except PackError as error:
         print(f"{command}: {error}", file=sys.stderr)
+        return 2
+    except (RuntimeError, MemoryError) as error:  # a shortage that was explained; anything else is a fault
+        parts = parts_of(str(error))
+        if "fix" not in parts:
+            raise
+        print(f"{command}: {parts['found']}; expected {parts['expected']}. {parts['fix']}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"\n{command}: {interrupted}", file=sys.stderr)

@@ -18,7 +18,7 @@ from torch import nn
 
 from .device.execution import add_hook, to_host
 from .device.facts import value_or
-from .device.failures import UNFIT, is_shortage
+from .device.failures import is_unfit
 from .device.precision import NAMES
 from .memory.parts import Undo
 from .output_check import COLOUR, CONSTANT, ZEROS, NotFinite
@@ -232,10 +232,10 @@ def _output_with(repair: Repair, networks: nn.ModuleDict, run: Callable[[], Any]
     with repaired(networks, (repair,)), torch.compiler.set_stance(AS_WRITTEN):
         try:
             return run()
-        except UNFIT as error:  # a kernel that does not take fp32: not the repair for this layer
-            if is_shortage(error):  # which says nothing of the repair: the stage makes room, and seeks it again
+        except Exception as error:
+            if not is_unfit(error):  # a shortage says nothing of the repair: the stage makes room, and seeks it again
                 raise
-            return None
+            return None  # a kernel that does not take fp32: not the repair for this layer
 
 
 def distance(output: Any, exact: Any) -> float:

@@ -223,15 +223,20 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
 
     with _farm(farm_address(address), progress) as farm:
         missing = {key: line for key, line in zip(jobs.keys, jobs.lines, strict=True) if not jobs.folder.is_done(key)}
+        sent = None
         if missing:
             names = dict.fromkeys(item.name for line in missing.values() for item in job_of(line).inputs)
             for file in [jobs.folder.input_file(name) for name in names]:
                 farm.answer(farm.gateway.put_input.remote(file.read_bytes(), file.suffix.lower()), FILE_SECONDS)
-            farm.answer(farm.gateway.submit.remote(jobs.name, list(missing.values())))
+            sent = farm.gateway.submit.remote(jobs.name, list(missing.values()))
         try:
+            if sent is not None:
+                farm.answer(sent)
             farm.fetch(jobs, list(missing))
         except BaseException:
-            with suppress(Exception):  # waited for: else it may be lost with the connection
+            with suppress(Exception):  # each is waited for: else it may be lost, or a submission undo its cancel
+                if sent is not None:
+                    farm.ray.wait([sent], timeout=CANCEL_SECONDS)
                 farm.ray.get(farm.gateway.cancel.remote(list(missing)), timeout=CANCEL_SECONDS)
             raise
     return collect(jobs, False, progress)

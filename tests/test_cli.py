@@ -1,5 +1,6 @@
 """The command answers at once where it can, and its demo checks what it shows."""
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -8,9 +9,10 @@ import sys
 import pytest
 import tiny
 import torch
-from anygpu.cli import main
+from anygpu.cli import exit_code, main
 from anygpu.compat.checkpoints.packed import as_in_files, pack
 from anygpu.compat.checkpoints.unpacking import SCALED
+from anygpu.compat.errors import remember
 from anygpu.paint import choices
 from anygpu.pipelines import demo
 from anygpu.pipelines.demo import drawing
@@ -44,6 +46,17 @@ def test_piped_progress_is_silent(capsys):
         progress.step(done, 3, ProgressStage("sampling"))
     progress.notify("rounded")
     assert capsys.readouterr().err == "rounded\n"
+
+
+def test_a_shortage_that_was_explained_is_one_line_and_another_error_is_not(capsys):
+    def run(_, text="sampling ran out of memory"):
+        raise torch.OutOfMemoryError(text)
+
+    remember("sampling ran out of memory", "sampling ran out of memory", "20 GB", "Lower frames.")
+    assert exit_code(argparse.Namespace(run=run), "anygpu", "") == 2
+    assert capsys.readouterr().err == "anygpu: sampling ran out of memory; expected 20 GB. Lower frames.\n"
+    with pytest.raises(RuntimeError, match="a fault"):
+        exit_code(argparse.Namespace(run=lambda _: run(_, "a fault")), "anygpu", "")
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -145,8 +145,10 @@ class StandaloneOffloader:
             raise InputError(found, expected=expected, fix="Choose it on the load node.")
         if mode == self.mode or all(self.device_of(part).type == HOST.type for part in self.parts.readers):
             return
-        for part in [part for part, _ in self.parts.items()]:
-            self.detach(part)
+        for part, module in self.parts.items():
+            remove_hooks(module)
+            if self.device.type == HOST.type or on_device(module, self.device):  # others stay on cards of their own
+                self.detach(part)
         self._state.mode = mode
 
     def reduce_memory(self, part: str, *beside: str) -> str:

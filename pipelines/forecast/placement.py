@@ -150,7 +150,8 @@ def _shares(home: Places, fixed: set[str], cards: Mapping[torch.device, Card]) -
     """Each way to share the stages out: as they are first, then with few that move, the transformer last."""
     options = [[home[stage]] if stage in fixed else [*cards] for stage in home]
     every = (dict(zip(home, places, strict=True)) for places in product(*options))
-    kept = (places for places in every if all(_alike(stage, places, cards) for stage in places))
+    free = [stage for stage in home if stage not in fixed]  # what the user placed stays, unlike or not
+    kept = (places for places in every if all(_alike(stage, places, cards) for stage in free))
     moved = {TEXT: 1, DECODING: 2, SAMPLING: 4}
     yield from sorted(kept, key=lambda places: sum(moved[stage] for stage in places if places[stage] != home[stage]))
 

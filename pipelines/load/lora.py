@@ -301,8 +301,8 @@ def _scales(
 
 def _pattern(trained: Mapping[str, Any], name: str) -> Alphas:
     try:
-        return Alphas({str(key): float(value) for key, value in (trained.get(name) or {}).items()})
-    except (AttributeError, TypeError, ValueError, re.error) as error:
+        return Alphas({str(key): _number(value) for key, value in (trained.get(name) or {}).items()})
+    except (ArithmeticError, AttributeError, TypeError, ValueError, re.error) as error:
         raise CheckpointError(
             f"{name} {str(trained[name])[:60]} of a LoRA ({first_line(error)})",
             expected="patterns of layers with a number for each",
@@ -310,12 +310,23 @@ def _pattern(trained: Mapping[str, Any], name: str) -> Alphas:
         ) from error
 
 
+def _number(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{number} is no strength")
+    return number
+
+
 def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:
     """The notes of diffusers on a transformer's LoRA in its file: ``lora_alpha``, ``alpha_pattern``, ``use_rslora``."""
     noted = json_object(notes.get("lora_adapter_metadata", "{}")) or {}
     own = {key.removeprefix("transformer."): value for key, value in noted.items() if "text_encoder" not in key}
     own = {"r": 8, **own}  # peft's own
-    return own if all(isinstance(own.get(name), (int, float)) for name in ("lora_alpha", "r")) else {}
+    return own if all(_plausible(own.get(name)) for name in ("lora_alpha", "r")) else {}
+
+
+def _plausible(strength: Any) -> bool:
+    return isinstance(strength, (int, float)) and abs(strength) < 1e9  # which NaN is not
 
 
 def _control_factor(path: Path, metadata: Mapping[str, str], before: int) -> int:
@@ -347,7 +358,7 @@ def _adapter_config(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
             fix="Merge it into the model with peft, and load that.",
         )
     alpha, rank = noted.get("lora_alpha" if method == "LORA" else "alpha"), noted.get("r", 8)  # 8: peft's own
-    known = method in METHODS and isinstance(alpha, (int, float)) and isinstance(rank, (int, float)) and rank > 0
+    known = method in METHODS and _plausible(alpha) and _plausible(rank) and rank > 0
     return {**noted, "lora_alpha": alpha, "r": rank} if known else {}
 
 

@@ -104,6 +104,7 @@ def test_a_card_that_computes_otherwise_gets_no_part_of_another(machine, monkeyp
     able = placement.abilities
     monkeypatch.setattr(placement, "abilities", lambda facts, probes: {**able(facts, probes), "conv_bytes": facts.name})
     assert where(machine((SLOW, FAST), (PLENTY, PLENTY))) == "111", "but all of it"
+    assert where(machine((FAST, SLOW), (PLENTY, PLENTY), devices={"vae": "acc:1"})) == "001", "but what the user placed"
 
 
 def test_each_card_is_forecast_once_in_each_mode(machine, monkeypatch):

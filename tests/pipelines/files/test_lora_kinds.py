@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import re
 import time
 from pathlib import Path
@@ -248,6 +249,7 @@ def test_lengths_of_another_layer_are_named() -> None:
         ({"transformer.r": 4, "transformer.lora_alpha": 8, "transformer.use_rslora": True}, 4.0),
         ({"transformer.r": 4, "transformer.lora_alpha": 8, "transformer.alpha_pattern": {"attn.to_q": 2}}, 0.5),
         ({"text_encoder.lora_alpha": 8}, 1.0),
+        *(({"transformer.r": 4, "transformer.lora_alpha": number}, 1.0) for number in (math.nan, 10**400)),
         ({}, 1.0),
     ],
 )
@@ -273,7 +275,10 @@ ENDLESS = [{end: 2} for end in ("(t+)+", "(t|tt)*q", "t*r*a*q", ".*.*q", "t?t?q"
 ENDLESS += [{f"b{index}+": 2 for index in range(9)}]
 
 
-@pytest.mark.parametrize("pattern", [["to_q"], {"(": 2}, {"to_q": "two"}, *ENDLESS], ids=str)
+NO_NUMBERS = [{"to_q": number} for number in ("two", 10**400, math.inf)]
+
+
+@pytest.mark.parametrize("pattern", [["to_q"], {"(": 2}, *NO_NUMBERS, *ENDLESS], ids=lambda given: str(given)[:40])
 def test_alphas_that_cannot_be_understood_are_one_line(made: Any, pattern: Any) -> None:
     notes = {"lora_adapter_metadata": json.dumps({"transformer.lora_alpha": 8, "transformer.alpha_pattern": pattern})}
     rows, columns = weight_and_bias(made)[0].shape
