@@ -171,7 +171,7 @@ def test_jobs_come_back_although_a_worker_is_killed(head: str, farm: JobFolder, 
     shown = run.texts_of(there)
     lines = {line for text in shown for line in text.splitlines() if ": rendering; " in line and ", sampling " in line}
     assert len({line.split()[0] for line in lines}) == 2, f"both workers say what they do: {shown}"
-    assert shown[-1].startswith("4 of 4 done") and "1 deaths" in shown[-1] and ": rendering" not in shown[-1]
+    assert shown[-1].startswith("4 of 4 done") and "1 death" in shown[-1] and ": rendering" not in shown[-1]
     assert run.previews, "pictures of what is rendered"
     resumed = (farm.root / "resumed.txt").read_text(encoding="utf-8").splitlines()
     assert resumed and all("goes on after" in line for line in resumed)
