@@ -236,7 +236,9 @@ def test_a_chosen_precision_gives_an_error_instead(tiny_folder, recorded):
         assert not progress.said
 
 
-@pytest.mark.parametrize("name", ["hunyuan_video", "hunyuan_video_15", pytest.param("framepack", marks=FULL)])
+@pytest.mark.parametrize(
+    "name", ["hunyuan_video", *(pytest.param(name, marks=FULL) for name in ("hunyuan_video_15", "framepack"))]
+)
 def test_auto_decodes_in_fp16_on_a_turing_in_half_of_the_memory_and_again_in_fp32_what_overflows(
     tiny_folder, reference, recorded, name
 ):
