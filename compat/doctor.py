@@ -200,12 +200,9 @@ def diagnose(
     The network runs at most five times, ``spent`` of them before: once with hooks, and for :data:`TRIALS` repairs, none
     without ``repair``."""
     finding = found()
-    output: Any = None
-    if finding is None:
-        finding, output = _examined(networks, run, local or fault)
-    elif not fault(output := run()):
-        return Diagnosis(None), output
-    if finding is None and not (wrong := fault(output)):
+    finding, output = _examined(networks, run, local or fault) if finding is None else (finding, run())
+    wrong = "" if output is None else fault(output)
+    if output is not None and not wrong:  # whatever a layer gives that is right to be zero, as of an untrained LoRA
         return Diagnosis(None), output
     if finding is None:  # somewhere in the network, between layers that are right
         name, network = next(iter(networks.items()))

@@ -155,6 +155,8 @@ class _PoseSearch:
 
     @classmethod
     def of(cls, surface: Surface, texture: Tensor, picture: Tensor) -> _PoseSearch:
+        side = min(FINE, len(texture))  # on the host: MPS pools only sizes that divide
+        small = F.adaptive_avg_pool2d(to_host(texture).movedim(-1, 0)[None], side)[0].movedim(0, -1)
         alpha = F.adaptive_avg_pool2d(picture[None, ..., 3], FINE)[0]
         outline, outward = outline_of(alpha)
         faces = to_host(surface.faces)
@@ -165,7 +167,7 @@ class _PoseSearch:
         edges[sides.view(-1)] = torch.stack((faces, faces.roll(-1, 1)), dim=2).view(-1, 2)
         return cls(
             surface=surface,
-            texture=F.adaptive_avg_pool2d(texture.movedim(-1, 0)[None], min(FINE, len(texture)))[0].movedim(0, -1),
+            texture=small.to(texture.device),
             colours=softened(resized(picture[..., :3], COARSE), resized(picture[..., 3:], COARSE)),
             alpha=alpha,
             outline=outline,

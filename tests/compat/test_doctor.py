@@ -219,6 +219,14 @@ def test_the_largest_value_is_read_without_a_copy() -> None:
     assert max(most) <= 2
 
 
+def test_a_layer_that_is_right_to_give_zeros_is_blamed_for_nothing() -> None:
+    network, x = Network((1.0, 1.0)), torch.linspace(0.1, 1, 8).view(2, 4)
+    network.blocks[1].down.weight.data.zero_()
+    assert (network(x) != 0).any(), "a residual goes around it"
+    diagnosis, output = doctor.diagnose(nn.ModuleDict({"net": network}), lambda: network(x), doctor.lifeless)
+    assert diagnosis.finding is None and torch.equal(output, network(x))
+
+
 def test_a_damaged_weight_is_named_and_stands_for_zero() -> None:
     network, x = Network((1.0, 1.0)), torch.ones(1, 4)
     with torch.no_grad():
