@@ -122,7 +122,7 @@ class Latents:
     samples: torch.Tensor  # (1, C, T, H, W), fp32, on the CPU
     family: str
     task: str
-    frames: int  # pixel frames that the user asked for
+    frames: int  # pixel frames that the user asked for; a decode gives no more
     height: int
     width: int
     fps: float
@@ -134,6 +134,7 @@ class Latents:
 
 
 RESOLVED = "resolved"  # under a latent's extra values until its receipt has them: the completed settings
+FINAL = ("final_width", "final_height")  # in ``Latents.extra``: pixels to which decoded frames are resized
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ..compat.errors import InputError, require_choice, require_range
 from ..compat.memory.parts import tell_once
 from ..compat.output_check import fault_in_latents, require_finite
 from ..compat.transforms.step_cache import StepCacheSettings, settings_for
-from .base import RESOLVED, FramePackSettings, ImageCondition, Progress, Prompt, SampleSettings
+from .base import FINAL, RESOLVED, FramePackSettings, ImageCondition, Progress, Prompt, SampleSettings
 from .family import SCHEDULERS, Defaults, FamilySpec, GuidanceStep, Recipe
 from .pipeline import Pipeline, Tools
 
@@ -22,7 +22,6 @@ MOST_SHIFT = 100.0
 SECOND_PASS = "second_pass"  # in ``Latents.extra``: they were upscaled, and a second pass refines them
 FIRST_SIZE = "first_size"  # beside it: pixels of the first pass, where that is not half of theirs
 STEP_CACHE = "step cache"
-FINAL = ("final_width", "final_height")  # in ``Latents.extra``: pixels to which decoded frames are resized
 OWN_DEFAULTS = "_anygpu_defaults"  # in model_index.json: sizes and steps that a checkpoint was trained for
 SIDES = frozenset(("width", "height"))  # of these: a checkpoint that names them takes no size of its family's
 GUIDANCE = (
@@ -276,7 +275,10 @@ def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progre
         raise InputError(
             "denoise 0", expected="more than 0, at most 1", fix="0 would return the input unchanged. Use 0.3 to 0.8."
         )
-    width, height, frames = latents.width, latents.height, latents.frames
+    width, height, frames, multiple = latents.width, latents.height, latents.frames, family.sizes.multiple
+    if width % multiple or height % multiple:
+        size, expected = f"{_up(width, multiple)}x{_up(height, multiple)}", f"multiples of {multiple} pixels"
+        raise InputError(f"latents of {width}x{height}", expected=expected, fix=f"Scale them to {size}, for one.")
     if (width, height, frames) != (settings.width, settings.height, settings.frames):
         progress.notify(f"size {width}x{height}, {frames} frames taken from the latents")
     return replace(settings, width=width, height=height, frames=frames)

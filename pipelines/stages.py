@@ -18,6 +18,7 @@ from ..compat.errors import CheckpointError, InputError, PackError, UnsupportedE
 from ..compat.memory.statistics import stage_cost
 from ..compat.output_check import NotFinite, require_finite
 from .base import (
+    FINAL,
     FramePackSettings,
     ImageCondition,
     ImageRequest,
@@ -39,7 +40,6 @@ from .records.receipts import sources_of
 from .sampling.loop import fall_back_to_fp32, retries, sampling_speed
 from .sampling.resume import InMemorySections, SectionStore, StepStore, with_steps
 from .settings import (
-    FINAL,
     clip_frames,
     complete,
     final_size,

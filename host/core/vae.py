@@ -129,7 +129,7 @@ class FittedVAE:
             if smaller is not None:
                 yield "", replace(method, dtype=dtype, tile=smaller.tile)
         estimate = ""
-        if latents is not None and latents.ndim > 3:
+        if latents is not None and _are_pictures(self, latents):
             window, begun = ProofWindow.of(self, latents), time.monotonic()
             if self._window_on_host(window) is None:
                 return
@@ -140,7 +140,7 @@ class FittedVAE:
     def _methods(self, name: str, given: Tensor) -> list[DecodeMethod]:
         """The methods of one call, in the order of our own VAEs; sound has no tiles."""
         sides: tuple[int, ...] = ()
-        if self.latent_dim > 1 and given.ndim > 3:  # type: ignore[attr-defined]
+        if self.latent_dim > 1 and _are_pictures(self, given):  # type: ignore[attr-defined]
             decodes = name.startswith("decode")
             cell = self.spacial_compression_decode() if decodes else 1  # type: ignore[attr-defined]
             sides = tiles_below(max(given.shape[-2:] if decodes else given.shape[-3:-1]) * cell, cell)
@@ -173,7 +173,7 @@ class FittedVAE:
                 result = _in_tiles(vae, name.removesuffix("_tiled"), given, method.tile)
             else:
                 result = getattr(vae, name)(given, *args, **kwargs)
-            if name.startswith("decode") and given.ndim > 3 and not method.on_host:
+            if name.startswith("decode") and _are_pictures(self, given) and not method.on_host:
                 self.unproven += time.monotonic() - begun
                 self._prove(method, given, result, doubts, progress)
         if name.startswith("encode"):
@@ -315,7 +315,7 @@ def _in_words(method: DecodeMethod) -> str:
 
 
 def _output_check(vae: Any, given: Tensor, doubts: list[str]) -> Callable[[Tensor], Tensor]:
-    """Core's last step of a decode, which clamps, after a look at the pixels; ``doubts`` gets what may be right."""
+    """Core's last step of a decode, which clamps pictures, after a look at them; ``doubts`` gets what may be right."""
     finish, cell = vae.process_output, vae.spacial_compression_decode() if vae.latent_dim > 1 else 1
     flat, done = given.ndim < 4 or is_flat(given), [0]  # one colour may have been asked for
 
@@ -333,6 +333,11 @@ def _output_check(vae: Any, given: Tensor, doubts: list[str]) -> Callable[[Tenso
         return finish(pixels)
 
     return process
+
+
+def _are_pictures(vae: Any, given: Tensor) -> bool:
+    """True for the latents and pixels of pictures and videos, which sound may have as many axes as."""
+    return given.ndim > 3 and vae.output_channels > 2
 
 
 def _whole(vae: Any) -> Any:

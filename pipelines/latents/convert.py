@@ -11,11 +11,12 @@ from torch.nn import functional
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from ...compat.records import plain
-from ..base import EMBEDS, EMBEDS_2, LATENT_VERSION, MASK, POOLED, RESOLVED, Latents, Prompt, SampleSettings
+from ..base import EMBEDS, EMBEDS_2, FINAL, LATENT_VERSION, MASK, POOLED, RESOLVED, Latents, Prompt, SampleSettings
 from ..pipeline import Pipeline
 
 KEY = "anygpu"
 MORE = "more"  # under our key: further tensors
+CELLS = "cells"  # under our key: latent frames, rows and columns; core's nodes that change them carry our key along
 PLAIN = ("family", "task", "frames", "height", "width", "fps", "seed", "space", "version")
 
 
@@ -24,7 +25,8 @@ def to_core(latents: Latents) -> dict[str, Any]:
     extra = {key: value.hex() if isinstance(value, bytes) else value for key, value in latents.extra.items()}
     if isinstance(extra.get(RESOLVED), SampleSettings):  # latents without a receipt
         extra[RESOLVED] = plain(extra[RESOLVED], ("latents", "noise_mask"))
-    record = {**{name: getattr(latents, name) for name in PLAIN}, "extra": extra}
+    record: dict[str, Any] = {name: getattr(latents, name) for name in PLAIN}
+    record |= {"extra": extra, CELLS: list(latents.samples.shape[-3:])}
     if latents.more:
         record[MORE] = dict(latents.more)
     return {"samples": latents.samples, KEY: record}
@@ -37,7 +39,7 @@ def from_core(pipeline: Pipeline, latent: Mapping[str, Any], notify: Callable[[s
     """
     samples, record = to_host(samples_of(latent)).float(), latent.get(KEY)
     if not isinstance(record, Mapping):
-        notify("these latents come from another node: decoded as text to video with seed 0")
+        notify("these latents come from another node: taken as text to video with seed 0")
         (count, rows, columns), sizes = samples.shape[2:], pipeline.spec.sizes
         size: dict[str, Any] = {"height": rows * sizes.ratio, "width": columns * sizes.ratio}
         frames, fps = (count - 1) * sizes.stride + 1, sizes.defaults.fps
@@ -48,7 +50,15 @@ def from_core(pipeline: Pipeline, latent: Mapping[str, Any], notify: Callable[[s
     extra = dict(record.get("extra", {}))
     if isinstance(extra.get("generator_state"), str):
         extra["generator_state"] = bytes.fromhex(extra["generator_state"])
-    return Latents(samples, **{name: record[name] for name in PLAIN}, extra=extra, more=dict(record.get(MORE, {})))
+    values, cells, made = {name: record[name] for name in PLAIN}, list(samples.shape[-3:]), record.get(CELLS)
+    if made and made != cells:
+        spatial, temporal = pipeline.spec.sizes.ratios
+        values["frames"] = max(1, values["frames"] + (cells[0] - made[0]) * temporal)
+        if made[1:] != cells[1:]:
+            values |= {"height": cells[1] * spatial, "width": cells[2] * spatial}
+            extra = {name: value for name, value in extra.items() if name not in FINAL}
+        notify("another node changed these latents to {width}x{height}, {frames} frames".format_map(values))
+    return Latents(samples, **values, extra=extra, more=dict(record.get(MORE, {})))
 
 
 def samples_of(latent: Mapping[str, Any]) -> torch.Tensor:

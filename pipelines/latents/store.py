@@ -17,10 +17,10 @@ import torch
 
 from ...compat.checkpoints import latents
 from ...compat.errors import CheckpointError, require_choice
-from ..base import LATENT_VERSION
-from ..settings import FINAL, LARGEST_SIDE
+from ..base import FINAL, LATENT_VERSION
+from ..settings import LARGEST_SIDE
 from . import musubi
-from .convert import KEY, MORE, PLAIN, samples_of
+from .convert import CELLS, KEY, MORE, PLAIN, samples_of
 
 LATENT, PROMPT = "latent", "prompt"
 SAMPLES, MASK, CORE_VERSION = "latent_tensor", "noise_mask", "latent_format_version_0"
@@ -168,12 +168,14 @@ def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> di
     right |= {name: isinstance(record.get(name), str) for name in ("family", "task", "space")}
     right["fps"] = type(fps) in (int, float) and 0 <= fps <= sys.float_info.max  # of any size as an int in JSON
     right |= {"shape": record.get("shape") == list(samples.shape), "extra": _is_extra(record.get("extra", {}))}
+    cells = record.get(CELLS, list(samples.shape[-3:]))  # earlier versions wrote none
+    right[CELLS] = isinstance(cells, list) and [type(cell) for cell in cells] == [int] * 3
     wrong = [name for name, is_right in right.items() if not is_right]
     if wrong:
         found = f"the record of {str(path)!r} is wrong about {', '.join(wrong)}"
         fix = "Save the latents again; this file was edited or made by hand."
         raise CheckpointError(found, expected=f"what belongs to a tensor {tuple(samples.shape)}", fix=fix)
-    return {**{name: record[name] for name in PLAIN}, "extra": dict(record.get("extra", {}))}
+    return {**{name: record[name] for name in PLAIN}, "extra": dict(record.get("extra", {})), CELLS: cells}
 
 
 def _is_extra(extra: Any) -> bool:

@@ -320,6 +320,11 @@ def test_a_wrong_decode_is_done_again_in_fp32_and_said(inside: Inside, name: str
     assert found["dtype"] == "torch.float16" and not found["patches"], "the VAE that came in was changed"
 
 
+def test_sound_is_decoded_once_and_has_no_window(inside: Inside) -> None:
+    found = inside.play("core_fit_vaes", "audio_decoded")
+    assert found == {"shape": [1, 40 * 4096, 2], "lengths": [40], "said": []}
+
+
 def test_a_shortage_on_the_way_to_the_cpu_leaves_the_next_decode_as_it_was(inside: Inside) -> None:
     found = inside.play("core_fit_vaes", "short_on_the_host", name="SD")
     assert found["ends"].keys() == {""} and found["ends"][""] >= 10, found

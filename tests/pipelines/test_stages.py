@@ -11,6 +11,7 @@ from anygpu.compat.records import plain
 from anygpu.pipelines import movie, pictures, stages
 from anygpu.pipelines.base import RESOLVED, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import convert as latent_format
+from anygpu.pipelines.latents.store import load_latent, save_latent
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pictures import fitted, fitted_size
 from anygpu.pipelines.registry import FAMILIES
@@ -258,6 +259,33 @@ class TestLatent:
         assert "seed 0" in progress.said[0]
         with torch.no_grad():
             assert torch.equal(stages.decode(mochi, found, Silent()), stages.decode(mochi, latents, Silent()))
+
+    @pytest.mark.parametrize(
+        ("change", "size"),
+        [
+            (lambda it: torch.cat((it, it), 2), (64, 48, 19)),
+            (lambda it: it[:, :, :1], (64, 48, 1)),
+            (lambda it: it.repeat_interleave(2, 3).repeat_interleave(2, 4), (128, 96, 7)),
+        ],
+    )
+    def test_latents_that_core_changed_have_their_new_size(self, mochi, prompt, recorded, tmp_path, change, size):
+        core, progress = latent_format.to_core(sample(mochi, prompt)), recorded()
+        core[latent_format.KEY]["extra"] |= {"final_width": 64, "final_height": 48}
+        changed = {**core, "samples": change(core["samples"])}
+        saved = load_latent(save_latent(tmp_path / "a.safetensors", changed, pytest.fail), pytest.fail)
+        for each in (changed, saved):
+            found = latent_format.from_core(mochi, each, progress.notify)
+            assert (found.width, found.height, found.frames) == size
+            assert ("final_width" in found.extra) == (size[0] == 64)
+        assert progress.said == [f"another node changed these latents to {size[0]}x{size[1]}, {size[2]} frames"] * 2
+        with torch.no_grad():
+            assert stages.decode(mochi, found, Silent()).shape == (size[2], size[1], size[0], 3)
+
+    def test_a_second_pass_refuses_latents_off_the_grid(self, mochi, prompt):
+        start = sample(mochi, prompt)
+        start = replace(start, samples=start.samples[..., :-1], width=56)
+        with pytest.raises(InputError, match=r"56x48.*multiples of 16"):
+            sample(mochi, prompt, latents=start, denoise=0.5)
 
     @pytest.mark.parametrize("samples", [torch.zeros(1, 4, 8, 8), torch.zeros(2, 12, 1, 8, 8), None])
     def test_other_latents_are_refused(self, mochi, samples):

@@ -109,6 +109,20 @@ def bits_kept(name: str, profile: str) -> dict[str, Any]:
         }
 
 
+def audio_decoded() -> dict[str, Any]:
+    """A decode to sound (B, 2, L) of latents with four axes, as ACE-Step's."""
+    vae, lengths = made("SD", torch.float16), []
+    vae.output_channels, vae.extra_1d_channel, vae.upscale_ratio, vae.process_output = 2, 16, 4096, torch.Tensor.clone
+
+    def decode(z: torch.Tensor) -> torch.Tensor:
+        lengths.append(z.shape[-1])
+        return torch.ones(len(z), 2, z.shape[-1] * 4096)
+
+    with noted() as said, mock.patch.object(vae.first_stage_model, "decode", decode):
+        found = fitted(vae).decode(torch.randn(1, vae.latent_channels, 16, 40))
+    return {"shape": list(found.shape), "lengths": lengths, "said": list(said)}
+
+
 def rescued(name: str, fault: str, edge: int = 8) -> dict[str, Any]:
     """A decode in which the first way fails, against the sound one, and what was said."""
     vae = made(name, torch.float32 if fault in ("memory", "never") else torch.float16)

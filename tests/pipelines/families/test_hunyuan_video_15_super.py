@@ -12,14 +12,14 @@ import tiny
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import EMBEDS, ImageRequest, Latents, Prompt, SampleSettings, Silent
+from anygpu.pipelines.base import EMBEDS, FINAL, ImageRequest, Latents, Prompt, SampleSettings, Silent
 from anygpu.pipelines.families.hunyuan_video_15 import pipeline as hunyuan_video_15
 from anygpu.pipelines.latents.convert import from_core, to_core
 from anygpu.pipelines.latents.store import load_latent, save_latent
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
-from anygpu.pipelines.settings import FINAL, final_size, of_checkpoint, recipe_of
+from anygpu.pipelines.settings import final_size, of_checkpoint, recipe_of
 from published import loops
 from safetensors.torch import load_file, save_file
 
