@@ -198,10 +198,17 @@ def _overridden(override: Any, options: Mapping[str, Any]) -> Any:
         own: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         def as_core(
-            q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, mask: torch.Tensor | None = None, **form: Any
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            heads: int,
+            mask: torch.Tensor | None = None,
+            attn_precision: Any = None,
+            **form: Any,
         ) -> torch.Tensor:
             """``own`` called as core's attention, whose heads are joined unless ``form`` says that they are apart."""
             apart = [t if form.get("skip_reshape") else t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v)]
+            mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask  # of each sample, as core's
             out: torch.Tensor = own(*apart, mask)
             return out if form.get("skip_output_reshape") else out.transpose(1, 2).flatten(2)
 

@@ -102,6 +102,7 @@ class NodeProgress:
         self._bar: Any = None
         self._stage, self._texted = "", 0.0
         self._begun: dict[str, tuple[float, int]] = {}  # when, and at which step: of one that is gone on with, a later
+        self._last: dict[str, int] = {}
         self._recent: dict[str, TimeLeft] = {}
         self._paced = ""
         self._previewer: Any = None
@@ -113,7 +114,9 @@ class NodeProgress:
         self._run.step(name)
         if self._bar is None or name != self._stage:
             self._bar, self._stage = comfy.utils.ProgressBar(total, node_id=self.node_id), name
-            self._begun.setdefault(name, (time.monotonic(), done))  # another may be told of in between: bytes that move
+        if name not in self._begun or done < self._last[name]:  # another may be told of in between: bytes that move
+            self._begun[name] = time.monotonic(), done
+        self._last[name] = done
         (began, first), moment = self._begun[name], time.monotonic()
         if name in PACED:
             self._paced = f"{(moment - began) / (done - first):.2g} s per step" if done > first else ""

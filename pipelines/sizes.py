@@ -86,9 +86,13 @@ def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
     return batch * tokens * width * item, batch * channels * frames * rows * columns * 4
 
 
-def beside_transformer(pipeline: Pipeline, settings: SampleSettings, window: int = 9) -> int:
-    """Bytes that one forward of the transformer needs beside its weights, with the margin of the forecast."""
-    size = Size(settings.width, settings.height, settings.frames, settings.cfg > 1.0, window=window)
+def beside_transformer(
+    pipeline: Pipeline, settings: SampleSettings, window: int = 9, beside: int = 0, clip: bool = False
+) -> int:
+    """Bytes that one forward of the transformer needs beside its weights, with the margin of the forecast; ``beside``
+    the frames of the video are those of pictures, as many tokens."""
+    frames = settings.frames + beside
+    size = Size(settings.width, settings.height, frames, settings.cfg > 1.0, window=window, clip=clip)
     return int(MARGIN * sampling_bytes(pipeline, size))
 
 

@@ -249,6 +249,7 @@ def speed_for(
     formats = require_stored_matmuls(facts) if request.stored_products else ()
     form, kernels = form_for(request.kernels, device, dtype, _unusable(device, dtype, facts, probes))
     against = fused.reason_against(beside, precision.vae) or _unusable(beside, precision.vae, facts, probes)
+    against = against or (f"{facts.device} was asked, not {beside}" if beside != facts.device else "")
     launched = fused.AUTO, fused.TRITON  # the other choices run anywhere
     other = "" if request.kernels == fused.OFF or (request.kernels in launched and against) else request.kernels
     for of_vae, place, operands, chosen in ((False, device, dtype, form), (True, beside, precision.vae, other)):

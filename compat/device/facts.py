@@ -6,6 +6,7 @@ import ctypes
 import importlib.metadata
 import logging
 import platform
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ MOST_DEVICES = 128  # torch keeps the index of a device in a signed byte
 VENDORS = ("cpu", "cuda", "rocm", "xpu", "mps", "xla")  # backends that this pack knows the facts of
 CLOCKED = ("cuda", "xpu", "mps")  # torch device types on which a short timing tells kernels apart
 PCI = "/sys/bus/pci/devices"
+INTEGRATED = re.compile(r"Iris|UHD|HD Graphics|Arc\(TM\) (Graphics|(Pro )?\w+ GPU)|^Intel\(R\) Graphics$")
 CLOCKS = ("multi_processor_count", "clock_rate", "memory_clock_rate", "memory_bus_width")
 KERNEL_FILES = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/xe/version")
 NVML = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
@@ -352,14 +354,14 @@ def _mps_facts(device: torch.device) -> dict[str, Any]:
 
 def _xpu_facts(device: torch.device) -> dict[str, Any]:
     properties = torch.xpu.get_device_properties(device)
-    integrated = any(word in str(properties.name) for word in ("Iris", "UHD", "HD Graphics"))
+    integrated = INTEGRATED.search(str(properties.name))  # for torch that does not tell
     return {
         "arch_class": "xpu",
         "name": str(properties.name),
         "emulated": () if getattr(properties, "has_fp64", True) else ("fp64",),
         "total_bytes": int(properties.total_memory),
         "driver": str(getattr(properties, "driver_version", "")),
-        "unified": bool(getattr(properties, "is_integrated_gpu", False) or integrated),
+        "unified": bool(getattr(properties, "is_integrated_gpu", integrated)),
         "compiled": tuple(torch.xpu.get_arch_list()),
     }
 

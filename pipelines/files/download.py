@@ -286,6 +286,8 @@ def _bar(state: Fetched) -> type:
     tqdm: Any = imported("tqdm").tqdm
 
     class Counting(tqdm):  # type: ignore[misc]
+        monitor_interval = 0  # else each class has a thread that never ends
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)
             super().__init__(*args, **{**kwargs, "disable": True})

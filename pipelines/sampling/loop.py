@@ -146,9 +146,12 @@ def _watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
 
 
 @contextmanager
-def held_transformer(pipeline: Pipeline, settings: SampleSettings, progress: Progress, span: int = 9) -> Iterator[Any]:
-    """The transformer on its device, with room for a forward; a cancel is obeyed in each of its layers."""
-    hold = pipeline.offloader.hold(TRANSFORMER, beside_transformer(pipeline, settings, span), progress)
+def held_transformer(
+    pipeline: Pipeline, settings: SampleSettings, progress: Progress, span: int = 9, **more: Any
+) -> Iterator[Any]:
+    """The transformer on its device, with room for a forward, of ``more`` than the video as :func:`beside_transformer`
+    takes it; a cancel is obeyed in each of its layers."""
+    hold = pipeline.offloader.hold(TRANSFORMER, beside_transformer(pipeline, settings, span, **more), progress)
     with hold as transformer, checked_layers(transformer, progress.check):
         yield transformer
 

@@ -188,7 +188,7 @@ def sample(
     key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else str
     shape, vision = (*start.shape[:2], plan.sampled, *start.shape[3:]), _seen(image, plan, strength).to(device)
     levels, config = _levels_for(pipeline, shape, settings, progress)
-    with held_transformer(pipeline, settings, progress, plan.sampled) as transformer:
+    with held_transformer(pipeline, settings, progress, plan.sampled, clip=plan.clip > 0) as transformer:
         _resume(history, generator, None if keeper is None else keeper.found(key()), progress)
         for index in range(len(history.lengths), plan.count):
             noise, part = noise_for(shape, generator, device), base.SubProgress(progress, index, plan.count, "section")

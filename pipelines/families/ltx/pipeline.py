@@ -193,7 +193,7 @@ def sample(
         own = slice(start.outside, start.outside + math.prod(video.shape[2:]))
         return LTXPipeline._unpack_latents(tokens[:, own], *video.shape[2:])
 
-    with loop.held_transformer(pipeline, settings, progress) as transformer:
+    with loop.held_transformer(pipeline, settings, progress, beside=image.beside if image else 0) as transformer:
         guidance = LtxGuidance(settings, schedule.levels, recipe.star)
         predict = _predictor(transformer, pipeline.precision.residual, prompt, guidance, stepper, pipeline.run.group)
         tokens = loop.denoise(

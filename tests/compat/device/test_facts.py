@@ -81,7 +81,14 @@ def test_mps_and_xpu(monkeypatch, parsed):
     )
     monkeypatch.setattr(torch.xpu, "get_device_properties", lambda _: properties)
     facts = facts_for("xpu:0")
-    assert (facts.backend, facts.driver, facts.emulated) == ("xpu", "1.6", ("fp64",))
+    assert (facts.backend, facts.driver, facts.emulated) == ("xpu", "1.6", ("fp64",)) and not facts.unified
+    for name in ("Intel(R) Arc(TM) Graphics", "Intel(R) Arc(TM) 140V GPU (16GB)", "Intel(R) Graphics"):
+        properties.name = name
+        assert facts_for("xpu:0").unified
+    properties.name = "Intel(R) Arc(TM) B580 Graphics"
+    assert not facts_for("xpu:0").unified
+    properties.is_integrated_gpu = True
+    assert facts_for("xpu:0").unified
 
 
 def test_tenstorrent_behind_xla(monkeypatch, parsed):

@@ -18,6 +18,7 @@ import huggingface_hub
 import huggingface_hub.constants
 import published
 import pytest
+import tqdm
 from anygpu.compat.checkpoints.headers import STORED
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError
 from anygpu.pipelines.base import Silent
@@ -437,3 +438,10 @@ def test_a_drive_that_is_not_there_has_no_room(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Path, "is_dir", absent)
     assert catalogue.free_bytes(Path("/z/models/diffusers")) == 0
+
+
+def test_a_bar_of_a_download_starts_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tqdm.tqdm, "monitor", None)
+    before = threading.active_count()
+    bars = [download._bar(download.Fetched())(total=5) for _ in range(3)]
+    assert threading.active_count() == before and len(bars) == 3
