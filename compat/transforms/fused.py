@@ -20,6 +20,7 @@ from ...kernels.self_tests import BLOCK_OPERATIONS, VAE_OPERATIONS
 from ...kernels.self_tests import self_tests as self_tests
 from ...kernels.self_tests import timed_calls as timed_calls
 from ..device.execution import HOST, placed, to_host
+from ..device.failures import is_shortage
 from ..device.precision import NAMES
 from ..device.probe_store import ProbeStore
 from ..memory.parts import Undo, full_name, submodule_at, transformer_blocks
@@ -114,13 +115,20 @@ def triton_fault(device: torch.device) -> str:
 
 
 def leave_wrong(device: torch.device, dtype: torch.dtype, store: ProbeStore, of_vae: bool) -> None:
-    """Have its reference run in the place of each operation that is wrong on ``device`` in ``dtype``; asked once."""
+    """Have its reference run in this process in the place of each operation that is wrong on ``device`` in ``dtype``,
+    which is asked once; after a shortage of memory, which tells nothing, at the next load again."""
 
     def measure() -> dict[str, str]:
         operations = VAE_OPERATIONS if of_vae else BLOCK_OPERATIONS
-        return {test.name: str(test) for test in self_tests(device, TRITON, operations, (dtype,)) if not test.right}
+        wrong = [test for test in self_tests(device, TRITON, operations, (dtype,)) if not test.right]
+        if short := [test.fault for test in wrong if is_shortage(RuntimeError(test.fault))]:
+            raise torch.OutOfMemoryError(short[0])
+        return {test.name: str(test) for test in wrong}
 
-    kept = store.remember(f"wrong kernels{' of VAEs' * of_vae} in {NAMES[dtype]}", measure)
+    try:
+        kept = store.remember(f"wrong kernels{' of VAEs' * of_vae} in {NAMES[dtype]}", measure)
+    except torch.OutOfMemoryError:
+        return
     if isinstance(kept, Mapping):
         FAULTS.update((name, str(fault)) for name, fault in kept.items() if name not in FAULTS)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from ..pipeline import Pipeline
 from ..settings import of_checkpoint
@@ -48,7 +49,9 @@ def own_latents(pipeline: Pipeline, start: Inputs, notify: Callable[[str], None]
     frames, width, height = (count - 1) * temporal + 1, columns * spatial, rows * spatial
     notify(f"the demo model draws a corner of these latents at its own size: {width}x{height}, {frames} frames")
     own = replace(latents, samples=samples, width=width, height=height, frames=frames, extra={})
-    return {"latents": own, "noise_mask": None if mask is None else corner(pipeline, mask)}
+    if mask is not None:  # core's is in pixels
+        mask = corner(pipeline, functional.interpolate(mask, size=latents.samples.shape[2:], mode="nearest"))
+    return {"latents": own, "noise_mask": mask}
 
 
 def corner(pipeline: Pipeline, latents: torch.Tensor, frames: int = 0) -> torch.Tensor:

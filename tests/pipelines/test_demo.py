@@ -313,11 +313,13 @@ def test_latents_to_start_from_are_cut_to_what_it_draws():
     spatial, temporal = pipeline.spec.sizes.ratios
     channels = pipeline.configs["vae"]["latent_channels"]
     samples = torch.rand(1, channels, 4, 3 * own.height // spatial, 2 * own.width // spatial)
-    start = start_of(pipeline, {"samples": samples, "noise_mask": samples[:, :1]}, said.append)
+    edged = torch.ones(1, 3 * own.height, 2 * own.width)  # core's masks are in pixels
+    edged[:, :8] = edged[..., :8] = 0.0
+    start = start_of(pipeline, {"samples": samples, "noise_mask": edged}, said.append)
     cut, mask = own_latents(pipeline, start, said.append).values()
     assert (cut.width, cut.height, cut.frames) == (64, 64, 9) and "corner of these latents" in said[-1]
     assert torch.equal(cut.samples, samples[:, :, : 1 + 8 // temporal, : 64 // spatial, : 64 // spatial])
-    assert mask.shape[-3:] == cut.samples.shape[-3:]
+    assert mask[0, 0].tolist() == [[[0.0, 0.0], [0.0, 1.0]]] * cut.samples.shape[2]
     whole = {"latents": cut, "noise_mask": None}
     assert own_latents(pipeline, whole, said.append) == whole
     assert (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 from ...keys import Layout, Row, layouts_beside
@@ -23,7 +23,7 @@ def _attended(source: str, target: str, index: str) -> Iterable[Row]:
     yield Row(f"{source}.attn_block.norm.*", f"{target}.norms.{index}.norm_layer.*")
 
 
-def _vae(names: Iterable[str]) -> tuple[Row, ...]:
+def _vae(names: Collection[str]) -> tuple[Row, ...]:
     """Mochi's VAE: one list of layers each way, in which blocks of any depth follow one another."""
     layers = sorted({int(m[1]) for name in names if (m := re.match(r"encoder\.layers\.(\d+)\.layers\.", name))})
     first, behind = (layers[0], layers[-1] + 1) if layers else (4, 7)
@@ -57,7 +57,7 @@ def _half(coder: str) -> Callable[[Iterable[str]], tuple[Row, ...]]:
     own = f"{coder}."
 
     def rows(names: Iterable[str]) -> tuple[Row, ...]:
-        whole = _vae(own + name for name in names)
+        whole = _vae([own + name for name in names])
         return tuple(replace(row, source=row.source.removeprefix(own)) for row in whole if row.source.startswith(own))
 
     return rows

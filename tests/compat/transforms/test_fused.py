@@ -523,7 +523,12 @@ def test_an_operation_that_is_wrong_here_is_left_to_its_reference_alone_and_aske
 ) -> None:
     asked: list[Any] = []
 
+    full: list[str] = []
+
     def tests(_device: Any, _form: str, operations: Any, dtypes: Any) -> Any:
+        for fault in full:
+            yield SelfTest("swiglu", dtypes[0], launched=False, error=1.0, bound=0, milliseconds=0, fault=fault)
+            return
         asked.append((operations, dtypes))
         for name, error in (("normalized", 0.0), ("swiglu", 1.0)):
             yield SelfTest(name, dtypes[0], launched=True, error=error, bound=1e-3, milliseconds=1.0)
@@ -531,7 +536,7 @@ def test_an_operation_that_is_wrong_here_is_left_to_its_reference_alone_and_aske
     monkeypatch.setattr(fused, "self_tests", tests)
     monkeypatch.setattr(fused, "FAULTS", {})
     store = ProbeStore(facts_for("cpu"))
-    for _ in range(2):
+    for full[:] in (["OutOfMemoryError: CUDA out of memory. Tried to allocate 2 MiB"], [], []):
         fused.leave_wrong(torch.device("cpu"), torch.float16, store, of_vae=False)
     assert fused.FAULTS == {"swiglu": "swiglu float16: WRONG (kernel, error 1.0e+00, allowed 1.0e-03)"}
     assert asked == [(BLOCK_OPERATIONS, (torch.float16,))]

@@ -8,6 +8,7 @@ import torch
 from anygpu.compat.errors import InputError
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.families.mochi.layouts import LAYOUTS
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
@@ -109,3 +110,12 @@ def test_fast_mochi_takes_its_own_levels(pipeline, prompt, recorded):
     )
     empty = [stages.encode_prompt(made, PromptRequest("a cat", ""), Silent()).negative for made in (fast, pipeline)]
     assert not torch.equal(*(text["prompt_embeds"] for text in empty)), "there an empty negative prompt is encoded"
+
+
+@pytest.mark.parametrize("coder", ["encoder", "decoder"])
+def test_a_half_of_the_vae_has_blocks_of_any_depth(coder):
+    rows = {layout.kind: layout.rows for layout in LAYOUTS if callable(layout.rows)}
+    names = [f"{coder}.layers.{index}.layers.{index + 20}.weight" for index in (4, 6)]
+    whole = [row for row in rows["mochi/vae"](names) if row.source.startswith(coder)]
+    half = rows[f"mochi/vae_{coder}"](name.removeprefix(f"{coder}.") for name in names)
+    assert [f"{coder}.{row.source}" for row in half] == [row.source for row in whole]
