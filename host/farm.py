@@ -216,8 +216,8 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
     """Have the farm at ``address`` render the jobs, and bring their files into their folder; a cancel ends them there.
 
     Raises:
-        CheckpointError: an address that is not listed, or a file that is not one of the jobs' own; nothing is asked
-            or read then. InputError: nothing answers there, or it fails later. UnsupportedError: it asks for no token.
+        CheckpointError: an address that is not listed, or a file that is not one of the jobs' own; none of theirs
+            is read or sent then. InputError: nothing answers there, or it fails later. UnsupportedError: no token.
     """
     from ..paint.jobs import job_of  # painting is read when it is used, not at ComfyUI's start
 
@@ -236,7 +236,7 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
         except BaseException:
             with suppress(Exception):  # each is waited for: else it may be lost, or a submission undo its cancel
                 if sent is not None:
-                    farm.ray.wait([sent], timeout=CANCEL_SECONDS)
+                    farm.ray.wait([sent], timeout=ANSWER_SECONDS)
                 farm.ray.get(farm.gateway.cancel.remote(list(missing)), timeout=CANCEL_SECONDS)
             raise
     return collect(jobs, False, progress)

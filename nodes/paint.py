@@ -55,7 +55,7 @@ class LoadPaintPipeline(io.ComfyNode):
             outputs=[Paint.Output(display_name="pipeline")],
         )
 
-    validate_inputs = classmethod(lambda cls, model, image_encoder="": True)  # a name that is gone is explained by the run
+    validate_inputs = classmethod(lambda cls, model, vae="", image_encoder="": True)  # a name that is gone is explained by the run
 
     @classmethod
     def fingerprint_inputs(cls, model: str, vae: str = folders.AUTO, image_encoder: str = folders.AUTO, **_: Any) -> Any:
@@ -94,7 +94,7 @@ class LoadMVAdapter(io.ComfyNode):
             outputs=[Paint.Output(display_name="pipeline")],
         )
 
-    validate_inputs = classmethod(lambda cls, model, adapter: True)  # a name that is gone is explained by the run
+    validate_inputs = classmethod(lambda cls, model, adapter, lora="", vae="": True)  # a name that is gone is explained by the run
 
     @classmethod
     def fingerprint_inputs(

@@ -9,7 +9,7 @@ from .shortage import SHORTAGE, UNSURE, Wording, has_row, says_shortage
 
 MEMORY, KERNEL, VALUES = "memory", "kernel", "values"
 DEVICE_ERRORS = (RuntimeError, MemoryError, OSError, TypeError)  # of back ends, for shortage and for missing kernels
-UNFIT = (RuntimeError, TypeError, ValueError, LookupError, AssertionError)  # of kernels of other packs
+UNFIT = (RuntimeError, TypeError, ValueError, LookupError, AssertionError, AttributeError)  # of kernels of other packs
 NEARLY_FULL = 512 * 1024**2  # bytes free: less than a library takes that is used for the first time
 MISTAKES = ("same device", "should be the same")  # another dtype or device would only hide them
 
@@ -24,7 +24,7 @@ def is_shortage(error: BaseException) -> bool:
 
 def is_unfit(error: BaseException) -> bool:
     """True if ``error`` says that another pack's kernel does not take what it was given; no shortage, no cancel."""
-    known = isinstance(error, (*UNFIT, AttributeError)) or type(error).__module__.partition(".")[0] == "triton"
+    known = isinstance(error, UNFIT) or type(error).__module__.partition(".")[0] == "triton"
     return known and not is_shortage(error)
 
 

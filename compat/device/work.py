@@ -120,7 +120,7 @@ class Pace:
 
 
 class _Counted(TorchDispatchMode):
-    """Adds operations to ``work``; reads meta tensors' data as if all were valid, and integers as ``tokens``."""
+    """Adds operations to ``work``; reads meta tensors' booleans as true, and their numbers as ``tokens``."""
 
     def __init__(self, work: Work, tokens: int) -> None:
         super().__init__()

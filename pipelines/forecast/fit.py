@@ -64,7 +64,7 @@ def require_room(
     part = max(here, key=lambda name: here[name], default="")
     if part and here[part] > room:
         raise UnsupportedError(
-            f"{amount_of(max(room, 0))} free on {device} for the largest layer of the {part}, {amount_of(here[part])}",
+            f"{amount_of(max(room, 0))} left on {device} for the largest layer of the {part}, {amount_of(here[part])}",
             expected=f"{amount_of(here[part] - room)} more",
             fix="Close other programs that use this device, lower keep_free_gb, or choose device cpu for this part.",
         )

@@ -157,7 +157,7 @@ def _shares(home: Places, fixed: set[str], cards: Mapping[torch.device, Card]) -
 
 
 def _alike(stage: str, places: Places, cards: Mapping[torch.device, Card]) -> bool:
-    """True if a stage is computed as on the transformer's card, which decides all parts' precision and workarounds."""
+    """True if the stage's card computes text and VAE as the transformer's, which decides precision and workarounds."""
     here, main = cards[places[stage]], cards[places[SAMPLING]]
     if here.kind == main.kind:
         return True

@@ -114,7 +114,7 @@ def tiny_decoder(spec: FamilySpec, folders: Sequence[Path]) -> tuple[Path, Netwo
         f"no tiny decoder for {spec.title} in {', '.join(map(str, folders)) or 'no folder'}"
         + (f"; {listed(sorted(set(passed)))} holds another network" if passed else ""),
         expected=names,
-        fix="Download it into ComfyUI/models/vae_approx, or choose method auto.",
+        fix="Download it into a folder that is searched (ComfyUI: models/vae_approx), or choose method auto.",
     )
 
 

@@ -339,7 +339,7 @@ def _whole(latents: Tensor) -> Region:
 
 
 def _windows(vae: Any, latents: Tensor, most: int) -> tuple[int, list[Tensor]]:
-    """Pixel frames from one window to the next, and the windows; ``most`` latent frames each, 0 for the VAE's own."""
+    """Pixel frames between windows, and the windows: ``most`` latent frames and one before; 0 for the VAE's own."""
     if full_name(vae) != WINDOWED or not vae.use_framewise_decoding:
         return 0, [latents]
     ratio = vae.temporal_compression_ratio

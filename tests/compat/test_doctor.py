@@ -282,6 +282,21 @@ def test_a_diagnosis_takes_five_runs_with_those_before_it(spent: int) -> None:
     assert diagnosis.repair is None and len(runs) == 5 - spent
 
 
+@pytest.mark.parametrize(("kind", "module"), [(Exception, "triton.runtime.errors"), (AttributeError, "other_pack")])
+def test_a_kernel_that_takes_no_fp32_leaves_the_finding(kind: type[Exception], module: str) -> None:
+    network = Network((1.0, 1.0)).half()
+    network.blocks[1].up.register_forward_hook(lambda _layer, _given, output: output * float("nan"))
+
+    def refuse(_: nn.Module, given: tuple[torch.Tensor, ...]) -> None:
+        if given[0].dtype is torch.float32:
+            raise type("OutOfResources", (kind,), {"__module__": module})
+
+    network.blocks[0].down.register_forward_pre_hook(refuse)
+    x = torch.ones(1, 4).half()
+    diagnosis, _ = doctor.diagnose(nn.ModuleDict({"net": network}), lambda: network(x))
+    assert diagnosis.finding.layer == "net.blocks.1.up" and diagnosis.repair is None
+
+
 def test_what_is_wrong_before_the_network_is_said_to_be() -> None:
     network = Network((1.0,))
     diagnosis, output = doctor.diagnose(

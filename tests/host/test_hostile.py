@@ -38,3 +38,7 @@ def test_a_farm_that_dies_meanwhile_says_so_in_one_line(inside: Inside, tmp_path
     said = inside.play("hostile", "dying_farm", folder=str(tmp_path))
     assert list(said) == ["ready", "submit", "standing", "result"]
     assert all(text.startswith("the farm at 'auto' failed (The actor is dead") for text in said.values()), said
+
+
+def test_a_cancel_ends_jobs_that_are_still_being_handed_over(inside: Inside, tmp_path: Path) -> None:
+    assert inside.play("hostile", "slow_farm", folder=str(tmp_path)) == ["ready", "submit", "cancel"]

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from anygpu.compat.doctor import diagnose
 from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.repairs import SCALED
 from anygpu.compat.transforms.step_cache import (
     FIRST_BLOCK,
     PYRAMID,
@@ -20,7 +22,8 @@ TEXT, WIDTH = 5, 32
 def call(module: nn.Module, time: float, rows: int = 1, branch: str = "cond") -> torch.Tensor:
     """LTX-Video's output for the same tokens at some time."""
     generator = torch.Generator().manual_seed(0)
-    tokens, text = (torch.randn(1, *shape, generator=generator) for shape in ((12, 128), (TEXT, WIDTH)))
+    shapes = ((1, 12, 128), (1, TEXT, WIDTH))
+    tokens, text = (torch.randn(shape, generator=generator).to(module.dtype) for shape in shapes)
     with torch.no_grad(), module.cache_context(branch):
         return module(
             hidden_states=tokens.expand(rows, -1, -1),
@@ -98,6 +101,25 @@ def test_a_step_that_is_tried_again_is_computed(kind, failing):
         assert torch.equal(call(module, (900, 600)[failing]), expected)
         assert torch.equal(call(module, (900, 600)[failing]), expected), "once more, as the Doctor does"
     assert count.ran == count.units * count.forwards
+
+
+@torch.no_grad()
+def test_the_doctor_finds_the_layer_and_the_repair_beside_it():
+    """A product of the last block overflows fp16 in the first step, then in the second."""
+    module = made("ltx").half()
+    up, down = (module.transformer_blocks[-1].ff.net[index] for index in (0, 2))
+    up.proj.weight.mul_(3e4), down.weight.div_(3e4)
+    large = up.proj.weight.clone()
+    for earlier in ((), (900,)):
+        with cached(module, StepCacheSettings(FIRST_BLOCK, threshold=1e-6), 2):
+            up.proj.weight.zero_()
+            for time in earlier:
+                call(module, time)
+            up.proj.weight.copy_(large)
+            assert not call(module, 600).isfinite().all()
+            diagnosis, output = diagnose(nn.ModuleDict({"net": module}), lambda: call(module, 600))
+        assert diagnosis.finding.layer.startswith(f"net.transformer_blocks.{len(module.transformer_blocks) - 1}.ff")
+        assert diagnosis.repair.way == SCALED and output.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", [FIRST_BLOCK, TAYLOR])

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -61,40 +62,65 @@ def dying_farm(folder: str) -> dict[str, str]:
     class RayError(Exception):
         pass
 
-    def cluster(last: str) -> tuple[ModuleType, list[int]]:
-        def get(name: str, **_: Any) -> Any:
-            if name == last:
-                raise RayError("The actor is dead because its owner has died.")
-            return {"ready": True, "standing": {"done": [job.key], "failed": {}, "workers": []}}.get(name)
-
-        methods = ("ready", "submit", "standing", "result", "cancel")
-        gateway = SimpleNamespace(**{name: SimpleNamespace(remote=lambda *_, n=name: n) for name in methods})
-        ray, closed = ModuleType("ray"), [0]
-        vars(ray).update(
-            is_initialized=lambda: False,
-            init=lambda **_: None,
-            shutdown=lambda: closed.append(1),
-            get_actor=lambda *_, **__: gateway,
-            get=get,
-            wait=lambda calls, **_: (calls, []),
-            exceptions=SimpleNamespace(RayError=RayError, RayTaskError=()),
-        )
-        return ray, closed
-
-    job = VideoJob(Content("LTX"), PromptRequest("a fox"), SampleSettings(64, 64, 9, 2))
-    jobs = write_list(JobFolder(Path(folder)), "one", [job])
-    token = ModuleType("ray._private.authentication.authentication_utils")
-    token.is_token_auth_enabled = lambda: True
     said = {}
     for last in ("ready", "submit", "standing", "result"):
-        ray, closed = cluster(last)
-        modules = {"ray": ray, "ray._private": ModuleType("p"), "ray._private.authentication": ModuleType("a")}
-        with (
-            mock.patch.dict(sys.modules, {**modules, token.__name__: token}),
-            mock.patch.object(ray_clusters, "refusal", lambda *_: ""),
-        ):
-            try:
-                render_at("auto", jobs, SimpleNamespace(check=lambda: None, lines=[], step=lambda *_: None))
-            except InputError as error:
-                said[last] = f"{error}" if len(closed) == 2 else "its socket stays open"
+
+        def get(name: str, last: str = last) -> None:
+            if name == last:
+                raise RayError("The actor is dead because its owner has died.")
+
+        closed = [0]
+        try:
+            farm_of(folder, get, lambda *_: True, lambda: None, closed, RayError)
+        except InputError as error:
+            said[last] = f"{error}" if len(closed) == 2 else "its socket stays open"
     return said
+
+
+def slow_farm(folder: str) -> list[str]:
+    """What a farm has done, in order, where a node is cancelled while a head takes five seconds to take jobs in."""
+    done, asked = list[str](), list[str]()
+
+    def wait(name: str, timeout: float) -> bool:
+        asked.append(name)
+        taken = name != "submit" or timeout >= 5
+        done.extend([name] * taken)
+        return taken
+
+    def check() -> None:
+        if "submit" in asked:
+            raise InterruptedError
+
+    with suppress(InterruptedError):
+        farm_of(folder, lambda name: name == "cancel" and done.append(name), wait, check)
+    return done
+
+
+def farm_of(folder: str, get: Any, wait: Any, check: Any, closed: Any = None, error: type = LookupError) -> None:
+    """A node's run of one job at a farm that does at each question, by its name, what ``get`` and ``wait`` do."""
+
+    def answer(name: str, **_: Any) -> Any:
+        get(name)
+        return {"ready": True, "standing": {"done": [job.key], "failed": {}, "workers": []}}.get(name)
+
+    methods = ("ready", "submit", "standing", "result", "cancel")
+    gateway = SimpleNamespace(**{name: SimpleNamespace(remote=lambda *_, n=name: n) for name in methods})
+    ray, token = ModuleType("ray"), ModuleType("ray._private.authentication.authentication_utils")
+    vars(ray).update(
+        is_initialized=lambda: False,
+        init=lambda **_: None,
+        shutdown=lambda: (closed or []).append(1),
+        get_actor=lambda *_, **__: gateway,
+        get=answer,
+        wait=lambda calls, timeout: (calls, []) if wait(calls[0], timeout) else ([], calls),
+        exceptions=SimpleNamespace(RayError=error, RayTaskError=()),
+    )
+    token.is_token_auth_enabled = lambda: True
+    job = VideoJob(Content("LTX"), PromptRequest("a fox"), SampleSettings(64, 64, 9, 2))
+    jobs = write_list(JobFolder(Path(folder)), "one", [job])
+    modules = {"ray": ray, "ray._private": ModuleType("p"), "ray._private.authentication": ModuleType("a")}
+    with (
+        mock.patch.dict(sys.modules, {**modules, token.__name__: token}),
+        mock.patch.object(ray_clusters, "refusal", lambda *_: ""),
+    ):
+        render_at("auto", jobs, SimpleNamespace(check=check, lines=[], step=lambda *_: None))

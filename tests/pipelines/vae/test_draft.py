@@ -137,7 +137,8 @@ def sampled(request: pytest.FixtureRequest, tiny_folder: Path) -> tuple[Any, Lat
 
 def sampled_of(id: str, tiny_folder: Path) -> tuple[Any, Latents]:
     """A tiny pipeline of a family that has a tiny decoder, and latents of it."""
-    pipeline = load(LoadRequest(tiny.build(id, tiny_folder), device="cpu", precision="fp32"))
+    paths = [tiny.build(name, tiny_folder) for name in (id, *tiny.TINY[id].beside)]  # model, base and image encoder
+    pipeline = load(LoadRequest(*paths, device="cpu", precision="fp32"))
     sizes = FAMILIES[id].sizes
     latents = Latents(
         samples=torch.randn(1, CHANNELS[id], 2, 2, 2),
