@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from ...keys import Layout, Row, layouts_beside
@@ -23,8 +23,9 @@ def _attended(source: str, target: str, index: str) -> Iterable[Row]:
     yield Row(f"{source}.attn_block.norm.*", f"{target}.norms.{index}.norm_layer.*")
 
 
-def _vae(names: Collection[str]) -> tuple[Row, ...]:
+def _vae(names: Iterable[str]) -> tuple[Row, ...]:
     """Mochi's VAE: one list of layers each way, in which blocks of any depth follow one another."""
+    names = list(names)
     layers = sorted({int(m[1]) for name in names if (m := re.match(r"encoder\.layers\.(\d+)\.layers\.", name))})
     first, behind = (layers[0], layers[-1] + 1) if layers else (4, 7)
     most = 1 + max((int(n) for name in names for n in re.findall(r"\.(\d+)\.", name)), default=16)
@@ -57,7 +58,7 @@ def _half(coder: str) -> Callable[[Iterable[str]], tuple[Row, ...]]:
     own = f"{coder}."
 
     def rows(names: Iterable[str]) -> tuple[Row, ...]:
-        whole = _vae([own + name for name in names])
+        whole = _vae(own + name for name in names)
         return tuple(replace(row, source=row.source.removeprefix(own)) for row in whole if row.source.startswith(own))
 
     return rows
