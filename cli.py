@@ -219,13 +219,14 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace, model: Path, progress: Any) -> Any:
-    from .compat.doctor import Doctor
+    from .compat.doctor import KEEP, Doctor
     from .compat.repairs import RepairStore
 
     if arguments.repair is None:
         return None
     store = RepairStore(Path(arguments.state).expanduser())
     watch = Doctor(str(model.resolve()), store, arguments.repair, progress.notify)
+    watch.instead, watch.keep = "add --precision fp16-safe or fp32", f"Run again with --repair {KEEP}"
     for repair in watch.repairs:
         progress.notify(f"kept: {repair}")
     return watch

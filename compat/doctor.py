@@ -36,6 +36,7 @@ FEW = 0.1  # of a weight's values that zeros may stand for; without more of them
 UNSHRUNK = 0.95  # a result that is this much the noise it began with was not sampled
 AS_WRITTEN = "force_eager"  # torch's stance in which the layers of compiled modules can be seen
 ON_LOAD = "choose precision fp16-safe or fp32 on the load node"
+KEPT = "Set repair to keep on AnyGPU Doctor and run again"
 WITH_FIT, ON_FIT = "put AnyGPU Fit Model before the sampler", "choose precision fp32 on AnyGPU Fit Model"
 BUTTON = {"node": "AnyGPUDoctor", "input": "repair", "value": KEEP, "press": "Keep the repair and run again"}
 Fault = Callable[[torch.Tensor], str]
@@ -372,7 +373,7 @@ class Doctor:
 
     def __init__(self, model: str, store: RepairStore, choice: str, tell: Callable[[str], None]) -> None:
         self.model, self.store, self.choice, self.tell = model, store, choice, tell
-        self.instead = ON_LOAD
+        self.instead, self.keep = ON_LOAD, KEPT  # as the command words them too
         self.forgot = choice == FORGET and store.forget(model)
         self.repairs = store.load(model) if choice == KEEP else ()
 
@@ -410,12 +411,13 @@ class Doctor:
         plain = "The picture fails" if finding is None else finding.plain
         offered = BUTTON if repair is not None and self.choice == OFFER else {}
         found_there = f"{plain}; {where}: {diagnosis}"
-        raise NotFinite(found_there, expected="right values", fix=advice(diagnosis, self.instead), button=offered)
+        raise NotFinite(
+            found_there, expected="right values", fix=advice(diagnosis, self.instead, self.keep), button=offered
+        )
 
 
-def advice(diagnosis: Diagnosis, instead: str = ON_LOAD) -> str:
+def advice(diagnosis: Diagnosis, instead: str = ON_LOAD, keep: str = KEPT) -> str:
     finding, repair = diagnosis.finding, diagnosis.repair
-    keep = f"Set repair to {KEEP} on AnyGPU Doctor and run again"
     if finding is not None and finding.weight:
         damaged = f"Download the model's file again: {finding.layer}.{finding.weight} is damaged."
         return f"{damaged} Or {keep[0].lower()}{keep[1:]}." if repair else damaged

@@ -98,6 +98,9 @@ def test_doctor_names_the_layer_keeps_what_helps_and_is_one_line_for_a_sound_mod
     assert doctor(tiny.build("ltx", tiny_folder)) == (0, "no fault in 9 frames of 64x64\n")
     code, said = doctor(loud, "--precision", "fp16")
     assert code == 1 and f"transformer.{LOUD.removesuffix('.weight')} (Linear, fp16)" in said
+    assert (
+        "Run again with --repair keep, or add --precision fp16-safe or fp32." in said and "on the load node" not in said
+    )
     assert doctor(loud, "--precision", "fp16", "--repair", "keep") == (0, "no fault in 9 frames of 64x64\n")
 
 
