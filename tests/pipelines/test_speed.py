@@ -1,5 +1,6 @@
 """Speed as a user meets it: what is said, what a step cache skips and what is refused."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from anygpu.compat.transforms.step_cache import FIRST_BLOCK, PYRAMID, TAYLOR, St
 from anygpu.pipelines import speed as speed_choices
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings
+from anygpu.pipelines.families.ltx import pipeline as ltx
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.lora import with_lora
 from anygpu.pipelines.requests import LoadRequest
@@ -97,6 +99,29 @@ def test_the_first_run_with_a_lora_skips_what_the_second_does(tiny_folder, recor
         sampled(quick, progress := recorded())
         said.append([line for line in progress.said if line.startswith("step cache ")])
     assert said[0] == said[1] and "100% of block" not in said[0][0]
+
+
+def test_beside_guidance_without_attention_each_branch_skips(tiny_folder, recorded, monkeypatch):
+    """LTX-Video's own guidance, in a whole run: one more forward in each step, of another batch."""
+    within = ltx._within
+
+    def in_block(step):  # the tiny one has no 19th
+        return replace(step, blocks=(1,) if step.blocks else ())
+
+    def own(recipe, count):
+        return within(replace(recipe, guidance=tuple(map(in_block, recipe.guidance))), count)
+
+    monkeypatch.setattr(ltx, "_within", own)
+    pipeline = loaded_for("ltx", tiny_folder)
+    plain, whole = sampled(pipeline, recorded(), cfg=2.0), STEPS * 2 * 2
+    progress = recorded()
+    quick = with_step_cache(pipeline, "custom", StepCacheSettings(FIRST_BLOCK, 0.4))
+    found = sampled(quick, progress, cfg=2.0)
+    line = next(line for line in progress.said if line.startswith("step cache "))
+    assert torch.isfinite(found).all() and not torch.equal(found, plain)
+    assert f" of {2 * STEPS} passes" in line and f" of {whole})" in line and " 0% of" not in line, line
+    with pytest.raises(UnsupportedError, match="'pyramid' with stg 1"):
+        sampled(with_step_cache(pipeline, "custom", StepCacheSettings(PYRAMID)), recorded(), cfg=2.0)
 
 
 @pytest.mark.full
