@@ -350,6 +350,7 @@ def test_a_mesh_that_was_uploaded_or_saved_before_is_loaded(server: Server, clie
     ("node", "changed", "said"),
     [
         ("1", {"model": "gone"}, "no paint model 'gone' in"),
+        ("1", {"vae": "gone"}, "no folder 'gone' in"),
         ("3", {"mesh_file": "3d/gone.glb"}, "no mesh '3d/gone.glb' in"),
         ("3", {"mesh_file": "../secret.glb"}, "no mesh '../secret.glb' in"),
         ("3", {"mesh_file": "../input/3d/example.glb [output]"}, "no mesh '../input/3d/example.glb [output]' in"),
