@@ -128,7 +128,8 @@ def chosen_attention(
     """The attention kernel of a UNet of this ``shape``, and of its VAE; raises for a choice that cannot run here."""
     operands = precision.compute or precision.transformer
     avoided = avoided_by(probes, (operands, precision.vae), wide=(precision.vae, FP32))
-    return attention_for(choice, facts, operands, shape.widths[0] // shape.heads[0], avoided)
+    quiet = probes is not None and probes.quiet
+    return attention_for(choice, facts, operands, shape.widths[0] // shape.heads[0], avoided, quiet=quiet)
 
 
 def load_paint(

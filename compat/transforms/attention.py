@@ -116,9 +116,11 @@ def attention_for(
     head_width: int,
     avoided: Mapping[Avoided, str] | None = None,
     sparse: bool = False,
+    quiet: bool = False,
 ) -> Attention:
     """The attention for a choice on the device of ``facts``, tried out there once for queries of ``dtype`` and
-    ``head_width``; ``sparse`` says whether the model can be computed so.
+    ``head_width``, but not if ``quiet``: another thread may be in a run, and torch's switches are of the process;
+    ``sparse`` says whether the model can be computed so.
     Raises InputError for an unknown choice, UnsupportedError or MissingPackageError for one this machine cannot do."""
     require_choice("attention", choice, CHOICES)
     if choice == SPARSE and not sparse:
@@ -144,7 +146,7 @@ def attention_for(
         verdict = f"exact, {how} of at most {size}"
         why = avoided.get(dtype) or f"this device has no fused kernel for {name}"
     elif choice not in ("native", SPARSE):
-        verdict = kernels_for(choice, facts, dtype, head_width)[0]
+        verdict = kernels_for(choice, facts, dtype, head_width, quiet)[0]
     decision = Decision("attention", verdict, why, AUTO if choice == AUTO else CHOSEN)
     fastest = verdict if choice in LOSSY and verdict != choice else ""
     return Attention(choice, budget, decision, kernel=kernel, avoided=avoided, fused=fused, fastest=fastest)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from ..device.execution import current, placed, to_host
 from ..device.facts import DeviceFacts, device_fault, gone, version_of
+from ..device.failures import is_shortage
 from ..device.quirks import within
 from ..errors import MissingPackageError, PackError, UnsupportedError, first_line
 from ..packages import imported
@@ -75,8 +76,9 @@ NEEDS: tuple[KernelNeed, ...] = (
 )
 
 
-def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width: int) -> None:
-    """Raise UnsupportedError or MissingPackageError unless the kernel runs on the device and gives the right result."""
+def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width: int, quiet: bool = False) -> None:
+    """Raise UnsupportedError or MissingPackageError unless the kernel runs on the device and gives the right result,
+    which ``quiet`` does not try."""
     need, places = _row_for(choice, facts)
     if need is None:
         found = f"attention {choice!r} on {facts.name} ({facts.arch or facts.backend})"
@@ -88,11 +90,15 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
         widths = f", heads of {' or '.join(map(str, need.widths))}" if need.widths else ""
         found = f"attention {choice!r} in {name} with heads of {head_width}"
         raise UnsupportedError(found, expected=f"{dtypes}{widths}", fix="Choose auto, or another precision.")
+    if quiet:
+        return
     try:
         error, bound = _trial_error(choice, facts.device, dtype, head_width)
     except PackError:
         raise
     except Exception as failure:  # a kernel that does not fit this device fails in as many ways as there are kernels
+        if is_shortage(failure):  # which says nothing of the kernel
+            raise
         if silent := device_fault(facts.device):
             raise gone(facts.device, silent, facts.name) from failure
         found = f"attention {choice!r} fails on {facts.name} ({first_line(failure)})"
@@ -102,12 +108,12 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
         raise UnsupportedError(found, expected=f"at most {bound:.2g}", fix="Choose auto.")
 
 
-def kernels_for(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width: int) -> list[str]:
+def kernels_for(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width: int, quiet: bool = False) -> list[str]:
     """The kernels of a choice that run on the device and are right; raises why its first one is not where none is."""
     usable, errors = [], []
     for kernel in LOSSY if choice == LOSSY[0] else (choice,):
         try:
-            require_usable(kernel, facts, dtype, head_width)
+            require_usable(kernel, facts, dtype, head_width, quiet)
             usable.append(kernel)
         except PackError as error:
             errors.append(error)

@@ -169,6 +169,8 @@ def _pictured(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> dict[
     if sides is None:
         return {}
     sizes = {name: value for name, value in _numbers(prompt[encoder]).items() if name in SIDES}
+    if len(between) > 1 and len(sizes) < len(SIDES):  # another node may change its size
+        return {}
     fit = prompt[encoder]["inputs"].get("fit")
     fit = fit if fit in PICTURE_FITS else PICTURE_FITS[0]
     asked = own_inputs(pipeline, {"width": 0, "height": 0, "fit": fit, **sizes}, lambda _: None)

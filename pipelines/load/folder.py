@@ -210,7 +210,8 @@ def _attention(
     width = int(config.get("attention_head_dim", HEAD_WIDTH))
     operands = precision.compute or precision.transformer
     avoided = avoided_by(probes, (operands, precision.vae), wide=(precision.vae, FP32))
-    attention = attention_for(choice, facts, operands, width, avoided, family.rewrites.sparse)
+    quiet = probes is not None and probes.quiet
+    attention = attention_for(choice, facts, operands, width, avoided, family.rewrites.sparse, quiet)
     return by_time(attention, facts, probes, operands, width)
 
 

@@ -288,6 +288,20 @@ def test_what_cannot_run_is_one_line(case: str, monkeypatch: pytest.MonkeyPatch)
     assert "\n" not in str(raised.value) and "hoose" in str(raised.value)
 
 
+def test_a_trial_without_room_says_nothing_of_the_kernel_and_a_quiet_one_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    choice, machine, dtype, width, versions, _ = REFUSED["a package that breaks"]
+    package(monkeypatch, choice, full, versions)
+    monkeypatch.setattr(kernels, "_trial_error", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        attention_for(choice, machine, dtype, width)
+    assert attention_for(choice, machine, dtype, width, quiet=True).choice == choice
+
+
 def test_native_without_a_fused_kernel_is_refused_and_auto_falls_back() -> None:
     with sdpa_kernel(SDPBackend.MATH):
         with pytest.raises(UnsupportedError, match="attention 'native' in bfloat16 on Radeon gfx1010"):

@@ -107,7 +107,7 @@ def test_a_layer_that_does_not_fit_is_said_with_the_number_missing():
     weights = {"vae": PartBytes(10**6, 10**5, 10**5), "transformer": PartBytes(10**9, 10**8, 50 * 10**6)}
     acc = torch.device("meta")
     with pytest.raises(
-        UnsupportedError, match=r"10.0 MB free .* largest layer of the transformer, 50.0 MB; expected 40"
+        UnsupportedError, match=r"10.0 MB left .* largest layer of the transformer, 50.0 MB; expected 40"
     ):
         fitting.require_room(weights, acc, 10 * 10**6, OffloadOptions())
     fitting.require_room(weights, acc, 60 * 10**6, OffloadOptions())
