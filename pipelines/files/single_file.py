@@ -82,7 +82,7 @@ def composed(request: Files, progress: Progress) -> Composed:
         elif part in request.provided:
             folders[part] = request.provided[part]
         elif part not in family.files.optional and part not in spared:
-            raise _absent(family, part)
+            raise _absent(family, part, configured.config)
     files = {name: _part(name, family, *pair, progress) for name, pair in chosen.items()}
     looks = family.files.text_vision and encoder_task(family, configured.config, task) == "image"
     if looks and "text_encoder" in files:
@@ -146,7 +146,7 @@ def _content_for(
         if content is None:
             raise CheckpointError(
                 f"{given.name!r} is not a valid {part} for {family.title}",
-                expected=f"{TITLES.get(kind, f'the VAE of {family.title}')}{f' of width {width}' if width else ''}",
+                expected=_wanted(family, part, config),
                 fix=f"Choose another file as {part}, or auto.",
             )
         return content
@@ -288,11 +288,16 @@ def _tokenizer(family: FamilySpec, name: str, request: Files) -> Path:
     return folder
 
 
-def _absent(family: FamilySpec, part: str) -> CheckpointError:
-    kind = family.files.kinds[part].kind
+def _wanted(family: FamilySpec, part: str, config: Mapping[str, Any]) -> str:
+    """The kind of file, in words, of a part that goes with a transformer of ``config``."""
+    kind, width = family.files.kinds[part].kind, int(config.get(family.files.kinds[part].width) or 0)
+    return f"{TITLES.get(kind, f'the VAE of {family.title}')}{f' of width {width}' if width else ''}"
+
+
+def _absent(family: FamilySpec, part: str, config: Mapping[str, Any]) -> CheckpointError:
     place = {"vae": "models/vae", "image_encoder": "models/clip_vision"}.get(part, "models/text_encoders")
     return CheckpointError(
         f"no {part} for {family.title}",
-        expected=f"{TITLES.get(kind, f'the VAE of {family.title}')} in {place}",
+        expected=f"{_wanted(family, part, config)} in {place}",
         fix=f"Put the file there and choose it as {part}, or name a diffusers folder as base.",
     )
