@@ -37,7 +37,7 @@ def test_no_model_at_all(server: Server, client: Client) -> None:
     with server.without_models() as models:
         run = client.run(text_to_video("no model found").prompt)
     assert_readable(
-        run, "AnyGPULoadPipeline", "no model in", str(models), "LTX-Video: download https://huggingface.co/"
+        run, "AnyGPULoadPipeline", "no model in", str(models), "LTX-Video. Download https://huggingface.co/"
     )
     assert_still_alive(server, client)
 
