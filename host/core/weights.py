@@ -226,16 +226,16 @@ class LoadedWeights:
             device = patcher.load_device.type
             yield from (each for each in tensors_of(patcher.model) if streamed or each[2].device.type == device)
             return
-        names, modules = list(self.bytes), dict(patcher.model.named_modules())
+        names = list(self.bytes)
         self.budget += sum(self.bytes.values()) / SHARE
         while self.budget > 0:
             self.place = (self.place + 1) % len(names)
             name = names[self.place]
             self.budget -= max(1, self.bytes[name])
-            module = modules.get(name.rpartition(".")[0])
-            if isinstance(
-                tensor := getattr(module, name.rpartition(".")[2], None), Tensor
-            ):  # another schedule has fewer
+            owner, _, own = name.rpartition(".")
+            module = patcher.model.get_submodule(owner)
+            tensor = getattr(module, own, None)  # another node's schedule may have fewer
+            if isinstance(tensor, Tensor):
                 yield name, module, tensor
 
 
