@@ -22,7 +22,7 @@ OFF = 0.05
 @pytest.mark.parametrize(
     ("family", "pixels", "form"),
     [
-        ("hunyuan_video", 128, DecodeRequest("streaming", tile=32)),
+        pytest.param("hunyuan_video", 128, DecodeRequest("streaming", tile=32), marks=pytest.mark.full),
         ("mochi", 64, DecodeRequest("streaming", tile=16, frames=1)),
         ("hunyuan_video_15", 128, DecodeRequest("streaming", tile=64, frames=2)),
         ("ltx", 128, DecodeRequest("streaming", tile=32)),

@@ -249,7 +249,7 @@ def test_auto_decodes_in_fp16_on_a_turing_in_half_of_the_memory_and_again_in_fp3
             load(LoadRequest(model, base, encoder, precision=choice, offload="model", device=machine.facts))
             for choice in ("auto", "fp32")
         )
-        latents, progress = latents_for(pipeline, side=128), recorded()
+        latents, progress = latents_for(pipeline, side=64), recorded()
         frames, expected = (stages.decode(each, latents, progress) for each in (pipeline, wide))
         assert pipeline.precision.vae is torch.float16 and distance(frames, expected) < BF16_WEIGHTS / 8
         assert not [text for text in progress.said if "again" in text]
