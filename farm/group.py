@@ -142,10 +142,10 @@ class GroupRenderer:
             expected = "a video: only videos are split over the devices of a group"
             raise UnsupportedError(found, expected=expected, fix="Run the same folder once more without --group.")
         if not self._ranks:
-            self._form()
+            self._form(progress)
         return self._result([rank.render.remote(line) for rank in self._ranks], progress)
 
-    def _form(self) -> None:
+    def _form(self, progress: Progress) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -160,10 +160,8 @@ class GroupRenderer:
                 place = PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=rank)
                 made = actor.options(max_concurrency=4, scheduling_strategy=place, **self.needs)
                 self._ranks.append(made.remote(self.renderer, rank, self.size, self.halves, self.patience))
-            up = [rank.state.remote() for rank in self._ranks]
-            ray.get(up, timeout=FORM_SECONDS)  # they meet at once
-            joining = [rank.join.remote(str(meeting), self.loopback) for rank in self._ranks]
-            each = ray.get(joining, timeout=FORM_SECONDS)
+            _answers([rank.state.remote() for rank in self._ranks], progress)  # they meet at once
+            each = _answers([rank.join.remote(str(meeting), self.loopback) for rank in self._ranks], progress)
             _require_alike(each)
         except ray.exceptions.RayError as error:
             self._give_up()
@@ -256,6 +254,18 @@ class GroupRenderer:
         for rank in self._ranks:
             ray.kill(rank)
         self._ranks = []
+
+
+def _answers(calls: list[Any], progress: Progress) -> list[Any]:
+    """The answers of all ranks; a cancel or the first failure ends the wait. RayError after :data:`FORM_SECONDS`."""
+    import ray
+
+    waiting, until = calls, time.monotonic() + FORM_SECONDS
+    while waiting and time.monotonic() < until:
+        ready, waiting = ray.wait(waiting, num_returns=1, timeout=LOOK_SECONDS)
+        ray.get(ready)
+        progress.check()
+    return list(ray.get(calls, timeout=LOOK_SECONDS))
 
 
 def _advice(found: str) -> str:
