@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 from ..errors import PackError
 from ..output_check import InvalidOutputError
 from .facts import accelerators, default_device, device_fault, free_bytes
@@ -11,6 +13,7 @@ MEMORY, KERNEL, VALUES = "memory", "kernel", "values"
 DEVICE_ERRORS = (RuntimeError, MemoryError, OSError, TypeError)  # of back ends, for shortage and for missing kernels
 UNFIT = (RuntimeError, TypeError, ValueError, LookupError, AssertionError, AttributeError)  # of kernels of other packs
 NEARLY_FULL = 512 * 1024**2  # bytes free: less than a library takes that is used for the first time
+DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}  # of a cache, such as Triton's, that takes no file
 MISTAKES = ("same device", "should be the same")  # another dtype or device would only hide them
 
 
@@ -20,6 +23,11 @@ def is_shortage(error: BaseException) -> bool:
     if unsure is None or isinstance(error, PackError):
         return says_shortage(error)
     return _is_full(unsure)
+
+
+def is_passing(error: BaseException) -> bool:
+    """True if memory, or the disk under a cache, is full: it tells nothing of what was tried, and may be mended."""
+    return getattr(error, "errno", None) in DISK or is_shortage(error)
 
 
 def is_unfit(error: BaseException) -> bool:

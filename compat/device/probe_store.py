@@ -20,7 +20,7 @@ from ..durable import write_json
 from ..errors import first_line, json_file
 from . import probes as suite
 from .facts import DeviceFacts, device_fault, flags, gone, value_or
-from .failures import is_shortage
+from .failures import is_passing
 
 log = logging.getLogger(__name__)
 
@@ -213,8 +213,8 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
         with torch.inference_mode(False), torch.no_grad():
             fault = probe(facts.device)
     except Exception as error:  # Triton's errors, for one, have no base class but this
-        if is_shortage(error):
-            return ProbeResult(UNKNOWN, f"out of memory during the test ({first_line(error)})", _since(started))
+        if is_passing(error):
+            return ProbeResult(UNKNOWN, f"no room for the test ({first_line(error)})", _since(started))
         silent = device_fault(facts.device)
         if silent:
             raise gone(facts.device, silent, facts.name) from error
