@@ -431,6 +431,13 @@ def test_a_node_that_delights_is_told_of_delight_alone(pack, monkeypatch):
     assert told() == ("3", " Lower view_size."), "the demo model, which leaves light"
     stored.checkpoint("delight", pack.home / "models")
     assert told() == ("2", " Lower size.")
+    painting, rows = importlib.import_module("anygpu.host.server.forecast").painting, []
+    planned = painting.planned_run
+    monkeypatch.setattr(painting, "planned_run", lambda *given: rows.append(given[-1]) or planned(*given))
+    for negative, beside in (("", None), ("shadows", 2)):
+        prompt["2"]["inputs"] |= {"text_guidance": 5.0, "negative_prompt": negative}
+        rows.clear()
+        assert told()[0] == "2" and {*rows} == {beside}
 
 
 def test_a_pipeline_that_paints_is_told_too(pack):

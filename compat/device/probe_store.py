@@ -102,7 +102,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         return {name: self._answers.get(name, UNASKED) for name in self.probes}
 
     def ask_all(self, again: bool = False) -> dict[str, ProbeResult]:
-        """Run every probe and write the results once; ``again`` forgets all but questions that ended a process."""
+        """Run every probe and write the results; ``again`` forgets all but packed products that ended a process."""
         with self._lock:
             if again:
                 kept = self._answers.items()
@@ -118,7 +118,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
     def remember(self, name: str, measure: Callable[[], Any]) -> Any:
         """A value for JSON, such as a timing, measured once per device and saved; a quiet store gives None for a
         missing one.
-        None too where the process ended, or was ended, meanwhile: that is not tried a second time."""
+        None too where the process ended, or was ended, meanwhile: that is tried again with all probes alone."""
         with self._lock:
             if self.quiet:
                 return self._remembered.get(name)
