@@ -23,7 +23,7 @@ from ...compat.device.failures import is_shortage
 from ...compat.device.precision import FP32, Precision
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.quirks import policy_for
-from ...compat.errors import CheckpointError, MissingPackageError, UnsupportedError, first_line, remember
+from ...compat.errors import CheckpointError, MissingPackageError, UnsupportedError, first_line, sentence
 from ...compat.memory.offloader import DISK, HostWeights, Views, choose_host_weights, mark_views
 from ...compat.memory.parts import PartBytes, denoises, part_bytes, role_of
 from ...compat.memory.statistics import GIGABYTE, amount_of, reading_of
@@ -280,7 +280,7 @@ def _casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
             raise
         found, fix = f"no free memory on {device}", "Close other programs that use this device, or choose another one."
         expected = "room for 128 KB, to ask how it casts, and for one layer"
-        raise torch.OutOfMemoryError(remember(f"{found}; expected {expected}. {fix}", found, expected, fix)) from error
+        raise torch.OutOfMemoryError(sentence(found, expected, fix)) from error
 
 
 def has_eight_bits(device: torch.device) -> bool:
