@@ -160,16 +160,17 @@ class GroupRenderer:
                 place = PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=rank)
                 made = actor.options(max_concurrency=4, scheduling_strategy=place, **self.needs)
                 self._ranks.append(made.remote(self.renderer, rank, self.size, self.halves, self.patience))
-            _answers([rank.state.remote() for rank in self._ranks], progress)  # they meet at once
-            each = _answers([rank.join.remote(str(meeting), self.loopback) for rank in self._ranks], progress)
+            up = [rank.state.remote() for rank in self._ranks]
+            answer(ray, up, progress.check, FORM_SECONDS)  # they meet at once
+            joining = [rank.join.remote(str(meeting), self.loopback) for rank in self._ranks]
+            each = answer(ray, joining, progress.check, FORM_SECONDS)
             _require_alike(each)
-        except ray.exceptions.RayError as error:
+        except BaseException as error:
             self._give_up()
+            if not isinstance(error, ray.exceptions.RayError):
+                raise
             text = f"{self.size} ranks did not form a group ({str(error).strip().splitlines()[-1]})"
             raise Ended(Outcome(worker.LOST, _advice(text))) from error
-        except BaseException:
-            self._give_up()
-            raise
         self._names = [
             f"rank {rank} of {self.size} ({one['host']}, process {one['pid']})" for rank, one in enumerate(each)
         ]
@@ -254,18 +255,6 @@ class GroupRenderer:
         for rank in self._ranks:
             ray.kill(rank)
         self._ranks = []
-
-
-def _answers(calls: list[Any], progress: Progress) -> list[Any]:
-    """The answers of all ranks; a cancel or the first failure ends the wait. RayError after :data:`FORM_SECONDS`."""
-    import ray
-
-    waiting, until = calls, time.monotonic() + FORM_SECONDS
-    while waiting and time.monotonic() < until:
-        ready, waiting = ray.wait(waiting, num_returns=1, timeout=LOOK_SECONDS)
-        ray.get(ready)
-        progress.check()
-    return list(ray.get(calls, timeout=LOOK_SECONDS))
 
 
 def _advice(found: str) -> str:

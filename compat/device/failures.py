@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+from errno import EACCES, EDQUOT, ENOSPC, EROFS
 
 from ..errors import PackError
 from ..output_check import InvalidOutputError
@@ -13,7 +13,6 @@ MEMORY, KERNEL, VALUES = "memory", "kernel", "values"
 DEVICE_ERRORS = (RuntimeError, MemoryError, OSError, TypeError)  # of back ends, for shortage and for missing kernels
 UNFIT = (RuntimeError, TypeError, ValueError, LookupError, AssertionError, AttributeError)  # of kernels of other packs
 NEARLY_FULL = 512 * 1024**2  # bytes free: less than a library takes that is used for the first time
-DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}  # of a cache, such as Triton's, that takes no file
 MISTAKES = ("same device", "should be the same")  # another dtype or device would only hide them
 
 
@@ -26,8 +25,8 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def is_passing(error: BaseException) -> bool:
-    """True if memory, or the disk under a cache, is full: it tells nothing of what was tried, and may be mended."""
-    return getattr(error, "errno", None) in DISK or is_shortage(error)
+    """True if memory is full, or a cache such as Triton's takes no file: it tells nothing of what was tried."""
+    return getattr(error, "errno", None) in (EACCES, EDQUOT, ENOSPC, EROFS) or is_shortage(error)
 
 
 def is_unfit(error: BaseException) -> bool:

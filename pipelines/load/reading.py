@@ -18,7 +18,7 @@ from ...compat.checkpoints.weights import is_view, read_json, read_sides, read_t
 from ...compat.decision import Decision
 from ...compat.device import probes
 from ...compat.device.execution import HOST
-from ...compat.device.facts import DeviceFacts, facts_for, locks_host_memory
+from ...compat.device.facts import DeviceFacts, facts_for, locks_host_memory, value_or
 from ...compat.device.failures import is_shortage
 from ...compat.device.precision import FP32, Precision
 from ...compat.device.probe_store import ProbeStore
@@ -285,10 +285,7 @@ def _casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
 
 def has_eight_bits(device: torch.device) -> bool:
     """Tell whether ``device`` holds float8 tensors and casts them right."""
-    try:
-        return not probes.eight_bits(device)
-    except (RuntimeError, NotImplementedError, TypeError):
-        return False
+    return value_or(lambda: not probes.eight_bits(device), False)
 
 
 def storage_step(files: Mapping[str, PartFiles]) -> Step:

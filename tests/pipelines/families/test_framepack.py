@@ -517,13 +517,9 @@ def test_auto_is_the_publishers_solver(run: Any) -> None:
 
 def test_latents_without_sections_decode_in_one_go(run: Any, recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made, watched, running, cells = run(I2V), recorded(), stages.running, []
-
-    def watching(*given: Any) -> Any:
-        cells.append([frames for frames, *_ in counts._cuts(made.pipeline, given[-1]().size)])
-        return running(*given)
-
     latents = _sampled(made, 1)
-    monkeypatch.setattr(stages, "running", watching)
+    cuts = lambda size: [frames for frames, *_ in counts._cuts(made.pipeline, size)]  # noqa: E731
+    monkeypatch.setattr(stages, "running", lambda *of: cells.append(cuts(of[-1]().size)) or running(*of))
     whole = stages.decode(made.pipeline, replace(latents, extra={}), Silent())
     assert torch.equal(whole, stages.decode(made.pipeline, latents, Silent()))
     cut = replace(latents, samples=latents.samples[:, :, :2])
