@@ -363,10 +363,9 @@ def exit_code(arguments: argparse.Namespace, command: str, interrupted: str) -> 
         print(f"{command}: {error}", file=sys.stderr)
         return 2
     except (RuntimeError, MemoryError) as error:  # a shortage that was explained; anything else is a fault
-        parts = parts_of(str(error))
-        if "fix" not in parts:
+        if "fix" not in parts_of(str(error)):
             raise
-        print(f"{command}: {parts['found']}; expected {parts['expected']}. {parts['fix']}", file=sys.stderr)
+        print(f"{command}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"\n{command}: {interrupted}", file=sys.stderr)

@@ -24,6 +24,11 @@ def remember(text: str, found: str, expected: str, fix: str, button: Mapping[str
     return text
 
 
+def sentence(found: str, expected: str, fix: str, button: Mapping[str, str] | None = None) -> str:
+    """The text of an error of these parts, which :func:`parts_of` gives back."""
+    return remember(f"{found}; expected {expected}. {fix}", found, expected, fix, button)
+
+
 def parts_of(message: str) -> dict[str, str]:
     """The parts of the error that ``message``, as ComfyUI hands it on, begins with; ``found`` alone if not ours."""
     newest_first = (parts for text, parts in reversed(tuple(_recent)) if message.startswith(text))
@@ -45,8 +50,7 @@ class PackError(Exception):
         self.found, self.expected, self.fix = (" ".join(text.split()) for text in (found, expected, fix))
         if len(self.found) > MOST_SHOWN:
             self.found = f"{self.found[: MOST_SHOWN // 2]} … {self.found[-MOST_SHOWN // 2 :]}"
-        text = f"{self.found}; expected {self.expected}. {self.fix}"
-        super().__init__(remember(text, self.found, self.expected, self.fix, button))
+        super().__init__(sentence(self.found, self.expected, self.fix, button))
 
 
 class InputError(PackError, ValueError):

@@ -56,10 +56,14 @@ def join(ray: Any, address: str, check: Callable[[], None], level: str) -> str:
 
 
 def answer(ray: Any, call: Any, check: Callable[[], None], seconds: float) -> Any:
-    """The answer to a call to an actor; ``check`` may raise to end the wait. RayError without one in ``seconds``."""
-    until = time.monotonic() + seconds
-    while not ray.wait([call], timeout=LOOK_SECONDS)[0] and time.monotonic() < until:
-        check()
+    """The answer to a call to an actor, or to each of a list of calls, whose first failure ends the wait.
+    ``check`` may raise to end it, too. RayError without an answer in ``seconds``."""
+    waiting, until = call if isinstance(call, list) else [call], time.monotonic() + seconds
+    while waiting and time.monotonic() < until:
+        ready, waiting = ray.wait(waiting, timeout=LOOK_SECONDS)
+        if waiting:
+            ray.get(ready)
+            check()
     return ray.get(call, timeout=LOOK_SECONDS)
 
 

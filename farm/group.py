@@ -142,10 +142,10 @@ class GroupRenderer:
             expected = "a video: only videos are split over the devices of a group"
             raise UnsupportedError(found, expected=expected, fix="Run the same folder once more without --group.")
         if not self._ranks:
-            self._form()
+            self._form(progress)
         return self._result([rank.render.remote(line) for rank in self._ranks], progress)
 
-    def _form(self) -> None:
+    def _form(self, progress: Progress) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -161,17 +161,16 @@ class GroupRenderer:
                 made = actor.options(max_concurrency=4, scheduling_strategy=place, **self.needs)
                 self._ranks.append(made.remote(self.renderer, rank, self.size, self.halves, self.patience))
             up = [rank.state.remote() for rank in self._ranks]
-            ray.get(up, timeout=FORM_SECONDS)  # they meet at once
+            answer(ray, up, progress.check, FORM_SECONDS)  # they meet at once
             joining = [rank.join.remote(str(meeting), self.loopback) for rank in self._ranks]
-            each = ray.get(joining, timeout=FORM_SECONDS)
+            each = answer(ray, joining, progress.check, FORM_SECONDS)
             _require_alike(each)
-        except ray.exceptions.RayError as error:
+        except BaseException as error:
             self._give_up()
+            if not isinstance(error, ray.exceptions.RayError):
+                raise
             text = f"{self.size} ranks did not form a group ({str(error).strip().splitlines()[-1]})"
             raise Ended(Outcome(worker.LOST, _advice(text))) from error
-        except BaseException:
-            self._give_up()
-            raise
         self._names = [
             f"rank {rank} of {self.size} ({one['host']}, process {one['pid']})" for rank, one in enumerate(each)
         ]

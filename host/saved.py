@@ -16,6 +16,7 @@ from typing import Any
 import folder_paths
 from comfy.cli_args import args
 
+from ..compat.device.facts import value_or
 from ..compat.errors import CheckpointError, InputError
 from ..pipelines.base import Latents
 from ..pipelines.latents.store import LATENT, Origin, kind_of
@@ -35,7 +36,8 @@ MOST_BYTES = 200  # of a name: file systems take 255, and a number and an ending
 def new_path(prefix: str) -> Path:
     folder, name = target_folder(prefix)
     taken = re.compile(re.escape(name) + r"_(\d+)_\.safetensors", re.IGNORECASE)
-    numbers = [match for path in _children(folder) if (match := taken.fullmatch(path.name))]
+    others = value_or(lambda: list(folder.iterdir()), [])
+    numbers = [match for path in others if (match := taken.fullmatch(path.name))]
     return folder / f"{name}_{max((int(match[1]) for match in numbers), default=0) + 1:05}_.safetensors"
 
 
@@ -190,20 +192,10 @@ def _files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
     return files
 
 
-def _children(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except OSError:
-        return []
-
-
 def _state(path: Path) -> tuple[int, int]:
     """The time of a file's last change, in ns, and its bytes; zeros where it is gone."""
-    try:
-        stat = path.stat()
-    except OSError:
-        return 0, 0
-    return stat.st_mtime_ns, stat.st_size
+    stat = value_or(path.stat, None)
+    return (0, 0) if stat is None else (stat.st_mtime_ns, stat.st_size)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -21,7 +21,8 @@ NAMESPACE = "anygpu_3"  # one more where a schema changes, so that two versions 
 AUTO, TRITON, REFERENCE = "auto", "triton", "reference"
 FORMS = (AUTO, TRITON, REFERENCE)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-FAULTS: dict[str, str] = {}  # operation -> why its kernel could not be launched: its reference runs instead
+# By operation, device and dtype of its first argument: why no kernel is launched there. Its reference runs instead.
+FAULTS: dict[tuple[str, torch.device, torch.dtype], str] = {}
 LAUNCHED_ON = "cuda"  # torch's name for NVIDIA and for AMD; each has its own backend in Triton
 META = "meta"  # where work is counted before it runs: an operation is one there, as where it is launched
 
@@ -125,7 +126,8 @@ class _Launch:
         self.function: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if self.name in FAULTS and not _strict:
+        key = self.name, args[0].device, args[0].dtype
+        if key in FAULTS and not _strict:
             return self.reference(*args)
         try:
             return self.launch(*args)
@@ -133,8 +135,8 @@ class _Launch:
             full = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)  # Triton's own words
             if full or _strict:  # the caller makes room and tries again; a self-test wants to see the failure
                 raise
-            FAULTS[self.name] = f"{type(error).__name__}: {error}".splitlines()[0]
-            log.warning("AnyGPU: kernel %s failed (%s); its reference runs from now on", self.name, FAULTS[self.name])
+            FAULTS[key] = f"{type(error).__name__}: {error}".splitlines()[0]
+            log.warning("AnyGPU: kernel %s failed on %s in %s (%s); its reference runs from now on", *key, FAULTS[key])
         return self.reference(*args)
 
     def launch(self, *args: Any) -> Any:

@@ -63,11 +63,15 @@ class SelfTest:
     error: float  # largest difference to fp64, as :func:`_error` says; of a result in another dtype scaled to ``bound``
     bound: float
     milliseconds: float  # with compiling, if it was the first time
-    fault: str = ""  # what was raised
+    cause: Exception | None = None  # that was raised
 
     @property
     def right(self) -> bool:
         return not self.fault and self.error <= self.bound
+
+    @property
+    def fault(self) -> str:
+        return f"{type(self.cause).__name__}: {self.cause}".splitlines()[0] if self.cause else ""
 
     def __str__(self) -> str:
         how = "kernel" if self.launched else "reference"
@@ -106,9 +110,8 @@ def _self_test(name: str, dtype: torch.dtype, runs: Sequence[Run], device: torch
         with failures_raise():
             launched = launches(torch.empty(0, dtype=dtype, device=device), form)
             results = [tuple(_carried(each, torch.device("cpu")) for each in _all(call(form=form))) for call, _ in runs]
-    except Exception as error:  # a toolchain breaks in any way; TritonError and PTXASError are plain Exceptions
-        fault = f"{type(error).__name__}: {error}".splitlines()[0]
-        return SelfTest(name, dtype, launched=False, error=math.inf, bound=bound, milliseconds=0.0, fault=fault)
+    except Exception as cause:  # a toolchain breaks in any way; TritonError and PTXASError are plain Exceptions
+        return SelfTest(name, dtype, launched=False, error=math.inf, bound=bound, milliseconds=0.0, cause=cause)
     spent = 1e3 * (time.perf_counter() - started)
     both = ((found, _all(reference(found))) for found, (_, reference) in zip(results, runs, strict=True))
     pairs = [pair for found, exact in both for pair in zip(found, exact, strict=True)]

@@ -324,8 +324,10 @@ def decode(
     chosen = form or DecodeRequest(method)
     smallest = chosen.method in ("auto", "streaming", "cpu", DRAFT)
     hint = "" if smallest else "set method to auto, which continues in smaller parts"
-    window = int(latents.extra.get("window") or 9)
-    sections = len(latents.extra.get("section_lengths", ()))
+    count, lengths = latents.samples.shape[2], latents.extra.get("section_lengths", ())
+    window, sections = latents.extra.get("window", 9), len(lengths)
+    if count not in lengths[-1:]:  # decoded all at once
+        window, sections = count - 1, 1
     size = Size(latents.width, latents.height, latents.frames, window=window, sections=sections)
 
     def run() -> Run:

@@ -12,7 +12,7 @@ import torch
 from anygpu.cli import exit_code, main
 from anygpu.compat.checkpoints.packed import as_in_files, pack
 from anygpu.compat.checkpoints.unpacking import SCALED
-from anygpu.compat.errors import remember
+from anygpu.compat.errors import sentence
 from anygpu.paint import choices
 from anygpu.pipelines import demo
 from anygpu.pipelines.demo import drawing
@@ -49,10 +49,10 @@ def test_piped_progress_is_silent(capsys):
 
 
 def test_a_shortage_that_was_explained_is_one_line_and_another_error_is_not(capsys):
-    def run(_, text="sampling ran out of memory"):
-        raise torch.OutOfMemoryError(text)
+    def run(_, text=""):
+        raise torch.OutOfMemoryError(text or f"{explained}\nCUDA out of memory")
 
-    remember("sampling ran out of memory", "sampling ran out of memory", "20 GB", "Lower frames.")
+    explained = sentence("sampling ran out of memory", "20 GB", "Lower frames.")
     assert exit_code(argparse.Namespace(run=run), "anygpu", "") == 2
     assert capsys.readouterr().err == "anygpu: sampling ran out of memory; expected 20 GB. Lower frames.\n"
     with pytest.raises(RuntimeError, match="a fault"):

@@ -65,6 +65,16 @@ def test_a_stage_that_does_not_count_itself_is_counted(progress, monkeypatch):
     assert [text for text, _ in server.texts] == ["encoding image 1/2", "moving vae 1 of 2 GB"]
 
 
+def test_the_pace_of_a_stage_that_begins_anew_is_its_own(progress, monkeypatch):
+    from anygpu.compat.memory.parts import ProgressStage
+
+    (node, _), now = progress, [0.0]
+    monkeypatch.setitem(node._text.__globals__, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for now[0], step in ((0.0, 1), (10.0, 2), (900.0, 1), (902.0, 2)):
+        node.step(step, 2, ProgressStage("sampling"))
+    assert node._paced == "2 s per step"
+
+
 def test_node_tab_and_command_say_what_is_left_of_all_sections(progress, monkeypatch):
     """The first step also loads; the second section of three runs beside another program."""
     from anygpu import cli

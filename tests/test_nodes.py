@@ -27,6 +27,7 @@ from anygpu.pipelines.vae.plan import DecodeMethod
 from safetensors.torch import save_file
 from small_comfyui import BaseModel, Interrupted, Linear, ModelPatcher, WrapperExecutor, comfyui
 from torch import nn
+from torch.nn import functional
 
 SIZE = {"width": 64, "height": 64, "frames": 9}
 SAMPLING = {"steps": 2, "cfg": 3.0, "seed": 5}
@@ -153,6 +154,23 @@ def test_core_s_sampler_can_call_the_model(core: ComfyUI, loaded, prompts) -> No
     frames = vae.decode(torch.zeros(1, x.shape[1], 2, 2, 2))
     assert frames.shape == (1, 9, 64, 64, 3)
     assert vae.encode(frames[0]).shape == (1, x.shape[1], 2, 2, 2)
+
+
+def test_an_override_may_hand_on_a_mask_of_each_sample(core: ComfyUI) -> None:
+    def override(attend: Any, q: Any, k: Any, v: Any, heads: int, mask: Any, **form: Any) -> Any:
+        return attend(q, k, v, heads, mask[:, 0], attn_precision=None, **form)
+
+    own, operands, mask = functional.scaled_dot_product_attention, torch.randn(3, 2, 4, 5, 8), torch.randn(2, 1, 5, 5)
+    attend = core.module("host.diffusion_model")._overridden(override, {})
+    assert torch.equal(attend(own, *operands, mask), own(*operands, mask))
+
+
+def test_a_share_of_the_weights_has_those_in_compiled_blocks(core: ComfyUI) -> None:
+    network = nn.ModuleDict({"block": nn.Sequential(nn.Linear(4, 4))})
+    weights = core.module("host.core.weights").LoadedWeights(bytes={"block.0.weight": 64, "block.0.bias": 16})
+    layer, network["block"] = network["block"][0], torch.compile(network["block"], backend="eager")
+    seen = [each for _ in range(50) for each in weights._next(SimpleNamespace(model=network), False, False)]
+    assert {name: id(module) for name, module, _ in seen} == dict.fromkeys(weights.bytes, id(layer))
 
 
 def test_a_layer_that_core_casts_gives_what_it_gave_and_obeys_its_patches(core: ComfyUI) -> None:

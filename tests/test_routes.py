@@ -360,14 +360,17 @@ def test_a_forecast_has_the_size_at_which_the_picture_will_be_encoded(pack, tiny
         ("LTX-Video", "AnyGPUSample", {"frames": 9}),
         ("demo: FramePack", "AnyGPUSampleFramePack", {"clip_seconds": 5.0, "fps": 30.0}),
     ):
-        for picture in ("tall.png", "gone.png"):
+        for picture in ("tall.png", "gone.png", "scaled"):
             prompt = {
                 "1": {"class_type": "AnyGPULoadPipeline", "inputs": {"model": model}},
                 "2": {"class_type": "LoadImage", "inputs": {"image": picture}},
+                "6": {"class_type": "LoadImage", "inputs": {"image": "tall.png"}},
                 "3": {"class_type": "AnyGPUEncodeImage", "inputs": {"image": ["2", 0], "fit": "nearest bucket"}},
                 "4": {"class_type": "AnyGPUEncodeImage", "inputs": {"previous": ["3", 0], "width": 64, "height": 64}},
                 "5": {"class_type": kind, "inputs": {"pipeline": ["1", 0], "image": ["4", 0], **sizes}},
             }
+            if picture == "scaled":
+                prompt["2"] = {"class_type": "ImageScale", "inputs": {"image": ["6", 0], "width": 64, "height": 640}}
             _, found, _ = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})
             (told,) = found["forecasts"]
             seen[model, picture] = told["found"].split(" frames")[0]
@@ -378,7 +381,7 @@ def test_a_forecast_has_the_size_at_which_the_picture_will_be_encoded(pack, tiny
         width, height = picture_size(families[model], torch.empty(1, 90, 300, 3), 0, 0, "nearest bucket")
         usual = families[model].spec.sizes.defaults
         assert width > 2 * height and seen[model, "tall.png"] == f"{width}x{height}, {count}"
-        assert seen[model, "gone.png"] == f"{usual.width}x{usual.height}, {count}"
+        assert seen[model, "gone.png"] == seen[model, "scaled"] == f"{usual.width}x{usual.height}, {count}"
     assert seen["demo: FramePack", "tall.png"] == seen["demo: FramePack", "gone.png"] == "64x64, 9"
 
 
@@ -431,6 +434,13 @@ def test_a_node_that_delights_is_told_of_delight_alone(pack, monkeypatch):
     assert told() == ("3", " Lower view_size."), "the demo model, which leaves light"
     stored.checkpoint("delight", pack.home / "models")
     assert told() == ("2", " Lower size.")
+    painting, rows = importlib.import_module("anygpu.host.server.forecast").painting, []
+    planned = painting.planned_run
+    monkeypatch.setattr(painting, "planned_run", lambda *given: rows.append(given[-1]) or planned(*given))
+    for negative, beside in (("", None), ("shadows", 2)):
+        prompt["2"]["inputs"] |= {"text_guidance": 5.0, "negative_prompt": negative}
+        rows.clear()
+        assert told()[0] == "2" and {*rows} == {beside}
 
 
 def test_a_pipeline_that_paints_is_told_too(pack):

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ..device.shortage import says_shortage
-from ..errors import JSON_BYTES, CheckpointError, PackError, UnsupportedError, json_within, reading_budget, remember
+from ..errors import JSON_BYTES, CheckpointError, PackError, UnsupportedError, json_within, reading_budget, sentence
 
 MOST_AXES, MOST_ENTRIES = 16, 100_000  # a file of weights has some thousand tensors
 STORED: dict[str, torch.dtype] = {  # safetensors' names of dtypes
@@ -130,7 +130,7 @@ def unreadable(path: Path, error: OSError) -> Exception:
     if says_shortage(error):
         found, expected = f"out of memory while reading {str(path)!r} ({error})", "more free host memory"
         fix = "Close other programs, or add swap (on Windows: enlarge the page file)."
-        return torch.OutOfMemoryError(remember(f"{found}; expected {expected}. {fix}", found, expected, fix))
+        return torch.OutOfMemoryError(sentence(found, expected, fix))
     found, expected = f"{str(path)!r} cannot be read ({error.strerror or error})", "a file that you may read"
     return CheckpointError(found, expected=expected, fix="Check the path, its links and its permissions.")
 

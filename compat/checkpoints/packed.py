@@ -195,23 +195,24 @@ def packed(
 ) -> Callable[[], None] | None:
     """Pack the linear layers of the blocks of ``module``; returns what undoes it, None for none.
     ``file_dtypes`` are of weights in the file, for ``as in file``. Raises UnsupportedError for weights beyond fp16."""
-    done: list[StoredLinear] = []
-    for name, layer in packable(module).items():
-        dtype = layer.weight.dtype
-        wanted = PLAIN.get(choice) or (file_dtypes or {}).get(f"{name}.weight", dtype)
-        if choice in ROUNDED:
-            pack(layer, dtype=dtype, by_bits=by_bits, **rounded(layer.weight.detach(), choice))
-        elif choice == "auto" or wanted == dtype or not wanted.is_floating_point or wanted.itemsize < 2:
-            continue
-        else:
-            pack(layer, _narrowed(layer.weight.detach(), wanted, name), dtype, by_bits=by_bits)
-        done.append(layer)  # type: ignore[arg-type]
+    layers, narrow = packable(module), dict[str, torch.dtype]()
+    for name, layer in layers.items():
+        own = layer.weight.dtype
+        wanted = PLAIN.get(choice) or (file_dtypes or {}).get(f"{name}.weight", own)
+        if choice not in ("auto", *ROUNDED) and wanted != own and wanted.is_floating_point and wanted.itemsize > 1:
+            _require_finite(layer.weight.detach(), wanted, name)  # before any layer is packed
+            narrow[name] = wanted
+    chosen: Mapping[str, Any] = layers if choice in ROUNDED else narrow
+    for name in chosen:
+        weight = layers[name].weight.detach()
+        how = {"stored": weight.to(narrow[name])} if name in narrow else rounded(weight, choice)
+        pack(layers[name], dtype=weight.dtype, by_bits=by_bits, **how)
 
     def back() -> None:
-        for layer in done:
-            unpack(layer)
+        for name in chosen:
+            unpack(layers[name])  # type: ignore[arg-type]
 
-    return back if done else None
+    return back if chosen else None
 
 
 def rounded(weight: torch.Tensor, choice: str) -> dict[str, Any]:
@@ -265,10 +266,9 @@ def require_storable(choice: str, subject: str, precision: Any) -> None:
         imported("comfy_kitchen")
 
 
-def _narrowed(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    stored = weight.to(dtype)
-    if dtype is torch.float16 and not bool(stored.isfinite().all()):
+def _require_finite(weight: torch.Tensor, dtype: torch.dtype, name: str) -> None:
+    """Raise for weights that are not finite as ``dtype``, which bf16 holds of any size."""
+    if dtype is torch.float16 and not bool(weight.to(dtype).isfinite().all()):
         sound, found = bool(weight.isfinite().all()), f"weights of {name} up to {float(weight.abs().max()):.3g} as fp16"
         fix = "Choose weights bf16 or auto." if sound else "Download the file again: it is damaged."
         raise UnsupportedError(found, expected="at most 65504", fix=fix)
-    return stored

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from errno import EACCES, EDQUOT, ENOSPC, EROFS
+
 from ..errors import PackError
 from ..output_check import InvalidOutputError
 from .facts import accelerators, default_device, device_fault, free_bytes
@@ -20,6 +22,11 @@ def is_shortage(error: BaseException) -> bool:
     if unsure is None or isinstance(error, PackError):
         return says_shortage(error)
     return _is_full(unsure)
+
+
+def is_passing(error: BaseException) -> bool:
+    """True if memory is full, or a cache such as Triton's takes no file: it tells nothing of what was tried."""
+    return getattr(error, "errno", None) in (EACCES, EDQUOT, ENOSPC, EROFS) or is_shortage(error)
 
 
 def is_unfit(error: BaseException) -> bool:

@@ -20,7 +20,7 @@ from ..durable import write_json
 from ..errors import first_line, json_file
 from . import probes as suite
 from .facts import DeviceFacts, device_fault, flags, gone, value_or
-from .failures import is_shortage
+from .failures import is_passing
 
 log = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         return {name: self._answers.get(name, UNASKED) for name in self.probes}
 
     def ask_all(self, again: bool = False) -> dict[str, ProbeResult]:
-        """Run every probe and write the results once; ``again`` forgets all but questions that ended a process."""
+        """Run every probe and write the results; ``again`` forgets all but packed products that ended a process."""
         with self._lock:
             if again:
                 kept = self._answers.items()
@@ -118,7 +118,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
     def remember(self, name: str, measure: Callable[[], Any]) -> Any:
         """A value for JSON, such as a timing, measured once per device and saved; a quiet store gives None for a
         missing one.
-        None too where the process ended, or was ended, meanwhile: that is not tried a second time."""
+        None too where the process ended, or was ended, meanwhile: that is tried again with all probes alone."""
         with self._lock:
             if self.quiet:
                 return self._remembered.get(name)
@@ -213,8 +213,8 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
         with torch.inference_mode(False), torch.no_grad():
             fault = probe(facts.device)
     except Exception as error:  # Triton's errors, for one, have no base class but this
-        if is_shortage(error):
-            return ProbeResult(UNKNOWN, f"out of memory during the test ({first_line(error)})", _since(started))
+        if is_passing(error):
+            return ProbeResult(UNKNOWN, f"no room for the test ({first_line(error)})", _since(started))
         silent = device_fault(facts.device)
         if silent:
             raise gone(facts.device, silent, facts.name) from error

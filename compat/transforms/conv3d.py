@@ -298,7 +298,8 @@ class SwappedHistoryPatchEmbed(SwappedModule):
     ) -> tuple[Tensor | None, ...]:
         given, patches = (latents_clean, latents_clean_2x, latents_clean_4x), ((1, 1, 1), (2, 4, 4), (4, 8, 8))
         rows = zip(given, patches, (self.proj, self.proj_2x, self.proj_4x), strict=True)
-        return tuple(None if x is None else _tokens(proj(_to_multiple(x, patch))) for x, patch, proj in rows)
+        seen = (None if x is None else proj(_to_multiple(x, patch)) for x, patch, proj in rows)
+        return tuple(None if x is None else x.flatten(2).transpose(1, 2) for x in seen)
 
 
 # Exact classes only: a subclass may pad elsewhere. HunyuanVideoPatchEmbed, HunyuanVideo15PatchEmbed and the original
@@ -390,7 +391,3 @@ def history_tables(
 def _to_multiple(x: Tensor, patch: tuple[int, int, int]) -> Tensor:
     time, height, width = (-extent % step for extent, step in zip(x.shape[2:], patch, strict=True))
     return padded(x, (0, width, 0, height, 0, time), "replicate")
-
-
-def _tokens(x: Tensor) -> Tensor:
-    return x.flatten(2).transpose(1, 2)

@@ -20,7 +20,7 @@ from ...kernels.self_tests import BLOCK_OPERATIONS, VAE_OPERATIONS
 from ...kernels.self_tests import self_tests as self_tests
 from ...kernels.self_tests import timed_calls as timed_calls
 from ..device.execution import HOST, placed, to_host
-from ..device.failures import is_shortage
+from ..device.failures import DEVICE_ERRORS, is_passing
 from ..device.precision import NAMES
 from ..device.probe_store import ProbeStore
 from ..memory.parts import Undo, full_name, submodule_at, transformer_blocks
@@ -75,7 +75,8 @@ class FusionPoints:
     def __str__(self) -> str:
         done = self.points.total()
         why = "".join(f"; {count} blocks left: {reason}" for reason, count in self.left.items())
-        why += "".join(f"; the kernel {name} failed, its reference runs: {fault}" for name, fault in FAULTS.items())
+        for (name, device, dtype), fault in FAULTS.items():
+            why += f"; the kernel {name} failed on {device} in {NAMES[dtype]}, its reference runs: {fault}"
         form = TRITON if self.form == AUTO else self.form  # auto is taken where Triton launches
         gelus = f", {self.gelus} GELUs in products" if self.gelus else ""
         return f"{done} of {done + self.left_points} fusion points ({form}){gelus}{why}"
@@ -109,28 +110,30 @@ def triton_fault(device: torch.device) -> str:
     from ...kernels._triton import rounding  # noqa: F401 - where Triton is missing or broken, its import says so best
 
     wrong = [test for test in self_tests(device, TRITON, ("qk_norm_rope",)) if not test.right]
-    if wrong and wrong[0].fault:
-        raise RuntimeError(wrong[0].fault)
+    if wrong and wrong[0].cause:
+        raise wrong[0].cause
     return "; ".join(map(str, wrong))
 
 
 def leave_wrong(device: torch.device, dtype: torch.dtype, store: ProbeStore, of_vae: bool) -> None:
     """Have its reference run in this process in the place of each operation that is wrong on ``device`` in ``dtype``,
-    which is asked once; after a shortage of memory, which tells nothing, at the next load again."""
+    which is asked once; after a shortage or a full disk, which tell nothing, at the next load again."""
 
     def measure() -> dict[str, str]:
         operations = VAE_OPERATIONS if of_vae else BLOCK_OPERATIONS
         wrong = [test for test in self_tests(device, TRITON, operations, (dtype,)) if not test.right]
-        if short := [test.fault for test in wrong if is_shortage(RuntimeError(test.fault))]:
-            raise torch.OutOfMemoryError(short[0])
+        if passing := [test.cause for test in wrong if test.cause and is_passing(test.cause)]:
+            raise passing[0]
         return {test.name: str(test) for test in wrong}
 
     try:
         kept = store.remember(f"wrong kernels{' of VAEs' * of_vae} in {NAMES[dtype]}", measure)
-    except torch.OutOfMemoryError:
+    except DEVICE_ERRORS:  # of a shortage or a full disk: `measure` raises no other
         return
-    if isinstance(kept, Mapping):
-        FAULTS.update((name, str(fault)) for name, fault in kept.items() if name not in FAULTS)
+    here = torch.empty(0, device=device).device  # with its index
+    for operands in {dtype, torch.float32} if dtype == torch.float16 else {dtype}:  # whose residual may be in fp32
+        for name, fault in kept.items() if isinstance(kept, Mapping) else ():
+            FAULTS.setdefault((name, here, operands), str(fault))
 
 
 def gelu_fault(dtype: torch.dtype, device: torch.device) -> str:
@@ -163,7 +166,7 @@ def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> Fu
         elif vars(block).get(OPS) is SAFE_OPS:  # safe fp16 has rewritten it
             whole = _attach_safe(block, fusion, fused) and whole
             _attach_gelu(block, fused)
-        elif reason := _unfit(block, fusion):
+        elif reason := other_forward(block, _forward_of(block)) or next(filter(None, _differences(block, fusion)), ""):
             fused.leave(reason, sum(points_of(block, fusion).values()))
             whole = False
         else:
@@ -229,10 +232,6 @@ def other_forward(module: Any, ours: Callable[..., Any]) -> str:
         return "its forward has already been replaced"
     own, known = (tuple(inspect.signature(each).parameters)[1:] for each in (type(module).forward, ours))
     return "" if own in (known, (*known[:-2], "args", "kwargs")) else f"its forward takes ({', '.join(own)})"
-
-
-def _unfit(block: Any, fusion: BlockFusion) -> str:
-    return other_forward(block, _forward_of(block)) or next(filter(None, _differences(block, fusion)), "")
 
 
 def _other_attention(block: Any, fusion: BlockFusion, *known: str) -> Iterator[str]:

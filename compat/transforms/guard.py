@@ -251,7 +251,7 @@ def _reference(function: Any, args: Any, kwargs: Any) -> Any:
     """One of our operations by its reference, which runs from now on."""
     if function.namespace != NAMESPACE:
         raise NotImplementedError
-    FAULTS.setdefault(function.overloadpacket.__name__, "wrong in a run")
+    FAULTS.setdefault((function.overloadpacket.__name__, args[0].device, args[0].dtype), "wrong in a run")
     return _changed(function, args, kwargs, lambda each: each)
 
 

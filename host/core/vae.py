@@ -391,7 +391,7 @@ def lost_masks(network: nn.Module, attention: Attention) -> Iterator[tuple[nn.Mo
         Tencent-Hunyuan/HunyuanVideo and -1.5: prepare_causal_attention_mask in the middle block.
         genmoai/mochi, src/genmo/mochi_preview/vae/models.py: is_causal=True.
     """
-    if not _is_3d(network):
+    if not any(isinstance(module, nn.Conv3d) for module in network.modules()):
         return
     for module in network.modules():
         if is_foreign(type(module).forward):
@@ -438,7 +438,3 @@ def _is_over_frames(module: Any) -> bool:
         and {"num_heads", "head_dim", "qk_norm"} <= vars(module).keys()
         and parts["qkv"].out_features == 3 * module.num_heads * module.head_dim
     )
-
-
-def _is_3d(network: nn.Module) -> bool:
-    return any(isinstance(module, nn.Conv3d) for module in network.modules())

@@ -245,6 +245,8 @@ def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, 
             pipeline = _passed_on(prompt, node, pipeline)
             given = {**_pictured(prompt, node, pipeline), "texts": _texts(prompt, node, pipeline)}
             plain = own_inputs(pipeline, {**given, **plain}, lambda _: None)
+        elif not entry["inputs"].get("negative_prompt"):
+            plain.pop("text_guidance", None)  # which has no effect then
         run, stages_in, times_in = RUNS[entry["class_type"]](plain, pipeline)
     except PackError as error:
         return {"error": error_message(error)}

@@ -74,6 +74,8 @@ def delight_image(pipeline: PaintPipeline, picture: Tensor, settings: DelightSet
         if avoided:
             negative = encoded_prompt(pipeline, avoided, progress)
             text = torch.cat((negative, negative, text))
+        elif settings.text_guidance != 1:
+            progress.notify("text_guidance has no effect without negative_prompt")
         device, dtype = pipeline.offloader.device, pipeline.precision.vae
         need = vae_bytes(ENCODED, settings.size, dtype)
         with stage(pipeline, "encoding", "vae", need, run, progress) as module:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...compat.device.execution import checked_layers, generator_for, to_host
 from ...compat.device.facts import empty_cache
 from ...compat.device.failures import DEVICE_ERRORS, is_shortage
-from ...compat.errors import InputError, remember, require_range
+from ...compat.errors import InputError, require_range, sentence
 from ...compat.memory.offloader import Offloader
 from ...compat.memory.parts import ProgressStage, Silent, tell_once
 from ...compat.memory.statistics import stage_cost
@@ -115,9 +115,9 @@ def explained(what: str, device: object, fix: str) -> Iterator[None]:
         if not is_shortage(error):
             raise
         found, expected = f"out of memory while {what} on {device}", "more free memory on this device"
-        text = f"{found}; expected {expected}. {fix}\n{' '.join(str(error).split())}"
+        text = f"{sentence(found, expected, fix)}\n{' '.join(str(error).split())}"
         # ComfyUI unloads all models where it sees this class, so that the next try has more room.
-        raise torch.OutOfMemoryError(remember(text, found, expected, fix)) from error
+        raise torch.OutOfMemoryError(text) from error
 
 
 @contextmanager

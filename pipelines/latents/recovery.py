@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ...compat.checkpoints.latents import metadata_of, read_record, record_in
+from ...compat.device.facts import value_or
 from ...compat.errors import CheckpointError, PackError
 from ..base import Latents
 from ..sampling.resume import SectionState
@@ -225,10 +226,7 @@ def _sweep(folder: Path, newest: Path) -> None:
 
 
 def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # removed by another process
-        return 0.0
+    return value_or(lambda: path.stat().st_mtime, 0.0)  # another process may have removed it
 
 
 def _new_id(family: str, seed: int) -> str:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import lt
 from pathlib import Path
 from typing import Any
 
@@ -182,8 +183,9 @@ def _is_extra(extra: Any) -> bool:
     if not isinstance(extra, dict):
         return False
     lengths, state = extra.get("section_lengths", []), extra.get("generator_state", "")
-    whole = isinstance(lengths, list) and all(type(length) is int for length in lengths)
-    numbers = all(type(extra.get(name, 0)) in (int, float, bool) for name in ("window", "drop_frames"))
+    window, dropped = extra.get("window", 0), extra.get("drop_frames", 0)
+    whole = isinstance(lengths, list) and all(type(number) is int for number in (window, dropped, *lengths))
+    whole = whole and all(map(lt, [0, *lengths], lengths)) and (not lengths or 0 < window <= LARGEST_SIDE)
     sides = [extra.get(name, LARGEST_SIDE) for name in FINAL]
     sizes = all(type(side) is int and 0 < side <= LARGEST_SIDE for side in sides)
-    return whole and numbers and sizes and isinstance(state, str) and HEX.fullmatch(state) is not None
+    return whole and sizes and isinstance(state, str) and HEX.fullmatch(state) is not None

@@ -256,7 +256,9 @@ class Alphas:
         self.values = list(rows.values())
         self.ends: dict[str, int] = {}
         self.patterns: list[tuple[int, re.Pattern[str]]] = []
-        for index, key in enumerate(rows):
+        for index, (key, value) in enumerate(rows.items()):
+            if not _plausible(value):
+                raise ValueError(f"{value!r} is no strength")
             if re.fullmatch(r"(\w|-|\\?\.)+", key):
                 self.ends.setdefault(key.replace("\\", ""), index)
                 continue
@@ -301,20 +303,13 @@ def _scales(
 
 def _pattern(trained: Mapping[str, Any], name: str) -> Alphas:
     try:
-        return Alphas({str(key): _number(value) for key, value in (trained.get(name) or {}).items()})
+        return Alphas({str(key): value for key, value in (trained.get(name) or {}).items()})
     except (ArithmeticError, AttributeError, TypeError, ValueError, re.error) as error:
         raise CheckpointError(
             f"{name} {str(trained[name])[:60]} of a LoRA ({first_line(error)})",
             expected="patterns of layers with a number for each",
             fix="Export the LoRA again, or correct its adapter_config.json.",
         ) from error
-
-
-def _number(value: Any) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"{number} is no strength")
-    return number
 
 
 def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from ...compat.checkpoints.weights import is_view, read_json, read_sides, read_t
 from ...compat.decision import Decision
 from ...compat.device import probes
 from ...compat.device.execution import HOST
-from ...compat.device.facts import DeviceFacts, facts_for, locks_host_memory
+from ...compat.device.facts import DeviceFacts, facts_for, locks_host_memory, value_or
 from ...compat.device.failures import is_shortage
 from ...compat.device.precision import FP32, Precision
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.quirks import policy_for
-from ...compat.errors import CheckpointError, MissingPackageError, UnsupportedError, first_line, remember
+from ...compat.errors import CheckpointError, MissingPackageError, UnsupportedError, first_line, sentence
 from ...compat.memory.offloader import DISK, HostWeights, Views, choose_host_weights, mark_views
 from ...compat.memory.parts import PartBytes, denoises, part_bytes, role_of
 from ...compat.memory.statistics import GIGABYTE, amount_of, reading_of
@@ -280,15 +280,12 @@ def _casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
             raise
         found, fix = f"no free memory on {device}", "Close other programs that use this device, or choose another one."
         expected = "room for 128 KB, to ask how it casts, and for one layer"
-        raise torch.OutOfMemoryError(remember(f"{found}; expected {expected}. {fix}", found, expected, fix)) from error
+        raise torch.OutOfMemoryError(sentence(found, expected, fix)) from error
 
 
 def has_eight_bits(device: torch.device) -> bool:
     """Tell whether ``device`` holds float8 tensors and casts them right."""
-    try:
-        return not probes.eight_bits(device)
-    except (RuntimeError, NotImplementedError, TypeError):
-        return False
+    return value_or(lambda: not probes.eight_bits(device), False)
 
 
 def storage_step(files: Mapping[str, PartFiles]) -> Step:

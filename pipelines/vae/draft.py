@@ -16,6 +16,7 @@ from torch import nn
 from ...compat.checkpoints.pickled import pickled_tensors
 from ...compat.checkpoints.weights import tensor_file
 from ...compat.device.execution import placed, to_host
+from ...compat.device.facts import value_or
 from ...compat.device.quirks import convolution_switches, policy_for
 from ...compat.errors import CheckpointError, UnsupportedError
 from ...compat.memory.transfer import transfer_for
@@ -119,10 +120,8 @@ def tiny_decoder(spec: FamilySpec, folders: Sequence[Path]) -> tuple[Path, Netwo
 
 
 def _files_in(folder: Path) -> list[Path]:
-    try:
-        return sorted(file for file in folder.iterdir() if file.suffix in ENDINGS)
-    except OSError:  # a folder that is not there, or a share that is gone
-        return []
+    """The files of a folder, none of one that is not there, or whose share is gone."""
+    return value_or(lambda: sorted(file for file in folder.iterdir() if file.suffix in ENDINGS), [])
 
 
 def _network(file: Path, row: TinyDecoder, spec: FamilySpec) -> Network | None:

@@ -19,7 +19,7 @@ from ...compat.device.facts import device_fault, empty_cache
 from ...compat.device.failures import DEVICE_ERRORS, KERNEL, MEMORY, failure_kind
 from ...compat.device.quirks import convolution_switches
 from ...compat.doctor import examine, not_finite, one_colour
-from ...compat.errors import UnsupportedError, first_line, remember
+from ...compat.errors import UnsupportedError, first_line, sentence
 from ...compat.memory.parts import Undo
 from ...compat.memory.transfer import Transfer, casts_wrongly, transfer_for
 from ...compat.output_check import BROKEN, CAST, COLOUR, InvalidOutputError, Validator, require_finite
@@ -252,9 +252,9 @@ class VaeRunner:
             again, less = "decode again with method auto", "make a smaller or shorter video"
             other = again if self.plan.form.method == FULL else less
             advice = f"The input is kept. Choose offload model or group on the load node, or {other}."
-            short, expected = f"{text}; no room for {stage} {self.plan.method}", "more free memory"
+            short = f"{text}; no room for {stage} {self.plan.method}"
             own = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
-            return own(remember(f"{short}; expected {expected}. {advice}", short, expected, advice))
+            return own(sentence(short, "more free memory", advice))
         if not kind or (kind == KERNEL and (self.device.type == HOST.type or device_fault(self.device))):
             return None
         what = f"the VAE failed ({text})" if kind == KERNEL else f"the VAE gave {text}"

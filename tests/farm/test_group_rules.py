@@ -129,7 +129,7 @@ def test_a_group_gives_its_leaders_record_and_passes_on_how_far_it_is(
     formed: Any, recorded: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray, renderer = formed
-    renderer._form()
+    renderer._form(Silent())
     progress = recorded()
     assert renderer._result([Call("record", True), Call("other", True)], progress) == "record"
     assert (progress.steps, progress.said, ray.kills) == ([(3, 8, "sampling")], ["tiles"], 0)
@@ -137,7 +137,7 @@ def test_a_group_gives_its_leaders_record_and_passes_on_how_far_it_is(
     renderer._give_up()
     monkeypatch.setattr(PaperRank, "device", "unlike")
     with pytest.raises(UnsupportedError, match="expected alike devices"):
-        renderer._form()
+        renderer._form(Silent())
     assert ray.kills == 4 and not renderer._ranks
 
 
@@ -157,7 +157,7 @@ LEFT = Outcome(LOST, "left alone")
 )
 def test_a_group_ends_with_the_cause(formed: Any, answers: Any, status: str, text: str, kills: int) -> None:
     ray, renderer = formed
-    renderer._form()
+    renderer._form(Silent())
     with pytest.raises(Ended) as ended:
         renderer._result([Call(each, each is not None) for each in answers], Silent())
     assert (ended.value.outcome.status, ray.kills) == (status, kills) and text in ended.value.outcome.text
@@ -166,9 +166,13 @@ def test_a_group_ends_with_the_cause(formed: Any, answers: Any, status: str, tex
 @pytest.mark.parametrize(("answered", "kills"), [(True, 0), (False, 2)])
 def test_a_cancel_reaches_every_rank_and_ends_those_that_are_late(formed: Any, answered: bool, kills: int) -> None:
     ray, renderer = formed
-    renderer._form()
     progress = Silent()
     progress.check = lambda: (_ for _ in ()).throw(RenderCancelled)  # type: ignore[method-assign]
+    with pytest.raises(RenderCancelled):  # of ranks that do not come up
+        renderer._form(progress)
+    assert (ray.kills, renderer._ranks) == (2, [])
+    ray.kills = 0
+    renderer._form(Silent())
     with pytest.raises(RenderCancelled):
         renderer._result([Call("record", True), Call("other", answered)], progress)
     assert (PaperRank.cancelled, ray.kills) == (2, kills)

@@ -236,7 +236,7 @@ def test_a_triton_that_cannot_be_imported_is_no_triton(monkeypatch: pytest.Monke
 
 @pytest.fixture(autouse=True)
 def no_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults: dict[str, str] = {}
+    faults: dict[tuple[str, torch.device, torch.dtype], str] = {}
     for module in (library, fused):
         monkeypatch.setattr(module, "FAULTS", faults)
 
@@ -252,9 +252,10 @@ def test_a_kernel_that_cannot_be_built_leaves_its_reference(error: BaseException
     x = torch.zeros(2)
     assert torch.equal(launch(x), x + 1) and torch.equal(launch(x), x + 1)
     assert str(FusionPoints("auto")).endswith(
-        f"the kernel broken failed, its reference runs: {library.FAULTS['broken']}"
+        f"the kernel broken failed on cpu in fp32, its reference runs: {next(iter(library.FAULTS.values()))}"
     )
     assert len(calls) == 1 and caplog.text.count("its reference runs from now on") == 1
+    assert torch.equal(launch(x.half()), x.half() + 1) and len(calls) == 2, "a fault is one of its dtype and its card"
     with library.failures_raise(), pytest.raises(type(error)):
         launch(x)
 

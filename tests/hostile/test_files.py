@@ -171,7 +171,15 @@ RECORD = {"kind": "latent", "family": "ltx", "task": "text", "frames": 9, "heigh
 RECORD |= {"seed": 1, "space": "vae", "version": 1, "shape": [1, 4, 2, 1, 1]}
 WRONG = {
     "fps": ["fast", None, float("nan"), -1, True, [8], 10**310],
-    "extra": [{"generator_state": "no hex"}, {"generator_state": "abc"}, {"section_lengths": "x"}, {"window": "9"}],
+    "extra": [
+        {"generator_state": "no hex"},
+        {"generator_state": "abc"},
+        {"section_lengths": "x"},
+        {"window": "9"},
+        *({"section_lengths": [1, 2], "window": window} for window in (0, -1, float("nan"))),
+        *({"section_lengths": lengths, "window": 1} for lengths in ([2, 1], [0])),
+        {"section_lengths": [2]},
+    ],
     "family": [3, None],
 }
 

@@ -23,7 +23,7 @@ SHAPE = (1, 16, 9, 32, 32)
 def latents(seed: int) -> Latents:
     """Latents whose every value follows from the seed."""
     samples = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
-    return Latents(samples, "framepack", "image", 33, 256, 256, 30.0, seed, extra={"section_lengths": [1]})
+    return Latents(samples, "framepack", "image", 33, 256, 256, 30.0, seed, extra={"section_lengths": [1], "window": 9})
 
 
 def write(folder: Path) -> None:

@@ -201,7 +201,7 @@ def test_each_result_of_our_operations_is_checked(dtype: torch.dtype) -> None:
 def test_a_wrong_power_of_a_scaled_product_is_replaced_with_its_product(
     acc, tmp_path: Path, factors: tuple[float, float], right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard_module, "FAULTS", faults := dict[str, str]())
+    monkeypatch.setattr(guard_module, "FAULTS", faults := dict[Any, str]())
     operation, store = getattr(torch.ops, library.NAMESPACE).swiglu.default, store_of(acc, tmp_path)
 
     def launched(x: Tensor, room: float | None) -> tuple[Tensor, ...]:

@@ -286,7 +286,7 @@ def test_a_probe_that_raises_is_kept_with_its_message(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("tried to allocate 8 GiB"), RuntimeError("UR_RESULT_ERROR_OUT_OF_RESOURCES")]
+    "error", [torch.OutOfMemoryError("8 GiB"), RuntimeError("UR_RESULT_ERROR_OUT_OF_RESOURCES"), OSError(28, "full")]
 )
 def test_out_of_memory_says_nothing_about_the_device_and_is_not_kept(tmp_path, error):
     def hungry(device):

@@ -1,6 +1,7 @@
 """Fused blocks: every site of every published model, never further from fp64 than upstream, and put back as it was."""
 
 import copy
+import errno
 import importlib
 from contextlib import contextmanager
 from typing import Any
@@ -523,11 +524,11 @@ def test_an_operation_that_is_wrong_here_is_left_to_its_reference_alone_and_aske
 ) -> None:
     asked: list[Any] = []
 
-    full: list[str] = []
+    full: list[Exception] = []
 
     def tests(_device: Any, _form: str, operations: Any, dtypes: Any) -> Any:
-        for fault in full:
-            yield SelfTest("swiglu", dtypes[0], launched=False, error=1.0, bound=0, milliseconds=0, fault=fault)
+        for cause in full:
+            yield SelfTest("swiglu", dtypes[0], launched=False, error=1.0, bound=0, milliseconds=0, cause=cause)
             return
         asked.append((operations, dtypes))
         for name, error in (("normalized", 0.0), ("swiglu", 1.0)):
@@ -536,7 +537,10 @@ def test_an_operation_that_is_wrong_here_is_left_to_its_reference_alone_and_aske
     monkeypatch.setattr(fused, "self_tests", tests)
     monkeypatch.setattr(fused, "FAULTS", {})
     store = ProbeStore(facts_for("cpu"))
-    for full[:] in (["OutOfMemoryError: CUDA out of memory. Tried to allocate 2 MiB"], [], []):
+    passing = (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB"), OSError(errno.ENOSPC, "full"))
+    for full[:] in ([passing[0]], [passing[1]], [], []):
         fused.leave_wrong(torch.device("cpu"), torch.float16, store, of_vae=False)
-    assert fused.FAULTS == {"swiglu": "swiglu float16: WRONG (kernel, error 1.0e+00, allowed 1.0e-03)"}
+    fault = "swiglu float16: WRONG (kernel, error 1.0e+00, allowed 1.0e-03)"
+    wrong = {("swiglu", torch.device("cpu"), dtype): fault for dtype in (torch.float16, torch.float32)}
+    assert wrong == fused.FAULTS
     assert asked == [(BLOCK_OPERATIONS, (torch.float16,))]

@@ -80,11 +80,11 @@ def test_guidance_by_prompt_and_picture_is_the_published_one(delight, monkeypatc
 
 
 @any_text()
-def test_guidance_by_the_picture_is_off_until_it_is_chosen(delight):
-    calls, settings = [], DelightSettings(size=64, steps=2)
+def test_guidance_by_the_picture_is_off_until_it_is_chosen(delight, recorded):
+    calls, settings, watched = [], DelightSettings(size=64, steps=2), recorded()
     handle = delight.parts.read("unet").register_forward_hook(lambda _m, given, _o: calls.append(given[0].shape[0]))
-    plain = delight_image(delight, picture("wrap_rgba_input"), settings)
-    assert plain.shape == (64, 64, 3)
+    plain = delight_image(delight, picture("wrap_rgba_input"), replace(settings, text_guidance=5.0), watched)
+    assert plain.shape == (64, 64, 3) and "text_guidance has no effect without negative_prompt" in watched.said
     guided = delight_image(delight, picture("wrap_rgba_input"), replace(settings, image_guidance=1.5))
     handle.remove()
     assert calls == [1, 1, 2, 2]

@@ -30,6 +30,7 @@ from anygpu.pipelines.families.framepack import sections
 from anygpu.pipelines.families.framepack.pipeline import guess_variant, resume_key
 from anygpu.pipelines.family import FITS
 from anygpu.pipelines.files.evidence import Evidence, names_around
+from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.load import folder as loading
 from anygpu.pipelines.sampling import resume
 from anygpu.pipelines.sampling.schedules import FlowUniPC
@@ -514,14 +515,17 @@ def test_auto_is_the_publishers_solver(run: Any) -> None:
     assert torch.equal(auto, named) and _distance(auto, _sampled(made, 1, steps=4).samples) > 1e-3
 
 
-def test_latents_without_sections_decode_in_one_go(run: Any, recorded: Any) -> None:
-    made, watched = run(I2V), recorded()
+def test_latents_without_sections_decode_in_one_go(run: Any, recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, watched, running, cells = run(I2V), recorded(), stages.running, []
     latents = _sampled(made, 1)
+    cuts = lambda size: [frames for frames, *_ in counts._cuts(made.pipeline, size)]  # noqa: E731
+    monkeypatch.setattr(stages, "running", lambda *of: cells.append(cuts(of[-1]().size)) or running(*of))
     whole = stages.decode(made.pipeline, replace(latents, extra={}), Silent())
     assert torch.equal(whole, stages.decode(made.pipeline, latents, Silent()))
     cut = replace(latents, samples=latents.samples[:, :, :2])
     assert len(stages.decode(made.pipeline, cut, watched)) == 5
     assert watched.said == ["2 latent frames where sampling left 3: decoded all at once"]
+    assert cells == [[3], [3], [2]], "the forecast counts them so, too"
 
 
 # What is refused, and how it is loaded ----------------------------------------------------------------------------

@@ -33,6 +33,8 @@ from anygpu.pipelines.load.lora import with_lora
 from anygpu.pipelines.pictures import fitted
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
+from anygpu.pipelines.sampling import loop
+from anygpu.pipelines.sizes import beside_transformer
 from anygpu.pipelines.text.t5 import batched
 from diffusers import LTXConditionPipeline
 from safetensors.torch import save_file
@@ -560,6 +562,8 @@ def test_a_control_clip_stands_beside_the_video(
     image = stages.encode_image(pipeline, request, "stretch", Silent())
     assert image.beside == {1: 17, 2: 5}[factor] and image.sources[-1].control
     counts: list[int] = []
+    room = lambda *given, **more: counts.append(more["beside"]) or beside_transformer(*given, **more)  # noqa: E731
+    monkeypatch.setattr(loop, "beside_transformer", room)
     with condition.pipeline.offloader.hold("transformer") as module:
         hook = module.register_forward_pre_hook(
             lambda _, __, given: counts.append(given["hidden_states"].shape[1]), with_kwargs=True
@@ -569,6 +573,7 @@ def test_a_control_clip_stands_beside_the_video(
         hook.remove()
     with torch.no_grad():
         expected = by_hand(condition, CLIP, strength, picture, factor)
+    assert counts.pop(0) == image.beside, "the transformer is held with room for it"
     assert set(counts) == {16 * factor**2 + 12 - (0 if picture is None else 4)}
     torch.testing.assert_close(made.samples, expected, atol=2e-5, rtol=1e-4)
 

@@ -330,6 +330,15 @@ def test_weights_that_cannot_be_right_are_named(tiny_folder, tmp_path, value, wo
         load(LoadRequest(model, device="cpu", precision="fp32", weights="as in file")).parts["transformer"]
 
 
+def test_a_weight_that_fp16_cannot_hold_leaves_all_layers_as_they_were():
+    blocks = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4)) for _ in range(2))).requires_grad_(False)
+    blocks[1][0].weight[0, 0] = 1e6
+    before = [tensor.clone() for tensor in blocks.parameters()]
+    with pytest.raises(UnsupportedError, match=r"weights of 1\.0 up to 1e\+06 as fp16; expected at most 65504"):
+        packed.packed(blocks, "fp16")
+    assert all(map(torch.equal, before, blocks.parameters()))
+
+
 @pytest.mark.parametrize("model", ["mochi", pytest.param("hunyuan_video_15", marks=pytest.mark.full)])
 def test_t5_makes_a_weight_dense_only_to_compute_with_it(tiny_folder, monkeypatch, model):
     """Its feed-forward asks for the dtype of a weight twice, and each time all of it was made.

@@ -275,7 +275,7 @@ ENDLESS = [{end: 2} for end in ("(t+)+", "(t|tt)*q", "t*r*a*q", ".*.*q", "t?t?q"
 ENDLESS += [{f"b{index}+": 2 for index in range(9)}]
 
 
-NO_NUMBERS = [{"to_q": number} for number in ("two", 10**400, math.inf)]
+NO_NUMBERS = [{"to_q": number} for number in ("two", 10**400, math.inf, 1e10)]
 
 
 @pytest.mark.parametrize("pattern", [["to_q"], {"(": 2}, *NO_NUMBERS, *ENDLESS], ids=lambda given: str(given)[:40])

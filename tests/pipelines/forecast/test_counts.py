@@ -14,7 +14,8 @@ from anygpu.pipelines.families.framepack.sections import INVERTED, VANILLA, Plan
 from anygpu.pipelines.families.hunyuan_video.spec import BLOCKS
 from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.forecast.seconds import planned_run
-from anygpu.pipelines.sizes import Size, latent_shape, sampling_bytes
+from anygpu.pipelines.sampling import loop
+from anygpu.pipelines.sizes import Size, beside_transformer, latent_shape, sampling_bytes
 from simulated.test_families import CASES, PICTURE, loaded_for
 
 OFF = 0.02
@@ -68,8 +69,10 @@ def test_a_picture_is_counted_within_two_percent(tiny_folder, name):
 
 
 @pytest.mark.parametrize("variant", ["framepack", pytest.param("framepack_f1", marks=pytest.mark.full)])
-def test_a_clip_and_prompts_by_time_are_counted_within_two_percent(tiny_folder, variant):
+def test_a_clip_and_prompts_by_time_are_counted_within_two_percent(tiny_folder, monkeypatch, variant):
     """Of three sections, which see more of a clip than of a picture; and what a step holds of them in memory."""
+    room = []
+    monkeypatch.setattr(loop, "beside_transformer", lambda *all, **more: room.append((all, more)) or 0)
     pipeline = loaded_for(CASES["framepack"], tiny_folder, "cpu")
     pipeline = replace(pipeline, model=replace(pipeline.model, variant=variant))
     clip, silent, asked = PICTURE.expand(108, -1, -1, -1), Silent(), FramePackSettings(3 * 16 / 30, window=4)
@@ -90,6 +93,8 @@ def test_a_clip_and_prompts_by_time_are_counted_within_two_percent(tiny_folder, 
     with_clip, alone = (sum(plan.context(0)) for plan in plans)
     assert pipeline.spec.memory.clip.seen[variant] == with_clip - alone
     assert sampling_bytes(pipeline, size) > sampling_bytes(pipeline, replace(size, clip=False))
+    ((given, more),) = room
+    assert more == {"clip": True} and beside_transformer(*given, **more) > beside_transformer(*given)
 
 
 SIGN = 'a red fox beside a sign that says "Beware of the fox"'  # of which HunyuanVideo 1.5 draws the letters

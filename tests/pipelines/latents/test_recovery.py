@@ -13,7 +13,8 @@ from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.sampling.resume import SectionState
 
 SAMPLES = torch.randn(1, 16, 3, 4, 6)
-EXTRA = {"generator_state": torch.Generator().get_state().numpy().tobytes(), "section_lengths": [2], "prompt": "a cat"}
+EXTRA = {"generator_state": torch.Generator().get_state().numpy().tobytes(), "section_lengths": [2]}
+EXTRA |= {"window": 9, "prompt": "a cat"}
 LATENTS = Latents(SAMPLES, "framepack", "image", 9, 32, 48, 24.0, 7, extra=EXTRA)
 
 

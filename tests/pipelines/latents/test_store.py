@@ -19,7 +19,8 @@ from anygpu.pipelines.latents.store import Origin, kind_of, load_latent, save_la
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
 
-EXTRA = {"generator_state": bytes(range(256)), "section_lengths": [2, 4], "drop_frames": 4, "prompt": "ein Fuchs 狐"}
+EXTRA = {"generator_state": bytes(range(256)), "section_lengths": [2, 4], "window": 2, "drop_frames": 4}
+EXTRA |= {"prompt": "ein Fuchs 狐"}
 LATENTS = Latents(torch.randn(1, 16, 3, 4, 6), "framepack", "image", 9, 32, 48, 29.97, 2**64 - 1, extra=EXTRA)
 PROMPT = Prompt(
     "framepack",
