@@ -80,9 +80,6 @@ class Printed:
 
         tqdm.write(text, file=sys.stderr)
 
-    def cost(self, text: str) -> None:
-        self.notify(text)
-
 
 def report(arguments: argparse.Namespace) -> int:
     from .pipelines.report import hardware_report
@@ -97,7 +94,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 def _share(arguments: argparse.Namespace) -> int:
     """Show this machine as a file that may be shared, and write it; a terminal is asked first."""
-    from .compat.durable import replacing
+    from .compat.durable import write_file
     from .pipelines.records.machines import HINT, this_machine
     from .pipelines.report import precisions
 
@@ -108,9 +105,7 @@ def _share(arguments: argparse.Namespace) -> int:
     if sys.stdin.isatty() and input(f"Write this to {path}? [y/N] ").strip().lower() not in ("y", "yes"):
         print("nothing was written")
         return 0
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    print(f"{path}: {HINT}")
+    print(f"{write_file(path, text)}: {HINT}")
     return 0
 
 

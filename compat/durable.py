@@ -49,8 +49,14 @@ def saved_json(path: Path) -> Any:
 
 def write_json(path: Path, value: Any, indent: int | None = None, synced: bool = True) -> None:
     """Replace a JSON file as :func:`replacing` does; raises OSError where it cannot be written."""
+    write_file(path, json.dumps(value, indent=indent), synced)
+
+
+def write_file(path: Path, content: str | bytes, synced: bool = True) -> Path:
+    """Replace a file as :func:`replacing` does and return ``path``; of half a character in a text, JSON's escape."""
     with replacing(path, synced=synced) as temporary:
-        temporary.write_text(json.dumps(value, indent=indent), encoding="utf-8")
+        temporary.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+    return path
 
 
 def require_writable(path: Path, needed_bytes: int, name: str) -> None:

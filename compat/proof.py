@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from .device.facts import GIBIBYTE, DeviceFacts
-from .durable import replacing
+from .durable import write_file
 from .errors import InputError, first_line
 from .records import FIX, json_in, parse, plain, shown
 from .redaction import own_names, redact
@@ -108,18 +108,18 @@ def run_parts(
             notify(f"{seconds:g} s are over: the same command goes on at part {number}")
             break
         notify(head)
-        _write(path, replace(proof, running=part.name).text())
+        write_file(path, replace(proof, running=part.name).text())
         try:
             figures = tuple(figures_of(part))
         except KeyboardInterrupt:
-            _write(path, proof.text())
+            write_file(path, proof.text())
             raise
         proof = replace(proof, parts=(*proof.parts, Finished(part.name, round(clock() - started, 2), figures)))
-        _write(path, proof.text())
+        write_file(path, proof.text())
         release()
         faults = [f"  {figure.what}: {figure.fault}" for figure in figures if figure.fault]
         notify("\n".join([f"  {len(figures)} figures", *faults]))
-    _write(path.with_suffix(".svg"), picture(proof))
+    write_file(path.with_suffix(".svg"), picture(proof))
     return proof
 
 
@@ -149,11 +149,6 @@ def _opened(path: Path, fresh: Proof) -> Proof:
         raise InputError(found, expected=expected, fix="Choose another --output.")
     dead = [Finished(name, 0.0, (Figure(name, fault=ENDED),)) for name in filter(None, (proof.running,))]
     return replace(proof, running="", parts=(*proof.parts, *dead))
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
 
 
 def picture(proof: Proof) -> str:

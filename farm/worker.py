@@ -15,7 +15,7 @@ import torch
 
 from ..compat.device.execution import to_host
 from ..compat.device.facts import default_device, device_count
-from ..compat.durable import replacing, require_writable
+from ..compat.durable import require_writable, write_file
 from ..compat.errors import InputError, MissingPackageError, PackError, first_line
 from ..compat.ranks import RankLost
 from ..compat.ray_clusters import own_devices, token_mode
@@ -137,8 +137,7 @@ class Worker:
         path = JobFolder(self.renderer.folder).results / f".{secrets.token_hex(8)}.proof"
         try:
             require_writable(path, OUTPUT_BYTES, "the folder of jobs")
-            with replacing(path) as temporary:
-                temporary.write_bytes(path.name.encode())
+            write_file(path, path.name)
             same = path.read_bytes() == path.name.encode()
             path.unlink()
         except Exception as error:  # of the system's many kinds

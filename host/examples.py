@@ -11,7 +11,7 @@ import folder_paths
 import torch
 from torch.nn.functional import interpolate
 
-from ..compat.durable import replacing
+from ..compat.durable import write_file
 from ..pipelines.demo.scenes import EXAMPLE, first_frame
 from .api import InputImpl, Types
 
@@ -30,8 +30,7 @@ def _added(path: Path, content: Callable[[], bytes]) -> bool:
     made = None if path.exists() else content()
     if made is None or path.exists():
         return False
-    with replacing(path) as temporary:
-        temporary.write_bytes(made)
+    write_file(path, made)
     return True
 
 

@@ -137,9 +137,6 @@ class NodeProgress:
             self.lines.append(text)
             log.info("AnyGPU: %s", text)
 
-    def cost(self, text: str) -> None:
-        self.notify(text)
-
     def show(self) -> None:
         self._send("\n".join(self.lines))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..compat.checkpoints.identity import picture_content, values_hash
 from ..compat.decision import AUTO
 from ..compat.device.execution import to_host
-from ..compat.durable import replacing
+from ..compat.durable import write_file
 from ..compat.errors import CheckpointError, InputError
 from ..compat.memory.parts import Silent
 from ..compat.records import WITHOUT, json_in, plain
@@ -163,9 +163,7 @@ class Textured:
         return glb_of(self.mesh, made.colour, both, **receipts.tags_for(self.receipt))
 
     def write(self, path: Path) -> Path:
-        with replacing(path) as temporary:
-            temporary.write_bytes(self.glb())
-        return path
+        return write_file(path, self.glb())
 
 
 def run(

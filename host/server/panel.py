@@ -26,6 +26,7 @@ from ...pipelines.report import precisions
 from .. import folders, memory_manager
 
 _lock = threading.Lock()
+_facts_of, _tooltip_of = functools.cache(facts_for), functools.cache(decisions.limit_tooltip)
 _last: dict[str, Any] = {"prompt": "", "client": None, "began": 0.0, "nodes": {}}
 
 
@@ -35,7 +36,7 @@ def facts() -> DeviceFacts:
 
 
 def limit_tooltip(name: str) -> str:
-    return _limit_tooltip(str(memory_manager.compute_device()), name)
+    return _tooltip_of(facts(), name)
 
 
 def first_run() -> str:
@@ -110,16 +111,6 @@ def error_message(error: PackError) -> dict[str, str]:
     return {"found": error.found, "expected": error.expected, "fix": error.fix}
 
 
-@functools.cache
-def _facts_of(device: str) -> DeviceFacts:
-    return facts_for(device)
-
-
-@functools.cache
-def _limit_tooltip(device: str, name: str) -> str:
-    return decisions.limit_tooltip(_facts_of(device), name)
-
-
 class NodeRun:
     """One node of one run; time is attributed to the stage whose step ended it."""
 
@@ -154,15 +145,11 @@ class NodeRun:
         self._moment = now
 
 
-def was_queued_by(client: str) -> bool:
-    with _lock:
-        return bool(_last["client"] == client)
-
-
 def last_run() -> dict[str, Any]:
+    """The last run's ``prompt``, ``client``, when it ``began``, and a copy of its ``nodes``."""
     with _lock:
         nodes = {node: {**entry, "stages": dict(entry["stages"])} for node, entry in _last["nodes"].items()}
-        return {"prompt": _last["prompt"], "nodes": nodes}
+        return {**_last, "nodes": nodes}
 
 
 def stop(node_id: str | None, how: str) -> dict[str, Any] | None:
@@ -172,11 +159,6 @@ def stop(node_id: str | None, how: str) -> dict[str, Any] | None:
             return None
         entry.update(status=f"{how} at {entry['status']}" if entry["status"] else how, done=True)
         return {**entry, "stages": dict(entry["stages"])}
-
-
-def began() -> float:
-    with _lock:
-        return float(_last["began"])
 
 
 def _enter(node_id: str, prompt: str, entry: dict[str, Any]) -> None:

@@ -46,11 +46,11 @@ async def english(request: web.Request) -> web.Response:
 
 async def run(request: web.Request) -> Any:
     """The last run, its costs and changes; nothing where ``client_id`` is not the window that queued it."""
-    client = request.query.get("client_id")
-    if client is not None and not panel.was_queued_by(client):
+    client, last = request.query.get("client_id"), panel.last_run()
+    if client not in (None, last.pop("client")):
         return {"prompt": "", "nodes": {}, "costs": [], "changed": None}
-    costs = await asyncio.to_thread(panel.last_costs, panel.began())
-    return {**panel.last_run(), "costs": costs, "changed": await asyncio.to_thread(panel.last_changes)}
+    costs = await asyncio.to_thread(panel.last_costs, last.pop("began"))
+    return {**last, "costs": costs, "changed": await asyncio.to_thread(panel.last_changes)}
 
 
 async def graph(request: web.Request) -> Any:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...compat.device.execution import picture_of, to_host
-from ...compat.durable import replacing
+from ...compat.durable import write_file
 from ...compat.errors import CheckpointError, InputError, PackError, reading_budget
 from ...compat.packages import imported
 from ..choices import MESH_FILES as FORMATS
@@ -395,9 +395,7 @@ def material_of(scene: Any, mesh: Any) -> tuple[dict[str, Tensor], dict[str, Any
 
 
 def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None) -> Path:
-    with replacing(path) as temporary:
-        temporary.write_bytes(glb_of(mesh, texture, metallic_roughness))
-    return path
+    return write_file(path, glb_of(mesh, texture, metallic_roughness))
 
 
 def glb_of(mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None, **extras: str) -> bytes:

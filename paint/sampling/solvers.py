@@ -67,6 +67,8 @@ def velocity_of(noise: Tensor, unit: Tensor, sigma: float) -> Tensor:
 
 def schedule_for(spacing: str, steps: int, zero_snr: bool, shift: float = 1.0) -> NoiseSchedule:
     """The schedule of ``steps`` steps; raises InputError for an unknown spacing, or steps out of range."""
+    import numpy
+
     if not 1 <= steps <= TRAIN_STEPS:
         raise InputError(
             f"steps {steps} for painting", expected=f"1 to {TRAIN_STEPS}", fix="The published samplers take 10 to 50."
@@ -85,24 +87,22 @@ def schedule_for(spacing: str, steps: int, zero_snr: bool, shift: float = 1.0) -
         times = [index * stride + offset for index in reversed(range(steps))]
     else:  # linspace
         times = torch.linspace(TRAIN_STEPS - 1, 0, steps, dtype=torch.float64).tolist()
-    sigmas = [_between(table, time) for time in times]
+    sigmas = numpy.interp(times, range(TRAIN_STEPS), table).tolist()
     start = math.sqrt(sigmas[0] ** 2 + 1) if spacing == "leading" else sigmas[0]  # diffusers' init_noise_sigma
     return NoiseSchedule(tuple(map(float, times)), (*sigmas, 0.0), table, start)
 
 
 def schedule_of(sigmas: Sequence[float], zero_snr: bool, shift: float = 1.0) -> NoiseSchedule:
     """The schedule through ``sigmas``, from noise to 0; raises InputError where they do not fall."""
+    import numpy
+
     if len(sigmas) < 2 or sigmas[-1] < 0 or any(not a > b for a, b in pairwise((math.inf, *sigmas))):
         found = f"{len(sigmas)} sigmas for painting that do not fall"
         fix = "Use a scheduler node for Stable Diffusion, such as Basic Scheduler."
         raise InputError(found, expected="at least two noise levels falling towards 0", fix=fix)
     table = sigma_table(zero_snr, shift)
-    logs, times = table.log(), []
-    for sigma in sigmas[:-1]:
-        level = min(max(math.log(max(sigma, 1e-9)), float(logs[0])), float(logs[-1]))
-        above = min(max(int(torch.searchsorted(logs, level)), 1), TRAIN_STEPS - 1)
-        low, high = float(logs[above - 1]), float(logs[above])
-        times.append(above - 1 + (level - low) / (high - low))
+    logs = [math.log(max(sigma, 1e-9)) for sigma in sigmas[:-1]]
+    times = numpy.interp(logs, table.log(), range(TRAIN_STEPS)).tolist()
     return NoiseSchedule(tuple(times), tuple(map(float, sigmas)), table, float(sigmas[0]))
 
 
@@ -116,12 +116,6 @@ def lcm_schedule(steps: int, zero_snr: bool, shift: float = 1.0) -> NoiseSchedul
     times = [grid[index * LCM_GRID // steps] for index in range(steps)]
     table = sigma_table(zero_snr, shift)
     return NoiseSchedule(tuple(map(float, times)), (*(float(table[time]) for time in times), 0.0), table, 1.0)
-
-
-def _between(table: Tensor, time: float) -> float:
-    below = min(int(time), TRAIN_STEPS - 2)
-    low, high = float(table[below]), float(table[below + 1])
-    return low + (high - low) * (time - below) if time > below else low
 
 
 class EulerAncestral:

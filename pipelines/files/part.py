@@ -24,6 +24,7 @@ from ...compat.checkpoints.weights import described, is_view, outlined_sides, re
 from ...compat.device.failures import is_shortage
 from ...compat.errors import CheckpointError, PackError
 from ...compat.memory.parts import Outline, PackedForm
+from ...compat.records import shown
 from ..base import Progress
 from ..family import FamilySpec
 
@@ -176,8 +177,8 @@ def require_plausible(subject: str, path: Path, config: Mapping[str, Any], rows:
         known = [row[name] for row in rows if row.get(name) is not None]
         if known and value is not None and not name.startswith("_") and not any(_alike(value, one) for one in known):
             raise CheckpointError(
-                f"{name} {_short(value)} of the {subject} in {str(path)!r}",
-                expected=f"a value such as {_short(known[0])}",
+                f"{name} {shown(value)} of the {subject} in {str(path)!r}",
+                expected=f"a value such as {shown(known[0])}",
                 fix="Download this file again, or undo what was changed in it.",
             )
 
@@ -187,7 +188,7 @@ def require_counts(path: Path, config: Mapping[str, Any]) -> None:
     for name, value in config.items():
         if type(value) is int and abs(value) > MOST_TOKENS and "length" not in name:  # 10**30 stands for any length
             raise CheckpointError(
-                f"{name} {_short(value)} in {str(path)!r}",
+                f"{name} {shown(value)} in {str(path)!r}",
                 expected=f"{MOST_TOKENS} at most",
                 fix="Download this file again, or undo what was changed in it.",
             )
@@ -299,8 +300,3 @@ def _number_alike(value: Any, known: float) -> bool:
     if isinstance(known, int) and isinstance(value, float) and not value.is_integer():
         return False
     return abs(value) <= LARGEST * max(abs(known), 1) and (value >= 0 or isinstance(known, float) or known < 0)
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 
 from ...compat.decision import AUTO
-from ...compat.durable import replacing
+from ...compat.durable import write_file
 from ...compat.errors import CheckpointError, InputError
 from ...compat.records import FIX, WITHOUT, json_in, parse, plain, shown, wrong
 from ...compat.transforms.step_cache import OFF, StepCacheSettings
@@ -222,10 +222,7 @@ def read_job(path: Path) -> VideoJob:
 
 def write_job(path: Path, job: VideoJob) -> Path:
     """Write ``job`` to a file, whole or not at all; returns ``path``."""
-    text = json.dumps(job.record(), indent=1, ensure_ascii=False) + "\n"
-    with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # of half a character: JSON's escape
-    return path
+    return write_file(path, json.dumps(job.record(), indent=1, ensure_ascii=False) + "\n")
 
 
 def job_in(record: Any) -> VideoJob:
