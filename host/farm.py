@@ -106,22 +106,21 @@ def queue_meshes(
     seeds: Sequence[int],
     steps: int,
     check: Check,
+    **others: Any,
 ) -> JobList:
+    """A job for each mesh and seed, and for an adapter each of its prompts; ``others`` are further fields of each."""
     from ..paint.jobs import adapter_fields, paint_jobs
     from ..paint.sampling.painting import PaintSettings
 
     encoder, delight = paint_provider_folder(models.image_encoder), models.delight
     content = partial(Places(state=state_folder()).content, check=check)
-    others: dict[str, Any] = {
-        "delight": None if delight == NONE else content(paint_path(delight), delight),
-        "image_encoder": None if encoder is None else content(encoder, models.image_encoder),
-    }
+    others["delight"] = None if delight == NONE else content(paint_path(delight), delight)
+    others["image_encoder"] = None if encoder is None else content(encoder, models.image_encoder)
     model = (paint_path if models.adapter == NONE else base_path)(models.model)
     if models.adapter != NONE:
         adapter = adapter_path(models.adapter)
-        others |= adapter_fields(
-            model, adapter, content(adapter, models.adapter), models.prompts, negative=models.negative
-        )
+        item = content(adapter, models.adapter)
+        others |= adapter_fields(model, adapter, item, models.prompts, models.negative)
     item, painting = content(model, models.model), PaintSettings(steps=steps)
     sources = input_folder(meshes), input_folder(meshes if pictures == NONE else pictures)
     return write_list(folder, name, paint_jobs(item, *sources, seeds, painting, folder.add_input, **others))

@@ -92,8 +92,8 @@ class QueueJobs(io.ComfyNode):
         progress, target = NodeProgress(cls.hidden.unique_id), farm.job_folder(folder)
         if meshes != farm.NONE:
             models = farm.PaintModels(paint_model, delight, image_encoder, adapter, prompts=prompts, negative=negative)
-            jobs = farm.queue_meshes(target, name.strip(), models, meshes, pictures, seeds_in(seeds), steps, progress.check)
-            return cls.queued(jobs, progress)
+            own = target, name.strip(), models, meshes, pictures, seeds_in(seeds), steps, progress.check
+            return cls.queued(farm.queue_meshes(*own, precision=precision, weights=weights), progress)
         path = folders.model_folder(model)
         batch = Batch(
             prompts=prompts_in(prompts),
