@@ -105,10 +105,8 @@ def test_meshes_leave_with_every_model_that_textures_them(server: Server, client
         client.finished(graph.prompt)
         (line,) = lines_of(server.base / "output" / "farm" / f"{name}.jsonl")
         job = job_of(line)
-        assert known(job.model) == (model, content_of(models[model])) and (job.precision, job.weights) == (
-            "fp32",
-            "bin",
-        )
+        assert known(job.model) == (model, content_of(models[model]))
+        assert (job.precision, job.weights) == ("fp32", "bin")
         assert (job.variant, job.paint.size, job.mask) == (
             ("ig2mv", 768, "alpha") if name == "mv" else ("auto", 512, "")
         )
