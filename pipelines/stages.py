@@ -132,7 +132,8 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
         size = Size(usual.width, usual.height, usual.frames)  # a text takes as long for any
         return planned_run(pipeline, size, texts=completed)
 
-    with running(TEXT, pipeline, progress, hint=TEXT_HINT, run=run):
+    on_host = pipeline.offloader.device_of(TEXT.part).type == "cpu"
+    with running(TEXT, pipeline, progress, hint="" if on_host else TEXT_HINT, run=run):
         fit_offload(pipeline, "text", None, progress)
         try:
             for attempt in retries(make_room_and_retry(pipeline, progress, family.files.text_parts, TEXT.again)):

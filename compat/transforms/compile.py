@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..device.execution import COMPILED
+from ..device.failures import is_shortage
 from ..errors import UnsupportedError, require_choice, require_range
 from ..memory.parts import Undo, transformer_blocks
 from .fp16_layers import SETTINGS
@@ -229,7 +230,7 @@ def failure_line(error: BaseException) -> str:
 def _require_compiler_fault(error: BaseException) -> None:
     """Raise what the compiler only passed on: no memory, or a cancel."""
     inner = getattr(error, "inner_exception", None) or error.__cause__
-    if isinstance(inner, torch.OutOfMemoryError) or (inner is not None and not isinstance(inner, Exception)):
+    if inner is not None and (is_shortage(inner) or not isinstance(inner, Exception)):
         raise inner from error
 
 
