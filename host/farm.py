@@ -85,13 +85,9 @@ def picture_folders(suffixes: Sequence[str] = PICTURES) -> list[str]:
     return [NONE, *sorted(folder.relative_to(root).as_posix() for folder in folders)]
 
 
-def mesh_folders() -> list[str]:
-    return picture_folders(MESH_FILES)
-
-
 def input_folder(name: str) -> Path:
     """The folder of a listed name, of pictures or meshes; CheckpointError for any other."""
-    if name == NONE or name not in (*picture_folders(), *mesh_folders()):
+    if name == NONE or name not in (*picture_folders(), *picture_folders(MESH_FILES)):
         expected, fix = "a folder with some in ComfyUI's input folder", "Put one there and press R."
         raise CheckpointError(f"no folder of pictures or meshes {name!r}", expected=expected, fix=fix)
     return Path(folder_paths.get_input_directory()) / name

@@ -149,8 +149,8 @@ def _turn_of(path: Path) -> tuple[bool, int] | None:
     from PIL import ExifTags, Image
 
     with suppress(Exception), Image.open(path) as picture:  # of a file that may hold anything
-        orientation = Image.Image.getexif(picture).get(ExifTags.Base.Orientation, 1)  # a PNG's own decodes it
-        return TURNS.get(orientation, (False, 0))
+        # The base class's getexif, as a PNG's own decodes it.
+        return TURNS.get(Image.Image.getexif(picture).get(ExifTags.Base.Orientation, 1), (False, 0))
     return None
 
 

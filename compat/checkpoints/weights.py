@@ -267,8 +267,7 @@ def _spread(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: Cal
     assert entry.mask is not None
     bits = _read_one(file, entry.mask, None, lambda _bytes: None)
     places = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).flatten().nonzero()[:, 0]
-    stored = STORED[entry.dtype]
-    count = entry.total_bytes // stored.itemsize
+    count = entry.total_bytes // STORED[entry.dtype].itemsize
     if len(places) != count or (count and int(places[-1]) >= math.prod(entry.shape)):
         raise damaged(entry.file, f"a mask of {len(places)} values where {count} are stored")
     plain = replace(entry, shape=(count,), codec="", sides=(), mask=None)

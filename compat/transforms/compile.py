@@ -119,8 +119,7 @@ class Compilation:
         return blocks_of(module)
 
     def _compile(self, block: Any, undo: Undo) -> None:
-        plain = block.forward
-        stock = getattr(plain, "__func__", None)
+        stock = getattr(block.forward, "__func__", None)
         if stock is None or hasattr(block, "_hf_hook"):
             found = f"compile for a {type(block).__name__} that an offloader already moves"
             expected = "a block without offload hooks"

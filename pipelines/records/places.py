@@ -69,8 +69,7 @@ class Places:
         def same(path: Path) -> bool:
             if content_of(path) != content.content:
                 return False
-            whole = whole_of(path, self.state, check) if content.whole else ""
-            return whole in ("", content.whole)
+            return not content.whole or whole_of(path, self.state, check) in ("", content.whole)
 
         if content in self.known:
             return self.known[content]
