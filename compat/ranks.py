@@ -49,8 +49,7 @@ class Ranks:
     def runs(self, count: int) -> list[slice]:
         """``count`` things in order, shared out: a run for each rank, the first ones longer by one at most."""
         lengths = (count // self.size + (rank < count % self.size) for rank in range(self.size))
-        ends = [0, *itertools.accumulate(lengths)]
-        return [slice(first, end) for first, end in itertools.pairwise(ends)]
+        return [slice(*ends) for ends in itertools.pairwise([0, *itertools.accumulate(lengths)])]
 
     def exchange(self, pieces: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
         """Send each rank its one of ``pieces``; what each sent to this rank, of these ``shapes``."""

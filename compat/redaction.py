@@ -13,6 +13,7 @@ from .device.facts import value_or
 PATTERNS = tuple(
     (re.compile(pattern, re.IGNORECASE), mark)
     for pattern, mark in (
+        (r"(?<=')(?:~?/|\\\\)[^'\n]*(?=')|(?<=\")(?:~?/|\\\\)[^\"\n]*(?=\")", "<path>"),  # in quotes, with spaces
         (r"(?:file|https?|ftp|ssh|s3)://[^\s'\"<>]+", "<address>"),
         (r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+", "<mail>"),
         (r"\\\\[^\s\\]+\\[^\s'\",;]*", "<path>"),
@@ -25,7 +26,7 @@ PATTERNS = tuple(
         (r"\b(?:[0-9a-f]{1,4}:){4,7}[0-9a-f]{1,4}\b", "<address>"),
     )
 )
-SHORTEST = 3  # of a name that is looked for in texts
+SHORTEST, WITHIN = 3, 5  # letters of a name that is looked for in texts, and of one that is within other words too
 PLAIN = frozenset(("root", "user", "admin", "home", "localhost", "cpu", "cuda", "gpu", "torch", "linux", "windows"))
 
 
@@ -37,9 +38,10 @@ def own_names() -> tuple[str, ...]:
 
 
 def redact(value: Any, names: Iterable[str]) -> Any:
-    """``value``, of JSON's kinds, in which every text is without paths, addresses, keys and ``names``."""
+    """``value``, of JSON's kinds, whose texts have no paths, addresses, keys or ``names``; names of fields stay."""
     if isinstance(value, dict):
-        return {str(redact(key, names)): redact(item, names) for key, item in value.items()}
+        own = {key: () if str(key).isidentifier() else names for key in value}  # the name of a field is nobody's
+        return {str(redact(key, own[key])): redact(item, names) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [redact(item, names) for item in value]
     if not isinstance(value, str):
@@ -47,5 +49,6 @@ def redact(value: Any, names: Iterable[str]) -> Any:
     for pattern, mark in PATTERNS:
         value = pattern.sub(mark, value)
     for name in sorted(names, key=len, reverse=True):
-        value = re.sub(re.escape(name), "<name>", value, flags=re.IGNORECASE)
+        edges = ("(?<![^\\W_])", "(?![^\\W_])") if len(name) < WITHIN else ("", "")
+        value = re.sub(re.escape(name).join(edges), "<name>", value, flags=re.IGNORECASE)
     return value

@@ -126,7 +126,7 @@ def _exact_attention(
 
 
 def _in_four_axes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[None] if tensor.ndim == 3 else tensor.flatten(0, -4)
+    return tensor[(None,) * (4 - tensor.ndim)] if tensor.ndim < 4 else tensor.flatten(0, -4)
 
 
 def widened(value: Any) -> Any:
@@ -234,8 +234,7 @@ class RepairStore:
         return tuple(repair for repair in repairs if repair.layer and repair.way in MEANINGS)
 
     def add(self, model: str, repair: Repair) -> None:
-        repairs = dict.fromkeys((*self.load(model), repair))
-        self._write({**self._all(), model: [asdict(one) for one in repairs]})
+        self._write({**self._all(), model: [asdict(one) for one in dict.fromkeys((*self.load(model), repair))]})
 
     def forget(self, model: str) -> bool:
         known = self._all()

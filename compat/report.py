@@ -57,8 +57,7 @@ class Report:
 
     def summary(self) -> str:
         named = dict(self.sections)
-        changes = [line.verdict for line in named.get(CHANGES, ())]
-        return "\n".join([named[DEVICE][0].verdict, *changes])
+        return "\n".join([named[DEVICE][0].verdict, *(line.verdict for line in named.get(CHANGES, ()))])
 
 
 MISSED = "Wrong in runs here"

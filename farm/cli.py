@@ -34,8 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     lines = share_of(list(lines_in(files, unread.append)), arguments.share)
     for text in unread:
         _say(text)
-    folder = JobFolder(given.parent if given.is_file() else given)
-    with_ray = _driver(folder, arguments)
+    with_ray = _driver(JobFolder(given.parent if given.is_file() else given), arguments)
     with_ray.add(lines, again=True)
     tally = with_ray.run()
     print(f"{tally.done} done, {tally.skipped} already done, {len(tally.failed)} failed, {tally.deaths} workers died")

@@ -178,8 +178,7 @@ class Driver:
     def _wait_for(self, worker: WorkerHandle) -> None:
         """Count ``worker`` as up once its process answers: a call that is sent while Ray restarts it fails at once."""
         worker.up, worker.task, worker.began = False, None, self.clock()
-        ready = worker.actor.ready.options(max_task_retries=-1)
-        self._calls[ready.remote()] = worker
+        self._calls[worker.actor.ready.options(max_task_retries=-1).remote()] = worker
 
     def _take(self, call: Any, worker: WorkerHandle) -> None:
         """Act on a worker's answer: a job's outcome, a proof's text, or who it is; or on the error in its place."""

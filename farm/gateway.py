@@ -70,8 +70,7 @@ class Gateway:
         calls: dict[Any, dict[str, Any]] = {}
         for worker in workers:
             with suppress(ValueError):  # a worker of an earlier driver
-                actor = ray.get_actor(worker["worker"], namespace=NAMESPACE)
-                calls[actor.state.remote()] = worker
+                calls[ray.get_actor(worker["worker"], namespace=NAMESPACE).state.remote()] = worker
         ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_SECONDS) if calls else ([], [])
         for call in ready:
             with suppress(ray.exceptions.RayError):

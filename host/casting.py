@@ -120,8 +120,7 @@ class PackedLayer(CastLayer):
         here = stored_on.type == runs_on.type and runs_on.index in (None, stored_on.index)  # "mps" stands for "mps:0"
         if here or "outline" in self.__dict__:
             return super().weight  # type: ignore[misc]
-        shape = (self.out_features, self.in_features)
-        return torch.empty(shape, dtype=self.dense_dtype, device="meta")
+        return torch.empty((self.out_features, self.in_features), dtype=self.dense_dtype, device="meta")
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         weight: torch.Tensor = super().dense(dtype)  # type: ignore[misc]

@@ -85,13 +85,9 @@ def picture_folders(suffixes: Sequence[str] = PICTURES) -> list[str]:
     return [NONE, *sorted(folder.relative_to(root).as_posix() for folder in folders)]
 
 
-def mesh_folders() -> list[str]:
-    return picture_folders(MESH_FILES)
-
-
 def input_folder(name: str) -> Path:
     """The folder of a listed name, of pictures or meshes; CheckpointError for any other."""
-    if name == NONE or name not in (*picture_folders(), *mesh_folders()):
+    if name == NONE or name not in (*picture_folders(), *picture_folders(MESH_FILES)):
         expected, fix = "a folder with some in ComfyUI's input folder", "Put one there and press R."
         raise CheckpointError(f"no folder of pictures or meshes {name!r}", expected=expected, fix=fix)
     return Path(folder_paths.get_input_directory()) / name
@@ -106,22 +102,21 @@ def queue_meshes(
     seeds: Sequence[int],
     steps: int,
     check: Check,
+    **others: Any,
 ) -> JobList:
+    """A job for each mesh and seed, and for an adapter each of its prompts; ``others`` are further fields of each."""
     from ..paint.jobs import adapter_fields, paint_jobs
     from ..paint.sampling.painting import PaintSettings
 
     encoder, delight = paint_provider_folder(models.image_encoder), models.delight
     content = partial(Places(state=state_folder()).content, check=check)
-    others: dict[str, Any] = {
-        "delight": None if delight == NONE else content(paint_path(delight), delight),
-        "image_encoder": None if encoder is None else content(encoder, models.image_encoder),
-    }
+    others["delight"] = None if delight == NONE else content(paint_path(delight), delight)
+    others["image_encoder"] = None if encoder is None else content(encoder, models.image_encoder)
     model = (paint_path if models.adapter == NONE else base_path)(models.model)
     if models.adapter != NONE:
         adapter = adapter_path(models.adapter)
-        others |= adapter_fields(
-            model, adapter, content(adapter, models.adapter), models.prompts, negative=models.negative
-        )
+        item = content(adapter, models.adapter)
+        others |= adapter_fields(model, adapter, item, models.prompts, models.negative)
     item, painting = content(model, models.model), PaintSettings(steps=steps)
     sources = input_folder(meshes), input_folder(meshes if pictures == NONE else pictures)
     return write_list(folder, name, paint_jobs(item, *sources, seeds, painting, folder.add_input, **others))

@@ -62,7 +62,7 @@ class QueueJobs(io.ComfyNode):
                 io.Float.Input("clip_seconds", default=0.0, min=0.0, max=120.0, step=0.1, optional=True, advanced=True),
                 io.String.Input("precision", default="auto", optional=True, advanced=True),
                 io.String.Input("weights", default="auto", optional=True, advanced=True),
-                io.Combo.Input("meshes", options=farm.mesh_folders(), default=farm.NONE, optional=True, advanced=True),
+                io.Combo.Input("meshes", options=farm.picture_folders(farm.MESH_FILES), default=farm.NONE, optional=True, advanced=True),
                 io.Combo.Input(
                     "paint_model",
                     options=[*folders.paint_models(), *folders.base_models()] or [folders.NO_PAINT_MODEL],
@@ -92,8 +92,8 @@ class QueueJobs(io.ComfyNode):
         progress, target = NodeProgress(cls.hidden.unique_id), farm.job_folder(folder)
         if meshes != farm.NONE:
             models = farm.PaintModels(paint_model, delight, image_encoder, adapter, prompts=prompts, negative=negative)
-            jobs = farm.queue_meshes(target, name.strip(), models, meshes, pictures, seeds_in(seeds), steps, progress.check)
-            return cls.queued(jobs, progress)
+            own = target, name.strip(), models, meshes, pictures, seeds_in(seeds), steps, progress.check
+            return cls.queued(farm.queue_meshes(*own, precision=precision, weights=weights), progress)
         path = folders.model_folder(model)
         batch = Batch(
             prompts=prompts_in(prompts),

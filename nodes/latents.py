@@ -132,8 +132,7 @@ class SavePrompt(io.ComfyNode):
     @classmethod
     def execute(cls, prompt: Any, filename_prefix: str) -> io.NodeOutput:
         progress, origin = NodeProgress(cls.hidden.unique_id), saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
-        path = prompt_files.save_prompt(saved.new_path(filename_prefix), prompt, origin)
-        progress.finish(saved.shown(path))
+        progress.finish(saved.shown(prompt_files.save_prompt(saved.new_path(filename_prefix), prompt, origin)))
         return io.NodeOutput(prompt)
 
 

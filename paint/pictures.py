@@ -64,12 +64,14 @@ def cut_out(pictures: Tensor, mask: Tensor | None) -> list[Tensor]:
 
 
 def transparency(path: Path, size: Sequence[int]) -> Tensor | None:
-    """The mask (1, H, W) of a picture file of ``size`` (H, W), as ComfyUI's Load Image gives it; None for no alpha."""
-    from PIL import Image
+    """The mask (1, H, W) of a picture file of ``size`` (H, W), as ComfyUI's Load Image gives it, or of a palette or
+    colour key, which that leaves out; None for no alpha."""
+    from PIL import Image, ImageOps
 
     try:
-        with Image.open(path) as picture:
-            clear = "A" in picture.getbands() or "transparency" in picture.info
+        with Image.open(path) as opened:
+            clear = "A" in opened.getbands() or "transparency" in opened.info
+            picture = ImageOps.exif_transpose(opened) if clear else opened
             if not clear or (picture.height, picture.width) != tuple(size):
                 return None
             alpha = torch.frombuffer(bytearray(picture.convert("RGBA").getchannel("A").tobytes()), dtype=torch.uint8)

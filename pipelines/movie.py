@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
@@ -31,6 +32,7 @@ RUNS = (b"stts", b"ctts")  # whose entries have counts of their own
 Check = Callable[[], None]
 X264 = "libx264"
 CODECS = (X264, "h264", "mpeg4")
+TURNS = {2: (True, 0), 3: (False, 2), 4: (True, 2), 5: (True, 1), 6: (False, 3), 7: (True, 3), 8: (False, 1)}  # by EXIF
 
 
 def write_mp4(frames: torch.Tensor, fps: float, path: Path, tags: Mapping[str, str] | None = None) -> Path:
@@ -86,27 +88,30 @@ class Allowance:
 
 
 def read_frames(path: Path, most: int | None = None, check: Check = lambda: None) -> tuple[torch.Tensor, float]:
-    """Frames (F, H, W, 3) in 0..1 of a picture or video file, and its frames per second; the first ``most``, None
-    for all, of at most :data:`MOST_PIXELS`. They are counted before they are kept, as headers lie; ``check``, called
-    for each, may raise to cancel. Raises CheckpointError for nothing to decode, or too much."""
+    """Upright frames (F, H, W, 3) in 0..1 of a picture or video file, and its frames per second; the first ``most``,
+    None for all, of at most :data:`MOST_PIXELS`. They are counted before they are kept, as headers lie; ``check``,
+    called for each, may raise to cancel. Raises CheckpointError for nothing to decode, or too much."""
     count = sum(1 for _ in islice(_decoded(path, check, Allowance(MOST_PIXELS)), most))
     frames, rate = torch.empty(0), 0.0
-    for index, (frame, seen) in enumerate(islice(_decoded(path, check, Allowance(MOST_PIXELS)), count)):
+    for index, (upright, seen) in enumerate(islice(_decoded(path, check, Allowance(MOST_PIXELS)), count)):
+        pixels = upright()
         if not index:
-            frames, rate = torch.empty(count, frame.height, frame.width, 3), seen
-        frames[index] = torch.from_numpy(frame.to_ndarray(format="rgb24"))
+            frames, rate = torch.empty(count, *pixels.shape), seen
+        frames[index] = pixels
     return frames[: index + 1].div_(255), rate
 
 
 def content_in(path: Path, check: Check, allowance: Allowance) -> str:
     """``picture_content`` of a file's frames, one in memory at a time; raises CheckpointError beyond ``allowance``."""
-    sizes = [(frame.height, frame.width) for frame, _ in _decoded(path, check, allowance)]
-    parts = (frame.to_ndarray(format="rgb24").tobytes() for frame, _ in _decoded(path, check, allowance))
-    return levels_content((len(sizes), *sizes[0], 3), parts)
+    count, shape = 0, torch.Size()
+    for upright, _ in _decoded(path, check, allowance):
+        count, shape = count + 1, shape or upright().shape
+    parts = (upright().numpy().tobytes() for upright, _ in _decoded(path, check, allowance))
+    return levels_content((count, *shape), parts)
 
 
 def size_in(path: Path) -> tuple[int, ...]:
-    """Width and height by the header of a picture or video file; nothing for a file that is none."""
+    """Width and height as stored, by the header of a picture or video file; nothing for a file that is none."""
     try:
         with _opened(path, "a picture or video file") as container:
             return container.streams.video[0].width, container.streams.video[0].height
@@ -114,11 +119,11 @@ def size_in(path: Path) -> tuple[int, ...]:
         return ()
 
 
-def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[Any, float]]:
-    """Each frame of a file as PyAV has it, and frames per second: at least one frame, all of one size."""
+def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[Callable[[], torch.Tensor], float]]:
+    """The pixels of each frame of a file, where asked for, and frames per second: one at least, all of one size."""
     first = None
     with _opened(path, "a picture or video file") as container:
-        stream = container.streams.video[0]
+        stream, turn = container.streams.video[0], _turn_of(path)
         if stream.codec_context is not None:  # as without a decoder, which decoding says
             stream.codec_context.options = _most_of(path)
         for frame in container.decode(stream):
@@ -133,10 +138,27 @@ def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[A
                 found = f"more frames of {frame.width}x{frame.height} in {str(path)!r} than are read at once"
                 fix = "Cut the video, or make it smaller."
                 raise CheckpointError(found, expected=f"at most {MOST_PIXELS:,} pixels in all", fix=fix)
-            yield frame, float(stream.average_rate or 0)
+            yield partial(_upright, frame, turn), float(stream.average_rate or 0)
     if first is None:
         found = f"no frames in {str(path)!r}"
         raise CheckpointError(found, expected="a picture or video file", fix="Choose another file.")
+
+
+def _turn_of(path: Path) -> tuple[bool, int] | None:
+    """Tell whether EXIF mirrors a picture, and by how many quarters it turns it left then; None for a video."""
+    from PIL import ExifTags, Image
+
+    with suppress(Exception), Image.open(path) as picture:  # of a file that may hold anything
+        # The base class's getexif, as a PNG's own decodes it.
+        return TURNS.get(Image.Image.getexif(picture).get(ExifTags.Base.Orientation, 1), (False, 0))
+    return None
+
+
+def _upright(frame: Any, turn: tuple[bool, int] | None) -> torch.Tensor:
+    """A frame (H, W, 3), uint8, as core's Load Image and Load Video turn it."""
+    mirrored, quarters = turn or (False, getattr(frame, "rotation", 0) // 90)
+    pixels = torch.from_numpy(frame.to_ndarray(format="rgb24"))
+    return torch.rot90(pixels.flip(1) if mirrored else pixels, quarters)
 
 
 def _most_of(path: Path) -> dict[str, str]:

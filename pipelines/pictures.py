@@ -98,8 +98,7 @@ def fitted(frames: torch.Tensor, width: int, height: int, fit: str, sizes: Sizes
         return torch.stack([_in_bytes(frame, width, height, sizes) for frame in frames])
     if fit == "stretch":
         return _resized(frames, width, height)
-    grow = min if fit == "pad" else max
-    scale = grow(width / columns, height / rows)
+    scale = (min if fit == "pad" else max)(width / columns, height / rows)
     inner_width, inner_height = max(1, round(columns * scale)), max(1, round(rows * scale))
     scaled = _resized(frames, inner_width, inner_height)
     left, top = int((width - inner_width) / 2), int((height - inner_height) / 2)  # below 0 where it is cut off

@@ -135,8 +135,7 @@ def decoding_bytes(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 
 
 def decoding_terms(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 0) -> tuple[float, int]:
     """Bytes of one copy of the decoder's widest full-size activation, and of one channel of the video."""
-    terms = pipeline.spec.memory
-    pixel_frames = min(size.frames, terms.decode_window or sys.maxsize)
+    pixel_frames = min(size.frames, pipeline.spec.memory.decode_window or sys.maxsize)
     if frames:
         pixel_frames = min(pixel_frames, frames * pipeline.spec.sizes.stride)
     rows, columns = (min(edge, tile) if tile else edge for edge in (size.height, size.width))

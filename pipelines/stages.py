@@ -126,13 +126,13 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     image = None if request.image is None else checked_frames(request.image, "the prompt's image")
     report_unused(family, request, ("template", "sections", "image"), progress)
     completed = replace(request, max_tokens=limit, image=image)
-    usual = family.sizes.defaults
 
     def run() -> Run:
-        size = Size(usual.width, usual.height, usual.frames)  # a text takes as long for any
-        return planned_run(pipeline, size, texts=completed)
+        usual = family.sizes.defaults  # a text takes as long for any size
+        return planned_run(pipeline, Size(usual.width, usual.height, usual.frames), texts=completed)
 
-    with running(TEXT, pipeline, progress, hint=TEXT_HINT, run=run):
+    on_host = pipeline.offloader.device_of(TEXT.part).type == "cpu"
+    with running(TEXT, pipeline, progress, hint="" if on_host else TEXT_HINT, run=run):
         fit_offload(pipeline, "text", None, progress)
         try:
             for attempt in retries(make_room_and_retry(pipeline, progress, family.files.text_parts, TEXT.again)):
@@ -430,8 +430,7 @@ def running(
         hint: a way out that only this stage has.
         run: what its forecast of time is for; None for a stage that has none.
     """
-    kept = pipeline.offloader.options.state is not None
-    asked = run() if run is not None and kept else None
+    asked = run() if run is not None and pipeline.offloader.options.state is not None else None
     forecast = {} if asked is None else expected(pipeline, stage.cost, asked)
     device = pipeline.offloader.device_of(stage.part)
     profile = pipeline.plan.speed.request.profile

@@ -329,7 +329,7 @@ def test_a_lora_is_put_on_and_named(core: ComfyUI, loaded, prompts) -> None:
     layer = "transformer.transformer_blocks.0.attn1.to_q.lora"
     save_file({f"{layer}_{side}.weight": factor for side, factor in sides.items()}, path)
     changed, model = core.run("LoRA", pipeline=loaded[0], lora=path.name, strength=0.5).result
-    assert core.said.startswith("LoRA mine 0.5, separate  \nmine: 1 layers")
+    assert core.said.startswith("LoRA mine 0.5, separate  \nmine: 1 layer")
     assert changed is not loaded[0]
     assert list(model.patches) == ["diffusion_model.transformer_blocks.0.attn1.to_q.weight"]
     assert core.run("LoRA", pipeline=loaded[0], lora=path.name, strength=0.0).result[0] is loaded[0]

@@ -71,17 +71,17 @@ def weight_files(folder: Path, subject: str) -> list[Path]:
         found, expected = f"no folder {str(folder)!r}", f"the {subject} of this model"
         raise CheckpointError(found, expected=expected, fix="Download the missing folder, and keep its published name.")
     incomplete: list[CheckpointError] = []
-    for index in sorted(folder.glob("*.safetensors.index*.json"), key=_preference):
+    for index in sorted(folder.glob("[!.]*.safetensors.index*.json"), key=_preference):
         try:
             return _shards(index, subject)
         except CheckpointError as error:  # a variant beside it may be whole
             incomplete.append(error)
-    single = [file for file in sorted(folder.glob("*.safetensors"), key=_preference) if "-of-" not in file.name]
+    single = [file for file in sorted(folder.glob("[!.]*.safetensors"), key=_preference) if "-of-" not in file.name]
     if single:
         return single[:1]
     if incomplete:
         raise incomplete[0]
-    if any(folder.glob("*.safetensors")):
+    if any(folder.glob("[!.]*.safetensors")):
         found = f"shards of the {subject} in {str(folder)!r} without their index"
         raise CheckpointError(found, expected=f"a *{INDEX_SUFFIX} file", fix="Download the index file of this folder.")
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES)
@@ -267,8 +267,7 @@ def _spread(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: Cal
     assert entry.mask is not None
     bits = _read_one(file, entry.mask, None, lambda _bytes: None)
     places = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).flatten().nonzero()[:, 0]
-    stored = STORED[entry.dtype]
-    count = entry.total_bytes // stored.itemsize
+    count = entry.total_bytes // STORED[entry.dtype].itemsize
     if len(places) != count or (count and int(places[-1]) >= math.prod(entry.shape)):
         raise damaged(entry.file, f"a mask of {len(places)} values where {count} are stored")
     plain = replace(entry, shape=(count,), codec="", sides=(), mask=None)

@@ -58,8 +58,7 @@ def move(source: torch.dtype, target: torch.dtype, device: torch.device) -> str:
 def copy_to_host(dtype: torch.dtype, device: torch.device) -> str:
     """P1: whether values come back from the device as they went."""
     values = _patterns(dtype)
-    kept = values.to(device).cpu()
-    wrong = int((kept.view(_integers(dtype)) != values.view(_integers(dtype))).sum())
+    wrong = int((values.to(device).cpu().view(_integers(dtype)) != values.view(_integers(dtype))).sum())
     return f"{wrong} of {values.numel()} values change when copied to the device and back" if wrong else ""
 
 

@@ -199,8 +199,7 @@ def stage_cost(
 def saved_stages(state: Path) -> list[StageCost]:
     """The last stages of all pipelines, the newest last; none where the file is missing or of another version."""
     try:
-        rows = json_file(state / FILE)
-        costs = [StageCost(**row) for row in rows]
+        costs = [StageCost(**row) for row in json_file(state / FILE)]
         for cost in costs:
             f"{cost}{cost.own_seconds:f}{cost.modelled_seconds:f}{cost.forecast_seconds:f}"  # an edited file may fail
         return [cost for cost in costs if cost.ended >= 0]

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ..device.execution import COMPILED
+from ..device.failures import is_shortage
 from ..errors import UnsupportedError, require_choice, require_range
 from ..memory.parts import Undo, transformer_blocks
 from .fp16_layers import SETTINGS
@@ -118,8 +119,7 @@ class Compilation:
         return blocks_of(module)
 
     def _compile(self, block: Any, undo: Undo) -> None:
-        plain = block.forward
-        stock = getattr(plain, "__func__", None)
+        stock = getattr(block.forward, "__func__", None)
         if stock is None or hasattr(block, "_hf_hook"):
             found = f"compile for a {type(block).__name__} that an offloader already moves"
             expected = "a block without offload hooks"
@@ -229,7 +229,7 @@ def failure_line(error: BaseException) -> str:
 def _require_compiler_fault(error: BaseException) -> None:
     """Raise what the compiler only passed on: no memory, or a cancel."""
     inner = getattr(error, "inner_exception", None) or error.__cause__
-    if isinstance(inner, torch.OutOfMemoryError) or (inner is not None and not isinstance(inner, Exception)):
+    if inner is not None and (is_shortage(inner) or not isinstance(inner, Exception)):
         raise inner from error
 
 

@@ -163,8 +163,7 @@ def form_times(
     repeats: int = 5,
 ) -> dict[str, float]:
     """Milliseconds by form at ``size`` (T, H, W), for the forms that run, are right, and take little beside."""
-    shape = (1, layer.in_channels, *size)
-    x = torch.full(shape, 0.5, dtype=layer.dtype).to(device)
+    x = torch.full((1, layer.in_channels, *size), 0.5, dtype=layer.dtype).to(device)
     weight, bias = (tensor.to(device, layer.dtype) for tensor in _sample(layer, (1, 1, 1))[1:])
     beside: dict[str, int] = {}
 

@@ -61,5 +61,4 @@ class PlainCalls(TorchFunctionMode):
 
 def plain_calls(policy: DevicePolicy) -> PlainCalls | None:
     """The mode that ``policy`` asks for; None where torch's own calls are right."""
-    needed = policy.plain_operands or policy.product_rows or policy.norm_rows
-    return PlainCalls(policy) if needed else None
+    return PlainCalls(policy) if policy.plain_operands or policy.product_rows or policy.norm_rows else None

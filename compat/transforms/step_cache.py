@@ -58,7 +58,7 @@ class StepCacheSettings:
 
 
 def settings_for(preset: str, asked: StepCacheSettings) -> StepCacheSettings | None:
-    """The settings of a preset, None for ``off``; ``custom`` takes what is ``asked``.
+    """The settings ``asked``, with the threshold and interval of a preset but for ``custom``; None for ``off``.
     Raises InputError for an unknown choice or a number out of range, UnsupportedError for an unknown kind."""
     require_choice("preset", preset, PRESET_CHOICES)
     if preset == OFF:
@@ -75,11 +75,11 @@ def settings_for(preset: str, asked: StepCacheSettings) -> StepCacheSettings | N
         ("end", asked.end, 0.0, 1.0),
     ):
         if not low <= value <= high:
-            nearest = f"The nearest is {min(max(value, low), high):g}."
+            nearest = f"The nearest is {min(max(low, value), high):g}."
             raise InputError(f"{name} {value:g}", expected=f"{low:g} to {high:g}", fix=nearest)
     if asked.start >= asked.end:
         found = f"start {asked.start:g} at or after end {asked.end:g}"
-        raise InputError(found, expected="start before end", fix="Lower start.")
+        raise InputError(found, expected="start before end", fix="Lower start." if asked.start else "Raise end.")
     if asked.device not in DEVICES:
         raise InputError(f"cache device {asked.device!r}", expected="device or cpu", fix="Choose one of these.")
     return replace(asked, kind=kind, threshold=threshold, interval=interval)

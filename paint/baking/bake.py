@@ -122,8 +122,7 @@ def bake(
         colours += colour * weight[..., None]
     painted = total > 0
     texture = torch.where(painted[..., None], colours / total.clamp(min=torch.finfo(total.dtype).tiny)[..., None], 0)
-    notes = _notes(surface, uvs, texels, skipped)
-    return Baked(texture, total, painted, texels=texels, notes=notes)
+    return Baked(texture, total, painted, texels=texels, notes=_notes(surface, uvs, texels, skipped))
 
 
 def gathered(

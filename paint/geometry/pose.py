@@ -85,8 +85,7 @@ def posed_view(surface: Surface, pose: Pose, size: int) -> tuple[Surface, View, 
     mapped = replace(surface, vertices=vertices, face_normals=F.normalize(torch.linalg.cross(b - a, c - a), dim=1))
     # pixels at whole numbers lie on the edges of a view, those of a picture half a pixel inside
     view = rasterised(mapped, FRONT, size, (size - 1) / size)
-    near = pose.nearness(surface.vertices)[surface.faces[view.shown.face]]
-    weights = view.shown.weights * near
+    weights = view.shown.weights * pose.nearness(surface.vertices)[surface.faces[view.shown.face]]
     return mapped, view, replace(view.shown, weights=weights / weights.sum(1, keepdim=True))
 
 

@@ -38,8 +38,7 @@ class View:
 
     def image(self, values: Tensor, background: float = 0.0) -> Tensor:
         """(H, W, C) or (H, W) with ``values`` (P, C) or (P,) at the covered pixels."""
-        shape = (self.size * self.size, *values.shape[1:])
-        canvas = values.new_full(shape, background)
+        canvas = values.new_full((self.size * self.size, *values.shape[1:]), background)
         canvas[self.shown.pixel] = values
         return canvas.view(self.size, self.size, *values.shape[1:])
 

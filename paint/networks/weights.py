@@ -60,7 +60,7 @@ def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
     require_choice("weights", choice, CHOICES)
     if place.is_file():
         return _pickle(place) if place.suffix == ".bin" else _safetensors([place])
-    pickles = [file for file in place.glob("*.bin") if not NO_WHOLE.match(file.name)] if place.is_dir() else []
+    pickles = [file for file in place.glob("[!.]*.bin") if not NO_WHOLE.match(file.name)] if place.is_dir() else []
     pickles.sort(key=lambda file: (file.name.count("."), file.name))
     if choice == "bin" and not pickles:
         found, expected = f"no .bin in {str(place)!r}", f"the {part} as one .bin"

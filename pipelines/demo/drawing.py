@@ -125,7 +125,6 @@ def save_sheet(clips: Sequence[Tensor], captions: Sequence[str], path: Path) -> 
     for row, (clip, caption) in enumerate(zip(clips, captions, strict=True)):
         pen.text((2, row * row_height), caption, fill="black")
         for column, frame in enumerate(clip[torch.linspace(0, len(clip) - 1, SHEET_FRAMES).round().long()]):
-            picture = picture_of(frame).resize(size, 0)
-            sheet.paste(picture, (column * cell, row * row_height + LABEL_PIXELS + 2))
+            sheet.paste(picture_of(frame).resize(size, 0), (column * cell, row * row_height + LABEL_PIXELS + 2))
     sheet.save(path, quality=65, method=6)  # of a WebP; a PNG passes both over
     return path

@@ -95,7 +95,7 @@ def is_checked(folder: Path, download: Download) -> bool:
 
 
 def selected(files: Mapping[str, int], only: tuple[str, ...]) -> dict[str, int]:
-    """The files of a repository that are read: settings, vocabularies, and one set of safetensors of each folder."""
+    """The files of a repository that are read: settings, vocabularies, of each folder its bf16 safetensors or all."""
     within = (name for name in files if not name.startswith("/") and not OUTSIDE.search(name))
     wanted = {name: files[name] for name in within if not only or name.split("/")[0] in only}
     weights = [name for name in wanted if name.endswith(".safetensors")]

@@ -58,8 +58,8 @@ class Match:
     filtered: int = 0
 
     def message(self, name: str) -> str:
-        text = f"{name}: {len(self.pairs)} layers, {self.total - len(self.unmatched) - self.text_encoder} of "
-        text += f"{self.total} keys match"
+        layers, keys = len(self.pairs), self.total - len(self.unmatched) - self.text_encoder
+        text = f"{name}: {layers} layer{'s' * (layers != 1)}, {keys} of {self.total} keys match"
         if self.text_encoder:
             text += f"; {self.text_encoder} belong to text encoders and are ignored"
         if self.unmatched:

@@ -51,8 +51,7 @@ class Card:
     def need(self, stage: str, mode: str) -> StageNeed:
         mode = "model" if mode == "none" else mode
         if mode not in self._needs:
-            size = default_size(of_checkpoint(self.pipeline))
-            stages = forecast(self.pipeline, size, mode, self.room).stages
+            stages = forecast(self.pipeline, default_size(of_checkpoint(self.pipeline)), mode, self.room).stages
             self._needs[mode] = {need.name: need for need in stages}
         return self._needs[mode][stage]
 

@@ -11,7 +11,6 @@ import torch
 from ...compat.device.facts import facts_for, free_bytes, value_or
 from ...compat.errors import remember
 from ..base import Latents, SampleSettings
-from ..family import FamilySpec
 from ..pipeline import Pipeline
 from ..settings import SMALLEST_SIDE
 
@@ -60,10 +59,11 @@ def explain_shortage(
 ) -> BaseException:
     """``error`` of a stage that ran out of memory, with what to lower and by how much in its text; ``hint``, a way
     out that only this stage has, comes first. ``size`` is None for a stage that it does not matter to."""
-    own = device in (None, pipeline.offloader.device)
+    device = device or pipeline.offloader.device
+    own = device == pipeline.offloader.device
     name = pipeline.facts.name if own else value_or(lambda: facts_for(device).name, str(device))
-    short = shortage_in(error, free_bytes(device or pipeline.offloader.device))
-    fixes = lowered(pipeline, size, short, hint)
+    short = shortage_in(error, free_bytes(device))
+    fixes = lowered(pipeline, size, short, hint, device.type == "cpu")
     shape = "" if size is None else f" {size.width}x{size.height}, {size.frames} frames"
     kind = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
     found = f"out of memory while {stage}{shape} on {name} ({short})"
@@ -74,21 +74,24 @@ def explain_shortage(
     return explained
 
 
-def lowered(pipeline: Pipeline, size: Latents | SampleSettings | None, short: Shortage, hint: str = "") -> list[str]:
-    """The ways out, the cheapest first, as phrases; working memory grows with frames and with the area of a frame."""
+def lowered(
+    pipeline: Pipeline, size: Latents | SampleSettings | None, short: Shortage, hint: str = "", on_host: bool = False
+) -> list[str]:
+    """The ways out where the device, or the host, was short, the cheapest first, as phrases; working memory grows with
+    frames and with the area of a frame."""
     fixes, mode = [hint] if hint else [], pipeline.offloader.mode
-    if not hint and pipeline.offloader.device.type != "cpu" and mode not in WEIGHTLESS:
-        fixes.append(
-            f"set offload to group on AnyGPU Load Pipeline (now {mode}), which keeps only one block on the device"
-        )
-    fixes += [] if size is None else _smaller(pipeline.spec, size, short)
+    if not hint and not on_host and mode not in WEIGHTLESS:
+        fixes.append(f"set offload to group on the load node (now {mode}), which keeps only one block on the device")
+    fixes += [] if size is None else _smaller(pipeline, size, short)
     fixes = fixes or ["close other programs that use this device's memory"]
     return [fixes[0][0].upper() + fixes[0][1:], *fixes[1:]]
 
 
-def _smaller(family: FamilySpec, size: Latents | SampleSettings, short: Shortage) -> list[str]:
+def _smaller(pipeline: Pipeline, size: Latents | SampleSettings, short: Shortage) -> list[str]:
     fixes, width, height, frames = [], size.width, size.height, size.frames
-    fewer = max(1, 1 + (int(frames * short.share) - 1) // family.sizes.stride * family.sizes.stride)
+    family, stride = pipeline.spec, pipeline.spec.sizes.stride
+    least = 1 + stride * (pipeline.model.task != "text")  # frames: one alone is the picture that it starts from
+    fewer = max(least, 1 + (int(frames * short.share) - 1) // stride * stride)
     if fewer < frames and not family.recipes.sections:  # whose sections are as long whatever the video is
         fixes.append(f"lower frames from {frames} to {fewer}")
     side = math.sqrt(short.share)

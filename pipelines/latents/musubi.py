@@ -108,8 +108,7 @@ def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype:
             found, expected = "resized latents of a cache with further tensors", "the size that these have"
             raise UnsupportedError(found, expected=expected, fix="Cache the video again at this size.")
         metadata = {}
-    tensors = {f"latents_{sized(stored)}": stored, **more}
-    return _write_latents(folder, name, kind, sizes, tensors, metadata)
+    return _write_latents(folder, name, kind, sizes, {f"latents_{sized(stored)}": stored, **more}, metadata)
 
 
 def _sizes(latents: torch.Tensor, kind: MusubiCache) -> dict[str, int]:

@@ -131,7 +131,7 @@ def write_list(folder: JobFolder, name: str, jobs: Iterable[Job], check: Check =
 
 def files_in(folder: Path, kind: str = "pictures", suffixes: Sequence[str] = PICTURES) -> list[Path]:
     """The files of a ``kind`` in a folder, by name; raises InputError where there is none."""
-    paths = sorted(path for path in folder.glob("*.*") if path.suffix.lower() in suffixes)
+    paths = sorted(path for path in folder.glob("[!.]*.*") if path.suffix.lower() in suffixes)
     if not paths:
         expected, fix = f"files that end in {', '.join(suffixes)}", "Put some there, or choose another folder."
         raise InputError(f"no {kind} in {str(folder)!r}", expected=expected, fix=fix)

@@ -69,8 +69,7 @@ class Places:
         def same(path: Path) -> bool:
             if content_of(path) != content.content:
                 return False
-            whole = whole_of(path, self.state, check) if content.whole else ""
-            return whole in ("", content.whole)
+            return not content.whole or whole_of(path, self.state, check) in ("", content.whole)
 
         if content in self.known:
             return self.known[content]
@@ -156,7 +155,7 @@ class PictureIndex(FileIndex):
 
         def decoded() -> str | None:
             path.open("rb").close()
-            if size and size_in(path) != size:
+            if size and sorted(size_in(path)) != sorted(size):  # which may lie on its side
                 return None
             most = min(allowance.left, Allowance().left)
             own, found, lost = Allowance(most), "", False

@@ -160,7 +160,7 @@ def test_a_lora_in_its_own_names_is_on_both_and_leaves_none(folder, expected, tm
         file,
     )
     changed = with_lora(pipeline, file, 1.0, "", mode, progress)
-    assert "style: 1 layers, 2 of 2 keys match" in progress.said
+    assert "style: 1 layer, 2 of 2 keys match" in progress.said
     assert not torch.equal(sampled(changed).samples, expected[0].samples)
     assert set(pipeline.parts.active_adapters) == set(SPEC.transformers)
     if mode == "separate":  # layers that are switched on, and off where that fails

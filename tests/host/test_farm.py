@@ -100,12 +100,13 @@ def test_meshes_leave_with_every_model_that_textures_them(server: Server, client
     for name, (model, others) in wanted.items():
         graph = Graph()
         asked = {"folder": "output/farm", "name": name, "model": next(iter(demo_models())), "prompts": "", "seeds": "0"}
-        asked |= {"meshes": "toruses", "paint_model": model, **others}
+        asked |= {"meshes": "toruses", "paint_model": model, "precision": "fp32", "weights": "bin", **others}
         graph.add("AnyGPUQueueJobs", **asked, width=0, height=0, frames=0, steps=1)
         client.finished(graph.prompt)
         (line,) = lines_of(server.base / "output" / "farm" / f"{name}.jsonl")
         job = job_of(line)
         assert known(job.model) == (model, content_of(models[model]))
+        assert (job.precision, job.weights) == ("fp32", "bin")
         assert (job.variant, job.paint.size, job.mask) == (
             ("ig2mv", 768, "alpha") if name == "mv" else ("auto", 512, "")
         )

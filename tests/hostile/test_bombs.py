@@ -23,12 +23,13 @@ from anygpu.compat.checkpoints.weights import read_json
 from anygpu.compat.errors import CheckpointError, reading_budget
 from anygpu.paint.geometry.mesh import load_mesh
 from anygpu.paint.networks.weights import weights_in
+from anygpu.paint.pictures import transparency
 from anygpu.pipelines import movie
 from anygpu.pipelines.movie import Allowance, content_in, read_frames, write_mp4
 from anygpu.pipelines.records import places as picture_index
 from anygpu.pipelines.records.job import Content
 from anygpu.pipelines.records.places import Places
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 
 from hostile import bombs
 
@@ -208,6 +209,32 @@ def test_pictures_and_their_contents_are_as_before(tmp_path: Path) -> None:
         assert content_in(path, lambda: None, Allowance()) == picture_content(expected), path.name
     levels = torch.arange(256, dtype=torch.uint8).repeat(3).view(1, 16, 16, 3)
     assert torch.equal((levels.float() / 255).mul(255).round().to(torch.uint8), levels), "8 bits come back"
+
+
+@pytest.mark.parametrize("suffix", ["png", "webp", "tiff"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_pictures_are_turned_as_core_s_load_image_turns_them(tmp_path: Path, suffix: str, orientation: int) -> None:
+    path, noise = tmp_path / f"a.{suffix}", np.random.default_rng(0).integers(0, 256, (40, 56, 4), np.uint8)
+    (exif := Image.Exif())[ExifTags.Base.Orientation] = orientation
+    Image.fromarray(noise).save(path, exif=exif, lossless=True)
+    alpha = np.array(ImageOps.exif_transpose(Image.open(path)))[..., 3]
+    assert torch.equal(transparency(path, alpha.shape)[0], 1 - torch.from_numpy(alpha) / 255)
+    Image.fromarray(noise).convert("RGB").save(path, exif=exif, lossless=True)
+    core = torch.from_numpy(np.array(ImageOps.exif_transpose(Image.open(path))))[None] / 255
+    assert torch.equal(read_frames(path)[0], core)
+    content = Content("away.png", picture_content(core), size=(core.shape[2], core.shape[1]))
+    assert torch.equal(Places(files=(tmp_path,)).frames(content)[0], core)
+
+
+@pytest.mark.skipif(not hasattr(av.VideoStream, "set_display_rotation"), reason="this PyAV writes no rotation")
+def test_a_video_is_turned_as_core_s_load_video_turns_it(tmp_path: Path) -> None:
+    with av.open(str(path := tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("mpeg4", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 64, 32, "yuv420p"
+        stream.set_display_rotation(90)
+        levels = np.random.default_rng(0).integers(0, 256, (32, 64, 3), np.uint8)
+        container.mux([*stream.encode(av.VideoFrame.from_ndarray(levels)), *stream.encode(None)])
+    assert torch.equal(read_frames(path)[0], frames_before(path).rot90(1, (1, 2)))
 
 
 def test_a_search_decodes_each_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 import json
 import random
 import string
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import machines_page
@@ -22,6 +22,7 @@ from anygpu.pipelines.report import precisions
 ROOT = Path(__file__).resolve().parents[2]
 SECRETS = (
     *("/home/annette/models/x.safetensors", "~/secret/file", "C:\\Users\\Annette\\a.png", "\\\\nas\\films\\a.mp4"),
+    *("'/mnt/c/Users/John Smith/x'", '"/Volumes/Bo Smith\'s Disk/x"', "'\\\\nas\\Jo Smith\\x'"),
     *("annette@example.org", "https://me:pass@host.example/x?token=1", "192.168.178.20", "fe80:0:0:0:1:2:3:4"),
     *(
         "hf_abcdefghijklmnopqrst",
@@ -51,6 +52,7 @@ def test_no_secret_comes_through_wherever_it_stands(seed: int, monkeypatch: pyte
     text = machine_of(facts, probes, tmp_path, NAMES, precisions()).text()
     bare = [
         *NAMES, "example.org", "192.168", "fe80", "hf_abc", "sk-abc", "4f9c1a52", "aa:bb", "secret", "films", "pass@",
+        "smith",
     ]  # fmt: skip
     assert not [secret for secret in (*SECRETS, *bare) if secret.lower() in text.lower()]
     assert machines_page.machine_in(text).text() == text
@@ -65,6 +67,13 @@ def test_plain_facts_stay(tmp_path: Path) -> None:
     assert machine.answers[0].milliseconds in (1.2, 1.3)
     for text in ("AMD Ryzen 9 5950X 16-Core/32", "2.13.0+cu130", "torch 2.8, fp16/bf16", "6.18.44-fc-v669"):
         assert redaction.redact(text, NAMES) == text
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(machines.SharedMachine)])
+def test_fields_stay_whatever_the_user_is_called(field: str) -> None:
+    for name in (field, field[:3], field.partition("_")[0]):
+        assert machine_of(FACTS, {}, None, (name,), {}).arch == "sm75"
+    assert redaction.redact("NVIDIA Maxwell of max", ("max",)) == "NVIDIA Maxwell of <name>"
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     from diffusers import HunyuanVideoFramepackPipeline
 
     request, places = by_span(request)
-    texts = tuple(text for text in request.sections if text.strip())
-    asked = replace(request, sections=texts)
+    asked = replace(request, sections=tuple(text for text in request.sections if text.strip()))
     positive, negative, later = llama_embeds(pipeline, HunyuanVideoFramepackPipeline, asked, progress)
     encoded = iter(later)
     sections = tuple(next(encoded) if text.strip() else positive for text in request.sections)

@@ -58,8 +58,7 @@ def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]
     Source: Tencent-Hunyuan/HunyuanVideo-1.5 60783e7 hyvideo/utils/data_utils.py."""
     from diffusers.pipelines.hunyuan_video1_5.image_processor import generate_crop_size_list
 
-    target = int(pipeline.configs["transformer"].get("target_size", 640))
-    sizes = generate_crop_size_list(target, SPATIAL_RATIO)
+    sizes = generate_crop_size_list(int(pipeline.configs["transformer"].get("target_size", 640)), SPATIAL_RATIO)
     tall, wide = min(sizes, key=lambda size: abs(round(size[0] / size[1], 5) - height / width))
     return wide, tall
 

@@ -106,6 +106,12 @@ def test_a_shard_outside_its_folder_is_refused(tmp_path):
         checkpoints.weight_files(tmp_path / "part", "transformer")
 
 
+def test_what_a_mac_leaves_beside_a_file_is_none(tmp_path):
+    for name in ("model.fp16.safetensors", "._model.fp16.safetensors", "._model.safetensors.index.json"):
+        (tmp_path / name).write_bytes(b"\0\5\x16\7")
+    assert checkpoints.weight_files(tmp_path, "transformer") == [tmp_path / "model.fp16.safetensors"]
+
+
 def test_a_pickle_is_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match="can run code and are refused"):

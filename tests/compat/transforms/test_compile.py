@@ -164,7 +164,7 @@ def test_an_unknown_compiler_gives_eager_and_one_line():
     assert "no such backend" in compilation.failure
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no"), RuntimeError("out of memory"), KeyboardInterrupt()])
 def test_what_is_no_fault_of_the_compiler_is_raised(error):
     def compiler(_graph: Any, _inputs: Any) -> Any:
         raise error

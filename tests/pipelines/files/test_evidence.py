@@ -104,8 +104,9 @@ def test_tencents_own_folders_say_which_model_they_hold(
 def test_the_metadata_comes_before_the_names(tmp_path: Path, name: str, config: object, variant: str, why: str) -> None:
     notes = None if config is None else {"config": config}
     file = published.sparse(tmp_path / "models" / f"{name}.safetensors", {"x": (1,)}, metadata=notes)
+    (file.parent / f"._{file.name}").write_bytes(b"what a Mac leaves")
     found, said = ltx.guess_variant(evidence_of(file, {}))
-    assert found == variant and why in said
+    assert found == variant and why in said and evidence_of(file.parent, {}).notes == evidence_of(file, {}).notes
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_keys_that_do_not_match_are_counted_and_named() -> None:
     keys |= shapes("transformer_blocks.1.attn.to_q", out=D + 1)
     match = matched(FILE, keys, HUNYUAN, FAMILIES["hunyuan_video"])
     said = match.message("name")
-    assert said.startswith("name: 1 layers, 2 of 8 keys match; 2 belong to text encoders")
+    assert said.startswith("name: 1 layer, 2 of 8 keys match; 2 belong to text encoders")
     assert "'down_blocks.0.attn.lora_A.weight'" in said and "and 1 more" in said
 
 

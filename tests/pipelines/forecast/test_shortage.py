@@ -37,7 +37,7 @@ def pipeline(device: str = "cuda", mode: str = "none", family: str = "ltx") -> S
         parts=parts,
         plan=SimpleNamespace(speed=SimpleNamespace(request=SimpleNamespace(profile=None), compiled={})),
         run=RunOptions(),
-        model=None,
+        model=SimpleNamespace(task="text"),
     )
 
 
@@ -75,11 +75,25 @@ def test_what_is_proposed_is_smaller_and_on_the_grid(family):
 
 
 @pytest.mark.parametrize(
-    ("device", "mode", "said"), [("cpu", "none", False), ("cuda", "group", False), ("cuda", "model", True)]
+    ("device", "mode", "short", "said"),
+    [
+        ("cpu", "none", "cpu", False),
+        ("cuda", "group", "meta", False),
+        ("cuda", "model", "meta", True),
+        ("cuda", "model", "cpu", False),  # such as vae_device cpu
+        ("cpu", "none", "meta", True),  # such as transformer_device gpu:1
+    ],
 )
-def test_offload_is_proposed_only_where_it_helps(device, mode, said):
-    words = " ".join(lowered(pipeline(device, mode), SampleSettings(704, 480, 97), Shortage(100, 10)))
-    assert ("ffload to group" in words) is said
+def test_offload_is_proposed_only_where_it_helps(device, mode, short, said):
+    told = explain_shortage(RuntimeError(CUDA), pipeline(device, mode), "decoding", SIZE, device=torch.device(short))
+    assert ("ffload to group" in str(told)) is said
+
+
+def test_image_to_video_keeps_more_than_its_picture():
+    start = pipeline(family="hunyuan_video")
+    start.model.task = "image"
+    words = [", ".join(lowered(start, SampleSettings(704, 480, frames), Shortage())) for frames in (5, 9, 33)]
+    assert [each.partition("ower frames from ")[2].partition(",")[0] for each in words] == ["", "9 to 5", "33 to 13"]
 
 
 SIZE = SampleSettings(704, 480, 97)
