@@ -19,6 +19,7 @@ from ...compat.checkpoints.headers import json_object
 from ...compat.checkpoints.packed import Stored, StoredLinear, is_exact, opened, without_unpacking
 from ...compat.checkpoints.weights import read_json, tensor_file
 from ...compat.decision import Decision
+from ...compat.device.facts import host_free_bytes, swap_free_bytes
 from ...compat.errors import CheckpointError, InputError, UnsupportedError, first_line, require_choice
 from ...compat.memory.parts import PartBytes
 from ...compat.memory.statistics import amount_of
@@ -97,6 +98,8 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         progress.notify(match.message(path.stem))
         if mode == "separate":
             attribute("peft", "LoraConfig")
+        copied = [own[name] for name, pair in match.pairs.items() if mode == "merged" or pair.of_weight]
+        _require_room(path, sum(map(math.prod, copied)) * pipeline.precision.transformer.itemsize)
         if strength == 0.0:
             progress.notify(f"{path.stem} has no effect at strength 0")
             return pipeline
@@ -259,7 +262,7 @@ class Alphas:
         for index, (key, value) in enumerate(rows.items()):
             if not _plausible(value):
                 raise ValueError(f"{value!r} is no strength")
-            if re.fullmatch(r"(\w|-|\\?\.)+", key):
+            if re.fullmatch(r"\^?(\w|-|\\?\.)+", key):
                 self.ends.setdefault(key.replace("\\", ""), index)
                 continue
             if len(key) > MOST_NAME or not SIMPLE.fullmatch(key):
@@ -277,7 +280,8 @@ class Alphas:
 
 
 def _ends(name: str) -> Iterator[str]:
-    """A dotted name, and what is left of it behind each dot."""
+    """A dotted name, as a whole too, and what is left of it behind each dot."""
+    yield f"^{name}"
     while name:
         yield name
         name = name.partition(".")[2]
@@ -340,13 +344,15 @@ def _control_factor(path: Path, metadata: Mapping[str, str], before: int) -> int
 
 
 def _adapter_config(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration that peft writes beside its file, the alpha of each method as ``lora_alpha``; empty where there
-    is none. Raises UnsupportedError where ``names`` are of a method that is not read."""
+    """The configuration that peft writes beside its file, whose ``names`` it begins in its own way, the alpha of each
+    method as ``lora_alpha``; empty where there is none. Raises UnsupportedError for a method that is not read."""
     beside, noted = path.with_name("adapter_config.json"), dict[str, Any]()
+    if not any(name.startswith("base_model.model.") for name in names):  # another file of the folder
+        return {}
     with suppress(CheckpointError, OSError):
         noted = dict(read_json(beside, "an adapter's configuration")) if beside.is_file() else {}
     method = str(noted.get("peft_type"))
-    if noted and method not in METHODS and any(name.startswith("base_model.model.") for name in names):
+    if noted and method not in METHODS:
         raise UnsupportedError(
             f"{path.name!r} beside an adapter_config.json with peft_type {method[:20]!r}",
             expected=", ".join(METHODS),
@@ -355,6 +361,14 @@ def _adapter_config(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
     alpha, rank = noted.get("lora_alpha" if method == "LORA" else "alpha"), noted.get("r", 8)  # 8: peft's own
     known = method in METHODS and _plausible(alpha) and _plausible(rank) and rank > 0
     return {**noted, "lora_alpha": alpha, "r": rank} if known else {}
+
+
+def _require_room(path: Path, more: int) -> None:
+    """Raise UnsupportedError where the host has no room for weights merged beside the old ones, which are kept."""
+    if more > (room := host_free_bytes() + swap_free_bytes()):
+        found = f"{amount_of(room)} of host memory to merge {path.stem!r}, which takes {amount_of(more)} of it"
+        fix = "Set mode to separate, or close other programs."
+        raise UnsupportedError(found, expected=f"{amount_of(more - room)} more", fix=fix)
 
 
 def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:

@@ -113,7 +113,7 @@ def _template(pipeline: Pipeline, upstream: Any, request: PromptRequest, sight: 
     if "{" in head + tail or "}" in head + tail:
         found = "a template with braces around something else than the prompt"
         raise InputError(found, expected="no braces except {}", fix="Remove the other braces.")
-    tokens = pipeline.tools["tokenizer"](head)["input_ids"]
+    tokens = pipeline.tools["tokenizer"](head.rstrip(" "))["input_ids"]  # a space belongs to the word behind it
     crop = len(tokens) if request.template_crop < 0 else request.template_crop
     if crop > len(tokens):
         most = f"at most the {len(tokens)} tokens before the prompt"

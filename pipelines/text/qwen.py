@@ -89,7 +89,7 @@ class Chat:
         if crop >= 0:
             self.crop = crop
         elif template:
-            self.crop = len(tokenizer(template.partition("{}")[0])["input_ids"])
+            self.crop = len(tokenizer(template.partition("{}")[0].rstrip(" "))["input_ids"])  # it is of the next word
         else:
             self.crop = int(own["crop_start"].default)
 

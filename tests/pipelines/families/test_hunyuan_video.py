@@ -170,7 +170,8 @@ def test_own_template(run: Any) -> None:
     template = "<|start_header_id|>user<|end_header_id|>\n\nPaint {}<|eot_id|>"
     encoder = made.pipe.text_encoder
     tokens = made.pipe.tokenizer(template.format(PROMPT), return_tensors="pt").input_ids
-    crop = len(made.pipe.tokenizer(template.partition("{}")[0])["input_ids"])
+    both = (made.pipe.tokenizer(template.format(text))["input_ids"] for text in (PROMPT, "zebras"))
+    crop = next(index for index, (ours, other) in enumerate(zip(*both, strict=False)) if ours != other)
     with torch.no_grad():
         states = encoder(tokens, output_hidden_states=True).hidden_states[-3]
     for asked in (-1, crop, 0):

@@ -139,7 +139,7 @@ def test_the_sums_are_right_and_leave_no_trace(made: Any, mode: str, monkeypatch
     pipeline, expected = made.pipeline, made.by_hand((0, 0.7))
     weights = {name: (t.data_ptr(), t.clone()) for name, t in pipeline.parts["transformer"].named_parameters()}
     own, opens = Path.open, []
-    monkeypatch.setattr(Path, "open", lambda path, *how: opens.append(path) or own(path, *how))
+    monkeypatch.setattr(Path, "open", lambda path, *how, **more: opens.append(path) or own(path, *how, **more))
     pipe = put(made, pipeline, strength=0.7, mode=mode)
     found = made.sampled(pipe)
     assert opens.count(made.paths[0]) == 1, "a LoRA file is opened once"

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -154,8 +155,9 @@ def test_a_bias_of_pefts_adapter_is_scaled_as_peft_scales_it(made: Any, mode: st
         for name, p in model.named_parameters()
         if "lora_" in name
     }
-    names = {f"{LAYER}.{name.partition('.0.')[2]}": tensor.clone() for name, tensor in state.items()}
-    assert f"{LAYER}.lora_B.bias" in names and len(names) == 3
+    own = f"base_model.model.{LAYER}"
+    names = {f"{own}.{name.partition('.0.')[2]}": tensor.clone() for name, tensor in state.items()}
+    assert f"{own}.lora_B.bias" in names and len(names) == 3
     merged = model.merge_and_unload()[0]
     with torch.no_grad():
         expected = merged(torch.eye(merged.in_features))
@@ -165,9 +167,12 @@ def test_a_bias_of_pefts_adapter_is_scaled_as_peft_scales_it(made: Any, mode: st
     try:
         torch.testing.assert_close(made.outputs(names, LAYER, 1.0, mode), expected, **NEAR)
         half = made.outputs(names, LAYER, 0.5, mode)
+        other = {name.removeprefix("base_model.model."): tensor for name, tensor in names.items()}
+        plain = made.outputs(other, LAYER, 1.0, mode)  # of another file in the folder: its alpha is its rank
     finally:
         (made.folder / "adapter_config.json").unlink()
     torch.testing.assert_close(half, (expected + weight.T + bias) / 2, **NEAR)
+    torch.testing.assert_close(plain, half, **NEAR)
     assert torch.equal(weight_and_bias(made)[0], weight) and torch.equal(weight_and_bias(made)[1], bias)
 
 
@@ -288,12 +293,28 @@ def test_alphas_that_cannot_be_understood_are_one_line(made: Any, pattern: Any) 
         made.outputs(tensors, LAYER, 1.0, "merged", notes)
 
 
+def test_merging_asks_for_room_on_the_host(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the layers that get new weights; the old ones are kept for the undo."""
+    rows, columns = weight_and_bias(made)[0].shape
+    tensors = {f"{LAYER}.lora_A.weight": drawn(2, columns), f"{LAYER}.lora_B.weight": drawn(rows, 2)}
+    monkeypatch.setattr(lora, "swap_free_bytes", lambda: 0)
+    for more in (0, -1):
+        monkeypatch.setattr(lora, "host_free_bytes", lambda more=more: 4 * rows * columns + more)
+        made.outputs(tensors, LAYER, 1.0, "separate")
+        with pytest.raises(UnsupportedError, match="Set mode to separate") if more else nullcontext():
+            made.outputs(tensors, LAYER, 1.0, "merged")
+
+
 def test_patterns_of_layers_match_as_in_peft_and_end_at_once() -> None:
     rows = {"0.attn.to_q": 1.0, r"blocks\.\d+\.attn\.to_(k|v)": 2.0, r"^blocks\.[1-3]\..*out$": 3.0, "attn.to_k": 4.0}
     alphas = lora.Alphas(rows)
     for name in (f"blocks.{index}.{end}" for index in (0, 2, 12) for end in ("attn.to_q", "attn.to_k", "ff.out", "x")):
         wanted = next((value for key, value in rows.items() if re.fullmatch(rf"(.*\.)?({key})", name)), 9.0)
         assert alphas.of([name], 9.0) == wanted, name
+    whole = lora.Alphas(
+        {f"^blocks.{index}.attn.to_q": float(index) for index in range(300)}
+    )  # as diffusers writes them
+    assert [whole.of([f"{start}blocks.12.attn.to_q"], 9.0) for start in ("", "x.")] == [12.0, 9.0]
     worst = lora.Alphas({rf"1.*{index}x(q|v)": 1.0 for index in range(8)})
     started = time.monotonic()
     assert worst.of(["1." * 64] * 100, 9.0) == 9.0 and time.monotonic() - started < 5
