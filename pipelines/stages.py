@@ -368,7 +368,10 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
         for attempt in retries(make_room_and_retry(pipeline, progress, family.transformers, UPSCALING.again)):
             with attempt:
                 upscaled: Latents = family.code.upscale(pipeline, latents, path, progress)
-    return upscaled
+    if upscaled.width == latents.width:
+        return upscaled
+    extra = {name: value for name, value in upscaled.extra.items() if name not in FINAL}  # of the pass before
+    return replace(upscaled, extra=extra)
 
 
 def with_decode_noise(

@@ -119,12 +119,14 @@ def schedule_for(
             overrides = {"use_dynamic_shifting": False, "shift": settings.shift}
         euler = FlowMatchEulerDiscreteScheduler.from_config(config, **overrides)
         whole = max(steps, math.floor(steps / settings.denoise)) if settings.denoise > 0 else steps
-        if whole == 1 and euler.config.shift_terminal:  # stretches the levels after the first, and there are none
+        chosen = levels_for(whole)
+        # Some schedules stretch the levels after the first, a second pass leaves it out: of one step, none is left.
+        if whole == 1 and (euler.config.shift_terminal or not (chosen.sigmas or chosen.timesteps)):
             raise InputError(
                 "steps 1", expected="at least 2 steps for this model's schedule", fix="Set steps to 2 or more."
             )
         try:
-            _set(euler, levels_for(whole), device)
+            _set(euler, chosen, device)
         except OverflowError as error:  # the exponential of a shift that grows with the number of tokens
             size = f"{settings.width}x{settings.height}, {settings.frames} frames"
             raise InputError(

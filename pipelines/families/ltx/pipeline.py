@@ -1,7 +1,7 @@
 """LTX-Video: text to video; images and clips at chosen frames with strength; video to video.
 
 ``LTXPipeline`` for a folder of it (0.9.0, 0.9.1), with a start image ``LTXImageToVideoPipeline``; else, and for other
-images and clips, ``LTXConditionPipeline``. Recipes are Lightricks' own: ``RECIPES`` in ``spec.py``."""
+images and clips, ``LTXConditionPipeline``. Recipes are Lightricks' own: ``published.json``."""
 
 from __future__ import annotations
 
@@ -425,7 +425,7 @@ def _fixed(recipe: Recipe, shifted: bool, steps: int) -> Levels:
         times = (linear_quadratic_schedule(steps) * TRAIN_TIMESTEPS).tolist()
     else:
         times = [level * TRAIN_TIMESTEPS for level in read_between(recipe.timesteps, steps)]
-    first, last = (round(skip * steps / recipe.steps) for skip in (recipe.skip_first, recipe.skip_last))
+    first, last = recipe.skips(steps)
     times = times[first : steps - last]
     if shifted:  # a shift acts on noise levels only: given as timesteps, the transformer would see other ones
         return Levels(sigmas=[time / TRAIN_TIMESTEPS for time in times])
