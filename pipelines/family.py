@@ -117,7 +117,7 @@ class Recipe:
         return "; ".join(words)
 
     def skips(self, steps: int) -> tuple[int, int]:
-        """How many of ``steps`` are left out at the start and at the end."""
+        """Counts of ``steps`` that are left out, at the start and at the end."""
         return round(self.skip_first * steps / self.steps), round(self.skip_last * steps / self.steps)
 
 

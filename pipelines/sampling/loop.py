@@ -71,11 +71,9 @@ def latent_shape(spec: FamilySpec, channels: int, size: SampleSettings) -> tuple
 
 
 def start_from(clean: torch.Tensor | None, noise: torch.Tensor, schedule: Schedule) -> torch.Tensor:
-    """The latents that sampling starts from: noise, or ``clean`` under the first noise level."""
-    if clean is None:
-        return noise
+    """The latents that sampling starts from: ``clean`` under the first noise level; without it zeros, as core has."""
     level = schedule.levels[0]
-    return level * noise + (1.0 - level) * clean
+    return level * noise if clean is None else level * noise + (1.0 - level) * clean
 
 
 def sampled_latents(
