@@ -129,6 +129,7 @@ class CoreModel(PartHolder):
         return float(rows * beside_transformer(self.pipeline, size, window=frames))
 
     def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
+        self.diffusion_model.notify("no effect of AnyGPU Image Conditioning on this model: use AnyGPU Sample")
         return {}
 
 

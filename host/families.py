@@ -38,7 +38,7 @@ class HunyuanVideo(CoreModel, comfy.model_base.HunyuanVideo):
 
     def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
         if not self.concat_keys:
-            return {}
+            return super()._pictured(image, noise)
         picture = self.process_latent_in(image.tensors["image_latents"])
         return {"c_concat": _beside(picture, noise, masked="mask_inverted" in self.concat_keys)}
 
@@ -74,11 +74,19 @@ class FramePack(CoreModel, comfy.model_base.HunyuanVideo):
     def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
         moments = image.tensors["start"]
         start = self.process_latent_in(moments[:, : moments.shape[1] // 2])
+        if "end" in image.tensors:
+            self.diffusion_model.notify("no effect of the end image in one section: use AnyGPU Sample FramePack")
         return {PICTURE: comfy.conds.CONDRegular(start), "clip_fea": comfy.conds.CONDRegular(image.tensors["vision"])}
 
 
 class LTX(CoreModel, comfy.model_base.LTXV):
     time_scale = TIME
+
+    def extra_conds(self, **given: Any) -> dict[str, Any]:
+        if given.get("keyframe_idxs") is not None:
+            found, fix = "guides of LTXVAddGuide on AnyGPU's MODEL", "For a start picture use LTXVImgToVideo."
+            raise UnsupportedError(found, expected="AnyGPU Encode Image and AnyGPU Sample", fix=fix)
+        return super().extra_conds(**given)
 
 
 class Mochi(CoreModel, comfy.model_base.GenmoMochi):

@@ -113,8 +113,12 @@ class Recipe:
         words += [f"shift {self.shift:g}"] * (self.shift > 0) + ["new noise after each step"] * self.stochastic
         words += [f"decoded at {self.decode_timestep:g} with noise {self.decode_noise:g}"] * (self.decode_noise > 0)
         if (second := self.second) is not None:
-            words.append(f"over upscaled latents {second.steps - second.skip_first - second.skip_last} more steps")
+            words.append(f"over upscaled latents {second.steps - sum(second.skips(second.steps))} more steps")
         return "; ".join(words)
+
+    def skips(self, steps: int) -> tuple[int, int]:
+        """Counts of ``steps`` that are left out, at the start and at the end."""
+        return round(self.skip_first * steps / self.steps), round(self.skip_last * steps / self.steps)
 
 
 @dataclass(frozen=True, slots=True)

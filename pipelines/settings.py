@@ -30,14 +30,18 @@ GUIDANCE = (
 
 
 def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Recipe | None:
-    """The recipe of the variant, None where it has none; the second pass for upscaled ``settings.latents``."""
+    """The recipe of the variant, None where it has none; the second pass for upscaled ``settings.latents``.
+
+    With the user's own levels, or a share of the schedule, which ends at 0, it skips no steps."""
     code = pipeline.spec.code
     known = pipeline.spec.published.recipes
     recipe: Recipe | None = known.get(pipeline.model.recipe) if pipeline.model.recipe else None
     recipe = recipe or (code.recipe_for(pipeline) if code.recipe_for is not None else next(iter(known.values()), None))
-    if recipe is None or settings is None or settings.latents is None:
+    if recipe is None or settings is None:
         return recipe
-    return recipe.second if refines(settings) and recipe.second is not None else recipe
+    recipe = recipe.second if refines(settings) and recipe.second is not None else recipe
+    whole = settings.sigmas is None and (settings.latents is None or settings.denoise == 1.0)
+    return recipe if whole else replace(recipe, skip_first=0, skip_last=0)
 
 
 def final_size(settings: SampleSettings) -> dict[str, int]:

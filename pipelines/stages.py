@@ -368,6 +368,9 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
         for attempt in retries(make_room_and_retry(pipeline, progress, family.transformers, UPSCALING.again)):
             with attempt:
                 upscaled: Latents = family.code.upscale(pipeline, latents, path, progress)
+    if upscaled.width != latents.width:
+        kept = {name: value for name, value in upscaled.extra.items() if name not in FINAL}
+        upscaled = replace(upscaled, extra=kept)
     return upscaled
 
 

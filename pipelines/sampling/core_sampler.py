@@ -1,6 +1,6 @@
 """Calls of a transformer by core's samplers: latents and a noise level in, velocity out, for every video family.
 
-A sampler of core's has its own names for levels, text and pictures, which ``host/core_models.py`` puts into a ``Call``.
+Core's samplers have names of their own for levels, text and pictures: ``host/diffusion_model.py`` makes a ``Call``.
 """
 
 from __future__ import annotations

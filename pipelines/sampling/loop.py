@@ -24,7 +24,7 @@ from ...compat.transforms.step_cache import cached, require_usable
 from ..base import Latents, Progress, ProgressStage, SampleSettings
 from ..family import FamilySpec
 from ..pipeline import Pipeline, make_room_and_retry
-from ..settings import STEP_CACHE
+from ..settings import STEP_CACHE, recipe_of
 from ..sizes import TRANSFORMER, beside_transformer
 from .resume import Steps
 from .schedules import Predict, Schedule
@@ -71,11 +71,9 @@ def latent_shape(spec: FamilySpec, channels: int, size: SampleSettings) -> tuple
 
 
 def start_from(clean: torch.Tensor | None, noise: torch.Tensor, schedule: Schedule) -> torch.Tensor:
-    """The latents that sampling starts from: noise, or ``clean`` under the first noise level."""
-    if clean is None:
-        return noise
+    """The latents that sampling starts from: ``clean`` under the first noise level; without it zeros, as core has."""
     level = schedule.levels[0]
-    return level * noise + (1.0 - level) * clean
+    return level * noise if clean is None else level * noise + (1.0 - level) * clean
 
 
 def sampled_latents(
@@ -256,6 +254,8 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
         if speed.request.fp16_sums:
             stack.enter_context(fp16_sums())
         counts: dict[str, Any] = {}
+        recipe = recipe_of(pipeline, settings)
+        skipped = 0 if recipe is None else sum(recipe.skips(settings.steps))
         if cache is not None and pipeline.run.group is not None:
             raise UnsupportedError(
                 f"step cache {cache.kind!r} on {pipeline.run.group.world.size} devices",
@@ -268,7 +268,7 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
                 pass  # they redo the steps of the order behind them, which would take the cache's forwards away
             stg = max((each.stg for each in settings.guidance_steps), default=0.0)
             require_usable(cache, transformer, settings.cfg, pipeline.spec.recipes.batched_cfg, stg)
-            counts[part] = stack.enter_context(cached(transformer, cache, settings.steps))
+            counts[part] = stack.enter_context(cached(transformer, cache, settings.steps - skipped))
         yield
     for part, count in counts.items():
         progress.notify(f"{STEP_CACHE} {cache}{'' if part == TRANSFORMER else f', {part}'}: {count}")

@@ -103,28 +103,26 @@ def schedule_for(
         levels_for: from a number of steps to the family's :class:`Levels`.
 
     Raises:
-        InputError: sigmas that do not fall from at most 1 to at least 0, too few steps, or too large a video.
+        InputError: sigmas that do not fall from at most 1 to 0, too few steps, or too large a video.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    overrides: dict[str, Any] = {}
     if settings.sigmas is not None:
         sigmas = _require_falling(settings.sigmas)
         euler = FlowMatchEulerDiscreteScheduler.from_config(config, **PLAIN)
         euler.set_timesteps(sigmas=list(sigmas[:-1]), device=device)
-        euler.sigmas[-1] = 1.0 - sigmas[-1] if euler.config.invert_sigmas else sigmas[-1]
-        steps = len(sigmas) - 1
     else:
-        if settings.shift:
-            overrides = {"use_dynamic_shifting": False, "shift": settings.shift}
+        overrides = {"use_dynamic_shifting": False, "shift": settings.shift} if settings.shift else {}
         euler = FlowMatchEulerDiscreteScheduler.from_config(config, **overrides)
         whole = max(steps, math.floor(steps / settings.denoise)) if settings.denoise > 0 else steps
-        if whole == 1 and euler.config.shift_terminal:  # stretches the levels after the first, and there are none
+        chosen = levels_for(whole)
+        # Some schedules stretch the levels after the first, a second pass leaves it out: of one step, none is left.
+        if whole == 1 and (euler.config.shift_terminal or not (chosen.sigmas or chosen.timesteps)):
             raise InputError(
                 "steps 1", expected="at least 2 steps for this model's schedule", fix="Set steps to 2 or more."
             )
         try:
-            _set(euler, levels_for(whole), device)
+            _set(euler, chosen, device)
         except OverflowError as error:  # the exponential of a shift that grows with the number of tokens
             size = f"{settings.width}x{settings.height}, {settings.frames} frames"
             raise InputError(
@@ -232,14 +230,14 @@ def _weights(ratios: list[float], width: float) -> list[float]:
 
 
 def _require_falling(sigmas: Sequence[float]) -> Sequence[float]:
-    """``sigmas`` of another node, which must fall from at most 1 to at least 0."""
+    """``sigmas`` of another node, which must fall from at most 1 to 0: latents under noise would pass for clean."""
     falling = all(a > b for a, b in itertools.pairwise(sigmas))
-    if len(sigmas) < 2 or not falling or sigmas[0] > 1.0 + 1e-6 or sigmas[-1] < 0.0:
+    if len(sigmas) < 2 or not falling or sigmas[0] > 1.0 + 1e-6 or not 0.0 <= sigmas[-1] <= 1e-6:
         shown = ", ".join(f"{sigma:.3g}" for sigma in sigmas[:4])
         raise InputError(
             f"sigmas [{shown}{', ...' if len(sigmas) > 4 else ''}]",
-            expected="at least two falling noise levels, starting at 1 or below and ending at 0 or above",
-            fix="Use a scheduler node for flow models, such as Basic Scheduler on a flow model.",
+            expected="at least two falling noise levels, starting at 1 or below and ending at 0",
+            fix="Use all levels of a scheduler node for flow models, such as Basic Scheduler on a flow model.",
         )
     return sigmas
 

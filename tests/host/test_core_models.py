@@ -183,6 +183,16 @@ def test_a_node_without_effect_is_named_under_the_sampler(server: Server, client
     )
 
 
+@pytest.mark.parametrize("name", ["ltx", "hunyuan_video image", "framepack"])
+def test_a_picture_without_effect_on_our_model_is_named(inside: Inside, name: str) -> None:
+    (said,) = set(inside.play("extras", "unread_pictures", name=name))
+    assert ("the end image" if name == "framepack" else "AnyGPU Image Conditioning") in said
+
+
+def test_guides_of_core_are_refused(inside: Inside) -> None:
+    assert "guides of LTXVAddGuide" in inside.play("extras", "guided_by_core")
+
+
 @pytest.mark.parametrize("name", ["ltx", *(pytest.param(name, marks=full) for name in ("hunyuan_video", "mochi"))])
 def test_core_puts_our_model_and_vae_on_other_devices(inside: Inside, name: str) -> None:
     found = inside.play("extras", "on_two_devices", name=name)

@@ -178,6 +178,7 @@ def test_nothing_is_said_when_nothing_was_changed(mochi, prompt, recorded):
         ({"scheduler": "ddim"}, "scheduler 'ddim'"),
         ({"sigmas": (0.1, 0.5, 0.0)}, "falling noise levels"),
         ({"sigmas": (14.6, 3.0, 0.0)}, "falling noise levels"),
+        ({"sigmas": (1.0, 0.5, 0.2)}, "ending at 0"),
     ],
 )
 def test_settings_out_of_range(mochi, prompt, changes, pattern):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....compat.device import execution
 from ....compat.device.execution import checked_layers, generator_for, inputs_placed, placed, state_of, to_host
-from ....compat.errors import InputError
+from ....compat.errors import InputError, require_range
 from ....compat.memory.parts import tell_once
 from ... import base
 from ...base import Call, FramePackSettings, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings
@@ -21,7 +21,7 @@ from ...files.evidence import Evidence
 from ...pictures import checked_vision
 from ...pipeline import Pipeline
 from ...sampling.core_sampler import guidance_of, required
-from ...sampling.loop import denoise, held_transformer, noise_for, safeguards_of, sampled_latents
+from ...sampling.loop import denoise, held_transformer, noise_for, safeguards_of, sampled_latents, start_from
 from ...sampling.resume import SectionState, SectionStore, resume_key
 from ...sampling.schedules import UNIPC_BH1, Guidance, Levels, Predict, even_levels, schedule_for
 from ...settings import MOST_FRAMES
@@ -29,7 +29,7 @@ from ...text.llama import llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import described
 from ...vae.fallback import decoding, encoded_moments
 from ...vae.plan import DecodeRequest
-from .sections import VISION, History, Plan, blended, by_span, joined, plan_for, shown, spans
+from .sections import LARGEST_WINDOW, VISION, History, Plan, blended, by_span, joined, plan_for, shown, spans
 from .sections import training_plan as training_plan
 from .sections import training_sections as training_sections
 from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
@@ -170,7 +170,7 @@ def sample(
     kohya-ss/musubi-tuner#267 with ``target_index`` at the window."""
     device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
     strength = _end_strength(image, framepack, progress)
-    frames = 1 if image is None else image.tensors[START].shape[2]
+    frames = image.tensors[START].shape[2]
     plan = plan_for(pipeline.variant, framepack, settings.frames, strength > 0, frames)
     if plan.single and not plan.inverted:
         progress.notify("single-frame mode was made for FramePack I2V: F1 may not follow the prompt")
@@ -195,7 +195,8 @@ def sample(
             schedule = schedule_for(config, settings, settings.steps, levels, device)
             predict = _predictor(pipeline, transformer, history, text, vision, settings, len(schedule))
             safeguards = safeguards_of(pipeline, part, generator, index)
-            history.add(to_host(denoise(noise, schedule, predict, progress=part, safeguards=safeguards)))
+            first = start_from(None, noise, schedule)
+            history.add(to_host(denoise(first, schedule, predict, progress=part, safeguards=safeguards)))
             latents = described(_so_far(pipeline, history, settings, generator), prompt)
             if keeper is not None:
                 standing = SectionState(history.latents, tuple(history.lengths), state_of(generator))
@@ -206,6 +207,7 @@ def sample(
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor:
     """The velocity, noise minus data, of a section that sees the start image or clip alone."""
     frames = call.latents.shape[2]
+    require_range("latent frames of one section", frames, 1, LARGEST_WINDOW, advice=", 129 frames in an empty latent")
     start, like = required(call.picture, "start image", IMAGE_FIX), call.latents
     whole = call.sections * frames * TEMPORAL_RATIO
     plan = plan_for(pipeline.variant, FramePackSettings(0.0, window=frames), whole, False, start.shape[2])

@@ -1,7 +1,7 @@
 """LTX-Video: text to video; images and clips at chosen frames with strength; video to video.
 
 ``LTXPipeline`` for a folder of it (0.9.0, 0.9.1), with a start image ``LTXImageToVideoPipeline``; else, and for other
-images and clips, ``LTXConditionPipeline``. Recipes are Lightricks' own: ``RECIPES`` in ``spec.py``."""
+images and clips, ``LTXConditionPipeline``. Recipes are Lightricks' own: ``published.json``."""
 
 from __future__ import annotations
 
@@ -155,10 +155,9 @@ def sample(
 ) -> Latents:
     """Latents (1, 128, T, H / 32, W / 32) in core's space, the normalised one.
 
-    A picture wins over ``settings.latents`` and its noise mask where both want the same frames.
-
-    Source: diffusers ``LTXPipeline``, ``LTXImageToVideoPipeline`` and ``LTXConditionPipeline``; equal to them in fp32,
-    but for the noise on pictures, which Lightricks' configurations have for every version."""
+    A picture wins over ``settings.latents`` and its noise mask where both want the same frames. Source: diffusers
+    ``LTXPipeline``, ``LTXImageToVideoPipeline`` and ``LTXConditionPipeline``; equal to them in fp32, but for the noise
+    on pictures, which Lightricks' configurations have for every version."""
     from diffusers import LTXPipeline
 
     device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
@@ -174,6 +173,8 @@ def sample(
         tell_once(progress, "1216x704 at 30 fps, as its publisher's script; earlier versions took 704x512 at 25")
     schedule = _schedule(pipeline.tools["scheduler"], settings, conditioned, recipe, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device)
+    if clean is None and schedule.levels[0] < 1.0:
+        clean = torch.zeros(loop.latent_shape(SPEC, conditions.CHANNELS, settings), device=device)  # as core has
     video = conditions.VideoInput(settings, device, clean, schedule.levels[0])
     start = (conditions.conditioned_start if conditioned else conditions.plain_start)(video, image, anchors, generator)
     if image is not None and controls:
@@ -212,7 +213,7 @@ def sample(
 
 
 def batches(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
-    """The batch of each call of the transformer: two rows with cfg, and one more call with STG."""
+    """The batch of each call, without pictures or with one to start from: two with cfg, and one more call with STG."""
     recipe = recipe_of(pipeline, settings)
     assert recipe is not None
     asked = settings.guidance_steps or guidance_steps(recipe, settings, settings.cfg)
@@ -425,7 +426,7 @@ def _fixed(recipe: Recipe, shifted: bool, steps: int) -> Levels:
         times = (linear_quadratic_schedule(steps) * TRAIN_TIMESTEPS).tolist()
     else:
         times = [level * TRAIN_TIMESTEPS for level in read_between(recipe.timesteps, steps)]
-    first, last = (round(skip * steps / recipe.steps) for skip in (recipe.skip_first, recipe.skip_last))
+    first, last = recipe.skips(steps)
     times = times[first : steps - last]
     if shifted:  # a shift acts on noise levels only: given as timesteps, the transformer would see other ones
         return Levels(sigmas=[time / TRAIN_TIMESTEPS for time in times])

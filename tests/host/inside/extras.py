@@ -5,16 +5,21 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import comfy.model_management as management
 import comfy.samplers
 import torch
+from anygpu.compat.errors import UnsupportedError
 from anygpu.host import core_models, memory_manager
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import ImageRequest, Silent
+from comfy_extras.nodes_lt import LTXVAddGuide
 from simulated import accelerator
 
 from host.inside.core import SHAPES, USUAL_SHAPE, cores, prepared
-from host.inside.device import loaded_for
+from host.inside.device import PICTURE, SIDE, loaded_for
 from host.inside.sight import state
 
 OTHERS = {  # inputs that only another model's own files can fill
@@ -122,6 +127,27 @@ def survey(name: str, left_out: list[str], merges: list[str]) -> dict[str, Any]:
         except Exception as error:
             report[node] = {"error": f"{type(error).__name__}: {error}"}
     return report
+
+
+def unread_pictures(name: str) -> list[str]:
+    """Words about a picture, and an end image, in the CONDITIONING of core's sampler."""
+    pipeline, model, _, _, (positive, negative), generator = prepared(name)
+    image = stages.encode_image(pipeline, ImageRequest(PICTURE, SIDE, SIDE), "stretch", Silent())
+    if "start" in image.tensors:
+        image = replace(image, tensors={**image.tensors, "end": image.tensors["start"]})
+    noise = torch.randn(SHAPES.get(name, USUAL_SHAPE), generator=generator)
+    return heard(lambda: cores(model, core_models.pictured(positive, image), negative, noise))[1]
+
+
+def guided_by_core() -> str:
+    """The error where core's LTXVAddGuide has put a picture behind the video."""
+    _, model, _, _, conditionings, generator = prepared("ltx")
+    noise = torch.randn(SHAPES["ltx"], generator=generator)
+    guided = [LTXVAddGuide.add_keyframe_index(cond, 0, noise[:, :, -1:], (8, 32, 32)) for cond in conditionings]
+    try:
+        return f"drew {tuple(cores(model, *guided, noise).shape)}"
+    except UnsupportedError as error:
+        return str(error)
 
 
 def counted(model: Any) -> list[int]:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from anygpu.compat.errors import CheckpointError
+from anygpu.compat.device.execution import HOST
+from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, SampleSettings, Silent
 from anygpu.pipelines.families.ltx import pipeline as ltx
@@ -21,7 +23,8 @@ from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pictures import prepared
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
-from anygpu.pipelines.settings import SECOND_PASS, of_checkpoint, recipe_of
+from anygpu.pipelines.sampling import loop
+from anygpu.pipelines.settings import SECOND_PASS, of_checkpoint, recipe_of, with_step_cache
 from anygpu.pipelines.sizes import Size
 from published import ltx_runs
 from safetensors.torch import load_file, save_file
@@ -198,11 +201,11 @@ def upscaled(pipeline: Pipeline, low: Any, folder: Path, **how: bool) -> tuple[A
 def test_upscaled_latents_are_the_networks_and_run_the_second_pass(models: dict[str, Pipeline], tmp_path: Path) -> None:
     from diffusers import LTXLatentUpsamplePipeline as Upstream
 
-    pipeline, low = distilled(models["linear-quadratic"]), start(models["shifted"])
+    pipeline, low = distilled(models["linear-quadratic"]), start(models["shifted"], final_width=64, final_height=64)
     found, high = upscaled(pipeline, low, tmp_path)
     adain: Any = Upstream.adain_filter_latent
     torch.testing.assert_close(found.samples, adain(None, high, low.samples, 1.0), rtol=0, atol=1e-5)
-    assert (found.width, found.height) == (2 * low.width, 2 * low.height) and found.extra[SECOND_PASS]
+    assert (found.width, found.height) == (2 * low.width, 2 * low.height) and found.extra == {SECOND_PASS: True}
     assert "latent_upsampler" not in pipeline.parts.readers and "latent_upsampler" not in pipeline.parts
     again = stages.sample(pipeline, prompt(), None, SampleSettings(0, 0, 0, seed=3, latents=found), Silent())
     assert again.samples.shape == found.samples.shape and not torch.equal(again.samples, found.samples)
@@ -211,9 +214,10 @@ def test_upscaled_latents_are_the_networks_and_run_the_second_pass(models: dict[
 def test_a_temporal_upscaler_doubles_the_frames_of_the_same_seconds(
     models: dict[str, Pipeline], tmp_path: Path
 ) -> None:
-    pipeline, low = models["linear-quadratic"], start(models["shifted"])
+    pipeline, low = models["linear-quadratic"], start(models["shifted"], final_width=64, final_height=64)
     found, expected = upscaled(pipeline, low, tmp_path, spatial_upsample=False, temporal_upsample=True)
     torch.testing.assert_close(found.samples, expected, rtol=0, atol=1e-5)
+    assert found.extra == low.extra
     assert (found.frames, found.fps) == (2 * low.frames - 1, 2 * low.fps) and SECOND_PASS not in found.extra
     assert stages.decode(pipeline, found, Silent()).shape[0] == found.frames
     asked = SampleSettings(0, 0, 0, steps=2, seed=3, denoise=0.3, latents=found)
@@ -237,6 +241,39 @@ def test_a_second_pass_is_only_of_upscaled_latents_that_are_denoised_whole(model
     assert recipe_of(pipeline, replace(SETTINGS, latents=upscaled)).steps == 3
     assert recipe_of(pipeline, replace(SETTINGS, latents=upscaled, denoise=0.5)).steps == 7
     assert recipe_of(pipeline, replace(SETTINGS, latents=own)).steps == 7
+
+
+@pytest.mark.parametrize(
+    ("changes", "begun", "whole"),
+    [({"denoise": 0.9}, 3, 33), ({"denoise": 0.5}, 30, 60), ({}, 17, 30)],
+)
+def test_a_share_of_13bs_schedule_begins_where_it_is_asked(
+    models: dict[str, Pipeline], changes: Any, begun: int, whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A share of it ends at 0, as core's denoise does; a second pass of one step would have none to run."""
+    from diffusers.pipelines.ltx.pipeline_ltx_condition import linear_quadratic_schedule
+
+    monkeypatch.setattr(ltx, "recipe_for", lambda _: SPEC.published.recipes["dev 13B"])
+    pipeline = models["linear-quadratic"]
+    settings = replace(SETTINGS, steps=30, latents=start(pipeline, **{SECOND_PASS: True}), **changes)
+    found = ltx._schedule(pipeline.tools["scheduler"], settings, True, recipe_of(pipeline, settings), HOST)
+    expected = (*linear_quadratic_schedule(whole)[begun:].tolist(), 0.0)
+    assert len(found) == whole - begun and found.levels == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(InputError, match="steps 1; expected at least 2"):
+        stages.sample(pipeline, prompt(), None, replace(settings, steps=1, denoise=1.0), Silent())
+
+
+def test_a_step_cache_acts_in_a_share_of_the_steps_that_run(
+    models: dict[str, Pipeline], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = list[int]()
+    monkeypatch.setattr(loop, "cached", lambda *given, real=loop.cached: counts.append(given[2]) or real(*given))
+    monkeypatch.setattr(ltx, "recipe_for", lambda _: SPEC.published.recipes["dev 13B"])
+    pipeline = with_step_cache(models["linear-quadratic"], "quality", StepCacheSettings())
+    second = start(pipeline, **{SECOND_PASS: True})
+    for given in ({"steps": 30}, {"steps": 30, "latents": second}, {"sigmas": (1.0, 0.5, 0.0)}):
+        stages.sample(pipeline, prompt(), None, replace(SETTINGS, frames=9, stg=0.0, **given), Silent())
+    assert counts == [27, 13, 2]
 
 
 def test_a_second_pass_ends_at_the_size_that_is_asked(models: dict[str, Pipeline], recorded: Any) -> None:
