@@ -265,7 +265,7 @@ class SafeLayers:
         """Measure the weights where they have changed: reading each once, as the first step does anyway."""
         if version is not None and version == self.version:
             return
-        before, self.patches, self.version = self.patches if version is None else {}, {}, version
+        before, self.patches, self.version = self.patches if version is None else {}, {}, None
         for layer in filter(is_linear, network.modules()):
             if is_native(layer):
                 continue
@@ -283,6 +283,7 @@ class SafeLayers:
             asked = before.get(layer, {}).get(SETTINGS) or AskedLinear(types.MethodType(type(layer).forward, layer))
             forward = functools.partial(adapted_linear, layer, asked, loaded)
             self.patches[layer] = {"forward": forward, SETTINGS: asked}
+        self.version = version  # not before: a cancel or a shortage ends it half way
 
     @property
     def free(self) -> list[nn.Module]:

@@ -136,3 +136,4 @@ def test_loud_convolutions(inside: Inside) -> None:
         few = case.endswith("few")
         assert line == f"{'fp32' if few else 'fp16-safe'} in 1 of 1 layers called" and error <= (EXACT if few else NEAR)
     assert not found["unfit"] and found["unet"], "Conv1d counts as what safe fp16 reaches, Conv2d as a U-Net"
+    assert found["after a cancel"] == 3, "weights that a cancel left unmeasured are measured by the next run"

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,4 +217,10 @@ def loud_convolutions() -> dict[str, Any]:
             layer = operations.Linear(64, 24, dtype=torch.float16)
             compare(f"Linear {widens} few", layer, 3e5 * torch.randn(2, 2, 64), widens)
     network = nn.ModuleList([operations.Conv1d(64, 64, 3), operations.Linear(64, 64), operations.Conv2d(4, 4, 1)])
-    return {"errors": errors, "unfit": unfit_for_safe(network), "unet": unfit_for_safe(network[2:])}
+    cut = SafeLayers(False, True)
+    cancel = management.InterruptProcessingException
+    with mock.patch.object(comfy.ops, "run_every_op", side_effect=cancel), suppress(cancel):
+        cut.measure(network, torch.ones(1), "weights", torch.float32)
+    cut.measure(network, torch.ones(1), "weights", torch.float32)
+    told = {"unfit": unfit_for_safe(network), "unet": unfit_for_safe(network[2:]), "after a cancel": len(cut.patches)}
+    return {"errors": errors, **told}
