@@ -171,6 +171,16 @@ def steps_of(models: Path, evened: bool, more: bool) -> tuple[Mesh, torch.Tensor
     )
 
 
+def test_light_taken_out_of_a_picture_that_gets_another_mask_is_missing(models: Path):
+    pipeline = load_paint(PaintRequest(models / stored.FOLDERS["paint"], device="cpu", precision="fp32"))
+    facts = {"request": pipeline.request, "settings": DelightSettings(), "recenter": True, "image": None, "mask": None}
+    image = marked(torch.rand(1, 8, 8, 3), "evened", **facts)
+    others = {"image": image, "normals": None, "positions": None}
+    masks, asked = (None, torch.ones(1, 8, 8)), OneStep(PaintSettings(64, 1))
+    said = [painted_record(pipeline, {**others, "mask": mask}, asked, None) for mask in masks]
+    assert ["light taken out in another way" in each["missing"] for each in said] == [False, True]
+
+
 def in_steps(models: Path, evened: bool, change=lambda made: made, more: bool = False) -> dict:
     """The receipt in ``steps.glb`` of separate nodes, with a bake that one node has not."""
     mesh, views, facts = steps_of(models, evened, more)

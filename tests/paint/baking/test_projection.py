@@ -214,6 +214,13 @@ def test_a_given_direction_is_kept():
     assert (found.pose.azimuth, found.pose.elevation) == (math.radians(9), math.radians(5))
 
 
+def test_a_picture_that_the_mesh_does_not_reach_tells_nothing_of_colours():
+    surface, texture, _ = known("block")
+    search = poses._PoseSearch.of(surface, texture, photograph(surface, texture, flat_pose(0, 0)))
+    near, far = (search.compared(replace(flat_pose(0, 0), right=right), poses.COARSE) for right in (0.0, 0.95))
+    assert near.mismatch < 0.1 and (far.overlap, far.mismatch) == (0.0, 1.0), (near, far)
+
+
 def test_what_cannot_be_projected_is_one_line():
     surface, _, painted = known("box")
     with pytest.raises(InputError, match=r"a texture of shape \(256, 128, 3\)"):

@@ -43,8 +43,9 @@ def test_corners_of_the_picture_are_pixel_centres():
 
 
 def test_a_size_out_of_range_is_refused():
-    with pytest.raises(InputError, match="view size 8"):
-        rendered_maps(rendered.surface(), size=8)
+    for size in (8, 8193):
+        with pytest.raises(InputError, match=f"view size {size}"):
+            rendered_maps(rendered.surface(), size=size)
 
 
 def test_greedy_views_end_when_nothing_is_added():
