@@ -56,7 +56,8 @@ class SafeOps(BlockOps):
 
     def fed(self, feed: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         settings = getattr(_bare(feed.net[-1]), SETTINGS, PLAIN)
-        room = fp16_layers.LIMIT / (1.0 if settings.fp32_output else settings.reach)
+        reach = 1.0 if settings.fp32_output else settings.reach
+        room = fp16_layers.LIMIT / reach if isinstance(reach, float) else 0.0  # a tensor in a graph: no kernel takes it
         known = _bare(feed.net[-1]).bias is None and "forward" not in feed.__dict__ and not is_hooked_by_others(feed)
         ours = is_ours(feed.net[0], fp16_layers.fp32_swiglu)
         if not (self.form and room and known and ours):  # a bias is not divided
