@@ -204,6 +204,8 @@ def _attach_layers(block: nn.Module, layers: Mapping[str, LayerKind], applied: A
             reach = max(1.0, float(torch.linalg.vector_norm(layer.weight, dim=1, dtype=FULL).max()))
         values = made.get(path.replace("to_out.0", "to_v")) if path.endswith("to_out.0") else None
         values = values if values is not None and hasattr(values, SETTINGS) else None
+        if values is not None and layer is not around:
+            applied.undo.patch(around, fp16_layers.adapted_out)
         residual = applied.fp32_output and kind is LayerKind.RESIDUAL
         applied.undo.set(layer, SETTINGS, LayerSettings(applied.fp32_output, reach, residual, values))
         applied.undo.patch(layer, fp16_layers.FORWARD_OF[kind])

@@ -79,9 +79,8 @@ class FittedEncoder:
             for module in takers:
                 undo.append(add_hook(module, swap, before=True, with_kwargs=True).remove)
         undo.append(self.packed.attach(patcher.model).restore)
-        inside = functools.partial(around, None, self.machine.calls)
         for each in encoders.children() if self.machine.calls is not None else ():
-            undo.set(each, "forward", forward_inside(each, inside))
+            undo.set(each, "forward", forward_inside(each, functools.partial(around, None, self.machine.calls)))
         forward = functools.partial(_linear, self.fit.safe and self.machine.fp32_output)
         for layer in filter(is_linear, patcher.model.modules()) if self.fit.safe else ():
             if "forward" not in layer.__dict__:

@@ -123,23 +123,24 @@ def test_math_in_chunks_gives_the_same_video(
         torch.testing.assert_close(ours, theirs, atol=SUMS, rtol=SUMS)
 
 
+def seen_by(choice: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, int]]:
+    """The dtype and head width of each call of a kernel from now on."""
+    kernel, seen = EXPLICIT[choice], list[tuple[torch.dtype, int]]()
+
+    def run(query: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        seen.append((query.dtype, query.shape[-1]))
+        return kernel(query, *rest)
+
+    monkeypatch.setitem(EXPLICIT, choice, run)
+    return seen
+
+
 @pytest.mark.parametrize("offload", MODES)
 def test_mochi_obeys_in_every_offload_mode_each_pipeline_its_own(
     acc: torch.device, tiny_folder: Any, offload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two pipelines from one folder take turns; the second's choice is not the first's."""
-    ran: list[str] = []
-
-    def counting(choice: str) -> Any:
-        kernel = EXPLICIT[choice]
-
-        def run(*operands: torch.Tensor) -> torch.Tensor:
-            ran.append(choice)
-            return kernel(*operands)
-
-        return run
-
-    monkeypatch.setitem(EXPLICIT, "native_flash", counting("native_flash"))
+    ran = seen_by("native_flash", monkeypatch)
     folder = tiny.build("mochi", tiny_folder)
     pipeline = {
         choice: load(LoadRequest(folder, precision="fp32", offload=offload, device="acc:0", attention=choice))
@@ -164,13 +165,7 @@ def test_a_chosen_kernel_gets_only_what_it_was_tried_with(
     acc: torch.device, tiny_folder: Any, name: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mochi's pool has wider heads than its blocks, and under fp16-safe a token refiner stays in fp32."""
-    kernel, seen = EXPLICIT["native_flash"], list[tuple[torch.dtype, int]]()
-
-    def counted(query: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        seen.append((query.dtype, query.shape[-1]))
-        return kernel(query, *rest)
-
-    monkeypatch.setitem(EXPLICIT, "native_flash", counted)
+    seen = seen_by("native_flash", monkeypatch)
     pipeline = loaded_for(CASES[name], tiny_folder, acc, precision=precision, attention="native_flash")
     rendered(pipeline, CASES[name])
     assert len(seen) > 4 and len({*seen}) == 1, seen

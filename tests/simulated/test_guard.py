@@ -26,6 +26,7 @@ from anygpu.pipelines.load import folder
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.report import precisions
 from anygpu.pipelines.requests import LoadRequest
+from runs.faults import Interrupted
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -291,10 +292,6 @@ def test_a_check_without_room_waits_and_changes_nothing(acc, tmp_path: Path, mon
     assert not [key for key in guard.known if key.startswith("addmm")] and not guard.done
     run(guard, network, x)
     assert [key for key in guard.known if key.startswith("addmm")] and guard.done
-
-
-class Interrupted(BaseException):
-    """As core's InterruptProcessingException."""
 
 
 @pytest.mark.parametrize("error", [Interrupted, torch.OutOfMemoryError])

@@ -101,18 +101,17 @@ def test_operands_that_a_device_reads_wrongly_are_made_plain() -> None:
     assert all(each.is_contiguous() for each in of["convolution"][:2])
 
 
-@pytest.mark.parametrize("method", ["full", "streaming"])
-def test_each_decode_computes_by_these_calls(
-    acc: torch.device, tiny_folder: Path, method: str, monkeypatch: pytest.MonkeyPatch
+def test_a_decode_layer_by_layer_computes_by_these_calls(
+    acc: torch.device, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layer by layer, too, where no forward of the decoder runs."""
+    """No forward of the decoder runs there."""
     monkeypatch.setattr(guard, "policy_for", lambda facts: DevicePolicy(product_rows=8))
     samples = torch.randn(1, 16, 2, 4, 4, generator=torch.Generator().manual_seed(0))
     latents, frames = Latents(samples, "hunyuan_video", "text", 5, 32, 32, 24.0, 0), list[Tensor]()
     for device in ("cpu", acc):
         pipeline = load(LoadRequest(tiny.build("hunyuan_video", tiny_folder), precision="fp32", device=device))
         with wrong_above("aten::addmm", 8), torch.no_grad():
-            frames.append(stages.decode(pipeline, latents, Silent(), form=DecodeRequest(method, tile=16)))
+            frames.append(stages.decode(pipeline, latents, Silent(), form=DecodeRequest("streaming", tile=16)))
     torch.testing.assert_close(frames[1], frames[0], rtol=1e-3, atol=1e-3)
 
 
