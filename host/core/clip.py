@@ -79,8 +79,6 @@ class FittedEncoder:
             for module in takers:
                 undo.append(add_hook(module, swap, before=True, with_kwargs=True).remove)
         undo.append(self.packed.attach(patcher.model).restore)
-        for each in encoders.children() if self.machine.calls is not None else ():
-            undo.set(each, "forward", forward_inside(each, functools.partial(around, None, self.machine.calls)))
         forward = functools.partial(_linear, self.fit.safe and self.machine.fp32_output)
         for layer in filter(is_linear, patcher.model.modules()) if self.fit.safe else ():
             if "forward" not in layer.__dict__:
@@ -93,6 +91,8 @@ class FittedEncoder:
                 own = AskedLinear(types.MethodType(type(layer).forward, layer))
                 own = self.asked[encoders][1].setdefault(layer, own)
                 layer.__dict__ |= {"forward": functools.partial(adapted_linear, layer, own, FULL), SETTINGS: own}
+        for each in encoders.children() if self.machine.calls is not None else ():
+            undo.set(each, "forward", forward_inside(each, functools.partial(around, None, self.machine.calls)))
 
     def _first(self, encoders: nn.Module, counts: Counts, *args: Any, **kwargs: Any) -> Any:
         del encoders.__dict__[ENCODE]

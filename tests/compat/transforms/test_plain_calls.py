@@ -101,9 +101,7 @@ def test_operands_that_a_device_reads_wrongly_are_made_plain() -> None:
     assert all(each.is_contiguous() for each in of["convolution"][:2])
 
 
-def test_a_decode_layer_by_layer_computes_by_these_calls(
-    acc: torch.device, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_streamed_decode_computes_by_these_calls(acc, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No forward of the decoder runs there."""
     monkeypatch.setattr(guard, "policy_for", lambda facts: DevicePolicy(product_rows=8))
     samples = torch.randn(1, 16, 2, 4, 4, generator=torch.Generator().manual_seed(0))
