@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .facts import CLOCKED, DeviceFacts, value_or
+from .failures import is_shortage
 from .probe_store import ProbeStore
 
 HOPELESS = 4.0  # times the best so far: measured once, not again
@@ -25,7 +26,8 @@ def stored_times(
 
 
 def milliseconds(ways: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int) -> dict[str, float]:
-    """The median of some runs of each way that runs; the first run of each loads and tunes and is not counted."""
+    """The median of some runs of each way that runs; the first run of each loads and tunes and is not counted.
+    Raises what reports a shortage of memory."""
     times: dict[str, float] = {}
 
     for name, way in ways.items():
@@ -35,7 +37,9 @@ def milliseconds(ways: Mapping[str, Callable[[], Any]], device: torch.device, re
             spent = [1e3 * once()]
             if spent[0] <= HOPELESS * min(times.values(), default=spent[0]):
                 spent += [1e3 * once() for _ in range(repeats - 1)]
-        except RuntimeError:  # out of memory is one
+        except RuntimeError as error:
+            if is_shortage(error):  # another time
+                raise
             continue
         times[name] = round(sorted(spent)[len(spent) // 2], 4)
     return times

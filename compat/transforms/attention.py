@@ -63,6 +63,7 @@ class Attention:
     avoided: Mapping[Avoided, str] = field(default_factory=dict)
     fused: frozenset[tuple[torch.dtype, int]] = frozenset()  # asked beforehand: a compiled graph cannot ask torch
     fastest: str = ""  # timed, under ``auto`` for long sequences without a mask
+    tried: tuple[torch.dtype, int] | None = None  # dtype and head width of the chosen or timed kernel; None for any
 
     @property
     def label(self) -> str:
@@ -79,12 +80,11 @@ class Attention:
         """Values (B, H, M, D) weighted by how well their keys fit each query (B, H, N, D); in the queries' dtype.
 
         ``mask`` broadcasts to (B, H, N, M): bool, True where a key counts, or floating, added to the scores; ``causal``
-        lets query n see the keys up to n. An explicit kernel runs every call without mask; one with a mask takes the
-        way of ``auto``. Peak extra memory: ``budget_bytes``, or one row of scores."""
-        if mask is None and not causal and self.choice in EXPLICIT:
+        lets query n see the keys up to n. An explicit kernel runs the calls without mask whose dtype and head width
+        it was tried with; others go the way of ``auto``. Peak extra memory: ``budget_bytes``, or one row of scores."""
+        chosen = self.choice in EXPLICIT or (self.fastest and key.shape[-2] >= LONG)
+        if chosen and mask is None and not causal and self.tried in (None, (query.dtype, query.shape[-1])):
             return EXPLICIT[self.fastest or self.choice](query, key, value)
-        if self.fastest and mask is None and not causal and key.shape[-2] >= LONG and query.dtype.itemsize < 4:
-            return EXPLICIT[self.fastest](query, key, value)
         avoided = self.avoids(query.dtype, query.shape[-1])
         if self.choice != "native_math" and not avoided:
             if self._has_fused(query, key, value, mask, causal):
@@ -149,7 +149,8 @@ def attention_for(
         verdict = kernels_for(choice, facts, dtype, head_width, quiet)[0]
     decision = Decision("attention", verdict, why, AUTO if choice == AUTO else CHOSEN)
     fastest = verdict if choice in LOSSY and verdict != choice else ""
-    return Attention(choice, budget, decision, kernel=kernel, avoided=avoided, fused=fused, fastest=fastest)
+    tried = dtype, head_width
+    return Attention(choice, budget, decision, kernel, avoided=avoided, fused=fused, fastest=fastest, tried=tried)
 
 
 def by_time(

@@ -345,7 +345,7 @@ def own_edges(layer: Any) -> tuple[tuple[int, ...] | None, str]:
 
 def causal_edges(conv: Any) -> tuple[int, int, int, int, int, int]:
     """The edges, as in ``F.pad``, that a causal ``conv`` adds before it calls the convolution inside it.
-    LTX-Video repeats frames in front, or on both sides; rows and columns are left to the layer."""
+    LTX-Video repeats frames in front, or on both sides; its rows and columns are left to the layer."""
     if hasattr(conv, "time_causal_padding"):
         return tuple(conv.time_causal_padding)  # type: ignore[return-value]
     taps = conv.kernel_size[0]

@@ -56,7 +56,8 @@ class SafeOps(BlockOps):
 
     def fed(self, feed: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
         settings = getattr(_bare(feed.net[-1]), SETTINGS, PLAIN)
-        room = fp16_layers.LIMIT / (1.0 if settings.fp32_output else settings.reach)
+        reach = 1.0 if settings.fp32_output else settings.reach
+        room = fp16_layers.LIMIT / reach if isinstance(reach, float) else 0.0  # a tensor in a graph: no kernel takes it
         known = _bare(feed.net[-1]).bias is None and "forward" not in feed.__dict__ and not is_hooked_by_others(feed)
         ours = is_ours(feed.net[0], fp16_layers.fp32_swiglu)
         if not (self.form and room and known and ours):  # a bias is not divided
@@ -203,6 +204,8 @@ def _attach_layers(block: nn.Module, layers: Mapping[str, LayerKind], applied: A
             reach = max(1.0, float(torch.linalg.vector_norm(layer.weight, dim=1, dtype=FULL).max()))
         values = made.get(path.replace("to_out.0", "to_v")) if path.endswith("to_out.0") else None
         values = values if values is not None and hasattr(values, SETTINGS) else None
+        if values is not None and layer is not around:
+            applied.undo.patch(around, fp16_layers.adapted_out)
         residual = applied.fp32_output and kind is LayerKind.RESIDUAL
         applied.undo.set(layer, SETTINGS, LayerSettings(applied.fp32_output, reach, residual, values))
         applied.undo.patch(layer, fp16_layers.FORWARD_OF[kind])

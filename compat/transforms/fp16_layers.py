@@ -161,6 +161,15 @@ def adapted_value(layer: Any, x: Tensor) -> Tensor:
     return y
 
 
+def adapted_out(layer: Any, x: Tensor) -> Tensor:
+    """The projection of divided values with the LoRAs that peft put around it, which read them as they are."""
+    settings: LayerSettings = getattr(layer.base_layer, SETTINGS)
+    leaves, settings.leaves = settings.leaves, True
+    y: Tensor = type(layer).forward(layer, x)
+    settings.leaves = leaves
+    return y if leaves else y * layer.base_layer.__dict__.pop(SCALE, 1.0)
+
+
 def full_linear(layer: Any, x: Tensor) -> Tensor:
     """The product of ``layer`` in fp32, from weights that are kept in fp16, with the few rows of ``x``: sums of three
     fp16 numbers where the GEMM can come out in fp32. Elsewhere peak extra memory is the weight in fp32."""

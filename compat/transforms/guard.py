@@ -9,30 +9,31 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure, tree_unflatten
-from torch.utils.hooks import RemovableHandle
 
 from ...kernels.library import FAULTS, NAMESPACE
-from ..device.execution import HOST, add_hook, placed, to_host
+from ..device.execution import HOST, placed, to_host
 from ..device.facts import DeviceFacts, value_or
 from ..device.failures import is_shortage
 from ..device.probe_store import IN_RUNS, ProbeStore
 from ..device.quirks import policy_for
 from ..device.rates import work_of
 from ..errors import UnsupportedError, first_line
+from ..memory.parts import Undo
 from .attention_chunks import chunked
 from .order import Back, Order, Step
 from .plain_calls import PlainCalls, plain_calls
 
 log = logging.getLogger(__name__)
 
+AROUND = "_anygpu_around"  # on a VAE: the block for a decode that calls none of its children's forwards
 ROWS, WHOLE = 64, 2**22  # of a sample; values of a group that can only be computed as a whole
 SHARE, SECONDS = 0.01, 0.5  # of the work so far, and of each forward: what is left waits for the next one
 # An entry y may be off by a|y| + b s, where s is the product of its operands' norms, or the largest value that it is
@@ -267,9 +268,10 @@ def _upcast(each: Tensor) -> Tensor:
     return each.float() if each.dtype.is_floating_point else each
 
 
+AGAIN = "contiguous operands"
 PATHS: dict[str, Callable[[Any, Any, Any], Any]] = {  # what stands in for a call that was wrong, the nearest first
     "its reference": _reference,
-    "contiguous operands": lambda f, args, kwargs: _changed(f, args, kwargs, Tensor.contiguous),
+    AGAIN: lambda f, args, kwargs: _changed(f, args, kwargs, Tensor.contiguous),
     "chunks of queries": _in_chunks,
     "fp32": lambda f, args, kwargs: _changed(f, args, kwargs, _upcast),
     "the host": lambda f, args, kwargs: _changed(f, args, kwargs, to_host),
@@ -298,6 +300,7 @@ class Guard(TorchDispatchMode):
         if not self.waits:
             self.done.add(key)
         if len(self.known) != before:
+            self.known = {**(self.store.recall(IN_RUNS) or {}), **self.known}  # another guard of this device keeps, too
             self.store.keep(IN_RUNS, self.known)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -364,7 +367,7 @@ class Guard(TorchDispatchMode):
                 return ""
             if not function._schema.is_mutable and not wrong(_changed(function, args, kwargs, lambda each: each)):
                 log.warning("AnyGPU: %s was wrong once and then right: this device is unstable", key)
-                return ""
+                return AGAIN
         except Exception as error:  # what cannot be checked is unknown
             log.debug("%s cannot be checked: %s", key, first_line(error))
             if is_shortage(error):  # another time
@@ -380,6 +383,7 @@ class Guard(TorchDispatchMode):
                     return path
             except Exception as error:
                 log.debug("%s by %s: %s", key, path, first_line(error))
+        del self.known[key]  # or the next run would take it for right
         found = f"{key} is wrong on this device, however it is computed"
         fix = "Update the driver and torch, or choose another device."
         raise UnsupportedError(found, expected="a device that computes right", fix=fix)
@@ -402,34 +406,37 @@ def guard_of(store: ProbeStore | None, device: torch.device) -> Guard | None:
 
 def guard_step(store: ProbeStore | None, facts: DeviceFacts) -> Step:
     """The guard, and the calls that the device needs, around each forward of a part; of a VAE, of its children."""
-    guard, calls = guard_of(store, facts.device), plain_calls(policy_for(facts))
+    inside = partial(around, guard_of(store, facts.device), plain_calls(policy_for(facts)))
 
     def apply(part: str, module: nn.Module) -> Back | None:
-        if guard is None and calls is None:
+        if inside.args == (None, None):
             return None
-        with ExitStack() as stack:
-            for each in module.children() if part == "vae" else [module]:
-                for hook in _hooks(each, guard, calls):
-                    stack.enter_context(hook)
-            return stack.pop_all().close
+        undo = Undo()
+        if part == "vae":
+            undo.set(module, AROUND, inside)
+        for each in module.children() if part == "vae" else [module]:
+            undo.set(each, "forward", forward_inside(each, inside))
+        return undo.restore
 
     return Step(Order.GUARD, "guard", apply)
 
 
-def _hooks(module: nn.Module, guard: Guard | None, calls: PlainCalls | None) -> Iterator[RemovableHandle]:
-    """Put both around the forwards of ``module``; the hooks that do."""
-    entered: list[ExitStack] = []
+@contextmanager
+def around(guard: Guard | None, calls: PlainCalls | None, key: Any) -> Iterator[None]:
+    """One use of a model, known by ``key``, that ``guard`` looks at and that computes by ``calls``."""
+    with calls or nullcontext(), nullcontext() if guard is None else guard.looking(key):
+        yield
 
-    def before(_: Any, args: Any, kwargs: Any) -> None:
-        shapes = [each.shape for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        entered.append(ExitStack())
-        if calls is not None:
-            entered[-1].enter_context(calls)
-        if guard is not None:
-            entered[-1].enter_context(guard.looking((id(module), tuple(shapes))))
 
-    def after(*_: Any) -> None:
-        entered.pop().close()
+def forward_inside(module: nn.Module, inside: Callable[[Any], AbstractContextManager[None]]) -> Callable[..., Any]:
+    """The forward of ``module`` inside a block; that of its class is looked up in each call, as hosts change classes.
+    No hooks: torch calls none after core's cancel, a BaseException."""
+    own = vars(module).get("forward")
 
-    yield add_hook(module, before, before=True, with_kwargs=True)
-    yield add_hook(module, after, always_call=True)
+    @wraps(module.forward)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        shapes = tuple(each.shape for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+        with inside((id(module), shapes)):
+            return own(*args, **kwargs) if own is not None else type(module).forward(module, *args, **kwargs)
+
+    return guarded

@@ -87,11 +87,10 @@ def settings_for(preset: str, asked: StepCacheSettings) -> StepCacheSettings | N
 
 def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: float, batched: bool, stg: float) -> None:
     """Raise UnsupportedError for a cache that guidance in two forwards or compiled blocks would break."""
-    name, value, least = ("stg", stg, 0) if stg > 0 else ("cfg", cfg, 1)
-    if settings.kind in SHARED and (stg > 0 or (cfg > 1.0 and not batched)):
-        found = f"step cache {settings.kind!r} with {name} {value:g}: {SHARED[settings.kind]}"
-        fix = f"Choose kind {FIRST_BLOCK} or set {name} to {least}."
-        raise UnsupportedError(found, expected=f"{name} {least}, or another kind", fix=fix)
+    guided = [f"stg {stg:g}"] * (stg > 0) + [f"cfg {cfg:g}"] * (cfg > 1.0 and not batched)
+    if settings.kind in SHARED and guided:
+        found = f"step cache {settings.kind!r} with {' and '.join(guided)}: {SHARED[settings.kind]}"
+        raise UnsupportedError(found, expected="no such guidance, or another kind", fix=f"Choose kind {FIRST_BLOCK}.")
     if settings.kind != FIRST_BLOCK and any(hasattr(block, COMPILED) for block in transformer_blocks(transformer)):
         found = f"step cache {settings.kind!r} with compile: {INSIDE}"
         raise UnsupportedError(found, expected=f"kind {FIRST_BLOCK}, or compile off", fix=f"Choose kind {FIRST_BLOCK}.")

@@ -8,7 +8,6 @@ import logging
 import types
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +22,7 @@ from ...compat.errors import InputError
 from ...compat.memory.parts import Undo
 from ...compat.output_check import fault_in_weight
 from ...compat.transforms.fp16_layers import FULL, SETTINGS, AskedLinear
+from ...compat.transforms.guard import around, forward_inside
 from .attention import AttentionOverride
 from .layers import (
     COUNTS,
@@ -52,10 +52,9 @@ class FittedEncoder:
     """Puts a fit on the layers of whichever encoder ComfyUI loads, and takes it off."""
 
     fit: Fit
-    fp32_output: bool
+    machine: ModelDevice
     packed: PackedFit = field(default_factory=PackedFit)
     tell: Callable[[str], None] = log.info
-    guard: Any = None  # of the device
     hooks: ByNetwork = field(default_factory=ByNetwork)
     counted: ByNetwork = field(default_factory=ByNetwork)
     asked: ByNetwork = field(default_factory=ByNetwork)  # layers of other packs, with the weights of a version
@@ -80,7 +79,7 @@ class FittedEncoder:
             for module in takers:
                 undo.append(add_hook(module, swap, before=True, with_kwargs=True).remove)
         undo.append(self.packed.attach(patcher.model).restore)
-        forward = functools.partial(_linear, self.fp32_output)
+        forward = functools.partial(_linear, self.fit.safe and self.machine.fp32_output)
         for layer in filter(is_linear, patcher.model.modules()) if self.fit.safe else ():
             if "forward" not in layer.__dict__:
                 layer.__dict__["forward"] = functools.partial(forward, layer)
@@ -92,6 +91,8 @@ class FittedEncoder:
                 own = AskedLinear(types.MethodType(type(layer).forward, layer))
                 own = self.asked[encoders][1].setdefault(layer, own)
                 layer.__dict__ |= {"forward": functools.partial(adapted_linear, layer, own, FULL), SETTINGS: own}
+        for each in encoders.children() if self.machine.calls is not None else ():
+            undo.set(each, "forward", forward_inside(each, functools.partial(around, None, self.machine.calls)))
 
     def _first(self, encoders: nn.Module, counts: Counts, *args: Any, **kwargs: Any) -> Any:
         del encoders.__dict__[ENCODE]
@@ -99,7 +100,7 @@ class FittedEncoder:
         for layer in ours:
             layer.__dict__[COUNTS] = counts
         try:
-            looking = nullcontext() if self.guard is None else self.guard.looking(id(encoders))
+            looking = around(self.machine.guard, None, id(encoders))
             with counts.counting(left_of(encoders, ours) if self.fit.safe else {}), looking:
                 result = getattr(encoders, ENCODE)(*args, **kwargs)
         finally:
@@ -179,7 +180,7 @@ def fit_clip(
         return clip, decisions
     decisions += left_decisions(clip.cond_stage_model, safe=True) if fit.safe else ()
     fitted = of_fitted_class(clip.clone())
-    encoder = FittedEncoder(fit, fit.safe and machine.fp32_output, packed, tell, guard=machine.guard)
+    encoder = FittedEncoder(fit, machine, packed, tell)
     fitted.patcher.set_injections(KEY, [PatcherInjection(inject=encoder.attach, eject=encoder.detach)])
     return fitted, decisions
 

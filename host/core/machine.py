@@ -20,6 +20,8 @@ from ...compat.probe_results import probe_results_of
 from ...compat.report import HEAD_WIDTH
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, fused_kernel
 from ...compat.transforms.conv3d_choice import Chooser, choose_by, stored_timings
+from ...compat.transforms.guard import Guard, guard_of
+from ...compat.transforms.plain_calls import PlainCalls, plain_calls
 from ..folders import state_folder
 from .attention import BUILDS_SCORES, MISSES_KERNELS, SUMS_IN_FP16
 
@@ -68,15 +70,11 @@ class ModelDevice:
         return works(self.able, "conv3d", dtype) and works(self.able, "pad3d", dtype)
 
     @cached_property
-    def guard(self) -> Any:
-        from ...compat.transforms.guard import guard_of
-
+    def guard(self) -> Guard | None:
         return guard_of(self.probes, self.facts.device)
 
     @cached_property
-    def calls(self) -> Any:
-        from ...compat.transforms.plain_calls import plain_calls
-
+    def calls(self) -> PlainCalls | None:
         return plain_calls(policy_for(self.facts))
 
     @cached_property

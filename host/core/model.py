@@ -22,6 +22,7 @@ from ...compat.decision import AUTO, Decision
 from ...compat.device.precision import SAFE
 from ...compat.errors import InputError, UnsupportedError
 from ...compat.memory.parts import Undo
+from ...compat.transforms.guard import around
 from ..diffusion_model import CoreModel
 from ..recovery import WRAPPER, save_core_samples
 from . import ownership
@@ -171,10 +172,8 @@ class FittedNetwork:
             if plain or (seen.casts and model.get_dtype_inference() is torch.float32):
                 undo.set(model, CAST, torch.float16 if plain else self.loaded)
             stack.enter_context(self._convolutions_on(network, model.get_dtype_inference()))
-            if self.machine.calls is not None:
-                stack.enter_context(self.machine.calls)
-            if (guard := self.machine.guard) is not None and network is model.diffusion_model:  # not a compiled one
-                stack.enter_context(guard.looking((id(network), args[0].shape)))
+            guard = self.machine.guard if network is model.diffusion_model else None  # not a compiled one
+            stack.enter_context(around(guard, self.machine.calls, (id(network), args[0].shape)))
             if (attention := self.fit.attention) is None:
                 if counts is not None:
                     stack.callback(setattr, counts, "attention", 0)  # left to core, as was decided

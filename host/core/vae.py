@@ -28,6 +28,7 @@ from ...compat.errors import InputError, UnsupportedError, first_line
 from ...compat.memory.parts import Undo
 from ...compat.output_check import BROKEN, InvalidOutputError, is_flat
 from ...compat.transforms.attention import Attention
+from ...compat.transforms.guard import around
 from ...pipelines.vae.plan import DecodeMethod, decode_methods, next_method, tiles_below
 from .. import recovery
 from ..core_models import CoreVAE
@@ -166,8 +167,9 @@ class FittedVAE:
             stack.enter_context(_patches_on(self._patches(method)))
             if method.on_host:
                 stack.callback(_leave_host, vae.patcher)
-            elif (guard := self.machine.guard) is not None:
-                stack.enter_context(guard.looking((id(self), name, given.shape, method.key)))
+            else:
+                key = (id(self), name, given.shape, method.key)
+                stack.enter_context(around(self.machine.guard, self.machine.calls, key))
             begun = time.monotonic()
             if method.tile:
                 result = _in_tiles(vae, name.removesuffix("_tiled"), given, method.tile)

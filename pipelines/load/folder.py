@@ -97,7 +97,7 @@ def load(
     attention = _attention(request.attention, family, files["transformer"].config, precision, facts, probes)
     if attention.choice == SPARSE and request.speed.compile is not None:
         raise UnsupportedError("attention 'sparse' with compile", expected="one of the two", fix="Switch compile off.")
-    safe = SafeFp16(family.id, facts.device, active=precision.safe)
+    safe = SafeFp16(family.id, options.place("transformer", facts.device), active=precision.safe)
     convolutions = conv3d_step(abilities(facts, probes), None if probes is None else stored_timings(facts, probes))
     speed = speed_for(request.speed, facts, request.devices, precision, probes, attention)
     guards = _guards(request, facts, probes)

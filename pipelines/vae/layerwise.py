@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -22,6 +23,7 @@ from ...compat.errors import UnsupportedError
 from ...compat.memory.hooks import own_tensors, weights_on
 from ...compat.memory.parts import full_name
 from ...compat.memory.transfer import Transfer
+from ...compat.transforms.guard import AROUND
 from .chunked import AUTOENCODERS, CausalCache, TilePosition
 
 Region = tuple[int, int, int, int]
@@ -221,7 +223,7 @@ def streamed(stream: Stream, vae: Any, latents: Tensor, time: Tensor | None = No
             expected="a decoder whose layers depend only on their input",
             fix="Choose method auto or tiled on the decode node.",
         )
-    with own_tensors(vae.decoder):
+    with own_tensors(vae.decoder), getattr(vae, AROUND, nullcontext)(latents.shape):
         return STREAMED[full_name(vae)](stream, vae, Activation(latents.to(stream.way.dtype)), time).plane
 
 

@@ -438,3 +438,6 @@ def test_a_fitted_model_runs_under_the_guard_of_its_device(inside):
     found = inside.play("core_attention", "guarded")
     assert found["seen"] and all(len(shape) == 5 for shape in found["seen"]) and found["on_cpu"]
     assert found["vaes"] == found["clips"] == 1
+    models = len(found["seen"])
+    assert sorted({*found["calls"]}) == [*range(models + 1), models + 2], "by the calls of its device, too"
+    assert found["calls"].count(models + 2) >= 2, "not the first text alone"

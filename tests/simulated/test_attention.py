@@ -123,23 +123,24 @@ def test_math_in_chunks_gives_the_same_video(
         torch.testing.assert_close(ours, theirs, atol=SUMS, rtol=SUMS)
 
 
+def seen_by(choice: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dtype, int]]:
+    """The dtype and head width of each call of a kernel from now on."""
+    kernel, seen = EXPLICIT[choice], list[tuple[torch.dtype, int]]()
+
+    def run(query: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        seen.append((query.dtype, query.shape[-1]))
+        return kernel(query, *rest)
+
+    monkeypatch.setitem(EXPLICIT, choice, run)
+    return seen
+
+
 @pytest.mark.parametrize("offload", MODES)
 def test_mochi_obeys_in_every_offload_mode_each_pipeline_its_own(
     acc: torch.device, tiny_folder: Any, offload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two pipelines from one folder take turns; the second's choice is not the first's."""
-    ran: list[str] = []
-
-    def counting(choice: str) -> Any:
-        kernel = EXPLICIT[choice]
-
-        def run(*operands: torch.Tensor) -> torch.Tensor:
-            ran.append(choice)
-            return kernel(*operands)
-
-        return run
-
-    monkeypatch.setitem(EXPLICIT, "native_flash", counting("native_flash"))
+    ran = seen_by("native_flash", monkeypatch)
     folder = tiny.build("mochi", tiny_folder)
     pipeline = {
         choice: load(LoadRequest(folder, precision="fp32", offload=offload, device="acc:0", attention=choice))
@@ -149,7 +150,7 @@ def test_mochi_obeys_in_every_offload_mode_each_pipeline_its_own(
     flash, _ = rendered(pipeline["native_flash"], CASES["mochi"])
     chosen = len(ran)
     exact, _ = rendered(pipeline["native_math"], CASES["mochi"])
-    assert chosen == 2 * (2 * 2 + 2), "2 steps: two blocks and the pool, for two rows of the batch"
+    assert chosen == 2 * 2 * 2, "2 steps: two blocks, for two rows of the batch; the pool's heads have another width"
     assert len(ran) == chosen
     again, _ = rendered(pipeline["native_flash"], CASES["mochi"])
     assert len(ran) == 2 * chosen
@@ -157,3 +158,14 @@ def test_mochi_obeys_in_every_offload_mode_each_pipeline_its_own(
     assert torch.equal(again, flash)
     said = str(pipeline["native_flash"].plan.decisions[2])
     assert said == "attention native_flash: chosen: torch's own FlashAttention"
+
+
+@pytest.mark.parametrize(("name", "precision"), [("mochi", "fp32"), ("hunyuan_video", "fp16-safe")])
+def test_a_chosen_kernel_gets_only_what_it_was_tried_with(
+    acc: torch.device, tiny_folder: Any, name: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mochi's pool has wider heads than its blocks, and under fp16-safe a token refiner stays in fp32."""
+    seen = seen_by("native_flash", monkeypatch)
+    pipeline = loaded_for(CASES[name], tiny_folder, acc, precision=precision, attention="native_flash")
+    rendered(pipeline, CASES[name])
+    assert len(seen) > 4 and len({*seen}) == 1, seen

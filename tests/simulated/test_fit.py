@@ -1,6 +1,7 @@
 """It fits: every family at every share of its full offloader, forecasts, refusals, and out of memory at any moment."""
 
 import gc
+from unittest.mock import Mock
 
 import pytest
 import tiny
@@ -13,6 +14,7 @@ from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.forecast.fit import plan_line
 from anygpu.pipelines.forecast.memory import forecast
+from anygpu.pipelines.load import reading
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.vae.plan import DecodeRequest
@@ -248,7 +250,7 @@ def test_a_cancel_is_obeyed_while_units_move(acc, tiny_folder, mode):
     assert accelerator.memory().allocated_bytes == 0
 
 
-def test_parts_compute_where_they_are_put(acc, tiny_folder):
+def test_parts_compute_where_they_are_put(acc, tiny_folder, monkeypatch):
     case = CASES["ltx"]
     expected = rendered(loaded_for(case, tiny_folder, "cpu"), case)
     path = tiny.build("ltx", tiny_folder)
@@ -257,6 +259,10 @@ def test_parts_compute_where_they_are_put(acc, tiny_folder):
     same(rendered(pipeline, case), expected)
     assert peak(pipeline) < pipeline.weights["vae"].total, "the VAE was on the device"
     assert repr(pipeline.offloader) == "offload model on acc:0, text_encoder on cpu, vae on cpu"
+    monkeypatch.setattr(reading, "fp32_output_works", asked := Mock(return_value=False))
+    on_host = LoadRequest(path, precision="fp16-safe", device="acc:0", devices={"transformer": "cpu"})
+    load(on_host).parts.read("transformer")
+    asked.assert_called_once_with(torch.device("cpu"))
     gone = LoadRequest(path, precision="fp32", device="acc:0", devices={"vae": "acc:7"})
     with pytest.raises(UnsupportedError, match="device 'acc:7' does not answer"):
         load(gone)

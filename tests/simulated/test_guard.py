@@ -13,11 +13,12 @@ import torch
 from anygpu.compat.device import probes
 from anygpu.compat.device.execution import placed
 from anygpu.compat.device.facts import facts_for
-from anygpu.compat.device.probe_store import ProbeStore
+from anygpu.compat.device.probe_store import IN_RUNS, ProbeStore
+from anygpu.compat.device.quirks import DevicePolicy
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.report import report_on
 from anygpu.compat.transforms import guard as guard_module
-from anygpu.compat.transforms.guard import CHECKS, SHARE, Guard, _some
+from anygpu.compat.transforms.guard import CHECKS, SHARE, Guard, _some, guard_step
 from anygpu.kernels import activation, group_norm, library, norm, product, residual, rope, self_tests
 from anygpu.kernels.self_tests import CaseShapes
 from anygpu.kernels.terms import LAYER, SCALED, Gate, Modulation, Norm
@@ -25,6 +26,7 @@ from anygpu.pipelines.load import folder
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.report import precisions
 from anygpu.pipelines.requests import LoadRequest
+from runs.faults import Interrupted
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -292,11 +294,40 @@ def test_a_check_without_room_waits_and_changes_nothing(acc, tmp_path: Path, mon
     assert [key for key in guard.known if key.startswith("addmm")] and guard.done
 
 
+@pytest.mark.parametrize("error", [Interrupted, torch.OutOfMemoryError])
+def test_a_forward_that_is_cut_short_leaves_no_mode_and_is_looked_at_again(
+    acc, tmp_path: Path, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard_module, "policy_for", lambda facts: DevicePolicy(product_rows=2**20))
+    ends, store = [error], store_of(acc, tmp_path)
+
+    def of(layers: nn.ModuleDict, x: Tensor) -> Tensor:
+        if ends:
+            raise ends.pop()
+        return layers["a"](x)
+
+    network, x = Network(of, a=nn.Linear(WIDTH, 96)).eval().to(acc), torch.randn(2, 1024, WIDTH, device=acc)
+    back = guard_step(store, store.facts).apply("transformer", network)
+    with torch.no_grad():
+        with pytest.raises(error):
+            network(x)
+        assert not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack()
+        for _ in range(3):
+            network(x)
+        assert back is not None and any(key.startswith("addmm") for key in store.recall(IN_RUNS))
+        network.__class__ = type("Cast", (Network,), {"forward": lambda *_: "cast"})
+        assert network(x) == "cast", "a host changes the class of layers when it takes a part"
+    back()
+    assert "forward" not in vars(network) and not network._forward_hooks
+
+
 def test_inference_mode_hides_nothing(acc, tmp_path: Path) -> None:
     operator, make = KINDS["addmm"]
-    network, store = make().eval().to(acc), store_of(acc, tmp_path)
+    network, store, x = make().eval().to(acc), store_of(acc, tmp_path), torch.randn(2, 1024, WIDTH, device=acc)
+    another = Guard(store)
     with accelerator.hook(operator, after=zeroed(64)), torch.inference_mode():
-        run(Guard(store), network, torch.randn(2, 1024, WIDTH, device=acc))
+        run(Guard(store), network, x)
+    run(another, KINDS["cat"][1](), x)  # of the same card, which knew nothing of it
     assert [key.partition(" ")[0] for key in store.misses()] == ["linear"]  # which torch takes apart later here
 
 
@@ -309,17 +340,23 @@ def test_what_is_wrong_once_is_said_and_not_kept(acc, tmp_path: Path, caplog: py
         if len(calls) == 1:
             results[0].zero_()
 
-    store = store_of(acc, tmp_path)
-    with accelerator.hook(operator, after=once), caplog.at_level(logging.WARNING):
-        run(Guard(store), make().eval().to(acc), torch.randn(2, 1024, WIDTH, device=acc))
+    store, network, x = store_of(acc, tmp_path), make().eval().to(acc), torch.randn(2, 1024, WIDTH, device=acc)
+    guard = Guard(store)
+    guard.work = 2**40  # so that the first call is looked at
+    with accelerator.hook(operator, after=once), caplog.at_level(logging.WARNING), torch.no_grad():
+        with guard.looking(0):
+            found = network(x)
+        torch.testing.assert_close(found, network(x))
     assert not store.misses() and "this device is unstable" in caplog.text
 
 
 def test_where_nothing_is_right_the_run_stops(acc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     operator, make = KINDS["addmm"]
     monkeypatch.delitem(guard_module.PATHS, "the host")
-    with accelerator.hook(operator, after=zeroed(64)), pytest.raises(UnsupportedError, match="however it is computed"):
-        run(Guard(store_of(acc, tmp_path)), make().eval().to(acc), torch.randn(2, 1024, WIDTH, device=acc))
+    guard, network, x = Guard(store_of(acc, tmp_path)), make().eval().to(acc), torch.randn(2, 1024, WIDTH, device=acc)
+    for _ in range(2):  # a second run does not take it for right
+        with accelerator.hook(operator, after=zeroed(64)), pytest.raises(UnsupportedError, match="however it is"):
+            run(guard, network, x)
 
 
 def test_rows_of_a_sample_stand_on_both_sides_of_each_power_of_two() -> None:

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.device.execution import add_hook, checked_parts
-from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.failures import is_shortage
-from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.errors import PackError, UnsupportedError, parts_of
 from anygpu.compat.memory import hooks, standalone
 from anygpu.compat.memory.hooks import GroupHooks
@@ -21,7 +19,6 @@ from anygpu.compat.memory.standalone import STEP_DOWN, StandaloneOffloader
 from anygpu.compat.ranks import Group, Ranks, SplitPlan
 from anygpu.compat.transforms.attention_processors import CROPPED
 from anygpu.compat.transforms.context_parallel import TokenSplit
-from anygpu.compat.transforms.guard import guard_step
 from anygpu.compat.transforms.order import replace_attention
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
@@ -251,7 +248,6 @@ class Split(nn.Module):
 
 
 HOOKED: dict[str, tuple[int, Callable[[nn.Module], Any]]] = {  # how many hooks, and what registers them
-    "guard": (2, lambda module: guard_step(ProbeStore(facts_for("acc:0")), facts_for("acc:0")).apply(PART, module)),
     "context parallel": (3, TokenSplit(Group(Ranks(None, 0, 2)), SplitPlan((), 0)).attach),
     "output check": (1, lambda module: checked_parts(module, str).__enter__()),
     "cropping": (1, lambda module: replace_attention(module, print)),

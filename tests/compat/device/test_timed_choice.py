@@ -1,6 +1,8 @@
 """The attention kernel by the clock: timed once per device, kept, said; never on a CPU or for an explicit choice."""
 
 from dataclasses import replace
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -56,6 +58,12 @@ def test_the_clock_is_the_one_that_runs(monkeypatch):
     ticks = iter(range(0, 100, 2))
     monkeypatch.setattr(timed_choice.time, "perf_counter", lambda: float(next(ticks)))
     assert timed_choice.milliseconds({"way": lambda: None}, torch.device("cpu"), 3) == {"way": 2000.0}
+
+
+def test_a_shortage_while_it_is_timed_is_not_kept_as_a_way_that_does_not_run(card, tmp_path):
+    ways, store = {"frames": Mock(), "native": Mock(side_effect=torch.OutOfMemoryError)}, ProbeStore(card, tmp_path)
+    measure = partial(timed_choice.milliseconds, ways, card.device, 1)
+    assert timed_choice.stored_times("conv3d", measure, card, store) == {} and store.recall("conv3d") is None
 
 
 def test_a_gain_too_small_to_trust_changes_nothing(card, clock, tmp_path):

@@ -10,10 +10,14 @@ import tiny
 import torch
 from anygpu.compat.device.quirks import DevicePolicy, policy_for
 from anygpu.compat.memory.offloader import PINNED
+from anygpu.compat.transforms import guard
 from anygpu.compat.transforms.plain_calls import plain_calls
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import Latents, Silent
 from anygpu.pipelines.load import reading
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
+from anygpu.pipelines.vae.plan import DecodeRequest
 from simulated import accelerator, profiles
 from torch import Tensor, nn
 from torch.nn import functional
@@ -95,6 +99,18 @@ def test_operands_that_a_device_reads_wrongly_are_made_plain() -> None:
     of = {name: args for name, args in seen if name in ("mm", "addmm", "convolution")}
     assert of["mm"][0].is_contiguous() and of["addmm"][1].is_contiguous() and of["addmm"][1].ndim == 2
     assert all(each.is_contiguous() for each in of["convolution"][:2])
+
+
+def test_a_streamed_decode_computes_by_these_calls(acc, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No forward of the decoder runs there."""
+    monkeypatch.setattr(guard, "policy_for", lambda facts: DevicePolicy(product_rows=8))
+    samples = torch.randn(1, 16, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    latents, frames = Latents(samples, "hunyuan_video", "text", 5, 32, 32, 24.0, 0), list[Tensor]()
+    for device in ("cpu", acc):
+        pipeline = load(LoadRequest(tiny.build("hunyuan_video", tiny_folder), precision="fp32", device=device))
+        with wrong_above("aten::addmm", 8), torch.no_grad():
+            frames.append(stages.decode(pipeline, latents, Silent(), form=DecodeRequest("streaming", tile=16)))
+    torch.testing.assert_close(frames[1], frames[0], rtol=1e-3, atol=1e-3)
 
 
 def test_no_memory_is_locked_where_kernels_read_it_wrongly(

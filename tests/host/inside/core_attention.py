@@ -127,6 +127,7 @@ def chosen_by_flag() -> dict[str, Any]:
 def guarded() -> dict[str, Any]:
     """The forwards that a fit hands to the guard of a device, and those of one that has none."""
     seen: list[Any] = []
+    calls: list[int] = []
 
     class Recorder:
         @contextmanager
@@ -136,6 +137,8 @@ def guarded() -> dict[str, Any]:
 
     machine = turing()
     on_cpu, machine.__dict__["guard"] = machine.guard, Recorder()
+    machine.__dict__["calls"] = mode = mock.MagicMock()
+    mode.__enter__.side_effect = lambda: calls.append(len(seen))
     fitted, _ = core_model.fit_model(made("Wan 2.1"), keep_latents="never", machine=machine)
     output(fitted, "Wan 2.1")
     models = len(seen)
@@ -148,8 +151,10 @@ def guarded() -> dict[str, Any]:
     clip.cond_stage_model.__class__ = type("Encoders", (type(clip.cond_stage_model),), encode)
     text, _ = core_clip.fit_clip(clip, "fp16-safe", machine=machine)
     management.load_models_gpu([text.patcher])
-    text.cond_stage_model.encode_token_weights(ids)
-    return {"seen": seen[:models], "on_cpu": on_cpu is None, "vaes": vaes, "clips": len(seen) - models - vaes}
+    for _ in range(2):
+        text.cond_stage_model.encode_token_weights(ids)
+    clips = len(seen) - models - vaes
+    return {"seen": seen[:models], "on_cpu": on_cpu is None, "vaes": vaes, "clips": clips, "calls": calls}
 
 
 def preferred() -> dict[str, Any]:
