@@ -219,7 +219,8 @@ class VaeRunner:
                 if method.dtype is pipeline.precision.vae:
                     hold = pipeline.offloader.hold("vae", needed, self.progress)
                 else:
-                    hold = _in_fp32(pipeline, self.progress)
+                    wider = method.dtype.itemsize // pipeline.precision.vae.itemsize
+                    hold = _in_fp32(pipeline, needed * wider, self.progress)
                 self._vae = stack.enter_context(hold)
             stack.enter_context(tiled(self._vae, method.tile))
             self._open = stack.pop_all()
@@ -367,7 +368,7 @@ def make_contiguous(module: nn.Module) -> int:
 
 
 @contextmanager
-def _in_fp32(pipeline: Pipeline, progress: Progress) -> Iterator[nn.Module]:
+def _in_fp32(pipeline: Pipeline, needed: int, progress: Progress) -> Iterator[nn.Module]:
     """The VAE held in fp32, its weights widened on the host; afterwards it has its own again, off the device."""
     transfer = transfer_for(pipeline.offloader.device_of("vae"), pipeline.precision.vae)
     pipeline.offloader.release("vae")
@@ -377,7 +378,7 @@ def _in_fp32(pipeline: Pipeline, progress: Progress) -> Iterator[nn.Module]:
         with torch.inference_mode(False), torch.no_grad():
             for name, tensor in _named(module):
                 tensor.data = transfer.to_host_fp32(host_weights[name])
-        with pipeline.offloader.hold("vae", 0, progress) as vae:
+        with pipeline.offloader.hold("vae", needed, progress) as vae:
             yield vae
     finally:
         pipeline.offloader.release("vae")

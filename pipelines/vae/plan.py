@@ -116,7 +116,7 @@ def decode_methods(
     fewest = counts[-1] if counts else base.frames
     streamed = [replace(base, frames=fewest, stream=side) for side in streams]
     smaller = [replace(base, frames=fewest, tile=tile) for tile in tiles if not start or tile < start]
-    on_host = [DecodeMethod(torch.float32, start, on_host=True)] * host
+    on_host = [replace(base, dtype=torch.float32, tile=start, frames=fewest, library=True, on_host=True)] * host
     if not start:
         return [*exact, *streamed, *smaller, *on_host]
     chosen = [replace(each, tile=start) for each in exact]
@@ -205,7 +205,8 @@ class Ladder:
     def _methods(self, start: int, whole_first: bool) -> list[DecodeMethod]:
         form, chosen, on_host = self.form, self.form.method, self.device.type == HOST.type
         if chosen == ON_CPU and not on_host:
-            return [DecodeMethod(torch.float32, on_host=True)]
+            frames = (form.frames or 1) * self.causal
+            return [DecodeMethod(torch.float32, on_host=True, frames=frames, window=self._window())]
         probes = self.pipeline.device.probes
         library = probes is None or not probes.recall(self.learned)
         base = DecodeMethod(self.pipeline.precision.vae, library=library, overlap=form.overlap, window=self._window())
@@ -265,7 +266,8 @@ class Ladder:
             return self.method
         offloader = pipeline.offloader
         weights = pipeline.weights["vae"].resident(offloader.mode, "vae") + offloader.options.keep_free_bytes
-        weights -= bytes_on(self.device, pipeline.parts.get("vae"))
+        if not offloader.evicts:  # else ``free`` is all of the device, with the VAE that is there already
+            weights -= bytes_on(self.device, pipeline.parts.get("vae"))
         if SPARE * (weights + self.needed_bytes(self.methods[0])) <= free:
             return self.methods[0]
         for name in self.others():

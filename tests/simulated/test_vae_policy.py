@@ -352,6 +352,36 @@ def test_out_of_memory_takes_the_other_parts_off_first(acc, tiny_folder, referen
     assert distance(frames, reference("mochi")) < ROUNDING
 
 
+def test_a_vae_that_is_on_the_device_gives_no_room_where_others_would_leave_it(acc, tiny_folder):
+    pipeline = loaded_on(acc, "mochi", tiny_folder, "none", torch.float32)
+    pipeline.offloader.make_room = lambda needed, device: None
+    plan = vae_plan.ladder_for(pipeline, (6, 16, 16), DecodeRequest())
+    room = int(vae_plan.SPARE * plan.needed_bytes(plan.methods[0])) + 1  # for the activations without the weights
+    facts = replace(pipeline.facts, total_bytes=room)
+    pipeline = replace(pipeline, device=replace(pipeline.device, facts=facts))
+    for _ in range(2):
+        assert not vae_plan.ladder_for(pipeline, (6, 16, 16), DecodeRequest()).method.whole
+        with pipeline.offloader.hold("vae"):
+            pass
+
+
+def test_fp32_asks_for_its_room_and_the_cpu_takes_a_causal_decoder_s_chunks(acc, tiny_folder, recorded):
+    pipeline, progress, asked = loaded_on(acc, "mochi", tiny_folder), recorded(), []
+    pipeline.offloader.make_room = lambda needed, device: asked.append(needed)
+
+    def refuse(name, arguments):
+        raise RuntimeError("no kernel image")
+
+    with accelerator.hook("aten::convolution*", before=refuse):
+        stages.decode(pipeline, latents_for(pipeline), progress)
+    weights = pipeline.weights["vae"].total
+    assert asked[1] - 2 * weights == pytest.approx(2 * (asked[0] - weights), abs=2)
+    assert progress.said[-1] == "decoded in chunks of 1 latent frame in fp32 on the CPU (slow)"
+    for frames in (0, 2):
+        stages.decode(pipeline, latents_for(pipeline), progress, form=DecodeRequest("cpu", frames=frames))
+        assert progress.said[-1].startswith(f"decoded in chunks of {frames or 1} latent frame")
+
+
 def test_memory_that_never_suffices_stays_an_out_of_memory_error(acc, tiny_folder):
     pipeline = loaded_on(acc, "mochi", tiny_folder, dtype=torch.float32, why=CHOSEN)
     latents = latents_for(pipeline)

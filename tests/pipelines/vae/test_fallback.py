@@ -37,7 +37,7 @@ from torch import nn
 BF16 = torch.bfloat16
 TILED = {"tiles": (256, 128), "host": True}
 CAUSAL = {"counts": (0, 2, 1), "streams": (256, 128), **TILED}
-CPU = "whole in fp32 on the CPU (slow)"
+CPU, CPU_CHUNKS = (f"{form} in fp32 on the CPU (slow)" for form in ("whole", "in chunks of 1 latent frame"))
 
 
 def fallbacks(kind: str, text: str = "", automatic: bool = True, first: int = 0, **allowed: Any) -> list[str]:
@@ -58,7 +58,7 @@ def test_exact_forms_come_before_seams():
     chunks = ["in chunks of 2 latent frames", "in chunks of 1 latent frame"]
     layers = [f"{chunks[1]}, layer by layer over {side} pixels" for side in (256, 128)]
     tiles = [f"in tiles of {side} pixels, {chunks[1]}" for side in (256, 128)]
-    assert forms_of(**CAUSAL) == ["whole", *chunks, *layers, *tiles, CPU]
+    assert forms_of(**CAUSAL) == ["whole", *chunks, *layers, *tiles, CPU_CHUNKS]
     assert fallbacks(MEMORY, **CAUSAL)[:-1] == [f"{form} in bf16" for form in (*chunks, *layers, *tiles)]
 
 
@@ -67,7 +67,7 @@ def test_tiles_that_are_a_choice_come_before_the_slow_way():
     tiles = ["in tiles of 256 pixels", *(f"in tiles of 256 pixels, {form}" for form in chunks[1:])]
     smaller = f"in tiles of 128 pixels, {chunks[2]}"
     layers = [f"{chunks[2]}, layer by layer over {side} pixels" for side in (256, 128)]
-    cpu = "in tiles of 256 pixels in fp32 on the CPU (slow)"
+    cpu = "in tiles of 256 pixels, in chunks of 1 latent frame in fp32 on the CPU (slow)"
     assert forms_of(start=256, **CAUSAL) == [*chunks, *tiles, smaller, *layers, cpu]
     assert forms_of(start=256, whole_first=False, **CAUSAL) == [*tiles, smaller, *layers, cpu]
 
@@ -75,7 +75,7 @@ def test_tiles_that_are_a_choice_come_before_the_slow_way():
 def test_bad_values_go_to_fp32_then_tiles_then_the_cpu():
     steps = ["whole in fp32", "in tiles of 256 pixels in fp32", "in tiles of 128 pixels in fp32", CPU]
     assert fallbacks(VALUES, **TILED) == fallbacks(KERNEL, **TILED) == steps
-    assert fallbacks(VALUES, **CAUSAL, first=3)[1:] == [CPU], "layer by layer nothing is smaller than the CPU's way"
+    assert fallbacks(VALUES, **CAUSAL, first=3)[1:] == [CPU_CHUNKS], "nothing is smaller than the CPU's way"
 
 
 def test_memory_keeps_the_dtype():
