@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -490,6 +491,40 @@ def test_the_first_tile_is_the_largest_that_fits_the_cap(tiny_folder, monkeypatc
     monkeypatch.setattr(vae_plan, "policy_for", lambda facts: capped)
     for form, expected in ((DecodeRequest(), tile), (DecodeRequest("full"), 0)):
         assert vae_plan.Ladder(pipeline, "decoder", (3, 512, 512), form, 0).method.tile == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "frames", "most", "expected"),
+    [
+        ("hunyuan_video", 129, (65, 256), (256, 0)),  # its decoder never gets more than a window
+        ("mochi", 37, (12, 512), (0, 2)),  # chunks are exact and no larger
+        ("mochi", 37, (12, 256), (256, 2)),
+    ],
+)
+def test_the_cap_is_for_what_the_decoder_gets_at_once(tiny_folder, monkeypatch, name, frames, most, expected):
+    pipeline = loaded_on("cpu", name, tiny_folder, "none", torch.float32)
+    cap = vae_plan.largest_buffer_bytes(pipeline.configs["vae"], *most, most[1], 4)
+    capped = replace(vae_plan.policy_for(pipeline.facts), allocation_bytes=cap)
+    monkeypatch.setattr(vae_plan, "policy_for", lambda facts: capped)
+    method = vae_plan.Ladder(pipeline, "decoder", (frames, 512, 512), DecodeRequest(), 0, 2**50).method
+    assert (method.tile, method.frames) == expected
+
+
+def test_planes_of_a_chunk_need_its_frames_alone(acc, tiny_folder, monkeypatch):
+    pipeline, cells = loaded_on(acc, "mochi", tiny_folder, "none", torch.float32), (28, 60, 106)
+    plan = vae_plan.ladder_for(pipeline, cells, DecodeRequest())
+    monkeypatch.setattr(vae_plan, "host_free_bytes", lambda: vae_plan.plane_bytes(pipeline, plan.area) // 20)
+    streamed = next(each for each in plan.methods if each.stream)
+    assert plan.fitting(int(vae_plan.SPARE * plan.needed_bytes(streamed)) + 1) == streamed
+
+
+def test_parts_on_a_mac_are_found_by_the_name_that_tensors_have(tiny_folder, monkeypatch):
+    pipeline = loaded_on("cpu", "mochi", tiny_folder, "none", torch.float32)
+    monkeypatch.setattr(pipeline.offloader, "device_of", lambda part: torch.device("mps"))
+    plan = vae_plan.Ladder(pipeline, "decoder", (3, 64, 64), DecodeRequest(), 0, room=2**40)
+    part = SimpleNamespace(parameters=lambda: [SimpleNamespace(device=torch.device("mps:0"))])
+    plan.pipeline = SimpleNamespace(parts={"transformer": part})
+    assert plan.others() == ["transformer"]
 
 
 # ---- what goes in ----------------------------------------------------------------------------------
