@@ -182,7 +182,7 @@ class StandaloneOffloader:
         except BaseException:
             self._state.mode = was  # the part stays on the host without hooks, from where any mode takes it
             raise
-        empty_cache(self.device)
+        empty_cache(device)
         return f"with offload {mode}"
 
     @contextmanager

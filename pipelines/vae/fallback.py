@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -95,7 +96,9 @@ class VaeRunner:
             return after
 
         def guard(index: int, count: int) -> AbstractContextManager[None]:
-            return watched(self._vae.decoder, SubProgress(watch, index, count, "part"), DECODING)
+            side = plan.method.stream or max(plan.size[1:])  # layers of four resolutions run a third of the tiles each
+            tiles = max(1, math.prod(-(-edge // side) for edge in plan.size[1:]) // 3)
+            return watched(self._vae.decoder, SubProgress(watch, index, count, "part"), DECODING, tiles)
 
         group = self.pipeline.run.group
         together = None if group is None else partial(decoded_together, group)
@@ -252,7 +255,8 @@ class VaeRunner:
         if kind == MEMORY:
             again, less = "decode again with method auto", "make a smaller or shorter video"
             other = again if self.plan.form.method == FULL else less
-            advice = f"The input is kept. Choose offload model or group on the load node, or {other}."
+            offload = "" if self.device.type == HOST.type else "choose offload model or group on the load node, or "
+            advice = f"The input is kept: {offload}{other}."
             short = f"{text}; no room for {stage} {self.plan.method}"
             own = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
             return own(sentence(short, "more free memory", advice))
@@ -267,9 +271,9 @@ class VaeRunner:
 
 
 @contextmanager
-def watched(module: nn.Module, progress: Progress, stage: ProgressStage) -> Iterator[None]:
-    """Report each eighth layer that runs, and obey a cancel before any of them."""
-    total = sum(1 for layer in module.modules() if next(layer.children(), None) is None)
+def watched(module: nn.Module, progress: Progress, stage: ProgressStage, times: int = 1) -> Iterator[None]:
+    """Report each eighth layer that runs, each about ``times``, and obey a cancel before any of them."""
+    total = times * sum(1 for layer in module.modules() if next(layer.children(), None) is None)
     count = 0
 
     def called() -> None:

@@ -193,6 +193,25 @@ def test_the_largest_buffer_is_about_what_a_decoder_makes():
     assert largest_buffer_bytes(config, 17, 720, 1280, 2) == 2 * 128 * 19 * 722 * 1282 * 2
 
 
+def test_layer_by_layer_the_bar_goes_with_the_tiles_and_a_cpu_is_not_told_to_offload(
+    tiny_folder, recorded, monkeypatch
+):
+    pipeline, progress = load(LoadRequest(tiny.build("mochi", tiny_folder), device="cpu", precision="fp32")), recorded()
+    latents = torch.randn(1, 12, 1, 16, 16)
+    with decoding(pipeline, latents.shape, progress, DecodeRequest("streaming", tile=16)) as passes:
+        passes.decode(latents)
+    done = [done for done, total, stage in progress.steps if stage == "decoding" and done < total]
+    assert len(done) == len(set(done)) > 12, "each step is further, beyond the layers' number"
+
+    def refuse(*_):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(pipeline.parts.read("vae").decoder, "forward", refuse)
+    told = pytest.raises(torch.OutOfMemoryError, match=r"The input is kept: decode again with method auto\.$")
+    with told, decoding(pipeline, latents.shape, Silent(), DecodeRequest("full")) as passes:
+        passes.decode(latents)
+
+
 def test_where_a_decoder_goes_wrong_is_named_and_one_colour_may_be_the_model_s(tiny_folder, recorded):
     pipeline = load(LoadRequest(tiny.build("mochi", tiny_folder), device="cpu", precision="fp32"))
     decoder = pipeline.parts.read("vae").decoder
