@@ -263,9 +263,9 @@ class VaeRunner:
         if not kind or (kind == KERNEL and (self.device.type == HOST.type or device_fault(self.device))):
             return None
         what = f"the VAE failed ({text})" if kind == KERNEL else f"the VAE gave {text}"
-        anew, choose = "Sample again in fp32, or download the VAE again", "Choose precision auto or fp32"
-        fix = anew if self.plan.automatic else choose
-        found, fix = f"{what} while {stage} {self.plan.method}{layer}", f"{fix}, on the load node; the input is kept."
+        anew = "Update torch or the driver" if kind == KERNEL else "Sample again in fp32, or download the VAE again"
+        fix = anew if self.plan.automatic else "Choose precision auto or fp32 on the load node"
+        found, fix = f"{what} while {stage} {self.plan.method}{layer}", f"{fix}; the input is kept."
         expected = "a VAE that runs here" if kind == KERNEL else "finite values that are not all the same"
         return UnsupportedError(found, expected=expected, fix=fix)
 

@@ -151,7 +151,7 @@ class Ladder:
 
     Args:
         coder: ``decoder`` or ``encoder``.
-        size: pixel frames, rows and columns of the largest pass.
+        size: pixel frames, rows and columns of what is decoded or encoded; the VAE may take it in windows.
         advised: pixels per tile that the family advises; 0 for whole.
         room: bytes beside the weights that a forecast has; None for a run, which looks at the device and makes room.
     """
@@ -309,7 +309,7 @@ def ladder_for(pipeline: Pipeline, cells: tuple[int, int, int], form: DecodeRequ
 
 
 def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
-    """Bytes that a part may take on ``device``: what is free, or all of it where a host lets its other models leave."""
+    """Bytes on ``device`` for a part: what is free beside it, or all, its own too, where a host lets models leave."""
     if not pipeline.offloader.evicts:
         return free_bytes(device)
     facts = pipeline.facts if device == indexed(pipeline.offloader.device) else facts_for(device)
