@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from anygpu.compat.device.rates import RATES
-from anygpu.compat.memory import hooks as hook_files
 from anygpu.compat.memory import prefetch
 from anygpu.compat.memory.hooks import GroupHooks
 from anygpu.compat.memory.offloader import PINNED, PLAIN, HostWeights, OffloadOptions
@@ -197,7 +196,7 @@ class CancelledAfter:
 
 def test_a_cancel_leaves_little_behind_it(acc, monkeypatch):
     """The device has at most a few blocks left to compute, nothing stays on it, and the next run is right."""
-    monkeypatch.setattr(hook_files, "REPORT_SECONDS", 0)
+    monkeypatch.setattr("anygpu.compat.memory.hooks.REPORT_SECONDS", 0)
     torch.manual_seed(0)
     model, x = Blocks(), torch.randn(TOKENS, WIDTH).to(acc)
     with torch.no_grad():

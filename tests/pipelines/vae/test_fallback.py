@@ -193,9 +193,7 @@ def test_the_largest_buffer_is_about_what_a_decoder_makes():
     assert largest_buffer_bytes(config, 17, 720, 1280, 2) == 2 * 128 * 19 * 722 * 1282 * 2
 
 
-def test_layer_by_layer_the_bar_goes_with_the_tiles_and_a_cpu_is_not_told_to_offload(
-    tiny_folder, recorded, monkeypatch
-):
+def test_a_bar_goes_with_the_tiles_and_a_cpu_is_not_told_to_offload(tiny_folder, recorded, monkeypatch):
     pipeline, progress = load(LoadRequest(tiny.build("mochi", tiny_folder), device="cpu", precision="fp32")), recorded()
     latents = torch.randn(1, 12, 1, 16, 16)
     with decoding(pipeline, latents.shape, progress, DecodeRequest("streaming", tile=16)) as passes:
