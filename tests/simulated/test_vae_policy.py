@@ -257,9 +257,9 @@ def test_auto_decodes_in_fp16_on_a_turing_in_half_of_the_memory_and_again_in_fp3
         peaks = [forecast(each, Size(704, 480, 33)).stages[-1].activations for each in (pipeline, wide)]
         assert peaks[0] == pytest.approx(peaks[1] / 2, rel=0.15)
         first = next(m for m in pipeline.parts["vae"].decoder.modules() if isinstance(m, torch.nn.Conv3d))
-        first.weight.data *= 3e5 / float(first.weight.abs().max())  # its results, not its weights, leave fp16's range
+        first.weight.data *= 3e4 / float(first.weight.abs().max())  # its results, not its weights, leave fp16's range
         frames = stages.decode(pipeline, latents, progress)
-    assert "gave NaN or infinite values: again whole in fp32" in progress.said[-1]
+    assert progress.said[-1].endswith("gave NaN or infinite values: again whole in fp32")
     assert bool(frames.isfinite().all()) and float(frames.std()) > 0.01
 
 
