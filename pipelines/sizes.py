@@ -157,9 +157,9 @@ def streamed_term(pipeline: Pipeline, size: Size, frames: int, tile: int, stream
     return max(wide, plain) * min(1.0, area / (size.width * size.height))
 
 
-def plane_bytes(pipeline: Pipeline, size: Size) -> int:
-    """Bytes of host memory that a streamed decode takes: a few of its largest activations, as a whole."""
-    return int(decoding_terms(pipeline, size)[0]) * PLANES
+def plane_bytes(pipeline: Pipeline, size: Size, frames: int = 0) -> int:
+    """Bytes of host memory that a streamed decode of ``frames`` at once takes: a few of its largest activations."""
+    return int(decoding_terms(pipeline, size, frames)[0]) * PLANES
 
 
 def bytes_on(device: torch.device, *modules: nn.Module | None) -> int:

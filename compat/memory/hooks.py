@@ -256,7 +256,7 @@ class GroupHooks:
         """Make every tensor its host weight, whatever was cut short, and forget what came ahead or stayed."""
         self._ahead.clear()
         self._resident.clear()
-        self._last = None
+        self._last, self._came = None, 0
         for group in self.groups:
             group.restore()
 

@@ -58,9 +58,9 @@ class StandaloneOffloader:
     """Our own offload, in a mode that may change between stages, and step down where a stage finds no room.
 
     ``none`` moves a part in at its first use, where it stays until it is released; ``model`` has it on the device for
-    one use. ``group`` brings one block of a transformer or text encoder at a time, or one layer of a VAE,
-    ``sequential`` one layer of anything. All but ``none`` keep the weights in host memory and copy nothing back.
-    ``make_room`` is given the bytes about to be needed and where, so that a host can free other models."""
+    one use. ``group`` brings one block of a transformer, of which as many as fit stay, or of a text encoder at a time,
+    or one layer of a VAE, ``sequential`` one layer of anything. All but ``none`` keep the weights in host memory and
+    copy nothing back. ``make_room`` is given the bytes about to be needed and where: a host can free other models."""
 
     patcher = None
 
@@ -182,7 +182,7 @@ class StandaloneOffloader:
         except BaseException:
             self._state.mode = was  # the part stays on the host without hooks, from where any mode takes it
             raise
-        empty_cache(self.device)
+        empty_cache(device)
         return f"with offload {mode}"
 
     @contextmanager
@@ -309,8 +309,8 @@ def _automatic(device: torch.device, part_bytes: Mapping[str, int], free: int | 
     spare, text = 0.75 * free, max((s for n, s in part_bytes.items() if n.startswith("text_encoder")), default=0)
     have = f"{free / GIBIBYTE:.1f} GB free"
     if max(sum(large), text) < spare:
-        return "none", f"{sum(large) / GIBIBYTE:.1f} GB of weights fit into {have}"
+        return "none", f"{sum(large) / GIBIBYTE:.1f} GB of weights leave a quarter of {have}"
     largest = max([*large, text], default=0)
     if largest < spare:
-        return "model", f"the largest part, {largest / GIBIBYTE:.1f} GB, fits into {have}"
-    return "group", f"the largest part, {largest / GIBIBYTE:.1f} GB, does not fit into {have}"
+        return "model", f"the largest part, {largest / GIBIBYTE:.1f} GB, leaves a quarter of {have}"
+    return "group", f"the largest part, {largest / GIBIBYTE:.1f} GB, does not leave a quarter of {have}"

@@ -128,6 +128,7 @@ class MemoryStats:
     def stage(self, name: str, pipeline: str, mode: str, device: torch.device) -> Iterator[StageCost]:
         """The cost of the block, complete once it has ended without an error."""
         cost = StageCost(name, pipeline, mode, str(device), first=not self.stages)
+        self._settle()  # those of a stage that was cancelled
         before = self.moved_bytes, self.moving_seconds
         reset_peak(device)
         started = time.perf_counter()

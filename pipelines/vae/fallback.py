@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -95,7 +96,9 @@ class VaeRunner:
             return after
 
         def guard(index: int, count: int) -> AbstractContextManager[None]:
-            return watched(self._vae.decoder, SubProgress(watch, index, count, "part"), DECODING)
+            side = plan.method.stream or max(plan.size[1:])  # layers of four resolutions run a third of the tiles each
+            tiles = max(1, math.prod(-(-edge // side) for edge in plan.size[1:]) // 3)
+            return watched(self._vae.decoder, SubProgress(watch, index, count, "part"), DECODING, tiles)
 
         group = self.pipeline.run.group
         together = None if group is None else partial(decoded_together, group)
@@ -219,7 +222,8 @@ class VaeRunner:
                 if method.dtype is pipeline.precision.vae:
                     hold = pipeline.offloader.hold("vae", needed, self.progress)
                 else:
-                    hold = _in_fp32(pipeline, self.progress)
+                    wider = method.dtype.itemsize // pipeline.precision.vae.itemsize
+                    hold = _in_fp32(pipeline, needed * wider, self.progress)
                 self._vae = stack.enter_context(hold)
             stack.enter_context(tiled(self._vae, method.tile))
             self._open = stack.pop_all()
@@ -251,24 +255,25 @@ class VaeRunner:
         if kind == MEMORY:
             again, less = "decode again with method auto", "make a smaller or shorter video"
             other = again if self.plan.form.method == FULL else less
-            advice = f"The input is kept. Choose offload model or group on the load node, or {other}."
+            offload = "" if self.device.type == HOST.type else "choose offload model or group on the load node, or "
+            advice = f"The input is kept: {offload}{other}."
             short = f"{text}; no room for {stage} {self.plan.method}"
             own = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
             return own(sentence(short, "more free memory", advice))
         if not kind or (kind == KERNEL and (self.device.type == HOST.type or device_fault(self.device))):
             return None
         what = f"the VAE failed ({text})" if kind == KERNEL else f"the VAE gave {text}"
-        anew, choose = "Sample again in fp32, or download the VAE again", "Choose precision auto or fp32"
-        fix = anew if self.plan.automatic else choose
-        found, fix = f"{what} while {stage} {self.plan.method}{layer}", f"{fix}, on the load node; the input is kept."
+        anew = "Update torch or the driver" if kind == KERNEL else "Sample again in fp32, or download the VAE again"
+        fix = anew if self.plan.automatic else "Choose precision auto or fp32 on the load node"
+        found, fix = f"{what} while {stage} {self.plan.method}{layer}", f"{fix}; the input is kept."
         expected = "a VAE that runs here" if kind == KERNEL else "finite values that are not all the same"
         return UnsupportedError(found, expected=expected, fix=fix)
 
 
 @contextmanager
-def watched(module: nn.Module, progress: Progress, stage: ProgressStage) -> Iterator[None]:
-    """Report each eighth layer that runs, and obey a cancel before any of them."""
-    total = sum(1 for layer in module.modules() if next(layer.children(), None) is None)
+def watched(module: nn.Module, progress: Progress, stage: ProgressStage, times: int = 1) -> Iterator[None]:
+    """Report each eighth layer that runs, each about ``times``, and obey a cancel before any of them."""
+    total = times * sum(1 for layer in module.modules() if next(layer.children(), None) is None)
     count = 0
 
     def called() -> None:
@@ -367,7 +372,7 @@ def make_contiguous(module: nn.Module) -> int:
 
 
 @contextmanager
-def _in_fp32(pipeline: Pipeline, progress: Progress) -> Iterator[nn.Module]:
+def _in_fp32(pipeline: Pipeline, needed: int, progress: Progress) -> Iterator[nn.Module]:
     """The VAE held in fp32, its weights widened on the host; afterwards it has its own again, off the device."""
     transfer = transfer_for(pipeline.offloader.device_of("vae"), pipeline.precision.vae)
     pipeline.offloader.release("vae")
@@ -377,7 +382,7 @@ def _in_fp32(pipeline: Pipeline, progress: Progress) -> Iterator[nn.Module]:
         with torch.inference_mode(False), torch.no_grad():
             for name, tensor in _named(module):
                 tensor.data = transfer.to_host_fp32(host_weights[name])
-        with pipeline.offloader.hold("vae", 0, progress) as vae:
+        with pipeline.offloader.hold("vae", needed, progress) as vae:
             yield vae
     finally:
         pipeline.offloader.release("vae")

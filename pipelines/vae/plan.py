@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...compat.device.execution import HOST
-from ...compat.device.facts import facts_for, free_bytes, host_free_bytes
+from ...compat.device.facts import facts_for, free_bytes, host_free_bytes, indexed
 from ...compat.device.failures import KERNEL, MEMORY
 from ...compat.device.precision import DTYPES
 from ...compat.device.quirks import DevicePolicy, policy_for
@@ -116,7 +116,7 @@ def decode_methods(
     fewest = counts[-1] if counts else base.frames
     streamed = [replace(base, frames=fewest, stream=side) for side in streams]
     smaller = [replace(base, frames=fewest, tile=tile) for tile in tiles if not start or tile < start]
-    on_host = [DecodeMethod(torch.float32, start, on_host=True)] * host
+    on_host = [replace(base, dtype=torch.float32, tile=start, frames=fewest, library=True, on_host=True)] * host
     if not start:
         return [*exact, *streamed, *smaller, *on_host]
     chosen = [replace(each, tile=start) for each in exact]
@@ -151,7 +151,7 @@ class Ladder:
 
     Args:
         coder: ``decoder`` or ``encoder``.
-        size: pixel frames, rows and columns of the largest pass.
+        size: pixel frames, rows and columns of what is decoded or encoded; the VAE may take it in windows.
         advised: pixels per tile that the family advises; 0 for whole.
         room: bytes beside the weights that a forecast has; None for a run, which looks at the device and makes room.
     """
@@ -167,7 +167,7 @@ class Ladder:
     ) -> None:
         self.pipeline, self.size, self.form = pipeline, size, form
         self.learned = f"{pipeline.family} {coder} fails with MIOpen"  # of an earlier run on this device
-        self.policy, self.device = policy_for(pipeline.facts), pipeline.offloader.device_of("vae")
+        self.policy, self.device = policy_for(pipeline.facts), indexed(pipeline.offloader.device_of("vae"))
         self.automatic, self.ratios = pipeline.precision.automatic, pipeline.spec.sizes.ratios
         self.area, self.decodes = Size(size[2], size[1], size[0]), coder == "decoder"
         self.causal = self.decodes and pipeline.spec.rewrites.causal_decoder
@@ -191,9 +191,12 @@ class Ladder:
         """Bytes beside the weights that a method is forecast to take; 0 if unknown."""
         if not self.decodes or not self.pipeline.weights:
             return 0
-        planes = plane_bytes(self.pipeline, self.area) if method.stream and self.device.type == HOST.type else 0
+        planes = self._planes(method) if self.device.type == HOST.type else 0
         frames = method.window or method.frames
         return planes + method_bytes(self.pipeline, self.area, frames, method.tile, method.stream)
+
+    def _planes(self, method: DecodeMethod) -> int:
+        return plane_bytes(self.pipeline, self.area, method.window or method.frames) if method.stream else 0
 
     def others(self) -> list[str]:
         """The other parts of the pipeline that are on the device."""
@@ -205,7 +208,8 @@ class Ladder:
     def _methods(self, start: int, whole_first: bool) -> list[DecodeMethod]:
         form, chosen, on_host = self.form, self.form.method, self.device.type == HOST.type
         if chosen == ON_CPU and not on_host:
-            return [DecodeMethod(torch.float32, on_host=True)]
+            frames = (form.frames or 1) * self.causal
+            return [DecodeMethod(torch.float32, on_host=True, frames=frames, window=self._window())]
         probes = self.pipeline.device.probes
         library = probes is None or not probes.recall(self.learned)
         base = DecodeMethod(self.pipeline.precision.vae, library=library, overlap=form.overlap, window=self._window())
@@ -214,6 +218,8 @@ class Ladder:
         tiles: tuple[int, ...] = ()
         if chosen in (AUTO, TILED, ON_CPU):
             tiles = tiles_below(max(self.size[1:]), self.ratios[0])
+        if chosen in (AUTO, TILED):
+            counts = tuple(count for count in counts if self._bears(count, start)) or counts[-1:]
         if chosen == CHUNKED:
             counts = self._chunks() or (1,)
         noisy = any(self.pipeline.configs["vae"].get("decoder_inject_noise") or ())  # such a decoder cannot be streamed
@@ -246,17 +252,20 @@ class Ladder:
 
     def _start(self, advised: int) -> int:
         """The tile to begin with, in pixels: what the method, the family and the device want; 0 for whole."""
-        frames, rows, columns = self.size
         if self.form.method == TILED and not advised:
             advised = TILES[0]
-        if 0 < self.policy.tile_pixels < max(rows, columns):
+        if 0 < self.policy.tile_pixels < max(self.size[1:]):
             advised = min(advised or self.policy.tile_pixels, self.policy.tile_pixels)
-        limit, itemsize = limit_of(self.policy), self.pipeline.precision.vae.itemsize
-        for tile in (advised or 0, *TILES):
-            high, wide = (min(side, tile or side) for side in (rows, columns))
-            if not limit or largest_buffer_bytes(self.pipeline.configs["vae"], frames, high, wide, itemsize) <= limit:
-                return tile
-        return TILES[-1]
+        fewest = (0, *self._chunks())[-1]
+        return next((tile for tile in (advised, *TILES) if self._bears(fewest, tile)), TILES[-1])
+
+    def _bears(self, count: int, tile: int) -> bool:
+        """True if the device has such buffers: ``count`` latent frames at once, 0 for all, in pixels of ``tile``."""
+        limit, frames, terms = limit_of(self.policy), self.size[0], self.pipeline.spec.memory
+        frames = min(frames, count * self.ratios[1] or frames, terms.decode_window or frames)
+        high, wide = (min(side, tile or side) for side in self.size[1:])
+        config, itemsize = self.pipeline.configs["vae"], self.pipeline.precision.vae.itemsize
+        return not limit or largest_buffer_bytes(config, frames, high, wide, itemsize) <= limit
 
     def _fitting(self) -> DecodeMethod:
         """The first method that fits into what is free, once other parts have left; else the smallest."""
@@ -265,7 +274,8 @@ class Ladder:
             return self.method
         offloader = pipeline.offloader
         weights = pipeline.weights["vae"].resident(offloader.mode, "vae") + offloader.options.keep_free_bytes
-        weights -= bytes_on(self.device, pipeline.parts.get("vae"))
+        if not offloader.evicts:  # else ``free`` is all of the device, with the VAE that is there already
+            weights -= bytes_on(self.device, pipeline.parts.get("vae"))
         if SPARE * (weights + self.needed_bytes(self.methods[0])) <= free:
             return self.methods[0]
         for name in self.others():
@@ -274,8 +284,8 @@ class Ladder:
 
     def fitting(self, room: int) -> DecodeMethod:
         """The first method that is forecast to need at most ``room`` bytes beside the weights; else the smallest."""
-        streams = plane_bytes(self.pipeline, self.area) <= host_free_bytes()
-        methods = [each for each in self.methods if not each.on_host and (streams or not each.stream)]
+        free = host_free_bytes()
+        methods = [each for each in self.methods if not each.on_host and self._planes(each) <= free]
         fitting = (each for each in methods if SPARE * self.needed_bytes(each) <= room)
         return next(fitting, min(methods, key=self.needed_bytes))
 
@@ -299,10 +309,10 @@ def ladder_for(pipeline: Pipeline, cells: tuple[int, int, int], form: DecodeRequ
 
 
 def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
-    """Bytes that a part may take on ``device``: what is free, or all of it where a host lets its other models leave."""
+    """Bytes on ``device`` for a part: what is free beside it, or all, its own too, where a host lets models leave."""
     if not pipeline.offloader.evicts:
         return free_bytes(device)
-    facts = pipeline.facts if device == pipeline.offloader.device else facts_for(device)
+    facts = pipeline.facts if device == indexed(pipeline.offloader.device) else facts_for(device)
     return facts.total_bytes or None
 
 

@@ -245,7 +245,7 @@ def decoded_together(group: Group, tasks: list[RegionTask], decode: Decode) -> l
 
 
 def serve(group: Group, decode: Decode) -> int:
-    """On the others: decode what the leader hands out, until that is None; how many regions that were."""
+    """On the others: decode what the leader hands out, until that is None; how many it decoded."""
     count = 0
     while (tasks := group.world.shared(None)) is not None:
         own = tasks[group.world.rank]

@@ -359,6 +359,9 @@ def test_copies_are_timed_where_they_go_and_forgotten_when_they_are_over(acc):
             pass
     assert len(memory_stats.behind) == 1 and memory_stats.moving_seconds > 0 and memory_stats.moved_bytes == 45
     assert {event.device for pair in memory_stats.behind for event in pair} == {second}
+    with memory_stats.stage("sampling", "p", "group", acc) as cost:
+        pass
+    assert cost.moving_seconds == 0, "of the stage before, which was cancelled"
 
 
 def test_a_driver_that_tells_no_time_costs_no_stage(acc):

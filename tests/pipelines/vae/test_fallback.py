@@ -37,7 +37,7 @@ from torch import nn
 BF16 = torch.bfloat16
 TILED = {"tiles": (256, 128), "host": True}
 CAUSAL = {"counts": (0, 2, 1), "streams": (256, 128), **TILED}
-CPU = "whole in fp32 on the CPU (slow)"
+CPU, CPU_CHUNKS = (f"{form} in fp32 on the CPU (slow)" for form in ("whole", "in chunks of 1 latent frame"))
 
 
 def fallbacks(kind: str, text: str = "", automatic: bool = True, first: int = 0, **allowed: Any) -> list[str]:
@@ -58,7 +58,7 @@ def test_exact_forms_come_before_seams():
     chunks = ["in chunks of 2 latent frames", "in chunks of 1 latent frame"]
     layers = [f"{chunks[1]}, layer by layer over {side} pixels" for side in (256, 128)]
     tiles = [f"in tiles of {side} pixels, {chunks[1]}" for side in (256, 128)]
-    assert forms_of(**CAUSAL) == ["whole", *chunks, *layers, *tiles, CPU]
+    assert forms_of(**CAUSAL) == ["whole", *chunks, *layers, *tiles, CPU_CHUNKS]
     assert fallbacks(MEMORY, **CAUSAL)[:-1] == [f"{form} in bf16" for form in (*chunks, *layers, *tiles)]
 
 
@@ -67,7 +67,7 @@ def test_tiles_that_are_a_choice_come_before_the_slow_way():
     tiles = ["in tiles of 256 pixels", *(f"in tiles of 256 pixels, {form}" for form in chunks[1:])]
     smaller = f"in tiles of 128 pixels, {chunks[2]}"
     layers = [f"{chunks[2]}, layer by layer over {side} pixels" for side in (256, 128)]
-    cpu = "in tiles of 256 pixels in fp32 on the CPU (slow)"
+    cpu = "in tiles of 256 pixels, in chunks of 1 latent frame in fp32 on the CPU (slow)"
     assert forms_of(start=256, **CAUSAL) == [*chunks, *tiles, smaller, *layers, cpu]
     assert forms_of(start=256, whole_first=False, **CAUSAL) == [*tiles, smaller, *layers, cpu]
 
@@ -75,7 +75,7 @@ def test_tiles_that_are_a_choice_come_before_the_slow_way():
 def test_bad_values_go_to_fp32_then_tiles_then_the_cpu():
     steps = ["whole in fp32", "in tiles of 256 pixels in fp32", "in tiles of 128 pixels in fp32", CPU]
     assert fallbacks(VALUES, **TILED) == fallbacks(KERNEL, **TILED) == steps
-    assert fallbacks(VALUES, **CAUSAL, first=3)[1:] == [CPU], "layer by layer nothing is smaller than the CPU's way"
+    assert fallbacks(VALUES, **CAUSAL, first=3)[1:] == [CPU_CHUNKS], "nothing is smaller than the CPU's way"
 
 
 def test_memory_keeps_the_dtype():
@@ -191,6 +191,23 @@ def test_weights_are_made_contiguous_and_keep_their_values():
 def test_the_largest_buffer_is_about_what_a_decoder_makes():
     config = {"block_out_channels": (128, 256, 512, 512)}
     assert largest_buffer_bytes(config, 17, 720, 1280, 2) == 2 * 128 * 19 * 722 * 1282 * 2
+
+
+def test_a_bar_goes_with_the_tiles_and_a_cpu_is_not_told_to_offload(tiny_folder, recorded, monkeypatch):
+    pipeline, progress = load(LoadRequest(tiny.build("mochi", tiny_folder), device="cpu", precision="fp32")), recorded()
+    latents = torch.randn(1, 12, 1, 16, 16)
+    with decoding(pipeline, latents.shape, progress, DecodeRequest("streaming", tile=16)) as passes:
+        passes.decode(latents)
+    done = [done for done, total, stage in progress.steps if stage == "decoding" and done < total]
+    assert len(done) == len(set(done)) > 12, "each step is further, beyond the layers' number"
+
+    def refuse(*_):
+        raise torch.OutOfMemoryError("no")
+
+    monkeypatch.setattr(pipeline.parts.read("vae").decoder, "forward", refuse)
+    told = pytest.raises(torch.OutOfMemoryError, match=r"The input is kept: decode again with method auto\.$")
+    with told, decoding(pipeline, latents.shape, Silent(), DecodeRequest("full")) as passes:
+        passes.decode(latents)
 
 
 def test_where_a_decoder_goes_wrong_is_named_and_one_colour_may_be_the_model_s(tiny_folder, recorded):
