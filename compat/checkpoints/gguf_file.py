@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 from ..errors import CheckpointError, UnsupportedError, afford
 from ..packages import imported
 from .gguf_blocks import CODECS, OF_DIFFUSERS
-from .headers import MOST_AXES, MOST_ENTRIES, TensorEntry, damaged, opened, possible_shape, unread
+from .headers import MOST_AXES, MOST_ENTRIES, TensorEntry, damaged, opened, possible_shape, refuse_other, unread
 
 MAGIC = b"GGUF"
 ENTRY_BYTES = 700  # of memory for each tensor or note, at most
@@ -75,7 +75,8 @@ def gguf_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
         with opened(path) as file:
             status = os.fstat(file.fileno())
             header = Header(file, status.st_size)
-            if header.take(min(4, header.left)) != MAGIC:
+            if (begins := header.take(min(4, header.left))) != MAGIC:
+                refuse_other(path, begins + header.take(min(28, header.left)))
                 raise _damaged(path, "another beginning" if status.st_size else "0 bytes")
             return _declared(path, header, (status.st_size, status.st_mtime_ns))
     except (ValueError, struct.error, OverflowError) as error:  # UnicodeDecodeError is a ValueError

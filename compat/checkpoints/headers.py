@@ -177,12 +177,17 @@ class Repeated(ValueError):
     """A name that an object has twice; the text says which."""
 
 
+def refuse_other(path: Path, begins: bytes) -> None:
+    """Raise CheckpointError for a file that ``begins`` as another kind does, such as a web page that was saved."""
+    for magic, what, fix in OTHER_FILES:
+        if begins[: len(magic)].lower() == magic.lower():
+            raise damaged(path, what, fix)
+
+
 def _require_header(path: Path, begins: bytes, size: int) -> None:
     if len(begins) < 8:
         raise damaged(path, f"only {size} bytes")
-    for magic, what, fix in OTHER_FILES:
-        if begins.startswith(magic):
-            raise damaged(path, what, fix)
+    refuse_other(path, begins)
     (length,) = struct.unpack("<Q", begins[:8])
     if length > min(size - 8, JSON_BYTES):
         raise damaged(path, f"no safetensors header in its {size} bytes")

@@ -149,8 +149,8 @@ def bytes_of(values: torch.Tensor) -> bytes:
 
 def _hashed(path: Path, of: Callable[[Path], str]) -> str:
     """``of`` a file; of a folder the hash of each file that decides what it makes: the parts that a pipeline's index
-    names.
-    Parts that a demo model borrows do not count: both ship with the pack, and so change together."""
+    names, those that are links too. What a demo model borrows does not count: both ship with the pack, and change
+    together."""
     try:
         if path.is_file():
             return of(path)
@@ -159,7 +159,8 @@ def _hashed(path: Path, of: Callable[[Path], str]) -> str:
         index = saved_json(path / INDEX)
         names = [INDEX, *index] if isinstance(index, dict) else None
         digest = hashlib.sha256()
-        for file in sorted(path.rglob("*"), key=lambda file: file.relative_to(path).as_posix()):
+        files = (file for part in path.iterdir() for file in (part.rglob("*") if part.is_dir() else (part,)))
+        for file in sorted(files, key=lambda file: file.relative_to(path).as_posix()):
             place = file.relative_to(path)
             hidden = any(name.startswith(".") for name in place.parts)
             if file.suffix in SUFFIXES and not hidden and (names is None or place.parts[0] in names) and file.is_file():

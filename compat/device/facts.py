@@ -30,7 +30,7 @@ CLOCKED = ("cuda", "xpu", "mps")  # torch device types on which a short timing t
 PCI = "/sys/bus/pci/devices"
 INTEGRATED = re.compile(r"Iris|UHD|HD Graphics|Arc\(TM\) (Graphics|(Pro )?\w+ GPU)|^Intel\(R\) Graphics$")
 CLOCKS = ("multi_processor_count", "clock_rate", "memory_clock_rate", "memory_bus_width")
-KERNEL_FILES = ("/sys/module/nvidia/version", "/sys/module/amdgpu/version", "/sys/module/xe/version")
+KERNEL_FILES = dict(cuda="/sys/module/nvidia/version", rocm="/sys/module/amdgpu/version", xpu="/sys/module/xe/version")
 NVML = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
 CGROUPS = (  # limit and use of version 2, then version 1
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -319,7 +319,7 @@ def _cuda_facts(device: torch.device) -> dict[str, Any]:
         "name": properties.name, "total_bytes": properties.total_memory, "compiled": tuple(torch.cuda.get_arch_list()),
         "unified": bool(getattr(properties, "is_integrated", False)), "link": value_or(lambda: _pcie(properties), 0.0),
     }  # fmt: skip
-    cudnn = torch.backends.cudnn.version() or 0
+    cudnn = value_or(torch.backends.cudnn.version, 0) or 0  # it raises where one is loaded that torch was not built for
     if torch.version.hip:
         arch = str(getattr(properties, "gcnArchName", "")).split(":")[0]
         versions = {"rocm": torch.version.hip, "miopen": _version(cudnn, 1000)}
@@ -389,11 +389,9 @@ def _host_bytes() -> int:
 
 
 def _driver(backend: str) -> str:
-    """The driver's version by the Linux kernel, NVIDIA's library, Linux itself, or the newest CUDA or HIP on offer."""
-    for path in map(Path, KERNEL_FILES):
-        stated = value_or(lambda path=path: path.read_text(encoding="utf-8").strip(), "")  # type: ignore[misc]
-        if stated:
-            return stated
+    """The driver's version by its module in Linux, NVIDIA's library, Linux itself, or the newest CUDA or HIP there is."""
+    if stated := value_or(lambda: Path(KERNEL_FILES[backend]).read_text(encoding="utf-8").strip(), ""):
+        return stated
     reported = value_or(_nvml_driver, "") if backend == "cuda" else ""
     if reported:
         return reported

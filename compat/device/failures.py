@@ -13,7 +13,7 @@ MEMORY, KERNEL, VALUES = "memory", "kernel", "values"
 DEVICE_ERRORS = (RuntimeError, MemoryError, OSError, TypeError)  # of back ends, for shortage and for missing kernels
 UNFIT = (RuntimeError, TypeError, ValueError, LookupError, AssertionError, AttributeError)  # of kernels of other packs
 NEARLY_FULL = 512 * 1024**2  # bytes free: less than a library takes that is used for the first time
-MISTAKES = ("same device", "should be the same")  # another dtype or device would only hide them
+MISTAKES = ("same device", "should be the same")  # of devices, or of dtypes in a convolution: another way would hide it
 
 
 def is_shortage(error: BaseException) -> bool:

@@ -118,7 +118,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
     def remember(self, name: str, measure: Callable[[], Any]) -> Any:
         """A value for JSON, such as a timing, measured once per device and saved; a quiet store gives None for a
         missing one.
-        None too where the process ended, or was ended, meanwhile: that is tried again with all probes alone."""
+        None too where the process ended, or was ended, meanwhile: that is kept until all probes are asked again."""
         with self._lock:
             if self.quiet:
                 return self._remembered.get(name)
@@ -157,7 +157,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         self._write(synced=self.facts.device.type != "cpu")
         try:
             yield
-        except Exception:  # the process goes on
+        except (Exception, KeyboardInterrupt):  # the process goes on, or is ended by its user
             self._asking = outer
             self._write()
             raise

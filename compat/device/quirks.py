@@ -87,7 +87,7 @@ def active(facts: DeviceFacts) -> tuple[Quirk, ...]:
 
 
 def policy_for(facts: DeviceFacts) -> DevicePolicy:
-    """The combined policy for the device of ``facts``: the smallest cap and the most cautious switch of all rows."""
+    """The policy for the device of ``facts``: the smallest cap of all, and a switch as those that name it agree."""
     rows = active(facts)
     wrong: dict[str, Quirk] = {}
     costly: dict[str, Quirk] = {}

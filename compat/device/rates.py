@@ -67,8 +67,17 @@ GENERATIONS: Mapping[str, Generation] = {row["name"]: _generation(row) for row i
 TF32 = ("ampere", "ampere_pro", "a100", "ada", "ada_pro", "l20", "blackwell", "blackwell_pro", "hopper", "h20")
 LOSSY_ATTENTION = ("sage", "kitchen_int8")
 STORED = {"int8": "int8", "int8_convrot": "int8", "w4a8": "int8", "fp8": "fp8"}  # the rate of weights stored so
-UNITS = {"sm70": 1024, "sm75": 512, "sm80": 2048, "sm86": 512, "sm89": 512, "sm90": 4096, "sm120": 512}
-KINDS = {"sm70": "volta", "sm75": "turing", "sm80": "a100", "sm86": "ampere", "sm89": "ada", "sm90": "hopper"}
+GTX = "gtx16"  # cards of sm75 without tensor cores, by their names
+UNITS = {"sm70": 1024, GTX: 128, "sm75": 512, "sm80": 2048, "sm86": 512, "sm89": 512, "sm90": 4096, "sm120": 512}
+KINDS = {
+    "sm70": "volta",
+    "gtx16": "gtx16",
+    "sm75": "turing",
+    "sm80": "a100",
+    "sm86": "ampere",
+    "sm89": "ada",
+    "sm90": "hopper",
+}
 VENDOR = re.compile(r"nvidia|geforce|tesla|amd|radeon|instinct|intel|apple|graphics|gpu|hbm\d\w?|sxm5|\d+gb")
 
 
@@ -143,8 +152,8 @@ def quicker_by(facts: DeviceFacts, sums: bool, stored: str, attention: str) -> d
     own = None if rates is None else GENERATIONS[rates.generation]
     if own is None:
         return {}
-    product = (own.sums if sums else 1) * (getattr(own, STORED[stored]) if stored in STORED else 1)
-    factors = {PRODUCT: product or 1, ATTENTION: EIGHT_BIT if attention in LOSSY_ATTENTION and own.sums > 1 else 1}
+    product = getattr(own, STORED.get(stored, ""), 0) or (own.sums if sums else 1)  # 8-bit products never sum in fp16
+    factors = {PRODUCT: product, ATTENTION: EIGHT_BIT if attention in LOSSY_ATTENTION and own.sums > 1 else 1}
     return {kind: factor for kind, factor in factors.items() if factor != 1}
 
 
@@ -159,11 +168,12 @@ def rates_of(facts: DeviceFacts) -> Rates | None:
     if (rates := published_rates(facts.name, facts.total_bytes)) is not None or not all(facts.clocks or (0,)):
         return rates
     units, clock, memory_clock, bus = facts.clocks
-    generation = KINDS.get(facts.arch, "blackwell")
-    if facts.arch not in UNITS or ("geforce" not in facts.name.lower() and UNITS[facts.arch] == 512):
+    arch = GTX if facts.arch == "sm75" and re.search(r"\b(GTX|MX)", facts.name) else facts.arch
+    generation = KINDS.get(arch, arch if arch == GTX else "blackwell")
+    if arch not in UNITS or ("geforce" not in facts.name.lower() and UNITS[arch] == 512):
         return None  # professional cards of these do twice as much; which ones a name does not tell
     memory = 2e3 * memory_clock * bus / 8
-    return _row(facts.name, generation, units * 1e3 * clock * UNITS[facts.arch], memory, facts.link or PCIE_3)
+    return _row(facts.name, generation, units * 1e3 * clock * UNITS[arch], memory, facts.link or PCIE_3)
 
 
 def work_of(function: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]:

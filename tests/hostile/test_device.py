@@ -307,7 +307,7 @@ def test_a_driver_is_told_apart_without_sys(
     monkeypatch: pytest.MonkeyPatch, backend: str, release: str, nvml: Any, driver: str
 ) -> None:
     """Probe results are kept by it: one that never changes would outlive the driver that it was measured on."""
-    monkeypatch.setattr(facts, "KERNEL_FILES", ("/nowhere/version",))
+    monkeypatch.setattr(facts, "KERNEL_FILES", {})
     monkeypatch.setattr(facts.platform, "release", lambda: release)
     monkeypatch.setattr(facts.sys, "platform", "linux")
     monkeypatch.setattr(facts.ctypes, "CDLL", raising(nvml) if isinstance(nvml, OSError) else lambda _name: nvml)

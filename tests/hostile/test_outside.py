@@ -356,7 +356,7 @@ PROPERTIES = SimpleNamespace(name="a card", total_memory=8 << 30, major=8, minor
 def machine_of(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """A machine of this kind, as far as the file of facts can tell."""
     monkeypatch.setattr(facts, "_parsed", lambda device: torch.device(device))
-    monkeypatch.setattr(facts, "KERNEL_FILES", ())
+    monkeypatch.setattr(facts, "KERNEL_FILES", {})
     monkeypatch.setattr(ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
     for module in (torch.cuda, torch.xpu):
         monkeypatch.setattr(module, "get_device_properties", lambda device: PROPERTIES)

@@ -47,6 +47,8 @@ def test_each_choice_is_as_quick_as_the_card_s_own_rates_say(name):
         "sage": quicker_by(card(name), False, "", "sage").get(ATTENTION, 1),
     }
     assert asked == pytest.approx({"sums": sums, "int8": int8 or 1, "fp8": fp8 or 1, "sage": eight}, rel=1e-3)
+    both = quicker_by(card(name), True, "int8", "flash").get(PRODUCT, 1)
+    assert both == pytest.approx(int8 or sums, rel=1e-3), "8-bit products never sum in fp16"
     assert quicker_by(card("Somebody's card"), True, "int8", "sage") == quicker_by(card(name), False, "", "flash") == {}
 
 

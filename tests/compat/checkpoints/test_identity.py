@@ -78,6 +78,10 @@ def test_the_same_bytes_elsewhere_and_later_are_the_same(tmp_path: Path) -> None
     written(tmp_path / "b" / "vae" / "x.safetensors", b"1" * 150_001 + b"2" + b"1" * (SIZE - 150_002))
     assert content_of(tmp_path / "b") == content and whole_of(tmp_path / "b", None, lambda: None) != whole
     assert whole_of(tmp_path / "none", None) == ""
+    (tmp_path / "links").mkdir()
+    for name in ("model_index.json", "vae", "other"):
+        (tmp_path / "links" / name).symlink_to(tmp_path / "a" / name)
+    assert content_of(tmp_path / "links") == content, "a part that is a link counts as its copy"
 
 
 def test_a_hash_is_made_once_in_the_background_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

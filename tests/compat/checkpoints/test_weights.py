@@ -9,6 +9,7 @@ import pytest
 import torch
 from anygpu.compat.checkpoints import headers
 from anygpu.compat.checkpoints import weights as checkpoints
+from anygpu.compat.checkpoints.gguf_file import gguf_header
 from anygpu.compat.checkpoints.headers import SPARSE
 from anygpu.compat.checkpoints.weights import described
 from anygpu.compat.errors import CheckpointError, UnsupportedError
@@ -202,6 +203,7 @@ def test_a_header_that_cannot_be_is_refused(tmp_path, header, data, word):
         (struct.pack("<Q", 2**60) + b"{}", "no safetensors header in its 10 bytes"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a Git LFS pointer"),
         (b"<!DOCTYPE html><html></html>", "a web page"),
+        (b"<!doctype html><html></html>", "a web page"),
         (b"PK\x03\x04" + bytes(40), "a pickle of torch.save"),
         (b"GGUF" + bytes(40), "a GGUF file"),
     ],
@@ -210,6 +212,9 @@ def test_another_file_under_this_name_is_told(tmp_path, content, word):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=word):
         headers.entries_and_notes(tmp_path / "model.safetensors")
+    if content.startswith((b"version", b"<", b"PK")):
+        with pytest.raises(CheckpointError, match=word):
+            gguf_header((tmp_path / "model.safetensors").rename(tmp_path / "model.gguf"))
 
 
 def test_a_folder_a_loop_and_nothing_are_one_line(tmp_path):

@@ -72,6 +72,15 @@ def test_radeon(monkeypatch, parsed):
     assert facts.compiled == ("gfx1151",)
     assert (facts.versions["rocm"], facts.versions["miopen"]) == ("7.2.1", "3.5.1")
     assert "shared with the host" in str(facts)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 1 / 0)  # as beside another MIOpen than torch's
+    assert facts_for("cuda:0").arch == "gfx1151"
+
+
+def test_a_radeon_beside_a_geforce_has_its_own_driver(monkeypatch, tmp_path):
+    for name in ("nvidia", "amdgpu"):
+        (tmp_path / name).write_text(f"{name}'s\n")
+    monkeypatch.setattr(device, "KERNEL_FILES", {"cuda": tmp_path / "nvidia", "rocm": tmp_path / "amdgpu"})
+    assert [device._driver(backend) for backend in ("cuda", "rocm")] == ["nvidia's", "amdgpu's"]
 
 
 def test_mps_and_xpu(monkeypatch, parsed):

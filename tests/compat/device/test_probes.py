@@ -308,6 +308,15 @@ def test_a_device_that_disappears_is_one_line_and_nothing_is_kept(tmp_path, monk
     assert "asking" not in json.loads(next(tmp_path.iterdir()).read_text()), "the next start would blame the question"
 
 
+def test_ctrl_c_in_a_probe_is_no_end_of_the_process(tmp_path):
+    def cancelled(device):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ProbeStore(CPU, tmp_path, more={"triton": cancelled})["triton"]
+    assert "asking" not in json.loads(next(tmp_path.iterdir()).read_text()), "the next start would blame the question"
+
+
 def test_timings_are_measured_once_and_kept(tmp_path):
     calls = []
     for _ in range(2):

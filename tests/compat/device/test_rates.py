@@ -142,6 +142,8 @@ def test_a_card_without_a_row_has_the_rates_of_its_units_and_clocks():
     assert rates.generation == "ada" and rates.link == 2e9
     assert rates_of(card("NVIDIA RTX 5000 Ada Generation", "sm89", (100, 2_550_000, 9_001_000, 256))) is None
     assert rates_of(card("NVIDIA GeForce RTX 4090 D", "sm89")) is None
+    bare = rates_of(card("NVIDIA GeForce GTX 1660", "sm75", (22, 1_785_000, 4_001_000, 192)))
+    assert (bare.generation, bare.fp32) == ("gtx16", pytest.approx(5.03e12, rel=0.01)), "it has no tensor cores"
 
 
 def test_shares_of_attention_are_those_of_its_kernel():
