@@ -389,7 +389,7 @@ def _host_bytes() -> int:
 
 
 def _driver(backend: str) -> str:
-    """The driver's version by its module in Linux, NVIDIA's library, Linux itself, or the newest CUDA or HIP there is."""
+    """The driver's version by its module in Linux, NVIDIA's library, Linux itself, or the newest CUDA or HIP."""
     if stated := value_or(lambda: Path(KERNEL_FILES[backend]).read_text(encoding="utf-8").strip(), ""):
         return stated
     reported = value_or(_nvml_driver, "") if backend == "cuda" else ""
