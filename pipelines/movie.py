@@ -41,14 +41,14 @@ def write_mp4(frames: torch.Tensor, fps: float, path: Path, tags: Mapping[str, s
     av = imported("av")
     codec = _codec(av)
     rows, columns = (side // 2 * 2 for side in frames.shape[1:3])
-    pixels: Any = (frames[:, :rows, :columns].clamp(0, 1) * 255).round().to(torch.uint8).contiguous().numpy()
     try:
         options = {"movflags": "use_metadata_tags"}  # without it MP4 drops names it does not know
         with replacing(path, ".mp4") as temporary, av.open(str(temporary), "w", options=options) as container:
             container.metadata.update(tags or {})
             stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
-            stream.width, stream.height, stream.pix_fmt = pixels.shape[2], pixels.shape[1], "yuv420p"
-            for picture in pixels:
+            stream.width, stream.height, stream.pix_fmt = columns, rows, "yuv420p"
+            for frame in frames[:, :rows, :columns]:  # one at a time: all at once would be three copies of a long video
+                picture: Any = (frame.clamp(0, 1) * 255).round().to(torch.uint8).contiguous().numpy()
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
             container.mux(stream.encode(None))
     except (OSError, av.FFmpegError) as error:

@@ -242,6 +242,7 @@ def complete(
         fix = "Connect the negative conditioning, or set cfg to 1."
         raise InputError(found, expected="a negative prompt, which may be an empty text", fix=fix)
     require_choice("scheduler", settings.scheduler, SCHEDULERS, "Choose auto.", f" for {family.title}")
+    settings = _with_latents(family, settings, progress)
     if image is not None:
         require_family(image.family, family, "an image condition")
         for name, tensor in image.tensors.items():
@@ -250,9 +251,9 @@ def complete(
             raise InputError(
                 f"an image condition of {image.width}x{image.height} for a video of {settings.width}x{settings.height}",
                 expected="one size",
-                fix="Connect width and height of Encode Image to the sample node.",
+                fix="Connect the latent to Encode Image, or width and height of Encode Image to the sample node.",
             )
-    return _with_latents(family, settings, progress)
+    return settings
 
 
 def _at_rate(settings: SampleSettings, usual: float, progress: Progress) -> SampleSettings:

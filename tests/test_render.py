@@ -68,6 +68,14 @@ def test_a_disk_that_fills_up_while_the_video_is_written(tmp_path: Path) -> None
     assert caught.value.expected == "a writable folder with room for the video"
 
 
+def test_a_long_video_is_written_frame_by_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, clamp = [], torch.Tensor.clamp
+    monkeypatch.setattr(torch.Tensor, "clamp", lambda own, *limits: sizes.append(own.numel()) or clamp(own, *limits))
+    frames = torch.rand(5, 33, 32, 3)
+    found, fps = read_frames(write_mp4(frames, 8.0, tmp_path / "a.mp4"))
+    assert found.shape == (5, 32, 32, 3) and fps == 8.0 and set(sizes) == {32 * 32 * 3}
+
+
 def test_a_video_is_coded_by_what_can_encode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every FFmpeg has a decoder named h264; one that is built without x264 has no encoder of it."""
     av, names, path = pytest.importorskip("av"), {"mpeg4": "mpeg4"}, tmp_path / "a.mp4"

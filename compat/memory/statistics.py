@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..device.execution import HOST
-from ..device.facts import peak_bytes, reset_peak, synchronize, value_or
+from ..device.facts import indexed, peak_bytes, reset_peak, synchronize, value_or
 from ..durable import write_json
 from ..errors import json_file
 from .parts import ProgressStage
@@ -127,7 +127,7 @@ class MemoryStats:
     @contextmanager
     def stage(self, name: str, pipeline: str, mode: str, device: torch.device) -> Iterator[StageCost]:
         """The cost of the block, complete once it has ended without an error."""
-        cost = StageCost(name, pipeline, mode, str(device), first=not self.stages)
+        cost = StageCost(name, pipeline, mode, str(indexed(device)), first=not self.stages)
         self._settle()  # those of a stage that was cancelled
         before = self.moved_bytes, self.moving_seconds
         reset_peak(device)

@@ -143,22 +143,23 @@ def _searched(name: str, family: FamilySpec, model: Path, search: Sequence[Path]
         provider, task = family.files.base or family.id, "text" if family.files.base else _encoder_task(family, own)
         for spared in ((), family.files.text_parts):  # without text encoders a prompt has to be loaded
             for folder in find_models(roots):
-                offered = family_of_folder(folder)
-                if offered is None or offered.id != provider or not (folder / INDEX).is_file() or folder == model:
-                    continue
-                if _encoder_task(offered, folder / "transformer") != task:  # its text encoder is another
-                    continue
-                own_parts = (*family.transformers, *ENCODER_FOLDER, *spared)
-                provided = [part for part in family.files.parts if part not in own_parts]
-                if all((folder / part).is_dir() for part in provided):
-                    return folder
+                with suppress(CheckpointError):  # a damaged one is passed over
+                    offered = family_of_folder(folder) if (folder / INDEX).is_file() and folder != model else None
+                    if offered is None or offered.id != provider:
+                        continue
+                    if _encoder_task(offered, folder / "transformer") != task:  # its text encoder is another
+                        continue
+                    own_parts = (*family.transformers, *ENCODER_FOLDER, *spared)
+                    if all((folder / part).is_dir() for part in family.files.parts if part not in own_parts):
+                        return folder
     else:
         for root in roots:
             files = [*root.glob("*/image_encoder/config.json"), *root.glob("*/*/image_encoder/config.json")]
             # One on its own was put there for this; that of another pipeline may be another training of it.
             for config in sorted(files, key=lambda file: ((file.parent.parent / INDEX).is_file(), file)):
-                if read_json(config, "an image encoder").get("model_type") == "siglip_vision_model":
-                    return config.parent.parent
+                with suppress(CheckpointError):
+                    if read_json(config, "an image encoder").get("model_type") == "siglip_vision_model":
+                        return config.parent.parent
     raise CheckpointError(
         f"no {name} found for {family.title} in {', '.join(map(str, dict.fromkeys(roots)))}",
         expected=f"a folder with the missing parts of {family.title}",

@@ -47,7 +47,8 @@ class Run:
     form: DecodeRequest | None = None
 
     def places(self, pipeline: Pipeline, mode: str) -> dict[str, torch.device]:
-        names = (TEXT, *((IMAGE,) if pipeline.model.task == "image" else ()), SAMPLING, DECODING)
+        text, image = pipeline.configs.keys() & set(pipeline.spec.files.text_parts), pipeline.model.task == "image"
+        names = (*[TEXT] * bool(text), *[IMAGE] * image, SAMPLING, DECODING)
         return {name: pipeline.offloader.device_of(COMPUTES[name]) for name in names}
 
     def planned(self, pipeline: Pipeline, name: str, room: int | None) -> PlannedStage:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...compat.device.facts import GIBIBYTE, DeviceFacts, facts_for
+from ...compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, indexed
 from ...compat.device.precision import ModelPrecision, precision_for
 from ...compat.device.probe_store import ProbeResult
 from ...compat.memory.statistics import saved_stages
@@ -90,7 +90,7 @@ def machine_of(
             moved_gb=round(cost.moved_bytes / 1e9, 2),
         )
         for cost in ([] if state is None else saved_stages(state))
-        if cost.device == str(facts.device)
+        if cost.device == str(indexed(facts.device))
     ]
     kernel = re.match(r"\d+(\.\d+)*", facts.versions.get("kernel", ""))  # after it comes its builder's own text
     decided = {title: str(precision_for(model, facts, "auto", probes)) for title, model in models.items()}

@@ -229,6 +229,9 @@ def test_an_image_of_another_size_than_the_video(ltx):
     image = stages.encode_image(ltx, ImageRequest(FRAMES[:1], 64, 64), "stretch", Silent())
     with pytest.raises(InputError, match="64x64 for a video of 96x64"):
         stages.sample(ltx, prompt, image, replace(ASKED, width=96, height=64), Silent())
+    wide = Latents(torch.zeros(1, 128, 2, 2, 3), "ltx", "text", 9, 64, 96, 25.0, 0)
+    with pytest.raises(InputError, match=r"64x64 for a video of 96x64; .*Connect the latent to Encode Image"):
+        stages.sample(ltx, prompt, image, replace(ASKED, width=0, height=0, denoise=0.5, latents=wide), Silent())
 
 
 def test_a_cut_video_is_said(mochi, recorded):

@@ -613,6 +613,10 @@ def test_three_folders_are_found_and_composed(run: Any, recorded: Any, tiny_fold
     other.mkdir()
     (other / "model_index.json").write_text("{}")
     (other / "image_encoder").symlink_to(tiny_folder / "siglip" / "image_encoder")
+    damaged = tmp_path / "a-cut-off" / "image_encoder"
+    damaged.mkdir(parents=True)
+    for file in (damaged / "config.json", damaged.parent / "model_index.json"):
+        file.write_text('{"_class_name": "HunyuanVideoPip')
     watched = recorded()
     pipeline = loading.load(loading.LoadRequest(lone, device="cpu"), watched)
     assert (pipeline.family, pipeline.model.task, pipeline.variant) == ("framepack", "image", F1)

@@ -12,6 +12,7 @@ from anygpu.compat.checkpoints.latents import metadata_of, read_record, write_re
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.forecast.seconds import planned_run
 from anygpu.pipelines.latents import convert as latent_format
 from anygpu.pipelines.latents import prompt_files
 from anygpu.pipelines.latents import store as latent_store
@@ -189,6 +190,8 @@ def test_a_saved_prompt_samples_without_any_text_encoder(tiny_folder: Path, tmp_
     found = stages.sample(without, prompt_files.load_prompt(path, no_word), None, settings, Silent())
     assert torch.equal(found.samples, expected.samples)
     assert found.extra["prompt"] == "a cat walks"
+    run = planned_run(without, stages.size_of(settings, prompt), settings)
+    assert list(run.places(without, "none")) == ["sampling", "decoding"], "no text is forecast"
     with pytest.raises(CheckpointError, match=r"no text_encoder for .* connect AnyGPU Load Prompt"):
         stages.encode_prompt(without, PromptRequest("a cat walks"), Silent())
 
