@@ -64,7 +64,9 @@ def tokenizers() -> dict[str, Path]:
 
 
 def stamp_of(**names: str) -> list[tuple[str, int, int]]:
-    return stamp(*(_named(part).get(name) for part, name in names.items()))
+    """Value that changes with the files behind the names; ``auto`` is any file with a model that a pipeline has."""
+    found = (path for path, held in offered().items() if held) if AUTO in names.values() else ()
+    return stamp(*found, *(_named(part).get(name) for part, name in names.items()))
 
 
 def _path_of(part: str, name: str) -> Path:

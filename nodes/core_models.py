@@ -85,7 +85,7 @@ class FitAll(io.ComfyNode):
 
         def tell(name: str, line: str) -> None:  # while a later node runs, behind what was decided
             log.info("AnyGPU: %s: %s", name, line)
-            lines[name] += f"; {line}"
+            lines[name] += f"; {line}" * (line not in lines[name])
             progress = NodeProgress(node_id)
             progress.lines += lines.values()
             progress.show()

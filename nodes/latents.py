@@ -204,6 +204,7 @@ class UpscaleLatents(io.ComfyNode):
         )
 
     validate_inputs = classmethod(lambda cls, upscaler: True)  # a name that is gone is explained by the run
+    fingerprint_inputs = classmethod(lambda cls, upscaler, **_: folders.stamp(folders.upscalers().get(upscaler)))
 
     @classmethod
     def execute(cls, pipeline: Any, latent: Any, upscaler: str) -> io.NodeOutput:
@@ -216,7 +217,8 @@ class UpscaleLatents(io.ComfyNode):
             upscaled.append(with_upscaler(before, after, file, pipeline.model.request.state))
         one = upscaled[0]
         progress.finish(f"{one.width}x{one.height}, {one.frames} frames", batch.seeds_of(upscaled))
-        return io.NodeOutput(batch.joined(upscaled))
+        mask = {batch.MASK: latent[batch.MASK]} if batch.MASK in latent else {}  # fitted to any size where it is used
+        return io.NodeOutput(batch.joined(upscaled) | mask)
 
 
 class Replay(Listed):

@@ -165,5 +165,6 @@ class ApplyLoRA(io.ComfyNode):
             progress.finish("no LoRA chosen")
             return io.NodeOutput(pipeline, core_models.adapted(pipeline))
         changed = adapters.with_lora(pipeline, folders.lora_file(lora), strength, blocks, mode, progress)
-        progress.finish(str(changed.plan.decisions[-1]) if changed is not pipeline else "no effect")
+        added = [each for each in changed.plan.decisions if each.subject == "LoRA"]
+        progress.finish(str(added[-1]) if changed is not pipeline else "no effect")
         return io.NodeOutput(changed, core_models.adapted(changed))

@@ -60,7 +60,7 @@ def paint_plan(pipeline: Any, pixels: int, views: int, guided: bool) -> tuple[st
     needs = (Forecast(mode, forecast.paint_needs(pipeline, run, mode, room)) for mode in MODES)
     name = f"Hunyuan3D {pipeline.family}" if pipeline.family in KINDS else "MV-Adapter"
     title = f"{name} {pipeline.variant}, {run.views} view{'s' * (run.views > 1)} of {run.size} pixels"
-    return memory_plan.shown(pipeline, title, ", with guidance" * guided, tuple(needs), times_of(pipeline, run, MODES, room))
+    return memory_plan.shown(pipeline, title, ", with guidance" * (run.rows > 1), tuple(needs), times_of(pipeline, run, MODES, room))
 
 
 class MemoryPlan(Uncached):

@@ -113,7 +113,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     missing = [part for part in family.files.text_parts if part not in pipeline.parts.readers]
     if missing:
         found = f"no {missing[0]} for {str(pipeline.model.source)!r}"
-        fix = "Download the missing folder, or connect AnyGPU Load Prompt or core CONDITIONING instead."
+        fix = "Download it, or connect AnyGPU Load Prompt or core CONDITIONING instead."
         raise CheckpointError(found, expected=f"the text encoders of {family.title}", fix=fix)
     limit = request.max_tokens or of_checkpoint(pipeline).sizes.defaults.max_tokens
     require_range("max_tokens", limit, 1, MOST_TOKENS, "tokens")

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import layouts
 import pytest
 import schemas
 import small_comfyui
@@ -24,6 +25,7 @@ from anygpu.pipelines.base import ImageRequest, PromptRequest, SampleSettings, S
 from anygpu.pipelines.load.folder import LoadRequest, load
 from anygpu.pipelines.sizes import beside_transformer
 from anygpu.pipelines.vae.plan import DecodeMethod
+from published import loops
 from safetensors.torch import save_file
 from small_comfyui import BaseModel, Interrupted, Linear, ModelPatcher, WrapperExecutor, comfyui
 from torch import nn
@@ -321,6 +323,18 @@ def test_a_picture_is_encoded_at_its_size(core: ComfyUI, loaded) -> None:
     assert core.run("EncodeImage", pipeline=loaded[0], **asked).result[1:] == (96, 64)
 
 
+def test_upscaled_latents_keep_their_noise_mask(core: ComfyUI, loaded, latent, tmp_path: Path, monkeypatch) -> None:
+    folders, mask = core.module("host.folders"), torch.rand(1, 1, 2, 2, 2)
+    monkeypatch.setattr(folders, "upscalers", lambda: {"tiny": loops.ltx_upscaler(tmp_path)})
+    given = {"pipeline": loaded[0], "upscaler": "tiny"}
+    plain = core.run("UpscaleLatents", **given, latent=latent).result[0]
+    high = core.run("UpscaleLatents", **given, latent={**latent, "noise_mask": mask}).result[0]
+    assert torch.equal(high["samples"], plain["samples"]) and "noise_mask" not in plain
+    assert torch.equal(high["noise_mask"], mask)
+    kind = core.module("nodes.latents").UpscaleLatents
+    assert kind.fingerprint_inputs("tiny", latent=latent) != kind.fingerprint_inputs("another")
+
+
 def test_a_lora_is_put_on_and_named(core: ComfyUI, loaded, prompts) -> None:
     assert core.run("LoRA", pipeline=loaded[0], lora="none").result[0] is loaded[0] and core.said == "no LoRA chosen"
     path = Path(core.module("host.folders").folder_paths.get_folder_paths("loras")[0]) / "mine.safetensors"
@@ -334,6 +348,10 @@ def test_a_lora_is_put_on_and_named(core: ComfyUI, loaded, prompts) -> None:
     assert list(model.patches) == ["diffusion_model.transformer_blocks.0.attn1.to_q.weight"]
     assert core.run("LoRA", pipeline=loaded[0], lora=path.name, strength=0.0).result[0] is loaded[0]
     assert core.said.startswith("no effect")
+    for name in ("ltxv-097-distilled-lora", "an-ic-lora"):  # a recipe, a caution come after it
+        path = path.rename(path.with_stem(name))
+        core.run("LoRA", pipeline=loaded[0], lora=path.name, strength=0.5)
+        assert core.said.startswith(f"LoRA {name} 0.5, separate"), name
 
 
 def test_jobs_that_all_failed_are_told_with_the_first_reason(core: ComfyUI) -> None:
@@ -467,6 +485,17 @@ def test_files_behind_a_linked_folder_are_offered_once(core: ComfyUI, tmp_path: 
     assert files.file_choices("vae") == ["auto", "b/a.safetensors"]
 
 
+def test_new_files_that_auto_may_take_compose_the_pipeline_again(core: ComfyUI, tiny_folder: Path, tmp_path) -> None:
+    made = layouts.whole_set("ltx", tiny_folder, tmp_path)["text_encoder"].read_bytes()
+    folder = Path(core.module("host.folders").folder_paths.get_folder_paths("text_encoders")[0])
+    given = dict.fromkeys(("transformer", "vae", "text_encoder", "text_encoder_2", "image_encoder", "base"), "auto")
+    files, stamps = (folder / "t5.safetensors", folder / "another.safetensors"), []
+    for file, content in ((files[0], b""), (files[1], b""), (files[0], made), (files[0], b"")):
+        file.write_bytes(content)
+        stamps.append(core.module("nodes.loaders").ComposePipeline.fingerprint_inputs(**given))
+    assert [len(stamp) for stamp in stamps] == [0, 0, 1, 0], "only files of models that it may be"
+
+
 class Foreign(nn.Linear):
     """A Linear that another pack computes."""
 
@@ -538,6 +567,7 @@ def test_one_node_fits_what_is_connected_and_has_a_line_for_each_part(core: Comf
     (wrapper,) = alone.wrappers["apply_model"]["anygpu_fit"]
     wrapper.tell("fp16-safe in 2 of 2 layers called")
     line = "model: fitted to this device; precision fp32; attention as loaded; latents kept"
+    wrapper.tell("fp16-safe in 2 of 2 layers called")
     assert core.said == f"{line}; fp16-safe in 2 of 2 layers called"
     assert "connect clip to AnyGPU Fit" in str(missing.given)
     assert core.run("Fit", model=loaded[1], vae=loaded[2]).result[:2] == loaded[1:3]

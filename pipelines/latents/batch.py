@@ -47,7 +47,7 @@ def joined(videos: Sequence[Latents]) -> dict[str, Any]:
 def videos_of(latent: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A LATENT per video, each with its own seed and whatever else its decode needs; of a picture unchanged.
 
-    Core's nodes carry our key along: Latent From Batch names the videos that it left, Repeat Latent Batch starts over.
+    Core's nodes carry our key along, and Latent From Batch the numbers of its videos; past the last they start over.
     """
     samples, own = latent.get("samples"), latent.get(KEY)
     if not isinstance(samples, torch.Tensor) or samples.is_nested or samples.ndim != 5:

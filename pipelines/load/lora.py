@@ -78,11 +78,11 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
     Args:
         strength: -10 to 10; 0 leaves the pipeline as it is.
         blocks: such as ``double 0-9, single``; empty for all.
-        mode: ``separate`` computes beside each layer; ``merged`` adds to the weights, of which a copy is kept.
+        mode: ``separate`` computes beside each layer; ``merged`` adds to the weights; host memory keeps the old ones.
 
     Raises:
         InputError: a choice out of range. CheckpointError: a damaged file, or one for another model.
-        MissingPackageError: ``separate`` without the package peft.
+        MissingPackageError: ``separate`` without the package peft. UnsupportedError: no memory to merge.
     """
     if not (math.isfinite(strength) and abs(strength) <= MOST):
         raise InputError(f"strength {strength}", expected=f"{-MOST:g} to {MOST:g}", fix="The usual value is 1.")
@@ -465,8 +465,7 @@ def _unload(module: Any) -> None:
 def _is_plain(layer: nn.Module) -> bool:
     """Tell whether an addition to ``weight`` stays: packed layers make theirs again at each use."""
     weight = layer._parameters.get("weight")
-    plain = _is_layer(layer) and weight is not None and type(weight.data) is torch.Tensor
-    return plain and weight is not None and weight.dtype in WIDE
+    return _is_layer(layer) and weight is not None and type(weight.data) is torch.Tensor and weight.dtype in WIDE
 
 
 def _is_layer(layer: nn.Module) -> bool:

@@ -49,7 +49,8 @@ def shortened(tokenizer: Any, text: str, room: int, subject: str, progress: Prog
     tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     kept = max(0, min(len(tokens), room - (total - len(tokens))))
     shorter = tokenizer.decode(tokens[:kept], skip_special_tokens=True)
-    while kept and len(tokenizer(shorter)["input_ids"]) > room:  # a text that was cut can have other tokens
+    # A cut inside a character leaves U+FFFD, and a text that was cut can have other tokens.
+    while kept and (shorter.endswith("\ufffd") or len(tokenizer(shorter)["input_ids"]) > room):
         kept -= 1
         shorter = tokenizer.decode(tokens[:kept], skip_special_tokens=True)
     if not kept:

@@ -86,7 +86,7 @@ def test_step_by_step_and_in_one_node(core, monkeypatch):
     assert core.run("RenderTurntable", mesh=textured, frames=1, size=16).result[0].shape == (1, 16, 16, 3)
     assert core.said() == "1 frames of 16 pixels"
     plan = core.run("MemoryPlan", pipeline=pipeline, width=64, height=64, frames=6).result[0]
-    assert "MV-Adapter ig2mv, 6 views of 64 pixels" in plan, plan
+    assert "MV-Adapter ig2mv, 6 views of 64 pixels" in plan and ", with guidance" in plan.partition("\n")[0], plan
     assert colour.shape == (1, 64, 64, 3) and painted.mean() > 0.4
     one = {"mesh": mesh(), "image": IMAGE, "mask": MASK, "pipeline": pipeline, "view_size": 64, "texture_size": 64}
     _, base_color, _, _, views, _ = core.run("TextureMesh", **one, steps=1, prompt="a red cat").result

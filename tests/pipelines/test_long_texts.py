@@ -13,6 +13,7 @@ from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
+from anygpu.pipelines.text.t5 import shortened
 from transformers import AutoTokenizer
 
 WORDS = ["a", "fox", "jumps", "lazy", "dog", "東京", "の", "Ünïcödé", "é́́", "👩\u200d👧", "🦊", "☃", "\u200b"]
@@ -96,6 +97,19 @@ def test_ten_megabytes_are_cut_before_they_are_tokenised(
     prompt = stages.encode_prompt(pipeline, PromptRequest(LONG[name], max_tokens=32), progress)
     assert prompt.embeds["prompt_embeds"].shape[1] <= 32 and max(lengths) <= 2**14 < MOST_CHARACTERS
     assert any("is shortened from more than" in line or "is read up to character" in line for line in progress.said)
+
+
+@pytest.mark.full
+def test_a_text_is_not_cut_inside_a_character(recorded: Any) -> None:
+    """Published vocabularies have one token for the sign of a broken character, which tiny ones spell."""
+    folder, whole, progress = CORE / VOCABULARIES["qwen"], "a fox 東京の🦊鿿" * 8, recorded()
+    if not folder.is_dir():
+        pytest.skip(f"no {folder}: ComfyUI ships it")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for room in range(20, 30):
+        cut = shortened(tokenizer, whole, room, "prompt", progress)
+        assert whole.startswith(cut) and len(tokenizer(cut)["input_ids"]) <= room, cut
+    assert len(progress.said) == 10 and "\ufffd" not in "".join(progress.said), progress.said
 
 
 class Cancel(BaseException):
