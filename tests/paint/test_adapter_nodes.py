@@ -83,6 +83,8 @@ def test_step_by_step_and_in_one_node(core, monkeypatch):
     baked = {"mesh": mesh(), "images": pictures, "cameras": cameras, "texture_size": 64, "view_size": 128}
     textured, colour, _, _, painted, _ = core.run("BakeTexture", **baked).result
     assert torch.equal(textured.texture, colour) and asked == [TEXEL_BYTES * 64**2]
+    detailed, base, projected, _ = core.run("ProjectPicture", mesh=textured, front=IMAGE, front_mask=MASK).result
+    assert torch.equal(detailed.texture, base) and projected.shape == colour.shape[:3]
     assert core.run("RenderTurntable", mesh=textured, frames=1, size=16).result[0].shape == (1, 16, 16, 3)
     assert core.said() == "1 frames of 16 pixels"
     plan = core.run("MemoryPlan", pipeline=pipeline, width=64, height=64, frames=6).result[0]
