@@ -206,8 +206,7 @@ def _instead(model: Any, patcher: Any) -> str:
 def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> Any:
     """A clone of ``model`` whose every call is checked; what is found is shown on the node ``node_id``.
 
-    The first call of a sampling looks at each product, attention call and weight on the device, later ones at a
-    fiftieth of the weights."""
+    The first of a sampling looks at each product, attention call and weight, later ones at a fiftieth of weights."""
     if not isinstance(model.model, CoreModel):
         LoadedWeights.of(model)
         for name, weight in model.model.diffusion_model.named_parameters():
@@ -253,9 +252,8 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
         begun.clear()
         result = executor(*args, **kwargs)
         noise, sigmas = args[0], args[3] if len(args) > 3 else kwargs.get("sigmas")
-        message = ""
-        if isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0:
-            message = doctors.unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
+        ended = isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0
+        message = ended and doctors.unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
         steps = len(sigmas) - 1 if sigmas is not None else 0
         NodeProgress(_shown(node_id)).finish(message or f"no fault in {steps} steps")
         return result
