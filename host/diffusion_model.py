@@ -60,7 +60,7 @@ class DiffusionModel(nn.Module):
             self.notify(text)
         wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, options)
         executor = WrapperExecutor.new_class_executor(self._velocity, self, wrappers)
-        out: torch.Tensor = executor.execute(x, timestep, context, options, **conds)
+        out: torch.Tensor = executor.execute(x.clone(), timestep, context, options, **conds)  # EasyCache adds to it
         return out
 
     def _velocity(

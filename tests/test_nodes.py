@@ -236,7 +236,7 @@ def test_the_doctor_watches_a_model_of_core_s(core: ComfyUI) -> None:
     watched = core.run("Doctor", model=model).result[1]
     (call,), model.model.current_patcher = watched.wrappers["apply_model"]["anygpu_doctor"], watched
     said = len(core.messages.texts)
-    run = lambda: WrapperExecutor(called, model.model, [call]).execute(x, transformer_options={})  # noqa: E731
+    run = lambda: WrapperExecutor(called, model.model, [call]).execute(x, transformer_options={"wrappers": {}})  # noqa: E731
     for added, looked in ((1e-6, [True]), (2e-5, [False]), (0.0, [False, True]), (2e-5, [False]), (1e-9, [False])):
         closely.clear()
         assert torch.equal(run(), network(x)) and closely == looked, added
@@ -384,7 +384,8 @@ def fitted(core: ComfyUI, dtype: torch.dtype = torch.float32, **inputs: Any) -> 
 def test_attention_in_any_layout_is_core_s(core: ComfyUI, monkeypatch, safe: bool) -> None:
     module, function, inner = core.module("host.core.attention"), small_comfyui.attention_pytorch, set()
     monkeypatch.setattr(module, "fused_kernel", lambda *_: 2)
-    calls = lambda *given, **named: inner.add(named.get(module.INNER)) or function(*given, **named)  # noqa: E731
+    joined = {"skip_output_reshape": False} if safe else {}  # as core gives more rows than its SDP_BATCH_LIMIT
+    calls = lambda *given, **named: inner.add(named.get(module.INNER)) or function(*given, **named | joined)  # noqa: E731
     monkeypatch.setattr(module, "attention_pytorch", calls)
     plain = torch.randn(3, 2, 6, 16, generator=torch.Generator().manual_seed(0)).unbind()
     heads, mask = [tensor.unflatten(-1, (2, 8)).transpose(1, 2) for tensor in plain], torch.zeros(6, 6)
@@ -428,6 +429,8 @@ def test_a_proof_window_is_what_its_frames_are_and_lies_where_they_are_dead(core
     window = module.ProofWindow(whole, 2, False, 0, 4, 9, 2)
     inside = window.inner(decoded(window.latents))
     assert torch.equal(inside, window.frames_of(decoded(whole))) and inside.shape == (1, 1, 16, 24, 4)
+    causal = lambda latents: decoded(latents).repeat_interleave(4, 1)[:, 3:]  # noqa: E731
+    assert torch.equal(window.inner(causal(window.latents)), window.frames_of(causal(whole)))
     vae, frames = SimpleNamespace(spacial_compression_decode=lambda: 2, latent_dim=3), torch.rand(1, 5, 80, 40, 3)
     frames[:, 3, 20:40, 10:20] = 0.5
     found = module.ProofWindow.of(vae, whole, frames)
@@ -437,7 +440,9 @@ def test_a_proof_window_is_what_its_frames_are_and_lies_where_they_are_dead(core
 def test_core_s_vae_begins_where_the_device_can_and_tiles_by_its_own_cells(core: ComfyUI, monkeypatch) -> None:
     module, methods = core.module("host.core.vae"), [DecodeMethod(torch.float32, tile=tile) for tile in (0, 256, 128)]
     monkeypatch.setattr(module, "policy_for", lambda _facts: SimpleNamespace(tile_pixels=128))
-    own = SimpleNamespace(machine=SimpleNamespace(facts=None), method=methods[1])
+    own = SimpleNamespace(machine=SimpleNamespace(facts=None), method=DecodeMethod(torch.float32, tile=64))
+    assert module.FittedVAE._first(own, "decode", [*methods, own.method]) is own.method
+    own.method = methods[1]
     assert [module.FittedVAE._first(own, name, methods) for name in ("decode", "decode_tiled")] == methods[:0:-1]
     compressed = {"spacial_compression_decode": lambda: 8, "temporal_compression_decode": lambda: 4}
     vae = SimpleNamespace(latent_dim=3, decode_tiled=lambda _given, **chosen: chosen, **compressed)

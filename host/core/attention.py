@@ -68,7 +68,7 @@ class AttentionOverride:
     before: Callable[..., Tensor] | None = None  # the override that another node has set, which then is the kernel
     counts: Counts | None = None
     preference: Preference = field(default_factory=Preference)  # the kernel that the running layer prefers
-    refused: Callable[[], None] | None = None  # called for operands that have no fp16 form
+    refused: Callable[[], None] | None = None  # called where operands stay fp32
     exact: bool = False  # whether fp32 operands stay so
 
     @torch.compiler.disable  # which kernel computes, and in which dtype, is decided by the operands of each call
@@ -157,12 +157,11 @@ def _is_int8(kernel: Any) -> bool:
 
 
 def _by_torch(call: Heads, operands: Fp16Operands, named: dict[str, Any]) -> Tensor:
-    scale = {} if named.get("scale") is None else {"scale": named["scale"]}
-    layout = {"skip_reshape": True, "skip_output_reshape": True, INNER: True}
-    heads = call.query.shape[1]
-    query, key, value = operands.query, operands.key, operands.value
-    result = attention_pytorch(query, key, value, heads, mask=operands.mask, **scale, **layout)
-    return call.merged(result.to(FULL) * operands.scale)
+    more = {INNER: True} | ({} if named.get("scale") is None else {"scale": named["scale"]})
+    query, key, value, heads = operands.query, operands.key, operands.value, call.query.shape[1]
+    # core gives many rows as (B, N, H * D), whichever layout is asked for
+    result = attention_pytorch(query, key, value, heads, mask=operands.mask, skip_reshape=True, **more)
+    return call.merged(result.unflatten(-1, (heads, -1)).transpose(1, 2).to(FULL) * operands.scale)
 
 
 def _by_other(kernel: Callable[..., Tensor], call: Heads, operands: Fp16Operands, named: dict[str, Any]) -> Tensor:
@@ -191,20 +190,23 @@ class AttentionOnRequest:
         return call.merged(chunked(call.query.float() * call.gain, call.key, call.value, call.mask)).to(args[2].dtype)
 
 
+def compute_next(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Have core's EasyCache compute the next call: it takes one that is run again for a step, a new dtype for none."""
+    for options in (*args, *kwargs.values()):
+        if isinstance(options, dict) and (cache := options.get("easycache")) is not None:
+            cache.relative_transformation_rate = None
+
+
 def with_override(
     make: Callable[[Callable[..., Tensor] | None], Callable[..., Tensor]], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of core's call of a network, with the attention that ``make`` returns for the one in force."""
-    given, named = list(args), dict(kwargs)
-    # Core's options are the only dictionary with the wrappers in it.
-    place = next((index for index, value in enumerate(given) if isinstance(value, dict) and "wrappers" in value), None)
-    known = given[place] if place is not None else named.get("transformer_options", {})
-    changed = {**known, OVERRIDE: make(known.get(OVERRIDE))}
-    if place is None:
-        named["transformer_options"] = changed
-    else:
-        given[place] = changed
-    return given, named
+
+    def changed(value: Any) -> Any:  # core's options are the only dictionary with the wrappers in it
+        ours = isinstance(value, dict) and "wrappers" in value
+        return {**value, OVERRIDE: make(value.get(OVERRIDE))} if ours else value
+
+    return [*map(changed, args)], {name: changed(value) for name, value in kwargs.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +244,7 @@ class Heads:
             return False
         mask = self.mask
         if mask is not None and mask.dtype != dtype and mask.is_floating_point():
-            mask = torch.empty_like(mask, dtype=dtype)
+            mask = mask.new_empty((1, 1, 1, mask.shape[-1]), dtype=dtype).expand(mask.shape)
         operands = (self.query, self.key, self.value)
         like = (each.new_empty((1, 1, 1, each.shape[-1]), dtype=dtype).expand(each.shape) for each in operands)
         return bool(fused_kernel(*like, mask))

@@ -22,6 +22,7 @@ from ...compat.checkpoints.identity import content_of
 from ...compat.device.execution import add_hook, to_host
 from ...compat.durable import write_json
 from ...compat.errors import CheckpointError, first_line, json_file
+from ...compat.repairs import tensors_in
 from ...compat.transforms.fp16_layers import FULL, HALF, SETTINGS
 from .layers import FEW, FITS
 from .ownership import is_convolution, is_linear
@@ -217,10 +218,16 @@ def kept_at(patcher: Any, folder: Path | None, machine: str) -> Path | None:
         content = content_of(Path(source))
     except CheckpointError:
         return None
-    patches = [(key, [(each[0], each[2]) for each in patcher.patches[key]]) for key in sorted(patcher.patches)]
+    patches = [(key, [*map(_facts_of, patcher.patches[key])]) for key in sorted(patcher.patches)]
     facts = [VERSION, content, str(patcher.model_dtype()), machine, comfyui_version.__version__, patches]
     digest = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
     return folder / FOLDER / f"{digest[:32]}.json"
+
+
+def _facts_of(patch: Any) -> list[Any]:
+    """The strengths of one of core's patches and a few of its values: of an adapter, or of another model's weight."""
+    some = (each.flatten()[:: max(1, each.numel() // 8)] for each in tensors_in(getattr(patch[1], "weights", patch[1])))
+    return [patch[0], patch[2], *(to_host(each).float().tolist() for each in some)]
 
 
 def blocks_of(network: nn.Module) -> Iterator[MeasuredBlock]:
@@ -272,19 +279,14 @@ def _watch(values: list[Any], block: str, name: str, _module: nn.Module, _args: 
         values.append((block, name, torch.linalg.vector_norm(tensor, math.inf, dim=-1).aminmax()))
 
 
-def _measure_inputs(found: list[Any], name: str, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    """Add the sizes of what a module is given; masks hide with the largest number of their dtype, whichever that is."""
-    for each in _floats((*args, *kwargs.values())):
-        seen = torch.where(each.abs() < NEVER, each, 0.0)
-        found.append((name, "share", torch.linalg.vector_norm(seen, math.inf, dtype=FULL) * (ROOM / MOST)))
-
-
 def _measure(
     found: list[Any], block: str, own: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
     names, linear = {block, own or block}, SETTINGS in module.__dict__ and is_linear(module)
     for name in names:
-        _measure_inputs(found, name, module, args, kwargs)
+        for each in _floats((*args, *kwargs.values())):
+            seen = torch.where(each.abs() < NEVER, each, 0.0)  # masks hide with the largest number of their dtype
+            found.append((name, "share", torch.linalg.vector_norm(seen, math.inf, dtype=FULL) * (ROOM / MOST)))
         if linear:
             reach = module.__dict__[SETTINGS].reach
             rows = (torch.linalg.vector_norm(x, dim=-1, dtype=FULL) for x in _floats(args))

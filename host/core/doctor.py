@@ -25,7 +25,7 @@ from ...compat.repairs import ATTENTION, FP32, LIMIT, Repair, repaired, tensors_
 from ...compat.transforms.fp16_layers import SETTINGS
 from ..diffusion_model import CoreModel
 from ..progress import NodeProgress
-from .attention import BUILDS_SCORES, AttentionOnRequest, Heads, _named, with_override
+from .attention import BUILDS_SCORES, AttentionOnRequest, Heads, _named, compute_next, with_override
 from .layers import ByNetwork
 from .model import KEY as FITTED
 from .ownership import is_linear
@@ -36,6 +36,7 @@ ROWS, COLUMNS = 4, 64  # of a product or of queries, and of outputs, that are co
 NEAR, ROUGH = 0.1, 0.25  # relative error of kernels in 16 bits, and of those of other packs, such as int8 attention
 JUMP = 30.0  # times the largest value that a block had before
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+PATCHES = [f"{own}{kind}_function" for own in ("weight", "bias") for kind in ("", "_lowvram")]  # core's, of a layer
 _blocks = ByNetwork()  # names of the repeated blocks
 _largest = ByNetwork()  # by name of a block, over the samplings that were right
 KEY, NODE = "anygpu_doctor", "AnyGPUDoctor"
@@ -124,7 +125,7 @@ class StepWatch:
 
     def _product(self, name: str, layer: Any, args: Any, output: Any) -> None:
         weight, x = getattr(layer, "weight", None), args[0] if args else None
-        bare = not getattr(layer, "weight_function", ()) and getattr(layer, "weight_lowvram_function", None) is None
+        bare = not any(getattr(layer, name, ()) for name in PATCHES)
         bare = bare and ("forward" not in vars(layer) or SETTINGS in vars(layer))  # a LoRA in bypass mode, not Fit's
         plain = all(isinstance(each, Tensor) and each.dtype in FLOATS for each in (weight, x, output))
         if torch.compiler.is_compiling() or not (bare and plain) or type(weight.data) is not Tensor or x.ndim < 2:
@@ -205,8 +206,7 @@ def _instead(model: Any, patcher: Any) -> str:
 def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> Any:
     """A clone of ``model`` whose every call is checked; what is found is shown on the node ``node_id``.
 
-    The first call of a sampling looks at each product, attention call and weight on the device, later ones at a
-    fiftieth of the weights."""
+    The first of a sampling looks at each product, attention call and weight, later ones at a fiftieth of weights."""
     if not isinstance(model.model, CoreModel):
         LoadedWeights.of(model)
         for name, weight in model.model.diffusion_model.named_parameters():
@@ -222,6 +222,8 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
         watch, begun[:] = StepWatch(networks, bool(compiled)), [True]
 
         def again(closely: bool = True) -> Any:  # under repairs, some of which want another attention
+            if closely:
+                compute_next(args, kwargs)
             with watch.on(closely) as override:
                 if not (closely or any(repair.way == ATTENTION for repair in doctor.repairs)):
                     return executor(*args, **kwargs)
@@ -250,9 +252,8 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
         begun.clear()
         result = executor(*args, **kwargs)
         noise, sigmas = args[0], args[3] if len(args) > 3 else kwargs.get("sigmas")
-        message = ""
-        if isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0:
-            message = doctors.unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
+        ended = isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0
+        message = ended and doctors.unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
         steps = len(sigmas) - 1 if sigmas is not None else 0
         NodeProgress(_shown(node_id)).finish(message or f"no fault in {steps} steps")
         return result

@@ -19,6 +19,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from torch import nn
 
 from ...compat.decision import AUTO, Decision
+from ...compat.device.execution import add_hook
 from ...compat.device.precision import SAFE
 from ...compat.errors import InputError, UnsupportedError
 from ...compat.memory.parts import Undo
@@ -26,7 +27,7 @@ from ...compat.transforms.guard import around
 from ..diffusion_model import CoreModel
 from ..recovery import WRAPPER, save_core_samples
 from . import ownership
-from .attention import AttentionOverride, Preference, with_override
+from .attention import AttentionOverride, Preference, compute_next, with_override
 from .calibration import Calibration, as_level, kept_at
 from .layers import HOOK, ByNetwork, Counts, SafeLayers, conv_forwards, left_alone, left_of, takes_fp16
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
@@ -101,11 +102,13 @@ class FittedNetwork:
                 with sizes.measured(network):
                     output = run(refused=sizes.refuse)
                 sizes.write()
+                compute_next(args, kwargs)
                 return output
+            if output is not None:
+                compute_next(args, kwargs)
             output, line = plain, f"{counts}{MEASURED if counts else ''}"
         elif output is None:
-            output = run(counts)
-            line = str(counts)
+            output, line = run(counts), str(counts)
         if line and not seen.counted:
             self.tell(line)
         seen.counted = True
@@ -172,6 +175,7 @@ class FittedNetwork:
             if plain or (seen.casts and model.get_dtype_inference() is torch.float32):
                 undo.set(model, CAST, torch.float16 if plain else self.loaded)
             stack.enter_context(self._convolutions_on(network, model.get_dtype_inference()))
+            stack.enter_context(add_hook(model.diffusion_model, _with_own_latent, before=True))
             guard = self.machine.guard if network is model.diffusion_model else None  # not a compiled one
             stack.enter_context(around(guard, self.machine.calls, (id(network), args[0].shape)))
             if (attention := self.fit.attention) is None:
@@ -215,6 +219,12 @@ class FittedNetwork:
         finally:
             for forward in forwards:
                 forward.layer.__dict__.pop(HOOK, None)
+
+
+def _with_own_latent(_network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments with a copy of the latent, to which core's EasyCache adds in place: in fp32 it is the sampler's own."""
+    latent, *others = args
+    return [each.clone() for each in latent] if isinstance(latent, list) else latent.clone(), *others
 
 
 def fit_model(

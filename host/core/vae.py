@@ -149,10 +149,8 @@ class FittedVAE:
 
     def _first(self, name: str, methods: Sequence[DecodeMethod]) -> DecodeMethod:
         cap = policy_for(self.machine.facts).tile_pixels
-        capped = [method for method in methods if 0 < method.tile <= cap]
-        if capped and not name.endswith("tiled"):
-            return capped[0]
-        return next((method for method in methods if method.key == self.method.key), methods[0])
+        offered = [method for method in methods if 0 < method.tile <= cap and not name.endswith("tiled")] or methods
+        return next((method for method in offered if method.key == self.method.key), offered[0])
 
     def _run(
         self, method: DecodeMethod, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any], progress: Any

@@ -72,8 +72,8 @@ class ProofWindow:
 
     def _trimmed(self, video: Tensor) -> Tensor:
         (first, last), *sides = self.spans
-        if first:  # of later frames only the last, which has some before it
-            video = video[:, -(video.shape[1] // (last - first)) :]
+        if first:  # of later latents only the last's frames, which have some before them
+            video = video[:, -latent_step(video.shape[1], last - first)[0] :]
         for axis, (begin, end) in enumerate(sides, 2):
             margin, size = (end - begin) // 4 * self.cell, self.whole.shape[axis + 1]
             low, high = margin * (begin > 0), video.shape[axis] - margin * (end < size)

@@ -80,11 +80,12 @@ def test_sizes_are_kept_by_content_and_corrected(inside: Inside, tmp_path: Path,
     if name == "Mochi":
         pytest.skip("stays in safe fp16: torch's attention is called directly")
     found = inside.play("core_counted", "remembered", name=name, folder=str(tmp_path))
-    runs = {which: found[which][1] for which in ("first", "again", "loud", "corrected", "lora", "damaged")}
+    runs = {which: found[which][1] for which in found if isinstance(found[which], list) and which != "told"}
     narrows = name == NARROWS
-    assert runs == {"first": 2, "again": 1, "loud": 2, "corrected": 1 + narrows, "lora": 2, "damaged": 2}
+    once = {"again": 1, "corrected": 1 + narrows, "same": 1}
+    assert runs == dict.fromkeys(("first", "loud", "lora", "other", "damaged"), 2) | once
     assert max(found[which][0] for which in runs) <= NEAR and found["first"][0] == found["again"][0]
-    assert (found["files"], found["more"]) == (1, 2) and found["told"].count(LOUDER) == 1 + narrows
+    assert (found["files"], found["more"]) == (1, 3) and found["told"].count(LOUDER) == 1 + narrows
 
 
 def test_layers_that_prefer_a_kernel_get_it_within_its_bounds(inside: Inside) -> None:

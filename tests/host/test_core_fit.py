@@ -160,6 +160,17 @@ def test_what_lies_on_top_or_below_works_as_before(inside: Inside, what: str) ->
     assert found["calls"] or what != "attention above"
 
 
+@pytest.mark.parametrize(("name", "precision"), [("Wan 2.1", "fp16-safe"), ("Flux", "fp32"), ("LTX-2", "fp16-safe")])
+def test_a_step_that_core_s_cache_skips_leaves_the_latent_alone(inside: Inside, name: str, precision: str) -> None:
+    found = inside.play("core_fit", "skipped", name=name, precision=precision)
+    assert found == {"equal": True, "skips": True}
+
+
+def test_a_step_that_is_run_again_is_not_skipped_by_core_s_cache(inside: Inside) -> None:
+    assert inside.play("core_fit", "run_again", name="Wan 2.1") == {"equal": True, "acts": True}
+    assert inside.play("doctor", "run_again", name="Wan 2.1") == [1, 2, 3, 4, 5]
+
+
 FOREIGN = {
     "A": "core_foreign.Holder.OwnForward.Linear", "B": "core_foreign.Holder.OwnCast.Linear",
     "C": "core_foreign.Holder.Packed.Linear", "D": "core_foreign.Holder.Recorder.Linear",

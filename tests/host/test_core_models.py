@@ -166,6 +166,10 @@ def test_each_node_of_core_acts_on_our_model_or_says_that_it_does_not(inside: In
     assert found["ScaleROPE"]["said"] and found["ModelComputeDtype"]["said"]
 
 
+def test_a_step_of_ours_that_core_s_cache_skips_leaves_the_latent_alone(inside: Inside) -> None:
+    assert inside.play("extras", "skipped", name="ltx") == {"equal": True, "skips": True}
+
+
 def test_a_node_without_effect_is_named_under_the_sampler(server: Server, client: Client) -> None:
     graph = Graph()
     load = graph.add("AnyGPULoadPipeline", **loading(server.model("LTX-Video")))

@@ -187,7 +187,8 @@ def remembered(name: str, folder: str) -> dict[str, Any]:
     loud = made(name)
     louder(loud, name, PEAK)
     found: dict[str, Any] = {"first": run(made(name)), "again": run(made(name)), "files": len(files())}
-    found |= {"loud": run(loud), "corrected": run(loud), "lora": run(lora_on(made(name), name)), "more": len(files())}
+    found |= {"loud": run(loud), "corrected": run(loud), "lora": run(lora_on(made(name), name))}
+    found |= {"other": run(lora_on(made(name), name, 99)), "same": run(lora_on(made(name), name)), "more": len(files())}
     for path in (Path(folder) / FOLDER).glob("*"):
         path.write_text('{"sizes": [}')
     return {**found, "damaged": run(made(name)), "told": lines}

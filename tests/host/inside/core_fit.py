@@ -31,10 +31,12 @@ from anygpu.host.core.ownership import is_linear
 from comfy.patcher_extension import WrappersMP
 from simulated import profiles
 
-from host.inside.core_tiny import HOST, conditioning, error, louder, made, noise_of, output
+from host.inside.core_tiny import HOST, conditioning, error, louder, made, noise_of, output, skipping
 from host.inside.sight import RESERVE, state
 
 PEAK = 3e5  # of the residual: five times what fp16 can hold
+EULER = comfy.samplers.sampler_object("euler"), (0.9, 0.7, 0.5, 0.3, 0.0)  # as :func:`output` takes them
+HOLDS = (True, True, False, True)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
 
@@ -224,12 +226,12 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def lora_on(model: Any, name: str) -> Any:
+def lora_on(model: Any, name: str, seed: int = 0) -> Any:
     """A clone with a LoRA on the loud layer's neighbours, as core's LoRA nodes make it."""
     network, patches = model.model.diffusion_model, {}
     for path, leaf in network.named_modules():
         if is_linear(leaf) and leaf.in_features == leaf.out_features:
-            generator = torch.Generator().manual_seed(len(path))
+            generator = torch.Generator().manual_seed(seed + len(path))
             up = 0.3 * torch.randn(leaf.out_features, 4, generator=generator)
             down = torch.randn(4, leaf.in_features, generator=generator) / leaf.in_features**0.5
             weights = (up, down, 4.0, None, None, None)
@@ -288,6 +290,29 @@ def on_top(name: str, what: str) -> dict[str, Any]:
         "calls": len(calls),
         "traces": traces(model.model.diffusion_model),
     }
+
+
+def skipped(name: str, precision: str) -> dict[str, bool]:
+    """A fitted model behind core's EasyCache."""
+    model = made(name, compute=None)
+    fitted, _ = core_model.fit_model(model, precision, keep_latents="never", machine=turing())
+    return skipping(fitted, lambda model: output(model, name, *EULER))
+
+
+def run_again(name: str) -> dict[str, bool]:
+    """A fitted model whose third step does not hold in plain fp16, behind an EasyCache that skips only equal steps."""
+    from comfy_extras.nodes_easycache import EasyCacheNode
+
+    def run(cached: bool, holds: tuple[bool, ...]) -> torch.Tensor:
+        fitted, _ = core_model.fit_model(made(name), keep_latents="never", machine=turing(), tell=lines.append)
+        fitted = EasyCacheNode.execute(fitted, 1e-6, 0.0, 1.0, False).result[0] if cached else fitted
+        with mock.patch.object(core_model.Calibration, "_held", side_effect=holds):
+            return output(fitted, name, *EULER)
+
+    lines: list[str] = []
+    plain, alone, behind = (run(*given) for given in ((False, (True,) * 4), (False, HOLDS), (True, HOLDS)))
+    equal = torch.equal(alone, behind) and lines.count(core_model.LOUDER) == 2
+    return {"equal": equal, "acts": not torch.equal(alone, plain)}
 
 
 def guided(model: Any) -> Any:

@@ -1,9 +1,10 @@
 """Core's own model classes with tiny configurations, made by core's own code, driven by core's own guider."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import comfy.model_patcher
 import comfy.nested_tensor
@@ -337,6 +338,18 @@ def output(
         return seen[0].float().flatten().cpu()
     tensors = result.unbind() if getattr(result, "is_nested", False) else [result]
     return torch.cat([tensor.float().flatten().cpu() for tensor in tensors])
+
+
+def skipping(model: Any, run: Callable[[Any], torch.Tensor]) -> dict[str, bool]:
+    """Whether ``run`` gives the same where core's EasyCache on ``model`` adds to copied latents; and if it skips."""
+    from comfy_extras.nodes_easycache import EasyCacheHolder, EasyCacheNode
+
+    cached, add = EasyCacheNode.execute(model, 3.0, 0.0, 1.0, False).result[0], EasyCacheHolder.apply_cache_diff
+    found = run(cached)
+    to_copy = lambda holder, x, *args, **named: add(holder, x.clone(), *args, **named)  # noqa: E731
+    with mock.patch.object(EasyCacheHolder, "apply_cache_diff", to_copy):
+        expected = run(cached)
+    return {"equal": torch.equal(found, expected), "skips": not torch.equal(expected, run(model))}
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:

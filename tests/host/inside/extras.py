@@ -18,6 +18,7 @@ from anygpu.pipelines.base import ImageRequest, Silent
 from comfy_extras.nodes_lt import LTXVAddGuide
 from simulated import accelerator
 
+from host.inside import core_fit, core_tiny
 from host.inside.core import SHAPES, USUAL_SHAPE, cores, prepared
 from host.inside.device import PICTURE, SIDE, loaded_for
 from host.inside.sight import state
@@ -127,6 +128,15 @@ def survey(name: str, left_out: list[str], merges: list[str]) -> dict[str, Any]:
         except Exception as error:
             report[node] = {"error": f"{type(error).__name__}: {error}"}
     return report
+
+
+def skipped(name: str) -> dict[str, bool]:
+    """Our MODEL behind core's EasyCache."""
+    _, model, _, _, conditionings, generator = prepared(name)
+    noise = torch.randn(SHAPES.get(name, USUAL_SHAPE), generator=generator)
+    return core_tiny.skipping(
+        model, lambda each: cores(each, *conditionings, noise, sigmas=torch.tensor(core_fit.EULER[1]))
+    )
 
 
 def unread_pictures(name: str) -> list[str]:
