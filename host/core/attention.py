@@ -202,11 +202,11 @@ def with_override(
 ) -> tuple[list[Any], dict[str, Any]]:
     """The arguments of core's call of a network, with the attention that ``make`` returns for the one in force."""
 
-    def changed(value: Any) -> Any:  # core's options are the only dictionary with the wrappers in it
-        ours = isinstance(value, dict) and "wrappers" in value
+    def changed(value: Any, name: str = "") -> Any:  # beside the name, the wrappers in them tell core's options
+        ours = isinstance(value, dict) and (name == "transformer_options" or "wrappers" in value)
         return {**value, OVERRIDE: make(value.get(OVERRIDE))} if ours else value
 
-    return [*map(changed, args)], {name: changed(value) for name, value in kwargs.items()}
+    return [*map(changed, args)], {name: changed(value, name) for name, value in kwargs.items()}
 
 
 @dataclass(frozen=True, slots=True)

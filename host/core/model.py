@@ -223,8 +223,8 @@ class FittedNetwork:
 
 def _with_own_latent(_network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments with a copy of the latent, to which core's EasyCache adds in place: in fp32 it is the sampler's own."""
-    latent, *others = args
-    return [each.clone() for each in latent] if isinstance(latent, list) else latent.clone(), *others
+    own = ([each.clone() for each in x] if isinstance(x, list) else x.clone() for x in args[:1])
+    return *own, *args[1:]
 
 
 def fit_model(
