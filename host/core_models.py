@@ -130,8 +130,8 @@ class CoreVAE(comfy.sd.VAE):
         return self._decoded(samples, "tiled")
 
     def encode(self, pixel_samples: torch.Tensor) -> torch.Tensor:
-        """Latents (1, C, T, H, W) of frames (F, H, W, 3) in 0..1, as AnyGPU Encode Video makes them with seed 0."""
-        frames = self.vae_encode_crop_pixels(pixel_samples).reshape(-1, *pixel_samples.shape[-3:])
+        """Latents (1, C, T, H, W) of frames (F, H, W, 3 or more) in 0..1, cut to the VAE's grid, as of Encode Video."""
+        frames = self.vae_encode_crop_pixels(pixel_samples.reshape(-1, *pixel_samples.shape[-3:]))
         progress = NodeProgress(None, self.pipeline.family)
         if self.pipeline.spec.code.encode_video is not None:
             latents = stages.encode_video(self.pipeline, frames, 0, 0, "crop", 0, progress).samples

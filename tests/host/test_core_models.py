@@ -68,6 +68,15 @@ def test_core_vae_nodes_give_what_ours_give(inside: Inside, name: str) -> None:
     assert "AnyGPU_vae" in found["listed"]
 
 
+@pytest.mark.parametrize("name", ["hunyuan_video skyreels", "hunyuan_video_15 image", "framepack"])
+def test_a_picture_of_another_size_is_fitted_to_the_latents(inside: Inside, name: str) -> None:
+    assert inside.play("core", "resized", name=name)[-2:] == [6, 8]
+
+
+def test_pictures_of_core_stand_beside_latents_as_in_its_own_class(inside: Inside) -> None:
+    assert inside.play("core", "concat_alike") == [True, True]
+
+
 @pytest.mark.parametrize("name", ["ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi"])
 def test_guidance_windows_masks_and_previews_act(inside: Inside, name: str) -> None:
     found = inside.play("core", "guided", name=name)
