@@ -193,9 +193,7 @@ def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -
             messages.append(f"draws at its own cfg: {guider.cfg:g} -> {own_cfg:g}")
             changes.set(guider, "cfg", own_cfg)  # for this sampling: core keeps a node's guider for later runs
         if messages:
-            progress = _progress()
-            progress.notify(f"the demo model {'; it '.join(messages)}")
-            progress.show()
+            changes.set(guider.model_patcher.model.diffusion_model, "demo", f"the demo model {'; it '.join(messages)}")
         return executor(*call.args, **call.kwargs)
 
 
@@ -218,22 +216,19 @@ def _cut_to_corner(pipeline: Pipeline, guider: Any, given: dict[str, Any]) -> li
     return [f"draws at its own size: {columns * spatial}x{rows * spatial}, {(count - 1) * temporal + 1} frames"]
 
 
-def _progress() -> NodeProgress:
-    context = get_executing_context()
-    return NodeProgress(None if context is None else context.node_id)
-
-
 def _begin(patcher: PartPatcher) -> None:
-    """Say on the node that samples what has no effect; what was said of an earlier sampling is said again."""
-    progress = _progress()
+    """Say on the node that samples how a demo model differs and what has no effect, of this sampling alone."""
+    context, network = get_executing_context(), patcher.model.diffusion_model
+    progress = NodeProgress(None if context is None else context.node_id)
+    progress._run.entry["done"] = True  # nobody tells of the end of core's node
 
     def notify(text: str) -> None:
         if text not in progress.lines:
             progress.notify(text)
             progress.show()
 
-    patcher.model.diffusion_model.notify = notify
-    for text in unread_patches(patcher.object_patches):
+    network.notify = notify
+    for text in filter(None, (network.demo, *unread_patches(patcher.object_patches))):
         notify(text)
 
 
