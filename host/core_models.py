@@ -130,8 +130,8 @@ class CoreVAE(comfy.sd.VAE):
         return self._decoded(samples, "tiled")
 
     def encode(self, pixel_samples: torch.Tensor) -> torch.Tensor:
-        """Latents (1, C, T, H, W) of frames (F, H, W, 3) in 0..1, as AnyGPU Encode Video makes them with seed 0."""
-        frames = self.vae_encode_crop_pixels(pixel_samples).reshape(-1, *pixel_samples.shape[-3:])
+        """Latents (1, C, T, H, W) of frames (F, H, W, 3 or more) in 0..1, cut to the VAE's grid, as of Encode Video."""
+        frames = self.vae_encode_crop_pixels(pixel_samples.reshape(-1, *pixel_samples.shape[-3:]))
         progress = NodeProgress(None, self.pipeline.family)
         if self.pipeline.spec.code.encode_video is not None:
             latents = stages.encode_video(self.pipeline, frames, 0, 0, "crop", 0, progress).samples
@@ -193,9 +193,7 @@ def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -
             messages.append(f"draws at its own cfg: {guider.cfg:g} -> {own_cfg:g}")
             changes.set(guider, "cfg", own_cfg)  # for this sampling: core keeps a node's guider for later runs
         if messages:
-            progress = _progress()
-            progress.notify(f"the demo model {'; it '.join(messages)}")
-            progress.show()
+            changes.set(guider.model_patcher.model.diffusion_model, "demo", f"the demo model {'; it '.join(messages)}")
         return executor(*call.args, **call.kwargs)
 
 
@@ -218,22 +216,19 @@ def _cut_to_corner(pipeline: Pipeline, guider: Any, given: dict[str, Any]) -> li
     return [f"draws at its own size: {columns * spatial}x{rows * spatial}, {(count - 1) * temporal + 1} frames"]
 
 
-def _progress() -> NodeProgress:
-    context = get_executing_context()
-    return NodeProgress(None if context is None else context.node_id)
-
-
 def _begin(patcher: PartPatcher) -> None:
-    """Say on the node that samples what has no effect; what was said of an earlier sampling is said again."""
-    progress = _progress()
+    """Say on the node that samples how a demo model differs and what has no effect, of this sampling alone."""
+    context, network = get_executing_context(), patcher.model.diffusion_model
+    progress = NodeProgress(None if context is None else context.node_id)
+    progress._run.entry["done"] = True  # nobody tells of the end of core's node
 
     def notify(text: str) -> None:
         if text not in progress.lines:
             progress.notify(text)
             progress.show()
 
-    patcher.model.diffusion_model.notify = notify
-    for text in unread_patches(patcher.object_patches):
+    network.notify = notify
+    for text in filter(None, (network.demo, *unread_patches(patcher.object_patches))):
         notify(text)
 
 

@@ -44,6 +44,7 @@ class DiffusionModel(nn.Module):
         config = pipeline.configs[TRANSFORMER]
         self.in_channels, self.out_channels = config.get("in_channels"), config.get("out_channels")
         self.notify: Callable[[str], None] = log.info  # what the sampling under way has to say
+        self.demo = ""  # how a demo model differs in it from what was asked
         self.patchifier = comfy.ldm.lightricks.symmetric_patchifier.SymmetricPatchifier(1)
 
     def forward(

@@ -9,6 +9,7 @@ import comfy.conds
 import comfy.latent_formats
 import comfy.model_base
 import comfy.supported_models
+import comfy.utils
 import torch
 
 from ..compat.device.execution import placed
@@ -53,14 +54,12 @@ class HunyuanVideo15(CoreModel, comfy.model_base.HunyuanVideo15):
                 expected="its pipeline in AnyGPU Sample, behind AnyGPU Upscale Latents",
                 fix="Connect them, or load the file with core's Load Diffusion Model and AnyGPU Fit.",
             )
-        noise, picture = given["noise"], given.get("concat_latent_image")
+        noise, picture, mask = given["noise"], given.get("concat_latent_image"), given.get("concat_mask")
         beside = noise.new_zeros(noise.shape[0], noise.shape[1] + 1, *noise.shape[2:])
         if picture is not None:
-            count = min(picture.shape[2], noise.shape[2])
-            beside[:, :-1, :count] = placed(self.process_latent_in(picture[:, :, :count]), noise.device, noise.dtype)
-            mask = given.get("concat_mask")
-            kept = torch.zeros_like(noise[:, :1]) if mask is None else 1.0 - placed(mask, noise.device).to(noise.dtype)
-            beside[:, -1:, : kept.shape[2]] = kept[:, :1]
+            beside[:, :-1, : picture.shape[2]] = self.process_latent_in(_fitted(picture, noise))
+            if mask is not None:
+                beside[:, -1:, : mask.shape[2]] = 1.0 - _fitted(mask, noise)[:, :1]
         return beside
 
     def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
@@ -73,7 +72,7 @@ class FramePack(CoreModel, comfy.model_base.HunyuanVideo):
 
     def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
         moments = image.tensors["start"]
-        start = self.process_latent_in(moments[:, : moments.shape[1] // 2])
+        start = self.process_latent_in(_fitted(moments[:, : moments.shape[1] // 2], noise))
         if "end" in image.tensors:
             self.diffusion_model.notify("no effect of the end image in one section: use AnyGPU Sample FramePack")
         return {PICTURE: comfy.conds.CONDRegular(start), "clip_fea": comfy.conds.CONDRegular(image.tensors["vision"])}
@@ -97,9 +96,15 @@ def _beside(picture: torch.Tensor, noise: torch.Tensor, masked: bool = True) -> 
     """The picture in the first latent frame, and where ``masked`` a mask that says so, to stand beside ``noise``."""
     channels = picture.shape[1]
     beside = noise.new_zeros(noise.shape[0], channels + masked, *noise.shape[2:])
-    beside[:, :channels, :1] = placed(picture, noise.device, noise.dtype)
+    beside[:, :channels, :1] = _fitted(picture, noise)
     beside[:, channels:, :1] = 1.0
     return comfy.conds.CONDNoiseShape(beside)
+
+
+def _fitted(latents: torch.Tensor, noise: torch.Tensor) -> Any:
+    """Latents (B, C, T, H, W), or a mask of them, resized as core does to the noise's H and W, and cut to its T."""
+    near = placed(latents[:, :, : noise.shape[2]], noise.device, noise.dtype)
+    return comfy.utils.common_upscale(near, noise.shape[-1], noise.shape[-2], "bilinear", "center")
 
 
 FAMILIES: dict[str, CoreFamily] = {

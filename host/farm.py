@@ -71,7 +71,7 @@ def job_folder(name: str) -> JobFolder:
 def farm_address(name: str) -> str:
     """``auto``, or an address that this machine's owner has listed: whoever is at it gets the farm's token."""
     path = state_folder() / ADDRESSES
-    text = value_or(lambda: path.read_text(encoding="utf-8"), "")
+    text = value_or(lambda: path.read_text(encoding="utf-8-sig"), "")  # Windows' editors begin with a mark
     lines = [line.strip() for line in text.split("\n")]
     known = [AUTO, *(line for line in lines if line and not line.startswith("#"))]
     fix = f"The owner of this machine adds it to {str(path)!r}, one address to a line."

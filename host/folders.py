@@ -158,7 +158,7 @@ def paint_models() -> dict[str, Path]:
             with suppress(OSError):
                 if is_paint_folder(folder) and folder != root:
                     models.append(folder)
-                elif folder.is_dir() and ("hunyuan3d" not in folder.name.lower() or folder == root):
+                elif folder.is_dir():
                     models += [file for file in sorted(folder.iterdir()) if _is_paint_file(file)]
     named = _named(roots(MODEL_KEYS), models)
     return dict(sorted(named.items(), key=lambda item: "delight" in item[0].lower()))

@@ -395,7 +395,7 @@ class ComfyOffloader:
             return ""
         models = management.current_loaded_models
         ours = [item for item in models if item.model is not None and item.model.is_clone(patcher)]
-        if any(item not in ours and item.device == patcher.load_device for item in models):
+        if any(item.model is not None and item not in ours and item.device == patcher.load_device for item in models):
             management.free_memory(EVERYTHING, patcher.load_device, ours)
             return "with the other models off the device"
         before = patcher.loaded_size()

@@ -83,11 +83,16 @@ class TinyPreviewer:
         return "JPEG", latent_preview.preview_to_image(frame, do_scale=False), latent_preview.MAX_PREVIEW_RESOLUTION
 
 
+def preview_method() -> str:
+    """ComfyUI's setting: ``none``, ``auto``, ``latent2rgb`` or ``taesd``."""
+    method = getattr(getattr(latent_preview, "args", None), "preview_method", None)
+    return str(getattr(method, "value", method))
+
+
 def previewer_for(family: str | None) -> Any:
     """The previewer of a family's estimates, as ComfyUI's settings have it; None where previews are off."""
     latent_format, device = latent_format_of(family), comfy.model_management.get_torch_device()
-    method = getattr(getattr(latent_preview, "args", None), "preview_method", None)
-    if family in FAMILIES and str(getattr(method, "value", method)) == TAESD:
+    if family in FAMILIES and preview_method() == TAESD:
         spec = FAMILIES[family]
         with suppress(PackError):  # none is published, or none is here: core's own
             dtype = precision_for(spec.rewrites.precision, facts_for(device)).vae

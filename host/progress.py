@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-import comfy.latent_formats
 import comfy.model_management
 import comfy.utils
-import latent_preview
 import torch
 from server import PromptServer
 
@@ -26,7 +24,7 @@ from ..pipelines.base import Preview, ProgressStage
 from ..pipelines.latents import recovery
 from ..pipelines.latents.recovery import Sampled
 from .folders import saved_folder
-from .preview import previewer_for
+from .preview import preview_method, previewer_for
 from .server import paused
 from .server.panel import NodeRun, memory_now, stop
 
@@ -124,9 +122,10 @@ class NodeProgress:
         left = "" if stage.counted and name not in PACED else told
         now = text if stage.counted else f"{text} {done}/{total}"
         self._run.at(now, left)
-        self._bar.update_absolute(done, total, None if preview is None else self._picture(preview))
+        picture = None if preview is None or _window() is None else self._picture(preview)  # to no other run's window
+        self._bar.update_absolute(done, total, picture)
         self._text(now + left)
-        if stage.resumable and paused.wanted_run() and paused.save(now, preview and self._picture(preview)):
+        if stage.resumable and paused.wanted_run() and paused.save(now, picture):
             raise Paused
 
     def check(self) -> None:
@@ -165,9 +164,7 @@ class NodeProgress:
             send(self.node_id, text, self._run.snapshot())
 
     def _picture(self, preview: Preview) -> Any:
-        """The preview in the form ComfyUI sends; None when previews are off, or would go to windows of other runs."""
-        if _window() is None:
-            return None
+        """The preview in the form ComfyUI sends; None when previews are off."""
         if not self._previewer_known:
             self._previewer_known = True
             self._previewer = previewer_for(self.family)
@@ -186,10 +183,7 @@ class PaintProgress(NodeProgress):
     def _picture(self, preview: Callable[[], torch.Tensor]) -> Any:
         from PIL import Image
 
-        device = comfy.model_management.get_torch_device()
-        if latent_preview.get_previewer(device, comfy.latent_formats.SD15()) is None:
-            return None
-        views = list(preview())
+        views = list(preview()) if preview_method() != "none" else []
         if not views:
             return None
         row = to_host(torch.cat(views, dim=1).clamp(0, 1).mul(255).to(torch.uint8)).numpy()

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from fractions import Fraction
@@ -30,6 +31,7 @@ GLB = ".glb"
 SAVE = "Save one with the AnyGPU save node, or put it into ComfyUI's input folder, and press R."
 DEEPEST = 4
 OUTPUT = " [output]"
+DATES = {"%year%": "%Y", "%month%": "%m", "%day%": "%d", "%hour%": "%H", "%minute%": "%M", "%second%": "%S"}  # core's
 MOST_BYTES = 200  # of a name: file systems take 255, and a number and an ending follow
 
 
@@ -43,6 +45,8 @@ def new_path(prefix: str) -> Path:
 
 def target_folder(prefix: str) -> tuple[Path, str]:
     """Folder and name that a prefix means in the output folder; InputError for another place, none, or a long name."""
+    for mark, form in DATES.items():
+        prefix = prefix.replace(mark, time.strftime(form))
     root = Path(folder_paths.get_output_directory()).resolve()
     try:
         path = (root / prefix.strip()).resolve()

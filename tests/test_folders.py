@@ -130,7 +130,10 @@ def test_a_paint_model_is_offered_before_one_that_takes_light_away(folders, tmp_
     for name in ("hunyuan3d-delight-v2-0", "hunyuan3d-paint-v2-0"):
         for part in ("unet", "vae"):
             (tmp_path / name / part).mkdir(parents=True)
-    assert list(folders.paint_models()) == ["hunyuan3d-paint-v2-0", "hunyuan3d-delight-v2-0"]
+    (tmp_path / "Hunyuan3D").mkdir()
+    (tmp_path / "Hunyuan3D" / "hunyuan3d-paint-v2-0-turbo.safetensors").touch()
+    own = "Hunyuan3D/hunyuan3d-paint-v2-0-turbo.safetensors"
+    assert list(folders.paint_models()) == [own, "hunyuan3d-paint-v2-0", "hunyuan3d-delight-v2-0"]
 
 
 def test_nothing_is_scanned_twice_while_nothing_changes(folders, tmp_path, monkeypatch):

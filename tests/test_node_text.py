@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from small_comfyui import comfyui
 
 
@@ -53,6 +54,16 @@ def test_a_prompt_that_names_no_window_is_shown_in_none(progress):
     server.client_id = None
     node.finish("done")
     assert server.texts == server.events == []
+
+
+def test_views_are_drawn_once_a_step_for_the_window_of_the_run_alone(progress):
+    from anygpu.compat.memory.parts import ProgressStage
+
+    node, server = progress
+    painting, asked = node._text.__globals__["PaintProgress"]("1"), []
+    for server.client_id, count in ((None, 0), ("window", 1)):
+        painting.step(1, 2, ProgressStage("painting"), lambda: [asked.append(1) or torch.zeros(4, 4, 3)])
+        assert len(asked) == count
 
 
 def test_a_stage_that_does_not_count_itself_is_counted(progress, monkeypatch):

@@ -361,6 +361,14 @@ def test_jobs_that_all_failed_are_told_with_the_first_reason(core: ComfyUI) -> N
         core.module("nodes.farm").results(jobs, module.Collected((), {"ab": "no model."}, 0), progress)
 
 
+def test_a_list_of_farms_may_begin_with_a_byte_order_mark(core: ComfyUI) -> None:
+    module = core.module("host.farm")
+    path = module.state_folder() / module.ADDRESSES
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("ray://one:10001\n", encoding="utf-8-sig")
+    assert module.farm_address("ray://one:10001") == "ray://one:10001"
+
+
 class Network(nn.Module):
     """Linears of core's."""
 

@@ -5,6 +5,7 @@ import importlib
 import json
 import random
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -102,10 +103,15 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         compute_device=lambda: torch.device("cpu"), offloader_on=None, room_on=free_bytes, cards=dict
     )
     files = SimpleNamespace(chosen_files=partial(chosen_files, tmp_path / "models"), tokenizers=dict)
+
+    def folder() -> Path:
+        assert threading.current_thread() is not threading.main_thread(), "ComfyUI's server waits for a disk"
+        return tmp_path / "kept"
+
     kept = SimpleNamespace(  # the store is the real one; what draws its pictures needs ComfyUI's latent formats
-        listing=lambda: store.listing(tmp_path / "kept"),
-        load=lambda name: store.load(tmp_path / "kept", name, print),
-        thumbnail=lambda name: f"picture of {name}".encode(),
+        listing=lambda: store.listing(folder()),
+        load=lambda name: store.load(folder(), name, print),
+        thumbnail=lambda name: f"picture of {store.path_of(folder(), name)}".encode(),
     )
     server = SimpleNamespace(prompt_queue=queue, client_id=None)
     stand_ins = {

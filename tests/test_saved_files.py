@@ -1,5 +1,6 @@
 """The lists of the load nodes, and the names of the save nodes: nothing outside ComfyUI's folders can be meant."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,3 +97,10 @@ def test_a_name_that_no_file_system_takes_is_refused_in_one_line(saved: Any) -> 
     with pytest.raises(InputError, match=r"a name of 300 bytes; expected at most 200 bytes\. Shorten it\."):
         saved.target_folder("latents/" + "x" * 300)
     assert saved.target_folder("latents/" + "x" * 200)[1] == "x" * 200
+
+
+def test_a_prefix_has_the_dates_of_core_s_save_nodes(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    strftime, moment = time.strftime, (2026, 3, 4, 5, 6, 7, 2, 63, 0)
+    monkeypatch.setattr(time, "strftime", lambda form: strftime(form, moment))
+    folder, name = saved.target_folder("%year%-%month%-%day%/%hour%%minute%%second%_a%b")
+    assert (folder.name, name) == ("2026-03-04", "050607_a%b")

@@ -30,6 +30,7 @@ from .store import LISTED, Origin, load_latent, save_latent, save_plain
 log = logging.getLogger(__name__)
 
 LIMIT_BYTES = 4 * 1024**3  # of the whole folder; a 720p clip of HunyuanVideo is 30 MB
+MOST_FILES = 1000  # whose headers are read for a list
 STALE_SECONDS = 3600  # after which an unfinished file of a writer that died is swept up
 TICK_SECONDS = 2.0  # in which the coarsest file system (FAT) counts
 HISTORY = "history"
@@ -212,12 +213,12 @@ def _make_newest(folder: Path, path: Path) -> None:
 
 
 def _sweep(folder: Path, newest: Path) -> None:
-    """Remove the oldest files until the rest fits into :data:`LIMIT_BYTES`; the newest always stays."""
+    """Remove the oldest files beyond :data:`LIMIT_BYTES` or :data:`MOST_FILES`; the newest always stays."""
     total = 0
-    for path in [newest, *(file for file in by_date(folder) if file != newest)]:
+    for place, path in enumerate([newest, *(file for file in by_date(folder) if file != newest)]):
         with suppress(OSError):  # another process may sweep too, or read it: what was just saved is saved
             total += path.stat().st_size
-            if total > LIMIT_BYTES and path != newest:
+            if place and (total > LIMIT_BYTES or place >= MOST_FILES):
                 path.unlink()
     for part in folder.glob(".*.part"):
         with suppress(OSError):

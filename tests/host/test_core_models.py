@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from anygpu.pipelines.demo import demo_models
 
 from host import videos
 from host.client import Client
@@ -66,6 +67,15 @@ def test_core_vae_nodes_give_what_ours_give(inside: Inside, name: str) -> None:
     assert found["equal"] and found["tiled"] and found["encoded"]
     assert found["latents"] == found["samples"]
     assert "AnyGPU_vae" in found["listed"]
+
+
+@pytest.mark.parametrize("name", ["hunyuan_video skyreels", "hunyuan_video_15 image", "framepack"])
+def test_a_picture_of_another_size_is_fitted_to_the_latents(inside: Inside, name: str) -> None:
+    assert inside.play("core", "resized", name=name)[-2:] == [6, 8]
+
+
+def test_pictures_of_core_stand_beside_latents_as_in_its_own_class(inside: Inside) -> None:
+    assert inside.play("core", "concat_alike") == [True, True]
 
 
 @pytest.mark.parametrize("name", ["ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi"])
@@ -171,8 +181,9 @@ def test_a_step_of_ours_that_core_s_cache_skips_leaves_the_latent_alone(inside: 
 
 
 def test_a_node_without_effect_is_named_under_the_sampler(server: Server, client: Client) -> None:
+    """So is what a demo model does otherwise; the end of core's node is not reported: it is never listed as running."""
     graph = Graph()
-    load = graph.add("AnyGPULoadPipeline", **loading(server.model("LTX-Video")))
+    load = graph.add("AnyGPULoadPipeline", **loading(next(iter(demo_models()))))
     prompt = graph.add("AnyGPUEncodePrompt", pipeline=graph.link(load), text="a red fox", negative="")
     scaled = graph.add("ScaleROPE", model=graph.link(load, 1), **dict.fromkeys(("scale_x", "scale_y", "scale_t"), 2.0),
                        **dict.fromkeys(("shift_x", "shift_y", "shift_t"), 0.0))  # fmt: skip
@@ -182,9 +193,11 @@ def test_a_node_without_effect_is_named_under_the_sampler(server: Server, client
     sampled = graph.add("KSampler", model=graph.link(scaled), **links, **chosen)
     graph.add("SaveLatent", samples=graph.link(sampled), filename_prefix="scaled")
     run = client.finished(graph.prompt)
-    assert run.texts_of(sampled)[-1] == (
-        "no effect on LTX-Video: the option rope_options, which its transformer does not read"
-    )
+    own, option = run.texts_of(sampled)[-1].splitlines()
+    assert own.startswith("the demo model draws at its own cfg: 1 →")
+    assert option == "no effect on LTX-Video: the option rope_options, which its transformer does not read"
+    entry = client.get("/anygpu/run")["nodes"][sampled]
+    assert entry["done"] and [line.replace("->", "→") for line in entry["said"]] == [own, option]
 
 
 @pytest.mark.parametrize("name", ["ltx", "hunyuan_video image", "framepack"])

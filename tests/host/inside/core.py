@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import comfy.model_base
 import comfy.model_management as management
 import comfy.sample
 import comfy.samplers
@@ -144,15 +146,44 @@ def decoded_alike(name: str) -> dict[str, Any]:
     (tiled,) = nodes.VAEDecodeTiled().decode(vae, {"samples": samples}, 64, 16, 8, 4)
     (latents,) = nodes.VAEEncode().encode(vae, frames)
     (again,) = nodes.VAEEncodeTiled().encode(vae, frames, 64, 16)
+    larger = torch.nn.functional.pad(frames, (0, 1, 1, 1, 1, 1))  # off the VAE's grid, with alpha
+    (cropped,) = nodes.VAEEncode().encode(vae, larger)
     return {
         "equal": bool(torch.equal(found, frames)),
         "tiled": list(tiled.shape) == list(frames.shape),
         "latents": list(latents["samples"].shape),
         "samples": list(samples.shape),
-        "encoded": bool(torch.equal(latents["samples"], again["samples"])),
+        "encoded": all(torch.equal(latents["samples"], each["samples"]) for each in (again, cropped)),
         "sizes": [vae.spacial_compression_decode(), vae.temporal_compression_decode(), vae.latent_channels],
         "listed": [type(item.model.model).__name__ for item in management.current_loaded_models],
     }
+
+
+def resized(name: str) -> list[int]:
+    """Shape that core's sampler gives at another size than our encoded picture's."""
+    _, model, _, _, conditionings, generator = prepared(name)
+    channels = SHAPES.get(name.split()[0], USUAL_SHAPE)[1]
+    out = cores(model, *conditionings, torch.randn(1, channels, 2, 6, 8, generator=generator))
+    return list(out.shape) if out.isfinite().all() else []
+
+
+def concat_alike() -> list[bool]:
+    """Equal channels beside noise of two sizes: our class's and core's, of core's picture 4x4 with its mask."""
+    (_, model, _, _, _, generator), kind = prepared("hunyuan_video_15 image"), comfy.model_base.HunyuanVideo15
+    picture, mask = torch.randn(1, 32, 3, 4, 4, generator=generator), torch.ones(1, 1, 3, 4, 4)
+    mask[:, :, :1] = 0.0
+    of_core = SimpleNamespace(img_in=SimpleNamespace(proj=torch.nn.Conv3d(65, 1, 1)))
+    core = SimpleNamespace(diffusion_model=of_core, latent_format=model.model.latent_format,
+                           process_latent_in=model.model.process_latent_in)  # fmt: skip
+    equal = []
+    for size in ((4, 4), (6, 8)):
+        given = {"noise": torch.zeros(1, 32, 3, *size), "device": torch.device("cpu"), "concat_mask": mask}
+        found, expected = (
+            concat(owner, concat_latent_image=picture.clone(), **given)
+            for concat, owner in ((type(model.model).concat_cond, model.model), (kind.concat_cond, core))
+        )
+        equal.append(bool(torch.equal(found, expected)))
+    return equal
 
 
 def guided(name: str) -> dict[str, Any]:

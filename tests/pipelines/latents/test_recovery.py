@@ -71,6 +71,11 @@ def test_the_oldest_leave_when_the_limit_is_passed(tmp_path: Path, monkeypatch: 
         another.setattr(Path, "exists", lambda _: True)
         said: list[str] = []
         assert recovery.save(tmp_path, LATENTS, said.append) and not said
+    with monkeypatch.context() as another:
+        another.setattr(recovery, "LIMIT_BYTES", 1 << 40)
+        another.setattr(recovery, "MOST_FILES", 2)
+        small = recovery.save(tmp_path, LATENTS, no_word)
+        assert [item.id for item in recovery.listing(tmp_path)][0::2] == [small], "of small ones no more can be listed"
     monkeypatch.setattr(recovery, "LIMIT_BYTES", 1)
     alone = recovery.save(tmp_path, LATENTS, no_word)
     assert [item.id for item in recovery.listing(tmp_path)] == [alone], "the newest stays, however large"
