@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...compat.errors import InputError, require_choice
+from ...compat.errors import InputError, require_choice, require_range
 from ..choices import BAKES as FORMS
 from ..geometry.cameras import CameraTable
 from ..geometry.mesh import Surface, uv_areas
@@ -296,9 +296,7 @@ def _check(table: CameraTable, pictures: Tensor, settings: BakeSettings) -> None
         found = "pictures with NaN or infinite values to bake"
         raise InputError(found, expected="colours from 0 to 1", fix="Paint again in bf16 or fp32.")
     for name, size in (("texture_size", settings.texture_size), ("view_size", settings.view_size)):
-        if not SIZES[0] <= size <= SIZES[1]:
-            limits = f"{SIZES[0]} to {SIZES[1]}"
-            raise InputError(f"{name} {size} to bake", expected=limits, fix="2048 suits most meshes.")
+        require_range(name, size, *SIZES, advice="; 2048 suits most meshes")
     require_choice("bake form", settings.form, FORMS, "gather leaves no holes.")
 
 
