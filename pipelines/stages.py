@@ -51,7 +51,7 @@ from .settings import (
     require_family,
     resolved,
 )
-from .sizes import TRANSFORMER, VAE, Size
+from .sizes import TRANSFORMER, VAE, Size, default_size
 from .sizes import size_of as size_of
 from .text.t5 import described, texts_of
 from .vae.plan import DRAFT, DecodeRequest
@@ -127,10 +127,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     report_unused(family, request, ("template", "sections", "image"), progress)
     completed = replace(request, max_tokens=limit, image=image)
 
-    def run() -> Run:
-        usual = family.sizes.defaults  # a text takes as long for any size
-        return planned_run(pipeline, Size(usual.width, usual.height, usual.frames), texts=completed)
-
+    run = partial(planned_run, pipeline, default_size(family), texts=completed)  # a text takes as long for any size
     on_host = pipeline.offloader.device_of(TEXT.part).type == "cpu"
     with running(TEXT, pipeline, progress, hint="" if on_host else TEXT_HINT, run=run):
         fit_offload(pipeline, "text", None, progress)

@@ -31,13 +31,6 @@ def held_encoder(pipeline: Pipeline, part: str, texts: int, progress: Progress) 
         yield encoder
 
 
-@contextmanager
-def held_t5(pipeline: Pipeline, part: str, texts: int, progress: Progress) -> Iterator[Any]:
-    """:func:`held_encoder` of a T5, which asks packed weights for their dtypes."""
-    with held_encoder(pipeline, part, texts, progress) as encoder, without_unpacking(encoder):
-        yield encoder
-
-
 def shortened(tokenizer: Any, text: str, room: int, subject: str, progress: Progress) -> str:
     """``text``, or what ``room`` tokens hold of its beginning, with the tokenizer's own; what is left out is said."""
     whole, text = text, beginning(tokenizer, text, room, progress.check)
@@ -77,7 +70,7 @@ def t5_embeds(
     ]
     device, encoded = pipeline.offloader.device_of("text_encoder"), list[dict[str, torch.Tensor]]()
     count = 1 if _alone(texts, configuration.get(ZEROED, False)) else texts_at_once(pipeline, "text_encoder")
-    with held_t5(pipeline, "text_encoder", count, progress) as encoder:
+    with held_encoder(pipeline, "text_encoder", count, progress) as encoder, without_unpacking(encoder):
         pipe = bare_pipeline(pipeline_class, text_encoder=encoder, tokenizer=tokenizer, **configuration)
         for batch in in_batches(texts, count):
             found = pipe._get_t5_prompt_embeds(
