@@ -297,14 +297,13 @@ def decode(
     pipeline: Pipeline,
     latents: Latents,
     progress: Progress,
-    method: str = "auto",
     form: DecodeRequest | None = None,
     tiny_decoders: Sequence[Path] = (),
 ) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1, as many as were asked for.
 
     Args:
-        form: the method with its tile, overlap and frames per chunk, in place of ``method``.
+        form: the method with its tile, overlap and frames per chunk.
         tiny_decoders: folders in which ``draft`` finds one.
 
     Raises:
@@ -318,8 +317,8 @@ def decode(
         found = f"latents of shape {tuple(latents.samples.shape)}"
         fix = "Decode them with the model that made them."
         raise InputError(found, expected=f"(1, {expected}, T, H, W) for {family.title}", fix=fix)
-    chosen = form or DecodeRequest(method)
-    smallest = chosen.method in ("auto", "streaming", "cpu", DRAFT)
+    form = form or DecodeRequest()
+    smallest = form.method in ("auto", "streaming", "cpu", DRAFT)
     hint = "" if smallest else "set method to auto, which continues in smaller parts"
     count, lengths = latents.samples.shape[2], latents.extra.get("section_lengths", ())
     window, sections = latents.extra.get("window", 9), len(lengths)
@@ -328,9 +327,9 @@ def decode(
     size = Size(latents.width, latents.height, latents.frames, window=window, sections=sections)
 
     def run() -> Run:
-        return replace(planned_run(pipeline, size), form=chosen)
+        return replace(planned_run(pipeline, size), form=form)
 
-    drafts = chosen.method == DRAFT
+    drafts = form.method == DRAFT
     with running(DECODING, pipeline, progress, latents, hint, None if drafts else run):
         release_text(pipeline, VAE)
         if drafts:
@@ -340,7 +339,7 @@ def decode(
                 with attempt:
                     frames = draft(pipeline, latents, tiny_decoders, progress)
         else:
-            frames = family.code.decode(pipeline, latents, progress, chosen)
+            frames = family.code.decode(pipeline, latents, progress, form)
         frames = frames[: latents.frames]
         if all(name in latents.extra for name in FINAL):
             frames = resized(frames, *(latents.extra[name] for name in FINAL))

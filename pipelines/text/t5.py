@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from ...compat.checkpoints.identity import picture_content
 from ...compat.checkpoints.packed import without_unpacking
@@ -120,11 +120,7 @@ def batched(prompt: Prompt, guided: bool) -> dict[str, torch.Tensor]:
     if not guided or prompt.negative is None:
         return dict(prompt.embeds)
     pair = (prompt.negative, prompt.embeds)
-    length = max(int(item[EMBEDS].shape[1]) for item in pair)
-    return {
-        EMBEDS: torch.cat([functional.pad(i[EMBEDS], (0, 0, 0, length - i[EMBEDS].shape[1])) for i in pair]),
-        MASK: torch.cat([functional.pad(i[MASK], (0, length - i[MASK].shape[1])) for i in pair]),
-    }
+    return {name: pad_sequence([text[name][0] for text in pair], batch_first=True) for name in (EMBEDS, MASK)}
 
 
 def t5_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:
