@@ -32,9 +32,7 @@ from .forecast.fit import fit_offload, release_text
 from .forecast.seconds import Run, planned_run, work_key
 from .forecast.shortage import EXPLAINED, explain_shortage
 from .forecast.times import expected
-from .pictures import checked_frames, fitted, prepared, resized
-from .pictures import picture_size as picture_size
-from .pictures import video_size as video_size
+from .pictures import checked_frames, fitted, picture_size, prepared, resized, video_size
 from .pipeline import Pipeline, make_room_and_retry
 from .records.receipts import sources_of
 from .sampling.loop import fall_back_to_fp32, retries, sampling_speed
@@ -51,8 +49,7 @@ from .settings import (
     require_family,
     resolved,
 )
-from .sizes import TRANSFORMER, VAE, Size, default_size
-from .sizes import size_of as size_of
+from .sizes import TRANSFORMER, VAE, Size, default_size, size_of
 from .text.t5 import described, texts_of
 from .vae.plan import DRAFT, DecodeRequest
 
