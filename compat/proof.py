@@ -16,7 +16,7 @@ from pathlib import Path
 from .device.facts import GIBIBYTE, DeviceFacts
 from .durable import write_file
 from .errors import InputError, first_line
-from .records import FIX, json_in, parse, plain, shown
+from .records import json_in, parse, plain, versioned
 from .redaction import own_names, redact
 
 VERSION, HEAD = 1, "anygpu_proof"
@@ -70,10 +70,8 @@ class Proof:
 
 def proof_in(text: str | bytes) -> Proof:
     """The proof that a file holds; InputError for no such file, another version, unknown fields or wrong types."""
-    record = json_in(text[:MOST_BYTES], "the proof")
-    if not isinstance(record, dict) or record.pop(HEAD, None) != VERSION:
-        raise InputError(f"{shown(record)} instead of a proof", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX)
-    return parse(Proof, record, "the proof")
+    record = versioned(json_in(text[:MOST_BYTES], "the proof"), HEAD, VERSION, "a proof")
+    return parse(Proof, {name: value for name, value in record.items() if name != HEAD}, "the proof")
 
 
 def proof_of(facts: DeviceFacts, versions: dict[str, str]) -> Proof:

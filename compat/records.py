@@ -68,6 +68,18 @@ def json_in(text: str | bytes, subject: str) -> Any:
         raise InputError(f"{subject} is not JSON", expected="a JSON file that AnyGPU wrote", fix=FIX) from error
 
 
+def versioned(record: Any, head: str, newest: int, subject: str) -> dict[str, Any]:
+    """``record``, an object that names its version under ``head``; InputError where it is none, or newer."""
+    version = record.get(head) if isinstance(record, dict) else None
+    if type(version) is not int or version < 1:
+        raise InputError(
+            f"{shown(record)} instead of {subject}", expected=f'an object with "{head}": {newest}', fix=FIX
+        )
+    if version > newest:
+        raise InputError(f"{subject} of version {version}", expected=f"version {newest} or older", fix="Update AnyGPU.")
+    return dict(record)
+
+
 def wrong(subject: str, given: Any, expected: str) -> InputError:
     return InputError(f"{subject} {shown(given)}", expected=expected, fix=FIX)
 

@@ -43,7 +43,6 @@ class TaskSchedule:
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[Task]] = {}
-        self._work: dict[str, float] = {}  # of the jobs that wait, by model
         self._loaded: dict[str, str] = {}  # worker to model
         self._rests: dict[tuple[str, str], Rest] = {}  # worker and a model that its machine could not load
 
@@ -57,14 +56,12 @@ class TaskSchedule:
         for model, several in added.items():
             whole = sorted([*self._waiting.get(model, ()), *several], key=lambda task: (not task.begun, -task.size))
             self._waiting[model] = deque(whole)
-            self._work[model] = sum(task.size for task in whole)
 
     def put_back(self, task: Task, begun: bool = True) -> None:
         """Take a job in again whose worker is gone: it is the next of its model if it was begun, else the last."""
         task.begun = begun
         waiting = self._waiting.setdefault(task.model, deque())
         (waiting.appendleft if begun else waiting.append)(task)
-        self._work[task.model] = self._work.get(task.model, 0.0) + task.size
 
     def take(self, worker: str, now: float = 0.0) -> Task | None:
         """The job that ``worker`` does next; None where no job waits that it can do ``now``."""
@@ -83,9 +80,8 @@ class TaskSchedule:
         if task not in waiting:
             return False
         self._waiting[task.model].remove(task)
-        self._work[task.model] -= task.size
         if not waiting:
-            del self._waiting[task.model], self._work[task.model]
+            del self._waiting[task.model]
         return True
 
     def refuse(self, worker: str, model: str, now: float = 0.0) -> None:
@@ -124,8 +120,9 @@ class TaskSchedule:
         loaded = self._loaded.get(worker)
         if loaded is not None and is_open(loaded):
             return loaded
-        open_models, holders = filter(is_open, self._waiting), Counter(self._loaded.values())
-        return max(open_models, key=lambda model: self._work[model] / (1 + holders[model]), default=None)
+        holders = Counter(self._loaded.values())
+        work = {model: sum(task.size for task in self._waiting[model]) for model in filter(is_open, self._waiting)}
+        return max(work, key=lambda model: work[model] / (1 + holders[model]), default=None)
 
 
 @dataclass(slots=True, eq=False)

@@ -26,7 +26,6 @@ Run = tuple[Callable[..., Any], Callable[[Results], Any]]  # the call on a devic
 # In eps of the dtype. fp32, of the largest value: sums in another order and the device's own exp and rsqrt; 16 bits, of
 # each value's own power of two: rounding to the nearest, where cutting off would take a whole one.
 ALLOWED = {torch.float32: 4, torch.float16: 0.5, torch.bfloat16: 0.5}
-EXPONENT = 0x7F800000  # the bits of an fp32 number that are left of it as its power of two
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ def _error(found: Tensor, exact: Tensor) -> float:
     if found.dtype == torch.float32:
         return float(off.max()) / largest
     before = _allowed(torch.float32) * largest + info.tiny
-    powers = exact.float().view(torch.int32).bitwise_and_(EXPONENT).view(torch.float32)
+    powers = exact.float().view(torch.int32).bitwise_and_(activation.EXPONENT).view(torch.float32)
     return float(off.div_(powers.add_(before / _allowed(found.dtype))).max())
 
 

@@ -9,7 +9,6 @@ from ..compat.memory.offloader import MODES
 from ..host import folders, memory_manager
 from ..host.api import io, ui
 from ..host.progress import NodeProgress
-from ..paint.choices import KINDS
 from ..pipelines import report as reports
 from ..pipelines.demo.stand_in import own_inputs
 from ..pipelines.files import catalogue
@@ -58,8 +57,7 @@ def paint_plan(pipeline: Any, pixels: int, views: int, guided: bool) -> tuple[st
 
     run, room = forecast.planned_run(pipeline, pixels, views, guided=int(guided) or None), room_now(pipeline)
     needs = (Forecast(mode, forecast.paint_needs(pipeline, run, mode, room)) for mode in MODES)
-    name = f"Hunyuan3D {pipeline.family}" if pipeline.family in KINDS else "MV-Adapter"
-    title = f"{name} {pipeline.variant}, {run.views} view{'s' * (run.views > 1)} of {run.size} pixels"
+    title = f"{reports.title_of(pipeline)} {pipeline.variant}, {run.views} view{'s' * (run.views > 1)} of {run.size} pixels"
     return memory_plan.shown(pipeline, title, ", with guidance" * (run.rows > 1), tuple(needs), times_of(pipeline, run, MODES, room))
 
 

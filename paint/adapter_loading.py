@@ -22,10 +22,9 @@ from ..compat.memory.parts import PartBytes, Reader, Silent
 from ..compat.packages import attribute, imported
 from ..compat.probe_results import probe_results_of
 from ..compat.transforms.attention import Attention
-from ..compat.transforms.compile import CompileSettings
 from . import loading
 from .choices import ADAPTER_VARIANTS, IG2MV, TG2MV, is_demo
-from .loading import PaintPipeline, paint_bytes, reader_of
+from .loading import ComputeSettings, PaintPipeline, paint_bytes, reader_of
 from .networks import mv_adapter as networks
 from .networks.encoders import encoder
 from .networks.layers import Dtypes
@@ -39,7 +38,7 @@ TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterRequest:
+class AdapterRequest(ComputeSettings):
     model: Path | Weights  # the checkpoint: a .safetensors file, a folder as diffusers saves it, or the host's weights
     adapter: Path  # the published file of MV-Adapter
     variant: str = AUTO  # ig2mv or tg2mv, where the file's name does not say it
@@ -47,15 +46,6 @@ class AdapterRequest:
     vae: Path | None = None  # folder of another VAE; None for the checkpoint's own
     lora: Path | None = None  # file of a LoRA of the base; None for none
     lora_strength: float = 1.0  # by how much it counts; 1 as it was made
-    # as of PaintRequest, from here on
-    precision: str = AUTO
-    offload: str = AUTO
-    attention: str = AUTO
-    device: Any = None
-    state: Path | None = None
-    quiet: bool = False
-    compiled: CompileSettings | None = None
-    stands_in_for: str = ""  # the adapter in whose place the demo's runs
 
     @property
     def source(self) -> Path:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..compat.memory.parts import Silent
 from .adapter_loading import AdapterRequest, load_adapter
-from .baking.bake import BakeSettings, bake
+from .baking.bake import BakeSettings, bake, scaled
 from .baking.fill import filled
 from .choices import DEMO_ADAPTER, DEMO_SIZE, PUBLISHED, demo_adapter
 from .geometry.cameras import views_for
@@ -83,8 +82,7 @@ def painted_ring(pipeline: PaintPipeline, pair: ColourPair, frames: int = FRAMES
     view = rasterised(surface, next(iter(table)), 2 * DEMO_SIZE, table.ortho_scale)
     colours = halves(pair)(view.shown.interpolated(surface.vertices, surface.faces))
     large = view.image(colours, PUBLISHED[pipeline.variant].background)
-    scaled = F.interpolate(large.movedim(-1, 0)[None], (DEMO_SIZE, DEMO_SIZE), mode="bilinear", antialias=True)
-    picture = scaled[0].movedim(0, -1)
+    picture = scaled(large, DEMO_SIZE)
     maps, table, _ = maps_of(mesh, None, pipeline.family, size=DEMO_SIZE if adapter else 2 * DEMO_SIZE)
     inputs = PaintInputs([picture], maps.normal, maps.position, table)
     views = painted_views(pipeline, inputs, PaintSettings(DEMO_SIZE, steps, seed=1), Silent()).views

@@ -58,13 +58,10 @@ def settings_for(limit: int, backend: str = "inductor") -> CompileSettings:
     return CompileSettings(dynamic="none", cache_size=limit, vae=True, backend=backend)
 
 
-@dataclass(frozen=True, slots=True)
-class PaintRequest:
-    model: Path  # the published folder, its unet folder, or the UNet's file
-    variant: str = AUTO  # of paint; auto goes by the word "turbo" in the path, since both have the same tensors
-    weights: str = AUTO  # auto, bin or safetensors, where a folder has both
-    vae: Path | None = None  # folder that provides it; None looks beside the UNet
-    image_encoder: Path | None = None  # folder of DINOv2-giant, for paint_pbr alone
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeSettings:
+    """Settings of computing, the same for requests of either kind."""
+
     precision: str = AUTO
     offload: str = AUTO
     attention: str = AUTO
@@ -73,6 +70,15 @@ class PaintRequest:
     compiled: CompileSettings | None = None  # for the blocks of the UNets and the VAE; None compiles nothing
     quiet: bool = False  # goes by what is kept in state, so that the device is not asked
     stands_in_for: str = ""  # the published model in whose place this demo model runs; empty otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class PaintRequest(ComputeSettings):
+    model: Path  # the published folder, its unet folder, or the UNet's file
+    variant: str = AUTO  # of paint; auto goes by the word "turbo" in the path, since both have the same tensors
+    weights: str = AUTO  # auto, bin or safetensors, where a folder has both
+    vae: Path | None = None  # folder that provides it; None looks beside the UNet
+    image_encoder: Path | None = None  # folder of DINOv2-giant, for paint_pbr alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +206,7 @@ def parts_of(readers: Mapping[str, Reader], settings: CompileSettings | None) ->
 
 
 def paint_offloader(
-    request: Any,
+    request: ComputeSettings,
     parts: Parts,
     facts: DeviceFacts,
     weights: Mapping[str, PartBytes],

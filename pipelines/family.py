@@ -398,10 +398,8 @@ def code_of(package: str) -> ModuleType:
     for a function that is no hook, a hook with other arguments, or none where one is required."""
     module = import_module(".pipeline", package)
     for name, value in list(vars(module).items()):
-        known = name in HOOKS
-        if not known and isfunction(value) and not name.startswith("_"):
-            known = value.__module__ != module.__name__ and value.__name__ == name  # imported to be called here
-        if not known and isfunction(value) and not name.startswith("_"):
+        own = isfunction(value) and (value.__module__ == module.__name__ or value.__name__ != name)  # not to be called
+        if own and name not in HOOKS and not name.startswith("_"):
             _refuse(f"a function {name}() in {module.__name__}", f"one of {', '.join(HOOKS)}")
     for name, arguments in HOOKS.items():
         hook = vars(module).setdefault(name, None)

@@ -22,6 +22,7 @@ from .latents.store import load_latent
 from .load import lora
 from .load.folder import load_placed
 from .movie import Check, write_mp4
+from .pictures import picture_size, video_size
 from .pipeline import DEMOS, Pipeline
 from .records import receipts
 from .records.job import Content, Result, VideoJob, encoding_of
@@ -174,11 +175,11 @@ def planned_size(job: VideoJob, machine: Machine, pipeline: Pipeline) -> tuple[S
     width, height, frames, clip = settings.width, settings.height, settings.frames, False
     if job.pictures:
         picture = _frames("image", job.pictures[0].file, job, machine, progress, pipeline)
-        width, height = stages.picture_size(pipeline, picture, width, height, job.fit)
+        width, height = picture_size(pipeline, picture, width, height, job.fit)
         clip = len(picture) > 1
     if job.video is not None:
         video = _frames("images", job.video, job, machine, progress, pipeline)
-        width, height, frames = stages.video_size(pipeline, video, width, height, VIDEO_FIT)
+        width, height, frames = video_size(pipeline, video, width, height, VIDEO_FIT)
     if job.framepack is not None:
         frames = clip_frames(pipeline, job.framepack, settings.fps)
     guided = (settings.cfg or usual.cfg) > 1.0

@@ -178,8 +178,7 @@ def as_published(
         progress.notify("the picture is not compressed as its publisher does: PyAV could not code it with x264")
     if fit == "pad":
         return fitted(frames, width, height, fit)
-    shown = functional.interpolate(frames.permute(0, 3, 1, 2), size=(height, width), mode="bilinear")
-    return shown.permute(0, 2, 3, 1).contiguous()
+    return resized(frames, width, height)
 
 
 def _through_h264(frame: torch.Tensor, crf: int, check: Callable[[], None]) -> torch.Tensor | None:

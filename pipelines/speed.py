@@ -46,10 +46,8 @@ class Profile:
         self.written: list[Path] = []
         self._open: list[tuple[nn.Module, Any]] = []  # modules that run now, and their ranges
 
-    @contextmanager
-    def whole(self) -> Iterator[None]:
-        with self._traced(self.path):
-            yield
+    def whole(self) -> AbstractContextManager[None]:
+        return self._traced(self.path)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -36,9 +36,8 @@ from .family import FamilySpec
 from .pipeline import DEMOS, Pipeline
 from .records.receipts import versions
 from .registry import FAMILIES
-from .sizes import MARGIN, VAE, Size, latent_shape
+from .sizes import MARGIN, TRANSFORMER, VAE, Size, latent_shape
 
-TRANSFORMER = "transformer"
 NOISE, DEVIATION = 2**22, 0.02  # of the weights: how many before they repeat, and their scale
 REPEATED = re.compile(r"blocks\.\d+")
 

@@ -32,9 +32,7 @@ from .forecast.fit import fit_offload, release_text
 from .forecast.seconds import Run, planned_run, work_key
 from .forecast.shortage import EXPLAINED, explain_shortage
 from .forecast.times import expected
-from .pictures import checked_frames, fitted, prepared, resized
-from .pictures import picture_size as picture_size
-from .pictures import video_size as video_size
+from .pictures import checked_frames, fitted, picture_size, prepared, resized, video_size
 from .pipeline import Pipeline, make_room_and_retry
 from .records.receipts import sources_of
 from .sampling.loop import fall_back_to_fp32, retries, sampling_speed
@@ -51,8 +49,7 @@ from .settings import (
     require_family,
     resolved,
 )
-from .sizes import TRANSFORMER, VAE, Size
-from .sizes import size_of as size_of
+from .sizes import TRANSFORMER, VAE, Size, default_size, size_of
 from .text.t5 import described, texts_of
 from .vae.plan import DRAFT, DecodeRequest
 
@@ -127,10 +124,7 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     report_unused(family, request, ("template", "sections", "image"), progress)
     completed = replace(request, max_tokens=limit, image=image)
 
-    def run() -> Run:
-        usual = family.sizes.defaults  # a text takes as long for any size
-        return planned_run(pipeline, Size(usual.width, usual.height, usual.frames), texts=completed)
-
+    run = partial(planned_run, pipeline, default_size(family), texts=completed)  # a text takes as long for any size
     on_host = pipeline.offloader.device_of(TEXT.part).type == "cpu"
     with running(TEXT, pipeline, progress, hint="" if on_host else TEXT_HINT, run=run):
         fit_offload(pipeline, "text", None, progress)
@@ -300,14 +294,13 @@ def decode(
     pipeline: Pipeline,
     latents: Latents,
     progress: Progress,
-    method: str = "auto",
     form: DecodeRequest | None = None,
     tiny_decoders: Sequence[Path] = (),
 ) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1, as many as were asked for.
 
     Args:
-        form: the method with its tile, overlap and frames per chunk, in place of ``method``.
+        form: the method with its tile, overlap and frames per chunk.
         tiny_decoders: folders in which ``draft`` finds one.
 
     Raises:
@@ -321,8 +314,8 @@ def decode(
         found = f"latents of shape {tuple(latents.samples.shape)}"
         fix = "Decode them with the model that made them."
         raise InputError(found, expected=f"(1, {expected}, T, H, W) for {family.title}", fix=fix)
-    chosen = form or DecodeRequest(method)
-    smallest = chosen.method in ("auto", "streaming", "cpu", DRAFT)
+    form = form or DecodeRequest()
+    smallest = form.method in ("auto", "streaming", "cpu", DRAFT)
     hint = "" if smallest else "set method to auto, which continues in smaller parts"
     count, lengths = latents.samples.shape[2], latents.extra.get("section_lengths", ())
     window, sections = latents.extra.get("window", 9), len(lengths)
@@ -331,9 +324,9 @@ def decode(
     size = Size(latents.width, latents.height, latents.frames, window=window, sections=sections)
 
     def run() -> Run:
-        return replace(planned_run(pipeline, size), form=chosen)
+        return replace(planned_run(pipeline, size), form=form)
 
-    drafts = chosen.method == DRAFT
+    drafts = form.method == DRAFT
     with running(DECODING, pipeline, progress, latents, hint, None if drafts else run):
         release_text(pipeline, VAE)
         if drafts:
@@ -343,7 +336,7 @@ def decode(
                 with attempt:
                     frames = draft(pipeline, latents, tiny_decoders, progress)
         else:
-            frames = family.code.decode(pipeline, latents, progress, chosen)
+            frames = family.code.decode(pipeline, latents, progress, form)
         frames = frames[: latents.frames]
         if all(name in latents.extra for name in FINAL):
             frames = resized(frames, *(latents.extra[name] for name in FINAL))

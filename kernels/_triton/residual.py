@@ -12,7 +12,7 @@ from torch import Tensor
 from ..terms import NO_GATE, NO_MODULATION, RMS, Gate, Modulation, Norm
 from .norm import learned, modulated, standardized
 from .rounding import rounded, wide
-from .rows import as_rows, block_for, empty, grid_for, modulation_row, modulation_rows, steps
+from .rows import as_rows, block_for, empty, modulation_row, modulation_rows, steps
 
 
 @triton.jit
@@ -106,7 +106,7 @@ def _launch(
     scale, *scale_steps = modulation_rows(modulation.scale)
     shift, *shift_steps = modulation_rows(modulation.shift)
     norm = norm or Norm(RMS, 0.0)
-    residual_norm_kernel[grid_for(x.shape[0] * tokens, block)](
+    residual_norm_kernel[(triton.cdiv(x.shape[0] * tokens, block),)](
         x, branch, values, factor, residual, out, norm.weight, norm.bias, scale, shift,
         x.shape[0] * tokens, tokens, width, gate.norm_eps or 0.0, gate.split, norm.eps, modulation.split,
         *steps(x), *branch_steps, *gate_steps, *factor_steps, *scale_steps, *shift_steps, TANH=gate.tanh,

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..terms import Pair, Tables
 from .norm import standardized
 from .rounding import rounded, wide
-from .rows import block_for, empty
+from .rows import block_for, empty, steps
 
 # Few registers are left beside a row and its tables: with 8, ptxas takes 32 registers for full occupancy and spills.
 PER_THREAD = 16
@@ -105,7 +105,7 @@ def qk_norm_rope(
     text_rows, video_blocks = max(_rows(text_q), _rows(text_k)), triton.cdiv(max(_rows(q), _rows(k)), block)
     if cos is not None and sin is not None and cos.stride() != sin.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    rotary_tokens, cos_b, cos_n, cos_h = (0, 0, 0, 0) if cos is None else (cos.shape[1], *_shared_steps(cos))
+    rotary_tokens, cos_b, cos_n, cos_h = (0, 0, 0, 0) if cos is None else (cos.shape[1], *steps(cos))
     qk_norm_rope_kernel[(video_blocks + triton.cdiv(text_rows, block),)](
         q, k, q_out, k_out, pair.q_weight, pair.k_weight, cos, sin,
         text_q, text_k, None if text is None else text.q_weight, None if text is None else text.k_weight,
@@ -136,8 +136,3 @@ def _table(table: Tensor, dimensions: int) -> Tensor:
     table = table if dimensions == 4 else table.unsqueeze(-2)
     table = table if table.ndim == 4 else table.unsqueeze(0)
     return table if table.stride(-1) == 1 else table.contiguous()
-
-
-def _shared_steps(table: Tensor) -> tuple[int, ...]:
-    """Strides of sample, token and head; 0 where all share one."""
-    return tuple(table.stride(axis) if table.shape[axis] > 1 else 0 for axis in range(3))

@@ -42,9 +42,9 @@ def as_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def steps(x: Tensor) -> tuple[int, int]:
-    """Strides of (B, N, D) from sample to sample and from token to token; 0 where all share one."""
-    return (x.stride(0) if x.shape[0] > 1 else 0), (x.stride(1) if x.shape[1] > 1 else 0)
+def steps(x: Tensor) -> tuple[int, ...]:
+    """Strides of (B, N, ..., D) from sample to sample, from token to token and so on; 0 where all share one."""
+    return tuple(x.stride(axis) if x.shape[axis] > 1 else 0 for axis in range(x.ndim - 1))
 
 
 def modulation_rows(rows: Tensor | None) -> tuple[Tensor | None, int, int]:
@@ -53,11 +53,6 @@ def modulation_rows(rows: Tensor | None) -> tuple[Tensor | None, int, int]:
         return None, 0, 0
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     return rows, *steps(rows)
-
-
-def grid_for(rows: int, block: int) -> tuple[int]:
-    """Programs over ``rows`` in blocks."""
-    return (triton.cdiv(rows, block),)
 
 
 @triton.jit

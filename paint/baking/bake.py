@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...compat.errors import InputError, require_choice
+from ...compat.errors import InputError, require_choice, require_range
 from ..choices import BAKES as FORMS
 from ..geometry.cameras import CameraTable
 from ..geometry.mesh import Surface, uv_areas
@@ -135,7 +135,7 @@ def gathered(
     shows = (view.ids >= 0) & ~blended(view, picture.shape[0])
     depth = view.image(view.depth, background=-math.inf)
     sight = _Sight(view, depth, sure=sure, pure=shows, cosines=cosines)
-    picture = _resized(picture, view.size) if exact else rim_cleaned(picture, view)
+    picture = scaled(picture, view.size) if exact else rim_cleaned(picture, view)
     size, count = texels.size, texels.place.shape[0]
     colour, cosine, trust = (picture.new_zeros((size * size, *tail)) for tail in ((3,), (), ()))
     for first in range(0, count, POINTS_AT_ONCE):
@@ -230,7 +230,7 @@ def _sampled(picture: Tensor, places: Tensor, size: int, exact: bool) -> Tensor:
     return upper * (1 - share[:, 1]) + lower * share[:, 1]
 
 
-def _resized(picture: Tensor, size: int) -> Tensor:
+def scaled(picture: Tensor, size: int) -> Tensor:  # (H, W, C) at another size, bilinear and antialiased
     if picture.shape[:2] == (size, size):
         return picture
     resized = F.interpolate(picture.movedim(-1, 0)[None], (size, size), mode="bilinear", antialias=True)
@@ -252,7 +252,7 @@ def scattered(
         mixed = blended(view, picture.shape[0]).view(-1)[pixel]
         trust = torch.where(mixed, 0.0, torch.where(sure, 1.0, DOUBTED))
         picture = rim_cleaned(picture, view)
-    picture = _resized(picture, view.size)
+    picture = scaled(picture, view.size)
     towards = torch.tensor(view.camera.axes()[2], device=picture.device)
     sums = picture.new_zeros((texels.size**2, 6))  # colour and cosine by trust, trust, and shares of trusted pixels
     for part in torch.arange(trust.shape[0], device=trust.device).split(POINTS_AT_ONCE):
@@ -296,9 +296,7 @@ def _check(table: CameraTable, pictures: Tensor, settings: BakeSettings) -> None
         found = "pictures with NaN or infinite values to bake"
         raise InputError(found, expected="colours from 0 to 1", fix="Paint again in bf16 or fp32.")
     for name, size in (("texture_size", settings.texture_size), ("view_size", settings.view_size)):
-        if not SIZES[0] <= size <= SIZES[1]:
-            limits = f"{SIZES[0]} to {SIZES[1]}"
-            raise InputError(f"{name} {size} to bake", expected=limits, fix="2048 suits most meshes.")
+        require_range(name, size, *SIZES, advice="; 2048 suits most meshes")
     require_choice("bake form", settings.form, FORMS, "gather leaves no holes.")
 
 

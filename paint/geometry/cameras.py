@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...compat.errors import InputError
+from ...compat.errors import InputError, require_range
 from ..choices import ORTHO_SCALE, VIEWS
 
 RADIUS = 0.575  # of the farthest vertex
@@ -124,18 +124,12 @@ def camera_table(
         fix = "Give each view one azimuth, one elevation and one weight."
         raise InputError(found, expected=f"lists of one length, at most {VIEWS_LIMIT}", fix=fix)
     lists = {name: values * count if len(values) == 1 else values for name, values in lists.items()}
-    for name, low, high in (("elevations", -90.0, 90.0), ("weights", 0.0, 1000.0)):
-        wrong = [value for value in lists[name] if not low <= value <= high]
-        if wrong:
-            raise InputError(
-                f"{name} of cameras {wrong}", expected=f"{low:g} to {high:g}", fix="Correct the camera list."
-            )
+    for name, low, high in (("elevations", -90, 90), ("weights", 0, 1000)):
+        for value in lists[name]:
+            require_range(f"{name} of cameras", value, low, high)
     if not any(lists["weights"]):
         raise InputError("weights of cameras that are all 0", expected="one above 0", fix="Correct the camera list.")
-    if not 0.1 <= ortho_scale <= 10:
-        raise InputError(
-            f"ortho_scale {ortho_scale!r}", expected="0.1 to 10", fix=f"{ORTHO_SCALE} shows the whole mesh."
-        )
+    require_range("ortho_scale", ortho_scale, 0.1, 10, advice=f"; {ORTHO_SCALE} shows the whole mesh")
     rows = zip(lists["azimuths"], lists["elevations"], lists["weights"], strict=True)
     return CameraTable(
         tuple(Camera(azimuth % 360, elevation, weight) for azimuth, elevation, weight in rows), ortho_scale

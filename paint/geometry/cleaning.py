@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...compat.device.execution import to_host
-from ...compat.errors import InputError
+from ...compat.errors import InputError, require_range
 from ..choices import FLOATERS as FLOATERS
 from .mesh import THIN, Mesh, checked_shapes, named_by, numbered, welded
 
@@ -24,8 +24,7 @@ def cleaned(mesh: Mesh, settings: CleanSettings = CleanSettings()) -> tuple[Mesh
     """The mesh without what ``settings`` name, and lines about what went; vertices that no face uses go too.
 
     Raises InputError for an empty mesh, indices outside, a share out of range, or where nothing would be left."""
-    if not 0 <= settings.floaters <= 1:
-        raise InputError(f"floaters {settings.floaters}", expected="a share from 0 to 1", fix=f"{FLOATERS} is usual.")
+    require_range("floaters", settings.floaters, 0, 1, "of all faces", advice=f"; {FLOATERS} is usual")
     checked_shapes(mesh)
     faces, notes = to_host(mesh.faces).long(), []
     vertices = to_host(mesh.vertices).double()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...compat.device.execution import to_host
-from ...compat.errors import InputError
+from ...compat.errors import require_range
 from .cameras import ORTHO_SCALE, Camera
 from .mesh import Surface
 from .views import View, rasterised
@@ -42,15 +42,10 @@ def turntable(
         elevation: degrees, -90..90.
         background: grey, 0..1.
     """
-    limits = {
-        "frames": (frames, 1, FRAMES_LIMIT),
-        "size": (size, *SIZES),
-        "elevation": (elevation, -90, 90),
-        "background": (background, 0, 1),
-    }
-    for name, (value, low, high) in limits.items():
-        if not low <= value <= high:
-            raise InputError(f"{name} {value} of the turntable", expected=f"{low} to {high}", fix=f"Change {name}.")
+    require_range("frames of the turntable", frames, 1, FRAMES_LIMIT)
+    require_range("size of the turntable", size, *SIZES, "pixels")
+    require_range("elevation of the turntable", elevation, -90, 90, "degrees")
+    require_range("background of the turntable", background, 0, 1)
     if isinstance(texture, Tensor):
         surface, _ = surface.with_uvs()
         texture = texture.to(surface.vertices.device, torch.float32)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...compat.errors import InputError
+from ...compat.errors import require_range
 from .cameras import DEFAULT_VIEWS, ORTHO_SCALE, RING_VIEWS, Camera, CameraTable, Frame
 from .mesh import Surface
 from .raster import Fragments, face_ids, fragments
@@ -94,10 +94,7 @@ def rendered_maps(
         flat: normals of faces (v2-1) instead of vertices (v2-0).
         collected: where the maps go, one after the other; None: the surface's device.
     """
-    if not SIZES[0] <= size <= SIZES[1]:
-        raise InputError(
-            f"view size {size}", expected=f"{SIZES[0]} to {SIZES[1]} pixels", fix="2048 suits most meshes."
-        )
+    require_range("view size", size, *SIZES, "pixels", advice="; 2048 suits most meshes")
     target, shape = collected or surface.vertices.device, (len(table), size, size)
     # filled in place: stacked at the end they would be there twice
     positions, normals = (torch.empty((*shape, 3), device=target) for _ in range(2))
@@ -132,8 +129,7 @@ def chosen_views(surface: Surface, most: int, size: int = SELECTION_SIZE) -> tup
     Returns:
         The cameras, and the share of the area that they see, 0..1.
     """
-    if not len(DEFAULT_VIEWS) <= most <= 12:
-        raise InputError(f"max_views {most}", expected="6 to 12", fix="6 uses only the fixed views.")
+    require_range("max_views", most, len(DEFAULT_VIEWS), 12, advice="; 6 uses only the fixed views")
     areas = surface.areas()
     areas = areas / areas.sum()
 

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
@@ -64,12 +65,8 @@ def scenes() -> list[Scene]:
     """Every scene; a circle that spins looks like one that does not."""
     return [
         Scene(shape, colour, motion, ground)
-        for shape in SHAPES
-        for motion in MOTIONS
-        if (shape, motion) != ("circle", "spin")
-        for colour in COLOURS
-        for ground in COLOURS
-        if ground != colour
+        for shape, motion, colour, ground in product(SHAPES, MOTIONS, COLOURS, COLOURS)
+        if ground != colour and (shape, motion) != ("circle", "spin")
     ]
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ...compat.device.facts import host_free_bytes
-from ...compat.errors import InputError
 from ...compat.memory.statistics import StageNeed, amount_of
 from ..base import PromptRequest, SampleSettings
 from ..pipeline import Pipeline
@@ -28,8 +27,6 @@ LEGEND = {"kept": "still there from before"}
 
 def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guided: bool) -> Size:
     """The size of a run on the family's grid; zeros take its defaults; raises InputError for negative ones."""
-    if min(width, height, frames) < 0:
-        raise InputError(f"a size of {width}x{height}, {frames} frames", expected="0 or more", fix="0 is the default.")
     family = pipeline.spec
     usual = of_checkpoint(pipeline).sizes.defaults
     size = snap(family, width or usual.width, height or usual.height, frames or usual.frames)
@@ -75,10 +72,7 @@ def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, 
     more = advice(needs, times, room)
     lines = [f"{title}: {device} {have}", f"now: offload {mode}; fastest that fits: {quick}{'; ' * bool(more)}{more}"]
     for each in needs:
-        stages = ", ".join(
-            " ".join(filter(None, (stage.name, amount_of(stage.total), stage.form, _stays(stage), _where(stage))))
-            for stage in each.stages
-        )
+        stages = ", ".join(map(_stage, each.stages))
         fits = "" if room is None else " fits" if each.fits(room) else f" lacks {amount_of(each.lacks(room))}"
         lines.append(f"{each.mode}: peak {amount_of(each.peak)}{fits} ({stages})")
         if each.mode in times:
@@ -97,15 +91,12 @@ def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, 
     return "\n".join(lines)
 
 
-def _stays(stage: StageNeed) -> str:
-    """Weights of a stage that stay on the device although it can do without, if any."""
-    return f"and {amount_of(stage.stays)} of weights kept there" if stage.stays else ""
-
-
-def _where(stage: StageNeed) -> str:
-    if not stage.device:
-        return ""
-    return f"on {stage.device}" + ("" if stage.room is None else f" of {amount_of(stage.room)} free")
+def _stage(stage: StageNeed) -> str:
+    """A stage in words: its need, its form, weights that stay although it can do without, and another device."""
+    stays = f"and {amount_of(stage.stays)} of weights kept there" if stage.stays else ""
+    free = "" if stage.room is None else f" of {amount_of(stage.room)} free"
+    where = f"on {stage.device}{free}" if stage.device else ""
+    return " ".join(filter(None, (stage.name, amount_of(stage.total), stage.form, stays, where)))
 
 
 def _drawn(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, room: int | None) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from ...compat.decision import AUTO
 from ...compat.durable import write_file
 from ...compat.errors import CheckpointError, InputError
-from ...compat.records import FIX, WITHOUT, json_in, parse, plain, shown, wrong
+from ...compat.records import FIX, WITHOUT, json_in, parse, plain, shown, versioned, wrong
 from ...compat.transforms.step_cache import OFF, StepCacheSettings
 from ..base import FramePackSettings, ImageRequest, PictureSource, PromptRequest, SampleSettings
 from ..family import FITS
@@ -242,12 +242,7 @@ def job_on(line: str, *kinds: type[Job]) -> Job:
 
 def parsed(kind: type[J], record: Any) -> J:
     """The job of a ``kind`` that a JSON object describes; raises as :func:`job_in`."""
-    if not isinstance(record, dict) or type(record.get(HEAD)) is not int or record[HEAD] < 1:
-        raise InputError(f"{shown(record)} instead of a job", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX)
-    if record[HEAD] > VERSION:
-        raise InputError(
-            f"a job of version {record[HEAD]}", expected=f"version {VERSION} or older", fix="Update AnyGPU."
-        )
+    record = versioned(record, HEAD, VERSION, "a job")
     if record.get("kind", VideoJob.kind) != kind.kind:
         raise wrong("a job of kind", record["kind"], repr(kind.kind))
     passes, before = 1, record.get("first")

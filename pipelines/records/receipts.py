@@ -20,7 +20,7 @@ from ...compat.checkpoints.latents import metadata_of, record_in
 from ...compat.decision import AUTO
 from ...compat.device.facts import GIBIBYTE, value_or
 from ...compat.errors import CheckpointError, InputError, PackError
-from ...compat.records import FIX, json_in, parse, shown
+from ...compat.records import json_in, parse, shown, versioned
 from ...compat.redaction import own_names, redact
 from ..base import (
     RESOLVED,
@@ -142,13 +142,7 @@ def checked(record: Any, path: Path) -> dict[str, Any]:
         expected = "a video, latents or a textured mesh that AnyGPU saved, with metadata"
         fix = "Choose another file; converting or uploading a video often removes its metadata."
         raise CheckpointError(f"no receipt in {path.name!r}", expected=expected, fix=fix)
-    version = record.get(HEAD) if isinstance(record, dict) else None
-    if type(version) is not int or version < 1:
-        raise InputError(f"a receipt {shown(record)}", expected=f'an object with "{HEAD}": {VERSION}', fix=FIX)
-    if version > VERSION:
-        found = f"a receipt of version {version}"
-        raise InputError(found, expected=f"version {VERSION} or older", fix="Update AnyGPU.")
-    return dict(record)
+    return versioned(record, HEAD, VERSION, "a receipt")
 
 
 def job_of(

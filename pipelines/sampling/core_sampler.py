@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,6 @@ class BlockPatches:
     outputs: Mapping[str, list[OutputPatch]] = field(default_factory=dict)
     values: frozenset[int] = frozenset()  # double blocks whose attention hands its values on as they are
     options: Mapping[str, Any] = field(default_factory=dict)  # for output patches, beside the place
-    returns_alone: bool = False  # whether blocks return their tokens without the text
 
 
 def velocity(pipeline: Pipeline, transformer: Any, call: Call, block_patches: BlockPatches | None = None) -> Tensor:
@@ -61,7 +60,7 @@ def velocity(pipeline: Pipeline, transformer: Any, call: Call, block_patches: Bl
     with ExitStack() as stack:
         stack.enter_context(transformer.cache_context(call.branch))
         if block_patches is not None:
-            stack.enter_context(with_block_patches(transformer, replace(block_patches, returns_alone=alone)))
+            stack.enter_context(with_block_patches(transformer, block_patches, alone))
         output: Tensor = pipeline.spec.code.call_transformer(pipeline, transformer, call)
     return output.float()
 
@@ -96,8 +95,9 @@ def attentions_of(block: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def with_block_patches(transformer: nn.Module, block_patches: BlockPatches) -> Iterator[None]:
-    """``transformer`` with its blocks and their attention as ``block_patches`` says, for one call."""
+def with_block_patches(transformer: nn.Module, block_patches: BlockPatches, returns_alone: bool) -> Iterator[None]:
+    """``transformer`` with its blocks and their attention as ``block_patches`` says, for one call; its own blocks
+    return their tokens without the text where it ``returns_alone``."""
     with Undo() as undo:
         if block_patches.attend is not None:
             for owner in transformer.modules():
@@ -112,7 +112,7 @@ def with_block_patches(transformer: nn.Module, block_patches: BlockPatches) -> I
                     _patch_output(undo, attentions[name], patches, {**block_patches.options, **place})
             patch = (block_patches.double if kind == DOUBLE else block_patches.single).get(index)
             if patch is not None:
-                undo.set(block, "forward", _patched(block.forward, patch, block_patches.returns_alone))
+                undo.set(block, "forward", _patched(block.forward, patch, returns_alone))
         yield
 
 

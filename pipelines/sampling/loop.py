@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -207,14 +207,11 @@ def denoise(
 
 
 @dataclass(slots=True)
-class RetryScope:
+class RetryScope(AbstractContextManager["RetryScope"]):
     """One run of a block that may be run again: the ``with`` around it takes in errors of the kinds ``catches``."""
 
     catches: tuple[type[Exception], ...]
     error: Exception | None = None
-
-    def __enter__(self) -> None:
-        return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, self.catches):

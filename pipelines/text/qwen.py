@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...compat.checkpoints.packed import without_unpacking
 from ...compat.device.execution import to_host
 from ...compat.errors import InputError
 from ...compat.memory.parts import tell_once
@@ -15,7 +16,7 @@ from ...compat.packages import beginning
 from ..base import EMBEDS, EMBEDS_2, ENCODING, Forwards, Progress, PromptRequest, Silent
 from ..pipeline import Pipeline
 from ..sizes import texts_at_once
-from .t5 import by_text, held_encoder, held_t5, in_batches, shortened
+from .t5 import by_text, held_encoder, in_batches, shortened
 
 QUOTED_TOKENS = 256
 SUBJECTS = ("prompt", "negative prompt")
@@ -154,7 +155,7 @@ def _glyph_embeds(
     if not wanted:
         return glyphs
     tokenizer, device = pipeline.tools["tokenizer_2"], pipeline.offloader.device_of("text_encoder")
-    with held_t5(pipeline, "text_encoder_2", 1, progress) as encoder:
+    with held_encoder(pipeline, "text_encoder_2", 1, progress) as encoder, without_unpacking(encoder):
         for done, index in enumerate(wanted):
             length = len(tokenizer(quoted[index])["input_ids"])
             states, mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
 
 from ...compat.checkpoints.identity import picture_content
 from ...compat.checkpoints.packed import without_unpacking
@@ -28,13 +28,6 @@ def held_encoder(pipeline: Pipeline, part: str, texts: int, progress: Progress) 
     """A text encoder on its device, with room for a forward of so many texts; a cancel is obeyed inside of it."""
     hold = pipeline.offloader.hold(part, beside_text(pipeline, part, texts), progress)
     with hold as encoder, checked_layers(encoder, progress.check):
-        yield encoder
-
-
-@contextmanager
-def held_t5(pipeline: Pipeline, part: str, texts: int, progress: Progress) -> Iterator[Any]:
-    """:func:`held_encoder` of a T5, which asks packed weights for their dtypes."""
-    with held_encoder(pipeline, part, texts, progress) as encoder, without_unpacking(encoder):
         yield encoder
 
 
@@ -77,7 +70,7 @@ def t5_embeds(
     ]
     device, encoded = pipeline.offloader.device_of("text_encoder"), list[dict[str, torch.Tensor]]()
     count = 1 if _alone(texts, configuration.get(ZEROED, False)) else texts_at_once(pipeline, "text_encoder")
-    with held_t5(pipeline, "text_encoder", count, progress) as encoder:
+    with held_encoder(pipeline, "text_encoder", count, progress) as encoder, without_unpacking(encoder):
         pipe = bare_pipeline(pipeline_class, text_encoder=encoder, tokenizer=tokenizer, **configuration)
         for batch in in_batches(texts, count):
             found = pipe._get_t5_prompt_embeds(
@@ -127,11 +120,7 @@ def batched(prompt: Prompt, guided: bool) -> dict[str, torch.Tensor]:
     if not guided or prompt.negative is None:
         return dict(prompt.embeds)
     pair = (prompt.negative, prompt.embeds)
-    length = max(int(item[EMBEDS].shape[1]) for item in pair)
-    return {
-        EMBEDS: torch.cat([functional.pad(i[EMBEDS], (0, 0, 0, length - i[EMBEDS].shape[1])) for i in pair]),
-        MASK: torch.cat([functional.pad(i[MASK], (0, length - i[MASK].shape[1])) for i in pair]),
-    }
+    return {name: pad_sequence([text[name][0] for text in pair], batch_first=True) for name in (EMBEDS, MASK)}
 
 
 def t5_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -121,7 +121,7 @@ def test_an_unusable_mesh_is_found_before_anything_is_painted(paint, recorded):
 def test_painted_views_are_kept_when_baking_fails_and_forgotten_when_it_does_not(paint, tmp_path):
     saving = partial(texturing.saved_views, folder=tmp_path / "views", place="temp/anygpu")
     bad = replace(QUICK, texture=replace(BAKING, texture_size=4))
-    with pytest.raises(InputError, match=r"texture_size 4 to bake; .* The painted views are saved in temp/anygpu\.$"):
+    with pytest.raises(InputError, match=r"texture_size 4; .* The painted views are saved in temp/anygpu\.$"):
         texturing.textured(box(), [PICTURE], paint, None, bad, saving=saving)
     kept = sorted((tmp_path / "views").iterdir())
     assert len(kept) == 6 and numpy.array(Image.open(kept[0])).shape == (64, 64, 3)

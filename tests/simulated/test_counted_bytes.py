@@ -11,7 +11,7 @@ from anygpu.pipelines.forecast.seconds import planned_run
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sizes import Size, latent_shape
-from anygpu.pipelines.text.t5 import held_t5
+from anygpu.pipelines.text.t5 import held_encoder, without_unpacking
 from anygpu.pipelines.vae.plan import DecodeRequest, ladder_for
 
 from simulated.test_families import CASES, loaded_for
@@ -53,7 +53,7 @@ def test_packed_weights_are_made_dense_at_each_use(acc, tiny_folder):
         kept = {"weights": choice, "text_weights": choice, "precision": "fp32", "offload": "none"}
         pipeline = load(LoadRequest(tiny.build("mochi", tiny_folder), device=acc, **kept))
         prompt = stages.encode_prompt(pipeline, base.PromptRequest("a red fox", "blurry"), silent)
-        with held_t5(pipeline, "text_encoder", 2, silent) as encoder, torch.no_grad():
+        with held_encoder(pipeline, "text_encoder", 2, silent) as encoder, without_unpacking(encoder), torch.no_grad():
             tokens = torch.ones(2, 16, dtype=torch.int64).to(acc)
             with counting() as encoded:
                 encoder(tokens)

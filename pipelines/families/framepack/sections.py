@@ -22,7 +22,7 @@ from .spec import F1, TEMPORAL_RATIO
 INVERTED, VANILLA = SECTION_ORDERS
 ORDERS = ("auto", *SECTION_ORDERS)
 HISTORY = (1, 2, 16)  # latent frames that a section sees at full, half and quarter scale, the nearest first
-LARGEST_WINDOW = 33  # of the slider in lllyasviel's own application
+LARGEST_WINDOW, ADVICE = 33, "; the models were trained with 9"  # of the slider in lllyasviel's own application
 VISION = "vision"  # what the image encoder says of the start image, or of a clip's first frame
 CLIP_NEAREST = 4  # latent frames of a clip that a section sees at full scale: 5 cleaned frames, as the fork counts
 TIMED = re.compile(r"\[(\d{1,6}(?:\.\d{1,6})?)s(?:-(\d{1,6}(?:\.\d{1,6})?)s)?\s*:([^\]]*)\]")
@@ -110,8 +110,7 @@ def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: boo
     ``variant`` decides the order ``auto``; ``start`` latent frames are of a clip where there are several. InputError
     where a setting is out of range, or the order cannot reach the end image of a video that is ``ended``. Source:
     lllyasviel/FramePack 97fe5db ``demo_gradio.py``: ``max(round(seconds * 30 / (window * 4)), 1)``."""
-    advice = "; the models were trained with 9"
-    require_range("window", framepack.window, 1, LARGEST_WINDOW, "latent frames", advice=advice)
+    require_range("window", framepack.window, 1, LARGEST_WINDOW, "latent frames", advice=ADVICE)
     require_choice("order", framepack.order, ORDERS, "Choose auto.")
     require_range("end_strength", framepack.end_strength, 0, 1)
     require_range("blend_sections", framepack.blend_sections, 0, MOST_BLENDED, "sections")
@@ -214,10 +213,8 @@ def joined(videos: Iterable[Tensor], window: int, inverted: bool) -> Tensor:
 
 def training_plan(frames: int, window: int, order: str) -> tuple[Plan, int]:
     """The sections of a film of so many latent frames, and how many pixel frames at its end are left out."""
-    if not 1 <= window <= LARGEST_WINDOW or order not in SECTION_ORDERS:
-        found = f"window {window}, order {order!r}"
-        fix = "The models were trained with window 9."
-        raise InputError(found, expected=f"window 1 to {LARGEST_WINDOW}, order {' or '.join(SECTION_ORDERS)}", fix=fix)
+    require_range("window", window, 1, LARGEST_WINDOW, "latent frames", advice=ADVICE)
+    require_choice("order", order, SECTION_ORDERS)
     count = (frames - 1) // window
     if count < 1:
         found = f"{frames} latent frames for a section of {window}"

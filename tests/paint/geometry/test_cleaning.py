@@ -97,5 +97,5 @@ def test_nothing_left_and_wrong_shares_are_one_line():
     flat = Mesh(torch.zeros(3, 3), torch.tensor([[0, 1, 2]]))
     with pytest.raises(InputError, match="all broken or without area"):
         cleaned(flat)
-    with pytest.raises(InputError, match=r"floaters 1.5; expected a share"):
+    with pytest.raises(InputError, match=r"floaters 1.5; expected 0 to 1 of all faces"):
         cleaned(box(), CleanSettings(floaters=1.5))

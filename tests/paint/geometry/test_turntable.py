@@ -64,7 +64,7 @@ def test_clay_needs_no_uvs():
 
 @pytest.mark.parametrize(("name", "value"), [("frames", 0), ("size", 5000), ("elevation", 91), ("background", 2)])
 def test_values_out_of_range_are_refused(name, value):
-    with pytest.raises(InputError, match=f"{name} {value} of the turntable"):
+    with pytest.raises(InputError, match=f"{name} of the turntable {value}"):
         turntable(Surface.of(box()), None, **{name: value})
 
 

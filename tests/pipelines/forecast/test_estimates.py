@@ -99,7 +99,7 @@ def test_the_plan_is_text_and_a_picture(mochi):
     text, bars = memory_plan.memory_plan(mochi, size)
     assert all(f"{mode}: peak" in text for mode in MODES) and "plan: read ->" in text
     assert bars.shape[0] == 1 and bars.shape[2:] == (1200, 3) and float(bars.std()) > 0.05
-    with pytest.raises(InputError, match="a size of -1x0"):
+    with pytest.raises(InputError, match="width -1"):
         memory_plan.planned_size(mochi, -1, 0, 0, False)
 
 

@@ -262,9 +262,9 @@ def test_what_cannot_be_cut_into_sections_is_said(tmp_path: Path) -> None:
 
     with pytest.raises(InputError, match="3 latent frames for a section of 9"):
         save(latent)
-    with pytest.raises(InputError, match="window 0, order 'vanilla'"):
+    with pytest.raises(InputError, match="window 0"):
         save(latent, 0)
-    with pytest.raises(InputError, match="window 2, order 'auto'"):
+    with pytest.raises(InputError, match="order 'auto'"):
         save(latent, 2, "auto")
     with pytest.raises(UnsupportedError, match="FramePack's sections of latents of 'ltx'"):
         save(ltx)
