@@ -294,13 +294,14 @@ def decode(
     pipeline: Pipeline,
     latents: Latents,
     progress: Progress,
+    method: str = "auto",
     form: DecodeRequest | None = None,
     tiny_decoders: Sequence[Path] = (),
 ) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1, as many as were asked for.
 
     Args:
-        form: the method with its tile, overlap and frames per chunk.
+        form: the method with its tile, overlap and frames per chunk, in place of ``method``.
         tiny_decoders: folders in which ``draft`` finds one.
 
     Raises:
@@ -314,7 +315,7 @@ def decode(
         found = f"latents of shape {tuple(latents.samples.shape)}"
         fix = "Decode them with the model that made them."
         raise InputError(found, expected=f"(1, {expected}, T, H, W) for {family.title}", fix=fix)
-    form = form or DecodeRequest()
+    form = form or DecodeRequest(method)
     smallest = form.method in ("auto", "streaming", "cpu", DRAFT)
     hint = "" if smallest else "set method to auto, which continues in smaller parts"
     count, lengths = latents.samples.shape[2], latents.extra.get("section_lengths", ())

@@ -21,7 +21,7 @@ from anygpu.pipelines.pipeline import DEMOS
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.vae import draft
-from anygpu.pipelines.vae.plan import DRAFT, DecodeRequest
+from anygpu.pipelines.vae.plan import DRAFT
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional
@@ -168,7 +168,7 @@ def test_a_draft_heeds_what_ails_the_convolutions_of_a_device(
 
     monkeypatch.setattr(draft.Network, "forward", forward)
     monkeypatch.setattr(draft, "policy_for", lambda _: DevicePolicy(vae_cudnn=False))
-    stages.decode(pipeline, latents, recorded(), DecodeRequest(DRAFT), tiny_decoders=[tmp_path])
+    stages.decode(pipeline, latents, recorded(), DRAFT, tiny_decoders=[tmp_path])
     assert seen == {(torch.float32, False)}
 
 
@@ -178,7 +178,7 @@ def test_the_draft_of_kept_latents_reads_no_vae(id: str, tiny_folder: Path, tmp_
     config, progress = pipeline.configs["vae"], recorded()
     file = file_of(id, tmp_path / "vae_approx")
     latents = replace(latents, extra={"drop_frames": 1})
-    frames = stages.decode(pipeline, latents, progress, DecodeRequest(DRAFT), tiny_decoders=[tmp_path])
+    frames = stages.decode(pipeline, latents, progress, DRAFT, tiny_decoders=[tmp_path])
     scale = float(config.get("scaling_factor", 1.0))
     mean, std = (
         torch.tensor(config.get(key) or [usual]) for key, usual in (("latents_mean", 0.0), ("latents_std", 1.0))
@@ -198,7 +198,7 @@ def test_a_pickle_is_read_as_weights_alone(sampled: Any, tmp_path: Path) -> None
     file_of(pipeline.family, tmp_path / "pickled", f"{named}.pth")
     file_of(pipeline.family, tmp_path / "safe")
     one, other = (
-        stages.decode(pipeline, latents, Silent(), DecodeRequest(DRAFT), tiny_decoders=[tmp_path / name])
+        stages.decode(pipeline, latents, Silent(), DRAFT, tiny_decoders=[tmp_path / name])
         for name in ("pickled", "safe")
     )
     assert torch.equal(one, other)
@@ -208,11 +208,11 @@ def test_without_a_file_that_fits_its_name_and_source_are_said(sampled: Any, tmp
     pipeline, latents = sampled
     row = pipeline.spec.published.tiny_decoders[0]
     with pytest.raises(CheckpointError, match=row.source):
-        stages.decode(pipeline, latents, Silent(), DecodeRequest(DRAFT), tiny_decoders=[tmp_path, tmp_path / "gone"])
+        stages.decode(pipeline, latents, Silent(), DRAFT, tiny_decoders=[tmp_path, tmp_path / "gone"])
     other = "mochi" if pipeline.family != "mochi" else "hunyuan_video"
     file_of(other, tmp_path, f"{row.name}_other.safetensors")
     with pytest.raises(CheckpointError, match=f"{row.name}_other.safetensors' holds another network"):
-        stages.decode(pipeline, latents, Silent(), DecodeRequest(DRAFT), tiny_decoders=[tmp_path])
+        stages.decode(pipeline, latents, Silent(), DRAFT, tiny_decoders=[tmp_path])
 
 
 def test_the_file_of_a_newer_model_is_passed_over(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_family_without_one_says_so_in_one_line(tiny_folder: Path) -> None:
     with pytest.raises(
         UnsupportedError, match="a draft of LTX-Video, for which no tiny decoder is published"
     ) as raised:
-        stages.decode(pipeline, latents, Silent(), DecodeRequest(DRAFT))
+        stages.decode(pipeline, latents, Silent(), DRAFT)
     assert "\n" not in str(raised.value)
 
 
@@ -239,7 +239,7 @@ def test_broken_values_of_a_draft_are_an_error(sampled: Any, tmp_path: Path) -> 
     tensors["22.bias"] = torch.full_like(tensors["22.bias"], math.nan)
     save_file({f"decoder.{key}": tensor for key, tensor in tensors.items()}, file)
     with pytest.raises(Exception, match="values of the draft are NaN"):
-        stages.decode(pipeline, latents, Silent(), DecodeRequest(DRAFT), tiny_decoders=[tmp_path])
+        stages.decode(pipeline, latents, Silent(), DRAFT, tiny_decoders=[tmp_path])
 
 
 def test_the_draft_of_a_demo_model_is_refused(sampled: Any, tmp_path: Path) -> None:
@@ -249,4 +249,4 @@ def test_the_draft_of_a_demo_model_is_refused(sampled: Any, tmp_path: Path) -> N
     demo = replace(pipeline, model=replace(pipeline.model, source=DEMOS / "hunyuan_video"))
     assert demo.is_demo
     with pytest.raises(UnsupportedError, match="a draft of a demo model"):
-        stages.decode(demo, latents, Silent(), DecodeRequest(DRAFT), tiny_decoders=[tmp_path])
+        stages.decode(demo, latents, Silent(), DRAFT, tiny_decoders=[tmp_path])
