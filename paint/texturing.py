@@ -28,7 +28,7 @@ from .loading import PaintPipeline
 from .pictures import recentred
 from .sampling.adapter_painting import paint_six_views
 from .sampling.delight import DelightSettings, delight_image
-from .sampling.painting import Painted, PaintInputs, PaintSettings, explained, paint_views
+from .sampling.painting import Painted, PaintInputs, PaintSettings, completed, explained, paint_views
 
 TEXEL_BYTES = 200  # of baking, at its peak; counted in benchmarks/results/paint_stages.csv
 PICTURE_BYTES, PROJECTED_BYTES = 170 * 10**6, 210  # of projecting a picture, and for each texel: counted likewise
@@ -279,7 +279,8 @@ def textured(
     with torch.no_grad():
         greedy = settings.cameras is None and pipeline.family == "paint_pbr"
         cameras = greedy_cameras(mesh, settings.max_views, progress, device) if greedy else settings.cameras
-        size = settings.maps or (settings.paint.size if adapter else settings.texture.view_size)
+        view_size = completed(pipeline, settings.paint, Silent()).size if adapter else settings.texture.view_size
+        size = settings.maps or view_size
         maps, cameras, _ = maps_of(mesh, cameras, pipeline.family, settings.shading, size, progress, device)
         references = references_of(pipeline, pictures, delight, settings.delight, progress)
         words = {"prompt": settings.prompt, "negative": settings.negative}
