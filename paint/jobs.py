@@ -187,7 +187,7 @@ def run(
         given["cameras"] = camera_table(**columns, ortho_scale=job.ortho_scale)
     settings = OneStep(job.paint, delight=job.delighting, **given)
     shown = _shown(Pictures(job.inputs[1:], job.mask), files, progress)
-    larger: dict[str, Any] = {}
+    larger = {name: given for name, given in machine.host.items() if name == "make_room"}
     if job.upscaler is not None:
         if machine.enlarged is None:
             found, fix = f"views enlarged by {job.upscaler.name!r}", "Use AnyGPU Replay."
@@ -338,10 +338,9 @@ def paint_jobs(
     size: int = 0,
     **others: Any,
 ) -> list[PaintJob]:
-    """A job for each mesh of a folder, prompt and seed, painted from the picture of the same name.
+    """A job for each mesh of a folder, prompt and seed, from the picture of its name, cut out by its transparency.
 
-    A picture's own transparency cuts it out. Raises InputError where there are no meshes, or one has no picture;
-    MV-Adapter tg2mv takes none.
+    Raises InputError where there are no meshes, or one has no picture; MV-Adapter tg2mv takes none.
 
     Args:
         painting: settings of each job, but for its seed, and for its view size where ``size`` is given.
@@ -357,11 +356,10 @@ def paint_jobs(
         fix = "Give each mesh a picture of its name."
         raise InputError(found, expected=f"a picture named {lonely.stem} in {str(pictures)!r}", fix=fix)
     baking, jobs = BakeSettings(texture_size, raster_size(painting.size, texture_size)), []
-    mask = "" if from_words else ALPHA
     for path in shapes:
         mesh, picture = _item(path, add), None if from_words else _item(by_name[path.stem], add)
         for prompt, seed in product(prompts or [""], seeds):
-            settings = replace(painting, seed=seed)
+            settings, mask = replace(painting, seed=seed), "" if from_words else ALPHA
             jobs.append(PaintJob(model, mesh, picture, settings, texture=baking, prompt=prompt, mask=mask, **others))
     return jobs
 
@@ -373,8 +371,8 @@ def adapter_fields(model: Path, adapter: Path, item: Content, prompts: str, nega
     kind = base_in(model).kind
     variant = variant_of(weights_in(adapter, "adapter").shapes, kind, adapter.name, "")
     words = prompts_in(prompts) if prompts.strip() or variant == TG2MV else ()
-    own = {"adapter": item, "variant": variant, "negative": negative or NEGATIVE, "prompts": words}
-    return {**own, "size": TAUGHT_SIZES[kind]}
+    own = {"adapter": item, "variant": variant, "size": TAUGHT_SIZES[kind]}
+    return {**own, "negative": negative or NEGATIVE, "prompts": words}
 
 
 def _item(path: Path, add: Callable[[Path], str]) -> Content:
