@@ -250,9 +250,7 @@ def guided(predicted: Tensor, rows: int, *scales: float) -> Tensor:
 
 def begun(pipeline: PaintPipeline, solver: Any, noise: Tensor, settings: PaintSettings) -> Tensor:
     """Latents to start from: noise, or those of an earlier pass with some."""
-    start = None
-    if settings.continues:
-        start = to_host(settings.latents).float() * pipeline.latent_scale
+    start = to_host(settings.latents).float() * pipeline.latent_scale if settings.continues else None
     return solver.begin(noise, start)  # type: ignore[no-any-return]
 
 
