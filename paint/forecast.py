@@ -222,8 +222,8 @@ def work_key(pipeline: PaintPipeline) -> str:
 
 def stage_work(pipeline: PaintPipeline, stage: str, run: PaintRun) -> Work:
     if stage in PARTS and PARTS[stage] in CLASSES:
-        config = pipeline.configs[PARTS[stage]]
-        return counted_once((stage, text_of(config)), partial(_encoder_work, pipeline, PARTS[stage]))
+        key = (stage, text_of(pipeline.configs[PARTS[stage]]), str(pipeline.precision.text))
+        return counted_once(key, partial(_encoder_work, pipeline, PARTS[stage]))
     if stage == "encoding":
         pictures = 1 if pipeline.family == "delight" else run.references + 2 * run.views
         pictures = run.references if pipeline.family == "mv_adapter" else pictures

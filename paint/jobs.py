@@ -27,7 +27,7 @@ from ..pipelines.records.job_lists import files_in, prompts_in
 from ..pipelines.records.places import PICTURES, Machine, Places
 from .adapter_loading import AdapterRequest, load_adapter
 from .baking.bake import BakeSettings
-from .choices import ADAPTER_VARIANTS, IG2MV, NEGATIVE, ORTHO_SCALE, PBR, TAUGHT_SIZES, TG2MV, VARIANTS
+from .choices import ADAPTER_VARIANTS, NEGATIVE, ORTHO_SCALE, PBR, TAUGHT_SIZES, TG2MV, VARIANTS
 from .geometry.cameras import Camera, CameraTable, camera_table
 from .geometry.mesh import FORMATS, Mesh, glb_of, load_mesh
 from .geometry.mesh_cost import extras_of
@@ -49,7 +49,7 @@ class Pictures:
     """The pictures of an IMAGE, each a file of its own, and the MASK that cuts them out."""
 
     files: tuple[Content, ...]
-    mask: str = ""  # hash of their transparency; ALPHA: the file's own, whatever it is; empty: left out
+    mask: str = ""  # hash of their transparency; ALPHA: the file's own, whatever it is; empty: ignored
 
     @classmethod
     def of(cls, image: Tensor, mask: Tensor | None) -> Pictures:
@@ -187,7 +187,7 @@ def run(
         given["cameras"] = camera_table(**columns, ortho_scale=job.ortho_scale)
     settings = OneStep(job.paint, delight=job.delighting, **given)
     shown = _shown(Pictures(job.inputs[1:], job.mask), files, progress)
-    larger: dict[str, Any] = {}
+    larger = {name: given for name, given in machine.host.items() if name == "make_room"}
     if job.upscaler is not None:
         if machine.enlarged is None:
             found, fix = f"views enlarged by {job.upscaler.name!r}", "Use AnyGPU Replay."
@@ -248,7 +248,7 @@ def asked_job(
         Content("", geometry_hash(mesh)),
         next(iter(pictures.files), None),
         completed(pipeline, settings.paint, Silent()),
-        delight=None if delight is None else known(delight.source),
+        delight=known(delight.source) if delight is not None and pipeline.family == "paint" else None,
         variant=pipeline.variant if pipeline.variant in (*VARIANTS, *ADAPTER_VARIANTS) else AUTO,
         more_pictures=pictures.files[1:],
         mask=pictures.mask,
@@ -262,13 +262,14 @@ def asked_job(
 
 def missing_of(pipeline: PaintPipeline, delight: PaintPipeline | None, image: Any, dino: Any) -> list[str]:
     """Inputs of a texture that no file describes."""
-    model = pipeline.request.model
+    model, light = pipeline.request.model, None if delight is None else delight.request
     absent = {
         "core's MODEL, CLIP and VAE as one file has them": isinstance(model, Weights) and model.file is None,
         "what a demo model leaves out of PBR": Path(pipeline.stands_in_for).name == PBR,
-        "states of another image encoder": dino is not None,
-        "a delight model of another precision": delight is not None
-        and (delight.request.precision, delight.request.weights) != (pipeline.request.precision, AUTO),
+        "states of another image encoder": dino is not None and pipeline.family == "paint_pbr",
+        "a delight model of another precision or VAE": light is not None
+        and pipeline.family == "paint"
+        and (light.precision, light.weights, light.vae) != (pipeline.request.precision, AUTO, None),
     }
     return [name for name, is_absent in absent.items() if is_absent]
 
@@ -337,7 +338,7 @@ def paint_jobs(
     size: int = 0,
     **others: Any,
 ) -> list[PaintJob]:
-    """A job for each mesh of a folder, prompt and seed, painted from the picture of the same name.
+    """A job for each mesh of a folder, prompt and seed, from the picture of its name, cut out by its transparency.
 
     Raises InputError where there are no meshes, or one has no picture; MV-Adapter tg2mv takes none.
 
@@ -358,21 +359,20 @@ def paint_jobs(
     for path in shapes:
         mesh, picture = _item(path, add), None if from_words else _item(by_name[path.stem], add)
         for prompt, seed in product(prompts or [""], seeds):
-            settings = replace(painting, seed=seed)
-            jobs.append(PaintJob(model, mesh, picture, settings, texture=baking, prompt=prompt, **others))
+            settings, mask = replace(painting, seed=seed), "" if from_words else ALPHA
+            jobs.append(PaintJob(model, mesh, picture, settings, texture=baking, prompt=prompt, mask=mask, **others))
     return jobs
 
 
 def adapter_fields(model: Path, adapter: Path, item: Content, prompts: str, negative: str) -> dict[str, Any]:
     """The arguments of :func:`paint_jobs` for MV-Adapter on a checkpoint; headers are read.
 
-    Raises CheckpointError where the two do not fit, InputError where tg2mv has no prompt. A picture's own transparency
-    cuts it out."""
+    Raises CheckpointError where the two do not fit, InputError where tg2mv has no prompt."""
     kind = base_in(model).kind
     variant = variant_of(weights_in(adapter, "adapter").shapes, kind, adapter.name, "")
     words = prompts_in(prompts) if prompts.strip() or variant == TG2MV else ()
-    own = {"adapter": item, "variant": variant, "negative": negative or NEGATIVE, "prompts": words}
-    return {**own, "mask": ALPHA if variant == IG2MV else "", "size": TAUGHT_SIZES[kind]}
+    own = {"adapter": item, "variant": variant, "size": TAUGHT_SIZES[kind]}
+    return {**own, "negative": negative or NEGATIVE, "prompts": words}
 
 
 def _item(path: Path, add: Callable[[Path], str]) -> Content:

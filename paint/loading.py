@@ -33,7 +33,7 @@ from .networks import published as networks
 from .networks import vae
 from .networks.encoders import encoder
 from .networks.layers import Dtypes, Residual, Transformer
-from .networks.unet import UNetShape, set_attention
+from .networks.unet import STABLE_DIFFUSION_2, UNetShape, set_attention
 from .networks.weights import Weights, weights_in
 
 BLOCK = re.compile(r"^(.*?\.\d+)\.")
@@ -98,7 +98,7 @@ class PaintPipeline(KnownToHost):
     probes: ProbeStore | None = None  # what the device answered; None where nothing is kept
     stands_in_for: str = ""  # as PaintRequest has it
     attention: str = ""  # what runs, in a word or two
-    tokenizers: Mapping[str, Path] = field(default_factory=dict)  # folders, by text encoder; of mv_adapter
+    tokenizers: Mapping[str, Path] = field(default_factory=dict)  # folders, by text encoder
     request: Any = None  # from which it was loaded, of either kind
 
     @property
@@ -191,6 +191,7 @@ def load_paint(
         probes=probes,
         stands_in_for=request.stands_in_for,
         attention=attention.label,
+        tokenizers={"text_encoder": _beside(place, "tokenizer", "") or place.with_name("tokenizer")},
         request=request,
     )
 
@@ -264,10 +265,9 @@ def _variant(request: PaintRequest, kind: str, stored: Weights) -> str:
 
 
 def _config(place: Path) -> Mapping[str, Any]:
-    folder = place if place.is_dir() else place.parent
-    if (folder / "config.json").is_file():
-        return read_json(folder / "config.json", "the configuration of the UNet")
-    return networks.STABLE_DIFFUSION_2
+    file = (place if place.is_dir() else place.parent) / "config.json"
+    config = read_json(file, "the configuration of the UNet") if file.is_file() else {}
+    return config if "block_out_channels" in config else STABLE_DIFFUSION_2  # beside another model's
 
 
 def _remarks(request: PaintRequest, kind: str, place: Path, stored: Weights, dropped: int) -> list[Decision]:
@@ -324,9 +324,9 @@ def _unet_reader(
     return reader_of(part, stored.total_bytes * count // len(stored.shapes), build)
 
 
-def _beside(place: Path, name: str) -> Path | None:  # of the checkpoint that the UNet belongs to
+def _beside(place: Path, name: str, file: str = "config.json") -> Path | None:  # of the UNet's checkpoint
     folder = place if place.is_dir() else place.parent
-    return next((candidate for candidate in (folder.parent / name, folder / name) if candidate.is_dir()), None)
+    return next((each for each in (folder / name, folder.parent / name) if (each / file).exists()), None)
 
 
 def _vae_reader(
@@ -346,7 +346,10 @@ def _vae_reader(
 def vae_reader(
     stored: Weights, config: Mapping[str, Any], precision: Precision, attention: Attention, convert: Any = dict
 ) -> Reader:
-    """Reader of a VAE, whose tensors ``convert`` gives diffusers' names."""
+    """Reader of a VAE, whose tensors ``convert`` gives diffusers' names; raises CheckpointError for another model's."""
+    if config.get("latent_channels", 4) != 4:
+        found = f"a vae of {config['latent_channels']} latent channels in {str(stored.path)!r}"
+        raise CheckpointError(found, expected="4, as Stable Diffusion has", fix="Choose auto as vae.")
     exact = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
 
     def build(advance: Callable[[int], None]) -> nn.Module:
@@ -366,13 +369,13 @@ def _encoders(
     if name is None:
         return {}
     folder = request.image_encoder if name == "image_encoder" else _beside(place, name)
-    if folder is None or not (folder / "config.json").is_file():
-        if folder is None or folder is not request.image_encoder:
-            return {}
-        found, fix = f"no config.json in {str(folder)!r}", "Download config.json beside the weights."
-        raise CheckpointError(found, expected="the folder of DINOv2-giant", fix=fix)
+    if folder is None:
+        return {}
+    config = read_json(folder / "config.json", f"the configuration of the {name}")
+    if name == "image_encoder" and config.get("hidden_size") != 1536:
+        found = f"an image encoder of width {config.get('hidden_size')} in {str(folder)!r}"
+        raise CheckpointError(found, expected="1536, of DINOv2-giant", fix="Choose the folder of DINOv2-giant.")
     stored = weights_in(folder, name, "safetensors" if any(folder.glob("*.safetensors")) else AUTO)
     size = paint_bytes(stored.bytes_as(precision.text))
-    config = read_json(folder / "config.json", f"the configuration of the {name}")
     build = partial(encoder, name, config, stored, precision.text)
     return {name: (reader_of(name, stored.total_bytes, build), config, size)}

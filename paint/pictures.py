@@ -88,9 +88,9 @@ def over(picture: Tensor, background: float) -> Tensor:
     return ((picture[..., :3] * alpha + background * (1 - alpha)) * 255).round() / 255
 
 
-def squared(picture: Tensor, background: float) -> Tensor:  # in the middle of a square of its longer side
+def squared(picture: Tensor, background: float) -> Tensor:  # in the middle of a square, clear around RGBA
     height, width = picture.shape[:2]
-    ground = picture.new_full((picture.shape[2],), background)
+    ground = picture.new_tensor((background, background, background, 0.0))[: picture.shape[2]]
     return picture if height == width else _in_middle(picture, max(height, width), ground)
 
 

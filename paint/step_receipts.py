@@ -59,7 +59,7 @@ def painted_record(
         delight = SimpleNamespace(source=light["request"].model, request=light["request"])
         settings = replace(settings, delight=light["settings"])
     missing = missing_of(pipeline, delight, image, dino) + ["light taken out in another way"] * (not usual)
-    missing += ["the latents that it started from"] * (settings.paint.latents is not None)
+    missing += ["the latents that it started from"] * settings.paint.continues
     if not maps or maps != facts_of(pictures["positions"], "maps") or maps["cameras"] != settings.cameras:
         return {receipts.HEAD: receipts.VERSION, "missing": [*missing, "maps of AnyGPU Render Views"]}
     settings, mesh = replace(settings, maps=maps["size"], shading=maps["shading"]), maps["mesh"]

@@ -28,7 +28,7 @@ from .loading import PaintPipeline
 from .pictures import recentred
 from .sampling.adapter_painting import paint_six_views
 from .sampling.delight import DelightSettings, delight_image
-from .sampling.painting import Painted, PaintInputs, PaintSettings, explained, paint_views
+from .sampling.painting import Painted, PaintInputs, PaintSettings, completed, explained, paint_views
 
 TEXEL_BYTES = 200  # of baking, at its peak; counted in benchmarks/results/paint_stages.csv
 PICTURE_BYTES, PROJECTED_BYTES = 170 * 10**6, 210  # of projecting a picture, and for each texel: counted likewise
@@ -84,8 +84,8 @@ def maps_of(
     require_choice("normals", normals, NORMALS, "Choose auto.")
     table = views_for(family, cameras)
     flat = family == "paint_pbr" if normals == "auto" else normals == "flat"
-    what = f"rendering maps of {size} pixels"
-    with Checked((progress or Silent()).check), explained(what, device or HOST, "Lower size."):
+    what, fix = f"rendering maps of {size} pixels", "Lower size, view_size or texture_size."
+    with Checked((progress or Silent()).check), explained(what, device or HOST, fix):
         surface = Surface.of(mesh, device, table.frame)
         return rendered_maps(surface, table, size, flat, collected=HOST), table, surface
 
@@ -188,7 +188,7 @@ def roomy(device: torch.device | None, needed_bytes: int, notify: Callable[[str]
     free = None if device is None or device.type == HOST.type else free_bytes(device)
     if free is None or free > needed_bytes:
         return device
-    notify(f"baked on the CPU: {free / GIBIBYTE:.1f} GB free on the device, {needed_bytes / GIBIBYTE:.1f} GB needed")
+    notify(f"computed on the CPU: {free / GIBIBYTE:.1f} GB free on the device, {needed_bytes / GIBIBYTE:.1f} GB needed")
     return HOST
 
 
@@ -234,7 +234,7 @@ def references_of(
 def saved_views(painted: Painted, folder: Path, place: str) -> Iterator[None]:
     """Save painted views as pictures in ``folder``, until the block, which bakes them, has succeeded.
 
-    A PackError of the block says where the pictures are: in ``place``, as the user knows the folder."""
+    A PackError or shortage of the block says where the pictures are: in ``place``, as the user knows the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, pictures in (("view", painted.views), ("metallic_roughness", painted.metallic_roughness)):
@@ -248,9 +248,11 @@ def saved_views(painted: Painted, folder: Path, place: str) -> Iterator[None]:
     log.info("AnyGPU: painted views are saved in %s until they are baked", folder)
     try:
         yield
-    except PackError as error:
-        fix = f"{error.fix} The painted views are saved in {place}."
-        raise type(error)(error.found, expected=error.expected, fix=fix) from error
+    except (PackError, torch.OutOfMemoryError) as error:
+        where = f"The painted views are saved in {place}."
+        if not isinstance(error, PackError):
+            raise torch.OutOfMemoryError(f"{error}\n{where}") from error
+        raise type(error)(error.found, expected=error.expected, fix=f"{error.fix} {where}") from error
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -264,11 +266,13 @@ def textured(
     dino: Tensor | None = None,
     saving: Callable[[Painted], AbstractContextManager[None]] = nullcontext,
     enlarge: Callable[[Tensor], Tensor] = lambda pictures: pictures,
+    make_room: Callable[[int, torch.device], None] = lambda *_: None,
 ) -> tuple[Texture, Painted, CameraTable]:
     """Make a texture from a mesh and pictures (H, W, 3 or 4), the front first: render, paint, bake and fill.
 
     An unusable mesh is refused before anything is painted. ``saving`` is around the bake, such as :func:`saved_views`,
-    whose pictures stay if that fails; ``enlarge`` makes pictures (V, S, S, 3) larger before it."""
+    whose pictures stay if that fails; ``enlarge`` makes pictures (V, S, S, 3) larger before it; ``make_room`` frees
+    bytes on a device for it."""
     progress = progress or Silent()
     device, adapter = pipeline.offloader.device, pipeline.family == "mv_adapter"
     with Checked(progress.check):
@@ -279,14 +283,16 @@ def textured(
     with torch.no_grad():
         greedy = settings.cameras is None and pipeline.family == "paint_pbr"
         cameras = greedy_cameras(mesh, settings.max_views, progress, device) if greedy else settings.cameras
-        size = settings.maps or (settings.paint.size if adapter else settings.texture.view_size)
+        view_size = completed(pipeline, settings.paint, Silent()).size if adapter else settings.texture.view_size
+        size = settings.maps or view_size
         maps, cameras, _ = maps_of(mesh, cameras, pipeline.family, settings.shading, size, progress, device)
         references = references_of(pipeline, pictures, delight, settings.delight, progress)
         words = {"prompt": settings.prompt, "negative": settings.negative}
         inputs = PaintInputs(references, maps.normal, maps.position, cameras, dino=dino, **words)
-        del maps
         painted = painted_views(pipeline, inputs, settings.paint, progress)
+        del maps, inputs
         views, both = (each if each is None else enlarge(each) for each in (painted.views, painted.metallic_roughness))
         with saving(painted):
+            make_room(TEXEL_BYTES * settings.texture.texture_size**2, device)
             texture = texture_of(mesh, cameras, views, both, settings.texture, progress, device)
     return texture, painted, cameras

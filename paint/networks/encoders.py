@@ -92,12 +92,13 @@ def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Callable[[]
         found = f"no text_encoder for {str(pipeline.source)!r}"
         fix = "Download the complete delight folder."
         raise CheckpointError(found, expected="the folder text_encoder of the delight checkpoint", fix=fix)
-    tokens = torch.full((1, TOKENS), _padding(pipeline.source))
+    folder = pipeline.tokenizers["text_encoder"]
+    tokens = torch.full((1, TOKENS), _padding(folder))
     words = [FIRST_TOKEN, LAST_TOKEN]
     if prompt:
         expected = "the folder tokenizer of the delight checkpoint, for a negative prompt"
         fix = "Download the complete delight folder, or leave negative_prompt empty."
-        words = prompt_tokens(pipeline.source / "tokenizer", prompt, expected=expected, fix=fix, notify=progress.notify)
+        words = prompt_tokens(folder, prompt, expected=expected, fix=fix, notify=progress.notify)
     tokens[0, : len(words)] = torch.tensor(words)
     return _states(pipeline, "text_encoder", "text", tokens, progress, times())
 
@@ -118,9 +119,9 @@ def prompt_tokens(folder: Path, prompt: str, expected: str, fix: str, notify: Ca
     return tokenizer(text, truncation=True, max_length=TOKENS)["input_ids"]  # type: ignore[no-any-return]
 
 
-def _padding(source: Path) -> int:
+def _padding(folder: Path) -> int:
     """Padding token of the prompt: Stable Diffusion 2's tokenizer takes "!"."""
-    file = source / "tokenizer" / "special_tokens_map.json"
+    file = folder / "special_tokens_map.json"
     if not file.is_file():
         return PADDING["!"]
     token = read_json(file, "the tokenizer's special tokens").get("pad_token", "!")

@@ -18,7 +18,7 @@ from .pbr import PbrStream
 from .unet import UNet, UNetShape
 
 DELIGHT_CHANNELS = 8  # noisy latents and those of the picture
-SIGNS = {  # a tensor that only this kind has
+SIGNS = {  # a tensor by which a kind is told from those after it
     "paint": "unet.class_embedding.weight",
     "paint_pbr": "unet.learned_text_clip_albedo",
     "delight": "conv_in.weight",

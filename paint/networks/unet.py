@@ -48,7 +48,7 @@ class UNetShape:
         for name, value in REQUIRED.items():
             if config.get(name, value) != value:
                 found = f"{name} {config[name]!r} in the configuration of the UNet"
-                raise CheckpointError(found, expected=f"{value!r}", fix="Choose a Hunyuan3D paint or delight folder.")
+                raise CheckpointError(found, expected=f"{value!r}", fix="Choose a folder of this node's models.")
         widths = tuple(config["block_out_channels"])
         heads = config["attention_head_dim"]
         return cls(

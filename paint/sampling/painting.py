@@ -69,11 +69,15 @@ class PaintSettings:
     seed: int = 0  # 0 to 2**64 - 1
     scheduler: str = "auto"  # one of choices.SCHEDULERS
     spacing: str = "auto"
-    sigmas: tuple[float, ...] | None = None  # noise levels in place of steps and spacing
+    sigmas: tuple[float, ...] | None = None  # noise levels in place of steps, spacing and denoise
     latents: Tensor | None = None  # of an earlier pass, (V or 2 V for PBR, 4, h, w), not scaled, as core's LATENT
     denoise: float = 1.0  # share of the noise that is put on them, 0..1; 1 starts afresh
     reference_scale: float = 1.0  # weight of the attention, as the next
     multiview_scale: float = 1.0
+
+    @property
+    def continues(self) -> bool:  # whether the latents count
+        return self.latents is not None and (self.denoise < 1 or self.sigmas is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +186,16 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
         found = f"denoise {settings.denoise} for painting"
         fix = "0 would return the input unchanged. Use 0.3 to 0.6 for a second pass."
         raise InputError(found, expected="more than 0, at most 1", fix=fix)
-    if settings.latents is None and settings.denoise < 1:
-        progress.notify("denoise has no effect without latents")
-        settings = replace(settings, denoise=1.0)
     ancestral = pipeline.configs.get("adapter", {}).get("base") == "sd21"  # whose step is the recommended DDPM's
     usual = "euler_ancestral" if ancestral else own.scheduler
     scheduler = usual if settings.scheduler == "auto" else settings.scheduler
     spacing = own.spacing if settings.spacing == "auto" else settings.spacing
-    if scheduler == "lcm" and (settings.spacing != "auto" or settings.sigmas is not None):
+    if scheduler == "lcm" and (settings.spacing not in ("auto", own.spacing) or settings.sigmas is not None):
         progress.notify("the lcm sampler uses its own timesteps: sigma schedule and sigmas have no effect")
         settings = replace(settings, sigmas=None)
+    if settings.denoise < 1 and (settings.latents is None or settings.sigmas is not None):
+        progress.notify("denoise has no effect without latents, or with sigmas")
+        settings = replace(settings, denoise=1.0)
     steps, guidance = settings.steps or own.steps, settings.guidance or own.guidance
     return replace(settings, scheduler=scheduler, spacing=spacing, steps=steps, guidance=guidance)
 
@@ -246,9 +250,7 @@ def guided(predicted: Tensor, rows: int, *scales: float) -> Tensor:
 
 def begun(pipeline: PaintPipeline, solver: Any, noise: Tensor, settings: PaintSettings) -> Tensor:
     """Latents to start from: noise, or those of an earlier pass with some."""
-    start = None
-    if settings.latents is not None and settings.denoise < 1:
-        start = to_host(settings.latents).float() * pipeline.latent_scale
+    start = to_host(settings.latents).float() * pipeline.latent_scale if settings.continues else None
     return solver.begin(noise, start)  # type: ignore[no-any-return]
 
 

@@ -14,7 +14,8 @@ from anygpu.farm.render import Renderer, job_of, task_of
 from anygpu.farm.worker import DONE, Worker
 from anygpu.paint.baking.bake import BakeSettings
 from anygpu.paint.geometry.mesh import load_mesh, write_glb
-from anygpu.paint.jobs import PaintJob, paint_jobs, read_receipt, replay
+from anygpu.paint.jobs import PaintJob, Pictures, paint_jobs, read_receipt, replay
+from anygpu.paint.jobs import _shown as jobs_shown
 from anygpu.paint.sampling.delight import DelightSettings
 from anygpu.paint.sampling.painting import PaintSettings
 from anygpu.pipelines.base import Silent
@@ -63,6 +64,16 @@ def test_a_caption_beside_the_picture_is_not_taken_for_it(meshes: Path, tmp_path
         Places().content(tmp_path), meshes, meshes, [1], PaintSettings(), JobFolder(tmp_path / "farm").add_input
     )
     assert job.picture.name.endswith(".png")
+
+
+def test_the_transparency_of_a_picture_cuts_it_out_for_each_model(meshes: Path, tmp_path: Path) -> None:
+    item, folder = Places().content(tmp_path), JobFolder(tmp_path / "farm")
+    for mode, channels in (("RGBA", 4), ("RGB", 3)):
+        Image.new(mode, (64, 64), (255, 0, 0, 128)[:channels]).save(meshes / "torus.png")
+        (job,) = paint_jobs(item, meshes, meshes, [1], PaintSettings(), folder.add_input)
+        places = Places((folder.root,), (folder.root,))
+        (shown,) = jobs_shown(Pictures(job.inputs[1:], job.mask), places, Silent())
+        assert shown.shape == (64, 64, channels)
 
 
 def test_a_job_keeps_its_key_where_no_other_model_is_named() -> None:

@@ -107,9 +107,8 @@ def test_meshes_leave_with_every_model_that_textures_them(server: Server, client
         job = job_of(line)
         assert known(job.model) == (model, content_of(models[model]))
         assert (job.precision, job.weights) == ("fp32", "bin")
-        assert (job.variant, job.paint.size, job.mask) == (
-            ("ig2mv", 768, "alpha") if name == "mv" else ("auto", 512, "")
-        )
+        variant, size = ("ig2mv", 768) if name == "mv" else ("auto", 512)
+        assert (job.variant, job.paint.size, job.mask) == (variant, size, "alpha")
         for other in ("delight", "image_encoder", "adapter"):
             given = others.get(other)
             assert known(getattr(job, other)) == ((given, content_of(models[given])) if given else None)

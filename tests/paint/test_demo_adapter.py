@@ -7,11 +7,13 @@ import torch
 from anygpu.compat.errors import CheckpointError
 from anygpu.paint import demo
 from anygpu.paint.adapter_loading import AdapterRequest, load_adapter
+from anygpu.paint.baking.bake import BakeSettings
 from anygpu.paint.choices import DEMO_ADAPTER, DEMO_SIZE, demo_adapter
 from anygpu.paint.forecast import planned_run
 from anygpu.paint.geometry.cameras import ADAPTER_VIEWS
 from anygpu.paint.geometry.mesh import Surface
 from anygpu.paint.sampling.painting import PaintSettings, completed
+from anygpu.paint.texturing import OneStep, textured
 from anygpu.pipelines.decisions import status_of
 
 from paint.synthetic import photographs, views_in_two_colours
@@ -59,6 +61,12 @@ def test_it_paints_at_its_own_size_in_its_own_steps_and_says_so(pipeline, record
         f"the demo model paints at its own size: view_size 512 -> {DEMO_SIZE}",
     ]
     assert (planned_run(pipeline).steps, planned_run(pipeline).rows) == (20, 1)
+
+
+def test_in_one_step_its_maps_have_its_own_size(pipeline, recorded):
+    progress, settings = recorded(), OneStep(PaintSettings(512, 1), BakeSettings(64, 128))
+    textured(demo.ring(), [torch.rand(32, 32, 3)], pipeline, None, settings, progress)
+    assert not any("are made smaller" in line for line in progress.said)
 
 
 def test_what_it_stands_in_for_is_decided_and_said():

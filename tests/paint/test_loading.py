@@ -41,6 +41,21 @@ def test_kinds_and_variants_are_recognised(paint_folder, pbr_folder, delight_fol
 def test_a_chosen_image_encoder_without_its_configuration_is_refused_as_it_is_loaded(pbr_folder, tmp_path):
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         load(pbr_folder, image_encoder=tmp_path)
+    (tmp_path / "config.json").write_text('{"hidden_size": 1024}')
+    stored.store({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"an image encoder of width 1024 .*; expected 1536"):
+        load(pbr_folder, image_encoder=tmp_path)
+
+
+def test_a_file_among_others_finds_its_own_parts_beside_it(delight_folder, tmp_path):
+    own = tmp_path / "diffusion_models"
+    shutil.copytree(delight_folder / "unet", own), shutil.copytree(delight_folder / "vae", own / "vae")
+    (tmp_path / "vae").mkdir(), (own / "tokenizer").mkdir()
+    file = own / "diffusion_pytorch_model.safetensors"
+    assert load(file).tokenizers == {"text_encoder": own / "tokenizer"}
+    (own / "config.json").write_text('{"dim": 5120}')  # of Wan
+    with pytest.raises(CheckpointError, match="a delight UNet"):
+        load(file)
 
 
 def test_folder_unet_folder_and_file_are_one_pipeline(paint_folder):
@@ -157,9 +172,9 @@ def _without(part):
     return lambda folder: shutil.rmtree(folder / part)
 
 
-def _config(**changes):
+def _config(part="unet", **changes):
     def change(folder):
-        path = folder / "unet" / "config.json"
+        path = folder / part / "config.json"
         found = json.loads(path.read_text())
         path.unlink()
         path.write_text(json.dumps({**found, **changes}))
@@ -178,6 +193,7 @@ BROKEN = {
     "no paint model in": (_without("unet"), {}),
     "no vae with a config.json": (_without("vae"), {}),
     "act_fn 'gelu' in the configuration of the UNet": (_config(act_fn="gelu"), {}),
+    "a vae of 16 latent channels": (_config("vae", latent_channels=16), {}),
     "missing tensors 'unet.down_blocks": (_config(layers_per_block=2), {}),
     "of shape": (_config(cross_attention_dim=512), {}),
     "unexpected tensors 'unet.more'": (_weights(lambda w: {**w, "unet.more": torch.zeros(1)}), {}),

@@ -181,6 +181,27 @@ def test_light_taken_out_of_a_picture_that_gets_another_mask_is_missing(models: 
     assert ["light taken out in another way" in each["missing"] for each in said] == [False, True]
 
 
+def test_inputs_without_effect_are_not_missing_and_the_vae_of_delight_is(models: Path):
+    kinds = ("paint", "delight")
+    paint, light = (load_paint(PaintRequest(models / stored.FOLDERS[kind], device="cpu")) for kind in kinds)
+    image, dino, asked = torch.rand(1, 8, 8, 3), torch.rand(1, 2, 1536), OneStep(PaintSettings(64))
+    other = replace(light, request=replace(light.request, vae=models))
+    pbr = replace(paint, family="paint_pbr", variant="v2-1")
+    for pipeline, delight, states, missing in (
+        (paint, light, dino, []),
+        (paint, other, None, ["a delight model of another precision or VAE"]),
+        (pbr, other, None, []),
+        (pbr, None, dino, ["states of another image encoder"]),
+    ):
+        assert jobs.missing_of(pipeline, delight, image, states) == missing
+        job = jobs.asked_job(pipeline, delight, box(), image, None, asked)
+        assert (job.delight is not None) == (pipeline is paint)
+    for denoise, missing in ((0.5, True), (1.0, False)):
+        start = replace(asked, paint=PaintSettings(64, latents=torch.zeros(6, 4, 8, 8), denoise=denoise))
+        record = painted_record(paint, dict.fromkeys(("image", "mask", "normals", "positions")), start, None)
+        assert ("the latents that it started from" in record["missing"]) == missing
+
+
 def in_steps(models: Path, evened: bool, change=lambda made: made, more: bool = False) -> dict:
     """The receipt in ``steps.glb`` of separate nodes, with a bake that one node has not."""
     mesh, views, facts = steps_of(models, evened, more)

@@ -86,7 +86,7 @@ def test_a_device_without_room_leaves_baking_to_the_cpu(monkeypatch, recorded):
     for free, chosen in ((None, device), (1 << 30, device), (1 << 20, HOST)):
         monkeypatch.setattr(texturing, "free_bytes", lambda _device, free=free: free)
         assert texturing.roomy(device, 1 << 29, progress.notify) == chosen
-    assert progress.said == ["baked on the CPU: 0.0 GB free on the device, 0.5 GB needed"]
+    assert progress.said == ["computed on the CPU: 0.0 GB free on the device, 0.5 GB needed"]
 
 
 def test_one_step_is_the_single_steps(paint):
@@ -125,8 +125,13 @@ def test_painted_views_are_kept_when_baking_fails_and_forgotten_when_it_does_not
         texturing.textured(box(), [PICTURE], paint, None, bad, saving=saving)
     kept = sorted((tmp_path / "views").iterdir())
     assert len(kept) == 6 and numpy.array(Image.open(kept[0])).shape == (64, 64, 3)
-    texturing.textured(box(), [PICTURE], paint, None, QUICK, saving=saving)
-    assert not list(tmp_path.iterdir())
+    asked, device = [], paint.offloader.device
+    make_room = lambda *given: asked.append(given)  # noqa: E731
+    texturing.textured(box(), [PICTURE], paint, None, QUICK, saving=saving, make_room=make_room)
+    assert not list(tmp_path.iterdir()) and asked == [(texturing.TEXEL_BYTES * BAKING.texture_size**2, device)]
+    text, painted = "out of memory while baking", Painted(torch.rand(1, 8, 8, 3), None, torch.zeros(1, 4, 1, 1))
+    with pytest.raises(torch.OutOfMemoryError, match=f"(?s)^{text}.* saved in temp/anygpu.$"), saving(painted):
+        raise torch.OutOfMemoryError(text)
 
 
 def test_views_that_a_full_disk_did_not_take_are_not_left_there_in_part(tmp_path, monkeypatch):

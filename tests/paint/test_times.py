@@ -52,6 +52,10 @@ def test_delighting_is_counted_within_two_percent(delight_folder):
         delight_image(pipeline, INPUTS.references, settings)
     run = planned_run(pipeline, 64, steps=2, guided=1)
     assert sum(stage_work(pipeline, stage, run).flops for stage in DELIGHTING) == pytest.approx(ran.flops, rel=0.02)
+    small = {"hidden_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
+    reading = replace(pipeline, configs={**pipeline.configs, "text_encoder": small})
+    half = replace(reading, precision=replace(pipeline.precision, text=torch.float16))
+    assert stage_work(reading, "text", run) != stage_work(half, "text", run), "bytes of its own dtype"
 
 
 def test_a_run_is_kept_beside_its_forecast_and_corrects_the_next(paint_folder, tmp_path, monkeypatch):

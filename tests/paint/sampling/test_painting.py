@@ -145,6 +145,23 @@ def test_a_second_larger_pass_starts_from_the_first(paint, inputs):
         plan_of(completed(paint, PaintSettings(latents=larger, denoise=0.005, steps=10), Silent()))
 
 
+@pytest.mark.parametrize("scheduler", ["auto", "unipc"])
+def test_sigmas_say_how_much_of_latents_is_repainted(paint, recorded, scheduler):
+    progress, latents = recorded(), torch.full((6, 4, 8, 8), 5.0)
+    given = PaintSettings(64, scheduler=scheduler, sigmas=(1.5, 0.5, 0.0), latents=latents)
+    plain, other = (completed(paint, each, progress) for each in (given, replace(given, denoise=0.4)))
+    assert plain == other and progress.said.count("denoise has no effect without latents, or with sigmas") == 1
+    solver, noise = solver_for(plain.scheduler, plan_of(plain)), torch.ones_like(latents)
+    x = solver.model_input(painting.begun(paint, solver, noise, plain), 0)
+    assert torch.allclose(x, (latents * paint.latent_scale + 1.5 * noise) / (1.5**2 + 1) ** 0.5)
+
+
+def test_a_published_spacing_that_a_receipt_names_is_no_choice(turbo, recorded):
+    progress = recorded()
+    assert completed(turbo, completed(turbo, PaintSettings(64), progress), progress).spacing == "trailing"
+    assert not any("lcm" in line for line in progress.said)
+
+
 def test_published_settings_of_each_variant(paint, turbo, pbr):
     found = {pipeline.variant: completed(pipeline, PaintSettings(), Silent()) for pipeline in (paint, turbo, pbr)}
     assert {name: (s.scheduler, s.steps, s.guidance) for name, s in found.items()} == {
