@@ -237,6 +237,9 @@ def test_both_passes_are_replayed(twice: Any, tiny_folder: Path, tmp_path: Path)
             with mock.patch.object(jobs, "decoded", lambda *_: torch.zeros(1)):
                 assert jobs.replay(path, machine, Silent()).same is True, number
     job = job_of(final.extra[RECEIPT])
+    other = replace(job, settings=replace(job.settings, width=0, height=512))  # widgets, which latents replace
+    planned, _ = jobs.planned_size(other, machine, last)
+    assert (planned.width, planned.height) == (final.width, final.height)
     assert job.first is not None and job.first.upscalers[0].name == upscaler.name and not job.upscalers
     deep = job.record()
     for _ in range(200):
