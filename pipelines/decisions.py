@@ -22,7 +22,7 @@ def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> d
     """The card of a pipeline of any kind: what it is, and its decisions; without ``probes`` those of the tables."""
     video = isinstance(pipeline, Pipeline)
     decisions = [*pipeline.plan.decisions]
-    if video:
+    if video and pipeline.offloader.device_of("vae") == pipeline.offloader.device:  # else of a device that is not asked
         decisions.append(conv3d_decision(pipeline.facts, probes, pipeline.precision.vae))
     return {
         "family": pipeline.family,

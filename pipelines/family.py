@@ -109,7 +109,8 @@ class Recipe:
 
     def __str__(self) -> str:
         guidance = [f"from noise {step.level:g} {step}" for step in self.guidance]
-        words = [f"{self.steps} steps", *(guidance if len(guidance) > 1 else map(str, self.guidance))]
+        steps = f"{self.steps} steps{f' without the last {self.skip_last}' * (self.skip_last > 0)}"
+        words = [steps, *(guidance if len(guidance) > 1 else map(str, self.guidance))]
         words += [f"shift {self.shift:g}"] * (self.shift > 0) + ["new noise after each step"] * self.stochastic
         words += [f"decoded at {self.decode_timestep:g} with noise {self.decode_noise:g}"] * (self.decode_noise > 0)
         if (second := self.second) is not None:

@@ -171,11 +171,12 @@ def planned_size(job: VideoJob, machine: Machine, pipeline: Pipeline) -> tuple[S
     Raises CheckpointError for a picture that is not here, InputError for a size out of range."""
     progress = Silent()
     job = as_run(job, pipeline, progress.notify)
-    settings, usual = job.settings, of_checkpoint(pipeline).sizes.defaults
+    settings, usual = job.sampled, of_checkpoint(pipeline).sizes.defaults
     width, height, frames, clip = settings.width, settings.height, settings.frames, False
     if job.pictures:
         picture = _frames("image", job.pictures[0].file, job, machine, progress, pipeline)
-        width, height = picture_size(pipeline, picture, width, height, job.fit)
+        if job.resolved is None:  # else it is what the picture made of it
+            width, height = picture_size(pipeline, picture, width, height, job.fit)
         clip = len(picture) > 1
     if job.video is not None:
         video = _frames("images", job.video, job, machine, progress, pipeline)
@@ -215,8 +216,8 @@ def _images(
         frames = _frames("image", picture.file, job, machine, progress, pipeline)
         start = frames if start is None else start
         how = encoding_of(picture) | {"seed": job.settings.seed if picture.seed < 0 else picture.seed}
-        request = ImageRequest(frames, job.settings.width, job.settings.height, previous=condition, **how)
-        condition = stages.encode_image(pipeline, request, job.fit, progress, before)
+        request = ImageRequest(frames, job.sampled.width, job.sampled.height, previous=condition, **how)
+        condition = stages.encode_image(pipeline, request, job.fit, progress, before, exact=job.resolved is not None)
     return condition, start
 
 

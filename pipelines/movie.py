@@ -88,9 +88,9 @@ class Allowance:
 
 
 def read_frames(path: Path, most: int | None = None, check: Check = lambda: None) -> tuple[torch.Tensor, float]:
-    """Upright frames (F, H, W, 3) in 0..1 of a picture or video file, and its frames per second; the first ``most``,
-    None for all, of at most :data:`MOST_PIXELS`. They are counted before they are kept, as headers lie; ``check``,
-    called for each, may raise to cancel. Raises CheckpointError for nothing to decode, or too much."""
+    """Upright frames (F, H, W, 3) in 0..1 of a picture or video file, and its frames per second; the first ``most``
+    (1 or more), None for all, of at most :data:`MOST_PIXELS`. They are counted before they are kept, as headers lie;
+    ``check``, called for each, may raise to cancel. Raises CheckpointError for nothing to decode, or too much."""
     count = sum(1 for _ in islice(_decoded(path, check, Allowance(MOST_PIXELS)), most))
     frames, rate = torch.empty(0), 0.0
     for index, (upright, seen) in enumerate(islice(_decoded(path, check, Allowance(MOST_PIXELS)), count)):

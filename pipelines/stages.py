@@ -160,10 +160,16 @@ def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) ->
 
 @explaining(IMAGE)
 def encode_image(
-    pipeline: Pipeline, request: ImageRequest, fit: str, progress: Progress, latents: Latents | None = None
+    pipeline: Pipeline,
+    request: ImageRequest,
+    fit: str,
+    progress: Progress,
+    latents: Latents | None = None,
+    exact: bool = False,
 ) -> ImageCondition:
-    """The pictures fitted to a size of the family, or of ``latents``, and encoded; ``width`` and ``height`` say which
-    size. Raises InputError for pictures of a wrong kind or size, UnsupportedError for a family that takes none."""
+    """The pictures fitted to a size of the family, or of ``latents``, and encoded; ``width`` and ``height`` say which,
+    or are the size if ``exact``. Raises InputError for pictures of a wrong kind or size, UnsupportedError for a family
+    that takes none."""
     family = pipeline.spec
     if family.code.encode_image is None:
         raise UnsupportedError(
@@ -179,10 +185,11 @@ def encode_image(
         require_family(latents.family, family, "these latents")
         width, height = latents.width, latents.height
     else:
-        width, height = picture_size(pipeline, frames, request.width, request.height, fit)
+        sized = "crop" if exact and fit == "nearest bucket" else fit
+        width, height = picture_size(pipeline, frames, request.width, request.height, sized)
     report_unused(family, request, ("frame", "strength", "vision", "previous", "control", "prepare"), progress)
-    sized = replace(request, frames=frames, width=width, height=height)
-    completed = prepared(pipeline, sized, fit, progress, own_shape=latents is None)
+    request = replace(request, frames=frames, width=width, height=height)
+    completed = prepared(pipeline, request, fit, progress, own_shape=latents is None)
     run = partial(planned_run, pipeline, Size(width, height, family.sizes.defaults.frames))
     with running(IMAGE, pipeline, progress, SampleSettings(width, height, len(completed.frames)), run=run):
         for attempt in retries(make_room_and_retry(pipeline, progress, ("image_encoder", "vae"), IMAGE.again)):

@@ -34,9 +34,9 @@ from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.latents import recovery as store
 from anygpu.pipelines.load import folder as loading
 from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.pictures import picture_size
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sizes import Size
-from anygpu.pipelines.stages import picture_size
 from PIL import Image
 from safetensors.torch import load_file, save_file
 

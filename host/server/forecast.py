@@ -33,10 +33,10 @@ from ...pipelines.forecast.memory import forecast
 from ...pipelines.forecast.seconds import planned_run
 from ...pipelines.forecast.times import Times, known_or_why, times_of
 from ...pipelines.load.folder import load_placed
+from ...pipelines.pictures import picture_size
 from ...pipelines.pipeline import Pipeline
 from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, snap, with_step_cache
 from ...pipelines.sizes import Size
-from ...pipelines.stages import picture_size
 from .. import folders, memory_manager, requests
 from ..recipes import advice, back
 from .panel import error_message, facts

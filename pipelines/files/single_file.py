@@ -69,14 +69,13 @@ def composed(request: Files, progress: Progress) -> Composed:
     task = configured.task or lone_task(family, configured.config)
     chosen = {"transformer": (main, configured)}
     folders: dict[str, Path] = {}
-    held = {kind for kinds in request.offered.values() for kind in kinds}
-    held |= {content.kind for content in contents(request.parts["transformer"])}
-    given = {*request.parts, *request.provided}
-    spared = without_text(family, lambda part: part in given or family.files.kinds[part].kind in held, progress)
+    given, (first, *_) = {*request.parts, *request.provided}, family.files.text_parts
+    text = _content_for(family, first, task, configured.config, request, progress)  # the second is other models' too
+    spared = without_text(family, lambda part: part in given or (part == first and text is not None), progress)
     for part in family.files.parts:
         if part == "transformer" or part in spared:
             continue
-        content = _content_for(family, part, task, configured.config, request, progress)
+        content = text if part == first else _content_for(family, part, task, configured.config, request, progress)
         if content is not None:
             chosen[part] = (content, config_of(content))
         elif part in request.provided:

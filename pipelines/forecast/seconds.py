@@ -60,7 +60,7 @@ class Run:
             parts, calls = tuple(forwards), max(map(len, forwards.values()), default=0)
             dtype, work = precision.text, partial(counts.text_work, pipeline, self.texts)
         elif name == IMAGE:
-            parts, dtype = (counts.IMAGE_ENCODER, VAE), precision.vae
+            parts, dtype = tuple(pipeline.weights.keys() & {counts.IMAGE_ENCODER, VAE}), precision.vae
             work = partial(counts.image_work, pipeline, self.size)
         elif name == SAMPLING:
             parts, dtype = pipeline.spec.transformers, precision.compute or precision.transformer

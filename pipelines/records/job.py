@@ -183,8 +183,8 @@ class VideoJob(Job):
         """The settings, those that are left to ``auto`` as they were resolved before."""
         if self.resolved is None:
             return self.settings
-        sized = self.first is not None or self.video is not None
-        left = [name for name in (LEFT if sized else (*SIZE, *LEFT)) if not getattr(self.settings, name)]
+        sized = () if self.first is None else SIZE  # by its latents, whatever was asked
+        left = [name for name in (*SIZE, *LEFT) if name in sized or not getattr(self.settings, name)]
         return replace(self.settings, **{name: getattr(self.resolved, name) for name in left})
 
     @property

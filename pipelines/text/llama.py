@@ -78,8 +78,8 @@ def llama_embeds(
 
 def llama_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards:
     """Tokens of each text in each forward of both encoders, padded to one length; None is a prompt and a negative."""
-    count, looks = 2 + len(request.sections if request else ()), "vision_config" in pipeline.configs["text_encoder"]
-    tokens = pipeline.spec.memory.reference_tokens
+    looks = "vision_config" in pipeline.configs.get("text_encoder", ())
+    count, tokens = 2 + len(request.sections if request else ()), pipeline.spec.memory.reference_tokens
     llama = tuple((tokens,) * len(batch) for batch in in_batches([""] * count, 1 if looks else PAIR))
     return {"text_encoder": llama, "text_encoder_2": ((CLIP_TOKENS,) * count,)}
 

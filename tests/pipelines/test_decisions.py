@@ -60,7 +60,7 @@ def test_guidance_in_words():
     assert [str(GuidanceStep(cfg=3.0, rescale=0.7, **more)) for more in ({}, {"stg": 1.0, "blocks": (19,)})] == words
 
 
-def test_a_card_shows_each_decision_as_it_is_whatever_its_words_are(tiny_folder):
+def test_a_card_shows_each_decision_as_it_is_whatever_its_words_are(tiny_folder, monkeypatch):
     pipeline = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu"))
     decisions = (
         Decision("precision", "bf16: a verdict with a colon", "because"),
@@ -73,6 +73,8 @@ def test_a_card_shows_each_decision_as_it_is_whatever_its_words_are(tiny_folder)
         ("offload", "group on cuda", "auto: too large; really"),
         ("weights", "kernels: off", "chosen"),
     ]
+    monkeypatch.setattr(type(pipeline.offloader), "device_of", lambda *_: torch.device("meta"))
+    assert len(card_of(told)["decisions"]) == 3, "the convolutions of a device of the VAE's own are not the pipeline's"
     assert str(decisions[1]) == "offload group on cuda: auto: too large; really"
     assert (
         str(Decision("care", "slow", "it is off", "pytorch#1, 2026-09")) == "care slow: it is off; pytorch#1, 2026-09"

@@ -14,6 +14,7 @@ from anygpu.pipelines.base import Silent as Quiet
 from anygpu.pipelines.demo import MODELS
 from anygpu.pipelines.family import FITS
 from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.pictures import picture_size
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.records.job import Content, Picture, VideoJob
 from anygpu.pipelines.records.places import Machine, Places
@@ -108,9 +109,9 @@ def test_a_checkpoint_with_sizes_of_its_own_takes_none_of_its_family_s(tiny_fold
         tiny.build(name, tiny_folder)
     for name in ("framepack", "hunyuan_video_15_i2v"):
         pipeline = load(LoadRequest(tiny_folder / name, device="cpu", precision="fp32", search=(tiny_folder,)))
-        published = stages.picture_size(pipeline, torch.empty(1, 50, 50, 3), 0, 0, FITS[0])
+        published = picture_size(pipeline, torch.empty(1, 50, 50, 3), 0, 0, FITS[0])
         monkeypatch.setitem(pipeline.tools["index"], "_anygpu_defaults", {"width": 128, "height": 128})
-        square, wide = (stages.picture_size(pipeline, torch.empty(1, 50, w, 3), 0, 0, FITS[0]) for w in (50, 200))
+        square, wide = (picture_size(pipeline, torch.empty(1, 50, w, 3), 0, 0, FITS[0]) for w in (50, 200))
         assert published != square and square == (128, 128) and wide == (256, 64)
 
 

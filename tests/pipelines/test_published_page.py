@@ -35,7 +35,7 @@ def test_every_published_variant_gets_its_makers_recipe() -> None:
     expected = {
         "ltxv-2b-0.9.6-distilled-04-25": "8 steps; cfg 1; new noise",
         "ltxv-13b-0.9.8-distilled": "7 steps",
-        "ltxv-13b-0.9.8-dev": "30 steps; from noise 1 cfg 1",
+        "ltxv-13b-0.9.8-dev": "30 steps without the last 3; from noise 1 cfg 1",
         "ltx-video-2b-v0.9.5": "40 steps; cfg 3, STG 1 without attention in block 19, rescale 0.7; decoded at 0.05",
         "480p_i2v_step_distilled": "12 steps",
         "720p_i2v": "1280x720",

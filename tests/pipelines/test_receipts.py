@@ -71,6 +71,24 @@ def test_what_nodes_made_is_the_job_of_the_command(made: Any, tiny_folder: Path,
     assert kept["anygpu"]["extra"][RECEIPT]["latents"] == receipts.latents_hash(latents)
 
 
+@pytest.mark.parametrize("sides", [(0, 0), (96, 64)])
+def test_a_picture_is_replayed_at_the_size_it_chose(made: Any, sides: Any, tiny_folder: Path, tmp_path: Path) -> None:
+    """Of 64x64 that was asked its shape made 96x64, of which it would make 128x64."""
+    pipeline, prompt, _, _ = made
+    loops.saved_picture(136, 64, tmp_path / "a.png")
+    image = stages.encode_image(pipeline, ImageRequest(loops.picture(136, 64), 64, 64), FITS[0], Silent())
+    asked = SampleSettings(*sides, 9, 2, seed=5)
+    latents = stages.sample(pipeline, prompt, image, asked, Silent())
+    path = tmp_path / "a.safetensors"
+    signed = convert.to_core(with_receipt(latents, pipeline, prompt, image, asked))
+    machine = Machine(Places((tiny_folder,), (tmp_path,)), tmp_path / "state", "cpu")
+    with mock.patch.object(jobs, "decoded", lambda *_: torch.zeros(1)):
+        assert jobs.replay(store.save_latent(path, signed, print), machine, Silent()).same is True
+    job = job_of(signed["anygpu"]["extra"][RECEIPT])
+    size, _ = jobs.planned_size(job, machine, pipeline)
+    assert (size.width, size.height) == (96, 64)
+
+
 def test_what_differs_is_named(made: Any, tiny_folder: Path, tmp_path: Path) -> None:
     pipeline, prompt, _, _ = made
     latents = stages.sample(pipeline, prompt, None, SETTINGS, Silent())
@@ -219,6 +237,9 @@ def test_both_passes_are_replayed(twice: Any, tiny_folder: Path, tmp_path: Path)
             with mock.patch.object(jobs, "decoded", lambda *_: torch.zeros(1)):
                 assert jobs.replay(path, machine, Silent()).same is True, number
     job = job_of(final.extra[RECEIPT])
+    other = replace(job, settings=replace(job.settings, width=0, height=512))  # widgets, which latents replace
+    planned, _ = jobs.planned_size(other, machine, last)
+    assert (planned.width, planned.height) == (final.width, final.height)
     assert job.first is not None and job.first.upscalers[0].name == upscaler.name and not job.upscalers
     deep = job.record()
     for _ in range(200):

@@ -162,6 +162,11 @@ def test_auto_finds_the_parts_that_fit_and_says_so(tiny_folder, tmp_path, record
     assert {line for line in progress.said if "(auto)" in line} == {
         f"{part} from {files[part].name} (auto)" for part in ("vae", "text_encoder", "text_encoder_2")
     }
+    others = Files(request.parts, {path: held for path, held in offered.items() if path != files["text_encoder"]})
+    alone = load(LoadRequest(files["transformer"], base=base, device="cpu", files=others))
+    assert set(alone.parts.readers) == {"transformer", "vae"}, (
+        "CLIP-L, which many models have, is no text encoder alone"
+    )
 
 
 @pytest.mark.parametrize(

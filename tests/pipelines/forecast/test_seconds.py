@@ -20,6 +20,7 @@ from anygpu.compat.device.work import (
     counting,
     pace_of,
 )
+from anygpu.compat.memory.offloader import PINNED, HostWeights
 from anygpu.compat.memory.statistics import StageCost, duration, saved_stages
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
@@ -156,6 +157,15 @@ def test_a_mode_that_copies_more_takes_longer(tiny_folder, monkeypatch):
         times.time_forecast(pipeline, run, mode).seconds for mode in ("none", "model", "group", "sequential")
     )
     assert none <= model < group <= sequential
+
+
+def test_a_picture_is_copied_by_the_weights_of_the_model_s_own_parts(tiny_folder):
+    """LTX-Video has no image encoder, which is not asked for."""
+    pipeline = load(LoadRequest(build("ltx", tiny_folder), device="cpu"))
+    options = replace(pipeline.offloader.options, host_weights=HostWeights({"vae": PINNED}))
+    pipeline.offloader.options = options
+    planned = forecast.planned_run(pipeline, Size(64, 64, 9)).planned(pipeline, forecast.IMAGE, None)
+    assert planned.pinned and planned.weights == pipeline.weights["vae"].total
 
 
 def test_copies_to_a_card_of_its_own_memory_always_cost_time():

@@ -12,6 +12,7 @@ from anygpu.compat.checkpoints.latents import metadata_of, read_record, write_re
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.forecast.counts import text_forwards
 from anygpu.pipelines.forecast.seconds import planned_run
 from anygpu.pipelines.latents import convert as latent_format
 from anygpu.pipelines.latents import prompt_files
@@ -207,5 +208,6 @@ def test_a_lone_transformer_borrows_from_a_folder_without_text_encoders(tiny_fol
             (provider / entry.name).symlink_to(entry)
     pipeline = load(LoadRequest(tmp_path / "framepack", device="cpu", precision="fp32"))
     assert pipeline.configs["vae"] and "text_encoder" not in pipeline.parts.readers
+    assert text_forwards(pipeline, PromptRequest("a cat")) == {}
     with pytest.raises(CheckpointError, match="connect AnyGPU Load Prompt"):
         stages.encode_prompt(pipeline, PromptRequest("a cat"), Silent())
