@@ -19,7 +19,7 @@ from ..forecast import ENCODED, PaintRun, vae_bytes
 from ..loading import PaintPipeline
 from ..networks import vae
 from ..networks.encoders import encoded_prompt
-from ..pictures import checked_pictures, over, recentred, resized, squared
+from ..pictures import checked_pictures, over, recentred, resized
 from .painting import decoded, denoised, explained, guided, noises, stage
 from .solvers import schedule_for, solver_for
 
@@ -49,13 +49,13 @@ def delight_image(pipeline: PaintPipeline, picture: Tensor, settings: DelightSet
     Raises InputError for another pipeline, an unusable picture, or a setting out of range.
 
     Args:
-        picture: (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1; best recentred. What is not square gets a border.
+        picture: (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1; best recentred: what is not square is squeezed, as published.
     """
     progress = progress or Silent()
     if pipeline.is_demo:
         progress.notify("the demo model leaves light and shadow in the picture, which is put on grey")
         plain = over(checked_pictures(picture, "picture to delight")[0], GREY)
-        return resized(squared(plain, GREY)[None], settings.size, settings.size)[0]
+        return resized(plain[None], settings.size, settings.size)[0]
     if pipeline.family != "delight":
         found = f"a {pipeline.family} pipeline for delighting"
         raise InputError(found, expected="a delight pipeline", fix="Load hunyuan3d-delight-v2-0.")
@@ -65,7 +65,7 @@ def delight_image(pipeline: PaintPipeline, picture: Tensor, settings: DelightSet
         raise InputError(found, expected=f"a multiple of 64 from 64 to {LARGEST} pixels", fix=fix)
     what = f"delighting a picture of {settings.size} pixels"
     with torch.no_grad(), explained(what, pipeline.facts.name, "Lower size."):
-        given = squared(checked_pictures(picture, "picture to delight")[0], WHITE)
+        given = checked_pictures(picture, "picture to delight")[0]
         given = resized(given[None], settings.size, settings.size)[0]
         avoided = settings.negative_prompt if settings.text_guidance != 1 else ""
         rows = 3 if avoided else 1 + (settings.image_guidance != 1)

@@ -80,15 +80,6 @@ def test_guidance_by_prompt_and_picture_is_the_published_one(delight, monkeypatc
 
 
 @any_text()
-@pytest.mark.parametrize("channels", [3, 4])
-def test_a_picture_that_is_not_square_gets_a_border(delight, channels):
-    square = torch.cat((torch.ones(64, 64, 3), torch.zeros(64, 64, 1)), -1)[..., :channels]
-    square[16:48] = torch.tensor([0.8, 0.3, 0.2, 1.0])[:channels]
-    found = [delight_image(delight, each, DelightSettings(64, 1)) for each in (square[16:48], square)]
-    assert torch.equal(*found)
-
-
-@any_text()
 def test_guidance_by_the_picture_is_off_until_it_is_chosen(delight, recorded):
     calls, settings, watched = [], DelightSettings(size=64, steps=2), recorded()
     handle = delight.parts.read("unet").register_forward_hook(lambda _m, given, _o: calls.append(given[0].shape[0]))
