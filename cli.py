@@ -135,7 +135,9 @@ def _kernels(arguments: argparse.Namespace) -> int:
 def prove(arguments: argparse.Namespace) -> int:
     from .pipelines.stacks import prove as measure
 
-    measure(arguments.device, Path(arguments.state).expanduser(), Path(arguments.output), print, tiny=arguments.tiny)
+    output = Path(arguments.output)
+    require_writable(output, JOB_BYTES, "--output")
+    measure(arguments.device, Path(arguments.state).expanduser(), output, print, tiny=arguments.tiny)
     return 0
 
 
@@ -398,7 +400,7 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
     tried = commands.add_parser("check", help="try conversions, loading, Conv3d and attention on the device")
     proving = commands.add_parser("prove", help="measure this device in ten minutes: a file and a picture to share")
     proving.add_argument("--output", default="anygpu-proof.json", help="file to write, or to go on with")
-    proving.add_argument("--tiny", action="store_true", help="at sizes that show only that everything runs")
+    proving.add_argument("--tiny", action="store_true", help="show only that everything runs, in FILE-tiny")
     rendering = commands.add_parser("render", help="render one clip with your own model")
     watched = commands.add_parser("doctor", help="find out why a model gives black or broken video, and what helps")
     if renders:

@@ -117,7 +117,7 @@ def run_parts(
         release()
         faults = [f"  {figure.what}: {figure.fault}" for figure in figures if figure.fault]
         notify("\n".join([f"  {len(figures)} figures", *faults]))
-    write_file(path.with_suffix(".svg"), picture(proof))
+    write_file(path.with_suffix(".picture.svg" if path.suffix == ".svg" else ".svg"), picture(proof))
     return proof
 
 

@@ -71,8 +71,9 @@ class Stack:
 
 
 def prove(device: Any, state: Path, output: Path, notify: Callable[[str], None], tiny: bool = False) -> Proof:
-    """Measure ``device`` part by part into the file ``output``; ``tiny`` shows only that every part runs. Raises
-    InputError for another device's file, UnsupportedError where torch cannot reach the device."""
+    """Measure ``device`` part by part into the file ``output``; ``tiny`` shows only that every part runs, in a file of
+    its own. Raises InputError for another device's file, UnsupportedError where torch cannot reach the device."""
+    output = output.with_stem(f"{output.stem}-tiny") if tiny else output
     facts = facts_for(device)
     store = probe_results_of(facts, state)
     parts = [*device_parts(facts, store, measures.TINY if tiny else measures.DeviceSizes())]
