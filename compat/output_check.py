@@ -47,8 +47,7 @@ def fault_in_frames(video: torch.Tensor, cell: int = 1, latents: torch.Tensor | 
     rarely: another way of decoding tells."""
     rows, columns = video.shape[-2:]
     if rows % cell or columns % cell or rows * columns == cell * cell:
-        whole = BROKEN if not bool(video.isfinite().all()) else ""
-        return whole or (COLOUR if is_flat(video) else "")
+        return BROKEN if not bool(video.isfinite().all()) else COLOUR if is_flat(video) else ""
     parts = max(1, FINEST // min(rows // cell, columns // cell))
     fine = cell // parts if latents is not None and cell % parts == 0 else cell
     cells = video.unflatten(-1, (columns // fine, fine)).unflatten(-3, (rows // fine, fine))
@@ -108,9 +107,7 @@ def fault_in_latents(latents: torch.Tensor) -> str:
     if not bool(latents.isfinite().all()):
         return BROKEN
     low, high = latents.amin(), latents.amax()
-    if bool(low != high):
-        return ""
-    return CONSTANT if bool(low) else ZEROS
+    return "" if bool(low != high) else CONSTANT if bool(low) else ZEROS
 
 
 def is_flat(tensor: torch.Tensor) -> bool:

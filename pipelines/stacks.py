@@ -79,9 +79,8 @@ def prove(device: Any, state: Path, output: Path, notify: Callable[[str], None],
     parts = [*device_parts(facts, store, measures.TINY if tiny else measures.DeviceSizes())]
     parts += stack_parts(facts, store, TINY if tiny else StackSizes())
     notify(f"{facts}: {len(parts)} parts, about ten minutes; nothing is sent; after a stop the same command goes on")
-    done = run_parts(
-        parts, proof_of(facts, versions()), output, notify, release=partial(memory.empty_cache, facts.device)
-    )
+    release = partial(memory.empty_cache, facts.device)
+    done = run_parts(parts, proof_of(facts, versions()), output, notify, release=release)
     faults = sum(bool(figure.fault) for part in done.parts for figure in part.figures)
     notify(f"{output} and its picture: {len(done.parts)} of {len(parts)} parts, {faults} figures with a fault")
     return done
