@@ -415,9 +415,8 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
         command.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
         command.add_argument("--state", default=STATE, help=f"folder where test results are saved (default: {STATE})")
     packing = commands.add_parser("pack", help="write a transformer with weights such as int8_convrot")
-    packing.add_argument("--weights", required=True)
-    for name in ("--model", "--output"):
-        packing.add_argument(name, type=Path, required=True)
+    for name, kind in (("--model", Path), ("--weights", str), ("--output", Path)):
+        packing.add_argument(name, type=kind, required=True)
     for name in ("--base", "--image-encoder"):
         packing.add_argument(name, type=Path, help="FramePack: folder with the parts that it lacks")
     packing.add_argument("--search", type=Path, action="append", default=[], help="folder with such; repeatable")

@@ -53,9 +53,7 @@ def test_faults_of_frames_over_latents(fault: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("rows, columns", [(4096, 4096), (4096, 1024), (1280, 3072), (64, 64)])
 def test_a_column_of_infinite_values_is_seen_in_any_place(rows: int, columns: int) -> None:
-    weight = torch.ones(rows, columns, dtype=torch.float16)
     for column in (0, 1, columns // 2, columns - 1):
-        spoiled = weight.clone()
-        spoiled[:, column] = torch.inf
-        assert fault_in_weight("a.weight", spoiled) == BROKEN, column
-    assert not fault_in_weight("a.weight", weight)
+        weight = torch.ones(rows, columns, dtype=torch.float16)
+        weight[:, column] = torch.inf
+        assert fault_in_weight("a.weight", weight) == BROKEN, column
