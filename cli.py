@@ -135,7 +135,9 @@ def _kernels(arguments: argparse.Namespace) -> int:
 def prove(arguments: argparse.Namespace) -> int:
     from .pipelines.stacks import prove as measure
 
-    measure(arguments.device, Path(arguments.state).expanduser(), Path(arguments.output), print, tiny=arguments.tiny)
+    output = Path(arguments.output)
+    require_writable(output, JOB_BYTES, "--output")
+    measure(arguments.device, Path(arguments.state).expanduser(), output, print, tiny=arguments.tiny)
     return 0
 
 
@@ -171,8 +173,10 @@ def pack(arguments: argparse.Namespace) -> int:
     from .compat.checkpoints.weights import write_tensors
     from .pipelines.load.folder import LoadRequest, load
 
-    pipeline = load(LoadRequest(Path(arguments.model), device="cpu", precision="bf16", weights=arguments.weights))
-    print(write_tensors(Path(arguments.output), as_in_files(pipeline.parts["transformer"]), {"format": "pt"}))
+    require_writable(arguments.output, OUTPUT_BYTES, "--output")
+    asked = {name: getattr(arguments, name) for name in ("base", "image_encoder", "search", "weights")}
+    pipeline = load(LoadRequest(arguments.model, device="cpu", precision="bf16", **asked))
+    print(write_tensors(arguments.output, as_in_files(pipeline.parts["transformer"]), {"format": "pt"}))
     return 0
 
 
@@ -200,7 +204,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    from .compat.output_check import NotFinite
+    from .compat.output_check import COLOUR, NotFinite, is_flat
 
     if arguments.plan or arguments.save_job is not None:
         return render(arguments)
@@ -209,8 +213,9 @@ def doctor(arguments: argparse.Namespace) -> int:
     except NotFinite as error:
         print(error)
         return 1
-    print(f"no fault in {frames.shape[0]} frames of {frames.shape[2]}x{frames.shape[1]}")
-    return 0
+    flat = is_flat(frames.movedim(-1, 0)[None])
+    print(f"{COLOUR if flat else 'no fault'} in {frames.shape[0]} frames of {frames.shape[2]}x{frames.shape[1]}")
+    return int(flat)
 
 
 def _watch(arguments: argparse.Namespace, model: Path, progress: Any) -> Any:
@@ -256,21 +261,18 @@ def replay(arguments: argparse.Namespace) -> int:
     from .paint.choices import MODELS
     from .paint.jobs import replay as painted_again
     from .pipelines.jobs import replay as filmed_again
-    from .pipelines.pipeline import DEMOS
-    from .pipelines.records.places import Machine, Places
 
-    path = Path(arguments.file)
-    ending, again = (".glb", painted_again) if path.suffix == ".glb" else (".mp4", filmed_again)
+    path = Path(arguments.job)
+    ending, again = (".glb", painted_again) if path.suffix.lower() == ".glb" else (".mp4", filmed_again)
     output = Path(arguments.output or path.with_name(f"{path.stem}.replay{ending}"))
     require_writable(output, OUTPUT_BYTES, "--output")
-    searched, state = tuple(map(Path, arguments.search)), Path(arguments.state).expanduser()
-    places = Places((*searched, DEMOS, MODELS), (path.parent, Path(), *searched), state=state)
-    made = again(path, Machine(places, state, arguments.device), Printed())
+    made = again(path, _machine(arguments, (MODELS,), tuple(map(Path, arguments.search))), Printed())
     print(f"{made.rendered.write(output)}: {made.text()}")
     return 1 if made.same is False else 0
 
 
-def _machine(arguments: argparse.Namespace) -> Any:
+def _machine(arguments: argparse.Namespace, models: tuple[Path, ...] = (), files: tuple[Path, ...] = ()) -> Any:
+    """This machine, where ``models`` and ``files`` are folders to search after those that are always."""
     from .compat.device.facts import accelerators, default_device, free_bytes
     from .pipelines.pipeline import DEMOS
     from .pipelines.records.places import Machine, Places
@@ -279,7 +281,7 @@ def _machine(arguments: argparse.Namespace) -> Any:
     devices = accelerators(default_device()) if arguments.device is None else ()
     cards = {device: free_bytes(device) for device in devices} if len(devices) > 1 else {}
     return Machine(
-        places=Places((*map(Path, arguments.search), DEMOS), (*beside, Path()), state=state),
+        places=Places((*map(Path, arguments.search), DEMOS, *models), (*beside, Path(), *files), state=state),
         state=state,
         device=arguments.device,
         trace=None if arguments.profile is None else Path(arguments.profile),
@@ -354,11 +356,8 @@ def main(words: Sequence[str] | None = None) -> int:
 def exit_code(arguments: argparse.Namespace, command: str, interrupted: str) -> int:
     try:
         return int(arguments.run(arguments))
-    except PackError as error:
-        print(f"{command}: {error}", file=sys.stderr)
-        return 2
-    except (RuntimeError, MemoryError) as error:  # a shortage that was explained; anything else is a fault
-        if "fix" not in parts_of(str(error)):
+    except (PackError, RuntimeError, MemoryError) as error:
+        if not isinstance(error, PackError) and "fix" not in parts_of(str(error)):  # else an explained shortage
             raise
         print(f"{command}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
@@ -390,15 +389,13 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
     about = commands.add_parser("report", help="show what this machine is and what AnyGPU chooses on it")
     about.add_argument("--kernels", action="store_true", help="run each fused operation against its reference instead")
     about.add_argument("--again", action="store_true", help="run the tests on the device again")
-    about.add_argument(
-        "--memory", action="store_true", help="show what the last runs used: peaks, bytes copied, time spent copying"
-    )
+    about.add_argument("--memory", action="store_true", help="show the last runs' peaks, bytes copied and copying time")
     share = "show and write this machine as a small file without names, for our tables; nothing is sent"
     about.add_argument("--share", nargs="?", const="anygpu-machine.json", metavar="FILE", help=share)
     tried = commands.add_parser("check", help="try conversions, loading, Conv3d and attention on the device")
     proving = commands.add_parser("prove", help="measure this device in ten minutes: a file and a picture to share")
     proving.add_argument("--output", default="anygpu-proof.json", help="file to write, or to go on with")
-    proving.add_argument("--tiny", action="store_true", help="at sizes that show only that everything runs")
+    proving.add_argument("--tiny", action="store_true", help="show only that everything runs, in FILE-tiny")
     rendering = commands.add_parser("render", help="render one clip with your own model")
     watched = commands.add_parser("doctor", help="find out why a model gives black or broken video, and what helps")
     if renders:
@@ -408,7 +405,8 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
         _render_arguments(watched)
         watched.set_defaults(prompt="a red fox", steps=2, repair=OFFER)
     again = commands.add_parser("replay", help="make the video or texture of a file again from the receipt in it")
-    again.add_argument("file", help="a video, latents or a textured GLB that AnyGPU saved")
+    again.add_argument("job", metavar="file", help="a video, latents or a textured GLB that AnyGPU saved")
+    again.set_defaults(profile=None)
     again.add_argument("--search", action="append", default=[], help="folder with models, LoRAs, pictures; repeatable")
     again.add_argument("--output", help="default: the file's name with .replay.mp4 or .replay.glb")
     runs = ((about, report), (tried, check), (proving, prove), (rendering, render), (watched, doctor), (again, replay))
@@ -417,8 +415,11 @@ def _parser(renders: bool) -> argparse.ArgumentParser:
         command.add_argument("--device", help="such as cpu, cuda:0, mps; default: the accelerator, else cpu")
         command.add_argument("--state", default=STATE, help=f"folder where test results are saved (default: {STATE})")
     packing = commands.add_parser("pack", help="write a transformer with weights such as int8_convrot")
-    for name in ("--model", "--weights", "--output"):
-        packing.add_argument(name, required=True)
+    for name, kind in (("--model", Path), ("--weights", str), ("--output", Path)):
+        packing.add_argument(name, type=kind, required=True)
+    for name in ("--base", "--image-encoder"):
+        packing.add_argument(name, type=Path, help="FramePack: folder with the parts that it lacks")
+    packing.add_argument("--search", type=Path, action="append", default=[], help="folder with such; repeatable")
     packing.set_defaults(run=pack)
     shown = commands.add_parser("demo", help="render and check one clip per family with tiny random models")
     shown.add_argument("--output", default="demo", help="folder to fill (default: demo)")
@@ -436,10 +437,7 @@ def _render_arguments(parser: argparse.ArgumentParser) -> None:
     from .pipelines.vae.plan import METHODS
 
     add = parser.add_argument
-    add(
-        "--model",
-        help="diffusers model folder, a FramePack transformer folder, or a demo model such as 'demo: LTX-Video'",
-    )
+    add("--model", help="diffusers folder, FramePack transformer folder, or a demo model such as 'demo: LTX-Video'")
     add("--prompt", help="needed, except with --recover and --job")
     add("--job", metavar="FILE", help="render a job file; its models are searched in --search, pictures beside it")
     add("--save-job", metavar="FILE", help="write the job to a file instead of rendering it")

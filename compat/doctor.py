@@ -355,7 +355,7 @@ def largest(value: Any) -> float:
 
 
 def unshrunk(noise: torch.Tensor, result: torch.Tensor) -> str:
-    """The reason why a finished sampling is still its noise; empty where it is not."""
+    """The reason why a finished sampling is still the ``noise`` it began with; empty where it is not."""
     if noise.shape != result.shape or not bool(torch.isfinite(result).all()):
         return ""
     pair = torch.stack([to_host(noise).float().flatten(), to_host(result).float().flatten()])

@@ -72,9 +72,9 @@ class MissingPackageError(PackError, ImportError):
 def require_range(
     name: str, value: float, low: float, high: float, unit: str = "", nearest: int | None = None, advice: str = ""
 ) -> None:
-    """Raise where ``value`` is not in ``low`` to ``high``, with the ``nearest`` valid value and ``advice``."""
+    """Raise where ``value`` is not in ``low`` to ``high``, with ``nearest``, else the nearest limit, and ``advice``."""
     if not low <= value <= high:
-        valid = min(max(value, low), high) if nearest is None else nearest
+        valid = min(max(low, value), high) if nearest is None else nearest
         fix = f"The nearest valid value is {valid:g}{advice}."
         raise InputError(f"{name} {value}", expected=f"{low} to {high} {unit}".strip(), fix=fix)
 

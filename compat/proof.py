@@ -92,7 +92,7 @@ def run_parts(
     seconds: float = SECONDS,
     release: Callable[[], None] = lambda: None,
 ) -> Proof:
-    """Run the parts that the file at ``path`` lacks, write each as it ends, and draw the picture beside it.
+    """Run the parts whose names the file at ``path`` lacks, write each as it ends, and draw the picture beside it.
 
     ``fresh`` is an empty proof of this device; after ``seconds`` no further part begins, and the next call goes on.
     ``release`` frees what a part left on the device. Raises InputError for the file of another device or version."""
@@ -117,7 +117,7 @@ def run_parts(
         release()
         faults = [f"  {figure.what}: {figure.fault}" for figure in figures if figure.fault]
         notify("\n".join([f"  {len(figures)} figures", *faults]))
-    write_file(path.with_suffix(".svg"), picture(proof))
+    write_file(path.with_suffix(".picture.svg" if path.suffix == ".svg" else ".svg"), picture(proof))
     return proof
 
 

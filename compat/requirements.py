@@ -12,8 +12,9 @@ FILE = Path(__file__).resolve().parents[1] / "requirements.txt"
 
 
 def missing_packages(requirements: Iterable[str], version_of: Callable[[str], str]) -> str:
-    """One line about ``requirements`` that are absent or too old, with the command that mends it; or empty."""
+    """One line about ``requirements`` that are absent or too old, and how to mend it; or empty."""
     from packaging.requirements import Requirement
+    from packaging.version import Version
 
     found, wanted = [], []
     for line in filter(None, map(str.strip, requirements)):
@@ -23,17 +24,16 @@ def missing_packages(requirements: Iterable[str], version_of: Callable[[str], st
         except importlib.metadata.PackageNotFoundError:
             found.append(f"no {requirement.name}")
         else:
-            if requirement.specifier.contains(version, prereleases=True):
+            if requirement.specifier.contains(Version(version).base_version):
                 continue
             found.append(f"{requirement.name} {version}")
         wanted.append(str(requirement))
     if not found:
         return ""
-    command = " ".join(f'"{requirement}"' for requirement in wanted)
-    return (
-        f"{', '.join(found)} in ComfyUI's Python; expected {', '.join(wanted)}. Run `python -m pip install {command}` "
-        "with that Python, then restart ComfyUI."
-    )
+    torch = "Update torch as pytorch.org says for your GPU. " if TORCH in wanted else ""  # PyPI's may not know it
+    pip = " ".join(f'"{requirement}"' for requirement in wanted if requirement != TORCH)
+    pip = f"Run `python -m pip install {pip}` with that Python. " if pip else ""
+    return f"{', '.join(found)} in ComfyUI's Python; expected {', '.join(wanted)}. {torch}{pip}Restart ComfyUI."
 
 
 @functools.cache

@@ -71,16 +71,16 @@ class Stack:
 
 
 def prove(device: Any, state: Path, output: Path, notify: Callable[[str], None], tiny: bool = False) -> Proof:
-    """Measure ``device`` part by part into the file ``output``; ``tiny`` shows only that every part runs. Raises
-    InputError for another device's file, UnsupportedError where torch cannot reach the device."""
+    """Measure ``device`` part by part into the file ``output``; ``tiny`` shows only that every part runs, in a file of
+    its own. Raises InputError for another device's file, UnsupportedError where torch cannot reach the device."""
+    output = output.with_stem(f"{output.stem}-tiny") if tiny else output
     facts = facts_for(device)
     store = probe_results_of(facts, state)
     parts = [*device_parts(facts, store, measures.TINY if tiny else measures.DeviceSizes())]
     parts += stack_parts(facts, store, TINY if tiny else StackSizes())
     notify(f"{facts}: {len(parts)} parts, about ten minutes; nothing is sent; after a stop the same command goes on")
-    done = run_parts(
-        parts, proof_of(facts, versions()), output, notify, release=partial(memory.empty_cache, facts.device)
-    )
+    release = partial(memory.empty_cache, facts.device)
+    done = run_parts(parts, proof_of(facts, versions()), output, notify, release=release)
     faults = sum(bool(figure.fault) for part in done.parts for figure in part.figures)
     notify(f"{output} and its picture: {len(done.parts)} of {len(parts)} parts, {faults} figures with a fault")
     return done

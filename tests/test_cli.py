@@ -59,6 +59,25 @@ def test_a_shortage_that_was_explained_is_one_line_and_another_error_is_not(caps
         exit_code(argparse.Namespace(run=lambda _: run(_, "a fault")), "anygpu", "")
 
 
+def test_a_video_of_one_colour_is_a_fault(monkeypatch, capsys):
+    for fault, frames in (("no fault", torch.rand(9, 32, 64, 3)), ("one colour", torch.full((9, 32, 64, 3), 0.5))):
+        monkeypatch.setattr("anygpu.cli.rendered", lambda *_, frames=frames: argparse.Namespace(frames=frames))
+        assert main(["doctor", "--model", "a"]) == (fault != "no fault")
+        assert capsys.readouterr().out == f"{fault} in 9 frames of 64x32\n"
+
+
+@pytest.mark.parametrize("name, kind", [("a.mp4", "pipelines"), ("A.GLB", "paint")])
+def test_a_replay_runs_over_every_card_by_the_reader_of_its_kind(name, kind, monkeypatch, tmp_path):
+    def replay(path, machine, progress):
+        assert set(machine.cards) == {torch.device("cpu", 0), torch.device("cpu", 1)}
+        assert tmp_path in machine.places.models and {tmp_path, path.parent} <= set(machine.places.files)
+        return argparse.Namespace(rendered=argparse.Namespace(write=lambda output: output), text=str, same=True)
+
+    monkeypatch.setattr(f"anygpu.{kind}.jobs.replay", replay)
+    monkeypatch.setattr("anygpu.compat.device.facts.accelerators", lambda _: [torch.device("cpu", n) for n in (0, 1)])
+    assert main(["replay", str(tmp_path / "b" / name), "--search", str(tmp_path), "--state", str(tmp_path)]) == 0
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_the_demo_draws_a_clip_checks_it_and_leaves_a_page(monkeypatch, tmp_path, capsys, wrong):
     first = dict(list(demo.demo_models().items())[:1])
@@ -79,6 +98,18 @@ def test_a_packed_layer_is_marked_as_what_it_is(dtype: torch.dtype) -> None:
     pack(layer, torch.ones(2, 4).to(dtype), torch.float32, SCALED, {"scale": torch.ones(())})
     mark = json.loads(bytes(as_in_files(torch.nn.Sequential(layer))["0.comfy_quant"].tolist()))
     assert mark["format"] == ("int8_tensorwise" if dtype is torch.int8 else str(dtype).removeprefix("torch."))
+
+
+def test_a_lone_transformer_is_packed_with_parts_from_elsewhere(tiny_folder, tmp_path, capsys):
+    model, file = tmp_path / "a" / "FramePack", tmp_path / "packed.safetensors"
+    shutil.copytree(tiny.build("framepack", tiny_folder), model)
+    base, encoder = (str(tiny.build(name, tiny_folder)) for name in ("hunyuan_video", "siglip"))
+    words = ["pack", "--model", str(model), "--weights", "int8_convrot", "--output"]
+    assert main([*words, str(file), "--base", base, "--image-encoder", encoder]) == 0 and load_file(file)
+    again = tmp_path / "again.safetensors"
+    assert main([*words, str(again), "--search", str(tiny_folder)]) == 0
+    assert again.read_bytes() == file.read_bytes()
+    assert main([*words, str(tmp_path)]) == 2 and capsys.readouterr().err.startswith("anygpu: the folder")
 
 
 @pytest.mark.parametrize("weights", ["int8_convrot", pytest.param("w4a8", marks=pytest.mark.full)])

@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from anygpu import cli
+from anygpu.compat import check as checks
 from anygpu.compat.check import AVOIDED, FAILED, NEWS, PASSED, check, exit_code
 from anygpu.compat.device.facts import facts_for
-from anygpu.compat.device.probe_store import OK, WRONG, ProbeResult, ProbeStore
+from anygpu.compat.device.probe_store import OK, UNKNOWN, WRONG, ProbeResult, ProbeStore
 from anygpu.compat.report import ANSWERED, CHANGES, DECIDED, DEVICE, KERNELS, KNOWN, changes_for, report_on
+from anygpu.compat.transforms import conv3d_choice
 from anygpu.pipelines import report
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.report import precisions
@@ -134,6 +136,25 @@ def test_the_check_fails_where_something_used_is_wrong(machine, tmp_path):
         found = list(check(profile.facts, ProbeStore(profile.facts, tmp_path), precisions()))
     assert exit_code(found) == 1
     assert any(one.status == FAILED and one.name.startswith("Conv3d") for one in found)
+
+
+def test_a_conversion_that_found_no_room_does_not_fail_the_check():
+    results = {"cast.fp32_to_bf16": UNKNOWN, "cast.bf16_to_fp32": WRONG, "cast.fp32_to_fp16": OK}
+    found = checks._conversions({name: ProbeResult(status) for name, status in results.items()}, {"fp32", "bf16"})
+    assert [one.status for one in found] == [AVOIDED, FAILED, PASSED]
+
+
+def test_a_back_end_that_refuses_a_dtype_by_type_error_is_checked_to_the_end(monkeypatch):
+    def refuse(*_, **__):
+        raise TypeError("BFloat16 is not supported on MPS")
+
+    monkeypatch.setattr(conv3d_choice, "convolve", refuse)
+    for name in ("bits_of", "attention_for", "chunked"):
+        monkeypatch.setattr(checks, name, refuse)
+    found = [*checks._loader(CPU, set()), *checks._attention(CPU, {}, set())]
+    assert {(one.status, one.detail) for one in found} == {(AVOIDED, "BFloat16 is not supported on MPS")}
+    layer = conv3d_choice.Conv3dLayer("a", 4, 4, (3, 3, 3), conv3d_choice.Geometry(), torch.bfloat16)
+    assert conv3d_choice.form_error(conv3d_choice.Conv3dMethod.NATIVE, layer, CPU.device) is None
 
 
 def test_the_check_says_which_known_bugs_a_newer_driver_has_mended(machine, tmp_path):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from ..device.execution import placed, to_host
 from ..device.facts import CLOCKED, DeviceFacts, peak_bytes, reset_peak
+from ..device.failures import DEVICE_ERRORS
 from ..device.precision import NAMES
 from ..device.probe_store import ProbeStore
 from ..device.quirks import convolution_switches, policy_for, works
@@ -193,7 +194,7 @@ def form_error(form: Conv3dMethod, layer: Conv3dLayer, device: torch.device) -> 
     try:
         here = convolve(form, placed(x, device), placed(weight, device), placed(bias, device), layer.geometry)
         result = to_host(here).double()
-    except RuntimeError:
+    except DEVICE_ERRORS:
         return None
     error = float((result - expected).abs().max() / expected.abs().max())
     bound = tolerance(layer.dtype, weight[0].numel(), device)

@@ -202,7 +202,8 @@ def denoise(
     if steps is not None:
         steps.finish()
     if watch is not None and watch.doctor is not None:
-        watch.doctor.tell(unshrunk(start, latents) or f"no fault in {count} steps")
+        stuck = unshrunk(start, latents) if schedule.levels[0] > 0.5 else ""  # below, what begins is a picture too
+        watch.doctor.tell(stuck or f"no fault in {count} steps")
     return latents
 
 

@@ -17,10 +17,12 @@ from anygpu.compat import doctor
 from anygpu.compat.errors import parts_of
 from anygpu.compat.output_check import ZEROS, NotFinite
 from anygpu.compat.repairs import ATTENTION, REPLACED, SCALED, Repair, RepairStore, _finite, repaired, tensors_in
-from anygpu.pipelines.base import Call
+from anygpu.pipelines.base import Call, SampleSettings, Silent
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sampling.core_sampler import velocity
+from anygpu.pipelines.sampling.loop import Safeguards, Watch, denoise
+from anygpu.pipelines.sampling.schedules import Levels, schedule_for
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -363,6 +365,17 @@ def test_noise_that_did_not_shrink_is_told_from_a_picture() -> None:
     picture = torch.linspace(-1, 1, noise.numel()).view_as(noise)
     assert "did not shrink" in doctor.unshrunk(noise, 0.9 * noise + 0.1 * picture)
     assert not doctor.unshrunk(noise, picture + 0.1 * noise) and not doctor.unshrunk(noise, picture[:, :2])
+
+
+@pytest.mark.parametrize("levels, stuck", [((1.0, 0.5), True), ((0.1, 0.05), False)])
+def test_a_last_refining_pass_may_end_near_where_it_began(levels: tuple[float, ...], stuck: bool) -> None:
+    said: list[str] = []
+    schedule = schedule_for({}, SampleSettings(64, 64, 9, steps=2, scheduler="euler"), 2,
+                            lambda _: Levels(sigmas=list(levels)), torch.device("cpu"))  # fmt: skip
+    watch = Watch(nn.ModuleDict(), doctor.Doctor("", RepairStore(None), doctor.OFFER, said.append), said.append)
+    start = torch.linspace(-1, 1, 8).reshape(1, 1, 2, 2, 2)
+    denoise(start, schedule, lambda x, *_: x.flip(-1) / 99, progress=Silent(), safeguards=Safeguards(watch=watch))
+    assert ("did not shrink" in said[-1]) == stuck and (stuck or said == ["no fault in 2 steps"])
 
 
 class PackedWeight(torch.Tensor):

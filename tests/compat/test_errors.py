@@ -1,5 +1,7 @@
 """Every error is one line: found; expected; fix."""
 
+import pytest
+from anygpu.compat import errors
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, PackError, UnsupportedError, parts_of
 from anygpu.compat.memory.parts import ProgressStage
 
@@ -7,6 +9,11 @@ from anygpu.compat.memory.parts import ProgressStage
 def test_one_line_in_order():
     error = PackError("frames\n0", expected="1 to 9", fix="Use 1.")
     assert str(error) == "frames 0; expected 1 to 9. Use 1."
+
+
+def test_the_nearest_valid_value_of_nan_is_a_number():
+    with pytest.raises(InputError, match=r"The nearest valid value is 0\."):
+        errors.require_range("denoise", float("nan"), 0.0, 1.0)
 
 
 def test_whoever_has_only_the_text_gets_the_parts_back():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from anygpu.compat.output_check import BROKEN, COLOUR, FRAME, REGION, SATURATED, fault_in_frames
+from anygpu.compat.output_check import BROKEN, COLOUR, FRAME, REGION, SATURATED, fault_in_frames, fault_in_weight
 
 CELL, FRAMES = 8, 9  # three latent frames: one frame, then four each
 
@@ -49,3 +49,11 @@ def test_faults_of_frames_over_latents(fault: str, dtype: torch.dtype) -> None:
     assert fault_in_frames(spoil(video, latents).to(dtype), CELL, latents) == (
         BROKEN if fault == "far" and dtype is torch.float16 else expected
     )
+
+
+@pytest.mark.parametrize("rows, columns", [(4096, 4096), (4096, 1024), (1280, 3072), (64, 64)])
+def test_a_column_of_infinite_values_is_seen_in_any_place(rows: int, columns: int) -> None:
+    for column in (0, 1, columns // 2, columns - 1):
+        weight = torch.ones(rows, columns, dtype=torch.float16)
+        weight[:, column] = torch.inf
+        assert fault_in_weight("a.weight", weight) == BROKEN, column

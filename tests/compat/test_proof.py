@@ -103,10 +103,12 @@ def test_an_edited_file_is_refused(change: dict[str, object]) -> None:
         proof_in(json.dumps(json.loads(FRESH.text()) | change))
 
 
-def test_the_picture_has_a_bar_for_each_figure_and_no_markup_of_others(tmp_path: Path) -> None:
-    path = tmp_path / "a.json"
+@pytest.mark.parametrize("name, drawn", [("a.json", "a.svg"), ("a.svg", "a.picture.svg")])
+def test_the_picture_has_a_bar_for_each_figure_and_no_markup_of_others(name: str, drawn: str, tmp_path: Path) -> None:
+    path = tmp_path / name
     done = run_parts(Counted({"one": RuntimeError("<b>")}).parts(), FRESH, path, lambda text: None)
-    svg = ElementTree.fromstring(path.with_suffix(".svg").read_text(encoding="utf-8"))
+    assert proof_in(path.read_bytes()) == done
+    svg = ElementTree.fromstring((tmp_path / drawn).read_text(encoding="utf-8"))
     texts = [text.text or "" for text in svg.iter("{http://www.w3.org/2000/svg}text")]
     assert texts[0].startswith("a <card>") and "RuntimeError: <b>" in texts
     bars = [bar for bar in svg.iter("{http://www.w3.org/2000/svg}rect") if bar.get("height") == "12"]

@@ -30,8 +30,8 @@ def proved(folder: Path, device: str) -> dict[str, dict[str, Figure]]:
     """The figures of a whole run by part and name."""
     words = ["prove", "--tiny", "--device", device, "--output", str(folder / "a.json"), "--state", str(folder)]
     assert cli.main(words) == 0
-    parts = proof_in((folder / "a.json").read_bytes()).parts
-    assert (folder / "a.svg").stat().st_size > 1000
+    parts = proof_in((folder / "a-tiny.json").read_bytes()).parts
+    assert (folder / "a-tiny.svg").stat().st_size > 1000
     return {part.name: {figure.what: figure for figure in part.figures} for part in parts}
 
 
@@ -166,7 +166,7 @@ def test_a_python_with_torch_alone_is_enough(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-m", "anygpu.cli", *words]
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    parts = proof_in((tmp_path / "a.json").read_bytes()).parts
+    parts = proof_in((tmp_path / "a-tiny.json").read_bytes()).parts
     figures = [figure for part in parts for figure in part.figures]
     assert len(parts) == 16 and not [figure for figure in figures if figure.fault]
     assert sum(figure.what == "plain blocks, forward" for figure in figures) == len(FAMILIES)
