@@ -128,18 +128,18 @@ def test_a_demo_model_s_own_cfg_is_for_one_sampling(core: ComfyUI, loaded) -> No
     """Core hands the same guider to the next run, which says again what it does."""
     found, seen = core.module("host.core_models"), []
     guider = found.CFGGuider()
-    guider.cfg, guider.model_options = 800.0, {}
+    guider.cfg, guider.model_options, guider.model_patcher = 800.0, {}, loaded[1]
     latents = torch.zeros(1, loaded[0].configs["transformer"]["in_channels"], 2, 2, 2)
 
     def sample(noise, latent_image, denoise_mask=None, latent_shapes=None):
-        seen.append(guider.cfg)
+        seen.append((guider.cfg, loaded[1].model.diffusion_model.demo))
         raise Interrupted
 
     for _ in range(2):
         with pytest.raises(Interrupted):
             found._at_own_size(loaded[0], WrapperExecutor(sample, guider, []), latents, latents)
-        assert "draws at its own cfg: 800" in core.said and guider.cfg == 800
-    assert seen[0] == seen[1] < 800
+        assert guider.cfg == 800 and not loaded[1].model.diffusion_model.demo
+    assert seen[0] == seen[1] and seen[0][0] < 800 and "draws at its own cfg: 800" in seen[0][1]
 
 
 def test_core_s_sampler_can_call_the_model(core: ComfyUI, loaded, prompts) -> None:
