@@ -184,7 +184,7 @@ class Driver:
         """Act on a worker's answer: a job's outcome, a proof's text, or who it is; or on the error in its place."""
         try:
             answer = self.ray.get(call)
-        except self.ray.exceptions.RayActorError as error:
+        except (self.ray.exceptions.RayActorError, self.ray.exceptions.OutOfMemoryError) as error:
             if worker.up and not worker.proving:  # its job goes on elsewhere, from its last step
                 task, worker.task, worker.up = worker.task, None, False
                 self.schedule.forget(worker.name)

@@ -186,7 +186,7 @@ class GroupRenderer:
                 rank = waiting.pop(call)
                 try:
                     ended[rank] = ray.get(call)
-                except ray.exceptions.RayActorError:
+                except ray.exceptions.RayError:  # the memory monitor's has no class of its own among deaths
                     dead.append(rank)
                 if rank in dead or isinstance(ended[rank], Outcome):
                     deadline = deadline or time.monotonic() + GRACE_SECONDS
