@@ -204,6 +204,7 @@ def _start_groups(
 ) -> None:
     """Have Ray start ``count`` groups, each in room of its own on as few machines as can be."""
     from ray.util import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     from .group import PATIENCE_SECONDS, GroupRenderer, loopback_name
 
@@ -214,7 +215,8 @@ def _start_groups(
         place = placement_group([dict(room) for _ in range(arguments.group)], strategy="PACK")
         ways = {"halves": arguments.branches, "loopback": loopback, "patience": patience}
         leader = GroupRenderer(renderer, arguments.group, needs, place, **ways)
-        driver.start_workers(1, leader, {"num_cpus": 0})
+        # the leader is up, and gets jobs, once there is room for its ranks
+        driver.start_workers(1, leader, {"num_cpus": 0, "scheduling_strategy": PlacementGroupSchedulingStrategy(place)})
 
 
 def _say(text: str) -> None:

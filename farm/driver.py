@@ -63,8 +63,8 @@ class Driver:
         self._notes: dict[str, str] = {}  # why jobs failed, by key, where the folder has not taken it yet
         self._troubles: dict[str, str] = {}  # what was said of things that fail again and again
 
-    def start_workers(self, count: int, renderer: Any, needs: dict[str, float]) -> None:
-        """Have Ray start ``count`` workers, each with ``needs`` (``num_cpus``, ``num_gpus``), once there is room."""
+    def start_workers(self, count: int, renderer: Any, needs: dict[str, Any]) -> None:
+        """Have Ray start ``count`` workers, each with ``needs``, options of its actors, once there is room."""
         actor = self.ray.remote(Worker)
         self.asked = self.asked or asked_by(needs)
         for _ in range(count):
