@@ -19,6 +19,7 @@ from ..pipelines.records.job_lists import Batch, JobList, files_in, prompts_in, 
 from . import cluster
 
 OF_VIDEOS = ("width", "height", "frames", "cfg", "seconds", "like")
+OF_ADAPTER = ("prompts", "negative")  # of meshes, those with an adapter alone have words
 OF_PAINT = ("adapter", "delight", "image_encoder")
 
 
@@ -85,9 +86,10 @@ def cancel(arguments: argparse.Namespace) -> int:
 
 
 def queue(arguments: argparse.Namespace) -> int:
-    idle = OF_VIDEOS if arguments.meshes else OF_PAINT
-    for flag in (f"--{name.replace('_', '-')}" for name in idle if getattr(arguments, name)):
-        found = f"{flag} {'with' if arguments.meshes else 'without'} --meshes"
+    idle = (OF_VIDEOS if arguments.adapter else (*OF_VIDEOS, *OF_ADAPTER)) if arguments.meshes else OF_PAINT
+    for name in (name for name in idle if getattr(arguments, name)):
+        flag = f"--{name.replace('_', '-')}"
+        found = f"{flag} with{'' if arguments.meshes else 'out'} --meshes{' alone' if name in OF_ADAPTER else ''}"
         raise InputError(found, expected="flags of one kind of job", fix=f"Leave {flag} out.")
     folder, prompts = JobFolder(Path(arguments.folder)), _text_in(arguments.prompts) if arguments.prompts else ""
     jobs = (_queue_paintings if arguments.meshes else _queue_videos)(folder, prompts, arguments)

@@ -13,6 +13,10 @@ class RayActorError(RayError):
     """As Ray's: the process of a call is gone."""
 
 
+class ActorUnavailableError(RayActorError):
+    """As Ray's: no connection to the process of a call, which may live."""
+
+
 class OutOfMemoryError(RayError):
     """As Ray's: its memory monitor ended the process of a call."""
 
@@ -24,12 +28,18 @@ class Died(BaseException):
 class Paper:
     """What a driver and a group use of Ray. A call is answered as soon as it is made; to wait takes 0.1 s."""
 
-    exceptions = SimpleNamespace(RayError=RayError, RayActorError=RayActorError, OutOfMemoryError=OutOfMemoryError)
+    exceptions = SimpleNamespace(
+        RayError=RayError,
+        RayActorError=RayActorError,
+        ActorUnavailableError=ActorUnavailableError,
+        OutOfMemoryError=OutOfMemoryError,
+    )
 
     def __init__(self, **resources: float) -> None:
         self.now, self.resources, self.actors, self.kills = 0.0, resources, 0, 0
         self.token, self.cannot_start = True, False
-        self.deaths = cycle((RayActorError("its process is gone"), OutOfMemoryError("its machine's memory is full")))
+        deaths = RayActorError("its process is gone"), OutOfMemoryError("memory is full"), ActorUnavailableError()
+        self.deaths = cycle(deaths)
 
     def clock(self) -> float:
         return self.now

@@ -69,7 +69,9 @@ def test_fewer_workers_than_none_are_refused(tmp_path: Path, words: str) -> None
         cli._driver(JobFolder(tmp_path), cli._parser().parse_args(["run", str(tmp_path), *words.split()]))
 
 
-@pytest.mark.parametrize("words", ["--meshes . --width 64", "--adapter a.safetensors", "--image-encoder dino"])
+@pytest.mark.parametrize(
+    "words", ["--meshes . --width 64", "--meshes . --negative fog", "--adapter a.safetensors", "--image-encoder dino"]
+)
 def test_what_would_do_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str) -> None:
     assert cli.main(["queue", str(tmp_path), "--model", "m", *words.split()]) == 2
     assert "expected flags of one kind of job" in capsys.readouterr().err
