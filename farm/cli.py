@@ -87,9 +87,8 @@ def cancel(arguments: argparse.Namespace) -> int:
 
 def queue(arguments: argparse.Namespace) -> int:
     idle = (OF_VIDEOS if arguments.adapter else (*OF_VIDEOS, *OF_ADAPTER)) if arguments.meshes else OF_PAINT
-    for name in (name for name in idle if getattr(arguments, name)):
-        flag = f"--{name.replace('_', '-')}"
-        found = f"{flag} with{'' if arguments.meshes else 'out'} --meshes{' alone' if name in OF_ADAPTER else ''}"
+    for flag in (f"--{name.replace('_', '-')}" for name in idle if getattr(arguments, name)):
+        found = f"{flag} with{'' if arguments.meshes else 'out'} --meshes{' alone' if flag[2:] in OF_ADAPTER else ''}"
         raise InputError(found, expected="flags of one kind of job", fix=f"Leave {flag} out.")
     folder, prompts = JobFolder(Path(arguments.folder)), _text_in(arguments.prompts) if arguments.prompts else ""
     jobs = (_queue_paintings if arguments.meshes else _queue_videos)(folder, prompts, arguments)
@@ -210,11 +209,10 @@ def _start_groups(
 
     from .group import PATIENCE_SECONDS, GroupRenderer, loopback_name
 
-    room = cluster.asked_by(needs)
     loopback = "" if arguments.address else loopback_name()
     patience = arguments.patience or PATIENCE_SECONDS
     for _ in range(count):
-        place = placement_group([dict(room) for _ in range(arguments.group)], strategy="PACK")
+        place = placement_group([cluster.asked_by(needs) for _ in range(arguments.group)], strategy="PACK")
         ways = {"halves": arguments.branches, "loopback": loopback, "patience": patience}
         leader = GroupRenderer(renderer, arguments.group, needs, place, **ways)
         # the leader is up, and gets jobs, once there is room for its ranks

@@ -450,9 +450,7 @@ class Driver:
 
 
 def lines_in(paths: Iterable[Path], say: Say, waits: bool = False) -> Iterator[str]:
-    """The lines of several job files; one that cannot be read is named to ``say`` and passed over.
-
-    With ``waits`` what the system refuses, perhaps for a moment, is raised: CheckpointError."""
+    """The lines of several job files; one that cannot be read is named to ``say``, or raised if ``waits`` may help."""
     for path in paths:
         try:
             yield from each_line(path)

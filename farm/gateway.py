@@ -17,7 +17,7 @@ from ..compat.ray_clusters import GATEWAY, NAMESPACE
 if TYPE_CHECKING:
     from .driver import Driver
 
-ANSWER_SECONDS = 2.0
+ANSWER_SECONDS = 2.0  # until a worker's state is taken as the folder has it, seconds old
 CALLS = 64  # at a time: each ComfyUI that waits holds one, for its preview
 
 
@@ -60,9 +60,7 @@ class Gateway:
         return keys
 
     def standing(self, keys: list[str]) -> dict[str, Any]:
-        """The jobs that are done, those that failed and why, and the state of each worker, whosever job it has.
-
-        Of a worker that does not answer in ANSWER_SECONDS: the state seconds ago."""
+        """The jobs that are done, those that failed and why, and the state of each worker, whosever job it has."""
         import ray
 
         from ..pipelines.records.job_folder import KEY
