@@ -19,6 +19,7 @@ from ..pipelines.records.job_lists import Batch, JobList, files_in, prompts_in, 
 from . import cluster
 
 OF_VIDEOS = ("width", "height", "frames", "cfg", "seconds", "like")
+OF_ADAPTER = ("prompts", "negative")  # of meshes, those with an adapter alone have words
 OF_PAINT = ("adapter", "delight", "image_encoder")
 
 
@@ -85,9 +86,9 @@ def cancel(arguments: argparse.Namespace) -> int:
 
 
 def queue(arguments: argparse.Namespace) -> int:
-    idle = OF_VIDEOS if arguments.meshes else OF_PAINT
+    idle = (OF_VIDEOS if arguments.adapter else (*OF_VIDEOS, *OF_ADAPTER)) if arguments.meshes else OF_PAINT
     for flag in (f"--{name.replace('_', '-')}" for name in idle if getattr(arguments, name)):
-        found = f"{flag} {'with' if arguments.meshes else 'without'} --meshes"
+        found = f"{flag} with{'' if arguments.meshes else 'out'} --meshes{' alone' if flag[2:] in OF_ADAPTER else ''}"
         raise InputError(found, expected="flags of one kind of job", fix=f"Leave {flag} out.")
     folder, prompts = JobFolder(Path(arguments.folder)), _text_in(arguments.prompts) if arguments.prompts else ""
     jobs = (_queue_paintings if arguments.meshes else _queue_videos)(folder, prompts, arguments)
@@ -204,17 +205,18 @@ def _start_groups(
 ) -> None:
     """Have Ray start ``count`` groups, each in room of its own on as few machines as can be."""
     from ray.util import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     from .group import PATIENCE_SECONDS, GroupRenderer, loopback_name
 
-    room = cluster.asked_by(needs)
     loopback = "" if arguments.address else loopback_name()
     patience = arguments.patience or PATIENCE_SECONDS
     for _ in range(count):
-        place = placement_group([dict(room) for _ in range(arguments.group)], strategy="PACK")
+        place = placement_group([cluster.asked_by(needs) for _ in range(arguments.group)], strategy="PACK")
         ways = {"halves": arguments.branches, "loopback": loopback, "patience": patience}
         leader = GroupRenderer(renderer, arguments.group, needs, place, **ways)
-        driver.start_workers(1, leader, {"num_cpus": 0})
+        # the leader is up, and gets jobs, once there is room for its ranks
+        driver.start_workers(1, leader, {"num_cpus": 0, "scheduling_strategy": PlacementGroupSchedulingStrategy(place)})
 
 
 def _say(text: str) -> None:

@@ -56,7 +56,7 @@ def start_here(workers: int, gpus: int) -> Any:
         )
     except Exception as error:  # of Ray's many kinds, such as a timeout on a busy machine
         found = f"Ray did not start here ({first_line(error)})"
-        fix = "Run the same command again; its logs are in /tmp/ray/session_latest/logs."
+        fix = "Run the same command again; its logs are in ray/session_latest/logs of the temporary folder."
         raise UnsupportedError(found, expected="a machine with room for its processes", fix=fix) from error
     return ray
 

@@ -63,8 +63,8 @@ class Driver:
         self._notes: dict[str, str] = {}  # why jobs failed, by key, where the folder has not taken it yet
         self._troubles: dict[str, str] = {}  # what was said of things that fail again and again
 
-    def start_workers(self, count: int, renderer: Any, needs: dict[str, float]) -> None:
-        """Have Ray start ``count`` workers, each with ``needs`` (``num_cpus``, ``num_gpus``), once there is room."""
+    def start_workers(self, count: int, renderer: Any, needs: dict[str, Any]) -> None:
+        """Have Ray start ``count`` workers, each with ``needs``, options of its actors, once there is room."""
         actor = self.ray.remote(Worker)
         self.asked = self.asked or asked_by(needs)
         for _ in range(count):
@@ -126,8 +126,8 @@ class Driver:
             self.say(f"the farm stumbled ({text_of(error)}) and goes on in {pause:g} s")
             self.sleep(pause)
 
-    def _try(self, what: str, action: Callable[[], None]) -> None:
-        """Do what needs the folder, or say once that it cannot be done: it is tried again soon."""
+    def _try(self, what: str, action: Callable[[], None]) -> bool:
+        """True once what needs the folder is done; or say once that it cannot be: it is tried again soon."""
         try:
             action()
             trouble = ""
@@ -136,6 +136,7 @@ class Driver:
         if trouble and self._troubles.get(what) != trouble:
             self.say(f"{what}: {trouble}")
         self._troubles[what] = trouble
+        return not trouble
 
     def turn(self) -> None:
         """Give work to free workers, then wait a moment for the first event."""
@@ -184,11 +185,13 @@ class Driver:
         """Act on a worker's answer: a job's outcome, a proof's text, or who it is; or on the error in its place."""
         try:
             answer = self.ray.get(call)
-        except self.ray.exceptions.RayActorError as error:
+        except (self.ray.exceptions.RayActorError, self.ray.exceptions.OutOfMemoryError) as error:
             if worker.up and not worker.proving:  # its job goes on elsewhere, from its last step
                 task, worker.task, worker.up = worker.task, None, False
                 self.schedule.forget(worker.name)
                 self._lost(worker, task, f"{worker.name} died")
+                if isinstance(error, self.ray.exceptions.ActorUnavailableError):  # cut off, it may live and go on
+                    value_or(lambda: self.ray.kill(worker.actor, no_restart=False), None)
                 self._wait_for(worker)
             else:  # Ray retries this call for as long as it restarts the process: it has given it up
                 worker.up = worker.proving = False
@@ -371,8 +374,8 @@ class Driver:
         if not self.schedule.remove(task):  # another worker has it meanwhile
             return
         by_host = {worker.host: text for worker in self.workers if (text := task.refused.get(worker.name))}
-        same = len(set(by_host.values())) == 1
-        self._fail(task, "; ".join(text if same else f"{host}: {text}" for host, text in by_host.items()))
+        texts = set(by_host.values())
+        self._fail(task, "; ".join(texts if len(texts) == 1 else map(": ".join, by_host.items())))
 
     def _give_up_what_nobody_can(self) -> None:
         """Fail the jobs that all refused; of those that wait for a machine or a model, a run tires, without a note."""
@@ -421,8 +424,9 @@ class Driver:
             status = value_or(path.stat, None)
             changed = () if status is None else (status.st_size, status.st_mtime_ns, status.st_ino)
             if changed and self._read.get(path) != changed:
-                self.add(lines_in([path], self.say), again=False, where=f"{path.name!r}: ")
-                self._read[path] = changed
+                add = partial(self.add, lines_in([path], self.say, waits=True), again=False, where=f"{path.name!r}: ")
+                if self._try(f"the jobs in {path.name!r}", add):
+                    self._read[path] = changed
 
     def _show(self) -> None:
         """Write down what the workers do, for those who see only the folder."""
@@ -445,10 +449,12 @@ class Driver:
         )
 
 
-def lines_in(paths: Iterable[Path], say: Say) -> Iterator[str]:
-    """The lines of several job files; one that cannot be read is named to ``say`` and passed over."""
+def lines_in(paths: Iterable[Path], say: Say, waits: bool = False) -> Iterator[str]:
+    """The lines of several job files; one that cannot be read is named to ``say``, or raised if ``waits`` may help."""
     for path in paths:
         try:
             yield from each_line(path)
         except PackError as error:
+            if waits and not isinstance(error.__cause__, PackError):
+                raise
             say(f"set aside: {error}")

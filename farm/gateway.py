@@ -17,7 +17,8 @@ from ..compat.ray_clusters import GATEWAY, NAMESPACE
 if TYPE_CHECKING:
     from .driver import Driver
 
-ANSWER_SECONDS = 2.0
+ANSWER_SECONDS = 2.0  # until a worker's state is taken as the folder has it, seconds old
+CALLS = 64  # at a time: each ComfyUI that waits holds one, for its preview
 
 
 class Gateway:
@@ -59,7 +60,7 @@ class Gateway:
         return keys
 
     def standing(self, keys: list[str]) -> dict[str, Any]:
-        """The jobs that are done, those that failed and why, and the state of each worker at this moment."""
+        """The jobs that are done, those that failed and why, and the state of each worker, whosever job it has."""
         import ray
 
         from ..pipelines.records.job_folder import KEY
@@ -111,7 +112,7 @@ def open_gateway(driver: Driver) -> Any:
     ray = driver.ray
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor = ray.remote(Gateway).options(
-        name=GATEWAY, namespace=NAMESPACE, num_cpus=0, max_concurrency=4, max_restarts=-1, scheduling_strategy=here
+        name=GATEWAY, namespace=NAMESPACE, num_cpus=0, max_concurrency=CALLS, max_restarts=-1, scheduling_strategy=here
     )
     try:
         gateway = actor.remote(str(driver.folder.root))

@@ -170,7 +170,7 @@ class GroupRenderer:
             if not isinstance(error, ray.exceptions.RayError):
                 raise
             text = f"{self.size} ranks did not form a group ({str(error).strip().splitlines()[-1]})"
-            raise Ended(Outcome(worker.LOST, _advice(text))) from error
+            raise Ended(Outcome(worker.LOST, _advice(text, "leave out --group where they do not help."))) from error
         self._names = [
             f"rank {rank} of {self.size} ({one['host']}, process {one['pid']})" for rank, one in enumerate(each)
         ]
@@ -186,7 +186,7 @@ class GroupRenderer:
                 rank = waiting.pop(call)
                 try:
                     ended[rank] = ray.get(call)
-                except ray.exceptions.RayActorError:
+                except ray.exceptions.RayError:  # the memory monitor's has no class of its own among deaths
                     dead.append(rank)
                 if rank in dead or isinstance(ended[rank], Outcome):
                     deadline = deadline or time.monotonic() + GRACE_SECONDS
@@ -202,7 +202,7 @@ class GroupRenderer:
         return record
 
     def _reason(self, failures: list[Outcome], dead: list[int], stuck: list[int]) -> Outcome:
-        """The cause of a group's failure; its ranks are ended where one of them is ``dead``, ``stuck`` or cut off.
+        """The cause of a group's failure; its ranks are ended where some are ``dead`` or ``stuck``, or none knows more.
 
         The ranks that wait for one that fails fail too, so that not every error is the cause."""
         reason = min(failures, key=lambda one: _ORDER.get(one.status, 0), default=Outcome(worker.LOST))
@@ -257,11 +257,9 @@ class GroupRenderer:
         self._ranks = []
 
 
-def _advice(found: str) -> str:
-    return (
-        f"{found}; expected every rank alive, and its part of each exchange in time. See Ray's logs of that machine; "
-        "raise --patience where devices, disks or the network are that slow."
-    )
+def _advice(found: str, fix: str = "raise --patience where devices, disks or the network are that slow.") -> str:
+    expected = "every rank alive, and its part of each exchange in time"
+    return f"{found}; expected {expected}. See Ray's logs of that machine; {fix}"
 
 
 def _require_alike(ranks: list[dict[str, Any]]) -> None:

@@ -369,6 +369,20 @@ def test_a_list_of_farms_may_begin_with_a_byte_order_mark(core: ComfyUI) -> None
     assert module.farm_address("ray://one:10001") == "ray://one:10001"
 
 
+def test_the_picture_shown_of_a_farm_is_of_the_own_jobs(core: ComfyUI, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, seen = core.module("host.farm"), list[str]()
+    workers = [{"worker": f"w{index}", "job": key, "total": 8} for index, key in enumerate(("other", "done", "own"))]
+    standings = [{"done": done, "failed": {}, "workers": workers} for done in (["done"], ["own"])]
+    gateway = SimpleNamespace(standing=SimpleNamespace(remote=lambda _keys: standings.pop(0)))
+    monkeypatch.setattr(module, "_pause", lambda _progress: None)
+    monkeypatch.setattr(module._Farm, "answer", lambda _farm, call: call)
+    monkeypatch.setattr(module._Farm, "_fetch", lambda *_: None)
+    progress = SimpleNamespace(check=lambda: None, lines=[], step=lambda *_: seen.append(farm.worker))
+    farm = module._Farm(None, gateway, progress)
+    farm.fetch(SimpleNamespace(folder=SimpleNamespace(write_workers=lambda *_: None)), ["done", "own"])
+    assert seen == ["w2", ""]
+
+
 class Network(nn.Module):
     """Linears of core's."""
 

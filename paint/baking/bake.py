@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...compat.device.execution import to_host
 from ...compat.errors import InputError, require_choice, require_range
 from ..choices import BAKES as FORMS
 from ..geometry.cameras import CameraTable
@@ -179,7 +180,7 @@ class _Sight:
         seen, trust = torch.zeros_like(cosine), torch.full_like(cosine, DOUBTED)
         size, low = self.view.size, screen[:, :2].floor()
         nearest, low = (screen[:, :2] - low >= 0.5).long(), low.long()
-        chosen = torch.arange(face.shape[0], device=face.device)
+        chosen = ((screen[:, :2] >= -0.5) & (screen[:, :2] <= size - 0.5)).all(1).nonzero()[:, 0]  # inside the picture
         for down, right in CORNERS:  # the nearest pixel, then the others for who is not seen there
             offset = nearest[chosen] ^ torch.tensor((right, down), device=face.device)
             column, row = (low[chosen] + offset).clamp(0, size - 1).unbind(1)
@@ -198,8 +199,8 @@ def rim_cleaned(picture: Tensor, view: View) -> Tensor:
     """``picture`` (H, W, 3) with the mesh's own colours carried over its rim, where the background mixes in.
 
     Two rings of pixels: as far as bilinear sampling of the mesh can reach."""
-    covered = (view.ids >= 0).to(picture.dtype)[None, None]
-    clean = (F.interpolate(covered, picture.shape[:2], mode="area") > 0.999).to(picture.dtype)
+    covered = to_host(view.ids >= 0).to(picture.dtype)[None, None]  # on the host: MPS pools only sizes that divide
+    clean = (F.interpolate(covered, picture.shape[:2], mode="area") > 0.999).to(picture)
     colours = picture.movedim(-1, 0)[None]
     for _ in range(2):
         # both averages divide by 9, so their quotient is the mean of the clean pixels round each pixel

@@ -98,7 +98,8 @@ def pieces_of(vertices: Tensor, faces: Tensor) -> Tensor:
 
 def _without_floaters(vertices: Tensor, faces: Tensor, share: float) -> tuple[Tensor, int]:
     """Faces of the pieces that are large enough, and how many pieces were not."""
-    numbers = pieces_of(torch.nan_to_num(vertices), faces).unique(return_inverse=True)[1]
+    used, corners = faces.unique(return_inverse=True)  # a vertex that no face names may lie anywhere
+    numbers = pieces_of(vertices[used].nan_to_num(0, 0, 0), corners).unique(return_inverse=True)[1]
     counts = torch.bincount(numbers)
     kept = counts >= share * faces.shape[0]
     kept[counts.argmax()] = True

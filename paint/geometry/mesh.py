@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import torch
 from torch import Tensor
@@ -201,7 +202,8 @@ class Beside:
         """The path of a file in the folder, or in one below it.
 
         Raises ValueError where it is outside, also by a link, no plain file, or too large."""
-        place = (self.folder / name.strip()).resolve()
+        plain = self.folder / name.strip()
+        place = (plain if plain.exists() else self.folder / unquote(name.strip())).resolve()  # glTF escapes names
         if not place.is_relative_to(self.folder) or not place.is_file() or place.stat().st_size > BESIDE_BYTES:
             raise ValueError(f"{name!r} is not a file in the mesh's own folder of at most {BESIDE_BYTES >> 30} GB")
         return place

@@ -26,6 +26,7 @@ SIDES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)  # boxes are rounded u
 CANDIDATES = {"cpu": 1 << 17}  # pixels tried at once, 60 bytes each: what a core's cache holds; else to fill a GPU
 CANDIDATES_ELSEWHERE = 1 << 21
 FACES_AT_ONCE = 1 << 17
+TILED_AT_ONCE = 256  # large faces, each of up to 1,024 tiles in a view of 2048
 POINTS_AT_ONCE = 1 << 20
 FAR = torch.iinfo(torch.int64).max
 Steps = tuple[float, float]  # where depth is counted from, and the depth of one step
@@ -52,7 +53,7 @@ class Fragments:
 def face_ids(screen: Tensor, faces: Tensor, height: int, width: int, steps: Steps | None = None) -> Tensor:
     """The face in front at each pixel, (H, W) int32; -1 where nothing is. Faces without area show nowhere.
 
-    Peak extra memory: 8 bytes per pixel, 64 MB of face set-up, and the candidates.
+    Peak extra memory: 8 bytes per pixel, 64 MB of face set-up, tiles of TILED_AT_ONCE faces, and the candidates.
 
     Args:
         screen: (N, 3) float32, see the module.
@@ -138,7 +139,8 @@ def _keys(triangles: _Triangles, width: int, height: int, limit: int) -> Iterato
             chosen = order[first : min(first + step, start + count)]
             yield _small(triangles, chosen, (high, wide), width)
         start += count
-    yield from _tiles(triangles, order[start:], (height, width), limit)
+    for chosen in order[start:].split(TILED_AT_ONCE):
+        yield from _tiles(triangles, chosen, (height, width), limit)
 
 
 def _small(t: _Triangles, chosen: Tensor, shape: tuple[int, int], width: int) -> tuple[Tensor, Tensor]:

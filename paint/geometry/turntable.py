@@ -49,14 +49,14 @@ def turntable(
     if isinstance(texture, Tensor):
         surface, _ = surface.with_uvs()
         texture = texture.to(surface.vertices.device, torch.float32)
-    pictures = []
+    pictures = torch.empty((frames, size, size, 3))  # filled in place: stacked at the end they would be there twice
     for index in range(frames):
         check()
         # the camera goes round; the picture looks as if the mesh turned
         view = rasterised(surface, Camera(360 * index / frames, elevation), size * SMOOTHING, ORTHO_SCALE)
         picture = view.image(_shaded(surface, view, texture), background).movedim(-1, 0)[None]
-        pictures.append(to_host(F.avg_pool2d(picture, SMOOTHING)[0].movedim(0, -1).clamp(0, 1)))
-    return torch.stack(pictures)
+        pictures[index] = to_host(F.avg_pool2d(picture, SMOOTHING)[0].movedim(0, -1).clamp(0, 1))
+    return pictures
 
 
 def _shaded(surface: Surface, view: View, texture: Tensor | Callable[[Tensor], Tensor] | None) -> Tensor:

@@ -48,8 +48,10 @@ def test_as_many_workers_are_started_as_are_asked_for_or_as_there_are_devices(
     monkeypatch.setattr(cluster, "start_here", lambda *count: calls.append(count) or Paper(CPU=8.0))
     monkeypatch.setattr(cli, "signal", SimpleNamespace(signal=lambda *_: None, SIGTERM=0, default_int_handler=None))
     monkeypatch.setattr("anygpu.farm.group.loopback_name", lambda: "lo")
-    rooms = SimpleNamespace(placement_group=lambda bundles, strategy: bundles)
+    rooms, leaders = SimpleNamespace(placement_group=lambda bundles, strategy: bundles), list[Any]()
     monkeypatch.setitem(sys.modules, "ray.util", rooms)  # type: ignore[arg-type]
+    strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=leaders.append)
+    monkeypatch.setitem(sys.modules, "ray.util.scheduling_strategies", strategies)  # type: ignore[arg-type]
     driver = cli._driver(JobFolder(tmp_path), cli._parser().parse_args(["run", str(tmp_path), *words.split()]))
     assert (len(driver.workers), calls, driver.asked) == (workers, started, asked)
     renderer = driver.workers[0].actor.worker.renderer
@@ -58,6 +60,7 @@ def test_as_many_workers_are_started_as_are_asked_for_or_as_there_are_devices(
     if group:
         assert (renderer.halves, renderer.patience, renderer.loopback) == group
         assert renderer.placement == [{"CPU": 1}] * renderer.size
+        assert leaders == [renderer.placement] * workers, "none gets jobs before there is room for its ranks"
 
 
 @pytest.mark.parametrize("words", ["--local -1", "--address auto --workers -2"])
@@ -66,7 +69,9 @@ def test_fewer_workers_than_none_are_refused(tmp_path: Path, words: str) -> None
         cli._driver(JobFolder(tmp_path), cli._parser().parse_args(["run", str(tmp_path), *words.split()]))
 
 
-@pytest.mark.parametrize("words", ["--meshes . --width 64", "--adapter a.safetensors", "--image-encoder dino"])
+@pytest.mark.parametrize(
+    "words", ["--meshes . --width 64", "--meshes . --negative fog", "--adapter a.safetensors", "--image-encoder dino"]
+)
 def test_what_would_do_nothing_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str) -> None:
     assert cli.main(["queue", str(tmp_path), "--model", "m", *words.split()]) == 2
     assert "expected flags of one kind of job" in capsys.readouterr().err

@@ -97,10 +97,10 @@ def test_poisoned_jobs_fail_alone_each_with_its_own_reason(tmp_path: Path, order
     lines = [line_of(number, 3, ways[number % 20] if number < 40 else "") for number in range(200)]
     if order == "any order":
         random.Random(1).shuffle(lines)
-    driver, said = driver_on(Paper(CPU=4.0), tmp_path, 4)
+    driver, said = driver_on(ray := Paper(CPU=4.0), tmp_path, 4)
     driver.add(lines, again=True)
     tally = driver.run()
-    assert (tally.done, len(tally.failed)) == (160, 40)
+    assert (tally.done, len(tally.failed), ray.kills) == (160, 40, 2), "of 6 deaths, 2 of those that may live"
     for number in range(40):
         text = tally.failed[f"{number:064x}"]
         if POISONS[ways[number % 20]][0] != MODEL:  # where only such jobs are left, it may be the machine
@@ -111,7 +111,7 @@ def test_poisoned_jobs_fail_alone_each_with_its_own_reason(tmp_path: Path, order
         elif POISONS[ways[number % 20]][0] == MACHINE:
             assert text.startswith("3 times a machine failed at it that was sound right after: ")
         else:
-            assert f"{ways[number % 20]} in {number}" in text, text
+            assert text.count(f"{ways[number % 20]} in {number}") == 1, text
 
 
 def faults(now: Callable[[], float], patch: pytest.MonkeyPatch) -> dict[str, Callable[[], None]]:
@@ -320,6 +320,22 @@ def test_a_share_that_is_gone_for_a_while_ends_nothing(tmp_path: Path, monkeypat
     monkeypatch.setattr(JobFolder, "cancelled", lambda _folder: set())
     driver.run()
     assert len(list((tmp_path / "failed").iterdir())) == 3
+
+
+def test_a_job_file_that_is_refused_for_a_moment_is_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, said = driver_on(ray := Paper(CPU=1.0), tmp_path, 1)
+    JobFolder(tmp_path).write_jobs("foxes", [line_of(1)])
+    driver.watching, opened = True, Path.open
+
+    def refused(path: Path, *given: Any, **options: Any) -> Any:
+        if path.suffix == ".jsonl" and ray.now < 5:
+            raise OSError(errno.EIO, "Input/output error")
+        return opened(path, *given, **options)
+
+    monkeypatch.setattr(Path, "open", refused)
+    while ray.now < 9:
+        driver.turn()
+    assert driver.tally.done == 1 and sum("foxes.jsonl" in text for text in said) == 1
 
 
 @pytest.mark.parametrize("error", [Died(), OSError(errno.ENOSPC, "full")], ids=["the share", "Ray"])

@@ -19,7 +19,7 @@ from anygpu.farm.render import Renderer, task_of
 from anygpu.farm.worker import BROKEN, CANCELLED, LOST, REFUSED, Ended, Outcome, RenderCancelled, Worker
 from anygpu.paint.jobs import PaintJob
 from anygpu.pipelines.records.job import Content
-from farm.paper import Call, Paper, RayActorError
+from farm.paper import Call, OutOfMemoryError, Paper, RayActorError
 
 
 def test_unlike_ranks_are_refused() -> None:
@@ -151,7 +151,7 @@ LEFT = Outcome(LOST, "left alone")
         ((Outcome(REFUSED, "no such size"), Outcome(REFUSED, "too")), REFUSED, "no such size", 0),
         ((Outcome(BROKEN, "no room"), LEFT), BROKEN, "no room", 2),
         ((LEFT, None), LOST, "rank 1 of 2 (here, process 1) hangs: no answer to the others for 9 s", 2),
-        ((RayActorError(), None), LOST, "process 0) died, and rank 1 of 2 (here, process 1) did not end", 2),
+        ((OutOfMemoryError(), None), LOST, "process 0) died, and rank 1 of 2 (here, process 1) did not end", 2),
         ((Outcome(REFUSED, "no such size"), RayActorError()), LOST, "rank 1 of 2 (here, process 1) died; expected", 2),
     ],
 )

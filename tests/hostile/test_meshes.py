@@ -63,7 +63,7 @@ def gltf(uri: str) -> str:
     return json.dumps({**content, "scenes": [{"nodes": [0]}], "scene": 0})
 
 
-@pytest.mark.parametrize("name", ["{secret}", "../secret.txt", "sub/../../secret.txt", "link.txt"])
+@pytest.mark.parametrize("name", ["{secret}", "../secret.txt", "%2e%2e/secret.txt", "sub/../../secret.txt", "link.txt"])
 @pytest.mark.parametrize("kind", ["obj", "map", "ply", "gltf"])
 def test_no_file_outside_the_folder_is_opened(tmp_path: Path, opened: list[str], kind: str, name: str) -> None:
     secret, folder = tmp_path / "secret.txt", tmp_path / "mesh"
@@ -89,9 +89,10 @@ def test_no_file_outside_the_folder_is_opened(tmp_path: Path, opened: list[str],
 def test_files_beside_the_mesh_are_read(tmp_path: Path) -> None:
     positions = np.array([[0, 0, 0], [1, 0, 0], [0, 1, 0]], dtype=np.float32)
     (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "a.bin").write_bytes(positions.tobytes())
-    (tmp_path / "a.gltf").write_text(gltf("sub/a.bin"), encoding="utf-8")
-    assert np.array_equal(load_mesh(tmp_path / "a.gltf")[0].vertices.numpy(), positions)
+    for name, uri in (("a b.bin", "a%20b.bin"), ("é.bin", "%C3%A9.bin"), ("5%20.bin", "5%20.bin"), ("a.bin", "a.bin")):
+        (tmp_path / "sub" / name).write_bytes(positions.tobytes())
+        (tmp_path / "a.gltf").write_text(gltf(f"sub/{uri}"), encoding="utf-8")
+        assert np.array_equal(load_mesh(tmp_path / "a.gltf")[0].vertices.numpy(), positions)
     resolver = Beside(tmp_path / "a.gltf")
     assert resolver.namespaced("sub").get("a.bin") == positions.tobytes()
     for name in ("..", "/etc", "sub/../.."):

@@ -170,6 +170,17 @@ def test_what_is_behind_is_not_painted():
     assert normals.unique(dim=0).tolist() == [[0, 0, 1]]
 
 
+def test_a_picture_says_nothing_of_what_lies_beside_it():
+    surface = Surface.of(box())
+    table = CameraTable((Camera(0, 0),), ortho_scale=0.6)
+    for form in FORMS:
+        baked = bake(surface, table, torch.full((1, 64, 64, 3), 0.25), replace(SMALL, form=form))
+        texels = baked.texels
+        places = texels.place[baked.painted.view(-1)[texels.shown.pixel]]
+        view = rasterised(surface, table.cameras[0], 256, 0.6)
+        assert len(places) > 500 and (view.on_screen(places)[:, :2] - 127.5).abs().max() < 132, form
+
+
 def test_overlapping_uvs_are_said():
     mesh = box()
     assert mesh.uvs is not None

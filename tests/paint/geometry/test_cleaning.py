@@ -82,6 +82,9 @@ def test_broken_corners_go_with_their_faces_and_what_is_left_can_be_painted():
     assert len(Surface.of(found).faces) == 12
     assert "2 faces with a NaN or infinite corner removed" in notes
     assert "2 unused vertices removed" in notes
+    two = joined(torus(32, 64), box())
+    two = changed(two, [[0, 1, len(two.vertices)]], [[0, float("inf"), 0]])
+    assert "1 loose pieces removed" in cleaned(two)[1], "one far vertex puts not all others into one place"
     with pytest.raises(InputError, match="NaN"):
         Surface.of(cleaned(broken, CleanSettings(0.0, True, False))[0])
 
