@@ -186,7 +186,7 @@ class GroupRenderer:
                 rank = waiting.pop(call)
                 try:
                     ended[rank] = ray.get(call)
-                except ray.exceptions.RayError:  # the memory monitor's has no class of its own among deaths
+                except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError):  # the memory monitor's too
                     dead.append(rank)
                 if rank in dead or isinstance(ended[rank], Outcome):
                     deadline = deadline or time.monotonic() + GRACE_SECONDS
