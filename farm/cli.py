@@ -203,7 +203,7 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
 def _start_groups(
     driver: Any, arguments: argparse.Namespace, renderer: Any, needs: dict[str, float], count: int
 ) -> None:
-    """Have Ray start ``count`` groups, each in room of its own on as few machines as can be."""
+    """Have Ray start ``count`` groups, each in room of its own on few machines, its leader once that is there."""
     from ray.util import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -215,7 +215,6 @@ def _start_groups(
         place = placement_group([cluster.asked_by(needs) for _ in range(arguments.group)], strategy="PACK")
         ways = {"halves": arguments.branches, "loopback": loopback, "patience": patience}
         leader = GroupRenderer(renderer, arguments.group, needs, place, **ways)
-        # the leader is up, and gets jobs, once there is room for its ranks
         driver.start_workers(1, leader, {"num_cpus": 0, "scheduling_strategy": PlacementGroupSchedulingStrategy(place)})
 
 

@@ -185,13 +185,11 @@ class Driver:
         """Act on a worker's answer: a job's outcome, a proof's text, or who it is; or on the error in its place."""
         try:
             answer = self.ray.get(call)
-        except (self.ray.exceptions.RayActorError, self.ray.exceptions.OutOfMemoryError) as error:
+        except self.ray.exceptions.RayActorError as error:
             if worker.up and not worker.proving:  # its job goes on elsewhere, from its last step
                 task, worker.task, worker.up = worker.task, None, False
                 self.schedule.forget(worker.name)
                 self._lost(worker, task, f"{worker.name} died")
-                if isinstance(error, self.ray.exceptions.ActorUnavailableError):  # cut off, it may live and go on
-                    value_or(lambda: self.ray.kill(worker.actor, no_restart=False), None)
                 self._wait_for(worker)
             else:  # Ray retries this call for as long as it restarts the process: it has given it up
                 worker.up = worker.proving = False

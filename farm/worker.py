@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import threading
@@ -107,6 +108,8 @@ class Worker:
         self._finished = 0
 
     def ready(self) -> dict[str, Any]:
+        if self._task is not None:  # it was cut off and taken for dead: Ray asks its successor
+            os._exit(1)
         bind(self.renderer)
         return {"host": socket.gethostname(), "token": token_mode()}
 

@@ -1,6 +1,5 @@
 """Ray on paper: actors are objects of this process, and its clock goes on when the driver waits."""
 
-from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +10,6 @@ class RayError(Exception):
 
 class RayActorError(RayError):
     """As Ray's: the process of a call is gone."""
-
-
-class ActorUnavailableError(RayActorError):
-    """As Ray's: no connection to the process of a call, which may live."""
 
 
 class OutOfMemoryError(RayError):
@@ -28,18 +23,11 @@ class Died(BaseException):
 class Paper:
     """What a driver and a group use of Ray. A call is answered as soon as it is made; to wait takes 0.1 s."""
 
-    exceptions = SimpleNamespace(
-        RayError=RayError,
-        RayActorError=RayActorError,
-        ActorUnavailableError=ActorUnavailableError,
-        OutOfMemoryError=OutOfMemoryError,
-    )
+    exceptions = SimpleNamespace(RayError=RayError, RayActorError=RayActorError, OutOfMemoryError=OutOfMemoryError)
 
     def __init__(self, **resources: float) -> None:
         self.now, self.resources, self.actors, self.kills = 0.0, resources, 0, 0
         self.token, self.cannot_start = True, False
-        deaths = RayActorError("its process is gone"), OutOfMemoryError("memory is full"), ActorUnavailableError()
-        self.deaths = cycle(deaths)
 
     def clock(self) -> float:
         return self.now
@@ -89,7 +77,7 @@ class Actor:
                 try:
                     answer = getattr(self.worker, name)(*arguments)
                 except Died:
-                    answer = next(self.ray.deaths)
+                    answer = RayActorError("its process is gone")
             never = name == "ready" and not self.ray.resources
             return Call(answer, not never)
 

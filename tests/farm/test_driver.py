@@ -97,10 +97,10 @@ def test_poisoned_jobs_fail_alone_each_with_its_own_reason(tmp_path: Path, order
     lines = [line_of(number, 3, ways[number % 20] if number < 40 else "") for number in range(200)]
     if order == "any order":
         random.Random(1).shuffle(lines)
-    driver, said = driver_on(ray := Paper(CPU=4.0), tmp_path, 4)
+    driver, said = driver_on(Paper(CPU=4.0), tmp_path, 4)
     driver.add(lines, again=True)
     tally = driver.run()
-    assert (tally.done, len(tally.failed), ray.kills) == (160, 40, 2), "of 6 deaths, 2 of those that may live"
+    assert (tally.done, len(tally.failed)) == (160, 40)
     for number in range(40):
         text = tally.failed[f"{number:064x}"]
         if POISONS[ways[number % 20]][0] != MODEL:  # where only such jobs are left, it may be the machine
@@ -471,6 +471,17 @@ def test_a_worker_computes_on_the_device_that_ray_gave_it(
     chosen = SimpleNamespace(device="cpu")
     worker.bind(chosen)
     assert chosen.device == "cpu"
+
+
+def test_a_worker_that_is_taken_for_dead_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut off and asked anew while its job goes on: two jobs would share one device and one file."""
+    asked = worker.Worker(Plays(tmp_path, lambda: asked.ready()))
+    monkeypatch.setattr(os, "_exit", lambda status: (_ for _ in ()).throw(SystemExit(status)))
+    for name in ("bind", "token_mode"):
+        monkeypatch.setattr(worker, name, lambda *_: True)
+    assert asked.ready()["token"]
+    with pytest.raises(SystemExit):
+        asked.run(task_of(line_of(1)))
 
 
 def test_a_preview_has_the_whole_range_of_a_byte() -> None:
