@@ -99,7 +99,9 @@ def slow_farm(folder: str) -> list[str]:
 def farm_of(folder: str, get: Any, wait: Any, check: Any, closed: Any = None, error: type = LookupError) -> None:
     """A node's run of one job at a farm that does at each question, by its name, what ``get`` and ``wait`` do."""
 
-    def answer(name: str, **_: Any) -> Any:
+    def answer(name: Any, **_: Any) -> Any:
+        if isinstance(name, list):
+            return [*map(answer, name)]
         get(name)
         return {"ready": True, "standing": {"done": [job.key], "failed": {}, "workers": []}}.get(name)
 
