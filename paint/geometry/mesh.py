@@ -4,6 +4,7 @@ UVs are those of glTF: u to the right, v down, (0, 0) the upper left corner of t
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import torch
 from torch import Tensor
@@ -203,7 +203,8 @@ class Beside:
 
         Raises ValueError where it is outside, also by a link, no plain file, or too large."""
         plain = self.folder / name.strip()
-        place = (plain if plain.exists() else self.folder / unquote(name.strip())).resolve()  # glTF escapes names
+        own = re.sub(rb"%([0-9A-Fa-f]{2})", lambda code: bytes.fromhex(code[1].decode()), name.strip().encode())
+        place = (plain if plain.exists() else self.folder / own.decode(errors="replace")).resolve()  # as glTF
         if not place.is_relative_to(self.folder) or not place.is_file() or place.stat().st_size > BESIDE_BYTES:
             raise ValueError(f"{name!r} is not a file in the mesh's own folder of at most {BESIDE_BYTES >> 30} GB")
         return place
