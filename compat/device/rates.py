@@ -69,15 +69,7 @@ LOSSY_ATTENTION = ("sage", "kitchen_int8")
 STORED = {"int8": "int8", "int8_convrot": "int8", "w4a8": "int8", "fp8": "fp8"}  # the rate of weights stored so
 GTX = "gtx16"  # cards of sm75 without tensor cores, by their names
 UNITS = {"sm70": 1024, GTX: 128, "sm75": 512, "sm80": 2048, "sm86": 512, "sm89": 512, "sm90": 4096, "sm120": 512}
-KINDS = {
-    "sm70": "volta",
-    "gtx16": "gtx16",
-    "sm75": "turing",
-    "sm80": "a100",
-    "sm86": "ampere",
-    "sm89": "ada",
-    "sm90": "hopper",
-}
+KINDS = {"sm70": "volta", GTX: GTX, "sm75": "turing", "sm80": "a100", "sm86": "ampere", "sm89": "ada", "sm90": "hopper"}
 VENDOR = re.compile(r"nvidia|geforce|tesla|amd|radeon|instinct|intel|apple|graphics|gpu|hbm\d\w?|sxm5|\d+gb")
 
 
@@ -169,7 +161,7 @@ def rates_of(facts: DeviceFacts) -> Rates | None:
         return rates
     units, clock, memory_clock, bus = facts.clocks
     arch = GTX if facts.arch == "sm75" and re.search(r"\b(GTX|MX)", facts.name) else facts.arch
-    generation = KINDS.get(arch, arch if arch == GTX else "blackwell")
+    generation = KINDS.get(arch, "blackwell")
     if arch not in UNITS or ("geforce" not in facts.name.lower() and UNITS[arch] == 512):
         return None  # professional cards of these do twice as much; which ones a name does not tell
     memory = 2e3 * memory_clock * bus / 8

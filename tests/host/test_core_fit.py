@@ -445,6 +445,11 @@ def test_a_fitted_clip_under_cores_select_clip_device(inside: Inside) -> None:
     assert found["before"] and found["after"], "another device, the same text"
 
 
+def test_core_s_own_cancel_inside_a_forward_leaves_no_mode_of_ours(inside):
+    """Core's is a BaseException, after which torch calls no hook."""
+    assert inside.play("core_attention", "cancelled") == [0, 0]
+
+
 def test_a_fitted_model_runs_under_the_guard_of_its_device(inside):
     found = inside.play("core_attention", "guarded")
     assert found["seen"] and all(len(shape) == 5 for shape in found["seen"]) and found["on_cpu"]

@@ -1,7 +1,8 @@
 """Scenes about core's attention functions under a fit: whichever is configured, finite operands give right values."""
 
+import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -9,8 +10,13 @@ from unittest import mock
 import comfy.ldm.modules.attention as core_attention
 import comfy.model_management as management
 import torch
+from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.probe_store import ProbeStore
+from anygpu.compat.device.quirks import DevicePolicy
 from anygpu.compat.transforms import attention as attention_choice
 from anygpu.compat.transforms.attention import Attention
+from anygpu.compat.transforms.guard import Guard, around, forward_inside
+from anygpu.compat.transforms.plain_calls import PlainCalls
 from anygpu.host.core import attention as override
 from anygpu.host.core import clip as core_clip
 from anygpu.host.core import machine as core_machine
@@ -155,6 +161,21 @@ def guarded() -> dict[str, Any]:
         text.cond_stage_model.encode_token_weights(ids)
     clips = len(seen) - models - vaes
     return {"seen": seen[:models], "on_cpu": on_cpu is None, "vaes": vaes, "clips": clips, "calls": calls}
+
+
+def cancelled() -> list[int]:
+    """Modes that are left on the thread where core's own cancel ends a forward under a guard and a device's calls."""
+
+    class Cut(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise management.InterruptProcessingException
+
+    network, store = Cut(), ProbeStore(facts_for("cpu"), asked={})
+    inside = functools.partial(around, Guard(store), PlainCalls(DevicePolicy(product_rows=2**20)))
+    network.forward = forward_inside(network, inside)
+    with suppress(management.InterruptProcessingException):
+        network(torch.ones(1))
+    return [torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()]
 
 
 def preferred() -> dict[str, Any]:
