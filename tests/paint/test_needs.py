@@ -93,7 +93,7 @@ def forecast_fits(counted, kind, pixels, views, rows, dtypes, limit):
         assert (peak + held) / GIBIBYTE <= limit, need.name
         assert abs(need.total / (peak + held) - 1) < 0.15, f"{need.name} forecast {need.total}, is {peak + held}"
         assert peak <= asked(need.activations), f"{need.name} asks for {asked(need.activations)}, takes {peak}"
-        assert asked(need.activations) <= 1.3 * peak, f"{need.name} asks for {asked(need.activations)}, takes {peak}"
+        assert asked(need.activations) <= 1.5 * peak, f"{need.name} asks for {asked(need.activations)}, takes {peak}"
 
 
 def test_a_unet_moves_by_block_or_by_layer_and_other_parts_by_layer():
