@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -151,7 +152,19 @@ class Lesson(AdapterInputs):
 
 
 class Taught(ViewAttention):
-    """The adapter's layer, half of whose heads are told where in the picture to look."""
+    """The adapter's layer, half of whose heads are told where in the picture to look; each thread keeps its tokens."""
+
+    def __init__(self, name: str, width: int, reference: bool) -> None:
+        super().__init__(name, width, reference)
+        self._of_thread = threading.local()
+
+    @property
+    def kept(self) -> Tensor | None:
+        return getattr(self._of_thread, "kept", None)
+
+    @kept.setter
+    def kept(self, tokens: Tensor | None) -> None:
+        self._of_thread.kept = tokens
 
     def _to_reference(self, seen: Tensor, heads: int, run: AdapterInputs) -> Tensor:
         if isinstance(run, Lesson) and all(run.rows) and seen.shape[1] >= TOLD and not self.name.startswith(BLIND):

@@ -53,6 +53,7 @@ def test_every_precision_has_a_time(tiny_folder, monkeypatch, name):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_safe_fp16_computes_what_bf16_does_in_both_forms_of_its_products(tiny_folder, name):
+    """But for fp32 products of fp16 parts, which are three where the sums come out in fp32."""
     pipeline, size = loaded_for(CASES[name], tiny_folder, "cpu"), Size(64, 64, CASES[name].frames)
     bf16 = counts.transformer_work(
         replace(pipeline, device=replace(pipeline.device, precision=Precision(BF16, BF16, BF16, ""))), size
@@ -62,7 +63,9 @@ def test_safe_fp16_computes_what_bf16_does_in_both_forms_of_its_products(tiny_fo
         safe = counts.transformer_work(
             replace(pipeline, device=replace(pipeline.device, precision=SAFE, probes=probes)), size
         )
-        assert computing(safe) == computing(bf16) and safe.bytes > bf16.bytes
+        more, less = computing(safe) - computing(bf16), computing(bf16) - computing(safe)
+        assert Counter({(kind, flops / 3): times for (kind, flops), times in more.items()}) == less
+        assert bool(more) == (status == OK) and safe.bytes > bf16.bytes
 
 
 @pytest.mark.parametrize("name", UNPICTURED)
