@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from ..device.quirks import DevicePolicy
 
 PRODUCTS = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__)
+PLAIN_FORMS = frozenset(("plain_operands", "product_rows", "norm_rows"))  # what a policy may ask; rows in fp32 alone
 
 
 class PlainCalls(TorchFunctionMode):
@@ -61,4 +62,4 @@ class PlainCalls(TorchFunctionMode):
 
 def plain_calls(policy: DevicePolicy) -> PlainCalls | None:
     """The mode that ``policy`` asks for; None where torch's own calls are right."""
-    return PlainCalls(policy) if policy.plain_operands or policy.product_rows or policy.norm_rows else None
+    return PlainCalls(policy) if any(getattr(policy, form) for form in PLAIN_FORMS) else None

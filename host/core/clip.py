@@ -175,8 +175,9 @@ def fit_clip(
         clip.patcher.patches_uuid = uuid.uuid4()  # or core would keep what is loaded
         decisions.insert(0, Decision("an earlier fit", "taken back"))
     packed = packed_fit(clip.cond_stage_model, machine.facts, machine.probes.known(), fit.safe)
-    decisions += packed.decisions
-    if not (fit.needed or packed.needed):
+    care = machine.care(FP32)
+    decisions += *packed.decisions, *care
+    if not (fit.needed or packed.needed or care):
         return clip, decisions
     decisions += left_decisions(clip.cond_stage_model, safe=True) if fit.safe else ()
     fitted = of_fitted_class(clip.clone())

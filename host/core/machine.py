@@ -21,7 +21,7 @@ from ...compat.report import HEAD_WIDTH
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, fused_kernel
 from ...compat.transforms.conv3d_choice import Chooser, choose_by, stored_timings
 from ...compat.transforms.guard import Guard, guard_of
-from ...compat.transforms.plain_calls import PlainCalls, plain_calls
+from ...compat.transforms.plain_calls import PLAIN_FORMS, PlainCalls, plain_calls
 from ..folders import state_folder
 from .attention import BUILDS_SCORES, MISSES_KERNELS, SUMS_IN_FP16
 
@@ -76,6 +76,12 @@ class ModelDevice:
     @cached_property
     def calls(self) -> PlainCalls | None:
         return plain_calls(policy_for(self.facts))
+
+    def care(self, dtype: torch.dtype) -> list[Decision]:
+        """Decisions on torch's calls that this device gets wrong in ``dtype`` and :attr:`calls` gets right."""
+        wrong = PLAIN_FORMS if dtype is FP32 else PLAIN_FORMS - {"product_rows"}
+        rows = policy_for(self.facts).rows
+        return [Decision("care", row.done, source=row.source) for row in rows if wrong & row.effect.keys()]
 
     @cached_property
     def fp32_output(self) -> bool:

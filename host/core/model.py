@@ -257,15 +257,16 @@ def fit_model(
     left = ownership.why_left(network)
     fit = _fit_of(network, machine, loaded, precision, attention, left)
     packed = packed_fit(network, machine.facts, machine.probes.known(), fit.safe, packed_layers)
-    forms = _conv_forms(network, machine, torch.float32 if fit.safe else fit.dtype or loaded, fit.needed)
+    stream = torch.float32 if fit.safe else fit.dtype or loaded
+    care, forms = machine.care(stream), _conv_forms(network, machine, stream, fit.needed)
     damage, no_float8 = damage_to_bf16(network, machine), lack_of_float8(network, machine)
     recasts = bool(damage) and precision != AS_LOADED
     recast = _recast_clone(model, fit.safe, recasts, not no_float8) if recasts or no_float8 else None
     named = ", ".join(f"{count} as {form}" for form, count in forms.items())
     convolved = [Decision("Conv3d", named, "exact forms that this device has", AUTO)] * bool(forms)
-    decisions += [*fit.decisions, *packed.decisions, *convolved, *_left(network, fit, left)]
+    decisions += [*fit.decisions, *packed.decisions, *convolved, *care, *_left(network, fit, left)]
     decisions += [*weights_decision(damage, recast if recasts else None), *float8_decision(no_float8, recast)]
-    needed = fit.needed or packed.needed or bool(forms) or recast is not None
+    needed = fit.needed or packed.needed or bool(forms or care) or recast is not None
     keeps = keep_latents == "always" or (keep_latents == AUTO and needed)
     kept = "kept" if keeps else "not kept"
     decisions.append(Decision("latents", kept, "of each sampling, for AnyGPU Recover Latents"))

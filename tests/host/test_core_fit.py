@@ -125,6 +125,12 @@ def test_every_simulated_machine_gives_what_fp32_gives(inside: Inside, name: str
         assert not found["same"]
 
 
+@pytest.mark.parametrize(("profile", "rows"), [("mps-like", 4), ("gfx1201", 1), ("xpu-like", 0)])
+def test_calls_that_a_driver_gets_wrong_are_reason_enough_for_a_fit(inside: Inside, profile: str, rows: int) -> None:
+    found = inside.play("core_fit", "plain_calls_alone", profile=profile)
+    assert len(found["care"]) == rows and bool(found["seen"]) == bool(rows) != found["same"], found
+
+
 @pytest.mark.parametrize(("name", "adapted"), [("LTX-2", False), ("Wan 2.1", True)])
 def test_bf16_weights_keep_their_values_on_a_device_that_damages_them(inside: Inside, name: str, adapted: bool) -> None:
     found = inside.play("core_fit", "bits_kept", name=name, profile="gfx1151", adapted=adapted)

@@ -474,3 +474,18 @@ def everywhere(name: str, profile: str) -> dict[str, Any]:
         management.unload_all_models()
         said = [str(decision) for decision in decisions]
         return {"error": error(found, expected), "alone": alone, "same": fitted is model, "said": said}
+
+
+def plain_calls_alone(profile: str) -> dict[str, Any]:
+    """A model as loaded, in fp32, on a machine whose driver gets calls of torch wrong: layers that took the mode."""
+    with machine_named(profile) as machine:
+        model = made("Wan 2.2", device=machine.facts.device)
+        choices = {"precision": "as loaded", "attention": "as loaded", "keep_latents": "never"}
+        fitted, decisions = core_model.fit_model(model, **choices, machine=machine)
+        seen, linear = [], machine.calls and machine.calls.forms[torch.nn.functional.linear]
+        if linear:
+            machine.calls.forms[torch.nn.functional.linear] = lambda *args: seen.append(1) or linear(*args)
+        output(fitted, "Wan 2.2")
+        management.unload_all_models()
+        care = [str(decision) for decision in decisions if decision.subject == "care"]
+        return {"seen": len(seen), "same": fitted is model, "care": care}
