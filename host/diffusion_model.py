@@ -17,6 +17,7 @@ from ..compat.errors import UnsupportedError
 from ..pipelines.base import Call, ImageCondition, SampleSettings
 from ..pipelines.pipeline import Pipeline
 from ..pipelines.sampling.core_sampler import TIME, BlockPatches, blocks_of, velocity
+from ..pipelines.settings import require_family
 from ..pipelines.sizes import beside_transformer
 from .memory_manager import PartHolder
 
@@ -120,6 +121,7 @@ class CoreModel(PartHolder):
         conds: dict[str, Any] = super().extra_conds(**given)  # type: ignore[misc]
         picture = given.get(PICTURE)
         if picture is not None:
+            require_family(picture.family, self.pipeline.spec, "an image condition")
             conds.update(self._pictured(picture, given["noise"]))
         return {name: cond for name, cond in conds.items() if getattr(cond, "cond", cond) is not None}
 

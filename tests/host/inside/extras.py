@@ -11,7 +11,7 @@ from typing import Any
 import comfy.model_management as management
 import comfy.samplers
 import torch
-from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.host import core_models, memory_manager
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Silent
@@ -157,6 +157,17 @@ def guided_by_core() -> str:
     try:
         return f"drew {tuple(cores(model, *guided, noise).shape)}"
     except UnsupportedError as error:
+        return str(error)
+
+
+def picture_of_another() -> str:
+    """The error where a picture that was encoded for one family stands in the prompt of another one's MODEL."""
+    _, model, _, image, (positive, negative), generator = prepared("framepack")
+    positive = core_models.pictured(positive, replace(image, family="ltx"))
+    noise = torch.randn(SHAPES.get("framepack", USUAL_SHAPE), generator=generator)
+    try:
+        return f"drew {tuple(cores(model, positive, negative, noise).shape)}"
+    except InputError as error:
         return str(error)
 
 
