@@ -30,7 +30,7 @@ from .baking.bake import BakeSettings
 from .choices import ADAPTER_VARIANTS, NEGATIVE, ORTHO_SCALE, PBR, TAUGHT_SIZES, TG2MV, VARIANTS
 from .geometry.cameras import Camera, CameraTable, camera_table
 from .geometry.mesh import FORMATS, Mesh, glb_of, load_mesh
-from .geometry.mesh_cost import extras_of
+from .geometry.mesh_cost import Check, extras_of
 from .loading import PaintPipeline, PaintRequest, load_paint
 from .networks.mv_adapter import variant_of
 from .networks.stable_diffusion import base_in
@@ -336,6 +336,7 @@ def paint_jobs(
     texture_size: int = 2048,
     prompts: Sequence[str] = (),
     size: int = 0,
+    check: Check = lambda: None,
     **others: Any,
 ) -> list[PaintJob]:
     """A job for each mesh of a folder, prompt and seed, from the picture of its name, cut out by its transparency.
@@ -345,6 +346,7 @@ def paint_jobs(
     Args:
         painting: settings of each job, but for its seed, and for its view size where ``size`` is given.
         add: takes a file to where the machines find it, and returns its name there.
+        check: is called while files are hashed, and may raise to cancel.
         others: further fields of each job.
     """
     from_words, painting = others.get("variant") == TG2MV, replace(painting, size=size or painting.size)
@@ -357,7 +359,7 @@ def paint_jobs(
         raise InputError(found, expected=f"a picture named {lonely.stem} in {str(pictures)!r}", fix=fix)
     baking, jobs = BakeSettings(texture_size, raster_size(painting.size, texture_size)), []
     for path in shapes:
-        mesh, picture = _item(path, add), None if from_words else _item(by_name[path.stem], add)
+        mesh, picture = _item(path, add, check), None if from_words else _item(by_name[path.stem], add, check)
         for prompt, seed in product(prompts or [""], seeds):
             settings, mask = replace(painting, seed=seed), "" if from_words else ALPHA
             jobs.append(PaintJob(model, mesh, picture, settings, texture=baking, prompt=prompt, mask=mask, **others))
@@ -375,8 +377,8 @@ def adapter_fields(model: Path, adapter: Path, item: Content, prompts: str, nega
     return {**own, "negative": negative or NEGATIVE, "prompts": words}
 
 
-def _item(path: Path, add: Callable[[Path], str]) -> Content:
-    return Places().content(path, add(path), lambda: None)
+def _item(path: Path, add: Callable[[Path], str], check: Check) -> Content:
+    return Places().content(path, add(path), check)
 
 
 def _hash(*values: Any) -> str:
