@@ -117,8 +117,7 @@ def queue_meshes(
     others["delight"] = None if delight is None else content(delight, models.delight)
     others["image_encoder"] = None if encoder is None else content(encoder, models.image_encoder)
     if adapter is not None:
-        known = content(adapter, models.adapter)
-        others |= adapter_fields(model, adapter, known, models.prompts, models.negative)
+        others |= adapter_fields(model, adapter, content(adapter, models.adapter), models.prompts, models.negative)
     own = content(model, models.model), *sources, seeds, PaintSettings(steps=steps), folder.add_input
     return write_list(folder, name, paint_jobs(*own, check=check, **others), check)
 

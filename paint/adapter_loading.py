@@ -207,8 +207,7 @@ def _map_reader(made: nn.Module, adapter: Weights, dtypes: Dtypes) -> Reader:
 
     def build(advance: Advance) -> nn.Module:
         module: Any = type(made).from_config(made.config)  # type: ignore[attr-defined]
-        tensors = adapter.read(names, lambda name: stored_dtype(name, dtypes), advance)
-        module.load_state_dict(tensors, assign=True)
+        module.load_state_dict(adapter.read(names, lambda name: stored_dtype(name, dtypes), advance), assign=True)
         networks.set_dtypes(module, dtypes)
         return module  # type: ignore[no-any-return]
 

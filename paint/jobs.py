@@ -140,8 +140,7 @@ def load(job: PaintJob, machine: Machine, progress: Any) -> tuple[PaintPipeline,
         shared |= {"tokenizer": tokenizer, "lora": find(job.lora), "lora_strength": job.lora_strength}
         asked = AdapterRequest(find(job.model), find(job.adapter), job.variant, **shared)
         return (load_adapter(asked, progress, **machine.host),)
-    encoder = find(job.image_encoder)
-    request = PaintRequest(find(job.model), job.variant, job.weights, image_encoder=encoder, **shared)
+    request = PaintRequest(find(job.model), job.variant, job.weights, image_encoder=find(job.image_encoder), **shared)
     painter = load_paint(request, progress, **machine.host)
     if job.delight is None:
         return (painter,)
@@ -295,8 +294,7 @@ def geometry_hash(mesh: Mesh) -> str:
 
 
 def texture_hash(texture: Texture) -> str:
-    parts = (texture.colour, texture.metallic, texture.roughness)
-    return values_hash(*(part for part in parts if part is not None))
+    return values_hash(*filter(torch.is_tensor, (texture.colour, texture.metallic, texture.roughness)))
 
 
 def read_receipt(path: Path) -> dict[str, Any]:

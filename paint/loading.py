@@ -340,8 +340,7 @@ def _vae_reader(
         raise CheckpointError(found, expected="the folder vae of the paint checkpoint", fix=fix)
     config = read_json(folder / "config.json", "the configuration of the VAE")
     stored = weights_in(folder, "VAE", "safetensors" if any(folder.glob("*.safetensors")) else AUTO)
-    reader = vae_reader(stored, config, precision, attention)
-    return reader, config, paint_bytes(stored.bytes_as(precision.vae))
+    return vae_reader(stored, config, precision, attention), config, paint_bytes(stored.bytes_as(precision.vae))
 
 
 def vae_reader(

@@ -206,7 +206,7 @@ def _shown(item: recovery.SavedLatents) -> dict[str, str]:
         "title": item.name,
         "text": f"{text}; {item.unfinished}" if item.unfinished else text,
         "family": item.family,
-        "prompt": item.prompt[:400],
+        "prompt": item.prompt[:400],  # characters
         "picture": f"{PREFIX}/latents/{item.id}/picture",
     }
 

@@ -226,7 +226,7 @@ def _kind(shapes: Shapes, path: Path, edm: bool) -> str:
     }
     wrong = next((name for name, is_one in others.items() if is_one), "")
     if wrong:
-        fix = "The adapter has its layers; choose one of these."
+        fix = "Choose one of these, for which the adapter was made."
         raise CheckpointError(f"{path.name!r} is {wrong}", expected=WANTED, fix=fix)
     return "sdxl" if added else "sd21"
 
@@ -253,9 +253,8 @@ def unet_config(shapes: Shapes) -> dict[str, Any]:
     for level in range(len(widths)):
         blocks = f"down_blocks.{level}.attentions.0.transformer_blocks."
         depths.append(len({name[len(blocks) :].split(".")[0] for name in shapes if name.startswith(blocks)}))
-    text = shapes.get("mid_block.attentions.0.transformer_blocks.0.attn2.to_k.weight", (0, 0))
     config = {
-        "in_channels": shapes.get("conv_in.weight", (0, 0))[1],
+        "in_channels": _inputs(shapes, "conv_in"),
         "out_channels": shapes.get("conv_out.weight", (0,))[0],
         "block_out_channels": widths,
         "layers_per_block": 2,
@@ -263,14 +262,13 @@ def unet_config(shapes: Shapes) -> dict[str, Any]:
         "up_block_types": ["CrossAttnUpBlock2D" if depth else "UpBlock2D" for depth in reversed(depths)],
         "transformer_layers_per_block": [depth or 1 for depth in depths],
         "attention_head_dim": [width // HEAD_WIDTH for width in widths],
-        "cross_attention_dim": text[1],
+        "cross_attention_dim": _inputs(shapes, "mid_block.attentions.0.transformer_blocks.0.attn2.to_k"),
         "norm_num_groups": 32,
         "use_linear_projection": True,
     }
-    added = shapes.get("add_embedding.linear_1.weight")
-    if added is not None:
+    if added := _inputs(shapes, "add_embedding.linear_1"):
         config |= {"addition_embed_type": "text_time", "addition_time_embed_dim": TIME_WIDTH}
-        config["projection_class_embeddings_input_dim"] = added[1]
+        config["projection_class_embeddings_input_dim"] = added
     return config
 
 
@@ -295,12 +293,11 @@ def text_config(shapes: Shapes, activation: str) -> dict[str, Any]:
     """The ``config.json`` of a CLIP text encoder, from its shapes."""
     shapes = {name.removeprefix("text_model."): shape for name, shape in shapes.items()}
     rows, width = shapes["embeddings.token_embedding.weight"]
-    layers = {name.split(".")[2] for name in shapes if name.startswith("encoder.layers.")}
     return {
         "vocab_size": rows,
         "hidden_size": width,
         "max_position_embeddings": shapes["embeddings.position_embedding.weight"][0],
-        "num_hidden_layers": len(layers),
+        "num_hidden_layers": len({name.split(".")[2] for name in shapes if name.startswith("encoder.layers.")}),
         "intermediate_size": shapes["encoder.layers.0.mlp.fc1.weight"][0],
         "num_attention_heads": width // HEAD_WIDTH,
         "projection_dim": shapes.get("text_projection.weight", (width,))[0],

@@ -16,7 +16,7 @@ from ...compat.checkpoints.weights import described, read_tensors, weight_files
 from ...compat.errors import CheckpointError, require_choice
 from ..choices import STORED_AS as CHOICES
 
-NO_WHOLE = re.compile(r"optimizer|.*-\d+-of-\d+\.")  # .bin files that are not all weights of a network
+NO_WHOLE = re.compile(r"optimizer|scheduler|sampler|training_args|.*-\d+-of-\d+\.")  # .bin, but not a whole network's
 DtypeOf = Callable[[str], torch.dtype]
 Advance = Callable[[int], None]
 
