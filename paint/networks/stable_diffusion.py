@@ -137,7 +137,7 @@ def _of_tensors(stored: Weights) -> Base:
             convert = partial(_without_last, convert)
         activation = "quick_gelu" if (kind, part) == ("sdxl", "text_encoder") else "gelu"
         parts[part] = _part(stored, prefix, convert, partial(text_config, activation=activation))
-    latents = parts["vae"].shapes.get("decoder.conv_in.weight", (0, 4))[1]
+    latents = _inputs(parts["vae"].shapes, "decoder.conv_in")
     for part, found in parts.items():
         if not found.shapes or (part == "vae" and latents != 4):
             wrong = f"a vae of {latents} latent channels" if found.shapes else f"no {part} of {kind}"

@@ -150,6 +150,10 @@ def without_vae(tensors):
         del tensors[name]
 
 
+def flat_vae(tensors):
+    tensors["first_stage_model.decoder.conv_in.weight"] = torch.empty(64)
+
+
 def video(tensors):
     tensors.clear()
     tensors["transformer_blocks.0.attn1.to_q.weight"] = torch.empty(4, 4)
@@ -164,6 +168,7 @@ def video(tensors):
         ("sd21", refiner, "is the refiner of Stable Diffusion XL"),
         ("sd21", unclip, "is an unCLIP checkpoint of Stable Diffusion 2.1"),
         ("sdxl", without_vae, "no vae of sdxl in"),
+        ("sdxl", flat_vae, "a vae of 0 latent channels in"),
         ("sdxl", video, "is no Stable Diffusion checkpoint"),
     ],
 )
