@@ -228,6 +228,9 @@ def test_an_adapter_for_the_other_base_and_a_truncated_one_are_refused(files, ad
     save_file(tensors, tmp_path / "mvadapter_tg2mv_sdxl.safetensors")
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         loaded(files["sdxl"], tmp_path / "mvadapter_tg2mv_sdxl.safetensors")
+    save_file({**tensors, "adapter.conv_in.weight": torch.zeros(64)}, tmp_path / "flat.safetensors")
+    with pytest.raises(CheckpointError, match=r"'flat\.safetensors' holds no MV-Adapter"):
+        loaded(files["sdxl"], tmp_path / "flat.safetensors")
     with pytest.raises(InputError, match="adapter variant 'i2mv'"):
         loaded(files["sdxl"], adapters["tg2mv", "sdxl"], variant="i2mv")
 
