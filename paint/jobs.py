@@ -300,8 +300,7 @@ def texture_hash(texture: Texture) -> str:
 def read_receipt(path: Path) -> dict[str, Any]:
     """The receipt in a GLB; raises CheckpointError where there is none, InputError where it is damaged or newer."""
     text = extras_of(path).get(receipts.TAG)
-    record = json_in(text, f"the receipt of {path.name!r}") if isinstance(text, str) else None
-    return receipts.checked(record, path)
+    return receipts.checked(json_in(text, f"the receipt of {path.name!r}") if isinstance(text, str) else None, path)
 
 
 def replay(path: Path, machine: Machine, progress: Any) -> receipts.Replayed:

@@ -182,8 +182,7 @@ def planned_size(job: VideoJob, machine: Machine, pipeline: Pipeline) -> tuple[S
         width, height, frames = video_size(pipeline, video, width, height, VIDEO_FIT)
     if job.framepack is not None:
         frames = clip_frames(pipeline, job.framepack, settings.fps)
-    guided = (settings.cfg or usual.cfg) > 1.0
-    size = page.planned_size(pipeline, width, height, frames, guided)
+    size = page.planned_size(pipeline, width, height, frames, (settings.cfg or usual.cfg) > 1.0)
     if job.framepack is None:
         return size, settings
     sections = pipeline.spec.code.sections_for(job.framepack, size.frames)
