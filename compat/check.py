@@ -73,7 +73,7 @@ def _conversions(store: ProbeStore, used: set[str]) -> Iterator[Check]:
 
 
 def _loader(facts: DeviceFacts, used: set[str]) -> Iterator[Check]:
-    """bf16 weights from a file, in every dtype in use, to the device and back."""
+    """bf16 weights from a file, read in each dtype, to the device and back; others than ``used`` are only avoided."""
     weights = torch.randn(64, 33, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         path = write_tensors(Path(folder) / "weights.safetensors", {"weight": weights}, {})

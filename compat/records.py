@@ -106,7 +106,7 @@ def _default(item: Field[Any]) -> Any:
 
 
 def _value(hint: Any, given: Any, subject: str, without: tuple[str, ...]) -> Any:
-    """``given``, from JSON, as a value of type ``hint``; InputError that names ``subject``."""
+    """``given``, from JSON, as a value of type ``hint``; raises InputError that names ``subject`` for any other."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
         if given is None and type(None) in arguments:
@@ -131,7 +131,9 @@ def _value(hint: Any, given: Any, subject: str, without: tuple[str, ...]) -> Any
         return {name: _value(arguments[1], given[name], f"{subject}.{name}", without) for name in names}
     if is_dataclass(hint):
         return parse(hint, given, subject, without)  # type: ignore[arg-type]
-    if hint is float and type(given) is int and abs(given) < 2**53:
+    if hint is float and type(given) is int:
+        if abs(given) >= 2**53:  # not every one is a float
+            raise wrong(subject, given, "a number below 2**53")
         return float(given)
     if type(given) is not hint:
         raise wrong(subject, given, KINDS[hint])

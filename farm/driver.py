@@ -127,7 +127,7 @@ class Driver:
             self.sleep(pause)
 
     def _try(self, what: str, action: Callable[[], None]) -> bool:
-        """True once what needs the folder is done; or say once that it cannot be: it is tried again soon."""
+        """Run ``action``, which needs the folder; where that refuses, say so once and return False, to try it again."""
         try:
             action()
             trouble = ""

@@ -108,18 +108,18 @@ def queue_meshes(
     from ..paint.jobs import adapter_fields, paint_jobs
     from ..paint.sampling.painting import PaintSettings
 
-    encoder, delight = paint_provider_folder(models.image_encoder), models.delight
-    content = partial(Places(state=state_folder()).content, check=check)
-    others["delight"] = None if delight == NONE else content(paint_path(delight), delight)
-    others["image_encoder"] = None if encoder is None else content(encoder, models.image_encoder)
-    model = (paint_path if models.adapter == NONE else base_path)(models.model)
-    if models.adapter != NONE:
-        adapter = adapter_path(models.adapter)
-        item = content(adapter, models.adapter)
-        others |= adapter_fields(model, adapter, item, models.prompts, models.negative)
-    item, painting = content(model, models.model), PaintSettings(steps=steps)
     sources = input_folder(meshes), input_folder(meshes if pictures == NONE else pictures)
-    return write_list(folder, name, paint_jobs(item, *sources, seeds, painting, folder.add_input, **others))
+    adapter = None if models.adapter == NONE else adapter_path(models.adapter)
+    model = paint_path(models.model) if adapter is None else base_path(models.model)
+    delight = None if models.delight == NONE else paint_path(models.delight)
+    encoder = paint_provider_folder(models.image_encoder)
+    content = partial(Places(state=state_folder()).content, check=check)  # hashes gigabytes: all names are known by now
+    others["delight"] = None if delight is None else content(delight, models.delight)
+    others["image_encoder"] = None if encoder is None else content(encoder, models.image_encoder)
+    if adapter is not None:
+        others |= adapter_fields(model, adapter, content(adapter, models.adapter), models.prompts, models.negative)
+    own = content(model, models.model), *sources, seeds, PaintSettings(steps=steps), folder.add_input
+    return write_list(folder, name, paint_jobs(*own, check=check, **others), check)
 
 
 def jobs_named(folder: JobFolder, name: str, check: Check = lambda: None) -> JobList:

@@ -146,8 +146,7 @@ class DelightImage(io.ComfyNode):
         from ..paint.step_receipts import marked
 
         progress = PaintProgress(cls.hidden.unique_id)
-        solver = "euler_ancestral" if scheduler == "auto" else scheduler
-        chosen = DelightSettings(scheduler=solver, **settings)
+        chosen = DelightSettings(scheduler="euler_ancestral" if scheduler == "auto" else scheduler, **settings)
         pictures = delight_images(pipeline, cut_out(image, mask), chosen, recenter, progress)
         progress.finish(f"{len(pictures)} of {chosen.size}x{chosen.size}")
         given = {"image": image, "mask": mask, "recenter": recenter}
@@ -266,9 +265,10 @@ class TextureMesh(io.ComfyNode):
         paint = PaintSettings(view_size, steps, seed=seed)
         baking = texturing.BakeSettings(texture_size, texturing.raster_size(view_size, texture_size))
         settings = texturing.OneStep(paint, baking, max_views, prompt=prompt, negative=negative_prompt)
-        shape = meshes.from_core(mesh)
-        given = (shape, pictures_for(pipeline, image, mask), pipeline, delight, settings, progress, dino, saved_views)
-        texture, painted, cameras = texturing.textured(*given, make_room=memory_manager.make_room)
+        shape, pictures = meshes.from_core(mesh), pictures_for(pipeline, image, mask)
+        texture, painted, cameras = texturing.textured(
+            shape, pictures, pipeline, delight, settings, progress, dino, saving=saved_views, make_room=memory_manager.make_room,
+        )
         progress.finish("\n".join(texture.notes))
         made = meshes.with_texture(mesh, texture)
         job = partial(jobs.asked_job, pipeline, delight, shape, image, mask, settings)

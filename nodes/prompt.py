@@ -38,11 +38,11 @@ class EncodePrompt(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, pipeline: Any, section_prompts: str = "", **texts: Any) -> io.NodeOutput:
+    def execute(cls, pipeline: Any, section_prompts: str = "", **inputs: Any) -> io.NodeOutput:
         progress = NodeProgress(cls.hidden.unique_id)
         sections = tuple(line.strip() for line in section_prompts.splitlines() if line.strip())
-        texts = own_inputs(pipeline, {**texts, "sections": sections}, progress.notify)
-        prompt = stages.encode_prompt(pipeline, PromptRequest(**texts), progress)
+        inputs = own_inputs(pipeline, {**inputs, "sections": sections}, progress.notify)
+        prompt = stages.encode_prompt(pipeline, PromptRequest(**inputs), progress)
         progress.finish(prompt.described(pipeline.spec.title))
         return io.NodeOutput(prompt, *latent_format.conditionings(prompt))
 

@@ -199,7 +199,7 @@ def _unet_reader(files: AdapterFiles, dtypes: Dtypes, attention: Attention) -> R
         networks.set_dtypes(module, dtypes)
         return module
 
-    return reader_of("unet", part.stored.total_bytes + adapter.total_bytes, build)
+    return reader_of("unet", part.stored.total_bytes + adapter.bytes_of(own), build)
 
 
 def _map_reader(made: nn.Module, adapter: Weights, dtypes: Dtypes) -> Reader:
@@ -207,12 +207,11 @@ def _map_reader(made: nn.Module, adapter: Weights, dtypes: Dtypes) -> Reader:
 
     def build(advance: Advance) -> nn.Module:
         module: Any = type(made).from_config(made.config)  # type: ignore[attr-defined]
-        tensors = adapter.read(names, lambda name: stored_dtype(name, dtypes), advance)
-        module.load_state_dict(tensors, assign=True)
+        module.load_state_dict(adapter.read(names, lambda name: stored_dtype(name, dtypes), advance), assign=True)
         networks.set_dtypes(module, dtypes)
         return module  # type: ignore[no-any-return]
 
-    return reader_of("adapter", adapter.total_bytes * len(names) // len(adapter.shapes), build)
+    return reader_of("adapter", adapter.bytes_of(names), build)
 
 
 def _encoder_reader(files: AdapterFiles, name: str, precision: Precision) -> Reader:

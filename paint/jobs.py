@@ -30,7 +30,7 @@ from .baking.bake import BakeSettings
 from .choices import ADAPTER_VARIANTS, NEGATIVE, ORTHO_SCALE, PBR, TAUGHT_SIZES, TG2MV, VARIANTS
 from .geometry.cameras import Camera, CameraTable, camera_table
 from .geometry.mesh import FORMATS, Mesh, glb_of, load_mesh
-from .geometry.mesh_cost import extras_of
+from .geometry.mesh_cost import Check, extras_of
 from .loading import PaintPipeline, PaintRequest, load_paint
 from .networks.mv_adapter import variant_of
 from .networks.stable_diffusion import base_in
@@ -140,8 +140,7 @@ def load(job: PaintJob, machine: Machine, progress: Any) -> tuple[PaintPipeline,
         shared |= {"tokenizer": tokenizer, "lora": find(job.lora), "lora_strength": job.lora_strength}
         asked = AdapterRequest(find(job.model), find(job.adapter), job.variant, **shared)
         return (load_adapter(asked, progress, **machine.host),)
-    encoder = find(job.image_encoder)
-    request = PaintRequest(find(job.model), job.variant, job.weights, image_encoder=encoder, **shared)
+    request = PaintRequest(find(job.model), job.variant, job.weights, image_encoder=find(job.image_encoder), **shared)
     painter = load_paint(request, progress, **machine.host)
     if job.delight is None:
         return (painter,)
@@ -295,15 +294,13 @@ def geometry_hash(mesh: Mesh) -> str:
 
 
 def texture_hash(texture: Texture) -> str:
-    parts = (texture.colour, texture.metallic, texture.roughness)
-    return values_hash(*(part for part in parts if part is not None))
+    return values_hash(*filter(torch.is_tensor, (texture.colour, texture.metallic, texture.roughness)))
 
 
 def read_receipt(path: Path) -> dict[str, Any]:
     """The receipt in a GLB; raises CheckpointError where there is none, InputError where it is damaged or newer."""
     text = extras_of(path).get(receipts.TAG)
-    record = json_in(text, f"the receipt of {path.name!r}") if isinstance(text, str) else None
-    return receipts.checked(record, path)
+    return receipts.checked(json_in(text, f"the receipt of {path.name!r}") if isinstance(text, str) else None, path)
 
 
 def replay(path: Path, machine: Machine, progress: Any) -> receipts.Replayed:
@@ -336,6 +333,7 @@ def paint_jobs(
     texture_size: int = 2048,
     prompts: Sequence[str] = (),
     size: int = 0,
+    check: Check = lambda: None,
     **others: Any,
 ) -> list[PaintJob]:
     """A job for each mesh of a folder, prompt and seed, from the picture of its name, cut out by its transparency.
@@ -345,6 +343,7 @@ def paint_jobs(
     Args:
         painting: settings of each job, but for its seed, and for its view size where ``size`` is given.
         add: takes a file to where the machines find it, and returns its name there.
+        check: is called while files are hashed, and may raise to cancel.
         others: further fields of each job.
     """
     from_words, painting = others.get("variant") == TG2MV, replace(painting, size=size or painting.size)
@@ -357,7 +356,7 @@ def paint_jobs(
         raise InputError(found, expected=f"a picture named {lonely.stem} in {str(pictures)!r}", fix=fix)
     baking, jobs = BakeSettings(texture_size, raster_size(painting.size, texture_size)), []
     for path in shapes:
-        mesh, picture = _item(path, add), None if from_words else _item(by_name[path.stem], add)
+        mesh, picture = _item(path, add, check), None if from_words else _item(by_name[path.stem], add, check)
         for prompt, seed in product(prompts or [""], seeds):
             settings, mask = replace(painting, seed=seed), "" if from_words else ALPHA
             jobs.append(PaintJob(model, mesh, picture, settings, texture=baking, prompt=prompt, mask=mask, **others))
@@ -375,8 +374,8 @@ def adapter_fields(model: Path, adapter: Path, item: Content, prompts: str, nega
     return {**own, "negative": negative or NEGATIVE, "prompts": words}
 
 
-def _item(path: Path, add: Callable[[Path], str]) -> Content:
-    return Places().content(path, add(path), lambda: None)
+def _item(path: Path, add: Callable[[Path], str], check: Check) -> Content:
+    return Places().content(path, add(path), check)
 
 
 def _hash(*values: Any) -> str:

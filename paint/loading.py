@@ -165,7 +165,7 @@ def load_paint(
     attention = chosen_attention(request.attention, facts, probes, precision, shape)
     dtypes = Dtypes(precision.compute, precision.residual)
     readers = {
-        part: _unet_reader(kind, part, len(module.state_dict()), config, stored, dtypes, attention)
+        part: _unet_reader(kind, part, [*module.state_dict()], config, stored, dtypes, attention)
         for part, module in made.items()
     }
     configs, weights = {"unet": config}, {part: network_bytes(module, dtypes) for part, module in made.items()}
@@ -310,18 +310,19 @@ def reader_of(part: str, total_bytes: int, build: Callable[[Callable[[int], None
 
 
 def _unet_reader(
-    kind: str, part: str, count: int, config: Mapping[str, Any], stored: Weights, dtypes: Dtypes, attention: Attention
+    kind: str, part: str, keys: list[str], config: Mapping[str, Any], stored: Weights, dtypes: Dtypes, kernel: Attention
 ) -> Reader:
+    names = {networks.published(kind, part, key): key for key in keys}
+
     def build(advance: Callable[[int], None]) -> nn.Module:
         with torch.device("meta"):
             module = networks.networks_for(kind, config, dtypes)[part]
-        names = {networks.published(kind, part, key): key for key in module.state_dict()}
         tensors = stored.read(names, lambda name: networks.stored_dtype(name, dtypes), advance)
         module.load_state_dict({names[name]: tensor for name, tensor in tensors.items()}, assign=True)
-        set_attention(module, attention)
+        set_attention(module, kernel)
         return module
 
-    return reader_of(part, stored.total_bytes * count // len(stored.shapes), build)
+    return reader_of(part, stored.bytes_of(names), build)
 
 
 def _beside(place: Path, name: str, file: str = "config.json") -> Path | None:  # of the UNet's checkpoint
@@ -339,8 +340,7 @@ def _vae_reader(
         raise CheckpointError(found, expected="the folder vae of the paint checkpoint", fix=fix)
     config = read_json(folder / "config.json", "the configuration of the VAE")
     stored = weights_in(folder, "VAE", "safetensors" if any(folder.glob("*.safetensors")) else AUTO)
-    reader = vae_reader(stored, config, precision, attention)
-    return reader, config, paint_bytes(stored.bytes_as(precision.vae))
+    return vae_reader(stored, config, precision, attention), config, paint_bytes(stored.bytes_as(precision.vae))
 
 
 def vae_reader(

@@ -82,13 +82,12 @@ def load_pipeline(job: VideoJob, machine: Machine, progress: Progress, request: 
 
 
 def run(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Rendered:
-    """Render a job with its pipeline, or that of another job with the same ``model_key``; raises what a stage refuses.
-    Of a group, all processes call it, and the leader has the frames."""
+    """Render a job with its pipeline, or that of another job of the same ``model_key``; raises what a stage raises.
+    In a group every process calls this, and only the leader gets the frames."""
     with torch.no_grad():
         latents = sample(job, machine, progress, pipeline)
         latents = stages.with_decode_noise(pipeline, latents, job.decode_timestep, job.decode_noise_scale, progress)
-        frames = decoded(pipeline, latents, progress, job.decode, machine.places.models)
-        return Rendered(frames, latents, job.decode)
+        return Rendered(decoded(pipeline, latents, progress, job.decode, machine.places.models), latents, job.decode)
 
 
 def render(job: VideoJob, machine: Machine, progress: Progress, loaded: Sequence[Pipeline]) -> Result:
@@ -183,8 +182,7 @@ def planned_size(job: VideoJob, machine: Machine, pipeline: Pipeline) -> tuple[S
         width, height, frames = video_size(pipeline, video, width, height, VIDEO_FIT)
     if job.framepack is not None:
         frames = clip_frames(pipeline, job.framepack, settings.fps)
-    guided = (settings.cfg or usual.cfg) > 1.0
-    size = page.planned_size(pipeline, width, height, frames, guided)
+    size = page.planned_size(pipeline, width, height, frames, (settings.cfg or usual.cfg) > 1.0)
     if job.framepack is None:
         return size, settings
     sections = pipeline.spec.code.sections_for(job.framepack, size.frames)

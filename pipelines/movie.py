@@ -120,11 +120,12 @@ def size_in(path: Path) -> tuple[int, ...]:
 
 
 def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[Callable[[], torch.Tensor], float]]:
-    """The pixels of each frame of a file, where asked for, and frames per second: one at least, all of one size."""
+    """For each frame of a file a call that gives its upright pixels, and the file's frames per second.
+    Raises CheckpointError for no frame, frames of several sizes, or more pixels than ``allowance`` has left."""
     first = None
     with _opened(path, "a picture or video file") as container:
         stream, turn = container.streams.video[0], _turn_of(path)
-        if stream.codec_context is not None:  # as without a decoder, which decoding says
+        if stream.codec_context is not None:  # None without a decoder, which container.decode reports
             stream.codec_context.options = _most_of(path)
         for frame in container.decode(stream):
             check()

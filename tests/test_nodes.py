@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import layouts
 import pytest
@@ -359,6 +360,32 @@ def test_jobs_that_all_failed_are_told_with_the_first_reason(core: ComfyUI) -> N
     jobs, progress = SimpleNamespace(name="mine"), core.module("host.progress").NodeProgress(None)
     with pytest.raises(InputError, match="no job of 'mine' is done, 1 failed"):
         core.module("nodes.farm").results(jobs, module.Collected((), {"ab": "no model."}, 0), progress)
+
+
+def test_meshes_are_looked_up_before_a_model_is_hashed_and_a_cancel_ends_their_queue(
+    core: ComfyUI, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, checks = core.module("host.farm"), list[Any]()
+    content_class, cancelled = core.module("pipelines.records.job").Content, Mock(side_effect=Interrupted)
+
+    def content(_places: Any, path: Path, _name: str = "", check: Any = None) -> Any:
+        checks.append(check)
+        return content_class(path.name, "0" * 64)
+
+    monkeypatch.setattr(module.Places, "content", content)
+    monkeypatch.setattr(module, "paint_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(module.folder_paths, "get_input_directory", lambda: str(tmp_path))
+    (tmp_path / "meshes").mkdir()
+    for name in ("torus.glb", "torus.png"):
+        (tmp_path / "meshes" / name).write_bytes(b"")
+    folder = module.JobFolder(tmp_path / "farm")
+    models, own = module.PaintModels("paint", "delight"), (module.NONE, [0, 1], 1, cancelled)
+    with pytest.raises(core.module("compat.errors").CheckpointError, match="no folder of pictures or meshes 'gone'"):
+        module.queue_meshes(folder, "x", models, "gone", *own)
+    assert not checks
+    with pytest.raises(Interrupted):
+        module.queue_meshes(folder, "x", models, "meshes", *own)
+    assert checks == [cancelled] * 4 and not folder.job_files()
 
 
 def test_a_list_of_farms_may_begin_with_a_byte_order_mark(core: ComfyUI) -> None:

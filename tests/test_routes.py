@@ -668,9 +668,10 @@ def test_a_folder_that_is_not_listed_lends_nothing(pack, tiny_folder):
         assert answer["pipelines"][0]["error"]["found"].startswith("no model")
 
 
-def test_kept_latents_are_listed_shown_and_recovered(pack):
+@pytest.mark.parametrize(("fps", "text"), [(8.0, " MB, 8 fps"), (0.0, " MB")])
+def test_kept_latents_are_listed_shown_and_recovered(pack, fps, text):
     samples = torch.arange(2 * 128 * 2 * 2, dtype=torch.float32).reshape(1, 128, 2, 2, 2)
-    identity = store.save(pack.home / "kept", Latents(samples, "ltx", "text", 9, 64, 64, 8.0, 3), print)
+    identity = store.save(pack.home / "kept", Latents(samples, "ltx", "text", 9, 64, 64, fps, 3), print)
     before = pack.files()
     (_, found, _), (status, _, kind), (_, recovered, _), refused = pack.ask_all(
         [
@@ -681,7 +682,7 @@ def test_kept_latents_are_listed_shown_and_recovered(pack):
         ]
     )
     (entry,) = found["latents"]
-    assert entry["id"] == identity and "64x64, 9 frames, seed 3" in entry["title"] and "8 fps" in entry["text"]
+    assert entry["id"] == identity and "64x64, 9 frames, seed 3" in entry["title"] and entry["text"].endswith(text)
     assert (status, kind) == (200, "image/jpeg") and entry["picture"] == f"/anygpu/latents/{identity}/picture"
     assert (recovered["node"], recovered["widget"], recovered["value"]) == ("AnyGPURecoverLatents", "kept", identity)
     assert refused[0] == 400 and pack.files() == before

@@ -85,7 +85,7 @@ def entries_and_notes(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str
 
 @contextmanager
 def opened(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
-    """A file of weights, open for the block; what the system refuses in it raises CheckpointError."""
+    """A file of weights, open for the block; raises CheckpointError for what the system refuses there."""
     with reading(path):  # a folder, a loop of links, no permission
         try:
             plain_status(path)

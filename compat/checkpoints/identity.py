@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -112,8 +113,8 @@ def whole_of(path: Path, state: Path | None, check: Callable[[], None] | None = 
 def _hash_in_background() -> None:
     while True:
         path, state = _waiting.get()
-        value_or(lambda path=path, state=state: whole_of(path, state, lambda: None), "")  # type: ignore[misc]
-        with _one:
+        value_or(partial(whole_of, path, state, lambda: None), "")  # what cannot be read is asked for again
+        with _one:  # whoever adds the first path after this starts another thread
             _asked.discard(path)
             if not _asked:
                 return

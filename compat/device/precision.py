@@ -140,10 +140,8 @@ def precision_for(
         found = f"precision {choice!r}"
         raise UnsupportedError(found, expected=f"one of {', '.join(CHOICES)}", fix="Choose one on the load node.")
     if _contradicts(choice, facts):
-        found, expected = (
-            f"precision {choice!r} {ON_CPU}",
-            f"one of {', '.join(_possible(model, able, facts, offered))}",
-        )
+        found = f"precision {choice!r} {ON_CPU}"
+        expected = f"one of {', '.join(_possible(model, able, facts, offered))}"
         fix = "Choose auto. A CPU has no fp16 units, so this would be slower and less exact than fp32."
         raise UnsupportedError(found, expected=expected, fix=fix)
     chosen, ability = _EXPLICIT[choice], _ability(model, choice, able)
@@ -204,27 +202,20 @@ def _row(model: ModelPrecision, facts: DeviceFacts) -> Precision:
 
 
 def _automatic(model: ModelPrecision, row: Precision, able: Abilities) -> Precision:
-    """The row, with every part that the device cannot do well replaced, and each reason said once."""
+    """The row, with another dtype for each part that the device cannot do well in the row's, and the reasons."""
     why, causes = row.why, list[Verdict]()
     if row.transformer is not FP32:
         row, why, causes = _transformer(row, able)
-    if model.half_unet and row.compute is not FP32:
-        ability = able.vae(row.operands)
-        if _refused(ability):
-            row, causes = replace(row, transformer=FP32, compute=FP32, residual=FP32), [ability]
-            why = f"fp32, because this UNet's convolutions do not work in half precision here ({ability.why})"
-    if row.text is not FP32:
-        ability = able.transformer(NAMES[row.text])
-        if _refused(ability):
-            half = model.half_text and row.safe and not _refused(able.transformer("fp16"))
-            text = FP16 if half else FP32
-            row, why = replace(row, text=text), f"{why}; text in {NAMES[text]}{_cause(ability, causes)}"
-            causes.append(ability)
-    if row.vae is not FP32:
-        ability = able.vae(NAMES[row.vae])
-        if _refused(ability):
-            vae = FP16 if model.half_vae and not _refused(able.vae("fp16")) else FP32
-            row, why = replace(row, vae=vae), f"{why}; VAE in {NAMES[vae]}{_cause(ability, causes)}"
+    if model.half_unet and row.compute is not FP32 and _refused(ability := able.vae(row.operands)):
+        row, causes = replace(row, transformer=FP32, compute=FP32, residual=FP32), [ability]
+        why = f"fp32, because this UNet's convolutions do not work in half precision here ({ability.why})"
+    if row.text is not FP32 and _refused(ability := able.transformer(NAMES[row.text])):
+        text = FP16 if model.half_text and row.safe and not _refused(able.transformer("fp16")) else FP32
+        row, why = replace(row, text=text), f"{why}; text in {NAMES[text]}{_cause(ability, causes)}"
+        causes.append(ability)
+    if row.vae is not FP32 and _refused(ability := able.vae(NAMES[row.vae])):
+        vae = FP16 if model.half_vae and not _refused(able.vae("fp16")) else FP32
+        row, why = replace(row, vae=vae), f"{why}; VAE in {NAMES[vae]}{_cause(ability, causes)}"
     return replace(row, why=why, conv=_conv_dtype(row.vae, able))
 
 

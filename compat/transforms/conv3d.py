@@ -354,7 +354,7 @@ def causal_edges(conv: Any) -> tuple[int, int, int, int, int, int]:
 
 
 def _aligned(x: Tensor, layer: SwappedConv3d) -> Tensor:
-    """``x`` where ``layer`` executes; UnsupportedError where only its host weight exists."""
+    """``x`` on the device where ``layer`` executes; UnsupportedError where only its weight on the host is known."""
     if x.device == layer.weight.device:
         return x
     device = hooked_device(layer) or layer.weight.device
@@ -363,7 +363,7 @@ def _aligned(x: Tensor, layer: SwappedConv3d) -> Tensor:
     if device.type in (HOST.type, torch.device("meta").type):
         raise misplaced(layer, x)
     if not layer.__dict__.get("conv3d_reported"):
-        logger.warning("%s It is moved there now.", misplaced(layer, x))
+        logger.warning("%s AnyGPU moves it to %s.", misplaced(layer, x), device)
         layer.__dict__["conv3d_reported"] = True
     return placed(x, device)
 

@@ -157,7 +157,7 @@ def gelu_fault(dtype: torch.dtype, device: torch.device) -> str:
 def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> FusionPoints:
     """Rewrite every known block of ``transformer``, which is on the host without offload, and return what was done.
     ``epilogue``: products may end in GELU, as :func:`gelu_fault` says."""
-    fused, whole = FusionPoints(form, epilogue=epilogue), True
+    fused, whole = FusionPoints(form, epilogue=epilogue), True  # whole: each block takes the halved rotary table
     for block in transformer_blocks(transformer):
         fusion = FUSIONS.get(full_name(block))
         if fusion is None:

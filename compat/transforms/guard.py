@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 AROUND = "_anygpu_around"  # on a VAE: the block for a decode that calls none of its children's forwards
 ROWS, WHOLE = 64, 2**22  # of a sample; values of a group that can only be computed as a whole
+OWN_WORK = 10  # operations of the host, about, for each value of one of our operations
 SHARE, SECONDS = 0.01, 0.5  # of the work so far, and of each forward: what is left waits for the next one
 # An entry y may be off by a|y| + b s, where s is the product of its operands' norms, or the largest value that it is
 # made of: a and b by dtype. fp32 may be TF32; sums in 16 bits may be rounded between blocks.
@@ -66,19 +67,20 @@ def _picked(tensor: Tensor, some: Tensor, axes: int | None = None) -> Tensor:
 
 
 def _product(given: Mapping[str, Any], result: Tensor) -> Sample:
+    """Some rows and columns of a product of matrices; of a batch, of its last one."""
     first = next(name for name in ("mat1", "batch1", "input", "self") if name in given)
     a, b = given[first], given.get("mat2", given.get("batch2"))
-    bias = given.get("bias" if b is None else "self") if first != "self" else None
     if b is None:  # linear, where it is an operation of its own
-        b = given["weight"].t()
+        b, bias = given["weight"].t(), given.get("bias")
     else:
+        bias = None if first == "self" else given.get("self")  # addmm and baddbmm add it; mm and bmm multiply it
         a, b, result = (each[-1] if each.ndim == 3 else each for each in (a, b, result))
     rows, columns = _some(a.shape[:-1].numel()), _some(b.shape[1])
     left, right = _picked(a, rows, -1), _at(b.t(), columns)
-    exact = given.get("alpha", 1) * (left @ right.T)
-    if bias is not None:
-        bias = bias.expand(result.shape) if bias.ndim < 3 else bias[-1].expand(result.shape)
-        exact += given.get("beta", 1) * _picked(bias, rows, -1)[:, columns]
+    exact, beta = given.get("alpha", 1) * (left @ right.T), given.get("beta", 1)
+    if bias is not None and beta:  # where it is 0 torch ignores the bias, which may be NaN
+        bias = (bias[-1] if bias.ndim == 3 else bias).expand(result.shape)
+        exact += beta * _picked(bias, rows, -1)[:, columns]
     found = _picked(result, rows, -1)[:, columns]
     return found, exact, _norms(left, right, exact), 2 * ROWS * ROWS * a.shape[-1]
 
@@ -166,22 +168,23 @@ def _gelu(given: Mapping[str, Any], result: Tensor) -> Sample | None:
 
 
 def _own(given: Mapping[str, Any], results: Any) -> Sample | None:
-    """One of our operations on the host: of 64 tokens, or of the last group or row of a clip, with its border."""
+    """64 tokens of one of our operations; of a clip (5 axes) its last group or row, with the border that it reads.
+    None where that is too large for the host."""
     function, first = given["function"], given["args"][0]
     operands = {each.name: given[each.name] for each in function._schema.arguments}
     sample = _some_tokens if first.ndim < 5 else _last_of_clip
-    kept, cut = sample(operands, [result for result in tree_leaves(results) if result.numel()])
-    if sum(result.numel() for result in cut) > WHOLE:
+    kept, cut = sample(operands, [each for each in tree_leaves(results) if each.numel()])
+    if sum(each.numel() for each in cut) > WHOLE:
         return None
     found = [*map(_exact, cut)]
     computed = tree_leaves(function(*tree_map_only(Tensor, _exact, [*kept.values()])))
-    exact = [result.double() for result in computed if result.numel()]
-    if "room" in kept and len(found) > 1:  # the last result is a power of two that divides rows: a neighbour is right
-        step = found.pop() / exact.pop()
-        found[0] *= step.where((step >= 0.5) & (step <= 2), math.nan)
-    size = torch.cat([result.abs().amax().expand(result.numel()) for result in exact])
-    both = [torch.cat([result.flatten() for result in side]) for side in (found, exact)]
-    return both[0], both[1], size, 10 * size.numel()
+    exact = [each.double() for each in computed if each.numel()]
+    if "room" in kept and len(found) > 1:  # scaled SwiGLU: its last result is the power of two that divided each row
+        ratio = found.pop() / exact.pop()  # 1, or of a neighbour, which is right too: compared as if divided alike
+        found[0] *= ratio.where((ratio >= 0.5) & (ratio <= 2), math.nan)
+    size = torch.cat([each.abs().amax().expand(each.numel()) for each in exact])
+    values, exact_values = (torch.cat([each.flatten() for each in side]) for side in (found, exact))
+    return values, exact_values, size, OWN_WORK * size.numel()
 
 
 def _some_tokens(operands: dict[str, Any], results: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:

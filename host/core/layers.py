@@ -204,9 +204,10 @@ def safe_linear(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def adapted_linear(layer: Any, asked: AskedLinear, loaded: torch.dtype, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The product of another pack's ``layer``, in fp32 where it adds up, else as it was ``loaded``."""
+    """The product of another pack's ``layer``: in fp32 from fp16 operands where ``asked`` finds its forward linear;
+    else by that forward, for an input of the dtype in which the network was ``loaded`` if it takes no other."""
     plain = type(x) is Tensor and x.dtype is FULL and x.ndim > 1 and not (args or kwargs or x.requires_grad)
-    safe = plain and getattr(layer, SETTINGS) is asked and asked.is_product(x)
+    safe = plain and getattr(layer, SETTINGS) is asked and asked.is_product(x)  # of a loud network it is BY_CORE's
     note_call(layer, SAFE if safe else left_class(layer))
     if safe:
         return asked(x)
@@ -281,8 +282,7 @@ class SafeLayers:
         self.loud = any(patch[SETTINGS].loud for patch in self.patches.values())
         for layer in adapted_layers(network):
             asked = before.get(layer, {}).get(SETTINGS) or AskedLinear(types.MethodType(type(layer).forward, layer))
-            forward = functools.partial(adapted_linear, layer, asked, loaded)
-            self.patches[layer] = {"forward": forward, SETTINGS: asked}
+            self.patches[layer] = {"forward": functools.partial(adapted_linear, layer, asked, loaded), SETTINGS: asked}
         self.version = version  # not before: a cancel or a shortage ends it half way
 
     @property

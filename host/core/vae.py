@@ -431,6 +431,7 @@ def _causal_in_time(own: Any, attention: Attention, x: Tensor) -> Tensor:
 
 
 def _is_over_frames(module: Any) -> bool:
+    """True for the attention over frames of core's Mochi VAE, known by its parts."""
     parts = dict(module.named_children())
     return (
         parts.keys() == {"qkv", "out"}

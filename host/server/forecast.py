@@ -89,9 +89,8 @@ def _runs(kind: str, pipeline: Any) -> bool:
     return pipeline is not None and RUNS[kind] is not _painted
 
 
-def _of(prompt: Mapping[str, Any], kinds: Iterable[str]) -> list[str]:
-    known = set(kinds)
-    return [node for node, entry in prompt.items() if entry["class_type"] in known][:MOST_PIPELINES]
+def _of(prompt: Mapping[str, Any], kinds: Mapping[str, Any]) -> list[str]:
+    return [node for node, entry in prompt.items() if entry["class_type"] in kinds][:MOST_PIPELINES]
 
 
 def _loader_of(prompt: Mapping[str, Any], node: str) -> str:
@@ -125,21 +124,19 @@ def _connected(prompt: Mapping[str, Any], node: str) -> dict[str, Weights]:
 
 def _card(prompt: Mapping[str, Any], node: str) -> tuple[dict[str, Any], Any]:
     """The card of a load node, and its pipeline where it can be loaded; asks no device, which may be in a run."""
-    entry = prompt[node]
+    entry, inputs = prompt[node], prompt[node]["inputs"]
     known = probe_results_of(facts(), folders.state_folder()).without_asking()
     asked = all(answer.status != UNKNOWN for answer in known.values())
     defaults, request_for = LOADERS[entry["class_type"]]
     try:
-        values = {
-            name: _widget(entry["inputs"].get(name, default), name, default) for name, default in defaults.items()
-        }
+        values = {name: _widget(inputs.get(name, default), name, default) for name, default in defaults.items()}
         given = {"device": facts(), "state": folders.state_folder(), **_connected(prompt, node)}
         request = request_for(values, quiet=True, **given)
         read = READERS.get(type(request), load_placed)
         pipeline = read(request, hosted=memory_manager.offloader_on)
         return {"node": node, **card_of(pipeline, known), "by_tables": not asked}, pipeline
     except PackError as error:
-        named = entry["inputs"].get("model", entry["inputs"].get("transformer", ""))
+        named = inputs.get("model", inputs.get("transformer", ""))
         return {"node": node, "model": str(named), "error": error_message(error)}, None
 
 
@@ -238,16 +235,16 @@ def _lighter(prompt: Mapping[str, Any], node: str, loader: str, stages: Iterable
 
 
 def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, Any]:
-    entry = prompt[node]
-    plain = _numbers(entry)
+    """The memory that a run of ``node`` needs, whether that fits and how long it takes; or the error of its inputs."""
+    kind, inputs, numbers = prompt[node]["class_type"], prompt[node]["inputs"], _numbers(prompt[node])
     try:
         if isinstance(pipeline, Pipeline):
             pipeline = _passed_on(prompt, node, pipeline)
-            given = {**_pictured(prompt, node, pipeline), "texts": _texts(prompt, node, pipeline)}
-            plain = own_inputs(pipeline, {**given, **plain}, lambda _: None)
-        elif not entry["inputs"].get("negative_prompt"):
-            plain.pop("text_guidance", None)  # which has no effect then
-        run, stages_in, times_in = RUNS[entry["class_type"]](plain, pipeline)
+            known = {**_pictured(prompt, node, pipeline), "texts": _texts(prompt, node, pipeline)}
+            numbers = own_inputs(pipeline, {**known, **numbers}, lambda _: None)
+        elif not inputs.get("negative_prompt"):
+            numbers.pop("text_guidance", None)  # which has no effect then
+        run, stages_in, times_in = RUNS[kind](numbers, pipeline)
     except PackError as error:
         return {"error": error_message(error)}
     mode, room = pipeline.offloader.mode, memory_manager.room_on(pipeline.offloader.device)
@@ -258,7 +255,7 @@ def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, 
     times = times_in(mode, room)
     time = times.get(mode)
     summary = f", {time or times.unknown}" if time or times.unknown else ""
-    widget = "size" if entry["class_type"] == DELIGHTS else "view_size"
+    widget = "size" if kind == DELIGHTS else "view_size"
     lower = widget if isinstance(pipeline, PaintPipeline) else "width and height, or frames"
     return {
         "found": f"{run}, offload {mode}",

@@ -200,13 +200,13 @@ def _refusal(found: str, expected: str, fix: str) -> str:
 
 
 def _shown(item: recovery.SavedLatents) -> dict[str, str]:
-    size = f"{item.total_bytes / 1e6:.1f} MB, {item.fps:g} fps"
+    text = f"{item.total_bytes / 1e6:.1f} MB" + (f", {item.fps:g} fps" if item.fps else "")  # 0 where it is unknown
     return {
         "id": item.id,
         "title": item.name,
-        "text": f"{size}; {item.unfinished}" if item.unfinished else size,
+        "text": f"{text}; {item.unfinished}" if item.unfinished else text,
         "family": item.family,
-        "prompt": item.prompt[:400],
+        "prompt": item.prompt[:400],  # characters
         "picture": f"{PREFIX}/latents/{item.id}/picture",
     }
 

@@ -157,8 +157,8 @@ def variant_of(shapes: Mapping[str, tuple[int, ...]], base: str, name: str, decl
         name: of the file: its tensors do not tell maps of a mesh from maps of camera rays.
         declared: which of the two a renamed file is; empty where its user does not say.
     """
-    first = shapes.get("adapter.conv_in.weight")
-    if first is None or not any(f"{PROCESSOR}to_q_mv" in tensor for tensor in shapes):
+    first = shapes.get("adapter.conv_in.weight", ())
+    if len(first) < 2 or not any(f"{PROCESSOR}to_q_mv" in tensor for tensor in shapes):
         raise CheckpointError(f"{name!r} holds no MV-Adapter", expected="its published file", fix=f"Download {PAGE}.")
     made_for = {MAP_CHANNELS * factor**2: kind for kind, factor in UNSHUFFLE.items()}.get(first[1], "another base")
     if made_for != base:

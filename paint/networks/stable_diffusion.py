@@ -52,7 +52,7 @@ Convert = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 class BasePart:
     stored: Weights
     config: Mapping[str, Any]
-    names: Mapping[str, str]  # in the file to in the module, of tensors that convert leaves as they are
+    names: Mapping[str, str]  # in the file to in the module; a tensor that convert changes keeps that of the file
     convert: Convert  # from tensors of the file to those of the module
     shapes: Shapes  # of the module's tensors
 
@@ -137,7 +137,7 @@ def _of_tensors(stored: Weights) -> Base:
             convert = partial(_without_last, convert)
         activation = "quick_gelu" if (kind, part) == ("sdxl", "text_encoder") else "gelu"
         parts[part] = _part(stored, prefix, convert, partial(text_config, activation=activation))
-    latents = parts["vae"].shapes.get("decoder.conv_in.weight", (0, 4))[1]
+    latents = _inputs(parts["vae"].shapes, "decoder.conv_in")
     for part, found in parts.items():
         if not found.shapes or (part == "vae" and latents != 4):
             wrong = f"a vae of {latents} latent channels" if found.shapes else f"no {part} of {kind}"
@@ -167,6 +167,7 @@ def _owner(name: str) -> str:
 
 
 def _part(stored: Weights, prefix: str, convert: Convert, config: Callable[[Shapes], Mapping[str, Any]]) -> BasePart:
+    """The part whose tensors begin with ``prefix``; they are converted on meta, for their names and shapes."""
     inside = {name: shape for name, shape in stored.shapes.items() if name.startswith(prefix)}
     tensors = {name: torch.empty(shape, device="meta") for name, shape in inside.items()}
     try:
@@ -176,10 +177,9 @@ def _part(stored: Weights, prefix: str, convert: Convert, config: Callable[[Shap
     except (KeyError, AttributeError, IndexError, ValueError, TypeError) as error:  # of diffusers' converters
         found = f"{stored.path.name!r} lacks tensors of {prefix}* ({type(error).__name__}: {error})"
         raise CheckpointError(found, expected=WANTED, fix="Download it again.") from error
-    by_tensor = {id(tensor): name for name, tensor in made.items()}
+    by_tensor = {id(tensor): name for name, tensor in made.items()}  # one that is only renamed stays the same object
     names = {name: by_tensor.get(id(tensor), name) for name, tensor in tensors.items()}
-    total = stored.total_bytes * len(inside) // max(1, len(stored.shapes))
-    weights = replace(stored, shapes=inside, total_bytes=total)
+    weights = replace(stored, shapes=inside, total_bytes=stored.bytes_of(inside))
     return BasePart(weights, described, names, convert, shapes=shapes)
 
 
@@ -204,25 +204,29 @@ def _open_clip(convert: Any, prefix: str, tensors: dict[str, Tensor]) -> dict[st
     return convert(model, tensors, prefix=prefix)  # type: ignore[no-any-return]
 
 
+def _inputs(shapes: Shapes, layer: str) -> int:
+    """The inputs of a layer by the second axis of its weight; 0 where it has none."""
+    return next(iter(shapes.get(f"{layer}.weight", ())[1:]), 0)
+
+
 def _kind(shapes: Shapes, path: Path, edm: bool) -> str:
     """``sdxl`` or ``sd21`` by the shapes of a UNet, in diffusers' names; raises for another kind, by its name."""
-    first, widths = shapes.get("conv_in.weight", (0, 0)), _widths(shapes)
+    channels, levels = _inputs(shapes, "conv_in"), len(_widths(shapes))
     projection = shapes.get("mid_block.attentions.0.proj_in.weight", ())
-    embedded = [shapes.get(f"{name}_embedding.linear_1.weight", (0, 0))[1] for name in ("add", "class")]
-    added, levels = embedded[0] > 0, len(widths)
-    named = {
-        "no Stable Diffusion checkpoint": not widths or not projection,
-        "an inpainting checkpoint": first[1] == 9,
-        f"a checkpoint whose UNet takes {first[1]} channels": first[1] != 4,
+    added, classes = (_inputs(shapes, f"{name}_embedding.linear_1") for name in ("add", "class"))
+    others = {  # the first that is true counts
+        "no Stable Diffusion checkpoint": not levels or not projection,
+        "an inpainting checkpoint": channels == 9,
+        f"a checkpoint whose UNet takes {channels} channels": channels != 4,
         "an EDM checkpoint": edm,
         "Stable Diffusion 1.5": len(projection) == 4,
-        "an unCLIP checkpoint of Stable Diffusion 2.1": any(width in UNCLIP for width in embedded) and levels == 4,
-        "the refiner of Stable Diffusion XL": added and levels == 4,
-        "another UNet than that of Stable Diffusion XL or 2.1": (added, levels) not in ((True, 3), (False, 4)),
+        "an unCLIP checkpoint of Stable Diffusion 2.1": levels == 4 and bool({added, classes} & {*UNCLIP}),
+        "the refiner of Stable Diffusion XL": added > 0 and levels == 4,
+        "another UNet than that of Stable Diffusion XL or 2.1": levels != (3 if added else 4),
     }
-    wrong = next((name for name, found in named.items() if found), "")
+    wrong = next((name for name, is_one in others.items() if is_one), "")
     if wrong:
-        fix = "The adapter has its layers; choose one of these."
+        fix = "Choose one of these, for which the adapter was made."
         raise CheckpointError(f"{path.name!r} is {wrong}", expected=WANTED, fix=fix)
     return "sdxl" if added else "sd21"
 
@@ -240,7 +244,7 @@ def _prediction(stored: Weights, kind: str) -> str:
 
 def _widths(shapes: Shapes, pattern: str = "down_blocks.{}.resnets.0.conv1.weight") -> list[int]:
     levels = takewhile(shapes.__contains__, map(pattern.format, count()))
-    return [shapes[level][0] for level in levels]
+    return [next(iter(shapes[level]), 0) for level in levels]
 
 
 def unet_config(shapes: Shapes) -> dict[str, Any]:
@@ -249,9 +253,8 @@ def unet_config(shapes: Shapes) -> dict[str, Any]:
     for level in range(len(widths)):
         blocks = f"down_blocks.{level}.attentions.0.transformer_blocks."
         depths.append(len({name[len(blocks) :].split(".")[0] for name in shapes if name.startswith(blocks)}))
-    text = shapes.get("mid_block.attentions.0.transformer_blocks.0.attn2.to_k.weight", (0, 0))
     config = {
-        "in_channels": shapes.get("conv_in.weight", (0, 0))[1],
+        "in_channels": _inputs(shapes, "conv_in"),
         "out_channels": shapes.get("conv_out.weight", (0,))[0],
         "block_out_channels": widths,
         "layers_per_block": 2,
@@ -259,14 +262,13 @@ def unet_config(shapes: Shapes) -> dict[str, Any]:
         "up_block_types": ["CrossAttnUpBlock2D" if depth else "UpBlock2D" for depth in reversed(depths)],
         "transformer_layers_per_block": [depth or 1 for depth in depths],
         "attention_head_dim": [width // HEAD_WIDTH for width in widths],
-        "cross_attention_dim": text[1],
+        "cross_attention_dim": _inputs(shapes, "mid_block.attentions.0.transformer_blocks.0.attn2.to_k"),
         "norm_num_groups": 32,
         "use_linear_projection": True,
     }
-    added = shapes.get("add_embedding.linear_1.weight")
-    if added is not None:
+    if added := _inputs(shapes, "add_embedding.linear_1"):
         config |= {"addition_embed_type": "text_time", "addition_time_embed_dim": TIME_WIDTH}
-        config["projection_class_embeddings_input_dim"] = added[1]
+        config["projection_class_embeddings_input_dim"] = added
     return config
 
 
@@ -291,12 +293,11 @@ def text_config(shapes: Shapes, activation: str) -> dict[str, Any]:
     """The ``config.json`` of a CLIP text encoder, from its shapes."""
     shapes = {name.removeprefix("text_model."): shape for name, shape in shapes.items()}
     rows, width = shapes["embeddings.token_embedding.weight"]
-    layers = {name.split(".")[2] for name in shapes if name.startswith("encoder.layers.")}
     return {
         "vocab_size": rows,
         "hidden_size": width,
         "max_position_embeddings": shapes["embeddings.position_embedding.weight"][0],
-        "num_hidden_layers": len(layers),
+        "num_hidden_layers": len({name.split(".")[2] for name in shapes if name.startswith("encoder.layers.")}),
         "intermediate_size": shapes["encoder.layers.0.mlp.fc1.weight"][0],
         "num_attention_heads": width // HEAD_WIDTH,
         "projection_dim": shapes.get("text_projection.weight", (width,))[0],

@@ -16,7 +16,7 @@ from ...compat.checkpoints.weights import described, read_tensors, weight_files
 from ...compat.errors import CheckpointError, require_choice
 from ..choices import STORED_AS as CHOICES
 
-NO_WHOLE = re.compile(r"optimizer|.*-\d+-of-\d+\.")  # .bin files that are not all weights of a network
+NO_WHOLE = re.compile(r"optimizer|scheduler|sampler|training_args|.*-\d+-of-\d+\.")  # .bin, but not a whole network's
 DtypeOf = Callable[[str], torch.dtype]
 Advance = Callable[[int], None]
 
@@ -34,6 +34,13 @@ class Weights:
 
     def bytes_as(self, dtype: torch.dtype) -> dict[str, int]:
         return {name: prod(shape) * dtype.itemsize for name, shape in self.shapes.items()}
+
+    def bytes_of(self, names: Iterable[str]) -> int:
+        """The bytes of some tensors, as stored; without entries, as if all tensors had one dtype."""
+        if self.entries is not None:
+            return sum(self.entries[name].total_bytes for name in names)
+        own, every = (sum(prod(self.shapes[name]) for name in each) for each in (names, self.shapes))
+        return self.total_bytes * own // max(1, every)
 
     def read(self, names: Iterable[str], dtype_of: DtypeOf, advance: Advance) -> dict[str, torch.Tensor]:
         """The tensors ``names`` in ordinary host memory, floating ones in ``dtype_of(name)``.
@@ -53,7 +60,7 @@ class Weights:
 
 
 def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
-    """The weights in a folder, or in one .bin or safetensors file, whatever ``choice`` says of that.
+    """The weights in a folder as ``choice`` says, or in one .bin or safetensors file, for which it is ignored.
 
     Of a .bin and a .safetensors in one folder ``auto`` takes the .bin, as upstream's own loader does: those of turbo
     are different trainings. Raises CheckpointError for missing or damaged weights, InputError for an unknown choice."""
@@ -61,7 +68,7 @@ def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
     if place.is_file():
         return _pickle(place) if place.suffix == ".bin" else _safetensors([place])
     pickles = [file for file in place.glob("[!.]*.bin") if not NO_WHOLE.match(file.name)] if place.is_dir() else []
-    pickles.sort(key=lambda file: (file.name.count("."), file.name))
+    pickles.sort(key=lambda file: (file.name.count("."), file.name))  # model.bin before model.fp16.bin
     if choice == "bin" and not pickles:
         found, expected = f"no .bin in {str(place)!r}", f"the {part} as one .bin"
         raise CheckpointError(found, expected=expected, fix="Choose weights auto, or download the .bin file.")

@@ -63,6 +63,7 @@ def corner(pipeline: Pipeline, latents: torch.Tensor, frames: int = 0) -> torch.
 
 
 def _sizes(pipeline: Pipeline, inputs: Inputs) -> Change:
+    """The demo model's own sizes, length of a clip and single section in the place of those in ``inputs``."""
     defaults = of_checkpoint(pipeline).sizes.defaults
     own: dict[str, Any] = {name: getattr(defaults, name) for name in SIZES}
     own |= dict(zip(SECTION, one_section(pipeline), strict=True)) if pipeline.spec.recipes.sections else {}
@@ -74,10 +75,11 @@ def _sizes(pipeline: Pipeline, inputs: Inputs) -> Change:
     if clip is not None and len(clip) not in (0, defaults.frames):
         own["images"] = clip[torch.arange(defaults.frames).clamp(max=len(clip) - 1)]
         changed.append(f"frames {len(clip)} -> {defaults.frames}")
+    messages = [f"draws at its own size: {', '.join(changed)}"] if changed else []
     if pipeline.spec.recipes.sections and inputs.get("sections"):
         own["sections"] = ()
-        changed.append(f"section prompts {len(inputs['sections'])} -> 0")
-    return own, [f"draws at its own size: {', '.join(changed)}"] if changed else []
+        messages.append(f"draws a single section: {len(inputs['sections'])} section prompts are left out")
+    return own, messages
 
 
 def _words(inputs: Inputs) -> Change:

@@ -280,13 +280,11 @@ def _counted_module(_module: nn.Module, _name: str, _part: nn.Module | None) -> 
 
 
 def _alike(value: Any, known: Any) -> bool:
-    """Tell whether ``value`` could stand where a published configuration has ``known``."""
+    """Tell whether ``value`` could stand where a published configuration has ``known``; of objects only the type."""
     if isinstance(known, (list, tuple)):
         if not isinstance(value, (list, tuple)) or len(value) > LONGEST:
             return False
-        counts = bool(known) and all(type(one) is int for one in known)  # may have a 0, as a level without layers
-        items = (item for item in value if not (counts and item == 0 and type(item) is int))
-        return not known or all(any(_alike(item, one) for one in known) for item in items)
+        return not known or all(any(_alike(item, one) for one in known) for item in value)
     if isinstance(known, (bool, str)):
         return type(value) is type(known)
     if isinstance(known, (int, float)):

@@ -17,7 +17,7 @@ from ..settings import SMALLEST_SIDE
 UNITS = {"bytes": 1, "B": 1, "KiB": 1024, "MiB": 1024**2, "GiB": 1024**3, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 ASKED = re.compile(r"(?:tried to allocate|invalid buffer size:) ([\d.]+) (\w+)", re.IGNORECASE)
 FREE = re.compile(r"of which ([\d.]+) (\w+) is free")
-WEIGHTLESS = ("group", "sequential", "comfyui")  # weights already come and go by block, layer or need
+STREAMED = ("group", "sequential", "comfyui")  # weights already come and go by block, layer or need
 LEAST_SHARE, MOST_SHARE = 0.1, 0.8
 EXPLAINED = "_anygpu_explained"  # on an error that says already what to lower
 
@@ -77,10 +77,10 @@ def explain_shortage(
 def lowered(
     pipeline: Pipeline, size: Latents | SampleSettings | None, short: Shortage, hint: str = "", on_host: bool = False
 ) -> list[str]:
-    """The ways out where the device, or the host, was short, the cheapest first, as phrases; working memory grows with
-    frames and with the area of a frame."""
+    """The ways out where the device, or the host, was short, the cheapest first, as phrases; ``hint`` is the first, in
+    the place of advice on offload. Working memory grows with frames and with the area of a frame."""
     fixes, mode = [hint] if hint else [], pipeline.offloader.mode
-    if not hint and not on_host and mode not in WEIGHTLESS:
+    if not hint and not on_host and mode not in STREAMED:
         fixes.append(f"set offload to group on the load node (now {mode}), which keeps only one block on the device")
     fixes += [] if size is None else _smaller(pipeline, size, short)
     fixes = fixes or ["close other programs that use this device's memory"]

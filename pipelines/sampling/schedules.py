@@ -262,18 +262,18 @@ class Guidance:
         return settings.cfg > 1.0 and settings.cfg_start <= index / self.steps < settings.cfg_end
 
     def over(self, group: Group | None, branch: Callable[..., torch.Tensor], names: Sequence[str]) -> Predict:
-        """From (latents, timestep, index) to the guided prediction.
+        """A function from (latents, timestep, index) to the guided prediction.
 
         Args:
             branch: calls the transformer, from a name, latents, timestep and index.
-            names: of the branches with the prompt and without it.
+            names: of the branch with the prompt, then of the one without it.
         """
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-            cond, uncond = (partial(branch, name, latents, time, index) for name in names)
+            first, second = (partial(branch, name, latents, time, index) for name in names)
             if not self.acts(index):
-                return cond()
-            return self.guide(*((cond(), uncond()) if group is None else group.both(cond, uncond)))
+                return first()
+            return self.guide(*((first(), second()) if group is None else group.both(first, second)))
 
         return predict
 

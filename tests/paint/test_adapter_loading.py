@@ -10,6 +10,7 @@ import torch
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.paint.adapter_loading import AdapterRequest, load_adapter
 from anygpu.paint.choices import demo_adapter
+from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.networks.stable_diffusion import base_in, unet_config
 from anygpu.paint.networks.weights import Weights
 from safetensors.torch import load_file, save_file
@@ -97,6 +98,22 @@ def test_the_configuration_is_read_off_the_shapes(base):
     assert unet_config(shapes) == wanted
 
 
+def test_each_part_is_said_to_have_the_bytes_that_are_read_of_it(files, adapters, pbr_folder, monkeypatch):
+    sizes, read = {}, {}
+
+    def counted(part, total, _progress):
+        sizes[part], read[part] = total, []
+        return read[part].append
+
+    monkeypatch.setattr("anygpu.paint.loading.reading_of", counted)
+    hunyuan = load_paint(PaintRequest(pbr_folder, device="cpu"))
+    for pipeline in (loaded(files["sdxl"], adapters["ig2mv", "sdxl"]), hunyuan):
+        for part in pipeline.parts.readers:
+            pipeline.parts.read(part)
+        assert {"unet", "vae"} < sizes.keys() and sizes == {part: sum(counts) for part, counts in read.items()}
+        sizes.clear(), read.clear()
+
+
 def changed(base, change):
     """Tensors of a single file with another shape or name."""
     tensors = {name: torch.empty(tensor.shape) for name, tensor in mv_stored.original(base).items()}
@@ -133,6 +150,10 @@ def without_vae(tensors):
         del tensors[name]
 
 
+def flat_vae(tensors):
+    tensors["first_stage_model.decoder.conv_in.weight"] = torch.empty(64)
+
+
 def video(tensors):
     tensors.clear()
     tensors["transformer_blocks.0.attn1.to_q.weight"] = torch.empty(4, 4)
@@ -147,6 +168,7 @@ def video(tensors):
         ("sd21", refiner, "is the refiner of Stable Diffusion XL"),
         ("sd21", unclip, "is an unCLIP checkpoint of Stable Diffusion 2.1"),
         ("sdxl", without_vae, "no vae of sdxl in"),
+        ("sdxl", flat_vae, "a vae of 0 latent channels in"),
         ("sdxl", video, "is no Stable Diffusion checkpoint"),
     ],
 )
@@ -171,6 +193,27 @@ def test_a_folder_of_an_edm_model_is_refused(folders, adapters, tmp_path):
         loaded(tmp_path, adapters["ig2mv", "sdxl"])
 
 
+@pytest.mark.parametrize(
+    ("layer", "shape", "message"),
+    [
+        ("conv_in", (64,), "whose UNet takes 0 channels"),
+        ("add_embedding.linear_1", (64,), "is another UNet"),
+        ("down_blocks.0.resnets.0.conv1", (), "conv1.weight' of the UNet in"),
+    ],
+)
+def test_a_folder_whose_layers_lack_axes_is_refused(folders, adapters, tmp_path, layer, shape, message):
+    for part in folders["sdxl"].iterdir():
+        (tmp_path / part.name).symlink_to(part)
+    (tmp_path / "unet").unlink()
+    (tmp_path / "unet").mkdir()
+    (tmp_path / "unet" / "config.json").symlink_to(folders["sdxl"] / "unet" / "config.json")
+    tensors = load_file(folders["sdxl"] / "unet" / "diffusion_pytorch_model.safetensors")
+    tensors[f"{layer}.weight"] = torch.zeros(shape)
+    save_file(tensors, tmp_path / "unet" / "diffusion_pytorch_model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        loaded(tmp_path, adapters["ig2mv", "sdxl"])
+
+
 def test_an_adapter_for_the_other_base_and_a_truncated_one_are_refused(files, adapters, tmp_path):
     with pytest.raises(CheckpointError, match="is made for sd21, and the checkpoint is sdxl"):
         loaded(files["sdxl"], adapters["ig2mv", "sd21"])
@@ -185,6 +228,9 @@ def test_an_adapter_for_the_other_base_and_a_truncated_one_are_refused(files, ad
     save_file(tensors, tmp_path / "mvadapter_tg2mv_sdxl.safetensors")
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         loaded(files["sdxl"], tmp_path / "mvadapter_tg2mv_sdxl.safetensors")
+    save_file({**tensors, "adapter.conv_in.weight": torch.zeros(64)}, tmp_path / "flat.safetensors")
+    with pytest.raises(CheckpointError, match=r"'flat\.safetensors' holds no MV-Adapter"):
+        loaded(files["sdxl"], tmp_path / "flat.safetensors")
     with pytest.raises(InputError, match="adapter variant 'i2mv'"):
         loaded(files["sdxl"], adapters["tg2mv", "sdxl"], variant="i2mv")
 

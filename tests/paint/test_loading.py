@@ -70,9 +70,12 @@ def test_folder_unet_folder_and_file_are_one_pipeline(paint_folder):
 def test_a_bin_is_read_as_weights_alone_and_both_kinds_are_said(folder, paint_folder):
     name, tensors = "unet.class_embedding.weight", stored.weights("paint")
     changed = {**tensors, name: tensors[name] + 1}
+    for other in ("diffusion_pytorch_model-00001-of-00002", "scheduler", "training_args"):  # no networks
+        (folder / "unet" / f"{other}.bin").write_bytes(b"")
+    plain = load(paint_folder).parts.read("unet")
+    assert same(plain, load(folder).parts.read("unet"))
     stored.store(changed, folder / "unet" / "diffusion_pytorch_model.bin")
-    (folder / "unet" / "diffusion_pytorch_model-00001-of-00002.bin").write_bytes(b"")  # of another set
-    plain, other = load(paint_folder).parts.read("unet"), load(folder)
+    other = load(folder)
     assert not same(plain, other.parts.read("unet")), "the .bin, as upstream's own loader"
     assert any("diffusion_pytorch_model.bin was read" in decision.verdict for decision in other.decisions)
     assert same(plain, load(folder, weights="safetensors").parts.read("unet"))

@@ -284,7 +284,7 @@ def test_each_word_that_a_demo_model_does_not_know_is_named_in_one_line():
     framepack = load(LoadRequest(MODELS / "framepack", precision="fp32", device="cpu"))
     given = {"text": scenes.EXAMPLE.caption, "negative": " ", "sections": ("a", "b")}
     assert own_inputs(framepack, given, sections.append)["sections"] == ()
-    assert sections == ["the demo model draws at its own size: section prompts 2 -> 0"]
+    assert sections == ["the demo model draws a single section: 2 section prompts are left out"]
 
 
 def test_a_picture_of_its_world_is_started_from_and_another_is_not(world):

@@ -83,6 +83,7 @@ def test_fields_stay_whatever_the_user_is_called(field: str) -> None:
         ({"anygpu_machine": "1"}, "instead of a machine"),
         ({"owner": "x"}, "unknown field 'owner' in the machine"),
         ({"memory_gb": "x"}, "the machine.memory_gb 'x'; expected a number"),
+        ({"memory_gb": 2**53}, "the machine.memory_gb 9007199254740992; expected a number below 2**53"),
         ({"device": "x" * 300}, "longer texts or lists"),
         ({"runs": [{"stage": 1}]}, "the machine.runs[0]"),
     ],

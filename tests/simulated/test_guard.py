@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,8 @@ def attention(_: nn.ModuleDict, x: Tensor, **how: Any) -> Tensor:
 
 KINDS: dict[str, tuple[str, Callable[[], nn.Module]]] = {  # operation as the guard names it -> operator that is spoiled
     "addmm": ("aten::addmm", lambda: Network(lambda m, x: m["a"](x), a=nn.Linear(WIDTH, 96))),
+    "baddbmm": ("aten::baddbmm", lambda: Network(
+        lambda _, x: torch.baddbmm(x.new_full((1, 1, 1), math.nan), x, x.mT, beta=0))),
     "bmm": ("aten::bmm", lambda: Network(lambda m, x: x @ x.mT)),
     "convolution": ("aten::convolution*", lambda: Network(
         lambda m, x: m["a"](x.reshape(1, 16, 8, 32, -1)), a=nn.Conv3d(16, 24, 3, padding=1, stride=(1, 2, 1)))),
