@@ -107,17 +107,18 @@ def matmul(dtype: torch.dtype, device: torch.device) -> str:
 
 def fp32_sums(dtype: torch.dtype, device: torch.device) -> str:
     """P3: whether products are summed in fp32: partial sums that overflow fp16, and ones that fp16 cannot count."""
-    swing = torch.tensor([240.0] * 32 + [-240.0] * 32)
+    swing = torch.tensor([240.0] * 32 + [-240.0] * 32)  # half way 32 * 240 * 240, beyond 65504
     count = torch.ones(4096)
-    count[0] = 2048.0
-    for row, column, expected, sign in (
+    count[0] = 2048.0  # to which fp16 cannot add 1
+    for row, column, expected, symptom in (
         (swing, torch.full((64,), 240.0), 0.0, "partial sums overflow"),
         (count, torch.ones(4096), 6143.0, "sums stick"),
     ):
-        x, y = (v.to(dtype).to(device) for v in (row.repeat(16, 1), column.unsqueeze(1).repeat(1, 16)))
+        x, y = (side.to(dtype).to(device) for side in (row.repeat(16, 1), column.unsqueeze(1).repeat(1, 16)))
         result = home(x @ y)
-        if not torch.allclose(result, torch.full_like(result, expected), rtol=2 * torch.finfo(dtype).eps, atol=1.0):
-            return f"{sign}: {expected:g} became {result[0, 0]:g}"
+        wrong = result[~result.isclose(torch.tensor(expected), rtol=2 * torch.finfo(dtype).eps, atol=1.0)]
+        if len(wrong):
+            return f"{symptom}: {expected:g} became {wrong[0]:g}"
     return ""
 
 
