@@ -278,10 +278,8 @@ def _matmul_tf32(matmul: Any) -> bool:
 
 def _cudnn_tf32(cudnn: Any) -> bool:
     """True if cuDNN may round fp32 convolutions to TF32; torch before 2.9 has one switch for it."""
-    convolutions = getattr(cudnn, "conv", None)
-    if convolutions is None:
-        return bool(cudnn.allow_tf32)
-    return getattr(convolutions, "fp32_precision", "none") not in ("none", "ieee")
+    new = getattr(cudnn, "conv", None)
+    return bool(cudnn.allow_tf32) if new is None else getattr(new, "fp32_precision", "none") not in ("none", "ieee")
 
 
 def _parsed(device: torch.device | str) -> torch.device:
@@ -393,8 +391,7 @@ def _driver(backend: str) -> str:
     """The driver's version by its module in Linux, NVIDIA's library, Linux itself, or the newest CUDA or HIP."""
     if stated := value_or(lambda: Path(KERNEL_FILES[backend]).read_text(encoding="utf-8").strip(), ""):
         return stated
-    reported = value_or(_nvml_driver, "") if backend == "cuda" else ""
-    if reported:
+    if backend == "cuda" and (reported := value_or(_nvml_driver, "")):
         return reported
     release = value_or(lambda: str(platform.release()), "")
     if backend != "cuda" and sys.platform == "linux" and "microsoft" not in release.lower():

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import permutations, product
 
 import torch
 import torch.nn.functional as F
@@ -209,10 +209,8 @@ def home(there: Tensor) -> Tensor:
 def standard() -> dict[str, Probe]:
     """Every probe of this file by name: what it asks, then the dtype or dtypes."""
     suite: dict[str, Probe] = {}
-    for first, source in DTYPES.items():
-        for second, target in DTYPES.items():
-            if first != second:
-                suite[f"cast.{first}_to_{second}"] = partial(cast, source, target)
+    for (first, source), (second, target) in permutations(DTYPES.items(), 2):
+        suite[f"cast.{first}_to_{second}"] = partial(cast, source, target)
     suite["move.fp32_to_bf16"] = partial(move, FP32, BF16)
     suite["move.bf16_to_fp32"] = partial(move, BF16, FP32)
     suite |= {f"copy.{name}": partial(copy_to_host, dtype) for name, dtype in DTYPES.items()}

@@ -220,7 +220,8 @@ def _change(parts: Parts, part: str, wanted: Adapters | None, detach: Callable[[
             plain.onwards(part, module, undo, order)  # the part goes on without them
             raise
     if wanted is not None:
-        parts.active_adapters[part] = ActiveAdapters(wanted.key, wanted.in_weights, weakref.ref(wanted), plain, order)
+        owner, merged = weakref.ref(wanted), wanted.in_weights
+        parts.active_adapters[part] = ActiveAdapters(wanted.key, merged, owner, plain=plain, order=order)
 
 
 Outline = tuple[tuple[int, ...], torch.dtype]  # shape and dtype of a tensor

@@ -292,9 +292,7 @@ class SafeLayers:
     @contextmanager
     def patches_on(self, counts: Counts | None = None) -> Iterator[None]:
         """The patches on all layers that no one else has patched, inside the block; ``counts`` notes their calls."""
-        shared = {} if counts is None else {COUNTS: counts}
-        if self.loud:
-            shared |= BY_CORE
+        shared = ({} if counts is None else {COUNTS: counts}) | (BY_CORE if self.loud else {})
         patches = {layer: self.patches[layer] | shared for layer in self.free}
         try:
             for layer, patch in patches.items():

@@ -127,11 +127,8 @@ def folders_in(folder: Path) -> dict[str, Path]:
         homes = {name: demos.get(str(owners.get(name, "")), folder) for name in pairs}
         return {name: homes[name] / name for name, (_, cls) in pairs.items() if cls is not None}
     if not folder.is_dir():
-        raise CheckpointError(
-            f"no folder {str(folder)!r}",
-            expected="a folder with the parts that this model lacks",
-            fix="Choose another folder.",
-        )
+        expected, fix = "a folder with the parts that this model lacks", "Choose another folder."
+        raise CheckpointError(f"no folder {str(folder)!r}", expected=expected, fix=fix)
     return {child.name: child for child in folder.iterdir() if child.is_dir()}
 
 
