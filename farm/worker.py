@@ -18,6 +18,7 @@ from ..compat.device.execution import to_host
 from ..compat.device.facts import default_device, device_count
 from ..compat.durable import require_writable, write_file
 from ..compat.errors import InputError, MissingPackageError, PackError, first_line
+from ..compat.output_check import NotFinite
 from ..compat.ranks import RankLost
 from ..compat.ray_clusters import own_devices, token_mode
 from ..pipelines.base import Preview, Progress, ProgressStage
@@ -198,13 +199,13 @@ def phase_of(error: BaseException) -> str:
 
 
 def outcome_of(error: Exception, device: Any) -> Outcome:
-    """Attribute an error on ``device``: to the job everywhere or here, or to this machine for one model or for all."""
+    """The outcome of a job that raised ``error`` on ``device``: who cannot do what, by the error's kind and phase."""
     text, phase = text_of(error), phase_of(error)
     if isinstance(error, RankLost):
         return Outcome(LOST, text)
     if phase == MACHINE:
         return Outcome(BROKEN, text)
-    if isinstance(error, InputError):  # of a value in the job's line
+    if isinstance(error, InputError) and not isinstance(error, NotFinite):  # of a value in the job's line
         return Outcome(FAILED if phase == JOB else REFUSED, text)
     if fault := device_fault(device):
         return Outcome(BROKEN, f"{fault}; seen after: {text}")

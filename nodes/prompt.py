@@ -100,13 +100,14 @@ class EncodeImage(io.ComfyNode):
         cls, pipeline: Any, image: Any, fit: str, clip_vision_output: Any = None, latent: Any = None, **settings: Any,
     ) -> io.NodeOutput:
         progress = NodeProgress(cls.hidden.unique_id)
-        size = None if latent is None else latent_format.from_core(pipeline, latent, progress.notify)
+        latents = None if latent is None else latent_format.from_core(pipeline, latent, progress.notify)
         vision = None if clip_vision_output is None else clip_vision_output.last_hidden_state
         settings = own_inputs(pipeline, {**settings, "image": image, "fit": fit}, progress.notify)
         image, fit = settings.pop("image"), settings.pop("fit")
-        size_asked = settings["width"], settings["height"]
-        settings["final_size"] = size_asked if latent is not None and all(size_asked) else ()
-        condition = stages.encode_image(pipeline, ImageRequest(image, vision=vision, **settings), fit, progress, size)
+        asked = settings["width"], settings["height"]  # beside latents, whose size is used, that of the finished video
+        final_size = asked if latent is not None and all(asked) else ()
+        request = ImageRequest(image, vision=vision, final_size=final_size, **settings)
+        condition = stages.encode_image(pipeline, request, fit, progress, latents)
         progress.finish(f"{condition.width}x{condition.height}")
         return io.NodeOutput(condition, condition.width, condition.height)
 

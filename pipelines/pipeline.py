@@ -199,16 +199,16 @@ def make_room_and_retry(
 ) -> Callable[[BaseException], bool]:
     """Handler that a stage calls after an error: frees memory and returns True to try again.
 
-    Where memory ran out, other parts leave the device, then ``parts`` (by default the transformers) come by block, then
-    by layer, each said in ``message``. Last it tries once more: what took the room may have been another program.
+    Where memory ran out, other parts leave the device; then ``parts`` (by default the transformers) move by block, then
+    by layer. Each is said in ``message``. Last it tries once more: another program may have had the room.
     """
     parts = tuple(part for part in parts or pipeline.spec.transformers if part in pipeline.parts.readers)
     once_more = True
 
     def again(error: BaseException) -> bool:
         nonlocal once_more
-        alone = pipeline.run.group is None  # else the others wait inside the step for what this rank sends
-        if not alone or not parts or not is_shortage(error) or hasattr(error, GIVEN_UP):
+        grouped = pipeline.run.group is not None  # the others wait inside the step for what this rank sends
+        if grouped or not parts or not is_shortage(error) or hasattr(error, GIVEN_UP):
             return False
         try:
             done = pipeline.offloader.reduce_memory(*parts)

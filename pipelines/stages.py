@@ -378,11 +378,11 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
 def with_decode_noise(
     pipeline: Pipeline, latents: Latents, timestep: float, scale: float, progress: Progress
 ) -> Latents:
-    """``latents`` to decode at ``timestep`` after noise of ``scale`` was put on them; below 0 the model's own."""
-    asked = {"decode_timestep": timestep, "decode_noise_scale": scale}
-    asked = {name: value for name, value in asked.items() if value >= 0}
+    """``latents``, to be decoded at ``timestep`` with noise of ``scale`` added; below 0: the model's own."""
+    given = {"decode_timestep": timestep, "decode_noise_scale": scale}
+    asked = {name: value for name, value in given.items() if not value < 0}
     for name, value in asked.items():
-        require_range(name, value, 0, 1, "or -1")
+        require_range(name, value, 0, 1, "or below 0")
     if asked and not pipeline.configs["vae"].get("timestep_conditioning"):
         progress.notify(f"no effect of {' and '.join(asked)}: this VAE does not remove noise")
     return replace(latents, extra={**latents.extra, **asked}) if asked else latents

@@ -9,8 +9,9 @@ import platform
 import re
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar, cast
 
 import torch
@@ -32,9 +33,10 @@ INTEGRATED = re.compile(r"Iris|UHD|HD Graphics|Arc\(TM\) (Graphics|(Pro )?\w+ GP
 CLOCKS = ("multi_processor_count", "clock_rate", "memory_clock_rate", "memory_bus_width")
 KERNEL_FILES = dict(cuda="/sys/module/nvidia/version", rocm="/sys/module/amdgpu/version", xpu="/sys/module/xe/version")
 NVML = "nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1"
-CGROUPS = (  # limit and use of version 2, then version 1
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+OWN_CGROUPS = "/proc/self/cgroup"  # a row each: number, controllers (none in version 2), path
+CGROUPS = (  # controller, root, and the files of limit and use: version 2, then version 1
+    ("", "/sys/fs/cgroup", "memory.max", "memory.current"),
+    ("memory", "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
 KITCHEN = "comfy-kitchen"
 TRITONS = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
@@ -217,24 +219,23 @@ def swap_free_bytes() -> int:
 
 
 def host_free_bytes() -> int:
-    """Bytes of host memory that this process may still take: what is available, and what its control group leaves."""
+    """Bytes of host memory that this process may still take: what is available, and what its control groups leave."""
     free = value_or(lambda: _system_bytes("virtual_memory", "available"), PLENTY)
-    for limit, used in CGROUPS:
-        try:
-            most, taken = Path(limit).read_text(encoding="utf-8").strip(), Path(used).read_text(encoding="utf-8")
-            if most.isdigit():
-                free = min(free, max(0, int(most) - int(taken) + _reclaimable(Path(limit).parent)))
-        except (OSError, ValueError):
-            continue
+    groups = value_or(lambda: Path(OWN_CGROUPS).read_text(encoding="utf-8"), "")
+    own = dict(row.split(":", 2)[1:] for row in groups.splitlines())
+    for controller, root, limit, used in CGROUPS:
+        group = PurePosixPath(own.get(controller, "").lstrip("/"))  # in a container it may be below no root
+        for folder in (Path(root, each) for each in (group, *group.parents)):
+            with suppress(OSError, ValueError):  # there is no such group, or its limit is "max"
+                most, taken = (int((folder / name).read_text(encoding="utf-8")) for name in (limit, used))
+                free = min(free, max(0, most - taken + _reclaimable(folder)))
     return free
 
 
 def _reclaimable(group: Path) -> int:
     """Bytes of a control group's file cache, which count as used but are freed on demand."""
-    try:
-        rows = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
-    except (OSError, ValueError):
-        return 0
+    stat = group / "memory.stat"
+    rows: dict[str, str] = value_or(lambda: dict(line.split() for line in stat.read_text("utf-8").splitlines()), {})
     return sum(int(rows.get(f"total_{kind}", rows.get(kind, 0))) for kind in ("inactive_file", "active_file"))
 
 
@@ -277,10 +278,8 @@ def _matmul_tf32(matmul: Any) -> bool:
 
 def _cudnn_tf32(cudnn: Any) -> bool:
     """True if cuDNN may round fp32 convolutions to TF32; torch before 2.9 has one switch for it."""
-    convolutions = getattr(cudnn, "conv", None)
-    if convolutions is None:
-        return bool(cudnn.allow_tf32)
-    return getattr(convolutions, "fp32_precision", "none") not in ("none", "ieee")
+    new = getattr(cudnn, "conv", None)
+    return bool(cudnn.allow_tf32) if new is None else getattr(new, "fp32_precision", "none") not in ("none", "ieee")
 
 
 def _parsed(device: torch.device | str) -> torch.device:
@@ -392,8 +391,7 @@ def _driver(backend: str) -> str:
     """The driver's version by its module in Linux, NVIDIA's library, Linux itself, or the newest CUDA or HIP."""
     if stated := value_or(lambda: Path(KERNEL_FILES[backend]).read_text(encoding="utf-8").strip(), ""):
         return stated
-    reported = value_or(_nvml_driver, "") if backend == "cuda" else ""
-    if reported:
+    if backend == "cuda" and (reported := value_or(_nvml_driver, "")):
         return reported
     release = value_or(lambda: str(platform.release()), "")
     if backend != "cuda" and sys.platform == "linux" and "microsoft" not in release.lower():

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from itertools import product
+from itertools import permutations, product
 
 import torch
 import torch.nn.functional as F
@@ -107,17 +107,18 @@ def matmul(dtype: torch.dtype, device: torch.device) -> str:
 
 def fp32_sums(dtype: torch.dtype, device: torch.device) -> str:
     """P3: whether products are summed in fp32: partial sums that overflow fp16, and ones that fp16 cannot count."""
-    swing = torch.tensor([240.0] * 32 + [-240.0] * 32)
+    swing = torch.tensor([240.0] * 32 + [-240.0] * 32)  # half way 32 * 240 * 240, beyond 65504
     count = torch.ones(4096)
-    count[0] = 2048.0
-    for row, column, expected, sign in (
+    count[0] = 2048.0  # to which fp16 cannot add 1
+    for row, column, expected, symptom in (
         (swing, torch.full((64,), 240.0), 0.0, "partial sums overflow"),
         (count, torch.ones(4096), 6143.0, "sums stick"),
     ):
-        x, y = (v.to(dtype).to(device) for v in (row.repeat(16, 1), column.unsqueeze(1).repeat(1, 16)))
+        x, y = (side.to(dtype).to(device) for side in (row.repeat(16, 1), column.unsqueeze(1).repeat(1, 16)))
         result = home(x @ y)
-        if not torch.allclose(result, torch.full_like(result, expected), rtol=2 * torch.finfo(dtype).eps, atol=1.0):
-            return f"{sign}: {expected:g} became {result[0, 0]:g}"
+        wrong = result[~result.isclose(torch.tensor(expected), rtol=2 * torch.finfo(dtype).eps, atol=1.0)]
+        if len(wrong):
+            return f"{symptom}: {expected:g} became {wrong[0]:g}"
     return ""
 
 
@@ -208,10 +209,8 @@ def home(there: Tensor) -> Tensor:
 def standard() -> dict[str, Probe]:
     """Every probe of this file by name: what it asks, then the dtype or dtypes."""
     suite: dict[str, Probe] = {}
-    for first, source in DTYPES.items():
-        for second, target in DTYPES.items():
-            if first != second:
-                suite[f"cast.{first}_to_{second}"] = partial(cast, source, target)
+    for (first, source), (second, target) in permutations(DTYPES.items(), 2):
+        suite[f"cast.{first}_to_{second}"] = partial(cast, source, target)
     suite["move.fp32_to_bf16"] = partial(move, FP32, BF16)
     suite["move.bf16_to_fp32"] = partial(move, BF16, FP32)
     suite |= {f"copy.{name}": partial(copy_to_host, dtype) for name, dtype in DTYPES.items()}

@@ -174,11 +174,11 @@ class _Attention(TorchFunctionMode):
         self.work = work
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is not F.scaled_dot_product_attention:
-            return function(*args, **kwargs)
-        named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-        query, key, value = (named[name] for name in ("query", "key", "value"))
+        called = self._counted if function is F.scaled_dot_product_attention else function
+        return called(*args, **(kwargs or {}))
+
+    def _counted(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """A result of the right shape; mask and scale add next to nothing to the count."""
         shape = (*query.shape[:-1], value.shape[-1])
         if query.ndim == 4:  # the heads of a token lie together, as kernels write them: joining them copies nothing
             result = query.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)

@@ -123,22 +123,23 @@ class GroupHooks:
 
     def onload(self, group: WeightGroup) -> None:
         """Make the tensors of ``group`` their copies on the device, which the computation waits for."""
-        if self._last is not None:
-            self._next[self._last] = group
-        starts, self._last = self._last is None, group
+        last, self._last = self._last, group
+        if last is not None:
+            self._next[last] = group
         if group in self._resident:
-            self._missed = False
-            self._tell(group.total_bytes)
-        there = self._resident.get(group) or self._brought(group, starts)
+            there, self._missed = self._resident[group], False
+            self._tell(group.total_bytes)  # as if it came: all of the part counts in each forward
+        else:
+            there = self._brought(group, first=last is None)
         if group in self._stays:
             self._resident[group] = there
         for (tensor, _), data in zip(group.host_weights, there, strict=True):
             set_data(tensor, data)
-        if starts and group.layout is not None and self.copies is not None:
+        if last is None and group.layout is not None and self.copies is not None:
             self._prefetch(self.copies)
 
-    def _brought(self, group: WeightGroup, starts: bool) -> list[torch.Tensor]:
-        """The copies of a group that is not there, in the order of its tensors; ``starts``: the first of a forward."""
+    def _brought(self, group: WeightGroup, first: bool) -> list[torch.Tensor]:
+        """The copies of a group that is not there, in the order of its tensors; ``first``: since :meth:`offload`."""
         if group.layout is None or self.copies is None:
             sources = [data for _, data in group.host_weights]
             with self.memory_stats.moving(group.total_bytes):
@@ -151,7 +152,7 @@ class GroupHooks:
             if self._missed or (self.room_bytes is not None and needed > self.room_bytes):
                 self._ahead.clear()
             self._ahead[group] = self._copy(group, group.layout, self.copies)
-        self._missed = missed and not starts  # nothing comes ahead of the first group of a forward
+        self._missed = missed and not first  # nothing could come ahead of it
         memory, arrived = self._ahead.pop(group)
         with self.memory_stats.moving(0, self.device):
             self.copies.wait_for(arrived)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -204,18 +204,18 @@ def adapters_on(
 
 
 def _change(parts: Parts, part: str, wanted: Adapters | None, detach: Callable[[str], None]) -> None:
-    """Undo the adapters and all later steps of the order, then apply them again with the wanted adapters."""
-    active, module = parts.active_adapters.get(part), parts[part]
+    """Undo the part's adapters and all later steps, then repeat these steps with ``wanted``, or without adapters."""
+    active: Any = parts.active_adapters.get(part)  # there are some where none are wanted
+    module, undo = parts[part], cast(Any, parts.undo[part])
     plain: Any = parts.prepare if active is None else active.plain
     step: Any = None if wanted is None else wanted.step()
-    undo: Any = parts.undo[part]
-    order = active.order if active is not None and step is None else step.order
+    preparation, order = (plain, active.order) if step is None else (plain.with_steps([step]), step.order)
     with torch.inference_mode(False), torch.no_grad():
         detach(part)
         undo.back_to(order)
         parts.active_adapters.pop(part, None)
         try:
-            (plain if step is None else plain.with_steps([step])).onwards(part, module, undo, order)
+            preparation.onwards(part, module, undo, order)
         except BaseException:
             plain.onwards(part, module, undo, order)  # the part goes on without them
             raise

@@ -31,13 +31,13 @@ class Padding:
     joint: Lengths | None = None  # of video and text together
     traced: bool = False  # blocks are compiled: a graph is bound to numbers, and holds for any length of a tensor
 
-    def of(self, counts: tuple[int, ...]) -> Lengths:
-        """``counts`` as attention reads them; traced, as tensors so long. One row alone has no padding."""
-        if not self.traced or len(counts) < 2:
+    def lengths(self, counts: tuple[int, ...]) -> Lengths:
+        """``counts`` as :func:`by_rows` reads them: as they are, or for compiled blocks as tensors ``SHIFT`` longer."""
+        if not self.traced or len(counts) < 2:  # one row is cropped: 0, unless padding lies inside it
             return counts
         from torch._dynamo import maybe_mark_dynamic
 
-        lengths = tuple(torch.empty(1).expand(count + SHIFT) for count in counts)
+        lengths = tuple(torch.empty(1).expand(count + SHIFT) for count in counts)  # of no memory
         for length in lengths:
             maybe_mark_dynamic(length, 0)
         return lengths
@@ -371,7 +371,7 @@ def _cropped_text(named: dict[str, Any], padding: Padding) -> None:
         return
     most = max(counts)
     named[TEXT], named[MASK] = named[TEXT][:, :most], named[MASK][:, :most]
-    padding.text = padding.joint = padding.of(tuple(most - count for count in counts))
+    padding.text = padding.joint = padding.lengths(tuple(most - count for count in counts))
 
 
 def _cropped_texts(named: dict[str, Any], padding: Padding) -> None:
@@ -392,9 +392,9 @@ def _cropped_texts(named: dict[str, Any], padding: Padding) -> None:
         named[name], named[mask] = named[name][:, :most], valid[:, :most]
         total = [sum(pair) for pair in zip(total, counts, strict=True)]
         if name == TEXT and known:
-            padding.text = padding.of(tuple(most - count for count in counts))
+            padding.text = padding.lengths(tuple(most - count for count in counts))
     width = pictured + sum(named[name].shape[1] for name, _ in pairs)
-    padding.joint = padding.of(tuple(width - count for count in total))
+    padding.joint = padding.lengths(tuple(width - count for count in total))
 
 
 CROPPED: Mapping[str, Callable[[dict[str, Any], Padding], None]] = {  # transformer class -> what leaves its padding out

@@ -89,10 +89,10 @@ def ltx_block(
     with norm_of(block.norm1, hidden_states) as norm:
         normed = ops.normalized(hidden_states, norm, Modulation(scale, shift))
     branch = block.attn1(hidden_states=normed, encoder_hidden_states=None, image_rotary_emb=image_rotary_emb)
+    # The cross attention reads the residual itself, which no norm has bounded.
     x, read = ops.added_read(hidden_states, branch, Gate(gate), block.attn2.to_q)
     if mask is not None and mask.is_floating_point() and ops.operand_dtype is not None:
-        mask = mask.to(ops.operand_dtype)
-    # This attention is fed from the residual itself, which no norm has bounded.
+        mask = mask.to(ops.operand_dtype)  # torch's attention takes a float mask in the dtype of the query alone
     named = {"encoder_hidden_states": encoder_hidden_states, "image_rotary_emb": None, "attention_mask": mask}
     branch, factor = ops.attended(block.attn2, read, **named)
     with norm_of(block.norm2, x) as norm:

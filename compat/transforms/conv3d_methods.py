@@ -95,26 +95,24 @@ def conv3d_by_points(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry
 
 
 def conv3d_by_frames(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = CHUNK_BYTES) -> Tensor:
-    """One 2-D convolution per output frame, whose channels are those of all input frames under the kernel.
+    """One 2-D convolution per output frame, over the channels of all input frames under the kernel.
 
-    With frames as the outer dimension in memory these are one block already, so ``x`` is copied once at most, and not
-    at all where it comes so (see :func:`padded`); a kernel that is larger than they are stays, and they are copied. A
-    kernel of one frame takes ``chunk`` bytes of frames per call."""
+    Frames and channels become one dimension. By frame, then channel, the input needs no copy where it is laid out so
+    (see :func:`padded`), and the kernel is transposed; by channel, then frame, the kernel stays and the windows are
+    copied. The smaller is copied. A kernel of one frame takes ``chunk`` bytes of frames per call."""
     taps = weight.shape[2]
     chunk = 0 if taps > 1 else chunk
-    # The frames under the kernel are one block if their channels come frame by frame; then the kernel, whose channels
-    # come with their frames, has to be transposed. Whichever is smaller is copied; what is copied anyway costs nothing.
-    large = g.groups == 1 and x[:, :, :1].nbytes * taps < weight.nbytes
-    by_channel = taps == 1 or g.groups > 1 or large
+    kernel_is_larger = g.groups == 1 and x[:, :, :1].nbytes * taps < weight.nbytes
+    by_channel = taps == 1 or g.groups > 1 or kernel_is_larger  # groups divide the outer dimension
     kernel = (weight if by_channel else weight.transpose(1, 2)).flatten(1, 2).contiguous()
     # A library packs a kernel again in each call, so of a large one half at a time: a percent slower, and less memory.
-    halves = kernel.chunk(2) if large and not chunk else (kernel,)
-    biases = (None,) * len(halves) if bias is None else bias.split([len(half) for half in halves])
+    kernels = kernel.chunk(2) if kernel_is_larger and not chunk else (kernel,)
+    biases = (None,) * len(kernels) if bias is None else bias.split([len(each) for each in kernels])
+    steps = g.stride[1:], g.padding[1:], g.dilation[1:], g.groups
 
     def plane(window: Tensor) -> Tensor:
-        steps = g.stride[1:], g.padding[1:], g.dilation[1:], g.groups
-        sides = [F.conv2d(window, half, offset, *steps) for half, offset in zip(halves, biases, strict=True)]
-        return sides[0] if len(sides) == 1 else torch.cat(sides, dim=1)
+        parts = [F.conv2d(window, each, offset, *steps) for each, offset in zip(kernels, biases, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     if not by_channel:
         x = padded(x, (0, 0, 0, 0, g.padding[0], g.padding[0]), frames_first=True)

@@ -57,12 +57,11 @@ def multiply_as_stored(module: nn.Module, formats: tuple[torch.dtype, ...]) -> t
 
 
 def product(layer: Any, x: Tensor) -> Tensor | None:
-    """The output of a packed ``layer`` in the dtype of ``x``; None where its product does not suit it.
-    Peak extra memory of torch's: twice ``x`` in fp32, or ``x`` in 8 bits and the output in 32, which int8 has twice."""
+    """The output of a packed ``layer`` in the dtype of ``x``; None for few tokens, odd sides or a patched weight.
+    Peak extra memory: two fp32 copies of ``x``, or one in 8 bits and the output in 32, for int8 twice (sums, fp32)."""
     rows = x.reshape(-1, x.shape[-1])
     sizes = (layer.in_features, layer.out_features)
-    adapted = bool(getattr(layer, "weight_function", None))
-    if rows.shape[0] < LEAST_TOKENS or any(size % MULTIPLE for size in sizes) or adapted:
+    if getattr(layer, "weight_function", None) or len(rows) < LEAST_TOKENS or any(size % MULTIPLE for size in sizes):
         return None
     stored: Tensor = layer.stored
     if stored.dtype is torch.int8 and kitchen():

@@ -67,32 +67,36 @@ class FittedEncoder:
             raise
 
     def _attach(self, patcher: Any) -> None:
-        undo, encoders, counts = Undo(), patcher.model, None
-        self.hooks[encoders] = undo
-        if encoders not in self.counted and hasattr(encoders, ENCODE):
-            counts = self.counted[encoders] = Counts()
+        encoders, counts = patcher.model, None
+        undo = self.hooks[encoders] = Undo()
+        if encoders not in self.counted and hasattr(encoders, ENCODE) and ENCODE not in vars(encoders):
+            counts = Counts()
             encoders.__dict__[ENCODE] = functools.partial(self._first, encoders, counts)
         if self.fit.attention is not None:
             override = AttentionOverride(self.fit.attention, self.fit.safe, counts=counts)
             swap = functools.partial(_with_attention, override)
-            takers = [module for module in patcher.model.modules() if _takes_attention(type(module))]
-            for module in takers:
+            for module in [each for each in encoders.modules() if _takes_attention(type(each))]:
                 undo.append(add_hook(module, swap, before=True, with_kwargs=True).remove)
-        undo.append(self.packed.attach(patcher.model).restore)
-        forward = functools.partial(_linear, self.fit.safe and self.machine.fp32_output)
-        for layer in filter(is_linear, patcher.model.modules()) if self.fit.safe else ():
+        undo.append(self.packed.attach(encoders).restore)
+        if self.fit.safe:
+            self._make_safe(encoders, patcher.patches_uuid)
+        if self.machine.calls is not None:
+            for child in encoders.children():
+                undo.set(child, "forward", forward_inside(child, functools.partial(around, None, self.machine.calls)))
+
+    def _make_safe(self, encoders: nn.Module, version: Any) -> None:
+        """Patch the layers that nobody else has; other packs' are asked once per ``version`` of the weights."""
+        for layer in filter(is_linear, encoders.modules()):
             if "forward" not in layer.__dict__:
-                layer.__dict__["forward"] = functools.partial(forward, layer)
-                layer.__dict__ |= {PROVIDER: types.MethodType(cast_weights, layer), SETTINGS: None}
-        version, asked = self.asked.get(encoders, (None, {}))
-        self.asked[encoders] = patcher.patches_uuid, asked if version == patcher.patches_uuid else {}
-        for layer in adapted_layers(encoders) if self.fit.safe else ():
+                forward = functools.partial(_linear, self.machine.fp32_output, layer)
+                layer.__dict__ |= {"forward": forward, PROVIDER: types.MethodType(cast_weights, layer), SETTINGS: None}
+        known, asked = self.asked.get(encoders, (None, {}))
+        asked = asked if known == version else {}
+        self.asked[encoders] = version, asked
+        for layer in adapted_layers(encoders):
             if "forward" not in layer.__dict__:
-                own = AskedLinear(types.MethodType(type(layer).forward, layer))
-                own = self.asked[encoders][1].setdefault(layer, own)
+                own = asked.setdefault(layer, AskedLinear(types.MethodType(type(layer).forward, layer)))
                 layer.__dict__ |= {"forward": functools.partial(adapted_linear, layer, own, FULL), SETTINGS: own}
-        for each in encoders.children() if self.machine.calls is not None else ():
-            undo.set(each, "forward", forward_inside(each, functools.partial(around, None, self.machine.calls)))
 
     def _first(self, encoders: nn.Module, counts: Counts, *args: Any, **kwargs: Any) -> Any:
         del encoders.__dict__[ENCODE]
@@ -106,12 +110,14 @@ class FittedEncoder:
         finally:
             for layer in ours:
                 layer.__dict__.pop(COUNTS, None)
+        self.counted[encoders] = counts
         if str(counts):
             self.tell(str(counts))
         return result
 
     def detach(self, patcher: Any) -> None:
-        patcher.model.__dict__.pop(ENCODE, None)
+        if getattr(vars(patcher.model).get(ENCODE), "func", None) == self._first:  # another pack's stays
+            del patcher.model.__dict__[ENCODE]
         self.hooks.pop(patcher.model, Undo()).restore()
         for layer in patcher.model.modules():
             if SETTINGS in layer.__dict__:

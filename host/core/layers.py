@@ -291,15 +291,16 @@ class SafeLayers:
 
     @contextmanager
     def patches_on(self, counts: Counts | None = None) -> Iterator[None]:
-        patched = self.free
+        """The patches on all layers that no one else has patched, inside the block; ``counts`` notes their calls."""
         shared = ({} if counts is None else {COUNTS: counts}) | (BY_CORE if self.loud else {})
+        patches = {layer: self.patches[layer] | shared for layer in self.free}
         try:
-            for layer in patched:
-                layer.__dict__.update(self.patches[layer] | shared)
+            for layer, patch in patches.items():
+                layer.__dict__.update(patch)
             yield
         finally:
-            for layer in patched:
-                for name in (*self.patches[layer], COUNTS):
+            for layer, patch in patches.items():
+                for name in patch:
                     layer.__dict__.pop(name, None)
 
 

@@ -108,11 +108,11 @@ class ViewAttention(nn.Module):
         return self.stock.attend(*lines).unflatten(0, maps[0].shape[:2]).unflatten(3, maps[0].shape[3:5])
 
     def _to_reference(self, seen: Tensor, heads: int, run: AdapterInputs) -> Tensor:
-        """(B * V, N, D): all views of a guidance row ask for the same tokens, so together they need its keys once."""
+        """(B * V, N, D): all views of a guidance row query the same keys, so together they need them once."""
         key, value = (split(layer(self.kept), heads) for layer in (self.to_k_ref, self.to_v_ref))
         added = []
         for tokens, shown in zip(grouped(seen, VIEWS).split(1), run.rows, strict=True):  # each (1, V * N, D)
-            attended = tokens.new_zeros(1, 1, tokens.shape[2])  # of a row without the picture
+            attended = tokens.new_zeros(1, 1, tokens.shape[2])  # without the picture the output's bias alone is added
             if shown:
                 attended = joined(self.stock.attend(split(self.to_q_ref(tokens), heads), key, value))
             added.append(self.to_out_ref[0](attended).expand(1, tokens.shape[1], -1))

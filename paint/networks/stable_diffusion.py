@@ -28,7 +28,7 @@ INDEX, OF_DEMOS = "model_index.json", "_anygpu_parts_of"  # part to the demo mod
 HEAD_WIDTH, TIME_WIDTH, SIZES = 64, 256, 6  # of an attention; of each of SDXL's six numbers of sizes
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
 UNCLIP = (1536, 2048)  # widths of the picture that unCLIP's UNet is told of; the refiner's sizes and text have 2560
-V_PREDICTED, EDM = "v_pred", "edm_mean"  # tensors that mark a file of velocities, and of EDM
+V_PREDICTED, EDM = "v_pred", "edm_"  # a tensor that marks a file of velocities; how those of EDM begin
 LAYER = re.compile(r"\.(?:resblocks|layers)\.(\d+)\.")  # of a text encoder
 TEXT = {  # part -> what its tensors may begin with; last as ComfyUI has them loaded
     "sdxl": {
@@ -76,9 +76,7 @@ def base_in(place: Path | Weights, vae: Path | None = None) -> Base:
         base = _of_tensors(place)
     else:
         base = _of_folder(place) if place.is_dir() else _of_file(place)
-    if vae is None:
-        return base
-    return Base(base.kind, base.prediction, {**base.parts, "vae": _saved(vae, "VAE")})
+    return base if vae is None else replace(base, parts={**base.parts, "vae": _saved(vae, "VAE")})
 
 
 def _of_folder(path: Path) -> Base:
@@ -116,34 +114,38 @@ def _of_file(path: Path) -> Base:
 
 
 def _of_tensors(stored: Weights) -> Base:
-    path, ldm = stored.path, imported("diffusers.loaders.single_file_utils")
+    ldm: Any = imported("diffusers.loaders.single_file_utils")
     added = f"{UNET}label_emb.0.0.weight" in stored.shapes
     rules = {"layers_per_block": 2, "addition_embed_type": "text_time" if added else None}
     unet = _part(stored, UNET, partial(ldm.convert_ldm_unet_checkpoint, config=rules), unet_config)
-    kind = _kind(unet.shapes, path, any(name.startswith(EDM[:4]) for name in stored.shapes))
+    kind = _kind(unet.shapes, stored.path, any(name.startswith(EDM) for name in stored.shapes))
     levels = len({name.split(".")[3] for name in stored.shapes if name.startswith(f"{VAE}encoder.down.")})
     blocks = dict.fromkeys(("down_block_types", "up_block_types"), [""] * levels)
     convert = partial(ldm.convert_ldm_vae_checkpoint, config=blocks)
     parts = {"unet": unet, "vae": _part(stored, VAE, convert, partial(vae_config, kind=kind))}
-    for part, prefixes in TEXT[kind].items():
-        prefix = next((one for one in prefixes if any(name.startswith(one) for name in stored.shapes)), prefixes[0])
-        if prefix == prefixes[-1]:
-            convert = partial(_loaded_clip, prefix, part == "text_encoder_2")
-        elif prefix.endswith("transformer."):
-            convert = ldm.convert_ldm_clip_checkpoint
-        else:
-            convert = partial(_open_clip, ldm.convert_open_clip_checkpoint, prefix)
-        if kind == "sd21":
-            convert = partial(_without_last, convert)
-        activation = "quick_gelu" if (kind, part) == ("sdxl", "text_encoder") else "gelu"
-        parts[part] = _part(stored, prefix, convert, partial(text_config, activation=activation))
-    latents = _inputs(parts["vae"].shapes, "decoder.conv_in")
-    for part, found in parts.items():
-        if not found.shapes or (part == "vae" and latents != 4):
-            wrong = f"a vae of {latents} latent channels" if found.shapes else f"no {part} of {kind}"
-            fix = "Choose a file that has it, or a diffusers folder."
-            raise CheckpointError(f"{wrong} in {path.name!r}", expected=WANTED, fix=fix)
+    parts |= {part: _text_part(stored, ldm, kind, part) for part in TEXT[kind]}
+    wrong = [f"no {part} of {kind}" for part, found in parts.items() if not found.shapes]
+    if parts["vae"].shapes and (latents := _inputs(parts["vae"].shapes, "decoder.conv_in")) != 4:
+        wrong.append(f"a vae of {latents} latent channels")
+    if wrong:
+        fix = "Choose a file that has it, or a diffusers folder."
+        raise CheckpointError(f"{wrong[0]} in {stored.path.name!r}", expected=WANTED, fix=fix)
     return Base(kind, _prediction(stored, kind), parts)
+
+
+def _text_part(stored: Weights, ldm: Any, kind: str, part: str) -> BasePart:
+    """A text encoder of a single file, by whichever of its prefixes is there."""
+    *published, loaded = TEXT[kind][part]
+    there = (one for one in (*published, loaded) if any(name.startswith(one) for name in stored.shapes))
+    prefix, convert = next(there, published[0]), ldm.convert_ldm_clip_checkpoint
+    if prefix == loaded:
+        convert = partial(_loaded_clip, prefix, part == "text_encoder_2")
+    elif not prefix.endswith("transformer."):
+        convert = partial(_open_clip, ldm.convert_open_clip_checkpoint, prefix)
+    if kind == "sd21":
+        convert = partial(_without_last, convert)
+    activation = "quick_gelu" if (kind, part) == ("sdxl", "text_encoder") else "gelu"
+    return _part(stored, prefix, convert, partial(text_config, activation=activation))
 
 
 def joined_files(model: Path, clip: Path, vae: Path) -> Weights:
@@ -161,7 +163,7 @@ def joined_files(model: Path, clip: Path, vae: Path) -> Weights:
 
 def _owner(name: str) -> str:
     """The prefix of the part that a tensor of a checkpoint belongs to; empty for a text encoder."""
-    if name.startswith((V_PREDICTED, EDM[:4])):
+    if name.startswith((V_PREDICTED, EDM)):
         return UNET
     return next((prefix for prefix in (UNET, VAE) if name.startswith(prefix)), "")
 

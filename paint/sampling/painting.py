@@ -126,13 +126,13 @@ def explained(what: str, device: object, fix: str) -> Iterator[None]:
 
 @contextmanager
 def stage(
-    pipeline: PaintPipeline, name: str, part: str, activations: int, run: PaintRun, progress: Any
+    pipeline: PaintPipeline, name: str, part: str, activation_bytes: int, run: PaintRun, progress: Any
 ) -> Iterator[Any]:
-    """The module ``part`` on the device for a stage, which is measured and forecast and can be cancelled in each layer.
+    """The module ``part`` on the device for the stage ``name``: measured, forecast, and cancelled between layers.
 
-    ``activations``: bytes at the peak of a forward."""
+    ``activation_bytes``: at the peak of a forward."""
     cost = stage_cost(pipeline, name, progress, **expected(pipeline, name, run))
-    hold = pipeline.offloader.hold(part, forecast.asked(activations), progress)
+    hold = pipeline.offloader.hold(part, forecast.asked(activation_bytes), progress)
     with cost, hold as module, checked_layers(module, progress.check):
         yield module
 

@@ -150,14 +150,7 @@ def config_of(content: StoredModel, task: str = "") -> Configured:
 
 
 def _configured(row: Mapping[str, Any], why: str, unused: tuple[str, ...]) -> Configured:
-    return Configured(
-        config=row["config"],
-        name=row["name"],
-        task=row.get("task", ""),
-        tools=row.get("tools", {}),
-        why=why,
-        unused=unused,
-    )
+    return Configured(row["config"], row["name"], row.get("task", ""), row.get("tools", {}), why=why, unused=unused)
 
 
 def layouts() -> tuple[Layout, ...]:
@@ -221,12 +214,10 @@ def _recognised(entries: Mapping[str, TensorEntry]) -> list[tuple[str, Layout]]:
 def _under(
     entries: Mapping[str, TensorEntry], prefix: str, models: Iterable[tuple[str, Layout]]
 ) -> dict[str, TensorEntry]:
+    """The entries below ``prefix``, by their names from there on, without those of the ``models`` that lie inside."""
     inner = tuple(other for other, _ in models if other != prefix and other.startswith(prefix))
-    return {
-        name[len(prefix) :]: entry
-        for name, entry in entries.items()
-        if name.startswith(prefix) and not (inner and name.startswith(inner))
-    }
+    own = (name for name in entries if name.startswith(prefix) and not name.startswith(inner))
+    return {name[len(prefix) :]: entries[name] for name in own}
 
 
 def _misfit(row: Mapping[str, Any], content: StoredModel) -> tuple[list[str], tuple[str, ...]]:

@@ -117,21 +117,18 @@ def part_folders(
 
 
 def folders_in(folder: Path) -> dict[str, Path]:
-    """The folders of parts and tools that the index of a pipeline names, there or not; without one, all that are."""
+    """Folders of the parts and tools in a pipeline's index, existing or not; without an index, its subfolders."""
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX, "a diffusers pipeline")
         pairs = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
-        shared = index.get(OF_DEMOS)
-        there = shared if isinstance(shared, dict) else {}
-        offered = {child.name: child for child in DEMOS.iterdir()} if there else {}
-        homes = {name: offered.get(str(there.get(name)), folder) for name in pairs}
+        owners = index.get(OF_DEMOS)
+        owners = owners if isinstance(owners, dict) else {}
+        demos = {child.name: child for child in DEMOS.iterdir()} if owners else {}
+        homes = {name: demos.get(str(owners.get(name, "")), folder) for name in pairs}
         return {name: homes[name] / name for name, (_, cls) in pairs.items() if cls is not None}
     if not folder.is_dir():
-        raise CheckpointError(
-            f"no folder {str(folder)!r}",
-            expected="a folder with the parts that this model lacks",
-            fix="Choose another folder.",
-        )
+        expected, fix = "a folder with the parts that this model lacks", "Choose another folder."
+        raise CheckpointError(f"no folder {str(folder)!r}", expected=expected, fix=fix)
     return {child.name: child for child in folder.iterdir() if child.is_dir()}
 
 

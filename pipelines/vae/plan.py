@@ -297,15 +297,15 @@ def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[DecodeMet
 
 
 def ladder_for(pipeline: Pipeline, cells: tuple[int, int, int], form: DecodeRequest, room: int | None = None) -> Ladder:
-    """The methods for latents of so many frames, rows and columns, begun as the family advises.
+    """The methods for latents of ``cells`` (frames, rows, columns); ``auto`` begins where the family advises.
 
     Raises:
         InputError: an unknown method, or a tile, overlap or count of frames out of range.
     """
-    sizes, form = pipeline.spec.sizes, checked_request(form, pipeline.spec.sizes.ratio)
-    size = (cells[0] - 1) * sizes.stride + 1, cells[1] * sizes.ratio, cells[2] * sizes.ratio
-    tile = sizes.tile_for(cells)
-    return Ladder(pipeline=pipeline, coder="decoder", size=size, form=form, advised=tile, room=room)
+    sizes, (frames, rows, columns) = pipeline.spec.sizes, cells
+    form, advised = checked_request(form, sizes.ratio), sizes.tile_for(cells)
+    size = (frames - 1) * sizes.stride + 1, rows * sizes.ratio, columns * sizes.ratio
+    return Ladder(pipeline=pipeline, coder="decoder", size=size, form=form, advised=advised, room=room)
 
 
 def room_on(pipeline: Pipeline, device: torch.device) -> int | None:

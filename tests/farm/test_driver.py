@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError
+from anygpu.compat.output_check import NotFinite
 from anygpu.farm import cluster, render, worker
 from anygpu.farm.driver import Driver
 from anygpu.farm.render import Renderer
@@ -112,6 +113,10 @@ def test_poisoned_jobs_fail_alone_each_with_its_own_reason(tmp_path: Path, order
             assert text.startswith("3 times a machine failed at it that was sound right after: ")
         else:
             assert text.count(f"{ways[number % 20]} in {number}") == 1, text
+
+
+def test_broken_values_are_not_the_jobs() -> None:
+    assert worker.outcome_of(NotFinite("NaN", **FIX), "cpu").status == worker.REFUSED, "another machine may do it"
 
 
 def faults(now: Callable[[], float], patch: pytest.MonkeyPatch) -> dict[str, Callable[[], None]]:

@@ -49,7 +49,7 @@ def limited(monkeypatch, tmp_path, free: int) -> None:
     """This process may take ``free`` bytes more, as its control group says."""
     most, used = tmp_path / "memory.max", tmp_path / "memory.current"
     most.write_text(str(free)), used.write_text("0")
-    monkeypatch.setattr(device, "CGROUPS", ((str(most), str(used)),))
+    monkeypatch.setattr(device, "CGROUPS", (("", str(tmp_path), most.name, used.name),))
 
 
 def sources(seen: list[tuple[bool, int]]):

@@ -85,45 +85,51 @@ def encode_image(pipeline: Pipeline, request: base.ImageRequest, progress: Progr
     sampled, by its seed, as upstream does. ``vision`` are the SigLIP states of the start image (1, 729, 1152); upstream
     also computes those of the end image, but does not use them.
 
-    Of a clip at frame 0, ``start`` has the moments of its last 108 frames, cut to a multiple of 4, encoded by 16, and
-    ``vision`` the states of the first of them. ``vision_last`` and the end image's ``vision_end`` are mixed.
+    Of a clip at frame 0, ``start`` has the moments of its last 108 frames, cut to a multiple of 4, encoded by 16;
+    ``vision`` the states of the first of them, or those given; and ``vision_last`` the states of the last, which are
+    mixed with the end image's ``vision_end``.
 
     Source: colinurbs/FramePack-Studio f4369da ``video_base_generator.py``; the mix, which is computed and left unused
     there: pftq/FramePack_with_Video_Input 65d3d91 ``demo_gradio_video+endframe.py``."""
-    place = PLACES.get(request.frame)
-    if place is None:
-        found = f"an image at frame {request.frame} of FramePack"
-        fix = "Set frame to 0, or to -1 with the start image's condition as previous."
-        raise InputError(found, expected="frame 0 (start image) or -1 (end image)", fix=fix)
-    if (count := len(request.frames)) != 1 and (place == END or count < FEWEST):
-        fix = "Pick one frame, for example with Image From Batch."
-        expected = "one image" + (f", or a clip of at least {FEWEST} frames to go on with" if place == START else "")
-        raise InputError(f"{count} frames as the {place} image", expected=expected, fix=fix)
-    known = {} if request.previous is None else dict(request.previous.tensors)
-    if place in known:
-        fix = "Set frame of the end image to -1."
-        raise InputError(f"a second {place} image", expected="one start and one end image", fix=fix)
+    before = request.previous or ImageCondition(SPEC.id, {}, request.width, request.height)
+    known, (last, end), count = dict(before.tensors), VISIONS, len(request.frames)
+    place = _checked_place(request, known)
     if place == START and request.strength != 1.0:
         progress.notify("strength has no effect on the start image of FramePack")
-    if place == END and request.vision is not None and VISIONS[0] not in known:
+    if place == END and request.vision is not None and last not in known:
         progress.notify("vision has no effect on the end image of FramePack")
-    if count > 1 and END in known:
-        fix = "Join the end image to the clip: the clip's condition as its previous."
-        raise InputError("a clip after its end image", expected="the clip first", fix=fix)
-    last, end = VISIONS
     if count > 1:
-        last_ones = min(count, CLIP.frames) // TEMPORAL_RATIO * TEMPORAL_RATIO
-        request = replace(request, frames=request.frames[-last_ones:])
-        known[last] = _vision(pipeline, replace(request, frames=request.frames[-1:]), progress)
-        progress.notify(f"goes on with the last {len(request.frames)} of {count} frames of the clip")
+        kept = min(count, CLIP.frames) // TEMPORAL_RATIO * TEMPORAL_RATIO
+        request = replace(request, frames=request.frames[-kept:])
+        known[last] = _vision(pipeline, replace(request, frames=request.frames[-1:], vision=None), progress)
+        progress.notify(f"goes on with the last {kept} of {count} frames of the clip")
     stage, batches = base.ProgressStage("encoding", "image"), request.frames.split(CLIP.batch)
     known[place] = torch.cat([encoded_moments(pipeline, batch, progress, stage) for batch in batches], 2)
     if place == START or last in known:
         known[VISION if place == START else end] = _vision(pipeline, request, progress)
-    anchors = () if request.previous is None else request.previous.anchors
-    anchors = (*anchors, (place, request.frame, request.strength))
-    beside = count if count > 1 else 0 if request.previous is None else request.previous.beside
-    return ImageCondition("framepack", known, request.width, request.height, anchors=anchors, beside=beside)
+    anchors = (*before.anchors, (place, request.frame, request.strength))
+    beside = count if count > 1 else before.beside
+    return ImageCondition(SPEC.id, known, request.width, request.height, anchors=anchors, beside=beside)
+
+
+def _checked_place(request: base.ImageRequest, known: Mapping[str, Tensor]) -> str:
+    """``start`` or ``end``; InputError for another frame, too many or too few images, or one ``known`` already."""
+    place, count = PLACES.get(request.frame), len(request.frames)
+    if place is None:
+        found = f"an image at frame {request.frame} of FramePack"
+        fix = "Set frame to 0, or to -1 with the start image's condition as previous."
+        raise InputError(found, expected="frame 0 (start image) or -1 (end image)", fix=fix)
+    if count != 1 and (place == END or count < FEWEST):
+        fix = "Pick one frame, for example with Image From Batch."
+        expected = "one image" + (f", or a clip of at least {FEWEST} frames to go on with" if place == START else "")
+        raise InputError(f"{count} frames as the {place} image", expected=expected, fix=fix)
+    if place in known:
+        fix = "Set frame of the end image to -1."
+        raise InputError(f"a second {place} image", expected="one start and one end image", fix=fix)
+    if count > 1 and END in known:
+        fix = "Join the end image to the clip: the clip's condition as its previous."
+        raise InputError("a clip after its end image", expected="the clip first", fix=fix)
+    return place
 
 
 def frames_for(framepack: FramePackSettings, fps: float) -> int:

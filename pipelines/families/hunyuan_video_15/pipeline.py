@@ -152,18 +152,18 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor
 
     Without a picture there are no states, where upstream masks 729 of zeros: both tell the transformer "text to video".
     """
-    config, like = pipeline.configs["transformer"], call.latents
-    rows = like.shape[0]
+    config, latents = pipeline.configs["transformer"], call.latents
+    rows = latents.shape[0]
     glyph_embeds, vision = call.glyph_embeds, call.vision
     if glyph_embeds is None:
-        glyph_embeds = like.new_zeros(rows, 0, int(config["text_embed_2_dim"]))
+        glyph_embeds = latents.new_zeros(rows, 0, int(config["text_embed_2_dim"]))
     if vision is None:
-        vision = like.new_zeros(rows, 0, int(config["image_embed_dim"]))
+        vision = latents.new_zeros(rows, 0, int(config["image_embed_dim"]))
     next_time = call.next_time if config.get("use_meanflow") else None
     return transformer(
-        hidden_states=like,
-        timestep=call.time.to(like.dtype),
-        timestep_r=None if next_time is None else next_time.to(like.dtype),
+        hidden_states=latents,
+        timestep=call.time.to(latents.dtype),
+        timestep_r=None if next_time is None else next_time.to(latents.dtype),
         encoder_hidden_states=call.embeds,
         encoder_attention_mask=call.valid,
         encoder_hidden_states_2=glyph_embeds,

@@ -92,7 +92,7 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
 
 
 def settings_in(evidence: Evidence) -> dict[str, dict[str, Any]]:
-    """Settings in a file's own scheduler for the pipeline that it was made for; empty if it has none."""
+    """Changes to ``index`` and ``scheduler`` for the sampler that a file was made for; empty if it names none."""
     sampler = evidence.note("config", "scheduler", "sampler")
     if sampler is None:
         return {}

@@ -176,6 +176,11 @@ def test_narrow_sums_are_found():
     assert found.status == WRONG
     assert "overflow" in found.detail or "stick" in found.detail
 
+    def one_wrong(op, arguments, results):
+        results[0][3, 5] += 100
+
+    assert asked("aten::mm", "sums.fp16", after=one_wrong).detail == "partial sums overflow: 0 became 100"
+
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_cancellation_in_groupnorm_is_found(dtype):

@@ -1,5 +1,6 @@
 """Scenes in which torch itself counts what a fit did: products by the weights in them, attention, and bytes."""
 
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +18,7 @@ from anygpu.host.core import clip as core_clip
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import OVERRIDE
 from anygpu.host.core.calibration import FOLDER
+from anygpu.host.core.clip import ENCODE
 from anygpu.host.core.layers import Counts, SafeLayers, left_of
 from anygpu.host.core.ownership import unfit_for_safe
 from comfy.ldm.modules.attention import attention_pytorch
@@ -120,14 +122,19 @@ def of_a_clip() -> dict[str, Any]:
     def encode(encoder: Any, given: Tensor) -> Any:
         return kind.forward(encoder, given, attention_mask=torch.ones_like(given), dtype=torch.float32)
 
-    network.__class__ = type("Encoders", (kind,), {"encode_token_weights": encode})
+    network.__class__ = type("Encoders", (kind,), {ENCODE: encode})
     fitted, _ = core_clip.fit_clip(clip, "fp16-safe", machine=turing(), tell=lines.append)
+    kept = []
+    for given in (functools.partial(encode, network), None):  # another pack's; then ours, taken back before a prompt
+        vars(network).update({} if given is None else {ENCODE: given})
+        fitted.patcher.inject_model(), fitted.patcher.eject_model()
+        kept.append(vars(network).pop(ENCODE, None) is given)
     management.load_models_gpu([fitted.patcher])
     fitted.cond_stage_model.encode_token_weights(ids)
     with Watch(network) as watch:
         fitted.cond_stage_model.encode_token_weights(ids)
     fp16 = sum("torch.float16" in dtypes for dtypes in watch.products.values())
-    return {"told": lines, "layers": len(watch.products), "fp16": fp16, "left": "encode_token_weights" in vars(network)}
+    return {"told": lines, "layers": len(watch.products), "fp16": fp16, "left": ENCODE in vars(network), "kept": kept}
 
 
 @contextmanager

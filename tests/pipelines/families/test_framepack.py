@@ -315,6 +315,10 @@ def test_given_vision_replaces_siglip(run: Any, recorded: Any) -> None:
     condition = stages.encode_image(pipeline, request, "stretch", watched)
     assert torch.equal(condition.tensors["vision"], vision)
     assert "strength has no effect on the start image of FramePack" in watched.said
+    clip = replace(request, frames=START.repeat(36, 1, 1, 1), strength=1.0)
+    states = stages.encode_image(made.pipeline, clip, "stretch", Silent()).tensors
+    assert torch.equal(states["vision"], vision)
+    assert torch.equal(states["vision_last"], made.start.tensors["vision"]), "what was given is of another frame"
 
 
 # Sampling as it goes ----------------------------------------------------------------------------------------------

@@ -345,6 +345,8 @@ def test_the_last_noise_is_the_decoders_to_remove(condition: Model, plain: Model
     assert progress.said == ["no effect of decode_timestep: this VAE does not remove noise"]
     with pytest.raises(InputError, match=r"decode_noise_scale 2\.0"):
         stages.with_decode_noise(condition.pipeline, latents, -1.0, 2.0, progress)
+    with pytest.raises(InputError, match="decode_timestep nan; expected 0 to 1 or below 0"):
+        stages.with_decode_noise(condition.pipeline, latents, float("nan"), -0.5, progress)
     vae, generator = condition.pipeline.parts["vae"], generator_for(0, latents.extra["generator_state"])
     noisy = 0.975 * latents.samples + 0.025 * torch.randn(latents.samples.shape, generator=generator)
     noisy = noisy * vae.latents_std.view(1, -1, 1, 1, 1) + vae.latents_mean.view(1, -1, 1, 1, 1)

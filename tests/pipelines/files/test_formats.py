@@ -99,7 +99,7 @@ def test_each_published_size_is_told_by_its_shapes_in_every_layout(path, index):
     for release in (layout for layout in known_layouts() if layout.kind == kind):
         if "0.9." in release.name and row["name"].split()[0] not in release.name:
             continue
-        stem = " ".join([*row.get("named", ["model"])]).replace("i2v|image.to.video", "i2v")
+        stem = row["name"] if "named" in row else "model"
         entries = {
             name: TensorEntry(Path(f"{stem}.safetensors"), "BF16", tuple(t.shape), 0, 2 * t.numel())
             for name, t in layouts.released(shapes, release).items()

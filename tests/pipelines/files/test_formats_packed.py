@@ -26,7 +26,7 @@ from anygpu.pipelines.files.single_file import Files
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
-from anygpu.pipelines.text import t5
+from anygpu.pipelines.text import qwen, t5
 from safetensors.torch import save_file
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -355,6 +355,7 @@ def test_t5_makes_a_weight_dense_only_to_compute_with_it(tiny_folder, monkeypatc
         layers = [owner for owner in pipeline.parts[encoder].modules() if isinstance(owner, packed.StoredLinear)]
         found.append(stages.encode_prompt(pipeline, PromptRequest('a sign that says "cat"', 'no "dog"'), Silent()))
         assert max(made.count(layer) for layer in layers) == most
-        monkeypatch.setattr(t5, "without_unpacking", lambda _: nullcontext())
+        for encoding in (qwen, t5):
+            monkeypatch.setattr(encoding, "without_unpacking", lambda _: nullcontext())
     for ours, theirs in zip(*((one.embeds, one.negative) for one in found), strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -119,7 +119,7 @@ def test_a_layer_that_does_not_fit_is_said_with_the_number_missing():
 def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
     limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
     used.write_text("600\n"), (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50\nactive_file 7\n")
-    monkeypatch.setattr(device, "CGROUPS", ((str(limit), str(used)),))
+    monkeypatch.setattr(device, "CGROUPS", (("", str(tmp_path), limit.name, used.name),))
     for text, expected in (("1000\n", 457), ("max\n", None)):
         limit.write_text(text)
         found = device.host_free_bytes()
@@ -127,6 +127,12 @@ def test_the_limit_of_a_control_group_counts(monkeypatch, tmp_path):
     rows = "inactive_file 1\nactive_file 2\ntotal_inactive_file 30\ntotal_active_file 40\n"  # of version 1
     limit.write_text("1000\n"), (tmp_path / "memory.stat").write_text(rows)
     assert device.host_free_bytes() == 470
+    job, own = tmp_path / "slurm" / "job 1", tmp_path / "own"  # which limit what runs in them, less than the root does
+    job.mkdir(parents=True), own.write_text("4:memory:/other\n0::/slurm/job 1\n")
+    monkeypatch.setattr(device, "OWN_CGROUPS", str(own))
+    for folder, most, expected in ((job, "800\n", 200), (job.parent, "700\n", 100), (job, "max\n", 100)):
+        (folder / "memory.max").write_text(most), (folder / "memory.current").write_text("600\n")
+        assert device.host_free_bytes() == expected
 
 
 @pytest.mark.parametrize(
