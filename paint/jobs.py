@@ -129,7 +129,7 @@ def job_of(line: str) -> Job:
 
 
 def load(job: PaintJob, machine: Machine, progress: Any) -> tuple[PaintPipeline, ...]:
-    """The pipeline that paints; behind it the one that takes shading out of the picture, for a job with one."""
+    """The pipeline that paints, then that of ``delight``; MV-Adapter comes alone: it paints the picture's light."""
 
     def find(item: Content | None) -> Any:
         return None if item is None else machine.places.model(item, progress.check)
@@ -140,8 +140,7 @@ def load(job: PaintJob, machine: Machine, progress: Any) -> tuple[PaintPipeline,
         shared |= {"tokenizer": tokenizer, "lora": find(job.lora), "lora_strength": job.lora_strength}
         asked = AdapterRequest(find(job.model), find(job.adapter), job.variant, **shared)
         return (load_adapter(asked, progress, **machine.host),)
-    encoder = find(job.image_encoder)
-    request = PaintRequest(find(job.model), job.variant, job.weights, image_encoder=encoder, **shared)
+    request = PaintRequest(find(job.model), job.variant, job.weights, image_encoder=find(job.image_encoder), **shared)
     painter = load_paint(request, progress, **machine.host)
     if job.delight is None:
         return (painter,)
@@ -295,8 +294,7 @@ def geometry_hash(mesh: Mesh) -> str:
 
 
 def texture_hash(texture: Texture) -> str:
-    parts = (texture.colour, texture.metallic, texture.roughness)
-    return values_hash(*(part for part in parts if part is not None))
+    return values_hash(*(x for x in (texture.colour, texture.metallic, texture.roughness) if x is not None))
 
 
 def read_receipt(path: Path) -> dict[str, Any]:
