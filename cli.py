@@ -30,6 +30,7 @@ from .compat.errors import InputError, PackError, parts_of
 if TYPE_CHECKING:
     from .compat.memory.parts import ProgressStage
     from .pipelines.jobs import Rendered
+    from .pipelines.records.places import Machine
 
 STATE, BAR = "~/.cache/anygpu", "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 JOB_BYTES = 1_000_000
@@ -271,17 +272,18 @@ def replay(arguments: argparse.Namespace) -> int:
     return 1 if made.same is False else 0
 
 
-def _machine(arguments: argparse.Namespace, models: tuple[Path, ...] = (), files: tuple[Path, ...] = ()) -> Any:
-    """This machine, where ``models`` and ``files`` are folders to search after those that are always."""
+def _machine(arguments: argparse.Namespace, models: tuple[Path, ...] = (), files: tuple[Path, ...] = ()) -> Machine:
+    """This machine as the flags describe it; ``models`` and ``files`` are searched after the usual folders."""
     from .compat.device.facts import accelerators, default_device, free_bytes
     from .pipelines.pipeline import DEMOS
     from .pipelines.records.places import Machine, Places
 
-    beside, state = [Path(arguments.job).parent] if arguments.job else [], Path(arguments.state).expanduser()
+    state = Path(arguments.state).expanduser()
+    beside_job = [Path(arguments.job).parent] if arguments.job else []
     devices = accelerators(default_device()) if arguments.device is None else ()
     cards = {device: free_bytes(device) for device in devices} if len(devices) > 1 else {}
     return Machine(
-        places=Places((*map(Path, arguments.search), DEMOS, *models), (*beside, Path(), *files), state=state),
+        places=Places((*map(Path, arguments.search), DEMOS, *models), (*beside_job, Path(), *files), state=state),
         state=state,
         device=arguments.device,
         trace=None if arguments.profile is None else Path(arguments.profile),

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import comfy.ops
@@ -58,10 +58,8 @@ class CastLayer(comfy.ops.CastWeightBiasOp):
     @contextmanager
     def weights_on(self, like: torch.Tensor, bias_dtype: Any = None) -> Iterator[tuple[torch.Tensor, Any]]:
         """Weight and bias on the device and in the dtype of ``like``, for ``compat.memory.hooks.weights_on``."""
-        if "fetched" in self.__dict__ or not self._must_fetch(like.device):
-            yield self.weight.to(like.dtype), None if self.bias is None else self.bias.to(bias_dtype or like.dtype)
-            return
-        with self._fetched(like) as (weight, bias):
+        here = "fetched" in self.__dict__ or not self._must_fetch(like.device)
+        with nullcontext((self.weight, self.bias)) if here else self._fetched(like) as (weight, bias):
             yield weight.to(like.dtype), None if bias is None else bias.to(bias_dtype or like.dtype)
 
     def _run(self, like: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -141,6 +139,7 @@ class PackedLayer(CastLayer):
 
     @contextmanager
     def _brought(self, device: torch.device) -> Iterator[None]:
+        """For a block, rows, scales and bias on ``device``, unless they are there or an outer block brought them."""
         if "fetched" in self.__dict__ or (self.stored.device == device and not self.bias_function):
             yield
             return
@@ -149,8 +148,8 @@ class PackedLayer(CastLayer):
             self.memory_stats.add(bytes_of(t for t in (*own.values(), *sides.values()) if t is not None), 0.0)
         kinds = {"dtype": self.stored.dtype, "bias_dtype": None if self.bias is None else self.bias.dtype}
         with cast_by_core(self.rows, device=device, **kinds) as (stored, bias):
+            self._buffers.update(placed(sides, device))  # first: where memory runs short here, nothing is replaced
             self._parameters.update(stored=stored, bias=bias)
-            self._buffers.update({name: side.to(device) for name, side in sides.items()})
             self.__dict__["fetched"] = True
             try:
                 yield

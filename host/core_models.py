@@ -47,8 +47,7 @@ class ChannelStatistics:
     """Between latents as the VAE has them and normalised ones, as core's LTX-Video VAE names it."""
 
     def __init__(self, vae: Any) -> None:
-        pair = (vae.latents_mean, vae.latents_std)
-        self.mean, self.std = (to_host(t).float().view(1, -1, 1, 1, 1) for t in pair)
+        self.mean, self.std = (to_host(t).float().view(1, -1, 1, 1, 1) for t in (vae.latents_mean, vae.latents_std))
 
     def normalize(self, latents: torch.Tensor) -> torch.Tensor:
         return (latents - self.mean.to(latents)) / self.std.to(latents)
@@ -130,14 +129,16 @@ class CoreVAE(comfy.sd.VAE):
         return self._decoded(samples, "tiled")
 
     def encode(self, pixel_samples: torch.Tensor) -> torch.Tensor:
-        """Latents (1, C, T, H, W) of frames (F, H, W, 3 or more) in 0..1, cut to the VAE's grid, as of Encode Video."""
+        """Latents (B, C, T, H, W), as Encode Video cuts them, of frames (F, H, W, 3 or more) in 0..1, or B videos."""
+        if pixel_samples.ndim > 4:
+            return torch.cat([self.encode(video) for video in pixel_samples])
         frames = self.vae_encode_crop_pixels(pixel_samples.reshape(-1, *pixel_samples.shape[-3:]))
         progress = NodeProgress(None, self.pipeline.family)
         if self.pipeline.spec.code.encode_video is not None:
-            latents = stages.encode_video(self.pipeline, frames, 0, 0, "crop", 0, progress).samples
+            latents = stages.encode_video(self.pipeline, frames, 0, 0, fit="crop", seed=0, progress=progress).samples
         else:  # a family that starts from pictures alone
             frames = frames[: (frames.shape[0] - 1) // self.temporal * self.temporal + 1]
-            latents = encoded(self.pipeline, frames, 0, progress)
+            latents = encoded(self.pipeline, frames, seed=0, progress=progress)
         return self._returned(latents)
 
     def encode_tiled(self, pixel_samples: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -243,10 +244,14 @@ class Factors(comfy.weight_adapter.LoRAAdapter):
         return up.flatten(1), down.flatten(1), self.lora.scales[self.layer] * down.shape[0], None, magnitude, None
 
 
-def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
-    offloader = comfy_offloader(pipeline)
-    if offloader is None:
-        return None
+def beside(pipeline: Pipeline, reload: Reload | None = None) -> tuple[Any, Any]:
+    vae = None if comfy_offloader(pipeline) is None else CoreVAE(pipeline, reload)
+    return model_of(pipeline, reload) or _stopped(pipeline), vae or _stopped(pipeline)
+
+
+def adapted(pipeline: Pipeline) -> Any:
+    if (offloader := comfy_offloader(pipeline)) is None:
+        return _stopped(pipeline)
     known = offloader.patchers.get(TRANSFORMER)
     model = known if known is not None and isinstance(known.model, CoreModel) else model_of(pipeline)
     for lora in loras.on(pipeline) if model is not None else ():
@@ -255,16 +260,7 @@ def adapted_model_of(pipeline: Pipeline) -> PartPatcher | None:
             if pair.has_bias:
                 patches[f"diffusion_model.{name}.bias"] = ("diff", (lora.delta(name).bias,))
         model = patched(model, patches, lora.strength)
-    return model
-
-
-def beside(pipeline: Pipeline, reload: Reload | None = None) -> tuple[Any, Any]:
-    vae = None if comfy_offloader(pipeline) is None else CoreVAE(pipeline, reload)
-    return model_of(pipeline, reload) or _stopped(pipeline), vae or _stopped(pipeline)
-
-
-def adapted(pipeline: Pipeline) -> Any:
-    return adapted_model_of(pipeline) or _stopped(pipeline)
+    return model or _stopped(pipeline)
 
 
 def _stopped(pipeline: Pipeline) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 from ..compat.errors import UnsupportedError
 from ..pipelines.base import Call, ImageCondition, SampleSettings
 from ..pipelines.pipeline import Pipeline
-from ..pipelines.sampling.core_sampler import TIME, BlockPatches, blocks_of, velocity
+from ..pipelines.sampling.core_sampler import TIME, BlockPatches, attentions_of, blocks_of, velocity
 from ..pipelines.settings import require_family
 from ..pipelines.sizes import beside_transformer
 from .memory_manager import PartHolder
@@ -62,8 +62,7 @@ class DiffusionModel(nn.Module):
             self.notify(text)
         wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, options)
         executor = WrapperExecutor.new_class_executor(self._velocity, self, wrappers)
-        out: torch.Tensor = executor.execute(x.clone(), timestep, context, options, **conds)  # EasyCache adds to it
-        return out
+        return executor.execute(x.clone(), timestep, context, options, **conds)  # EasyCache adds to x
 
     def _velocity(
         self,
@@ -80,7 +79,6 @@ class DiffusionModel(nn.Module):
                 expected="weights without it",
                 fix="Use core's LoRA nodes on the MODEL, or set mode of AnyGPU LoRA to separate.",
             )
-        options = transformer_options
         time = timestep * self.time_scale
         call = Call(
             x,
@@ -92,11 +90,11 @@ class DiffusionModel(nn.Module):
             glyph_embeds=conds.get("txt_byt5"),
             vision=conds.get("clip_fea"),
             picture=conds.get(PICTURE),
-            next_time=_next_time(options, time),
+            next_time=_next_time(transformer_options, time),
             fps=float(conds.get("frame_rate", 25.0)),
-            branch="_".join("uncond" if side else "cond" for side in options.get("cond_or_uncond", [0])),
+            branch="_".join("uncond" if side else "cond" for side in transformer_options.get("cond_or_uncond", [0])),
         )
-        return velocity(self.pipeline, self.__dict__["held"], call, block_patches(options))
+        return velocity(self.pipeline, self.__dict__["held"], call, block_patches(transformer_options))
 
 
 class CoreModel(PartHolder):
@@ -119,8 +117,7 @@ class CoreModel(PartHolder):
     def extra_conds(self, **given: Any) -> dict[str, Any]:
         given.setdefault("pooled_output", None)
         conds: dict[str, Any] = super().extra_conds(**given)  # type: ignore[misc]
-        picture = given.get(PICTURE)
-        if picture is not None:
+        if (picture := given.get(PICTURE)) is not None:
             require_family(picture.family, self.pipeline.spec, "an image condition")
             conds.update(self._pictured(picture, given["noise"]))
         return {name: cond for name, cond in conds.items() if getattr(cond, "cond", cond) is not None}
@@ -160,16 +157,9 @@ def unread(options: Mapping[str, Any], conds: Mapping[str, Any], title: str, tra
     wrapped = {key for kind in options.get("wrappers", {}).values() for key in kind}
     for name in sorted(str(key) for key in options.keys() - READ - wrapped):
         yield f"no effect on {title}: the option {name}, which its transformer does not read"
-    outputs, alone = _outputs(options), len(set(options.get("cond_or_uncond", ()))) < 2
-    for name in sorted(options.get("patches", {})):
-        if OUTPUTS.get(name) not in outputs:
-            yield f"no effect on {title}: a node's {name}, a place that its transformer does not have"
-        elif alone:
-            yield (
-                f"a node's {name} sees one prompt at a time on {title}: what compares the negative prompt with the "
-                f"positive one there, such as NAG, has no effect"
-            )
-    counts = Counter(kind for kind, _, _ in blocks_of(transformer))
+    blocks = list(blocks_of(transformer))
+    yield from _unread_in_attention(options, title, {place for *_, block in blocks for place in attentions_of(block)})
+    counts = Counter(kind for kind, _, _ in blocks)
     for place, patches in options.get("patches_replace", {}).items():
         for key in patches:
             if place != "dit" or key[1] >= counts[KINDS.get(key[0], "")]:
@@ -180,6 +170,22 @@ def unread(options: Mapping[str, Any], conds: Mapping[str, Any], title: str, tra
             yield f"no effect on {title}: guidance by block {index}; it has blocks 0 to {counts['double'] - 1}"
     if conds.get("control") is not None:
         yield f"no effect on {title}: a ControlNet, for which its transformer has no place"
+
+
+def _unread_in_attention(options: Mapping[str, Any], title: str, places: set[str]) -> Iterator[str]:
+    """The lines of :func:`unread` on patches of attention, which the transformer has at ``places``."""
+    applied, one_prompt = _outputs(options), len(set(options.get("cond_or_uncond", ()))) < 2
+    for name in sorted(name for name, patches in options.get("patches", {}).items() if patches):
+        place = OUTPUTS.get(name, "")
+        if place not in places:
+            yield f"no effect on {title}: a node's {name}, a place that its transformer does not have"
+        elif place not in applied:
+            yield f"no effect on {title}: a node's {name}, whose {INPUTS[place]} has none here"
+        elif one_prompt:
+            yield (
+                f"a node's {name} sees one prompt at a time on {title}: what compares the negative prompt with the "
+                f"positive one there, such as NAG, has no effect"
+            )
 
 
 def unread_patches(patches: Mapping[str, Any]) -> Iterator[str]:

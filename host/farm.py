@@ -272,8 +272,8 @@ class _Farm:
             jobs.folder.write_workers("farm", [dict(worker) for worker in workers])
             left = [key for key in left if key not in standing["done"] and key not in standing["failed"]]
             progress.lines[:] = map(line_of, workers)
-            own = (str(worker["worker"]) for worker in workers if worker.get("total") and worker.get("job") in left)
-            self.worker = next(own, "")
+            rendering = (worker for worker in workers if worker.get("total") and worker.get("job") in left)
+            self.worker = next((str(worker["worker"]) for worker in rendering), "")
             progress.step(len(keys) - len(left), len(keys), ProgressStage("waiting for the farm"), self.look)
             if left:
                 _pause(progress)

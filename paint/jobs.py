@@ -129,7 +129,7 @@ def job_of(line: str) -> Job:
 
 
 def load(job: PaintJob, machine: Machine, progress: Any) -> tuple[PaintPipeline, ...]:
-    """The pipeline that paints; behind it the one that takes shading out of the picture, for a job with one."""
+    """The pipeline that paints, then that of ``delight``; MV-Adapter comes alone: it paints the picture's light."""
 
     def find(item: Content | None) -> Any:
         return None if item is None else machine.places.model(item, progress.check)

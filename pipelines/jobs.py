@@ -55,7 +55,7 @@ class Rendered:
 
 
 def request_of(job: VideoJob, machine: Machine, check: Check | None = None) -> LoadRequest:
-    """The request with which this machine loads the job's model; raises CheckpointError where one is not here."""
+    """The request with which this machine loads the job's model; CheckpointError where a file of the job is missing."""
     find = partial(machine.places.model, check=check)
     parts = {part: find(content) for part, content in job.files.items()}
     return load_request(

@@ -156,7 +156,9 @@ def test_core_s_sampler_can_call_the_model(core: ComfyUI, loaded, prompts) -> No
     assert model.model.memory_required((3, x.shape[1], 2, 2, 4)) == 3 * needed
     frames = vae.decode(torch.zeros(1, x.shape[1], 2, 2, 2))
     assert frames.shape == (1, 9, 64, 64, 3)
-    assert vae.encode(frames[0]).shape == (1, x.shape[1], 2, 2, 2)
+    first, second = frames[0], torch.rand(frames.shape[1:])
+    assert torch.equal(vae.encode(torch.stack((first, second))), torch.cat([*map(vae.encode, (first, second))]))
+    assert vae.encode(first).shape == (1, x.shape[1], 2, 2, 2)
 
 
 def test_an_override_may_hand_on_a_mask_of_each_sample(core: ComfyUI) -> None:
@@ -188,6 +190,37 @@ def test_a_layer_that_core_casts_gives_what_it_gave_and_obeys_its_patches(core: 
     assert torch.equal(layer(x), (layer.bias + 1).expand(2, 3))
     casting.restore_layers(layer)
     assert type(layer) is nn.Linear and torch.equal(layer(x), expected)
+
+
+def test_a_packed_layer_whose_scale_cannot_come_is_as_before(core: ComfyUI) -> None:
+    class Unmovable(torch.Tensor):
+        to = Mock(side_effect=torch.OutOfMemoryError)
+
+    layer, rows, scale = nn.Linear(4, 3), torch.ones(3, 4, dtype=torch.int8), torch.ones(3, 1).as_subclass(Unmovable)
+    core.module("compat.checkpoints.packed").pack(layer, rows, torch.float32, "scaled", {"scale": scale})
+    core.module("host.casting").install_cast_layers(layer, torch.device("cpu"))
+    stored, bias = layer.stored, layer.bias
+    with pytest.raises(torch.OutOfMemoryError), layer._brought(torch.device("meta")):
+        pytest.fail("the rows came, the scale did not")
+    assert layer.stored is stored and layer.bias is bias and layer.scale is scale
+
+
+@pytest.mark.parametrize(
+    ("patches", "expected"),
+    [
+        ({"attn1_output_patch": [1], "attn1_patch": [], "attn2_patch": []}, []),
+        ({"attn2_output_patch": [1]}, ["attn2_output_patch, a place that its transformer does not have"]),
+        (
+            {"attn1_output_patch": [1], "attn1_patch": [1]},
+            ["attn1_output_patch, whose attn1_patch has none", "attn1_patch, a place that its"],
+        ),
+    ],
+)
+def test_a_patch_without_effect_is_named_with_its_reason(core: ComfyUI, patches: Any, expected: list[str]) -> None:
+    block = SimpleNamespace(attn=nn.Identity())
+    transformer, options = SimpleNamespace(transformer_blocks=[block]), {"patches": patches, "cond_or_uncond": [0, 1]}
+    said = list(core.module("host.diffusion_model").unread(options, {}, "Mochi 1", transformer))
+    assert len(said) == len(expected) and all(map(str.__contains__, said, expected)), said
 
 
 def test_latents_are_saved_loaded_and_rendered_again(core: ComfyUI, loaded, latent) -> None:

@@ -149,23 +149,23 @@ def bytes_of(values: torch.Tensor) -> bytes:
 
 
 def _hashed(path: Path, of: Callable[[Path], str]) -> str:
-    """``of`` a file; of a folder the hash of each file that decides what it makes: the parts that a pipeline's index
-    names, those that are links too. What a demo model borrows does not count: both ship with the pack, and change
-    together."""
+    """``of`` a file, "" where there is none; of a folder, be it empty, one hash over ``of`` each file that decides what
+    it makes: of the parts that a pipeline's index names, else of all; links too. What a demo model borrows does not
+    count: both ship with the pack, and change together."""
     try:
         if path.is_file():
             return of(path)
         if not path.is_dir():
             return ""
         index = saved_json(path / INDEX)
-        names = [INDEX, *index] if isinstance(index, dict) else None
+        named = {INDEX, *index} if isinstance(index, dict) else None
+        parts = [part for part in path.iterdir() if named is None or part.name in named]
+        files = (file for part in parts for file in (part.rglob("*") if part.is_dir() else [part]))
         digest = hashlib.sha256()
-        files = (file for part in path.iterdir() for file in (part.rglob("*") if part.is_dir() else (part,)))
-        for file in sorted(files, key=lambda file: file.relative_to(path).as_posix()):
-            place = file.relative_to(path)
-            hidden = any(name.startswith(".") for name in place.parts)
-            if file.suffix in SUFFIXES and not hidden and (names is None or place.parts[0] in names) and file.is_file():
-                digest.update(f"{place.as_posix()}\0{of(file)}\0".encode())
+        for place in sorted(file.relative_to(path).as_posix() for file in files):
+            file, hidden = path / place, any(name.startswith(".") for name in place.split("/"))
+            if file.suffix in SUFFIXES and not hidden and file.is_file():
+                digest.update(f"{place}\0{of(file)}\0".encode())
         return digest.hexdigest()
     except OSError as error:
         raise unreadable(path, error) from error

@@ -128,7 +128,7 @@ class _Counted(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with self:  # of tensors made in inference mode, as ComfyUI runs nodes, a product arrives whole
+        with self:  # in inference mode, as ComfyUI runs nodes, a product arrives whole: its parts are counted
             result = function.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result

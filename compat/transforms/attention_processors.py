@@ -183,11 +183,10 @@ class CrossProcessor(Processor):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: Any = None,
     ) -> torch.Tensor:
-        text = encoder_hidden_states
-        seen = hidden_states if text is None else text
-        query, key = self.queries_and_keys(attn, hidden_states, seen, image_rotary_emb)
-        query, key, value = (t.unflatten(2, (attn.heads, -1)).transpose(1, 2) for t in (query, key, attn.to_v(seen)))
-        if text is None or attention_mask is None:
+        seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
+        tokens = (*self.queries_and_keys(attn, hidden_states, seen, image_rotary_emb), attn.to_v(seen))
+        query, key, value = (each.unflatten(2, (attn.heads, -1)).transpose(1, 2) for each in tokens)
+        if encoder_hidden_states is None or attention_mask is None:  # upstream's video has no mask over itself
             return self.projected(attn, self.attend(query, key, value), query)
         # Leaving masked keys out is exact: beside a score that counts, the -10000 of the mask gives a weight of 0.
         mask = attention_mask.unsqueeze(1).to(query.dtype)

@@ -251,12 +251,11 @@ def _plain_strides(value: Any) -> Any:
 
 
 def _mark_tokens(value: Any, tokens: int) -> None:
-    """Mark the first dimension of ``tokens`` in each tensor of ``value``, which may be a tuple of tables."""
+    """Mark the dimension of length ``tokens``, 0 or 1, in each tensor of ``value``, which may be a tuple of tables."""
     from torch._dynamo import maybe_mark_dynamic
 
-    if isinstance(value, torch.Tensor):
-        if tokens in value.shape[:2]:
-            maybe_mark_dynamic(value, value.shape.index(tokens))
+    if isinstance(value, torch.Tensor) and tokens in value.shape[:2]:
+        maybe_mark_dynamic(value, value.shape.index(tokens))
     elif isinstance(value, (Mapping, tuple, list)):
         for item in value.values() if isinstance(value, Mapping) else value:
             _mark_tokens(item, tokens)

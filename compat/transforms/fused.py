@@ -194,12 +194,12 @@ def _attach(block: nn.Module, fusion: BlockFusion, fused: FusionPoints) -> None:
 
 
 def _attach_parts(block: nn.Module, fusion: BlockFusion, fused: FusionPoints, narrow: bool = False) -> None:
-    """Fuse the attentions and gated feed-forwards of ``block``. ``narrow``: as safe fp16 has them."""
+    """Fuse the attentions and gated feed-forwards of ``block``; ``narrow``: safe fp16 fuses the latter itself."""
     for path in fusion.attention:
         fused.undo.set(block.get_submodule(path), "processor", fusion.processor(fused.form, narrow))
-    for path in fusion.gated:
+    for path in () if narrow else fusion.gated:
         feed: Any = getattr(block, path, None)
-        if feed is not None and not narrow:  # the forward of a block of safe fp16 has it
+        if feed is not None:
             fused.patch(feed.net[0], gated_feed)
     fused.points.update(points_of(block, fusion))
 

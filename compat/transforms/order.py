@@ -137,25 +137,24 @@ def replace_attention(module: nn.Module, attend: Attend) -> Back:
 
     ``attend`` maps query (B, H, N, D), key, value, an optional mask and, of a VAE, ``causal`` to (B, H, N, D). On
     processors of other rewrites ``attend`` is set, and ``padding`` where they have it: they call ``by_rows`` then."""
-    padding, undo, joint = Padding(), Undo(), attend
-    if isinstance(joint, SparseAttention):
-        attend = joint.attention
-        undo.append(add_hook(module, joint.note, before=True, with_kwargs=True).remove)
+    padding, undo, plain = Padding(), Undo(), attend
+    if isinstance(attend, SparseAttention):  # sparse in joint attention alone
+        plain = attend.attention
+        undo.append(add_hook(module, attend.note, before=True, with_kwargs=True).remove)
     for owner in module.modules():
         processor: Any = getattr(owner, "processor", None)
         ours, forward = PROCESSORS.get(full_name(processor)), BLOCKS.get(full_name(owner))
-        own = joint if issubclass(ours or type(processor), JointProcessor) else attend
+        chosen = attend if issubclass(ours or type(processor), JointProcessor) else plain
         if ours is not None and ours.replaces(owner):
-            undo.set(owner, "processor", ours(own, padding))
+            undo.set(owner, "processor", ours(chosen, padding))
         elif forward is not None and "forward" not in vars(owner):
-            undo.patch(owner, forward(attend, padding))
-            undo.set(owner, "attend", attend)  # for decoders in chunks or streamed, which walk through it themselves
-        elif hasattr(processor, "attend"):
-            for name, value in (("attend", own), ("padding", padding)):
-                if hasattr(processor, name):
-                    undo.set(processor, name, value)
-    cropped = CROPPED.get(type(module).__name__)
-    if cropped is not None:
+            undo.patch(owner, forward(plain, padding))
+            undo.set(owner, "attend", plain)  # for decoders in chunks or streamed, which walk through it themselves
+        elif hasattr(processor, "attend"):  # of another rewrite
+            undo.set(processor, "attend", chosen)
+            if hasattr(processor, "padding"):
+                undo.set(processor, "padding", padding)
+    if (cropped := CROPPED.get(type(module).__name__)) is not None:
         # A hook, not a patched forward: it survives accelerate's and diffusers' own re-wrapping of forward.
         undo.append(add_hook(module, cropping(cropped, padding), before=True, with_kwargs=True).remove)
     return undo.restore

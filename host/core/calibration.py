@@ -282,19 +282,19 @@ def _watch(values: list[Any], block: str, name: str, _module: nn.Module, _args: 
 def _measure(
     found: list[Any], block: str, own: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
-    names, linear = {block, own or block}, SETTINGS in module.__dict__ and is_linear(module)
-    for name in names:
-        for each in _floats((*args, *kwargs.values())):
-            seen = torch.where(each.abs() < NEVER, each, 0.0)  # masks hide with the largest number of their dtype
-            found.append((name, "share", torch.linalg.vector_norm(seen, math.inf, dtype=FULL) * (ROOM / MOST)))
-        if linear:
-            reach = module.__dict__[SETTINGS].reach
-            rows = (torch.linalg.vector_norm(x, dim=-1, dtype=FULL) for x in _floats(args))
-            found += [(name, "share", each.amax() * (reach / MOST)) for each in rows]
-    for tensor in _floats(output):
-        rows = torch.linalg.vector_norm(tensor, math.inf, dim=-1, dtype=FULL)
-        found += [(name, "share", rows.amax() * (ROOM / MOST)) for name in names]
-        found += [(own, "output", rows.amax()), (own, "least", rows.amin())] if own else []
+    """Note in ``found`` the sizes of a forward: for ``block``, and for its layer or the block ``own``, "" for none."""
+    linear, operands, shares = SETTINGS in module.__dict__ and is_linear(module), [*_floats(args)], list[Tensor]()
+    for value in (*operands, *_floats([*kwargs.values()])):
+        unmasked = torch.where(value.abs() < NEVER, value, 0.0)  # masks hide with the largest number of their dtype
+        shares.append(torch.linalg.vector_norm(unmasked, math.inf, dtype=FULL) * (ROOM / MOST))
+    if linear:
+        reach = module.__dict__[SETTINGS].reach
+        shares += [torch.linalg.vector_norm(x, dim=-1, dtype=FULL).amax() * (reach / MOST) for x in operands]
+    for result in _floats(output):
+        largest = torch.linalg.vector_norm(result, math.inf, dim=-1, dtype=FULL)  # of each row
+        shares.append(largest.amax() * (ROOM / MOST))
+        found += [(own, "output", largest.amax()), (own, "least", largest.amin())] if own else []
+    found += [(name, "share", share) for name in {block, own or block} for share in shares]
     if own:
-        counts = [x.shape[:-1].numel() if linear and x.dtype is FULL else NEVER for x in _floats(args)]
+        counts = [x.shape[:-1].numel() if linear and x.dtype is FULL else NEVER for x in operands]
         found.append((own, "rows", torch.tensor(float(max(counts, default=NEVER)))))

@@ -164,12 +164,13 @@ def checked_prompt(body: Mapping[str, Any]) -> dict[str, Any]:
     """The prompt in a body: node id to ``class_type`` and ``inputs``; InputError for another form, or too many."""
     prompt = body.get("prompt")
     expected, fix = "node ids with class_type and inputs", "Send what graphToPrompt() returns as output."
-    if not isinstance(prompt, dict) or len(prompt) > MOST_NODES:
-        raise InputError("no prompt, or one that is too long", expected=expected, fix=fix)
+    if not isinstance(prompt, dict):
+        raise InputError("no prompt", expected=expected, fix=fix)
+    if len(prompt) > MOST_NODES:
+        raise InputError(f"a prompt of {len(prompt)} nodes", expected=f"at most {MOST_NODES}", fix="Send fewer nodes.")
     for node in prompt.values():
-        if not (
-            isinstance(node, dict) and isinstance(node.get("class_type"), str) and isinstance(node.get("inputs"), dict)
-        ):
+        fields = node if isinstance(node, dict) else {}
+        if not isinstance(fields.get("class_type"), str) or not isinstance(fields.get("inputs"), dict):
             raise InputError("a node without class_type or inputs", expected=expected, fix=fix)
     return prompt
 

@@ -57,7 +57,7 @@ def total_kernel(
     parts, weight, bias, means, gains, shifts, count, channels, groups, group_width, eps,
     COUNT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Mean, weight over deviation, and bias, of each channel of one group."""
+    """Mean, gain (weight over deviation) and shift by channel of one group, of its partial sums (Chan et al. 1979)."""
     group = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, COUNT)
     at, inside = parts + (group * count + part) * 3, part < count

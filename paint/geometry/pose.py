@@ -136,6 +136,16 @@ def found_pose(
     return search.refined(max(closer, key=lambda found: found.score).pose, given, reaches, check)
 
 
+def _edges_of(vertices: Tensor, faces: Tensor) -> tuple[Tensor, Tensor]:
+    """Each edge once, as two vertices (E, 2), not again at a seam of UVs, and that of each side of each face (M, 3)."""
+    corners = welded(vertices)[faces]
+    ends = torch.stack((corners, corners.roll(-1, 1)), dim=2).sort(2).values  # (M, 3, 2): either direction is one edge
+    sides = (ends[..., 0] * (int(corners.max()) + 1) + ends[..., 1]).unique(return_inverse=True)[1]
+    edges = torch.zeros((int(sides.max()) + 1, 2), dtype=torch.int64)
+    edges[sides.view(-1)] = torch.stack((faces, faces.roll(-1, 1)), dim=2).view(-1, 2)
+    return edges, sides
+
+
 @dataclass(frozen=True, eq=False)
 class _PoseSearch:
     """One picture and the mesh, on the CPU but for ``surface`` and ``texture``."""
@@ -154,16 +164,11 @@ class _PoseSearch:
 
     @classmethod
     def of(cls, surface: Surface, texture: Tensor, picture: Tensor) -> _PoseSearch:
-        side = min(FINE, len(texture))  # on the host: MPS pools only sizes that divide
-        small = F.adaptive_avg_pool2d(to_host(texture).movedim(-1, 0)[None], side)[0].movedim(0, -1)
+        small = resized(to_host(texture), min(FINE, len(texture))).movedim(0, -1)  # MPS pools only to sizes that divide
         alpha = F.adaptive_avg_pool2d(picture[None, ..., 3], FINE)[0]
         outline, outward = outline_of(alpha)
-        faces = to_host(surface.faces)
-        own = welded(to_host(surface.vertices))[faces]
-        ends = torch.stack((own, own.roll(-1, 1)), dim=2).sort(2).values
-        sides = (ends[..., 0] * (int(own.max()) + 1) + ends[..., 1]).unique(return_inverse=True)[1]
-        edges = torch.zeros((int(sides.max()) + 1, 2), dtype=torch.int64)
-        edges[sides.view(-1)] = torch.stack((faces, faces.roll(-1, 1)), dim=2).view(-1, 2)
+        vertices, faces = to_host(surface.vertices), to_host(surface.faces)
+        edges, sides = _edges_of(vertices, faces)
         return cls(
             surface=surface,
             texture=small.to(texture.device),
@@ -173,7 +178,7 @@ class _PoseSearch:
             outward=outward,
             edges=edges,
             sides=sides,
-            vertices=to_host(surface.vertices).double(),
+            vertices=vertices.double(),
             faces=faces,
             normals=to_host(surface.face_normals).double(),
         )
@@ -281,8 +286,7 @@ class _PoseSearch:
     def sampled(self, pose: Pose, places: Tensor) -> Tensor:
         """(P, 3) float64: the picture's smooth colours where a pose puts ``places`` (P, 3)."""
         at = pose.placed(places)[None, None, :, :2] * torch.tensor((2.0, -2.0), dtype=places.dtype)
-        options = {"padding_mode": "border", "align_corners": False}
-        return F.grid_sample(self.colours.double()[None], at, **options)[0, :, 0].T
+        return F.grid_sample(self.colours.double()[None], at, padding_mode="border", align_corners=False)[0, :, 0].T
 
 
 def resized(picture: Tensor, size: int) -> Tensor:  # (C, size, size): means of (S, S, C)

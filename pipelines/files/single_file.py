@@ -134,12 +134,10 @@ def encoder_task(family: FamilySpec, config: Mapping[str, Any], task: str) -> st
 def _content_for(
     family: FamilySpec, part: str, task: str, config: Mapping[str, Any], request: Files, progress: Progress
 ) -> StoredModel | None:
-    """The model for ``part`` of its file, the transformer's or any offered; None where a folder has it or nothing."""
+    """The model for ``part``: of its own file, else the transformer's, else any offered; None where a folder has it."""
     kind = family.files.kinds[part].kind
     width = int(config.get(family.files.kinds[part].width) or 0)
     given = request.parts.get(part)
-    if given is None and denoises(part):  # a file says nothing of which of several it is
-        return None
     if given is not None:
         content = _of_kind(given, kind, width) or _of_halves(given, kind, request, progress)
         if content is None:
@@ -149,22 +147,24 @@ def _content_for(
                 fix=f"Choose another file as {part}, or auto.",
             )
         return content
+    if denoises(part):  # a second transformer: a file says nothing of which of several it is
+        return None
     content = _of_kind(request.parts["transformer"], kind, width)
-    if content is not None or part in request.provided:
+    unasked = part == "image_encoder" and part in family.files.optional and task == "text"
+    if content is not None or part in request.provided or unasked:
         return content
-    if part in family.files.optional and part == "image_encoder" and task == "text":
+    return _offered(part, kind, width, request, progress)
+
+
+def _offered(part: str, kind: str, width: int, request: Files, progress: Progress) -> StoredModel | None:
+    """The first model of ``kind`` among the files that are offered, in one file or else in two, which is said."""
+    paths, first = sorted(request.offered), next(iter(_halves(kind)), None)  # from which the other half is found
+    whole = (path for path in paths if kind in request.offered[path] and _of_kind(path, kind, width))
+    path = next(whole, None) or next((path for path in paths if first in request.offered[path]), None)
+    if path is None:
         return None
-    for path in sorted(path for path, held in request.offered.items() if kind in held):
-        content = _of_kind(path, kind, width)
-        if content is not None:
-            progress.notify(f"{part} from {path.name} (auto)")
-            return content
-    halves = _halves(kind)
-    half = next((path for path in sorted(request.offered) if {*halves[:1]} & {*request.offered[path]}), None)
-    if half is None:
-        return None
-    progress.notify(f"{part} from {half.name} (auto)")
-    return _of_halves(half, kind, request, progress)
+    progress.notify(f"{part} from {path.name} (auto)")
+    return _of_kind(path, kind, width) or _of_halves(path, kind, request, progress)
 
 
 def _halves(kind: str) -> list[str]:
@@ -251,13 +251,12 @@ def _tools(
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, Path]]:
     """Readers of plain settings, and folders of what transformers reads."""
     settings = tool_configs(family)
-    for part in ("vae", "transformer"):
-        for name, changed in (chosen[part][1].tools if part in chosen else {}).items():
-            settings[name] = {**settings.get(name, {}), **changed}
+    changes = [chosen[part][1].tools for part in ("vae", "transformer") if part in chosen]
     if family.code.settings_in is not None:
-        main = chosen["transformer"][0].path
-        for name, changed in family.code.settings_in(evidence_of(main, chosen["transformer"][1].config)).items():
-            settings[name] = {**settings.get(name, {}), **changed}
+        main, configured = chosen["transformer"]
+        changes.append(family.code.settings_in(evidence_of(main.path, configured.config)))
+    for name, changed in (item for each in changes for item in each.items()):
+        settings[name] = {**settings.get(name, {}), **changed}
     plain: dict[str, Callable[[], Any]] = {"index": partial(dict, settings.pop("index", {}))}
     folders: dict[str, Path] = {}
     for name, library in family.files.tools.items():

@@ -254,17 +254,17 @@ def with_storage(
     """
     packed.require_storable(chosen.weights, "weights", precision)
     packed.require_storable(chosen.text_weights, "text_weights", precision)
-    transformers = filter(denoises, files)
-    choices = dict.fromkeys(transformers, chosen.weights) | dict.fromkeys(text_parts, chosen.text_weights)
+    choices = {name: chosen.weights for name in files if denoises(name)}
+    choices |= dict.fromkeys(text_parts, chosen.text_weights)
     places = {name: torch.device(chosen.devices.get(role_of(name), facts.device)) for name in files}
-    broken = {place: _casts_wrongly(place, torch.bfloat16) for place in {*places.values()}}
+    by_bits = {place: _casts_wrongly(place, torch.bfloat16) for place in set(places.values())}
     mapped, stored = maps_files(facts, probes), {}
     for name, part in files.items():
         place, choice = places[name], choices.get(name, "auto")
         if name in choices and place.type != HOST.type:
             choice = _narrow(part, place) if choice == "auto" else choice
             _require_castable(part, choice, place)
-        stored[name] = replace(_stored(part, choice, place), by_bits=broken[place], mapped=mapped)
+        stored[name] = replace(_stored(part, choice, place), by_bits=by_bits[place], mapped=mapped)
     return stored
 
 

@@ -180,20 +180,20 @@ def with_steps(
 
 
 def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> Callable[[], str]:
-    """A hash of all that decides the latents, or "" while every byte of the model is hashed in the background.
+    """A function that gives the hash of all that decides the latents; "" until the model's bytes have been hashed.
 
-    It is of model and LoRAs and how weights are kept, precision, step cache, embeddings, and ``request``: pictures and
-    settings. Without the offload and the attention kernel, which a shortage changes, and paths, which differ by
-    machine.
+    ``request`` is pictures and settings. The key leaves out the offload and the attention kernel, which a shortage
+    changes, and names and times of files, which differ by machine.
     """
-    digest = hashlib.sha256()
-    adapted = str(pipeline.offloader.adapters or "")
-    kinds = {item.name: getattr(pipeline.precision, item.name) for item in fields(Precision) if item.name != "why"}
+    loras = getattr(pipeline.offloader.adapters, "loras", ())
+    applied = [(lora.strength, lora.blocks, lora.mode, lora.scales) for lora in loras] or ""
+    dtypes = {item.name: getattr(pipeline.precision, item.name) for item in fields(Precision) if item.name != "why"}
     stored = pipeline.model.storage.get("transformer", "")
-    model = [pipeline.family, pipeline.variant, kinds, stored, adapted, pipeline.plan.step_cache]
+    model = [pipeline.family, pipeline.variant, dtypes, stored, applied, pipeline.plan.step_cache]
+    digest = hashlib.sha256()
     for item in _bytes_in([*model, prompt.embeds, prompt.negative, prompt.sections, *request]):
         digest.update(item)
-    files = [pipeline.model.source, *(lora.path for lora in getattr(pipeline.offloader.adapters, "loras", ()))]
+    files = [pipeline.model.source, *(lora.path for lora in loras)]
 
     def key() -> str:
         wholes = [whole_of(path, pipeline.model.request.state) for path in files]

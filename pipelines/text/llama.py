@@ -104,7 +104,7 @@ def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str,
 def _template(pipeline: Pipeline, upstream: Any, request: PromptRequest, sight: LlavaInput | None) -> Mapping[str, Any]:
     """The template dict that upstream takes: its own, or the user's with the number of leading tokens to crop.
 
-    Upstream's own search pads the template to the tokenizer's longest length first, and so finds that length.
+    They are counted here: upstream pads the template to the tokenizer's longest length, and counts the padding too.
     """
     if not request.template:
         return inspect.signature(upstream.encode_prompt).parameters["prompt_template"].default
@@ -118,9 +118,9 @@ def _template(pipeline: Pipeline, upstream: Any, request: PromptRequest, sight: 
     if crop > len(tokens):
         most = f"at most the {len(tokens)} tokens before the prompt"
         raise InputError(f"template_crop {crop}", expected=most, fix="Choose -1 to count them automatically.")
-    own_template: dict[str, Any] = {"template": text, "crop_start": crop}
+    made: dict[str, Any] = {"template": text, "crop_start": crop}
     if sight is None:
-        return own_template
+        return made
     pictures, headers = head.count(PICTURE), text.count(HEADER_END)
     if pictures != 1 or tail.count(PICTURE) or headers != 3:
         # Upstream takes the states of the picture out, and cuts the header of the answer off by its third mark.
@@ -130,8 +130,7 @@ def _template(pipeline: Pipeline, upstream: Any, request: PromptRequest, sight: 
             fix="Start from upstream's template: system with the picture, user with {}, an empty assistant.",
         )
     start = tokens.index(pipeline.tools["tokenizer"].convert_tokens_to_ids(PICTURE))
-    end = start + PICTURE_TOKENS
-    return own_template | {"image_emb_start": start, "image_emb_end": end, "image_emb_len": PICTURE_TOKENS}
+    return made | {"image_emb_start": start, "image_emb_end": start + PICTURE_TOKENS, "image_emb_len": PICTURE_TOKENS}
 
 
 def _fitting(

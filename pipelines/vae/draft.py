@@ -110,11 +110,10 @@ def tiny_decoder(spec: FamilySpec, folders: Sequence[Path]) -> tuple[Path, Netwo
             if (network := _network(file, row, spec)) is not None:
                 return file, network
             passed.append(file.name)
-    names = " or ".join(f"{row.name}{ENDINGS[0]} ({row.source})" for row in rows)
     raise CheckpointError(
         f"no tiny decoder for {spec.title} in {', '.join(map(str, folders)) or 'no folder'}"
         + (f"; {listed(sorted(set(passed)))} holds another network" if passed else ""),
-        expected=names,
+        expected=" or ".join(f"{row.name}{ENDINGS[0]} ({row.source})" for row in rows),
         fix="Download it into a folder that is searched (ComfyUI: models/vae_approx), or choose method auto.",
     )
 
@@ -127,18 +126,20 @@ def _files_in(folder: Path) -> list[Path]:
 def _network(file: Path, row: TinyDecoder, spec: FamilySpec) -> Network | None:
     """The network of a file, on the CPU in its dtype; None where its tensors are those of another one."""
     tensors = {name.removeprefix("decoder."): tensor for name, tensor in _tensors(file).items() if "decoder." in name}
-    growths = [tensors.get(f"{place}.conv.weight", torch.empty(0)) for place in GROWTHS]
-    first, last = (tensors.get(f"{place}.weight", torch.empty(0)) for place in (1, 22))
+    telling = ("1.weight", "22.weight", *(f"{place}.conv.weight" for place in GROWTHS))  # of the form; first and last
+    known = all(name in tensors and tensors[name].ndim == 4 for name in telling)
+    if not known or not all(tensor.is_floating_point() for tensor in tensors.values()):
+        return None
+    first, last, *growths = (tensors[name] for name in telling)
     strides = [len(growth) // width for growth, width in zip(growths, WIDTHS[:-1], strict=True)]
     patch = math.isqrt(len(last) // 3)
-    if first.ndim != 4 or (8 * patch, math.prod(strides)) != spec.sizes.ratios:
+    if (2 ** len(GROWTHS) * patch, math.prod(strides)) != spec.sizes.ratios:
         return None
     with torch.device("meta"):
         network = Network(first.shape[1], strides, patch, row)
-    shapes, own = ({name: each.shape for name, each in of.items()} for of in (tensors, network.state_dict()))
-    if shapes != own:
+    if {name: t.shape for name, t in tensors.items()} != {name: t.shape for name, t in network.state_dict().items()}:
         return None
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # copies: tensors read in inference mode cannot go on a layer
         network.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)
     return network.eval().requires_grad_(False)
 

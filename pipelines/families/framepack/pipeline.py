@@ -47,8 +47,7 @@ IMAGE_FIX = "Connect AnyGPU Image Conditioning with the start image of AnyGPU En
 
 def guess_variant(evidence: Evidence) -> tuple[str, str]:
     """The variant by the names around it, and why: files and configuration of both look the same."""
-    name = evidence.name_with(F1_NAME)
-    if name:
+    if name := evidence.name_with(F1_NAME):
         return F1, f"the name {name!r} says so"
     message = f"the name {evidence.names[0]!r} does not say F1" if evidence.names else "no name says F1"
     return I2V, f"assumed, because the files look the same and {message}; choose another variant if that is wrong"
@@ -302,11 +301,11 @@ def _vision(pipeline: Pipeline, request: base.ImageRequest, progress: Progress) 
 
 
 def _resume(history: History, generator: torch.Generator, standing: SectionState | None, progress: Progress) -> None:
-    count, wanted = history.plan.count, list(history.start.shape)
+    """Go on after the sections of ``standing``, where these are some, not all, of a video of this size."""
+    count, (batch, channels, _, *sides) = history.plan.count, history.start.shape
     if standing is None or not 0 < len(standing.lengths) < count:
         return
-    wanted[2] = standing.lengths[-1]
-    if list(standing.latents.shape) != wanted:
+    if standing.latents.shape != (batch, channels, standing.lengths[-1], *sides):
         return
     history.latents, history.lengths = standing.latents, list(standing.lengths)
     generator.set_state(generator_for(0, standing.generator_state).get_state())

@@ -107,22 +107,22 @@ class Plan:
 def plan_for(variant: str, framepack: FramePackSettings, frames: int, ended: bool, start: int = 1) -> Plan:
     """The sections nearest to ``frames`` pixel frames, as many as the publisher's own application takes.
 
-    ``variant`` decides the order ``auto``; ``start`` latent frames are of a clip where there are several. InputError
-    where a setting is out of range, or the order cannot reach the end image of a video that is ``ended``. Source:
-    lllyasviel/FramePack 97fe5db ``demo_gradio.py``: ``max(round(seconds * 30 / (window * 4)), 1)``."""
-    require_range("window", framepack.window, 1, LARGEST_WINDOW, "latent frames", advice=ADVICE)
-    require_choice("order", framepack.order, ORDERS, "Choose auto.")
+    ``variant`` decides the order ``auto``; more than one latent frame at the ``start`` are a clip that the video goes
+    on with. Raises InputError for a setting out of range, or an order that cannot reach the end image of an ``ended``
+    video. Source: lllyasviel/FramePack 97fe5db ``demo_gradio.py``: ``max(round(seconds * 30 / (window * 4)), 1)``."""
+    window, single, order = framepack.window, framepack.single_frame, framepack.order
+    require_range("window", window, 1, LARGEST_WINDOW, "latent frames", advice=ADVICE)
+    require_choice("order", order, ORDERS, "Choose auto.")
     require_range("end_strength", framepack.end_strength, 0, 1)
     require_range("blend_sections", framepack.blend_sections, 0, MOST_BLENDED, "sections")
-    order = framepack.order
     if order == "auto":
         order = VANILLA if variant == F1 else INVERTED
     if ended and order == VANILLA:
-        found = f"an end image with the order {VANILLA}"
-        fix = "Load the FramePack I2V checkpoint (not F1), or remove the end image."
-        raise InputError(found, expected=f"the order {INVERTED}, which starts from the end", fix=fix)
-    count = 1 if framepack.single_frame else max(1, round(frames / (framepack.window * TEMPORAL_RATIO)))
-    return Plan(order, count, framepack.window, single=framepack.single_frame, clip=start if start > 1 else 0)
+        other = "Load the FramePack I2V checkpoint (not F1)" if variant == F1 else "Choose order auto"
+        found, expected = f"an end image with the order {VANILLA}", f"the order {INVERTED}, which starts from the end"
+        raise InputError(found, expected=expected, fix=f"{other}, or remove the end image.")
+    count = 1 if single else max(1, round(frames / (window * TEMPORAL_RATIO)))
+    return Plan(order, count, window, single=single, clip=start if start > 1 else 0)
 
 
 @dataclass(slots=True)
@@ -141,9 +141,8 @@ class History:
     def seen(self) -> dict[str, Tensor]:
         """Clean latents at three scales, by the transformer's argument names; zeros where there is nothing yet."""
         first, *sizes = self.plan.context(len(self.lengths), self.end is not None)
-        shape = list(self.start.shape)
-        shape[2] = sum(sizes)
-        nothing = self.start.new_zeros(shape)
+        batch, channels, _, *sides = self.start.shape
+        nothing = self.start.new_zeros((batch, channels, sum(sizes), *sides))
         if self.plan.inverted:
             after = torch.cat([self.latents, nothing], dim=2)[:, :, : sum(sizes)]
             near, half, quarter = after.split(sizes, dim=2)

@@ -16,15 +16,17 @@ import torch
 from anygpu.compat.checkpoints import identity
 from anygpu.compat.output_check import NotFinite
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import PromptRequest, Silent
+from anygpu.pipelines.base import Prompt, PromptRequest, Silent
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.latents.steps import MOST, SavedSteps
 from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.load.lora import with_lora
 from anygpu.pipelines.pipeline import Resuming
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sampling.loop import fall_back_to_fp32
 from anygpu.pipelines.sampling.resume import StepState, resume_key
 from resumed import SOLVERS, STEPS, Told, opened, sampled
+from safetensors.torch import save_file
 
 KEY = "ab" * 32
 STATE = StepState(2, 0, torch.randn(1, 4, 2, 2, 2), {"_step_index": 2, "model_outputs": [None, torch.ones(2)]}, b"")
@@ -116,6 +118,18 @@ def test_another_request_begins_anew(tiny_folder: Path, tmp_path: Path) -> None:
     prompts = [stages.encode_prompt(pipeline, PromptRequest(text, "blur"), Silent()) for text in ("a fox", "a hen")]
     more = replace(prompts[0], negative=prompts[1].embeds)
     assert len({resume_key(pipeline, prompt)() for prompt in (*prompts, more)}) == 3, "the text decides the latents"
+
+
+def test_a_lora_counts_by_its_bytes_whatever_its_name_and_time(tiny_folder: Path, tmp_path: Path) -> None:
+    pipeline, prompt = opened("ltx", tiny_folder), Prompt("ltx", {"prompt_embeds": torch.zeros(1, 2, 4)})
+    weight = pipeline.parts.read("transformer").transformer_blocks[0].attn1.to_q.weight
+    layer, keys = "transformer.transformer_blocks.0.attn1.to_q.lora", [resume_key(pipeline, prompt)()]
+    for name, value, strength in (("mine", 1, 1.0), ("copy", 1, 1.0), ("mine", 1, 0.5), ("mine", 2, 1.0)):
+        path = tmp_path / f"{name}.safetensors"
+        sides = {"A": torch.full((1, weight.shape[1]), float(value)), "B": torch.ones(weight.shape[0], 1)}
+        save_file({f"{layer}_{side}.weight": factor for side, factor in sides.items()}, path)
+        keys.append(resume_key(with_lora(pipeline, path, strength, "", "separate", Silent()), prompt)())
+    assert keys[1] == keys[2] and len(set(keys)) == 4 and all(keys)
 
 
 def replace_cut(watched: Told) -> Told:

@@ -22,7 +22,7 @@ from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.vae import draft
 from anygpu.pipelines.vae.plan import DRAFT
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
@@ -213,6 +213,12 @@ def test_without_a_file_that_fits_its_name_and_source_are_said(sampled: Any, tmp
     file_of(other, tmp_path, f"{row.name}_other.safetensors")
     with pytest.raises(CheckpointError, match=f"{row.name}_other.safetensors' holds another network"):
         stages.decode(pipeline, latents, Silent(), DRAFT, tiny_decoders=[tmp_path])
+    whole = load_file(file_of(pipeline.family, tmp_path, f"{row.name}_other.safetensors"))
+    wrong = {name: torch.tensor(1.0) for name in ("decoder.22.weight", "decoder.7.conv.weight")}
+    for changes in (*({name: scalar} for name, scalar in wrong.items()), {n: t.int() for n, t in whole.items()}):
+        save_file({**whole, **changes}, tmp_path / f"{row.name}_other.safetensors")
+        with pytest.raises(CheckpointError, match="holds another network"):
+            draft.tiny_decoder(pipeline.spec, [tmp_path])
 
 
 def test_the_file_of_a_newer_model_is_passed_over(tmp_path: Path) -> None:
