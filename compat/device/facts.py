@@ -221,8 +221,8 @@ def swap_free_bytes() -> int:
 def host_free_bytes() -> int:
     """Bytes of host memory that this process may still take: what is available, and what its control groups leave."""
     free = value_or(lambda: _system_bytes("virtual_memory", "available"), PLENTY)
-    rows: Any = value_or(lambda: Path(OWN_CGROUPS).read_text(encoding="utf-8").splitlines(), [])
-    own: dict[str, str] = value_or(lambda: dict(row.split(":", 2)[1:] for row in rows), {})
+    groups = value_or(lambda: Path(OWN_CGROUPS).read_text(encoding="utf-8"), "")
+    own = dict(row.split(":", 2)[1:] for row in groups.splitlines() if row.count(":") > 1)
     for controller, root, limit, used in CGROUPS:
         group = PurePosixPath(own.get(controller, "").lstrip("/"))  # in a container it may be below no root
         for folder in (Path(root, each) for each in (group, *group.parents)):
