@@ -40,7 +40,7 @@ ROUNDED = (*EIGHT, *ROTATED)
 # everything else is. Source: diffusers' ``_skip_layerwise_casting_patterns``.
 DENSE = re.compile(r"norm|embed|proj_in|relative_attention_bias|adaln", re.IGNORECASE)
 TABLE = re.compile(r"relative_attention_bias")  # an embedding in a block: its name alone would pass for a layer's
-EMBEDDINGS = re.compile(r"(^|\.)(shared|embed_tokens|cond_type_embed)\.weight$")  # an eighth of a Llama in blocks of 4 bits
+EMBEDDINGS = re.compile(r"(^|\.)(shared|embed_tokens|cond_type_embed)\.weight$")  # an eighth of a Llama in 4 bits
 BLOCK = re.compile(r"\.\d+\.|^\d+\.")
 
 

@@ -65,7 +65,7 @@ def test_safe_fp16_computes_what_bf16_does_in_both_forms_of_its_products(tiny_fo
         )
         more, less = computing(safe) - computing(bf16), computing(bf16) - computing(safe)
         assert Counter({(kind, flops / 3): times for (kind, flops), times in more.items()}) == less
-        assert bool(more) == (status == OK) and safe.bytes > bf16.bytes
+        assert (status == OK or not more) and safe.bytes > bf16.bytes
 
 
 @pytest.mark.parametrize("name", UNPICTURED)
