@@ -207,7 +207,8 @@ class Speed:
 
     def notify(self, title: str, notify: Callable[[str], None]) -> None:
         if self.formats and not any(self.multiplied.values()):
-            notify("stored_products has no effect: no weights of the transformer are in int8 or fp8")
+            kinds = " or ".join("int8" if each is torch.int8 else "fp8" for each in self.formats)
+            notify(f"stored_products has no effect: no transformer weight is {kinds}, which this device multiplies")
         if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums or any(self.multiplied.values()):
             notify(self.line(title))
 

@@ -141,8 +141,8 @@ CHOICES = (AUTO, *MODES, HOSTED)
 DEVICE_CHOICES = (AUTO, "cpu", "gpu:0", "gpu:1", "gpu:2", "gpu:3")  # the same list on every machine
 
 COSTS: dict[str, str] = {
-    "none": "every part stays on the device once it has been used; fastest, needs room for transformer and VAE "
-    "together",
+    "none": "every part but text encoders stays on the device once it has been used; fastest, needs room for "
+    "transformer and VAE together",
     "model": "one part at a time; needs room for the largest part, and copies it once per stage",
     "group": "as many blocks of the transformer as fit stay, the others come one at a time while others compute; needs "
     "little room, but copies what does not stay at every step",

@@ -82,7 +82,7 @@ def _saved(now: TimeForecast, before: TimeForecast, after: TimeForecast) -> floa
 def _changes(pipeline: Pipeline, run: Run) -> Iterator[tuple[str, Change]]:
     """The changes that act on this device and are not made yet, in words, with what makes them."""
     speed, facts = pipeline.plan.speed, pipeline.facts
-    if speed.attention.label not in LOSSY_ATTENTION and not reason_against("sage", facts):
+    if speed.attention.label not in LOSSY_ATTENTION and not all(reason_against(one, facts) for one in LOSSY_ATTENTION):
         yield "attention sage on the load node", ("lossy", _sped(attention=Attention("sage")), {"attention": "sage"})
     if pipeline.spec.rewrites.sparse and speed.attention.choice != SPARSE and SPARSE in pipeline.model.source.name:
         made = _sped(attention=Attention(SPARSE))

@@ -181,8 +181,8 @@ ROWS = (
         "mochi",
         "FastMochi",
         (WHOLE, "pipelines/families/test_mochi.py::test_fast_mochi_takes_its_own_levels"),
-        "noise levels, cfg and frames of `inference_mochi_hf.sh`; from text each pixel to 1.5e-05 of 1 when "
-        "FastVideo's pipeline decodes with Genmo's decoder, as we do",
+        "FastMochi's noise levels, cfg and frames of `inference_mochi_hf.sh`; from text each pixel to 1.5e-05 of 1 "
+        "when FastVideo decodes with Genmo's decoder, as we do",
         "it decodes with diffusers', which drops other frames: up to 0.20 of 1 and on average 0.0015 otherwise on "
         "random weights",
     ),

@@ -157,6 +157,9 @@ def test_three_lines_at_most_save_together_what_they_say(tiny_folder, priced):
 def test_a_change_vanishes_where_it_cannot_act(tiny_folder, priced, monkeypatch):
     pipeline, half = loaded_for(CASES["mochi"], tiny_folder, "cpu"), torch.float16
     assert {SAGE, SUMS} <= set(told(on(pipeline, GEFORCE)))
+    with monkeypatch.context() as patch:
+        patch.setattr(pricing, "reason_against", lambda choice, _: "needs the package" if choice == "sage" else "")
+        assert SAGE in told(on(pipeline, GEFORCE)), "comfy-kitchen's 8-bit attention serves it too"
     assert not {SAGE, SUMS} & set(told(on(pipeline, A100))), "fp32 sums run at the full rate there"
     assert not {SAGE, SUMS} & set(told(on(pipeline, RADEON)))
     assert SUMS not in told(on(pipeline, GEFORCE, torch.bfloat16))
