@@ -28,7 +28,7 @@ from .mesh_cost import cost_of
 MANY_FACES = 100_000  # above it core's Decimate is worth its time before Unwrap
 UNWRAP_SECONDS = 75e-6  # per face: core's UnwrapMesh, 37 s for 500k faces on two CPU cores
 UV_TOLERANCE = 1e-3  # rounding of exporters, half a texel at 512
-UNWRAP = "Use Unwrap Mesh before it."
+UNWRAP = "Use Unwrap Mesh UVs before it."
 FINE = 8192  # steps of float32 over a mesh, below which a fine surface loses its shape
 BESIDE_BYTES = 4 * 1024**3  # of a file that a mesh names, such as the buffer of a glTF
 CALLS = 4096  # of trimesh between two checks: a millisecond
@@ -164,7 +164,7 @@ def checked_shapes(mesh: Mesh) -> None:
         raise InputError(found, expected=expected, fix="The mesh is damaged. Load or generate it again.")
     if uvs is not None and tuple(uvs.shape) != (vertices.shape[0], 2):
         found = f"UVs of shape {tuple(uvs.shape)} for {vertices.shape[0]} vertices"
-        raise InputError(found, expected="one pair per vertex", fix="Use Unwrap Mesh.")
+        raise InputError(found, expected="one pair per vertex", fix="Use Unwrap Mesh UVs.")
 
 
 def _notes(mesh: Mesh, faces: Tensor, dropped: int, centre: Tensor, radius: float) -> tuple[str, ...]:
@@ -188,7 +188,7 @@ def size_notes(faces: int) -> list[str]:
     if faces <= MANY_FACES:
         return []
     seconds = faces * UNWRAP_SECONDS
-    return [f"{faces} faces: Unwrap Mesh takes about {seconds:.0f} s on a CPU, less after Decimate Mesh"]
+    return [f"{faces} faces: Unwrap Mesh UVs takes about {seconds:.0f} s on a CPU, less after Decimate Mesh"]
 
 
 class Beside:

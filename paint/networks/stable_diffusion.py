@@ -124,9 +124,9 @@ def _of_tensors(stored: Weights) -> Base:
     convert = partial(ldm.convert_ldm_vae_checkpoint, config=blocks)
     parts = {"unet": unet, "vae": _part(stored, VAE, convert, partial(vae_config, kind=kind))}
     parts |= {part: _text_part(stored, ldm, kind, part) for part in TEXT[kind]}
-    wrong = [f"no {part} of {kind}" for part, found in parts.items() if not found.shapes]
-    if parts["vae"].shapes and (latents := _inputs(parts["vae"].shapes, "decoder.conv_in")) != 4:
-        wrong.append(f"a vae of {latents} latent channels")
+    latents = _inputs(parts["vae"].shapes, "decoder.conv_in") if parts["vae"].shapes else 4
+    wrong = [f"a vae of {latents} latent channels"] if latents != 4 else []
+    wrong += [f"no {part} of {kind}" for part, found in parts.items() if not found.shapes]
     if wrong:
         fix = "Choose a file that has it, or a diffusers folder."
         raise CheckpointError(f"{wrong[0]} in {stored.path.name!r}", expected=WANTED, fix=fix)

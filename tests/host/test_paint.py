@@ -270,7 +270,7 @@ REFUSED = {
 
 def test_other_networks_of_core_are_refused_by_name(inside: Inside) -> None:
     found = inside.play("adapter", "refusals")
-    assert {name: said for name, said in REFUSED.items() if said not in found[name]} == {}, found
+    assert {name: found[name] for name, said in REFUSED.items() if said not in found[name]} == {}
     assert found.keys() == REFUSED.keys() and not any("\n" in said for said in found.values())
     assert inside.play("adapter", "predictions") == [False, True, True]
 

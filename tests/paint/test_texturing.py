@@ -190,7 +190,7 @@ def test_a_mesh_far_from_the_origin_is_moved_where_nodes_would_lose_its_shape(tm
 def test_a_large_mesh_is_told_what_unwrapping_costs():
     count = MANY_FACES + 1
     mesh = Mesh(torch.rand(3, 3), torch.arange(3).expand(count, 3))
-    assert f"{count} faces: Unwrap Mesh takes about 8 s" in " ".join(Surface.of(mesh).notes)
+    assert f"{count} faces: Unwrap Mesh UVs takes about 8 s" in " ".join(Surface.of(mesh).notes)
 
 
 @pytest.mark.parametrize("missing", [1, 7])

@@ -81,7 +81,7 @@ def video(name: str, offload: str, folder: Path) -> tuple[dict[str, Run], Any, A
 
 def doctored(name: str, offload: str, folder: Path) -> tuple[dict[str, Run], Any]:
     """A pipeline that overflows in fp16, whose doctor seeks what helps in each run."""
-    pipeline = test_doctor.loud(test_fp16.loaded_for(CASES[name], folder, "acc:0", "fp16", offload))
+    pipeline = test_doctor.loud(test_fp16.loaded_for(CASES[name], folder, "acc:0", offload, "fp16"))
 
     def watched() -> Any:
         doctor = Doctor("model", RepairStore(None), KEEP, lambda _: None)

@@ -32,7 +32,7 @@ from anygpu.pipelines.text.qwen import qwen_from_core
 from anygpu.pipelines.text.t5 import t5_from_core
 from paint.conftest import delight_folder, paint_folder, pbr_folder  # noqa: F401
 from paint.shapes import box
-from paint.stored import checkpoint
+from paint.stored import any_text, checkpoint
 from paint.test_offloader import INPUTS
 from paint.test_offloader import SETTINGS as PAINT
 
@@ -258,6 +258,7 @@ def textured(folders: dict[str, Path], device: torch.device, offload: str) -> li
 
 @FULL
 @pytest.mark.parametrize("offload", MODES)
+@any_text()
 def test_paint_and_delight_give_the_same_bits(acc, paint_folder, pbr_folder, delight_folder, offload):  # noqa: F811
     folders = {"paint": paint_folder, "paint_pbr": pbr_folder, "delight": delight_folder}
     healthy = textured(folders, acc, offload)

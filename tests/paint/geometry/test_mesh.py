@@ -120,7 +120,7 @@ def test_what_is_no_surface_is_refused(mesh, text):
 )
 def test_uvs_that_cannot_be_painted_are_refused(uvs, text):
     surface = Surface.of(changed(uvs=uvs))
-    with pytest.raises(InputError, match=f"{text}.*Unwrap Mesh"):
+    with pytest.raises(InputError, match=f"{text}.*Unwrap Mesh UVs"):
         surface.with_uvs()
 
 
@@ -164,7 +164,7 @@ def test_edges_of_more_than_two_faces_are_counted():
 
 def test_many_faces_are_said_with_the_time(monkeypatch):
     monkeypatch.setattr(meshes, "MANY_FACES", 10)
-    assert "12 faces: Unwrap Mesh takes about 0 s" in Surface.of(BOX).notes[0]
+    assert "12 faces: Unwrap Mesh UVs takes about 0 s" in Surface.of(BOX).notes[0]
 
 
 def test_vertices_in_one_place_get_one_number():
