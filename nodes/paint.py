@@ -43,7 +43,7 @@ class LoadPaintPipeline(io.ComfyNode):
             inputs=[
                 io.Combo.Input("model", options=folders.paint_choices()),
                 precision_input(),
-                offload_input(" On a CPU only auto and none work."),
+                offload_input(" On a CPU only auto, comfyui and none work."),
                 io.Combo.Input("variant", options=list(VARIANTS), default="auto", advanced=True),
                 io.Combo.Input("weights", options=list(STORED_AS), default="auto", advanced=True),
                 io.Combo.Input("vae", options=providers, default="auto", advanced=True),
@@ -80,7 +80,7 @@ class LoadMVAdapter(io.ComfyNode):
                 io.Combo.Input("model", options=[*folders.base_models(), *folders.demo_adapter()[0]] or [folders.NO_MODEL]),
                 io.Combo.Input("adapter", options=[*folders.adapters(), *folders.demo_adapter()[1]] or [folders.NO_ADAPTER]),
                 precision_input(),
-                offload_input(" On a CPU only auto and none work."),
+                offload_input(" On a CPU only auto, comfyui and none work."),
                 io.Combo.Input("lora", options=[folders.NONE, *folders.loras()], default=folders.NONE),
                 io.Float.Input("lora_strength", default=1.0, min=-10.0, max=10.0, step=0.05),
                 io.Combo.Input("variant", options=list(ADAPTER_VARIANTS), default="auto", advanced=True),

@@ -22,7 +22,7 @@ from .headers import STORED, TensorEntry
 from .unpacking import SCALED, W4A8, largest_group, rotated, rows_of, unpacked
 
 MEANINGS: dict[str, str] = {
-    "auto": "in the dtype that computes, or, if the file has fewer bits, exactly as in the file",
+    "auto": "in the dtype that computes, or, if the file has fewer bits, exactly as in the file; fp16-safe: as fp16",
     "as in file": "in the file's own dtype, cast at each use; exact",
     "bf16": "2 bytes per weight; exact if the file is bf16",
     "fp16": "2 bytes per weight; exact if the file is fp16; values above 65504 are an error",
