@@ -155,7 +155,7 @@ class StepCache(io.ComfyNode):
                 io.Combo.Input(
                     "kind", options=list(step_cache.KINDS), default="auto",
                     tooltip=" ".join(f"{kind}: {meaning}." for kind, meaning in step_cache.KINDS.items())
-                    + " A kind that has no effect on the loaded family is an error when you run it.",
+                    + " A kind that guidance or compile would break is an error when you run it.",
                 ),
                 io.Float.Input("threshold", default=0.1, min=0.0, max=1.0, step=0.01),
                 io.Int.Input("interval", default=3, min=2, max=10),

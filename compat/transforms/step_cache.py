@@ -1,6 +1,6 @@
 """Step caches: diffusers' ways to skip work that changed little since the previous step. Lossy.
-Some silently do nothing on some transformers, or share their cache between the branches of guidance (:data:`SHARED`);
-each family says which were seen to act. A cache is put on for one sampling, and counts what really ran."""
+Some share their results between the branches of guidance (:data:`SHARED`), or act inside a compiled block: an error.
+A cache is put on for one sampling, and counts what really ran."""
 
 from __future__ import annotations
 
