@@ -474,10 +474,14 @@ export async function subgraphRuns({ page }) { // alone: it saves what it makes
   await page.evaluate(() => window.app.graph.clear());
   await page.evaluate(() => window.app.canvas.setDirty(true, true));
   await page.mouse.dblclick(900, 450);
+  await page.waitForFunction(() => document.activeElement?.tagName === "INPUT");
   await page.keyboard.type("Any model to video", { delay: 20 });
   await page.getByText("Any model to video").first().waitFor();
-  await page.waitForTimeout(800);
-  await page.keyboard.press("Enter");
+  const placed = () => page.evaluate(() => window.app.graph._nodes.some((node) => node.subgraph));
+  for (let tries = 0; tries < 20 && !(await placed()); tries++) { // until the search has marked its first entry
+    await page.waitForTimeout(800);
+    await page.keyboard.press("Enter");
+  }
   await page.waitForFunction(() => window.app.graph._nodes.some((node) => node.subgraph));
   await page.evaluate(() => {
     const { app } = window;
