@@ -79,8 +79,7 @@ def report_on(
     policy = policy_for(facts)
     precisions = {title: precision_for(model, facts, "auto", probes) for title, model in families.items()}
     decided = tuple(replace(precision.decision, subject=title) for title, precision in precisions.items())
-    care = (Decision("care", row.done, source=row.source) for row in policy.rows if row.effect)
-    kernels = (*_kernels(facts, probes, policy, list(precisions.values())), *care)
+    kernels = (*_kernels(facts, probes, policy, list(precisions.values())), *policy.care())
     packed = tuple(kitchen_decisions(facts, probes))
     known = tuple(Decision(row.name, row.symptom, row.done, f"{row.source}, {row.seen}") for row in policy.rows)
     sections = [

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..decision import Decision
 from ..errors import json_file
 from .execution import held
 from .facts import DeviceFacts
@@ -71,6 +72,11 @@ class DevicePolicy:
     pins: bool = True  # host memory may be locked for the device's kernels
     expandable_segments: bool = True  # of torch's allocator
 
+    def care(self, *effects: str) -> list[Decision]:
+        """Decisions on each row with an effect, on one of the fields ``effects`` where any are named."""
+        rows = (row for row in self.rows if row.effect.keys() & set(effects or row.effect))
+        return [Decision("care", row.done, source=row.source) for row in rows]
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -89,9 +95,7 @@ def active(facts: DeviceFacts) -> tuple[Quirk, ...]:
 def policy_for(facts: DeviceFacts) -> DevicePolicy:
     """The policy for the device of ``facts``: the smallest cap of all, and a switch as those that name it agree."""
     rows = active(facts)
-    wrong: dict[str, Quirk] = {}
-    costly: dict[str, Quirk] = {}
-    effects: dict[str, Any] = {}
+    wrong, costly, effects = dict[str, Quirk](), dict[str, Quirk](), dict[str, Any]()
     for row in rows:
         wrong |= {operation: row for operation in row.wrong if operation not in wrong}
         costly |= {operation: row for operation in row.costly if operation not in costly}

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from ..device.quirks import DevicePolicy
 
 PRODUCTS = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__)
-PLAIN_FORMS = frozenset(("plain_operands", "product_rows", "norm_rows"))  # what a policy may ask; rows in fp32 alone
+PLAIN_FORMS = frozenset(("plain_operands", "product_rows", "norm_rows"))  # of a DevicePolicy; the second in fp32
 
 
 class PlainCalls(TorchFunctionMode):

@@ -79,9 +79,7 @@ class ModelDevice:
 
     def care(self, dtype: torch.dtype) -> list[Decision]:
         """Decisions on torch's calls that this device gets wrong in ``dtype`` and :attr:`calls` gets right."""
-        wrong = PLAIN_FORMS if dtype is FP32 else PLAIN_FORMS - {"product_rows"}
-        rows = policy_for(self.facts).rows
-        return [Decision("care", row.done, source=row.source) for row in rows if wrong & row.effect.keys()]
+        return policy_for(self.facts).care(*(PLAIN_FORMS if dtype is FP32 else PLAIN_FORMS - {"product_rows"}))
 
     @cached_property
     def fp32_output(self) -> bool:

@@ -74,9 +74,8 @@ def published(kind: str) -> tuple[dict[str, Any], ...]:
 
 def evidence_of(path: Path, config: Mapping[str, Any]) -> Evidence:
     """The evidence around a file, or around a folder, whose own file may say something too: its title comes first."""
-    file = path if path.is_file() else next(iter(sorted(path.glob("[!.]*.safetensors"))), None)
-    readers = {".safetensors": entries_and_notes, ".sft": entries_and_notes, ".gguf": gguf_header}
-    read = readers.get(file.suffix) if file is not None else None
+    file = path if path.is_file() else next(iter(sorted(path.glob("[!.]*.safetensors"))), Path())
+    read = {".safetensors": entries_and_notes, ".sft": entries_and_notes, ".gguf": gguf_header}.get(file.suffix)
     notes = {} if read is None else {key: each for key, each in read(file)[1].items() if isinstance(each, str)}
     return Evidence(notes, names_around(path, notes), config)
 
