@@ -99,8 +99,8 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
             f"{amount_of(room)} free on {device} for {stage}, which needs {amount_of(needs[least])} with "
             f"offload {least}",
             expected=f"{amount_of(needs[least] - room)} more",
-            fix=("Lower width, height or frames, c" if size else "C")
-            + "lose other programs, or choose device cpu for this part.",
+            fix=f"{'Lower width, height or frames, close' if size else 'Close'} other programs, or choose device cpu "
+            "for this part.",
         )
     chosen = fits or least
     if chosen != offloader.mode:
