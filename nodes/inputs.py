@@ -122,8 +122,7 @@ def weight_inputs() -> list[Any]:
         io.Combo.Input(
             "weights", options=list(packed.CHOICES), default="auto", optional=True, advanced=True,
             tooltip="How the transformer's weights are stored in memory, independent of the dtype that computes. " + meanings
-            + " HunyuanVideo takes 24 GB as bf16, about 15 GB as fp8 or int8. All of them work in every offload "
-              "mode; precision fp16-safe, also where auto chooses it, works only with auto.",
+            + " HunyuanVideo takes 24 GB as bf16, about 15 GB as fp8 or int8. All of them work in every offload mode.",
         ),
         io.Combo.Input("text_weights", options=list(packed.CHOICES), default="auto", optional=True, advanced=True),
         *(

@@ -42,7 +42,7 @@ class LoadPipeline(io.ComfyNode):
                             "GPU with bf16 units (NVIDIA RTX 30 and newer). fp16: half the memory of fp32, can "
                             "overflow to a black video. fp16-safe: multiplies in fp16 but keeps the residual in "
                             "fp32, for GPUs without bf16; not on a CPU. fp8_e4m3fn, fp8_e4m3fn_fast: auto, with "
-                            "weights fp8. fp8_scaled: auto, with weights as in the file. These three are errors where auto is fp16-safe." + panel.limit_tooltip("precision"),
+                            "weights fp8. fp8_scaled: auto, with weights as in the file." + panel.limit_tooltip("precision"),
                 ),
                 offload_input(panel.limit_tooltip("offload")),
                 variant_input(),

@@ -22,7 +22,7 @@ from .headers import STORED, TensorEntry
 from .unpacking import SCALED, W4A8, largest_group, rotated, rows_of, unpacked
 
 MEANINGS: dict[str, str] = {
-    "auto": "in the dtype that computes, or, if the file has fewer bits, exactly as in the file; fp16-safe: as fp16",
+    "auto": "in the dtype that computes, or, if the file has fewer bits, exactly as in the file",
     "as in file": "in the file's own dtype, cast at each use; exact",
     "bf16": "2 bytes per weight; exact if the file is bf16",
     "fp16": "2 bytes per weight; exact if the file is fp16; values above 65504 are an error",
@@ -255,15 +255,12 @@ def as_in_files(module: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def require_storable(choice: str, subject: str, precision: Any) -> None:
-    """Raise unless a storage choice goes with the precision; called before anything is read."""
-    require_choice(subject, choice, CHOICES)
-    if choice != "auto" and getattr(precision, "safe", False) and subject == "weights":
-        found = f"weights {choice!r} with precision fp16-safe"
-        expected = "weights auto, because fp16-safe stores them as fp16 itself"
-        raise UnsupportedError(found, expected=expected, fix="Choose weights auto, or another precision.")
-    if choice == "w4a8":
-        imported("comfy_kitchen")
+def require_storable(**choices: str) -> None:
+    """Raise for a choice that is unknown or lacks its package, by the name of its input; before anything is read."""
+    for subject, choice in choices.items():
+        require_choice(subject, choice, CHOICES)
+        if choice == "w4a8":
+            imported("comfy_kitchen")
 
 
 def _require_finite(weight: torch.Tensor, dtype: torch.dtype, name: str) -> None:

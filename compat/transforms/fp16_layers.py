@@ -81,6 +81,8 @@ def scales_for(size: Tensor, reach: float) -> Tensor:
 def fp32_linear(layer: Any, x: Tensor) -> Tensor:
     """The product of ``layer`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16, which a
     layer that reads the residual takes for divided by RESIDUAL_SCALE."""
+    if "multiply" in layer.__dict__:  # stored products, in fp32
+        return type(layer).forward(layer, x.float())
     settings: LayerSettings = getattr(layer, SETTINGS)
     scale_of_values = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
     left = scale_of_values if settings.leaves else None
@@ -175,7 +177,7 @@ def full_linear(layer: Any, x: Tensor) -> Tensor:
     fp16 numbers where the GEMM can come out in fp32. Elsewhere peak extra memory is the weight in fp32."""
     x, settings = x.float(), getattr(layer, SETTINGS)
     if not settings.fp32_output:
-        with weights_on(layer, like=x) as (weight, bias):
+        with weights_on(layer, like=x.new_empty(0, dtype=HALF), bias_dtype=FULL) as (weight, bias):
             return functional.linear(x, weight.float(), bias)
     scale, parts = row_scales(x, 1.0), list[Tensor]()
     rest = x / scale

@@ -17,6 +17,8 @@ from ..device.facts import DeviceFacts, value_or
 from ..errors import UnsupportedError
 from ..memory.parts import Undo
 from ..packages import imported
+from .blocks import is_ours
+from .fp16_layers import PLAIN, SETTINGS, fp32_linear
 
 # Where torch multiplies a format: back end, the least architecture, and whose product it is.
 NEEDS: Mapping[torch.dtype, tuple[str, int, str]] = {
@@ -49,11 +51,17 @@ def multiply_as_stored(module: nn.Module, formats: tuple[torch.dtype, ...]) -> t
     """Make the packed layers of ``module`` in one of ``formats`` multiply as stored; how many, and what undoes it."""
     kinds = (SCALED, "", *([W4A8] if kitchen() else ()))
     layers = [layer for layer in module.modules() if isinstance(layer, StoredLinear) and layer.codec in kinds]
-    layers = [layer for layer in layers if layer.stored.dtype in formats and "pre_scale" not in layer.sides]
+    layers = [layer for layer in layers if layer.stored.dtype in formats and _is_bare(layer)]
     undo = Undo()
     for layer in layers:
         undo.set(layer, "multiply", product)
     return len(layers), undo.restore
+
+
+def _is_bare(layer: Any) -> bool:
+    """True where ``layer`` multiplies what it stores alone: no scale of ModelOpt's, no power of two of fp16-safe's."""
+    own = getattr(layer, SETTINGS, PLAIN)
+    return own.values is None and not own.residual and "pre_scale" not in layer.sides and is_ours(layer, fp32_linear)
 
 
 def product(layer: Any, x: Tensor) -> Tensor | None:

@@ -76,7 +76,7 @@ def stored_for(offer: Offer, card_bytes: int) -> str:
     name = next((name for name, gib in forms if gib <= room), "")
     if not name:
         return f"{card} is streamed in every form; the smallest useful one is {forms[-1][0]}{beside}."
-    return f"{card} fits in one piece as {name}{beside}, by AnyGPU Compose Pipeline, unless precision is fp16-safe."
+    return f"{card} fits in one piece as {name}{beside}, by AnyGPU Compose Pipeline."
 
 
 def _whole(files: Sequence[Quantised], room: float) -> str:

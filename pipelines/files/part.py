@@ -84,17 +84,18 @@ class PartFiles:
     def form_of(self, name: str, entry: TensorEntry) -> PackedForm | None:
         """The form in which a floating matrix is kept; None for one that is dense from the start."""
         own, choice, (rows, *columns) = STORED[entry.dtype], self.storage, entry.shape or (0,)
-        if self.dtype_of is not None or not entry.is_floating or (choice == "auto" and not self.keeps_packed):
+        if not entry.is_floating or (choice == "auto" and not self.keeps_packed):
             return None
+        dense = self.becomes(name)
         if stays(self, name, entry):
             stored = torch.empty(rows, entry.total_bytes // rows // own.itemsize, dtype=own, device="meta")
-            return _form(stored, entry.codec, outlined_sides(entry), entry.group, (entry.shape, self.dtype))
+            return _form(stored, entry.codec, outlined_sides(entry), entry.group, (entry.shape, dense))
         if not is_eligible(name, entry):
             return None
         if choice in ROUNDED:
-            return _rounded(choice, rows, columns[0], self.dtype)
-        plain = own if choice == "as in file" and not entry.is_packed and own.itemsize >= 2 else self.dtype
-        return "", (entry.shape, PLAIN.get(choice, plain)), (), 0, (entry.shape, self.dtype)
+            return _rounded(choice, rows, columns[0], dense)
+        plain = own if choice == "as in file" and not entry.is_packed and own.itemsize >= 2 else dense
+        return "", (entry.shape, PLAIN.get(choice, plain)), (), 0, (entry.shape, dense)
 
     def becomes(self, name: str) -> torch.dtype:
         return self.dtype if self.dtype_of is None else self.dtype_of(name, tuple(self.entries[name].shape))
@@ -141,9 +142,8 @@ def part_files(name: str, library: str, cls: str, folder: Path, dtype: torch.dty
 
 
 def stays(files: PartFiles, name: str, entry: TensorEntry) -> bool:
-    if files.keeps_packed and stays_packed(name, entry):
-        return True
-    return files.dtype_of is None and stays_plain(name, entry, files.storage, files.dtype)
+    packed = files.keeps_packed and stays_packed(name, entry)
+    return packed or stays_plain(name, entry, files.storage, files.becomes(name))
 
 
 def without_text(family: FamilySpec, has: Callable[[str], bool], progress: Progress) -> tuple[str, ...]:

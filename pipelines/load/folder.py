@@ -84,7 +84,7 @@ def load(
     facts, probes = _machine(request)
     precision = precision_for(family.rewrites.precision, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
-    files = with_storage(files, request, family.files.text_parts, precision, facts, probes)
+    files = with_storage(files, request, family.files.text_parts, facts, probes)
     progress.check()
     sizes = {name: part.total_bytes for name, part in files.items()}
     files, host = fit_host_memory(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())

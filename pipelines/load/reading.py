@@ -20,7 +20,7 @@ from ...compat.device import probes
 from ...compat.device.execution import HOST
 from ...compat.device.facts import DeviceFacts, facts_for, locks_host_memory, value_or
 from ...compat.device.failures import is_shortage
-from ...compat.device.precision import FP32, Precision
+from ...compat.device.precision import FP32
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.quirks import policy_for
 from ...compat.errors import CheckpointError, MissingPackageError, UnsupportedError, first_line, sentence
@@ -129,7 +129,7 @@ def _keep_packed(
     _require_sound(files, name, stored)
     for side in sides.values():
         _require_sound(files, name, side.flatten())
-    pack(layer, stored, files.dtype, codec=entry.codec, sides=sides, group=entry.group, by_bits=files.by_bits)
+    pack(layer, stored, files.becomes(name), entry.codec, sides, entry.group, files.by_bits)
 
 
 def _built_by_transformers(files: PartFiles, progress: Progress, views: set[int]) -> nn.Module:
@@ -237,23 +237,16 @@ def with_storage(
     files: Mapping[str, PartFiles],
     chosen: Any,
     text_parts: tuple[str, ...],
-    precision: Precision,
     facts: DeviceFacts,
     probes: ProbeStore | None = None,
 ) -> dict[str, PartFiles]:
     """``files`` of every part with how it is kept: transformer and text encoders as chosen, all else as it computes.
 
     Where fp32 computes on a device with memory of its own, ``auto`` keeps the 16 bits that a file has: half as much to
-    hold and to send, widened exactly at each use. The VAE is small, and its convolutions run once per tile.
-
-    Args:
-        chosen: has ``weights``, ``text_weights`` and ``devices``, as a ``LoadRequest``.
-
-    Raises:
-        InputError, UnsupportedError: an unknown choice, or one that does not go with the others.
-    """
-    packed.require_storable(chosen.weights, "weights", precision)
-    packed.require_storable(chosen.text_weights, "text_weights", precision)
+    hold and to send, widened exactly at each use. The VAE is small, and its convolutions run once per tile. ``chosen``
+    is a ``LoadRequest``, or has its ``weights``, ``text_weights`` and ``devices``. Raises PackError for an unknown
+    choice, or one that this machine cannot have."""
+    packed.require_storable(weights=chosen.weights, text_weights=chosen.text_weights)
     choices = {name: chosen.weights for name in files if denoises(name)}
     choices |= dict.fromkeys(text_parts, chosen.text_weights)
     places = {name: torch.device(chosen.devices.get(role_of(name), facts.device)) for name in files}
@@ -281,11 +274,6 @@ def _casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
         found, fix = f"no free memory on {device}", "Close other programs that use this device, or choose another one."
         expected = "room for 128 KB, to ask how it casts, and for one layer"
         raise torch.OutOfMemoryError(sentence(found, expected, fix)) from error
-
-
-def has_eight_bits(device: torch.device) -> bool:
-    """Tell whether ``device`` holds float8 tensors and casts them right."""
-    return value_or(lambda: not probes.eight_bits(device), False)
 
 
 def storage_step(files: Mapping[str, PartFiles]) -> Step:
@@ -342,10 +330,10 @@ def _require_castable(part: PartFiles, choice: str, device: torch.device) -> Non
 
 def _stored(part: PartFiles, choice: str, device: torch.device) -> PartFiles:
     """A part under a choice; what a device without float8 cannot hold is made dense on the host while it is read."""
-    dense = part.dtype_of is not None or choice not in FILE_CHOICES
     floats = any(e.dtype in ("F8_E4M3", "F8_E5M2") for e in part.entries.values())
+    lacks = floats and value_or(lambda: probes.eight_bits(device), "no answer")
     packs = any(packed.stays_packed(name, entry) for name, entry in part.entries.items())
-    return replace(part, storage=choice, keeps_packed=packs and not dense and (not floats or has_eight_bits(device)))
+    return replace(part, storage=choice, keeps_packed=packs and choice in FILE_CHOICES and not lacks)
 
 
 @dataclass(slots=True)

@@ -119,6 +119,14 @@ def test_packed_weights_stream_with_a_lora_beside_them(inside: Inside, tmp_path:
     assert found["classes"] == 0
 
 
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "ltx" else [full]) for n in FAMILIES])
+def test_packed_weights_stream_under_fp16_safe(inside: Inside, tmp_path: Path, name: str) -> None:
+    asked = {"name": name, "weights": "int8", "folder": str(tmp_path), "precision": "fp16-safe"}
+    found = inside.play("memory", "packed", **asked)
+    assert found["layers"] > 8 and found["away"] and found["lora"] > 0.01
+    assert found["full"] == found["none"] == [0.0, 0.0, 0.0], "our own offloader, bit for bit"
+
+
 @pytest.mark.parametrize("name", ["mochi", *(pytest.param(n, marks=full) for n in ("ltx", "hunyuan_video_15"))])
 def test_sixteen_bits_of_a_file_stream_and_are_widened_for_fp32(inside: Inside, tmp_path: Path, name: str) -> None:
     found = inside.play("memory", "narrow", name=name, folder=str(tmp_path))

@@ -198,7 +198,6 @@ def test_a_card_is_told_in_which_form_a_transformer_stays_on_it(title, gigabytes
     for room, stored in ((100, "bf16"), (53, "fp8 or GGUF Q8_0"), (30, "GGUF Q4_K_M")):  # without a byte to spare
         text = stored_for(even, (room + 2) * 2**30)
         assert f"fits in one piece as {stored}, about {room}.0 GiB" in text
-        assert ("fp16-safe" in text) == (stored != "bf16")  # under which a packed transformer is read as fp16
 
 
 def test_image_to_video_folders_are_offered_and_what_is_not_is_named():

@@ -5,16 +5,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import layouts
 import pytest
+import quantised
 import tiny
 import torch
+from anygpu.compat.checkpoints.packed import StoredLinear
 from anygpu.compat.output_check import NotFinite
 from anygpu.compat.transforms.fp16 import apply_fp16_safe, stored_dtype
 from anygpu.compat.transforms.fp16_layers import SETTINGS
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.files.part import part_files
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.reading import reader_of
 from anygpu.pipelines.pipeline import Pipeline
+from anygpu.pipelines.requests import LoadRequest
 from safetensors.torch import load_file, save_file
 
 from simulated import accelerator
@@ -104,3 +109,43 @@ def test_weights_beyond_fp16_are_read_as_they_are(tiny_folder, tmp_path):
     report = apply_fp16_safe(read, "mochi")
     assert report.left == {"weights of ff.net.2 do not fit into fp16": 1} and report.rewritten["blocks"] == 1
     assert float(read.transformer_blocks[0].ff.net[2].weight[0, 0]) == 1e5
+
+
+def packed_folders(model: str, folder: Path, into: Path, way: str) -> tuple[Path, Path]:
+    """Two copies of a tiny model: with the matrices of its transformer packed, and with what those are worth."""
+    made = [Path(shutil.copytree(tiny.build(model, folder), into / name)) for name in ("packed", "worth")]
+    tensors = layouts.tensors_of(made[0] / "transformer")
+    for file in (file for path in made for file in (path / "transformer").glob("*.safetensors*")):
+        file.unlink()
+    packed, worth = (path / "transformer" / "diffusion_pytorch_model.safetensors" for path in made)
+    save_file(quantised.file_as(packed, tensors, way), worth, {"format": "pt"})
+    return made[0], made[1]
+
+
+QUICK_PACKED = {("mochi", "int8 convrot", "group"), ("ltx", "fp8", "model"), ("hunyuan_video", "w4a8", "none")}
+
+
+@pytest.mark.parametrize(
+    ("model", "way", "offload"),
+    [
+        pytest.param(model, way, offload, marks=[] if (model, way, offload) in QUICK_PACKED else [pytest.mark.full])
+        for model in ("ltx", "hunyuan_video", "hunyuan_video_15", "mochi")
+        for way in ("fp8", "int8 convrot", "w4a8")
+        for offload in MODES
+    ],
+)
+def test_packed_weights_stay_packed_and_compute_to_the_bits_of_their_values(
+    acc, tiny_folder, tmp_path, model, way, offload
+):
+    """In fewer bytes, held and sent: the same latents as of a file that has the values in fp32."""
+    folders, latents, held = packed_folders(model, tiny_folder, tmp_path, way), [], []
+    for folder in folders:
+        pipeline = load(LoadRequest(folder, precision="fp16-safe", offload=offload, device=acc))
+        latents.append(rendered(pipeline, CASES[model])[0])
+        transformer = pipeline.parts.read("transformer")
+        held.append(sum(tensor.nbytes for tensor in (*transformer.parameters(), *transformer.buffers())))
+        assert held[-1] <= pipeline.model.weights["transformer"].total <= 1.05 * held[-1]
+        layers = [module for module in transformer.modules() if isinstance(module, StoredLinear)]
+        assert bool(layers) is (folder is folders[0])
+    assert torch.equal(*latents)
+    assert held[0] < held[1]

@@ -11,12 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
+from anygpu.compat.checkpoints.packed import StoredLinear, pack, packable, rounded
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.precision import PRECISION, SAFE, precision_for
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms import fp16_layers
 from anygpu.compat.transforms.fp16 import LAYERS_OF, SAFE_OPS, apply_fp16_safe, fp32_output_works, stored_dtype
 from anygpu.compat.transforms.fp16_layers import HALF, SCALE, SETTINGS, LayerKind, row_scales
+from anygpu.compat.transforms.products import multiply_as_stored
 from anygpu.pipelines.registry import FAMILIES
 from torch import nn
 
@@ -263,6 +265,64 @@ def test_values_of_unbounded_text_share_one_power_of_two_that_the_output_gives_b
     assert float(inputs["encoder_hidden_states"].abs().max()) > torch.finfo(HALF).max
     assert distance(found, expected, [e.abs() >= 0 for e in expected])[0] < 4 * torch.finfo(HALF).eps
     assert not any(SCALE in module.__dict__ for module in rewritten.modules()), "a scale outlived the call"
+
+
+def packed_model(case: Case, choice: str) -> tuple[Model, Model, dict[str, Any]]:
+    """A model whose layers are packed, modulations too; one of the same values; and inputs."""
+    block, inputs = block_of(case)
+    model, worth = (Model(copy.deepcopy(block).float()) for _ in range(2))
+    for name, layer in packable(model, exact=True).items():
+        pack(layer, dtype=HALF, **rounded(layer.weight.detach(), choice))
+        worth.get_submodule(name).weight.data = layer.dense(HALF).float()
+    return model, worth, inputs
+
+
+@pytest.mark.parametrize("choice", ["int8", "fp8"])
+@pytest.mark.parametrize("name", CASES)
+def test_packed_layers_give_the_bits_of_their_values_and_stay_packed(name, choice, fp32_output):
+    case = CASES[name]
+    model, worth, inputs = packed_model(case, choice)
+    stored = {path: layer.stored for path, layer in model.named_modules() if isinstance(layer, StoredLinear)}
+    reports = [apply_fp16_safe(each, "any", fp32_output) for each in (model, worth)]
+    assert reports[0].rewritten == reports[1].rewritten and not reports[0].left
+    found, expected = (ran(each.transformer_blocks[0], inputs, torch.float32) for each in (model, worth))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    assert len(stored) > 5
+    assert all(model.get_submodule(path).stored is rows for path, rows in stored.items())
+    assert model.proj_out.weight.dtype is torch.float32, "outside the blocks all is fp32"
+    reports[0].restore()
+    assert {model.get_submodule(path).weight.dtype for path in stored} == {HALF}
+
+
+def test_a_block_of_packed_weights_beyond_fp16_computes_in_fp32():
+    model, _, inputs = packed_model(CASES["ltx"], "int8")
+    layer = model.transformer_blocks[0].ff.net[2]
+    layer.scale.mul_(1e9)
+    report = apply_fp16_safe(model, "ltx")
+    assert report.left == {"weights of ff.net.2 do not fit into fp16": 1}
+    assert layer.stored.dtype is torch.int8 and layer.weight.dtype is torch.float32
+    assert all(tensor.isfinite().all() for tensor in ran(model.transformer_blocks[0], inputs, torch.float32))
+
+
+@pytest.mark.parametrize("growth", ["", "sinks"])
+@pytest.mark.parametrize("name", CASES)
+def test_stored_products_around_an_fp32_residual_are_finite_and_near(name, growth, fp32_output):
+    """All packed layers multiply as stored but modulations and those with a power of two in their result."""
+    case = CASES[name]
+    model, _, inputs = packed_model(case, "int8")
+    grown(case, model.transformer_blocks[0], inputs, growth)
+    apply_fp16_safe(model, "any", fp32_output)
+    expected = ran(model.transformer_blocks[0], inputs, torch.float32)
+    count, _ = multiply_as_stored(model, (torch.int8,))
+    found = ran(model.transformer_blocks[0], inputs, torch.float32)
+    ordinary = [e.abs() < SINK / 10 for e in expected]
+    assert max(distance(found, expected, ordinary)) < 0.03 and not torch.equal(found[0], expected[0])
+    without = [path for path, kind in LAYERS_OF[case.cls].items() if kind in (LayerKind.FULL, LayerKind.VALUE)]
+    without += ["attn2.to_out.0", *(["attn2.to_q"] if fp32_output else [])]
+    layers = {path: layer for path, layer in model.named_modules() if isinstance(layer, StoredLinear)}
+    own = [path for path, layer in layers.items() if "multiply" in layer.__dict__]
+    assert own == [path for path in layers if path.removeprefix("transformer_blocks.0.") not in without]
+    assert count == len(own) > 4
 
 
 class Other(class_of(f"{LTX}.LTXVideoTransformerBlock")):

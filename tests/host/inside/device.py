@@ -10,6 +10,7 @@ from typing import Any
 import comfy.model_management as management
 import tiny
 import torch
+from anygpu.compat.checkpoints import unpacking
 from anygpu.host import memory_manager
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
@@ -65,6 +66,7 @@ def played(scene: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             management.unload_all_models()
             for module, table in TABLES:
                 getattr(sys.modules.get(module), table, {}).clear()
+            unpacking._table.cache_clear()
             gc.collect()
         assert bytes_on_device() <= before, f"{bytes_on_device() - before} bytes stay on the device"
         return found

@@ -315,20 +315,22 @@ def lora(name: str, weights: str = "auto") -> dict[str, Any]:
 CODEC = "Q8_0"
 
 
-def packed(name: str, weights: str, folder: str) -> dict[str, Any]:
-    """Packed weights, encoders' too, with our own LoRA beside them: on the CPU, at full offloader and at none."""
+def packed(name: str, weights: str, folder: str, precision: str = "fp32") -> dict[str, Any]:
+    """Packed weights, encoders' too, with our own LoRA beside them: at full offloader, at none, and without the host's:
+    on the CPU, or in a precision that a CPU refuses under our own offloader."""
+    ours = {"device": "cpu"} if precision == "fp32" else {"offload": "group"}
     kept = {} if weights == CODEC else {"weights": weights, "text_weights": weights}
     found: dict[str, Any] = {}
     runs: dict[str, list[torch.Tensor]] = {}
     file = Path(folder, f"{name}.safetensors")
-    for place in ("cpu", ""):
-        pipeline = loaded_for(name, device=place, **kept)
+    for place, chosen in (("ours", ours), ("full", {})):
+        pipeline = loaded_for(name, precision=precision, **chosen, **kept)
         if weights == CODEC:
             in_blocks(pipeline.parts["transformer"])
         if not file.exists():
             save_file(factors(pipeline), file)
         adapted = lora_nodes.with_lora(pipeline, file, 0.8, "", "separate", Silent())
-        runs[place or "full"] = [sampled(pipe, name).samples for pipe in (pipeline, adapted, pipeline)]
+        runs[place] = [sampled(pipe, name).samples for pipe in (pipeline, adapted, pipeline)]
     layers = [leaf for part in pipeline.parts.values() for leaf in part.modules() if isinstance(leaf, StoredLinear)]
     management.unload_all_models()
     found |= {"layers": len(layers), "classes": native(pipeline)}
@@ -336,9 +338,9 @@ def packed(name: str, weights: str, folder: str) -> dict[str, Any]:
         runs["none"] = [sampled(pipe, name).samples for pipe in (pipeline, adapted, pipeline)]
         found["away"] = all(leaf.stored.device.type == "cpu" for leaf in layers)
     for place in ("full", "none"):
-        pairs = zip(runs[place], runs["cpu"], strict=True)
+        pairs = zip(runs[place], runs["ours"], strict=True)
         found[place] = [float((ours - theirs).abs().max()) for ours, theirs in pairs]
-    found["lora"] = float((runs["cpu"][1] - runs["cpu"][0]).abs().max())
+    found["lora"] = float((runs["ours"][1] - runs["ours"][0]).abs().max())
     return found
 
 
