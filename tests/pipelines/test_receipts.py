@@ -219,7 +219,7 @@ def hunyuan_15_twice(folder: Path) -> tuple[list[Path], Path, Any]:
     return models, loops.hunyuan_15_upscaler(folder, "720p"), sampled
 
 
-@pytest.mark.parametrize("twice", [ltx_twice, hunyuan_15_twice])
+@pytest.mark.parametrize("twice", [ltx_twice, pytest.param(hunyuan_15_twice, marks=pytest.mark.full)])
 def test_both_passes_are_replayed(twice: Any, tiny_folder: Path, tmp_path: Path) -> None:
     """From one file, by its models and its upscaler under other names; so are latents that were only enlarged."""
     models, upscaler, sampled = twice(tiny_folder)
