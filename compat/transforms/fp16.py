@@ -29,7 +29,6 @@ from .blocks import FORWARDS, OPS, BlockOps, is_ours, is_plain_linear
 from .fp16_layers import FULL, HALF, PLAIN, SETTINGS, LayerKind, LayerSettings, RotaryTables
 
 UPSTREAM = "diffusers.models.transformers."
-Reached = tuple[LayerKind, float]  # what becomes of a layer, and the ``reach`` of its LayerSettings
 SUMS_SWITCH = "allow_fp16_accumulation"  # of torch.backends.cuda.matmul, for the whole process
 SUMS_BACKENDS: Mapping[str, str] = {"cuda": "cuBLAS adds fp16 products in fp16 if allowed to (torch 2.7)"}
 
@@ -108,12 +107,12 @@ def apply_fp16_safe(transformer: nn.Module, family: str, fp32_output: bool = Fal
     applied = AppliedFp16(family, fp32_output)
     halves: set[int] = set()
     for block in transformer_blocks(transformer):
-        layers = LAYERS_OF.get(full_name(block).removeprefix(UPSTREAM), {})
-        reached, reason = _reached(block, layers, fp32_output)
-        if not reached:
-            applied.left[reason or f"{full_name(block)} is not a known class"] += 1
+        layers = LAYERS_OF.get(full_name(block).removeprefix(UPSTREAM))
+        reason = f"{full_name(block)} is not a known class" if layers is None else _unfit(block, layers)
+        if layers is None or reason:
+            applied.left[reason] += 1
             continue
-        halves.update(_attach_layers(block, reached, applied))
+        halves.update(_attach_layers(block, layers, applied))
         _attach_block(block, layers, applied)
         applied.rewritten["blocks"] += 1
     packed = [layer for layer in transformer.modules() if isinstance(layer, Stored)]
@@ -188,11 +187,13 @@ def _attach_block(block: nn.Module, layers: Mapping[str, LayerKind], applied: Ap
             applied.undo.set(attention, "processor", fp16_layers.Fp32RotaryProcessor())
 
 
-def _attach_layers(block: nn.Module, layers: Mapping[str, Reached], applied: AppliedFp16) -> Iterator[int]:
+def _attach_layers(block: nn.Module, layers: Mapping[str, LayerKind], applied: AppliedFp16) -> Iterator[int]:
     """Rewrite the ``layers`` of ``block``; the ids of the parameters, and of the packed layers, that are to be fp16."""
     made: dict[str, nn.Module] = {}
-    for path, (kind, reach) in layers.items():
+    for path, kind in layers.items():
         around: Any = submodule_at(block, path)
+        if around is None:
+            continue
         layer = _bare(around)
         if kind is LayerKind.VALUE and layer is not around:
             applied.undo.patch(around, fp16_layers.adapted_value)
@@ -203,6 +204,9 @@ def _attach_layers(block: nn.Module, layers: Mapping[str, Reached], applied: App
             yield id(layer.bias)
         if kind is LayerKind.NARROW or (kind is LayerKind.ROTATED and not applied.fp32_output):
             continue
+        reach: float | None = 1.0
+        if kind is LayerKind.VALUE or (kind is not LayerKind.FULL and not applied.fp32_output):
+            reach = None if isinstance(layer, Stored) else float(fp16_layers.reach_of(layer.weight))
         values = made.get(path.replace("to_out.0", "to_v")) if path.endswith("to_out.0") else None
         values = values if values is not None and hasattr(values, SETTINGS) else None
         if values is not None and layer is not around:
@@ -217,25 +221,19 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> None:
         tensor.data = tensor.data.to(dtype)
 
 
-def _reached(block: nn.Module, layers: Mapping[str, LayerKind], fp32_output: bool) -> tuple[dict[str, Reached], str]:
-    """Rewritable ``layers`` of ``block``, by path; or none, and why the block stays in fp32."""
-    reached: dict[str, Reached] = {}
-    for path, kind in layers.items():
+def _unfit(block: nn.Module, layers: Mapping[str, LayerKind]) -> str:
+    for path in layers:
         layer: Any = _bare(submodule_at(block, path))
         if layer is None:
             continue
         if type(layer) not in (nn.Linear, StoredLinear):
-            return {}, f"{path} is a {type(layer).__name__}"
-        packed = isinstance(layer, StoredLinear)
-        weight = layer.dense(HALF) if packed else layer.weight.data
-        if packed or weight.dtype is not HALF:
-            low, high = torch.aminmax(weight)
-            if not max(-float(low), float(high)) <= torch.finfo(HALF).max:
-                return {}, f"weights of {path} do not fit into fp16"
-        reached[path] = kind, 1.0
-        if kind is LayerKind.VALUE or (kind in (LayerKind.WIDE, LayerKind.RESIDUAL) and not fp32_output):
-            reached[path] = kind, max(1.0, float(torch.linalg.vector_norm(weight, dim=1, dtype=FULL).max()))
-    return reached, ""
+            return f"{path} is a {type(layer).__name__}"
+        if isinstance(layer, StoredLinear) or layer.weight.dtype is HALF:
+            continue
+        low, high = torch.aminmax(layer.weight.data)
+        if not max(-float(low), float(high)) <= torch.finfo(HALF).max:
+            return f"weights of {path} do not fit into fp16"
+    return ""
 
 
 def _bare(module: Any) -> Any:

@@ -50,7 +50,7 @@ class LayerSettings:
     """The settings of a rewritten layer."""
 
     fp32_output: bool  # a GEMM of fp16 operands can come out in fp32 here
-    reach: float  # largest L2 norm of the weight's rows, at least 1
+    reach: Any  # of its weight, by :func:`reach_of`; None of a packed one, which is asked in each call
     residual: bool = False  # it reads the residual in fp16, divided by RESIDUAL_SCALE
     values: nn.Module | None = None  # of an output projection: the VALUE layer whose power of two it multiplies back in
     leaves: bool = False  # that power of two for the block's sum to multiply in
@@ -67,13 +67,18 @@ def to_fp16(x: Tensor, scale: Tensor | None = None) -> Tensor:
     return torch.mul(x, scale.reciprocal(), out=torch.empty_like(x, dtype=HALF))
 
 
-def row_scales(x: Tensor, reach: float) -> Tensor:
+def reach_of(weight: Tensor, known: Any = None) -> Any:
+    """The largest L2 norm of the rows of ``weight``, at least 1 (fp32, without dimensions); what is ``known`` of it."""
+    return torch.linalg.vector_norm(weight, dim=1, dtype=FULL).amax().clamp_(min=1.0) if known is None else known
+
+
+def row_scales(x: Tensor, reach: Any) -> Tensor:
     """The power of two, at least 1, that keeps a row of ``x`` and its products within fp16: (..., 1), fp32.
     A row longer than 1.8e19 overflows here as it does in the fp32 model itself, whose norms square the same values."""
     return scales_for(torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=FULL), reach)
 
 
-def scales_for(size: Tensor, reach: float) -> Tensor:
+def scales_for(size: Tensor, reach: Any) -> Tensor:
     """The power of two, at least 1, that keeps within fp16 what is at most ``size`` (fp32) times ``reach``."""
     return _power_of_two(size * (2.0 * reach / LIMIT)).clamp_(min=1.0)
 
@@ -94,10 +99,10 @@ def fp32_linear(layer: Any, x: Tensor) -> Tensor:
         if not settings.divided and x.dtype is not HALF:
             # x is read only once; a small value loses less than fp16 rounds in rows with values around 0.03 and more.
             x = torch.mul(x, 1 / RESIDUAL_SCALE, out=torch.empty_like(x, dtype=HALF))
-    if not settings.fp32_output or x.dtype is not HALF:
-        scale = row_scales(x, 1.0 if settings.fp32_output else settings.reach)
-        x, total = to_fp16(x, scale), scale if total is None else scale * total
-    with weights_on(layer, like=x) as (weight, bias):
+    with weights_on(layer, like=x.new_empty(0, dtype=HALF)) as (weight, bias):
+        if not settings.fp32_output or x.dtype is not HALF:
+            scale = row_scales(x, 1.0 if settings.fp32_output else reach_of(weight, settings.reach))
+            x, total = to_fp16(x, scale), scale if total is None else scale * total
         if bias is not None and left is not None:
             bias = bias.float() / left
         if settings.fp32_output:
@@ -145,11 +150,10 @@ class AskedLinear:
 def value_linear(layer: Any, x: Tensor) -> Tensor:
     """Attention's values in fp16, all divided by one power of two, which is left for the output projection."""
     settings: LayerSettings = getattr(layer, SETTINGS)
-    scale = row_scales(x, settings.reach).amax()
-    layer.__dict__[SCALE] = scale
-    x = to_fp16(x, scale)
-    with weights_on(layer, like=x) as (weight, bias):
-        return functional.linear(x, weight, None if bias is None else to_fp16(bias, scale))
+    with weights_on(layer, like=x.new_empty(0, dtype=HALF)) as (weight, bias):
+        scale = row_scales(x, reach_of(weight, settings.reach)).amax()
+        layer.__dict__[SCALE] = scale
+        return functional.linear(to_fp16(x, scale), weight, None if bias is None else to_fp16(bias, scale))
 
 
 def adapted_value(layer: Any, x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from ...compat.probe_results import probe_results_of
 from ...compat.transforms.attention import SPARSE, Attention, attention_for, avoided_by, by_time
 from ...compat.transforms.conv3d_choice import stored_timings
 from ...compat.transforms.fp16 import stored_dtype
-from ...compat.transforms.order import Preparation, Step, attention_step, conv3d_step
+from ...compat.transforms.order import Order, Preparation, Step, attention_step, conv3d_step
 from ..base import Progress, Silent
 from ..family import FamilySpec
 from ..files.evidence import evidence_of, named_place, published, recipe_named, variant_of
@@ -101,7 +101,8 @@ def load(
     convolutions = conv3d_step(abilities(facts, probes), None if probes is None else stored_timings(facts, probes))
     speed = speed_for(request.speed, facts, request.devices, precision, probes, attention)
     guards = _guards(request, facts, probes)
-    steps = (storage_step(files), convolutions, safe.step(), attention_step(attention), *speed.steps(), *guards)
+    fp16_step = Step(Order.PRECISION, "safe fp16", safe.apply)
+    steps = (storage_step(files), convolutions, fp16_step, attention_step(attention), *speed.steps(), *guards)
     parts = _parts(files, Preparation(steps), safe if request.precision == AUTO else None)
     hosted = speed.host_for(request.offload, hosted)
     offloader, offload = offloader_for(

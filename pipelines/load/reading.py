@@ -344,15 +344,12 @@ class SafeFp16:
     device: Any  # where the transformer will run; it is asked once for fp32-output products
     active: bool = True  # whether the transformer is rewritten when it is next read
 
-    def step(self) -> Step:
-        return Step(Order.PRECISION, "safe fp16", self._apply)
-
     def abandon(self, parts: Parts, files: PartFiles) -> None:
         """From the next reading on the transformer is fp32."""
         self.active = False
         parts.readers[files.name] = reader_of(replace(files, dtype=FP32, dtype_of=None))
 
-    def _apply(self, part: str, module: nn.Module) -> Callable[[], None] | None:
+    def apply(self, part: str, module: nn.Module) -> Callable[[], None] | None:
         if not denoises(part) or not self.active:
             return None
         applied = apply_fp16_safe(module, self.family, fp32_output_works(self.device))

@@ -12,6 +12,7 @@ import tiny
 import torch
 from anygpu.compat.checkpoints.packed import StoredLinear
 from anygpu.compat.output_check import NotFinite
+from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.compat.transforms.fp16 import apply_fp16_safe, stored_dtype
 from anygpu.compat.transforms.fp16_layers import SETTINGS
 from anygpu.pipelines.base import Silent
@@ -20,6 +21,7 @@ from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.reading import reader_of
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
+from anygpu.pipelines.speed import SpeedRequest
 from safetensors.torch import load_file, save_file
 
 from simulated import accelerator
@@ -149,3 +151,14 @@ def test_packed_weights_stay_packed_and_compute_to_the_bits_of_their_values(
         assert bool(layers) is (folder is folders[0])
     assert torch.equal(*latents)
     assert held[0] < held[1]
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "mochi" else [pytest.mark.full]) for n in CASES])
+def test_packed_weights_are_part_of_one_graph(acc, tiny_folder, name):
+    asked = [SpeedRequest("reference", compile) for compile in (None, CompileSettings(backend="eager"))]
+    made = [
+        loaded_for(CASES[name], tiny_folder, acc, "none", "fp16-safe", weights="int8", speed=each) for each in asked
+    ]
+    assert torch.equal(*(rendered(pipeline, CASES[name])[0] for pipeline in made))
+    compiled = made[1].plan.speed.compiled["transformer"]
+    assert compiled.graphs and not compiled.failure
