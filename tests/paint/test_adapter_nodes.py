@@ -68,7 +68,6 @@ def test_what_is_there_is_listed(core):
     assert stamps[0] != stamps[1] and all(stamps)
 
 
-@pytest.mark.full
 def test_step_by_step_and_in_one_node(core, monkeypatch):
     pipeline, asked = loaded(core, base="sdxl"), []
     monkeypatch.setattr(core.memory, "make_room", lambda needed, _device: asked.append(needed))
