@@ -114,7 +114,8 @@ def size_in(path: Path) -> tuple[int, ...]:
     """Width and height as stored, by the header of a picture or video file; nothing for a file that is none."""
     try:
         with _opened(path, "a picture or video file") as container:
-            return container.streams.video[0].width, container.streams.video[0].height
+            stream = _stream_of(container)
+            return stream.width, stream.height
     except CheckpointError:
         return ()
 
@@ -124,9 +125,8 @@ def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[C
     Raises CheckpointError for no frame, frames of several sizes, or more pixels than ``allowance`` has left."""
     first = None
     with _opened(path, "a picture or video file") as container:
-        stream, turn = container.streams.video[0], _turn_of(path)
-        if stream.codec_context is not None:  # None without a decoder, which container.decode reports
-            stream.codec_context.options = _most_of(path)
+        stream, turn = _stream_of(container), _turn_of(path)
+        stream.codec_context.options = _most_of(path)
         for frame in container.decode(stream):
             check()
             size = frame.width, frame.height
@@ -143,6 +143,14 @@ def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[C
     if first is None:
         found = f"no frames in {str(path)!r}"
         raise CheckpointError(found, expected="a picture or video file", fix="Choose another file.")
+
+
+def _stream_of(container: Any) -> Any:
+    """The video stream. Raises ValueError for a codec without a decoder, on which PyAV before 18.1 crashes."""
+    stream = container.streams.video[0]
+    if stream.codec_context is None:
+        raise ValueError("no decoder for its codec")
+    return stream
 
 
 def _turn_of(path: Path) -> tuple[bool, int] | None:

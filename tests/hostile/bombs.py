@@ -222,7 +222,7 @@ PICTURES: dict[str, tuple[Callable[[], bytes], str]] = {
     "even.tiff": (lambda: _saved("TIFF", 700), ""),
     "film.mp4": (lambda: film(60, 640), ""),
     "short.mp4": (lambda: film(9, 64), ""),
-    "codec.mp4": (lambda: film(9, 64).replace(b"mp4v", b"zzzz").replace(b"esds", b"zzzz"), "cannot be read"),
+    "codec.mp4": (lambda: film(9, 64).replace(b"mp4v", b"zzzz").replace(b"esds", b"zzzz"), "no decoder for its codec"),
     "film.webm": (lambda: film(20, 320, "webm"), ""),
     "samples.mp4": (lambda: claiming(film(9, 64), b"stsz", 2**30), "a table of 1073741824 samples"),
     "wide_header.mp4": (

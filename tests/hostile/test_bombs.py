@@ -25,7 +25,7 @@ from anygpu.paint.geometry.mesh import load_mesh
 from anygpu.paint.networks.weights import weights_in
 from anygpu.paint.pictures import transparency
 from anygpu.pipelines import movie
-from anygpu.pipelines.movie import Allowance, content_in, read_frames, write_mp4
+from anygpu.pipelines.movie import Allowance, content_in, read_frames, size_in, write_mp4
 from anygpu.pipelines.records import places as picture_index
 from anygpu.pipelines.records.job import Content
 from anygpu.pipelines.records.places import Places
@@ -285,3 +285,7 @@ def test_a_search_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Cancel):
         Places(files=(tmp_path,)).frames(Content("away.png", "0" * 32), check)
     assert len(asked) == 3
+
+
+def test_a_video_without_a_decoder_has_no_size(tmp_path: Path) -> None:
+    assert [size_in(path) for path, _ in bombs.written(tmp_path, {"codec.mp4", "short.mp4"})] == [(64, 64), ()]
