@@ -44,25 +44,29 @@ class UNetShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> UNetShape:
-        """The shape in a ``config.json``; raises CheckpointError for another kind of UNet."""
+        """The shape in a ``config.json``; raises CheckpointError for another kind of UNet, or a damaged one."""
         for name, value in REQUIRED.items():
             if config.get(name, value) != value:
                 found = f"{name} {config[name]!r} in the configuration of the UNet"
                 raise CheckpointError(found, expected=f"{value!r}", fix="Choose a folder of this node's models.")
-        widths = tuple(config["block_out_channels"])
-        heads = config["attention_head_dim"]
-        return cls(
-            in_channels=int(config["in_channels"]),
-            out_channels=int(config["out_channels"]),
-            widths=widths,
-            heads=tuple(heads) if not isinstance(heads, int) else (heads,) * len(widths),
-            attending_down=tuple(kind.startswith(CROSS) for kind in config["down_block_types"]),
-            attending_up=tuple(kind.startswith(CROSS) for kind in config["up_block_types"]),
-            depth=int(config["layers_per_block"]),
-            text_width=int(config["cross_attention_dim"]),
-            time_width=int(config.get("time_embedding_dim") or 4 * widths[0]),
-            groups=int(config["norm_num_groups"]),
-        )
+        try:
+            widths = tuple(config["block_out_channels"])
+            heads = config["attention_head_dim"]
+            return cls(
+                in_channels=int(config["in_channels"]),
+                out_channels=int(config["out_channels"]),
+                widths=widths,
+                heads=tuple(heads) if not isinstance(heads, int) else (heads,) * len(widths),
+                attending_down=tuple(kind.startswith(CROSS) for kind in config["down_block_types"]),
+                attending_up=tuple(kind.startswith(CROSS) for kind in config["up_block_types"]),
+                depth=int(config["layers_per_block"]),
+                text_width=int(config["cross_attention_dim"]),
+                time_width=int(config.get("time_embedding_dim") or 4 * widths[0]),
+                groups=int(config["norm_num_groups"]),
+            )
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            found = f"a UNet whose sizes in config.json cannot be read ({type(error).__name__}: {error})"
+            raise CheckpointError(found, expected="those of this model", fix="Download that file again.") from error
 
 
 class Block(nn.Module):

@@ -61,11 +61,12 @@ class Match:
         layers, keys = len(self.pairs), self.total - len(self.unmatched) - self.text_encoder
         text = f"{name}: {layers} layer{'s' * (layers != 1)}, {keys} of {self.total} keys match"
         if self.text_encoder:
-            text += f"; {self.text_encoder} belong to text encoders and are ignored"
+            belong = "belongs to text encoders and is" if self.text_encoder == 1 else "belong to text encoders and are"
+            text += f"; {self.text_encoder} {belong} ignored"
         if self.unmatched:
             text += f"; not {listed(self.unmatched)}"
         if self.filtered:
-            text += f"; {self.filtered} layers are outside the chosen blocks"
+            text += f"; {self.filtered} {'layer is' if self.filtered == 1 else 'layers are'} outside the chosen blocks"
         return text
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ...compat.checkpoints.latents import metadata_of, read_record, record_in
+from ...compat.device.execution import generator_for
 from ...compat.device.facts import value_or
 from ...compat.errors import CheckpointError, PackError
 from ..base import Latents
@@ -161,9 +162,10 @@ class SavedSections:
                 if record.get("resume") != key:
                     continue
                 tensors, _ = read_record(path, "latents")
-                lengths = [int(length) for length in record["extra"]["section_lengths"]]
+                lengths = tuple(int(length) for length in record["extra"]["section_lengths"])
                 state = bytes.fromhex(record["extra"]["generator_state"])
-                standing = SectionState(tensors[HISTORY], tuple(lengths), state)
+                generator_for(0, state)  # raises where this is none
+                standing = SectionState(tensors[HISTORY], lengths, state)
             except (*UNLISTED, RuntimeError) as error:
                 log.warning("AnyGPU: cannot resume from %s: %s", path.name, error)
                 continue
