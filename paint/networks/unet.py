@@ -156,8 +156,8 @@ class UNet(nn.Module):
             kept += block(kept[-1], time, text, run)
         x = self.mid_block(kept[-1], time, text, run)
         for block in self.up_blocks:
-            coming = len(kept) - self.shape.depth - 1
-            size = tuple(kept[coming - 1].shape[-2:]) if coming else None
+            left = len(kept) - self.shape.depth - 1  # shortcuts after this block; the last has the next one's size
+            size = tuple(kept[left - 1].shape[-2:]) if left else None
             x = block(x, kept, time, text, run, size)
         return x
 
@@ -170,15 +170,15 @@ class UNet(nn.Module):
         return Transformer(width, self.shape.groups, made, self.dtypes)
 
     def _level(self, level: int, up: bool) -> Block:
-        """The blocks of one level; those of the way up count from the deepest."""
+        """The blocks of one level; on the way up level 0 is the deepest."""
         shape, order = self.shape, -1 if up else 1
         widths, heads = shape.widths[::order], shape.heads[::order]
         attending, depth = (shape.attending_up, shape.depth + 1) if up else (shape.attending_down, shape.depth)
-        width, before, below = widths[level], widths[max(level - 1, 0)], widths[min(level + 1, len(widths) - 1)]
-        residuals = []
-        for index in range(depth):
-            shortcut = (below if index == depth - 1 else width) if up else 0
-            residuals.append(self._residual((before if index == 0 else width) + shortcut, width))
+        width, before, after = widths[level], widths[max(level - 1, 0)], widths[min(level + 1, len(widths) - 1)]
+        shortcuts = [0] * depth if not up else [*[width] * (depth - 1), after]  # the last is of the next level
+        residuals = [
+            self._residual((width if index else before) + shortcut, width) for index, shortcut in enumerate(shortcuts)
+        ]
         names = [f"{'up' if up else 'down'}_{level}_{index}" for index in range(depth if attending[level] else 0)]
         attentions = [self._transformer(name, width, heads[level]) for name in names]
         sampler = None if level == len(widths) - 1 else Resampled(width, up, self.dtypes)

@@ -127,11 +127,9 @@ def path_of(folder: Path, name: str, family: str = "") -> Path:
     if name == "newest" and ids:
         fitting = [saved.id for saved in every if family in ("", saved.family)]
         if not fitting:
-            raise CheckpointError(
-                f"no saved latents of {family!r}",
-                expected=f"a sampling of {family!r} among the {len(ids)} that are kept",
-                fix=f"Load the {every[0].family} model, whose latents are the newest, or choose one from the list.",
-            )
+            found, kept = f"no saved latents of {family!r}", f"the {len(ids)} that are kept"
+            fix = f"Load the {every[0].family} model, whose latents are the newest, or choose one from the list."
+            raise CheckpointError(found, expected=f"a sampling of {family!r} among {kept}", fix=fix)
         name = fitting[0]
     if name not in ids:
         raise CheckpointError(
@@ -176,7 +174,8 @@ class SavedSections:
     def save(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Replace what is saved of this sampling by all sections so far."""
         latents = self.describe(latents)
-        name = self.names.setdefault(key, self.names.pop("", "") or _new_id(latents.family, latents.seed))
+        earlier = self.names.pop("", "")  # saved before the model was hashed, until when its key is empty
+        name = self.names.setdefault(key, earlier or _new_id(latents.family, latents.seed))
         record: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
         if index + 1 < count:
