@@ -214,21 +214,14 @@ class _PoseSearch:
         return covered, to_host(place), whole.view(3, -1).T[pixel], pixel
 
     def rim(self, pose: Pose, covered: Tensor) -> Tensor:
-        """(P, 3) float64: points of the mesh's outline, from edges between a face towards the camera and one away."""
+        """(P, 3) float64: points of the mesh's outline: on edges of its border, or between a face seen and one not."""
         centres = self.vertices[self.faces].mean(1)
         towards = torch.tensor(pose.towards(), dtype=torch.float64)
         front = ((towards - pose.perspective * centres) * self.normals).sum(1) > 0
-        sides = torch.zeros((len(self.edges), 2)).index_put_(
-            (self.sides.view(-1), front.long()[:, None].expand(-1, 3).reshape(-1)), torch.ones(()), accumulate=True
-        )
-        rims = self.edges[((sides > 0).all(1) | (sides.sum(1) == 1)).nonzero()[:, 0]]
-        first, second = self.vertices[rims[:, 0]], self.vertices[rims[:, 1]]
-        count = ((second - first).norm(dim=1) / SPACING).ceil().long().clamp(min=1)
-        owner = torch.repeat_interleave(torch.arange(len(rims)), count)
-        step = torch.arange(len(owner)) - torch.repeat_interleave(count.cumsum(0) - count, count)
-        share = ((step + 0.5) / count[owner])[:, None]
-        points = first[owner] * (1 - share) + second[owner] * share
-        size = len(covered)
+        sides = torch.zeros((len(self.edges), 2))  # of each edge, how many faces look away and how many towards
+        sides.index_put_((self.sides, front.long()[:, None].expand(-1, 3)), torch.ones(()), accumulate=True)
+        rims = self.edges[(sides > 0).all(1) | (sides.sum(1) == 1)]
+        points, size = _points_along(*self.vertices[rims].unbind(1)), len(covered)
         background = F.max_pool2d((~covered).float()[None, None], 5, 1, 2)[0, 0] > 0
         right, up, _ = pose.placed(points).unbind(1)
         column, row = (((x + 0.5) * size - 0.5).round().long().clamp(0, size - 1) for x in (right, -up))
@@ -291,6 +284,15 @@ class _PoseSearch:
 
 def resized(picture: Tensor, size: int) -> Tensor:  # (C, size, size): means of (S, S, C)
     return F.adaptive_avg_pool2d(picture.movedim(-1, 0)[None], size)[0]
+
+
+def _points_along(first: Tensor, second: Tensor) -> Tensor:
+    """Points (P, 3) on the lines from ``first`` to ``second``, each (E, 3), at most :data:`SPACING` apart."""
+    count = ((second - first).norm(dim=1) / SPACING).ceil().long().clamp(min=1)
+    line = torch.repeat_interleave(torch.arange(len(count)), count)
+    step = torch.arange(len(line)) - (count.cumsum(0) - count)[line]
+    share = ((step + 0.5) / count[line])[:, None]
+    return first[line] * (1 - share) + second[line] * share
 
 
 def softened(colours: Tensor, alpha: Tensor) -> Tensor:

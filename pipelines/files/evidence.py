@@ -170,9 +170,8 @@ def other_class(name: str) -> OtherModel | None:
 
 
 def refusal(other: OtherModel, path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{str(path)!r} holds {other.title}", expected="a model that AnyGPU runs", fix=f"Use {other.runs}."
-    )
+    found = f"{str(path)!r} holds {other.title}"
+    return CheckpointError(found, expected="a model that AnyGPU runs", fix=f"Use {other.runs}.")
 
 
 def _fits(row: OtherModel, entries: Mapping[str, TensorEntry]) -> bool:

@@ -204,11 +204,9 @@ def _part(name: str, family: FamilySpec, content: StoredModel, configured: Confi
         entry = content.entries.get("shared.weight") or content.entries.get(table)
         config["vocab_size"] = config["vocab_size"] if entry is None else entry.shape[0]
     if cls not in allowed:
-        raise CheckpointError(
-            f"the {name} in {str(content.path)!r} is a {cls}",
-            expected=f"one of {', '.join(allowed)}",
-            fix=f"Choose another file as {name}, or correct the JSON file beside it.",
-        )
+        found = f"the {name} in {str(content.path)!r} is a {cls}"
+        fix = f"Choose another file as {name}, or correct the JSON file beside it."
+        raise CheckpointError(found, expected=f"one of {', '.join(allowed)}", fix=fix)
     if left := (*content.unknown, *configured.unused):
         progress.notify(f"{name}: tensors that {configured.name} has no place for are left out: {listed(left)}")
     entries = {key: entry for key, entry in content.entries.items() if key not in configured.unused}

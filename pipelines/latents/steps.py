@@ -41,7 +41,7 @@ class SavedSteps:
     begun: float = field(default_factory=time.perf_counter)
 
     def found(self, key: str) -> StepState | None:
-        """The saved state of this sampling, None if there is none; the time of which ``share`` counts begins here."""
+        """The saved state of a sampling, None without one; starts the clock of whose time saving may take ``share``."""
         self.begun, self.spent = time.perf_counter(), 0.0
         path = self._path(key)
         if not path.is_file():
