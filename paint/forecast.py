@@ -84,19 +84,19 @@ class PaintRun:
 
     def planned(self, pipeline: PaintPipeline, name: str, room: int | None) -> PlannedStage:
         """The stage ``name``, to forecast its time; only the weights that stay depend on the ``room``."""
-        part, precision, steps = part_of(pipeline, name), pipeline.precision, name in STEPPING.values()
-        dtypes = {"vae": precision.vae, **dict.fromkeys(CLASSES, precision.text)}
-        computes = precision.compute if part == "unet" else None
+        part, precision = part_of(pipeline, name), pipeline.precision
+        dtypes = {"unet": precision.compute or precision.transformer, "vae": precision.vae}
+        dtypes |= dict.fromkeys(CLASSES, precision.text)
         needs = {need.name: need for need in paint_needs(pipeline, self, "group", room)}
         return PlannedStage(
             name=name,
             facts=pipeline.facts,
             probes=pipeline.probes,
-            dtype=computes or dtypes.get(part, precision.transformer),
+            dtype=dtypes.get(part, precision.transformer),
             work=partial(stage_work, pipeline, name, self),
             weights=pipeline.weights[part].total,
             key=work_key(pipeline),
-            calls=self.steps if steps else 1,
+            calls=self.steps if name in STEPPING.values() else 1,
             stays=needs[name].stays,
         )
 

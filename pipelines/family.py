@@ -108,14 +108,17 @@ class Recipe:
     nodes: str = ""  # of a second pass: the nodes and the file that run it, for people
 
     def __str__(self) -> str:
-        guidance = [f"from noise {step.level:g} {step}" for step in self.guidance]
-        steps = f"{self.steps} steps{f' without the last {self.skip_last}' * (self.skip_last > 0)}"
-        words = [steps, *(guidance if len(guidance) > 1 else map(str, self.guidance))]
-        words += [f"shift {self.shift:g}"] * (self.shift > 0) + ["new noise after each step"] * self.stochastic
-        words += [f"decoded at {self.decode_timestep:g} with noise {self.decode_noise:g}"] * (self.decode_noise > 0)
-        if (second := self.second) is not None:
+        levels, second = len(self.guidance) > 1, self.second
+        words = [
+            f"{self.steps} steps" + (f" without the last {self.skip_last}" if self.skip_last else ""),
+            *(f"from noise {step.level:g} {step}" if levels else str(step) for step in self.guidance),
+            f"shift {self.shift:g}" if self.shift else "",
+            "new noise after each step" if self.stochastic else "",
+            f"decoded at {self.decode_timestep:g} with noise {self.decode_noise:g}" if self.decode_noise else "",
+        ]
+        if second is not None:
             words.append(f"over upscaled latents {second.steps - sum(second.skips(second.steps))} more steps")
-        return "; ".join(words)
+        return "; ".join(filter(None, words))
 
     def skips(self, steps: int) -> tuple[int, int]:
         """Counts of ``steps`` that are left out, at the start and at the end."""

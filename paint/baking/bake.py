@@ -142,7 +142,7 @@ def gathered(
     for first in range(0, count, POINTS_AT_ONCE):
         part = slice(first, first + POINTS_AT_ONCE)
         screen = view.on_screen(texels.place[part])
-        seen = sight.exact(screen, texels.shown.face[part]) if exact else sight.of(screen, texels.shown.face[part])
+        seen = sight.as_reference(screen) if exact else sight.tolerant(screen, texels.shown.face[part])
         chosen = (seen[0] > 0).nonzero()[:, 0]
         place = texels.shown.pixel[part][chosen]
         colour[place] = _sampled(picture, screen[chosen, :2], view.size, exact)
@@ -161,7 +161,7 @@ class _Sight:
     pure: Tensor
     cosines: Tensor
 
-    def exact(self, screen: Tensor, face: Tensor) -> tuple[Tensor, Tensor]:
+    def as_reference(self, screen: Tensor) -> tuple[Tensor, Tensor]:
         """(cosine, trust), each (P,), as the reference decides: the pixel's face counts, W in the place of W - 1."""
         size = self.view.size
         column, row = (screen[:, :2] * (size / (size - 1))).floor().long().clamp(0, size - 1).unbind(1)
@@ -170,8 +170,8 @@ class _Sight:
         close = (-screen[:, 2] - self.depth[row, column]).abs() < DEPTH_TOLERANCE
         return torch.where(close & (cosine >= MIN_COSINE), cosine, 0), torch.ones_like(cosine)
 
-    def of(self, screen: Tensor, face: Tensor) -> tuple[Tensor, Tensor]:
-        """(cosine, trust), each (P,): a point is seen if one of the pixels round it shows its depth or its face.
+    def tolerant(self, screen: Tensor, face: Tensor) -> tuple[Tensor, Tensor]:
+        """(cosine, trust), each (P,): a point is seen if one of the four pixels round it shows its depth or its face.
 
         A face turned away counts if it is the one in front: there its winding is wrong, not its place."""
         cosine = self.cosines[face]

@@ -91,28 +91,18 @@ class Surface:
         longest = (corners - corners.roll(1, 1)).norm(dim=2).amax(1)
         solid = 2 * areas > THIN * longest
         if not bool(solid.any()):
-            raise InputError(
-                f"a mesh whose {faces.shape[0]} faces have no area", expected="a surface", fix="Export it again."
-            )
+            found = f"a mesh whose {faces.shape[0]} faces have no area"
+            raise InputError(found, expected="a surface", fix="Export it again.")
         faces, face_normals = faces[solid], normals[solid] / (2 * areas[solid])[:, None]
-        by_corner = face_normals.repeat_interleave(3, 0)
-        if frame.by_angle:
-            ahead, back = (corners[solid].roll(way, 1) - corners[solid] for way in (-1, 1))
-            angles = torch.atan2(torch.linalg.cross(ahead, back).norm(dim=2), (ahead * back).sum(2))
-            by_corner = by_corner * angles.reshape(-1, 1)
-        sums = torch.zeros_like(vertices).index_add_(0, faces.reshape(-1), by_corner)
-        if frame.by_angle and mesh.normals is not None:  # a vertex that its file splits stays split
-            own = to_host(mesh.normals).double()
-            sums = torch.where(torch.isfinite(own).all(1, True) & own.any(1, True), own, sums)
-        vertex_normals = torch.nn.functional.normalize(sums, dim=1)
+        vertex_normals = _vertex_normals(mesh, frame, vertices, faces, face_normals)
         target = torch.device(device) if device is not None else mesh.vertices.device
         uvs = None if mesh.uvs is None else mesh.uvs.detach().to(target, torch.float32)
-        own = [tensor.to(torch.float32).to(target) for tensor in (vertices, vertex_normals, face_normals)]
+        placed = [tensor.to(torch.float32).to(target) for tensor in (vertices, vertex_normals, face_normals)]
         notes = _notes(mesh, faces, int((~solid).sum()), centre, radius)
         low, high = used.amin(0) * scale, used.amax(0) * scale
         if not frame.centred and float((low + high).abs().max()) / 2 > OFF_CENTRE:
             notes += ("the mesh lies beside the origin, so the views show it small: centre it for more detail",)
-        return cls(own[0], faces.to(target), uvs, own[1], own[2], centre, scale, notes)
+        return cls(placed[0], faces.to(target), uvs, placed[1], placed[2], centre, scale, notes)
 
     def areas(self) -> Tensor:
         a, b, c = (self.vertices[self.faces[:, k]] for k in range(3))
@@ -167,6 +157,21 @@ def checked_shapes(mesh: Mesh) -> None:
         raise InputError(found, expected="one pair per vertex", fix="Use Unwrap Mesh UVs.")
 
 
+def _vertex_normals(mesh: Mesh, frame: Frame, vertices: Tensor, faces: Tensor, face_normals: Tensor) -> Tensor:
+    """(N, 3), unit: means over the faces round each vertex, or the file's own normals in a frame that takes them."""
+    by_corner = face_normals.repeat_interleave(3, 0)
+    if frame.by_angle:
+        corners = vertices[faces]
+        ahead, back = (corners.roll(way, 1) - corners for way in (-1, 1))
+        angles = torch.atan2(torch.linalg.cross(ahead, back).norm(dim=2), (ahead * back).sum(2))
+        by_corner = by_corner * angles.reshape(-1, 1)
+    normals = torch.zeros_like(vertices).index_add_(0, faces.reshape(-1), by_corner)
+    if frame.by_angle and mesh.normals is not None:  # a vertex that its file splits stays split
+        own = to_host(mesh.normals).double()
+        normals = torch.where(torch.isfinite(own).all(1, True) & own.any(1, True), own, normals)
+    return torch.nn.functional.normalize(normals, dim=1)
+
+
 def _notes(mesh: Mesh, faces: Tensor, dropped: int, centre: Tensor, radius: float) -> tuple[str, ...]:
     notes = [f"{dropped} faces without area were dropped"] if dropped else []
     notes += size_notes(faces.shape[0])
@@ -199,12 +204,12 @@ class Beside:
         self.read: dict[Path, bytes] = {}  # once, however often it is named
 
     def place(self, name: str) -> Path:
-        """The path of a file in the folder, or in one below it.
+        """The path of a file in the folder, or in one below it, by its name or, as in glTF, by its URI.
 
         Raises ValueError where it is outside, also by a link, no plain file, or too large."""
-        plain = self.folder / name.strip()
-        own = re.sub(rb"%([0-9A-Fa-f]{2})", lambda code: bytes.fromhex(code[1].decode()), name.strip().encode())
-        place = (plain if plain.exists() else self.folder / own.decode(errors="replace")).resolve()  # as glTF
+        named, uri = self.folder / name.strip(), name.strip().encode()
+        decoded = re.sub(rb"%([0-9A-Fa-f]{2})", lambda code: bytes.fromhex(code[1].decode()), uri)
+        place = (named if named.exists() else self.folder / decoded.decode(errors="replace")).resolve()
         if not place.is_relative_to(self.folder) or not place.is_file() or place.stat().st_size > BESIDE_BYTES:
             raise ValueError(f"{name!r} is not a file in the mesh's own folder of at most {BESIDE_BYTES >> 30} GB")
         return place

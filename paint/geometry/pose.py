@@ -28,7 +28,7 @@ TURNS, HEIGHTS = (-30, -15, 0, 15, 30), (-15, 0, 15, 30)  # degrees tried, from 
 PERSPECTIVES = (0.0, 0.45)  # one over the distance from the mesh's middle, in units of the frame, whose radius is 0.575
 NEAREST_CAMERA = 1.1  # the largest such value: a wide lens
 STARTS, FIRST, LAST = 3, 3, 10  # places of the grid that are tried further, for so many rasters; those of the best
-STEPS = 2  # of a pose for each raster
+STEPS, DELTA = 2, 1e-4  # of a pose for each raster; of each of its numbers, to measure the slope
 POINTS = 1500  # of an outline
 SPACING = 0.01  # units of the frame between points of the mesh's outline
 FAR, NEAR = 0.06, 0.006  # widths of the picture beyond which an outline's point counts little, at first and at last
@@ -137,7 +137,7 @@ def found_pose(
 
 
 def _edges_of(vertices: Tensor, faces: Tensor) -> tuple[Tensor, Tensor]:
-    """Each edge once, as two vertices (E, 2), not again at a seam of UVs, and that of each side of each face (M, 3)."""
+    """The edges as pairs of vertices (E, 2), one across a seam of UVs, and the edges of each face (M, 3)."""
     corners = welded(vertices)[faces]
     ends = torch.stack((corners, corners.roll(-1, 1)), dim=2).sort(2).values  # (M, 3, 2): either direction is one edge
     sides = (ends[..., 0] * (int(corners.max()) + 1) + ends[..., 1]).unique(return_inverse=True)[1]
@@ -214,21 +214,14 @@ class _PoseSearch:
         return covered, to_host(place), whole.view(3, -1).T[pixel], pixel
 
     def rim(self, pose: Pose, covered: Tensor) -> Tensor:
-        """(P, 3) float64: points of the mesh's outline, from edges between a face towards the camera and one away."""
+        """(P, 3) float64: points of the mesh's outline: on edges of its border, or between a face seen and one not."""
         centres = self.vertices[self.faces].mean(1)
         towards = torch.tensor(pose.towards(), dtype=torch.float64)
         front = ((towards - pose.perspective * centres) * self.normals).sum(1) > 0
-        sides = torch.zeros((len(self.edges), 2)).index_put_(
-            (self.sides.view(-1), front.long()[:, None].expand(-1, 3).reshape(-1)), torch.ones(()), accumulate=True
-        )
-        rims = self.edges[((sides > 0).all(1) | (sides.sum(1) == 1)).nonzero()[:, 0]]
-        first, second = self.vertices[rims[:, 0]], self.vertices[rims[:, 1]]
-        count = ((second - first).norm(dim=1) / SPACING).ceil().long().clamp(min=1)
-        owner = torch.repeat_interleave(torch.arange(len(rims)), count)
-        step = torch.arange(len(owner)) - torch.repeat_interleave(count.cumsum(0) - count, count)
-        share = ((step + 0.5) / count[owner])[:, None]
-        points = first[owner] * (1 - share) + second[owner] * share
-        size = len(covered)
+        sides = torch.zeros((len(self.edges), 2))  # of each edge, how many faces look away and how many towards
+        sides.index_put_((self.sides, front.long()[:, None].expand(-1, 3)), torch.ones(()), accumulate=True)
+        rims = self.edges[(sides > 0).all(1) | (sides.sum(1) == 1)]
+        points, size = _points_along(*self.vertices[rims].unbind(1)), len(covered)
         background = F.max_pool2d((~covered).float()[None, None], 5, 1, 2)[0, 0] > 0
         right, up, _ = pose.placed(points).unbind(1)
         column, row = (((x + 0.5) * size - 0.5).round().long().clamp(0, size - 1) for x in (right, -up))
@@ -240,7 +233,7 @@ class _PoseSearch:
         Source: Chen and Medioni 1992, points to the nearest lines; Geman and McClure's weights against strays."""
         start = pose.values()
         values, free = start.clone(), torch.ones(len(TYPICAL), dtype=torch.float64)
-        free[:2] = 0 if given else 1
+        free[:2] = 0 if given else 1  # azimuth and elevation
         doubt = torch.diag(DOUBT / torch.tensor(TYPICAL, dtype=torch.float64) ** 2)
         for reach in reaches:
             check()
@@ -252,11 +245,11 @@ class _PoseSearch:
             for _ in range(STEPS):
                 residuals = self.residuals(Pose.of(values), rim, inside, reach)
                 now = residuals(values)
-                steps = torch.eye(len(values), dtype=torch.float64) * 1e-4 * free
-                slope = torch.stack([(residuals(values + step) - now) / 1e-4 for step in steps], dim=1)
+                steps = torch.eye(len(values), dtype=torch.float64) * DELTA * free
+                slope = torch.stack([(residuals(values + step) - now) / DELTA for step in steps], dim=1)
                 pull = slope.T @ now + doubt @ (values - start)
                 values = values - free * torch.linalg.solve(slope.T @ slope + doubt, pull)
-                values[3] = values[3].clamp(0, NEAREST_CAMERA)
+                values[3] = values[3].clamp(0, NEAREST_CAMERA)  # the perspective
         return self.compared(Pose.of(values), FINE)
 
     def residuals(self, pose: Pose, rim: Tensor, inside: Tensor, reach: float) -> Callable[[Tensor], Tensor]:
@@ -291,6 +284,15 @@ class _PoseSearch:
 
 def resized(picture: Tensor, size: int) -> Tensor:  # (C, size, size): means of (S, S, C)
     return F.adaptive_avg_pool2d(picture.movedim(-1, 0)[None], size)[0]
+
+
+def _points_along(first: Tensor, second: Tensor) -> Tensor:
+    """Points (P, 3) on the lines from ``first`` to ``second``, each (E, 3), at most :data:`SPACING` apart."""
+    count = ((second - first).norm(dim=1) / SPACING).ceil().long().clamp(min=1)
+    line = torch.repeat_interleave(torch.arange(len(count)), count)
+    step = torch.arange(len(line)) - (count.cumsum(0) - count)[line]
+    share = ((step + 0.5) / count[line])[:, None]
+    return first[line] * (1 - share) + second[line] * share
 
 
 def softened(colours: Tensor, alpha: Tensor) -> Tensor:

@@ -91,20 +91,18 @@ class _Triangles:
 
     @classmethod
     def of(cls, screen: Tensor, faces: Tensor, size: tuple[int, int], first: int) -> _Triangles:
-        snapped = (screen[:, :2] * SUBPIXELS).round().to(torch.int64)
-        x, y = (snapped[:, axis][faces] for axis in (0, 1))  # each (F, 3)
+        """The ``faces``, numbered from ``first``, that can cover a pixel of a raster of ``size`` (H, W)."""
+        corners = (screen[:, :2] * SUBPIXELS).round().to(torch.int64)[faces]  # (F, 3, 2)
+        x, y = corners.unbind(2)
         area = (x[:, 1] - x[:, 0]) * (y[:, 2] - y[:, 0]) - (x[:, 2] - x[:, 0]) * (y[:, 1] - y[:, 0])
-        whole_box = [(-(-v.amin(1) // SUBPIXELS), v.amax(1) // SUBPIXELS) for v in (x, y)]
-        (left, right), (top, bottom) = (
-            (low.clamp(min=0), high.clamp(max=edge - 1))
-            for (low, high), edge in zip(whole_box, (size[1], size[0]), strict=True)
-        )
-        kept = ((area != 0) & (right >= left) & (bottom >= top)).nonzero()[:, 0]
-        edges = zip((left, right, top, bottom), (*whole_box[0], *whole_box[1]), strict=True)
-        whole = torch.stack([cut == own for cut, own in edges]).all(0)
-        extent = torch.maximum(x.amax(1) - x.amin(1), y.amax(1) - y.amin(1))
-        plain = (whole & (extent <= SMALL * SUBPIXELS))[kept]
-        box = torch.stack((left, top, right - left + 1, bottom - top + 1), dim=1)[kept]
+        least, most = corners.amin(1), corners.amax(1)
+        low, high = -(-least // SUBPIXELS), most // SUBPIXELS  # (F, 2): column and row of the outermost pixels inside
+        last = torch.tensor((size[1] - 1, size[0] - 1), device=screen.device)
+        start, stop = low.clamp(min=0), torch.minimum(high, last)  # of those that the raster has
+        kept = ((area != 0) & (stop >= start).all(1)).nonzero()[:, 0]
+        whole = ((start == low) & (stop == high)).all(1)
+        plain = (whole & ((most - least).amax(1) <= SMALL * SUBPIXELS))[kept]
+        box = torch.cat((start, stop - start + 1), dim=1)[kept]
         x, y, area, z = x[kept], y[kept], area[kept], screen[:, 2][faces[kept]]
         sign = area.sign()[:, None]
         across = (y.roll(-1, 1) - y.roll(-2, 1)) * sign  # of the edge opposite each corner

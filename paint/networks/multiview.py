@@ -29,7 +29,7 @@ class StreamInputs:
     multiview_scale: float = 1.0  # weight of the attention between views
     materials: int = 1  # 1, or 2 for albedo and metallic-roughness
     dino: Tensor | None = None  # (B, N, D), PBR only
-    rotary: Mapping[int, tuple[Tensor, Tensor]] | None = None  # cosines and sines by (tokens, head width), PBR only
+    rotary: Mapping[int, tuple[Tensor, Tensor]] | None = None  # cosines and sines by number of tokens, PBR only
 
     def reference_of(self, name: str, row: int) -> Tensor:
         kept = self.reference[name]

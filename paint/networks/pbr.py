@@ -37,7 +37,7 @@ class SelfAttention(MultiHeadAttention):
         super().__init__(width, heads)
         self.processor = _SecondMaterial(width, "qkv")
 
-    def forward(self, x: Tensor, seen: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """(B, M, V, N, D) from the same."""
         other = self.processor
         layers = (
@@ -63,7 +63,7 @@ class ReferenceAttention(MultiHeadAttention):
         super().__init__(width, heads)
         self.processor = _SecondMaterial(width, "v")
 
-    def forward(self, x: Tensor, seen: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    def forward(self, x: Tensor, seen: Tensor) -> Tensor:  # type: ignore[override]
         """(B, M, N, D) from albedo's queries (B, N, D) and the kept tokens (B, M', D)."""
         query, key = split(self.to_q(x), self.heads), split(self.to_k(seen), self.heads)
         values = torch.cat((self.to_v(seen), self.processor["to_v_mr"](seen)), dim=-1)

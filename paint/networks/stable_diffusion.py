@@ -134,11 +134,11 @@ def _of_tensors(stored: Weights) -> Base:
 
 
 def _text_part(stored: Weights, ldm: Any, kind: str, part: str) -> BasePart:
-    """A text encoder of a single file, by whichever of its prefixes is there."""
-    *published, loaded = TEXT[kind][part]
-    there = (one for one in (*published, loaded) if any(name.startswith(one) for name in stored.shapes))
-    prefix, convert = next(there, published[0]), ldm.convert_ldm_clip_checkpoint
-    if prefix == loaded:
+    """A text encoder of a single file, below the first of its prefixes in :data:`TEXT` that the file has."""
+    prefixes = TEXT[kind][part]
+    present = (prefix for prefix in prefixes if any(name.startswith(prefix) for name in stored.shapes))
+    prefix, convert = next(present, prefixes[0]), ldm.convert_ldm_clip_checkpoint
+    if prefix == prefixes[-1]:
         convert = partial(_loaded_clip, prefix, part == "text_encoder_2")
     elif not prefix.endswith("transformer."):
         convert = partial(_open_clip, ldm.convert_open_clip_checkpoint, prefix)

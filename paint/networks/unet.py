@@ -44,25 +44,29 @@ class UNetShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> UNetShape:
-        """The shape in a ``config.json``; raises CheckpointError for another kind of UNet."""
+        """The shape in a ``config.json``; raises CheckpointError for another kind of UNet, or a damaged one."""
         for name, value in REQUIRED.items():
             if config.get(name, value) != value:
                 found = f"{name} {config[name]!r} in the configuration of the UNet"
                 raise CheckpointError(found, expected=f"{value!r}", fix="Choose a folder of this node's models.")
-        widths = tuple(config["block_out_channels"])
-        heads = config["attention_head_dim"]
-        return cls(
-            in_channels=int(config["in_channels"]),
-            out_channels=int(config["out_channels"]),
-            widths=widths,
-            heads=tuple(heads) if not isinstance(heads, int) else (heads,) * len(widths),
-            attending_down=tuple(kind.startswith(CROSS) for kind in config["down_block_types"]),
-            attending_up=tuple(kind.startswith(CROSS) for kind in config["up_block_types"]),
-            depth=int(config["layers_per_block"]),
-            text_width=int(config["cross_attention_dim"]),
-            time_width=int(config.get("time_embedding_dim") or 4 * widths[0]),
-            groups=int(config["norm_num_groups"]),
-        )
+        try:
+            widths = tuple(config["block_out_channels"])
+            heads = config["attention_head_dim"]
+            return cls(
+                in_channels=int(config["in_channels"]),
+                out_channels=int(config["out_channels"]),
+                widths=widths,
+                heads=tuple(heads) if not isinstance(heads, int) else (heads,) * len(widths),
+                attending_down=tuple(kind.startswith(CROSS) for kind in config["down_block_types"]),
+                attending_up=tuple(kind.startswith(CROSS) for kind in config["up_block_types"]),
+                depth=int(config["layers_per_block"]),
+                text_width=int(config["cross_attention_dim"]),
+                time_width=int(config.get("time_embedding_dim") or 4 * widths[0]),
+                groups=int(config["norm_num_groups"]),
+            )
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            found = f"a UNet whose sizes in config.json cannot be read ({type(error).__name__}: {error})"
+            raise CheckpointError(found, expected="those of this model", fix="Download that file again.") from error
 
 
 class Block(nn.Module):
@@ -152,8 +156,8 @@ class UNet(nn.Module):
             kept += block(kept[-1], time, text, run)
         x = self.mid_block(kept[-1], time, text, run)
         for block in self.up_blocks:
-            coming = len(kept) - self.shape.depth - 1
-            size = tuple(kept[coming - 1].shape[-2:]) if coming else None
+            left = len(kept) - self.shape.depth - 1  # shortcuts after this block; the last has the next one's size
+            size = tuple(kept[left - 1].shape[-2:]) if left else None
             x = block(x, kept, time, text, run, size)
         return x
 
@@ -166,15 +170,15 @@ class UNet(nn.Module):
         return Transformer(width, self.shape.groups, made, self.dtypes)
 
     def _level(self, level: int, up: bool) -> Block:
-        """The blocks of one level; those of the way up count from the deepest."""
+        """The blocks of one level; on the way up level 0 is the deepest."""
         shape, order = self.shape, -1 if up else 1
         widths, heads = shape.widths[::order], shape.heads[::order]
         attending, depth = (shape.attending_up, shape.depth + 1) if up else (shape.attending_down, shape.depth)
-        width, before, below = widths[level], widths[max(level - 1, 0)], widths[min(level + 1, len(widths) - 1)]
-        residuals = []
-        for index in range(depth):
-            shortcut = (below if index == depth - 1 else width) if up else 0
-            residuals.append(self._residual((before if index == 0 else width) + shortcut, width))
+        width, before, after = widths[level], widths[max(level - 1, 0)], widths[min(level + 1, len(widths) - 1)]
+        shortcuts = [0] * depth if not up else [*[width] * (depth - 1), after]  # the last is of the next level
+        residuals = [
+            self._residual((width if index else before) + shortcut, width) for index, shortcut in enumerate(shortcuts)
+        ]
         names = [f"{'up' if up else 'down'}_{level}_{index}" for index in range(depth if attending[level] else 0)]
         attentions = [self._transformer(name, width, heads[level]) for name in names]
         sampler = None if level == len(widths) - 1 else Resampled(width, up, self.dtypes)

@@ -14,7 +14,7 @@ from typing import Any
 from ...compat.checkpoints.gguf_file import gguf_header
 from ...compat.checkpoints.headers import TensorEntry, entries_and_notes
 from ...compat.decision import AUTO, CHOSEN, Decision
-from ...compat.errors import CheckpointError, InputError, json_within
+from ...compat.errors import CheckpointError, json_within, require_choice
 from ..family import FamilySpec, OtherModel
 from ..registry import FAMILIES
 from .part import PartFiles
@@ -115,11 +115,8 @@ def variant_choices() -> list[str]:
 
 def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFiles) -> tuple[str, tuple[Decision, ...]]:
     """The variant of a model, and what is said of it; raises InputError for one of another family."""
-    if asked not in (AUTO, *family.recipes.variants):
-        known = ", ".join((AUTO, *family.recipes.variants))
-        raise InputError(
-            f"variant {asked!r} for {family.title}", expected=f"one of {known}", fix="Choose auto or one of these."
-        )
+    known, where = (AUTO, *family.recipes.variants), f" for {family.title}"
+    require_choice("variant", asked, known, "Choose auto or one of these.", where=where)
     cautions = cautions_of(family, model, transformer)
     if not family.recipes.variants:
         return family.id, cautions
@@ -173,9 +170,8 @@ def other_class(name: str) -> OtherModel | None:
 
 
 def refusal(other: OtherModel, path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{str(path)!r} holds {other.title}", expected="a model that AnyGPU runs", fix=f"Use {other.runs}."
-    )
+    found = f"{str(path)!r} holds {other.title}"
+    return CheckpointError(found, expected="a model that AnyGPU runs", fix=f"Use {other.runs}.")
 
 
 def _fits(row: OtherModel, entries: Mapping[str, TensorEntry]) -> bool:

@@ -61,11 +61,12 @@ class Match:
         layers, keys = len(self.pairs), self.total - len(self.unmatched) - self.text_encoder
         text = f"{name}: {layers} layer{'s' * (layers != 1)}, {keys} of {self.total} keys match"
         if self.text_encoder:
-            text += f"; {self.text_encoder} belong to text encoders and are ignored"
+            belong = "belongs to text encoders and is" if self.text_encoder == 1 else "belong to text encoders and are"
+            text += f"; {self.text_encoder} {belong} ignored"
         if self.unmatched:
             text += f"; not {listed(self.unmatched)}"
         if self.filtered:
-            text += f"; {self.filtered} layers are outside the chosen blocks"
+            text += f"; {self.filtered} {'layer is' if self.filtered == 1 else 'layers are'} outside the chosen blocks"
         return text
 
 
@@ -126,11 +127,8 @@ def chosen(blocks: str, names: Iterable[str], layers: Iterable[str] = ()) -> lis
 def _term(term: str, layers: Sequence[str]) -> re.Pattern[str]:
     match = TERM.fullmatch(term)
     if match is None or (match[1] == "rest" and match[2] is not None):
-        raise InputError(
-            f"blocks {term!r}",
-            expected="double, single (each optionally with a number or a range) or rest, separated by commas",
-            fix="For example: double 0-9, single, rest.",
-        )
+        expected = "double, single (each optionally with a number or a range) or rest, separated by commas"
+        raise InputError(f"blocks {term!r}", expected=expected, fix="For example: double 0-9, single, rest.")
     if match[1] == "rest":
         return re.compile(rf"(?!(?:{'|'.join(filter(None, BLOCKS.values()))})\.).+")
     stem = BLOCKS[match[1]]
@@ -138,11 +136,8 @@ def _term(term: str, layers: Sequence[str]) -> re.Pattern[str]:
     last = max(numbers, default=-1)
     low, high = int(match[2] or 0), int(match[3] or match[2] or max(last, 0))
     if low > high or high > last:
-        raise InputError(
-            f"blocks {term!r}",
-            expected=f"{match[1]} 0-{last}" if last >= 0 else f"a model with {match[1]} blocks",
-            fix="Choose blocks that this model has.",
-        )
+        expected = f"{match[1]} 0-{last}" if last >= 0 else f"a model with {match[1]} blocks"
+        raise InputError(f"blocks {term!r}", expected=expected, fix="Choose blocks that this model has.")
     return re.compile(rf"{stem}\.(?:{'|'.join(map(str, range(low, high + 1)))})\..+")
 
 
@@ -212,18 +207,17 @@ class _Names:
                 return
 
     def _layers_in(self, row: Row, stem: str) -> list[str] | None:
+        """The layers that ``row`` makes of a name, written with dots or underscores; None where the model lacks one."""
         for source in row.source.split("|"):
             dotted = name_pattern(source).fullmatch(f"{stem}.weight")
             flat = name_pattern(source.replace(".", "_")).fullmatch(f"{stem}_weight")
-            for written in (row.targets, row.last):
-                parts: list[str | None] = []
-                for name in written.split():
-                    if dotted is not None:
-                        full = filled(name, dotted.groups()).removesuffix(".weight")
-                        parts.append(full if full in self.layers else None)
-                    elif flat is not None:
-                        full = filled(name.replace(".", "_"), flat.groups()).removesuffix("_weight")
-                        parts.append(self.flat.get(full))
-                if parts and None not in parts:
-                    return [name for name in parts if name is not None]
+            for targets in (row.targets.split(), row.last.split()):
+                layers: list[str] = []
+                if dotted is not None:
+                    layers = [filled(name, dotted.groups()).removesuffix(".weight") for name in targets]
+                elif flat is not None:
+                    names = [filled(name.replace(".", "_"), flat.groups()).removesuffix("_weight") for name in targets]
+                    layers = [self.flat.get(name, "") for name in names]
+                if layers and all(layer in self.layers for layer in layers):
+                    return layers
         return None

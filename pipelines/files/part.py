@@ -82,9 +82,9 @@ class PartFiles:
         return max((_dense_bytes(form) for form, _ in self.forms), default=0)
 
     def form_of(self, name: str, entry: TensorEntry) -> PackedForm | None:
-        """The form in which a floating matrix is kept; None for one that is dense from the start."""
+        """The form in which a floating matrix is kept; None for one that is dense from the start, or has no values."""
         own, choice, (rows, *columns) = STORED[entry.dtype], self.storage, entry.shape or (0,)
-        if not entry.is_floating or (choice == "auto" and not self.keeps_packed):
+        if not entry.is_floating or 0 in entry.shape or (choice == "auto" and not self.keeps_packed):
             return None
         dense = self.becomes(name)
         if stays(self, name, entry):

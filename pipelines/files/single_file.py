@@ -106,11 +106,9 @@ def _transformer(path: Path) -> StoredModel:
         if other := other_model(entries_in(path)):
             raise refusal(other, path)
         held = ", ".join(TITLES.get(x.kind, x.layout) for x in held_models) or "no known model"
-        raise CheckpointError(
-            f"{str(path)!r} holds {held}",
-            expected=f"a transformer of {', '.join(f.title for f in FAMILIES.values())}",
-            fix="Choose the transformer's file. VAE and encoders have their own inputs.",
-        )
+        expected = f"a transformer of {', '.join(family.title for family in FAMILIES.values())}"
+        fix = "Choose the transformer's file. VAE and encoders have their own inputs."
+        raise CheckpointError(f"{str(path)!r} holds {held}", expected=expected, fix=fix)
     return main
 
 
@@ -141,11 +139,9 @@ def _content_for(
     if given is not None:
         content = _of_kind(given, kind, width) or _of_halves(given, kind, request, progress)
         if content is None:
-            raise CheckpointError(
-                f"{given.name!r} is not a valid {part} for {family.title}",
-                expected=_wanted(family, part, config),
-                fix=f"Choose another file as {part}, or auto.",
-            )
+            found = f"{given.name!r} is not a valid {part} for {family.title}"
+            fix = f"Choose another file as {part}, or auto."
+            raise CheckpointError(found, expected=_wanted(family, part, config), fix=fix)
         return content
     if denoises(part):  # a second transformer: a file says nothing of which of several it is
         return None
@@ -157,14 +153,15 @@ def _content_for(
 
 
 def _offered(part: str, kind: str, width: int, request: Files, progress: Progress) -> StoredModel | None:
-    """The first model of ``kind`` among the files that are offered, in one file or else in two, which is said."""
-    paths, first = sorted(request.offered), next(iter(_halves(kind)), None)  # from which the other half is found
-    whole = (path for path in paths if kind in request.offered[path] and _of_kind(path, kind, width))
-    path = next(whole, None) or next((path for path in paths if first in request.offered[path]), None)
+    """The model of ``kind`` from the first offered file that holds it whole, else from two halves; reports the file."""
+    paths, half = sorted(request.offered), next(iter(_halves(kind)), None)  # the other half is found from this one
+    models = (_of_kind(path, kind, width) for path in paths if kind in request.offered[path])
+    whole = next((model for model in models if model is not None), None)
+    path = whole.path if whole else next((path for path in paths if half in request.offered[path]), None)
     if path is None:
         return None
     progress.notify(f"{part} from {path.name} (auto)")
-    return _of_kind(path, kind, width) or _of_halves(path, kind, request, progress)
+    return whole or _of_halves(path, kind, request, progress)
 
 
 def _halves(kind: str) -> list[str]:
@@ -188,11 +185,9 @@ def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> Sto
             return StoredModel(
                 kind=kind, layout=f"{own.layout}, with {other.name}", prefix=own.prefix, entries=entries, path=path
             )
-    raise CheckpointError(
-        f"{path.name!r} is {own.layout} alone",
-        expected=f"the {wanted.rpartition('_')[2]} too",
-        fix="Put its file into the same folder, or use a VAE as a single file.",
-    )
+    expected = f"the {wanted.rpartition('_')[2]} too"
+    fix = "Put its file into the same folder, or use a VAE as a single file."
+    raise CheckpointError(f"{path.name!r} is {own.layout} alone", expected=expected, fix=fix)
 
 
 def _of_kind(path: Path, kind: str, width: int) -> StoredModel | None:
@@ -209,11 +204,9 @@ def _part(name: str, family: FamilySpec, content: StoredModel, configured: Confi
         entry = content.entries.get("shared.weight") or content.entries.get(table)
         config["vocab_size"] = config["vocab_size"] if entry is None else entry.shape[0]
     if cls not in allowed:
-        raise CheckpointError(
-            f"the {name} in {str(content.path)!r} is a {cls}",
-            expected=f"one of {', '.join(allowed)}",
-            fix=f"Choose another file as {name}, or correct the JSON file beside it.",
-        )
+        found = f"the {name} in {str(content.path)!r} is a {cls}"
+        fix = f"Choose another file as {name}, or correct the JSON file beside it."
+        raise CheckpointError(found, expected=f"one of {', '.join(allowed)}", fix=fix)
     if left := (*content.unknown, *configured.unused):
         progress.notify(f"{name}: tensors that {configured.name} has no place for are left out: {listed(left)}")
     entries = {key: entry for key, entry in content.entries.items() if key not in configured.unused}

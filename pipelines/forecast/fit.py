@@ -12,7 +12,7 @@ import torch
 from ...compat.decision import Decision
 from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, facts_for, free_bytes
-from ...compat.errors import InputError, UnsupportedError, require_range
+from ...compat.errors import UnsupportedError, require_choice, require_range
 from ...compat.memory.offloader import DISK, HOSTED, MODES, HostWeights, Offloader, OffloadOptions
 from ...compat.memory.parts import PartBytes
 from ...compat.memory.statistics import amount_of
@@ -33,11 +33,8 @@ def offload_options(
 ) -> OffloadOptions:
     """Check the user's offloader settings. Raises InputError for a part that cannot be placed or a negative size,
     UnsupportedError for a device that does not answer."""
-    unknown = [part for part in devices if part not in PARTS]
-    if unknown:
-        raise InputError(
-            f"a device for {unknown[0]!r}", expected=f"one of {', '.join(PARTS)}", fix="Name one of these."
-        )
+    for part in devices:
+        require_choice("a device for", part, PARTS, "Name one of these.")
     require_range("keep_free_gb", keep_free_gb, 0, MOST_KEPT_FREE, "GB")
     placed = {
         part: facts_for(str(device)).device for part, device in devices.items() if device not in (None, "", "auto")

@@ -56,7 +56,7 @@ class Card:
         return self._needs[mode][stage]
 
     def seconds(self, stage: str, mode: str, stays: bool) -> float | None:
-        """Time of a stage whose weights are there from an earlier run or come first; None if unknown."""
+        """Seconds of a stage, None if unknown; with ``stays`` its weights are on the card already."""
         key = stage, mode, stays
         if key not in self._seconds:
             run = planned_run(self.pipeline, default_size(of_checkpoint(self.pipeline)))

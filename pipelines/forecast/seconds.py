@@ -52,6 +52,7 @@ class Run:
         return {name: pipeline.offloader.device_of(COMPUTES[name]) for name in names}
 
     def planned(self, pipeline: Pipeline, name: str, room: int | None) -> PlannedStage:
+        """The stage ``name``, to forecast its time with ``room`` bytes on its device; None where they are unknown."""
         precision, calls, beside, stays, speed = pipeline.precision, 1, 0, 0, dict[str, Any]()
         parts: tuple[str, ...]
         work: Callable[[], Work]

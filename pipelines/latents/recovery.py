@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ...compat.checkpoints.latents import metadata_of, read_record, record_in
+from ...compat.device.execution import generator_for
 from ...compat.device.facts import value_or
 from ...compat.errors import CheckpointError, PackError
 from ..base import Latents
@@ -126,11 +127,9 @@ def path_of(folder: Path, name: str, family: str = "") -> Path:
     if name == "newest" and ids:
         fitting = [saved.id for saved in every if family in ("", saved.family)]
         if not fitting:
-            raise CheckpointError(
-                f"no saved latents of {family!r}",
-                expected=f"a sampling of {family!r} among the {len(ids)} that are kept",
-                fix=f"Load the {every[0].family} model, whose latents are the newest, or choose one from the list.",
-            )
+            found, kept = f"no saved latents of {family!r}", f"the {len(ids)} that are kept"
+            fix = f"Load the {every[0].family} model, whose latents are the newest, or choose one from the list."
+            raise CheckpointError(found, expected=f"a sampling of {family!r} among {kept}", fix=fix)
         name = fitting[0]
     if name not in ids:
         raise CheckpointError(
@@ -161,9 +160,10 @@ class SavedSections:
                 if record.get("resume") != key:
                     continue
                 tensors, _ = read_record(path, "latents")
-                lengths = [int(length) for length in record["extra"]["section_lengths"]]
+                lengths = tuple(int(length) for length in record["extra"]["section_lengths"])
                 state = bytes.fromhex(record["extra"]["generator_state"])
-                standing = SectionState(tensors[HISTORY], tuple(lengths), state)
+                generator_for(0, state)  # raises where this is none
+                standing = SectionState(tensors[HISTORY], lengths, state)
             except (*UNLISTED, RuntimeError) as error:
                 log.warning("AnyGPU: cannot resume from %s: %s", path.name, error)
                 continue
@@ -174,7 +174,8 @@ class SavedSections:
     def save(self, key: str, index: int, count: int, latents: Latents, standing: SectionState) -> None:
         """Replace what is saved of this sampling by all sections so far."""
         latents = self.describe(latents)
-        name = self.names.setdefault(key, self.names.pop("", "") or _new_id(latents.family, latents.seed))
+        earlier = self.names.pop("", "")  # saved before the model was hashed, until when its key is empty
+        name = self.names.setdefault(key, earlier or _new_id(latents.family, latents.seed))
         record: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
         if index + 1 < count:

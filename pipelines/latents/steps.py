@@ -41,6 +41,7 @@ class SavedSteps:
     begun: float = field(default_factory=time.perf_counter)
 
     def found(self, key: str) -> StepState | None:
+        """The saved state of a sampling, None without one; starts the clock of whose time saving may take ``share``."""
         self.begun, self.spent = time.perf_counter(), 0.0
         path = self._path(key)
         if not path.is_file():
@@ -70,7 +71,7 @@ class SavedSteps:
         record |= {SOLVER: solver, "generator_state": state.generator_state.hex()}
         try:
             write_record(self._path(key), tensors, record)
-            self._sweep()
+            self._sweep(self._path(key))
         except (OSError, PackError) as error:
             self.failed = True
             self.notify(f"unfinished steps cannot be kept: {error}")
@@ -85,13 +86,13 @@ class SavedSteps:
     def _path(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"
 
-    def _sweep(self) -> None:
-        """Remove the oldest beyond :data:`MOST`, and what a writer that died left half written."""
+    def _sweep(self, saved: Path) -> None:
+        """Remove the oldest beyond :data:`MOST`, half-written files of dead writers too; ``saved`` always stays."""
         dated = []
-        for path in [*self.folder.glob("*.safetensors"), *self.folder.glob(".*.part")]:
+        for path in {*self.folder.glob("*.safetensors"), *self.folder.glob(".*.part")} - {saved}:
             with suppress(OSError):  # another process may have removed it
                 dated.append((path.stat().st_mtime, path))
-        for _, path in sorted(dated, reverse=True)[MOST:]:
+        for _, path in sorted(dated, reverse=True)[MOST - 1 :]:
             with suppress(OSError):  # another process may read it: that costs room, not what was just saved
                 path.unlink(missing_ok=True)
 

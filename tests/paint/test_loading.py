@@ -180,7 +180,8 @@ def _config(part="unet", **changes):
         path = folder / part / "config.json"
         found = json.loads(path.read_text())
         path.unlink()
-        path.write_text(json.dumps({**found, **changes}))
+        kept = {name: value for name, value in {**found, **changes}.items() if value is not None}
+        path.write_text(json.dumps(kept))
 
     return change
 
@@ -196,6 +197,8 @@ BROKEN = {
     "no paint model in": (_without("unet"), {}),
     "no vae with a config.json": (_without("vae"), {}),
     "act_fn 'gelu' in the configuration of the UNet": (_config(act_fn="gelu"), {}),
+    "sizes in config.json cannot be read .KeyError: 'norm_num_groups'": (_config(norm_num_groups=None), {}),
+    "sizes in config.json cannot be read .ValueError": (_config(layers_per_block="two"), {}),
     "a vae of 16 latent channels": (_config("vae", latent_channels=16), {}),
     "missing tensors 'unet.down_blocks": (_config(layers_per_block=2), {}),
     "of shape": (_config(cross_attention_dim=512), {}),

@@ -142,23 +142,24 @@ class History:
         """Clean latents at three scales, by the transformer's argument names; zeros where there is nothing yet."""
         first, *sizes = self.plan.context(len(self.lengths), self.end is not None)
         batch, channels, _, *sides = self.start.shape
-        nothing = self.start.new_zeros((batch, channels, sum(sizes), *sides))
+        total, (_, *far) = sum(sizes), sizes
+        nothing = self.start.new_zeros((batch, channels, total, *sides))
         if self.plan.inverted:
-            after = torch.cat([self.latents, nothing], dim=2)[:, :, : sum(sizes)]
+            after = torch.cat([self.latents, nothing], dim=2)[:, :, :total]
             near, half, quarter = after.split(sizes, dim=2)
             if self.end is not None and not self.lengths:
                 near = self.end
             if self.plan.clip:
-                before = torch.cat([self.latents, self.start], dim=2)[:, :, -sum(sizes[1:]) - first : -first]
-                quarter, half = before.split(sizes[:0:-1], dim=2)
+                before = torch.cat([self.latents, self.start], dim=2)[:, :, :-first]
+                quarter, half = before[:, :, -sum(far) :].split(far[::-1], dim=2)
         else:
-            before = torch.cat([nothing, self.latents], dim=2)[:, :, -sum(sizes) :]
+            before = torch.cat([nothing, self.latents], dim=2)[:, :, -total:]
             quarter, half, near = before.split(sizes[::-1], dim=2)
         clean = torch.cat([self.start[:, :, -first:], near], dim=2)
         return {"latents_clean": clean, "latents_history_2x": half, "latents_history_4x": quarter}
 
     def add(self, latents: Tensor) -> None:
-        """Take in what a section sampled."""
+        """Add the latents (1, C, T, H, W) of the next section, in the order of sampling."""
         if self.plan.single:
             self.latents = latents
         elif self.plan.inverted:

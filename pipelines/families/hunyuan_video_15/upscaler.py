@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -81,9 +82,12 @@ class _Network(nn.Module):
         conv, block, self.large = vae.HunyuanVideo15CausalConv3d, vae.HunyuanVideo15ResnetBlock, large
         self.conv_in, self.conv_out = conv(CHANNELS, widths[0]), conv(widths[-1], CHANNELS)
         self.up = nn.ModuleList(nn.Module() for _ in widths)
-        for level, before, width in zip(self.up, (widths[0], *widths), widths, strict=False):
-            plain = (conv(before, width), nn.SiLU(), conv(width, width), nn.SiLU(), conv(width, width))
-            level.block = nn.Sequential(*(map(block, (before, width, width), (width,) * 3) if large else plain))
+        for level, (before, width) in zip(self.up, pairwise((widths[0], *widths)), strict=True):
+            if large:
+                layers: list[nn.Module] = [block(before, width), block(width, width), block(width, width)]
+            else:
+                layers = [conv(before, width), nn.SiLU(), conv(width, width), nn.SiLU(), conv(width, width)]
+            level.block = nn.Sequential(*layers)
         self.norm_out = vae.HunyuanVideo15RMS_norm(widths[-1], images=False) if large else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Every style of LoRA keys leads to the same layers, and a filter to the blocks it names."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,8 @@ def test_keys_that_do_not_match_are_counted_and_named() -> None:
     said = match.message("name")
     assert said.startswith("name: 1 layer, 2 of 8 keys match; 2 belong to text encoders")
     assert "'down_blocks.0.attn.lora_A.weight'" in said and "and 1 more" in said
+    said = replace(match, text_encoder=1, filtered=1).message("name")
+    assert "; 1 belongs to text encoders and is ignored" in said and "; 1 layer is outside the chosen blocks" in said
 
 
 def test_a_lora_of_another_model_is_refused() -> None:

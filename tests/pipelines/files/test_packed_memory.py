@@ -151,3 +151,10 @@ def test_blocks_stay_packed_and_are_worth_what_the_file_unpacks_to(tmp_path, cod
     assert linear.stored.nbytes == declared.total_bytes
     assert torch.equal(linear.weight, whole)
     assert torch.equal(table(ids), whole.bfloat16()[ids])
+
+
+@pytest.mark.parametrize(("dtype", "shape", "storage"), [("F8_E4M3", (0, 8), "auto"), ("BF16", (8, 0), "fp8")])
+def test_a_weight_without_values_takes_no_memory(dtype, shape, storage):
+    name, empty = "transformer_blocks.0.attn.to_q.weight", TensorEntry(Path("x"), dtype, shape, 0, 0)
+    part = PartFiles("transformer", "diffusers", "X", Path("x"), {}, {name: empty}, torch.bfloat16, storage=storage)
+    assert replace(part, keeps_packed=True).total_bytes == 0

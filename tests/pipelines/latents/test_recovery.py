@@ -167,6 +167,9 @@ def test_a_damaged_section_is_started_over(tmp_path: Path) -> None:
     whole = path.read_bytes()
     path.write_bytes(whole[:-8])
     assert recovery.SavedSections(tmp_path, no_word).found("key") is None
+    edited = replace(LATENTS, extra={**EXTRA, "generator_state": b"none"})
+    keeper.save("key", 0, 3, edited, SectionState(SAMPLES, (2,), b"none"))
+    assert recovery.SavedSections(tmp_path, no_word).found("key") is None, "a generator has another state"
 
 
 def test_latents_of_another_sampler_come_back_as_core_has_them(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A sampling that was cut short goes on after its last step, bit for bit as if nothing had happened."""
 
 import multiprocessing
+import os
 import shutil
 import signal
 import sys
@@ -167,6 +168,15 @@ def test_a_state_comes_back_whole_and_a_damaged_one_not_at_all(tmp_path: Path) -
     assert kept.found(KEY) is None
     kept.drop(KEY)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_state_just_saved_stays_whatever_the_clock_says(tmp_path: Path) -> None:
+    kept = SavedSteps(tmp_path, pytest.fail)
+    for index in range(MOST):
+        kept.save(f"{index:064x}", STATE)
+        os.utime(tmp_path / f"{index:064x}.safetensors", (2**32, 2**32))  # the clock was fast then
+    assert kept.save(KEY, STATE) and (tmp_path / f"{KEY}.safetensors").is_file()
+    assert len(list(tmp_path.iterdir())) == MOST
 
 
 def test_what_it_costs_decides_how_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
