@@ -182,7 +182,7 @@ class SaveMusubiCache(io.ComfyNode):
         window: int = 9, order: str = SECTION_ORDERS[0],
     ) -> io.NodeOutput:
         progress = NodeProgress(cls.hidden.unique_id)
-        folder, item = saved.target_folder(name)
+        folder, item = saved.target_folder(name, "name")
         cut = None if image is None else musubi.Cut(image, window, order)
         paths = musubi.save_item(folder, item, latent, prompt, caption, dtype, cut, progress.notify)
         progress.finish("\n".join(map(saved.shown, paths)))
@@ -229,7 +229,7 @@ class Replay(Listed):
         return files_schema(
             node_id="AnyGPUReplay",
             is_dev_only=True,
-            inputs=[io.Combo.Input("file", options=saved.choices(saved.SIGNED))],
+            inputs=[file_input(saved.SIGNED)],
             outputs=[
                 io.Latent.Output(display_name="latent"),
                 io.Video.Output(display_name="video"),
