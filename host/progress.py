@@ -41,7 +41,7 @@ BREAK = "  \n"  # a line break on the canvas, and in Nodes 2.0, which takes the 
 # look alike: newer frontends show an entity as it stands.
 LIKE = str.maketrans("&<>[]*`~|\\", "＆‹›()∗'∼¦/")
 PACED = ("sampling", "painting")  # stages whose steps are the model's own
-PREVIEW_SIZE = 768
+PREVIEW_SIZE = 768  # pixels of the longer side, to which ComfyUI enlarges or shrinks a picture
 
 
 class Paused(comfy.model_management.InterruptProcessingException):
@@ -187,8 +187,7 @@ class PaintProgress(NodeProgress):
         if not views:
             return None
         row = to_host(torch.cat(views, dim=1).clamp(0, 1).mul(255).to(torch.uint8)).numpy()
-        picture = Image.fromarray(row)
-        return ("JPEG", picture.resize((picture.width * 4, picture.height * 4)), PREVIEW_SIZE)
+        return "JPEG", Image.fromarray(row), PREVIEW_SIZE
 
     def sampled(self, latents: torch.Tensor, family: str, seed: int, latent_format: str) -> None:
         """Save what was sampled, (B, 4, h, w), before it is decoded; ``latent_format`` names core's class."""
