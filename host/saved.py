@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import re
@@ -95,22 +96,15 @@ class SignedVideo(InputImpl.VideoFromComponents):
 
     receipt: Mapping[str, Any] | None = None
 
-    def save_to(
-        self,
-        path: Any,
-        format: Any = Types.VideoContainer.AUTO,
-        codec: Any = Types.VideoCodec.AUTO,
-        metadata: dict[str, Any] | None = None,
-        *others: Any,
-        **named: Any,
-    ) -> None:
+    def save_to(self, path: Any, *given: Any, **named: Any) -> None:
         """Save as core does, with the receipt; CheckpointError, and nothing left, where it cannot be written."""
+        call = inspect.signature(super().save_to).bind(path, *given, **named)
         if self.receipt is not None and not args.disable_metadata:
-            metadata = {**(metadata or {}), TAG: dict(self.receipt)}
+            call.arguments["metadata"] = {**(call.arguments.get("metadata") or {}), TAG: dict(self.receipt)}
         file = Path(path) if isinstance(path, str | Path) else None  # or a stream
         there = file is not None and file.exists()
         try:
-            super().save_to(path, format, codec, metadata, *others, **named)
+            super().save_to(*call.args, **call.kwargs)
         except OSError as error:
             if file is not None and not there:
                 with suppress(OSError):

@@ -49,11 +49,7 @@ class SaveLatent(io.ComfyNode):
         return files_schema(
             node_id="AnyGPUSaveLatent",
             is_dev_only=True,
-            inputs=[
-                io.Latent.Input("latent"),
-                prefix_input("latents/AnyGPU"),
-                not_finite_input(),
-            ],
+            inputs=[io.Latent.Input("latent"), prefix_input("latents/AnyGPU"), not_finite_input()],
             outputs=[io.Latent.Output(display_name="latent")],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
             is_output_node=True,

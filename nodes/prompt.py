@@ -53,15 +53,8 @@ class ImageConditioning(io.ComfyNode):
         return schema(
             node_id="AnyGPUImageConditioning",
             is_dev_only=True,
-            inputs=[
-                io.Conditioning.Input("positive"),
-                io.Conditioning.Input("negative"),
-                Image.Input("image"),
-            ],
-            outputs=[
-                io.Conditioning.Output(display_name="positive"),
-                io.Conditioning.Output(display_name="negative"),
-            ],
+            inputs=[io.Conditioning.Input("positive"), io.Conditioning.Input("negative"), Image.Input("image")],
+            outputs=[io.Conditioning.Output(display_name="positive"), io.Conditioning.Output(display_name="negative")],
             hidden=[],
         )
 

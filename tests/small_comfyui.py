@@ -326,8 +326,6 @@ def modules(base: Path) -> dict[str, ModuleType]:
     kinds = {
         name: name.lower() for name in ("OUTER_SAMPLE", "APPLY_MODEL", "DIFFUSION_MODEL", "ON_PRE_RUN", "ON_CLEANUP")
     }
-    types = Module("Types")
-    types.VideoContainer = types.VideoCodec = SimpleNamespace(AUTO="auto")
     model_base = {name: BaseModel for name in ("HunyuanVideo", "HunyuanVideo15", "LTXV", "GenmoMochi")}
     given: dict[str, dict[str, Any]] = {
         **{name: {} for name in EMPTY.split()},
@@ -357,7 +355,7 @@ def modules(base: Path) -> dict[str, ModuleType]:
             "ProgressBar": lambda total, node_id=None: SimpleNamespace(update_absolute=lambda *given: None),
             "get_attr": lambda model, key: model.get_parameter(key),
         },
-        "comfy_api.latest": {"io": NodeTypes(), "ui": ui, "InputImpl": Module("InputImpl"), "Types": types},
+        "comfy_api.latest": {"io": NodeTypes(), "ui": ui, "InputImpl": Module("InputImpl"), "Types": Module("Types")},
         "comfy_execution.progress": {"get_progress_state": lambda: SimpleNamespace(dynprompt=graph)},
         "comfy_execution.utils": {"get_executing_context": lambda: context},
         "folder_paths": {

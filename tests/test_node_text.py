@@ -85,7 +85,7 @@ def test_the_pace_of_a_stage_that_begins_anew_is_its_own(progress, monkeypatch):
     monkeypatch.setitem(node._text.__globals__, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for now[0], step in ((0.0, 1), (10.0, 2), (900.0, 1), (902.0, 2)):
         node.step(step, 2, ProgressStage("sampling"))
-    assert node._paced == "2 s per step"
+    assert node._pace == "2 s per step"
 
 
 def test_node_tab_and_command_say_what_is_left_of_all_sections(progress, monkeypatch):
