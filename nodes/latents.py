@@ -95,10 +95,7 @@ class RecoverLatents(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return files_schema(
             node_id="AnyGPURecoverLatents",
-            inputs=[
-                io.Combo.Input("kept", options=recovery.choices(), default=recovery.NEWEST),
-                Pipeline.Input("pipeline", optional=True),
-            ],
+            inputs=[io.Combo.Input("kept", options=recovery.choices(), default=recovery.NEWEST), Pipeline.Input("pipeline", optional=True)],
             outputs=[io.Latent.Output(display_name="latent")],
         )
 

@@ -81,11 +81,7 @@ class EncodeImage(io.ComfyNode):
                 io.Boolean.Input("prepare", default=True, optional=True, advanced=True),
                 io.Latent.Input("latent", optional=True),
             ],
-            outputs=[
-                Image.Output(display_name="image"),
-                io.Int.Output(display_name="width"),
-                io.Int.Output(display_name="height"),
-            ],
+            outputs=[Image.Output(display_name="image"), io.Int.Output(display_name="width"), io.Int.Output(display_name="height")],
         )
 
     @classmethod

@@ -191,10 +191,7 @@ class Decode(io.ComfyNode):
                 io.Float.Input("decode_timestep", default=-1.0, min=-1.0, max=1.0, step=0.005, optional=True, advanced=True),
                 io.Float.Input("decode_noise_scale", default=-1.0, min=-1.0, max=1.0, step=0.005, optional=True, advanced=True),
             ],
-            outputs=[
-                io.Image.Output(display_name="images", is_output_list=True),
-                io.Video.Output(display_name="video", is_output_list=True),
-            ],
+            outputs=[io.Image.Output(display_name="images", is_output_list=True), io.Video.Output(display_name="video", is_output_list=True)],
         )
 
     @classmethod
