@@ -41,7 +41,7 @@ BREAK = "  \n"  # a line break on the canvas, and in Nodes 2.0, which takes the 
 # look alike: newer frontends show an entity as it stands.
 LIKE = str.maketrans("&<>[]*`~|\\", "＆‹›()∗'∼¦/")
 PACED = ("sampling", "painting")  # stages whose steps are the model's own
-PREVIEW_SIZE = 768
+PREVIEW_SIZE = 768  # pixels of the longer side, to which ComfyUI enlarges or shrinks a picture
 
 
 class Paused(comfy.model_management.InterruptProcessingException):
@@ -99,34 +99,38 @@ class NodeProgress:
         self.lines: list[str] = self._run.entry["said"]
         self._bar: Any = None
         self._stage, self._texted = "", 0.0
-        self._begun: dict[str, tuple[float, int]] = {}  # when, and at which step: of one that is gone on with, a later
-        self._last: dict[str, int] = {}
+        self._begun: dict[str, tuple[float, int]] = {}  # by stage: when its first step ended, a later one if resumed
+        self._last: dict[str, int] = {}  # by stage: its newest step
         self._recent: dict[str, TimeLeft] = {}
-        self._paced = ""
-        self._previewer: Any = None
-        self._previewer_known = False
+        self._pace = ""
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Preview | None = None) -> None:
+        """Show that step ``done`` of a stage has ended; raises where the run was cancelled or is to pause here."""
         self.check()
         name, text = stage.name, str(stage)
         self._run.step(name)
         if self._bar is None or name != self._stage:
             self._bar, self._stage = comfy.utils.ProgressBar(total, node_id=self.node_id), name
-        if name not in self._begun or done < self._last[name]:  # another may be told of in between: bytes that move
-            self._begun[name] = time.monotonic(), done
-        self._last[name] = done
-        (began, first), moment = self._begun[name], time.monotonic()
-        if name in PACED:
-            self._paced = f"{(moment - began) / (done - first):.2g} s per step" if done > first else ""
-        told = self._recent.setdefault(name, TimeLeft()).after(moment, done, total)
-        left = "" if stage.counted and name not in PACED else told
+        time_left = self._time_left(name, done, total)
+        left = "" if stage.counted and name not in PACED else time_left
         now = text if stage.counted else f"{text} {done}/{total}"
         self._run.at(now, left)
-        picture = None if preview is None or _window() is None else self._picture(preview)  # to no other run's window
+        picture = None if preview is None or _window() is None else self._picture(preview)
         self._bar.update_absolute(done, total, picture)
         self._text(now + left)
         if stage.resumable and paused.wanted_run() and paused.save(now, picture):
             raise Paused
+
+    def _time_left(self, name: str, done: int, total: int) -> str:
+        """:meth:`TimeLeft.after` of a stage, between whose steps others may report; notes its pace for the end."""
+        now = time.monotonic()
+        if name not in self._begun or done < self._last[name]:
+            self._begun[name] = now, done
+        self._last[name] = done
+        began, first = self._begun[name]
+        if name in PACED:
+            self._pace = f"{(now - began) / (done - first):.2g} s per step" if done > first else ""
+        return self._recent.setdefault(name, TimeLeft()).after(now, done, total)
 
     def check(self) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()
@@ -149,7 +153,7 @@ class NodeProgress:
 
     def finish(self, status: str, *more: str) -> None:
         """The text that stays under the node: its status with ``more`` of it and the pace, then what was said."""
-        status = "; ".join(filter(None, (status, *more, self._paced)))
+        status = "; ".join(filter(None, (status, *more, self._pace)))
         self._run.finish(status)
         self._send("\n".join([status, *self.lines]))
 
@@ -163,16 +167,17 @@ class NodeProgress:
         if self.node_id is not None:
             send(self.node_id, text, self._run.snapshot())
 
+    @functools.cached_property
+    def _previewer(self) -> Any:
+        return previewer_for(self.family)
+
     def _picture(self, preview: Preview) -> Any:
-        """The preview in the form ComfyUI sends; None when previews are off."""
-        if not self._previewer_known:
-            self._previewer_known = True
-            self._previewer = previewer_for(self.family)
+        """The preview in the form ComfyUI sends; None when previews are off, or core's are of other channels."""
         if self._previewer is None:
             return None
         estimate = preview()
-        width = self._previewer.latent_rgb_factors.shape[1] if hasattr(self._previewer, "latent_rgb_factors") else None
-        if width is not None and estimate.shape[1] != width:
+        factors = getattr(self._previewer, "latent_rgb_factors", None)  # (3, C)
+        if factors is not None and estimate.shape[1] != factors.shape[1]:
             return None
         return self._previewer.decode_latent_to_preview_image("JPEG", to_host(estimate))
 
@@ -187,8 +192,7 @@ class PaintProgress(NodeProgress):
         if not views:
             return None
         row = to_host(torch.cat(views, dim=1).clamp(0, 1).mul(255).to(torch.uint8)).numpy()
-        picture = Image.fromarray(row)
-        return ("JPEG", picture.resize((picture.width * 4, picture.height * 4)), PREVIEW_SIZE)
+        return "JPEG", Image.fromarray(row), PREVIEW_SIZE
 
     def sampled(self, latents: torch.Tensor, family: str, seed: int, latent_format: str) -> None:
         """Save what was sampled, (B, 4, h, w), before it is decoded; ``latent_format`` names core's class."""

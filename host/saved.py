@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import re
@@ -43,8 +44,9 @@ def new_path(prefix: str) -> Path:
     return folder / f"{name}_{max((int(match[1]) for match in numbers), default=0) + 1:05}_.safetensors"
 
 
-def target_folder(prefix: str) -> tuple[Path, str]:
-    """Folder and name that a prefix means in the output folder; InputError for another place, none, or a long name."""
+def target_folder(prefix: str, called: str = "filename_prefix") -> tuple[Path, str]:
+    """Folder and name that a prefix, the input ``called`` so, means in the output folder; InputError for another place,
+    none, or a long name."""
     for mark, form in DATES.items():
         prefix = prefix.replace(mark, time.strftime(form))
     root = Path(folder_paths.get_output_directory()).resolve()
@@ -56,12 +58,12 @@ def target_folder(prefix: str) -> tuple[Path, str]:
     if links or not path.is_relative_to(root) or path == root or prefix.strip().endswith(("/", "\\")):
         expected = "a name in ComfyUI's output folder, such as latents/AnyGPU"
         fix = "Remove leading slashes and '..', and end with a file name."
-        raise InputError(f"filename_prefix {prefix!r}", expected=expected, fix=fix)
+        raise InputError(f"{called} {prefix!r}", expected=expected, fix=fix)
     inside = Path(folder_paths.get_output_directory()) / path.relative_to(root)
     longest = max(len(os.fsencode(part)) for part in inside.parts)
     if longest > MOST_BYTES:
         raise InputError(
-            f"filename_prefix with a name of {longest} bytes", expected=f"at most {MOST_BYTES} bytes", fix="Shorten it."
+            f"{called} with a name of {longest} bytes", expected=f"at most {MOST_BYTES} bytes", fix="Shorten it."
         )
     return inside.parent, inside.name
 
@@ -94,14 +96,15 @@ class SignedVideo(InputImpl.VideoFromComponents):
 
     receipt: Mapping[str, Any] | None = None
 
-    def save_to(self, path: Any, *given: Any, metadata: dict[str, Any] | None = None, **more: Any) -> None:
+    def save_to(self, path: Any, *given: Any, **named: Any) -> None:
         """Save as core does, with the receipt; CheckpointError, and nothing left, where it cannot be written."""
+        call = inspect.signature(super().save_to).bind(path, *given, **named)
         if self.receipt is not None and not args.disable_metadata:
-            metadata = {**(metadata or {}), TAG: dict(self.receipt)}
+            call.arguments["metadata"] = {**(call.arguments.get("metadata") or {}), TAG: dict(self.receipt)}
         file = Path(path) if isinstance(path, str | Path) else None  # or a stream
         there = file is not None and file.exists()
         try:
-            super().save_to(path, *given, metadata=metadata, **more)
+            super().save_to(*call.args, **call.kwargs)
         except OSError as error:
             if file is not None and not there:
                 with suppress(OSError):

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .library import AUTO, launches, operation
-from .terms import wide
+from .terms import upcast
 
 EXPONENT = 0x7F800000  # the exponent bits of an fp32 number
 
@@ -25,13 +25,13 @@ def scaled_swiglu(x: Tensor, room: float, form: str = AUTO) -> tuple[Tensor, Ten
 
 def swiglu_reference(x: Tensor) -> Tensor:
     """:func:`swiglu` in plain torch, in fp32, or in fp64 for fp64."""
-    value, gate = wide(x).chunk(2, dim=-1)
+    value, gate = upcast(x).chunk(2, dim=-1)
     return (value * functional.silu(gate)).to(x.dtype).contiguous()
 
 
 def scaled_swiglu_reference(x: Tensor, room: float) -> tuple[Tensor, Tensor]:
     """:func:`scaled_swiglu` in plain torch, in fp32, or in fp64 for fp64."""
-    y = swiglu_reference(wide(x))
+    y = swiglu_reference(upcast(x))
     size = torch.linalg.vector_norm(y, dim=-1, keepdim=True).float() * (2 / room)
     powers = (size.view(torch.int32) & EXPONENT).view(torch.float32).clamp_(min=1.0)
     return (y / powers).to(x.dtype), powers

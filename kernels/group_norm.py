@@ -22,7 +22,7 @@ from .terms import (
     Norm,
     Pad,
     empty_padded,
-    wide,
+    upcast,
 )
 
 
@@ -56,7 +56,7 @@ def group_norm_silu_pad_reference(
     x: Tensor, norm: GroupNorm, pad: Pad = NO_PAD, silu: bool = True, layout: str = CONTIGUOUS
 ) -> Tensor:
     """:func:`group_norm_silu_pad` in plain torch, in fp32, or in fp64 for fp64."""
-    exact = wide(x)
+    exact = upcast(x)
     weight, bias = (None if t is None else t.to(exact.dtype) for t in (norm.weight, norm.bias))
     if norm.per_frame:
         frames = exact.transpose(1, 2).flatten(0, 1)
@@ -76,7 +76,7 @@ def rms_silu_pad_reference(
     layout: str = CONTIGUOUS,
 ) -> Tensor:
     """:func:`rms_silu_pad` in plain torch, in fp32, or in fp64 for fp64."""
-    y = standardized(wide(x).movedim(1, -1), norm)
+    y = standardized(upcast(x).movedim(1, -1), norm)
     if modulation.scale is not None:
         y = y * (1 + modulation.scale.to(y.dtype)[:, None, None, None])
     if modulation.shift is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .library import AUTO, launches, operation
-from .terms import LAYER, NO_MODULATION, SCALED, Modulation, Norm, wide
+from .terms import LAYER, NO_MODULATION, SCALED, Modulation, Norm, upcast
 
 
 def normalized(
@@ -29,7 +29,7 @@ def normalized_reference(
     x: Tensor, norm: Norm, modulation: Modulation = NO_MODULATION, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """:func:`normalized` in plain torch, in fp32, or in fp64 for fp64."""
-    y = modulated(standardized(wide(x), norm), modulation)
+    y = modulated(standardized(upcast(x), norm), modulation)
     return y.to(out_dtype or x.dtype).contiguous()
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .library import AUTO, launches, operation
 from .norm import flat_terms, normalized_reference, per_token, standardized, terms_of
-from .terms import NO_GATE, NO_MODULATION, RMS, Gate, Modulation, Norm, wide
+from .terms import NO_GATE, NO_MODULATION, RMS, Gate, Modulation, Norm, upcast
 
 
 def gated_residual(x: Tensor, branch: Tensor, gate: Gate = NO_GATE, form: str = AUTO) -> Tensor:
@@ -42,7 +42,7 @@ def _flat(gate: Gate) -> tuple[Any, ...]:
 
 def gated_residual_reference(x: Tensor, branch: Tensor, gate: Gate = NO_GATE) -> Tensor:
     """:func:`gated_residual` in plain torch, in fp32, or in fp64 for fp64."""
-    total = wide(x)
+    total = upcast(x)
     added = branch.to(total.dtype)
     if gate.factor is not None:
         added = added * gate.factor.to(total.dtype)

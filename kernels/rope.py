@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .library import AUTO, KernelError, launches, operation
 from .norm import standardized
-from .terms import RMS, Norm, Pair, Tables, wide
+from .terms import RMS, Norm, Pair, Tables, upcast
 
 
 def qk_norm_rope(
@@ -86,7 +86,7 @@ def rotate(x: Tensor, tables: Tables | None) -> Tensor:
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    return standardized(wide(x), Norm(RMS, eps, weight))
+    return standardized(upcast(x), Norm(RMS, eps, weight))
 
 
 def _fake(q: Tensor, k: Tensor, *rest: object) -> tuple[Tensor, Tensor]:

@@ -77,7 +77,7 @@ class GroupNorm:
 NO_MODULATION, NO_GATE = Modulation(), Gate()
 
 
-def wide(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     """``x`` in the dtype that references compute in: fp32, or fp64 for fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 

@@ -81,13 +81,14 @@ class FitAll(io.ComfyNode):
         if model is None and precision != AUTO:
             expected, fix = "a MODEL, which alone it is for", f"Connect a MODEL, or choose {AUTO}."
             raise InputError(f"precision {precision} without a MODEL", expected=expected, fix=fix)
-        node_id, lines = cls.hidden.unique_id, dict[str, str]()
+        node_id, lines = cls.hidden.unique_id, dict[str, list[str]]()
 
-        def tell(name: str, line: str) -> None:  # while a later node runs, behind what was decided
-            log.info("AnyGPU: %s: %s", name, line)
-            lines[name] += f"; {line}" * (line not in lines[name])
+        def tell(name: str, text: str) -> None:  # called while a later node runs
+            log.info("AnyGPU: %s: %s", name, text)
+            if text not in lines[name]:
+                lines[name].append(text)
             progress = NodeProgress(node_id)
-            progress.lines += lines.values()
+            progress.lines += map("; ".join, lines.values())
             progress.show()
 
         def fitted(name: str, part: Any, fit: Callable[[Any], Any]) -> Any:
@@ -96,8 +97,7 @@ class FitAll(io.ComfyNode):
             result, decisions = fit(part)
             for decision in decisions:
                 log.info("AnyGPU: %s: %s", name, decision)
-            briefs = "; ".join(decision.brief for decision in decisions)
-            lines[name] = f"{name}: {status_of(part, result)}; {briefs}"
+            lines[name] = [f"{name}: {status_of(part, result)}", *(decision.brief for decision in decisions)]
             return result
 
         outputs = (
@@ -105,8 +105,8 @@ class FitAll(io.ComfyNode):
             fitted("vae", vae, core_vae.fit_vae),
             fitted("clip", clip, lambda part: core_clip.fit_clip(part, tell=partial(tell, "clip"))),
         )
-        lines |= {node: str(error) for node, error in recipes.advice(cls.hidden.prompt, node_id).items()}
-        NodeProgress(node_id).finish("\n".join(lines.values()))
+        lines |= {node: [str(error)] for node, error in recipes.advice(cls.hidden.prompt, node_id).items()}
+        NodeProgress(node_id).finish("\n".join(map("; ".join, lines.values())))
         return io.NodeOutput(*outputs)
 
 
@@ -204,14 +204,17 @@ class WatchDoctor(io.ComfyNode):
 
         def doctor(name: str) -> doctors.Doctor:
             made = doctors.Doctor(name, store, repair, core.teller(node_id))
-            lines.extend(f"saved repair: {one}" for one in made.repairs)
-            lines.extend(["saved repairs are deleted"] if made.forgot else [])
+            lines.extend(f"saved repair: {each}" for each in made.repairs)
+            if made.forgot:
+                lines.append("saved repairs are deleted")
             return made
 
-        outputs = (
-            core.missing("pipeline") if pipeline is None else replace(pipeline, run=replace(pipeline.run, doctor=doctor(str(pipeline.model.source)))),
-            core.missing("model") if model is None else core.watched_model(model, doctor(name_of(model)), node_id),
-            core.missing("vae") if vae is None else core.watched_vae(vae, doctor(name_of(vae.patcher))),
-        )
+        if pipeline is not None:
+            pipeline = replace(pipeline, run=replace(pipeline.run, doctor=doctor(str(pipeline.model.source))))
+        if model is not None:
+            model = core.watched_model(model, doctor(name_of(model)), node_id)
+        if vae is not None:
+            vae = core.watched_vae(vae, doctor(name_of(vae.patcher)))
         NodeProgress(node_id).finish("\n".join(dict.fromkeys(("watching", *lines))))
-        return io.NodeOutput(*outputs)
+        outputs = {"pipeline": pipeline, "model": model, "vae": vae}
+        return io.NodeOutput(*(core.missing(name) if part is None else part for name, part in outputs.items()))

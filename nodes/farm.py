@@ -80,7 +80,10 @@ class QueueJobs(io.ComfyNode):
     validate_inputs = classmethod(  # a name that is gone is explained by the run
         lambda cls, folder, model, pictures="", meshes="", paint_model="", delight="", image_encoder="", like="", adapter="": True
     )
-    fingerprint_inputs = classmethod(lambda cls, like="", **_: saved.stamp(saved.SIGNED, like))
+
+    @classmethod
+    def fingerprint_inputs(cls, like: str = "", pictures: str = "", meshes: str = "", **_: Any) -> Any:
+        return saved.stamp(saved.SIGNED, like), farm.folder_stamp(pictures, meshes)
 
     @classmethod
     def execute(
@@ -92,8 +95,11 @@ class QueueJobs(io.ComfyNode):
         progress, target = NodeProgress(cls.hidden.unique_id), farm.job_folder(folder)
         if meshes != farm.NONE:
             models = farm.PaintModels(paint_model, delight, image_encoder, adapter, prompts=prompts, negative=negative)
-            own = target, name.strip(), models, meshes, pictures, seeds_in(seeds), steps, progress.check
-            return cls.queued(farm.queue_meshes(*own, precision=precision, weights=weights), progress)
+            jobs = farm.queue_meshes(
+                target, name.strip(), models, meshes, pictures, seeds_in(seeds), steps, progress.check,
+                precision=precision, weights=weights,
+            )
+            return cls.queued(jobs, progress)
         path = folders.model_folder(model)
         batch = Batch(
             prompts=prompts_in(prompts),
@@ -105,8 +111,9 @@ class QueueJobs(io.ComfyNode):
             framepack=FramePackSettings(clip_seconds) if clip_seconds else None,
             like=None if like == farm.NONE else settings_of(saved.file_named(saved.SIGNED, like)),
         )
-        title, state = model if ":" not in model else "", folders.state_folder()
-        return cls.queued(queue_jobs(target, name.strip(), path, batch, title, state, progress.check), progress)
+        title = "" if ":" in model else model  # "demo: ..." is no folder's name
+        jobs = queue_jobs(target, name.strip(), path, batch, title, folders.state_folder(), progress.check)
+        return cls.queued(jobs, progress)
 
     @classmethod
     def queued(cls, jobs: Any, progress: NodeProgress) -> io.NodeOutput:

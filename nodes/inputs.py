@@ -67,10 +67,7 @@ def prompt_input() -> Any:
 
 
 def core_inputs() -> list[Any]:
-    return [
-        io.Conditioning.Input("negative", optional=True),
-        io.Sigmas.Input("sigmas", optional=True),
-    ]
+    return [io.Conditioning.Input("negative", optional=True), io.Sigmas.Input("sigmas", optional=True)]
 
 
 def sampling_inputs() -> list[Any]:

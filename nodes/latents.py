@@ -49,11 +49,7 @@ class SaveLatent(io.ComfyNode):
         return files_schema(
             node_id="AnyGPUSaveLatent",
             is_dev_only=True,
-            inputs=[
-                io.Latent.Input("latent"),
-                prefix_input("latents/AnyGPU"),
-                not_finite_input(),
-            ],
+            inputs=[io.Latent.Input("latent"), prefix_input("latents/AnyGPU"), not_finite_input()],
             outputs=[io.Latent.Output(display_name="latent")],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
             is_output_node=True,
@@ -99,10 +95,7 @@ class RecoverLatents(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return files_schema(
             node_id="AnyGPURecoverLatents",
-            inputs=[
-                io.Combo.Input("kept", options=recovery.choices(), default=recovery.NEWEST),
-                Pipeline.Input("pipeline", optional=True),
-            ],
+            inputs=[io.Combo.Input("kept", options=recovery.choices(), default=recovery.NEWEST), Pipeline.Input("pipeline", optional=True)],
             outputs=[io.Latent.Output(display_name="latent")],
         )
 
@@ -182,7 +175,7 @@ class SaveMusubiCache(io.ComfyNode):
         window: int = 9, order: str = SECTION_ORDERS[0],
     ) -> io.NodeOutput:
         progress = NodeProgress(cls.hidden.unique_id)
-        folder, item = saved.target_folder(name)
+        folder, item = saved.target_folder(name, "name")
         cut = None if image is None else musubi.Cut(image, window, order)
         paths = musubi.save_item(folder, item, latent, prompt, caption, dtype, cut, progress.notify)
         progress.finish("\n".join(map(saved.shown, paths)))
@@ -229,7 +222,7 @@ class Replay(Listed):
         return files_schema(
             node_id="AnyGPUReplay",
             is_dev_only=True,
-            inputs=[io.Combo.Input("file", options=saved.choices(saved.SIGNED))],
+            inputs=[file_input(saved.SIGNED)],
             outputs=[
                 io.Latent.Output(display_name="latent"),
                 io.Video.Output(display_name="video"),

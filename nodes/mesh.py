@@ -255,13 +255,15 @@ class RenderTurntable(io.ComfyNode):
         from ..paint.geometry.turntable import turntable
 
         progress = PaintProgress(cls.hidden.unique_id)
-        shown, films = [each for each in (before, mesh) if each is not None], []
+        shown = [mesh] if before is None else [before, mesh]
+        films, notes = list[torch.Tensor](), dict[str, None]()
         count = texturing.counted(progress, frames * len(shown), "rendering")
         with Checked(progress.check):
             for each in shown:
                 surface = Surface.of(meshes.from_core(each), memory_manager.compute_device())
                 texture = None if each.texture is None else each.texture[0]
                 films.append(turntable(surface, texture, frames, size, elevation, background, count))
+                notes |= dict.fromkeys(surface.notes)
         pictures = torch.cat(films, dim=2)
-        progress.finish("\n".join((f"{frames} frames of {size} pixels", *surface.notes)))
+        progress.finish("\n".join((f"{frames} frames of {size} pixels", *notes)))
         return io.NodeOutput(pictures, ui=preview.clips([pictures], PREVIEW_FPS, cls))

@@ -204,16 +204,18 @@ class PaintViews(io.ComfyNode):
         dino = None if clip_vision_output is None else clip_vision_output.last_hidden_state
         levels = None if sigmas is None else tuple(to_host(sigmas).tolist())
         start = latents_of(pipeline, latent)
-        chosen = PaintSettings(view_size, spacing=sigma_schedule, sigmas=levels, latents=start, **settings)
+        paint = PaintSettings(view_size, spacing=sigma_schedule, sigmas=levels, latents=start, **settings)
         inputs = PaintInputs(references, normals, positions, cameras, dino=dino, prompt=prompt, negative=negative_prompt)
-        painted = texturing.painted_views(pipeline, inputs, chosen, progress)
+        painted = texturing.painted_views(pipeline, inputs, paint, progress)
         progress.finish(f"{len(painted.views)} views of {painted.views.shape[1]} pixels")
+
+        # For the receipt of AnyGPU Bake Texture, which is given these pictures, or core's enlarged copies of them.
         given = {"normals": normals, "positions": positions, "image": image, "mask": mask}
-        asked = texturing.OneStep(chosen, prompt=prompt, negative=negative_prompt, cameras=cameras)
-        material, record = painted.metallic_roughness, painted_record(pipeline, given, asked, dino)
-        facts = {"record": record, "both": material is not None, "cameras": cameras}
+        one_step = texturing.OneStep(paint, prompt=prompt, negative=negative_prompt, cameras=cameras)
+        record = painted_record(pipeline, given, one_step, dino)
+        facts = {"record": record, "both": painted.metallic_roughness is not None, "cameras": cameras}
         remember(meshes.history(cls.hidden.prompt, cls.hidden.unique_id), facts)
-        views, material = marked(painted.views, "views", **facts), marked(material, "views", **facts)
+        views, material = (marked(each, "views", **facts) for each in (painted.views, painted.metallic_roughness))
         return io.NodeOutput(views, material, to_latent(pipeline, painted), ui=preview.sheet(painted.views, cls))
 
 

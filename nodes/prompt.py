@@ -53,15 +53,8 @@ class ImageConditioning(io.ComfyNode):
         return schema(
             node_id="AnyGPUImageConditioning",
             is_dev_only=True,
-            inputs=[
-                io.Conditioning.Input("positive"),
-                io.Conditioning.Input("negative"),
-                Image.Input("image"),
-            ],
-            outputs=[
-                io.Conditioning.Output(display_name="positive"),
-                io.Conditioning.Output(display_name="negative"),
-            ],
+            inputs=[io.Conditioning.Input("positive"), io.Conditioning.Input("negative"), Image.Input("image")],
+            outputs=[io.Conditioning.Output(display_name="positive"), io.Conditioning.Output(display_name="negative")],
             hidden=[],
         )
 
@@ -88,11 +81,7 @@ class EncodeImage(io.ComfyNode):
                 io.Boolean.Input("prepare", default=True, optional=True, advanced=True),
                 io.Latent.Input("latent", optional=True),
             ],
-            outputs=[
-                Image.Output(display_name="image"),
-                io.Int.Output(display_name="width"),
-                io.Int.Output(display_name="height"),
-            ],
+            outputs=[Image.Output(display_name="image"), io.Int.Output(display_name="width"), io.Int.Output(display_name="height")],
         )
 
     @classmethod

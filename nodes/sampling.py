@@ -15,7 +15,7 @@ from ..host import folders, preview, saved
 from ..host.api import io
 from ..host.progress import NodeProgress
 from ..pipelines import stages
-from ..pipelines.base import FramePackSettings, Latents, SampleSettings
+from ..pipelines.base import SECTION_ORDERS, FramePackSettings, Latents, SampleSettings
 from ..pipelines.decisions import in_short
 from ..pipelines.demo.stand_in import own_inputs, own_latents
 from ..pipelines.latents import batch, recovery
@@ -92,10 +92,7 @@ class SampleFramePack(io.ComfyNode):
                 io.Float.Input("fps", default=30.0, min=1.0, max=240.0, step=0.01, advanced=True),
                 *sampling_inputs(),
                 io.Int.Input("window", default=9, min=2, max=33, optional=True, advanced=True),
-                io.Combo.Input(
-                    "order", options=["auto", "inverted_anti_drifting", "vanilla"], default="auto", optional=True,
-                    advanced=True,
-                ),
+                io.Combo.Input("order", options=["auto", *SECTION_ORDERS], default="auto", optional=True, advanced=True),
                 io.Float.Input("end_strength", default=1.0, min=0.0, max=1.0, step=0.01, optional=True, advanced=True),
                 io.Boolean.Input("single_frame", default=False, optional=True, advanced=True),
                 *core_inputs(),
@@ -194,10 +191,7 @@ class Decode(io.ComfyNode):
                 io.Float.Input("decode_timestep", default=-1.0, min=-1.0, max=1.0, step=0.005, optional=True, advanced=True),
                 io.Float.Input("decode_noise_scale", default=-1.0, min=-1.0, max=1.0, step=0.005, optional=True, advanced=True),
             ],
-            outputs=[
-                io.Image.Output(display_name="images", is_output_list=True),
-                io.Video.Output(display_name="video", is_output_list=True),
-            ],
+            outputs=[io.Image.Output(display_name="images", is_output_list=True), io.Video.Output(display_name="video", is_output_list=True)],
         )
 
     @classmethod
@@ -207,17 +201,15 @@ class Decode(io.ComfyNode):
     ) -> io.NodeOutput:
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         form = DecodeRequest(method, tile_size, tile_overlap, frames_per_chunk)
-
-        videos, clips, receipts = batch.videos_of(latent), [], []
-        approx = folders.roots(folders.TINY_DECODER_KEYS)
-        for video, part in zip(videos, batch.parts_of(progress, len(videos)), strict=True):
-            latents = latent_format.from_core(pipeline, video, progress.notify)
+        tiny_decoders = folders.roots(folders.TINY_DECODER_KEYS)
+        latents_of_videos, clips, videos = batch.videos_of(latent), [], []
+        for each, part in zip(latents_of_videos, batch.parts_of(progress, len(latents_of_videos)), strict=True):
+            latents = latent_format.from_core(pipeline, each, progress.notify)
             latents = stages.with_decode_noise(pipeline, latents, decode_timestep, decode_noise_scale, progress)
-            clips.append(stages.decode(pipeline, latents, part, form=form, tiny_decoders=approx))
-            receipts.append(decoded_receipt(latents, form))
+            frames = stages.decode(pipeline, latents, part, form=form, tiny_decoders=tiny_decoders)
             rate = Fraction(fps or latents.fps).limit_denominator(1001)
-        frames = clips[0]
+            clips.append(frames)
+            videos.append(saved.video(frames, rate, decoded_receipt(latents, form)))
         size = f"{frames.shape[2]}x{frames.shape[1]}, {frames.shape[0]} frames at {float(rate):g} fps"
         progress.finish(size, f"{len(clips)} videos" if len(clips) > 1 else "", in_short(pipeline, "vae"))
-        films = [saved.video(images, rate, receipt) for images, receipt in zip(clips, receipts, strict=True)]
-        return io.NodeOutput(clips, films, ui=preview.clips(clips, float(rate), cls))
+        return io.NodeOutput(clips, videos, ui=preview.clips(clips, float(rate), cls))

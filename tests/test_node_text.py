@@ -64,6 +64,8 @@ def test_views_are_drawn_once_a_step_for_the_window_of_the_run_alone(progress):
     for server.client_id, count in ((None, 0), ("window", 1)):
         painting.step(1, 2, ProgressStage("painting"), lambda: [asked.append(1) or torch.zeros(4, 4, 3)])
         assert len(asked) == count
+    _, picture, longest = painting._picture(lambda: [torch.zeros(4, 4, 3)] * 6)
+    assert picture.size == (24, 4) and longest == 768, "ComfyUI fits it to the longest side itself"
 
 
 def test_a_stage_that_does_not_count_itself_is_counted(progress, monkeypatch):
@@ -83,7 +85,7 @@ def test_the_pace_of_a_stage_that_begins_anew_is_its_own(progress, monkeypatch):
     monkeypatch.setitem(node._text.__globals__, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for now[0], step in ((0.0, 1), (10.0, 2), (900.0, 1), (902.0, 2)):
         node.step(step, 2, ProgressStage("sampling"))
-    assert node._paced == "2 s per step"
+    assert node._pace == "2 s per step"
 
 
 def test_node_tab_and_command_say_what_is_left_of_all_sections(progress, monkeypatch):

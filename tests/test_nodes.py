@@ -706,6 +706,18 @@ def test_the_menu_holds_what_most_people_need(core: ComfyUI) -> None:
     assert made[0].node_id == "AnyGPULoadPipeline" and not {"AnyGPULoadPipeline", "AnyGPUFit"} & hidden
 
 
+@pytest.mark.parametrize(("name", "file"), [("pictures", "fox.png"), ("meshes", "fox.glb")])
+def test_a_file_more_in_its_folder_queues_jobs_again(core: ComfyUI, name: str, file: str) -> None:
+    """ComfyUI answers from its cache where this is the same. A name outside its input folder is no folder."""
+    folder = Path(core.module("host.farm").folder_paths.get_input_directory()) / "foxes"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / file).touch()
+    stamp = core.module("nodes.farm").QueueJobs.fingerprint_inputs
+    before, outside = stamp(**{name: "foxes"}), stamp(**{name: "../input/foxes"})
+    (folder / f"another {file}").touch()
+    assert stamp(**{name: "foxes"}) != before and stamp(**{name: "../input/foxes"}) == outside
+
+
 def test_an_input_that_is_left_out_has_the_value_that_its_schema_says(core: ComfyUI) -> None:
     from anygpu.host.requests import ADAPTER_INPUTS, FILE_INPUTS, FOLDER_INPUTS, PAINT_INPUTS
     from anygpu.paint.sampling.delight import DelightSettings

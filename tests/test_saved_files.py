@@ -67,6 +67,11 @@ def test_a_prefix_stays_in_the_output_folder(saved: Any, prefix: str) -> None:
         saved.new_path(prefix)
 
 
+def test_a_refused_name_is_called_as_its_input(saved: Any) -> None:
+    with pytest.raises(InputError, match=r"^name '\.\./a'"):
+        saved.target_folder("../a", "name")
+
+
 def test_a_prefix_through_links_is_refused_where_they_lead_out_or_nowhere(saved: Any, tmp_path: Path) -> None:
     (tmp_path / "output").mkdir(exist_ok=True)
     (tmp_path / "output" / "out").symlink_to(tmp_path, target_is_directory=True)

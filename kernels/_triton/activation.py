@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .rounding import INTERPRETED, rounded, wide
+from .rounding import INTERPRETED, rounded, upcast
 from .rows import empty, warps_for
 
 BLOCK = 32768 if INTERPRETED else 1024  # columns of one program
@@ -19,8 +19,8 @@ def activation_kernel(x, out, powers, width, blocks, x_row, room, BLOCK: tl.cons
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     within = column < width
-    value = wide(tl.load(x + row * x_row + column, mask=within, other=0.0))
-    gate = wide(tl.load(x + row * x_row + width + column, mask=within, other=0.0))
+    value = upcast(tl.load(x + row * x_row + column, mask=within, other=0.0))
+    gate = upcast(tl.load(x + row * x_row + width + column, mask=within, other=0.0))
     y = value * (gate / (1.0 + tl.exp(-gate)))
     if powers is not None:  # a program has the whole row: half the exponent of the sum of squares is that of its root
         size = y * (2.0 / room)

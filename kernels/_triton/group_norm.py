@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..terms import GroupNorm, Modulation, Norm, empty_padded
-from .rounding import INTERPRETED, rounded, wide
+from .rounding import INTERPRETED, rounded, upcast
 from .rows import warps_for
 
 STRIP = 16384 if INTERPRETED else 2048  # elements that one load of the statistics takes
@@ -36,7 +36,7 @@ def partial_kernel(
     for _strip in range(STRIPS):
         inside = (pixel < pixels)[:, None] & (own < WIDTH)[None, :]
         at = (pixel * x_p)[:, None] + (((group % groups) * WIDTH + own) * x_c)[None, :]
-        values = wide(tl.load(x + at, mask=inside, other=0.0))
+        values = upcast(tl.load(x + at, mask=inside, other=0.0))
         here = tl.sum(inside.to(tl.float32))
         middle = tl.sum(values) / tl.maximum(here, 1.0)
         off = tl.where(inside, values - middle, 0.0)
@@ -73,9 +73,9 @@ def total_kernel(
     gain = tl.zeros((WIDTH,), tl.float32) + tl.rsqrt(variance + eps)
     shift = tl.zeros((WIDTH,), tl.float32)
     if weight is not None:
-        gain = gain * wide(tl.load(weight + channel, mask=within, other=0.0))
+        gain = gain * upcast(tl.load(weight + channel, mask=within, other=0.0))
     if bias is not None:
-        shift = wide(tl.load(bias + channel, mask=within, other=0.0))
+        shift = upcast(tl.load(bias + channel, mask=within, other=0.0))
     row = (group // groups) * channels + channel
     tl.store(means + row, tl.zeros((WIDTH,), tl.float32) + middle, mask=within)
     tl.store(gains + row, gain, mask=within)
@@ -85,7 +85,7 @@ def total_kernel(
 @triton.jit
 def finished(x, mean, gain, shift, inside, channels, eps, RMS: tl.constexpr, SILU: tl.constexpr):
     """A tile (pixels, channels) read at ``x``, normed and activated, fp32."""
-    y = wide(tl.load(x, mask=inside, other=0.0))
+    y = upcast(tl.load(x, mask=inside, other=0.0))
     if RMS:
         y = y * tl.rsqrt(tl.sum(y * y, axis=1) / channels + eps)[:, None] * gain + shift
     else:
@@ -116,9 +116,9 @@ def padded_kernel(
     if mean is not None:
         means = tl.load(mean + sample * table_b + frame * table_t + channel, mask=within, other=0.0)[None, :]
     if gain is not None:
-        gains = wide(tl.load(gain + sample * table_b + frame * table_t + channel, mask=within, other=0.0))[None, :]
+        gains = upcast(tl.load(gain + sample * table_b + frame * table_t + channel, mask=within, other=0.0))[None, :]
     if shift is not None:
-        shifts = wide(tl.load(shift + sample * shift_b + frame * table_t + channel, mask=within, other=0.0))[None, :]
+        shifts = upcast(tl.load(shift + sample * shift_b + frame * table_t + channel, mask=within, other=0.0))[None, :]
     x += sample * x_b + frame * x_t + y * x_h
     out += sample * out_b + out_frame * out_t + out_y * out_h
     column = (block // channel_blocks) * COLUMNS + tl.arange(0, COLUMNS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rounding import wide
+from .rounding import upcast
 from .rows import modulation_row
 
 
@@ -22,12 +22,12 @@ def standardized(x, inside, width, eps, KIND: tl.constexpr):
 
 
 @triton.jit
-def learned(x, weight, bias, column, within):
+def affine(x, weight, bias, column, within):
     """``x * weight + bias`` where they are given."""
     if weight is not None:
-        x = x * wide(tl.load(weight + column, mask=within, other=0.0))[None, :]
+        x = x * upcast(tl.load(weight + column, mask=within, other=0.0))[None, :]
     if bias is not None:
-        x = x + wide(tl.load(bias + column, mask=within, other=0.0))[None, :]
+        x = x + upcast(tl.load(bias + column, mask=within, other=0.0))[None, :]
     return x
 
 
@@ -37,8 +37,8 @@ def modulated(x, scale, shift, sample, token, column, inside, split, scale_b, sc
     row = modulation_row(token, split)
     if scale is not None:
         at = (sample * scale_b + row * scale_n)[:, None] + column[None, :]
-        x = x * (1.0 + wide(tl.load(scale + at, mask=inside, other=0.0)))
+        x = x * (1.0 + upcast(tl.load(scale + at, mask=inside, other=0.0)))
     if shift is not None:
         at = (sample * shift_b + row * shift_n)[:, None] + column[None, :]
-        x = x + wide(tl.load(shift + at, mask=inside, other=0.0))
+        x = x + upcast(tl.load(shift + at, mask=inside, other=0.0))
     return x

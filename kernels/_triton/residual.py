@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..terms import NO_GATE, NO_MODULATION, RMS, Gate, Modulation, Norm
-from .norm import learned, modulated, standardized
-from .rounding import rounded, wide
+from .norm import affine, modulated, standardized
+from .rounding import rounded, upcast
 from .rows import as_rows, block_for, empty, modulation_row, modulation_rows, steps
 
 
@@ -31,7 +31,7 @@ def added(
 ):  # fmt: skip
     """``y + branch * factor * gate`` of some rows, of which those that are ``known`` exist; fp32."""
     at = (sample * branch_b + token * branch_n)[:, None] + column[None, :]
-    term = wide(tl.load(branch + at, mask=inside, other=0.0))
+    term = upcast(tl.load(branch + at, mask=inside, other=0.0))
     if factor is not None:
         term = term * tl.load(factor + sample * factor_b + token * factor_n, mask=known, other=0.0)[:, None]
     if NORM:
@@ -39,7 +39,7 @@ def added(
     if gate is not None:
         row = modulation_row(token, split)
         at = (sample * gate_b + row * gate_n)[:, None] + column[None, :]
-        values = wide(tl.load(gate + at, mask=inside, other=0.0))
+        values = upcast(tl.load(gate + at, mask=inside, other=0.0))
         term = term * (tanh(values) if TANH else values)
     return y + term
 
@@ -57,7 +57,7 @@ def residual_norm_kernel(
     inside = (row < rows)[:, None] & within[None, :]
     sample, token = row // tokens, row % tokens
     at = (row * width)[:, None] + column[None, :]
-    y = wide(tl.load(x + (sample * x_b + token * x_n)[:, None] + column[None, :], mask=inside, other=0.0))
+    y = upcast(tl.load(x + (sample * x_b + token * x_n)[:, None] + column[None, :], mask=inside, other=0.0))
     if branch is not None:
         y = added(
             y, branch, gate, factor, sample, token, row < rows, column, inside, width, branch_eps, gate_split,
@@ -65,9 +65,9 @@ def residual_norm_kernel(
         )  # fmt: skip
         stored = rounded(y, residual.dtype.element_ty)
         tl.store(residual + at, stored, mask=inside)
-        y = wide(stored)  # the norm reads what later blocks will read, so it may not see more digits than were stored
+        y = upcast(stored)  # the norm reads what later blocks will read, so it may not see more digits than were stored
     if out is not None:
-        y = learned(standardized(y, inside, width, eps, KIND), weight, bias, column, within)
+        y = affine(standardized(y, inside, width, eps, KIND), weight, bias, column, within)
         y = modulated(y, scale, shift, sample, token, column, inside, split, scale_b, scale_n, shift_b, shift_n)
         tl.store(out + at, rounded(y, out.dtype.element_ty), mask=inside)
 

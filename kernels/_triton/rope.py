@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..terms import Pair, Tables
 from .norm import standardized
-from .rounding import rounded, wide
+from .rounding import rounded, upcast
 from .rows import block_for, empty, steps
 
 # Few registers are left beside a row and its tables: with 8, ptxas takes 32 registers for full occupancy and spills.
@@ -30,9 +30,9 @@ def rotate_rows(
     inside = (row < count)[:, None] & within[None, :]
     token, head = row // heads, row % heads
     at = (sample * x_b + token * x_n + head * x_h)[:, None] + column[None, :]
-    y = standardized(wide(tl.load(x + at, mask=inside, other=0.0)), inside, width, eps, "rms")
+    y = standardized(upcast(tl.load(x + at, mask=inside, other=0.0)), inside, width, eps, "rms")
     if weight is not None:
-        y = y * wide(tl.load(weight + column, mask=within, other=0.0))[None, :]
+        y = y * upcast(tl.load(weight + column, mask=within, other=0.0))[None, :]
     if TURN:
         even, odd = tl.split(tl.reshape(y, (ROWS, COLUMNS // 2, 2)))
         y = tl.reshape(tl.join(even * cos - odd * sin, even * sin + odd * cos), (ROWS, COLUMNS))
@@ -55,13 +55,13 @@ def qk_norm_rope_kernel(
         tabled = (row // heads < rotary_tokens)[:, None] & (half < width // 2)[None, :]
         c, s = 1.0, 0.0
         if TURN and SHARED:
-            c = wide(tl.load(cos + at, mask=tabled, other=1.0))
-            s = wide(tl.load(sin + at, mask=tabled, other=0.0))
+            c = upcast(tl.load(cos + at, mask=tabled, other=1.0))
+            s = upcast(tl.load(sin + at, mask=tabled, other=0.0))
         for sample in range(batch):
             at_sample = tl.cast(sample, tl.int64)
             if TURN and not SHARED:
-                c = wide(tl.load(cos + at_sample * cos_b + at, mask=tabled, other=1.0))
-                s = wide(tl.load(sin + at_sample * cos_b + at, mask=tabled, other=0.0))
+                c = upcast(tl.load(cos + at_sample * cos_b + at, mask=tabled, other=1.0))
+                s = upcast(tl.load(sin + at_sample * cos_b + at, mask=tabled, other=0.0))
             rotate_rows(
                 q, q_out, q_weight, at_sample, row, q_rows, heads, width, eps, q_b, q_t, q_h, q_n, 0,
                 c, s, TURN, COLUMNS, ROWS,

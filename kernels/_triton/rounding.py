@@ -11,7 +11,7 @@ BITWISE = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
-def wide(x):
+def upcast(x):
     """``x`` as fp32."""
     if BITWISE and x.dtype == tl.bfloat16:
         y = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)

@@ -45,12 +45,12 @@ def joined(videos: Sequence[Latents]) -> dict[str, Any]:
 
 
 def videos_of(latent: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A LATENT per video, each with its own seed and whatever else its decode needs; of a picture unchanged.
+    """A LATENT per video, each with its own seed and whatever else its decode needs; of a picture, or none, unchanged.
 
     Core's nodes carry our key along, and Latent From Batch the numbers of its videos; past the last they start over.
     """
     samples, own = latent.get("samples"), latent.get(KEY)
-    if not isinstance(samples, torch.Tensor) or samples.is_nested or samples.ndim != 5:
+    if not isinstance(samples, torch.Tensor) or samples.is_nested or samples.ndim != 5 or not len(samples):
         return [dict(latent)]
     rows = latent.get(ROWS, range(len(samples)))
     records = own.get(BATCH, [own]) if isinstance(own, Mapping) else [None]

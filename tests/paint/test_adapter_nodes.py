@@ -1,5 +1,6 @@
 """MV-Adapter by its nodes on a small ComfyUI: step by step, in one node, and what the side bar tells of it."""
 
+import copy
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -87,6 +88,10 @@ def test_step_by_step_and_in_one_node(core, monkeypatch):
     assert torch.equal(detailed.texture, base) and projected.shape == colour.shape[:3]
     assert core.run("RenderTurntable", mesh=textured, frames=1, size=16).result[0].shape == (1, 16, 16, 3)
     assert core.said() == "1 frames of 16 pixels"
+    before = copy.copy(textured)
+    before.faces = torch.cat((before.faces, before.faces[:, :1, :1].expand(-1, -1, 3)), dim=1)
+    core.run("RenderTurntable", mesh=textured, before=before, frames=1, size=16)
+    assert "1 faces without area were dropped" in core.said()
     plan = core.run("MemoryPlan", pipeline=pipeline, width=64, height=64, frames=6).result[0]
     assert "MV-Adapter ig2mv, 6 views of 64 pixels" in plan and ", with guidance" in plan.partition("\n")[0], plan
     assert colour.shape == (1, 64, 64, 3) and painted.mean() > 0.4

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from anygpu.compat.errors import CheckpointError
 from anygpu.host import saved
+from comfy_api.latest import Types
 
 
 def saved_video(folder: str, most: int) -> dict[str, Any]:
@@ -17,6 +18,7 @@ def saved_video(folder: str, most: int) -> dict[str, Any]:
     old.write_bytes(b"mine")
     before, limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     said = []
+    film.save_to(str(Path(folder) / "given.mp4"), Types.VideoContainer.AUTO, Types.VideoCodec.AUTO, {"prompt": {}})
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, limit))
     try:
         for path in (new, old):

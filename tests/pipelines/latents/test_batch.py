@@ -61,3 +61,5 @@ def test_latents_of_other_nodes_are_taken_apart_with_their_masks():
     assert KEY not in first and torch.equal(second["noise_mask"], mask[1:])
     picture = {"samples": torch.zeros(2, 4, 3, 3)}
     assert batch.videos_of(picture) == [picture]
+    with pytest.raises(InputError, match="a LATENT batch of 0; expected one video"):
+        seeds({"samples": torch.zeros(0, 4, 2, 3, 3)})
