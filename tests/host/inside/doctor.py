@@ -161,7 +161,7 @@ def nan_in_a_vae(name: str) -> dict[str, Any]:
             unused.append(place)
         except NotFinite as error:
             layer, _, own = place.rpartition(".")
-            if f" vae.{layer} (" in str(error) and f"its {own} holds" in str(error):
+            if f" vae.{layer} (" in str(error) and f"of its {own} is NaN" in str(error):
                 right.append(place)
             else:
                 wrong[place] = str(error)
