@@ -95,7 +95,8 @@ def names_in(module: Any, names: Iterable[str]) -> dict[str, str]:
     converters = [rule for rule in rules if not isinstance(rule, WeightRenaming)]
     prefix = module.base_model_prefix
     found = {name: rename_source_key(name, renamings, converters, prefix, wanted)[0] for name in names}
-    return {name: there for name, there in found.items() if there in wanted}
+    towers = ("", "text_model.", "vision_model.")  # transformers before 5.6 has them where a model is one tower alone
+    return {name: tower + there for name, there in found.items() for tower in towers if tower + there in wanted}
 
 
 def fill(module: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> list[str]:

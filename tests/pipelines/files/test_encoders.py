@@ -161,3 +161,17 @@ def test_what_another_pack_left_broken_changes_no_load(tiny_folder: Path, monkey
 def every_part(pipeline: Any) -> dict[str, nn.Module]:
     """The parts of a pipeline, read."""
     return {name: pipeline.parts.read(name) for name in pipeline.parts.readers}
+
+
+def test_a_tower_saved_by_itself_has_its_place_under_either_name():
+    """transformers before 5.6 keeps the name of a tower in a model that is one tower alone; a file may have either."""
+    from transformers import CLIPConfig, CLIPModel, CLIPTextModel
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = CLIPConfig(
+        text_config={**sizes, "vocab_size": 8}, vision_config={**sizes, "image_size": 8, "patch_size": 8}
+    )
+    older, weight = CLIPModel(config), "embeddings.token_embedding.weight"
+    assert names_in(older, [weight]) == {weight: f"text_model.{weight}"}
+    newer = CLIPTextModel(config.text_config)
+    assert [*names_in(newer, [weight, f"text_model.{weight}"]).values()] == [weight, weight]
