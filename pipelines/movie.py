@@ -114,8 +114,7 @@ def size_in(path: Path) -> tuple[int, ...]:
     """Width and height as stored, by the header of a picture or video file; nothing for a file that is none."""
     try:
         with _opened(path, "a picture or video file") as container:
-            stream = _stream_of(container)
-            return stream.width, stream.height
+            return container.streams.video[0].width, container.streams.video[0].height
     except CheckpointError:
         return ()
 
@@ -125,7 +124,7 @@ def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[C
     Raises CheckpointError for no frame, frames of several sizes, or more pixels than ``allowance`` has left."""
     first = None
     with _opened(path, "a picture or video file") as container:
-        stream, turn = _stream_of(container), _turn_of(path)
+        stream, turn = container.streams.video[0], _turn_of(path)
         stream.codec_context.options = _most_of(path)
         for frame in container.decode(stream):
             check()
@@ -143,14 +142,6 @@ def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[C
     if first is None:
         found = f"no frames in {str(path)!r}"
         raise CheckpointError(found, expected="a picture or video file", fix="Choose another file.")
-
-
-def _stream_of(container: Any) -> Any:
-    """The video stream. Raises ValueError for a codec without a decoder, on which PyAV before 18.1 crashes."""
-    stream = container.streams.video[0]
-    if stream.codec_context is None:
-        raise ValueError("no decoder for its codec")
-    return stream
 
 
 def _turn_of(path: Path) -> tuple[bool, int] | None:
@@ -191,6 +182,8 @@ def _opened(path: Path, expected: str) -> Iterator[Any]:
         _require_samples(path)
         options = {"options": {"protocol_whitelist": "none"}, "stream_options": [most] * STREAMS}
         with path.open("rb") as file, av.open(_without_texts(file), **options) as container:
+            if any(stream.codec_context is None for stream in container.streams.video[:1]):
+                raise ValueError("no decoder for its codec")  # PyAV before 18.1 crashes on it
             yield container
     except PackError:
         raise
