@@ -162,7 +162,7 @@ class FittedVAE:
         with ExitStack() as stack:
             stack.enter_context(convolution_switches(policy_for(self.machine.facts), method.library))
             stack.enter_context(self.packed.attach(self.first_stage_model))  # type: ignore[attr-defined]
-            stack.enter_context(_patches_on(self._patches(method)))
+            stack.enter_context(_patches_on(self._patches(method, vae.first_stage_model)))
             if method.on_host:
                 stack.callback(_leave_host, vae.patcher)
             else:
@@ -213,7 +213,7 @@ class FittedVAE:
         method = DecodeMethod(FP32, on_host=True)
         vae = _whole(self._variant(method, window.latents, []))
         try:
-            with _patches_on(self._patches(method)):
+            with _patches_on(self._patches(method, vae.first_stage_model)):
                 return window.inner(vae.decode(window.cut()))
         except InvalidOutputError:
             return None
@@ -233,8 +233,8 @@ class FittedVAE:
             vae.vae_dtype = FP32
         return vae
 
-    def _patches(self, method: DecodeMethod) -> Iterator[tuple[nn.Module, str, Any]]:
-        network: nn.Module = self.first_stage_model  # type: ignore[attr-defined]
+    def _patches(self, method: DecodeMethod, network: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+        """(module, attribute, value) for :class:`Undo`, on the network that runs: on the host it may be another one."""
         if not method.on_host:
             for _, forward in conv_forwards(network, self.machine.convolutions, method.dtype):
                 yield forward.layer, HOOK, forward
