@@ -105,15 +105,11 @@ class FittedEncoder:
         if encoders in self.counted:  # called by another pack's method around this one
             return encode(*args, **kwargs)
         ours = {layer for layer in encoders.modules() if SETTINGS in layer.__dict__}
-        for layer in ours:
-            layer.__dict__[COUNTS] = counts
-        try:
-            looking = around(self.machine.guard, None, id(encoders))
-            with counts.counting(left_of(encoders, ours) if self.fit.safe else {}), looking:
-                result = encode(*args, **kwargs)
-        finally:
+        left = left_of(encoders, ours) if self.fit.safe else {}
+        with Undo() as undo, counts.counting(left), around(self.machine.guard, None, id(encoders)):
             for layer in ours:
-                layer.__dict__.pop(COUNTS, None)
+                undo.set(layer, COUNTS, counts)
+            result = encode(*args, **kwargs)
         self.counted[encoders] = counts
         if str(counts):
             self.tell(str(counts))

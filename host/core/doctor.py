@@ -100,11 +100,8 @@ class StepWatch:
             if spot.fault and value >= spot.bound and not wrong:
                 wrong = doctors.INFINITE if math.isinf(value) else spot.fault
                 self.finding = None if spot.fault == doctors.STUCK else self._found(spot, wrong)
-        known = {name: self.largest.get(name) for name in self.now}
-        self.loud = any(
-            (value == 0 and known[name] != 0) or (known[name] is not None and value > JUMP * known[name] > 0)
-            for name, value in self.now.items()
-        )
+        sizes = [(value, self.largest.get(name)) for name, value in self.now.items()]  # None: not seen before
+        self.loud = any((value == 0 and before != 0) or (before and value > JUMP * before) for value, before in sizes)
         return wrong
 
     def keep(self) -> None:
@@ -131,10 +128,8 @@ class StepWatch:
         weight, x = getattr(layer, "weight", None), args[0] if args else None
         replaced = "forward" in vars(layer) and SETTINGS not in vars(layer)  # by a LoRA in bypass mode, not by Fit
         bare = not (replaced or any(getattr(layer, function, ()) for function in PATCHES))
-        plain = all(isinstance(each, Tensor) and each.dtype in FLOATS for each in (weight, x, output))
-        if torch.compiler.is_compiling() or not (bare and plain) or type(weight.data) is not Tensor:
-            return
-        if x.ndim < 2 or not x.numel():
+        plain = all(isinstance(each, Tensor) and each.dtype in FLOATS and each.numel() for each in (weight, x, output))
+        if torch.compiler.is_compiling() or not (bare and plain) or type(weight.data) is not Tensor or x.ndim < 2:
             return
         if x.dtype is torch.float16:
             self.spots.append(Spot(name, torch.linalg.vector_norm(x.detach(), math.inf), doctors.STUCK, LIMIT))

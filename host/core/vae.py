@@ -79,7 +79,7 @@ class FittedVAE:
         """The result of the first method that neither fails nor gives wrong values; each failure is reported."""
         action, methods = name.replace("_", " "), self._methods(name, given)
         progress = functools.cache(lambda: NodeProgress(getattr(get_executing_context(), "node_id", None)))
-        method, reason, freed = self._first(name, methods), "", False
+        method, reason, freed = self._first_method(name, methods), "", False
         remedies: Iterator[tuple[str, DecodeMethod]] | None = None
         if name.startswith("decode"):
             output_check.require_finite(given, "latents to decode", BEFORE)
@@ -147,9 +147,9 @@ class FittedVAE:
             sides = tiles_below(max(given.shape[-2:] if decodes else given.shape[-3:-1]) * cell, cell)
         return decode_methods(replace(self.method, tile=0), tiles=sides, host=True)
 
-    def _first(self, name: str, methods: Sequence[DecodeMethod]) -> DecodeMethod:
-        cap = policy_for(self.machine.facts).tile_pixels
-        offered = [method for method in methods if 0 < method.tile <= cap and not name.endswith("tiled")] or methods
+    def _first_method(self, name: str, methods: Sequence[DecodeMethod]) -> DecodeMethod:
+        cap = 0 if name.endswith("tiled") else policy_for(self.machine.facts).tile_pixels
+        offered = [method for method in methods if 0 < method.tile <= cap] or methods
         return next((method for method in offered if method.key == self.method.key), offered[0])
 
     def _run(

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ...compat.decision import AUTO, Decision
 from ...compat.device.execution import HOST, to_host
 from ...compat.device.facts import value_or
+from ..casting import cast_by_core
 from ..diffusion_model import CoreModel
 from ..memory_manager import EVERYTHING
 from .layers import ByNetwork
@@ -323,11 +324,6 @@ def _on_device(module: Any, name: str, tensor: Tensor, patcher: Any) -> Iterator
         yield tensor if there and not changed else None
         return
     comfy.ops.run_every_op()
-    weight, bias, offloaded = comfy.ops.cast_bias_weight(
-        module, None, dtype=module.weight.dtype, device=patcher.load_device, offloadable=True,
-        bias_dtype=None if module.bias is None else module.bias.dtype,
-    )  # fmt: skip
-    try:
+    dtypes = {"dtype": module.weight.dtype, "bias_dtype": None if module.bias is None else module.bias.dtype}
+    with cast_by_core(module, device=patcher.load_device, **dtypes) as (weight, bias):
         yield weight if own == "weight" else bias
-    finally:
-        comfy.ops.uncast_bias_weight(module, weight, bias, offloaded)
