@@ -39,7 +39,7 @@ WEIGHT = ".weight"
 
 @contextmanager
 def cast_by_core(layer: Any, **kinds: Any) -> Iterator[tuple[Any, Any]]:
-    """Weight and bias of ``layer`` for a block, by the functions of core that also releases before 0.32 have."""
+    """Weight and bias of ``layer`` for a block, by the functions of core that releases before 0.32 have too."""
     weight, bias, offloaded = comfy.ops.cast_bias_weight(layer, offloadable=True, **kinds)
     try:
         yield weight, bias

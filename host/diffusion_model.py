@@ -74,11 +74,9 @@ class DiffusionModel(nn.Module):
     ) -> torch.Tensor:
         active_adapters = self.pipeline.parts.active_adapters.get(TRANSFORMER)
         if active_adapters is not None and active_adapters.in_weights:
-            raise UnsupportedError(
-                "a MODEL whose weights hold the merged LoRA of an AnyGPU pipeline",
-                expected="weights without it",
-                fix="Use core's LoRA nodes on the MODEL, or set mode of AnyGPU LoRA to separate.",
-            )
+            found = "a MODEL whose weights hold the merged LoRA of an AnyGPU pipeline"
+            fix = "Use core's LoRA nodes on the MODEL, or set mode of AnyGPU LoRA to separate."
+            raise UnsupportedError(found, expected="weights without it", fix=fix)
         time = timestep * self.time_scale
         call = Call(
             x,
@@ -224,12 +222,10 @@ def _overridden(override: Any, options: Mapping[str, Any]) -> Any:
 
         form = {"mask": mask, "skip_reshape": True, "skip_output_reshape": True, "transformer_options": options}
         out: torch.Tensor = override(as_core, query, key, value, query.shape[1], **form)
-        if out.shape != (*query.shape[:-1], value.shape[-1]):
-            raise UnsupportedError(
-                f"attention of shape {tuple(out.shape)} from a node on the MODEL",
-                expected=f"{(*query.shape[:-1], value.shape[-1])}",
-                fix="Remove the node that replaces attention, or choose attention on the AnyGPU load node.",
-            )
+        if out.shape != (shape := (*query.shape[:-1], value.shape[-1])):
+            found, expected = f"attention of shape {tuple(out.shape)} from a node on the MODEL", str(shape)
+            fix = "Remove the node that replaces attention, or choose attention on the AnyGPU load node."
+            raise UnsupportedError(found, expected=expected, fix=fix)
         return out
 
     return attend

@@ -49,11 +49,10 @@ class HunyuanVideo15(CoreModel, comfy.model_base.HunyuanVideo15):
 
     def concat_cond(self, **given: Any) -> torch.Tensor:
         if self.pipeline.configs[TRANSFORMER].get("in_channels") == self.pipeline.spec.code.SUPER_CHANNELS:
-            raise UnsupportedError(
-                "the MODEL of HunyuanVideo 1.5's super-resolution in one of core's samplers",
-                expected="its pipeline in AnyGPU Sample, behind AnyGPU Upscale Latents",
-                fix="Connect them, or load the file with core's Load Diffusion Model and AnyGPU Fit.",
-            )
+            found = "the MODEL of HunyuanVideo 1.5's super-resolution in one of core's samplers"
+            expected = "its pipeline in AnyGPU Sample, behind AnyGPU Upscale Latents"
+            fix = "Connect them, or load the file with core's Load Diffusion Model and AnyGPU Fit."
+            raise UnsupportedError(found, expected=expected, fix=fix)
         noise, picture, mask = given["noise"], given.get("concat_latent_image"), given.get("concat_mask")
         beside = noise.new_zeros(noise.shape[0], noise.shape[1] + 1, *noise.shape[2:])
         if picture is not None:

@@ -285,15 +285,15 @@ class _Farm:
                 _pause(progress)
 
     def _fetch(self, jobs: JobList, key: str) -> None:
+        from ..paint.jobs import job_of  # painting is read when it is used, not at ComfyUI's start
+
+        job = job_of(jobs.lines[jobs.keys.index(key)])
         suffix, content = self.answer(self.gateway.result.remote(key), FILE_SECONDS) or ("", b"")
         if suffix not in SUFFIXES:
             jobs.folder.fail(key, "its file is gone from the farm")
             return
         with replacing(jobs.folder.results / f"{key}{suffix}") as temporary:
             temporary.write_bytes(content)
-        from ..paint.jobs import job_of  # painting is read when it is used, not at ComfyUI's start
-
-        job = job_of(jobs.lines[jobs.keys.index(key)])
         jobs.folder.show(f"{key}{suffix}", f"{job.title} {key[:8]}{suffix}")
         jobs.folder.finish(key, {"from": "a farm"})
 
@@ -315,9 +315,8 @@ def _farm(address: str, progress: NodeProgress) -> Iterator[_Farm]:
             fix = "Run there: anygpu-farm watch FOLDER --address auto."
             raise InputError(f"no farm in the cluster at {address!r}", expected=expected, fix=fix) from error
         if not farm.answer(farm.gateway.ready.remote()):
-            raise UnsupportedError(
-                f"a farm at {address!r} that asks for no token", expected="RAY_AUTH_MODE=token there", fix=FIX
-            )
+            found = f"a farm at {address!r} that asks for no token"
+            raise UnsupportedError(found, expected="RAY_AUTH_MODE=token there", fix=FIX)
         yield farm
     except (ray.exceptions.RayError, ConnectionError) as error:
         cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
@@ -338,7 +337,6 @@ def _ray_module() -> Any:
         fix = "Install it into ComfyUI's Python: pip install ray. Or use AnyGPU Queue Jobs and a shared folder."
         raise MissingPackageError(found, expected="the Ray and Python version of the farm", fix=fix) from error
     if not value_or(token_mode, False):
-        raise UnsupportedError(
-            "Ray without a token in this ComfyUI", expected="RAY_AUTH_MODE=token where ComfyUI starts", fix=FIX
-        )
+        found = "Ray without a token in this ComfyUI"
+        raise UnsupportedError(found, expected="RAY_AUTH_MODE=token where ComfyUI starts", fix=FIX)
     return ray

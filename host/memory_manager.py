@@ -158,11 +158,11 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
     def clone(self, *args: Any, **kwargs: Any) -> PartPatcher:
         self.in_cloning = True
         try:
-            copy: PartPatcher = super().clone(*args, **kwargs)
+            clone: PartPatcher = super().clone(*args, **kwargs)
         finally:
             self.in_cloning = False
-        copy.memory_stats, copy.locks, copy.keeps = self.memory_stats, self.locks, self.keeps
-        return copy
+        clone.memory_stats, clone.locks, clone.keeps = self.memory_stats, self.locks, self.keeps
+        return clone
 
     def model_size(self) -> int:
         """Bytes of the part in the dtypes it is stored in; reads it, but for a clone, which is told and never asks."""
@@ -195,7 +195,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
             send(tensor, device_to, self.keeps)
         held = bytes_of(fixed)
         with patches_by_layer(self) as by_layer:
-            super().load(device_to, max(lowvram_model_memory - held, 0.1), force_patch_weights, full_load)
+            super().load(device_to, max(lowvram_model_memory - held, LEAST), force_patch_weights, full_load)
         attach_patches(self, by_layer)
         if not full_load:
             self.model.model_loaded_weight_memory += held
@@ -311,10 +311,8 @@ class ComfyOffloader:
     @contextmanager
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
         """The part with this pipeline's adapters; ComfyUI keeps ``activation_bytes`` free beside its weights."""
-        with (
-            current(self.device_of(part)),
-            adapters_on(self.parts, part, self.adapters, self.detach, progress) as module,
-        ):
+        adapted = adapters_on(self.parts, part, self.adapters, self.detach, progress)
+        with current(self.device_of(part)), adapted as module:
             self._onload(part, module, activation_bytes + self.options.keep_free_bytes, progress)
             yield module
             self._refused.pop(part, None)  # another program may have had them for a moment
@@ -332,9 +330,8 @@ class ComfyOffloader:
             while not self._loaded(part, patcher, needed):
                 streamed = self._lowered(part, patcher, needed)
                 if progress is not None:
-                    progress.notify(
-                        f"memory ran out while the {part} was loading: continuing with {streamed} of it streamed"
-                    )
+                    message = f"memory ran out while the {part} was loading: continuing with {streamed} of it streamed"
+                    progress.notify(message)
         finally:
             patcher.watcher = patcher.beside = None
             self.memory_stats.add(max(0, patcher.loaded_size() - before), time.perf_counter() - started)
@@ -345,12 +342,13 @@ class ComfyOffloader:
         try:
             comfy.model_management.load_models_gpu([patcher], memory_required=patcher.beside)
         except DEVICE_ERRORS as error:
-            if not is_shortage(error) or not self._room(part, patcher, needed) > 0:
+            if not is_shortage(error) or not self._empty_device(part, patcher, needed) > 0:
                 raise
             return False
         return True
 
-    def _room(self, part: str, patcher: PartPatcher, needed: int) -> float:
+    def _empty_device(self, part: str, patcher: PartPatcher, needed: int) -> float:
+        """Unload the part and all other models; the bytes of its weights for which there is room then."""
         unload(patcher)
         comfy.model_management.free_memory(EVERYTHING, patcher.load_device)
         return min(patcher.model_size(), free_on(patcher.load_device) - needed - self._unknown(part))
@@ -360,7 +358,7 @@ class ComfyOffloader:
 
     def _lowered(self, part: str, patcher: PartPatcher, needed: int) -> str:
         """Reserve half of the room, or all of a little, for what the estimate missed; returns how much is streamed."""
-        size, room = patcher.model_size(), self._room(part, patcher, needed)
+        size, room = patcher.model_size(), self._empty_device(part, patcher, needed)
         free = free_on(patcher.load_device)
         left = room / 2 if room > size / 4 else 0
         self._refused[part] = int(free - needed - left) - self._short.get(part, 0)

@@ -92,9 +92,8 @@ def from_core(mesh: Any) -> Mesh:
     if vertices is None or faces is None:
         raise InputError(f"a MESH of {type(mesh).__name__}", expected="vertices and faces", fix="Connect a mesh.")
     if len(vertices) != 1 and getattr(vertices, "ndim", 3) == 3:
-        raise InputError(
-            f"a MESH of {len(vertices)} meshes", expected="one", fix="Texture them one after the other, or merge them."
-        )
+        fix = "Texture them one after the other, or merge them."
+        raise InputError(f"a MESH of {len(vertices)} meshes", expected="one", fix=fix)
     single = getattr(vertices, "ndim", 3) == 2
     given = (vertices, faces, mesh.uvs, getattr(mesh, "normals", None))
     parts = [None if part is None else (part if single else part[0]) for part in given]

@@ -62,9 +62,8 @@ def target_folder(prefix: str, called: str = "filename_prefix") -> tuple[Path, s
     inside = Path(folder_paths.get_output_directory()) / path.relative_to(root)
     longest = max(len(os.fsencode(part)) for part in inside.parts)
     if longest > MOST_BYTES:
-        raise InputError(
-            f"{called} with a name of {longest} bytes", expected=f"at most {MOST_BYTES} bytes", fix="Shorten it."
-        )
+        found = f"{called} with a name of {longest} bytes"
+        raise InputError(found, expected=f"at most {MOST_BYTES} bytes", fix="Shorten it.")
     return inside.parent, inside.name
 
 

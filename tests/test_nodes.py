@@ -523,9 +523,9 @@ def test_core_s_vae_begins_where_the_device_can_and_tiles_by_its_own_cells(core:
     module, methods = core.module("host.core.vae"), [DecodeMethod(torch.float32, tile=tile) for tile in (0, 256, 128)]
     monkeypatch.setattr(module, "policy_for", lambda _facts: SimpleNamespace(tile_pixels=128))
     own = SimpleNamespace(machine=SimpleNamespace(facts=None), method=DecodeMethod(torch.float32, tile=64))
-    assert module.FittedVAE._first(own, "decode", [*methods, own.method]) is own.method
+    assert module.FittedVAE._first_method(own, "decode", [*methods, own.method]) is own.method
     own.method = methods[1]
-    assert [module.FittedVAE._first(own, name, methods) for name in ("decode", "decode_tiled")] == methods[:0:-1]
+    assert [module.FittedVAE._first_method(own, name, methods) for name in ("decode", "decode_tiled")] == methods[:0:-1]
     compressed = {"spacial_compression_decode": lambda: 8, "temporal_compression_decode": lambda: 4}
     vae = SimpleNamespace(latent_dim=3, decode_tiled=lambda _given, **chosen: chosen, **compressed)
     expected = {"tile_x": 32, "tile_y": 32, "overlap": 8, "tile_t": 16, "overlap_t": 4}

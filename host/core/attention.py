@@ -100,7 +100,7 @@ class AttentionOverride:
         query = args[0]
         foreign = self.before is not None or _name(func) not in BUILDS_SCORES
         safe = self.safe and type(query) is Tensor and query.dtype is FULL and not query.requires_grad
-        kernel = func if self.before is None else functools.partial(self.before, self._without_narrow(func, safe))
+        kernel = func if self.before is None else functools.partial(self.before, self._without_fp16_scores(func, safe))
         if type(query) is not Tensor or query.requires_grad or (foreign and not safe):
             self._note(f"by {_name(kernel)}")
             return _with_small_values(kernel, *args, **kwargs)
@@ -123,8 +123,9 @@ class AttentionOverride:
         self._note(EXACT)
         return call.exact(self.attention)
 
-    def _without_narrow(self, func: Callable[..., Tensor], safe: bool) -> Callable[..., Tensor]:
-        if not safe or func.__name__ not in BUILDS_SCORES:
+    def _without_fp16_scores(self, func: Callable[..., Tensor], safe: bool) -> Callable[..., Tensor]:
+        """``func`` for another node's attention to call: where it would build scores in fp16, a kernel or exact."""
+        if not safe or _name(func) not in BUILDS_SCORES:
             return func
 
         @functools.wraps(func)

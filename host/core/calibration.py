@@ -89,6 +89,7 @@ class Calibration:
 
     @contextmanager
     def measured(self, network: nn.Module) -> Iterator[None]:
+        """Measure each block and layer of a step in safe fp16; nothing is kept of a step whose result is not finite."""
         found: list[tuple[str, str, Tensor]] = []
         with ExitStack() as stack:
 
@@ -105,11 +106,12 @@ class Calibration:
                     self._refused.add(block.name)
             yield
         numbers = _numbers([value for *_, value in found])
-        sound = all(math.isfinite(value) for (name, *_), value in zip(found, numbers, strict=True) if name == NETWORK)
-        for (name, kind, _), value in zip(found, numbers, strict=True) if sound else ():
-            self.sizes.setdefault(name, ValueSizes()).take(kind, value if math.isfinite(value) else NEVER)
-        for name in self._refused if sound else ():
-            self.sizes.setdefault(name, ValueSizes()).share = NEVER
+        sizes = [(name, kind, value) for (name, kind, _), value in zip(found, numbers, strict=True)]
+        if all(math.isfinite(value) for name, _, value in sizes if name == NETWORK):
+            for name, kind, value in sizes:
+                self.sizes.setdefault(name, ValueSizes()).take(kind, value if math.isfinite(value) else NEVER)
+            for name in self._refused:
+                self.sizes.setdefault(name, ValueSizes()).share = NEVER
         self._refused.clear()
 
     @contextmanager
@@ -130,8 +132,7 @@ class Calibration:
                     layer.__dict__[FITS] = layer in fitting
                     stack.callback(layer.__dict__.pop, FITS, None)
             for block_name, name, module in self._watched(network):
-                hook = functools.partial(_watch, values, block_name, name)
-                stack.callback(add_hook(module, hook).remove)
+                stack.callback(add_hook(module, functools.partial(_watch, values, block_name, name)).remove)
             yield functools.partial(self._held, values)
 
     def _known(self, network: nn.Module) -> list[MeasuredBlock]:
@@ -140,12 +141,13 @@ class Calibration:
         return self._blocks
 
     def _watched(self, network: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+        """(block, own name, module) whose outputs tell if values fit: repeated blocks, or all where none is."""
         known = self._known(network)
         for block in [each for each in known if "." in each.name] or known:
             yield block.name, block.name, block.module
-            for name, layer in block.layers.items() if self.fits(block.name) else ():
-                if is_linear(layer) and layer.in_features > layer.out_features:  # sees overflow that is clamped later
-                    yield block.name, name, layer
+            for name, layer in block.layers.items():
+                if self.fits(block.name) and is_linear(layer) and layer.in_features > layer.out_features:
+                    yield block.name, name, layer  # sees overflow that is clamped later
         yield NETWORK, NETWORK, network
 
     def _fitting(self, block: MeasuredBlock, plain: set[str]) -> Iterator[nn.Module]:
@@ -166,10 +168,12 @@ class Calibration:
         self._running = name
 
     def _held(self, values: list[tuple[str, str, Any]]) -> bool:
+        """True if no output left the room that was measured for it; at an overflow its block is refused from now on."""
         numbers = _numbers([each.float() for *_, pair in values for each in pair])
         for (block, name, _), low, high in zip(values, numbers[::2], numbers[1::2], strict=True):
             known = self.sizes.get(name, ValueSizes())
-            if high <= known.output * ROOM and not low == 0.0 < known.least:
+            vanished = low == 0.0 and known.least > 0.0
+            if high <= known.output * ROOM and not vanished:
                 continue
             if not math.isfinite(high) or low == 0.0:  # of an overflow within, which core's clamps may have hidden
                 self._refused.add(block)

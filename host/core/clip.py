@@ -71,7 +71,7 @@ class FittedEncoder:
         undo = self.hooks[encoders] = Undo()
         if encoders not in self.counted and hasattr(encoders, ENCODE) and ENCODE not in vars(encoders):
             counts = Counts()
-            encoders.__dict__[ENCODE] = functools.partial(self._first, encoders, counts)
+            encoders.__dict__[ENCODE] = functools.partial(self._encode_first, encoders, counts)
         if self.fit.attention is not None:
             override = AttentionOverride(self.fit.attention, self.fit.safe, counts=counts)
             swap = functools.partial(_with_attention, override)
@@ -98,31 +98,34 @@ class FittedEncoder:
                 own = asked.setdefault(layer, AskedLinear(types.MethodType(type(layer).forward, layer)))
                 layer.__dict__ |= {"forward": functools.partial(adapted_linear, layer, own, FULL), SETTINGS: own}
 
-    def _first(self, encoders: nn.Module, counts: Counts, *args: Any, **kwargs: Any) -> Any:
-        del encoders.__dict__[ENCODE]
+    def _encode_first(self, encoders: nn.Module, counts: Counts, *args: Any, **kwargs: Any) -> Any:
+        """Encode a prompt as ``encoders`` do; of the first, report how its layers and attention were computed."""
+        encode = functools.partial(getattr(type(encoders), ENCODE), encoders)
+        self._step_aside(encoders)
+        if encoders in self.counted:  # called by another pack's method around this one
+            return encode(*args, **kwargs)
         ours = {layer for layer in encoders.modules() if SETTINGS in layer.__dict__}
-        for layer in ours:
-            layer.__dict__[COUNTS] = counts
-        try:
-            looking = around(self.machine.guard, None, id(encoders))
-            with counts.counting(left_of(encoders, ours) if self.fit.safe else {}), looking:
-                result = getattr(encoders, ENCODE)(*args, **kwargs)
-        finally:
+        left = left_of(encoders, ours) if self.fit.safe else {}
+        with Undo() as undo, counts.counting(left), around(self.machine.guard, None, id(encoders)):
             for layer in ours:
-                layer.__dict__.pop(COUNTS, None)
+                undo.set(layer, COUNTS, counts)
+            result = encode(*args, **kwargs)
         self.counted[encoders] = counts
         if str(counts):
             self.tell(str(counts))
         return result
 
     def detach(self, patcher: Any) -> None:
-        if getattr(vars(patcher.model).get(ENCODE), "func", None) == self._first:  # another pack's stays
-            del patcher.model.__dict__[ENCODE]
+        self._step_aside(patcher.model)
         self.hooks.pop(patcher.model, Undo()).restore()
         for layer in patcher.model.modules():
             if SETTINGS in layer.__dict__:
                 for name in ("forward", PROVIDER, SETTINGS):
                     layer.__dict__.pop(name, None)
+
+    def _step_aside(self, encoders: nn.Module) -> None:
+        if getattr(vars(encoders).get(ENCODE), "func", None) == self._encode_first:  # another pack's stays
+            del encoders.__dict__[ENCODE]
 
 
 class FittedCLIP(CLIP):

@@ -25,7 +25,7 @@ from ...compat.repairs import ATTENTION, FP32, LIMIT, Repair, repaired, tensors_
 from ...compat.transforms.fp16_layers import SETTINGS
 from ..diffusion_model import CoreModel
 from ..progress import NodeProgress
-from .attention import BUILDS_SCORES, AttentionOnRequest, Heads, _named, compute_next, with_override
+from .attention import BUILDS_SCORES, AttentionOnRequest, Heads, _name, _named, compute_next, with_override
 from .layers import ByNetwork
 from .model import KEY as FITTED
 from .ownership import is_linear
@@ -84,7 +84,7 @@ class StepWatch:
                     undo.append(add_hook(module, functools.partial(self._product, name)).remove)
                 elif name and next(module.children(), None) is not None:
                     undo.append(add_hook(module, lambda *_, name=name: self.stack.append(name), before=True).remove)
-                    undo.append(add_hook(module, lambda *_: self.stack.pop() and None).remove)
+                    undo.append(add_hook(module, self._leave).remove)
             yield self._noted_attention if closely else AttentionOnRequest
 
     def fault(self, output: Any) -> str:
@@ -100,15 +100,15 @@ class StepWatch:
             if spot.fault and value >= spot.bound and not wrong:
                 wrong = doctors.INFINITE if math.isinf(value) else spot.fault
                 self.finding = None if spot.fault == doctors.STUCK else self._found(spot, wrong)
-        known = {name: self.largest.get(name) for name in self.now}
-        self.loud = any(
-            (value == 0 and known[name] != 0) or (known[name] is not None and value > JUMP * known[name] > 0)
-            for name, value in self.now.items()
-        )
+        sizes = [(value, self.largest.get(name)) for name, value in self.now.items()]  # None: not seen before
+        self.loud = any((value == 0 and before != 0) or (before and value > JUMP * before) for value, before in sizes)
         return wrong
 
     def keep(self) -> None:
         self.largest.update({name: max(value, self.largest.get(name, 0.0)) for name, value in self.now.items()})
+
+    def _leave(self, *_: Any) -> None:  # not ``stack.pop`` itself: what a hook returns becomes the module's output
+        self.stack.pop()
 
     def _found(self, spot: Spot, fault: str) -> doctors.Finding:
         block = doctors.block_of(self.networks, spot.layer)
@@ -124,21 +124,22 @@ class StepWatch:
             self.spots.append(Spot(name, torch.linalg.vector_norm(tensor.detach(), math.inf), fault, LIMIT))
 
     def _product(self, name: str, layer: Any, args: Any, output: Any) -> None:
+        """Note some values of the product of a bare Linear beside the same computed in fp32."""
         weight, x = getattr(layer, "weight", None), args[0] if args else None
-        bare = not any(getattr(layer, name, ()) for name in PATCHES)
-        bare = bare and ("forward" not in vars(layer) or SETTINGS in vars(layer))  # a LoRA in bypass mode, not Fit's
-        plain = all(isinstance(each, Tensor) and each.dtype in FLOATS for each in (weight, x, output))
+        replaced = "forward" in vars(layer) and SETTINGS not in vars(layer)  # by a LoRA in bypass mode, not by Fit
+        bare = not (replaced or any(getattr(layer, function, ()) for function in PATCHES))
+        plain = all(isinstance(each, Tensor) and each.dtype in FLOATS and each.numel() for each in (weight, x, output))
         if torch.compiler.is_compiling() or not (bare and plain) or type(weight.data) is not Tensor or x.ndim < 2:
             return
         if x.dtype is torch.float16:
             self.spots.append(Spot(name, torch.linalg.vector_norm(x.detach(), math.inf), doctors.STUCK, LIMIT))
-        first, last = (each.detach()[(0,) * (each.ndim - 2)] for each in (x, output))
-        rows, columns = max(1, len(first) // ROWS), max(1, len(weight) // COLUMNS)
-        given, some = first[::rows].float(), weight.detach()[::columns].to(x.device).float()
-        bias = None if layer.bias is None else layer.bias.detach()[::columns].to(x.device).float()
-        expected = functional.linear(given, some, bias)
-        size = max(torch.finfo(x.dtype).eps, torch.finfo(weight.dtype).eps) * given.norm() * some.norm()
-        self._note(name, last[::rows, ::columns], expected, size, doctors.PRODUCT, NEAR, output.dtype)
+        inputs, outputs = (each.detach()[(0,) * (each.ndim - 2)] for each in (x, output))  # of the first sample
+        every_row, every_column = max(1, len(inputs) // ROWS), max(1, len(weight) // COLUMNS)
+        rows, matrix = inputs[::every_row].float(), weight.detach()[::every_column].to(x.device).float()
+        bias = None if layer.bias is None else layer.bias.detach()[::every_column].to(x.device).float()
+        expected = functional.linear(rows, matrix, bias)
+        size = max(torch.finfo(x.dtype).eps, torch.finfo(weight.dtype).eps) * rows.norm() * matrix.norm()
+        self._note(name, outputs[::every_row, ::every_column], expected, size, doctors.PRODUCT, NEAR, output.dtype)
 
     def _noted_attention(self, before: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
         """Core's attention, or the one that a repair asks for, each call of which is noted."""
@@ -147,7 +148,7 @@ class StepWatch:
         def attention(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
             result = compute(func, *args, **kwargs)
             if not isinstance(func, functools.partial) and not torch.compiler.is_compiling():
-                bound = NEAR if before is None and func.__name__ in BUILDS_SCORES else ROUGH
+                bound = NEAR if before is None and _name(func) in BUILDS_SCORES else ROUGH
                 with suppress(*UNFIT):  # operands that only this kernel knows
                     self._attention(Heads.of(*args[:3], _named(func, args, kwargs)), result, bound)
             return result

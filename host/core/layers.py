@@ -88,13 +88,17 @@ class Counts:
         self.complete = sys.getprofile() is None
 
         def profile(frame: Any, event: str, argument: Any) -> None:
-            if frame.f_code is WRAPPER and event in ("call", "return"):
-                self.attention += event == "call" and not self._depth
-                self._depth += 1 if event == "call" else -1
+            if frame.f_code is WRAPPER and event == "call":
+                self.attention += not self._depth
+                self._depth += 1
+            elif frame.f_code is WRAPPER and event == "return":
+                self._depth -= 1
             elif event == "c_call" and argument is functional.scaled_dot_product_attention and not self._depth:
                 self.attention += 1
-            elif event == "call" and frame.f_code is PAST_FORWARD and frame.f_locals["linear"] in left:
-                self.note(frame.f_locals["linear"], left[frame.f_locals["linear"]])
+            elif event == "call" and frame.f_code is PAST_FORWARD:
+                layer = frame.f_locals.get("linear")  # an error here would end the sampling
+                if layer in left:
+                    self.note(layer, left[layer])
 
         with ExitStack() as stack:
             for layer, why in left.items():
@@ -266,7 +270,8 @@ class SafeLayers:
         """Measure the weights where they have changed: reading each once, as the first step does anyway."""
         if version is not None and version == self.version:
             return
-        before, self.patches, self.version = self.patches if version is None else {}, {}, None
+        earlier = self.patches if version is None else {}  # hooks change weights at each call: asked only once
+        self.patches, self.version = {}, None
         for layer in filter(is_linear, network.modules()):
             if is_native(layer):
                 continue
@@ -281,7 +286,7 @@ class SafeLayers:
             self.patches[layer] = {HOOK: functools.partial(safe_convolution, layer), SETTINGS: settings_of(layer, like)}
         self.loud = any(patch[SETTINGS].loud for patch in self.patches.values())
         for layer in adapted_layers(network):
-            asked = before.get(layer, {}).get(SETTINGS) or AskedLinear(types.MethodType(type(layer).forward, layer))
+            asked = earlier.get(layer, {}).get(SETTINGS) or AskedLinear(types.MethodType(type(layer).forward, layer))
             self.patches[layer] = {"forward": functools.partial(adapted_linear, layer, asked, loaded), SETTINGS: asked}
         self.version = version  # not before: a cancel or a shortage ends it half way
 

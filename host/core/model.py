@@ -88,7 +88,7 @@ class FittedNetwork:
         counts, line = None if seen.counted else Counts(), ""
         sizes = self._calibration(executor.class_obj, network, seen)
         if sizes is None or not sizes.sizes:
-            output, line = self._first(run, network, sizes, counts)
+            output, line = self._run_first(run, network, sizes, counts)
             if not seen.reached or seen.layers.loud:
                 sizes = None
             elif sizes is not None:
@@ -114,9 +114,10 @@ class FittedNetwork:
         seen.counted = True
         return output
 
-    def _first(
+    def _run_first(
         self, run: Callable[..., Any], network: nn.Module, sizes: Calibration | None, counts: Counts | None
     ) -> tuple[Any, str]:
+        """The result in safe fp16, or without it where the network casts its stream, and a line on what was counted."""
         seen = self.seen[network]
         with nullcontext() if sizes is None else sizes.measured(network):
             output = run(counts, refused=None if sizes is None else sizes.refuse)
@@ -132,9 +133,10 @@ class FittedNetwork:
     def _calibration(self, model: Any, network: nn.Module, seen: Seen) -> Calibration | None:
         """The sizes of the network with the weights that it has now; None where plain fp16 is not wanted or known."""
         version, patcher = model.current_weight_patches_uuid, getattr(model, "current_patcher", None)
-        compiled = network is not model.diffusion_model or patcher is None or patcher.get_wrappers(*COMPILED)
-        compiled = compiled or any(hasattr(each, "_orig_mod") for each in network.modules())  # takes no :class:`Level`
-        if not (self.fit.plain and seen.reached) or compiled or patcher.current_hooks or version is None:
+        if not (self.fit.plain and seen.reached) or version is None or patcher is None or patcher.current_hooks:
+            return None
+        compiled = network is not model.diffusion_model or patcher.get_wrappers(*COMPILED)
+        if compiled or any(hasattr(each, "_orig_mod") for each in network.modules()):  # takes no :class:`Level`
             return None
         fp32 = model.get_dtype_inference() is torch.float32  # else a node behind this one has core compute otherwise
         if CACHE in patcher.model_options.get("transformer_options", {}) or seen.layers.loud or not fp32:
@@ -211,14 +213,10 @@ class FittedNetwork:
         known = self.convolutions.setdefault(network, {})
         if dtype not in known:
             known[dtype] = [each for _, each in conv_forwards(network, self.machine.convolutions, dtype)]
-        forwards = known[dtype]
-        try:
-            for forward in forwards:
-                forward.layer.__dict__[HOOK] = forward
+        with Undo() as undo:
+            for forward in known[dtype]:
+                undo.set(forward.layer, HOOK, forward)
             yield
-        finally:
-            for forward in forwards:
-                forward.layer.__dict__.pop(HOOK, None)
 
 
 def _with_own_latent(_network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

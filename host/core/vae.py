@@ -79,7 +79,7 @@ class FittedVAE:
         """The result of the first method that neither fails nor gives wrong values; each failure is reported."""
         action, methods = name.replace("_", " "), self._methods(name, given)
         progress = functools.cache(lambda: NodeProgress(getattr(get_executing_context(), "node_id", None)))
-        method, reason, freed = self._first(name, methods), "", False
+        method, reason, freed = self._first_method(name, methods), "", False
         remedies: Iterator[tuple[str, DecodeMethod]] | None = None
         if name.startswith("decode"):
             output_check.require_finite(given, "latents to decode", BEFORE)
@@ -147,9 +147,9 @@ class FittedVAE:
             sides = tiles_below(max(given.shape[-2:] if decodes else given.shape[-3:-1]) * cell, cell)
         return decode_methods(replace(self.method, tile=0), tiles=sides, host=True)
 
-    def _first(self, name: str, methods: Sequence[DecodeMethod]) -> DecodeMethod:
-        cap = policy_for(self.machine.facts).tile_pixels
-        offered = [method for method in methods if 0 < method.tile <= cap and not name.endswith("tiled")] or methods
+    def _first_method(self, name: str, methods: Sequence[DecodeMethod]) -> DecodeMethod:
+        cap = 0 if name.endswith("tiled") else policy_for(self.machine.facts).tile_pixels
+        offered = [method for method in methods if 0 < method.tile <= cap] or methods
         return next((method for method in offered if method.key == self.method.key), offered[0])
 
     def _run(
@@ -162,7 +162,7 @@ class FittedVAE:
         with ExitStack() as stack:
             stack.enter_context(convolution_switches(policy_for(self.machine.facts), method.library))
             stack.enter_context(self.packed.attach(self.first_stage_model))  # type: ignore[attr-defined]
-            stack.enter_context(_patches_on(self._patches(method)))
+            stack.enter_context(_patches_on(self._patches(method, vae.first_stage_model)))
             if method.on_host:
                 stack.callback(_leave_host, vae.patcher)
             else:
@@ -213,7 +213,7 @@ class FittedVAE:
         method = DecodeMethod(FP32, on_host=True)
         vae = _whole(self._variant(method, window.latents, []))
         try:
-            with _patches_on(self._patches(method)):
+            with _patches_on(self._patches(method, vae.first_stage_model)):
                 return window.inner(vae.decode(window.cut()))
         except InvalidOutputError:
             return None
@@ -233,8 +233,8 @@ class FittedVAE:
             vae.vae_dtype = FP32
         return vae
 
-    def _patches(self, method: DecodeMethod) -> Iterator[tuple[nn.Module, str, Any]]:
-        network: nn.Module = self.first_stage_model  # type: ignore[attr-defined]
+    def _patches(self, method: DecodeMethod, network: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+        """(module, attribute, value) for :class:`Undo`, on the network that runs: on the host it may be another one."""
         if not method.on_host:
             for _, forward in conv_forwards(network, self.machine.convolutions, method.dtype):
                 yield forward.layer, HOOK, forward

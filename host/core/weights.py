@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from ...compat.decision import AUTO, Decision
 from ...compat.device.execution import HOST, to_host
+from ...compat.device.facts import value_or
+from ..casting import cast_by_core
 from ..diffusion_model import CoreModel
 from ..memory_manager import EVERYTHING
 from .layers import ByNetwork
@@ -111,8 +113,8 @@ def from_file(patcher: Any) -> Any:
     if patcher.cached_patcher_init is None:
         return None
     load, arguments, *place = patcher.cached_patcher_init
-    again = load(*arguments)
-    return (again[place[0]] if place else again).model
+    again = value_or(lambda: load(*arguments), None)  # the file may be gone
+    return None if again is None else (again[place[0]] if place else again).model
 
 
 def _cast(network: nn.Module, target: Target, float8: bool) -> nn.Module:
@@ -192,14 +194,16 @@ class LoadedWeights:
                 if value is None:
                     continue
                 plain = not hasattr(value, "__tensor_flatten__")
-                if plain and name in patcher.patches and (name, version) not in self.patched:
-                    wrong += [name] * (not _as_patched(patcher, name, value))
+                unseen = plain and name in patcher.patches and (name, version) not in self.patched
+                if unseen and not _as_patched(patcher, name, value):
+                    wrong.append(name)
                 names.append(name)
                 sums.append(checksum(value))
         for name, value in zip(names, _values(sums), strict=True):
             patched = name in patcher.patches and name not in wrong
             right = self.patched.setdefault((name, version), value) if patched else self.first[name]
-            wrong += [name] * (value != right and name not in wrong)
+            if value != right and name not in wrong:
+                wrong.append(name)
         return wrong
 
     def restore(self, patcher: Any, names: Sequence[str]) -> list[str]:
@@ -320,11 +324,6 @@ def _on_device(module: Any, name: str, tensor: Tensor, patcher: Any) -> Iterator
         yield tensor if there and not changed else None
         return
     comfy.ops.run_every_op()
-    weight, bias, offloaded = comfy.ops.cast_bias_weight(
-        module, None, dtype=module.weight.dtype, device=patcher.load_device, offloadable=True,
-        bias_dtype=None if module.bias is None else module.bias.dtype,
-    )  # fmt: skip
-    try:
+    dtypes = {"dtype": module.weight.dtype, "bias_dtype": None if module.bias is None else module.bias.dtype}
+    with cast_by_core(module, device=patcher.load_device, **dtypes) as (weight, bias):
         yield weight if own == "weight" else bias
-    finally:
-        comfy.ops.uncast_bias_weight(module, weight, bias, offloaded)

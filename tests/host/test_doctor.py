@@ -94,6 +94,11 @@ def test_weights_that_change_on_the_device_are_named_and_loaded_again(inside: In
         assert found["named"] and len(found["said"]) == 1 and max(found["errors"]) < 1e-5, (how, found)
 
 
+def test_weights_that_change_on_the_device_are_named_where_their_file_is_gone(inside: Inside) -> None:
+    for how, found in inside.play("doctor_faults", "on_the_device", name="Wan 2.1", lora=False, gone=True).items():
+        assert found["named"] and "its file cannot be read from here: load the model again" in found["said"][0], how
+
+
 @pytest.mark.parametrize("name", ["Wan 2.1", "LTXV"])
 def test_a_text_that_holds_nan_is_told_from_a_fault_of_the_model(inside: Inside, name: str) -> None:
     said = inside.play("doctor", "with_bad_text", name=name)
@@ -117,6 +122,7 @@ def test_doctor_and_fit_model_go_together_in_both_orders(inside: Inside) -> None
 
 def test_a_lora_in_bypass_mode_is_no_fault(inside: Inside) -> None:
     assert inside.play("doctor", "bypassed", name="Wan 2.1") == {"error": 0.0, "said": []}
+    assert inside.play("doctor", "of_nothing") == 0
 
 
 @full

@@ -22,6 +22,7 @@ from anygpu.host.core import attention as core_attention
 from anygpu.host.core import clip as core_clip
 from anygpu.host.core import vae as core_vae
 from anygpu.host.core.vae import lost_masks
+from anygpu.pipelines.vae.plan import DecodeMethod
 from simulated import accelerator
 from simulated.shortages import shortage
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,9 +100,11 @@ def bits_kept(name: str, profile: str) -> dict[str, Any]:
         management.unload_all_models()
         again = fit.decode(latents)
         management.unload_all_models()
+        fit.method = DecodeMethod(torch.float32, on_host=True)  # with the weights as they were loaded
         return {
             "alone": alone,
             "error": error(found.cpu(), expected),
+            "on_host": error(fit.decode(latents), expected),
             "back": torch.equal(again, found),
             "bf16": sum(tensor.dtype is torch.bfloat16 for tensor in fit.first_stage_model.parameters()),
             "before": all(tensor.dtype is torch.bfloat16 for tensor in vae.first_stage_model.parameters()),

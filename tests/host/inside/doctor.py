@@ -18,6 +18,7 @@ from anygpu.compat.repairs import RepairStore
 from anygpu.host.core import doctor as core
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import OVERRIDE
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from host.inside import core_tiny, core_tiny_vaes
@@ -209,6 +210,16 @@ def bypassed(name: str) -> dict[str, Any]:
     layer.forward = lambda x: 3 * type(layer).forward(layer, x)
     expected, (watched, said) = core_tiny.output(model, name), _watched(model, doctors.OFFER)
     return {"error": core_tiny.error(core_tiny.output(watched, name), expected), "said": said}
+
+
+def of_nothing() -> int:
+    """How many checks are made of products of no rows, in an empty batch and of no tokens."""
+    layer = nn.Linear(4, 4)
+    watch = core.StepWatch(nn.ModuleDict({"network": nn.Sequential(layer)}))
+    for dtype, shape in ((torch.float32, (0, 3, 4)), (torch.float16, (1, 0, 4))):
+        with watch.on(True):
+            layer.to(dtype)(torch.zeros(shape, dtype=dtype))
+    return len(watch.spots)
 
 
 def compiled(name: str) -> dict[str, Any]:

@@ -240,13 +240,20 @@ SPOILT: dict[str, Callable[[torch.Tensor], Any]] = {  # a tensor on the device
 }
 
 
-def on_the_device(name: str, lora: bool) -> dict[str, Any]:
-    """Weights that change after they were loaded to a device, with a LoRA and without: what is said, and the errors."""
+def on_the_device(name: str, lora: bool, gone: bool = False) -> dict[str, Any]:
+    """Weights that change after they were loaded to a device, with a LoRA and without: what is said, and the errors;
+    ``gone``: their file is no longer there."""
     report, path = {}, core_tiny.CASES[name].loud
+
+    def again() -> Any:
+        if gone:
+            raise FileNotFoundError(name)
+        return core_tiny.made(name, torch.float32, None)
+
     with machine_named("turing") as machine:
         for how, spoil in SPOILT.items():
             model = core_tiny.made(name, torch.float32, None, machine.facts.device)
-            model.cached_patcher_init = (lambda: core_tiny.made(name, torch.float32, None), ())
+            model.cached_patcher_init = (again, ())
             shape = model.model.diffusion_model.get_submodule(path).weight.shape
             if lora:
                 generator = torch.Generator().manual_seed(3)
