@@ -267,5 +267,5 @@ def _require_finite(weight: torch.Tensor, dtype: torch.dtype, name: str) -> None
     """Raise for weights that are not finite as ``dtype``, which bf16 holds of any size."""
     if dtype is torch.float16 and not bool(weight.to(dtype).isfinite().all()):
         sound, found = bool(weight.isfinite().all()), f"weights of {name} up to {float(weight.abs().max()):.3g} as fp16"
-        fix = "Choose weights bf16 or auto." if sound else "Download the file again: it is damaged."
+        fix = "Choose weights auto." if sound else "Download the file again: it is damaged."
         raise UnsupportedError(found, expected="at most 65504", fix=fix)

@@ -206,7 +206,7 @@ def _attach_layers(block: nn.Module, layers: Mapping[str, LayerKind], applied: A
             continue
         reach: float | None = 1.0
         if kind is LayerKind.VALUE or (kind is not LayerKind.FULL and not applied.fp32_output):
-            reach = None if isinstance(layer, Stored) else float(fp16_layers.reach_of(layer.weight))
+            reach = None if isinstance(layer, Stored) else max(1.0, float(fp16_layers.reach_of(layer.weight)))
         values = made.get(path.replace("to_out.0", "to_v")) if path.endswith("to_out.0") else None
         values = values if values is not None and hasattr(values, SETTINGS) else None
         if values is not None and layer is not around:
@@ -228,9 +228,10 @@ def _unfit(block: nn.Module, layers: Mapping[str, LayerKind]) -> str:
             continue
         if type(layer) not in (nn.Linear, StoredLinear):
             return f"{path} is a {type(layer).__name__}"
-        if isinstance(layer, StoredLinear) or layer.weight.dtype is HALF:
+        packed = isinstance(layer, StoredLinear)
+        if layer.codec if packed else layer.weight.dtype is HALF:
             continue
-        low, high = torch.aminmax(layer.weight.data)
+        low, high = torch.aminmax((layer.stored if packed else layer.weight).data)
         if not max(-float(low), float(high)) <= torch.finfo(HALF).max:
             return f"weights of {path} do not fit into fp16"
     return ""

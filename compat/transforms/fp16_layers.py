@@ -86,7 +86,7 @@ def scales_for(size: Tensor, reach: Any) -> Tensor:
 def fp32_linear(layer: Any, x: Tensor) -> Tensor:
     """The product of ``layer`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16, which a
     layer that reads the residual takes for divided by RESIDUAL_SCALE."""
-    if "multiply" in layer.__dict__:  # stored products, in fp32
+    if "multiply" in layer.__dict__ and not getattr(layer, "weight_function", ()):  # stored products, in fp32
         return type(layer).forward(layer, x.float())
     settings: LayerSettings = getattr(layer, SETTINGS)
     scale_of_values = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)

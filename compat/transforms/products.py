@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..checkpoints.packed import EIGHT, SCALED, StoredLinear
 from ..checkpoints.unpacking import W4A8, rotated
 from ..device.facts import DeviceFacts, value_or
+from ..device.packed_paths import CORE, INT8, kitchen_backend, row_for
 from ..errors import UnsupportedError
 from ..memory.parts import Undo
 from ..packages import imported
@@ -31,10 +32,12 @@ LARGEST = {dtype: largest for dtype, largest in EIGHT.values()}
 
 
 def formats_on(facts: DeviceFacts) -> tuple[torch.dtype, ...]:
-    """The formats whose products the device of ``facts`` has."""
+    """The formats whose products the device of ``facts`` has, int8 also by the table of packed paths."""
     digits = facts.arch.removeprefix("sm")
     number = int(digits) if digits.isdigit() else 0
-    return tuple(dtype for dtype, (backend, least, _) in NEEDS.items() if facts.backend == backend and number >= least)
+    row = row_for(facts, INT8, kitchen_backend(INT8, torch.device(facts.device))[0])
+    had = [dtype for dtype, (backend, least, _) in NEEDS.items() if facts.backend == backend and number >= least]
+    return tuple(dtype for dtype in had if dtype is not torch.int8 or row is None or row.path == CORE)
 
 
 def require_stored_matmuls(facts: DeviceFacts) -> tuple[torch.dtype, ...]:
@@ -42,7 +45,7 @@ def require_stored_matmuls(facts: DeviceFacts) -> tuple[torch.dtype, ...]:
     formats = formats_on(facts)
     if not formats:
         found = f"stored_products on {facts.device}: {facts.arch or facts.backend} does not multiply 8-bit weights"
-        expected = "an NVIDIA GPU: RTX 20 or newer for int8, RTX 40 or newer for fp8"
+        expected = "an NVIDIA GPU: RTX 30, or RTX 20 with comfy-kitchen's kernels, for int8, RTX 40 for fp8"
         raise UnsupportedError(found, expected=expected, fix="Switch off stored_products.")
     return formats
 

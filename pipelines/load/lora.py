@@ -383,7 +383,7 @@ def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
             f"merging {lora.path.stem!r} into {type(layer).__name__} weights kept as {stored.dtype} in "
             f"{len(quantised)} of {len(layers)} layers",
             expected="weights in the dtype that computes, 16 bits or more",
-            fix="Set mode to separate, or weights on the load node to auto.",
+            fix="Set mode to separate, or weights on the load node to bf16 or fp16.",
         )
     with ExitStack() as undo:  # closed by a failure, so that another try begins with the same weights
         for name, layer in layers.items():
