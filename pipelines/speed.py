@@ -43,7 +43,6 @@ class Profile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.running = path, False
-        self.written: list[Path] = []
         self._open: list[tuple[nn.Module, Any]] = []  # modules that run now, and their ranges
 
     def whole(self) -> AbstractContextManager[None]:
@@ -87,7 +86,6 @@ class Profile:
                 self.running = False
                 self._close_down_to(0)
         trace.export_chrome_trace(str(target))
-        self.written.append(target)
 
     def _ranged(self, part: str, module: nn.Module) -> Callable[[], None] | None:
         """Give the blocks in ``module``'s lists and their children ranges; a compiled block, one graph, has one."""
@@ -176,8 +174,7 @@ class Speed:
         """The host's offloader for ``offload``; none for ``auto`` with compile, which that offloader cannot have."""
         if hosted is None or offload != AUTO or not self.compiled:
             return hosted
-        why = f"offload auto does without {HOSTED}, in which no block is one graph"
-        self.compile = replace(self.compile, why=why)
+        self.compile = replace(self.compile, why=f"offload auto does without {HOSTED}, in which no block is one graph")
         return None
 
     def settle_offload(self, mode: str, chosen: bool) -> None:

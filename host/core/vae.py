@@ -97,7 +97,7 @@ class FittedVAE:
                     how, following, freed = ", all other models freed", method, True
                     comfy.model_management.free_memory(EVERYTHING, self.device)  # type: ignore[attr-defined]
                 else:
-                    how, following = "", next_method(method, kind, cause, methods) if kind else None
+                    how, following = "", next_method(method, kind, cause, methods)
                 if following is None and kind == VALUES:
                     found = f"{action}: {cause}, also in fp32 on the CPU"
                     fix = "Download the VAE again, or choose the one that belongs to this model."

@@ -203,13 +203,17 @@ class LoRAs:
     def in_weights(self) -> bool:
         return any(lora.in_weights for lora in self.loras)
 
+    @property
+    def separate(self) -> dict[str, LoRA]:
+        """The LoRAs that compute beside the weights, by the names of their adapters in peft."""
+        return {f"lora_{index}": lora for index, lora in enumerate(self.loras) if lora.mode == "separate"}
+
     def step(self) -> Step:
         return Step(Order.LORA, "LoRA", self._apply)
 
     def tune(self, module: nn.Module, active: bool) -> None:
-        """Set the strengths of those beside the weights, or let their layers pass everything by."""
-        names = [_adapter(index) for index, lora in enumerate(self.loras) if lora.mode == "separate"]
-        if not names:
+        """Set the strengths of separate LoRAs in ``module``; unless ``active``, its layers compute without them."""
+        if not (separate := self.separate):
             return
         from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -217,10 +221,10 @@ class LoRAs:
         for layer_name, layer in layers:
             layer.enable_adapters(active)
             if active:
-                layer.set_adapter(names)
-                for index, lora in enumerate(self.loras):
-                    if _adapter(index) in layer.scaling:
-                        layer.set_scale(_adapter(index), lora.strength * lora.scales[layer_name])
+                layer.set_adapter(list(separate))
+                for adapter, lora in separate.items():
+                    if adapter in layer.scaling:
+                        layer.set_scale(adapter, lora.strength * lora.scales[layer_name])
         module.requires_grad_(False)
 
     def _apply(self, part: str, module: nn.Module) -> Callable[[], None] | None:
@@ -230,11 +234,10 @@ class LoRAs:
             for lora in self.loras:
                 if lora.in_weights:
                     undo.callback(_merge(module, lora))
-            separate = [(index, lora) for index, lora in enumerate(self.loras) if lora.mode == "separate"]
-            if separate:
+            if self.separate:
                 undo.callback(_unload, module)
-            for index, lora in separate:
-                _inject(module, lora, _adapter(index), self.dtype)
+            for adapter, lora in self.separate.items():
+                _inject(module, lora, adapter, self.dtype)
             return undo.pop_all().close
 
 
@@ -472,7 +475,3 @@ def _is_layer(layer: nn.Module) -> bool:
     """Tell whether a LoRA may be for this module: a matrix, a convolution, or a norm, whose weight has one axis."""
     weight = layer._parameters.get("weight")
     return isinstance(layer, LAYERS) or (weight is not None and weight.ndim == 1)
-
-
-def _adapter(index: int) -> str:
-    return f"lora_{index}"

@@ -158,9 +158,8 @@ class VideoJob(Job):
 
     def __post_init__(self) -> None:
         if self.files and "transformer" not in self.files:
-            raise InputError(
-                f"files of the job for {', '.join(sorted(self.files))}", expected="one for the transformer too", fix=FIX
-            )
+            found = f"files of the job for {', '.join(sorted(self.files))}"
+            raise InputError(found, expected="one for the transformer too", fix=FIX)
         for name, value in self.load.items():
             if name not in LOAD_INPUTS:
                 found = f"unknown field {shown(name)} in the job.load"
@@ -180,10 +179,10 @@ class VideoJob(Job):
 
     @property
     def sampled(self) -> SampleSettings:
-        """The settings, those that are left to ``auto`` as they were resolved before."""
+        """The settings to sample with: an earlier run's where they leave something to ``auto``."""
         if self.resolved is None:
             return self.settings
-        sized = () if self.first is None else SIZE  # by its latents, whatever was asked
+        sized = () if self.first is None else SIZE  # the latents of ``first`` decide it, whatever the settings ask for
         left = [name for name in (*SIZE, *LEFT) if name in sized or not getattr(self.settings, name)]
         return replace(self.settings, **{name: getattr(self.resolved, name) for name in left})
 
@@ -206,17 +205,14 @@ class VideoJob(Job):
 def read_job(path: Path) -> VideoJob:
     """The job in a file. Raises CheckpointError where it cannot be read, InputError where this version cannot run
     it."""
+    needed = {"expected": "a job file", "fix": "Choose another file."}
     try:
         with path.open("rb") as file:
             content = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read", expected="a job file", fix="Choose another file."
-        ) from error
+        raise CheckpointError(f"{str(path)!r} cannot be read", **needed) from error
     if len(content) > MOST_BYTES:
-        raise InputError(
-            f"{path.name!r} of more than {MOST_BYTES} bytes", expected="a job file", fix="Choose another file."
-        )
+        raise InputError(f"{path.name!r} of more than {MOST_BYTES} bytes", **needed)
     return job_in(json_in(content, repr(path.name)))
 
 

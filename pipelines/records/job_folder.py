@@ -37,7 +37,7 @@ MOST_NOTE_BYTES = 16 * 1024**2
 INPUTS = (".png", ".jpg", ".jpeg", ".webp", ".mp4", ".glb", ".obj", ".ply", ".stl")
 MOST_INPUT_BYTES = 500_000_000
 KEY = re.compile(r"[0-9a-f]{16,64}")
-NAME = re.compile(r"\w[\w .-]{0,99}")
+NAME = re.compile(r"(?!(?i:con|prn|aux|nul|(?:com|lpt)\d) *(?:\.|$))\w[\w .-]{0,99}")  # no device of Windows
 SUFFIXES = (".mp4", ".png", ".glb")
 SILENT_SECONDS = 60.0  # without a word, after which a driver, which writes every few, has ended
 
@@ -72,8 +72,8 @@ class JobFolder:
         if not NAME.fullmatch(name) or len(name.encode()) > MOST_NAME_BYTES:
             raise InputError(
                 f"the name {name!r} for jobs",
-                expected="a letter, digit or _, then letters, digits, spaces, dots, - and _: "
-                f"at most 100 characters and {MOST_NAME_BYTES} bytes",
+                expected="a letter, digit or _, then letters, digits, spaces, dots, - and _: at most 100 characters "
+                f"and {MOST_NAME_BYTES} bytes, and not what Windows calls a device, such as CON",
                 fix="Choose another name, such as foxes.",
             )
         path = self.root / f"{name}{JOBS}"
@@ -96,7 +96,8 @@ class JobFolder:
         """The picture, mesh or video that a job names, to be sent elsewhere; not a byte of it has been read.
         Raises CheckpointError where it is not in the folder's inputs, of another kind, or too large."""
         paths = inside((self.root,), name)
-        path = paths[0].resolve() if paths else self.root
+        # Half a character is a ValueError; before Python 3.13 a loop of links is a RuntimeError.
+        path = value_or(paths[0].resolve, self.root) if paths else self.root
         if not path.is_relative_to(self.inputs.resolve()) or path.suffix.lower() not in INPUTS or not path.is_file():
             raise CheckpointError(
                 f"{shown(name)} as a file of a job",
@@ -162,7 +163,7 @@ class JobFolder:
         return {path.name for path in (self.root / "cancel").glob("*") if KEY.fullmatch(path.name)}
 
     def write_workers(self, driver: str, states: list[dict[str, Any]]) -> None:
-        """Show what each worker of ``driver`` does, and no more what those of drivers did that ended."""
+        """Replace the states of the workers of ``driver``, and remove those of drivers that have ended."""
         path = self.root / "workers" / f"{driver}.json"
         _write(path, json.dumps(states, indent=1))
         with suppress(OSError):
@@ -172,14 +173,15 @@ class JobFolder:
                     other.unlink(missing_ok=True)
 
     def workers(self) -> list[dict[str, Any]]:
-        """The state of each worker, by the newest file that names it; files that cannot be read are left out."""
+        """The state of each worker, by the newest file that names it, without files and states that cannot be read."""
         states: dict[str, dict[str, Any]] = {}
         files = (self.root / "workers").glob("*.json")
         for path in sorted(files, key=lambda file: value_or(lambda: file.stat().st_mtime_ns, 0)):
             with suppress(OSError, ValueError):
                 read = json_within(_text(path), path.name)
-                listed = read if isinstance(read, list) else []
-                states |= {str(state.get("worker")): state for state in listed if isinstance(state, dict)}
+                for state in read if isinstance(read, list) else ():
+                    if isinstance(state, dict) and isinstance(state.get("worker"), str):
+                        states[state["worker"]] = state
         return list(states.values())
 
 

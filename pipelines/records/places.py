@@ -67,13 +67,17 @@ class Places:
         background."""
 
         def same(path: Path) -> bool:
-            if content_of(path) != content.content:
+            try:
+                if content_of(path) != content.content:
+                    return False
+                return not content.whole or whole_of(path, self.state, check) in ("", content.whole)
+            except CheckpointError as error:  # of this path: another one may be the model
+                unreadable.extend([error] if path in paths else [])
                 return False
-            return not content.whole or whole_of(path, self.state, check) in ("", content.whole)
 
         if content in self.known:
             return self.known[content]
-        roots = (*self.models, DEMO_LORAS)
+        roots, unreadable = (*self.models, DEMO_LORAS), list[CheckpointError]()
         paths = inside(roots, content.name)
         if paths:
             base = escape(PurePosixPath(content.name).name)
@@ -81,12 +85,14 @@ class Places:
         path = _first(content, paths, same)
         if path is None and content.content:
             path = _first(content, find_models(self.models), same)
+        if path is None and unreadable:
+            raise unreadable[0]
         if path is not None and (check or not content.whole):
             self.known[content] = path
         return path or self._other(content, paths, self.models, "Copy it there")
 
     def frames(
-        self, content: Content, check: Callable[[], None] = lambda: None, most: int | None = None
+        self, content: Content, check: Check = lambda: None, most: int | None = None
     ) -> tuple[torch.Tensor, float]:
         """Frames and rate of the picture or video with this content, the first ``most``; ``check`` may raise to cancel.
         Raises CheckpointError where it is not on this machine, or not found in :data:`MOST_SOUGHT` pixels."""
@@ -94,7 +100,7 @@ class Places:
             self.known[content] = self._sought(content, check)
         return read_frames(self.known[content], most, check)
 
-    def _sought(self, content: Content, check: Callable[[], None]) -> Path:
+    def _sought(self, content: Content, check: Check) -> Path:
         paths = [path for path in inside(self.files, content.name) if path.is_file()]
         index, allowance = PictureIndex(self.state), Allowance(MOST_SOUGHT)
 
@@ -114,7 +120,7 @@ class Places:
         return path or self._other(content, paths, self.files, fix)
 
     def _other(self, content: Content, paths: list[Path], roots: tuple[Path, ...], fix: str) -> Path:
-        """The file of that name with other content, where that is allowed."""
+        """The first of ``paths`` that exists, of other content, where ``differences`` takes that; else the error."""
         version = FORMER_DEMOS.get(content.content)
         if version:
             fix = f"It is the demo model of version {version}: install that one, or make the job again"
@@ -125,8 +131,8 @@ class Places:
             self.known[content] = path
             return path
         where = ", ".join(map(str, roots)) or "no folder"
-        seen = f"{content.name!r} with other content in {where}" if path else f"no {content.name!r} in {where}"
-        raise CheckpointError(seen, expected=f"content {content.content or 'of that name'}", fix=f"{fix}.")
+        found = f"{content.name!r} with other content in {where}" if path else f"no {content.name!r} in {where}"
+        raise CheckpointError(found, expected=f"content {content.content or 'of that name'}", fix=f"{fix}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,18 +160,19 @@ class PictureIndex(FileIndex):
         """The content of a file; empty where it cannot be decoded, exceeds ``allowance`` or has another ``size``."""
 
         def decoded() -> str | None:
-            path.open("rb").close()
             if size and sorted(size_in(path)) != sorted(size):  # which may lie on its side
                 return None
             most = min(allowance.left, Allowance().left)
-            own, found, lost = Allowance(most), "", False
+            own, digest = Allowance(most), ""
             try:
-                found = content_in(path, check, own)
+                digest = content_in(path, check, own)
             except CheckpointError as error:
                 log.debug("no picture: %s", error)
-                lost = isinstance(error.__cause__, OSError)  # of the disk or network, which may give it another time
-            allowance.left -= most - own.left
-            return None if lost or allowance.left < 0 else found
+                if isinstance(error.__cause__, OSError):  # of the disk or network, which may give it another time
+                    return None
+            finally:
+                allowance.left -= most - own.left
+            return None if allowance.left < 0 else digest  # None, which the index does not keep: another search may
 
         try:
             return self.of(path, decoded) or ""

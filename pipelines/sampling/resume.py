@@ -100,6 +100,7 @@ class Steps:
         state = None if self.resuming.broken else self.resuming.store.found(self.resuming.key())
         if state is None or state.section != self.section or not 0 < state.done < len(schedule):
             return latents, 0
+        # A file that somebody edited may set the solver's values, but no method or property of its class.
         if state.latents.shape != latents.shape or any(hasattr(type(schedule.solver), name) for name in state.solver):
             return latents, 0
         for name, value in state.solver.items():
@@ -143,13 +144,12 @@ class Steps:
         except NotFinite:
             raise
         except BaseException:
-            if self.last is not None and not self.resuming.broken:
-                with suppress(Exception):  # the device may be what failed
-                    if self.resuming.save(self.last):
-                        self.resuming.progress.notify(
-                            f"step {self.last.done} of {count} is saved: to go on from there, run it again with seed "
-                            f"{self.resuming.seed} and the same inputs"
-                        )
+            with suppress(Exception):  # the device may be what failed
+                if self.last is not None and not self.resuming.broken and self.resuming.save(self.last):
+                    self.resuming.progress.notify(
+                        f"step {self.last.done} of {count} is saved: to go on from there, run it again with seed "
+                        f"{self.resuming.seed} and the same inputs"
+                    )
             raise
 
     def finish(self) -> None:

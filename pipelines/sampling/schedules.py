@@ -181,7 +181,7 @@ class FlowUniPC:
 
     def __init__(self, levels: tuple[float, ...], device: torch.device) -> None:
         self.levels = levels  # share of noise before each step and after the last, falling
-        self.timesteps = torch.tensor(levels[:-1], device=device) * 1000
+        self.timesteps = torch.tensor(levels[:-1], device=device) * TRAIN_TIMESTEPS
         self.index = 0
         self.clean: list[torch.Tensor] = []  # the newest estimates, oldest first
         self.corrected: torch.Tensor | None = None  # the latents of the step before

@@ -77,8 +77,8 @@ def qwen_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, 
 class Chat:
     """A tokenizer that wraps each text in a chat: upstream's own, or the user's template, with one ``{}``.
 
-    It stands in for the tokenizer in upstream's encoding, whose template is not an argument. ``crop`` counts leading
-    tokens that are cut off; -1 finds them.
+    It stands in for the tokenizer in upstream's encoding, whose template is not an argument. ``crop`` is how many
+    leading tokens of the user's template are cut off, -1 for all before the prompt; upstream's has its own count.
     """
 
     def __init__(self, tokenizer: Any, template: str, crop: int) -> None:
@@ -87,12 +87,12 @@ class Chat:
         own = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
         self.tokenizer, self.template = tokenizer, template
         self.system = str(own["system_message"].default)
-        if crop >= 0:
-            self.crop = crop
-        elif template:
-            self.crop = len(tokenizer(template.partition("{}")[0].rstrip(" "))["input_ids"])  # it is of the next word
-        else:
+        if not template:
             self.crop = int(own["crop_start"].default)
+        elif crop >= 0:
+            self.crop = crop
+        else:  # a space before the prompt belongs to the token of its first word
+            self.crop = len(tokenizer(template.partition("{}")[0].rstrip(" "))["input_ids"])
 
     def apply_chat_template(self, chats: Sequence[Sequence[Mapping[str, str]]], **arguments: Any) -> Any:
         """The tokenizer's template applied to the chats, each of which ends with the text."""
@@ -105,7 +105,7 @@ class Chat:
         return self.tokenizer([self.template.replace("{}", chat[-1]["content"]) for chat in chats], **arguments)
 
     def length(self, text: str) -> int:
-        """Tokens of the whole chat around ``text``, of which some must be left after the crop."""
+        """Tokens of the whole chat around ``text``; raises InputError where the crop leaves none."""
         from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 
         chats: Any = format_text_input([text], self.system)

@@ -158,7 +158,7 @@ class VaeRunner:
                 kind, text = failure_kind(error), first_line(error)
                 self._close()
                 others = plan.others() if kind == MEMORY and not self._alone else []
-                after = plan.method if others else plan.follow(kind, text) if kind else None
+                after = plan.method if others else plan.follow(kind, text)
                 if after is None:
                     final_error = self._final_error(error, kind, text, stage, self._first_fault(run, text, work))
                     if final_error is None:
@@ -178,6 +178,7 @@ class VaeRunner:
             plan.method = after
 
     def _once(self, run: Run, validate: Validator, stage: str, progress: Progress) -> Tensor:
+        """The result of ``run`` by the method under way; raises InvalidOutputError for one that cannot be right."""
         if self._open is None:
             self._enter()
         with checked_parts(getattr(self._vae, self.coder), self._validated(validate)):
@@ -187,7 +188,7 @@ class VaeRunner:
             progress.notify(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may be empty")
         elif fault:
             raise InvalidOutputError(fault)
-        if not self.plan.method.library and self.pipeline.device.probes is not None:  # the next run begins so
+        if not self.plan.method.library and self.pipeline.device.probes is not None:  # the next run begins without
             self.pipeline.device.probes.remember(self.plan.learned, lambda: True)
         return result
 
@@ -252,22 +253,25 @@ class VaeRunner:
 
     def _final_error(self, error: BaseException, kind: str, text: str, stage: str, layer: str) -> BaseException | None:
         """Error when nothing is left to try, in torch's own class for memory; None where ``error`` says it best."""
+        plan, on_host = self.plan, self.device.type == HOST.type
         if kind == MEMORY:
-            again, less = "decode again with method auto", "make a smaller or shorter video"
-            other = again if self.plan.form.method == FULL else less
-            offload = "" if self.device.type == HOST.type else "choose offload model or group on the load node, or "
-            advice = f"The input is kept: {offload}{other}."
-            short = f"{text}; no room for {stage} {self.plan.method}"
+            advice = "decode again with method auto" if plan.form.method == FULL else "make a smaller or shorter video"
+            if not on_host:
+                advice = f"choose offload model or group on the load node, or {advice}"
+            found = f"{text}; no room for {stage} {plan.method}"
             own = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
-            return own(sentence(short, "more free memory", advice))
-        if not kind or (kind == KERNEL and (self.device.type == HOST.type or device_fault(self.device))):
+            return own(sentence(found, "more free memory", f"The input is kept: {advice}."))
+        if not kind or (kind == KERNEL and (on_host or device_fault(self.device))):
             return None
-        what = f"the VAE failed ({text})" if kind == KERNEL else f"the VAE gave {text}"
-        anew = "Update torch or the driver" if kind == KERNEL else "Sample again in fp32, or download the VAE again"
-        fix = anew if self.plan.automatic else "Choose precision auto or fp32 on the load node"
-        found, fix = f"{what} while {stage} {self.plan.method}{layer}", f"{fix}; the input is kept."
-        expected = "a VAE that runs here" if kind == KERNEL else "finite values that are not all the same"
-        return UnsupportedError(found, expected=expected, fix=fix)
+        if kind == KERNEL:
+            what, expected, fix = f"failed ({text})", "a VAE that runs here", "Update torch or the driver"
+        else:
+            what, expected = f"gave {text}", "finite values that are not all the same"
+            fix = "Sample again in fp32, or download the VAE again"
+        if not plan.automatic:
+            fix = "Choose precision auto or fp32 on the load node"
+        found = f"the VAE {what} while {stage} {plan.method}{layer}"
+        return UnsupportedError(found, expected=expected, fix=f"{fix}; the input is kept.")
 
 
 @contextmanager
@@ -320,8 +324,7 @@ def encoded_moments(
         run: encodes in another way than ``vae.encode``; returns the moments on the device.
     """
     count, rows, columns = frames.shape[:3]
-    size, form = (count, rows, columns), DecodeRequest()
-    plan = Ladder(pipeline=pipeline, coder="encoder", size=size, form=form, advised=tile)
+    plan = Ladder(pipeline=pipeline, coder="encoder", size=(count, rows, columns), form=DecodeRequest(), advised=tile)
 
     def usual(vae: Any, transfer: Transfer) -> Tensor:
         return vae.encode(transfer.to_device(signed(frames))).latent_dist.parameters

@@ -125,22 +125,21 @@ class Stream:
             self.past.place = place
         tiles = [self.way.to_device(place.read(plane).contiguous()) for plane in planes]
         piece = place.core(run(*tiles)).contiguous()
-        return self.way.to_host(piece), self._summed(piece)
+        return self.way.to_host(piece), self._moments(piece)
 
-    def _summed(self, piece: Tensor) -> Moments | None:
-        """The moments of the groups of a piece, on the host in fp64; None if they are not needed."""
+    def _moments(self, piece: Tensor) -> Moments | None:
+        """The moments of a piece's groups, summed in fp32 on the device, on the host in fp64; None if no norm asks."""
         if not self.groups or piece.shape[1] % self.groups:
             return None
         rows = piece[0].unflatten(0, (self.groups, -1)).permute(2, 0, 1, 3, 4)  # T, G, C / G, h, w
         rows = rows.flatten(2) if self.per_frame else rows.transpose(0, 1).flatten(1).unsqueeze(0)
         count = rows.shape[-1]
-        mean, variance = [], []
+        means, squares = [], []
         for frame in rows.unbind(0):  # one frame widened at a time
             wide = frame.float()
-            centre = wide.mean(-1)
-            mean.append(centre)
-            variance.append((wide - centre[:, None]).square_().sum(-1))
-        return count, self.way.to_host(torch.stack(mean)).double(), self.way.to_host(torch.stack(variance)).double()
+            means.append(wide.mean(-1))
+            squares.append((wide - means[-1][:, None]).square_().sum(-1))
+        return count, self.way.to_host(torch.stack(means)).double(), self.way.to_host(torch.stack(squares)).double()
 
     def _side(self, plane: Tensor, grow: int) -> int:
         """Cells per side of a tile of ``plane`` that holds as many elements as the last layer's does."""
@@ -282,12 +281,8 @@ def _mochi(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
 def _hunyuan15(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
     """HunyuanVideo 1.5, whose norms are per voxel. Source: diffusers ``HunyuanVideo15Decoder3D.forward``."""
     decoder = vae.decoder
-
-    def local(stream: Stream, resnet: Any, x: Activation) -> Activation:
-        return stream.walk(resnet, x, halo=2)
-
     x = stream.walk(lambda z: decoder.conv_in(z) + z.repeat_interleave(decoder.repeat, dim=1), latents, halo=1)
-    x = _blocks(stream, decoder, x, local, _voxels, lambda up: 2)
+    x = _blocks(stream, decoder, x, lambda stream, resnet, x: stream.walk(resnet, x, halo=2), _voxels, lambda up: 2)
     return stream.walk(lambda tile: decoder.conv_out(decoder.conv_act(decoder.norm_out(tile))), x, halo=1)
 
 

@@ -73,11 +73,13 @@ class DecodeMethod:
     window: int = 0  # latent frames of one window of a decoder that works in windows; 0 for its publisher's
 
     def __str__(self) -> str:
-        shapes = [f"in tiles of {self.tile} pixels"] * (self.tile > 0)
-        shapes += [f"in chunks of {self.frames} latent frame{'s' * (self.frames > 1)}"] * (self.frames > 0)
-        shapes += [f"layer by layer over {self.stream} pixels"] * (self.stream > 0)
-        shapes += [f"in windows of {self.window} latent frame{'s' * (self.window > 1)}"] * (self.window > 0)
-        shape = ", ".join(shapes) or "whole"
+        shapes = (
+            (self.tile, f"in tiles of {self.tile} pixels"),
+            (self.frames, f"in chunks of {self.frames} latent frame{'s' * (self.frames > 1)}"),
+            (self.stream, f"layer by layer over {self.stream} pixels"),
+            (self.window, f"in windows of {self.window} latent frame{'s' * (self.window > 1)}"),
+        )
+        shape = ", ".join(words for size, words in shapes if size) or "whole"
         name = next((name for name, dtype in DTYPES.items() if dtype is self.dtype), str(self.dtype))
         where = " on the CPU (slow)" if self.on_host else "" if self.library else " without MIOpen"
         return f"{shape} in {name}{where}"
@@ -126,12 +128,12 @@ def decode_methods(
 def next_method(
     method: DecodeMethod, kind: str, text: str, methods: Sequence[DecodeMethod], automatic: bool = True
 ) -> DecodeMethod | None:
-    """The method to try after ``method``, one of ``methods``, failed; None when nothing allowed is left.
+    """The method to try after ``method``, one of ``methods``, failed; None without a ``kind`` or where none is left.
 
     After memory ran out (``kind`` of the failure) the next of the list; after a kernel or values failed without the
     library, then in fp32 if ``automatic``, and only then in smaller tiles.
     """
-    if method.on_host:
+    if method.on_host or not kind:
         return None
     if kind == KERNEL and method.library and "miopen" in text.lower():
         return replace(method, library=False)
@@ -172,11 +174,11 @@ class Ladder:
         self.area, self.decodes = Size(size[2], size[1], size[0]), coder == "decoder"
         self.causal = self.decodes and pipeline.spec.rewrites.causal_decoder
         limited = bool(form.tile or limit_of(self.policy) or self.policy.tile_pixels)
-        start = self._start(form.tile or advised) if self.form.method in (AUTO, TILED) else 0
-        self.methods = self._methods(start, whole_first=self.form.method == AUTO and not limited)
+        start = self._start(form.tile or advised) if form.method in (AUTO, TILED) else 0
+        self.methods = self._methods(start, whole_first=form.method == AUTO and not limited)
         self.method = next((each for each in self.methods if each.tile == start), self.methods[0])
-        on_host = self.device.type == HOST.type
-        if self.form.method == AUTO and self.decodes and not (start and (limited or on_host)):
+        settled = start and (limited or self.device.type == HOST.type)  # on these tiles, whatever room there is
+        if form.method == AUTO and self.decodes and not settled:
             self.method = self._fitting() if room is None else self.fitting(room)
 
     def follow(self, kind: str, text: str) -> DecodeMethod | None:
@@ -206,28 +208,25 @@ class Ladder:
         return [name for name, part in others if any(each.device == self.device for each in part.parameters())]
 
     def _methods(self, start: int, whole_first: bool) -> list[DecodeMethod]:
+        """The methods that the request allows on this device; arguments as :func:`decode_methods` takes them."""
         form, chosen, on_host = self.form, self.form.method, self.device.type == HOST.type
         if chosen == ON_CPU and not on_host:
-            frames = (form.frames or 1) * self.causal
+            frames = (form.frames or 1) if self.causal else 0
             return [DecodeMethod(torch.float32, on_host=True, frames=frames, window=self._window())]
         probes = self.pipeline.device.probes
         library = probes is None or not probes.recall(self.learned)
         base = DecodeMethod(self.pipeline.precision.vae, library=library, overlap=form.overlap, window=self._window())
         counts: tuple[int, ...] = (0, *self._chunks())
-        streams: tuple[int, ...] = ()
-        tiles: tuple[int, ...] = ()
-        if chosen in (AUTO, TILED, ON_CPU):
-            tiles = tiles_below(max(self.size[1:]), self.ratios[0])
         if chosen in (AUTO, TILED):
             counts = tuple(count for count in counts if self._bears(count, start)) or counts[-1:]
-        if chosen == CHUNKED:
+        elif chosen == CHUNKED:
             counts = self._chunks() or (1,)
         noisy = any(self.pipeline.configs["vae"].get("decoder_inject_noise") or ())  # such a decoder cannot be streamed
-        if self.decodes and (chosen == STREAMING or (chosen in (AUTO, CHUNKED) and not noisy)):
-            streams = SIDES
+        streams: tuple[int, ...] = SIDES if self.decodes and chosen in (AUTO, CHUNKED) and not noisy else ()
         if chosen == STREAMING:
             counts, base = (), replace(base, frames=self._streamed_frames())
             streams = (form.tile, *(side for side in SIDES if side < form.tile)) if form.tile else SIDES
+        tiles = tiles_below(max(self.size[1:]), self.ratios[0]) if chosen in (AUTO, TILED, ON_CPU) else ()
         host = self.automatic and not on_host
         return decode_methods(base, counts, streams, tiles, start=start, whole_first=whole_first, host=host)
 
@@ -251,7 +250,7 @@ class Ladder:
         return self.form.frames or SHORT_WINDOW * small
 
     def _start(self, advised: int) -> int:
-        """The tile to begin with, in pixels: what the method, the family and the device want; 0 for whole."""
+        """The tile to begin with, in pixels, 0 for whole: as ``advised``, or smaller where the device bears less."""
         if self.form.method == TILED and not advised:
             advised = TILES[0]
         if 0 < self.policy.tile_pixels < max(self.size[1:]):

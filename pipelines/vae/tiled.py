@@ -196,6 +196,7 @@ class ResumableDecode:
             return video.float()
 
     def _put(self, window: Window, region: Region, frames: Tensor) -> None:
+        """Write the next ``frames`` of ``region`` into the window; blend and compare tiles where they overlap."""
         spatial, temporal = self.ratios
         first = region.frames * temporal - (temporal - 1) if region.frames else 0
         total = self._frames(window.latents.shape[2])
@@ -207,19 +208,19 @@ class ResumableDecode:
             window.video = torch.zeros(1, frames.shape[1], total, height, width)
             window.covered = torch.zeros(height, width)
         (top, bottom), (left, right) = ((a * spatial, b * spatial) for a, b in (region.rows, region.columns))
-        where = window.video[:, :, first : first + frames.shape[2], top:bottom, left:right]
+        target = window.video[:, :, first : first + frames.shape[2], top:bottom, left:right]
         if region.weights is None:
-            where.copy_(frames)
+            target.copy_(frames)
             return
         rows, columns = region.weights
         weight = rows[:, None] * columns
         assert window.covered is not None
         covered = window.covered[top:bottom, left:right]
-        both = (covered > MIDDLE[0]) & (covered < MIDDLE[1])
-        if bool(both.any()):
-            apart = where[..., both] / covered[both] - frames[..., both]
+        middle = (covered > MIDDLE[0]) & (covered < MIDDLE[1])
+        if bool(middle.any()):
+            apart = target[..., middle] / covered[middle] - frames[..., middle]
             self.apart = max(self.apart, float(apart.abs().max()))
-        where.add_(frames * weight)
+        target.add_(frames * weight)
         if first + frames.shape[2] >= total:
             covered.add_(weight)
 

@@ -77,6 +77,8 @@ def test_a_pipe_a_folder_and_too_many_lines_are_refused_and_a_long_line_is_cut(
     for name, why in reasons.items():
         with pytest.raises(CheckpointError, match=why):
             lines_of(tmp_path / f"{name}.jsonl")
+    with pytest.raises(CheckpointError, match="is a pipe"):
+        Places().picture(tmp_path / "pipe.jsonl")
     (tmp_path / "long.jsonl").write_bytes(b"{}\n" + b"x" * 1000 + b"\n\xff\xfe\n{}\n")
     first, long, binary, last = each_line(tmp_path / "long.jsonl")
     assert (first, last, long) == ("{}", "{}", "x" * 60)
@@ -95,10 +97,12 @@ def test_a_job_names_files_of_its_inputs_alone(folder: JobFolder, tmp_path: Path
     (folder.root / "beside.png").write_bytes(b"beside")
     (folder.inputs / "script.py").write_bytes(b"code")
     (folder.inputs / "link.png").symlink_to(tmp_path / "secret.png")
+    (folder.inputs / "loop.png").symlink_to(folder.inputs / "loop.png")
     os.mkfifo(folder.inputs / "pipe.png")
     assert folder.input_file("inputs/red.png").read_bytes() == b"pixels"
     names = [str(tmp_path / "secret.png"), "../secret.png", "beside.png", "inputs/../beside.png", "inputs/script.py"]
     names += ["inputs/link.png", "inputs/pipe.png", "inputs/none.png", "inputs", "\\\\host\\a.png", "inputs/\0.png"]
+    names += ["inputs/loop.png", "inputs/\ud83e.png"]
     for name in names:
         with pytest.raises(CheckpointError, match="as a file of a job"):
             folder.input_file(name)
@@ -122,8 +126,8 @@ def test_a_folder_that_takes_no_files_is_one_line(tmp_path: Path) -> None:
         JobFolder(tmp_path).write_jobs("\u72d0" * 90, [])
 
 
-@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "-a", "a\0b", "x" * 101])
-def test_a_name_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "-a", "a\0b", "x" * 101, "CON", "nul .x", "Com1"])
+def test_a_name_cannot_lead_elsewhere_nor_be_a_device(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match="expected a letter, digit or _, then letters, digits, spaces"):
         JobFolder(tmp_path).write_jobs(name, ["{}"])
 
@@ -174,6 +178,7 @@ def test_the_workers_of_several_drivers_are_shown_together_and_damage_is_passed_
     folder.write_workers("one", [{"worker": "one-0"}])
     folder.write_workers("two", [{"worker": "two-0"}, {"worker": "two-1"}])
     (folder.root / "workers" / "three.json").write_text("{", encoding="utf-8")
+    (folder.root / "workers" / "four.json").write_text('[{"state": "idle"}, {"worker": 4}]', encoding="utf-8")
     assert [state["worker"] for state in folder.workers()] == ["one-0", "two-0", "two-1"]
     folder.write_workers("farm", [{"worker": "one-0", "done": 1}])  # as a ComfyUI does that shares the folder
     assert [state for state in folder.workers() if state["worker"] == "one-0"] == [{"worker": "one-0", "done": 1}]

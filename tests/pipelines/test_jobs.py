@@ -163,6 +163,26 @@ def test_a_model_is_known_by_its_content(tiny_folder: Path, tmp_path: Path, monk
     assert len(hashes) == 2, "a file of which only samples are read"
 
 
+def test_a_file_that_cannot_be_read_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locked, good = tmp_path / "model.safetensors", tmp_path / "good" / "model.safetensors"
+    good.parent.mkdir()
+    for path in (locked, good):
+        path.write_bytes(path.parent.name.encode())
+    content, by_samples = Places().content(good), identity._by_samples
+
+    def refused(path: Path) -> str:
+        if path == locked:
+            raise PermissionError(13, "Permission denied")
+        return by_samples(path)
+
+    monkeypatch.setattr(identity, "_by_samples", refused)
+    assert Places((tmp_path,)).model(content) == good
+    good.unlink()
+    for differences in (None, []):
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            Places((tmp_path,), differences=differences).model(content)
+
+
 def test_equal_is_what_has_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models that samples do not tell apart: each is found by its whole hash, and their jobs are two."""
     for name, value in {"WHOLE_BYTES": 1000, "SAMPLES": 2, "SAMPLE_BYTES": 100}.items():

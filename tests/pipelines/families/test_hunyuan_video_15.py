@@ -304,6 +304,7 @@ def test_template_and_its_crop(run: Any) -> None:
     assert torch.equal(encoded(template=written, template_crop=own.crop), made.prompt.embeds["prompt_embeds"])
     head = made.pipeline.tools["tokenizer"](written.partition("{}")[0])["input_ids"]
     assert torch.equal(encoded(template=written), encoded(template=written, template_crop=len(head)))
+    assert torch.equal(encoded(template_crop=3), encoded()), "upstream's own template has its own crop"
     assert encoded(template="{}").shape[1] == len(made.pipeline.tools["tokenizer"](PROMPT)["input_ids"])
     with pytest.raises(InputError, match="template_crop 900 of"):
         encoded(template=written, template_crop=900)
