@@ -108,10 +108,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
                 kept = self._answers.items()
                 self._answers = {name: it for name, it in kept if name.startswith(PACKED) and it.detail == ENDED}
                 self._remembered.clear()
-                path = self.path
-                if path is not None:  # else what is written next takes in what it says
-                    value_or(lambda: path.unlink(missing_ok=True), None)
-                    self._write()
+                self._write(merged=False)
             self._ask([name for name in self.probes if name not in self._answers])
             return {name: self._answers[name] for name in self.probes}
 
@@ -186,11 +183,13 @@ class ProbeStore(Mapping[str, ProbeResult]):
             return
         self._answers, self._remembered = {**kept, **self._answers}, {**remembered, **self._remembered}
 
-    def _write(self, synced: bool = True) -> None:
-        """Write what is known, on the disk when this returns: what is asked next may end the whole machine."""
+    def _write(self, synced: bool = True, merged: bool = True) -> None:
+        """Write what is known, ``merged`` with what the file says, or in its place. ``synced``: it is on the disk when
+        this returns, since what is asked next may end the whole machine."""
         if self.path is None or self.folder is None or self.note:
             return
-        self._read()
+        if merged:
+            self._read()
         kept = {name: asdict(result) for name, result in self._answers.items() if result.status != UNKNOWN}
         content: dict[str, Any] = {"device": str(self.facts), "versions": dict(self.facts.versions)}
         content |= {"answers": kept, "remembered": self._remembered}
