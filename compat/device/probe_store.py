@@ -168,14 +168,14 @@ class ProbeStore(Mapping[str, ProbeResult]):
             content = json_file(self.path)
             kept = {name: _checked(entry) for name, entry in content["answers"].items() if name in self.probes}
             remembered = dict(content["remembered"])
-            asking, *asker = content.get("asking") or ("",)
-            known = not asking or asking in kept or asking in remembered
-            if isinstance(asking, str) and not known and not _runs(*asker):
-                log.warning("AnyGPU: %s %s: it counts as unusable", asking, ENDED)
-                if asking in self.probes:
-                    kept[asking] = ProbeResult(UNUSABLE, ENDED)
+            asked, process, started = content.get("asking") or ("", 0, 0.0)
+            unanswered = isinstance(asked, str) and asked not in ("", *kept, *remembered)
+            if unanswered and not _runs(process, started):
+                log.warning("AnyGPU: %s %s: it counts as unusable", asked, ENDED)
+                if asked in self.probes:
+                    kept[asked] = ProbeResult(UNUSABLE, ENDED)
                 else:
-                    remembered[asking] = None
+                    remembered[asked] = None
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -184,8 +184,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         self._answers, self._remembered = {**kept, **self._answers}, {**remembered, **self._remembered}
 
     def _write(self, synced: bool = True, merged: bool = True) -> None:
-        """Write what is known, ``merged`` with what the file says, or in its place. ``synced``: it is on the disk when
-        this returns, since what is asked next may end the whole machine."""
+        """Write what is known, ``merged`` with the file or over it; ``synced``: what follows may end the machine."""
         if self.path is None or self.folder is None or self.note:
             return
         if merged:
