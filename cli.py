@@ -59,7 +59,7 @@ class Printed:
         from .compat.memory.statistics import TimeLeft
 
         if self._bar is None or stage.name != self._stage:
-            self.close()
+            self.close(leave=False)
             self._bar, self._stage = tqdm(total=total, disable=None, bar_format=BAR), stage.name
         left = self._left.setdefault(stage.name, TimeLeft()).after(time.monotonic(), done, total)
         self._bar.total = total
@@ -69,8 +69,9 @@ class Printed:
         if done >= total:
             self.close()
 
-    def close(self) -> None:
+    def close(self, leave: bool = True) -> None:
         if self._bar is not None:
+            self._bar.leave = leave  # on the terminal
             self._bar.close()
         self._bar = None
 

@@ -91,9 +91,8 @@ class Finding:
     def __str__(self) -> str:
         if self.inputs:
             return f"{self.fault} in what the network is given ({self.inputs}): the fault lies before it"
-        cause = "its weights are finite"
-        if self.weight:
-            cause = f"{100 * self.bad:.3g}% of its {self.weight} is {NAN} or infinity"
+        broken = f"{100 * self.bad:.3g}% of its {self.weight} is {NAN} or infinity"
+        cause = broken if self.weight else "its weights are finite"
         largest = sorted(self.way, key=lambda place: -place[1])[:SHOWN]
         before = ", ".join(f"{name} {value:.3g}" for name, value in largest)
         block = f"block {int(self.block.rpartition('.')[2]) + 1} of {self.blocks}" if self.block else ""

@@ -1,6 +1,7 @@
 """The command answers at once where it can, and its demo checks what it shows."""
 
 import argparse
+import io
 import json
 import shutil
 import subprocess
@@ -46,6 +47,20 @@ def test_piped_progress_is_silent(capsys):
         progress.step(done, 3, ProgressStage("sampling"))
     progress.notify("rounded")
     assert capsys.readouterr().err == "rounded\n"
+
+
+def test_a_bar_that_another_stage_interrupts_leaves_no_line(monkeypatch):
+    from anygpu.cli import Printed
+    from anygpu.compat.memory.parts import ProgressStage
+
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    progress = Printed()
+    for done in range(1, 4):
+        progress.step(5, 9, ProgressStage("moving", "vae 5 of 9 GB", counted=True))
+        progress.step(done, 3, ProgressStage("sampling"))
+    assert terminal.getvalue().count("\n") == 1
 
 
 def test_a_shortage_that_was_explained_is_one_line_and_another_error_is_not(capsys):
