@@ -117,9 +117,7 @@ def test_a_change_that_keeps_size_and_time_is_seen(tmp_path: Path, monkeypatch: 
     assert [index.of(path, lambda: next(texts)) for _ in range(2)] == ["c", "c"]
 
 
-def test_a_hash_that_another_thread_adds_while_the_index_is_written_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hash_added_during_a_write_is_saved_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rested(monkeypatch)
     index, write = FileIndex(tmp_path / "index.json"), identity.write_json
 
