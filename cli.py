@@ -50,7 +50,7 @@ class Printed:
 
     def __init__(self) -> None:
         self._bar: Any = None
-        self._left: Any = None
+        self._left: dict[str, Any] = {}  # by stage: another may be told of in between, such as bytes that move
         self._stage = ""
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Callable[[], Any] | None = None) -> None:
@@ -59,17 +59,19 @@ class Printed:
         from .compat.memory.statistics import TimeLeft
 
         if self._bar is None or stage.name != self._stage:
-            self.close()
-            self._bar, self._stage, self._left = tqdm(total=total, disable=None, bar_format=BAR), stage.name, TimeLeft()
+            self.close(leave=False)
+            self._bar, self._stage = tqdm(total=total, disable=None, bar_format=BAR), stage.name
+        left = self._left.setdefault(stage.name, TimeLeft()).after(time.monotonic(), done, total)
         self._bar.total = total
         self._bar.set_description(str(stage), refresh=False)
-        self._bar.set_postfix_str(self._left.after(time.monotonic(), done, total).removeprefix(", "), refresh=False)
+        self._bar.set_postfix_str(left.removeprefix(", "), refresh=False)
         self._bar.update(done - self._bar.n)
         if done >= total:
             self.close()
 
-    def close(self) -> None:
+    def close(self, leave: bool = True) -> None:
         if self._bar is not None:
+            self._bar.leave = leave  # on the terminal
             self._bar.close()
         self._bar = None
 

@@ -82,17 +82,17 @@ class Finding:
     def plain(self) -> str:
         if self.inputs:
             return "The picture fails before this model: what it is given is broken already"
-        damaged = "the model's file, or its copy in memory, is damaged in one layer"
-        overflow = self.fault == NAN and self.dtype == "fp16" and not self.between and PLAIN[INFINITE]
-        cause = damaged if self.weight else overflow or PLAIN.get(self.fault, "one layer says the same everywhere")
+        if self.weight:
+            return "The picture fails because the model's file, or its copy in memory, is damaged in one layer"
+        overflowed = self.fault == NAN and self.dtype == "fp16" and not self.between  # of infinite values
+        cause = PLAIN.get(INFINITE if overflowed else self.fault, "one layer says the same everywhere")
         return f"The picture fails because {cause}"
 
     def __str__(self) -> str:
         if self.inputs:
             return f"{self.fault} in what the network is given ({self.inputs}): the fault lies before it"
-        cause = "its weights are finite"
-        if self.weight:
-            cause = f"{100 * self.bad:.3g}% of its {self.weight} is {NAN} or infinity"
+        broken = f"{100 * self.bad:.3g}% of its {self.weight} is {NAN} or infinity"
+        cause = broken if self.weight else "its weights are finite"
         largest = sorted(self.way, key=lambda place: -place[1])[:SHOWN]
         before = ", ".join(f"{name} {value:.3g}" for name, value in largest)
         block = f"block {int(self.block.rpartition('.')[2]) + 1} of {self.blocks}" if self.block else ""
@@ -278,20 +278,13 @@ class _Search:
 
     def _after(self, name: str) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            fault, wrong = _wrong(output, not_finite)
-            given = (args, kwargs)
+            given, (fault, wrong) = (args, kwargs), _wrong(output, not_finite)
             if not fault:
-                if self.fault is not not_finite and self.second is None:
-                    fault, wrong = _wrong(output, self.fault)
-                    if fault and not _wrong(given, self.fault)[0]:
-                        self.second = self._finding(name, module, fault, wrong, largest(given))
-                if name and block_of(self.networks, name) == name:
-                    self.way[name] = max(largest(output), self.way.get(name, 0.0))
-                return
-            if not _wrong(given, _broken)[0]:
+                self._finite(name, module, given, output)
+            elif not _wrong(given, _broken)[0]:
                 self.finding = self._finding(name, module, fault, wrong, largest(given))
                 raise _Found
-            if name in self.networks:
+            elif name in self.networks:  # the fault came in from outside
                 inputs = [key for key, value in _named(module, args, kwargs).items() if _wrong(value, _broken)[0]]
                 words = ", ".join(INPUTS.get(key, key) for key in inputs)
                 self.finding = Finding(name, type(module).__name__, dtype="", fault=fault, inputs=words)
@@ -299,20 +292,29 @@ class _Search:
 
         return after
 
+    def _finite(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
+        """Note a finite result: its largest value if it is a block's, and the first that is wrong otherwise."""
+        if self.fault is not not_finite and self.second is None:
+            fault, wrong = _wrong(output, self.fault)
+            if fault and not _wrong(given, self.fault)[0]:
+                self.second = self._finding(name, module, fault, wrong, largest(given))
+        if name and block_of(self.networks, name) == name:
+            self.way[name] = max(largest(output), self.way.get(name, 0.0))
+
     def _finding(self, name: str, module: nn.Module, fault: str, wrong: Any, given: float) -> Finding:
-        shares = ((key, _bad_share(weight)) for key, weight in module.named_parameters())
-        place, bad = next((share for share in shares if share[1]), ("", 0.0))
-        owner, _, weight = place.rpartition(".")
+        """The finding for ``module``, whose result ``wrong`` has a fault: at its first broken weight, or as a whole."""
+        shares = ((path, _bad_share(weight)) for path, weight in module.named_parameters())
+        path, bad = next((share for share in shares if share[1]), ("", 0.0))
+        owner, _, weight = path.rpartition(".")
         layer = ".".join(filter(None, (name, owner)))
-        block = block_of(self.networks, layer)
-        kind = type(self.networks.get_submodule(layer)).__name__
-        dtype = DTYPES.get(wrong.dtype, str(wrong.dtype).removeprefix("torch."))
-        if dtype == "fp32" and any(p.dtype in NARROW for p in module.parameters()):
-            dtype = next(DTYPES[p.dtype] for p in module.parameters() if p.dtype in NARROW)
-        values: dict[str, Any] = {"largest": given, "weight": weight, "bad": bad, "way": tuple(self.way.items())}
-        values |= {"block": block, "blocks": blocks_beside(self.networks, block)}
-        between = not weight and any(True for _ in module.children())
-        return Finding(layer, kind, dtype=dtype, fault=fault, between=between, **values)
+        kind, block = type(self.networks.get_submodule(layer)).__name__, block_of(self.networks, layer)
+        narrow = [each.dtype for each in module.parameters() if each.dtype in NARROW]
+        dtype = narrow[0] if narrow and wrong.dtype is torch.float32 else wrong.dtype
+        return Finding(
+            layer, kind, DTYPES.get(dtype, str(dtype).removeprefix("torch.")), fault, largest=given, weight=weight,
+            bad=bad, block=block, blocks=blocks_beside(self.networks, block), way=tuple(self.way.items()),
+            between=not weight and next(module.children(), None) is not None,
+        )  # fmt: skip
 
 
 def block_of(networks: nn.ModuleDict, name: str) -> str:
@@ -402,18 +404,16 @@ class Doctor:
             return output  # clamped, as some networks do, without harm
         if repair is not None and self.choice != FORGET:
             self.store.add(self.model, repair)
-        if again is not None and (repair is None or self.choice == KEEP):
-            if repair is not None:
-                self.repairs = tuple(dict.fromkeys((*self.repairs, repair)))
-            kept = "; kept for the next runs of this model" if repair else ""
-            self.tell(f"{finding.plain}; {where}: {diagnosis}{kept}" if finding else f"{where}: {diagnosis}")
+        text = f"{where}: {diagnosis}" if finding is None else f"{finding.plain}; {where}: {diagnosis}"
+        if again is not None and repair is None:
+            self.tell(text)
             return again
-        plain = "The picture fails" if finding is None else finding.plain
+        if again is not None and repair is not None and self.choice == KEEP:
+            self.repairs = tuple(dict.fromkeys((*self.repairs, repair)))
+            self.tell(f"{text}; kept for the next runs of this model")
+            return again
         offered = BUTTON if repair is not None and self.choice == OFFER else {}
-        found_there = f"{plain}; {where}: {diagnosis}"
-        raise NotFinite(
-            found_there, expected="right values", fix=advice(diagnosis, self.instead, self.keep), button=offered
-        )
+        raise NotFinite(text, expected="right values", fix=advice(diagnosis, self.instead, self.keep), button=offered)
 
 
 def advice(diagnosis: Diagnosis, instead: str = ON_LOAD, keep: str = KEPT) -> str:

@@ -73,6 +73,7 @@ class Ranks:
         return torch.cat(self.exchange([own] * self.size, shapes), dim=dim)
 
     def any(self, flag: bool) -> bool:
+        """True on every rank if ``flag`` is on any."""
         if self.size == 1:
             return flag
         from torch import distributed

@@ -72,9 +72,8 @@ def versioned(record: Any, head: str, newest: int, subject: str) -> dict[str, An
     """``record``, an object that names its version under ``head``; InputError where it is none, or newer."""
     version = record.get(head) if isinstance(record, dict) else None
     if type(version) is not int or version < 1:
-        raise InputError(
-            f"{shown(record)} instead of {subject}", expected=f'an object with "{head}": {newest}', fix=FIX
-        )
+        found, expected = f"{shown(record)} instead of {subject}", f'an object with "{head}": {newest}'
+        raise InputError(found, expected=expected, fix=FIX)
     if version > newest:
         raise InputError(f"{subject} of version {version}", expected=f"version {newest} or older", fix="Update AnyGPU.")
     return dict(record)

@@ -68,14 +68,18 @@ class Scaled(Widened):
     """All in fp32 but the products of Linears: fp16 operands, divided per row so that every sum is in range."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = func is functional.linear and all(type(each) in PLAIN for each in args[:2])
-        if not plain or float(args[1].detach().abs().amax()) > LIMIT:
-            return super().__torch_function__(func, types, args, kwargs)
-        x, weight, bias = (*args, None)[:3] if len(args) > 2 else (*args[:2], (kwargs or {}).get("bias"))
-        reach = float(torch.linalg.vector_norm(weight.detach(), dim=-1, dtype=torch.float32).amax().clamp(1.0, 3e38))
-        scale = row_scales(x.float(), reach)
-        product = func((x.float() / scale).half(), weight.half()).float() * scale
-        return product if bias is None else product + bias.float()
+        scaled = _scaled_linear(*args, **(kwargs or {})) if func is functional.linear else None
+        return super().__torch_function__(func, types, args, kwargs) if scaled is None else scaled
+
+
+def _scaled_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
+    """A Linear's fp32 result by a product in fp16; None for packed operands, and weights that fp16 does not hold."""
+    if type(input) not in PLAIN or type(weight) not in PLAIN or float(weight.detach().abs().amax()) > LIMIT:
+        return None
+    reach = float(torch.linalg.vector_norm(weight.detach(), dim=-1, dtype=torch.float32).amax().clamp(1.0, 3e38))
+    scale = row_scales(input.float(), reach)
+    product = functional.linear((input.float() / scale).half(), weight.half()).float() * scale
+    return product if bias is None else product + bias.float()
 
 
 _asked = threading.local()  # two GPUs may sample at once, each from a thread of its own

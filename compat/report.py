@@ -49,9 +49,8 @@ class Report:
     def text(self) -> str:
         blocks = []
         for heading, lines in self.sections:
-            width = max(len(line.subject) for line in lines)
-            whys = [f" | {line.reason}" if line.reason else "" for line in lines]
-            body = [f"  {line.subject:<{width}}  {line.verdict}{why}" for line, why in zip(lines, whys, strict=True)]
+            width = max((len(line.subject) for line in lines), default=0)
+            body = [f"  {line.subject:<{width}}  {line.verdict}{line.reason and f' | {line.reason}'}" for line in lines]
             blocks.append("\n".join([heading, *body]))
         return "\n\n".join(blocks)
 

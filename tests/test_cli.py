@@ -48,6 +48,18 @@ def test_piped_progress_is_silent(capsys):
     assert capsys.readouterr().err == "rounded\n"
 
 
+def test_a_bar_that_another_stage_interrupts_leaves_no_line(monkeypatch, capsys):
+    from anygpu.cli import Printed
+    from anygpu.compat.memory.parts import ProgressStage
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = Printed()
+    for done in range(1, 4):
+        progress.step(5, 9, ProgressStage("moving", "vae 5 of 9 GB", counted=True))
+        progress.step(done, 3, ProgressStage("sampling"))
+    assert capsys.readouterr().err.count("\n") == 1
+
+
 def test_a_shortage_that_was_explained_is_one_line_and_another_error_is_not(capsys):
     def run(_, text=""):
         raise torch.OutOfMemoryError(text or f"{explained}\nCUDA out of memory")

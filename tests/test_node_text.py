@@ -104,6 +104,7 @@ def test_node_tab_and_command_say_what_is_left_of_all_sections(progress, monkeyp
         for step in range(20):
             now[0] += seconds + 60.0 * (section == step == 0)
             for shown in (node, command):
+                shown.step(1, 2, ProgressStage("moving", "transformer 1 of 2 GB", counted=True))
                 SubProgress(shown, section, 3, "section").step(step + 1, 20, ProgressStage("sampling"))
             if 5 < step < 19:
                 text, left = server.texts[-1][0], (59 - step - 20 * section) * seconds

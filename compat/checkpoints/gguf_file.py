@@ -19,6 +19,7 @@ from .headers import MOST_AXES, MOST_ENTRIES, TensorEntry, damaged, opened, poss
 MAGIC = b"GGUF"
 ENTRY_BYTES = 700  # of memory for each tensor or note, at most
 MOST_ITEMS = 1_000_000  # of a list; the largest vocabularies have a quarter of it
+MOST_BYTES = 2**28  # of a name or a text, the largest of which hold a tokenizer: a flipped bit makes many GB of it
 ALIGNMENT = 32
 PLAIN = ("F64", "F32", "F16", "BF16", "I8", "I16", "I32", "I64")
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by type number
@@ -33,8 +34,8 @@ class Header:
         self.file, self.left, self.size, self.texts = file, size, size, 0
 
     def take(self, count: int) -> bytes:
-        if count > self.left:
-            raise ValueError(f"{count} bytes where {self.left} are left")
+        if count > (most := min(self.left, MOST_BYTES)):
+            raise ValueError(f"{count} bytes where at most {most} can be")
         self.left -= count
         return self.file.read(count)
 

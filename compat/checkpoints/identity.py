@@ -58,10 +58,11 @@ class FileIndex:
     def save(self) -> None:
         if self.path is None or not self.changed:
             return
+        self.changed = False  # first: what another thread adds during the write is for the next one
         try:
             write_json(self.path, dict(list(self.texts.items())[-MOST_FILES:]))
-            self.changed = False
         except OSError as error:
+            self.changed = True
             log.debug("%s is not written: %s", self.path, error)
 
 

@@ -108,10 +108,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
                 kept = self._answers.items()
                 self._answers = {name: it for name, it in kept if name.startswith(PACKED) and it.detail == ENDED}
                 self._remembered.clear()
-                path = self.path
-                if path is not None:  # else what is written next takes in what it says
-                    value_or(lambda: path.unlink(missing_ok=True), None)
-                    self._write()
+                self._write(merged=False)
             self._ask([name for name in self.probes if name not in self._answers])
             return {name: self._answers[name] for name in self.probes}
 
@@ -171,14 +168,14 @@ class ProbeStore(Mapping[str, ProbeResult]):
             content = json_file(self.path)
             kept = {name: _checked(entry) for name, entry in content["answers"].items() if name in self.probes}
             remembered = dict(content["remembered"])
-            asking, *asker = content.get("asking") or ("",)
-            known = not asking or asking in kept or asking in remembered
-            if isinstance(asking, str) and not known and not _runs(*asker):
-                log.warning("AnyGPU: %s %s: it counts as unusable", asking, ENDED)
-                if asking in self.probes:
-                    kept[asking] = ProbeResult(UNUSABLE, ENDED)
+            asked, process, started = content.get("asking") or ("", 0, 0.0)
+            unanswered = isinstance(asked, str) and asked not in ("", *kept, *remembered)
+            if unanswered and not _runs(process, started):
+                log.warning("AnyGPU: %s %s: it counts as unusable", asked, ENDED)
+                if asked in self.probes:
+                    kept[asked] = ProbeResult(UNUSABLE, ENDED)
                 else:
-                    remembered[asking] = None
+                    remembered[asked] = None
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -186,11 +183,12 @@ class ProbeStore(Mapping[str, ProbeResult]):
             return
         self._answers, self._remembered = {**kept, **self._answers}, {**remembered, **self._remembered}
 
-    def _write(self, synced: bool = True) -> None:
-        """Write what is known, on the disk when this returns: what is asked next may end the whole machine."""
+    def _write(self, synced: bool = True, merged: bool = True) -> None:
+        """Write what is known, ``merged`` with the file or over it; ``synced``: what follows may end the machine."""
         if self.path is None or self.folder is None or self.note:
             return
-        self._read()
+        if merged:
+            self._read()
         kept = {name: asdict(result) for name, result in self._answers.items() if result.status != UNKNOWN}
         content: dict[str, Any] = {"device": str(self.facts), "versions": dict(self.facts.versions)}
         content |= {"answers": kept, "remembered": self._remembered}

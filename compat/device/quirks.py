@@ -124,14 +124,12 @@ class Abilities:
 
     def verdict(self, *operations: str) -> Verdict:
         """The first operation that fails, else the first that is costly, else the last; by the probes' names."""
-        each = Verdict(True)
-        costly = None
-        for operation in operations:
-            each = self._one(operation)
-            if not each.usable:
-                return each
-            costly = costly or (each if each.costly else None)
-        return costly or each
+        verdicts = [Verdict(True)]
+        for operation in operations:  # none is asked after one that fails
+            verdicts.append(self._one(operation))
+            if not verdicts[-1].usable:
+                return verdicts[-1]
+        return next((each for each in verdicts if each.costly), verdicts[-1])
 
     def transformer(self, dtype: str) -> Verdict:
         """Verdict on a transformer in ``dtype``, such as ``bf16``: casts in both directions, matmuls, attention."""
@@ -143,17 +141,15 @@ class Abilities:
         return self.verdict(*_casts(dtype), f"groupnorm.{dtype}", f"conv2d.{dtype}")
 
     def _one(self, operation: str) -> Verdict:
-        costly, known = operation in self.policy.costly, ""
-        if costly:
-            known = _said(operation, self.policy.costly[operation])
-        asked = None if self.probes is None or operation not in self.probes else self.probes[operation]
-        if asked is not None and asked.status != UNKNOWN:
-            if asked.status != OK:
-                return Verdict(False, costly, f"{operation} is {asked}")
-            return Verdict(True, costly, known or asked.detail)
-        if operation in self.policy.wrong:
-            return Verdict(False, costly, _said(operation, self.policy.wrong[operation]))
-        return Verdict(True, costly, known)
+        """The verdict on one operation: a probe's answer, else the rows; only these know that it is costly."""
+        wrong, slow = self.policy.wrong.get(operation), self.policy.costly.get(operation)
+        why_costly = "" if slow is None else _said(operation, slow)
+        answer = None if self.probes is None or operation not in self.probes else self.probes[operation]
+        if answer is not None and answer.status == OK:
+            return Verdict(True, slow is not None, why_costly or answer.detail)
+        if answer is not None and answer.status != UNKNOWN:
+            return Verdict(False, slow is not None, f"{operation} is {answer}")
+        return Verdict(wrong is None, slow is not None, why_costly if wrong is None else _said(operation, wrong))
 
 
 def _casts(dtype: str) -> tuple[str, ...]:

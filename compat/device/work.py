@@ -155,13 +155,14 @@ class _Counted(TorchDispatchMode):
         if not isinstance(first, Tensor) or first.device != META:
             return False, None
         if function is aten._local_scalar_dense.default:
-            return True, first.dtype is torch.bool or self.tokens
+            return True, True if first.dtype is torch.bool else self.tokens
         if function is aten.nonzero.default:
             return True, first.new_empty(first.numel(), first.ndim, dtype=torch.int64)
-        masks = [(axis, i) for axis, i in enumerate(args[1]) if i is not None] if function is aten.index.Tensor else []
-        if len(masks) != 1 or masks[0][1].dtype is not torch.bool:
+        indices = enumerate(args[1] if function is aten.index.Tensor else ())  # by axis; None takes all of it
+        given = [(axis, index) for axis, index in indices if index is not None]
+        if [index.dtype for _, index in given] != [torch.bool]:
             return False, None
-        axis, mask = masks[0]
+        ((axis, mask),) = given
         rows = 0 if hasattr(mask, "selects_none") else mask.numel()
         return True, first.new_empty(*first.shape[:axis], rows, *first.shape[axis + mask.ndim :])
 
@@ -386,7 +387,7 @@ class _Timer:
             spent, count = spent + self._once(partial(_repeat, call, count)), min(2 * count, 64)
 
     def rate(self, make: Callable[[int], Callable[[], Any]], most: int = MOST_BYTES) -> float:
-        """FLOPs per second of what ``make`` makes for a side, or bytes.
+        """FLOPs per second of the call that ``make`` returns for operands of a side; bytes per second of one without.
         The side doubles until a call takes long enough or has ``most`` bytes of operands, or memory is short."""
         side, call = 32, make(32)  # small: a CPU without fp16 units needs seconds for what a GPU does in no time
         while True:

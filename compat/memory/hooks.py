@@ -154,7 +154,7 @@ class GroupHooks:
             self._ahead[group] = self._copy(group, group.layout, self.copies)
         self._missed = missed and not first  # nothing could come ahead of it
         memory, arrived = self._ahead.pop(group)
-        with self.memory_stats.moving(0, self.device):
+        with self.memory_stats.waiting(self.device):
             self.copies.wait_for(arrived)
         return [place.within(memory) for place in group.layout.places]
 

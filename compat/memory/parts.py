@@ -268,12 +268,12 @@ class PartBytes:
             return 0
         if mode == "sequential" or not part.startswith(BY_BLOCK):
             return self.inner or self.layer
-        together = 2 * self.block
-        if self.single:
-            together = max(together, self.single * (1 + self.block // self.single))
-        beside = self.outer + self.block - activations // 2  # the first block comes while the embedding is in use
-        together = max(together - int(BETWEEN_SPARES * activations), beside if self.inner else 0)
-        return max(0, together - self.resident(mode, part, activations))
+        blocks = 2 * self.block  # one in use and the next
+        if self.single:  # of which several come ahead in the room of a double block
+            blocks = max(blocks, self.single * (1 + self.block // self.single))
+        between = blocks - int(BETWEEN_SPARES * activations)
+        first = self.outer + self.block - activations // 2 if self.inner else 0  # it comes while the embedding is used
+        return max(0, max(between, first) - self.resident(mode, part, activations))
 
 
 def part_bytes(entries: Mapping[str, int], block: re.Pattern[str] = BLOCK) -> PartBytes:

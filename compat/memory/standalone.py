@@ -241,7 +241,7 @@ class StandaloneOffloader:
         """Set the hooks' memory limits beside a forward: what stays, one largest group in use, and one ahead."""
         free, largest = free_bytes(hooks.device), hooks.largest_bytes
         room = None if free is None else free - self.options.keep_free_bytes
-        passing = max(2 * largest, *(group.total_bytes for group in hooks.groups))
+        passing = max([2 * largest, *(group.total_bytes for group in hooks.groups)])  # there may be no groups
         total = hooks.total_bytes if keeps(self, part, self.mode) else 0
         stays = resident_bytes(total, passing, room, activation_bytes)
         hooks.keep(stays)

@@ -108,21 +108,22 @@ class MemoryStats:
         self.moved_bytes, self.moving_seconds = self.moved_bytes + count, self.moving_seconds + seconds
 
     @contextmanager
-    def moving(self, count: int, behind: torch.device | None = None) -> Iterator[None]:
-        """Count the block, in which ``count`` bytes move; on the clock of ``behind`` where the host does not wait."""
-        if behind is not None:
-            while self.behind and self.behind[0][1].query():
-                self._take_first()
-            first = value_or(lambda: _mark(behind), None)
-            yield
-            last = value_or(lambda: _mark(behind), None)
-            self.moved_bytes += count
-            if first is not None and last is not None:
-                self.behind.append((first, last))
-            return
+    def moving(self, count: int) -> Iterator[None]:
+        """Count the block, in which the host waits for ``count`` bytes that move."""
         started = time.perf_counter()
         yield
         self.add(count, time.perf_counter() - started)
+
+    @contextmanager
+    def waiting(self, device: torch.device) -> Iterator[None]:
+        """Count the block, in which ``device`` waits for copies, by its own clock: the host goes on meanwhile."""
+        while self.behind and self.behind[0][1].query():
+            self._take_first()
+        first = value_or(lambda: _mark(device), None)
+        yield
+        last = value_or(lambda: _mark(device), None)
+        if first is not None and last is not None:
+            self.behind.append((first, last))
 
     @contextmanager
     def stage(self, name: str, pipeline: str, mode: str, device: torch.device) -> Iterator[StageCost]:

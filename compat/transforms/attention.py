@@ -85,18 +85,17 @@ class Attention:
         chosen = self.choice in EXPLICIT or (self.fastest and key.shape[-2] >= LONG)
         if chosen and mask is None and not causal and self.tried in (None, (query.dtype, query.shape[-1])):
             return EXPLICIT[self.fastest or self.choice](query, key, value)
-        avoided = self.avoids(query.dtype, query.shape[-1])
-        if self.choice != "native_math" and not avoided:
-            if self._has_fused(query, key, value, mask, causal):
-                return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
-            upcasts = mask is None and not causal and query.dtype.itemsize < 4
-            if upcasts and not self.avoids(WORKED_ON, query.shape[-1]):
-                upcast = like_in(query, WORKED_ON)
-                if self._has_fused(upcast, upcast, upcast):
-                    return fp32_attention(query, key, value, self.budget_bytes)
-        small = MATH_COPIES * score_bytes(query, key) <= self.budget_bytes and self.choice != "native_math"
-        if small and query.dtype.itemsize >= 4 and not avoided:  # else scores may be 16-bit too
+        if self.choice == "native_math" or self.avoids(query.dtype, query.shape[-1]):
+            return chunked(query, key, value, mask, causal, self.budget_bytes)
+        if self._has_fused(query, key, value, mask, causal):
             return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
+        if query.dtype.itemsize >= 4:  # else the scores of torch's math may be 16-bit too
+            if MATH_COPIES * score_bytes(query, key) <= self.budget_bytes:
+                return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
+        elif mask is None and not causal and not self.avoids(WORKED_ON, query.shape[-1]):
+            upcast = like_in(query, WORKED_ON)
+            if self._has_fused(upcast, upcast, upcast):
+                return fp32_attention(query, key, value, self.budget_bytes)
         return chunked(query, key, value, mask, causal, self.budget_bytes)
 
     def avoids(self, dtype: torch.dtype, width: int) -> bool:

@@ -33,7 +33,7 @@ class Padding:
 
     def lengths(self, counts: tuple[int, ...]) -> Lengths:
         """``counts`` as :func:`by_rows` reads them: as they are, or for compiled blocks as tensors ``SHIFT`` longer."""
-        if not self.traced or len(counts) < 2:  # one row is cropped: 0, unless padding lies inside it
+        if not self.traced or len(counts) < 2:  # a row alone is cropped to its tokens: 0, but for padding inside
             return counts
         from torch._dynamo import maybe_mark_dynamic
 
@@ -304,11 +304,9 @@ class MochiVaeProcessor(Processor):
         if hidden_states.shape[1] == 1:  # one frame sees itself alone
             attention = attn.to_v(hidden_states)
         else:
-            query, key = heads_of(attn, attn.to_q, hidden_states), heads_of(attn, attn.to_k, seen)
+            query = heads_of(attn, attn.to_q, hidden_states, attn.norm_q).transpose(1, 2)
+            key = heads_of(attn, attn.to_k, seen, attn.norm_k).transpose(1, 2)
             value = heads_of(attn, attn.to_v, seen).transpose(1, 2)
-            query, key = query.transpose(1, 2), key.transpose(1, 2)
-            query = query if attn.norm_q is None else attn.norm_q(query)
-            key = key if attn.norm_k is None else attn.norm_k(key)
             mask = attention_mask if attention_mask is None or attention_mask.ndim == 4 else attention_mask.unsqueeze(1)
             attention = self.attend(query, key, value, mask, causal=attn.is_causal)
             attention = attention.transpose(1, 2).flatten(2).to(query.dtype)

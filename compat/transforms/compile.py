@@ -184,9 +184,9 @@ class _Function:
         named = {name: _plain_strides(value) for name, value in named.items()}
         if self.settings.dynamic == "none":
             return args, named
-        given = {**dict(zip(self.names, args, strict=False)), **named}
         from torch._dynamo import maybe_mark_dynamic
 
+        given = {**dict(zip(self.names, args, strict=False)), **named}
         states = given.get("hidden_states")
         tokens = states.shape[1] if isinstance(states, torch.Tensor) and states.ndim == STATES else 0
         sizes.add(tokens)

@@ -16,7 +16,17 @@ import torch
 from anygpu.compat import doctor
 from anygpu.compat.errors import parts_of
 from anygpu.compat.output_check import ZEROS, NotFinite
-from anygpu.compat.repairs import ATTENTION, REPLACED, SCALED, Repair, RepairStore, _finite, repaired, tensors_in
+from anygpu.compat.repairs import (
+    ATTENTION,
+    REPLACED,
+    SCALED,
+    Repair,
+    RepairStore,
+    Scaled,
+    _finite,
+    repaired,
+    tensors_in,
+)
 from anygpu.pipelines.base import Call, SampleSettings, Silent
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
@@ -191,6 +201,15 @@ def test_each_repair_is_found_for_its_fault_and_cures_it(fault: str) -> None:
     assert diagnosis.repair == repair, diagnosis
     assert output.dtype is dtype and torch.allclose(output.float(), expected, rtol=2e-3, atol=2e-3)
     assert all("forward" not in vars(module) for module in network.modules())
+
+
+@torch.no_grad()
+def test_a_product_is_scaled_however_its_operands_are_given() -> None:
+    x, weight, bias = torch.ones(2, 8).half(), torch.full((4, 8), 3e4).half(), torch.ones(4).half()
+    with Scaled():
+        wanted = functional.linear(x, weight, bias)
+        assert torch.equal(functional.linear(x, bias=bias, weight=weight), wanted) and wanted[0, 0] > 65504
+        assert torch.equal(functional.linear(input=x, weight=weight, bias=bias), wanted)
 
 
 @torch.no_grad()

@@ -56,10 +56,15 @@ def test_a_damaged_file_is_called_damaged(tmp_path: Path, content: bytes) -> Non
     assert not isinstance(caught.value.__cause__, PackError), "its own error, wrapped again"
 
 
-@pytest.mark.parametrize("content", [b"", b"GGUF", POINTER], ids=["empty", "cut off", "pointer"])
+LONG_NAME = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**30)
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", POINTER, LONG_NAME], ids=["empty", "cut off", "pointer", "name"])
 def test_a_damaged_gguf_is_called_damaged(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
+    if content is LONG_NAME:
+        os.truncate(path, 2**31)  # the name would fit into the file
     with pytest.raises(CheckpointError) as caught:
         gguf_header(path)
     assert "permissions" not in caught.value.fix and not isinstance(caught.value.__cause__, PackError)

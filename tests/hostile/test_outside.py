@@ -311,7 +311,7 @@ def test_a_device_whose_streams_misbehave_copies_before_it_computes(monkeypatch:
             with monkeypatch.context() as patched:
                 attack(patched, name, behaviour)
                 assert prefetch.copy_stream(device) is None, behaviour
-                with MemoryStats().moving(1, device):  # which asks the device's clock
+                with MemoryStats().waiting(device):  # which asks the device's clock
                     pass
 
 

@@ -117,6 +117,21 @@ def test_a_change_that_keeps_size_and_time_is_seen(tmp_path: Path, monkeypatch: 
     assert [index.of(path, lambda: next(texts)) for _ in range(2)] == ["c", "c"]
 
 
+def test_a_hash_added_during_a_write_is_saved_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rested(monkeypatch)
+    index, write = FileIndex(tmp_path / "index.json"), identity.write_json
+
+    def add(name: str) -> None:
+        index.of(written(tmp_path / name, b"1"), lambda: name * identity.DIGITS)
+
+    add("a")
+    monkeypatch.setattr(identity, "write_json", lambda path, texts: (write(path, texts), add("b")))
+    index.save()
+    monkeypatch.setattr(identity, "write_json", write)
+    index.save()
+    assert len(FileIndex(index.path).texts) == 2
+
+
 def test_a_file_that_changes_while_it_is_read_is_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

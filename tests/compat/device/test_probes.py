@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -278,6 +279,15 @@ def test_a_folder_that_cannot_be_written_is_one_line_and_everything_works(tmp_pa
     assert store["conv2d.fp32"].status == OK
     assert caplog.text.count("cannot be kept") == 1
     assert "make the folder writable" in store.note
+
+
+def test_what_is_asked_again_is_asked_where_nothing_can_be_written_too(tmp_path, monkeypatch):
+    ProbeStore(CPU, tmp_path)["matmul.fp32"]
+    store = ProbeStore(CPU, tmp_path)
+    store.probes = {"matmul.fp32": lambda device: "another answer"}
+    for writes in ("pathlib.Path.replace", "pathlib.Path.unlink"):
+        monkeypatch.setattr(writes, Mock(side_effect=PermissionError))
+    assert store.ask_all(again=True)["matmul.fp32"].detail == "another answer" and store.note
 
 
 def test_a_probe_that_raises_is_kept_with_its_message(tmp_path):

@@ -71,3 +71,10 @@ def test_an_offloader_with_adapters_shares_all_else(mode: str) -> None:
     assert other.mode == "model"
     with plain.hold("vae"), pytest.raises(Exception, match="while vae is in use"):
         other.switch("group")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_part_without_weights_runs_in_every_mode(mode: str) -> None:
+    offloader = StandaloneOffloader(Parts({"vae": lambda _: torch.nn.Identity()}), torch.device("meta"), mode)
+    with offloader.hold("vae", 64) as vae:
+        assert vae(torch.ones(2)).sum() == 2
