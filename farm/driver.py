@@ -75,31 +75,33 @@ class Driver:
             self._wait_for(worker)
 
     def add(self, lines: Iterable[str], again: bool, where: str = "") -> None:
-        """Take in the jobs that are not done; those that failed or were cancelled only if asked ``again``.
+        """Take in the jobs that are not done, all or none where ``lines`` raises; those that failed or were cancelled
+        only if asked ``again``.
 
         ``where`` the lines stand begins what is said of lines that are not jobs."""
-        done, tasks, wrong = self.folder.done_keys(), [], list[str]()
+        done, tasks = self.folder.done_keys(), dict[str, Task]()
+        wrong, first_error = 0, ""
         for number, line in enumerate(lines, 1):
             try:
                 task = self.task_of(line)
             except Exception as error:  # of a line that may hold anything
                 if not wrong or not self.watching:
                     self.tally.failed[f"{where}line {number}: {line[:60]}"] = text_of(error)
-                wrong.append(wrong[0] if wrong else text_of(error))
+                wrong, first_error = wrong + 1, first_error or text_of(error)
                 continue
-            if task.key in self._open:
+            if task.key in self._open or task.key in tasks:
                 continue
             if task.key in done:
                 self.tally.skipped += 1
             elif again or not (task.key in self._notes or self.folder.failure(task.key)):
-                self._open.add(task.key)
-                tasks.append(task)
+                tasks[task.key] = task
         if wrong:
-            many = "a line is not a job" if len(wrong) == 1 else f"{len(wrong)} lines are not jobs, the first"
-            self.say(f"{where}{many}: {wrong[0]}")
+            many = "a line is not a job" if wrong == 1 else f"{wrong} lines are not jobs, the first"
+            self.say(f"{where}{many}: {first_error}")
         if again:
-            self.folder.ask_again(task.key for task in tasks)
-        self.schedule.add(tasks)
+            self.folder.ask_again(tasks)
+        self._open |= tasks.keys()
+        self.schedule.add(tasks.values())
 
     def watch(self) -> NoReturn:
         self.watching = True
@@ -185,20 +187,19 @@ class Driver:
         """Act on a worker's answer: a job's outcome, a proof's text, or who it is; or on the error in its place."""
         try:
             answer = self.ray.get(call)
-        except self.ray.exceptions.RayActorError as error:
-            if worker.up and not worker.proving:  # its job goes on elsewhere, from its last step
+        except Exception as error:  # Ray's, or of an answer that cannot be unpacked
+            died = isinstance(error, self.ray.exceptions.RayActorError)
+            if died and worker.up and not worker.proving:  # its job goes on elsewhere, from its last step
                 task, worker.task, worker.up = worker.task, None, False
                 self.schedule.forget(worker.name)
                 self._lost(worker, task, f"{worker.name} died")
                 self._wait_for(worker)
-            else:  # Ray retries this call for as long as it restarts the process: it has given it up
-                worker.up = worker.proving = False
+                return
+            if died or not worker.up:  # Ray has given its process up, or the process cannot answer who it is
+                worker.up = False
                 value_or(lambda: self.ray.kill(worker.actor), None)  # else it keeps its name from its successor
-                self._break(worker, str(error).strip().splitlines()[-1])
-            return
-        except Exception as error:  # Ray's, or of an answer that cannot be unpacked
             worker.proving = False
-            self._break(worker, first_line(error))
+            self._break(worker, str(error).strip().splitlines()[-1] if died else first_line(error))
             return
         if isinstance(answer, Outcome):
             self._ended(worker, answer)
