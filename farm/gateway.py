@@ -77,7 +77,7 @@ class Gateway:
             with suppress(ray.exceptions.RayError):
                 worker, now = calls[call], ray.get(call)
                 worker.update(now, job=now["key"])  # the folder has what it did seconds ago
-                if worker["state"] in ("idle", "rendering"):
+                if worker.get("state") in ("idle", "rendering"):
                     worker["state"] = "rendering" if now["key"] else "idle"
         return {"done": done, "failed": failed, "workers": list(calls.values())}
 

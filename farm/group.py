@@ -23,10 +23,9 @@ from ..compat.errors import UnsupportedError
 from ..compat.ranks import LEADER, Group, Ranks
 from ..compat.ray_clusters import answer
 from ..pipelines.base import Progress, ProgressStage
-from ..pipelines.records.job_folder import JobFolder
 from . import worker
 from .render import KINDS, Renderer, job_of
-from .worker import Ended, Outcome, RenderCancelled, RenderWatch, bind, outcome_of
+from .worker import Ended, Outcome, RenderCancelled, RenderWatch, bind, during, outcome_of
 
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # torch's own for devices that can send to one another; gloo for the others
 MEETINGS = "groups"  # folder, of the jobs' folder, through which ranks find one another
@@ -146,13 +145,15 @@ class GroupRenderer:
         return self._result([rank.render.remote(line) for rank in self._ranks], progress)
 
     def _form(self, progress: Progress) -> None:
+        """Start the ranks and have them join; Ended, with all of them killed, where they do not."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        meetings = JobFolder(self.folder).root / MEETINGS
-        meetings.mkdir(parents=True, exist_ok=True)
-        for former in meetings.glob(f"{self._meeting}-*"):
-            former.unlink(missing_ok=True)
+        meetings = self.folder / MEETINGS
+        with during(worker.MACHINE):
+            meetings.mkdir(parents=True, exist_ok=True)
+            for former in meetings.glob(f"{self._meeting}-*"):
+                former.unlink(missing_ok=True)
         meeting = meetings / f"{self._meeting}-{secrets.token_hex(4)}"
         actor: Any = ray.remote(Rank)
         try:
