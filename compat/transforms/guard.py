@@ -320,14 +320,15 @@ class Guard(TorchDispatchMode):
         output = next((each for each in tree_leaves(result) if isinstance(each, Tensor)), None)
         if output is None or output.device.type in ("cpu", "meta"):
             return result
-        if not _can_check(function, output):
-            check = None
         flops, moved = value_or(partial(work_of, function, args, kwargs, result), (0.0, 0))
         self.work += int(flops or moved) if name != "linear" else 2 * output.numel() * args[0].shape[-1]
-        key = "" if check is None else _size_class(name, args, output)
-        path = self.known.get(key)
-        if check is None or path == "":
+        # fp64 needs another reference, and fp8 rounds as each device likes
+        bounded = output.dtype in BOUNDS or not (output.is_floating_point() or output.is_complex())
+        repeatable = name == "copy_" or not function._schema.is_mutable
+        if check is None or not (bounded and repeatable and output.numel()):
             return result
+        key = _size_class(name, args, output)
+        path = self.known.get(key)
         if path is None:
             if self.seconds > SECONDS or self.spent > SHARE * self.work:
                 self.waits = True
@@ -400,15 +401,6 @@ def _kept(store: ProbeStore) -> dict[str, str]:
     """The size classes that ``store`` knows of earlier runs, but for what another version or an editor wrote."""
     kept = store.recall(IN_RUNS)
     return {key: path for key, path in kept.items() if path in ("", *PATHS)} if isinstance(kept, dict) else {}
-
-
-def _can_check(function: Any, output: Tensor) -> bool:
-    """True where the call can be made again, and there are bounds for the ``dtype`` of its output."""
-    if function._schema.is_mutable and function.overloadpacket.__name__ != "copy_":
-        return False
-    inexact = output.is_floating_point() or output.is_complex()
-    # fp64 needs another reference, and fp8 rounds as each device likes
-    return output.numel() > 0 and (output.dtype in BOUNDS or not inexact)
 
 
 def _size_class(name: str, args: Any, output: Tensor) -> str:
