@@ -44,7 +44,6 @@ class Renders(Protocol):
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The end of a job.
-
     ``failed``: nobody can do it; ``refused``: this worker cannot do this job; ``unable``: it could not load the model;
     ``broken``: it can do no job now, such as with a full disk; ``lost``: a process that rendered with it died or hangs,
     and another takes its place."""

@@ -99,11 +99,10 @@ class JobFolder:
         # Half a character is a ValueError; before Python 3.13 a loop of links is a RuntimeError.
         path = value_or(paths[0].resolve, self.root) if paths else self.root
         if not path.is_relative_to(self.inputs.resolve()) or path.suffix.lower() not in INPUTS or not path.is_file():
-            raise CheckpointError(
-                f"{shown(name)} as a file of a job",
-                expected=f"a file in {str(self.inputs)!r} that ends in {', '.join(INPUTS)}",
-                fix="Queue the jobs again with AnyGPU Queue Jobs, which copies their files there.",
-            )
+            found = f"{shown(name)} as a file of a job"
+            expected = f"a file in {str(self.inputs)!r} that ends in {', '.join(INPUTS)}"
+            fix = "Queue the jobs again with AnyGPU Queue Jobs, which copies their files there."
+            raise CheckpointError(found, expected=expected, fix=fix)
         if path.stat().st_size > MOST_INPUT_BYTES:
             found = f"{path.stat().st_size} bytes in {name!r}"
             raise CheckpointError(found, expected=f"{MOST_INPUT_BYTES} at most", fix="Make it smaller.")
@@ -189,10 +188,7 @@ def each_line(path: Path) -> Iterator[str]:
     """The jobs of a file, one to a line, which ends at a line feed alone: prompts may hold other separators.
 
     A line too long for a job is cut, and what is not UTF-8 becomes half characters: either is refused as that line.
-
-    Raises:
-        CheckpointError: a file that cannot be read, or of too many lines.
-    """
+    Raises CheckpointError for a file that cannot be read, or of too many lines."""
     try:
         plain_status(path)
         with path.open("rb") as file:
