@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -85,7 +84,6 @@ class Renderer:
             with during(MACHINE):
                 made.write(folder.results / name)
                 folder.show(name, f"{job.title} {job.key[:8]}{made.suffix}")
-            shutil.rmtree(unfinished, ignore_errors=True)
         digest = hashlib.sha256(made.pixels.contiguous().view(-1).numpy()).hexdigest()
         seconds = round(time.monotonic() - started, 3)
         return {"job": job.record(), "file": name, "pixels_sha256": digest, "seconds": seconds}

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -129,11 +130,12 @@ class JobFolder:
         return next((path for suffix in SUFFIXES if (path := self.results / f"{key}{suffix}").is_file()), None)
 
     def finish(self, key: str, record: Mapping[str, Any]) -> None:
-        """Say that the job of ``key`` is done, after its file; what a dead worker left half done is removed."""
+        """Say that the job of ``key`` is done, after its file; its steps, and what dead workers left, are removed."""
         for half in self.results.glob(f".{key}.*"):
             with suppress(OSError):  # of another worker, which has just finished it too
                 half.unlink(missing_ok=True)
         _write(self.results / f"{key}.json", json.dumps(record, indent=1, sort_keys=True))
+        shutil.rmtree(self.state / key, ignore_errors=True)
         with suppress(OSError):
             (self.root / "failed" / f"{key}.txt").unlink(missing_ok=True)
 
