@@ -49,10 +49,8 @@ def watch(arguments: argparse.Namespace) -> int:
     try:
         folder.root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        found, fix = (
-            f"{arguments.folder!r} ({first_line(error)})",
-            "Give the folder that AnyGPU Queue Jobs writes into.",
-        )
+        found = f"{arguments.folder!r} ({first_line(error)})"
+        fix = "Give the folder that AnyGPU Queue Jobs writes into."
         raise InputError(found, expected="a folder that can be written", fix=fix) from error
     driver = _driver(folder, arguments)
     driver.watching = True

@@ -4,6 +4,7 @@ The driver remembers nothing that the folder does not have: another one goes on 
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import socket
@@ -46,20 +47,23 @@ class Driver:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.watching = False
-        self.clock, self.sleep = clock, sleep
-        self.asked: dict[str, float] = {}  # what a worker, or a whole group, needs of the cluster, by Ray's names
         self.ray, self.folder, self.task_of, self.reached, self.say = ray, folder, task_of, reached, say
+        self.clock, self.sleep = clock, sleep
         # In a container that was started again, host and process are those of the driver whose workers Ray still ends.
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-        self.schedule, self.workers, self.tally = TaskSchedule(), [], Tally()
-        self._calls: dict[Any, WorkerHandle] = {}
-        self._failed_turns = 0
+        self.watching = False  # the folder, for ever
+        self.asked: dict[str, float] = {}  # what a worker, or a whole group, needs of the cluster, by Ray's names
+        self.schedule, self.tally = TaskSchedule(), Tally()
+        self.workers: list[WorkerHandle] = []
+        self._calls: dict[Any, WorkerHandle] = {}  # without an answer yet
+        self._failed_turns = 0  # in a row
         self._open: set[str] = set()  # keys of jobs that wait or run
         self._read: dict[Path, tuple[int, ...]] = {}  # size, time and inode of each job file of a watched folder
-        self._looked = self._shown = float("-inf")
-        self._reminded, self._began, self._lack = float("-inf"), clock(), ""
-        self._steps: dict[str, float] = {}
+        self._looked = self._shown = self._reminded = -math.inf  # when it last did, by its clock
+        self._began, self._lack = clock(), ""  # what the cluster lacks for any worker to start
+        self._steps: dict[
+            str, float
+        ] = {}  # how far jobs were when a worker died at them, by key, as ``reached`` has it
         self._notes: dict[str, str] = {}  # why jobs failed, by key, where the folder has not taken it yet
         self._troubles: dict[str, str] = {}  # what was said of things that fail again and again
 
@@ -75,31 +79,31 @@ class Driver:
             self._wait_for(worker)
 
     def add(self, lines: Iterable[str], again: bool, where: str = "") -> None:
-        """Take in the jobs that are not done; those that failed or were cancelled only if asked ``again``.
-
+        """Take in the jobs that are not done, all or none where ``lines`` raises; those that failed or were cancelled
+        only if asked ``again``.
         ``where`` the lines stand begins what is said of lines that are not jobs."""
-        done, tasks, wrong = self.folder.done_keys(), [], list[str]()
+        done, tasks, wrong, first_error = self.folder.done_keys(), dict[str, Task](), 0, ""
         for number, line in enumerate(lines, 1):
             try:
                 task = self.task_of(line)
             except Exception as error:  # of a line that may hold anything
                 if not wrong or not self.watching:
                     self.tally.failed[f"{where}line {number}: {line[:60]}"] = text_of(error)
-                wrong.append(wrong[0] if wrong else text_of(error))
+                wrong, first_error = wrong + 1, first_error or text_of(error)
                 continue
-            if task.key in self._open:
+            if task.key in self._open or task.key in tasks:
                 continue
             if task.key in done:
                 self.tally.skipped += 1
             elif again or not (task.key in self._notes or self.folder.failure(task.key)):
-                self._open.add(task.key)
-                tasks.append(task)
+                tasks[task.key] = task
         if wrong:
-            many = "a line is not a job" if len(wrong) == 1 else f"{len(wrong)} lines are not jobs, the first"
-            self.say(f"{where}{many}: {wrong[0]}")
+            many = "a line is not a job" if wrong == 1 else f"{wrong} lines are not jobs, the first"
+            self.say(f"{where}{many}: {first_error}")
         if again:
-            self.folder.ask_again(task.key for task in tasks)
-        self.schedule.add(tasks)
+            self.folder.ask_again(tasks)
+        self._open |= tasks.keys()
+        self.schedule.add(tasks.values())
 
     def watch(self) -> NoReturn:
         self.watching = True
@@ -168,7 +172,7 @@ class Driver:
         now = self.clock()
         task = self.schedule.take(worker.name, now)
         if worker.suspect is not None and (task is None or task.model != worker.suspect.model):
-            self._rest_model(worker)  # no other job of it could be tried
+            self._rest_model(worker, worker.suspect)  # no other job of it could be tried
         if task is not None:
             worker.task, worker.began = task, now
             try:
@@ -185,20 +189,19 @@ class Driver:
         """Act on a worker's answer: a job's outcome, a proof's text, or who it is; or on the error in its place."""
         try:
             answer = self.ray.get(call)
-        except self.ray.exceptions.RayActorError as error:
-            if worker.up and not worker.proving:  # its job goes on elsewhere, from its last step
+        except Exception as error:  # Ray's, or of an answer that cannot be unpacked
+            died = isinstance(error, self.ray.exceptions.RayActorError)
+            if died and worker.up and not worker.proving:  # its job goes on elsewhere, from its last step
                 task, worker.task, worker.up = worker.task, None, False
                 self.schedule.forget(worker.name)
                 self._lost(worker, task, f"{worker.name} died")
                 self._wait_for(worker)
-            else:  # Ray retries this call for as long as it restarts the process: it has given it up
-                worker.up = worker.proving = False
+                return
+            if died or not worker.up:  # Ray has given its process up, or the process cannot answer who it is
+                worker.up = False
                 value_or(lambda: self.ray.kill(worker.actor), None)  # else it keeps its name from its successor
-                self._break(worker, str(error).strip().splitlines()[-1])
-            return
-        except Exception as error:  # Ray's, or of an answer that cannot be unpacked
             worker.proving = False
-            self._break(worker, first_line(error))
+            self._break(worker, str(error).strip().splitlines()[-1] if died else first_line(error))
             return
         if isinstance(answer, Outcome):
             self._ended(worker, answer)
@@ -222,6 +225,7 @@ class Driver:
         self._break(worker, str(refused))
 
     def _ended(self, worker: WorkerHandle, outcome: Outcome) -> None:
+        """Count the worker's job as done or failed, or put it back, by its ``outcome``."""
         task, worker.task = worker.task, None
         if task is None:
             return
@@ -233,14 +237,14 @@ class Driver:
             self._succeeded(worker, task)
         elif outcome.status in (FAILED, CANCELLED):
             self._fail(task, outcome.text)
-        elif outcome.status == LOST:
-            worker.error = f"{worker.name} on {worker.host}: {outcome.text}"
-            self._lost(worker, task, outcome.text)
         elif outcome.status == BROKEN:
-            worker.task = task
+            worker.held = task
             self._break(worker, outcome.text)
         else:
             worker.error = f"{worker.name} on {worker.host}: {outcome.text}"
+            if outcome.status == LOST:
+                self._lost(worker, task, outcome.text)
+                return
             self.say(worker.error)
             task.refused[worker.name] = outcome.text
             if outcome.status == UNABLE:
@@ -257,19 +261,19 @@ class Driver:
             self._fail_if_refused(suspect)
 
     def _unable(self, worker: WorkerHandle, task: Task) -> None:
-        """A model could not be loaded for a job, which is passed over here; after a second one the model rests."""
+        """Pass over a job whose model ``worker`` could not load; after a second such job the model rests."""
         done = worker.sound.get(task.model, 0)
-        if done > task.unable.setdefault(worker.name, (done, task.refused[worker.name]))[0]:
+        done_before, _ = task.unable.setdefault(worker.name, (done, task.refused[worker.name]))
+        if done > done_before:
             return  # others were done between its failures: it is the job
         if worker.suspect is None:
             worker.suspect = task
         else:
             del task.refused[worker.name]
-            self._rest_model(worker)
+            self._rest_model(worker, worker.suspect)
 
-    def _rest_model(self, worker: WorkerHandle) -> None:
-        suspect, worker.suspect = worker.suspect, None
-        assert suspect is not None
+    def _rest_model(self, worker: WorkerHandle, suspect: Task) -> None:
+        worker.suspect = None
         suspect.refused.pop(worker.name, None)
         self.schedule.refuse(worker.name, suspect.model, self.clock())
 
@@ -356,7 +360,7 @@ class Driver:
             raise refused
 
     def _may(self, worker: WorkerHandle, task: Task) -> bool:
-        """True while a job waits for a worker, which has neither refused it nor failed too often."""
+        """True while ``worker`` may still do a waiting job, which it has not refused, nor its model too often."""
         if worker.name in task.refused:
             return worker.suspect is task
         if worker.broken:
@@ -376,7 +380,8 @@ class Driver:
         self._fail(task, "; ".join(texts if len(texts) == 1 else map(": ".join, by_host.items())))
 
     def _give_up_what_nobody_can(self) -> None:
-        """Fail the jobs that all refused; of those that wait for a machine or a model, a run tires, without a note."""
+        """Fail the jobs that every worker has refused, while none is busy. A run also gives up those whose machines or
+        models failed too often, but writes no note: the jobs may be sound."""
         if any(worker.task or worker.held for worker in self.workers):
             return
         for task in self.schedule.waiting():
@@ -392,18 +397,16 @@ class Driver:
 
     def report_lacking(self) -> None:
         """Say what workers that cannot start wait for: once, or each minute where a cluster may grow.
-
         Raises UnsupportedError for a run whose cluster cannot grow."""
-        now, lack = self.clock(), None
-        if not any(worker.host for worker in self.workers):
-            lack = lacking(self.ray, self.asked)
+        one_came_up = any(worker.host for worker in self.workers)
+        lack = None if one_came_up else lacking(self.ray, self.asked)
         self._lack = "" if lack is None else str(lack)
         if lack is None:
             return
-        grows = autoscales(self.ray)
+        now, grows, reminded = self.clock(), autoscales(self.ray), math.isfinite(self._reminded)
         if not grows and not self.watching and now - self._began >= LACK_SECONDS:
             raise lack
-        if (grows or self.watching) and now - self._reminded >= (REMIND_SECONDS if grows else float("inf")):
+        if (now - self._reminded >= REMIND_SECONDS) if grows else (self.watching and not reminded):
             self._reminded = now
             self.say(str(lack))
 
@@ -429,22 +432,20 @@ class Driver:
     def _show(self) -> None:
         """Write down what the workers do, for those who see only the folder."""
         now = self._shown = self.clock()
-        self.folder.write_workers(
-            self.name,
-            [
-                {
-                    "worker": worker.name,
-                    "host": worker.host,
-                    "job": worker.task.key if worker.task else "",
-                    "state": worker.state,
-                    "seconds": round(now - worker.began, 1) if worker.task else 0.0,
-                    "finished": worker.finished,
-                    "deaths": worker.deaths,
-                    "error": worker.error or ("" if worker.host else self._lack),
-                }
-                for worker in self.workers
-            ],
-        )
+        states = [
+            {
+                "worker": worker.name,
+                "host": worker.host,
+                "job": worker.task.key if worker.task else "",
+                "state": worker.state,
+                "seconds": round(now - worker.began, 1) if worker.task else 0.0,
+                "finished": worker.finished,
+                "deaths": worker.deaths,
+                "error": worker.error or ("" if worker.host else self._lack),
+            }
+            for worker in self.workers
+        ]
+        self.folder.write_workers(self.name, states)
 
 
 def lines_in(paths: Iterable[Path], say: Say, waits: bool = False) -> Iterator[str]:

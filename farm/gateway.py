@@ -44,10 +44,8 @@ class Gateway:
         return self.folder.add_content(bytes(content), suffix)
 
     def submit(self, name: str, lines: list[str]) -> list[str]:
-        """Take jobs in under a name; returns their keys.
-
-        Raises ValueError for a line that is no job, such as one of another version, or a name that is not one for a
-        file."""
+        """Take jobs in as the file ``name``; returns their keys. ValueError for a line that is no job, such as one of
+        another version, or for a name that no file can have."""
         from ..compat.errors import PackError
         from .render import task_of
 
@@ -77,7 +75,7 @@ class Gateway:
             with suppress(ray.exceptions.RayError):
                 worker, now = calls[call], ray.get(call)
                 worker.update(now, job=now["key"])  # the folder has what it did seconds ago
-                if worker["state"] in ("idle", "rendering"):
+                if worker.get("state") in ("idle", "rendering"):
                     worker["state"] = "rendering" if now["key"] else "idle"
         return {"done": done, "failed": failed, "workers": list(calls.values())}
 
@@ -103,7 +101,6 @@ class Gateway:
 
 def open_gateway(driver: Driver) -> Any:
     """The gateway of a driver's folder, on the driver's machine, for as long as the driver lives.
-
     Raises InputError where another driver of this cluster has one."""
     from ray import cloudpickle
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

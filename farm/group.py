@@ -4,6 +4,7 @@ Where one of its ranks dies or hangs, all of them are replaced, and the job goes
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import socket
@@ -23,10 +24,9 @@ from ..compat.errors import UnsupportedError
 from ..compat.ranks import LEADER, Group, Ranks
 from ..compat.ray_clusters import answer
 from ..pipelines.base import Progress, ProgressStage
-from ..pipelines.records.job_folder import JobFolder
 from . import worker
 from .render import KINDS, Renderer, job_of
-from .worker import Ended, Outcome, RenderCancelled, RenderWatch, bind, outcome_of
+from .worker import Ended, Outcome, RenderCancelled, RenderWatch, bind, during, outcome_of
 
 BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # torch's own for devices that can send to one another; gloo for the others
 MEETINGS = "groups"  # folder, of the jobs' folder, through which ranks find one another
@@ -67,7 +67,6 @@ class Rank:
 
     def join(self, meeting: str, loopback: str) -> dict[str, Any]:
         """Form the group with the others, who find one another through the file ``meeting``; what this rank is.
-
         ``loopback`` names the network interface to stay on; empty for the one of the machine's name."""
         from torch import distributed
 
@@ -146,13 +145,15 @@ class GroupRenderer:
         return self._result([rank.render.remote(line) for rank in self._ranks], progress)
 
     def _form(self, progress: Progress) -> None:
+        """Start the ranks and have them join; Ended, with all of them killed, where they do not."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        meetings = JobFolder(self.folder).root / MEETINGS
-        meetings.mkdir(parents=True, exist_ok=True)
-        for former in meetings.glob(f"{self._meeting}-*"):
-            former.unlink(missing_ok=True)
+        meetings = self.folder / MEETINGS
+        with during(worker.MACHINE):
+            meetings.mkdir(parents=True, exist_ok=True)
+            for former in meetings.glob(f"{self._meeting}-*"):
+                former.unlink(missing_ok=True)
         meeting = meetings / f"{self._meeting}-{secrets.token_hex(4)}"
         actor: Any = ray.remote(Rank)
         try:
@@ -160,8 +161,7 @@ class GroupRenderer:
                 place = PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=rank)
                 made = actor.options(max_concurrency=4, scheduling_strategy=place, **self.needs)
                 self._ranks.append(made.remote(self.renderer, rank, self.size, self.halves, self.patience))
-            up = [rank.state.remote() for rank in self._ranks]
-            answer(ray, up, progress.check, FORM_SECONDS)  # they meet at once
+            answer(ray, [rank.state.remote() for rank in self._ranks], progress.check, FORM_SECONDS)  # all are up
             joining = [rank.join.remote(str(meeting), self.loopback) for rank in self._ranks]
             each = answer(ray, joining, progress.check, FORM_SECONDS)
             _require_alike(each)
@@ -176,11 +176,12 @@ class GroupRenderer:
         ]
 
     def _result(self, calls: list[Any], progress: Progress) -> dict[str, Any]:
+        """The leader's record, once each rank has answered its one of ``calls``; Ended where one failed or died."""
         import ray
 
         waiting, ended = dict(zip(calls, range(self.size), strict=True)), {}
-        told, deadline, dead = 0, 0.0, list[int]()
-        while waiting and not (deadline and time.monotonic() > deadline):
+        told, deadline, dead = 0, math.inf, list[int]()
+        while waiting and time.monotonic() <= deadline:
             ready, _ = ray.wait(list(waiting), num_returns=1, timeout=LOOK_SECONDS)
             for call in ready:
                 rank = waiting.pop(call)
@@ -189,9 +190,10 @@ class GroupRenderer:
                 except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError):  # the memory monitor's too
                     dead.append(rank)
                 if rank in dead or isinstance(ended[rank], Outcome):
-                    deadline = deadline or time.monotonic() + GRACE_SECONDS
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             try:
-                told = self._tell(progress, told) if waiting and not deadline else told
+                if waiting and deadline == math.inf:
+                    told = self._tell(progress, told)
             except RenderCancelled:
                 self._cancel(list(waiting))
                 raise
@@ -203,7 +205,6 @@ class GroupRenderer:
 
     def _reason(self, failures: list[Outcome], dead: list[int], stuck: list[int]) -> Outcome:
         """The cause of a group's failure; its ranks are ended where some are ``dead`` or ``stuck``, or none knows more.
-
         The ranks that wait for one that fails fail too, so that not every error is the cause."""
         reason = min(failures, key=lambda one: _ORDER.get(one.status, 0), default=Outcome(worker.LOST))
         if dead or stuck or reason.status in (worker.LOST, worker.BROKEN):

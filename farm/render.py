@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -66,25 +65,25 @@ class Renderer:
     _loaded: tuple[str, Sequence[Any]] = field(default=("", ()), repr=False)  # model key, and its pipelines
 
     def render(self, line: str, progress: Progress) -> dict[str, Any]:
+        """Render the job of ``line``, and write its file unless another rank leads; the record of the job."""
         job, folder = job_of(line), JobFolder(self.folder)
         kind, unfinished = KINDS[job.kind], folder.state / job.key  # whichever machine goes on with it finds its steps
         with during(MACHINE):
             require_writable(folder.results / job.key, OUTPUT_BYTES, "the folder of jobs")
         places = Places((*self.models, DEMOS), (self.folder,), state=self.state)
         machine = Machine(places, self.state, self.device, unfinished=unfinished)
-        started, name = time.monotonic(), ""
+        started = time.monotonic()
         with torch.no_grad():
             if self._loaded[0] != job.model_key:
                 self._loaded = ("", ())  # before the next is loaded: both are never held
                 with during(MODEL):
                     self._loaded = (job.model_key, self._pipelines(kind, job, machine, progress))
             made = kind.render(job, machine, progress, self._loaded[1])
-        if self.group is None or self.group.leads:
-            name = f"{job.key}{made.suffix}"
+        name = f"{job.key}{made.suffix}" if self.group is None or self.group.leads else ""
+        if name:
             with during(MACHINE):
                 made.write(folder.results / name)
                 folder.show(name, f"{job.title} {job.key[:8]}{made.suffix}")
-            shutil.rmtree(unfinished, ignore_errors=True)
         digest = hashlib.sha256(made.pixels.contiguous().view(-1).numpy()).hexdigest()
         seconds = round(time.monotonic() - started, 3)
         return {"job": job.record(), "file": name, "pixels_sha256": digest, "seconds": seconds}

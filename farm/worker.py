@@ -44,7 +44,6 @@ class Renders(Protocol):
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The end of a job.
-
     ``failed``: nobody can do it; ``refused``: this worker cannot do this job; ``unable``: it could not load the model;
     ``broken``: it can do no job now, such as with a full disk; ``lost``: a process that rendered with it died or hangs,
     and another takes its place."""
@@ -171,9 +170,7 @@ class Worker:
 
 def bind(renderer: Any) -> None:
     """Bind ``renderer`` to the device that Ray gave this process.
-
-    Ray hides the others by the variable of one vendor: cards of another, such as of Intel or a plug-in, are all seen.
-    """
+    Ray hides the others by one vendor's variable: cards of another, such as Intel's or a plug-in's, are all seen."""
     default, seen, ids = default_device(), [str(index) for index in range(device_count())], own_devices()
     if renderer.device is None and len(ids) < len(seen) and default.type != "cpu":
         renderer.device = next((torch.device(default.type, int(one)) for one in ids if one in seen), None)
@@ -227,9 +224,7 @@ def text_of(error: Exception) -> str:
 
 def pixels_of(preview: torch.Tensor) -> torch.Tensor:
     """(H, W, 3), uint8: the first frame of frames (F, H, W, 3), or of latents (B, C, T, H, W) their layout.
-
-    Latents are shown without a decoder: three groups of channels as red, green and blue, stretched to the full range.
-    """
+    Latents are shown without a decoder: three groups of channels as red, green and blue, stretched to full range."""
     if preview.ndim == 4:
         return (to_host(preview[0]).float().clamp(0, 1) * 255).round().to(torch.uint8)
     frame = to_host(preview[0, :, 0]).float()

@@ -121,10 +121,8 @@ def thumbnail(name: str) -> bytes | None:
 
     item = next((item for item in listing() if item.id == name), None)
     samples = recovery.load(saved_folder(), name, log.info)["samples"]
-    kind, plain = (
-        getattr(comfy.latent_formats, item.latent_format if item else "", None),
-        comfy.latent_formats.LatentFormat,
-    )
+    kind = getattr(comfy.latent_formats, item.latent_format if item else "", None)
+    plain = comfy.latent_formats.LatentFormat
     known = kind if isinstance(kind, type) and issubclass(kind, plain) else plain
     rough = latent_format_of(item.family if item else None) or known()
     factors = rough.latent_rgb_factors

@@ -104,6 +104,7 @@ class TokenSplit:
         return tuple(arguments), named
 
     def _join(self, _block: nn.Module, _given: Any, output: Any) -> Any:
+        """Gather the video's tokens of all ranks after the last block, and let this forward's tables go."""
         ranks = self.group.tokens
         self._tables = (None, None)
         if ranks.size == 1:

@@ -24,6 +24,7 @@ from .conv3d_methods import Conv3dMethod, Geometry, convolve, padded
 logger = logging.getLogger(__name__)
 ADDED = ("conv3d_choice", "conv3d_reported")  # attributes that a swapped layer has besides its own
 AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
+FRAMEPACK = "diffusers.models.transformers.transformer_hunyuan_video_framepack"
 
 
 @dataclass
@@ -311,9 +312,7 @@ SWAPS: dict[str, type[SwappedModule]] = {
     f"{AUTOENCODERS}hunyuan_video.HunyuanVideoCausalConv3d": SwappedCausal,
     f"{AUTOENCODERS}hunyuanvideo15.HunyuanVideo15CausalConv3d": SwappedCausal,
     f"{AUTOENCODERS}ltx.LTXVideoCausalConv3d": SwappedCausal,
-    "diffusers.models.transformers.transformer_hunyuan_video_framepack.HunyuanVideoHistoryPatchEmbed": (
-        SwappedHistoryPatchEmbed
-    ),
+    f"{FRAMEPACK}.HunyuanVideoHistoryPatchEmbed": SwappedHistoryPatchEmbed,
 }
 
 

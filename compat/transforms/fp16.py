@@ -47,23 +47,27 @@ class SafeOps(BlockOps):
         return BlockOps.added_read(self, x, branch, gate, layer)
 
     def attended(self, attention: Any, x: Tensor, **named: Any) -> tuple[Tensor, Tensor | None]:
-        """No factor is left where somebody else calls the attention and may repeat its result, as step caches do."""
-        last = _bare(attention.to_out[0])
-        settings = getattr(last, SETTINGS, PLAIN)
+        """The branch, and the power of two that its values were divided by, which the output projection multiplies in
+        itself where somebody else calls the attention and may repeat its result, as step caches do."""
+        output = _bare(attention.to_out[0])
+        settings = getattr(output, SETTINGS, PLAIN)
         settings.leaves = settings.values is not None and "forward" not in attention.__dict__
-        result, held = attention(x, **named), last.__dict__.pop(fp16_layers.SCALE, None)
+        result = attention(x, **named)
         settings.leaves = False
-        return result, None if held is None else held.view(1, 1, 1)
+        scale = output.__dict__.pop(fp16_layers.SCALE, None)
+        return result, None if scale is None else scale.view(1, 1, 1)
 
     def fed(self, feed: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        settings = getattr(_bare(feed.net[-1]), SETTINGS, PLAIN)
+        """The branch, and the power of two that each row of its hidden values was divided by, if any."""
+        gated, output = feed.net[0], _bare(feed.net[-1])
+        settings = getattr(output, SETTINGS, PLAIN)
         reach = 1.0 if settings.fp32_output else settings.reach
         room = fp16_layers.LIMIT / reach if isinstance(reach, float) else 0.0  # a tensor in a graph: no kernel takes it
-        known = _bare(feed.net[-1]).bias is None and "forward" not in feed.__dict__ and not is_hooked_by_others(feed)
-        ours = is_ours(feed.net[0], fp16_layers.fp32_swiglu)
-        if not (self.form and room and known and ours):  # a bias is not divided
+        replaced = "forward" in feed.__dict__ or is_hooked_by_others(feed)
+        divisible = output.bias is None and is_ours(gated, fp16_layers.fp32_swiglu)  # a bias is not divided
+        if not (self.form and room and divisible) or replaced:
             return feed(x), None
-        hidden, factor = scaled_swiglu(feed.net[0].proj(x), room, self.form)
+        hidden, factor = scaled_swiglu(gated.proj(x), room, self.form)
         return feed.net[-1](hidden), factor
 
     def is_plain(self, layer: Any) -> bool:

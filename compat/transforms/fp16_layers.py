@@ -135,15 +135,16 @@ class AskedLinear:
         return math.isfinite(self.reach)
 
     def _ask(self, like: Tensor) -> None:
-        """Give it noise: a row of the weight makes of it what is as large as the row is long, within a fifth."""
+        """Measure ``bias`` and ``reach`` on noise x, and on -x and the sums of neighbours, which a product maps to
+        f(-x) = 2 b - f(x) and to sums; what a row gives is as large as the row is long, within a fifth."""
         shape = (*[1] * (like.ndim - 2), ASKED, like.shape[-1])
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like.device) / RESIDUAL_SCALE
-        given = (noise, -noise, noise + noise.roll(1, -2))
-        seen, opposite, sums = (self.forward(each.to(HALF)).float() for each in given)
-        self.bias = (seen + opposite).flatten(0, -2).mean(0) / 2
-        seen, sums = seen - self.bias, sums - self.bias
-        adds_up = (sums - seen - seen.roll(1, -2)).norm() <= ROUGH * seen.norm()
-        length = seen.square().mean(-2).amax().sqrt() * RESIDUAL_SCALE
+        inputs = (noise, -noise, noise + noise.roll(1, -2))
+        result, opposite, sums = (self.forward(each.to(HALF)).float() for each in inputs)
+        self.bias = (result + opposite).flatten(0, -2).mean(0) / 2
+        result, sums = result - self.bias, sums - self.bias
+        adds_up = (sums - result - result.roll(1, -2)).norm() <= ROUGH * result.norm()
+        length = result.square().mean(-2).amax().sqrt() * RESIDUAL_SCALE
         self.reach = max(1.0, float(to_host(torch.where(adds_up, length, math.inf))))
 
 

@@ -73,41 +73,41 @@ class FusedJoint(FusedProcessor, JointProcessor):
         value = value.unflatten(2, (attn.heads, -1))
         tables = half(image_rotary_emb, query.shape[-1], per_head=True)
         with norm_of(attn.norm_q, query) as norm, norm_of(attn.norm_k, key) as other:
-            pair = Pair(query, key, norm.weight, other.weight)
-            if text is None:
-                query, key = qk_norm_rope(pair, tables, norm.eps, out_dtype=self.out_dtype, form=self.form)
-            else:
-                query, key = self._with_text(attn, pair, tables, norm.eps, text)
+            query, key = self._rotated(attn, Pair(query, key, norm.weight, other.weight), tables, norm.eps, text)
         given = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         if text is None:
             attention = self._attend_joint(*given, attention_mask)
             return attention.transpose(1, 2).flatten(2).to(query.dtype)
-        streams = self._apart(*given, attention_mask, hidden_states.shape[1])
+        streams = self._attend_streams(*given, attention_mask, hidden_states.shape[1])
         video, text_tokens = (stream.to(query.dtype) for stream in streams)
         video = attn.to_out[1](attn.to_out[0](video))
         return video, attn.to_add_out(text_tokens) if getattr(attn, "to_add_out", None) is not None else text_tokens
 
-    def _apart(
+    def _attend_streams(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, count: int
     ) -> tuple[Tensor, Tensor]:
-        """Results (B, n, D) of the first ``count`` tokens and of the text; ``to_out`` would copy what has gaps."""
+        """Results (B, n, D) of the first ``count`` tokens and of the text, as two tensors without gaps, which
+        ``to_out`` would have to copy; row by row where the numbers of padded tokens are known."""
         padding = self.padding.joint
         if padding is None or not all(isinstance(number, int) for number in padding) or not any(padding):
             result = self._attend_joint(query, key, value, mask).transpose(1, 2).flatten(2)
             first, last = result.split([count, result.shape[1] - count], dim=1)
             return first.contiguous(), last
         video, text = [], []
-        for row, padded in enumerate(padding):
-            one, valid = slice(row, row + 1), slice(0, key.shape[2] - int(padded))
-            result = self.attend(query[one, :, valid], key[one, :, valid], value[one, :, valid])
+        for index, padded in enumerate(padding):
+            row, valid = slice(index, index + 1), slice(0, key.shape[2] - int(padded))
+            result = self.attend(query[row, :, valid], key[row, :, valid], value[row, :, valid])
             result = result.transpose(1, 2).flatten(2)
             video.append(result[:, :count])
             text.append(functional.pad(result[:, count:], (0, 0, 0, int(padded))))
         return torch.cat(video), torch.cat(text)
 
-    def _with_text(
-        self, attn: Any, pair: Pair, tables: Tables | None, eps: float, text: Tensor
+    def _rotated(
+        self, attn: Any, pair: Pair, tables: Tables | None, eps: float, text: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        """Queries and keys, normed and rotated, and behind them those of ``text``, normed alone."""
+        if text is None:
+            return qk_norm_rope(pair, tables, eps, out_dtype=self.out_dtype, form=self.form)
         query, key = heads_of(attn, attn.add_q_proj, text), heads_of(attn, attn.add_k_proj, text)
         with norm_of(attn.norm_added_q, query) as norm, norm_of(attn.norm_added_k, key) as other:
             text_pair = Pair(query, key, norm.weight, other.weight)

@@ -125,7 +125,7 @@ def _convolution(given: Mapping[str, Any], result: Tensor) -> Sample | None:
 
 def _norm(given: Mapping[str, Any], result: Tensor) -> Sample | None:
     x, weight, bias = given["input"], given.get("weight"), given.get("bias")
-    eps = given.get("eps") or torch.finfo(x.dtype).eps
+    eps = torch.finfo(torch.float32).eps if given.get("eps") is None else given["eps"]
     if groups := given.get("group"):  # the last group of the last sample
         own, places = x.shape[1] // groups, x[0, 0].numel()
         if own * places > WHOLE:
@@ -287,7 +287,7 @@ class Guard(TorchDispatchMode):
     def __init__(self, store: ProbeStore, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
         self.store, self.clock = store, clock
-        self.known: dict[str, str] = dict(store.recall(IN_RUNS) or {})
+        self.known = _kept(store)
         self.work, self.spent, self.seconds, self.waits = 0, 0, 0.0, False
         self.done: set[Any] = set()
 
@@ -298,13 +298,15 @@ class Guard(TorchDispatchMode):
             yield
             return
         self.seconds, self.waits, before = 0.0, False, len(self.known)
-        with self:
-            yield
-        if not self.waits:
-            self.done.add(key)
-        if len(self.known) != before:
-            self.known = {**(self.store.recall(IN_RUNS) or {}), **self.known}  # another guard of this device keeps, too
-            self.store.keep(IN_RUNS, self.known)
+        try:
+            with self:
+                yield
+            if not self.waits:
+                self.done.add(key)
+        finally:  # a forward that is cut short has checked some, too
+            if len(self.known) != before:
+                self.known = {**_kept(self.store), **self.known}  # another guard of this device keeps, too
+                self.store.keep(IN_RUNS, self.known)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, function.overloadpacket.__name__
@@ -318,24 +320,23 @@ class Guard(TorchDispatchMode):
         output = next((each for each in tree_leaves(result) if isinstance(each, Tensor)), None)
         if output is None or output.device.type in ("cpu", "meta"):
             return result
-        if (output.dtype not in BOUNDS and (output.is_floating_point() or output.is_complex())) or not output.numel():
-            check = None  # fp64 needs another reference, and fp8 rounds as each device likes
-        if function._schema.is_mutable and name != "copy_":
-            check = None  # it cannot be asked again
         flops, moved = value_or(partial(work_of, function, args, kwargs, result), (0.0, 0))
         self.work += int(flops or moved) if name != "linear" else 2 * output.numel() * args[0].shape[-1]
-        key = "" if check is None else _size_class(name, args, output)
-        path = self.known.get(key)
-        if check is None or path == "":
+        # fp64 needs another reference, and fp8 rounds as each device likes
+        bounded = output.dtype in BOUNDS or not (output.is_floating_point() or output.is_complex())
+        repeatable = name == "copy_" or not function._schema.is_mutable
+        if check is None or not (bounded and repeatable and output.numel()):
             return result
+        key = _size_class(name, args, output)
+        path = self.known.get(key)
         if path is None:
             if self.seconds > SECONDS or self.spent > SHARE * self.work:
                 self.waits = True
                 return result
             started, path = self.clock(), ""
-            given = {"function": function, "args": args} | _named(function, args, kwargs)
+            given = {"function": function, "args": args, "kwargs": kwargs} | _named(function, args, kwargs)
             try:
-                path = self._checked(check, given, result, key, kwargs)
+                path = self._checked(check, given, result, key)
             finally:
                 self.seconds += self.clock() - started
         if not path:
@@ -347,35 +348,40 @@ class Guard(TorchDispatchMode):
             right = [right[0], *tree_leaves(result)[1:]]
         return tree_unflatten(right, tree_structure(result))
 
-    def _checked(self, check: Check, given: Mapping[str, Any], result: Any, key: str, kwargs: Any) -> str:
-        """The path that stands in for a call; empty where it is right, or cannot be checked."""
-        function, args = given["function"], given["args"]
+    def _checked(self, check: Check, given: Mapping[str, Any], result: Any, key: str) -> str:
+        """The path that stands in for a call; empty where it is right, or cannot be checked.
+        Raises UnsupportedError where every path is wrong, too."""
+        function, args, kwargs = given["function"], given["args"], given["kwargs"]
 
         def wrong(result: Any) -> int:
+            """The number of wrong values in a sample of ``result``; a single finite one is taken for right."""
             outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
             output = outputs[0]
             sample = check(given, result if check is _own else output)
             if sample is None:
                 return 0
-            found, exact, size, count = sample
-            self.spent += count
+            found, exact, size, work = sample
+            self.spent += work
             a, b = max(BOUNDS.get(each.dtype, (0.0, 0.0)) for each in outputs)
             fits = exact.abs() <= (torch.finfo(output.dtype).max if output.dtype in BOUNDS else math.inf)
             bad = ~((found - exact).abs() <= a * exact.abs() + b * size) & fits
-            return int(bad.sum()) if int(bad.sum()) > 1 or found[bad].isnan().any() else 0
+            count = int(bad.sum())
+            return count if count > 1 or found[bad].isnan().any() else 0
 
-        self.known[key] = ""
         try:
             if not (count := wrong(result)):
+                self.known[key] = ""
                 return ""
             if not function._schema.is_mutable and not wrong(_changed(function, args, kwargs, lambda each: each)):
                 log.warning("AnyGPU: %s was wrong once and then right: this device is unstable", key)
+                self.known[key] = ""
                 return AGAIN
-        except Exception as error:  # what cannot be checked is unknown
+        except Exception as error:
             log.debug("%s cannot be checked: %s", key, first_line(error))
             if is_shortage(error):  # another time
-                del self.known[key]
                 self.waits = True
+            else:
+                self.known[key] = ""
             return ""
         for path, run in PATHS.items():
             try:
@@ -386,10 +392,15 @@ class Guard(TorchDispatchMode):
                     return path
             except Exception as error:
                 log.debug("%s by %s: %s", key, path, first_line(error))
-        del self.known[key]  # or the next run would take it for right
         found = f"{key} is wrong on this device, however it is computed"
         fix = "Update the driver and torch, or choose another device."
         raise UnsupportedError(found, expected="a device that computes right", fix=fix)
+
+
+def _kept(store: ProbeStore) -> dict[str, str]:
+    """The size classes that ``store`` knows of earlier runs, but for what another version or an editor wrote."""
+    kept = store.recall(IN_RUNS)
+    return {key: path for key, path in kept.items() if path in ("", *PATHS)} if isinstance(kept, dict) else {}
 
 
 def _size_class(name: str, args: Any, output: Tensor) -> str:

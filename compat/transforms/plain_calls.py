@@ -46,7 +46,7 @@ class PlainCalls(TorchFunctionMode):
         if not 0 < self.policy.norm_rows < input.shape[: -len(axes)].numel():
             return functional.rms_norm(input, normalized_shape, weight, eps)
         wide = input.float()
-        scale = wide.square().mean(axes, keepdim=True).add_(torch.finfo(input.dtype).eps if eps is None else eps)
+        scale = wide.square().mean(axes, keepdim=True).add_(torch.finfo(wide.dtype).eps if eps is None else eps)
         result = wide * scale.rsqrt_()
         return (result if weight is None else result * weight).to(input.dtype)
 

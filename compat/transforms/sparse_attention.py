@@ -45,22 +45,22 @@ class SparseAttention:
         of_text = torch.stack([self._of_text(*each) for each in zip(*text, keys, values, strict=True)])
         of_queries, of_keys = (each.mean(2, dtype=torch.float32) for each in (queries, keys))
         places, counted = (each.flatten(0, 1) for each in seen(of_queries, of_keys, tiles, self.grid[0]))
-        rows, size = keys.shape[:2], keys.shape[2]  # heads and tiles; tokens of a tile
-        heads = torch.arange(rows[0], device=key.device).repeat_interleave(rows[1])
+        head_count, tile_count, size = keys.shape[:3]  # size: tokens of a tile
+        heads = torch.arange(head_count, device=key.device).repeat_interleave(tile_count)  # of each tile
         gathered = 3 * keys.itemsize * places.shape[1] * math.prod(keys.shape[2:])  # bytes for one tile of one head
         step = max(1, self.attention.budget_bytes // gathered)
         video = queries.flatten(0, 1)  # a copy where the heads lie innermost; results replace the queries in it
         del queries
         for part in (slice(first, first + step) for first in range(0, len(places), step)):
             head, chosen = heads[part], places[part]
-            near, weighed = (
-                torch.cat([tokens[head[:, None], chosen].flatten(1, 2), beside[head]], dim=1)[None]
-                for tokens, beside in ((keys, text[1]), (values, text[2]))
+            seen_keys, seen_values = (
+                torch.cat([tiled[head[:, None], chosen].flatten(1, 2), text_tokens[head]], dim=1)[None]
+                for tiled, text_tokens in ((keys, text[1]), (values, text[2]))
             )
             shown = functional.pad(counted[part].repeat_interleave(size, dim=1), (0, text[1].shape[1]), value=True)
-            video[part] = self.attention(video[None, part], near, weighed, shown[None, :, None])[0]
+            video[part] = self.attention(video[None, part], seen_keys, seen_values, shown[None, :, None])[0]
         del keys, values
-        video = _untiled(video.unflatten(0, rows), self.grid, tile, tiles)
+        video = _untiled(video.unflatten(0, (head_count, tile_count)), self.grid, tile, tiles)
         return torch.cat([video, of_text], dim=1).unflatten(0, query.shape[:2])
 
     def _of_text(

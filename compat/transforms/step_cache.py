@@ -111,10 +111,8 @@ class Count:
         if not whole:
             return "nothing ran"
         share = 1 - self.ran / whole
-        return (
-            f"{self.skipped_steps} of {self.forwards} passes of the transformer shortened, "
-            f"{share:.0%} of {self.unit} passes skipped ({whole - self.ran} of {whole})"
-        )
+        shortened = f"{self.skipped_steps} of {self.forwards} passes of the transformer shortened"
+        return f"{shortened}, {share:.0%} of {self.unit} passes skipped ({whole - self.ran} of {whole})"
 
 
 @contextmanager
@@ -136,7 +134,7 @@ class _Active:
     count: Count = field(default_factory=Count)
     undo: Undo = field(default_factory=Undo)
     time: float = 0.0
-    turn: int = 0
+    direction: int = 0  # of time in this sampling: down in most families, up in Mochi
     index: int = -1
     rows: dict[str, int] = field(default_factory=dict)  # by branch of guidance, each of which has a state of its own
     begun: set[str] = field(default_factory=set)  # the branches whose forward at this time has begun
@@ -183,29 +181,29 @@ class _Active:
             spatial_attention_block_skip_range=settings.interval,
             spatial_attention_timestep_skip_range=(0, 2),
             spatial_attention_block_identifiers=(f"^{ATTENTIONS}$",),
-            current_timestep_callback=lambda: 1 if self.acts() else -1,
+            current_timestep_callback=lambda: 1 if self.acts() else -1,  # in the range, or outside it
         )
 
     def _before(self, module: nn.Module, args: Any, named: dict[str, Any]) -> None:
+        """Tell by its time which step a forward belongs to, and forget what another sampling or batch left."""
         time, states = named.get("timestep"), named.get("hidden_states", args[0] if args else None)
         now = float(to_host(time).max()) if isinstance(time, torch.Tensor) else self.time
         branch = _branch(module)
         rows = states.shape[0] if isinstance(states, torch.Tensor) else self.rows.get(branch, 0)
-        turn = (now > self.time) - (now < self.time)
-        started = self.index < 0 or turn * self.turn < 0  # time runs one way: a step back starts another sampling
-        again = not turn and branch in self.begun  # a step that is tried again, or another section of a single step
+        direction = (now > self.time) - (now < self.time)  # 0 within a step
+        started = self.index < 0 or direction * self.direction < 0  # back in time: another sampling
+        again = not direction and branch in self.begun  # a step is tried again, or another section has a single step
         if started:
             self.index = 0
-        elif turn:
-            self.index, self.turn = self.index + 1, turn  # down in most families, up in Mochi
+        elif direction:
+            self.index, self.direction = self.index + 1, direction
         if started or again or self.rows.get(branch, rows) != rows:  # guidance began or ended: of another batch
             _forget(module)
-        self.begun = {branch} if turn or again else self.begun | {branch}
+        self.begun = {branch} if direction or again else self.begun | {branch}
         self.time, self.rows[branch], self.ran = now, rows, 0
-        if self.settings.kind == FIRST_BLOCK:
-            for hook in _hooks(self.transformer):
-                if hasattr(hook, "threshold"):
-                    hook.threshold = self.settings.threshold if self.acts() else -1.0
+        for hook in _hooks(self.transformer):
+            if hasattr(hook, "threshold"):  # of the first block's change, which is never below -1
+                hook.threshold = self.settings.threshold if self.acts() else -1.0
         if self.settings.device != DEVICES[0] and isinstance(states, torch.Tensor):
             _place_states(module, states.device, current_only=True)
 

@@ -259,10 +259,8 @@ def _architecture(path: Path, metadata: Mapping[str, str]) -> tuple[str, MusubiC
     for family, kind in known.items():
         if kind.full == name:
             return family, kind
-    found, expected = (
-        f"a Musubi Tuner cache of {name!r} in {path.name!r}",
-        f"one of {', '.join(each.full for each in known.values())}",
-    )
+    found = f"a Musubi Tuner cache of {name!r} in {path.name!r}"
+    expected = f"one of {', '.join(each.full for each in known.values())}"
     raise UnsupportedError(found, expected=expected, fix="Choose a cache of one of these architectures.")
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -99,11 +100,10 @@ class JobFolder:
         # Half a character is a ValueError; before Python 3.13 a loop of links is a RuntimeError.
         path = value_or(paths[0].resolve, self.root) if paths else self.root
         if not path.is_relative_to(self.inputs.resolve()) or path.suffix.lower() not in INPUTS or not path.is_file():
-            raise CheckpointError(
-                f"{shown(name)} as a file of a job",
-                expected=f"a file in {str(self.inputs)!r} that ends in {', '.join(INPUTS)}",
-                fix="Queue the jobs again with AnyGPU Queue Jobs, which copies their files there.",
-            )
+            found = f"{shown(name)} as a file of a job"
+            expected = f"a file in {str(self.inputs)!r} that ends in {', '.join(INPUTS)}"
+            fix = "Queue the jobs again with AnyGPU Queue Jobs, which copies their files there."
+            raise CheckpointError(found, expected=expected, fix=fix)
         if path.stat().st_size > MOST_INPUT_BYTES:
             found = f"{path.stat().st_size} bytes in {name!r}"
             raise CheckpointError(found, expected=f"{MOST_INPUT_BYTES} at most", fix="Make it smaller.")
@@ -130,11 +130,12 @@ class JobFolder:
         return next((path for suffix in SUFFIXES if (path := self.results / f"{key}{suffix}").is_file()), None)
 
     def finish(self, key: str, record: Mapping[str, Any]) -> None:
-        """Say that the job of ``key`` is done, after its file; what a dead worker left half done is removed."""
+        """Say that the job of ``key`` is done, after its file; its steps, and what dead workers left, are removed."""
         for half in self.results.glob(f".{key}.*"):
             with suppress(OSError):  # of another worker, which has just finished it too
                 half.unlink(missing_ok=True)
         _write(self.results / f"{key}.json", json.dumps(record, indent=1, sort_keys=True))
+        shutil.rmtree(self.state / key, ignore_errors=True)
         with suppress(OSError):
             (self.root / "failed" / f"{key}.txt").unlink(missing_ok=True)
 
@@ -189,10 +190,7 @@ def each_line(path: Path) -> Iterator[str]:
     """The jobs of a file, one to a line, which ends at a line feed alone: prompts may hold other separators.
 
     A line too long for a job is cut, and what is not UTF-8 becomes half characters: either is refused as that line.
-
-    Raises:
-        CheckpointError: a file that cannot be read, or of too many lines.
-    """
+    Raises CheckpointError for a file that cannot be read, or of too many lines."""
     try:
         plain_status(path)
         with path.open("rb") as file:

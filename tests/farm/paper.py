@@ -27,7 +27,7 @@ class Paper:
 
     def __init__(self, **resources: float) -> None:
         self.now, self.resources, self.actors, self.kills = 0.0, resources, 0, 0
-        self.token, self.cannot_start = True, False
+        self.token, self.cannot_start = True, False  # or the error with which a process answers instead
 
     def clock(self) -> float:
         return self.now
@@ -72,7 +72,7 @@ class Actor:
         def call(*arguments: Any) -> Any:
             answer: Any = {"host": self.host, "token": self.ray.token}
             if name == "ready" and self.ray.cannot_start:
-                answer = RayActorError("No module named 'anygpu'")
+                answer = self.ray.cannot_start
             elif name != "ready":
                 try:
                     answer = getattr(self.worker, name)(*arguments)

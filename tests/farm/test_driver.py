@@ -1,5 +1,6 @@
 """Whose error an error is: of one job, of a model on one machine, or of a machine, by Ray on paper and its clock."""
 
+import contextlib
 import errno
 import itertools
 import json
@@ -26,7 +27,7 @@ from anygpu.pipelines.base import Silent
 from anygpu.pipelines.records.job import Content, Result
 from anygpu.pipelines.records.job_folder import JobFolder
 from anygpu.pipelines.records.places import Places
-from farm.paper import Died, Paper
+from farm.paper import Died, Paper, RayActorError
 
 FIX = {"expected": "another", "fix": "Change it."}
 POISONS: dict[str, tuple[str, Callable[[str], BaseException]]] = {
@@ -222,10 +223,14 @@ def test_a_job_at_which_a_sound_machine_fails_is_done_by_another_that_is_free(tm
 
 @pytest.mark.parametrize(
     ("name", "bad", "until", "error", "actors"),
-    [("token", False, 20, "without token mode", 1), ("cannot_start", True, 50, "No module named 'anygpu'", 2)],
+    [
+        ("token", False, 20, "without token mode", 1),
+        ("cannot_start", RayActorError("No module named 'anygpu'"), 50, "No module named 'anygpu'", 2),
+        ("cannot_start", RuntimeError("no such driver"), 50, "no such driver", 2),
+    ],
 )
 def test_a_worker_that_cannot_work_gets_nothing_and_is_started_again(
-    tmp_path: Path, name: str, bad: bool, until: int, error: str, actors: int
+    tmp_path: Path, name: str, bad: Any, until: int, error: str, actors: int
 ) -> None:
     """Without a token, and given up by Ray; it ends nothing, and is told once."""
     ray = Paper(CPU=2.0)
@@ -327,20 +332,33 @@ def test_a_share_that_is_gone_for_a_while_ends_nothing(tmp_path: Path, monkeypat
     assert len(list((tmp_path / "failed").iterdir())) == 3
 
 
-def test_a_job_file_that_is_refused_for_a_moment_is_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lines", [0, 1])
+def test_a_job_file_that_is_refused_for_a_moment_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: int
+) -> None:
+    """Refused when it is opened, or after its first line."""
     driver, said = driver_on(ray := Paper(CPU=1.0), tmp_path, 1)
-    JobFolder(tmp_path).write_jobs("foxes", [line_of(1)])
+    JobFolder(tmp_path).write_jobs("foxes", [line_of(1), line_of(2), line_of(1)])
     driver.watching, opened = True, Path.open
 
     def refused(path: Path, *given: Any, **options: Any) -> Any:
-        if path.suffix == ".jsonl" and ray.now < 5:
+        if path.suffix != ".jsonl" or ray.now >= 5:
+            return opened(path, *given, **options)
+        if not lines:
             raise OSError(errno.EIO, "Input/output error")
-        return opened(path, *given, **options)
+        first = [f"{line_of(1)}\n".encode()]
+
+        def readline(_size: int) -> bytes:
+            if not first:
+                raise OSError(errno.EIO, "Input/output error")
+            return first.pop()
+
+        return contextlib.nullcontext(SimpleNamespace(readline=readline))
 
     monkeypatch.setattr(Path, "open", refused)
     while ray.now < 9:
         driver.turn()
-    assert driver.tally.done == 1 and sum("foxes.jsonl" in text for text in said) == 1
+    assert driver.tally.done == 2 and sum("foxes.jsonl" in text for text in said) == 1
 
 
 @pytest.mark.parametrize("error", [Died(), OSError(errno.ENOSPC, "full")], ids=["the share", "Ray"])

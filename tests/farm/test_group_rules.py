@@ -16,7 +16,18 @@ from anygpu.compat.ranks import Group, Ranks
 from anygpu.farm import cli, group
 from anygpu.farm.group import AgreedWatch, GroupRenderer, Rank, _require_alike
 from anygpu.farm.render import Renderer, task_of
-from anygpu.farm.worker import BROKEN, CANCELLED, LOST, REFUSED, Ended, Outcome, RenderCancelled, Worker
+from anygpu.farm.worker import (
+    BROKEN,
+    CANCELLED,
+    LOST,
+    MACHINE,
+    REFUSED,
+    Ended,
+    Outcome,
+    RenderCancelled,
+    Worker,
+    phase_of,
+)
 from anygpu.paint.jobs import PaintJob
 from anygpu.pipelines.records.job import Content
 from farm.paper import Call, OutOfMemoryError, Paper, RayActorError
@@ -139,6 +150,13 @@ def test_a_group_gives_its_leaders_record_and_passes_on_how_far_it_is(
     with pytest.raises(UnsupportedError, match="expected alike devices"):
         renderer._form(Silent())
     assert ray.kills == 4 and not renderer._ranks
+
+
+def test_a_folder_in_which_ranks_cannot_meet_is_no_fault_of_the_job(formed: Any, tmp_path: Path) -> None:
+    (tmp_path / group.MEETINGS).write_text("no folder", encoding="utf-8")
+    with pytest.raises(FileExistsError) as refused:
+        formed[1]._form(Silent())
+    assert phase_of(refused.value) == MACHINE
 
 
 LEFT = Outcome(LOST, "left alone")

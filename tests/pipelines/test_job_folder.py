@@ -139,7 +139,14 @@ def test_a_job_is_done_with_its_record_and_not_with_its_file(tmp_path: Path) -> 
     assert not folder.is_done(KEY) and folder.result(KEY) is None and folder.done_keys() == set()
     folder.fail(KEY, "no\nroom")
     assert folder.failure(KEY) == "no room"
+    (folder.state / KEY).mkdir(parents=True)
+    with pytest.MonkeyPatch.context() as full:
+        full.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError("no space")))
+        with pytest.raises(CheckpointError):
+            folder.finish(KEY, {"seconds": 1})
+    assert (folder.state / KEY).is_dir(), "the job goes on from its steps"
     folder.finish(KEY, {"seconds": 1})
+    assert not (folder.state / KEY).exists()
     assert folder.result(KEY) == folder.results / f"{KEY}.mp4" and folder.done_keys() == {KEY}
     assert folder.failure(KEY) == "", "what is done has not failed"
 

@@ -249,6 +249,9 @@ def test_a_group_norm_that_keeps_its_mean_as_its_input_is_right(
     assert any(key.startswith("native_group_norm") for key in guard.known) and not guard.store.misses()
     monkeypatch.setattr(guard_module, "WHOLE", 1024)  # a larger group is not copied to the host
     assert guard_module._norm({"input": x.reshape(2, 16, -1), "group": 4, "function": "group_norm"}, x) is None
+    given = {"input": x[0].cpu() / 2**15, "normalized_shape": (WIDTH,), "function": "_fused_rms_norm", "eps": None}
+    found, exact, *_ = guard_module._norm(given, functional.rms_norm(given["input"], (WIDTH,)))
+    torch.testing.assert_close(found, exact, rtol=1e-2, atol=0)  # an eps that torch chooses is that of fp32
 
 
 def test_it_spends_at_most_a_hundredth_of_the_work(acc, tmp_path: Path) -> None:
@@ -315,6 +318,7 @@ def test_a_forward_that_is_cut_short_leaves_no_mode_and_is_looked_at_again(
         with pytest.raises(error):
             network(x)
         assert not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack()
+        assert store_of(acc, tmp_path).recall(IN_RUNS), "what was checked before is kept"
         for _ in range(3):
             network(x)
         assert back is not None and any(key.startswith("addmm") for key in store.recall(IN_RUNS))
@@ -332,6 +336,16 @@ def test_inference_mode_hides_nothing(acc, tmp_path: Path) -> None:
         run(Guard(store), network, x)
     run(another, KINDS["cat"][1](), x)  # of the same card, which knew nothing of it
     assert [key.partition(" ")[0] for key in store.misses()] == ["linear"]  # which torch takes apart later here
+
+
+@pytest.mark.parametrize("kept", [["edited"], {"addmm float32 2^(8)": "a path of another version"}])
+def test_what_another_version_or_an_editor_wrote_is_checked_anew(acc, tmp_path: Path, kept: Any) -> None:
+    store = store_of(acc, tmp_path)
+    store.keep(IN_RUNS, kept)
+    guard = Guard(store)
+    assert not guard.known
+    run(guard, KINDS["addmm"][1]().eval().to(acc), torch.randn(2, 1024, WIDTH, device=acc))
+    assert not store.misses() and set(store.recall(IN_RUNS).values()) == {""}
 
 
 def test_what_is_wrong_once_is_said_and_not_kept(acc, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
