@@ -26,7 +26,7 @@ from .report import LAYERS, OPTIONAL
 from .transforms.attention import attention_for, kernel_times
 from .transforms.conv3d_choice import Conv3dLayer, form_error, form_times, sample_size
 from .transforms.conv3d_methods import Conv3dMethod, Geometry, covers
-from .transforms.fp16_layers import SETTINGS, LayerSettings, fp32_linear
+from .transforms.fp16_layers import SETTINGS, LayerSettings, fp32_linear, reach_of
 from .transforms.fused import REFERENCE, self_tests, timed_calls
 
 HALF, FP32 = torch.float16, torch.float32
@@ -138,11 +138,11 @@ def fit_errors(facts: DeviceFacts, sizes: DeviceSizes) -> Iterator[Figure]:
     layer.weight.copy_(_noise(1, SAMPLED, sizes.width).half() / 64)
     x[:, ::97] *= OUTLIER
     exact = functional.linear(x.double(), layer.weight.double(), layer.bias.double())
-    reach = float(torch.linalg.vector_norm(layer.weight, dim=1).max())
+    reach = float(reach_of(layer.weight))
 
     def product(name: str, dtype: torch.dtype, safe: bool) -> Iterator[Figure]:
         here = copy.deepcopy(layer).to(facts.device, dtype)
-        setattr(here, SETTINGS, LayerSettings(fp32_output=False, reach=max(1.0, reach)))
+        setattr(here, SETTINGS, LayerSettings(fp32_output=False, reach=reach))
         there = x.to(facts.device)
         yield _error(name, home(fp32_linear(here, there) if safe else here(there.to(dtype))), exact, dtype)
 

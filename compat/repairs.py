@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from .durable import saved_json, write_json
 from .memory.parts import Undo
 from .transforms.attention_chunks import chunked
-from .transforms.fp16_layers import row_scales
+from .transforms.fp16_layers import reach_of, row_scales
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +76,7 @@ def _scaled_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
     """A Linear's fp32 result by a product in fp16; None for packed operands, and weights that fp16 does not hold."""
     if type(input) not in PLAIN or type(weight) not in PLAIN or float(weight.detach().abs().amax()) > LIMIT:
         return None
-    reach = float(torch.linalg.vector_norm(weight.detach(), dim=-1, dtype=torch.float32).amax().clamp(1.0, 3e38))
-    scale = row_scales(input.float(), reach)
+    scale = row_scales(input.float(), reach_of(weight.detach()))
     product = functional.linear((input.float() / scale).half(), weight.half()).float() * scale
     return product if bias is None else product + bias.float()
 

@@ -233,9 +233,10 @@ def _unfit(block: nn.Module, layers: Mapping[str, LayerKind]) -> str:
         if type(layer) not in (nn.Linear, StoredLinear):
             return f"{path} is a {type(layer).__name__}"
         packed = isinstance(layer, StoredLinear)
-        if layer.codec if packed else layer.weight.dtype is HALF:
+        weight = layer.stored if packed else layer.weight
+        if weight.dtype is HALF or (packed and layer.codec):  # whose values are known where it computes
             continue
-        low, high = torch.aminmax((layer.stored if packed else layer.weight).data)
+        low, high = torch.aminmax(weight.data)
         if not max(-float(low), float(high)) <= torch.finfo(HALF).max:
             return f"weights of {path} do not fit into fp16"
     return ""

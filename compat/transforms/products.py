@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..checkpoints.packed import EIGHT, SCALED, StoredLinear
 from ..checkpoints.unpacking import W4A8, rotated
 from ..device.facts import DeviceFacts, value_or
-from ..device.packed_paths import CORE, INT8, kitchen_backend, row_for
+from ..device.packed_paths import CORE, INT8, path_for
 from ..errors import UnsupportedError
 from ..memory.parts import Undo
 from ..packages import imported
@@ -35,9 +35,8 @@ def formats_on(facts: DeviceFacts) -> tuple[torch.dtype, ...]:
     """The formats whose products the device of ``facts`` has, int8 also by the table of packed paths."""
     digits = facts.arch.removeprefix("sm")
     number = int(digits) if digits.isdigit() else 0
-    row = row_for(facts, INT8, kitchen_backend(INT8, torch.device(facts.device))[0])
-    had = [dtype for dtype, (backend, least, _) in NEEDS.items() if facts.backend == backend and number >= least]
-    return tuple(dtype for dtype in had if dtype is not torch.int8 or row is None or row.path == CORE)
+    had = (dtype for dtype, (backend, least, _) in NEEDS.items() if facts.backend == backend and number >= least)
+    return tuple(dtype for dtype in had if dtype is not torch.int8 or path_for(facts, INT8, {}).path == CORE)
 
 
 def require_stored_matmuls(facts: DeviceFacts) -> tuple[torch.dtype, ...]:
@@ -54,15 +53,15 @@ def multiply_as_stored(module: nn.Module, formats: tuple[torch.dtype, ...]) -> t
     """Make the packed layers of ``module`` in one of ``formats`` multiply as stored; how many, and what undoes it."""
     kinds = (SCALED, "", *([W4A8] if kitchen() else ()))
     layers = [layer for layer in module.modules() if isinstance(layer, StoredLinear) and layer.codec in kinds]
-    layers = [layer for layer in layers if layer.stored.dtype in formats and _is_bare(layer)]
+    layers = [layer for layer in layers if layer.stored.dtype in formats and _multiplies_alone(layer)]
     undo = Undo()
     for layer in layers:
         undo.set(layer, "multiply", product)
     return len(layers), undo.restore
 
 
-def _is_bare(layer: Any) -> bool:
-    """True where ``layer`` multiplies what it stores alone: no scale of ModelOpt's, no power of two of fp16-safe's."""
+def _multiplies_alone(layer: Any) -> bool:
+    """True without a scale of ModelOpt's or a power of two of fp16-safe's, which the product would have to take in."""
     own = getattr(layer, SETTINGS, PLAIN)
     return own.values is None and not own.residual and "pre_scale" not in layer.sides and is_ours(layer, fp32_linear)
 

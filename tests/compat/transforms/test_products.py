@@ -100,7 +100,7 @@ def test_few_tokens_and_odd_sides_compute_as_always(layer, rows, tokens):
 
 def test_the_device_decides_which_formats_it_multiplies(monkeypatch):
     assert formats_on(TURING) == (), "torch's own int8 product is wrong there for some shapes"
-    monkeypatch.setattr(products, "kitchen_backend", lambda *_: ("cuda", ""))
+    monkeypatch.setattr("anygpu.compat.device.packed_paths.kitchen_backend", lambda *_: ("cuda", ""))
     assert formats_on(TURING) == (torch.int8,)
     assert formats_on(replace(TURING, name="NVIDIA GeForce GTX 1660 Ti")) == ()
     assert formats_on(ADA) == (torch.int8, torch.float8_e4m3fn)
