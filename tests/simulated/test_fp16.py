@@ -10,13 +10,14 @@ import pytest
 import quantised
 import tiny
 import torch
-from anygpu.compat.checkpoints.packed import StoredLinear
+from anygpu.compat.checkpoints.packed import StoredLinear, is_packed
 from anygpu.compat.output_check import NotFinite
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.compat.transforms.fp16 import apply_fp16_safe, stored_dtype
 from anygpu.compat.transforms.fp16_layers import SETTINGS
 from anygpu.pipelines.base import Silent
 from anygpu.pipelines.files.part import part_files
+from anygpu.pipelines.files.single_file import Files
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.reading import reader_of
 from anygpu.pipelines.pipeline import Pipeline
@@ -162,3 +163,18 @@ def test_packed_weights_are_part_of_one_graph(acc, tiny_folder, name):
     assert torch.equal(*(rendered(pipeline, CASES[name])[0] for pipeline in made))
     compiled = made[1].plan.speed.compiled["transformer"]
     assert compiled.graphs and not compiled.failure
+
+
+@pytest.mark.parametrize("codec", ["Q8_0", pytest.param("Q4_0", marks=pytest.mark.full)])
+def test_a_gguf_stays_packed_and_is_worth_what_its_publisher_s_package_says(acc, tiny_folder, tmp_path, codec):
+    folder, file = tiny.build("mochi", tiny_folder), tmp_path / "mochi.gguf"
+    worth = layouts.gguf_file(file, layouts.tensors_of(folder / "transformer"), codec)
+    plain = layouts.write(tmp_path / "plain.safetensors", worth, layouts.config_in(folder / "transformer"))
+    shutil.copy(plain.with_suffix(".json"), file.with_suffix(".json"))
+    found = []
+    for path in (file, plain):
+        request = LoadRequest(path, base=folder, files=Files({"transformer": path}), precision="fp16-safe", device=acc)
+        pipeline = load(request)
+        found.append(rendered(pipeline, CASES["mochi"])[0])
+        assert is_packed(pipeline.parts["transformer"]) is (path is file)
+    assert torch.equal(*found)
