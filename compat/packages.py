@@ -77,6 +77,8 @@ def _set_dtype(config: Any, dtype: torch.dtype | None) -> None:
 
 
 def _fill_buffers(model: Any, module: nn.Module) -> None:
+    if next(module.buffers(), None) is None:  # what stays on meta needs no values
+        return
     for child in module.children():
         _fill_buffers(child if hasattr(child, "_init_weights") else model, child)
     for name, buffer in module._buffers.items():

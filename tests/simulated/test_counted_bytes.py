@@ -26,8 +26,8 @@ OFF = 0.05
         pytest.param("mochi", 64, DecodeRequest("streaming", tile=16, frames=1), marks=pytest.mark.full),
         pytest.param("hunyuan_video_15", 128, DecodeRequest("streaming", tile=64, frames=2), marks=pytest.mark.full),
         ("ltx", 128, DecodeRequest("streaming", tile=32)),
-        ("mochi", 64, DecodeRequest("chunked", frames=1)),
-        ("hunyuan_video_15", 64, DecodeRequest("tiled", tile=32)),
+        pytest.param("mochi", 64, DecodeRequest("chunked", frames=1), marks=pytest.mark.full),
+        pytest.param("hunyuan_video_15", 64, DecodeRequest("tiled", tile=32), marks=pytest.mark.full),
     ],
 )
 def test_planes_of_a_decode(acc, tiny_folder, family, pixels, form):

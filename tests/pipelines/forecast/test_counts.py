@@ -68,7 +68,7 @@ def test_a_picture_is_counted_within_two_percent(tiny_folder, name):
         assert half.flops == work.flops and half.bytes < work.bytes
 
 
-@pytest.mark.parametrize("variant", ["framepack", pytest.param("framepack_f1", marks=pytest.mark.full)])
+@pytest.mark.parametrize("variant", ["framepack", "framepack_f1"])
 def test_a_clip_and_prompts_by_time_are_counted_within_two_percent(tiny_folder, monkeypatch, variant):
     """Of three sections, which see more of a clip than of a picture; and what a step holds of them in memory."""
     room = []
