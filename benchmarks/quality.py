@@ -43,7 +43,7 @@ from anygpu.compat.checkpoints.weights import described, read_tensors, weight_fi
 from anygpu.compat.device import precision
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.transforms.order import replace_attention
-from anygpu.compat.transforms.products import NEEDS, multiply_as_stored
+from anygpu.compat.transforms.products import multiply_as_stored
 from anygpu.compat.transforms.step_cache import KINDS, PRESETS, StepCacheSettings
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent
@@ -314,7 +314,7 @@ def stored_rows(families: tuple[str, ...]) -> Iterator[Row]:
         for choice in ("int8", "fp8"):
             pipeline = opened(family, precision="fp32", weights=choice)
             plain = clip(pipeline, FRAMES[family])
-            count, restore = multiply_as_stored(pipeline.parts.read("transformer"), tuple(NEEDS))
+            count, restore = multiply_as_stored(pipeline.parts.read("transformer"), (choice,))
             quick = clip(pipeline, FRAMES[family])
             restore()
             if not count or torch.equal(quick, plain):

@@ -145,7 +145,7 @@ class Speed:
     forms: Mapping[str, str]  # by part, in which fused operations run; empty for none
     kernels: Decision
     attention: Attention
-    formats: tuple[torch.dtype, ...] = ()  # of weights that are multiplied as they are stored
+    formats: tuple[str, ...] = ()  # of weights that are multiplied as they are stored
     epilogue: bool = False  # whether the transformer's products may end in GELU
     multiplied: dict[str, int] = field(default_factory=dict)  # layers by part
     fused: dict[str, FusionPoints] = field(default_factory=dict)
@@ -204,7 +204,7 @@ class Speed:
 
     def notify(self, title: str, notify: Callable[[str], None]) -> None:
         if self.formats and not any(self.multiplied.values()):
-            kinds = " or ".join("int8" if each is torch.int8 else "fp8" for each in self.formats)
+            kinds = " or ".join(self.formats)
             notify(f"stored_products has no effect: no transformer weight is {kinds}, which this device multiplies")
         if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums or any(self.multiplied.values()):
             notify(self.line(title))

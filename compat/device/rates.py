@@ -66,7 +66,6 @@ def _generation(row: Mapping[str, str]) -> Generation:
 GENERATIONS: Mapping[str, Generation] = {row["name"]: _generation(row) for row in csv_file(HERE / "generations.csv")}
 TF32 = ("ampere", "ampere_pro", "a100", "ada", "ada_pro", "l20", "blackwell", "blackwell_pro", "hopper", "h20")
 LOSSY_ATTENTION = ("sage", "kitchen_int8")
-STORED = {"int8": "int8", "int8_convrot": "int8", "w4a8": "int8", "fp8": "fp8"}  # the rate of weights stored so
 GTX = "gtx16"  # cards of sm75 without tensor cores, by their names
 UNITS = {"sm70": 1024, GTX: 128, "sm75": 512, "sm80": 2048, "sm86": 512, "sm89": 512, "sm90": 4096, "sm120": 512}
 KINDS = {"sm70": "volta", GTX: GTX, "sm75": "turing", "sm80": "a100", "sm86": "ampere", "sm89": "ada", "sm90": "hopper"}
@@ -144,8 +143,11 @@ def quicker_by(facts: DeviceFacts, sums: bool, stored: str, attention: str) -> d
     own = None if rates is None else GENERATIONS[rates.generation]
     if own is None:
         return {}
-    product = getattr(own, STORED.get(stored, ""), 0) or (own.sums if sums else 1)  # 8-bit products never sum in fp16
-    factors = {PRODUCT: product, ATTENTION: EIGHT_BIT if attention in LOSSY_ATTENTION and own.sums > 1 else 1}
+    eight = getattr(own, stored.replace("w4a8", "int8"), 0)  # products of 8 bits never sum in fp16
+    factors = {
+        PRODUCT: eight or (own.sums if sums else 1),
+        ATTENTION: EIGHT_BIT if attention in LOSSY_ATTENTION and own.sums > 1 else 1,
+    }
     return {kind: factor for kind, factor in factors.items() if factor != 1}
 
 

@@ -12,34 +12,36 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoints.packed import EIGHT, SCALED, StoredLinear
-from ..checkpoints.unpacking import W4A8, rotated
+from ..checkpoints.unpacking import rotated
 from ..device.facts import DeviceFacts, value_or
-from ..device.packed_paths import CORE, INT8, path_for
+from ..device.packed_paths import CORE, FP8, INT8, W4A8, path_for
 from ..errors import UnsupportedError
 from ..memory.parts import Undo
 from ..packages import imported
 from .blocks import is_ours
 from .fp16_layers import PLAIN, SETTINGS, fp32_linear
 
-# Where torch multiplies a format: back end, the least architecture, and whose product it is.
-NEEDS: Mapping[torch.dtype, tuple[str, int, str]] = {
-    torch.int8: ("cuda", 75, "torch._int_mm: integer tensor cores, from Turing (RTX 20) on"),
-    torch.float8_e4m3fn: ("cuda", 89, "torch._scaled_mm: fp8 tensor cores, from Ada (RTX 40) on"),
-}
+# What is multiplied as stored, by the names of the input weights, and its name in the table of packed paths: by
+# torch._int_mm or comfy-kitchen, by torch._scaled_mm, by comfy-kitchen alone.
+PRODUCTS: Mapping[str, str] = {"int8": INT8, "fp8": FP8[0], "w4a8": W4A8}
 LEAST_TOKENS = 17  # that torch._int_mm takes on CUDA
 MULTIPLE = 16  # of both sides of a weight that torch._scaled_mm takes
 LARGEST = {dtype: largest for dtype, largest in EIGHT.values()}
 
 
-def formats_on(facts: DeviceFacts) -> tuple[torch.dtype, ...]:
-    """The formats whose products the device of ``facts`` has, int8 also by the table of packed paths."""
-    digits = facts.arch.removeprefix("sm")
-    number = int(digits) if digits.isdigit() else 0
-    had = (dtype for dtype, (backend, least, _) in NEEDS.items() if facts.backend == backend and number >= least)
-    return tuple(dtype for dtype in had if dtype is not torch.int8 or path_for(facts, INT8, {}).path == CORE)
+def formats_on(facts: DeviceFacts) -> tuple[str, ...]:
+    """The names in :data:`PRODUCTS` of what the device of ``facts`` multiplies, by the table of packed paths."""
+    had = (name for name in PRODUCTS if facts.backend == "cuda" and (name != "w4a8" or kitchen()))
+    return tuple(name for name in had if path_for(facts, PRODUCTS[name], {}).path == CORE)
 
 
-def require_stored_matmuls(facts: DeviceFacts) -> tuple[torch.dtype, ...]:
+def format_of(codec: str, stored: torch.dtype) -> str:
+    """The name in :data:`PRODUCTS` of weights in ``codec`` whose rows are ``stored``; empty for all others."""
+    plain = (name for name, (dtype, _) in EIGHT.items() if dtype is stored and codec in ("", SCALED))
+    return "w4a8" if codec == W4A8 else next(plain, "")
+
+
+def require_stored_matmuls(facts: DeviceFacts) -> tuple[str, ...]:
     """The formats whose products the device has; UnsupportedError for none."""
     formats = formats_on(facts)
     if not formats:
@@ -49,18 +51,17 @@ def require_stored_matmuls(facts: DeviceFacts) -> tuple[torch.dtype, ...]:
     return formats
 
 
-def multiply_as_stored(module: nn.Module, formats: tuple[torch.dtype, ...]) -> tuple[int, Callable[[], None]]:
+def multiply_as_stored(module: nn.Module, formats: tuple[str, ...]) -> tuple[int, Callable[[], None]]:
     """Make the packed layers of ``module`` in one of ``formats`` multiply as stored; how many, and what undoes it."""
-    kinds = (SCALED, "", *([W4A8] if kitchen() else ()))
-    layers = [layer for layer in module.modules() if isinstance(layer, StoredLinear) and layer.codec in kinds]
-    layers = [layer for layer in layers if layer.stored.dtype in formats and _multiplies_alone(layer)]
+    packed = (layer for layer in module.modules() if isinstance(layer, StoredLinear))
+    layers = [layer for layer in packed if format_of(layer.codec, layer.stored.dtype) in formats and _alone(layer)]
     undo = Undo()
     for layer in layers:
         undo.set(layer, "multiply", product)
     return len(layers), undo.restore
 
 
-def _multiplies_alone(layer: Any) -> bool:
+def _alone(layer: Any) -> bool:
     """True without a scale of ModelOpt's or a power of two of fp16-safe's, which the product would have to take in."""
     own = getattr(layer, SETTINGS, PLAIN)
     return own.values is None and not own.residual and "pre_scale" not in layer.sides and is_ours(layer, fp32_linear)

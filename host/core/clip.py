@@ -24,17 +24,7 @@ from ...compat.output_check import fault_in_weight
 from ...compat.transforms.fp16_layers import FULL, SETTINGS, AskedLinear
 from ...compat.transforms.guard import around, forward_inside
 from .attention import AttentionOverride
-from .layers import (
-    COUNTS,
-    PROVIDER,
-    ByNetwork,
-    Counts,
-    adapted_linear,
-    cast_weights,
-    left_of,
-    safe_linear,
-    settings_of,
-)
+from .layers import COUNTS, PROVIDER, ByNetwork, Counts, adapted_linear, cast_weights, left_of, safe_linear, settings_of
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import adapted_layers, is_linear, left_class, left_decisions
 from .packed import PackedFit, is_native, packed_fit

@@ -25,7 +25,7 @@ from ...compat.transforms import fused
 from ...compat.transforms.attention import SPARSE
 from ...compat.transforms.fp16 import apply_fp16_safe
 from ...compat.transforms.fused_vae import fuse_vae
-from ...compat.transforms.products import formats_on
+from ...compat.transforms.products import format_of, formats_on
 from ...compat.transforms.sparse_attention import shares
 from ..base import Call, Forwards, PromptRequest, SampleSettings
 from ..pipeline import Pipeline
@@ -104,8 +104,8 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
 
 def unpacking_work(pipeline: Pipeline, part: str) -> Work:
     """The work of making the packed weights of a part dense, as each forward does where none multiplies them so."""
-    total, stored = Work(), pipeline.plan.speed.request.stored_products and part == TRANSFORMER
-    multiplied = formats_on(pipeline.facts) if stored else ()
+    total, asked = Work(), pipeline.plan.speed.request.stored_products and part == TRANSFORMER
+    multiplied = stored_products(pipeline) if asked else ()
 
     def count(form: PackedForm) -> Work:
         codec, (shape, dtype), beside, group, (_, dense) = form
@@ -116,9 +116,16 @@ def unpacking_work(pipeline: Pipeline, part: str) -> Work:
         return work
 
     for form, weights in pipeline.weights[part].forms if part in pipeline.weights else ():
-        if form[1][1] not in multiplied:
+        if format_of(form[0], form[1][1]) not in multiplied:
             total.update(counted_once(form, partial(count, form)).times(weights))
     return total
+
+
+def stored_products(pipeline: Pipeline) -> tuple[str, ...]:
+    """The formats of the transformer's packed weights that this device multiplies as they are stored."""
+    forms = pipeline.weights[TRANSFORMER].forms if TRANSFORMER in pipeline.weights else ()
+    found = {format_of(codec, dtype) for (codec, (_, dtype), *_), _ in forms}
+    return tuple(name for name in formats_on(pipeline.facts) if name in found) if found else ()
 
 
 def _sparse(work: Work, grid: Cells) -> Work:

@@ -50,12 +50,7 @@ def memory_plan(
 
 
 def shown(
-    pipeline: Any,
-    title: str,
-    more: str,
-    needs: tuple[Forecast, ...],
-    times: Times,
-    less: Sequence[object] = (),
+    pipeline: Any, title: str, more: str, needs: tuple[Forecast, ...], times: Times, less: Sequence[object] = ()
 ) -> tuple[str, torch.Tensor]:
     """Memory needed in each mode, the fastest first, as text and picture; ``less`` are changes that would save time."""
     room = room_now(pipeline)

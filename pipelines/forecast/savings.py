@@ -6,23 +6,21 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...compat.device.rates import LOSSY_ATTENTION, STORED
+from ...compat.device.rates import LOSSY_ATTENTION
 from ...compat.device.work import PUBLISHED, pace_of
 from ...compat.errors import PackError
 from ...compat.memory.statistics import duration
 from ...compat.transforms.attention import SPARSE, Attention
 from ...compat.transforms.attention_kernels import reason_against
 from ...compat.transforms.fp16 import require_fp16_sums
-from ...compat.transforms.products import formats_on
 from ...compat.transforms.step_cache import FIRST_BLOCK, StepCacheSettings
 from ..pipeline import Pipeline
 from ..settings import of_checkpoint, snap
-from ..sizes import TRANSFORMER
+from .counts import stored_products
 from .seconds import Run, planned_run
 from .times import Rooms, TimeForecast, free_bytes, time_forecast
 
 MOST, SHARE, LEAST_SECONDS = 3, 0.05, 20.0  # lines; the least that one saves of a run, as a share and in seconds
-STORED_AS = {"int8": "torch.int8", "fp8": "torch.float8_e4m3fn"}
 Changed = tuple[Pipeline, Run]
 Change = tuple[str, Callable[[Pipeline, Run], Changed], Mapping[str, Any]]  # a note, what makes it, and its input
 
@@ -89,8 +87,7 @@ def _changes(pipeline: Pipeline, run: Run) -> Iterator[tuple[str, Change]]:
         yield "attention sparse on the load node", ("as it was trained", made, {"attention": SPARSE})
     if not speed.request.fp16_sums and _allowed(pipeline):
         yield "fp16_accumulation on the load node", ("lossy", _sped(fp16_sums=True), {"fp16_accumulation": True})
-    stored = STORED.get(pipeline.model.storage.get(TRANSFORMER, ""), "")
-    if stored and not speed.request.stored_products and STORED_AS[stored] in map(str, formats_on(facts)):
+    if not speed.request.stored_products and stored_products(pipeline):
         yield "stored_products on the load node", ("lossy", _sped(stored_products=True), {"stored_products": True})
     if pipeline.plan.step_cache is None:
         note = "lossy; how many steps are alike is assumed"

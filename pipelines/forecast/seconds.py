@@ -95,7 +95,7 @@ def sampling_speed(pipeline: Pipeline, steps: int) -> dict[str, Any]:
     """The fields of :class:`PlannedStage` that attention and lossy choices set."""
     speed, cache = pipeline.plan.speed, pipeline.plan.step_cache
     kernel = speed.attention.kernel if speed.attention.label == NATIVE else speed.attention.label
-    stored = pipeline.model.storage.get(TRANSFORMER, "") if speed.request.stored_products else ""
+    stored = next(iter(counts.stored_products(pipeline)), "") if speed.request.stored_products else ""
     quicker = quicker_by(pipeline.facts, speed.request.fp16_sums, stored, kernel)
     share = 1.0 if cache is None else 1 - cache.skipped(steps)
     if cache is not None and cache.kind in (TAYLOR, PYRAMID):

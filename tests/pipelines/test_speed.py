@@ -259,7 +259,7 @@ def test_layers_of_several_transformers_are_counted_together(monkeypatch, record
     """Of which the last to be read may have none."""
     counts = {"transformer": 3, "transformer_2": 0}
     monkeypatch.setattr(speed_choices, "multiply_as_stored", lambda module, _: (counts[module], None))
-    speed = Speed(SpeedRequest(), {}, Decision("kernels", "off"), Attention(), formats=(torch.int8,))
+    speed = Speed(SpeedRequest(), {}, Decision("kernels", "off"), Attention(), formats=("int8",))
     progress = recorded()
     for part in ("transformer", "transformer", "transformer_2"):  # the first is read twice
         speed._multiply(part, part)

@@ -81,14 +81,13 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pricing, "require_fp16_sums", sums_required)
 
 
-def on(pipeline: Any, name: str, dtype: torch.dtype = torch.float16, **storage: str) -> Any:
-    """``pipeline`` as the forecast sees it on another card, in another dtype and with packed weights."""
+def on(pipeline: Any, name: str, dtype: torch.dtype = torch.float16) -> Any:
+    """``pipeline`` as the forecast sees it on another card and in another dtype."""
     backend = "rocm" if name == RADEON else "cuda"
     facts = DeviceFacts(torch.device("cuda"), backend, "sm89", "cuda-sm80+", name, 0, "2.13")
     residual = dtype if dtype is torch.bfloat16 else torch.float32
     precision = replace(pipeline.precision, compute=dtype, transformer=dtype, residual=residual)
-    device = replace(pipeline.device, facts=facts, precision=precision)
-    return replace(pipeline, device=device, model=replace(pipeline.model, storage=storage))
+    return replace(pipeline, device=replace(pipeline.device, facts=facts, precision=precision))
 
 
 def run_of(pipeline: Any, frames: int = 7) -> Any:
@@ -144,7 +143,7 @@ def test_a_shorter_video_saves_what_the_clock_sees_and_comes_where_nothing_else_
 
 
 def test_three_lines_at_most_save_together_what_they_say(tiny_folder, priced):
-    pipeline = on(loaded_for(CASES["mochi"], tiny_folder, "cpu"), GEFORCE, transformer="int8")
+    pipeline = on(loaded_for(CASES["mochi"], tiny_folder, "cpu", weights="int8"), GEFORCE)
     found = pricing.savings(pipeline, run_of(pipeline), "none")
     assert len(found) == pricing.MOST and found[0].seconds >= found[1].seconds >= found[2].seconds
     state, changes = (pipeline, run_of(pipeline)), dict(pricing._changes(pipeline, run_of(pipeline)))
@@ -163,7 +162,9 @@ def test_a_change_vanishes_where_it_cannot_act(tiny_folder, priced, monkeypatch)
     assert not {SAGE, SUMS} & set(told(on(pipeline, A100))), "fp32 sums run at the full rate there"
     assert not {SAGE, SUMS} & set(told(on(pipeline, RADEON)))
     assert SUMS not in told(on(pipeline, GEFORCE, torch.bfloat16))
-    assert STORED in told(on(pipeline, GEFORCE, torch.bfloat16, transformer="int8"))
+    for weights in ("int8", "fp8", "w4a8"):
+        packed = loaded_for(CASES["mochi"], tiny_folder, "cpu", weights=weights)
+        assert STORED in told(on(packed, GEFORCE, torch.bfloat16))
     assert STORED not in told(on(pipeline, GEFORCE, half)), "no packed weights"
     assert CACHE in told(on(pipeline, A100)) and CACHE not in told(on(caching(pipeline), A100))
     own = pipeline.plan.speed

@@ -312,7 +312,7 @@ def test_stored_products_around_an_fp32_residual_are_finite_and_near(name, growt
     grown(case, model.transformer_blocks[0], inputs, growth)
     apply_fp16_safe(model, "any", fp32_output)
     expected = ran(model.transformer_blocks[0], inputs, torch.float32)
-    count, _ = multiply_as_stored(model, (torch.int8,))
+    count, _ = multiply_as_stored(model, ("int8",))
     found = ran(model.transformer_blocks[0], inputs, torch.float32)
     ordinary = [e.abs() < SINK / 10 for e in expected]
     assert max(distance(found, expected, ordinary)) < 0.03 and not torch.equal(found[0], expected[0])
