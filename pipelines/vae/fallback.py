@@ -117,11 +117,10 @@ class VaeRunner:
 
     def _smaller_tile(self, watch: Progress, side: int) -> int:
         """The side of the next smaller tile of a streamed decode, which the plan takes now; 0: there is none."""
-        plan = self.plan
-        after = next((each.stream for each in plan.methods if 0 < each.stream < side), 0)
+        after = next((each.stream for each in self.plan.methods if 0 < each.stream < side), 0)
         if after:
-            watch.notify(f"decoding {plan.method} ran out of memory: continuing over {after} pixels")
-            plan.method = replace(plan.method, stream=after)
+            watch.notify(f"decoding {self.plan.method} ran out of memory: continuing over {after} pixels")
+            self.plan.method = replace(self.plan.method, stream=after)
         return after
 
     def region(self, task: RegionTask) -> Tensor:
