@@ -44,7 +44,7 @@ def schema(**given: Any) -> io.Schema:
     tooltips = TEXTS["shared"]["inputs"] | texts.get("inputs", {})
     first = next((index for index, each in enumerate(inputs) if getattr(each, "advanced", None)), len(inputs))
     for each in inputs:
-        each.tooltip = each.tooltip or tooltips[each.id]
+        each.tooltip = each.tooltip or tooltips[each.id]  # a KeyError: nodes/tooltips.json lacks it
     for each in inputs[first:]:
         each.optional = True
     of_node = {name: text for name, text in texts.items() if name != "inputs"}

@@ -23,6 +23,7 @@ MEGABYTES = re.compile(r" \(\d+ MB\)$")
 def snapshot(nodes: Any) -> dict[str, Any]:
     """Node id -> its schema as plain values, of the nodes that the extension in the module ``nodes`` offers."""
     listed = asyncio.run(nodes.AnyGPUExtension().get_node_list())
+    assert len(listed) == len(nodes.NODES), "a node has no schema: its traceback stands above, and nothing is written"
     return {schema.node_id: _plain(schema) for schema in (node.GET_SCHEMA() for node in listed)}
 
 

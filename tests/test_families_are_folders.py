@@ -9,7 +9,10 @@ from dataclasses import replace
 
 import pytest
 from anygpu.pipelines.registry import FAMILIES, register
+from heavy import GREATER
+from simulated import fitting, test_families
 from test_layers import SOURCES, imported, tree_of
+from tiny.recipes import TINY
 
 MAY_NAME = ("pipelines/families/", "host/families.py")
 PAINT = {"paint", "paint_pbr", "delight", "mv_adapter"}  # and KINDS, which has all three: kinds of another pipeline
@@ -76,3 +79,15 @@ def test_two_families_may_not_share_a_class(field: str) -> None:
     with pytest.raises(ValueError, match="both name"):
         register(other)
     assert before == FAMILIES
+
+
+def test_every_family_is_in_the_tables_of_the_tests() -> None:
+    """Without a row no test of all families meets it, which nothing else says: steps 4 and 7 of CONTRIBUTING.md."""
+    tables = {
+        "TINY in tests/tiny/recipes.py": TINY,
+        "GREATER in tests/heavy.py": GREATER,
+        "CASES in tests/simulated/test_families.py": test_families.CASES,
+        "FAMILIES in tests/simulated/fitting.py": fitting.FAMILIES,
+        "TOKENS in tests/simulated/fitting.py": fitting.TOKENS,
+    }
+    assert not {name: missing for name, rows in tables.items() if (missing := FAMILIES.keys() - set(rows))}

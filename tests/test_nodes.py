@@ -24,6 +24,7 @@ from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.load.folder import LoadRequest, load
+from anygpu.pipelines.records.job import job_in
 from anygpu.pipelines.sizes import beside_transformer
 from anygpu.pipelines.vae.plan import DecodeMethod
 from published import loops
@@ -35,6 +36,8 @@ from torch.nn import functional
 SIZE = {"width": 64, "height": 64, "frames": 9}
 SAMPLING = {"steps": 2, "cfg": 3.0, "seed": 5}
 DRAWN = {**SIZE, **SAMPLING}
+DECODED = {"fps": 12.0, "method": "tiled", "tile_size": 64, "tile_overlap": 16, "frames_per_chunk": 0}
+DECODED |= {"decode_timestep": -1.0, "decode_noise_scale": -1.0}  # which this model does not take
 
 
 class ComfyUI:
@@ -114,6 +117,20 @@ def test_the_chain_of_nodes_gives_what_the_stages_give(core: ComfyUI, loaded, la
     assert isinstance(loaded[2], core.module("host.core_models").CoreVAE)
     small, _, folder, _, fps = shown.ui[0][:5]
     assert folder == "temp" and fps == made.fps and small.shape == frames.shape
+
+
+def test_what_the_decode_node_shows_is_what_its_receipt_decodes(core: ComfyUI, loaded, latent) -> None:
+    """With every input changed: what the node alone did to the frames, a replay would not do."""
+    asked = {}
+    for each in core.schemas["AnyGPUDecode"]["inputs"]:
+        if each.get("advanced"):
+            assert each["name"] in DECODED or each["kind"] == "BOOLEAN", f"give {each['name']} a value in DECODED"
+            asked[each["name"]] = DECODED.get(each["name"], not each.get("default"))
+    frames, films = core.run("Decode", pipeline=loaded[0], latent=latent, **asked).result
+    form = job_in(films[0].receipt["job"]).decode
+    latents = core.module("pipelines.latents.convert").from_core(loaded[0], latent, Silent().notify)
+    assert torch.equal(frames[0], stages.decode(loaded[0], latents, Silent(), form=form))
+    assert (form.method, form.tile, form.overlap, form.frames) == ("tiled", 64, 16, 0)
 
 
 def test_core_s_schedule_has_the_shift_of_the_checkpoint(core: ComfyUI, loaded) -> None:

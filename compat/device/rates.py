@@ -144,10 +144,8 @@ def quicker_by(facts: DeviceFacts, sums: bool, stored: str, attention: str) -> d
     if own is None:
         return {}
     eight = getattr(own, stored.replace("w4a8", "int8"), 0)  # products of 8 bits never sum in fp16
-    factors = {
-        PRODUCT: eight or (own.sums if sums else 1),
-        ATTENTION: EIGHT_BIT if attention in LOSSY_ATTENTION and own.sums > 1 else 1,
-    }
+    factors = {PRODUCT: eight or (own.sums if sums else 1)}
+    factors[ATTENTION] = EIGHT_BIT if attention in LOSSY_ATTENTION and own.sums > 1 else 1
     return {kind: factor for kind, factor in factors.items() if factor != 1}
 
 

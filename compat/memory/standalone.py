@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,32 +185,38 @@ class StandaloneOffloader:
         empty_cache(device)
         return f"with offload {mode}"
 
+    def _moved(
+        self, part: str, module: nn.Module, activation_bytes: int, progress: Any
+    ) -> AbstractContextManager[None]:
+        if self.device_of(part).type == HOST.type:
+            self._ask_for_room(activation_bytes, HOST)
+            return nullcontext()
+        way = self._streamed if self.mode in ("group", "sequential") and part != WHOLE else self._whole
+        return way(part, module, activation_bytes, progress)
+
     @contextmanager
-    def _moved(self, part: str, module: nn.Module, activation_bytes: int, progress: Any) -> Iterator[None]:
-        device, mode = self.device_of(part), self.mode
-        if device.type == HOST.type:
-            self._ask_for_room(activation_bytes, device)
+    def _streamed(self, part: str, module: nn.Module, activation_bytes: int, progress: Any) -> Iterator[None]:
+        device = self.device_of(part)
+        own = sum(tensor.nbytes for tensor in tensors_of(module)) if keeps(self, part, self.mode) else 0
+        self._ask_for_room(own + activation_bytes, device)
+        hooks = hooks_on(module)
+        if hooks is None or hooks.device != device or hooks.by_block != self._by_block(part):
+            remove_hooks(module)
+            self._move(part, module, HOST, progress)
+            hooks = self._hook(part, module, progress)
+        hooks.progress = progress or Silent()
+        self._share_room(hooks, part, activation_bytes)
+        try:
             yield
-            return
-        if mode in ("group", "sequential") and part != WHOLE:
-            own = sum(tensor.nbytes for tensor in tensors_of(module)) if keeps(self, part, mode) else 0
-            self._ask_for_room(own + activation_bytes, device)
-            hooks = hooks_on(module)
-            if hooks is None or hooks.device != device or hooks.by_block != self._by_block(part):
-                remove_hooks(module)
-                self._move(part, module, HOST, progress)
-                hooks = self._hook(part, module, progress)
-            hooks.progress = progress or Silent()
-            self._share_room(hooks, part, activation_bytes)
-            try:
-                yield
-            finally:
-                hooks.offload()
-                if hooks.copies is not None:
-                    empty_cache(device)  # what torch keeps for the stream of copies is of no use to anything else
-            return
+        finally:
+            hooks.offload()
+            if hooks.copies is not None:
+                empty_cache(device)  # what torch keeps for the stream of copies is of no use to anything else
+
+    @contextmanager
+    def _whole(self, part: str, module: nn.Module, activation_bytes: int, progress: Any) -> Iterator[None]:
+        device, stays = self.device_of(part), self.mode == "none"
         remove_hooks(module)
-        stays = mode == "none"
         if not stays:
             self._move(part, module, HOST, progress)  # where another mode left it on the device
         away = sum(tensor.nbytes for tensor in tensors_of(module) if tensor.device != device)

@@ -7,10 +7,11 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..device.execution import add_hook
 from ..device.quirks import works
@@ -19,6 +20,7 @@ from .attention import SPARSE, Attention
 from .attention_processors import BLOCKS, CROPPED, PROCESSORS, Attend, JointProcessor, Padding, cropping
 from .conv3d import history_tables, swap_conv3d
 from .conv3d_choice import PREFERRED, Timings, choose_by
+from .conv3d_methods import exact
 from .sparse_attention import SparseAttention
 
 log = logging.getLogger(__name__)
@@ -93,16 +95,19 @@ class Preparation:
         return Preparation((*self.steps, *steps))
 
 
-def conv3d_step(abilities: Mapping[str, Any], timings: Timings | None = None) -> Step:
-    """3-D convolutions in a form that runs well here, by ``quirks.abilities`` and, where there are, ``timings``."""
+def convolution_step(abilities: Mapping[str, Any], timings: Timings | None = None) -> Step:
+    """Convolutions as they run well here, by ``quirks.abilities`` and, in 3-D, ``timings`` where there are some. In 2-D
+    those of a dtype that fails run in fp32: patch embeddings of parts whose dtype goes by products and attention."""
 
     def apply(part: str, module: nn.Module) -> Back | None:
-        if role_of(part) not in ("transformer", "vae"):
-            return None
-        if timings is None and _runs_natively(abilities, {torch.float32, *(p.dtype for p in module.parameters())}):
-            return None
+        undo, dtypes = Undo(), {torch.float32, *(p.dtype for p in module.parameters())}
+        for layer in module.modules():
+            if isinstance(layer, nn.Conv2d) and not works(abilities, "conv2d", layer.weight.dtype):
+                undo.set(layer, "_conv_forward", partial(_in_fp32, layer._conv_forward))
+        native = timings is None and _runs_natively(abilities, dtypes)
+        if native or role_of(part) not in ("transformer", "vae"):
+            return undo.restore if undo else None
         swapped = swap_conv3d(module, choose_by(abilities, timings))
-        undo = Undo()
         if swapped.choices:
             undo.append(swapped.restore)
             log.info("%s: %s", part, swapped)
@@ -110,7 +115,12 @@ def conv3d_step(abilities: Mapping[str, Any], timings: Timings | None = None) ->
             undo.set(module, "_pad_rotary_emb", history_tables)
         return undo.restore if undo else None
 
-    return Step(Order.CONV3D, "3-D convolutions", apply)
+    return Step(Order.CONV3D, "convolutions", apply)
+
+
+def _in_fp32(convolve: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    with exact(x.device):
+        return convolve(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def _runs_natively(abilities: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from ...compat.device.facts import value_or
 from ...compat.device.rates import LOSSY_ATTENTION
 from ...compat.device.work import PUBLISHED, pace_of
-from ...compat.errors import PackError
 from ...compat.memory.statistics import duration
 from ...compat.transforms.attention import SPARSE, Attention
 from ...compat.transforms.attention_kernels import reason_against
@@ -50,9 +51,8 @@ def savings(
     now, found, state = timed(start), list[Saving](), start
     before = now
     least = max(LEAST_SECONDS, SHARE * now.seconds)
-    paced = pace_of(
-        pipeline.facts, pipeline.device.probes, pipeline.precision.compute or pipeline.precision.transformer
-    )
+    own = pipeline.precision
+    paced = pace_of(pipeline.facts, pipeline.device.probes, own.compute or own.transformer)
     by = "; by the card's data sheet" if paced is not None and paced.source == PUBLISHED else ""
     left = dict(_changes(*start))
     while left and len(found) < MOST:
@@ -85,21 +85,14 @@ def _changes(pipeline: Pipeline, run: Run) -> Iterator[tuple[str, Change]]:
     if pipeline.spec.rewrites.sparse and speed.attention.choice != SPARSE and SPARSE in pipeline.model.source.name:
         made = _sped(attention=Attention(SPARSE))
         yield "attention sparse on the load node", ("as it was trained", made, {"attention": SPARSE})
-    if not speed.request.fp16_sums and _allowed(pipeline):
+    dtype = pipeline.precision.compute or pipeline.precision.transformer
+    if not speed.request.fp16_sums and value_or(partial(require_fp16_sums, facts, dtype), "refused") is None:
         yield "fp16_accumulation on the load node", ("lossy", _sped(fp16_sums=True), {"fp16_accumulation": True})
     if not speed.request.stored_products and stored_products(pipeline):
         yield "stored_products on the load node", ("lossy", _sped(stored_products=True), {"stored_products": True})
     if pipeline.plan.step_cache is None:
         note = "lossy; how many steps are alike is assumed"
         yield "AnyGPU Step Cache, preset balanced", (note, _cached, {"preset": "balanced"})
-
-
-def _allowed(pipeline: Pipeline) -> bool:
-    try:
-        require_fp16_sums(pipeline.facts, pipeline.precision.compute or pipeline.precision.transformer)
-    except PackError:
-        return False
-    return True
 
 
 def _sped(attention: Attention | None = None, **asked: Any) -> Callable[[Pipeline, Run], Changed]:

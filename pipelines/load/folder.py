@@ -37,7 +37,7 @@ from ...compat.probe_results import probe_results_of
 from ...compat.transforms.attention import SPARSE, Attention, attention_for, avoided_by, by_time
 from ...compat.transforms.conv3d_choice import stored_timings
 from ...compat.transforms.fp16 import stored_dtype
-from ...compat.transforms.order import Order, Preparation, Step, attention_step, conv3d_step
+from ...compat.transforms.order import Order, Preparation, Step, attention_step, convolution_step
 from ..base import Progress, Silent
 from ..family import FamilySpec
 from ..files.evidence import evidence_of, named_place, published, recipe_named, variant_of
@@ -98,7 +98,7 @@ def load(
     if attention.choice == SPARSE and request.speed.compile is not None:
         raise UnsupportedError("attention 'sparse' with compile", expected="one of the two", fix="Switch compile off.")
     safe = SafeFp16(family.id, options.place("transformer", facts.device), active=precision.safe)
-    convolutions = conv3d_step(abilities(facts, probes), None if probes is None else stored_timings(facts, probes))
+    convolutions = convolution_step(abilities(facts, probes), None if probes is None else stored_timings(facts, probes))
     speed = speed_for(request.speed, facts, request.devices, precision, probes, attention)
     guards = _guards(request, facts, probes)
     fp16_step = Step(Order.PRECISION, "safe fp16", safe.apply)

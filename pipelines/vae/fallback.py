@@ -88,28 +88,15 @@ class VaeRunner:
             fault = output_check.fault_in_frames(video, plan.ratios[0])
             return "" if plain and fault == COLOUR else fault
 
-        def smaller(side: int) -> int:
-            after = next((each.stream for each in plan.methods if 0 < each.stream < side), 0)
-            if after:
-                watch.notify(f"decoding {plan.method} ran out of memory: continuing over {after} pixels")
-                plan.method = replace(plan.method, stream=after)
-            return after
-
-        def guard(index: int, count: int) -> AbstractContextManager[None]:
-            side = plan.method.stream or max(plan.size[1:])  # layers of four resolutions run a third of the tiles each
-            tiles = max(1, math.prod(-(-edge // side) for edge in plan.size[1:]) // 3)
-            return watched(self._vae.decoder, SubProgress(watch, index, count, "part"), DECODING, tiles)
-
         group = self.pipeline.run.group
-        together = None if group is None else partial(decoded_together, group)
         work = ResumableDecode(
             latents=samples,
             ratios=plan.ratios,
-            guard=guard,
+            guard=partial(self._region_watched, watch),
             validate=self._validated(validate),
-            smaller=smaller,
+            smaller=partial(self._smaller_tile, watch),
             check=watch.check,
-            together=together,
+            together=None if group is None else partial(decoded_together, group),
             noise=noise,
         )
 
@@ -118,11 +105,23 @@ class VaeRunner:
             return work.frames(vae, transfer, plan.method, time)
 
         video = self._through(run, validate, str(DECODING), watch, work)
-        method = plan.method
         seams = f"; tiles differ by at most {work.apart * 127.5:.1f} of 255 where they overlap" if work.apart else ""
-        if not method.whole or plan.form.method == ON_CPU:
-            watch.notify(f"decoded {method}{seams}")
+        if not plan.method.whole or plan.form.method == ON_CPU:
+            watch.notify(f"decoded {plan.method}{seams}")
         return video
+
+    def _region_watched(self, watch: Progress, index: int, count: int) -> AbstractContextManager[None]:
+        side = self.plan.method.stream or max(self.plan.size[1:])  # layers of four resolutions run a third of its tiles
+        tiles = max(1, math.prod(-(-edge // side) for edge in self.plan.size[1:]) // 3)
+        return watched(self._vae.decoder, SubProgress(watch, index, count, "part"), DECODING, tiles)
+
+    def _smaller_tile(self, watch: Progress, side: int) -> int:
+        """The side of the next smaller tile of a streamed decode, which the plan takes now; 0: there is none."""
+        after = next((each.stream for each in self.plan.methods if 0 < each.stream < side), 0)
+        if after:
+            watch.notify(f"decoding {self.plan.method} ran out of memory: continuing over {after} pixels")
+            self.plan.method = replace(self.plan.method, stream=after)
+        return after
 
     def region(self, task: RegionTask) -> Tensor:
         """Frames of a region that the leader of a group hands out, in the form that it says."""

@@ -17,7 +17,7 @@ from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.compat.transforms.conv3d import swap_conv3d
 from anygpu.compat.transforms.conv3d_choice import Conv3dLayer, choose_by, form_error, form_times
 from anygpu.compat.transforms.conv3d_methods import Conv3dMethod, Geometry
-from anygpu.compat.transforms.order import conv3d_step
+from anygpu.compat.transforms.order import convolution_step
 from anygpu.pipelines.pipeline import Parts
 from compat.transforms.test_conv3d import randomised
 from convolutions import always
@@ -160,7 +160,7 @@ def test_no_conv3d_for_the_whole_framepack_transformer(mode: str, acc: torch.dev
         expected = transformer(**inputs, return_dict=False)[0]
         there = {name: value.to(acc) for name, value in inputs.items()}
         unable = dict.fromkeys(DTYPES, False)
-        undo = conv3d_step({"conv3d": unable, "pad3d": unable}).apply("transformer", transformer)
+        undo = convolution_step({"conv3d": unable, "pad3d": unable}).apply("transformer", transformer)
         offloader = resident(mode, transformer, acc, "transformer")
         with (
             accelerator.hook(CONVOLUTIONS, before=no_volumes) as hook,

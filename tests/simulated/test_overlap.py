@@ -9,7 +9,7 @@ from anygpu.compat.memory import prefetch
 from anygpu.compat.memory.hooks import GroupHooks
 from anygpu.compat.memory.offloader import PINNED, PLAIN, HostWeights, OffloadOptions
 from anygpu.compat.memory.parts import Parts
-from anygpu.compat.memory.prefetch import CopyStream, copy_stream
+from anygpu.compat.memory.prefetch import CopyStream, GroupLayout, copy_stream
 from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.compat.memory.statistics import MemoryStats
 from torch import nn
@@ -123,6 +123,21 @@ def test_a_buffer_that_is_written_before_its_copy_has_ended_is_refused(acc, monk
 
 
 # ---- what may go wrong --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pinned", [True, False], ids=["locked", "staged"])
+def test_a_copy_waits_for_the_computation_that_had_its_memory(acc, pinned):
+    """Else it overwrites weights in use, where the link is faster than the device."""
+    weight = torch.randn(WIDTH, WIDTH)
+    layout, copies = GroupLayout([weight.pin_memory() if pinned else weight]), copy_stream(acc)
+    x = torch.randn(TOKENS, WIDTH).to(acc)
+    with clocked(EVEN):
+        for _ in range(2):
+            memory, arrived = copies.bytes_on_device(layout, lambda: None)
+            copies.wait_for(arrived)
+            x = x @ layout.places[0].within(memory)
+            del memory
+            copies.leave()
 
 
 def test_a_device_without_room_brings_nothing_ahead_and_goes_on(acc):

@@ -26,6 +26,7 @@ from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.speed import SpeedRequest, speed_for
 from simulated import accelerator, profiles
+from simulated.test_families import CASES, sampled
 from torch import nn
 
 GIBIBYTE = 1024**3
@@ -233,6 +234,18 @@ def test_auto_runs_nothing_that_the_rows_of_a_machine_name(acc, tiny_folder, row
     facts = BUG_CASES[row.name].here
     bad = {operation for each in quirks.active(facts) for operation in (*each.wrong, *each.costly)}
     assert not met_on(acc, facts, tiny_folder) & bad
+
+
+@pytest.mark.parametrize("name", ["framepack", "mochi"])
+def test_patch_embeddings_leave_a_dtype_whose_convolutions_are_wrong(acc, tiny_folder, name):
+    """Those of image encoders and of Mochi's transformer, which stay in bf16 themselves."""
+    case, met = CASES[name], set()
+    facts = replace(BUG_CASES["gfx115x_bf16_partial"].here, device=acc)
+    with accelerator.hook("aten::convolution*", before=lambda _, given: met.add((given[0].ndim, given[0].dtype))):
+        pipeline = load(LoadRequest(*(tiny.build(each, tiny_folder) for each in case.checkpoints), device=facts))
+        stages.decode(pipeline, sampled(pipeline, case), Silent())
+    assert pipeline.precision.transformer is pipeline.precision.text is torch.bfloat16
+    assert (4, torch.float32) in met and torch.bfloat16 not in {dtype for _, dtype in met}
 
 
 def test_every_effect_has_a_test_that_sees_it_act():
