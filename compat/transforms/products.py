@@ -53,18 +53,18 @@ def require_stored_matmuls(facts: DeviceFacts) -> tuple[str, ...]:
 
 def multiply_as_stored(module: nn.Module, formats: tuple[str, ...]) -> tuple[int, Callable[[], None]]:
     """Make the packed layers of ``module`` in one of ``formats`` multiply as stored; how many, and what undoes it."""
-    packed = (layer for layer in module.modules() if isinstance(layer, StoredLinear))
-    layers = [layer for layer in packed if format_of(layer.codec, layer.stored.dtype) in formats and _alone(layer)]
+    layers = [each for each in module.modules() if isinstance(each, StoredLinear) and _multiplies(each, formats)]
     undo = Undo()
     for layer in layers:
         undo.set(layer, "multiply", product)
     return len(layers), undo.restore
 
 
-def _alone(layer: Any) -> bool:
-    """True without a scale of ModelOpt's or a power of two of fp16-safe's, which the product would have to take in."""
-    own = getattr(layer, SETTINGS, PLAIN)
-    return own.values is None and not own.residual and "pre_scale" not in layer.sides and is_ours(layer, fp32_linear)
+def _multiplies(layer: Any, formats: tuple[str, ...]) -> bool:
+    """True in one of ``formats``, without a scale of ModelOpt's or a power of two of fp16-safe's to take in."""
+    own, known = getattr(layer, SETTINGS, PLAIN), format_of(layer.codec, layer.stored.dtype) in formats
+    alone = own.values is None and not own.residual and "pre_scale" not in layer.sides
+    return known and alone and is_ours(layer, fp32_linear)
 
 
 def product(layer: Any, x: Tensor) -> Tensor | None:

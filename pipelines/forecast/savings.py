@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-from ...compat.device.facts import value_or
 from ...compat.device.rates import LOSSY_ATTENTION
 from ...compat.device.work import PUBLISHED, pace_of
+from ...compat.errors import PackError
 from ...compat.memory.statistics import duration
 from ...compat.transforms.attention import SPARSE, Attention
 from ...compat.transforms.attention_kernels import reason_against
@@ -85,9 +85,10 @@ def _changes(pipeline: Pipeline, run: Run) -> Iterator[tuple[str, Change]]:
     if pipeline.spec.rewrites.sparse and speed.attention.choice != SPARSE and SPARSE in pipeline.model.source.name:
         made = _sped(attention=Attention(SPARSE))
         yield "attention sparse on the load node", ("as it was trained", made, {"attention": SPARSE})
-    dtype = pipeline.precision.compute or pipeline.precision.transformer
-    if not speed.request.fp16_sums and value_or(partial(require_fp16_sums, facts, dtype), "refused") is None:
-        yield "fp16_accumulation on the load node", ("lossy", _sped(fp16_sums=True), {"fp16_accumulation": True})
+    with suppress(PackError):  # of a device or dtype without them
+        require_fp16_sums(facts, pipeline.precision.compute or pipeline.precision.transformer)
+        if not speed.request.fp16_sums:
+            yield "fp16_accumulation on the load node", ("lossy", _sped(fp16_sums=True), {"fp16_accumulation": True})
     if not speed.request.stored_products and stored_products(pipeline):
         yield "stored_products on the load node", ("lossy", _sped(stored_products=True), {"stored_products": True})
     if pipeline.plan.step_cache is None:
