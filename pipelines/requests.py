@@ -34,6 +34,7 @@ class LoadRequest:
     base: Path | None = None  # folder of the pipeline with the parts that a lone transformer lacks; ``auto`` searches
     image_encoder: Path | None = None  # folder with ``image_encoder`` and ``feature_extractor``; None searches
     variant: str = AUTO
+    earlier: tuple[str, str] = ("", "")  # variant and recipe that ``auto`` became in the run that this repeats
     precision: str = AUTO
     offload: str = AUTO
     device: Any = None  # None for the default device; facts that were gathered before stand for the device they are of

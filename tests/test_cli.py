@@ -9,6 +9,7 @@ import sys
 import pytest
 import tiny
 import torch
+from anygpu import cli
 from anygpu.cli import exit_code, main
 from anygpu.compat.checkpoints.packed import as_in_files, pack
 from anygpu.compat.checkpoints.unpacking import SCALED
@@ -20,6 +21,7 @@ from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import Files, LoadRequest
 from comfy_kitchen.tensor import AsymW4A8Int8Layout, TensorWiseINT8Layout
 from safetensors.torch import load_file
+from schemas import SNAPSHOT
 
 PROGRAM = """
 import sys
@@ -153,3 +155,26 @@ def test_packed_weights_are_written_once_and_read_as_they_were_rounded(tiny_fold
             values = TensorWiseINT8Layout.dequantize(found[""], params)
         assert torch.equal(layer.dense(torch.float32), values), name
     assert judged > 8
+
+
+RENDERS = ("LoadPipeline", "EncodePrompt", "EncodeImage", "Sample", "SampleFramePack", "Decode")
+FLAGGED = {"text": "prompt", "clip_seconds": "seconds", "section_prompts": "section_prompt", "method": "decode"}
+ONLY_NODES = {  # inputs without a flag: the command's job file has them, or `render` makes the choice itself
+    "LoadPipeline": {"compile_cache_size", "weights", "text_weights", "transformer_device", "text_device", "vae_device",
+                     "keep_free_gb"},
+    "EncodePrompt": {"max_tokens", "template", "template_crop"},
+    "EncodeImage": {"frame", "strength", "previous", "clip_vision_output", "control", "prepare"},
+    "Sample": {"cfg_start", "cfg_end", "sigmas", "guidance_rescale", "stg", "batch_size"},
+    "SampleFramePack": {"cfg_start", "cfg_end", "order", "end_strength", "single_frame", "sigmas", "batch_size",
+                        "blend_sections"},
+    "Decode": {"tile_size", "tile_overlap", "frames_per_chunk", "decode_timestep", "decode_noise_scale"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("node", RENDERS)
+def test_an_input_has_a_flag_or_is_listed_without(node):
+    parser = argparse.ArgumentParser()
+    cli._render_arguments(parser)
+    flags = {action.dest for action in parser._actions} | {"pipeline", "latent"}
+    names = {each["name"] for each in json.loads(SNAPSHOT.read_text(encoding="utf-8"))[f"AnyGPU{node}"]["inputs"]}
+    assert {name for name in names if FLAGGED.get(name, name) not in flags} == ONLY_NODES[node], "its flag, or its row"

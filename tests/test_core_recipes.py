@@ -70,6 +70,7 @@ PLAIN = """wan2.2_i2v_high_noise_14B_fp8_scaled wan2.2_ti2v_5B_fp16 wan2.1_t2v_1
     ltx2_distillery_scene h3_turbo_car_lora ltx-2-19b-embeddings_connector_distill_bf16 Wan2.1-360_epoch20
     ltx2-embeddings-connector-distill SVI_v2_PRO_Wan2.2-I2V-A14B_HIGH_lora_rank_128_fp16 Wan21_PusaV1_LoRA_14B_rank512
     WanAnimate_relight_lora_fp16 Wan2.2-Fun-A14B-InP-high-noise-MPS wenzhiyu_woman_wan22_5b scail2-dpo-lora_new
+    FramePackI2V_lightx2v_lora Hunyuan_Self_Forcing_lora ltxv-13b-0.9.8-non-distilled
     kiss_ltx2_lora LTX2.3-IC-LORA-Dual-Character MiniMax-H3_Ref2VA-LoRA-CrossView-Warp_v1"""
 
 
@@ -125,6 +126,7 @@ def test_names_in_public_listings_give_their_recipe_and_others_none() -> None:
         ("hunyuan_video_15", "super-resolution 960", "hunyuanvideo1.5_720p_sr_distilled_fp16.safetensors"),
         ("mochi", "FastMochi", "FastMochi.safetensors"),
         ("ltx", "distilled 13B", "ltxv-13b-0.9.8-distilled.safetensors"),
+        ("ltx", "distilled_0.9.6", "ltxv-2b-0.9.6-distilled-04-25.safetensors"),
     ],
 )
 def test_a_model_of_ours_has_the_same_recipe_in_cores_sampler(family: str, key: str, name: str) -> None:

@@ -27,7 +27,7 @@ from ...pipelines.base import FramePackSettings, PromptRequest, SampleSettings
 from ...pipelines.decisions import card_of
 from ...pipelines.demo.stand_in import own_inputs
 from ...pipelines.family import FITS as PICTURE_FITS
-from ...pipelines.files.evidence import names_of_file, recipe_named
+from ...pipelines.files.evidence import changes_recipe, names_of_file, recipe_named
 from ...pipelines.forecast.counts import text_forwards
 from ...pipelines.forecast.memory import forecast
 from ...pipelines.forecast.seconds import planned_run
@@ -64,6 +64,7 @@ LESS_BY = 0.9  # of the bytes, below which a change is worth a line
 OWN = StepCacheSettings()
 CACHED = {"preset": "balanced", "kind": OWN.kind, "threshold": OWN.threshold, "interval": OWN.interval}
 CACHED |= {"start_percent": OWN.start, "end_percent": OWN.end}
+LORA = {"strength": 1.0, "blocks": ""}
 Inputs = Mapping[str, Any]
 StagesIn = Callable[[str, int | None], Sequence[StageNeed]]  # in an offload mode, and in bytes of the device
 TimesIn = Callable[[str, int | None], Times]
@@ -204,7 +205,10 @@ def _passed_on(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> Pipe
         if kind == "AnyGPUStepCache":
             preset, *own = (_widget(given.get(name, value), name, value) for name, value in CACHED.items())
             pipeline = with_step_cache(pipeline, preset, StepCacheSettings(*own))
-        elif kind == "AnyGPULoRA" and given.get("strength") != 0 and not pipeline.is_demo:
+        elif kind == "AnyGPULoRA" and not pipeline.is_demo:
+            strength, blocks = (_widget(given.get(name, value), name, value) for name, value in LORA.items())
+            if not changes_recipe(strength, blocks):
+                continue
             names, base = names_of_file(Path(str(given.get("lora", "")))), pipeline.model.names
             recipe = recipe_named(pipeline.spec, names, base)[0] or pipeline.model.recipe
             pipeline = replace(pipeline, model=replace(pipeline.model, recipe=recipe))

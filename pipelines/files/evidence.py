@@ -17,11 +17,12 @@ from ...compat.decision import AUTO, CHOSEN, Decision
 from ...compat.errors import CheckpointError, json_within, require_choice
 from ..family import FamilySpec, OtherModel
 from ..registry import FAMILIES
+from ..requests import LoadRequest
 from .part import PartFiles
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 Names = tuple[str, ...]
-MOST_NAMES = 6
+MOST_NAMES, FULL = 6, 0.5  # of a model; strength of a LoRA from which on its recipe is taken
 TITLES = ("modelspec.title", "ss_output_name", "general.name")  # in a file's metadata, as trainers and GGUF have them
 SNAPSHOTS = "snapshots"  # whose folders are named by commits there
 CACHED = re.compile(r"^models--(?:.+--)?(.+)$")  # a repository in Hugging Face's cache
@@ -34,6 +35,7 @@ COMMON = re.compile(  # words of names that many files have: parts, models, size
     r"|pytorch|diffusion|adapter|model|transformer|unet|dit|loras?|weights|comfy(?:ui)?|converted|fun|video|hunyuan|hyvid"
     r"|wan\d*|ltxv?\d*|mochi|high|low|noise|rank\d*|[a-z]{0,2}\d+[a-z]?|e4m3(?:fn)?|e5m2|scaled|of|[a-z]"
 )
+DENIED = re.compile(r"(?<![a-z])(?:un|non?|not)[ ._-]?(?:distil|fast|turbo)\w*", re.IGNORECASE)
 ELSEWHERE = (  # models of other packs
     OtherModel("Wan", ("blocks.0.self_attn.norm_q.weight", "head.modulation"), classes="Wan"),
     OtherModel("FLUX", ("double_blocks.0.img_attn.norm.key_norm.scale", "guidance_in.in_layer.weight"), classes="Flux"),
@@ -51,7 +53,7 @@ class Evidence:
 
     def name_with(self, pattern: str) -> str:
         """The nearest name in which ``pattern`` is found; empty for none."""
-        return next((name for name in self.names if re.search(pattern, name, re.IGNORECASE)), "")
+        return next((name for name in self.names if says(name, pattern)), "")
 
     def note(self, *path: str) -> Any:
         """The value in the metadata under a key and, where that is JSON, under further ones; None for nothing."""
@@ -78,6 +80,11 @@ def evidence_of(path: Path, config: Mapping[str, Any]) -> Evidence:
     read = {".safetensors": entries_and_notes, ".sft": entries_and_notes, ".gguf": gguf_header}.get(file.suffix)
     notes = {} if read is None else {key: each for key, each in read(file)[1].items() if isinstance(each, str)}
     return Evidence(notes, names_around(path, notes), config)
+
+
+def says(name: str, pattern: str) -> bool:
+    """Tell whether ``pattern`` is found in a name, in which what it denies, such as ``undistilled``, does not count."""
+    return re.search(pattern, DENIED.sub("", name), re.IGNORECASE) is not None
 
 
 LONGEST = 260  # characters of a title that are looked at, as of a file's name
@@ -113,9 +120,11 @@ def variant_choices() -> list[str]:
     return [AUTO, *dict.fromkeys([*first, *(variant for variants, _ in each for variant in variants)])]
 
 
-def variant_of(family: FamilySpec, asked: str, model: Path, transformer: PartFiles) -> tuple[str, tuple[Decision, ...]]:
+def variant_of(family: FamilySpec, request: LoadRequest, transformer: PartFiles) -> tuple[str, tuple[Decision, ...]]:
     """The variant of a model, and what is said of it; raises InputError for one of another family."""
-    known, where = (AUTO, *family.recipes.variants), f" for {family.title}"
+    known, where, model = (AUTO, *family.recipes.variants), f" for {family.title}", request.model
+    earlier = request.earlier[0] if request.variant == AUTO else ""
+    asked = earlier if earlier in family.recipes.variants else request.variant
     require_choice("variant", asked, known, "Choose auto or one of these.", where=where)
     cautions = cautions_of(family, model, transformer)
     if not family.recipes.variants:
@@ -131,8 +140,13 @@ def recipe_named(family: FamilySpec, names: Names, base: Names = ()) -> tuple[st
     """The key of the recipe of a model that others distilled or of a LoRA, and which of ``names`` gives it away; with a
     name of the ``base`` that a LoRA is for, where a pattern has one for it behind `` on ``."""
     rows = [(key, *pattern.split(" on ")) for pattern, key in family.published.recipe_names.items()]
-    pairs = ((key, name, on) for name in names for key, own, *on in rows if re.search(own, name, re.IGNORECASE))
+    pairs = ((key, name, on) for name in names for key, own, *on in rows if says(name, own))
     return next(((key, name) for key, name, on in pairs if not on or Evidence(names=base).name_with(on[0])), ("", ""))
+
+
+def changes_recipe(strength: float, blocks: str) -> bool:
+    """True for a LoRA that acts on all blocks, in full or nearly: the model is then run as that LoRA was trained."""
+    return strength >= FULL and not blocks.strip()
 
 
 def named_place(model: Path, transformer: PartFiles) -> Path:

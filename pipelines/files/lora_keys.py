@@ -151,7 +151,8 @@ def _pairs_of(
     if len(target.layers) > 1 and not MULTIPLIERS.isdisjoint(group):  # of one weight that is several here
         return {}
     total, inside, rank = size
-    if MAGNITUDE in group and math.prod(tensors[group[MAGNITUDE]]) not in (total, layers[target.layers[0]][1]):
+    lengths = total, *(layers[target.layers[0]][1:2] if len(target.layers) == 1 else ())  # of rows; of whole columns
+    if MAGNITUDE in group and math.prod(tensors[group[MAGNITUDE]]) not in lengths:
         return {}
     own = {role: name for role, name in group.items() if role not in ALONE or UP not in group}
     first, pairs = 0, dict[str, LoRAPair]()

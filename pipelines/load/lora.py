@@ -26,7 +26,7 @@ from ...compat.memory.statistics import amount_of
 from ...compat.packages import attribute
 from ...compat.transforms.order import Order, Step
 from ..base import Progress
-from ..files.evidence import cautions_by_name, names_of_file, recipe_named
+from ..files.evidence import Names, cautions_by_name, changes_recipe, names_of_file, recipe_named
 from ..files.lora_keys import matched
 from ..files.lora_kinds import ALPHA, HADA, KRON, MAGNITUDE, PEFT_MAGNITUDE, UP, Delta, LoRAPair, role_of
 from ..files.part import MOST_TENSORS, construction, empty_weights
@@ -36,6 +36,7 @@ from ..settings import OWN_DEFAULTS, defaults_in, recipe_decisions, with_default
 
 MOST = 10.0  # strength in either direction
 METHODS = {"LORA": (UP,), "LOHA": HADA, "LOKR": KRON}  # of peft that are read, with the roles of their tensors
+STARTS = ("True", "False", "gaussian", "eva", "orthogonal")  # others change the model's weights too
 WIDE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LAYERS = (nn.Linear, nn.Conv2d, nn.Conv3d)
 ATOMS = r"(?:[\w-]|\\?\.|\\d|\[[\w-]+\])*"
@@ -56,7 +57,7 @@ class LoRA:
     pairs: Mapping[str, LoRAPair]  # the tensors of each layer, by the layer's name
     stamp: tuple[int, int]  # the file's size and time
     scales: Mapping[str, float]  # alpha over rank by layer name, 1 where the file has no alpha
-    of_weight: frozenset[str]  # layers on whose weights it depends (DoRA, OFT, BOFT, GLoRA), and norms: always merged
+    of_weight: frozenset[str]  # always merged: layers on whose weights it or a later one depends (DoRA, OFT …), norms
     tensors: Mapping[str, torch.Tensor] = field(repr=False, compare=False)  # of the file, on the CPU
 
     def delta(self, layer: str) -> Delta:
@@ -117,34 +118,40 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         scales=_scales(match.pairs, tensors, noted),
         of_weight=frozenset(name for name, pair in match.pairs.items() if pair.of_weight),
     )
-    loras = LoRAs((*on(pipeline), added), pipeline.precision.transformer, pipeline.spec.transformers)
+    before = (replace(each, of_weight=each.of_weight | (added.of_weight & {*each.pairs})) for each in on(pipeline))
+    loras = LoRAs((*before, added), pipeline.precision.transformer, pipeline.spec.transformers)
     decision = Decision("LoRA", f"{path.stem} {strength:g}{f' ({blocks})' if blocks.strip() else ''}, {mode}")
-    names, base = names_of_file(path, file.metadata), pipeline.model.names
-    cautions = cautions_by_name(pipeline.spec, names, base=base)
+    names = names_of_file(path, file.metadata)
+    cautions = cautions_by_name(pipeline.spec, names, base=pipeline.model.names)
     for caution in cautions:
         progress.notify(f"{path.stem}: {caution.verdict}")
     decisions = (*pipeline.plan.decisions, decision, *cautions)
     plan = replace(pipeline.plan, offloader=pipeline.offloader.with_adapters(loras), decisions=decisions)
     weights = _unpacked(pipeline, added, own, progress)
     changed = replace(pipeline, plan=plan, model=replace(pipeline.model, weights=weights, control_factor=factor))
-    recipe, name = recipe_named(pipeline.spec, names, base)
     trained_for = defaults_in(pipeline, json_object(file.metadata.get(OWN_DEFAULTS, "")))
-    return _with_recipe(changed, path, recipe, name, trained_for, progress)
+    return _with_recipe(changed, added, names, trained_for, progress)
 
 
 def _with_recipe(
-    pipeline: Pipeline, path: Path, recipe: str, name: str, trained_for: dict[str, Any], progress: Progress
+    pipeline: Pipeline, added: LoRA, names: Names, trained_for: dict[str, Any], progress: Progress
 ) -> Pipeline:
-    """``pipeline`` by the ``recipe`` that the ``name`` of a LoRA gives away; a demo model by what one for it says that
-    it was ``trained_for``."""
-    if pipeline.is_demo and trained_for:
-        pipeline = with_defaults(pipeline, trained_for)
-    elif recipe and not pipeline.is_demo:
-        pipeline = replace(pipeline, model=replace(pipeline.model, recipe=recipe))
-    else:
+    """``pipeline`` by the recipe that one of the ``names`` of a LoRA gives away; a demo model by what one for it says
+    that it was ``trained_for``. Neither changes for a LoRA that hardly acts, or on some blocks."""
+    recipe, name = recipe_named(pipeline.spec, names, pipeline.model.names)
+    if not (trained_for if pipeline.is_demo else recipe):
         return pipeline
+    stem = added.path.stem
+    if not changes_recipe(added.strength, added.blocks):
+        where = f"strength {added.strength:g}{f' ({added.blocks})' if added.blocks.strip() else ''}"
+        progress.notify(f"{stem}: its recipe is not taken at {where}")
+        return pipeline
+    if pipeline.is_demo:
+        pipeline = with_defaults(pipeline, trained_for)
+    else:
+        pipeline = replace(pipeline, model=replace(pipeline.model, recipe=recipe))
     said = recipe_decisions(pipeline, (), name)
-    progress.notify(f"{path.stem} changes the recipe: {said[0].verdict}")
+    progress.notify(f"{stem} changes the recipe: {said[0].verdict}")
     others = (each for each in pipeline.plan.decisions if each.subject != said[0].subject)
     return replace(pipeline, plan=replace(pipeline.plan, decisions=(*others, *said)))
 
@@ -355,12 +362,11 @@ def _adapter_config(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
     with suppress(CheckpointError, OSError):
         noted = dict(read_json(beside, "an adapter's configuration")) if beside.is_file() else {}
     method = str(noted.get("peft_type"))
-    if noted and method not in METHODS:
-        raise UnsupportedError(
-            f"{path.name!r} beside an adapter_config.json with peft_type {method[:20]!r}",
-            expected=", ".join(METHODS),
-            fix="Merge it into the model with peft, and load that.",
-        )
+    for name, read in (("peft_type", METHODS), ("init_lora_weights", STARTS)):
+        if noted and (value := str(noted.get(name, True))) not in read:
+            found = f"{path.name!r} beside an adapter_config.json with {name} {value[:20]!r}"
+            fix = "Merge it into the model with peft, and load that."
+            raise UnsupportedError(found, expected=", ".join(read), fix=fix)
     alpha, rank = noted.get("lora_alpha" if method == "LORA" else "alpha"), noted.get("r", 8)  # 8: peft's own
     known = method in METHODS and _plausible(alpha) and _plausible(rank) and rank > 0
     return {**noted, "lora_alpha": alpha, "r": rank} if known else {}

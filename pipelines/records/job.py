@@ -152,6 +152,8 @@ class VideoJob(Job):
     first: VideoJob | None = None  # whose latents it starts from
     # What ``auto`` became in the run of a receipt, which another run takes.
     resolved: SampleSettings | None = field(default=None, metadata={WITHOUT: ("latents", "noise_mask")})
+    resolved_variant: str = ""  # and what ``auto`` became there, whatever the model is called here
+    resolved_recipe: str = ""
     decode: DecodeRequest = field(default_factory=DecodeRequest)
     decode_timestep: float = -1.0  # below 0 the model's own
     decode_noise_scale: float = -1.0  # below 0 the model's own
@@ -175,7 +177,8 @@ class VideoJob(Job):
     @property
     def model_key(self) -> str:
         names = ("model", "base", "image_encoder", "files", "task", "load", "loras", "step_cache")
-        return _hash(plain({name: getattr(self, name) for name in names}))
+        became = (self.resolved_variant, self.resolved_recipe)
+        return _hash(plain({name: getattr(self, name) for name in names} | ({"became": became} if any(became) else {})))
 
     @property
     def sampled(self) -> SampleSettings:
@@ -259,7 +262,11 @@ def by_content(record: Any) -> Any:
     if isinstance(record, dict):
         if FOUND_BY <= record.keys() <= CONTENT:
             return record.get("whole") or record["content"]
-        return {name: by_content(value) for name, value in record.items() if name not in (*PLACES, "resolved")}
+        return {
+            name: by_content(value)
+            for name, value in record.items()
+            if name not in PLACES and not name.startswith("resolved")
+        }
     return [by_content(item) for item in record] if isinstance(record, list) else record
 
 

@@ -168,7 +168,9 @@ def settings_of(path: Path) -> VideoJob:
         raise InputError(found, expected="a video that was sampled once", fix=fix)
     own: dict[str, Any] = {"family": "", "base": None, "image_encoder": None, "files": {}, "pictures": ()}
     own |= {"prompt": replace(job.prompt, text="", sections=()), "settings": replace(job.settings, seed=0, denoise=1.0)}
-    return replace(job, task=AUTO, video=None, upscalers=(), resolved=None, **own)
+    return replace(
+        job, task=AUTO, video=None, upscalers=(), resolved=None, resolved_variant="", resolved_recipe="", **own
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +267,8 @@ def _job(
         pictures=tuple(Picture(Content("", one.content, size=one.size), **encoding_of(one)) for one in sources),
         fit=sources[0].fit if sources else FITS[0],
         framepack=framepack,
+        resolved_variant=pipeline.model.variant,
+        resolved_recipe=pipeline.model.recipe,
         base=None if request.base is None else known(request.base),
         image_encoder=None if request.image_encoder is None else known(request.image_encoder),
     )

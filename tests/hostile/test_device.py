@@ -135,7 +135,9 @@ print(flags()["tf32"])
 """
 
 
-@pytest.mark.parametrize("setter", ["fp32_precision", "cuda.matmul.fp32_precision"])
+@pytest.mark.parametrize(
+    "setter", ["fp32_precision", pytest.param("cuda.matmul.fp32_precision", marks=pytest.mark.full)]
+)
 def test_flags_survive_the_new_switches_of_torch(setter: str) -> None:
     """torch 2.9 and newer: the legacy question raises once another pack has used the new switch."""
     if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):

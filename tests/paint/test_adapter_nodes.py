@@ -124,6 +124,7 @@ def test_the_normals_of_a_mesh_reach_the_maps(core):
     assert torch.equal(core.meshes.to_core(replace(box(), normals=own[0])).normals, own)
 
 
+@pytest.mark.full
 def test_words_alone_texture_a_mesh(core):
     pipeline = loaded(core, "tg2mv", "sd21")
     given = {"mesh": mesh(), "pipeline": pipeline, "view_size": 64, "texture_size": 64, "steps": 1}

@@ -229,7 +229,7 @@ def detailed(models: Path, mesh: Mesh, texture: Texture, record: dict, place: st
     return replace(texture, colour=made.texture), projected_record(before, after, mesh, given, table)
 
 
-@pytest.mark.parametrize("evened", [False, True])
+@pytest.mark.parametrize("evened", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_what_separate_nodes_make_is_painted_again_bit_for_bit(models, evened):
     record = in_steps(models, evened)
     asked = record["job"]

@@ -33,7 +33,7 @@ from anygpu.pipelines.records.receipts import (
     with_receipt,
 )
 from anygpu.pipelines.requests import LoadRequest
-from anygpu.pipelines.settings import with_step_cache
+from anygpu.pipelines.settings import of_checkpoint, with_step_cache
 from anygpu.pipelines.speed import SpeedRequest
 from anygpu.pipelines.vae.plan import DecodeRequest
 from diffusers.pipelines.hunyuan_video1_5 import image_processor as buckets
@@ -187,6 +187,26 @@ def test_a_replay_takes_what_auto_became(made: Any, tiny_folder: Path, tmp_path:
         store.save_latent(path, convert.to_core(signed), print)
         with mock.patch.object(jobs, "decoded", lambda *_: torch.zeros(1)), mock.patch.dict(recipes, newer):
             assert jobs.replay(path, machine, Silent()).same is same
+
+
+@pytest.mark.parametrize(("name", "steps"), [("ltxv-2b-0.9.6-distilled", 8), ("my ltx", 40)])
+def test_a_replay_takes_the_recipe_of_a_model_that_is_called_otherwise_here(
+    name: str, steps: int, tiny_folder: Path, tmp_path: Path
+) -> None:
+    source = tiny.build("ltx", tiny_folder)
+    there = shutil.copytree(source, tmp_path / "there" / name)
+    pipeline = load(LoadRequest(there, precision="fp32", device="cpu"))
+    assert of_checkpoint(pipeline).sizes.defaults.steps == steps
+    prompt = stages.encode_prompt(pipeline, PromptRequest("a fox"), Silent())
+    asked = SampleSettings(64, 64, 9, 2, seed=5)
+    signed = with_receipt(stages.sample(pipeline, prompt, None, asked, Silent()), pipeline, prompt, None, asked)
+    shutil.copytree(source, tmp_path / "models" / "another-0.9.8-distilled")
+    machine = Machine(Places((tmp_path / "models",)), tmp_path / "state", "cpu")
+    here = jobs.load_pipeline(job := job_of(signed.extra[RECEIPT]), machine, Silent())
+    assert of_checkpoint(here).sizes.defaults.steps == steps and here.variant == pipeline.variant
+    assert job.key == replace(job, resolved_variant="", resolved_recipe="").key
+    strange = replace(job, resolved_variant="of another family", resolved_recipe="none")
+    assert jobs.load_pipeline(strange, machine, Silent()).variant == "distilled"
 
 
 def ltx_twice(folder: Path) -> tuple[list[Path], Path, Any]:

@@ -154,7 +154,8 @@ def test_packed_weights_stay_packed_and_compute_to_the_bits_of_their_values(
     assert held[0] < held[1]
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "ltx" else [pytest.mark.full]) for n in CASES])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.full
 def test_packed_weights_are_part_of_one_graph(acc, tiny_folder, name):
     asked = [SpeedRequest("reference", compile) for compile in (None, CompileSettings(backend="eager"))]
     made = [

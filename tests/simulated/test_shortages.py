@@ -265,6 +265,7 @@ def test_nothing_stays_of_hooks_of_which_one_fails(acc, name):
         assert all(block.attn1.processor.attend is print for block in module.transformer_blocks)
 
 
+@pytest.mark.full
 def test_injections_see_weights_that_stay(acc):
     """Of a part that leaves only if no run before was cut short."""
     part, x, inside = nn.Linear(4, 4).requires_grad_(False), torch.ones(4), list[int]()

@@ -41,7 +41,7 @@ VISIONS = "vision_last", "vision_end"  # what the image encoder says of a clip's
 LARGEST_SHIFT = 7.0  # of the models' own schedule, which grows with the size of a section
 SHIFTS = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")  # without image_ in its function
 
-F1_NAME = r"(?:\b|_|pack)f1(?=$|[\W_]|i2v|hy)"  # a word of its own: hashes have these letters too
+F1_NAME = r"(?:\b|_|pack|hy)f1(?=$|[\W_]|i2v|hy|fp8|bf16)"  # a word of its own: hashes have these letters too
 IMAGE_FIX = "Connect AnyGPU Image Conditioning with the start image of AnyGPU Encode Image."
 
 

@@ -236,7 +236,7 @@ def test_auto_runs_nothing_that_the_rows_of_a_machine_name(acc, tiny_folder, row
     assert not met_on(acc, facts, tiny_folder) & bad
 
 
-@pytest.mark.parametrize("name", ["framepack", "mochi"])
+@pytest.mark.parametrize("name", [pytest.param("framepack", marks=pytest.mark.full), "mochi"])
 def test_patch_embeddings_leave_a_dtype_whose_convolutions_are_wrong(acc, tiny_folder, name):
     """Those of image encoders and of Mochi's transformer, which stay in bf16 themselves."""
     case, met = CASES[name], set()

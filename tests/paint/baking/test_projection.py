@@ -123,7 +123,7 @@ def made(name: str) -> tuple[Tensor, Projected, Tensor, Found]:
         return picture, projected(surface, painted, [Reference(picture)]), cosines(surface, pose), found
 
 
-@pytest.mark.parametrize("names", [FAST, pytest.param(tuple(CASES), marks=pytest.mark.full)], ids=["two", "five"])
+@pytest.mark.parametrize("names", [FAST[:1], pytest.param(tuple(CASES), marks=pytest.mark.full)], ids=["one", "five"])
 def test_shapes_get_the_detail_of_a_picture_from_an_unknown_camera(names):
     """Cameras off by up to 15 degrees, rolled, of focal lengths from infinite to a wide lens."""
     before, after = [], []

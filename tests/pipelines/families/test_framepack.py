@@ -646,7 +646,8 @@ def test_a_whole_pipeline_folder_loads(run: Any, tiny_folder: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "variant"),
     [
-        ("FramePack_F1_I2V_HY_20250503", F1), ("FramePackF1_HY_fp8_e4m3fn", F1), ("framepack-f1", F1), ("F1", F1),
+        ("FramePack_F1_I2V_HY_20250503", F1), ("FramePackF1_HY_fp8_e4m3fn", F1), ("framepackI2VHYF1", F1),
+        ("framepack_hy_F1fp8", F1), ("framepack-f1", F1), ("F1", F1),
         ("FramePackI2V_HY", I2V), ("framepack-151c80f1a819", I2V), ("stuff1", I2V), ("framepack_f16", I2V),
     ],
 )  # fmt: skip

@@ -61,7 +61,15 @@ def test_a_folder_of_many_files_says_something_of_those_alone_whose_own_names_sa
         ("720p_i2v", "hunyuan_video_15", "720p i2v", "the name '720p_i2v' says so"),
         *(
             (name, "hunyuan_video_15 sr", f"super-resolution to {end}", f"the name {name!r} says so")
-            for name, end in (("720p_sr_distilled", "720p"), ("1080p_sr_distilled", "1080p"))
+            for name, end in (
+                ("720p_sr_distilled", "720p"),
+                ("1080p_sr_distilled", "1080p"),
+                ("720p_to_1080p_sr_distilled", "1080p"),
+            )
+        ),
+        *(
+            (name, "hunyuan_video_15", "480p i2v", f"the name {name!r} says so")
+            for name in ("480p_i2v_step7200", "480p_i2v_1720steps", "480p_i2v_20260720", "480p_i2v_like_720p")
         ),
         ("480p_t2v_distilled", "hunyuan_video_15", "480p t2v distilled", "the name '480p_t2v_distilled' says so"),
         ("480p_t2v", "hunyuan_video_15", "480p t2v", "the name '480p_t2v' says so"),
@@ -99,6 +107,8 @@ def test_tencents_own_folders_say_which_model_they_hold(
         ("ltxv-13b-0.9.7-distilled-fp8", {"scheduler": {}}, "distilled", "the name"),
         ("ltxv-13b-0.9.8-dev", {"scheduler": {"sampler": "x"}}, "dev", "its file names no noise levels"),
         ("ltxv-13b-0.9.8-dev", None, "dev", "does not say 'distilled'"),
+        ("ltxv-13b-0.9.8-non-distilled", None, "dev", "does not say 'distilled'"),
+        ("undistilled-ltxv-2b-0.9.8", None, "dev", "does not say 'distilled'"),
     ],
 )
 def test_the_metadata_comes_before_the_names(tmp_path: Path, name: str, config: object, variant: str, why: str) -> None:
@@ -248,6 +258,7 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             high-speed-drone-shot-hunyuan-v1.0-heavy-vfx_ai animal_documentary_epoch20 kbk_backrooms_comfyui
             ultrawide_10_epochs UndergroundClub_hunyuan hunyuan_diffusers hunyuan-video-t2v-720p-bf16
             HunyuanVideo-I2V-33ch hunyuan_video_I2V-Q3_K_S skyreels-hunyuan-I2V-Q3_K_S HunyuanVideo-I2V-FP8
+            HunyuanVideo_no-fastvideo_720
             hyvideo-diffusers hunyuan-lora-musubi-vhs-5""",
     },
     "hunyuan_video_15": {

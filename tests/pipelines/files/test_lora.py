@@ -125,6 +125,9 @@ def test_a_lora_whose_name_gives_a_recipe_changes_the_defaults_and_says_so(made:
     (recipe,) = [each for each in fast.plan.decisions if each.subject == "recipe"]
     assert recipe.why.startswith("the name 'FastHunyuan-LoRA' says so; FastVideo/FastHunyuan")
     assert [f"{file.stem} changes the recipe: {recipe.verdict}"] == [x for x in progress.said if "recipe" in x]
+    for strength, blocks in ((0.3, ""), (-1.0, ""), (1.0, "double 0")):
+        weak = with_lora(made.pipeline, file, strength, blocks, "separate", progress)
+        assert of_checkpoint(weak).sizes.defaults.steps == 50 and "recipe is not taken at" in progress.said[-1]
     progress = recorded()
     plain = with_lora(made.pipeline, unlisted, 1.0, "", "separate", progress)
     assert sum("not in the catalogue" in line for line in progress.said) == 1

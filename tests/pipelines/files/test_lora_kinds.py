@@ -210,6 +210,23 @@ def test_dora_sets_the_lengths_of_rows_as_core_does(made: Any, mode: str) -> Non
     assert torch.equal(weight_and_bias(made)[0], weight)
 
 
+def test_a_dora_counts_what_stands_before_it(made: Any) -> None:
+    """Also where the LoRA before it computes beside the weights of other layers."""
+    weight, bias = weight_and_bias(made)
+    plain, dora = ([torch.randn(4, weight.shape[1]), torch.randn(weight.shape[0], 4) * 0.1] for _ in range(2))
+    length = torch.rand(weight.shape[0], 1) + 0.5
+    pipe = made.pipeline
+    for name, (down, up), more in (("a", plain, {}), ("b", dora, {f"{LAYER}.dora_scale": length})):
+        own = {f"{LAYER}.lora_down.weight": down, f"{LAYER}.lora_up.weight": up, **more}
+        save_file(own, path := made.folder / f"{name}.safetensors")
+        pipe = lora.with_lora(pipe, path, 1.0, "", "separate", Silent())
+    before = weight + plain[1] @ plain[0]
+    expected = (before + dora[1] @ dora[0]) * length / before.norm(dim=1, keepdim=True)
+    with pipe.offloader.hold("transformer") as module, torch.no_grad():
+        found = module.get_submodule(LAYER)(torch.eye(weight.shape[1]))
+    torch.testing.assert_close(found, expected.T + bias, **NEAR)
+
+
 @pytest.mark.parametrize("mode", LORA_MODES)
 @pytest.mark.parametrize("kind", ["lengths of peft", "lengths of inputs", "LoKr"])
 def test_a_convolution_takes_dora_and_lokr(made: Any, kind: str, mode: str) -> None:
@@ -245,6 +262,9 @@ def test_lengths_of_another_layer_are_named() -> None:
     with pytest.raises(CheckpointError, match="none of 3 keys"):
         matched(FILE, tensors | {f"{base}.dora_scale": (5, 1)}, LAYERS, HUNYUAN)
     assert matched(FILE, tensors | {f"{base}.dora_scale": (6, 1)}, LAYERS, HUNYUAN).pairs
+    fused = {f"{FUSED}.lora_A.weight": (2, 6), f"{FUSED}.lora_B.weight": (18, 2), f"{FUSED}.dora_scale": (1, 6)}
+    found = matched(FILE, tensors | fused, LAYERS, HUNYUAN)  # of the columns of all that is one weight there
+    assert found.unmatched == sorted(fused) and list(found.pairs) == [base]
 
 
 @pytest.mark.parametrize(
@@ -367,6 +387,13 @@ def test_a_folder_that_peft_saved_acts_as_peft_merges_it(made: Any, method: str,
         with pytest.raises(UnsupportedError, match=r"'ADALO(RA|HA|KR)'; expected LORA, LOHA, LOKR"):
             made.outputs(tensors, LAYER, 1.0, "merged")
         made.outputs({name.removeprefix("base_model.model."): t for name, t in tensors.items()}, LAYER, 1.0, "merged")
+        written.write_text(
+            written.read_text().replace('"ADALO', '"LO').replace('lora_weights": false', 'lora_weights": "pissa"')
+        )
+        if method == "Lora":  # begins with a part of the weights, which the rest of the model then lacks
+            with pytest.raises(UnsupportedError, match="init_lora_weights 'pissa'; expected True, False, gaussian"):
+                made.outputs(tensors, LAYER, 1.0, "merged")
+        written.write_text(written.read_text().replace('"peft_type": "LO', '"peft_type": "ADALO'))
         with pytest.raises(UnsupportedError, match="'ADALO"):  # named before its keys are, which no kind here has
             made.outputs({f"base_model.model.{LAYER}.oft_R.weight": torch.ones(2, 3)}, LAYER, 1.0, "merged")
     finally:
