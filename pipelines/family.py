@@ -35,6 +35,7 @@ OPTIONAL = {  # None where a family has none
     "encode_video": "pipeline frames seed progress",
     "nearest_size": "pipeline width height",
     "upscale": "pipeline latents path progress",
+    "enlarged": "latents path",  # as ``upscale`` leaves them, without its samples
     "defaults_for": "pipeline",
     "recipe_for": "pipeline",
     "guess_variant": "evidence",

@@ -184,10 +184,7 @@ def planned_size(job: VideoJob, machine: Machine, pipeline: Pipeline) -> tuple[S
     if job.framepack is not None:
         frames = clip_frames(pipeline, job.framepack, settings.fps)
     size = page.planned_size(pipeline, width, height, frames, (settings.cfg or usual.cfg) > 1.0)
-    if job.framepack is None:
-        return size, settings
-    sections = pipeline.spec.code.sections_for(job.framepack, size.frames)
-    return replace(size, sections=sections, window=job.framepack.window, clip=clip), settings
+    return (size if job.framepack is None else replace(size, window=job.framepack.window, clip=clip)), settings
 
 
 def _frames(

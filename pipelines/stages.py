@@ -218,16 +218,8 @@ def encode_video(
     pictures = fitted(pictures[:count], width, height, fit)
     with running(VIDEO, pipeline, progress, SampleSettings(width, height, count)):
         samples = family.code.encode_video(pipeline, pictures, seed, progress)
-    return Latents(
-        samples=samples,
-        family=pipeline.family,
-        task="video",
-        frames=count,
-        height=height,
-        width=width,
-        fps=family.sizes.defaults.fps,
-        seed=seed,
-    )
+    size: dict[str, Any] = {"frames": count, "height": height, "width": width}
+    return Latents(samples, pipeline.family, "video", **size, fps=family.sizes.defaults.fps, seed=seed)
 
 
 @explaining(SAMPLING)
@@ -284,8 +276,7 @@ def sample_framepack(
         raise UnsupportedError(found, expected="a FramePack pipeline", fix="Use AnyGPU Sample for this model.")
     settings = replace(settings, frames=clip_frames(pipeline, framepack, settings.fps))
     settings = complete(of_checkpoint(pipeline), prompt, image, settings, progress)
-    sections = family.code.sections_for(framepack, settings.frames)
-    size = replace(size_of(settings, prompt, framepack.window), sections=sections, clip=bool(image and image.beside))
+    size = replace(size_of(settings, prompt, framepack.window), clip=bool(image and image.beside))
     remembered = InMemorySections(keeper)
     if steps is not None:
         pipeline = with_steps(

@@ -38,6 +38,7 @@ from anygpu.pipelines.pictures import picture_size
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sizes import Size
 from PIL import Image
+from published import loops
 from safetensors.torch import load_file, save_file
 
 from paint import mv_stored, stored
@@ -292,12 +293,65 @@ def test_minutes_are_told_once_a_run_has_timed_the_device(pack, tiny_folder):
     assert [*told["forecasts"][0]["seconds"]] == ["text", "sampling", "decoding"]
 
 
-def test_advice_names_the_widget_that_makes_it_and_follows_what_nodes_on_the_way_change(pack, tiny_folder):
-    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
+def paced(rate: float = 1e6) -> None:
+    """Let the CPU have been timed."""
     state = Path(importlib.import_module("anygpu.host.folders").state_folder())
     for heads in (64, 128):
-        name = f"rates of float32 values, heads of {heads}"
-        probe_results_of(facts_for("cpu"), state).remember(name, lambda: asdict(Pace(1e6, 1e6, 1e6, 1e6, 0.0)))
+        pace = asdict(Pace(rate, rate, rate, rate, 0.0))
+        probe_results_of(facts_for("cpu"), state).remember(f"rates of float32 values, heads of {heads}", pace.copy)
+
+
+def test_guidance_is_priced_as_its_widgets_have_it(pack, tiny_folder):
+    """A 0 that is a choice, such as no STG, is one."""
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
+    paced()
+
+    def told(**inputs: float) -> float:
+        body = graph_of()
+        sizes = {"width": 64, "height": 64, "frames": 9, "steps": 10, "cfg": 3.0, "cfg_end": 1.0, "stg": -1.0}
+        body["prompt"]["10"] = {"class_type": "AnyGPUSample", "inputs": {"pipeline": ["7", 0], **sizes, **inputs}}
+        (found,) = pack.ask("POST", "/anygpu/graph", json=body)[1]["forecasts"]
+        return found["seconds"]["sampling"]
+
+    plain, alone = told(), told(cfg=1.0)
+    assert alone < told(cfg_end=0.3) < told(cfg_end=0.6) < plain == told(stg=0.0) < told(stg=1.0)
+    assert told(cfg_end=0.0) == told(cfg_start=1.0) == alone
+
+
+def test_a_run_from_latents_is_told_at_their_size_and_by_the_recipe_of_its_pass(pack, tiny_folder):
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
+    loops.ltx_upscaler(pack.home / "models").rename(pack.home / "models" / "up.safetensors")
+    sys.modules["folder_paths"].folder_names_and_paths["latent_upscale_models"] = None
+    paced()
+    prompt = {"7": {"class_type": "AnyGPULoadPipeline", "inputs": {"model": "LTX-Video", "variant": "distilled"}}}
+    for node, kind, more in (
+        ("1", "AnyGPUSample", {"width": 96, "height": 64, "frames": 17, "steps": 20}),
+        ("2", "AnyGPUSaveLatent", {"latent": ["1", 0]}),
+        ("3", "AnyGPUUpscaleLatents", {"latent": ["2", 0], "upscaler": "up.safetensors"}),
+        ("4", "AnyGPUSample", {"latent": ["3", 0], "width": 512}),
+        ("5", "AnyGPUSample", {"latent": ["1", 0], "denoise": 0.4, "steps": 20}),
+        ("6", "AnyGPUSample", {"latent": ["8", 0], "width": 64, "height": 64, "frames": 9}),
+        ("8", "AnyGPUEncodeVideo", {"width": 64, "height": 64}),
+    ):
+        prompt[node] = {"class_type": kind, "inputs": {"pipeline": ["7", 0], **more}}
+    told = {each["node"]: each for each in pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})[1]["forecasts"]}
+    sizes = [told[node]["found"].partition(" frames")[0] for node in ("1", "4", "5")]
+    assert sizes == ["96x64, 17", "192x128, 17", "96x64, 17"]
+    assert told["5"]["seconds"] == told["1"]["seconds"] and not [
+        *filter(None, (a["input"] for a in told["5"]["advice"]))
+    ]
+    del prompt["4"]["inputs"]["latent"]
+    prompt["4"]["inputs"] |= {"width": 192, "height": 128, "frames": 17}
+    alone = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})[1]["forecasts"][1]
+    peaks = [[stage["peak"] for stage in each["stages"]] for each in (told["4"], alone)]
+    assert alone["found"] == told["4"]["found"] and peaks[0] == peaks[1]
+    assert told["4"]["seconds"]["sampling"] == pytest.approx(3 / 7 * alone["seconds"]["sampling"], rel=0.01)
+    assert told["6"]["error"]["found"] == "memory and time unknown: latent is from AnyGPUEncodeVideo"
+
+
+def test_advice_names_the_widget_that_makes_it_and_follows_what_nodes_on_the_way_change(pack, tiny_folder):
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
+    paced()
 
     def told(between: str = "X", inputs: dict[str, Any] = {}, frames: Any = 97) -> tuple[list[Any], float]:  # noqa: B006
         body = graph_of()
@@ -409,10 +463,7 @@ def test_a_forecast_has_the_clip_and_each_prompt_of_a_video_in_sections(pack, ti
         (found,) = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})[1]["forecasts"]
         return found
 
-    state = Path(importlib.import_module("anygpu.host.folders").state_folder())
-    for heads in (64, 128):
-        pace = asdict(Pace(1e7, 1e7, 1e7, 1e7, 0.0))
-        probe_results_of(facts_for("cpu"), state).remember(f"rates of float32 values, heads of {heads}", pace.copy)
+    paced(1e7)
     plain, clip = told("LoadImage", "a fox"), told("GetVideoComponents", "a fox [1s: a dog] [2s: a cat]")
 
     def peaks_of(found: dict[str, Any]) -> dict[str, int]:
@@ -573,7 +624,9 @@ def test_a_painting_is_counted_as_it_runs(pack, monkeypatch, kind, node, given, 
     monkeypatch.setattr(
         forecasting.painting, "planned_run", lambda _, size, views, steps, guided: seen.append((views, guided))
     )
-    forecasting.RUNS[node](given, SimpleNamespace(family=kind, source=Path(kind)))
+    monkeypatch.setattr(forecasting, "times_of", lambda *_: None)
+    pipeline = SimpleNamespace(family=kind, source=Path(kind), offloader=SimpleNamespace(mode="none"))
+    forecasting.RUNS[node](given, pipeline, None)
     assert set(seen) == {counted}
 
 

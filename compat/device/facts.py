@@ -67,6 +67,11 @@ class DeviceFacts:
         """True if the device kind is unknown: another vendor's, or an NVIDIA device whose driver does not name it."""
         return self.backend not in VENDORS or (self.backend == "cuda" and not self.arch)
 
+    @property
+    def card(self) -> str:
+        """Name and memory: equal for cards that compute the same in the same time."""
+        return f"{self.name}, {self.total_bytes / GIBIBYTE:.0f} GB"
+
     def __str__(self) -> str:
         memory = f", {self.total_bytes / GIBIBYTE:.1f} GB" if self.total_bytes else ""
         shared = " shared with the host" if self.unified and memory and self.backend != "cpu" else ""

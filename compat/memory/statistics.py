@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -68,6 +69,7 @@ class StageCost:
     first: bool = False  # nothing ran before it, so that it also imported libraries
     work: str = ""  # key of what it computed and how; empty in old rows
     ended: float = 0.0  # in seconds since 1970; 0 in old rows
+    card: str = ""  # of ``DeviceFacts``; empty in old rows, which may be another card's and correct no forecast
 
     @property
     def own_seconds(self) -> float:
@@ -126,9 +128,9 @@ class MemoryStats:
             self.behind.append((first, last))
 
     @contextmanager
-    def stage(self, name: str, pipeline: str, mode: str, device: torch.device) -> Iterator[StageCost]:
+    def stage(self, name: str, pipeline: str, mode: str, device: torch.device, **forecast: Any) -> Iterator[StageCost]:
         """The cost of the block, complete once it has ended without an error."""
-        cost = StageCost(name, pipeline, mode, str(indexed(device)), first=not self.stages)
+        cost = StageCost(name, pipeline, mode, str(indexed(device)), first=not self.stages, **forecast)
         self._settle()  # those of a stage that was cancelled
         before = self.moved_bytes, self.moving_seconds
         reset_peak(device)
@@ -173,21 +175,14 @@ def _mark(device: torch.device) -> torch.Event:
 
 @contextmanager
 def stage_cost(
-    pipeline: Any,
-    name: str,
-    progress: Any,
-    device: torch.device | None = None,
-    *,
-    modelled_seconds: float = 0.0,
-    forecast_seconds: float = 0.0,
-    work: str = "",
+    pipeline: Any, name: str, progress: Any, device: torch.device | None = None, **forecast: Any
 ) -> Iterator[StageCost]:
     """The block as a stage of ``device`` (None: the pipeline's own) in a pipeline's statistics: peak, traffic and time.
-    ``progress`` hears of it by ``cost`` where it has that, and of a long stage beside its forecast."""
+    ``progress`` hears of it by ``cost`` where it has that, and of a long stage beside its ``forecast``, fields of the
+    cost that are known before."""
     offloader, parts = pipeline.offloader, pipeline.parts
     title, before = f"{pipeline.family} {pipeline.variant}", parts.reading_seconds
-    with offloader.memory_stats.stage(name, title, offloader.mode, device or offloader.device) as cost:
-        cost.modelled_seconds, cost.forecast_seconds, cost.work = modelled_seconds, forecast_seconds, work
+    with offloader.memory_stats.stage(name, title, offloader.mode, device or offloader.device, **forecast) as cost:
         yield cost
         cost.mode, cost.precision = offloader.mode, str(pipeline.precision)
         cost.reading_seconds = parts.reading_seconds - before
@@ -202,8 +197,9 @@ def saved_stages(state: Path) -> list[StageCost]:
     """The last stages of all pipelines, the newest last; none where the file is missing or of another version."""
     try:
         costs = [StageCost(**row) for row in json_file(state / FILE)]
-        for cost in costs:
-            f"{cost}{cost.own_seconds:f}{cost.modelled_seconds:f}{cost.forecast_seconds:f}"  # an edited file may fail
+        for cost in costs:  # an edited file may fail
+            f"{cost}{cost.own_seconds:f}{cost.modelled_seconds:f}{cost.forecast_seconds:f}"
+            dict(json.loads(cost.work or "{}"))
         return [cost for cost in costs if cost.ended >= 0]
     except (OSError, ValueError, TypeError, ArithmeticError):
         return []

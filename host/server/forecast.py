@@ -23,13 +23,14 @@ from ...paint.choices import DEMO_SIZE, is_demo
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
 from ...paint.networks.stable_diffusion import joined_files
 from ...paint.networks.weights import Weights
-from ...pipelines.base import FramePackSettings, PromptRequest, SampleSettings
+from ...pipelines.base import FramePackSettings, Latents, PromptRequest, SampleSettings
 from ...pipelines.decisions import card_of
 from ...pipelines.demo.stand_in import own_inputs
 from ...pipelines.family import FITS as PICTURE_FITS
 from ...pipelines.files.evidence import changes_recipe, names_of_file, recipe_named
 from ...pipelines.forecast.counts import text_forwards
 from ...pipelines.forecast.memory import forecast
+from ...pipelines.forecast.savings import savings
 from ...pipelines.forecast.seconds import planned_run
 from ...pipelines.forecast.times import Times, known_or_why, times_of
 from ...pipelines.load.folder import load_placed
@@ -38,14 +39,18 @@ from ...pipelines.pipeline import Pipeline
 from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, snap, with_step_cache
 from ...pipelines.sizes import Size
 from .. import folders, memory_manager, requests
-from ..recipes import advice, back
+from ..recipes import Prompt, advice, back
 from .panel import error_message, facts
 
 MOST_PIPELINES = 8
 DELIGHTS, ENCODES, LOADS = "AnyGPUDelightImage", "AnyGPUEncodeImage", "LoadImage"
 FILM = re.compile("video|frames|gif|anygpudecode", re.IGNORECASE)  # in names of nodes whose pictures are a clip
 TAKEN = ("length", "num_frames")  # inputs of nodes that take pictures out of several: one is none
-DERIVED = ("texts", "clip")  # what a forecast knows beside the numbers of a node
+DERIVED = ("texts", "clip", "latents")  # what a forecast knows beside the numbers of a node
+COUNTED = ("cfg", "cfg_start", "cfg_end", "stg", "guidance_rescale", "shift", "denoise", "fps", "latents")  # settings
+CLIP = ("clip_seconds", "window", "single_frame")
+SIZE, USUAL = ("width", "height", "frames"), {"batch_size": 1, "window": 9, "single_frame": False}
+SAVE, UPSCALE = "AnyGPUSaveLatent", "AnyGPUUpscaleLatents"
 LARGEST = 1e9  # of a number that a widget holds
 MV_ADAPTER, CHECKPOINT = "AnyGPULoadMVAdapter", ("ckpt_name", "checkpoints")
 CORE_FILES = {  # core's loaders -> the input that names their file, and the kind of its folder
@@ -66,22 +71,21 @@ CACHED = {"preset": "balanced", "kind": OWN.kind, "threshold": OWN.threshold, "i
 CACHED |= {"start_percent": OWN.start, "end_percent": OWN.end}
 LORA = {"strength": 1.0, "blocks": ""}
 Inputs = Mapping[str, Any]
-StagesIn = Callable[[str, int | None], Sequence[StageNeed]]  # in an offload mode, and in bytes of the device
-TimesIn = Callable[[str, int | None], Times]
+Asked = tuple[str, Callable[[str], Sequence[StageNeed]], Times]  # a run's size, stages by offload mode, and time
 
 
-def graph(prompt: Mapping[str, Any]) -> dict[str, Any]:
-    loaded = {node: _card(prompt, node) for node in _of(prompt, LOADERS)}
+def graph(prompt: Prompt) -> dict[str, Any]:
+    cards = {node: _card(prompt, node) for node in _of(prompt, LOADERS)}
+    loaded = {node: pipeline for node, (_, pipeline) in cards.items()}
     forecasts = []
     for node in _of(prompt, RUNS):
         loader = _loader_of(prompt, node)
-        _, pipeline = loaded.get(loader, ({}, None))
-        if _runs(prompt[node]["class_type"], pipeline):
-            told = _forecast(prompt, node, pipeline)
-            told["advice"] = [*told.get("advice", ()), *_lighter(prompt, node, loader, told.get("stages", ()))]
+        if _runs(prompt[node]["class_type"], loaded.get(loader)):
+            told = _forecast(prompt, node, loaded)
+            told["advice"] = [*told.get("advice", ()), *_lighter(prompt, node, loaded, told.get("stages", ()))]
             forecasts.append({"node": node, "loader": loader, **told})
     recipes = [{"node": node, **error_message(error)} for node, error in advice(prompt).items()]
-    return {"pipelines": [card for card, _ in loaded.values()], "forecasts": forecasts, "recipes": recipes}
+    return {"pipelines": [card for card, _ in cards.values()], "forecasts": forecasts, "recipes": recipes}
 
 
 def _runs(kind: str, pipeline: Any) -> bool:
@@ -90,15 +94,15 @@ def _runs(kind: str, pipeline: Any) -> bool:
     return pipeline is not None and RUNS[kind] is not _painted
 
 
-def _of(prompt: Mapping[str, Any], kinds: Mapping[str, Any]) -> list[str]:
+def _of(prompt: Prompt, kinds: Mapping[str, Any]) -> list[str]:
     return [node for node, entry in prompt.items() if entry["class_type"] in kinds][:MOST_PIPELINES]
 
 
-def _loader_of(prompt: Mapping[str, Any], node: str) -> str:
+def _loader_of(prompt: Prompt, node: str) -> str:
     return next((each for each in (node, *back(prompt, node, "pipeline")) if prompt[each]["class_type"] in LOADERS), "")
 
 
-def _connected(prompt: Mapping[str, Any], node: str) -> dict[str, Weights]:
+def _connected(prompt: Prompt, node: str) -> dict[str, Weights]:
     """The checkpoint that core's loaders behind Load MV-Adapter read, as an argument; empty where none is connected.
 
     Raises InputError where the file of one of the three inputs is not known.
@@ -123,7 +127,7 @@ def _connected(prompt: Mapping[str, Any], node: str) -> dict[str, Weights]:
     return {"loaded": joined_files(*files)}
 
 
-def _card(prompt: Mapping[str, Any], node: str) -> tuple[dict[str, Any], Any]:
+def _card(prompt: Prompt, node: str) -> tuple[dict[str, Any], Any]:
     """The card of a load node, and its pipeline where it can be loaded; asks no device, which may be in a run."""
     entry, inputs = prompt[node], prompt[node]["inputs"]
     known = probe_results_of(facts(), folders.state_folder()).without_asking()
@@ -150,10 +154,11 @@ def _widget(value: Any, name: str, default: Any) -> Any:
 
 def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
     given = ((name, value) for name, value in entry["inputs"].items() if name not in DERIVED)
-    return {name: value for name, value in given if isinstance(value, (int, float)) and 0 < value < LARGEST}
+    numbers = ((name, value) for name, value in given if isinstance(value, (int, float)) and 0 <= value < LARGEST)
+    return {name: value for name, value in numbers if value or name in ("cfg_end", "stg")}  # whose 0 is a choice
 
 
-def _pictured(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> dict[str, float]:
+def _pictured(prompt: Prompt, node: str, pipeline: Pipeline) -> dict[str, float]:
     """Width and height of the picture that a node starts from, as it will be encoded, or ``clip`` for a film's frames;
     none where that is not known."""
     encoder = next(back(prompt, node, "image"), node)
@@ -177,7 +182,38 @@ def _pictured(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> dict[
     return {"width": width, "height": height}
 
 
-def _is_film(prompt: Mapping[str, Any], nodes: Sequence[str]) -> bool:
+def _given(prompt: Prompt, node: str, loaded: Inputs) -> tuple[dict[str, Any], Pipeline]:
+    """The numbers by which a node samples, and its pipeline as it comes there: of the widgets, with the size of its
+    picture, or of the latents that it starts from, which is followed from one sampling to the next. A demo model has
+    its own. Raises InputError where the size of latents is not known before a run."""
+    last, latents, given = loaded[_loader_of(prompt, node)], None, dict[str, Any]()
+    takes = "latents" in last.spec.recipes.effective and not last.is_demo
+    for each in (*reversed([*back(prompt, node, "latent")] if takes else ()), node):
+        kind, pipeline = prompt[each]["class_type"], loaded.get(_loader_of(prompt, each))
+        if RUNS.get(kind) is _sampled and isinstance(pipeline, Pipeline):
+            pipeline = _passed_on(prompt, each, pipeline)
+            known = {**USUAL, **_pictured(prompt, each, pipeline), **_numbers(prompt[each])}
+            given = {**own_inputs(pipeline, known, lambda _: None), "latents": latents}
+            if latents is not None:
+                given |= {name: getattr(latents, name) for name in SIZE}
+                given["batch_size"] *= latents.extra["batch_size"]
+            elif "clip_seconds" in given and pipeline.spec.recipes.sections:
+                clip = FramePackSettings(**{name: given[name] for name in CLIP})
+                given["frames"] = clip_frames(pipeline, clip, given.get("fps", 0.0))
+            size = snap(of_checkpoint(pipeline), *(int(given.get(name, 0)) for name in SIZE))
+            given |= (own := {name: getattr(size, name) for name in SIZE})
+            more = {"fps": 0.0, "seed": 0, "extra": {"batch_size": given["batch_size"]}}
+            latents = Latents(torch.empty(0), pipeline.family, pipeline.model.task, **own, **more)
+        elif kind == UPSCALE and latents is not None and isinstance(pipeline, Pipeline) and pipeline.spec.code.enlarged:
+            file = folders.upscaler_file(prompt[each]["inputs"].get("upscaler"))
+            latents = pipeline.spec.code.enlarged(latents, file)
+        elif kind != SAVE:
+            found, fix = f"memory and time unknown: latent is from {kind}", "Run it: it has the size of these latents."
+            raise InputError(found, expected="latents of AnyGPU Sample, whose size is known", fix=fix)
+    return given, pipeline
+
+
+def _is_film(prompt: Prompt, nodes: Sequence[str]) -> bool:
     """Tell whether the pictures that come through ``nodes``, the nearest first, are those of a clip."""
     for node in (*nodes, *back(prompt, nodes[-1], "images")):
         if any(prompt[node]["inputs"].get(name) == 1 for name in TAKEN):
@@ -187,7 +223,7 @@ def _is_film(prompt: Mapping[str, Any], nodes: Sequence[str]) -> bool:
     return False
 
 
-def _texts(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> PromptRequest | None:
+def _texts(prompt: Prompt, node: str, pipeline: Pipeline) -> PromptRequest | None:
     """The prompts of a video that is sampled in sections, where they are known. Raises InputError for refused ones."""
     inputs = prompt.get(next(back(prompt, node, "prompt"), ""), {}).get("inputs", {})
     text, more = inputs.get("text"), inputs.get("section_prompts", "")
@@ -198,7 +234,7 @@ def _texts(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> PromptRe
     return texts
 
 
-def _passed_on(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> Pipeline:
+def _passed_on(prompt: Prompt, node: str, pipeline: Pipeline) -> Pipeline:
     """``pipeline`` with what nodes on its way to ``node`` change of its time: a step cache, and a LoRA's recipe."""
     for each in reversed([*back(prompt, node, "pipeline")]):
         kind, given = prompt[each]["class_type"], prompt[each]["inputs"]
@@ -215,7 +251,7 @@ def _passed_on(prompt: Mapping[str, Any], node: str, pipeline: Pipeline) -> Pipe
     return pipeline
 
 
-def _advised(prompt: Mapping[str, Any], node: str, text: str, inputs: Inputs) -> dict[str, Any]:
+def _advised(prompt: Prompt, node: str, text: str, inputs: Inputs) -> dict[str, Any]:
     """A line of advice, with the first widget of ``node``, or of one on the pipeline's way there, among ``inputs``."""
     ways = ((each, name) for each in (node, *back(prompt, node, "pipeline")) for name in inputs)
     there = (way for way in ways if not isinstance(prompt[way[0]]["inputs"].get(way[1], []), list))
@@ -224,39 +260,39 @@ def _advised(prompt: Mapping[str, Any], node: str, text: str, inputs: Inputs) ->
     return {"text": text, "node": at, "input": name, "value": inputs.get(name)}
 
 
-def _lighter(prompt: Mapping[str, Any], node: str, loader: str, stages: Iterable[Inputs]) -> Iterator[dict[str, Any]]:
+def _lighter(prompt: Prompt, node: str, loaded: Inputs, stages: Iterable[Inputs]) -> Iterator[dict[str, Any]]:
     """Advice on stages that lack room: choices of the load node under which the same graph needs less there."""
+    loader = _loader_of(prompt, node)
     for before in (each for each in stages if each["fits"] in (STREAMS, TOO_MUCH)):
         stage, entry = before["stage"], prompt[loader]
         for name, value in LIGHTER.get(stage, {}).items():
             changed = {**prompt, loader: {**entry, "inputs": {**entry["inputs"], name: value}}}
             _, pipeline = _card(changed, loader)
-            told = {} if pipeline is None else _forecast(changed, node, pipeline)
+            told = {} if pipeline is None else _forecast(changed, node, {**loaded, loader: pipeline})
             after = next((each for each in told.get("stages", ()) if each["stage"] == stage), before)
             if after["whole"] < LESS_BY * before["whole"] or before["fits"] == TOO_MUCH != after["fits"]:
                 less = f"{_gib(after['whole'])} instead of {_gib(before['whole'])}, {after['fits']}"
                 yield _advised(prompt, node, f"{name} {value} on the load node: {stage} {less}", {name: value})
 
 
-def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, Any]:
+def _forecast(prompt: Prompt, node: str, loaded: Inputs) -> dict[str, Any]:
     """The memory that a run of ``node`` needs, whether that fits and how long it takes; or the error of its inputs."""
-    kind, inputs, numbers = prompt[node]["class_type"], prompt[node]["inputs"], _numbers(prompt[node])
+    kind, pipeline, numbers = prompt[node]["class_type"], loaded[_loader_of(prompt, node)], _numbers(prompt[node])
+    mode, room = pipeline.offloader.mode, memory_manager.room_on(pipeline.offloader.device)
     try:
         if isinstance(pipeline, Pipeline):
-            pipeline = _passed_on(prompt, node, pipeline)
-            known = {**_pictured(prompt, node, pipeline), "texts": _texts(prompt, node, pipeline)}
-            numbers = own_inputs(pipeline, {**known, **numbers}, lambda _: None)
-        elif not inputs.get("negative_prompt"):
+            numbers, pipeline = _given(prompt, node, loaded)
+            numbers["texts"] = _texts(prompt, node, pipeline)
+        elif not prompt[node]["inputs"].get("negative_prompt"):
             numbers.pop("text_guidance", None)  # which has no effect then
-        run, stages_in, times_in = RUNS[kind](numbers, pipeline)
+        run, stages_in, times = RUNS[kind](numbers, pipeline, room)
     except PackError as error:
         return {"error": error_message(error)}
-    mode, room = pipeline.offloader.mode, memory_manager.room_on(pipeline.offloader.device)
-    least = stages_in(mode, room)
-    most = stages_in("none", room) if mode == HOSTED else least  # ComfyUI's manager keeps all that fits
+    least = stages_in(mode)
+    most = stages_in("none") if mode == HOSTED else least  # ComfyUI's manager keeps all that fits
     stages = [_stage(*pair, room) for pair in zip(most, least, strict=True)]
     ways = dict.fromkeys(stage["fits"] for stage in stages)
-    times = times_in(mode, room)
+    apart = " and ".join(f"{need.name} on {need.device}" for need in least if need.device)
     time = times.get(mode)
     summary = f", {time or times.unknown}" if time or times.unknown else ""
     widget = "size" if kind == DELIGHTS else "view_size"
@@ -265,7 +301,7 @@ def _forecast(prompt: Mapping[str, Any], node: str, pipeline: Any) -> dict[str, 
         "found": f"{run}, offload {mode}",
         "stages": stages,
         "verdict": "\n".join(MEANING[way] for way in ways if way in MEANING),
-        "headline": f"{_headline(stages, summary, lower)}{_apart(least)}",
+        "headline": f"{_headline(stages, summary, lower)}{apart and f' {apart[0].upper()}{apart[1:]}.'}",
         "seconds": {} if time is None else {stage.name: round(stage.seconds, 1) for stage in time.stages},
         "advice": [_advised(prompt, node, str(each), each.inputs) for each in times.less],
     }
@@ -286,11 +322,6 @@ def _headline(stages: Sequence[Mapping[str, Any]], time: str, lower: str) -> str
     return f"Fits{how}{time}. {_gib(peak['peak'])} at its peak ({peak['stage']}), {_gib(peak['free'])} free."
 
 
-def _apart(needs: Sequence[StageNeed]) -> str:
-    apart = " and ".join(f"{need.name} on {need.device}" for need in needs if need.device)
-    return f" {apart[0].upper()}{apart[1:]}." if apart else ""
-
-
 def _gib(count: int) -> str:
     return f"{count / GIBIBYTE:.1f} GB" if count >= 0.1 * GIBIBYTE else f"{count / 2**20:.0f} MB"
 
@@ -309,37 +340,23 @@ def _stage(most: StageNeed, least: StageNeed, room: int | None) -> dict[str, Any
     return {"stage": most.name, **needs, "free": room, "fits": fits}
 
 
-def _sampled(plain: Mapping[str, Any], pipeline: Pipeline) -> tuple[str, StagesIn, TimesIn]:
-    family = of_checkpoint(pipeline)
-    frames, window, clip = int(plain.get("frames", 0)), int(plain.get("window", 9)), None
-    if "clip_seconds" in plain and family.recipes.sections:
-        clip = FramePackSettings(plain["clip_seconds"], window, single_frame=bool(plain.get("single_frame")))
-        frames = clip_frames(pipeline, clip, plain.get("fps", 0.0))
-    size = snap(family, int(plain.get("width", 0)), int(plain.get("height", 0)), frames)
-    guided, frames = plain.get("cfg", family.sizes.defaults.cfg) > 1.0, size.frames
-    sections = 0 if clip is None else family.code.sections_for(clip, frames)
-    asked = Size(size.width, size.height, frames, guided, window=window, sections=sections, clip="clip" in plain)
-    run = f"{size.width}x{size.height}, {frames} frames"
-    steps = int(plain.get("steps", 0))
-    settings = SampleSettings(size.width, size.height, frames, steps=steps, cfg=plain.get("cfg", 0.0))
-    clips = int(plain.get("batch_size", 1))
-    run += f", {clips} videos" if clips > 1 else ""
-
-    def times(mode: str, room: int | None) -> Times:
-        from ...pipelines.forecast.savings import savings
-
-        planned = planned_run(pipeline, asked, settings, plain.get("texts"))
-        found = times_of(pipeline, planned, [mode], room, memory_manager.room_on)
-        if found:
-            less = known_or_why(lambda: savings(pipeline, planned, mode, room, memory_manager.room_on))[0] or ()
-            found.less = [replace(one, seconds=clips * one.seconds) for one in less]
-        found.update({name: one.of_clips(clips) for name, one in found.items()})
-        return found
-
-    return run, lambda mode, room: forecast(pipeline, asked, mode, room, memory_manager.room_on).stages, times
+def _sampled(plain: Inputs, pipeline: Pipeline, room: int | None) -> Asked:
+    width, height, frames = (plain[name] for name in SIZE)
+    clips, mode, rooms = int(plain["batch_size"]), pipeline.offloader.mode, memory_manager.room_on
+    given = {name: plain[name] for name in COUNTED if name in plain}
+    settings = SampleSettings(width, height, frames, steps=int(plain.get("steps", 0)), **given)
+    asked = Size(width, height, frames, window=int(plain["window"]), clip="clip" in plain)
+    run = planned_run(pipeline, asked, settings, plain.get("texts"))
+    times = times_of(pipeline, run, [mode], room, rooms)
+    if times:
+        less = known_or_why(lambda: savings(pipeline, run, mode, room, rooms))[0] or ()
+        times.less = [replace(one, seconds=clips * one.seconds) for one in less]
+    times.update({name: one.of_clips(clips) for name, one in times.items()})
+    words = f"{width}x{height}, {frames} frames" + f", {clips} videos" * (clips > 1)
+    return words, lambda mode: forecast(pipeline, run.size, mode, room, rooms).stages, times
 
 
-def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, StagesIn, TimesIn]:
+def _painted(plain: Inputs, pipeline: PaintPipeline, room: int | None) -> Asked:
     scale = plain.get("guidance", plain.get("image_guidance"))
     guided = None if scale is None else int(scale != 1.0)
     if plain.get("text_guidance", 1.0) != 1.0:
@@ -347,11 +364,8 @@ def _painted(plain: Mapping[str, float], pipeline: PaintPipeline) -> tuple[str, 
     size = DEMO_SIZE if is_demo(pipeline.source) else int(plain.get("view_size", plain.get("size", 0)))
     views = int(plain.get("max_views", 0)) if pipeline.family == "paint_pbr" else 0  # others paint the six fixed ones
     run = painting.planned_run(pipeline, size, views, int(plain.get("steps", 0)), guided)
-
-    def times(mode: str, room: int | None) -> Times:
-        return times_of(pipeline, run, (mode,), room)
-
-    return "views", lambda mode, room: painting.paint_needs(pipeline, run, mode, room), times
+    times = times_of(pipeline, run, (pipeline.offloader.mode,), room)
+    return "views", lambda mode: painting.paint_needs(pipeline, run, mode, room), times
 
 
 LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their defaults, and what they ask of loading
@@ -361,7 +375,7 @@ LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their d
     MV_ADAPTER: (requests.ADAPTER_INPUTS, requests.adapter_request),
 }
 READERS: dict[type, Callable[..., Any]] = {PaintRequest: load_paint, AdapterRequest: load_adapter}
-RUNS: dict[str, Callable[[Any, Any], tuple[str, StagesIn, TimesIn]]] = {  # the size of a run, its stages, their time
+RUNS: dict[str, Callable[[Any, Any, int | None], Asked]] = {
     "AnyGPUSample": _sampled,
     "AnyGPUSampleFramePack": _sampled,
     DELIGHTS: _painted,

@@ -27,7 +27,7 @@ from ...compat.transforms.fp16 import apply_fp16_safe
 from ...compat.transforms.fused_vae import fuse_vae
 from ...compat.transforms.products import format_of, formats_on
 from ...compat.transforms.sparse_attention import shares
-from ..base import Call, Forwards, PromptRequest, SampleSettings
+from ..base import Call, Forwards, FramePackSettings, PromptRequest, SampleSettings
 from ..pipeline import Pipeline
 from ..sampling.schedules import Guidance
 from ..sizes import TRANSFORMER, VAE, Size, latent_shape
@@ -48,7 +48,7 @@ def sampling_work(pipeline: Pipeline, size: Size, settings: SampleSettings) -> W
     total, sections = Work(), sections_of(pipeline, size)
     for rows, count in Counter(batches_of(pipeline, settings)).items():
         total.update(transformer_work(pipeline, replace(size, sections=1), rows).times(count))
-        total.update(transformer_work(pipeline, size, rows).times(count * (sections - 1)))
+        total.update(transformer_work(pipeline, replace(size, sections=sections), rows).times(count * (sections - 1)))
     return total
 
 
@@ -66,8 +66,7 @@ def batches_of(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
 def sections_of(pipeline: Pipeline, size: Size) -> int:
     if size.sections or not pipeline.spec.recipes.sections:
         return size.sections or 1
-    covered = (size.window - 1) * pipeline.spec.sizes.stride + 1
-    return max(1, -(-size.frames // covered))
+    return int(pipeline.spec.code.sections_for(FramePackSettings(0.0, size.window), size.frames))
 
 
 def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:

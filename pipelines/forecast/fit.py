@@ -36,9 +36,8 @@ def offload_options(
     for part in devices:
         require_choice("a device for", part, PARTS, "Name one of these.")
     require_range("keep_free_gb", keep_free_gb, 0, MOST_KEPT_FREE, "GB")
-    placed = {
-        part: facts_for(str(device)).device for part, device in devices.items() if device not in (None, "", "auto")
-    }
+    chosen = {part: str(device) for part, device in devices.items() if device not in (None, "", "auto")}
+    placed = {part: facts_for(device).device for part, device in chosen.items()}
     return OffloadOptions(placed, int(keep_free_gb * GIBIBYTE), state, host_weights)
 
 

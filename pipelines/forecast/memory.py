@@ -86,19 +86,11 @@ def _needs(
         stages.append(StageNeed("image", 0, own, decoding_bytes(pipeline, replace(size, frames=batch))))
         kept = vae if stays else 0
     if text:
-        active = {part: text_bytes(pipeline, part, 1) for part in text}
-        needs = (
-            StageNeed(
-                "text",
-                beside("text", "decoding", kept),
-                weights[p].resident(mode, p, active[p]),
-                active[p],
-                ahead=ahead_bytes(pipeline.offloader, weights[p], p, mode, active[p])
-                + text_bytes(pipeline, p, PAIR)
-                - active[p],
-            )
-            for p in text
-        )
+        here, needs = beside("text", "decoding", kept), list[StageNeed]()
+        for part in text:
+            one, pair = (text_bytes(pipeline, part, count) for count in (1, PAIR))
+            ahead = ahead_bytes(pipeline.offloader, weights[part], part, mode, one) + pair - one
+            needs.append(StageNeed("text", here, weights[part].resident(mode, part, one), one, ahead=ahead))
         stages.append(max(needs, key=lambda need: need.total))
     forward = sampling_bytes(pipeline, size)
     own, all_own = transformer_bytes(pipeline, mode, forward), transformer_bytes(pipeline, "none") if stays else 0

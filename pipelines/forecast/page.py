@@ -16,6 +16,7 @@ from ..sizes import Size
 from .fit import plan_line
 from .memory import Forecast, fastest, forecasts
 from .placement import CARDS
+from .savings import savings
 from .seconds import advice, planned_run, quickest
 from .times import Times, known_or_why, room_now, times_of
 
@@ -27,9 +28,7 @@ LEGEND = {"kept": "still there from before"}
 
 def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guided: bool) -> Size:
     """The size of a run on the family's grid; zeros take its defaults; raises InputError for negative ones."""
-    family = pipeline.spec
-    usual = of_checkpoint(pipeline).sizes.defaults
-    size = snap(family, width or usual.width, height or usual.height, frames or usual.frames)
+    size = snap(of_checkpoint(pipeline), width, height, frames)
     return Size(size.width, size.height, size.frames, guided)
 
 
@@ -37,8 +36,6 @@ def memory_plan(
     pipeline: Pipeline, size: Size, settings: SampleSettings | None = None, texts: PromptRequest | None = None
 ) -> tuple[str, torch.Tensor]:
     """Memory of a run of ``size`` in each mode, as text and as a picture (1, H, 1200, 3) in 0..1; nothing runs."""
-    from .savings import savings
-
     title = f"{pipeline.spec.title} {size.width}x{size.height}, {size.frames} frames"
     more = ", with true guidance" if size.guided else ""
     room = room_now(pipeline)

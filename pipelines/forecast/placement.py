@@ -40,11 +40,6 @@ class Card:
     _needs: dict[str, dict[str, StageNeed]] = field(default_factory=dict, repr=False)
     _seconds: dict[tuple[str, str, bool], float | None] = field(default_factory=dict, repr=False)
 
-    @property
-    def kind(self) -> tuple[str, str, int]:
-        """Equal for cards that compute the same in the same time."""
-        return self.facts.name, self.facts.arch, self.facts.total_bytes
-
     def weights(self, stage: str) -> int:
         return sum(size.total for part, size in self.pipeline.weights.items() if _stage_of(part) == stage)
 
@@ -112,7 +107,7 @@ def _chosen(
     if not ways:
         return home, f"a run of the model's own size fits neither on {own} nor on {others}"
     now = next((way for way in ways if way.places == home), None)
-    best = _quickest(ways, cards, cards[own].kind)
+    best = _quickest(ways, cards, cards[own].facts.card)
     if now is None:
         return best.places, f"a run of the model's own size does not fit on {own} alone"
     if best is not now and now.seconds is not None and best.seconds is not None:
@@ -133,8 +128,8 @@ def _cards(
     order = sorted(rooms, key=lambda device: (device != own, device not in home.values(), -rooms[device]))
     for device in order:
         facts = first.facts if device == own else facts_for(device)
-        kind = facts.name, facts.arch, facts.total_bytes
-        if device not in (own, *home.values()) and any(card.kind == kind for one, card in cards.items() if one != own):
+        kind, kinds = facts.card, [card.facts.card for one, card in cards.items() if one != own]
+        if device not in (own, *home.values()) and kind in kinds:
             continue
         if kind not in pipelines:
             try:
@@ -158,7 +153,7 @@ def _shares(home: Places, fixed: set[str], cards: Mapping[torch.device, Card]) -
 def _alike(stage: str, places: Places, cards: Mapping[torch.device, Card]) -> bool:
     """True if the stage's card computes text and VAE as the transformer's, which decides precision and workarounds."""
     here, main = cards[places[stage]], cards[places[SAMPLING]]
-    if here.kind == main.kind:
+    if here.facts.card == main.facts.card:
         return True
     dtypes = {(card.pipeline.precision.text, card.pipeline.precision.vae) for card in (here, main)}
     able = [{**abilities(card.facts, card.pipeline.device.probes), "arch": ""} for card in (here, main)]
@@ -186,13 +181,13 @@ def _fits(card: Card, stage: str, mode: str, stays: bool) -> bool:
     return card.need(stage, mode).total * SPARE <= card.room and (mode != "none" or stays or stage == TEXT)
 
 
-def _quickest(ways: Sequence[Way], cards: Mapping[torch.device, Card], kind: tuple[str, str, int]) -> Way:
+def _quickest(ways: Sequence[Way], cards: Mapping[torch.device, Card], kind: str) -> Way:
     """The first of ``ways``, or the one that is quicker by enough; a forecast for another kind of card may be off."""
     best = ways[0]
     for way in ways[1:]:
         if way.seconds is None or best.seconds is None:
             continue
-        share = 1.0 if all(cards[device].kind == kind for device in way.places.values()) else WORTH
+        share = 1.0 if all(cards[device].facts.card == kind for device in way.places.values()) else WORTH
         if way.seconds < best.seconds * share - LEAST_GAIN:
             best = way
     return best

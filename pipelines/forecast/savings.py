@@ -7,16 +7,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...compat.device.rates import LOSSY_ATTENTION
-from ...compat.device.work import PUBLISHED, pace_of
+from ...compat.device.work import HEAD_WIDTH, PUBLISHED, pace_of
 from ...compat.errors import PackError
 from ...compat.memory.statistics import duration
 from ...compat.transforms.attention import SPARSE, Attention
-from ...compat.transforms.attention_kernels import reason_against
+from ...compat.transforms.attention_kernels import LOSSY, kernels_for
 from ...compat.transforms.fp16 import require_fp16_sums
 from ...compat.transforms.step_cache import FIRST_BLOCK, StepCacheSettings
+from ..base import FramePackSettings
 from ..pipeline import Pipeline
-from ..settings import of_checkpoint, snap
+from ..settings import clip_frames, of_checkpoint, snap
+from ..sizes import TRANSFORMER
 from .counts import stored_products
 from .seconds import Run, planned_run
 from .times import Rooms, TimeForecast, free_bytes, time_forecast
@@ -80,40 +81,46 @@ def _saved(now: TimeForecast, before: TimeForecast, after: TimeForecast) -> floa
 def _changes(pipeline: Pipeline, run: Run) -> Iterator[tuple[str, Change]]:
     """The changes that act on this device and are not made yet, in words, with what makes them."""
     speed, facts = pipeline.plan.speed, pipeline.facts
-    if speed.attention.label not in LOSSY_ATTENTION and not all(reason_against(one, facts) for one in LOSSY_ATTENTION):
-        yield "attention sage on the load node", ("lossy", _sped(attention=Attention("sage")), {"attention": "sage"})
+    dtype = pipeline.precision.compute or pipeline.precision.transformer
+    with suppress(PackError):  # of a device, a package, a dtype or a width of heads without it
+        width = int(pipeline.configs[TRANSFORMER].get("attention_head_dim", HEAD_WIDTH))
+        if speed.attention.label not in LOSSY and kernels_for(LOSSY[0], facts, dtype, width, quiet=True):
+            made = _changed(attention=Attention("sage"))
+            yield "attention sage on the load node", ("lossy", made, {"attention": "sage"})
     if pipeline.spec.rewrites.sparse and speed.attention.choice != SPARSE and SPARSE in pipeline.model.source.name:
-        made = _sped(attention=Attention(SPARSE))
+        made = _changed(attention=Attention(SPARSE))
         yield "attention sparse on the load node", ("as it was trained", made, {"attention": SPARSE})
     with suppress(PackError):  # of a device or dtype without them
-        require_fp16_sums(facts, pipeline.precision.compute or pipeline.precision.transformer)
+        require_fp16_sums(facts, dtype)
         if not speed.request.fp16_sums:
-            yield "fp16_accumulation on the load node", ("lossy", _sped(fp16_sums=True), {"fp16_accumulation": True})
+            yield "fp16_accumulation on the load node", ("lossy", _changed(fp16_sums=True), {"fp16_accumulation": True})
     if not speed.request.stored_products and stored_products(pipeline):
-        yield "stored_products on the load node", ("lossy", _sped(stored_products=True), {"stored_products": True})
+        yield "stored_products on the load node", ("lossy", _changed(stored_products=True), {"stored_products": True})
     if pipeline.plan.step_cache is None:
         note = "lossy; how many steps are alike is assumed"
-        yield "AnyGPU Step Cache, preset balanced", (note, _cached, {"preset": "balanced"})
+        cached = _changed(cache=StepCacheSettings(FIRST_BLOCK))
+        yield "AnyGPU Step Cache, preset balanced", (note, cached, {"preset": "balanced"})
 
 
-def _sped(attention: Attention | None = None, **asked: Any) -> Callable[[Pipeline, Run], Changed]:
+def _changed(
+    attention: Attention | None = None, cache: StepCacheSettings | None = None, **asked: Any
+) -> Callable[[Pipeline, Run], Changed]:
     def change(pipeline: Pipeline, run: Run) -> Changed:
-        own = pipeline.plan.speed
+        plan, own = pipeline.plan, pipeline.plan.speed
         speed = replace(own, request=replace(own.request, **asked), attention=attention or own.attention)
-        return replace(pipeline, plan=replace(pipeline.plan, speed=speed)), run
+        return replace(pipeline, plan=replace(plan, speed=speed, step_cache=cache or plan.step_cache)), run
 
     return change
 
 
-def _cached(pipeline: Pipeline, run: Run) -> Changed:
-    return replace(pipeline, plan=replace(pipeline.plan, step_cache=StepCacheSettings(FIRST_BLOCK))), run
-
-
 def _shorter(pipeline: Pipeline, run: Run) -> Changed | None:
-    """The same run of half as many frames; None where the family's grid has no fewer."""
-    size = run.size
-    grid = snap(of_checkpoint(pipeline), size.width, size.height, max(1, size.frames // 2))
-    if grid.frames >= size.frames:
+    """The same run of half as many frames, or sections; None where the family has no fewer, or latents say how many."""
+    size, fps = run.size, run.settings.fps
+    if pipeline.spec.recipes.sections:
+        frames = clip_frames(pipeline, FramePackSettings(size.frames / 2 / fps, size.window), fps)
+    else:
+        frames = snap(of_checkpoint(pipeline), size.width, size.height, max(1, size.frames // 2)).frames
+    if frames >= size.frames or run.settings.latents is not None:
         return None
-    asked = replace(run.settings, frames=grid.frames, guidance_steps=())
-    return pipeline, planned_run(pipeline, replace(size, frames=grid.frames, sections=0), asked)
+    asked = replace(run.settings, frames=frames, guidance_steps=())
+    return pipeline, planned_run(pipeline, replace(size, frames=frames, sections=0), asked)

@@ -106,7 +106,7 @@ def sampling_speed(pipeline: Pipeline, steps: int) -> dict[str, Any]:
 
 
 def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
-    """The key of all that changes a stage's work or rate beside its model: only runs of one key correct each other."""
+    """The key of all that changes a stage's work or rate beside its model: runs of one key correct each other."""
     speed, adapters, own = pipeline.plan.speed, pipeline.offloader.adapters, dict[str, Any]()
     if stage == SAMPLING:
         rows = run.settings.guidance_steps
@@ -138,16 +138,9 @@ def planned_run(
     usual = of_checkpoint(pipeline, recipe).sizes.defaults
     settings = asked or SampleSettings(size.width, size.height, size.frames)
     cfg = settings.cfg or (usual.cfg if size.guided or asked is not None else 1.0)
-    settings = replace(
-        settings,
-        width=size.width,
-        height=size.height,
-        frames=size.frames,
-        fps=settings.fps or usual.fps,
-        steps=settings.steps or usual.steps,
-        cfg=cfg,
-        guidance_steps=settings.guidance_steps or guidance_steps(recipe, settings, cfg),
-    )
+    rows = settings.guidance_steps or guidance_steps(recipe, settings, cfg)
+    settings = replace(settings, fps=settings.fps or usual.fps, steps=settings.steps or usual.steps)
+    settings = replace(settings, width=size.width, height=size.height, frames=size.frames, cfg=cfg, guidance_steps=rows)
     return Run(replace(size, guided=cfg > 1.0), settings, texts)
 
 

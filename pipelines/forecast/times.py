@@ -34,6 +34,7 @@ PROBED_OFF = 1.5  # what a few probes may be off by, in both directions: docs/me
 NEAR, FAR = 1.1, 1.25  # what runs of the same size, and of another, may be off by
 SAME = 1.05  # by which two runs may differ in their work to be of one size
 ROWS = 3  # newest runs that count
+PRICED = ("speed", "step cache")  # entries of a key whose effect the model of time has too
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +62,10 @@ class TimeForecast:
 
     def of_clips(self, count: int) -> TimeForecast:
         """The same for ``count`` clips, one after the other: the text is encoded once."""
-
-        def times(stage: StageTime) -> StageTime:
-            terms = {name: count * getattr(stage, name) for name in ("seconds", "low", "high", "modelled")}
-            return stage if stage.name == TEXT else replace(stage, **terms)
-
-        return TimeForecast(self.mode, tuple(map(times, self.stages)))
+        terms = ("seconds", "low", "high", "modelled")
+        longer = ({name: count * getattr(stage, name) for name in terms} for stage in self.stages)
+        pairs = zip(self.stages, longer, strict=True)
+        return TimeForecast(self.mode, tuple(one if one.name == TEXT else replace(one, **more) for one, more in pairs))
 
     def __str__(self) -> str:
         low, high = (sum(getattr(stage, bound) for stage in self.stages) for bound in ("low", "high"))
@@ -106,26 +105,25 @@ def known_or_why(ask: Callable[[], Value]) -> tuple[Value | None, str]:
         return None, f"the forecast failed ({type(error).__name__}: {first_line(error)})"
 
 
-def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost]) -> StageTime:
-    """``modelled`` seconds of a stage as earlier runs, the newest last, took; ``source`` is that of the rates."""
+def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost], key: str = "") -> StageTime:
+    """``modelled`` seconds of a stage of ``key`` as earlier runs of one key, the newest last, took: the median of the
+    nearest size, in a range that holds for each of them; ``source`` is that of the rates."""
     off = PUBLISHED_OFF if source == PUBLISHED else PROBED_OFF
-    if not rows:
-        return StageTime(name=stage, seconds=modelled, low=modelled / off, high=modelled * off, modelled=modelled)
-    rows, most = [row for row in rows if not row.first] or rows, off  # imports tell nothing of the next run
 
     def apart(row: StageCost) -> float:
         return abs(math.log(row.modelled_seconds / modelled))
 
-    same = [row for row in rows if apart(row) <= math.log(SAME)][-ROWS:]
-    nearest = same or [min(reversed(rows), key=apart)]
-
     def ratio(row: StageCost) -> float:
         longer = row.own_seconds / row.modelled_seconds
-        return min(longer, most) if row.first else longer
+        return min(longer, off) if row.first else longer
 
-    seconds = modelled * min(map(ratio, nearest))  # the quickest: the others shared the machine, or compiled
-    off = NEAR if same else FAR
-    return StageTime(name=stage, seconds=seconds, low=seconds / off, high=seconds * off, modelled=modelled)
+    rows = [row for row in rows if not row.first] or rows  # imports tell nothing of the next run
+    least, same = min(map(apart, rows), default=0.0), math.log(SAME)
+    ratios = [ratio(row) for row in rows if apart(row) <= least + same][-ROWS:] or [1.0]
+    near = off if not rows or rows[0].work != key else NEAR if least <= same else FAR
+    seconds, low, high = (modelled * each for each in (median(ratios), min(ratios), max(ratios)))
+    low, high = min(low, seconds / near), max(high, seconds * near)
+    return StageTime(name=stage, seconds=seconds, low=low, high=high, modelled=modelled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +188,8 @@ def expected(pipeline: Any, name: str, run: PlannedRun) -> dict[str, Any]:
     def asked() -> dict[str, Any]:
         stage = run.planned(pipeline, name, None)
         time = stage_time(pipeline, name, run, room=room_now(pipeline, stage.facts.device))
-        return {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds, "work": stage.key}
+        seconds = {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds}
+        return {**seconds, "work": stage.key, "card": stage.facts.card}
 
     return known_or_why(asked)[0] or {}
 
@@ -216,7 +215,7 @@ def stage_time(
     link = 0.0 if stays else link_of(facts, rows, pace, pinned=streamed and stage.pinned, staged=streamed)
     if link:
         modelled = _with_copies(stage, modelled, link, mode, room)
-    return corrected(stage.name, modelled, pace.source, _alike(rows, pipeline, stage, mode))
+    return corrected(stage.name, modelled, pace.source, _alike(rows, pipeline, stage, mode), stage.key)
 
 
 def _with_copies(stage: PlannedStage, computing: float, link: float, mode: str, room: int | None) -> float:
@@ -246,14 +245,12 @@ def link_of(
     rates = [
         row.moved_bytes / row.moving_seconds
         for row in rows
-        if row.device == str(device)
+        if (row.device, row.card) == (str(device), facts.card)
         and row.moved_bytes
         and row.moving_seconds > 0
         and row.mode not in STREAMED  # whose seconds are those that computing waited for copies
     ]
-    probed = 0.0
-    if pace is not None:
-        probed = pace.link if pinned else max(pace.staged_link if staged else 0.0, pace.plain_link)
+    probed = 0.0 if pace is None else pace.link if pinned else max(staged * pace.staged_link, pace.plain_link)
     if probed or (rates and not pinned):
         return probed or median(rates)
     published = rates_of(facts)
@@ -277,16 +274,26 @@ def _plain(value: Any) -> Any:
 
 
 def _alike(rows: Sequence[StageCost], pipeline: Any, stage: PlannedStage, mode: str) -> list[StageCost]:
-    """Runs of a stage and model on this device with the same key and a known time; of this mode if there are any."""
-    wanted = stage.name, f"{pipeline.family} {pipeline.variant}", str(indexed(stage.facts.device)), stage.key
+    """Runs of a stage and model on this card with a known time and the same key, or else the nearest one that differs
+    in what is :data:`PRICED` alone; of this mode if there are any."""
+    title, device = f"{pipeline.family} {pipeline.variant}", str(indexed(stage.facts.device))
     usable = [
         row
         for row in rows
-        if (row.stage, row.pipeline, row.device, row.work) == wanted
+        if (row.stage, row.pipeline, row.device, row.card) == (stage.name, title, device, stage.facts.card)
         and 0 < row.modelled_seconds < math.inf
         and 0 < row.own_seconds < math.inf
+        and _apart(stage.key, row.work) < math.inf
     ]
-    return [row for row in usable if row.mode == mode] or usable
+    nearest = min((row.work for row in reversed(usable)), key=partial(_apart, stage.key), default="")
+    alike = [row for row in usable if row.work == nearest]
+    return [row for row in alike if row.mode == mode] or alike
+
+
+def _apart(key: str, other: str) -> float:
+    """The number of values in which two keys differ; infinite for runs that say nothing of each other."""
+    first, second = ({**json.loads(each), **dict.fromkeys(PRICED)} for each in (key, other or "{}"))
+    return len({*key.split(", ")} ^ {*other.split(", ")}) if first == second else math.inf
 
 
 def span(low: float, high: float) -> str:

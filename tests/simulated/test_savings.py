@@ -9,14 +9,16 @@ from anygpu.compat.device.facts import DeviceFacts
 from anygpu.compat.device.rates import EIGHT_BIT
 from anygpu.compat.device.work import PUBLISHED, _attention_flops
 from anygpu.compat.errors import UnsupportedError
+from anygpu.compat.transforms import attention_kernels
 from anygpu.compat.transforms.attention import Attention
 from anygpu.compat.transforms.step_cache import FIRST_BLOCK, StepCacheSettings
+from anygpu.pipelines.base import FramePackSettings
 from anygpu.pipelines.forecast import savings as pricing
 from anygpu.pipelines.forecast import times
 from anygpu.pipelines.forecast.page import memory_plan
 from anygpu.pipelines.forecast.seconds import planned_run
 from anygpu.pipelines.forecast.times import time_forecast
-from anygpu.pipelines.settings import with_step_cache
+from anygpu.pipelines.settings import clip_frames, with_step_cache
 from anygpu.pipelines.sizes import Size
 
 from simulated.clock import Clock, clocked
@@ -77,14 +79,15 @@ def priced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pricing, "pace_of", lambda *_: PACE)
     monkeypatch.setattr(pricing, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(pricing, "SHARE", 0.0)
-    monkeypatch.setattr(pricing, "reason_against", lambda choice, facts: "" if facts.backend == "cuda" else "needs it")
+    monkeypatch.setattr(attention_kernels, "version_of", lambda name: "2.2.0")
+    monkeypatch.setattr(attention_kernels, "imported", lambda name: None)
     monkeypatch.setattr(pricing, "require_fp16_sums", sums_required)
 
 
-def on(pipeline: Any, name: str, dtype: torch.dtype = torch.float16) -> Any:
+def on(pipeline: Any, name: str, dtype: torch.dtype = torch.float16, arch: str = "sm89") -> Any:
     """``pipeline`` as the forecast sees it on another card and in another dtype."""
     backend = "rocm" if name == RADEON else "cuda"
-    facts = DeviceFacts(torch.device("cuda"), backend, "sm89", "cuda-sm80+", name, 0, "2.13")
+    facts = DeviceFacts(torch.device("cuda"), backend, arch, "cuda-sm80+", name, 0, "2.13")
     residual = dtype if dtype is torch.bfloat16 else torch.float32
     precision = replace(pipeline.precision, compute=dtype, transformer=dtype, residual=residual)
     return replace(pipeline, device=replace(pipeline.device, facts=facts, precision=precision))
@@ -142,6 +145,20 @@ def test_a_shorter_video_saves_what_the_clock_sees_and_comes_where_nothing_else_
     assert alone.seconds - decoded == pytest.approx(exact - shorter, rel=0.15)
 
 
+@pytest.mark.parametrize(("frames", "shorter"), [(181, 109), (109, 73), (73, 37), (37, 0)])
+def test_a_video_in_sections_is_shortened_by_whole_ones(tiny_folder, priced, monkeypatch, frames, shorter):
+    """The seconds of the click give the video that the line names."""
+    pipeline, size = on(loaded_for(CASES["framepack"], tiny_folder, "cpu"), RADEON), Size(64, 64, frames)
+    monkeypatch.setattr(pricing, "_changes", lambda *_: [])
+    found = pricing.savings(pipeline, planned_run(pipeline, size), "none")
+    assert [one.change for one in found] == [f"{shorter} frames"] * (shorter > 0)
+    for one in found:
+        clicked = clip_frames(pipeline, FramePackSettings(one.inputs["clip_seconds"]), 0.0)
+        after = time_forecast(pipeline, planned_run(pipeline, replace(size, frames=clicked)), "none").seconds
+        now = time_forecast(pipeline, planned_run(pipeline, size), "none").seconds
+        assert clicked == one.inputs["frames"] == shorter and now - after == pytest.approx(one.seconds)
+
+
 def test_three_lines_at_most_save_together_what_they_say(tiny_folder, priced):
     pipeline = on(loaded_for(CASES["mochi"], tiny_folder, "cpu", weights="int8"), GEFORCE)
     found = pricing.savings(pipeline, run_of(pipeline), "none")
@@ -157,8 +174,14 @@ def test_a_change_vanishes_where_it_cannot_act(tiny_folder, priced, monkeypatch)
     pipeline, half = loaded_for(CASES["mochi"], tiny_folder, "cpu"), torch.float16
     assert {SAGE, SUMS} <= set(told(on(pipeline, GEFORCE)))
     with monkeypatch.context() as patch:
-        patch.setattr(pricing, "reason_against", lambda choice, _: "needs the package" if choice == "sage" else "")
+        patch.setattr(attention_kernels, "version_of", lambda name: "0.2.0" if name == "comfy-kitchen" else "")
         assert SAGE in told(on(pipeline, GEFORCE)), "comfy-kitchen's 8-bit attention serves it too"
+        patch.setattr(attention_kernels, "version_of", lambda name: "3.4.0" if "kitchen" not in name else "")
+        assert SAGE not in told(on(pipeline, GEFORCE, arch="sm75")), "a Triton that dropped it"
+        config = {**pipeline.configs["transformer"], "attention_head_dim": 40}
+        narrow = replace(pipeline, model=replace(pipeline.model, configs={**pipeline.configs, "transformer": config}))
+        assert SAGE not in told(on(narrow, GEFORCE)), "heads of another width"
+    assert SAGE not in told(on(pipeline, GEFORCE, torch.float32))
     assert not {SAGE, SUMS} & set(told(on(pipeline, A100))), "fp32 sums run at the full rate there"
     assert not {SAGE, SUMS} & set(told(on(pipeline, RADEON)))
     assert SUMS not in told(on(pipeline, GEFORCE, torch.bfloat16))

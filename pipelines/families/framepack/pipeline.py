@@ -142,7 +142,7 @@ def frames_for(framepack: FramePackSettings, fps: float) -> int:
         nearest = 1.0 if asked <= 0 else math.floor(most)
         found, expected = f"a clip of {framepack.clip_seconds} s at {fps:g} fps", f"more than 0, at most {most:.1f} s"
         raise InputError(found, expected=expected, fix=f"The nearest valid value is {nearest:g} s.")
-    section = max(framepack.window, 1) * TEMPORAL_RATIO  # whose range is checked with the plan
+    section = plan_for(I2V, framepack, 1, ended=False).window * TEMPORAL_RATIO  # which checks its range
     return min(max(1, round(asked / section)), MOST_FRAMES // section) * section + 1
 
 

@@ -25,6 +25,7 @@ from ...text.qwen import qwen_embeds, qwen_forwards, qwen_from_core
 from ...vae.fallback import decode as decode
 from ...vae.fallback import encoded, watched
 from .spec import CHANNELS, FEW_STEPS, LARGE, SMALL, SPATIAL_RATIO, SPEC, SUPER_CHANNELS, TEMPORAL_RATIO
+from .upscaler import enlarged as enlarged
 from .upscaler import upscale as upscale
 
 BRANCHES = ("pred_cond", "pred_uncond")

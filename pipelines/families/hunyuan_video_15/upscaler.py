@@ -50,18 +50,24 @@ def _widths(entries: dict[str, TensorEntry]) -> list[int]:
     return [rows[level][0] for level in range(len(rows)) if rows.get(level)]
 
 
+def enlarged(latents: Latents, path: Path) -> Latents:
+    """``latents`` with the size that :func:`upscale` makes of them, and its marks, but their own samples."""
+    side = LARGE if "norm_out.gamma" in entries_of(path) else SMALL
+    width, height = _target(latents.width, latents.height, side)
+    marked = {SECOND_PASS: True, FIRST_SIZE: [latents.width, latents.height]}
+    return replace(latents, width=width, height=height, extra={**latents.extra, **marked})
+
+
 def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
     """``latents`` at Tencent's size for 720p or 1080p, whichever the file is for, marked for the super-resolution."""
     entries = entries_of(path)
-    widths, large = _widths(entries), "norm_out.gamma" in entries
-    width, height = _target(latents.width, latents.height, LARGE if large else SMALL)
-    cells = (height // SPATIAL_RATIO, width // SPATIAL_RATIO)
+    widths, large, made = _widths(entries), "norm_out.gamma" in entries, enlarged(latents, path)
+    cells = (made.height // SPATIAL_RATIO, made.width // SPATIAL_RATIO)
     scale = float(pipeline.configs["vae"]["scaling_factor"])
     low = functional.interpolate(latents.samples[0].float().transpose(0, 1) * scale, size=cells, mode="bilinear")
     build = partial(_Network, widths, large)
     high = upscaled(pipeline, low.transpose(0, 1)[None], build, entries, max(widths), torch.float32, progress) / scale
-    marked = {SECOND_PASS: True, FIRST_SIZE: [latents.width, latents.height]}
-    return replace(latents, samples=high, width=width, height=height, extra={**latents.extra, **marked})
+    return replace(made, samples=high)
 
 
 def _target(width: int, height: int, side: int) -> tuple[int, int]:

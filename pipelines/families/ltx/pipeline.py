@@ -55,6 +55,7 @@ from .spec import (
     STOCHASTIC,
     TEMPORAL_RATIO,
 )
+from .upscaler import enlarged as enlarged
 from .upscaler import upscale as upscale
 
 NOTHING = 1e-8  # added to a square norm before it divides

@@ -19,7 +19,7 @@ from ...latents.upscaler import upscaled
 from ...pipeline import Pipeline
 from ...settings import SECOND_PASS
 from .conditions import scaling
-from .spec import CHANNELS, SPATIAL_RATIO
+from .spec import CHANNELS
 
 FIRST = "initial_conv.weight"
 
@@ -42,6 +42,14 @@ def config_of(entries: dict[str, TensorEntry], path: Path) -> dict[str, Any]:
     return {**sizes, "dims": len(first) - 2, "spatial_upsample": wider, "temporal_upsample": more}
 
 
+def enlarged(latents: Latents, path: Path) -> Latents:
+    """``latents`` with the size that :func:`upscale` makes of them, and its mark, but their own samples."""
+    if config_of(entries_in(path), path)["temporal_upsample"]:  # the first frame stays one: T latents become 2 T - 1
+        return replace(latents, frames=2 * latents.frames - 1, fps=2 * latents.fps)
+    marked = {**latents.extra, SECOND_PASS: True}
+    return replace(latents, height=2 * latents.height, width=2 * latents.width, extra=marked)
+
+
 def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
     """``latents`` at twice the width and height, marked for the second pass; or with twice the frames per second."""
     from diffusers import LTXLatentUpsamplePipeline as Upstream
@@ -57,14 +65,5 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
     widest = 4 * config["mid_channels"]
     high = upscaled(pipeline, plain, partial(Network, **config), entries, widest, dtype, progress)
     high = LTXPipeline._normalize_latents(high, mean, std, scale)
-    if config["temporal_upsample"]:  # the first frame stays one: T latents become 2 T - 1
-        return replace(latents, samples=high, frames=2 * latents.frames - 1, fps=2 * latents.fps)
     match: Any = Upstream.adain_filter_latent
-    rows, columns = high.shape[3:]
-    return replace(
-        latents,
-        samples=match(None, high, low, 1.0),
-        height=rows * SPATIAL_RATIO,
-        width=columns * SPATIAL_RATIO,
-        extra={**latents.extra, SECOND_PASS: True},
-    )
+    return replace(enlarged(latents, path), samples=match(None, high, low, 1.0) if config["spatial_upsample"] else high)

@@ -97,6 +97,14 @@ def test_a_clip_and_prompts_by_time_are_counted_within_two_percent(tiny_folder, 
     assert more == {"clip": True} and beside_transformer(*given, **more) > beside_transformer(*given)
 
 
+def test_sections_that_nobody_counted_are_those_that_a_run_takes(tiny_folder):
+    pipeline = loaded_for(CASES["framepack"], tiny_folder, "cpu")
+    for frames, window, count in ((145, 9, 4), (37, 9, 1), (9, 2, 1), (109, 9, 3)):
+        size = Size(64, 64, frames, window=window)
+        assert counts.sections_of(pipeline, size) == count
+        assert pipeline.spec.code.sections_for(FramePackSettings(0.0, window), frames) == count
+
+
 SIGN = 'a red fox beside a sign that says "Beware of the fox"'  # of which HunyuanVideo 1.5 draws the letters
 
 

@@ -79,10 +79,18 @@ def test_without_runs_the_range_is_what_rates_may_be_off_by():
 def test_runs_of_the_size_correct_it_more_closely_than_others():
     rows = [row(300.0, 100.0), row(40.0, 20.0), row(44.0, 20.0), row(42.0, 20.0)]
     same = times.corrected("sampling", 20.0, PROBED, rows)
-    assert same.seconds == 40.0, "the quickest of the last three: others shared the machine"
-    assert (same.low, same.high) == (40.0 / 1.1, 40.0 * 1.1)
+    assert same.seconds == pytest.approx(42.0), "the middle of the last three"
+    assert (same.low, same.high) == pytest.approx((42.0 / 1.1, 42.0 * 1.1))
     other = times.corrected("sampling", 80.0, PROBED, rows)
     assert other.seconds == 240.0 and other.high == 240.0 * 1.25
+
+
+def test_the_range_holds_for_each_run_that_it_comes_from():
+    three = [row(7341.0, 7341.0), row(9543.0, 7341.0), row(9543.0, 7341.0)]
+    same = times.corrected("sampling", 7341.0, PROBED, three)
+    assert (same.seconds, same.low, same.high) == pytest.approx((9543.0, 7341.0, 9543.0 * 1.1))
+    far = times.corrected("sampling", 100.0, PROBED, [row(30.0, 20.0), row(10.0, 20.0), row(5.0, 1.0)])
+    assert (far.seconds, far.low, far.high) == pytest.approx((100.0, 50.0, 150.0)), "both of the nearest size"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +186,8 @@ def test_copies_to_a_card_of_its_own_memory_always_cost_time():
     probed = replace(PACE, link=3e9, plain_link=1e9, staged_link=2e9)
     assert [times.link_of(strange, [], probed, *how) for how in ((), (True,), (False, True))] == [1e9, 3e9, 2e9]
     copied = [row(1.0, 1.0, moved_bytes=10**9, moving_seconds=1.0)]
-    copied = [replace(copied[0], device="cuda:0")]
+    assert times.link_of(strange, [replace(copied[0], device="cuda:0", card="Another card, 8 GB")]) == slowest
+    copied = [replace(copied[0], device="cuda:0", card="A card without a row, 8 GB")]
     assert times.link_of(strange, copied) == 1e9 and times.link_of(strange, copied, None, True) > slowest
     assert times.link_of(replace(strange, unified=True), []) == 0.0
     assert times.link_of(replace(strange, device=torch.device("cpu")), []) == 0.0
