@@ -50,7 +50,7 @@ class Printed:
 
     def __init__(self) -> None:
         self._bar: Any = None
-        self._left: dict[str, Any] = {}  # by stage: another may be told of in between, such as bytes that move
+        self.time_left: dict[str, Any] = {}  # by stage: another may be told of in between, such as bytes that move
         self._stage = ""
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Callable[[], Any] | None = None) -> None:
@@ -61,7 +61,7 @@ class Printed:
         if self._bar is None or stage.name != self._stage:
             self.close(leave=False)
             self._bar, self._stage = tqdm(total=total, disable=None, bar_format=BAR), stage.name
-        left = self._left.setdefault(stage.name, TimeLeft()).after(time.monotonic(), done, total)
+        left = self.time_left.setdefault(stage.name, TimeLeft()).after(time.monotonic(), done, total)
         self._bar.total = total
         self._bar.set_description(str(stage), refresh=False)
         self._bar.set_postfix_str(left.removeprefix(", "), refresh=False)

@@ -126,7 +126,7 @@ def forecast(row: dict[str, str]) -> float:
     weights = transformer_bytes(row["family"], row["variant"], said.get("weights", "bf16"))
     pipeline = replace(pipeline, model=replace(pipeline.model, weights={**pipeline.weights, TRANSFORMER: weights}))
     run = planned_run(pipeline, Size(grid.width, grid.height, grid.frames, cfg > 1.0), settings)
-    calls = sum(1 for _ in counts.batches_of(pipeline, run.settings)) * counts.sections_of(pipeline, run.size)
+    calls = sum(map(len, counts.batches_of(pipeline, run.settings))) * counts.sections_of(pipeline, run.size)
     calls *= 1 if cached is None else 1 - cached.skipped(steps)  # a step that is skipped needs no weights
     again = calls * copied_again(row, pipeline, run.size) / link_of(facts, [])
     if row["timed"] == "whole":

@@ -128,7 +128,7 @@ def figures_of(part: Part) -> Iterator[Figure]:
         for figure in islice(part.figures(), MOST_FIGURES):
             fault = redact(figure.fault, names)[:MOST_TEXT]
             yield replace(figure, measured=_short(figure.measured), modelled=_short(figure.modelled), fault=fault)
-    except Exception as error:  # a device and its libraries fail in any way
+    except (Exception, SystemExit) as error:  # a device and its libraries fail in any way
         yield Figure(part.name, fault=redact(f"{type(error).__name__}: {first_line(error)}", names)[:MOST_TEXT])
 
 
@@ -156,13 +156,14 @@ def picture(proof: Proof) -> str:
     most: dict[str, float] = {}
     for (_, each), value in zip(rows, values, strict=True):
         most[each.unit] = max(most.get(each.unit, 1e-30), value)
-    lines = [f'<text x="8" y="{ROW}">{escape(f"{proof.device}, {proof.date}")}</text>']
+    lines, texts = list[str](), [(8, ROW, f"{proof.device}, {proof.date}")]
     for number, ((part, each), value) in enumerate(zip(rows, values, strict=True), 2):
         kind, colour = ("measured", "#48a") if each.measured is not None else ("modelled", "#bbb")
         told, length = each.fault or f"{value:.4g} {each.unit}, {kind}", BAR * value / most[each.unit]
         place = f'y="{number * ROW - 10}" height="12" fill="{"#c33" if each.fault else colour}"'
         lines.append(f'<rect x="{LEFT}" width="{length:.1f}" {place}/>')
-        for x, text in ((8, f"{part}: {each.what}"), (LEFT + BAR + 8, told)):
-            lines.append(f'<text x="{x}" y="{number * ROW}">{escape(text)}</text>')
+        texts += [(8, number * ROW, f"{part}: {each.what}"), (LEFT + BAR + 8, number * ROW, told)]
+    for x, y, text in texts:  # XML has no ESC or NUL
+        lines.append(f'<text x="{x}" y="{y}">{escape("".join(filter(str.isprintable, text)))}</text>')
     size = f'width="{LEFT + 2 * BAR}" height="{ROW * (len(rows) + 3)}" font-family="sans-serif" font-size="11"'
     return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', *lines, "</svg>"]) + "\n"

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
+from ..compat.device.execution import HOST
 from ..compat.device.facts import facts_for, value_or
 from ..compat.errors import UnsupportedError
 from ..compat.ranks import LEADER, Group, Ranks
@@ -28,7 +30,8 @@ from . import worker
 from .render import KINDS, Renderer, job_of
 from .worker import Ended, Outcome, RenderCancelled, RenderWatch, bind, during, outcome_of
 
-BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # torch's own for devices that can send to one another; gloo for the others
+BACKENDS = {"cuda": "nccl", "xpu": "xccl"}  # torch's own for devices that can send to one another
+GLOO = "gloo"  # the others' backend, which takes tensors of the host
 MEETINGS = "groups"  # folder, of the jobs' folder, through which ranks find one another
 FORM_SECONDS = 600.0  # that processes have to come up, with a busy or sleeping machine among them
 PATIENCE_SECONDS = 600.0  # that a rank waits for the others: also while one reads its model from a slow disk
@@ -68,29 +71,28 @@ class Rank:
     def join(self, meeting: str, loopback: str) -> dict[str, Any]:
         """Form the group with the others, who find one another through the file ``meeting``; what this rank is.
         ``loopback`` names the network interface to stay on; empty for the one of the machine's name."""
-        from torch import distributed
-
         if loopback:
             os.environ.update({"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback})
         bind(self.renderer)
         facts = facts_for(self.renderer.device)
-        backend = BACKENDS.get(facts.device.type, "")
-        if not backend or not distributed.is_backend_available(backend):
-            backend = "gloo"
-        device = torch.device("cpu") if backend == "gloo" else facts.device
-        patience = timedelta(seconds=self.patience)
-        store = distributed.FileStore(meeting, self.size)
-        distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=patience)
-        half, middle = None, self.size // 2
-        if self.halves:
-            lists = (list(range(middle)), list(range(middle, self.size)))
-            groups = [distributed.new_group(ranks, timeout=patience) for ranks in lists]
-            half = Ranks(groups[self.rank // middle], self.rank % middle, middle, device)
-        self._group = Group(Ranks(None, self.rank, self.size, device), half)
-        self.renderer.group = self._group
+        own = BACKENDS.get(facts.device.type, GLOO)
+        backend = own if distributed.is_backend_available(own) else GLOO
+        device = HOST if backend == GLOO else facts.device
+        self._group = self.renderer.group = self._formed(meeting, backend, device)
         self._group.world.any(False)  # the first exchange is what opens the connections
         what = {"device": facts.name, "torch": torch.__version__, "anygpu": version("anygpu")}
         return {**what, "host": socket.gethostname(), "pid": os.getpid(), "backend": backend}
+
+    def _formed(self, meeting: str, backend: str, device: torch.device) -> Group:
+        """The group of all ranks, and the half that this one is in where there are halves."""
+        patience, store = timedelta(seconds=self.patience), distributed.FileStore(meeting, self.size)
+        distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=patience)
+        world, middle = Ranks(None, self.rank, self.size, device), self.size // 2
+        if not self.halves:
+            return Group(world)
+        lists = [*range(middle)], [*range(middle, self.size)]
+        groups = [distributed.new_group(ranks, timeout=patience) for ranks in lists]  # each rank forms both
+        return Group(world, Ranks(groups[self.rank // middle], self.rank % middle, middle, device))
 
     def render(self, line: str) -> dict[str, Any] | Outcome:
         """Render a job with the others; what is written down of it, or how it ended."""

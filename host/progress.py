@@ -99,9 +99,7 @@ class NodeProgress:
         self.lines: list[str] = self._run.entry["said"]
         self._bar: Any = None
         self._stage, self._texted = "", 0.0
-        self._begun: dict[str, tuple[float, int]] = {}  # by stage: when its first step ended, a later one if resumed
-        self._last: dict[str, int] = {}  # by stage: its newest step
-        self._recent: dict[str, TimeLeft] = {}
+        self.time_left: dict[str, TimeLeft] = {}  # by stage
         self._pace = ""
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Preview | None = None) -> None:
@@ -111,8 +109,7 @@ class NodeProgress:
         self._run.step(name)
         if self._bar is None or name != self._stage:
             self._bar, self._stage = comfy.utils.ProgressBar(total, node_id=self.node_id), name
-        time_left = self._time_left(name, done, total)
-        left = "" if stage.counted and name not in PACED else time_left
+        left = "" if stage.counted and name not in PACED else self._time_left(name, done, total)
         now = text if stage.counted else f"{text} {done}/{total}"
         self._run.at(now, left)
         picture = None if preview is None or _window() is None else self._picture(preview)
@@ -123,14 +120,11 @@ class NodeProgress:
 
     def _time_left(self, name: str, done: int, total: int) -> str:
         """:meth:`TimeLeft.after` of a stage, between whose steps others may report; notes its pace for the end."""
-        now = time.monotonic()
-        if name not in self._begun or done < self._last[name]:
-            self._begun[name] = now, done
-        self._last[name] = done
-        began, first = self._begun[name]
+        left, now = self.time_left.setdefault(name, TimeLeft()), time.monotonic()
+        text, (began, first) = left.after(now, done, total), left.began
         if name in PACED:
             self._pace = f"{(now - began) / (done - first):.2g} s per step" if done > first else ""
-        return self._recent.setdefault(name, TimeLeft()).after(now, done, total)
+        return text
 
     def check(self) -> None:
         comfy.model_management.throw_exception_if_processing_interrupted()

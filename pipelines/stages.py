@@ -15,7 +15,7 @@ import torch
 from ..compat.device.facts import device_fault, gone
 from ..compat.device.failures import is_shortage
 from ..compat.errors import CheckpointError, InputError, PackError, UnsupportedError, first_line, require_range
-from ..compat.memory.statistics import stage_cost
+from ..compat.memory.statistics import TimeLeft, stage_cost
 from ..compat.output_check import NotFinite, require_finite
 from .base import (
     FINAL,
@@ -28,10 +28,11 @@ from .base import (
     PromptRequest,
     SampleSettings,
 )
+from .forecast.counts import batches_of
 from .forecast.fit import fit_offload, release_text
 from .forecast.seconds import Run, planned_run, work_key
 from .forecast.shortage import EXPLAINED, explain_shortage
-from .forecast.times import expected
+from .forecast.times import expected, known_or_why
 from .pictures import checked_frames, fitted, picture_size, prepared, resized, video_size
 from .pipeline import Pipeline, make_room_and_retry
 from .records.receipts import sources_of
@@ -390,6 +391,9 @@ def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, d
     with running(SAMPLING, pipeline, progress, settings, run=lambda: asked):
         release_text(pipeline, TRANSFORMER)
         fit_offload(pipeline, "sampling", size, progress, asked)
+        if hasattr(progress, "time_left"):  # a node's, the terminal's
+            forwards, _ = known_or_why(lambda: [*map(sum, batches_of(pipeline, settings))])
+            progress.time_left[SAMPLING.cost] = TimeLeft(forwards or (1,))
         for attempt in retries(again, catches=(RuntimeError, MemoryError, NotFinite)):
             with attempt, sampling_speed(pipeline, settings, progress):
                 latents = draw()

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from heapq import nlargest
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..device.execution import HOST
 from ..device.facts import indexed, peak_bytes, reset_peak, synchronize, value_or
 from ..durable import write_json
 from ..errors import json_file
@@ -25,6 +25,7 @@ KEPT = 60  # stages, the newest last
 WORTH_SHOWING = 0.1  # seconds of a step, from which on its pace is shown
 LATEST, LAST, PERIOD = 0.1, 0.25, 9  # shares of the steps: since a change, at most; steps among which skips come around
 CHANGED = 1.2  # times as long as each step before, or as short: another load
+WAITED = 2.0  # times as long as all others of the last steps: one that waited for something else
 WORTH_TELLING = 5.0  # seconds of a stage, from which on it is shown beside its forecast
 GIGABYTE, MEGABYTE = 1e9, 1e6
 
@@ -178,17 +179,13 @@ def stage_cost(
     pipeline: Any, name: str, progress: Any, device: torch.device | None = None, **forecast: Any
 ) -> Iterator[StageCost]:
     """The block as a stage of ``device`` (None: the pipeline's own) in a pipeline's statistics: peak, traffic and time.
-    ``progress`` hears of it by ``cost`` where it has that, and of a long stage beside its ``forecast``, fields of the
-    cost that are known before."""
+    ``progress`` hears of a long stage beside its ``forecast``, fields of the cost that are known before."""
     offloader, parts = pipeline.offloader, pipeline.parts
     title, before = f"{pipeline.family} {pipeline.variant}", parts.reading_seconds
     with offloader.memory_stats.stage(name, title, offloader.mode, device or offloader.device, **forecast) as cost:
         yield cost
         cost.mode, cost.precision = offloader.mode, str(pipeline.precision)
         cost.reading_seconds = parts.reading_seconds - before
-    tell = getattr(progress, "cost", None)  # of those who show it: a node's text, the terminal
-    if tell is not None and offloader.device.type != HOST.type:
-        tell(str(cost))
     if progress is not None and max(cost.own_seconds, cost.forecast_seconds) >= WORTH_TELLING and cost.against_forecast:
         progress.notify(cost.against_forecast)
 
@@ -213,22 +210,34 @@ def duration(seconds: float) -> str:
 
 
 class TimeLeft:
-    """Time left of a stage by its last steps, among which those that a cache skips come around; after a change of load,
-    from which on all are slower, or all quicker, than those before, by the steps since."""
+    """Time left of a stage by its last steps, among which those that a cache skips come around and the longest may have
+    waited for something else; after a change of load, from which on all are slower, or all quicker, by the steps since.
+    ``forwards`` are those of each step, which take alike; they come again for each section."""
 
-    def __init__(self) -> None:
-        self.ends: list[tuple[float, int]] = []  # when the last steps ended, and their numbers
+    def __init__(self, forwards: Sequence[int] = (1,)) -> None:
+        self.forwards = forwards
+        self.began = 0.0, 0  # when the first step ended, a later one if resumed, and its number
+        self.ends: list[tuple[float, int, int]] = []  # of the last steps, with the forwards so far
 
     def after(self, moment: float, done: int, total: int) -> str:
         """Seconds per step and what is left, such as ``, 4.1 s each, about 70 s left``, once step ``done`` has ended at
         ``moment``, in seconds of any clock; empty for a first step, which also loads and tunes."""
-        if self.ends and done <= self.ends[-1][1]:  # begun anew
-            self.ends.clear()
-        self.ends = [*self.ends, (moment, done)][-1 - max(PERIOD, int(LAST * total)) :]
-        spent = [after - before for (before, _), (after, _) in pairwise(self.ends)]
-        began, first = self.ends[_changed_at(spent, max(2, int(LATEST * total)))]
-        each = (moment - began) / max(1, done - first)
-        left = f", about {duration((total - done) * each)} left" if done < total else ""
+        if not self.ends or done <= self.ends[-1][1]:  # begun anew
+            self.ends, self.began = [], (moment, done)
+        forwards = (1,) if total % len(self.forwards) else self.forwards
+        now, whole = (sum(forwards[: n % len(forwards)]) + n // len(forwards) * sum(forwards) for n in (done, total))
+        self.ends = [*self.ends, (moment, done, now)][-1 - max(PERIOD, int(LAST * total)) :]
+        if len(self.ends) == 1:
+            return ""
+        lasted = [(after[0] - before[0], after[2] - before[2]) for before, after in pairwise(self.ends)]
+        paces = [seconds / count for seconds, count in lasted]  # of a forward
+        most = nlargest(1 + (len(paces) > 2), paces)[-1]
+        paces = [most if pace > WAITED * most else pace for pace in paces]
+        since = _changed_at(paces, max(2, int(LATEST * total)))
+        _, first, before = self.ends[since]
+        spent = sum(pace * count for pace, (_, count) in zip(paces[since:], lasted[since:], strict=True))
+        each, rest = spent / (done - first), spent / (now - before) * (whole - now)
+        left = f", about {duration(rest)} left" if done < total else ""
         return f", {each:.1f} s each{left}" if each >= WORTH_SHOWING else ""
 
 

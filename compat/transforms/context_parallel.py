@@ -86,22 +86,16 @@ class TokenSplit:
         self, first: bool, names: tuple[str, ...], _block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Cut the arguments of a block that go by token, and before the ``first`` block the tokens themselves."""
-        arguments, named = list(given), dict(named)
+        arguments = dict(zip(names, given, strict=False)) | named
         if first:
-            tokens = named[STATES] if STATES in named else arguments[names.index(STATES)]
-            self.begin(tokens.shape[1])
+            self.begin(arguments[STATES].shape[1])
         if self.group.tokens.size == 1:
             return given, named
         cuts: dict[str, Callable[[Any], Any]] = {STATES: lambda tokens: tokens[:, self.run]} if first else {}
         cuts |= dict.fromkeys(self.plan.rotary, self.tables)
         cuts |= dict.fromkeys(self.plan.rows, self.rows) | dict.fromkeys(self.plan.leading, self.leading)
-        for name, cut in cuts.items():
-            if name in named:
-                named[name] = cut(named[name])
-            elif name in names[: len(arguments)]:
-                index = names.index(name)
-                arguments[index] = cut(arguments[index])
-        return tuple(arguments), named
+        arguments |= {name: cut(arguments[name]) for name, cut in cuts.items() if name in arguments}
+        return tuple(arguments.pop(name) for name in names[: len(given)]), arguments
 
     def _join(self, _block: nn.Module, _given: Any, output: Any) -> Any:
         """Gather the video's tokens of all ranks after the last block, and let this forward's tables go."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -55,10 +56,8 @@ def _exact(tensor: Tensor) -> Tensor:
     return to_host(tensor).double()
 
 
-def _at(tensor: Tensor, *rows: Tensor) -> Tensor:
-    for axis, some in enumerate(rows):
-        tensor = tensor.index_select(axis, some.to(tensor.device))
-    return _exact(tensor)
+def _at(tensor: Tensor, rows: Tensor) -> Tensor:
+    return _exact(tensor.index_select(0, rows.to(tensor.device)))
 
 
 def _picked(tensor: Tensor, some: Tensor, axes: int | None = None) -> Tensor:
@@ -146,12 +145,16 @@ def _norm(given: Mapping[str, Any], result: Tensor) -> Sample | None:
 
 
 def _copy(given: Mapping[str, Any], result: Tensor) -> Sample | None:
-    source = given.get("src", given.get("self"))
+    """Runs of 64 values all over a copy: compared by ``BOUNDS`` where it rounds, else bit for bit."""
+    source, count = given.get("src", given.get("self")), result.numel()
     if source.shape != result.shape or given.get("non_blocking") or not result.ndim:
         return None
-    found, exact = (_picked(each, _some(result.numel())) for each in (result, source))
+    some = (_some(max(1, count - ROWS + 1))[:, None] + torch.arange(min(ROWS, count))).flatten()
+    found, exact = (_picked(each, some) for each in (result, source))
     exact = exact.to(result.dtype).double()
-    return found, exact, exact.new_tensor(1e-30), 2 * ROWS
+    if source.dtype is result.dtype:
+        found = found.where(found == exact, math.nan)  # of which a single one is wrong
+    return found, exact, exact.new_tensor(1e-30), 2 * len(some)
 
 
 def _joined(given: Mapping[str, Any], result: Tensor) -> Sample | None:
@@ -159,7 +162,7 @@ def _joined(given: Mapping[str, Any], result: Tensor) -> Sample | None:
     parts = torch.split(result, [side.shape[dim] for side in sides], dim)
     pairs = [_copy({"src": side}, part) for side, part in zip(sides, parts, strict=True)]
     found, exact = (torch.cat([pair[:2][n] for pair in pairs if pair is not None]) for n in (0, 1))
-    return found, exact, exact.new_tensor(1e-30), 2 * ROWS * len(sides)
+    return found, exact, exact.new_tensor(1e-30), 2 * len(found)
 
 
 def _gelu(given: Mapping[str, Any], result: Tensor) -> Sample | None:
@@ -256,7 +259,7 @@ def _reference(function: Any, args: Any, kwargs: Any) -> Any:
     if function.namespace != NAMESPACE:
         raise NotImplementedError
     FAULTS.setdefault((function.overloadpacket.__name__, args[0].device, args[0].dtype), "wrong in a run")
-    return _changed(function, args, kwargs, lambda each: each)
+    return function(*args, **kwargs)
 
 
 def _in_chunks(function: Any, args: Any, kwargs: Any) -> Tensor:
@@ -267,16 +270,12 @@ def _in_chunks(function: Any, args: Any, kwargs: Any) -> Tensor:
     return chunked(query, key, value, given.get("attn_mask", given.get("attn_bias")), bool(given.get("is_causal")))
 
 
-def _upcast(each: Tensor) -> Tensor:
-    return each.float() if each.dtype.is_floating_point else each
-
-
 AGAIN = "contiguous operands"
 PATHS: dict[str, Callable[[Any, Any, Any], Any]] = {  # what stands in for a call that was wrong, the nearest first
     "its reference": _reference,
     AGAIN: lambda f, args, kwargs: _changed(f, args, kwargs, Tensor.contiguous),
     "chunks of queries": _in_chunks,
-    "fp32": lambda f, args, kwargs: _changed(f, args, kwargs, _upcast),
+    "fp32": lambda f, args, kwargs: _changed(f, args, kwargs, lambda x: x.float() if x.is_floating_point() else x),
     "the host": lambda f, args, kwargs: _changed(f, args, kwargs, to_host),
 }
 
@@ -372,7 +371,7 @@ class Guard(TorchDispatchMode):
             if not (count := wrong(result)):
                 self.known[key] = ""
                 return ""
-            if not function._schema.is_mutable and not wrong(_changed(function, args, kwargs, lambda each: each)):
+            if not function._schema.is_mutable and not wrong(function(*args, **kwargs)):
                 log.warning("AnyGPU: %s was wrong once and then right: this device is unstable", key)
                 self.known[key] = ""
                 return AGAIN
@@ -404,12 +403,14 @@ def _kept(store: ProbeStore) -> dict[str, str]:
 
 
 def _size_class(name: str, args: Any, output: Tensor) -> str:
-    """Operation, switches that are on, as causal, dtype, and of each operand the bit length of its sides, the last one
-    modulo 8, and its layout."""
+    """Operation, head width of attention, stride, padding, dilation and groups of a convolution, switches that are on,
+    as causal, dtype, and of each operand the bit length of its sides, the last one modulo 8, and its layout."""
     operands = [each for each in tree_leaves(args) if isinstance(each, Tensor)][:4]
     sizes = ["x".join(str(side.bit_length()) for side in each.shape) for each in operands]
     rest = "".join(f"{each.shape[-1] % 8 if each.ndim else 0}{'-c'[each.is_contiguous()]}" for each in operands)
-    name += " on" * sum(each is True for each in args) + " scaled" * (name == "swiglu" and args[1] is not None)
+    forms = [args[0].shape[-1:]] if "attention" in name else [*args[3:6], args[8:]] if name == "convolution" else []
+    name += "".join(f" {'x'.join(map(str, form))}" for form in forms) + " on" * sum(each is True for each in args)
+    name += " scaled" * (name == "swiglu" and args[1] is not None)
     return f"{name} {str(output.dtype).removeprefix('torch.')} 2^({', '.join(sizes)}) {rest}"
 
 
@@ -436,9 +437,10 @@ def guard_step(store: ProbeStore | None, facts: DeviceFacts) -> Step:
 
 
 @contextmanager
-def around(guard: Guard | None, calls: PlainCalls | None, key: Any) -> Iterator[None]:
-    """One use of a model, known by ``key``, that ``guard`` looks at and that computes by ``calls``."""
-    with calls or nullcontext(), nullcontext() if guard is None else guard.looking(key):
+def around(guard: Guard | None, calls: PlainCalls | None, key: tuple[Any, ...]) -> Iterator[None]:
+    """One use of a model that ``guard`` looks at and that computes by ``calls``. The first of its ``key`` is its owner,
+    which is not kept alive: another one at its address is new."""
+    with calls or nullcontext(), nullcontext() if guard is None else guard.looking((ref(key[0]), *key[1:])):
         yield
 
 
@@ -449,8 +451,9 @@ def forward_inside(module: nn.Module, inside: Callable[[Any], AbstractContextMan
 
     @wraps(module.forward)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        shapes = tuple(each.shape for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
-        with inside((id(module), shapes)):
+        given = tuple((each.shape, each.dtype) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+        width = next((each.dtype for each in module.parameters()), None)  # a VAE is widened in place
+        with inside((module, given, width)):
             return own(*args, **kwargs) if own is not None else type(module).forward(module, *args, **kwargs)
 
     return guarded

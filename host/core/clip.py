@@ -96,7 +96,7 @@ class FittedEncoder:
             return encode(*args, **kwargs)
         ours = {layer for layer in encoders.modules() if SETTINGS in layer.__dict__}
         left = left_of(encoders, ours) if self.fit.safe else {}
-        with Undo() as undo, counts.counting(left), around(self.machine.guard, None, id(encoders)):
+        with Undo() as undo, counts.counting(left), around(self.machine.guard, None, (encoders,)):
             for layer in ours:
                 undo.set(layer, COUNTS, counts)
             result = encode(*args, **kwargs)

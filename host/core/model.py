@@ -176,10 +176,11 @@ class FittedNetwork:
                 kwargs = {name: as_level(each, args[0]) for name, each in kwargs.items()}
             if plain or (seen.casts and model.get_dtype_inference() is torch.float32):
                 undo.set(model, CAST, torch.float16 if plain else self.loaded)
-            stack.enter_context(self._convolutions_on(network, model.get_dtype_inference()))
+            dtype = model.get_dtype_inference()
+            stack.enter_context(self._convolutions_on(network, dtype))
             stack.enter_context(add_hook(model.diffusion_model, _with_own_latent, before=True))
             guard = self.machine.guard if network is model.diffusion_model else None  # not a compiled one
-            stack.enter_context(around(guard, self.machine.calls, (id(network), args[0].shape)))
+            stack.enter_context(around(guard, self.machine.calls, (network, args[0].shape, dtype)))
             if (attention := self.fit.attention) is None:
                 if counts is not None:
                     stack.callback(setattr, counts, "attention", 0)  # left to core, as was decided

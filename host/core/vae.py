@@ -166,8 +166,7 @@ class FittedVAE:
             if method.on_host:
                 stack.callback(_leave_host, vae.patcher)
             else:
-                key = (id(self), name, given.shape, method.key)
-                stack.enter_context(around(self.machine.guard, self.machine.calls, key))
+                stack.enter_context(around(self.machine.guard, self.machine.calls, (self, name, given.shape, method)))
             begun = time.monotonic()
             if method.tile:
                 result = _in_tiles(vae, name.removesuffix("_tiled"), given, method.tile)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import chain
 from operator import eq
 from typing import Any
 
@@ -46,21 +47,18 @@ Cells = tuple[int, int, int]  # latent frames, rows, columns
 def sampling_work(pipeline: Pipeline, size: Size, settings: SampleSettings) -> Work:
     """The work of all steps of a sampling; its ``settings`` are completed."""
     total, sections = Work(), sections_of(pipeline, size)
-    for rows, count in Counter(batches_of(pipeline, settings)).items():
+    for rows, count in Counter(chain.from_iterable(batches_of(pipeline, settings))).items():
         total.update(transformer_work(pipeline, replace(size, sections=1), rows).times(count))
         total.update(transformer_work(pipeline, replace(size, sections=sections), rows).times(count * (sections - 1)))
     return total
 
 
-def batches_of(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
-    code = pipeline.spec.code
-    if code.batches is not None:
-        yield from code.batches(pipeline, settings)
-        return
-    guidance = Guidance(settings, settings.steps)
-    for index in range(settings.steps):
-        pair = (2,) if pipeline.spec.recipes.batched_cfg else (1, 1)
-        yield from pair if guidance.acts(index) else (1,)
+def batches_of(pipeline: Pipeline, settings: SampleSettings) -> list[tuple[int, ...]]:
+    """The batch of each call in each step of a section."""
+    if (own := pipeline.spec.code.batches) is not None:
+        return [*own(pipeline, settings)]
+    guidance, pair = Guidance(settings, settings.steps), (2,) if pipeline.spec.recipes.batched_cfg else (1, 1)
+    return [pair if guidance.acts(index) else (1,) for index in range(settings.steps)]
 
 
 def sections_of(pipeline: Pipeline, size: Size) -> int:
@@ -299,7 +297,6 @@ def text_forwards(pipeline: Pipeline, request: PromptRequest | None = None) -> F
 
 def _encoder_work(config: Mapping[str, Any], lengths: Sequence[int], itemsize: int) -> Work:
     """One forward of a text encoder, T5, Llama, Qwen or CLIP, on texts of ``lengths`` tokens."""
-
     side = partial(_number, config)
     width, heads = side("d_model", "hidden_size"), side("num_heads", "num_attention_heads", default=1)
     head = side("d_kv", "head_dim", default=width // heads)

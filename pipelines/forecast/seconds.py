@@ -66,7 +66,7 @@ class Run:
         elif name == SAMPLING:
             parts, dtype = pipeline.spec.transformers, precision.compute or precision.transformer
             work = partial(counts.sampling_work, pipeline, self.size, self.settings)
-            calls = sum(1 for _ in counts.batches_of(pipeline, self.settings)) * counts.sections_of(pipeline, self.size)
+            calls = sum(map(len, counts.batches_of(pipeline, self.settings))) * counts.sections_of(pipeline, self.size)
             beside, speed = sampling_bytes(pipeline, self.size), sampling_speed(pipeline, self.settings.steps)
             each = (pipeline.weights[part] for part in parts if part in pipeline.weights)
             stays = sum(resident_bytes(size.total, size.passing, room, int(MARGIN * beside)) for size in each)

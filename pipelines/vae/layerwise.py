@@ -222,7 +222,7 @@ def streamed(stream: Stream, vae: Any, latents: Tensor, time: Tensor | None = No
             expected="a decoder whose layers depend only on their input",
             fix="Choose method auto or tiled on the decode node.",
         )
-    with own_tensors(vae.decoder), getattr(vae, AROUND, nullcontext)(latents.shape):
+    with own_tensors(vae.decoder), getattr(vae, AROUND, nullcontext)((vae, latents.shape, stream.way.dtype)):
         return STREAMED[full_name(vae)](stream, vae, Activation(latents.to(stream.way.dtype)), time).plane
 
 

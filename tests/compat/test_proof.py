@@ -46,13 +46,16 @@ def test_parts_run_once_and_a_second_call_goes_on(tmp_path: Path) -> None:
 
 def test_what_a_part_raises_is_a_figure_and_the_next_part_runs(tmp_path: Path) -> None:
     counted = Counted({"one": RuntimeError("out of paper in /home/annette/tray\nmore"), "two": SystemError("x" * 999)})
+    counted.raises["three"] = SystemExit(3)
     done = run_parts(counted.parts(), FRESH, tmp_path / "a.json", lambda text: None)
     assert counted.ran == ["one", "two", "three"]
     kept, fault = done.parts[0].figures
     assert kept == Figure("one first", "ms", 1.2346, 2.0)
     assert fault == Figure("one", fault="RuntimeError: out of paper in <path>")
     assert len(done.parts[1].figures[-1].fault) <= proof.MOST_TEXT
-    assert done.parts[2].figures[-1] == Figure("three second", "GiB"), "JSON has no NaN"
+    assert done.parts[2].figures[-1] == Figure("three", fault="SystemExit: 3")
+    (fine,) = run_parts(Counted().parts()[:1], FRESH, tmp_path / "b.json", lambda text: None).parts
+    assert fine.figures[-1] == Figure("one second", "GiB"), "JSON has no NaN"
 
 
 def test_ctrl_c_loses_the_part_that_ran_and_nothing_else(tmp_path: Path) -> None:
@@ -105,8 +108,8 @@ def test_an_edited_file_is_refused(change: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("name, drawn", [("a.json", "a.svg"), ("a.svg", "a.picture.svg")])
 def test_the_picture_has_a_bar_for_each_figure_and_no_markup_of_others(name: str, drawn: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    done = run_parts(Counted({"one": RuntimeError("<b>")}).parts(), FRESH, path, lambda text: None)
+    path, odd = tmp_path / name, replace(FRESH, device="a <card>\x1b\ufffe")
+    done = run_parts(Counted({"one": RuntimeError("<b>\x00")}).parts(), odd, path, lambda text: None)
     assert proof_in(path.read_bytes()) == done
     svg = ElementTree.fromstring((tmp_path / drawn).read_text(encoding="utf-8"))
     texts = [text.text or "" for text in svg.iter("{http://www.w3.org/2000/svg}text")]

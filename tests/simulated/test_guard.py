@@ -1,6 +1,7 @@
 """The guard inside a run: wrong results of each kind of operation are named, replaced, kept; right ones cost little."""
 
 import contextlib
+import gc
 import logging
 import math
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from anygpu.compat.device.quirks import DevicePolicy
 from anygpu.compat.errors import UnsupportedError
 from anygpu.compat.report import report_on
 from anygpu.compat.transforms import guard as guard_module
-from anygpu.compat.transforms.guard import CHECKS, SHARE, Guard, _some, guard_step
+from anygpu.compat.transforms.guard import CHECKS, SHARE, Guard, _some, around, forward_inside, guard_step
 from anygpu.kernels import activation, group_norm, library, norm, product, residual, rope, self_tests
 from anygpu.kernels.self_tests import CaseShapes
 from anygpu.kernels.terms import LAYER, SCALED, Gate, Modulation, Norm
@@ -123,6 +124,95 @@ def test_a_wrong_result_is_named_replaced_and_kept(
         again = run(Guard(store_of(acc, tmp_path)), there, x.to(acc)).cpu()
     torch.testing.assert_close(again, exact, rtol=1e-3, atol=1e-3)
     assert not caplog.text, "the next process knows"
+
+
+def of_width(width: int) -> Network:
+    def of(_: nn.ModuleDict, x: Tensor) -> Tensor:
+        q = x.reshape(-1)[: 4 * 600 * width].reshape(1, 4, 600, width)
+        return functional.scaled_dot_product_attention(q, q, q)
+
+    return Network(of)
+
+
+def of_convolution(**how: int) -> Network:
+    torch.manual_seed(0)
+    return Network(lambda m, x: m["a"](x.reshape(2, 32, 64, -1)), a=nn.Conv2d(32, 32, 3, **how))
+
+
+@pytest.mark.parametrize(
+    ("kind", "make", "usual", "other"),
+    [
+        ("attention", of_width, {"width": 64}, {"width": 96}),
+        ("convolution", of_convolution, {"padding": 1}, {"padding": 1, "stride": 2}),
+        ("convolution", of_convolution, {"padding": 1}, {"padding": 2, "dilation": 2}),
+        ("convolution", of_convolution, {"padding": 1}, {"padding": 2}),
+    ],
+)
+def test_what_another_kernel_computes_is_looked_at_too(
+    acc, tmp_path: Path, kind: str, make: Callable[..., Network], usual: Any, other: Any
+) -> None:
+    guard, x = Guard(store_of(acc, tmp_path)), torch.randn(2, 1024, WIDTH)
+    run(guard, make(**usual).eval().to(acc), x.to(acc))
+    network = make(**other).eval()
+    exact = network(x).detach()
+    guard.done.clear()
+    with accelerator.hook(KINDS[kind][0], after=zeroed(64)):
+        found = run(guard, network.to(acc), x.to(acc)).cpu()
+    assert len(guard.store.misses()) == 1
+    torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-3)
+
+
+def test_a_part_that_is_widened_in_place_is_looked_at_again(acc, tmp_path: Path) -> None:
+    """As a VAE is that gave values that are not finite."""
+    network, guard = KINDS["addmm"][1]().eval().to(acc), Guard(store_of(acc, tmp_path))
+    network.of, x = lambda m, x: m["a"](x.to(m["a"].weight.dtype)), torch.randn(2, 1024, WIDTH, device=acc)
+    forward = forward_inside(network, partial(around, guard, None))
+    with torch.no_grad():
+        network.layers.to(torch.bfloat16)
+        for _ in range(3):
+            forward(x)
+        assert guard.done and not guard.store.misses()
+        network.layers.to(torch.float32)
+        with accelerator.hook("aten::addmm", after=zeroed(64)):
+            for _ in range(3):
+                forward(x)
+    (named,) = guard.store.misses()
+    assert named.startswith("addmm float32")
+
+
+def test_a_part_at_the_address_of_one_that_was_dropped_is_new() -> None:
+    keys = set()
+
+    class Recorder:
+        def looking(self, key: Any) -> contextlib.AbstractContextManager[None]:
+            keys.add(key)
+            return contextlib.nullcontext()
+
+    for _ in range(2):
+        for part in [nn.Identity() for _ in range(99)]:
+            forward_inside(part, partial(around, Recorder(), None))(torch.ones(2))
+        del part
+        gc.collect()
+    assert len(keys) == 2 * 99
+
+
+def through_fp16(copied: Tensor) -> None:
+    copied.copy_(copied.half().float())
+
+
+@pytest.mark.parametrize("damage", [through_fp16, lambda copied: copied.view(-1)[-2:].zero_()])
+def test_a_copy_in_the_dtype_that_it_had_is_compared_bit_for_bit(acc, tmp_path: Path, damage: Any) -> None:
+    guard, x = Guard(store_of(acc, tmp_path)), torch.randn(2, 1024, WIDTH)
+
+    def after(op: str, arguments: list, results: list) -> None:
+        if results[0].is_contiguous() and not arguments[1].is_contiguous() and results[0].numel() == x.numel():
+            damage(results[0])
+
+    network = Network(lambda _, x: x.mT.clone(memory_format=torch.contiguous_format))
+    with accelerator.hook("aten::copy_", after=after):
+        found = run(guard, network, x.to(acc)).cpu()
+    assert [*guard.store.misses().values()] == ["the host"]
+    assert torch.equal(found, x.mT)
 
 
 @pytest.mark.parametrize("how", [{"attn_mask": (torch.arange(1024) < 300).expand(1024, -1)}, {"scale": 0.5}])

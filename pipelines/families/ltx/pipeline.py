@@ -36,7 +36,7 @@ from ...sampling.schedules import (
     read_between,
     schedule_for,
 )
-from ...settings import guidance_steps, recipe_of
+from ...settings import recipe_of
 from ...text.t5 import batched, t5_embeds, t5_forwards, t5_from_core
 from ...vae.chunked import SPATIAL_PADDING
 from ...vae.fallback import decoding, unsigned
@@ -213,19 +213,14 @@ def sample(
     return replace(latents, task="image" if everything else "text")
 
 
-def batches(pipeline: Pipeline, settings: SampleSettings) -> Iterator[int]:
-    """The batch of each call, without pictures or with one to start from: two with cfg, and one more call with STG."""
+def batches(pipeline: Pipeline, settings: SampleSettings) -> Iterator[tuple[int, ...]]:
+    """The batches of each step, without pictures or with one to start from: two with cfg, one more call with STG."""
     recipe = recipe_of(pipeline, settings)
     assert recipe is not None
-    asked = settings.guidance_steps or guidance_steps(recipe, settings, settings.cfg)
-    settings = replace(settings, guidance_steps=asked)
     schedule = _schedule(pipeline.tools["scheduler"], settings, _is_condition(pipeline), recipe, HOST)
     guidance = LtxGuidance(settings, schedule.levels, recipe.star)
-    for index in range(len(schedule)):
-        step = guidance.at(index)
-        yield 2 if step.cfg > 1.0 else 1
-        if step.stg > 0.0:
-            yield 1
+    for step in map(guidance.at, range(len(schedule))):
+        yield (2 if step.cfg > 1.0 else 1, *[1] * (step.stg > 0.0))
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor:

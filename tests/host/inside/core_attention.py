@@ -138,7 +138,7 @@ def guarded() -> dict[str, Any]:
     class Recorder:
         @contextmanager
         def looking(self, key: Any) -> Iterator[None]:
-            seen.append([*key[1]] if isinstance(key, tuple) else key)
+            seen.append([*key[1]] if len(key) > 1 else key)
             yield
 
     machine = turing()

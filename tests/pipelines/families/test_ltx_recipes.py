@@ -1,6 +1,7 @@
 """LTX-Video's published recipes: our loop gives what Lightricks' own gives, as `published/ltx_reference.py` records."""
 
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,9 @@ def test_auto_follows_the_recipe_and_says_so(models: dict[str, Pipeline], record
 
 
 @pytest.mark.parametrize("changes", [{"cfg": 3.0, "stg": 1.0}, {"stg": 1.0}, {"cfg": 3.0, "stg": 0.0, "cfg_end": 0.5}])
-def test_each_call_of_the_transformer_is_counted(models: dict[str, Pipeline], monkeypatch, changes: Any) -> None:
+def test_each_call_of_the_transformer_is_counted(
+    models: dict[str, Pipeline], monkeypatch: pytest.MonkeyPatch, changes: Any, recorded: Any
+) -> None:
     rows = GuidanceStep(0.9, 1.0, 0.0), GuidanceStep(0.0, 2.0, 1.0, blocks=(1,))
     monkeypatch.setattr(ltx, "recipe_for", lambda _: Recipe("", "", 4, rows))
     pipeline, ran, sizes = models["shifted"], list[int](), list[SampleSettings]()
@@ -158,12 +161,16 @@ def test_each_call_of_the_transformer_is_counted(models: dict[str, Pipeline], mo
     hook = pipeline.parts["transformer"].register_forward_pre_hook(
         lambda _module, _given, named: ran.append(len(named["hidden_states"])), with_kwargs=True
     )
-    stages.sample(pipeline, prompt(), None, replace(SETTINGS, frames=9, steps=4, **changes), Silent())
+    progress = recorded()
+    progress.time_left = {}
+    stages.sample(pipeline, prompt(), None, replace(SETTINGS, frames=9, steps=4, **changes), progress)
     hook.remove()
-    assert list(batches_of(pipeline, sizes[0])) == ran and len(ran) > 4 - ("cfg_end" in changes)
+    forwards = progress.time_left["sampling"].forwards
+    assert len(forwards) == 4 and sum(forwards) == sum(ran)
+    assert [*chain(*batches_of(pipeline, sizes[0]))] == ran and len(ran) > 4 - ("cfg_end" in changes)
     asked = replace(SETTINGS, frames=9, steps=4, **changes)
     run = planned_run(pipeline, Size(asked.width, asked.height, asked.frames), asked)
-    assert list(batches_of(pipeline, run.settings)) == ran
+    assert [*chain(*batches_of(pipeline, run.settings))] == ran
 
 
 def test_what_the_user_sets_wins_over_the_recipe(models: dict[str, Pipeline], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Which mode is taken by its time, what more memory would save, and where people read it."""
 
 from dataclasses import replace
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,6 +126,24 @@ def test_what_is_left_is_the_run_s_own_after_a_tenth_of_its_steps(load, count):
         assert abs(said - left) <= 0.25 * left + longest * (changes is None or count <= 20) + 0.5, (
             f"{said} s of {left} s after {done}"
         )
+
+
+FORWARDS = {"LTX 13B dev": [1] * 3 + [3] * 11 + [2] * 13, "cfg until half": [2] * 15 + [1] * 15, "alike": [1] * 40}
+
+
+@pytest.mark.parametrize("stall", [0.0, 60.0])
+@pytest.mark.parametrize("sections", [1, 3])
+@pytest.mark.parametrize("name", FORWARDS)
+def test_what_is_left_is_known_of_unlike_steps_and_after_one_that_waited(name, sections, stall):
+    seconds = [4.0 * each for each in FORWARDS[name]] * sections
+    pace, took = TimeLeft(FORWARDS[name]), (each + stall * (step == 2) for step, each in enumerate(seconds))
+    ends = [*accumulate(took)]
+    for done in range(1, len(seconds)):
+        text = pace.after(ends[done - 1], done, len(seconds))
+        if done >= max(4 if stall else 2, len(seconds) / 10):  # of two that are unlike, either may be the usual one
+            number, unit = text.split("about ")[1].split()[:2]
+            said, left = float(number) * {"s": 1, "min": 60}[unit], sum(seconds[done:])
+            assert abs(said - left) <= 0.25 * left, f"{said} s of {left} s after {done}"
 
 
 def test_a_plan_says_minutes_and_runs_nothing(tiny_folder, tmp_path, capsys):
