@@ -222,7 +222,8 @@ NOT_IN_KEY = {  # field -> why it changes no time, or where its time is known
     },
     LoadRequest: {
         **dict.fromkeys(("model", "base", "image_encoder", "files"), "counted from their configurations"),
-        "variant": "a row has it", "earlier": "its variant and recipe", "offload": "a row has the mode", "search": "finds files", "state": "a folder",
+        "variant": "a row has it", "earlier": "its variant and recipe",
+        "offload": "a row has the mode", "search": "finds files", "state": "a folder",
         **dict.fromkeys(("device", "devices", "cards"), "a row has the device of its stage"),
         "keep_free_gb": "the room is counted with", "quiet": "asks nothing",
     },
