@@ -81,8 +81,7 @@ class StoredLinear(Stored, nn.Linear):  # type: ignore[misc,override]
         output: torch.Tensor | None = None if multiply is None else multiply(self, input)
         if output is not None:
             return output
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        return F.linear(input, self.dense(input.dtype), bias)
+        return F.linear(input, self.dense(input.dtype), None if self.bias is None else self.bias.to(input.dtype))
 
 
 class StoredEmbedding(Stored, nn.Embedding):  # type: ignore[misc,override]
