@@ -209,8 +209,7 @@ def norm_of(norm: Any, x: Tensor) -> Iterator[Norm]:
 def _standardized(x: Tensor, norm: Norm) -> Tensor:
     if norm.kind == LAYER:
         return functional.layer_norm(x, x.shape[-1:], None, None, norm.eps)
-    weight = None if norm.weight is None else norm.weight.float()
-    return functional.rms_norm(x.float(), x.shape[-1:], weight, norm.eps)
+    return functional.rms_norm(x.float(), x.shape[-1:], None if norm.weight is None else norm.weight.float(), norm.eps)
 
 
 def _modulated(x: Tensor, modulation: Modulation, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:

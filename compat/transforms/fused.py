@@ -170,7 +170,11 @@ def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> Fu
             fused.leave(reason, sum(points_of(block, fusion).values()))
             whole = False
         else:
-            _attach(block, fusion, fused)
+            fused.undo.set(block, OPS, BlockOps(fused.form, epilogue=fused.epilogue))
+            fused.gelus += fused.epilogue and hasattr(block, "act_mlp")
+            _attach_gelu(block, fused)
+            fused.undo.patch(block, _forward_of(block))
+            _attach_parts(block, fusion, fused)
     rope: Any = getattr(transformer, "rope", None)
     if whole and fused.points and full_name(rope) in HALVED and "forward" not in vars(rope):
         fused.patch(rope, half_rope)
@@ -183,14 +187,6 @@ def points_of(block: nn.Module, fusion: BlockFusion) -> Mapping[str, int]:
 
 def _forward_of(block: nn.Module) -> Callable[..., Any]:
     return FORWARDS[full_name(block).removeprefix(TRANSFORMERS)]
-
-
-def _attach(block: nn.Module, fusion: BlockFusion, fused: FusionPoints) -> None:
-    fused.undo.set(block, OPS, BlockOps(fused.form, epilogue=fused.epilogue))
-    fused.gelus += fused.epilogue and hasattr(block, "act_mlp")
-    _attach_gelu(block, fused)
-    fused.undo.patch(block, _forward_of(block))
-    _attach_parts(block, fusion, fused)
 
 
 def _attach_parts(block: nn.Module, fusion: BlockFusion, fused: FusionPoints, narrow: bool = False) -> None:
