@@ -150,11 +150,6 @@ def without_unpacking(module: nn.Module) -> Iterator[None]:
             layer.__dict__.pop("outline")
 
 
-def is_packed(module: nn.Module) -> bool:
-    """True where any layer of ``module`` is packed: merging something into its weights would be lost."""
-    return any(isinstance(owner, Stored) for owner in module.modules())
-
-
 def packable(module: nn.Module, exact: bool = False) -> dict[str, nn.Linear]:
     """The layers that may be packed, by name: Linears in blocks that do not modulate; all where that is ``exact``."""
     linear = {name: owner for name, owner in module.named_modules() if type(owner) is nn.Linear}

@@ -24,7 +24,7 @@ from ..device.failures import DEVICE_ERRORS, is_passing
 from ..device.precision import NAMES
 from ..device.probe_store import ProbeStore
 from ..memory.parts import Undo, full_name, submodule_at, transformer_blocks
-from .blocks import FORWARDS, OPS, BlockOps
+from .blocks import FORWARDS, OPS, TRANSFORMERS, BlockOps
 from .fp16 import SAFE_OPS
 from .fp16_layers import PLAIN, SETTINGS, Fp32RotaryProcessor
 from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, gelu_feed, half_rope
@@ -38,7 +38,6 @@ MEANINGS: dict[str, str] = {
 }
 CHOICES = tuple(MEANINGS)
 UPSTREAM = "diffusers.models."
-TRANSFORMERS = f"{UPSTREAM}transformers."
 TORCH_NORMS = "torch.nn.modules.normalization."
 RMS_NORMS = (*(f"{UPSTREAM}normalization.{name}" for name in ("RMSNorm", "MochiRMSNorm")), f"{TORCH_NORMS}RMSNorm")
 LAYER_NORM = f"{TORCH_NORMS}LayerNorm"
