@@ -40,8 +40,7 @@ def start_here(workers: int, gpus: int) -> Any:
     """Ray on this machine alone: every socket on 127.0.0.1, and a token that lives as long as it does.
 
     ``workers`` is processes to make room for, ``gpus`` devices that Ray deals out to them."""
-    own_token = {TOKEN: "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    os.environ.update({**LOOPBACK, **QUIET, **own_token})
+    os.environ.update({**LOOPBACK, **QUIET, TOKEN: "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
     ray = ray_module()
     try:
         ray.init(

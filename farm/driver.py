@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..compat.device.facts import value_or
-from ..compat.errors import PackError, UnsupportedError, first_line
+from ..compat.errors import PackError, UnsupportedError, first_line, sentence
 from ..pipelines.records.job_folder import JobFolder, each_line
 from .cluster import asked_by, autoscales, lacking
 from .schedule import Rest, Tally, Task, TaskSchedule, WorkerHandle
@@ -61,9 +61,8 @@ class Driver:
         self._read: dict[Path, tuple[int, ...]] = {}  # size, time and inode of each job file of a watched folder
         self._looked = self._shown = self._reminded = -math.inf  # when it last did, by its clock
         self._began, self._lack = clock(), ""  # what the cluster lacks for any worker to start
-        self._steps: dict[
-            str, float
-        ] = {}  # how far jobs were when a worker died at them, by key, as ``reached`` has it
+        # How far jobs were when a worker died at them, by key, as ``reached`` has it.
+        self._steps: dict[str, float] = {}
         self._notes: dict[str, str] = {}  # why jobs failed, by key, where the folder has not taken it yet
         self._troubles: dict[str, str] = {}  # what was said of things that fail again and again
 
@@ -217,12 +216,9 @@ class Driver:
             worker.up = True
             return
         self.ray.kill(worker.actor)
-        refused = UnsupportedError(
-            f"a worker on {worker.host} without token mode",
-            expected="RAY_AUTH_MODE=token wherever `ray start` runs",
-            fix="Anyone who reaches that machine runs code on it: stop Ray there, and start it with a token.",
-        )
-        self._break(worker, str(refused))
+        expected = "RAY_AUTH_MODE=token wherever `ray start` runs"
+        fix = "Anyone who reaches that machine runs code on it: stop Ray there, and start it with a token."
+        self._break(worker, sentence(f"a worker on {worker.host} without token mode", expected, fix))
 
     def _ended(self, worker: WorkerHandle, outcome: Outcome) -> None:
         """Count the worker's job as done or failed, or put it back, by its ``outcome``."""
@@ -398,8 +394,7 @@ class Driver:
     def report_lacking(self) -> None:
         """Say what workers that cannot start wait for: once, or each minute where a cluster may grow.
         Raises UnsupportedError for a run whose cluster cannot grow."""
-        one_came_up = any(worker.host for worker in self.workers)
-        lack = None if one_came_up else lacking(self.ray, self.asked)
+        lack = None if any(worker.host for worker in self.workers) else lacking(self.ray, self.asked)
         self._lack = "" if lack is None else str(lack)
         if lack is None:
             return

@@ -65,9 +65,8 @@ class Gateway:
 
         done = [key for key in keys if KEY.fullmatch(key) and self.folder.is_done(key)]
         failed = {key: text for key in keys if KEY.fullmatch(key) and (text := self.folder.failure(key))}
-        workers = self.folder.workers()
         calls: dict[Any, dict[str, Any]] = {}
-        for worker in workers:
+        for worker in self.folder.workers():
             with suppress(ValueError):  # a worker of an earlier driver
                 calls[ray.get_actor(worker["worker"], namespace=NAMESPACE).state.remote()] = worker
         ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_SECONDS) if calls else ([], [])

@@ -5,7 +5,7 @@ A long job that is begun last is what everybody waits for in the end."""
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,9 +102,8 @@ class TaskSchedule:
     def waiting(self) -> list[Task]:
         return [task for several in self._waiting.values() for task in several]
 
-    def drop(self, keys: Iterable[str]) -> list[Task]:
-        unwanted = set(keys)
-        dropped = [task for task in self.waiting() if task.key in unwanted]
+    def drop(self, keys: Container[str]) -> list[Task]:
+        dropped = [task for task in self.waiting() if task.key in keys]
         for task in dropped:
             self.remove(task)
         return dropped

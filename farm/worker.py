@@ -227,7 +227,6 @@ def pixels_of(preview: torch.Tensor) -> torch.Tensor:
     Latents are shown without a decoder: three groups of channels as red, green and blue, stretched to full range."""
     if preview.ndim == 4:
         return (to_host(preview[0]).float().clamp(0, 1) * 255).round().to(torch.uint8)
-    frame = to_host(preview[0, :, 0]).float()
-    groups = torch.stack([group.mean(0) for group in frame.tensor_split(3)], -1)
+    groups = torch.stack([group.mean(0) for group in to_host(preview[0, :, 0]).float().tensor_split(3)], -1)
     low, high = groups.amin((0, 1)), groups.amax((0, 1))
     return ((groups - low) / (high - low).clamp_min(1e-6) * 255).round().to(torch.uint8)

@@ -7,9 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .library import AUTO, launches, operation
-from .terms import upcast
-
-EXPONENT = 0x7F800000  # the exponent bits of an fp32 number
+from .terms import power_of_two, upcast
 
 
 def swiglu(x: Tensor, form: str = AUTO) -> Tensor:
@@ -33,7 +31,7 @@ def scaled_swiglu_reference(x: Tensor, room: float) -> tuple[Tensor, Tensor]:
     """:func:`scaled_swiglu` in plain torch, in fp32, or in fp64 for fp64."""
     y = swiglu_reference(upcast(x))
     size = torch.linalg.vector_norm(y, dim=-1, keepdim=True).float() * (2 / room)
-    powers = (size.view(torch.int32) & EXPONENT).view(torch.float32).clamp_(min=1.0)
+    powers = power_of_two(size).clamp_(min=1.0)
     return (y / powers).to(x.dtype), powers
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from .library import AUTO, launches, operation
-from .norm import standardized
+from .norm import modulated, standardized
 from .terms import (
     CHANNELS_LAST,
     CONTIGUOUS,
@@ -59,8 +57,7 @@ def group_norm_silu_pad_reference(
     exact = upcast(x)
     weight, bias = (None if t is None else t.to(exact.dtype) for t in (norm.weight, norm.bias))
     if norm.per_frame:
-        frames = exact.transpose(1, 2).flatten(0, 1)
-        y = functional.group_norm(frames, norm.groups, weight, bias, norm.eps)
+        y = functional.group_norm(exact.transpose(1, 2).flatten(0, 1), norm.groups, weight, bias, norm.eps)
         y = y.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
     else:
         y = functional.group_norm(exact, norm.groups, weight, bias, norm.eps)
@@ -76,11 +73,8 @@ def rms_silu_pad_reference(
     layout: str = CONTIGUOUS,
 ) -> Tensor:
     """:func:`rms_silu_pad` in plain torch, in fp32, or in fp64 for fp64."""
-    y = standardized(upcast(x).movedim(1, -1), norm)
-    if modulation.scale is not None:
-        y = y * (1 + modulation.scale.to(y.dtype)[:, None, None, None])
-    if modulation.shift is not None:
-        y = y + modulation.shift.to(y.dtype)[:, None, None, None]
+    rows = (None if t is None else t[:, None, None, None] for t in (modulation.scale, modulation.shift))
+    y = modulated(standardized(upcast(x).movedim(1, -1), norm), Modulation(*rows))
     return _finished(y.movedim(-1, 1), x.dtype, pad, silu, layout)
 
 
@@ -93,27 +87,17 @@ def _finished(x: Tensor, dtype: torch.dtype, pad: Pad, silu: bool, layout: str) 
     return y.contiguous(memory_format=torch.channels_last_3d if layout == CHANNELS_LAST else torch.contiguous_format)
 
 
-def _group_terms(x: Tensor, *rest: Any) -> tuple[Any, ...]:
-    weight, bias, groups, eps, per_frame, *how = rest
-    return x, GroupNorm(groups=groups, eps=eps, weight=weight, bias=bias, per_frame=per_frame), *how
-
-
-def _rms_terms(x: Tensor, *rest: Any) -> tuple[Any, ...]:
-    weight, scale, shift, eps, *how = rest
-    return x, Norm(RMS, eps, weight), Modulation(scale, shift), *how
-
-
 _GROUP_NORM_SILU_PAD = operation(
     "group_norm_silu_pad(Tensor x, Tensor? weight, Tensor? bias, int groups, float eps, bool per_frame, int[] pad, "
     "bool silu, str layout) -> Tensor",
     lambda x, *rest: empty_padded(x, rest[5], rest[7]),
     group_norm_silu_pad_reference,
-    _group_terms,
+    lambda x, weight, bias, *rest: (x, GroupNorm(*rest[:2], weight, bias, per_frame=rest[2]), *rest[3:]),
 )
 _RMS_SILU_PAD = operation(
     "rms_silu_pad(Tensor x, Tensor? weight, Tensor? scale, Tensor? shift, float eps, int[] pad, bool silu, "
     "str layout) -> Tensor",
     lambda x, *rest: empty_padded(x, rest[4], rest[6]),
     rms_silu_pad_reference,
-    _rms_terms,
+    lambda x, weight, scale, shift, eps, *how: (x, Norm(RMS, eps, weight), Modulation(scale, shift), *how),
 )

@@ -100,13 +100,12 @@ def operation(
     def flattened(function: Callable[..., Any]) -> Callable[..., Any]:
         return function if terms is None else lambda *flat: function(*terms(*flat))
 
-    namespace = getattr(torch.ops, NAMESPACE)
+    namespace, plain = getattr(torch.ops, NAMESPACE), flattened(reference)
     if not hasattr(namespace, name):
         library = torch.library.Library(NAMESPACE, "FRAGMENT")
         library.define(schema)
-        library.impl(name, _Launch(name, load, flattened(reference)), "CUDA")
-        on_cpu = _OnCpu(name, load, flattened(reference)) if launch is None else flattened(reference)
-        library.impl(name, on_cpu, "CPU")
+        library.impl(name, _Launch(name, load, plain), "CUDA")
+        library.impl(name, _OnCpu(name, load, plain) if launch is None else plain, "CPU")
         library.impl(name, fake, "Meta")  # its fake; torch's register_fake looks for our source in every module: 70 ms
         # A library takes its operations with it when it is collected; this file may be imported again and dropped.
         setattr(namespace, f"_library_{name}", library)

@@ -29,8 +29,7 @@ def normalized_reference(
     x: Tensor, norm: Norm, modulation: Modulation = NO_MODULATION, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """:func:`normalized` in plain torch, in fp32, or in fp64 for fp64."""
-    y = modulated(standardized(upcast(x), norm), modulation)
-    return y.to(out_dtype or x.dtype).contiguous()
+    return modulated(standardized(upcast(x), norm), modulation).to(out_dtype or x.dtype).contiguous()
 
 
 def standardized(x: Tensor, norm: Norm) -> Tensor:

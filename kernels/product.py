@@ -21,8 +21,7 @@ def linear_gelu_reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _launch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    rows = torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
-    return rows.unflatten(0, x.shape[:-1])
+    return torch._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True).unflatten(0, x.shape[:-1])
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -60,17 +60,10 @@ def qk_norm_rope_reference(
     pair: Pair, tables: Tables | None, eps: float, text: Pair | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """:func:`qk_norm_rope` in plain torch, in fp32, or in fp64 for fp64."""
-    sides = ((pair.q, pair.q_weight), (pair.k, pair.k_weight))
-    others: tuple[tuple[Tensor | None, Tensor | None], ...] = ((None, None), (None, None))
-    if text is not None:
-        others = ((text.q, text.q_weight), (text.k, text.k_weight))
-    sides_done = []
-    for (x, weight), (other, other_weight) in zip(sides, others, strict=True):
-        parts = [rotate(_normed(x, weight, eps), tables)]
-        if other is not None:
-            parts.append(_normed(other, other_weight, eps))
-        sides_done.append(torch.cat([part.to(out_dtype or x.dtype) for part in parts], dim=1))
-    return sides_done[0], sides_done[1]
+    streams = [(pair, tables)] if text is None else [(pair, tables), (text, None)]  # text is not rotated
+    q = [rotate(_normed(each.q, each.q_weight, eps), turn).to(out_dtype or pair.q.dtype) for each, turn in streams]
+    k = [rotate(_normed(each.k, each.k_weight, eps), turn).to(out_dtype or pair.k.dtype) for each, turn in streams]
+    return torch.cat(q, dim=1), torch.cat(k, dim=1)
 
 
 def rotate(x: Tensor, tables: Tables | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import activation, group_norm, norm, residual, rope
 from .library import AUTO, DTYPES, REFERENCE, failures_raise, launches
-from .terms import LAYER, RMS, SCALED, Gate, GroupNorm, Modulation, Norm, Pair, Tables
+from .terms import LAYER, RMS, SCALED, Gate, GroupNorm, Modulation, Norm, Pair, Tables, power_of_two
 
 VAE_OPERATIONS = ("group_norm_silu_pad", "rms_silu_pad")
 BLOCK_OPERATIONS = ("normalized", "gated_residual", "residual_norm", "qk_norm_rope", "swiglu")
@@ -130,8 +130,7 @@ def _error(found: Tensor, exact: Tensor) -> float:
     if found.dtype == torch.float32:
         return float(off.max()) / largest
     before = _allowed(torch.float32) * largest + info.tiny
-    powers = exact.float().view(torch.int32).bitwise_and_(activation.EXPONENT).view(torch.float32)
-    return float(off.div_(powers.add_(before / _allowed(found.dtype))).max())
+    return float(off.div_(power_of_two(exact.float()).add_(before / _allowed(found.dtype))).max())
 
 
 def _all(result: Any) -> Results:

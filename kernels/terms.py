@@ -82,6 +82,11 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def power_of_two(x: Tensor) -> Tensor:
+    """The next lower power of two of fp32 ``x``, by exponent bits alone: exact on every device, unlike exp2(log2())."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
 def empty_padded(x: Tensor, pad: Pad, layout: str) -> Tensor:
     """An empty result for ``x`` (B, C, T, H, W) with its border."""
     left, right, top, bottom, front, back = pad

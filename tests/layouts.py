@@ -8,10 +8,11 @@ from typing import Any
 
 import tiny
 import torch
+from anygpu.compat.checkpoints.packed import Stored
 from anygpu.pipelines.files.formats import layouts
 from anygpu.pipelines.keys import Layout, Row
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 FP8, SCALE = torch.float8_e4m3fn, 0.25
 ORIGINAL = "as released or as ComfyUI saves it"
@@ -27,6 +28,11 @@ RELEASES = {  # family to the layout in which its transformer is published
 def tensors_of(folder: Path) -> dict[str, Tensor]:
     """The tensors of a part's folder, shards joined."""
     return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def is_packed(module: nn.Module) -> bool:
+    """True where any layer of ``module`` is packed."""
+    return any(isinstance(owner, Stored) for owner in module.modules())
 
 
 def layout(name: str) -> Layout:

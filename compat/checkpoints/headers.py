@@ -99,9 +99,13 @@ def opened(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
 def header_in(file: BinaryIO, path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """The tensors and the metadata that the open file of ``path`` declares, as :func:`entries_and_notes`."""
     status = os.fstat(file.fileno())
-    prefix = file.read(8)
-    _require_header(path, prefix + file.read(24), status.st_size)
-    (length,) = struct.unpack("<Q", prefix)
+    begins = file.read(32)
+    if len(begins) < 8:
+        raise damaged(path, f"only {status.st_size} bytes")
+    refuse_other(path, begins)
+    (length,) = struct.unpack("<Q", begins[:8])
+    if length > min(status.st_size - 8, JSON_BYTES):
+        raise damaged(path, f"no safetensors header in its {status.st_size} bytes")
     file.seek(8)
     try:
         header = json_within(file.read(length), f"the header of {str(path)!r}", object_pairs_hook=_distinct)
@@ -182,15 +186,6 @@ def refuse_other(path: Path, begins: bytes) -> None:
     for magic, what, fix in OTHER_FILES:
         if begins[: len(magic)].lower() == magic.lower():
             raise damaged(path, what, fix)
-
-
-def _require_header(path: Path, begins: bytes, size: int) -> None:
-    if len(begins) < 8:
-        raise damaged(path, f"only {size} bytes")
-    refuse_other(path, begins)
-    (length,) = struct.unpack("<Q", begins[:8])
-    if length > min(size - 8, JSON_BYTES):
-        raise damaged(path, f"no safetensors header in its {size} bytes")
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

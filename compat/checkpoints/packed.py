@@ -81,8 +81,7 @@ class StoredLinear(Stored, nn.Linear):  # type: ignore[misc,override]
         output: torch.Tensor | None = None if multiply is None else multiply(self, input)
         if output is not None:
             return output
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        return F.linear(input, self.dense(input.dtype), bias)
+        return F.linear(input, self.dense(input.dtype), None if self.bias is None else self.bias.to(input.dtype))
 
 
 class StoredEmbedding(Stored, nn.Embedding):  # type: ignore[misc,override]
@@ -149,11 +148,6 @@ def without_unpacking(module: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.__dict__.pop("outline")
-
-
-def is_packed(module: nn.Module) -> bool:
-    """True where any layer of ``module`` is packed: merging something into its weights would be lost."""
-    return any(isinstance(owner, Stored) for owner in module.modules())
 
 
 def packable(module: nn.Module, exact: bool = False) -> dict[str, nn.Linear]:

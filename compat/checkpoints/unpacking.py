@@ -127,9 +127,8 @@ def _fp32(side: Tensor, codes: str = "e4m3") -> Tensor:
 
 
 def _halves(stored: Tensor, high_first: bool = False) -> Tensor:
-    codes = stored.view(torch.uint8)
-    both = [codes >> 4, codes & 15] if high_first else [codes & 15, codes >> 4]
-    return torch.stack(both, -1).flatten(-2).int()
+    high, low = stored.view(torch.uint8) >> 4, stored.view(torch.uint8) & 15
+    return torch.stack([high, low] if high_first else [low, high], -1).flatten(-2).int()
 
 
 def _runs(values: Tensor, scale: Tensor, added: Tensor | None = None) -> Tensor:
@@ -142,10 +141,6 @@ def _scaled(stored: Tensor, sides: Sides) -> Tensor:
     return stored.float().mul_(_fp32(sides["scale"])) if "scale" in sides else stored.float()
 
 
-def _w4a4(stored: Tensor, sides: Sides) -> Tensor:
-    return ((_halves(stored) ^ 8) - 8).float().mul_(_fp32(sides["scale"]))
-
-
 def _w4a8(stored: Tensor, sides: Sides) -> Tensor:
     codes = _halves(stored)
     values = sides["codebook"].float()[0][codes] if "codebook" in sides else codes.float() - 8
@@ -156,10 +151,6 @@ def _w4a8(stored: Tensor, sides: Sides) -> Tensor:
 def _nvfp4(stored: Tensor, sides: Sides) -> Tensor:
     values = _table("e2m1", stored.device)[_halves(stored, high_first=True)]
     return _runs(values, _fp32(sides["scale_2"]) * _fp32(sides["scale"]))
-
-
-def _mxfp8(stored: Tensor, sides: Sides) -> Tensor:
-    return _runs(stored.float(), _fp32(sides["scale"], "e8m0"))
 
 
 def _awq(stored: Tensor, sides: Sides) -> Tensor:
@@ -197,10 +188,10 @@ def _blocks(stored: Tensor, codec: str) -> Tensor:
 
 PACKINGS: dict[str, Packing] = {  # by the names that files give them, but for SCALED: fp8 and int8 times a scale
     SCALED: Packing({"scale": ROW}, _scaled, 1, frozenset({"scale"})),
-    "convrot_w4a4": Packing({"scale": ROW}, _w4a4, 2),
+    "convrot_w4a4": Packing({"scale": ROW}, lambda stored, sides: _scaled((_halves(stored) ^ 8) - 8, sides), 2),
     W4A8: Packing(W4A8_SIDES, _w4a8, 2, frozenset({"codebook", "correction"})),
     "nvfp4": Packing({"scale": 16, "scale_2": ALL}, _nvfp4, 2),
-    "mxfp8": Packing({"scale": 32}, _mxfp8),
+    "mxfp8": Packing({"scale": 32}, lambda stored, sides: _runs(stored.float(), _fp32(sides["scale"], "e8m0"))),
     "awq_w4a16": Packing({"scale": COLUMNS, "zeros": COLUMNS}, _awq, 2),
     "nf4": Packing({"absmax": ROWS, **dict.fromkeys(NF4_TABLES, ALL)}, _nf4, 2, frozenset(NF4_TABLES[2:])),
 }

@@ -162,8 +162,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     from safetensors.torch import save_file
 
     with replacing(path) as temporary:
-        here = {name: to_host(tensor).contiguous() for name, tensor in tensors.items()}
-        save_file(here, temporary, dict(metadata))
+        save_file({name: to_host(tensor).contiguous() for name, tensor in tensors.items()}, temporary, dict(metadata))
     return path
 
 
@@ -180,8 +179,7 @@ def _pages(file: Any) -> mmap.mmap:
     if READ_ONLY:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if sys.platform == "linux":
-        flags = mmap.MAP_PRIVATE | NO_RESERVE
-        pages = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        pages = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | NO_RESERVE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         pages.madvise(mmap.MADV_SEQUENTIAL)
         return pages
     return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -274,8 +272,7 @@ def _spread(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: Cal
     result = torch.zeros(math.prod(entry.shape), dtype=torch.float32)
     result[places] = _read_one(file, plain, None, advance).to(torch.float32)
     if entry.codec:
-        rows = result.view(entry.shape[0], -1)
-        result = unpacked(entry.codec, rows, _sides(file, entry), entry.group, torch.float32)
+        result = unpacked(entry.codec, result.view(entry.shape[0], -1), _sides(file, entry), entry.group, torch.float32)
     return result.view(entry.shape).to(dtype)
 
 

@@ -217,8 +217,7 @@ class RefinerProcessor(Processor):
         query = heads_of(attn, attn.to_q, hidden_states, attn.norm_q).transpose(1, 2)
         key = heads_of(attn, attn.to_k, seen, attn.norm_k).transpose(1, 2)
         value = heads_of(attn, attn.to_v, seen).transpose(1, 2)
-        attention = self.by_text_rows(query, key, value, attention_mask, queries_too=True)
-        return self.projected(attn, attention, query)
+        return self.projected(attn, self.by_text_rows(query, key, value, attention_mask, queries_too=True), query)
 
 
 def _pool(attend: Attend, padding: Padding) -> Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]:
@@ -242,8 +241,7 @@ def causal_by_frames(
     """Attention (B, H, N, D) in which the tokens of a frame see those of that frame and of all before it."""
     size = query.shape[2] // frames
     ends = range(size, query.shape[2] + 1, size)
-    parts = [attend(query[:, :, end - size : end], key[:, :, :end], value[:, :, :end]) for end in ends]
-    return torch.cat(parts, dim=2)
+    return torch.cat([attend(query[:, :, end - size : end], key[:, :, :end], value[:, :, :end]) for end in ends], dim=2)
 
 
 def _mid_block(attend: Attend, _: Padding) -> Callable[[Any, torch.Tensor], torch.Tensor]:

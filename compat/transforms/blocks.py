@@ -20,6 +20,7 @@ from ...kernels.terms import LAYER, NO_GATE, RMS, Gate, Modulation, Norm
 from ..checkpoints.packed import StoredLinear
 from ..memory.hooks import is_hooked_by_others, weights_on
 
+TRANSFORMERS = "diffusers.models.transformers."
 OPS = "_anygpu_ops"  # on a rewritten block: its BlockOps
 WHOLE = "_anygpu_whole"  # on the two streams that a block split: both as one, which the next one need not join
 
@@ -209,8 +210,7 @@ def norm_of(norm: Any, x: Tensor) -> Iterator[Norm]:
 def _standardized(x: Tensor, norm: Norm) -> Tensor:
     if norm.kind == LAYER:
         return functional.layer_norm(x, x.shape[-1:], None, None, norm.eps)
-    weight = None if norm.weight is None else norm.weight.float()
-    return functional.rms_norm(x.float(), x.shape[-1:], weight, norm.eps)
+    return functional.rms_norm(x.float(), x.shape[-1:], None if norm.weight is None else norm.weight.float(), norm.eps)
 
 
 def _modulated(x: Tensor, modulation: Modulation, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
@@ -305,7 +305,7 @@ def _tanh_gate(values: Tensor, norm: Any, factor: Tensor | None = None) -> Gate:
     return Gate(values, True, norm.norm.eps, factor=factor)
 
 
-FORWARDS: Mapping[str, Callable[..., Any]] = {  # upstream's class, below diffusers.models.transformers
+FORWARDS: Mapping[str, Callable[..., Any]] = {  # upstream's class, below TRANSFORMERS
     "transformer_ltx.LTXVideoTransformerBlock": ltx_block,
     "transformer_hunyuan_video.HunyuanVideoTransformerBlock": joint_block,
     "transformer_hunyuan_video.HunyuanVideoSingleTransformerBlock": single_block,

@@ -133,7 +133,6 @@ class Compilation:
             try:
                 return self._timed(function, block, args, named)
             except function.failures() as error:
-                _require_compiler_fault(error)
                 self.failure = failure_line(error)
                 log.warning("%s; the blocks run uncompiled", self)
                 return stock(block, *args, **named)
@@ -219,18 +218,14 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
 
 
 def failure_line(error: BaseException) -> str:
+    """The compiler's failure in one line; raises what the compiler only passed on: no memory, or a cancel."""
     inner = getattr(error, "inner_exception", None) or error.__cause__ or error
+    if inner is not error and (is_shortage(inner) or not isinstance(inner, Exception)):
+        raise inner from error
     text = next((line.strip() for line in str(inner).splitlines() if line.strip()), type(inner).__name__)
     if "RecompileLimit" in type(error).__name__:
         text = "more sizes than compile_cache_size allows; raise it, or choose compile_dynamic all"
     return f"{type(inner).__name__}: {text[:200]}"
-
-
-def _require_compiler_fault(error: BaseException) -> None:
-    """Raise what the compiler only passed on: no memory, or a cancel."""
-    inner = getattr(error, "inner_exception", None) or error.__cause__
-    if inner is not None and (is_shortage(inner) or not isinstance(inner, Exception)):
-        raise inner from error
 
 
 def _plain_strides(value: Any) -> Any:
@@ -240,11 +235,7 @@ def _plain_strides(value: Any) -> Any:
         return value
     if not value.is_contiguous():
         return value.contiguous() if value.ndim == STATES else value
-    strides, step = [], 1
-    for size in reversed(value.shape):
-        strides.append(step)
-        step *= max(size, 1)
-    plain = tuple(reversed(strides))
+    plain = torch.empty(value.shape, device="meta").stride()
     if value.stride() != plain:
         value = value.as_strided(value.shape, plain)
     return value.data if value._is_view() else value  # a graph is bound to the shape of what a view was taken of

@@ -108,7 +108,11 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
             best = fastest(timed, form.value, WORTH) if form.value in timed else min(timed, key=timed.__getitem__)
             form, ranked = Conv3dMethod(best), sorted(timed.items(), key=lambda item: item[1])
             why = f"timed here: {', '.join(f'{name} {ms:.2f} ms' for name, ms in ranked)}"
-        return _guarded(facts) if form is Conv3dMethod.NATIVE else Conv3dChoice(form, why, _bound(form, facts))
+        if form is Conv3dMethod.NATIVE:  # left as it is, but where its operands have to be guarded
+            why = "weights must be contiguous on this device" if facts.get("contiguous_weights") else ""
+            why = "large inputs to a single conv3d fail on this device" if facts.get("conv_bytes") else why
+        bound = int(facts.get("conv_bytes", 0)) if form in OWN else 0
+        return Conv3dChoice(form, why, bound) if why else None
 
     return choice
 
@@ -197,8 +201,7 @@ def form_error(form: Conv3dMethod, layer: Conv3dLayer, device: torch.device) -> 
     except DEVICE_ERRORS:
         return None
     error = float((result - expected).abs().max() / expected.abs().max())
-    bound = tolerance(layer.dtype, weight[0].numel(), device)
-    return error if error <= bound else None  # a NaN is not
+    return error if error <= tolerance(layer.dtype, weight[0].numel(), device) else None  # a NaN is not
 
 
 def tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
@@ -207,16 +210,6 @@ def tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
     coarse = TF32_EPS if device.type != "cpu" and dtype is torch.float32 else 0.0
     walk = 4 * torch.finfo(torch.float32).eps * terms**0.5
     return 2 * torch.finfo(dtype).eps + 4 * coarse + walk
-
-
-def _guarded(facts: Mapping[str, Any]) -> Conv3dChoice | None:
-    why = "weights must be contiguous on this device" if facts.get("contiguous_weights") else ""
-    why = "large inputs to a single conv3d fail on this device" if facts.get("conv_bytes") else why
-    return Conv3dChoice(Conv3dMethod.NATIVE, why, _bound(Conv3dMethod.NATIVE, facts)) if why else None
-
-
-def _bound(form: Conv3dMethod, facts: Mapping[str, Any]) -> int:
-    return int(facts.get("conv_bytes", 0)) if form in OWN else 0
 
 
 def _sample(layer: Conv3dLayer, size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

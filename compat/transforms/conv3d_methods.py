@@ -152,8 +152,7 @@ def padded(x: Tensor, padding: tuple[int, ...], mode: str = "constant", frames_f
     which :func:`conv3d_by_frames` reads without a copy; otherwise the layout of ``x`` is kept."""
     *plane, before, after = padding
     if before or after or frames_first:
-        edges = (_edge(x, before, mode, False), x, _edge(x, after, mode, True))
-        pieces = [edge for edge in edges if edge is not None]
+        pieces = [edge for edge in (_edge(x, before, mode, False), x, _edge(x, after, mode, True)) if edge is not None]
         if frames_first:
             pieces = [piece.transpose(1, 2) for piece in pieces]
             x = (torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0].contiguous()).transpose(1, 2)
@@ -180,8 +179,7 @@ def _edge(x: Tensor, count: int, mode: str, last: bool) -> Tensor | None:
         return (x[:, :, frames - 1 :] if last else x[:, :, :1]).expand(-1, -1, count, -1, -1)
     if mode == "circular":
         return x[:, :, :count] if last else x[:, :, frames - count :]
-    mirrored = x[:, :, frames - 1 - count : frames - 1] if last else x[:, :, 1 : count + 1]
-    return mirrored.flip(2)
+    return (x[:, :, frames - 1 - count : frames - 1] if last else x[:, :, 1 : count + 1]).flip(2)
 
 
 def exact(device: torch.device) -> AbstractContextManager[Any]:

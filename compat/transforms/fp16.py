@@ -25,10 +25,9 @@ from ..errors import UnsupportedError
 from ..memory.hooks import is_hooked_by_others
 from ..memory.parts import BLOCK_LISTS, Undo, full_name, submodule_at, transformer_blocks
 from . import fp16_layers
-from .blocks import FORWARDS, OPS, BlockOps, is_ours, is_plain_linear
+from .blocks import FORWARDS, OPS, TRANSFORMERS, BlockOps, is_ours, is_plain_linear
 from .fp16_layers import FULL, HALF, PLAIN, SETTINGS, LayerKind, LayerSettings, RotaryTables
 
-UPSTREAM = "diffusers.models.transformers."
 SUMS_SWITCH = "allow_fp16_accumulation"  # of torch.backends.cuda.matmul, for the whole process
 SUMS_BACKENDS: Mapping[str, str] = {"cuda": "cuBLAS adds fp16 products in fp16 if allowed to (torch 2.7)"}
 
@@ -111,7 +110,7 @@ def apply_fp16_safe(transformer: nn.Module, family: str, fp32_output: bool = Fal
     applied = AppliedFp16(family, fp32_output)
     halves: set[int] = set()
     for block in transformer_blocks(transformer):
-        layers = LAYERS_OF.get(full_name(block).removeprefix(UPSTREAM))
+        layers = LAYERS_OF.get(full_name(block).removeprefix(TRANSFORMERS))
         reason = f"{full_name(block)} is not a known class" if layers is None else _unfit(block, layers)
         if layers is None or reason:
             applied.left[reason] += 1
@@ -129,7 +128,7 @@ def apply_fp16_safe(transformer: nn.Module, family: str, fp32_output: bool = Fal
             applied.undo.append(partial(_cast, tensor, tensor.dtype))
             _cast(tensor, dtype)
     rope: Any = getattr(transformer, "rope", None)
-    if applied.rewritten and full_name(rope) == f"{UPSTREAM}transformer_ltx.LTXVideoRotaryPosEmbed":
+    if applied.rewritten and full_name(rope) == f"{TRANSFORMERS}transformer_ltx.LTXVideoRotaryPosEmbed":
         applied.undo.patch(rope, _rope_forward)
     return applied
 
@@ -179,7 +178,7 @@ def _rope_forward(rope: Any, hidden_states: Tensor, *args: Any, **named: Any) ->
 def _attach_block(block: nn.Module, layers: Mapping[str, LayerKind], applied: AppliedFp16) -> None:
     """Give ``block``, its norms of queries and keys, its gated products and its processors new forwards."""
     applied.undo.set(block, OPS, SAFE_OPS)
-    applied.undo.patch(block, FORWARDS[full_name(block).removeprefix(UPSTREAM)])
+    applied.undo.patch(block, FORWARDS[full_name(block).removeprefix(TRANSFORMERS)])
     for path, module in block.named_modules():
         if path.rpartition(".")[2] in QK_NORMS:
             applied.undo.patch(module, fp16_layers.rms_norm)
@@ -283,7 +282,7 @@ _OWN |= _paths("to_out.0", LayerKind.WIDE, "attn1.")
 _CROSS = _paths("to_q", LayerKind.RESIDUAL, "attn2.") | _paths("to_k", LayerKind.WIDE, "attn2.")
 _CROSS |= _paths("to_v", LayerKind.VALUE, "attn2.") | _paths("to_out.0", LayerKind.WIDE, "attn2.")
 QK_NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
-LTX_PROCESSOR = f"{UPSTREAM}transformer_ltx.LTXVideoAttnProcessor"  # whose place :class:`Fp32RotaryProcessor` takes
+LTX_PROCESSOR = f"{TRANSFORMERS}transformer_ltx.LTXVideoAttnProcessor"  # whose place :class:`Fp32RotaryProcessor` takes
 LAYERS_OF: Mapping[str, Mapping[str, LayerKind]] = {  # upstream's class to what becomes of its Linears, by path
     "transformer_ltx.LTXVideoTransformerBlock": _OWN | _CROSS | _FEED,
     "transformer_hunyuan_video.HunyuanVideoTransformerBlock": _JOINT,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...kernels.terms import power_of_two
 from ..device.execution import to_host
 from ..device.failures import is_unfit
 from ..memory.hooks import weights_on
@@ -22,7 +23,6 @@ LIMIT = 2.0**15  # half of what fp16 can hold: room for the rounding of operands
 RESIDUAL_SCALE = 2.0**8  # what a residual is divided by where products come out in fp32: room up to 1.6e7
 DIGITS = 2.0**11  # what fp16 holds of a number
 SETTINGS, SCALE = "_anygpu_fp16", "_anygpu_value_scale"
-EXPONENT = 0x7F800000  # the exponent bits of an fp32 number
 MOST_SCORE = 256.0
 """Largest scaled score in fp16. Rounded operands move it by at most 1/4; kernels that form scores in fp16, some of them
 before the scale, are far from overflow; and no operand leaves fp16's range, since |q| |k| bounds each product."""
@@ -80,7 +80,7 @@ def row_scales(x: Tensor, reach: Any) -> Tensor:
 
 def scales_for(size: Tensor, reach: Any) -> Tensor:
     """The power of two, at least 1, that keeps within fp16 what is at most ``size`` (fp32) times ``reach``."""
-    return _power_of_two(size * (2.0 * reach / LIMIT)).clamp_(min=1.0)
+    return power_of_two(size * (2.0 * reach / LIMIT)).clamp_(min=1.0)
 
 
 def fp32_linear(layer: Any, x: Tensor) -> Tensor:
@@ -289,12 +289,7 @@ def fp16_operands(
     numbers = to_host(torch.stack([number for number, _ in checks])).tolist()
     if not all(number <= limit for number, (_, limit) in zip(numbers, checks, strict=True)):  # NaN is not
         return None
-    balance = _power_of_two(high.clamp_(min=FLOOR).sqrt_() / low.clamp_(min=FLOOR).sqrt_())[..., None, None]
-    scale = _power_of_two((largest * (2 / MOST_VALUE)).clamp_(min=torch.finfo(FULL).tiny))[..., None, None]
+    balance = power_of_two(high.clamp_(min=FLOOR).sqrt_() / low.clamp_(min=FLOOR).sqrt_())[..., None, None]
+    scale = power_of_two((largest * (2 / MOST_VALUE)).clamp_(min=torch.finfo(FULL).tiny))[..., None, None]
     query, key, value = (each.to(HALF) for each in (query / balance, key * balance, value / scale))
     return Fp16Operands(query, key, value, mask=narrow, scale=scale)
-
-
-def _power_of_two(x: Tensor) -> Tensor:
-    """The next lower power of two, by the exponent bits alone: exact on every device, which exp2(log2()) is not."""
-    return (x.view(torch.int32) & EXPONENT).view(FULL)

@@ -24,7 +24,7 @@ from ..device.failures import DEVICE_ERRORS, is_passing
 from ..device.precision import NAMES
 from ..device.probe_store import ProbeStore
 from ..memory.parts import Undo, full_name, submodule_at, transformer_blocks
-from .blocks import FORWARDS, OPS, BlockOps
+from .blocks import FORWARDS, OPS, TRANSFORMERS, BlockOps
 from .fp16 import SAFE_OPS
 from .fp16_layers import PLAIN, SETTINGS, Fp32RotaryProcessor
 from .fused_attention import FORM, FusedCross, FusedJoint, gated_feed, gelu_feed, half_rope
@@ -38,7 +38,6 @@ MEANINGS: dict[str, str] = {
 }
 CHOICES = tuple(MEANINGS)
 UPSTREAM = "diffusers.models."
-TRANSFORMERS = f"{UPSTREAM}transformers."
 TORCH_NORMS = "torch.nn.modules.normalization."
 RMS_NORMS = (*(f"{UPSTREAM}normalization.{name}" for name in ("RMSNorm", "MochiRMSNorm")), f"{TORCH_NORMS}RMSNorm")
 LAYER_NORM = f"{TORCH_NORMS}LayerNorm"
@@ -170,7 +169,11 @@ def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> Fu
             fused.leave(reason, sum(points_of(block, fusion).values()))
             whole = False
         else:
-            _attach(block, fusion, fused)
+            fused.undo.set(block, OPS, BlockOps(fused.form, epilogue=fused.epilogue))
+            fused.gelus += fused.epilogue and hasattr(block, "act_mlp")
+            _attach_gelu(block, fused)
+            fused.undo.patch(block, _forward_of(block))
+            _attach_parts(block, fusion, fused)
     rope: Any = getattr(transformer, "rope", None)
     if whole and fused.points and full_name(rope) in HALVED and "forward" not in vars(rope):
         fused.patch(rope, half_rope)
@@ -183,14 +186,6 @@ def points_of(block: nn.Module, fusion: BlockFusion) -> Mapping[str, int]:
 
 def _forward_of(block: nn.Module) -> Callable[..., Any]:
     return FORWARDS[full_name(block).removeprefix(TRANSFORMERS)]
-
-
-def _attach(block: nn.Module, fusion: BlockFusion, fused: FusionPoints) -> None:
-    fused.undo.set(block, OPS, BlockOps(fused.form, epilogue=fused.epilogue))
-    fused.gelus += fused.epilogue and hasattr(block, "act_mlp")
-    _attach_gelu(block, fused)
-    fused.undo.patch(block, _forward_of(block))
-    _attach_parts(block, fusion, fused)
 
 
 def _attach_parts(block: nn.Module, fusion: BlockFusion, fused: FusionPoints, narrow: bool = False) -> None:

@@ -65,8 +65,7 @@ class FusedJoint(FusedProcessor, JointProcessor):
     ) -> Any:
         text = encoder_hidden_states
         if text is not None and getattr(attn, "add_q_proj", None) is None:  # one stream that is handed over in two
-            joined = torch.cat([hidden_states, text], dim=1)
-            attention = self(attn, joined, None, attention_mask, image_rotary_emb)
+            attention = self(attn, torch.cat([hidden_states, text], dim=1), None, attention_mask, image_rotary_emb)
             return attention.split([hidden_states.shape[1], text.shape[1]], dim=1)
         query, key = (heads_of(attn, layer, hidden_states) for layer in (attn.to_q, attn.to_k))
         value = attn.to_v(hidden_states) if text is None else _values(attn, hidden_states, text)

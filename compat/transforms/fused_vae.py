@@ -28,12 +28,11 @@ from ...kernels.terms import (
 from ..memory.hooks import own_tensors, weights_on
 from ..memory.parts import full_name
 from .blocks import norm_of
-from .conv3d import causal_edges
+from .conv3d import AUTOENCODERS, causal_edges
 from .conv3d_methods import Conv3dMethod
 from .fused import FusionPoints, is_rms_norm, other_forward
 from .fused_attention import FORM
 
-AUTOENCODERS = "diffusers.models.autoencoders.autoencoder_kl_"
 HUNYUAN, HUNYUAN15 = f"{AUTOENCODERS}hunyuan_video.", f"{AUTOENCODERS}hunyuanvideo15."
 LTX, MOCHI = f"{AUTOENCODERS}ltx.", f"{AUTOENCODERS}mochi."
 GROUP_NORM, FRAME_NORM = "torch.nn.modules.normalization.GroupNorm", f"{MOCHI}MochiChunkedGroupNorm3D"
@@ -175,8 +174,7 @@ def _layout(conv: Any, x: Tensor) -> str:
     choice = getattr(conv, "conv3d_choice", None)
     if choice is not None:
         return READS.get(choice.form, CONTIGUOUS)
-    last = x.stride(1) == 1 and x.shape[1] > 1
-    return CHANNELS_LAST if last else CONTIGUOUS
+    return CHANNELS_LAST if x.stride(1) == 1 and x.shape[1] > 1 else CONTIGUOUS
 
 
 @contextmanager
@@ -199,8 +197,7 @@ def _norm_terms(norm: Any, x: Tensor) -> Iterator[GroupNorm | Norm]:
 
 def _modulations(rows: Tensor, table: Tensor, count: int) -> list[Modulation]:
     """Shift and scale, ``count`` times, of a timestep's ``rows`` (B, 2 * count * C, 1, 1, 1) and learned ones."""
-    both = rows.flatten(1).unflatten(1, (2 * count, -1)) + table.to(rows.device)
-    parts = both.unbind(dim=1)
+    parts = (rows.flatten(1).unflatten(1, (2 * count, -1)) + table.to(rows.device)).unbind(dim=1)
     return [Modulation(parts[2 * index + 1], parts[2 * index]) for index in range(count)]
 
 

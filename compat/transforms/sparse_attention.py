@@ -87,8 +87,7 @@ def seen(queries: torch.Tensor, keys: torch.Tensor, tiles: Grid, frames: int) ->
     alike = (keys @ keys.mT + 1) / 2
     repeated = (alike.sum(1) - alike.diagonal(dim1=1, dim2=2)) / max(1, count - 1)
     importance = LIKENESS * (queries @ keys.mT + 1) / 2 - (1 - LIKENESS) * repeated.unsqueeze(1)
-    chosen = importance.topk(min(most, count)).indices
-    shown = near.expand(len(keys), -1, -1).float().scatter(2, chosen, 1.0)
+    shown = near.expand(len(keys), -1, -1).float().scatter(2, importance.topk(min(most, count)).indices, 1.0)
     counted, places = shown.topk(min(count, most + (2 * AROUND + 1) ** 3))
     return places, counted > 0
 

@@ -188,7 +188,8 @@ class _Active:
         """Tell by its time which step a forward belongs to, and forget what another sampling or batch left."""
         time, states = named.get("timestep"), named.get("hidden_states", args[0] if args else None)
         now = float(to_host(time).max()) if isinstance(time, torch.Tensor) else self.time
-        branch = _branch(module)
+        contexts = (manager._context for hook in _hooks(module) for manager in _managers(hook))
+        branch = next((context.name for context in contexts if context is not None), "")  # that is open, if any
         rows = states.shape[0] if isinstance(states, torch.Tensor) else self.rows.get(branch, 0)
         direction = (now > self.time) - (now < self.time)  # 0 within a step
         started = self.index < 0 or direction * self.direction < 0  # back in time: another sampling
@@ -252,12 +253,6 @@ def _managers(hook: Any) -> Iterator[Any]:
     from diffusers.hooks.hooks import StateManager
 
     yield from (value for value in vars(hook).values() if isinstance(value, StateManager))
-
-
-def _branch(transformer: nn.Module) -> str:
-    """The name of the ``cache_context`` that is open; empty for a cache that knows none."""
-    contexts = (manager._context for hook in _hooks(transformer) for manager in _managers(hook))
-    return next((context.name for context in contexts if context is not None), "")
 
 
 def _forget(transformer: nn.Module) -> None:

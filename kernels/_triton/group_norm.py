@@ -179,8 +179,7 @@ def _flat(x: Tensor) -> Tensor:
     """``x`` with the pixels of a frame, and its frames, at one distance from each other: both layouts have that."""
     height, width = x.shape[3:]
     step = x.stride(4)
-    regular = x.stride(3) == width * step and x.stride(2) == height * width * step
-    return x if regular else x.contiguous()
+    return x if x.stride(3) == width * step and x.stride(2) == height * width * step else x.contiguous()
 
 
 def _partial_sums(x: Tensor, groups: int, per_frame: bool) -> Tensor:

@@ -97,9 +97,7 @@ def qk_norm_rope(
     if not q_out.numel() and not k_out.numel():
         return q_out, k_out
     cos, sin = (None, None) if tables is None else (_table(tables.cos, q.ndim), _table(tables.sin, q.ndim))
-    q, k = _heads(q), _heads(k)
-    text_q = None if text_q is None else _heads(text_q)
-    text_k = None if text_k is None else _heads(text_k)
+    q, k, text_q, text_k = (None if x is None else _heads(x) for x in (q, k, text_q, text_k))
     batch, _, heads, width = q.shape
     columns, block, warps = block_for(q, width, PER_THREAD)
     text_rows, video_blocks = max(_rows(text_q), _rows(text_k)), triton.cdiv(max(_rows(q), _rows(k)), block)

@@ -45,8 +45,7 @@ def encoder(
     try:
         module = empty_encoder(cls, cls.config_class.from_dict(dict(config)), dtype)
         tensors = convert(stored.read(stored.shapes, lambda _name: dtype, advance))
-        names = names_in(module, tensors)
-        missing = fill(module, {there: tensors[name] for name, there in names.items()}, dtype)
+        missing = fill(module, {there: tensors[name] for name, there in names_in(module, tensors).items()}, dtype)
         reason = f"missing {missing[0]!r}" if missing else ""
     except (RuntimeError, ValueError) as error:
         if isinstance(error, PackError) or is_shortage(error):

@@ -109,8 +109,7 @@ class MainStream(nn.Module):
         super().__init__()
         self.body = UNet(replace(shape, in_channels=MAIN_CHANNELS), MultiviewLayer, dtypes)
         # Not by the constructor, whose random numbers take seconds to import on the meta device.
-        labels = torch.empty(REFERENCE_LABELS + VIEW_LABELS, LABEL_WIDTH)
-        self.class_embedding = nn.Embedding.from_pretrained(labels)
+        self.class_embedding = nn.Embedding.from_pretrained(torch.empty(REFERENCE_LABELS + VIEW_LABELS, LABEL_WIDTH))
         self.learned_text_clip_gen = nn.Parameter(torch.zeros(1, TEXT_TOKENS, TEXT_WIDTH), requires_grad=False)
 
     def forward(self, sample: Tensor, timestep: Tensor, maps: Tensor, cameras: Tensor, run: StreamInputs) -> Tensor:

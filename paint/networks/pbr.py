@@ -141,8 +141,7 @@ class PbrStream(nn.Module):
             dino: last hidden states (B, N, 1536); zeros for a row without it.
         """
         rows = sample.shape[0]
-        learned = torch.stack((self.learned_text_clip_albedo, self.learned_text_clip_mr))
-        text = learned.expand(rows, -1, -1, -1)
+        text = torch.stack((self.learned_text_clip_albedo, self.learned_text_clip_mr)).expand(rows, -1, -1, -1)
         run = replace(run, dino=self.image_proj_model_dino(dino, self.body.dtypes))
         maps = maps.unsqueeze(1).expand(rows, MATERIALS, -1, -1, -1, -1)
         x = torch.cat((sample, maps), dim=3).flatten(0, 2)
@@ -172,8 +171,7 @@ def voxel_indices(position_maps: Tensor, rows: int) -> dict[int, Tensor]:
         # Sums in fp32, since a device's fp16 sums differ; then sum, mean and index in fp16, as upstream rounds them.
         mean = pixels.float().sum(-1).to(torch.float16) / count.clamp(min=1)
         mean = torch.where(count < side**2 // LEAST_SHARE, torch.zeros_like(mean), mean).clamp(0, 1)
-        voxels = (mean * (VOXELS_PER_CELL * height - 1)).round()
-        tokens = voxels.permute(0, 2, 3, 1).reshape(1, -1, 3).long()
+        tokens = (mean * (VOXELS_PER_CELL * height - 1)).round().permute(0, 2, 3, 1).reshape(1, -1, 3).long()
         voxels_by_tokens[tokens.shape[1]] = tokens
         on_object = torch.ones_like(on_object)
     return voxels_by_tokens

@@ -23,7 +23,6 @@ SIGNS = {  # a tensor by which a kind is told from those after it
     "paint_pbr": "unet.learned_text_clip_albedo",
     "delight": "conv_in.weight",
 }
-OWN = ("class_embedding.", "image_proj_model_dino.", "learned_text_clip_")  # beside the UNet proper
 REFERENCE_TEXT = "unet.learned_text_clip_ref"
 ADAPTER = re.compile(r"(^|\.)to_[kv]_ip\.weight$|(^|\.)image_proj_model\.(proj|norm)\.(weight|bias)$")
 LAYER = re.compile(r"^unet\..*\.attn_refview\.to_q\.weight$")
@@ -41,8 +40,7 @@ def kind_of(names: Iterable[str], path: Path) -> str:
 
 def shape_for(kind: str, config: Mapping[str, Any]) -> UNetShape:
     """The sizes of a kind's UNet of this ``config.json``; of the reference's where there are two."""
-    channels = DELIGHT_CHANNELS if kind == "delight" else LATENT_CHANNELS
-    return UNetShape.of({**config, "in_channels": channels})
+    return UNetShape.of({**config, "in_channels": DELIGHT_CHANNELS if kind == "delight" else LATENT_CHANNELS})
 
 
 def networks_for(kind: str, config: Mapping[str, Any], dtypes: Dtypes | None = None) -> dict[str, nn.Module]:
@@ -99,8 +97,7 @@ def require_fitting(
 def stored_dtype(key: str, dtypes: Dtypes) -> torch.dtype:
     """The dtype in which a tensor is kept: norms as the residual stream, everything else as operands."""
     owner = key.rpartition(".")[0].rpartition(".")[2]
-    chosen = dtypes.residual if "norm" in owner else dtypes.compute
-    return chosen or torch.float32
+    return (dtypes.residual if "norm" in owner else dtypes.compute) or torch.float32
 
 
 def _named(names: list[str]) -> str:

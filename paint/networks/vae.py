@@ -84,8 +84,7 @@ def encoded(vae: Any, pictures: Tensor, generator: torch.Generator | None, devic
     mean = torch.cat(means)
     if generator is None:
         return mean
-    noise = torch.randn(mean.shape, generator=generator, dtype=torch.float32)
-    return mean + torch.cat(deviations) * noise
+    return mean + torch.cat(deviations) * torch.randn(mean.shape, generator=generator, dtype=torch.float32)
 
 
 def decoded(vae: Any, latents: Tensor, device: torch.device, progress: Any) -> Tensor:

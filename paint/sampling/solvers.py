@@ -111,8 +111,7 @@ def lcm_schedule(steps: int, zero_snr: bool, shift: float = 1.0) -> NoiseSchedul
     if not 1 <= steps <= LCM_GRID:
         found = f"steps {steps} for the lcm sampler"
         raise InputError(found, expected=f"1 to {LCM_GRID}", fix="Turbo was made for 10, which is what 0 means.")
-    stride = TRAIN_STEPS // LCM_GRID
-    grid = [stride * index - 1 for index in range(LCM_GRID, 0, -1)]
+    grid = [TRAIN_STEPS // LCM_GRID * index - 1 for index in range(LCM_GRID, 0, -1)]
     times = [grid[index * LCM_GRID // steps] for index in range(steps)]
     table = sigma_table(zero_snr, shift)
     return NoiseSchedule(tuple(map(float, times)), (*(float(table[time]) for time in times), 0.0), table, 1.0)
@@ -219,6 +218,5 @@ def solver_for(name: str, schedule: NoiseSchedule) -> Any:
         "lcm": lambda: LatentConsistency(schedule),
         "unipc": lambda: UniPC(schedule),
     }
-    if name not in made:
-        require_choice("scheduler", name, SCHEDULERS, where=" for painting")
+    require_choice("scheduler", name, SCHEDULERS, where=" for painting")
     return made[name]()

@@ -151,9 +151,7 @@ class SavedSections:
 
     def found(self, key: str) -> SectionState | None:
         """The state of the newest unfinished sampling with the same ``key``; None if there is none."""
-        for saved in listing(self.folder) if key else ():
-            if not saved.unfinished:
-                continue
+        for saved in (each for each in (listing(self.folder) if key else ()) if each.unfinished):
             path = self.folder / f"{saved.id}.safetensors"
             try:
                 record = record_in(metadata_of(path), path)

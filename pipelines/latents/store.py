@@ -62,8 +62,7 @@ def save_latent(
     for name, tensor in ours.pop(MORE, {}).items():
         tensors[f"{MORE}.{name}"] = _finite(tensor, notify, not_finite)
     known = {"kind": LATENT, "shape": list(samples.shape), "dtype": latents.dtype_name(samples.dtype)}
-    saved = {"saved": _now(), **origin.record}
-    return latents.write_record(path, tensors, {**ours, **known, **saved}, origin.metadata)
+    return latents.write_record(path, tensors, {**ours, **known, "saved": _now(), **origin.record}, origin.metadata)
 
 
 def save_plain(path: Path, samples: Sequence[torch.Tensor], listed: Mapping[str, Any]) -> Path:

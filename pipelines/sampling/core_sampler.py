@@ -105,7 +105,7 @@ def with_block_patches(transformer: nn.Module, block_patches: BlockPatches, retu
         for kind, index, block in blocks_of(transformer):
             attentions = attentions_of(block)
             if kind == DOUBLE and index in block_patches.values:
-                _attend_by(undo, attentions["attn1"], _values)
+                _attend_by(undo, attentions["attn1"], lambda _attend, _query, _key, value, *_: value)
             for name, patches in block_patches.outputs.items():
                 if name in attentions:
                     place = {"block": (kind, index), "block_type": kind, "block_index": index}
@@ -114,10 +114,6 @@ def with_block_patches(transformer: nn.Module, block_patches: BlockPatches, retu
             if patch is not None:
                 undo.set(block, "forward", _patched(block.forward, patch, returns_alone))
         yield
-
-
-def _values(_attend: Attend, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
-    return value
 
 
 def _attend_by(undo: Undo, owner: Any, attend: Attend) -> None:

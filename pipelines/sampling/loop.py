@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ...compat.device.execution import checked_layers, state_of, to_host
+from ...compat.device.execution import HOST, checked_layers, state_of, to_host
 from ...compat.device.failures import DEVICE_ERRORS, is_shortage
 from ...compat.doctor import EXPLAIN, Doctor, lifeless, unshrunk
 from ...compat.errors import UnsupportedError
@@ -198,7 +198,7 @@ def denoise(
             if steps is not None:
                 steps.save(index + 1, latents, schedule)
             stage = SAMPLING if steps is None or not steps.resumable() else RESUMABLE
-            progress.step(index + 1, count, stage, _later(schedule.clean, output, index, before, preview))
+            progress.step(index + 1, count, stage, partial(_estimate, schedule.clean, output, index, before, preview))
     if steps is not None:
         steps.finish()
     if watch is not None and watch.doctor is not None:
@@ -288,25 +288,18 @@ def fall_back_to_fp32(pipeline: Pipeline, progress: Progress, error: BaseExcepti
     return True
 
 
-def _later(
+def _estimate(
     clean: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor],
     output: torch.Tensor,
     index: int,
     latents: torch.Tensor,
     shaped: Callable[[torch.Tensor], torch.Tensor] | None,
-) -> Callable[[], torch.Tensor]:
+) -> torch.Tensor:
     """The clean estimate for a preview; made on the host where the device has no room for it."""
-
-    def made(output: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
+    try:
         video = clean(output, index, latents) if output.shape == latents.shape else latents
         return shaped(video) if shaped is not None else video
-
-    def estimate() -> torch.Tensor:
-        try:
-            return made(output, latents)
-        except DEVICE_ERRORS as error:
-            if not is_shortage(error):
-                raise
-        return made(to_host(output), to_host(latents))
-
-    return estimate
+    except DEVICE_ERRORS as error:
+        if not is_shortage(error) or latents.device.type == HOST.type:
+            raise
+    return _estimate(clean, to_host(output), index, to_host(latents), shaped)

@@ -221,5 +221,4 @@ def _bytes_in(value: Any) -> Iterator[bytes]:
 
 
 def _storable(value: Any) -> bool:
-    items = value if isinstance(value, list) else [value]
-    return all(isinstance(item, (*PLAIN, torch.Tensor)) for item in items)
+    return all(isinstance(item, (*PLAIN, torch.Tensor)) for item in (value if isinstance(value, list) else [value]))

@@ -50,8 +50,7 @@ def read_between(trained: Sequence[float], steps: int) -> list[float]:
     """The noise levels that a distilled model was trained on, read between them for another number of steps."""
     import numpy
 
-    places = numpy.linspace(0, len(trained) - 1, steps)
-    return list(map(float, numpy.interp(places, range(len(trained)), trained)))
+    return numpy.interp(numpy.linspace(0, len(trained) - 1, steps), range(len(trained)), trained).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +133,10 @@ def schedule_for(
     euler.set_begin_index(0)
     inverted = bool(euler.config.invert_sigmas)
     levels = tuple((1.0 - euler.sigmas if inverted else euler.sigmas).tolist())
+    native = settings.scheduler in ("auto", "euler")
+    solver = euler if native else _solver(settings.scheduler, levels, device)
     sign = -1 if inverted else 1
-    if settings.scheduler in ("auto", "euler"):
-        return Schedule(solver=euler, timesteps=euler.timesteps, levels=levels, sign=sign, native=True)
-    solver = _solver(settings.scheduler, levels, device)
-    return Schedule(solver=solver, timesteps=euler.timesteps, levels=levels, sign=sign, native=False)
+    return Schedule(solver=solver, timesteps=euler.timesteps, levels=levels, sign=sign, native=native)
 
 
 def _set(scheduler: Any, levels: Levels, device: torch.device) -> None:

@@ -164,8 +164,7 @@ def _attention(past: CausalCache, layer: Any, x: Tensor) -> Tensor:
         seen = key.shape[2] - frames + index + 1
         now = query[:, :, index : index + 1]
         attended.append(attend(_tokens(now), _tokens(key[:, :, :seen]), _tokens(value[:, :, :seen])))
-    output = torch.cat(attended, dim=2).squeeze(1).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)
-    return layer.proj_out(output) + x
+    return layer.proj_out(torch.cat(attended, dim=2).squeeze(1).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)) + x
 
 
 def _tokens(cells: Tensor) -> Tensor:

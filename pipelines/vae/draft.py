@@ -166,9 +166,9 @@ def draft(pipeline: Pipeline, latents: Latents, folders: Sequence[Path], progres
     before: dict[nn.Module, torch.Tensor] = {}
     switches = convolution_switches(policy_for(pipeline.facts))
     with switches, held_once(pipeline, PART, lambda _: network.to(dtype), needed, progress) as held:
-        for latent in _scaled(pipeline, samples).unbind(2):
-            made = transfer.to_host_fp32(held(transfer.to_device(latent), before))
-            frames.append(made.permute(0, 2, 3, 1))
+        mean, std, scale = statistics_of(pipeline)
+        for latent in ((samples - mean) * scale / std).unbind(2):
+            frames.append(transfer.to_host_fp32(held(transfer.to_device(latent), before)).permute(0, 2, 3, 1))
             progress.step(len(frames), total, stage)
     video = torch.cat(frames)
     require_finite(video, "draft")
@@ -181,8 +181,8 @@ def preview(network: Network, estimate: torch.Tensor, device: torch.device, dtyp
     return to_host(frames[0].permute(1, 2, 0).contiguous()).float()
 
 
-def _scaled(pipeline: Pipeline, samples: torch.Tensor) -> torch.Tensor:
+def statistics_of(pipeline: Pipeline) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Mean and deviation (1, C or 1, 1, 1, 1) of what the VAE makes, and the factor of the transformer's latents."""
     config = pipeline.configs["vae"]
     mean, std = (torch.tensor(config.get(f"latents_{name}") or [own]) for name, own in (("mean", 0.0), ("std", 1.0)))
-    scale = float(config.get("scaling_factor") or 1.0)
-    return (samples - mean.view(1, -1, 1, 1, 1)) * scale / std.view(1, -1, 1, 1, 1)
+    return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1), float(config.get("scaling_factor") or 1.0)

@@ -235,8 +235,7 @@ class Ladder:
             return ()
         if self.form.frames:
             return (self.form.frames, *(count for count in CHUNKS if count < self.form.frames))
-        latent_frames = (self.size[0] - 1) // self.ratios[1] + 1
-        return tuple(count for count in CHUNKS if count < latent_frames)
+        return tuple(count for count in CHUNKS if count < (self.size[0] - 1) // self.ratios[1] + 1)
 
     def _streamed_frames(self) -> int:
         if not self.causal or not self.pipeline.weights:

@@ -302,8 +302,7 @@ def windows_of(frames: int, most: int, stride: int) -> list[slice]:
     """
     if frames <= most:
         return [slice(0, frames)]
-    starts = range(0, frames, stride)
-    return [slice(start, start + most + 1) for start in starts if start == 0 or start + 1 < frames]
+    return [slice(start, start + most + 1) for start in range(0, frames, stride) if start == 0 or start + 1 < frames]
 
 
 def weights_over(edges: list[tuple[int, int]], length: int) -> list[Tensor]:
@@ -335,8 +334,7 @@ def tiles_over(length: int, tile: int, overlap: int) -> list[tuple[int, int]]:
 
 
 def _whole(latents: Tensor) -> Region:
-    height, width = latents.shape[-2:]
-    return Region((0, height), (0, width))
+    return Region((0, latents.shape[-2]), (0, latents.shape[-1]))
 
 
 def _windows(vae: Any, latents: Tensor, most: int) -> tuple[int, list[Tensor]]:

@@ -10,7 +10,7 @@ import pytest
 import quantised
 import tiny
 import torch
-from anygpu.compat.checkpoints.packed import StoredLinear, is_packed
+from anygpu.compat.checkpoints.packed import StoredLinear
 from anygpu.compat.output_check import NotFinite
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.compat.transforms.fp16 import apply_fp16_safe, stored_dtype
@@ -177,5 +177,5 @@ def test_a_gguf_stays_packed_and_is_worth_what_its_publisher_s_package_says(acc,
         request = LoadRequest(path, base=folder, files=Files({"transformer": path}), precision="fp16-safe", device=acc)
         pipeline = load(request)
         found.append(rendered(pipeline, CASES["mochi"])[0])
-        assert is_packed(pipeline.parts["transformer"]) is (path is file)
+        assert layouts.is_packed(pipeline.parts["transformer"]) is (path is file)
     assert torch.equal(*found)

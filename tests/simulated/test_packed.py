@@ -7,7 +7,7 @@ import pytest
 import quantised
 import tiny
 import torch
-from anygpu.compat.checkpoints.packed import StoredLinear, is_packed
+from anygpu.compat.checkpoints.packed import StoredLinear
 from anygpu.compat.errors import UnsupportedError
 from anygpu.pipelines.files.single_file import Files
 from anygpu.pipelines.load.folder import load
@@ -145,10 +145,10 @@ def test_fp16_is_widened_on_the_host_where_the_device_casts_it_wrongly(acc, tmp_
         if source.device == target.device == acc and (source.dtype, target.dtype) == (torch.float16, torch.float32):
             target.fill_(0.0)
 
-    assert is_packed(load(LoadRequest(model, precision="fp32", device=acc)).parts["transformer"])
+    assert layouts.is_packed(load(LoadRequest(model, precision="fp32", device=acc)).parts["transformer"])
     with accelerator.hook("aten::copy_", None, spoil), accelerator.hook("aten::_copy_from", None, spoil):
         pipe = load(LoadRequest(model, precision="fp32", device=acc))
-        assert not any(is_packed(pipe.parts[part]) for part in ("transformer", "text_encoder"))
+        assert not any(layouts.is_packed(pipe.parts[part]) for part in ("transformer", "text_encoder"))
         with pytest.raises(UnsupportedError, match="weights 'as in file' of a file in fp16"):
             load(LoadRequest(model, precision="fp32", device=acc, weights="as in file"))
 
@@ -169,7 +169,7 @@ def test_fp8_becomes_dense_on_the_host_where_the_device_has_none(tiny_folder, tm
     with profiles.on("mps-like") as profile:
         pipe = load(LoadRequest(file, device=profile.facts, offload="model", **request))
         found = rendered(pipe, CASES["mochi"])[0]
-        assert not is_packed(pipe.parts["transformer"])
+        assert not layouts.is_packed(pipe.parts["transformer"])
     assert torch.allclose(found, expected, rtol=10 * ROUNDING, atol=10 * ROUNDING)
 
 
@@ -199,6 +199,6 @@ def test_every_format_runs_packed_on_every_machine(tiny_folder, tmp_path, machin
     with profiles.on(machine) as profile:
         pipe = load(LoadRequest(file, device=profile.facts, offload="model", state=tmp_path / "state", **request))
         found = rendered(pipe, CASES["mochi"])[0]
-        packs = is_packed(pipe.parts["transformer"])
+        packs = layouts.is_packed(pipe.parts["transformer"])
     assert packs == (machine != "mps-like" or way.split()[0] not in ("fp8", "mxfp8"))
     assert torch.allclose(found, expected, rtol=10 * ROUNDING, atol=10 * ROUNDING)

@@ -41,8 +41,7 @@ def defaults_for(pipeline: Pipeline) -> Defaults:
     defaults = SPEC.sizes.defaults
     if pipeline.variant == SKYREELS:
         defaults = replace(defaults, guidance=1.0, frames=97)
-    takes_guidance = pipeline.configs["transformer"].get("guidance_embeds")
-    return defaults if takes_guidance else replace(defaults, guidance=0.0)
+    return defaults if pipeline.configs["transformer"].get("guidance_embeds") else replace(defaults, guidance=0.0)
 
 
 def recipe_for(pipeline: Pipeline) -> Recipe:
@@ -148,8 +147,8 @@ def sample(
     whole = _whole(kind, picture)
     if kind == TOKEN_REPLACE:
         # The first latent frame is the picture itself: it is seen, never sampled.
-        start = _later(start)
-        mask = None if mask is None else loop.NoiseMask(_later(mask.clean), _later(mask.noise), _later(mask.mask))
+        start = start[:, :, 1:]
+        mask = None if mask is None else loop.NoiseMask(*(t[:, :, 1:] for t in (mask.clean, mask.noise, mask.mask)))
     with loop.held_transformer(pipeline, settings, progress) as transformer:
         predict = _predictor(pipeline, transformer, prompt, settings, _given(kind, picture), len(schedule))
         latents = loop.denoise(
@@ -270,7 +269,3 @@ def _whole(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Te
     if kind == TOKEN_REPLACE and picture is not None:
         return lambda latents: torch.cat([picture.to(latents.device), latents], dim=2)
     return lambda latents: latents
-
-
-def _later(latents: torch.Tensor) -> torch.Tensor:
-    return latents[:, :, 1:]

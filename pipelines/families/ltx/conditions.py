@@ -192,7 +192,7 @@ def plain_start(
     if image is None or not anchors:
         noise = LTXPipeline._pack_latents(noise_for(video.shape, generator, video.device))
     else:
-        noise, held = _pipeline(LTXImageToVideoPipeline, image, video.device).prepare_latents(
+        noise, held = bare_pipeline(LTXImageToVideoPipeline, vae=_Encoded(image, video.device)).prepare_latents(
             anchors[0].moments[:, :, 0], **video.size, dtype=torch.float32, device=video.device, generator=generator
         )
     tokens = noise
@@ -211,7 +211,7 @@ def conditioned_start(
     """Start of ``LTXConditionPipeline``."""
     from diffusers import LTXConditionPipeline
 
-    pipeline = _pipeline(LTXConditionPipeline, image, video.device)
+    pipeline = bare_pipeline(LTXConditionPipeline, vae=_Encoded(image, video.device))
     twin = torch.Generator().set_state(generator.get_state())
     tokens, held, coordinates, outside = pipeline.prepare_latents(
         [anchor.moments for anchor in anchors],
@@ -288,8 +288,7 @@ def noise_mask(video: VideoInput, start: InitialTokens) -> NoiseMask | None:
     given = noise_mask_for(video.settings, video.clean, start.noise)
     if given is None:
         return None
-    own = math.prod(video.shape[2:])
-    sides = start.noise[:, : start.outside], start.noise[:, start.outside + own :]
+    sides = start.noise[:, : start.outside], start.noise[:, start.outside + math.prod(video.shape[2:]) :]
     free = [torch.ones_like(side[..., :1]) for side in sides]
     clean = torch.cat([sides[0], LTXPipeline._pack_latents(given.clean), sides[1]], dim=1)
     mask = torch.cat([free[0], LTXPipeline._pack_latents(given.mask), free[1]], dim=1)
@@ -303,7 +302,8 @@ class _Encoded:
 
     spatial_compression_ratio, temporal_compression_ratio = SPATIAL_RATIO, TEMPORAL_RATIO
 
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(self, image: ImageCondition | None, device: torch.device) -> None:
+        tensors: Mapping[str, Tensor] = {} if image is None else image.tensors
         self.latents_mean, self.latents_std, self.device = tensors.get(MEAN), tensors.get(STD), device
 
     def encode(self, moments: Tensor) -> Any:
@@ -311,10 +311,6 @@ class _Encoded:
         from diffusers.models.modeling_outputs import AutoencoderKLOutput
 
         return AutoencoderKLOutput(latent_dist=DiagonalGaussianDistribution(moments.to(self.device)))
-
-
-def _pipeline(cls: Any, image: ImageCondition | None, device: torch.device) -> Any:
-    return bare_pipeline(cls, vae=_Encoded({} if image is None else image.tensors, device))
 
 
 def _on_grid(request: ImageRequest, progress: Progress) -> Tensor:

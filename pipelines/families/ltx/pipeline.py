@@ -261,8 +261,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
         return LTXPipeline._denormalize_latents(samples, mean, std, conditions.scaling(pipeline)), time
 
     with decoding(pipeline, latents.samples.shape, progress, form) as passes:
-        noisy = any(pipeline.configs["vae"].get("decoder_inject_noise") or ())
-        noise = state_of(generator) if noisy else None
+        noise = state_of(generator) if any(pipeline.configs["vae"].get("decoder_inject_noise") or ()) else None
         return unsigned(passes.decode(latents.samples, prepare=prepare, noise=noise))
 
 
@@ -281,8 +280,7 @@ class LtxGuidance:
         """The guidance of step ``index``; without cfg outside of ``cfg_start`` to ``cfg_end``."""
         rows, level, share = self.settings.guidance_steps, self.levels[index], index / (len(self.levels) - 1)
         row = next((row for row in rows if row.level <= level), rows[-1])
-        acts = self.settings.cfg_start <= share < self.settings.cfg_end
-        return row if acts else replace(row, cfg=1.0)
+        return row if self.settings.cfg_start <= share < self.settings.cfg_end else replace(row, cfg=1.0)
 
     def guided(self, index: int, forward: Callable[[slice, tuple[int, ...]], Tensor]) -> Tensor:
         """The guided prediction (1, N, 128), fp32.

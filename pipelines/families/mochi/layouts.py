@@ -9,6 +9,10 @@ from dataclasses import replace
 from ...keys import Layout, Row, layouts_beside
 
 STACK = (("0", "norm1.norm_layer"), ("2", "conv1.conv"), ("3", "norm2.norm_layer"), ("5", "conv2.conv"))
+HALVES = {  # with the marks of each
+    "decoder": ("blocks.0.1.stack.0.weight", "output_proj.weight"),
+    "encoder": ("layers.1.stack.0.weight", "output_norm.weight"),
+}
 
 
 def _resnet(source: str, target: str) -> Iterable[Row]:
@@ -72,18 +76,8 @@ LAYOUTS: tuple[Layout, ...] = (
         ("decoder.blocks.0.0.weight", "encoder.layers.1.stack.0.weight"),
         _vae,
     ),
-    Layout(
-        "mochi/vae_decoder",
-        "the decoder of Mochi 1's VAE as released",
-        ("blocks.0.1.stack.0.weight", "output_proj.weight"),
-        _half("decoder"),
-        half_of="mochi/vae",
-    ),
-    Layout(
-        "mochi/vae_encoder",
-        "the encoder of Mochi 1's VAE as released",
-        ("layers.1.stack.0.weight", "output_norm.weight"),
-        _half("encoder"),
-        half_of="mochi/vae",
+    *(
+        Layout(f"mochi/vae_{half}", f"the {half} of Mochi 1's VAE as released", marks, _half(half), half_of="mochi/vae")
+        for half, marks in HALVES.items()
     ),
 )

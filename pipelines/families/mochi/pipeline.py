@@ -20,6 +20,7 @@ from ...sampling.core_sampler import TIME
 from ...sampling.schedules import Guidance, Levels, read_between, schedule_for
 from ...settings import recipe_of
 from ...text.t5 import ZEROED, batched, t5_embeds, t5_forwards, t5_from_core
+from ...vae.draft import statistics_of
 from ...vae.fallback import decode as decode
 from ...vae.fallback import encoded
 from .spec import CHANNELS, FAST, SPEC
@@ -56,13 +57,12 @@ def sample(
     """Latents (1, 12, T, H / 8, W / 8) in core's space. Source: diffusers ``MochiPipeline.__call__``, equal in fp32."""
     device, dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
     generator = generator_for(settings.seed)
-    mean, std, scale = _statistics(pipeline)
+    mean, std, scale = statistics_of(pipeline)
     recipe = recipe_of(pipeline)
     trained = None if recipe is None else recipe.timesteps
-    levels = partial(_levels, trained)
     if trained is not None and settings.sigmas is None:
         tell_once(progress, "noise levels of FastVideo's own script; they were Genmo's before")
-    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, levels, device)
+    schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, partial(_levels, trained), device)
     noise = loop.noise_for(loop.latent_shape(SPEC, CHANNELS, settings), generator, device)
     clean = None if settings.latents is None else ((settings.latents.samples - mean) * scale / std).to(device)
     text = placed(batched(prompt, settings.cfg > 1.0), device, dtype)
@@ -118,12 +118,3 @@ def _levels(trained: Sequence[float] | None, steps: int) -> Levels:
     if trained is None:
         return Levels(sigmas=linear_quadratic_schedule(steps, THRESHOLD_NOISE))
     return Levels(sigmas=read_between(trained, steps))
-
-
-def _statistics(pipeline: Pipeline) -> tuple[torch.Tensor | float, torch.Tensor | float, float]:
-    config = pipeline.configs["vae"]
-    mean, std, scale = config.get("latents_mean"), config.get("latents_std"), float(config.get("scaling_factor", 1.0))
-    if mean is None or std is None:
-        return 0.0, 1.0, scale
-    column = (1, CHANNELS, 1, 1, 1)
-    return torch.tensor(mean).view(column), torch.tensor(std).view(column), scale

@@ -116,7 +116,7 @@ def test_packed_files_are_worth_what_they_say(tiny_folder, tmp_path, model, way)
     found = [pipeline.parts["transformer"] for pipeline in pipelines]
     layers = {name: owner for name, owner in found[0].named_modules() if isinstance(owner, packed.StoredLinear)}
     assert dict(pipelines[0].weights["transformer"].forms) == Counter(map(form_of, layers.values()))
-    assert len(layers) >= (1 if way == "w4a4" else 9) and not packed.is_packed(found[1])
+    assert len(layers) >= (1 if way == "w4a4" else 9) and not layouts.is_packed(found[1])
     plain = [owner for owner in found[0].modules() if type(owner) is torch.nn.Linear]
     assert way in quantised.ALL or not any(owner.in_features % 32 == 0 for owner in plain), (
         "what the file packed, modulations too, stays so"
@@ -278,11 +278,11 @@ def test_weights_are_kept_as_chosen_and_come_back(tiny_folder, tmp_path, choice,
     if choice == "as in file":  # read so, not made so: there is nothing to take back, and never was a dense copy
         for part in ("transformer", "text_encoder"):
             kept.parts.undo.pop(part)()
-            assert packed.is_packed(kept.parts[part]), part
+            assert layouts.is_packed(kept.parts[part]), part
         return
     kept.parts.undo.pop("transformer")()
     back = dict(kept.parts["transformer"].named_modules())
-    assert not packed.is_packed(kept.parts["transformer"])
+    assert not layouts.is_packed(kept.parts["transformer"])
     assert all(torch.equal(back[name].weight, value) for name, value in values.items())
 
 

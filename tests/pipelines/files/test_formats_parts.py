@@ -109,10 +109,10 @@ def test_a_text_encoder_as_gguf_gives_the_embeddings_of_its_values(tiny_folder, 
     path.with_suffix(".json").write_text(json.dumps(config))
     assert kinds(path) == (release.kind,)
     found, plain = (composed({**files, "text_encoder": file}, base) for file in (path, tmp_path / "worth.safetensors"))
-    assert packed.is_packed(found.parts["text_encoder"]) is stays
+    assert layouts.is_packed(found.parts["text_encoder"]) is stays
     tables = [type(owner) for owner in found.parts["text_encoder"].modules() if isinstance(owner, torch.nn.Embedding)]
     assert (packed.StoredEmbedding in tables) is stays
-    assert not packed.is_packed(plain.parts["text_encoder"])
+    assert not layouts.is_packed(plain.parts["text_encoder"])
     assert same(embeds(found), embeds(plain))
     if not stays:  # and they are those of the model itself, whatever the file calls its rows
         whole = dict(found.parts["text_encoder"].state_dict())
