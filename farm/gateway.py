@@ -67,7 +67,7 @@ class Gateway:
         failed = {key: text for key in keys if KEY.fullmatch(key) and (text := self.folder.failure(key))}
         calls: dict[Any, dict[str, Any]] = {}
         for worker in self.folder.workers():
-            with suppress(ValueError):  # a worker of an earlier driver
+            with suppress(ValueError, AttributeError):  # a worker of an earlier driver, or no worker at all
                 calls[ray.get_actor(worker["worker"], namespace=NAMESPACE).state.remote()] = worker
         ready, _ = ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_SECONDS) if calls else ([], [])
         for call in ready:

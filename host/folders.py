@@ -118,18 +118,14 @@ def _unfinished(name: str) -> Path | None:
 def model_folder(name: str) -> Path:
     """The folder of a listed model, as :func:`path_of` finds it; of a demo model also by the name of another size."""
     listed = {**models(), **demo_models()}
-    demo = None if name in listed else demo_folder(name)
-    if demo is not None:
-        return demo
+    if folder := listed.get(name) or demo_folder(name):
+        return folder
     what = "model", "a diffusers model folder with model_index.json, or a FramePack transformer folder"
-    if name in listed:
-        return path_of(name, listed, model_roots(), what, "")
     fix = remedy(name, model_roots()[0], facts_for("cpu").total_bytes)
     family = published_family(name)
     drawn = demo_of(family) or next(iter(demo_models()), "")
     fix += f" {drawn!r} in the list runs at once and draws coloured shapes." if drawn else ""
-    unfinished = None if family is None else _unfinished(name)
-    if unfinished is not None:
+    if family is not None and (unfinished := _unfinished(name)):
         found = f"no model in {str(unfinished)!r}: an empty folder, single files, or a download that has not ended"
         raise CheckpointError(found, expected=what[1], fix=fix)
     return path_of(name, listed, model_roots(), what, fix)
@@ -263,8 +259,8 @@ def picture_sides(name: object) -> tuple[int, int] | None:
         path = Path(os.path.normpath(folder_paths.get_annotated_filepath(name)))  # which older releases do not check
         homes = (folder_paths.get_directory_by_type(kind) for kind in ("input", "output", "temp"))
         if any(path.is_relative_to(os.path.normpath(home)) for home in homes):
-            with Image.open(path) as picture:
-                turned = picture.getexif().get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+            with Image.open(path) as picture:  # the base class's getexif, as a PNG's own decodes it
+                turned = Image.Image.getexif(picture).get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
                 return picture.size[::-1] if turned else picture.size
     return None
 

@@ -258,12 +258,13 @@ class RenderTurntable(io.ComfyNode):
         shown = [mesh] if before is None else [before, mesh]
         films, notes = list[torch.Tensor](), dict[str, None]()
         count = texturing.counted(progress, frames * len(shown), "rendering")
-        with Checked(progress.check):
+        what = f"rendering {frames} frames of {size} pixels"
+        with Checked(progress.check), texturing.explained(what, texturing.HOST, "Lower frames or size."):
             for each in shown:
                 surface = Surface.of(meshes.from_core(each), memory_manager.compute_device())
                 texture = None if each.texture is None else each.texture[0]
                 films.append(turntable(surface, texture, frames, size, elevation, background, count))
                 notes |= dict.fromkeys(surface.notes)
-        pictures = torch.cat(films, dim=2)
+            pictures = torch.cat(films, dim=2)
         progress.finish("\n".join((f"{frames} frames of {size} pixels", *notes)))
         return io.NodeOutput(pictures, ui=preview.clips([pictures], PREVIEW_FPS, cls))

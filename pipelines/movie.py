@@ -18,7 +18,7 @@ import torch
 from ..compat.checkpoints.headers import plain_status
 from ..compat.checkpoints.identity import levels_content
 from ..compat.durable import replacing
-from ..compat.errors import CheckpointError, PackError, UnsupportedError, first_line, reading_budget
+from ..compat.errors import CheckpointError, PackError, UnsupportedError, afford, first_line, reading_budget
 from ..compat.packages import imported
 
 MOST_PIXELS = 2**30  # frames x height x width that are read at once: 517 frames of 1920x1080
@@ -27,8 +27,11 @@ STREAMS = 64  # of a file, whose first frames FFmpeg decodes when it is opened
 PNG = b"\x89PNG\r\n\x1a\n"
 PNG_TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP", b"eXIf")
 BOXES = frozenset(b"moov trak mdia minf stbl moof traf mvex edts udta dinf tref gmhd wave meta".split())
-TABLES = {b"stsz": 16, b"stz2": 16, b"trun": 12, b"stts": 12, b"ctts": 12}  # of an MP4: where their counts are
+TABLES = {b"stsz": 16, b"stz2": 16, b"trun": 12, b"stts": 12, b"ctts": 12, b"elst": 12}  # where an MP4 has counts
 RUNS = (b"stts", b"ctts")  # whose entries have counts of their own
+EDITED_BYTES = 32  # that FFmpeg takes for each sample in each edit of an MP4
+# Other formats of FFmpeg's inflate tags without limit, or have programs in them
+FORMATS = "apng,avi,bmp_pipe,flv,gif,ivf,jpeg_pipe,matroska,mov,mpeg,mpegts,ogg,png_pipe,tiff_pipe,webp_pipe"
 Check = Callable[[], None]
 X264 = "libx264"
 CODECS = (X264, "h264", "mpeg4")
@@ -180,11 +183,15 @@ def _opened(path: Path, expected: str) -> Iterator[Any]:
         # A playlist names further files, of anyone: from an open file, with no protocol, it can open none of them.
         most = _most_of(path)
         _require_samples(path)
-        options = {"options": {"protocol_whitelist": "none"}, "stream_options": [most] * STREAMS}
-        with path.open("rb") as file, av.open(_without_texts(file), **options) as container:
-            if any(stream.codec_context is None for stream in container.streams.video[:1]):
-                raise ValueError("no decoder for its codec")  # PyAV before 18.1 crashes on it
-            yield container
+        options = {"protocol_whitelist": "none", "format_whitelist": FORMATS}
+        with path.open("rb") as file:
+            if (content := _without_texts(file)) is file:  # of the PNGs in a video the texts stay
+                options["codec_whitelist"] = ",".join(av.codecs_available - {"png", "apng"})
+            with av.open(content, options=options, stream_options=[most] * STREAMS) as container:
+                codecs = [stream.codec_context and stream.codec_context.name for stream in container.streams.video[:1]]
+                if None in codecs or (content is file and "png" in codecs):  # PyAV before 18.1 crashes on the first
+                    raise ValueError("no decoder for its codec")
+                yield container
     except PackError:
         raise
     except (OSError, av.FFmpegError, LookupError, ValueError, ArithmeticError, RuntimeError) as error:
@@ -216,6 +223,7 @@ def _require_samples(path: Path) -> None:
                 found += f" in {str(path)!r} of {size} bytes"
                 expected = "a table of samples that are in the file"
                 raise CheckpointError(found, expected=expected, fix="Convert the video.")
+            afford(repr(str(path)), EDITED_BYTES * claimed[b"elst"] * most, size, "Convert the video.")
             if length < header:
                 return
             file.seek(place + header)

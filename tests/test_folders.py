@@ -191,3 +191,6 @@ def test_no_picture_outside_comfyui_s_folders_is_opened_for_its_size(folders, tm
         (exif := Image.Exif())[ExifTags.Base.Orientation] = orientation
         Image.new("RGB", (8, 4)).save(tmp_path / "input" / "a.jpg", exif=exif)
         assert folders.picture_sides("a.jpg") == sides
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("PIL.PngImagePlugin.PngImageFile.load", lambda self: 1 / 0)
+        assert folders.picture_sides("a.png") == (8, 4), "its header says it"

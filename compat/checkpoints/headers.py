@@ -244,7 +244,7 @@ def with_masks(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pat
         values, mask = kept.get(name), kept.pop(name + MASK, None)
         try:
             shape = possible_shape(map(int, sides))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             shape = ()
         count = math.prod(shape)
         fits = mask is not None and mask.dtype == "U8" and mask.shape == ((count + 7) // 8,)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from ...compat.errors import CheckpointError, InputError, PackError, reading_bud
 from ...compat.packages import imported
 from ..choices import MESH_FILES as FORMATS
 from .cameras import HUNYUAN, Frame
-from .mesh_cost import cost_of
+from .mesh_cost import cost_of, reined
 
 MANY_FACES = 100_000  # above it core's Decimate is worth its time before Unwrap
 UNWRAP_SECONDS = 75e-6  # per face: core's UnwrapMesh, 37 s for 500k faces on two CPU cores
@@ -39,7 +38,6 @@ TEXTURE_PIXELS, PER_PIXEL = 64 * 1024**2, 64  # bytes that packing takes of each
 MAPS = ("baseColor", "metallicRoughness", "emissive", "normal", "occlusion")
 FACTORS = ("baseColorFactor", "metallicFactor", "roughnessFactor", "emissiveFactor")
 TEXTURES = ("image", *(f"{name}Texture" for name in MAPS))
-_naming = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,18 +233,6 @@ class Beside:
 
 
 @contextmanager
-def _numbered_nodes(trimesh: Any) -> Iterator[None]:
-    """Have trimesh number the parts of a glTF mesh: of two with the same random name, 24 bits, one would be lost."""
-    with _naming:
-        random_name, numbers = trimesh.util.unique_id, count()
-        trimesh.util.unique_id = lambda *_, **__: f"part {next(numbers)}"
-        try:
-            yield
-        finally:
-            trimesh.util.unique_id = random_name
-
-
-@contextmanager
 def _reading(path: Path, check: Callable[[], None]) -> Iterator[Callable[[], None]]:
     """Call ``check`` between the calls inside, which know of no cancel: a thread of theirs would outlive it.
 
@@ -264,8 +250,14 @@ def _reading(path: Path, check: Callable[[], None]) -> Iterator[Callable[[], Non
             raised.append(error)
             raise
 
-    before = sys.getprofile()
-    sys.setprofile(lambda *_: None if next(calls) % CALLS else asked())
+    def counted(*_: Any) -> None:
+        if not next(calls) % CALLS:  # Python takes off a profile function that raises: the next call puts it back
+            sys.settrace(lambda *_: sys.settrace(traced) or sys.setprofile(counted))
+            asked()
+            sys.settrace(traced)
+
+    before, traced = sys.getprofile(), sys.gettrace()
+    sys.setprofile(counted)
     try:
         yield asked
     except PackError:
@@ -275,6 +267,7 @@ def _reading(path: Path, check: Callable[[], None]) -> Iterator[Callable[[], Non
             found = f"mesh file {path.name!r} cannot be read ({type(error).__name__}: {error})"
             raise CheckpointError(found, expected="an intact mesh", fix="Export or download it again.") from error
     finally:
+        sys.settrace(traced)
         sys.setprofile(before)
     asked()
 
@@ -292,11 +285,14 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
     trimesh, beside = imported("trimesh"), Beside(path)
     with _reading(path, check) as asked:
         cost = cost_of(path, lambda name: beside.place(name).stat().st_size, asked)
-        with _numbered_nodes(trimesh):
+
+        def spare() -> int:
+            return reading_budget(path.stat().st_size + sum(map(len, beside.read.values()))) - cost
+
+        with reined(trimesh, spare):
             scene = trimesh.load_scene(path, resolver=beside, process=False)
         asked()
-        size = path.stat().st_size + sum(map(len, beside.read.values()))
-        blank = with_small_textures(scene, reading_budget(size) - cost)
+        blank = with_small_textures(scene, spare())
         normals, scene, parts = _normals_of(scene), scene.to_mesh(), scene
         maps, factors, about = ({}, {}, ["textures too large to keep"]) if blank else material_of(parts, scene)
     if not len(getattr(scene, "faces", ())):

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from graphlib import CycleError, TopologicalSorter
 from importlib.util import find_spec
+from itertools import chain, count
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,9 @@ COMPONENTS = {"SCALAR": 1, "VEC2": 2, "VEC3": 3, "VEC4": 4, "MAT2": 4, "MAT3": 9
 COMPONENT_BYTES = {5120: 1, 5121: 1, 5122: 2, 5123: 2, 5125: 4, 5126: 4}
 DECODERS = {"KHR_draco_mesh_compression": "DracoPy", "EXT_meshopt_compression": "", "KHR_meshopt_compression": ""}
 ROW_ENDS = (b"\n", b"\r", b"\v", b"\f", b"\x1c", b"\x1d", b"\x1e", b"\xc2\x85", b"\xe2\x80\xa8", b"\xe2\x80\xa9")
+PICTURES = ("PNG", "JPEG", "WEBP", "BMP", "TGA")  # that textures are; others start programs or have no limits
+GLOSSY_BYTES = 300  # of a pixel that trimesh 5.2 converts from KHR_materials_pbrSpecularGlossiness
+_patching = threading.Lock()
 Check = Callable[[], None]
 
 
@@ -55,6 +63,37 @@ def cost_of(path: Path, size_of: Callable[[str], int], check: Check) -> int:
         return afford(subject, PER_ROW * _ply_rows(path, check), size, JOIN)
     _few_groups(path, suffix, check)
     return READING_TIMES * size
+
+
+@contextmanager
+def reined(trimesh: Any, spare: Callable[[], int]) -> Iterator[None]:
+    """Have trimesh, while it reads in this thread, open :data:`PICTURES` alone; convert glossy materials within
+    ``spare`` bytes, of others take the diffuse picture; and number the parts of a glTF mesh: of two with the same
+    random name, 24 bits, one would be lost."""
+    from PIL import Image
+    from trimesh.exchange import gltf
+    from trimesh.visual import gloss
+
+    numbers, glossy, here = count(), list[int](), threading.get_ident()
+    home: Any = gltf if hasattr(gltf, "specular_to_pbr") else gloss  # trimesh 4 looks it up in the first
+
+    def open_known(*file: Any, **options: Any) -> Any:
+        return opened(*file, **options | ({"formats": PICTURES} if threading.get_ident() == here else {}))
+
+    def converted(**material: Any) -> Any:
+        sizes = [value.size for value in material.values() if hasattr(value, "convert")] or [(1, 1)]
+        glossy.append(prod(map(max, zip(*sizes, strict=True))))  # both become as wide and as high as the larger
+        whole = GLOSSY_BYTES * sum(glossy) <= spare()
+        return convert(**material) if whole else {"baseColorTexture": material.get("diffuseTexture")}
+
+    with _patching:
+        random_name, opened, convert = trimesh.util.unique_id, Image.open, home.specular_to_pbr
+        trimesh.util.unique_id, Image.open = lambda *_, **__: f"part {next(numbers)}", open_known
+        home.specular_to_pbr = converted
+        try:
+            yield
+        finally:
+            trimesh.util.unique_id, Image.open, home.specular_to_pbr = random_name, opened, convert
 
 
 def extras_of(path: Path) -> Mapping[str, Any]:
@@ -122,12 +161,12 @@ def _gltf_cost(path: Path, header: Mapping[str, Any], check: Check) -> int:
     shown = _times_shown(path, header, check)
     parts = len(header.get("images", ())) + len(header.get("materials", ()))
     for index, mesh in enumerate(header.get("meshes", ())):
-        described = TOKEN_BYTES // 2 * len(json.dumps([mesh.get("extras"), mesh.get("extensions")]))  # copied each time
-        primitives = mesh["primitives"]
+        copied, primitives = [mesh.get(key) for key in ("name", "extras", "extensions")], mesh["primitives"]
+        described = TOKEN_BYTES // 2 * len(json.dumps(copied)) * len(primitives)  # each time
         parts += len(primitives) * (1 + shown[index])
         _limited(path, parts, MOST_PARTS, "primitives, images and materials")
         built = sum(_built(path, primitive, accessors, sizes) for primitive in primitives)
-        cost += built + shown[index] * (7 * built // 2 + described)
+        cost += built + described + shown[index] * (7 * built // 2 + described)
     return cost + sum(sizes) + PER_PART * parts + PER_NODE * len(header.get("nodes", ()))
 
 
@@ -150,34 +189,22 @@ def _times_shown(path: Path, header: Mapping[str, Any], check: Check) -> Counter
     nodes, scenes = header.get("nodes", []), header.get("scenes", [])
     _limited(path, len(nodes), MOST_PARTS, "nodes")
     roots = set(scenes[header.get("scene", 0)].get("nodes", ())) if scenes else set()
-    above: Counter[int] = Counter()  # nodes above each that are not counted yet
-    seen, left = set(roots), list(roots)
+    below, left = dict[int, set[int]](), list(roots)
     while left:
-        for child in set(nodes[left.pop()].get("children", ())):
-            above[child] += 1
-            if child not in seen:
-                seen.add(child)
-                left.append(child)
+        if (node := left.pop()) not in below:
+            below[node] = set(nodes[node].get("children", ()))
+            left += below[node]
     check()
-    edges = above + Counter(roots)
-    level, depth, ended = [root for root in roots if not above[root]], 0, 0
-    while level:
-        depth, ended = depth + 1, ended + len(level)
-        following: list[int] = []
-        for node in level:
-            for child in set(nodes[node].get("children", ())):
-                above[child] -= 1
-                if not above[child]:
-                    following.append(child)
-        level = following
-    if ended < len(seen):
-        raise _impossible(path, f"a circle of {len(seen) - ended} nodes", "a tree")
+    sorter, depth = TopologicalSorter(below), 0
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        raise _impossible(path, f"a circle of {len(error.args[1]) - 1} nodes", "a tree") from error
+    while sorter.is_active():
+        depth += 1
+        sorter.done(*sorter.get_ready())
     _limited(path, depth, MOST_DEPTH, "levels of nodes", "Export it without its hierarchy.")
-    shown: Counter[int] = Counter()
-    for node, times in edges.items():
-        if "mesh" in nodes[node]:
-            shown[nodes[node]["mesh"]] += times
-    return shown
+    return Counter(nodes[node]["mesh"] for node in chain(roots, *below.values()) if "mesh" in nodes[node])
 
 
 def _ply_rows(path: Path, check: Check) -> int:

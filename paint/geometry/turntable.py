@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...compat.device.execution import to_host
-from ...compat.errors import require_range
+from ...compat.device.facts import GIBIBYTE, host_free_bytes
+from ...compat.errors import UnsupportedError, require_range
 from .cameras import ORTHO_SCALE, Camera
 from .mesh import Surface
 from .views import View, rasterised
@@ -33,8 +34,8 @@ def turntable(
 ) -> Tensor:
     """Pictures of one full turn, the last one step before the first: (F, H, W, 3) float32 in 0..1 on the CPU.
 
-    Raises InputError for a value out of range, or a texture for a mesh without UVs. Peak extra memory: one frame at
-    twice the size.
+    Raises InputError for a value out of range, or a texture for a mesh without UVs; UnsupportedError above the free
+    host memory. Peak extra memory: one frame at twice the size.
 
     Args:
         surface: in its frame; with UVs when ``texture`` is a tensor.
@@ -49,6 +50,9 @@ def turntable(
     if isinstance(texture, Tensor):
         surface, _ = surface.with_uvs()
         texture = texture.to(surface.vertices.device, torch.float32)
+    if (needed := 12 * frames * size**2) > (free := host_free_bytes()):
+        found = f"{frames} frames of {size} pixels, {needed / GIBIBYTE:.0f} GB"
+        raise UnsupportedError(found, expected=f"the {free / GIBIBYTE:.0f} GB free", fix="Lower frames or size.")
     pictures = torch.empty((frames, size, size, 3))  # filled in place: stacked at the end they would be there twice
     for index in range(frames):
         check()

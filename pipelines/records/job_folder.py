@@ -33,12 +33,13 @@ from .job import MOST_BYTES
 
 JOBS = ".jsonl"
 MOST_JOBS = 1_000_000  # of one file
+MOST_CUT = 64  # times MOST_BYTES of its lines that are too long for a job: a file may claim more than its disk has
 MOST_NAME_BYTES = 200  # file systems take 255, with the suffix and what stands around it while it is written
 MOST_NOTE_BYTES = 16 * 1024**2
 INPUTS = (".png", ".jpg", ".jpeg", ".webp", ".mp4", ".glb", ".obj", ".ply", ".stl")
 MOST_INPUT_BYTES = 500_000_000
 KEY = re.compile(r"[0-9a-f]{16,64}")
-NAME = re.compile(r"(?!(?i:con|prn|aux|nul|(?:com|lpt)\d) *(?:\.|$))\w[\w .-]{0,99}")  # no device of Windows
+NAME = re.compile(r"(?!(?i:con|prn|aux|nul|(?:com|lpt)[\d¹²³]) *(?:\.|$))\w[\w .-]{0,99}")  # no device of Windows
 SUFFIXES = (".mp4", ".png", ".glb")
 SILENT_SECONDS = 60.0  # without a word, after which a driver, which writes every few, has ended
 
@@ -143,10 +144,7 @@ class JobFolder:
         _write(self.root / "failed" / f"{key}.txt", " ".join(text.split()))
 
     def failure(self, key: str) -> str:
-        try:
-            return _text(self.root / "failed" / f"{key}.txt")
-        except OSError:
-            return ""
+        return value_or(lambda: _text(self.root / "failed" / f"{key}.txt"), "")
 
     def ask_again(self, keys: Iterable[str]) -> None:
         """Forget that jobs failed or were cancelled, so that they are tried once more."""
@@ -190,16 +188,18 @@ def each_line(path: Path) -> Iterator[str]:
     """The jobs of a file, one to a line, which ends at a line feed alone: prompts may hold other separators.
 
     A line too long for a job is cut, and what is not UTF-8 becomes half characters: either is refused as that line.
-    Raises CheckpointError for a file that cannot be read, or of too many lines."""
+    Raises CheckpointError for a file that cannot be read, or of too many lines, or too long ones."""
+    cut = 0
     try:
         plain_status(path)
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MOST_BYTES), b"")):
                 whole = line
-                while len(whole) == MOST_BYTES and not whole.endswith(b"\n"):
-                    line, whole = line[:60], file.readline(MOST_BYTES)
-                if number == MOST_JOBS:
-                    raise CheckpointError(f"more than {MOST_JOBS} lines", expected="fewer", fix="Write several files.")
+                while len(whole) == MOST_BYTES and not whole.endswith(b"\n") and cut < MOST_CUT:
+                    line, whole, cut = line[:60], file.readline(MOST_BYTES), cut + 1
+                if number == MOST_JOBS or cut == MOST_CUT:
+                    found = f"more than {MOST_JOBS} lines or {MOST_CUT * MOST_BYTES} bytes"
+                    raise CheckpointError(found, expected="fewer", fix="Write several files.")
                 if line.strip():
                     yield line.decode("utf-8", "surrogateescape").rstrip("\r\n")
     except OSError as error:

@@ -20,6 +20,8 @@ from .t5 import by_text, held_encoder, in_batches, shortened
 
 QUOTED_TOKENS = 256
 SUBJECTS = ("prompt", "negative prompt")
+# Qwen's chat as text: the template in a tokenizer's files is a program, which may never end
+PUBLISHED = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\n<|im_start|>assistant\n"
 
 
 def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> tuple[dict[str, torch.Tensor], ...]:
@@ -75,18 +77,18 @@ def qwen_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str, 
 
 
 class Chat:
-    """A tokenizer that wraps each text in a chat: upstream's own, or the user's template, with one ``{}``.
+    """A tokenizer that wraps each text in a chat: the published one, or the user's template, with one ``{}``.
 
     It stands in for the tokenizer in upstream's encoding, whose template is not an argument. ``crop`` is how many
-    leading tokens of the user's template are cut off, -1 for all before the prompt; upstream's has its own count.
+    leading tokens of the user's template are cut off, -1 for all before the prompt; the published has its own.
     """
 
     def __init__(self, tokenizer: Any, template: str, crop: int) -> None:
         from diffusers import HunyuanVideo15Pipeline
 
         own = inspect.signature(HunyuanVideo15Pipeline._get_mllm_prompt_embeds).parameters
-        self.tokenizer, self.template = tokenizer, template
-        self.system = str(own["system_message"].default)
+        self.tokenizer, self.system = tokenizer, str(own["system_message"].default)
+        self.template = template or PUBLISHED.format(self.system)
         if not template:
             self.crop = int(own["crop_start"].default)
         elif crop >= 0:
@@ -95,11 +97,9 @@ class Chat:
             self.crop = len(tokenizer(template.partition("{}")[0].rstrip(" "))["input_ids"])
 
     def apply_chat_template(self, chats: Sequence[Sequence[Mapping[str, str]]], **arguments: Any) -> Any:
-        """The tokenizer's template applied to the chats, each of which ends with the text."""
+        """The tokens of the template with the text with which each chat ends."""
         # The template is cropped off the left, so padding belongs on the right, whatever the tokenizer's files say.
         self.tokenizer.padding_side = "right"
-        if not self.template:
-            return self.tokenizer.apply_chat_template(chats, **arguments)
         for name in ("add_generation_prompt", "tokenize", "return_dict"):
             arguments.pop(name, None)
         return self.tokenizer([self.template.replace("{}", chat[-1]["content"]) for chat in chats], **arguments)
@@ -109,8 +109,7 @@ class Chat:
         from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
 
         chats: Any = format_text_input([text], self.system)
-        chat = self.apply_chat_template(chats, add_generation_prompt=True, tokenize=True, return_dict=True)
-        length = len(chat["input_ids"][0])
+        length = len(self.apply_chat_template(chats)["input_ids"][0])
         if length <= self.crop:
             raise InputError(
                 f"template_crop {self.crop} of {length} tokens",

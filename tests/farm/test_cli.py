@@ -110,6 +110,7 @@ def test_the_gateway_keeps_small_inputs_and_shows_what_workers_do_now(
     ray = Paper()
     states = {"busy": {"key": "a" * 64, "finished": 1}, "free": {"key": "", "finished": 2}, "ill": {"key": ""}}
     actors = {name: Actor(ray, SimpleNamespace(state=lambda now=now: now)) for name, now in states.items()}
+    actors["other"] = SimpleNamespace()  # as the gateway itself, which has no state
     ray.get_actor = lambda name, namespace: actors[name] if name in actors else [].index(name)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray", ray)  # type: ignore[arg-type]
     monkeypatch.setattr("anygpu.pipelines.records.job_folder.MOST_INPUT_BYTES", 3)
@@ -117,7 +118,7 @@ def test_the_gateway_keeps_small_inputs_and_shows_what_workers_do_now(
     with pytest.raises(ValueError, match="an input of 4 bytes"):
         door.put_input(b"four", ".png")
     assert (folder.root / door.put_input(b"red", ".png")).read_bytes() == b"red"
-    was = {"busy": "idle", "free": "rendering", "ill": "broken", "gone": "idle"}
+    was = {"busy": "idle", "free": "rendering", "ill": "broken", "gone": "idle", "other": "idle"}
     folder.write_workers("driver", [{"worker": name, "state": state} for name, state in was.items()])
     shown = {one["worker"]: (one["state"], one["job"]) for one in door.standing([])["workers"]}
     assert shown == {"busy": ("rendering", "a" * 64), "free": ("idle", ""), "ill": ("broken", "")}

@@ -109,6 +109,10 @@ MESHES: dict[str, tuple[Callable[[], bytes | str], str]] = {  # name: content, a
         lambda: glb({"meshes": [{**_primitives(1)["meshes"][0], "extras": [[]] * 9999}]} | _shown(900)),
         "takes",
     ),
+    "shown.glb": (
+        lambda: glb({"meshes": [{"name": "a" * 90_000, **_primitives(1)["meshes"][0]}]} | _shown(300)),
+        "takes",
+    ),
     "images.glb": (lambda: glb({"images": [{"bufferView": 0}] * 60_000}), "takes"),
     "materials.glb": (lambda: glb({"materials": [{}] * 300_000}), "300001 primitives|300002 primitives"),
     "lists.gltf": (lambda: json.dumps({"a": [[]] * 500_000}), ""),
@@ -189,9 +193,38 @@ def film(frames: int, side: int, kind: str = "mp4") -> bytes:
 
 def claiming(content: bytes, box: bytes, count: int) -> bytes:
     """An MP4 whose table ``box`` claims ``count`` samples."""
-    at = content.index(box) + (8 if box == b"stsz" else 12)
+    at = content.index(box) + (12 if box == b"stts" else 8)
     words = struct.pack(">II", 1, count) if box == b"stsz" else struct.pack(">I", count)
     return content[:at] + words + content[at + len(words) :]
+
+
+def edited(count: int) -> bytes:
+    """An MP4 that claims ``count`` edits, each of as many samples, of a byte each."""
+    return claiming(claiming(film(9, 64), b"stsz", count), b"elst", count) + bytes(2 * count)
+
+
+def texts() -> bytes:
+    return png(4, 4, _chunk(b"zTXt", b"k\0\0" + deflated(1000)))
+
+
+def icon(picture: bytes) -> bytes:
+    """An ICO of a PNG of 4 x 4."""
+    return struct.pack("<HHHBBBBHHII", 0, 1, 1, 4, 4, 0, 0, 1, 24, len(picture), 22) + picture
+
+
+def film_of(picture: bytes, kind: str) -> bytes:
+    """A video of two frames that are ``picture``, a PNG of 4 x 4."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=kind) as container:
+        stream = container.add_stream("png", rate=1)
+        stream.width, stream.height, stream.pix_fmt = 4, 4, "rgb24"
+        container.start_encoding()
+        for at in range(2):
+            (packet := av.Packet(picture)).stream = stream
+            packet.pts = packet.dts = at
+            packet.time_base, packet.is_keyframe = stream.time_base, True
+            container.mux(packet)
+    return file.getvalue()
 
 
 def in_another_header(content: bytes, meta: bool) -> bytes:
@@ -210,7 +243,10 @@ PICTURES: dict[str, tuple[Callable[[], bytes], str]] = {
     "wide.png": (lambda: png(9000, 9000), r"at most 33,[0-9,]+ pixels a frame"),
     "claim.png": (lambda: png(9000, 9000, rows=1), r"at most 33,[0-9,]+ pixels a frame"),
     "line.png": (lambda: png(10**7, 1), ""),
-    "text.png": (lambda: png(4, 4, _chunk(b"zTXt", b"k\0\0" + deflated(1000))), ""),
+    "text.png": (texts, ""),
+    "text.mov": (lambda: film_of(texts(), "mov"), "no decoder"),
+    "text.avi": (lambda: film_of(texts(), "avi"), "no decoder"),
+    "icon.png": (lambda: icon(texts()), "cannot be read"),
     "profile.png": (lambda: png(4, 4, _chunk(b"iCCP", b"k\0\0" + deflated(1000))), ""),
     "unicode.png": (lambda: png(4, 4, _chunk(b"iTXt", b"k\0\1\0\0\0" + deflated(1000))), ""),
     "wide.gif": (lambda: _saved("GIF", 6000), "pixels"),
@@ -233,6 +269,7 @@ PICTURES: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: in_another_header(claiming(film(9, 64), b"stsz", 2**30), meta=True),
         "a table of 1073741824 samples",
     ),
+    "edits.mp4": (lambda: edited(4000), "takes 512 MB"),
     "times.mp4": (lambda: claiming(film(9, 64), b"stts", 2**30), "a table of 1073741824 samples"),
 }
 
@@ -288,7 +325,7 @@ HEADERS: dict[str, tuple[Callable[[], bytes], str]] = {
     "shorts.gguf": (lambda: _gguf_lists(3, 2), ""),
     "texts.gguf": (lambda: _gguf(
         notes=1, body=_gguf_text(b"a") + struct.pack("<IIQ", 9, 8, BYTES // 8) + bytes(BYTES // 8 * 8)), ""),
-    "pickle.bin": (_pickle, "takes"),
+    "pickle.bin": (_pickle, "compressed"),
 }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -146,6 +147,24 @@ def test_a_cancel_ends_a_reader_where_it_is(tmp_path: Path, name: str, monkeypat
         with pytest.raises(Cancel):
             read(path, check)
         assert len(asked) == at and threading.active_count() == threads and sys.getprofile() is None
+
+
+def test_a_cancel_ends_a_mesh_that_swallows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python takes off what raises the cancel, so it is put back."""
+    done = []
+
+    def swallowing(*_: Any, **__: Any) -> None:
+        for step in range(40):
+            with suppress(BaseException):
+                for _ in range(10_000):
+                    len("")
+                done.append(step)
+
+    monkeypatch.setattr(trimesh, "load_scene", swallowing)
+    check, _ = cancelling(6)
+    with pytest.raises(Cancel):
+        load_mesh(next(bombs.written(tmp_path, {"names.glb"}))[0], check)
+    assert len(done) < 4 and sys.getprofile() is None and sys.gettrace() is None
 
 
 def ordinary(folder: Path) -> list[Path]:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from anygpu.compat.errors import CheckpointError
 from anygpu.paint.geometry import mesh as meshes
 from anygpu.paint.geometry.mesh import Beside, load_mesh
 from PIL import Image
+
+from hostile import bombs
 
 OBJ = "{mtl}\nv 0 0 0\nv 1 0 0\nv 0 1 0\nvt 0 0\nvt 1 0\nvt 0 1\nusemtl m\nf 1/1 2/2 3/3\n"
 PLY = """ply
@@ -122,6 +125,44 @@ def test_a_picture_far_larger_than_its_file_is_not_decoded(tmp_path: Path, monke
     monkeypatch.setattr("PIL.PngImagePlugin.PngImageFile.load", lambda self: decoded.append(self.size) or load(self))
     found, _ = load_mesh(tmp_path / "a.glb")
     assert len(found.faces) == 2 and found.uvs is not None and not decoded
+
+
+@pytest.mark.parametrize("suffix", [".glb", ".obj"])
+def test_no_picture_but_of_five_formats_is_opened(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow hands an EPS, which is a program, to Ghostscript."""
+    ran = []
+    monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", lambda *_, **__: ran.append(1) or Image.new("RGB", (8, 8)).im)
+    monkeypatch.setattr("PIL.EpsImagePlugin.has_ghostscript", lambda: True)
+    for kind, expected in (("PNG", {"baseColor"}), ("EPS", set())):
+        picture = io.BytesIO()
+        Image.new("RGB", (8, 8)).save(picture, kind)
+        (tmp_path / "a.png").write_bytes(picture.getvalue())
+        named = {"images": [{"uri": "a.png"}], "textures": [{"source": 0}], **looking("baseColorTexture")}
+        (tmp_path / "a.glb").write_bytes(bombs.glb(named))
+        (tmp_path / "a.mtl").write_text("newmtl a\nmap_Kd a.png\n", encoding="utf-8")
+        faces = "vt 0 0\nvt 1 0\nvt 0 1\nmtllib a.mtl\nusemtl a\nf 1/1 2/2 3/3\n"
+        (tmp_path / "a.obj").write_text(bombs.CORNERS + faces, encoding="utf-8")
+        assert set(load_mesh(tmp_path / f"a{suffix}")[0].maps) == expected
+    assert not ran and Image.open(tmp_path / "a.png").format == "EPS", "others open what they like"
+
+
+def looking(*textures: str, extension: str = "") -> dict[str, Any]:
+    """What a glTF says of one triangle whose material has picture 0 as its ``textures``."""
+    given = {name: {"index": 0} for name in textures}
+    look = {"extensions": {extension: given}} if extension else {"pbrMetallicRoughness": given}
+    part = {"attributes": {"POSITION": 0, "TEXCOORD_0": 1}, "material": 0}
+    accessors = [{"bufferView": 0, "componentType": 5126, "count": 3, "type": kind} for kind in ("VEC3", "VEC2")]
+    return {"materials": [look], "meshes": [{"primitives": [part]}], "accessors": accessors}
+
+
+@pytest.mark.parametrize("side", [16, 1024])
+def test_a_glossy_material_is_converted_where_there_is_room(tmp_path: Path, side: int) -> None:
+    (tmp_path / "a.png").write_bytes(bomb(side))
+    glossy = looking("diffuseTexture", "specularGlossinessTexture", extension="KHR_materials_pbrSpecularGlossiness")
+    content = {"images": [{"uri": "a.png"}], "textures": [{"source": 0}], **glossy}
+    (tmp_path / "a.glb").write_bytes(bombs.glb(content))
+    maps = load_mesh(tmp_path / "a.glb")[0].maps
+    assert set(maps) == ({"baseColor", "metallicRoughness"} if side == 16 else {"baseColor"})
 
 
 def test_texture_coordinates_of_one_number_are_none(tmp_path: Path) -> None:

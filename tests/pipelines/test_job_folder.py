@@ -74,6 +74,9 @@ def test_a_pipe_a_folder_and_too_many_lines_are_refused_and_a_long_line_is_cut(
     (tmp_path / "many.jsonl").write_text("{}\n" * 6)
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
     reasons = {"pipe": "a pipe", "folder": "Is a directory", "many": "more than 5 lines", "binary": "one job per line"}
+    with (tmp_path / "holes.jsonl").open("wb") as file:
+        file.truncate(2**40)
+    reasons["holes"] = "lines or 6400 bytes"
     for name, why in reasons.items():
         with pytest.raises(CheckpointError, match=why):
             lines_of(tmp_path / f"{name}.jsonl")
@@ -126,7 +129,9 @@ def test_a_folder_that_takes_no_files_is_one_line(tmp_path: Path) -> None:
         JobFolder(tmp_path).write_jobs("\u72d0" * 90, [])
 
 
-@pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "-a", "a\0b", "x" * 101, "CON", "nul .x", "Com1"])
+@pytest.mark.parametrize(
+    "name", ["", "../up", "a/b", ".hidden", "-a", "a\0b", "x" * 101, "CON", "nul .x", "Com1", "COM¹"]
+)
 def test_a_name_cannot_lead_elsewhere_nor_be_a_device(tmp_path: Path, name: str) -> None:
     with pytest.raises(InputError, match="expected a letter, digit or _, then letters, digits, spaces"):
         JobFolder(tmp_path).write_jobs(name, ["{}"])

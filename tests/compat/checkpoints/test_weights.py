@@ -299,7 +299,13 @@ def test_a_sparse_tensor_is_read_as_the_dense_one_that_it_was(tmp_path: Path, dt
         right = right * stored["a.weight_scale"][:, :, None]
     path = checkpoints.write_tensors(tmp_path / "a.safetensors", stored, {SPARSE: '{"a.weight": [5, 3, 2]}'})
     assert torch.equal(checkpoints.read_tensors(described([path]), torch.float32, ignore)["a.weight"], right)
-    for shape, wrong in (("[5, 3, 3]", mask), ("[5, 3, 2]", mask | 1 << 3), ("[]", mask), ("[-1]", mask)):
+    for shape, wrong in (
+        ("[5, 3, 3]", mask),
+        ("[5, 3, 2]", mask | 1 << 3),
+        ("[]", mask),
+        ("[-1]", mask),
+        ("[1e400]", mask),
+    ):
         stored["a.weight.mask"] = wrong
         checkpoints.write_tensors(path, stored, {SPARSE: f'{{"a.weight": {shape}}}'})
         with pytest.raises(CheckpointError, match=r"sparse tensor 'a\.weight'|mask of 8 values where 4"):

@@ -216,8 +216,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, pipeline: object) -> None:
         graph = types.SimpleNamespace(nodes_geometry=())
         return types.SimpleNamespace(to_mesh=lambda: pipeline, geometry={}, graph=graph)
 
-    util = types.SimpleNamespace(unique_id=None)
-    monkeypatch.setitem(sys.modules, "trimesh", types.SimpleNamespace(load_scene=load_scene, util=util))
+    monkeypatch.setattr(pytest.importorskip("trimesh"), "load_scene", load_scene)
 
 
 def test_uvs_are_turned_to_count_downwards(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from anygpu.compat.errors import InputError
+from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.paint.baking.bake import BakeSettings, bake, texels_of
 from anygpu.paint.baking.fill import filled
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
@@ -32,6 +32,13 @@ def test_each_quarter_turn_shows_the_next_side():
     assert frames.shape == (4, 32, 32, 3)
     assert torch.equal(frames[:, 16, 16], SIDES[:4])
     assert frames[:, 0, 0].eq(1).all()
+
+
+def test_more_frames_than_memory_are_refused(monkeypatch):
+    monkeypatch.setattr("anygpu.paint.geometry.turntable.host_free_bytes", lambda: 4 * 32 * 32 * 12)
+    assert len(turntable(coloured_box()[0], None, 4, 32)) == 4
+    with pytest.raises(UnsupportedError, match="5 frames of 32 pixels"):
+        turntable(coloured_box()[0], None, 5, 32)
 
 
 @pytest.mark.parametrize(("elevation", "side"), [(90, 4), (-90, 5)])

@@ -310,6 +310,13 @@ def test_template_and_its_crop(run: Any) -> None:
         encoded(template=written, template_crop=900)
 
 
+def test_a_template_in_the_model_s_files_is_not_run(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = run(TEXT)
+    monkeypatch.setattr(made.pipeline.tools["tokenizer"], "chat_template", "{{ raise_exception('it ran') }}")
+    embeds = stages.encode_prompt(made.pipeline, PromptRequest(PROMPT, NEGATIVE), Silent()).embeds
+    assert torch.equal(embeds["prompt_embeds"], made.prompt.embeds["prompt_embeds"])
+
+
 def test_long_texts_are_shortened_and_said(run: Any, recorded: Any) -> None:
     made, progress = run(TEXT), recorded()
     request = PromptRequest("cat " * 60, "x" * 260, max_tokens=20)
