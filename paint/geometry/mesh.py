@@ -294,6 +294,7 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
         cost = cost_of(path, lambda name: beside.place(name).stat().st_size, asked)
         with _numbered_nodes(trimesh):
             scene = trimesh.load_scene(path, resolver=beside, process=False)
+        scene.delete_geometry([name for name, part in scene.geometry.items() if not hasattr(part, "faces")])
         asked()
         size = path.stat().st_size + sum(map(len, beside.read.values()))
         blank = with_small_textures(scene, reading_budget(size) - cost)
@@ -301,12 +302,7 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
         maps, factors, about = ({}, {}, ["textures too large to keep"]) if blank else material_of(parts, scene)
     if not len(getattr(scene, "faces", ())):
         raise CheckpointError(f"no faces in {path.name!r}", expected="a mesh", fix="A point cloud cannot be painted.")
-    uvs = getattr(scene.visual, "uv", None)
-    uvs = None if uvs is None else torch.tensor(uvs, dtype=torch.float32)
-    if uvs is not None and (uvs.ndim != 2 or len(uvs) != len(scene.vertices) or uvs.shape[1] < 2):
-        uvs = None
-    if uvs is not None:
-        uvs = torch.stack((uvs[:, 0], 1 - uvs[:, 1]), dim=1)  # trimesh counts v upwards, whatever the file does
+    uvs, spoilt = _uvs_of(parts, scene)
     vertices = torch.tensor(scene.vertices, dtype=torch.float64)
     if vertices.shape[1:] != (3,):
         found = f"{vertices.shape[-1]}-dimensional vertices in {path.name!r}"
@@ -316,11 +312,31 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
         own = numbered(vertices + 0.0)  # no negative zeros
         vertices, faces = vertices.new_zeros(int(own.max()) + 1, 3).index_copy_(0, own, vertices), own[faces]
     vertices, moved = _near_origin(vertices)
-    textured = "with" if uvs is not None else "no"
-    message = f"{len(faces)} faces, {len(vertices)} vertices, {textured} UVs"
+    message = f"{len(faces)} faces, {len(vertices)} vertices, {'no' if uvs is None else 'with'} UVs"
     normals = normals if normals is not None and normals.shape == vertices.shape else None
     mesh = Mesh(vertices, faces, uvs, maps=maps if uvs is not None else {}, factors=factors, normals=normals)
-    return mesh, (message, *moved, *about, *size_notes(len(faces)))
+    return mesh, (message, *moved, *spoilt, *about, *size_notes(len(faces)))
+
+
+def _uvs_of(scene: Any, mesh: Any) -> tuple[Tensor | None, list[str]]:
+    """(N, 2) of the ``mesh`` that trimesh made of the parts of ``scene``, or None; and a line where that spoils them.
+
+    A part without UVs gets the texture's middle there, and of several materials each vertex is wrapped by itself."""
+    uvs = getattr(mesh.visual, "uv", None)
+    uvs = torch.empty(0) if uvs is None else torch.tensor(uvs, dtype=torch.float32)
+    if uvs.ndim != 2 or len(uvs) != len(mesh.vertices) or uvs.shape[1] < 2:
+        return None, []
+    parts = [scene.geometry[scene.graph[node][1]] for node in scene.graph.nodes_geometry]
+    own = [getattr(part.visual, "uv", None) for part in parts]
+    if any(each is None for each in own):
+        counts = torch.tensor([len(part.faces) for part in parts])
+        without = torch.tensor([each is None for each in own]).repeat_interleave(counts)
+        areas = torch.tensor(mesh.area_faces)
+        return None, [f"UVs were dropped: {areas[without].sum() / areas.sum():.0%} of the surface has none"]
+    *tiled, kept = (bool(((each < -UV_TOLERANCE) | (each > 1 + UV_TOLERANCE)).any()) for each in (*own, uvs))
+    if any(tiled) and not kept:
+        return None, ["UVs were dropped: some lie outside 0 to 1, and several materials cannot be joined there"]
+    return torch.stack((uvs[:, 0], 1 - uvs[:, 1]), dim=1), []  # trimesh counts v upwards, whatever the file does
 
 
 def _normals_of(scene: Any) -> Tensor | None:
@@ -328,13 +344,11 @@ def _normals_of(scene: Any) -> Tensor | None:
     found = []
     for node in scene.graph.nodes_geometry:
         transform, name = scene.graph[node]
-        part = scene.geometry[name]
-        if hasattr(part, "faces"):
-            normals = part._cache["vertex_normals"]  # the property would compute them
-            if normals is None:
-                return None
-            inverse = torch.linalg.pinv(torch.tensor(transform[:3, :3]))  # its transpose turns normals; these are rows
-            found.append(torch.nn.functional.normalize(torch.tensor(normals) @ inverse, dim=1))
+        normals = scene.geometry[name]._cache["vertex_normals"]  # the property would compute them
+        if normals is None:
+            return None
+        inverse = torch.linalg.pinv(torch.tensor(transform[:3, :3]))  # its transpose turns normals; these are rows
+        found.append(torch.nn.functional.normalize(torch.tensor(normals) @ inverse, dim=1))
     return torch.cat(found) if found else None
 
 

@@ -60,6 +60,29 @@ def test_a_file_s_material_comes_with_the_mesh_and_what_is_lost_is_named(tmp_pat
     assert any(note.startswith("textures that are damaged, or") and note.endswith("left out: normal") for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "note"),
+    [
+        (None, 1.0, "UVs were dropped: 80% of the surface has none"),
+        (3.0, 1.0, "UVs were dropped: some lie outside 0 to 1, and several materials cannot be joined there"),
+        (1.0, 1.0, ""),
+    ],
+)
+def test_uvs_that_joining_would_spoil_are_dropped_and_said(tmp_path, first, second, note):
+    """trimesh gives a part without UVs the middle of the texture, and wraps each vertex by itself."""
+    trimesh = pytest.importorskip("trimesh")
+    parts = []
+    for colour, side, tiles in (("red", 2.0, first), ("blue", 1.0, second)):
+        material = trimesh.visual.material.PBRMaterial(baseColorTexture=Image.new("RGB", (4, 4), colour))
+        uv = None if tiles is None else BOX.uvs.numpy() * tiles
+        visual = trimesh.visual.TextureVisuals(uv=uv, material=material)
+        parts.append(trimesh.Trimesh(side * BOX.vertices.numpy(), BOX.faces.numpy(), visual=visual, process=False))
+    (tmp_path / "two.glb").write_bytes(trimesh.Scene(parts).export(file_type="glb"))
+    mesh, notes = load_mesh(tmp_path / "two.glb")
+    assert (mesh.uvs is None) == (not mesh.maps) == bool(note) == any(line == note for line in notes)
+    assert notes[0].endswith("no UVs" if note else "with UVs")
+
+
 def test_the_frame_is_the_published_one():
     shifted = changed(vertices=BOX.vertices * torch.tensor([3.0, 1.0, 1.0]) + torch.tensor([5.0, -2.0, 9.0]))
     surface = Surface.of(shifted)
@@ -214,7 +237,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, pipeline: object) -> None:
         if isinstance(pipeline, Exception):
             raise pipeline
         graph = types.SimpleNamespace(nodes_geometry=())
-        return types.SimpleNamespace(to_mesh=lambda: pipeline, geometry={}, graph=graph)
+        parts = {"geometry": {}, "delete_geometry": lambda names: None}
+        return types.SimpleNamespace(to_mesh=lambda: pipeline, graph=graph, **parts)
 
     util = types.SimpleNamespace(unique_id=None)
     monkeypatch.setitem(sys.modules, "trimesh", types.SimpleNamespace(load_scene=load_scene, util=util))
@@ -289,6 +313,11 @@ if find_spec("trimesh"):
         path = tmp_path / "parts.glb"
         path.write_bytes(glb({"meshes": [{"primitives": [{"attributes": {"POSITION": 0}}] * 5}]}))
         assert len(load_mesh(path)[0].faces) == 5
+
+    def test_lines_and_points_beside_a_mesh_are_left_out(tmp_path):
+        parts = [{"attributes": {"POSITION": 0}, "mode": mode} for mode in (4, 1, 0)]
+        (tmp_path / "parts.glb").write_bytes(glb({"meshes": [{"primitives": parts}]}))
+        assert len(load_mesh(tmp_path / "parts.glb")[0].faces) == 1
 
     @pytest.mark.parametrize("suffix", ["obj", "ply", "stl"])
     def test_other_formats_are_read(tmp_path, suffix):
