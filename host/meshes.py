@@ -28,7 +28,9 @@ MAPS = {  # attribute of core's MESH -> the map of a glTF material
 }  # fmt: skip
 FACTORS = {  # the same for its factors
     "base_color_factor": "baseColorFactor", "metallic_factor": "metallicFactor",
-    "roughness_factor": "roughnessFactor", "emissive_factor": "emissiveFactor",
+    "roughness_factor": "roughnessFactor", "emissive_factor": "emissiveFactor", "double_sided": "doubleSided",
+    "normal_scale": "normalTexture.scale", "occlusion_strength": "occlusionTexture.strength",
+    "emissive_strength": "KHR_materials_emissive_strength.emissiveStrength",
 }  # fmt: skip
 GAMMA = 2.2  # of a texture against linear factors and colours of vertices, as core has it
 UPSCALING = ("ImageUpscaleWithModel", "UpscaleModelLoader", "AnyGPUPaintViews")

@@ -23,7 +23,7 @@ from ...compat.errors import CheckpointError, InputError, PackError, reading_bud
 from ...compat.packages import imported
 from ..choices import MESH_FILES as FORMATS
 from .cameras import HUNYUAN, Frame
-from .mesh_cost import cost_of
+from .mesh_cost import cost_of, settings_of
 
 MANY_FACES = 100_000  # above it core's Decimate is worth its time before Unwrap
 UNWRAP_SECONDS = 75e-6  # per face: core's UnwrapMesh, 37 s for 500k faces on two CPU cores
@@ -299,7 +299,7 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
         size = path.stat().st_size + sum(map(len, beside.read.values()))
         blank = with_small_textures(scene, reading_budget(size) - cost)
         normals, scene, parts = _normals_of(scene), scene.to_mesh(), scene
-        maps, factors, about = ({}, {}, ["textures too large to keep"]) if blank else material_of(parts, scene)
+        maps, factors, about = ({}, {}, ["textures too large to keep"]) if blank else material_of(parts, scene, path)
     if not len(getattr(scene, "faces", ())):
         raise CheckpointError(f"no faces in {path.name!r}", expected="a mesh", fix="A point cloud cannot be painted.")
     uvs, spoilt = _uvs_of(parts, scene)
@@ -388,13 +388,13 @@ def with_small_textures(scene: Any, spare: int) -> bool:
     return bool(blank)
 
 
-def material_of(scene: Any, mesh: Any) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """Maps and factors of the one material that ``mesh`` has from those of ``scene``, and a line about what is lost.
+def material_of(scene: Any, mesh: Any, path: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
+    """Maps and factors of the one material that ``mesh`` has from those of ``scene``, and lines about what is lost.
 
     A damaged picture is left out: the shape is what matters."""
+    factors, elsewhere, without = settings_of(path)
     given = [getattr(geometry.visual, "material", None) for geometry in scene.geometry.values()]
     material = getattr(getattr(mesh, "visual", None), "material", None)
-    factors = {}
     for name in FACTORS:
         value = getattr(material, name, None)
         if value is not None:  # trimesh has the base colour's in eight bits
@@ -405,15 +405,17 @@ def material_of(scene: Any, mesh: Any) -> tuple[dict[str, Tensor], dict[str, Any
     for name in MAPS:
         picture = getattr(material, f"{name}Texture", None)
         try:
-            if picture is not None:
+            if picture is not None and f"{name}Texture" not in elsewhere:
                 values = torch.frombuffer(bytearray(picture.convert("RGB").tobytes()), dtype=torch.uint8)
                 maps[name] = values.view(picture.height, picture.width, 3).float() / 255
             elif any(getattr(each, f"{name}Texture", None) is not None for each in given):
                 lost.append(name)
         except Exception:  # each picture's reader raises its own kinds
             lost.append(name)
-    left = "textures that are damaged, or that several materials cannot share, are left out"
-    return maps, factors, [f"{left}: {', '.join(lost)}"] if lost else []
+    left = "textures that are damaged, on other UVs, or that several materials cannot share, are left out"
+    notes = [f"{left}: {', '.join(lost)}"] if lost else []
+    notes += [f"settings of the material are left out: {', '.join(sorted(without))}"] if without else []
+    return maps, factors, notes
 
 
 def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None) -> Path:
@@ -435,7 +437,7 @@ def glb_of(mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None
         raise InputError("a mesh without UVs", expected="a place in the texture for every face", fix=UNWRAP)
     rest = {name: values for name, values in mesh.maps.items() if name != "baseColor"}
     material: dict[str, Any] = {"metallicFactor": float("metallicRoughness" in rest), "roughnessFactor": 1.0}
-    material |= {name: value for name, value in mesh.factors.items() if name != "baseColorFactor"}
+    material |= {name: mesh.factors[name] for name in FACTORS[1:] if name in mesh.factors}
     material |= {f"{name}Texture": picture_of(values) for name, values in rest.items()}
     material["baseColorTexture"] = picture_of(texture)
     if metallic_roughness is not None:  # glTF reads roughness from G and metallic from B
