@@ -28,8 +28,11 @@ MAPS = {  # attribute of core's MESH -> the map of a glTF material
 }  # fmt: skip
 FACTORS = {  # the same for its factors
     "base_color_factor": "baseColorFactor", "metallic_factor": "metallicFactor",
-    "roughness_factor": "roughnessFactor", "emissive_factor": "emissiveFactor",
+    "roughness_factor": "roughnessFactor", "emissive_factor": "emissiveFactor", "double_sided": "doubleSided",
+    "normal_scale": "normalTexture.scale", "occlusion_strength": "occlusionTexture.strength",
+    "emissive_strength": "KHR_materials_emissive_strength.emissiveStrength",
 }  # fmt: skip
+GAMMA = 2.2  # of a texture against linear factors and colours of vertices, as core has it
 UPSCALING = ("ImageUpscaleWithModel", "UpscaleModelLoader", "AnyGPUPaintViews")
 SAVED = " [output]"  # ComfyUI's own mark of a file in its output folder
 
@@ -156,15 +159,34 @@ def with_geometry(mesh: Any, changed: Mesh) -> Any:
 
 
 def with_colour(mesh: Any, colour: torch.Tensor) -> Any:
-    coloured = copy.copy(mesh)
+    """A copy of a core MESH with a texture (T, T, 3) that has the factor of the base colour in it."""
+    coloured, material = copy.copy(mesh), getattr(mesh, "material", None) or {}
     coloured.texture = colour[None]
+    if factor := material.get("base_color_factor"):
+        coloured.material = {**material, "base_color_factor": [1.0, 1.0, 1.0, *factor[3:]]}
     return coloured
+
+
+def _tint(mesh: Any) -> torch.Tensor:
+    """(3,): what the factor of the base colour, which is linear, makes of colours in a texture; ones without it."""
+    factor = (getattr(mesh, "material", None) or {}).get("base_color_factor") or (1.0, 1.0, 1.0)
+    return torch.tensor(factor[:3]) ** (1 / GAMMA)
 
 
 def colour_of(mesh: Any) -> torch.Tensor:
     if mesh.texture is None:
         raise InputError("a mesh without a texture", expected="a painted one", fix="Use AnyGPU Bake Texture before it.")
-    return mesh.texture[0, ..., :3]
+    return to_host(mesh.texture)[0, ..., :3] * _tint(mesh)
+
+
+def shown_colour(mesh: Any) -> torch.Tensor | None:
+    """The tinted texture (T, T, 3) of a core MESH, else colours (N, 3) of its vertices; None where it has neither."""
+    if mesh.texture is not None:
+        return colour_of(mesh)
+    tint, colours = _tint(mesh), getattr(mesh, "vertex_colors", None)
+    if colours is None:
+        return None if bool(tint.eq(1).all()) else tint.expand_as(mesh.vertices).reshape(-1, 3)
+    return to_host(colours)[..., :3].reshape(-1, 3).clamp(0, 1) ** (1 / GAMMA) * tint
 
 
 def history(prompt: Any, node: str) -> str:

@@ -54,6 +54,13 @@ def schema(**given: Any) -> io.Schema:
 mesh_schema = partial(schema, category="3d/AnyGPU")
 
 
+def textured_outputs(**more: Any) -> list[Any]:
+    """A textured mesh, its base colour, ``more`` by name and kind, and the file of it all."""
+    kinds = {"mesh": io.Mesh, "base_color": io.Image, **more}
+    file = io.File3DGLB.Output(display_name="model_3d", tooltip=GLB_OUTPUT)
+    return [*(kind.Output(display_name=name) for name, kind in kinds.items()), file]
+
+
 def seed_input() -> Any:
     return io.Int.Input("seed", default=0, min=0, max=SEED_LIMIT, control_after_generate=True)
 

@@ -9,7 +9,7 @@ from ..host import memory_manager, meshes, preview, saved
 from ..host.api import io
 from ..host.progress import PaintProgress
 from ..paint.choices import BAKES, FILLS, FLOATERS, NORMALS, ORTHO_SCALE, PLACES, VIEWS
-from .inputs import GLB_OUTPUT, Cameras, Paint, mesh_schema
+from .inputs import Cameras, Paint, mesh_schema, textured_outputs
 
 LIST, GREEDY = "list", "greedy"
 PREVIEW_FPS = 12.0  # of the turntable under its node
@@ -154,14 +154,7 @@ class BakeTexture(io.ComfyNode):
                 io.Int.Input("view_size", default=2048, min=16, max=8192, step=16, optional=True, advanced=True),
                 io.Boolean.Input("exact", default=False, optional=True, advanced=True),
             ],
-            outputs=[
-                io.Mesh.Output(display_name="mesh"),
-                io.Image.Output(display_name="base_color"),
-                io.Image.Output(display_name="metallic"),
-                io.Image.Output(display_name="roughness"),
-                io.Mask.Output(display_name="painted"),
-                io.File3DGLB.Output(display_name="model_3d", tooltip=GLB_OUTPUT),
-            ],
+            outputs=textured_outputs(metallic=io.Image, roughness=io.Image, painted=io.Mask),
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
         )
 
@@ -200,12 +193,7 @@ class ProjectPicture(io.ComfyNode):
                 *(kind.Input(place + ending, optional=True) for place in PLACES for ending, kind in kinds),
                 Cameras.Input("cameras", optional=True),
             ],
-            outputs=[
-                io.Mesh.Output(display_name="mesh"),
-                io.Image.Output(display_name="base_color"),
-                io.Mask.Output(display_name="projected"),
-                io.File3DGLB.Output(display_name="model_3d", tooltip=GLB_OUTPUT),
-            ],
+            outputs=textured_outputs(projected=io.Mask),
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
         )
 
@@ -262,8 +250,7 @@ class RenderTurntable(io.ComfyNode):
         with Checked(progress.check), texturing.explained(what, texturing.HOST, "Lower frames or size."):
             for each in shown:
                 surface = Surface.of(meshes.from_core(each), memory_manager.compute_device())
-                texture = None if each.texture is None else each.texture[0]
-                films.append(turntable(surface, texture, frames, size, elevation, background, count))
+                films.append(turntable(surface, meshes.shown_colour(each), frames, size, elevation, background, count))
                 notes |= dict.fromkeys(surface.notes)
             pictures = torch.cat(films, dim=2)
         progress.finish("\n".join((f"{frames} frames of {size} pixels", *notes)))

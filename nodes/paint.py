@@ -15,7 +15,6 @@ from ..host.progress import PaintProgress, saved_views
 from ..host.requests import CORE_INPUTS, adapter_request, paint_request
 from ..paint.choices import ADAPTER_VARIANTS, CACHE_LIMIT, NEGATIVE, SCHEDULERS, SPACINGS, STORED_AS, TG2MV, VARIANTS
 from .inputs import (
-    GLB_OUTPUT,
     SEED_LIMIT,
     Cameras,
     Paint,
@@ -24,6 +23,7 @@ from .inputs import (
     offload_input,
     precision_input,
     seed_input,
+    textured_outputs,
 )
 
 
@@ -238,14 +238,7 @@ class TextureMesh(io.ComfyNode):
                 io.ClipVisionOutput.Input("clip_vision_output", optional=True),
                 *word_inputs(),
             ],
-            outputs=[
-                io.Mesh.Output(display_name="mesh"),
-                io.Image.Output(display_name="base_color"),
-                io.Image.Output(display_name="metallic"),
-                io.Image.Output(display_name="roughness"),
-                io.Image.Output(display_name="views"),
-                io.File3DGLB.Output(display_name="model_3d", tooltip=GLB_OUTPUT),
-            ],
+            outputs=textured_outputs(metallic=io.Image, roughness=io.Image, views=io.Image),
             hidden=[io.Hidden.unique_id, io.Hidden.dynprompt, io.Hidden.prompt, io.Hidden.extra_pnginfo],
             enable_expand=True,
         )

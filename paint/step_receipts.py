@@ -111,8 +111,8 @@ def projected_record(
         mesh: that of ``before``.
         given: the IMAGE of each place, and its MASK under the place and ``_mask``.
     """
-    facts = facts_of(before.texture, "texture")
-    if not facts or facts["both"] is not getattr(before, "metallic_roughness", None):
+    facts, look = facts_of(before.texture, "texture"), getattr(before, "material", None) or {}
+    if not facts or look.get("base_color_factor") or facts["both"] is not getattr(before, "metallic_roughness", None):
         return {receipts.HEAD: receipts.VERSION, "missing": ["the texture as AnyGPU made it"]}
     record, texture = dict(facts["record"]), replace(facts["texture"], colour=after.texture[0])
     missing = [*record.pop("missing", ()), *["the mesh that was painted"] * (record["mesh"] != geometry_hash(mesh))]

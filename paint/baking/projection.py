@@ -33,6 +33,7 @@ PADDING = 4  # texels round a chart, which renderers mix with it
 FRAME = 0.06  # of the object's box, kept free round it
 SIZES = (1024, 2048)  # pixels at which the mesh is rasterised
 GROUND = 0.06  # from the colour of a plain background to the object's
+CELLS, SPECK = 256, 0.01  # along each side, in which pieces hang together; of the largest piece: less is no object
 PLAIN = 0.9  # of the picture's edge, which has one colour where the background is plain
 
 
@@ -136,12 +137,14 @@ def shown_by(
 
 
 def facing(surface: Surface, shown: Fragments, pose: Pose) -> tuple[Tensor, Tensor]:
-    """(P,), (P,): cosines between the ray to the camera and the surface, smooth but for sharp edges, and its face."""
+    """(P,), (P,): cosines between the ray to the camera and the surface, smooth but for sharp edges, and its face.
+
+    Neither is signed: where a face turned away is the one in front, its winding is wrong, not its place."""
     flat = surface.face_normals[shown.face]
     smooth = F.normalize(shown.interpolated(surface.vertex_normals, surface.faces), dim=1)
     smooth = torch.where(((smooth * flat).sum(1) > SMOOTH)[:, None], smooth, flat)
     rays = pose.rays(shown.interpolated(surface.vertices, surface.faces))
-    return (smooth * rays).sum(1), (flat * rays).sum(1)
+    return (smooth * rays).sum(1).abs(), (flat * rays).sum(1).abs()
 
 
 def compared(painted: Tensor, colours: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,12 +174,27 @@ def faded(allowed: Tensor, share: float) -> Tensor:
     return values[0, 0]
 
 
+def _pieces(seen: Tensor) -> Tensor:
+    """(H, W) bool: ``seen`` (H, W) in its largest piece, and in those that are no speck beside it, in cells."""
+    cells = F.adaptive_max_pool2d(seen[None].float(), [min(length, CELLS) for length in seen.shape])
+    label = torch.arange(1.0, cells.numel() + 1).view_as(cells) * cells
+    for _ in range(4 * CELLS):  # a piece that winds further counts as several
+        before, label = label, F.max_pool2d(label, 3, 1, 1) * cells
+        if torch.equal(before, label):
+            break
+    sizes = label[label > 0].long().bincount(minlength=cells.numel() + 1)
+    large = sizes[label.long()] >= SPECK * sizes.max()
+    return F.interpolate(large[None].float(), seen.shape)[0, 0] > 0
+
+
 def cropped(picture: Tensor, name: str, most: int) -> tuple[Tensor, bool]:
     """(S, S, 4): the object in the middle of a square, at most ``most`` pixels wide, of a picture (H, W, 3 or 4); and
     whether there is background all round it.
 
-    One without alpha has a plain background. Raises InputError where nothing, or everything, is the object."""
-    if picture.shape[-1] == 3:
+    One without alpha, or whose alpha hides nothing, has a plain background. Specks far from the object are left out.
+    Raises InputError where nothing, or everything, is the object."""
+    if bool(picture[..., 3:].eq(1).all()):  # also where there is none
+        picture = picture[..., :3]
         edge = torch.cat((picture[0], picture[-1], picture[:, 0], picture[:, -1]))
         ground = edge.median(0).values
         plain = float(((edge - ground).abs().amax(1) < GROUND).float().mean()) >= PLAIN
@@ -187,6 +205,8 @@ def cropped(picture: Tensor, name: str, most: int) -> tuple[Tensor, bool]:
         found = f"a {name} picture whose object has no outline"
         fix = "Connect the mask of Load Image or of core's background removal."
         raise InputError(found, expected="an object cut out, or before a plain background", fix=fix)
+    specks = seen & ~_pieces(seen)
+    picture, seen = torch.cat((picture[..., :3], picture[..., 3:] * ~specks[..., None]), dim=-1), seen & ~specks
     rows, columns = seen.any(1).nonzero().flatten(), seen.any(0).nonzero().flatten()
     top, left = int(rows[0]), int(columns[0])
     height, width = int(rows[-1]) + 1 - top, int(columns[-1]) + 1 - left

@@ -22,7 +22,7 @@ from ...compat.errors import CheckpointError, InputError, PackError, reading_bud
 from ...compat.packages import imported
 from ..choices import MESH_FILES as FORMATS
 from .cameras import HUNYUAN, Frame
-from .mesh_cost import cost_of, reined
+from .mesh_cost import cost_of, reined, settings_of
 
 MANY_FACES = 100_000  # above it core's Decimate is worth its time before Unwrap
 UNWRAP_SECONDS = 75e-6  # per face: core's UnwrapMesh, 37 s for 500k faces on two CPU cores
@@ -291,18 +291,14 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
 
         with reined(trimesh, spare):
             scene = trimesh.load_scene(path, resolver=beside, process=False)
+        scene.delete_geometry([name for name, part in scene.geometry.items() if not hasattr(part, "faces")])
         asked()
         blank = with_small_textures(scene, spare())
         normals, scene, parts = _normals_of(scene), scene.to_mesh(), scene
-        maps, factors, about = ({}, {}, ["textures too large to keep"]) if blank else material_of(parts, scene)
+        maps, factors, about = ({}, {}, ["textures too large to keep"]) if blank else material_of(parts, scene, path)
     if not len(getattr(scene, "faces", ())):
         raise CheckpointError(f"no faces in {path.name!r}", expected="a mesh", fix="A point cloud cannot be painted.")
-    uvs = getattr(scene.visual, "uv", None)
-    uvs = None if uvs is None else torch.tensor(uvs, dtype=torch.float32)
-    if uvs is not None and (uvs.ndim != 2 or len(uvs) != len(scene.vertices) or uvs.shape[1] < 2):
-        uvs = None
-    if uvs is not None:
-        uvs = torch.stack((uvs[:, 0], 1 - uvs[:, 1]), dim=1)  # trimesh counts v upwards, whatever the file does
+    uvs, spoilt = _uvs_of(parts, scene)
     vertices = torch.tensor(scene.vertices, dtype=torch.float64)
     if vertices.shape[1:] != (3,):
         found = f"{vertices.shape[-1]}-dimensional vertices in {path.name!r}"
@@ -312,11 +308,31 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
         own = numbered(vertices + 0.0)  # no negative zeros
         vertices, faces = vertices.new_zeros(int(own.max()) + 1, 3).index_copy_(0, own, vertices), own[faces]
     vertices, moved = _near_origin(vertices)
-    textured = "with" if uvs is not None else "no"
-    message = f"{len(faces)} faces, {len(vertices)} vertices, {textured} UVs"
+    message = f"{len(faces)} faces, {len(vertices)} vertices, {'no' if uvs is None else 'with'} UVs"
     normals = normals if normals is not None and normals.shape == vertices.shape else None
     mesh = Mesh(vertices, faces, uvs, maps=maps if uvs is not None else {}, factors=factors, normals=normals)
-    return mesh, (message, *moved, *about, *size_notes(len(faces)))
+    return mesh, (message, *moved, *spoilt, *about, *size_notes(len(faces)))
+
+
+def _uvs_of(scene: Any, mesh: Any) -> tuple[Tensor | None, list[str]]:
+    """(N, 2) of the ``mesh`` that trimesh made of the parts of ``scene``, or None; and a line where that spoils them.
+
+    A part without UVs gets the texture's middle there, and of several materials each vertex is wrapped by itself."""
+    uvs = getattr(mesh.visual, "uv", None)
+    uvs = torch.empty(0) if uvs is None else torch.tensor(uvs, dtype=torch.float32)
+    if uvs.ndim != 2 or len(uvs) != len(mesh.vertices) or uvs.shape[1] < 2:
+        return None, []
+    parts = [scene.geometry[scene.graph[node][1]] for node in scene.graph.nodes_geometry]
+    own = [getattr(part.visual, "uv", None) for part in parts]
+    if any(each is None for each in own):
+        counts = torch.tensor([len(part.faces) for part in parts])
+        without = torch.tensor([each is None for each in own]).repeat_interleave(counts)
+        areas = torch.tensor(mesh.area_faces)
+        return None, [f"UVs were dropped: {areas[without].sum() / areas.sum():.0%} of the surface has none"]
+    *tiled, kept = (bool(((each < -UV_TOLERANCE) | (each > 1 + UV_TOLERANCE)).any()) for each in (*own, uvs))
+    if any(tiled) and not kept:
+        return None, ["UVs were dropped: some lie outside 0 to 1, and several materials cannot be joined there"]
+    return torch.stack((uvs[:, 0], 1 - uvs[:, 1]), dim=1), []  # trimesh counts v upwards, whatever the file does
 
 
 def _normals_of(scene: Any) -> Tensor | None:
@@ -324,13 +340,11 @@ def _normals_of(scene: Any) -> Tensor | None:
     found = []
     for node in scene.graph.nodes_geometry:
         transform, name = scene.graph[node]
-        part = scene.geometry[name]
-        if hasattr(part, "faces"):
-            normals = part._cache["vertex_normals"]  # the property would compute them
-            if normals is None:
-                return None
-            inverse = torch.linalg.pinv(torch.tensor(transform[:3, :3]))  # its transpose turns normals; these are rows
-            found.append(torch.nn.functional.normalize(torch.tensor(normals) @ inverse, dim=1))
+        normals = scene.geometry[name]._cache["vertex_normals"]  # the property would compute them
+        if normals is None:
+            return None
+        inverse = torch.linalg.pinv(torch.tensor(transform[:3, :3]))  # its transpose turns normals; these are rows
+        found.append(torch.nn.functional.normalize(torch.tensor(normals) @ inverse, dim=1))
     return torch.cat(found) if found else None
 
 
@@ -370,13 +384,13 @@ def with_small_textures(scene: Any, spare: int) -> bool:
     return bool(blank)
 
 
-def material_of(scene: Any, mesh: Any) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
-    """Maps and factors of the one material that ``mesh`` has from those of ``scene``, and a line about what is lost.
+def material_of(scene: Any, mesh: Any, path: Path) -> tuple[dict[str, Tensor], dict[str, Any], list[str]]:
+    """Maps and factors of the one material that ``mesh`` has from those of ``scene``, and lines about what is lost.
 
     A damaged picture is left out: the shape is what matters."""
+    factors, elsewhere, without = settings_of(path)
     given = [getattr(geometry.visual, "material", None) for geometry in scene.geometry.values()]
     material = getattr(getattr(mesh, "visual", None), "material", None)
-    factors = {}
     for name in FACTORS:
         value = getattr(material, name, None)
         if value is not None:  # trimesh has the base colour's in eight bits
@@ -387,15 +401,17 @@ def material_of(scene: Any, mesh: Any) -> tuple[dict[str, Tensor], dict[str, Any
     for name in MAPS:
         picture = getattr(material, f"{name}Texture", None)
         try:
-            if picture is not None:
+            if picture is not None and f"{name}Texture" not in elsewhere:
                 values = torch.frombuffer(bytearray(picture.convert("RGB").tobytes()), dtype=torch.uint8)
                 maps[name] = values.view(picture.height, picture.width, 3).float() / 255
             elif any(getattr(each, f"{name}Texture", None) is not None for each in given):
                 lost.append(name)
         except Exception:  # each picture's reader raises its own kinds
             lost.append(name)
-    left = "textures that are damaged, or that several materials cannot share, are left out"
-    return maps, factors, [f"{left}: {', '.join(lost)}"] if lost else []
+    left = "textures that are damaged, on other UVs, or that several materials cannot share, are left out"
+    notes = [f"{left}: {', '.join(lost)}"] if lost else []
+    notes += [f"settings of the material are left out: {', '.join(sorted(without))}"] if without else []
+    return maps, factors, notes
 
 
 def write_glb(path: Path, mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None) -> Path:
@@ -417,7 +433,7 @@ def glb_of(mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None
         raise InputError("a mesh without UVs", expected="a place in the texture for every face", fix=UNWRAP)
     rest = {name: values for name, values in mesh.maps.items() if name != "baseColor"}
     material: dict[str, Any] = {"metallicFactor": float("metallicRoughness" in rest), "roughnessFactor": 1.0}
-    material |= {name: value for name, value in mesh.factors.items() if name != "baseColorFactor"}
+    material |= {name: mesh.factors[name] for name in FACTORS[1:] if name in mesh.factors}
     material |= {f"{name}Texture": picture_of(values) for name, values in rest.items()}
     material["baseColorTexture"] = picture_of(texture)
     if metallic_roughness is not None:  # glTF reads roughness from G and metallic from B

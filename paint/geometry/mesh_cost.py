@@ -34,6 +34,7 @@ ROW_ENDS = (b"\n", b"\r", b"\v", b"\f", b"\x1c", b"\x1d", b"\x1e", b"\xc2\x85", 
 PICTURES = ("PNG", "JPEG", "WEBP", "BMP", "TGA")  # that textures are; others start programs or have no limits
 GLOSSY_BYTES = 300  # of a pixel that trimesh 5.2 converts from KHR_materials_pbrSpecularGlossiness
 _patching = threading.Lock()
+CARRIED, CONVERTED = "KHR_materials_emissive_strength", "KHR_materials_pbrSpecularGlossiness"  # by us, by trimesh
 Check = Callable[[], None]
 
 
@@ -109,6 +110,28 @@ def extras_of(path: Path) -> Mapping[str, Any]:
     asset = header.get("asset") if isinstance(header, dict) else None
     extras = asset.get("extras") if isinstance(asset, dict) else None
     return extras if isinstance(extras, dict) else {}
+
+
+def settings_of(path: Path) -> tuple[dict[str, Any], set[str], set[str]]:
+    """Strengths that trimesh does not read of a glTF's one material, by their place, such as normalTexture.scale; the
+    textures that are not on its first UVs as they are; and the settings that are left out."""
+    text = json_of(path).decode("utf-8", "replace") if path.suffix.lower() in (".glb", ".gltf") else ""
+    header = json_within(text or "{}", path.name)
+    used = {primitive.get("material") for mesh in header.get("meshes", ()) for primitive in mesh["primitives"]}
+    found, elsewhere, lost = dict[str, Any](), set[str](), set[str]()
+    for material in (header["materials"][index] for index in used if index is not None):
+        extensions = material.get("extensions", {})
+        flat = {**material, **material.get("pbrMetallicRoughness", {}), **extensions}
+        for place, each in ((place, each) for place, each in flat.items() if isinstance(each, dict)):
+            found |= {f"{place}.{key}": each[key] for key in ("scale", "strength", "emissiveStrength") if key in each}
+            if each.get("texCoord") or "KHR_texture_transform" in each.get("extensions", ()):
+                elsewhere.add(place)
+        found |= {name: flat[name] for name in {"doubleSided"} & flat.keys()}  # trimesh says no where a file is silent
+        lost |= {*extensions, *(["alphaMode"] if flat.get("alphaMode") in ("MASK", "BLEND") else [])}
+        if "baseColorTexture" in flat and not {"metallicFactor", "metallicRoughnessTexture", CONVERTED} & flat.keys():
+            lost.add("metallicFactor, 1 by default")
+    lost -= {CARRIED, CONVERTED}
+    return (found, elsewhere, lost) if len(used) == 1 else ({}, elsewhere, lost | {*found})
 
 
 def _limited(path: Path, count: int, most: int, things: str, fix: str = "Join them and export it again.") -> None:

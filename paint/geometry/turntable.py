@@ -38,8 +38,8 @@ def turntable(
     host memory. Peak extra memory: one frame at twice the size.
 
     Args:
-        surface: in its frame; with UVs when ``texture`` is a tensor.
-        texture: (T, T, 3) in 0..1; or a function from places (P, 3) in the frame to colours (P, 3); or None, grey clay.
+        surface: in its frame; with UVs when ``texture`` is a texture.
+        texture: (T, T, 3) in 0..1; (N, 3) of the vertices; a function from places (P, 3) to colours; None: grey clay.
         elevation: degrees, -90..90.
         background: grey, 0..1.
     """
@@ -48,7 +48,7 @@ def turntable(
     require_range("elevation of the turntable", elevation, -90, 90, "degrees")
     require_range("background of the turntable", background, 0, 1)
     if isinstance(texture, Tensor):
-        surface, _ = surface.with_uvs()
+        surface = surface.with_uvs()[0] if texture.ndim == 3 else surface
         texture = texture.to(surface.vertices.device, torch.float32)
     if (needed := 12 * frames * size**2) > (free := host_free_bytes()):
         found = f"{frames} frames of {size} pixels, {needed / GIBIBYTE:.0f} GB"
@@ -71,6 +71,8 @@ def _shaded(surface: Surface, view: View, texture: Tensor | Callable[[Tensor], T
     light = AMBIENT + (1 - AMBIENT) * (normals @ towards).abs()
     if texture is None:
         colours = normals.new_full((1, 3), CLAY)
+    elif isinstance(texture, Tensor) and texture.ndim == 2:
+        colours = shown.interpolated(texture, surface.faces)
     elif isinstance(texture, Tensor):
         assert surface.uvs is not None
         colours = looked_up(texture, shown.interpolated(surface.uvs, surface.faces))

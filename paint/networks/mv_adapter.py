@@ -170,10 +170,10 @@ def variant_of(shapes: Mapping[str, tuple[int, ...]], base: str, name: str, decl
         raise CheckpointError(
             f"{name!r} declared as {declared} has the layers of {variant}", expected=variant, fix="Choose auto."
         )
-    if not declared and variant not in name.lower():
-        rays = variant.replace("g2", "2")
+    rays = variant.replace("g2", "2")
+    if variant not in name.lower() and (not declared or rays in name.lower()):
         found = f"{name!r} may be {rays}, which is made for camera rays and has the same tensors"
-        fix = f"Use {variant}; for a renamed file of it choose variant {variant}."
+        fix = f"Use {variant}; a renamed file of it needs variant {variant}, and no {rays} in its name."
         raise CheckpointError(found, expected=f"{variant} in the name, as published", fix=fix)
     return variant
 

@@ -72,14 +72,17 @@ def base_in(place: Path | Weights, vae: Path | None = None) -> Base:
     Args:
         place: the path, or weights of the host program by the names of a file, text encoders' by transformers'.
     """
+    given = {} if vae is None else {"vae": _saved(vae, "VAE")}
     if isinstance(place, Weights):
-        base = _of_tensors(place)
-    else:
-        base = _of_folder(place) if place.is_dir() else _of_file(place)
-    return base if vae is None else replace(base, parts={**base.parts, "vae": _saved(vae, "VAE")})
+        return _of_tensors(place, given)
+    if place.is_dir():
+        return _of_folder(place, given)
+    if place.suffix != ".safetensors":
+        raise CheckpointError(f"{place.name!r} is no .safetensors", expected=WANTED, fix="Use its .safetensors file.")
+    return _of_tensors(weights_in(place, "checkpoint"), given)
 
 
-def _of_folder(path: Path) -> Base:
+def _of_folder(path: Path, given: Mapping[str, BasePart]) -> Base:
     unet = _saved(part_folder(path, "unet"), "UNet")
     scheduler = path / "scheduler" / "scheduler_config.json"
     noted = read_json(scheduler, "the configuration of the scheduler") if scheduler.is_file() else {}
@@ -89,7 +92,7 @@ def _of_folder(path: Path) -> Base:
     if prediction not in (EPSILON, VELOCITY):
         found = f"{path.name!r} predicts {prediction!r}"
         raise CheckpointError(found, expected=f"{EPSILON} or {VELOCITY}", fix="Choose a checkpoint of these.")
-    parts = {part: _saved(part_folder(path, part), part) for part in ("vae", *TEXT[kind])}
+    parts = {part: given.get(part) or _saved(part_folder(path, part), part) for part in ("vae", *TEXT[kind])}
     return Base(kind, prediction, {"unet": unet, **parts})
 
 
@@ -107,13 +110,7 @@ def _saved(folder: Path, part: str) -> BasePart:
     return BasePart(stored, config, {name: name for name in stored.shapes}, dict, shapes=stored.shapes)
 
 
-def _of_file(path: Path) -> Base:
-    if path.suffix != ".safetensors":
-        raise CheckpointError(f"{path.name!r} is no .safetensors", expected=WANTED, fix="Use its .safetensors file.")
-    return _of_tensors(weights_in(path, "checkpoint"))
-
-
-def _of_tensors(stored: Weights) -> Base:
+def _of_tensors(stored: Weights, given: Mapping[str, BasePart]) -> Base:
     ldm: Any = imported("diffusers.loaders.single_file_utils")
     added = f"{UNET}label_emb.0.0.weight" in stored.shapes
     rules = {"layers_per_block": 2, "addition_embed_type": "text_time" if added else None}
@@ -122,10 +119,10 @@ def _of_tensors(stored: Weights) -> Base:
     levels = len({name.split(".")[3] for name in stored.shapes if name.startswith(f"{VAE}encoder.down.")})
     blocks = dict.fromkeys(("down_block_types", "up_block_types"), [""] * levels)
     convert = partial(ldm.convert_ldm_vae_checkpoint, config=blocks)
-    parts = {"unet": unet, "vae": _part(stored, VAE, convert, partial(vae_config, kind=kind))}
+    parts = {"unet": unet, "vae": given.get("vae") or _part(stored, VAE, convert, partial(vae_config, kind=kind))}
     parts |= {part: _text_part(stored, ldm, kind, part) for part in TEXT[kind]}
     latents = _inputs(parts["vae"].shapes, "decoder.conv_in") if parts["vae"].shapes else 4
-    wrong = [f"a vae of {latents} latent channels"] if latents != 4 else []
+    wrong = [f"a vae of {latents} latent channels"] if latents != 4 and not given else []
     wrong += [f"no {part} of {kind}" for part, found in parts.items() if not found.shapes]
     if wrong:
         fix = "Choose a file that has it, or a diffusers folder."

@@ -180,6 +180,19 @@ def test_another_checkpoint_is_refused_by_name(tmp_path, base, change, message):
     assert len(str(caught.value).splitlines()) == 1 and "base.safetensors" in str(caught.value)
 
 
+def test_a_checkpoint_without_a_vae_takes_the_chosen_one(folders, adapters, tmp_path):
+    save_file({k: v.contiguous() for k, v in changed("sdxl", without_vae).items()}, tmp_path / "base.safetensors")
+    (tmp_path / "folder").mkdir()
+    for part in folders["sdxl"].iterdir():
+        if part.name != "vae":
+            (tmp_path / "folder" / part.name).symlink_to(part)
+    for place in (tmp_path / "base.safetensors", tmp_path / "folder"):
+        with pytest.raises(CheckpointError):
+            base_in(place)
+        pipeline = loaded(place, adapters["ig2mv", "sdxl"], vae=folders["sdxl"] / "vae")
+        assert pipeline.parts.read("vae").config["latent_channels"] == 4
+
+
 def test_a_folder_of_an_edm_model_is_refused(folders, adapters, tmp_path):
     for part in folders["sdxl"].iterdir():
         (tmp_path / part.name).symlink_to(part)

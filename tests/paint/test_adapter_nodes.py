@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.paint.baking.projection import Projected
 from anygpu.paint.texturing import TEXEL_BYTES
 from small_comfyui import comfyui, run
 
@@ -99,6 +100,28 @@ def test_step_by_step_and_in_one_node(core, monkeypatch):
     _, base_color, _, _, views, _ = core.run("TextureMesh", **one, steps=1, prompt="a red cat").result
     assert torch.equal(views, pictures) and base_color.shape == (1, 64, 64, 3)
     assert "% of the surface painted" in core.said().partition("\n")[0]
+
+
+def test_the_factor_of_the_base_colour_is_in_what_is_shown_and_projected_on(core, monkeypatch):
+    """glTF's factor is linear, as core's vertex colours are; a texture is not."""
+    given, red = mesh(), [1.0, 0.25, 0.0]
+    shown = {"frames": 1, "size": 32, "elevation": 0.0, "background": 0.0}
+
+    def middle(texture=None, vertex_colors=None, **material):
+        given.texture, given.vertex_colors, given.material = texture, vertex_colors, material
+        return core.run("RenderTurntable", mesh=given, **shown).result[0][0, 16, 16]
+
+    wanted = middle(torch.tensor(red).pow(1 / 2.2).expand(1, 4, 4, 3))
+    tint, grey = [*red, 0.5], torch.full((1, 4, 4, 3), 0.5)
+    torch.testing.assert_close(middle(torch.ones(1, 4, 4, 3), base_color_factor=tint), wanted)
+    torch.testing.assert_close(middle(base_color_factor=tint), wanted)
+    torch.testing.assert_close(middle(None, torch.tensor(red).expand(1, len(box().vertices), 3)), wanted)
+    monkeypatch.setattr("anygpu.paint.texturing.with_detail", lambda _, colour, *__: Projected(colour, colour[0], ()))
+    middle(grey, base_color_factor=tint, roughness_factor=0.5)
+    made = core.run("ProjectPicture", mesh=given, front=IMAGE).result[0]
+    torch.testing.assert_close(made.texture, grey * torch.tensor(red).pow(1 / 2.2))
+    assert made.material == {"base_color_factor": [1.0, 1.0, 1.0, 0.5], "roughness_factor": 0.5}
+    assert given.material["base_color_factor"] == tint and torch.equal(given.texture, grey)
 
 
 @pytest.mark.parametrize(("scheduler", "solver"), [("auto", "euler_ancestral"), ("ddim", "ddim")])

@@ -240,6 +240,30 @@ def test_a_wide_picture_is_cut_to_its_object():
         assert not cropped(part, "front", 512)[1]
 
 
+def test_specks_beside_the_object_and_alpha_that_hides_nothing_do_not_count():
+    picture = torch.zeros(40, 200, 4)
+    picture[10:30, 150:190] = 1
+    picture[20, 170, 3] = 0
+    wanted, opaque = cropped(picture, "front", 512)[0], torch.ones(40, 200, 1)
+    solid = torch.cat((picture[..., :3], opaque), dim=-1)
+    assert torch.equal(cropped(solid, "front", 512)[0][..., :3], wanted[..., :3])
+    picture[0, 0], picture[30:32, 2:4], picture[36, 180] = 1, 1, 1
+    crop, whole = cropped(picture, "front", 512)
+    assert whole and torch.equal(crop[..., 3], wanted[..., 3])
+    picture[30:40, 2:4] = 1  # a piece of its own
+    assert cropped(picture, "front", 512)[0].shape[1] > 180
+
+
+def test_a_mesh_whose_faces_are_turned_inside_out_gets_the_same_detail(monkeypatch):
+    _, _, painted = known("box")
+    picture, wanted, _, found = made("box")
+    mesh = shape("box")
+    surface, _ = Surface.of(replace(mesh, faces=mesh.faces.flip(1))).with_uvs()
+    monkeypatch.setattr(projection, "found_pose", lambda *_, **__: found)
+    result = projected(surface, painted, [Reference(picture)])
+    torch.testing.assert_close(result.weight, wanted.weight, atol=1e-3, rtol=0)
+
+
 def test_a_picture_that_cuts_the_object_is_held_against_more_of_the_outline(monkeypatch):
     surface, _, painted = known("pear")
     picture, _, _, found = made("pear")

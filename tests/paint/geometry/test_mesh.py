@@ -57,7 +57,30 @@ def test_a_file_s_material_comes_with_the_mesh_and_what_is_lost_is_named(tmp_pat
     (tmp_path / "two.glb").write_bytes(two.export(file_type="glb"))
     mesh, notes = load_mesh(tmp_path / "two.glb")
     assert {"baseColor", "metallicRoughness"} <= set(mesh.maps) and "normal" not in mesh.maps
-    assert any(note.startswith("textures that are damaged, or") and note.endswith("left out: normal") for note in notes)
+    assert any(note.startswith("textures that are damaged, on") and note.endswith("left out: normal") for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "note"),
+    [
+        (None, 1.0, "UVs were dropped: 80% of the surface has none"),
+        (3.0, 1.0, "UVs were dropped: some lie outside 0 to 1, and several materials cannot be joined there"),
+        (1.0, 1.0, ""),
+    ],
+)
+def test_uvs_that_joining_would_spoil_are_dropped_and_said(tmp_path, first, second, note):
+    """trimesh gives a part without UVs the middle of the texture, and wraps each vertex by itself."""
+    trimesh = pytest.importorskip("trimesh")
+    parts = []
+    for colour, side, tiles in (("red", 2.0, first), ("blue", 1.0, second)):
+        material = trimesh.visual.material.PBRMaterial(baseColorTexture=Image.new("RGB", (4, 4), colour))
+        uv = None if tiles is None else BOX.uvs.numpy() * tiles
+        visual = trimesh.visual.TextureVisuals(uv=uv, material=material)
+        parts.append(trimesh.Trimesh(side * BOX.vertices.numpy(), BOX.faces.numpy(), visual=visual, process=False))
+    (tmp_path / "two.glb").write_bytes(trimesh.Scene(parts).export(file_type="glb"))
+    mesh, notes = load_mesh(tmp_path / "two.glb")
+    assert (mesh.uvs is None) == (not mesh.maps) == bool(note) == any(line == note for line in notes)
+    assert notes[0].endswith("no UVs" if note else "with UVs")
 
 
 def test_the_frame_is_the_published_one():
@@ -214,7 +237,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, pipeline: object) -> None:
         if isinstance(pipeline, Exception):
             raise pipeline
         graph = types.SimpleNamespace(nodes_geometry=())
-        return types.SimpleNamespace(to_mesh=lambda: pipeline, geometry={}, graph=graph)
+        parts = {"geometry": {}, "delete_geometry": lambda names: None}
+        return types.SimpleNamespace(to_mesh=lambda: pipeline, graph=graph, **parts)
 
     monkeypatch.setattr(pytest.importorskip("trimesh"), "load_scene", load_scene)
 
@@ -288,6 +312,38 @@ if find_spec("trimesh"):
         path = tmp_path / "parts.glb"
         path.write_bytes(glb({"meshes": [{"primitives": [{"attributes": {"POSITION": 0}}] * 5}]}))
         assert len(load_mesh(path)[0].faces) == 5
+
+    def test_lines_and_points_beside_a_mesh_are_left_out(tmp_path):
+        parts = [{"attributes": {"POSITION": 0}, "mode": mode} for mode in (4, 1, 0)]
+        (tmp_path / "parts.glb").write_bytes(glb({"meshes": [{"primitives": parts}]}))
+        assert len(load_mesh(tmp_path / "parts.glb")[0].faces) == 1
+
+    def test_settings_of_a_material_come_along_or_are_named(tmp_path):
+        def read(first, **second):
+            described["materials"] = [first, second][: 1 + bool(second)]
+            parts = [{**primitive, "material": at} for at in range(len(described["materials"]))]
+            (tmp_path / "made.glb").write_bytes(glb({**described, "meshes": [{"primitives": parts}]}, data))
+            return load_mesh(tmp_path / "made.glb")
+
+        normals = Mesh(**{**vars(BOX), "maps": {"normal": torch.rand(4, 4, 3)}})
+        described, data = gltf(path := write_glb(tmp_path / "box.glb", normals, torch.ones(4, 4, 3))), path.read_bytes()
+        data, primitive = data[28 + struct.unpack("<I", data[12:16])[0] :], described["meshes"][0]["primitives"][0]
+        base, normal = ({"index": index} for index in range(2))
+        extension = "KHR_materials_emissive_strength"
+        strength = {extension: {"emissiveStrength": 3}}
+        material = {"doubleSided": False, "extensions": strength, "normalTexture": {**normal, "scale": 0.5}}
+        mesh, notes = read({**material, "pbrMetallicRoughness": {"metallicFactor": 0.2}})
+        found = {"normalTexture.scale": 0.5, f"{extension}.emissiveStrength": 3}
+        assert mesh.factors == {**found, "doubleSided": False, "metallicFactor": 0.2}
+        assert len(notes) == 1 and mesh.maps.keys() == {"normal"}
+        moved = {"baseColorTexture": {**base, "extensions": {"KHR_texture_transform": {"scale": [2, 2]}}}}
+        mesh, notes = read({"normalTexture": {**normal, "texCoord": 1}, "pbrMetallicRoughness": moved})
+        assert not mesh.maps and notes[1].endswith("are left out: baseColor, normal")
+        mesh, notes = read({"alphaMode": "BLEND", "pbrMetallicRoughness": {"baseColorTexture": base}})
+        assert notes[1:] == ("settings of the material are left out: alphaMode, metallicFactor, 1 by default",)
+        mesh, notes = read(material, doubleSided=True, extensions={"KHR_materials_clearcoat": {}})
+        assert not found.keys() & mesh.factors.keys()
+        assert notes[-1].endswith(f": KHR_materials_clearcoat, {extension}.emissiveStrength, doubleSided, normalTexture.scale")
 
     @pytest.mark.parametrize("suffix", ["obj", "ply", "stl"])
     def test_other_formats_are_read(tmp_path, suffix):

@@ -202,6 +202,7 @@ def test_an_adapter_is_known_by_its_tensors_and_its_name(variant):
             shapes_of("tg2mv"),
             "may be t2mv, which is made for",
         ),
+        ("MVAdapter_i2mv_mine.safetensors", "sdxl", "ig2mv", None, "may be i2mv, .* and no i2mv in its name"),
         ("mine.safetensors", "sdxl", "tg2mv", None, "declared as tg2mv has the layers of ig2mv"),
         ("mvadapter_ig2mv_sdxl.safetensors", "sd21", "", None, "is made for sdxl, and the checkpoint is sd21"),
         ("other.safetensors", "sdxl", "", {"a": (1,)}, "'other.safetensors' holds no MV-Adapter"),
