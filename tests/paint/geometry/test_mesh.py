@@ -343,7 +343,9 @@ if find_spec("trimesh"):
         assert notes[1:] == ("settings of the material are left out: alphaMode, metallicFactor, 1 by default",)
         mesh, notes = read(material, doubleSided=True, extensions={"KHR_materials_clearcoat": {}})
         assert not found.keys() & mesh.factors.keys()
-        assert notes[-1].endswith(f": KHR_materials_clearcoat, {extension}.emissiveStrength, doubleSided, normalTexture.scale")
+        assert notes[-1].endswith(
+            f": KHR_materials_clearcoat, {extension}.emissiveStrength, doubleSided, normalTexture.scale"
+        )
 
     @pytest.mark.parametrize("suffix", ["obj", "ply", "stl"])
     def test_other_formats_are_read(tmp_path, suffix):
