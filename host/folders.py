@@ -16,7 +16,7 @@ from ..paint.choices import IG2MV, PAGES, STANDS_IN_FOR, demo_adapter, demo_pain
 from ..pipelines.demo import demo_folder, demo_loras, demo_models
 from ..pipelines.family import FamilySpec
 from ..pipelines.files.catalogue import published_family, remedy
-from ..pipelines.files.models import family_of_folder, find_models
+from ..pipelines.files.models import MODEL_FOLDER, family_of_folder, find_models, no_model_in
 from ..pipelines.latents.steps import FOLDER
 
 MODEL_KEYS = ("diffusers", "diffusion_models")
@@ -67,10 +67,6 @@ def model_roots() -> list[Path]:
     return roots(MODEL_KEYS)
 
 
-def encoder_roots() -> list[Path]:
-    return roots(ENCODER_KEYS)
-
-
 def models() -> dict[str, Path]:
     return _models_at(_change_times(model_roots()))
 
@@ -87,20 +83,25 @@ def model_choices() -> list[str]:
 def stand_in_for(name: str) -> str:
     """The demo model that runs in the place of a published one while none of its family is there; empty for none.
 
-    Where some models of a family need a picture it stands in for the first one alone. A folder of the published name
-    counts as there, even if it is empty: its download is to be finished.
+    A folder of the published name counts as there, whatever it holds: it is broken, or its download is to be finished.
     """
-    family = published_family(name)
-    if family is None or any(_family_of(folder) is family for folder in models().values()):
+    family, there = published_family(name), models()
+    if family is None or name in there or any(_family_of(folder) is family for folder in there.values()):
         return ""
-    if family.files.image_required and Path(name).name != Path(family.published.pages[0]).name:
-        return ""
-    return "" if _unfinished(name) else demo_of(family)
+    return "" if _unfinished(name) or _takes_a_picture(family, name) else _demo_of(family)
 
 
-def demo_of(family: FamilySpec | None) -> str:
-    own = (demo for demo, folder in demo_models().items() if family_of_folder(folder) is family)
-    return "" if family is None else next(own, "")
+def draws_text_alone(family: FamilySpec | None) -> bool:
+    """Tell whether the family's demo takes no picture although other models of the family need one."""
+    return family is not None and family.files.image_required and "text" in family.files.pipelines.values()
+
+
+def _takes_a_picture(family: FamilySpec | None, name: str) -> bool:
+    return draws_text_alone(family) and "i2v" in name.lower()
+
+
+def _demo_of(family: FamilySpec | None) -> str:
+    return next((demo for demo, folder in demo_models().items() if family_of_folder(folder) is family), "")
 
 
 def _family_of(folder: Path) -> FamilySpec | None:
@@ -120,19 +121,14 @@ def model_folder(name: str) -> Path:
     listed = {**models(), **demo_models()}
     if folder := listed.get(name) or demo_folder(name):
         return folder
-    what = "model", "a diffusers model folder with model_index.json, or a FramePack transformer folder"
+    family, unfinished = published_family(name), _unfinished(name)
     fix = remedy(name, model_roots()[0], facts_for("cpu").total_bytes)
-    family = published_family(name)
-    drawn = demo_of(family) or next(iter(demo_models()), "")
-    fix += f" {drawn!r} in the list runs at once and draws coloured shapes." if drawn else ""
-    if family is not None and (unfinished := _unfinished(name)):
-        found = f"no model in {str(unfinished)!r}: an empty folder, single files, or a download that has not ended"
-        raise CheckpointError(found, expected=what[1], fix=fix)
-    return path_of(name, listed, model_roots(), what, fix)
-
-
-def provider_choices() -> list[str]:
-    return [AUTO, *providers()]
+    drawn = _demo_of(family) or next(iter(demo_models()), "")
+    where = "in the text-to-video template" if _takes_a_picture(family, name) else "in the list"
+    fix += f" {drawn!r} {where} runs at once and draws coloured shapes." if drawn else ""
+    if family is not None and unfinished is not None:
+        raise no_model_in(unfinished, fix)
+    return path_of(name, listed, model_roots(), ("model", MODEL_FOLDER), fix)
 
 
 def provider_folder(name: str) -> Path | None:
@@ -141,8 +137,9 @@ def provider_folder(name: str) -> Path | None:
 
 def providers() -> dict[str, Path]:
     """Name to folder of every model and of every folder with an image encoder in it."""
-    configs = (config for root in encoder_roots() for config in _matches(root, "*/image_encoder/config.json"))
-    return {**models(), **_named(encoder_roots(), (config.parent.parent for config in configs))}
+    searched = roots(ENCODER_KEYS)
+    configs = (config for root in searched for config in _matches(root, "*/image_encoder/config.json"))
+    return {**models(), **_named(searched, (config.parent.parent for config in configs))}
 
 
 def paint_models() -> dict[str, Path]:
@@ -174,10 +171,6 @@ def paint_path(name: str) -> Path:
     what = "paint model", "a folder hunyuan3d-… with the subfolders unet and vae"
     fix = f"Download one ({'; '.join(PAGES.values())}) into {{}} and press R."
     return path_of(name, {**demo_paint_models(), **paint_models()}, model_roots(), what, fix)
-
-
-def paint_provider_choices() -> list[str]:
-    return [AUTO, *paint_providers()]
 
 
 def paint_provider_folder(name: str) -> Path | None:

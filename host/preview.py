@@ -98,3 +98,9 @@ def previewer_for(family: str | None) -> Any:
             dtype = precision_for(spec.rewrites.precision, facts_for(device)).vae
             return TinyPreviewer(tiny_decoder(spec, roots(TINY_DECODER_KEYS))[1], device, dtype)
     return None if latent_format is None else latent_preview.get_previewer(device, latent_format)
+
+
+def rough_previewer(latent_format: Any) -> Any:
+    """Core's previewer by the rough colours of a latent format, whatever the settings; None for one without them."""
+    factors = getattr(latent_format, "latent_rgb_factors", None)
+    return factors and latent_preview.Latent2RGBPreviewer(factors, latent_format.latent_rgb_factors_bias)

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,9 @@ from ..compat.memory.statistics import TimeLeft
 from ..pipelines.base import Preview, ProgressStage
 from ..pipelines.latents import recovery
 from ..pipelines.latents.recovery import Sampled
+from .families import latent_format_of
 from .folders import saved_folder
-from .preview import preview_method, previewer_for
+from .preview import preview_method, previewer_for, rough_previewer
 from .server import paused
 from .server.panel import NodeRun, memory_now, stop
 
@@ -115,8 +116,10 @@ class NodeProgress:
         picture = None if preview is None or _window() is None else self._picture(preview)
         self._bar.update_absolute(done, total, picture)
         self._text(now + left)
-        if stage.resumable and paused.wanted_run() and paused.save(now, picture):
-            raise Paused
+        if stage.resumable and (run := paused.wanted_run()):
+            rough = rough_previewer(latent_format_of(self.family))  # ComfyUI's previews are off by default
+            if paused.save(run, now, picture or (preview and self._picture(preview, rough))):
+                raise Paused
 
     def _time_left(self, name: str, done: int, total: int) -> str:
         """:meth:`TimeLeft.after` of a stage, between whose steps others may report; notes its pace for the end."""
@@ -137,13 +140,20 @@ class NodeProgress:
     def show(self) -> None:
         self._send("\n".join(self.lines))
 
-    def chosen(self, status: str, decisions: Iterable[Decision]) -> None:
-        """End with what was decided; briefly under the node, without what is off by itself. Tab and log have all."""
-        decisions = tuple(decisions)
+    def chosen(self, status: str, decisions: Sequence[Decision], only: str = "") -> None:
+        """End with what was decided; briefly under the node, without what is off by itself, or of the subject ``only``
+        where one is named, besides what was chosen or alarms. Tab and log have all."""
         for decision in decisions:
             log.info("AnyGPU: %s", decision)
-        shown = (each for each in decisions if each.verdict != "off" or each.source == CHOSEN or each.alarming)
+        usual = {only} if only else {each.subject for each in decisions if each.verdict != "off"}
+        shown = (each for each in decisions if each.subject in usual or each.source == CHOSEN or each.alarming)
         self.finish("\n".join((status, *(decision.brief for decision in shown))))
+
+    def drawn(self, text: str) -> None:
+        """:meth:`notify` of what a demo model draws instead of what was asked, which App mode is to show, too."""
+        if text not in self.lines:
+            self._run.entry["demo"].append(text)
+        self.notify(text)
 
     def finish(self, status: str, *more: str) -> None:
         """The text that stays under the node: its status with ``more`` of it and the pace, then what was said."""
@@ -159,27 +169,28 @@ class NodeProgress:
 
     def _send(self, text: str) -> None:
         if self.node_id is not None:
-            send(self.node_id, text, self._run.snapshot())
+            send(self.node_id, text, dict(self._run.entry))
 
     @functools.cached_property
     def _previewer(self) -> Any:
         return previewer_for(self.family)
 
-    def _picture(self, preview: Preview) -> Any:
+    def _picture(self, preview: Preview, previewer: Any = None) -> Any:
         """The preview in the form ComfyUI sends; None when previews are off, or core's are of other channels."""
-        if self._previewer is None:
+        previewer = previewer or self._previewer
+        if previewer is None:
             return None
         estimate = preview()
-        factors = getattr(self._previewer, "latent_rgb_factors", None)  # (3, C)
+        factors = getattr(previewer, "latent_rgb_factors", None)  # (3, C)
         if factors is not None and estimate.shape[1] != factors.shape[1]:
             return None
-        return self._previewer.decode_latent_to_preview_image("JPEG", to_host(estimate))
+        return previewer.decode_latent_to_preview_image("JPEG", to_host(estimate))
 
 
 class PaintProgress(NodeProgress):
     """A node's progress whose previews are the views beside one another."""
 
-    def _picture(self, preview: Callable[[], torch.Tensor]) -> Any:
+    def _picture(self, preview: Callable[[], torch.Tensor], previewer: Any = None) -> Any:
         from PIL import Image
 
         views = list(preview()) if preview_method() != "none" else []

@@ -22,6 +22,7 @@ from ..pipelines.latents.recovery import Sampled, SavedLatents
 from ..pipelines.latents.store import NESTED
 from .families import latent_format_of
 from .folders import saved_folder
+from .preview import rough_previewer
 
 log = logging.getLogger(__name__)
 
@@ -117,23 +118,18 @@ def stamp(name: str) -> tuple[str, int]:
 
 def thumbnail(name: str) -> bytes | None:
     """A small JPEG of the middle frame by the family's rough colours, None without; CheckpointError for no such id."""
-    from PIL import Image
-
     item = next((item for item in listing() if item.id == name), None)
     samples = recovery.load(saved_folder(), name, log.info)["samples"]
     kind = getattr(comfy.latent_formats, item.latent_format if item else "", None)
     plain = comfy.latent_formats.LatentFormat
     known = kind if isinstance(kind, type) and issubclass(kind, plain) else plain
     rough = latent_format_of(item.family if item else None) or known()
-    factors = rough.latent_rgb_factors
-    if factors is None or samples.ndim not in (4, 5) or len(factors) != samples.shape[1]:
+    previewer = rough_previewer(rough)
+    if previewer is None or samples.ndim not in (4, 5) or previewer.latent_rgb_factors.shape[1] != samples.shape[1]:
         return None
     samples = rough.process_in(samples)
-    bias = torch.tensor(rough.latent_rgb_factors_bias or [0.0, 0.0, 0.0])
-    middle = samples[0] if samples.ndim == 4 else samples[0, :, samples.shape[2] // 2]
-    frame = middle.movedim(0, -1) @ torch.tensor(factors) + bias
-    pixels = ((frame.clamp(-1, 1) + 1) * 127.5).to(torch.uint8).numpy()
-    picture, target = Image.fromarray(pixels), io.BytesIO()
+    middle = samples if samples.ndim == 4 else samples[:, :, samples.shape[2] // 2]
+    picture, target = previewer.decode_latent_to_preview(middle), io.BytesIO()
     scale = THUMBNAIL_PIXELS / max(picture.size)
     picture.resize([max(1, round(side * scale)) for side in picture.size]).save(target, "JPEG", quality=85)
     return target.getvalue()

@@ -55,7 +55,7 @@ def folder_request(inputs: Inputs, trace: Path | None = None, **machine: Any) ->
         stands_in_for=given["model"] if instead else "",
         base=folders.provider_folder(given["base"]),
         image_encoder=folders.provider_folder(given["image_encoder"]),
-        search=(*folders.model_roots(), *folders.encoder_roots()),
+        search=tuple(folders.roots((*folders.MODEL_KEYS, *folders.ENCODER_KEYS))),
         cards=memory_manager.cards(),
         **_here(machine),
     )
@@ -124,8 +124,8 @@ def machine_of(folder: Path) -> Machine:
     from .meshes import enlarged
 
     keys = (*folders.BASE_KEYS, *folders.ADAPTER_KEYS, *folders.PAINT_PROVIDER_KEYS, *folders.LORA_KEYS)
-    keys += folders.UPSCALER_KEYS
-    models = (*folders.model_roots(), *folders.encoder_roots(), *folders.roots(keys), paint_models.MODELS)
+    keys = (*folders.MODEL_KEYS, *folders.ENCODER_KEYS, *keys, *folders.UPSCALER_KEYS)
+    models = (*folders.roots(keys), paint_models.MODELS)
     single = tuple(root for keys in model_files.KEYS.values() for root in folders.roots(keys))
     state = folders.state_folder()
     pictures = (folder, Path(folder_paths.get_input_directory()), Path(folder_paths.get_output_directory()))

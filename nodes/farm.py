@@ -69,7 +69,7 @@ class QueueJobs(io.ComfyNode):
                     optional=True, advanced=True,
                 ),
                 io.Combo.Input("delight", options=[farm.NONE, *folders.paint_models()], default=farm.NONE, optional=True, advanced=True),
-                io.Combo.Input("image_encoder", options=folders.paint_provider_choices(), default="auto", optional=True, advanced=True),
+                io.Combo.Input("image_encoder", options=[folders.AUTO, *folders.paint_providers()], default="auto", optional=True, advanced=True),
                 io.Combo.Input("like", options=[farm.NONE, *saved.choices(saved.SIGNED)], default=farm.NONE, optional=True, advanced=True),
                 io.Combo.Input("adapter", options=[farm.NONE, *folders.adapters()], default=farm.NONE, optional=True, advanced=True),
             ],

@@ -24,7 +24,7 @@ from .inputs import Pipeline, attention_input, offload_input, schema, speed_inpu
 class LoadPipeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        providers = folders.provider_choices()
+        providers = [folders.AUTO, *folders.providers()]
         return schema(
             node_id="AnyGPULoadPipeline",
             search_aliases=[
@@ -85,7 +85,7 @@ class ComposePipeline(io.ComfyNode):
                 io.Combo.Input("text_encoder", options=model_files.file_choices("text_encoder"), default="auto"),
                 io.Combo.Input("text_encoder_2", options=model_files.file_choices("text_encoder_2"), default="auto"),
                 io.Combo.Input("image_encoder", options=model_files.file_choices("image_encoder"), default="auto"),
-                io.Combo.Input("base", options=folders.provider_choices(), default="auto", advanced=True),
+                io.Combo.Input("base", options=[folders.AUTO, *folders.providers()], default="auto", advanced=True),
                 io.Combo.Input("task", options=list(requests.TASKS), default="auto", advanced=True),
                 io.Combo.Input("precision", options=list(PRECISIONS), default="auto"),
                 offload_input(),
@@ -125,7 +125,7 @@ def load_outputs(request: LoadRequest, progress: NodeProgress) -> io.NodeOutput:
     if problem := package_problem():
         progress.notify(problem)
     pipeline = load_placed(request, progress, *here)
-    progress.chosen(status_of(pipeline), pipeline.plan.decisions)
+    progress.chosen(status_of(pipeline), pipeline.plan.decisions, "model" if pipeline.is_demo else "")
 
     def reload(devices: Mapping[str, Any]) -> Any:
         same = pipeline.model.request

@@ -37,7 +37,7 @@ def word_inputs() -> list[Any]:
 class LoadPaintPipeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
-        providers = folders.paint_provider_choices()
+        providers = [folders.AUTO, *folders.paint_providers()]
         return mesh_schema(
             node_id="AnyGPULoadPaintPipeline",
             inputs=[
@@ -84,7 +84,7 @@ class LoadMVAdapter(io.ComfyNode):
                 io.Combo.Input("lora", options=[folders.NONE, *folders.loras()], default=folders.NONE),
                 io.Float.Input("lora_strength", default=1.0, min=-10.0, max=10.0, step=0.05),
                 io.Combo.Input("variant", options=list(ADAPTER_VARIANTS), default="auto", advanced=True),
-                io.Combo.Input("vae", options=folders.paint_provider_choices(), default="auto", advanced=True),
+                io.Combo.Input("vae", options=[folders.AUTO, *folders.paint_providers()], default="auto", advanced=True),
                 attention_input(choices=UNET_CHOICES),
                 io.Model.Input("core_model", optional=True),
                 io.Clip.Input("core_clip", optional=True),

@@ -41,7 +41,7 @@ class EncodePrompt(io.ComfyNode):
     def execute(cls, pipeline: Any, section_prompts: str = "", **inputs: Any) -> io.NodeOutput:
         progress = NodeProgress(cls.hidden.unique_id)
         sections = tuple(line.strip() for line in section_prompts.splitlines() if line.strip())
-        inputs = own_inputs(pipeline, {**inputs, "sections": sections}, progress.notify)
+        inputs = own_inputs(pipeline, {**inputs, "sections": sections}, progress.drawn)
         prompt = stages.encode_prompt(pipeline, PromptRequest(**inputs), progress)
         progress.finish(prompt.described(pipeline.spec.title))
         return io.NodeOutput(prompt, *latent_format.conditionings(prompt))
@@ -91,7 +91,7 @@ class EncodeImage(io.ComfyNode):
         progress = NodeProgress(cls.hidden.unique_id)
         latents = None if latent is None else latent_format.from_core(pipeline, latent, progress.notify)
         vision = None if clip_vision_output is None else clip_vision_output.last_hidden_state
-        settings = own_inputs(pipeline, {**settings, "image": image, "fit": fit}, progress.notify)
+        settings = own_inputs(pipeline, {**settings, "image": image, "fit": fit}, progress.drawn)
         image, fit = settings.pop("image"), settings.pop("fit")
         asked = settings["width"], settings["height"]  # beside latents, whose size is used, that of the finished video
         final_size = asked if latent is not None and all(asked) else ()
@@ -120,7 +120,7 @@ class EncodeVideo(io.ComfyNode):
     def execute(cls, pipeline: Any, images: Any, width: int, height: int, fit: str, seed: int) -> io.NodeOutput:
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         chosen = {"images": images, "width": width, "height": height, "fit": fit}
-        chosen = own_inputs(pipeline, chosen, progress.notify)
+        chosen = own_inputs(pipeline, chosen, progress.drawn)
         images = chosen.pop("images")
         latents = stages.encode_video(pipeline, images, **chosen, seed=seed, progress=progress)
         progress.finish(f"{latents.width}x{latents.height}, {latents.frames} frames")

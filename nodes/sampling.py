@@ -63,8 +63,8 @@ class Sample(io.ComfyNode):
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
         videos = [None] if latent is None else batch.videos_of(latent)
-        starts = [own_latents(pipeline, latent_format.start_of(pipeline, video, progress.notify), progress.notify) for video in videos]
-        settings = own_inputs(pipeline, settings, progress.notify)
+        starts = [own_latents(pipeline, latent_format.start_of(pipeline, video, progress.notify), progress.drawn) for video in videos]
+        settings = own_inputs(pipeline, settings, progress.drawn)
         chosen = SampleSettings(**settings, sigmas=None if sigmas is None else tuple(to_host(sigmas).tolist()))
 
         def sample(index: int, seed: int, part: Any) -> Latents:
@@ -110,7 +110,7 @@ class SampleFramePack(io.ComfyNode):
     ) -> io.NodeOutput:
         progress = NodeProgress(cls.hidden.unique_id, pipeline.family)
         encoded = stages.prompt_from_core(pipeline, prompt, negative) if isinstance(prompt, list) else prompt
-        settings = own_inputs(pipeline, {**settings, "clip_seconds": clip_seconds, "fps": fps, "window": window}, progress.notify)
+        settings = own_inputs(pipeline, {**settings, "clip_seconds": clip_seconds, "fps": fps, "window": window}, progress.drawn)
         framepack = FramePackSettings(
             clip_seconds=settings.pop("clip_seconds"), window=settings.pop("window"), order=order,
             end_strength=end_strength, single_frame=single_frame, blend_sections=blend_sections,

@@ -86,7 +86,7 @@ class MemoryPlan(Uncached):
         if isinstance(pipeline, PaintPipeline):
             text, bars = paint_plan(pipeline, width, frames, guided)
         else:
-            sizes = own_inputs(pipeline, {"width": width, "height": height, "frames": frames}, progress.notify)
+            sizes = own_inputs(pipeline, {"width": width, "height": height, "frames": frames}, progress.drawn)
             size = memory_plan.planned_size(pipeline, **sizes, guided=guided)
             text, bars = memory_plan.memory_plan(pipeline, size)
         progress.finish(text)

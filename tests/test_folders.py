@@ -7,9 +7,13 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import layouts
 import pytest
+import torch
 from anygpu.compat.errors import CheckpointError
+from anygpu.pipelines.files.models import part_folders
 from PIL import ExifTags, Image
+from safetensors.torch import save_file
 
 
 @pytest.fixture
@@ -45,11 +49,11 @@ def test_the_demo_models_are_the_last_choices_and_found_by_name(folders):
 
 
 def test_a_demo_model_runs_in_the_place_of_a_published_one_of_its_family(folders, tmp_path):
-    demo, hunyuan, newer, _, mochi = folders.demo_models()
+    demo, hunyuan, newer, framepack, mochi = folders.demo_models()
     assert folders.stand_in_for("LTX-Video") == folders.stand_in_for("publisher/LTX-Video-0.9.5") == demo
     assert folders.stand_in_for("hunyuanvideo-community/HunyuanVideo") == hunyuan
     assert folders.stand_in_for("HunyuanVideo-I2V") == "", "it wants a picture"
-    assert folders.stand_in_for("FramePack_F1_I2V_HY_20250503") == "", "it samples from the start"
+    assert folders.stand_in_for("FramePack_F1_I2V_HY_20250503") == framepack
     assert folders.stand_in_for("mochi-1-preview") == mochi
     assert folders.stand_in_for("HunyuanVideo-1.5-Diffusers-480p_t2v") == newer
     assert folders.stand_in_for("HunyuanVideo-1.5-Diffusers-480p_i2v") == "", "it wants a picture"
@@ -65,6 +69,44 @@ FAMILIES = {  # a published name, its pipeline, another class of the family's, i
     "HunyuanVideo-1.5-Diffusers-480p_t2v": ("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline", 2),
     "mochi-1-preview": ("MochiPipeline", "MochiPipeline", 4),
 }
+
+
+@pytest.mark.parametrize("name, demo", [("HunyuanVideo-I2V", 1), ("HunyuanVideo-1.5-Diffusers-480p_i2v", 2)])
+def test_a_demo_that_takes_no_picture_is_named_with_the_template_that_it_runs(folders, name, demo):
+    with pytest.raises(CheckpointError) as caught:
+        folders.model_folder(name)
+    drawn = list(folders.demo_models())[demo]
+    assert f"{drawn!r} in the text-to-video template runs at once" in caught.value.fix
+
+
+@pytest.mark.parametrize("text", ["", "<!DOCTYPE html><html>", '{"_class_name": "WanPipeline"}'])
+def test_a_listed_folder_that_is_broken_is_read_and_its_error_said(folders, tmp_path, recorded, text):
+    (tmp_path / "LTX-Video").mkdir()
+    (tmp_path / "LTX-Video" / "model_index.json").write_text(text, encoding="utf-8")
+    assert "LTX-Video" in folders.model_choices() and folders.stand_in_for("LTX-Video") == ""
+    with pytest.raises(CheckpointError, match="WanPipeline" if "Wan" in text else "cannot be read"):
+        part_folders(folders.model_folder("LTX-Video"), {}, (), recorded())
+
+
+def test_an_empty_folder_an_unfinished_download_and_a_single_file_are_told_apart(folders, tmp_path, tiny_folder):
+    folder = tmp_path / "LTX-Video"
+    folder.mkdir()
+
+    def refused(found, fix="Download"):
+        with pytest.raises(CheckpointError) as caught:
+            folders.model_folder("LTX-Video")
+        assert found in caught.value.found and fix in caught.value.fix, caught.value
+
+    refused("an empty folder")
+    (folder / "transformer").mkdir()
+    refused("a download that has not ended")
+    (folder / "some.gguf").touch()
+    refused("the single file 'some.gguf'", "models/diffusion_models and choose it in AnyGPU Compose")
+    norm, head = {"blocks.0.self_attn.norm_q.weight": torch.ones(2)}, {"head.modulation": torch.ones(1, 2, 2)}
+    save_file(norm | head, folder / "wan.safetensors")
+    refused("the single file 'wan.safetensors' of Wan", "AnyGPU Fit")
+    layouts.whole_set("ltx", tiny_folder, tmp_path / "set")["transformer"].rename(folder / "ltx.safetensors")
+    refused("the single file 'ltx.safetensors' of LTX-Video", "AnyGPU Compose Pipeline")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -87,9 +129,7 @@ def test_whatever_else_is_installed_a_published_name_runs_or_its_error_names_the
     assert folders.stand_in_for(name) == ""
     with pytest.raises(CheckpointError) as caught:
         folders.model_folder(name)
-    assert repr(demo) in caught.value.fix and ("download that has not ended" in caught.value.found) is (
-        there == "empty"
-    )
+    assert repr(demo) in caught.value.fix and ("an empty folder" in caught.value.found) is (there == "empty")
 
 
 def test_a_model_of_the_published_name_wins_over_the_demo(folders, tmp_path):

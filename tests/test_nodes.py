@@ -142,6 +142,15 @@ def test_core_s_schedule_has_the_shift_of_the_checkpoint(core: ComfyUI, loaded) 
     pipeline.offloader.patchers.update(patchers)
 
 
+def test_a_demo_is_told_in_two_lines_and_what_it_draws_instead_goes_to_the_run(core: ComfyUI) -> None:
+    demo = core.run("LoadPipeline", model="demo: LTX-Video (3 MB)").result[0]
+    first, second = core.said.splitlines()
+    assert first.startswith("demo model, LTX-Video: ") and second.startswith("model draws coloured shapes at 64")
+    core.run("EncodePrompt", pipeline=demo, text="a fox", negative="")
+    entry = core.module("host.server.panel").last_run()["nodes"][small_comfyui.ComfyNode.hidden.unique_id]
+    assert len(entry["demo"]) == 1 and entry["demo"] == entry["said"] and "instead of this text" in entry["demo"][0]
+
+
 def test_a_demo_model_s_own_cfg_is_for_one_sampling(core: ComfyUI, loaded) -> None:
     """Core hands the same guider to the next run, which says again what it does."""
     found, seen = core.module("host.core_models"), []

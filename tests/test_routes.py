@@ -174,7 +174,7 @@ def test_the_machine_is_told_without_asking_it_anything(pack):
     assert str(pack.home / "models") in found["first_run"]
     assert "https://huggingface.co/Lightricks" in found["first_run"]
     assert (
-        "Workflows of LTX-Video, HunyuanVideo, HunyuanVideo 1.5, FramePack, Mochi 1 run at once: a small demo model"
+        "Workflows of LTX-Video, HunyuanVideo (text to video), HunyuanVideo 1.5 (text to video), FramePack, Mochi 1 run"
         in found["first_run"]
     )
     assert pack.files() == {}, "reading wrote something"
@@ -897,7 +897,8 @@ def test_an_older_paused_run_that_cannot_be_removed_undoes_no_pause(pack, monkey
     pack.queue.get_current_queue_volatile, pack.queue.set_flag = lambda: ([item], []), flags.__setitem__
     paused.request()
     monkeypatch.setattr(Path, "unlink", lambda *_, **__: (_ for _ in ()).throw(PermissionError("open")))
-    assert paused.save("sampling 3/20", None) and flags == {"unload_models": True, "free_memory": True}
+    assert paused.save(paused.wanted_run(), "sampling 3/20", None)
+    assert flags == {"unload_models": True, "free_memory": True}
     assert paused.listing()[0]["id"] == "newest"
 
 

@@ -1,22 +1,27 @@
 // Builds elements from plain values. Text is always text, never markup.
 
-/** An element with attributes and children. Strings become text; null and false are skipped. */
+const shown = (value) => value !== null && value !== undefined && value !== false;
+
+/** Replace the children of an element. Strings become text; null and false are skipped. */
+export function fill(element, ...children) {
+  element.replaceChildren(...children.flat(Infinity).filter(shown));
+  return element;
+}
+
+/** An element with attributes and children. */
 export function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value);
+    else if (shown(value)) element.setAttribute(name, value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
-  return element;
+  return fill(element, children);
 }
 
 /** Load the pack's style sheet, once per page. */
 export function style() {
   const href = new URL("./anygpu.css", import.meta.url).href;
-  if (![...document.styleSheets].some((sheet) => sheet.href === href) && !document.querySelector("link[data-anygpu]")) {
-    document.head.append(make("link", { rel: "stylesheet", href, "data-anygpu": "" }));
-  }
+  if (!document.querySelector("link[data-anygpu]")) document.head.append(make("link", { rel: "stylesheet", href, "data-anygpu": "" }));
 }
 
 /** Bytes in GB or MB, as people read them. */
@@ -41,7 +46,17 @@ export function table(columns, rows) {
   return rows.length > 0 && make("table", {}, make("thead", {}, head), make("tbody", {}, body));
 }
 
+export const reason = (text) => text && make("div", { class: "anygpu-why" }, text);
+
+/** A list of names, each with its text and perhaps a reason. */
+export const terms = (rows, attributes) =>
+  make("dl", attributes, rows.map(([name, text, why]) => [make("dt", {}, name), make("dd", {}, text, reason(why))]));
+
 export const button = (name, onclick, more) => make("button", { type: "button", class: "anygpu-button", onclick, ...more }, name);
+
+/** A card of something that was saved, with the attributes of its picture. */
+export const kept = (picture, title, text, ...more) =>
+  make("article", { class: "anygpu-kept" }, picture && make("img", picture), make("div", {}, make("h3", {}, title), make("p", {}, text), more));
 
 /** A button that acts, and a line under it that says what happened. */
 export function acting(name, act) {

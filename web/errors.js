@@ -1,4 +1,5 @@
-// Shows errors of our nodes as a notice: what was found, what was expected, what to do, and a button that goes to the node.
+// Shows errors of our nodes as a notice: what was found, what was expected, what to do, and a button that goes to the node;
+// in App mode also what a demo model drew otherwise.
 // It goes with the graph that it is about, with the next Run, and on Escape.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
@@ -13,18 +14,24 @@ function dismiss() {
   document.querySelector(".anygpu-toast")?.remove();
 }
 
+async function show(noticeIn) {
+  const before = dismissed;
+  const element = await noticeIn(await import("./errors.mjs"));
+  if (!element || dismissed !== before) return;
+  dismiss();
+  document.body.append(element);
+}
+
 app.registerExtension({
   name: "anygpu.errors",
   beforeConfigureGraph: dismiss, // every graph that is opened, switched to or restored
   setup() {
-    api.addEventListener("execution_error", async ({ detail }) => {
+    api.addEventListener("execution_error", ({ detail }) => {
       if (!detail || !ours(detail)) return;
       dismiss();
-      const before = dismissed;
-      const { noticeOf } = await import("./errors.mjs");
-      const element = await noticeOf(detail, dismiss);
-      if (dismissed === before) document.body.append(element);
+      void show(({ noticeOf }) => noticeOf(detail, dismiss));
     });
+    api.addEventListener("execution_success", ({ detail }) => show(({ demoNotice }) => demoNotice(detail.prompt_id, dismiss)));
     for (const kind of ["promptQueueing", "graphCleared"]) api.addEventListener(kind, dismiss);
     const escape = (event) => {
       if (event.key !== "Escape") return;

@@ -1,11 +1,11 @@
 // The notice for one error.
+import { api } from "../../scripts/api.js";
 import { ask } from "./ask.mjs";
-import { button, copyButton, make, style } from "./elements.mjs";
+import { button, copyButton, make, style, terms } from "./elements.mjs";
 import { jumpTo, nodeOf, run, titleOf } from "./jump.mjs";
-import { isOpen, workflowOf } from "./runs.js";
+import { inAppMode, isOpen, workflowOf } from "./runs.js";
 
 const HELP = "https://github.com/anygpu/anygpu/blob/main/docs/troubleshooting.md";
-const MEMORY = /OutOfMemoryError$/;
 
 /** Close ComfyUI's own notice of the same failure, which comes about now; its details stay in the side panel. */
 function closeOther(tries = 20) {
@@ -14,30 +14,34 @@ function closeOther(tries = 20) {
   else if (tries) setTimeout(() => closeOther(tries - 1), 100);
 }
 
-/** The notice for the error of a run; `dismiss` removes it. The node is one of the open graph, or is only named. */
-export async function noticeOf({ exception_message: message = "", exception_type: type, node_id: id, node_type: kind, prompt_id: prompt }, dismiss) {
+function notice(role, title, dismiss, ...content) {
   style();
+  const close = make("button", { type: "button", class: "anygpu-close", "aria-label": "Close", onclick: dismiss }, "×");
+  return make("section", { class: "anygpu-toast anygpu", role, "aria-label": title }, make("header", {}, make("strong", {}, title), close), content);
+}
+
+/** In App mode, which shows no text under a node, the notice for a run in which a demo model drew something else. */
+export async function demoNotice(prompt, dismiss) {
+  const last = inAppMode() && isOpen(prompt) && (await ask(`/run?client_id=${api.clientId}`));
+  const texts = last.prompt === prompt && Object.values(last.nodes).flatMap(({ demo }) => demo);
+  return texts.length && notice("status", "Drawn by a demo model", dismiss, texts.map((text) => make("p", {}, text)));
+}
+
+/** The notice for the error of a run; `dismiss` removes it. The node is one of the open graph, or is only named. */
+export async function noticeOf({ exception_message: message = "", exception_type: type = "", node_id: id, node_type: kind, prompt_id: prompt }, dismiss) {
   const { found, expected, fix, press, ...it } = await ask("/error", { message }).catch(() => ({ found: message.trim() }));
   const node = isOpen(prompt) ? nodeOf(id).at(-1) : null;
   const here = node && [node.comfyClass, node.type].includes(kind);
   const title = here ? titleOf(id) : window.LiteGraph.registered_node_types[kind]?.title ?? kind;
-  const row = (name, text) => text && [make("dt", {}, name), make("dd", {}, text)];
-  const close = make("button", { type: "button", class: "anygpu-close", "aria-label": "Close", onclick: dismiss }, "×");
+  const memory = type.endsWith("OutOfMemoryError");
+  const rows = [["In", !isOpen(prompt) && workflowOf(prompt).filename], ["Found", found], ["Expected", expected], [memory ? "Lower" : "Do", fix]];
   const jump = here && button(`Go to ${title}`, () => jumpTo(id) || (jump.textContent = "This node no longer exists"), { class: "anygpu-button anygpu-main" });
-  const heading = MEMORY.test(type) ? "Out of memory" : "Stopped";
   closeOther();
-  return make(
-    "section",
-    { class: "anygpu-toast anygpu", role: "alert", "aria-label": `Error in ${title}` },
-    make("header", {}, make("strong", {}, `${heading}: ${title}`), close),
-    make(
-      "dl",
-      {},
-      row("In", !isOpen(prompt) && workflowOf(prompt).filename),
-      row("Found", found),
-      row("Expected", expected),
-      row(MEMORY.test(type) ? "Lower" : "Do", fix),
-    ),
+  return notice(
+    "alert",
+    `${memory ? "Out of memory" : "Stopped"}: ${title}`,
+    dismiss,
+    terms(rows.filter(([, text]) => text)),
     make("footer", {}, press && button(press, () => run(it)), jump, copyButton(message.trim()), make("a", { href: HELP, target: "_blank", rel: "noopener" }, "Troubleshooting")),
   );
 }

@@ -45,7 +45,7 @@ async function offer(node) {
   const shown = text && make("p", {}, text.split("\n", 2).join("\n")); // all of it would be cut off: the tab has room
   const buttons = make("div", {}, button, text && copyButton(text, "Copy what to download"));
   const element = make("div", { class: text ? "anygpu anygpu-first" : "anygpu" }, shown, buttons);
-  const height = text ? 140 : 30;
+  const height = text ? 210 : 30; // eight lines and two buttons
   node.addDOMWidget(WIDGET, "anygpu_text", element, { serialize: false, hideOnZoom: false, getMinHeight: () => height });
   node.setSize?.([Math.max(node.size[0], 325), Math.max(node.size[1], node.computeSize()[1])]); // a workflow may give it more
 }

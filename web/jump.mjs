@@ -1,5 +1,6 @@
 // Finds the node on the canvas for an execution id, through subgraphs.
 import { app } from "../../scripts/app.js";
+import { inAppMode } from "./runs.js";
 
 const OUTSIDE = -10; // a subgraph's own inputs
 
@@ -41,16 +42,17 @@ export function set(id, name, value) {
 }
 
 /** The title of a node on the canvas. */
-export function titleOf(id, fallback = "") {
-  const path = nodeOf(id);
-  return path.at(-1)?.title || fallback || `node ${id}`;
-}
+export const titleOf = (id) => nodeOf(id).at(-1)?.title || `node ${id}`;
 
 /** Select the node with an execution id and scroll to it; false if it no longer exists. */
 export function jumpTo(id) {
   const path = nodeOf(id);
   const node = path.at(-1);
   if (!node) return false;
+  if (inAppMode()) {
+    app.extensionManager.command.execute("Comfy.ToggleLinear");
+    return setTimeout(() => jumpTo(id), 100); // the canvas has no size before
+  }
   const { canvas } = app;
   const home = node.graph ?? app.rootGraph;
   if (home && canvas.graph !== home) {

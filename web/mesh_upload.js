@@ -16,7 +16,7 @@ async function kept(file, folder) {
   const answer = await api.fetchApi("/upload/image", { method: "POST", body });
   if (answer.status !== 200) throw new Error(`${file.name}: ${answer.status} ${answer.statusText}`);
   const { name, subfolder } = await answer.json();
-  return subfolder ? `${subfolder}/${name}` : name;
+  return `${subfolder}/${name}`;
 }
 
 /** Upload the files and select the first mesh.

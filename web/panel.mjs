@@ -2,12 +2,10 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { ask } from "./ask.mjs";
-import { changeList } from "./changes.mjs";
-import { acting, button, bytes, copyButton, make, seconds, style, table } from "./elements.mjs";
+import { acting, button, bytes, copyButton, fill, kept, make, reason, seconds, style, table, terms } from "./elements.mjs";
 import { jumpTo, set, titleOf } from "./jump.mjs";
 import { offer, pauseButton, pausedCards } from "./paused.mjs";
-import { isOpen } from "./runs.js";
-import { shareMachine } from "./share.mjs";
+import { ENDS, isOpen } from "./runs.js";
 
 const SETTLED = 700; // milliseconds without a change before the graph is sent again
 
@@ -15,27 +13,26 @@ const SETTLED = 700; // milliseconds without a change before the graph is sent a
 function part(title, open = true) {
   const body = make("div", { class: "anygpu-body" }, make("p", {}, "…"));
   const element = make("details", open ? { open: "" } : {}, make("summary", {}, make("h2", {}, title)), body);
-  return { element, fill: (...children) => body.replaceChildren(...children.flat(Infinity).filter(Boolean)) };
+  return { element, fill: (...children) => fill(body, children) };
 }
 
 const unfolded = new Set(); // what the user has opened stays open when the graph is shown anew
 
-function folded(key, name, ...children) {
+function folded(key, name, summary, ...children) {
   const ontoggle = ({ target }) => (target.open ? unfolded.add(key) : unfolded.delete(key));
-  return make("details", { class: name, open: unfolded.has(key) ? "" : null, ontoggle }, ...children);
+  return make("details", { class: name, open: unfolded.has(key) ? "" : null, ontoggle }, make("summary", {}, summary), children);
 }
 
-const trouble = (error) => make("p", { class: "anygpu-bad", role: "status" }, error.message);
+const trouble = (text) => make("p", { class: "anygpu-bad", role: "status" }, text);
 
 function meter({ name, free, total }) {
   if (!total) return make("p", {}, `${name}: ${free === null ? "memory unknown" : `${bytes(free)} free`}`);
   const used = free === null ? 0 : total - free;
   const text = free === null ? `${bytes(total)}, free unknown` : `${bytes(used)} of ${bytes(total)} in use`;
   const values = { role: "meter", "aria-label": `Memory of ${name}`, "aria-valuemin": 0, "aria-valuemax": total };
-  const bar = make("div", { ...values, class: "anygpu-meter", "aria-valuenow": used, "aria-valuetext": text });
   const level = make("div", {});
   level.style.width = `${(100 * used) / total}%`;
-  bar.append(level);
+  const bar = make("div", { ...values, class: "anygpu-meter", "aria-valuenow": used, "aria-valuetext": text }, level);
   return make("div", {}, make("p", { class: "anygpu-line" }, make("b", {}, name), ` ${text}`), bar);
 }
 
@@ -45,8 +42,7 @@ const WORD = { green: "ok", amber: "note", red: "problem", grey: "not tested" };
 
 function lightRow({ name, colour, verdict, advice }) {
   const dot = make("span", { class: `anygpu-dot anygpu-${colour}`, "aria-hidden": "true" });
-  const text = [make("b", {}, name), ` ${WORD[colour]}: ${verdict}`, advice && make("div", { class: "anygpu-why" }, advice)];
-  return make("li", {}, dot, make("div", {}, ...text.filter(Boolean)));
+  return make("li", {}, dot, make("div", {}, make("b", {}, name), ` ${WORD[colour]}: ${verdict}`, reason(advice)));
 }
 
 function lightList(lights) {
@@ -62,25 +58,21 @@ function lightList(lights) {
   ];
 }
 
-function section({ heading, lines }) {
-  const rows = lines.map((line) => [
-    make("dt", {}, line.subject),
-    make("dd", {}, line.verdict, line.why && make("div", { class: "anygpu-why" }, line.why)),
-  ]);
-  return make("details", {}, make("summary", {}, heading), make("dl", {}, rows));
-}
+const choices = (decisions) => terms(decisions.map(({ subject, verdict, why }) => [subject, verdict, why]));
+
+const section = ({ heading, lines }) => make("details", {}, make("summary", {}, heading), choices(lines));
 
 const goButton = (id) => button(titleOf(id), () => jumpTo(id));
 
 /** A line of advice, with a button where a widget is what it changes. */
 function adviceLine({ text, node, input, value }) {
   const apply = node && button("Apply", () => set(node, input, value), { title: `${input} = ${value}: ${titleOf(node)}` });
-  return make("p", { class: "anygpu-why" }, text, " ", apply || null);
+  return make("p", { class: "anygpu-why" }, text, " ", apply);
 }
 
 function three({ found, expected, fix }) {
   const rows = [["Found", found], ["Expected", expected], ["Do", fix]].filter(([, text]) => text);
-  return make("dl", { class: "anygpu-bad" }, rows.map(([name, text]) => [make("dt", {}, name), make("dd", {}, text)]));
+  return terms(rows, { class: "anygpu-bad" });
 }
 
 const LIGHT = { fits: "green", "in parts": "green", streams: "amber", "too much": "red" };
@@ -124,7 +116,7 @@ function runForecast({ node, found, stages = [], headline, verdict, advice = [],
       folded(
         `numbers ${node}`,
         "anygpu-numbers",
-        make("summary", {}, `Forecast of ${titleOf(node)}${found ? `: ${found}` : ""}`),
+        `Forecast of ${titleOf(node)}${found ? `: ${found}` : ""}`,
         table(["stage", "peak", "at least", "free", ""], rows),
         verdict && make("p", { class: "anygpu-lines" }, verdict),
       ),
@@ -133,10 +125,6 @@ function runForecast({ node, found, stages = [], headline, verdict, advice = [],
 
 function pipelineCard(card, forecasts) {
   if (card.error) return make("article", {}, make("h3", {}, card.model || "Load node"), goButton(card.node), three(card.error));
-  const rows = card.decisions.map(({ subject, verdict, why }) => [
-    make("dt", {}, subject),
-    make("dd", {}, verdict, why && make("div", { class: "anygpu-why" }, why)),
-  ]);
   return make(
     "article",
     {},
@@ -145,22 +133,21 @@ function pipelineCard(card, forecasts) {
     folded(
       `choices ${card.node}`,
       "anygpu-choices",
-      make("summary", {}, "What AnyGPU chose, and why"),
+      "What AnyGPU chose, and why",
       make("p", { class: "anygpu-line" }, `${card.does} `, goButton(card.node)),
-      make("dl", {}, rows),
+      choices(card.decisions),
       card.by_tables && make("p", { class: "anygpu-why" }, "From the tables: some probes have not run on this device yet."),
     ),
   );
 }
 
 function runCard([id, { stages, status, said, seconds: spent, done }]) {
-  const rows = Object.entries(stages).map(([stage, time]) => [make("dt", {}, stage), make("dd", {}, seconds(time))]);
-  const lines = [...(status ? status.split("\n") : []), ...said];
+  const lines = [...status.split("\n"), ...said].filter(Boolean);
   return make(
     "article",
     {},
     make("p", { class: "anygpu-line" }, goButton(id), ` ${seconds(spent)}${done ? "" : ", running"}`),
-    make("dl", {}, rows),
+    terms(Object.entries(stages).map(([stage, time]) => [stage, seconds(time)])),
     lines.length > 0 && make("ul", {}, lines.map((line) => make("li", {}, line))),
   );
 }
@@ -176,13 +163,24 @@ function costTable(costs, planned) {
   return table(["stage, offload", "forecast", "peak", "moved", "took"], rows);
 }
 
-const hide = (event) => event.target.remove(); // a family without rough colours has no picture
+/** What the last sampling did otherwise than the one before it, as the server compared their receipts. */
+function changeList({ before, headline, changes, missing }) {
+  const rows = changes.map((change) => [change.subject, change.before, change.now]);
+  return make(
+    "section",
+    { class: "anygpu-changes", "aria-label": "What changed" },
+    make("h3", {}, "Since the sampling before"),
+    make("p", { class: "anygpu-line" }, headline),
+    table(["", "before", "now"], rows),
+    make("p", { class: "anygpu-why" }, `Compared with ${before}.`, missing.length > 0 && ` No receipt records ${missing.join(", ")}.`),
+  );
+}
 
 function latentCard(entry) {
   const recover = acting("Recover", async () => placeLoader(await ask("/latents/recover", { id: entry.id })));
   const prompt = entry.prompt && make("details", {}, make("summary", {}, "Prompt"), make("p", {}, entry.prompt));
-  const picture = entry.picture && make("img", { src: api.apiURL(entry.picture), alt: `Rough preview of ${entry.title}`, loading: "lazy", onerror: hide });
-  return make("article", { class: "anygpu-kept" }, picture, make("div", {}, make("h3", {}, entry.title), make("p", {}, entry.text), prompt, recover));
+  const picture = entry.picture && { src: api.apiURL(entry.picture), alt: `Rough preview of ${entry.title}`, loading: "lazy", onerror: ({ target }) => target.remove() }; // some have none
+  return kept(picture, entry.title, entry.text, prompt, recover);
 }
 
 /** Add a node that loads the recovered latents to the canvas; returns the message to show. */
@@ -202,6 +200,30 @@ function placeLoader({ node, widget, value, text }) {
   return text;
 }
 
+/** Save a text as a file where the browser saves them. */
+function save(name, text) {
+  const href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+  make("a", { href, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(href), 1000);
+}
+
+/** This machine as a small file: shown as it will be, then saved by the browser. Nothing is sent. */
+function fileToShare({ text, file, form }) {
+  const saving = acting("Save the file", async () => {
+    save(file, text);
+    return `${file} is in your browser's downloads.`;
+  });
+  return make(
+    "section",
+    { class: "anygpu-share", "aria-label": "File to share" },
+    make("p", {}, "This is the whole file. It has no paths, names, addresses or keys; look through it."),
+    make("pre", { tabindex: 0, "aria-label": "The file" }, text),
+    copyButton(text),
+    saving,
+    make("p", {}, "AnyGPU sends nothing. Paste it into the field Machine file of ", make("a", { href: form, target: "_blank", rel: "noreferrer" }, "this form"), " if you like."),
+  );
+}
+
 /** Fill `element` with the tab; returns how to stop it, and how to tell it that another graph was opened. */
 export function open(element) {
   style();
@@ -214,7 +236,11 @@ export function open(element) {
   };
   const memory = make("div", {});
   const notice = make("div", {});
-  const sharing = shareMachine();
+  const shared = make("div", {});
+  const share = acting("Share this machine", async () => {
+    share.lastChild.textContent = "Asking the device takes a few seconds.";
+    fill(shared, fileToShare(await ask("/share", {})));
+  });
   const pause = pauseButton();
   offer(pause, false);
   const again = acting("Run the probes again", async () => {
@@ -232,21 +258,20 @@ export function open(element) {
   let alive = true;
 
   const showMachine = (found) => {
-    memory.replaceChildren(...meters(found.memory).filter(Boolean));
+    fill(memory, meters(found.memory));
     again.firstChild.textContent = found.asked ? "Run the probes again" : "Run the probes";
     const missing = Object.entries(found.limits).map(([name, each]) => `${name}: ${Object.keys(each).join(", ")}`);
-    notice.replaceChildren(
-      ...[
-        found.problem && make("p", { class: "anygpu-bad", role: "status" }, found.problem),
-        found.first_run &&
-          folded(
-            "first run",
-            "anygpu-choices",
-            make("summary", {}, "No model is installed: what to download"),
-            make("pre", { tabindex: 0, "aria-label": "What to download" }, found.first_run),
-            copyButton(found.first_run),
-          ),
-      ].filter(Boolean),
+    fill(
+      notice,
+      found.problem && trouble(found.problem),
+      found.first_run &&
+        folded(
+          "first run",
+          "anygpu-choices",
+          "No model is installed: what to download",
+          make("pre", { tabindex: 0, "aria-label": "What to download" }, found.first_run),
+          copyButton(found.first_run),
+        ),
     );
     parts.machine.fill(
       make("p", {}, found.device),
@@ -255,20 +280,21 @@ export function open(element) {
       again,
       missing.length > 0 && make("details", {}, make("summary", {}, "Choices that this machine cannot run"), make("p", {}, missing.join("; "))),
       found.sections.map(section),
-      sharing,
+      share,
+      shared,
     );
   };
   const showRun = () => {
     if (!isOpen(last.prompt)) return parts.run.fill(make("p", {}, "The last run was of another workflow."));
     const nodes = Object.entries(last.nodes);
     offer(pause, nodes.some(([, { done }]) => !done));
-    return parts.run.fill(changeList(last.changed), costTable(last.costs ?? [], planned), nodes.length ? nodes.map(runCard) : make("p", {}, "Nothing has run from this window yet."));
+    return parts.run.fill(last.changed && changeList(last.changed), costTable(last.costs ?? [], planned), nodes.length ? nodes.map(runCard) : make("p", {}, "Nothing has run from this window yet."));
   };
   const guarded = async (target, act) => {
     try {
       await act();
     } catch (error) {
-      if (alive) target.fill(trouble(error));
+      if (alive) target.fill(trouble(error.message));
     }
   };
   const refreshGraph = () =>
@@ -320,7 +346,7 @@ export function open(element) {
     if (!isOpen(detail.prompt_id)) return;
     last.nodes[detail.node] = detail.entry;
     follow(String(detail.node), detail.entry);
-    memory.replaceChildren(...meters(detail.memory).filter(Boolean));
+    fill(memory, meters(detail.memory));
     showRun();
   };
   const onStart = ({ detail }) => {
@@ -337,16 +363,15 @@ export function open(element) {
     ["anygpu.run", onRun],
     ["execution_start", onStart],
     ["graphChanged", () => later(refreshGraph)],
-    ...["execution_success", "execution_error", "execution_interrupted"].map((kind) => [kind, onEnd]),
+    ...ENDS.map((kind) => [kind, onEnd]),
   ];
   for (const [kind, act] of heard) api.addEventListener(kind, act);
 
-  const renew = button("Refresh", refresh);
   element.replaceChildren(
     make(
       "div",
       { class: "anygpu anygpu-panel", role: "region", "aria-label": "AnyGPU" },
-      make("header", {}, make("h1", {}, "AnyGPU"), renew),
+      make("header", {}, make("h1", {}, "AnyGPU"), button("Refresh", refresh)),
       notice,
       pause,
       Object.values(parts).map((each) => each.element),

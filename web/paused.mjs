@@ -2,7 +2,7 @@
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { ask } from "./ask.mjs";
-import { acting, make } from "./elements.mjs";
+import { acting, kept } from "./elements.mjs";
 
 export const pauseButton = () => acting("Pause after this step", async () => (await ask("/pause", {})).text);
 
@@ -25,9 +25,8 @@ async function resume({ id }) {
 function card(entry, changed) {
   const when = new Date(1000 * entry.time).toLocaleString();
   const act = (name, does) => acting(name, async () => { await does(entry); changed(); });
-  const picture = entry.picture && make("img", { src: entry.picture, alt: "The step after which it was paused" });
-  const buttons = [act("Resume", resume), act("Forget", ({ id }) => ask("/forget", { id }))];
-  return make("article", { class: "anygpu-kept" }, picture, make("div", {}, make("h3", {}, `Paused after ${entry.where}`), make("p", {}, when), buttons));
+  const picture = entry.picture && { src: entry.picture, alt: "The step after which it was paused" };
+  return kept(picture, `Paused after ${entry.where}`, when, act("Resume", resume), act("Forget", ({ id }) => ask("/forget", { id })));
 }
 
 /** The cards of the paused runs; `changed` is called when one was resumed or forgotten. */

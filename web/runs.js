@@ -13,6 +13,8 @@ const texts = new WeakMap(); // workflow -> node id -> the last text under that 
 let before; // the workflow that was open when a graph began to be opened, which is there before its own workflow is
 let settled = 0;
 
+export const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
+
 const openWorkflow = () => app.extensionManager?.workflow?.activeWorkflow ?? null;
 
 /** The workflow that a prompt was queued from; nothing where the page was loaded after that. */
@@ -20,6 +22,8 @@ export const workflowOf = (prompt) => workflows.get(prompt) ?? queueing;
 
 /** Whether the open workflow may be the one that a prompt was queued from. */
 export const isOpen = (prompt) => [undefined, null, openWorkflow()].includes(workflowOf(prompt));
+
+export const inAppMode = () => (openWorkflow()?.activeMode ?? openWorkflow()?.initialMode) === "app";
 
 app.registerExtension({
   name: "anygpu.runs",
@@ -52,7 +56,7 @@ app.registerExtension({
     });
     const elsewhere = (prompt) => before === openWorkflow() || !isOpen(prompt);
     // The newest frontends take all texts away when a run ends, and ours say what was done in it.
-    for (const end of ["execution_success", "execution_error", "execution_interrupted"]) {
+    for (const end of ENDS) {
       api.addEventListener(end, ({ detail }) => setTimeout(() => {
         if (elsewhere(detail?.prompt_id)) return;
         for (const [nodeId, text] of texts.get(openWorkflow()) ?? []) dispatchCustomEvent.call(api, "progress_text", { nodeId, text });

@@ -43,14 +43,19 @@ function showWhole() {
 
 /** Offer to draw the examples that are not in the input folder. */
 async function offerExamples() {
-  const chosen = app.graph._nodes.flatMap(({ widgets }) => widgets ?? []).filter(({ value }) => EXAMPLES.includes(value));
-  const missing = [...new Set(chosen.filter(({ value, options }) => !options?.values?.includes?.(value)).map(({ value }) => value))];
+  const all = app.graph._nodes.flatMap((node) => (node.widgets ?? []).map((widget) => [node, widget]));
+  const chosen = all.filter(([, { value, options }]) => EXAMPLES.includes(value) && !options?.values?.includes?.(value));
+  const missing = [...new Set(chosen.map(([, { value }]) => value))];
   const message = `ComfyUI's input folder has no ${missing.join(" and ")}. Draw a red circle on blue there, to try this template with?`;
   if (!missing.length || !(await app.extensionManager.dialog.confirm({ title: "Example files", message }))) return;
   const { ask } = await import("./ask.mjs");
   try {
     await ask("/examples", {});
     await app.refreshComboInNodes();
+    for (const [node, widget] of chosen) {
+      widget.callback?.(widget.value); // shows it
+      node.onWidgetChanged?.(widget.name, widget.value, "", widget); // and it counts as there
+    }
   } catch ({ message: detail }) {
     app.extensionManager.toast.add({ severity: "error", summary: "Example files", detail });
   }

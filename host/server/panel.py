@@ -22,6 +22,7 @@ from ...compat.requirements import package_problem
 from ...pipelines import decisions
 from ...pipelines.demo import demo_models
 from ...pipelines.files.catalogue import absent_offers, first_steps
+from ...pipelines.files.models import family_of_folder
 from ...pipelines.report import precisions
 from .. import folders, memory_manager
 
@@ -45,7 +46,8 @@ def first_run() -> str:
     here, host = facts(), _facts_of("cpu").total_bytes
     size = f"{here.name}, {host / GIBIBYTE:.0f} GB of host memory"
     steps = first_steps(folders.model_roots(), size, host, 0 if here.backend == "cpu" else here.total_bytes)
-    drawn = [demo.removeprefix("demo: ").rpartition(" (")[0] for demo in demo_models()]
+    families = map(family_of_folder, demo_models().values())
+    drawn = [each.title + " (text to video)" * folders.draws_text_alone(each) for each in families if each]
     at_once = f" Workflows of {', '.join(drawn)} run at once: a small demo model draws coloured shapes in its place."
     return f"No model yet.{at_once if drawn else ''}\n{steps}"
 
@@ -88,17 +90,6 @@ def machine(again: bool = False) -> dict[str, Any]:
     }
 
 
-def last_costs(began: float) -> list[dict[str, Any]]:
-    return [asdict(cost) for cost in saved_stages(folders.state_folder()) if cost.ended > began]
-
-
-def last_changes() -> dict[str, Any] | None:
-    from ...pipelines.records import changes
-
-    compared = changes.last_two(folders.saved_folder())
-    return None if compared is None else {**asdict(compared), "headline": compared.headline}
-
-
 def shared_machine() -> dict[str, str]:
     """This machine as the file that `anygpu report --share` writes, its name and where it may go."""
     from ...pipelines.records import machines
@@ -116,7 +107,7 @@ class NodeRun:
 
     def __init__(self, node_id: str | None) -> None:
         self.started = self._moment = time.monotonic()
-        self.entry: dict[str, Any] = {"stages": {}, "said": [], "status": "", "seconds": 0.0, "done": False}
+        self.entry: dict[str, Any] = {"stages": {}, "said": [], "demo": [], "status": "", "seconds": 0.0, "done": False}
         self._stage = ""
         if node_id is not None:
             context = get_executing_context()
@@ -134,22 +125,25 @@ class NodeRun:
         self._count(self._stage or "working")
         self.entry.update(status=status, done=True)
 
-    def snapshot(self) -> dict[str, Any]:
-        """The record so far, for a message that leaves this thread."""
-        return {**self.entry, "stages": dict(self.entry["stages"])}
-
     def _count(self, stage: str) -> None:
         now = time.monotonic()
-        self.entry["stages"][stage] = self.entry["stages"].get(stage, 0.0) + now - self._moment
-        self.entry["seconds"] = now - self.started
+        spent = self.entry["stages"].get(stage, 0.0) + now - self._moment
+        self.entry.update(stages={**self.entry["stages"], stage: spent}, seconds=now - self.started)  # others copy it
         self._moment = now
 
 
-def last_run() -> dict[str, Any]:
-    """The last run's ``prompt``, ``client``, when it ``began``, and a copy of its ``nodes``."""
+def last_run(client: str | None = None) -> dict[str, Any]:
+    """The last run's ``prompt``, a copy of its ``nodes``, its ``costs`` and what ``changed``; without a run or changes
+    where ``client`` is a window that did not queue it."""
+    from ...pipelines.records import changes
+
     with _lock:
-        nodes = {node: {**entry, "stages": dict(entry["stages"])} for node, entry in _last["nodes"].items()}
-        return {**_last, "nodes": nodes}
+        last = {**_last, "nodes": {node: dict(entry) for node, entry in _last["nodes"].items()}}
+    if client not in (None, last.pop("client")):
+        return {"prompt": "", "nodes": {}, "costs": [], "changed": None}
+    began, compared = last.pop("began"), changes.last_two(folders.saved_folder())
+    costs = [asdict(cost) for cost in saved_stages(folders.state_folder()) if cost.ended > began]
+    return {**last, "costs": costs, "changed": compared and {**asdict(compared), "headline": compared.headline}}
 
 
 def stop(node_id: str | None, how: str) -> dict[str, Any] | None:
@@ -158,7 +152,7 @@ def stop(node_id: str | None, how: str) -> dict[str, Any] | None:
         if entry is None or entry["done"]:
             return None
         entry.update(status=f"{how} at {entry['status']}" if entry["status"] else how, done=True)
-        return {**entry, "stages": dict(entry["stages"])}
+        return dict(entry)
 
 
 def _enter(node_id: str, prompt: str, entry: dict[str, Any]) -> None:

@@ -33,14 +33,11 @@ def request() -> dict[str, str]:
     return {"text": "Pausing after the next step that can be saved; core's samplers and step caches save none."}
 
 
-def save(where: str, picture: Any) -> bool:
-    """Save the prompt that runs and is to pause, which the caller ends then, and have the card's memory freed.
+def save(item: Any, where: str, picture: Any) -> bool:
+    """Save the prompt of :func:`wanted_run`, which the caller ends then, and have the card's memory freed.
 
-    False if it is not to pause, or the disk fails. ``where`` is such as ``sampling 3/20``, ``picture`` a preview.
+    False if the disk fails. ``where`` is such as ``sampling 3/20``, ``picture`` a preview.
     """
-    item = wanted_run()
-    if item is None:
-        return False
     _, prompt_id, prompt, extra, *_ = item
     _wanted.clear()
     workflow = (extra.get("extra_pnginfo") or {}).get("workflow")

@@ -44,15 +44,6 @@ async def english(request: web.Request) -> web.Response:
     return web.Response(status=302, headers={"Location": f"{request.match_info['node']}/en.md"})
 
 
-async def run(request: web.Request) -> Any:
-    """The last run, its costs and changes; nothing where ``client_id`` is not the window that queued it."""
-    client, last = request.query.get("client_id"), panel.last_run()
-    if client not in (None, last.pop("client")):
-        return {"prompt": "", "nodes": {}, "costs": [], "changed": None}
-    costs = await asyncio.to_thread(panel.last_costs, last.pop("began"))
-    return {**last, "costs": costs, "changed": await asyncio.to_thread(panel.last_changes)}
-
-
 async def graph(request: web.Request) -> Any:
     from . import forecast  # with all that loads and paints: at the first request, not at ComfyUI's start
 
@@ -124,7 +115,7 @@ async def examples(request: web.Request) -> Any:
 ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
     ("GET", "/machine", lambda request: asyncio.to_thread(panel.machine)),
     ("GET", "/memory", lambda request: asyncio.to_thread(panel.memory_now)),
-    ("GET", "/run", run),
+    ("GET", "/run", lambda request: asyncio.to_thread(panel.last_run, request.query.get("client_id"))),
     ("POST", "/graph", graph),
     ("GET", "/latents", latents),
     ("GET", "/latents/{id}/picture", picture),

@@ -16,9 +16,11 @@ from ..pipeline import DEMOS
 from ..registry import FAMILIES
 from .evidence import other_class
 from .part import without_text
-from .single_file import encoder_task, lone_task, transformer_file
+from .single_file import encoder_task, lone_file, lone_task
 
 INDEX = "model_index.json"
+MODEL_FOLDER = "a diffusers model folder with model_index.json, or a FramePack transformer folder"
+CHOOSE_FOLDER = "Choose the folder that directly contains model_index.json, or download the model again."
 OF_DEMOS = "_anygpu_parts_of"  # part to the demo model that ships it, for a part that two of them have
 ENCODER_FOLDER = ("image_encoder", "feature_extractor")
 
@@ -80,7 +82,7 @@ def part_folders(
         )
     family = family_of_folder(model)
     if family is None:
-        raise _unknown(model)
+        raise no_model_in(model)
     whole = (model / INDEX).is_file()
     folders = folders_in(model) if whole else {"transformer": model}
     wanted = [*family.files.parts, *family.files.tools]
@@ -183,8 +185,10 @@ def index_beside(transformer: Path) -> dict[str, Any]:
     return read_json(index, "a diffusers pipeline") if index.is_file() else {}
 
 
-def _unknown(model: Path) -> CheckpointError:
-    index, single = model / (INDEX if (model / INDEX).is_file() else "config.json"), transformer_file(model)
+def no_model_in(model: Path, fix: str = CHOOSE_FOLDER) -> CheckpointError:
+    """The error about a folder without a model of these families; ``fix`` is for one without a single file, too."""
+    index = model / (INDEX if (model / INDEX).is_file() else "config.json")
+    single, title, use = lone_file(model)
     if index.is_file():
         name = str(read_json(index, "a model description").get("_class_name"))
         other = other_class(name)
@@ -192,8 +196,9 @@ def _unknown(model: Path) -> CheckpointError:
         expected = f"one of {', '.join(f.title for f in FAMILIES.values())}"
         fix = f"Use its single file with {other.runs}." if other else "Choose a model of these families."
     else:
-        found, expected = f"neither model_index.json nor config.json in {str(model)!r}", "a diffusers model folder"
-        fix = "Choose the folder that directly contains model_index.json, or download the model again."
-    if single is not None:
-        fix = f"Move this folder into models/diffusion_models and choose {single.name} in AnyGPU Compose Pipeline."
+        held = "a download that has not ended" if any(model.iterdir()) else "an empty folder"
+        held = f"the single file {single.name!r}{title and f' of {title}'}" if single else held
+        found, expected = f"neither model_index.json nor config.json in {str(model)!r}: {held}", MODEL_FOLDER
+    if single and (title or not index.is_file()):
+        fix = f"Move {single.name} to models/diffusion_models and {use}."
     return CheckpointError(found, expected=expected, fix=fix)

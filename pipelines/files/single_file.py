@@ -4,6 +4,7 @@ no file brings comes from a diffusers folder; the small settings are shipped, an
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -112,10 +113,17 @@ def _transformer(path: Path) -> StoredModel:
     return main
 
 
-def transformer_file(folder: Path) -> Path | None:
-    """The single file of a known transformer in a folder that is not a model folder of diffusers'; None without one."""
+def lone_file(folder: Path) -> tuple[Path | None, str, str]:
+    """A single file in a folder that is no diffusers folder, that of a known model first; its model and its use."""
     files = sorted(file for file in folder.iterdir() if file.suffix in ENDINGS) if folder.is_dir() else []
-    return next((file for file in files if any(kind.endswith(TRANSFORMER) for kind in kinds(file))), None)
+    compose = "choose it in AnyGPU Compose Pipeline"
+    for file in files:
+        if kind := next((kind for kind in kinds(file) if kind.endswith(TRANSFORMER)), ""):
+            return file, FAMILIES[kind.partition("/")[0]].title, compose
+        with suppress(Exception):  # a damaged file: what is wrong with it is said when it is chosen
+            if other := other_model(entries_in(file)):
+                return file, other.title, f"use {other.runs}"
+    return next(iter(files), None), "", compose
 
 
 def lone_task(family: FamilySpec, config: Mapping[str, Any]) -> str:

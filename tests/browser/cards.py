@@ -134,14 +134,16 @@ def card(workflow: Path) -> Image.Image:
 
 
 def drawn_by(name: str) -> str:
-    """What drew the result on the card of a workflow."""
+    """What drew the result on the card of a workflow, without its size in the list, which training may change."""
     bare = name.removeprefix(PREFIX)
     choices = {folder.name: choice for choice, folder in demo_models().items() if bare.startswith(folder.name)}
     if choices:
-        return f"drawn by {choices[max(choices, key=len)]}"
+        return f"drawn by {choices[max(choices, key=len)].rpartition(' (')[0]}"
     (painter,) = demo_paint_models()
     after_a_picture = results.RESULTS[name] in (results.after_picture, results.projected)
-    return f"painted by {painter}" if after_a_picture else "the demo's mesh, from synthetic pictures"
+    return (
+        f"painted by {painter.rpartition(' (')[0]}" if after_a_picture else "the demo's mesh, from synthetic pictures"
+    )
 
 
 def show_result(picture: Image.Image, pen: Pen, given: results.Strip, made: results.Strip) -> None:

@@ -237,8 +237,38 @@ async function drawsAtOnce(page, nodes2) {
   }
   await page.waitForFunction(() => [...document.querySelectorAll("video")].some((video) => video.videoWidth === 64), null, { timeout: 60000 });
   await showAll(page);
+  const place = (found) => found.first().boundingBox();
+  const above = await place(page.getByRole("button", { name: "Copy what to download" }));
+  const below = await place(page.getByText(/^demo model in place of 'LTX-Video'/));
+  assert.ok(above.y + above.height <= below.y + 1, "the text lies on the button");
   await isTidy(page, nodes2, "first_run", "after");
   await picture(page, nodes2 ? "first_run_nodes2.png" : "first_run.png");
+}
+
+/** App mode shows no node: a notice says what was drawn instead, and the button of an error leads to its node. */
+async function tellsInAppMode(page) {
+  await page.evaluate(() => fetch("/free", { method: "POST", body: JSON.stringify({ unload_models: true, free_memory: true }) }));
+  await loadWorkflow(page, await source("anygpu_ltx_text_to_video.app"), "anygpu_ltx_text_to_video.app");
+  await queue(page);
+  assert.equal((await ended(page)).ending, "execution_success");
+  const told = page.locator(".anygpu-toast");
+  await told.getByText("draws 'a red circle moves left on blue' instead").waitFor();
+  await told.getByText("draws at its own size: width 704").waitFor();
+  await loadWorkflow(page, await source("anygpu_hunyuan_video_text_to_video"), "anygpu_hunyuan_video_text_to_video");
+  assert.equal(await told.count(), 0, "the notice stays with its graph");
+  await page.evaluate(() => {
+    window.app.graph._nodes.find(({ type }) => type === "AnyGPULoadPipeline").widgets[0].value = "gone";
+    return window.app.extensionManager.command.execute("Comfy.ToggleLinear");
+  });
+  await queue(page);
+  await ended(page);
+  await page.getByRole("button", { name: "Go to AnyGPU Load Pipeline" }).evaluate((button) => button.click()); // the frontend's own tour is over it
+  await page.waitForFunction(() => {
+    const { canvas } = window.app;
+    const [node] = Object.values(canvas.selected_nodes);
+    const middle = canvas.canvas.getBoundingClientRect().width / 2;
+    return node && middle && Math.abs((node.pos[0] + node.size[0] / 2 + canvas.ds.offset[0]) * canvas.ds.scale - middle) < 50;
+  });
 }
 
 /** The same, as it looks in a smaller window and in a narrow one, with the tab open. */
@@ -299,6 +329,7 @@ export async function firstRun(nodes2) {
     await downloads(page);
     await drawsAtOnce(page, nodes2);
     await looksRight(page, nodes2);
+    await tellsInAppMode(page);
     await loadWorkflow(page, await source("anygpu_hunyuan_video_15_image_to_video"), "anygpu_hunyuan_video_15_image_to_video");
     await queue(page);
     assert.equal((await ended(page)).ending, "execution_error");
@@ -334,6 +365,14 @@ export async function examplesAreDrawn(nodes2) {
     await queue(page);
     const { ending, message } = await ended(page);
     assert.equal(ending, "execution_success", message);
+    await rm(join(input, "example.png"));
+    await page.evaluate(() => window.app.refreshComboInNodes());
+    await loadWorkflow(page, await source("anygpu_ltx_image_to_video"), "anygpu_ltx_image_to_video");
+    await dialog.getByRole("button", { name: "Confirm" }).click();
+    await page.waitForFunction(() => window.app.graph._nodes.find(({ type }) => type === "LoadImage").imgs?.length);
+    await page.waitForTimeout(1000);
+    const missing = page.getByText(/^(Issues|Media input missing)$/).filter({ visible: true });
+    assert.deepEqual(await missing.allTextContents(), [], "the picture that was drawn still counts as missing");
     assert.deepEqual(errors.filter((each) => !each.includes("status of 400")), [], "the page reported errors");
   } finally {
     await browser.close();

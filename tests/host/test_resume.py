@@ -24,7 +24,8 @@ def test_a_comfyui_that_is_started_again_goes_on_after_its_last_kept_step(
     tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path, how: str
 ) -> None:
     try:
-        server = Server(find_host(), tmp_path_factory.mktemp(how), tiny_folder).start()
+        base, usual = tmp_path_factory.mktemp(how), ("--preview-method", "none")  # of ComfyUI
+        server = Server(find_host(), base, tiny_folder, arguments=usual).start()
     except NoHost as reason:
         pytest.skip(str(reason))
     prompt = watched(server.model("LTX-Video"), steps=STEPS).prompt
