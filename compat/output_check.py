@@ -10,7 +10,7 @@ from .errors import InputError
 
 BROKEN, COLOUR, ZEROS, CONSTANT = "NaN or infinite values", "one colour", "nothing but zeros", "one value everywhere"
 FRAME, REGION = "a frame of one colour", "a region of one colour"
-SATURATED = "values far outside those of a picture"
+SATURATED, ENDS = "values far outside those of a picture", "half of the values at the ends of their range"
 FINEST = 16  # cells that a frame is looked at in, per side, at least
 DEAD = 1 / 16  # of a frame, which varied latents do not leave in one colour
 RANGE, FAR, HALF = 4.0, 0.01, 0.5  # decoders end near -1..1; the share that may lie beyond; that may be at the ends
@@ -98,8 +98,10 @@ def _saturated(video: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> st
     if float(far.float().mean()) > FAR and float((video.abs() > RANGE).float().mean()) > FAR:
         return SATURATED
     least, most = low.amin(), high.amax()
+    if least >= 0 and most <= 1:  # its decoder clamps, as a picture that is half black may well need
+        return ""
     ends = float(((low == least) | (high == most)).float().mean())
-    return SATURATED if ends > HALF and float(((video == least) | (video == most)).float().mean()) > HALF else ""
+    return ENDS if ends > HALF and float(((video == least) | (video == most)).float().mean()) > HALF else ""
 
 
 def fault_in_latents(latents: torch.Tensor) -> str:

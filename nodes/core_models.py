@@ -81,14 +81,13 @@ class FitAll(io.ComfyNode):
         if model is None and precision != AUTO:
             expected, fix = "a MODEL, which alone it is for", f"Connect a MODEL, or choose {AUTO}."
             raise InputError(f"precision {precision} without a MODEL", expected=expected, fix=fix)
-        node_id, lines = cls.hidden.unique_id, dict[str, list[str]]()
+        node_id, lines, told = cls.hidden.unique_id, dict[str, list[str]](), dict[str, str]()
 
         def tell(name: str, text: str) -> None:  # called while a later node runs
             log.info("AnyGPU: %s: %s", name, text)
-            if text not in lines[name]:
-                lines[name].append(text)
+            told[name] = text
             progress = NodeProgress(node_id)
-            progress.lines += map("; ".join, lines.values())
+            progress.lines += ("; ".join((*each, *filter(None, [told.get(part)]))) for part, each in lines.items())
             progress.show()
 
         def fitted(name: str, part: Any, fit: Callable[[Any], Any]) -> Any:

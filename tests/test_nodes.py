@@ -534,12 +534,17 @@ def test_blocks_whose_sizes_fit_are_trusted_until_they_grow(core: ComfyUI, tmp_p
 def test_a_proof_window_is_what_its_frames_are_and_lies_where_they_are_dead(core: ComfyUI) -> None:
     module, whole = core.module("host.core.vae_window"), torch.randn(1, 4, 5, 40, 20)
     decoded = lambda latents: latents.movedim(1, -1).repeat_interleave(2, 2).repeat_interleave(2, 3)  # noqa: E731
-    window = module.ProofWindow(whole, 2, False, 0, 4, 9, 2)
+    window = module.ProofWindow(whole, False, 0, 4, 9, 2)
     inside = window.inner(decoded(window.latents))
     assert torch.equal(inside, window.frames_of(decoded(whole))) and inside.shape == (1, 1, 16, 24, 4)
     causal = lambda latents: decoded(latents).repeat_interleave(4, 1)[:, 3:]  # noqa: E731
     assert torch.equal(window.inner(causal(window.latents)), window.frames_of(causal(whole)))
-    vae, frames = SimpleNamespace(spacial_compression_decode=lambda: 2, latent_dim=3), torch.rand(1, 5, 80, 40, 3)
+    not_causal = lambda latents: causal(latents + latents[:, :, [*range(1, latents.shape[2]), -1]])  # noqa: E731
+    for frame, count in ((0, 5), (3, 4), (5, 8)):
+        window = module.ProofWindow(torch.cat((whole, whole[:, :, :2] * 0), 2), False, 0, frame, 9, 2)
+        inside = window.inner(not_causal(window.latents))
+        assert inside.shape[1] == count and torch.equal(inside, window.frames_of(not_causal(window.whole)))
+    vae, frames = SimpleNamespace(latent_dim=3), torch.rand(1, 5, 80, 40, 3)
     frames[:, 3, 20:40, 10:20] = 0.5
     found = module.ProofWindow.of(vae, whole, frames)
     assert (found.frame, found.row // 5, found.column // 5) == (3, 3, 1)

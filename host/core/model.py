@@ -40,7 +40,7 @@ KEY = "anygpu_fit"  # of our wrappers
 CAST = "manual_cast_dtype"  # core's name for the dtype in which a network computes
 COMPILED = WrappersMP.APPLY_MODEL, "torch.compile"  # core's wrapper for it
 MEASURED = "; plain where eight times the values of a first step fit"
-LOUDER = "values beyond those of the first step: this step is computed again in safe fp16"
+LOUDER = "values beyond those measured in safe fp16: this step is computed again in it"
 CASTS = "; the network or a node behind this one casts its stream, and it computes as without this fit"
 AMPLIFIES = "; rows of its weights are so much longer than most that it would amplify what fp16 rounds"
 CACHE = "animate2_cache"  # Wan Animate 2's: it knows a pose by its values, which another dtype would change
@@ -55,11 +55,16 @@ LOSSY = {  # parts of ComfyUI's --fast, and what becomes of them in layers that 
 @dataclass
 class Seen:
     layers: SafeLayers  # in safe fp16
-    counted: bool = False  # whether a call of it has been counted and reported
-    casts: bool = False  # whether that showed a stream that it casts by itself
-    reached: bool = True  # whether plain fp16 can be had: layers take it, and all attention reaches us
-    calibration: Calibration | None = None  # the sizes of its values with the weights of ``version``
-    version: Any = None
+    graph: Any  # the version of its weights and the dtype of its stream, with which the rest here goes
+    reached: bool  # whether plain fp16 can be had: layers take it, and all attention reaches us
+    counted: bool = False  # whether a call of this sampling has been counted
+    line: str = ""  # the last that was reported of a count
+    casts: bool = False  # whether a count showed a stream that it casts by itself
+    calibration: Calibration | None = None  # the sizes of its values
+
+    @property
+    def takes_plain(self) -> bool:
+        return self.reached and not self.layers.loud
 
 
 @dataclass(frozen=True)
@@ -76,74 +81,81 @@ class FittedNetwork:
     convolutions: ByNetwork = field(default_factory=ByNetwork)
 
     def __call__(self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of core's own call on the noisy latent ``x``; the first call is counted and reported."""
+        """Return the result of core's own call on the noisy latent ``x``; the first of each sampling is counted."""
         if comfy.model_management.in_training:
             return executor(x, *args, **kwargs)
-        network = _plain(executor.class_obj.diffusion_model)
-        if network not in self.seen:
-            layers = SafeLayers(self.machine.fp32_output, self.machine.fp16_convolutions)
-            self.seen[network] = Seen(layers, reached=takes_fp16(network))
-        seen: Seen = self.seen[network]
-        run, output = functools.partial(self._run, executor, network, seen, (x, *args), kwargs), None
-        counts, line = None if seen.counted else Counts(), ""
-        sizes = self._calibration(executor.class_obj, network, seen)
+        model = executor.class_obj
+        network = _plain(model.diffusion_model)
+        seen = self._seen(model, network)
+        run = functools.partial(self._run, executor, network, seen, (x, *args), kwargs)
+        output, line, held, sizes = None, "", True, self._calibration(model, network, seen)
         if sizes is None or not sizes.sizes:
-            output, line = self._run_first(run, network, sizes, counts)
-            if not seen.reached or seen.layers.loud:
-                sizes = None
-            elif sizes is not None:
-                sizes.write()
-        if sizes is not None and sizes.is_plain(network):
-            counts = None if seen.counted else Counts()
-            with sizes.trusted(network) as held:
-                plain = run(counts, plain=True)
-            if not held():
-                self.tell(LOUDER)
-                with sizes.measured(network):
-                    output = run(refused=sizes.refuse)
-                sizes.write()
+            output, line = self._run_safe(run, seen, network, sizes)
+        if sizes is not None and seen.takes_plain and sizes.is_plain(network):
+            again = output is not None
+            output, line, held = self._run_plain(run, seen, network, sizes)
+            if again or not held:
                 compute_next(args, kwargs)
-                return output
-            if output is not None:
-                compute_next(args, kwargs)
-            output, line = plain, f"{counts}{MEASURED if counts else ''}"
         elif output is None:
-            output, line = run(counts), str(counts)
-        if line and not seen.counted:
+            output, line = self._run_safe(run, seen, network, None)
+        if line and line != seen.line:
             self.tell(line)
-        seen.counted = True
+            seen.line = line
+        seen.counted = held
         return output
 
-    def _run_first(
-        self, run: Callable[..., Any], network: nn.Module, sizes: Calibration | None, counts: Counts | None
+    def _seen(self, model: Any, network: nn.Module) -> Seen:
+        graph, seen = (model.current_weight_patches_uuid, model.get_dtype_inference()), self.seen.get(network)
+        if seen is None or seen.graph != graph:  # a node behind this one may have changed either
+            fp32_output, convolutions = self.machine.fp32_output, self.machine.fp16_convolutions
+            layers = SafeLayers(fp32_output, convolutions) if seen is None else seen.layers
+            seen = self.seen[network] = Seen(layers, graph, takes_fp16(network))
+        return seen  # type: ignore[no-any-return]
+
+    def _run_safe(
+        self, run: Callable[..., Any], seen: Seen, network: nn.Module, sizes: Calibration | None
     ) -> tuple[Any, str]:
-        """The result in safe fp16, or without it where the network casts its stream, and a line on what was counted."""
-        seen = self.seen[network]
+        """The result in safe fp16, or without it where the network casts its stream, and a line on what was counted;
+        ``sizes`` measures, and is written where plain fp16 can be had."""
+        counts, why = None if seen.counted else Counts(), ""
         with nullcontext() if sizes is None else sizes.measured(network):
             output = run(counts, refused=None if sizes is None else sizes.refuse)
-        if counts is None:
-            return output, ""
-        seen.casts = counts.casts
-        seen.reached &= counts.complete and not counts.unreached and not counts.casts
-        if seen.casts:
-            output = run()
-        why = CASTS if seen.casts else AMPLIFIES if seen.layers.loud else ""
-        return output, f"{counts}{why}" if str(counts) else ""
+        if counts is not None:
+            seen.casts = counts.casts
+            seen.reached &= counts.complete and not counts.unreached and not counts.casts
+            why = CASTS if seen.casts else AMPLIFIES if seen.layers.loud else ""
+            output = run() if seen.casts else output
+        if sizes is not None and seen.takes_plain:
+            sizes.write()
+        return output, f"{counts}{why}" if counts is not None and str(counts) else ""
+
+    def _run_plain(
+        self, run: Callable[..., Any], seen: Seen, network: nn.Module, sizes: Calibration
+    ) -> tuple[Any, str, bool]:
+        """The result in plain fp16, a line on what was counted, and True; in safe fp16 and False if it did not fit."""
+        counts = None if seen.counted else Counts()
+        with sizes.trusted(network) as held:
+            output = run(counts, plain=True)
+        if held():
+            return output, f"{counts}{MEASURED}" if counts is not None else "", True
+        self.tell(LOUDER)
+        seen.counted, seen.line = False, ""
+        return *self._run_safe(run, seen, network, sizes), False
 
     def _calibration(self, model: Any, network: nn.Module, seen: Seen) -> Calibration | None:
         """The sizes of the network with the weights that it has now; None where plain fp16 is not wanted or known."""
         version, patcher = model.current_weight_patches_uuid, getattr(model, "current_patcher", None)
-        if not (self.fit.plain and seen.reached) or version is None or patcher is None or patcher.current_hooks:
+        if not (self.fit.plain and seen.takes_plain) or version is None or patcher is None or patcher.current_hooks:
             return None
         compiled = network is not model.diffusion_model or patcher.get_wrappers(*COMPILED)
         if compiled or any(hasattr(each, "_orig_mod") for each in network.modules()):  # takes no :class:`Level`
             return None
         fp32 = model.get_dtype_inference() is torch.float32  # else a node behind this one has core compute otherwise
-        if CACHE in patcher.model_options.get("transformer_options", {}) or seen.layers.loud or not fp32:
+        if CACHE in patcher.model_options.get("transformer_options", {}) or not fp32:
             return None
-        if seen.calibration is None or seen.version != version:
+        if seen.calibration is None:
             path = kept_at(patcher, self.machine.probes.folder, self.machine.probes.key)
-            seen.calibration, seen.version = Calibration(path, self.machine.fp16_convolutions), version
+            seen.calibration = Calibration(path, self.machine.fp16_convolutions)
         return seen.calibration
 
     def _run(
@@ -201,8 +213,11 @@ class FittedNetwork:
         model.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, self.detach)
 
     def attach(self, patcher: Any) -> None:
-        """Attach the paths of packed layers before a sampling: some compute the text before the network is called."""
+        """Attach the paths of packed layers before a sampling, some of which compute the text before the network is
+        called, and have its first call counted: other nodes may have changed what the last one was."""
         network = _plain(patcher.model.diffusion_model)
+        if (seen := self.seen.get(network)) is not None:
+            seen.counted = seen.casts  # of which nothing depends on more than was counted
         self.attached.setdefault(network, Undo()).extend(self.packed.attach(network))
 
     def detach(self, patcher: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...compat.device.execution import to_host
 from ...compat.output_check import BROKEN, dead_cells, fault_in_frames, latent_step
 
-LATENTS, SIDE = 3, 16  # frames, rows and columns of a window
+CONTEXT_LATENTS, SIDE = 2, 16  # frames before and after the proven ones; rows and columns of a window
 SAME = 1e-3  # of pictures in 0..1, that two ways agree in
 NEAR, CONTEXT = 5e-2, 0.3  # relative L2 of one window by two devices, and of a window alone and in its picture
 
@@ -21,31 +21,30 @@ class ProofWindow:
     """A few latents of a decode, that are decoded by themselves, and the frames that they make."""
 
     whole: Tensor  # latents (B, C, T, H, W)
-    cell: int  # pixels of one
     flat: bool  # whether their VAE knows no frames
     batch: int  # with frame, row and column: the latent in the middle
-    frame: int  # the last one
+    frame: int
     row: int
     column: int
 
     @classmethod
     def of(cls, vae: Any, given: Tensor, frames: Tensor | None = None) -> ProofWindow:
         """A window of what is decoded: its middle, or where finished ``frames`` are dead."""
-        latents, cell = latents_of(vae, given), int(vae.spacial_compression_decode())
+        latents = latents_of(vae, given)
         place = [0, 0, latents.shape[-2] // 2, latents.shape[-1] // 2]
         if frames is not None:
-            dead = dead_cells(_cells(_video(frames), cell), latents)
+            dead = dead_cells(_cells(_video(frames), frames.shape[-2] // latents.shape[-1]), latents)
             place[:2] = divmod(int(dead.float().mean((-2, -1)).argmax()), dead.shape[1])
             where = dead[place[0], place[1]].nonzero()
             place[2:] = to_host(where[len(where) // 2]).tolist() if len(where) else place[2:]
             every, less = latent_step(dead.shape[1], latents.shape[2])
-            place[1] = (place[1] + less) // every
-        return cls(latents, cell, vae.latent_dim == 2, *place)
+            place[1] = min(latents.shape[2] - 1, (place[1] + less) // every)
+        return cls(latents, vae.latent_dim == 2, *place)
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        first = max(0, self.frame - LATENTS + 1)
-        spans = [(first, min(self.whole.shape[2], first + LATENTS))]
+        first, last = self.frame - CONTEXT_LATENTS, max(1, self.frame) + 1 + CONTEXT_LATENTS
+        spans = [(max(0, first), min(self.whole.shape[2], last))]
         for size, middle in zip(self.whole.shape[3:], (self.row, self.column), strict=True):
             begin = max(0, min(middle - SIDE // 2, size - SIDE))
             spans.append((begin, min(size, begin + SIDE)))
@@ -60,22 +59,26 @@ class ProofWindow:
         return self.latents[:, :, 0] if self.flat else self.latents
 
     def inner(self, frames: Tensor) -> Tensor:
-        return self._trimmed(frames if frames.ndim == 5 else frames.unsqueeze(1))
+        video, ((first, last), _, (left, right)) = frames if frames.ndim == 5 else frames.unsqueeze(1), self.spans
+        return self._trimmed(video, latent_step(video.shape[1], last - first)[0], video.shape[3] // (right - left))
 
     def frames_of(self, frames: Tensor) -> Tensor:
         video = frames if frames.ndim == 5 else frames.unsqueeze(1)
         every, less = latent_step(video.shape[1], self.whole.shape[2])
-        (first, last), *sides = self.spans
+        cell, ((first, last), *sides) = video.shape[3] // self.whole.shape[4], self.spans
         begin = max(0, first * every - less)
-        rows, columns = (slice(start * self.cell, end * self.cell) for start, end in sides)
-        return self._trimmed(video[self.batch : self.batch + 1, begin : last * every - less, rows, columns])
+        rows, columns = (slice(start * cell, end * cell) for start, end in sides)
+        cut = video[self.batch : self.batch + 1, begin : last * every - less, rows, columns]
+        return self._trimmed(cut, every, cell)
 
-    def _trimmed(self, video: Tensor) -> Tensor:
+    def _trimmed(self, video: Tensor, every: int, cell: int) -> Tensor:
         (first, last), *sides = self.spans
-        if first:  # of later latents only the last's frames, which have some before them
-            video = video[:, -latent_step(video.shape[1], last - first)[0] :]
+        if first:  # frames that have some before them
+            video = video[:, -every * (last - first - CONTEXT_LATENTS) :]
+        if last < self.whole.shape[2]:  # and after them: not every decoder is causal
+            video = video[:, : -every * CONTEXT_LATENTS]
         for axis, (begin, end) in enumerate(sides, 2):
-            margin, size = (end - begin) // 4 * self.cell, self.whole.shape[axis + 1]
+            margin, size = (end - begin) // 4 * cell, self.whole.shape[axis + 1]
             low, high = margin * (begin > 0), video.shape[axis] - margin * (end < size)
             video = video.narrow(axis, low, high - low)
         return video
@@ -85,8 +88,7 @@ def fault_in_pictures(vae: Any, frames: Tensor, latents: Tensor) -> str:
     """The fault of finished frames (B, H, W, 3) or (B, F, H, W, 3) in 0..1 over the latents that they come from."""
     if frames.ndim not in (4, 5) or latents.ndim < 4:
         return "" if bool(frames.isfinite().all()) else BROKEN
-    cell = int(vae.spacial_compression_decode())
-    return fault_in_frames(_video(frames) * 2 - 1, cell, latents_of(vae, latents))
+    return fault_in_frames(_video(frames) * 2 - 1, frames.shape[-2] // latents.shape[-1], latents_of(vae, latents))
 
 
 def latents_of(vae: Any, given: Tensor) -> Tensor:

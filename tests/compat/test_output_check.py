@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from anygpu.compat.output_check import BROKEN, COLOUR, FRAME, REGION, SATURATED, fault_in_frames, fault_in_weight
+from anygpu.compat.output_check import BROKEN, COLOUR, ENDS, FRAME, REGION, SATURATED, fault_in_frames, fault_in_weight
 
 CELL, FRAMES = 8, 9  # three latent frames: one frame, then four each
 
@@ -33,7 +33,8 @@ FAULTS: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
     "a band": (part(slice(4), ALL, slice(4, 5)), REGION),
     "less": (part(slice(8), slice(16)), ""),
     "far": (lambda video, _: video * 1e6, SATURATED),
-    "clamped": (lambda video, _: (video * 1e6).clamp(-1, 1), SATURATED),
+    "clamped": (lambda video, _: (video * 1e6).clamp(-1, 1), ENDS),
+    "clamped by the decoder": (lambda video, _: (video * 0.3 - 0.1).clamp(0, 1), ""),
     "flat latents": (lambda video, latents: part(ALL, slice(32, None))(video, latents[..., 4:].zero_()), ""),
     "a flat latent frame": (lambda video, latents: part(ALL, ALL, slice(5, 9))(video, latents[:, :, 2].zero_()), ""),
 }

@@ -18,7 +18,7 @@ LAYERS = re.compile(
     r"(?:(plain fp16|fp16-safe) in (\d+))(?: and fp16-safe in (\d+))?(?: and fp32 in \d+)? of (\d+) layers called"
 )
 ATTENTION = re.compile(r"attention (\d+) of (\d+)")
-LOUDER = "values beyond those of the first step: this step is computed again in safe fp16"
+LOUDER = "values beyond those measured in safe fp16: this step is computed again in it"
 
 
 def some(*fast: str) -> list[object]:
@@ -45,6 +45,22 @@ def test_torch_counts_the_layers_that_the_node_names(inside: Inside, name: str, 
         assert found["attention"] == int(attention[1]), line
     else:
         assert "the rest is called without the options" in line
+
+
+def test_a_run_of_one_call_is_counted_also_where_that_is_computed_again(inside: Inside) -> None:
+    louder, line = inside.play("core_counted", "counted", name=NARROWS, peak=3e5)["first"]
+    assert louder == LOUDER and LAYERS.match(line)
+
+
+def test_a_cached_fit_follows_what_changes_behind_it(inside: Inside) -> None:
+    found = inside.play("core_counted", "cached", name="Wan 2.1")
+    assert not found["errors"]["fp16 behind"] <= NEAR, "core's own fp16 is right here: the test tests nothing"
+    assert found["errors"]["alone"] <= NEAR and found["errors"]["alone again"] <= NEAR
+    assert (
+        "casts its stream" in found["told"]["fp16 behind"][0] and found["told"]["alone"] == found["told"]["alone again"]
+    )
+    assert "1 layers whose forward another node has replaced" in found["told"]["bypass behind"][0]
+    assert len(found["told"]["alone"]) == 1 and not found["told"]["bypass again"]
 
 
 @pytest.mark.parametrize(

@@ -391,6 +391,10 @@ def test_a_sound_decode_is_no_alarm(inside: Inside, name: str) -> None:
     assert len(found) == 16 and not {key: said for key, said in found.items() if any("; now " in line for line in said)}
 
 
+def test_sound_decodes_of_other_cells_frames_or_pixel_spaces_are_no_alarm(inside: Inside) -> None:
+    assert inside.play("core_fit_vaes", "seldom") == {"tiny": [], "others": []}
+
+
 def test_a_decode_that_really_is_one_colour_is_given(inside: Inside) -> None:
     found = inside.play("core_fit_vaes", "one_colour", name="SD")
     assert found["values"] == [0.75] and found["said"] == [

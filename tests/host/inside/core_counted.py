@@ -22,6 +22,7 @@ from anygpu.host.core.clip import ENCODE
 from anygpu.host.core.layers import Counts, SafeLayers, left_of
 from anygpu.host.core.ownership import unfit_for_safe
 from comfy.ldm.modules.attention import attention_pytorch
+from comfy.patcher_extension import PatcherInjection
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,12 +106,39 @@ def counted(name: str, precision: str = "auto", peak: float = 0.0, behind: str =
     if behind:
         fitted.set_model_compute_dtype(getattr(torch, behind))
     output(fitted, name)
+    first = [*lines]
     with watched(fitted) as watch:
         output(fitted, name)
     weight = model.model.diffusion_model.get_parameter
     fp16 = sum("torch.float16" in dtypes and weight(path).ndim < 5 for path, dtypes in watch.products.items())
     attention = sum(count for call, count in watch.calls.items() if "attention" in call)
-    return {"told": lines, "layers": len(watch.products), "fp16": fp16, "attention": attention, "runs": watch.runs}
+    layers = {"layers": len(watch.products), "fp16": fp16}
+    return {"told": lines, "first": first, **layers, "attention": attention, "runs": watch.runs}
+
+
+def cached(name: str) -> dict[str, Any]:
+    """Errors against core's fp32 and what is said of one fit of a network that core would compute in fp16, by itself
+    and with other nodes behind it."""
+    loud, model, lines = made(name), made(name, compute=None), list[str]()
+    louder(loud, name, PEAK)
+    model.model.diffusion_model.load_state_dict(loud.model.diffusion_model.state_dict())
+    expected = output(loud, name)
+    fitted, _ = core_model.fit_model(model, "fp16-safe", keep_latents="never", machine=turing(), tell=lines.append)
+    narrow, bypassed, layer = (
+        fitted.clone(),
+        fitted.clone(),
+        model.model.diffusion_model.get_submodule(CASES[name].loud),
+    )
+    narrow.set_model_compute_dtype(torch.float16)
+    forward = {"forward": functools.partial(type(layer).forward, layer)}
+    injection = PatcherInjection(lambda _: vars(layer).update(forward), lambda _: vars(layer).pop("forward"))
+    bypassed.set_injections("bypass_lora", [injection])
+    errors, told = {}, {}
+    graphs = {"fp16 behind": narrow, "alone": fitted, "bypass behind": bypassed, "bypass again": bypassed}
+    for graph, each in {**graphs, "alone again": fitted}.items():
+        lines.clear()
+        errors[graph], told[graph] = error(output(each, name), expected), [*lines]
+    return {"errors": errors, "told": told}
 
 
 def of_a_clip() -> dict[str, Any]:
