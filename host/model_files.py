@@ -40,8 +40,10 @@ def file_choices(part: str) -> list[str]:
 
 def chosen_files(task: str, **names: str) -> Files:
     """The files behind the names of a node's inputs, and all others in the folders; CheckpointError for other names."""
-    parts = {part: _path_of(part, name) for part, name in names.items() if name != AUTO}
-    return Files(parts, offered(), task, tokenizers())
+    ending, fix = f"a file ending in {', '.join(ENDINGS)}", "Put it into {} and press R."
+    chosen = ((part, name) for part, name in names.items() if name != AUTO)
+    found = {p: path_of(name, _named(p), roots(KEYS[p]), (f"{p} file", ending), fix) for p, name in chosen}
+    return Files(found, offered(), task, tokenizers())
 
 
 def offered() -> dict[Path, tuple[str, ...]]:
@@ -67,11 +69,6 @@ def stamp_of(**names: str) -> list[tuple[str, int, int]]:
     """Value that changes with the files behind the names; ``auto`` is any file with a model that a pipeline has."""
     found = (path for path, held in offered().items() if held) if AUTO in names.values() else ()
     return stamp(*found, *(_named(part).get(name) for part, name in names.items()))
-
-
-def _path_of(part: str, name: str) -> Path:
-    what = f"{part} file", f"a file ending in {', '.join(ENDINGS)}"
-    return path_of(name, _named(part), roots(KEYS[part]), what, "Put it into {} and press R.")
 
 
 def _named(part: str) -> dict[str, Path]:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -45,12 +45,10 @@ class Quirk:
     seen: str = "2026-09"  # when it was last checked against its thread
 
 
-def _quirk(row: Mapping[str, Any]) -> Quirk:
-    fields: Mapping[str, Any] = {name: tuple(it) if isinstance(it, list) else it for name, it in row.items()}
-    return Quirk(**fields)
-
-
-QUIRKS: tuple[Quirk, ...] = tuple(map(_quirk, json_file(Path(__file__).with_suffix(".json"))))
+QUIRKS: tuple[Quirk, ...] = tuple(
+    Quirk(**cast("dict[str, Any]", {name: tuple(it) if isinstance(it, list) else it for name, it in row.items()}))
+    for row in json_file(Path(__file__).with_suffix(".json"))
+)
 
 
 @dataclass(frozen=True, slots=True)

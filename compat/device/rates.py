@@ -133,7 +133,8 @@ def published_rates(device_name: str, total_bytes: int = 0) -> Rates | None:
     stated, words = re.search(r"(\d+)\s?GB", device_name, re.IGNORECASE), _words(device_name)
     size = int(stated[1]) if stated else total_bytes / GIBIBYTE
     fitting = (rates for rates in RATES.values() if words and _words(rates.name) == words)
-    return next((rates for rates in fitting if not size or _sold_with(rates, size)), None)
+    sold = ((rates, rates.memory_gb if size else ()) for rates in fitting)
+    return next((rates for rates, gb in sold if not gb or any(0.88 * each <= size <= 1.05 * each for each in gb)), None)
 
 
 def quicker_by(facts: DeviceFacts, sums: bool, stored: str, attention: str) -> dict[str, float]:
@@ -147,10 +148,6 @@ def quicker_by(facts: DeviceFacts, sums: bool, stored: str, attention: str) -> d
     factors = {PRODUCT: eight or (own.sums if sums else 1)}
     factors[ATTENTION] = EIGHT_BIT if attention in LOSSY_ATTENTION and own.sums > 1 else 1
     return {kind: factor for kind, factor in factors.items() if factor != 1}
-
-
-def _sold_with(rates: Rates, size: float) -> bool:
-    return not rates.memory_gb or any(0.88 * each <= size <= 1.05 * each for each in rates.memory_gb)
 
 
 def rates_of(facts: DeviceFacts) -> Rates | None:

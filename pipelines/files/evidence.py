@@ -123,8 +123,7 @@ def variant_choices() -> list[str]:
 def variant_of(family: FamilySpec, request: LoadRequest, transformer: PartFiles) -> tuple[str, tuple[Decision, ...]]:
     """The variant of a model, and what is said of it; raises InputError for one of another family."""
     known, where, model = (AUTO, *family.recipes.variants), f" for {family.title}", request.model
-    earlier = request.earlier[0] if request.variant == AUTO else ""
-    asked = earlier if earlier in family.recipes.variants else request.variant
+    asked = request.earlier[0] if request.earlier[0] in family.recipes.variants else request.variant
     require_choice("variant", asked, known, "Choose auto or one of these.", where=where)
     cautions = cautions_of(family, model, transformer)
     if not family.recipes.variants:

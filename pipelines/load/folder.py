@@ -40,7 +40,7 @@ from ...compat.transforms.fp16 import stored_dtype
 from ...compat.transforms.order import Order, Preparation, Step, attention_step, convolution_step
 from ..base import Progress, Silent
 from ..family import FamilySpec
-from ..files.evidence import Names, evidence_of, named_place, published, recipe_named, variant_of
+from ..files.evidence import evidence_of, named_place, published, recipe_named, variant_of
 from ..files.models import INDEX, folders_in, index_beside, part_folders, task_beside
 from ..files.part import PartFiles, part_files, require_plausible
 from ..files.single_file import Composed, composed, family_in
@@ -93,7 +93,8 @@ def load(
     require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
     variant, guessed = variant_of(family, request, files["transformer"])
     names = evidence_of(named_place(request.model, files["transformer"]), {}).names
-    recipe, said = _recipe(family, request, names)
+    telling = names if request.variant == AUTO else ()
+    recipe, said = (request.earlier[1], "") if any(request.earlier) else recipe_named(family, telling)
     attention = _attention(request.attention, family, files["transformer"].config, precision, facts, probes)
     if attention.choice == SPARSE and request.speed.compile is not None:
         raise UnsupportedError("attention 'sparse' with compile", expected="one of the two", fix="Switch compile off.")
@@ -126,12 +127,6 @@ def load(
     device, plan = Device(facts, precision, probes), PipelinePlan(offloader, speed, decisions)
     pipeline = Pipeline(spec=family, model=model, parts=parts, tools=tools, device=device, plan=plan)
     return replace(pipeline, plan=replace(plan, decisions=(*decisions, *recipe_decisions(pipeline, guessed, said))))
-
-
-def _recipe(family: FamilySpec, request: LoadRequest, names: Names) -> tuple[str, str]:
-    """The key of the recipe that ``auto`` became in the run that this repeats, or else by name, and that name."""
-    earlier = request.earlier[1], ""
-    return ("", "") if request.variant != AUTO else earlier if any(request.earlier) else recipe_named(family, names)
 
 
 def _guards(request: LoadRequest, facts: DeviceFacts, probes: ProbeStore | None) -> tuple[Step, ...]:

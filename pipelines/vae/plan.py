@@ -224,7 +224,9 @@ class Ladder:
         noisy = any(self.pipeline.configs["vae"].get("decoder_inject_noise") or ())  # such a decoder cannot be streamed
         streams: tuple[int, ...] = SIDES if self.decodes and chosen in (AUTO, CHUNKED) and not noisy else ()
         if chosen == STREAMING:
-            counts, base = (), replace(base, frames=self._streamed_frames())
+            causal = self.causal and self.pipeline.weights
+            frames = form.frames or int(plane_bytes(self.pipeline, self.area) > host_free_bytes()) if causal else 0
+            counts, base = (), replace(base, frames=frames)
             streams = (form.tile, *(side for side in SIDES if side < form.tile)) if form.tile else SIDES
         tiles = tiles_below(max(self.size[1:]), self.ratios[0]) if chosen in (AUTO, TILED, ON_CPU) else ()
         host = self.automatic and not on_host
@@ -236,11 +238,6 @@ class Ladder:
         if self.form.frames:
             return (self.form.frames, *(count for count in CHUNKS if count < self.form.frames))
         return tuple(count for count in CHUNKS if count < (self.size[0] - 1) // self.ratios[1] + 1)
-
-    def _streamed_frames(self) -> int:
-        if not self.causal or not self.pipeline.weights:
-            return 0
-        return self.form.frames or int(plane_bytes(self.pipeline, self.area) > host_free_bytes())
 
     def _window(self) -> int:
         if not self.decodes or not self.pipeline.spec.memory.decode_window:
