@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +16,7 @@ import torch
 
 from ..device.facts import indexed, peak_bytes, reset_peak, synchronize, value_or
 from ..durable import write_json
-from ..errors import json_file
+from ..errors import PackError, json_file, json_within
 from .parts import ProgressStage
 
 FILE = "memory.json"
@@ -196,9 +195,9 @@ def saved_stages(state: Path) -> list[StageCost]:
         costs = [StageCost(**row) for row in json_file(state / FILE)]
         for cost in costs:  # an edited file may fail
             f"{cost}{cost.own_seconds:f}{cost.modelled_seconds:f}{cost.forecast_seconds:f}"
-            dict(json.loads(cost.work or "{}"))
+            {**json_within(cost.work or "{}", "a key")}
         return [cost for cost in costs if cost.ended >= 0]
-    except (OSError, ValueError, TypeError, ArithmeticError):
+    except (PackError, OSError, ValueError, TypeError, ArithmeticError):
         return []
 
 

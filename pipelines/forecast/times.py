@@ -18,7 +18,7 @@ from ...compat.device.facts import DeviceFacts, free_bytes, indexed
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.rates import PCIE_3, PINNED_LINK, PLAIN_LINK, rates_of
 from ...compat.device.work import HEAD_WIDTH, PUBLISHED, TIMED, Pace, Work, pace_of
-from ...compat.errors import PackError, UnsupportedError, first_line
+from ...compat.errors import PackError, UnsupportedError, first_line, json_within
 from ...compat.memory.offloader import HOSTED
 from ...compat.memory.statistics import StageCost, duration, saved_stages
 
@@ -292,7 +292,7 @@ def _alike(rows: Sequence[StageCost], pipeline: Any, stage: PlannedStage, mode: 
 
 def _apart(key: str, other: str) -> float:
     """The number of values in which two keys differ; infinite for runs that say nothing of each other."""
-    first, second = ({**json.loads(each), **dict.fromkeys(PRICED)} for each in (key, other or "{}"))
+    first, second = ({**json_within(each, "a key"), **dict.fromkeys(PRICED)} for each in (key, other or "{}"))
     return len({*key.split(", ")} ^ {*other.split(", ")}) if first == second else math.inf
 
 

@@ -93,8 +93,7 @@ def load(
     require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
     variant, guessed = variant_of(family, request, files["transformer"])
     names = evidence_of(named_place(request.model, files["transformer"]), {}).names
-    telling = names if request.variant == AUTO else ()
-    recipe, said = (request.earlier[1], "") if any(request.earlier) else recipe_named(family, telling)
+    recipe, said = recipe_named(family, names if (request.variant, *request.earlier) == (AUTO, "", "") else ())
     attention = _attention(request.attention, family, files["transformer"].config, precision, facts, probes)
     if attention.choice == SPARSE and request.speed.compile is not None:
         raise UnsupportedError("attention 'sparse' with compile", expected="one of the two", fix="Switch compile off.")
@@ -120,7 +119,7 @@ def load(
         weights=weights,
         storage=storage_choices(files),
         stands_in_for=request.stands_in_for,
-        recipe=recipe,
+        recipe=recipe or request.earlier[1],
         names=names,
     )
     decisions = (precision.decision, offload, attention.decision, *copies_decision(precision, facts, probes), *more)
