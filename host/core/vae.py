@@ -196,7 +196,9 @@ class FittedVAE:
         begun = time.monotonic()
         window = ProofWindow.of(self, given, frames if doubts else None)
         expected, seen = self._window_on_host(window), window.frames_of(frames)
-        if not doubts if expected is None else expected.shape != seen.shape:  # a latent is not always as many frames
+        if expected is None and not doubts:
+            return
+        if expected is not None and expected.shape != seen.shape:  # a latent is not always as many frames
             return
         right = expected is not None and agree(seen, expected, method.dtype)
         if not doubts and not right:  # a window alone has less around it: norms over the whole picture differ

@@ -22,7 +22,7 @@ from ...compat.errors import CheckpointError, InputError, PackError, reading_bud
 from ...compat.packages import imported
 from ..choices import MESH_FILES as FORMATS
 from .cameras import HUNYUAN, Frame
-from .mesh_cost import cost_of, reined, settings_of
+from .mesh_cost import cost_of, reading_limits, settings_of
 
 MANY_FACES = 100_000  # above it core's Decimate is worth its time before Unwrap
 UNWRAP_SECONDS = 75e-6  # per face: core's UnwrapMesh, 37 s for 500k faces on two CPU cores
@@ -289,7 +289,7 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
         def spare() -> int:
             return reading_budget(path.stat().st_size + sum(map(len, beside.read.values()))) - cost
 
-        with reined(trimesh, spare):
+        with reading_limits(trimesh, spare):
             scene = trimesh.load_scene(path, resolver=beside, process=False)
         scene.delete_geometry([name for name, part in scene.geometry.items() if not hasattr(part, "faces")])
         asked()

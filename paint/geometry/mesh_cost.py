@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from graphlib import CycleError, TopologicalSorter
 from importlib.util import find_spec
 from itertools import chain, count
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ ROW_ENDS = (b"\n", b"\r", b"\v", b"\f", b"\x1c", b"\x1d", b"\x1e", b"\xc2\x85", 
 PICTURES = ("PNG", "JPEG", "WEBP", "BMP", "TGA")  # that textures are; others start programs or have no limits
 GLOSSY_BYTES = 300  # of a pixel that trimesh 5.2 converts from KHR_materials_pbrSpecularGlossiness
 _patching = threading.Lock()
+STRENGTHS = ("scale", "strength", "emissiveStrength")
 CARRIED, CONVERTED = "KHR_materials_emissive_strength", "KHR_materials_pbrSpecularGlossiness"  # by us, by trimesh
 Check = Callable[[], None]
 
@@ -67,7 +68,7 @@ def cost_of(path: Path, size_of: Callable[[str], int], check: Check) -> int:
 
 
 @contextmanager
-def reined(trimesh: Any, spare: Callable[[], int]) -> Iterator[None]:
+def reading_limits(trimesh: Any, spare: Callable[[], int]) -> Iterator[None]:
     """Have trimesh, while it reads in this thread, open :data:`PICTURES` alone; convert glossy materials within
     ``spare`` bytes, of others take the diffuse picture; and number the parts of a glTF mesh: of two with the same
     random name, 24 bits, one would be lost."""
@@ -123,10 +124,12 @@ def settings_of(path: Path) -> tuple[dict[str, Any], set[str], set[str]]:
         extensions = material.get("extensions", {})
         flat = {**material, **material.get("pbrMetallicRoughness", {}), **extensions}
         for place, each in ((place, each) for place, each in flat.items() if isinstance(each, dict)):
-            found |= {f"{place}.{key}": each[key] for key in ("scale", "strength", "emissiveStrength") if key in each}
+            numbers = {key: each[key] for key in STRENGTHS if isinstance(each.get(key), (int, float))}
+            found |= {f"{place}.{key}": value for key, value in numbers.items() if isfinite(value)}
             if each.get("texCoord") or "KHR_texture_transform" in each.get("extensions", ()):
                 elsewhere.add(place)
-        found |= {name: flat[name] for name in {"doubleSided"} & flat.keys()}  # trimesh says no where a file is silent
+        if "doubleSided" in flat:  # trimesh says no where a file is silent
+            found["doubleSided"] = bool(flat["doubleSided"])
         lost |= {*extensions, *(["alphaMode"] if flat.get("alphaMode") in ("MASK", "BLEND") else [])}
         if "baseColorTexture" in flat and not {"metallicFactor", "metallicRoughnessTexture", CONVERTED} & flat.keys():
             lost.add("metallicFactor, 1 by default")

@@ -283,10 +283,10 @@ def _alike(rows: Sequence[StageCost], pipeline: Any, stage: PlannedStage, mode: 
         if (row.stage, row.pipeline, row.device, row.card) == (stage.name, title, device, stage.facts.card)
         and 0 < row.modelled_seconds < math.inf
         and 0 < row.own_seconds < math.inf
-        and _apart(stage.key, row.work) < math.inf
     ]
-    nearest = min((row.work for row in reversed(usable)), key=partial(_apart, stage.key), default="")
-    alike = [row for row in usable if row.work == nearest]
+    apart = {key: _apart(stage.key, key) for key in dict.fromkeys(row.work for row in reversed(usable))}
+    nearest = min(apart, key=apart.__getitem__, default="")
+    alike = [row for row in usable if row.work == nearest and apart[nearest] < math.inf]
     return [row for row in alike if row.mode == mode] or alike
 
 

@@ -36,7 +36,7 @@ from ..settings import OWN_DEFAULTS, defaults_in, recipe_decisions, with_default
 
 MOST = 10.0  # strength in either direction
 METHODS = {"LORA": (UP,), "LOHA": HADA, "LOKR": KRON}  # of peft that are read, with the roles of their tensors
-STARTS = ("True", "False", "gaussian", "eva", "orthogonal")  # others change the model's weights too
+STARTS = ("True", "False", "gaussian", "eva", "orthogonal", "mica")  # that leave the model's weights alone
 WIDE = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 LAYERS = (nn.Linear, nn.Conv2d, nn.Conv3d)
 ATOMS = r"(?:[\w-]|\\?\.|\\d|\[[\w-]+\])*"

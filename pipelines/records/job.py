@@ -177,8 +177,8 @@ class VideoJob(Job):
     @property
     def model_key(self) -> str:
         names = ("model", "base", "image_encoder", "files", "task", "load", "loras", "step_cache")
-        became = (self.resolved_variant, self.resolved_recipe)
-        return _hash(plain({name: getattr(self, name) for name in names} | ({"became": became} if any(became) else {})))
+        became = ("resolved_variant", "resolved_recipe")
+        return _hash(plain({name: getattr(self, name) for name in (*names, *became)}))
 
     @property
     def sampled(self) -> SampleSettings:

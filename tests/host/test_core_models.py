@@ -74,6 +74,12 @@ def test_a_picture_of_another_size_is_fitted_to_the_latents(inside: Inside, name
     assert inside.play("core", "resized", name=name)[-2:] == [6, 8]
 
 
+def test_a_prompt_of_hunyuan_video_15_stands_in_the_chat_that_core_writes(inside: Inside) -> None:
+    """The tokenizer's own template, which is a program, is not run."""
+    own, core = inside.play("core", "chats")
+    assert own == core and own.count("{}") == 1
+
+
 def test_pictures_of_core_stand_beside_latents_as_in_its_own_class(inside: Inside) -> None:
     assert inside.play("core", "concat_alike") == [True, True]
 

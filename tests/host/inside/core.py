@@ -1,5 +1,6 @@
 """Scenes about core's nodes: its samplers drive our transformers, its nodes our VAEs."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,6 +19,7 @@ from anygpu.pipelines import stages
 from anygpu.pipelines.base import FramePackSettings, SampleSettings, Silent
 from anygpu.pipelines.latents import convert as latent_format
 from anygpu.pipelines.load import lora
+from anygpu.pipelines.text.qwen import Chat
 from safetensors.torch import save_file
 
 from host.inside.device import CASES, bytes_on_device, encoded, loaded_for
@@ -165,6 +167,14 @@ def resized(name: str) -> list[int]:
     channels = SHAPES.get(name.split()[0], USUAL_SHAPE)[1]
     out = cores(model, *conditionings, torch.randn(1, channels, 2, 6, 8, generator=generator))
     return list(out.shape) if out.isfinite().all() else []
+
+
+def chats() -> list[str]:
+    """The chat around a prompt for HunyuanVideo 1.5, ours and core's, but for white space in the instruction."""
+    from comfy.text_encoders.hunyuan_video import HunyuanVideo15Tokenizer
+
+    own, core = Chat(None, "", -1).template, HunyuanVideo15Tokenizer().llama_template
+    return [re.sub(r"(?<=[.:])\s+", " ", text) for text in (own, core)]
 
 
 def concat_alike() -> list[bool]:

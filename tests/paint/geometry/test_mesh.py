@@ -336,6 +336,8 @@ if find_spec("trimesh"):
         found = {"normalTexture.scale": 0.5, f"{extension}.emissiveStrength": 3}
         assert mesh.factors == {**found, "doubleSided": False, "metallicFactor": 0.2}
         assert len(notes) == 1 and mesh.maps.keys() == {"normal"}
+        odd = {"extensions": {extension: {"emissiveStrength": "3"}}, "normalTexture": {**normal, "scale": float("nan")}}
+        assert not found.keys() & read({**odd, "doubleSided": "no"})[0].factors.keys(), "a stranger's, no number"
         moved = {"baseColorTexture": {**base, "extensions": {"KHR_texture_transform": {"scale": [2, 2]}}}}
         mesh, notes = read({"normalTexture": {**normal, "texCoord": 1}, "pbrMetallicRoughness": moved})
         assert not mesh.maps and notes[1].endswith("are left out: baseColor, normal")

@@ -340,6 +340,19 @@ def test_patterns_of_layers_match_as_in_peft_and_end_at_once() -> None:
     assert worst.of(["1." * 64] * 100, 9.0) == 9.0 and time.monotonic() - started < 5
 
 
+@pytest.mark.parametrize("start", ["True", "gaussian", "orthogonal", "mica", "pissa", "olora"])
+def test_the_starts_that_are_read_leave_the_model_as_peft_has_it(start: str) -> None:
+    """peft's own layers: a start that is refused changes the weights that it is put beside."""
+    import peft
+
+    torch.manual_seed(0)
+    host = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    before = host[0].weight.detach().clone()
+    config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights={"True": True}.get(start, start))
+    after = peft.get_peft_model(host, config).get_submodule("base_model.model.0.base_layer").weight
+    assert torch.equal(before, after) == (start in lora.STARTS)
+
+
 @pytest.mark.parametrize(
     ("method", "trained"),
     [
