@@ -261,6 +261,51 @@ SAMPLES: dict[str, tuple[str, ...]] = {
     "test_resident.py::test_what_fits_stays_and_the_rest_is_copied_in_each_forward": (
         "2-unpinned", "12-pinned", "22-unpinned", "32-pinned",
     ),
+    "test_outside.py::test_a_machine_whose_driver_misbehaves_is_described": (
+        "torch.cuda.get_device_properties-cuda", "torch.version.hip-rocm", "torch.xpu.get_arch_list-xpu",
+        "torch_xla.runtime.device_type-xla", "platform.mac_ver-mps", "ctypes.CDLL-cuda",
+    ),
+    "test_quirks.py::test_auto_runs_nothing_that_the_rows_of_a_machine_name": (
+        "gtx16_fp16_nan", "volta_fp16_conv3d", "conv3d_without_cudnn", "gfx115x_bf16_partial", "mps_time_pad",
+        "cpu_fp16_conv3d", "cudnn_large_convolution",
+    ),
+    "test_guard.py::test_a_wrong_result_is_named_replaced_and_kept": (
+        "addmm", "bmm", "convolution", "attention, masked", "native_group_norm", "_to_copy", "cat",
+    ),
+    "test_others.py::test_a_few_tensors_beside_a_models_name_another_task": (
+        "hunyuan_video-HunyuanCustom with audio-Wan2GP-more2",
+        "hunyuan_video_15 meanflow-OmniWeaving-Tencent's own-mm_in.linear_1.weight mm_in.linear_2.weight",
+        "ltx 2B-VACE for LTX-Video-its own code-more9",
+    ),
+    "test_fp16.py::test_packed_weights_stay_packed_and_compute_to_the_bits_of_their_values": ("ltx-fp8-model",),
+    "test_conv3d.py::test_equals_conv3d_bit_for_bit": (
+        "Conv3dMethod.NATIVE", "Conv3dMethod.PATCHES", "Conv3dMethod.POINTWISE", "Conv3dMethod.FRAMES",
+    ),
+    "test_counts.py::test_a_node_counts_what_the_tab_counts": ("ltx",),
+    "test_placement.py::test_each_part_computes_where_a_run_is_quickest": (
+        "names1-rooms1-101-saves 17 min of 62 min", "names2-rooms2-000-would not be quicker with acc:1 (Slow card)",
+        "names5-rooms5-000-no part of it fits on acc:1", "names7-rooms7-000-fits neither on acc:0 nor on acc:1",
+    ),
+    "test_planned.py::test_planned_and_sampled_sizes_are_equal": ("demo ltx", "demo hunyuan_video", "demo mochi"),
+    "test_draft.py::test_a_draft_is_at_most_a_tenth_of_the_work": ("hunyuan_video",),
+    "test_draft.py::test_a_latent_frame_at_a_time_is_all_of_them_at_once": ("hunyuan_video", "mochi"),
+    "test_each_family.py::test_other_solvers_and_noise_levels_run": ("ltx image", "hunyuan_video image", "mochi"),
+    "test_each_family.py::test_bf16_is_near_fp32": (),
+    "test_each_family.py::test_a_cancel_leaves_the_next_run_as_a_fresh_one": ("ltx image", "mochi"),
+    "test_each_family.py::test_a_video_is_started_from_and_a_mask_keeps_its_part": ("hunyuan_video image",),
+    "test_resume.py::test_a_sampling_goes_on_after_its_last_step": ("ltx-3",),
+    "test_prove.py::test_it_runs_on_a_cpu": (),
+    "test_counted_bytes.py::test_planes_of_a_decode": (),
+    "test_times.py::test_painting_is_counted_within_two_percent": (),
+    "test_times.py::test_delighting_is_counted_within_two_percent": (),
+    "test_needs.py::test_turbo_at_full_size_is_forecast": (),
+    "test_mv_adapter.py::test_fp16_operands_around_an_fp32_stream": (),
+    "test_adapter_painting.py::test_a_checkpoint_of_velocities_is_converted": (),
+    "test_projection.py::test_a_picture_of_another_shape_changes_nothing_and_says_so": (),
+    "test_projection.py::test_a_given_direction_is_kept": (),
+    "test_projection.py::test_a_picture_that_cuts_the_object_is_held_against_more_of_the_outline": (),
+    "test_projection.py::test_a_brighter_picture_leaves_no_seam_above_that_of_the_painted_views": (),
+    "test_projection.py::test_texels_that_the_picture_does_not_show_squarely_stay_bit_for_bit": ("pear",),
 }  # fmt: skip
 
 
