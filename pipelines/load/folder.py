@@ -176,7 +176,8 @@ def _sources(
     provided = {name: folder for name, folder in offered.items() if name in (*wanted.files.parts, *wanted.files.tools)}
     single = composed(replace(request.files, provided=provided), progress)
     found = {name: part.folder for name, part in single.files.items() if part.folder.is_file()}
-    request = replace(request, files=replace(request.files, parts={**request.files.parts, **found}))
+    parts = {**request.files.parts, **found}
+    request = replace(request, files=replace(request.files, parts=parts, known=single.known))
     tools = _tools(single.family, single.folder_tools, single.tools)
     return request, single, single.family, dict(single.folders), tools, single.decisions
 

@@ -76,6 +76,15 @@ def test_a_folder_of_many_files_says_something_of_those_alone_whose_own_names_sa
         ("HY1.5-720p-i2v/480p_t2v", "hunyuan_video_15", "480p t2v", "the name '480p_t2v' says so"),
         ("hunyuan_i2v/t2v_720", "hunyuan_video", "text to video", "the name 't2v_720' says so"),
         *(
+            (f"{folder}/{name}", "hunyuan_video_15", row, f"the name '{name}/{folder}' says so")
+            for folder, name, row in (
+                ("720p", "hunyuan_1.5_i2v", "720p i2v"),
+                ("HunyuanVideo-1.5_I2V_480p-GGUF", "hunyuanvideo1.5_cfg_distilled-Q5", "480p i2v distilled"),
+            )
+        ),
+        ("480p_i2v/hy15_720p_t2v", "hunyuan_video_15", "720p t2v", "the name 'hy15_720p_t2v' says so"),
+        ("hy15_480p_t2v_undistilled", "hunyuan_video_15", "480p t2v", "the name 'hy15_480p_t2v_undistilled' says so"),
+        *(
             (name, "hunyuan_video_15", row, f"the name {name!r} says so, but for {lacks}, which is assumed")
             for name, row, lacks in (
                 ("HunyuanVideo-1.5-720p-FP8", "720p t2v", "t2v"),
@@ -93,6 +102,8 @@ def test_tencents_own_folders_say_which_model_they_hold(
     (content,) = contents(published.sparse(file, published.shapes(model)))
     found = config_of(content)
     assert (found.name, found.why) == (name, why)
+    known = config_of(content, known="720p i2v distilled")
+    assert (known.name, known.why) == (("720p i2v distilled", "") if model == "hunyuan_video_15" else (name, why))
 
 
 @pytest.mark.parametrize(
