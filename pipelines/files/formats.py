@@ -98,9 +98,8 @@ def kinds(path: Path) -> tuple[str, ...]:
 
 
 def config_of(content: StoredModel, task: str = "", known: str = "") -> Configured:
-    """The configuration of a model in a file, for the ``task`` that the user said; empty leaves it to the file's name,
-    and to the name of the one that it is ``known`` to have. Raises CheckpointError where no published one has the
-    file's shapes. One beside it goes before them and ``task``."""
+    """The configuration of a model in a file: the ``known`` one, or by the ``task`` that the user said and the file's
+    name. Raises CheckpointError where no published one has its shapes; one beside it goes before all that."""
     beside, rows = content.path.with_suffix(".json"), list(published(content.kind))
     config = read_json(beside, "a model configuration") if beside.is_file() else {}
     inner = config.get(content.kind.rpartition("/")[2])
@@ -115,12 +114,11 @@ def config_of(content: StoredModel, task: str = "", known: str = "") -> Configur
         )
     wanted = [row for row in rows if not task or row.get("task", task) == task] or rows
     misfits = [(row, *_misfit(row, content)) for row in wanted]
-    fitting = [row for row, misfit, unused in misfits if not misfit and not unused]
-    spared: tuple[str, ...] = ()
-    if not fitting:  # what a model has no place for is left out, where it lacks nothing
-        enough = [(row, unused) for row, misfit, unused in misfits if not misfit]
-        fitting = [row for row, _ in enough]
-        spared = enough[0][1] if enough else ()
+    enough = [(row, unused) for row, misfit, unused in misfits if not misfit]
+    fitting = [row for row, unused in enough if not unused]
+    # what a model has no place for is left out, where it lacks nothing
+    spared = enough[0][1] if enough and not fitting else ()
+    fitting = fitting or [row for row, _ in enough]
     if (content.unknown or spared or not fitting) and (other := other_model(entries_in(content.path))):
         raise refusal(other, content.path)
     if not fitting:
@@ -137,8 +135,8 @@ def config_of(content: StoredModel, task: str = "", known: str = "") -> Configur
         # what a name leaves out, the folders around it may say
         found = [_named(fitting, "/".join(around[index : end + 1])) for end in range(index, len(around))]
         if found[0] is not None:
-            _, row, why = min(filter(None, found), key=lambda each: each[0])
-            return _configured(row, why, spared)
+            _, best, why = min(filter(None, found), key=lambda each: each[0])
+            return _configured(best, why, spared)
     unsaid = "no name around it says otherwise" if len(fitting) > 1 and not task else ""
     if unsaid and (family := FAMILIES.get(content.kind.partition("/")[0])) is not None:
         key, said = recipe_named(family, around)

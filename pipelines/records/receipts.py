@@ -166,9 +166,9 @@ def settings_of(path: Path) -> VideoJob:
     if job.first is not None:
         found, fix = f"{path.name!r} of several passes", "Choose another file."
         raise InputError(found, expected="a video that was sampled once", fix=fix)
-    own: dict[str, Any] = {"family": "", "base": None, "image_encoder": None, "files": {}, "pictures": ()}
+    own: dict[str, Any] = {"base": None, "image_encoder": None, **dict.fromkeys(("family", *BECAME), "")}
     own |= {"prompt": replace(job.prompt, text="", sections=()), "settings": replace(job.settings, seed=0, denoise=1.0)}
-    return replace(job, task=AUTO, video=None, upscalers=(), resolved=None, **dict.fromkeys(BECAME, ""), **own)
+    return replace(job, task=AUTO, files={}, pictures=(), video=None, upscalers=(), resolved=None, **own)
 
 
 @dataclass(frozen=True, slots=True)

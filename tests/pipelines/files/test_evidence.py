@@ -181,7 +181,7 @@ def test_the_one_file_whose_first_upload_was_turned_comes_with_a_caution(
     if scaled:
         entries = {key: replace(entry, codec="scaled") for key, entry in entries.items()}
     part = PartFiles("transformer", "diffusers", "X", file, {}, entries, torch.float32)
-    told = cautions_of(FAMILIES["ltx"], file, part)
+    told = cautions_of(FAMILIES["ltx"], part, evidence_of(file, {}).names)
     assert [decision.alarming for decision in told] == [True] * said
 
 
