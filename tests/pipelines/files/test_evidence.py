@@ -112,6 +112,7 @@ def test_tencents_own_folders_say_which_model_they_hold(
         ("my favourite", {"allowed_inference_steps": STEPS}, "distilled", "its file says that it was trained for 8"),
         ("ltxv-2b-0.9.6-distilled-04-25", {"scheduler": {}}, "distilled_0.9.6", "'ltxv-2b-0.9.6-distilled-04-25' says"),
         ("LTXV_2B_096_distilled-q8_0", None, "distilled_0.9.6", "'LTXV_2B_096_distilled-q8_0' says"),
+        ("ltxv_096_q8", {"allowed_inference_steps": STEPS}, "distilled_0.9.6", "'ltxv_096_q8' says"),
         ("LTX-Video-0.9.6/distilled-q8_0", None, "distilled_0.9.6", "'LTX-Video-0.9.6/distilled-q8_0' says"),
         ("ltxv-13b-distilled", None, "distilled", "'ltxv-13b-distilled' says so, and no name its version: 0.9.8 is"),
         ("distilled/ltxv-13b-0.9.8-dev", None, "dev", "does not say 'distilled'"),
