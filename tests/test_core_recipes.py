@@ -48,7 +48,8 @@ NAMED = {  # beginning of the source and steps -> names in public listings
         minimax_h3_fl2v_turbo_4step_v1.1_768p_bf16""",
     ("CZMartin22", 3): "TaoMate-H3-3step-ComfyUI taomate_h3_3step_comfy minimax_h3_taomate_3step",
     ("Phr00t", 4): "wan2.2-rapid-mega-aio-v10 wan2.2-i2v-rapid-aio-v10-nsfw-Q6_K.gguf WAN22_AIO_Rapid_i2v",
-    ("NVlabs", 4): "Wan_2_1_T2V_14B_480p_rCM_lora_average_rank_83_bf16 Wan_2_1_T2V_1_3B_480p_rCM_lora TurboWan2.1-T2V-14B-720P",
+    ("NVlabs", 4): """Wan_2_1_T2V_14B_480p_rCM_lora_average_rank_83_bf16 Wan_2_1_T2V_1_3B_480p_rCM_lora
+        TurboWan2.1-T2V-14B-720P TurboWan2.2-I2V-A14B-high-720P-quant rCM_Wan2.1_T2V""",
     ("W2G profiles/minimax_h3", 4): """minimax_h3_ref2v_turbo_4step_v0.1_comfyui_bf16
         minimax_h3_turbo_4step_ema_ckpt850 minimax_h3_larryvrh_v4_step600_ema minimax_h3_joyfox_fl2va_4step_lora
         minimax_h3_fl2v_turbo_4step_v0.1_768p_sla_bf16 minimax_h3_fl2v_turbo_4step_v0.1_comfyui_alpha8""",
