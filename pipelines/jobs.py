@@ -58,13 +58,14 @@ def request_of(job: VideoJob, machine: Machine, check: Check | None = None) -> L
     """The request with which this machine loads the job's model; CheckpointError where a file of the job is missing."""
     find = partial(machine.places.model, check=check)
     parts = {part: find(content) for part, content in job.files.items()}
+    single = replace(machine.single or Files({}), parts=parts, task=job.task, known=job.resolved_model)
     return load_request(
         job.load,
         machine.trace,
         model=parts.get("transformer") or find(job.model),
         base=None if job.base is None else find(job.base),
         image_encoder=None if job.image_encoder is None else find(job.image_encoder),
-        files=replace(machine.single or Files({}), parts=parts, task=job.task) if parts else None,
+        files=single if parts else None,
         device=machine.device,
         cards=machine.cards,
         search=tuple(root for root in machine.places.models if root != DEMOS),  # no part of a published model is there

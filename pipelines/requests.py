@@ -26,6 +26,7 @@ class Files:
     task: str = AUTO  # ``text``, ``image``, or ``auto`` where the files decide
     tokenizers: Mapping[str, Path] = field(default_factory=dict)  # kind to folder, such as ComfyUI's own
     provided: Mapping[str, Path] = field(default_factory=dict)  # folders of parts and tools that no file brings
+    known: str = ""  # its published configuration: as loaded, or in the run that this repeats; empty where that is open
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,7 @@ LOAD_INPUTS: dict[str, LoadInput] = {
 }
 
 
+BECAME = ("resolved_variant", "resolved_recipe", "resolved_model")  # of a job: what the model became by ``auto``
 LORA_MODES = ("separate", "merged")  # how a LoRA is put on; grows at the end
 # What kijai's wrappers and core's loaders call a precision, as the way of storing weights that it is here.
 STORED: dict[str, str] = {"fp8_e4m3fn": "fp8", "fp8_e4m3fn_fast": "fp8", "fp8_scaled": "as in file"}

@@ -47,12 +47,14 @@ NAMED = {  # beginning of the source and steps -> names in public listings
         minimax_h3_lightx2v_fl2v_turbo_4step_alpha128_v1.0_768p_bf16
         minimax_h3_fl2v_turbo_4step_v1.1_768p_bf16""",
     ("CZMartin22", 3): "TaoMate-H3-3step-ComfyUI taomate_h3_3step_comfy minimax_h3_taomate_3step",
-    ("Phr00t", 4): "wan2.2-rapid-mega-aio-v10 wan2.2-i2v-rapid-aio-v10-nsfw-Q6_K.gguf",
-    ("NVlabs", 4): "Wan_2_1_T2V_14B_480p_rCM_lora_average_rank_83_bf16 Wan_2_1_T2V_1_3B_480p_rCM_lora",
+    ("Phr00t", 4): "wan2.2-rapid-mega-aio-v10 wan2.2-i2v-rapid-aio-v10-nsfw-Q6_K.gguf WAN22_AIO_Rapid_i2v",
+    ("NVlabs", 4): """Wan_2_1_T2V_14B_480p_rCM_lora_average_rank_83_bf16 Wan_2_1_T2V_1_3B_480p_rCM_lora
+        TurboWan2.1-T2V-14B-720P TurboWan2.2-I2V-A14B-high-720P-quant rCM_Wan2.1_T2V""",
     ("W2G profiles/minimax_h3", 4): """minimax_h3_ref2v_turbo_4step_v0.1_comfyui_bf16
         minimax_h3_turbo_4step_ema_ckpt850 minimax_h3_larryvrh_v4_step600_ema minimax_h3_joyfox_fl2va_4step_lora
         minimax_h3_fl2v_turbo_4step_v0.1_768p_sla_bf16 minimax_h3_fl2v_turbo_4step_v0.1_comfyui_alpha8""",
     ("alibaba-pai", 8): f"{PDD} MiniMax-H3-Ref2VA-Acc-8Step MiniMax-H3-FL2VA-Acc-8Step_pruned_comfy",
+    ("kandinskylab", 0): "kandinsky5lite_t2v_nocfg_10s kandinsky5lite_t2v_nocfg_5s",
     ("W2G defaults/k5", 16): "kandinsky5lite_t2v_distilled16steps_10s_bf16",
 }  # fmt: skip
 PLAIN = """wan2.2_i2v_high_noise_14B_fp8_scaled wan2.2_ti2v_5B_fp16 wan2.1_t2v_14B_bf16 wan2.1_14B_SCAIL_2_fp16

@@ -247,6 +247,14 @@ def test_core_s_own_templates_have_one_node_between_loaders_and_all_else() -> No
 
 
 @each
+def test_what_a_recipe_says_is_left_to_the_model(workflow: Path) -> None:
+    """So that a distilled file, chosen in its place, runs as it was made for."""
+    samples = [entry["inputs"] for entry in replay(workflow).values() if entry["class_type"] == "AnyGPUSample"]
+    for name in ("steps", "cfg", "guidance", "shift", "scheduler", "fps"):
+        assert all(inputs[name] in (0, "auto") or isinstance(inputs[name], list) for inputs in samples), name
+
+
+@each
 def test_nothing_optional_is_switched_on(workflow: Path) -> None:
     for node in replay(workflow).values():
         for name, value in node["inputs"].items():

@@ -22,7 +22,8 @@ from .part import PartFiles
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 Names = tuple[str, ...]
-MOST_NAMES, FULL = 6, 0.5  # of a model; strength of a LoRA from which on its recipe is taken
+MOST_NAMES, LONGEST = 6, 260  # of a model; characters of a title that are looked at, as of a file's name
+FULL = 0.5  # strength of a LoRA from which on its recipe is taken
 TITLES = ("modelspec.title", "ss_output_name", "general.name")  # in a file's metadata, as trainers and GGUF have them
 SNAPSHOTS = "snapshots"  # whose folders are named by commits there
 CACHED = re.compile(r"^models--(?:.+--)?(.+)$")  # a repository in Hugging Face's cache
@@ -87,9 +88,6 @@ def says(name: str, pattern: str) -> bool:
     return re.search(pattern, DENIED.sub("", name), re.IGNORECASE) is not None
 
 
-LONGEST = 260  # characters of a title that are looked at, as of a file's name
-
-
 def names_around(path: Path, notes: Mapping[str, str] | None = None) -> Names:
     """The names that may say something of a model: the titles in its metadata, its own, those of the folders around."""
     names = [str(notes[key])[:LONGEST] for key in TITLES if notes.get(key)] if notes else []
@@ -120,19 +118,17 @@ def variant_choices() -> list[str]:
     return [AUTO, *dict.fromkeys([*first, *(variant for variants, _ in each for variant in variants)])]
 
 
-def variant_of(family: FamilySpec, request: LoadRequest, transformer: PartFiles) -> tuple[str, tuple[Decision, ...]]:
+def variant_of(family: FamilySpec, request: LoadRequest, around: Evidence) -> tuple[str, tuple[Decision, ...]]:
     """The variant of a model, and what is said of it; raises InputError for one of another family."""
-    known, where, model = (AUTO, *family.recipes.variants), f" for {family.title}", request.model
+    known, where = (AUTO, *family.recipes.variants), f" for {family.title}"
     asked = request.earlier[0] if request.earlier[0] in family.recipes.variants else request.variant
     require_choice("variant", asked, known, "Choose auto or one of these.", where=where)
-    cautions = cautions_of(family, model, transformer)
     if not family.recipes.variants:
-        return family.id, cautions
+        return family.id, ()
     if asked != AUTO:
-        return asked, (Decision("variant", asked, source=CHOSEN), *cautions)
-    variant, why = family.code.guess_variant(evidence_of(named_place(model, transformer), transformer.config))
-    guess = (Decision("variant", variant, why, AUTO, guessed=True),) if why else ()
-    return variant, (*guess, *cautions)
+        return asked, (Decision("variant", asked, source=CHOSEN),)
+    variant, why = family.code.guess_variant(around)
+    return variant, (Decision("variant", variant, why, AUTO, guessed=True),) if why else ()
 
 
 def recipe_named(family: FamilySpec, names: Names, base: Names = ()) -> tuple[str, str]:
@@ -148,14 +144,9 @@ def changes_recipe(strength: float, blocks: str) -> bool:
     return strength >= FULL and not blocks.strip()
 
 
-def named_place(model: Path, transformer: PartFiles) -> Path:
-    return transformer.folder if transformer.folder.is_file() else model
-
-
-def cautions_of(family: FamilySpec, model: Path, transformer: PartFiles) -> tuple[Decision, ...]:
+def cautions_of(family: FamilySpec, transformer: PartFiles, names: Names) -> tuple[Decision, ...]:
     plain = {entry.dtype for entry in transformer.entries.values() if len(entry.shape) == 2 and not entry.codec}
-    channels = int(transformer.config.get("in_channels") or 0)
-    return cautions_by_name(family, evidence_of(named_place(model, transformer), {}).names, plain, channels)
+    return cautions_by_name(family, names, plain, int(transformer.config.get("in_channels") or 0))
 
 
 def cautions_by_name(

@@ -23,7 +23,7 @@ from ...compat.errors import CheckpointError, PackError
 from ...compat.packages import attribute
 from ..keys import Layout, is_another_model, layouts_beside, renamed
 from ..registry import FAMILIES
-from .evidence import cautions_by_name, evidence_of, other_model, published, recipe_named, refusal
+from .evidence import cautions_by_name, evidence_of, other_model, published, recipe_named, refusal, says
 from .part import MOST_TENSORS, construction
 
 ENDINGS = (".safetensors", ".sft", ".gguf")
@@ -97,9 +97,9 @@ def kinds(path: Path) -> tuple[str, ...]:
         return ()
 
 
-def config_of(content: StoredModel, task: str = "") -> Configured:
-    """The configuration of a model in a file, for the ``task`` that the user said; empty leaves it to the file's name.
-    Raises CheckpointError where no published one has the file's shapes. One beside it goes before them and ``task``."""
+def config_of(content: StoredModel, task: str = "", known: str = "") -> Configured:
+    """The configuration of a model in a file: the ``known`` one, or by the ``task`` that the user said and the file's
+    name. Raises CheckpointError where no published one has its shapes; one beside it goes before all that."""
     beside, rows = content.path.with_suffix(".json"), list(published(content.kind))
     config = read_json(beside, "a model configuration") if beside.is_file() else {}
     inner = config.get(content.kind.rpartition("/")[2])
@@ -114,12 +114,11 @@ def config_of(content: StoredModel, task: str = "") -> Configured:
         )
     wanted = [row for row in rows if not task or row.get("task", task) == task] or rows
     misfits = [(row, *_misfit(row, content)) for row in wanted]
-    fitting = [row for row, misfit, unused in misfits if not misfit and not unused]
-    spared: tuple[str, ...] = ()
-    if not fitting:  # what a model has no place for is left out, where it lacks nothing
-        enough = [(row, unused) for row, misfit, unused in misfits if not misfit]
-        fitting = [row for row, _ in enough]
-        spared = enough[0][1] if enough else ()
+    enough = [(row, unused) for row, misfit, unused in misfits if not misfit]
+    fitting = [row for row, unused in enough if not unused]
+    # what a model has no place for is left out, where it lacks nothing
+    spared = enough[0][1] if enough and not fitting else ()
+    fitting = fitting or [row for row, _ in enough]
     if (content.unknown or spared or not fitting) and (other := other_model(entries_in(content.path))):
         raise refusal(other, content.path)
     if not fitting:
@@ -130,15 +129,14 @@ def config_of(content: StoredModel, task: str = "") -> Configured:
             expected=f"the shapes of {', '.join(row['name'] for row in wanted[:4])}",
             fix=f"Use the file as published, or put its config.json beside it as {beside.name!r}.",
         )
+    fitting = [row for row in fitting if row["name"] == known] or fitting
     around = evidence_of(content.path, {}).names
-    for name in around if len(fitting) > 1 else ():
-        low = name.lower()
-        named = [row for row in fitting if row.get("named") and all(re.search(each, low) for each in row["named"])]
-        if named:
-            best = max(named, key=lambda row: len(row["named"]))
-            gaps = [each for each in re.findall(r"\d{3,}|[it]2v", best["name"]) if each not in f"{best['named']}{low}"]
-            assumed = f", but for {' and '.join(gaps)}, which is assumed" if gaps else ""
-            return _configured(best, f"the name {name!r} says so{assumed}", spared)
+    for index in range(len(around) if len(fitting) > 1 else 0):
+        # what a name leaves out, the folders around it may say
+        found = [_named(fitting, "/".join(around[index : end + 1])) for end in range(index, len(around))]
+        if found[0] is not None:
+            _, best, why = min(filter(None, found), key=lambda each: each[0])
+            return _configured(best, why, spared)
     unsaid = "no name around it says otherwise" if len(fitting) > 1 and not task else ""
     if unsaid and (family := FAMILIES.get(content.kind.partition("/")[0])) is not None:
         key, said = recipe_named(family, around)
@@ -147,6 +145,18 @@ def config_of(content: StoredModel, task: str = "") -> Configured:
         elif key:
             return _configured(fitting[0], f"the name {said!r} says {family.published.recipes[key].name}", spared)
     return _configured(fitting[0], unsaid and f"assumed: {unsaid}", spared)
+
+
+def _named(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[int, Mapping[str, Any], str] | None:
+    """The count of what a name leaves out of the row that it says the most of, the row, and why; None for no row."""
+    named = [row for row in rows if row.get("named") and all(says(name, each) for each in row["named"])]
+    if not named:
+        return None
+    best = max(named, key=lambda row: len(row["named"]))
+    told = f"{best['named']}{name.lower()}"
+    gaps = [each for each in re.findall(r"\d{3,}|[it]2v", best["name"]) if each not in told]
+    assumed = f", but for {' and '.join(gaps)}, which is assumed" if gaps else ""
+    return len(gaps), best, f"the name {name!r} says so{assumed}"
 
 
 def _configured(row: Mapping[str, Any], why: str, unused: tuple[str, ...]) -> Configured:

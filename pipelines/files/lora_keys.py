@@ -177,8 +177,7 @@ class Target(NamedTuple):
         """Each layer with the number of its rows of ``total``; ``side`` is the number of columns."""
         count = side if self.row.first_square else total // len(self.layers)
         *first, last = self.layers
-        rest = total - count * len(first) if self.row.first_square else count
-        return [*((name, count) for name in first), (last, rest)]
+        return [*((name, count) for name in first), (last, total - count * len(first))]
 
 
 class _Names:

@@ -53,6 +53,7 @@ class Composed:
     folders: Mapping[str, Path]
     tools: Mapping[str, Callable[[], Any]]
     folder_tools: Mapping[str, Path]
+    known: str  # name of the published configuration that its transformer has
     decisions: tuple[Decision, ...] = ()  # which of several models of the same shapes it was taken for
 
 
@@ -66,7 +67,7 @@ def composed(request: Files, progress: Progress) -> Composed:
     Raises CheckpointError for a part that is missing, damaged, or of another model; it names the file."""
     main = _transformer(request.parts["transformer"])
     family = FAMILIES[main.kind.partition("/")[0]]
-    configured = config_of(main, "" if request.task == AUTO else request.task)
+    configured = config_of(main, "" if request.task == AUTO else request.task, request.known)
     task = configured.task or lone_task(family, configured.config)
     chosen = {"transformer": (main, configured)}
     folders: dict[str, Path] = {}
@@ -96,6 +97,7 @@ def composed(request: Files, progress: Progress) -> Composed:
         folders=folders,
         tools=tools,
         folder_tools=folder_tools,
+        known=configured.name,
         decisions=guessed,
     )
 

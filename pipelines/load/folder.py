@@ -40,7 +40,7 @@ from ...compat.transforms.fp16 import stored_dtype
 from ...compat.transforms.order import Order, Preparation, Step, attention_step, convolution_step
 from ..base import Progress, Silent
 from ..family import FamilySpec
-from ..files.evidence import evidence_of, named_place, published, recipe_named, variant_of
+from ..files.evidence import cautions_of, evidence_of, published, recipe_named, variant_of
 from ..files.models import INDEX, folders_in, index_beside, part_folders, task_beside
 from ..files.part import PartFiles, part_files, require_plausible
 from ..files.single_file import Composed, composed, family_in
@@ -91,12 +91,11 @@ def load(
     free, weights = free_bytes(facts.device), sizes_of(files.values())
     options = offload_options(request.devices, request.keep_free_gb, request.state, host)
     require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
-    variant, guessed = variant_of(family, request, files["transformer"])
-    names = evidence_of(named_place(request.model, files["transformer"]), {}).names
-    recipe, said = recipe_named(family, names if (request.variant, *request.earlier) == (AUTO, "", "") else ())
-    attention = _attention(request.attention, family, files["transformer"].config, precision, facts, probes)
-    if attention.choice == SPARSE and request.speed.compile is not None:
-        raise UnsupportedError("attention 'sparse' with compile", expected="one of the two", fix="Switch compile off.")
+    transformer = files["transformer"]
+    around = evidence_of(transformer.folder if transformer.folder.is_file() else request.model, transformer.config)
+    variant, guessed = variant_of(family, request, around)
+    recipe, said = recipe_named(family, around.names if (request.variant, *request.earlier) == (AUTO, "", "") else ())
+    attention = _attention(request, family, transformer.config, precision, facts, probes)
     safe = SafeFp16(family.id, options.place("transformer", facts.device), active=precision.safe)
     convolutions = convolution_step(abilities(facts, probes), None if probes is None else stored_timings(facts, probes))
     speed = speed_for(request.speed, facts, request.devices, precision, probes, attention)
@@ -120,12 +119,13 @@ def load(
         storage=storage_choices(files),
         stands_in_for=request.stands_in_for,
         recipe=recipe or request.earlier[1],
-        names=names,
+        names=around.names,
     )
     decisions = (precision.decision, offload, attention.decision, *copies_decision(precision, facts, probes), *more)
     device, plan = Device(facts, precision, probes), PipelinePlan(offloader, speed, decisions)
     pipeline = Pipeline(spec=family, model=model, parts=parts, tools=tools, device=device, plan=plan)
-    return replace(pipeline, plan=replace(plan, decisions=(*decisions, *recipe_decisions(pipeline, guessed, said))))
+    told = recipe_decisions(pipeline, (*guessed, *cautions_of(family, transformer, around.names)), said)
+    return replace(pipeline, plan=replace(plan, decisions=(*decisions, *told)))
 
 
 def _guards(request: LoadRequest, facts: DeviceFacts, probes: ProbeStore | None) -> tuple[Step, ...]:
@@ -176,7 +176,8 @@ def _sources(
     provided = {name: folder for name, folder in offered.items() if name in (*wanted.files.parts, *wanted.files.tools)}
     single = composed(replace(request.files, provided=provided), progress)
     found = {name: part.folder for name, part in single.files.items() if part.folder.is_file()}
-    request = replace(request, files=replace(request.files, parts={**request.files.parts, **found}))
+    parts = {**request.files.parts, **found}
+    request = replace(request, files=replace(request.files, parts=parts, known=single.known))
     tools = _tools(single.family, single.folder_tools, single.tools)
     return request, single, single.family, dict(single.folders), tools, single.decisions
 
@@ -200,7 +201,7 @@ def _parts(files: Mapping[str, PartFiles], prepare: Preparation, safe: SafeFp16 
 
 
 def _attention(
-    choice: str,
+    request: LoadRequest,
     family: FamilySpec,
     config: Mapping[str, Any],
     precision: Precision,
@@ -212,7 +213,9 @@ def _attention(
     operands = precision.compute or precision.transformer
     avoided = avoided_by(probes, (operands, precision.vae), wide=(precision.vae, FP32))
     quiet = probes is not None and probes.quiet
-    attention = attention_for(choice, facts, operands, width, avoided, family.rewrites.sparse, quiet)
+    attention = attention_for(request.attention, facts, operands, width, avoided, family.rewrites.sparse, quiet)
+    if attention.choice == SPARSE and request.speed.compile is not None:
+        raise UnsupportedError("attention 'sparse' with compile", expected="one of the two", fix="Switch compile off.")
     return by_time(attention, facts, probes, operands, width)
 
 

@@ -105,13 +105,9 @@ def _leaves(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
         for number, inner in enumerate(value, 1):
             yield from _leaves(inner, (*path[:-1], f"{path[-1].removesuffix('s')} {number}"))
     elif value is not None:
-        yield _label(path), _text(path[-1], value)
-
-
-def _label(path: tuple[str, ...]) -> str:
-    """The name that people know a value by, from the fields that lead to it."""
-    name = " ".join(part for part in path if part not in UNNAMED) or path[-1]
-    return re.sub(r"\blora (?=\d)", "LoRA ", name.replace("_", " ")).replace("prompt negative", "negative prompt")
+        words = (" ".join(part for part in path if part not in UNNAMED) or path[-1]).replace("_", " ")
+        known = re.sub(r"\blora (?=\d)", "LoRA ", words).replace("prompt negative", "negative prompt")
+        yield known, _text(path[-1], value)
 
 
 def _file(value: Content, whole: bool) -> str:

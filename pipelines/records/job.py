@@ -20,7 +20,7 @@ from ...compat.records import FIX, WITHOUT, json_in, parse, plain, shown, versio
 from ...compat.transforms.step_cache import OFF, StepCacheSettings
 from ..base import FramePackSettings, ImageRequest, PictureSource, PromptRequest, SampleSettings
 from ..family import FITS
-from ..requests import LOAD_INPUTS, LORA_MODES
+from ..requests import BECAME, LOAD_INPUTS, LORA_MODES
 from ..vae.plan import DecodeRequest
 
 VERSION, HEAD = 1, "anygpu_job"
@@ -154,6 +154,7 @@ class VideoJob(Job):
     resolved: SampleSettings | None = field(default=None, metadata={WITHOUT: ("latents", "noise_mask")})
     resolved_variant: str = ""  # and what ``auto`` became there, whatever the model is called here
     resolved_recipe: str = ""
+    resolved_model: str = ""  # name of the published configuration, of a single file
     decode: DecodeRequest = field(default_factory=DecodeRequest)
     decode_timestep: float = -1.0  # below 0 the model's own
     decode_noise_scale: float = -1.0  # below 0 the model's own
@@ -177,8 +178,7 @@ class VideoJob(Job):
     @property
     def model_key(self) -> str:
         names = ("model", "base", "image_encoder", "files", "task", "load", "loras", "step_cache")
-        became = ("resolved_variant", "resolved_recipe")
-        return _hash(plain({name: getattr(self, name) for name in (*names, *became)}))
+        return _hash(plain({name: getattr(self, name) for name in (*names, *BECAME)}))
 
     @property
     def sampled(self) -> SampleSettings:

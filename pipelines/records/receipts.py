@@ -37,7 +37,7 @@ from ..family import FITS
 from ..load import lora
 from ..movie import tags_of
 from ..pipeline import Pipeline
-from ..requests import LoadRequest, inputs_of
+from ..requests import BECAME, LoadRequest, inputs_of
 from ..vae.plan import DecodeRequest
 from .job import PLACES, Adapter, Caching, Content, J, Job, Picture, VideoJob, encoding_of, job_in, load_inputs, parsed
 
@@ -166,11 +166,9 @@ def settings_of(path: Path) -> VideoJob:
     if job.first is not None:
         found, fix = f"{path.name!r} of several passes", "Choose another file."
         raise InputError(found, expected="a video that was sampled once", fix=fix)
-    own: dict[str, Any] = {"family": "", "base": None, "image_encoder": None, "files": {}, "pictures": ()}
+    own: dict[str, Any] = {"base": None, "image_encoder": None, **dict.fromkeys(("family", *BECAME), "")}
     own |= {"prompt": replace(job.prompt, text="", sections=()), "settings": replace(job.settings, seed=0, denoise=1.0)}
-    return replace(
-        job, task=AUTO, video=None, upscalers=(), resolved=None, resolved_variant="", resolved_recipe="", **own
-    )
+    return replace(job, task=AUTO, files={}, pictures=(), video=None, upscalers=(), resolved=None, **own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +267,7 @@ def _job(
         framepack=framepack,
         resolved_variant=pipeline.model.variant,
         resolved_recipe=pipeline.model.recipe,
+        resolved_model="" if files is None else files.known,
         base=None if request.base is None else known(request.base),
         image_encoder=None if request.image_encoder is None else known(request.image_encoder),
     )

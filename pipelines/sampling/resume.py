@@ -119,7 +119,8 @@ class Steps:
         if self.resuming.broken or done >= len(schedule):
             return
         changed = {name: value for name, value in vars(schedule.solver).items() if self._differs(name, value)}
-        odd = [name for name, value in changed.items() if not _storable(value)]
+        items = {name: value if isinstance(value, list) else [value] for name, value in changed.items()}
+        odd = [name for name, each in items.items() if not all(isinstance(e, (*PLAIN, torch.Tensor)) for e in each)]
         if odd:
             log.warning("AnyGPU: steps are not kept: the solver's %s is not a plain value", odd[0])
             self.resuming.broken = True
@@ -158,9 +159,8 @@ class Steps:
 
     def _differs(self, name: str, value: Any) -> bool:
         before = self.began.get(name)
-        if isinstance(value, list):  # whose items the solver puts in place
-            return True
-        return value is not before and not (isinstance(value, PLAIN) and value == before)
+        same = value is before or (isinstance(value, PLAIN) and value == before)
+        return isinstance(value, list) or not same  # the solver puts a list's items in place
 
 
 def with_steps(
@@ -218,7 +218,3 @@ def _bytes_in(value: Any) -> Iterator[bytes]:
             yield from _bytes_in(item)
     else:
         yield f"{json.dumps(value, default=str)};".encode()
-
-
-def _storable(value: Any) -> bool:
-    return all(isinstance(item, (*PLAIN, torch.Tensor)) for item in (value if isinstance(value, list) else [value]))

@@ -166,14 +166,14 @@ const SPECS = {
     nodes: {
       load: load("LTX-Video"),
       prompt: prompt(CAFE, WITHOUT),
-      sample: sample({ width: 704, height: 480, frames: 97, steps: 40, cfg: 3, fps: 25 }),
+      sample: sample({ width: 704, height: 480, frames: 97 }),
     },
   },
   anygpu_ltx_image_to_video: {
     title: "LTX-Video: image to video",
     model: "ltx",
     text: `Your picture is the first frame. ${PICTURE_TIP}`,
-    ...onePicture("LTX-Video", prompt(COAST, WITHOUT), sample({ frames: 97, steps: 40, cfg: 3, fps: 25 }, SIZED), { width: 704, height: 480 }),
+    ...onePicture("LTX-Video", prompt(COAST, WITHOUT), sample({ frames: 97 }, SIZED), { width: 704, height: 480 }),
   },
   anygpu_ltx_first_last_frame: {
     title: "LTX-Video: first and last frame",
@@ -195,7 +195,7 @@ const SPECS = {
         ...image({ width: 704, height: 480, frame: -1 }, "last", { previous: ["first", "image"] }),
         title: "Encode last frame",
       },
-      sample: sample({ frames: 97, steps: 40, cfg: 3, fps: 25 }, SIZED),
+      sample: sample({ frames: 97 }, SIZED),
     },
   },
   anygpu_ltx_recover_latents: {
@@ -231,7 +231,7 @@ const SPECS = {
         links: { pipeline: ["load", "pipeline"], images: ["components", "images"] },
       },
       sample: sample(
-        { width: 704, height: 480, frames: 0, steps: 40, cfg: 3, denoise: 0.6 },
+        { width: 704, height: 480, frames: 0, denoise: 0.6 },
         { latent: ["encoded", "latent"], fps: ["components", "fps"] },
       ),
     },
@@ -243,7 +243,7 @@ const SPECS = {
     nodes: {
       load: load("HunyuanVideo"),
       prompt: prompt(CAT),
-      sample: sample({ width: 848, height: 480, frames: 73, steps: 30, guidance: 6, fps: 24 }),
+      sample: sample({ width: 848, height: 480, frames: 73 }),
     },
   },
   anygpu_hunyuan_video_lora: {
@@ -263,7 +263,7 @@ const SPECS = {
         title: "Second LoRA, double blocks alone",
       },
       sample: sample(
-        { width: 848, height: 480, frames: 73, steps: 30, guidance: 6, fps: 24 },
+        { width: 848, height: 480, frames: 73 },
         { pipeline: ["motion", "pipeline"] },
       ),
     },
@@ -274,7 +274,7 @@ const SPECS = {
     text:
       `Your picture is the first frame, and the text encoder looks at it too. ${PICTURE_TIP} The 33-channel model ` +
       "(HunyuanVideo-I2V-33ch) works in the same workflow.",
-    ...onePicture("HunyuanVideo-I2V", prompt(COAST, "", { image: ["image", "IMAGE"] }), sample({ frames: 73, steps: 30, fps: 24 }, SIZED), { width: 848, height: 480 }),
+    ...onePicture("HunyuanVideo-I2V", prompt(COAST, "", { image: ["image", "IMAGE"] }), sample({ frames: 73 }, SIZED), { width: 848, height: 480 }),
   },
   anygpu_hunyuan_video_15_text_to_video: {
     title: "HunyuanVideo 1.5: text to video",
@@ -283,14 +283,14 @@ const SPECS = {
     nodes: {
       load: load("HunyuanVideo-1.5-Diffusers-480p_t2v"),
       prompt: prompt(CAT),
-      sample: sample({ width: 848, height: 480, frames: 121, steps: 50, cfg: 6, fps: 24 }),
+      sample: sample({ width: 848, height: 480, frames: 121 }),
     },
   },
   anygpu_hunyuan_video_15_image_to_video: {
     title: "HunyuanVideo 1.5: image to video",
     model: "hunyuan_video_15_i2v",
     text: `Your picture is the first frame. ${PICTURE_TIP}`,
-    ...onePicture("HunyuanVideo-1.5-Diffusers-480p_i2v", prompt(COAST), sample({ frames: 121, steps: 50, cfg: 6, fps: 24 }, SIZED), { width: 848, height: 480 }),
+    ...onePicture("HunyuanVideo-1.5-Diffusers-480p_i2v", prompt(COAST), sample({ frames: 121 }, SIZED), { width: 848, height: 480 }),
   },
   anygpu_framepack_image_to_video: {
     title: "FramePack: image to video",
@@ -330,7 +330,7 @@ const SPECS = {
     nodes: {
       load: load("mochi-1-preview"),
       prompt: prompt(CAT),
-      sample: sample({ width: 848, height: 480, frames: 85, steps: 64, cfg: 4.5, fps: 30 }),
+      sample: sample({ width: 848, height: 480, frames: 85 }),
     },
   },
 };
@@ -446,7 +446,7 @@ function twoPasses() {
     nodes: {
       load: compose("", files),
       prompt: prompt(CAFE, WITHOUT),
-      sample: sample({ width: 800, height: 448, frames: 121, steps: 0, cfg: 0, fps: 30 }),
+      sample: sample({ width: 800, height: 448, frames: 121 }),
       ...secondPass("load", models.at(-1), { width: 1216, height: 704 }),
     },
   });
@@ -483,7 +483,7 @@ function superResolution() {
       load: compose("720p", [first, vae, ...texts]),
       super: compose("Super-resolution to 1080p", [second, vae]),
       prompt: prompt(CAT),
-      sample: sample({ width: 1280, height: 720, frames: 121, steps: 0, cfg: 0, fps: 24 }),
+      sample: sample({ width: 1280, height: 720, frames: 121 }),
       ...secondPass("super", models.at(-1)),
     },
   });

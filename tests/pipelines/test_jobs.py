@@ -48,6 +48,7 @@ FULL = VideoJob(
     resolved=SampleSettings(64, 96, 9, 2, guidance_steps=(GuidanceStep(cfg=3.0, blocks=(1,)),)),
     resolved_variant="distilled",
     resolved_recipe="few steps",
+    resolved_model="13B",
     upscalers=(Content("upscaler.safetensors", "de"),),
     first=VideoJob(Content("LTX"), PromptRequest("a fox"), SampleSettings(32, 32, 9, 2)),
     decode=DecodeRequest("tiled", 256, 64, 4),
@@ -81,7 +82,7 @@ def test_jobs_like_a_file_have_its_settings_where_none_are_given(tmp_path: Path)
         "pictures": (),
         "video": None,
         "upscalers": (),
-        **{"resolved": None, "resolved_variant": "", "resolved_recipe": ""},
+        **{"resolved": None, "resolved_variant": "", "resolved_recipe": "", "resolved_model": ""},
         "load": {**FULL.load, "weights": "fp8"},
     }
     changed["prompt"] = replace(FULL.prompt, text="a fox", sections=())

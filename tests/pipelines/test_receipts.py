@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import published
 import pytest
 import tiny
 import torch
@@ -207,6 +208,24 @@ def test_a_replay_takes_the_recipe_of_a_model_that_is_called_otherwise_here(
     assert job.key == replace(job, resolved_variant="", resolved_recipe="").key
     strange = replace(job, resolved_variant="of another family", resolved_recipe="none")
     assert jobs.load_pipeline(strange, machine, Silent()).variant == "distilled"
+
+
+def test_a_replay_takes_the_configuration_of_a_file_whose_folder_is_called_otherwise_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of image to video in 720p, whose shapes are those of text to video in 480p."""
+    monkeypatch.setattr(receipts, "whole_of", lambda *_: "")  # of 31 GB of nothing
+    there = tmp_path / "there" / "720p_i2v" / "diffusion_pytorch_model.safetensors"
+    published.sparse(there, published.shapes("hunyuan_video_15"))
+    with published.large_host():
+        pipeline = published.composed("hunyuan_video_15", tmp_path, transformer=there)
+    job = receipts._job(pipeline, Prompt("hunyuan_video_15", {}), None, SampleSettings(1280, 720, 5, 2), None)
+    assert job.resolved_model == "720p i2v" and job.task == "auto"
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    there.rename(tmp_path / "models" / "mine" / there.name)
+    machine = Machine(Places((tmp_path / "models",)), tmp_path, "cpu")
+    asked = jobs.request_of(replace(job, files={"transformer": job.model}), machine)
+    assert asked.files is not None and asked.files.known == "720p i2v" and asked.model.parent.name == "mine"
 
 
 def ltx_twice(folder: Path) -> tuple[list[Path], Path, Any]:

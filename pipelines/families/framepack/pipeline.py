@@ -17,7 +17,7 @@ from ....compat.errors import InputError, require_range
 from ....compat.memory.parts import tell_once
 from ... import base
 from ...base import Call, FramePackSettings, ImageCondition, Latents, Progress, Prompt, PromptRequest, SampleSettings
-from ...files.evidence import Evidence
+from ...files.evidence import Evidence, says
 from ...pictures import checked_vision
 from ...pipeline import Pipeline
 from ...sampling.core_sampler import guidance_of, required
@@ -41,13 +41,14 @@ VISIONS = "vision_last", "vision_end"  # what the image encoder says of a clip's
 LARGEST_SHIFT = 7.0  # of the models' own schedule, which grows with the size of a section
 SHIFTS = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")  # without image_ in its function
 
-F1_NAME = r"(?:\b|_|pack|hy)f1(?=$|[\W_]|i2v|hy|fp8|bf16)"  # a word of its own: hashes have these letters too
+F1_NAME = r"(?:\b|_|pack|hy)f1(?=$|[\W_]|i2v|hy|fp8|bf16|nf4|q\d)"  # a word of its own: hashes have these letters too
 IMAGE_FIX = "Connect AnyGPU Image Conditioning with the start image of AnyGPU Encode Image."
 
 
 def guess_variant(evidence: Evidence) -> tuple[str, str]:
     """The variant by the names around it, and why: files and configuration of both look the same."""
-    if name := evidence.name_with(F1_NAME):
+    name = evidence.name_with(rf"{F1_NAME}|pack.?i2v")  # the nearest that tells them apart
+    if says(name, F1_NAME):
         return F1, f"the name {name!r} says so"
     message = f"the name {evidence.names[0]!r} does not say F1" if evidence.names else "no name says F1"
     return I2V, f"assumed, because the files look the same and {message}; choose another variant if that is wrong"

@@ -78,8 +78,8 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
     name = evidence.name_with(r"distil(?!l?er)|(?<![a-z])(dist|dev)(?![a-z])")
     name = name if "dist" in name.lower() else ""
     version, trained = evidence.name_with(VERSION), evidence.note("config", "allowed_inference_steps")
-    if name and "6" in re.findall(VERSION, version):
-        return STOCHASTIC, f"the name {'/'.join(dict.fromkeys((version, name)))!r} says so"
+    if (name or trained) and "6" in re.findall(VERSION, version):
+        return STOCHASTIC, f"the name {'/'.join(dict.fromkeys((version, name or version)))!r} says so"
     assumed = "" if version else ", and no name its version: 0.9.8 is assumed"
     if isinstance(trained, list) and trained:
         return DISTILLED, f"its file says that it was trained for {len(trained)} noise levels{assumed}"

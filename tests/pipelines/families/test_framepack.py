@@ -593,6 +593,8 @@ def test_sections_are_the_publishers(seconds: float, count: int) -> None:
         ("models--lllyasviel--FramePack_F1_I2V_HY_20250503/snapshots/0fa1", "framepack_f1"),
         ("models--lllyasviel--FramePackI2V_HY/snapshots/f1ab", "framepack"),
         ("FramePackI2V_HY_f16/transformer", "framepack"),
+        ("f1_race/FramePackI2V_HY_fp8", "framepack"),
+        ("FramePackI2V/framepackF1nf4", "framepack_f1"),
     ],
 )
 def test_variant_is_assumed_from_the_name(path: str, variant: str) -> None:

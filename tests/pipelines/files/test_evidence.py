@@ -76,6 +76,15 @@ def test_a_folder_of_many_files_says_something_of_those_alone_whose_own_names_sa
         ("HY1.5-720p-i2v/480p_t2v", "hunyuan_video_15", "480p t2v", "the name '480p_t2v' says so"),
         ("hunyuan_i2v/t2v_720", "hunyuan_video", "text to video", "the name 't2v_720' says so"),
         *(
+            (f"{folder}/{name}", "hunyuan_video_15", row, f"the name '{name}/{folder}' says so")
+            for folder, name, row in (
+                ("720p", "hunyuan_1.5_i2v", "720p i2v"),
+                ("HunyuanVideo-1.5_I2V_480p-GGUF", "hunyuanvideo1.5_cfg_distilled-Q5", "480p i2v distilled"),
+            )
+        ),
+        ("480p_i2v/hy15_720p_t2v", "hunyuan_video_15", "720p t2v", "the name 'hy15_720p_t2v' says so"),
+        ("hy15_480p_t2v_undistilled", "hunyuan_video_15", "480p t2v", "the name 'hy15_480p_t2v_undistilled' says so"),
+        *(
             (name, "hunyuan_video_15", row, f"the name {name!r} says so, but for {lacks}, which is assumed")
             for name, row, lacks in (
                 ("HunyuanVideo-1.5-720p-FP8", "720p t2v", "t2v"),
@@ -93,6 +102,8 @@ def test_tencents_own_folders_say_which_model_they_hold(
     (content,) = contents(published.sparse(file, published.shapes(model)))
     found = config_of(content)
     assert (found.name, found.why) == (name, why)
+    known = config_of(content, known="720p i2v distilled")
+    assert (known.name, known.why) == (("720p i2v distilled", "") if model == "hunyuan_video_15" else (name, why))
 
 
 @pytest.mark.parametrize(
@@ -101,6 +112,7 @@ def test_tencents_own_folders_say_which_model_they_hold(
         ("my favourite", {"allowed_inference_steps": STEPS}, "distilled", "its file says that it was trained for 8"),
         ("ltxv-2b-0.9.6-distilled-04-25", {"scheduler": {}}, "distilled_0.9.6", "'ltxv-2b-0.9.6-distilled-04-25' says"),
         ("LTXV_2B_096_distilled-q8_0", None, "distilled_0.9.6", "'LTXV_2B_096_distilled-q8_0' says"),
+        ("ltxv_096_q8", {"allowed_inference_steps": STEPS}, "distilled_0.9.6", "'ltxv_096_q8' says"),
         ("LTX-Video-0.9.6/distilled-q8_0", None, "distilled_0.9.6", "'LTX-Video-0.9.6/distilled-q8_0' says"),
         ("ltxv-13b-distilled", None, "distilled", "'ltxv-13b-distilled' says so, and no name its version: 0.9.8 is"),
         ("distilled/ltxv-13b-0.9.8-dev", None, "dev", "does not say 'distilled'"),
@@ -170,7 +182,7 @@ def test_the_one_file_whose_first_upload_was_turned_comes_with_a_caution(
     if scaled:
         entries = {key: replace(entry, codec="scaled") for key, entry in entries.items()}
     part = PartFiles("transformer", "diffusers", "X", file, {}, entries, torch.float32)
-    told = cautions_of(FAMILIES["ltx"], file, part)
+    told = cautions_of(FAMILIES["ltx"], part, evidence_of(file, {}).names)
     assert [decision.alarming for decision in told] == [True] * said
 
 
@@ -211,7 +223,10 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             hunyuan_lightning_lora hyv_speedup_lora hunyuan_face_swap_v1 hunyuan_step_distill_4step
             Hunyuan_Video_Flash_4steps img2vid960x544 img2vid512x320 hunyuan-video-t2v-causvid Hunyuan-Fast-T2V-fp8
             hunyuan_video_hyper_lora hunyuan_pcm_lora subject_driven style_transfer coloring fill sr depth_pred
-            DRA-Ctrl DCM_HY gamecraft_models mp_rank_00_model_states_distill HunyuanCustom-gguf hunyuan_avatar""",
+            DRA-Ctrl DCM_HY gamecraft_models mp_rank_00_model_states_distill HunyuanCustom-gguf hunyuan_avatar
+            hunyuan_video_t2v-fp8-scaled-fast hunyuan_i2v_fast_fp8 HunyuanVideo_dashtoon_lora hunyuanVideo_6steps
+            hunyuan_video_t2v_720p_lightx2v_4step hunyuan_video_t2v_cfg_step_distill hunyuan_flf2v_lora
+            HunyuanVideo_lightning_8step_fp8 hunyuan_video_pcm_720 hunyuanvideo_i2v_leapfusion_merged""",
         "": """hunyuan_video_720_cfgdistill_fp8_e4m3fn hunyuan_video_720_cfgdistill_bf16 HunyuanVideo HunyuanVideo-I2V
             hunyuan_video_t2v_720p_bf16 hunyuan_video_I2V_fp8_e4m3fn hunyuan_video_image_to_video_720p_bf16
             hunyuan-video-t2v-720p-Q4_K_M hunyuan_video_v2_replace_image_to_video_720p_bf16
@@ -286,6 +301,7 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             hunyuanvideo1.5_i2v_lightning_4steps hunyuanvideo1.5_480p_i2v_turbo_fp8 HY_OmniWeaving_bf16
             Hunyuan_1.5_Upscale_lora hunyuan_video_1.5_upsampler_720p_sr_distilled hy15_t2v_dmd2
             hunyuanvideo1.5_Fast_T2V ar_distilled_action_model hunyuanvideo1.5_1080p_sr_distilled_fp8_scaled
+            hunyuanvideo15_720p_i2v_sparse-Q4 720p_i2v_sparse HY15_T2V_step_distill_lora_r64
             hunyuan_video_1.5_upsampler_1080_bf16 hunyuan_video_1.5_upsampler_720_quanto_bf16_int8""",
         "": """hy15_480p_t2v_fp8_e4m3_lightx2v hy15_720p_i2v_fp8_e4m3_lightx2v
             hunyuanvideo1.5_480p_t2v_cfg_distilled_fp16 hunyuanvideo1.5_720p_t2v_fp16 hunyuanvideo1.5_720p_i2v_fp16
@@ -356,16 +372,16 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
     },
     "framepack": {
         "caution": """fastvideo-lora-hunyuan accvid_5_steps_lora hunyuan_depth_control_lora_v1 FramePack_turbo_8steps
-            FramePack_video_edit_lora hunyuan_hed_lora FramePack_P1_HY FramePackP1_I2V_fp8""",
+            FramePack_video_edit_lora hunyuan_hed_lora FramePack_P1_HY FramePackP1_I2V_fp8 fp-1f-chibi-1024
+            body2img_V7_kisekaeichi_dim4_1e-3_512_768-000140 hagikora_FramePack_oneframe_V3 fp1f_lora
+            fp-1f-kisekae-1024-v4-2-PfPHEMA fp-1f-kisekae-1024-v4-2 one_frame_rotation_framepack""",
         "": """FramePackI2V_HY_fp8_e4m3fn FramePack_F1_I2V_HY_20250503_bf16 hyvid_I2V_lora_embrace rotate_landscape_V4
-            image2flat_V1_1024_dim4-000040 photo2line_V2_dim4 photo2chara_V6 Apose_V8_dim4 Apose_V7_dim4
-            fp-1f-chibi-1024
-            body2img_V7_kisekaeichi_dim4_1e-3_512_768-000140 hagikora_FramePack_oneframe_V3 CH4NG3CH4R
+            image2flat_V1_1024_dim4-000040 photo2line_V2_dim4 photo2chara_V6 Apose_V8_dim4 Apose_V7_dim4 CH4NG3CH4R
+            FramePack-F1-I2V-HY-20250503-Q4_K_M FramePack-I2V-HY-Q8_0
             framepack-yichen-lora-000002 hyvid_I2V_lora_hair_growth FramePack_F1_I2V_HY_20250503_fp8
             framepack_rotate_lora FramePackI2V_HY_bf16 FramePack_F1_I2V_HY_20250503 breakfast_hunyuan
             framepack_transformer_nf4 framepack_f1_transformer_nf4 Framepack_hunyuanvideo pubg_146_framepack
-            framepack_dabaichui dabaichui_2 FramePack_Image_Edit_Lora_Early FramePack-dance-lora-d8
-            fp-1f-kisekae-1024-v4-2-PfPHEMA fp-1f-kisekae-1024-v4-2""",
+            framepack_dabaichui dabaichui_2 FramePack_Image_Edit_Lora_Early FramePack-dance-lora-d8""",
     },
 }
 
@@ -406,8 +422,8 @@ def test_a_loaded_folder_says_which_name_gave_its_recipe(tiny_folder: Path, tmp_
 
 @pytest.mark.parametrize(("channels", "named"), [(0, True), (65, True), (98, False)])
 def test_a_name_of_a_super_resolution_warns_of_another_transformer_alone(channels: int, named: bool) -> None:
-    spec, names = FAMILIES["hunyuan_video_15"], ("hunyuanvideo1.5_1080p_sr",)
-    assert bool(cautions_by_name(spec, names, channels=channels)) == named
+    for name in ("hunyuanvideo1.5_1080p_sr", "hunyuan15_upscale_720p", "HunyuanVideo-1.5-super-resolution"):
+        assert bool(cautions_by_name(FAMILIES["hunyuan_video_15"], (name,), channels=channels)) == named
 
 
 @pytest.mark.parametrize(

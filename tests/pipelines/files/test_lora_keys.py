@@ -130,6 +130,12 @@ def test_keys_that_do_not_match_are_counted_and_named() -> None:
     assert "; 1 belongs to text encoders and is ignored" in said and "; 1 layer is outside the chosen blocks" in said
 
 
+def test_a_row_more_than_fused_layers_have_is_no_row_of_theirs() -> None:
+    fused = shapes("diffusion_model.double_blocks.0.img_attn_qkv", out=3 * D + 1)
+    match = matched(FILE, {**shapes("transformer_blocks.1.attn.to_q"), **fused}, HUNYUAN, FAMILIES["hunyuan_video"])
+    assert list(match.pairs) == ["transformer_blocks.1.attn.to_q"] and match.unmatched == sorted(fused)
+
+
 def test_a_lora_of_another_model_is_refused() -> None:
     with pytest.raises(
         CheckpointError, match=r"none of 2 keys of 'some_lora\.safetensors' match, such as 'down_blocks"
