@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,14 +34,19 @@ from ...pipelines.forecast.memory import forecast
 from ...pipelines.forecast.savings import savings
 from ...pipelines.forecast.seconds import planned_run
 from ...pipelines.forecast.times import Times, known_or_why, times_of
+from ...pipelines.latents.batch import videos_of
+from ...pipelines.latents.convert import from_core
+from ...pipelines.latents.store import LATENT, load_latent
 from ...pipelines.load.folder import load_placed
 from ...pipelines.pictures import picture_size
 from ...pipelines.pipeline import Pipeline
-from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, snap, with_step_cache
-from ...pipelines.sizes import Size
-from .. import folders, memory_manager, requests
+from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, require_family, snap, with_step_cache
+from ...pipelines.sizes import Size, latent_shape
+from .. import folders, memory_manager, recovery, requests, saved
 from ..recipes import Prompt, advice, back
 from .panel import error_message, facts
+
+log = logging.getLogger(__name__)
 
 MOST_PIPELINES = 8
 DELIGHTS, ENCODES, LOADS = "AnyGPUDelightImage", "AnyGPUEncodeImage", "LoadImage"
@@ -50,6 +56,7 @@ DERIVED = ("texts", "clip", "latents")  # what a forecast knows beside the numbe
 COUNTED = ("cfg", "cfg_start", "cfg_end", "stg", "guidance_rescale", "shift", "denoise", "fps", "latents")  # settings
 CLIP = ("clip_seconds", "window", "single_frame")
 SIZE, USUAL = ("width", "height", "frames"), {"batch_size": 1, "window": 9, "single_frame": False}
+EMPTY = ("width", "height", "length")  # inputs of core's nodes that make latents of a size
 SAVE, UPSCALE = "AnyGPUSaveLatent", "AnyGPUUpscaleLatents"
 LARGEST = 1e9  # of a number that a widget holds
 MV_ADAPTER, CHECKPOINT = "AnyGPULoadMVAdapter", ("ckpt_name", "checkpoints")
@@ -208,9 +215,27 @@ def _given(prompt: Prompt, node: str, loaded: Inputs) -> tuple[dict[str, Any], P
             file = folders.upscaler_file(prompt[each]["inputs"].get("upscaler"))
             latents = pipeline.spec.code.enlarged(latents, file)
         elif kind != SAVE:
-            found, fix = f"memory and time unknown: latent is from {kind}", "Run it: it has the size of these latents."
-            raise InputError(found, expected="latents of AnyGPU Sample, whose size is known", fix=fix)
+            latents = _starts(prompt, each, last)
     return given, pipeline
+
+
+def _starts(prompt: Prompt, node: str, pipeline: Pipeline) -> Latents:
+    """The latents of a file, or those that a node of core makes empty. Raises InputError for any other node."""
+    kind, inputs, sizes = prompt[node]["class_type"], prompt[node]["inputs"], _numbers(prompt[node])
+    if kind == "AnyGPULoadLatent":
+        latent = load_latent(saved.file_named(LATENT, str(inputs.get("file"))), log.debug, "clamp")
+    elif kind == "AnyGPURecoverLatents":
+        latent = recovery.load(str(inputs.get("kept")), log.debug, pipeline.family if "pipeline" in inputs else "")
+    elif kind.startswith("Empty") and sizes.keys() >= set(EMPTY):
+        cells = latent_shape(pipeline, Size(*(int(sizes[name]) for name in EMPTY)))
+        latent = {"samples": torch.zeros(1).expand(int(sizes.get("batch_size", 1)), 1, *cells)}
+    else:
+        found, fix = f"memory and time unknown: latent is from {kind}", "Run it: it has the size of these latents."
+        raise InputError(found, expected="latents of AnyGPU Sample, of a file, or empty ones", fix=fix)
+    first, *more = videos_of(latent)
+    latents = from_core(pipeline, first, log.debug)
+    require_family(latents.family, pipeline.spec, "these latents")
+    return replace(latents, samples=torch.empty(0), extra={**latents.extra, "batch_size": 1 + len(more)})
 
 
 def _is_film(prompt: Prompt, nodes: Sequence[str]) -> bool:
