@@ -116,7 +116,7 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         load=lambda name, *given: store.load(folder(), name, *given or (print,)),
         thumbnail=lambda name: f"picture of {store.path_of(folder(), name)}".encode(),
     )
-    saved = SimpleNamespace(file_named=lambda kind, name: tmp_path / "input" / name)  # whose videos need ComfyUI's types
+    saved = SimpleNamespace(file_named=lambda kind, name: tmp_path / "input" / name)
     server = SimpleNamespace(prompt_queue=queue, client_id=None)
     stand_ins = {
         "anygpu.host.recovery": kept,

@@ -122,7 +122,7 @@ def _decoding(pipeline: Pipeline, size: Size, whole: StageNeed, room: int | None
     """The decode as a run begins it: whole, beside what is there; else in the first form that fits alone."""
     if room is None or whole.total * SPARE <= room:
         return whole
-    method, needed = planned_decode(pipeline, size, room - whole.weights)
+    method, needed = planned_decode(pipeline, size, room - whole.weights, None)
     if method.whole and not method.on_host:
         return replace(whole, kept=0, activations=needed)
     weights = 0 if method.on_host else whole.weights
