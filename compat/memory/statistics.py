@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..device.facts import indexed, peak_bytes, reset_peak, synchronize, value_or
+from ..device.facts import GIBIBYTE, indexed, peak_bytes, reset_peak, synchronize, value_or
 from ..durable import write_json
 from ..errors import PackError, json_file, json_within
 from .parts import ProgressStage
@@ -27,7 +27,7 @@ LATEST, LAST, PERIOD = 0.1, 0.25, 9  # shares of the steps: since a change, at m
 CHANGED = 1.2  # times as long as each step before, or as short: another load
 WAITED = 2.0  # times as long as all others of the last steps: one that waited for something else
 WORTH_TELLING = 5.0  # seconds of a stage, from which on it is shown beside its forecast
-GIGABYTE, MEGABYTE = 1e9, 1e6
+MEBIBYTE = 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,13 +263,13 @@ def _changed_at(spent: list[float], fewest: int) -> int:
 
 
 def amount_of(count: float) -> str:
-    """Bytes in words: ``3.2 GB``, ``14.0 MB``."""
-    return f"{count / GIGABYTE:.1f} GB" if count >= GIGABYTE else f"{count / MEGABYTE:.1f} MB"
+    """Bytes in words, as the tab and torch count them: ``3.2 GB``, ``14.0 MB``."""
+    return f"{count / GIBIBYTE:.1f} GB" if count >= 0.1 * GIBIBYTE else f"{count / MEBIBYTE:.1f} MB"
 
 
 def amount(done: int, total: int) -> str:
     """Bytes of bytes in words, such as ``11.2 of 23.9 GB``."""
-    unit, name = (GIGABYTE, "GB") if total >= GIGABYTE else (MEGABYTE, "MB")
+    unit, name = (GIBIBYTE, "GB") if total >= 0.1 * GIBIBYTE else (MEBIBYTE, "MB")
     return f"{done / unit:.1f} of {total / unit:.1f} {name}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,11 +10,10 @@ from typing import Any
 
 import torch
 
-from ...compat.device.facts import GIBIBYTE
 from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import InputError, PackError
 from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED
-from ...compat.memory.statistics import StageNeed
+from ...compat.memory.statistics import StageNeed, amount_of
 from ...compat.probe_results import probe_results_of
 from ...compat.transforms.step_cache import StepCacheSettings
 from ...paint import forecast as painting
@@ -45,8 +43,6 @@ from ...pipelines.sizes import Size, latent_shape
 from .. import folders, memory_manager, recovery, requests, saved
 from ..recipes import Prompt, advice, back
 from .panel import error_message, facts
-
-log = logging.getLogger(__name__)
 
 MOST_PIPELINES = 8
 DELIGHTS, ENCODES, LOADS = "AnyGPUDelightImage", "AnyGPUEncodeImage", "LoadImage"
@@ -223,9 +219,9 @@ def _starts(prompt: Prompt, node: str, pipeline: Pipeline) -> Latents:
     """The latents of a file, or those that a node of core makes empty. Raises InputError for any other node."""
     kind, inputs, sizes = prompt[node]["class_type"], prompt[node]["inputs"], _numbers(prompt[node])
     if kind == "AnyGPULoadLatent":
-        latent = load_latent(saved.file_named(LATENT, str(inputs.get("file"))), log.debug, "clamp")
+        latent = load_latent(saved.file_named(LATENT, str(inputs.get("file"))), lambda _: None, "clamp")
     elif kind == "AnyGPURecoverLatents":
-        latent = recovery.load(str(inputs.get("kept")), log.debug, pipeline.family if "pipeline" in inputs else "")
+        latent = recovery.load(str(inputs.get("kept")), lambda _: None, pipeline.family if "pipeline" in inputs else "")
     elif kind.startswith("Empty") and sizes.keys() >= set(EMPTY):
         cells = latent_shape(pipeline, Size(*(int(sizes[name]) for name in EMPTY)))
         latent = {"samples": torch.zeros(1).expand(int(sizes.get("batch_size", 1)), 1, *cells)}
@@ -233,7 +229,7 @@ def _starts(prompt: Prompt, node: str, pipeline: Pipeline) -> Latents:
         found, fix = f"memory and time unknown: latent is from {kind}", "Run it: it has the size of these latents."
         raise InputError(found, expected="latents of AnyGPU Sample, of a file, or empty ones", fix=fix)
     first, *more = videos_of(latent)
-    latents = from_core(pipeline, first, log.debug)
+    latents = from_core(pipeline, first, lambda _: None)
     require_family(latents.family, pipeline.spec, "these latents")
     return replace(latents, samples=torch.empty(0), extra={**latents.extra, "batch_size": 1 + len(more)})
 
@@ -296,7 +292,7 @@ def _lighter(prompt: Prompt, node: str, loaded: Inputs, stages: Iterable[Inputs]
             told = {} if pipeline is None else _forecast(changed, node, {**loaded, loader: pipeline})
             after = next((each for each in told.get("stages", ()) if each["stage"] == stage), before)
             if after["whole"] < LESS_BY * before["whole"] or before["fits"] == TOO_MUCH != after["fits"]:
-                less = f"{_gib(after['whole'])} instead of {_gib(before['whole'])}, {after['fits']}"
+                less = f"{amount_of(after['whole'])} instead of {amount_of(before['whole'])}, {after['fits']}"
                 yield _advised(prompt, node, f"{name} {value} on the load node: {stage} {less}", {name: value})
 
 
@@ -341,14 +337,10 @@ def _headline(stages: Sequence[Mapping[str, Any]], time: str, lower: str) -> str
     name, fits = worst["stage"], worst["fits"]
     if fits == TOO_MUCH:
         advice = "" if name.startswith("text") else f" Lower {lower}."
-        return f"Too much: {name} needs {_gib(worst['least'])}, {_gib(worst['free'])} free.{advice}"
+        return f"Too much: {name} needs {amount_of(worst['least'])}, {amount_of(worst['free'])} free.{advice}"
     how = {PARTS: f", {name} in parts", STREAMS: f", streaming weights in {name}: slower"}.get(fits, "")
     peak = max(stages, key=lambda stage: stage["peak"])
-    return f"Fits{how}{time}. {_gib(peak['peak'])} at its peak ({peak['stage']}), {_gib(peak['free'])} free."
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIBIBYTE:.1f} GB" if count >= 0.1 * GIBIBYTE else f"{count / 2**20:.0f} MB"
+    return f"Fits{how}{time}. {amount_of(peak['peak'])} at its peak ({peak['stage']}), {amount_of(peak['free'])} free."
 
 
 def _stage(most: StageNeed, least: StageNeed, room: int | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sizes import Size
 from tiny import build
 
-GB = 10**9
+GB = 2**30
 
 
 def taking(mode: str, seconds: float) -> TimeForecast:

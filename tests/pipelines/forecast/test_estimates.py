@@ -104,15 +104,15 @@ def test_the_plan_is_text_and_a_picture(mochi):
 
 
 def test_a_layer_that_does_not_fit_is_said_with_the_number_missing():
-    weights = {"vae": PartBytes(10**6, 10**5, 10**5), "transformer": PartBytes(10**9, 10**8, 50 * 10**6)}
+    weights = {"vae": PartBytes(10**6, 10**5, 10**5), "transformer": PartBytes(10**9, 10**8, 50 * 2**20)}
     acc = torch.device("meta")
     with pytest.raises(
         UnsupportedError, match=r"10.0 MB left .* largest layer of the transformer, 50.0 MB; expected 40"
     ):
-        fitting.require_room(weights, acc, 10 * 10**6, OffloadOptions())
-    fitting.require_room(weights, acc, 60 * 10**6, OffloadOptions())
+        fitting.require_room(weights, acc, 10 * 2**20, OffloadOptions())
+    fitting.require_room(weights, acc, 60 * 2**20, OffloadOptions())
     with pytest.raises(UnsupportedError, match=r"expected 40\.0 MB more"):
-        fitting.require_room(weights, acc, 60 * 10**6, OffloadOptions(keep_free_bytes=50 * 10**6))
+        fitting.require_room(weights, acc, 60 * 2**20, OffloadOptions(keep_free_bytes=50 * 2**20))
     fitting.require_room(weights, acc, 10**6, OffloadOptions(devices={"transformer": CPU}))
 
 
@@ -163,7 +163,7 @@ def test_costs_are_kept_and_read_back(tmp_path):
     found = saved_stages(tmp_path)
     assert [cost.stage for cost in found] == ["text", "sampling"] and found[0].moved_bytes == 1000
     assert saved_stages(tmp_path / "nowhere") == []
-    cost = StageCost("sampling", "mochi", "group", "cpu", moved_bytes=10**9, moving_seconds=1.0, seconds=5.0)
+    cost = StageCost("sampling", "mochi", "group", "cpu", moved_bytes=2**30, moving_seconds=1.0, seconds=5.0)
     assert cost.ratio == 1.25 and "moved 1.0 GB in 1.0 of 5.0 s, 1.25 times" in str(cost)
     (tmp_path / "memory.json").write_text("{")
     assert saved_stages(tmp_path) == []
