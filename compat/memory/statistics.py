@@ -84,14 +84,10 @@ class StageCost:
         imports = " with imports" if self.first else ""
         return f"{self.stage} took {self.own_seconds:.1f} s{imports}, {self.forecast_seconds:.1f} s forecast"
 
-    @property
-    def ratio(self) -> float:
-        """Slowdown of the stage caused by copies, as a factor."""
-        return self.seconds / max(self.seconds - self.moving_seconds, 1e-9)
-
     def __str__(self) -> str:
         peak = f"peak {amount_of(self.peak_bytes)}, " if self.peak_bytes else ""
-        times = f"{self.moving_seconds:.1f} of {self.seconds:.1f} s, {self.ratio:.2f} times the time without copies"
+        slower = self.seconds / max(self.seconds - self.moving_seconds, 1e-9)
+        times = f"{self.moving_seconds:.1f} of {self.seconds:.1f} s, {slower:.2f} times the time without copies"
         moved = f"moved {amount_of(self.moved_bytes)} in {times}" if self.moved_bytes else "nothing moved"
         return f"{self.stage} with offload {self.mode}: {peak}{moved}"
 
