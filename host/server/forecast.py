@@ -107,9 +107,7 @@ def _loader_of(prompt: Prompt, node: str) -> str:
 
 def _connected(prompt: Prompt, node: str) -> dict[str, Weights]:
     """The checkpoint that core's loaders behind Load MV-Adapter read, as an argument; empty where none is connected.
-
-    Raises InputError where the file of one of the three inputs is not known.
-    """
+    Raises InputError where the file of one of the three inputs is not known."""
     mine = prompt[node]["class_type"] == MV_ADAPTER
     sources = {name: next(back(prompt, node, name), "") for name in requests.CORE_INPUTS if mine}
     if not any(sources.values()):
@@ -162,8 +160,7 @@ def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _pictured(prompt: Prompt, node: str, pipeline: Pipeline) -> dict[str, float]:
-    """Width and height of the picture that a node starts from, as it will be encoded, or ``clip`` for a film's frames;
-    none where that is not known."""
+    """Width and height that the start picture of a node is encoded at, or ``clip`` for a film; none where unknown."""
     encoder = next(back(prompt, node, "image"), node)
     *_, encoder = encoder, *back(prompt, encoder, "previous")  # one that is joined to another takes its size
     if prompt[encoder]["class_type"] != ENCODES:
