@@ -26,7 +26,7 @@ from anygpu.compat.device.facts import free_bytes
 from anygpu.compat.memory.offloader import MODES
 from anygpu.pipelines import sizes, stages
 from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.forecast.memory import fastest, forecast, forecasts
+from anygpu.pipelines.forecast.memory import forecast, forecasts
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.sizes import Size
@@ -144,7 +144,7 @@ def fit_rows() -> Iterator[Row]:
             pipeline = published.on_card(published.composed(model, Path(folder)))
             for card in CARDS:
                 room = published.room_of(card)
-                best = fastest(forecasts(pipeline, size, room), room)
+                best = next((each for each in forecasts(pipeline, size, room) if each.fits(room)), None)
                 stages_by_name = {} if best is None else {stage.name: stage for stage in best.stages}
                 yield {
                     "model": model, "width": size.width, "height": size.height, "frames": size.frames,

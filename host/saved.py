@@ -45,8 +45,7 @@ def new_path(prefix: str) -> Path:
 
 
 def target_folder(prefix: str, called: str = "filename_prefix") -> tuple[Path, str]:
-    """Folder and name that a prefix, the input ``called`` so, means in the output folder; InputError for another place,
-    none, or a long name."""
+    """Folder and name in the output folder for a prefix, the input ``called`` so; InputError elsewhere, or if long."""
     for mark, form in DATES.items():
         prefix = prefix.replace(mark, time.strftime(form))
     root = Path(folder_paths.get_output_directory()).resolve()

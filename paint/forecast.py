@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ..compat.device.work import META, Work, counted_once, counting_on_meta, empty, text_of
@@ -246,7 +246,7 @@ def _vae_work(pipeline: PaintPipeline, size: int, direction: str) -> Work:
 
     def count() -> Work:
         with META:
-            module = vae.autoencoder(config).to(dtype)
+            module = nn.Module.to(vae.autoencoder(config), dtype)  # diffusers' own warns of layers it would keep
         vae.set_vae_attention(module, functional.scaled_dot_product_attention)
         with counting_on_meta() as work:
             if direction == "encode":

@@ -64,8 +64,7 @@ def write_mp4(frames: torch.Tensor, fps: float, path: Path, tags: Mapping[str, s
 
 
 def through_h264(picture: torch.Tensor, crf: int) -> torch.Tensor | None:
-    """A picture (H, W, 3), uint8, coded and decoded as the one frame of a video; odd sides lose a row. None where PyAV
-    cannot code it with x264."""
+    """A picture (H, W, 3), uint8, as the one frame of a video; odd sides lose a row. None where PyAV has no x264."""
     av = imported("av")
     rows, columns = (side // 2 * 2 for side in picture.shape[:2])
     file = BytesIO()

@@ -143,8 +143,7 @@ def prepared(
 
 
 def _final_ratio(pipeline: Pipeline, final_size: tuple[int, ...], width: int, height: int) -> float:
-    """Width over height of the finished video, of ``final_size`` or as published, if this is the size of one of its two
-    passes; 0 for any other size."""
+    """Width over height of the finished video, of ``final_size`` or as published; 0 for the size of neither pass."""
     recipe, defaults = recipe_of(pipeline), of_checkpoint(pipeline).sizes.defaults
     if recipe is not None and recipe.second and final_size:
         return final_size[0] / final_size[1]
@@ -182,8 +181,7 @@ def as_published(
 
 
 def _through_h264(frame: torch.Tensor, crf: int, check: Callable[[], None]) -> torch.Tensor | None:
-    """A frame (H, W, 3) of even sides: blurred by 3 x 3 pixels of a Gaussian whose deviation is 1, after H.264. None
-    without an encoder."""
+    """A frame (H, W, 3) of even sides, blurred by 3 x 3 pixels of a Gaussian, after H.264; None without an encoder."""
     check()
     line = torch.tensor([-1.0, 0.0, 1.0]).square().mul(-0.5).exp()
     line = line / line.sum()

@@ -132,8 +132,7 @@ def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> 
 
 
 def recipe_decisions(pipeline: Pipeline, variant: tuple[Decision, ...], said: str = "") -> tuple[Decision, ...]:
-    """The decisions about variant and recipe, which the name ``said`` gave away, if one did; of a demo model, which
-    has one recipe, what it draws."""
+    """The decisions about variant and recipe, which the name ``said`` may give away; of a demo model what it draws."""
     if pipeline.is_demo:
         defaults = of_checkpoint(pipeline).sizes.defaults
         size = f"{defaults.width}x{defaults.height}, {defaults.frames} frames, {defaults.steps} steps"

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -32,6 +32,8 @@ from anygpu.pipelines.base import Latents
 from anygpu.pipelines.files.single_file import Files
 from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.latents import recovery as store
+from anygpu.pipelines.latents.convert import to_core
+from anygpu.pipelines.latents.store import save_latent
 from anygpu.pipelines.load import folder as loading
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pictures import picture_size
@@ -44,7 +46,7 @@ from safetensors.torch import load_file, save_file
 from paint import mv_stored, stored
 
 WEB = Path(__file__).resolve().parent.parent / "web"
-STOOD_IN = ("server", "requests", "folders", "memory_manager", "recovery", "model_files")
+STOOD_IN = ("server", "requests", "folders", "memory_manager", "recovery", "saved", "model_files")
 SERVER = ("routes", "forecast", "panel", "paused")
 TRAVERSALS = [
     "../../etc/passwd", "..\\..\\secret", "/etc/passwd", "%2e%2e%2fsecret", "a/../../b", "C:\\x", "\0", "", ".",
@@ -111,12 +113,14 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
 
     kept = SimpleNamespace(  # the store is the real one; what draws its pictures needs ComfyUI's latent formats
         listing=lambda: store.listing(folder()),
-        load=lambda name: store.load(folder(), name, print),
+        load=lambda name, *given: store.load(folder(), name, *given or (print,)),
         thumbnail=lambda name: f"picture of {store.path_of(folder(), name)}".encode(),
     )
+    saved = SimpleNamespace(file_named=lambda kind, name: tmp_path / "input" / name)
     server = SimpleNamespace(prompt_queue=queue, client_id=None)
     stand_ins = {
         "anygpu.host.recovery": kept,
+        "anygpu.host.saved": saved,
         "folder_paths": paths,
         "server": SimpleNamespace(PromptServer=SimpleNamespace(instance=server)),
         "comfy_execution": ModuleType("comfy_execution"),
@@ -128,7 +132,7 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
     forget(host)
     for name, module in stand_ins.items():
         monkeypatch.setitem(sys.modules, name, module)
-    vars(host).update(memory_manager=memory, recovery=kept, model_files=files)
+    vars(host).update(memory_manager=memory, recovery=kept, saved=saved, model_files=files)
     yield Pack(
         routes=importlib.import_module("anygpu.host.server.routes"),
         panel=importlib.import_module("anygpu.host.server.panel"),
@@ -347,6 +351,41 @@ def test_a_run_from_latents_is_told_at_their_size_and_by_the_recipe_of_its_pass(
     assert alone["found"] == told["4"]["found"] and peaks[0] == peaks[1]
     assert told["4"]["seconds"]["sampling"] == pytest.approx(3 / 7 * alone["seconds"]["sampling"], rel=0.01)
     assert told["6"]["error"]["found"] == "memory and time unknown: latent is from AnyGPUEncodeVideo"
+
+
+def test_latents_of_files_and_core_s_empty_ones_are_told_at_their_size(pack, tiny_folder):
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
+    paced()
+    folder = pack.home / "kept"
+    (pack.home / "input").mkdir()
+    made = Latents(torch.zeros(1, 128, 3, 2, 3), "ltx", "text", 17, 64, 96, 25.0, 1)
+    save_latent(pack.home / "input" / "mine.safetensors", to_core(made), print)
+    store.save(folder, made, print)
+    store.save(folder, replace(made, family="mochi"), print)
+    empty = {"width": 96, "height": 64, "length": 17, "batch_size": 1}
+    starts = [
+        ("AnyGPULoadLatent", {"file": "mine.safetensors"}),
+        ("AnyGPURecoverLatents", {"kept": "newest", "pipeline": ["7", 0]}),
+        ("EmptyLTXVLatentVideo", empty),
+        ("EmptyLTXVLatentVideo", {**empty, "batch_size": 2}),
+        ("AnyGPURecoverLatents", {"kept": "newest"}),
+        ("AnyGPULoadLatent", {"file": "gone"}),
+        ("EmptyImage", {"width": 96, "height": 64}),
+    ]
+    own = {"pipeline": ["7", 0], "width": 96, "height": 64, "frames": 17}
+    prompt = {"7": {"class_type": "AnyGPULoadPipeline", "inputs": {"model": "LTX-Video"}}}
+    prompt["8"] = {"class_type": "AnyGPUSample", "inputs": own}
+    for node, (kind, inputs) in enumerate(starts):
+        prompt[f"1{node}"] = {"class_type": kind, "inputs": inputs}
+        prompt[f"2{node}"] = {"class_type": "AnyGPUSample", "inputs": {"pipeline": ["7", 0], "latent": [f"1{node}", 0]}}
+    plain, *told = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})[1]["forecasts"]
+    found, seconds = ([each.get(name) for each in told] for name in ("found", "seconds"))
+    assert found[:3] == [plain["found"]] * 3 and found[3] == plain["found"].replace(" frames", " frames, 2 videos")
+    assert seconds[:3] == [plain["seconds"]] * 3
+    assert seconds[3]["sampling"] == pytest.approx(2 * plain["seconds"]["sampling"], abs=0.1)
+    other, gone, unknown = (each["error"]["found"] for each in told[4:])
+    assert (other, unknown) == ("these latents made for 'mochi'", "memory and time unknown: latent is from EmptyImage")
+    assert gone.startswith("no file ")
 
 
 def test_advice_names_the_widget_that_makes_it_and_follows_what_nodes_on_the_way_change(pack, tiny_folder):

@@ -46,8 +46,7 @@ WORTH = 0.8  # of the time of dequantising, as for other timed choices
 
 @dataclass(frozen=True, slots=True)
 class PackedRow:
-    """The path of layers of some formats on one kind of card. The first row that fits decides; a card without one
-    dequantises until somebody asks it."""
+    """The path of layers of some formats on one kind of card, by the first row that fits; else they dequantise."""
 
     card: str
     backends: tuple[str, ...]  # patterns, as the next ones; names without regard to case

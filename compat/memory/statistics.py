@@ -9,12 +9,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from heapq import nlargest
 from itertools import accumulate, pairwise
+from operator import sub
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..device.facts import indexed, peak_bytes, reset_peak, synchronize, value_or
+from ..device.facts import GIBIBYTE, indexed, peak_bytes, reset_peak, synchronize, value_or
 from ..durable import write_json
 from ..errors import PackError, json_file, json_within
 from .parts import ProgressStage
@@ -26,7 +27,7 @@ LATEST, LAST, PERIOD = 0.1, 0.25, 9  # shares of the steps: since a change, at m
 CHANGED = 1.2  # times as long as each step before, or as short: another load
 WAITED = 2.0  # times as long as all others of the last steps: one that waited for something else
 WORTH_TELLING = 5.0  # seconds of a stage, from which on it is shown beside its forecast
-GIGABYTE, MEGABYTE = 1e9, 1e6
+MEBIBYTE = 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +84,10 @@ class StageCost:
         imports = " with imports" if self.first else ""
         return f"{self.stage} took {self.own_seconds:.1f} s{imports}, {self.forecast_seconds:.1f} s forecast"
 
-    @property
-    def ratio(self) -> float:
-        """Slowdown of the stage caused by copies, as a factor."""
-        return self.seconds / max(self.seconds - self.moving_seconds, 1e-9)
-
     def __str__(self) -> str:
         peak = f"peak {amount_of(self.peak_bytes)}, " if self.peak_bytes else ""
-        times = f"{self.moving_seconds:.1f} of {self.seconds:.1f} s, {self.ratio:.2f} times the time without copies"
+        slower = self.seconds / max(self.seconds - self.moving_seconds, 1e-9)
+        times = f"{self.moving_seconds:.1f} of {self.seconds:.1f} s, {slower:.2f} times the time without copies"
         moved = f"moved {amount_of(self.moved_bytes)} in {times}" if self.moved_bytes else "nothing moved"
         return f"{self.stage} with offload {self.mode}: {peak}{moved}"
 
@@ -216,28 +213,37 @@ class TimeLeft:
     def __init__(self, forwards: Sequence[int] = (1,)) -> None:
         self.forwards = forwards
         self.began = 0.0, 0  # when the first step ended, a later one if resumed, and its number
+        self.alike = False  # whether steps took alike although their forwards differ: each waits for the same copies
         self.ends: list[tuple[float, int, int]] = []  # of the last steps, with the forwards so far
 
     def after(self, moment: float, done: int, total: int) -> str:
         """Seconds per step and what is left, such as ``, 4.1 s each, about 70 s left``, once step ``done`` has ended at
         ``moment``, in seconds of any clock; empty for a first step, which also loads and tunes."""
         if not self.ends or done <= self.ends[-1][1]:  # begun anew
-            self.ends, self.began = [], (moment, done)
+            self.ends, self.alike, self.began = [], False, (moment, done)
         forwards = (1,) if total % len(self.forwards) else self.forwards
         now, whole = (sum(forwards[: n % len(forwards)]) + n // len(forwards) * sum(forwards) for n in (done, total))
         self.ends = [*self.ends, (moment, done, now)][-1 - max(PERIOD, int(LAST * total)) :]
         if len(self.ends) == 1:
             return ""
-        lasted = [(after[0] - before[0], after[2] - before[2]) for before, after in pairwise(self.ends)]
-        paces = [seconds / count for seconds, count in lasted]  # of a forward
-        most = nlargest(1 + (len(paces) > 2), paces)[-1]
-        paces = [most if pace > WAITED * most else pace for pace in paces]
+        lasted = [tuple(map(sub, after, before)) for before, after in pairwise(self.ends)]
+        by_step, by_forward = (_without_waits([each[0] / each[kind] for each in lasted]) for kind in (1, 2))
+        spreads = [max(paces) / max(min(paces), 1e-9) for paces in (by_step, by_forward)]
+        if max(spreads) > CHANGED * min(spreads):
+            self.alike = spreads[0] < spreads[1]
+        paces, kind, rest = (by_step, 1, total - done) if self.alike else (by_forward, 2, whole - now)
         since = _changed_at(paces, max(2, int(LATEST * total)))
-        _, first, before = self.ends[since]
-        spent = sum(pace * count for pace, (_, count) in zip(paces[since:], lasted[since:], strict=True))
-        each, rest = spent / (done - first), spent / (now - before) * (whole - now)
-        left = f", about {duration(rest)} left" if done < total else ""
+        spent = sum(pace * each[kind] for pace, each in zip(paces[since:], lasted[since:], strict=True))
+        each, pace = (spent / (self.ends[-1][count] - self.ends[since][count]) for count in (1, kind))
+        left = f", about {duration(pace * rest)} left" if done < total else ""
         return f", {each:.1f} s each{left}" if each >= WORTH_SHOWING else ""
+
+
+def _without_waits(paces: list[float]) -> list[float]:
+    """``paces`` in which one far above all others, that of a step that waited for something else, is the next one."""
+    most = nlargest(2, paces)[-1]
+    far = most * WAITED * (2 if len(paces) == 2 else 1)  # of two, either may be the usual one
+    return [most if pace > far else pace for pace in paces]
 
 
 def _changed_at(spent: list[float], fewest: int) -> int:
@@ -253,13 +259,13 @@ def _changed_at(spent: list[float], fewest: int) -> int:
 
 
 def amount_of(count: float) -> str:
-    """Bytes in words: ``3.2 GB``, ``14.0 MB``."""
-    return f"{count / GIGABYTE:.1f} GB" if count >= GIGABYTE else f"{count / MEGABYTE:.1f} MB"
+    """Bytes in words, as the tab and torch count them: ``3.2 GB``, ``14.0 MB``."""
+    return f"{count / GIBIBYTE:.1f} GB" if count >= 0.1 * GIBIBYTE else f"{count / MEBIBYTE:.1f} MB"
 
 
 def amount(done: int, total: int) -> str:
     """Bytes of bytes in words, such as ``11.2 of 23.9 GB``."""
-    unit, name = (GIGABYTE, "GB") if total >= GIGABYTE else (MEGABYTE, "MB")
+    unit, name = (GIBIBYTE, "GB") if total >= 0.1 * GIBIBYTE else (MEBIBYTE, "MB")
     return f"{done / unit:.1f} of {total / unit:.1f} {name}"
 
 

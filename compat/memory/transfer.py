@@ -259,8 +259,7 @@ def _copies_on(
 def _data_at_home(
     module: nn.Module, away: list[torch.Tensor], check: Callable[[], None] | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """Each tensor with its data in host memory, the host weight that was kept, no longer from here on, or a copy, and
-    True for a copy."""
+    """Each tensor with its host weight, which is kept no longer, or a copy of its data there, and True for a copy."""
     kept = module.__dict__.get(KEPT, {})
     kinds = {(tensor.device, tensor.dtype) for tensor in away if id(tensor) not in kept}
     ways = {kind: transfer_for(*kind) for kind in kinds}  # before any moves: a damaged weight would stay damaged

@@ -77,8 +77,7 @@ NEEDS: tuple[KernelNeed, ...] = (
 
 
 def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width: int, quiet: bool = False) -> None:
-    """Raise UnsupportedError or MissingPackageError unless the kernel runs on the device and gives the right result,
-    which ``quiet`` does not try."""
+    """Raise UnsupportedError or MissingPackageError unless the kernel is right here, which ``quiet`` does not try."""
     need, places = _row_for(choice, facts)
     if need is None:
         found = f"attention {choice!r} on {facts.name} ({facts.arch or facts.backend})"

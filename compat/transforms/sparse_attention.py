@@ -93,8 +93,7 @@ def seen(queries: torch.Tensor, keys: torch.Tensor, tiles: Grid, frames: int) ->
 
 
 def shares(grid: Grid) -> tuple[float, float, float]:
-    """Shares of the tokens of a video: those that each is compared with, copies that this takes, and all in whole
-    tiles."""
+    """Shares of a video's tokens: those that each is compared with, copies that this takes, all in whole tiles."""
     tile = PICTURE_TILE if grid[0] == 1 else TILE
     count, tokens = math.prod(_tiles(grid, tile)), math.prod(grid)
     gathered = min(count, _most(grid[0]) + (2 * AROUND + 1) ** 3) * math.prod(tile)

@@ -38,8 +38,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_own_convolution(module: nn.Module) -> bool:
-    """True if ``module`` is a convolution that core or torch computes in its ``_conv_forward``, or that gives its own
-    values when asked."""
+    """True for a convolution that core or torch computes in ``_conv_forward``, or that gives its values if asked."""
     if not isinstance(module, CONVOLUTIONS):
         return False
     if offers_cast(type(module)):

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from ...compat.device.facts import GIBIBYTE
 from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import InputError, PackError
 from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED
-from ...compat.memory.statistics import StageNeed
+from ...compat.memory.statistics import StageNeed, amount_of
 from ...compat.probe_results import probe_results_of
 from ...compat.transforms.step_cache import StepCacheSettings
 from ...paint import forecast as painting
@@ -33,12 +32,15 @@ from ...pipelines.forecast.memory import forecast
 from ...pipelines.forecast.savings import savings
 from ...pipelines.forecast.seconds import planned_run
 from ...pipelines.forecast.times import Times, known_or_why, times_of
+from ...pipelines.latents.batch import videos_of
+from ...pipelines.latents.convert import from_core
+from ...pipelines.latents.store import LATENT, load_latent
 from ...pipelines.load.folder import load_placed
 from ...pipelines.pictures import picture_size
 from ...pipelines.pipeline import Pipeline
-from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, snap, with_step_cache
-from ...pipelines.sizes import Size
-from .. import folders, memory_manager, requests
+from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, require_family, snap, with_step_cache
+from ...pipelines.sizes import Size, latent_shape
+from .. import folders, memory_manager, recovery, requests, saved
 from ..recipes import Prompt, advice, back
 from .panel import error_message, facts
 
@@ -50,6 +52,7 @@ DERIVED = ("texts", "clip", "latents")  # what a forecast knows beside the numbe
 COUNTED = ("cfg", "cfg_start", "cfg_end", "stg", "guidance_rescale", "shift", "denoise", "fps", "latents")  # settings
 CLIP = ("clip_seconds", "window", "single_frame")
 SIZE, USUAL = ("width", "height", "frames"), {"batch_size": 1, "window": 9, "single_frame": False}
+EMPTY = ("width", "height", "length")  # inputs of core's nodes that make latents of a size
 SAVE, UPSCALE = "AnyGPUSaveLatent", "AnyGPUUpscaleLatents"
 LARGEST = 1e9  # of a number that a widget holds
 MV_ADAPTER, CHECKPOINT = "AnyGPULoadMVAdapter", ("ckpt_name", "checkpoints")
@@ -104,9 +107,7 @@ def _loader_of(prompt: Prompt, node: str) -> str:
 
 def _connected(prompt: Prompt, node: str) -> dict[str, Weights]:
     """The checkpoint that core's loaders behind Load MV-Adapter read, as an argument; empty where none is connected.
-
-    Raises InputError where the file of one of the three inputs is not known.
-    """
+    Raises InputError where the file of one of the three inputs is not known."""
     mine = prompt[node]["class_type"] == MV_ADAPTER
     sources = {name: next(back(prompt, node, name), "") for name in requests.CORE_INPUTS if mine}
     if not any(sources.values()):
@@ -159,8 +160,7 @@ def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _pictured(prompt: Prompt, node: str, pipeline: Pipeline) -> dict[str, float]:
-    """Width and height of the picture that a node starts from, as it will be encoded, or ``clip`` for a film's frames;
-    none where that is not known."""
+    """Width and height that the start picture of a node is encoded at, or ``clip`` for a film; none where unknown."""
     encoder = next(back(prompt, node, "image"), node)
     *_, encoder = encoder, *back(prompt, encoder, "previous")  # one that is joined to another takes its size
     if prompt[encoder]["class_type"] != ENCODES:
@@ -208,9 +208,27 @@ def _given(prompt: Prompt, node: str, loaded: Inputs) -> tuple[dict[str, Any], P
             file = folders.upscaler_file(prompt[each]["inputs"].get("upscaler"))
             latents = pipeline.spec.code.enlarged(latents, file)
         elif kind != SAVE:
-            found, fix = f"memory and time unknown: latent is from {kind}", "Run it: it has the size of these latents."
-            raise InputError(found, expected="latents of AnyGPU Sample, whose size is known", fix=fix)
+            latents = _starts(prompt, each, last)
     return given, pipeline
+
+
+def _starts(prompt: Prompt, node: str, pipeline: Pipeline) -> Latents:
+    """The latents of a file, or those that a node of core makes empty. Raises InputError for any other node."""
+    kind, inputs, sizes = prompt[node]["class_type"], prompt[node]["inputs"], _numbers(prompt[node])
+    if kind == "AnyGPULoadLatent":
+        latent = load_latent(saved.file_named(LATENT, str(inputs.get("file"))), lambda _: None, "clamp")
+    elif kind == "AnyGPURecoverLatents":
+        latent = recovery.load(str(inputs.get("kept")), lambda _: None, pipeline.family if "pipeline" in inputs else "")
+    elif kind.startswith("Empty") and sizes.keys() >= set(EMPTY):
+        cells = latent_shape(pipeline, Size(*(int(sizes[name]) for name in EMPTY)))
+        latent = {"samples": torch.zeros(1).expand(int(sizes.get("batch_size", 1)), 1, *cells)}
+    else:
+        found, fix = f"memory and time unknown: latent is from {kind}", "Run it: it has the size of these latents."
+        raise InputError(found, expected="latents of AnyGPU Sample, of a file, or empty ones", fix=fix)
+    first, *more = videos_of(latent)
+    latents = from_core(pipeline, first, lambda _: None)
+    require_family(latents.family, pipeline.spec, "these latents")
+    return replace(latents, samples=torch.empty(0), extra={**latents.extra, "batch_size": 1 + len(more)})
 
 
 def _is_film(prompt: Prompt, nodes: Sequence[str]) -> bool:
@@ -271,7 +289,7 @@ def _lighter(prompt: Prompt, node: str, loaded: Inputs, stages: Iterable[Inputs]
             told = {} if pipeline is None else _forecast(changed, node, {**loaded, loader: pipeline})
             after = next((each for each in told.get("stages", ()) if each["stage"] == stage), before)
             if after["whole"] < LESS_BY * before["whole"] or before["fits"] == TOO_MUCH != after["fits"]:
-                less = f"{_gib(after['whole'])} instead of {_gib(before['whole'])}, {after['fits']}"
+                less = f"{amount_of(after['whole'])} instead of {amount_of(before['whole'])}, {after['fits']}"
                 yield _advised(prompt, node, f"{name} {value} on the load node: {stage} {less}", {name: value})
 
 
@@ -316,14 +334,10 @@ def _headline(stages: Sequence[Mapping[str, Any]], time: str, lower: str) -> str
     name, fits = worst["stage"], worst["fits"]
     if fits == TOO_MUCH:
         advice = "" if name.startswith("text") else f" Lower {lower}."
-        return f"Too much: {name} needs {_gib(worst['least'])}, {_gib(worst['free'])} free.{advice}"
+        return f"Too much: {name} needs {amount_of(worst['least'])}, {amount_of(worst['free'])} free.{advice}"
     how = {PARTS: f", {name} in parts", STREAMS: f", streaming weights in {name}: slower"}.get(fits, "")
     peak = max(stages, key=lambda stage: stage["peak"])
-    return f"Fits{how}{time}. {_gib(peak['peak'])} at its peak ({peak['stage']}), {_gib(peak['free'])} free."
-
-
-def _gib(count: int) -> str:
-    return f"{count / GIBIBYTE:.1f} GB" if count >= 0.1 * GIBIBYTE else f"{count / 2**20:.0f} MB"
+    return f"Fits{how}{time}. {amount_of(peak['peak'])} at its peak ({peak['stage']}), {amount_of(peak['free'])} free."
 
 
 def _stage(most: StageNeed, least: StageNeed, room: int | None) -> dict[str, Any]:

@@ -104,8 +104,7 @@ def names_around(path: Path, notes: Mapping[str, str] | None = None) -> Names:
 
 
 def names_of_file(path: Path, notes: Mapping[str, str] | None = None) -> Names:
-    """:func:`names_around` one of many files in a folder, such as a LoRA: its folders count only where its own name is
-    one that many have."""
+    """:func:`names_around` one of many files, such as a LoRA: its folders count only where many have its own name."""
     names = names_around(path, notes)
     plain = all(map(COMMON.fullmatch, re.split(r"[ ._-]+", path.stem.lower())))
     return names if plain or path.stem not in names else names[: names.index(path.stem) + 1]

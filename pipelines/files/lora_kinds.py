@@ -93,8 +93,7 @@ class LoRAPair:
         return own, next((kind for kind in KINDS if kind.size(shapes) is not None), KINDS[-1])
 
     def delta(self, tensors: Mapping[str, Tensor], scale: float = 1.0) -> Delta:
-        """The additions to this layer: the factors of a plain LoRA as stored, all else in fp32. ``scale``, alpha over
-        rank, multiplies a bias of peft's."""
+        """The additions to this layer: factors as stored, all else in fp32; ``scale`` multiplies a bias of peft's."""
         own, kind = self._own(tensors)
         biases = [self.cut(own[role]).float() * (scale if role == PEFT_BIAS else 1.0) for role in BIASES & own.keys()]
         magnitude = self._magnitude(own[MAGNITUDE]) if MAGNITUDE in own else None

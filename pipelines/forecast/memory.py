@@ -111,18 +111,11 @@ def forecasts(pipeline: Pipeline, size: Size, room: int | None = None) -> tuple[
     return tuple(forecast(pipeline, size, mode, room) for mode in MODES)
 
 
-def fastest(needs: tuple[Forecast, ...], room: int | None) -> Forecast | None:
-    """The fastest mode that fits into ``room`` bytes; None where none does."""
-    if room is None:
-        return next(each for each in needs if each.mode == "model")
-    return next((each for each in needs if each.fits(room)), None)
-
-
 def _decoding(pipeline: Pipeline, size: Size, whole: StageNeed, room: int | None) -> StageNeed:
     """The decode as a run begins it: whole, beside what is there; else in the first form that fits alone."""
     if room is None or whole.total * SPARE <= room:
         return whole
-    method, needed = planned_decode(pipeline, size, room - whole.weights)
+    method, needed = planned_decode(pipeline, size, room - whole.weights, None)
     if method.whole and not method.on_host:
         return replace(whole, kept=0, activations=needed)
     weights = 0 if method.on_host else whole.weights

@@ -14,7 +14,7 @@ from ..pipeline import Pipeline
 from ..settings import of_checkpoint, snap
 from ..sizes import Size
 from .fit import plan_line
-from .memory import Forecast, fastest, forecasts
+from .memory import Forecast, forecasts
 from .placement import CARDS
 from .savings import savings
 from .seconds import advice, planned_run, quickest
@@ -59,8 +59,7 @@ def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, 
     device, mode = pipeline.offloader.device, pipeline.offloader.mode
     have = "does not report its free memory" if room is None else f"has {amount_of(room)} free"
     fitting = [each.mode for each in needs if room is not None and each.fits(room)]
-    best = fastest(needs, room)
-    quick = quickest(fitting, times) or (best.mode if best else "none: lower the size")
+    quick = quickest(fitting, times) or ("model" if room is None else "nothing, lower the size")
     more = advice(needs, times, room)
     lines = [f"{title}: {device} {have}", f"now: offload {mode}; fastest that fits: {quick}{'; ' * bool(more)}{more}"]
     for each in needs:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...compat.device.execution import HOST
 from ...compat.device.facts import DeviceFacts, facts_for
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.rates import ATTENTION, PRODUCT, quicker_by
@@ -54,6 +55,7 @@ class Run:
     def planned(self, pipeline: Pipeline, name: str, room: int | None) -> PlannedStage:
         """The stage ``name``, to forecast its time with ``room`` bytes on its device; None where they are unknown."""
         precision, calls, beside, stays, speed = pipeline.precision, 1, 0, 0, dict[str, Any]()
+        device = pipeline.offloader.device_of(PARTS[name])
         parts: tuple[str, ...]
         work: Callable[[], Work]
         if name == TEXT:
@@ -72,9 +74,11 @@ class Run:
             stays = sum(resident_bytes(size.total, size.passing, room, int(MARGIN * beside)) for size in each)
         else:
             weights = pipeline.weights[VAE].total if VAE in pipeline.weights else 0
-            method, _ = planned_decode(pipeline, self.size, sys.maxsize if room is None else room - weights)
-            parts, dtype, work = (VAE,), precision.vae, partial(counts.decoding_work, pipeline, self.size, method)
-        facts, probes = _machine_of(pipeline, pipeline.offloader.device_of(PARTS[name]))
+            room = sys.maxsize if room is None else room - weights
+            method, _ = planned_decode(pipeline, self.size, room, self.form)
+            device = HOST if method.on_host else device
+            parts, dtype, work = (VAE,), method.dtype, partial(counts.decoding_work, pipeline, self.size, method)
+        facts, probes = _machine_of(pipeline, device)
         return PlannedStage(
             name=name,
             facts=facts,
@@ -117,7 +121,7 @@ def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
             "skipping guidance": rows if len(rows) > 1 or any(row.stg for row in rows) else (),
         }
     elif stage == DECODING:
-        own = {"form": None if run.form == DecodeRequest() else run.form}  # one that no forecast knows beforehand
+        own = {"form": None if run.form == DecodeRequest() else run.form}
     return key_of(
         precision=str(pipeline.precision),
         fallbacks=sorted(pipeline.parts.fallbacks),

@@ -10,6 +10,7 @@ import torch
 
 from ...compat.device.facts import facts_for, free_bytes, value_or
 from ...compat.errors import remember
+from ...compat.memory.statistics import amount_of
 from ..base import Latents, SampleSettings
 from ..pipeline import Pipeline
 from ..settings import SMALLEST_SIDE
@@ -36,8 +37,8 @@ class Shortage:
         return min(MOST_SHARE, max(LEAST_SHARE, 0.8 * self.free_bytes / self.asked_bytes))
 
     def __str__(self) -> str:
-        asked = f"{_gigabytes(self.asked_bytes)} asked for" if self.asked_bytes else "amount unknown"
-        return asked if self.free_bytes is None else f"{asked}, {_gigabytes(self.free_bytes)} free"
+        asked = f"{amount_of(self.asked_bytes)} asked for" if self.asked_bytes else "amount unknown"
+        return asked if self.free_bytes is None else f"{asked}, {amount_of(self.free_bytes)} free"
 
 
 def shortage_in(error: BaseException, free: int | None = None) -> Shortage:
@@ -106,8 +107,3 @@ def _smaller(pipeline: Pipeline, size: Latents | SampleSettings, short: Shortage
 
 def _bytes(match: re.Match[str]) -> int:
     return int(float(match[1]) * UNITS.get(match[2], 1))
-
-
-def _gigabytes(count: int) -> str:
-    unit, name = (1e9, "GB") if count >= 1e8 else (1e6, "MB") if count >= 1e5 else (1e3, "kB")
-    return f"{count / unit:.1f} {name}"

@@ -34,7 +34,7 @@ PROBED_OFF = 1.5  # what a few probes may be off by, in both directions: docs/me
 NEAR, FAR = 1.1, 1.25  # what runs of the same size, and of another, may be off by
 SAME = 1.05  # by which two runs may differ in their work to be of one size
 ROWS = 3  # newest runs that count
-PRICED = ("speed", "step cache")  # entries of a key whose effect the model of time has too
+PRICED = ("speed", "step cache", "form")  # entries of a key whose effect the model of time has too
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from ...compat.checkpoints.weights import is_view, read_json, read_sides, read_t
 from ...compat.decision import Decision
 from ...compat.device import probes
 from ...compat.device.execution import HOST
-from ...compat.device.facts import DeviceFacts, facts_for, locks_host_memory, value_or
+from ...compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, locks_host_memory, value_or
 from ...compat.device.failures import is_shortage
 from ...compat.device.precision import FP32
 from ...compat.device.probe_store import ProbeStore
@@ -26,7 +26,7 @@ from ...compat.device.quirks import policy_for
 from ...compat.errors import CheckpointError, MissingPackageError, UnsupportedError, first_line, sentence
 from ...compat.memory.offloader import DISK, HostWeights, Views, choose_host_weights, mark_views
 from ...compat.memory.parts import PartBytes, denoises, part_bytes, role_of
-from ...compat.memory.statistics import GIGABYTE, amount_of, reading_of
+from ...compat.memory.statistics import amount_of, reading_of
 from ...compat.memory.transfer import casts_wrongly, maps_files
 from ...compat.output_check import fault_in_weight
 from ...compat.packages import attribute, empty_encoder, fill, names_in, unusable
@@ -297,7 +297,7 @@ def storage_decisions(files: Mapping[str, PartFiles]) -> tuple[Decision, ...]:
     made = []
     for name, choice in storage_choices(files).items():
         how = "as in the file" if choice in FILE_CHOICES else choice
-        size = f"{files[name].total_bytes / GIGABYTE:.1f} of {_dense_bytes(files[name]) / GIGABYTE:.1f} GB"
+        size = f"{files[name].total_bytes / GIBIBYTE:.1f} of {_dense_bytes(files[name]) / GIBIBYTE:.1f} GB"
         made.append(Decision(f"{name} weights", f"kept {how}", size))
     return tuple(made)
 

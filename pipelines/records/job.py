@@ -206,8 +206,7 @@ class VideoJob(Job):
 
 
 def read_job(path: Path) -> VideoJob:
-    """The job in a file. Raises CheckpointError where it cannot be read, InputError where this version cannot run
-    it."""
+    """The job in a file. Raises CheckpointError for one that cannot be read, InputError for one that cannot run."""
     needed = {"expected": "a job file", "fix": "Choose another file."}
     try:
         with path.open("rb") as file:

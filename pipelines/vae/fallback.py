@@ -29,7 +29,7 @@ from ..base import Latents, Progress, ProgressStage, SubProgress
 from ..pictures import signed
 from ..pipeline import Pipeline
 from ..sizes import SPARE
-from .plan import CHUNKED, FULL, METHODS, ON_CPU, STREAMING, STRIDE, DecodeRequest, Ladder, ladder_for
+from .plan import CHUNKED, FULL, METHODS, ON_CPU, STRIDE, DecodeRequest, Ladder, ladder_for
 from .tiled import HeldDecoder, RegionTask, ResumableDecode, decoded_together
 
 DECODING = ProgressStage("decoding")
@@ -302,7 +302,7 @@ def decoding(
     if form.method == CHUNKED and not pipeline.spec.rewrites.causal_decoder:
         found = f"decode method {CHUNKED!r} for {pipeline.spec.title}, whose decoder looks ahead"
         expected = f"one of {', '.join(method for method in METHODS if method != CHUNKED)}"
-        fix = f"Choose {STREAMING}, which is exact for every family, or auto."
+        fix = "Choose auto, which begins with the first exact method that fits."
         raise UnsupportedError(found, expected=expected, fix=fix)
     return VaeRunner(ladder_for(pipeline, (shape[2], shape[3], shape[4]), form), progress)
 

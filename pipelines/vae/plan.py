@@ -285,9 +285,9 @@ class Ladder:
         return next(fitting, min(methods, key=self.needed_bytes))
 
 
-def planned_decode(pipeline: Pipeline, size: Size, room: int) -> tuple[DecodeMethod, int]:
+def planned_decode(pipeline: Pipeline, size: Size, room: int, form: DecodeRequest | None) -> tuple[DecodeMethod, int]:
     """The method with which a decode of ``size`` begins in ``room`` bytes beside the weights, and its bytes."""
-    plan = ladder_for(pipeline, latent_shape(pipeline, size), DecodeRequest(), room)
+    plan = ladder_for(pipeline, latent_shape(pipeline, size), form or DecodeRequest(), room)
     return plan.method, plan.needed_bytes(plan.method)
 
 

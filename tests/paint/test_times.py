@@ -80,6 +80,15 @@ def test_what_a_model_was_taught_is_forecast_where_nothing_is_asked(paint_folder
     assert planned(delight_folder) == PaintRun(steps=50, rows=1, size=512, views=1)
 
 
+def test_a_count_says_nothing_on_the_terminal(paint_folder, capfd):
+    """Where the VAE is in fp16, diffusers' own ``to`` warns of layers to be kept in fp32, and names none."""
+    pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu"))
+    half = replace(pipeline, precision=replace(pipeline.precision, vae=torch.float16))
+    for stage in ("encoding", "decoding"):
+        assert counted(half, PaintRun(steps=2, rows=2, size=72, views=2), [stage]) > 0
+    assert not capfd.readouterr().err
+
+
 def test_where_rates_are_unknown_that_is_said(paint_folder, monkeypatch):
     pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu"))
     run = planned_run(pipeline, 64, 2, 2)

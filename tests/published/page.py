@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))  # for runs as a command
 
 from anygpu.pipelines.files.formats import config_of, contents  # noqa: E402
-from anygpu.pipelines.forecast.memory import fastest, forecasts  # noqa: E402
+from anygpu.pipelines.forecast.memory import forecasts  # noqa: E402
 from anygpu.pipelines.pipeline import Pipeline  # noqa: E402
 from anygpu.pipelines.settings import of_checkpoint, recipe_of  # noqa: E402
 from anygpu.pipelines.sizes import Size  # noqa: E402
@@ -226,7 +226,7 @@ def size_of(pipeline: Pipeline) -> Size:
 def verdict(pipeline: Pipeline, size: Size, card: float) -> str:
     """The fastest mode that fits on a card, and how it decodes."""
     room = published.room_of(card)
-    best = fastest(forecasts(pipeline, size, room), room)
+    best = next((each for each in forecasts(pipeline, size, room) if each.fits(room)), None)
     return "too much" if best is None else f"{best.mode}, {best.stages[-1].form.rpartition(' in ')[0] or 'whole'}"
 
 

@@ -20,7 +20,7 @@ from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sizes import Size
 from tiny import build
 
-GB = 10**9
+GB = 2**30
 
 
 def taking(mode: str, seconds: float) -> TimeForecast:
@@ -131,16 +131,19 @@ def test_what_is_left_is_the_run_s_own_after_a_tenth_of_its_steps(load, count):
 FORWARDS = {"LTX 13B dev": [1] * 3 + [3] * 11 + [2] * 13, "cfg until half": [2] * 15 + [1] * 15, "alike": [1] * 40}
 
 
-@pytest.mark.parametrize("stall", [0.0, 60.0])
+@pytest.mark.parametrize("stall", [0, 1, 2, 5])
 @pytest.mark.parametrize("sections", [1, 3])
 @pytest.mark.parametrize("name", FORWARDS)
-def test_what_is_left_is_known_of_unlike_steps_and_after_one_that_waited(name, sections, stall):
-    seconds = [4.0 * each for each in FORWARDS[name]] * sections
-    pace, took = TimeLeft(FORWARDS[name]), (each + stall * (step == 2) for step, each in enumerate(seconds))
-    ends = [*accumulate(took)]
+@pytest.mark.parametrize("copies", [0.0, 3.0])
+def test_what_is_left_is_known_of_unlike_steps_and_after_one_that_waited(name, sections, stall, copies):
+    """Also where all steps wait for the same ``copies``, once two were seen that are unlike."""
+    forwards = FORWARDS[name]
+    seconds = [4.0 * (copies or each) for each in forwards] * sections
+    pace, took = TimeLeft(forwards), (each + 60.0 * (step == stall > 0) for step, each in enumerate(seconds))
+    ends, unlike = [*accumulate(took)], next((step for step, each in enumerate(forwards) if each != forwards[0]), 0)
     for done in range(1, len(seconds)):
         text = pace.after(ends[done - 1], done, len(seconds))
-        if done >= max(4 if stall else 2, len(seconds) / 10):  # of two that are unlike, either may be the usual one
+        if done >= max(2 + (stall > 0), len(seconds) / 10, copies and unlike + 2):
             number, unit = text.split("about ")[1].split()[:2]
             said, left = float(number) * {"s": 1, "min": 60}[unit], sum(seconds[done:])
             assert abs(said - left) <= 0.25 * left, f"{said} s of {left} s after {done}"

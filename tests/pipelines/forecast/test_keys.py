@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from anygpu.compat.device import precision as precisions
 from anygpu.compat.device.work import Pace
 from anygpu.compat.memory.statistics import FILE, saved_stages
@@ -140,16 +141,32 @@ def test_what_only_sampling_skips_changes_no_other_stage(plain):
     assert told(plain, run, DECODING) == pytest.approx(1.3 * times.stage_time(plain, DECODING, run).modelled)
 
 
-def test_a_guidance_that_is_not_counted_and_a_form_that_is_asked_for_are_of_their_own(plain):
+def test_decodes_by_another_method_speak_by_the_model_which_knows_it(plain):
+    """One on the processor speaks for others there alone."""
+    run, larger = forecast.planned_run(plain, ASKED), forecast.planned_run(plain, Size(256, 256, 9))
+    tiled = replace(larger, form=DecodeRequest("tiled", tile=128))
+    whole, parts = (times.stage_time(plain, DECODING, each).modelled for each in (larger, tiled))
+    assert whole < parts < 3 * whole, "what tiles share is computed again"
+    kept(plain, replace(run, form=DecodeRequest("full")), 2.0, DECODE)
+    assert told(plain, run, DECODING) == pytest.approx(2 * times.stage_time(plain, DECODING, run).modelled)
+    kept(plain, run, 1.5, DECODE)
+    assert told(plain, run, DECODING) == pytest.approx(1.5 * times.stage_time(plain, DECODING, run).modelled)
+    facts = replace(plain.facts, device=torch.device("cuda"), name="A card")
+    offloader = SimpleNamespace(options=plain.offloader.options, adapters=None, device_of=lambda _: facts.device)
+    offloader.device = facts.device
+    card = replace(plain, device=replace(plain.device, facts=facts), plan=replace(plain.plan, offloader=offloader))
+    stage = replace(run, form=DecodeRequest("cpu")).planned(card, DECODING, None)
+    assert stage.facts.device.type == "cpu" and stage.facts.name != "A card"
+
+
+def test_a_guidance_that_is_not_counted_is_of_its_own(plain):
     run = forecast.planned_run(plain, ASKED)
     skipping = replace(
         run, settings=replace(run.settings, guidance_steps=(GuidanceStep(cfg=3.0, stg=1.0, blocks=(1,)),))
     )
-    tiled = replace(run, form=DecodeRequest("tiled"))
-    before = told(plain, run), told(plain, run, DECODING)
+    before = told(plain, run)
     kept(plain, skipping, 1.4)
-    kept(plain, tiled, 2.0, DECODE)
-    assert (told(plain, run), told(plain, run, DECODING)) == before
+    assert told(plain, run) == before
 
 
 def test_rows_of_an_earlier_release_are_read_and_say_nothing_of_time(plain):

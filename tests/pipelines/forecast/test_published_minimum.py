@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import published
 import pytest
-from anygpu.pipelines.forecast.memory import fastest, forecast, forecasts
+from anygpu.pipelines.forecast.memory import forecast, forecasts
 from anygpu.pipelines.sizes import Size
 
 FULL = pytest.mark.full
@@ -32,7 +32,7 @@ def test_the_plan_of_a_published_minimum_fits(model, size, gigabytes, tmp_path):
         pipeline = published.on_card(published.composed(model, tmp_path, texts=False))
         room = published.room_of(gigabytes)
         needs = forecasts(pipeline, size, room)
-    best = fastest(needs, room)
+    best = next((each for each in needs if each.fits(room)), None)
     assert best is not None, {each.mode: [(s.name, s.total, s.form) for s in each.stages] for each in needs}
     assert all(stage.total <= room for stage in best.stages)
 

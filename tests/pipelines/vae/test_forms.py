@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from anygpu.compat.device.execution import generator_for, state_of
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.transfer import Transfer
-from anygpu.pipelines.base import ProgressStage, SubProgress
+from anygpu.pipelines.base import ProgressStage, Silent, SubProgress
+from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.vae import tiled as decode_work
+from anygpu.pipelines.vae.fallback import decoding
 from anygpu.pipelines.vae.plan import DecodeMethod, DecodeRequest, checked_request
 from anygpu.pipelines.vae.tiled import HeldDecoder, RegionTask, ResumableDecode, decode_as_published, decoder_call
 from tiny import parts
@@ -250,6 +253,12 @@ def test_a_decoder_that_draws_noise_is_not_streamed(made):
             work_for("ltx_vae").frames(module, HOST, DecodeMethod(torch.float32, stream=32))
     finally:
         block.per_channel_scale1 = None
+
+
+def test_chunks_of_a_decoder_that_looks_ahead_are_refused_without_a_way_that_it_may_refuse_too():
+    with pytest.raises(UnsupportedError, match="looks ahead") as refused:
+        decoding(SimpleNamespace(spec=FAMILIES["ltx"]), (1, 128, 3, 2, 2), Silent(), DecodeRequest("chunked"))
+    assert "auto" in refused.value.fix and "streaming" not in refused.value.fix
 
 
 @pytest.mark.parametrize(
