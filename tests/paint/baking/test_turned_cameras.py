@@ -102,11 +102,14 @@ class Pinhole:
         return found.view(SIZE, SIZE)
 
 
-def detail(name: str, camera: tuple, height: int = 768, width: int = 768) -> tuple[float, float]:
-    """Decibels of the texels that a photograph shows squarely, before and after it was projected."""
+def detail(name: str, camera: tuple, height: int = 768, width: int = 768, moved: int = 0) -> tuple[float, float]:
+    """Decibels of the texels that a photograph shows squarely, before and after it was projected.
+
+    ``moved``: pixels by which the object was put to the right in the finished picture."""
     surface, texture, painted = known(name)
     pinhole = Pinhole.of(*camera, distance=camera[3] * 1.15 / WIDTH)
-    made = projected(surface, painted, [Reference(pinhole.photograph(surface, texture, height, width))])
+    picture = pinhole.photograph(surface, texture, height, width).roll(moved, 1)
+    made = projected(surface, painted, [Reference(picture)])
     chosen = pinhole.cosines(surface) > 0.5
     return decibels(painted, texture, chosen), decibels(made.texture, texture, chosen)
 
@@ -137,10 +140,11 @@ def test_a_part_of_a_picture_knows_the_pictures_middle():
     assert axis == pytest.approx(((float(seen[1]) - 70) / len(crop), (-float(seen[0]) - 10) / len(crop)))
 
 
-def test_a_photograph_whose_object_lies_off_its_middle_gives_its_detail(monkeypatch):
+@pytest.mark.parametrize(("place", "moved"), [((0.25, -0.13), 0), ((0, 0), 160)], ids=["turned", "cropped"])
+def test_a_photograph_whose_object_lies_off_its_middle_gives_its_detail(monkeypatch, place, moved):
     for tried in ("TURNS", "HEIGHTS"):
         monkeypatch.setattr(poses, tried, (0,))
-    before, after = detail("box", (8, 6, 3, 0.72, (0.25, -0.13)), 480, 640)
+    before, after = detail("box", (8, 6, 3, 0.72, place), 480, 640, moved)
     assert before < 24 and after >= 30, (before, after)
 
 
