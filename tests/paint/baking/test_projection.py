@@ -117,7 +117,8 @@ def made(name: str) -> tuple[Tensor, Projected, Tensor, Found]:
     surface, texture, painted = known(name)
     pose = pose_of(*CASES[name])
     picture = photograph(surface, texture, pose)
-    found = found_pose(surface, painted, cropped(picture, "front", 4 * SIZE)[0], (0, 0))
+    part, _, axis = cropped(picture, "front", 4 * SIZE)
+    found = found_pose(surface, painted, part, (0, 0), axis=axis)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(projection, "found_pose", lambda *_, **__: found)
         return picture, projected(surface, painted, [Reference(picture)]), cosines(surface, pose), found
