@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -78,8 +78,8 @@ def projected(
     total, most = torch.zeros_like(texture[..., 0]), torch.zeros_like(texture[..., 0])
     notes = list(surface.notes)
     for each in references:
-        picture, whole = cropped(each.picture, each.name, min(max(4 * size, SIZES[0]), SIZES[1]))
-        found = found_pose(surface, texture, picture, (each.azimuth, each.elevation), each.given, check)
+        picture, whole, axis = cropped(each.picture, each.name, min(max(4 * size, SIZES[0]), SIZES[1]))
+        found = found_pose(surface, texture, picture, (each.azimuth, each.elevation), each.given, check, axis)
         least, where = (MATCH, "") if whole else (CUT_MATCH, "the object reaches the picture's edge, and ")
         if found.overlap < least:
             covers = f"{where}the picture's outline covers {found.overlap:.1%} of the mesh's, not {least:.0%}"
@@ -90,9 +90,7 @@ def projected(
         part = weight * cosine**HUNYUAN.exponent
         colours, total, most = colours + colour * part[..., None], total + part, torch.maximum(most, weight)
         share = float((weight > 0).sum() / texels.covered.sum().clamp(min=1))
-        azimuth, elevation, roll = (
-            f"{math.degrees(value):.0f}" for value in (found.pose.azimuth, found.pose.elevation, found.pose.roll)
-        )
+        azimuth, elevation, roll = (f"{math.degrees(angle):.0f}" for angle in astuple(found.pose)[:3])
         notes.append(
             f"{each.name}: outlines agree by {found.overlap:.1%}, camera at {azimuth}, {elevation}, rolled by {roll} "
             f"degrees; detail on {share:.1%} of the surface"
@@ -187,9 +185,9 @@ def _pieces(seen: Tensor) -> Tensor:
     return F.interpolate(large[None].float(), seen.shape)[0, 0] > 0
 
 
-def cropped(picture: Tensor, name: str, most: int) -> tuple[Tensor, bool]:
-    """(S, S, 4): the object in the middle of a square, at most ``most`` pixels wide, of a picture (H, W, 3 or 4); and
-    whether there is background all round it.
+def cropped(picture: Tensor, name: str, most: int) -> tuple[Tensor, bool, tuple[float, float]]:
+    """(S, S, 4): the object in the middle of a square, at most ``most`` pixels wide, of a picture (H, W, 3 or 4);
+    whether there is background all round it; and the picture's middle, right and up from the square's in its widths.
 
     One without alpha, or whose alpha hides nothing, has a plain background. Specks far from the object are left out.
     Raises InputError where nothing, or everything, is the object."""
@@ -214,8 +212,9 @@ def cropped(picture: Tensor, name: str, most: int) -> tuple[Tensor, bool]:
     side = math.ceil(max(height, width) * (1 + 2 * FRAME)) + 2
     before = [(side - width) // 2 - left, (side - height) // 2 - top]
     after = [side - before[0] - picture.shape[1], side - before[1] - picture.shape[0]]
+    axis = (before[0] - after[0]) / (2 * side), (after[1] - before[1]) / (2 * side)
     padded = F.pad(picture.movedim(-1, 0), (before[0], after[0], before[1], after[1]))
     if side <= most:
-        return padded.movedim(0, -1).contiguous(), whole
+        return padded.movedim(0, -1).contiguous(), whole, axis
     colours = F.interpolate(torch.cat((padded[:3] * padded[3:], padded[3:]))[None], (most, most), mode="area")[0]
-    return torch.cat((colours[:3] / colours[3:].clamp(min=1e-3), colours[3:])).movedim(0, -1).contiguous(), whole
+    return torch.cat((colours[:3] / colours[3:].clamp(min=1e-3), colours[3:])).movedim(0, -1).contiguous(), whole, axis

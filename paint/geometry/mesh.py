@@ -22,7 +22,7 @@ from ...compat.errors import CheckpointError, InputError, PackError, reading_bud
 from ...compat.packages import imported
 from ..choices import MESH_FILES as FORMATS
 from .cameras import HUNYUAN, Frame
-from .mesh_cost import cost_of, reading_limits, settings_of
+from .mesh_cost import CARRIED, cost_of, reading_limits, settings_of
 
 MANY_FACES = 100_000  # above it core's Decimate is worth its time before Unwrap
 UNWRAP_SECONDS = 75e-6  # per face: core's UnwrapMesh, 37 s for 500k faces on two CPU cores
@@ -433,7 +433,7 @@ def glb_of(mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None
         raise InputError("a mesh without UVs", expected="a place in the texture for every face", fix=UNWRAP)
     rest = {name: values for name, values in mesh.maps.items() if name != "baseColor"}
     material: dict[str, Any] = {"metallicFactor": float("metallicRoughness" in rest), "roughnessFactor": 1.0}
-    material |= {name: mesh.factors[name] for name in FACTORS[1:] if name in mesh.factors}
+    material |= {name: mesh.factors[name] for name in (*FACTORS[1:], "doubleSided") if name in mesh.factors}
     material |= {f"{name}Texture": picture_of(values) for name, values in rest.items()}
     material["baseColorTexture"] = picture_of(texture)
     if metallic_roughness is not None:  # glTF reads roughness from G and metallic from B
@@ -450,6 +450,13 @@ def glb_of(mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None
 
     def add(tree: dict[str, Any]) -> None:
         tree["asset"] |= {"extras": extras} if extras else {}
+        written = tree["materials"][0]
+        for name, value in mesh.factors.items():  # trimesh writes no strengths
+            place, _, key = name.partition(".")
+            if place == CARRIED:
+                written["extensions"], tree["extensionsUsed"] = {place: {key: value}}, [place]
+            elif key and place in written:
+                written[place][key] = value
 
     return made.export(file_type="glb", include_normals=True, tree_postprocessor=add)  # type: ignore[no-any-return]
 

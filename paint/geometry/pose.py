@@ -27,6 +27,7 @@ SOFT = 48  # pixels of the colours that are compared
 TURNS, HEIGHTS = (-30, -15, 0, 15, 30), (-15, 0, 15, 30)  # degrees tried, from the given direction
 PERSPECTIVES = (0.0, 0.45)  # one over the distance from the mesh's middle, in units of the frame, whose radius is 0.575
 NEAREST_CAMERA = 1.1  # the largest such value: a wide lens
+CLOSEST = 0.05  # depth, of that of the middle: what is behind a camera that was tried in vain has it too
 STARTS, FIRST, LAST = 3, 3, 10  # places of the grid that are tried further, for so many rasters; those of the best
 STEPS, DELTA = 2, 1e-4  # of a pose for each raster; of each of its numbers, to measure the slope
 POINTS = 1500  # of an outline
@@ -45,35 +46,49 @@ class Pose:
     elevation: float
     roll: float = 0.0  # turns the picture counter-clockwise
     perspective: float = 0.0  # one over the distance to the frame's middle; 0: orthographic
-    scale: float = 0.0  # logarithm of the widths of the picture that one unit of the frame takes at the middle
+    scale: float = 0.0  # logarithm of the focal length, in widths of the picture, over that distance
     right: float = 0.0  # of the frame's middle from the picture's, in widths of the picture
     up: float = 0.0
+    axis: tuple[float, float] = (0.0, 0.0)  # where the line of sight meets the picture: right and up, as above
 
-    def values(self) -> Tensor:  # (7,) float64 on the CPU
-        return torch.tensor([getattr(self, name) for name in self.__slots__], dtype=torch.float64)
+    def values(self) -> Tensor:  # (7,) float64 on the CPU: all but the axis
+        return torch.tensor([getattr(self, name) for name in self.__slots__[:-1]], dtype=torch.float64)
 
-    @classmethod
-    def of(cls, values: Tensor) -> Pose:
-        return cls(*to_host(values).tolist())
+    def with_values(self, values: Tensor) -> Pose:
+        return Pose(*to_host(values).tolist(), self.axis)
 
-    def towards(self) -> tuple[float, float, float]:
-        """The direction of the camera from the middle, (X, Y, Z), of length 1."""
-        return Camera(math.degrees(self.azimuth), math.degrees(self.elevation)).axes()[2]
+    def axes(self, places: Tensor) -> Tensor:
+        """(3, 3), as ``places``: right, up and towards the camera, of one that looks at the frame's middle."""
+        return places.new_tensor(Camera(math.degrees(self.azimuth), math.degrees(self.elevation)).axes())
+
+    def turn(self) -> tuple[float, float]:
+        """Tangents by which the middle lies right of the line of sight, and above, in a picture that is not rolled."""
+        reach = self.perspective / math.exp(self.scale)  # one over the focal length
+        right, up = (self.right - self.axis[0]) * reach, (self.up - self.axis[1]) * reach
+        cosine, sine = math.cos(self.roll), math.sin(self.roll)
+        return cosine * right + sine * up, cosine * up - sine * right
 
     def rays(self, places: Tensor) -> Tensor:
         """(P, 3), unit: from ``places`` (P, 3) in the frame towards the camera."""
-        return F.normalize(places.new_tensor(self.towards()) - self.perspective * places, dim=1)
+        return F.normalize(self.axes(places)[2] - self.perspective * places, dim=1)
 
     def nearness(self, places: Tensor) -> Tensor:
-        """(P,): one over the depth of ``places``, 1 at the middle."""
-        return 1 / (1 - self.perspective * (places @ places.new_tensor(self.towards())))
+        """(P,): one over the depth of ``places`` along the line of sight, 1 at the middle."""
+        sight = places.new_tensor((*self.turn(), 1.0)) @ self.axes(places)
+        return 1 / (1 - self.perspective * (places @ sight)).clamp(min=CLOSEST)
 
     def placed(self, places: Tensor) -> Tensor:
-        """(P, 3): right and up from the picture's middle, in its widths, and depth, larger where nearer."""
-        axes = places.new_tensor(Camera(math.degrees(self.azimuth), math.degrees(self.elevation)).axes())
-        x, y, z = (places @ axes.T * (self.nearness(places) * math.exp(self.scale))[:, None]).unbind(1)
-        cosine, sine = math.cos(self.roll), math.sin(self.roll)
-        return torch.stack((cosine * x - sine * y + self.right, sine * x + cosine * y + self.up, z), dim=1)
+        """(P, 3): right and up from the picture's middle, in its widths, and depth, larger where nearer.
+
+        A camera turned by the tangents t, s sees what one that looks at the middle sees, through the homography of a
+        rotation."""
+        (t, s), (cosine, sine) = self.turn(), (math.cos(self.roll), math.sin(self.roll))
+        stretch = math.sqrt(1 + t**2 + s**2)
+        x, y, z = (places @ self.axes(places).T * (self.nearness(places) * math.exp(self.scale))[:, None]).unbind(1)
+        aside = t * x + s * y
+        x, y = ((value + tangent * aside / (stretch + 1)) * stretch for value, tangent in ((x, t), (y, s)))
+        right, up = cosine * x - sine * y + self.right, sine * x + cosine * y + self.up
+        return torch.stack((right, up, z + aside), dim=1)
 
 
 def posed_view(surface: Surface, pose: Pose, size: int) -> tuple[Surface, View, Fragments]:
@@ -109,6 +124,7 @@ def found_pose(
     direction: tuple[float, float],
     given: bool = False,
     check: Callable[[], None] = lambda: None,
+    axis: tuple[float, float] = (0.0, 0.0),
 ) -> Found:
     """The camera of a picture: a coarse grid round a direction, then the best of it moved onto the outline.
 
@@ -118,7 +134,8 @@ def found_pose(
         picture: (S, S, 4) in 0..1 on the CPU, the object with its alpha.
         direction: azimuth and elevation in degrees from which to look first.
         given: the direction is known; only size, place, roll and perspective are found.
-        check: called between steps, some 60, of at most 0.15 s for 40,000 faces on a CPU core; may raise to cancel.
+        check: called between steps, some 70, of at most 0.15 s for 40,000 faces on a CPU core; may raise to cancel.
+        axis: of :class:`Pose`: where the middle of the whole picture lies in this part of it.
     """
     search = _PoseSearch.of(surface, texture, picture)
     if not len(search.outline):
@@ -128,22 +145,15 @@ def found_pose(
     for turn, height, perspective in itertools.product(turns, heights, PERSPECTIVES):
         check()
         elevation = min(max(direction[1] + height, -90), 90)
-        start = Pose(math.radians(direction[0] + turn), math.radians(elevation), perspective=perspective)
+        angles = math.radians(direction[0] + turn), math.radians(elevation)
+        start = Pose(*angles, perspective=perspective, axis=axis)
         tried.append(search.compared(search.fitted(start), COARSE))
     best = sorted(tried, key=lambda found: found.score, reverse=True)[:STARTS]
-    closer = [search.refined(each.pose, given, [FAR] * FIRST, check) for each in best]
+    middles = axis, (0.0, 0.0)  # of a picture that was cropped, or put together, it tells nothing: then the object's
+    starts = [search.fitted(replace(each.pose, axis=middle)) for each in best for middle in middles]
+    closer = [search.refined(pose, given, [FAR] * FIRST, check) for pose in starts]
     reaches = [FAR * (NEAR / FAR) ** (index / (LAST - 1)) for index in range(LAST)]
     return search.refined(max(closer, key=lambda found: found.score).pose, given, reaches, check)
-
-
-def _edges_of(vertices: Tensor, faces: Tensor) -> tuple[Tensor, Tensor]:
-    """The edges as pairs of vertices (E, 2), one across a seam of UVs, and the edges of each face (M, 3)."""
-    corners = welded(vertices)[faces]
-    ends = torch.stack((corners, corners.roll(-1, 1)), dim=2).sort(2).values  # (M, 3, 2): either direction is one edge
-    sides = (ends[..., 0] * (int(corners.max()) + 1) + ends[..., 1]).unique(return_inverse=True)[1]
-    edges = torch.zeros((int(sides.max()) + 1, 2), dtype=torch.int64)
-    edges[sides.view(-1)] = torch.stack((faces, faces.roll(-1, 1)), dim=2).view(-1, 2)
-    return edges, sides
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +166,7 @@ class _PoseSearch:
     alpha: Tensor  # (S, S)
     outline: Tensor  # (Q, 2), places on the picture's outline, right and up
     outward: Tensor  # (Q, 2), the directions away from it
-    edges: Tensor  # (E, 2), vertices
+    edges: Tensor  # (E, 2), vertices; one across a seam of UVs
     sides: Tensor  # (M, 3), the edge of each side of each face
     vertices: Tensor  # (N, 3) float64
     faces: Tensor
@@ -168,7 +178,11 @@ class _PoseSearch:
         alpha = F.adaptive_avg_pool2d(picture[None, ..., 3], FINE)[0]
         outline, outward = outline_of(alpha)
         vertices, faces = to_host(surface.vertices), to_host(surface.faces)
-        edges, sides = _edges_of(vertices, faces)
+        corners = welded(vertices)[faces]
+        ends = torch.stack((corners, corners.roll(-1, 1)), dim=2).sort(2).values  # (M, 3, 2): either way is one edge
+        sides = (ends[..., 0] * (int(corners.max()) + 1) + ends[..., 1]).unique(return_inverse=True)[1]
+        edges = torch.zeros((int(sides.max()) + 1, 2), dtype=torch.int64)
+        edges[sides.view(-1)] = torch.stack((faces, faces.roll(-1, 1)), dim=2).view(-1, 2)
         return cls(
             surface=surface,
             texture=small.to(texture.device),
@@ -185,11 +199,13 @@ class _PoseSearch:
 
     def fitted(self, pose: Pose) -> Pose:
         """``pose`` with the size and place that lay the box of the mesh on that of the picture's outline."""
-        places = pose.placed(self.vertices)[:, :2]
         low, high = self.outline.amin(0), self.outline.amax(0)
-        grow = float(((high - low) / (places.amax(0) - places.amin(0)).clamp(min=1e-6)).log().mean())
-        shift = (low + high) / 2 - (places.amax(0) + places.amin(0)) / 2 * math.exp(grow)
-        return replace(pose, scale=pose.scale + grow, right=float(shift[0]), up=float(shift[1]))
+        for _ in range(2):  # the turn depends on the place
+            places = pose.placed(self.vertices)[:, :2] - self.vertices.new_tensor((pose.right, pose.up))
+            grow = float(((high - low) / (places.amax(0) - places.amin(0)).clamp(min=1e-6)).log().mean())
+            shift = (low + high) / 2 - (places.amax(0) + places.amin(0)) / 2 * math.exp(grow)
+            pose = replace(pose, scale=pose.scale + grow, right=float(shift[0]), up=float(shift[1]))
+        return pose
 
     def compared(self, pose: Pose, size: int) -> Found:
         """Agreement of outlines and colours at a pose, in a raster of ``size`` pixels."""
@@ -216,8 +232,7 @@ class _PoseSearch:
     def rim(self, pose: Pose, covered: Tensor) -> Tensor:
         """(P, 3) float64: points of the mesh's outline: on edges of its border, or between a face seen and one not."""
         centres = self.vertices[self.faces].mean(1)
-        towards = torch.tensor(pose.towards(), dtype=torch.float64)
-        front = ((towards - pose.perspective * centres) * self.normals).sum(1) > 0
+        front = (pose.rays(centres) * self.normals).sum(1) > 0
         sides = torch.zeros((len(self.edges), 2))  # of each edge, how many faces look away and how many towards
         sides.index_put_((self.sides, front.long()[:, None].expand(-1, 3)), torch.ones(()), accumulate=True)
         rims = self.edges[(sides > 0).all(1) | (sides.sum(1) == 1)]
@@ -231,26 +246,26 @@ class _PoseSearch:
         """``pose`` moved until the outlines lie on one another, by damped least squares.
 
         Source: Chen and Medioni 1992, points to the nearest lines; Geman and McClure's weights against strays."""
-        start = pose.values()
-        values, free = start.clone(), torch.ones(len(TYPICAL), dtype=torch.float64)
+        start = values = pose.values()
+        free = torch.ones(len(values), dtype=torch.float64)
         free[:2] = 0 if given else 1  # azimuth and elevation
         doubt = torch.diag(DOUBT / torch.tensor(TYPICAL, dtype=torch.float64) ** 2)
         for reach in reaches:
             check()
-            pose = Pose.of(values)
+            pose = pose.with_values(values)
             covered, place, painted, _ = self.seen(pose, FINE // 2)
             rim, inside = self.rim(pose, covered), thinned(torch.cat((place.double(), painted.double()), 1))
             if not len(rim):
                 break
             for _ in range(STEPS):
-                residuals = self.residuals(Pose.of(values), rim, inside, reach)
+                residuals = self.residuals(pose.with_values(values), rim, inside, reach)
                 now = residuals(values)
                 steps = torch.eye(len(values), dtype=torch.float64) * DELTA * free
                 slope = torch.stack([(residuals(values + step) - now) / DELTA for step in steps], dim=1)
                 pull = slope.T @ now + doubt @ (values - start)
                 values = values - free * torch.linalg.solve(slope.T @ slope + doubt, pull)
                 values[3] = values[3].clamp(0, NEAREST_CAMERA)  # the perspective
-        return self.compared(Pose.of(values), FINE)
+        return self.compared(pose.with_values(values), FINE)
 
     def residuals(self, pose: Pose, rim: Tensor, inside: Tensor, reach: float) -> Callable[[Tensor], Tensor]:
         """A function from the numbers of a pose to what is off, (R,), with partners as they are at ``pose``.
@@ -269,7 +284,7 @@ class _PoseSearch:
         colours = adapted(inside[:, 3:], self.sampled(pose, inside[:, :3]))
 
         def off(values: Tensor) -> Tensor:
-            moved = Pose.of(values)
+            moved = pose.with_values(values)
             lines_off = ((moved.placed(points)[:, :2] - targets) * lines).sum(1) * weight
             colours_off = (self.sampled(moved, inside[:, :3]) - colours) * COLOUR_WEIGHT / len(colours) ** 0.5
             return torch.cat((lines_off, colours_off.reshape(-1)))

@@ -27,7 +27,7 @@ CLASSES = {
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # ImageNet
 RESIZED, CROPPED = 256, 224
 FIRST_TOKEN, LAST_TOKEN, TOKENS = 49406, 49407, 77  # of CLIP's vocabulary: an empty prompt holds no other
-PADDING = {"!": 0, "<|endoftext|>": LAST_TOKEN}
+PADDING = {"!": 0, "<|endoftext|>": LAST_TOKEN}  # Stable Diffusion 2's tokenizer takes the first
 
 
 def encoder(
@@ -92,7 +92,10 @@ def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Callable[[]
         fix = "Download the complete delight folder."
         raise CheckpointError(found, expected="the folder text_encoder of the delight checkpoint", fix=fix)
     folder = pipeline.tokenizers["text_encoder"]
-    tokens = torch.full((1, TOKENS), _padding(folder))
+    file = folder / "special_tokens_map.json"
+    padding = read_json(file, "the tokenizer's special tokens").get("pad_token") if file.is_file() else None
+    padding = padding.get("content") if isinstance(padding, dict) else padding
+    tokens = torch.full((1, TOKENS), PADDING.get(padding, PADDING["!"]))
     words = [FIRST_TOKEN, LAST_TOKEN]
     if prompt:
         expected = "the folder tokenizer of the delight checkpoint, for a negative prompt"
@@ -116,12 +119,3 @@ def prompt_tokens(folder: Path, prompt: str, expected: str, fix: str, notify: Ca
         left = f"the last {len(words) - kept} of {len(words)} words, from {words[kept][:40]!r} on"
         notify(f"CLIP reads {TOKENS} tokens: {left}, are cut")
     return tokenizer(text, truncation=True, max_length=TOKENS)["input_ids"]  # type: ignore[no-any-return]
-
-
-def _padding(folder: Path) -> int:
-    """Padding token of the prompt: Stable Diffusion 2's tokenizer takes "!"."""
-    file = folder / "special_tokens_map.json"
-    if not file.is_file():
-        return PADDING["!"]
-    token = read_json(file, "the tokenizer's special tokens").get("pad_token", "!")
-    return PADDING.get(token if isinstance(token, str) else token.get("content"), PADDING["!"])

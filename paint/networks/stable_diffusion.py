@@ -148,21 +148,15 @@ def _text_part(stored: Weights, ldm: Any, kind: str, part: str) -> BasePart:
 def joined_files(model: Path, clip: Path, vae: Path) -> Weights:
     """The checkpoint whose UNet, text encoders and VAE are those of three files; a VAE alone has no prefix there."""
     entries: dict[str, TensorEntry] = {}
-    for path, prefix in ((model, UNET), (clip, ""), (vae, VAE)):
+    unet, decoder = (UNET, V_PREDICTED, EDM), (VAE,)
+    for path, prefixes, inside in ((model, unet, True), (clip, (*unet, *decoder), False), (vae, decoder, True)):
         with reading(path):
             found = weights_in(path, "checkpoint").entries or {}
-        if prefix == VAE and not any(name.startswith(VAE) for name in found):
+        if prefixes == decoder and not any(name.startswith(VAE) for name in found):
             found = {VAE + name: entry for name, entry in found.items()}
-        entries |= {name: entry for name, entry in found.items() if _owner(name) == prefix}
+        entries |= {name: entry for name, entry in found.items() if name.startswith(prefixes) is inside}
     shapes = {name: entry.shape for name, entry in entries.items()}
     return Weights(model, shapes, entries, sum(entry.total_bytes for entry in entries.values()))
-
-
-def _owner(name: str) -> str:
-    """The prefix of the part that a tensor of a checkpoint belongs to; empty for a text encoder."""
-    if name.startswith((V_PREDICTED, EDM)):
-        return UNET
-    return next((prefix for prefix in (UNET, VAE) if name.startswith(prefix)), "")
 
 
 def _part(stored: Weights, prefix: str, convert: Convert, config: Callable[[Shapes], Mapping[str, Any]]) -> BasePart:

@@ -51,7 +51,11 @@ def paint_six_views(
     settings = painting.completed(pipeline, settings, progress)
     if settings.size != TAUGHT_SIZES[base] and not pipeline.is_demo:
         progress.notify(f"this model was made for views of {TAUGHT_SIZES[base]} pixels, not {settings.size}")
-    prompt = _prompt(pipeline, inputs)
+    prompt = inputs.prompt.strip() or (PROMPT if pipeline.variant == IG2MV else "")
+    if not prompt:
+        found = f"no prompt for {TG2MV}, which paints after words alone"
+        fix = "Write one into prompt, or load the adapter ig2mv, which takes a picture."
+        raise InputError(found, expected="a description of the object", fix=fix)
     doing = f"painting {VIEWS} views of {settings.size} pixels"
     with torch.no_grad(), explained(doing, pipeline.facts.name, "Lower view_size."):
         references = _references(pipeline, inputs, settings, progress)
@@ -62,14 +66,6 @@ def paint_six_views(
         text = encoded_prompts(pipeline, prompts, run, progress)
         latents = _sampled(pipeline, (references, maps, text), settings, solver, run, progress)
         return painting.decoded(pipeline, latents, run, settings.seed, progress)
-
-
-def _prompt(pipeline: PaintPipeline, inputs: PaintInputs) -> str:
-    if inputs.prompt.strip() or pipeline.variant == IG2MV:
-        return inputs.prompt.strip() or PROMPT
-    found = f"no prompt for {TG2MV}, which paints after words alone"
-    fix = "Write one into prompt, or load the adapter ig2mv, which takes a picture."
-    raise InputError(found, expected="a description of the object", fix=fix)
 
 
 def _references(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any) -> Tensor:

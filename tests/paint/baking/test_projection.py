@@ -117,7 +117,8 @@ def made(name: str) -> tuple[Tensor, Projected, Tensor, Found]:
     surface, texture, painted = known(name)
     pose = pose_of(*CASES[name])
     picture = photograph(surface, texture, pose)
-    found = found_pose(surface, painted, cropped(picture, "front", 4 * SIZE)[0], (0, 0))
+    part, _, axis = cropped(picture, "front", 4 * SIZE)
+    found = found_pose(surface, painted, part, (0, 0), axis=axis)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(projection, "found_pose", lambda *_, **__: found)
         return picture, projected(surface, painted, [Reference(picture)]), cosines(surface, pose), found
@@ -233,7 +234,7 @@ def test_what_cannot_be_projected_is_one_line():
 def test_a_wide_picture_is_cut_to_its_object():
     picture = torch.zeros(40, 200, 4)
     picture[10:30, 150:190] = 1
-    crop, whole = cropped(picture, "front", 512)
+    crop, whole, _ = cropped(picture, "front", 512)
     assert crop.shape[0] == crop.shape[1] and crop[..., 3].sum() == 20 * 40 and whole
     assert cropped(picture, "front", 20)[0].shape == (20, 20, 4)
     for part in (picture[:30], picture[10:], picture[:, :190], picture[:, 150:]):
@@ -248,7 +249,7 @@ def test_specks_beside_the_object_and_alpha_that_hides_nothing_do_not_count():
     solid = torch.cat((picture[..., :3], opaque), dim=-1)
     assert torch.equal(cropped(solid, "front", 512)[0][..., :3], wanted[..., :3])
     picture[0, 0], picture[30:32, 2:4], picture[36, 180] = 1, 1, 1
-    crop, whole = cropped(picture, "front", 512)
+    crop, whole, _ = cropped(picture, "front", 512)
     assert whole and torch.equal(crop[..., 3], wanted[..., 3])
     picture[30:40, 2:4] = 1  # a piece of its own
     assert cropped(picture, "front", 512)[0].shape[1] > 180

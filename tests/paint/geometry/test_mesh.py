@@ -349,6 +349,22 @@ if find_spec("trimesh"):
             f": KHR_materials_clearcoat, {extension}.emissiveStrength, doubleSided, normalTexture.scale"
         )
 
+    def test_settings_of_a_material_are_written_as_they_were_read(tmp_path):
+        maps = {name: torch.rand(4, 4, 3) for name in ("normal", "occlusion", "emissive")}
+        factors = {
+            "metallicFactor": 0.2,
+            "roughnessFactor": 0.4,
+            "emissiveFactor": [1.0, 0.5, 0.0],
+            "doubleSided": True,
+        }
+        factors |= {"normalTexture.scale": 0.5, "occlusionTexture.strength": 0.25}
+        factors |= {"KHR_materials_emissive_strength.emissiveStrength": 3}
+        mesh = Mesh(**{**vars(BOX), "maps": maps, "factors": factors})
+        path = write_glb(tmp_path / "box.glb", mesh, torch.ones(4, 4, 3))
+        read, notes = load_mesh(path)
+        assert read.factors == factors and len(notes) == 1
+        assert gltf(path)["extensionsUsed"] == ["KHR_materials_emissive_strength"]
+
     @pytest.mark.parametrize("suffix", ["obj", "ply", "stl"])
     def test_other_formats_are_read(tmp_path, suffix):
         import trimesh
