@@ -253,11 +253,11 @@ async function tellsInAppMode(page) {
   assert.equal((await ended(page)).ending, "execution_success");
   const told = page.locator(".anygpu-toast");
   await told.getByText("draws 'a red circle moves left on blue' instead").waitFor();
+  await told.getByText("draws at its own size: width 704").waitFor();
   await shrink(page, { seed: 78 }); // the text is not encoded again
   await queue(page);
   assert.equal((await ended(page)).ending, "execution_success");
   await told.getByText("draws 'a red circle moves left on blue' instead").waitFor();
-  await told.getByText("draws at its own size: width 704").waitFor();
   await loadWorkflow(page, await source("anygpu_hunyuan_video_text_to_video"), "anygpu_hunyuan_video_text_to_video");
   assert.equal(await told.count(), 0, "the notice stays with its graph");
   await page.evaluate(() => {
