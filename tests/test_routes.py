@@ -101,7 +101,7 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         get_annotated_filepath=lambda name: str(tmp_path / "input" / name),
         get_directory_by_type=lambda kind: str(tmp_path / kind),
     )
-    queue = SimpleNamespace(currently_running={}, get_current_queue_volatile=lambda: ([], []))
+    queue = SimpleNamespace(get_current_queue_volatile=lambda: ([], []))
     memory = SimpleNamespace(
         compute_device=lambda: torch.device("cpu"), offloader_on=None, room_on=free_bytes, cards=dict
     )
@@ -211,7 +211,7 @@ def test_help_that_is_in_no_other_language_is_found_in_english(pack):
 
 
 def test_the_device_is_not_asked_during_a_run(pack):
-    pack.queue.currently_running[0] = "a prompt"
+    pack.queue.get_current_queue_volatile = lambda: (["a prompt"], [])
     for status, found, _ in pack.ask_all([("POST", f"/anygpu/{path}", {"json": {}}) for path in ("probes", "share")]):
         assert status == 409 and found["error"]["found"] == "a run is in progress"
     assert pack.files() == {}

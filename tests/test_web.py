@@ -291,7 +291,7 @@ def test_text_is_kept_from_a_workflow_that_did_not_queue_the_prompt():
     const drawn = "b_preview_with_metadata";
     const preview = (nodeId, text) => api.dispatchCustomEvent(drawn, { nodeId, jobId: "run 1", text });
     const ours = (prompt, text) => {
-      api.dispatchCustomEvent("anygpu.run", { prompt_id: prompt, node: "4" });
+      api.dispatchCustomEvent("anygpu.run", { prompt_id: prompt, node: "4", entry: { demo: [] } });
       api.dispatchCustomEvent("progress_text", { nodeId: "4", text });
     };
     const answer = api.queuePrompt(1);

@@ -178,9 +178,18 @@ def test_it_is_narrow_enough_to_be_read_on_a_small_screen(workflow: Path) -> Non
 
 
 @each
-def test_a_note_has_no_inline_code(workflow: Path) -> None:
-    notes = [str(node["widgets_values"]) for node in graph_of(workflow)["nodes"] if node["type"] in NOTES]
-    assert notes and not any("`" in note for note in notes), "blue on the note's brown in Nodes 2.0: hardly legible"
+def test_a_note_can_be_read_in_nodes_2_0(workflow: Path) -> None:
+    """It writes on the note's colour in grey 160, and inline code in blue."""
+    notes = [node for node in graph_of(workflow)["nodes"] if node["type"] in NOTES]
+    assert notes and not any("`" in str(note["widgets_values"]) for note in notes)
+
+    def luminance(digits: str) -> float:  # of WCAG 2.2
+        shares = [int(digit * 2, 16) / 255 for digit in digits]
+        linear = [share / 12.92 if share <= 0.04045 else ((share + 0.055) / 1.055) ** 2.4 for share in shares]
+        return sum(weight * share for weight, share in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    for note in notes:
+        assert (0.3515 + 0.05) / (luminance(note["bgcolor"][1:]) + 0.05) >= 4.5, "grey 160 has a luminance of 0.3515"
 
 
 def test_an_app_is_a_graph_that_opens_in_app_mode() -> None:

@@ -1,9 +1,8 @@
 // The notice for one error.
-import { api } from "../../scripts/api.js";
 import { ask } from "./ask.mjs";
 import { button, copyButton, make, style, terms } from "./elements.mjs";
 import { jumpTo, nodeOf, run, titleOf } from "./jump.mjs";
-import { inAppMode, isOpen, workflowOf } from "./runs.js";
+import { inAppMode, isOpen, textsHere, workflowOf } from "./runs.js";
 
 const HELP = "https://github.com/anygpu/anygpu/blob/main/docs/troubleshooting.md";
 
@@ -20,10 +19,10 @@ function notice(role, title, dismiss, ...content) {
   return make("section", { class: "anygpu-toast anygpu", role, "aria-label": title }, make("header", {}, make("strong", {}, title), close), content);
 }
 
-/** In App mode, which shows no text under a node, the notice for a run in which a demo model drew something else. */
-export async function demoNotice(prompt, dismiss) {
-  const last = inAppMode() && isOpen(prompt) && (await ask(`/run?client_id=${api.clientId}`));
-  const texts = last.prompt === prompt && Object.values(last.nodes).flatMap(({ demo }) => demo);
+/** In App mode, which shows no text under a node, what a demo model drew otherwise, also in cached nodes. */
+export function demoNotice(prompt, dismiss) {
+  const nodes = inAppMode() && isOpen(prompt) ? [...textsHere()].filter(([id]) => nodeOf(id).length) : [];
+  const texts = nodes.flatMap(([, [, demo]]) => demo);
   return texts.length && notice("status", "Drawn by a demo model", dismiss, texts.map((text) => make("p", {}, text)));
 }
 

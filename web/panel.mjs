@@ -18,9 +18,9 @@ function part(title, open = true) {
 
 const unfolded = new Set(); // what the user has opened stays open when the graph is shown anew
 
-function folded(key, name, summary, ...children) {
+function folded(key, summary, ...children) {
   const ontoggle = ({ target }) => (target.open ? unfolded.add(key) : unfolded.delete(key));
-  return make("details", { class: name, open: unfolded.has(key) ? "" : null, ontoggle }, make("summary", {}, summary), children);
+  return make("details", { open: unfolded.has(key) ? "" : null, ontoggle }, make("summary", {}, summary), children);
 }
 
 const trouble = (text) => make("p", { class: "anygpu-bad", role: "status" }, text);
@@ -33,7 +33,7 @@ function meter({ name, free, total }) {
   const level = make("div", {});
   level.style.width = `${(100 * used) / total}%`;
   const bar = make("div", { ...values, class: "anygpu-meter", "aria-valuenow": used, "aria-valuetext": text }, level);
-  return make("div", {}, make("p", { class: "anygpu-line" }, make("b", {}, name), ` ${text}`), bar);
+  return make("div", {}, make("p", {}, make("b", {}, name), ` ${text}`), bar);
 }
 
 const meters = ({ device, host, shared }) => [meter(device), !shared && meter({ ...host, name: "host" })];
@@ -51,7 +51,7 @@ function lightList(lights) {
   const rest = [...by("green"), ...by("grey")];
   const count = `${by("green").length} ok, ${by("amber").length} notes, ${by("red").length} problems, ${by("grey").length} not tested`;
   return [
-    make("p", { class: "anygpu-line" }, make("b", {}, "Probes"), ` ${count}`),
+    make("p", {}, make("b", {}, "Probes"), ` ${count}`),
     shown.length > 0 && make("ul", { class: "anygpu-lights" }, shown.map(lightRow)),
     rest.length > 0 &&
       make("details", {}, make("summary", {}, `${rest.length} more`), make("ul", { class: "anygpu-lights" }, rest.map(lightRow))),
@@ -115,7 +115,6 @@ function runForecast({ node, found, stages = [], headline, verdict, advice = [],
     stages.length > 0 &&
       folded(
         `numbers ${node}`,
-        "anygpu-numbers",
         `Forecast of ${titleOf(node)}${found ? `: ${found}` : ""}`,
         table(["stage", "peak", "at least", "free", ""], rows),
         verdict && make("p", { class: "anygpu-lines" }, verdict),
@@ -132,9 +131,8 @@ function pipelineCard(card, forecasts) {
     forecasts.filter(({ loader }) => loader === card.node).map(runForecast),
     folded(
       `choices ${card.node}`,
-      "anygpu-choices",
       "What AnyGPU chose, and why",
-      make("p", { class: "anygpu-line" }, `${card.does} `, goButton(card.node)),
+      make("p", {}, `${card.does} `, goButton(card.node)),
       choices(card.decisions),
       card.by_tables && make("p", { class: "anygpu-why" }, "From the tables: some probes have not run on this device yet."),
     ),
@@ -146,19 +144,19 @@ function runCard([id, { stages, status, said, seconds: spent, done }]) {
   return make(
     "article",
     {},
-    make("p", { class: "anygpu-line" }, goButton(id), ` ${seconds(spent)}${done ? "" : ", running"}`),
+    make("p", {}, goButton(id), ` ${seconds(spent)}${done ? "" : ", running"}`),
     terms(Object.entries(stages).map(([stage, time]) => [stage, seconds(time)])),
     lines.length > 0 && make("ul", {}, lines.map((line) => make("li", {}, line))),
   );
 }
 
-/** What each stage of a run used, beside the forecast for the stage of that name from before the run. */
+/** What each stage of a run used, beside the forecasts for stages of that name from before the run. */
 function costTable(costs, planned) {
-  const foreseen = (name) => planned.flatMap(({ stages = [] }) => stages).find(({ stage }) => stage === name);
+  const stages = planned.flatMap((each) => each.stages ?? []);
+  const foreseen = (name) => new Set(stages.filter(({ stage }) => stage === name).map(({ peak }) => bytes(peak)));
   const rows = costs.map(({ stage, mode, peak_bytes: peak, moved_bytes: moved, moving_seconds: moving, seconds: spent }) => {
-    const plan = foreseen(stage);
     const copied = moved > 0 ? `${bytes(moved)} in ${seconds(moving)}` : "nothing";
-    return [`${stage}, ${mode}`, plan ? bytes(plan.peak) : "–", peak > 0 ? bytes(peak) : "–", copied, seconds(spent)];
+    return [`${stage}, ${mode}`, [...foreseen(stage)].join(" or ") || "–", peak > 0 ? bytes(peak) : "–", copied, seconds(spent)];
   });
   return table(["stage, offload", "forecast", "peak", "moved", "took"], rows);
 }
@@ -170,7 +168,7 @@ function changeList({ before, headline, changes, missing }) {
     "section",
     { class: "anygpu-changes", "aria-label": "What changed" },
     make("h3", {}, "Since the sampling before"),
-    make("p", { class: "anygpu-line" }, headline),
+    make("p", {}, headline),
     table(["", "before", "now"], rows),
     make("p", { class: "anygpu-why" }, `Compared with ${before}.`, missing.length > 0 && ` No receipt records ${missing.join(", ")}.`),
   );
@@ -267,7 +265,6 @@ export function open(element) {
       found.first_run &&
         folded(
           "first run",
-          "anygpu-choices",
           "No model is installed: what to download",
           make("pre", { tabindex: 0, "aria-label": "What to download" }, found.first_run),
           copyButton(found.first_run),

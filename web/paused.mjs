@@ -12,13 +12,14 @@ export function offer(pause, running) {
   if (!running) pause.lastChild.textContent = "";
 }
 
-/** Open the workflow of a paused run where another graph is open, and queue its prompt. */
+/** Open the workflow of a paused run where another graph is open, and queue its prompt; once that works, forget it. */
 async function resume({ id }) {
   const { prompt, workflow } = await ask(`/paused/${id}`);
   const kinds = (nodes) => JSON.stringify(Object.entries(nodes).map(([node, { class_type }]) => [node, class_type]).sort());
   const open = (await app.graphToPrompt()).output;
   if (workflow && kinds(open) !== kinds(prompt)) await app.loadGraphData(workflow, true, true, "Resumed");
-  await api.queuePrompt(0, { output: prompt, workflow });
+  const { prompt_id } = await api.queuePrompt(0, { output: prompt, workflow });
+  await new Promise((done) => api.addEventListener("progress", ({ detail }) => detail.prompt_id === prompt_id && done()));
   await ask("/forget", { id });
 }
 

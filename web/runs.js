@@ -9,13 +9,15 @@ const workflows = new Map(); // prompt id -> the workflow that was open when the
 let queueing = null; // the workflow of a prompt whose id is not known yet, although it may run already
 let last = null; // the newest event of a run; its text follows
 let told = { prompt: "", nodes: new Set() }; // the nodes of ours in the newest run
-const texts = new WeakMap(); // workflow -> node id -> the last text under that node of ours
+const texts = new WeakMap(); // workflow -> node id -> the last text under that node of ours, and what a demo drew otherwise
 let before; // the workflow that was open when a graph began to be opened, which is there before its own workflow is
 let settled = 0;
 
 export const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
 
 const openWorkflow = () => app.extensionManager?.workflow?.activeWorkflow ?? null;
+
+export const textsHere = () => texts.get(openWorkflow()) ?? [];
 
 /** The workflow that a prompt was queued from; nothing where the page was loaded after that. */
 export const workflowOf = (prompt) => workflows.get(prompt) ?? queueing;
@@ -59,7 +61,7 @@ app.registerExtension({
     for (const end of ENDS) {
       api.addEventListener(end, ({ detail }) => setTimeout(() => {
         if (elsewhere(detail?.prompt_id)) return;
-        for (const [nodeId, text] of texts.get(openWorkflow()) ?? []) dispatchCustomEvent.call(api, "progress_text", { nodeId, text });
+        for (const [nodeId, [text]] of textsHere()) dispatchCustomEvent.call(api, "progress_text", { nodeId, text });
       }, 200));
     }
     // Not a listener, which would be called after core's own.
@@ -70,7 +72,7 @@ app.registerExtension({
       if (text && node === String(text.node)) {
         if (elsewhere(text.prompt_id)) return true;
         const workflow = openWorkflow();
-        if (workflow) texts.set(workflow, (texts.get(workflow) ?? new Map()).set(node, detail.text));
+        if (workflow) texts.set(workflow, new Map(textsHere()).set(node, [detail.text, text.entry.demo]));
       }
       const picture = kind === "b_preview_with_metadata" && detail.jobId === told.prompt && told.nodes.has(node);
       if (picture && elsewhere(told.prompt)) return true;

@@ -9,7 +9,6 @@ const [AROUND, MOST] = [36, 220]; // above and below it; core scrolls what is ta
 /** The height in which core shows `text` in a node as wide as `width`. */
 function heightOf(text, width) {
   const probe = document.createElement("div");
-  probe.className = "anygpu-probe";
   Object.assign(probe.style, { position: "fixed", visibility: "hidden", font: "12px/16px Inter, Arial, sans-serif", whiteSpace: "pre-line", wordBreak: "break-all", width: `${width - SIDES}px` });
   probe.textContent = text.replace(/&#\d+;/g, "x"); // a sign that would be markup
   document.body.append(probe);

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
-from ...compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes
+from ...compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, free_bytes, value_or
 from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import PackError
 from ...compat.memory.statistics import saved_stages
@@ -53,9 +52,7 @@ def first_run() -> str:
 
 
 def offers() -> dict[str, dict[str, str]]:
-    with suppress(OSError):
-        return absent_offers(folders.models(), folders.model_roots())
-    return {}
+    return value_or(lambda: absent_offers(folders.models(), folders.model_roots()), {})
 
 
 def memory_now() -> dict[str, Any]:

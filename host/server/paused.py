@@ -25,11 +25,11 @@ _wanted: set[str] = set()  # ids of prompts that are to pause
 
 def request() -> dict[str, str]:
     """Have the prompt that runs pause after its next step that can be gone on from; InputError where nothing runs."""
-    running = _running()
-    if not running:
+    items = running()
+    if not items:
         raise InputError("no run to pause", expected="a run in progress", fix="Press Run.")
     _wanted.clear()
-    _wanted.update(item[1] for item in running)
+    _wanted.update(item[1] for item in items)
     return {"text": "Pausing after the next step that can be saved; core's samplers and step caches save none."}
 
 
@@ -90,10 +90,10 @@ def _files() -> dict[str, Path]:
 
 def wanted_run() -> Any:
     """The queue's item of the prompt that runs and is to pause; None without one."""
-    return next((item for item in _running() if item[1] in _wanted), None) if _wanted else None
+    return next((item for item in running() if item[1] in _wanted), None) if _wanted else None
 
 
-def _running() -> list[Any]:
+def running() -> list[Any]:
     queue = getattr(getattr(PromptServer, "instance", None), "prompt_queue", None)
     return [] if queue is None else queue.get_current_queue_volatile()[0]
 

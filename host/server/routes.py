@@ -206,7 +206,6 @@ def _shown(item: recovery.SavedLatents) -> dict[str, str]:
 async def _idle(request: web.Request) -> None:
     """Return where the device may be asked; web.HTTPException while ComfyUI runs a prompt."""
     await body_of(request)
-    queue = getattr(getattr(PromptServer, "instance", None), "prompt_queue", None)
-    if getattr(queue, "currently_running", None):
+    if paused.running():
         text = _refusal("a run is in progress", "an idle device", "Wait until it has finished, or cancel it.")
         raise web.HTTPConflict(text=text)

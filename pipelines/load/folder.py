@@ -4,7 +4,9 @@ headers are read, so that a missing shard is noticed at once, and a part that a 
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -64,6 +66,7 @@ from .reading import (
 )
 
 HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
+_importing = threading.Lock()  # diffusers and its parts replace their modules at import: others would get the old ones
 
 
 def load(
@@ -145,6 +148,11 @@ def load_placed(
 ) -> Pipeline:
     """The pipeline that :func:`load` gives, its parts on those of ``request.cards`` where a run is quickest."""
     first = load(request, progress, make_room, hosted)
+    with _importing, suppress(Exception):  # a forecast may load while a node does; what fails is told where it is used
+        import diffusers
+
+        for name in first.spec.files.pipelines:
+            getattr(diffusers, name)
     if len(request.cards) < 2 or "transformer" in request.devices or first.facts.device not in request.cards:
         return first
 

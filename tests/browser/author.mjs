@@ -38,6 +38,7 @@ function build([spec, appInputs, appOutputs]) {
     if (!built) throw new Error(`no node ${node.kind}`);
     app.graph.add(built);
     if (node.title) built.title = node.title;
+    if (node.kind === "MarkdownNote") built.bgcolor = built.color; // on its own brown Nodes 2.0 writes in a contrast of 2.8
     if (node.models) built.properties.models = node.models; // for core's dialog of missing models
     for (const [name, value] of Object.entries(node.values ?? {})) {
       const widget = built.widgets?.find((candidate) => candidate.name === name);

@@ -90,7 +90,7 @@ export async function tabShowsTheRun({ page }) {
   await run.getByText(/256x160, 25 frames at .*offload/).first().waitFor();
   const kept = part(page, "Saved latents");
   await kept.getByRole("button", { name: "Recover" }).first().waitFor();
-  const forecast = await part(page, "This graph").locator(".anygpu-numbers tbody th").allTextContents();
+  const forecast = await part(page, "This graph").locator("tbody th").allTextContents();
   assert.deepEqual(forecast, ["text", "sampling", "decoding"], "a stage of this workflow each");
   for (const stage of forecast) await run.getByRole("rowheader", { name: `${stage}, comfyui` }).waitFor();
   const before = await page.evaluate(() => window.app.graph._nodes.length);
@@ -254,6 +254,10 @@ async function tellsInAppMode(page) {
   const told = page.locator(".anygpu-toast");
   await told.getByText("draws 'a red circle moves left on blue' instead").waitFor();
   await told.getByText("draws at its own size: width 704").waitFor();
+  await shrink(page, { seed: 78 }); // the text is not encoded again
+  await queue(page);
+  assert.equal((await ended(page)).ending, "execution_success");
+  await told.getByText("draws 'a red circle moves left on blue' instead").waitFor();
   await loadWorkflow(page, await source("anygpu_hunyuan_video_text_to_video"), "anygpu_hunyuan_video_text_to_video");
   assert.equal(await told.count(), 0, "the notice stays with its graph");
   await page.evaluate(() => {
@@ -396,6 +400,14 @@ export async function pausesAndResumes(nodes2) {
     const cards = part(page, "Paused runs").locator("article");
     const done = Number(/^Paused after sampling (\d+)\/400$/.exec(await cards.first().locator("h3").textContent())[1]);
     await cards.first().locator("img").waitFor();
+    const model = join(process.env.COMFYUI_BASE, "models", "diffusers", "LTX-Video");
+    await rename(model, `${model}.away`);
+    await listen(page);
+    await cards.first().getByRole("button", { name: "Resume" }).click();
+    assert.equal((await ended(page)).ending, "execution_error");
+    await rename(`${model}.away`, model);
+    await page.waitForTimeout(2000);
+    await cards.first().getByRole("button", { name: "Resume", disabled: false }).waitFor(); // what could not go on is still there
     await listen(page);
     await cards.first().getByRole("button", { name: "Resume" }).click();
     const resumed = await ended(page);

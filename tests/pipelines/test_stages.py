@@ -1,6 +1,9 @@
 """What the stages refuse, say and hand over, whatever the family."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -35,6 +38,48 @@ def ltx(tiny_folder):
 @pytest.fixture(scope="module")
 def prompt(mochi):
     return stages.encode_prompt(mochi, PromptRequest("a red fox"), Silent())
+
+
+SLOW = """
+import sys, time, types
+class Lazy(types.ModuleType):
+    def __getattr__(self, name):
+        from diffusers_part import Pipeline
+        return Pipeline
+time.sleep(1)
+sys.modules[__name__] = Lazy(__name__)
+"""
+PART = SLOW.replace("from diffusers_part import Pipeline", "Pipeline = object")
+AT_ONCE = """
+import sys, threading, time
+from pathlib import Path
+from anygpu.pipelines.load.folder import load_placed
+from anygpu.pipelines.requests import LoadRequest
+failed, loaded = [], threading.Barrier(3)
+def run(index):
+    try:
+        load_placed(LoadRequest(Path(sys.argv[1]), device="cpu"))
+        loaded.wait()
+        time.sleep(0.1 * index)
+        from diffusers import LTXPipeline
+    except Exception as error:
+        failed.append(error)
+threads = [threading.Thread(target=run, args=(index,)) for index in range(3)]
+for act in ("start", "join"):
+    for thread in threads:
+        getattr(thread, act)()
+sys.exit(f"{len(failed)} failed: {failed[0]}" if failed else 0)
+"""
+
+
+def test_a_node_and_a_forecast_may_be_the_first_to_load_at_once(tiny_folder, tmp_path) -> None:
+    """diffusers and its parts replace their modules at import: a thread that comes then would get the old one."""
+    (tmp_path / "diffusers.py").write_text(SLOW, encoding="utf-8")
+    (tmp_path / "diffusers_part.py").write_text(PART, encoding="utf-8")
+    path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, "-c", AT_ONCE, str(tiny.build("ltx", tiny_folder))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def sample(mochi, prompt, progress=None, **changes) -> Latents:
