@@ -11,7 +11,8 @@ from functools import partial
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -30,8 +31,8 @@ BOXES = frozenset(b"moov trak mdia minf stbl moof traf mvex edts udta dinf tref 
 TABLES = {b"stsz": 16, b"stz2": 16, b"trun": 12, b"stts": 12, b"ctts": 12, b"elst": 12}  # where an MP4 has counts
 RUNS = (b"stts", b"ctts")  # whose entries have counts of their own
 EDITED_BYTES = 32  # that FFmpeg takes for each sample in each edit of an MP4
-# Other formats of FFmpeg's inflate tags without limit, or have programs in them
-FORMATS = "apng,avi,bmp_pipe,flv,gif,ivf,jpeg_pipe,matroska,mov,mpeg,mpegts,ogg,png_pipe,tiff_pipe,webp_pipe"
+# Other formats of FFmpeg's inflate tags without limit, have programs in them, or take no limit of pixels
+FORMATS = "apng,avi,bmp_pipe,gif,ivf,jpeg_pipe,matroska,mov,mpegts,ogg,png_pipe,tiff_pipe,webp_pipe"
 Check = Callable[[], None]
 X264 = "libx264"
 CODECS = (X264, "h264", "mpeg4")
@@ -129,7 +130,7 @@ def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[C
     with _opened(path, "a picture or video file") as container:
         stream, turn = container.streams.video[0], _turn_of(path)
         stream.codec_context.options = _most_of(path)
-        for frame in container.decode(stream):
+        for frame in _frames(container, stream):
             check()
             size = frame.width, frame.height
             first = first or size
@@ -145,6 +146,17 @@ def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[C
     if first is None:
         found = f"no frames in {str(path)!r}"
         raise CheckpointError(found, expected="a picture or video file", fix="Choose another file.")
+
+
+def _frames(container: Any, stream: Any) -> Iterator[Any]:
+    """The frames of a stream; PNGs are decoded without their texts."""
+    if stream.codec_context.name != "png":
+        yield from container.decode(stream)
+        return
+    for packet in container.demux(stream):
+        bare = imported("av").Packet(_without_texts(bytes(packet)))
+        bare.is_keyframe = packet.is_keyframe  # others are differences
+        yield from stream.codec_context.decode(bare)
 
 
 def _turn_of(path: Path) -> tuple[bool, int] | None:
@@ -185,12 +197,14 @@ def _opened(path: Path, expected: str) -> Iterator[Any]:
         _require_samples(path)
         options = {"protocol_whitelist": "none", "format_whitelist": FORMATS}
         with path.open("rb") as file:
-            if (content := _without_texts(file)) is file:  # of the PNGs in a video the texts stay
+            content: Any = SimpleNamespace(read=file.read, seek=file.seek, tell=file.tell)  # FFmpeg prefers a name
+            if file.peek().startswith(PNG):
+                content = BytesIO(_without_texts(file.read()))
+            else:  # the PNGs in a video still have their texts when FFmpeg decodes one to know its size
                 options["codec_whitelist"] = ",".join(av.codecs_available - {"png", "apng"})
             with av.open(content, options=options, stream_options=[most] * STREAMS) as container:
-                codecs = [stream.codec_context and stream.codec_context.name for stream in container.streams.video[:1]]
-                if None in codecs or (content is file and "png" in codecs):  # PyAV before 18.1 crashes on the first
-                    raise ValueError("no decoder for its codec")
+                if any(stream.codec_context is None for stream in container.streams.video[:1]):
+                    raise ValueError("no decoder for its codec")  # PyAV before 18.1 crashes on it
                 yield container
     except PackError:
         raise
@@ -198,7 +212,7 @@ def _opened(path: Path, expected: str) -> Iterator[Any]:
         raise CheckpointError(
             f"{str(path)!r} cannot be read ({first_line(error)})",
             expected=f"{expected}, of at most {int(most['max_pixels']):,} pixels a frame" if most else expected,
-            fix="Choose another file.",
+            fix="Choose another file, or convert this one to MP4 or PNG.",
         ) from error
 
 
@@ -232,21 +246,14 @@ def _require_samples(path: Path) -> None:
             file.seek(place)
 
 
-def _without_texts(file: BinaryIO) -> BinaryIO:
-    """A PNG without the chunks that describe it: FFmpeg inflates them whole, a file of 1 MB to 1 GB; others as is."""
-    size = file.seek(0, 2)
-    file.seek(0)
-    kept = [file.read(8)]
-    if kept != [PNG]:
-        file.seek(0)
-        return file
-    while len(head := file.read(8)) == 8:
-        length = int.from_bytes(head[:4], "big")
-        if head[4:] in PNG_TEXTS:
-            file.seek(length + 4, 1)
-        else:
-            kept += [head, file.read(min(length + 4, size))]
-    return BytesIO(b"".join(kept))
+def _without_texts(png: bytes) -> bytes:
+    """A PNG without the chunks that describe it: FFmpeg inflates them whole, a file of 1 MB to 1 GB."""
+    kept, at = [png[:8]], 8
+    while at + 8 <= len(png):
+        end = at + 12 + int.from_bytes(png[at : at + 4], "big")
+        kept += [] if png[at + 4 : at + 8] in PNG_TEXTS else [png[at:end]]
+        at = end
+    return b"".join(kept)
 
 
 def _codec(av: Any) -> str:

@@ -5,7 +5,7 @@ import json
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -212,14 +212,14 @@ def icon(picture: bytes) -> bytes:
     return struct.pack("<HHHBBBBHHII", 0, 1, 1, 4, 4, 0, 0, 1, 24, len(picture), 22) + picture
 
 
-def film_of(picture: bytes, kind: str) -> bytes:
-    """A video of two frames that are ``picture``, a PNG of 4 x 4."""
+def film_of(pictures: Sequence[bytes], kind: str) -> bytes:
+    """A video whose frames are ``pictures``, PNGs; its header claims 4 x 4."""
     file = io.BytesIO()
     with av.open(file, "w", format=kind) as container:
         stream = container.add_stream("png", rate=1)
         stream.width, stream.height, stream.pix_fmt = 4, 4, "rgb24"
         container.start_encoding()
-        for at in range(2):
+        for at, picture in enumerate(pictures):
             (packet := av.Packet(picture)).stream = stream
             packet.pts = packet.dts = at
             packet.time_base, packet.is_keyframe = stream.time_base, True
@@ -244,8 +244,9 @@ PICTURES: dict[str, tuple[Callable[[], bytes], str]] = {
     "claim.png": (lambda: png(9000, 9000, rows=1), r"at most 33,[0-9,]+ pixels a frame"),
     "line.png": (lambda: png(10**7, 1), ""),
     "text.png": (texts, ""),
-    "text.mov": (lambda: film_of(texts(), "mov"), "no decoder"),
-    "text.avi": (lambda: film_of(texts(), "avi"), "no decoder"),
+    "text.mov": (lambda: film_of([texts()] * 2, "mov"), ""),
+    "text.avi": (lambda: film_of([texts()] * 2, "avi"), ""),
+    "wide.mov": (lambda: film_of([png(9000, 9000)], "mov"), "pixels|cannot be read"),
     "icon.png": (lambda: icon(texts()), "cannot be read"),
     "profile.png": (lambda: png(4, 4, _chunk(b"iCCP", b"k\0\0" + deflated(1000))), ""),
     "unicode.png": (lambda: png(4, 4, _chunk(b"iTXt", b"k\0\1\0\0\0" + deflated(1000))), ""),
