@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from io import BytesIO
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ from ..compat.errors import CheckpointError, PackError, UnsupportedError, afford
 from ..compat.packages import imported
 
 MOST_PIXELS = 2**30  # frames x height x width that are read at once: 517 frames of 1920x1080
-FRAME_BYTES = 6  # of a pixel while it is decoded, as the codec, PyAV and numpy have it
+FRAME_BYTES = 6  # of a pixel while it is decoded, as the codec, PyAV and numpy have it; twice that in a PNG of 16 bits
 STREAMS = 64  # of a file, whose first frames FFmpeg decodes when it is opened
 PNG = b"\x89PNG\r\n\x1a\n"
 PNG_TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP", b"eXIf")
@@ -107,11 +107,10 @@ def read_frames(path: Path, most: int | None = None, check: Check = lambda: None
 
 def content_in(path: Path, check: Check, allowance: Allowance) -> str:
     """``picture_content`` of a file's frames, one in memory at a time; raises CheckpointError beyond ``allowance``."""
-    count, shape = 0, torch.Size()
-    for upright, _ in _decoded(path, check, allowance):
-        count, shape = count + 1, shape or upright().shape
-    parts = (upright().numpy().tobytes() for upright, _ in _decoded(path, check, allowance))
-    return levels_content((count, *shape), parts)
+    count = sum(1 for _ in _decoded(path, check, allowance))
+    frames = (upright() for upright, _ in _decoded(path, check, allowance))
+    first = next(frames)
+    return levels_content((count, *first.shape), (frame.flatten().numpy().data for frame in chain([first], frames)))
 
 
 def size_in(path: Path) -> tuple[int, ...]:
@@ -129,7 +128,6 @@ def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[C
     first = None
     with _opened(path, "a picture or video file") as container:
         stream, turn = container.streams.video[0], _turn_of(path)
-        stream.codec_context.options = _most_of(path)
         for frame in _frames(container, stream):
             check()
             size = frame.width, frame.height
@@ -176,10 +174,6 @@ def _upright(frame: Any, turn: tuple[bool, int] | None) -> torch.Tensor:
     return torch.rot90(pixels.flip(1) if mirrored else pixels, quarters)
 
 
-def _most_of(path: Path) -> dict[str, str]:
-    return {"max_pixels": str(reading_budget(path.stat().st_size) // FRAME_BYTES)}
-
-
 def tags_of(path: Path) -> dict[str, str]:
     """The texts in a video file's metadata, by name in small letters: Matroska writes capitals."""
     with _opened(path, "a video file") as container:
@@ -193,18 +187,22 @@ def _opened(path: Path, expected: str) -> Iterator[Any]:
     try:
         plain_status(path)
         # A playlist names further files, of anyone: from an open file, with no protocol, it can open none of them.
-        most = _most_of(path)
         _require_samples(path)
         options = {"protocol_whitelist": "none", "format_whitelist": FORMATS}
         with path.open("rb") as file:
             content: Any = SimpleNamespace(read=file.read, seek=file.seek, tell=file.tell)  # FFmpeg prefers a name
-            if file.peek().startswith(PNG):
+            head = file.peek()[:25]
+            deep = head.startswith(PNG) and head[24:] == b"\x10"
+            most = {"max_pixels": str(reading_budget(path.stat().st_size) // (FRAME_BYTES << deep))}
+            if head.startswith(PNG):
                 content = BytesIO(_without_texts(file.read()))
             else:  # the PNGs in a video still have their texts when FFmpeg decodes one to know its size
                 options["codec_whitelist"] = ",".join(av.codecs_available - {"png", "apng"})
             with av.open(content, options=options, stream_options=[most] * STREAMS) as container:
-                if any(stream.codec_context is None for stream in container.streams.video[:1]):
-                    raise ValueError("no decoder for its codec")  # PyAV before 18.1 crashes on it
+                for stream in container.streams.video[:1]:
+                    if stream.codec_context is None:  # PyAV before 18.1 crashes on it
+                        raise ValueError("no decoder for its codec")
+                    stream.codec_context.options = most
                 yield container
     except PackError:
         raise

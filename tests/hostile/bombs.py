@@ -164,10 +164,12 @@ def deflated(count: int, unit: bytes = b"\0" * 2**20) -> bytes:
     return b"".join(packer.compress(unit) for _ in range(count)) + packer.flush()
 
 
-def png(width: int, height: int, *chunks: bytes, colour: int = 0, rows: int | None = None) -> bytes:
-    """A PNG of one colour, RGB, with ``rows`` of its ``height``."""
-    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    pixels = deflated(height if rows is None else rows, b"\0" + bytes([colour, 0, 0]) * width)
+def png(
+    width: int, height: int, *chunks: bytes, colour: int = 0, rows: int | None = None, deep: bool = False
+) -> bytes:
+    """A PNG of one colour, RGB of 8 bits or, ``deep``, RGBA of 16, with ``rows`` of its ``height``."""
+    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 16 if deep else 8, 6 if deep else 2, 0, 0, 0))
+    pixels = deflated(height if rows is None else rows, b"\0" + bytes([colour, *[0] * (7 if deep else 2)]) * width)
     return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + _chunk(b"IDAT", pixels) + _chunk(b"IEND", b"")
 
 
@@ -242,6 +244,8 @@ def in_another_header(content: bytes, meta: bool) -> bytes:
 PICTURES: dict[str, tuple[Callable[[], bytes], str]] = {
     "wide.png": (lambda: png(9000, 9000), r"at most 33,[0-9,]+ pixels a frame"),
     "claim.png": (lambda: png(9000, 9000, rows=1), r"at most 33,[0-9,]+ pixels a frame"),
+    "deep.png": (lambda: png(4096, 4050, deep=True), ""),
+    "deeper.png": (lambda: png(5000, 5000, deep=True), r"at most 16,[0-9,]+ pixels a frame"),
     "line.png": (lambda: png(10**7, 1), ""),
     "text.png": (texts, ""),
     "text.mov": (lambda: film_of([texts()] * 2, "mov"), ""),

@@ -37,7 +37,7 @@ from hostile import bombs
 LONG = {"materials.glb", "images.glb", "many.glb", "nodes.glb", "primitives.glb", "chain.glb", "attributes.glb"}
 LONG |= {"materials.obj", "solids.stl", "rows.ply", "breaks.ply", "deep.gltf", "extras.glb", "properties.ply"}
 LONG |= {"lists.safetensors", "dicts.safetensors", "numbers.safetensors", "pickle.bin"}
-LONG |= {"wide.png", "wide.gif", "wide.webp", "wide.jpg"}
+LONG |= {"wide.png", "wide.gif", "wide.webp", "wide.jpg", "deeper.png"}
 EVERY = {**bombs.MESHES, **bombs.PICTURES, **bombs.HEADERS}
 QUICK = sorted(name for name, (_, said) in EVERY.items() if said and name not in LONG)
 CHILD = """
