@@ -10,7 +10,7 @@ from pathlib import Path
 
 import folder_paths
 
-from ..compat.device.facts import facts_for
+from ..compat.device.facts import facts_for, value_or
 from ..compat.errors import CheckpointError
 from ..paint.choices import IG2MV, PAGES, STANDS_IN_FOR, demo_adapter, demo_paint_models, is_paint_folder
 from ..pipelines.demo import demo_folder, demo_loras, demo_models
@@ -18,6 +18,7 @@ from ..pipelines.family import FamilySpec
 from ..pipelines.files.catalogue import published_family, remedy
 from ..pipelines.files.models import MODEL_FOLDER, family_of_folder, find_models, no_model_in
 from ..pipelines.latents.steps import FOLDER
+from ..pipelines.records.job_folder import inside
 
 MODEL_KEYS = ("diffusers", "diffusion_models")
 ENCODER_KEYS = ("diffusers", "clip_vision", "style_models")
@@ -112,8 +113,9 @@ def _family_of(folder: Path) -> FamilySpec | None:
 
 
 def _unfinished(name: str) -> Path | None:
-    named = (root / part for root in model_roots() for part in (name, Path(name).name))
-    return next((folder for folder in named if folder.is_dir() and folder not in models().values()), None)
+    roots = tuple(model_roots())
+    named = [*inside(roots, name), *inside(roots, Path(name).name)]
+    return next((path for path in named if value_or(path.is_dir, False) and path not in models().values()), None)
 
 
 def model_folder(name: str) -> Path:
