@@ -87,7 +87,8 @@ def stand_in_for(name: str) -> str:
     A folder of the published name counts as there, whatever it holds: it is broken, or its download is to be finished.
     """
     family, there = published_family(name), models()
-    if family is None or name in there or any(_family_of(folder) is family for folder in there.values()):
+    families = (value_or(lambda path=path: family_of_folder(path), None) for path in there.values())  # of what is whole
+    if family is None or name in there or family in families:
         return ""
     return "" if _unfinished(name) or _takes_a_picture(family, name) else _demo_of(family)
 
@@ -103,13 +104,6 @@ def _takes_a_picture(family: FamilySpec | None, name: str) -> bool:
 
 def _demo_of(family: FamilySpec | None) -> str:
     return next((demo for demo, folder in demo_models().items() if family_of_folder(folder) is family), "")
-
-
-def _family_of(folder: Path) -> FamilySpec | None:
-    """The family of a folder; None for one that cannot be read, too."""
-    with suppress(CheckpointError):
-        return family_of_folder(folder)
-    return None
 
 
 def _unfinished(name: str) -> Path | None:
