@@ -148,7 +148,9 @@ def paint_models() -> dict[str, Path]:
                 if is_paint_folder(folder) and folder != root:
                     models.append(folder)
                 elif folder.is_dir():
-                    models += [file for file in sorted(folder.iterdir()) if _is_paint_file(file)]
+                    found = (file for file in sorted(folder.iterdir()) if file.suffix in PAINT_SUFFIXES)
+                    ours = {file: name for file in found if "hunyuan3d" in (name := file.name.lower())}
+                    models += [file for file, name in ours.items() if "paint" in name or "delight" in name]
     named = _named(roots(MODEL_KEYS), models)
     return dict(sorted(named.items(), key=lambda item: "delight" in item[0].lower()))
 
@@ -272,11 +274,6 @@ def paint_providers() -> dict[str, Path]:
     patterns = "*/config.json", "*/vae/config.json"
     configs = (sorted(path for each in patterns for path in _matches(root, each)) for root in searched)
     return _named(searched, (config.parent for in_root in configs for config in in_root))
-
-
-def _is_paint_file(file: Path) -> bool:
-    name = file.name.lower()
-    return file.suffix in PAINT_SUFFIXES and "hunyuan3d" in name and ("paint" in name or "delight" in name)
 
 
 def _children(folder: Path) -> list[Path]:

@@ -287,13 +287,6 @@ def denoised(
     return x
 
 
-def tell_sampled(pipeline: PaintPipeline, latents: Tensor, seed: int, progress: Any) -> None:
-    """Give scaled latents to a progress that keeps them, so that a failure to decode does not lose them."""
-    tell = getattr(progress, "sampled", None)
-    if tell is not None:
-        tell(latents / pipeline.latent_scale, pipeline.family, seed, pipeline.latent_format)
-
-
 def preview_of(latents: Tensor, latent_format: str) -> Tensor:
     """Rough pictures (V, h, w, 3) in 0..1 of scaled latents."""
     *colours, added = torch.tensor(PREVIEW[latent_format])
@@ -400,8 +393,9 @@ def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progr
 
 def decoded(pipeline: PaintPipeline, latents: Tensor, run: PaintRun, seed: int, progress: Any) -> Painted:
     """The pictures of ``latents``; those behind the views are metal and roughness."""
-    tell_sampled(pipeline, latents, seed, progress)
     plain, need = latents / pipeline.latent_scale, vae_bytes(DECODED, run.size, pipeline.precision.vae)
+    if (tell := getattr(progress, "sampled", None)) is not None:  # and keeps them, should they not be decoded
+        tell(plain, pipeline.family, seed, pipeline.latent_format)
     with stage(pipeline, "decoding", "vae", need, run, progress) as module:
         pictures = vae.decoded(module, plain, pipeline.offloader.device, progress)
     for part, blocks in pipeline.compiled.items():
