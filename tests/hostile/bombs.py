@@ -164,9 +164,7 @@ def deflated(count: int, unit: bytes = b"\0" * 2**20) -> bytes:
     return b"".join(packer.compress(unit) for _ in range(count)) + packer.flush()
 
 
-def png(
-    width: int, height: int, *chunks: bytes, colour: int = 0, rows: int | None = None, deep: bool = False
-) -> bytes:
+def png(width: int, height: int, *chunks: bytes, colour: int = 0, rows: int | None = None, deep: bool = False) -> bytes:
     """A PNG of one colour, RGB of 8 bits or, ``deep``, RGBA of 16, with ``rows`` of its ``height``."""
     header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 16 if deep else 8, 6 if deep else 2, 0, 0, 0))
     pixels = deflated(height if rows is None else rows, b"\0" + bytes([colour, *[0] * (7 if deep else 2)]) * width)
