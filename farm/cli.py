@@ -110,6 +110,7 @@ def _queue_paintings(folder: JobFolder, prompts: str, arguments: argparse.Namesp
 
     if arguments.pictures is None and not arguments.adapter:
         raise InputError("no --pictures", expected="a folder with a picture for each mesh", fix="Add --pictures.")
+    seeds, painting = seeds_in(arguments.seeds), PaintSettings(steps=arguments.steps)
     content = partial(Places(state=Path(STATE).expanduser()).content, check=lambda: None)
     model, meshes = Path(arguments.model), Path(arguments.meshes)
     pictures = Path(arguments.pictures or meshes)  # an adapter's may lie beside the meshes, or be none
@@ -119,7 +120,6 @@ def _queue_paintings(folder: JobFolder, prompts: str, arguments: argparse.Namesp
     if arguments.adapter:
         adapter = Path(arguments.adapter)
         others |= adapter_fields(model, adapter, content(adapter), prompts, arguments.negative)
-    seeds, painting = seeds_in(arguments.seeds), PaintSettings(steps=arguments.steps)
     jobs = paint_jobs(content(model), meshes, pictures, seeds, painting, folder.add_input, **others)
     return write_list(folder, arguments.name, jobs)
 

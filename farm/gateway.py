@@ -50,9 +50,10 @@ class Gateway:
         from .render import task_of
 
         try:
-            keys = [task_of(str(line)).key for line in lines]
+            lines = [str(line).replace("\n", " ") for line in lines]  # between values: in a file it would end the job
+            keys = [task_of(line).key for line in lines]
             self.folder.ask_again(key for key in keys if not self.folder.is_done(key))
-            self.folder.write_jobs(name, map(str, lines))
+            self.folder.write_jobs(name, lines)
         except (PackError, OSError) as error:
             raise ValueError(str(error)) from None
         return keys

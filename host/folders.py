@@ -10,7 +10,7 @@ from pathlib import Path
 
 import folder_paths
 
-from ..compat.device.facts import facts_for
+from ..compat.device.facts import facts_for, value_or
 from ..compat.errors import CheckpointError
 from ..paint.choices import IG2MV, PAGES, STANDS_IN_FOR, demo_adapter, demo_paint_models, is_paint_folder
 from ..pipelines.demo import demo_folder, demo_loras, demo_models
@@ -18,6 +18,7 @@ from ..pipelines.family import FamilySpec
 from ..pipelines.files.catalogue import published_family, remedy
 from ..pipelines.files.models import MODEL_FOLDER, family_of_folder, find_models, no_model_in
 from ..pipelines.latents.steps import FOLDER
+from ..pipelines.records.job_folder import inside
 
 MODEL_KEYS = ("diffusers", "diffusion_models")
 ENCODER_KEYS = ("diffusers", "clip_vision", "style_models")
@@ -86,7 +87,8 @@ def stand_in_for(name: str) -> str:
     A folder of the published name counts as there, whatever it holds: it is broken, or its download is to be finished.
     """
     family, there = published_family(name), models()
-    if family is None or name in there or any(_family_of(folder) is family for folder in there.values()):
+    families = (value_or(lambda path=path: family_of_folder(path), None) for path in there.values())  # of what is whole
+    if family is None or name in there or family in families:
         return ""
     return "" if _unfinished(name) or _takes_a_picture(family, name) else _demo_of(family)
 
@@ -104,16 +106,10 @@ def _demo_of(family: FamilySpec | None) -> str:
     return next((demo for demo, folder in demo_models().items() if family_of_folder(folder) is family), "")
 
 
-def _family_of(folder: Path) -> FamilySpec | None:
-    """The family of a folder; None for one that cannot be read, too."""
-    with suppress(CheckpointError):
-        return family_of_folder(folder)
-    return None
-
-
 def _unfinished(name: str) -> Path | None:
-    named = (root / part for root in model_roots() for part in (name, Path(name).name))
-    return next((folder for folder in named if folder.is_dir() and folder not in models().values()), None)
+    roots = tuple(model_roots())
+    named = [*inside(roots, name), *inside(roots, Path(name).name)]
+    return next((path for path in named if value_or(path.is_dir, False) and path not in models().values()), None)
 
 
 def model_folder(name: str) -> Path:
@@ -152,7 +148,9 @@ def paint_models() -> dict[str, Path]:
                 if is_paint_folder(folder) and folder != root:
                     models.append(folder)
                 elif folder.is_dir():
-                    models += [file for file in sorted(folder.iterdir()) if _is_paint_file(file)]
+                    found = (file for file in sorted(folder.iterdir()) if file.suffix in PAINT_SUFFIXES)
+                    ours = {file: name for file in found if "hunyuan3d" in (name := file.name.lower())}
+                    models += [file for file, name in ours.items() if "paint" in name or "delight" in name]
     named = _named(roots(MODEL_KEYS), models)
     return dict(sorted(named.items(), key=lambda item: "delight" in item[0].lower()))
 
@@ -276,11 +274,6 @@ def paint_providers() -> dict[str, Path]:
     patterns = "*/config.json", "*/vae/config.json"
     configs = (sorted(path for each in patterns for path in _matches(root, each)) for root in searched)
     return _named(searched, (config.parent for in_root in configs for config in in_root))
-
-
-def _is_paint_file(file: Path) -> bool:
-    name = file.name.lower()
-    return file.suffix in PAINT_SUFFIXES and "hunyuan3d" in name and ("paint" in name or "delight" in name)
 
 
 def _children(folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ import folder_paths
 import torch
 
 from ..compat.device.execution import to_host
+from ..compat.device.facts import value_or
 from ..compat.errors import CheckpointError, InputError
 from ..paint.choices import MESH_FILES
 from .api import Types
@@ -51,12 +52,12 @@ def _meshes_in(kind: str, mark: str) -> list[str]:
 def _place(name: str) -> tuple[Path, Path]:
     saved = name.endswith(SAVED)
     root = Path(folder_paths.get_directory_by_type("output" if saved else "input")).resolve()
-    return (root / (name.removesuffix(SAVED) if saved else name)).resolve(), root
+    return value_or((root / (name.removesuffix(SAVED) if saved else name)).resolve, root), root  # a zero byte raises
 
 
 def mesh_path(name: str) -> Path:
     path, root = _place(name)
-    if not path.is_relative_to(root) or not path.is_file():
+    if not path.is_relative_to(root) or not value_or(path.is_file, False):
         expected = f"a file of {', '.join(MESH_FILES)}"
         fix = f"Upload one with the button on the node, or put one into input/3d and press R. {DEMO!r} needs none."
         raise CheckpointError(f"no mesh {name!r} in {str(root)!r}", expected=expected, fix=fix)
@@ -65,7 +66,7 @@ def mesh_path(name: str) -> Path:
 
 def file_stamp(name: str) -> Any:
     path, _ = _place(name)
-    return (path.stat().st_mtime, path.stat().st_size) if path.is_file() else None
+    return (path.stat().st_mtime, path.stat().st_size) if value_or(path.is_file, False) else None
 
 
 def mesh_of_file(name: str, file: Any, check: Callable[[], None]) -> tuple[Mesh, tuple[str, ...]]:

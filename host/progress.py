@@ -7,8 +7,9 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
@@ -41,6 +42,9 @@ BREAK = "  \n"  # a line break on the canvas, and in Nodes 2.0, which takes the 
 # Names come from files. What older frontends' canvas reads as HTML and Nodes 2.0 as Markdown is written with marks that
 # look alike: newer frontends show an entity as it stands.
 LIKE = str.maketrans("&<>[]*`~|\\", "＆‹›()∗'∼¦/")
+KINDS: dict[str, Any] = {"STRING": str, "COMBO": str, "LATENT": dict, "CONDITIONING": list}  # by kind of input
+KINDS |= dict.fromkeys(("INT", "FLOAT", "BOOLEAN"), Real) | dict.fromkeys(("IMAGE", "MASK", "SIGMAS"), torch.Tensor)
+PLAIN = (Real, str, torch.Tensor, dict, list)  # values that no input of another kind takes
 PACED = ("sampling", "painting")  # stages whose steps are the model's own
 PREVIEW_SIZE = 768  # pixels of the longer side, to which ComfyUI enlarges or shrinks a picture
 
@@ -68,8 +72,9 @@ def send(node_id: str, text: str, entry: dict[str, Any]) -> None:
     server.send_progress_text(shown, node_id, sid=client)
 
 
-def with_an_end(node: Any) -> Any:
-    """``node``, a class, whose text and record end also when a run is cancelled or fails; NaN is refused."""
+def with_an_end(node: Any, kinds: Mapping[str, str]) -> Any:
+    """``node``, a class, whose text and record end also when a run is cancelled or fails. NaN is refused, and values
+    of other ``kinds`` than the inputs', which ComfyUI lets through from nodes that give anything, such as Switch."""
     run = node.execute.__func__
 
     @functools.wraps(run)
@@ -78,6 +83,9 @@ def with_an_end(node: Any) -> Any:
             for name, value in inputs.items():
                 if isinstance(value, float) and not math.isfinite(value):
                     raise InputError(f"{name} {value}", expected="a finite number", fix=f"Set {name} to a number.")
+                if value is not None and not any(_is_a(kind, value) for kind in kinds.get(name, "").split(",")):
+                    found, fix = f"{name} of type {type(value).__name__}", "Connect another output."
+                    raise InputError(found, expected=kinds.get(name, "nothing"), fix=fix)
             return run(cls, *arguments, **inputs)
         except BaseException as error:  # a cancel is not an Exception
             cancelled = isinstance(error, comfy.model_management.InterruptProcessingException)
@@ -89,6 +97,10 @@ def with_an_end(node: Any) -> Any:
 
     node.execute = classmethod(execute)
     return node
+
+
+def _is_a(kind: str, value: Any) -> bool:
+    return isinstance(value, KINDS[kind]) if kind in KINDS else not isinstance(value, PLAIN)
 
 
 class NodeProgress:

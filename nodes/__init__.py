@@ -62,8 +62,8 @@ class AnyGPUExtension(ComfyExtension):
         usable: list[type[io.ComfyNode]] = []
         for node in NODES:
             try:
-                node.GET_SCHEMA()
-                usable.append(with_an_end(node))
+                kinds = {each.id: each.get_io_type() for each in node.GET_SCHEMA().inputs}
+                usable.append(with_an_end(node, kinds))
             except Exception:  # one broken node must not hide the others
                 log.exception("AnyGPU: node %s is left out", node.__name__)
         return usable

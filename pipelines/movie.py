@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from io import BytesIO
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -22,7 +23,7 @@ from ..compat.errors import CheckpointError, PackError, UnsupportedError, afford
 from ..compat.packages import imported
 
 MOST_PIXELS = 2**30  # frames x height x width that are read at once: 517 frames of 1920x1080
-FRAME_BYTES = 6  # of a pixel while it is decoded, as the codec, PyAV and numpy have it
+FRAME_BYTES = 6  # of a pixel while it is decoded, as the codec, PyAV and numpy have it; twice that in a PNG of 16 bits
 STREAMS = 64  # of a file, whose first frames FFmpeg decodes when it is opened
 PNG = b"\x89PNG\r\n\x1a\n"
 PNG_TEXTS = (b"tEXt", b"zTXt", b"iTXt", b"iCCP", b"eXIf")
@@ -30,8 +31,8 @@ BOXES = frozenset(b"moov trak mdia minf stbl moof traf mvex edts udta dinf tref 
 TABLES = {b"stsz": 16, b"stz2": 16, b"trun": 12, b"stts": 12, b"ctts": 12, b"elst": 12}  # where an MP4 has counts
 RUNS = (b"stts", b"ctts")  # whose entries have counts of their own
 EDITED_BYTES = 32  # that FFmpeg takes for each sample in each edit of an MP4
-# Other formats of FFmpeg's inflate tags without limit, or have programs in them
-FORMATS = "apng,avi,bmp_pipe,flv,gif,ivf,jpeg_pipe,matroska,mov,mpeg,mpegts,ogg,png_pipe,tiff_pipe,webp_pipe"
+# Other formats of FFmpeg's inflate tags without limit, have programs in them, or take no limit of pixels
+FORMATS = "apng,avi,bmp_pipe,gif,ivf,jpeg_pipe,matroska,mov,mpegts,ogg,png_pipe,tiff_pipe,webp_pipe"
 Check = Callable[[], None]
 X264 = "libx264"
 CODECS = (X264, "h264", "mpeg4")
@@ -105,11 +106,10 @@ def read_frames(path: Path, most: int | None = None, check: Check = lambda: None
 
 def content_in(path: Path, check: Check, allowance: Allowance) -> str:
     """``picture_content`` of a file's frames, one in memory at a time; raises CheckpointError beyond ``allowance``."""
-    count, shape = 0, torch.Size()
-    for upright, _ in _decoded(path, check, allowance):
-        count, shape = count + 1, shape or upright().shape
-    parts = (upright().numpy().tobytes() for upright, _ in _decoded(path, check, allowance))
-    return levels_content((count, *shape), parts)
+    count = sum(1 for _ in _decoded(path, check, allowance))
+    frames = (upright() for upright, _ in _decoded(path, check, allowance))
+    first = next(frames)
+    return levels_content((count, *first.shape), (frame.flatten().numpy().data for frame in chain([first], frames)))
 
 
 def size_in(path: Path) -> tuple[int, ...]:
@@ -127,8 +127,7 @@ def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[C
     first = None
     with _opened(path, "a picture or video file") as container:
         stream, turn = container.streams.video[0], _turn_of(path)
-        stream.codec_context.options = _most_of(path)
-        for frame in container.decode(stream):
+        for frame in _frames(container, stream):
             check()
             size = frame.width, frame.height
             first = first or size
@@ -144,6 +143,17 @@ def _decoded(path: Path, check: Check, allowance: Allowance) -> Iterator[tuple[C
     if first is None:
         found = f"no frames in {str(path)!r}"
         raise CheckpointError(found, expected="a picture or video file", fix="Choose another file.")
+
+
+def _frames(container: Any, stream: Any) -> Iterator[Any]:
+    """The frames of a stream; PNGs are decoded without their texts."""
+    if stream.codec_context.name != "png":
+        yield from container.decode(stream)
+        return
+    for packet in container.demux(stream):
+        bare = imported("av").Packet(_without_texts(bytes(packet)))
+        bare.is_keyframe = packet.is_keyframe  # others are differences
+        yield from stream.codec_context.decode(bare)
 
 
 def _turn_of(path: Path) -> tuple[bool, int] | None:
@@ -163,10 +173,6 @@ def _upright(frame: Any, turn: tuple[bool, int] | None) -> torch.Tensor:
     return torch.rot90(pixels.flip(1) if mirrored else pixels, quarters)
 
 
-def _most_of(path: Path) -> dict[str, str]:
-    return {"max_pixels": str(reading_budget(path.stat().st_size) // FRAME_BYTES)}
-
-
 def tags_of(path: Path) -> dict[str, str]:
     """The texts in a video file's metadata, by name in small letters: Matroska writes capitals."""
     with _opened(path, "a video file") as container:
@@ -180,16 +186,22 @@ def _opened(path: Path, expected: str) -> Iterator[Any]:
     try:
         plain_status(path)
         # A playlist names further files, of anyone: from an open file, with no protocol, it can open none of them.
-        most = _most_of(path)
         _require_samples(path)
         options = {"protocol_whitelist": "none", "format_whitelist": FORMATS}
         with path.open("rb") as file:
-            if (content := _without_texts(file)) is file:  # of the PNGs in a video the texts stay
+            content: Any = SimpleNamespace(read=file.read, seek=file.seek, tell=file.tell)  # FFmpeg prefers a name
+            head = file.peek()[:25]
+            deep = head.startswith(PNG) and head[24:] == b"\x10"
+            most = {"max_pixels": str(reading_budget(path.stat().st_size) // (FRAME_BYTES << deep))}
+            if head.startswith(PNG):
+                content = BytesIO(_without_texts(file.read()))
+            else:  # the PNGs in a video still have their texts when FFmpeg decodes one to know its size
                 options["codec_whitelist"] = ",".join(av.codecs_available - {"png", "apng"})
             with av.open(content, options=options, stream_options=[most] * STREAMS) as container:
-                codecs = [stream.codec_context and stream.codec_context.name for stream in container.streams.video[:1]]
-                if None in codecs or (content is file and "png" in codecs):  # PyAV before 18.1 crashes on the first
-                    raise ValueError("no decoder for its codec")
+                for stream in container.streams.video[:1]:
+                    if stream.codec_context is None:  # PyAV before 18.1 crashes on it
+                        raise ValueError("no decoder for its codec")
+                    stream.codec_context.options = most
                 yield container
     except PackError:
         raise
@@ -197,7 +209,7 @@ def _opened(path: Path, expected: str) -> Iterator[Any]:
         raise CheckpointError(
             f"{str(path)!r} cannot be read ({first_line(error)})",
             expected=f"{expected}, of at most {int(most['max_pixels']):,} pixels a frame" if most else expected,
-            fix="Choose another file.",
+            fix="Choose another file, or convert this one to MP4 or PNG.",
         ) from error
 
 
@@ -231,21 +243,14 @@ def _require_samples(path: Path) -> None:
             file.seek(place)
 
 
-def _without_texts(file: BinaryIO) -> BinaryIO:
-    """A PNG without the chunks that describe it: FFmpeg inflates them whole, a file of 1 MB to 1 GB; others as is."""
-    size = file.seek(0, 2)
-    file.seek(0)
-    kept = [file.read(8)]
-    if kept != [PNG]:
-        file.seek(0)
-        return file
-    while len(head := file.read(8)) == 8:
-        length = int.from_bytes(head[:4], "big")
-        if head[4:] in PNG_TEXTS:
-            file.seek(length + 4, 1)
-        else:
-            kept += [head, file.read(min(length + 4, size))]
-    return BytesIO(b"".join(kept))
+def _without_texts(png: bytes) -> bytes:
+    """A PNG without the chunks that describe it: FFmpeg inflates them whole, a file of 1 MB to 1 GB."""
+    kept, at = [png[:8]], 8
+    while at + 8 <= len(png):
+        end = at + 12 + int.from_bytes(png[at : at + 4], "big")
+        kept += [] if png[at + 4 : at + 8] in PNG_TEXTS else [png[at:end]]
+        at = end
+    return b"".join(kept)
 
 
 def _codec(av: Any) -> str:

@@ -51,6 +51,9 @@ class NodeInput(SimpleNamespace):
         assert name in ("advanced", "optional", "tooltip")
         return self.given.get(name)
 
+    def get_io_type(self) -> str:
+        return str(self.kind)
+
     def __setattr__(self, name: str, value: Any) -> None:
         assert name in ("optional", "tooltip")
         self.given[name] = value

@@ -109,6 +109,17 @@ def test_an_empty_folder_an_unfinished_download_and_a_single_file_are_told_apart
     refused("the single file 'ltx.safetensors' of LTX-Video", "AnyGPU Compose Pipeline")
 
 
+def test_a_name_is_sought_in_model_folders_alone(folders, tmp_path_factory):
+    secret = tmp_path_factory.mktemp("secret") / "LTX-Video"
+    secret.mkdir()
+    (secret / "config.json").write_text('{"_class_name": "Secret"}', encoding="utf-8")
+    outside = str(secret), os.path.relpath(secret, folders.model_roots()[0])
+    for name in (*outside, f"{outside[1]}/", "x" * 9999, "x/" * 9999, "a\0b"):
+        with pytest.raises(CheckpointError, match="no model '") as caught:
+            folders.model_folder(name)
+        assert "Secret" not in str(caught.value)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("there", ["nothing", "another family", "another variant", "SDXL", "empty", "unreadable"])
 def test_whatever_else_is_installed_a_published_name_runs_or_its_error_names_the_demo(folders, tmp_path, name, there):

@@ -798,3 +798,25 @@ def test_the_ring_of_the_demo_needs_no_file(core: ComfyUI) -> None:
     prompt = {name: {"inputs": given} for name, given in inputs.items()}
     before = core.module("host.meshes").history(prompt, "3")
     assert json.loads(before) == {name: prompt[name] for name in "123"}, "a list of one value is no link"
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("LoadMesh", {"mesh_file": 3}),
+        ("LoadMesh", {"model_3d": "a"}),
+        ("LoadPipeline", {"model": {}}),
+        ("Fit", {"vae": []}),
+    ],
+)
+def test_a_value_of_another_kind_than_its_input_is_one_line(core: ComfyUI, name: str, given: dict[str, Any]) -> None:
+    """A node that passes on anything, such as core's Switch, is not checked by ComfyUI."""
+    with pytest.raises(Exception, match=r"of type \w+; expected") as caught:
+        core.run(name, **given)
+    assert type(caught.value).__name__ == "InputError" and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 5000, "x/" * 5000, "../up.glb"])
+def test_a_mesh_that_no_folder_can_hold_is_one_line(core: ComfyUI, name: str) -> None:
+    with pytest.raises(Exception, match="no mesh"):
+        core.run("LoadMesh", mesh_file=name)

@@ -127,7 +127,7 @@ def picture_content(frames: torch.Tensor) -> str:
     return levels_content(tuple(levels.shape), [bytes_of(levels)])
 
 
-def levels_content(shape: Sequence[int], parts: Iterable[bytes]) -> str:
+def levels_content(shape: Sequence[int], parts: Iterable[bytes | memoryview]) -> str:
     """The same of frames (F, H, W, 3) in 8 bits that come one after the other."""
     digest = hashlib.sha256(json.dumps(list(shape)).encode())
     for part in parts:

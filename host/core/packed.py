@@ -199,7 +199,8 @@ def packed_fit(
 ) -> PackedFit:
     """Choose the paths of the packed layers of ``network``; ``safe``: it computes around an fp32 stream."""
     formats = {layer: str(getattr(layer, "quant_format", "") or "unnamed") for layer in packed_layers(network)}
-    multiplied = {each for layer, each in formats.items() if each in INTEGERS or is_native(layer)}  # as it is packed
+    # Core multiplies int8 and int4 as they are packed, whatever its switches say
+    multiplied = {held for layer, held in formats.items() if held in INTEGERS or is_native(layer)}
     coarse = {layer_format for layer, layer_format in formats.items() if _is_coarse(layer)} - multiplied
     paths, decisions = dict[str, str](), list[Decision]()
     for layer_format, count in Counter(formats.values()).items():

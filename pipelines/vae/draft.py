@@ -103,7 +103,9 @@ def tiny_decoder(spec: FamilySpec, folders: Sequence[Path]) -> tuple[Path, Netwo
     if not rows:
         found = f"a draft of {spec.title}, for which no tiny decoder is published"
         raise UnsupportedError(found, expected="another decode method", fix="Choose method auto.")
-    files = [file for folder in folders for beside in (folder, folder / "vae_approx") for file in _files_in(beside)]
+    places = [place for folder in folders for place in (folder, folder / "vae_approx")]
+    held = (value_or(lambda place=place: sorted(place.iterdir()), []) for place in places)  # its share may be gone
+    files = [file for each in held for file in each if file.suffix in ENDINGS]
     passed = []
     for row in rows:
         for file in (file for file in files if file.name.lower().startswith(row.name)):
@@ -116,11 +118,6 @@ def tiny_decoder(spec: FamilySpec, folders: Sequence[Path]) -> tuple[Path, Netwo
         expected=" or ".join(f"{row.name}{ENDINGS[0]} ({row.source})" for row in rows),
         fix="Download it into a folder that is searched (ComfyUI: models/vae_approx), or choose method auto.",
     )
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """The files of a folder, none of one that is not there, or whose share is gone."""
-    return value_or(lambda: sorted(file for file in folder.iterdir() if file.suffix in ENDINGS), [])
 
 
 def _network(file: Path, row: TinyDecoder, spec: FamilySpec) -> Network | None:

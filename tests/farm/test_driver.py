@@ -19,13 +19,14 @@ from anygpu.compat.errors import CheckpointError, InputError, MissingPackageErro
 from anygpu.compat.output_check import NotFinite
 from anygpu.farm import cluster, render, worker
 from anygpu.farm.driver import Driver
+from anygpu.farm.gateway import Gateway
 from anygpu.farm.render import Renderer
 from anygpu.farm.schedule import Task
 from anygpu.farm.worker import MACHINE, MODEL, RenderCancelled, during
 from anygpu.paint.jobs import PaintJob
-from anygpu.pipelines.base import Silent
-from anygpu.pipelines.records.job import Content, Result
-from anygpu.pipelines.records.job_folder import JobFolder
+from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.records.job import Content, Result, VideoJob
+from anygpu.pipelines.records.job_folder import JobFolder, lines_of
 from anygpu.pipelines.records.places import Places
 from farm.paper import Died, Paper, RayActorError
 
@@ -540,3 +541,9 @@ def test_ray_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
     ) as raised:
         cluster.start_here(2, 0)
     assert "\n" not in str(raised.value)
+
+
+def test_a_job_that_was_sent_on_several_lines_is_one_in_its_file(tmp_path: Path) -> None:
+    record = VideoJob(Content("ltx", "0" * 32), PromptRequest("a\nfox"), SampleSettings(64, 64, 9)).record()
+    keys = Gateway(str(tmp_path)).submit("foxes", [json.dumps(record, indent=1)])
+    assert [render.task_of(line).key for line in lines_of(tmp_path / "foxes.jsonl")] == keys

@@ -5,7 +5,7 @@ import json
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +164,10 @@ def deflated(count: int, unit: bytes = b"\0" * 2**20) -> bytes:
     return b"".join(packer.compress(unit) for _ in range(count)) + packer.flush()
 
 
-def png(width: int, height: int, *chunks: bytes, colour: int = 0, rows: int | None = None) -> bytes:
-    """A PNG of one colour, RGB, with ``rows`` of its ``height``."""
-    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
-    pixels = deflated(height if rows is None else rows, b"\0" + bytes([colour, 0, 0]) * width)
+def png(width: int, height: int, *chunks: bytes, colour: int = 0, rows: int | None = None, deep: bool = False) -> bytes:
+    """A PNG of one colour, RGB of 8 bits or, ``deep``, RGBA of 16, with ``rows`` of its ``height``."""
+    header = _chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 16 if deep else 8, 6 if deep else 2, 0, 0, 0))
+    pixels = deflated(height if rows is None else rows, b"\0" + bytes([colour, *[0] * (7 if deep else 2)]) * width)
     return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + _chunk(b"IDAT", pixels) + _chunk(b"IEND", b"")
 
 
@@ -212,14 +212,14 @@ def icon(picture: bytes) -> bytes:
     return struct.pack("<HHHBBBBHHII", 0, 1, 1, 4, 4, 0, 0, 1, 24, len(picture), 22) + picture
 
 
-def film_of(picture: bytes, kind: str) -> bytes:
-    """A video of two frames that are ``picture``, a PNG of 4 x 4."""
+def film_of(pictures: Sequence[bytes], kind: str) -> bytes:
+    """A video whose frames are ``pictures``, PNGs; its header claims 4 x 4."""
     file = io.BytesIO()
     with av.open(file, "w", format=kind) as container:
         stream = container.add_stream("png", rate=1)
         stream.width, stream.height, stream.pix_fmt = 4, 4, "rgb24"
         container.start_encoding()
-        for at in range(2):
+        for at, picture in enumerate(pictures):
             (packet := av.Packet(picture)).stream = stream
             packet.pts = packet.dts = at
             packet.time_base, packet.is_keyframe = stream.time_base, True
@@ -242,10 +242,13 @@ def in_another_header(content: bytes, meta: bool) -> bytes:
 PICTURES: dict[str, tuple[Callable[[], bytes], str]] = {
     "wide.png": (lambda: png(9000, 9000), r"at most 33,[0-9,]+ pixels a frame"),
     "claim.png": (lambda: png(9000, 9000, rows=1), r"at most 33,[0-9,]+ pixels a frame"),
+    "deep.png": (lambda: png(4096, 4050, deep=True), ""),
+    "deeper.png": (lambda: png(5000, 5000, deep=True), r"at most 16,[0-9,]+ pixels a frame"),
     "line.png": (lambda: png(10**7, 1), ""),
     "text.png": (texts, ""),
-    "text.mov": (lambda: film_of(texts(), "mov"), "no decoder"),
-    "text.avi": (lambda: film_of(texts(), "avi"), "no decoder"),
+    "text.mov": (lambda: film_of([texts()] * 2, "mov"), ""),
+    "text.avi": (lambda: film_of([texts()] * 2, "avi"), ""),
+    "wide.mov": (lambda: film_of([png(9000, 9000)], "mov"), "pixels|cannot be read"),
     "icon.png": (lambda: icon(texts()), "cannot be read"),
     "profile.png": (lambda: png(4, 4, _chunk(b"iCCP", b"k\0\0" + deflated(1000))), ""),
     "unicode.png": (lambda: png(4, 4, _chunk(b"iTXt", b"k\0\1\0\0\0" + deflated(1000))), ""),

@@ -37,7 +37,7 @@ from hostile import bombs
 LONG = {"materials.glb", "images.glb", "many.glb", "nodes.glb", "primitives.glb", "chain.glb", "attributes.glb"}
 LONG |= {"materials.obj", "solids.stl", "rows.ply", "breaks.ply", "deep.gltf", "extras.glb", "properties.ply"}
 LONG |= {"lists.safetensors", "dicts.safetensors", "numbers.safetensors", "pickle.bin"}
-LONG |= {"wide.png", "wide.gif", "wide.webp", "wide.jpg"}
+LONG |= {"wide.png", "wide.gif", "wide.webp", "wide.jpg", "deeper.png"}
 EVERY = {**bombs.MESHES, **bombs.PICTURES, **bombs.HEADERS}
 QUICK = sorted(name for name, (_, said) in EVERY.items() if said and name not in LONG)
 CHILD = """
@@ -220,6 +220,10 @@ def test_pictures_and_their_contents_are_as_before(tmp_path: Path) -> None:
     for suffix in ("png", "jpg", "webp", "bmp", "tiff"):
         picture.save(tmp_path / f"a.{suffix}", icc_profile=b"a profile")
     picture.save(tmp_path / "a.gif", save_all=True, append_images=[picture.rotate(90 * at) for at in (1, 2, 3)])
+    Image.fromarray(noise.repeat(9, 0)).save(tmp_path / "photo.jpg", quality=95)  # FFmpeg takes small ones by content
+    for at, suffix in enumerate(("mov", "avi")):
+        shown = bombs.png(4, 4, colour=90 + at), bombs.png(4, 4, colour=7)
+        (tmp_path / f"frames.{suffix}").write_bytes(bombs.film_of(shown, suffix))
     write_mp4(torch.rand(9, 32, 48, 3, generator=torch.Generator().manual_seed(0)), 12.0, tmp_path / "a.mp4")
     for path in sorted(tmp_path.iterdir()):
         expected = frames_before(path)
