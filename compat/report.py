@@ -114,9 +114,7 @@ def changes_for(
     expected = {*policy.wrong, *policy.costly, *OPTIONAL}
     surprises = [name for name in probes if name not in expected and probes[name].status not in (OK, UNKNOWN)]
     if surprises and facts.backend in PROMISED:
-        driver = f" (now {facts.driver})" if facts.driver else ""
-        torch = f" and torch: {install(index)}" if index else " and torch"
-        messages.append(f"{', '.join(surprises)}: should work on this device. Update the driver{driver}{torch}")
+        messages.append(f"{', '.join(surprises)}: should work on this device. {_update(facts)}")
     return list(dict.fromkeys(messages))
 
 

@@ -215,11 +215,8 @@ def _listed(name: str, what: str, choices: Sequence[str], fix: str) -> str:
 
 def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
     """Have the farm at ``address`` render the jobs, and bring their files into their folder; a cancel ends them there.
-
-    Raises:
-        CheckpointError: an address that is not listed, or a file that is not one of the jobs' own; none of theirs
-            is read or sent then. InputError: nothing answers there, or it fails later. UnsupportedError: no token.
-    """
+    Raises CheckpointError for an address that is not listed, or a file that is not one of the jobs' own, before any is
+    read or sent; InputError where nothing answers there, or it fails later; UnsupportedError for no token."""
     from ..paint.jobs import job_of  # painting is read when it is used, not at ComfyUI's start
 
     with _farm(farm_address(address), progress) as farm:

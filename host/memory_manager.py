@@ -26,18 +26,7 @@ from ..compat.errors import InputError
 from ..compat.memory.offloader import DISK, HOSTED, OffloadOptions, placement
 from ..compat.memory.parts import Adapters, Parts, ProgressStage, adapters_on, role_of
 from ..compat.memory.statistics import MemoryStats, amount
-from .casting import (
-    CastLayer,
-    attach_patches,
-    bytes_of,
-    fixed_tensors,
-    install_cast_layers,
-    named_for_patches,
-    patches_by_layer,
-    restore_layers,
-    send,
-    send_home,
-)
+from . import casting
 
 REGISTERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
@@ -120,7 +109,7 @@ class PartHolder:
         place, source = self.place(), nn.Module() if module is None else module
         place.__dict__.update(held=module, **{name: source.__dict__[name] for name in REGISTERS})
         if module is not None:
-            self.__dict__["last_act"] = weakref.finalize(self, send_home, module)
+            self.__dict__["last_act"] = weakref.finalize(self, casting.send_home, module)
             self.__dict__["last_act"].atexit = False
 
     def place(self) -> nn.Module:
@@ -130,7 +119,7 @@ class PartHolder:
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Read the part and return its state dict, for callers that ask for names, such as a LoRA loader."""
         self.fill()
-        return named_for_patches(super().state_dict(*args, **kwargs), self)  # type: ignore[misc, arg-type]
+        return casting.named_for_patches(super().state_dict(*args, **kwargs), self)  # type: ignore[misc, arg-type]
 
 
 class Holder(PartHolder, nn.Module):
@@ -169,7 +158,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         if self.in_cloning:
             return 0
         module = self.model.fill()
-        return bytes_of((*module.parameters(), *module.buffers()))
+        return casting.bytes_of((*module.parameters(), *module.buffers()))
 
     def pin_weight_to_device(self, key: str) -> None:
         """Pin as usual, except a part that is left in its file: its pages must be able to leave host memory."""
@@ -179,7 +168,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
     def _load_list(self, *args: Any, **kwargs: Any) -> list[Any]:
         with without_unpacking(self.model):  # it asks every layer for its weight, and for no value
             listed = super()._load_list(*args, **kwargs)
-        return [entry for entry in listed if any(isinstance(item, CastLayer) for item in entry)]
+        return [entry for entry in listed if any(isinstance(item, casting.CastLayer) for item in entry)]
 
     def load(
         self,
@@ -189,14 +178,14 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         full_load: bool = False,
     ) -> None:
         module = self.model.fill()
-        install_cast_layers(module, device_to, self.memory_stats)
-        fixed = fixed_tensors(module)
+        casting.install_cast_layers(module, device_to, self.memory_stats)
+        fixed = casting.fixed_tensors(module)
         for tensor in fixed:
-            send(tensor, device_to, self.keeps)
-        held = bytes_of(fixed)
-        with patches_by_layer(self) as by_layer:
+            casting.send(tensor, device_to, self.keeps)
+        held = casting.bytes_of(fixed)
+        with casting.patches_by_layer(self) as by_layer:
             super().load(device_to, max(lowvram_model_memory - held, LEAST), force_patch_weights, full_load)
-        attach_patches(self, by_layer)
+        casting.attach_patches(self, by_layer)
         if not full_load:
             self.model.model_loaded_weight_memory += held
 
@@ -207,7 +196,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         if device_to is not None and not kwargs.get("return_weight"):
             tensor = comfy.utils.get_attr(self.model, key)
             if tensor is not None:
-                send(tensor, device_to, self.keeps)
+                casting.send(tensor, device_to, self.keeps)
                 if self.watcher is not None:
                     self.watcher(tensor.numel() * tensor.element_size())
         return result
@@ -236,20 +225,20 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         return min(offered, room if self.loaded_size() else max(room, LEAST))
 
     def partially_unload(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.inference_mode(False), torch.no_grad(), patches_by_layer(self):
+        with torch.inference_mode(False), torch.no_grad(), casting.patches_by_layer(self):
             return super().partially_unload(*args, **kwargs)
 
     def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
         with torch.inference_mode(False), torch.no_grad():
             if unpatch_weights and device_to is not None and self.model.content is not None:
-                for tensor in fixed_tensors(self.model.content):
-                    send(tensor, device_to)
+                for tensor in casting.fixed_tensors(self.model.content):
+                    casting.send(tensor, device_to)
             super().unpatch_model(device_to, unpatch_weights)
 
     def detach(self, unpatch_all: bool = True) -> Any:
         result = super().detach(unpatch_all)
         if unpatch_all and self.model.content is not None:
-            restore_layers(self.model.content)
+            casting.restore_layers(self.model.content)
         return result
 
 
@@ -322,7 +311,7 @@ class ComfyOffloader:
         if patcher.model.content is not module:  # read again, or never seen
             unload(patcher)
             patcher.model.put(module)
-        if patcher.loaded_size() and install_cast_layers(module, self.device_of(part), self.memory_stats):
+        if patcher.loaded_size() and casting.install_cast_layers(module, self.device_of(part), self.memory_stats):
             unload(patcher)  # a change gave it layers of its own
         patcher.watcher = _watcher(part, patcher.model_size() - patcher.loaded_size(), progress)
         started, before = time.perf_counter(), patcher.loaded_size()

@@ -28,7 +28,7 @@ from .families import latent_format_of
 from .folders import saved_folder
 from .preview import preview_method, previewer_for, rough_previewer
 from .server import paused
-from .server.panel import NodeRun, memory_now, stop
+from .server.panel import NodeRun, memory_now, stop, window
 
 if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
     from ..paint.sampling.painting import Painted
@@ -53,16 +53,12 @@ class Paused(comfy.model_management.InterruptProcessingException):
     """Ends a prompt that pauses, as a cancel would."""
 
 
-def _window() -> str | None:
-    return getattr(getattr(PromptServer, "instance", None), "client_id", None)
-
-
 def send(node_id: str, text: str, entry: dict[str, Any]) -> None:
     """Show ``text`` and the record of the run in the window that queued the prompt; without a client nobody is told.
 
     The event comes first: by it web/runs.js knows which workflow the text is for.
     """
-    client = _window()
+    client = window()
     if client is None:
         return
     server = PromptServer.instance
@@ -125,7 +121,7 @@ class NodeProgress:
         left = "" if stage.counted and name not in PACED else self._time_left(name, done, total)
         now = text if stage.counted else f"{text} {done}/{total}"
         self._run.at(now, left)
-        picture = None if preview is None or _window() is None else self._picture(preview)
+        picture = None if preview is None or window() is None else self._picture(preview)
         self._bar.update_absolute(done, total, picture)
         self._text(now + left)
         if stage.resumable and (run := paused.wanted_run()):

@@ -31,7 +31,7 @@ from .networks.layers import Dtypes
 from .networks.published import stored_dtype
 from .networks.stable_diffusion import VELOCITY, Base, BasePart, base_in, part_folder
 from .networks.unet import UNetShape
-from .networks.weights import Advance, Weights, weights_in
+from .networks.weights import Advance, Weights, require_shapes, weights_in
 
 LORA_LOADERS = {"sdxl": "StableDiffusionXLLoraLoaderMixin", "sd21": "StableDiffusionLoraLoaderMixin"}
 TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2"}
@@ -154,11 +154,8 @@ def _readers(
 def _require_complete(part: BasePart, unet: nn.Module) -> None:
     """Raise unless a checkpoint has exactly the tensors of the stock UNet of its configuration."""
     wanted = {name: tuple(tensor.shape) for name, tensor in unet.state_dict().items() if networks.PROCESSOR not in name}
-    wrong = sorted(name for name in wanted.keys() | part.shapes.keys() if wanted.get(name) != part.shapes.get(name))
-    if wrong:
-        found = f"{wrong[0]!r} of the UNet in {part.stored.path.name!r} is {part.shapes.get(wrong[0], 'missing')}"
-        fix = "Choose a complete checkpoint of Stable Diffusion XL or 2.1."
-        raise CheckpointError(found, expected=str(wanted.get(wrong[0], "no such tensor")), fix=fix)
+    fix = "Choose a complete checkpoint of Stable Diffusion XL or 2.1."
+    require_shapes(part.shapes, wanted, f"of the UNet in {part.stored.path.name!r}", fix)
 
 
 def _remarks(files: AdapterFiles) -> list[Decision]:

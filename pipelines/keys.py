@@ -118,10 +118,7 @@ def renamed(entries: Entries, layout: Layout, path: Path, unknown: list[str] | N
 def _cut(name: str, entry: TensorEntry, row: Row, count: int, entries: Entries, path: Path) -> Iterable[TensorEntry]:
     """The entries of the ``count`` tensors that ``row`` makes of the rows of one: equal shares, or where its weight is
     square first, such as of queries, shares of the weight's width with the rest last.
-
-    Raises:
-        CheckpointError: the rows cannot be shared out.
-    """
+    Raises CheckpointError for rows that cannot be shared out."""
     if row.flat:  # a convolution of one point stands for a Linear
         shape = entry.shape
         while len(shape) > 2 and shape[-1] == 1:

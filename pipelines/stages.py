@@ -298,14 +298,12 @@ def decode(
     tiny_decoders: Sequence[Path] = (),
 ) -> torch.Tensor:
     """Frames (F, H, W, 3) in 0..1, as many as were asked for.
+    Raises InputError for latents of another family, or not finite; UnsupportedError for wrong values, or no draft here;
+    CheckpointError for no tiny decoder; torch.OutOfMemoryError where not even the smallest way fits.
 
     Args:
         form: the method with its tile, overlap and frames per chunk, in place of ``method``.
         tiny_decoders: folders in which ``draft`` finds one.
-
-    Raises:
-        InputError: latents of another family, or not finite. UnsupportedError: wrong values, or no draft here.
-        CheckpointError: no tiny decoder. torch.OutOfMemoryError: not even the smallest way fits.
     """
     family = pipeline.spec
     require_family(latents.family, family, "these latents")

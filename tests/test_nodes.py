@@ -572,7 +572,7 @@ def test_an_infinite_weight_of_a_text_encoder_is_named(core: ComfyUI) -> None:
 
 def test_a_part_is_taken_from_who_held_it(core: ComfyUI, monkeypatch) -> None:
     manager, module, sent = core.module("host.memory_manager"), nn.Linear(2, 2), []
-    monkeypatch.setattr(manager, "send_home", sent.append)
+    monkeypatch.setattr(manager.casting, "send_home", sent.append)
     one, two = (manager.Holder(SimpleNamespace(read=lambda _: module), "part") for _ in range(2))
     one.fill()
     patcher, other = ModelPatcher(one), ModelPatcher(BaseModel())

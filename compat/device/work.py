@@ -22,24 +22,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import first_line
+from . import rates
 from .execution import HOST
 from .facts import CLOCKED, DeviceFacts, empty_cache, empty_host_cache, locks_host_memory, value_or
 from .failures import is_shortage
 from .probe_store import ProbeStore
-from .rates import (
-    ATTENTION,
-    CONVOLUTION,
-    CONVOLVED_SHARE,
-    COPY,
-    GENERATIONS,
-    LAUNCH_SECONDS,
-    MEMORY,
-    OTHER,
-    PRODUCT,
-    TF32,
-    rates_of,
-    work_of,
-)
 from .timed_choice import seconds_of
 
 log = logging.getLogger(__name__)
@@ -79,7 +66,7 @@ class Work(Counter[tuple[str, int, int]]):
 
     @property
     def bytes(self) -> int:
-        return sum(moved * times for (kind, _, moved), times in self.items() if kind not in (FILTERS, COPY))
+        return sum(moved * times for (kind, _, moved), times in self.items() if kind not in (FILTERS, rates.COPY))
 
     def times(self, count: int) -> Work:
         return Work({operation: times * count for operation, times in self.items()})
@@ -107,12 +94,12 @@ class Pace:
 
     def seconds(self, work: Work) -> float:
         """Time of ``work``: per operation the larger of computing and moving; launches run ahead of the device."""
-        rates = {PRODUCT: self.product, CONVOLUTION: self.convolution, ATTENTION: self.attention}
+        speeds = {rates.PRODUCT: self.product, rates.CONVOLUTION: self.convolution, rates.ATTENTION: self.attention}
 
         def once(kind: str, flops: int, moved: int) -> float:
-            if kind in (FILTERS, COPY):
+            if kind in (FILTERS, rates.COPY):
                 return moved / (self.filters if kind == FILTERS else self.plain_link or math.inf)
-            return max(flops / rates.get(kind, self.product), moved / self.memory)
+            return max(flops / speeds.get(kind, self.product), moved / self.memory)
 
         computing = sum(times * once(*operation) for operation, times in work.items())
         launching = self.launch * sum(times for (kind, _, _), times in work.items() if kind != FILTERS)
@@ -139,13 +126,13 @@ class _Counted(TorchDispatchMode):
         if _is_empty_mask(function, args):
             result.selects_none = True
         if not function.is_view:
-            flops, moved = work_of(function, args, kwargs, result)
+            flops, moved = rates.work_of(function, args, kwargs, result)
             if not flops and "scaled_dot_product" in function.__name__:  # torch counts it for CUDA alone
                 flops = _attention_flops(*args[:3])
             kind = _kind(function, flops)
             if moved:
                 self.work[kind, int(flops), moved] += 1
-            if kind == CONVOLUTION:
+            if kind == rates.CONVOLUTION:
                 self.work[FILTERS, 0, args[1].nbytes] += 1
         return result
 
@@ -186,7 +173,7 @@ class _Attention(TorchFunctionMode):
         else:
             result = query.new_empty(shape)
         moved = sum(tensor.nbytes for tensor in (query, key, value, result))
-        self.work[ATTENTION, _attention_flops(query, key, value), moved] += 1
+        self.work[rates.ATTENTION, _attention_flops(query, key, value), moved] += 1
         return result
 
 
@@ -251,10 +238,10 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
 def _kind(function: Any, flops: float) -> str:
     name = function.overloadpacket.__name__
     if "attention" in name:
-        return ATTENTION
+        return rates.ATTENTION
     if not flops:
-        return OTHER
-    return CONVOLUTION if "conv" in name else PRODUCT
+        return rates.OTHER
+    return rates.CONVOLUTION if "conv" in name else rates.PRODUCT
 
 
 def pace_of(
@@ -287,21 +274,21 @@ def pace_of(
             log.warning("AnyGPU: %s could not be timed in %s: %s", facts.name, dtype, first_line(error))
 
     def kept_pace() -> Pace | None:  # of a file that anybody may have edited
-        pace = Pace(**kept).quicker({ATTENTION: value_or(lambda: timed["native"] / timed[kernel], 1.0)})
+        pace = Pace(**kept).quicker({rates.ATTENTION: value_or(lambda: timed["native"] / timed[kernel], 1.0)})
         return pace if min(pace.product, pace.convolution, pace.attention, pace.memory, pace.filters) > 0 else None
 
     if pace := value_or(kept_pace, None):
         return pace
-    rates = rates_of(facts)
-    if rates is None:
+    card = rates.rates_of(facts)
+    if card is None:
         return None
-    share = GENERATIONS[rates.generation].product
+    share = rates.GENERATIONS[card.generation].product
     # torch lets convolutions in fp32 round to TF32, which runs at half the rate of bf16, where there is such a unit.
-    tensors = rates.bf16 / 2 if dtype == torch.float32 and rates.generation in TF32 else rates.flops(dtype)
+    tensors = card.bf16 / 2 if dtype == torch.float32 and card.generation in rates.TF32 else card.flops(dtype)
     return Pace(
-        product=rates.flops(dtype) * share, convolution=tensors * share * CONVOLVED_SHARE,
-        attention=rates.flops(dtype) * rates.attention(kernel), memory=rates.memory * MEMORY,
-        launch=LAUNCH_SECONDS, source=PUBLISHED,
+        product=card.flops(dtype) * share, convolution=tensors * share * rates.CONVOLVED_SHARE,
+        attention=card.flops(dtype) * card.attention(kernel), memory=card.memory * rates.MEMORY,
+        launch=rates.LAUNCH_SECONDS, source=PUBLISHED,
     )  # fmt: skip
 
 

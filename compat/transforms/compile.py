@@ -19,7 +19,7 @@ from torch import nn
 
 from ..device.execution import COMPILED
 from ..device.failures import is_shortage
-from ..errors import UnsupportedError, require_choice, require_range
+from ..errors import UnsupportedError, first_line, require_choice, require_range
 from ..memory.parts import Undo, transformer_blocks
 from .fp16_layers import SETTINGS
 
@@ -115,8 +115,9 @@ class Compilation:
         return undo.restore
 
     def blocks_in(self, module: nn.Module) -> Iterator[nn.Module]:
-        """The modules that become a graph each; another kind of network has other blocks."""
-        return blocks_of(module)
+        """The modules that become a graph each, here a transformer's or a VAE's; other kinds of network have others."""
+        vae = (one for one in module.modules() if type(one).__name__ in VAE_BLOCKS)
+        yield from list(transformer_blocks(module)) or vae
 
     def _compile(self, block: Any, undo: Undo) -> None:
         stock = getattr(block.forward, "__func__", None)
@@ -203,11 +204,6 @@ class _Function:
         return (exc.TorchDynamoException, *(getattr(exc, name) for name in newer if hasattr(exc, name)))
 
 
-def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """The repeated blocks of a transformer, or of a VAE."""
-    yield from list(transformer_blocks(module)) or (one for one in module.modules() if type(one).__name__ in VAE_BLOCKS)
-
-
 @contextmanager
 def uncompiled(module: nn.Module) -> Iterator[None]:
     """The compiled blocks of ``module`` run as they are meanwhile: for layers that get a forward for one pass only."""
@@ -222,10 +218,8 @@ def failure_line(error: BaseException) -> str:
     inner = getattr(error, "inner_exception", None) or error.__cause__ or error
     if inner is not error and (is_shortage(inner) or not isinstance(inner, Exception)):
         raise inner from error
-    text = next((line.strip() for line in str(inner).splitlines() if line.strip()), type(inner).__name__)
-    if "RecompileLimit" in type(error).__name__:
-        text = "more sizes than compile_cache_size allows; raise it, or choose compile_dynamic all"
-    return f"{type(inner).__name__}: {text[:200]}"
+    many = "more sizes than compile_cache_size allows; raise it, or choose compile_dynamic all"
+    return f"{type(inner).__name__}: {many if 'RecompileLimit' in type(error).__name__ else first_line(inner)}"
 
 
 def _plain_strides(value: Any) -> Any:

@@ -192,7 +192,7 @@ def _attach_block(block: nn.Module, layers: Mapping[str, LayerKind], applied: Ap
 
 def _attach_layers(block: nn.Module, layers: Mapping[str, LayerKind], applied: AppliedFp16) -> Iterator[int]:
     """Rewrite the ``layers`` of ``block``; the ids of the parameters, and of the packed layers, that are to be fp16."""
-    made: dict[str, nn.Module] = {}
+    scaled: dict[str, nn.Module] = {}  # those with settings, by their paths
     for path, kind in layers.items():
         around: Any = submodule_at(block, path)
         if around is None:
@@ -200,7 +200,6 @@ def _attach_layers(block: nn.Module, layers: Mapping[str, LayerKind], applied: A
         layer = _bare(around)
         if kind is LayerKind.VALUE and layer is not around:
             applied.undo.patch(around, fp16_layers.adapted_value)
-        made[path] = layer
         applied.rewritten[kind.value] += 1
         yield id(layer if isinstance(layer, Stored) else layer.weight)
         if layer.bias is not None and kind is not LayerKind.FULL:
@@ -210,13 +209,13 @@ def _attach_layers(block: nn.Module, layers: Mapping[str, LayerKind], applied: A
         reach: float | None = 1.0
         if kind is LayerKind.VALUE or (kind is not LayerKind.FULL and not applied.fp32_output):
             reach = None if isinstance(layer, Stored) else max(1.0, float(fp16_layers.reach_of(layer.weight)))
-        values = made.get(path.replace("to_out.0", "to_v")) if path.endswith("to_out.0") else None
-        values = values if values is not None and hasattr(values, SETTINGS) else None
+        values = scaled.get(path.replace("to_out.0", "to_v"))  # whose result an attention's output multiplies
         if values is not None and layer is not around:
             applied.undo.patch(around, fp16_layers.adapted_out)
         residual = applied.fp32_output and kind is LayerKind.RESIDUAL
         applied.undo.set(layer, SETTINGS, LayerSettings(applied.fp32_output, reach, residual, values))
         applied.undo.patch(layer, fp16_layers.FORWARD_OF[kind])
+        scaled[path] = layer
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> None:

@@ -115,8 +115,8 @@ def triton_fault(device: torch.device) -> str:
 
 
 def leave_wrong(device: torch.device, dtype: torch.dtype, store: ProbeStore, of_vae: bool) -> None:
-    """Have its reference run in this process in the place of each operation that is wrong on ``device`` in ``dtype``,
-    which is asked once; after a shortage or a full disk, which tell nothing, at the next load again."""
+    """Have this process compute each operation whose kernel is wrong on ``device`` in ``dtype`` by its reference.
+    The device is asked once and its answer kept; after a shortage or a full disk it is asked at the next load again."""
 
     def measure() -> dict[str, str]:
         operations = VAE_OPERATIONS if of_vae else BLOCK_OPERATIONS

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..device.execution import COMPILED, HOST, add_hook, placed, to_host
-from ..errors import InputError, UnsupportedError, require_choice
+from ..errors import InputError, UnsupportedError, require_choice, require_range
 from ..memory.parts import Undo, transformer_blocks
 
 FIRST_BLOCK, TAYLOR, PYRAMID, AUTO = "first_block", "taylor", "pyramid", "auto"
@@ -68,20 +68,14 @@ def settings_for(preset: str, asked: StepCacheSettings) -> StepCacheSettings | N
         found = f"step cache kind {asked.kind!r}"
         raise UnsupportedError(found, expected=f"one of {', '.join(KINDS)}", fix="Choose one of these.")
     threshold, interval = PRESETS.get(preset, (asked.threshold, asked.interval))
-    for name, value, low, high in (
-        ("threshold", threshold, 1e-6, 1.0),
-        ("interval", interval, 2, 10),
-        ("start", asked.start, 0.0, 1.0),
-        ("end", asked.end, 0.0, 1.0),
-    ):
-        if not low <= value <= high:
-            nearest = f"The nearest is {min(max(low, value), high):g}."
-            raise InputError(f"{name} {value:g}", expected=f"{low:g} to {high:g}", fix=nearest)
+    require_range("threshold", threshold, 1e-6, 1)
+    require_range("interval", interval, 2, 10)
+    require_range("start", asked.start, 0, 1)
+    require_range("end", asked.end, 0, 1)
     if asked.start >= asked.end:
         found = f"start {asked.start:g} at or after end {asked.end:g}"
         raise InputError(found, expected="start before end", fix="Lower start." if asked.start else "Raise end.")
-    if asked.device not in DEVICES:
-        raise InputError(f"cache device {asked.device!r}", expected="device or cpu", fix="Choose one of these.")
+    require_choice("cache device", asked.device, DEVICES)
     return replace(asked, kind=kind, threshold=threshold, interval=interval)
 
 

@@ -94,34 +94,51 @@ class AttentionOverride:
         return kernel(*args, **kwargs)
 
     def _computed(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """The result of the first that may compute these operands: an int8 kernel, another package's or node's, torch's
+        fused one, core's own where its scores are small; else of the exact attention."""
         if _is_int8(self.before or func) and not self.exact:
             self._note(BY_INT8)
             return func(*args, **kwargs) if self.before is None else self.before(func, *args, **kwargs)
         query = args[0]
+        plain = type(query) is Tensor and not query.requires_grad
         foreign = self.before is not None or _name(func) not in BUILDS_SCORES
-        safe = self.safe and type(query) is Tensor and query.dtype is FULL and not query.requires_grad
+        safe = self.safe and plain and query.dtype is FULL
         kernel = func if self.before is None else functools.partial(self.before, self._without_fp16_scores(func, safe))
-        if type(query) is not Tensor or query.requires_grad or (foreign and not safe):
+        if not plain or (foreign and not safe):
             self._note(f"by {_name(kernel)}")
             return _with_small_values(kernel, *args, **kwargs)
         named = _named(func, args, kwargs)
         call = Heads.of(*args[:3], named)
-        if safe and (foreign or call.has_kernel(HALF, self.attention)):
-            operands = None if self.exact else fp16_operands(call.query, call.key, call.value, call.mask, call.gain)
-            if operands is not None:
-                self._note(f"{f'by {_name(kernel)}' if foreign else FUSED} in fp16")
-                return _by_other(kernel, call, operands, named) if foreign else _by_torch(call, operands, named)
-            if self.refused is not None:
-                self.refused()
-        if not safe and call.has_kernel(query.dtype, self.attention):
+        if safe:
+            if (result := self._in_fp16(kernel, foreign, call, named)) is not None:
+                return result
+        elif call.has_kernel(query.dtype, self.attention):
             self._note(FUSED)
             return attention_pytorch(*args, **kwargs)  # type: ignore[no-any-return]
-        small = MATH_COPIES * score_bytes(call.query, call.key) <= self.attention.budget_bytes
-        if small and not safe and query.dtype is not HALF and not self.attention.avoids(query.dtype, query.shape[-1]):
+        elif query.dtype is not HALF and self._scores_fit(call):
             self._note(f"by {_name(kernel)}")
             return kernel(*args, **kwargs)
         self._note(EXACT)
         return call.exact(self.attention)
+
+    def _in_fp16(
+        self, kernel: Callable[..., Tensor], foreign: bool, call: Heads, named: dict[str, Any]
+    ) -> Tensor | None:
+        """The fp32 result of a ``foreign`` kernel, else torch's, on fp16 operands; None where these are not near."""
+        if not foreign and not call.has_kernel(HALF, self.attention):
+            return None
+        operands = None if self.exact else fp16_operands(call.query, call.key, call.value, call.mask, call.gain)
+        if operands is None:
+            if self.refused is not None:
+                self.refused()
+            return None
+        self._note(f"{f'by {_name(kernel)}' if foreign else FUSED} in fp16")
+        return _by_other(kernel, call, operands, named) if foreign else _by_torch(call, operands, named)
+
+    def _scores_fit(self, call: Heads) -> bool:
+        """True where the score matrix that core's own function builds is small, and right on this device."""
+        small = MATH_COPIES * score_bytes(call.query, call.key) <= self.attention.budget_bytes
+        return small and not self.attention.avoids(call.query.dtype, call.query.shape[-1])
 
     def _without_fp16_scores(self, func: Callable[..., Tensor], safe: bool) -> Callable[..., Tensor]:
         """``func`` for another node's attention to call: where it would build scores in fp16, a kernel or exact."""

@@ -155,10 +155,7 @@ def fit_clip(
     tell: Callable[[str], None] = log.info,
 ) -> tuple[Any, Sequence[Decision]]:
     """``clip`` fitted to its device, and what was decided; the very object where nothing is needed.
-
-    Raises:
-        InputError: no CLIP. UnsupportedError: an explicit choice that cannot be had here.
-    """
+    Raises InputError for no CLIP, UnsupportedError for an explicit choice that cannot be had here."""
     if not hasattr(clip, "cond_stage_model") or not hasattr(clip, "patcher"):
         raise InputError(f"a {type(clip).__name__} without encoders", expected="a CLIP", fix="Connect a CLIP.")
     machine = machine or machine_of(clip.patcher.load_device)

@@ -253,10 +253,7 @@ def fit_model(
     """``model`` fitted to its device, and what was decided; the model without a fit where nothing is needed.
 
     A fit that ``model`` already has is taken back first. ``tell`` takes a line once the first call has been counted.
-
-    Raises:
-        InputError: no MODEL. UnsupportedError: an explicit choice that cannot be had here.
-    """
+    Raises InputError for no MODEL, UnsupportedError for an explicit choice that cannot be had here."""
     if why := _why_as_it_is(getattr(model, "model", None)):
         return model, (Decision("model", "as it is", why),)
     network = _network_of(model)

@@ -77,21 +77,22 @@ class FittedVAE:
 
     def _first_right(self, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         """The result of the first method that neither fails nor gives wrong values; each failure is reported."""
-        action, methods = name.replace("_", " "), self._methods(name, given)
+        action, decodes, methods = name.replace("_", " "), name.startswith("decode"), self._methods(name, given)
         progress = functools.cache(lambda: NodeProgress(getattr(get_executing_context(), "node_id", None)))
         method, reason, freed = self._first_method(name, methods), "", False
         remedies: Iterator[tuple[str, DecodeMethod]] | None = None
-        if name.startswith("decode"):
+        if decodes:
             output_check.require_finite(given, "latents to decode", BEFORE)
-            if self.keeps and given.ndim == 5:
-                recovery.save_for_decode(given)
+        if decodes and self.keeps and given.ndim == 5:
+            recovery.save_for_decode(given)
         while True:
             try:
                 result = self._run(method, name, given, args, kwargs, progress)
+                break
             except (*DEVICE_ERRORS, InvalidOutputError) as error:
                 kind, cause = failure_kind(error), first_line(error)
                 if kind == VALUES:
-                    remedies = remedies or self._remedies(method, methods, given if name.startswith("decode") else None)
+                    remedies = remedies or self._remedies(method, methods, given if decodes else None)
                     how, following = next(remedies, ("", None))
                 elif kind == MEMORY and not freed and not method.on_host:
                     how, following, freed = ", all other models freed", method, True
@@ -99,20 +100,19 @@ class FittedVAE:
                 else:
                     how, following = "", next_method(method, kind, cause, methods)
                 if following is None and kind == VALUES:
-                    found = f"{action}: {cause}, also in fp32 on the CPU"
                     fix = "Download the VAE again, or choose the one that belongs to this model."
+                    found = f"{action}: {cause}, also in fp32 on the CPU"
                     raise UnsupportedError(found, expected="an intact VAE file", fix=fix) from error
                 if following is None:
                     raise
-            else:
-                if progress.cache_info().currsize:  # something was said
-                    progress().finish(f"{action}: {_in_words(method)}")
-                if reason and reason != MEMORY and not method.on_host:
-                    self.method = method  # the same would fail each time; the CPU is too slow to begin with
-                return result
             progress().notify(f"{action} {_in_words(method)}: {cause}; now {_in_words(following)}{how}")
             method, reason = following, kind
             comfy.model_management.soft_empty_cache()
+        if progress.cache_info().currsize:  # something was said
+            progress().finish(f"{action}: {_in_words(method)}")
+        if reason and reason != MEMORY and not method.on_host:
+            self.method = method  # the same would fail each time; the CPU is too slow to begin with
+        return result
 
     def _remedies(
         self, method: DecodeMethod, methods: Sequence[DecodeMethod], latents: Tensor | None

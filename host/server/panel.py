@@ -143,6 +143,11 @@ def last_run(client: str | None = None) -> dict[str, Any]:
     return {**last, "costs": costs, "changed": compared and {**asdict(compared), "headline": compared.headline}}
 
 
+def window() -> str | None:
+    """The window that queued the prompt; None without a client."""
+    return getattr(getattr(PromptServer, "instance", None), "client_id", None)
+
+
 def stop(node_id: str | None, how: str) -> dict[str, Any] | None:
     with _lock:
         entry = _last["nodes"].get(node_id)
@@ -155,6 +160,5 @@ def stop(node_id: str | None, how: str) -> dict[str, Any] | None:
 def _enter(node_id: str, prompt: str, entry: dict[str, Any]) -> None:
     with _lock:
         if _last["prompt"] != prompt:
-            client = getattr(getattr(PromptServer, "instance", None), "client_id", None)
-            _last.update(prompt=prompt, client=client, began=time.time(), nodes={})
+            _last.update(prompt=prompt, client=window(), began=time.time(), nodes={})
         _last["nodes"][node_id] = entry

@@ -40,14 +40,12 @@ Check = Callable[[], None]
 
 
 def cost_of(path: Path, size_of: Callable[[str], int], check: Check) -> int:
-    """The bytes that reading a mesh file takes, without its textures.
+    """The bytes that reading a mesh file takes, without its textures. Raises CheckpointError for more than
+    :func:`reading_budget`, or a header that says what cannot be.
 
     Args:
         size_of: bytes of a file beside it, by name.
         check: called after each chunk that is read; may raise to cancel.
-
-    Raises:
-        CheckpointError: more than :func:`reading_budget`, or its header says what cannot be.
     """
     suffix, size, subject = path.suffix.lower(), path.stat().st_size, f"mesh file {path.name!r}"
     if suffix in (".glb", ".gltf"):

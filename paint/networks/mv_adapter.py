@@ -20,6 +20,7 @@ from ...compat.transforms.compile import uncompiled
 from ..choices import IG2MV, TG2MV
 from .layers import Attend, Dtypes, joined, split
 from .multiview import grouped
+from .weights import require_shapes
 
 VIEWS = 6  # front, right, back, left, top, bottom: the attention between them relies on this order
 IN_ROWS, IN_COLUMNS = (0, 1, 2, 3), (0, 2, 4, 5)
@@ -182,14 +183,8 @@ def require_tensors(shapes: Mapping[str, tuple[int, ...]], unet: nn.Module, enco
     """Raise unless an adapter file has exactly the tensors of its layers and of its map encoder."""
     named = {**unet.state_dict(), **encoder.state_dict()}
     wanted = {key: tuple(tensor.shape) for key, tensor in named.items() if PROCESSOR in key or key.startswith(ADAPTER)}
-    wrong = sorted(key for key in wanted.keys() | shapes.keys() if wanted.get(key) != shapes.get(key))
-    if wrong:
-        found, expected = (str(each.get(wrong[0], "missing")) for each in (shapes, wanted))
-        raise CheckpointError(
-            f"{wrong[0]!r} in {name!r} is {found}",
-            expected=f"{expected.replace('missing', 'no such tensor')}, as each of {len(wanted)} tensors",
-            fix=f"The file is not complete, or the checkpoint has other layers. Download {PAGE}.",
-        )
+    fix = f"The file is not complete, or the checkpoint has other layers. Download {PAGE}."
+    require_shapes(shapes, wanted, f"in {name!r}", fix, f"as each of {len(wanted)} tensors")
 
 
 def set_kernel(unet: nn.Module, attend: Attend) -> None:

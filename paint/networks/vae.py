@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.device.execution import placed, to_host
-from ...compat.errors import CheckpointError
 from ...compat.memory.parts import ProgressStage
 from ...compat.packages import attribute
 from ..pictures import shown, signed
 from .layers import Attend, joined, split
+from .weights import require_shapes
 
 SCALE, REDUCTION = 0.18215, 8
 OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}  # before diffusers 0.15
@@ -40,12 +40,8 @@ def filled(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) 
         for name, tensor in named.items()
     }
     read = {name: tuple(tensor.shape) for name, tensor in named.items()}
-    if read != wanted:
-        wrong = min(name for name in wanted.keys() | read.keys() if wanted.get(name) != read.get(name))
-        found = f"{wrong!r} of the VAE in {path!r} is {read.get(wrong, 'missing')}"
-        expected = f"{wanted.get(wrong, 'no such tensor')}, as its config.json says"
-        fix = "Download config.json and weights of the VAE from the same place."
-        raise CheckpointError(found, expected=expected, fix=fix)
+    fix = "Download config.json and weights of the VAE from the same place."
+    require_shapes(read, wanted, f"of the VAE in {path!r}", fix, "as its config.json says")
     module.load_state_dict(named, assign=True)
     return module
 

@@ -19,6 +19,7 @@ from ..choices import STORED_AS as CHOICES
 NO_WHOLE = re.compile(r"optimizer|scheduler|sampler|training_args|.*-\d+-of-\d+\.")  # .bin, but not a whole network's
 DtypeOf = Callable[[str], torch.dtype]
 Advance = Callable[[int], None]
+Shapes = Mapping[str, tuple[int, ...]]  # tensor name to shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Weights:
     """The tensors that one part's files hold; shapes are known, values are read on demand."""
 
     path: Path  # the file, or the first of several
-    shapes: Mapping[str, tuple[int, ...]]  # tensor name to shape
+    shapes: Shapes
     entries: Mapping[str, TensorEntry] | None  # for safetensors; None for a pickle and for tensors of the host
     total_bytes: int  # of all tensors, as stored
     held: Callable[[str], torch.Tensor] | None = None  # a tensor that the host program has loaded
@@ -75,6 +76,14 @@ def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
     if pickles and choice != "safetensors":
         return _pickle(pickles[0])
     return _safetensors(weight_files(place, part))
+
+
+def require_shapes(shapes: Shapes, wanted: Shapes, place: str, fix: str, why: str = "") -> None:
+    """Raise unless the tensors ``place``, such as of the VAE in a file, are the ``wanted`` ones, which hold ``why``."""
+    wrong = min((name for name in wanted.keys() | shapes.keys() if wanted.get(name) != shapes.get(name)), default=None)
+    if wrong is not None:
+        expected = str(wanted.get(wrong, "no such tensor")) + (f", {why}" if why else "")
+        raise CheckpointError(f"{wrong!r} {place} is {shapes.get(wrong, 'missing')}", expected=expected, fix=fix)
 
 
 def _safetensors(files: list[Path]) -> Weights:

@@ -55,15 +55,13 @@ def fetched(
     title: str, choice: str, roots: Sequence[Path], progress: Progress, endpoint: str | None = None, card_bytes: int = 0
 ) -> list[str]:
     """Describe which files of a model are there, a line per repository; ``download`` fetches the others.
+    Raises InputError for an unknown choice, or no room on the disk; CheckpointError where the Hub cannot be reached or
+    has no such commit, or a file is another; MissingPackageError for no huggingface_hub, or one that is too old.
 
     Args:
         choice: of :data:`CHOICES`; ``no`` uses no network and writes nothing.
         endpoint: another Hub, for mirrors and tests.
         card_bytes: of the device, for advice; 0 for none.
-
-    Raises:
-        InputError: an unknown choice, or no room on the disk. CheckpointError: the Hub cannot be reached or has no such
-            commit, or a file is another. MissingPackageError: huggingface_hub is absent or too old.
     """
     offer = offer_of(title)
     require_choice("download", choice, CHOICES)

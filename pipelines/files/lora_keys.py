@@ -14,20 +14,7 @@ from typing import NamedTuple
 from ...compat.errors import CheckpointError, InputError
 from ..family import FamilySpec
 from ..keys import SAME, TRANSFORMER, Layout, Row, filled, listed, name_pattern
-from .lora_kinds import (
-    BIASES,
-    DIFFERENCE,
-    DOWN,
-    MAGNITUDE,
-    MULTIPLIERS,
-    RESCALE,
-    UP,
-    LoRAPair,
-    Shapes,
-    is_narrower,
-    role_of,
-    size_of,
-)
+from . import lora_kinds as kinds
 
 PREFIXES = (
     "base_model.model.",
@@ -42,7 +29,7 @@ PREFIXES = (
     "model.",
 )
 TEXT = ("lora_te", "text_encoder", "lora_te1", "te1.", "te2.")
-ALONE = MULTIPLIERS | {DIFFERENCE, RESCALE}  # roles that do not count beside those of a plain LoRA
+ALONE = kinds.MULTIPLIERS | {kinds.DIFFERENCE, kinds.RESCALE}  # roles that do not count beside those of a plain LoRA
 BLOCKS = {"double": "transformer_blocks", "single": "single_transformer_blocks", "rest": ""}
 TERM = re.compile(r"(double|single|rest)(?:\s+(\d+)(?:\s*-\s*(\d+))?)?")
 
@@ -51,7 +38,7 @@ TERM = re.compile(r"(double|single|rest)(?:\s+(\d+)(?:\s*-\s*(\d+))?)?")
 class Match:
     """The keys of a file by the layer that they belong to, keys of no use here, and keys the filter left out."""
 
-    pairs: Mapping[str, LoRAPair]
+    pairs: Mapping[str, kinds.LoRAPair]
     unmatched: Sequence[str] = ()
     text_encoder: int = 0
     total: int = 0
@@ -72,8 +59,8 @@ class Match:
 
 def matched(
     path: Path,
-    tensors: Shapes,
-    layers: Shapes,
+    tensors: kinds.Shapes,
+    layers: kinds.Shapes,
     family: FamilySpec,
     blocks: str = "",
     biased: Container[str] | None = None,
@@ -81,11 +68,11 @@ def matched(
     """Match the tensors of a LoRA file, by shape, to layers; ``biased`` are those that have a bias, None for all.
     Raises CheckpointError where no key matches, InputError for a filter that is wrong or leaves nothing."""
     names = _Names(layers, family.files.lora_layouts or family.files.layouts)
-    pairs: dict[str, LoRAPair] = {}
+    pairs: dict[str, kinds.LoRAPair] = {}
     unmatched, text = [], 0
     groups: dict[str, dict[str, str]] = {}  # from a layer's name in the file to its keys by role
     for name in tensors:
-        role, base = role_of(name)
+        role, base = kinds.role_of(name)
         groups.setdefault(base, {})[role] = name
     for base, group in groups.items():
         keys = list(group.values())
@@ -93,8 +80,8 @@ def matched(
             text += len(keys)
             continue
         pairs_here = _pairs_of(base, group, tensors, layers, names)
-        if not BIASES.isdisjoint(group) and any(biased is not None and name not in biased for name in pairs_here):
-            group = {role: name for role, name in group.items() if role not in BIASES}
+        if not kinds.BIASES.isdisjoint(group) and any(biased is not None and name not in biased for name in pairs_here):
+            group = {role: name for role, name in group.items() if role not in kinds.BIASES}
             pairs_here = _pairs_of(base, group, tensors, layers, names)
         used = {key for pair in pairs_here.values() for key in pair.names.values()}
         unmatched += [key for key in keys if key not in used]
@@ -142,27 +129,27 @@ def _term(term: str, layers: Sequence[str]) -> re.Pattern[str]:
 
 
 def _pairs_of(
-    base: str, group: Mapping[str, str], tensors: Shapes, layers: Shapes, names: _Names
-) -> dict[str, LoRAPair]:
+    base: str, group: Mapping[str, str], tensors: kinds.Shapes, layers: kinds.Shapes, names: _Names
+) -> dict[str, kinds.LoRAPair]:
     """The layers that a group of tensors is for; none where there is no such layer, or its shape is another."""
-    size, target = size_of(group, tensors), names.target(base)
+    size, target = kinds.size_of(group, tensors), names.target(base)
     if size is None or target is None:
         return {}
-    if len(target.layers) > 1 and not MULTIPLIERS.isdisjoint(group):  # of one weight that is several here
+    if len(target.layers) > 1 and not kinds.MULTIPLIERS.isdisjoint(group):  # of one weight that is several here
         return {}
     total, inside, rank = size
     lengths = total, *(layers[target.layers[0]][1:2] if len(target.layers) == 1 else ())  # of rows; of whole columns
-    if MAGNITUDE in group and math.prod(tensors[group[MAGNITUDE]]) not in lengths:
+    if kinds.MAGNITUDE in group and math.prod(tensors[group[kinds.MAGNITUDE]]) not in lengths:
         return {}
-    own = {role: name for role, name in group.items() if role not in ALONE or UP not in group}
-    first, pairs = 0, dict[str, LoRAPair]()
+    own = {role: name for role, name in group.items() if role not in ALONE or kinds.UP not in group}
+    first, pairs = 0, dict[str, kinds.LoRAPair]()
     for name, count in target.counts(total, inside or math.prod(layers[target.layers[0]][1:])):
         shape = layers[name]
-        narrower = DOWN in group and is_narrower(tensors[group[DOWN]], shape)
+        narrower = kinds.DOWN in group and kinds.is_narrower(tensors[group[kinds.DOWN]], shape)
         if count != shape[0] or not (narrower or inside in (0, math.prod(shape[1:]))):
             return {}
         rows = None if len(target.layers) == 1 else (first, count)
-        pairs[name] = LoRAPair(names=own, shape=shape, rank=rank, rows=rows, swapped=target.row.swapped)
+        pairs[name] = kinds.LoRAPair(names=own, shape=shape, rank=rank, rows=rows, swapped=target.row.swapped)
         first += count
     return pairs
 
@@ -181,7 +168,7 @@ class Target(NamedTuple):
 
 
 class _Names:
-    def __init__(self, layers: Shapes, layouts: Sequence[Layout]) -> None:
+    def __init__(self, layers: kinds.Shapes, layouts: Sequence[Layout]) -> None:
         self.layers = layers
         self.flat = {name.replace(".", "_"): name for name in layers}
         named = [layout for layout in layouts if layout.kind.endswith(TRANSFORMER)]

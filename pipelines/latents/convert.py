@@ -34,9 +34,7 @@ def to_core(latents: Latents) -> dict[str, Any]:
 
 def from_core(pipeline: Pipeline, latent: Mapping[str, Any], notify: Callable[[str], None]) -> Latents:
     """The latents in a LATENT; one that no AnyGPU node made is taken as text to video with seed 0, and said.
-
-    InputError: no tensor of five dimensions, or a version that is newer than this pack.
-    """
+    Raises InputError for no tensor of five dimensions, or a version that is newer than this pack."""
     samples, record = to_host(samples_of(latent)).float(), latent.get(KEY)
     if not isinstance(record, Mapping):
         notify("these latents come from another node: taken as text to video with seed 0")

@@ -189,10 +189,8 @@ def save_item(
     notify: Callable[[str], None] = lambda _text: None,
 ) -> list[Path]:
     """Write what there is of one training item, and return the paths; ``cut`` makes FramePack's sections of latents.
-
-    InputError: neither latents nor a prompt, both of two architectures, or a name that is no file name.
-    UnsupportedError: a family without an architecture there, or FramePack latents that no cache came with.
-    """
+    Raises InputError for neither latents nor a prompt, both of two architectures, or a name that is no file name;
+    UnsupportedError for a family without an architecture there, or FramePack latents that no cache came with."""
     if latent is None and prompt is None:
         raise InputError("neither latent nor prompt", expected="at least one of them", fix="Connect one of them.")
     paths: list[Path] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from ...compat.errors import CheckpointError
 from ..base import Prompt
 from ..registry import FAMILIES
 from . import musubi
-from .store import PROMPT, Origin
+from .store import PROMPT, Origin, now
 
 PROMPT_VERSION = 1
 EMBEDS, NEGATIVE, SECTION = "embeds", "negative", "section"
@@ -32,15 +31,14 @@ def save_prompt(path: Path, prompt: Prompt, origin: Origin | None = None) -> Pat
         finite(tensor, f"prompt ({name})", "refuse", AGAIN)
     texts = {name: str(prompt.extra.get(name, "")) for name in TEXTS}
     known = {"kind": PROMPT, "version": PROMPT_VERSION, "family": prompt.family, "opposed": prompt.has_negative}
-    known |= {"sections": len(prompt.sections), "saved": time.strftime("%Y-%m-%dT%H:%M:%S")}
+    known |= {"sections": len(prompt.sections), "saved": now()}
     return write_record(path, tensors, {**known, **texts, **origin.record}, origin.metadata)
 
 
 def load_prompt(path: Path, notify: Callable[[str], None]) -> Prompt:
     """The prompt in a file of ours or in a Musubi Tuner text cache, on the CPU.
-
-    CheckpointError: damaged, changed meanwhile, or no prompt. InputError: a newer version, or NaN and infinity.
-    """
+    Raises CheckpointError for one that is damaged, changed meanwhile, or has no prompt, InputError for a newer version,
+    or NaN and infinity."""
     tensors, metadata = read_record(path, "a prompt")
     if metadata.keys() >= {"architecture", "caption1"}:
         prompt = musubi.prompt_of(path, tensors, metadata)

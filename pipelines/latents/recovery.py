@@ -114,14 +114,8 @@ def load(folder: Path, name: str, notify: Callable[[str], None], family: str = "
 
 
 def path_of(folder: Path, name: str, family: str = "") -> Path:
-    """The file of an id from :func:`listing`, or of the newest for ``newest``; nothing else can be named.
-
-    Args:
-        family: whose newest; empty for the newest of all.
-
-    Raises:
-        CheckpointError: none of that id is saved.
-    """
+    """The file of an id from :func:`listing`, or for ``newest`` that of the newest of ``family``, empty for of all.
+    Nothing else can be named. Raises CheckpointError where none of that id is saved."""
     every = listing(folder)
     ids = [saved.id for saved in every]
     if name == "newest" and ids:

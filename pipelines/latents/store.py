@@ -49,10 +49,8 @@ def save_latent(
     origin: Origin | None = None,
 ) -> Path:
     """Write a LATENT, from any device; returns ``path``. ``not_finite``: ``refuse`` or ``clamp``, which is said.
-
-    Raises:
-        InputError: no video latents, or NaN and infinity in them. CheckpointError: the file cannot be written.
-    """
+    Raises InputError for no video latents, or NaN and infinity in them, CheckpointError for a file that cannot be
+    written."""
     origin = origin or Origin()
     samples = _finite(samples_of(latent), notify, not_finite)
     tensors = {SAMPLES: samples, CORE_VERSION: torch.tensor([]), **origin.tensors}
@@ -62,7 +60,7 @@ def save_latent(
     for name, tensor in ours.pop(MORE, {}).items():
         tensors[f"{MORE}.{name}"] = _finite(tensor, notify, not_finite)
     known = {"kind": LATENT, "shape": list(samples.shape), "dtype": latents.dtype_name(samples.dtype)}
-    return latents.write_record(path, tensors, {**ours, **known, "saved": _now(), **origin.record}, origin.metadata)
+    return latents.write_record(path, tensors, {**ours, **known, "saved": now(), **origin.record}, origin.metadata)
 
 
 def save_plain(path: Path, samples: Sequence[torch.Tensor], listed: Mapping[str, Any]) -> Path:
@@ -76,18 +74,15 @@ def save_plain(path: Path, samples: Sequence[torch.Tensor], listed: Mapping[str,
     fix = "Sample again with precision fp32 or bf16."
     checked = [latents.finite(tensor, "latents", "refuse", fix)[0] for tensor in samples]
     tensors = {**dict(zip(names, checked, strict=True)), CORE_VERSION: torch.tensor([])}
-    return latents.write_record(path, tensors, {"kind": LATENT, "saved": _now(), LISTED: dict(listed)})
+    return latents.write_record(path, tensors, {"kind": LATENT, "saved": now(), LISTED: dict(listed)})
 
 
 def load_latent(
     path: Path, notify: Callable[[str], None], not_finite: str = "refuse", dtype: str = DTYPES[0]
 ) -> dict[str, Any]:
     """The LATENT in a file of ours, of core's Save Latent, or of a Musubi Tuner latent cache.
-
-    Raises:
-        CheckpointError: damaged, changed while it was read, or no latents. InputError: a newer version of this pack
-            wrote it, or NaN and infinity where ``not_finite`` is ``refuse``.
-    """
+    Raises CheckpointError for one that is damaged, changed while it was read, or has no latents; InputError for a newer
+    version, or NaN and infinity where ``not_finite`` is ``refuse``."""
     require_choice("dtype", dtype, DTYPES, "Choose float32.")
     tensors, metadata = latents.read_record(path, "latents")
     if "architecture" in metadata and any(map(musubi.LATENTS.fullmatch, tensors)):
@@ -123,7 +118,7 @@ def kind_of(path: Path) -> str:
     return musubi.kind_in(metadata, path.name) or (LATENT if path.suffix == ".latent" else "")
 
 
-def _now() -> str:
+def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S")
 
 

@@ -165,16 +165,14 @@ def denoise(
     step: Callable[[torch.Tensor, int, torch.Tensor], torch.Tensor] | None = None,
     safeguards: Safeguards,
 ) -> torch.Tensor:
-    """Latents at the last noise level.
+    """Latents at the last noise level. Raises NotFinite where an output that is watched holds NaN or infinity; without
+    a watch, where the first or the last latents do.
 
     Args:
         latents: at the first noise level, fp32, on the device.
         predict: from (latents, timestep, index) to the transformer's guided output.
         preview: from latents to (1, C, T, H, W), where the family samples in another shape.
         step: replaces the schedule's own step. What it remembers, it must put back where it fails.
-
-    Raises:
-        NotFinite: an output that is watched holds NaN or infinity; without a watch, the first or the last latents.
     """
     again, watch, steps = safeguards
     advance, count, start = step or schedule.step, len(schedule), latents

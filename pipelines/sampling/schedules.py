@@ -95,14 +95,12 @@ def copied(solver_fields: Mapping[str, Any]) -> dict[str, Any]:
 def schedule_for(
     config: Mapping[str, Any], settings: SampleSettings, steps: int, levels_for: Any, device: torch.device
 ) -> Schedule:
-    """The schedule for one sampling of ``steps`` steps.
+    """The schedule for one sampling of ``steps`` steps. Raises InputError for sigmas that do not fall from at most 1 to
+    0, too few steps, or too large a video.
 
     Args:
         config: the scheduler's own config from the model folder.
         levels_for: from a number of steps to the family's :class:`Levels`.
-
-    Raises:
-        InputError: sigmas that do not fall from at most 1 to 0, too few steps, or too large a video.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler
 

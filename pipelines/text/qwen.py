@@ -32,8 +32,8 @@ def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) 
     chat = Chat(pipeline.tools["tokenizer"], request.template, request.template_crop)
     pair = zip((request.text, request.negative), SUBJECTS, strict=True)
     texts = [chat.fitting(text, request.max_tokens, name, progress) for text, name in pair]
-    longest, quoted = max(map(chat.length, texts)), _quoted(pipeline, texts, progress)
-    total = len(texts) + sum(quote is not None for quote in quoted)
+    longest, quote = max(map(chat.length, texts)), _quoted(pipeline, texts, progress)
+    total = len(texts) + (quote is not None)
     from diffusers import HunyuanVideo15Pipeline
 
     device = pipeline.offloader.device_of("text_encoder")
@@ -46,7 +46,7 @@ def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) 
             states += [text[EMBEDS] for text in by_text(*found)]
             progress.step(len(states), total, ENCODING)
     pipeline.offloader.release("text_encoder")  # 15 GB that ByT5 does not need beside it
-    glyphs = _glyph_embeds(pipeline, texts, quoted, progress, total)
+    glyphs = _glyph_embeds(pipeline, texts[0], quote, progress, total)
     return tuple({EMBEDS: state, EMBEDS_2: glyph} for state, glyph in zip(states, glyphs, strict=True))
 
 
@@ -58,8 +58,8 @@ def qwen_forwards(pipeline: Pipeline, request: PromptRequest | None) -> Forwards
     pair = zip((request.text, request.negative), SUBJECTS, strict=True)
     limit = request.max_tokens or pipeline.spec.sizes.defaults.max_tokens
     texts = [chat.fitting(text, limit, name, silent) for text, name in pair]
-    quoted, tokenizer = _quoted(pipeline, texts, silent), pipeline.tools["tokenizer_2"]
-    glyphs = tuple((len(tokenizer(quote)["input_ids"]),) for quote in quoted if quote is not None)
+    quote, tokenizer = _quoted(pipeline, texts, silent), pipeline.tools["tokenizer_2"]
+    glyphs = () if quote is None else ((len(tokenizer(quote)["input_ids"]),),)
     return {"text_encoder": ((max(map(chat.length, texts)),) * len(texts),), "text_encoder_2": glyphs}
 
 
@@ -127,39 +127,38 @@ class Chat:
         return shortened(self.tokenizer, text, len(self.tokenizer(start)["input_ids"]) - over, subject, progress)
 
 
-def _quoted(pipeline: Pipeline, texts: Sequence[str], progress: Progress) -> list[str | None]:
-    """The words between quotation marks of the prompt, as upstream phrases them for ByT5; None where there are none,
-    and for the negative prompt, whose words Tencent never shows to ByT5."""
+def _quoted(pipeline: Pipeline, texts: Sequence[str], progress: Progress) -> str | None:
+    """The words between quotation marks of the prompt, as upstream phrases them for ByT5; None where there are none.
+    Those of the negative prompt Tencent never shows to ByT5."""
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 
     phrased: Any = extract_glyph_texts
     quote, other = map(phrased, texts)
     if other is not None:
         tell_once(progress, "quotation marks in the negative prompt no longer reach ByT5, as at its publisher")
-    if quote is not None:
-        subject = f"text between quotation marks in the {SUBJECTS[0]}"
-        quote = shortened(pipeline.tools["tokenizer_2"], quote, QUOTED_TOKENS, subject, progress)
-    return [quote, None]
+    if quote is None:
+        return None
+    subject = f"text between quotation marks in the {SUBJECTS[0]}"
+    return shortened(pipeline.tools["tokenizer_2"], quote, QUOTED_TOKENS, subject, progress)
 
 
 def _glyph_embeds(
-    pipeline: Pipeline, texts: Sequence[str], quoted: Sequence[str | None], progress: Progress, total: int
+    pipeline: Pipeline, text: str, quote: str | None, progress: Progress, total: int
 ) -> list[torch.Tensor]:
-    """ByT5 states (1, M, 1472) of each text's quotations; the encoder is not even read where nothing is quoted."""
+    """ByT5 states (1, M, 1472) of the quotations of the prompt ``text``, and of none for the negative one; the encoder
+    is not even read where nothing is quoted."""
     from diffusers import HunyuanVideo15Pipeline
 
     width = int(pipeline.configs["text_encoder_2"]["d_model"])
-    glyphs = [torch.zeros(1, 0, width, dtype=pipeline.precision.text) for _ in texts]
-    wanted = [index for index, quote in enumerate(quoted) if quote is not None]
-    if not wanted:
+    glyphs = [torch.zeros(1, 0, width, dtype=pipeline.precision.text) for _ in SUBJECTS]
+    if quote is None:
         return glyphs
     tokenizer, device = pipeline.tools["tokenizer_2"], pipeline.offloader.device_of("text_encoder")
+    length = len(tokenizer(quote)["input_ids"])
     with held_encoder(pipeline, "text_encoder_2", 1, progress) as encoder, without_unpacking(encoder):
-        for done, index in enumerate(wanted):
-            length = len(tokenizer(quoted[index])["input_ids"])
-            states, mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(
-                tokenizer, encoder, [texts[index]], device, tokenizer_max_length=length
-            )
-            glyphs[index] = to_host(states[:, mask[0].bool()])
-            progress.step(len(texts) + done + 1, total, ENCODING)
+        states, mask = HunyuanVideo15Pipeline._get_byt5_prompt_embeds(
+            tokenizer, encoder, [text], device, tokenizer_max_length=length
+        )
+        glyphs[0] = to_host(states[:, mask[0].bool()])
+        progress.step(total, total, ENCODING)
     return glyphs

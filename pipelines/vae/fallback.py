@@ -295,9 +295,7 @@ def decoding(
     pipeline: Pipeline, shape: torch.Size | tuple[int, ...], progress: Progress, form: DecodeRequest | None = None
 ) -> VaeRunner:
     """Passes through the decoder for latents of ``shape`` (1, C, T, H, W); ``auto`` begins as the family advises.
-
-    InputError: a request out of range. UnsupportedError: a method that this family's decoder cannot do.
-    """
+    Raises InputError for a request out of range, UnsupportedError for a method that this family's decoder cannot do."""
     form = form or DecodeRequest()
     if form.method == CHUNKED and not pipeline.spec.rewrites.causal_decoder:
         found = f"decode method {CHUNKED!r} for {pipeline.spec.title}, whose decoder looks ahead"

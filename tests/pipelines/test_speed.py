@@ -183,11 +183,16 @@ def test_first_block_works_with_compiled_blocks(tiny_folder, recorded):
     [
         ("slow", StepCacheSettings(), InputError, "preset 'slow'"),
         ("fast", StepCacheSettings("mag"), UnsupportedError, "step cache kind 'mag'; expected one of auto"),
-        ("custom", StepCacheSettings(threshold=2.0), InputError, "threshold 2; expected 1e-06 to 1"),
+        ("custom", StepCacheSettings(threshold=2.0), InputError, "threshold 2.0; expected 1e-06 to 1"),
         ("custom", StepCacheSettings(interval=1), InputError, "interval 1"),
         ("fast", StepCacheSettings(start=0.5, end=0.5), InputError, "start 0.5 at or after end 0.5.* Lower start"),
         ("fast", StepCacheSettings(start=0.0, end=0.0), InputError, "start 0 at or after end 0.* Raise end"),
-        ("fast", StepCacheSettings(end=float("nan")), InputError, "end nan; expected 0 to 1. The nearest is 0"),
+        (
+            "fast",
+            StepCacheSettings(end=float("nan")),
+            InputError,
+            "end nan; expected 0 to 1. The nearest valid value is 0",
+        ),
         ("fast", StepCacheSettings(device="disk"), InputError, "cache device 'disk'"),
     ],
 )

@@ -122,14 +122,10 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
 def sample(
     pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> Latents:
-    """Latents (1, 16, T, H / 8, W / 8) in core's space.
-
-    Raises:
-        InputError: too few frames for image to video.
+    """Latents (1, 16, T, H / 8, W / 8) in core's space. Raises InputError for too few frames for image to video.
 
     Source: ``__call__`` of diffusers' ``HunyuanVideoPipeline``, ``HunyuanVideoImageToVideoPipeline`` and
-    ``HunyuanSkyreelsImageToVideoPipeline``; equal to them in fp32.
-    """
+    ``HunyuanSkyreelsImageToVideoPipeline``; equal to them in fp32."""
     kind = None if image is None else image_condition(pipeline.configs["transformer"])
     _check(pipeline, kind, settings, progress)
     device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)

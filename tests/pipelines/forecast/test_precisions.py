@@ -8,7 +8,8 @@ import torch
 from anygpu.compat.device import precision as precisions
 from anygpu.compat.device.precision import PRECISION, Precision
 from anygpu.compat.device.probe_store import OK, UNUSABLE, ProbeResult
-from anygpu.compat.device.work import ATTENTION, CONVOLUTION, PRODUCT, Pace, Work, counting
+from anygpu.compat.device.rates import ATTENTION, CONVOLUTION, PRODUCT
+from anygpu.compat.device.work import Pace, Work, counting
 from anygpu.compat.transforms.fp16 import apply_fp16_safe
 from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.forecast import seconds as forecast

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from anygpu.compat.device.facts import DeviceFacts
-from anygpu.compat.device.rates import PCIE_3, RATES
+from anygpu.compat.device.rates import CONVOLUTION, PCIE_3, RATES
 from anygpu.compat.device.work import (
-    CONVOLUTION,
     CONVOLVED,
     FEW,
     FILTERS,
