@@ -130,7 +130,7 @@ def note_call(layer: nn.Module, way: str) -> None:
 
 
 FEW = 4  # rows of a Linear, or channels of a convolution, up to which fp32 costs little; all blocks read their rounding
-LOUD = 64.0  # times the median row, and 1: the length of a row from which a network can amplify rounding
+LOUD = 10.0  # times the median row, and 1: the length of a row from which a network can amplify rounding
 ByNetwork = weakref.WeakKeyDictionary[nn.Module, Any]  # of values that go with a network; clones of a MODEL share it
 BY_CORE = {SETTINGS: LayerSettings(False, math.inf)}
 HOOK = "_conv_forward"  # gets the cast weights, whichever class of core's called
