@@ -56,10 +56,6 @@ def _exact(tensor: Tensor) -> Tensor:
     return to_host(tensor).double()
 
 
-def _at(tensor: Tensor, rows: Tensor) -> Tensor:
-    return _exact(tensor.index_select(0, rows.to(tensor.device)))
-
-
 def _picked(tensor: Tensor, some: Tensor, axes: int | None = None) -> Tensor:
     """The entries of the first ``axes`` axes, of all without a number, on the host; no operand is copied as a whole."""
     return _exact(tensor[tuple(each.to(tensor.device) for each in torch.unravel_index(some, tensor.shape[:axes]))])
@@ -75,7 +71,7 @@ def _product(given: Mapping[str, Any], result: Tensor) -> Sample:
         bias = None if first == "self" else given.get("self")  # addmm and baddbmm add it; mm and bmm multiply it
         a, b, result = (each[-1] if each.ndim == 3 else each for each in (a, b, result))
     rows, columns = _some(a.shape[:-1].numel()), _some(b.shape[1])
-    left, right = _picked(a, rows, -1), _at(b.t(), columns)
+    left, right = _picked(a, rows, -1), _picked(b.t(), columns, 1)
     exact, beta = given.get("alpha", 1) * (left @ right.T), given.get("beta", 1)
     if bias is not None and beta:  # where it is 0 torch ignores the bias, which may be NaN
         bias = (bias[-1] if bias.ndim == 3 else bias).expand(result.shape)
@@ -92,13 +88,13 @@ def _attention(given: Mapping[str, Any], result: Tensor) -> Sample | None:
     q, k, v = (given[name][-1, -1] for name in ("query", "key", "value"))
     rows, scale = _some(q.shape[0]), given.get("scale") or q.shape[-1] ** -0.5
     keys, values = _exact(k), _exact(v)
-    scores, mask = _at(q, rows) @ keys.T * scale, given.get("attn_mask", given.get("attn_bias"))
+    scores, mask = _picked(q, rows, 1) @ keys.T * scale, given.get("attn_mask", given.get("attn_bias"))
     if mask is not None:
-        scores += _at(mask.expand(*given["query"].shape[:3], len(keys))[-1, -1], rows)
+        scores += _picked(mask.expand(*given["query"].shape[:3], len(keys))[-1, -1], rows, 1)
     if given.get("is_causal"):
         scores.masked_fill_(torch.arange(len(keys)) > rows[:, None], -math.inf)
     exact = torch.softmax(scores, -1) @ values
-    return _at(result[-1, -1], rows), exact, values.abs().max(), 4 * ROWS * k.numel()
+    return _picked(result[-1, -1], rows, 1), exact, values.abs().max(), 4 * ROWS * k.numel()
 
 
 def _convolution(given: Mapping[str, Any], result: Tensor) -> Sample | None:
@@ -115,9 +111,9 @@ def _convolution(given: Mapping[str, Any], result: Tensor) -> Sample | None:
         valid &= (spot >= 0) & (spot < extent)
         spots.append(spot.clamp(0, extent - 1).to(x.device))
     patches = _exact(x.movedim(1, -1)[(sample[:, None].to(x.device), *spots)]) * valid[..., None]
-    filters = _at(weight, channels).flatten(2).movedim(1, 2)  # (O, taps, C)
+    filters = _picked(weight, channels, 1).flatten(2).movedim(1, 2)  # (O, taps, C)
     left, right = patches.flatten(1), filters.flatten(1)
-    exact = left @ right.T + (0 if bias is None else _at(bias, channels))
+    exact = left @ right.T + (0 if bias is None else _picked(bias, channels))
     found = _picked(result.movedim(1, -1), some, -1)[:, channels]
     return found, exact, _norms(left, right, exact), 2 * ROWS * ROWS * left.shape[1]
 
@@ -145,12 +141,16 @@ def _norm(given: Mapping[str, Any], result: Tensor) -> Sample | None:
 
 
 def _copy(given: Mapping[str, Any], result: Tensor) -> Sample | None:
-    source = given.get("src", given.get("self"))
+    """Runs of 64 values all over a copy: compared by ``BOUNDS`` where it rounds, else bit for bit."""
+    source, count = given.get("src", given.get("self")), result.numel()
     if source.shape != result.shape or given.get("non_blocking") or not result.ndim:
         return None
-    found, exact = (_picked(each, _some(result.numel())) for each in (result, source))
+    some = (_some(max(1, count - ROWS + 1))[:, None] + torch.arange(min(ROWS, count))).flatten()
+    found, exact = (_picked(each, some) for each in (result, source))
     exact = exact.to(result.dtype).double()
-    return found, exact, exact.new_tensor(1e-30), 2 * ROWS
+    if source.dtype is result.dtype:
+        found = found.where(found == exact, math.nan)  # of which a single one is wrong
+    return found, exact, exact.new_tensor(1e-30), 2 * len(some)
 
 
 def _joined(given: Mapping[str, Any], result: Tensor) -> Sample | None:
@@ -306,6 +306,8 @@ class Guard(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, function.overloadpacket.__name__
         check = CHECKS.get(name, _own if function.namespace == NAMESPACE else None)
+        if check is _copy and any(hasattr(each, "__tensor_flatten__") for each in types):
+            return NotImplemented  # its parts come here: the values of a packed tensor depend on the dtype asked for
         if check is None and torch.is_inference_mode_enabled():
             with self:  # torch takes it apart before it asks a device, but not here
                 result = function.decompose(*args, **kwargs)

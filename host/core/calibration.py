@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 ROOM = 8.0
 MOST = float(torch.finfo(HALF).max)
 NEVER = 1e30  # the share of a block that was wrong in plain fp16, and more than any size but a mask's
-FOLDER, VERSION = "fitted", 3  # of the files in which sizes are kept
+FOLDER, VERSION = "fitted", 4  # of the files in which sizes are kept
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # core calls what is in them
 NETWORK = "the network"  # the name under which a network's own inputs are kept
 
@@ -40,7 +40,7 @@ NETWORK = "the network"  # the name under which a network's own inputs are kept
 @dataclass
 class ValueSizes:
     share: float = 0.0  # of fp16's range that the largest value inside needs with the room; at most 1 fits
-    output: float = 0.0  # the largest value that comes out
+    output: float = 0.0  # the largest value that comes out, or that the next block is given
     least: float = math.inf  # the largest value of the smallest row that comes out
     rows: float = 0.0  # of what a Linear is given in fp32, at most
 
@@ -164,7 +164,10 @@ class Calibration:
     def _is_few(self, *names: str) -> bool:
         return all(self.sizes.get(name, ValueSizes()).rows <= FEW for name in names)
 
-    def _enter(self, _found: Any, name: str, *_: Any) -> None:
+    def _enter(self, found: list[Any], name: str, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note the block that runs; what it is given counts as output of the one before, to which control nets add."""
+        for largest in _largest((*args, *kwargs.values())) if self._running != NETWORK else ():
+            found += [(self._running, "output", largest), (self._running, "share", largest * (ROOM / MOST))]
         self._running = name
 
     def _held(self, values: list[tuple[str, str, Any]]) -> bool:
@@ -263,6 +266,12 @@ def _floats(values: Any) -> Iterator[Tensor]:
         yield values
 
 
+def _largest(values: Any) -> Iterator[Tensor]:
+    for value in _floats(values):
+        unmasked = torch.where(value.abs() < NEVER, value, 0.0)  # masks hide with the largest number of their dtype
+        yield torch.linalg.vector_norm(unmasked, math.inf, dtype=FULL)
+
+
 def _cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:
     if type(values) in (list, tuple):
         return type(values)(_cast(value, before, after) for value in values)
@@ -287,10 +296,8 @@ def _measure(
     found: list[Any], block: str, own: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
     """Note in ``found`` the sizes of a forward: for ``block``, and for its layer or the block ``own``, "" for none."""
-    linear, operands, shares = SETTINGS in module.__dict__ and is_linear(module), [*_floats(args)], list[Tensor]()
-    for value in (*operands, *_floats([*kwargs.values()])):
-        unmasked = torch.where(value.abs() < NEVER, value, 0.0)  # masks hide with the largest number of their dtype
-        shares.append(torch.linalg.vector_norm(unmasked, math.inf, dtype=FULL) * (ROOM / MOST))
+    linear, operands = SETTINGS in module.__dict__ and is_linear(module), [*_floats(args)]
+    shares = [largest * (ROOM / MOST) for largest in _largest((*args, *kwargs.values()))]
     if linear:
         reach = module.__dict__[SETTINGS].reach
         shares += [torch.linalg.vector_norm(x, dim=-1, dtype=FULL).amax() * (reach / MOST) for x in operands]

@@ -130,7 +130,7 @@ def note_call(layer: nn.Module, way: str) -> None:
 
 
 FEW = 4  # rows of a Linear, or channels of a convolution, up to which fp32 costs little; all blocks read their rounding
-LOUD = 64.0  # times the median row, and 1: the length of a row from which a network can amplify rounding
+LOUD = 10.0  # times the median row, and 1: the length of a row from which a network can amplify rounding
 ByNetwork = weakref.WeakKeyDictionary[nn.Module, Any]  # of values that go with a network; clones of a MODEL share it
 BY_CORE = {SETTINGS: LayerSettings(False, math.inf)}
 HOOK = "_conv_forward"  # gets the cast weights, whichever class of core's called
@@ -321,15 +321,12 @@ def kind_left(module: Any) -> str:
 
 def left_of(network: nn.Module, ours: Container[nn.Module]) -> dict[nn.Module, str]:
     """The layers with products that are not ``ours``, and why they stay as core or another pack computes them."""
-    layers = [each for each in network.modules() if each not in ours and not isinstance(each, nn.Embedding)]
-    why = {each: kind_left(each) or left_class(each) or _class_of_product(each) for each in layers}
+    why = {}
+    for each in network.modules():
+        if each not in ours and not isinstance(each, nn.Embedding):
+            holds_matrix = getattr(each._parameters.get("weight"), "ndim", 0) > 1  # unlike a norm
+            why[each] = kind_left(each) or left_class(each) or type(each).__name__ * holds_matrix
     return {each: kind for each, kind in why.items() if kind}
-
-
-def _class_of_product(layer: nn.Module) -> str:
-    """The class of a layer that has a matrix or kernel of its own, empty for any other, such as a norm."""
-    weight = layer._parameters.get("weight")
-    return type(layer).__name__ if weight is not None and weight.ndim > 1 else ""
 
 
 def left_alone(network: nn.Module) -> Mapping[str, int]:

@@ -207,11 +207,6 @@ class FittedNetwork:
             given, named = with_override(override, args, kwargs)
             return executor(*given, **named)
 
-    def put_on(self, model: Any) -> None:
-        model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, self)
-        model.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, self.attach)
-        model.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, self.detach)
-
     def attach(self, patcher: Any) -> None:
         """Attach the paths of packed layers before a sampling, some of which compute the text before the network is
         called, and have its first call counted: other nodes may have changed what the last one was."""
@@ -287,7 +282,10 @@ def fit_model(
     fitted.set_attachments(KEY, Before.of(model, fit, recast))
     _compute_in(fitted, fit.dtype, network)
     if needed:
-        FittedNetwork(fit, machine, manual_cast, tell=tell, packed=packed).put_on(fitted)
+        wrapper = FittedNetwork(fit, machine, manual_cast, tell=tell, packed=packed)
+        fitted.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, wrapper)
+        fitted.add_callback_with_key(CallbacksMP.ON_PRE_RUN, KEY, wrapper.attach)
+        fitted.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, wrapper.detach)
     if keeps:
         save_core_samples(fitted)
     return fitted, decisions

@@ -38,7 +38,7 @@ FINITE = ("zeros", "saturation", "wrong scale", "swapped rows", "stale weights",
 NOT_FINITE = ("NaN in a weight", "infinity in a weight", "overflow", "attention of NaN", "passing NaN")
 UNSAMPLED = ("RT_DETR_v4", "SAM3", "SAM31", "DepthAnything3")  # rows whose networks core's nodes call by themselves
 STEADY = ["trained", "loud", "massive"]
-ROWS = ["rows x100", "rows x1000", "rows x10000"]
+ROWS = ["rows x16", "rows x100", "rows x1000", "rows x10000"]
 NEAR = 2e-3  # relative to core's fp32: the rounding of fp16 operands
 OWN = 3  # times what operands with the digits of fp16 cost core itself, where that is more
 

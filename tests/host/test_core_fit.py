@@ -158,6 +158,13 @@ def test_bytes_of_scores_stay_within_the_budget(inside: Inside, name: str) -> No
     assert found["error"] <= 1e-5
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("size", [1e2, 1e5])
+def test_what_a_control_net_adds_between_blocks_is_measured(inside: Inside, size: float, late: bool) -> None:
+    found = inside.play("core_fit", "controlled", size=size, late=late)
+    assert max(found["errors"]) <= NEAR and found["acts"] > 0.1
+
+
 @pytest.mark.parametrize("what", AROUND)
 def test_what_lies_on_top_or_below_works_as_before(inside: Inside, what: str) -> None:
     found = inside.play("core_fit", "on_top", name="Wan 2.1", what=what)

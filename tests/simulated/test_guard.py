@@ -196,6 +196,46 @@ def test_a_part_at_the_address_of_one_that_was_dropped_is_new() -> None:
     assert len(keys) == 2 * 99
 
 
+def through_fp16(copied: Tensor) -> None:
+    copied.copy_(copied.half().float())
+
+
+@pytest.mark.parametrize("damage", [through_fp16, lambda copied: copied.view(-1)[-2:].zero_()])
+def test_a_copy_in_the_dtype_that_it_had_is_compared_bit_for_bit(acc, tmp_path: Path, damage: Any) -> None:
+    guard, x = Guard(store_of(acc, tmp_path)), torch.randn(2, 1024, WIDTH)
+
+    def after(op: str, arguments: list, results: list) -> None:
+        if results[0].is_contiguous() and not arguments[1].is_contiguous() and results[0].numel() == x.numel():
+            damage(results[0])
+
+    network = Network(lambda _, x: x.mT.clone(memory_format=torch.contiguous_format))
+    with accelerator.hook("aten::copy_", after=after):
+        found = run(guard, network, x.to(acc)).cpu()
+    assert [*guard.store.misses().values()] == ["the host"]
+    assert torch.equal(found, x.mT)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_copies_of_packed_weights_are_judged_by_their_parts(acc, tmp_path: Path, dtype: torch.dtype) -> None:
+    """In another dtype a packed weight has other values, of the same bytes."""
+    packed = pytest.importorskip("comfy_kitchen.tensor").QuantizedTensor
+    rotated = {"per_channel": True, "convrot": True, "convrot_groupsize": 64}
+    weight = packed.from_float(torch.randn(96, 1280).to(dtype), "TensorWiseINT8Layout", **rotated)
+    network = Network(lambda _, x: weight.to(x.device, x.dtype).dequantize())
+    x, guard = torch.randn(2, 1024, WIDTH, device=acc), Guard(store_of(acc, tmp_path / "sound"))
+    run(guard, network, x)
+    assert not guard.store.misses() and any(key.startswith("_to_copy int8") for key in guard.known)
+
+    def after(op: str, arguments: list, results: list) -> None:
+        if results[0].dtype is torch.int8:
+            results[0].view(-1)[64:].zero_()
+
+    spoiled = Guard(store_of(acc, tmp_path / "spoiled"))
+    with accelerator.hook("aten::copy_", after=after), pytest.raises(UnsupportedError, match="_to_copy int8"):
+        run(spoiled, network, x)
+
+
 @pytest.mark.parametrize("how", [{"attn_mask": (torch.arange(1024) < 300).expand(1024, -1)}, {"scale": 0.5}])
 def test_what_stands_in_for_attention_obeys_the_mask_and_scale_of_each_call(acc, tmp_path: Path, how: Any) -> None:
     x, guard = torch.randn(2, 1024, WIDTH), Guard(store_of(acc, tmp_path))

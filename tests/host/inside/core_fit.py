@@ -11,6 +11,7 @@ from unittest import mock
 
 import comfy.cli_args as cli_args
 import comfy.context_windows as context_windows
+import comfy.controlnet
 import comfy.ldm.modules.attention as core_attention
 import comfy.model_management as management
 import comfy.model_patcher
@@ -289,6 +290,36 @@ def on_top(name: str, what: str) -> dict[str, Any]:
         "acts": error(expected, plain) if what in ("lora", "context windows", "cfg nodes") else 1.0,
         "calls": len(calls),
         "traces": traces(model.model.diffusion_model),
+    }
+
+
+def controlled(size: float, late: bool) -> dict[str, Any]:
+    """The errors of two samplings by Flux under a control net of values of about ``size``, ``late``: from its second
+    step on."""
+
+    class Net(comfy.controlnet.ControlBase):
+        def get_control(self, x: torch.Tensor, level: torch.Tensor, *_: Any) -> Any:
+            if late and float(level.amax()) > 0.7:
+                return None
+            values = size * torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(3))
+            return {"input": [values], "output": [values]}
+
+        def copy(self) -> Any:
+            return self
+
+    def run(model: Any) -> torch.Tensor:
+        guider = comfy.samplers.CFGGuider(model)
+        guider.set_conds([[text, {**others, "control": Net()}]], negative)
+        noise, euler = noise_of("Flux"), comfy.samplers.sampler_object("euler")
+        result = guider.sample(noise, noise * 0.0, euler, torch.tensor([0.9, 0.6, 0.3, 0.0]), disable_pbar=True, seed=5)
+        return result.float().flatten()
+
+    model, ((text, others),), negative = made("Flux"), conditioning("Flux"), conditioning("Flux", 8)
+    expected = run(model)
+    fitted, _ = core_model.fit_model(model, keep_latents="never", machine=turing())
+    return {
+        "errors": [error(run(fitted), expected) for _ in range(2)],
+        "acts": error(output(model, "Flux", *EULER), expected),
     }
 
 
