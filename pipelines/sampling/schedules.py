@@ -47,10 +47,12 @@ def even_levels(steps: int, mu: float | None = None) -> Levels:
 
 
 def read_between(trained: Sequence[float], steps: int) -> list[float]:
-    """The noise levels that a distilled model was trained on, read between them for another number of steps."""
+    """The noise levels that a distilled model was trained on, read between them for another number of steps; a 0
+    behind them, where a share of the schedule ends, begins no step."""
     import numpy
 
-    return numpy.interp(numpy.linspace(0, len(trained) - 1, steps), range(len(trained)), trained).tolist()
+    places = numpy.linspace(0, len(trained) - 1, steps + (trained[-1] == 0))[:steps]
+    return numpy.interp(places, range(len(trained)), trained).tolist()
 
 
 @dataclass(frozen=True, slots=True)

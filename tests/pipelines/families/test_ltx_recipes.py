@@ -5,11 +5,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import tiny
 import torch
 from anygpu.compat.device.execution import HOST
 from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.compat.memory import parts
 from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, SampleSettings, Silent
@@ -268,6 +270,31 @@ def test_a_share_of_13bs_schedule_begins_where_it_is_asked(
     assert len(found) == whole - begun and found.levels == pytest.approx(expected, abs=1e-6)
     with pytest.raises(InputError, match="steps 1; expected at least 2"):
         stages.sample(pipeline, prompt(), None, replace(settings, steps=1, denoise=1.0), Silent())
+
+
+@pytest.mark.parametrize("variant", ["distilled", "distilled_0.9.6"])
+def test_a_share_of_a_distilled_schedule_goes_down_to_nothing(
+    models: dict[str, Pipeline], variant: str, monkeypatch: pytest.MonkeyPatch, recorded: Any
+) -> None:
+    """By trained steps, as diffusers' denoise_strength; once the last trained level was the least to begin at."""
+    monkeypatch.setattr(ltx, "recipe_for", lambda _: SPEC.published.recipes[variant])
+    monkeypatch.setattr(parts, "_told", set())
+    pipeline, steps = models["linear-quadratic"], SPEC.published.recipes[variant].steps
+    whole, watched = (*SPEC.published.recipes[variant].timesteps, 0.0), recorded()
+    for denoise in (0.95, 0.5, 0.25, 0.125):
+        asked = replace(SETTINGS, steps=0, latents=start(pipeline), denoise=denoise)
+        recipe, settings = recipe_of(pipeline, asked), replace(asked, steps=steps)
+        levels = ltx._schedule(pipeline.tools["scheduler"], settings, True, recipe, HOST).levels
+        count = int(steps / denoise)
+        expected = numpy.interp(numpy.linspace(0, steps, count + 1), range(steps + 1), whole)[-steps - 1 :]
+        assert levels == pytest.approx(expected, abs=1e-6)
+    near, far = (
+        stages.sample(pipeline, prompt(), None, replace(asked, denoise=denoise), watched).samples
+        for denoise in (0.02, 1.0)
+    )
+    clean = start(pipeline).samples
+    assert (near - clean).norm() < 0.4 * (far - clean).norm()
+    assert sum("earlier versions began above" in line for line in watched.said) == 1
 
 
 def test_a_step_cache_acts_in_a_share_of_the_steps_that_run(
