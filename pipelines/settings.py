@@ -258,12 +258,13 @@ def complete(
 
 
 def _at_rate(settings: SampleSettings, usual: float, progress: Progress) -> SampleSettings:
-    """``settings`` at the frame rate of the first pass, where they are of a second one that names none."""
-    if settings.latents is None or settings.fps or not refines(settings):
+    """``settings`` without a rate at that of their latents, where these know it: sampled, or upscaled in time."""
+    latents = settings.latents
+    if latents is None or settings.fps or not (latents.extra or latents.fps > usual):
         return settings
-    if settings.latents.fps != usual:
-        tell_once(progress, f"{settings.latents.fps:g} fps, as in the first pass; earlier versions took {usual:g}")
-    return replace(settings, fps=settings.latents.fps)
+    if latents.fps not in (0.0, usual):
+        tell_once(progress, f"{latents.fps:g} fps, as its latents have; earlier versions took {usual:g}")
+    return replace(settings, fps=latents.fps)
 
 
 def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progress) -> SampleSettings:

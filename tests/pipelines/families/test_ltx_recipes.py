@@ -230,7 +230,10 @@ def test_a_temporal_upscaler_doubles_the_frames_of_the_same_seconds(
     assert (found.frames, found.fps) == (2 * low.frames - 1, 2 * low.fps) and SECOND_PASS not in found.extra
     assert stages.decode(pipeline, found, Silent()).shape[0] == found.frames
     asked = SampleSettings(0, 0, 0, steps=2, seed=3, denoise=0.3, latents=found)
-    assert stages.sample(pipeline, prompt(), None, asked, Silent()).frames == found.frames
+    again = stages.sample(pipeline, prompt(), None, asked, Silent())
+    assert (again.frames, again.fps) == (found.frames, found.fps), "drawn again it would last twice as long"
+    assert stages.sample(pipeline, prompt(), None, replace(asked, fps=8.0), Silent()).fps == 8.0
+    assert stages.sample(pipeline, prompt(), None, replace(asked, latents=replace(low, fps=24.0)), Silent()).fps == 24.0
 
 
 @pytest.mark.parametrize(("both", "words"), [(True, "enlarges in a way"), (False, "holds no latent upscaler")])
@@ -328,7 +331,7 @@ def test_a_second_pass_ends_at_the_size_that_is_asked(models: dict[str, Pipeline
     for _ in range(2):
         other = replace(SETTINGS, latents=replace(upscaled, fps=24.0), steps=1)
         assert stages.sample(pipeline, prompt(), None, other, watched).fps == 24.0
-    assert watched.said.count("24 fps, as in the first pass; earlier versions took 25") == 1
+    assert watched.said.count("24 fps, as its latents have; earlier versions took 25") == 1
     assert all(torch.equal(one.samples, own.samples) for one in (asked, first, usual))
     whole, final = (stages.decode(pipeline, one, Silent()) for one in (own, asked))
     wanted = torch.nn.functional.interpolate(whole.permute(0, 3, 1, 2), size=(40, 48), mode="bilinear")
