@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...compat.errors import InputError, require_choice
+from ...compat.errors import InputError
 from ...compat.ranks import Group
 from ..base import SampleSettings
 
@@ -157,7 +157,6 @@ def _solver(name: str, levels: tuple[float, ...], device: torch.device) -> Any:
     solvers: dict[str, Any] = {"unipc": UniPCMultistepScheduler, "dpm++_2m": DPMSolverMultistepScheduler}
     if name == UNIPC_BH1:
         return FlowUniPC(levels, device)
-    require_choice("scheduler", name, ("auto", "euler", *solvers, UNIPC_BH1))
     solver = solvers[name](
         num_train_timesteps=TRAIN_TIMESTEPS, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0
     )
