@@ -122,9 +122,9 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
     asked = replace(job.prompt, image=start if "image" in pipeline.spec.recipes.effective else None)
     prompt = pipeline.on_leader(lambda: stages.encode_prompt(pipeline, asked, progress))
     sampled = job.sampled
-    size = (image.width, image.height) if image else (sampled.width, sampled.height)
+    size = image or sampled if before is None else job.settings  # of latents the decoded frames' own, which may differ
     source = before or pipeline.on_leader(lambda: _video(job, machine, progress, pipeline))
-    given: dict[str, Any] = {"width": size[0], "height": size[1], "latents": source}
+    given: dict[str, Any] = {"width": size.width, "height": size.height, "latents": source}
     settings, asked_for = replace(sampled, **given), replace(job.settings, **given)
     store = machine.state / "kept"
     unfinished = machine.unfinished or store

@@ -109,12 +109,15 @@ def fitted(frames: torch.Tensor, width: int, height: int, fit: str, sizes: Sizes
 def prepared(
     pipeline: Pipeline, request: ImageRequest, fit: str, progress: Progress, own_shape: bool = True
 ) -> ImageRequest:
-    """``request`` with its pictures at its size, which is said; prepared as the publisher does where it asks for that.
+    """``request`` with its pictures at its size, which is said; prepared as the publisher does where it asks for that,
+    but for control clips. Source of these: Lightricks/ComfyUI-LTXVideo a77fb1d ``iclora.py``, ``easy_samplers.py``.
 
     Args:
         own_shape: False where the size is a video's; an image encoder sees the picture in its own shape all the same.
     """
-    frames, how, factor = request.frames, fit, pipeline.model.control_factor if request.control else 1
+    frames, how = request.frames, fit
+    controls = request.control and "control" in pipeline.spec.recipes.effective
+    factor = pipeline.model.control_factor if controls else 1
     if factor > 1 and (
         grid := [side for side in (request.width, request.height) if side % (factor * pipeline.spec.sizes.multiple)]
     ):
@@ -124,8 +127,10 @@ def prepared(
             fix="Set width and height so.",
         )
     width, height = request.width // factor, request.height // factor
-    if not request.prepare:
+    if controls or not request.prepare:
         pictures, seen = fitted(frames, width, height, fit), None
+        if request.prepare:
+            tell_once(progress, "a control clip stays sharp, as published; earlier versions blurred and compressed it")
     else:
         made_for, ratio = of_checkpoint(pipeline), _final_ratio(pipeline, request.final_size, width, height)
         pictures, seen = as_published(made_for, frames, width, height, fit, progress, ratio), None

@@ -32,7 +32,7 @@ GUIDANCE = (
 def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Recipe | None:
     """The recipe of the variant, None where it has none; the second pass for upscaled ``settings.latents``.
 
-    With the user's own levels, or a share of the schedule, which ends at 0, it skips no steps."""
+    With the user's own levels, or a share of the schedule, it skips no steps and its levels go on to 0."""
     code = pipeline.spec.code
     known = pipeline.spec.published.recipes
     recipe: Recipe | None = known.get(pipeline.model.recipe) if pipeline.model.recipe else None
@@ -41,7 +41,9 @@ def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Rec
         return recipe
     recipe = recipe.second if refines(settings) and recipe.second is not None else recipe
     whole = settings.sigmas is None and (settings.latents is None or settings.denoise == 1.0)
-    return recipe if whole else replace(recipe, skip_first=0, skip_last=0)
+    if whole:
+        return recipe
+    return replace(recipe, skip_first=0, skip_last=0, timesteps=recipe.timesteps and (*recipe.timesteps, 0.0))
 
 
 def final_size(settings: SampleSettings) -> dict[str, int]:
@@ -256,12 +258,13 @@ def complete(
 
 
 def _at_rate(settings: SampleSettings, usual: float, progress: Progress) -> SampleSettings:
-    """``settings`` at the frame rate of the first pass, where they are of a second one that names none."""
-    if settings.latents is None or settings.fps or not refines(settings):
+    """``settings`` without a rate at that of their latents, where these know it: sampled, or upscaled in time."""
+    latents = settings.latents
+    if latents is None or settings.fps or not (latents.extra or latents.fps > usual):
         return settings
-    if settings.latents.fps != usual:
-        tell_once(progress, f"{settings.latents.fps:g} fps, as in the first pass; earlier versions took {usual:g}")
-    return replace(settings, fps=settings.latents.fps)
+    if latents.fps not in (0.0, usual):
+        tell_once(progress, f"{latents.fps:g} fps, as its latents have; earlier versions took {usual:g}")
+    return replace(settings, fps=latents.fps)
 
 
 def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progress) -> SampleSettings:

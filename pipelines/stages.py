@@ -15,6 +15,7 @@ import torch
 from ..compat.device.facts import device_fault, gone
 from ..compat.device.failures import is_shortage
 from ..compat.errors import CheckpointError, InputError, PackError, UnsupportedError, first_line, require_range
+from ..compat.memory.parts import tell_once
 from ..compat.memory.statistics import TimeLeft, stage_cost
 from ..compat.output_check import NotFinite, require_finite
 from .base import (
@@ -250,6 +251,9 @@ def sample(
     steps_of = settings.guidance_steps or guidance_steps(recipe, settings, completed.cfg)
     settings = replace(completed, guidance_steps=steps_of)
     _require_image(pipeline, image, refines(settings))
+    if settings.denoise < 1 and settings.sigmas is None and recipe is not None and recipe.timesteps:
+        least = recipe.timesteps[-2]
+        tell_once(progress, f"a share of the distilled schedule goes down to 0; earlier versions began above {least:g}")
     size = size_of(settings, prompt)
     size = replace(size, frames=size.frames + (image.beside if image else 0))  # as many tokens as that
     if steps is not None:

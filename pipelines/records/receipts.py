@@ -93,9 +93,8 @@ def with_upscaler(before: Latents, after: Latents, path: Path, state: Path | Non
     job = _sampled(before)
     if job is None:
         return after
-    used = Content(path.name, content_of(path), whole_of(path, state))
     record = {**before.extra[RECEIPT], "latents": latents_hash(after)}
-    record["job"] = replace(job, upscalers=(*job.upscalers, used)).record()
+    record["job"] = replace(job, upscalers=(*job.upscalers, named(path, state))).record()
     return replace(after, extra={**after.extra, RECEIPT: record})
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...compat.errors import InputError, require_choice
+from ...compat.errors import InputError
 from ...compat.ranks import Group
 from ..base import SampleSettings
 
@@ -47,10 +47,12 @@ def even_levels(steps: int, mu: float | None = None) -> Levels:
 
 
 def read_between(trained: Sequence[float], steps: int) -> list[float]:
-    """The noise levels that a distilled model was trained on, read between them for another number of steps."""
+    """The noise levels that a distilled model was trained on, read between them for another number of steps; a 0
+    behind them, where a share of the schedule ends, begins no step."""
     import numpy
 
-    return numpy.interp(numpy.linspace(0, len(trained) - 1, steps), range(len(trained)), trained).tolist()
+    places = numpy.linspace(0, len(trained) - 1, steps + (trained[-1] == 0))[:steps]
+    return numpy.interp(places, range(len(trained)), trained).tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +155,6 @@ def _solver(name: str, levels: tuple[float, ...], device: torch.device) -> Any:
     solvers: dict[str, Any] = {"unipc": UniPCMultistepScheduler, "dpm++_2m": DPMSolverMultistepScheduler}
     if name == UNIPC_BH1:
         return FlowUniPC(levels, device)
-    require_choice("scheduler", name, ("auto", "euler", *solvers, UNIPC_BH1))
     solver = solvers[name](
         num_train_timesteps=TRAIN_TIMESTEPS, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0
     )

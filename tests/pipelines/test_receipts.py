@@ -15,7 +15,7 @@ from anygpu import cli
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines import jobs, stages
-from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import FINAL, ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.family import FITS, GuidanceStep
 from anygpu.pipelines.latents import convert, recovery, store
 from anygpu.pipelines.load.folder import load
@@ -274,7 +274,10 @@ def test_both_passes_are_replayed(twice: Any, tiny_folder: Path, tmp_path: Path)
         for number, latents in enumerate((high, final)):
             path = store.save_latent(tmp_path / f"{number}.safetensors", convert.to_core(latents), print)
             with mock.patch.object(jobs, "decoded", lambda *_: torch.zeros(1)):
-                assert jobs.replay(path, machine, Silent()).same is True, number
+                made = jobs.replay(path, machine, Silent())
+            assert made.same is True, number
+            ends = [[each.extra.get(name) for name in FINAL] for each in (made.rendered.latents, latents)]
+            assert ends[0] == ends[1], "the decoded frames get another size"
     job = job_of(final.extra[RECEIPT])
     other = replace(job, settings=replace(job.settings, width=0, height=512))  # widgets, which latents replace
     planned, _ = jobs.planned_size(other, machine, last)

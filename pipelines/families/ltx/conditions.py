@@ -80,10 +80,6 @@ class TokenStepper:
     generator: torch.Generator
     renews: bool = False  # whether each step removes all noise and puts new noise on
 
-    def initial(self) -> Tensor:
-        """The tokens before the first step."""
-        return self._with_image_noise(self.start.tokens, 0)
-
     def times(self, time: Tensor) -> Tensor:
         """The timestep of all tokens (1, 1), or of each (1, N): a token is never noisier than the picture in it."""
         column = time.expand(1).unsqueeze(-1).float()
@@ -101,7 +97,7 @@ class TokenStepper:
             if self.start.held is None:
                 return stepped
             moves = self.schedule.timesteps[index] / TRAIN_TIMESTEPS - LEVEL_TOLERANCE < (1.0 - self.start.held)
-            return self._with_image_noise(torch.where(moves.unsqueeze(-1), stepped, tokens), index + 1)
+            return self.with_image_noise(torch.where(moves.unsqueeze(-1), stepped, tokens), index + 1)
         except BaseException:
             self.generator.set_state(state)  # the step may be tried again, and draws the same noise then
             raise
@@ -112,7 +108,8 @@ class TokenStepper:
         level, noise = share * self.schedule.levels[index + 1], noise_for(tokens.shape, self.generator, tokens.device)
         return (1.0 - level) * self.schedule.clean(output, index, tokens) + level * noise
 
-    def _with_image_noise(self, tokens: Tensor, index: int) -> Tensor:
+    def with_image_noise(self, tokens: Tensor, index: int) -> Tensor:
+        """``tokens`` before step ``index``, with new noise on the pictures in them."""
         from diffusers import LTXConditionPipeline
 
         if not self.image_noise or self.start.held is None or index == len(self.schedule):

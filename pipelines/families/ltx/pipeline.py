@@ -42,24 +42,16 @@ from ...vae.chunked import SPATIAL_PADDING
 from ...vae.fallback import decoding, unsigned
 from ...vae.plan import DecodeRequest
 from . import conditions
-from .spec import (
-    CONDITION,
-    DEV,
-    DISTILLED,
-    ENHANCED_WORDS,
-    LARGE,
-    LARGER,
-    OLDER,
-    SPATIAL_RATIO,
-    SPEC,
-    STOCHASTIC,
-    TEMPORAL_RATIO,
-)
+from .spec import CONDITION, DEV, DISTILLED, SPATIAL_RATIO, SPEC, STOCHASTIC, TEMPORAL_RATIO
 from .upscaler import enlarged as enlarged
 from .upscaler import upscale as upscale
 
 NOTHING = 1e-8  # added to a square norm before it divides
 LARGEST_2B = 28  # blocks of its transformer
+LARGE = "13B"  # in the names of recipes: more blocks
+OLDER = "0.9.6", "0.9.7"  # in them: 2B dev; 13B
+LARGER = "dev 0.9.6"  # its key: with another size than 2B dev
+ENHANCED_WORDS = 120  # in longer prompts the published script changes nothing
 VERSION = r"(?<!\d)0[._-]?9[._-]?([1-8])(?!\d)"
 PADDINGS = ("zeros", "reflect", "replicate")  # a circular one would need the other side of the picture in each tile
 
@@ -199,7 +191,7 @@ def sample(
         guidance = LtxGuidance(settings, schedule.levels, recipe.star)
         predict = _predictor(transformer, pipeline.precision.residual, prompt, guidance, stepper, pipeline.run.group)
         tokens = loop.denoise(
-            stepper.initial(),
+            stepper.with_image_noise(start.tokens, 0),
             schedule,
             predict,
             progress=progress,
@@ -246,12 +238,12 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
     from diffusers import LTXLatentUpsamplePipeline, LTXPipeline
 
     generator = generator_for(latents.seed, latents.extra.get("generator_state"))
-    recipe, samples, removes = recipe_for(pipeline), latents.samples, False
+    recipe, samples, config = recipe_for(pipeline), latents.samples, pipeline.configs["vae"]
+    removes = config.get("timestep_conditioning")
     timestep = latents.extra.get("decode_timestep", recipe.decode_timestep)
-    if pipeline.configs["vae"].get("timestep_conditioning"):
+    if removes:
         level = torch.tensor(latents.extra.get("decode_noise_scale", recipe.decode_noise))
         samples = (1 - level) * samples + level * loop.noise_for(tuple(samples.shape), generator, HOST)
-        removes = True
     if latents.extra.get("tone_map"):
         samples = LTXLatentUpsamplePipeline.tone_map_latents(None, samples, latents.extra["tone_map"])
 
@@ -261,7 +253,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
         return LTXPipeline._denormalize_latents(samples, mean, std, conditions.scaling(pipeline)), time
 
     with decoding(pipeline, latents.samples.shape, progress, form) as passes:
-        noise = state_of(generator) if any(pipeline.configs["vae"].get("decoder_inject_noise") or ()) else None
+        noise = state_of(generator) if any(config.get("decoder_inject_noise") or ()) else None
         return unsigned(passes.decode(latents.samples, prepare=prepare, noise=noise))
 
 

@@ -58,7 +58,7 @@ def sample(
     device, dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
     generator = generator_for(settings.seed)
     mean, std, scale = statistics_of(pipeline)
-    recipe = recipe_of(pipeline)
+    recipe = recipe_of(pipeline, settings)
     trained = None if recipe is None else recipe.timesteps
     if trained is not None and settings.sigmas is None:
         tell_once(progress, "noise levels of FastVideo's own script; they were Genmo's before")

@@ -11,6 +11,7 @@ import tiny
 import torch
 from anygpu.compat.device.execution import generator_for
 from anygpu.compat.errors import InputError, UnsupportedError
+from anygpu.compat.memory import parts
 from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import (
@@ -30,7 +31,7 @@ from anygpu.pipelines.families.ltx.spec import SPEC
 from anygpu.pipelines.family import Recipe
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.lora import with_lora
-from anygpu.pipelines.pictures import fitted
+from anygpu.pipelines.pictures import fitted, prepared
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sampling import loop
@@ -580,6 +581,24 @@ def test_a_control_clip_stands_beside_the_video(
     torch.testing.assert_close(made.samples, expected, atol=2e-5, rtol=1e-4)
 
 
+def test_a_control_clip_is_neither_blurred_nor_compressed(
+    condition: Model, recorded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Lightricks/ComfyUI-LTXVideo ``iclora.py`` has it: thin edges would lose half of their contrast."""
+    monkeypatch.setattr(parts, "_told", set())
+    edges, watched = torch.zeros(9, SIZE, SIZE, 3), recorded()
+    edges[:, ::8] = 1.0
+    request = ImageRequest(edges, SIZE, SIZE, control=True)
+    made = [
+        stages.encode_image(condition.pipeline, each, "crop", watched).tensors["control_0"]
+        for each in (request, replace(request, prepare=False))
+    ]
+    assert torch.equal(*made) and not any("blurred and compressed as" in line for line in watched.said)
+    assert sum("earlier versions blurred and compressed it" in line for line in watched.said) == 1
+    picture = replace(request, control=False)
+    assert not torch.equal(prepared(condition.pipeline, picture, "crop", watched).frames, edges)
+
+
 def test_new_noise_in_a_control_clip_is_its_share_of_the_level() -> None:
     """Of a stochastic recipe, whose prediction is exact: noise minus data, in each token by its share."""
     data, noise, shares = torch.randn(1, 3, 128), torch.randn(1, 3, 128), torch.tensor([[1.0, 0.5, 0.0]])
@@ -619,8 +638,10 @@ def test_an_older_model_takes_a_control_clip_too_and_other_families_say_that_the
     assert made.samples.shape == without.samples.shape and not torch.equal(made.samples, without.samples)
     folders = [tiny.build(name, tiny_folder) for name in ("hunyuan_video", "siglip", "framepack")]
     other, progress = load(LoadRequest(folders[-1], device="cpu", base=folders[0])), recorded()
-    stages.encode_image(other, ImageRequest(PICTURE, 64, 64, control=True), "stretch", progress)
+    wide = ImageRequest(torch.rand(1, 64, 96, 3), 64, 64, control=True)
+    stages.encode_image(other, wide, "nearest bucket", progress)
     assert "control has no effect on FramePack" in progress.said
+    assert any("lanczos as its publisher" in line for line in progress.said), "it is prepared all the same"
 
 
 @pytest.mark.parametrize("name", ["plain", "condition"])

@@ -5,11 +5,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import tiny
 import torch
 from anygpu.compat.device.execution import HOST
 from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.compat.memory import parts
 from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Latents, Prompt, SampleSettings, Silent
@@ -228,7 +230,10 @@ def test_a_temporal_upscaler_doubles_the_frames_of_the_same_seconds(
     assert (found.frames, found.fps) == (2 * low.frames - 1, 2 * low.fps) and SECOND_PASS not in found.extra
     assert stages.decode(pipeline, found, Silent()).shape[0] == found.frames
     asked = SampleSettings(0, 0, 0, steps=2, seed=3, denoise=0.3, latents=found)
-    assert stages.sample(pipeline, prompt(), None, asked, Silent()).frames == found.frames
+    again = stages.sample(pipeline, prompt(), None, asked, Silent())
+    assert (again.frames, again.fps) == (found.frames, found.fps), "drawn again it would last twice as long"
+    assert stages.sample(pipeline, prompt(), None, replace(asked, fps=8.0), Silent()).fps == 8.0
+    assert stages.sample(pipeline, prompt(), None, replace(asked, latents=replace(low, fps=24.0)), Silent()).fps == 24.0
 
 
 @pytest.mark.parametrize(("both", "words"), [(True, "enlarges in a way"), (False, "holds no latent upscaler")])
@@ -270,6 +275,31 @@ def test_a_share_of_13bs_schedule_begins_where_it_is_asked(
         stages.sample(pipeline, prompt(), None, replace(settings, steps=1, denoise=1.0), Silent())
 
 
+@pytest.mark.parametrize("variant", ["distilled", "distilled_0.9.6"])
+def test_a_share_of_a_distilled_schedule_goes_down_to_nothing(
+    models: dict[str, Pipeline], variant: str, monkeypatch: pytest.MonkeyPatch, recorded: Any
+) -> None:
+    """By trained steps, as diffusers' denoise_strength; once the last trained level was the least to begin at."""
+    monkeypatch.setattr(ltx, "recipe_for", lambda _: SPEC.published.recipes[variant])
+    monkeypatch.setattr(parts, "_told", set())
+    pipeline, steps = models["linear-quadratic"], SPEC.published.recipes[variant].steps
+    whole, watched = (*SPEC.published.recipes[variant].timesteps, 0.0), recorded()
+    for denoise in (0.95, 0.5, 0.25, 0.125):
+        asked = replace(SETTINGS, steps=0, latents=start(pipeline), denoise=denoise)
+        recipe, settings = recipe_of(pipeline, asked), replace(asked, steps=steps)
+        levels = ltx._schedule(pipeline.tools["scheduler"], settings, True, recipe, HOST).levels
+        count = int(steps / denoise)
+        expected = numpy.interp(numpy.linspace(0, steps, count + 1), range(steps + 1), whole)[-steps - 1 :]
+        assert levels == pytest.approx(expected, abs=1e-6)
+    near, far = (
+        stages.sample(pipeline, prompt(), None, replace(asked, denoise=denoise), watched).samples
+        for denoise in (0.02, 1.0)
+    )
+    clean = start(pipeline).samples
+    assert (near - clean).norm() < 0.4 * (far - clean).norm()
+    assert sum("earlier versions began above" in line for line in watched.said) == 1
+
+
 def test_a_step_cache_acts_in_a_share_of_the_steps_that_run(
     models: dict[str, Pipeline], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,7 +331,7 @@ def test_a_second_pass_ends_at_the_size_that_is_asked(models: dict[str, Pipeline
     for _ in range(2):
         other = replace(SETTINGS, latents=replace(upscaled, fps=24.0), steps=1)
         assert stages.sample(pipeline, prompt(), None, other, watched).fps == 24.0
-    assert watched.said.count("24 fps, as in the first pass; earlier versions took 25") == 1
+    assert watched.said.count("24 fps, as its latents have; earlier versions took 25") == 1
     assert all(torch.equal(one.samples, own.samples) for one in (asked, first, usual))
     whole, final = (stages.decode(pipeline, one, Silent()) for one in (own, asked))
     wanted = torch.nn.functional.interpolate(whole.permute(0, 3, 1, 2), size=(40, 48), mode="bilinear")

@@ -104,6 +104,9 @@ def test_fast_mochi_takes_its_own_levels(pipeline, prompt, recorded):
     assert line not in chosen.said
     stages.sample(fast, prompt, None, replace(ASKED, steps=2, cfg=0.0), said)
     assert said.said.count(line) == 1, "what an older graph had otherwise is said once"
+    less = replace(ASKED, steps=8, cfg=1.0, seed=1, latents=own, denoise=0.02)
+    near, far = (stages.sample(fast, prompt, None, each, said).samples for each in (less, replace(less, denoise=1.0)))
+    assert (near - own.samples).norm() < 0.2 * (far - own.samples).norm(), "it begins near the latents"
     torch.testing.assert_close(own.samples, given.samples, atol=1e-4, rtol=1e-4)
     assert not torch.equal(
         own.samples, stages.sample(pipeline, prompt, None, replace(ASKED, steps=8), Silent()).samples
