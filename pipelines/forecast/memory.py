@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ from ..sizes import (
     text_bytes,
     transformer_bytes,
 )
-from ..vae.plan import planned_decode
+from ..vae.plan import AUTO, DRAFT, DecodeRequest, planned_decode
 from .times import Rooms, room_of
 
 COMPUTES = {"text": "text_encoder", "image": "image_encoder", "sampling": TRANSFORMER, "decoding": VAE}  # by stage
@@ -51,15 +52,20 @@ class Forecast:
 
 
 def forecast(
-    pipeline: Pipeline, size: Size, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
+    pipeline: Pipeline,
+    size: Size,
+    mode: str = "",
+    room: int | None = None,
+    rooms: Rooms = free_bytes,
+    form: DecodeRequest | None = None,
 ) -> Forecast:
-    """Forecast the memory of a run of ``size`` under ``mode``, by default the pipeline's own. By ``room``, bytes of
-    the device, and ``rooms`` of others the run chooses how it decodes; None for a decode of the whole video."""
+    """Forecast the memory of a run of ``size`` under ``mode``, by default the pipeline's own. By ``form``, ``room``,
+    bytes of the device, and ``rooms`` of others it decodes; None for a decode of the whole video."""
     mode = mode or pipeline.offloader.mode
     places = {stage: pipeline.offloader.device_of(part) for stage, part in COMPUTES.items()}
     own_rooms = {stage: room_of(pipeline, device, room, rooms) for stage, device in places.items()}
     stages = []
-    for need in _needs(pipeline, size, mode, places, own_rooms):
+    for need in _needs(pipeline, size, mode, places, own_rooms, form or DecodeRequest()):
         own = own_rooms[need.name]
         if places[need.name] != pipeline.offloader.device:
             need = replace(need, device=str(places[need.name]), room=own)
@@ -70,7 +76,12 @@ def forecast(
 
 
 def _needs(
-    pipeline: Pipeline, size: Size, mode: str, places: Mapping[str, torch.device], rooms: Mapping[str, int | None]
+    pipeline: Pipeline,
+    size: Size,
+    mode: str,
+    places: Mapping[str, torch.device],
+    rooms: Mapping[str, int | None],
+    form: DecodeRequest,
 ) -> list[StageNeed]:
     """Each stage beside what stays on its device from before; ``rooms`` are the bytes that each may take."""
 
@@ -104,19 +115,24 @@ def _needs(
     still = beside("sampling", "decoding", all_own)
     ahead = ahead_bytes(pipeline.offloader, weights[VAE], VAE, mode)
     whole = StageNeed("decoding", still, vae, decoding_bytes(pipeline, size), ahead=ahead)
-    return [*stages, _decoding(pipeline, size, whole, rooms["decoding"])]
+    return [*stages, _decoding(pipeline, size, whole, rooms["decoding"], form)]
 
 
-def forecasts(pipeline: Pipeline, size: Size, room: int | None = None) -> tuple[Forecast, ...]:
-    return tuple(forecast(pipeline, size, mode, room) for mode in MODES)
+def forecasts(
+    pipeline: Pipeline, size: Size, room: int | None = None, form: DecodeRequest | None = None
+) -> tuple[Forecast, ...]:
+    return tuple(forecast(pipeline, size, mode, room, form=form) for mode in MODES)
 
 
-def _decoding(pipeline: Pipeline, size: Size, whole: StageNeed, room: int | None) -> StageNeed:
-    """The decode as a run begins it: whole, beside what is there; else in the first form that fits alone."""
-    if room is None or whole.total * SPARE <= room:
+def _decoding(pipeline: Pipeline, size: Size, whole: StageNeed, room: int | None, form: DecodeRequest) -> StageNeed:
+    """The decode as a run begins it: by ``form``, or whole, beside what is there; else in the first way that fits
+    alone. A draft, which needs less, counts as auto."""
+    room = sys.maxsize if room is None else room
+    form = DecodeRequest() if form.method == DRAFT else form
+    if form == DecodeRequest() and whole.total * SPARE <= room:
         return whole
-    method, needed = planned_decode(pipeline, size, room - whole.weights, None)
-    if method.whole and not method.on_host:
-        return replace(whole, kept=0, activations=needed)
-    weights = 0 if method.on_host else whole.weights
-    return replace(whole, kept=0, weights=weights, activations=needed, form=str(method))
+    method, needed = planned_decode(pipeline, size, room - whole.weights, form)
+    if method.on_host:
+        return replace(whole, kept=0, weights=0, activations=0, ahead=0, form=str(method))
+    need = replace(whole, activations=needed, form="" if method.whole else str(method))
+    return need if form.method != AUTO and need.total * SPARE <= room else replace(need, kept=0)
