@@ -146,11 +146,6 @@ def _weights(layer: nn.Module) -> Iterator[Any]:
     return (weight for weight in held if isinstance(weight, QuantizedTensor))
 
 
-def multiplies_packed(layer: Any) -> bool:
-    """True if core multiplies ``layer`` as it is packed; int8 and int4 it does whatever its switches say."""
-    return getattr(layer, "quant_format", "") in INTEGERS or is_native(layer)
-
-
 def is_native(layer: Any) -> bool:
     """True if core computes ``layer`` in a packed format, by int8 sums or on fp8 tensor cores."""
     return (
@@ -204,7 +199,7 @@ def packed_fit(
 ) -> PackedFit:
     """Choose the paths of the packed layers of ``network``; ``safe``: it computes around an fp32 stream."""
     formats = {layer: str(getattr(layer, "quant_format", "") or "unnamed") for layer in packed_layers(network)}
-    multiplied = {layer_format for layer, layer_format in formats.items() if multiplies_packed(layer)}
+    multiplied = {each for layer, each in formats.items() if each in INTEGERS or is_native(layer)}  # as it is packed
     coarse = {layer_format for layer, layer_format in formats.items() if _is_coarse(layer)} - multiplied
     paths, decisions = dict[str, str](), list[Decision]()
     for layer_format, count in Counter(formats.values()).items():
