@@ -324,7 +324,7 @@ def decode(
     size = Size(latents.width, latents.height, latents.frames, window=window, sections=sections)
 
     def run() -> Run:
-        return planned_run(pipeline, size, form=form)
+        return replace(planned_run(pipeline, size), form=form)
 
     drafts = form.method == DRAFT
     with running(DECODING, pipeline, progress, latents, hint, None if drafts else run):

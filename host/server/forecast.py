@@ -22,7 +22,7 @@ from ...paint.choices import DEMO_SIZE, is_demo
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
 from ...paint.networks.stable_diffusion import joined_files
 from ...paint.networks.weights import Weights
-from ...pipelines.base import FramePackSettings, Latents, PromptRequest, SampleSettings
+from ...pipelines.base import DecodeRequest, FramePackSettings, Latents, PromptRequest, SampleSettings
 from ...pipelines.decisions import card_of
 from ...pipelines.demo.stand_in import own_inputs
 from ...pipelines.family import FITS as PICTURE_FITS
@@ -40,7 +40,7 @@ from ...pipelines.pictures import picture_size
 from ...pipelines.pipeline import Pipeline
 from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, require_family, snap, with_step_cache
 from ...pipelines.sizes import Size, latent_shape
-from ...pipelines.vae.plan import METHODS, DecodeRequest, checked_request
+from ...pipelines.vae.plan import METHODS, checked_request
 from .. import folders, memory_manager, recovery, requests, saved
 from ..recipes import Prompt, advice, back
 from .panel import error_message, facts
@@ -49,7 +49,7 @@ MOST_PIPELINES = 8
 DELIGHTS, ENCODES, LOADS = "AnyGPUDelightImage", "AnyGPUEncodeImage", "LoadImage"
 FILM = re.compile("video|frames|gif|anygpudecode", re.IGNORECASE)  # in names of nodes whose pictures are a clip
 TAKEN = ("length", "num_frames")  # inputs of nodes that take pictures out of several: one is none
-DERIVED = ("texts", "clip", "latents", "form")  # what a forecast knows beside the numbers of a node
+DERIVED = ("texts", "clip", "latents")  # what a forecast knows beside the numbers of a node
 COUNTED = ("cfg", "cfg_start", "cfg_end", "stg", "guidance_rescale", "shift", "denoise", "fps", "latents")  # settings
 CLIP = ("clip_seconds", "window", "single_frame")
 SIZE, USUAL = ("width", "height", "frames"), {"batch_size": 1, "window": 9, "single_frame": False}
@@ -258,7 +258,7 @@ def _texts(prompt: Prompt, node: str, pipeline: Pipeline) -> PromptRequest | Non
     return texts
 
 
-def _decode_form(prompt: Prompt, node: str) -> DecodeRequest:
+def _decode(prompt: Prompt, node: str) -> DecodeRequest:
     """The way in which the first node that decodes the latents of ``node`` does so; auto without one."""
     for each in (name for name, entry in prompt.items() if entry["class_type"] == "AnyGPUDecode"):
         if next((one for one in back(prompt, each, "latent") if prompt[one]["class_type"] in RUNS), "") == node:
@@ -315,7 +315,9 @@ def _forecast(prompt: Prompt, node: str, loaded: Inputs) -> dict[str, Any]:
     try:
         if isinstance(pipeline, Pipeline):
             numbers, pipeline = _given(prompt, node, loaded)
-            numbers |= {"texts": _texts(prompt, node, pipeline), "form": _decode_form(prompt, node)}
+            numbers["texts"] = _texts(prompt, node, pipeline)
+            decode = checked_request(_decode(prompt, node), pipeline.spec.sizes.ratio)
+            pipeline = replace(pipeline, run=replace(pipeline.run, decode=decode))
         elif not prompt[node]["inputs"].get("negative_prompt"):
             numbers.pop("text_guidance", None)  # which has no effect then
         run, stages_in, times = RUNS[kind](numbers, pipeline, room)
@@ -375,15 +377,14 @@ def _sampled(plain: Inputs, pipeline: Pipeline, room: int | None) -> Asked:
     given = {name: plain[name] for name in COUNTED if name in plain}
     settings = SampleSettings(width, height, frames, steps=int(plain.get("steps", 0)), **given)
     asked = Size(width, height, frames, window=int(plain["window"]), clip="clip" in plain)
-    form = checked_request(plain.get("form", DecodeRequest()), pipeline.spec.sizes.ratio)
-    run = planned_run(pipeline, asked, settings, plain.get("texts"), form)
+    run = planned_run(pipeline, asked, settings, plain.get("texts"))
     times = times_of(pipeline, run, [mode], room, rooms)
     if times:
         less = known_or_why(lambda: savings(pipeline, run, mode, room, rooms))[0] or ()
         times.less = [replace(one, seconds=clips * one.seconds) for one in less]
     times.update({name: one.of_clips(clips) for name, one in times.items()})
     words = f"{width}x{height}, {frames} frames" + f", {clips} videos" * (clips > 1)
-    return words, lambda mode: forecast(pipeline, run.size, mode, room, rooms, form).stages, times
+    return words, lambda mode: forecast(pipeline, run.size, mode, room, rooms).stages, times
 
 
 def _painted(plain: Inputs, pipeline: PaintPipeline, room: int | None) -> Asked:

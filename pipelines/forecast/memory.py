@@ -26,7 +26,7 @@ from ..sizes import (
     text_bytes,
     transformer_bytes,
 )
-from ..vae.plan import AUTO, DRAFT, DecodeRequest, planned_decode
+from ..vae.plan import AUTO, DecodeRequest, forecast_form, planned_decode
 from .times import Rooms, room_of
 
 COMPUTES = {"text": "text_encoder", "image": "image_encoder", "sampling": TRANSFORMER, "decoding": VAE}  # by stage
@@ -52,20 +52,15 @@ class Forecast:
 
 
 def forecast(
-    pipeline: Pipeline,
-    size: Size,
-    mode: str = "",
-    room: int | None = None,
-    rooms: Rooms = free_bytes,
-    form: DecodeRequest | None = None,
+    pipeline: Pipeline, size: Size, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
 ) -> Forecast:
-    """Forecast the memory of a run of ``size`` under ``mode``, by default the pipeline's own. By ``form``, ``room``,
-    bytes of the device, and ``rooms`` of others it decodes; None for a decode of the whole video."""
+    """Forecast the memory of a run of ``size`` under ``mode``, by default the pipeline's own. By ``room``, bytes of
+    the device, and ``rooms`` of others the run chooses how it decodes; None for a decode of the whole video."""
     mode = mode or pipeline.offloader.mode
     places = {stage: pipeline.offloader.device_of(part) for stage, part in COMPUTES.items()}
     own_rooms = {stage: room_of(pipeline, device, room, rooms) for stage, device in places.items()}
     stages = []
-    for need in _needs(pipeline, size, mode, places, own_rooms, form or DecodeRequest()):
+    for need in _needs(pipeline, size, mode, places, own_rooms):
         own = own_rooms[need.name]
         if places[need.name] != pipeline.offloader.device:
             need = replace(need, device=str(places[need.name]), room=own)
@@ -76,12 +71,7 @@ def forecast(
 
 
 def _needs(
-    pipeline: Pipeline,
-    size: Size,
-    mode: str,
-    places: Mapping[str, torch.device],
-    rooms: Mapping[str, int | None],
-    form: DecodeRequest,
+    pipeline: Pipeline, size: Size, mode: str, places: Mapping[str, torch.device], rooms: Mapping[str, int | None]
 ) -> list[StageNeed]:
     """Each stage beside what stays on its device from before; ``rooms`` are the bytes that each may take."""
 
@@ -115,20 +105,17 @@ def _needs(
     still = beside("sampling", "decoding", all_own)
     ahead = ahead_bytes(pipeline.offloader, weights[VAE], VAE, mode)
     whole = StageNeed("decoding", still, vae, decoding_bytes(pipeline, size), ahead=ahead)
-    return [*stages, _decoding(pipeline, size, whole, rooms["decoding"], form)]
+    return [*stages, _decoding(pipeline, size, whole, rooms["decoding"])]
 
 
-def forecasts(
-    pipeline: Pipeline, size: Size, room: int | None = None, form: DecodeRequest | None = None
-) -> tuple[Forecast, ...]:
-    return tuple(forecast(pipeline, size, mode, room, form=form) for mode in MODES)
+def forecasts(pipeline: Pipeline, size: Size, room: int | None = None) -> tuple[Forecast, ...]:
+    return tuple(forecast(pipeline, size, mode, room) for mode in MODES)
 
 
-def _decoding(pipeline: Pipeline, size: Size, whole: StageNeed, room: int | None, form: DecodeRequest) -> StageNeed:
-    """The decode as a run begins it: by ``form``, or whole, beside what is there; else in the first way that fits
-    alone. A draft, which needs less, counts as auto."""
-    room = sys.maxsize if room is None else room
-    form = DecodeRequest() if form.method == DRAFT else form
+def _decoding(pipeline: Pipeline, size: Size, whole: StageNeed, room: int | None) -> StageNeed:
+    """The decode as a run begins it: as it is asked for, or whole, beside what is there; else in the first form that
+    fits alone."""
+    room, form = sys.maxsize if room is None else room, forecast_form(pipeline.run.decode)
     if form == DecodeRequest() and whole.total * SPARE <= room:
         return whole
     method, needed = planned_decode(pipeline, size, room - whole.weights, form)

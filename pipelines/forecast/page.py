@@ -13,7 +13,6 @@ from ..base import PromptRequest, SampleSettings
 from ..pipeline import Pipeline
 from ..settings import of_checkpoint, snap
 from ..sizes import Size
-from ..vae.plan import DecodeRequest
 from .fit import plan_line
 from .memory import Forecast, forecasts
 from .placement import CARDS
@@ -34,18 +33,14 @@ def planned_size(pipeline: Pipeline, width: int, height: int, frames: int, guide
 
 
 def memory_plan(
-    pipeline: Pipeline,
-    size: Size,
-    settings: SampleSettings | None = None,
-    texts: PromptRequest | None = None,
-    form: DecodeRequest | None = None,
+    pipeline: Pipeline, size: Size, settings: SampleSettings | None = None, texts: PromptRequest | None = None
 ) -> tuple[str, torch.Tensor]:
     """Memory of a run of ``size`` in each mode, as text and as a picture (1, H, 1200, 3) in 0..1; nothing runs."""
     title = f"{pipeline.spec.title} {size.width}x{size.height}, {size.frames} frames"
     more = ", with true guidance" if size.guided else ""
     room = room_now(pipeline)
-    needs = forecasts(pipeline, size, room, form)
-    run = planned_run(pipeline, size, settings, texts, form)
+    needs = forecasts(pipeline, size, room)
+    run = planned_run(pipeline, size, settings, texts)
     times = times_of(pipeline, run, [each.mode for each in needs], room)
     less = known_or_why(lambda: savings(pipeline, run, room=room))[0] if pipeline.offloader.mode in times else None
     return shown(pipeline, title, more, needs, times, less or ())

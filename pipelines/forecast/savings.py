@@ -123,4 +123,4 @@ def _shorter(pipeline: Pipeline, run: Run) -> Changed | None:
     if frames >= size.frames or run.settings.latents is not None:
         return None
     asked = replace(run.settings, frames=frames, guidance_steps=())
-    return pipeline, planned_run(pipeline, replace(size, frames=frames, sections=0), asked, run.texts, run.form)
+    return pipeline, planned_run(pipeline, replace(size, frames=frames, sections=0), asked)

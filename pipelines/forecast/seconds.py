@@ -135,11 +135,7 @@ def work_key(pipeline: Pipeline, stage: str, run: Run) -> str:
 
 
 def planned_run(
-    pipeline: Pipeline,
-    size: Size,
-    asked: SampleSettings | None = None,
-    texts: PromptRequest | None = None,
-    form: DecodeRequest | None = None,
+    pipeline: Pipeline, size: Size, asked: SampleSettings | None = None, texts: PromptRequest | None = None
 ) -> Run:
     """A run of ``size`` with the steps and guidance that are ``asked``, else those of the checkpoint."""
     recipe = recipe_of(pipeline, asked)
@@ -149,7 +145,7 @@ def planned_run(
     rows = settings.guidance_steps or guidance_steps(recipe, settings, cfg)
     settings = replace(settings, fps=settings.fps or usual.fps, steps=settings.steps or usual.steps)
     settings = replace(settings, width=size.width, height=size.height, frames=size.frames, cfg=cfg, guidance_steps=rows)
-    return Run(replace(size, guided=cfg > 1.0), settings, texts, form)
+    return Run(replace(size, guided=cfg > 1.0), settings, texts, pipeline.run.decode)
 
 
 def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, ProbeStore | None]:
