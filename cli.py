@@ -201,6 +201,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     machine = _machine(arguments)
     job = _job(arguments, machine.places)
     pipeline = jobs.load_pipeline(job, machine, Printed(), jobs.request_of(job, machine))
+    pipeline = replace(pipeline, run=replace(pipeline.run, decode=job.decode))
     texts = job.prompt if pipeline.spec.recipes.sections else None  # each section's are encoded
     print(memory_plan(pipeline, *jobs.planned_size(job, machine, pipeline), texts)[0])
     return 0

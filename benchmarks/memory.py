@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import published
 import torch
 from anygpu.compat.device.facts import free_bytes
 from anygpu.compat.memory.offloader import MODES
+from anygpu.compat.transforms.attention import Attention
 from anygpu.pipelines import sizes, stages
 from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.forecast.memory import forecast, forecasts
@@ -158,9 +160,10 @@ SIZES = data("fit_sizes")  # width, height, frames: none of them is a test's
 SAME_VAE = {"framepack": "hunyuan_video"}  # whose frames are those of sections: the other family's decode tells more
 FITTED = (DecodeRequest("full"), DecodeRequest("streaming", tile=16), DecodeRequest("chunked", frames=1))
 PROMPTS = ("a fox", "a red fox in the snow, seen from the side, slow camera, morning light")
-ORDER = ("tokens", "latents", "pixels", "plain", "text", "streamed", "chunked")
+ORDER = ("tokens", "latents", "pixels", "plain", "text", "streamed", "chunked", "attending")
 PLAIN = {"ltx": 3.95, "hunyuan_video": 3.35}  # channels per pixel that do not grow with the decoder's
 # width: its picture and what is made of it; all decoders at hand have one width, which cannot tell them apart
+LINE = 120  # columns
 FIT = re.compile(r"FIT = family.FitFactors\([^)]*\)")  # of a `spec.py`
 
 
@@ -180,9 +183,17 @@ def _stages(pipeline: Pipeline, size: Size, words: str) -> list[dict[str, Any]]:
     """The rows of one run."""
     settings = SampleSettings(size.width, size.height, size.frames, steps=2, cfg=2.0 if size.guided else 1.0)
     sections, picture = FramePackSettings(size.frames / 30, window=size.window), (size.height, size.width)
+    request, alive = PromptRequest(words, "blurry"), list[int]()
+    call = Attention.__call__
+
+    def seen(attention: Attention, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        result = call(attention, query, *rest)
+        alive.append(accelerator.memory().allocated_bytes)
+        return result
+
     with torch.no_grad():
-        request = PromptRequest(words, "blurry")
-        prompt, latents = sampled_latents(pipeline, request, settings, sections, picture)
+        with patch.object(Attention, "__call__", seen):
+            prompt, latents = sampled_latents(pipeline, request, settings, sections, picture)
         for form in FITTED if pipeline.family not in SAME_VAE else ():
             if form.method != "chunked" or pipeline.spec.rewrites.causal_decoder:
                 stages.decode(pipeline, latents, Silent(), form=form)
@@ -201,16 +212,22 @@ def _stages(pipeline: Pipeline, size: Size, words: str) -> list[dict[str, Any]]:
         ("chunked", "vae", (sizes.decoding_bytes(pipeline, size, 1), 0)),
     )
     asked = {"width": size.width, "height": size.height, "frames": size.frames, "guided": size.guided}
+    found = [
+        (stage, peak - pipeline.weights[part].total, first, second)
+        for (stage, part, (first, second)), (_, peak) in zip(terms, costs, strict=False)
+    ]
+    peak = next(measured for stage, measured, *_ in found if stage == "sampling")
+    found.append(("attending", max(alive) - pipeline.weights["transformer"].total, peak, 0))
     return [
         {
             "stage": stage,
             **asked,
             "text_tokens": size.text,
-            "measured_bytes": peak - pipeline.weights[part].total,
+            "measured_bytes": measured,
             "first_term_bytes": int(first),
             "second_term_bytes": int(second),
         }
-        for (stage, part, (first, second)), (_, peak) in zip(terms, costs, strict=False)
+        for stage, measured, first, second in found
     ]
 
 
@@ -228,8 +245,8 @@ def factors(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
         mine = found.setdefault(family, {})
         if stage == "sampling":
             mine["tokens"], mine["latents"] = _two(values)
-        elif stage == "text":
-            mine["text"] = _one(values)
+        elif stage in ("text", "attending"):
+            mine[stage] = _one(values)
         elif stage == "decoding":
             plain = PLAIN.get(family, 0.0)
             mine["plain"] = plain
@@ -261,7 +278,8 @@ def _two(values: list[tuple[float, float, float]]) -> tuple[float, float]:
 def written(spec: str, mine: Mapping[str, float]) -> str:
     """The text of a family's `spec.py` with these factors."""
     factors = ", ".join(f"{name}={mine[name]}" for name in ORDER if name in mine)
-    return FIT.sub(f"FIT = family.FitFactors({factors})", spec)
+    line = f"FIT = family.FitFactors({factors})"
+    return FIT.sub(line if len(line) <= LINE else f"FIT = family.FitFactors(\n    {factors}\n)", spec)
 
 
 def last_rows() -> list[dict[str, str]]:

@@ -197,6 +197,16 @@ class ImageRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeRequest:
+    """User's choices for a decode."""
+
+    method: str = "auto"  # one of ``vae.plan.METHODS``
+    tile: int = 0  # pixels of a tile, 0 for the method's own
+    overlap: int = -1  # pixels of it that blend into the next, -1 for a quarter
+    frames: int = 0  # latent frames per chunk, 0 for the method's own
+
+
+@dataclass(frozen=True, slots=True)
 class FramePackSettings:
     """FramePack's additions to :class:`SampleSettings`, whose ``frames`` it replaces by a length."""
 

@@ -137,6 +137,7 @@ class FitFactors:
     text: float  # copies of a text encoder's widest activation, which is that of its feed-forward
     streamed: float  # copies of a tile of the last layer that a streamed decode holds
     chunked: float = 1.0  # what the frames remembered make of a chunk
+    attending: float = 1.0  # share of a forward's peak that is alive while attention computes
 
 
 @dataclass(frozen=True, slots=True)

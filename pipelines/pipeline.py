@@ -22,7 +22,7 @@ from ..compat.memory.offloader import Offloader
 from ..compat.memory.parts import KnownToHost, PartBytes, Parts
 from ..compat.ranks import Group, Value
 from ..compat.transforms.step_cache import StepCacheSettings
-from .base import Progress
+from .base import DecodeRequest, Progress
 from .family import FamilySpec
 from .requests import LoadRequest
 from .speed import Speed
@@ -118,6 +118,7 @@ class RunOptions:
     doctor: Doctor | None = None  # watches its samplings; None for none
     resuming: Resuming | None = None  # saves the steps of its sampling; None for none
     group: Group | None = None  # the processes that render one video together; None for this one alone
+    decode: DecodeRequest | None = None  # the decode that a forecast counts; None for auto
 
 
 @dataclass(frozen=True, slots=True)

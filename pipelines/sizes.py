@@ -58,13 +58,18 @@ def transformer_bytes(pipeline: Pipeline, mode: str, forward: int = 0) -> int:
 def sampling_bytes(pipeline: Pipeline, size: Size) -> int:
     fit, (tokens, latents) = pipeline.spec.memory.fit, sampling_terms(pipeline, size)
     dense = max(_dense(pipeline, part) for part in pipeline.spec.transformers)
+    batch, heads, width, item = _states(pipeline, size)
+    count = tokens // (batch * heads * width * item)
     if pipeline.run.group is not None:  # attention holds all tokens of a share of the heads: as many bytes
-        tokens //= pipeline.run.group.fewest
+        tokens, heads = tokens // pipeline.run.group.fewest, max(1, heads // pipeline.run.group.fewest)
     copies, attention = fit.tokens, pipeline.plan.speed.attention
     if attention.choice == SPARSE:
         copies += SPARSE_COPIES * shares(latent_shape(pipeline, size))[2]
         dense += attention.budget_bytes  # of the keys and values that are gathered
-    return int(copies * tokens + fit.latents * latents) + dense
+    forward = int(copies * tokens + fit.latents * latents)
+    dtype = pipeline.precision.compute or pipeline.precision.transformer
+    queries = torch.empty(batch, heads, count, width, dtype=dtype, device="meta")
+    return max(forward, int(fit.attending * forward) + attention.extra_bytes(queries)) + dense
 
 
 def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
@@ -78,12 +83,17 @@ def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
         near = terms.clip.seen.get(pipeline.variant, 0) if size.clip else 0
         seen, frames = size.window + near + clean, size.window + near + more
     tokens = int(seen / patch_time * (rows // patch) * (columns // patch))
-    width = int(config.get("num_attention_heads", 24)) * int(config.get("attention_head_dim", 128))
-    batch = 2 if size.guided and pipeline.spec.recipes.batched_cfg else 1
     tokens += (size.text or terms.text_tokens if terms.text_tokens else 0) + terms.history_tokens
     channels = int(config.get("in_channels", 16))
-    item = pipeline.precision.residual.itemsize
-    return batch * tokens * width * item, batch * channels * frames * rows * columns * 4
+    batch, heads, width, item = _states(pipeline, size)
+    return batch * tokens * heads * width * item, batch * channels * frames * rows * columns * 4
+
+
+def _states(pipeline: Pipeline, size: Size) -> tuple[int, int, int, int]:
+    """The rows of one forward of the transformer, its heads, their width, and bytes of a value of its states."""
+    config, batched = pipeline.configs[TRANSFORMER], size.guided and pipeline.spec.recipes.batched_cfg
+    heads, width = int(config.get("num_attention_heads", 24)), int(config.get("attention_head_dim", 128))
+    return 2 if batched else 1, heads, width, pipeline.precision.residual.itemsize
 
 
 def beside_transformer(

@@ -353,6 +353,33 @@ def test_a_run_from_latents_is_told_at_their_size_and_by_the_recipe_of_its_pass(
     assert told["6"]["error"]["found"] == "memory and time unknown: latent is from AnyGPUEncodeVideo"
 
 
+def test_a_decode_is_told_as_its_node_does_it(pack, tiny_folder):
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
+    paced()
+    prompt = {
+        "7": {"class_type": "AnyGPULoadPipeline", "inputs": {"model": "LTX-Video"}},
+        "1": {
+            "class_type": "AnyGPUSample",
+            "inputs": {"pipeline": ["7", 0], "width": 128, "height": 128, "frames": 17},
+        },
+        "2": {"class_type": "AnyGPUSaveLatent", "inputs": {"latent": ["1", 0]}},
+        "3": {"class_type": "AnyGPUDecode", "inputs": {"pipeline": ["7", 0], "latent": ["2", 0]}},
+    }
+
+    def told(**inputs: Any) -> tuple[Any, ...]:
+        prompt["3"]["inputs"] |= inputs
+        (found,) = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})[1]["forecasts"]
+        if "error" in found:
+            return (found["error"]["found"],)
+        (stage,) = [stage for stage in found["stages"] if stage["stage"] == "decoding"]
+        return stage["peak"], stage["fits"], found["seconds"]["decoding"]
+
+    (whole, fits, seconds), tiled = told(), told(method="tiled", tile_size=64)
+    assert fits == "fits" and tiled[0] < 0.5 * whole and tiled[1] == "in parts" and tiled[2] > seconds
+    assert told(method="draft") == (whole, fits, seconds) == told(method="full")
+    assert told(method="tiled", tile_size=8) == ("tile 8 pixels",), "before the run, not behind its sampling"
+
+
 def test_latents_of_files_and_core_s_empty_ones_are_told_at_their_size(pack, tiny_folder):
     weights_on(pack, tiny_folder, "ltx", "LTX-Video")
     paced()

@@ -19,7 +19,7 @@ from ..device.precision import NAMES
 from ..device.probe_store import UNUSABLE, WRONG, Probes, ProbeStore
 from ..device.timed_choice import fastest, milliseconds, stored_times
 from ..errors import PackError, UnsupportedError, require_choice
-from .attention_chunks import MEBIBYTE, UNKNOWN_BUDGET, WORKED_ON, chunked, fp32_attention, score_bytes
+from .attention_chunks import MEBIBYTE, UNKNOWN_BUDGET, WORKED_ON, chunk_size, chunked, fp32_attention, score_bytes
 from .attention_kernels import BACKENDS, EXPLICIT, LOSSY, kernels_for, require_usable
 
 MEANINGS: dict[str, str] = {
@@ -47,6 +47,8 @@ DEFAULT = "native"  # torch's own choice
 LONG = 1024  # tokens from which on kernels differ by more than their start
 WIDE = 256  # head width above which some devices take a kernel that is not there; VAEs have such heads
 MATH_COPIES = 3  # scores, softmax, and the scaled or masked scores between them are alive together in torch's math
+UNMASKED_COPIES = 2  # which it has without a mask, the scaled ones being those of scaled queries
+IN_CHUNKS = ("in chunks", "native_math")  # labels
 Avoided = torch.dtype | tuple[torch.dtype, int]
 UNDECIDED = Decision("attention", AUTO, MEANINGS[AUTO])
 
@@ -67,7 +69,17 @@ class Attention:
 
     @property
     def label(self) -> str:
-        return self.fastest or (self.choice if self.choice != AUTO else self.kernel or "in chunks")
+        return self.fastest or (self.choice if self.choice != AUTO else self.kernel or IN_CHUNKS[0])
+
+    def extra_bytes(self, query: torch.Tensor) -> int:
+        """Bytes that attention of ``query`` (B, H, N, D) to itself takes beside operands and result: those of scores,
+        none of which a fused kernel builds. Only its shape and dtype count."""
+        if self.label not in IN_CHUNKS:
+            return 0
+        if query.dtype.itemsize >= 4 and MATH_COPIES * score_bytes(query, query) <= self.budget_bytes:
+            return UNMASKED_COPIES * score_bytes(query, query)
+        rows, heads, queries = chunk_size(query, query, query, None, False, self.budget_bytes)
+        return score_bytes(query[:rows, :heads, :queries], query)
 
     def __call__(
         self,

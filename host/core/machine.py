@@ -15,7 +15,7 @@ from ...compat.decision import AUTO, CHOSEN, Decision
 from ...compat.device.facts import DeviceFacts, facts_for
 from ...compat.device.precision import FP16, FP32, NAMES, PLAIN, SAFE, Precision, precision_for
 from ...compat.device.probe_store import ProbeStore
-from ...compat.device.quirks import Abilities, abilities, abilities_of, policy_for, works
+from ...compat.device.quirks import Abilities, abilities, abilities_of, policy_for
 from ...compat.probe_results import probe_results_of
 from ...compat.report import HEAD_WIDTH
 from ...compat.transforms.attention import Attention, attention_for, avoided_by, fused_kernel
@@ -64,10 +64,6 @@ class ModelDevice:
     @cached_property
     def convolutions(self) -> Chooser:
         return choose_by(self.able, stored_timings(self.facts, self.probes))
-
-    def convolves(self, dtype: torch.dtype) -> bool:
-        """True if the device's own 3-D convolution works in ``dtype``; another implementation may still be faster."""
-        return works(self.able, "conv3d", dtype) and works(self.able, "pad3d", dtype)
 
     @cached_property
     def guard(self) -> Guard | None:

@@ -21,6 +21,7 @@ from torch import nn
 from ...compat.decision import AUTO, Decision
 from ...compat.device.execution import add_hook
 from ...compat.device.precision import SAFE
+from ...compat.device.quirks import works
 from ...compat.errors import InputError, UnsupportedError
 from ...compat.memory.parts import Undo
 from ...compat.transforms.guard import around
@@ -293,7 +294,7 @@ def fit_model(
 
 def _conv_forms(network: nn.Module, machine: ModelDevice, stream: torch.dtype, needed: bool) -> Counter[str]:
     """Counts of the convolutions in other forms; none where they would only be faster and nothing else is needed."""
-    if not needed and machine.convolves(stream):
+    if not needed and all(works(machine.able, name, stream) for name in ("conv3d", "pad3d")):
         return Counter()
     return Counter(each.choice.form.value for _, each in conv_forwards(network, machine.convolutions, stream))
 

@@ -22,7 +22,7 @@ from ...paint.choices import DEMO_SIZE, is_demo
 from ...paint.loading import PaintPipeline, PaintRequest, load_paint
 from ...paint.networks.stable_diffusion import joined_files
 from ...paint.networks.weights import Weights
-from ...pipelines.base import FramePackSettings, Latents, PromptRequest, SampleSettings
+from ...pipelines.base import DecodeRequest, FramePackSettings, Latents, PromptRequest, SampleSettings
 from ...pipelines.decisions import card_of
 from ...pipelines.demo.stand_in import own_inputs
 from ...pipelines.family import FITS as PICTURE_FITS
@@ -40,6 +40,7 @@ from ...pipelines.pictures import picture_size
 from ...pipelines.pipeline import Pipeline
 from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, require_family, snap, with_step_cache
 from ...pipelines.sizes import Size, latent_shape
+from ...pipelines.vae.plan import METHODS, checked_request
 from .. import folders, memory_manager, recovery, requests, saved
 from ..recipes import Prompt, advice, back
 from .panel import error_message, facts
@@ -60,11 +61,15 @@ CORE_FILES = {  # core's loaders -> the input that names their file, and the kin
     **dict.fromkeys(("CheckpointLoaderSimple", "CheckpointLoader"), CHECKPOINT),
     "VAELoader": ("vae_name", "vae"),
 }
-CHOICES = {"task": requests.TASKS, **dict.fromkeys(("transformer_device", "text_device", "vae_device"), DEVICE_CHOICES)}
+CHOICES = {
+    "task": requests.TASKS,
+    "method": METHODS,
+    **dict.fromkeys(("transformer_device", "text_device", "vae_device"), DEVICE_CHOICES),
+}
 FITS, STREAMS, PARTS, TOO_MUCH = "fits", "streams", "in parts", "too much"
 MEANING = {  # how a stage fits -> what that means for the run
     STREAMS: "streams: weights that do not fit stay in host memory and are copied at each use. Same video, but slower.",
-    PARTS: "in parts: it does not fit at once, so AnyGPU Decode with method auto decodes one part after another.",
+    PARTS: "in parts: AnyGPU Decode decodes one part after another, by its method or since all does not fit at once.",
     TOO_MUCH: "too much: this will run out of memory.",
 }
 LIGHTER = {"text": {"text_device": "cpu", "text_weights": "fp8"}, "sampling": {"weights": "fp8"}}  # by the load node
@@ -73,6 +78,7 @@ OWN = StepCacheSettings()
 CACHED = {"preset": "balanced", "kind": OWN.kind, "threshold": OWN.threshold, "interval": OWN.interval}
 CACHED |= {"start_percent": OWN.start, "end_percent": OWN.end}
 LORA = {"strength": 1.0, "blocks": ""}
+DECODED = {"method": "auto", "tile_size": 0, "tile_overlap": -1, "frames_per_chunk": 0}
 Inputs = Mapping[str, Any]
 Asked = tuple[str, Callable[[str], Sequence[StageNeed]], Times]  # a run's size, stages by offload mode, and time
 
@@ -252,6 +258,15 @@ def _texts(prompt: Prompt, node: str, pipeline: Pipeline) -> PromptRequest | Non
     return texts
 
 
+def _decode(prompt: Prompt, node: str) -> DecodeRequest:
+    """The way in which the first node that decodes the latents of ``node`` does so; auto without one."""
+    for each in (name for name, entry in prompt.items() if entry["class_type"] == "AnyGPUDecode"):
+        if next((one for one in back(prompt, each, "latent") if prompt[one]["class_type"] in RUNS), "") == node:
+            given = prompt[each]["inputs"]
+            return DecodeRequest(*(_widget(given.get(name, value), name, value) for name, value in DECODED.items()))
+    return DecodeRequest()
+
+
 def _passed_on(prompt: Prompt, node: str, pipeline: Pipeline) -> Pipeline:
     """``pipeline`` with what nodes on its way to ``node`` change of its time: a step cache, and a LoRA's recipe."""
     for each in reversed([*back(prompt, node, "pipeline")]):
@@ -301,6 +316,8 @@ def _forecast(prompt: Prompt, node: str, loaded: Inputs) -> dict[str, Any]:
         if isinstance(pipeline, Pipeline):
             numbers, pipeline = _given(prompt, node, loaded)
             numbers["texts"] = _texts(prompt, node, pipeline)
+            decode = checked_request(_decode(prompt, node), pipeline.spec.sizes.ratio)
+            pipeline = replace(pipeline, run=replace(pipeline.run, decode=decode))
         elif not prompt[node]["inputs"].get("negative_prompt"):
             numbers.pop("text_guidance", None)  # which has no effect then
         run, stages_in, times = RUNS[kind](numbers, pipeline, room)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -25,7 +26,7 @@ from ..sizes import (
     text_bytes,
     transformer_bytes,
 )
-from ..vae.plan import planned_decode
+from ..vae.plan import AUTO, DecodeRequest, forecast_form, planned_decode
 from .times import Rooms, room_of
 
 COMPUTES = {"text": "text_encoder", "image": "image_encoder", "sampling": TRANSFORMER, "decoding": VAE}  # by stage
@@ -112,11 +113,13 @@ def forecasts(pipeline: Pipeline, size: Size, room: int | None = None) -> tuple[
 
 
 def _decoding(pipeline: Pipeline, size: Size, whole: StageNeed, room: int | None) -> StageNeed:
-    """The decode as a run begins it: whole, beside what is there; else in the first form that fits alone."""
-    if room is None or whole.total * SPARE <= room:
+    """The decode as a run begins it: as it is asked for, or whole, beside what is there; else in the first form that
+    fits alone."""
+    room, form = sys.maxsize if room is None else room, forecast_form(pipeline.run.decode)
+    if form == DecodeRequest() and whole.total * SPARE <= room:
         return whole
-    method, needed = planned_decode(pipeline, size, room - whole.weights, None)
-    if method.whole and not method.on_host:
-        return replace(whole, kept=0, activations=needed)
-    weights = 0 if method.on_host else whole.weights
-    return replace(whole, kept=0, weights=weights, activations=needed, form=str(method))
+    method, needed = planned_decode(pipeline, size, room - whole.weights, form)
+    if method.on_host:
+        return replace(whole, kept=0, weights=0, activations=0, ahead=0, form=str(method))
+    need = replace(whole, activations=needed, form="" if method.whole else str(method))
+    return need if form.method != AUTO and need.total * SPARE <= room else replace(need, kept=0)

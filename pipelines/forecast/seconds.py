@@ -145,7 +145,7 @@ def planned_run(
     rows = settings.guidance_steps or guidance_steps(recipe, settings, cfg)
     settings = replace(settings, fps=settings.fps or usual.fps, steps=settings.steps or usual.steps)
     settings = replace(settings, width=size.width, height=size.height, frames=size.frames, cfg=cfg, guidance_steps=rows)
-    return Run(replace(size, guided=cfg > 1.0), settings, texts)
+    return Run(replace(size, guided=cfg > 1.0), settings, texts, pipeline.run.decode)
 
 
 def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, ProbeStore | None]:

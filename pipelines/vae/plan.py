@@ -19,6 +19,7 @@ from ...compat.device.failures import KERNEL, MEMORY
 from ...compat.device.precision import DTYPES
 from ...compat.device.quirks import DevicePolicy, policy_for
 from ...compat.errors import InputError, require_choice
+from ..base import DecodeRequest
 from ..pipeline import Pipeline
 from ..sizes import SPARE, Size, bytes_on, latent_shape, method_bytes, plane_bytes
 
@@ -30,16 +31,6 @@ SHORT_WINDOW = 4  # latent frames, diffusers' own for HunyuanVideo
 TILES = (256, 128, 64)  # pixels; upstream's own default first
 LEAST_CELLS = 2  # latents across a tile
 SIDES = (256, 128, 64, 32, 16, 8)  # pixels of the last layer's tile
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRequest:
-    """User's choices for a decode."""
-
-    method: str = "auto"  # one of :data:`METHODS`
-    tile: int = 0  # pixels of a tile, 0 for the method's own
-    overlap: int = -1  # pixels of it that blend into the next, -1 for a quarter
-    frames: int = 0  # latent frames per chunk, 0 for the method's own
 
 
 def checked_request(form: DecodeRequest, cell: int) -> DecodeRequest:
@@ -287,8 +278,13 @@ class Ladder:
 
 def planned_decode(pipeline: Pipeline, size: Size, room: int, form: DecodeRequest | None) -> tuple[DecodeMethod, int]:
     """The method with which a decode of ``size`` begins in ``room`` bytes beside the weights, and its bytes."""
-    plan = ladder_for(pipeline, latent_shape(pipeline, size), form or DecodeRequest(), room)
+    plan = ladder_for(pipeline, latent_shape(pipeline, size), forecast_form(form), room)
     return plan.method, plan.needed_bytes(plan.method)
+
+
+def forecast_form(form: DecodeRequest | None) -> DecodeRequest:
+    """``form``; auto for none, and for a draft, which needs less than any other decode."""
+    return DecodeRequest() if form is None or form.method == DRAFT else form
 
 
 def ladder_for(pipeline: Pipeline, cells: tuple[int, int, int], form: DecodeRequest, room: int | None = None) -> Ladder:

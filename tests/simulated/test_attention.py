@@ -6,16 +6,20 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from anygpu.compat.transforms import attention
 from anygpu.compat.transforms.attention import Attention
 from anygpu.compat.transforms.attention_chunks import chunk_size, chunked, fp32_attention, score_bytes
 from anygpu.compat.transforms.attention_kernels import EXPLICIT
 from anygpu.compat.transforms.sparse_attention import SparseAttention, shares
+from anygpu.pipelines import stages
+from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
-from anygpu.pipelines.sizes import MARGIN, SPARSE_COPIES
+from anygpu.pipelines.sizes import MARGIN, SPARSE_COPIES, Size
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from simulated import accelerator
+from simulated import accelerator, fitting
 from simulated.test_families import CASES, MODES, ROUNDING, loaded_for, rendered
 
 SHAPES = {  # (B, H, N, M, D): video tokens, video to text, Mochi's VAE over time
@@ -73,6 +77,24 @@ def least(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return 4 * keys * (2 * width + 1) + 16 * (width + 1) + 4096
 
 
+@pytest.mark.parametrize("budget", [200_000, 20_000_000])
+def test_a_forecast_knows_the_scores_of_attention_in_chunks(
+    acc: torch.device, tiny_folder: Any, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which are more than the feed-forward's states, or less: those of attention alone come beside them."""
+    monkeypatch.setattr(attention, "LEAST_BUDGET", budget)
+    monkeypatch.setattr(attention, "MOST_BUDGET", budget)
+    asked, size = SampleSettings(160, 128, 33, steps=2, seed=3, cfg=1.0), Size(160, 128, 33)
+    with sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        pipeline = fitting.heavy("ltx", tiny_folder, acc, "model")
+        prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox"), Silent())
+        stages.sample(pipeline, prompt, None, asked, Silent())
+    peak = pipeline.offloader.memory_stats.stages[-1].peak_bytes
+    need = next(need for need in forecast(pipeline, size, "model").stages if need.name == "sampling")
+    assert need.activations == pytest.approx(peak - pipeline.weights["transformer"].total, rel=0.1)
+    fitting.forget(pipeline)
+
+
 def test_torchs_math_would_not_be(acc: torch.device) -> None:
     """The fallback that this replaces, on the same shape; and auto, where no kernel is fused."""
     q, k, v = (torch.randn(1, 4, 1500, 32).to(acc) for _ in range(3))
@@ -101,8 +123,6 @@ def test_math_in_chunks_gives_the_same_video(
     acc: torch.device, tiny_folder: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a device without any fused kernel, with a budget so small that every joint attention is cut."""
-    from anygpu.compat.transforms import attention
-
     case, cuts = CASES[name], []
 
     def counted(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> torch.Tensor:

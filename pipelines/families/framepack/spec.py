@@ -13,7 +13,7 @@ SPATIAL_RATIO, TEMPORAL_RATIO = 8, 4
 I2V, F1 = "framepack", "framepack_f1"
 UPRIGHT = ((416, 960), (448, 864), (480, 832), (512, 768), (544, 704), (576, 672), (608, 640))  # it was trained on
 # Written by `python benchmarks/runner.py memory_fits --write`.
-FIT = family.FitFactors(tokens=13.17, latents=1.23, pixels=4.81, plain=3.35, text=4.08, streamed=13.29)
+FIT = family.FitFactors(tokens=13.17, latents=1.31, pixels=4.81, plain=3.35, text=4.08, streamed=13.29, attending=0.85)
 
 SPEC = family.FamilySpec(
     id="framepack",

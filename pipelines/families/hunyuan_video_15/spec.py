@@ -9,7 +9,9 @@ from ...keys import layouts_beside
 
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 32, 16, 4
 # Written by `python benchmarks/runner.py memory_fits --write`.
-FIT = family.FitFactors(tokens=8.33, latents=2.27, pixels=6.01, plain=0.0, text=3.42, streamed=13.18, chunked=1.26)
+FIT = family.FitFactors(
+    tokens=8.33, latents=2.76, pixels=6.01, plain=0.0, text=3.42, streamed=13.18, chunked=1.26, attending=0.82
+)
 BLOCK = "diffusers.models.transformers.transformer_hunyuan_video15.HunyuanVideo15TransformerBlock"
 FEW_STEPS = "few steps"
 SUPER_CHANNELS = 2 * (CHANNELS + 1) + CHANNELS  # noise, picture and small video, the last two with a mask

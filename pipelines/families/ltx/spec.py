@@ -10,7 +10,7 @@ CONDITION = "LTXConditionPipeline"
 DEV, DISTILLED, STOCHASTIC = "dev", "distilled", "distilled_0.9.6"
 CHANNELS, SPATIAL_RATIO, TEMPORAL_RATIO = 128, 32, 8
 # Written by `python benchmarks/runner.py memory_fits --write`.
-FIT = family.FitFactors(tokens=13.47, latents=6.73, pixels=4.16, plain=3.95, text=4.35, streamed=9.25)
+FIT = family.FitFactors(tokens=13.47, latents=6.73, pixels=4.16, plain=3.95, text=4.35, streamed=9.25, attending=0.71)
 
 SPEC = family.FamilySpec(
     id="ltx",

@@ -157,6 +157,9 @@ def test_a_plan_says_minutes_and_runs_nothing(tiny_folder, tmp_path, capsys):
     told = capsys.readouterr().out
     assert "none: about " in told and "sampling " in told and "Each run corrects" in told
     assert not output.exists()
+    assert "in tiles of" not in told
+    assert cli.main([*words, "--state", str(tmp_path), "--output", str(output), "--decode", "tiled"]) == 0
+    assert "in tiles of 256 pixels" in capsys.readouterr().out
 
 
 def test_a_count_that_fails_is_said_and_stops_nothing(tiny_folder, monkeypatch, failed_forecasts):

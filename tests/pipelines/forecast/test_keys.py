@@ -236,6 +236,7 @@ NOT_IN_KEY = {  # field -> why it changes no time, or where its time is known
         "configs": "counted", "source": "a name", "decisions": "words", "weights": "counted", "probes": "the rates",
         "recipe": "its steps and guidance are counted", "resuming": "such a run is not kept as a measure",
         "request": "below", "control_factor": "counted", "names": "what they gave away is the recipe",
+        "decode": "in the key of a decode alone",
     },
     LoadRequest: {
         **dict.fromkeys(("model", "base", "image_encoder", "files"), "counted from their configurations"),
