@@ -48,6 +48,7 @@ class Mesh:
     maps: Mapping[str, Tensor] = field(default_factory=dict)  # of a file's material, (H, W, 3) in 0..1, named as MAPS
     factors: Mapping[str, Any] = field(default_factory=dict)  # of the material, such as metallicFactor, by glTF's names
     normals: Tensor | None = None  # (N, 3) of a file's vertices
+    colours: Tensor | None = None  # (N, 3 or 4) of core's
 
 
 @dataclass(frozen=True, eq=False)
