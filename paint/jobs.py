@@ -282,9 +282,8 @@ def receipt_of(
     missing: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The receipt of a texture; never raises, and names what is ``missing``."""
-    views = [list(astuple(camera)) for camera in cameras]
-    made = {"texture": texture_hash(texture), "mesh": geometry_hash(mesh), "cameras": views}
-    return receipts.record_of(job, pipeline, missing, **made)
+    made = {"texture": texture_hash(texture), "mesh": geometry_hash(mesh)}
+    return receipts.record_of(job, pipeline, missing, **made, cameras=[list(astuple(camera)) for camera in cameras])
 
 
 def geometry_hash(mesh: Mesh) -> str:

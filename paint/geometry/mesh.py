@@ -339,8 +339,7 @@ def _uvs_of(scene: Any, mesh: Any) -> tuple[Tensor | None, list[str]]:
 
 
 def _has_picture(part: Any) -> bool:
-    material = getattr(part.visual, "material", None)
-    return any(getattr(material, name, None) is not None for name in TEXTURES)
+    return any(getattr(getattr(part.visual, "material", None), name, None) is not None for name in TEXTURES)
 
 
 def _normals_of(scene: Any) -> Tensor | None:

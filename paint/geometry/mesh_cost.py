@@ -91,13 +91,11 @@ def reading_limits(trimesh: Any, spare: Callable[[], int]) -> Iterator[None]:
     def with_materials(header: Any, **given: Any) -> Any:
         materials = header.setdefault("materials", [])
         for primitive in (each for mesh in header.get("meshes", ()) for each in mesh["primitives"]):
-            uvs = primitive["attributes"].get("TEXCOORD_0")
-            if uvs is not None and header["accessors"][uvs].get("normalized"):  # which trimesh would not divide
-                del primitive["attributes"]["TEXCOORD_0"]
-            elif uvs is not None:
+            uvs = primitive["attributes"].pop("TEXCOORD_0", None)
+            if uvs is not None and not header["accessors"][uvs].get("normalized"):  # which trimesh would not divide
+                primitive["attributes"]["TEXCOORD_0"] = uvs
                 primitive.setdefault("material", len(materials))
-        materials.append({})
-        return read(header=header, **given)
+        return read(header=header | {"materials": [*materials, {}]}, **given)
 
     with _patching:
         random_name, opened, convert = trimesh.util.unique_id, Image.open, home.specular_to_pbr
