@@ -125,7 +125,7 @@ def texture_of(
     progress.step(total, total, ProgressStage("baking"))
     other = f", {mirrored:.1%} mirrored from its other half" if mirrored else ""
     share = f"{baked.share:.1%} of the surface painted{other}, the rest filled from neighbouring areas"
-    return Texture(colour, metallic, roughness, to_host(baked.painted), baked.share, notes=(share, *baked.notes))
+    return Texture(colour, metallic, roughness, to_host(baked.painted), share=baked.share, notes=(share, *baked.notes))
 
 
 def detail_bytes(size: int) -> int:  # of with_detail at its peak, for a texture of so many texels a side
