@@ -99,23 +99,24 @@ def from_core(mesh: Any) -> Mesh:
         fix = "Texture them one after the other, or merge them."
         raise InputError(f"a MESH of {len(vertices)} meshes", expected="one", fix=fix)
     single = getattr(vertices, "ndim", 3) == 2
-    given = (vertices, faces, mesh.uvs, getattr(mesh, "normals", None))
+    given = (vertices, faces, mesh.uvs, *(getattr(mesh, name, None) for name in ("normals", "vertex_colors")))
     parts = [None if part is None else (part if single else part[0]) for part in given]
     if mesh.vertex_counts is not None and not single:
         count, face_count = int(mesh.vertex_counts[0]), int(mesh.face_counts[0])
-        counts = (count, face_count, count, count)
+        counts = (count, face_count, count, count, count)
         parts = [None if part is None else part[:most] for part, most in zip(parts, counts, strict=True)]
-    whole = parts[3] is not None and parts[3].shape == parts[0].shape
+    normals, colours = (None if part is None or len(part) != len(parts[0]) else part for part in parts[3:])
     uvs = parts[2]
     if uvs is not None:  # as they come back from a GLB, where v is turned twice
         uvs = torch.stack((uvs[:, 0], 1 - (1 - uvs[:, 1])), dim=1)
-    return Mesh(parts[0], parts[1], uvs, normals=parts[3] if whole else None)
+    return Mesh(parts[0], parts[1], uvs, normals=normals, colours=colours)
 
 
 def to_core(mesh: Mesh) -> Any:
     uvs = None if mesh.uvs is None else to_host(mesh.uvs).float()[None]
     made = Types.MESH(to_host(mesh.vertices).float()[None], to_host(mesh.faces).long()[None], uvs=uvs)
-    made.normals = None if mesh.normals is None else to_host(mesh.normals).float()[None]
+    for name, values in {"normals": mesh.normals, "vertex_colors": mesh.colours}.items():
+        setattr(made, name, None if values is None else to_host(values).float()[None])
     for attribute, name in MAPS.items():
         setattr(made, attribute, mesh.maps[name][None] if name in mesh.maps else None)
     factors = {name: mesh.factors[given] for name, given in FACTORS.items() if given in mesh.factors}
@@ -154,7 +155,7 @@ def with_texture(mesh: Any, texture: Texture) -> Any:
 
 def with_geometry(mesh: Any, changed: Mesh) -> Any:
     made = to_core(changed)
-    for name in (*MAPS, "material", "occlusion_in_mr", "unlit") if changed.uvs is not None else ():
+    for name in (*MAPS, "material", "occlusion_in_mr", "unlit"):
         setattr(made, name, getattr(mesh, name, None))
     return made
 

@@ -282,9 +282,8 @@ def receipt_of(
     missing: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The receipt of a texture; never raises, and names what is ``missing``."""
-    views = [list(astuple(camera)) for camera in cameras]
-    made = {"texture": texture_hash(texture), "mesh": geometry_hash(mesh), "cameras": views}
-    return receipts.record_of(job, pipeline, missing, **made)
+    made = {"texture": texture_hash(texture), "mesh": geometry_hash(mesh)}
+    return receipts.record_of(job, pipeline, missing, **made, cameras=[list(astuple(camera)) for camera in cameras])
 
 
 def geometry_hash(mesh: Mesh) -> str:
@@ -356,7 +355,8 @@ def paint_jobs(
         raise InputError(found, expected=f"a picture named {lonely.stem} in {str(pictures)!r}", fix=fix)
     baking, jobs = BakeSettings(texture_size, raster_size(painting.size, texture_size)), []
     for path in shapes:
-        mesh, picture = _item(path, add, check), None if from_words else _item(by_name[path.stem], add, check)
+        files = [path] if from_words else [path, by_name[path.stem]]
+        mesh, picture = (*(Places().content(file, add(file), check) for file in files), None)[:2]
         for prompt, seed in product(prompts or [""], seeds):
             settings, mask = replace(painting, seed=seed), "" if from_words else ALPHA
             jobs.append(PaintJob(model, mesh, picture, settings, texture=baking, prompt=prompt, mask=mask, **others))
@@ -372,10 +372,6 @@ def adapter_fields(model: Path, adapter: Path, item: Content, prompts: str, nega
     words = prompts_in(prompts) if prompts.strip() or variant == TG2MV else ()
     own = {"adapter": item, "variant": variant, "size": TAUGHT_SIZES[kind]}
     return {**own, "negative": negative or NEGATIVE, "prompts": words}
-
-
-def _item(path: Path, add: Callable[[Path], str], check: Check) -> Content:
-    return Places().content(path, add(path), check)
 
 
 def _hash(*values: Any) -> str:

@@ -157,11 +157,6 @@ def _seen(picture: Tensor, before: int = 0) -> Tensor:
     return picture[top : int(rows[-1]) + 1, left : int(columns[-1]) + 1]
 
 
-def halved(maps: Tensor) -> Tensor:
-    """``maps`` in 0..1, fp32, such that :func:`signed` gives the values that upstream rounds to fp16 on any device."""
-    return (maps.half() - 0.5).float() + 0.5
-
-
 def signed(pictures: Tensor) -> Tensor:  # (B, 3, H, W) in -1..1, as the VAE takes it, from (B, H, W, 3)
     return pictures.permute(0, 3, 1, 2).contiguous() * 2 - 1
 

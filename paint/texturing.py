@@ -21,7 +21,7 @@ from .baking.bake import Baked, BakeSettings, bake
 from .baking.fill import filled, from_the_other_half
 from .baking.projection import Projected, Reference, projected
 from .choices import NEGATIVE, NORMALS, PBR, PLACES
-from .geometry.cameras import CameraTable, views_for
+from .geometry.cameras import Camera, CameraTable, views_for
 from .geometry.mesh import Mesh, Surface
 from .geometry.views import VIEW_SIZE, Maps, chosen_views, rendered_maps
 from .loading import PaintPipeline
@@ -125,8 +125,7 @@ def texture_of(
     progress.step(total, total, ProgressStage("baking"))
     other = f", {mirrored:.1%} mirrored from its other half" if mirrored else ""
     share = f"{baked.share:.1%} of the surface painted{other}, the rest filled from neighbouring areas"
-    notes = (share, *baked.notes)
-    return Texture(colour, metallic, roughness, to_host(baked.painted), share=baked.share, notes=notes)
+    return Texture(colour, metallic, roughness, to_host(baked.painted), share=baked.share, notes=(share, *baked.notes))
 
 
 def detail_bytes(size: int) -> int:  # of with_detail at its peak, for a texture of so many texels a side
@@ -155,12 +154,10 @@ def with_detail(
         found = f"{len(shown)} pictures to project" + (f" for {len(cameras)} cameras" if cameras is not None else "")
         fix = "Connect front, back, left or right."
         raise InputError(found, expected="at least one, and one camera for each if cameras are given", fix=fix)
-    given = [(PLACES[place], 0.0) for place, _ in shown]
-    if cameras is not None:
-        given = [(camera.azimuth, camera.elevation) for camera in cameras]
+    directions = cameras or [Camera(PLACES[place], 0.0) for place, _ in shown]
     references = [
-        Reference(picture, place, *direction, given=cameras is not None)
-        for (place, picture), direction in zip(shown, given, strict=True)
+        Reference(picture, place, camera.azimuth, camera.elevation, given=cameras is not None)
+        for (place, picture), camera in zip(shown, directions, strict=True)
     ]
     target = roomy(device, detail_bytes(len(texture)), progress.notify)
     what = f"projecting pictures onto a texture of {len(texture)} pixels"
@@ -225,9 +222,7 @@ def references_of(
     if pipeline.family in ("paint_pbr", "mv_adapter"):
         return pictures
     centred = [recentred(picture) for picture in pictures]
-    if delight is None:
-        return centred
-    return [delight_image(delight, picture, settings, progress) for picture in centred]
+    return centred if delight is None else [delight_image(delight, each, settings, progress) for each in centred]
 
 
 @contextmanager

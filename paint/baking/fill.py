@@ -46,7 +46,13 @@ def filled(
         fix = "Check the cameras, and that the faces of the mesh point outwards."
         raise InputError(found, expected="cameras that see the mesh", fix=fix)
     texture, painted = vertex_filled(baked, surface, exact, check)
-    return navier_stokes(texture, painted) if method == "opencv" else pull_push(texture, painted)
+    if method != "opencv":
+        return pull_push(texture, painted)
+    cv2 = imported("cv2")  # Navier-Stokes in 8 bits, as the reference does
+    picture = (to_host(texture).clamp(0, 1) * 255).to(torch.uint8).numpy()
+    holes = to_host(~painted).to(torch.uint8).numpy() * 255
+    done = cv2.inpaint(picture, holes, INPAINT_RADIUS, cv2.INPAINT_NS)
+    return torch.from_numpy(done).to(texture.device, texture.dtype) / 255
 
 
 def from_the_other_half(
@@ -198,12 +204,3 @@ def pull_push(texture: Tensor, painted: Tensor) -> Tensor:
         coarse = coarse[..., : finer.shape[-2], : finer.shape[-1]]
         level = torch.where(own > 0, finer, coarse)
     return torch.where(painted[..., None], texture, level[0].movedim(0, -1))
-
-
-def navier_stokes(texture: Tensor, painted: Tensor) -> Tensor:
-    """(H, W, 3) with the rest painted by OpenCV's Navier-Stokes inpainting in 8 bits, as the reference does."""
-    cv2 = imported("cv2")
-    picture = (to_host(texture).clamp(0, 1) * 255).to(torch.uint8).numpy()
-    holes = to_host(~painted).to(torch.uint8).numpy() * 255
-    done = cv2.inpaint(picture, holes, INPAINT_RADIUS, cv2.INPAINT_NS)
-    return torch.from_numpy(done).to(texture.device, texture.dtype) / 255

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,10 +48,9 @@ def cleaned(mesh: Mesh, settings: CleanSettings = CleanSettings()) -> tuple[Mesh
     index = torch.zeros(len(vertices), dtype=torch.int64).index_copy_(0, used, torch.arange(len(used)))[faces]
     if used.shape[0] < mesh.vertices.shape[0]:
         notes.append(f"{mesh.vertices.shape[0] - used.shape[0]} unused vertices removed")
-    place = used.to(mesh.vertices.device)
-    uvs = None if mesh.uvs is None else mesh.uvs[used.to(mesh.uvs.device)]
-    normals = None if mesh.normals is None else mesh.normals[used.to(mesh.normals.device)]
-    return Mesh(mesh.vertices[place], index.to(mesh.faces), uvs, normals=normals), tuple(notes)
+    given = {name: getattr(mesh, name) for name in ("vertices", "uvs", "normals", "colours")}
+    kept = {name: each[used.to(each.device)] for name, each in given.items() if each is not None}
+    return replace(mesh, faces=index.to(mesh.faces), **kept), tuple(notes)
 
 
 def finite(vertices: Tensor, faces: Tensor) -> Tensor:

@@ -48,6 +48,7 @@ class Mesh:
     maps: Mapping[str, Tensor] = field(default_factory=dict)  # of a file's material, (H, W, 3) in 0..1, named as MAPS
     factors: Mapping[str, Any] = field(default_factory=dict)  # of the material, such as metallicFactor, by glTF's names
     normals: Tensor | None = None  # (N, 3) of a file's vertices
+    colours: Tensor | None = None  # (N, 3 or 4) of core's
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,10 +330,16 @@ def _uvs_of(scene: Any, mesh: Any) -> tuple[Tensor | None, list[str]]:
         without = torch.tensor([each is None for each in own]).repeat_interleave(counts)
         areas = torch.tensor(mesh.area_faces)
         return None, [f"UVs were dropped: {areas[without].sum() / areas.sum():.0%} of the surface has none"]
+    if own and not any(map(_has_picture, parts)):  # trimesh made a pixel of each material's colour
+        uvs = torch.cat([torch.tensor(each[:, :2], dtype=torch.float32) for each in own])
     *tiled, kept = (bool(((each < -UV_TOLERANCE) | (each > 1 + UV_TOLERANCE)).any()) for each in (*own, uvs))
-    if any(tiled) and not kept:
+    if any(tiled) != kept:  # trimesh wraps what is tiled, and may put a texture beside the one that it makes
         return None, ["UVs were dropped: some lie outside 0 to 1, and several materials cannot be joined there"]
     return torch.stack((uvs[:, 0], 1 - uvs[:, 1]), dim=1), []  # trimesh counts v upwards, whatever the file does
+
+
+def _has_picture(part: Any) -> bool:
+    return any(getattr(getattr(part.visual, "material", None), name, None) is not None for name in TEXTURES)
 
 
 def _normals_of(scene: Any) -> Tensor | None:
@@ -397,11 +404,11 @@ def material_of(scene: Any, mesh: Any, path: Path) -> tuple[dict[str, Tensor], d
             scale = 255 if name == "baseColorFactor" else 1
             factors[name] = [float(each) / scale for each in value] if hasattr(value, "__len__") else float(value)
     material = material.to_pbr() if hasattr(material, "to_pbr") else material
-    maps, lost = {}, []
+    maps, lost, shown = {}, [], any(map(_has_picture, scene.geometry.values()))
     for name in MAPS:
         picture = getattr(material, f"{name}Texture", None)
         try:
-            if picture is not None and f"{name}Texture" not in elsewhere:
+            if picture is not None and shown and f"{name}Texture" not in elsewhere:
                 values = torch.frombuffer(bytearray(picture.convert("RGB").tobytes()), dtype=torch.uint8)
                 maps[name] = values.view(picture.height, picture.width, 3).float() / 255
             elif any(getattr(each, f"{name}Texture", None) is not None for each in given):

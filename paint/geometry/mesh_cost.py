@@ -68,8 +68,8 @@ def cost_of(path: Path, size_of: Callable[[str], int], check: Check) -> int:
 @contextmanager
 def reading_limits(trimesh: Any, spare: Callable[[], int]) -> Iterator[None]:
     """Have trimesh, while it reads in this thread, open :data:`PICTURES` alone; convert glossy materials within
-    ``spare`` bytes, of others take the diffuse picture; and number the parts of a glTF mesh: of two with the same
-    random name, 24 bits, one would be lost."""
+    ``spare`` bytes, of others take the diffuse picture; number the parts of a glTF mesh: of two with the same random
+    name, 24 bits, one would be lost; and read UVs of parts without a material, but none in normalized integers."""
     from PIL import Image
     from trimesh.exchange import gltf
     from trimesh.visual import gloss
@@ -86,14 +86,24 @@ def reading_limits(trimesh: Any, spare: Callable[[], int]) -> Iterator[None]:
         whole = GLOSSY_BYTES * sum(glossy) <= spare()
         return convert(**material) if whole else {"baseColorTexture": material.get("diffuseTexture")}
 
+    def with_materials(header: Any, **given: Any) -> Any:
+        materials = header.setdefault("materials", [])
+        for primitive in (each for mesh in header.get("meshes", ()) for each in mesh["primitives"]):
+            uvs = primitive["attributes"].pop("TEXCOORD_0", None)
+            if uvs is not None and not header["accessors"][uvs].get("normalized"):  # which trimesh would not divide
+                primitive["attributes"]["TEXCOORD_0"] = uvs
+                primitive.setdefault("material", len(materials))
+        return read(header=header | {"materials": [*materials, {}]}, **given)
+
     with _patching:
         random_name, opened, convert = trimesh.util.unique_id, Image.open, home.specular_to_pbr
         trimesh.util.unique_id, Image.open = lambda *_, **__: f"part {next(numbers)}", open_known
-        home.specular_to_pbr = converted
+        home.specular_to_pbr, read, gltf._read_buffers = converted, gltf._read_buffers, with_materials
         try:
             yield
         finally:
             trimesh.util.unique_id, Image.open, home.specular_to_pbr = random_name, opened, convert
+            gltf._read_buffers = read
 
 
 def extras_of(path: Path) -> Mapping[str, Any]:

@@ -31,7 +31,7 @@ from ..networks.encoders import dino_states
 from ..networks.multiview import StreamInputs
 from ..networks.pbr import rotary_by_tokens
 from ..networks.stable_diffusion import EPSILON
-from ..pictures import checked_pictures, halved, over, resized, squared
+from ..pictures import checked_pictures, over, resized, squared
 from .solvers import NoiseSchedule, lcm_schedule, schedule_for, schedule_of, solver_for, velocity_of
 
 SIZES, MOST_STEPS = (64, 2048), 1000
@@ -306,8 +306,8 @@ def _checked(
     smaller = (size, own.style) if own.style else (size,)
     references = torch.stack([_reference(one, own.background, smaller) for one in pictures])
     require_latents(settings, len(ids) * materials_of(pipeline))
-    normals, positions = (
-        halved(torch.cat([resized(over(one, WHITE)[None], size, size) for one in pictures]))
+    normals, positions = (  # such that the VAE is given the values that upstream rounds to fp16 on any device
+        (torch.cat([resized(over(one, WHITE)[None], size, size) for one in pictures]).half() - 0.5).float() + 0.5
         for pictures in checked_maps(inputs, len(ids)).values()
     )
     return references, normals, positions, ids

@@ -147,6 +147,15 @@ def test_the_normals_of_a_mesh_reach_the_maps(core):
     assert torch.equal(core.meshes.to_core(replace(box(), normals=own[0])).normals, own)
 
 
+def test_a_clean_mesh_keeps_the_colours_and_the_material_that_it_had_without_uvs(core):
+    given, colours = mesh(), torch.rand(1, len(box().vertices) + 1, 4)
+    given.uvs, given.vertex_colors, given.material = None, colours, {"roughness_factor": 0.5}
+    given.vertices = torch.cat((torch.full((1, 1, 3), 9.0), given.vertices), dim=1)  # the first is on no face
+    given.faces = given.faces + 1
+    made = core.run("CleanMesh", mesh=given, floaters=0.0, degenerate=True, broken=True).result[0]
+    assert torch.equal(made.vertex_colors, colours[:, 1:]) and made.material == given.material
+
+
 @pytest.mark.full
 def test_words_alone_texture_a_mesh(core):
     pipeline = loaded(core, "tg2mv", "sd21")

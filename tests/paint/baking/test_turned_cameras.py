@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from anygpu.paint.baking.bake import texels_of
 from anygpu.paint.baking.projection import Reference, cropped, projected
 from anygpu.paint.geometry import pose as poses
+from anygpu.paint.geometry.cameras import Camera
 from anygpu.paint.geometry.mesh import Surface
 from anygpu.paint.geometry.pose import Pose
 from paint.baking.test_projection import CASES, SIZE, decibels, known
@@ -128,6 +129,22 @@ def test_a_pose_sees_as_the_pinhole_camera_whose_line_of_sight_meets_the_picture
         torch.testing.assert_close(depth, depth[:1].expand(64))
         ray = F.normalize(pinhole.eye - places, dim=1)
         torch.testing.assert_close(pose.rays(places), ray)
+
+
+def test_a_camera_that_is_not_turned_sees_bit_for_bit_by_the_plain_formula():
+    places = (torch.rand(64, 3, generator=torch.Generator().manual_seed(0)) - 0.5) * 0.6
+    for azimuth, elevation, roll, focal, (right, up) in CAMERAS:
+        for perspective, axis in ((1 / 2.2, (right, up)), (0.0, (-0.1, 0.3))):  # without perspective no turn is seen
+            angles = math.radians(azimuth), math.radians(elevation), roll
+            pose = Pose(*angles, perspective, math.log(focal), right, up, axis)
+            axes = places.new_tensor(Camera(math.degrees(pose.azimuth), math.degrees(pose.elevation)).axes())
+            near = 1 / (1 - perspective * (places @ axes[2]))
+            x, y, z = (places @ axes.T * (near * math.exp(math.log(focal)))[:, None]).unbind(1)
+            cosine, sine = math.cos(roll), math.sin(roll)
+            seen = (cosine * x - sine * y + right, sine * x + cosine * y + up, z)
+            assert pose.turn() == (0, 0)
+            assert torch.equal(pose.nearness(places), near) and torch.equal(pose.placed(places), torch.stack(seen, 1))
+            assert torch.equal(pose.rays(places), F.normalize(axes[2] - perspective * places, dim=1))
 
 
 def test_a_part_of_a_picture_knows_the_pictures_middle():

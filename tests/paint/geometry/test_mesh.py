@@ -12,6 +12,7 @@ import torch
 from anygpu.compat.errors import CheckpointError, InputError, MissingPackageError
 from anygpu.paint.geometry import mesh as meshes
 from anygpu.paint.geometry.mesh import Mesh, Surface, load_mesh, numbered, welded, welded_normals, write_glb
+from anygpu.paint.geometry.turntable import looked_up
 from hostile.bombs import glb
 from paint.shapes import box, sphere
 from PIL import Image
@@ -81,6 +82,37 @@ def test_uvs_that_joining_would_spoil_are_dropped_and_said(tmp_path, first, seco
     mesh, notes = load_mesh(tmp_path / "two.glb")
     assert (mesh.uvs is None) == (not mesh.maps) == bool(note) == any(line == note for line in notes)
     assert notes[0].endswith("no UVs" if note else "with UVs")
+
+
+def two_boxes(path: Path, **materials) -> Path:
+    """A GLB of two boxes, the second twice as large; each value is what their materials have of one setting."""
+    trimesh = pytest.importorskip("trimesh")
+    parts = []
+    for at in range(2):
+        material = trimesh.visual.material.PBRMaterial(**{name: values[at] for name, values in materials.items()})
+        visual = trimesh.visual.TextureVisuals(uv=BOX.uvs.numpy() * [1, -1] + [0, 1], material=material)
+        parts.append(trimesh.Trimesh((1 + at) * BOX.vertices, BOX.faces, visual=visual, process=False))
+    path.write_bytes(trimesh.Scene(parts).export(file_type="glb"))
+    return path
+
+
+@pytest.mark.parametrize("sizes", [((16, 16), (8, 8)), ((512, 512), (512, 256)), ((64, 64), (64, 64))])
+def test_joined_textures_are_found_where_the_uvs_say_or_dropped(tmp_path, sizes):
+    """trimesh may put one of them beside the picture that it makes of all."""
+    pictures = [Image.new("RGB", size, colour) for size, colour in zip(sizes, ("red", "blue"), strict=True)]
+    mesh, notes = load_mesh(two_boxes(tmp_path / "two.glb", baseColorTexture=pictures))
+    assert (mesh.uvs is None) == (not mesh.maps) == any("several materials cannot be joined" in note for note in notes)
+    if mesh.uvs is not None:
+        colours = looked_up(mesh.maps["baseColor"], Surface.of(mesh).with_uvs()[1])
+        second = mesh.vertices.abs().amax(1) > 1.5 * BOX.vertices.abs().max()
+        assert second.sum() == 24 and torch.equal(colours[:, 2] > colours[:, 0], second), "blue"
+
+
+def test_uvs_of_materials_without_a_texture_stay_as_large_as_they_are(tmp_path):
+    """trimesh makes a pixel of each material's colour, and as small a place for its faces."""
+    mesh, _ = load_mesh(two_boxes(tmp_path / "two.glb", baseColorFactor=[[255, 0, 0, 255], [0, 0, 255, 255]]))
+    assert not mesh.maps
+    torch.testing.assert_close(mesh.uvs, BOX.uvs.repeat(2, 1))
 
 
 def test_the_frame_is_the_published_one():
@@ -312,6 +344,17 @@ if find_spec("trimesh"):
         path = tmp_path / "parts.glb"
         path.write_bytes(glb({"meshes": [{"primitives": [{"attributes": {"POSITION": 0}}] * 5}]}))
         assert len(load_mesh(path)[0].faces) == 5
+
+    def test_uvs_are_read_without_a_material_but_not_in_normalized_integers(tmp_path):
+        path = write_glb(tmp_path / "box.glb", BOX, torch.ones(4, 4, 3))
+        described, data = gltf(path), path.read_bytes()
+        (primitive,), rest = described["meshes"][0]["primitives"], data[28 + struct.unpack("<I", data[12:16])[0] :]
+        del primitive["material"], described["materials"]
+        path.write_bytes(glb(described, rest))
+        torch.testing.assert_close(load_mesh(path)[0].uvs, BOX.uvs)
+        described["accessors"][primitive["attributes"]["TEXCOORD_0"]]["normalized"] = True
+        path.write_bytes(glb(described, rest))
+        assert load_mesh(path)[0].uvs is None
 
     def test_lines_and_points_beside_a_mesh_are_left_out(tmp_path):
         parts = [{"attributes": {"POSITION": 0}, "mode": mode} for mode in (4, 1, 0)]
