@@ -220,8 +220,7 @@ def test_a_copy_in_the_dtype_that_it_had_is_compared_bit_for_bit(acc, tmp_path: 
 def test_copies_of_packed_weights_are_judged_by_their_parts(acc, tmp_path: Path, dtype: torch.dtype) -> None:
     """In another dtype a packed weight has other values, of the same bytes."""
     packed = pytest.importorskip("comfy_kitchen.tensor").QuantizedTensor
-    rotated = {"per_channel": True, "convrot": True, "convrot_groupsize": 64}
-    weight = packed.from_float(torch.randn(96, 1280).to(dtype), "TensorWiseINT8Layout", **rotated)
+    weight = packed.from_float(torch.randn(96, 1280).to(dtype), "TensorWiseINT8Layout", per_channel=True)
     network = Network(lambda _, x: weight.to(x.device, x.dtype).dequantize())
     x, guard = torch.randn(2, 1024, WIDTH, device=acc), Guard(store_of(acc, tmp_path / "sound"))
     run(guard, network, x)
