@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import importlib
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
@@ -19,12 +20,14 @@ from .errors import MissingPackageError, first_line
 MOST_CHARACTERS = 2**17  # of a prompt: no encoder reads more, but of white space
 CHARACTERS, MARGIN = 16, 32  # that a token is first taken to have; tokens behind a cut, which can be others there
 INSTALL = "Install it into the Python that runs ComfyUI or anygpu: python -m pip install -U {name}"
+_importing = threading.RLock()  # diffusers and its parts replace their modules at import: others would get the old ones
 
 
 def imported(name: str) -> ModuleType:
     """The module ``name``; MissingPackageError where it is absent, or breaks while it is imported."""
     try:
-        return importlib.import_module(name)
+        with _importing:  # a forecast may import while a node does
+            return importlib.import_module(name)
     except Exception as error:  # a broken compiled part raises nearly anything while a package is imported
         raise unusable(name, error) from error
 
@@ -32,7 +35,8 @@ def imported(name: str) -> ModuleType:
 def attribute(module: str, name: str) -> type:
     """The class ``name`` of package ``module``, which may import more on access; MissingPackageError if unusable."""
     try:
-        return getattr(imported(module), name)
+        with _importing:
+            return getattr(imported(module), name)
     except MissingPackageError:
         raise
     except AttributeError as error:

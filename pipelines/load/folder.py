@@ -4,7 +4,6 @@ headers are read, so that a missing shard is noticed at once, and a part that a 
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -31,10 +30,11 @@ from ...compat.device.precision import FP32, Precision, copies_decision, precisi
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.quirks import abilities
 from ...compat.device.wheels import unusable_device
-from ...compat.errors import CheckpointError, UnsupportedError
+from ...compat.errors import CheckpointError, MissingPackageError, UnsupportedError
 from ...compat.memory.offloader import Offloader
 from ...compat.memory.parts import denoises, role_of
 from ...compat.memory.standalone import offloader_for
+from ...compat.packages import attribute
 from ...compat.probe_results import probe_results_of
 from ...compat.transforms.attention import SPARSE, Attention, attention_for, avoided_by, by_time
 from ...compat.transforms.conv3d_choice import stored_timings
@@ -66,7 +66,6 @@ from .reading import (
 )
 
 HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
-_importing = threading.Lock()  # diffusers and its parts replace their modules at import: others would get the old ones
 
 
 def load(
@@ -148,11 +147,9 @@ def load_placed(
 ) -> Pipeline:
     """The pipeline that :func:`load` gives, its parts on those of ``request.cards`` where a run is quickest."""
     first = load(request, progress, make_room, hosted)
-    with _importing, suppress(Exception):  # a forecast may load while a node does; what fails is told where it is used
-        import diffusers
-
+    with suppress(MissingPackageError):  # once for all that a run imports of it; what fails is told where it is used
         for name in first.spec.files.pipelines:
-            getattr(diffusers, name)
+            attribute("diffusers", name)
     if len(request.cards) < 2 or "transformer" in request.devices or first.facts.device not in request.cards:
         return first
 

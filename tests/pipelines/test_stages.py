@@ -53,12 +53,16 @@ PART = SLOW.replace("from diffusers_part import Pipeline", "Pipeline = object")
 AT_ONCE = """
 import sys, threading, time
 from pathlib import Path
+from anygpu.compat.packages import attribute
 from anygpu.pipelines.load.folder import load_placed
 from anygpu.pipelines.requests import LoadRequest
-failed, loaded = [], threading.Barrier(3)
+failed, loaded = [], threading.Barrier(3, timeout=60)
 def run(index):
     try:
-        load_placed(LoadRequest(Path(sys.argv[1]), device="cpu"))
+        if len(sys.argv) > 1:
+            load_placed(LoadRequest(Path(sys.argv[1]), device="cpu"))
+        else:
+            attribute("diffusers", "AutoencoderKL")
         loaded.wait()
         time.sleep(0.1 * index)
         from diffusers import LTXPipeline
@@ -72,12 +76,14 @@ sys.exit(f"{len(failed)} failed: {failed[0]}" if failed else 0)
 """
 
 
-def test_a_node_and_a_forecast_may_be_the_first_to_load_at_once(tiny_folder, tmp_path) -> None:
+@pytest.mark.parametrize("model", ["ltx", None], ids=["video", "a class that painting takes"])
+def test_a_node_and_a_forecast_may_be_the_first_to_load_at_once(tiny_folder, tmp_path, model) -> None:
     """diffusers and its parts replace their modules at import: a thread that comes then would get the old one."""
     (tmp_path / "diffusers.py").write_text(SLOW, encoding="utf-8")
     (tmp_path / "diffusers_part.py").write_text(PART, encoding="utf-8")
     path = os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))
-    command = [sys.executable, "-c", AT_ONCE, str(tiny.build("ltx", tiny_folder))]
+    folders = [] if model is None else [str(tiny.build(model, tiny_folder))]
+    command = [sys.executable, "-c", AT_ONCE, *folders]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr[-2000:]
 
