@@ -22,7 +22,7 @@ from .shortage import says_shortage
 log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
-GIBIBYTE = 1024**3
+MEBIBYTE, GIBIBYTE = 1024**2, 1024**3
 PLENTY = 1 << 62  # bytes of host memory where the amount is unknown: nothing is refused for it
 MOST_BYTES = 1 << 50  # that a device is believed to have
 MOST_DEVICES = 128  # torch keeps the index of a device in a signed byte

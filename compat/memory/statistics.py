@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..device.facts import GIBIBYTE, indexed, peak_bytes, reset_peak, synchronize, value_or
+from ..device.facts import GIBIBYTE, MEBIBYTE, indexed, peak_bytes, reset_peak, synchronize, value_or
 from ..durable import write_json
 from ..errors import PackError, json_file, json_within
 from .parts import ProgressStage
@@ -27,7 +27,6 @@ LATEST, LAST, PERIOD = 0.1, 0.25, 9  # shares of the steps: since a change, at m
 CHANGED = 1.2  # times as long as each step before, or as short: another load
 WAITED = 2.0  # times as long as all others of the last steps: one that waited for something else
 WORTH_TELLING = 5.0  # seconds of a stage, from which on it is shown beside its forecast
-MEBIBYTE = 1024**2
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,13 +259,18 @@ def _changed_at(spent: list[float], fewest: int) -> int:
 
 def amount_of(count: float) -> str:
     """Bytes in words, as the tab and torch count them: ``3.2 GB``, ``14.0 MB``."""
-    return f"{count / GIBIBYTE:.1f} GB" if count >= 0.1 * GIBIBYTE else f"{count / MEBIBYTE:.1f} MB"
+    unit, name = _unit(count)
+    return f"{count / unit:.1f} {name}"
 
 
 def amount(done: int, total: int) -> str:
     """Bytes of bytes in words, such as ``11.2 of 23.9 GB``."""
-    unit, name = (GIBIBYTE, "GB") if total >= 0.1 * GIBIBYTE else (MEBIBYTE, "MB")
+    unit, name = _unit(total)
     return f"{done / unit:.1f} of {total / unit:.1f} {name}"
+
+
+def _unit(count: float) -> tuple[int, str]:
+    return (GIBIBYTE, "GB") if count >= 0.1 * GIBIBYTE else (MEBIBYTE, "MB")
 
 
 def reading_of(part: str, total_bytes: int, progress: Any) -> Callable[[int], None]:

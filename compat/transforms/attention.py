@@ -14,12 +14,12 @@ from torch.nn import functional
 
 from ..decision import AUTO, CHOSEN, Decision
 from ..device.execution import current
-from ..device.facts import DeviceFacts
+from ..device.facts import MEBIBYTE, DeviceFacts
 from ..device.precision import NAMES
 from ..device.probe_store import UNUSABLE, WRONG, Probes, ProbeStore
 from ..device.timed_choice import fastest, milliseconds, stored_times
 from ..errors import PackError, UnsupportedError, require_choice
-from .attention_chunks import MEBIBYTE, UNKNOWN_BUDGET, WORKED_ON, chunk_size, chunked, fp32_attention, score_bytes
+from .attention_chunks import UNKNOWN_BUDGET, WORKED_ON, chunk_size, chunked, fp32_attention, score_bytes
 from .attention_kernels import BACKENDS, EXPLICIT, LOSSY, kernels_for, require_usable
 
 MEANINGS: dict[str, str] = {

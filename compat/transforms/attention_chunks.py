@@ -7,7 +7,8 @@ import math
 import torch
 from torch.nn import functional
 
-MEBIBYTE = 1024**2
+from ..device.facts import MEBIBYTE
+
 UNKNOWN_BUDGET = 256 * MEBIBYTE
 SCORE_BYTES = 4  # scores are fp32 here, whatever the operands are; in torch's math too, unless a program allows less
 WORKED_ON = torch.float32
