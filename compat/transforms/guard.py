@@ -244,6 +244,13 @@ def _changed(function: Any, args: Any, kwargs: Any, change: Callable[[Tensor], T
     return function(*args, **kwargs)
 
 
+def _checkable(function: Any, output: Tensor) -> bool:
+    """True if a result has bounds and its call may be repeated: fp64 has no reference here, fp8 rounds as it likes."""
+    bounded = output.dtype in BOUNDS or not (output.is_floating_point() or output.is_complex())
+    repeatable = function.overloadpacket.__name__ == "copy_" or not function._schema.is_mutable
+    return bounded and repeatable and output.numel() > 0
+
+
 def _alike(found: Any, result: Any) -> list[Tensor]:
     """The tensors of ``found`` where those of ``result`` are and in their dtypes."""
     both = ([each for each in tree_leaves(side) if isinstance(each, Tensor)] for side in (found, result))
@@ -319,23 +326,9 @@ class Guard(TorchDispatchMode):
             return result
         flops, moved = value_or(partial(work_of, function, args, kwargs, result), (0.0, 0))
         self.work += int(flops or moved) if name != "linear" else 2 * output.numel() * args[0].shape[-1]
-        # fp64 needs another reference, and fp8 rounds as each device likes
-        bounded = output.dtype in BOUNDS or not (output.is_floating_point() or output.is_complex())
-        repeatable = name == "copy_" or not function._schema.is_mutable
-        if check is None or not (bounded and repeatable and output.numel()):
+        if check is None or not _checkable(function, output):
             return result
-        key = _size_class(name, args, output)
-        path = self.known.get(key)
-        if path is None:
-            if self.seconds > SECONDS or self.spent > SHARE * self.work:
-                self.waits = True
-                return result
-            started, path = self.clock(), ""
-            given = {"function": function, "args": args, "kwargs": kwargs} | _named(function, args, kwargs)
-            try:
-                path = self._checked(check, given, result, key)
-            finally:
-                self.seconds += self.clock() - started
+        path = self._path(check, function, args, kwargs, result)
         if not path:
             return result
         right = _alike(PATHS[path](function, args, kwargs), result)
@@ -344,6 +337,21 @@ class Guard(TorchDispatchMode):
         if check is not _own:  # the others are for a backward pass
             right = [right[0], *tree_leaves(result)[1:]]
         return tree_unflatten(right, tree_structure(result))
+
+    def _path(self, check: Check, function: Any, args: Any, kwargs: Any, result: Any) -> str:
+        """The path that stands in for a call, checked where its size class is new and there is time for it."""
+        key = _size_class(function.overloadpacket.__name__, args, tree_leaves(result)[0])
+        if (known := self.known.get(key)) is not None:
+            return known
+        if self.seconds > SECONDS or self.spent > SHARE * self.work:
+            self.waits = True
+            return ""
+        started = self.clock()
+        given = {"function": function, "args": args, "kwargs": kwargs} | _named(function, args, kwargs)
+        try:
+            return self._checked(check, given, result, key)
+        finally:
+            self.seconds += self.clock() - started
 
     def _checked(self, check: Check, given: Mapping[str, Any], result: Any, key: str) -> str:
         """The path that stands in for a call; empty where it is right, or cannot be checked.

@@ -133,6 +133,7 @@ FEW = 4  # rows of a Linear, or channels of a convolution, up to which fp32 cost
 LOUD = 10.0  # times the median row, and 1: the length of a row from which a network can amplify rounding
 ByNetwork = weakref.WeakKeyDictionary[nn.Module, Any]  # of values that go with a network; clones of a MODEL share it
 BY_CORE = {SETTINGS: LayerSettings(False, math.inf)}
+AMPLIFIED = "txtfusion."  # layers of Krea 2's text, whose rounding its blocks amplify most; 1 % of its products
 HOOK = "_conv_forward"  # gets the cast weights, whichever class of core's called
 PROVIDER = "weights_on"  # by which our own layers ask for weights
 FITS = "_anygpu_fits"  # on a layer that was measured: whether it is computed in plain fp16
@@ -272,14 +273,14 @@ class SafeLayers:
             return
         earlier = self.patches if version is None else {}  # hooks change weights at each call: asked only once
         self.patches, self.version = {}, None
-        for layer in filter(is_linear, network.modules()):
-            if is_native(layer):
+        for name, layer in network.named_modules():
+            if not is_linear(layer) or is_native(layer):
                 continue
             comfy.ops.run_every_op()
             self.patches[layer] = {
                 "forward": types.MethodType(safe_linear, layer),
                 PROVIDER: types.MethodType(cast_weights, layer),
-                SETTINGS: settings_of(layer, like, self.fp32_output),
+                **(BY_CORE if name.startswith(AMPLIFIED) else {SETTINGS: settings_of(layer, like, self.fp32_output)}),
             }
         for layer in filter(is_convolution, network.modules()) if self.convolutions else ():
             comfy.ops.run_every_op()

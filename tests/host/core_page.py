@@ -40,7 +40,6 @@ UNSAMPLED = ("RT_DETR_v4", "SAM3", "SAM31", "DepthAnything3")  # rows whose netw
 STEADY = ["trained", "loud", "massive"]
 ROWS = ["rows x16", "rows x100", "rows x1000", "rows x10000"]
 NEAR = 2e-3  # relative to core's fp32: the rounding of fp16 operands
-OWN = 3  # times what operands with the digits of fp16 cost core itself, where that is more
 
 
 def table(name: str, page: Path = PAGE) -> list[list[str]]:
@@ -71,16 +70,11 @@ def counts(found: dict[str, Any]) -> tuple[str, str]:
     )
 
 
-def bound(found: dict[str, Any]) -> float:
-    """The largest error that a scene may have."""
-    return max(NEAR, OWN * found["own"])
-
-
 def worst(found: dict[str, Any], scenes: Sequence[str]) -> str:
-    """The largest error of some scenes, for the table, and beside it what fp16 operands cost core where it is large."""
-    finite = [(found[scene]["fit"], found[scene]["own"]) for scene in scenes if found[scene]["finite"]]
-    fault, own = (f"{each:.0e}".replace("e-0", "e-") for each in max(finite, default=(0.0, 0.0)))
-    most = [(f"{fault} ({own})" if max(finite)[1] else fault) if max(finite)[0] else "none"] if finite else []
+    """The largest error of some scenes, for the table."""
+    finite = [found[scene]["fit"] for scene in scenes if found[scene]["finite"]]
+    fault = f"{max(finite, default=0.0):.0e}".replace("e-0", "e-")
+    most = [fault if max(finite) else "none"] if finite else []
     return ", ".join(most + ["core's own is not finite"] * (len(finite) < len(scenes)))
 
 

@@ -34,9 +34,6 @@ LEVELS = (0.9, 0.87125, 0.64237, 0.33141, 0.05037)  # of noise; a thousand times
 FUNCTIONS = ("attention_basic", "attention_split", "attention_sub_quad", "attention_pytorch")
 PRODUCTS = ("mm", "addmm", "bmm", "matmul", "linear", "convolution", "conv1d", "conv2d", "conv3d")
 UNCOUNTED = (nn.Conv1d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
-STEP = 2.0**-11  # by which fp16 moves a value at most
-TRIES = 3
-NEAR = 2e-3  # within which nobody asks what operands in fp16 cost
 STEADY = "trained"
 NEEDED = {"in_channels": 4, "hidden_size": 64}  # which some rows of core's read
 
@@ -57,7 +54,7 @@ class Calls:
     """
 
     def __init__(self, chosen: str = "") -> None:
-        self.chosen, self.moved, self.running = chosen, 0.0, 0
+        self.chosen, self.running = chosen, 0
         self.now: list[int] = []
         self.all = self.reachable = self.before = 0
 
@@ -71,7 +68,7 @@ class Calls:
                 self.reachable += self.running and "optimized_attention_override" in options
             self.now.append(1)
             try:
-                return function(*(moved(each, self.moved) for each in args[:3]), *args[3:], **kwargs)
+                return function(*args, **kwargs)
             finally:
                 self.now.pop()
 
@@ -143,13 +140,6 @@ class Below(TorchDispatchMode):
         super().__exit__(*given)
 
 
-def moved(operand: Any, step: float) -> Any:
-    """``operand`` off by what rounding to the digits of fp16 may change it, with any exponent."""
-    if not step or type(operand) is not Tensor or operand.dtype is not FULL:
-        return operand
-    return operand * (1 + step * (2 * torch.rand_like(operand) - 1))
-
-
 def _quiet(_model: Any, _name: str) -> None:
     """Leave the network as it was trained."""
 
@@ -191,24 +181,6 @@ def run(model: Any, name: str, level: float = LEVELS[0]) -> Tensor:
     getattr(model.model.diffusion_model, "clear_kv_cache", lambda: None)()
     signal = 0.0 if level == LEVELS[0] else 1 - level
     return output(model, name, sigmas=(level, 0.0), signal=signal).double()
-
-
-def inherent(model: Any, name: str, level: float, expected: Tensor, calls: Calls) -> float:
-    """The largest error of core's fp32 where operands of products are off by what fp16 rounds them by."""
-
-    def narrow(_layer: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (moved(given[0], STEP), *given[1:])
-
-    layers = filter(holds_matrix, model.model.diffusion_model.modules())
-    hooks = [layer.register_forward_pre_hook(narrow) for layer in layers]
-    calls.moved = STEP
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        largest = max(error(run(model, name, level), expected) for _ in range(TRIES))
-    calls.moved = 0.0
-    for hook in hooks:
-        hook.remove()
-    return largest
 
 
 def fitted(model: Any, tell: Callable[[str], None]) -> tuple[Any, list[str]]:
@@ -260,8 +232,8 @@ def drawn(
 
 
 def errors(name: str, scenes: list[str], function: str = "", late: bool = False) -> dict[str, Any] | None:
-    """The error against core's fp32 in each scene: of plain fp16 with a loud layer, of Fit Model, and what operands in
-    fp16 cost anyway. Of a case with several files, and of several levels, that of the worst.
+    """The error against core's fp32 in each scene: of plain fp16 with a loud layer, and of Fit Model. Of a case with
+    several files, and of several levels, that of the worst.
 
     Args:
         scenes: of :data:`SCENES`. function: which of core's attention functions runs; empty for its choice.
@@ -288,11 +260,9 @@ def errors(name: str, scenes: list[str], function: str = "", late: bool = False)
                 plain.set_model_compute_dtype(HALF)
                 half = error(run(plain, name), expected[LEVELS[0]])
             fit, _ = fitted(model, lambda _line: None)
-            faults = {level: error(run(fit, name, level), each) for level, each in expected.items()}
-            worst = max(faults, key=lambda level: faults[level])
-            finite, fault = all(bool(each.isfinite().all()) for each in expected.values()), faults[worst]
-            own = inherent(model, name, worst, expected[worst], calls) if finite and fault > NEAR else 0.0
-            found[scene] = {"fit": fault, "own": own, "half": half, "finite": finite}
+            fault = max(error(run(fit, name, level), each) for level, each in expected.items())
+            finite = all(bool(each.isfinite().all()) for each in expected.values())
+            found[scene] = {"fit": fault, "half": half, "finite": finite}
     return found
 
 
