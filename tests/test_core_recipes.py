@@ -39,7 +39,7 @@ NAMED = {  # beginning of the source and steps -> names in public listings
         ltx-2.5-22b-distilled-transformer-comfy-int8-convrot ltx-2.3-22b-distilled-Q4_K_M_light.gguf
         ltx-2.3-22b-distilled-1.1_diffusion_model_bf16 ltx-2-19b-distilled_Q8_0.gguf
         ltx-2-19b-distilled-lora-384 ltx-2.3-22b-distilled-lora-384-1.1 ltx-2.5-22b-distilled-lora-450_bf16
-        ltx_2.3_22b_distilled_1.1_lora_dynamic_fro09_avg_rank_111_bf16""",
+        ltx_2.3_22b_distilled_1.1_lora_dynamic_fro09_avg_rank_111_bf16 sulphur_distil_lora""",
     ("Lightricks/LTX-Video", 7): "ltxv-13b-0.9.8-distilled ltxv-13b-0.9.7-distilled-lora128 ltxv-2b-0.9.8-distilled",
     ("lightx2v/Minimax-h3-Turbo", 8): """minimax_h3_fl2v_turbo_8step_v1.0_comfyui_bf16
         minimax_h3_lightx2v_fl2v_turbo_8step_alpha8_v1.0_bf16 minimax_h3_ref2v_turbo_8step_v0.1_comfyui_bf16""",
@@ -50,6 +50,16 @@ NAMED = {  # beginning of the source and steps -> names in public listings
     ("Phr00t", 4): "wan2.2-rapid-mega-aio-v10 wan2.2-i2v-rapid-aio-v10-nsfw-Q6_K.gguf WAN22_AIO_Rapid_i2v",
     ("NVlabs", 4): """Wan_2_1_T2V_14B_480p_rCM_lora_average_rank_83_bf16 Wan_2_1_T2V_1_3B_480p_rCM_lora
         TurboWan2.1-T2V-14B-720P TurboWan2.2-I2V-A14B-high-720P-quant rCM_Wan2.1_T2V""",
+    ("Comfy-Org/workflow_templates video_fastvideo_fasth3_t2v", 8): """FastVideo-FastH3-8-Step-V2
+        fastvideo_fasth3_8step_v2_pruned_int8_convrot fastvideo_fasth3_8step_v2_pruned_bf16""",
+    ("hao-ai-lab/FastVideo", 4): """minimax_h3_fastvideo_vsa_datafree_1300step_4step_int8_convrot
+        FastVideo-FastH3-4-step-Preview-v1-VSA-DataFree FastVideo-Minimax-FastH3-Preview-v0.2 FastH3_VSA_DataFree""",
+    ("vllm-project/vllm-omni", 4): """minimax_h3_t2va_flashgen_4step_v1.0_768p_bf16
+        minimax_h3_4step_lora_flashgen_v1.0_768p_fl2va_pruned_avg_rank_13_bf16 h3_FlashGen_4step_fl2va
+        minimax_h3_flashgen_4step_v1.0_768p_fl2va_pruned_rank64_comfy""",
+    ("Phr00t/LTX2", 8): """ltx2-phr00tmerge-sfw-v5 ltx2-phr00tmerge-nsfw-v62-Q5_K_M.gguf sulphur_distil_bf16
+        ltx-2-19b-phr00tmerge-nsfw-v3 sulphur_distil_fp8mixed sulphur_distil_nvfp4 sulphur_distil-Q4_K_M.gguf
+        Sulphur-2-base-distil-Q4_K_M.gguf JoyAI-Echo_diffusion_model_bf16""",
     ("W2G profiles/minimax_h3", 4): """minimax_h3_ref2v_turbo_4step_v0.1_comfyui_bf16
         minimax_h3_turbo_4step_ema_ckpt850 minimax_h3_larryvrh_v4_step600_ema minimax_h3_joyfox_fl2va_4step_lora
         minimax_h3_fl2v_turbo_4step_v0.1_768p_sla_bf16 minimax_h3_fl2v_turbo_4step_v0.1_comfyui_alpha8""",
@@ -73,6 +83,8 @@ PLAIN = """wan2.2_i2v_high_noise_14B_fp8_scaled wan2.2_ti2v_5B_fp16 wan2.1_t2v_1
     ltx2-embeddings-connector-distill SVI_v2_PRO_Wan2.2-I2V-A14B_HIGH_lora_rank_128_fp16 Wan21_PusaV1_LoRA_14B_rank512
     WanAnimate_relight_lora_fp16 Wan2.2-Fun-A14B-InP-high-noise-MPS wenzhiyu_woman_wan22_5b scail2-dpo-lora_new
     FramePackI2V_lightx2v_lora Hunyuan_Self_Forcing_lora ltxv-13b-0.9.8-non-distilled
+    sulphur_dev_bf16 sulphur_lora_rank_768 10Eros_v1 minimax_h3_vdn_default_lora_bf16 fast_h3_car_lora flashgenius_style
+    LTX-2-19b-IC-LoRA-Canny-Control hunyuanimage2.1_distilled_bf16 wan22-fun-reward wan22_4step_dance
     kiss_ltx2_lora LTX2.3-IC-LORA-Dual-Character MiniMax-H3_Ref2VA-LoRA-CrossView-Warp_v1"""
 
 
