@@ -225,7 +225,8 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             hunyuan_video_hyper_lora hunyuan_pcm_lora subject_driven style_transfer coloring fill sr depth_pred
             DRA-Ctrl DCM_HY gamecraft_models mp_rank_00_model_states_distill HunyuanCustom-gguf hunyuan_avatar
             hunyuan_video_t2v-fp8-scaled-fast hunyuan_i2v_fast_fp8 HunyuanVideo_dashtoon_lora hunyuanVideo_6steps
-            hunyuan_video_t2v_720p_lightx2v_4step hunyuan_video_t2v_cfg_step_distill hunyuan_flf2v_lora
+            hunyuan_video_t2v_720p_lightx2v_4step hunyuan_video_t2v_cfg_step_distill hunyuan_flf2v_lora hunyuan_tcd_lora
+            hunyuan_rCM_lora
             HunyuanVideo_lightning_8step_fp8 hunyuan_video_pcm_720 hunyuanvideo_i2v_leapfusion_merged""",
         "": """hunyuan_video_720_cfgdistill_fp8_e4m3fn hunyuan_video_720_cfgdistill_bf16 HunyuanVideo HunyuanVideo-I2V
             hunyuan_video_t2v_720p_bf16 hunyuan_video_I2V_fp8_e4m3fn hunyuan_video_image_to_video_720p_bf16
@@ -273,7 +274,8 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             high-speed-drone-shot-hunyuan-v1.0-heavy-vfx_ai animal_documentary_epoch20 kbk_backrooms_comfyui
             ultrawide_10_epochs UndergroundClub_hunyuan hunyuan_diffusers hunyuan-video-t2v-720p-bf16
             HunyuanVideo-I2V-33ch hunyuan_video_I2V-Q3_K_S skyreels-hunyuan-I2V-Q3_K_S HunyuanVideo-I2V-FP8
-            HunyuanVideo_no-fastvideo_720
+            HunyuanVideo_no-fastvideo_720 hunyuan-take-on-me hunyuan_video_720_cfg_distill_fp8_e4m3fn Sexy_Dance_e15
+            hunyuan_video_i2v_720p_bf16 hunyuan_video_t2v_720p_fp8_scaled aman4 hunyuan_video_t2v_720p_fp16 asstwerk
             hyvideo-diffusers hunyuan-lora-musubi-vhs-5""",
     },
     "hunyuan_video_15": {
@@ -302,7 +304,9 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             Hunyuan_1.5_Upscale_lora hunyuan_video_1.5_upsampler_720p_sr_distilled hy15_t2v_dmd2
             hunyuanvideo1.5_Fast_T2V ar_distilled_action_model hunyuanvideo1.5_1080p_sr_distilled_fp8_scaled
             hunyuanvideo15_720p_i2v_sparse-Q4 720p_i2v_sparse HY15_T2V_step_distill_lora_r64
-            hunyuan_video_1.5_upsampler_1080_bf16 hunyuan_video_1.5_upsampler_720_quanto_bf16_int8""",
+            hunyuan_video_1.5_upsampler_1080_bf16 hunyuan_video_1.5_upsampler_720_quanto_bf16_int8 minWM HY15-Action2V
+            Action2V causal_ode causal_cd ar_diffusion_tf dmd_ourbi HunyuanVideo-1.5-rCM hy1.5_i2v_720p_lightx2v_8step
+            hunyuanVideo-1.5-480p-turbo hy15_causal_forcing""",
         "": """hy15_480p_t2v_fp8_e4m3_lightx2v hy15_720p_i2v_fp8_e4m3_lightx2v
             hunyuanvideo1.5_480p_t2v_cfg_distilled_fp16 hunyuanvideo1.5_720p_t2v_fp16 hunyuanvideo1.5_720p_i2v_fp16
             hunyuanvideo1.5_480p_i2v_cfg_distilled_fp8_scaled hunyuanvideo1.5_720p_i2v_cfg_distilled_fp16
@@ -318,7 +322,8 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             480p_distilled HunyuanVideo-1.5-720p-FP8 HunyuanVideo-1.5-480p-FP8 HunyuanVideo-1.5_I2V_480p-GGUF
             hunyuanvideo1.5_480p_t2v_cfg_distilled-Q5_K_S hunyuanvideo1.5_480p_i2v_cfg_distilled-Q4_K_S 720p_t2v
             hunyuanvideo1.5_480p_i2v_fp16 hunyuanvideo1.5_480p_t2v_fp16 hunyuanvideo-1.5-robotwin15-i2v-lora
-            hunyuan_video_1.5_i2v_480_bf16 hunyuan_video_1.5_i2v_720_quanto_bf16_int8""",
+            hunyuan_video_1.5_i2v_480_bf16 hunyuan_video_1.5_i2v_720_quanto_bf16_int8 hv15_i2v_480p_distilled
+            HunyuanVideo-1.5-Diffusers-480p_t2v_distilled GluedHunyuanVideo-1.5 HunyuanVideo-1.5-INT8""",
     },
     "ltx": {
         "distilled 13B 0.9.7": """ltxv-13b-0.9.7-distilled-lora128 ltxv_0.9.7_13B_distilled_lora128_bf16
@@ -333,7 +338,7 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             LTX-Video-ICLoRA-detailer-13b-0.9.8 LTX-Video-ICLoRA-depth-13b-0.9.7 LTX-Video-ICLoRA-canny-13b-0.9.7
             LTX-Video-ICLoRA-pose-13b-0.9.7 ltxv_colorization_lora ltxv_deblur_lora ltxv_motion_track_lora ltxv_remover
             ltxv-subtitle-remover ltxv_video2video_lora ltxv-13b-098-ic-lora-upscale ltxv_lipsync ltxv_face_swap_lora
-            ltxv-13b-lcm LTXV_8steps_lora ltxv_upscale_lora ltxv_fast_lora""",
+            ltxv-13b-lcm ltxv_tcd_lora LTXV_8steps_lora ltxv_upscale_lora ltxv_fast_lora""",
         "": """ltx-video-2b-v0.9 ltx-video-2b-v0.9.1 ltx-video-2b-v0.9.5 ltxv-2b-0.9.6-dev-04-25
             ltxv-2b-0.9.6-distilled-04-25 ltxv-2b-0.9.8-distilled ltxv-13b-0.9.7-dev ltxv-13b-0.9.7-distilled
             ltxv-13b-0.9.8-dev ltxv-13b-0.9.8-distilled ltxv-13b-0.9.7-dev-Q4_K_M ltxv-13b-0.9.8-distilled-fp8
@@ -357,13 +362,15 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             LTXV-13B-arcane_jinx_step_12000_comfy LTXV-13B-walgro_style_step_42000_comfy Snorricam_step_02000_comfy
             LTXV-13B-shinkai-anime-style-lora-v1_58000 bullet_time_step_02250_comfy ltx-video-13b-distilled
             ltx-video-2b-v0.9.1-q4_0 ltxv-13b-0.9.7-dev-BF16 ltx-video-2b-v0.9-F32 LTXV-13B-LoRA-Arcane_Jinx-v1
+            through_object_step_02000_comfy ltx2b_waymo24_action_lora_r16_seed231 LTX-Video-0.9.6-distilled-Q4_K_M
+            ltx-video-2b-v0.9.6-distilled-BF16 LTX_13B_Distilled_V_0_9_8_GGUF_Q4_K_M LTX-MultiMotion
             ltxv_0.9.7_13B_distilled_bf16 ltxv_0.9.8_13B_dev_bf16 ltxv_0.9.8_13B_distilled_quanto_bf16_int8""",
     },
     "mochi": {
         "FastMochi": "FastMochi FastMochi-diffusers mochi_fastvideo_lora dit.fast",
         "caution": """mochi_turbo_lora mochi_distilled_4_steps mochi_fast mochi_preview_fast_bf16 mochi-edit
             mochi_canny_lora mochi-i2v
-            mochi_depth_control mochi_inpaint Pusa-V0.5 pusa_mochi_bf16""",
+            mochi_depth_control mochi_rcm_lora mochi_inpaint Pusa-V0.5 pusa_mochi_bf16""",
         "": """mochi_preview_bf16 mochi_preview_fp8_scaled mochi_preview_dit_bf16 mochi_preview_dit_GGUF_Q8_0
             mochi-1-preview mochi-q3_k_m mochi_lora_vhs mochi_dissolve_lora mochi_fast_food_lora FastVideo
             Mochi-Black-Myth-Wukong-lora-weight Genmo_Mochi_1_Text_to_Video Genmo_Mochi_1_Text_to_Video_FP8_Scaled
@@ -374,6 +381,7 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
         "caution": """fastvideo-lora-hunyuan accvid_5_steps_lora hunyuan_depth_control_lora_v1 FramePack_turbo_8steps
             FramePack_video_edit_lora hunyuan_hed_lora FramePack_P1_HY FramePackP1_I2V_fp8 fp-1f-chibi-1024
             body2img_V7_kisekaeichi_dim4_1e-3_512_768-000140 hagikora_FramePack_oneframe_V3 fp1f_lora
+            chibi_framepack_1frame FramePack_rcm_lora
             fp-1f-kisekae-1024-v4-2-PfPHEMA fp-1f-kisekae-1024-v4-2 one_frame_rotation_framepack""",
         "": """FramePackI2V_HY_fp8_e4m3fn FramePack_F1_I2V_HY_20250503_bf16 hyvid_I2V_lora_embrace rotate_landscape_V4
             image2flat_V1_1024_dim4-000040 photo2line_V2_dim4 photo2chara_V6 Apose_V8_dim4 Apose_V7_dim4 CH4NG3CH4R
