@@ -70,7 +70,7 @@ def request_of(job: VideoJob, machine: Machine, check: Check | None = None) -> L
         cards=machine.cards,
         search=tuple(root for root in machine.places.models if root != DEMOS),  # no part of a published model is there
         state=machine.state,
-        earlier=("", "") if "variant" in job.load else (job.resolved_variant, job.resolved_recipe),
+        earlier=(job.resolved_variant, job.resolved_recipe),
     )
 
 

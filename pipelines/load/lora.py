@@ -137,11 +137,11 @@ def _with_recipe(
     pipeline: Pipeline, added: LoRA, names: Names, trained_for: dict[str, Any], progress: Progress
 ) -> Pipeline:
     """``pipeline`` by the recipe that one of the ``names`` of a LoRA gives away; a demo model by what one for it says
-    that it was ``trained_for``. Neither changes for a LoRA that hardly acts, or on some blocks."""
-    recipe, name = recipe_named(pipeline.spec, names, pipeline.model.names)
+    that it was ``trained_for``. A replay has its recipe; a LoRA that hardly acts or on some blocks changes neither."""
+    stem, model = added.path.stem, pipeline.model
+    recipe, name = recipe_named(pipeline.spec, () if any(model.request.earlier) else names, model.names)
     if not (trained_for if pipeline.is_demo else recipe):
         return pipeline
-    stem = added.path.stem
     if not changes_recipe(added.strength, added.blocks):
         where = f"strength {added.strength:g}{f' ({added.blocks})' if added.blocks.strip() else ''}"
         progress.notify(f"{stem}: its recipe is not taken at {where}")
@@ -149,7 +149,7 @@ def _with_recipe(
     if pipeline.is_demo:
         pipeline = with_defaults(pipeline, trained_for)
     else:
-        pipeline = replace(pipeline, model=replace(pipeline.model, recipe=recipe))
+        pipeline = replace(pipeline, model=replace(model, recipe=recipe))
     said = recipe_decisions(pipeline, (), name)
     progress.notify(f"{stem} changes the recipe: {said[0].verdict}")
     others = (each for each in pipeline.plan.decisions if each.subject != said[0].subject)

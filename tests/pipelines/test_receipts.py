@@ -19,6 +19,7 @@ from anygpu.pipelines.base import FINAL, ImageRequest, Latents, Prompt, PromptRe
 from anygpu.pipelines.family import FITS, GuidanceStep
 from anygpu.pipelines.latents import convert, recovery, store
 from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.load.lora import with_lora
 from anygpu.pipelines.movie import tags_of, write_mp4
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.records import job as job_format
@@ -39,6 +40,7 @@ from anygpu.pipelines.speed import SpeedRequest
 from anygpu.pipelines.vae.plan import DecodeRequest
 from diffusers.pipelines.hunyuan_video1_5 import image_processor as buckets
 from published import loops
+from safetensors.torch import save_file
 
 PICTURE = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(0)).mul(255).round() / 255
 SETTINGS = SampleSettings(64, 64, 9, 2, seed=5)
@@ -208,6 +210,35 @@ def test_a_replay_takes_the_recipe_of_a_model_that_is_called_otherwise_here(
     assert job.key == replace(job, resolved_variant="", resolved_recipe="").key
     strange = replace(job, resolved_variant="of another family", resolved_recipe="none")
     assert jobs.load_pipeline(strange, machine, Silent()).variant == "distilled"
+
+
+@pytest.mark.parametrize("names", [("mine", "ltxv-2b-0.9.8-distilled-lora"), ("ltxv-2b-0.9.8-distilled-lora", "mine")])
+@pytest.mark.parametrize("variant", ["auto", "dev"])
+def test_a_replay_takes_the_recipe_of_a_lora_whose_folder_is_called_otherwise_here(
+    names: tuple[str, str], variant: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    there, here = (
+        tmp_path / place / name / "adapter_model.safetensors" for place, name in zip("ab", names, strict=True)
+    )
+    model = shutil.copytree(tiny.build("ltx", tiny_folder), tmp_path / "b" / "my ltx")
+    pipeline = load(LoadRequest(model, precision="fp32", device="cpu", variant=variant))
+    (layer, (rows, columns)), *_ = tiny.matrices_of(pipeline).items()
+    for path in (there, here):
+        path.parent.mkdir(parents=True)
+        factors = {f"{layer}.lora_A.weight": torch.ones(1, columns), f"{layer}.lora_B.weight": torch.ones(rows, 1)}
+        save_file(factors, path)
+    pipeline = with_lora(pipeline, there, 1.0, "", "separate", Silent())
+    prompt = stages.encode_prompt(pipeline, PromptRequest("a fox"), Silent())
+    asked = SampleSettings(64, 64, 9, 2, seed=5)
+    job = job_of(
+        with_receipt(stages.sample(pipeline, prompt, None, asked, Silent()), pipeline, prompt, None, asked).extra[
+            RECEIPT
+        ]
+    )
+    again = jobs.load_pipeline(job, Machine(Places((tmp_path / "b",)), tmp_path / "state", "cpu"), Silent())
+    assert again.model.recipe == pipeline.model.recipe == ("" if names[0] == "mine" else "distilled")
+    defaults, expected = (of_checkpoint(each).sizes.defaults for each in (again, pipeline))
+    assert defaults == expected and again.variant == pipeline.variant
 
 
 def test_a_replay_takes_the_configuration_of_a_file_whose_folder_is_called_otherwise_here(
