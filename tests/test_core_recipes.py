@@ -53,7 +53,10 @@ NAMED = {  # beginning of the source and steps -> names in public listings
     ("Comfy-Org/workflow_templates video_fastvideo_fasth3_t2v", 8): """FastVideo-FastH3-8-Step-V2
         fastvideo_fasth3_8step_v2_pruned_int8_convrot fastvideo_fasth3_8step_v2_pruned_bf16""",
     ("hao-ai-lab/FastVideo", 4): """minimax_h3_fastvideo_vsa_datafree_1300step_4step_int8_convrot
-        FastVideo-FastH3-4-step-Preview-v1-VSA-DataFree FastVideo-Minimax-FastH3-Preview-v0.2 FastH3_VSA_DataFree""",
+        FastVideo-FastH3-4-step-Preview-v1-VSA-DataFree FastVideo-Minimax-FastH3-Preview-v0.2 FastH3_VSA_DataFree
+        FastH3-Dense-4-step-v1-LoRA-ComfyUI-pruned fasth3_vsa_4-steps-v5""",
+    ("tutututututu", 8): """tutu-t8-minimax-h3-av-20to8-nfe-lora-step000100-bf16-comfyui
+        Tutu-MiniMax-H3-AudioVideo-20to8-NFE-LoRA""",
     ("vllm-project/vllm-omni", 4): """minimax_h3_t2va_flashgen_4step_v1.0_768p_bf16
         minimax_h3_4step_lora_flashgen_v1.0_768p_fl2va_pruned_avg_rank_13_bf16 h3_FlashGen_4step_fl2va
         minimax_h3_flashgen_4step_v1.0_768p_fl2va_pruned_rank64_comfy""",
@@ -61,8 +64,10 @@ NAMED = {  # beginning of the source and steps -> names in public listings
         ltx-2-19b-phr00tmerge-nsfw-v3 sulphur_distil_fp8mixed sulphur_distil_nvfp4 sulphur_distil-Q4_K_M.gguf
         Sulphur-2-base-distil-Q4_K_M.gguf JoyAI-Echo_diffusion_model_bf16""",
     ("W2G profiles/minimax_h3", 4): """minimax_h3_ref2v_turbo_4step_v0.1_comfyui_bf16
-        minimax_h3_turbo_4step_ema_ckpt850 minimax_h3_larryvrh_v4_step600_ema minimax_h3_joyfox_fl2va_4step_lora
-        minimax_h3_fl2v_turbo_4step_v0.1_768p_sla_bf16 minimax_h3_fl2v_turbo_4step_v0.1_comfyui_alpha8""",
+        minimax_h3_turbo_4step_ema_ckpt850 minimax_h3_fl2va_4step_lora minimax_h3_turbo_4step_ckpt600_ema_V4
+        minimax_h3_lightx2v_turbo_4step_v0.1_comfy_int8convrot minimax_h3_larryvrh_v4_step600_ema
+        minimax_h3_joyfox_fl2va_4step_lora minimax_h3_fl2v_turbo_4step_v0.1_768p_sla_bf16
+        minimax_h3_fl2v_turbo_4step_v0.1_comfyui_alpha8""",
     ("alibaba-pai", 8): f"{PDD} MiniMax-H3-Ref2VA-Acc-8Step MiniMax-H3-FL2VA-Acc-8Step_pruned_comfy",
     ("kandinskylab", 0): "kandinsky5lite_t2v_nocfg_10s kandinsky5lite_t2v_nocfg_5s",
     ("W2G defaults/k5", 16): "kandinsky5lite_t2v_distilled16steps_10s_bf16",
@@ -83,6 +88,7 @@ PLAIN = """wan2.2_i2v_high_noise_14B_fp8_scaled wan2.2_ti2v_5B_fp16 wan2.1_t2v_1
     ltx2-embeddings-connector-distill SVI_v2_PRO_Wan2.2-I2V-A14B_HIGH_lora_rank_128_fp16 Wan21_PusaV1_LoRA_14B_rank512
     WanAnimate_relight_lora_fp16 Wan2.2-Fun-A14B-InP-high-noise-MPS wenzhiyu_woman_wan22_5b scail2-dpo-lora_new
     FramePackI2V_lightx2v_lora Hunyuan_Self_Forcing_lora ltxv-13b-0.9.8-non-distilled
+    minimax_h3_hybrid_fl2va_ref2va_b15-49 MiniMax-H3_FL2VA-INT8-ConvRot-HQ 10Eros_v1.4_bf16_model LTX2_SS_Motion_7K
     sulphur_dev_bf16 sulphur_lora_rank_768 10Eros_v1 minimax_h3_vdn_default_lora_bf16 fast_h3_car_lora flashgenius_style
     LTX-2-19b-IC-LoRA-Canny-Control hunyuanimage2.1_distilled_bf16 wan22-fun-reward wan22_4step_dance
     kiss_ltx2_lora LTX2.3-IC-LORA-Dual-Character MiniMax-H3_Ref2VA-LoRA-CrossView-Warp_v1"""
