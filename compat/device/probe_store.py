@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 OK, WRONG, UNUSABLE, UNKNOWN = "ok", "wrong", "unusable", "unknown"
 STATUSES = (OK, WRONG, UNUSABLE, UNKNOWN)
 ENDED = "the process ended while it was asked"
+UNSEEN_SECONDS = 600.0  # for which a process of another machine or container, which cannot be looked for, may be asking
 IN_RUNS = "size classes in runs"  # checked by the guard of runs: what stands in for each, empty where it is right
 PACKED = "packed."  # questions about products that are known to end processes: drivers, not their users, mend them
 
@@ -168,9 +170,9 @@ class ProbeStore(Mapping[str, ProbeResult]):
             content = json_file(self.path)
             kept = {name: _checked(entry) for name, entry in content["answers"].items() if name in self.probes}
             remembered = dict(content["remembered"])
-            asked, process, started = content.get("asking") or ("", 0, 0.0)
+            asked, *asker = content.get("asking") or ("", 0, 0.0)
             unanswered = isinstance(asked, str) and asked not in ("", *kept, *remembered)
-            if unanswered and not _runs(process, started):
+            if unanswered and not _runs(self.path, *asker):
                 log.warning("AnyGPU: %s %s: it counts as unusable", asked, ENDED)
                 if asked in self.probes:
                     kept[asked] = ProbeResult(UNUSABLE, ENDED)
@@ -193,7 +195,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         content: dict[str, Any] = {"device": str(self.facts), "versions": dict(self.facts.versions)}
         content |= {"answers": kept, "remembered": self._remembered}
         if self._asking:
-            content["asking"] = [self._asking, os.getpid(), _started(os.getpid())]
+            content["asking"] = [self._asking, os.getpid(), _started(os.getpid()), value_or(platform.node, "")]
         try:
             write_json(self.path, content, indent=1, synced=synced)
         except OSError as error:
@@ -238,8 +240,10 @@ def _checked(entry: Any) -> ProbeResult:
     return ProbeResult(result.status, result.detail, float(result.milliseconds))
 
 
-def _runs(process: int, started: float) -> bool:
-    """True if the probing process still runs; in a container each start may get the same number."""
+def _runs(path: Path, process: int, started: float, machine: str | None = None) -> bool:
+    """True if the process that wrote ``path`` and probes still runs; in a container each start may get its number."""
+    if machine not in (None, value_or(platform.node, "")):
+        return time.time() - path.stat().st_mtime < UNSEEN_SECONDS
     return abs(_started(process) - started) < 3.0  # processes do not agree on when the computer started
 
 

@@ -3,9 +3,12 @@
 import ast
 import csv
 import json
+import os
+import platform
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from anygpu.compat.device import facts
+from anygpu.compat.device import facts, probe_store
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ENDED, UNUSABLE, ProbeStore
 from anygpu.compat.device.quirks import active, policy_for
@@ -210,6 +213,25 @@ def test_who_asks_now_has_not_ended(tmp_path: Any, caplog: Any) -> None:
     assert [store[name].status for name in asked] == ["ok", "ok"]
     assert seen == ["unknown", "ok"], "another store of this process took what was being asked for what ended it"
     assert ENDED not in caplog.text
+
+
+def test_who_asks_on_another_machine_has_not_ended_until_minutes_have_passed(tmp_path: Any, monkeypatch: Any) -> None:
+    """Machines that share a home, or containers a volume, do not see each other's processes."""
+    machine = replace(profiles.facts_of("gfx1151"), device=torch.device("meta"))
+
+    def asks(_: torch.device) -> str:
+        raise SystemExit  # after which the file is as while it is asked
+
+    with monkeypatch.context() as there:
+        there.setattr(os, "getpid", lambda: 2**22 + 1)  # which no process here has
+        there.setattr(probe_store, "_started", lambda _: 5.0)
+        there.setattr(platform, "node", lambda: "another machine")
+        store = ProbeStore(machine, tmp_path, more={"one": asks}, asked={})
+        with pytest.raises(SystemExit):
+            store["one"]
+    assert ProbeStore(machine, tmp_path, more={"one": asks}, asked={}).known() == {}
+    os.utime(store.path, (time.time() - 3600,) * 2)
+    assert ProbeStore(machine, tmp_path, more={"one": asks}, asked={}).known()["one"].detail == ENDED
 
 
 @pytest.mark.parametrize("entry", [{"status": 1}, {"status": "fine"}, {"status": "ok", "detail": []}, {}, 3])
