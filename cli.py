@@ -172,14 +172,14 @@ def render(arguments: argparse.Namespace) -> int:
 
 
 def pack(arguments: argparse.Namespace) -> int:
+    from .compat.checkpoints.latents import written
     from .compat.checkpoints.packed import as_in_files
-    from .compat.checkpoints.weights import write_tensors
     from .pipelines.load.folder import LoadRequest, load
 
     require_writable(arguments.output, OUTPUT_BYTES, "--output")
     asked = {name: getattr(arguments, name) for name in ("base", "image_encoder", "search", "weights")}
     pipeline = load(LoadRequest(arguments.model, device="cpu", precision="bf16", **asked))
-    print(write_tensors(arguments.output, as_in_files(pipeline.parts["transformer"]), {"format": "pt"}))
+    print(written(arguments.output, as_in_files(pipeline.parts["transformer"]), {"format": "pt"}))
     return 0
 
 

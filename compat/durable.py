@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from .errors import InputError, first_line, json_file
+from .errors import CheckpointError, InputError, first_line, json_file
 
 
 @contextmanager
@@ -49,13 +49,22 @@ def saved_json(path: Path) -> Any:
 
 def write_json(path: Path, value: Any, indent: int | None = None, synced: bool = True) -> None:
     """Replace a JSON file as :func:`replacing` does; raises OSError where it cannot be written."""
-    write_file(path, json.dumps(value, indent=indent), synced)
-
-
-def write_file(path: Path, content: str | bytes, synced: bool = True) -> Path:
-    """Replace a file as :func:`replacing` does and return ``path``; of half a character in a text, JSON's escape."""
     with replacing(path, synced=synced) as temporary:
-        temporary.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+        temporary.write_text(json.dumps(value, indent=indent), encoding="utf-8")
+
+
+def write_file(path: Path, content: str | bytes) -> Path:
+    """Replace a file as :func:`replacing` does and return ``path``; of half a character in a text, JSON's escape.
+    Raises CheckpointError with the system's ``errno`` where it cannot be written."""
+    try:
+        with replacing(path) as temporary:
+            temporary.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+    except OSError as error:
+        found = f"{str(path)!r} cannot be written ({first_line(error)})"
+        expected = "a folder that you may write to, with room on its disk"
+        refused = CheckpointError(found, expected=expected, fix="Free space there, or choose another folder.")
+        refused.errno = error.errno
+        raise refused from error
     return path
 
 

@@ -20,7 +20,7 @@ PICTURE, CLIP = "example.png", "example.mp4"
 
 
 def add() -> list[str]:
-    """Write the files that are not there and return their names; OSError where the folder takes none."""
+    """Write the files that are not there and return their names; CheckpointError where the folder takes none."""
     folder = Path(folder_paths.get_input_directory())
     return [name for name, content in ((PICTURE, _picture), (CLIP, _clip)) if _added(folder / name, content)]
 

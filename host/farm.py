@@ -15,7 +15,7 @@ import torch
 from comfy_execution.graph_utils import ExecutionBlocker
 
 from ..compat.device.facts import value_or
-from ..compat.durable import replacing
+from ..compat.durable import write_file
 from ..compat.errors import CheckpointError, InputError, MissingPackageError, UnsupportedError, first_line
 from ..compat.memory.parts import ProgressStage
 from ..compat.ray_clusters import GATEWAY, LOOK_SECONDS, NAMESPACE, TOKEN_FIX, answer, join, token_mode
@@ -289,8 +289,7 @@ class _Farm:
         if suffix not in SUFFIXES:
             jobs.folder.fail(key, "its file is gone from the farm")
             return
-        with replacing(jobs.folder.results / f"{key}{suffix}") as temporary:
-            temporary.write_bytes(content)
+        write_file(jobs.folder.results / f"{key}{suffix}", content)
         jobs.folder.show(f"{key}{suffix}", f"{job.title} {key[:8]}{suffix}")
         jobs.folder.finish(key, {"from": "a farm"})
 

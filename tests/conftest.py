@@ -1,5 +1,6 @@
 """What every test shares: one thread, tiny checkpoints built once, and a progress that remembers."""
 
+import errno
 import gc
 import hashlib
 import logging
@@ -56,6 +57,16 @@ def windows_rules(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         windows.apply(patch)
         yield
+
+
+@pytest.fixture
+def quota(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Once called, no file reaches the disk: a quota is exceeded, which nobody who asks for the free space is told."""
+
+    def full(_: int) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    return lambda: monkeypatch.setattr(os, "fsync", full)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -114,7 +115,7 @@ def test_a_packed_layer_is_marked_as_what_it_is(dtype: torch.dtype) -> None:
     assert mark["format"] == ("int8_tensorwise" if dtype is torch.int8 else str(dtype).removeprefix("torch."))
 
 
-def test_a_lone_transformer_is_packed_with_parts_from_elsewhere(tiny_folder, tmp_path, capsys):
+def test_a_lone_transformer_is_packed_with_parts_from_elsewhere(tiny_folder, tmp_path, capsys, quota):
     model, file = tmp_path / "a" / "FramePack", tmp_path / "packed.safetensors"
     shutil.copytree(tiny.build("framepack", tiny_folder), model)
     base, encoder = (str(tiny.build(name, tiny_folder)) for name in ("hunyuan_video", "siglip"))
@@ -123,7 +124,10 @@ def test_a_lone_transformer_is_packed_with_parts_from_elsewhere(tiny_folder, tmp
     again = tmp_path / "again.safetensors"
     assert main([*words, str(again), "--search", str(tiny_folder)]) == 0
     assert again.read_bytes() == file.read_bytes()
-    assert main([*words, str(tmp_path)]) == 2 and capsys.readouterr().err.startswith("anygpu: the folder")
+    assert main([*words, str(tmp_path)]) == 2 and "anygpu: the folder" in capsys.readouterr().err
+    quota()
+    assert main([*words, str(file), "--base", base, "--image-encoder", encoder]) == 2
+    assert re.search(r"anygpu: '.*packed.safetensors' cannot be written .*quota.*; expected", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("weights", ["int8_convrot", pytest.param("w4a8", marks=pytest.mark.full)])

@@ -131,6 +131,13 @@ def test_a_job_names_a_demo_model_by_its_choice_or_its_folder(named: str, comman
     assert (job.family, job.model.name) == ("framepack", "framepack") and job.model.content
 
 
+def test_a_job_that_exceeds_a_quota_is_one_line(tmp_path: Path, quota, capsys) -> None:
+    quota()
+    words = ["render", "--model", NAMED[0], "--prompt", "a fox", "--save-job", str(tmp_path / "job.json")]
+    assert cli.main(words) == 2 and not list(tmp_path.iterdir())
+    assert "job.json' cannot be written (" in capsys.readouterr().err
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("named", NAMED)
 def test_a_demo_model_is_planned_as_it_is_run(named: str, photo: Path, tmp_path: Path, capsys) -> None:

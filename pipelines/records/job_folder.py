@@ -18,15 +18,15 @@ import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...compat.checkpoints.headers import plain_status
 from ...compat.device.facts import value_or
-from ...compat.durable import replacing
-from ...compat.errors import CheckpointError, InputError, PackError, first_line, json_within
+from ...compat.durable import write_file
+from ...compat.errors import CheckpointError, InputError, json_within
 from ...compat.records import shown
 from ..base import HALF
 from .job import MOST_BYTES
@@ -79,7 +79,7 @@ class JobFolder:
                 fix="Choose another name, such as foxes.",
             )
         path = self.root / f"{name}{JOBS}"
-        _write(path, "".join(f"{line}\n" for line in lines))
+        write_file(path, "".join(f"{line}\n" for line in lines))
         return path
 
     def add_input(self, file: Path) -> str:
@@ -90,8 +90,7 @@ class JobFolder:
         """The name of a copy of ``content``, the bytes of a file that ends in ``suffix``."""
         path = self.inputs / f"{hashlib.sha256(content).hexdigest()[:32]}{suffix}"
         if not path.is_file():
-            with written(path) as temporary:
-                temporary.write_bytes(content)
+            write_file(path, content)
         return path.relative_to(self.root).as_posix()
 
     def input_file(self, name: str) -> Path:
@@ -135,13 +134,13 @@ class JobFolder:
         for half in self.results.glob(f".{key}.*"):
             with suppress(OSError):  # of another worker, which has just finished it too
                 half.unlink(missing_ok=True)
-        _write(self.results / f"{key}.json", json.dumps(record, indent=1, sort_keys=True))
+        write_file(self.results / f"{key}.json", json.dumps(record, indent=1, sort_keys=True))
         shutil.rmtree(self.state / key, ignore_errors=True)
         with suppress(OSError):
             (self.root / "failed" / f"{key}.txt").unlink(missing_ok=True)
 
     def fail(self, key: str, text: str) -> None:
-        _write(self.root / "failed" / f"{key}.txt", " ".join(text.split()))
+        write_file(self.root / "failed" / f"{key}.txt", " ".join(text.split()))
 
     def failure(self, key: str) -> str:
         return value_or(lambda: _text(self.root / "failed" / f"{key}.txt"), "")
@@ -156,7 +155,7 @@ class JobFolder:
     def cancel(self, keys: Iterable[str]) -> None:
         for key in keys:
             if KEY.fullmatch(key):
-                _write(self.root / "cancel" / key, "")
+                write_file(self.root / "cancel" / key, "")
 
     def cancelled(self) -> set[str]:
         return {path.name for path in (self.root / "cancel").glob("*") if KEY.fullmatch(path.name)}
@@ -164,7 +163,7 @@ class JobFolder:
     def write_workers(self, driver: str, states: list[dict[str, Any]]) -> None:
         """Replace the states of the workers of ``driver``, and remove those of drivers that have ended."""
         path = self.root / "workers" / f"{driver}.json"
-        _write(path, json.dumps(states, indent=1))
+        write_file(path, json.dumps(states, indent=1))
         with suppress(OSError):
             oldest = path.stat().st_mtime - SILENT_SECONDS  # by the clock of the disk: machines have others
             for other in path.parent.glob("*.json"):
@@ -223,22 +222,6 @@ def inside(roots: tuple[Path, ...], name: str) -> list[Path]:
     return [root / place for root in roots] if longest <= 255 else []
 
 
-@contextmanager
-def written(path: Path) -> Iterator[Path]:
-    """Replace a file as :func:`replacing` does; raises CheckpointError with the system's ``errno`` where that fails."""
-    try:
-        with replacing(path) as temporary:
-            yield temporary
-    except PackError:  # of the block itself; a CheckpointError is an OSError too
-        raise
-    except OSError as error:
-        found = f"{str(path)!r} cannot be written ({first_line(error)})"
-        expected = "a folder that you may write to, with room on its disk"
-        refused = CheckpointError(found, expected=expected, fix="Free space there, or choose another folder.")
-        refused.errno = error.errno
-        raise refused from error
-
-
 def _unreadable(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
         f"{str(path)!r} cannot be read ({why})",
@@ -252,8 +235,3 @@ def _text(path: Path) -> str:
     plain_status(path)
     with path.open("rb") as file:
         return file.read(MOST_NOTE_BYTES).decode("utf-8", "replace")
-
-
-def _write(path: Path, text: str) -> None:
-    with written(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # of half a character: JSON's escape

@@ -1,15 +1,19 @@
 """Files are whole and on the disk, or as they were; whoever is asked to write for hours is checked first."""
 
 import ast
+import errno
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from anygpu.compat import durable
-from anygpu.compat.durable import replacing, require_writable
-from anygpu.compat.errors import InputError
+from anygpu.compat.checkpoints.latents import written
+from anygpu.compat.durable import replacing, require_writable, write_file
+from anygpu.compat.errors import CheckpointError, InputError
 from test_layers import SOURCES, nodes_of
 
 WRITING = {"write_text", "write_bytes", "export_to_video", "save_file"}
@@ -46,6 +50,19 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path, error: B
     with pytest.raises(type(error)), replacing(path) as temporary:
         temporary.write_text("ne", encoding="utf-8")
         raise error
+    assert path.read_text(encoding="utf-8") == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_disk_that_is_full_in_the_end_is_one_line(tmp_path: Path, quota: Callable[[], None]) -> None:
+    path = tmp_path / "a.json"
+    write_file(path, "old")
+    quota()
+    for write in (lambda: write_file(path, "new"), lambda: written(path, {"a": torch.ones(1)}, {})):
+        with pytest.raises(CheckpointError, match=r"a\.json' cannot be written \(.*quota .*; expected a .*folder"):
+            write()
+    with pytest.raises(CheckpointError) as caught:
+        write_file(path, "new")
+    assert caught.value.errno == errno.EDQUOT, "by which a farm tells its machine from its job"
     assert path.read_text(encoding="utf-8") == "old" and list(tmp_path.iterdir()) == [path]
 
 

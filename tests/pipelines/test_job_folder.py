@@ -146,7 +146,7 @@ def test_a_job_is_done_with_its_record_and_not_with_its_file(tmp_path: Path) -> 
     assert folder.failure(KEY) == "no room"
     (folder.state / KEY).mkdir(parents=True)
     with pytest.MonkeyPatch.context() as full:
-        full.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError("no space")))
+        full.setattr(Path, "write_bytes", lambda *_, **__: (_ for _ in ()).throw(OSError("no space")))
         with pytest.raises(CheckpointError):
             folder.finish(KEY, {"seconds": 1})
     assert (folder.state / KEY).is_dir(), "the job goes on from its steps"
