@@ -190,8 +190,9 @@ def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> Callable[[]
     dtypes = {item.name: getattr(pipeline.precision, item.name) for item in fields(Precision) if item.name != "why"}
     stored = pipeline.model.storage.get("transformer", "")
     model = [pipeline.family, pipeline.variant, dtypes, stored, applied, pipeline.plan.step_cache]
+    beside = [pipeline.model.configs["transformer"], pipeline.tools["scheduler"]]  # a single file, which has neither
     digest = hashlib.sha256()
-    for item in _bytes_in([*model, prompt.embeds, prompt.negative, prompt.sections, *request]):
+    for item in _bytes_in([*model, *beside, prompt.embeds, prompt.negative, prompt.sections, *request]):
         digest.update(item)
     files = [pipeline.model.source, *(lora.path for lora in loras)]
 

@@ -1,5 +1,6 @@
 """A sampling that was cut short goes on after its last step, bit for bit as if nothing had happened."""
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -23,7 +24,7 @@ from anygpu.pipelines.latents.steps import MOST, SavedSteps
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.load.lora import with_lora
 from anygpu.pipelines.pipeline import Resuming
-from anygpu.pipelines.requests import LoadRequest
+from anygpu.pipelines.requests import Files, LoadRequest
 from anygpu.pipelines.sampling.loop import fall_back_to_fp32
 from anygpu.pipelines.sampling.resume import StepState, resume_key
 from resumed import SOLVERS, STEPS, Told, opened, sampled
@@ -257,6 +258,29 @@ def test_a_part_of_a_sampling_is_no_measure_of_the_whole(
     sampled(pipeline, tmp_path, Told())
     whole_row = pipeline.offloader.memory_stats.stages[-1]
     assert (resumed_row.modelled_seconds, whole_row.modelled_seconds) == (0.0, 35.0)
+
+
+@pytest.mark.parametrize(
+    ("file", "name"), [("base/scheduler/scheduler_config.json", "shift_terminal"), ("one.json", "norm_eps")]
+)
+def test_no_steps_go_on_with_another_scheduler_or_configuration(
+    tiny_folder: Path, tmp_path: Path, file: str, name: str
+) -> None:
+    """A single file has neither: they come from the base and from the JSON file beside it."""
+    base, one = shutil.copytree(tiny.build("ltx", tiny_folder), tmp_path / "base"), tmp_path / "one.safetensors"
+    shutil.copy(next((base / "transformer").glob("*.safetensors")), one)
+    shutil.copy(base / "transformer" / "config.json", one.with_suffix(".json"))
+
+    def goes_on(told: Told) -> bool:
+        files = Files({"transformer": one})
+        with pytest.raises(Cut):
+            sampled(load(LoadRequest(one, base, precision="fp32", device="cpu", files=files)), tmp_path, told)
+        return any("goes on" in line for line in told.said)
+
+    assert not goes_on(cut_at(3)) and goes_on(cut_at(1))
+    config = json.loads((tmp_path / file).read_text(encoding="utf-8"))
+    (tmp_path / file).write_text(json.dumps({**config, name: 2 * config[name]}), encoding="utf-8")
+    assert not goes_on(cut_at(3))
 
 
 def test_no_steps_go_on_across_a_changed_byte(
