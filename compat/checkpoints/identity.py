@@ -39,10 +39,7 @@ class FileIndex:
     ``path`` is the JSON file that keeps them, None for memory; one that is damaged or not writable is passed over."""
 
     def __init__(self, path: Path | None) -> None:
-        self.path, self.changed = path, False
-        record = None if path is None else saved_json(path)
-        items = record.items() if isinstance(record, dict) else ()
-        self.texts = {key: text for key, text in items if isinstance(text, str) and len(text) in LENGTHS}
+        self.path, self.changed, self.texts = path, False, _texts_in(path)
 
     def of(self, path: Path, make: Callable[[], str | None]) -> str | None:
         """The text about the file, made where it is new or changed; None, which is not kept, where there is none."""
@@ -60,10 +57,17 @@ class FileIndex:
             return
         self.changed = False  # first: what another thread adds during the write is for the next one
         try:
-            write_json(self.path, dict(list(self.texts.items())[-MOST_FILES:]))
+            every = {**_texts_in(self.path), **self.texts}  # other processes have added theirs
+            write_json(self.path, dict(list(every.items())[-MOST_FILES:]))
         except OSError as error:
             self.changed = True
             log.debug("%s is not written: %s", self.path, error)
+
+
+def _texts_in(path: Path | None) -> dict[str, str]:
+    record = None if path is None else saved_json(path)
+    items = record.items() if isinstance(record, dict) else ()
+    return {key: text for key, text in items if isinstance(text, str) and len(text) in LENGTHS}
 
 
 _sampled = FileIndex(None)

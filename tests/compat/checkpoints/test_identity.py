@@ -132,6 +132,17 @@ def test_a_hash_added_during_a_write_is_saved_by_the_next(tmp_path: Path, monkey
     assert len(FileIndex(index.path).texts) == 2
 
 
+def test_processes_that_share_an_index_keep_what_the_others_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rested(monkeypatch)
+    first, second = FileIndex(tmp_path / "index.json"), FileIndex(tmp_path / "index.json")
+    for index, name in ((first, "a"), (second, "b"), (first, "c")):
+        index.of(written(tmp_path / name, b"1"), lambda: name * identity.DIGITS)  # noqa: B023
+        index.save()
+    assert {text[0] for text in FileIndex(first.path).texts.values()} == {"a", "b", "c"}
+
+
 def test_a_file_that_changes_while_it_is_read_is_not_remembered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
