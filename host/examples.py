@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
 
@@ -21,17 +20,13 @@ PICTURE, CLIP = "example.png", "example.mp4"
 
 def add() -> list[str]:
     """Write the files that are not there and return their names; CheckpointError where the folder takes none."""
-    folder = Path(folder_paths.get_input_directory())
-    return [name for name, content in ((PICTURE, _picture), (CLIP, _clip)) if _added(folder / name, content)]
-
-
-def _added(path: Path, content: Callable[[], bytes]) -> bool:
-    """Write a file whole or not at all; False where there is one of this name, or comes one while it is drawn."""
-    made = None if path.exists() else content()
-    if made is None or path.exists():
-        return False
-    write_file(path, made)
-    return True
+    added = []
+    for name, content in ((PICTURE, _picture), (CLIP, _clip)):
+        path = Path(folder_paths.get_input_directory()) / name
+        made = None if path.exists() else content()
+        if made is not None and not path.exists():  # or one came while it was drawn
+            added.append(write_file(path, made).name)
+    return added
 
 
 def _frame(pixels: int) -> torch.Tensor:

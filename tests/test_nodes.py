@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import inspect
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -329,7 +330,8 @@ def test_a_run_pauses_after_a_step_and_goes_on_there(core: ComfyUI, loaded, prom
     paused, steps = core.module("host.server.paused"), DRAWN | {"steps": 4, "seed": 9}
     whole = core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **steps).result[0]
     prompt, workflow = {"7": {"class_type": "AnyGPUSample", "inputs": {}}}, {"nodes": []}
-    running, flags = [(0, "a1", prompt, {"extra_pnginfo": {"workflow": workflow}}, ["7"])], {}
+    executed = {"7": prompt["7"] | {"is_changed": [math.nan]}}  # core's addition, which a browser cannot read
+    running, flags = [(0, "a1", executed, {"extra_pnginfo": {"workflow": workflow}}, ["7"])], {}
     queue = SimpleNamespace(get_current_queue_volatile=lambda: (running, []), set_flag=flags.__setitem__)
     with pytest.raises(core.module("compat.errors").InputError, match="no run to pause"):
         paused.request()
@@ -342,10 +344,14 @@ def test_a_run_pauses_after_a_step_and_goes_on_there(core: ComfyUI, loaded, prom
     assert (listed["id"], listed["where"]) == ("a1", "sampling 1/4")
     kept = paused.resumable("a1")
     assert kept["prompt"] == prompt and kept["workflow"] == workflow
+    running[0] = (0, "a2", {"7": {**prompt["7"], "inputs": {"seed": 1}}}, *running[0][3:])
+    core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **steps | {"seed": 1})
+    paused.forget("../a1")
+    assert [run["id"] for run in paused.listing()] == ["a1"], "another prompt forgets nothing"
+    running[0] = (0, "a3", prompt, *running[0][3:])
     resumed = core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **steps).result[0]
     assert "goes on after step 1 of 4" in core.said and torch.equal(resumed["samples"], whole["samples"])
-    paused.forget("../a1"), paused.forget("a1")
-    assert not paused.listing()
+    assert not paused.listing(), "it has gone on"
     paused.request()
     running[0] = (0, "another", *running[0][2:])
     core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **steps)  # it began after the click

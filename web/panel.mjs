@@ -285,7 +285,7 @@ export function open(element) {
     if (!isOpen(last.prompt)) return parts.run.fill(make("p", {}, "The last run was of another workflow."));
     const nodes = Object.entries(last.nodes);
     offer(pause, nodes.some(([, { done }]) => !done));
-    return parts.run.fill(last.changed && changeList(last.changed), costTable(last.costs ?? [], planned), nodes.length ? nodes.map(runCard) : make("p", {}, "Nothing has run from this window yet."));
+    parts.run.fill(last.changed && changeList(last.changed), costTable(last.costs ?? [], planned), nodes.length ? nodes.map(runCard) : make("p", {}, "Nothing has run from this window yet."));
   };
   const guarded = async (target, act) => {
     try {
@@ -341,6 +341,7 @@ export function open(element) {
   };
   const onRun = ({ detail }) => {
     if (!isOpen(detail.prompt_id)) return;
+    if (!last.nodes[detail.node]) void refreshPaused(); // a resumed one is gone
     last.nodes[detail.node] = detail.entry;
     follow(String(detail.node), detail.entry);
     fill(memory, meters(detail.memory));

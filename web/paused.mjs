@@ -12,25 +12,24 @@ export function offer(pause, running) {
   if (!running) pause.lastChild.textContent = "";
 }
 
-/** Open the workflow of a paused run where another graph is open, and queue its prompt; once that works, forget it. */
+/** Open the workflow of a paused run where another graph is open, and queue its prompt; its first step forgets it. */
 async function resume({ id }) {
   const { prompt, workflow } = await ask(`/paused/${id}`);
   const kinds = (nodes) => JSON.stringify(Object.entries(nodes).map(([node, { class_type }]) => [node, class_type]).sort());
   const open = (await app.graphToPrompt()).output;
   if (workflow && kinds(open) !== kinds(prompt)) await app.loadGraphData(workflow, true, true, "Resumed");
-  const { prompt_id } = await api.queuePrompt(0, { output: prompt, workflow });
-  await new Promise((done) => api.addEventListener("progress", ({ detail }) => detail.prompt_id === prompt_id && done()));
-  await ask("/forget", { id });
+  await api.queuePrompt(0, { output: prompt, workflow });
+  return "Queued.";
 }
 
 function card(entry, changed) {
   const when = new Date(1000 * entry.time).toLocaleString();
-  const act = (name, does) => acting(name, async () => { await does(entry); changed(); });
+  const forget = () => ask("/forget", { id: entry.id }).then(changed);
   const picture = entry.picture && { src: entry.picture, alt: "The step after which it was paused" };
-  return kept(picture, `Paused after ${entry.where}`, when, act("Resume", resume), act("Forget", ({ id }) => ask("/forget", { id })));
+  return kept(picture, `Paused after ${entry.where}`, when, acting("Resume", () => resume(entry)), acting("Forget", forget));
 }
 
-/** The cards of the paused runs; `changed` is called when one was resumed or forgotten. */
+/** The cards of the paused runs; `changed` is called when one was forgotten. */
 export async function pausedCards(changed) {
   return (await ask("/paused")).paused.map((entry) => card(entry, changed));
 }

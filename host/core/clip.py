@@ -65,7 +65,8 @@ class FittedEncoder:
         if self.fit.attention is not None:
             override = AttentionOverride(self.fit.attention, self.fit.safe, counts=counts)
             swap = functools.partial(_with_attention, override)
-            for module in [each for each in encoders.modules() if _takes_attention(type(each))]:
+            given = [(each, inspect.signature(type(each).forward).parameters) for each in encoders.modules()]
+            for module in (each for each, parameters in given if ATTENTION in parameters):
                 undo.append(add_hook(module, swap, before=True, with_kwargs=True).remove)
         undo.append(self.packed.attach(encoders).restore)
         if self.fit.safe:
@@ -192,11 +193,6 @@ def _faults(encoders: nn.Module) -> Iterator[Decision]:
                 why = "another file of this encoder may be whole"
                 yield Decision("weights", f"{name} holds {fault}", why, alarming=True)
                 return
-
-
-@functools.cache
-def _takes_attention(kind: type[nn.Module]) -> bool:
-    return ATTENTION in inspect.signature(kind.forward).parameters
 
 
 def _with_attention(

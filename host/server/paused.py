@@ -71,9 +71,9 @@ def resumable(identity: str) -> dict[str, Any]:
     """The ``prompt`` and ``workflow`` of a paused run; InputError for no such id, or a damaged file."""
     try:
         record = json_file(_files()[identity])
-        if isinstance(record["prompt"], dict) and isinstance(record["time"], float):
-            return dict(record)
-    except (OSError, ValueError, LookupError, TypeError, CheckpointError):
+        if isinstance(record["time"], float):
+            return {**record, "prompt": _as_queued(record["prompt"])}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, CheckpointError):
         pass
     raise InputError(f"no paused run {identity!r}", expected="an id from the list", fix="Press Refresh.")
 
@@ -82,6 +82,20 @@ def forget(identity: str) -> None:
     path = _files().get(identity)
     if path is not None:
         path.unlink(missing_ok=True)
+
+
+def forget_resumed() -> None:
+    """Forget the paused runs of the prompt that runs, which has gone on."""
+    prompts = [_as_queued(prompt) for _, _, prompt, *_ in running()]
+    for identity in _files():
+        with suppress(InputError, OSError):
+            if resumable(identity)["prompt"] in prompts:
+                forget(identity)
+
+
+def _as_queued(prompt: dict[str, Any]) -> dict[str, Any]:
+    """``prompt`` without the fingerprints that core adds to its nodes: they are of files then, and NaN is no JSON."""
+    return {node: {key: item for key, item in given.items() if key != "is_changed"} for node, given in prompt.items()}
 
 
 def _files() -> dict[str, Path]:

@@ -24,7 +24,7 @@ HELP = f"/extensions/{PACK}/docs/{{node:AnyGPU[A-Za-z0-9]{{1,60}}}}.md"  # the l
 MOST_BYTES, MOST_NODES = 4 * 1024 * 1024, 5000
 IDENTITY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 FRESH = {"Cache-Control": "no-store"}
-Handler = Callable[[web.Request], Awaitable[web.Response]]
+Handler = Callable[[web.Request], Awaitable[Any]]
 
 
 def add_routes(table: web.RouteTableDef | None = None) -> bool:
@@ -50,16 +50,17 @@ async def graph(request: web.Request) -> Any:
     return await asyncio.to_thread(forecast.graph, checked_prompt(await body_of(request)))
 
 
-async def probes(request: web.Request) -> Any:
-    """The machine after asking the device again; refused while a run is on, whose memory and time it would take."""
-    await _idle(request)
-    return await asyncio.to_thread(panel.machine, True)
+def asking(act: Callable[[], Any]) -> Handler:
+    """A handler that gives ``act()``, which asks the device; refused while a run is on, whose time it would take."""
 
+    async def handler(request: web.Request) -> Any:
+        await body_of(request)
+        if paused.running():
+            text = _refusal("a run is in progress", "an idle device", "Wait until it has finished, or cancel it.")
+            raise web.HTTPConflict(text=text)
+        return await asyncio.to_thread(act)
 
-async def share(request: web.Request) -> Any:
-    """This machine as the file that its owner may share, for the page to save; refused while a run is on."""
-    await _idle(request)
-    return await asyncio.to_thread(panel.shared_machine)
+    return handler
 
 
 async def error_parts(request: web.Request) -> Any:
@@ -107,15 +108,15 @@ async def examples(request: web.Request) -> Any:
     return {"added": await asyncio.to_thread(examples.add)}
 
 
-ROUTES: tuple[tuple[str, str, Callable[[web.Request], Awaitable[Any]]], ...] = (
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/machine", lambda request: asyncio.to_thread(panel.machine)),
     ("GET", "/memory", lambda request: asyncio.to_thread(panel.memory_now)),
     ("GET", "/run", lambda request: asyncio.to_thread(panel.last_run, request.query.get("client_id"))),
     ("POST", "/graph", graph),
     ("GET", "/latents", latents),
     ("GET", "/latents/{id}/picture", picture),
-    ("POST", "/probes", probes),
-    ("POST", "/share", share),
+    ("POST", "/probes", asking(lambda: panel.machine(again=True))),
+    ("POST", "/share", asking(lambda: panel.shared_machine())),
     ("POST", "/latents/recover", recover),
     ("POST", "/error", error_parts),
     ("POST", "/pause", pause),
@@ -169,7 +170,7 @@ def checked_id(body: Mapping[str, Any]) -> str:
     return identity
 
 
-def _answering(handler: Callable[[web.Request], Awaitable[Any]]) -> Handler:
+def _answering(handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def answer(request: web.Request) -> web.Response:
         try:
             result = await handler(request)
@@ -196,11 +197,3 @@ def _shown(item: recovery.SavedLatents) -> dict[str, str]:
         "prompt": item.prompt[:400],  # characters
         "picture": f"{PREFIX}/latents/{item.id}/picture",
     }
-
-
-async def _idle(request: web.Request) -> None:
-    """Return where the device may be asked; web.HTTPException while ComfyUI runs a prompt."""
-    await body_of(request)
-    if paused.running():
-        text = _refusal("a run is in progress", "an idle device", "Wait until it has finished, or cancel it.")
-        raise web.HTTPConflict(text=text)

@@ -63,6 +63,7 @@ def test_a_comfyui_that_is_started_again_goes_on_after_its_last_kept_step(
         bar = [done for node, done, total in again.progress if node == SAMPLE and total == STEPS]
         assert min(bar) > int(said[0]), "no step was done twice"
         assert not list(kept.glob("*")), "nothing is left to go on with"
+        assert not client.get("/anygpu/paused")["paused"], "a paused run that has gone on is listed"
         client.free()
         fresh = client.run(prompt, timeout=600)
         assert "goes on" not in "\n".join(fresh.texts_of(SAMPLE))
