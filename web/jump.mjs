@@ -49,11 +49,9 @@ export function jumpTo(id) {
   const path = nodeOf(id);
   const node = path.at(-1);
   if (!node) return false;
-  if (inAppMode()) {
-    app.extensionManager.command.execute("Comfy.ToggleLinear");
-    return setTimeout(() => jumpTo(id), 100); // the canvas has no size before
-  }
   const { canvas } = app;
+  if (inAppMode()) app.extensionManager.command.execute("Comfy.ToggleLinear");
+  if (!canvas.canvas.width) return setTimeout(() => jumpTo(id), 100); // not shown yet
   const home = node.graph ?? app.rootGraph;
   if (home && canvas.graph !== home) {
     if (path.length > 1 && canvas.openSubgraph) canvas.openSubgraph(home, path.at(-2));

@@ -4,7 +4,6 @@ import { app } from "../../scripts/app.js";
 
 const NODE = "AnyGPULoadMesh";
 const FOLDER = "3d";
-const LABEL = "choose a mesh to upload";
 const MESHES = [".glb", ".gltf", ".obj", ".ply", ".stl"];
 const BESIDE = [".bin"]; // a glTF file refers to it
 
@@ -50,7 +49,7 @@ app.registerExtension({
       await choose(node, [...input.files]);
       input.value = ""; // so that choosing the same file again counts as a change
     });
-    const button = node.addWidget("button", LABEL, "", () => input.click(), { serialize: false });
+    const button = node.addWidget("button", "choose a mesh to upload", "", () => input.click(), { serialize: false });
     button.serialize = false;
   },
 });

@@ -72,9 +72,13 @@ app.registerExtension({
     if (!graph.extra?.anygpu_first_view) return;
     delete graph.extra.anygpu_first_view;
     void offerExamples();
-    const timer = setInterval(showWhole, 100); // the frontend makes its own view in the first second
+    let left = 20; // the frontend makes its own view in the first second
+    const timer = setInterval(() => {
+      if (!canvas.clientWidth) return; // App mode
+      if (!left-- || Object.keys(app.canvas.selected_nodes).length) stop();
+      else showWhole();
+    }, 100);
     stop = () => clearInterval(timer);
-    setTimeout(stop, 2000);
     for (const event of ["pointerdown", "wheel"]) canvas.addEventListener(event, stop, { once: true });
   },
   init() {

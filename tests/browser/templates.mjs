@@ -1,7 +1,7 @@
 // Every shipped workflow, opened from ComfyUI's template browser and run on tiny checkpoints; classic canvas and
 // Nodes 2.0, which must make the same prompt of it. Before and after the run it is tidy: tidy.mjs.
 import assert from "node:assert/strict";
-import { URL_OF_SERVER, apiPrompt, openPage, showAll } from "./comfy.mjs";
+import { URL_OF_SERVER, apiPrompt, openPage, settled, showAll } from "./comfy.mjs";
 import { chosenModes, report } from "./reporting.mjs";
 import { browseTemplates, ended, listen, names, openTemplate, queue, scrolledTo, shrink, shrinkPainting } from "./running.mjs";
 import { isTidy, shoot } from "./tidy.mjs";
@@ -66,6 +66,15 @@ async function runsAsAnApp({ page }, nodes2, name, text) {
   assert.ok(JSON.stringify(await apiPrompt(page)).includes(JSON.stringify(text)), "the prompt that ran is another");
   await page.locator("[data-testid=linear-center-panel] video").first().waitFor({ timeout: 60000 });
   await shoot(page, nodes2, name, "after");
+  await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.ToggleLinear"));
+  await settled(page);
+  await shoot(page, nodes2, name, "graph");
+  const hidden = await page.evaluate(() => {
+    const { graph, ds, visible_area: [left, top, width, height] } = window.app.canvas;
+    const inside = ({ boundingRect: [x, y, wide, high] }) => x >= left && y >= top && x + wide <= left + width && y + high <= top + height;
+    return ds.scale < 0.5 ? [`a scale of ${ds.scale}`] : graph._nodes.filter((node) => !inside(node)).map(({ title }) => title);
+  });
+  assert.deepEqual(hidden, [], "its graph is out of view");
 }
 
 const opened = (nodes2) => openPage({ nodes2, bypassCSP: true }); // or ComfyUI forbids its own preview to read a GLB, as in paint.mjs
