@@ -134,15 +134,14 @@ core-classes: $(READY)
 core-doctor: $(READY)
 	OMP_NUM_THREADS=1 $(PY) tests/host/core_page.py doctor
 
+# The shortest script alone: it installs and builds what the others share. These go two at a time, the longest first.
+BROWSER = $(addprefix browser-,searches memory templates run views windows paint)
 test-browser: $(READY)
-	$(PY) tests/browser/drive.py run.mjs
 	$(PY) tests/browser/drive.py widgets.mjs
-	$(PY) tests/browser/drive.py views.mjs
-	$(PY) tests/browser/drive.py templates.mjs
-	$(PY) tests/browser/drive.py memory.mjs
-	$(PY) tests/browser/drive.py paint.mjs
-	$(PY) tests/browser/drive.py searches.mjs --every
-	$(PY) tests/browser/drive.py windows.mjs
+	$(MAKE) --keep-going --jobs 2 $(BROWSER)
+
+$(BROWSER): browser-%:
+	$(PY) tests/browser/drive.py $*.mjs $(if $(filter searches,$*),--every)
 
 # Small faults, 60 in each room, and whether the nearest tests see them; it goes on where it was interrupted. Hours.
 MUTANTS ?= 60
