@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from ...compat.device.execution import HOST
 from ...compat.device.facts import DeviceFacts, facts_for
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.rates import ATTENTION, PRODUCT, quicker_by
-from ...compat.device.work import HEAD_WIDTH, Work
+from ...compat.device.work import HEAD_WIDTH
 from ...compat.memory.offloader import PINNED
 from ...compat.memory.standalone import resident_bytes
 from ...compat.memory.statistics import amount_of, duration
@@ -54,45 +54,46 @@ class Run:
 
     def planned(self, pipeline: Pipeline, name: str, room: int | None) -> PlannedStage:
         """The stage ``name``, to forecast its time with ``room`` bytes on its device; None where they are unknown."""
-        precision, calls, beside, stays, speed = pipeline.precision, 1, 0, 0, dict[str, Any]()
-        device = pipeline.offloader.device_of(PARTS[name])
-        parts: tuple[str, ...]
-        work: Callable[[], Work]
+        if name == SAMPLING:
+            return self._sampling(pipeline, room)
+        precision, weights = pipeline.precision, pipeline.weights
         if name == TEXT:
             forwards = counts.text_forwards(pipeline, self.texts)
-            parts, calls = tuple(forwards), max(map(len, forwards.values()), default=0)
-            dtype, work = precision.text, partial(counts.text_work, pipeline, self.texts)
-        elif name == IMAGE:
-            parts, dtype = tuple(pipeline.weights.keys() & {counts.IMAGE_ENCODER, VAE}), precision.vae
-            work = partial(counts.image_work, pipeline, self.size)
-        elif name == SAMPLING:
-            parts, dtype = pipeline.spec.transformers, precision.compute or precision.transformer
-            work = partial(counts.sampling_work, pipeline, self.size, self.settings)
-            calls = sum(map(len, counts.batches_of(pipeline, self.settings))) * counts.sections_of(pipeline, self.size)
-            beside, speed = sampling_bytes(pipeline, self.size), sampling_speed(pipeline, self.settings.steps)
-            each = (pipeline.weights[part] for part in parts if part in pipeline.weights)
-            stays = sum(resident_bytes(size.total, size.passing, room, int(MARGIN * beside)) for size in each)
-        else:
-            weights = pipeline.weights[VAE].total if VAE in pipeline.weights else 0
-            room = sys.maxsize if room is None else room - weights
-            method, _ = planned_decode(pipeline, self.size, room, self.form)
-            device = HOST if method.on_host else device
-            parts, dtype, work = (VAE,), method.dtype, partial(counts.decoding_work, pipeline, self.size, method)
-        facts, probes = _machine_of(pipeline, device)
-        return PlannedStage(
-            name=name,
-            facts=facts,
-            probes=probes,
-            dtype=dtype,
-            work=work,
-            weights=sum(pipeline.weights[part].total for part in parts if part in pipeline.weights),
-            key=work_key(pipeline, name, self),
+            calls, work = max(map(len, forwards.values()), default=0), partial(counts.text_work, pipeline, self.texts)
+            return self._stage(pipeline, name, tuple(forwards), dtype=precision.text, work=work, calls=calls)
+        if name == IMAGE:
+            parts, work = weights.keys() & {counts.IMAGE_ENCODER, VAE}, partial(counts.image_work, pipeline, self.size)
+            return self._stage(pipeline, name, tuple(parts), dtype=precision.vae, work=work)
+        room = sys.maxsize if room is None else room - (weights[VAE].total if VAE in weights else 0)
+        method, _ = planned_decode(pipeline, self.size, room, self.form)
+        work = partial(counts.decoding_work, pipeline, self.size, method)
+        return self._stage(pipeline, name, (VAE,), on_host=method.on_host, dtype=method.dtype, work=work)
+
+    def _sampling(self, pipeline: Pipeline, room: int | None) -> PlannedStage:
+        parts, beside = pipeline.spec.transformers, sampling_bytes(pipeline, self.size)
+        each = (pipeline.weights[part] for part in parts if part in pipeline.weights)
+        calls = sum(map(len, counts.batches_of(pipeline, self.settings))) * counts.sections_of(pipeline, self.size)
+        return self._stage(
+            pipeline,
+            SAMPLING,
+            parts,
+            dtype=pipeline.precision.compute or pipeline.precision.transformer,
+            work=partial(counts.sampling_work, pipeline, self.size, self.settings),
             calls=calls,
             beside=beside,
-            pinned=all(pipeline.offloader.options.host_weights.kinds.get(part) == PINNED for part in parts),
-            stays=stays,
-            **speed,
+            stays=sum(resident_bytes(size.total, size.passing, room, int(MARGIN * beside)) for size in each),
+            **sampling_speed(pipeline, self.settings.steps),
         )
+
+    def _stage(
+        self, pipeline: Pipeline, name: str, parts: tuple[str, ...], on_host: bool = False, **own: Any
+    ) -> PlannedStage:
+        """The stage of ``parts`` with its ``own`` fields, and those that each stage has."""
+        device, kinds = pipeline.offloader.device_of(PARTS[name]), pipeline.offloader.options.host_weights.kinds
+        facts, probes = _machine_of(pipeline, HOST if on_host else device)
+        weights = sum(pipeline.weights[part].total for part in parts if part in pipeline.weights)
+        pinned, key = all(kinds.get(part) == PINNED for part in parts), work_key(pipeline, name, self)
+        return PlannedStage(name=name, facts=facts, probes=probes, weights=weights, key=key, pinned=pinned, **own)
 
 
 def sampling_speed(pipeline: Pipeline, steps: int) -> dict[str, Any]:
