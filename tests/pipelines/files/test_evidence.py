@@ -274,8 +274,9 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             high-speed-drone-shot-hunyuan-v1.0-heavy-vfx_ai animal_documentary_epoch20 kbk_backrooms_comfyui
             ultrawide_10_epochs UndergroundClub_hunyuan hunyuan_diffusers hunyuan-video-t2v-720p-bf16
             HunyuanVideo-I2V-33ch hunyuan_video_I2V-Q3_K_S skyreels-hunyuan-I2V-Q3_K_S HunyuanVideo-I2V-FP8
-            HunyuanVideo_no-fastvideo_720 hunyuan-take-on-me hunyuan_video_720_cfg_distill_fp8_e4m3fn Sexy_Dance_e15
-            hunyuan_video_i2v_720p_bf16 hunyuan_video_t2v_720p_fp8_scaled aman4 hunyuan_video_t2v_720p_fp16 asstwerk
+            gin_distillery_hunyuan HunyuanVideo_no-fastvideo_720 hunyuan-take-on-me Sexy_Dance_e15
+            hunyuan_video_720_cfg_distill_fp8_e4m3fn hunyuan_video_i2v_720p_bf16 hunyuan_video_t2v_720p_fp8_scaled aman4
+            hunyuan_video_t2v_720p_fp16 asstwerk
             hyvideo-diffusers hunyuan-lora-musubi-vhs-5""",
     },
     "hunyuan_video_15": {
@@ -313,7 +314,7 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             HunyuanVideo-1.5-Diffusers-480p_t2v hunyuanvideo1.5_480p_t2v-Q8_0 hunyuanvideo1.5_720p_t2v_cfg_distilled
             720p_i2v_distilled HunyuanVideo-1.5-Diffusers-480p_i2v_distilled hunyuan_video_1.5_480_bf16
             hunyuan_video_1.5_i2v_480_quanto_bf16_int8 hunyuan_video_1.5_720_quanto_bf16_int8 hv_1_5_lora
-            my_custom_hy15_lora
+            my_custom_hy15_lora capybara_lora_hy15 hy15_distillery_lora
             hunyuan_video_1.5_i2v_720_bf16 hunyuan_video_1.5_t2v_anime_style hy15_portrait_photo_lora
             HunyuanVideo-1.5_I2V_720p-Q4_0 HunyuanVideo-1.5-Diffusers-720p_i2v_distilled hunyuanvideo1.5_720p_t2v-Q4_K_M
             hunyuan_video_1.5_480_quanto_bf16_int8 hunyuan_video_1.5_720_bf16 HunyuanVideo-1.5-Diffusers-720p_t2v
@@ -362,8 +363,9 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             LTXV-13B-arcane_jinx_step_12000_comfy LTXV-13B-walgro_style_step_42000_comfy Snorricam_step_02000_comfy
             LTXV-13B-shinkai-anime-style-lora-v1_58000 bullet_time_step_02250_comfy ltx-video-13b-distilled
             ltx-video-2b-v0.9.1-q4_0 ltxv-13b-0.9.7-dev-BF16 ltx-video-2b-v0.9-F32 LTXV-13B-LoRA-Arcane_Jinx-v1
-            through_object_step_02000_comfy ltx2b_waymo24_action_lora_r16_seed231 LTX-Video-0.9.6-distilled-Q4_K_M
-            ltx-video-2b-v0.9.6-distilled-BF16 LTX_13B_Distilled_V_0_9_8_GGUF_Q4_K_M LTX-MultiMotion
+            ltxv_distillery_lora through_object_step_02000_comfy ltx2b_waymo24_action_lora_r16_seed231
+            LTX-Video-0.9.6-distilled-Q4_K_M ltx-video-2b-v0.9.6-distilled-BF16 LTX_13B_Distilled_V_0_9_8_GGUF_Q4_K_M
+            LTX-MultiMotion
             ltxv_0.9.7_13B_distilled_bf16 ltxv_0.9.8_13B_dev_bf16 ltxv_0.9.8_13B_distilled_quanto_bf16_int8""",
     },
     "mochi": {
@@ -449,8 +451,10 @@ def test_a_distilled_lora_without_a_version_has_that_of_the_model_that_it_is_for
     spec, base = FAMILIES["ltx"], (model,)
     assert recipe_named(spec, ("ltxv_distilled_lora",), base)[0] == recipe
     assert bool(cautions_by_name(spec, ("ltxv_distilled_lora",), base=base)) == (not recipe)
-    for other in ("ltxv_squish_lora", "ltxv_turbo_4steps_lora"):
-        assert recipe_named(spec, (other,), (f"{model}-distilled-lora",)) == ("", "")
+    for other in ("ltxv_squish_lora", "ltxv_turbo_4steps_lora", "whisky_distillery_lora"):
+        assert (
+            recipe_named(spec, (other,), (f"{model}-distilled-lora",)) == recipe_named(spec, (other,), base) == ("", "")
+        )
 
 
 def test_the_title_in_a_file_comes_before_its_name(tmp_path: Path) -> None:
