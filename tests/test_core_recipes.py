@@ -90,6 +90,7 @@ PLAIN = """wan2.2_i2v_high_noise_14B_fp8_scaled wan2.2_ti2v_5B_fp16 wan2.1_t2v_1
     FramePackI2V_lightx2v_lora Hunyuan_Self_Forcing_lora ltxv-13b-0.9.8-non-distilled
     minimax_h3_hybrid_fl2va_ref2va_b15-49 MiniMax-H3_FL2VA-INT8-ConvRot-HQ 10Eros_v1.4_bf16_model LTX2_SS_Motion_7K
     sulphur_dev_bf16 sulphur_lora_rank_768 10Eros_v1 minimax_h3_vdn_default_lora_bf16 fast_h3_car_lora flashgenius_style
+    tutu_ballet_h3_lora joyai_echolocation flashgen_anime
     LTX-2-19b-IC-LoRA-Canny-Control hunyuanimage2.1_distilled_bf16 wan22-fun-reward wan22_4step_dance
     kiss_ltx2_lora LTX2.3-IC-LORA-Dual-Character MiniMax-H3_Ref2VA-LoRA-CrossView-Warp_v1"""
 

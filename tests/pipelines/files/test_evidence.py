@@ -189,7 +189,8 @@ def test_the_one_file_whose_first_upload_was_turned_comes_with_a_caution(
 PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" for neither: names in public listings}
     "hunyuan_video": {
         "FastVideo": """hunyuan_video_FastVideo_720_fp8_e4m3fn fast-hunyuan-video-t2v-720p-Q4_K_M FastHunyuan
-            FastHunyuan-diffusers hunyuan_video_FastVideo_LoRA-fp8 hyvideo_FastVideo_LoRA-fp8 fasthunyuan-q8_0
+            FastHunyuan-diffusers FastHunyuanVideo hunyuan_video_FastVideo_LoRA-fp8 hyvideo_FastVideo_LoRA-fp8
+            fasthunyuan-q8_0
             fast_hunyuan_video_720_quanto_int8 fastvideo-lora-hunyuan FastVideo_LoRA_hyvid fastvideo_lora_rank64
             FastHunyuan-LoRA fastvideo_hunyuan_t2v_q4_k_m fastvideo_t2v_720p FastHunyuan-gguf
             fast-hunyuan-video-t2v-720p-BF16 fastvideo_hunyuan_video_lora FAST_HunYuan_Text_to_Video_FP8
@@ -274,7 +275,8 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             high-speed-drone-shot-hunyuan-v1.0-heavy-vfx_ai animal_documentary_epoch20 kbk_backrooms_comfyui
             ultrawide_10_epochs UndergroundClub_hunyuan hunyuan_diffusers hunyuan-video-t2v-720p-bf16
             HunyuanVideo-I2V-33ch hunyuan_video_I2V-Q3_K_S skyreels-hunyuan-I2V-Q3_K_S HunyuanVideo-I2V-FP8
-            gin_distillery_hunyuan HunyuanVideo_no-fastvideo_720 hunyuan-take-on-me Sexy_Dance_e15
+            gin_distillery_hunyuan super_fast_video_motion_lora hunyuan_fastvideogame HunyuanVideo_no-fastvideo_720
+            hunyuan-take-on-me Sexy_Dance_e15
             hunyuan_video_720_cfg_distill_fp8_e4m3fn hunyuan_video_i2v_720p_bf16 hunyuan_video_t2v_720p_fp8_scaled aman4
             hunyuan_video_t2v_720p_fp16 asstwerk
             hyvideo-diffusers hunyuan-lora-musubi-vhs-5""",
@@ -374,7 +376,8 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             mochi_canny_lora mochi-i2v
             mochi_depth_control mochi_rcm_lora mochi_inpaint Pusa-V0.5 pusa_mochi_bf16""",
         "": """mochi_preview_bf16 mochi_preview_fp8_scaled mochi_preview_dit_bf16 mochi_preview_dit_GGUF_Q8_0
-            mochi-1-preview mochi-q3_k_m mochi_lora_vhs mochi_dissolve_lora mochi_fast_food_lora FastVideo
+            mochi-1-preview mochi-q3_k_m mochi_lora_vhs mochi_dissolve_lora mochi_fast_food_lora fast_videogame_mochi
+            FastVideo
             Mochi-Black-Myth-Wukong-lora-weight Genmo_Mochi_1_Text_to_Video Genmo_Mochi_1_Text_to_Video_FP8_Scaled
             mochi-1-preview-mix-nf4 mochi_preview_fp8 mochi_preview_dit_fp8_e4m3fn mochi_preview_dit_GGUF_Q4_0_v2
             mochi_fp8_scaled mochi-q2_k model_2000.lora mochi-1-preview-gguf mochi-1-preview-mix-nf4-small""",
@@ -390,7 +393,8 @@ PUBLISHED_NAMES = {  # family: {recipe that a name gives away, "caution", or "" 
             FramePack-F1-I2V-HY-20250503-Q4_K_M FramePack-I2V-HY-Q8_0
             framepack-yichen-lora-000002 hyvid_I2V_lora_hair_growth FramePack_F1_I2V_HY_20250503_fp8
             framepack_rotate_lora FramePackI2V_HY_bf16 FramePack_F1_I2V_HY_20250503 breakfast_hunyuan
-            framepack_transformer_nf4 framepack_f1_transformer_nf4 Framepack_hunyuanvideo pubg_146_framepack
+            framepack_transformer_nf4 framepack_f1_transformer_nf4 Framepack_hunyuanvideo framepack_11frame
+            pubg_146_framepack
             framepack_dabaichui dabaichui_2 FramePack_Image_Edit_Lora_Early FramePack-dance-lora-d8""",
     },
 }
