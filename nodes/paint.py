@@ -254,7 +254,11 @@ class TextureMesh(io.ComfyNode):
         from ..paint.step_receipts import sign
 
         if mesh.uvs is None:
-            return unwrapped_first(cls.hidden.dynprompt.get_node(cls.hidden.unique_id)["inputs"])
+            graph, given = GraphBuilder(), cls.hidden.dynprompt.get_node(cls.hidden.unique_id)["inputs"]
+            values = {"segmenter": "pec", "resolution": given["texture_size"], "padding": 2, "weld_distance": 0.0}
+            unwrap = graph.node("UnwrapMesh", mesh=given["mesh"], **values)
+            again = graph.node("AnyGPUTextureMesh", **{**given, "mesh": unwrap.out(0)})
+            return io.NodeOutput(*(again.out(index) for index in range(6)), expand=graph.finalize())
         progress = PaintProgress(cls.hidden.unique_id)
         dino = None if clip_vision_output is None else clip_vision_output.last_hidden_state
         paint = PaintSettings(view_size, steps, seed=seed)
@@ -282,12 +286,3 @@ def pictures_for(pipeline: Any, image: Any, mask: Any) -> list[Any]:
         expected, fix = "a picture of the object", "Connect one; only MV-Adapter tg2mv paints after words alone."
         raise InputError(f"no image for {pipeline.family} {pipeline.variant}", expected=expected, fix=fix)
     return [] if image is None else cut_out(image, mask)
-
-
-def unwrapped_first(given: dict[str, Any]) -> io.NodeOutput:
-    """Core's Unwrap Mesh and behind it a second Texture Mesh; ``given`` are the first's inputs in the prompt."""
-    graph = GraphBuilder()
-    values = {"segmenter": "pec", "resolution": given["texture_size"], "padding": 2, "weld_distance": 0.0}
-    unwrap = graph.node("UnwrapMesh", mesh=given["mesh"], **values)
-    again = graph.node("AnyGPUTextureMesh", **{**given, "mesh": unwrap.out(0)})
-    return io.NodeOutput(*(again.out(index) for index in range(6)), expand=graph.finalize())

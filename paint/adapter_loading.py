@@ -129,7 +129,12 @@ def _checked(request: AdapterRequest) -> tuple[AdapterFiles, dict[str, nn.Module
             "adapter": networks.encoder_for(base.kind, config["block_out_channels"]),
         }
     networks.require_tensors(stored.shapes, made["unet"], made["adapter"], request.adapter.name)
-    _require_complete(base.parts["unet"], made["unet"])
+    stock = {key: tuple(each.shape) for key, each in made["unet"].state_dict().items() if networks.PROCESSOR not in key}
+    of, fix = (
+        f"of the UNet in {base.parts['unet'].stored.path.name!r}",
+        "Choose a complete checkpoint of SDXL or SD2.1.",
+    )
+    require_shapes(base.parts["unet"].shapes, stock, of, fix)
     return AdapterFiles(request, base, stored, variant), made
 
 
@@ -149,13 +154,6 @@ def _readers(
         readers[part] = _encoder_reader(files, part, precision)
         weights[part] = _bytes_as(parts[part], precision.text)
     return readers, weights
-
-
-def _require_complete(part: BasePart, unet: nn.Module) -> None:
-    """Raise unless a checkpoint has exactly the tensors of the stock UNet of its configuration."""
-    wanted = {name: tuple(tensor.shape) for name, tensor in unet.state_dict().items() if networks.PROCESSOR not in name}
-    fix = "Choose a complete checkpoint of Stable Diffusion XL or 2.1."
-    require_shapes(part.shapes, wanted, f"of the UNet in {part.stored.path.name!r}", fix)
 
 
 def _remarks(files: AdapterFiles) -> list[Decision]:
@@ -186,8 +184,7 @@ def _unet_reader(files: AdapterFiles, dtypes: Dtypes, attention: Attention) -> R
 
     def build(advance: Advance) -> nn.Module:
         read = part.stored.read(part.stored.shapes, lambda name: stored_dtype(part.names[name], dtypes), advance)
-        tensors = part.convert(read)
-        tensors |= adapter.read(own, lambda name: stored_dtype(name, dtypes), advance)
+        tensors = part.convert(read) | adapter.read(own, lambda name: stored_dtype(name, dtypes), advance)
         with torch.device("meta"):
             module = networks.unet_for(part.config, files.variant)
         module.load_state_dict(tensors, assign=True)

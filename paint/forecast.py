@@ -110,9 +110,7 @@ def planned_run(pipeline: Any, size: int = 0, views: int = 0, steps: int = 0, gu
     if guided is None:
         guided = int(own is not None and own.guidance != 1)
     usual = DELIGHT_STEPS if own is None else own.steps
-    taught = TAUGHT_SIZE
-    if pipeline.family == "mv_adapter":
-        taught = TAUGHT_SIZES[pipeline.configs["adapter"]["base"]]
+    taught = TAUGHT_SIZES[pipeline.configs["adapter"]["base"]] if pipeline.family == "mv_adapter" else TAUGHT_SIZE
     references = 0 if pipeline.variant == TG2MV else 1
     views = 1 if delight else views or TAUGHT_VIEWS
     return PaintRun(steps or usual, 1 + guided, size or taught, views=views, references=references)

@@ -20,14 +20,13 @@ from ..choices import BAKES as FORMS
 from ..geometry.cameras import CameraTable
 from ..geometry.mesh import Surface, uv_areas
 from ..geometry.raster import POINTS_AT_ONCE, Fragments, face_ids, fragments
-from ..geometry.views import SELECTION_SIZE, VIEW_SIZE, View, rasterised
+from ..geometry.views import SELECTION_SIZE, SIZES, VIEW_SIZE, View, rasterised
 
 MIN_COSINE = math.cos(math.radians(75))
 DEPTH_TOLERANCE = 3e-3  # units of the frame, for a texel to be the surface that the camera sees
 SEEN_BEFORE = 0.99  # of a view's texels: it adds nothing then
 DOUBTED = 1e-4  # weight of a pixel near an edge, against 1: it counts where nothing better is
 LEAST_SHARE = 1e-6  # of a pixel, for a texel to be seen by it: less is rounding
-SIZES = (16, 8192)
 CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))  # down, right
 MARGIN = 2 / 512  # of the picture: two pixels at the size that the model paints
 JUMP = 0.03  # units of the frame: the weaker Canny threshold, 30 of 255, on a mesh whose depth range is about 1

@@ -16,11 +16,8 @@ from ..choices import ORTHO_SCALE, VIEWS
 RADIUS = 0.575  # of the farthest vertex
 AZIMUTH_STEP = 30  # degrees between the azimuths that the model was taught
 VIEWS_LIMIT = 44  # every camera that the model has a name for
-KNOWN_ELEVATIONS: dict[str, tuple[int, ...] | None] = {  # family -> degrees; None: the network is given no camera
-    "paint": (-90, -20, 0, 20, 90),
-    "paint_pbr": None,
-}
-FIRST_ID = {-20: 0, 0: 12, 20: 24, -90: 36, 90: 40}  # row of the embedding table where an elevation starts
+KNOWS_CAMERAS = "paint"  # the family whose network is given them
+FIRST_ID = {-20: 0, 0: 12, 20: 24, -90: 36, 90: 40}  # row of its embedding table where an elevation starts
 Axis = tuple[float, float, float]
 
 
@@ -114,10 +111,8 @@ def camera_table(
         weights: 0..1000, not all 0.
         ortho_scale: width of the picture in units of the frame, 0.1..10; the mesh is up to 1.15 wide.
     """
-    lists = {
-        name: _numbers(values, name)
-        for name, values in (("azimuths", azimuths), ("elevations", elevations), ("weights", weights))
-    }
+    given = {"azimuths": azimuths, "elevations": elevations, "weights": weights}
+    lists = {name: _numbers(values, name) for name, values in given.items()}
     count = max(len(values) for values in lists.values())
     if any(len(values) not in (1, count) for values in lists.values()) or count > VIEWS_LIMIT:
         found = f"cameras with {', '.join(f'{len(values)} {name}' for name, values in lists.items())}"
@@ -168,14 +163,13 @@ def camera_ids(table: CameraTable, family: str = "paint") -> list[int]:
     """Camera ids of the multiview UNet, 0..43; raises InputError for an elevation that the model was not taught.
 
     An azimuth between two steps of 30 degrees takes the lower, as the reference does: see :func:`camera_notes`."""
-    known = KNOWN_ELEVATIONS[family]
-    if known is None:
+    if family != KNOWS_CAMERAS:
         return [0] * len(table)
-    unknown = sorted({camera.elevation for camera in table if camera.elevation not in known})
+    unknown = sorted({camera.elevation for camera in table if camera.elevation not in FIRST_ID})
     if unknown:
         found = f"elevations {unknown} that this model does not know"
         fix = "Change the camera list, or use the PBR model, which takes any elevation."
-        raise InputError(found, expected=f"each one of {', '.join(map(str, known))} degrees", fix=fix)
+        raise InputError(found, expected=f"each one of {', '.join(map(str, sorted(FIRST_ID)))} degrees", fix=fix)
     ids = []
     for camera in table:
         step, elevation = (int(camera.azimuth % 360) // AZIMUTH_STEP + 9) % 12, int(camera.elevation)
@@ -187,7 +181,7 @@ def camera_notes(table: CameraTable, family: str = "paint") -> list[str]:
     """Lines for the user about cameras that work but are not what the model was taught."""
     notes = []
     between = [camera.azimuth for camera in table if camera.azimuth % AZIMUTH_STEP]
-    if between and KNOWN_ELEVATIONS[family] is not None:
+    if between and family == KNOWS_CAMERAS:
         notes.append(
             f"azimuths {between} lie between the model's steps of {AZIMUTH_STEP} degrees: the lower step is used"
         )

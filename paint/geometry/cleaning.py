@@ -39,8 +39,13 @@ def cleaned(mesh: Mesh, settings: CleanSettings = CleanSettings()) -> tuple[Mesh
             faces = faces[keep(vertices, faces)]
             notes += [f"{before - faces.shape[0]} faces {message} removed"] if faces.shape[0] < before else []
     if settings.floaters and faces.shape[0]:
-        faces, pieces = _without_floaters(vertices, faces, settings.floaters)
-        notes += [f"{pieces} loose pieces removed"] if pieces else []
+        used, corners = faces.unique(return_inverse=True)  # a vertex that no face names may lie anywhere
+        numbers = pieces_of(vertices[used].nan_to_num(0, 0, 0), corners).unique(return_inverse=True)[1]
+        counts = torch.bincount(numbers)
+        large = counts >= settings.floaters * faces.shape[0]
+        large[counts.argmax()] = True
+        faces = faces[large[numbers]]
+        notes += [] if bool(large.all()) else [f"{int((~large).sum())} loose pieces removed"]
     if not faces.shape[0]:
         found = f"a mesh whose {mesh.faces.shape[0]} faces are all broken or without area"
         raise InputError(found, expected="a surface", fix="Generate or export it again.")
@@ -93,13 +98,3 @@ def pieces_of(vertices: Tensor, faces: Tensor) -> Tensor:
         if torch.equal(lower, label):
             return label[corners[:, 0]]
         label = lower
-
-
-def _without_floaters(vertices: Tensor, faces: Tensor, share: float) -> tuple[Tensor, int]:
-    """Faces of the pieces that are large enough, and how many pieces were not."""
-    used, corners = faces.unique(return_inverse=True)  # a vertex that no face names may lie anywhere
-    numbers = pieces_of(vertices[used].nan_to_num(0, 0, 0), corners).unique(return_inverse=True)[1]
-    counts = torch.bincount(numbers)
-    kept = counts >= share * faces.shape[0]
-    kept[counts.argmax()] = True
-    return faces[kept[numbers]], int((~kept).sum())

@@ -16,6 +16,7 @@ from .layers import Dtypes
 from .multiview import LATENT_CHANNELS, TEXT_TOKENS, TEXT_WIDTH, MainStream, ReferenceStream
 from .pbr import PbrStream
 from .unet import UNet, UNetShape
+from .weights import require_shapes
 
 DELIGHT_CHANNELS = 8  # noisy latents and those of the picture
 SIGNS = {  # a tensor by which a kind is told from those after it
@@ -81,25 +82,11 @@ def require_fitting(
         for part, module in networks.items()
         for key, tensor in module.state_dict().items()
     }
-    missing, unexpected = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
     fix = "Download config.json and weights from the same place."
-    if missing or unexpected:
-        misfit = f"missing tensors {_named(missing)}" if missing else f"unexpected tensors {_named(unexpected)}"
-        raise CheckpointError(f"{misfit} in {path!r}", expected=f"the {len(wanted)} tensors of a {kind} UNet", fix=fix)
-    wrong = [name for name, shape in wanted.items() if shapes[name] != shape]
-    if wrong:
-        name = wrong[0]
-        raise CheckpointError(
-            f"{name!r} of shape {shapes[name]} in {path!r}", expected=f"{wanted[name]}, as config.json says", fix=fix
-        )
+    require_shapes(shapes, wanted, f"of the UNet in {path!r}", fix, f"as a {kind} UNet of its config.json has it")
 
 
 def stored_dtype(key: str, dtypes: Dtypes) -> torch.dtype:
     """The dtype in which a tensor is kept: norms as the residual stream, everything else as operands."""
     owner = key.rpartition(".")[0].rpartition(".")[2]
     return (dtypes.residual if "norm" in owner else dtypes.compute) or torch.float32
-
-
-def _named(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(map(repr, names[:3])) + more

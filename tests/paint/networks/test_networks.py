@@ -77,9 +77,14 @@ def test_a_tensor_too_many_too_few_or_of_another_shape_is_refused():
     with torch.device("meta"):
         made = networks_for("delight", STABLE_DIFFUSION_2)
     cases = {
-        "unexpected tensors 'extra'": {**wanted, "extra": (1,)},
-        "missing tensors 'conv_out.bias'": {name: shape for name, shape in wanted.items() if name != "conv_out.bias"},
-        "of shape": {**wanted, "conv_out.bias": (5,)},
+        "'extra' of the UNet in 'file' is .1,.; expected no such tensor": {**wanted, "extra": (1,)},
+        "'conv_out.bias' of the UNet in 'file' is missing": {
+            name: shape for name, shape in wanted.items() if name != "conv_out.bias"
+        },
+        "'conv_out.bias' of the UNet in 'file' is .5,.; expected .4,., as a delight UNet": {
+            **wanted,
+            "conv_out.bias": (5,),
+        },
     }
     for text, shapes in cases.items():
         with pytest.raises(CheckpointError, match=text):
