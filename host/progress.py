@@ -24,8 +24,10 @@ from ..compat.memory.statistics import TimeLeft
 from ..pipelines.base import Preview, ProgressStage
 from ..pipelines.latents import recovery
 from ..pipelines.latents.recovery import Sampled
+from ..pipelines.latents.steps import SavedSteps
+from ..pipelines.sampling.resume import painting_steps
 from .families import latent_format_of
-from .folders import saved_folder
+from .folders import saved_folder, unfinished_folder
 from .preview import preview_method, previewer_for, rough_previewer
 from .server import paused
 from .server.panel import NodeRun, memory_now, stop, window
@@ -208,6 +210,10 @@ class PaintProgress(NodeProgress):
             return None
         row = to_host(torch.cat(views, dim=1).clamp(0, 1).mul(255).to(torch.uint8)).numpy()
         return "JPEG", Image.fromarray(row), PREVIEW_SIZE
+
+    def saved_steps(self, pipeline: Any, *decided: Any) -> Any:
+        """The steps of a painting, saved as those of a video are."""
+        return painting_steps(pipeline, SavedSteps(unfinished_folder(), self.notify), self, *decided)
 
     def sampled(self, latents: torch.Tensor, family: str, seed: int, latent_format: str) -> None:
         """Save what was sampled, (B, 4, h, w), before it is decoded; ``latent_format`` names core's class."""

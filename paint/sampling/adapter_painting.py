@@ -147,7 +147,7 @@ def _sampled(
     references, maps, text = given
     device, dtype = pipeline.offloader.device, pipeline.precision.residual or pipeline.precision.transformer
     side, generator = run.size // vae.REDUCTION, generator_for(settings.seed)
-    draw = partial(torch.randn, VIEWS, 4, side, side, generator=generator)
+    draw = painting.noises((VIEWS, 4, side, side), generator)
     noise = draw()  # before the reference's, as upstream
     on_device = partial(placed, device=device, dtype=dtype)
     words = Text(on_device(text.states), {name: on_device(value) for name, value in text.added.items()})
@@ -169,9 +169,9 @@ def _sampled(
     def step(unet: Any, noisy: Tensor, time: Tensor) -> Tensor:
         return painting.guided(rows(unet, noisy, time), run.rows, settings.guidance)
 
-    return painting.denoised(
-        pipeline, run, solver, painting.begun(pipeline, solver, noise, settings), draw, step, progress
-    )
+    start = painting.begun(pipeline, solver, noise, settings)
+    decided = generator, settings.seed, settings, given
+    return painting.denoised(pipeline, run, solver, start, draw, step, progress, decided)
 
 
 class Rows:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...compat.device.execution import generator_for
 from ...compat.errors import InputError
 from ...compat.memory.parts import Silent
 from ...pipelines.forecast.times import expected
@@ -113,7 +114,7 @@ def sampled(
     Up to three rows are guided between: without the picture, with it, and with the prompt too, where a negative prompt
     is in the first two. With an empty negative prompt the last two are one."""
     solver = solver_for(settings.scheduler, schedule_for(settings.spacing, settings.steps, zero_snr=False))
-    draw, device = noises(condition.shape, settings.seed), pipeline.offloader.device
+    draw, device = noises(condition.shape, generator_for(settings.seed)), pipeline.offloader.device
     unlit = [torch.zeros_like(condition)] * (run.rows > 1)
     conditions = torch.cat([*unlit, *[condition] * max(1, run.rows - 1)]).to(device)
     texts = texts.expand(run.rows, -1, -1).to(device)

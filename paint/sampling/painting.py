@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from ..networks.multiview import StreamInputs
 from ..networks.pbr import rotary_by_tokens
 from ..networks.stable_diffusion import EPSILON
 from ..pictures import checked_pictures, over, resized, squared
-from .solvers import NoiseSchedule, lcm_schedule, schedule_for, schedule_of, solver_for, velocity_of
+from .solvers import NoiseSchedule, UniPC, lcm_schedule, schedule_for, schedule_of, solver_for, velocity_of
 
 SIZES, MOST_STEPS = (64, 2048), 1000
 PREVIEW = {  # latents as colours, roughly, by the name of core's class for them; the last row is added
@@ -150,7 +150,8 @@ def paint_views(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSet
         solver = solver_for(settings.scheduler, plan_of(settings))
         run = run_of(settings, solver, len(ids), len(references))
         conditions = _conditions(pipeline, inputs, (references, normals, positions, ids), settings, run, progress)
-        latents = sampled(pipeline, conditions, settings, solver, run, progress)
+        given = references, normals, positions, ids, inputs.dino
+        latents = sampled(pipeline, conditions, settings, solver, run, progress, given)
         return decoded(pipeline, latents, run, settings.seed, progress)
 
 
@@ -212,9 +213,9 @@ def plan_of(settings: PaintSettings, zero_snr: bool = True, shift: float = 1.0) 
     return schedule_for(settings.spacing, steps, zero_snr, shift).tail(settings.steps)
 
 
-def noises(shape: Sequence[int], seed: int) -> Callable[[], Tensor]:
+def noises(shape: Sequence[int], generator: torch.Generator) -> Callable[[], Tensor]:
     """A function that draws noise of ``shape``, fp32, on the CPU."""
-    return partial(torch.randn, tuple(shape), generator=generator_for(seed), dtype=torch.float32)
+    return partial(torch.randn, tuple(shape), generator=generator, dtype=torch.float32)
 
 
 def sampled(
@@ -224,17 +225,20 @@ def sampled(
     solver: Any,
     run: PaintRun,
     progress: Any,
+    given: Any = None,
 ) -> Tensor:
-    """Clean latents (V or 2 V, 4, h, w), scaled, fp32, on the CPU, under what :func:`_conditions` gives."""
+    """Clean latents (V or 2 V, 4, h, w), scaled, fp32, on the CPU; :func:`_conditions` makes its own of ``given``."""
     maps, cameras_or_dino, shared = conditions
-    draw = noises((shared.materials * run.views, 4, *maps.shape[-2:]), settings.seed)
+    generator = generator_for(settings.seed)
+    draw = noises((shared.materials * run.views, 4, *maps.shape[-2:]), generator)
 
     def step(unet: Any, noisy: Tensor, time: Tensor) -> Tensor:
         sample = noisy if shared.materials == 1 else noisy.unflatten(0, (shared.materials, run.views))
         velocity = unet(sample.expand(run.rows, *sample.shape), time, maps, cameras_or_dino, shared)
         return guided(velocity, run.rows, settings.guidance)
 
-    return denoised(pipeline, run, solver, begun(pipeline, solver, draw(), settings), draw, step, progress)
+    start, decided = begun(pipeline, solver, draw(), settings), (generator, settings.seed, settings, given)
+    return denoised(pipeline, run, solver, start, draw, step, progress, decided)
 
 
 def guided(predicted: Tensor, rows: int, *scales: float) -> Tensor:
@@ -262,18 +266,25 @@ def denoised(
     draw: Callable[[], Tensor],
     step: Callable[[Any, Tensor, Tensor], Tensor],
     progress: Any,
+    decided: Sequence[Any] = (),
 ) -> Tensor:
     """Clean latents from noisy ``x``, scaled, fp32, on the CPU.
 
     Args:
         draw: fresh noise like ``x``.
         step: from the UNet, latents and time (1,) on its device to the guided prediction, fp32, on the CPU.
+        decided: the generator of ``draw``, the seed, and all that decides the latents, by which a host keeps the steps.
     """
     device, count, delight = pipeline.offloader.device, len(solver.schedule), pipeline.family == "delight"
     epsilon = pipeline.configs.get("adapter", {}).get("prediction_type") == EPSILON
     name = forecast.STEPPING[delight]
-    with stage(pipeline, name, "unet", forecast.step_bytes(pipeline, run), run, progress) as unet:
-        for index, time in enumerate(solver.schedule.timesteps):
+    steps = progress.saved_steps(pipeline, *decided) if decided and hasattr(progress, "saved_steps") else None
+    inner = solver.solver if isinstance(solver, UniPC) else solver
+    x, done = (x, 0) if steps is None else steps.restored(x, inner, count)
+    need, left = forecast.step_bytes(pipeline, run), replace(run, steps=count - done)
+    saved = nullcontext() if steps is None else steps.saved_when_interrupted(count)
+    with stage(pipeline, name, "unet", need, left, progress) as unet, saved:
+        for index, time in enumerate(solver.schedule.timesteps[done:], done):
             noisy = solver.model_input(x, index)
             given = (noisy.to(device), torch.tensor([time], dtype=torch.float32, device=device))
             velocity = with_room(pipeline.offloader, "unet", partial(step, unet, *given), progress)
@@ -281,7 +292,10 @@ def denoised(
                 velocity = velocity_of(velocity, noisy, solver.schedule.sigmas[index])
             clean = solver.clean(velocity, index, x)
             x = solver.step(velocity, index, x, draw)
-            progress.step(index + 1, count, ProgressStage(name), partial(preview_of, clean, pipeline.latent_format))
+            if steps is not None:
+                steps.save(index + 1, x, inner, count)
+            now = ProgressStage(name, resumable=steps is not None and steps.resumable())
+            progress.step(index + 1, count, now, partial(preview_of, clean, pipeline.latent_format))
             progress.check()
     require_finite(x, "delit latents" if delight else "painted latents")
     return x

@@ -177,7 +177,7 @@ def denoise(
     again, watch, steps = safeguards
     advance, count, start = step or schedule.step, len(schedule), latents
     asked = predict if watch is None else watch.over(predict, count)
-    latents, done = (latents, 0) if steps is None else steps.restored(latents, schedule)
+    latents, done = (latents, 0) if steps is None else steps.restored(latents, schedule.solver, count)
     with nullcontext() if steps is None else steps.saved_when_interrupted(count):
         for index, time in enumerate(schedule.timesteps):
             if index < done:
@@ -194,11 +194,9 @@ def denoise(
                         # A transformer that overflows does so at once: hours are not spent on a black video.
                         require_finite(latents, "sampled latents" if index else "latents after the first step")
             if steps is not None:
-                steps.save(index + 1, latents, schedule)
+                steps.save(index + 1, latents, schedule.solver, count)
             stage = SAMPLING if steps is None or not steps.resumable() else RESUMABLE
             progress.step(index + 1, count, stage, partial(_estimate, schedule.clean, output, index, before, preview))
-    if steps is not None:
-        steps.finish()
     if watch is not None and watch.doctor is not None:
         stuck = unshrunk(start, latents) if schedule.levels[0] > 0.5 else ""  # below, what begins is a picture too
         watch.doctor.tell(stuck or f"no fault in {count} steps")

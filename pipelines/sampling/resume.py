@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from ...compat.output_check import NotFinite
 from ...compat.ranks import Group
 from ..base import Latents, Progress, Prompt
 from ..pipeline import Pipeline, Resuming, StepState, StepStore
-from .schedules import Schedule, copied
+from .schedules import copied
 
 log = logging.getLogger(__name__)
 
@@ -94,39 +95,39 @@ class Steps:
     began: Mapping[str, Any] = field(default_factory=dict)  # the solver's fields before its first step
     last: StepState | None = None  # the state after the last step; None before the first and after the last
 
-    def restored(self, latents: torch.Tensor, schedule: Schedule) -> tuple[torch.Tensor, int]:
+    def restored(self, latents: torch.Tensor, solver: Any, count: int) -> tuple[torch.Tensor, int]:
         """The latents to go on from and how many steps are done; ``latents`` and 0 where nothing fitting is saved."""
-        self.began = dict(vars(schedule.solver))
+        self.began = dict(vars(solver))
         state = None if self.resuming.broken else self.resuming.store.found(self.resuming.key())
-        if state is None or state.section != self.section or not 0 < state.done < len(schedule):
+        if state is None or state.section != self.section or not 0 < state.done < count:
             return latents, 0
         # A file that somebody edited may set the solver's values, but no method or property of its class.
-        if state.latents.shape != latents.shape or any(hasattr(type(schedule.solver), name) for name in state.solver):
+        if state.latents.shape != latents.shape or any(hasattr(type(solver), name) for name in state.solver):
             return latents, 0
         for name, value in state.solver.items():
-            setattr(schedule.solver, name, placed(value, latents.device))
+            setattr(solver, name, placed(value, latents.device))
         self.generator.set_state(generator_for(0, state.generator_state).get_state())
-        where = f"after step {state.done} of {len(schedule)}"
+        where = f"after step {state.done} of {count}"
         decision = Decision("sampling", f"goes on {where}", "an earlier run of the same request was cut short there")
         self.resuming.progress.notify(str(decision))
         self.resuming.skipped += state.done
         self.last = state
         return placed(state.latents, latents.device, latents.dtype), state.done
 
-    def save(self, done: int, latents: torch.Tensor, schedule: Schedule) -> None:
+    def save(self, done: int, latents: torch.Tensor, solver: Any, count: int) -> None:
         """Note the state after ``done`` steps, and save it where it is time to."""
         self.last = None
-        if self.resuming.broken or done >= len(schedule):
+        if self.resuming.broken or done >= count:
             return
-        changed = {name: value for name, value in vars(schedule.solver).items() if self._differs(name, value)}
+        changed = {name: value for name, value in vars(solver).items() if self._differs(name, value)}
         items = {name: value if isinstance(value, list) else [value] for name, value in changed.items()}
         odd = [name for name, each in items.items() if not all(isinstance(e, (*PLAIN, torch.Tensor)) for e in each)]
         if odd:
             log.warning("AnyGPU: steps are not kept: the solver's %s is not a plain value", odd[0])
             self.resuming.broken = True
             return
-        solver, drawn = copied(changed), state_of(self.generator)
-        self.last = StepState(done=done, section=self.section, latents=latents, solver=solver, generator_state=drawn)
+        kept, drawn = copied(changed), state_of(self.generator)
+        self.last = StepState(done=done, section=self.section, latents=latents, solver=kept, generator_state=drawn)
         if self.resuming.store.due():
             self.resuming.save(self.last)
 
@@ -136,12 +137,14 @@ class Steps:
 
     @contextmanager
     def saved_when_interrupted(self, count: int) -> Iterator[None]:
-        """Around the loop of ``count`` steps: a cancel or an error saves the last step that was finished.
+        """Around the loop of ``count`` steps: a cancel or an error saves the last step that was finished, and the end
+        forgets them all, since what the loop made is saved elsewhere.
 
         Values that are not finite save none: the fault may be in the steps before.
         """
         try:
             yield
+            self.resuming.store.drop(self.resuming.key())
         except NotFinite:
             raise
         except BaseException:
@@ -152,10 +155,6 @@ class Steps:
                         f"{self.resuming.seed} and the same inputs"
                     )
             raise
-
-    def finish(self) -> None:
-        """Forget the steps: the loop has ended, and what it made is saved elsewhere."""
-        self.resuming.store.drop(self.resuming.key())
 
     def _differs(self, name: str, value: Any) -> bool:
         before = self.began.get(name)
@@ -187,17 +186,34 @@ def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> Callable[[]
     """
     loras = getattr(pipeline.offloader.adapters, "loras", ())
     applied = [(lora.strength, lora.blocks, lora.mode, lora.scales) for lora in loras] or ""
-    dtypes = {item.name: getattr(pipeline.precision, item.name) for item in fields(Precision) if item.name != "why"}
     stored = pipeline.model.storage.get("transformer", "")
-    model = [pipeline.family, pipeline.variant, dtypes, stored, applied, pipeline.plan.step_cache]
     beside = [pipeline.model.configs["transformer"], pipeline.tools["scheduler"]]  # a single file, which has neither
-    digest = hashlib.sha256()
-    for item in _bytes_in([*model, *beside, prompt.embeds, prompt.negative, prompt.sections, *request]):
-        digest.update(item)
+    model = [stored, applied, pipeline.plan.step_cache, *beside, prompt.embeds, prompt.negative, prompt.sections]
     files = [pipeline.model.source, *(lora.path for lora in loras)]
+    return _key_of(pipeline, [*model, *request], files, pipeline.model.request.state)
+
+
+def painting_steps(
+    pipeline: Any, store: StepStore, progress: Progress, generator: torch.Generator, seed: int, *request: Any
+) -> Steps | None:
+    """The steps of a painting, as :func:`with_steps` has a video's; None where no file has the weights."""
+    asked, names = pipeline.request, ("adapter", "lora", "vae", "image_encoder")
+    model = asked.model if isinstance(asked.model, Path) else asked.model.file
+    if model is None:
+        return None
+    files = {"model": model} | {name: path for name in names if (path := getattr(asked, name, None)) is not None}
+    values = [[*files], getattr(asked, "weights", ""), getattr(asked, "lora_strength", 0), *request]
+    return Steps(Resuming(store, _key_of(pipeline, values, [*files.values()], asked.state), progress, seed), generator)
+
+
+def _key_of(pipeline: Any, values: list[Any], files: list[Path], state: Path | None) -> Callable[[], str]:
+    dtypes = {item.name: getattr(pipeline.precision, item.name) for item in fields(Precision) if item.name != "why"}
+    digest = hashlib.sha256()
+    for item in _bytes_in([pipeline.family, pipeline.variant, dtypes, *values]):
+        digest.update(item)
 
     def key() -> str:
-        wholes = [whole_of(path, pipeline.model.request.state) for path in files]
+        wholes = [whole_of(path, state) for path in files]
         return hashlib.sha256(" ".join([digest.hexdigest(), *wholes]).encode()).hexdigest() if all(wholes) else ""
 
     return key

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import struct
 import urllib.request
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from anygpu.paint.jobs import read_receipt
 from PIL import Image
+from safetensors.numpy import load_file
 
 from host import paint_models
 from host.client import Client, Run
@@ -291,6 +293,24 @@ def test_painted_views_are_kept_when_baking_fails(client: Client, graph: Graph) 
     assert "5" in again.cached, "painted a second time"
     latents = client.get("/anygpu/latents")["latents"][0]
     assert ", paint, 64x64, 6 frames, seed" in latents["title"], "the latents of paint are kept as others"
+
+
+def test_a_cancelled_painting_goes_on_after_its_last_step_in_the_same_server(
+    server: Server, client: Client, graph: Graph
+) -> None:
+    graph.prompt["5"]["inputs"]["steps"] = 40
+    graph.add("SaveLatent", samples=graph.link("5", 2), filename_prefix="views")
+    steps = lambda run: [done for node, done, total in run.progress if (node, total) == ("5", 40)]  # noqa: E731
+    run = client.run(graph.prompt, cancel_when=lambda _, run: bool(steps(run)) and steps(run)[-1] >= 10)
+    assert run.ending == "execution_interrupted", run.message
+    assert re.search(r"\bstep \d+ of 40 is saved", run.texts_of("5")[-1])
+    again = client.finished(graph.prompt)
+    assert steps(again)[0] > 10 and "goes on after step" in again.texts_of("5")[-1]
+    client.free()
+    fresh = client.finished(graph.prompt)
+    assert steps(fresh)[0] == 1, "what has ended leaves no state"
+    both = [server.output(run.outputs["6"]["latents"][0]) for run in (again, fresh)]
+    assert np.array_equal(*(load_file(path)["latent_tensor"] for path in both))
 
 
 def test_a_mesh_without_uvs_is_unwrapped_in_one_step_and_all_of_it_is_cached(server: Server, client: Client) -> None:
