@@ -130,11 +130,8 @@ def _checked(request: AdapterRequest) -> tuple[AdapterFiles, dict[str, nn.Module
         }
     networks.require_tensors(stored.shapes, made["unet"], made["adapter"], request.adapter.name)
     stock = {key: tuple(each.shape) for key, each in made["unet"].state_dict().items() if networks.PROCESSOR not in key}
-    of, fix = (
-        f"of the UNet in {base.parts['unet'].stored.path.name!r}",
-        "Choose a complete checkpoint of SDXL or SD2.1.",
-    )
-    require_shapes(base.parts["unet"].shapes, stock, of, fix)
+    name, fix = base.parts["unet"].stored.path.name, "Choose a complete checkpoint of Stable Diffusion XL or 2.1."
+    require_shapes(base.parts["unet"].shapes, stock, f"of the UNet in {name!r}", fix)
     return AdapterFiles(request, base, stored, variant), made
 
 
