@@ -24,6 +24,7 @@ PAGE = ROOT / "docs" / "core-models.md"
 SUITE = {
     "Classes": "test_core_classes.py", "Fit": "test_core_fit.py", "Graphs": "test_core_fit_server.py",
     "Doctor": "test_doctor.py", "Samplers": "test_core_models.py", "Nodes": "test_core_nodes.py",
+    "Counts": "test_core_counts.py", "Packed": "test_core_packed.py",
 }  # fmt: skip
 HEADS = {
     "classes": ("Double", "Class of core's", "Layers in safe fp16", "Attention under Fit", "Error", "Loud rows"),

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from host.core_page import NEAR, PAGE, ROWS, STEADY, UNSAMPLED, counts, table
+from host.core_page import HEADS, NEAR, PAGE, ROWS, STEADY, SUITE, UNSAMPLED, counts, table
 from host.core_threads import THREADS
 from host.inside.asking import Inside
 from host.test_core_fit import CLASSES as FITTED
@@ -174,6 +174,13 @@ def test_nan_that_comes_once(inside: Inside) -> None:
 
 def test_fp8_weights_on_a_mac(inside: Inside) -> None:
     assert inside.play("core_threads", "without_fp8", name="Wan 2.1")["error"] <= NEAR
+
+
+def test_a_release_is_run_with_each_file_of_this_layer() -> None:
+    """But for what is asked of a package of its own: core's templates."""
+    files = {path.name for path in (PAGE.parents[1] / "tests/host").glob("test_core_*.py")}
+    assert files - {"test_core_templates.py"} == set(SUITE.values()) - {"test_doctor.py"}
+    assert {len(row) for row in table("releases")} == {len(HEADS["releases"])}, "docs/core-models.md is old"
 
 
 def test_the_table_of_threads_is_what_the_tests_hold() -> None:
