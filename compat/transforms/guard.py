@@ -311,7 +311,11 @@ class Guard(TorchDispatchMode):
                 self.store.keep(IN_RUNS, self.known)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, function.overloadpacket.__name__
+        with torch._C.DisableTorchFunctionSubclass():  # results are plain here, as GGUF's tensors expect of torch
+            return self._guarded(function, types, args, kwargs or {})
+
+    def _guarded(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        name = function.overloadpacket.__name__
         check = CHECKS.get(name, _own if function.namespace == NAMESPACE else None)
         if check is _copy and any(hasattr(each, "__tensor_flatten__") for each in types):
             return NotImplemented  # its parts come here: the values of a packed tensor depend on the dtype asked for

@@ -235,6 +235,22 @@ def test_copies_of_packed_weights_are_judged_by_their_parts(acc, tmp_path: Path,
         run(spoiled, network, x)
 
 
+class Labelled(Tensor):
+    """As ComfyUI-GGUF's, which need more than torch gives to those that it makes."""
+
+    def __new__(cls, *args: Any, label: str) -> "Labelled":
+        return super().__new__(cls, *args)
+
+    def __init__(self, *args: Any, label: str) -> None:
+        super().__init__()
+
+
+def test_values_of_another_pack_s_tensors_are_plain_under_the_guard_too(acc, tmp_path: Path) -> None:
+    bias = Labelled(torch.ones(WIDTH), label="fp32")
+    network, x = Network(lambda _, x: x + Tensor(bias).to(x.device)), torch.randn(2, 1024, WIDTH, device=acc)
+    assert type(run(Guard(store_of(acc, tmp_path)), network, x)) is Tensor
+
+
 @pytest.mark.parametrize("how", [{"attn_mask": (torch.arange(1024) < 300).expand(1024, -1)}, {"scale": 0.5}])
 def test_what_stands_in_for_attention_obeys_the_mask_and_scale_of_each_call(acc, tmp_path: Path, how: Any) -> None:
     x, guard = torch.randn(2, 1024, WIDTH), Guard(store_of(acc, tmp_path))
