@@ -59,7 +59,7 @@ class Preference:
             yield
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AttentionOverride:
     """The attention that core calls in the place of its own function."""
 
@@ -69,7 +69,7 @@ class AttentionOverride:
     counts: Counts | None = None
     preference: Preference = field(default_factory=Preference)  # the kernel that the running layer prefers
     refused: Callable[[], None] | None = None  # called where operands stay fp32
-    exact: bool = False  # whether fp32 operands stay so
+    exact: bool = False  # whether fp32 operands stay so, which the weights of text encoders tell as they are used
 
     @torch.compiler.disable  # which kernel computes, and in which dtype, is decided by the operands of each call
     def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -24,7 +24,19 @@ from ...compat.output_check import fault_in_weight
 from ...compat.transforms.fp16_layers import FULL, SETTINGS, AskedLinear
 from ...compat.transforms.guard import around, forward_inside
 from .attention import AttentionOverride
-from .layers import COUNTS, PROVIDER, ByNetwork, Counts, adapted_linear, cast_weights, left_of, safe_linear, settings_of
+from .layers import (
+    AMPLIFIES,
+    BY_CORE,
+    COUNTS,
+    PROVIDER,
+    ByNetwork,
+    Counts,
+    adapted_linear,
+    cast_weights,
+    left_of,
+    safe_linear,
+    settings_of,
+)
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import adapted_layers, is_linear, left_class, left_decisions
 from .packed import PackedFit, is_native, packed_fit
@@ -57,7 +69,7 @@ class FittedEncoder:
             raise
 
     def _attach(self, patcher: Any) -> None:
-        encoders, counts = patcher.model, None
+        encoders, counts, override = patcher.model, None, None
         undo = self.hooks[encoders] = Undo()
         if encoders not in self.counted and hasattr(encoders, ENCODE) and ENCODE not in vars(encoders):
             counts = Counts()
@@ -70,16 +82,16 @@ class FittedEncoder:
                 undo.append(add_hook(module, swap, before=True, with_kwargs=True).remove)
         undo.append(self.packed.attach(encoders).restore)
         if self.fit.safe:
-            self._make_safe(encoders, patcher.patches_uuid)
+            self._make_safe(encoders, override, patcher.patches_uuid)
         if self.machine.calls is not None:
             for child in encoders.children():
                 undo.set(child, "forward", forward_inside(child, functools.partial(around, None, self.machine.calls)))
 
-    def _make_safe(self, encoders: nn.Module, version: Any) -> None:
+    def _make_safe(self, encoders: nn.Module, override: AttentionOverride | None, version: Any) -> None:
         """Patch the layers that nobody else has; other packs' are asked once per ``version`` of the weights."""
         for layer in filter(is_linear, encoders.modules()):
             if "forward" not in layer.__dict__:
-                forward = functools.partial(_linear, self.machine.fp32_output, layer)
+                forward = functools.partial(self._linear, encoders, override, layer)
                 layer.__dict__ |= {"forward": forward, PROVIDER: types.MethodType(cast_weights, layer), SETTINGS: None}
         known, asked = self.asked.get(encoders, (None, {}))
         asked = asked if known == version else {}
@@ -88,6 +100,21 @@ class FittedEncoder:
             if "forward" not in layer.__dict__:
                 own = asked.setdefault(layer, AskedLinear(types.MethodType(type(layer).forward, layer)))
                 layer.__dict__ |= {"forward": functools.partial(adapted_linear, layer, own, FULL), SETTINGS: own}
+
+    def _linear(
+        self, encoders: nn.Module, override: AttentionOverride | None, layer: Any, x: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if layer.__dict__[SETTINGS] is None and not is_native(layer):  # which core may change between two prompts
+            patched = [each for each in encoders.modules() if SETTINGS in each.__dict__]
+            for each in patched:
+                if each.__dict__[SETTINGS] is None and not is_native(each):
+                    each.__dict__[SETTINGS] = settings_of(each, x, self.machine.fp32_output)
+            if any(getattr(each.__dict__[SETTINGS], "loud", False) for each in patched):
+                for each in patched:
+                    each.__dict__.update(BY_CORE)
+                if override is not None:
+                    override.exact = True
+        return safe_linear(layer, x, *args, **kwargs)
 
     def _encode_first(self, encoders: nn.Module, counts: Counts, *args: Any, **kwargs: Any) -> Any:
         """Encode a prompt as ``encoders`` do; of the first, report how its layers and attention were computed."""
@@ -103,7 +130,8 @@ class FittedEncoder:
             result = encode(*args, **kwargs)
         self.counted[encoders] = counts
         if str(counts):
-            self.tell(str(counts))
+            loud = any(layer.__dict__[SETTINGS] is BY_CORE[SETTINGS] for layer in ours)
+            self.tell(f"{counts}{AMPLIFIES * loud}")
         return result
 
     def detach(self, patcher: Any) -> None:
@@ -140,12 +168,6 @@ def of_fitted_class(clip: Any) -> Any:
     if type(clip) is CLIP:
         clip.__class__ = FittedCLIP
     return clip
-
-
-def _linear(fp32_output: bool, layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    if layer.__dict__[SETTINGS] is None and not is_native(layer):  # which core may change between two prompts
-        layer.__dict__[SETTINGS] = settings_of(layer, x, fp32_output)
-    return safe_linear(layer, x, *args, **kwargs)
 
 
 def fit_clip(

@@ -133,6 +133,7 @@ FEW = 4  # rows of a Linear, or channels of a convolution, up to which fp32 cost
 LOUD = 10.0  # times the median row, and 1: the length of a row from which a network can amplify rounding
 ByNetwork = weakref.WeakKeyDictionary[nn.Module, Any]  # of values that go with a network; clones of a MODEL share it
 BY_CORE = {SETTINGS: LayerSettings(False, math.inf)}
+AMPLIFIES = "; rows of its weights are so much longer than most that it would amplify what fp16 rounds"
 AMPLIFIED = "txtfusion."  # layers of Krea 2's text, whose rounding its blocks amplify most; 1 % of its products
 HOOK = "_conv_forward"  # gets the cast weights, whichever class of core's called
 PROVIDER = "weights_on"  # by which our own layers ask for weights

@@ -30,7 +30,7 @@ from ..recovery import WRAPPER, save_core_samples
 from . import ownership
 from .attention import AttentionOverride, Preference, compute_next, with_override
 from .calibration import Calibration, as_level, kept_at
-from .layers import HOOK, ByNetwork, Counts, SafeLayers, conv_forwards, left_alone, left_of, takes_fp16
+from .layers import AMPLIFIES, HOOK, ByNetwork, Counts, SafeLayers, conv_forwards, left_alone, left_of, takes_fp16
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .packed import FAILED, PackedFit, packed_fit
 from .weights import clone_cast_on_host, damage_to_bf16, float8_decision, fp16_or_fp32, lack_of_float8, weights_decision
@@ -43,7 +43,6 @@ COMPILED = WrappersMP.APPLY_MODEL, "torch.compile"  # core's wrapper for it
 MEASURED = "; plain where eight times the values of a first step fit"
 LOUDER = "values beyond those measured in safe fp16: this step is computed again in it"
 CASTS = "; the network or a node behind this one casts its stream, and it computes as without this fit"
-AMPLIFIES = "; rows of its weights are so much longer than most that it would amplify what fp16 rounds"
 CACHE = "animate2_cache"  # Wan Animate 2's: it knows a pose by its values, which another dtype would change
 KEEP = (AUTO, "always", "never")  # grows at the end
 LOSSY = {  # parts of ComfyUI's --fast, and what becomes of them in layers that are in safe fp16

@@ -78,6 +78,16 @@ def test_torch_counts_the_layers_of_a_text_encoder(inside: Inside) -> None:
         "fp16-safe in 14 of 14 layers called, attention 2 of 2 (2 by torch's fused kernel in fp16)"
     ]
     assert (found["layers"], found["fp16"], found["kept"]) == (14, 14, [True, True, True])
+    assert found["error"] <= NEAR
+
+
+def test_a_text_encoder_with_loud_rows_computes_in_fp32_and_says_so(inside: Inside) -> None:
+    found = inside.play("core_counted", "of_a_clip", rows=100.0)
+    (line,) = found["told"]
+    assert line.startswith(
+        "fp16-safe in 0 of 14 layers called (left: 14 in float32 by core), attention 2 of 2 (2 exact"
+    )
+    assert line.endswith("would amplify what fp16 rounds") and found["fp16"] == 0 and found["error"] <= EXACT
 
 
 @pytest.mark.parametrize(
