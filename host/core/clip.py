@@ -23,20 +23,9 @@ from ...compat.memory.parts import Undo
 from ...compat.output_check import fault_in_weight
 from ...compat.transforms.fp16_layers import FULL, SETTINGS, AskedLinear
 from ...compat.transforms.guard import around, forward_inside
+from . import layers
 from .attention import AttentionOverride
-from .layers import (
-    AMPLIFIES,
-    BY_CORE,
-    COUNTS,
-    PROVIDER,
-    ByNetwork,
-    Counts,
-    adapted_linear,
-    cast_weights,
-    left_of,
-    safe_linear,
-    settings_of,
-)
+from .layers import COUNTS, PROVIDER, ByNetwork, Counts, adapted_linear, cast_weights, left_of, safe_linear, settings_of
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import adapted_layers, is_linear, left_class, left_decisions
 from .packed import PackedFit, is_native, packed_fit
@@ -111,7 +100,7 @@ class FittedEncoder:
                     each.__dict__[SETTINGS] = settings_of(each, x, self.machine.fp32_output)
             if any(getattr(each.__dict__[SETTINGS], "loud", False) for each in patched):
                 for each in patched:
-                    each.__dict__.update(BY_CORE)
+                    each.__dict__.update(layers.BY_CORE)
                 if override is not None:
                     override.exact = True
         return safe_linear(layer, x, *args, **kwargs)
@@ -130,8 +119,8 @@ class FittedEncoder:
             result = encode(*args, **kwargs)
         self.counted[encoders] = counts
         if str(counts):
-            loud = any(layer.__dict__[SETTINGS] is BY_CORE[SETTINGS] for layer in ours)
-            self.tell(f"{counts}{AMPLIFIES * loud}")
+            loud = any(layer.__dict__[SETTINGS] is layers.BY_CORE[SETTINGS] for layer in ours)
+            self.tell(f"{counts}{layers.AMPLIFIES * loud}")
         return result
 
     def detach(self, patcher: Any) -> None:

@@ -197,17 +197,9 @@ def missing(name: str, node: str = "AnyGPU Doctor") -> ExecutionBlocker:
     return ExecutionBlocker(f"AnyGPU: connect {name} to {node} to use its {name} output.")
 
 
-def _instead(model: Any, patcher: Any) -> str:
-    """The advice where no repair helps: for a network of ours, or core's with Fit Model or without."""
-    if isinstance(model.model, CoreModel):
-        return doctors.ON_LOAD
-    return doctors.ON_FIT if FITTED in patcher.attachments else doctors.WITH_FIT
-
-
 def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> Any:
-    """A clone of ``model`` whose every call is checked; what is found is shown on the node ``node_id``.
-
-    The first of a sampling looks at each product, attention call and weight, later ones at a fiftieth of weights."""
+    """A clone of ``model`` whose every call is checked; what is found is shown on the node ``node_id``. The first of a
+    sampling looks at each product, attention call and weight, later ones at a fiftieth of weights."""
     if not isinstance(model.model, CoreModel):
         LoadedWeights.of(model)
         for name, weight in model.model.diffusion_model.named_parameters():
@@ -245,7 +237,8 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
                 watch.keep()
                 return output
             options = kwargs.get("transformer_options") or (args[5] if len(args) > 5 else {})
-            doctor.instead = _instead(model, patcher)
+            fitted = doctors.ON_FIT if FITTED in patcher.attachments else doctors.WITH_FIT
+            doctor.instead = doctors.ON_LOAD if isinstance(model.model, CoreModel) else fitted
             local, found = doctors.stuck if wrong == doctors.STUCK else doctors.lifeless, lambda: watch.finding
             return doctor.checked(output, networks, again, where_of(options), watch.fault, local, found, spent)
 

@@ -168,17 +168,14 @@ def _way(places: Places, cards: Mapping[torch.device, Card]) -> Way | None:
         working = max(card.need(other, "model").activations for other in together)
         stays = SPARE * (sum(map(card.weights, together)) + working) <= card.room
         stays = stays and (stage != TEXT or len(together) == 1)  # it leaves the device that others compute on
-        modes = [mode for mode in modes_of(card.pipeline) if _fits(card, stage, mode, stays)]
+        fitting = [mode for mode in modes_of(card.pipeline) if card.need(stage, mode).total * SPARE <= card.room]
+        modes = [mode for mode in fitting if mode != "none" or stays or stage == TEXT]
         if not modes:
             return None
         times = [card.seconds(stage, mode, stays and mode not in ("model", "group", "sequential")) for mode in modes]
         known = [time for time in times if time is not None]
         total = None if total is None or not known else total + min(known)
     return Way(places, total)
-
-
-def _fits(card: Card, stage: str, mode: str, stays: bool) -> bool:
-    return card.need(stage, mode).total * SPARE <= card.room and (mode != "none" or stays or stage == TEXT)
 
 
 def _quickest(ways: Sequence[Way], cards: Mapping[torch.device, Card], kind: str) -> Way:

@@ -60,7 +60,8 @@ def last_two(folder: Path) -> Comparison | None:
         if len(records) == 2:
             (_, now), (date, before) = records
             when = datetime.datetime.fromtimestamp(date).isoformat(" ", "minutes")
-            missing = dict.fromkeys(text for record in (before, now) for text in _texts(record.get("missing")))
+            lists = (record.get("missing") for record in (before, now))
+            missing = dict.fromkeys(str(text) for each in lists if isinstance(each, list) for text in each)
             same = isinstance(now.get("latents"), str) and now["latents"] == before.get("latents")
             return Comparison(when, same, changes(before, now), tuple(missing))
     return None
@@ -142,7 +143,3 @@ def _trimmed(before: str, now: str) -> tuple[str, str]:
         return " ".join([MORE] * bool(first) + kept + [MORE] * bool(last)) or NONE
 
     return part(old), part(new)
-
-
-def _texts(value: Any) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list) else []
