@@ -4,7 +4,8 @@
 `memory_decode`: methods of decode. `memory_host`: the run twice inside a real ComfyUI (COMFYUI_PATH, else
 ~/comfy/ComfyUI), ours under its memory manager at shares of the full offloader, whole parts moved by hand as other
 packs do it, and diffusers' own offload. `fits`: which published model fits which card, by the forecast alone, of files
-of the published shapes without weights; the README's table.
+of the published shapes without weights; the README's table. `gains`: minutes of these on three cards by their data
+sheets, as `field` compares them with published runs: eager, with fused kernels, and with each change that is advised.
 
 `memory_fits`: the factors of the forecasts. Every family runs at sizes that no test uses; each row has the terms that
 `pipelines/sizes.py` counts copies of. The copies that fit the last rows of each family best are written into its
@@ -17,18 +18,23 @@ import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import published
 import torch
-from anygpu.compat.device.facts import free_bytes
+from anygpu.compat.device.facts import GIBIBYTE, DeviceFacts, free_bytes
 from anygpu.compat.memory.offloader import MODES
 from anygpu.compat.transforms.attention import Attention
+from anygpu.kernels.library import TRITON
 from anygpu.pipelines import sizes, stages
 from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.forecast.memory import forecast, forecasts
+from anygpu.pipelines.forecast.savings import savings
+from anygpu.pipelines.forecast.seconds import planned_run, quickest
+from anygpu.pipelines.forecast.times import time_forecast, times_of
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.sizes import Size
@@ -43,6 +49,11 @@ BARE = {  # the run of `fitting.run` through diffusers
     "num_inference_steps": 2, "guidance_scale": 2.0, "output_type": "pt",
 }  # fmt: skip
 CARDS = (6, 8, 12, 16, 24)
+NAMED = {  # back end, architecture, class, torch's fused kernel of attention, GB
+    "NVIDIA GeForce RTX 2060": ("cuda", "sm75", "cuda-old", "memory-efficient", 6),
+    "NVIDIA GeForce RTX 3060": ("cuda", "sm86", "cuda-sm80+", "flash", 12),
+    "AMD Radeon RX 6800": ("rocm", "gfx1030", "rocm", "", 16),
+}
 SHARES = (1.0, 0.6, 0.4, 0.25, 0.15)  # of the full offloader, inside ComfyUI
 RUNS = {name: Size(**given) for name, given in data("runs").items()}  # the sizes of the shipped workflows
 
@@ -156,6 +167,37 @@ def fit_rows() -> Iterator[Row]:
                 }  # fmt: skip
 
 
+def named_card(model: str, folder: Path, card: str) -> Pipeline:
+    """A published model as it is loaded on a card of this name, without fused kernels."""
+    backend, arch, arch_class, kernel, gigabytes = NAMED[card]
+    facts = DeviceFacts(torch.device("cpu"), backend, arch, arch_class, card, gigabytes * GIBIBYTE, torch.__version__)
+    pipeline = published.on_card(published.composed(model, folder, device=facts))
+    speed = replace(pipeline.plan.speed, forms={}, attention=replace(pipeline.plan.speed.attention, kernel=kernel))
+    facts = replace(facts, device=torch.device("cuda"))  # to which weights are copied
+    device, plan = replace(pipeline.device, facts=facts), replace(pipeline.plan, speed=speed)
+    return replace(pipeline, device=device, plan=plan)
+
+
+def gain_rows() -> Iterator[Row]:
+    """A row per published model and card: its offload, and minutes before and after each change, one on the other."""
+    with published.large_host(), tempfile.TemporaryDirectory() as folder:
+        for (model, size), card in product(RUNS.items(), NAMED):
+            pipeline, room = named_card(model, Path(folder), card), published.room_of(NAMED[card][-1])
+            run = planned_run(pipeline, size)
+            speed = replace(pipeline.plan.speed, forms=dict.fromkeys(("transformer", "vae"), TRITON))
+            fused = replace(pipeline, plan=replace(pipeline.plan, speed=speed))
+            modes = [each.mode for each in forecasts(fused, size, room) if each.fits(room)]
+            mode = quickest(modes, times_of(fused, run, modes, room))
+            row = {"model": model, "steps": run.settings.steps, "card": card, "offload": mode or "too much"}
+            if not mode:
+                yield row | {"eager": "", "kernels": "", "changes": ""}
+                continue
+            eager, now = (time_forecast(each, run, mode, room).seconds for each in (pipeline, fused))
+            row |= {"eager": f"{eager / 60:.1f}", "kernels": f"{now / 60:.1f}"}
+            changes = [f"{(now := now - one.seconds) / 60:.1f} {one.change}" for one in savings(fused, run, mode, room)]
+            yield row | {"changes": "; ".join(changes)}
+
+
 SIZES = data("fit_sizes")  # width, height, frames: none of them is a test's
 SAME_VAE = {"framepack": "hunyuan_video"}  # whose frames are those of sections: the other family's decode tells more
 FITTED = (DecodeRequest("full"), DecodeRequest("streaming", tile=16), DecodeRequest("chunked", frames=1))
@@ -198,7 +240,7 @@ def _stages(pipeline: Pipeline, size: Size, words: str) -> list[dict[str, Any]]:
             if form.method != "chunked" or pipeline.spec.rewrites.causal_decoder:
                 stages.decode(pipeline, latents, Silent(), form=form)
     costs = [(cost.stage, cost.peak_bytes) for cost in pipeline.offloader.memory_stats.stages if cost.stage != "image"]
-    size = replace(size, text=sizes.tokens_in(prompt))
+    size = replace(size, text=sizes.size_of(settings, prompt).text)
     wide, plain = sizes.decoding_terms(pipeline, size)
     text = max(
         (part for part in pipeline.weights if part.startswith("text_encoder")),

@@ -191,11 +191,7 @@ def default_size(family: FamilySpec) -> Size:
 
 
 def size_of(settings: SampleSettings, prompt: Prompt, window: int = 9) -> Size:
-    asked = settings.width, settings.height, settings.frames, settings.cfg > 1.0
-    return Size(*asked, window=window, text=tokens_in(prompt))
-
-
-def tokens_in(prompt: Prompt) -> int:
-    """The tokens of a prompt, or of its negative where that is longer."""
-    both = (prompt.embeds, prompt.negative or {})
-    return max(sum(states.shape[1] for states in text.values() if states.ndim == 3) for text in both)
+    """The size of a run, with the tokens of its prompt, or of its negative where that is longer."""
+    asked, both = (settings.width, settings.height, settings.frames), (prompt.embeds, prompt.negative or {})
+    text = max(sum(states.shape[1] for states in each.values() if states.ndim == 3) for each in both)
+    return Size(*asked, guided=settings.cfg > 1.0, window=window, text=text)
