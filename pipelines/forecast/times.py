@@ -18,7 +18,7 @@ from ...compat.device.facts import DeviceFacts, free_bytes, indexed
 from ...compat.device.probe_store import ProbeStore
 from ...compat.device.rates import PCIE_3, PINNED_LINK, PLAIN_LINK, rates_of
 from ...compat.device.work import HEAD_WIDTH, PUBLISHED, TIMED, Pace, Work, pace_of
-from ...compat.errors import PackError, UnsupportedError, first_line, json_within
+from ...compat.errors import InputError, PackError, UnsupportedError, first_line, json_within
 from ...compat.memory.offloader import HOSTED
 from ...compat.memory.statistics import StageCost, duration, saved_stages
 
@@ -98,6 +98,8 @@ def known_or_why(ask: Callable[[], Value]) -> tuple[Value | None, str]:
     """Return a forecast, or None and the reason in one line: a failure stops no page or run, and is never silent."""
     try:
         return ask(), ""
+    except InputError as error:
+        return None, f"{error.found}; expected {error.expected}"
     except PackError as error:
         return None, error.found
     except Exception as error:

@@ -10,6 +10,7 @@ import torch
 from anygpu import cli
 from anygpu.compat.device.work import Pace
 from anygpu.compat.memory.statistics import StageNeed, TimeLeft
+from anygpu.pipelines.base import SampleSettings
 from anygpu.pipelines.forecast import counts, times
 from anygpu.pipelines.forecast import seconds as forecast
 from anygpu.pipelines.forecast.memory import Forecast
@@ -170,6 +171,14 @@ def test_a_count_that_fails_is_said_and_stops_nothing(tiny_folder, monkeypatch, 
     assert text.splitlines().count(said) == 1
     assert len(failed_forecasts) == 1 and "ZeroDivisionError" in failed_forecasts[0]
     failed_forecasts.clear()
+
+
+def test_settings_that_a_run_refuses_are_said_with_what_it_takes(tiny_folder, monkeypatch):
+    monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: Pace(1e9, 1e9, 1e9, 1e9, 0.0))
+    pipeline = load(LoadRequest(build("ltx", tiny_folder), device="cpu"))
+    run = forecast.planned_run(pipeline, Size(64, 64, 9), SampleSettings(64, 64, 9, steps=1))
+    said = "time unknown: steps 1; expected at least 2 steps for this model's schedule"
+    assert times.times_of(pipeline, run, ["none"]).unknown == said
 
 
 def test_a_device_that_nobody_timed_is_named(tiny_folder):
