@@ -26,7 +26,7 @@ from simulated.test_families import CASES, loaded_for, rendered
 FULL = pytest.mark.full
 EPS = torch.finfo(torch.float32).eps
 ROUNDING = 1e-5  # fp32; the same sums in another order
-WITHIN = 0.15
+WITHIN, TEXT_WITHIN = 0.1, 0.15  # of the peak
 SAMPLE = {("ltx", 15)}
 
 
@@ -88,7 +88,7 @@ def test_a_forecast_is_near_the_measured_peak(acc, tiny_folder, family, mode):
     run(pipeline)
     assert abs(said.peak - peak(pipeline)) <= WITHIN * peak(pipeline), (said.peak, peak(pipeline))
     text, spent = said.stages[-3], {cost.stage: cost.peak_bytes for cost in pipeline.offloader.memory_stats.stages}
-    assert abs(text.total + text.ahead - spent["text"]) <= WITHIN * spent["text"], (text, spent)
+    assert abs(text.total + text.ahead - spent["text"]) <= TEXT_WITHIN * spent["text"], (text, spent)
 
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=FULL) for family in FAMILIES])
