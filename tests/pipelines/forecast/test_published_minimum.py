@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import published
 import pytest
+import torch
 from anygpu.pipelines.forecast.memory import forecast, forecasts
-from anygpu.pipelines.sizes import Size
+from anygpu.pipelines.sizes import Size, method_bytes
+from anygpu.pipelines.vae.plan import planned_decode
 
 FULL = pytest.mark.full
 # Model, size of the run, GB of the smallest card it is published for, and by whom.
@@ -50,3 +52,19 @@ def test_a_decode_that_fits_whole_is_forecast_whole(tmp_path):
     assert stages[14 * 10**9].form.startswith("in chunks of") and stages[14 * 10**9].total <= 14 * 10**9
     assert stages[5 * 10**9].total <= 5 * 10**9 and stages[5 * 10**9].form != stages[14 * 10**9].form
     assert replace(stages[None], form="x") != stages[None]
+
+
+def test_a_vae_in_fp16_takes_half_the_memory_and_twice_the_tile(tmp_path):
+    """HunyuanVideo, whose VAE is published so, on an RTX 2060 of 12 GB."""
+    card = replace(published.CARD, arch="sm75", arch_class="cuda-old", name="NVIDIA GeForce RTX 2060")
+    with published.large_host():
+        own = published.on_card(published.composed("hunyuan_video", tmp_path, texts=False, device=card))
+        precisions = [replace(own.precision, vae=dtype) for dtype in (torch.float16, torch.float32)]
+        both = [replace(own, device=replace(own.device, precision=precision)) for precision in precisions]
+        size, room = Size(848, 480, 73), published.room_of(12) - own.weights["vae"].total
+        (half, _), (whole, _) = (planned_decode(each, size, room, None) for each in both)
+    assert own.precision.vae is torch.float16
+    assert half.tile == 2 * whole.tile > 0
+    assert [2 * method_bytes(both[0], size, 0, tile, 0) for tile in (0, 256)] == pytest.approx(
+        [method_bytes(both[1], size, 0, tile, 0) for tile in (0, 256)]
+    )
