@@ -374,10 +374,15 @@ class Doctor:
     also next time. ``tell`` takes a line for the user; ``instead`` prevents an overflow, in words that follow *or*."""
 
     def __init__(self, model: str, store: RepairStore, choice: str, tell: Callable[[str], None]) -> None:
-        self.model, self.store, self.choice, self.tell = model, store, choice, tell
+        self.model, self.store, self.choice, self._tell = model, store, choice, tell
+        self.told: list[str] = []  # until whoever ends a sampling takes them
         self.instead, self.keep = ON_LOAD, KEPT  # as the command words them too
         self.forgot = choice == FORGET and store.forget(model)
         self.repairs = store.load(model) if choice == KEEP else ()
+
+    def tell(self, text: str) -> None:
+        self.told.append(text)
+        self._tell(text)
 
     def repaired(self, networks: nn.ModuleDict) -> AbstractContextManager[None]:
         return repaired(networks, [one for one in self.repairs if one.layer.partition(".")[0] in networks])

@@ -109,13 +109,14 @@ class AttentionOverride:
             return _with_small_values(kernel, *args, **kwargs)
         named = _named(func, args, kwargs)
         call = Heads.of(*args[:3], named)
+        small = MATH_COPIES * score_bytes(call.query, call.key) <= self.attention.budget_bytes  # that core would build
         if safe:
             if (result := self._in_fp16(kernel, foreign, call, named)) is not None:
                 return result
         elif call.has_kernel(query.dtype, self.attention):
             self._note(FUSED)
             return attention_pytorch(*args, **kwargs)  # type: ignore[no-any-return]
-        elif query.dtype is not HALF and self._scores_fit(call):
+        elif query.dtype is not HALF and small and not self.attention.avoids(query.dtype, call.query.shape[-1]):
             self._note(f"by {_name(kernel)}")
             return kernel(*args, **kwargs)
         self._note(EXACT)
@@ -134,11 +135,6 @@ class AttentionOverride:
             return None
         self._note(f"{f'by {_name(kernel)}' if foreign else FUSED} in fp16")
         return _by_other(kernel, call, operands, named) if foreign else _by_torch(call, operands, named)
-
-    def _scores_fit(self, call: Heads) -> bool:
-        """True where the score matrix that core's own function builds is small, and right on this device."""
-        small = MATH_COPIES * score_bytes(call.query, call.key) <= self.attention.budget_bytes
-        return small and not self.attention.avoids(call.query.dtype, call.query.shape[-1])
 
     def _without_fp16_scores(self, func: Callable[..., Tensor], safe: bool) -> Callable[..., Tensor]:
         """``func`` for another node's attention to call: where it would build scores in fp16, a kernel or exact."""

@@ -126,7 +126,7 @@ class Calibration:
                     stack.callback(add_hook(block.module, _widen, before=True, with_kwargs=True).remove)
                     fits = self.sizes.get(block.name, ValueSizes(NEVER, NEVER)).output * ROOM <= MOST
                     if fits and (repeated or not self._is_few(*block.layers)):
-                        stack.callback(add_hook(block.module, _narrow).remove)
+                        stack.callback(add_hook(block.module, lambda _, __, output: _cast(output, FULL, HALF)).remove)
                 fitting = set(self._fitting(block, plain))
                 for layer in block.layers.values():
                     layer.__dict__[FITS] = layer in fitting
@@ -281,10 +281,6 @@ def _cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:
 
 def _widen(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     return _cast(args, HALF, FULL), {name: _cast(value, HALF, FULL) for name, value in kwargs.items()}
-
-
-def _narrow(_module: nn.Module, _args: Any, output: Any) -> Any:
-    return _cast(output, FULL, HALF)
 
 
 def _watch(values: list[Any], block: str, name: str, _module: nn.Module, _args: Any, output: Any) -> None:

@@ -197,14 +197,18 @@ def missing(name: str, node: str = "AnyGPU Doctor") -> ExecutionBlocker:
     return ExecutionBlocker(f"AnyGPU: connect {name} to {node} to use its {name} output.")
 
 
+def _tell_of_zeros(network: nn.Module, tell: Callable[[str], None]) -> None:
+    for name, weight in network.named_parameters():
+        if type(weight.data) is torch.Tensor and not weight.is_meta and fault_in_weight(name, weight.data) == ZEROS:
+            tell(f"{name} holds nothing but zeros: the file is damaged, unless the model was made so")
+
+
 def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> Any:
     """A clone of ``model`` whose every call is checked; what is found is shown on the node ``node_id``. The first of a
     sampling looks at each product, attention call and weight, later ones at a fiftieth of weights."""
     if not isinstance(model.model, CoreModel):
         LoadedWeights.of(model)
-        for name, weight in model.model.diffusion_model.named_parameters():
-            if type(weight.data) is torch.Tensor and not weight.is_meta and fault_in_weight(name, weight.data) == ZEROS:
-                doctor.tell(f"{name} holds nothing but zeros: the file is damaged, unless the model was made so")
+        _tell_of_zeros(model.model.diffusion_model, doctor.tell)
     begun: list[bool] = []  # empty until the first call of a sampling
 
     def call(executor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -245,11 +249,13 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
         begun.clear()
         result = executor(*args, **kwargs)
+        healed(executor.class_obj.model_patcher, doctor, every=True, since=True)
         noise, sigmas = args[0], args[3] if len(args) > 3 else kwargs.get("sigmas")
         ended = isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0
         message = ended and doctors.unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
-        steps = len(sigmas) - 1 if sigmas is not None else 0
-        NodeProgress(_shown(node_id)).finish(message or f"no fault in {steps} steps")
+        told, doctor.told = doctor.told, []
+        sound = f"no fault in {len(sigmas) - 1 if sigmas is not None else 0} steps"
+        NodeProgress(_shown(node_id)).finish("\n".join(filter(None, (message, *told))) or sound)
         return result
 
     watched = model.clone()

@@ -146,8 +146,7 @@ def fit_for(
     bounded, attention_decision = _attention(machine, operands, attention, safe)
     narrow = machine.abilities.transformer(NAMES[FP16])
     plain = safe and precision == AUTO and bounded is not None and narrow.usable and not narrow.costly
-    decisions = decided, attention_decision
-    return Fit(safe=safe, dtype=compute, attention=bounded, decisions=decisions, plain=plain)
+    return Fit(safe=safe, dtype=compute, attention=bounded, decisions=(decided, attention_decision), plain=plain)
 
 
 def _precision(

@@ -94,6 +94,14 @@ def test_weights_that_change_on_the_device_are_named_and_loaded_again(inside: In
         assert found["named"] and len(found["said"]) == 1 and max(found["errors"]) < 1e-5, (how, found)
 
 
+def test_weights_that_change_between_two_steps_are_said_at_the_end(inside: Inside) -> None:
+    found = inside.play("doctor_faults", "between_steps", name="Wan 2.1")
+    sound, said, after = found["ends"]
+    assert sound == after == "no fault in 3 steps"
+    assert "weight on the card is not what was loaded; loaded again; run again, earlier steps may be wrong" in said
+    assert found["errors"][0] > 0.05 and found["errors"][1] < 1e-5
+
+
 def test_weights_that_change_on_the_device_are_named_where_their_file_is_gone(inside: Inside) -> None:
     for how, found in inside.play("doctor_faults", "on_the_device", name="Wan 2.1", lora=False, gone=True).items():
         assert found["named"] and "its file cannot be read from here: load the model again" in found["said"][0], how

@@ -283,6 +283,33 @@ def on_the_device(name: str, lora: bool, gone: bool = False) -> dict[str, Any]:
     return report
 
 
+def between_steps(name: str) -> dict[str, Any]:
+    """A weight that becomes zero on the device after the first step: what is under the node at the end."""
+    ends: list[str] = []
+    with machine_named("turing") as machine:
+        model = core_tiny.made(name, torch.float32, None, machine.facts.device)
+        model.cached_patcher_init = (lambda: core_tiny.made(name, torch.float32, None), ())
+        doctor = doctors.Doctor("model", RepairStore(None), doctors.OFFER, lambda _: None)
+        watched = core.watched_model(model, doctor, None)
+        euler, sigmas = core_tiny.comfy.samplers.sampler_object("euler"), (0.9, 0.7, 0.4, 0.0)
+        with mock.patch.object(core.NodeProgress, "finish", lambda _, text: ends.append(text)):
+            expected = core_tiny.output(watched, name, euler, sigmas)
+            calls: list[int] = []
+
+            def spoil(network: Any, _given: Any) -> None:
+                calls.append(1)
+                if len(calls) == 2:
+                    network.get_submodule(core_tiny.CASES[name].loud).weight.data.zero_()
+
+            handle = model.model.diffusion_model.register_forward_pre_hook(spoil)
+            wrong = core_tiny.output(watched, name, euler, sigmas)
+            handle.remove()
+            again = core_tiny.output(watched, name, euler, sigmas)
+        management.unload_all_models()
+    errors = [core_tiny.error(each, expected) for each in (wrong, again)]
+    return {"ends": ends, "errors": errors}
+
+
 def clean(names: list[str], count: int) -> dict[str, Any]:
     """Sound runs of three steps: what the doctor says, and those whose result it changes."""
     said, changed, runs = list[str](), list[str](), 0
