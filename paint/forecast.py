@@ -19,6 +19,7 @@ from ..compat.memory.parts import role_of
 from ..compat.memory.standalone import ahead_bytes, keeps, resident_bytes
 from ..compat.memory.statistics import StageNeed
 from ..compat.packages import attribute
+from ..compat.transforms.attention import Attention, budget_for
 from ..pipelines.forecast.times import PlannedStage, key_of
 from .choices import DELIGHT_STEPS, TAUGHT_SIZES, TG2MV, sampler_of
 from .loading import PaintPipeline
@@ -153,7 +154,7 @@ def paint_needs(pipeline: Any, run: PaintRun, mode: str = "", room: int | None =
         size = pipeline.weights[part]
         own, stay = size.resident(mode, part), 0
         if keeps(pipeline.offloader, part, mode):
-            stay = resident_bytes(size.total, size.passing, room, asked(activations))
+            stay = resident_bytes(size.total, size.passing, room, int(MARGIN * activations))
         ahead = ahead_bytes(pipeline.offloader, size, part, mode, stays=stay)
         needs.append(StageNeed(name, kept, own, activations, ahead=ahead, stays=stay))
         if mode == "none" and not role_of(part).endswith("_encoder"):  # these leave after their one use
@@ -170,14 +171,24 @@ def step_bytes(pipeline: Any, run: PaintRun) -> int:
         return maps(pictures, copies["step"]) + maps(VIEWS, copies["states"]) + maps(references, copies["kept"])
     fed = min(pictures * area, max(FED_TOKENS, area)) / area
     attending = maps(pictures, ATTENDING) + maps(references, ATTENDED)
+    attending += score_bytes(pipeline, run.size, pictures // run.views, run.views)
     feeding = maps(pictures, FEEDING[pipeline.family]) + maps(fed, FED)
     return max(attending, feeding + maps(references, KEPT))
 
 
 def looking_bytes(pipeline: Any, run: PaintRun) -> int:
     """Activations at the peak of the reference stream, what it keeps among them."""
-    copies = _adapter_copies(pipeline)["looking"] if pipeline.family == "mv_adapter" else LOOKING
-    return map_bytes(pipeline, run.size, run.references, copies)
+    if pipeline.family == "mv_adapter":
+        return map_bytes(pipeline, run.size, run.references, _adapter_copies(pipeline)["looking"])
+    return map_bytes(pipeline, run.size, run.references, LOOKING) + score_bytes(pipeline, run.size, 1, 1)
+
+
+def score_bytes(pipeline: Any, size: int, rows: int, views: int) -> int:
+    """Bytes of the scores that attention in chunks has at once: of ``rows`` of ``views`` that look at one another."""
+    tokens = views * (size // vae.REDUCTION) ** 2
+    heads, dtype = pipeline.shape.heads[0], pipeline.precision.compute or pipeline.precision.transformer
+    queries = torch.empty(rows, heads, tokens, pipeline.shape.widths[0] // heads, dtype=dtype, device=META)
+    return Attention(pipeline.attention, budget_for(pipeline.facts)).extra_bytes(queries)
 
 
 def map_encoder_bytes(pipeline: Any, size: int) -> int:
@@ -191,20 +202,15 @@ def _adapter_copies(pipeline: Any) -> dict[str, Copies]:
 
 def map_bytes(pipeline: Any, size: int, pictures: float, copies: Copies) -> int:
     """Bytes of ``copies`` of the first level's feature maps of ``pictures`` of ``size`` pixels."""
-    precision = pipeline.precision
-    operands = (precision.compute or precision.transformer).itemsize
-    residual = (precision.residual or precision.compute or precision.transformer).itemsize
-    features = pictures * (size // vae.REDUCTION) * (size // vae.REDUCTION) * pipeline.shape.widths[0]
-    return int(features * (copies.residual * residual + copies.operands * operands))
+    features = pictures * (size // vae.REDUCTION) ** 2 * pipeline.shape.widths[0]
+    operands = pipeline.precision.compute or pipeline.precision.transformer
+    residual = pipeline.precision.residual or operands
+    return int(features * (copies.residual * residual.itemsize + copies.operands * operands.itemsize))
 
 
 def vae_bytes(features: int, side: int, dtype: torch.dtype) -> int:
     """Activations at the peak of one square picture: ``features`` is :data:`ENCODED` or :data:`DECODED`."""
     return side**2 * features * dtype.itemsize
-
-
-def asked(activations: int) -> int:  # bytes to keep free for a forward
-    return int(activations * MARGIN)
 
 
 def work_key(pipeline: PaintPipeline) -> str:
@@ -223,15 +229,13 @@ def stage_work(pipeline: PaintPipeline, stage: str, run: PaintRun) -> Work:
         key = (stage, text_of(pipeline.configs[PARTS[stage]]), str(pipeline.precision.text))
         return counted_once(key, partial(_encoder_work, pipeline, PARTS[stage]))
     if stage == "encoding":
-        pictures = 1 if pipeline.family == "delight" else run.references + 2 * run.views
-        pictures = run.references if pipeline.family == "mv_adapter" else pictures
+        pictures = run.references + (0 if pipeline.family in ("delight", "mv_adapter") else 2 * run.views)
         return _vae_work(pipeline, run.size, "encode").times(pictures)
     if stage == "decoding":
         return _vae_work(pipeline, run.size, "decode").times(run.views * materials_of(pipeline))
     if pipeline.family == "mv_adapter":
-        key = (pipeline.variant, text_of(pipeline.configs["unet"]), str(pipeline.precision))
-        shape = (run.size, run.rows, run.references)
-        work = counted_once((*key, *shape), partial(_adapter_work, pipeline, run))[stage]
+        key = (pipeline.variant, text_of(pipeline.configs["unet"]), str(pipeline.precision), run.size, run.references)
+        work = counted_once((*key, run.rows), partial(_adapter_work, pipeline, run))[stage]
         return work.times(run.steps) if stage in STEPPING.values() else work
     key = (pipeline.family, text_of(pipeline.configs["unet"]), str(pipeline.precision), run.size, run.references)
     reference, step = counted_once((*key, run.views, run.rows), partial(_unet_work, pipeline, run))

@@ -132,7 +132,7 @@ def stage(
 
     ``activation_bytes``: at the peak of a forward."""
     cost = stage_cost(pipeline, name, progress, **expected(pipeline, name, run))
-    hold = pipeline.offloader.hold(part, forecast.asked(activation_bytes), progress)
+    hold = pipeline.offloader.hold(part, int(forecast.MARGIN * activation_bytes), progress)
     with cost, hold as module, checked_layers(module, progress.check):
         yield module
 

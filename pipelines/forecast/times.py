@@ -98,10 +98,8 @@ def known_or_why(ask: Callable[[], Value]) -> tuple[Value | None, str]:
     """Return a forecast, or None and the reason in one line: a failure stops no page or run, and is never silent."""
     try:
         return ask(), ""
-    except InputError as error:
-        return None, f"{error.found}; expected {error.expected}"
     except PackError as error:
-        return None, error.found
+        return None, f"{error.found}; expected {error.expected}" if isinstance(error, InputError) else error.found
     except Exception as error:
         log.warning("AnyGPU: a forecast failed, please report this", exc_info=True)
         return None, f"the forecast failed ({type(error).__name__}: {first_line(error)})"

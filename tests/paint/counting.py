@@ -51,7 +51,9 @@ def fused(query: torch.Tensor, _key: torch.Tensor, _value: torch.Tensor) -> torc
     return torch.empty_like(query)
 
 
-def stages(kind: str, pixels: int, views: int, dtypes: Dtypes, rows: int = 2) -> dict[str, tuple[int, int]]:
+def stages(
+    kind: str, pixels: int, views: int, dtypes: Dtypes, rows: int = 2, attention: Callable[..., Any] = fused
+) -> dict[str, tuple[int, int]]:
     """Stage -> (bytes at its peak beside the weights, bytes of its weights), at full size.
 
     What one stage leaves on the device for the next, the kept reference tokens, counts in both.
@@ -64,8 +66,8 @@ def stages(kind: str, pixels: int, views: int, dtypes: Dtypes, rows: int = 2) ->
         for network in made.values():
             for parameter in network.parameters():
                 parameter.data = parameter.data.to(dtypes.compute)
-            set_attention(network, fused)
-        vae.set_vae_attention(made["vae"], fused)
+            set_attention(network, attention)
+        vae.set_vae_attention(made["vae"], attention)
 
         def counted(name: str, part: str, act: Callable[[], Any], left: int = 0) -> Any:
             weights = list(made[part].parameters())

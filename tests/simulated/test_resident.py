@@ -17,7 +17,7 @@ from anygpu.compat.memory.parts import Parts
 from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.compat.memory.statistics import StageCost
 from anygpu.compat.transforms.compile import CompileSettings
-from anygpu.paint.forecast import asked, paint_needs
+from anygpu.paint.forecast import paint_needs
 from anygpu.paint.forecast import planned_run as planned_painting
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.sampling.delight import DelightSettings, delight_image
@@ -286,7 +286,7 @@ def test_painting_keeps_what_fits_and_goes_on_with_less(acc, delight_folder, rec
     pipeline = load_paint(PaintRequest(delight_folder, precision="fp32", offload="group", device=acc))
     unet, run = pipeline.weights["unet"], planned_painting(pipeline, 64, steps=3)
     need = next(need for need in paint_needs(pipeline, run) if need.name == "delighting")
-    room = asked(need.activations) + unet.passing + unet.total // 2
+    room = int(MARGIN * need.activations) + unet.passing + unet.total // 2
     pipeline.offloader.options = replace(pipeline.offloader.options, keep_free_bytes=standalone.free_bytes(acc) - room)
     said = next(need for need in paint_needs(pipeline, run, room=room) if need.name == "delighting")
     forwards: list[int] = []
