@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from anygpu.compat.errors import CheckpointError
 from small_comfyui import comfyui
 
 
@@ -41,13 +42,17 @@ def test_one_frame_is_a_still_and_a_small_clip_keeps_its_size(preview):
     assert given[0].shape == (3, 64, 96, 3)
 
 
-def test_an_example_is_drawn_whole_or_not_at_all_and_replaces_nothing(preview, tmp_path):
-    added, path = import_module("anygpu.host.examples")._added, tmp_path / "example.png"
+def test_an_example_is_drawn_whole_or_not_at_all_and_replaces_nothing(preview, tmp_path, monkeypatch):
+    examples, path = import_module("anygpu.host.examples"), tmp_path / "example.png"
+    monkeypatch.setattr(examples.folder_paths, "get_input_directory", lambda: str(tmp_path), raising=False)
+    monkeypatch.setattr(examples, "_clip", lambda: b"clip")
+    monkeypatch.setattr(examples, "_picture", lambda: bytes(100))
     resource = pytest.importorskip("resource", reason="a file that cannot grow stands for a full disk")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
-    with pytest.raises(OSError, match="large"):
-        added(path, lambda: bytes(100))
+    with pytest.raises(CheckpointError, match="large"):
+        examples.add()
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not path.exists()
-    assert not added(path, lambda: bytes(path.write_bytes(b"mine"))) and path.read_bytes() == b"mine"
+    monkeypatch.setattr(examples, "_picture", lambda: bytes(path.write_bytes(b"mine")))  # one comes while it is drawn
+    assert examples.add() == ["example.mp4"] and path.read_bytes() == b"mine"

@@ -183,7 +183,7 @@ TABLE: dict[str, str] = {
             *("comfy.cli_args.args", "comfy.model_management", "comfy.model_management.InterruptProcessingException"),
             *(
                 "ctypes.create_string_buffer", "importlib.metadata.PackageNotFoundError", "torch._C",
-                "torch._C.DisableTorchFunction", "torch.accelerator",
+                "torch._C.DisableTorchFunction", "torch._C.DisableTorchFunctionSubclass", "torch.accelerator",
             ),
             *("torch.backends.cuda.matmul", "torch.backends.cudnn"),
             *("os._exit", "os.fsencode", "os.getpid", "os.path.normpath", "os.stat_result", "os.strerror"),
