@@ -23,9 +23,20 @@ from ...compat.memory.parts import Undo
 from ...compat.output_check import fault_in_weight
 from ...compat.transforms.fp16_layers import FULL, SETTINGS, AskedLinear
 from ...compat.transforms.guard import around, forward_inside
-from . import layers
 from .attention import AttentionOverride
-from .layers import COUNTS, PROVIDER, ByNetwork, Counts, adapted_linear, cast_weights, left_of, safe_linear, settings_of
+from .layers import (
+    AMPLIFIES,
+    BY_CORE,
+    COUNTS,
+    PROVIDER,
+    ByNetwork,
+    Counts,
+    adapted_linear,
+    cast_weights,
+    left_of,
+    safe_linear,
+    settings_of,
+)
 from .machine import AS_LOADED, Fit, ModelDevice, fit_for, machine_of
 from .ownership import adapted_layers, is_linear, left_class, left_decisions
 from .packed import PackedFit, is_native, packed_fit
@@ -66,8 +77,7 @@ class FittedEncoder:
         if self.fit.attention is not None:
             override = AttentionOverride(self.fit.attention, self.fit.safe, counts=counts)
             swap = functools.partial(_with_attention, override)
-            given = [(each, inspect.signature(type(each).forward).parameters) for each in encoders.modules()]
-            for module in (each for each, parameters in given if ATTENTION in parameters):
+            for module in [each for each in encoders.modules() if _takes_attention(type(each))]:
                 undo.append(add_hook(module, swap, before=True, with_kwargs=True).remove)
         undo.append(self.packed.attach(encoders).restore)
         if self.fit.safe:
@@ -100,7 +110,7 @@ class FittedEncoder:
                     each.__dict__[SETTINGS] = settings_of(each, x, self.machine.fp32_output)
             if any(getattr(each.__dict__[SETTINGS], "loud", False) for each in patched):
                 for each in patched:
-                    each.__dict__.update(layers.BY_CORE)
+                    each.__dict__.update(BY_CORE)
                 if override is not None:
                     override.exact = True
         return safe_linear(layer, x, *args, **kwargs)
@@ -119,8 +129,8 @@ class FittedEncoder:
             result = encode(*args, **kwargs)
         self.counted[encoders] = counts
         if str(counts):
-            loud = any(layer.__dict__[SETTINGS] is layers.BY_CORE[SETTINGS] for layer in ours)
-            self.tell(f"{counts}{layers.AMPLIFIES * loud}")
+            loud = any(layer.__dict__[SETTINGS] is BY_CORE[SETTINGS] for layer in ours)
+            self.tell(f"{counts}{AMPLIFIES * loud}")
         return result
 
     def detach(self, patcher: Any) -> None:
@@ -204,6 +214,11 @@ def _faults(encoders: nn.Module) -> Iterator[Decision]:
                 why = "another file of this encoder may be whole"
                 yield Decision("weights", f"{name} holds {fault}", why, alarming=True)
                 return
+
+
+@functools.cache
+def _takes_attention(kind: type[nn.Module]) -> bool:
+    return ATTENTION in inspect.signature(kind.forward).parameters
 
 
 def _with_attention(
