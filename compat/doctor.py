@@ -333,8 +333,7 @@ def blocks_beside(networks: nn.ModuleDict, block: str) -> int:
 
 
 def _wrong(value: Any, fault: Fault) -> tuple[str, torch.Tensor | None]:
-    faults = ((fault(tensor), tensor) for tensor in tensors_in(value))
-    return next((each for each in faults if each[0]), ("", None))
+    return next((each for each in ((fault(tensor), tensor) for tensor in tensors_in(value)) if each[0]), ("", None))
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -352,8 +351,7 @@ def _bad_share(weight: torch.Tensor) -> float:
 
 def largest(value: Any) -> float:
     """The largest absolute value of a module's inputs or outputs, which are finite; a bias of -inf does not count."""
-    ranges = map(_range, tensors_in(value))
-    return max((max(-low, high) for low, high in ranges if math.isfinite(low)), default=0.0)
+    return max((max(-low, high) for low, high in map(_range, tensors_in(value)) if math.isfinite(low)), default=0.0)
 
 
 def unshrunk(noise: torch.Tensor, result: torch.Tensor) -> str:

@@ -40,7 +40,6 @@ def missing_packages(requirements: Iterable[str], version_of: Callable[[str], st
 def package_problem() -> str:
     """The line about the packages of this process; empty where all is well or cannot be told."""
     try:
-        lines = FILE.read_text(encoding="utf-8").splitlines()
-        return missing_packages((TORCH, *lines), importlib.metadata.version)
+        return missing_packages((TORCH, *FILE.read_text(encoding="utf-8").splitlines()), importlib.metadata.version)
     except Exception:  # a damaged environment: the nodes say what they lack when they run
         return ""

@@ -6,7 +6,9 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,9 +22,11 @@ from ..paint.jobs import PaintJob, job_of
 from ..pipelines import jobs
 from ..pipelines.base import Progress
 from ..pipelines.demo import MODELS as DEMOS
+from ..pipelines.latents.steps import FOLDER, SavedSteps
 from ..pipelines.records.job import Job, Result, VideoJob
 from ..pipelines.records.job_folder import JobFolder
 from ..pipelines.records.places import Machine, Places
+from ..pipelines.sampling.resume import painting_steps
 from ..pipelines.split import on_group
 from .schedule import Task
 from .worker import MACHINE, MODEL, OUTPUT_BYTES, during
@@ -36,6 +40,14 @@ class JobKind:
     split: Callable[[Any, Group], Any] | None = None  # a pipeline on a group; None for a kind that one device renders
 
 
+def _painted(job: PaintJob, machine: Machine, progress: Progress, loaded: Sequence[Any]) -> Result:
+    """The result of a painting that goes on after its last saved step, as a video does."""
+    store = SavedSteps((machine.unfinished or machine.state) / FOLDER, progress.notify)
+    steps = partial(painting_steps, store, progress)
+    kept = SimpleNamespace(check=progress.check, notify=progress.notify, step=progress.step, saved_steps=steps)
+    return paint_jobs.render(job, machine, kept, loaded)
+
+
 KINDS = {
     VideoJob.kind: JobKind(
         load=lambda *given: (jobs.load_pipeline(*given),),
@@ -43,7 +55,7 @@ KINDS = {
         parts=lambda pipeline: (pipeline.parts, pipeline.tools),
         split=on_group,
     ),
-    PaintJob.kind: JobKind(paint_jobs.load, paint_jobs.render, parts=lambda pipeline: (pipeline.parts,)),
+    PaintJob.kind: JobKind(paint_jobs.load, _painted, parts=lambda pipeline: (pipeline.parts,)),
 }
 
 

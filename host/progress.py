@@ -213,7 +213,7 @@ class PaintProgress(NodeProgress):
 
     def saved_steps(self, pipeline: Any, *decided: Any) -> Any:
         """The steps of a painting, saved as those of a video are."""
-        return painting_steps(pipeline, SavedSteps(unfinished_folder(), self.notify), self, *decided)
+        return painting_steps(SavedSteps(unfinished_folder(), self.notify), self, pipeline, *decided)
 
     def sampled(self, latents: torch.Tensor, family: str, seed: int, latent_format: str) -> None:
         """Save what was sampled, (B, 4, h, w), before it is decoded; ``latent_format`` names core's class."""

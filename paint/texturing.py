@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..compat.device.execution import HOST, Checked, picture_of, to_host
-from ..compat.device.facts import GIBIBYTE, free_bytes
-from ..compat.errors import InputError, PackError, require_choice
+from ..compat.device.facts import GIBIBYTE, free_bytes, host_free_bytes, swap_free_bytes
+from ..compat.errors import InputError, PackError, UnsupportedError, require_choice
 from ..compat.memory.parts import ProgressStage, Silent
 from .baking.bake import Baked, BakeSettings, bake
 from .baking.fill import filled, from_the_other_half
@@ -181,12 +181,19 @@ def counted(progress: Any, total: int, stage: str) -> Callable[[], None]:
 
 
 def roomy(device: torch.device | None, needed_bytes: int, notify: Callable[[str], None]) -> torch.device | None:
-    """``device`` if it has ``needed_bytes`` free or does not report it; otherwise the CPU, with a note to the user."""
-    free = None if device is None or device.type == HOST.type else free_bytes(device)
+    """``device`` if it has ``needed_bytes`` free or does not report it; otherwise the CPU, with a note to the user.
+
+    Raises UnsupportedError where the host has no such room either."""
+    where = device or HOST
+    on_host = where.type == HOST.type
+    free = host_free_bytes() + swap_free_bytes() if on_host else free_bytes(where)
     if free is None or free > needed_bytes:
         return device
-    notify(f"computed on the CPU: {free / GIBIBYTE:.1f} GB free on the device, {needed_bytes / GIBIBYTE:.1f} GB needed")
-    return HOST
+    found, needed = f"{free / GIBIBYTE:.1f} GB free", f"{needed_bytes / GIBIBYTE:.1f} GB"
+    if on_host:
+        raise UnsupportedError(f"{found} in memory", expected=f"{needed} for the texture", fix="Use a smaller texture.")
+    notify(f"computed on the CPU: {found} on the device, {needed} needed")
+    return roomy(HOST, needed_bytes, notify)
 
 
 def greedy_cameras(mesh: Mesh | None, max_views: int, progress: Any, device: torch.device | None = None) -> CameraTable:

@@ -157,8 +157,7 @@ class DrawnOnHost(TorchFunctionMode):
         kwargs = kwargs or {}
         if function is not torch.randn or kwargs.get("generator") is not None:
             return function(*args, **kwargs)
-        drawn = torch.randn(*args, generator=self.generator)
-        return drawn.to(kwargs.get("device"), kwargs.get("dtype"))
+        return torch.randn(*args, generator=self.generator).to(kwargs.get("device"), kwargs.get("dtype"))
 
 
 @contextmanager

@@ -131,8 +131,7 @@ class Abilities:
 
     def transformer(self, dtype: str) -> Verdict:
         """Verdict on a transformer in ``dtype``, such as ``bf16``: casts in both directions, matmuls, attention."""
-        products = (f"matmul.{dtype}", f"attention.{dtype}", f"masked_attention.{dtype}")
-        return self.verdict(*_casts(dtype), *products)
+        return self.verdict(*_casts(dtype), f"matmul.{dtype}", f"attention.{dtype}", f"masked_attention.{dtype}")
 
     def vae(self, dtype: str) -> Verdict:
         """Verdict on a VAE in ``dtype``: casts, GroupNorm, and 2-D convolutions."""

@@ -234,7 +234,7 @@ class LoRAs:
                         layer.set_scale(adapter, lora.strength * lora.scales[layer_name])
         module.requires_grad_(False)
 
-    def _apply(self, part: str, module: nn.Module) -> Callable[[], None] | None:
+    def _apply(self, part: str, module: Any) -> Callable[[], None] | None:
         if part not in self.parts:
             return None
         with ExitStack() as undo:
@@ -242,7 +242,7 @@ class LoRAs:
                 if lora.in_weights:
                     undo.callback(_merge(module, lora))
             if self.separate:
-                undo.callback(_unload, module)
+                undo.callback(lambda: module.unload_lora() if getattr(module, "peft_config", None) else None)
             for adapter, lora in self.separate.items():
                 _inject(module, lora, adapter, self.dtype)
             return undo.pop_all().close
@@ -464,11 +464,6 @@ def _names_in(module: nn.Module, lora: LoRA, merged: bool) -> list[str]:
     layers = {name for name, _ in module.named_modules()}
     inside = layers if lora.mode == "merged" else lora.of_weight
     return [name for name in lora.pairs if name in layers and merged == (name in inside)]
-
-
-def _unload(module: Any) -> None:
-    if getattr(module, "peft_config", None):
-        module.unload_lora()
 
 
 def _is_plain(layer: nn.Module) -> bool:

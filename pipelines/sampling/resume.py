@@ -194,7 +194,7 @@ def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> Callable[[]
 
 
 def painting_steps(
-    pipeline: Any, store: StepStore, progress: Progress, generator: torch.Generator, seed: int, *request: Any
+    store: StepStore, progress: Progress, pipeline: Any, generator: torch.Generator, seed: int, *request: Any
 ) -> Steps | None:
     """The steps of a painting, as :func:`with_steps` has a video's; None where no file has the weights."""
     asked, names = pipeline.request, ("adapter", "lora", "vae", "image_encoder")

@@ -10,8 +10,8 @@ import torch
 from anygpu.compat.errors import InputError
 from anygpu.farm import cli
 from anygpu.farm.driver import lines_in
-from anygpu.farm.render import Renderer, job_of, task_of
-from anygpu.farm.worker import DONE, Worker
+from anygpu.farm.render import Renderer, job_of, reached_in, task_of
+from anygpu.farm.worker import DONE, RenderCancelled, Worker
 from anygpu.paint.baking.bake import BakeSettings
 from anygpu.paint.geometry.mesh import load_mesh, write_glb
 from anygpu.paint.jobs import PaintJob, Pictures, paint_jobs, read_receipt, replay
@@ -188,3 +188,33 @@ def test_a_worker_textures_a_mesh_and_a_second_one_makes_the_same(meshes: Path, 
         record = json.loads((folder.results / f"{task.key}.json").read_text(encoding="utf-8"))
         digests.append((task.key, record["pixels_sha256"]))
     assert digests[0] == digests[1]
+
+
+class Ends(Told):
+    """A progress that ends the render after ``at`` steps of painting, and keeps those that it is told."""
+
+    def __init__(self, at: int = 0) -> None:
+        super().__init__()
+        self.at, self.painted = at, list[int]()
+
+    def step(self, done: int, total: int, stage: Any, preview: Any = None) -> None:
+        if str(stage) == "painting":
+            self.painted.append(done)
+            if done == self.at:
+                raise RenderCancelled
+
+
+@pytest.mark.farm
+def test_another_worker_goes_on_after_the_last_step_of_a_painting(meshes: Path, tmp_path: Path) -> None:
+    model, folder = stored.checkpoint("paint", tmp_path / "models"), JobFolder(tmp_path / "farm")
+    settings = PaintSettings(size=64, steps=3)
+    made = paint_jobs(Places().content(model), meshes, meshes, [3], settings, folder.add_input, texture_size=64)
+    line = small(write_list(folder, "toruses", made).lines[0])
+    alone, first, second = (Renderer(folder.root, (tmp_path / "models",), tmp_path / n, "cpu") for n in "abc")
+    begun, rest = Ends(2), Ends()
+    with pytest.raises(RenderCancelled):
+        first.render(line, begun)
+    assert reached_in(folder, task_of(line)) > 0
+    found = second.render(line, rest)
+    assert (begun.painted, rest.painted, reached_in(folder, task_of(line))) == ([1, 2], [3], 0)
+    assert found["pixels_sha256"] == alone.render(line, Silent())["pixels_sha256"]

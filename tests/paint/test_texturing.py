@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 from anygpu.compat.device.execution import HOST
-from anygpu.compat.errors import InputError
+from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.parts import Silent
 from anygpu.paint import texturing
 from anygpu.paint.baking.bake import BakeSettings, bake
@@ -87,6 +87,13 @@ def test_a_device_without_room_leaves_baking_to_the_cpu(monkeypatch, recorded):
         monkeypatch.setattr(texturing, "free_bytes", lambda _device, free=free: free)
         assert texturing.roomy(device, 1 << 29, progress.notify) == chosen
     assert progress.said == ["computed on the CPU: 0.0 GB free on the device, 0.5 GB needed"]
+    monkeypatch.setattr(texturing, "host_free_bytes", lambda: 1 << 28)
+    monkeypatch.setattr(texturing, "swap_free_bytes", lambda: 1 << 27)
+    for where in (None, HOST, device):
+        with pytest.raises(UnsupportedError, match=r"0.4 GB free in memory; expected 0.5 GB for the texture. Use a sm"):
+            texturing.roomy(where, 1 << 29, progress.notify)
+    monkeypatch.setattr(texturing, "swap_free_bytes", lambda: 1 << 29)
+    assert texturing.roomy(None, 1 << 29, progress.notify) is None
 
 
 def test_one_step_is_the_single_steps(paint):

@@ -33,7 +33,7 @@ class Keeping(Silent):
 
     def saved_steps(self, pipeline, *decided):
         store = SavedSteps(self.folder, self.notify, share=0.0)  # none in time: the cancel itself saves
-        return painting_steps(pipeline, store, self, *decided)
+        return painting_steps(store, self, pipeline, *decided)
 
     def step(self, done, total, stage, preview=None):
         if stage.name == "painting":
