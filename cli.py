@@ -354,8 +354,7 @@ def demo(arguments: argparse.Namespace) -> int:
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. An error that the user can act on is one line on stderr."""
     words = sys.argv[1:] if words is None else words
-    arguments = _parser(bool({"render", "doctor"} & set(words))).parse_args(words)
-    return exit_code(arguments, "anygpu", "cancelled")
+    return exit_code(_parser(bool({"render", "doctor"} & set(words))).parse_args(words), "anygpu", "cancelled")
 
 
 def exit_code(arguments: argparse.Namespace, command: str, interrupted: str) -> int:

@@ -132,8 +132,7 @@ def jobs_named(folder: JobFolder, name: str, check: Check = lambda: None) -> Job
     """The jobs of a file in ``folder``, or of the newest for an empty name; CheckpointError for none."""
     from ..paint.jobs import job_of  # painting is read when it is used, not at ComfyUI's start
 
-    files = folder.job_files()
-    path = next((path for path in reversed(files) if name in ("", path.stem)), None)
+    path = next((path for path in reversed(folder.job_files()) if name in ("", path.stem)), None)
     if path is None:
         found = f"no jobs {name!r} in {str(folder.root)!r}" if name else f"no jobs in {str(folder.root)!r}"
         fix = "Queue some, or correct the name."

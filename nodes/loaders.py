@@ -70,8 +70,7 @@ class LoadPipeline(io.ComfyNode):
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
-        progress = NodeProgress(cls.hidden.unique_id)
-        return load_outputs(requests.folder_request(inputs, trace_file(inputs)), progress)
+        return load_outputs(requests.folder_request(inputs, trace_file(inputs)), NodeProgress(cls.hidden.unique_id))
 
 
 class ComposePipeline(io.ComfyNode):
@@ -110,8 +109,7 @@ class ComposePipeline(io.ComfyNode):
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
-        progress = NodeProgress(cls.hidden.unique_id)
-        return load_outputs(requests.files_request(inputs, trace_file(inputs)), progress)
+        return load_outputs(requests.files_request(inputs, trace_file(inputs)), NodeProgress(cls.hidden.unique_id))
 
 
 def trace_file(inputs: Mapping[str, Any]) -> Path | None:

@@ -178,8 +178,7 @@ class BakeTexture(io.ComfyNode):
         larger = meshes.enlarging(cls.hidden.prompt, cls.hidden.unique_id, inputs)
         record = baked_record(*made_of, shape, cameras, settings, texture, larger)
         sign(made, record, texture)
-        file = saved.textured_mesh(made, origin, record)
-        return io.NodeOutput(made, *meshes.as_images(texture), file)
+        return io.NodeOutput(made, *meshes.as_images(texture), saved.textured_mesh(made, origin, record))
 
 
 class ProjectPicture(io.ComfyNode):

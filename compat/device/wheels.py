@@ -27,8 +27,7 @@ WHEELS: tuple[tuple[str, str, str, str], ...] = (  # backend, arch pattern, inde
 
 def wheel_index(facts: DeviceFacts) -> tuple[str, str]:
     """The index to install torch from for the device of ``facts``, and why; both empty where there is none to name."""
-    rows = (row[2:] for row in WHEELS if row[0] == facts.backend and fnmatch(facts.arch, row[1]))
-    return next(rows, ("", ""))
+    return next((row[2:] for row in WHEELS if row[0] == facts.backend and fnmatch(facts.arch, row[1])), ("", ""))
 
 
 def install(index: str) -> str:

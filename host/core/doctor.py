@@ -197,14 +197,18 @@ def missing(name: str, node: str = "AnyGPU Doctor") -> ExecutionBlocker:
     return ExecutionBlocker(f"AnyGPU: connect {name} to {node} to use its {name} output.")
 
 
+def _tell_of_zeros(network: nn.Module, tell: Callable[[str], None]) -> None:
+    for name, weight in network.named_parameters():
+        if type(weight.data) is torch.Tensor and not weight.is_meta and fault_in_weight(name, weight.data) == ZEROS:
+            tell(f"{name} holds nothing but zeros: the file is damaged, unless the model was made so")
+
+
 def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> Any:
     """A clone of ``model`` whose every call is checked; what is found is shown on the node ``node_id``. The first of a
     sampling looks at each product, attention call and weight, later ones at a fiftieth of weights."""
     if not isinstance(model.model, CoreModel):
         LoadedWeights.of(model)
-        for name, weight in model.model.diffusion_model.named_parameters():
-            if type(weight.data) is torch.Tensor and not weight.is_meta and fault_in_weight(name, weight.data) == ZEROS:
-                doctor.tell(f"{name} holds nothing but zeros: the file is damaged, unless the model was made so")
+        _tell_of_zeros(model.model.diffusion_model, doctor.tell)
     begun: list[bool] = []  # empty until the first call of a sampling
 
     def call(executor: Any, *args: Any, **kwargs: Any) -> Any:

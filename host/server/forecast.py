@@ -346,8 +346,7 @@ def _headline(stages: Sequence[Mapping[str, Any]], time: str, lower: str) -> str
     """One line: whether a run fits, how long it takes, where it peaks; or the widgets to ``lower`` where that helps."""
     if not stages or any(stage["free"] is None for stage in stages):
         return f"free memory unknown{time}"
-    order = (FITS, PARTS, STREAMS, TOO_MUCH)
-    worst = max(stages, key=lambda stage: (order.index(stage["fits"]), stage["peak"]))
+    worst = max(stages, key=lambda stage: ((FITS, PARTS, STREAMS, TOO_MUCH).index(stage["fits"]), stage["peak"]))
     name, fits = worst["stage"], worst["fits"]
     if fits == TOO_MUCH:
         advice = "" if name.startswith("text") else f" Lower {lower}."
