@@ -66,6 +66,7 @@ class Defaults:
     cfg: float = 1.0
     max_tokens: int = 256
     shift: float = 0.0
+    cfg_end: float = 1.0  # share of the steps that ``cfg`` guides
 
 
 @dataclass(frozen=True, slots=True)

@@ -217,6 +217,7 @@ def complete(
     require_range("steps", steps, family.sizes.min_steps, MOST_STEPS, f"steps for {family.title}")
     settings = _at_rate(settings, defaults.fps, progress)
     own = {name: getattr(settings, name) or getattr(defaults, name) for name in ("fps", "guidance", "cfg", "shift")}
+    own["cfg_end"] = settings.cfg_end if settings.cfg or settings.cfg_end < 1.0 else defaults.cfg_end
     settings = replace(
         settings,
         **own,

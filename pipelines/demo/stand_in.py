@@ -14,7 +14,7 @@ from ..settings import of_checkpoint
 from .scenes import COLOURS, EXAMPLE, MOTIONS, SHAPES, first_frame, scene_in, scene_in_picture, unknown_words
 
 SECTION = ("clip_seconds", "window")
-SIZES = ("width", "height", "frames", "steps", "cfg", "fps")  # what it was trained for, and draws nothing else
+SIZES = ("width", "height", "frames", "steps", "cfg", "cfg_end", "fps")  # that it was trained for
 NAMED = 12  # words that are named: a node has room for no more
 BUCKET, FIT = "nearest bucket", "crop"  # of pictures: a bucket of another shape would be another size
 Inputs = Mapping[str, Any]
@@ -68,7 +68,9 @@ def _sizes(pipeline: Pipeline, inputs: Inputs) -> Change:
     own: dict[str, Any] = {name: getattr(defaults, name) for name in SIZES}
     own |= dict(zip(SECTION, one_section(pipeline), strict=True)) if pipeline.spec.recipes.sections else {}
     own = {name: value for name, value in own.items() if name in inputs}
-    changed = [f"{name} {inputs[name]:g} -> {value:g}" for name, value in own.items() if inputs[name] not in (0, value)]
+    usual = {**dict.fromkeys(own, 0), "cfg_end": 1}  # of a node's inputs: none of the user's
+    given = {name: value for name, value in own.items() if inputs[name] not in (usual[name], value)}
+    changed = [f"{name} {inputs[name]:g} -> {value:g}" for name, value in given.items()]
     if inputs.get("fit") == BUCKET:
         own["fit"] = FIT
     clip = inputs.get("images")

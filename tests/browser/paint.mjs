@@ -113,9 +113,10 @@ for (const [name, nodes2] of runs) {
     const seen = await ended(page, 400000);
     assert.equal(seen.ending, "execution_success", seen.message);
     assert.ok(seen.previews > 0, "no preview of the views");
-    await page.waitForTimeout(12000); // the model is fetched and drawn
+    const patience = Date.now() + 60000; // in which the model is fetched and drawn
+    let colours = await coloursShown(page);
+    for (; colours <= 8 && Date.now() < patience; colours = await coloursShown(page)) await page.waitForTimeout(500);
     await shoot(page, nodes2, name, "painted");
-    const colours = await coloursShown(page);
     if (PICTURES) {
       await mkdir(IMAGES, { recursive: true });
       await page.screenshot({ path: fileURLToPath(new URL(`${name.replace("anygpu_", "")}.png`, IMAGES)) });

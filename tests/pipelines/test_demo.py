@@ -181,7 +181,7 @@ def test_framepacks_demo_model_follows_plain_pictures_as_people_draw_them():
     pipeline = load(LoadRequest(MODELS / "framepack", precision="fp32", device="cpu"))
     asked = dice.sample(scenes.scenes(), 40)
     right = [scenes.scene_of(own_pictures.shown(pipeline, scene, dice, 0.14)[1:]) == scene for scene in asked]
-    assert sum(right) >= 31  # 533 of 620 are, with seeds 1 to 3, 11, 12 and 21
+    assert sum(right) >= 34  # 204 of 220 are, with seeds 1 and 2
 
 
 @pytest.mark.full
