@@ -146,7 +146,7 @@ def export() -> None:
             "scheduler": hunyuan_video.scheduler(),
         },
         {"tokenizer": first.files, "tokenizer_2": second.files},
-        {"width": 64, "height": 64, "frames": 9, "steps": 20, "fps": FPS, "guidance": 10.0},
+        {"width": 64, "height": 64, "frames": 9, "steps": 20, "fps": FPS, "guidance": 10.0, "cfg": 4.0, "cfg_end": 0.4},
         shared=dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae"), hunyuan_video.NAME),
     )
 
