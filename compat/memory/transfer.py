@@ -102,15 +102,19 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def put_back(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give each tensor the data beside it again, without a copy; where that fails, once more after the others."""
+    """Give each tensor the data beside it again, without a copy; where that fails or is interrupted, once more after
+    the others."""
     failed = []
     for tensor, data in values:
         try:
             set_data(tensor, data)
-        except DEVICE_ERRORS:
-            failed.append((tensor, data))
-    for tensor, data in failed:
+        except BaseException as error:
+            failed.append((tensor, data, error))
+    for tensor, data, _ in failed:
         set_data(tensor, data)
+    for _, _, cause in failed:
+        if not isinstance(cause, DEVICE_ERRORS):
+            raise cause
 
 
 def transfer_for(device: torch.device, dtype: torch.dtype) -> Transfer:

@@ -87,8 +87,7 @@ class Surface:
         corners = vertices[faces]
         normals = torch.linalg.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
         areas = normals.norm(dim=1) / 2
-        longest = (corners - corners.roll(1, 1)).norm(dim=2).amax(1)
-        solid = 2 * areas > THIN * longest
+        solid = 2 * areas > THIN * (corners - corners.roll(1, 1)).norm(dim=2).amax(1)
         if not bool(solid.any()):
             found = f"a mesh whose {faces.shape[0]} faces have no area"
             raise InputError(found, expected="a surface", fix="Export it again.")

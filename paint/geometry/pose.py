@@ -146,8 +146,7 @@ def found_pose(
         check()
         elevation = min(max(direction[1] + height, -90), 90)
         angles = math.radians(direction[0] + turn), math.radians(elevation)
-        start = Pose(*angles, perspective=perspective, axis=axis)
-        tried.append(search.compared(search.fitted(start), COARSE))
+        tried.append(search.compared(search.fitted(Pose(*angles, perspective=perspective, axis=axis)), COARSE))
     best = sorted(tried, key=lambda found: found.score, reverse=True)[:STARTS]
     middles = axis, (0.0, 0.0)  # of a picture that was cropped, or put together, it tells nothing: then the object's
     starts = [search.fitted(replace(each.pose, axis=middle)) for each in best for middle in middles]
@@ -231,8 +230,7 @@ class _PoseSearch:
 
     def rim(self, pose: Pose, covered: Tensor) -> Tensor:
         """(P, 3) float64: points of the mesh's outline: on edges of its border, or between a face seen and one not."""
-        centres = self.vertices[self.faces].mean(1)
-        front = (pose.rays(centres) * self.normals).sum(1) > 0
+        front = (pose.rays(self.vertices[self.faces].mean(1)) * self.normals).sum(1) > 0
         sides = torch.zeros((len(self.edges), 2))  # of each edge, how many faces look away and how many towards
         sides.index_put_((self.sides, front.long()[:, None].expand(-1, 3)), torch.ones(()), accumulate=True)
         rims = self.edges[(sides > 0).all(1) | (sides.sum(1) == 1)]
@@ -274,8 +272,7 @@ class _PoseSearch:
             rim: (P, 3), of the mesh's outline.
             inside: (P, 6), visible places with their colour in the texture.
         """
-        here = pose.placed(rim)[:, :2]
-        apart = torch.cdist(here, self.outline, compute_mode="donot_use_mm_for_euclid_dist")
+        apart = torch.cdist(pose.placed(rim)[:, :2], self.outline, compute_mode="donot_use_mm_for_euclid_dist")
         (near, partner), (far, other) = apart.min(1), apart.min(0)
         points = torch.cat((rim, rim[other]))
         targets = torch.cat((self.outline[partner], self.outline))

@@ -12,6 +12,7 @@ import csv
 import itertools
 import logging
 import random
+import re
 import subprocess
 import sys
 import warnings
@@ -27,7 +28,7 @@ from anygpu.compat.repairs import RepairStore
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.sampling.painting import PaintSettings, paint_views
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import DecodeRequest, FramePackSettings, ImageRequest, PromptRequest, SampleSettings, Silent
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,7 +36,7 @@ if __name__ == "__main__":
 from simulated import accelerator, test_doctor, test_fp16
 from simulated.test_families import CASES, MODES, PICTURE, loaded_for, rendered, sampled
 
-from runs.faults import ANEW, WHOLE, Run, injected
+from runs.faults import ANEW, WHOLE, Run, injected, together
 from runs.subjects import painting_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,19 +80,38 @@ def video(name: str, offload: str, folder: Path) -> tuple[dict[str, Run], Any, A
     )
 
 
-def doctored(name: str, offload: str, folder: Path) -> tuple[dict[str, Run], Any]:
-    """A pipeline that overflows in fp16, whose doctor seeks what helps in each run."""
+class Told(Silent):
+    """Progress that keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def notify(self, text: str) -> None:
+        self.said.append(text)
+
+
+def doctored(name: str, offload: str, folder: Path) -> tuple[dict[str, Run], Any, Any, Any]:
+    """A pipeline that overflows in fp16, whose doctor seeks what helps in each run; its parts, nothing to drop, and the
+    result by the decode that the last run has announced: in fp16 its sums differ."""
     pipeline = test_doctor.loud(test_fp16.loaded_for(CASES[name], folder, "acc:0", offload, "fp16"))
+    told = Told()
 
     def watched() -> Any:
+        told.said.clear()
         doctor = Doctor("model", RepairStore(None), KEEP, lambda _: None)
         return replace(pipeline, run=replace(pipeline.run, doctor=doctor))
 
-    runs: dict[str, Run] = {
-        "doctor": lambda: sampled(watched(), CASES[name]).samples,
-        f"doctor {WHOLE}": lambda: dict(zip("lf", rendered(watched(), CASES[name]), strict=True)),
-    }
-    return runs, lambda: pipeline.parts
+    def whole(form: DecodeRequest | None = None) -> dict[str, torch.Tensor]:
+        own = watched()
+        latents = sampled(own, CASES[name])
+        return {"l": latents.samples, "f": stages.decode(own, latents, told, form=form or DecodeRequest())}
+
+    def announced() -> torch.Tensor | None:
+        pixels = re.search(r"again layer by layer over (\d+) pixels", " ".join(told.said))
+        return together(whole(DecodeRequest("streaming", int(pixels[1])))) if pixels else None
+
+    runs: dict[str, Run] = {"doctor": lambda: sampled(watched(), CASES[name]).samples, f"doctor {WHOLE}": whole}
+    return runs, lambda: pipeline.parts, lambda: None, announced
 
 
 def painted(offload: str, folder: Path) -> tuple[dict[str, Run], Any]:

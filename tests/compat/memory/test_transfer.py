@@ -4,7 +4,8 @@ import pytest
 import torch
 from anygpu.compat.device.execution import BITS, HALVES, bf16_bits_to_fp32
 from anygpu.compat.errors import UnsupportedError
-from anygpu.compat.memory.transfer import Transfer, transfer_for
+from anygpu.compat.memory import transfer
+from anygpu.compat.memory.transfer import Transfer, put_back, transfer_for
 from simulated import accelerator
 
 PATTERNS = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(BITS)
@@ -87,3 +88,18 @@ def test_widened_is_exact_without_a_cast(acc):
 def test_integers_are_sent_as_they_are(acc):
     counts, way = torch.arange(5), Transfer(acc, torch.bfloat16)
     assert torch.equal(way.to_host_fp32(way.to_device(counts)), counts)
+
+
+def test_weights_go_back_although_one_is_interrupted(monkeypatch):
+    weights = [torch.zeros(1), torch.zeros(1), torch.zeros(1)]
+    interrupts, plain = [KeyboardInterrupt("first"), KeyboardInterrupt("second")], transfer.set_data
+
+    def interrupted(tensor, data):
+        if interrupts:
+            raise interrupts.pop(0)
+        plain(tensor, data)
+
+    monkeypatch.setattr(transfer, "set_data", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="first"):
+        put_back([(weight, torch.ones(1)) for weight in weights])
+    assert [weight.item() for weight in weights] == [1, 1, 1]
