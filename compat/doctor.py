@@ -333,7 +333,8 @@ def blocks_beside(networks: nn.ModuleDict, block: str) -> int:
 
 
 def _wrong(value: Any, fault: Fault) -> tuple[str, torch.Tensor | None]:
-    return next((each for each in ((fault(tensor), tensor) for tensor in tensors_in(value)) if each[0]), ("", None))
+    faults = ((fault(tensor), tensor) for tensor in tensors_in(value))
+    return next((each for each in faults if each[0]), ("", None))
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

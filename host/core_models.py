@@ -185,7 +185,8 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
 
 def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -> Any:
     """Sample the corner of core's latents that a demo model draws, at its own cfg; context windows keep the length."""
-    guider, own_cfg = executor.class_obj, of_checkpoint(pipeline).sizes.defaults.cfg
+    guider, own = executor.class_obj, of_checkpoint(pipeline).sizes.defaults
+    own_cfg = own.cfg if own.cfg_end == 1.0 else 1.0  # core's guides every step
     call = inspect.signature(executor.original).bind(*args, **kwargs)
     call.apply_defaults()
     messages = _cut_to_corner(pipeline, guider, call.arguments)

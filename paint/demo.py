@@ -81,8 +81,7 @@ def painted_ring(pipeline: PaintPipeline, pair: ColourPair, frames: int = FRAMES
     surface = Surface.of(mesh, None, table.frame)
     view = rasterised(surface, next(iter(table)), 2 * DEMO_SIZE, table.ortho_scale)
     colours = halves(pair)(view.shown.interpolated(surface.vertices, surface.faces))
-    large = view.image(colours, PUBLISHED[pipeline.variant].background)
-    picture = scaled(large, DEMO_SIZE)
+    picture = scaled(view.image(colours, PUBLISHED[pipeline.variant].background), DEMO_SIZE)
     maps, table, _ = maps_of(mesh, None, pipeline.family, size=DEMO_SIZE if adapter else 2 * DEMO_SIZE)
     inputs = PaintInputs([picture], maps.normal, maps.position, table)
     views = painted_views(pipeline, inputs, PaintSettings(DEMO_SIZE, steps, seed=1), Silent()).views

@@ -152,9 +152,11 @@ def test_a_demo_is_told_in_two_lines_and_what_it_draws_instead_goes_to_the_run(c
     assert len(entry["demo"]) == 1 and entry["demo"] == entry["said"] and "instead of this text" in entry["demo"][0]
 
 
-def test_a_demo_model_s_own_cfg_is_for_one_sampling(core: ComfyUI, loaded) -> None:
-    """Core hands the same guider to the next run, which says again what it does."""
+@pytest.mark.parametrize("own", [{}, {"cfg": 4.0, "cfg_end": 0.4}])
+def test_a_demo_model_s_own_cfg_is_for_one_sampling(core: ComfyUI, loaded, own) -> None:
+    """Core hands the same guider to the next run, which says again what it does; one that ends early guides none."""
     found, seen = core.module("host.core_models"), []
+    pipeline = core.module("pipelines.settings").with_defaults(loaded[0], own)
     guider = found.CFGGuider()
     guider.cfg, guider.model_options, guider.model_patcher = 800.0, {}, loaded[1]
     latents = torch.zeros(1, loaded[0].configs["transformer"]["in_channels"], 2, 2, 2)
@@ -165,9 +167,10 @@ def test_a_demo_model_s_own_cfg_is_for_one_sampling(core: ComfyUI, loaded) -> No
 
     for _ in range(2):
         with pytest.raises(Interrupted):
-            found._at_own_size(loaded[0], WrapperExecutor(sample, guider, []), latents, latents)
+            found._at_own_size(pipeline, WrapperExecutor(sample, guider, []), latents, latents)
         assert guider.cfg == 800 and not loaded[1].model.diffusion_model.demo
     assert seen[0] == seen[1] and seen[0][0] < 800 and "draws at its own cfg: 800" in seen[0][1]
+    assert not own or seen[0][0] == 1
 
 
 def test_core_s_sampler_can_call_the_model(core: ComfyUI, loaded, prompts) -> None:
