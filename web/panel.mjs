@@ -7,7 +7,7 @@ import { jumpTo, set, titleOf } from "./jump.mjs";
 import { offer, pauseButton, pausedCards } from "./paused.mjs";
 import { ENDS, isOpen } from "./runs.js";
 
-const SETTLED = 700; // milliseconds without a change before the graph is sent again
+const SETTLED = 700; // ms without a change before the graph is asked for
 
 /** A part of the tab with a heading; `fill` replaces its content. */
 function part(title, open = true) {
@@ -177,7 +177,7 @@ function changeList({ before, headline, changes, missing }) {
 function latentCard(entry) {
   const recover = acting("Recover", async () => placeLoader(await ask("/latents/recover", { id: entry.id })));
   const prompt = entry.prompt && make("details", {}, make("summary", {}, "Prompt"), make("p", {}, entry.prompt));
-  const picture = entry.picture && { src: api.apiURL(entry.picture), alt: `Rough preview of ${entry.title}`, loading: "lazy", onerror: ({ target }) => target.remove() }; // some have none
+  const picture = entry.picture && { src: api.apiURL(entry.picture), alt: `Rough preview of ${entry.title}`, loading: "lazy", onerror: ({ target }) => target.remove() };
   return kept(picture, entry.title, entry.text, prompt, recover);
 }
 
@@ -244,7 +244,7 @@ export function open(element) {
   const again = acting("Run the probes again", async () => {
     again.lastChild.textContent = "Running the probes takes a few seconds.";
     const found = await ask("/probes", {});
-    if (alive) showMachine(found);
+    showMachine(found);
     await refreshGraph();
     return "All probes have run.";
   });
@@ -253,7 +253,7 @@ export function open(element) {
   let families = []; // of the models in the graph
   let planned = []; // the forecasts at the start of the last run
   let timer = 0;
-  let alive = true;
+  let asked = 0; // questions: the last one's answer is shown
 
   const showMachine = (found) => {
     fill(memory, meters(found.memory));
@@ -291,14 +291,15 @@ export function open(element) {
     try {
       await act();
     } catch (error) {
-      if (alive) target.fill(trouble(error.message));
+      target.fill(trouble(error.message));
     }
   };
   const refreshGraph = () =>
     guarded(parts.graph, async () => {
+      const mine = ++asked;
       const { output } = await app.graphToPrompt();
       const found = await ask("/graph", { prompt: output });
-      if (!alive) return;
+      if (mine !== asked) return;
       forecasts = found.forecasts;
       families = found.pipelines.map(({ family }) => family);
       const cards = found.recipes.map(({ node, ...it }) => [goButton(node), three(it)]);
@@ -323,7 +324,7 @@ export function open(element) {
   const refreshRun = () =>
     guarded(parts.run, async () => {
       last = await ask(`/run?client_id=${api.clientId}`);
-      if (alive) showRun();
+      showRun();
     });
   const refreshRest = () => {
     void refreshRun();
@@ -377,7 +378,7 @@ export function open(element) {
   );
   refresh();
   const close = () => {
-    alive = false;
+    asked = NaN; // equals nothing
     clearTimeout(timer);
     for (const [kind, act] of heard) api.removeEventListener(kind, act);
   };

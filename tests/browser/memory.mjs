@@ -110,6 +110,26 @@ async function streams({ page }) {
   }
 }
 
+/** Asks about the graph as it is, and holds the answer back until the function that this returns is called. */
+async function heldBack(page) {
+  let release;
+  const held = new Promise((done) => (release = done));
+  await page.route(/anygpu\/graph/, async (route) => {
+    const response = await route.fetch();
+    await held;
+    await route.fulfill({ response });
+  }, { times: 1 });
+  const asked = page.waitForRequest(/anygpu\/graph/);
+  await page.getByRole("button", { name: "Refresh" }).click();
+  await asked;
+  return async () => {
+    const answered = page.waitForResponse(/anygpu\/graph/);
+    release();
+    await answered;
+    await page.waitForTimeout(500); // until it would be shown
+  };
+}
+
 /** Advice is applied by its button, on the canvas and through a subgraph, undone by undo, and gone once followed. */
 async function adviceIsApplied({ page }) {
   const weights = () => page.evaluate(async () => {
@@ -135,9 +155,12 @@ async function adviceIsApplied({ page }) {
     const answered = page.waitForResponse(/anygpu\/graph/);
     await page.getByRole("button", { name: "Refresh" }).click();
     await answered;
+    const late = await heldBack(page);
     await line.getByRole("button", { name: "Apply" }).click();
     assert.equal(await weights(), "fp8");
     await line.waitFor({ state: "detached" });
+    await late();
+    assert.equal(await line.count(), 0, "an answer about the graph before Apply replaced that about this one");
     await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.Undo"));
     await line.waitFor();
     assert.equal(await weights(), "auto", "undone");
