@@ -271,7 +271,7 @@ def _require_alike(ranks: list[dict[str, Any]]) -> None:
         different = list(dict.fromkeys(str(rank[name]) for rank in ranks))
         if len(different) > 1:
             found = f"one video on {name} {' and '.join(different)}"
-            fix = "Render whole videos on unlike devices: leave out --group."
+            fix = "Render whole videos on unlike devices: leave out --group; or install the same versions."
             raise UnsupportedError(found, expected="alike devices with the same versions", fix=fix)
 
 

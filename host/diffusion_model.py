@@ -216,12 +216,14 @@ def _overridden(override: Any, options: Mapping[str, Any]) -> Any:
         ) -> torch.Tensor:
             """``own`` called as core's attention, whose heads are joined unless ``form`` says that they are apart."""
             apart = [t if form.get("skip_reshape") else t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v)]
+            if form.get("scale"):  # ours is that of the head's width
+                apart[0] = apart[0] * (form["scale"] * apart[0].shape[-1] ** 0.5)
             mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask  # of each sample, as core's
             out: torch.Tensor = own(*apart, mask)
             return out if form.get("skip_output_reshape") else out.transpose(1, 2).flatten(2)
 
-        form = {"mask": mask, "skip_reshape": True, "skip_output_reshape": True, "transformer_options": options}
-        out: torch.Tensor = override(as_core, query, key, value, query.shape[1], **form)
+        given = {"mask": mask, "skip_reshape": True, "skip_output_reshape": True, "transformer_options": options}
+        out: torch.Tensor = override(as_core, query, key, value, query.shape[1], **given)
         if out.shape != (shape := (*query.shape[:-1], value.shape[-1])):
             found, expected = f"attention of shape {tuple(out.shape)} from a node on the MODEL", str(shape)
             fix = "Remove the node that replaces attention, or choose attention on the AnyGPU load node."

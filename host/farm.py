@@ -114,6 +114,7 @@ def queue_meshes(
     from ..paint.jobs import adapter_fields, paint_jobs
     from ..paint.sampling.painting import PaintSettings
 
+    folder.jobs_file(name)
     sources = input_folder(meshes), input_folder(meshes if pictures == NONE else pictures)
     adapter = None if models.adapter == NONE else adapter_path(models.adapter)
     model = paint_path(models.model) if adapter is None else base_path(models.model)

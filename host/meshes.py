@@ -182,7 +182,7 @@ def colour_of(mesh: Any) -> torch.Tensor:
 
 
 def shown_colour(mesh: Any) -> torch.Tensor | None:
-    """The tinted texture (T, T, 3) of a core MESH, else colours (N, 3) of its vertices; None where it has neither."""
+    """The tinted texture (T, T, 3) of a core MESH, else colours (N, 3) of its vertices or its tint; None for none."""
     if mesh.texture is not None:
         return colour_of(mesh)
     tint, colours = _tint(mesh), getattr(mesh, "vertex_colors", None)

@@ -66,8 +66,7 @@ def send(node_id: str, text: str, entry: dict[str, Any]) -> None:
     server = PromptServer.instance
     prompt = getattr(server, "last_prompt_id", "")  # of the one that runs
     server.send_sync(EVENT, {"prompt_id": prompt, "node": node_id, "entry": entry, "memory": memory_now()}, client)
-    shown = text.replace("->", "→").translate(LIKE).replace("\n", BREAK)
-    server.send_progress_text(shown, node_id, sid=client)
+    server.send_progress_text(text.replace("->", "→").translate(LIKE).replace("\n", BREAK), node_id, sid=client)
 
 
 def with_an_end(node: Any, kinds: Mapping[str, str]) -> Any:

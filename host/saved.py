@@ -40,8 +40,8 @@ def new_path(prefix: str) -> Path:
     folder, name = target_folder(prefix)
     taken = re.compile(re.escape(name) + r"_(\d+)_\.safetensors", re.IGNORECASE)
     others = value_or(lambda: list(folder.iterdir()), [])
-    numbers = [match for path in others if (match := taken.fullmatch(path.name))]
-    return folder / f"{name}_{max((int(match[1]) for match in numbers), default=0) + 1:05}_.safetensors"
+    numbers = [int(match[1]) for path in others if (match := taken.fullmatch(path.name))]
+    return folder / f"{name}_{max(numbers, default=0) + 1:05}_.safetensors"
 
 
 def target_folder(prefix: str, called: str = "filename_prefix") -> tuple[Path, str]:
@@ -176,7 +176,7 @@ def _named(kind: str) -> dict[str, Path]:
     for folder, mark in ((folder_paths.get_input_directory(), ""), (folder_paths.get_output_directory(), OUTPUT)):
         root = Path(folder)
         for path in _files(root, suffixes):
-            if path.suffix in (*FILMS, GLB) or _kind(path, _state(path)) == wanted:
+            if path.suffix.lower() in (*FILMS, GLB) or _kind(path, _state(path)) == wanted:
                 named[path.relative_to(root).as_posix() + mark] = path
     return named
 
@@ -191,7 +191,7 @@ def _files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
                 continue
             seen.add(real)
             _, folders, names = next(os.walk(folder), ("", [], []))  # which asks the disk of links alone
-            files += [folder / name for name in names if name[0] != "." and Path(name).suffix in suffixes]
+            files += [folder / name for name in names if name[0] != "." and Path(name).suffix.lower() in suffixes]
             deeper += [folder / name for name in folders if name[0] != "."]
         level = deeper
     return files

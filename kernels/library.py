@@ -93,9 +93,9 @@ def operation(
     def load() -> Callable[..., Any]:
         if launch is not None:
             return flattened(launch)
-        from ._triton import launches  # slow to import
+        from ._triton import launches as kernels  # slow to import
 
-        return flattened(getattr(launches, name))
+        return flattened(getattr(kernels, name))
 
     def flattened(function: Callable[..., Any]) -> Callable[..., Any]:
         return function if terms is None else lambda *flat: function(*terms(*flat))

@@ -23,7 +23,7 @@ from ..compat.memory.parts import Silent
 from ..compat.records import WITHOUT, json_in, plain
 from ..pipelines.records import receipts
 from ..pipelines.records.job import USUAL_STEPS, Content, Job, Result, VideoJob, by_content, job_on
-from ..pipelines.records.job_lists import files_in, prompts_in
+from ..pipelines.records.job_lists import files_in, prompts_in, require_few
 from ..pipelines.records.places import PICTURES, Machine, Places
 from .adapter_loading import AdapterRequest, load_adapter
 from .baking.bake import BakeSettings
@@ -353,6 +353,7 @@ def paint_jobs(
         found = f"no picture for the mesh {lonely.name!r}"
         fix = "Give each mesh a picture of its name."
         raise InputError(found, expected=f"a picture named {lonely.stem} in {str(pictures)!r}", fix=fix)
+    require_few(len(shapes) * len(prompts or [""]) * len(seeds))
     baking, jobs = BakeSettings(texture_size, raster_size(painting.size, texture_size)), []
     for path in shapes:
         files = [path] if from_words else [path, by_name[path.stem]]

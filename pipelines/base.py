@@ -21,6 +21,7 @@ MOST = {1_024: "section prompts", 65_536: "letters of template"}  # a video of t
 SECTION_ORDERS = ("inverted_anti_drifting", "vanilla")  # from the end of the film, from its start; grows at the end
 EMBEDS, MASK = "prompt_embeds", "prompt_attention_mask"  # tensors of a prompt, by name
 POOLED, EMBEDS_2 = "pooled_prompt_embeds", "prompt_embeds_2"
+VISION = "vision"  # what the image encoder says of the start image, or of a clip's first frame
 ENCODING = ProgressStage("encoding", "prompt")
 
 Preview = Callable[[], torch.Tensor]  # makes the picture that goes with a step, where one is shown

@@ -102,8 +102,7 @@ def fitted(frames: torch.Tensor, width: int, height: int, fit: str, sizes: Sizes
     inner_width, inner_height = max(1, round(columns * scale)), max(1, round(rows * scale))
     scaled = _resized(frames, inner_width, inner_height)
     left, top = int((width - inner_width) / 2), int((height - inner_height) / 2)  # below 0 where it is cut off
-    edges = left, width - inner_width - left, top, height - inner_height - top
-    return functional.pad(scaled, (0, 0, *edges))
+    return functional.pad(scaled, (0, 0, left, width - inner_width - left, top, height - inner_height - top))
 
 
 def prepared(

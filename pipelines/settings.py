@@ -119,16 +119,15 @@ def with_defaults(pipeline: Pipeline, given: Mapping[str, Any]) -> Pipeline:
 
 
 def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> tuple[GuidanceStep, ...]:
-    """The guidance of a recipe with what the user ``given`` says otherwise; a rescale alone is the user's own."""
+    """The guidance of a recipe with what the user ``given`` says otherwise; its rescale counts only beside STG."""
     rows = recipe.guidance if recipe is not None and recipe.guidance else (GuidanceStep(cfg=cfg),)
     usual = next((row.blocks for row in rows if row.blocks), ())
 
     def said(row: GuidanceStep) -> GuidanceStep:
-        stg = row.stg if given.stg < 0 else given.stg
+        blocks = row.blocks or usual  # a small model has none of those that the recipe names: no STG then
+        stg = (row.stg if given.stg < 0 else given.stg) if blocks else 0.0
         rescale = given.guidance_rescale or (row.rescale if stg else 0.0)
-        return GuidanceStep(
-            level=row.level, cfg=given.cfg or row.cfg, stg=stg, rescale=rescale, blocks=row.blocks or usual
-        )
+        return replace(row, cfg=given.cfg or row.cfg, stg=stg, rescale=rescale, blocks=blocks)
 
     return tuple(map(said, rows))
 

@@ -253,8 +253,7 @@ def speed_for(
             fused.leave_wrong(place, operands, probes, of_vae)
     answer = (probes or {}).get(f"{GELU}.{NAMES[dtype]}") if form in launched else None
     epilogue = answer is not None and answer.status == OK  # the probe saw a matmul end in GELU as well as two do it
-    forms = {TRANSFORMER: form, VAE: other}
-    return Speed(request, forms, kernels, attention, formats=formats, epilogue=epilogue)
+    return Speed(request, {TRANSFORMER: form, VAE: other}, kernels, attention, formats=formats, epilogue=epilogue)
 
 
 def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:

@@ -206,6 +206,7 @@ def decode_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, si
 
 
 def _decode(pipeline: Pipeline, vae: Any, size: Size, room: int, card: float = 0.0) -> Iterator[Figure]:
+    """The peak of a decode in ``room`` bytes, a ``card`` of so many GiB; for 0, the seconds of a second decode."""
     from .forecast.counts import decoding_work
     from .vae.fallback import tiled
     from .vae.plan import DecodeRequest, ladder_for
@@ -215,8 +216,7 @@ def _decode(pipeline: Pipeline, vae: Any, size: Size, room: int, card: float = 0
     plan = ladder_for(pipeline, cells, DecodeRequest(), room - weights)
     method, needed = plan.method, weights + plan.needed_bytes(plan.method)
     transfer = transfer_for(facts.device, method.dtype)
-    channels = int(vae.config["latent_channels"])
-    latents = torch.randn(1, channels, *cells, generator=torch.Generator().manual_seed(0))
+    latents = torch.randn(1, int(vae.config["latent_channels"]), *cells, generator=torch.Generator().manual_seed(0))
     time = torch.tensor([0.05]).to(facts.device, method.dtype) if vae.config.get("timestep_conditioning") else None
     offloader = StandaloneOffloader(Parts({VAE: lambda _: vae}), facts.device, "none")
 
@@ -224,14 +224,13 @@ def _decode(pipeline: Pipeline, vae: Any, size: Size, room: int, card: float = 0
         ResumableDecode(latents=latents, ratios=plan.ratios).frames(vae, transfer, method, time)
 
     def timed() -> float:
-        with offloader.hold(VAE, needed), tiled(vae, method.tile), convolution_switches(plan.policy, method.library):
+        with offloader.hold(VAE), tiled(vae, method.tile), convolution_switches(plan.policy, method.library):
             return [seconds_of(decoded, facts.device) for _ in range(1 if card else 2)][-1]
 
     with small_card(facts, room):
         peak, seconds = _peak_of(timed, offloader, VAE)
     if card:
-        used = None if peak is None else peak / GIBIBYTE
-        yield Figure(f"peak on {card:g} GiB, {method}", "GiB", used, needed / GIBIBYTE)
+        yield Figure(f"peak on {card:g} GiB, {method}", "GiB", peak and peak / GIBIBYTE, needed / GIBIBYTE)
         return
     pace = pace_of(facts, pipeline.device.probes, method.dtype)
     modelled = None if pace is None else pace.seconds(decoding_work(pipeline, size, method))

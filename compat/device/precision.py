@@ -234,9 +234,9 @@ def _transformer(row: Precision, able: Abilities) -> tuple[Precision, str, list[
     since = f"since {row.operands} {'is emulated or slow' if ability.usable else 'does not work'} here ({ability.why})"
     if refused.usable:
         return replace(row, transformer=FP16, compute=FP16, residual=FP32), f"fp16-safe, {since}", [ability]
-    if refused == ability:
-        return replace(row, transformer=FP32, compute=FP32, residual=FP32), f"fp32, {since}", [ability]
     changed = replace(row, transformer=FP32, compute=FP32, residual=FP32)
+    if refused == ability:  # the row is fp16 itself: its one verdict is said once
+        return changed, f"fp32, {since}", [ability]
     return changed, f"fp32, {since} and fp16 does not work either ({refused.why})", [ability, refused]
 
 

@@ -153,8 +153,8 @@ class ProbeStore(Mapping[str, ProbeResult]):
     def _announced(self, name: str) -> Iterator[None]:
         """Write what is asked now: a driver may end the process or hang, and at the next start that is known."""
         outer, self._asking = self._asking, name
-        self._write(synced=self.facts.device.type != "cpu")
         try:
+            self._write(synced=self.facts.device.type != "cpu")
             yield
         except (Exception, KeyboardInterrupt):  # the process goes on, or is ended by its user
             self._asking = outer
@@ -180,7 +180,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
                     remembered[asked] = None
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             log.warning("AnyGPU: %s is damaged (%s): its probes run again", self.path, first_line(error))
             return
         self._answers, self._remembered = {**kept, **self._answers}, {**remembered, **self._remembered}
@@ -219,8 +219,7 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
         if silent:
             raise gone(facts.device, silent, facts.name) from error
         return ProbeResult(UNUSABLE, first_line(error), _since(started))
-    right = not fault or isinstance(fault, suite.Loose)
-    return ProbeResult(OK if right else WRONG, str(fault), _since(started))
+    return ProbeResult(OK if not fault or isinstance(fault, suite.Loose) else WRONG, str(fault), _since(started))
 
 
 def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:

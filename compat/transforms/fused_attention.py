@@ -3,6 +3,7 @@ rotation are one pass; rotary tables are halved once for all blocks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -77,29 +78,22 @@ class FusedJoint(FusedProcessor, JointProcessor):
         if text is None:
             attention = self._attend_joint(*given, attention_mask)
             return attention.transpose(1, 2).flatten(2).to(query.dtype)
-        streams = self._attend_streams(*given, attention_mask, hidden_states.shape[1])
-        video, text_tokens = (stream.to(query.dtype) for stream in streams)
-        video = attn.to_out[1](attn.to_out[0](video))
-        return video, attn.to_add_out(text_tokens) if getattr(attn, "to_add_out", None) is not None else text_tokens
+        count, video, last = hidden_states.shape[1], [], []
+        for row in self._attend_rows(*given, attention_mask):
+            video.append(row[:count].to(query.dtype))
+            last.append(functional.pad(row[count:], (0, 0, 0, key.shape[1] - row.shape[0])).to(query.dtype))
+        add_out = getattr(attn, "to_add_out", None)
+        text = torch.stack(last) if add_out is None else _stacked(add_out, last)
+        return attn.to_out[1](_stacked(attn.to_out[0], video)), text
 
-    def _attend_streams(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, count: int
-    ) -> tuple[Tensor, Tensor]:
-        """Results (B, n, D) of the first ``count`` tokens and of the text, as two tensors without gaps, which
-        ``to_out`` would have to copy; row by row where the numbers of padded tokens are known."""
+    def _attend_rows(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Iterable[Tensor]:
+        """Results (n, D) of each row of a batch, without its padded tokens where their numbers are known."""
         padding = self.padding.joint
         if padding is None or not all(isinstance(number, int) for number in padding) or not any(padding):
-            result = self._attend_joint(query, key, value, mask).transpose(1, 2).flatten(2)
-            first, last = result.split([count, result.shape[1] - count], dim=1)
-            return first.contiguous(), last
-        video, text = [], []
-        for index, padded in enumerate(padding):
-            row, valid = slice(index, index + 1), slice(0, key.shape[2] - int(padded))
-            result = self.attend(query[row, :, valid], key[row, :, valid], value[row, :, valid])
-            result = result.transpose(1, 2).flatten(2)
-            video.append(result[:, :count])
-            text.append(functional.pad(result[:, count:], (0, 0, 0, int(padded))))
-        return torch.cat(video), torch.cat(text)
+            return self._attend_joint(query, key, value, mask).transpose(1, 2).flatten(2)
+        ends = [key.shape[2] - int(padded) for padded in padding]
+        rows = (tuple(each[row : row + 1, :, :end] for each in (query, key, value)) for row, end in enumerate(ends))
+        return [self.attend(*row).transpose(1, 2).flatten(2)[0] for row in rows]
 
     def _rotated(
         self, attn: Any, pair: Pair, tables: Tables | None, eps: float, text: Tensor | None
@@ -116,23 +110,37 @@ class FusedJoint(FusedProcessor, JointProcessor):
 def _values(attn: Any, tokens: Tensor, text: Tensor) -> Tensor:
     """Values (B, N + M, D) of both streams; written where they belong, where both layers are nothing but products."""
     layers = (attn.to_v, attn.add_v_proj)
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not all(map(_bare, layers)):
+    if not all(map(_is_bare, layers)):
         return torch.cat([layer(x) for layer, x in zip(layers, (tokens, text), strict=True)], dim=1)
     count = tokens.shape[1]
     joined = tokens.new_empty(tokens.shape[0], count + text.shape[1], layers[0].out_features)
-    for layer, x, part in zip(layers, (tokens, text), (joined[:, :count], joined[:, count:]), strict=True):
-        with weights_on(layer, like=x) as (weight, bias):
-            for row, out in zip(x, part, strict=True):
-                if bias is None:
-                    torch.mm(row, weight.t(), out=out)
-                else:
-                    torch.addmm(bias, row, weight.t(), out=out)
+    _write(layers[0], tokens, joined[:, :count])
+    _write(layers[1], text, joined[:, count:])
     return joined
 
 
-def _bare(layer: Any) -> bool:
+def _stacked(layer: Any, rows: list[Tensor]) -> Tensor:
+    """``layer`` of rows (N, D) as one tensor (B, N, E), which a layer that is nothing but a product writes into."""
+    if not _is_bare(layer):
+        return layer(torch.stack(rows) if len(rows) > 1 else rows[0][None])
+    found = rows[0].new_empty(len(rows), len(rows[0]), layer.out_features)
+    _write(layer, rows, found)
+    return found
+
+
+def _write(layer: nn.Linear, rows: Iterable[Tensor], found: Tensor) -> None:
+    with weights_on(layer, like=found) as (weight, bias):
+        for row, out in zip(rows, found, strict=True):
+            if bias is None:
+                torch.mm(row, weight.t(), out=out)
+            else:
+                torch.addmm(bias, row, weight.t(), out=out)
+
+
+def _is_bare(layer: Any) -> bool:
+    """Tell whether a layer is nothing but a product that may write into what is there."""
     hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-    return type(layer) is nn.Linear and not hooked
+    return type(layer) is nn.Linear and not (hooked or torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
 def half_rope(rope: Any, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:

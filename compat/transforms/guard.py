@@ -209,16 +209,16 @@ def _last_of_clip(operands: dict[str, Any], results: list[Tensor]) -> tuple[dict
     """The operands and the result of the last sample: its last group, of all frames or the last, or its last row."""
     x, (left, right, top, bottom, front, back) = operands["x"], operands["pad"]
     groups, every = operands.get("groups"), slice(None)
-    frames, rows = not (groups is None or operands["per_frame"]), groups is not None
+    every_frame, every_row = not (groups is None or operands["per_frame"]), groups is not None
     channels = slice(-(x.shape[1] // groups), None) if groups else every
 
-    def last(after: int, border: int) -> tuple[slice, ...]:
-        kept = every if frames else slice(-1 - border, None), every if rows else slice(-1 - after, None)
-        return slice(-1, None), channels, *kept
+    def last(below: int, behind: int) -> tuple[slice, ...]:  # frame and row, with so many of their border
+        t, h = every if every_frame else slice(-1 - behind, None), every if every_row else slice(-1 - below, None)
+        return slice(-1, None), channels, t, h
 
     cut = {5: last(0, 0), 2: (slice(-1, None),), 1: (channels,)}
     kept = tree_map_only(Tensor, lambda each: each[cut[each.ndim]], operands)
-    kept["pad"] = (left, right, top * rows, bottom, front * frames, back)
+    kept["pad"] = (left, right, top if every_row else 0, bottom, front if every_frame else 0, back)
     return kept | ({"groups": 1} if groups else {}), [results[0][last(bottom, back)]]
 
 

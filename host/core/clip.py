@@ -181,8 +181,7 @@ def fit_clip(
     if not hasattr(clip, "cond_stage_model") or not hasattr(clip, "patcher"):
         raise InputError(f"a {type(clip).__name__} without encoders", expected="a CLIP", fix="Connect a CLIP.")
     machine = machine or machine_of(clip.patcher.load_device)
-    chosen = precision if precision == SAFE else AS_LOADED
-    fit = fit_for(machine, FP32, chosen, attention, offered=CLIP_PRECISIONS)
+    fit = fit_for(machine, FP32, precision if precision == SAFE else AS_LOADED, attention, offered=CLIP_PRECISIONS)
     why = "core computes text in fp32, which is finite everywhere" if precision == AUTO else ""
     as_loaded = Decision("precision", "fp32 as loaded", why, AUTO if precision == AUTO else CHOSEN)
     decisions = [fit.decisions[0] if fit.safe else as_loaded, fit.decisions[1], *_faults(clip.cond_stage_model)]

@@ -212,7 +212,7 @@ class FittedNetwork:
         called, and have its first call counted: other nodes may have changed what the last one was."""
         network = _plain(patcher.model.diffusion_model)
         if (seen := self.seen.get(network)) is not None:
-            seen.counted = seen.casts  # of which nothing depends on more than was counted
+            seen.counted = seen.casts  # such a one computes as core does: a count would only take a forward
         self.attached.setdefault(network, Undo()).extend(self.packed.attach(network))
 
     def detach(self, patcher: Any) -> None:

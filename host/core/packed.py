@@ -69,10 +69,9 @@ def _layout(name: str, path: str) -> str:
 
 
 def _values(original: Any, packed: Tensor, params: Any) -> Tensor:
-    scale = params.scale
-    if original is quant_ops.TensorWiseINT8Layout and scale.ndim == 1:
-        scale = scale[:, None]  # which products take per row, and dequantisation per column
-    wide = dataclasses.replace(params, scale=scale, orig_dtype=torch.float32)
+    """``dequantize`` of our layout: that of ``original``, in fp32, rounded once to the dtype that was asked for."""
+    rows = original is quant_ops.TensorWiseINT8Layout and params.scale.ndim == 1  # it would broadcast over columns
+    wide = dataclasses.replace(params, scale=params.scale[:, None] if rows else params.scale, orig_dtype=torch.float32)
     return original.dequantize(packed, wide).to(params.orig_dtype)
 
 

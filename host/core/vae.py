@@ -421,8 +421,7 @@ def _causal_in_time(own: Any, attention: Attention, x: Tensor) -> Tensor:
     batch, _, frames, height, width = x.shape
     if frames == 1:
         return type(own).forward(own, x)
-    places = x.permute(0, 3, 4, 2, 1).flatten(0, 2)
-    both = own.qkv(places).unflatten(-1, (3, own.num_heads, own.head_dim))
+    both = own.qkv(x.permute(0, 3, 4, 2, 1).flatten(0, 2)).unflatten(-1, (3, own.num_heads, own.head_dim))
     query, key, value = (each.transpose(1, 2) for each in both.unbind(2))
     if own.qk_norm:
         query, key = functional.normalize(query, dim=-1), functional.normalize(key, dim=-1)

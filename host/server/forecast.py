@@ -144,8 +144,7 @@ def _card(prompt: Prompt, node: str) -> tuple[dict[str, Any], Any]:
         values = {name: _widget(inputs.get(name, default), name, default) for name, default in defaults.items()}
         given = {"device": facts(), "state": folders.state_folder(), **_connected(prompt, node)}
         request = request_for(values, quiet=True, **given)
-        read = READERS.get(type(request), load_placed)
-        pipeline = read(request, hosted=memory_manager.offloader_on)
+        pipeline = READERS.get(type(request), load_placed)(request, hosted=memory_manager.offloader_on)
         return {"node": node, **card_of(pipeline, known), "by_tables": not asked}, pipeline
     except PackError as error:
         named = inputs.get("model", inputs.get("transformer", ""))

@@ -128,8 +128,7 @@ def gathered(
     surface: Surface, view: View, picture: Tensor, texels: Texels, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each texel's colour (T, T, 3) in one view, cosine (T, T), 0 where not seen, and trust (T, T)."""
-    towards = torch.tensor(view.camera.axes()[2], device=picture.device)
-    cosines = surface.face_normals @ towards
+    cosines = surface.face_normals @ torch.tensor(view.camera.axes()[2], device=picture.device)
     sure = trusted(view, exact, SELECTION_SIZE if exact else view.size)  # the reference keeps that from choosing views
     shows = (view.ids >= 0) & ~blended(view, picture.shape[0])
     depth = view.image(view.depth, background=-math.inf)

@@ -134,8 +134,7 @@ def chosen_views(surface: Surface, most: int, size: int = SELECTION_SIZE) -> tup
     areas = areas / areas.sum()
 
     def seen(camera: Camera) -> Tensor:
-        screen = on_screen(surface.vertices, camera, size)
-        ids = face_ids(screen, surface.faces, size, size, steps=SELECTION_STEPS)
+        ids = face_ids(on_screen(surface.vertices, camera, size), surface.faces, size, size, steps=SELECTION_STEPS)
         visible = torch.zeros(surface.faces.shape[0] + 1, dtype=torch.bool, device=ids.device)
         visible[ids.view(-1).long()] = True  # -1, the background, falls on the last, spare place
         return visible[:-1]

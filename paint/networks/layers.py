@@ -97,7 +97,7 @@ class FeedForward(nn.Module):
         self.net = nn.ModuleList([GatedProjection(width), nn.Identity(), nn.Linear(4 * width, width)])
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, N, D) from the same; its eight times wider middle exists for :data:`FED_TOKENS` at a time."""
+        """(B, N, D) from the same; its eight times wider middle is of :data:`FED_TOKENS`, or one sample, at a time."""
         rows = max(1, FED_TOKENS // x.shape[1])
         if x.shape[0] <= rows:
             return self.net[2](self.net[0](x))

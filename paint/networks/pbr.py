@@ -144,8 +144,7 @@ class PbrStream(nn.Module):
         text = torch.stack((self.learned_text_clip_albedo, self.learned_text_clip_mr)).expand(rows, -1, -1, -1)
         run = replace(run, dino=self.image_proj_model_dino(dino, self.body.dtypes))
         maps = maps.unsqueeze(1).expand(rows, MATERIALS, -1, -1, -1, -1)
-        x = torch.cat((sample, maps), dim=3).flatten(0, 2)
-        return self.body(x, timestep, text.flatten(0, 1), run)
+        return self.body(torch.cat((sample, maps), dim=3).flatten(0, 2), timestep, text.flatten(0, 1), run)
 
 
 def voxel_indices(position_maps: Tensor, rows: int) -> dict[int, Tensor]:

@@ -206,8 +206,7 @@ def plan_of(settings: PaintSettings, zero_snr: bool = True, shift: float = 1.0) 
     if settings.sigmas is not None:
         return schedule_of(settings.sigmas, zero_snr, shift)
     if settings.scheduler == "lcm":
-        whole = lcm_schedule(settings.steps, zero_snr, shift)
-        return whole.tail(max(1, round(settings.steps * settings.denoise)))
+        return lcm_schedule(settings.steps, zero_snr, shift).tail(max(1, round(settings.steps * settings.denoise)))
     require_range("denoise", settings.denoise, settings.steps / MOST_STEPS, 1, f"with {settings.steps} steps")
     steps = max(settings.steps, int(settings.steps / settings.denoise))
     return schedule_for(settings.spacing, steps, zero_snr, shift).tail(settings.steps)

@@ -127,8 +127,7 @@ def scene_of(frames: torch.Tensor) -> Scene:
     palette = torch.tensor(list(COLOURS.values())) / 255
     nearest = torch.cdist(frames.float().reshape(-1, 3), palette).argmin(-1).view(frames.shape[:3])
     sides = nearest[:, 0], nearest[:, -1], nearest[..., 0], nearest[..., -1]
-    border = torch.cat([side.flatten() for side in sides])
-    ground = int(border.bincount(minlength=len(names)).argmax())
+    ground = int(torch.cat([side.flatten() for side in sides]).bincount(minlength=len(names)).argmax())
     counts = nearest.flatten().bincount(minlength=len(names))
     counts[ground] = 0
     colour = int(counts.argmax())

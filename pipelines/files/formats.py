@@ -115,10 +115,9 @@ def config_of(content: StoredModel, task: str = "", known: str = "") -> Configur
     wanted = [row for row in rows if not task or row.get("task", task) == task] or rows
     misfits = [(row, *_misfit(row, content)) for row in wanted]
     enough = [(row, unused) for row, misfit, unused in misfits if not misfit]
-    fitting = [row for row, unused in enough if not unused]
-    # what a model has no place for is left out, where it lacks nothing
-    spared = enough[0][1] if enough and not fitting else ()
-    fitting = fitting or [row for row, _ in enough]
+    # what a model has no place for is left out, where it lacks nothing: of these, the one that leaves out least
+    spared = min((unused for _, unused in enough), key=len, default=())
+    fitting = [row for row, unused in enough if unused == spared]
     if (content.unknown or spared or not fitting) and (other := other_model(entries_in(content.path))):
         raise refusal(other, content.path)
     if not fitting:
@@ -137,7 +136,7 @@ def config_of(content: StoredModel, task: str = "", known: str = "") -> Configur
         if found[0] is not None:
             _, best, why = min(filter(None, found), key=lambda each: each[0])
             return _configured(best, why, spared)
-    unsaid = "no name around it says otherwise" if len(fitting) > 1 and not task else ""
+    unsaid = "no name around it says otherwise" if len(fitting) > 1 else ""
     if unsaid and (family := FAMILIES.get(content.kind.partition("/")[0])) is not None:
         key, said = recipe_named(family, around)
         if cautions_by_name(family, around):

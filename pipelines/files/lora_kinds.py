@@ -127,8 +127,9 @@ def _low_rank(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor
 
 
 def _loha_size(shapes: Shapes) -> Size | None:
-    whole = all(role in shapes for role in HADA)
-    return (shapes[HADA[0]][0], shapes[HADA[1]][1], shapes[HADA[1]][0]) if whole else None
+    a1, b1, a2, b2 = (shapes.get(role, (0, 0)) for role in HADA)
+    fit = a1[0] and (a1[0], a1[1], b1[1], a2[1]) == (a2[0], b1[0], b2[1], b2[0])
+    return (a1[0], b1[1], b1[0]) if fit else None
 
 
 def _loha(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
@@ -143,7 +144,8 @@ def _side(shapes: Shapes, roles: tuple[str, ...]) -> Size | None:
     whole, a, b = roles
     if whole in shapes:
         return shapes[whole][0], math.prod(shapes[whole][1:]), 0
-    return (shapes[a][0], shapes[b][1], shapes[b][0]) if a in shapes and b in shapes else None
+    fit = a in shapes and b in shapes and shapes[a][1] == shapes[b][0]
+    return (shapes[a][0], shapes[b][1], shapes[b][0]) if fit else None
 
 
 def _lokr_size(shapes: Shapes) -> Size | None:
@@ -245,7 +247,7 @@ def size_of(names: Mapping[str, str], tensors: Shapes) -> Size | None:
     shapes = {role: tensors[name] for role, name in names.items()}
     flat = any(len(shapes[role]) < 2 for role in (DOWN, UP, *HADA, *KRON) if role in shapes)
     empty = any(not shape or not math.prod(shape) for role, shape in shapes.items() if role != ALPHA)
-    unmatched = not flat and DOWN in shapes and UP in shapes and _low_rank_size(shapes) is None
+    unmatched = not flat and not shapes.keys().isdisjoint((DOWN, UP)) and _low_rank_size(shapes) is None  # or a half
     unmatched |= PEFT_BIAS in shapes and shapes[PEFT_BIAS] != shapes.get(UP, ())[:1]
     if MIDDLE in shapes or flat or empty or unmatched or math.prod(shapes.get(ALPHA, ())) != 1:
         return None

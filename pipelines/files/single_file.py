@@ -72,7 +72,7 @@ def composed(request: Files, progress: Progress) -> Composed:
     chosen = {"transformer": (main, configured)}
     folders: dict[str, Path] = {}
     given, (first, *_) = {*request.parts, *request.provided}, family.files.text_parts
-    text = _content_for(family, first, task, configured.config, request, progress)  # the second is other models' too
+    text = _content_for(family, first, task, configured.config, request, progress)  # a second may be here for others
     spared = without_text(family, lambda part: part in given or (part == first and text is not None), progress)
     for part in family.files.parts:
         if part == "transformer" or part in spared:
@@ -82,7 +82,7 @@ def composed(request: Files, progress: Progress) -> Composed:
             chosen[part] = (content, config_of(content))
         elif part in request.provided:
             folders[part] = request.provided[part]
-        elif part not in family.files.optional and part not in spared:
+        elif part not in family.files.optional:
             raise _absent(family, part, configured.config)
     files = {name: _part(name, family, *pair, progress) for name, pair in chosen.items()}
     looks = family.files.text_vision and encoder_task(family, configured.config, task) == "image"

@@ -304,13 +304,8 @@ def _encoder_work(config: Mapping[str, Any], lengths: Sequence[int], itemsize: i
     keys = side("num_key_value_heads", default=heads) * head
     gated = "gated" in str(config.get("feed_forward_proj")) or config.get("hidden_act") == "silu"
     work, layers, tokens = Work(), side("num_layers", "num_hidden_layers"), sum(lengths)
-    for columns, rows, times in (
-        (width, inner, 1),
-        (width, keys, 2),
-        (inner, width, 1),
-        (width, wide, 1 + gated),
-        (wide, width, 1),
-    ):
+    products = (width, inner, 1), (width, keys, 2), (inner, width, 1), (width, wide, 1 + gated), (wide, width, 1)
+    for columns, rows, times in products:
         moved = itemsize * (columns * rows + tokens * (columns + rows))
         work[PRODUCT, 2 * tokens * columns * rows, moved] += layers * times
     work[OTHER, 0, itemsize * tokens * width] += 10 * layers  # norms, residuals, activations

@@ -18,7 +18,7 @@ from torch.nn import functional
 from ...compat.checkpoints.latents import dtype_name, dtype_named, written
 from ...compat.device.execution import to_host
 from ...compat.errors import CheckpointError, InputError, UnsupportedError
-from ..base import EMBEDS, LATENT_VERSION, MASK, SECTION_ORDERS, ImageCondition, Prompt
+from ..base import EMBEDS, LATENT_VERSION, MASK, SECTION_ORDERS, VISION, ImageCondition, Prompt
 from ..family import MusubiCache
 from ..registry import FAMILIES, family_named
 from .convert import KEY, samples_of
@@ -215,18 +215,18 @@ def _save_sections(
     samples, family = samples_of(latent), family_named(cut.image.family)
     source = str(latent.get(KEY, {}).get("family", ""))
     same = [other.id for other in FAMILIES.values() if other.files.kinds.get("vae") == family.files.kinds.get("vae")]
-    if source not in same or not family.recipes.sections or latent.get(MUSUBI):
+    if source not in same or not family.recipes.sections or latent.get(MUSUBI) or VISION not in cut.image.tensors:
         of = "a Musubi Tuner cache" if latent.get(MUSUBI) else repr(source or "an unknown family")
         raise UnsupportedError(
             f"{family.title}'s sections of latents of {of} with an image of {family.id!r}",
-            expected="latents of FramePack or HunyuanVideo, which share a VAE, and an image of FramePack",
-            fix="Disconnect image for other models and for latents from a cache.",
+            expected="latents of FramePack or HunyuanVideo, which share a VAE, and a start image of FramePack",
+            fix="Disconnect image for other models and for latents from a cache, or encode it as frame 0.",
         )
     plan, left = family.code.training_plan(samples.shape[2], cut.window, cut.order)
     kind = _architecture_of(family.id, "latents")
     film = _scaled(samples, kind, DTYPES[1] if dtype == DTYPES[0] else dtype)
     summary = f"{plan.count} sections of {plan.window} latent frames"
-    notify(f"{summary}; the last {left} frames are left out" if left else summary)
+    notify(f"{summary}; the video's last {left} frames are left out" if left else summary)
     return [
         _write_latents(folder, name, kind, _sizes(film, kind), tensors, {}, place)
         for place, tensors in family.code.training_sections(film, cut.image, plan)

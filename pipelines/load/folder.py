@@ -131,7 +131,7 @@ def load(
 
 
 def _guards(request: LoadRequest, facts: DeviceFacts, probes: ProbeStore | None) -> tuple[Step, ...]:
-    """The guard of a device, which cannot look into compiled blocks; none on a CPU, with which it compares."""
+    """The step of guard and plain calls, of these alone where compiled, which hides values; none on a CPU."""
     if facts.device.type == HOST.type:
         return ()
     from ...compat.transforms.guard import guard_step
@@ -246,7 +246,7 @@ def _part_files(
 
 
 def _as_published(family: FamilySpec, vae: PartFiles) -> PartFiles:
-    """``vae`` with what its publisher has otherwise than its diffusers class, also where only its files say so."""
+    """``vae`` whose attributes become the publisher's once built: those of the family, then those its files name."""
     settings = dict(family.rewrites.vae_settings)
     if family.code.vae_settings_in is not None:
         settings |= family.code.vae_settings_in(evidence_of(vae.folder, vae.config), vae.folder)

@@ -69,8 +69,8 @@ class JobFolder:
                 dated.append((path.stat().st_mtime_ns, path.name, path))
         return [path for *_, path in sorted(dated)]
 
-    def write_jobs(self, name: str, lines: Iterable[str]) -> Path:
-        """Write ``lines``, each a job, as the file ``name``; InputError for a name that some systems do not take."""
+    def jobs_file(self, name: str) -> Path:
+        """The file of jobs that is called ``name``; InputError for a name that some systems do not take."""
         if not NAME.fullmatch(name) or len(name.encode()) > MOST_NAME_BYTES:
             raise InputError(
                 f"the name {name!r} for jobs",
@@ -78,7 +78,11 @@ class JobFolder:
                 f"and {MOST_NAME_BYTES} bytes, and not what Windows calls a device, such as CON",
                 fix="Choose another name, such as foxes.",
             )
-        path = self.root / f"{name}{JOBS}"
+        return self.root / f"{name}{JOBS}"
+
+    def write_jobs(self, name: str, lines: Iterable[str]) -> Path:
+        """Write ``lines``, each a job, as :meth:`jobs_file`."""
+        path = self.jobs_file(name)
         write_file(path, "".join(f"{line}\n" for line in lines))
         return path
 
@@ -193,16 +197,16 @@ def each_line(path: Path) -> Iterator[str]:
         plain_status(path)
         with path.open("rb") as file:
             for number, line in enumerate(iter(lambda: file.readline(MOST_BYTES), b"")):
-                whole = line
-                while len(whole) == MOST_BYTES and not whole.endswith(b"\n") and cut < MOST_CUT:
-                    line, whole, cut = line[:60], file.readline(MOST_BYTES), cut + 1
+                piece = line
+                while len(piece) == MOST_BYTES and not piece.endswith(b"\n") and cut < MOST_CUT:  # its rest is skipped
+                    line, piece, cut = line[:60], file.readline(MOST_BYTES), cut + 1
                 if number == MOST_JOBS or cut == MOST_CUT:
                     found = f"more than {MOST_JOBS} lines or {MOST_CUT * MOST_BYTES} bytes"
                     raise CheckpointError(found, expected="fewer", fix="Write several files.")
                 if line.strip():
                     yield line.decode("utf-8", "surrogateescape").rstrip("\r\n")
-    except OSError as error:
-        raise _unreadable(path, str(getattr(error, "found", error))) from error
+    except OSError as error:  # a CheckpointError is one, too, and has its own advice
+        raise _unreadable(path, getattr(error, "found", str(error)), getattr(error, "fix", "")) from error
 
 
 def lines_of(path: Path) -> list[str]:
@@ -222,11 +226,11 @@ def inside(roots: tuple[Path, ...], name: str) -> list[Path]:
     return [root / place for root in roots] if longest <= 255 else []
 
 
-def _unreadable(path: Path, why: str) -> CheckpointError:
+def _unreadable(path: Path, why: str, fix: str = "") -> CheckpointError:
     return CheckpointError(
         f"{str(path)!r} cannot be read ({why})",
         expected=f"a text file with one job per line, {MOST_JOBS} at most",
-        fix="Write it again with AnyGPU Queue Jobs.",
+        fix=fix or "Write it again with AnyGPU Queue Jobs.",
     )
 
 

@@ -64,7 +64,7 @@ def seeds_in(text: str) -> list[int]:
         if match is None:
             raise _no_seeds(part)
         low, high = int(match[1]), int(match[2] or match[1])
-        if not low <= high <= MOST_SEED or high - low >= MOST_JOBS or len(seeds) > MOST_JOBS:
+        if not low <= high <= MOST_SEED or len(seeds) + high - low >= MOST_JOBS:
             raise _no_seeds(part)
         seeds |= dict.fromkeys(range(low, high + 1))
     if not seeds:
@@ -84,9 +84,8 @@ def queue_jobs(
     """Write the jobs of ``batch`` into ``folder``; those of them that failed before are asked for again. Every byte
     of the folder ``model`` is hashed once and kept in ``state``; ``title`` is its name below the folders that others
     search."""
-    count = len(batch.prompts) * len(batch.seeds) * max(1, len(batch.pictures))
-    if count > MOST_JOBS:
-        raise InputError(f"{count} jobs", expected=f"{MOST_JOBS} at most", fix="Write them in several files.")
+    folder.jobs_file(name)  # the name is refused before gigabytes are hashed
+    require_few(len(batch.prompts) * len(batch.seeds) * max(1, len(batch.pictures)))
     places = Places(state=state)
     content = places.content(model, title, check)
     pictures: list[tuple[Picture, ...]] = []
@@ -112,6 +111,12 @@ def queue_jobs(
     return write_list(folder, name, every, check)
 
 
+def require_few(count: int) -> None:
+    """Raise InputError for more jobs than a file holds."""
+    if count > MOST_JOBS:
+        raise InputError(f"{count} jobs", expected=f"{MOST_JOBS} at most", fix="Write them in several files.")
+
+
 def write_list(folder: JobFolder, name: str, jobs: Iterable[Job], check: Check = lambda: None) -> JobList:
     """Write jobs into ``folder``; those that failed before are asked for again. ``check`` may raise to cancel."""
     lines, keys = list[str](), list[str]()
@@ -122,16 +127,19 @@ def write_list(folder: JobFolder, name: str, jobs: Iterable[Job], check: Check =
             raise InputError("half a character in a prompt", expected="whole ones", fix="Type the prompt again.")
         lines.append(line)
         keys.append(job.key)
-    for key in keys:
+
+    def is_open(key: str) -> bool:
         check()
-        folder.ask_again([] if folder.is_done(key) else [key])
+        return not folder.is_done(key)
+
+    folder.ask_again(filter(is_open, keys))
     folder.write_jobs(name, lines)
     return JobList(folder, name, tuple(lines), tuple(keys))
 
 
 def files_in(folder: Path, kind: str = "pictures", suffixes: Sequence[str] = PICTURES) -> list[Path]:
     """The files of a ``kind`` in a folder, by name; raises InputError where there is none."""
-    paths = sorted(path for path in folder.glob("[!.]*.*") if path.suffix.lower() in suffixes)
+    paths = sorted(path for path in folder.glob("[!.]*.*") if path.suffix.lower() in suffixes and path.is_file())
     if not paths:
         expected, fix = f"files that end in {', '.join(suffixes)}", "Put some there, or choose another folder."
         raise InputError(f"no {kind} in {str(folder)!r}", expected=expected, fix=fix)

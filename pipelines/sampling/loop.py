@@ -259,7 +259,7 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
         for part in () if cache is None else pipeline.spec.transformers:
             mover = pipeline.offloader
             with adapters_on(pipeline.parts, part, mover.adapters, mover.detach, progress) as transformer:
-                pass  # they redo the steps of the order behind them, which would take the cache's forwards away
+                pass  # LoRAs go in before the cache: later they redo the steps behind them and drop its forwards
             stg = max((each.stg for each in settings.guidance_steps), default=0.0)
             require_usable(cache, transformer, settings.cfg, pipeline.spec.recipes.batched_cfg, stg)
             counts[part] = stack.enter_context(cached(transformer, cache, settings.steps - skipped))

@@ -209,11 +209,8 @@ def attended(stream: Stream, query: Tensor, planes: Tensor, frames_before: int, 
 
 
 def streamed(stream: Stream, vae: Any, latents: Tensor, time: Tensor | None = None) -> Tensor:
-    """The decoder's frames (1, 3, F, H, W), on the host, of latents (1, C, T, h, w) there.
-
-    Args:
-        time: the timestep of a VAE that takes one, on the device.
-    """
+    """The decoder's frames (1, 3, F, H, W), on the host, of latents (1, C, T, h, w) there; ``time``: the timestep of a
+    VAE that takes one, on the device. Raises UnsupportedError for a decoder that cannot be streamed."""
     known = full_name(vae) in STREAMED
     if not known or any(getattr(block, "per_channel_scale1", None) is not None for block in vae.decoder.modules()):
         why = "draws new noise in its layers" if known else "has unknown layers"
@@ -222,7 +219,8 @@ def streamed(stream: Stream, vae: Any, latents: Tensor, time: Tensor | None = No
             expected="a decoder whose layers depend only on their input",
             fix="Choose method auto or tiled on the decode node.",
         )
-    with own_tensors(vae.decoder), getattr(vae, AROUND, nullcontext)((vae, latents.shape, stream.way.dtype)):
+    guarded = getattr(vae, AROUND, nullcontext)  # by guard_step: no forward of the VAE itself is called here
+    with own_tensors(vae.decoder), guarded((vae, latents.shape, stream.way.dtype)):
         return STREAMED[full_name(vae)](stream, vae, Activation(latents.to(stream.way.dtype)), time).plane
 
 

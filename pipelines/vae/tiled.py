@@ -240,8 +240,7 @@ def decoded_together(group: Group, tasks: list[RegionTask], decode: Decode) -> l
     for first in range(0, len(tasks), size):
         some = tasks[first : first + size]
         group.world.shared([*some, *[None] * (size - len(some))])
-        own = _tried(decode, some[0])
-        frames += (group.world.collected(own) or [])[: len(some)]
+        frames += (group.world.collected(_tried(decode, some[0])) or [])[: len(some)]
     return frames
 
 

@@ -212,6 +212,10 @@ def test_a_picture_without_effect_on_our_model_is_named(inside: Inside, name: st
     assert ("the end image" if name == "framepack" else "AnyGPU Image Conditioning") in said
 
 
+def test_the_scale_that_a_node_gives_attention_counts(inside: Inside) -> None:
+    assert inside.play("extras", "scaled") < 1e-6
+
+
 def test_guides_of_core_and_pictures_of_another_family_are_refused(inside: Inside) -> None:
     assert "an image condition made for 'ltx'" in inside.play("extras", "picture_of_another")
     assert "guides of LTXVAddGuide" in inside.play("extras", "guided_by_core")

@@ -8,8 +8,10 @@ import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.records import json_in
-from anygpu.pipelines.records import job_folder
-from anygpu.pipelines.records.job import job_in
+from anygpu.paint.jobs import paint_jobs
+from anygpu.paint.sampling.painting import PaintSettings
+from anygpu.pipelines.records import job_folder, job_lists
+from anygpu.pipelines.records.job import Content, job_in
 from anygpu.pipelines.records.job_folder import JobFolder, each_line, inside, lines_of
 from anygpu.pipelines.records.job_lists import Batch, files_in, prompts_in, queue_jobs, seeds_in
 from anygpu.pipelines.records.places import Places
@@ -80,6 +82,8 @@ def test_a_pipe_a_folder_and_too_many_lines_are_refused_and_a_long_line_is_cut(
     for name, why in reasons.items():
         with pytest.raises(CheckpointError, match=why):
             lines_of(tmp_path / f"{name}.jsonl")
+    with pytest.raises(CheckpointError, match="Write several files"):
+        lines_of(tmp_path / "many.jsonl")
     with pytest.raises(CheckpointError, match="is a pipe"):
         Places().picture(tmp_path / "pipe.jsonl")
     (tmp_path / "long.jsonl").write_bytes(b"{}\n" + b"x" * 1000 + b"\n\xff\xfe\n{}\n")
@@ -274,3 +278,29 @@ def test_queueing_again_asks_again_for_what_failed_and_keeps_what_is_done(tmp_pa
     folder.fail(failed, "no room")
     assert queue_jobs(folder, "two", model, batch).keys == (done, failed)
     assert folder.is_done(done) and folder.failure(failed) == ""
+
+
+def test_a_name_is_refused_before_notes_on_jobs_are_taken_back(tmp_path: Path) -> None:
+    folder = JobFolder(tmp_path / "farm")
+    (tmp_path / "model").mkdir()
+    jobs = queue_jobs(folder, "foxes", tmp_path / "model", Batch(["a fox"], [1]))
+    folder.cancel(jobs.keys)
+    with pytest.raises(InputError, match="the name 'fox/1' for jobs"):
+        queue_jobs(folder, "fox/1", tmp_path / "model", Batch(["a fox"], [1]))
+    assert folder.cancelled() == set(jobs.keys)
+
+
+def test_seeds_and_meshes_beyond_the_most_of_a_file_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InputError, match="at most 1,000,000 seeds"):
+        seeds_in("0-999999, 1000000-1000000")
+    assert len(seeds_in("0-999998, 1000000")) == 10**6
+    monkeypatch.setattr(job_lists, "MOST_JOBS", 3)
+    (tmp_path / "takes.glb").mkdir()
+    for name in ("a.glb", "b.glb"):
+        (tmp_path / name).write_bytes(b"")
+    assert [path.name for path in files_in(tmp_path, "meshes", [".glb"])] == ["a.glb", "b.glb"], "a folder is no file"
+    others = {"variant": "tg2mv"}
+    with pytest.raises(InputError, match="4 jobs; expected 3 at most"):
+        paint_jobs(Content("model"), tmp_path, tmp_path, [1, 2], PaintSettings(), str, **others)

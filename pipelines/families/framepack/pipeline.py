@@ -29,7 +29,7 @@ from ...text.llama import llama_embeds, llama_forwards, llama_from_core
 from ...text.t5 import described
 from ...vae.fallback import decoding, encoded_moments
 from ...vae.plan import DecodeRequest
-from .sections import LARGEST_WINDOW, VISION, History, Plan, blended, by_span, joined, plan_for, shown, spans
+from .sections import LARGEST_WINDOW, History, Plan, blended, by_span, joined, plan_for, shown, spans
 from .sections import training_plan as training_plan
 from .sections import training_sections as training_sections
 from .spec import F1, I2V, SPEC, TEMPORAL_RATIO
@@ -106,7 +106,7 @@ def encode_image(pipeline: Pipeline, request: base.ImageRequest, progress: Progr
     stage, batches = base.ProgressStage("encoding", "image"), request.frames.split(CLIP.batch)
     known[place] = torch.cat([encoded_moments(pipeline, batch, progress, stage) for batch in batches], 2)
     if place == START or last in known:
-        known[VISION if place == START else end] = _vision(pipeline, request, progress)
+        known[base.VISION if place == START else end] = _vision(pipeline, request, progress)
     anchors = (*before.anchors, (place, request.frame, request.strength))
     beside = count if count > 1 else before.beside
     return ImageCondition(SPEC.id, known, request.width, request.height, anchors=anchors, beside=beside)
@@ -279,7 +279,7 @@ def _drawn(pipeline: Pipeline, image: ImageCondition, place: str, generator: tor
 def _seen(image: ImageCondition, plan: Plan, strength: float) -> Tensor:
     """States of the image encoder; with a clip and an end image, its last frame's and the end image's, mixed."""
     if not plan.clip or strength == 0:
-        return image.tensors[VISION]
+        return image.tensors[base.VISION]
     last, end = (image.tensors[name] for name in VISIONS)
     return (1 - strength) * last + strength * end
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ....compat.checkpoints.latents import dtype_name
 from ....compat.device.execution import to_host
 from ....compat.errors import InputError, require_choice, require_range
-from ...base import MASK, SECTION_ORDERS, FramePackSettings, ImageCondition, PromptRequest
+from ...base import MASK, SECTION_ORDERS, VISION, FramePackSettings, ImageCondition, PromptRequest
 from ...latents.musubi import sized
 from ...vae.fallback import unsigned
 from .spec import F1, TEMPORAL_RATIO
@@ -23,7 +23,6 @@ INVERTED, VANILLA = SECTION_ORDERS
 ORDERS = ("auto", *SECTION_ORDERS)
 HISTORY = (1, 2, 16)  # latent frames that a section sees at full, half and quarter scale, the nearest first
 LARGEST_WINDOW, ADVICE = 33, "; the models were trained with 9"  # of the slider in lllyasviel's own application
-VISION = "vision"  # what the image encoder says of the start image, or of a clip's first frame
 CLIP_NEAREST = 4  # latent frames of a clip that a section sees at full scale: 5 cleaned frames, as the fork counts
 TIMED = re.compile(r"\[(\d{1,6}(?:\.\d{1,6})?)s(?:-(\d{1,6}(?:\.\d{1,6})?)s)?\s*:([^\]]*)\]")
 NUMBERED, NEXT = re.compile(r"\s*(-?\d{1,3})(?:-(-?\d{1,3}))?\s*:(.*)", re.DOTALL), ";;;"

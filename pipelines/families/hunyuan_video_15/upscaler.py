@@ -52,8 +52,7 @@ def _widths(entries: dict[str, TensorEntry]) -> list[int]:
 
 def enlarged(latents: Latents, path: Path) -> Latents:
     """``latents`` with the size that :func:`upscale` makes of them, and its marks, but their own samples."""
-    side = LARGE if "norm_out.gamma" in entries_of(path) else SMALL
-    width, height = _target(latents.width, latents.height, side)
+    width, height = _target(latents.width, latents.height, LARGE if "norm_out.gamma" in entries_of(path) else SMALL)
     marked = {SECOND_PASS: True, FIRST_SIZE: [latents.width, latents.height]}
     return replace(latents, width=width, height=height, extra={**latents.extra, **marked})
 

@@ -332,6 +332,34 @@ def test_ctrl_c_in_a_probe_is_no_end_of_the_process(tmp_path):
     assert "asking" not in json.loads(next(tmp_path.iterdir()).read_text()), "the next start would blame the question"
 
 
+def test_ctrl_c_while_a_question_is_written_is_no_end_of_the_process(tmp_path, monkeypatch):
+    real, calls = probe_store.write_json, []
+
+    def written(*given, **named):
+        real(*given, **named)
+        calls.append(given)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(probe_store, "write_json", written)
+    with pytest.raises(KeyboardInterrupt):
+        ProbeStore(CPU, tmp_path)["conv3d.fp32"]
+    assert "asking" not in json.loads(next(tmp_path.iterdir()).read_text()), "the next start would blame the question"
+
+
+@pytest.mark.parametrize("place", ["milliseconds", "asking"])
+def test_a_number_beyond_any_float_is_a_damaged_file(tmp_path, place):
+    first = ProbeStore(CPU, tmp_path)
+    first["conv3d.fp32"]
+    kept = json.loads(first.path.read_text())
+    if place == "asking":
+        kept["asking"] = ["absent", 1, 10**400]
+    else:
+        kept["answers"]["conv3d.fp32"]["milliseconds"] = 10**400
+    first.path.write_text(json.dumps(kept))
+    assert ProbeStore(CPU, tmp_path).known() == {}
+
+
 def test_timings_are_measured_once_and_kept(tmp_path):
     calls = []
     for _ in range(2):

@@ -12,7 +12,7 @@ import comfy.model_management as management
 import comfy.samplers
 import torch
 from anygpu.compat.errors import InputError, UnsupportedError
-from anygpu.host import core_models, memory_manager
+from anygpu.host import core_models, diffusion_model, memory_manager
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Silent
 from comfy_extras.nodes_lt import LTXVAddGuide
@@ -169,6 +169,14 @@ def picture_of_another() -> str:
         return f"drew {tuple(cores(model, positive, negative, noise).shape)}"
     except InputError as error:
         return str(error)
+
+
+def scaled() -> float:
+    """The error of our attention under an override that gives core's attention a scale of its own, beside torch's."""
+    q, k, v = torch.randn(3, 1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    attend = diffusion_model._overridden(lambda own, *given, **named: own(*given, **{**named, "scale": 0.1}), {})
+    return float((attend(sdpa, q, k, v) - sdpa(q, k, v, scale=0.1)).abs().max())
 
 
 def counted(model: Any) -> list[int]:

@@ -27,7 +27,7 @@ from anygpu.pipelines.pictures import prepared
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sampling import loop
-from anygpu.pipelines.settings import SECOND_PASS, of_checkpoint, recipe_of, with_step_cache
+from anygpu.pipelines.settings import SECOND_PASS, guidance_steps, of_checkpoint, recipe_of, with_step_cache
 from anygpu.pipelines.sizes import Size
 from published import ltx_runs
 from safetensors.torch import load_file, save_file
@@ -173,6 +173,12 @@ def test_each_call_of_the_transformer_is_counted(
     asked = replace(SETTINGS, frames=9, steps=4, **changes)
     run = planned_run(pipeline, Size(asked.width, asked.height, asked.frames), asked)
     assert [*chain(*batches_of(pipeline, run.settings))] == ran
+
+
+def test_without_blocks_to_leave_out_no_forward_is_asked_for() -> None:
+    """A model with fewer blocks than the recipe's has none of them."""
+    (row,) = guidance_steps(Recipe("", "", 2, (GuidanceStep(0.0, 3.0, 1.0, 0.7),)), replace(SETTINGS, stg=2.0), 3.0)
+    assert (row.cfg, row.stg, row.rescale) == (3.0, 0.0, 0.0)
 
 
 def test_what_the_user_sets_wins_over_the_recipe(models: dict[str, Pipeline], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -480,6 +480,18 @@ def test_factors_with_one_side_are_no_pair(shapes: tuple[tuple[int, ...], ...]) 
     assert lora_kinds.size_of({DOWN: "a", UP: "b"}, dict(zip("ab", shapes, strict=True))) is None
 
 
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {DOWN: (4, 64), lora_kinds.BIAS: (64,)},  # half a LoRA is no bias alone
+        dict(zip(lora_kinds.HADA, ((8, 4), (4, 16), (8, 4), (3, 16)), strict=True)),
+        dict(zip(lora_kinds.KRON[1:4], ((2, 4), (3, 2), (4, 4)), strict=True)),
+    ],
+)
+def test_factors_that_do_not_fit_each_other_are_no_kind(shapes: dict[str, tuple[int, ...]]) -> None:
+    assert lora_kinds.size_of({role: role for role in shapes}, shapes) is None
+
+
 def rotation(blocks: Tensor) -> Tensor:
     """The orthogonal matrix of one block. Source: LyCORIS, ``docs/Algo-Details.md``."""
     skew, one = (blocks - blocks.T).double(), torch.eye(len(blocks), dtype=torch.float64)

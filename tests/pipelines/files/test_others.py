@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import layouts
 import published
 import pytest
@@ -15,6 +16,7 @@ from anygpu.pipelines.files.evidence import _fits
 from anygpu.pipelines.files.formats import config_of, contents, entries_in
 from anygpu.pipelines.files.single_file import Files, family_in
 from anygpu.pipelines.load.folder import load
+from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.requests import LoadRequest
 from safetensors.torch import load_file, save_file
 
@@ -100,6 +102,24 @@ def test_a_tensor_too_many_is_left_out_and_said(tiny_folder: Path, tmp_path: Pat
     assert any("left out" in line and name.rpartition(".")[0] in line for line in progress.said)
     ours = more.parts["transformer"].state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_of_models_that_lack_nothing_the_one_that_leaves_out_least_is_taken(tmp_path: Path) -> None:
+    """33 channels without guidance, which comes first, would leave out the guidance of the file too."""
+    rows = json.loads((FAMILIES["hunyuan_video"].folder / "transformer.json").read_text())
+    row = next(row for row in rows if row["name"] == "image to video, 33 channels with guidance")
+    with torch.device("meta"):
+        model = getattr(diffusers, row["config"]["_class_name"]).from_config(row["config"])
+    shapes = {name: tuple(each.shape) for name, each in model.state_dict().items()}
+    (content,) = contents(published.sparse(tmp_path / "model.safetensors", shapes | {"extra.buffer": (4,)}))
+    found = config_of(content)
+    assert found.name == row["name"] and len(found.unused) + len(content.unknown) == 1
+
+
+def test_the_task_that_a_user_says_settles_no_resolution(tmp_path: Path) -> None:
+    (content,) = contents(published.sparse(tmp_path / "model.safetensors", published.shapes("hunyuan_video_15")))
+    found = config_of(content, "text")
+    assert (found.name, found.why) == ("480p t2v", "assumed: no name around it says otherwise")
 
 
 def test_many_tensors_too_many_are_another_model(tiny_folder: Path, tmp_path: Path) -> None:

@@ -243,7 +243,7 @@ def test_a_sections_cache_is_read_and_written_back_under_its_name(tmp_path: Path
     text = Prompt("framepack", {"prompt_embeds": torch.randn(1, 5, 16), "pooled_prompt_embeds": torch.randn(1, 8)})
     name, cut = "clip_00024-021", musubi.Cut(image, 2)
     *paths, caption = musubi.save_item(tmp_path, name, latent, text, "a cat", "bfloat16", cut, lines.append)
-    assert lines == ["2 sections of 2 latent frames; the last 4 frames are left out"]
+    assert lines == ["2 sections of 2 latent frames; the video's last 4 frames are left out"]
     assert caption.name == "clip_fp_te.safetensors", "its reader looks for the item, whatever the frames"
     path = next(path for path in paths if "-0001_" in path.name)
     again = musubi.save_latent_cache(tmp_path / "again", path.name.partition("_0096x")[0], said_of(path)[0])
@@ -272,6 +272,9 @@ def test_what_cannot_be_cut_into_sections_is_said(tmp_path: Path) -> None:
         save({**latent, "musubi": {"dtype": "float32"}}, 2)
     with pytest.raises(InputError, match="a prompt of 'hunyuan_video' beside latents for 'framepack'"):
         save(latent, 2, prompt=Prompt("hunyuan_video", {"prompt_embeds": torch.zeros(1, 2, 3)}))
+    image = ImageCondition("framepack", {"end": torch.randn(1, 729, 12)}, 96, 64)  # encoded as frame -1
+    with pytest.raises(UnsupportedError, match="and a start image of FramePack"):
+        save(latent, 2)
     assert not list(tmp_path.iterdir())
 
 
