@@ -354,14 +354,14 @@ def demo(arguments: argparse.Namespace) -> int:
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. An error that the user can act on is one line on stderr."""
     words = sys.argv[1:] if words is None else words
-    return exit_code(_parser(bool({"render", "doctor"} & set(words))).parse_args(words), "anygpu", "cancelled")
+    return run_command(_parser(bool({"render", "doctor"} & set(words))).parse_args(words), "anygpu", "cancelled")
 
 
-def exit_code(arguments: argparse.Namespace, command: str, interrupted: str) -> int:
+def run_command(arguments: argparse.Namespace, command: str, interrupted: str) -> int:
     try:
         return int(arguments.run(arguments))
     except (PackError, RuntimeError, MemoryError) as error:
-        if not isinstance(error, PackError) and "fix" not in parts_of(str(error)):  # else an explained shortage
+        if not (isinstance(error, PackError) or "fix" in parts_of(str(error))):  # a shortage keeps torch's class
             raise
         print(f"{command}: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..cli import STATE, exit_code
+from ..cli import STATE, run_command
 from ..compat.device.facts import default_device, device_count, value_or
 from ..compat.errors import InputError, first_line
 from ..pipelines.records.job_folder import JOBS, JobFolder
@@ -155,7 +155,7 @@ def share_of(lines: list[str], share: str) -> list[str]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. An error that the user can act on is one line on stderr."""
-    return exit_code(_parser().parse_args(words), "anygpu-farm", "stopped; run the same command again to resume")
+    return run_command(_parser().parse_args(words), "anygpu-farm", "stopped; run the same command again to resume")
 
 
 def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:

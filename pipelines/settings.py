@@ -217,15 +217,8 @@ def complete(
     settings = _at_rate(settings, defaults.fps, progress)
     own = {name: getattr(settings, name) or getattr(defaults, name) for name in ("fps", "guidance", "cfg", "shift")}
     own["cfg_end"] = settings.cfg_end if settings.cfg or settings.cfg_end < 1.0 else defaults.cfg_end
-    settings = replace(
-        settings,
-        **own,
-        width=size.width,
-        height=size.height,
-        frames=size.frames,
-        steps=steps,
-        guidance_rescale=settings.guidance_rescale if "guidance_rescale" in family.recipes.effective else 0.0,
-    )
+    own["guidance_rescale"] = settings.guidance_rescale if "guidance_rescale" in family.recipes.effective else 0.0
+    settings = replace(settings, **own, width=size.width, height=size.height, frames=size.frames, steps=steps)
     for name in ("guidance", "cfg", "guidance_rescale", "stg"):
         if not math.isfinite(getattr(settings, name)):
             raise InputError(f"{name} {getattr(settings, name)}", expected="a number", fix="Leave it at its default.")
@@ -271,7 +264,7 @@ def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progre
     latents = settings.latents
     if latents is None or "latents" not in family.recipes.effective:
         if settings.denoise < 1.0:
-            progress.notify("denoise has no effect without latents")
+            progress.notify(f"denoise has no effect {'without latents' if latents is None else f'on {family.title}'}")
         return replace(settings, latents=None, denoise=1.0)
     require_family(latents.family, family, "the latents to start from")
     require_finite(latents.samples, "latents to start from")

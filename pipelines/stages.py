@@ -249,6 +249,8 @@ def sample(
     completed = complete(of_checkpoint(pipeline, recipe), prompt, image, settings, progress)
     require_range("stg", max(settings.stg, 0), 0, MOST_STG, "or -1 for the model's own", advice=", the usual one is 1")
     steps_of = settings.guidance_steps or guidance_steps(recipe, settings, completed.cfg)
+    if settings.stg > 0 and "stg" in family.recipes.effective and not any(step.stg for step in steps_of):
+        progress.notify("stg has no effect: no recipe names blocks that this model could leave out")
     settings = replace(completed, guidance_steps=steps_of)
     _require_image(pipeline, image, refines(settings))
     if settings.denoise < 1 and settings.sigmas is None and recipe is not None and recipe.timesteps:

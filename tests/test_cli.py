@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from anygpu import cli
-from anygpu.cli import exit_code, main
+from anygpu.cli import main, run_command
 from anygpu.compat.checkpoints.packed import as_in_files, pack
 from anygpu.compat.checkpoints.unpacking import SCALED
 from anygpu.compat.errors import sentence
@@ -68,10 +68,10 @@ def test_a_shortage_that_was_explained_is_one_line_and_another_error_is_not(caps
         raise torch.OutOfMemoryError(text or f"{explained}\nCUDA out of memory")
 
     explained = sentence("sampling ran out of memory", "20 GB", "Lower frames.")
-    assert exit_code(argparse.Namespace(run=run), "anygpu", "") == 2
+    assert run_command(argparse.Namespace(run=run), "anygpu", "") == 2
     assert capsys.readouterr().err == "anygpu: sampling ran out of memory; expected 20 GB. Lower frames.\n"
     with pytest.raises(RuntimeError, match="a fault"):
-        exit_code(argparse.Namespace(run=lambda _: run(_, "a fault")), "anygpu", "")
+        run_command(argparse.Namespace(run=lambda _: run(_, "a fault")), "anygpu", "")
 
 
 def test_a_video_of_one_colour_is_a_fault(monkeypatch, capsys):

@@ -29,7 +29,9 @@ from anygpu.compat.probe_results import probe_results_of
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.paint import loading as paint_loading
 from anygpu.pipelines.base import Latents
+from anygpu.pipelines.family import GuidanceStep, Recipe
 from anygpu.pipelines.files.single_file import Files
+from anygpu.pipelines.forecast import seconds
 from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.latents import recovery as store
 from anygpu.pipelines.latents.convert import to_core
@@ -305,10 +307,11 @@ def paced(rate: float = 1e6) -> None:
         probe_results_of(facts_for("cpu"), state).remember(f"rates of float32 values, heads of {heads}", pace.copy)
 
 
-def test_guidance_is_priced_as_its_widgets_have_it(pack, tiny_folder):
-    """A 0 that is a choice, such as no STG, is one."""
+def test_guidance_is_priced_as_its_widgets_have_it(pack, tiny_folder, monkeypatch):
+    """A 0 that is a choice, such as no STG, is one; without blocks to leave out STG takes nothing."""
     weights_on(pack, tiny_folder, "ltx", "LTX-Video")
     paced()
+    rows = GuidanceStep(0.0, 3.0, 0.0, 0.0, (1,))
 
     def told(**inputs: float) -> float:
         body = graph_of()
@@ -318,8 +321,10 @@ def test_guidance_is_priced_as_its_widgets_have_it(pack, tiny_folder):
         return found["seconds"]["sampling"]
 
     plain, alone = told(), told(cfg=1.0)
-    assert alone < told(cfg_end=0.3) < told(cfg_end=0.6) < plain == told(stg=0.0) < told(stg=1.0)
+    assert alone < told(cfg_end=0.3) < told(cfg_end=0.6) < plain == told(stg=0.0) == told(stg=1.0)
     assert told(cfg_end=0.0) == told(cfg_start=1.0) == alone
+    monkeypatch.setattr(seconds, "recipe_of", lambda *_: Recipe("", "", 10, (rows,)))
+    assert plain == told(stg=0.0) < told(stg=1.0)
 
 
 def test_a_run_from_latents_is_told_at_their_size_and_by_the_recipe_of_its_pass(pack, tiny_folder):

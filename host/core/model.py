@@ -89,14 +89,14 @@ class FittedNetwork:
         seen = self._seen(model, network)
         run = functools.partial(self._run, executor, network, seen, (x, *args), kwargs)
         output, line, held, sizes = None, "", True, self._calibration(model, network, seen)
-        if sizes is None or not sizes.sizes:
+        if sizes is None or not sizes.sizes:  # nothing is measured yet, or nothing is to be
             output, line = self._run_safe(run, seen, network, sizes)
         if sizes is not None and seen.takes_plain and sizes.is_plain(network):
-            again = output is not None
+            again = output is not None  # this call was measured, and is made once more in plain fp16
             output, line, held = self._run_plain(run, seen, network, sizes)
-            if again or not held:
+            if again or not held:  # two for one step, which core's EasyCache would take for two steps
                 compute_next(args, kwargs)
-        elif output is None:
+        elif output is None:  # measured, and too large for plain fp16
             output, line = self._run_safe(run, seen, network, None)
         if line and line != seen.line:
             self.tell(line)

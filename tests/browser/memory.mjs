@@ -112,20 +112,23 @@ async function streams({ page }) {
 
 /** Asks about the graph as it is, and holds the answer back until the function that this returns is called. */
 async function heldBack(page) {
-  let release;
-  const held = new Promise((done) => (release = done));
-  await page.route(/anygpu\/graph/, async (route) => {
-    const response = await route.fetch();
-    await held;
-    await route.fulfill({ response });
-  }, { times: 1 });
-  const asked = page.waitForRequest(/anygpu\/graph/);
+  await page.evaluate(() => {
+    const own = window.fetch;
+    const held = new Promise((done) => (window.release = done));
+    window.asked = false;
+    window.fetch = async (...given) => {
+      if (!String(given[0]).includes("anygpu/graph")) return own(...given);
+      window.fetch = own;
+      const answer = await own(...given);
+      window.asked = true;
+      await held;
+      return answer;
+    };
+  });
   await page.getByRole("button", { name: "Refresh" }).click();
-  await asked;
+  await page.waitForFunction(() => window.asked);
   return async () => {
-    const answered = page.waitForResponse(/anygpu\/graph/);
-    release();
-    await answered;
+    await page.evaluate(() => window.release());
     await page.waitForTimeout(500); // until it would be shown
   };
 }

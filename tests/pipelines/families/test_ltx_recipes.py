@@ -175,8 +175,11 @@ def test_each_call_of_the_transformer_is_counted(
     assert [*chain(*batches_of(pipeline, run.settings))] == ran
 
 
-def test_without_blocks_to_leave_out_no_forward_is_asked_for() -> None:
+def test_without_blocks_to_leave_out_no_forward_is_asked_for(models: dict[str, Pipeline], recorded: Any) -> None:
     """A model with fewer blocks than the recipe's has none of them."""
+    progress = recorded()
+    stages.sample(models["shifted"], prompt(), None, replace(SETTINGS, frames=9, steps=2, stg=2.0), progress)
+    assert "stg has no effect: no recipe names blocks that this model could leave out" in progress.said
     (row,) = guidance_steps(Recipe("", "", 2, (GuidanceStep(0.0, 3.0, 1.0, 0.7),)), replace(SETTINGS, stg=2.0), 3.0)
     assert (row.cfg, row.stg, row.rescale) == (3.0, 0.0, 0.0)
 
