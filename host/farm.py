@@ -26,7 +26,7 @@ from ..pipelines.records.job_folder import SUFFIXES, JobFolder, lines_of
 from ..pipelines.records.job_lists import PICTURES, JobList, write_list
 from ..pipelines.records.places import Places
 from .api import InputImpl
-from .folders import AUTO, adapter_path, base_path, paint_path, paint_provider_folder, stamp, state_folder
+from .folders import AUTO, adapter_path, base_path, paint_path, paint_provider_folder, state_folder
 from .progress import NodeProgress
 
 OWN, ROOTS, NONE = "output/farm", "anygpu_farm", "none"  # in ComfyUI's output folder; a key of extra_model_paths.yaml
@@ -91,12 +91,6 @@ def input_folder(name: str) -> Path:
         expected, fix = "a folder with some in ComfyUI's input folder", "Put one there and press R."
         raise CheckpointError(f"no folder of pictures or meshes {name!r}", expected=expected, fix=fix)
     return Path(folder_paths.get_input_directory()) / name
-
-
-def folder_stamp(*names: str) -> Any:
-    """Value that changes with the files in folders of :func:`picture_folders`; any other name stands for none."""
-    root, listed = Path(folder_paths.get_input_directory()), {*picture_folders(), *picture_folders(MESH_FILES)} - {NONE}
-    return stamp(*(root / name for name in listed.intersection(names)))
 
 
 def queue_meshes(
@@ -308,7 +302,7 @@ def _farm(address: str, progress: NodeProgress) -> Iterator[_Farm]:
             farm = _Farm(ray, ray.get_actor(GATEWAY, namespace=NAMESPACE), progress)
         except ValueError as error:
             expected = "`anygpu-farm watch` on one of its machines"
-            fix = "Run there: anygpu-farm watch FOLDER --address auto."
+            fix = "Run there: anygpu-farm watch FOLDER --address auto." if ours else "End the Ray of another pack here."
             raise InputError(f"no farm in the cluster at {address!r}", expected=expected, fix=fix) from error
         if not farm.answer(farm.gateway.ready.remote()):
             found = f"a farm at {address!r} that asks for no token"

@@ -30,7 +30,7 @@ from .families import latent_format_of
 from .folders import saved_folder, unfinished_folder
 from .preview import preview_method, previewer_for, rough_previewer
 from .server import paused
-from .server.panel import NodeRun, memory_now, stop, window
+from .server.panel import NodeRun, memory_now, on_canvas, stop, window
 
 if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
     from ..paint.sampling.painting import Painted
@@ -63,7 +63,7 @@ def send(node_id: str, text: str, entry: dict[str, Any]) -> None:
     client = window()
     if client is None:
         return
-    server = PromptServer.instance
+    server, node_id = PromptServer.instance, on_canvas(node_id)
     prompt = getattr(server, "last_prompt_id", "")  # of the one that runs
     server.send_sync(EVENT, {"prompt_id": prompt, "node": node_id, "entry": entry, "memory": memory_now()}, client)
     server.send_progress_text(text.replace("->", "→").translate(LIKE).replace("\n", BREAK), node_id, sid=client)

@@ -67,7 +67,7 @@ def used_folders(model: str, base: str, image_encoder: str) -> list[Path]:
         request = folder_request({"model": model, "base": base, "image_encoder": image_encoder})
         given = {"base": request.base, "image_encoder": request.image_encoder}
         return [request.model, *part_folders(request.model, given, request.search, Silent())[1].values()]
-    except PackError:
+    except (PackError, TypeError, AttributeError):  # ComfyUI says None where an input is linked
         return []
 
 

@@ -113,8 +113,8 @@ class ComposePipeline(io.ComfyNode):
 
 
 def trace_file(inputs: Mapping[str, Any]) -> Path | None:
-    folder, name = saved.target_folder("profiles/AnyGPU")
-    return folder / f"{name}.json" if inputs.get("profile") else None
+    place = saved.target_folder("profiles/AnyGPU", "profile") if inputs.get("profile") else None
+    return place and place[0] / f"{place[1]}.json"
 
 
 def load_outputs(request: LoadRequest, progress: NodeProgress) -> io.NodeOutput:

@@ -93,9 +93,10 @@ class PaintCameras(io.ComfyNode):
         from ..paint.geometry.cameras import camera_table
 
         progress = PaintProgress(cls.hidden.unique_id)
-        table = camera_table(azimuths, elevations, weights, ortho_scale)
         if choose == GREEDY:
             table = texturing.greedy_cameras(mesh and meshes.from_core(mesh), max_views, progress, memory_manager.compute_device())
+        else:
+            table = camera_table(azimuths, elevations, weights, ortho_scale)
         progress.finish("\n".join(f"{camera.azimuth:g}, {camera.elevation:g}: {camera.weight:g}" for camera in table))
         return io.NodeOutput(table, len(table))
 

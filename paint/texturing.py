@@ -85,6 +85,7 @@ def maps_of(
     table = views_for(family, cameras)
     flat = family == "paint_pbr" if normals == "auto" else normals == "flat"
     what, fix = f"rendering maps of {size} pixels", "Lower size, view_size or texture_size."
+    roomy(HOST, 29 * len(table) * size**2, str)
     with Checked((progress or Silent()).check), explained(what, device or HOST, fix):
         surface = Surface.of(mesh, device, table.frame)
         return rendered_maps(surface, table, size, flat, collected=HOST), table, surface
@@ -191,7 +192,7 @@ def roomy(device: torch.device | None, needed_bytes: int, notify: Callable[[str]
         return device
     found, needed = f"{free / GIBIBYTE:.1f} GB free", f"{needed_bytes / GIBIBYTE:.1f} GB"
     if on_host:
-        raise UnsupportedError(f"{found} in memory", expected=f"{needed} for the texture", fix="Use a smaller texture.")
+        raise UnsupportedError(f"{found} in memory", expected=needed, fix="Use a smaller texture, or fewer pixels.")
     notify(f"computed on the CPU: {found} on the device, {needed} needed")
     return roomy(HOST, needed_bytes, notify)
 
@@ -227,6 +228,8 @@ def references_of(
     The PBR model takes them as they are: it was taught with shading, and finds the light itself. MV-Adapter paints the
     light that they have, and has a square of its own."""
     if pipeline.family in ("paint_pbr", "mv_adapter"):
+        if delight is not None:
+            progress.notify("delight has no effect on this model")
         return pictures
     centred = [recentred(picture) for picture in pictures]
     return centred if delight is None else [delight_image(delight, each, settings, progress) for each in centred]

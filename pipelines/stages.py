@@ -247,6 +247,7 @@ def sample(
         progress.notify(f"decoded frames are resized to {settings.width}x{settings.height}")
         settings = replace(settings, width=settings.latents.width, height=settings.latents.height)  # a picture's too
     completed = complete(of_checkpoint(pipeline, recipe), prompt, image, settings, progress)
+    _require_channels(pipeline, completed.latents)
     require_range("stg", max(settings.stg, 0), 0, MOST_STG, "or -1 for the model's own", advice=", the usual one is 1")
     steps_of = settings.guidance_steps or guidance_steps(recipe, settings, completed.cfg)
     if settings.stg > 0 and "stg" in family.recipes.effective and not any(step.stg for step in steps_of):
@@ -295,6 +296,14 @@ def sample_framepack(
 
 
 @explaining(DECODING)
+def _require_channels(pipeline: Pipeline, latents: Latents | None) -> None:
+    """Raise InputError for latents that the pipeline's VAE could not have made."""
+    expected = int(pipeline.configs.get("vae", {}).get("latent_channels", 0))
+    if latents is not None and (latents.samples.ndim != 5 or expected not in (0, latents.samples.shape[1])):
+        found, fix = f"latents of shape {tuple(latents.samples.shape)}", "Use them with the model that made them."
+        raise InputError(found, expected=f"(1, {expected}, T, H, W) for {pipeline.spec.title}", fix=fix)
+
+
 def decode(
     pipeline: Pipeline,
     latents: Latents,
@@ -313,11 +322,7 @@ def decode(
     """
     family = pipeline.spec
     require_family(latents.family, family, "these latents")
-    expected = int(pipeline.configs["vae"].get("latent_channels", latents.samples.shape[1]))
-    if latents.samples.ndim != 5 or latents.samples.shape[1] != expected:
-        found = f"latents of shape {tuple(latents.samples.shape)}"
-        fix = "Decode them with the model that made them."
-        raise InputError(found, expected=f"(1, {expected}, T, H, W) for {family.title}", fix=fix)
+    _require_channels(pipeline, latents)
     form = form or DecodeRequest(method)
     smallest = form.method in ("auto", "streaming", "cpu", DRAFT)
     hint = "" if smallest else "set method to auto, which continues in smaller parts"

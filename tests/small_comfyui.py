@@ -320,6 +320,7 @@ def modules(base: Path) -> dict[str, ModuleType]:
     directories = {f"get_{name}_directory": (lambda path=path: str(path)) for name, path in folders.items()}
     context = SimpleNamespace(prompt_id="prompt", node_id=ComfyNode.hidden.unique_id)
     graph = SimpleNamespace(has_node=lambda _id: True, get_node=lambda _id: {"class_type": "AnyGPUDoctor"})
+    graph.get_display_node_id = lambda node_id: node_id
     ui = SimpleNamespace(
         PreviewImage=lambda pictures, cls=None: pictures,
         SavedImages=lambda saved, is_animated: (saved[0], is_animated),

@@ -746,16 +746,32 @@ def test_the_menu_holds_what_most_people_need(core: ComfyUI) -> None:
     assert made[0].node_id == "AnyGPULoadPipeline" and not {"AnyGPULoadPipeline", "AnyGPUFit"} & hidden
 
 
-@pytest.mark.parametrize(("name", "file"), [("pictures", "fox.png"), ("meshes", "fox.glb")])
-def test_a_file_more_in_its_folder_queues_jobs_again(core: ComfyUI, name: str, file: str) -> None:
-    """ComfyUI answers from its cache where this is the same. A name outside its input folder is no folder."""
-    folder = Path(core.module("host.farm").folder_paths.get_input_directory()) / "foxes"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / file).touch()
-    stamp = core.module("nodes.farm").QueueJobs.fingerprint_inputs
-    before, outside = stamp(**{name: "foxes"}), stamp(**{name: "../input/foxes"})
-    (folder / f"another {file}").touch()
-    assert stamp(**{name: "foxes"}) != before and stamp(**{name: "../input/foxes"}) == outside
+def test_jobs_that_failed_are_queued_again_by_the_next_run(core: ComfyUI) -> None:
+    """ComfyUI would answer from its cache where the fingerprint is the same."""
+    queued = core.module("nodes.farm").QueueJobs
+    assert queued.fingerprint_inputs(like="none") != queued.fingerprint_inputs(like="none")
+
+
+def test_what_a_node_expands_into_is_told_under_the_node_itself(core: ComfyUI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as Texture Mesh, which unwraps a mesh without UVs: the canvas has no node of the inner one's id."""
+    panel, progress = core.module("host.server.panel"), core.module("host.progress")
+    graph = SimpleNamespace(get_display_node_id=lambda name: name.partition(".")[0])
+    monkeypatch.setattr(panel, "get_progress_state", lambda: SimpleNamespace(dynprompt=graph))
+    progress.NodeProgress("12.0.0.2").finish("painted")
+    assert core.messages.events[-1][0]["node"] == "12" and panel.last_run()["nodes"]["12"]["status"] == "painted"
+    progress.NodeProgress("12.0.0.2")
+    assert panel.stop("12.0.0.2", "cancelled")["status"] == "cancelled"
+
+
+def test_a_model_or_a_mesh_by_a_link_has_a_fingerprint(core: ComfyUI) -> None:
+    """ComfyUI says None for it; an error would run everything again each time."""
+    assert core.module("host.requests").used_folders(None, None, None) == []
+    assert core.module("host.meshes").file_stamp(None) is None
+
+
+def test_greedy_cameras_need_no_lists(core: ComfyUI) -> None:
+    with pytest.raises(InputError, match="no mesh for greedy cameras"):
+        core.run("PaintCameras", choose="greedy", azimuths="", elevations="", weights="")
 
 
 def test_an_input_that_is_left_out_has_the_value_that_its_schema_says(core: ComfyUI) -> None:

@@ -120,6 +120,7 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
     )
     saved = SimpleNamespace(file_named=lambda kind, name: tmp_path / "input" / name)
     server = SimpleNamespace(prompt_queue=queue, client_id=None)
+    canvas = SimpleNamespace(get_display_node_id=lambda node_id: node_id)
     stand_ins = {
         "anygpu.host.recovery": kept,
         "anygpu.host.saved": saved,
@@ -127,6 +128,7 @@ def pack(tmp_path, monkeypatch) -> Iterator[Pack]:
         "server": SimpleNamespace(PromptServer=SimpleNamespace(instance=server)),
         "comfy_execution": ModuleType("comfy_execution"),
         "comfy_execution.utils": SimpleNamespace(get_executing_context=lambda: None),
+        "comfy_execution.progress": SimpleNamespace(get_progress_state=lambda: SimpleNamespace(dynprompt=canvas)),
         "anygpu.host.memory_manager": memory,
         "anygpu.host.model_files": files,
     }

@@ -1,5 +1,5 @@
-// Folds the advanced inputs of our nodes in the classic canvas, as Nodes 2.0 does by itself. A widget that is linked or
-// has another value than its default stays visible. Order and values of the widgets are as before, so files are too.
+// Folds the advanced inputs of our nodes in the classic canvas, as Nodes 2.0 does itself, but for linked widgets and those
+// that are not at their default. Order and values stay, so files do.
 import { app } from "../../scripts/app.js";
 
 const ALWAYS = "Comfy.Node.AlwaysShowAdvancedWidgets";

@@ -36,7 +36,8 @@ export function bytes(count) {
 export function seconds(count) {
   if (count < 10) return `${count.toFixed(1)} s`;
   if (count < 100) return `${count.toFixed(0)} s`;
-  return `${Math.floor(count / 60)} min ${Math.round(count % 60)} s`;
+  const whole = Math.round(count);
+  return `${Math.floor(whole / 60)} min ${whole % 60} s`;
 }
 
 /** A table with column headings; the first cell of each row is the row's heading. */

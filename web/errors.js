@@ -1,6 +1,5 @@
-// Shows errors of our nodes as a notice: what was found, what was expected, what to do, and a button that goes to the node;
-// in App mode also what a demo model drew otherwise.
-// It goes with the graph that it is about, with the next Run, and on Escape.
+// Shows errors of our nodes as a notice, and in App mode what a demo model drew otherwise. It goes with its graph, with
+// the next Run, and on Escape.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 

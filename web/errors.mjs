@@ -41,6 +41,6 @@ export async function noticeOf({ exception_message: message = "", exception_type
     `${memory ? "Out of memory" : "Stopped"}: ${title}`,
     dismiss,
     terms(rows.filter(([, text]) => text)),
-    make("footer", {}, press && button(press, () => run(it)), jump, copyButton(message.trim()), make("a", { href: HELP, target: "_blank", rel: "noopener" }, "Troubleshooting")),
+    make("footer", {}, press && isOpen(prompt) && button(press, () => run(it)), jump, copyButton(message.trim()), make("a", { href: HELP, target: "_blank", rel: "noopener" }, "Troubleshooting")),
   );
 }

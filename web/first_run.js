@@ -1,5 +1,5 @@
-// Under the load node: while no model is installed, which one fits; and a button that downloads the published model that
-// is chosen and is not here. AnyGPU Download Model does it, queued by itself, with its progress under this node.
+// Under the load node: which model fits, while none is installed; and a button that queues AnyGPU Download Model for the
+// published one that is chosen and is not here, with its progress under this node.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 

@@ -19,7 +19,9 @@ export function nodeOf(id) {
 
 /** Set an input; run. */
 export function run({ node, input, value }) {
-  for (const { widgets } of app.graph.findNodesByType(node)) widgets.find(w => w.name === input).value = value;
+  const root = app.rootGraph ?? app.graph;
+  for (const graph of [root, ...(root.subgraphs?.values() ?? [])])
+    for (const { widgets } of graph.findNodesByType(node)) widgets.find(w => w.name === input).value = value;
   app.queuePrompt(0);
 }
 

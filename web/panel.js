@@ -1,4 +1,4 @@
-// The side bar tab. Its code, its style and all data are fetched only when it is opened.
+// The side bar tab. Code, style and data are fetched only when it is opened.
 import { app } from "../../scripts/app.js";
 
 let tab = null; // while it is open
@@ -16,7 +16,7 @@ app.registerExtension({
       render: async (element) => {
         const { open } = await import("./panel.mjs");
         tab?.close();
-        tab = open(element);
+        tab = element.isConnected ? open(element) : null; // closed meanwhile
       },
       destroy: () => {
         tab?.close();

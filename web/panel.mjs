@@ -1,4 +1,4 @@
-// The content of the tab. It calls the pack's routes and listens to its events, and computes nothing itself.
+// The content of the tab, from the pack's routes and events; it computes nothing itself.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { ask } from "./ask.mjs";
@@ -323,8 +323,8 @@ export function open(element) {
     });
   const refreshRun = () =>
     guarded(parts.run, async () => {
-      last = await ask(`/run?client_id=${api.clientId}`);
-      showRun();
+      const [before, found] = [last, await ask(`/run?client_id=${api.clientId}`)];
+      if (last === before) showRun((last = found)); // else another began
     });
   const refreshRest = () => {
     void refreshRun();

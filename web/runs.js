@@ -1,5 +1,5 @@
-// Which workflow each run of this window is of. Texts and previews of our nodes are kept from core while another workflow
-// is open: core would show them under whatever node has that id there.
+// Which workflow each run of this window is of. Texts and previews of our nodes are kept from core while another one is
+// open, where a node of that id may be any.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 

@@ -1,5 +1,4 @@
-// Titles, descriptions, tags and order of our workflows in the template browser: core lists a pack's by file name
-// alone, so they join the list of its own.
+// Titles, descriptions, tags and order of our templates: core lists a pack's by file name, so they join its own list.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 

@@ -97,8 +97,7 @@ class ModelDevice:
             query = torch.zeros(1, 1, TOKENS, HEAD_WIDTH, dtype=dtype, device=self.facts.device)
             mask = torch.zeros(1, 1, TOKENS, TOKENS, dtype=dtype, device=self.facts.device)
             kernel = fused_kernel(query, query, query) and fused_kernel(query, query, query, mask)
-            fused = bool(kernel) and dtype not in chosen.avoided
-            self._kernels[dtype] = Kernels(chosen, fused)
+            self._kernels[dtype] = Kernels(chosen, bool(kernel) and dtype not in chosen.avoided)
         return self._kernels[dtype]
 
 
@@ -142,8 +141,7 @@ def fit_for(
     if precision == SAFE:
         precision_for(PLAIN, machine.facts, SAFE, machine.probes, offered)  # which refuses what this device cannot do
     safe, compute, decided = _precision(machine, dtype, precision, unfit)
-    operands = FP16 if safe else compute or dtype
-    bounded, attention_decision = _attention(machine, operands, attention, safe)
+    bounded, attention_decision = _attention(machine, FP16 if safe else compute or dtype, attention, safe)
     narrow = machine.abilities.transformer(NAMES[FP16])
     plain = safe and precision == AUTO and bounded is not None and narrow.usable and not narrow.costly
     return Fit(safe=safe, dtype=compute, attention=bounded, decisions=(decided, attention_decision), plain=plain)

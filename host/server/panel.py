@@ -8,6 +8,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from comfy_execution.progress import get_progress_state
 from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
@@ -108,7 +109,7 @@ class NodeRun:
         self._stage = ""
         if node_id is not None:
             context = get_executing_context()
-            _enter(node_id, "" if context is None else context.prompt_id, self.entry)
+            _enter(on_canvas(node_id), "" if context is None else context.prompt_id, self.entry)
 
     def step(self, stage: str) -> None:
         self._stage = stage
@@ -143,6 +144,11 @@ def last_run(client: str | None = None) -> dict[str, Any]:
     return {**last, "costs": costs, "changed": compared and {**asdict(compared), "headline": compared.headline}}
 
 
+def on_canvas(node_id: str | None) -> str | None:
+    """The node that is on the canvas for one that another node has expanded into."""
+    return get_progress_state().dynprompt.get_display_node_id(node_id)  # type: ignore[no-any-return]
+
+
 def window() -> str | None:
     """The window that queued the prompt; None without a client."""
     return getattr(getattr(PromptServer, "instance", None), "client_id", None)
@@ -150,14 +156,14 @@ def window() -> str | None:
 
 def stop(node_id: str | None, how: str) -> dict[str, Any] | None:
     with _lock:
-        entry = _last["nodes"].get(node_id)
+        entry = _last["nodes"].get(on_canvas(node_id))
         if entry is None or entry["done"]:
             return None
         entry.update(status=f"{how} at {entry['status']}" if entry["status"] else how, done=True)
         return dict(entry)
 
 
-def _enter(node_id: str, prompt: str, entry: dict[str, Any]) -> None:
+def _enter(node_id: str | None, prompt: str, entry: dict[str, Any]) -> None:
     with _lock:
         if _last["prompt"] != prompt:
             _last.update(prompt=prompt, client=window(), began=time.time(), nodes={})

@@ -116,7 +116,8 @@ class Surface:
         low, high = float(used.min()), float(used.max())
         if low < -UV_TOLERANCE or high > 1 + UV_TOLERANCE:
             found = f"UVs from {low:.3g} to {high:.3g}"
-            raise InputError(found, expected="0 to 1, because tiles and UDIMs cannot be painted", fix=UNWRAP)
+            fix = f"{UNWRAP} A texture that the mesh has is lost by it."
+            raise InputError(found, expected="0 to 1, because tiles and UDIMs cannot be painted", fix=fix)
         uvs = torch.nan_to_num(self.uvs).clamp(0, 1)
         if not bool((uv_areas(uvs, self.faces) > 0).any()):
             raise InputError("UVs without area", expected="a place in the texture for every face", fix=UNWRAP)
@@ -396,7 +397,7 @@ def material_of(scene: Any, mesh: Any, path: Path) -> tuple[dict[str, Tensor], d
     A damaged picture is left out: the shape is what matters."""
     factors, elsewhere, without = settings_of(path)
     given = [getattr(geometry.visual, "material", None) for geometry in scene.geometry.values()]
-    material = getattr(getattr(mesh, "visual", None), "material", None)
+    material = getattr(visual := getattr(mesh, "visual", None), "material", None)
     for name in FACTORS:
         value = getattr(material, name, None)
         if value is not None:  # trimesh has the base colour's in eight bits
@@ -417,6 +418,7 @@ def material_of(scene: Any, mesh: Any, path: Path) -> tuple[dict[str, Tensor], d
     left = "textures that are damaged, on other UVs, or that several materials cannot share, are left out"
     notes = [f"{left}: {', '.join(lost)}"] if lost else []
     notes += [f"settings of the material are left out: {', '.join(sorted(without))}"] if without else []
+    notes += ["colours of vertices are left out"] if getattr(visual, "kind", "") == "vertex" else []
     return maps, factors, notes
 
 

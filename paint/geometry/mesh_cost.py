@@ -206,7 +206,8 @@ def _gltf_cost(path: Path, header: Mapping[str, Any], check: Check) -> int:
 
 def _built(path: Path, primitive: Mapping[str, Any], accessors: list[Any], sizes: list[int]) -> int:
     """Bytes of one primitive: 64 bits for each number of its vertices and faces."""
-    attributes, indices = primitive["attributes"], primitive.get("indices")
+    attributes, indices, mode = primitive["attributes"], primitive.get("indices"), primitive.get("mode", 4)
+    _limited(path, int(mode == 6), 0, "triangle fans", "Export it as triangles.")  # trimesh leaves them out
     for name, index in (("indices", indices), *((name, attributes.get(name)) for name in ("POSITION", "TEXCOORD_0"))):
         if index is None:
             continue
@@ -214,8 +215,7 @@ def _built(path: Path, primitive: Mapping[str, Any], accessors: list[Any], sizes
         if wrong == "sparse" or (wrong and name == "POSITION"):  # trimesh passes over both: a wrong mesh
             raise _impossible(path, f"{wrong} {name}", "plain numbers", "Export it without them.")
     corners = accessors[attributes["POSITION"] if indices is None else indices]["count"]
-    faces = corners / 3 if primitive.get("mode", 4) == 4 else corners
-    return int(2 * sum(sizes[index] for index in attributes.values()) + 24 * faces)
+    return int(2 * sum(sizes[index] for index in attributes.values()) + 24 * (corners / 3 if mode == 4 else corners))
 
 
 def _times_shown(path: Path, header: Mapping[str, Any], check: Check) -> Counter[int]:

@@ -248,10 +248,10 @@ def size_of(names: Mapping[str, str], tensors: Shapes) -> Size | None:
     flat = any(len(shapes[role]) < 2 for role in (DOWN, UP, *HADA, *KRON) if role in shapes)
     empty = any(not shape or not math.prod(shape) for role, shape in shapes.items() if role != ALPHA)
     unmatched = not flat and not shapes.keys().isdisjoint((DOWN, UP)) and _low_rank_size(shapes) is None  # or a half
-    unmatched |= PEFT_BIAS in shapes and shapes[PEFT_BIAS] != shapes.get(UP, ())[:1]
     if MIDDLE in shapes or flat or empty or unmatched or math.prod(shapes.get(ALPHA, ())) != 1:
         return None
-    return next((size for kind in KINDS if (size := kind.size(shapes)) is not None), None)
+    size = next((size for kind in KINDS if (size := kind.size(shapes)) is not None), None)
+    return size if size and all(shapes[role] == size[:1] for role in BIASES & shapes.keys()) else None
 
 
 def is_narrower(down: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -169,8 +169,8 @@ class VaeRunner:
             for name in others:
                 self.pipeline.offloader.release(name)
             empty_cache(self.device)
-            if work is not None and kind != MEMORY:
-                work.begin()  # what was computed wrongly is not kept
+            if work is not None and (kind != MEMORY or (after.on_host and plan.causal)):
+                work.begin()  # what was computed wrongly is not kept, nor what the layers of another copy remember
             what = {MEMORY: "ran out of memory", KERNEL: f"failed ({text})"}.get(kind, f"gave {text}")
             again = f"without {', '.join(others)} on the device" if others else str(after)
             progress.notify(f"{stage} {plan.method} {what}: again {again}")
@@ -244,7 +244,7 @@ class VaeRunner:
             networks = nn.ModuleDict({"vae": self._vae})
             fault = not_finite if text == BROKEN else one_colour
             finding = examine(networks, lambda: run(self._vae, self._transfer), fault)
-        except DEVICE_ERRORS:  # what is known is told without it
+        except (*DEVICE_ERRORS, InvalidOutputError):  # what is known is told without it
             return ""
         finally:
             self._close()

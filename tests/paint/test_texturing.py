@@ -51,6 +51,19 @@ def test_each_model_gets_the_normals_it_was_taught(family, normals, flat):
     assert torch.equal(maps.normal, rendered_maps(surface, DEFAULT_VIEWS, 64, flat).normal)
 
 
+def test_maps_that_the_host_has_no_room_for_are_refused(monkeypatch):
+    monkeypatch.setattr(texturing, "host_free_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(texturing, "swap_free_bytes", lambda: 0)
+    with pytest.raises(UnsupportedError, match=r"1.0 GB free in memory; expected 10.9 GB"):
+        texturing.maps_of(box(), None, None, "auto", 8192)
+
+
+def test_a_delight_model_that_a_family_does_not_take_is_named(recorded):
+    progress, pipeline = recorded(), SimpleNamespace(family="mv_adapter")
+    assert texturing.references_of(pipeline, [PICTURE], object(), None, progress) == [PICTURE]
+    assert progress.said == ["delight has no effect on this model"]
+
+
 def test_unknown_normals_and_greedy_without_a_mesh_are_one_line():
     with pytest.raises(InputError, match="normals 'x'; expected one of auto, smooth, flat"):
         texturing.maps_of(box(), None, None, "x", 64)
@@ -90,7 +103,7 @@ def test_a_device_without_room_leaves_baking_to_the_cpu(monkeypatch, recorded):
     monkeypatch.setattr(texturing, "host_free_bytes", lambda: 1 << 28)
     monkeypatch.setattr(texturing, "swap_free_bytes", lambda: 1 << 27)
     for where in (None, HOST, device):
-        with pytest.raises(UnsupportedError, match=r"0.4 GB free in memory; expected 0.5 GB for the texture. Use a sm"):
+        with pytest.raises(UnsupportedError, match=r"0.4 GB free in memory; expected 0.5 GB. Use a sm"):
             texturing.roomy(where, 1 << 29, progress.notify)
     monkeypatch.setattr(texturing, "swap_free_bytes", lambda: 1 << 29)
     assert texturing.roomy(None, 1 << 29, progress.notify) is None

@@ -179,6 +179,14 @@ def test_inputs_without_effect_are_named(mochi, prompt, recorded):
     assert "denoise has no effect without latents" in progress.said
 
 
+def test_latents_of_another_vae_are_refused_before_sampling(mochi, prompt):
+    latents = Latents(torch.zeros(1, 16, 2, 8, 8), mochi.family, "text", 7, 64, 64, 30.0, 0)
+    with pytest.raises(
+        InputError, match=r"latents of shape \(1, 16, 2, 8, 8\); expected \(1, 12, T, H, W\) for Mochi 1"
+    ):
+        sample(mochi, prompt, Silent(), latents=latents)
+
+
 def test_what_other_inputs_overrule_is_named(mochi, prompt, recorded):
     progress = recorded()
     has_negative = stages.encode_prompt(mochi, PromptRequest("a", "blurry", template_crop=3), progress)

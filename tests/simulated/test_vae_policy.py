@@ -341,6 +341,24 @@ def test_out_of_memory_goes_layer_by_layer_and_then_to_the_cpu(acc, tiny_folder,
     assert accelerator.memory().allocated_bytes == 0
 
 
+def test_on_the_cpu_a_causal_decoder_s_chunks_begin_again(acc, tiny_folder, reference, recorded, unplanned):
+    """The frames before are remembered by layer, and the layers there are another copy's."""
+    pipeline, calls, most = loaded_on(acc, "mochi", tiny_folder, dtype=torch.float32), [], [10**9]
+    latents, form = latents_for(pipeline), DecodeRequest("chunked")
+
+    def run_out(name, arguments):
+        calls.append(name)
+        if len(calls) > most[0]:
+            raise torch.OutOfMemoryError("out of memory")
+
+    with accelerator.hook("aten::convolution*", before=run_out):
+        stages.decode(pipeline, latents, Silent(), form=form)
+        most[0], calls[:] = len(calls) // 2, []
+        frames = stages.decode(pipeline, latents, progress := recorded(), form=form)
+    assert "on the CPU" in progress.said[-1]
+    assert distance(frames, reference("mochi")) < ROUNDING
+
+
 def test_out_of_memory_takes_the_other_parts_off_first(acc, tiny_folder, reference, recorded, unplanned):
     pipeline, progress = loaded_on(acc, "mochi", tiny_folder, "none", torch.float32), recorded()
     latents = latents_for(pipeline)

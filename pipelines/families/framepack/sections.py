@@ -270,7 +270,7 @@ def by_span(request: PromptRequest) -> tuple[PromptRequest, list[dict[str, Tenso
     if not (found := seconds or numbered(request.text, request.sections)):
         return request, []
     texts = tuple(words or found[0][2] for *_, words in found)
-    spans = [{SPAN if seconds else PLACES: torch.tensor(each[:2])} for each in found]
+    spans = [{SPAN if seconds else PLACES: torch.tensor([each[:2]])} for each in found]
     return replace(request, text=found[0][2], sections=texts), spans
 
 
@@ -311,7 +311,7 @@ def shown_in(places: Sequence[Sequence[float]], plan: Plan) -> list[int]:
 
 def shown(prompts: Sequence[Mapping[str, Tensor]], plan: Plan, seconds: float) -> list[Mapping[str, Tensor]]:
     """The prompt of each section, by its place, of ``prompts`` by time or number; empty for others."""
-    spans = [to_host(each[name]).tolist() for each in prompts for name in (SPAN, PLACES) if name in each]
+    spans = [to_host(each[name]).flatten().tolist() for each in prompts for name in (SPAN, PLACES) if name in each]
     if not spans:
         return []
     plain = [{name: tensor for name, tensor in each.items() if name not in (SPAN, PLACES)} for each in prompts]

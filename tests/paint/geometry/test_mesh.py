@@ -361,6 +361,21 @@ if find_spec("trimesh"):
         (tmp_path / "parts.glb").write_bytes(glb({"meshes": [{"primitives": parts}]}))
         assert len(load_mesh(tmp_path / "parts.glb")[0].faces) == 1
 
+    def test_triangle_fans_which_trimesh_would_leave_out_are_refused(tmp_path):
+        parts = [{"attributes": {"POSITION": 0}, "mode": mode} for mode in (4, 6)]
+        (tmp_path / "parts.glb").write_bytes(glb({"meshes": [{"primitives": parts}]}))
+        with pytest.raises(CheckpointError, match=r"1 triangle fans in mesh file 'parts.glb'.*Export it as triangles"):
+            load_mesh(tmp_path / "parts.glb")
+
+    def test_colours_of_vertices_are_named_where_they_are_lost(tmp_path):
+        head = "ply\nformat ascii 1.0\nelement vertex 3\n"
+        head += "".join(f"property float {axis}\n" for axis in "xyz")
+        head += "".join(f"property uchar {colour}\n" for colour in ("red", "green", "blue"))
+        body = "element face 1\nproperty list uchar int vertex_indices\nend_header\n"
+        body += "0 0 0 255 0 0\n1 0 0 0 255 0\n0 1 0 0 0 255\n3 0 1 2\n"
+        (tmp_path / "scan.ply").write_text(head + body)
+        assert "colours of vertices are left out" in load_mesh(tmp_path / "scan.ply")[1]
+
     def test_settings_of_a_material_come_along_or_are_named(tmp_path):
         def read(first, **second):
             described["materials"] = [first, second][: 1 + bool(second)]

@@ -484,6 +484,7 @@ def test_factors_with_one_side_are_no_pair(shapes: tuple[tuple[int, ...], ...]) 
     "shapes",
     [
         {DOWN: (4, 64), lora_kinds.BIAS: (64,)},  # half a LoRA is no bias alone
+        {DOWN: (4, 64), UP: (64, 4), lora_kinds.BIAS: (1,)},  # which would be added to every row
         dict(zip(lora_kinds.HADA, ((8, 4), (4, 16), (8, 4), (3, 16)), strict=True)),
         dict(zip(lora_kinds.KRON[1:4], ((2, 4), (3, 2), (4, 4)), strict=True)),
     ],

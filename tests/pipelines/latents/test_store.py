@@ -11,7 +11,8 @@ import torch
 from anygpu.compat.checkpoints.latents import metadata_of, read_record, write_record
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import Latents, Prompt, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import FramePackSettings, Latents, Prompt, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.families.framepack.sections import by_span, plan_for, shown
 from anygpu.pipelines.forecast.counts import text_forwards
 from anygpu.pipelines.forecast.seconds import planned_run
 from anygpu.pipelines.latents import convert as latent_format
@@ -148,6 +149,18 @@ def test_prompts_come_back_whole(tmp_path: Path) -> None:
         )
     alone = prompt_files.save_prompt(tmp_path / "b.safetensors", replace(PROMPT, negative=None, sections=()))
     assert prompt_files.load_prompt(alone, no_word).negative is None
+
+
+@pytest.mark.parametrize("text", ["a fox [2s: a dog]", "a fox;;;1:a dog"])
+def test_prompts_by_time_or_number_come_back_whole(tmp_path: Path, text: str) -> None:
+    _, spans = by_span(PromptRequest(text))
+    sections = tuple({**span, "prompt_embeds": torch.full((1, 2, 3), float(n))} for n, span in enumerate(spans))
+    prompt = Prompt("framepack", {"prompt_embeds": torch.zeros(1, 2, 3)}, None, sections)
+    path = prompt_files.save_prompt(tmp_path / "a.safetensors", prompt)
+    plan = plan_for("F1", FramePackSettings(4.0), 132, ended=False)
+    found = prompt_files.load_prompt(path, no_word).sections
+    values = [[float(each["prompt_embeds"].mean()) for each in shown(given, plan, 4.0)] for given in (sections, found)]
+    assert values[0] == values[1] and set(values[0]) == {0.0, 1.0}
 
 
 def test_what_is_no_prompt_is_one_line(tmp_path: Path) -> None:

@@ -210,6 +210,15 @@ def test_a_bar_goes_with_the_tiles_and_a_cpu_is_not_told_to_offload(tiny_folder,
         passes.decode(latents)
 
 
+def test_what_overflows_between_the_layers_of_a_stream_is_one_line(tiny_folder, monkeypatch):
+    """No layer made it, so none can be named."""
+    pipeline = load(LoadRequest(tiny.build("mochi", tiny_folder), device="cpu", precision="fp32"))
+    monkeypatch.setattr("anygpu.pipelines.vae.tiled.streamed", lambda *_: torch.full((1, 3, 1, 128, 128), float("nan")))
+    told = pytest.raises(UnsupportedError, match="NaN or infinite values")
+    with told, decoding(pipeline, (1, 12, 1, 16, 16), Silent(), DecodeRequest("streaming", tile=16)) as passes:
+        passes.decode(torch.randn(1, 12, 1, 16, 16))
+
+
 def test_where_a_decoder_goes_wrong_is_named_and_one_colour_may_be_the_model_s(tiny_folder, recorded):
     pipeline = load(LoadRequest(tiny.build("mochi", tiny_folder), device="cpu", precision="fp32"))
     decoder = pipeline.parts.read("vae").decoder
