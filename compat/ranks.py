@@ -164,8 +164,7 @@ class Group:
         """The results of the first half's branch and of the second's; ``own`` is of this rank's half."""
         assert self.half is not None
         partner = (self.world.rank + self.half.size) % self.world.size
-        empty = own.new_empty(0)
-        pieces = [own if rank == partner else empty for rank in range(self.world.size)]
+        pieces = [own if rank == partner else own.new_empty(0) for rank in range(self.world.size)]
         shapes = [tuple(own.shape) if rank == partner else (0,) for rank in range(self.world.size)]
         other = self.world.exchange(pieces, shapes)[partner]
         return (other, own) if self.branch else (own, other)

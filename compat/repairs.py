@@ -170,7 +170,9 @@ def repaired(networks: nn.ModuleDict, repairs: Iterable[Repair]) -> Iterator[Non
             except AttributeError:
                 log.warning("no layer %s to repair", repair.layer)
                 continue
-            undo.set(module, "forward", _WAYS[repair.way](module, module.forward))
+            for each in ("forward", "decode", "decode_tiled"):  # of a whole VAE core calls the last two alone
+                if hasattr(module, each):
+                    undo.set(module, each, _WAYS[repair.way](module, getattr(module, each)))
         yield
 
 

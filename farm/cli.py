@@ -168,9 +168,9 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
         expected = f"1 or more devices{', an even number' if arguments.branches else ''}"
         raise InputError(found, expected=expected, fix="For example --group 2.")
     for name in ("local", "workers"):
-        if getattr(arguments, name) < 0:
+        if getattr(arguments, name) < 0 or (name == "workers" and arguments.workers and not arguments.address):
             found, fix = f"--{name} {getattr(arguments, name)}", "Leave it out for one on each device."
-            raise InputError(found, expected="a number of workers", fix=fix)
+            raise InputError(found, expected="a number of workers; --workers with --address alone", fix=fix)
     if arguments.patience < 0:
         found, fix = f"--patience {arguments.patience:g}", "For example --patience 1200."
         raise InputError(found, expected="seconds, 0 for 600", fix=fix)

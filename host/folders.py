@@ -161,8 +161,7 @@ def paint_choices() -> list[str]:
 
 def paint_stand_in(name: str) -> str:
     """The demo model that runs in the place of a published one while no paint model is installed; empty for none."""
-    named = Path(name).name in STANDS_IN_FOR and not paint_models()
-    return next(iter(demo_paint_models()), "") if named else ""
+    return next(iter(demo_paint_models()), "") if Path(name).name in STANDS_IN_FOR and not paint_models() else ""
 
 
 def paint_path(name: str) -> Path:

@@ -122,8 +122,7 @@ def drawn(report: Report) -> torch.Tensor:
 
 def _cells(line: Decision, font: Any) -> list[list[str]]:
     """The three columns of a line, each broken into lines that fit; without a reason the verdict has both."""
-    ends = (*COLUMNS[1:], WIDTH)
-    widths = [end - start - MARGIN // 2 for start, end in zip(COLUMNS, ends, strict=True)]
+    widths = [end - start - MARGIN // 2 for start, end in zip(COLUMNS, (*COLUMNS[1:], WIDTH), strict=True)]
     if not line.reason:
         widths[1] = WIDTH - COLUMNS[1] - MARGIN
     texts = (line.subject, line.verdict, line.reason)

@@ -295,7 +295,6 @@ def sample_framepack(
     return replace(latents, extra={**latents.extra, **resolved(settings)})
 
 
-@explaining(DECODING)
 def _require_channels(pipeline: Pipeline, latents: Latents | None) -> None:
     """Raise InputError for latents that the pipeline's VAE could not have made."""
     expected = int(pipeline.configs.get("vae", {}).get("latent_channels", 0))
@@ -304,6 +303,7 @@ def _require_channels(pipeline: Pipeline, latents: Latents | None) -> None:
         raise InputError(found, expected=f"(1, {expected}, T, H, W) for {pipeline.spec.title}", fix=fix)
 
 
+@explaining(DECODING)
 def decode(
     pipeline: Pipeline,
     latents: Latents,

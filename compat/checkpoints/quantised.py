@@ -82,8 +82,8 @@ def _packed(
         shape = (*shape[:-1], math.prod(shape[-1:]) * packing.values)
     rows, columns = (shape[0], math.prod(shape[1:])) if shape else (0, 0)
     size = STORED[weight.dtype].itemsize
-    held = weight.total_bytes // size * packing.values
-    if not rows * columns or (weight.mask is None and rows * columns != held) or (codec != SCALED and size > 1):
+    held = rows * columns if weight.mask else weight.total_bytes // size * packing.values
+    if not rows * columns or rows * columns != held or (codec != SCALED and (size > 1 or weight.mask is not None)):
         raise _misfit(path, next(iter(sides), name), weight, name)
     whole = (codec == SCALED and weight.dtype == "I8") or "nested" in sides  # all that it may have it must have
     optional = frozenset() if whole else packing.optional
@@ -107,7 +107,7 @@ def _packed(
 def _of_blocks(path: Path, name: str, weight: TensorEntry, codec: str) -> TensorEntry:
     """The entry of a weight whose rows are GGUF's blocks, as bytes."""
     size, shape = BLOCKS[codec], weight.shape
-    if weight.dtype != "U8" or len(shape) != 2 or not math.prod(shape) or shape[1] % size:
+    if weight.mask or weight.dtype != "U8" or len(shape) != 2 or not math.prod(shape) or shape[1] % size:
         raise damaged(path, f"{weight.dtype} {shape} for {name!r}, no whole blocks of {codec} ({size} bytes each)")
     return replace(weight, shape=(shape[0], shape[1] // size * 32), codec=codec)
 

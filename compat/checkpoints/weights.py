@@ -268,7 +268,7 @@ def _spread(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: Cal
     count = entry.total_bytes // STORED[entry.dtype].itemsize
     if len(places) != count or (count and int(places[-1]) >= math.prod(entry.shape)):
         raise damaged(entry.file, f"a mask of {len(places)} values where {count} are stored")
-    plain = replace(entry, shape=(count,), codec="", sides=(), mask=None)
+    entry, plain = replace(entry, swapped=False, heads=0), replace(entry, shape=(count,), codec="", sides=(), mask=None)
     result = torch.zeros(math.prod(entry.shape), dtype=torch.float32)
     result[places] = _read_one(file, plain, None, advance).to(torch.float32)
     if entry.codec:

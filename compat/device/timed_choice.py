@@ -22,7 +22,7 @@ def stored_times(
     """Milliseconds by name as ``measure`` gives them, kept under ``key``; none without a clock, or if it failed."""
     if store is None or facts.device.type not in CLOCKED:
         return {}
-    return value_or(lambda: store.remember(key, lambda: dict(measure())), None) or {}
+    return value_or(lambda: {name: float(ms) for name, ms in store.remember(key, lambda: dict(measure())).items()}, {})
 
 
 def milliseconds(ways: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int) -> dict[str, float]:

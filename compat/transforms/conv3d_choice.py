@@ -111,8 +111,7 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
         if form is Conv3dMethod.NATIVE:  # left as it is, but where its operands have to be guarded
             why = "weights must be contiguous on this device" if facts.get("contiguous_weights") else ""
             why = "large inputs to a single conv3d fail on this device" if facts.get("conv_bytes") else why
-        bound = int(facts.get("conv_bytes", 0)) if form in OWN else 0
-        return Conv3dChoice(form, why, bound) if why else None
+        return Conv3dChoice(form, why, int(facts.get("conv_bytes", 0)) if form in OWN else 0) if why else None
 
     return choice
 

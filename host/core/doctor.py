@@ -189,8 +189,7 @@ def teller(node_id: str | None) -> Callable[[str], None]:
 
 def _shown(node_id: str | None) -> str | None:
     prompt = get_progress_state().dynprompt
-    is_doctor = prompt.has_node(node_id) and prompt.get_node(node_id)["class_type"] == NODE
-    return node_id if is_doctor else None
+    return node_id if prompt.has_node(node_id) and prompt.get_node(node_id)["class_type"] == NODE else None
 
 
 def missing(name: str, node: str = "AnyGPU Doctor") -> ExecutionBlocker:
@@ -209,14 +208,14 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
     if not isinstance(model.model, CoreModel):
         LoadedWeights.of(model)
         _tell_of_zeros(model.model.diffusion_model, doctor.tell)
-    begun: list[bool] = []  # empty until the first call of a sampling
+    begun: list[int] = []  # ids of the networks, one to a device, that this sampling has called
 
     def call(executor: Any, *args: Any, **kwargs: Any) -> Any:
         network = executor.class_obj.diffusion_model
         networks = nn.ModuleDict({NETWORK: getattr(network, "_orig_mod", network)})
-        patcher, first = executor.class_obj.current_patcher or model, not begun
+        patcher, first = executor.class_obj.current_patcher or model, id(network) not in begun
         compiled = network is not networks[NETWORK] or patcher.get_wrappers(WrappersMP.APPLY_MODEL, COMPILED)
-        watch, begun[:] = StepWatch(networks, bool(compiled)), [True]
+        watch, begun[:] = StepWatch(networks, bool(compiled)), [*begun, id(network)]
 
         def again(closely: bool = True) -> Any:  # under repairs, some of which want another attention
             if closely:

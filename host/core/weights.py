@@ -177,15 +177,21 @@ class LoadedWeights:
         if not known.first:
             known.owners = {name: id(module) for name, module, _ in tensors_of(patcher.model)}
             known.bytes = {name: tensor.nbytes for name, _, tensor in tensors_of(patcher.model)}
-            sums = [checksum(_loaded(patcher, name)) for name in known.owners]
-            known.first = dict(zip(known.owners, _values(sums), strict=True))
+            sums = dict[str, Tensor]()
+            for name, module, _ in tensors_of(patcher.model):
+                loaded = _loaded(patcher, name)
+                sums[name] = checksum(loaded)
+                cast = getattr(module, f"{name.rpartition('.')[2]}_comfy_model_dtype", None)  # by core, while it loads
+                if cast not in (None, loaded.dtype) and not hasattr(loaded, "__tensor_flatten__"):
+                    sums[f"{name} as {cast}"] = checksum(loaded.to(cast))
+            known.first = dict(zip(sums, _values([*sums.values()]), strict=True))
         return known
 
     def wrong(self, patcher: Any, every: bool, streamed: bool = False) -> list[str]:
         """Names of tensors that are not as loaded, or as patched, on the device: all, or in a share of the bytes."""
         if getattr(patcher, "current_hooks", None) is not None:
             return []
-        names, sums, wrong, version = [], list[Tensor](), list[str](), patcher.patches_uuid
+        names, sums, wrong, version = list[tuple[str, str]](), list[Tensor](), list[str](), patcher.patches_uuid
         self.patched = {key: value for key, value in self.patched.items() if key[1] == version}
         for name, module, tensor in self._next(patcher, every, streamed):
             if self.owners.get(name) != id(module):
@@ -197,11 +203,11 @@ class LoadedWeights:
                 unseen = plain and name in patcher.patches and (name, version) not in self.patched
                 if unseen and not _as_patched(patcher, name, value):
                     wrong.append(name)
-                names.append(name)
+                names.append((name, f"{name} as {value.dtype}"))
                 sums.append(checksum(value))
-        for name, value in zip(names, _values(sums), strict=True):
-            patched = name in patcher.patches and name not in wrong
-            right = self.patched.setdefault((name, version), value) if patched else self.first[name]
+        for (name, cast), value in zip(names, _values(sums), strict=True):
+            lora = name in patcher.patches and name not in wrong
+            right = self.patched.setdefault((name, version), value) if lora else self.first.get(cast, self.first[name])
             if value != right and name not in wrong:
                 wrong.append(name)
         return wrong
@@ -252,8 +258,8 @@ def tensors_of(network: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 def _loaded(patcher: Any, name: str) -> Tensor:
     kept = patcher.backup.get(name)
-    tensor: Tensor = comfy.utils.get_attr(patcher.model, name) if kept is None else kept.weight
-    return tensor
+    buffer = patcher.backup_buffers.get(name) if kept is None else kept.weight
+    return comfy.utils.get_attr(patcher.model, name) if buffer is None else buffer  # type: ignore[no-any-return]
 
 
 def patched_weight(patcher: Any, name: str) -> Tensor:
@@ -324,6 +330,7 @@ def _on_device(module: Any, name: str, tensor: Tensor, patcher: Any) -> Iterator
         yield tensor if there and not changed else None
         return
     comfy.ops.run_every_op()
-    dtypes = {"dtype": module.weight.dtype, "bias_dtype": None if module.bias is None else module.bias.dtype}
+    wanted = [getattr(each, "_model_dtype", getattr(each, "dtype", None)) for each in (module.weight, module.bias)]
+    dtypes = dict(zip(("dtype", "bias_dtype"), wanted, strict=True))
     with cast_by_core(module, device=patcher.load_device, **dtypes) as (weight, bias):
         yield weight if own == "weight" else bias

@@ -50,8 +50,7 @@ def filled(
         return pull_push(texture, painted)
     cv2 = imported("cv2")  # Navier-Stokes in 8 bits, as the reference does
     picture = (to_host(texture).clamp(0, 1) * 255).to(torch.uint8).numpy()
-    holes = to_host(~painted).to(torch.uint8).numpy() * 255
-    done = cv2.inpaint(picture, holes, INPAINT_RADIUS, cv2.INPAINT_NS)
+    done = cv2.inpaint(picture, to_host(~painted).to(torch.uint8).numpy() * 255, INPAINT_RADIUS, cv2.INPAINT_NS)
     return torch.from_numpy(done).to(texture.device, texture.dtype) / 255
 
 

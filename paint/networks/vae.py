@@ -87,7 +87,6 @@ def decoded(vae: Any, latents: Tensor, device: torch.device, progress: Any) -> T
     """Pictures (B, H, W, 3) in 0..1, fp32, on the CPU, one at a time, of latents (B, 4, h, w) that are not scaled."""
     pictures = []
     for index, one in enumerate(latents.split(1)):
-        picture = vae.decode(placed(one, device, vae.dtype), return_dict=False)[0]
-        pictures.append(shown(to_host(picture).float()))
+        pictures.append(shown(to_host(vae.decode(placed(one, device, vae.dtype), return_dict=False)[0]).float()))
         progress.step(index + 1, len(latents), ProgressStage("decoding"))
     return torch.cat(pictures)

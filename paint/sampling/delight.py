@@ -69,8 +69,7 @@ def delight_image(pipeline: PaintPipeline, picture: Tensor, settings: DelightSet
         given = checked_pictures(picture, "picture to delight")[0]
         given = resized(given[None], settings.size, settings.size)[0]
         avoided = settings.negative_prompt if settings.text_guidance != 1 else ""
-        rows = 3 if avoided else 1 + (settings.image_guidance != 1)
-        run = PaintRun(settings.steps, rows, settings.size, views=1)
+        run = PaintRun(settings.steps, 3 if avoided else 1 + (settings.image_guidance != 1), settings.size, views=1)
         text = encoded_prompt(pipeline, "", progress, partial(expected, pipeline, "text", run))
         if avoided:
             negative = encoded_prompt(pipeline, avoided, progress)

@@ -323,8 +323,7 @@ def _cuts(pipeline: Pipeline, size: Size) -> list[Cells]:
     frames, rows, columns = latent_shape(pipeline, size)
     if not pipeline.spec.recipes.sections:
         return [(frames, rows, columns)]
-    later = sections_of(pipeline, size) - 1
-    return [(size.window + 1, rows, columns), *[(2 * size.window, rows, columns)] * later]
+    return [(size.window + 1, rows, columns), *[(2 * size.window, rows, columns)] * (sections_of(pipeline, size) - 1)]
 
 
 def empty_call(pipeline: Pipeline, size: Size, rows: int) -> Call:

@@ -99,8 +99,7 @@ def _drawn(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times,
     height = 2 * MARGIN + 80 + len(needs) * (SIZE + 2 * GAP) + rows * (BAR + GAP) + 40
     picture = Image.new("RGB", (WIDTH, height), PAPER)
     pen, top = ImageDraw.Draw(picture), MARGIN
-    most = max([*(each.peak for each in needs), room or 0]) or 1
-    scale = (WIDTH - LEFT - MARGIN - 120) / most
+    scale = (WIDTH - LEFT - MARGIN - 120) / (max([*(each.peak for each in needs), room or 0]) or 1)
     pen.text((MARGIN, top), title, fill=HEAD, font=bold)
     for index, (name, colour) in enumerate(COLOURS.items()):
         pen.rectangle((MARGIN + index * 220, top + 40, MARGIN + index * 220 + 18, top + 58), fill=colour)

@@ -139,7 +139,6 @@ def _trimmed(before: str, now: str) -> tuple[str, str]:
     first, last = max(head - CONTEXT, 0), max(tail - CONTEXT, 0)
 
     def part(words: list[str]) -> str:
-        kept = words[first : len(words) - last]
-        return " ".join([MORE] * bool(first) + kept + [MORE] * bool(last)) or NONE
+        return " ".join([MORE] * bool(first) + words[first : len(words) - last] + [MORE] * bool(last)) or NONE
 
     return part(old), part(new)

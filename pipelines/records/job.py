@@ -186,7 +186,8 @@ class VideoJob(Job):
         if self.resolved is None:
             return self.settings
         sized = () if self.first is None else SIZE  # the latents of ``first`` decide it, whatever the settings ask for
-        left = [name for name in (*SIZE, *LEFT) if name in sized or not getattr(self.settings, name)]
+        sized = (*sized, *["cfg_end"] * (not self.settings.cfg))  # which belongs to a cfg of the checkpoint's
+        left = [name for name in (*SIZE, *LEFT, "cfg_end") if name in sized or not getattr(self.settings, name)]
         return replace(self.settings, **{name: getattr(self.resolved, name) for name in left})
 
     @property
@@ -256,6 +257,11 @@ def load_inputs(values: Mapping[str, Any]) -> dict[str, Value]:
     return {name: values[name] for name, row in LOAD_INPUTS.items() if values.get(name, row.default) != row.default}
 
 
+def decides(name: str, value: Any) -> bool:
+    """Tell whether an input of loading says what is rendered, not only where and how fast: sparse attention does."""
+    return name not in PLACES or value == "sparse"
+
+
 def by_content(record: Any) -> Any:
     """A record without names where there is a content, and without what says where it runs."""
     if isinstance(record, dict):
@@ -264,7 +270,7 @@ def by_content(record: Any) -> Any:
         return {
             name: by_content(value)
             for name, value in record.items()
-            if name not in PLACES and not name.startswith("resolved")
+            if decides(name, value) and not name.startswith("resolved")
         }
     return [by_content(item) for item in record] if isinstance(record, list) else record
 

@@ -92,7 +92,7 @@ def queue_jobs(
     for path in batch.pictures:
         picture = places.picture(path)
         pictures.append((Picture(replace(picture, name=folder.add_input(path))),))
-    usual = batch.like or VideoJob(content, PromptRequest(""), SampleSettings(0, 0, 0))
+    usual, own = batch.like or VideoJob(content, PromptRequest(""), SampleSettings(0, 0, 0)), batch.framepack
     given: dict[str, Any] = {name: value for name, value in batch.settings.items() if value}
     every = (
         replace(
@@ -102,7 +102,7 @@ def queue_jobs(
             settings=replace(usual.settings, **given, seed=seed),
             load={**usual.load, **batch.load},
             pictures=start,
-            framepack=batch.framepack or usual.framepack,
+            framepack=replace(usual.framepack or own, clip_seconds=own.clip_seconds) if own else usual.framepack,
         )
         for start in pictures or [()]
         for prompt in batch.prompts

@@ -80,8 +80,7 @@ class Places:
         roots, unreadable = (*self.models, DEMO_LORAS), list[CheckpointError]()
         paths = inside(roots, content.name)
         if paths:
-            base = escape(PurePosixPath(content.name).name)
-            paths += [path for root in roots for path in root.rglob(base)]
+            paths += [path for root in roots for path in root.rglob(escape(PurePosixPath(content.name).name))]
         path = _first(content, paths, same)
         if path is None and content.content:
             path = _first(content, find_models(self.models), same)

@@ -39,7 +39,7 @@ from ..movie import tags_of
 from ..pipeline import Pipeline
 from ..requests import BECAME, LoadRequest, inputs_of
 from ..vae.plan import DecodeRequest
-from .job import PLACES, Adapter, Caching, Content, J, Job, Picture, VideoJob, encoding_of, job_in, load_inputs, parsed
+from .job import Adapter, Caching, Content, J, Job, Picture, VideoJob, decides, encoding_of, job_in, load_inputs, parsed
 
 VERSION, HEAD = 1, "anygpu_receipt"
 RECEIPT = "receipt"  # under a latent's extra values
@@ -258,7 +258,7 @@ def _job(
         settings=replace(settings, latents=None, noise_mask=None, guidance_steps=()),
         files={} if files is None else {part: known(path) for part, path in files.parts.items()},
         task="auto" if files is None else files.task,
-        load={name: value for name, value in load_inputs(inputs_of(request)).items() if name not in PLACES},
+        load={name: value for name, value in load_inputs(inputs_of(request)).items() if decides(name, value)},
         loras=tuple(Adapter(known(one.path), one.strength, one.blocks, one.mode) for one in lora.on(pipeline)),
         step_cache=Caching() if cache is None else Caching("custom", cache),
         pictures=tuple(Picture(Content("", one.content, size=one.size), **encoding_of(one)) for one in sources),

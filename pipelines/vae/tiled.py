@@ -326,8 +326,7 @@ def tiles_over(length: int, tile: int, overlap: int) -> list[tuple[int, int]]:
     """Parts of ``tile`` cells that cover ``length`` cells and overlap by at least ``overlap``."""
     if length <= tile:
         return [(0, length)]
-    stride = max(1, tile - overlap)
-    count = -(-(length - tile) // stride) + 1
+    count = -(-(length - tile) // max(1, tile - overlap)) + 1
     starts = [(length - tile) * index // (count - 1) for index in range(count)]
     return [(start, start + tile) for start in starts]
 

@@ -18,6 +18,7 @@ from anygpu.compat.errors import parts_of
 from anygpu.compat.output_check import ZEROS, NotFinite
 from anygpu.compat.repairs import (
     ATTENTION,
+    FP32,
     REPLACED,
     SCALED,
     Repair,
@@ -435,3 +436,19 @@ def test_repairs_do_not_read_packed_bytes_of_another_pack(way: str) -> None:
 def test_a_weight_gets_zeros_where_it_is_nan_in_fp8_too(dtype: torch.dtype) -> None:
     found = _finite(torch.tensor([1.5, float("nan")]).to(dtype))
     assert found.dtype is dtype and found.float().tolist() == [1.5, 0.0]
+
+
+def test_a_repair_of_a_whole_vae_is_around_what_core_calls_of_it():
+    """ComfyUI calls no ``forward`` of a VAE."""
+    seen = []
+
+    class Vae(nn.Module):
+        def decode(self, x):
+            seen.append(x.dtype)
+            return x
+
+    networks = nn.ModuleDict({"vae": Vae()})
+    with repaired(networks, [Repair("vae", FP32)]):
+        assert networks["vae"].decode(torch.ones(1, dtype=torch.float16)).dtype is torch.float16
+    networks["vae"].decode(torch.ones(1, dtype=torch.float16))
+    assert seen == [torch.float32, torch.float16]

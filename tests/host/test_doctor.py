@@ -25,6 +25,11 @@ def test_nan_in_every_layer_of_a_model_of_core_is_named(inside: Inside, name: st
     assert len(found["unused"]) <= 2, found["unused"]
 
 
+def test_weights_that_core_casts_while_it_loads_are_not_taken_for_damage(inside: Inside) -> None:
+    found = inside.play("dynamic", "cast_while_loading", name="Wan 2.1")
+    assert found["dynamic"] and found["casts"] > 3 and not found["wrong"] and found["damaged"] == 1, found
+
+
 def test_no_hook_of_the_doctor_stays_where_memory_runs_out(inside: Inside) -> None:
     ends = inside.play("injected", "hooks", name="Wan 2.1")
     assert ends.keys() == {""} and ends[""] >= 8, ends

@@ -98,6 +98,22 @@ def test_the_key_goes_by_what_is_rendered(tmp_path: Path) -> None:
     others += [replace(FULL, load={**FULL.load, "precision": "fp32"}), replace(FULL, pictures=FULL.pictures[::-1])]
     assert len({job.key for job in (FULL, *others)}) == 5
     assert others[0].model_key == FULL.model_key != others[2].model_key
+    sage, sparse = (replace(FULL, load={**FULL.load, "attention": name}) for name in ("sage", "sparse"))
+    assert sage.key == FULL.key != sparse.key, "sparse attention is another computation"
+
+
+def test_a_replay_has_the_part_of_the_steps_that_a_checkpoint_guides() -> None:
+    again = replace(PLAIN, resolved=replace(PLAIN.settings, steps=20, cfg=4.0, cfg_end=0.4))
+    assert (again.sampled.cfg, again.sampled.cfg_end) == (4.0, 0.4)
+    own = replace(again, settings=replace(PLAIN.settings, cfg=2.0))
+    assert (own.sampled.cfg, own.sampled.cfg_end) == (2.0, 1.0)
+
+
+def test_seconds_change_nothing_else_of_the_job_that_others_are_like(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    batch = Batch(["a fox"], [7], like=replace(FULL, first=None), framepack=FramePackSettings(10.0))
+    (line,) = queue_jobs(JobFolder(tmp_path), "liked", tmp_path / "model", batch).lines
+    assert job_in(json.loads(line)).framepack == replace(FULL.framepack, clip_seconds=10.0)
 
 
 @pytest.mark.parametrize(

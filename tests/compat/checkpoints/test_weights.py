@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -284,6 +285,26 @@ def test_zeros_that_a_small_file_leaves_out_are_counted_before_they_take_memory(
     path = checkpoints.write_tensors(tmp_path / "a.safetensors", stored, {SPARSE: '{"a": [80000000]}'})
     with pytest.raises(CheckpointError, match="sparse tensors of 320 MB in 10 MB"):
         described([path])
+
+
+def test_halves_of_a_sparse_tensor_change_places_with_their_scales(tmp_path: Path) -> None:
+    stored = {"a.weight": torch.tensor([1, 2, 3, 4], dtype=torch.int8)}
+    stored["a.weight.mask"] = torch.tensor([0b1010101], dtype=torch.uint8)
+    stored["a.weight_scale"] = torch.tensor([[1.0], [2.0], [4.0], [8.0]])
+    path = checkpoints.write_tensors(tmp_path / "a.safetensors", stored, {SPARSE: '{"a.weight": [4, 2]}'})
+    entries = {name: replace(entry, swapped=True) for name, entry in described([path]).items()}
+    found = checkpoints.read_tensors(entries, torch.float32, ignore)["a.weight"]
+    assert found.tolist() == [[12.0, 0.0], [32.0, 0.0], [1.0, 0.0], [4.0, 0.0]]
+
+
+def test_a_sparse_tensor_in_another_packed_format_is_refused(tmp_path: Path) -> None:
+    stored = {"a.weight": torch.ones(8, dtype=torch.uint8), "a.weight.mask": torch.full((64,), 1, dtype=torch.uint8)}
+    stored["a.weight.mask"][8:] = 0
+    stored["a.weight_scale"] = torch.ones(512).to(torch.float8_e4m3fn)
+    stored["a.weight_scale_2"] = torch.ones(1)
+    path = checkpoints.write_tensors(tmp_path / "a.safetensors", stored, {SPARSE: '{"a.weight": [16, 32]}'})
+    with pytest.raises((CheckpointError, UnsupportedError)):
+        checkpoints.read_tensors(described([path]), torch.float32, ignore)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16])

@@ -66,6 +66,13 @@ def test_a_shortage_while_it_is_timed_is_not_kept_as_a_way_that_does_not_run(car
     assert timed_choice.stored_times("conv3d", measure, card, store) == {} and store.recall("conv3d") is None
 
 
+@pytest.mark.parametrize("kept", [3, {"native": "fast"}, [1.0]])
+def test_kept_timings_that_are_none_count_as_none(card, tmp_path, kept):
+    store = ProbeStore(card, tmp_path)
+    store.keep("conv3d", kept)
+    assert timed_choice.stored_times("conv3d", dict, card, store) == {}
+
+
 def test_a_gain_too_small_to_trust_changes_nothing(card, clock, tmp_path):
     clock(native=4.0, native_cudnn=3.9, native_efficient=5.0)
     found = by_time(AUTO, card, ProbeStore(card, tmp_path), BF16, WIDTH)

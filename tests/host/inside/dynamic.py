@@ -18,6 +18,7 @@ import comfy_aimdo.model_vbar
 import torch
 from anygpu.host import core_models
 from anygpu.host.core import model as core_model
+from anygpu.host.core.weights import LoadedWeights
 from anygpu.host.memory_manager import PartPatcher
 from anygpu.pipelines.latents import convert as latent_format
 from simulated import accelerator
@@ -97,6 +98,27 @@ def fitted(name: str) -> dict[str, Any]:
             "traces": traces(model.model.diffusion_model),
             "said": [str(decision) for decision in decisions],
         }
+
+
+def cast_while_loading(name: str) -> dict[str, Any]:
+    """What the Doctor takes for damage in a MODEL whose file has another dtype than its class was made in."""
+    device, state = management.get_torch_device(), core_tiny.made(name).model.diffusion_model.state_dict()
+    with dynamic_vram():
+        model = core_tiny.made(name, device=device)
+        network = model.model.diffusion_model
+        management.archive_model_dtypes(network)
+        wide = {key: each.float() + 1e-5 if each.is_floating_point() else each for key, each in state.items()}
+        network.load_state_dict(wide, assign=True)
+        known = LoadedWeights.of(model)
+        core_tiny.output(model, name)
+        wrong = known.wrong(model, every=True, streamed=True)
+        there = [weight for weight in network.parameters() if weight.device == device]
+        with torch.no_grad():
+            there[0].view(-1)[0] += 1
+        damaged = known.wrong(model, every=True, streamed=True)
+        management.unload_all_models()
+        casts = sum(" as " in key for key in known.first)
+        return {"dynamic": model.is_dynamic(), "wrong": wrong, "casts": casts, "damaged": len(damaged)}
 
 
 def packed(name: str, kind: str) -> dict[str, Any]:
