@@ -149,6 +149,7 @@ class ModelPatcher:
         self.wrappers: dict[str, dict[str, list[Any]]] = {}
         self.callbacks: dict[str, dict[str, Any]] = {}
         self.backup: dict[str, Any] = {}
+        self.backup_buffers: dict[str, Any] = {}
         self.weight_wrapper_patches: dict[str, list[Any]] = {}
         self.patches_uuid, self.cached_patcher_init, self.force_cast_weights = uuid.uuid4(), None, False
         model.model_loaded_weight_memory = getattr(model, "model_loaded_weight_memory", 0)
