@@ -333,6 +333,7 @@ def test_a_mesh_without_uvs_is_unwrapped_in_one_step_and_all_of_it_is_cached(ser
     run = client.finished(made.prompt)
     facts, _ = glb(saved(server, made.prompt, run))
     assert "TEXCOORD_0" in facts["meshes"][0]["primitives"][0]["attributes"]
+    assert "filled from neighbouring areas" in run.texts_of(texture)[-1], "an inner node's text is under its own"
     assert client.run(made.prompt).executed == []
 
 
