@@ -26,7 +26,7 @@ from ..pipelines.records.job_folder import SUFFIXES, JobFolder, lines_of
 from ..pipelines.records.job_lists import PICTURES, JobList, write_list
 from ..pipelines.records.places import Places
 from .api import InputImpl
-from .folders import AUTO, adapter_path, base_path, paint_path, paint_provider_folder, state_folder
+from .folders import AUTO, adapter_path, base_path, paint_path, paint_provider_folder, stamp, state_folder
 from .progress import NodeProgress
 
 OWN, ROOTS, NONE = "output/farm", "anygpu_farm", "none"  # in ComfyUI's output folder; a key of extra_model_paths.yaml
@@ -91,6 +91,12 @@ def input_folder(name: str) -> Path:
         expected, fix = "a folder with some in ComfyUI's input folder", "Put one there and press R."
         raise CheckpointError(f"no folder of pictures or meshes {name!r}", expected=expected, fix=fix)
     return Path(folder_paths.get_input_directory()) / name
+
+
+def folder_stamp(*names: str) -> Any:
+    """Value that changes with the files in folders of :func:`picture_folders`; any other name stands for none."""
+    root, listed = Path(folder_paths.get_input_directory()), {*picture_folders(), *picture_folders(MESH_FILES)} - {NONE}
+    return stamp(*(root / name for name in listed.intersection(names)))
 
 
 def queue_meshes(
@@ -168,7 +174,7 @@ def require_some(jobs: JobList, collected: Collected) -> None:
     if collected.failed and not collected.files:
         key, reason = next(iter(collected.failed.items()))
         found = f"no job of {jobs.name!r} is done, {len(collected.failed)} failed ({key[:12]}: {reason.rstrip('.')})"
-        raise InputError(found, expected="at least one that is done", fix="Mend what it says and queue the jobs again.")
+        raise InputError(found, expected="at least one that is done", fix="Mend what it says and queue them by another name.")
 
 
 def videos_of(collected: Collected) -> list[Any]:

@@ -41,7 +41,7 @@ def result_outputs() -> list[Any]:
     ]
 
 
-class QueueJobs(Uncached):
+class QueueJobs(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return farm_schema(
@@ -80,6 +80,10 @@ class QueueJobs(Uncached):
     validate_inputs = classmethod(  # a name that is gone is explained by the run
         lambda cls, folder, model, pictures="", meshes="", paint_model="", delight="", image_encoder="", like="", adapter="": True
     )
+
+    @classmethod
+    def fingerprint_inputs(cls, like: str = "", pictures: str = "", meshes: str = "", **_: Any) -> Any:
+        return saved.stamp(saved.SIGNED, like), farm.folder_stamp(pictures, meshes)
 
     @classmethod
     def execute(

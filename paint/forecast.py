@@ -172,8 +172,7 @@ def step_bytes(pipeline: Any, run: PaintRun) -> int:
     fed = min(pictures * area, max(FED_TOKENS, area)) / area
     attending = maps(pictures, ATTENDING) + maps(references, ATTENDED)
     attending += score_bytes(pipeline, run.size, pictures // run.views, run.views)
-    feeding = maps(pictures, FEEDING[pipeline.family]) + maps(fed, FED)
-    return max(attending, feeding + maps(references, KEPT))
+    return max(attending, maps(pictures, FEEDING[pipeline.family]) + maps(fed, FED) + maps(references, KEPT))
 
 
 def looking_bytes(pipeline: Any, run: PaintRun) -> int:

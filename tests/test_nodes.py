@@ -746,10 +746,16 @@ def test_the_menu_holds_what_most_people_need(core: ComfyUI) -> None:
     assert made[0].node_id == "AnyGPULoadPipeline" and not {"AnyGPULoadPipeline", "AnyGPUFit"} & hidden
 
 
-def test_jobs_that_failed_are_queued_again_by_the_next_run(core: ComfyUI) -> None:
-    """ComfyUI would answer from its cache where the fingerprint is the same."""
-    queued = core.module("nodes.farm").QueueJobs
-    assert queued.fingerprint_inputs(like="none") != queued.fingerprint_inputs(like="none")
+@pytest.mark.parametrize(("name", "file"), [("pictures", "fox.png"), ("meshes", "fox.glb")])
+def test_a_file_more_in_its_folder_queues_jobs_again(core: ComfyUI, name: str, file: str) -> None:
+    """ComfyUI answers from its cache where this is the same. A name outside its input folder is no folder."""
+    folder = Path(core.module("host.farm").folder_paths.get_input_directory()) / "foxes"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / file).touch()
+    stamp = core.module("nodes.farm").QueueJobs.fingerprint_inputs
+    before, outside = stamp(**{name: "foxes"}), stamp(**{name: "../input/foxes"})
+    (folder / f"another {file}").touch()
+    assert stamp(**{name: "foxes"}) != before and stamp(**{name: "../input/foxes"}) == outside
 
 
 def test_what_a_node_expands_into_is_told_under_the_node_itself(core: ComfyUI, monkeypatch: pytest.MonkeyPatch) -> None:

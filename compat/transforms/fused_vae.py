@@ -92,8 +92,7 @@ def _unfit(module: Any, fusion: VaeFusion) -> str:
 def _known_norm(norm: Any) -> bool:
     if full_name(norm) == VOXEL_NORM:
         return bool(norm.channel_first) and not isinstance(norm.bias, Tensor)
-    inner = norm.norm_layer if full_name(norm) == FRAME_NORM else norm
-    return is_rms_norm(norm) or full_name(inner) == GROUP_NORM
+    return is_rms_norm(norm) or full_name(norm.norm_layer if full_name(norm) == FRAME_NORM else norm) == GROUP_NORM
 
 
 def block(module: Any, hidden_states: Tensor) -> Tensor:

@@ -402,8 +402,7 @@ def _recast_clone(model: Any, safe: bool, damaged: bool, float8: bool) -> Any:
         matrix = safe and ownership.is_linear(module) and weight.ndim > 1
         return fp16_or_fp32(matrix, weight) if damaged else weight.dtype
 
-    label = f"{'fp16 matrices' if safe else 'fp32'}, {damaged}, {float8}"
-    return clone_cast_on_host(model, target, label, float8)
+    return clone_cast_on_host(model, target, f"{'fp16 matrices' if safe else 'fp32'}, {damaged}, {float8}", float8)
 
 
 def _plain(network: Any) -> Any:

@@ -266,8 +266,7 @@ def scattered(
     tiny, shape = torch.finfo(sums.dtype).tiny, (texels.size, texels.size)
     # weighed by trust, a doubted pixel does not dilute the colour of a sure one beside it
     mean = torch.where(pixels > (0 if exact else LEAST_SHARE), seen / weight.clamp(min=tiny), 0)
-    mostly_sure = weight / pixels.clamp(min=tiny) > 0.5
-    level = torch.ones_like(weight) if exact else torch.where(mostly_sure, 1.0, DOUBTED)
+    level = torch.ones_like(weight) if exact else torch.where(weight / pixels.clamp(min=tiny) > 0.5, 1.0, DOUBTED)
     return mean[:, :3].view(*shape, 3), mean[:, 3].view(shape), level.view(shape)
 
 

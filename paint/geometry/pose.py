@@ -302,8 +302,7 @@ def _points_along(first: Tensor, second: Tensor) -> Tensor:
     """Points (P, 3) on the lines from ``first`` to ``second``, each (E, 3), at most :data:`SPACING` apart."""
     count = ((second - first).norm(dim=1) / SPACING).ceil().long().clamp(min=1)
     line = torch.repeat_interleave(torch.arange(len(count)), count)
-    step = torch.arange(len(line)) - (count.cumsum(0) - count)[line]
-    share = ((step + 0.5) / count[line])[:, None]
+    share = ((torch.arange(len(line)) - (count.cumsum(0) - count)[line] + 0.5) / count[line])[:, None]
     return first[line] * (1 - share) + second[line] * share
 
 

@@ -236,8 +236,7 @@ def _prediction(stored: Weights, kind: str) -> str:
 
 
 def _widths(shapes: Shapes, pattern: str = "down_blocks.{}.resnets.0.conv1.weight") -> list[int]:
-    levels = takewhile(shapes.__contains__, map(pattern.format, count()))
-    return [next(iter(shapes[level]), 0) for level in levels]
+    return [next(iter(shapes[level]), 0) for level in takewhile(shapes.__contains__, map(pattern.format, count()))]
 
 
 def unet_config(shapes: Shapes) -> dict[str, Any]:

@@ -330,8 +330,7 @@ def _reference(picture: Tensor, background: float, sizes: tuple[int, ...]) -> Te
     """A picture (H, W, 3 or 4) at the first of ``sizes``, resized to the last with its alpha, as upstream."""
     height, width = picture.shape[:2]
     square = picture if height == width else squared(over(picture, background), background)
-    shown = over(resized(square[None], sizes[-1], sizes[-1])[0], background)
-    return resized(shown[None], sizes[0], sizes[0])[0]
+    return resized(over(resized(square[None], sizes[-1], sizes[-1])[0], background)[None], sizes[0], sizes[0])[0]
 
 
 def checked_maps(inputs: PaintInputs, count: int) -> dict[str, list[Tensor]]:

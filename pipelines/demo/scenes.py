@@ -149,8 +149,7 @@ def _moments(mask: torch.Tensor, areas: torch.Tensor) -> tuple[str, torch.Tensor
     places = torch.complex(steps[None, None, :] - x[:, None, None], y[:, None, None] - steps[None, :, None])
     folds = {}
     for name, fold in (("triangle", 3), ("square", 4)):
-        weight = (mask * places.abs() ** fold).sum((1, 2))
-        folds[name] = (mask * places**fold).sum((1, 2)) / weight, fold
+        folds[name] = (mask * places**fold).sum((1, 2)) / (mask * places.abs() ** fold).sum((1, 2)), fold
     strengths = {name: float(moment.abs().median()) for name, (moment, _) in folds.items()}
     shape = max(strengths, key=strengths.__getitem__)
     moment, fold = folds[shape]

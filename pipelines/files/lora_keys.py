@@ -119,8 +119,7 @@ def _term(term: str, layers: Sequence[str]) -> re.Pattern[str]:
     if match[1] == "rest":
         return re.compile(rf"(?!(?:{'|'.join(filter(None, BLOCKS.values()))})\.).+")
     stem = BLOCKS[match[1]]
-    numbers = [int(index[1]) for name in layers if (index := re.match(rf"{stem}\.(\d+)\.", name))]
-    last = max(numbers, default=-1)
+    last = max([int(index[1]) for name in layers if (index := re.match(rf"{stem}\.(\d+)\.", name))], default=-1)
     low, high = int(match[2] or 0), int(match[3] or match[2] or max(last, 0))
     if low > high or high > last:
         expected = f"{match[1]} 0-{last}" if last >= 0 else f"a model with {match[1]} blocks"

@@ -60,8 +60,7 @@ class PartFiles:
     def may_be_view(self, name: str, entry: TensorEntry) -> bool:
         """Tell whether the tensor ``name`` is used as its file has it, so that it may be a view of the file."""
         uncast = not entry.is_floating or self.becomes(name) == STORED[entry.dtype]
-        kept = uncast and self.storage in ("auto", "as in file")
-        return is_view(entry) and (kept or stays(self, name, entry))
+        return is_view(entry) and ((uncast and self.storage in ("auto", "as in file")) or stays(self, name, entry))
 
     def bytes_of(self, name: str, entry: TensorEntry) -> int:
         if not entry.is_floating:

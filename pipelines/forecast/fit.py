@@ -128,8 +128,7 @@ def plan_line(pipeline: Pipeline) -> str:
 def _need(pipeline: Pipeline, stage: str, size: Size | None, mode: str) -> int:
     """Bytes of ``stage`` under ``mode``: its own peak, and with ``none`` all that stays on the device."""
     weights = pipeline.weights
-    whole = Size(64, 64, 1) if size is None else size
-    needs = {need.name: need for need in forecast(pipeline, whole, mode).stages}
+    needs = {need.name: need for need in forecast(pipeline, Size(64, 64, 1) if size is None else size, mode).stages}
     need = needs[stage].total if stage in needs else 0
     device_of, device = pipeline.offloader.device_of, pipeline.offloader.device_of(COMPUTES[stage])
     beside = device == device_of(TRANSFORMER)

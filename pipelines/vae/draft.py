@@ -43,8 +43,7 @@ class Recurrent(nn.Module):
 
     def forward(self, frames: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Frames (F, C, H, W) in order; ``before`` (1, C, H, W) comes ahead of the first."""
-        past = torch.cat((before, frames[:-1]))
-        return self.act(self.conv(torch.cat((frames, past), dim=1)) + frames)
+        return self.act(self.conv(torch.cat((frames, torch.cat((before, frames[:-1]))), dim=1)) + frames)
 
 
 class Growth(nn.Module):

@@ -144,8 +144,7 @@ class History:
         total, (_, *far) = sum(sizes), sizes
         nothing = self.start.new_zeros((batch, channels, total, *sides))
         if self.plan.inverted:
-            after = torch.cat([self.latents, nothing], dim=2)[:, :, :total]
-            near, half, quarter = after.split(sizes, dim=2)
+            near, half, quarter = torch.cat([self.latents, nothing], dim=2)[:, :, :total].split(sizes, dim=2)
             if self.end is not None and not self.lengths:
                 near = self.end
             if self.plan.clip:
