@@ -174,7 +174,7 @@ def require_some(jobs: JobList, collected: Collected) -> None:
     if collected.failed and not collected.files:
         key, reason = next(iter(collected.failed.items()))
         found = f"no job of {jobs.name!r} is done, {len(collected.failed)} failed ({key[:12]}: {reason.rstrip('.')})"
-        raise InputError(found, expected="at least one that is done", fix="Mend what it says and queue them by another name.")
+        raise InputError(found, expected="at least one that is done", fix="Mend it; queue them under another name.")
 
 
 def videos_of(collected: Collected) -> list[Any]:
