@@ -67,7 +67,7 @@ def _sizes(pipeline: Pipeline, inputs: Inputs) -> Change:
     defaults = of_checkpoint(pipeline).sizes.defaults
     own: dict[str, Any] = {name: getattr(defaults, name) for name in SIZES}
     own |= dict(zip(SECTION, one_section(pipeline), strict=True)) if pipeline.spec.recipes.sections else {}
-    own = {name: value for name, value in own.items() if name in inputs}
+    own = {name: value for name, value in own.items() if name in inputs and (name != "cfg_end" or value < 1)}
     usual = {**dict.fromkeys(own, 0), "cfg_end": 1}  # of a node's inputs: none of the user's
     given = {name: value for name, value in own.items() if inputs[name] not in (usual[name], value)}
     changed = [f"{name} {inputs[name]:g} -> {value:g}" for name, value in given.items()]

@@ -244,6 +244,8 @@ def test_a_demo_model_that_stands_in_takes_its_own_sizes_and_words_and_says_so()
         assert chosen == own_inputs(pipeline, inputs, other.append) and one == other, "one model, one behaviour"
     published = replace(pipeline, model=replace(pipeline.model, source=Path("LTX-Video")))
     assert own_inputs(published, given, said.append) == given and len(said) == 3
+    part = {"cfg": 0, "cfg_end": 0.7}
+    assert own_inputs(pipeline, part, said.append)["cfg_end"] == 0.7, "a model that guides every step keeps the user's"
 
 
 NAMES = ("framepack", "hunyuan_video", "hunyuan_video_15", "ltx", "mochi")
