@@ -110,7 +110,7 @@ def _queue_paintings(folder: JobFolder, prompts: str, arguments: argparse.Namesp
 
     if arguments.pictures is None and not arguments.adapter:
         raise InputError("no --pictures", expected="a folder with a picture for each mesh", fix="Add --pictures.")
-    folder.jobs_file(arguments.name)
+    folder.jobs_file(arguments.name)  # refused before gigabytes are hashed
     seeds, painting = seeds_in(arguments.seeds), PaintSettings(steps=arguments.steps)
     content = partial(Places(state=Path(STATE).expanduser()).content, check=lambda: None)
     model, meshes = Path(arguments.model), Path(arguments.meshes)

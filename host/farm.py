@@ -114,7 +114,7 @@ def queue_meshes(
     from ..paint.jobs import adapter_fields, paint_jobs
     from ..paint.sampling.painting import PaintSettings
 
-    folder.jobs_file(name)
+    folder.jobs_file(name)  # refused before gigabytes are hashed
     sources = input_folder(meshes), input_folder(meshes if pictures == NONE else pictures)
     adapter = None if models.adapter == NONE else adapter_path(models.adapter)
     model = paint_path(models.model) if adapter is None else base_path(models.model)
@@ -174,7 +174,7 @@ def require_some(jobs: JobList, collected: Collected) -> None:
     if collected.failed and not collected.files:
         key, reason = next(iter(collected.failed.items()))
         found = f"no job of {jobs.name!r} is done, {len(collected.failed)} failed ({key[:12]}: {reason.rstrip('.')})"
-        raise InputError(found, expected="at least one that is done", fix="Mend it; queue them under another name.")
+        raise InputError(found, expected="at least one that is done", fix="Mend it; queue the jobs under a new name.")
 
 
 def videos_of(collected: Collected) -> list[Any]:

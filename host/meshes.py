@@ -59,13 +59,13 @@ def mesh_path(name: str) -> Path:
     path, root = _place(name)
     if not path.is_relative_to(root) or not value_or(path.is_file, False):
         expected = f"a file of {', '.join(MESH_FILES)}"
-        fix = f"Upload one on the node, or put one, no link to one, into input/3d and press R. {DEMO!r} needs none."
+        fix = f"Upload one on the node, or put the file, not a link, into input/3d and press R. {DEMO!r} needs none."
         raise CheckpointError(f"no mesh {name!r} in {str(root)!r}", expected=expected, fix=fix)
     return path
 
 
 def file_stamp(name: str) -> Any:
-    path, _ = _place(name or "")  # ComfyUI says None where it is linked
+    path, _ = _place(name or "")  # None: it is linked
     return (path.stat().st_mtime, path.stat().st_size) if value_or(path.is_file, False) else None
 
 

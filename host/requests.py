@@ -63,11 +63,13 @@ def folder_request(inputs: Inputs, trace: Path | None = None, **machine: Any) ->
 
 def used_folders(model: str, base: str, image_encoder: str) -> list[Path]:
     """The folders that the pipeline of a folder is read from; none where the node will explain what is missing."""
+    if None in (model, base, image_encoder):  # ComfyUI's word for an input that is linked
+        return []
     try:
         request = folder_request({"model": model, "base": base, "image_encoder": image_encoder})
         given = {"base": request.base, "image_encoder": request.image_encoder}
         return [request.model, *part_folders(request.model, given, request.search, Silent())[1].values()]
-    except (PackError, TypeError, AttributeError):  # ComfyUI says None where an input is linked
+    except PackError:
         return []
 
 

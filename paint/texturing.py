@@ -30,6 +30,7 @@ from .sampling.adapter_painting import paint_six_views
 from .sampling.delight import DelightSettings, delight_image
 from .sampling.painting import Painted, PaintInputs, PaintSettings, completed, explained, paint_views
 
+MAP_BYTES = 35  # of rendering maps, for each pixel of a view: 25 stay; measured with six views of 4096
 TEXEL_BYTES = 200  # of baking, at its peak; counted in benchmarks/results/paint_stages.csv
 PICTURE_BYTES, PROJECTED_BYTES = 170 * 10**6, 210  # of projecting a picture, and for each texel: counted likewise
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ def maps_of(
     table = views_for(family, cameras)
     flat = family == "paint_pbr" if normals == "auto" else normals == "flat"
     what, fix = f"rendering maps of {size} pixels", "Lower size, view_size or texture_size."
-    roomy(HOST, 29 * len(table) * size**2, str)
+    roomy(HOST, MAP_BYTES * len(table) * size**2, (progress or Silent()).notify)
     with Checked((progress or Silent()).check), explained(what, device or HOST, fix):
         surface = Surface.of(mesh, device, table.frame)
         return rendered_maps(surface, table, size, flat, collected=HOST), table, surface

@@ -1,5 +1,5 @@
-// Under the load node: which model fits, while none is installed; and a button that queues AnyGPU Download Model for the
-// published one that is chosen and is not here, with its progress under this node.
+// Under the load node: which model fits, while none is installed; and a button that queues the download of the one that
+// is chosen and not here.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 
@@ -21,7 +21,7 @@ async function download(node, title) {
 async function offer(node) {
   const { anygpu_first_run: text, anygpu_offers: offers = {} } = node.constructor.nodeData?.input?.required?.model?.[1] ?? {};
   const model = node.widgets?.find(({ name }) => name === "model");
-  const chosen = () => offers[model.value] ?? (text && Object.values(offers)[0]); // the smallest comes first
+  const chosen = () => offers[model.value] ?? (text && Object.values(offers)[0]); // smallest first
   if (!model || node.anygpuOffer || !chosen()) return node.anygpuOffer?.();
   const { button: made, copyButton, make, style } = await import("./elements.mjs");
   if (node.anygpuOffer) return; // loaded meanwhile

@@ -7,7 +7,8 @@ import { jumpTo, set, titleOf } from "./jump.mjs";
 import { offer, pauseButton, pausedCards } from "./paused.mjs";
 import { ENDS, isOpen } from "./runs.js";
 
-const SETTLED = 700; // ms without a change before the graph is asked for
+let changed; // asks about the graph
+const SETTLED = 700; // ms without a change, then it asks
 
 /** A part of the tab with a heading; `fill` replaces its content. */
 function part(title, open = true) {
@@ -66,7 +67,11 @@ const goButton = (id) => button(titleOf(id), () => jumpTo(id));
 
 /** A line of advice, with a button where a widget is what it changes. */
 function adviceLine({ text, node, input, value }) {
-  const apply = node && button("Apply", () => set(node, input, value), { title: `${input} = ${value}: ${titleOf(node)}` });
+  const act = () => {
+    set(node, input, value);
+    changed(); // core tells none while it loads
+  };
+  const apply = node && button("Apply", act, { title: `${input} = ${value}: ${titleOf(node)}` });
   return make("p", { class: "anygpu-why" }, text, " ", apply);
 }
 
@@ -253,7 +258,7 @@ export function open(element) {
   let families = []; // of the models in the graph
   let planned = []; // the forecasts at the start of the last run
   let timer = 0;
-  let asked = 0; // questions: the last one's answer is shown
+  let asked = 0; // the newest question of the graph
 
   const showMachine = (found) => {
     fill(memory, meters(found.memory));
@@ -323,8 +328,11 @@ export function open(element) {
     });
   const refreshRun = () =>
     guarded(parts.run, async () => {
-      const [before, found] = [last, await ask(`/run?client_id=${api.clientId}`)];
-      if (last === before) showRun((last = found)); // else another began
+      const { prompt } = last;
+      const found = await ask(`/run?client_id=${api.clientId}`);
+      if (prompt !== last.prompt) return; // another began
+      last = found;
+      showRun();
     });
   const refreshRest = () => {
     void refreshRun();
@@ -361,7 +369,7 @@ export function open(element) {
   const heard = [
     ["anygpu.run", onRun],
     ["execution_start", onStart],
-    ["graphChanged", () => later(refreshGraph)],
+    ["graphChanged", (changed = () => later(refreshGraph))],
     ...ENDS.map((kind) => [kind, onEnd]),
   ];
   for (const [kind, act] of heard) api.addEventListener(kind, act);
@@ -378,7 +386,7 @@ export function open(element) {
   );
   refresh();
   const close = () => {
-    asked = NaN; // equals nothing
+    asked = NaN; // equals none
     clearTimeout(timer);
     for (const [kind, act] of heard) api.removeEventListener(kind, act);
   };

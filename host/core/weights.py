@@ -175,10 +175,9 @@ class LoadedWeights:
         """The weights of the network of ``patcher``, every tensor of which the first call reads."""
         known: LoadedWeights = _known.setdefault(patcher.model, cls())
         if not known.first:
-            known.owners = {name: id(module) for name, module, _ in tensors_of(patcher.model)}
-            known.bytes = {name: tensor.nbytes for name, _, tensor in tensors_of(patcher.model)}
             sums = dict[str, Tensor]()
-            for name, module, _ in tensors_of(patcher.model):
+            for name, module, tensor in tensors_of(patcher.model):
+                known.owners[name], known.bytes[name] = id(module), tensor.nbytes
                 loaded = _loaded(patcher, name)
                 sums[name] = checksum(loaded)
                 cast = getattr(module, f"{name.rpartition('.')[2]}_comfy_model_dtype", None)  # by core, while it loads
@@ -258,8 +257,8 @@ def tensors_of(network: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 def _loaded(patcher: Any, name: str) -> Tensor:
     kept = patcher.backup.get(name)
-    buffer = patcher.backup_buffers.get(name) if kept is None else kept.weight
-    return comfy.utils.get_attr(patcher.model, name) if buffer is None else buffer  # type: ignore[no-any-return]
+    tensor = patcher.backup_buffers.get(name) if kept is None else kept.weight
+    return comfy.utils.get_attr(patcher.model, name) if tensor is None else tensor  # type: ignore[no-any-return]
 
 
 def patched_weight(patcher: Any, name: str) -> Tensor:
@@ -330,7 +329,7 @@ def _on_device(module: Any, name: str, tensor: Tensor, patcher: Any) -> Iterator
         yield tensor if there and not changed else None
         return
     comfy.ops.run_every_op()
-    wanted = [getattr(each, "_model_dtype", getattr(each, "dtype", None)) for each in (module.weight, module.bias)]
-    dtypes = dict(zip(("dtype", "bias_dtype"), wanted, strict=True))
-    with cast_by_core(module, device=patcher.load_device, **dtypes) as (weight, bias):
+    both = (module.weight, module.bias)
+    dtype, bias_dtype = (getattr(each, "_model_dtype", getattr(each, "dtype", None)) for each in both)
+    with cast_by_core(module, device=patcher.load_device, dtype=dtype, bias_dtype=bias_dtype) as (weight, bias):
         yield weight if own == "weight" else bias

@@ -116,7 +116,7 @@ class Surface:
         low, high = float(used.min()), float(used.max())
         if low < -UV_TOLERANCE or high > 1 + UV_TOLERANCE:
             found = f"UVs from {low:.3g} to {high:.3g}"
-            fix = f"{UNWRAP} A texture that the mesh has is lost by it."
+            fix = f"{UNWRAP} The mesh's texture no longer fits then."
             raise InputError(found, expected="0 to 1, because tiles and UDIMs cannot be painted", fix=fix)
         uvs = torch.nan_to_num(self.uvs).clamp(0, 1)
         if not bool((uv_areas(uvs, self.faces) > 0).any()):

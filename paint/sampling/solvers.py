@@ -176,7 +176,8 @@ class LatentConsistency(UnitVariance):
     def step(self, velocity: Tensor, index: int, x: Tensor, noise: Noise) -> Tensor:
         time = self.schedule.timesteps[index] * TIME_SCALE
         skip = DATA_SIGMA**2 / (time**2 + DATA_SIGMA**2)
-        clean = time / math.sqrt(time**2 + DATA_SIGMA**2) * self.clean(velocity, index, x) + skip * x
+        out = time / math.sqrt(time**2 + DATA_SIGMA**2)
+        clean = out * self.clean(velocity, index, x) + skip * x
         if index == len(self.schedule) - 1:
             return clean
         data, share = self.shares(index + 1)

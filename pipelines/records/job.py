@@ -186,8 +186,8 @@ class VideoJob(Job):
         if self.resolved is None:
             return self.settings
         sized = () if self.first is None else SIZE  # the latents of ``first`` decide it, whatever the settings ask for
-        sized = (*sized, *["cfg_end"] * (not self.settings.cfg))  # which belongs to a cfg of the checkpoint's
-        left = [name for name in (*SIZE, *LEFT, "cfg_end") if name in sized or not getattr(self.settings, name)]
+        left = [name for name in (*SIZE, *LEFT) if name in sized or not getattr(self.settings, name)]
+        left += ["cfg_end"] * ("cfg" in left and self.settings.cfg_end == 1.0)  # the checkpoint's has both
         return replace(self.settings, **{name: getattr(self.resolved, name) for name in left})
 
     @property

@@ -84,7 +84,7 @@ def queue_jobs(
     """Write the jobs of ``batch`` into ``folder``; those of them that failed before are asked for again. Every byte
     of the folder ``model`` is hashed once and kept in ``state``; ``title`` is its name below the folders that others
     search."""
-    folder.jobs_file(name)  # the name is refused before gigabytes are hashed
+    folder.jobs_file(name)  # refused before gigabytes are hashed
     require_few(len(batch.prompts) * len(batch.seeds) * max(1, len(batch.pictures)))
     places = Places(state=state)
     content = places.content(model, title, check)

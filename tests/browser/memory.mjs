@@ -135,16 +135,17 @@ async function heldBack(page) {
 
 /** Advice is applied by its button, on the canvas and through a subgraph, undone by undo, and gone once followed. */
 async function adviceIsApplied({ page }) {
-  const weights = () => page.evaluate(async () => {
+  const loads = (input) => page.evaluate(async (name) => {
     const { output } = await window.app.graphToPrompt();
-    return Object.values(output).find(({ class_type }) => class_type === "AnyGPULoadPipeline").inputs.weights;
-  });
+    return Object.values(output).find(({ class_type }) => class_type === "AnyGPULoadPipeline").inputs[name];
+  }, input);
+  const weights = () => loads("weights");
   await card(30);
   await loadWorkflow(page, await source("anygpu_ltx_text_to_video"), "anygpu_ltx_text_to_video");
   await openTab(page);
   const line = part(page, "This graph").getByText(/^weights fp8 on the load node: sampling /);
   for (const inside of [false, true]) {
-    await set(page, { ...SMALL, seed: seed(), weights: "auto" });
+    await set(page, { ...SMALL, seed: seed(), weights: "auto", offload: "auto" });
     await page.evaluate((converts) => {
       const { graph, canvas } = window.app;
       if (!converts) return;
@@ -167,6 +168,14 @@ async function adviceIsApplied({ page }) {
     await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.Undo"));
     await line.waitFor();
     assert.equal(await weights(), "auto", "undone");
+    await page.evaluate(async () => { // what the button of an error does, but for the run
+      const { app } = window;
+      const { queuePrompt } = app;
+      app.queuePrompt = () => {};
+      (await import("/extensions/anygpu/jump.mjs")).run({ node: "AnyGPULoadPipeline", input: "offload", value: "group" });
+      app.queuePrompt = queuePrompt;
+    });
+    assert.equal(await loads("offload"), "group", "also in a subgraph");
   }
 }
 

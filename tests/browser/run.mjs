@@ -73,7 +73,7 @@ async function cancels({ page }) {
   await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.Interrupt"));
   const seen = await ended(page);
   assert.equal(seen.ending, "execution_interrupted");
-  await page.waitForFunction(() => window.seen.texts.some((text) => /^cancelled at sampling/.test(text)), null, { timeout: 60000 }); // the node says so
+  await page.waitForFunction(() => Object.values(window.seen.under).some((text) => /^cancelled at sampling/.test(text)), null, { timeout: 60000 }); // the node says so
   const done = Math.max(...seen.progress.filter(([, max]) => max === 1000).map(([value]) => value));
   assert.ok(done < 500, `${done} of 1000 steps were made all the same`);
   await shrink(page, { seed: 9 });

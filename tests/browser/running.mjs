@@ -103,13 +103,16 @@ export async function shrink(page, values = {}) {
 /** Start listening to the server's events of the next run. */
 export async function listen(page) {
   await page.evaluate(() => {
-    window.seen = { progress: [], texts: [], previews: 0, animated: 0, ending: null, message: "", cached: [] };
+    window.seen = { progress: [], texts: [], under: {}, previews: 0, animated: 0, ending: null, message: "", cached: [] };
     if (window.listening) return;
     window.listening = true;
     const api = window.app.api;
     const on = (kind, act) => api.addEventListener(kind, (event) => act(event.detail));
     on("progress", ({ value, max }) => window.seen.progress.push([value, max]));
-    on("progress_text", ({ text }) => window.seen.texts.push(text));
+    on("progress_text", ({ nodeId, text }) => {
+      window.seen.texts.push(text);
+      window.seen.under[nodeId] = text;
+    });
     on("b_preview", () => {
       window.seen.previews += 1;
     });

@@ -119,6 +119,12 @@ def test_a_text_that_holds_nan_is_told_from_a_fault_of_the_model(inside: Inside,
     assert "Look at the node before" in said
 
 
+@pytest.mark.parametrize("name", ["SD", "Wan 2.1"])
+def test_a_repair_of_a_whole_vae_of_core_is_its_fp32(inside: Inside, name: str) -> None:
+    found = inside.play("doctor", "vae_in_fp32", name=name)
+    assert found["repaired"] <= 1e-3 and found["alone"] > 2 * found["repaired"], found
+
+
 @full
 @pytest.mark.parametrize("name", ["SD", "Wan 2.1"])
 def test_nan_and_one_colour_in_a_vae_of_core_are_named(inside: Inside, name: str) -> None:

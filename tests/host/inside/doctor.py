@@ -14,7 +14,7 @@ import comfy.samplers
 import torch
 from anygpu.compat import doctor as doctors
 from anygpu.compat.output_check import NotFinite
-from anygpu.compat.repairs import RepairStore
+from anygpu.compat.repairs import FP32, Repair, RepairStore, repaired
 from anygpu.host.core import doctor as core
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import OVERRIDE
@@ -144,6 +144,20 @@ def beside_ours(name: str) -> dict[str, Any]:
     except NotFinite as error:
         return {"same": same, "said": said, "place": place, "error": str(error)}
     return {"same": same, "said": said, "place": place, "error": ""}
+
+
+def vae_in_fp32(name: str) -> dict[str, float]:
+    """Errors of core's tiny VAE ``name`` in fp16 against itself in fp32: alone, and under the repair of all of it."""
+    vae, latents = core_tiny_vaes.made(name), core_tiny_vaes.latents_of(name).half().float()
+    network, repair = nn.ModuleDict({"vae": vae.first_stage_model.half()}), Repair("vae", FP32)
+    vae.vae_dtype = torch.float16
+    alone = vae.decode(latents)
+    with repaired(network, [repair]):
+        found = vae.decode(latents)
+    vae.first_stage_model.float()
+    vae.vae_dtype = torch.float32
+    right = vae.decode(latents)
+    return {"alone": float((alone - right).abs().max()), "repaired": float((found - right).abs().max())}
 
 
 def nan_in_a_vae(name: str) -> dict[str, Any]:
