@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 FP32, REPLACED, SCALED, ATTENTION = "fp32", "zeros", "scaled", "attention"
 NARROW = (torch.float16, torch.bfloat16)
-AS_IS = ("__get__", "__set__", "__setitem__", "data_ptr", "is_floating_point")
+# they read or write stored bits and compute nothing
+AS_IS = ("__get__", "__set__", "__setitem__", "data_ptr", "is_floating_point", "view")
 TO_NARROW = (torch.Tensor.half, torch.Tensor.bfloat16)
 MEANINGS = {
     FP32: "computed in fp32",

@@ -208,8 +208,7 @@ class ProbeStatus:
 
 def probe_statuses(facts: DeviceFacts, probes: Mapping[str, ProbeResult]) -> list[ProbeStatus]:
     """The status of each probe: green is right, amber slow or not needed, red wrong or unusable, grey not asked."""
-    policy = policy_for(facts)
-    return [_status(name, probes[name], facts, policy) for name in probes]
+    return [_status(name, probes[name], facts, policy_for(facts)) for name in probes]
 
 
 def _status(name: str, answer: ProbeResult, facts: DeviceFacts, policy: DevicePolicy) -> ProbeStatus:

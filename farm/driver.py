@@ -78,9 +78,8 @@ class Driver:
             self._wait_for(worker)
 
     def add(self, lines: Iterable[str], again: bool, where: str = "") -> None:
-        """Take in the jobs that are not done, all or none where ``lines`` raises; those that failed or were cancelled
-        only if asked ``again``.
-        ``where`` the lines stand begins what is said of lines that are not jobs."""
+        """Queue the jobs of ``lines`` that are not done, none where ``lines`` raises; failed and cancelled ones only if
+        asked ``again``. ``where``, such as a file's name, begins messages about lines that are not jobs."""
         done, tasks, wrong, first_error = self.folder.done_keys(), dict[str, Task](), 0, ""
         for number, line in enumerate(lines, 1):
             try:
@@ -88,7 +87,7 @@ class Driver:
             except Exception as error:  # of a line that may hold anything
                 if not wrong or not self.watching:
                     self.tally.failed[f"{where}line {number}: {line[:60]}"] = text_of(error)
-                wrong, first_error = wrong + 1, first_error or text_of(error)
+                wrong, first_error = wrong + 1, first_error or f"{line[:60]!r}: {text_of(error)}"
                 continue
             if task.key in self._open or task.key in tasks:
                 continue

@@ -125,8 +125,9 @@ def queue_meshes(
     others["image_encoder"] = None if encoder is None else content(encoder, models.image_encoder)
     if adapter is not None:
         others |= adapter_fields(model, adapter, content(adapter, models.adapter), models.prompts, models.negative)
-    own = content(model, models.model), *sources, seeds, PaintSettings(steps=steps), folder.add_input
-    return write_list(folder, name, paint_jobs(*own, check=check, **others), check)
+    whole, settings = content(model, models.model), PaintSettings(steps=steps)
+    jobs = paint_jobs(whole, *sources, seeds, settings, folder.add_input, check=check, **others)
+    return write_list(folder, name, jobs, check)
 
 
 def jobs_named(folder: JobFolder, name: str, check: Check = lambda: None) -> JobList:

@@ -289,11 +289,11 @@ def _matches(root: Path, pattern: str) -> list[Path]:
 
 
 def _change_times(level: list[Path]) -> tuple[tuple[str, float], ...]:
-    """Each folder that :func:`find_models` looks into, and when it last changed: a download may be listed half way."""
-    watched: dict[Path, None] = {}
-    for _ in range(4):
-        watched.update(dict.fromkeys(level))
+    """Each folder that :func:`find_models` looks into, and when it last changed, as during a download."""
+    watched = dict.fromkeys(level)
+    for _ in range(3):
         level = [child for folder in level for child in _children(folder)]
+        watched.update(dict.fromkeys(level))
     times: dict[str, float] = {}
     for folder in watched:
         with suppress(OSError):

@@ -236,22 +236,20 @@ class RenderTurntable(io.ComfyNode):
     def execute(
         cls, mesh: Any, frames: int, size: int, elevation: float, background: float = 1.0, before: Any = None,
     ) -> io.NodeOutput:
-        import torch
-
         from ..paint import texturing
         from ..paint.geometry.mesh import Surface
-        from ..paint.geometry.turntable import turntable
+        from ..paint.geometry.turntable import film, turntable
 
         progress = PaintProgress(cls.hidden.unique_id)
         shown = [mesh] if before is None else [before, mesh]
-        films, notes = list[torch.Tensor](), dict[str, None]()
+        pictures, notes = film(frames, size, len(shown)), dict[str, None]()
         count = texturing.counted(progress, frames * len(shown), "rendering")
         what = f"rendering {frames} frames of {size} pixels"
         with Checked(progress.check), texturing.explained(what, texturing.HOST, "Lower frames or size."):
-            for each in shown:
+            for each, into in zip(shown, pictures.split(size, dim=2), strict=True):
                 surface = Surface.of(meshes.from_core(each), memory_manager.compute_device())
-                films.append(turntable(surface, meshes.shown_colour(each), frames, size, elevation, background, count))
+                colour = meshes.shown_colour(each)
+                turntable(surface, colour, frames, size, elevation, background, count, into)
                 notes |= dict.fromkeys(surface.notes)
-            pictures = torch.cat(films, dim=2)
         progress.finish("\n".join((f"{frames} frames of {size} pixels", *notes)))
         return io.NodeOutput(pictures, ui=preview.clips([pictures], PREVIEW_FPS, cls))

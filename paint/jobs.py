@@ -337,7 +337,8 @@ def paint_jobs(
 ) -> list[PaintJob]:
     """A job for each mesh of a folder, prompt and seed, from the picture of its name, cut out by its transparency.
 
-    Raises InputError where there are no meshes, or one has no picture; MV-Adapter tg2mv takes none.
+    Raises InputError where there are no meshes, or one has no picture, but for MV-Adapter tg2mv, which takes none;
+    or for delight, which MV-Adapter ignores.
 
     Args:
         painting: settings of each job, but for its seed, and for its view size where ``size`` is given.
@@ -345,6 +346,9 @@ def paint_jobs(
         check: is called while files are hashed, and may raise to cancel.
         others: further fields of each job.
     """
+    if others.get("adapter") and others.get("delight"):
+        fix = "Choose no delight: it paints the light that its pictures have."
+        raise InputError("delight beside MV-Adapter", expected="none", fix=fix)
     from_words, painting = others.get("variant") == TG2MV, replace(painting, size=size or painting.size)
     shapes = files_in(meshes, "meshes", FORMATS)
     by_name = {path.stem: path for path in sorted(pictures.glob("*.*")) if path.suffix.lower() in PICTURES}

@@ -82,11 +82,11 @@ def baked_record(
         enlarged: of views that the host enlarged, the history and the file of the upscale model.
     """
     facts = facts_of(views, "views") if enlarged is None else _painted.get(enlarged[0], {})
-    second, shape = facts if enlarged and both is not None else facts_of(both, "views"), geometry_hash(mesh)
-    record = dict(facts.get("record", {receipts.HEAD: receipts.VERSION}))
+    material = facts if enlarged and both is not None else facts_of(both, "views")
+    record, shape = dict(facts.get("record", {receipts.HEAD: receipts.VERSION})), geometry_hash(mesh)
     missing = list(record.pop("missing", ()))
-    paired = second == facts if facts.get("both") else both is None
-    if not (facts and paired and facts["cameras"] == cameras):
+    same_run = material == facts if facts.get("both") else both is None
+    if not (facts and same_run and facts["cameras"] == cameras):
         missing.append("the views as AnyGPU Paint Views gave them")
     elif not missing and record["mesh"] != shape:
         missing.append("the mesh that its maps show")

@@ -101,11 +101,9 @@ def renamed(entries: Entries, layout: Layout, path: Path, unknown: list[str] | N
         else:
             unknown.append(name)
     if len(unknown) > spared:
-        raise CheckpointError(
-            f"unknown tensors {listed(sorted(unknown))} in {str(path)!r}",
-            expected=f"the tensors of {layout.name}",
-            fix="Use the file as published, or put its config.json beside it as a diffusers folder.",
-        )
+        found = f"unknown tensors {listed(sorted(unknown))} in {str(path)!r}"
+        fix = "Use the file as published, or put its config.json beside it as a diffusers folder."
+        raise CheckpointError(found, expected=f"the tensors of {layout.name}", fix=fix)
     for index, number in last.items():  # tensors of the last block under the names that only it has
         pattern = name_pattern(rows[index].targets.split()[0])
         for name in list(named):
@@ -134,11 +132,9 @@ def _cut(name: str, entry: TensorEntry, row: Row, count: int, entries: Entries, 
         side = weight.shape[1] if len(weight.shape) > 1 else 0
         sizes = [side] * (count - 1) + [rows - side * (count - 1)]
     if sum(sizes) != rows or min(sizes) <= 0:
-        raise CheckpointError(
-            f"tensor {name!r} of shape {entry.shape} in {str(path)!r}",
-            expected=f"rows for {count} tensors",
-            fix="Use the file as published, or another version of it.",
-        )
+        found = f"tensor {name!r} of shape {entry.shape} in {str(path)!r}"
+        fix = "Use the file as published, or another version of it."
+        raise CheckpointError(found, expected=f"rows for {count} tensors", fix=fix)
     return [entry.rows(sum(sizes[:index]), size) for index, size in enumerate(sizes)]
 
 

@@ -26,17 +26,12 @@ def checked_frames(frames: torch.Tensor, subject: str) -> torch.Tensor:
     """``frames`` as fp32 on the CPU; raises InputError for no frames, alpha, or another shape than (F, H, W, 3)."""
     shape = tuple(frames.shape)
     if frames.ndim != 4 or 0 in shape:
-        raise InputError(
-            f"{subject} of shape {shape}",
-            expected="frames (F, H, W, 3) with at least one frame",
-            fix="Connect an IMAGE with one frame or more.",
-        )
+        found, fix = f"{subject} of shape {shape}", "Connect an IMAGE with one frame or more."
+        raise InputError(found, expected="frames (F, H, W, 3) with at least one frame", fix=fix)
     if shape[-1] == 4:
-        raise InputError(
-            f"{subject} has an alpha channel",
-            expected="3 channels",
-            fix="Remove the alpha channel first, for example with Split Image with Alpha.",
-        )
+        found = f"{subject} has an alpha channel"
+        fix = "Remove the alpha channel first, for example with Split Image with Alpha."
+        raise InputError(found, expected="3 channels", fix=fix)
     if shape[-1] != 3:
         raise InputError(f"{subject} has {shape[-1]} channels", expected="3 channels", fix="Connect an RGB image.")
     return to_host(frames).float()
@@ -45,11 +40,9 @@ def checked_frames(frames: torch.Tensor, subject: str) -> torch.Tensor:
 def checked_vision(vision: torch.Tensor, tokens: int, width: int) -> torch.Tensor:
     """SigLIP states (1, tokens, width) made elsewhere, fp32, on the CPU; raises InputError for another shape."""
     if tuple(vision.shape) != (1, tokens, width):
-        raise InputError(
-            f"a CLIP_VISION_OUTPUT of shape {tuple(vision.shape)}",
-            expected=f"the shape {(1, tokens, width)}",
-            fix="Use CLIP Vision Encode with sigclip_vision_patch14_384, without crop.",
-        )
+        found = f"a CLIP_VISION_OUTPUT of shape {tuple(vision.shape)}"
+        fix = "Use CLIP Vision Encode with sigclip_vision_patch14_384, without crop."
+        raise InputError(found, expected=f"the shape {(1, tokens, width)}", fix=fix)
     return to_host(vision).float()
 
 
@@ -185,7 +178,7 @@ def as_published(
 
 
 def _through_h264(frame: torch.Tensor, crf: int, check: Callable[[], None]) -> torch.Tensor | None:
-    """A frame (H, W, 3) of even sides, blurred by 3 x 3 pixels of a Gaussian, after H.264; None without an encoder."""
+    """A frame (H, W, 3), cut to even sides, blurred by a Gaussian of 3 x 3 pixels, after H.264; None without one."""
     check()
     line = torch.tensor([-1.0, 0.0, 1.0]).square().mul(-0.5).exp()
     line = line / line.sum()

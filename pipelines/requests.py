@@ -68,11 +68,9 @@ def part_devices(transformer: str = "auto", text: str = "auto", vae: str = "auto
             kind, index = default_device().type, int(name.removeprefix("gpu:"))
             count = 0 if kind == HOST.type else device_count()
             if index >= count:
-                raise UnsupportedError(
-                    f"device {name!r} where torch sees {count} accelerator{'' if count == 1 else 's'}",
-                    expected="auto, cpu, or the number of an existing accelerator",
-                    fix="Choose auto.",
-                )
+                found = f"device {name!r} where torch sees {count} accelerator{'' if count == 1 else 's'}"
+                fix = "Choose auto."
+                raise UnsupportedError(found, expected="auto, cpu, or the number of an existing accelerator", fix=fix)
             chosen[part] = f"{kind}:{index}"
     return chosen
 
@@ -112,11 +110,9 @@ def with_storage(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if named not in STORED:
         return values
     if stored not in (AUTO, STORED[named]):
-        raise InputError(
-            f"precision {named!r} with weights {stored!r}",
-            expected="one way of storing weights",
-            fix=f"Set precision to auto, or weights to auto: {named} stores them as {STORED[named]!r}.",
-        )
+        found = f"precision {named!r} with weights {stored!r}"
+        fix = f"Set precision to auto, or weights to auto: {named} stores them as {STORED[named]!r}."
+        raise InputError(found, expected="one way of storing weights", fix=fix)
     return {**values, "precision": AUTO, "weights": STORED[named]}
 
 

@@ -262,11 +262,8 @@ def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: st
     require_choice("kernels", choice, fused.CHOICES)
     against = fused.reason_against(device, dtype) or unusable
     if choice == fused.TRITON and against:
-        raise UnsupportedError(
-            f"kernels 'triton' on {device}: {against}",
-            expected="a GPU that Triton launches on, and fp32, fp16 or bf16",
-            fix="Choose auto.",
-        )
+        found, fix = f"kernels 'triton' on {device}: {against}", "Choose auto."
+        raise UnsupportedError(found, expected="a GPU that Triton launches on, and fp32, fp16 or bf16", fix=fix)
     if choice == AUTO:
         return ("" if against else AUTO), Decision("kernels", fused.OFF if against else fused.TRITON, against, AUTO)
     return ("" if choice == fused.OFF else choice), Decision("kernels", choice, "", CHOSEN)

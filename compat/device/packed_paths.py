@@ -111,8 +111,7 @@ def path_for(facts: DeviceFacts, layer_format: str, answers: Answers, choice: st
 
 def row_for(facts: DeviceFacts, layer_format: str, kernels: str) -> PackedRow | None:
     """The row of a card and format; None for a card that nobody has listed."""
-    fits = (row for row in PACKED_ROWS if layer_format in row.formats and _fits(row, facts, kernels))
-    return next(fits, None)
+    return next((row for row in PACKED_ROWS if layer_format in row.formats and _fits(row, facts, kernels)), None)
 
 
 def _fits(row: PackedRow, facts: DeviceFacts, kernels: str) -> bool:

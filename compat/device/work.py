@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import first_line
 from . import rates
 from .execution import HOST
-from .facts import CLOCKED, DeviceFacts, empty_cache, empty_host_cache, locks_host_memory, value_or
+from .facts import CLOCKED, DeviceFacts, device_fault, empty_cache, empty_host_cache, locks_host_memory, value_or
 from .failures import is_shortage
 from .probe_store import ProbeStore
 from .timed_choice import seconds_of
@@ -259,7 +259,7 @@ def pace_of(
                 try:
                     return asdict(measured_pace(facts.device, dtype, width=heads))
                 except Exception as error:  # of a dtype that the device lacks: remembered, and said once
-                    if is_shortage(error):
+                    if is_shortage(error) or device_fault(facts.device):
                         raise
                     log.warning("AnyGPU: %s cannot be timed in %s: %s", facts.name, dtype, first_line(error))
                     return {}

@@ -215,9 +215,9 @@ def _change(parts: Parts, part: str, wanted: Adapters | None, detach: Callable[[
         undo.back_to(order)
         parts.active_adapters.pop(part, None)
         try:
-            preparation.onwards(part, module, undo, order)
+            preparation.apply_from(part, module, undo, order)
         except BaseException:
-            plain.onwards(part, module, undo, order)  # the part goes on without them
+            plain.apply_from(part, module, undo, order)  # the part goes on without them
             raise
     if wanted is not None:
         owner, merged = weakref.ref(wanted), wanted.in_weights

@@ -31,7 +31,8 @@ class Place:
 
 
 class GroupLayout:
-    """Layout of a group's dense weights in one run of bytes: side by side, and in locked memory as they are."""
+    """Layout of a group's dense weights in one run of bytes, side by side; neighbours in locked memory keep their
+    distance, so that they travel as one copy."""
 
     def __init__(self, host_weights: Sequence[torch.Tensor]) -> None:
         self.places: list[Place] = []
@@ -42,10 +43,9 @@ class GroupLayout:
             own = weight.as_strided((weight.numel(),), (1,)).view(torch.uint8)
             first = -(-end // ALIGNED_BYTES) * ALIGNED_BYTES
             if self.locked and self.runs and _follows(self.runs[-1][1], own):
-                begin, source = self.runs.pop()
-                first = begin + int(own.storage_offset() - source.storage_offset())
-                own = source.as_strided((first - begin + own.numel(),), (1,))
-                self.runs.append((begin, own))
+                begin, run = self.runs[-1]
+                first = begin + int(own.storage_offset() - run.storage_offset())
+                self.runs[-1] = begin, run.as_strided((first - begin + own.numel(),), (1,))
             else:
                 self.runs.append((first, own))
             self.places.append(Place(first, weight))

@@ -150,7 +150,7 @@ def send_together(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """The index of each tensor and its copy on the device; small ones on the host travel together and share one
     storage.
-    Peak extra host memory: one staging buffer per dtype."""
+    Peak extra host memory: one staging buffer."""
     waiting: dict[torch.dtype, list[int]] = {}
     held: dict[torch.dtype, int] = {}
     for index, tensor in enumerate(tensors):

@@ -178,8 +178,8 @@ def _own(given: Mapping[str, Any], results: Any) -> Sample | None:
     found = [*map(_exact, cut)]
     computed = tree_leaves(function(*tree_map_only(Tensor, _exact, [*kept.values()])))
     exact = [each.double() for each in computed if each.numel()]
-    if "room" in kept and len(found) > 1:  # scaled SwiGLU: its last result is the power of two that divided each row
-        ratio = found.pop() / exact.pop()  # 1, or of a neighbour, which is right too: compared as if divided alike
+    if "room" in kept and len(found) > 1:  # scaled SwiGLU, whose last result is the power of two that divided each row
+        ratio = found.pop() / exact.pop()  # at the edge of two powers either is right: taken out, and others are NaN
         found[0] *= ratio.where((ratio >= 0.5) & (ratio <= 2), math.nan)
     size = torch.cat([each.abs().amax().expand(each.numel()) for each in exact])
     values, exact_values = (torch.cat([each.flatten() for each in side]) for side in (found, exact))
@@ -187,22 +187,22 @@ def _own(given: Mapping[str, Any], results: Any) -> Sample | None:
 
 
 def _some_tokens(operands: dict[str, Any], results: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-    """The operands and the results of 64 tokens, with splits where these have them."""
+    """The operands and results of at most 64 tokens; ``split`` and ``gate_split`` count those that were taken."""
     first, k, text = next(iter(operands.values())), operands.get("k"), operands.get("text_q")
-    at, count = min(1, first.ndim - 2), 0 if text is None else text.shape[1]
-    tokens = first.shape[at] if k is None else min(first.shape[1], k.shape[1])
+    token_axis, text_tokens = min(1, first.ndim - 2), 0 if text is None else text.shape[1]
+    tokens = first.shape[token_axis] if k is None else min(first.shape[1], k.shape[1])
     rows = _some(tokens)
 
-    def some(each: Tensor) -> Tensor:
-        axis = each.ndim - first.ndim + at
+    def taken(each: Tensor) -> Tensor:
+        axis = each.ndim - first.ndim + token_axis  # aligned at the last axis; what is smaller has no tokens
         if axis < 0 or (k is None and each.shape[axis] != tokens):
             return each
         return each.index_select(axis, rows[rows < each.shape[axis]].to(each.device))
 
-    kept = tree_map_only(Tensor, some, operands)
+    kept = tree_map_only(Tensor, taken, operands)
     kept |= {key: int((rows < operands[key]).sum()) for key in ("split", "gate_split") if operands.get(key)}
-    parts = (each.split([each.shape[1] - count, count], 1) for each in results)
-    return kept, [torch.cat([*map(some, each)], 1) for each in parts]
+    parts = (each.split([each.shape[1] - text_tokens, text_tokens], 1) for each in results)
+    return kept, [torch.cat([*map(taken, each)], 1) for each in parts]
 
 
 def _last_of_clip(operands: dict[str, Any], results: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:

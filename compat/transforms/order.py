@@ -74,11 +74,11 @@ class Preparation:
 
     def __call__(self, part: str, module: nn.Module) -> Done:
         """Apply the steps to a part that was just read; returns what takes them all back, last one first."""
-        return self.onwards(part, module, Done(), Order.STORAGE)
+        return self.apply_from(part, module, Done(), Order.STORAGE)
 
-    def onwards(self, part: str, module: nn.Module, done: Done, order: Order) -> Done:
-        """Apply the steps of ``order`` and later to a part that ``done`` tells the earlier ones of, and return it.
-        A step that fails takes back those of this call before it, so that no part is left half changed."""
+    def apply_from(self, part: str, module: nn.Module, done: Done, order: Order) -> Done:
+        """Apply the steps of ``order`` and later, add them to ``done``, which holds the earlier ones, and return it.
+        Where a step raises, those applied before it in this call are undone."""
         try:
             with torch.inference_mode(False), torch.no_grad():
                 for step in sorted((step for step in self.steps if step.order >= order), key=lambda step: step.order):

@@ -44,7 +44,7 @@ class SparseAttention:
         text = [each[:, :, count:].flatten(0, 1) for each in (query, key, value)]
         of_text = torch.stack([self._of_text(*each) for each in zip(*text, keys, values, strict=True)])
         of_queries, of_keys = (each.mean(2, dtype=torch.float32) for each in (queries, keys))
-        places, counted = (each.flatten(0, 1) for each in seen(of_queries, of_keys, tiles, self.grid[0]))
+        places, counted = (each.flatten(0, 1) for each in attended(of_queries, of_keys, tiles, self.grid[0]))
         head_count, tile_count, size = keys.shape[:3]  # size: tokens of a tile
         heads = torch.arange(head_count, device=key.device).repeat_interleave(tile_count)  # of each tile
         gathered = 3 * keys.itemsize * places.shape[1] * math.prod(keys.shape[2:])  # bytes for one tile of one head
@@ -78,9 +78,9 @@ class SparseAttention:
         self.grid = frames, rows, columns
 
 
-def seen(queries: torch.Tensor, keys: torch.Tensor, tiles: Grid, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tiles (R, n, m) that each of n ``tiles`` sees, by the means (R, n, D) of their queries and keys, and which of
-    these count: for each, m is the most that one may see."""
+def attended(queries: torch.Tensor, keys: torch.Tensor, tiles: Grid, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices (R, n, m) of the tiles that each of n ``tiles`` attends to, by the means (R, n, D) of their queries and
+    keys, R batch times heads; and a mask of that shape, False beyond those of a tile that attends to fewer than m."""
     near = _around(tiles, 0 if frames == 1 else AROUND).to(keys.device)
     count, most = keys.shape[1], _most(frames)
     queries, keys = functional.normalize(queries, dim=-1), functional.normalize(keys, dim=-1)

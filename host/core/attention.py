@@ -243,8 +243,7 @@ class Heads:
             split = (tensor.flatten(2).unflatten(-1, (-1, width)) for tensor in (query, key, value))
             query, key, value = (tensor.transpose(1, 2) for tensor in split)
         if key.shape[1] != query.shape[1]:
-            times = query.shape[1] // key.shape[1]
-            key, value = (each.repeat_interleave(times, 1) for each in (key, value))
+            key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
         mask, scale = named.get("mask"), named.get("scale")
         if isinstance(mask, Tensor):
             mask = mask[None] if mask.ndim == 2 else mask

@@ -21,7 +21,7 @@ CLIPS = ({"clip_l", "clip_g"}, {"clip_h"})  # of SDXL and of SD2.1
 
 
 def checkpoint_of(core_model: Any, core_clip: Any, core_vae: Any) -> Weights | None:
-    """The weights that core has loaded, its LoRAs applied, by the names of a file; values are read on demand.
+    """The weights that core has loaded, its LoRAs applied, as in a checkpoint file; values are read on demand.
 
     None where nothing is connected. Raises InputError where one of the three is missing, is AnyGPU's own or of another
     kind, or has packed weights.
@@ -45,8 +45,8 @@ def checkpoint_of(core_model: Any, core_clip: Any, core_vae: Any) -> Weights | N
         raise _unusable(f"core_clip with {', '.join(sorted(encoders))}")
     shapes |= _prediction_mark(core_model)
     file = _file_of([getattr(each, "patcher", each) for each in given.values()])
-    held: dict[str, Any] = {"held": lambda name: patched_weight(*places[name]), "file": file}
-    return Weights(Path(name_of(core_model)), shapes, None, total, **held)
+    path, held = Path(name_of(core_model)), lambda name: patched_weight(*places[name])
+    return Weights(path, shapes, None, total, held=held, file=file)
 
 
 def _file_of(patchers: list[Any]) -> Path | None:

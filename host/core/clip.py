@@ -82,9 +82,10 @@ class FittedEncoder:
         undo.append(self.packed.attach(encoders).restore)
         if self.fit.safe:
             self._make_safe(encoders, override, patcher.patches_uuid)
-        if self.machine.calls is not None:
+        if (self.machine.guard, self.machine.calls) != (None, None):
+            inside = functools.partial(around, self.machine.guard, self.machine.calls)
             for child in encoders.children():
-                undo.set(child, "forward", forward_inside(child, functools.partial(around, None, self.machine.calls)))
+                undo.set(child, "forward", forward_inside(child, inside))
 
     def _make_safe(self, encoders: nn.Module, override: AttentionOverride | None, version: Any) -> None:
         """Patch the layers that nobody else has; other packs' are asked once per ``version`` of the weights."""
@@ -123,7 +124,7 @@ class FittedEncoder:
             return encode(*args, **kwargs)
         ours = {layer for layer in encoders.modules() if SETTINGS in layer.__dict__}
         left = left_of(encoders, ours) if self.fit.safe else {}
-        with Undo() as undo, counts.counting(left), around(self.machine.guard, None, (encoders,)):
+        with Undo() as undo, counts.counting(left):
             for layer in ours:
                 undo.set(layer, COUNTS, counts)
             result = encode(*args, **kwargs)

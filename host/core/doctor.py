@@ -232,7 +232,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
             output = again(first)
             wrong = watch.fault(output)
             doubt = bool(wrong) or watch.loud
-            spent = healed(patcher, doctor, every=doubt, streamed=True, since=not first) or (doubt and not wrong)
+            spent = healed(patcher, doctor, every=doubt, streamed=True, late=not first) or (doubt and not wrong)
             if spent:
                 output = again()
                 wrong = watch.fault(output)
@@ -248,7 +248,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
         begun.clear()
         result = executor(*args, **kwargs)
-        healed(executor.class_obj.model_patcher, doctor, every=True, since=True)
+        healed(executor.class_obj.model_patcher, doctor, every=True, late=True)
         noise, sigmas = args[0], args[3] if len(args) > 3 else kwargs.get("sigmas")
         ended = isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0
         message = ended and doctors.unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
@@ -274,19 +274,18 @@ def where_of(options: dict[str, Any]) -> str:
     return f"{step}, {branch}" if branch else step
 
 
-def healed(patcher: Any, doctor: doctors.Doctor, every: bool, streamed: bool = False, since: bool = False) -> bool:
-    """True if weights had changed on the device; they are loaded again where they can be, and it is said."""
+def healed(patcher: Any, doctor: doctors.Doctor, every: bool, streamed: bool = False, late: bool = False) -> bool:
+    """True if weights had changed on the device: told, and loaded again where that is possible. ``every`` checks all,
+    not a share of them; ``streamed`` those in host memory, too; ``late`` warns of earlier steps."""
     if isinstance(patcher.model, CoreModel):
         return False
     weights = LoadedWeights.of(patcher)
-    names = weights.wrong(patcher, every, streamed)
-    done = weights.restore(patcher, names)
-    more = "…" * (len(names) > doctors.SHOWN)
-    shown = ", ".join(name.removeprefix(f"{NETWORK}.") for name in names[: doctors.SHOWN]) + more
-    if not names:
+    if not (names := weights.wrong(patcher, every, streamed)):
         return False
+    done, more = weights.restore(patcher, names), "…" * (len(names) > doctors.SHOWN)
+    shown = ", ".join(name.removeprefix(f"{NETWORK}.") for name in names[: doctors.SHOWN]) + more
     remedy = "loaded again" if len(done) == len(names) else "its file cannot be read from here: load the model again"
-    earlier = "; run again, earlier steps may be wrong" * since
+    earlier = "; run again, earlier steps may be wrong" * late
     twice = "; if it happens again, start ComfyUI with --disable-dynamic-vram" * (weights.healed > 1)
     doctor.tell(f"the copy of {shown} on the card is not what was loaded; {remedy}{earlier}{twice}")
     return True

@@ -79,7 +79,7 @@ class FittedVAE:
         """The result of the first method that neither fails nor gives wrong values; each failure is reported."""
         action, decodes, methods = name.replace("_", " "), name.startswith("decode"), self._methods(name, given)
         progress = functools.cache(lambda: NodeProgress(getattr(get_executing_context(), "node_id", None)))
-        method, reason, freed = self._first_method(name, methods), "", False
+        method, learned, freed = self._first_method(name, methods), self.method, False
         remedies: Iterator[tuple[str, DecodeMethod]] | None = None
         if decodes:
             output_check.require_finite(given, "latents to decode", BEFORE)
@@ -106,12 +106,13 @@ class FittedVAE:
                 if following is None:
                     raise
             progress().notify(f"{action} {_in_words(method)}: {cause}; now {_in_words(following)}{how}")
-            method, reason = following, kind
+            learned = learned if kind == MEMORY or following == method else following
+            method = following
             comfy.model_management.soft_empty_cache()
         if progress.cache_info().currsize:  # something was said
             progress().finish(f"{action}: {_in_words(method)}")
-        if reason and reason != MEMORY and not method.on_host:
-            self.method = method  # the same would fail each time; the CPU is too slow to begin with
+        if not method.on_host:
+            self.method = learned  # the same would fail each time; the CPU is too slow to begin with
         return result
 
     def _remedies(
@@ -285,9 +286,10 @@ def fit_vae(
 
 
 def _precision(machine: ModelDevice, dtype: torch.dtype, choice: str) -> tuple[bool, Decision]:
+    """True for fp32 instead of ``dtype``, and the decision."""
     here = NAMES.get(dtype, str(dtype))
     if choice == "fp32":
-        return True, Decision("precision", "fp32", f"core would compute in {here}", CHOSEN)
+        return True, Decision("precision", "fp32", f"core would compute in {here}" * (dtype is not FP32), CHOSEN)
     if choice == AS_LOADED or dtype not in NAMES:
         return False, Decision("precision", f"{here} as loaded", "", CHOSEN if choice == AS_LOADED else AUTO)
     ability = machine.abilities.vae(here)

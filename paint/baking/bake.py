@@ -352,8 +352,7 @@ def depth_steps(view: View) -> Tensor:
     for dim in (0, 1):
         count = depth.shape[dim] - 1
         first, second = depth.narrow(dim, 0, count), depth.narrow(dim, 1, count)
-        both = covered.narrow(dim, 0, count) & covered.narrow(dim, 1, count)
-        step = both & ((first - second).abs() > limit)
+        step = covered.narrow(dim, 0, count) & covered.narrow(dim, 1, count) & ((first - second).abs() > limit)
         steps.narrow(dim, 0, count).logical_or_(step)
         steps.narrow(dim, 1, count).logical_or_(step)
     return steps

@@ -66,7 +66,7 @@ def from_the_other_half(
 
     Left and right only: what is alike in front and behind is seldom painted alike. Cameras that are one another's
     mirror images, as the default ones, see nothing more, and leave ``baked`` as it is."""
-    known = {_direction(camera) for camera in table}
+    known = {_direction(camera) for camera in table if camera.weight}
     images = [mirror_image(camera) for camera in table]
     fresh = [index for index, camera in enumerate(images) if _direction(camera) not in known and camera.weight]
     if settings.exact or not fresh or not is_symmetric(surface):

@@ -33,7 +33,6 @@ BESIDE_BYTES = 4 * 1024**3  # of a file that a mesh names, such as the buffer of
 CALLS = 4096  # of trimesh between two checks: a millisecond
 OFF_CENTRE = 0.1  # of the box, in units of a frame that leaves the mesh where it is
 THIN = 1e-7  # height of a face in the frame, where the mesh is 1.15 wide: float32 positions are off by half as much
-
 TEXTURE_PIXELS, PER_PIXEL = 64 * 1024**2, 64  # bytes that packing takes of each: measured with trimesh 5.2
 MAPS = ("baseColor", "metallicRoughness", "emissive", "normal", "occlusion")
 FACTORS = ("baseColorFactor", "metallicFactor", "roughnessFactor", "emissiveFactor")
@@ -397,7 +396,7 @@ def material_of(scene: Any, mesh: Any, path: Path) -> tuple[dict[str, Tensor], d
     A damaged picture is left out: the shape is what matters."""
     factors, elsewhere, without = settings_of(path)
     given = [getattr(geometry.visual, "material", None) for geometry in scene.geometry.values()]
-    material = getattr(visual := getattr(mesh, "visual", None), "material", None)
+    material = getattr(getattr(mesh, "visual", None), "material", None)
     for name in FACTORS:
         value = getattr(material, name, None)
         if value is not None:  # trimesh has the base colour's in eight bits
@@ -418,7 +417,9 @@ def material_of(scene: Any, mesh: Any, path: Path) -> tuple[dict[str, Tensor], d
     left = "textures that are damaged, on other UVs, or that several materials cannot share, are left out"
     notes = [f"{left}: {', '.join(lost)}"] if lost else []
     notes += [f"settings of the material are left out: {', '.join(sorted(without))}"] if without else []
-    notes += ["colours of vertices are left out"] if getattr(visual, "kind", "") == "vertex" else []
+    looks = [part.visual for part in scene.geometry.values()]
+    coloured = any(each.kind == "vertex" or "color" in getattr(each, "vertex_attributes", ()) for each in looks)
+    notes += ["colours of vertices are left out"] * coloured
     return maps, factors, notes
 
 

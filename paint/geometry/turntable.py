@@ -31,17 +31,19 @@ def turntable(
     elevation: float = 15.0,
     background: float = 1.0,
     check: Callable[[], None] = lambda: None,
+    into: Tensor | None = None,
 ) -> Tensor:
     """Pictures of one full turn, the last one step before the first: (F, H, W, 3) float32 in 0..1 on the CPU.
 
-    Raises InputError for a value out of range, or a texture for a mesh without UVs; UnsupportedError above the free
-    host memory. Peak extra memory: one frame at twice the size.
+    Raises InputError for a value out of range, or a texture for a mesh without UVs; UnsupportedError as ``film``
+    does. Peak extra memory: one frame at twice the size.
 
     Args:
         surface: in its frame; with UVs when ``texture`` is a texture.
         texture: (T, T, 3) in 0..1; (N, 3) of the vertices; a function from places (P, 3) to colours; None: grey clay.
         elevation: degrees, -90..90.
         background: grey, 0..1.
+        into: where they are drawn, of a ``film``.
     """
     require_range("frames of the turntable", frames, 1, FRAMES_LIMIT)
     require_range("size of the turntable", size, *SIZES, "pixels")
@@ -50,10 +52,7 @@ def turntable(
     if isinstance(texture, Tensor):
         surface = surface.with_uvs()[0] if texture.ndim == 3 else surface
         texture = texture.to(surface.vertices.device, torch.float32)
-    if (needed := 12 * frames * size**2) > (free := host_free_bytes()):
-        found = f"{frames} frames of {size} pixels, {needed / GIBIBYTE:.0f} GB"
-        raise UnsupportedError(found, expected=f"the {free / GIBIBYTE:.0f} GB free", fix="Lower frames or size.")
-    pictures = torch.empty((frames, size, size, 3))  # filled in place: stacked at the end they would be there twice
+    pictures = film(frames, size) if into is None else into
     for index in range(frames):
         check()
         # the camera goes round; the picture looks as if the mesh turned
@@ -61,6 +60,14 @@ def turntable(
         picture = view.image(_shaded(surface, view, texture), background).movedim(-1, 0)[None]
         pictures[index] = to_host(F.avg_pool2d(picture, SMOOTHING)[0].movedim(0, -1).clamp(0, 1))
     return pictures
+
+
+def film(frames: int, size: int, beside: int = 1) -> Tensor:
+    """Room for turntables of ``frames`` beside each other; UnsupportedError above the free host memory."""
+    if (needed := 12 * frames * size**2 * beside) > (free := host_free_bytes()):
+        found = f"{frames} frames of {size} pixels, {needed / GIBIBYTE:.0f} GB"
+        raise UnsupportedError(found, expected=f"the {free / GIBIBYTE:.0f} GB free", fix="Lower frames or size.")
+    return torch.empty((frames, size, size * beside, 3))  # filled in place: stacked they would be there twice
 
 
 def _shaded(surface: Surface, view: View, texture: Tensor | Callable[[Tensor], Tensor] | None) -> Tensor:

@@ -224,9 +224,10 @@ def sampled(
     solver: Any,
     run: PaintRun,
     progress: Any,
-    given: Any = None,
+    source: Any,
 ) -> Tensor:
-    """Clean latents (V or 2 V, 4, h, w), scaled, fp32, on the CPU; :func:`_conditions` makes its own of ``given``."""
+    """Clean latents (V or 2 V, 4, h, w), scaled, fp32, on the CPU. ``source`` is what ``conditions`` were made of, by
+    which saved steps of this painting are found again."""
     maps, cameras_or_dino, shared = conditions
     generator = generator_for(settings.seed)
     draw = noises((shared.materials * run.views, 4, *maps.shape[-2:]), generator)
@@ -236,7 +237,7 @@ def sampled(
         velocity = unet(sample.expand(run.rows, *sample.shape), time, maps, cameras_or_dino, shared)
         return guided(velocity, run.rows, settings.guidance)
 
-    start, decided = begun(pipeline, solver, draw(), settings), (generator, settings.seed, settings, given)
+    start, decided = begun(pipeline, solver, draw(), settings), (generator, settings.seed, settings, source)
     return denoised(pipeline, run, solver, start, draw, step, progress, decided)
 
 

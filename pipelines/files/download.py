@@ -122,11 +122,9 @@ def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str |
     """
     hub = imported("huggingface_hub")
     if not hasattr(hub.HfApi, "verify_repo_checksums"):
-        raise MissingPackageError(
-            f"huggingface_hub {hub.__version__}, which checks no hashes",
-            expected="1.1 or newer",
-            fix="Install it into the Python that runs ComfyUI or anygpu: python -m pip install -U huggingface_hub",
-        )
+        found = f"huggingface_hub {hub.__version__}, which checks no hashes"
+        fix = "Install it into the Python that runs ComfyUI or anygpu: python -m pip install -U huggingface_hub"
+        raise MissingPackageError(found, expected="1.1 or newer", fix=fix)
     state, files, names = Fetched(), dict[str, int](), (f"download {folder}", f"check {folder}")
     earlier = [thread for thread in threading.enumerate() if thread.name in names]
 
@@ -167,11 +165,9 @@ def _transferred(hub: Any, download: Download, folder: Path, state: Fetched, end
     entries = {entry.path: entry for entry in tree if hasattr(entry, "size")}
     files = selected({name: entry.size for name, entry in entries.items()}, download.only)
     if not files:
-        raise CheckpointError(
-            f"{download.page} at {download.revision} has nothing to fetch",
-            expected=f"safetensors in {', '.join(download.only) or 'it'}",
-            fix="Please report this: AnyGPU names the commit.",
-        )
+        found = f"{download.page} at {download.revision} has nothing to fetch"
+        fix = "Please report this: AnyGPU names the commit."
+        raise CheckpointError(found, expected=f"safetensors in {', '.join(download.only) or 'it'}", fix=fix)
     _require_version(folder, [n for n, size in files.items() if _size(folder / n) not in (None, size)], download)
     _require_room(folder, files, download.revision)
     state.total, state.heard, new = sum(files.values()), time.monotonic(), set[str]()
@@ -258,11 +254,9 @@ def _require_version(folder: Path, other: Sequence[str], download: Download) -> 
     """Raise where there are files that somebody else put there and that are not those of this commit."""
     if other:
         more = f", and {len(other) - 1} more" if len(other) > 1 else ""
-        raise CheckpointError(
-            f"{str(folder / other[0])!r} of another version{more}",
-            expected=f"the file of {download.page} at {download.revision[:12]}",
-            fix="Rename this folder or delete the file, and run again.",
-        )
+        found = f"{str(folder / other[0])!r} of another version{more}"
+        fix = "Rename this folder or delete the file, and run again."
+        raise CheckpointError(found, expected=f"the file of {download.page} at {download.revision[:12]}", fix=fix)
 
 
 def _require_same(folder: Path, damaged: Sequence[str], absent: Sequence[str]) -> None:
@@ -272,11 +266,9 @@ def _require_same(folder: Path, damaged: Sequence[str], absent: Sequence[str]) -
     count, what = len(damaged) + len(absent), "has another hash" if damaged else "is missing"
     if count:
         more = f", and {count - 1} more" if count > 1 else ""
-        raise CheckpointError(
-            f"{(*damaged, *absent)[0]!r} in {str(folder)!r} {what}{more}",
-            expected="the files as the Hub has them",
-            fix="Run this node again: damaged files were removed, and only missing files are downloaded.",
-        )
+        found = f"{(*damaged, *absent)[0]!r} in {str(folder)!r} {what}{more}"
+        fix = "Run this node again: damaged files were removed, and only missing files are downloaded."
+        raise CheckpointError(found, expected="the files as the Hub has them", fix=fix)
 
 
 def _bar(state: Fetched) -> type:

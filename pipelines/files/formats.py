@@ -98,20 +98,18 @@ def kinds(path: Path) -> tuple[str, ...]:
 
 
 def config_of(content: StoredModel, task: str = "", known: str = "") -> Configured:
-    """The configuration of a model in a file: the ``known`` one, or by the ``task`` that the user said and the file's
-    name. Raises CheckpointError where no published one has its shapes; one beside it goes before all that."""
+    """The configuration of a model in a file: that of the JSON beside it; else the published one that has its shapes
+    and is called ``known``, or that ``task`` and the names around the file tell. CheckpointError where none has."""
     beside, rows = content.path.with_suffix(".json"), list(published(content.kind))
     config = read_json(beside, "a model configuration") if beside.is_file() else {}
     inner = config.get(content.kind.rpartition("/")[2])
     config = inner if isinstance(inner, dict) else config
     if not config.keys().isdisjoint(("_class_name", "model_type", "architectures")):  # else another program's
-        rows, task = [{"name": "with a configuration beside it", "config": config}], ""
+        rows, task = [{"name": repr(beside.name), "config": config}], ""
     if not rows:
-        raise CheckpointError(
-            f"no configuration for {content.layout} in {str(content.path)!r}",
-            expected="it beside the file",
-            fix=f"Put its config.json beside it as {beside.name!r}.",
-        )
+        found = f"no configuration for {content.layout} in {str(content.path)!r}"
+        fix = f"Put its config.json beside it as {beside.name!r}."
+        raise CheckpointError(found, expected="it beside the file", fix=fix)
     wanted = [row for row in rows if not task or row.get("task", task) == task] or rows
     misfits = [(row, *_misfit(row, content)) for row in wanted]
     enough = [(row, unused) for row, misfit, unused in misfits if not misfit]
@@ -126,15 +124,15 @@ def config_of(content: StoredModel, task: str = "", known: str = "") -> Configur
         raise CheckpointError(
             f"{content.layout} in {str(content.path)!r} does not fit {row['name']}: {'; '.join(reasons[:NAMED])}{more}",
             expected=f"the shapes of {', '.join(row['name'] for row in wanted[:4])}",
-            fix=f"Use the file as published, or put its config.json beside it as {beside.name!r}.",
+            fix=f"Use the file as published, with its own config.json beside it as {beside.name!r}.",
         )
     fitting = [row for row in fitting if row["name"] == known] or fitting
     around = evidence_of(content.path, {}).names
-    for index in range(len(around) if len(fitting) > 1 else 0):
+    for index in range(len(around)) if len(fitting) > 1 else ():
         # what a name leaves out, the folders around it may say
-        found = [_named(fitting, "/".join(around[index : end + 1])) for end in range(index, len(around))]
-        if found[0] is not None:
-            _, best, why = min(filter(None, found), key=lambda each: each[0])
+        rated = [_named(fitting, "/".join(around[index : end + 1])) for end in range(index, len(around))]
+        if rated[0] is not None:
+            _, best, why = min(filter(None, rated), key=lambda each: each[0])
             return _configured(best, why, spared)
     unsaid = "no name around it says otherwise" if len(fitting) > 1 else ""
     if unsaid and (family := FAMILIES.get(content.kind.partition("/")[0])) is not None:
@@ -183,11 +181,9 @@ WIDTHS = {
 def entries_in(path: Path) -> dict[str, TensorEntry]:
     """The tensors of a file by the names that it gives them, scales attached."""
     if path.suffix in PICKLES:
-        raise CheckpointError(
-            f"{str(path)!r} is a pickle",
-            expected=f"a file that ends with {', '.join(ENDINGS)}",
-            fix="Download the safetensors version. Pickles can run code and are refused.",
-        )
+        found = f"{str(path)!r} is a pickle"
+        fix = "Download the safetensors version. Pickles can run code and are refused."
+        raise CheckpointError(found, expected=f"a file that ends with {', '.join(ENDINGS)}", fix=fix)
     if path.suffix == ".gguf":
         return gguf_header(path)[0]
     entries, notes = entries_and_notes(path)

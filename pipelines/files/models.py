@@ -75,11 +75,9 @@ def part_folders(
         search: folders in which to look for such folders where none was named.
     """
     if not model.is_dir():
-        raise CheckpointError(
-            f"no model folder {str(model)!r}",
-            expected="a folder with model_index.json or a transformer's config.json",
-            fix="Put the model into ComfyUI/models/diffusers and refresh, or correct the path.",
-        )
+        found = f"no model folder {str(model)!r}"
+        fix = "Put the model into ComfyUI/models/diffusers and refresh, or correct the path."
+        raise CheckpointError(found, expected="a folder with model_index.json or a transformer's config.json", fix=fix)
     family = family_of_folder(model)
     if family is None:
         raise no_model_in(model)
@@ -88,33 +86,29 @@ def part_folders(
     wanted = [*family.files.parts, *family.files.tools]
     for name in ("base", "image_encoder"):
         lacking = {part for part in wanted if part not in folders or not folders[part].is_dir()}
-        missing = [part for part in wanted if part in lacking and (name == "base") == (part not in ENCODER_FOLDER)]
+        missing = [part for part in wanted if part in lacking and (part in ENCODER_FOLDER) == (name == "image_encoder")]
         named = given.get(name)
+        if name == "base" and given.get("image_encoder") is None and (missing or named is not None):
+            missing += [part for part in ENCODER_FOLDER if part in lacking]
         if missing and (
             named is not None or (not whole and any(part not in family.files.optional for part in missing))
         ):
             source = named or _searched(name, family, model, search)
             progress.notify(f"{name} from {source.name}{'' if named else ' (auto)'}")
             offered = folders_in(source)
-            if name == "base" and given.get("image_encoder") is None:
-                missing += [part for part in ENCODER_FOLDER if part in lacking]
             folders.update({part: offered[part] for part in missing if part in offered})
     spared = without_text(family, lambda part: part in folders and folders[part].is_dir(), progress)
     folders = {part: folder for part, folder in folders.items() if part not in spared}
     for tool in family.files.tools:
         if tool in folders and not any(folders[tool].glob("*.json")) and not any(folders[tool].glob("*.model")):
-            raise CheckpointError(
-                f"no files in {str(folders[tool])!r}",
-                expected=f"the {tool} of this model",
-                fix="Download the missing folder, and keep its published name.",
-            )
+            found = f"no files in {str(folders[tool])!r}"
+            fix = "Download the missing folder, and keep its published name."
+            raise CheckpointError(found, expected=f"the {tool} of this model", fix=fix)
     absent = [part for part in wanted if part not in folders and part not in (*family.files.optional, *spared)]
     if absent:
-        raise CheckpointError(
-            f"no {absent[0]} for {str(model)!r}",
-            expected=f"the parts {', '.join(family.files.parts)}",
-            fix="Download the missing folder, or choose the folder that has it as base or image_encoder.",
-        )
+        found = f"no {absent[0]} for {str(model)!r}"
+        fix = "Download the missing folder, or choose the folder that has it as base or image_encoder."
+        raise CheckpointError(found, expected=f"the parts {', '.join(family.files.parts)}", fix=fix)
     return family, {part: folder for part, folder in folders.items() if part in wanted}
 
 
@@ -159,11 +153,9 @@ def _searched(name: str, family: FamilySpec, model: Path, search: Sequence[Path]
                 with suppress(CheckpointError):
                     if read_json(config, "an image encoder").get("model_type") == "siglip_vision_model":
                         return config.parent.parent
-    raise CheckpointError(
-        f"no {name} found for {family.title} in {', '.join(map(str, dict.fromkeys(roots)))}",
-        expected=f"a folder with the missing parts of {family.title}",
-        fix=f"Download it ({'; '.join(family.published.pages)}) or choose its folder as {name}.",
-    )
+    found = f"no {name} found for {family.title} in {', '.join(map(str, dict.fromkeys(roots)))}"
+    fix = f"Download it ({'; '.join(family.published.pages)}) or choose its folder as {name}."
+    raise CheckpointError(found, expected=f"a folder with the missing parts of {family.title}", fix=fix)
 
 
 def task_beside(family: FamilySpec, transformer: Path) -> str:

@@ -175,22 +175,18 @@ def require_plausible(subject: str, path: Path, config: Mapping[str, Any], rows:
     for name, value in config.items():
         known = [row[name] for row in rows if row.get(name) is not None]
         if known and value is not None and not name.startswith("_") and not any(_alike(value, one) for one in known):
-            raise CheckpointError(
-                f"{name} {shown(value)} of the {subject} in {str(path)!r}",
-                expected=f"a value such as {shown(known[0])}",
-                fix="Download this file again, or undo what was changed in it.",
-            )
+            found = f"{name} {shown(value)} of the {subject} in {str(path)!r}"
+            fix = "Download this file again, or undo what was changed in it."
+            raise CheckpointError(found, expected=f"a value such as {shown(known[0])}", fix=fix)
 
 
 def require_counts(path: Path, config: Mapping[str, Any]) -> None:
     """Raise where a tokenizer's or processor's configuration asks for more than any has, such as 10**9 extra tokens."""
     for name, value in config.items():
         if type(value) is int and abs(value) > MOST_TOKENS and "length" not in name:  # 10**30 stands for any length
-            raise CheckpointError(
-                f"{name} {shown(value)} in {str(path)!r}",
-                expected=f"{MOST_TOKENS} at most",
-                fix="Download this file again, or undo what was changed in it.",
-            )
+            found = f"{name} {shown(value)} in {str(path)!r}"
+            fix = "Download this file again, or undo what was changed in it."
+            raise CheckpointError(found, expected=f"{MOST_TOKENS} at most", fix=fix)
 
 
 class _Building(threading.local):
@@ -229,11 +225,9 @@ def construction(subject: str, folder: Path, tensors: int, check: Callable[[], N
             checked = time.monotonic()
         counts[kind] += 1
         if counts[kind] > most[kind]:
-            raise CheckpointError(
-                f"config.json of the {subject} in {str(folder)!r} describes more {kind} than its weights have",
-                expected=f"a configuration of {tensors} tensors",
-                fix="Download config.json and weights from the same place.",
-            )
+            found = f"config.json of the {subject} in {str(folder)!r} describes more {kind} than its weights have"
+            fix = "Download config.json and weights from the same place."
+            raise CheckpointError(found, expected=f"a configuration of {tensors} tensors", fix=fix)
 
     _watch_registrations()
     before, _building.count = _building.count, counted

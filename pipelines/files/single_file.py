@@ -231,11 +231,9 @@ def _with_vision(family: FamilySpec, text: PartFiles, request: Files, progress: 
     places = sorted(p for p, held in request.offered.items() if kind in held) if given is None else [given]
     vision = next(filter(None, (_of_kind(path, kind, 0) for path in places)), None)
     if vision is None:
-        raise CheckpointError(
-            f"no picture half of the text encoder for {family.title} image to video",
-            expected=TITLES[kind],
-            fix="Put it into models/clip_vision and choose it as image_encoder, or name a diffusers folder as base.",
-        )
+        found = f"no picture half of the text encoder for {family.title} image to video"
+        fix = "Put it into models/clip_vision and choose it as image_encoder, or name a diffusers folder as base."
+        raise CheckpointError(found, expected=TITLES[kind], fix=fix)
     if given is None:
         progress.notify(f"image_encoder from {vision.path.name} (auto)")
     config = dict(config_of(vision).config)

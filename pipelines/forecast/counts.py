@@ -141,7 +141,7 @@ def _sparse(work: Work, grid: Cells) -> Work:
 def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = None) -> Work:
     """The work of a decode in the form of ``method``; whole without one."""
     config, method = pipeline.configs[VAE], method or DecodeMethod(pipeline.precision.vae)
-    form = pipeline.plan.speed.forms.get(VAE, "")
+    form = "" if method.on_host else pipeline.plan.speed.forms.get(VAE, "")
     key = (VAE, pipeline.family, text_of(config), str(method.dtype), form)
     total = Work()
 
@@ -157,28 +157,28 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
 
     def decoded(cells: Cells) -> Work:
         time = empty(1, dtype=method.dtype) if config.get("timestep_conditioning") else None
-        decoder, (total, rows, columns) = vae(), cells  # made before anything is counted
-        most, temporal = min(method.frames or total, total), pipeline.spec.sizes.stride
+        network, (length, rows, columns) = vae(), cells  # made before anything is counted
+        most, temporal = min(method.frames or length, length), pipeline.spec.sizes.stride
         with counting_on_meta() as work:
-            way = _Copies(META, method.dtype, work=work)
-            past = CausalCache(way) if most < total else None
+            copies = _Copies(META, method.dtype, work=work)
+            past = CausalCache(copies) if most < length else None
 
-            def frames(count: int) -> None:
+            def chunk(count: int) -> None:
                 part = latents((count, rows, columns))
-                with nullcontext() if past is None else remembering(decoder, past):
+                with nullcontext() if past is None else remembering(network, past):
                     if method.stream:
-                        elements = pixel_elements(decoder.config, count * temporal)
-                        streamed(_Walk(way, method.stream, elements, past=past, work=work), decoder, part, time)
+                        elements = pixel_elements(network.config, count * temporal)
+                        streamed(_Walk(copies, method.stream, elements, past=past, work=work), network, part, time)
                     else:
-                        way.to_host(decoder_call(decoder, way.to_device(part), time))
+                        copies.to_host(decoder_call(network, copies.to_device(part), time))
                 if past is not None:
                     past.commit(count)
 
-            frames(most)
-            for count, times in ((most, total // most - 1), (total % most, 1)):
+            chunk(most)
+            for count, times in ((most, length // most - 1), (length % most, 1)):
                 if count and times:
                     with _repeated(work, times):  # as if HunyuanVideo 1.5's attention did not grow: 1% at 720p
-                        frames(count)
+                        chunk(count)
         return work
 
     def cut(cells: Cells) -> Any:
@@ -261,13 +261,14 @@ def image_work(pipeline: Pipeline, size: Size) -> Work:
     return total
 
 
-def _vision_work(pipeline: Pipeline) -> Work:
+def _vision_work(pipeline: Pipeline) -> Work:  # of one picture
     import transformers
 
-    made: Any = getattr(transformers, pipeline.spec.files.parts[IMAGE_ENCODER][1])
-    config = made.config_class.from_dict(dict(pipeline.configs[IMAGE_ENCODER]))
+    kind: Any = getattr(transformers, pipeline.spec.files.parts[IMAGE_ENCODER][1])
+    given = pipeline.configs[IMAGE_ENCODER]
+    config = kind.config_class.from_dict(dict(given.get("vision_config", given)))
     with META:
-        encoder = made(config).to(pipeline.precision.text).eval()
+        encoder = kind(config).to(pipeline.precision.text).eval()
     picture = empty(1, 3, config.image_size, config.image_size, dtype=pipeline.precision.text)
     with counting_on_meta() as work:
         encoder(pixel_values=picture)

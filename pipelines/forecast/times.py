@@ -95,7 +95,7 @@ def room_of(pipeline: Any, device: torch.device, room: int | None, rooms: Rooms)
 
 
 def known_or_why(ask: Callable[[], Value]) -> tuple[Value | None, str]:
-    """Return a forecast, or None and the reason in one line: a failure stops no page or run, and is never silent."""
+    """Return a forecast, or None and the reason in one line: a failure stops no page or run."""
     try:
         return ask(), ""
     except PackError as error:

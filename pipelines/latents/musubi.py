@@ -189,14 +189,14 @@ def save_item(
     notify: Callable[[str], None] = lambda _text: None,
 ) -> list[Path]:
     """Write what there is of one training item, and return the paths; ``cut`` makes FramePack's sections of latents.
-    Raises InputError for neither latents nor a prompt, both of two architectures, or a name that is no file name;
-    UnsupportedError for a family without an architecture there, or FramePack latents that no cache came with."""
+    Raises InputError for neither latents nor a prompt, the two of different families, or a name that is no file name;
+    UnsupportedError for a family that Musubi Tuner lacks, or FramePack's latents without ``cut`` or a cache."""
     if latent is None and prompt is None:
         raise InputError("neither latent nor prompt", expected="at least one of them", fix="Connect one of them.")
     paths: list[Path] = []
     if latent is not None:
         family = cut.image.family if cut is not None else str(latent.get(KEY, {}).get("family", ""))
-        if prompt is not None and prompt.family != family:
+        if prompt is not None and family and prompt.family != family:
             raise InputError(
                 f"a prompt of {prompt.family!r} beside latents for {family!r}",
                 expected="both of the same model, because Musubi Tuner looks for both under one name",

@@ -98,7 +98,7 @@ class SavedSteps:
 
 
 def _state(tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any], key: str) -> StepState:
-    """The state in a file that may have been edited; ValueError, LookupError or RuntimeError where it cannot be one."""
+    """The state in a file that may have been edited; raises whatever shows that it cannot be one."""
     if record.get("kind") != KIND or record.get("version") != VERSION or record.get("key") != key:
         raise ValueError("another kind of file, or of another sampling")
     solver: dict[str, Any] = {}

@@ -61,8 +61,8 @@ from .reading import (
     storage_choices,
     storage_decisions,
     storage_step,
+    stored_as_chosen,
     tool_reader,
-    with_storage,
 )
 
 HEAD_WIDTH = 128  # of a transformer whose configuration leaves it to the class
@@ -86,7 +86,7 @@ def load(
     facts, probes = _machine(request)
     precision = precision_for(family.rewrites.precision, facts, request.precision, probes)
     files = _part_files(family, folders, precision, {} if single is None else single.files)
-    files = with_storage(files, request, family.files.text_parts, facts, probes)
+    files = stored_as_chosen(files, request, family.files.text_parts, facts, probes)
     progress.check()
     sizes = {name: part.total_bytes for name, part in files.items()}
     files, host = fit_host_memory(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())
@@ -161,7 +161,7 @@ def load_placed(
 
 def _machine(request: LoadRequest) -> tuple[DeviceFacts, ProbeStore | None]:
     facts = facts_for(request.device)
-    if fault := device_fault(facts.device):
+    if fault := "" if request.quiet else device_fault(facts.device):
         raise unusable_device(facts, fault)
     return facts, None if request.state is None else probe_results_of(facts, request.state, request.quiet)
 
@@ -169,7 +169,8 @@ def _machine(request: LoadRequest) -> tuple[DeviceFacts, ProbeStore | None]:
 def _sources(
     request: LoadRequest, progress: Progress
 ) -> tuple[LoadRequest, Composed | None, FamilySpec, dict[str, Path], Tools, tuple[Decision, ...]]:
-    """``request``, of single files with that of each part; them composed; family; folders; tools; guesses."""
+    """The request, which names the file of each part where there are single files; these as composed or None; the
+    family; the folder of each part; tools; and what was guessed."""
     if request.files is None:
         given = {"base": request.base, "image_encoder": request.image_encoder}
         family, folders = part_folders(request.model, given, request.search, progress)
@@ -274,11 +275,9 @@ def _class_of(name: str, folder: Path, allowed: Sequence[str]) -> str:
         named = [entry[1] if isinstance(entry, list) and len(entry) == 2 else None, *named]
     chosen = next((cls for cls in named if cls in allowed), None)
     if chosen is None:
-        raise CheckpointError(
-            f"the {name} in {str(folder)!r} is a {next(filter(None, named), 'model without a class name')}",
-            expected=f"one of {', '.join(allowed)}",
-            fix="Choose a model folder of a supported family.",
-        )
+        found = f"the {name} in {str(folder)!r} is a {next(filter(None, named), 'model without a class name')}"
+        fix = "Choose a model folder of a supported family."
+        raise CheckpointError(found, expected=f"one of {', '.join(allowed)}", fix=fix)
     return chosen
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ...compat.device.execution import HOST
 from ...compat.device.facts import GIBIBYTE, DeviceFacts, facts_for, locks_host_memory, value_or
 from ...compat.device.failures import is_shortage
 from ...compat.device.precision import FP32
-from ...compat.device.probe_store import ProbeStore
+from ...compat.device.probe_store import UNUSABLE, WRONG, ProbeStore
 from ...compat.device.quirks import policy_for
 from ...compat.errors import CheckpointError, MissingPackageError, UnsupportedError, first_line, sentence
 from ...compat.memory.offloader import DISK, HostWeights, Views, choose_host_weights, mark_views
@@ -230,41 +231,51 @@ def _processor_class(folder: Path) -> str:
 
 
 log = logging.getLogger(__name__)
-FILE_CHOICES = ("auto", "as in file")
+FILE_CHOICES, FLOAT8 = ("auto", "as in file"), "float8"
 
 
-def with_storage(
+def stored_as_chosen(
     files: Mapping[str, PartFiles],
     chosen: Any,
     text_parts: tuple[str, ...],
     facts: DeviceFacts,
-    probes: ProbeStore | None = None,
+    results: ProbeStore | None = None,
 ) -> dict[str, PartFiles]:
     """``files`` of every part with how it is kept: transformer and text encoders as chosen, all else as it computes.
 
-    Where fp32 computes on a device with memory of its own, ``auto`` keeps the 16 bits that a file has: half as much to
-    hold and to send, widened exactly at each use. The VAE is small, and its convolutions run once per tile. ``chosen``
-    is a ``LoadRequest``, or has its ``weights``, ``text_weights`` and ``devices``. Raises PackError for an unknown
-    choice, or one that this machine cannot have."""
+    Where fp32 computes on anything but the CPU, ``auto`` keeps the 16 bits that a file has: half as much to hold and to
+    send, widened exactly at each use. The VAE is small, and its convolutions run once per tile. Each device is asked
+    how it casts, but goes by ``results`` where these are quiet. ``chosen`` is a ``LoadRequest``, or has its
+    ``weights``, ``text_weights`` and ``devices``. Raises PackError for an unknown choice, or one that this machine
+    cannot have."""
     packed.require_storable(weights=chosen.weights, text_weights=chosen.text_weights)
     choices = {name: chosen.weights for name in files if denoises(name)}
     choices |= dict.fromkeys(text_parts, chosen.text_weights)
     places = {name: torch.device(chosen.devices.get(role_of(name), facts.device)) for name in files}
-    by_bits = {place: _casts_wrongly(place, torch.bfloat16) for place in set(places.values())}
-    mapped, stored = maps_files(facts, probes), {}
+    wrong = partial(_wrong, results if results is not None and results.quiet else None)
+    by_bits = {place: wrong("bf16", place) for place in set(places.values())}
+    mapped, stored = maps_files(facts, results), {}
     for name, part in files.items():
         place, choice = places[name], choices.get(name, "auto")
         if name in choices and place.type != HOST.type:
-            choice = _narrow(part, place) if choice == "auto" else choice
-            _require_castable(part, choice, place)
-        stored[name] = replace(_stored(part, choice, place), by_bits=by_bits[place], mapped=mapped)
+            choice = _narrow(part, place, wrong) if choice == "auto" else choice
+            _require_castable(part, choice, place, wrong)
+        stored[name] = replace(_stored(part, choice, place, wrong), by_bits=by_bits[place], mapped=mapped)
     return stored
 
 
-def _casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
-    """``casts_wrongly``, where a device without room for the question says so in one line."""
+Wrong = Callable[[str, torch.device], bool]  # whether a device spoils a dtype: ``bf16``, ``fp16`` or ``float8``
+
+
+def _wrong(kept: ProbeStore | None, name: str, device: torch.device) -> bool:
+    """By what is ``kept``, else by asking, where a device without room for the question says so in one line."""
+    if kept is not None:
+        answer = kept[name if name == FLOAT8 else f"cast.{name}_to_fp32"]
+        return device == kept.facts.device and answer.status in (WRONG, UNUSABLE)
+    if name == FLOAT8:
+        return bool(value_or(lambda: probes.eight_bits(device), "no answer"))
     try:
-        return casts_wrongly(device, dtype)
+        return casts_wrongly(device, probes.DTYPES[name])
     except TypeError:  # of MPS before macOS 14, which has no such dtype: widened by bits
         return True
     except RuntimeError as error:
@@ -311,27 +322,27 @@ def _dense_bytes(part: PartFiles) -> int:
     return replace(part, storage="auto", keeps_packed=False).total_bytes
 
 
-def _narrow(part: PartFiles, device: torch.device) -> str:
+def _narrow(part: PartFiles, device: torch.device, wrong: Wrong) -> str:
     """The meaning of ``auto`` for a part that computes on ``device``; bf16 is always widened there, by bits."""
     halves = {entry.dtype for entry in part.entries.values()} & {"BF16", "F16"}
     if part.dtype is not torch.float32 or part.dtype_of is not None or not halves:
         return "auto"
-    return "auto" if "F16" in halves and _casts_wrongly(device, torch.float16) else "as in file"
+    return "auto" if "F16" in halves and wrong("fp16", device) else "as in file"
 
 
-def _require_castable(part: PartFiles, choice: str, device: torch.device) -> None:
+def _require_castable(part: PartFiles, choice: str, device: torch.device, wrong: Wrong) -> None:
     """Raise where ``device`` would widen the fp16 weights of a file wrongly; bf16 has its integer route."""
     half = choice in ("as in file", "fp16") and any(entry.dtype == "F16" for entry in part.entries.values())
-    if half and part.dtype is not torch.float16 and _casts_wrongly(device, torch.float16):
+    if half and part.dtype is not torch.float16 and wrong("fp16", device):
         found = f"weights {choice!r} of a file in fp16, which {device} casts wrongly"
         fix = "Choose weights auto, which casts them on the host."
         raise UnsupportedError(found, expected="a device that casts fp16 to fp32 and back correctly", fix=fix)
 
 
-def _stored(part: PartFiles, choice: str, device: torch.device) -> PartFiles:
+def _stored(part: PartFiles, choice: str, device: torch.device, wrong: Wrong) -> PartFiles:
     """A part under a choice; what a device without float8 cannot hold is made dense on the host while it is read."""
     floats = any(e.dtype in ("F8_E4M3", "F8_E5M2") for e in part.entries.values())
-    lacks = floats and value_or(lambda: probes.eight_bits(device), "no answer")
+    lacks = floats and wrong(FLOAT8, device)
     packs = any(packed.stays_packed(name, entry) for name, entry in part.entries.items())
     return replace(part, storage=choice, keeps_packed=packs and choice in FILE_CHOICES and not lacks)
 

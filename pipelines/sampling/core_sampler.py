@@ -51,11 +51,9 @@ def velocity(pipeline: Pipeline, transformer: Any, call: Call, block_patches: Bl
         raise InputError("a MODEL call without text", expected="CONDITIONING", fix="Connect a text encoder.")
     width = pipeline.configs["transformer"].get(pipeline.spec.files.text_width)
     if width is not None and call.embeds.shape[-1] != width:
-        raise InputError(
-            f"CONDITIONING of width {call.embeds.shape[-1]}",
-            expected=f"width {width}",
-            fix="Use positive and negative of AnyGPU Encode Prompt, or this model's own text encoder files.",
-        )
+        found = f"CONDITIONING of width {call.embeds.shape[-1]}"
+        fix = "Use positive and negative of AnyGPU Encode Prompt, or this model's own text encoder files."
+        raise InputError(found, expected=f"width {width}", fix=fix)
     alone = pipeline.spec.rewrites.returns_alone
     with ExitStack() as stack:
         stack.enter_context(transformer.cache_context(call.branch))

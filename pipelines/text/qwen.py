@@ -111,11 +111,9 @@ class Chat:
         chats: Any = format_text_input([text], self.system)
         length = len(self.apply_chat_template(chats)["input_ids"][0])
         if length <= self.crop:
-            raise InputError(
-                f"template_crop {self.crop} of {length} tokens",
-                expected=f"0 to {length - 1} tokens, or -1",
-                fix="Choose -1 to count the tokens before the prompt.",
-            )
+            found = f"template_crop {self.crop} of {length} tokens"
+            fix = "Choose -1 to count the tokens before the prompt."
+            raise InputError(found, expected=f"0 to {length - 1} tokens, or -1", fix=fix)
         return length
 
     def fitting(self, text: str, limit: int, subject: str, progress: Progress) -> str:

@@ -32,7 +32,7 @@ def held_encoder(pipeline: Pipeline, part: str, texts: int, progress: Progress) 
 
 
 def shortened(tokenizer: Any, text: str, room: int, subject: str, progress: Progress) -> str:
-    """``text``, or what ``room`` tokens hold of its beginning, with the tokenizer's own; what is left out is said."""
+    """``text``, or what ``room`` tokens hold of its beginning, special ones included; what is left out is said."""
     whole, text = text, beginning(tokenizer, text, room, progress.check)
     total, more = len(tokenizer(text, verbose=False)["input_ids"]), "more than " if len(text) < len(whole) else ""
     if total <= room:

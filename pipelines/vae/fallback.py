@@ -55,10 +55,10 @@ class VaeRunner:
         self._open: ExitStack | None = None
         self._vae: Any = None
         self._transfer = Transfer(HOST, torch.float32)
-        self._alone = False
+        self._alone = False  # whether all other parts were taken off the device
         limit = self.policy.tile_pixels
         if plan.form.method == FULL and 0 < limit < max(plan.size[1:]):
-            progress.notify(f"method full: on this GPU pictures above {limit} pixels may crash the process")
+            progress.notify(f"method full: on this GPU pictures with a side above {limit} pixels may crash the process")
 
     def __enter__(self) -> VaeRunner:
         return self
@@ -255,11 +255,10 @@ class VaeRunner:
         plan, on_host = self.plan, self.device.type == HOST.type
         if kind == MEMORY:
             advice = "decode again with method auto" if plan.form.method == FULL else "make a smaller or shorter video"
-            if not on_host:
+            if not (on_host or plan.method.on_host):
                 advice = f"choose offload model or group on the load node, or {advice}"
             found = f"{text}; no room for {stage} {plan.method}"
-            own = type(error) if isinstance(error, torch.OutOfMemoryError) else torch.OutOfMemoryError
-            return own(sentence(found, "more free memory", f"The input is kept: {advice}."))
+            return torch.OutOfMemoryError(sentence(found, "more free memory", f"The input is kept: {advice}."))
         if not kind or (kind == KERNEL and (on_host or device_fault(self.device))):
             return None
         if kind == KERNEL:
@@ -267,7 +266,7 @@ class VaeRunner:
         else:
             what, expected = f"gave {text}", "finite values that are not all the same"
             fix = "Sample again in fp32, or download the VAE again"
-        if not plan.automatic:
+        if not plan.automatic and plan.method.dtype is not torch.float32:
             fix = "Choose precision auto or fp32 on the load node"
         found = f"the VAE {what} while {stage} {plan.method}{layer}"
         return UnsupportedError(found, expected=expected, fix=f"{fix}; the input is kept.")

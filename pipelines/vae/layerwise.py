@@ -214,11 +214,9 @@ def streamed(stream: Stream, vae: Any, latents: Tensor, time: Tensor | None = No
     known = full_name(vae) in STREAMED
     if not known or any(getattr(block, "per_channel_scale1", None) is not None for block in vae.decoder.modules()):
         why = "draws new noise in its layers" if known else "has unknown layers"
-        raise UnsupportedError(
-            f"method streaming for this {type(vae).__name__}, which {why}",
-            expected="a decoder whose layers depend only on their input",
-            fix="Choose method auto or tiled on the decode node.",
-        )
+        found = f"method streaming for this {type(vae).__name__}, which {why}"
+        fix = "Choose method auto or tiled on the decode node."
+        raise UnsupportedError(found, expected="a decoder whose layers depend only on their input", fix=fix)
     guarded = getattr(vae, AROUND, nullcontext)  # by guard_step: no forward of the VAE itself is called here
     with own_tensors(vae.decoder), guarded((vae, latents.shape, stream.way.dtype)):
         return STREAMED[full_name(vae)](stream, vae, Activation(latents.to(stream.way.dtype)), time).plane

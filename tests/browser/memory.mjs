@@ -177,6 +177,7 @@ async function adviceIsApplied({ page }) {
     });
     assert.equal(await loads("offload"), "group", "also in a subgraph");
   }
+  await set(page, { offload: "auto" });
 }
 
 /** A decode without room for all of it: "in parts", and the tab then tells which parts. */

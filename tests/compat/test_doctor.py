@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 from anygpu.compat import doctor
+from anygpu.compat.device.execution import bf16_bits_to_fp32
 from anygpu.compat.errors import parts_of
 from anygpu.compat.output_check import ZEROS, NotFinite
 from anygpu.compat.repairs import (
@@ -24,6 +25,7 @@ from anygpu.compat.repairs import (
     Repair,
     RepairStore,
     Scaled,
+    Widened,
     _finite,
     repaired,
     tensors_in,
@@ -452,3 +454,12 @@ def test_a_repair_of_a_whole_vae_is_around_what_core_calls_of_it():
         assert networks["vae"].decode(torch.ones(1, dtype=torch.float16)).dtype is torch.float16
     networks["vae"].decode(torch.ones(1, dtype=torch.float16))
     assert seen == [torch.float32, torch.float16]
+
+
+def test_a_repair_in_fp32_reads_packed_bytes_as_what_they_are():
+    """GGUF's scales are bytes, viewed as fp16; on some devices bf16 is widened by its bits."""
+    scales, wide = torch.tensor([0.5, -2.0, 3.0], dtype=torch.float16), torch.tensor([0.1, 7.0], dtype=torch.bfloat16)
+    with Widened():
+        found, by_bits = scales.view(torch.uint8).view(torch.float16) * 2, bf16_bits_to_fp32(wide)
+    assert found.dtype is torch.float32 and torch.equal(found, scales.float() * 2)
+    assert torch.equal(by_bits, wide.float())

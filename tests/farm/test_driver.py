@@ -308,7 +308,7 @@ def test_a_bad_file_is_set_aside_by_name_and_said_once(tmp_path: Path) -> None:
 def test_each_line_that_is_not_a_job_counts(tmp_path: Path) -> None:
     driver, said = driver_on(Paper(CPU=1.0), tmp_path, 1)
     driver.add(["{}" + " " * 70] * 5, again=True)
-    assert len(driver.tally.failed) == 5 and "5 lines are not jobs" in said[-1]
+    assert len(driver.tally.failed) == 5 and "5 lines are not jobs, the first: '{}   " in said[-1]
 
 
 def test_a_share_that_is_gone_for_a_while_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,11 +87,12 @@ def test_step_by_step_and_in_one_node(core, monkeypatch):
     assert torch.equal(textured.texture, colour) and asked == [TEXEL_BYTES * 64**2]
     detailed, base, projected, _ = core.run("ProjectPicture", mesh=textured, front=IMAGE, front_mask=MASK).result
     assert torch.equal(detailed.texture, base) and projected.shape == colour.shape[:3]
-    assert core.run("RenderTurntable", mesh=textured, frames=1, size=16).result[0].shape == (1, 16, 16, 3)
-    assert core.said() == "1 frames of 16 pixels"
+    alone = core.run("RenderTurntable", mesh=textured, frames=1, size=16).result[0]
+    assert alone.shape == (1, 16, 16, 3) and core.said() == "1 frames of 16 pixels"
     before = copy.copy(textured)
     before.faces = torch.cat((before.faces, before.faces[:, :1, :1].expand(-1, -1, 3)), dim=1)
-    core.run("RenderTurntable", mesh=textured, before=before, frames=1, size=16)
+    both = core.run("RenderTurntable", mesh=textured, before=before, frames=1, size=16).result[0]
+    assert torch.equal(both, torch.cat((alone, alone), dim=2))
     assert "1 faces without area were dropped" in core.said()
     plan = core.run("MemoryPlan", pipeline=pipeline, width=64, height=64, frames=6).result[0]
     assert "MV-Adapter ig2mv, 6 views of 64 pixels" in plan and ", with guidance" in plan.partition("\n")[0], plan

@@ -304,3 +304,6 @@ def test_seeds_and_meshes_beyond_the_most_of_a_file_are_refused(
     others = {"variant": "tg2mv"}
     with pytest.raises(InputError, match="4 jobs; expected 3 at most"):
         paint_jobs(Content("model"), tmp_path, tmp_path, [1, 2], PaintSettings(), str, **others)
+    others |= {"adapter": Content("adapter"), "delight": Content("delight")}
+    with pytest.raises(InputError, match="delight beside MV-Adapter"):
+        paint_jobs(Content("model"), tmp_path, tmp_path, [1], PaintSettings(), str, **others)

@@ -223,6 +223,14 @@ def test_a_load_on_a_full_device_says_that_it_is_full(acc, tiny_folder):
     assert told["found"] == "no free memory on acc:0" and "Close other programs" in told["fix"]
 
 
+def test_a_quiet_load_asks_nothing_of_a_device_which_may_be_in_a_run(acc, tiny_folder, tmp_path):
+    facts = facts_for(acc)
+    for quiet in (False, True):
+        accelerator.reset_traffic()
+        loaded_for(CASES["ltx"], tiny_folder, facts, state=tmp_path / str(quiet), quiet=quiet)
+        assert quiet is not bool(accelerator.traffic().to_host_copies)
+
+
 # ---- the current device -------------------------------------------------------------------------------------------
 
 

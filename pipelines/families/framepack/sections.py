@@ -318,20 +318,20 @@ def shown(prompts: Sequence[Mapping[str, Tensor]], plan: Plan, seconds: float) -
 
 
 def blended(texts: Sequence[Mapping[str, Tensor]], plan: Plan, over: int) -> list[Mapping[str, Tensor]]:
-    """``texts`` of the sections by place; section i from a change, in the order of sampling, has i + 1 of ``over``
-    parts of the new embeddings and the rest of the old ones, with their mask.
+    """``texts`` by place, each change of prompt spread over ``over`` sections in the order of sampling: the first has
+    1 / ``over`` of the new embeddings. Until the last of them the old text's mask and length stay: longer ones are cut.
 
     Source: colinurbs/FramePack-Studio f4369da ``worker.py``, which mixes the first section alone, in the section that
     has the number of the prompt."""
-    found: list[Any] = list(texts)
-    order, old, change = [plan.place(step) for step in range(plan.count)], texts[0], -over
+    mixed: list[Any] = list(texts)
+    order, old, change = [plan.place(step) for step in range(plan.count)], texts[0], -over  # the last one is over
     for step, (before, place) in enumerate(pairwise(order), 1):
         if any(not torch.equal(texts[place][name], tensor) for name, tensor in texts[before].items()):
             old, change = texts[before], step
         if (share := (step + 1 - change) / max(over, 1)) < 1:
-            found[place] = dict(old)
+            mixed[place] = dict(old)
             for name, tensor in ((name, tensor) for name, tensor in old.items() if name != MASK):
                 new, sides = texts[place][name], (0, 0) * (tensor.ndim - 2)
                 new = torch.nn.functional.pad(new, (*sides, 0, tensor.shape[1] - new.shape[1]))  # as many tokens
-                found[place][name] = (1 - share) * tensor + share * new
-    return found
+                mixed[place][name] = (1 - share) * tensor + share * new
+    return mixed

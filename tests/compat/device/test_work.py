@@ -163,7 +163,7 @@ def test_the_kernel_that_was_timed_fastest_and_the_links_are_part_of_a_pace(monk
     assert emptied == [facts.device] * 2, "the memory of a probe is free again"
 
 
-def test_a_dtype_that_a_card_lacks_is_timed_once_and_a_shortage_is_none(monkeypatch):
+def test_a_dtype_that_a_card_lacks_is_timed_once_and_a_shortage_or_a_silent_card_is_none(monkeypatch):
     facts, calls = DeviceFacts(torch.device("cuda:0"), "cuda", "sm75", "cuda-sm75", "A card", 0, "2.13"), []
 
     def timed(*_, width):
@@ -171,8 +171,9 @@ def test_a_dtype_that_a_card_lacks_is_timed_once_and_a_shortage_is_none(monkeypa
         raise RuntimeError("CUDA out of memory" if len(calls) == 1 else "unable to find an engine")
 
     monkeypatch.setattr(work, "measured_pace", timed)
+    monkeypatch.setattr(work, "device_fault", lambda _: "unspecified launch failure" * (len(calls) == 2))
     store = ProbeStore(facts, asked={})
-    assert all(work.pace_of(facts, store, torch.bfloat16) is None for _ in range(4)) and len(calls) == 2
+    assert all(work.pace_of(facts, store, torch.bfloat16) is None for _ in range(5)) and len(calls) == 3
 
 
 def test_published_rates_are_what_a_card_of_this_kind_gave():

@@ -108,6 +108,15 @@ def test_what_a_symmetric_mesh_hides_comes_from_its_other_half():
     assert errors(texture.colour, baked.texels, new, even).mean() < plain / 2
 
 
+def test_a_camera_of_no_weight_has_seen_nothing():
+    surface, settings = lopsided(0.0), BakeSettings(64, 128)
+    table = camera_table([90, 45, 270], [0, 40, 0], [1, 0.5, 0])  # the third is the first one's mirror image
+    pictures = synthetic.photographs(surface, table, 64, 128, even)
+    two, three = (bake(surface, each, pictures[: len(each)], settings) for each in (SEEN, table))
+    mirrored = from_the_other_half(three, surface, table, pictures, settings)
+    assert torch.equal(mirrored.texture, from_the_other_half(two, surface, SEEN, pictures[:2], settings).texture)
+
+
 @pytest.mark.parametrize(("side", "same"), [(0.0, True), (0.005, True), (0.1, False)])
 def test_symmetry_has_a_tolerance(side, same):
     assert is_symmetric(lopsided(side)) is same

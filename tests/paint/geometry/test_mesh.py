@@ -375,6 +375,12 @@ if find_spec("trimesh"):
         body += "0 0 0 255 0 0\n1 0 0 0 255 0\n0 1 0 0 0 255\n3 0 1 2\n"
         (tmp_path / "scan.ply").write_text(head + body)
         assert "colours of vertices are left out" in load_mesh(tmp_path / "scan.ply")[1]
+        path = write_glb(tmp_path / "both.glb", BOX, torch.ones(4, 4, 3))
+        described, rest = gltf(path), path.read_bytes()[28 + struct.unpack("<I", path.read_bytes()[12:16])[0] :]
+        attributes = described["meshes"][0]["primitives"][0]["attributes"]
+        attributes["COLOR_0"] = attributes["POSITION"]  # beside its UVs
+        path.write_bytes(glb(described, rest))
+        assert "colours of vertices are left out" in load_mesh(path)[1]
 
     def test_settings_of_a_material_come_along_or_are_named(tmp_path):
         def read(first, **second):

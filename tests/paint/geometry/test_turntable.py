@@ -7,7 +7,7 @@ from anygpu.paint.baking.bake import BakeSettings, bake, texels_of
 from anygpu.paint.baking.fill import filled
 from anygpu.paint.geometry.cameras import DEFAULT_VIEWS
 from anygpu.paint.geometry.mesh import Mesh, Surface
-from anygpu.paint.geometry.turntable import looked_up, turntable
+from anygpu.paint.geometry.turntable import film, looked_up, turntable
 from paint.shapes import box, sphere
 from paint.synthetic import ideal_texture
 
@@ -39,6 +39,8 @@ def test_more_frames_than_memory_are_refused(monkeypatch):
     assert len(turntable(coloured_box()[0], None, 4, 32)) == 4
     with pytest.raises(UnsupportedError, match="5 frames of 32 pixels"):
         turntable(coloured_box()[0], None, 5, 32)
+    with pytest.raises(UnsupportedError, match="4 frames of 32 pixels"):
+        film(4, 32, beside=2)
 
 
 @pytest.mark.parametrize(("elevation", "side"), [(90, 4), (-90, 5)])

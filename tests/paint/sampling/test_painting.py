@@ -69,7 +69,7 @@ def test_two_steps_of_the_published_sampler_with_its_noise(paint, monkeypatch):
         settings = completed(paint, PaintSettings(size=64, steps=2, guidance=2.0), Silent())
         monkeypatch.setattr(painting, "noises", lambda *_: lambda: next(noises))
         solver = solver_for(settings.scheduler, plan_of(settings))
-        found = sampled(paint, conditions, settings, solver, run_of(settings, solver, 6, 1), Silent())
+        found = sampled(paint, conditions, settings, solver, run_of(settings, solver, 6, 1), Silent(), None)
         assert (found - wanted["latents.1"]).abs().max() <= LATENT_TOLERANCE
         with paint.offloader.hold("vae") as module:
             first = vae.decoded(module, found[:1] / vae.SCALE, torch.device("cpu"), Silent())[0]

@@ -142,6 +142,15 @@ def test_framepack_finds_its_lenders_beside_it_and_says_so(tiny_folder, tmp_path
     assert "HunyuanVideo (auto)" in said and "redux (auto)" in said
 
 
+def test_a_base_that_the_user_named_is_asked_for_the_image_encoder_alone_too(tiny_folder, tmp_path, recorded):
+    model, lender = tmp_path / "model", tiny.build("siglip", tiny_folder)
+    shutil.copytree(tiny.build("hunyuan_video_15_i2v", tiny_folder), model)
+    shutil.rmtree(model / "image_encoder")
+    progress = recorded()
+    _, folders = part_folders(model, {"base": lender}, [], progress)
+    assert folders["image_encoder"] == lender / "image_encoder" and progress.said == [f"base from {lender.name}"]
+
+
 @pytest.mark.parametrize("name", sorted(set(tiny.TINY) - {"siglip"}))
 def test_each_layout_is_recognised(tiny_folder, name):
     family = family_of_folder(tiny.build(name, tiny_folder))

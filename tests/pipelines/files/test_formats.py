@@ -1,6 +1,7 @@
 """A checkpoint is the same model in every layout it is published in, found by its header alone."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -202,6 +203,12 @@ def test_weights_that_fit_no_published_size_are_named(tiny_folder, tmp_path, cha
     save_file(tensors, files["transformer"])
     word = {"missing": "no tensor", "shape": r"is \(3,\), not \(32,\)"}[change]
     with pytest.raises(CheckpointError, match=word):
+        load(LoadRequest(files["transformer"], device="cpu", files=Files(files)))
+    beside = Path(files["transformer"]).with_suffix(".json")
+    shutil.copy(tiny.build("mochi", tiny_folder) / "transformer" / "config.json", beside)
+    with pytest.raises(
+        CheckpointError, match=f"does not fit '{beside.name}': .*; expected the shapes of '{beside.name}'"
+    ):
         load(LoadRequest(files["transformer"], device="cpu", files=Files(files)))
 
 

@@ -317,5 +317,8 @@ def test_only_a_file_name_is_a_name(tmp_path: Path, name: str) -> None:
 def test_nothing_to_save(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="neither latent nor prompt"):
         musubi.save_item(tmp_path, "clip", None, None, "", "as loaded")
+    with pytest.raises(UnsupportedError, match="latents of 'an unknown family' for a Musubi Tuner cache"):
+        latent = {"samples": torch.zeros(1, 16, 2, 4, 4)}
+        musubi.save_item(tmp_path, "clip", latent, Prompt("framepack", {}), "", "bf16")
     with pytest.raises(UnsupportedError, match="a prompt without 'pooled_prompt_embeds'"):
         musubi.save_text_cache(tmp_path, "clip", Prompt("framepack", {"prompt_embeds": torch.zeros(1, 2, 3)}))

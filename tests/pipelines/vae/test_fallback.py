@@ -208,6 +208,11 @@ def test_a_bar_goes_with_the_tiles_and_a_cpu_is_not_told_to_offload(tiny_folder,
     told = pytest.raises(torch.OutOfMemoryError, match=r"The input is kept: decode again with method auto\.$")
     with told, decoding(pipeline, latents.shape, Silent(), DecodeRequest("full")) as passes:
         passes.decode(latents)
+    nan = torch.full((1, 3, 1, 128, 128), float("nan"))
+    monkeypatch.setattr(pipeline.parts.read("vae").decoder, "forward", lambda *_: (nan, None))
+    told = pytest.raises(UnsupportedError, match=r"in fp32, or download the VAE again; the input is kept\.$")
+    with told, decoding(pipeline, latents.shape, Silent(), DecodeRequest("full")) as passes:
+        passes.decode(latents)
 
 
 def test_what_overflows_between_the_layers_of_a_stream_is_one_line(tiny_folder, monkeypatch):
