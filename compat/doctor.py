@@ -383,6 +383,11 @@ class Doctor:
         self.told.append(text)
         self._tell(text)
 
+    def conclude(self, message: str, sound: str, tell: Callable[[str], None] | None = None) -> None:
+        """Tell ``message`` and what was told in a sampling that ends; ``sound`` where there was nothing."""
+        told, self.told = self.told, []
+        (tell or self._tell)("\n".join(filter(None, (message, *told))) or sound)
+
     def repaired(self, networks: nn.ModuleDict) -> AbstractContextManager[None]:
         return repaired(networks, [one for one in self.repairs if one.layer.partition(".")[0] in networks])
 

@@ -219,10 +219,9 @@ def _cut_to_corner(pipeline: Pipeline, guider: Any, given: dict[str, Any]) -> li
 
 
 def _begin(patcher: PartPatcher) -> None:
-    """Say on the node that samples how a demo model differs and what has no effect, of this sampling alone."""
+    """For this sampling, say on the node that samples how a demo model differs and what has no effect."""
     context, network = get_executing_context(), patcher.model.diffusion_model
     progress = NodeProgress(None if context is None else context.node_id)
-    progress._run.entry["done"] = True  # nobody tells of the end of core's node
 
     def notify(text: str) -> None:
         if text not in progress.lines:

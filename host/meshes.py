@@ -203,10 +203,8 @@ def history(prompt: Any, node: str) -> str:
 
 
 def enlarging(prompt: Any, node: str, inputs: dict[str, int]) -> tuple[str, Path] | None:
-    """The history of the views whose outputs core enlarged for ``inputs`` of a node, and the file of its upscale model.
-
-    None where anything else was done.
-    """
+    """The history of AnyGPU Paint Views and the file of an upscale model, where each of ``inputs`` (name to output)
+    of ``node`` comes from it through core's Upscale Image (using Model); None for any other graph."""
     found = set()
     with suppress(KeyError, TypeError, ValueError, OSError):  # of other graphs
         for name, output in inputs.items():

@@ -149,6 +149,8 @@ class NodeProgress:
             log.info("AnyGPU: %s", text)
 
     def show(self) -> None:
+        """Show what was said of a node that has ended."""
+        self._run.entry["done"] = True
         self._send("\n".join(self.lines))
 
     def chosen(self, status: str, decisions: Sequence[Decision], only: str = "") -> None:

@@ -253,6 +253,7 @@ class TextureMesh(io.ComfyNode):
         from ..paint.sampling.painting import PaintSettings
         from ..paint.step_receipts import sign
 
+        pictures = pictures_for(pipeline, image, mask)
         if mesh.uvs is None:
             graph, given = GraphBuilder(), cls.hidden.dynprompt.get_node(cls.hidden.unique_id)["inputs"]
             values = {"segmenter": "pec", "resolution": given["texture_size"], "padding": 2, "weld_distance": 0.0}
@@ -264,7 +265,7 @@ class TextureMesh(io.ComfyNode):
         paint = PaintSettings(view_size, steps, seed=seed)
         baking = texturing.BakeSettings(texture_size, texturing.raster_size(view_size, texture_size))
         settings = texturing.OneStep(paint, baking, max_views, prompt=prompt, negative=negative_prompt)
-        shape, pictures = meshes.from_core(mesh), pictures_for(pipeline, image, mask)
+        shape = meshes.from_core(mesh)
         texture, painted, cameras = texturing.textured(
             shape, pictures, pipeline, delight, settings, progress, dino, saving=saved_views, make_room=memory_manager.make_room,
         )

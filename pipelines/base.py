@@ -134,7 +134,8 @@ class Latents:
     more: Mapping[str, torch.Tensor] = field(default_factory=dict)  # such as audio, by the family's names
 
 
-RESOLVED = "resolved"  # under a latent's extra values until its receipt has them: the completed settings
+RECEIPT = "receipt"  # under a latent's extra values
+RESOLVED = "resolved"  # there until its receipt has them: the completed settings
 FINAL = ("final_width", "final_height")  # in ``Latents.extra``: pixels to which decoded frames are resized
 
 

@@ -48,6 +48,14 @@ def test_the_window_that_queued_the_prompt_is_told_and_no_other(progress):
     ]
 
 
+def test_a_node_that_speaks_late_is_not_one_that_runs(progress):
+    """AnyGPU Fit counts while a later node samples, and the tab offers Pause as long as a node runs."""
+    node, server = progress
+    node.notify("12 of 12 layers")
+    node.show()
+    assert node._run.entry["done"] and server.texts[-1][0] == "12 of 12 layers"
+
+
 def test_a_prompt_that_names_no_window_is_shown_in_none(progress):
     """A message to nobody goes to everybody: it would stand under other people's nodes."""
     node, server = progress

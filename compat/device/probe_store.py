@@ -70,6 +70,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         self._answers: dict[str, ProbeResult] = {}
         self._remembered: dict[str, Any] = {}
         self._asking = ""
+        self._new: set[str] = set()  # what was found here and is not in the file yet
         self._lock = threading.RLock()
         self._read()
 
@@ -124,6 +125,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
             if name not in self._remembered:
                 with self._announced(name):
                     self._remembered[name] = measure()
+                self._new.add(name)
                 self._write()
             return self._remembered[name]
 
@@ -131,10 +133,15 @@ class ProbeStore(Mapping[str, ProbeResult]):
         """Store a plain value that was found elsewhere, in the place of an earlier one."""
         with self._lock:
             self._remembered[name] = value
+            self._new.add(name)
             self._write(synced=False)
 
-    def recall(self, name: str) -> Any:
-        return self._remembered.get(name)
+    def recall(self, name: str, fresh: bool = False) -> Any:
+        """A value that was kept; ``fresh``: also by another store since this one was read."""
+        with self._lock:
+            if fresh:
+                self._read()
+            return self._remembered.get(name)
 
     def misses(self) -> dict[str, str]:
         """The size classes of operations that runs found wrong here, with what stands in for each."""
@@ -147,6 +154,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         for name in names:
             with self._announced(name):
                 self._answers[name] = answer(self.probes[name], self.facts)
+            self._new.add(name)
         self._write()
 
     @contextmanager
@@ -163,7 +171,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         self._asking = outer
 
     def _read(self) -> None:
-        """Read saved results, but for probes that ran here; another process may have written in the meantime."""
+        """Read saved results, but for what is new here; another store may have written in the meantime."""
         if self.path is None:
             return
         try:
@@ -183,7 +191,9 @@ class ProbeStore(Mapping[str, ProbeResult]):
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             log.warning("AnyGPU: %s is damaged (%s): its probes run again", self.path, first_line(error))
             return
-        self._answers, self._remembered = {**kept, **self._answers}, {**remembered, **self._remembered}
+        kept |= {name: it for name, it in self._answers.items() if name in self._new}
+        remembered |= {name: it for name, it in self._remembered.items() if name in self._new}
+        self._answers, self._remembered = kept, remembered
 
     def _write(self, synced: bool = True, merged: bool = True) -> None:
         """Write what is known, ``merged`` with the file or over it; ``synced``: what follows may end the machine."""
@@ -198,6 +208,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
             content["asking"] = [self._asking, os.getpid(), _started(os.getpid()), value_or(platform.node, "")]
         try:
             write_json(self.path, content, indent=1, synced=synced)
+            self._new.clear()
         except OSError as error:
             self.note = (
                 f"probe results cannot be kept in {str(self.folder)!r} ({first_line(error)}); expected a writable "

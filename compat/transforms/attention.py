@@ -44,6 +44,7 @@ BUDGET_SHARE = 16  # the budget is this part of the device's memory
 TOKENS, HEADS = 8192, 24  # a short clip of every family; from here on the ratio of the kernels hardly changes
 REPEATS, WORTH = 10, 0.95  # another kernel is taken where it needs at most this share of the time
 DEFAULT = "native"  # torch's own choice
+MOST_ROWS = 2**15  # of a batch in one call: torch's flash kernel takes 65,535 at most, and core stops here too
 LONG = 1024  # tokens from which on kernels differ by more than their start
 WIDE = 256  # head width above which some devices take a kernel that is not there; VAEs have such heads
 MATH_COPIES = 3  # scores, softmax, and the scaled or masked scores between them are alive together in torch's math
@@ -94,6 +95,9 @@ class Attention:
         ``mask`` broadcasts to (B, H, N, M): bool, True where a key counts, or floating, added to the scores; ``causal``
         lets query n see the keys up to n. An explicit kernel runs the calls without mask whose dtype and head width
         it was tried with; others go the way of ``auto``. Peak extra memory: ``budget_bytes``, or one row of scores."""
+        if query.shape[0] > MOST_ROWS and (mask is None or mask.ndim < 4 or mask.shape[0] == 1):
+            rows = zip(*(each.split(MOST_ROWS) for each in (query, key, value)), strict=True)
+            return torch.cat([self(q, k, v, mask, causal) for q, k, v in rows])
         chosen = self.choice in EXPLICIT or (self.fastest and key.shape[-2] >= LONG)
         if chosen and mask is None and not causal and self.tried in (None, (query.dtype, query.shape[-1])):
             return EXPLICIT[self.fastest or self.choice](query, key, value)

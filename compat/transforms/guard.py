@@ -167,8 +167,8 @@ def _gelu(given: Mapping[str, Any], result: Tensor) -> Sample | None:
 
 
 def _own(given: Mapping[str, Any], results: Any) -> Sample | None:
-    """64 tokens of one of our operations; of a clip (5 axes) its last group or row, with the border that it reads.
-    None where that is too large for the host."""
+    """The results of one of our operations at 64 tokens, and the same computed on the host; of a clip (5 axes), at its
+    last group or row and the border that this reads. None where that is too much for the host."""
     function, first = given["function"], given["args"][0]
     operands = {each.name: given[each.name] for each in function._schema.arguments}
     sample = _some_tokens if first.ndim < 5 else _last_of_clip
@@ -299,16 +299,17 @@ class Guard(TorchDispatchMode):
         if key in self.done and not any(self.known.values()):
             yield
             return
-        self.seconds, self.waits, before = 0.0, False, len(self.known)
+        self.seconds, self.waits, before = 0.0, False, dict(self.known)
         try:
             with self:
                 yield
             if not self.waits:
                 self.done.add(key)
         finally:  # a forward that is cut short has checked some, too
-            if len(self.known) != before:
-                self.known = {**_kept(self.store), **self.known}  # another guard of this device keeps, too
-                self.store.keep(IN_RUNS, self.known)
+            if found := dict(self.known.items() - before.items()):
+                found = {**_kept(self.store, fresh=True), **found}  # other guards of this device keep theirs, too
+                self.store.keep(IN_RUNS, found)
+                self.known |= found
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():  # results are plain here, as GGUF's tensors expect of torch
@@ -406,9 +407,9 @@ class Guard(TorchDispatchMode):
         raise UnsupportedError(found, expected="a device that computes right", fix=fix)
 
 
-def _kept(store: ProbeStore) -> dict[str, str]:
+def _kept(store: ProbeStore, fresh: bool = False) -> dict[str, str]:
     """The size classes that ``store`` knows of earlier runs, but for what another version or an editor wrote."""
-    kept = store.recall(IN_RUNS)
+    kept = store.recall(IN_RUNS, fresh)
     return {key: path for key, path in kept.items() if path in ("", *PATHS)} if isinstance(kept, dict) else {}
 
 

@@ -252,9 +252,8 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
         noise, sigmas = args[0], args[3] if len(args) > 3 else kwargs.get("sigmas")
         ended = isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0
         message = ended and doctors.unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
-        told, doctor.told = doctor.told, []
         sound = f"no fault in {len(sigmas) - 1 if sigmas is not None else 0} steps"
-        NodeProgress(_shown(node_id)).finish("\n".join(filter(None, (message, *told))) or sound)
+        doctor.conclude(message or "", sound, NodeProgress(_shown(node_id)).finish)
         return result
 
     watched = model.clone()

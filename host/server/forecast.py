@@ -320,9 +320,9 @@ def _forecast(prompt: Prompt, node: str, loaded: Inputs) -> dict[str, Any]:
         elif not prompt[node]["inputs"].get("negative_prompt"):
             numbers.pop("text_guidance", None)  # which has no effect then
         run, stages_in, times = RUNS[kind](numbers, pipeline, room)
+        least = stages_in(mode)
     except PackError as error:
         return {"error": error_message(error)}
-    least = stages_in(mode)
     most = stages_in("none") if mode == HOSTED else least  # ComfyUI's manager keeps all that fits
     stages = [_stage(*pair, room) for pair in zip(most, least, strict=True)]
     ways = dict.fromkeys(stage["fits"] for stage in stages)

@@ -247,8 +247,7 @@ def scattered(
     if exact:
         trust = sure.to(picture.dtype)
     else:
-        mixed = blended(view, picture.shape[0]).view(-1)[pixel]
-        trust = torch.where(mixed, 0.0, torch.where(sure, 1.0, DOUBTED))
+        trust = torch.where(blended(view, picture.shape[0]).view(-1)[pixel], 0.0, torch.where(sure, 1.0, DOUBTED))
         picture = rim_cleaned(picture, view)
     picture = scaled(picture, view.size)
     towards = torch.tensor(view.camera.axes()[2], device=picture.device)
@@ -378,8 +377,7 @@ def canny(image: Tensor) -> Tensor:
     slanted = (steep >= flat) & (steep <= flat + (dx.abs() << 16))
     falling = (dx ^ dy) < 0
     ridges = [(strength > shifted(-1, side)) & (strength > shifted(1, -side)) for side in (1, -1)]
-    ridge = torch.where(falling, ridges[0], ridges[1])
-    weak = (strength > LOW) & (level | upright | (slanted & ridge))
+    weak = (strength > LOW) & (level | upright | (slanted & torch.where(falling, ridges[0], ridges[1])))
     edges = weak & (strength > HIGH)
     while True:  # strong edges pull in the weak ones that touch them
         more = grown(edges, 1) & weak

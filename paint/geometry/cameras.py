@@ -146,16 +146,14 @@ def _numbers(values: Sequence[float] | str, name: str) -> list[float]:
 
 def views_for(family: str | None, cameras: CameraTable | None) -> CameraTable:
     """``cameras``, or the family's own where they are None; raises InputError for cameras that it does not know."""
-    own = ADAPTER_VIEWS if family == "mv_adapter" else DEFAULT_VIEWS
+    adapter = family == "mv_adapter"
+    own = ADAPTER_VIEWS if adapter else DEFAULT_VIEWS
     table = cameras or own
-    if family is not None and (table != own if family == "mv_adapter" else table.frame != HUNYUAN):
-        raise InputError(
-            f"{len(table)} cameras of another family for {family}",
-            expected="front, right, back, left, top, bottom, which are all that MV-Adapter knows"
-            if family == "mv_adapter"
-            else "cameras in the frame of Hunyuan3D",
-            fix="Connect the pipeline that paints to Render Views, without other cameras.",
-        )
+    if family is not None and not (table == own if adapter else table.frame == HUNYUAN):
+        six = "front, right, back, left, top, bottom, which are all that MV-Adapter knows"
+        fix = "Connect the pipeline that paints to Render Views, without other cameras."
+        expected = six if adapter else "cameras in the frame of Hunyuan3D"
+        raise InputError(f"{len(table)} cameras of another family for {family}", expected=expected, fix=fix)
     return table
 
 
@@ -180,11 +178,10 @@ def camera_ids(table: CameraTable, family: str = "paint") -> list[int]:
 def camera_notes(table: CameraTable, family: str = "paint") -> list[str]:
     """Lines for the user about cameras that work but are not what the model was taught."""
     notes = []
-    between = [camera.azimuth for camera in table if camera.azimuth % AZIMUTH_STEP]
+    steps = ((camera.azimuth, 90 if abs(camera.elevation) == 90 else AZIMUTH_STEP) for camera in table)
+    between = [f"{azimuth:g} (steps of {step})" for azimuth, step in dict.fromkeys(steps) if azimuth % step]
     if between and family == KNOWS_CAMERAS:
-        notes.append(
-            f"azimuths {between} lie between the model's steps of {AZIMUTH_STEP} degrees: the lower step is used"
-        )
+        notes.append(f"azimuths between the model's steps, the lower of which is used: {', '.join(between)}")
     if table.ortho_scale < 2 * RADIUS:
         notes.append(f"ortho_scale {table.ortho_scale:g} may cut off the mesh, which is up to {2 * RADIUS:g} wide")
     return notes

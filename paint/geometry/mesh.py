@@ -315,9 +315,9 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
 
 
 def _uvs_of(scene: Any, mesh: Any) -> tuple[Tensor | None, list[str]]:
-    """(N, 2) of the ``mesh`` that trimesh made of the parts of ``scene``, or None; and a line where that spoils them.
+    """The UVs (N, 2) of ``mesh``, which trimesh joined from the parts of ``scene``, or None; a line on why they went.
 
-    A part without UVs gets the texture's middle there, and of several materials each vertex is wrapped by itself."""
+    trimesh gives parts without UVs the texture's middle, and wraps what lies outside 0..1 where it packs materials."""
     uvs = getattr(mesh.visual, "uv", None)
     uvs = torch.empty(0) if uvs is None else torch.tensor(uvs, dtype=torch.float32)
     if uvs.ndim != 2 or len(uvs) != len(mesh.vertices) or uvs.shape[1] < 2:
@@ -331,8 +331,8 @@ def _uvs_of(scene: Any, mesh: Any) -> tuple[Tensor | None, list[str]]:
         return None, [f"UVs were dropped: {areas[without].sum() / areas.sum():.0%} of the surface has none"]
     if own and not any(map(_has_picture, parts)):  # trimesh made a pixel of each material's colour
         uvs = torch.cat([torch.tensor(each[:, :2], dtype=torch.float32) for each in own])
-    *tiled, kept = (bool(((each < -UV_TOLERANCE) | (each > 1 + UV_TOLERANCE)).any()) for each in (*own, uvs))
-    if any(tiled) != kept:  # trimesh wraps what is tiled, and may put a texture beside the one that it makes
+    *tiled, still = (bool(((each < -UV_TOLERANCE) | (each > 1 + UV_TOLERANCE)).any()) for each in (*own, uvs))
+    if any(tiled) != still:  # trimesh wraps what is tiled, and may put a texture beside the one that it makes
         return None, ["UVs were dropped: some lie outside 0 to 1, and several materials cannot be joined there"]
     return torch.stack((uvs[:, 0], 1 - uvs[:, 1]), dim=1), []  # trimesh counts v upwards, whatever the file does
 

@@ -100,21 +100,21 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
 
 
 def unpacking_work(pipeline: Pipeline, part: str) -> Work:
-    """The work of making the packed weights of a part dense, as each forward does where none multiplies them so."""
+    """The work of making a part's packed weights dense in a forward, without formats that are multiplied as stored."""
     total, asked = Work(), pipeline.plan.speed.request.stored_products and part == TRANSFORMER
     multiplied = stored_products(pipeline) if asked else ()
 
     def count(form: PackedForm) -> Work:
-        codec, (shape, dtype), beside, group, (_, dense) = form
-        stored, sides = empty(*shape, dtype=dtype), {name: empty(*each[0], dtype=each[1]) for name, each in beside}
+        codec, (shape, dtype), outlined, group, (_, dense) = form
+        stored, sides = empty(*shape, dtype=dtype), {name: empty(*each[0], dtype=each[1]) for name, each in outlined}
         for _ in range(2):  # the first makes tables of codes, which stay
             with counting_on_meta() as work:
                 unpacked(codec, stored, sides, group, dense) if codec else stored.to(dense)
         return work
 
-    for form, weights in pipeline.weights[part].forms if part in pipeline.weights else ():
+    for form, times in pipeline.weights[part].forms if part in pipeline.weights else ():
         if format_of(form[0], form[1][1]) not in multiplied:
-            total.update(counted_once(form, partial(count, form)).times(weights))
+            total.update(counted_once(form, partial(count, form)).times(times))
     return total
 
 

@@ -51,8 +51,8 @@ def host_weight_decisions(offloader: Offloader) -> tuple[Decision, ...]:
 def require_room(
     weights: Mapping[str, PartBytes], device: torch.device, free: int | None, options: OffloadOptions
 ) -> None:
-    """Refuse a model of which not even one layer fits; nothing was read yet. ``free`` are bytes of the device:
-    inside a host all of it, whose other models leave where ours need the room."""
+    """Refuse a model whose largest layer alone does not fit, before anything is read. ``free``: bytes of the device;
+    under a host all of its memory, since it unloads other models for ours."""
     if device.type == HOST.type or free is None:
         return
     room = free - options.keep_free_bytes

@@ -113,8 +113,8 @@ def forecasts(pipeline: Pipeline, size: Size, room: int | None = None) -> tuple[
 
 
 def _decoding(pipeline: Pipeline, size: Size, whole: StageNeed, room: int | None) -> StageNeed:
-    """The decode as a run begins it: as it is asked for, or whole, beside what is there; else in the first form that
-    fits alone."""
+    """The decode as a run begins it: one that was asked for, and ``auto``'s whole one, beside what is on the device if
+    they fit there; else after other parts have left."""
     room, form = sys.maxsize if room is None else room, forecast_form(pipeline.run.decode)
     if form == DecodeRequest() and whole.total * SPARE <= room:
         return whole
@@ -122,4 +122,5 @@ def _decoding(pipeline: Pipeline, size: Size, whole: StageNeed, room: int | None
     if method.on_host:
         return replace(whole, kept=0, weights=0, activations=0, ahead=0, form=str(method))
     need = replace(whole, activations=needed, form="" if method.whole else str(method))
-    return need if form.method != AUTO and need.total * SPARE <= room else replace(need, kept=0)
+    beside = (form.method != AUTO or form.tile) and need.total * SPARE <= room
+    return need if beside else replace(need, kept=0)

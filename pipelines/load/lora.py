@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields, replace
@@ -97,13 +98,13 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
         own = {name: tuple(layer.weight.shape) for name, layer in layers.items()}
         match = matched(path, shapes, own, pipeline.spec, blocks, biased)
         progress.notify(match.message(path.stem))
+        if strength == 0.0:
+            progress.notify(f"{path.stem} has no effect at strength 0")
+            return pipeline
         if mode == "separate":
             attribute("peft", "LoraConfig")
         copied = [own[name] for name, pair in match.pairs.items() if mode == "merged" or pair.of_weight]
         _require_room(path, sum(map(math.prod, copied)) * pipeline.precision.transformer.itemsize)
-        if strength == 0.0:
-            progress.notify(f"{path.stem} has no effect at strength 0")
-            return pipeline
         wanted = {name for pair in match.pairs.values() for name in pair.names.values()}
         with torch.inference_mode(False):  # ComfyUI runs nodes inside it, and its tensors could not go on a layer
             tensors = file.read(wanted, lambda _bytes: progress.check())
@@ -248,17 +249,29 @@ class LoRAs:
             return undo.pop_all().close
 
 
-def _unpacked(pipeline: Pipeline, lora: LoRA, sides: Mapping[str, Any], progress: Progress) -> dict[str, PartBytes]:
-    """The bytes of each part where packed layers become dense for ``lora``, which is said; all blocks grow alike."""
+def _unpacked(pipeline: Pipeline, lora: LoRA, shapes: Mapping[str, Any], progress: Progress) -> dict[str, PartBytes]:
+    """The bytes of each part on the device once the packed layers that ``lora`` changes are dense, which is said; the
+    growth is spread evenly over the blocks."""
     before, weights = frozenset[str]().union(*(each.of_weight for each in on(pipeline))), dict(pipeline.weights)
-    names = [name for name in lora.of_weight - before if len(sides[name]) > 1]
-    more = sum(math.prod(sides[name]) for name in names) * pipeline.precision.transformer.itemsize
-    for part in (part for part in pipeline.spec.transformers if more and pipeline.model.storage.get(part)):
-        own, share = weights[part], 1 + more / weights[part].total
-        grown = (int(getattr(own, each.name) * share) for each in fields(own) if each.name != "forms")
-        weights[part] = PartBytes(*grown, forms=own.forms)
-        progress.notify(f"{lora.path.stem}: layers of {part} unpacked for it: {len(names)}, {amount_of(more)} more")
+    for part in (part for part in pipeline.spec.transformers if pipeline.model.storage.get(part)):
+        own, left, more = weights[part], Counter(dict(weights[part].forms)), 0
+        for name in lora.of_weight - before:
+            form = next((each for each, count in left.items() if count and each[-1][0] == shapes[name]), None)
+            if form is not None:
+                _, stored, beside, _, dense = form
+                left[form] -= 1
+                more += _bytes_of(dense) - sum(map(_bytes_of, (stored, *(each for _, each in beside))))
+        if count := sum(dict(own.forms).values()) - left.total():
+            share = 1 + more / own.total
+            grown = (int(getattr(own, each.name) * share) for each in fields(own) if each.name != "forms")
+            weights[part] = PartBytes(*grown, forms=tuple((+left).items()))
+            said = f"{count} packed layers of {part} became dense for it, {amount_of(more)} more"
+            progress.notify(f"{lora.path.stem}: {said}")
     return weights
+
+
+def _bytes_of(described: tuple[Sequence[int], torch.dtype]) -> int:
+    return math.prod(described[0]) * described[1].itemsize
 
 
 class Alphas:

@@ -23,6 +23,7 @@ from ...compat.errors import CheckpointError, InputError, PackError
 from ...compat.records import json_in, parse, shown, versioned
 from ...compat.redaction import own_names, redact
 from ..base import (
+    RECEIPT,
     RESOLVED,
     FramePackSettings,
     ImageCondition,
@@ -42,7 +43,6 @@ from ..vae.plan import DecodeRequest
 from .job import Adapter, Caching, Content, J, Job, Picture, VideoJob, decides, encoding_of, job_in, load_inputs, parsed
 
 VERSION, HEAD = 1, "anygpu_receipt"
-RECEIPT = "receipt"  # under a latent's extra values
 TAG = "anygpu"  # of a video's metadata
 LATENT_FILES = (".safetensors", ".latent")
 PACKAGES = ("torch", "diffusers", "transformers")

@@ -175,6 +175,8 @@ def denoise(
         step: replaces the schedule's own step. What it remembers, it must put back where it fails.
     """
     again, watch, steps = safeguards
+    if watch is not None and watch.doctor is not None:
+        watch.doctor.told.clear()  # of the decode before
     advance, count, start = step or schedule.step, len(schedule), latents
     asked = predict if watch is None else watch.over(predict, count)
     latents, done = (latents, 0) if steps is None else steps.restored(latents, schedule.solver, count)
@@ -199,7 +201,7 @@ def denoise(
             progress.step(index + 1, count, stage, partial(_estimate, schedule.clean, output, index, before, preview))
     if watch is not None and watch.doctor is not None:
         stuck = unshrunk(start, latents) if schedule.levels[0] > 0.5 else ""  # below, what begins is a picture too
-        watch.doctor.tell(stuck or f"no fault in {count} steps")
+        watch.doctor.conclude(stuck, f"no fault in {count} steps")
     return latents
 
 

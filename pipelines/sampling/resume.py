@@ -19,7 +19,7 @@ from ...compat.device.execution import generator_for, placed, state_of
 from ...compat.device.precision import Precision
 from ...compat.output_check import NotFinite
 from ...compat.ranks import Group
-from ..base import Latents, Progress, Prompt
+from ..base import RECEIPT, Latents, Progress, Prompt
 from ..pipeline import Pipeline, Resuming, StepState, StepStore
 from .schedules import copied
 
@@ -182,7 +182,7 @@ def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> Callable[[]
     """A function that gives the hash of all that decides the latents; "" until the model's bytes have been hashed.
 
     ``request`` is pictures and settings. The key leaves out the offload and the attention kernel, which a shortage
-    changes, and names and times of files, which differ by machine.
+    changes, and names and times of files, which differ by machine; so also the receipt of latents to start from.
     """
     loras = getattr(pipeline.offloader.adapters, "loras", ())
     applied = [(lora.strength, lora.blocks, lora.mode, lora.scales) for lora in loras] or ""
@@ -220,11 +220,12 @@ def _key_of(pipeline: Any, values: list[Any], files: list[Path], state: Path | N
 
 
 def _bytes_in(value: Any) -> Iterator[bytes]:
+    """All that decides ``value``, the same in every process: tensors bit for bit, mappings by name, no receipt."""
     if isinstance(value, torch.Tensor):
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         yield bytes_of(value)
     elif isinstance(value, Mapping):
-        for key in sorted(value):
+        for key in sorted(value.keys() - {RECEIPT}):
             yield f"<{key}>".encode()
             yield from _bytes_in(value[key])
     elif is_dataclass(value) and not isinstance(value, type):

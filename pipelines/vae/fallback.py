@@ -29,7 +29,7 @@ from ..base import Latents, Progress, ProgressStage, SubProgress
 from ..pictures import signed
 from ..pipeline import Pipeline
 from ..sizes import SPARE
-from .plan import CHUNKED, FULL, METHODS, ON_CPU, STRIDE, DecodeRequest, Ladder, ladder_for
+from .plan import FULL, ON_CPU, STRIDE, DecodeRequest, Ladder, ladder_for
 from .tiled import HeldDecoder, RegionTask, ResumableDecode, decoded_together
 
 DECODING = ProgressStage("decoding")
@@ -294,14 +294,8 @@ def decoding(
     pipeline: Pipeline, shape: torch.Size | tuple[int, ...], progress: Progress, form: DecodeRequest | None = None
 ) -> VaeRunner:
     """Passes through the decoder for latents of ``shape`` (1, C, T, H, W); ``auto`` begins as the family advises.
-    Raises InputError for a request out of range, UnsupportedError for a method that this family's decoder cannot do."""
-    form = form or DecodeRequest()
-    if form.method == CHUNKED and not pipeline.spec.rewrites.causal_decoder:
-        found = f"decode method {CHUNKED!r} for {pipeline.spec.title}, whose decoder looks ahead"
-        expected = f"one of {', '.join(method for method in METHODS if method != CHUNKED)}"
-        fix = "Choose auto, which begins with the first exact method that fits."
-        raise UnsupportedError(found, expected=expected, fix=fix)
-    return VaeRunner(ladder_for(pipeline, (shape[2], shape[3], shape[4]), form), progress)
+    Raises what :func:`ladder_for` raises."""
+    return VaeRunner(ladder_for(pipeline, (shape[2], shape[3], shape[4]), form or DecodeRequest()), progress)
 
 
 def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest | None = None) -> Tensor:

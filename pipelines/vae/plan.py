@@ -18,7 +18,7 @@ from ...compat.device.facts import facts_for, free_bytes, host_free_bytes, index
 from ...compat.device.failures import KERNEL, MEMORY
 from ...compat.device.precision import DTYPES
 from ...compat.device.quirks import DevicePolicy, policy_for
-from ...compat.errors import InputError, require_choice
+from ...compat.errors import InputError, UnsupportedError, require_choice
 from ..base import DecodeRequest
 from ..pipeline import Pipeline
 from ..sizes import SPARE, Size, bytes_on, latent_shape, method_bytes, plane_bytes
@@ -207,7 +207,7 @@ class Ladder:
         probes = self.pipeline.device.probes
         library = probes is None or not probes.recall(self.learned)
         base = DecodeMethod(self.pipeline.precision.vae, library=library, overlap=form.overlap, window=self._window())
-        counts: tuple[int, ...] = (0, *self._chunks())
+        counts = self._chunks() if form.frames and self._chunks() else (0, *self._chunks())
         if chosen in (AUTO, TILED):
             counts = tuple(count for count in counts if self._bears(count, start)) or counts[-1:]
         elif chosen == CHUNKED:
@@ -224,7 +224,7 @@ class Ladder:
         return decode_methods(base, counts, streams, tiles, start=start, whole_first=whole_first, host=host)
 
     def _chunks(self) -> tuple[int, ...]:
-        if not self.causal or self.form.method not in (AUTO, TILED, CHUNKED):
+        if not self.causal or self.form.method not in (AUTO, TILED, CHUNKED, ON_CPU):
             return ()
         if self.form.frames:
             return (self.form.frames, *(count for count in CHUNKS if count < self.form.frames))
@@ -292,7 +292,13 @@ def ladder_for(pipeline: Pipeline, cells: tuple[int, int, int], form: DecodeRequ
 
     Raises:
         InputError: an unknown method, or a tile, overlap or count of frames out of range.
+        UnsupportedError: a method that this family's decoder cannot do.
     """
+    if form.method == CHUNKED and not pipeline.spec.rewrites.causal_decoder:
+        found = f"decode method {CHUNKED!r} for {pipeline.spec.title}, whose decoder looks ahead"
+        expected = f"one of {', '.join(method for method in METHODS if method != CHUNKED)}"
+        fix = "Choose auto, which begins with the first exact method that fits."
+        raise UnsupportedError(found, expected=expected, fix=fix)
     sizes, (frames, rows, columns) = pipeline.spec.sizes, cells
     form, advised = checked_request(form, sizes.ratio), sizes.tile_for(cells)
     size = (frames - 1) * sizes.stride + 1, rows * sizes.ratio, columns * sizes.ratio

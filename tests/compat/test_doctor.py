@@ -392,12 +392,22 @@ def test_noise_that_did_not_shrink_is_told_from_a_picture() -> None:
 @pytest.mark.parametrize("levels, stuck", [((1.0, 0.5), True), ((0.1, 0.05), False)])
 def test_a_last_refining_pass_may_end_near_where_it_began(levels: tuple[float, ...], stuck: bool) -> None:
     said: list[str] = []
-    schedule = schedule_for({}, SampleSettings(64, 64, 9, steps=2, scheduler="euler"), 2,
-                            lambda _: Levels(sigmas=list(levels)), torch.device("cpu"))  # fmt: skip
+    settings = SampleSettings(64, 64, 9, steps=2, scheduler="euler")
+    made = lambda: schedule_for({}, settings, 2, lambda _: Levels(sigmas=list(levels)), torch.device("cpu"))  # noqa: E731
     watch = Watch(nn.ModuleDict(), doctor.Doctor("", RepairStore(None), doctor.OFFER, said.append), said.append)
     start = torch.linspace(-1, 1, 8).reshape(1, 1, 2, 2, 2)
-    denoise(start, schedule, lambda x, *_: x.flip(-1) / 99, progress=Silent(), safeguards=Safeguards(watch=watch))
+    denoise(start, made(), lambda x, *_: x.flip(-1) / 99, progress=Silent(), safeguards=Safeguards(watch=watch))
     assert ("did not shrink" in said[-1]) == stuck and (stuck or said == ["no fault in 2 steps"])
+
+    def repaired_once(x: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
+        if said[-1] == "decoded" and not index:
+            watch.doctor.tell("a passing fault")
+        return -x
+
+    watch.doctor.tell("decoded")
+    for ending in ("a passing fault", "no fault in 2 steps"):  # what was found is the last word, of this run
+        denoise(start, made(), repaired_once, progress=Silent(), safeguards=Safeguards(watch=watch))
+        assert said[-1] == ending or (stuck and "did not shrink" in said[-1])
 
 
 class PackedWeight(torch.Tensor):

@@ -170,8 +170,9 @@ def test_words_alone_texture_a_mesh(core):
 def test_a_picture_is_asked_for_where_it_is_needed(core):
     hunyuan = core.run("LoadPaintPipeline", model=stored.FOLDERS["paint"], precision="fp32").result[0]
     for pipeline, name in ((loaded(core), "mv_adapter ig2mv"), (hunyuan, "paint v2-0")):
-        with pytest.raises(InputError, match=f"no image for {name}"):
-            core.run("TextureMesh", mesh=mesh(), pipeline=pipeline, view_size=64, texture_size=64)
+        for shape in (mesh(), SimpleNamespace(**{**vars(mesh()), "uvs": None})):  # which unwrapping would come before
+            with pytest.raises(InputError, match=f"no image for {name}"):
+                core.run("TextureMesh", mesh=shape, pipeline=pipeline, view_size=64, texture_size=64)
     maps = core.run("RenderViews", mesh=mesh(), pipeline=hunyuan, size=64).result[:3]
     with pytest.raises(InputError, match="cameras of another family for mv_adapter"):
         given = dict(zip(("normals", "positions", "cameras"), maps, strict=True))

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from anygpu.pipelines.base import Latents
+from anygpu.pipelines.base import RECEIPT, Latents
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.records.changes import Change, Comparison, changes, last_two
-from anygpu.pipelines.records.receipts import RECEIPT
 
 TEXT = "a red circle moves left on blue"
 RECORD: dict[str, Any] = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 from anygpu.compat.device import probe_store, probes
 from anygpu.compat.device.facts import facts_for
-from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeStore, key_of
+from anygpu.compat.device.probe_store import OK, UNKNOWN, UNUSABLE, WRONG, ProbeResult, ProbeStore, key_of
 from anygpu.compat.errors import UnsupportedError
 from simulated import accelerator, profiles
 from torch.utils.flop_counter import FlopCounterMode
@@ -374,6 +374,21 @@ def test_two_stores_of_one_device_do_not_lose_the_other_s_answers(tmp_path):
     first["matmul.fp32"]
     second["conv2d.fp32"]
     assert {"matmul.fp32", "conv2d.fp32"} <= set(ProbeStore(CPU, tmp_path).known())
+
+
+def test_what_was_tested_again_stays_so_whatever_an_older_store_had_read(tmp_path, monkeypatch):
+    """Every loaded pipeline has a store of its own, and the tab asks again through another."""
+    first = ProbeStore(CPU, tmp_path)
+    first._answers["matmul.fp32"] = ProbeResult(UNUSABLE, "a driver that is gone")
+    first._new.add("matmul.fp32")
+    first.keep("a timing", 1.0)
+    monkeypatch.setattr(probe_store, "answer", lambda *_: ProbeResult(OK))
+    assert set(ProbeStore(CPU, tmp_path).ask_all(again=True).values()) == {ProbeResult(OK)}
+    first.keep("another", 2.0)
+    last = ProbeStore(CPU, tmp_path)
+    assert first["matmul.fp32"].status == last["matmul.fp32"].status == OK and last.recall("a timing") is None
+    ProbeStore(CPU, tmp_path).keep("another", 3.0)
+    assert (first.recall("another"), first.recall("another", fresh=True)) == (2.0, 3.0)
 
 
 def test_an_unknown_probe_is_a_key_error():

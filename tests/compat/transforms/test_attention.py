@@ -388,3 +388,18 @@ def test_wide_heads_alone_leave_a_kernel_that_is_wrong_for_them(monkeypatch: pyt
     assert torch.allclose(attend(q, k, v).double(), exact(q, k, v, None, False), rtol=1e-5, atol=1e-5)
     assert attend.avoids(torch.float32, 512) and not attend.avoids(torch.float32, 256)
     assert not attend.avoids(torch.float16, 512), "another dtype"
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_batch_is_split_where_torch_s_kernels_end(monkeypatch, causal):
+    """65,535 on NVIDIA, which the places of a video's frame are more than: core splits it, too."""
+    operands_of, called, own = operands((70_000, 1, 3, 3, 8)), [], functional.scaled_dot_product_attention
+
+    def limited(query, *rest, **named):
+        called.append(query.shape[0])
+        return own(query, *rest, **named)
+
+    expected = own(*operands_of, is_causal=causal)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", limited)
+    assert torch.equal(Attention(kernel="flash")(*operands_of, None, causal), expected)
+    assert sum(called) == 70_000 and max(called) <= 65_535

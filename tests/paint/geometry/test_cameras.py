@@ -63,6 +63,8 @@ def test_what_is_unusual_is_said():
     assert len(notes) == 2
     assert "45" in notes[0]
     assert "cut off" in notes[1]
+    above = camera_notes(camera_table([30, 90, 30], [90, 90, 0], [1, 1, 1]))
+    assert above == ["azimuths between the model's steps, the lower of which is used: 30 (steps of 90)"]
 
 
 @pytest.mark.parametrize("camera", [*DEFAULT_VIEWS, *RING_VIEWS[::5]])

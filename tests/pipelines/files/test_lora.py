@@ -210,7 +210,10 @@ def test_a_filter_touches_only_its_blocks(made: Any) -> None:
     assert_same_sums(made, made.sampled(pipe), made.sampled(other))
 
 
-def test_without_strength_nothing_happens_and_it_is_said(made: Any, recorded: Any) -> None:
+def test_without_strength_nothing_happens_and_it_is_said(made: Any, recorded: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(lora, "host_free_bytes", lambda: 0)
+    monkeypatch.setattr(lora, "swap_free_bytes", lambda: 0)
+    assert with_lora(made.pipeline, made.paths[0], 0.0, "", "merged", recorded()) is made.pipeline
     progress = recorded()
     assert with_lora(made.pipeline, made.paths[0], 0.0, "", "separate", progress) is made.pipeline
     assert progress.said[-1] == "first has no effect at strength 0"

@@ -8,6 +8,8 @@ from dataclasses import replace
 import published
 import pytest
 import torch
+from anygpu.compat.errors import UnsupportedError
+from anygpu.pipelines.base import DecodeRequest
 from anygpu.pipelines.forecast.memory import forecast, forecasts
 from anygpu.pipelines.sizes import Size, method_bytes
 from anygpu.pipelines.vae.plan import planned_decode
@@ -47,6 +49,12 @@ def test_a_decode_that_fits_whole_is_forecast_whole(tmp_path):
         stages = {room: forecasts(pipeline, size, room)[2].stages[-1] for room in rooms}
         beside = forecast(pipeline, size, "none").stages[-1]
         alone = forecast(pipeline, size, "none", beside.total - 10**9).stages[-1]
+        tiled = replace(pipeline, run=replace(pipeline.run, decode=DecodeRequest(tile=256)))
+        assert forecast(tiled, size, "none").stages[-1].kept > 10**9, "nothing leaves before it"
+        ahead = published.on_card(published.composed("ltx 2B", tmp_path, texts=False))
+        ahead = replace(ahead, run=replace(ahead.run, decode=DecodeRequest("chunked")))
+        with pytest.raises(UnsupportedError, match="decode method 'chunked' for LTX"):
+            forecast(ahead, size, "none")
     assert beside.kept > 10**9 and alone == replace(beside, kept=0) and not alone.form
     assert stages[None] == stages[10**12] and not stages[None].form
     assert stages[14 * 10**9].form.startswith("in chunks of") and stages[14 * 10**9].total <= 14 * 10**9

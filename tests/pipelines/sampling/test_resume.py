@@ -18,7 +18,7 @@ import torch
 from anygpu.compat.checkpoints import identity
 from anygpu.compat.output_check import NotFinite
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import Prompt, PromptRequest, Silent
+from anygpu.pipelines.base import RECEIPT, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.latents import recovery
 from anygpu.pipelines.latents.steps import MOST, SavedSteps
 from anygpu.pipelines.load.folder import load
@@ -120,6 +120,13 @@ def test_another_request_begins_anew(tiny_folder: Path, tmp_path: Path) -> None:
     prompts = [stages.encode_prompt(pipeline, PromptRequest(text, "blur"), Silent()) for text in ("a fox", "a hen")]
     more = replace(prompts[0], negative=prompts[1].embeds)
     assert len({resume_key(pipeline, prompt)() for prompt in (*prompts, more)}) == 3, "the text decides the latents"
+    first, values = (
+        Latents(torch.zeros(1, 1), "ltx", "text", 1, 8, 8, 24.0, 3),
+        ({}, {RECEIPT: {"driver": 1}}, {"x": 1}),
+    )
+    passes = [SampleSettings(8, 8, 1, latents=replace(first, extra=extra)) for extra in values]
+    keys = [resume_key(pipeline, prompts[0], None, each)() for each in passes]
+    assert keys[0] == keys[1] != keys[2], "how the first pass was made does not"
 
 
 def test_a_lora_counts_by_its_bytes_whatever_its_name_and_time(tiny_folder: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from anygpu.pipelines.vae.plan import (
     DecodeMethod,
     DecodeRequest,
     decode_methods,
+    ladder_for,
     largest_buffer_bytes,
     next_method,
     tiles_below,
@@ -241,3 +242,10 @@ def test_where_a_decoder_goes_wrong_is_named_and_one_colour_may_be_the_model_s(t
         assert vae.use_tiling
         _held = passes._open  # whose collection would close it
     assert not vae.use_tiling and any(f"{COLOUR}, in fp32 on the CPU too" in text for text in progress.said)
+
+
+def test_frames_per_chunk_is_what_a_decode_begins_with(tiny_folder):
+    pipeline = load(LoadRequest(tiny.build("mochi", tiny_folder), device="cpu", precision="fp32"))
+    for method in ("auto", "tiled", "chunked", "cpu"):
+        plans = [ladder_for(pipeline, (9, 16, 16), DecodeRequest(method, frames=frames)) for frames in (4, 0)]
+        assert [plan.method.frames for plan in plans] == [4, 8 if method == "chunked" else 0], method
