@@ -26,8 +26,7 @@ log = logging.getLogger(__name__)
 
 FP32, REPLACED, SCALED, ATTENTION = "fp32", "zeros", "scaled", "attention"
 NARROW = (torch.float16, torch.bfloat16)
-# they read or write stored bits and compute nothing
-AS_IS = ("__get__", "__set__", "__setitem__", "data_ptr", "is_floating_point", "view")
+AS_IS = ("__get__", "__set__", "__setitem__", "data_ptr", "is_floating_point", "view")  # of bits, computing nothing
 TO_NARROW = (torch.Tensor.half, torch.Tensor.bfloat16)
 MEANINGS = {
     FP32: "computed in fp32",

@@ -119,7 +119,7 @@ class NodeProgress:
         self._run.step(name)
         if self._bar is None or name != self._stage:
             self._bar, self._stage = comfy.utils.ProgressBar(total, node_id=self.node_id), name
-            if stage.resumable:
+            if stage.resumable or name in PACED:
                 paused.forget_resumed()
         left = "" if stage.counted and name not in PACED else self._time_left(name, done, total)
         now = text if stage.counted else f"{text} {done}/{total}"

@@ -64,7 +64,7 @@ def settings(prompt: Prompt, node: str) -> dict[str, Any]:
     models = [*back(prompt, next((each for each in nodes if "model" in prompt[each]["inputs"]), node), "model")]
     shifts = [each for each in models if prompt[each]["class_type"].startswith(SHIFTS)]
     pairs = [pair for each in (*nodes, *shifts) for pair in prompt[each]["inputs"].items()]
-    ends = ((name, _end(prompt, value)) for name, value in reversed(pairs))  # the nearest last
+    ends = ((name, value_of(prompt, value)) for name, value in reversed(pairs))  # the nearest last
     given = {RENAMED.get(name, name): value for name, value in ends if isinstance(value, (int, float, str))}
     if levels := re.findall(r"\d*\.?\d+", str(given.get("sigmas", ""))):
         given |= {"steps": len(levels) - 1, "denoise": float(levels[0])}
@@ -74,7 +74,7 @@ def settings(prompt: Prompt, node: str) -> dict[str, Any]:
     if steps := numbers.get("steps", 0.0):
         run = min(steps, numbers.get("end_at_step", steps)) - numbers.get("start_at_step", 0.0)
         found["steps"] = (steps, steps if numbers.get("denoise", 1.0) >= FROM_NOISE else LARGEST, run)
-    inputs = [{name: _end(prompt, value) for name, value in prompt[each]["inputs"].items()} for each in models]
+    inputs = [{name: value_of(prompt, value) for name, value in prompt[each]["inputs"].items()} for each in models]
     files: dict[str, Row] = {}
     for one in (each for own in inputs for each in (own, *own.values()) if isinstance(each, dict)):  # in it: of a stack
         strength = one.get("strength_model", one.get("strength", 1.0)) if one.get("on", True) else 0.0
@@ -89,13 +89,13 @@ def settings(prompt: Prompt, node: str) -> dict[str, Any]:
 def back(prompt: Prompt, node: str, name: str) -> Iterator[str]:
     """The nodes on the way back through the inputs ``name``, the nearest first."""
     for _ in range(MOST):
-        link = _end(prompt, prompt[node]["inputs"].get(name))
+        link = value_of(prompt, prompt[node]["inputs"].get(name))
         if not isinstance(link, list):
             return
         yield (node := link[0])
 
 
-def _end(prompt: Prompt, given: Any, most: int = MOST) -> Any:
+def value_of(prompt: Prompt, given: Any, most: int = MOST) -> Any:
     """The value of an input, or of the node that holds it; the link to the node that computes it; None for neither."""
     if not isinstance(given, list):
         return given
@@ -103,6 +103,6 @@ def _end(prompt: Prompt, given: Any, most: int = MOST) -> Any:
     if entry is None or not entry["class_type"].startswith(("Primitive", "ComfySwitch")):
         return given if entry else None
     inputs = entry["inputs"]
-    switch = _end(prompt, inputs.get("switch"), most // 2)
+    switch = value_of(prompt, inputs.get("switch"), most // 2)
     name = ("on_false", "on_true")[switch] if isinstance(switch, bool) else "value"
-    return _end(prompt, inputs.get(name), most // 2)
+    return value_of(prompt, inputs.get(name), most // 2)

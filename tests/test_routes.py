@@ -270,10 +270,13 @@ def test_what_a_run_will_need_is_forecast_through_nodes_that_pass_the_pipeline_o
         body = graph_of()
         body["prompt"]["9"] = {"class_type": "AnyGPULoRA", "inputs": {"pipeline": ["7", 0]}}
         sizes = {"width": 64, "height": 64, "frames": frames, "cfg": 1.0}
+        sizes |= {"frames": ["11", 0]} if frames == 97 else {}
+        body["prompt"]["11"] = {"class_type": "PrimitiveInt", "inputs": {"value": frames}}
         body["prompt"]["10"] = {"class_type": "AnyGPUSample", "inputs": {"pipeline": ["9", 0], **sizes}}
         asked.append(("POST", "/anygpu/graph", {"json": body}))
     small, large = (found["forecasts"][0] for _, found, _ in pack.ask_all(asked))
     assert small["node"] == "10" and small["found"].startswith("64x64, 9 frames, offload ")
+    assert large["found"].startswith("64x64, 97 frames, offload "), "a Primitive's"
     assert [stage["stage"] for stage in small["stages"]] == ["text", "sampling", "decoding"]
     own = load(LoadRequest(pack.home / "models" / "LTX-Video", device="cpu"))
     needs = forecast(own, Size(64, 64, 9))
@@ -963,7 +966,7 @@ def test_what_changed_since_the_sampling_before_is_told(pack):
 def test_an_older_paused_run_that_cannot_be_removed_undoes_no_pause(pack, monkeypatch):
     """Windows removes no open file: the run ends all the same, since it is saved."""
     paused, flags = pack.routes.paused, {}
-    folder, item = paused._folder(), (0, "newest", {"7": {}}, {}, [])
+    folder, item = paused._folder(), (0, "newest", {"7": {}}, {}, ["7"])
     folder.mkdir(parents=True)
     for number in range(paused.MOST):
         (folder / f"a{number}.json").write_text('{"prompt": {}, "time": 1.5}', encoding="utf-8")
@@ -973,6 +976,7 @@ def test_an_older_paused_run_that_cannot_be_removed_undoes_no_pause(pack, monkey
     assert paused.save(paused.wanted_run(), "sampling 3/20", None)
     assert flags == {"unload_models": True, "free_memory": True}
     assert paused.listing()[0]["id"] == "newest"
+    assert paused.resumable("newest")["outputs"] == ["7"], "no output that was not asked for"
 
 
 def test_paused_runs_are_listed_and_forgotten_and_a_damaged_file_is_neither(pack):

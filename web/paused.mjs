@@ -1,4 +1,4 @@
-// Pause and Resume: the run ends after a step that is saved, and its prompt is queued again later, after a restart too.
+// The run ends after a step that is saved, and its prompt is queued again later, after a restart too.
 import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 import { ask } from "./ask.mjs";
@@ -12,13 +12,13 @@ export function offer(pause, running) {
   if (!running) pause.lastChild.textContent = "";
 }
 
-/** Open the workflow of a paused run where another graph is open, and queue its prompt; its first step forgets it. */
+/** Open a paused run's workflow where another is open, and queue its prompt; a step forgets it. */
 async function resume({ id }) {
-  const { prompt, workflow } = await ask(`/paused/${id}`);
+  const { prompt, workflow, outputs } = await ask(`/paused/${id}`);
   const kinds = (nodes) => JSON.stringify(Object.entries(nodes).map(([node, { class_type }]) => [node, class_type]).sort());
   const open = (await app.graphToPrompt()).output;
   if (workflow && kinds(open) !== kinds(prompt)) await app.loadGraphData(workflow, true, true, "Resumed");
-  await api.queuePrompt(0, { output: prompt, workflow });
+  await api.queuePrompt(0, { output: prompt, workflow }, { partialExecutionTargets: outputs });
   return "Queued.";
 }
 
@@ -29,7 +29,7 @@ function card(entry, changed) {
   return kept(picture, `Paused after ${entry.where}`, when, acting("Resume", () => resume(entry)), acting("Forget", forget));
 }
 
-/** The cards of the paused runs; `changed` is called when one was forgotten. */
+/** The cards of paused runs; `changed` is called when one was forgotten. */
 export async function pausedCards(changed) {
   return (await ask("/paused")).paused.map((entry) => card(entry, changed));
 }

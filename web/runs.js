@@ -4,13 +4,13 @@ import { api } from "../../scripts/api.js";
 import { app } from "../../scripts/app.js";
 
 const MOST = 1000; // prompts that are remembered
-const SETTLED = 3000; // ms after which a graph that was opened is one of the same workflow, restored
-const workflows = new Map(); // prompt id -> the workflow that was open when the prompt was queued
+const SETTLED = 3000; // ms after which an opened graph is one of the same workflow, restored
+const workflows = new Map(); // prompt id -> the workflow open when it was queued
 let queueing = null; // the workflow of a prompt without an id yet, which may run already
 let last = null; // the newest event of a run; its text follows
 let told = { prompt: "", nodes: new Set() }; // the nodes of ours in the newest run
 const texts = new WeakMap(); // workflow -> node id -> its last text, and what a demo drew otherwise
-let before; // the workflow that was open when a graph began to open, which comes before its own
+let before; // the workflow open when a graph began to open, which comes before its own
 let settled = 0;
 
 export const ENDS = ["execution_success", "execution_error", "execution_interrupted"];
@@ -66,7 +66,7 @@ app.registerExtension({
     }
     // Not a listener, which would be called after core's own.
     api.dispatchCustomEvent = function (kind, detail, ...rest) {
-      const node = String(detail?.nodeId);
+      const node = String(detail?.displayNodeId ?? detail?.nodeId);
       const text = kind === "progress_text" && last;
       if (text) last = null;
       if (text && node === String(text.node)) {

@@ -42,7 +42,7 @@ from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, require_fam
 from ...pipelines.sizes import Size, latent_shape
 from ...pipelines.vae.plan import METHODS, checked_request
 from .. import folders, memory_manager, recovery, requests, saved
-from ..recipes import Prompt, advice, back
+from ..recipes import Prompt, advice, back, value_of
 from .panel import error_message, facts
 
 MOST_PIPELINES = 8
@@ -158,8 +158,8 @@ def _widget(value: Any, name: str, default: Any) -> Any:
     return value if type(value) is type(default) and value in CHOICES.get(name, (value,)) else default
 
 
-def _numbers(entry: Mapping[str, Any]) -> dict[str, float]:
-    given = ((name, value) for name, value in entry["inputs"].items() if name not in DERIVED)
+def _numbers(prompt: Prompt, node: str) -> dict[str, float]:
+    given = ((name, value_of(prompt, each)) for name, each in prompt[node]["inputs"].items() if name not in DERIVED)
     numbers = ((name, value) for name, value in given if isinstance(value, (int, float)) and 0 <= value < LARGEST)
     return {name: value for name, value in numbers if value or name in ("cfg_end", "stg")}  # whose 0 is a choice
 
@@ -176,7 +176,7 @@ def _pictured(prompt: Prompt, node: str, pipeline: Pipeline) -> dict[str, float]
     sides = folders.picture_sides(prompt[loader]["inputs"].get("image"))
     if sides is None:
         return {}
-    sizes = {name: value for name, value in _numbers(prompt[encoder]).items() if name in SIDES}
+    sizes = {name: value for name, value in _numbers(prompt, encoder).items() if name in SIDES}
     if len(between) > 1 and len(sizes) < len(SIDES):  # another node may change its size
         return {}
     fit = prompt[encoder]["inputs"].get("fit")
@@ -197,7 +197,7 @@ def _given(prompt: Prompt, node: str, loaded: Inputs) -> tuple[dict[str, Any], P
         kind, pipeline = prompt[each]["class_type"], loaded.get(_loader_of(prompt, each))
         if RUNS.get(kind) is _sampled and isinstance(pipeline, Pipeline):
             pipeline = _passed_on(prompt, each, pipeline)
-            known = {**USUAL, **_pictured(prompt, each, pipeline), **_numbers(prompt[each])}
+            known = {**USUAL, **_pictured(prompt, each, pipeline), **_numbers(prompt, each)}
             given = {**own_inputs(pipeline, known, lambda _: None), "latents": latents}
             if latents is not None:
                 given |= {name: getattr(latents, name) for name in SIZE}
@@ -219,7 +219,7 @@ def _given(prompt: Prompt, node: str, loaded: Inputs) -> tuple[dict[str, Any], P
 
 def _starts(prompt: Prompt, node: str, pipeline: Pipeline) -> Latents:
     """The latents of a file, or those that a node of core makes empty. Raises InputError for any other node."""
-    kind, inputs, sizes = prompt[node]["class_type"], prompt[node]["inputs"], _numbers(prompt[node])
+    kind, inputs, sizes = prompt[node]["class_type"], prompt[node]["inputs"], _numbers(prompt, node)
     if kind == "AnyGPULoadLatent":
         latent = load_latent(saved.file_named(LATENT, str(inputs.get("file"))), lambda _: None, "clamp")
     elif kind == "AnyGPURecoverLatents":
@@ -309,7 +309,7 @@ def _lighter(prompt: Prompt, node: str, loaded: Inputs, stages: Iterable[Inputs]
 
 def _forecast(prompt: Prompt, node: str, loaded: Inputs) -> dict[str, Any]:
     """The memory that a run of ``node`` needs, whether that fits and how long it takes; or the error of its inputs."""
-    kind, pipeline, numbers = prompt[node]["class_type"], loaded[_loader_of(prompt, node)], _numbers(prompt[node])
+    kind, pipeline, numbers = prompt[node]["class_type"], loaded[_loader_of(prompt, node)], _numbers(prompt, node)
     mode, room = pipeline.offloader.mode, memory_manager.room_on(pipeline.offloader.device)
     try:
         if isinstance(pipeline, Pipeline):

@@ -30,7 +30,10 @@ def request() -> dict[str, str]:
         raise InputError("no run to pause", expected="a run in progress", fix="Press Run.")
     _wanted.clear()
     _wanted.update(item[1] for item in items)
-    return {"text": "Pausing after the next step that can be saved; core's samplers and step caches save none."}
+    return {
+        "text": "Pausing after the next step that can be saved; core's samplers and step caches save none. "
+        "What this prompt sampled before that step is sampled again."
+    }
 
 
 def save(item: Any, where: str, picture: Any) -> bool:
@@ -38,10 +41,10 @@ def save(item: Any, where: str, picture: Any) -> bool:
 
     False if the disk fails. ``where`` is such as ``sampling 3/20``, ``picture`` a preview.
     """
-    _, prompt_id, prompt, extra, *_ = item
+    _, prompt_id, prompt, extra, outputs, *_ = item
     _wanted.clear()
     workflow = (extra.get("extra_pnginfo") or {}).get("workflow")
-    record = {"where": where, "time": time.time(), "prompt": prompt, "workflow": workflow}
+    record = {"where": where, "time": time.time(), "prompt": prompt, "workflow": workflow, "outputs": outputs}
     record["picture"] = _data_url(picture)
     try:
         _folder().mkdir(parents=True, exist_ok=True)

@@ -147,9 +147,8 @@ def _numbers(values: Sequence[float] | str, name: str) -> list[float]:
 def views_for(family: str | None, cameras: CameraTable | None) -> CameraTable:
     """``cameras``, or the family's own where they are None; raises InputError for cameras that it does not know."""
     adapter = family == "mv_adapter"
-    own = ADAPTER_VIEWS if adapter else DEFAULT_VIEWS
-    table = cameras or own
-    if family is not None and not (table == own if adapter else table.frame == HUNYUAN):
+    table = cameras or (ADAPTER_VIEWS if adapter else DEFAULT_VIEWS)
+    if family is not None and not (table == ADAPTER_VIEWS if adapter else table.frame == HUNYUAN):
         six = "front, right, back, left, top, bottom, which are all that MV-Adapter knows"
         fix = "Connect the pipeline that paints to Render Views, without other cameras."
         expected = six if adapter else "cameras in the frame of Hunyuan3D"

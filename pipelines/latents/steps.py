@@ -24,7 +24,7 @@ FOLDER = "steps"  # below that of finished latents, whose list leaves it out
 KIND, VERSION = "steps", 1
 SHARE = 0.008  # of the time of the steps that saving them takes: 1 % at most, with room for a slow moment of the disk
 FIRST_SECONDS = 0.1  # that the first state is taken to cost, before one was measured
-MOST = 8  # unfinished samplings, those of paused runs among them: 30 MB each at 720p, with a multistep solver more
+MOST = 32  # unfinished samplings, those of paused runs among them: 30 MB each at 720p, with a multistep solver more
 LATENTS, SOLVER = "latents", "solver"
 
 

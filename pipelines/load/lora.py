@@ -250,8 +250,7 @@ class LoRAs:
 
 
 def _unpacked(pipeline: Pipeline, lora: LoRA, shapes: Mapping[str, Any], progress: Progress) -> dict[str, PartBytes]:
-    """The bytes of each part on the device once the packed layers that ``lora`` changes are dense, which is said; the
-    growth is spread evenly over the blocks."""
+    """The bytes of each part once packed layers that ``lora`` changes are dense, which is said; blocks grow alike."""
     before, weights = frozenset[str]().union(*(each.of_weight for each in on(pipeline))), dict(pipeline.weights)
     for part in (part for part in pipeline.spec.transformers if pipeline.model.storage.get(part)):
         own, left, more = weights[part], Counter(dict(weights[part].forms)), 0
@@ -265,8 +264,7 @@ def _unpacked(pipeline: Pipeline, lora: LoRA, shapes: Mapping[str, Any], progres
             share = 1 + more / own.total
             grown = (int(getattr(own, each.name) * share) for each in fields(own) if each.name != "forms")
             weights[part] = PartBytes(*grown, forms=tuple((+left).items()))
-            said = f"{count} packed layers of {part} became dense for it, {amount_of(more)} more"
-            progress.notify(f"{lora.path.stem}: {said}")
+            progress.notify(f"{lora.path.stem}: {count} packed layers of {part} are dense now, {amount_of(more)} more")
     return weights
 
 

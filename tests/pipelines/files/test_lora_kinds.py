@@ -461,7 +461,7 @@ def test_kinds_that_need_the_weight_act_on_what_packed_layers_are_worth(
     stored = {name: (each.stored.data_ptr(), each.weight.tolist()) for name, each in layers.items()}
     with_it = lora.with_lora(pipeline, tmp_path / "style.safetensors", 0.5, "", "separate", progress)
     merged = lora.with_lora(plain, tmp_path / "style.safetensors", 0.5, "", "separate", Silent())
-    assert any("4 packed layers of transformer became dense for it" in line for line in progress.said)
+    assert any("4 packed layers of transformer are dense now" in line for line in progress.said)
     packed, loose = pipeline.weights["transformer"], with_it.weights["transformer"]
     assert 0 < loose.total - packed.total < 4 * sum(layers[name].weight.numel() for name in names[:4])
     assert sum(dict(packed.forms).values()) - sum(dict(loose.forms).values()) == 4
