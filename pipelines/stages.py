@@ -136,7 +136,8 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
                     prompt: Prompt = family.code.encode_prompt(pipeline, completed, progress)
         finally:
             release_text(pipeline, TRANSFORMER)
-    return replace(prompt, has_negative=bool(request.negative.strip()), extra=texts_of(request))
+    seen = request if "image" in family.recipes.effective else replace(request, image=None)
+    return replace(prompt, has_negative=bool(request.negative.strip()), extra=texts_of(seen))
 
 
 def prompt_from_core(pipeline: Pipeline, positive: Any, negative: Any = None) -> Prompt:
@@ -341,7 +342,7 @@ def decode(
         if drafts:
             from .vae.draft import draft
 
-            for attempt in retries(make_room_and_retry(pipeline, progress, message=DECODING.again)):
+            for attempt in retries(make_room_and_retry(pipeline, progress, (VAE,), DECODING.again)):
                 with attempt:
                     frames = draft(pipeline, latents, tiny_decoders, progress)
         else:
@@ -367,7 +368,7 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
     require_finite(latents.samples, "latents")
     with running(UPSCALING, pipeline, progress, latents):
         release_text(pipeline, TRANSFORMER)
-        for attempt in retries(make_room_and_retry(pipeline, progress, family.transformers, UPSCALING.again)):
+        for attempt in retries(make_room_and_retry(pipeline, progress, (VAE,), UPSCALING.again)):
             with attempt:
                 upscaled: Latents = family.code.upscale(pipeline, latents, path, progress)
     if upscaled.width != latents.width:

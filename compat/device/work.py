@@ -162,8 +162,7 @@ class _Attention(TorchFunctionMode):
         self.work = work
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        called = self._counted if function is F.scaled_dot_product_attention else function
-        return called(*args, **(kwargs or {}))
+        return (self._counted if function is F.scaled_dot_product_attention else function)(*args, **(kwargs or {}))
 
     def _counted(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """A result of the right shape; mask and scale add next to nothing to the count."""

@@ -227,7 +227,7 @@ class StandaloneOffloader:
         finally:
             if not stays:
                 self._move(part, module, HOST)
-                empty_cache(device)
+            empty_cache(device)  # or the next stage finds less room than there is
 
     def _move(
         self, part: str, module: nn.Module, device: torch.device, progress: Any = None, keep: bool = False

@@ -227,8 +227,7 @@ def kept_at(patcher: Any, folder: Path | None, machine: str) -> Path | None:
         return None
     patches = [(key, [*map(_facts_of, patcher.patches[key])]) for key in sorted(patcher.patches)]
     facts = [VERSION, content, str(patcher.model_dtype()), machine, comfyui_version.__version__, patches]
-    digest = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
-    return folder / FOLDER / f"{digest[:32]}.json"
+    return folder / FOLDER / f"{hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()[:32]}.json"
 
 
 def _facts_of(patch: Any) -> list[Any]:

@@ -267,8 +267,7 @@ def where_of(options: dict[str, Any]) -> str:
     levels, level = options.get("sample_sigmas"), options.get("sigmas")
     step = "a step"
     if levels is not None and level is not None and len(levels) > 1:
-        index = int((to_host(levels) > float(level.max()) * (1 + 1e-4)).sum())
-        step = f"step {index + 1} of {len(levels) - 1}"
+        step = f"step {int((to_host(levels) > float(level.max()) * (1 + 1e-4)).sum()) + 1} of {len(levels) - 1}"
     branch = BRANCHES.get(tuple(sorted(set(options.get("cond_or_uncond", ())))), "")
     return f"{step}, {branch}" if branch else step
 

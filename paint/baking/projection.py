@@ -181,8 +181,7 @@ def _pieces(seen: Tensor) -> Tensor:
         if torch.equal(before, label):
             break
     sizes = label[label > 0].long().bincount(minlength=cells.numel() + 1)
-    large = sizes[label.long()] >= SPECK * sizes.max()
-    return F.interpolate(large[None].float(), seen.shape)[0, 0] > 0
+    return F.interpolate((sizes[label.long()] >= SPECK * sizes.max())[None].float(), seen.shape)[0, 0] > 0
 
 
 def cropped(picture: Tensor, name: str, most: int) -> tuple[Tensor, bool, tuple[float, float]]:

@@ -11,7 +11,7 @@ import torch
 
 from ...compat.decision import Decision
 from ...compat.device.execution import HOST
-from ...compat.device.facts import GIBIBYTE, facts_for, free_bytes
+from ...compat.device.facts import GIBIBYTE, facts_for
 from ...compat.errors import UnsupportedError, require_choice, require_range
 from ...compat.memory.offloader import DISK, HOSTED, MODES, HostWeights, Offloader, OffloadOptions
 from ...compat.memory.parts import PartBytes
@@ -20,6 +20,7 @@ from ...compat.transforms import compile as compiling
 from ..base import Progress
 from ..pipeline import Pipeline
 from ..sizes import MARGIN, SPARE, TRANSFORMER, VAE, Size, bytes_on, transformer_bytes
+from ..vae.plan import room_on
 from .memory import COMPUTES, forecast
 from .seconds import Run, quickest
 from .times import times_of
@@ -80,10 +81,10 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
     device = offloader.device_of(COMPUTES[stage])
     if not offloader.automatic or device.type == HOST.type or not pipeline.weights:
         return
-    free = free_bytes(device)
+    free = room_on(pipeline, device)
     if free is None:
         return
-    own = bytes_on(device, *pipeline.parts.values())  # which leave it where the mode wants so
+    own = 0 if offloader.evicts else bytes_on(device, *pipeline.parts.values())  # which leave where the mode wants so
     room = free + own - offloader.options.keep_free_bytes
     needs = {mode: _need(pipeline, stage, size, mode) for mode in modes_of(pipeline)}
     fitting = [mode for mode, need in needs.items() if need * SPARE <= room]

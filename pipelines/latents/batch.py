@@ -22,8 +22,8 @@ MOST_VIDEOS = 64
 
 
 def parts_of(progress: Progress, count: int) -> list[Progress]:
-    """The progress of each of ``count`` videos."""
-    return [SubProgress(progress, index, count, "video") for index in range(count)]
+    """The progress of each of ``count`` videos; of one, ``progress`` itself, whose time left learns of its steps."""
+    return [progress] if count == 1 else [SubProgress(progress, index, count, "video") for index in range(count)]
 
 
 def sampled(

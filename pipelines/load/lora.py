@@ -418,10 +418,11 @@ def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
                 of_sum = PEFT_MAGNITUDE in lora.pairs[name].names[MAGNITUDE]
                 longer = _lengthened(own, lora.scales[name] * product, delta.magnitude, of_sum)
                 changed = own + lora.strength * (longer - own)
-            undo.callback(setattr, weight, "data", weight.data)
+            # by the layer: a host may have put another Parameter there
+            undo.callback(lambda of, data: setattr(of.weight, "data", data), layer, weight.data)
             weight.data = changed.to(weight.dtype)
             if delta.bias is not None:
-                undo.callback(setattr, layer.bias, "data", layer.bias.data)
+                undo.callback(lambda of, data: setattr(of.bias, "data", data), layer, layer.bias.data)
                 layer.bias.data = (layer.bias.data.float() + lora.strength * delta.bias.float()).to(layer.bias.dtype)
         return undo.pop_all().close
 

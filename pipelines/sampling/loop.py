@@ -46,8 +46,7 @@ class NoiseMask:
 
     def over(self, latents: torch.Tensor, level: float) -> torch.Tensor:
         """``latents`` with the part that stays at noise ``level``."""
-        rest = (1.0 - level) * self.clean + level * self.noise
-        return self.mask * latents + (1.0 - self.mask) * rest
+        return self.mask * latents + (1.0 - self.mask) * ((1.0 - level) * self.clean + level * self.noise)
 
 
 def noise_mask_for(settings: SampleSettings, clean: torch.Tensor | None, noise: torch.Tensor) -> NoiseMask | None:

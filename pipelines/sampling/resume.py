@@ -19,6 +19,7 @@ from ...compat.device.execution import generator_for, placed, state_of
 from ...compat.device.precision import Precision
 from ...compat.output_check import NotFinite
 from ...compat.ranks import Group
+from ...compat.transforms.attention import SPARSE
 from ..base import RECEIPT, Latents, Progress, Prompt
 from ..pipeline import Pipeline, Resuming, StepState, StepStore
 from .schedules import copied
@@ -182,13 +183,14 @@ def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> Callable[[]
     """A function that gives the hash of all that decides the latents; "" until the model's bytes have been hashed.
 
     ``request`` is pictures and settings. The key leaves out the offload and the attention kernel, which a shortage
-    changes, and names and times of files, which differ by machine; so also the receipt of latents to start from.
-    """
+    changes, and names and times of files, which differ by machine; so also the receipt of latents to start from."""
     loras = getattr(pipeline.offloader.adapters, "loras", ())
     applied = [(lora.strength, lora.blocks, lora.mode, lora.scales) for lora in loras] or ""
-    stored = pipeline.model.storage.get("transformer", "")
+    stored = [pipeline.model.storage.get("transformer", ""), *pipeline.parts.fallbacks]  # gone where fp32 came for fp16
     beside = [pipeline.model.configs["transformer"], pipeline.tools["scheduler"]]  # a single file, which has neither
     model = [stored, applied, pipeline.plan.step_cache, *beside, prompt.embeds, prompt.negative, prompt.sections]
+    asked = pipeline.plan.speed.request
+    model += [asked.fp16_sums, asked.stored_products, pipeline.plan.speed.attention.choice == SPARSE]
     files = [pipeline.model.source, *(lora.path for lora in loras)]
     return _key_of(pipeline, [*model, *request], files, pipeline.model.request.state)
 

@@ -10,9 +10,10 @@ from anygpu.compat.device.facts import free_bytes
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.compat.memory.hooks import hooks_on
 from anygpu.compat.memory.offloader import MODES
+from anygpu.compat.memory.standalone import StandaloneOffloader
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import Latents, PromptRequest, SampleSettings, Silent
-from anygpu.pipelines.forecast.fit import plan_line
+from anygpu.pipelines.forecast.fit import fit_offload, plan_line
 from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.load import reading
 from anygpu.pipelines.load.folder import load
@@ -102,6 +103,18 @@ def test_auto_finishes_where_a_run_leaf_by_leaf_made_by_hand_does(acc, tiny_fold
         found = run(pipeline)
     assert 0 < peak(pipeline) <= needed
     same(found, on_host(family))
+
+
+def test_what_a_host_lets_leave_is_room(acc, tiny_folder, recorded, monkeypatch):
+    limit = 2 * fitting.full_offloader(heavy("ltx", tiny_folder, acc))
+    with accelerator.limit(limit):
+        pipeline = heavy("ltx", tiny_folder, acc)
+        other = torch.ones(limit - 300_000, dtype=torch.uint8, device=acc)  # of another model
+        with pytest.raises(UnsupportedError, match="free on acc:0 for sampling"):
+            fit_offload(pipeline, "sampling", fitting.size_of("ltx"), recorded())
+        monkeypatch.setattr(StandaloneOffloader, "evicts", True)
+        fit_offload(pipeline, "sampling", fitting.size_of("ltx"), recorded())
+        del other
 
 
 def test_a_limit_below_one_layer_is_refused_before_anything_is_read(acc, tiny_folder):

@@ -189,7 +189,7 @@ def sample(
             tell_once(progress, "solver UniPC (bh1), as the publisher's application; earlier versions took Euler's")
     start = _drawn(pipeline, image, START, generator)
     end = (1 if plan.clip else strength) * _drawn(pipeline, image, END, generator) if strength > 0 else None
-    history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, framepack, progress)
+    history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, framepack, settings.fps, progress)
     key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else str
     shape, vision = (*start.shape[:2], plan.sampled, *start.shape[3:]), _seen(image, plan, strength).to(device)
     levels, config = _levels_for(pipeline, shape, settings, progress)
@@ -327,10 +327,10 @@ def _tell_length(pipeline: Pipeline, plan: Plan, asked: FramePackSettings, fps: 
 
 
 def _texts(
-    pipeline: Pipeline, prompt: Prompt, plan: Plan, framepack: FramePackSettings, progress: Progress
+    pipeline: Pipeline, prompt: Prompt, plan: Plan, framepack: FramePackSettings, fps: float, progress: Progress
 ) -> list[dict[str, Any]]:
     """The embeddings of each section by its place, on the device, with the negative's."""
-    texts = shown(prompt.sections, plan, framepack.clip_seconds)
+    texts = shown(prompt.sections, plan, framepack.clip_seconds, fps)
     if not texts:
         texts = [prompt.embeds, *prompt.sections]
         if (unused := len(texts) - plan.count) > 0:

@@ -273,15 +273,15 @@ def by_span(request: PromptRequest) -> tuple[PromptRequest, list[dict[str, Tenso
     return replace(request, text=found[0][2], sections=texts), spans
 
 
-def shown_at(spans: Sequence[Sequence[float]], plan: Plan, seconds: float) -> list[int]:
-    """The index in ``spans`` of each section's prompt, by its place, as ``worker.py`` of that fork chooses it."""
-    size, found = (plan.window * TEMPORAL_RATIO - 3) / 30, [0] * plan.count
+def shown_at(spans: Sequence[Sequence[float]], plan: Plan, seconds: float, fps: float = 30.0) -> list[int]:
+    """The index in ``spans`` of each section's prompt, by its place, as ``worker.py`` of that fork has it at 30 fps."""
+    size, found = (plan.window * TEMPORAL_RATIO - 3) / fps, [0] * plan.count
     ends = [[round(each / size) * size for each in (a, seconds if b < 0 else b)] for a, b in spans]
     known = [(a, b if b > a else a + size, index) for index, (a, b) in enumerate(ends)]
     if plan.inverted:
         known = sorted(((seconds - b, seconds - a, index) for a, b, index in known), key=lambda each: each[0])
     for step in range(plan.count):
-        now = max(0.01, ((step * plan.window + (not plan.inverted and not plan.clip)) * TEMPORAL_RATIO - 3) / 30)
+        now = max(0.01, ((step * plan.window + (not plan.inverted and not plan.clip)) * TEMPORAL_RATIO - 3) / fps)
         found[plan.place(step)] = next((index for a, b, index in known if a <= now < b), known[0][2])
     return found
 
@@ -308,13 +308,13 @@ def shown_in(places: Sequence[Sequence[float]], plan: Plan) -> list[int]:
     return [known.get(place - plan.count, known.get(place, usual)) for place in range(plan.count)]
 
 
-def shown(prompts: Sequence[Mapping[str, Tensor]], plan: Plan, seconds: float) -> list[Mapping[str, Tensor]]:
+def shown(prompts: Sequence[Any], plan: Plan, seconds: float, fps: float) -> list[Mapping[str, Tensor]]:
     """The prompt of each section, by its place, of ``prompts`` by time or number; empty for others."""
     spans = [to_host(each[name]).flatten().tolist() for each in prompts for name in (SPAN, PLACES) if name in each]
     if not spans:
         return []
     plain = [{name: tensor for name, tensor in each.items() if name not in (SPAN, PLACES)} for each in prompts]
-    return [plain[n] for n in (shown_at(spans, plan, seconds) if SPAN in prompts[0] else shown_in(spans, plan))]
+    return [plain[n] for n in (shown_at(spans, plan, seconds, fps) if SPAN in prompts[0] else shown_in(spans, plan))]
 
 
 def blended(texts: Sequence[Mapping[str, Tensor]], plan: Plan, over: int) -> list[Mapping[str, Tensor]]:

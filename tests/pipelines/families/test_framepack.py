@@ -206,6 +206,8 @@ def test_prompts_by_time_are_the_forks(text: str, clip: int) -> None:
     for order, expected in zip((sections.INVERTED, sections.VANILLA), TIMED[text], strict=True):
         plan = sections.Plan(order, 7, 9, clip=clip)
         assert [spans[index][2] for index in sections.shown_at([s[:2] for s in spans], plan, 8.0)] == expected.split()
+        later = [[1.25 * each if each > 0 else each for each in s[:2]] for s in spans]  # as many frames at 24 a second
+        assert [spans[index][2] for index in sections.shown_at(later, plan, 10.0, 24.0)] == expected.split()
 
 
 def test_a_prompt_by_time_reaches_its_sections(run: Any) -> None:

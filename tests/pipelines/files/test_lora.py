@@ -210,6 +210,19 @@ def test_a_filter_touches_only_its_blocks(made: Any) -> None:
     assert_same_sums(made, made.sampled(pipe), made.sampled(other))
 
 
+def test_a_merged_lora_comes_off_weights_that_a_host_has_replaced(made: Any) -> None:
+    """ComfyUI's patches put other Parameters on the layers, and other ones again when they go."""
+    pipeline = made.fresh()
+    merged = with_lora(pipeline, made.paths[0], 1.0, "", "merged", Silent())
+    layer = pipeline.parts["transformer"].get_submodule(next(iter(made.layers)))
+    before = layer.weight.detach().clone()
+    with merged.offloader.hold("transformer"):
+        assert not torch.equal(layer.weight, before)
+        layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+    with pipeline.offloader.hold("transformer"):
+        assert torch.equal(layer.weight, before)
+
+
 def test_without_strength_nothing_happens_and_it_is_said(made: Any, recorded: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(lora, "host_free_bytes", lambda: 0)
     monkeypatch.setattr(lora, "swap_free_bytes", lambda: 0)

@@ -127,6 +127,14 @@ def test_another_request_begins_anew(tiny_folder: Path, tmp_path: Path) -> None:
     passes = [SampleSettings(8, 8, 1, latents=replace(first, extra=extra)) for extra in values]
     keys = [resume_key(pipeline, prompts[0], None, each)() for each in passes]
     assert keys[0] == keys[1] != keys[2], "how the first pass was made does not"
+    speed = pipeline.plan.speed
+    lossy = replace(speed, request=replace(speed.request, fp16_sums=True))
+    keys = [
+        resume_key(each, prompts[0])()
+        for each in (pipeline, replace(pipeline, plan=replace(pipeline.plan, speed=lossy)))
+    ]
+    pipeline.parts.fallbacks["transformer"] = print  # as under safe fp16, until it is left
+    assert len({*keys, resume_key(pipeline, prompts[0])()}) == 3, "none goes on in other arithmetic"
 
 
 def test_a_lora_counts_by_its_bytes_whatever_its_name_and_time(tiny_folder: Path, tmp_path: Path) -> None:
