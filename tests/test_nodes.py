@@ -358,6 +358,14 @@ def test_a_run_pauses_after_a_step_and_goes_on_there(core: ComfyUI, loaded, prom
     paused.request()
     running[0] = (0, "another", *running[0][2:])
     core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **steps)  # it began after the click
+    waits, wanted = iter([None, None]), paused.wanted_run
+    monkeypatch.setattr(paused, "wanted_run", lambda: next(waits, wanted()))
+    paused.request()
+    with pytest.raises(Interrupted):
+        core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **steps | {"seed": 2})
+    assert paused.listing()[0]["where"] == "sampling 3/4"
+    core.run("Sample", pipeline=loaded[0], prompt=prompts[0], **steps | {"seed": 2})
+    assert not paused.listing(), "its one step that is left is saved by none"
 
 
 def test_a_step_cache_is_put_on_and_named(core: ComfyUI, loaded) -> None:
