@@ -477,5 +477,5 @@ def test_core_s_own_cancel_inside_a_forward_leaves_no_mode_of_ours(inside):
 def test_a_fitted_model_runs_under_the_guard_of_its_device(inside):
     found = inside.play("core_attention", "guarded")
     assert found["seen"] and all(len(shape) == 5 for shape in found["seen"]) and found["on_cpu"]
-    assert (found["vaes"], found["clips"]) == (1, 2), "not the first text alone"
-    assert sorted({*found["calls"]}) == [*range(len(found["seen"]) + 3)], "by the calls of its device, too"
+    assert (found["vaes"], found["clips"]) == (1, 4), "both children of the encoder, in both texts"
+    assert found["calls"] == [*range(len(found["seen"]) + 5)], "by the calls of its device, too"
