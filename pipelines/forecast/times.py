@@ -235,10 +235,10 @@ def _with_copies(stage: PlannedStage, computing: float, link: float, mode: str, 
 def link_of(
     facts: DeviceFacts, rows: Sequence[StageCost], pace: Pace | None = None, pinned: bool = False, staged: bool = False
 ) -> float:
-    """Bytes per second to a device: as it was probed, as earlier runs copied, else what links of its width reach.
+    """Bytes per second to a device: as it was probed, else the median of earlier runs, else what such links reach.
 
-    0 for the host itself, and for a device that has its memory and of which no copy is known. Earlier runs copied from
-    memory that was not ``pinned``, which is slower; what is ``staged`` comes from there by way of pinned memory."""
+    ``pinned``: from pinned memory, of which earlier runs do not tell; ``staged``: from other memory through pinned
+    buffers, or plainly where that is faster. 0 for the host, and for unified memory of which no rate is known."""
     device = indexed(facts.device)
     if device.type == HOST.type:
         return 0.0
