@@ -159,7 +159,8 @@ def test_prompts_by_time_or_number_come_back_whole(tmp_path: Path, text: str) ->
     path = prompt_files.save_prompt(tmp_path / "a.safetensors", prompt)
     plan = plan_for("F1", FramePackSettings(4.0), 132, ended=False)
     found = prompt_files.load_prompt(path, no_word).sections
-    values = [[float(each["prompt_embeds"].mean()) for each in shown(given, plan, 4.0, 30.0)] for given in (sections, found)]
+    texts = [shown(given, plan, 4.0, 30.0) for given in (sections, found)]
+    values = [[float(each["prompt_embeds"].mean()) for each in given] for given in texts]
     assert values[0] == values[1] and set(values[0]) == {0.0, 1.0}
 
 
