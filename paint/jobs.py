@@ -347,7 +347,7 @@ def paint_jobs(
         others: further fields of each job.
     """
     if others.get("adapter") and others.get("delight"):
-        fix = "Choose no delight: it paints the light that its pictures have."
+        fix = "Choose no delight: this model paints the light that its pictures have."
         raise InputError("delight beside MV-Adapter", expected="none", fix=fix)
     from_words, painting = others.get("variant") == TG2MV, replace(painting, size=size or painting.size)
     shapes = files_in(meshes, "meshes", FORMATS)

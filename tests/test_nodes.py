@@ -368,6 +368,15 @@ def test_a_run_pauses_after_a_step_and_goes_on_there(core: ComfyUI, loaded, prom
     assert not paused.listing(), "its one step that is left is saved by none"
 
 
+def test_core_s_sampler_is_not_said_to_run_where_it_has_nothing_to_say(core: ComfyUI, loaded) -> None:
+    """Nobody tells of its end, and the tab offers Pause as long as a node runs."""
+    network = SimpleNamespace(demo="", notify=None)
+    patcher = SimpleNamespace(model=SimpleNamespace(diffusion_model=network), object_patches={})
+    core.module("host.core_models")._begin(patcher)
+    nodes = core.module("host.server.panel").last_run()["nodes"]
+    assert nodes and all(entry["done"] for entry in nodes.values())
+
+
 def test_a_step_cache_is_put_on_and_named(core: ComfyUI, loaded) -> None:
     cached = core.run("StepCache", pipeline=loaded[0]).result[0]
     assert cached.plan.step_cache is not None and loaded[0].plan.step_cache is None

@@ -113,7 +113,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
                 self._remembered.clear()
                 self._write(merged=False)
             self._ask([name for name in self.probes if name not in self._answers])
-            return {name: self._answers[name] for name in self.probes}
+            return {name: self[name] for name in self.probes}  # another store may have cleared the file meanwhile
 
     def remember(self, name: str, measure: Callable[[], Any]) -> Any:
         """A value for JSON, such as a timing, measured once per device and saved; a quiet store gives None for a
@@ -138,10 +138,10 @@ class ProbeStore(Mapping[str, ProbeResult]):
 
     def recall(self, name: str, fresh: bool = False) -> Any:
         """A value that was kept; ``fresh``: also by another store since this one was read."""
-        with self._lock:
-            if fresh:
+        if fresh:
+            with self._lock:
                 self._read()
-            return self._remembered.get(name)
+        return self._remembered.get(name)
 
     def misses(self) -> dict[str, str]:
         """The size classes of operations that runs found wrong here, with what stands in for each."""

@@ -30,10 +30,8 @@ def request() -> dict[str, str]:
         raise InputError("no run to pause", expected="a run in progress", fix="Press Run.")
     _wanted.clear()
     _wanted.update(item[1] for item in items)
-    return {
-        "text": "Pausing after the next step that can be saved; core's samplers and step caches save none. "
-        "What this prompt sampled before that step is sampled again."
-    }
+    again = "Samplings that have ended are made again on Resume."
+    return {"text": f"Pausing after the next step that is saved; core's samplers and step caches save none. {again}"}
 
 
 def save(item: Any, where: str, picture: Any) -> bool:

@@ -93,8 +93,8 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
     least = min(needs, key=lambda mode: needs[mode])
     if not fits and needs[least] > room * MARGIN:
         raise UnsupportedError(
-            f"{amount_of(room)} free on {device} for {stage}, which needs {amount_of(needs[least])} with "
-            f"offload {least}",
+            f"{amount_of(room)}{' free' * (not offloader.evicts)} on {device} for {stage}, which needs "
+            f"{amount_of(needs[least])} with offload {least}",
             expected=f"{amount_of(needs[least] - room)} more",
             fix=f"{'Lower width, height or frames, close' if size else 'Close'} other programs, or choose device cpu "
             "for this part.",

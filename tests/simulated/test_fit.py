@@ -105,6 +105,16 @@ def test_auto_finishes_where_a_run_leaf_by_leaf_made_by_hand_does(acc, tiny_fold
     same(found, on_host(family))
 
 
+def test_each_stage_leaves_no_cache_to_the_next(acc, tiny_folder, monkeypatch):
+    """What is free is asked of the driver, to which torch's cache is taken."""
+    emptied = Mock()
+    pipeline = heavy("ltx", tiny_folder, acc, "none")
+    monkeypatch.setattr("anygpu.compat.memory.standalone.empty_cache", emptied)
+    with pipeline.offloader.hold("vae"):
+        assert not emptied.called
+    emptied.assert_called_once_with(acc)
+
+
 def test_what_a_host_lets_leave_is_room(acc, tiny_folder, recorded, monkeypatch):
     limit = 2 * fitting.full_offloader(heavy("ltx", tiny_folder, acc))
     with accelerator.limit(limit):

@@ -14,7 +14,7 @@ from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.memory import parts
 from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import ImageRequest, Latents, Prompt, SampleSettings, Silent
+from anygpu.pipelines.base import ImageRequest, Latents, Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.families.ltx import pipeline as ltx
 from anygpu.pipelines.families.ltx.pipeline import _without_attention
 from anygpu.pipelines.families.ltx.spec import SPEC
@@ -357,3 +357,20 @@ def test_attention_comes_back(models: dict[str, Pipeline]) -> None:
         assert all("forward" in vars(block.attn1) for block in transformer.transformer_blocks)
         1 / 0  # noqa: B018
     assert [vars(block.attn1).get("forward") for block in transformer.transformer_blocks] == before
+
+
+def test_a_picture_that_no_text_encoder_sees_is_in_no_receipt(models: dict[str, Pipeline]) -> None:
+    request = PromptRequest("a fox", image=torch.zeros(1, 64, 64, 3))
+    assert "looks_at" not in stages.encode_prompt(models["shifted"], request, Silent()).extra
+
+
+def test_a_shortage_of_an_upscaler_is_not_the_transformers(
+    models: dict[str, Pipeline], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which leaves the device for it then, and keeps its mode."""
+    made, asked = stages.make_room_and_retry, list[Any]()
+    monkeypatch.setattr(
+        stages, "make_room_and_retry", lambda *given, **more: asked.append(given[2]) or made(*given, **more)
+    )
+    upscaled(distilled(models["linear-quadratic"]), start(models["shifted"]), tmp_path)
+    assert asked == [("vae",)]

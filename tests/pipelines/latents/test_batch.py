@@ -63,3 +63,9 @@ def test_latents_of_other_nodes_are_taken_apart_with_their_masks():
     assert batch.videos_of(picture) == [picture]
     with pytest.raises(InputError, match="a LATENT batch of 0; expected one video"):
         seeds({"samples": torch.zeros(0, 4, 2, 3, 3)})
+
+
+def test_one_video_tells_its_own_progress():
+    """A node's time left learns of the forwards in each step there."""
+    progress = Silent()
+    assert batch.parts_of(progress, 1) == [progress] and [part.index for part in batch.parts_of(progress, 2)] == [0, 1]
