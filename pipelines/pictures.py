@@ -178,7 +178,7 @@ def as_published(
 
 
 def _through_h264(frame: torch.Tensor, crf: int, check: Callable[[], None]) -> torch.Tensor | None:
-    """A frame (H, W, 3), cut to even sides, blurred by a Gaussian of 3 x 3 pixels, after H.264; None without one."""
+    """A frame (H, W, 3), cut to even sides, blurred by a 3 x 3 Gaussian, after H.264; None without an encoder."""
     check()
     line = torch.tensor([-1.0, 0.0, 1.0]).square().mul(-0.5).exp()
     line = line / line.sum()
