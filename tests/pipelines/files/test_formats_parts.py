@@ -10,7 +10,7 @@ import torch
 from anygpu.compat.checkpoints import packed
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import PromptRequest, Silent
+from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.files.formats import kinds
 from anygpu.pipelines.files.single_file import Files
 from anygpu.pipelines.load.folder import load
@@ -49,6 +49,20 @@ def halves(vae: Path, prefixed: bool) -> dict[str, Path]:
             path, {name if prefixed else name.removeprefix(start): tensor for name, tensor in tensors.items()}, config
         )
     return found
+
+
+@pytest.mark.parametrize("model", ["ltx", "ltx_condition"])
+def test_a_file_of_ltx_video_without_metadata_runs_the_schedule_of_the_folder_that_lends_the_vae(
+    tiny_folder, tmp_path, model
+):
+    """Such as a GGUF beside the folder of 0.9.5, which has another schedule than 0.9.0's."""
+    folder, files = tiny.build(model, tiny_folder), layouts.whole_set(model, tiny_folder, tmp_path)
+    single, whole = composed({"transformer": files["transformer"]}, folder), load(LoadRequest(folder, device="cpu"))
+    settings, made = SampleSettings(64, 64, 9, steps=3, cfg=1.0, stg=0.0), []
+    for pipeline in (single, whole):
+        prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox"), Silent())
+        made.append(stages.sample(pipeline, prompt, None, settings, Silent()).samples)
+    assert torch.equal(*made)
 
 
 @pytest.mark.parametrize(
