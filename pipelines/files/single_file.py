@@ -250,7 +250,7 @@ def _tools(
     request: Files,
     spared: tuple[str, ...],
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, Path]]:
-    """Readers of plain settings, and folders of what transformers reads."""
+    """Readers of plain settings, a file's own before those of a base folder, and folders of the other tools."""
     settings = tool_configs(family)
     changes = [chosen[part][1].tools for part in ("vae", "transformer") if part in chosen]
     if family.code.settings_in is not None:
@@ -263,7 +263,7 @@ def _tools(
     for name, library in family.files.tools.items():
         if name in spared:
             continue
-        if name in request.provided:
+        if name in request.provided and not any(name in changed for changed in changes):
             folders[name] = request.provided[name]
         elif library == "diffusers":
             plain[name] = partial(dict, settings[name])

@@ -11,11 +11,13 @@ from anygpu.compat.checkpoints import packed
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.files import formats
 from anygpu.pipelines.files.formats import kinds
 from anygpu.pipelines.files.single_file import Files
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.pipeline import Pipeline
 from anygpu.pipelines.requests import LoadRequest
+from anygpu.pipelines.settings import of_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -49,6 +51,22 @@ def halves(vae: Path, prefixed: bool) -> dict[str, Path]:
             path, {name if prefixed else name.removeprefix(start): tensor for name, tensor in tensors.items()}, config
         )
     return found
+
+
+def test_a_base_folder_lends_no_schedule_and_guidance_where_the_file_s_model_has_its_own(
+    tiny_folder, tmp_path, monkeypatch
+):
+    """Such as a cfg-distilled GGUF beside the folder of HunyuanVideo 1.5 that is not: cfg is 1, not the folder's."""
+    model, own = "hunyuan_video_15", {"scheduler": {"shift": 9.0}, "guider": {"guidance_scale": 1.0}}
+    files = layouts.whole_set(model, tiny_folder, tmp_path)
+    beside, shown = files["transformer"].with_suffix(".json"), formats.published
+    row = {"name": "720p t2v distilled", "config": json.loads(beside.read_text()), "tools": own}
+    beside.unlink()
+    monkeypatch.setattr(formats, "published", lambda kind: [row] if kind.endswith("transformer") else shown(kind))
+    folder = tiny.build(model, tiny_folder)
+    pipeline = composed({"transformer": files["transformer"]}, folder)
+    assert pipeline.tools["scheduler"]["shift"] == 9 and of_checkpoint(pipeline).sizes.defaults.cfg == 1
+    assert load(LoadRequest(folder, device="cpu")).tools["guider"]["guidance_scale"] == 6, "the folder's own"
 
 
 @pytest.mark.parametrize("model", ["ltx", "ltx_condition"])
