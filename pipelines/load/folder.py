@@ -178,7 +178,7 @@ def _sources(
         return request, None, family, folders, _tools(family, folders, index), ()
     wanted = family_in(request.files.parts["transformer"])
     providers = [folders_in(folder) for folder in (request.base, request.image_encoder) if folder is not None]
-    offered = {name: folder for provider in providers for name, folder in provider.items()}
+    offered = {name: folder for provider in providers for name, folder in provider.items() if folder.is_dir()}
     provided = {name: folder for name, folder in offered.items() if name in (*wanted.files.parts, *wanted.files.tools)}
     single = composed(replace(request.files, provided=provided), progress)
     found = {name: part.folder for name, part in single.files.items() if part.folder.is_file()}

@@ -69,6 +69,17 @@ def test_a_base_folder_lends_no_schedule_and_guidance_where_the_file_s_model_has
     assert load(LoadRequest(folder, device="cpu")).tools["guider"]["guidance_scale"] == 6, "the folder's own"
 
 
+def test_a_base_folder_whose_index_names_more_than_it_holds_lends_what_it_holds(tiny_folder, tmp_path):
+    """As after a download of index and tokenizers alone: the rest are files that were found, and shipped settings."""
+    model = "hunyuan_video_15"
+    files, base = layouts.whole_set(model, tiny_folder, tmp_path), layouts.tools_only(model, tiny_folder, tmp_path)
+    (base / "model_index.json").write_text((tiny.build(model, tiny_folder) / "model_index.json").read_text())
+    (base / "scheduler").unlink()
+    pipeline = composed({"transformer": files["transformer"]}, base, tuple(files.values()))
+    assert pipeline.parts.readers.keys() == files.keys() and pipeline.tools["scheduler"]["shift"] == 5
+    assert embeds(pipeline).keys() == {"prompt_embeds", "prompt_embeds_2"}
+
+
 @pytest.mark.parametrize("model", ["ltx", "ltx_condition"])
 def test_a_file_of_ltx_video_without_metadata_runs_the_schedule_of_the_folder_that_lends_the_vae(
     tiny_folder, tmp_path, model
