@@ -108,16 +108,16 @@ def _template(pipeline: Pipeline, upstream: Any, request: PromptRequest, sight: 
     """
     if not request.template:
         return inspect.signature(upstream.encode_prompt).parameters["prompt_template"].default
-    text = request.template
-    head, _, tail = text.partition("{}")
+    head, _, tail = (text := request.template).partition("{}")
     if "{" in head + tail or "}" in head + tail:
         found = "a template with braces around something else than the prompt"
         raise InputError(found, expected="no braces except {}", fix="Remove the other braces.")
     tokens = pipeline.tools["tokenizer"](head.rstrip(" "))["input_ids"]  # a space belongs to the word behind it
     crop = len(tokens) if request.template_crop < 0 else request.template_crop
-    if crop > len(tokens):
-        most = f"at most the {len(tokens)} tokens before the prompt"
-        raise InputError(f"template_crop {crop}", expected=most, fix="Choose -1 to count them automatically.")
+    least = 0 if sight is None else 1  # of an uncropped one, upstream takes out no picture
+    if not least <= crop <= len(tokens):
+        expected = f"{least} to {len(tokens)}, the tokens before the prompt"
+        raise InputError(f"template_crop {crop}", expected=expected, fix="Choose -1 to count them automatically.")
     made: dict[str, Any] = {"template": text, "crop_start": crop}
     if sight is None:
         return made

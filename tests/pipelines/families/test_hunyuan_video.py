@@ -195,6 +195,9 @@ def test_own_template_of_image_to_video(run: Any) -> None:
     assert torch.equal(found.embeds["prompt_embeds"], made.prompt.embeds["prompt_embeds"])
     with pytest.raises(InputError, match="<image>"):
         stages.encode_prompt(made.pipeline, replace(request, template="Paint {}"), Silent())
+    # Nothing cropped, upstream would leave the picture's 576 states in, and its mask would cut the words off.
+    with pytest.raises(InputError, match=f"template_crop 0; expected 1 to {crop}, the tokens before the prompt"):
+        stages.encode_prompt(made.pipeline, replace(request, template_crop=0), Silent())
 
 
 @pytest.mark.parametrize(("name", "after"), [(TEXT, 1), (REPLACE, 5)])  # <|eot_id|>, and the header of an answer
