@@ -187,10 +187,10 @@ def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> Callable[[]
     loras = getattr(pipeline.offloader.adapters, "loras", ())
     applied = [(lora.strength, lora.blocks, lora.mode, lora.scales) for lora in loras] or ""
     stored = [pipeline.model.storage.get("transformer", ""), *pipeline.parts.fallbacks]  # gone where fp32 came for fp16
-    beside = [pipeline.model.configs["transformer"], pipeline.tools["scheduler"]]  # a single file, which has neither
+    beside = [pipeline.model.configs["transformer"], pipeline.tools["scheduler"]]  # in no byte of a single file
     model = [stored, applied, pipeline.plan.step_cache, *beside, prompt.embeds, prompt.negative, prompt.sections]
-    asked = pipeline.plan.speed.request
-    model += [asked.fp16_sums, asked.stored_products, pipeline.plan.speed.attention.choice == SPARSE]
+    asked, sparse = pipeline.plan.speed.request, pipeline.plan.speed.attention.choice == SPARSE
+    model += [asked.fp16_sums, asked.stored_products, sparse, *filter(None, [pipeline.model.recipe])]
     files = [pipeline.model.source, *(lora.path for lora in loras)]
     return _key_of(pipeline, [*model, *request], files, pipeline.model.request.state)
 

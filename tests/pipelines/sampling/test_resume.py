@@ -127,6 +127,9 @@ def test_another_request_begins_anew(tiny_folder: Path, tmp_path: Path) -> None:
     passes = [SampleSettings(8, 8, 1, latents=replace(first, extra=extra)) for extra in values]
     keys = [resume_key(pipeline, prompts[0], None, each)() for each in passes]
     assert keys[0] == keys[1] != keys[2], "how the first pass was made does not"
+    renamed = [replace(pipeline, model=replace(pipeline.model, recipe=name)) for name in ("", "distilled")]
+    keys = [resume_key(each, prompts[0])() for each in renamed]
+    assert keys[0] != keys[1], "of a file or a LoRA under a name that gives other noise levels away"
     speed = pipeline.plan.speed
     lossy = replace(speed, request=replace(speed.request, fp16_sums=True))
     keys = [
