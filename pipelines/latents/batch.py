@@ -45,10 +45,10 @@ def joined(videos: Sequence[Latents]) -> dict[str, Any]:
 
 
 def videos_of(latent: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A LATENT per video, each with its own seed and whatever else its decode needs; of a picture, or none, unchanged.
+    """A LATENT per video, each with its own record, such as its seed; one of pictures, or of none, alone and unchanged.
 
-    Core's nodes carry our key along, and Latent From Batch the numbers of its videos; past the last they start over.
-    """
+    Core's nodes keep our key whole. Latent From Batch adds the numbers of its videos, Repeat Latent Batch counts them
+    on beyond those that were sampled: these start over."""
     samples, own = latent.get("samples"), latent.get(KEY)
     if not isinstance(samples, torch.Tensor) or samples.is_nested or samples.ndim != 5 or not len(samples):
         return [dict(latent)]

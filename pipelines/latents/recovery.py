@@ -228,14 +228,14 @@ def _new_id(family: str, seed: int) -> str:
     return f"{time.strftime('%Y%m%d-%H%M%S')}_{model}_{seed}_{uuid.uuid4().hex[:6]}"
 
 
-def _saved_latents(name: str, size: int, whole: Mapping[str, Any]) -> SavedLatents:
-    record = whole.get(LISTED, whole)
+def _saved_latents(name: str, total_bytes: int, whole: Mapping[str, Any]) -> SavedLatents:
+    record = whole.get(LISTED, whole)  # of latents that core sampled, what is known of them is in a part of its own
     saved = SavedLatents(
-        **{name: int(record[name]) for name in ("frames", "seed", "width", "height")},
+        **{number: int(record[number]) for number in ("frames", "seed", "width", "height")},
         id=name,
         name="",
         family=str(record["family"]),
-        total_bytes=size,
+        total_bytes=total_bytes,
         date=str(whole["saved"]),
         fps=float(record["fps"]),
         prompt=str(record.get("extra", {}).get("prompt", "")),

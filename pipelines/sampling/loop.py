@@ -89,7 +89,7 @@ class Watch:
     """The doctor beside one sampling: checks steps, explains the first that is wrong, goes on with what was saved."""
 
     networks: nn.ModuleDict  # the transformers by their parts' names
-    # Of the pipeline, who looks at every step; None to look at the first and the last, where an overflow shows.
+    # The pipeline's own checks every step; None checks the first and the last one, where an overflow shows.
     doctor: Doctor | None
     tell: Callable[[str], None]
 
@@ -299,4 +299,4 @@ def _estimate(
     except DEVICE_ERRORS as error:
         if not is_shortage(error) or latents.device.type == HOST.type:
             raise
-    return _estimate(clean, to_host(output), index, to_host(latents), shaped)
+    return _estimate(clean, to_host(output), index, to_host(latents), shaped)  # with the failed try's tensors gone

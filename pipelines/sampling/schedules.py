@@ -47,8 +47,8 @@ def even_levels(steps: int, mu: float | None = None) -> Levels:
 
 
 def read_between(trained: Sequence[float], steps: int) -> list[float]:
-    """The noise levels that a distilled model was trained on, read between them for another number of steps; a 0
-    behind them, where a share of the schedule ends, begins no step."""
+    """The ``trained`` noise levels of a distilled model, interpolated where ``steps`` is another number; a final 0,
+    which a share of the schedule has, is where the last step ends: no step begins there."""
     import numpy
 
     places = numpy.linspace(0, len(trained) - 1, steps + (trained[-1] == 0))[:steps]
@@ -115,7 +115,7 @@ def schedule_for(
         euler = FlowMatchEulerDiscreteScheduler.from_config(config, **overrides)
         whole = max(steps, math.floor(steps / settings.denoise)) if settings.denoise > 0 else steps
         chosen = levels_for(whole)
-        # Some schedules stretch the levels after the first, a second pass leaves it out: of one step, none is left.
+        # One step leaves a stretched schedule no span to stretch, and a second pass that skips it no level at all.
         if whole == 1 and (euler.config.shift_terminal or not (chosen.sigmas or chosen.timesteps)):
             raise InputError(
                 "steps 1", expected="at least 2 steps for this model's schedule", fix="Set steps to 2 or more."

@@ -141,9 +141,9 @@ def _fitting(
     if "image_emb_start" in template and PICTURE in text:
         fix = "Remove it: the template has a place for the picture."
         raise InputError(f"{PICTURE} in the {subject}", expected="words only", fix=fix)
-    own = len(tokenizer("")["input_ids"])  # the mark of the beginning, which comes before the template too
+    marks = len(tokenizer("")["input_ids"])  # of the beginning: counted with the template and with the text alone
     around = len(tokenizer(template["template"].format(""))["input_ids"]) - template["crop_start"]
-    text = shortened(tokenizer, text, limit - around + own, subject, progress)
+    text = shortened(tokenizer, text, limit - around + marks, subject, progress)
     short = clip(text, add_special_tokens=True, truncation=False, verbose=False)["input_ids"]
     if len(short) > CLIP_TOKENS:
         lost = clip.decode(short[CLIP_TOKENS - 1 : -1])[:40].strip()

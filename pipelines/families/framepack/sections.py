@@ -275,7 +275,7 @@ def by_span(request: PromptRequest) -> tuple[PromptRequest, list[dict[str, Tenso
 
 def shown_at(spans: Sequence[Sequence[float]], plan: Plan, seconds: float, fps: float = 30.0) -> list[int]:
     """The index in ``spans`` of each section's prompt, by its place, as ``worker.py`` of that fork has it at 30 fps."""
-    size, found = (plan.window * TEMPORAL_RATIO - 3) / fps, [0] * plan.count
+    size, found = (plan.window * TEMPORAL_RATIO - 3) / fps, [0] * plan.count  # seconds of a section, as counted there
     ends = [[round(each / size) * size for each in (a, seconds if b < 0 else b)] for a, b in spans]
     known = [(a, b if b > a else a + size, index) for index, (a, b) in enumerate(ends)]
     if plan.inverted:
@@ -324,7 +324,7 @@ def blended(texts: Sequence[Mapping[str, Tensor]], plan: Plan, over: int) -> lis
     Source: colinurbs/FramePack-Studio f4369da ``worker.py``, which mixes the first section alone, in the section that
     has the number of the prompt."""
     mixed: list[Any] = list(texts)
-    order, old, change = [plan.place(step) for step in range(plan.count)], texts[0], -over  # the last one is over
+    order, old, change = [plan.place(step) for step in range(plan.count)], texts[0], -over  # nothing to blend yet
     for step, (before, place) in enumerate(pairwise(order), 1):
         if any(not torch.equal(texts[place][name], tensor) for name, tensor in texts[before].items()):
             old, change = texts[before], step

@@ -64,8 +64,8 @@ class InitialTokens:
 
     tokens: Tensor  # (1, N, 128), fp32, on the device
     noise: Tensor  # (1, N, 128), all noise that is in the video's own tokens
-    place: Mapping[str, Any]  # tells the transformer where the tokens are
-    held: Tensor | None = None  # (1, N), the strength of the picture in each token; None without pictures
+    place: Mapping[str, Any]  # the transformer's arguments that say where the tokens are in space and time
+    held: Tensor | None = None  # (1, N), strength of the picture in each token, 0 for none; None without pictures
     outside: int = 0  # how many tokens come before the video's own
     shares: Tensor | None = None  # (1, N), of a step that each token takes; None without control clips
 
