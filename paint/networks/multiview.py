@@ -25,7 +25,8 @@ class StreamInputs:
 
     views: int
     reference: Mapping[str, Tensor]  # kept tokens by layer name, (1 or active rows, N, D)
-    scales: tuple[float, ...]  # weight of the reference in each guidance row; one of 0 is left out
+    scales: tuple[float, ...]  # of each guidance row: 1 with the reference, 0 without it and, in v2-0, the text
+    reference_scale: float = 1.0  # weight of the attention to the reference in the rows that have it
     multiview_scale: float = 1.0  # weight of the attention between views
     materials: int = 1  # 1, or 2 for albedo and metallic-roughness
     dino: Tensor | None = None  # (B, N, D), PBR only
@@ -91,7 +92,7 @@ class MultiviewLayer(nn.Module):
         for row, scale in enumerate(run.scales):
             if scale:
                 added = self.attn_refview(together[row : row + 1], run.reference_of(self.name, row))
-                h[row : row + 1] += scale * added
+                h[row : row + 1] += run.reference_scale * added
         if run.views > 1:
             h = h + run.multiview_scale * self.attn_multiview(together)
         # The views of a row share its text, so together they need its keys and values once.

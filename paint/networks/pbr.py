@@ -91,7 +91,7 @@ class PbrLayer(nn.Module):
         for row, scale in enumerate(run.scales):
             if scale:
                 added = self.attn_refview(together[row : row + 1, 0], run.reference_of(self.name, row))
-                h[row : row + 1] += scale * added
+                h[row : row + 1] += run.reference_scale * added
         h, together = h.flatten(0, 1), together.flatten(0, 1)
         if run.views > 1:
             rotary = (run.rotary or {}).get(together.shape[1])

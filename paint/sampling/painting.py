@@ -365,8 +365,7 @@ def _conditions(
 ) -> tuple[Tensor, Tensor, StreamInputs]:
     """Conditions of all steps, on the device: maps (1, V, 8, h, w); camera ids (V,), or DINO of each row; the rest."""
     references, normals, positions, ids = given
-    device, size = pipeline.offloader.device, settings.size
-    generator = generator_for(settings.seed)
+    device, size, generator = pipeline.offloader.device, settings.size, generator_for(settings.seed)
     need = vae_bytes(ENCODED, size, pipeline.precision.vae)
     with stage(pipeline, "encoding", "vae", need, run, progress) as module:
         encodings = []
@@ -384,8 +383,8 @@ def _conditions(
         rotary = {tokens: (cos.to(device), sin.to(device)) for tokens, (cos, sin) in tables.items()}
     with stage(pipeline, "reference", "reference", forecast.looking_bytes(pipeline, run), run, progress) as stream:
         reference = stream(encodings[0][None].to(device))
-    scales, materials = (0.0, settings.reference_scale)[-run.rows :], materials_of(pipeline)
-    shared = StreamInputs(run.views, reference, scales, settings.multiview_scale, materials=materials, rotary=rotary)
+    rows, scales = (0.0, 1.0)[-run.rows :], (settings.reference_scale, settings.multiview_scale)
+    shared = StreamInputs(run.views, reference, rows, *scales, materials=materials_of(pipeline), rotary=rotary)
     return torch.cat((encodings[1], encodings[2]), dim=1)[None].to(device), cameras_or_dino, shared
 
 

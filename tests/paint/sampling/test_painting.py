@@ -77,6 +77,15 @@ def test_two_steps_of_the_published_sampler_with_its_noise(paint, monkeypatch):
     assert (first - shown).abs().max() <= PIXEL
 
 
+def test_a_reference_scale_of_0_leaves_out_the_picture_alone_not_the_learned_text(paint, inputs):
+    none, hardly, other = (
+        paint_views(paint, replace(inputs, references=[given]), replace(TINY, reference_scale=scale)).latents
+        for given, scale in ((inputs.references[0], 0.0), (inputs.references[0], 1e-6), (torch.rand(64, 64, 3), 0.0))
+    )
+    assert torch.allclose(none, hardly, atol=1e-3), "as near as the scales are"
+    assert torch.equal(none, other)
+
+
 def test_the_whole_call(paint, inputs, recorded):
     progress, kept = recorded(), []
     line = "maps and picture are prepared as Tencent does: views of a seed differed slightly before"
