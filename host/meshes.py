@@ -128,13 +128,14 @@ def to_core(mesh: Mesh) -> Any:
 
 
 def _add_occlusion(mesh: Any, occlusion: torch.Tensor) -> None:
-    """Put ``occlusion`` (1, H, W, 3), whose red counts, where core's MESH has it: in red of metal and roughness."""
+    """Put the red of ``occlusion`` (1, H, W, 3) into the map of metal and roughness, both at the size of the larger."""
     if mesh.metallic_roughness is None:
         mesh.metallic_roughness = torch.ones_like(occlusion)  # times the factors, where there are any
         mesh.metallic_roughness[..., 2] = float("metallic_factor" in (getattr(mesh, "material", None) or {}))
-    size = mesh.metallic_roughness.shape[1:3]
-    red = torch.nn.functional.interpolate(occlusion[..., :1].movedim(-1, 1), size, mode="bilinear").movedim(1, -1)
-    mesh.metallic_roughness, mesh.occlusion_in_mr = torch.cat((red, mesh.metallic_roughness[..., 1:]), dim=-1), True
+    maps = [each.movedim(-1, 1) for each in (occlusion[..., :1], mesh.metallic_roughness[..., 1:])]
+    size = [max(sides) for sides in zip(*(each.shape[2:] for each in maps), strict=True)]
+    maps = [torch.nn.functional.interpolate(each, size, mode="bilinear") for each in maps]
+    mesh.metallic_roughness, mesh.occlusion_in_mr = torch.cat(maps, dim=1).movedim(1, -1).contiguous(), True
 
 
 def with_texture(mesh: Any, texture: Texture) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.paint.baking.projection import Projected
-from anygpu.paint.texturing import TEXEL_BYTES
+from anygpu.paint.texturing import TEXEL_BYTES, Texture
 from small_comfyui import comfyui, run
 
 from paint import mv_stored, stored
@@ -54,6 +54,21 @@ def loaded(core, variant="ig2mv", base="sdxl", **chosen):
     model = "mine.safetensors" if base == "sdxl" else "mine-too"
     given = {"model": model, "adapter": mv_stored.FILES[variant, base], "precision": "fp32", **chosen}
     return core.run("LoadMVAdapter", **given).result[0]
+
+
+@pytest.mark.parametrize(("occluded", "metal"), [(32, 2), (2, 32), (8, 8)])
+def test_occlusion_and_metal_of_different_sizes_both_keep_their_detail(core, occluded, metal):
+    maps = {name: torch.rand(side, side, 3) for name, side in (("occlusion", occluded), ("metallicRoughness", metal))}
+    loaded = core.meshes.to_core(replace(box(), maps=maps))
+    kept, side = loaded.metallic_roughness[0], max(occluded, metal)
+    assert loaded.occlusion_in_mr and kept.shape == (side, side, 3) and kept.is_contiguous()
+    if occluded == side:
+        assert torch.equal(kept[..., 0], maps["occlusion"][..., 0])
+    if metal == side:
+        assert torch.equal(kept[..., 1:], maps["metallicRoughness"][..., 1:])
+    painted = Texture(torch.rand(4, 4, 3), *torch.rand(2, 4, 4), torch.ones(4, 4).bool(), share=1.0, notes=())
+    after = core.meshes.with_texture(loaded, painted).metallic_roughness[0]
+    assert torch.equal(after[..., 0], kept[..., 0]), "what is painted smaller takes no detail away"
 
 
 def test_what_is_there_is_listed(core):
