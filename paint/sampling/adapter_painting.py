@@ -95,7 +95,7 @@ def _maps(inputs: PaintInputs, settings: PaintSettings, progress: Any) -> Tensor
     for name, pictures in painting.checked_maps(inputs, VIEWS).items():
         maps = torch.stack(pictures)[..., :3].permute(0, 3, 1, 2)
         if maps.shape[-1] != size:
-            progress.notify(f"{name} maps of {maps.shape[-1]} pixels are made smaller: Render Views at {size} is exact")
+            progress.notify(f"{name} maps of {maps.shape[-1]} pixels are resized: Render Views at {size} is exact")
         both[name] = functional.interpolate(maps, (size, size), mode="nearest-exact")
     return torch.cat((both["position"], both["normal"]), dim=1)
 

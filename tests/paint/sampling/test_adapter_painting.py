@@ -147,6 +147,16 @@ def test_words_seed_guidance_scales_and_a_second_pass_are_seen(models):
         assert (other.views - first.views).abs().max() > 1e-3, number
 
 
+def test_maps_of_another_size_are_said_to_be_resized_be_they_smaller_or_larger(recorded):
+    for size in (64, 192):
+        progress = recorded()
+        adapter_painting._maps(inputs(), PaintSettings(size), progress)
+        lines = [
+            f"{name} maps of 64 pixels are resized: Render Views at {size} is exact" for name in ("normal", "position")
+        ]
+        assert progress.said == (lines if size > 64 else [])
+
+
 def test_noise_is_drawn_for_all_views_and_then_for_the_reference(models, monkeypatch):
     pipeline, seen = load_adapter(AdapterRequest(*models["ig2mv", "sd21"], device="cpu")), []
 
