@@ -21,7 +21,7 @@ from ..compat.memory.statistics import StageNeed
 from ..compat.packages import attribute
 from ..compat.transforms.attention import Attention, budget_for
 from ..pipelines.forecast.times import PlannedStage, key_of
-from .choices import DELIGHT_STEPS, TAUGHT_SIZES, TG2MV, sampler_of
+from .choices import DELIGHT_STEPS, DEMO_SIZE, TAUGHT_SIZES, TG2MV, sampler_of
 from .loading import PaintPipeline
 from .networks import mv_adapter, vae
 from .networks.encoders import CLASSES, CROPPED, TOKENS
@@ -108,13 +108,13 @@ def planned_run(pipeline: Any, size: int = 0, views: int = 0, steps: int = 0, gu
     ``guided``: rows of a step beside the first."""
     delight = pipeline.family == "delight"
     own = None if delight else sampler_of(pipeline.variant, pipeline.is_demo)
-    if guided is None:
-        guided = int(own is not None and own.guidance != 1)
+    guided = int(own is not None and own.guidance != 1) if guided is None else guided
     usual = DELIGHT_STEPS if own is None else own.steps
     taught = TAUGHT_SIZES[pipeline.configs["adapter"]["base"]] if pipeline.family == "mv_adapter" else TAUGHT_SIZE
     references = 0 if pipeline.variant == TG2MV else 1
     views = 1 if delight else views or TAUGHT_VIEWS
-    return PaintRun(steps or usual, 1 + guided, size or taught, views=views, references=references)
+    size = size or (DEMO_SIZE if pipeline.is_demo else taught)
+    return PaintRun(steps or usual, 1 + guided, size, views=views, references=references)
 
 
 def part_of(pipeline: Any, stage: str) -> str:

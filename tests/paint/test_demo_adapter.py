@@ -60,13 +60,14 @@ def test_it_paints_at_its_own_size_in_its_own_steps_and_says_so(pipeline, record
         "the demo model was made for 20 steps and guidance 1",
         f"the demo model paints at its own size: view_size 512 -> {DEMO_SIZE}",
     ]
-    assert (planned_run(pipeline).steps, planned_run(pipeline).rows) == (20, 1)
+    run = planned_run(pipeline)
+    assert (run.steps, run.rows, run.size) == (20, 1, DEMO_SIZE), "as it is forecast"
 
 
 def test_in_one_step_its_maps_have_its_own_size(pipeline, recorded):
     progress, settings = recorded(), OneStep(PaintSettings(512, 1), BakeSettings(64, 128))
     textured(demo.ring(), [torch.rand(32, 32, 3)], pipeline, None, settings, progress)
-    assert not any("are made smaller" in line for line in progress.said)
+    assert not any("Render Views at" in line for line in progress.said)
 
 
 def test_what_it_stands_in_for_is_decided_and_said():

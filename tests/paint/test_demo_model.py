@@ -7,6 +7,7 @@ import pytest
 import torch
 from anygpu.paint import demo
 from anygpu.paint.choices import DEMO_SIZE, GREY, demo_paint_models
+from anygpu.paint.forecast import planned_run
 from anygpu.paint.geometry.mesh import Surface
 from anygpu.paint.loading import PaintRequest, load_paint
 from anygpu.paint.sampling.delight import DelightSettings, delight_image
@@ -42,6 +43,7 @@ def test_it_paints_at_its_own_size_and_says_so(pipeline, recorded):
     assert completed(pipeline, PaintSettings(1024, latents=torch.zeros(6, 4, 32, 32)), said).size == 256
     other = replace(pipeline, source=Path("hunyuan3d-paint-v2-0"))
     assert completed(other, PaintSettings(512), recorded()).size == 512
+    assert [planned_run(each).size for each in (pipeline, other)] == [DEMO_SIZE, 512], "as it is forecast"
 
 
 def test_in_place_of_delight_it_leaves_the_light_and_says_so(pipeline, recorded):
