@@ -267,7 +267,7 @@ def _variant(request: PaintRequest, kind: str, stored: Weights) -> str:
 def _config(place: Path) -> Mapping[str, Any]:
     file = (place if place.is_dir() else place.parent) / "config.json"
     config = read_json(file, "the configuration of the UNet") if file.is_file() else {}
-    return config if "block_out_channels" in config else STABLE_DIFFUSION_2  # beside another model's
+    return config if "block_out_channels" in config else STABLE_DIFFUSION_2  # it describes another model
 
 
 def _remarks(request: PaintRequest, kind: str, place: Path, stored: Weights, dropped: int) -> list[Decision]:

@@ -144,7 +144,7 @@ def filling(picture: Tensor, size: int, background: float) -> Tensor:
 
 
 def _seen(picture: Tensor, before: int = 0) -> Tensor:
-    """The box of what is not transparent in a picture (H, W, 4), and so many pixels ``before`` it.
+    """The part of a picture (H, W, 4) in the box of what is not transparent, with ``before`` pixels above and left.
 
     Raises InputError where there is none."""
     seen = picture[..., 3] > 0

@@ -36,8 +36,8 @@ def marked(pictures: Tensor | None, kind: str, **facts: Any) -> Tensor | None:
 
 def facts_of(pictures: Tensor | None, kind: str) -> dict[str, Any]:
     """The facts that :func:`marked` put on pictures of a kind; empty for what another node made or changed."""
-    marks, content, facts = getattr(pictures, MARK, ("", "", {}))
-    return facts if pictures is not None and marks == kind and content == values_hash(pictures) else {}
+    marked_kind, content, facts = getattr(pictures, MARK, ("", "", {}))
+    return facts if pictures is not None and marked_kind == kind and content == values_hash(pictures) else {}
 
 
 def remember(history: str, facts: dict[str, Any]) -> None:

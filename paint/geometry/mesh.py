@@ -293,7 +293,7 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
             scene = trimesh.load_scene(path, resolver=beside, process=False)
         scene.delete_geometry([name for name, part in scene.geometry.items() if not hasattr(part, "faces")])
         asked()
-        blank = with_small_textures(scene, spare())
+        blank = blank_large_textures(scene, spare())
         normals, scene, parts = _normals_of(scene), scene.to_mesh(), scene
         maps, factors, about = ({}, {}, ["textures too large to keep"]) if blank else material_of(parts, scene, path)
     if not len(getattr(scene, "faces", ())):
@@ -366,8 +366,8 @@ def _near_origin(vertices: Tensor) -> tuple[Tensor, list[str]]:
     return vertices - centre, [f"moved to the origin: it was {float(centre.norm()):.3g} away and is {width:.3g} wide"]
 
 
-def with_small_textures(scene: Any, spare: int) -> bool:
-    """True where the textures of ``scene`` would take more than ``spare`` bytes, and are small blank pictures now.
+def blank_large_textures(scene: Any, spare: int) -> bool:
+    """Replace the textures of ``scene`` by small blank ones if they would take over ``spare`` bytes; True if replaced.
 
     Where several materials become one, trimesh decodes them all to pack them, and each node has its own copy: a file of
     100 kB can take gigabytes."""

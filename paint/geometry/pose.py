@@ -316,7 +316,7 @@ def softened(colours: Tensor, alpha: Tensor) -> Tensor:
 
 
 def thinned(points: Tensor) -> Tensor:
-    """Every so-manieth row of ``points``, at most :data:`POINTS`."""
+    """At most :data:`POINTS` rows of ``points``, evenly spaced."""
     return points[:: -(-len(points) // POINTS) or 1]
 
 

@@ -33,12 +33,10 @@ class StreamInputs:
     rotary: Mapping[int, tuple[Tensor, Tensor]] | None = None  # cosines and sines by number of tokens, PBR only
 
     def reference_of(self, name: str, row: int) -> Tensor:
-        kept = self.reference[name]
-        if kept.shape[0] == 1:
-            return kept
-        active = [index for index, scale in enumerate(self.scales) if scale]
-        at = active.index(row) if kept.shape[0] == len(active) else row
-        return kept[at : at + 1]
+        """The kept tokens (1, N, D) of guidance row ``row`` in the layer ``name``."""
+        kept, active = self.reference[name], [index for index, scale in enumerate(self.scales) if scale]
+        at = row if kept.shape[0] == len(self.scales) else active.index(row)
+        return kept if kept.shape[0] == 1 else kept[at : at + 1]
 
 
 class Recording(nn.Module):

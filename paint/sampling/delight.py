@@ -110,8 +110,8 @@ def sampled(
 ) -> Tensor:
     """Clean latents (1, 4, h, w), scaled, from those of the picture, which are not.
 
-    Up to three rows are guided between: without the picture, with it, and with the prompt too, where a negative prompt
-    is in the first two. With an empty negative prompt the last two are one."""
+    Guidance leads from the first to the last of up to three rows: without the picture; with it; with it and the
+    prompt in place of the negative one. Where there is no negative prompt the last two are one."""
     solver = solver_for(settings.scheduler, schedule_for(settings.spacing, settings.steps, zero_snr=False))
     draw, device = noises(condition.shape, generator_for(settings.seed)), pipeline.offloader.device
     unlit = [torch.zeros_like(condition)] * (run.rows > 1)

@@ -110,9 +110,9 @@ def with_room(offloader: Offloader, part: str, step: Callable[[], torch.Tensor],
 
 @contextmanager
 def explained(what: str, device: object, fix: str) -> Iterator[None]:
-    """Around a stage: an error that says that memory ran out, in whatever back end's words, says what to lower.
+    """Context that raises a shortage of memory, in whatever back end's words, as an OutOfMemoryError with advice.
 
-    ``what`` was being done, such as ``painting views of 512 pixels``; ``fix`` is one sentence."""
+    ``what`` is being done, such as ``painting views of 512 pixels``; ``fix`` is one sentence on what to lower."""
     try:
         yield
     except Exception as error:
