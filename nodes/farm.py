@@ -82,8 +82,10 @@ class QueueJobs(io.ComfyNode):
     )
 
     @classmethod
-    def fingerprint_inputs(cls, like: str = "", pictures: str = "", meshes: str = "", **_: Any) -> Any:
-        return saved.stamp(saved.SIGNED, like), farm.folder_stamp(pictures, meshes)
+    def fingerprint_inputs(cls, like: str = "", pictures: str = "", meshes: str = farm.NONE, **names: Any) -> Any:
+        painting = folders.base_models, folders.paint_models, folders.paint_providers, folders.adapters
+        listed = {name: path for table in ((folders.models,) if meshes == farm.NONE else painting) for name, path in table().items()}
+        return saved.stamp(saved.SIGNED, like), farm.folder_stamp(pictures, meshes), folders.stamp(*map(listed.get, names.values()))
 
     @classmethod
     def execute(
@@ -95,11 +97,10 @@ class QueueJobs(io.ComfyNode):
         progress, target = NodeProgress(cls.hidden.unique_id), farm.job_folder(folder)
         if meshes != farm.NONE:
             models = farm.PaintModels(paint_model, delight, image_encoder, adapter, prompts=prompts, negative=negative)
-            jobs = farm.queue_meshes(
+            return cls.queued(progress, farm.queue_meshes(
                 target, name.strip(), models, meshes, pictures, seeds_in(seeds), steps, progress.check,
                 precision=precision, weights=weights,
-            )
-            return cls.queued(jobs, progress)
+            ))
         path = folders.model_folder(model)
         batch = Batch(
             prompts=prompts_in(prompts),
@@ -112,11 +113,10 @@ class QueueJobs(io.ComfyNode):
             like=None if like == farm.NONE else settings_of(saved.file_named(saved.SIGNED, like)),
         )
         title = "" if ":" in model else model  # "demo: ..." is no folder's name
-        jobs = queue_jobs(target, name.strip(), path, batch, title, folders.state_folder(), progress.check)
-        return cls.queued(jobs, progress)
+        return cls.queued(progress, queue_jobs(target, name.strip(), path, batch, title, folders.state_folder(), progress.check))
 
     @classmethod
-    def queued(cls, jobs: Any, progress: NodeProgress) -> io.NodeOutput:
+    def queued(cls, progress: NodeProgress, jobs: Any) -> io.NodeOutput:
         progress.finish(f"{len(jobs.keys)} jobs in {jobs.name}.jsonl, {farm.collect(jobs, False, progress).waiting} not done yet")
         return io.NodeOutput(jobs, len(jobs.keys))
 

@@ -775,6 +775,22 @@ def test_a_file_more_in_its_folder_queues_jobs_again(core: ComfyUI, name: str, f
     assert stamp(**{name: "foxes"}) != before and stamp(**{name: "../input/foxes"}) == outside
 
 
+@pytest.mark.parametrize("name", ["model", "paint_model", "delight", "image_encoder", "adapter"])
+def test_a_model_that_was_replaced_queues_jobs_again(core: ComfyUI, name: str, tmp_path: Path, monkeypatch) -> None:
+    """Jobs name their models by content, so that those of before would be found nowhere."""
+    tables = ("models", "base_models", "paint_models", "paint_providers", "adapters")
+    for table in tables:
+        (tmp_path / table).mkdir()
+        (tmp_path / table / "config.json").write_text("{}", encoding="utf-8")
+        monkeypatch.setattr(core.module("host.folders"), table, lambda table=table: {table: tmp_path / table})
+    stamp = core.module("nodes.farm").QueueJobs.fingerprint_inputs
+    for table in tables[:1] if name == "model" else tables[1:]:
+        given = {name: table, "meshes": "none" if name == "model" else "foxes", "prompts": None, "width": 64}
+        before = stamp(**given)
+        (tmp_path / table / "config.json").write_text('{"another": 1}', encoding="utf-8")
+        assert stamp(**given) != before and stamp(**given) == stamp(**given)
+
+
 def test_what_a_node_expands_into_is_told_under_the_node_itself(core: ComfyUI, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as Texture Mesh, which unwraps a mesh without UVs: the canvas has no node of the inner one's id."""
     panel, progress = core.module("host.server.panel"), core.module("host.progress")
