@@ -246,6 +246,8 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> Rendered:
     machine = _machine(arguments)
     job = _job(arguments, machine.places)
     request = jobs.request_of(job, machine)
+    if machine.trace is not None:
+        require_writable(machine.trace, OUTPUT_BYTES, "--profile")
     with torch.no_grad(), request.speed.traced():
         pipeline = jobs.load_pipeline(job, machine, progress, request)
         pipeline = replace(pipeline, run=replace(pipeline.run, doctor=_watch(arguments, request.model, progress)))
@@ -317,7 +319,6 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
         raise InputError("no --prompt", expected="a text, or --recover", fix="Add --prompt TEXT.")
     model = demo_folder(arguments.model) or Path(arguments.model)
     family = family_of_folder(model) if model.is_dir() else None
-    size = {name: getattr(arguments, name) for name in ("width", "height", *SAMPLING)}
     pictures = [(path, frame) for path, frame in ((arguments.image, 0), (arguments.end_image, -1)) if path is not None]
     used, sections = [lora.named(text) for text in arguments.lora], family is not None and family.recipes.sections
     providers = {name: getattr(arguments, name) for name in ("base", "image_encoder")}
@@ -325,7 +326,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
         model=places.content(model),
         family="" if family is None else family.id,
         prompt=PromptRequest(arguments.prompt or "", arguments.negative, sections=tuple(arguments.section_prompt)),
-        settings=SampleSettings(**size),
+        settings=SampleSettings(**{name: getattr(arguments, name) for name in ("width", "height", *SAMPLING)}),
         load=job_format.load_inputs(vars(arguments)),
         loras=tuple(job_format.Adapter(places.content(path), strength, blocks) for path, strength, blocks in used),
         step_cache=job_format.Caching(arguments.step_cache),
@@ -344,7 +345,7 @@ def demo(arguments: argparse.Namespace) -> int:
     from .pipelines.demo import demo_models, drawing
 
     folder = Path(arguments.output)
-    folder.mkdir(parents=True, exist_ok=True)
+    require_writable(folder / "report.md", OUTPUT_BYTES, "--output")
     clips = (drawing.exhibit(title, path, number, folder) for number, (title, path) in enumerate(demo_models().items()))
     painters = {**demo_paint_models(), **demo_adapter()[0]}
     meshes = (drawing.Exhibit(title, *paint_demo.show(path, folder)) for title, path in painters.items())

@@ -107,6 +107,14 @@ def test_the_demo_draws_a_clip_checks_it_and_leaves_a_page(monkeypatch, tmp_path
     assert "(contact_sheet.png)" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
+def test_a_place_that_takes_no_demo_is_one_line(tmp_path, capsys):
+    (tmp_path / "demo").touch()
+    assert main(["demo", "--output", str(tmp_path / "demo")]) == 2
+    assert re.search(
+        r"^anygpu: --output '.*' cannot be written .*; expected a file in a folder", capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 def test_a_packed_layer_is_marked_as_what_it_is(dtype: torch.dtype) -> None:
     layer = torch.nn.Linear(4, 2, bias=False)

@@ -54,6 +54,15 @@ def test_an_output_that_cannot_be_written_costs_no_work(render, tmp_path: Path, 
     assert capsys.readouterr().err.startswith("anygpu: the folder")
 
 
+@pytest.mark.parametrize("command", ["render", "doctor"])
+def test_a_trace_that_cannot_be_written_costs_no_work(command, tiny_folder: Path, tmp_path: Path, monkeypatch, capsys):
+    """It is written last, where torch passes over an error: the run would have been for nothing."""
+    monkeypatch.setattr("anygpu.pipelines.jobs.load_pipeline", lambda *_: pytest.fail("worked first"))
+    words = [command, "--model", str(tiny.build("ltx", tiny_folder)), "--prompt", "a fox", "--state", str(tmp_path)]
+    assert cli.main([*words, "--output", str(tmp_path / "a.mp4"), "--profile", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"anygpu: the folder '{tmp_path}' as --profile; expected a file")
+
+
 def test_neither_a_prompt_nor_latents(render, capsys) -> None:
     assert render() == 2
     assert "no --prompt; expected a text, or --recover" in capsys.readouterr().err
@@ -143,7 +152,7 @@ def test_a_job_that_exceeds_a_quota_is_one_line(tmp_path: Path, quota, capsys) -
 def test_a_demo_model_is_planned_as_it_is_run(named: str, photo: Path, tmp_path: Path, capsys) -> None:
     given = ("--model", named, "--image", str(photo), "--device", "cpu", "--state", str(tmp_path))
     assert cli.main(["render", *given, "--plan"]) == 0
-    assert "FramePack 64x64, 9 frames: " in capsys.readouterr().out
+    assert "FramePack 64x64, 9 frames, with true guidance: " in capsys.readouterr().out
 
 
 @pytest.mark.full
