@@ -57,10 +57,6 @@ def telling(cls: Any) -> tuple[list[str], Callable[[str], None]]:
     return messages, tell
 
 
-def attention_input() -> Any:
-    return io.Combo.Input("attention", options=list(ATTENTIONS), default=AUTO)
-
-
 class FitAll(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -117,7 +113,7 @@ class FitModel(io.ComfyNode):
             inputs=[
                 io.Model.Input("model"),
                 io.Combo.Input("precision", options=list(PRECISIONS), default=AUTO, tooltip=PRECISION),
-                attention_input(),
+                io.Combo.Input("attention", options=list(ATTENTIONS), default=AUTO),
                 io.Combo.Input("keep_latents", options=list(core_model.KEEP), default=AUTO, optional=True, advanced=True),
                 io.Combo.Input("packed_layers", options=list(PACKED_PATHS), default=AUTO, optional=True, advanced=True),
             ],
@@ -164,7 +160,7 @@ class FitCLIP(io.ComfyNode):
             inputs=[
                 io.Clip.Input("clip"),
                 io.Combo.Input("precision", options=list(core_clip.CLIP_PRECISIONS), default=AUTO),
-                attention_input(),
+                io.Combo.Input("attention", options=list(ATTENTIONS), default=AUTO),
             ],
             outputs=[io.Clip.Output(display_name="clip")],
         )

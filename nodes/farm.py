@@ -21,10 +21,6 @@ NO_RAY = importlib.util.find_spec("ray") is None  # then the menu needs none of 
 Jobs = io.Custom("ANYGPU_JOBS")
 
 
-def folder_input() -> Any:
-    return io.Combo.Input("folder", options=farm.folder_choices())
-
-
 def results(jobs: Any, collected: Any, progress: NodeProgress) -> io.NodeOutput:
     farm.require_some(jobs, collected)
     report = farm.report_of(jobs, collected, jobs.folder.workers())
@@ -48,7 +44,7 @@ class QueueJobs(io.ComfyNode):
             node_id="AnyGPUQueueJobs",
             is_dev_only=NO_RAY,
             inputs=[
-                folder_input(),
+                io.Combo.Input("folder", options=farm.folder_choices()),
                 io.String.Input("name", default="jobs"),
                 io.Combo.Input("model", options=folders.model_choices()),
                 io.String.Input("prompts", multiline=True, default=""),
@@ -128,7 +124,7 @@ class Collect(Uncached):
             node_id="AnyGPUCollect",
             is_dev_only=True,
             inputs=[
-                folder_input(),
+                io.Combo.Input("folder", options=farm.folder_choices()),
                 io.String.Input("name", default=""),
                 io.Boolean.Input("wait", default=True),
                 Jobs.Input("jobs", optional=True),

@@ -24,14 +24,6 @@ from .inputs import CATEGORY, Image, Pipeline, Prompt, schema
 files_schema = partial(schema, category=f"{CATEGORY}/files")
 
 
-def prefix_input(default: str) -> Any:
-    return io.String.Input("filename_prefix", default=default)
-
-
-def file_input(kind: str) -> Any:
-    return io.Combo.Input("file", options=saved.choices(kind))
-
-
 def not_finite_input() -> Any:
     return io.Combo.Input("not_finite", options=list(NOT_FINITE), default="refuse", optional=True, advanced=True)
 
@@ -49,7 +41,7 @@ class SaveLatent(io.ComfyNode):
         return files_schema(
             node_id="AnyGPUSaveLatent",
             is_dev_only=True,
-            inputs=[io.Latent.Input("latent"), prefix_input("latents/AnyGPU"), not_finite_input()],
+            inputs=[io.Latent.Input("latent"), io.String.Input("filename_prefix", default="latents/AnyGPU"), not_finite_input()],
             outputs=[io.Latent.Output(display_name="latent")],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
             is_output_node=True,
@@ -75,7 +67,7 @@ class LoadLatent(Listed):
             node_id="AnyGPULoadLatent",
             is_dev_only=True,
             inputs=[
-                file_input("latent"),
+                io.Combo.Input("file", options=saved.choices("latent")),
                 io.Combo.Input("dtype", options=list(latent_store.DTYPES), default="float32", optional=True, advanced=True),
                 not_finite_input(),
             ],
@@ -116,7 +108,7 @@ class SavePrompt(io.ComfyNode):
         return files_schema(
             node_id="AnyGPUSavePrompt",
             is_dev_only=True,
-            inputs=[Prompt.Input("prompt"), prefix_input("prompts/AnyGPU")],
+            inputs=[Prompt.Input("prompt"), io.String.Input("filename_prefix", default="prompts/AnyGPU")],
             outputs=[Prompt.Output(display_name="prompt")],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt, io.Hidden.extra_pnginfo],
             is_output_node=True,
@@ -137,7 +129,7 @@ class LoadPrompt(Listed):
         return files_schema(
             node_id="AnyGPULoadPrompt",
             is_dev_only=True,
-            inputs=[file_input("prompt")],
+            inputs=[io.Combo.Input("file", options=saved.choices("prompt"))],
             outputs=[Prompt.Output(display_name="prompt")],
         )
 
@@ -222,7 +214,7 @@ class Replay(Listed):
         return files_schema(
             node_id="AnyGPUReplay",
             is_dev_only=True,
-            inputs=[file_input(saved.SIGNED)],
+            inputs=[io.Combo.Input("file", options=saved.choices(saved.SIGNED))],
             outputs=[
                 io.Latent.Output(display_name="latent"),
                 io.Video.Output(display_name="video"),

@@ -332,6 +332,34 @@ def test_guidance_is_priced_as_its_widgets_have_it(pack, tiny_folder, monkeypatc
     assert plain == told(stg=0.0) < told(stg=1.0)
 
 
+def test_noise_levels_from_another_node_count_in_place_of_the_steps(pack, tiny_folder):
+    weights_on(pack, tiny_folder, "ltx", "LTX-Video")
+    paced()
+
+    def told(kind: str = "", **inputs: Any) -> dict[str, Any]:
+        body, sizes = graph_of(), {"width": 64, "height": 64, "frames": 9, "steps": 10}
+        body["prompt"]["10"] = {"class_type": "AnyGPUSample", "inputs": {"pipeline": ["7", 0], **sizes, **inputs}}
+        if kind:
+            body["prompt"]["10"]["inputs"] = {"pipeline": ["7", 0], **sizes, "sigmas": ["11", 0], "steps": 40}
+            body["prompt"]["11"] = {"class_type": kind, "inputs": inputs}
+            body["prompt"]["12"] = {"class_type": "PrimitiveInt", "inputs": {"value": 10}}
+        (found,) = pack.ask("POST", "/anygpu/graph", json=body)[1]["forecasts"]
+        return found
+
+    def peaks(found: dict[str, Any]) -> list[int]:
+        return [stage["peak"] for stage in found["stages"]]
+
+    plain = told()
+    assert told(sigmas=5)["seconds"] == plain["seconds"], "what is no link is left to the run"
+    levels = ", ".join(f"{level / 10:g}" for level in range(10, -1, -1))
+    for known in (told("BasicScheduler", steps=["12", 0]), told("ManualSigmas", sigmas=levels)):
+        assert known["seconds"] == plain["seconds"] and peaks(known) == peaks(plain)
+    for inputs in ({"sigmas": ["12", 0], "step": 4}, {"steps": "8"}, {"sigmas": ""}, {"steps": 10**9}):
+        unknown = told("SplitSigmas", **inputs)
+        assert peaks(unknown) == peaks(plain) and not unknown["seconds"] and not unknown["advice"]
+        assert ", time unknown: sigmas is from SplitSigmas. " in unknown["headline"]
+
+
 def test_a_run_from_latents_is_told_at_their_size_and_by_the_recipe_of_its_pass(pack, tiny_folder):
     weights_on(pack, tiny_folder, "ltx", "LTX-Video")
     loops.ltx_upscaler(pack.home / "models").rename(pack.home / "models" / "up.safetensors")

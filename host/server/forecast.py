@@ -38,7 +38,7 @@ from ...pipelines.latents.store import LATENT, load_latent
 from ...pipelines.load.folder import load_placed
 from ...pipelines.pictures import picture_size
 from ...pipelines.pipeline import Pipeline
-from ...pipelines.settings import SIDES, clip_frames, of_checkpoint, require_family, snap, with_step_cache
+from ...pipelines.settings import MOST_STEPS, SIDES, clip_frames, of_checkpoint, require_family, snap, with_step_cache
 from ...pipelines.sizes import Size, latent_shape
 from ...pipelines.vae.plan import METHODS, checked_request
 from .. import folders, memory_manager, recovery, requests, saved
@@ -49,8 +49,8 @@ MOST_PIPELINES = 8
 DELIGHTS, ENCODES, LOADS = "AnyGPUDelightImage", "AnyGPUEncodeImage", "LoadImage"
 FILM = re.compile("video|frames|gif|anygpudecode", re.IGNORECASE)  # in names of nodes whose pictures are a clip
 TAKEN = ("length", "num_frames")  # inputs of nodes that take pictures out of several: one is none
-DERIVED = ("texts", "clip", "latents")  # what a forecast knows beside the numbers of a node
-COUNTED = ("cfg", "cfg_start", "cfg_end", "stg", "guidance_rescale", "shift", "denoise", "fps", "latents")  # settings
+DERIVED = ("texts", "clip", "latents", "sigmas")  # what a forecast knows beside the numbers of a node
+COUNTED = ("cfg", "cfg_start", "cfg_end", "stg", "guidance_rescale", "shift", "denoise", "fps", "latents", "sigmas")
 CLIP = ("clip_seconds", "window", "single_frame")
 SIZE, USUAL = ("width", "height", "frames"), {"batch_size": 1, "window": 9, "single_frame": False}
 EMPTY = ("width", "height", "length")  # inputs of core's nodes that make latents of a size
@@ -236,6 +236,18 @@ def _starts(prompt: Prompt, node: str, pipeline: Pipeline) -> Latents:
     return replace(latents, samples=torch.empty(0), extra={**latents.extra, "batch_size": 1 + len(more)})
 
 
+def _levels(prompt: Prompt, node: str) -> tuple[dict[str, Any], str]:
+    """Settings by the noise levels that are linked to a node, which replace its steps, and why these are not known."""
+    source = next(back(prompt, node, "sigmas"), "")
+    if not source:
+        return {}, ""
+    text, steps = (value_of(prompt, prompt[source]["inputs"].get(name)) for name in ("sigmas", "steps"))
+    steps = len(re.findall(r"[^\s,]+", text)) - 1 if isinstance(text, str) else steps
+    if type(steps) is not int or not 0 < steps <= MOST_STEPS:
+        return {}, f"sigmas is from {prompt[source]['class_type']}"
+    return {"steps": steps, "sigmas": tuple(level / steps for level in range(steps, -1, -1))}, ""
+
+
 def _is_film(prompt: Prompt, nodes: Sequence[str]) -> bool:
     """Tell whether the pictures that come through ``nodes``, the nearest first, are those of a clip."""
     for node in (*nodes, *back(prompt, nodes[-1], "images")):
@@ -319,7 +331,11 @@ def _forecast(prompt: Prompt, node: str, loaded: Inputs) -> dict[str, Any]:
             pipeline = replace(pipeline, run=replace(pipeline.run, decode=decode))
         elif not prompt[node]["inputs"].get("negative_prompt"):
             numbers.pop("text_guidance", None)  # which has no effect then
-        run, stages_in, times = RUNS[kind](numbers, pipeline, room)
+        levels, why = _levels(prompt, node)
+        run, stages_in, times = RUNS[kind](numbers | levels, pipeline, room)
+        if why:
+            times.clear()
+            times.why, times.less = why, ()
         least = stages_in(mode)
     except PackError as error:
         return {"error": error_message(error)}

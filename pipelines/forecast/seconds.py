@@ -144,7 +144,8 @@ def planned_run(
     settings = asked or SampleSettings(size.width, size.height, size.frames)
     cfg = settings.cfg or (usual.cfg if size.guided or asked is not None else 1.0)
     rows = settings.guidance_steps or guidance_steps(recipe, settings, cfg)
-    settings = replace(settings, fps=settings.fps or usual.fps, steps=settings.steps or usual.steps)
+    steps = len(settings.sigmas) - 1 if settings.sigmas else settings.steps or usual.steps
+    settings = replace(settings, fps=settings.fps or usual.fps, steps=steps)
     settings = replace(settings, width=size.width, height=size.height, frames=size.frames, cfg=cfg, guidance_steps=rows)
     return Run(replace(size, guided=cfg > 1.0), settings, texts, pipeline.run.decode)
 

@@ -166,6 +166,12 @@ def test_a_mode_that_copies_more_takes_longer(tiny_folder, monkeypatch):
     assert none <= model < group <= sequential
 
 
+def test_noise_levels_of_a_job_count_in_place_of_its_steps(tiny_folder):
+    pipeline = load(LoadRequest(build("ltx", tiny_folder), device="cpu"))
+    asked = SampleSettings(64, 64, 9, steps=40, sigmas=(1.0, 0.5, 0.0))
+    assert forecast.planned_run(pipeline, Size(64, 64, 9), asked).settings.steps == 2
+
+
 def test_a_picture_is_copied_by_the_weights_of_the_model_s_own_parts(tiny_folder):
     """LTX-Video has no image encoder, which is not asked for."""
     pipeline = load(LoadRequest(build("ltx", tiny_folder), device="cpu"))
