@@ -34,6 +34,7 @@ PRECISION = (
 
 
 def output_of(cls: Any, before: Any, fitted: Any, decisions: Any) -> io.NodeOutput:
+    """The output of a node that fitted one part, whose status and decisions are shown under it."""
     progress = NodeProgress(cls.hidden.unique_id)
     for decision in decisions:
         progress.notify(str(decision))
@@ -45,7 +46,8 @@ def status_of(before: Any, fitted: Any) -> str:
     return "nothing to change on this device" if fitted is before else "fitted to this device"
 
 
-def telling(cls: Any) -> tuple[list[str], Callable[[str], None]]:
+def later_text(cls: Any) -> tuple[list[str], Callable[[str], None]]:
+    """A list for what a node says as it ends, and a function that shows it with one line more while a later node runs."""
     node_id, messages = cls.hidden.unique_id, list[str]()
 
     def tell(line: str) -> None:
@@ -125,7 +127,7 @@ class FitModel(io.ComfyNode):
     def execute(
         cls, model: Any, precision: str, attention: str, keep_latents: str = AUTO, packed_layers: str = AUTO
     ) -> io.NodeOutput:
-        messages, tell = telling(cls)
+        messages, tell = later_text(cls)
         fitted, decisions = core_model.fit_model(model, precision, attention, keep_latents, packed_layers, tell=tell)
         decisions = (*decisions, *recipes.advice(cls.hidden.prompt, cls.hidden.unique_id).values())
         messages += map(str, decisions)
@@ -167,7 +169,7 @@ class FitCLIP(io.ComfyNode):
 
     @classmethod
     def execute(cls, clip: Any, precision: str, attention: str) -> io.NodeOutput:
-        messages, tell = telling(cls)
+        messages, tell = later_text(cls)
         fitted, decisions = core_clip.fit_clip(clip, precision, attention, tell=tell)
         messages += map(str, decisions)
         return output_of(cls, clip, fitted, decisions)

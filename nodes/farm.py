@@ -24,7 +24,7 @@ Jobs = io.Custom("ANYGPU_JOBS")
 def results(jobs: Any, collected: Any, progress: NodeProgress) -> io.NodeOutput:
     farm.require_some(jobs, collected)
     report = farm.report_of(jobs, collected, jobs.folder.workers())
-    progress.lines.clear()
+    progress.lines.clear()  # what the workers did meanwhile
     progress.finish(report)
     return io.NodeOutput(farm.videos_of(collected), farm.images_of(collected), report)
 

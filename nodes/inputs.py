@@ -69,10 +69,6 @@ def size_inputs(width: int = 0, height: int = 0) -> list[Any]:
     return [io.Int.Input(side, default=size, min=0, max=4096, step=16) for side, size in (("width", width), ("height", height))]
 
 
-def prompt_input() -> Any:
-    return io.MultiType.Input("prompt", types=[Prompt, io.Conditioning])
-
-
 def core_inputs() -> list[Any]:
     return [io.Conditioning.Input("negative", optional=True), io.Sigmas.Input("sigmas", optional=True)]
 

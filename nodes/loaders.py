@@ -21,6 +21,15 @@ from ..pipelines.requests import LORA_MODES, PRECISIONS, LoadRequest
 from .inputs import Pipeline, attention_input, offload_input, schema, speed_inputs, variant_input, weight_inputs
 
 
+def loaded_outputs(users: str) -> list[Any]:
+    """Pipeline, MODEL and VAE; ``users`` are the nodes of core that take the MODEL."""
+    return [
+        Pipeline.Output(display_name="pipeline"),
+        io.Model.Output(display_name="MODEL", tooltip=f"The transformer for core's {users}; same weights, loaded once."),
+        io.Vae.Output(display_name="VAE", tooltip="The VAE for core's decode and encode nodes; same weights."),
+    ]
+
+
 class LoadPipeline(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -52,14 +61,7 @@ class LoadPipeline(io.ComfyNode):
                 *speed_inputs(),
                 *weight_inputs(),
             ],
-            outputs=[
-                Pipeline.Output(display_name="pipeline"),
-                io.Model.Output(
-                    display_name="MODEL",
-                    tooltip="The transformer for core's samplers, schedulers and guidance nodes; same weights, loaded once.",
-                ),
-                io.Vae.Output(display_name="VAE", tooltip="The VAE for core's decode and encode nodes; same weights."),
-            ],
+            outputs=loaded_outputs("samplers, schedulers and guidance nodes"),
         )
 
     validate_inputs = classmethod(lambda cls, model: True)  # a name that is gone is explained by the run
@@ -93,11 +95,7 @@ class ComposePipeline(io.ComfyNode):
                 *speed_inputs(),
                 *weight_inputs(),
             ],
-            outputs=[
-                Pipeline.Output(display_name="pipeline"),
-                io.Model.Output(display_name="MODEL", tooltip="The transformer for core's samplers; same weights, loaded once."),
-                io.Vae.Output(display_name="VAE", tooltip="The VAE for core's decode and encode nodes; same weights."),
-            ],
+            outputs=loaded_outputs("samplers"),
         )
 
     validate_inputs = classmethod(lambda cls, transformer: True)  # a name that is gone is explained by the run

@@ -25,7 +25,7 @@ from ..pipelines.records.receipts import decoded_receipt
 from ..pipelines.registry import FAMILIES
 from ..pipelines.settings import with_step_cache
 from ..pipelines.vae.plan import METHODS, DecodeRequest
-from .inputs import Image, Pipeline, batch_input, core_inputs, prompt_input, sampling_inputs, schema, size_inputs
+from .inputs import Image, Pipeline, Prompt, batch_input, core_inputs, sampling_inputs, schema, size_inputs
 
 
 class Sample(io.ComfyNode):
@@ -39,7 +39,7 @@ class Sample(io.ComfyNode):
             ],
             inputs=[
                 Pipeline.Input("pipeline"),
-                prompt_input(),
+                io.MultiType.Input("prompt", types=[Prompt, io.Conditioning]),
                 *size_inputs(),
                 io.Int.Input("frames", default=0, min=0, max=4097),
                 *sampling_inputs(),
@@ -85,7 +85,7 @@ class SampleFramePack(io.ComfyNode):
             node_id="AnyGPUSampleFramePack",
             inputs=[
                 Pipeline.Input("pipeline"),
-                prompt_input(),
+                io.MultiType.Input("prompt", types=[Prompt, io.Conditioning]),
                 Image.Input("image"),
                 io.Float.Input("clip_seconds", default=5.0, min=0.0, max=120.0, step=0.1),
                 io.Float.Input("fps", default=30.0, min=1.0, max=240.0, step=0.01, advanced=True),

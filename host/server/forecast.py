@@ -90,9 +90,9 @@ def graph(prompt: Prompt) -> dict[str, Any]:
     for node in _of(prompt, RUNS):
         loader = _loader_of(prompt, node)
         if _runs(prompt[node]["class_type"], loaded.get(loader)):
-            told = _forecast(prompt, node, loaded)
-            told["advice"] = [*told.get("advice", ()), *_lighter(prompt, node, loaded, told.get("stages", ()))]
-            forecasts.append({"node": node, "loader": loader, **told})
+            made = _forecast(prompt, node, loaded)
+            made["advice"] = [*made.get("advice", ()), *_lighter(prompt, node, loaded, made.get("stages", ()))]
+            forecasts.append({"node": node, "loader": loader, **made})
     recipes = [{"node": node, **error_message(error)} for node, error in advice(prompt).items()]
     return {"pipelines": [card for card, _ in cards.values()], "forecasts": forecasts, "recipes": recipes}
 
@@ -152,7 +152,7 @@ def _card(prompt: Prompt, node: str) -> tuple[dict[str, Any], Any]:
 
 
 def _widget(value: Any, name: str, default: Any) -> Any:
-    """The value of a widget of a load node; its default for a linked input and for a value that no widget has."""
+    """The value of a widget; its default for a linked input and for a value that no widget has."""
     if type(default) is float and type(value) is int and abs(value) < LARGEST:  # JSON writes 2.0 as 2
         value = float(value)
     return value if type(value) is type(default) and value in CHOICES.get(name, (value,)) else default
@@ -312,8 +312,8 @@ def _lighter(prompt: Prompt, node: str, loaded: Inputs, stages: Iterable[Inputs]
         for name, value in LIGHTER.get(stage, {}).items():
             changed = {**prompt, loader: {**entry, "inputs": {**entry["inputs"], name: value}}}
             _, pipeline = _card(changed, loader)
-            told = {} if pipeline is None else _forecast(changed, node, {**loaded, loader: pipeline})
-            after = next((each for each in told.get("stages", ()) if each["stage"] == stage), before)
+            made = {} if pipeline is None else _forecast(changed, node, {**loaded, loader: pipeline})
+            after = next((each for each in made.get("stages", ()) if each["stage"] == stage), before)
             if after["whole"] < LESS_BY * before["whole"] or before["fits"] == TOO_MUCH != after["fits"]:
                 less = f"{amount_of(after['whole'])} instead of {amount_of(before['whole'])}, {after['fits']}"
                 yield _advised(prompt, node, f"{name} {value} on the load node: {stage} {less}", {name: value})
