@@ -415,6 +415,8 @@ def test_a_decode_is_told_as_its_node_does_it(pack, tiny_folder):
     (whole, fits, seconds), tiled = told(), told(method="tiled", tile_size=64)
     assert fits == "fits" and tiled[0] < 0.5 * whole and tiled[1] == "in parts" and tiled[2] > seconds
     assert told(method="draft") == (whole, fits, seconds) == told(method="full")
+    prompt["9"] = {"class_type": "PrimitiveInt", "inputs": {"value": 64}}
+    assert told(method="tiled", tile_size=["9", 0])[::2] == tiled[::2], "a Primitive's"
     assert told(method="tiled", tile_size=8) == ("tile 8 pixels",), "before the run, not behind its sampling"
 
 

@@ -141,7 +141,7 @@ def _card(prompt: Prompt, node: str) -> tuple[dict[str, Any], Any]:
     asked = all(answer.status != UNKNOWN for answer in known.values())
     defaults, request_for = LOADERS[entry["class_type"]]
     try:
-        values = {name: _widget(inputs.get(name, default), name, default) for name, default in defaults.items()}
+        values = {name: _widget(prompt, inputs, name, default) for name, default in defaults.items()}
         given = {"device": facts(), "state": folders.state_folder(), **_connected(prompt, node)}
         request = request_for(values, quiet=True, **given)
         pipeline = READERS.get(type(request), load_placed)(request, hosted=memory_manager.offloader_on)
@@ -151,8 +151,9 @@ def _card(prompt: Prompt, node: str) -> tuple[dict[str, Any], Any]:
         return {"node": node, "model": str(named), "error": error_message(error)}, None
 
 
-def _widget(value: Any, name: str, default: Any) -> Any:
-    """The value of a widget; its default for a linked input and for a value that no widget has."""
+def _widget(prompt: Prompt, inputs: Inputs, name: str, default: Any) -> Any:
+    """The value of a widget, or of a Primitive in its place; its default for what a node computes, or no widget has."""
+    value = value_of(prompt, inputs.get(name, default))
     if type(default) is float and type(value) is int and abs(value) < LARGEST:  # JSON writes 2.0 as 2
         value = float(value)
     return value if type(value) is type(default) and value in CHOICES.get(name, (value,)) else default
@@ -274,7 +275,7 @@ def _decode(prompt: Prompt, node: str) -> DecodeRequest:
     for each in (name for name, entry in prompt.items() if entry["class_type"] == "AnyGPUDecode"):
         if next((one for one in back(prompt, each, "latent") if prompt[one]["class_type"] in RUNS), "") == node:
             given = prompt[each]["inputs"]
-            return DecodeRequest(*(_widget(given.get(name, value), name, value) for name, value in DECODED.items()))
+            return DecodeRequest(*(_widget(prompt, given, name, value) for name, value in DECODED.items()))
     return DecodeRequest()
 
 
@@ -283,10 +284,10 @@ def _passed_on(prompt: Prompt, node: str, pipeline: Pipeline) -> Pipeline:
     for each in reversed([*back(prompt, node, "pipeline")]):
         kind, given = prompt[each]["class_type"], prompt[each]["inputs"]
         if kind == "AnyGPUStepCache":
-            preset, *own = (_widget(given.get(name, value), name, value) for name, value in CACHED.items())
+            preset, *own = (_widget(prompt, given, name, value) for name, value in CACHED.items())
             pipeline = with_step_cache(pipeline, preset, StepCacheSettings(*own))
         elif kind == "AnyGPULoRA" and not pipeline.is_demo:
-            strength, blocks = (_widget(given.get(name, value), name, value) for name, value in LORA.items())
+            strength, blocks = (_widget(prompt, given, name, value) for name, value in LORA.items())
             if not changes_recipe(strength, blocks):
                 continue
             names, base = names_of_file(Path(str(given.get("lora", "")))), pipeline.model.names
