@@ -123,6 +123,8 @@ def test_layers_that_prefer_a_kernel_get_it_within_its_bounds(inside: Inside) ->
 @pytest.mark.parametrize("by_node", [False, True])
 def test_int8_attention_empties_containers_itself_and_takes_fp32(inside: Inside, by_node: bool) -> None:
     found = inside.play("core_attention", "in_containers", by_node=by_node)
+    if found is None:
+        pytest.skip("this ComfyUI has no int8 attention")
     assert found["dtypes"] == ["torch.float32"] and found["alive"] == [0, 0], "q, k and v lay beside the packed ones"
     assert found["error"] == 0.0 and found["ways"] == {"by comfy-kitchen's int8 kernel": 2}
 

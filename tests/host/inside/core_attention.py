@@ -209,8 +209,11 @@ def preferred() -> dict[str, Any]:
     return {"calls": calls, "error": max(errors), "ways": dict(counts.ways)}
 
 
-def in_containers(by_node: bool) -> dict[str, Any]:
-    """How comfy-kitchen's int8 attention, in emulation, gets operands that lie in containers, by flag or by node."""
+def in_containers(by_node: bool) -> dict[str, Any] | None:
+    """How comfy-kitchen's int8 attention, in emulation, gets operands that lie in containers, by flag or by node.
+    None where core has none."""
+    if not hasattr(core_attention, "attention_comfy_kitchen_int8"):
+        return None
     given, alive = list[str](), list[int]()
 
     def prequantize(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Any:
