@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -164,14 +165,15 @@ class DrawnOnHost(TorchFunctionMode):
 def checked_layers(module: nn.Module, called: Any) -> Iterator[None]:
     """Call ``called()`` before each layer of ``module`` runs, so that a cancel is obeyed inside a long forward.
     A compiled block is one layer. Hooks survive accelerate's and diffusers' re-wrapping of ``forward``."""
-
-    def before(_module: nn.Module, _inputs: Any) -> None:
-        called()
-
     with ExitStack() as stack:
         for layer in dict.fromkeys(_layers(module)):
-            stack.enter_context(add_hook(layer, before, before=True))
+            stack.enter_context(add_hook(layer, partial(check_before, called), before=True))
         yield
+
+
+def check_before(called: Callable[[], Any], _module: nn.Module, _inputs: Any) -> None:
+    """The hook of :func:`checked_layers`, which changes nothing about its layer."""
+    called()
 
 
 @contextmanager

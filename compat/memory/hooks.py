@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..device.execution import placed
+from ..device.execution import check_before, placed
 from ..device.failures import DEVICE_ERRORS, is_shortage
 from ..errors import UnsupportedError
 from .offloader import pin, views_of
@@ -316,8 +316,9 @@ def _post_forward(group: WeightGroup, _module: nn.Module, _args: Any, output: An
 
 
 def is_hooked_by_others(layer: nn.Module) -> bool:
-    """True if ``layer`` has forward hooks that onload no group of ours."""
-    return not all(map(_is_ours, (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values())))
+    """True if ``layer`` has forward hooks besides ours, which onload its group or obey a cancel."""
+    hooks = (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values())
+    return not all(_is_ours(hook) or getattr(hook, "func", None) is check_before for hook in hooks)
 
 
 def _is_ours(hook: Any) -> bool:

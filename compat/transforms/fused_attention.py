@@ -14,7 +14,7 @@ from ...kernels.activation import swiglu
 from ...kernels.product import linear_gelu
 from ...kernels.rope import qk_norm_rope
 from ...kernels.terms import Pair, Tables
-from ..memory.hooks import weights_on
+from ..memory.hooks import is_hooked_by_others, weights_on
 from .attention_processors import CrossProcessor, JointProcessor, Processor, heads_of
 from .blocks import is_plain_linear, norm_of
 
@@ -139,7 +139,7 @@ def _write(layer: nn.Linear, rows: Iterable[Tensor], found: Tensor) -> None:
 
 def _is_bare(layer: Any) -> bool:
     """Tell whether a layer is nothing but a product that may write into what is there."""
-    hooked = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
+    hooked = is_hooked_by_others(layer) or "forward" in vars(layer)
     return type(layer) is nn.Linear and not (hooked or torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from anygpu.compat.checkpoints.packed import StoredLinear, pack, rounded
+from anygpu.compat.device.execution import checked_layers
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.memory.hooks import GroupHooks
@@ -269,6 +270,23 @@ def test_our_own_hooks_bring_the_weights_of_a_product_with_gelu(by_block, epilog
     finally:
         hooks.remove()
     assert len(epilogue) == 2 and all(map(torch.equal, result, expected))
+
+
+@pytest.mark.parametrize("name", ["ltx", "hunyuan_video"])
+def test_a_sampling_that_can_be_cancelled_in_each_layer_computes_the_products_that_were_counted(
+    name, epilogue, monkeypatch
+):
+    model, checks, written = tiny(name), [], []
+    found, write = fuse(model, REFERENCE, epilogue=True), fused_attention._write
+    replace_attention(model, SDPA)
+    monkeypatch.setattr(fused_attention, "_write", lambda *given: (written.append(1), write(*given))[1])
+    with torch.no_grad():
+        expected, places = model(**inputs_of(name, (9, 9)))[0], len(written)
+        epilogue.clear()
+        with checked_layers(model, lambda: checks.append(1)):
+            result = model(**inputs_of(name, (9, 9)))[0]
+    assert torch.equal(result, expected) and checks
+    assert len(epilogue) == found.gelus > 0 and len(written) == 2 * places
 
 
 @pytest.mark.parametrize("choice", ["int8", "fp8"])
