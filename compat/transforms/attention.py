@@ -208,10 +208,10 @@ def kernel_times(facts: DeviceFacts, dtype: torch.dtype, head_width: int, lossy:
 
 
 def avoided_by(probes: Probes, dtypes: Iterable[torch.dtype], wide: Iterable[torch.dtype] = ()) -> dict[Avoided, str]:
-    """The dtypes in which a probe found torch's attention wrong or absent on this device, with the reason.
-    ``wide`` are those of heads wider than :data:`WIDE`. Probes with a mask do not count: none is passed here."""
-    avoided: dict[Avoided, str] = {}
-    asked = [(each, each, "attention") for each in dtypes] + [((each, WIDE), each, "wide_attention") for each in wide]
+    """The ``dtypes``, and fp32, which others are cast to, in which a probe found torch's attention wrong or absent
+    on this device, with the reason; ``wide`` the same of heads wider than :data:`WIDE`. No probe with a mask counts."""
+    avoided, every = dict[Avoided, str](), (*dtypes, WORKED_ON)
+    asked = [(each, each, "attention") for each in every] + [((each, WIDE), each, "wide_attention") for each in wide]
     for key, dtype, probe in dict.fromkeys(asked if probes else ()):
         name = f"{probe}.{NAMES.get(dtype)}"
         answer = probes[name] if probes and name in probes else None

@@ -194,6 +194,19 @@ def test_a_kernel_that_a_probe_found_wrong_is_not_used(ways: list[str]) -> None:
     assert "off by 3" in attention_for("auto", facts(), torch.float32, 64, avoided).decision.why
 
 
+def test_a_kernel_of_fp32_that_a_probe_found_wrong_stands_in_for_no_other_dtype(
+    ways: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for bf16, which has no kernel here, nor after precision auto has gone on in fp32."""
+    monkeypatch.setattr(subject, "fused_kernel", lambda query, *_: "flash" if query.dtype is torch.float32 else "")
+    answers = {"attention.fp32": ProbeResult("wrong", "head width 64: off by 3")}
+    attend = attention_for("auto", facts(), torch.bfloat16, 16, avoided_by(answers, (torch.bfloat16,)))
+    q, k, v = operands((2, 3, 40, 24, 16), torch.bfloat16)
+    attend(q, k, v)
+    attend(q.float(), k.float(), v.float())
+    assert ways == ["chunked"] * 2 and "in chunks of queries" in attend.decision.verdict
+
+
 def test_nothing_process_wide_changes() -> None:
     """Torch's allowed kernels and diffusers' default backend are what they were; two attentions keep to themselves."""
     from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
