@@ -51,9 +51,9 @@ class SafeOps(BlockOps):
         output = _bare(attention.to_out[0])
         settings = getattr(output, SETTINGS, PLAIN)
         settings.leaves = settings.values is not None and "forward" not in attention.__dict__
+        output.__dict__.pop(fp16_layers.SCALE, None)  # of a call that was cut short
         result = attention(x, **named)
-        settings.leaves = False
-        scale = output.__dict__.pop(fp16_layers.SCALE, None)
+        settings.leaves, scale = False, output.__dict__.pop(fp16_layers.SCALE, None)
         return result, None if scale is None else scale.view(1, 1, 1)
 
     def fed(self, feed: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from anygpu.compat.checkpoints.packed import StoredLinear, pack, packable, rounded
+from anygpu.compat.device.execution import checked_layers
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.precision import PRECISION, SAFE, precision_for
 from anygpu.compat.errors import UnsupportedError
@@ -265,6 +266,23 @@ def test_values_of_unbounded_text_share_one_power_of_two_that_the_output_gives_b
     assert float(inputs["encoder_hidden_states"].abs().max()) > torch.finfo(HALF).max
     assert distance(found, expected, [e.abs() >= 0 for e in expected])[0] < 4 * torch.finfo(HALF).eps
     assert not any(SCALE in module.__dict__ for module in rewritten.modules()), "a scale outlived the call"
+
+
+def test_the_power_of_two_of_a_call_that_was_cancelled_is_multiplied_into_no_later_one():
+    block, inputs = block_of(CASES["ltx"])
+    inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"] * 2e5
+    rewritten = safe(block)
+    (expected,) = ran(rewritten, inputs, torch.float32)
+    attention = rewritten.attn2
+    with pytest.raises(KeyboardInterrupt), checked_layers(attention.to_out[1], cancelled):
+        ran(rewritten, inputs, torch.float32)
+    attention.forward = attention.forward  # as a step cache does, which may repeat the result
+    (found,) = ran(rewritten, inputs, torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+def cancelled() -> None:
+    raise KeyboardInterrupt
 
 
 def packed_model(case: Case, choice: str) -> tuple[Model, Model, dict[str, Any]]:
