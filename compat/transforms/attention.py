@@ -109,7 +109,7 @@ class Attention:
             if MATH_COPIES * score_bytes(query, key) <= self.budget_bytes:
                 return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         elif mask is None and not causal and not self.avoids(WORKED_ON, query.shape[-1]):
-            upcast = like_in(query, WORKED_ON)
+            upcast = query.new_zeros(1, 1, 16, query.shape[-1], dtype=WORKED_ON)  # to ask about
             if self._has_fused(upcast, upcast, upcast):
                 return fp32_attention(query, key, value, self.budget_bytes)
         return chunked(query, key, value, mask, causal, self.budget_bytes)
@@ -147,7 +147,7 @@ def attention_for(
     if choice == "native" and not kernel:
         found, expected = f"attention 'native' in {name} on {facts.name}", "a fused kernel of this torch for it"
         raise UnsupportedError(found, expected=expected, fix="Choose auto, which computes attention exactly in chunks.")
-    upcast = like_in(probe, WORKED_ON)
+    upcast = probe.to(WORKED_ON)
     asked = {dtype: kernel, WORKED_ON: fused_kernel(upcast, upcast, upcast)}
     fused = frozenset((kind, head_width) for kind, name in asked.items() if name and kind not in avoided)
     verdict, why = choice, MEANINGS[choice]
@@ -238,8 +238,3 @@ def fused_kernel(
     except (AttributeError, NotImplementedError, RuntimeError):
         return ""
     return TORCH_KERNELS.get(int(chosen), "")
-
-
-def like_in(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A small tensor with the head width and device of ``like``, to ask about another dtype."""
-    return torch.zeros(1, 1, 16, like.shape[-1], dtype=dtype, device=like.device)

@@ -330,7 +330,7 @@ BLOCKS: Mapping[str, Callable[[Attend, Padding], Callable[..., torch.Tensor]]] =
 
 
 def heads_of(attn: Any, layer: Any, tokens: torch.Tensor | None, norm: Any = None) -> torch.Tensor:
-    """(B, N, H, D) of one projection."""
+    """The projection ``layer`` of ``tokens`` (B, N, C) in heads, (B, N, H, D), and their ``norm`` if there is one."""
     heads: torch.Tensor = layer(tokens).unflatten(2, (attn.heads, -1))
     return heads if norm is None else norm(heads)
 

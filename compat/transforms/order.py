@@ -132,12 +132,12 @@ def _runs_natively(abilities: Mapping[str, Any], dtypes: Iterable[torch.dtype]) 
 
 def attention_step(attention: Attention) -> Step:
     """Set ``attention`` on transformers and ``auto`` on VAEs, whose heads are too wide for chosen kernels."""
-    exact = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
+    of_vae = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
 
     def apply(part: str, module: nn.Module) -> Back | None:
         if role_of(part) == "transformer":
             return replace_attention(module, SparseAttention(attention) if attention.choice == SPARSE else attention)
-        return replace_attention(module, exact) if part == "vae" else None
+        return replace_attention(module, of_vae) if part == "vae" else None
 
     return Step(Order.ATTENTION, f"attention {attention.label}", apply)
 

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from ..device.quirks import DevicePolicy
 
 PRODUCTS = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__)
-PLAIN_FORMS = frozenset(("plain_operands", "product_rows", "norm_rows"))  # of a DevicePolicy; the second in fp32
+PLAIN_FORMS = frozenset(("plain_operands", "product_rows", "norm_rows"))  # DevicePolicy; product_rows is of fp32 alone
 
 
 class PlainCalls(TorchFunctionMode):

@@ -122,6 +122,8 @@ def cached(transformer: Any, settings: StepCacheSettings, steps: int) -> Iterato
 
 @dataclass(slots=True)
 class _Active:
+    """A cache on one transformer for one sampling: tells steps by their time, and counts the units that ran."""
+
     transformer: Any
     settings: StepCacheSettings
     steps: int
