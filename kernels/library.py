@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -126,13 +127,13 @@ class _Launch:
 
     def __call__(self, *args: Any) -> Any:
         key = self.name, args[0].device, args[0].dtype
-        if key in FAULTS and not _strict:
+        if key in FAULTS and not _strict.get():
             return self.reference(*args)
         try:
             return self.launch(*args)
         except Exception as error:
             full = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)  # Triton's own words
-            if full or _strict:  # the caller makes room and tries again; a self-test wants to see the failure
+            if full or _strict.get():  # the caller makes room and tries again; a self-test wants to see the failure
                 raise
             FAULTS[key] = f"{type(error).__name__}: {error}".splitlines()[0]
             log.warning("AnyGPU: kernel %s failed on %s in %s (%s); its reference runs from now on", *key, FAULTS[key])
@@ -156,15 +157,14 @@ class _OnCpu(_Launch):
         return super().__call__(*args) if interpreting() else self.reference(*args)
 
 
-_strict = False
+_strict = ContextVar("strict", default=False)  # each thread has its own
 
 
 @contextmanager
 def failures_raise() -> Iterator[None]:
-    """The block in which a failed launch raises, so that a test of a kernel does not test its reference."""
-    global _strict
-    before, _strict = _strict, True
+    """The block in which a failed launch of this thread raises, so that a test of a kernel tests no reference."""
+    before = _strict.set(True)
     try:
         yield
     finally:
-        _strict = before
+        _strict.reset(before)

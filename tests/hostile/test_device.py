@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -294,6 +295,22 @@ def test_shortage_in_a_kernel_is_no_fault_of_the_kernel(error: BaseException) ->
     with pytest.raises(type(error)):
         launch(torch.zeros(1))
     assert not library.FAULTS
+
+
+def test_self_tests_of_two_threads_at_once_leave_other_launches_their_references() -> None:
+    """The tab's button asks the probes in a thread of its own, also while a prompt runs, whose load asks them too."""
+    launch = library._Launch("broken", lambda: raising(RuntimeError("ptxas failed")), lambda x: x + 1)
+    x = torch.zeros(2)
+    with ThreadPoolExecutor(1) as pool:
+        first, second = library.failures_raise(), library.failures_raise()
+        first.__enter__()
+        pool.submit(second.__enter__).result()
+        first.__exit__(None, None, None)
+        assert torch.equal(launch(x), x + 1), "the test of the other thread is none of this one"
+        with pytest.raises(RuntimeError, match="ptxas"):
+            pool.submit(launch, x).result()
+        pool.submit(second.__exit__, None, None, None).result()
+    assert torch.equal(launch(x), x + 1), "both are over"
 
 
 class Nvml:
