@@ -27,7 +27,6 @@ FAULTS: dict[tuple[str, torch.device, torch.dtype], str] = {}
 LAUNCHED_ON = "cuda"  # torch's name for NVIDIA and for AMD; each has its own backend in Triton
 META = "meta"  # where work is counted before it runs: an operation is one there, as where it is launched
 
-
 try:
     HAS_TRITON = find_spec("triton") is not None
 except (ImportError, ValueError):
@@ -132,7 +131,8 @@ class _Launch:
         try:
             return self.launch(*args)
         except Exception as error:
-            full = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)  # Triton's own words
+            words = "out of memory", "ALLOC_FAILED"  # Triton's own, and those of cuBLAS and hipBLAS
+            full = isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
             if full or _strict.get():  # the caller makes room and tries again; a self-test wants to see the failure
                 raise
             FAULTS[key] = f"{type(error).__name__}: {error}".splitlines()[0]

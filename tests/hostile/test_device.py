@@ -287,7 +287,12 @@ def test_a_kernel_that_cannot_be_built_leaves_its_reference(error: BaseException
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("Triton Error [CUDA]: out of memory")],
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasLtCreate(&handle)`"),
+        RuntimeError("CUDA error: HIPBLAS_STATUS_ALLOC_FAILED when calling `hipblasLtMatmul(...)`"),
+    ],
     ids=str,
 )
 def test_shortage_in_a_kernel_is_no_fault_of_the_kernel(error: BaseException) -> None:
