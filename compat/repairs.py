@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -194,15 +194,14 @@ def _narrowed(value: Any, dtype: torch.dtype) -> Any:
 
 def _with_zeros(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     def clean(*args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as stack:
-            for owner in module.modules():
-                own = dict(owner._parameters)
-                stack.callback(owner._parameters.update, own)
-                for name, weight in own.items():
-                    plain = type(weight) in PLAIN
-                    if weight is not None and plain and weight.is_floating_point() and not weight.is_meta:
-                        owner._parameters[name] = nn.Parameter(_finite(weight), requires_grad=False)
+        own = dict(module._parameters)  # only: offloaders bring those of layers inside to the device in its forward
+        try:
+            for name, weight in own.items():
+                if weight is not None and type(weight) in PLAIN and weight.is_floating_point() and not weight.is_meta:
+                    module._parameters[name] = nn.Parameter(_finite(weight), requires_grad=False)
             return forward(*args, **kwargs)
+        finally:
+            module._parameters.update(own)
 
     return clean
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from anygpu.compat.doctor import KEEP, Doctor
 from anygpu.compat.output_check import NotFinite
-from anygpu.compat.repairs import RepairStore
+from anygpu.compat.repairs import REPLACED, Repair, RepairStore
 from anygpu.pipelines.pipeline import Pipeline
 from torch import nn
 
@@ -56,3 +56,24 @@ def test_an_overflow_is_named_and_what_helps_is_kept(acc, tiny_folder, tmp_path:
         assert doctor.repairs and 1 <= kept <= 2, "what helps was sought again in the second run"
         assert said.count("no fault in 2 steps") == run and (run or "kept for the next runs" in said[-1])
     assert rewritten(transformer) == before
+
+
+@pytest.mark.parametrize("offload", MODES)
+def test_a_damaged_table_of_the_whole_transformer_stands_for_zeros_in_every_mode(
+    acc, tiny_folder, tmp_path: Path, offload: str
+) -> None:
+    """Its layers are brought to the device inside its forward, in which their weights have to be their own."""
+    case, said = CASES["ltx"], list[str]()
+    pipeline = loaded_for(case, tiny_folder, "acc:0", offload)
+    stock = pipeline.parts.readers["transformer"]
+
+    def read(progress: Any) -> Any:
+        module = stock(progress)
+        with torch.no_grad():
+            module.scale_shift_table[0, 0] = float("nan")
+        return module
+
+    pipeline.parts.readers["transformer"] = read
+    doctor = Doctor("model", RepairStore(tmp_path), KEEP, said.append)
+    latents = rendered(replace(pipeline, run=replace(pipeline.run, doctor=doctor)), case)[0]
+    assert doctor.repairs == (Repair("transformer", REPLACED),) and latents.isfinite().all(), said
