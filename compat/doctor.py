@@ -52,7 +52,6 @@ PARTS = (  # of a layer's dotted name, what they are in words; the first that fi
     (r"norm", "norm"),
 )
 
-
 PLAIN = {  # by fault: the first sentence, for people who know no layers
     **dict.fromkeys((INFINITE, STUCK), "one layer's numbers grow too large for this card's 16-bit format"),
     NAN: "one layer gives values that are no numbers",

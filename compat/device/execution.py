@@ -16,16 +16,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ..output_check import InvalidOutputError, Validator
-from .facts import default_device, device_count, value_or
+from .facts import HELD, default_device, device_count, value_or
 from .failures import is_shortage
 
 HOST = torch.device("cpu")
 BITS = torch.int16
 HALVES = (torch.bfloat16, torch.float16)  # which travel as integers
 COMPILED = "_anygpu_compiled"  # on a module whose inside is one graph: hooks belong around it
-
-
-_held: dict[tuple[int, str], tuple[int, bool]] = {}  # blocks that hold a switch of torch's, and what it was before
 _holding = threading.Lock()
 
 
@@ -34,18 +31,18 @@ def held(owner: Any, name: str, value: bool) -> Iterator[None]:
     """A switch of torch's as ``value`` for the block. It is one for all threads: the last block puts it back."""
     key = id(owner), name
     with _holding:
-        count, before = _held.get(key, (0, False))
+        count, before = HELD.get(key, (0, False))
         if not count:
             before = bool(getattr(owner, name))
             setattr(owner, name, value)
-        _held[key] = count + 1, before
+        HELD[key] = count + 1, before
     try:
         yield
     finally:
         with _holding:
-            count, before = _held.pop(key)
+            count, before = HELD.pop(key)
             if count > 1:
-                _held[key] = count - 1, before
+                HELD[key] = count - 1, before
             else:
                 with suppress(Exception):  # somebody has locked torch's flags meanwhile
                     setattr(owner, name, before)

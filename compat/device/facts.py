@@ -38,6 +38,7 @@ CGROUPS = (  # controller, root, and the files of limit and use: version 2, then
     ("", "/sys/fs/cgroup", "memory.max", "memory.current"),
     ("memory", "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
+HELD: dict[tuple[int, str], tuple[int, bool]] = {}  # by `execution.held`: in how many blocks, and the value before them
 KITCHEN = "comfy-kitchen"
 TRITONS = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
 
@@ -139,16 +140,20 @@ def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceF
 
 
 def flags() -> dict[str, bool]:
-    """The switches of torch that change what an operator does; probes are kept apart by them."""
+    """The switches of torch that change what an operator does, as they last; probes are kept apart by them."""
     cudnn: Any = torch.backends.cudnn
     matmul: Any = torch.backends.cuda.matmul
+
+    def lasting(owner: Any, name: str) -> bool:
+        return HELD.get((id(owner), name), (0, getattr(owner, name, False)))[1]
+
     switches: dict[str, Callable[[], Any]] = {
-        "cudnn": lambda: cudnn.enabled,
-        "cudnn.benchmark": lambda: cudnn.benchmark,
+        "cudnn": lambda: lasting(cudnn, "enabled"),
+        "cudnn.benchmark": lambda: lasting(cudnn, "benchmark"),
         "cudnn.deterministic": lambda: cudnn.deterministic,
         "tf32": lambda: _matmul_tf32(matmul),
         "cudnn.tf32": lambda: _cudnn_tf32(cudnn),
-        "fp16 sums": lambda: getattr(matmul, "allow_fp16_accumulation", False),
+        "fp16 sums": lambda: lasting(matmul, "allow_fp16_accumulation"),
         "bf16 sums": lambda: getattr(matmul, "allow_bf16_reduced_precision_reduction", False),
     }
     return {name: bool(value_or(switch, False)) for name, switch in switches.items()}

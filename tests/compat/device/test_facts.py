@@ -10,7 +10,9 @@ import pytest
 import torch
 from anygpu.compat.device import facts as device
 from anygpu.compat.device import wheels
+from anygpu.compat.device.execution import held
 from anygpu.compat.device.facts import default_device, facts_for
+from anygpu.compat.device.probe_store import ProbeStore
 from anygpu.compat.memory.offloader import OffloadOptions
 from anygpu.compat.memory.parts import Parts
 from anygpu.compat.memory.standalone import offloader_for
@@ -229,6 +231,22 @@ def test_torch_s_flags_are_read():
         assert device.flags()["cudnn.benchmark"] is not before
     finally:
         torch.backends.cudnn.benchmark = before
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(torch.backends.cudnn, "enabled"), (torch.backends.cuda.matmul, "allow_fp16_accumulation")]
+)
+def test_a_store_that_is_opened_during_a_run_has_the_answers_of_before(tmp_path, owner, name):
+    """The tab and a forecast open one while a decode has cuDNN off, or sampling sums in fp16."""
+    before = ProbeStore(CPU, tmp_path).path
+    with held(owner, name, not getattr(owner, name)):
+        assert ProbeStore(CPU, tmp_path).path == before
+    lasting = getattr(owner, name)
+    setattr(owner, name, not lasting)  # as by another pack, or a flag of ComfyUI's
+    try:
+        assert ProbeStore(CPU, tmp_path).path != before
+    finally:
+        setattr(owner, name, lasting)
 
 
 def _banned(nodes):
