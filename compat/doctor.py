@@ -260,7 +260,7 @@ def repairs_for(finding: Finding) -> Iterator[Repair]:
 
 
 class _Search:
-    """Hooks on every module of networks, which end the run at the first that returns what it should not."""
+    """Hooks on every module, which end a run at the first that returns NaN or infinity from finite inputs."""
 
     def __init__(self, networks: nn.ModuleDict, fault: Fault) -> None:
         self.networks, self.fault = networks, fault
@@ -355,7 +355,7 @@ def largest(value: Any) -> float:
 
 
 def unshrunk(noise: torch.Tensor, result: torch.Tensor) -> str:
-    """The reason why a finished sampling is still the ``noise`` it began with; empty where it is not."""
+    """A sentence if the ``result`` of a sampling is nearly its ``noise``, by their correlation; else empty."""
     if noise.shape != result.shape or not bool(torch.isfinite(result).all()):
         return ""
     pair = torch.stack([to_host(noise).float().flatten(), to_host(result).float().flatten()])

@@ -171,7 +171,7 @@ def eight_bits(facts: DeviceFacts, sizes: DeviceSizes) -> Iterator[Figure]:
 
 
 def _error(what: str, result: Tensor, exact: Tensor, dtype: torch.dtype) -> Figure:
-    """The largest difference as a share of the largest value; a fault above what the dtype explains."""
+    """The largest difference as a share of the largest value; a fault above :data:`MOST_EPS` eps of ``dtype``."""
     share = float((result.double() - exact).abs().max() / exact.abs().max())
     fault = "" if share <= MOST_EPS[dtype.itemsize] * torch.finfo(dtype).eps else "wrong"
     return Figure(what, SHARE, share, fault=fault if math.isfinite(share) else "not finite")

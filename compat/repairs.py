@@ -51,7 +51,7 @@ class Repair:
 
 
 class Widened(TorchFunctionMode):
-    """All operations on 16-bit floats in fp32, whatever they are told; in-place ones keep the tensor they write to."""
+    """Operations on fp16 and bf16 tensors in fp32, also where they ask for 16 bits; in-place ones keep their target."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
@@ -65,7 +65,7 @@ class Widened(TorchFunctionMode):
 
 
 class Scaled(Widened):
-    """All in fp32 but the products of Linears: fp16 operands, divided per row so that every sum is in range."""
+    """As :class:`Widened`, but Linears multiply fp16 operands, each row divided so that no sum leaves fp16's range."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         scaled = _scaled_linear(*args, **(kwargs or {})) if func is functional.linear else None

@@ -116,9 +116,8 @@ class ProbeStore(Mapping[str, ProbeResult]):
             return {name: self[name] for name in self.probes}  # another store may have cleared the file meanwhile
 
     def remember(self, name: str, measure: Callable[[], Any]) -> Any:
-        """A value for JSON, such as a timing, measured once per device and saved; a quiet store gives None for a
-        missing one.
-        None too where the process ended, or was ended, meanwhile: that is kept until all probes are asked again."""
+        """A value for JSON, such as a timing, measured once per device and saved; None in a quiet store without it.
+        None also where an earlier process died or was killed while it measured: until all probes are asked again."""
         with self._lock:
             if self.quiet:
                 return self._remembered.get(name)
@@ -159,7 +158,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
 
     @contextmanager
     def _announced(self, name: str) -> Iterator[None]:
-        """Write what is asked now: a driver may end the process or hang, and at the next start that is known."""
+        """Write which question is asked during the block, so that the next start knows if it ended the process."""
         outer, self._asking = self._asking, name
         try:
             self._write(synced=self.facts.device.type != "cpu")

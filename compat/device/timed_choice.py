@@ -19,15 +19,16 @@ HOPELESS = 4.0  # times the best so far: measured once, not again
 def stored_times(
     key: str, measure: Callable[[], Mapping[str, float]], facts: DeviceFacts, store: ProbeStore | None
 ) -> Mapping[str, float]:
-    """Milliseconds by name as ``measure`` gives them, kept under ``key``; none without a clock, or if it failed."""
+    """Milliseconds by name as ``measure`` gives them, saved under ``key``; {} for a device without a reliable clock,
+    without a store, and where measuring failed."""
     if store is None or facts.device.type not in CLOCKED:
         return {}
     return value_or(lambda: {name: float(ms) for name, ms in store.remember(key, lambda: dict(measure())).items()}, {})
 
 
 def milliseconds(ways: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int) -> dict[str, float]:
-    """The median of some runs of each way that runs; the first run of each loads and tunes and is not counted.
-    Raises what reports a shortage of memory."""
+    """Median milliseconds of ``repeats`` runs of each way, after a first one that loads and tunes; without ways that
+    raise RuntimeError. A slow one (:data:`HOPELESS`) is timed once. Raises what reports a shortage of memory."""
     times: dict[str, float] = {}
 
     for name, way in ways.items():
