@@ -26,7 +26,7 @@ from ...compat.transforms.step_cache import PYRAMID, TAYLOR
 from ..base import PromptRequest, SampleSettings
 from ..pipeline import Pipeline
 from ..settings import guidance_steps, of_checkpoint, recipe_of
-from ..sizes import MARGIN, SPARE, TRANSFORMER, VAE, Size, sampling_bytes
+from ..sizes import MARGIN, TRANSFORMER, VAE, Size, sampling_bytes
 from ..vae.plan import DecodeRequest, planned_decode
 from . import counts
 from .memory import COMPUTES, Forecast
@@ -178,5 +178,5 @@ def advice(needs: Sequence[Forecast], times: Mapping[str, TimeForecast], room: i
     best = min(larger, key=lambda each: (times[each.mode].seconds, each.peak))
     if times[best.mode].seconds > WORTH * times[now].seconds:
         return ""
-    lacks = amount_of(best.peak * SPARE - room)
+    lacks = amount_of(best.lacks(room))
     return f"with offload {best.mode} {duration(times[best.mode].seconds)}, needs {lacks} more"

@@ -64,6 +64,17 @@ def test_advice_says_what_more_memory_saves():
     assert forecast.advice(needs, times, None) == forecast.advice(needs, {}, 8 * GB) == ""
 
 
+def test_advice_says_what_is_lacking_where_it_is_lacking():
+    """Neither a part on another device, which has room, nor weights that come ahead are lacking."""
+    there = StageNeed("text", 0, 0, 20 * GB, device="cpu", room=64 * GB)
+    full = StageNeed("decoding", 0, 0, 5 * GB, ahead=3 * GB)
+    alone = needing("model", 8), needing("group", 4)
+    needs = tuple(replace(each, stages=(there, full, *each.stages)) for each in alone)
+    times = {"model": taking("model", 360), "group": taking("group", 840)}
+    assert forecast.advice(needs, times, 8 * GB) == "with offload model 6 min, needs 0.4 GB more"
+    assert needs[0].lacks(8 * GB) == pytest.approx(0.4 * GB)
+
+
 def test_comfyui_moves_the_weights_on_a_cpu_too_and_the_minutes_are_known(monkeypatch):
     monkeypatch.setattr(times, "time_forecast", lambda _, run, mode, *rooms: taking(mode, run))
     pipeline = SimpleNamespace(offloader=SimpleNamespace(device=torch.device("cpu")))
