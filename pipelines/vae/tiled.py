@@ -367,7 +367,7 @@ def _split(region: Region, method: DecodeMethod, ratio: int) -> list[Region]:
     if not method.tile or (height <= side and width <= side):
         return [region]
     asked = int(method.tile * OVERLAP) if method.overlap < 0 else method.overlap
-    overlap = min(-(-asked // ratio), side - 1)
+    overlap = min(-(-asked // ratio), -(-side // 2))  # what was asked may be of larger tiles
     lines = [tiles_over(extent, side, overlap) for extent in (height, width)]
     whole = region.weights or (torch.ones(height * ratio), torch.ones(width * ratio))
     own = []

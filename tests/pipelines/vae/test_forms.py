@@ -1,6 +1,7 @@
 """Decoders in chunks of time and layer by layer equal the whole; tiles add up to one; nothing is done twice."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -148,6 +149,15 @@ def test_tiles_that_disagree_are_measured(made):
     work = work_for("hunyuan_vae", frames=1, rows=5, columns=5)
     work.frames(made("hunyuan_vae"), HOST, DecodeMethod(torch.float32, tile=32))
     assert work.apart > 0.01
+
+
+@pytest.mark.parametrize(("tile", "overlap"), [(64, 128), (64, 64), (128, 128)])
+def test_an_overlap_that_larger_tiles_had_does_not_make_thousands_of_smaller_ones(tile, overlap):
+    """What memory leaves of tiles of 256 or more pixels blends into half of each at most, as what can be asked for."""
+    latents, method = torch.empty(1, 3, 1, 90, 160), DecodeMethod(torch.float32, tile=tile, overlap=overlap)
+    (count,) = decode_work.pieces_of(Flat(), latents, method, 8).values()
+    assert count == decode_work.pieces_of(Flat(), latents, replace(method, overlap=tile // 2), 8).total()
+    assert count <= 5 * (90 * 160) // (tile // 8) ** 2
 
 
 def failing(module, after: int, calls: list):
