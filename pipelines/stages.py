@@ -193,7 +193,7 @@ def encode_image(
     report_unused(family, request, ("frame", "strength", "vision", "previous", "control", "prepare"), progress)
     request = replace(request, frames=frames, width=width, height=height)
     completed = prepared(pipeline, request, fit, progress, own_shape=latents is None)
-    run = partial(planned_run, pipeline, Size(width, height, family.sizes.defaults.frames))
+    run = partial(planned_run, pipeline, Size(width, height, family.sizes.defaults.frames, clip=len(frames) > 1))
     with running(IMAGE, pipeline, progress, SampleSettings(width, height, len(completed.frames)), run=run):
         for attempt in retries(make_room_and_retry(pipeline, progress, ("image_encoder", "vae"), IMAGE.again)):
             with attempt:

@@ -97,6 +97,22 @@ def test_a_clip_and_prompts_by_time_are_counted_within_two_percent(tiny_folder, 
     assert more == {"clip": True} and beside_transformer(*given, **more) > beside_transformer(*given)
 
 
+@pytest.mark.parametrize("frames", [1, 108])
+def test_what_encoding_took_is_kept_beside_what_a_picture_or_a_clip_takes(tiny_folder, monkeypatch, frames):
+    """Else a clip's seconds would count as those of a picture, and correct the forecasts of both."""
+    runs, running = [], stages.running
+
+    def noted(*given, **more):
+        runs.append(more["run"]())
+        return running(*given, **more)
+
+    monkeypatch.setattr(stages, "running", noted)
+    pipeline = loaded_for(CASES["framepack"], tiny_folder, "cpu")
+    with counting() as ran:
+        stages.encode_image(pipeline, ImageRequest(PICTURE.expand(frames, -1, -1, -1), 64, 64), "stretch", Silent())
+    assert close(counts.image_work(pipeline, runs[0].size).flops, ran.flops)
+
+
 def test_sections_that_nobody_counted_are_those_that_a_run_takes(tiny_folder):
     pipeline = loaded_for(CASES["framepack"], tiny_folder, "cpu")
     for frames, window, count in ((145, 9, 4), (37, 9, 1), (9, 2, 1), (109, 9, 3)):
