@@ -30,11 +30,11 @@ from ..sizes import MARGIN, TRANSFORMER, VAE, Size, sampling_bytes
 from ..vae.plan import DecodeRequest, planned_decode
 from . import counts
 from .memory import COMPUTES, Forecast
-from .times import TEXT, PlannedStage, TimeForecast, key_of
+from .times import IMAGE, TEXT, PlannedStage, TimeForecast, key_of
 
 PROJECTIONS = 1 / 3  # of a block's products, which an attention that is skipped skips too: 4 of 12 widths squared
 WORTH = 0.9  # of the time, below which another mode is worth it
-IMAGE, SAMPLING, DECODING = "image", "sampling", "decoding"
+SAMPLING, DECODING = "sampling", "decoding"
 PARTS = {**COMPUTES, IMAGE: VAE}  # where the time of each stage passes
 
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 Rooms = Callable[[torch.device], int | None]
 
-TEXT = "text"
+TEXT, IMAGE = ONCE = "text", "image"  # stages that run once for several clips
 STREAMED = ("group", "sequential")
 MODEL = 3  # of time: a run that an earlier one modelled corrects nothing
 PUBLISHED_OFF = 1.34  # what a generation's shares of a data sheet may be off by; docs/performance.md counts how often
@@ -61,11 +61,11 @@ class TimeForecast:
         return sum(stage.seconds for stage in self.stages)
 
     def of_clips(self, count: int) -> TimeForecast:
-        """The same for ``count`` clips, one after the other: the text is encoded once."""
+        """The same for ``count`` clips, one after the other: text and pictures are encoded once."""
         terms = ("seconds", "low", "high", "modelled")
         longer = ({name: count * getattr(stage, name) for name in terms} for stage in self.stages)
         pairs = zip(self.stages, longer, strict=True)
-        return TimeForecast(self.mode, tuple(one if one.name == TEXT else replace(one, **more) for one, more in pairs))
+        return TimeForecast(self.mode, tuple(one if one.name in ONCE else replace(one, **more) for one, more in pairs))
 
     def __str__(self) -> str:
         low, high = (sum(getattr(stage, bound) for stage in self.stages) for bound in ("low", "high"))

@@ -29,9 +29,9 @@ def taking(mode: str, seconds: float) -> TimeForecast:
 
 
 def test_clips_of_a_batch_come_one_after_the_other():
-    text = StageTime("text", 10, 5, 20, 10)
-    several = TimeForecast("none", (text, *taking("none", 60).stages)).of_clips(3)
-    assert several.stages == (text, StageTime("sampling", 180, 90, 360, 180)) and several.seconds == 190
+    once = StageTime("text", 10, 5, 20, 10), StageTime("image", 10, 5, 20, 10)
+    several = TimeForecast("none", (*once, *taking("none", 60).stages)).of_clips(3)
+    assert several.stages == (*once, StageTime("sampling", 180, 90, 360, 180)) and several.seconds == 200
 
 
 def needing(mode: str, gigabytes: float) -> Forecast:
