@@ -126,14 +126,13 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
     source = before or pipeline.on_leader(lambda: _video(job, machine, progress, pipeline))
     given: dict[str, Any] = {"width": size.width, "height": size.height, "latents": source}
     settings, asked_for = replace(sampled, **given), replace(job.settings, **given)
-    store = machine.state / "kept"
+    store, kept = machine.state / "kept", ""
     unfinished = machine.unfinished or store
     steps: StepStore = SavedSteps(unfinished / FOLDER, progress.notify)
     steps = steps if group is None else LeaderStore(group, steps)
     if not pipeline.spec.recipes.sections:
         latents = stages.sample(pipeline, prompt, image, settings, progress, steps)
         latents = receipts.with_receipt(latents, pipeline, prompt, image, asked_for, video=job.video)
-        kept = recovery.save(store, latents, progress.notify) if group is None or group.leads else ""
     elif image is None:
         raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
     else:
@@ -147,8 +146,8 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
         sections = keeper if group is None else LeaderStore(group, keeper)
         latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, sections, steps)
         latents = signed(latents)
-        kept = next(iter(keeper.names.values()), "")
-    if kept:
+        kept = next((name for name in keeper.names.values() if (store / f"{name}.safetensors").is_file()), "")
+    if kept := kept or (recovery.save(store, latents, progress.notify) if group is None or group.leads else ""):
         progress.notify(f"the latents are kept: --recover {kept} decodes them again")
     for content in job.upscalers:
         path = machine.places.model(content, progress.check)

@@ -14,8 +14,10 @@ from anygpu.compat.errors import CheckpointError, InputError
 from anygpu.compat.transforms.step_cache import StepCacheSettings
 from anygpu.pipelines import jobs
 from anygpu.pipelines.base import FramePackSettings, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.demo import MODELS
 from anygpu.pipelines.family import GuidanceStep
 from anygpu.pipelines.latents import recovery
+from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.movie import read_frames, write_mp4
 from anygpu.pipelines.records import job as job_format
 from anygpu.pipelines.records import places as places_file
@@ -24,8 +26,9 @@ from anygpu.pipelines.records.job_folder import JobFolder, lines_of
 from anygpu.pipelines.records.job_lists import Batch, queue_jobs
 from anygpu.pipelines.records.places import FORMER_DEMOS, Machine, Places
 from anygpu.pipelines.records.receipts import settings_of, tags_for
-from anygpu.pipelines.requests import LOAD_INPUTS
+from anygpu.pipelines.requests import LOAD_INPUTS, LoadRequest
 from anygpu.pipelines.vae.plan import DecodeRequest
+from PIL import Image
 
 FULL = VideoJob(
     model=Content("video/LTX", "ab" * 16),
@@ -265,3 +268,20 @@ def test_one_pipeline_serves_jobs_that_share_a_model(tiny_folder: Path, tmp_path
     pipeline, other = (jobs.load_pipeline(job, machine, Silent()) for _ in range(2))
     made = jobs.run(job, machine, Silent(), pipeline)
     assert torch.equal(made.frames, jobs.run(job, machine, Silent(), other).frames)
+
+
+@pytest.mark.parametrize("place", ["kept", "jobs"])
+def test_sections_are_said_to_be_kept_where_recover_finds_them(tmp_path, recorded, monkeypatch, place) -> None:
+    """On a disk that was full for a moment, and of a farm's job, whose folder of unfinished sections is removed."""
+    photo, state, write = Content("photo.png"), tmp_path / "state", recovery._write
+    Image.effect_noise((64, 64), 90).convert("RGB").save(tmp_path / photo.name)
+    job = VideoJob(Content("m"), PromptRequest("a cat"), SampleSettings(0, 0, 0), pictures=(Picture(photo),))
+    pipeline, told = load(LoadRequest(MODELS / "framepack", precision="fp32", device="cpu")), recorded()
+    fails = [place == "kept"]
+    monkeypatch.setattr(recovery, "_write", lambda *given: not (fails and fails.pop()) and write(*given))
+    machine = Machine(Places(known={photo: tmp_path / photo.name}), state, "cpu", unfinished=state / place)
+    with torch.no_grad():
+        latents = jobs.sample(job, machine, told, pipeline)
+    (line,) = (line for line in told.said if "--recover" in line)
+    found = recovery.load(state / "kept", line.split("--recover ")[1].split()[0], print)
+    assert torch.equal(found["samples"], latents.samples)
