@@ -255,8 +255,8 @@ class VaeRunner:
         plan, on_host = self.plan, self.device.type == HOST.type
         if kind == MEMORY:
             advice = "decode again with method auto" if plan.form.method == FULL else "make a smaller or shorter video"
-            if not (on_host or plan.method.on_host):
-                advice = f"choose offload model or group on the load node, or {advice}"
+            if not (on_host or plan.method.on_host) and self.pipeline.offloader.mode in ("none", "model"):
+                advice = f"choose offload group on the load node, or {advice}"
             found = f"{text}; no room for {stage} {plan.method}"
             return torch.OutOfMemoryError(sentence(found, "more free memory", f"The input is kept: {advice}."))
         if not kind or (kind == KERNEL and (on_host or device_fault(self.device))):

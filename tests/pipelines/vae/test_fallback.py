@@ -216,6 +216,18 @@ def test_a_bar_goes_with_the_tiles_and_a_cpu_is_not_told_to_offload(tiny_folder,
         passes.decode(latents)
 
 
+@pytest.mark.parametrize("mode", ["none", "model", "group", "sequential", "comfyui"])
+def test_a_decode_without_room_is_told_of_an_offload_that_it_does_not_have(tiny_folder, monkeypatch, mode):
+    """Other parts have left the device by then, so that offload model would make no more room."""
+    pipeline = load(LoadRequest(tiny.build("mochi", tiny_folder), device="cpu", precision="fp32"))
+    with decoding(pipeline, (1, 12, 1, 16, 16), Silent(), DecodeRequest("full")) as passes:
+        passes.device = torch.device("cuda", 0)
+        monkeypatch.setattr(type(pipeline.offloader), "mode", mode)
+        error = passes._final_error(torch.OutOfMemoryError("no"), MEMORY, "no", "decoding", "")
+    assert ("choose offload group on the load node" in str(error)) == (mode in ("none", "model"))
+    assert "offload" not in str(error) or "offload group" in str(error)
+
+
 def test_what_overflows_between_the_layers_of_a_stream_is_one_line(tiny_folder, monkeypatch):
     """No layer made it, so none can be named."""
     pipeline = load(LoadRequest(tiny.build("mochi", tiny_folder), device="cpu", precision="fp32"))
