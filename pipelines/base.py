@@ -17,7 +17,7 @@ from .family import GuidanceStep
 
 LATENT_VERSION = 1
 HALF = re.compile("[\ud800-\udfff]")  # of a pair of UTF-16, which no UTF-8 has
-MOST = {1_024: "section prompts", 65_536: "letters of template"}  # a video of two minutes has 720 sections at most
+MOST = {"sections": (1_024, "section prompts"), "template": (65_536, "letters of template")}  # 2 min: 720 sections
 SECTION_ORDERS = ("inverted_anti_drifting", "vanilla")  # from the end of the film, from its start; grows at the end
 EMBEDS, MASK = "prompt_embeds", "prompt_attention_mask"  # tensors of a prompt, by name
 POOLED, EMBEDS_2 = "pooled_prompt_embeds", "prompt_embeds_2"
@@ -175,9 +175,9 @@ class PromptRequest:
     image: torch.Tensor | None = None  # frames (1, H, W, 3) in 0..1 for encoders that also look (HunyuanVideo I2V)
 
     def __post_init__(self) -> None:
-        for given, (most, what) in zip((self.sections, self.template), MOST.items(), strict=True):
-            if len(given) > most:
-                raise InputError(f"{len(given):,} {what}", expected=f"at most {most:,}", fix="Leave some out.")
+        for name, (most, what) in MOST.items():
+            if (count := len(getattr(self, name))) > most:
+                raise InputError(f"{count:,} {what}", expected=f"at most {most:,}", fix="Leave some out.")
         if any(HALF.search(text) for text in (self.text, self.negative, self.template, *self.sections)):
             raise InputError("half a character in a prompt", expected="whole ones", fix="Type the prompt again.")
 

@@ -55,7 +55,8 @@ def transformer_bytes(pipeline: Pipeline, mode: str, forward: int = 0) -> int:
     return sum(each) if mode == "none" else max(each)
 
 
-def sampling_bytes(pipeline: Pipeline, size: Size) -> int:  # of activations at the peak of one forward, on one rank
+def sampling_bytes(pipeline: Pipeline, size: Size) -> int:
+    """Bytes of activations at the peak of one forward of the transformer, on one rank."""
     fit, (tokens, latents) = pipeline.spec.memory.fit, sampling_terms(pipeline, size)
     dense = max(_dense(pipeline, part) for part in pipeline.spec.transformers)
     batch, heads, width, item = _states(pipeline, size)

@@ -233,9 +233,9 @@ class _Walk(Stream):
         self.times = {parts[0]: len(parts) for parts in alike.values()}
         return list(self.times)
 
-    def _one(self, run: Callable[..., torch.Tensor], planes: list[torch.Tensor], place: TilePosition) -> Any:
+    def _piece(self, run: Callable[..., torch.Tensor], planes: list[torch.Tensor], place: TilePosition) -> Any:
         with _repeated(self.work, self.times.get((*place.rows, *place.columns), 1)):
-            return Stream._one(self, run, planes, place)
+            return Stream._piece(self, run, planes, place)
 
 
 def image_work(pipeline: Pipeline, size: Size) -> Work:

@@ -75,7 +75,7 @@ def _needs(
 ) -> list[StageNeed]:
     """Each stage beside what stays on its device from before; ``rooms`` are the bytes that each may take."""
 
-    def beside(first: str, second: str, count: int) -> int:
+    def if_together(first: str, second: str, count: int) -> int:
         return count if places[first] == places[second] else 0
 
     weights, stays = pipeline.weights, mode == "none"
@@ -87,7 +87,7 @@ def _needs(
         stages.append(StageNeed("image", 0, own, decoding_bytes(pipeline, replace(size, frames=batch))))
         kept = vae if stays else 0
     if text:
-        here, needs = beside("text", "decoding", kept), list[StageNeed]()
+        here, needs = if_together("text", "decoding", kept), list[StageNeed]()
         for part in text:
             one, pair = (text_bytes(pipeline, part, count) for count in (1, PAIR))
             ahead = ahead_bytes(pipeline.offloader, weights[part], part, mode, one) + pair - one
@@ -100,9 +100,9 @@ def _needs(
     if keeps(pipeline.offloader, most, mode):
         stay = resident_bytes(weights[most].total, weights[most].passing, rooms["sampling"], int(MARGIN * forward))
     ahead = ahead_bytes(pipeline.offloader, weights[most], most, mode, forward, stay)
-    kept = beside("sampling", "decoding", kept)
+    kept = if_together("sampling", "decoding", kept)
     stages.append(StageNeed("sampling", kept, max(own, all_own), forward, ahead=ahead, stays=stay))
-    still = beside("sampling", "decoding", all_own)
+    still = if_together("sampling", "decoding", all_own)
     ahead = ahead_bytes(pipeline.offloader, weights[VAE], VAE, mode)
     whole = StageNeed("decoding", still, vae, decoding_bytes(pipeline, size), ahead=ahead)
     return [*stages, _decoding(pipeline, size, whole, rooms["decoding"])]

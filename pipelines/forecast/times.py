@@ -73,7 +73,7 @@ class TimeForecast:
 
 
 class Times(dict[str, TimeForecast]):
-    """Time of a run by offload mode; ``why`` says in one line why a mode is left out, empty where none is."""
+    """Time of a run by offload mode; ``why`` a mode is left out, in one line; ``less`` are changes that save time."""
 
     why = ""
     less: Sequence[object] = ()

@@ -47,7 +47,6 @@ TAG = "anygpu"  # of a video's metadata
 LATENT_FILES = (".safetensors", ".latent")
 PACKAGES = ("torch", "diffusers", "transformers")
 PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
-TEXT = "a prompt that was not encoded by AnyGPU Encode Prompt"
 
 
 def with_receipt(
@@ -283,7 +282,7 @@ def _missing(
     looks = prompt.extra.get("looks_at", "")
     sources = () if image is None else image.sources
     absent = {
-        TEXT: "request" not in prompt.extra,
+        "a prompt that was not encoded by AnyGPU Encode Prompt": "request" not in prompt.extra,
         "the latents that it started from": settings.latents is not None and video is None and first is None,
         "a noise mask": settings.noise_mask is not None,
         "the pictures that it started from": image is not None and not sources,

@@ -56,7 +56,7 @@ class TilePosition:
 class CausalCache:
     """Earlier frames remembered by a causal decoder, in host memory: whole planes, by layer."""
 
-    way: Transfer
+    transfer: Transfer
     # By layer, (1, C, k - 1, H, W) of each convolution, keys and values (1, 2C, T, H, W) of an attention.
     kept: dict[nn.Module, Tensor] = field(default_factory=dict)
     coming: dict[nn.Module, Tensor] = field(default_factory=dict)  # what the chunk under way leaves for the next
@@ -68,14 +68,14 @@ class CausalCache:
         kept = self.kept.get(layer)
         if kept is None:
             return None
-        return self.way.to_device(kept if self.place is None else self.place.read(kept).contiguous())
+        return self.transfer.to_device(kept if self.place is None else self.place.read(kept).contiguous())
 
     def remember(self, layer: nn.Module, seen: Tensor) -> None:
         """Keep ``seen`` for the next chunk; of a piece only its core: what is around belongs to others."""
         if self.place is None:
-            self.coming[layer] = self.way.to_host(seen.contiguous())
+            self.coming[layer] = self.transfer.to_host(seen.contiguous())
             return
-        core = self.way.to_host(self.place.core(seen).contiguous())
+        core = self.transfer.to_host(self.place.core(seen).contiguous())
         if layer not in self.coming:
             self.coming[layer] = core.new_empty(*seen.shape[:3], self.place.height, self.place.width)
         (top, bottom), (left, right) = self.place.rows, self.place.columns
@@ -98,7 +98,7 @@ class CausalCache:
         for layer, seen in self.kept.items():
             grow = seen.shape[-2] // height
             kept[layer] = seen[..., top * grow : bottom * grow, left * grow : right * grow].clone()
-        return CausalCache(self.way, kept, frames=self.frames)
+        return CausalCache(self.transfer, kept, frames=self.frames)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ DECODING = ProgressStage("decoding")
 LAYERS_PER_REPORT = 8
 LAYOUTS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 TILING = tuple(f"tile_{a}_{b}" for a in ("sample_min", "sample_stride", "latent_min") for b in ("height", "width"))
-Run = Callable[[Any, Transfer], Tensor]
+Pass = Callable[[Any, Transfer], Tensor]
 Prepare = Callable[[Any, Transfer], tuple[Tensor, Tensor | None]]
 
 
@@ -133,7 +133,7 @@ class VaeRunner:
         time = None if task.time is None else self._transfer.to_device(task.time)
         return work.region(task, HeldDecoder(self._vae, self._transfer, task.method, time))
 
-    def encode(self, run: Run, stage: ProgressStage) -> Tensor:
+    def encode(self, run: Pass, stage: ProgressStage) -> Tensor:
         """Mean and log variance (1, 2C, T, H, W), fp32, on the CPU, which ``run`` returns on the device."""
 
         def validate(moments: Tensor) -> str:
@@ -146,7 +146,7 @@ class VaeRunner:
         return self._through(watching, validate, str(stage), self.progress)
 
     def _through(
-        self, run: Run, validate: Validator, stage: str, progress: Progress, work: ResumableDecode | None = None
+        self, run: Pass, validate: Validator, stage: str, progress: Progress, work: ResumableDecode | None = None
     ) -> Tensor:
         """The result of the first method that succeeds; a shortage first takes the other parts off the device, once."""
         plan = self.plan
@@ -176,7 +176,7 @@ class VaeRunner:
             progress.notify(f"{stage} {plan.method} {what}: again {again}")
             plan.method = after
 
-    def _once(self, run: Run, validate: Validator, stage: str, progress: Progress) -> Tensor:
+    def _once(self, run: Pass, validate: Validator, stage: str, progress: Progress) -> Tensor:
         """The result of ``run`` by the method under way; raises InvalidOutputError for one that cannot be right."""
         if self._open is None:
             self._enter()
@@ -233,7 +233,7 @@ class VaeRunner:
         if stack is not None:
             stack.close()
 
-    def _first_fault(self, run: Run, text: str, work: ResumableDecode | None) -> str:
+    def _first_fault(self, run: Pass, text: str, work: ResumableDecode | None) -> str:
         """The layer in which the last method first goes wrong, for a sentence; empty where none can be told."""
         if text not in (BROKEN, COLOUR):
             return ""
@@ -305,7 +305,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
 
 
 def encoded_moments(
-    pipeline: Pipeline, frames: Tensor, progress: Progress, stage: ProgressStage, tile: int = 0, run: Run | None = None
+    pipeline: Pipeline, frames: Tensor, progress: Progress, stage: ProgressStage, tile: int = 0, run: Pass | None = None
 ) -> Tensor:
     """Mean and log variance (1, 2C, T, H, W), fp32, on the CPU, of ``frames`` (F, H, W, 3) in 0..1.
 

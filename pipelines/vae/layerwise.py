@@ -42,7 +42,7 @@ class Activation:
 class Stream:
     """The walk of one decoder over planes; ``smaller`` turns a tile that found no room into a smaller one, or 0."""
 
-    way: Transfer
+    transfer: Transfer
     tile: int  # pixels of the last layer, one of :data:`~.plan.SIDES`
     pixel_elements: int  # of the last layer per pixel, of all frames; tiles of other layers hold as many elements
     past: CausalCache | None = None  # what a causal decoder remembers; None where the piece is all of time
@@ -62,7 +62,7 @@ class Stream:
             run: from tiles (1, C, T, h, w) on the device to (1, C', T', h * grow, w * grow) there.
             halo: cells around a tile that ``run`` must see for its core to be right.
         """
-        planes = [sheet.plane for sheet in sources]
+        planes = [source.plane for source in sources]
         height, width = planes[0].shape[-2:]
         pending: list[Region] = [(0, height, 0, width)]
         plane: Tensor | None = None
@@ -76,7 +76,7 @@ class Stream:
             self.check()
             place = place_of(region, halo, height, width)
             try:
-                here, part = self._one(run, planes, place)
+                core, moments = self._piece(run, planes, place)
             except DEVICE_ERRORS as error:
                 if not is_shortage(error):
                     raise
@@ -86,24 +86,24 @@ class Stream:
                 failed, self.tile = True, after
             if failed:  # outside the block, whose error holds the tensors of the failed tile
                 gc.collect()
-                empty_cache(self.way.device)
+                empty_cache(self.transfer.device)
                 pending.append(region)
                 continue
-            if part is not None:
-                count, mean, squares = merge_moments((count, mean, squares), part)
+            if moments is not None:
+                count, mean, squares = merge_moments((count, mean, squares), moments)
             if plane is None:
-                plane = here.new_empty(*here.shape[:3], height * grow, width * grow)
+                plane = core.new_empty(*core.shape[:3], height * grow, width * grow)
             top, bottom, left, right = (edge * grow for edge in region)
-            plane[..., top:bottom, left:right] = here
+            plane[..., top:bottom, left:right] = core
         assert plane is not None, "an empty plane"
         return Activation(plane, mean, squares / count) if count else Activation(plane)
 
-    def group_norm(self, norm: nn.Module, tile: Tensor, sheet: Activation) -> Tensor:
-        """``tile`` of ``sheet`` through ``norm`` with the moments of the whole plane, rounded to its dtype once."""
-        if sheet.mean is None or sheet.variance is None:
+    def group_norm(self, norm: nn.Module, tile: Tensor, source: Activation) -> Tensor:
+        """``tile`` of ``source`` through ``norm`` with the moments of the whole plane, rounded to its dtype once."""
+        if source.mean is None or source.variance is None:
             raise ValueError("a group norm over a plane whose moments were not gathered")
-        mean, per_group = sheet.mean, tile.shape[1] // sheet.mean.shape[1]
-        scale = torch.rsqrt(sheet.variance + norm.eps)  # type: ignore[operator]
+        mean, per_group = source.mean, tile.shape[1] // source.mean.shape[1]
+        scale = torch.rsqrt(source.variance + norm.eps)  # type: ignore[operator]
 
         def spread(values: Tensor) -> Tensor:
             columns = values.float().to(tile.device).repeat_interleave(per_group, dim=1)
@@ -120,12 +120,12 @@ class Stream:
         """The parts of a region to compute."""
         return parted(region, side)
 
-    def _one(self, run: Callable[..., Tensor], planes: list[Tensor], place: TilePosition) -> Piece:
+    def _piece(self, run: Callable[..., Tensor], planes: list[Tensor], place: TilePosition) -> Piece:
         if self.past is not None:
             self.past.place = place
-        tiles = [self.way.to_device(place.read(plane).contiguous()) for plane in planes]
+        tiles = [self.transfer.to_device(place.read(plane).contiguous()) for plane in planes]
         piece = place.core(run(*tiles)).contiguous()
-        return self.way.to_host(piece), self._moments(piece)
+        return self.transfer.to_host(piece), self._moments(piece)
 
     def _moments(self, piece: Tensor) -> Moments | None:
         """The moments of a piece's groups, summed in fp32 on the device, on the host in fp64; None if no norm asks."""
@@ -133,13 +133,13 @@ class Stream:
             return None
         rows = piece[0].unflatten(0, (self.groups, -1)).permute(2, 0, 1, 3, 4)  # T, G, C / G, h, w
         rows = rows.flatten(2) if self.per_frame else rows.transpose(0, 1).flatten(1).unsqueeze(0)
-        count = rows.shape[-1]
-        means, squares = [], []
+        count, means, squares = rows.shape[-1], [], []
         for frame in rows.unbind(0):  # one frame widened at a time
             wide = frame.float()
             means.append(wide.mean(-1))
             squares.append((wide - means[-1][:, None]).square_().sum(-1))
-        return count, self.way.to_host(torch.stack(means)).double(), self.way.to_host(torch.stack(squares)).double()
+        mean, distances = (self.transfer.to_host(torch.stack(each)).double() for each in (means, squares))
+        return count, mean, distances
 
     def _side(self, plane: Tensor, grow: int) -> int:
         """Cells per side of a tile of ``plane`` that holds as many elements as the last layer's does."""
@@ -195,7 +195,7 @@ def attended(stream: Stream, query: Tensor, planes: Tensor, frames_before: int, 
         seen = planes[0, :, frame].flatten(1)
         for start in stream.each(range(0, seen.shape[1], block)):
             stream.check()
-            key, value = stream.way.to_device(seen[:, start : start + block].contiguous()).float().chunk(2)
+            key, value = stream.transfer.to_device(seen[:, start : start + block].contiguous()).float().chunk(2)
             key, value = key.unflatten(0, (heads, -1)), value.unflatten(0, (heads, -1)).transpose(1, 2)
             scores = torch.matmul(split[first:], key)
             peak = torch.maximum(top[first:], scores.amax(-1, keepdim=True))
@@ -218,8 +218,8 @@ def streamed(stream: Stream, vae: Any, latents: Tensor, time: Tensor | None = No
         fix = "Choose method auto or tiled on the decode node."
         raise UnsupportedError(found, expected="a decoder whose layers depend only on their input", fix=fix)
     guarded = getattr(vae, AROUND, nullcontext)  # by guard_step: no forward of the VAE itself is called here
-    with own_tensors(vae.decoder), guarded((vae, latents.shape, stream.way.dtype)):
-        return STREAMED[full_name(vae)](stream, vae, Activation(latents.to(stream.way.dtype)), time).plane
+    with own_tensors(vae.decoder), guarded((vae, latents.shape, stream.transfer.dtype)):
+        return STREAMED[full_name(vae)](stream, vae, Activation(latents.to(stream.transfer.dtype)), time).plane
 
 
 def _hunyuan(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
@@ -393,7 +393,7 @@ def _embedded(owner: Any, time: Tensor | None, stream: Stream) -> Tensor | None:
     if owner.time_embedder is None or time is None:
         return None
     embedded: Tensor = owner.time_embedder(
-        timestep=time.flatten(), resolution=None, aspect_ratio=None, batch_size=1, hidden_dtype=stream.way.dtype
+        timestep=time.flatten(), resolution=None, aspect_ratio=None, batch_size=1, hidden_dtype=stream.transfer.dtype
     )
     return embedded.view(1, -1, 1, 1, 1)
 

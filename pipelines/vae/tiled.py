@@ -167,7 +167,7 @@ class ResumableDecode:
             part = latents[:, :, region.frames : region.frames + many]
             if many < total:
                 region.past = region.past or CausalCache(decoder.transfer)
-                region.past.way = decoder.transfer
+                region.past.transfer = decoder.transfer
             with self.guard(*self._part(many * region.cells)):
                 try:
                     frames = self._decoded(decoder, part, region.past)
