@@ -32,6 +32,7 @@ LEFT_BEHIND = (  # what a patcher writes on a layer
     "memory_stats",
     "rows",
     "runs_on",
+    "computes_in",
 )
 BASE_LAYER = ".base_layer"  # where peft has the layer that it was put around
 WEIGHT = ".weight"
@@ -163,21 +164,12 @@ class _Rows:
     """A packed layer as ComfyUI's cast takes it: what is stored stands for the weight, as it is."""
 
     weight_function = ()
+    weight = property(lambda self: self.layer.stored)
+    bias = property(lambda self: self.layer.bias)
+    bias_function = property(lambda self: self.layer.bias_function)
 
     def __init__(self, layer: PackedLayer) -> None:
         self.layer = layer
-
-    @property
-    def weight(self) -> torch.Tensor:
-        return self.layer.stored
-
-    @property
-    def bias(self) -> torch.Tensor | None:
-        return self.layer.bias
-
-    @property
-    def bias_function(self) -> list[Any]:
-        return self.layer.bias_function
 
 
 class Placed:
@@ -217,17 +209,10 @@ def install_cast_layers(module: nn.Module, device: torch.device, memory_stats: M
 
 def restore_layers(module: nn.Module) -> None:
     for owner in module.modules():
-        if isinstance(owner, CastLayer):
-            for name in LEFT_BEHIND:
+        if isinstance(owner, (CastLayer, Placed)):
+            for name in (*LEFT_BEHIND, *["bias"] * ("lacks_bias" in owner.__dict__), "lacks_bias"):
                 owner.__dict__.pop(name, None)
-            if owner.__dict__.pop("lacks_bias", False):
-                owner.__dict__.pop("bias")
-        elif isinstance(owner, Placed):
-            for name in ("runs_on", "computes_in"):
-                owner.__dict__.pop(name, None)
-        else:
-            continue
-        owner.__class__ = type(owner).__bases__[1]
+            owner.__class__ = type(owner).__bases__[1]
 
 
 def fixed_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -294,17 +279,17 @@ def _walk(module: nn.Module, whole: bool = False) -> Iterator[tuple[nn.Module, b
 
 
 def named_for_patches(tensors: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str, torch.Tensor]:
-    """``tensors`` of ``module`` under the names that patches have, without adapters' own; packed weights on meta."""
+    """``tensors`` of ``module`` by the names of patches, but for adapters' own; packed ones dense, on meta."""
     around = {name.removesuffix(BASE_LAYER) for name, _ in module.named_modules() if name.endswith(BASE_LAYER)}
-    packed = {
+    packed = {name: owner for name, owner in module.named_modules() if isinstance(owner, StoredLinear)}
+    dense = {
         f"{name}{WEIGHT}": torch.empty(owner.out_features, owner.in_features, dtype=owner.dense_dtype, device="meta")
-        for name, owner in module.named_modules()
-        if isinstance(owner, StoredLinear)
+        for name, owner in packed.items()
     }
     return {
         key.replace(BASE_LAYER, ""): tensor
-        for key, tensor in {**tensors, **packed}.items()
-        if key.rsplit(".", 3)[0] not in around
+        for key, tensor in {**tensors, **dense}.items()
+        if key.rsplit(".", 3)[0] not in around and (key.endswith(OWN) or key.rpartition(".")[0] not in packed)
     }
 
 

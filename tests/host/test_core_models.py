@@ -61,6 +61,12 @@ def test_the_model_beside_a_lora_carries_it(inside: Inside, tmp_path: Path, name
     assert found["undone"]
 
 
+def test_packed_models_are_merged_by_their_values(inside: Inside, tmp_path: Path) -> None:
+    found = inside.play("core", "merged", name="ltx", weights="int8", folder=str(tmp_path))
+    assert found["acts"] > 0.1 and found["streamed"], "the packed bytes were merged too"
+    assert found["beside"] <= ROUNDING * 10, "a LoRA of ours hides the weights"
+
+
 @pytest.mark.parametrize("name", ["ltx", "hunyuan_video_15", "framepack", "mochi"])
 def test_core_vae_nodes_give_what_ours_give(inside: Inside, name: str) -> None:
     found = inside.play("core", "decoded_alike", name=name)

@@ -13,6 +13,7 @@ import comfy.model_management as management
 import comfy.sample
 import comfy.samplers
 import torch
+from anygpu.compat.checkpoints.packed import StoredLinear
 from anygpu.compat.device.execution import generator_for
 from anygpu.host import core_models, recovery
 from anygpu.pipelines import stages
@@ -119,6 +120,33 @@ def adapted_alike(name: str, weights: str, folder: str) -> dict[str, Any]:
     found["beside"] = bool(torch.equal(cores(patched, *conditionings, noise), full))
     found["undone"] = bool(torch.equal(cores(model, *conditionings, noise), plain))
     return found
+
+
+def merged(name: str, weights: str, folder: str) -> dict[str, Any]:
+    """Our MODEL merged by core's node with one of other weights: at full offloader and at none; then beside a LoRA."""
+    from comfy_extras.nodes_model_merging import ModelMergeSimple
+
+    pipeline, model, prompt, image, conditionings, _, noise = with_noise(name, weights)
+    other = prepared(name, weights=weights)
+    for layer in filter(lambda each: isinstance(each, StoredLinear), other[0].parts.read("transformer").modules()):
+        layer.stored.data.neg_()
+    plain = cores(model, *conditionings, noise)
+    (both,) = ModelMergeSimple().merge(model, other[1], 0.25)
+    full = cores(both, *conditionings, noise)
+    with state(vram_state=management.VRAMState.NO_VRAM):
+        management.unload_all_models()
+        streamed = cores(both, *conditionings, noise)
+    save_file(factors(pipeline), file := Path(folder, "lora.safetensors"))
+    ours(lora.with_lora(pipeline, file, 1.0, "", "separate", Silent()), prompt, image, CASES[name][1])
+    (same,) = ModelMergeSimple().merge(model, model, 0.25)
+    beside = float((cores(same, *conditionings, noise) - plain).abs().max())
+    return {"acts": float((full - plain).abs().max()), "streamed": bool(torch.equal(streamed, full)), "beside": beside}
+
+
+def with_noise(name: str, weights: str) -> tuple[Any, ...]:
+    """:func:`prepared`, and noise."""
+    given = prepared(name, weights=weights)
+    return (*given, torch.randn(SHAPES.get(name, USUAL_SHAPE), generator=given[-1]))
 
 
 def alone(adapted: Any) -> Any:
