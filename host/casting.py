@@ -294,20 +294,27 @@ def named_for_patches(tensors: Mapping[str, torch.Tensor], module: nn.Module) ->
 
 
 @contextmanager
-def patches_by_layer(patcher: ModelPatcher) -> Iterator[dict[str, Any]]:
-    """The patches under the names that layers have now; for the block the patcher has all but those of packed ones."""
-    modules, own = dict(patcher.model.named_modules()), patcher.patches
-    by_layer = {_key_of_layer(key, modules): patch for key, patch in own.items()}
+def patches_by_layer(patcher: ModelPatcher) -> Iterator[None]:
+    """For the block the patcher has its patches under the names that layers have now, and no patch of packed ones."""
+    modules, own, hooked = dict(patcher.model.named_modules()), patcher.patches, patcher.hook_patches
     packed = {f"{name}{WEIGHT}" for name, owner in modules.items() if isinstance(owner, PackedLayer)}
-    patcher.patches = {key: patch for key, patch in by_layer.items() if key not in packed}
+    named = {key: _key_of_layer(key, modules) for each in (own, *hooked.values()) for key in each}
+    patcher.patches = {named[key]: patch for key, patch in own.items() if named[key] not in packed}
+    patcher.hook_patches = {
+        hook: {key: patch for key, patch in each.items() if named[key] not in packed} for hook, each in hooked.items()
+    }
     try:
-        yield by_layer
+        yield
     finally:
-        patcher.patches = own
+        patcher.patches, patcher.hook_patches = own, hooked
 
 
-def attach_patches(patcher: ModelPatcher, patches: dict[str, Any]) -> None:
-    for name, layer in patcher.model.named_modules():
+def attach_patches(patcher: ModelPatcher, hooks: Any = None) -> None:
+    """Give packed layers the patches of ``patcher``, and of core's ``hooks`` in force, for their dense weights."""
+    modules, own = dict(patcher.model.named_modules()), patcher.patches
+    hooked = patcher.get_combined_hook_patches(hooks)
+    patches = {_key_of_layer(key, modules): own.get(key, []) + hooked.get(key, []) for key in {*own, *hooked}}
+    for name, layer in modules.items():
         if isinstance(layer, PackedLayer):
             key = f"{name}{WEIGHT}"
             patch = [LowVramPatch(key, patches)] if key in patches else []

@@ -183,11 +183,17 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         for tensor in fixed:
             casting.send(tensor, device_to, self.keeps)
         held = casting.bytes_of(fixed)
-        with casting.patches_by_layer(self) as by_layer:
+        with casting.patches_by_layer(self):
             super().load(device_to, max(lowvram_model_memory - held, LEAST), force_patch_weights, full_load)
-        casting.attach_patches(self, by_layer)
+        casting.attach_patches(self)
         if not full_load:
             self.model.model_loaded_weight_memory += held
+
+    def patch_hooks(self, hooks: Any) -> None:
+        """Patch as usual, but packed weights when they are made dense: core would patch a copy."""
+        with casting.patches_by_layer(self), without_unpacking(self.model):
+            super().patch_hooks(hooks)
+        casting.attach_patches(self, hooks)
 
     def patch_weight_to_device(self, key: str, device_to: torch.device | None = None, *args: Any, **kwargs: Any) -> Any:
         """Patch as usual; a weight without patches moves here, where a cancel is obeyed and progress reported."""

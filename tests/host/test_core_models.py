@@ -61,6 +61,14 @@ def test_the_model_beside_a_lora_carries_it(inside: Inside, tmp_path: Path, name
     assert found["undone"]
 
 
+@pytest.mark.parametrize("weights", [pytest.param("auto", marks=full), "int8"])
+def test_a_lora_in_hooks_of_core_acts_on_packed_weights_too(inside: Inside, weights: str) -> None:
+    found = inside.play("core", "hooked", name="ltx", weights=weights)
+    assert found["equal"] == {"NORMAL_VRAM": True, "NO_VRAM": True}
+    assert found["acts"] > 0.1 and found["half"] > 0.1, "the LoRA does too little to be seen"
+    assert found["undone"]
+
+
 def test_packed_models_are_merged_by_their_values(inside: Inside, tmp_path: Path) -> None:
     found = inside.play("core", "merged", name="ltx", weights="int8", folder=str(tmp_path))
     assert found["acts"] > 0.1 and found["streamed"], "the packed bytes were merged too"

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import comfy.hooks
+import comfy.lora
 import comfy.model_base
 import comfy.model_management as management
 import comfy.sample
@@ -120,6 +122,27 @@ def adapted_alike(name: str, weights: str, folder: str) -> dict[str, Any]:
     found["beside"] = bool(torch.equal(cores(patched, *conditionings, noise), full))
     found["undone"] = bool(torch.equal(cores(model, *conditionings, noise), plain))
     return found
+
+
+def hooked(name: str, weights: str) -> dict[str, Any]:
+    """A LoRA in hooks of core's on our conditionings, beside the same on our MODEL: at full offloader and at none."""
+    _, model, _, _, conditionings, _, noise = with_noise(name, weights)
+    file = {f"diffusion_model.{key}": value for key, value in factors(model.model.pipeline).items()}
+    patched, hooks = model.clone(), comfy.hooks.create_hook_lora(dict(file), 1.0, 0.0)
+    patched.add_patches(comfy.lora.load_lora(dict(file), comfy.lora.model_lora_keys_unet(model.model, {})))
+    plain, expected = cores(model, *conditionings, noise), cores(patched, *conditionings, noise)
+    both = [comfy.hooks.set_hooks_for_conditioning(each, hooks) for each in conditionings]
+    one, found = cores(model, both[0], conditionings[1], noise), {}
+    for vram in (management.VRAMState.NORMAL_VRAM, management.VRAMState.NO_VRAM):
+        with state(vram_state=vram):
+            management.unload_all_models()
+            found[vram.name] = bool(torch.equal(cores(model, *both, noise), expected))
+    return {
+        "equal": found,
+        "acts": min(float((each - plain).abs().max()) for each in (expected, one)),
+        "half": float((one - expected).abs().max()),
+        "undone": bool(torch.equal(cores(model, *conditionings, noise), plain)),
+    }
 
 
 def merged(name: str, weights: str, folder: str) -> dict[str, Any]:
