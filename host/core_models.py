@@ -246,11 +246,13 @@ class Factors(comfy.weight_adapter.LoRAAdapter):
 
 
 def beside(pipeline: Pipeline, reload: Reload | None = None) -> tuple[Any, Any]:
+    """MODEL and VAE of ``pipeline`` for core's nodes; in the place of one that is missing, a block that says why."""
     vae = None if comfy_offloader(pipeline) is None else CoreVAE(pipeline, reload)
     return model_of(pipeline, reload) or _stopped(pipeline), vae or _stopped(pipeline)
 
 
 def adapted(pipeline: Pipeline) -> Any:
+    """The MODEL with the pipeline's LoRAs as patches of core's, or a block that says why there is none."""
     if (offloader := comfy_offloader(pipeline)) is None:
         return _stopped(pipeline)
     known = offloader.patchers.get(TRANSFORMER)

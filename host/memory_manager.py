@@ -31,7 +31,7 @@ from . import casting
 REGISTERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
 HELD_BY = "anygpu_holder"  # where a part keeps its holder, weakly
-LEAST = 0.1  # its budget for "as little as possible", where 0 stands for everything
+LEAST = 0.1  # bytes of weights that may come where none need to: ComfyUI takes 0 for all of them
 
 
 def compute_device() -> torch.device:
