@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...compat.device.facts import GIBIBYTE
 from ...compat.errors import require_choice
-from ..family import HUB, Download, FamilySpec, Offer, Quantised
+from ..family import HUB, Download, FamilySpec, Offer
 from ..registry import FAMILIES
 
 FETCHER = "AnyGPU Download Model"  # the node
@@ -71,17 +71,13 @@ def stored_for(offer: Offer, card_bytes: int) -> str:
         return f"{card} fits in one piece as bf16, about {size:.1f} GiB."
     forms = [(str(file), file.gigabytes * 1e9 / GIBIBYTE) for file in offer.quantised.get("transformer", ())]
     forms = forms or [(f"{name}, about {size * share:.1f} GiB", size * share) for name, share in STORED[1:]]
-    text = _whole(offer.quantised.get("text", ()), room)
+    texts = offer.quantised.get("text", ())
+    text = next((file for file in texts if file.gigabytes * 1e9 / GIBIBYTE <= room), texts[-1] if texts else "")
     beside = f", with {text} as text encoder" if text else ""
     name = next((name for name, gib in forms if gib <= room), "")
     if not name:
         return f"{card} is streamed in every form; the smallest useful one is {forms[-1][0]}{beside}."
     return f"{card} fits in one piece as {name}{beside}, by AnyGPU Compose Pipeline."
-
-
-def _whole(files: Sequence[Quantised], room: float) -> str:
-    fitting = (file for file in files if file.gigabytes * 1e9 / GIBIBYTE <= room)
-    return str(next(fitting, files[-1])) if files else ""
 
 
 def variants_of(title: str) -> str:

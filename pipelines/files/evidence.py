@@ -75,11 +75,11 @@ def published(kind: str) -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ()
 
 
-def evidence_of(path: Path, config: Mapping[str, Any]) -> Evidence:
-    """The evidence around a file, or around a folder, whose own file may say something too: its title comes first."""
-    file = path if path.is_file() else next(iter(sorted(path.glob("[!.]*.safetensors"))), Path())
-    read = {".safetensors": entries_and_notes, ".sft": entries_and_notes, ".gguf": gguf_header}.get(file.suffix)
-    notes = {} if read is None else {key: each for key, each in read(file)[1].items() if isinstance(each, str)}
+def evidence_of(path: Path, config: Mapping[str, Any], entries: Mapping[str, TensorEntry] | None = None) -> Evidence:
+    """The evidence around a file, or a folder of these ``entries``, and in the metadata, whose title comes first."""
+    file = next(iter(entries.values())).file if entries else path
+    read = gguf_header if file.suffix == ".gguf" else entries_and_notes
+    notes = {key: each for key, each in read(file)[1].items() if isinstance(each, str)} if file.is_file() else {}
     return Evidence(notes, names_around(path, notes), config)
 
 

@@ -94,7 +94,7 @@ def load(
     options = offload_options(request.devices, request.keep_free_gb, request.state, host)
     require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
     transformer = files["transformer"]
-    around = evidence_of(transformer.folder if transformer.folder.is_file() else request.model, transformer.config)
+    around = evidence_of(transformer.folder if single else request.model, transformer.config, transformer.entries)
     variant, guessed = variant_of(family, request, around)
     recipe, said = recipe_named(family, around.names if (request.variant, *request.earlier) == (AUTO, "", "") else ())
     attention = _attention(request, family, transformer.config, precision, facts, probes)
@@ -250,7 +250,7 @@ def _as_published(family: FamilySpec, vae: PartFiles) -> PartFiles:
     """``vae`` whose attributes become the publisher's once built: those of the family, then those its files name."""
     settings = dict(family.rewrites.vae_settings)
     if family.code.vae_settings_in is not None:
-        settings |= family.code.vae_settings_in(evidence_of(vae.folder, vae.config), vae.folder)
+        settings |= family.code.vae_settings_in(evidence_of(vae.folder, vae.config, vae.entries), vae.folder)
     known = {name: value for name, value in vae.config.items() if name not in settings}  # diffusers warns of others
     return replace(vae, config=known, settings=settings)
 

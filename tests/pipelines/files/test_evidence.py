@@ -126,9 +126,28 @@ def test_tencents_own_folders_say_which_model_they_hold(
 def test_the_metadata_comes_before_the_names(tmp_path: Path, name: str, config: object, variant: str, why: str) -> None:
     notes = None if config is None else {"config": config}
     file = published.sparse(tmp_path / "models" / f"{name}.safetensors", {"x": (1,)}, metadata=notes)
-    (file.parent / f"._{file.name}").write_bytes(b"what a Mac leaves")
     found, said = ltx.guess_variant(evidence_of(file, {}))
-    assert found == variant and why in said and evidence_of(file.parent, {}).notes == evidence_of(file, {}).notes
+    of_folder = evidence_of(file.parent, {}, entries_and_notes(file)[0])
+    assert found == variant and why in said and of_folder.notes == evidence_of(file, {}).notes
+
+
+@pytest.mark.parametrize(
+    ("place", "content"),
+    [
+        ("ltxv-2b-0.9.8-distilled.safetensors", None),  # beside the parts, as in Lightricks' own repository
+        ("ltxv-2b-0.9.8-distilled.safetensors", b"version https://git-lfs.github.com/spec/v1"),
+        ("transformer/a.fp16.safetensors", b"version https://git-lfs.github.com/spec/v1"),
+        ("vae/a.fp16.safetensors", b"version https://git-lfs.github.com/spec/v1"),
+    ],
+)
+def test_a_file_that_is_not_read_says_nothing_of_the_model_beside_it(
+    tiny_folder: Path, tmp_path: Path, place: str, content: bytes | None
+) -> None:
+    folder = Path(shutil.copytree(tiny.build("ltx", tiny_folder), tmp_path / "mine"))
+    published.sparse(folder / place, {"x": (1,)}, metadata={"config": {"allowed_inference_steps": STEPS}})
+    if content is not None:
+        (folder / place).write_bytes(content)
+    assert load(LoadRequest(folder, device="cpu")).variant == "dev"
 
 
 @pytest.mark.parametrize(
