@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import layouts
+import published
 import pytest
 import tiny
 import torch
@@ -168,6 +169,23 @@ def test_auto_finds_the_parts_that_fit_and_says_so(tiny_folder, tmp_path, record
     assert set(alone.parts.readers) == {"transformer", "vae"}, (
         "CLIP-L, which many models have, is no text encoder alone"
     )
+
+
+@pytest.mark.parametrize(
+    ("table", "bias"),
+    [
+        ("shared.weight", "encoder.block.{}.layer.0.SelfAttention.relative_attention_bias.weight"),
+        ("encoder.embed_tokens.weight", "encoder.block.{}.layer.0.SelfAttention.relative_attention_bias.weight"),
+        ("token_embd.weight", "enc.blk.{}.attn_rel_b.weight"),
+    ],
+)
+def test_umt5_which_has_positions_in_every_layer_is_no_t5(tmp_path, table, bias):
+    """Wan's text encoder has the shapes of T5-XXL, but other words: a prompt through it would be noise."""
+    query = bias.format(0).replace("attn_rel_b", "attn_q").replace("relative_attention_bias", "q")
+    t5 = {table: (32128, 4096), query: (4096, 4096), bias.format(0): (32, 64)}
+    umt5 = {**t5, table: (256384, 4096), **{bias.format(number): (32, 64) for number in range(24)}}
+    files = [published.sparse(tmp_path / f"{len(shapes)}.safetensors", shapes) for shapes in (t5, umt5)]
+    assert [kinds(file) for file in files] == [("t5",), ()]
 
 
 @pytest.mark.parametrize(
