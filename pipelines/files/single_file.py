@@ -163,11 +163,13 @@ def _content_for(
 
 
 def _offered(part: str, kind: str, width: int, request: Files, progress: Progress) -> StoredModel | None:
-    """The model of ``kind`` from the first offered file that holds it whole, else from two halves; reports the file."""
-    paths, half = sorted(request.offered), next(iter(_halves(kind)), None)  # the other half is found from this one
-    models = (_of_kind(path, kind, width) for path in paths if kind in request.offered[path])
+    """The model of ``kind`` from the first offered file that holds it whole, else from two halves; reports the file.
+    What lies in a checkpoint comes last: it may be of another version, or trained with that model."""
+    held, half = request.offered, next(iter(_halves(kind)), None)  # the other half is found from this one
+    paths = sorted(held, key=lambda path: (len(held[path]), "checkpoints" in path.parts, path))
+    models = (_of_kind(path, kind, width) for path in paths if kind in held[path])
     whole = next((model for model in models if model is not None), None)
-    path = whole.path if whole else next((path for path in paths if half in request.offered[path]), None)
+    path = whole.path if whole else next((path for path in paths if half in held[path]), None)
     if path is None:
         return None
     progress.notify(f"{part} from {path.name} (auto)")

@@ -19,7 +19,7 @@ from anygpu.pipelines.keys import SAME
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.requests import LoadRequest
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Layout, tiny checkpoint, part, which way of writing a name, prefix.
@@ -171,6 +171,22 @@ def test_auto_finds_the_parts_that_fit_and_says_so(tiny_folder, tmp_path, record
     )
 
 
+def test_auto_takes_a_file_of_its_own_before_what_lies_in_a_checkpoint(tiny_folder, tmp_path, recorded):
+    """Here the checkpoint of LTX-Video 0.9.0 with its VAE, whose latents are not those of later transformers."""
+    files = layouts.whole_set("ltx", tiny_folder, tmp_path / "diffusion_models")
+    vae = Path(shutil.copy(files["vae"], tmp_path / "vae.safetensors"))
+    shutil.copy(files["vae"].with_suffix(".json"), vae.with_suffix(".json"))
+    inner = {f"vae.{name}": tensor for name, tensor in load_file(vae).items()}
+    whole = tmp_path / "checkpoints" / "ltx-video-2b-v0.9.safetensors"
+    layouts.write(whole, {**load_file(files["transformer"]), **inner}, json.loads(vae.with_suffix(".json").read_text()))
+    progress, offered = recorded(), {path: kinds(path) for path in (whole, vae)}
+    assert "ltx/vae" in offered[whole] and whole < vae
+    base = layouts.tools_only("ltx", tiny_folder, tmp_path)
+    request = Files({"transformer": files["transformer"]}, offered)
+    pipeline = load(LoadRequest(files["transformer"], base=base, device="cpu", files=request), progress)
+    assert f"vae from {vae.name} (auto)" in progress.said and pipeline.parts["vae"] is not None
+
+
 @pytest.mark.parametrize(
     ("table", "bias"),
     [
@@ -211,8 +227,6 @@ def test_a_file_in_the_wrong_input_is_named(tiny_folder, tmp_path):
 def test_weights_that_fit_no_published_size_are_named(tiny_folder, tmp_path, change):
     files = layouts.whole_set("mochi", tiny_folder, tmp_path)
     tensors = layouts.tensors_of(tmp_path)
-    from safetensors.torch import load_file
-
     tensors = load_file(files["transformer"])
     if change == "missing":
         tensors.pop("blocks.0.attn.qkv_x.weight")
