@@ -57,8 +57,9 @@ def path_of(name: str, listed: Mapping[str, Path], searched: list[Path], what: t
 
 
 def stamp(*paths: Path | None) -> list[tuple[str, int, int]]:
-    """Value that changes when a file, or a file in a folder, changes; None stands for no file."""
+    """Value that changes when a file, its configuration, or a file in a folder, changes; None stands for no file."""
     there = [path for path in paths if path is not None]
+    there += [each for path in there for each in (path.with_suffix(".json"), path.with_name("adapter_config.json"))]
     files = {file for path in there for file in ([path] if path.is_file() else path.rglob("*.*"))}
     states = ((file, file.stat()) for file in files if file.exists())  # a dangling link is not a file
     return sorted((str(file), status.st_mtime_ns, status.st_size) for file, status in states)

@@ -218,6 +218,17 @@ def test_a_cancelled_mesh_of_a_node_stays_a_cancel_where_its_file_cannot_be_remo
     monkeypatch.undo()
 
 
+@pytest.mark.parametrize("name", ["adapter_model.json", "adapter_config.json"])
+def test_a_configuration_that_is_put_beside_a_file_changes_its_stamp(folders, tmp_path, name):
+    """That of a single file and that of peft's LoRA: a node that reads it runs again."""
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    before = folders.stamp(tmp_path / "adapter_model.safetensors")
+    (tmp_path / "another.json").write_text("{}")
+    assert folders.stamp(tmp_path / "adapter_model.safetensors") == before
+    (tmp_path / name).write_text("{}")
+    assert folders.stamp(tmp_path / "adapter_model.safetensors") != before
+
+
 def test_a_dangling_link_in_a_model_folder_is_passed_over_by_its_stamp(folders, tmp_path):
     weights = tmp_path / "model" / "weights.safetensors"
     weights.parent.mkdir()

@@ -71,7 +71,7 @@ class LoRA:
     @property
     def key(self) -> Hashable:
         """The key of its layers; a strength in the weights is part of it."""
-        return (self.path, self.stamp, self.blocks, self.mode, self.strength if self.in_weights else None)
+        return (self.path, self.stamp, self.blocks, self.mode, self.in_weights and self.strength, *self.scales.values())
 
 
 def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode: str, progress: Progress) -> Pipeline:

@@ -223,6 +223,24 @@ def test_a_merged_lora_comes_off_weights_that_a_host_has_replaced(made: Any) -> 
         assert torch.equal(layer.weight, before)
 
 
+@pytest.mark.parametrize("mode", ["separate", "merged"])
+def test_an_alpha_that_is_put_beside_the_file_later_counts_from_then_on(made: Any, tmp_path: Path, mode: str) -> None:
+    pipeline = made.fresh()
+    name, (rows, columns) = next(item for item in made.layers.items() if len(item[1]) == 2)
+    file = tmp_path / "adapter_model.safetensors"
+    factors = {"lora_A": torch.ones(2, columns), "lora_B": torch.ones(rows, 2)}
+    save_file({f"base_model.model.{name}.{key}.weight": factor for key, factor in factors.items()}, file)
+    plain = pipeline.parts["transformer"].get_submodule(name)(torch.ones(columns)).detach()
+    found = []
+    for config in ("", '{"peft_type": "LORA", "r": 2, "lora_alpha": 4}'):
+        if config:
+            (tmp_path / "adapter_config.json").write_text(config)
+        lora = with_lora(pipeline, file, 1.0, "", mode, Silent())
+        with lora.offloader.hold("transformer") as module, torch.no_grad():
+            found.append(module.get_submodule(name)(torch.ones(columns)))
+    torch.testing.assert_close(found[1] - plain, 2 * (found[0] - plain))
+
+
 def test_without_strength_nothing_happens_and_it_is_said(made: Any, recorded: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(lora, "host_free_bytes", lambda: 0)
     monkeypatch.setattr(lora, "swap_free_bytes", lambda: 0)
