@@ -68,7 +68,7 @@ def _packed(
     """The entry of a weight with the tensors beside it, by what the file says ``about`` its format."""
     inner = about.get("params")
     about = {**(inner if isinstance(inner, dict) else {}), **about}
-    codec = str(about.get("format") or _told_by(sides))
+    codec = str(about.get("format") or _format_by(sides))
     codec = SCALED if codec in PLAIN else codec
     packing, shape, told = PACKINGS.get(codec), tuple(weight.shape), about.get("shape")
     if packing is None:
@@ -112,7 +112,7 @@ def _of_blocks(path: Path, name: str, weight: TensorEntry, codec: str) -> Tensor
     return replace(weight, shape=(shape[0], shape[1] // size * 32), codec=codec)
 
 
-def _told_by(sides: Mapping[str, TensorEntry]) -> str:
+def _format_by(sides: Mapping[str, TensorEntry]) -> str:
     if "scale" in sides and sides["scale"].dtype in ("U8", "F8_E8M0"):
         return "nvfp4" if "scale_2" in sides else "mxfp8"
     own = {"s_rel": W4A8, "zeros": "awq_w4a16", "scale_2": "nvfp4", "absmax": "nf4"}

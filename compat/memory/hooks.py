@@ -48,7 +48,7 @@ class WeightGroup:
     def onload(self) -> None:
         """Bring the tensors to the device, until :meth:`offload` was called as often."""
         if self.depth == 0:
-            with _as_they_are():
+            with _outside_modes():
                 try:
                     self.hooks.onload(self)
                 except BaseException:
@@ -60,12 +60,12 @@ class WeightGroup:
         """End one use; after the last one the tensors are their host weights again. ``ahead``: the next groups come."""
         self.depth = max(0, self.depth - 1)
         if self.depth == 0:
-            with _as_they_are():
+            with _outside_modes():
                 self.hooks.leave(self, ahead)
 
     def restore(self) -> None:
         self.depth = 0
-        with _as_they_are():
+        with _outside_modes():
             put_back(self.host_weights)
 
 
@@ -292,8 +292,8 @@ class GroupHooks:
 
 
 @contextmanager
-def _as_they_are() -> Iterator[None]:
-    """The block, in which weights move, outside of modes that change what operations do: a layer computed in fp32."""
+def _outside_modes() -> Iterator[None]:
+    """Run the block, which moves weights, without inference mode, gradients, or modes that rewrite torch operations."""
     with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
         yield
 

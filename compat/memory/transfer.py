@@ -148,8 +148,7 @@ def casts_wrongly(device: torch.device, dtype: torch.dtype) -> bool:
 def send_together(
     tensors: Sequence[torch.Tensor], send: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The index of each tensor and its copy on the device; small ones on the host travel together and share one
-    storage.
+    """The index of each tensor and its copy on the device; small host tensors travel together and share one storage.
     Peak extra host memory: one staging buffer."""
     waiting: dict[torch.dtype, list[int]] = {}
     held: dict[torch.dtype, int] = {}

@@ -145,7 +145,7 @@ def config_of(content: StoredModel, task: str = "", known: str = "") -> Configur
 
 
 def _named(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[int, Mapping[str, Any], str] | None:
-    """The count of what a name leaves out of the row that it says the most of, the row, and why; None for no row."""
+    """Of the row that a name says most about: how much of it the name leaves out, the row, and why; None for none."""
     named = [row for row in rows if row.get("named") and all(says(name, each) for each in row["named"])]
     if not named:
         return None
