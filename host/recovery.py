@@ -77,8 +77,8 @@ def save_for_decode(samples: torch.Tensor) -> None:
     try:
         mark = _mark(samples)
         if mark not in _saved_lately:
-            recovery.save_plain_recovery(saved_folder(), Sampled([samples], "decode"), log.warning)
-            _saved_lately.append(mark)
+            if recovery.save_plain_recovery(saved_folder(), Sampled([samples], "decode"), log.warning):
+                _saved_lately.append(mark)
     except Exception as error:  # a disk, or latents of another kind: it must not cost the decode
         log.warning("AnyGPU: latents could not be saved: %s", error)
 
@@ -101,8 +101,8 @@ def _keep(
         name, seed, kind = family or type(model).__name__, int(given.get("seed") or 0), type(rough).__name__
         more = {"fps": fps, "latent_format": kind, "unfinished": unfinished}
         made = Sampled(latents, name, seed, frames=frames, height=height, width=width, **more)
-        recovery.save_plain_recovery(saved_folder(), made, log.warning)
-        _saved_lately.append(_mark(latents[0]))
+        if recovery.save_plain_recovery(saved_folder(), made, log.warning):
+            _saved_lately.append(_mark(latents[0]))
     except Exception as error:  # of whatever another pack has put here: it must not cost the sampling
         log.warning("AnyGPU: latents could not be saved: %s", error)
 

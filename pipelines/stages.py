@@ -222,7 +222,7 @@ def encode_video(
     with running(VIDEO, pipeline, progress, SampleSettings(width, height, count)):
         samples = family.code.encode_video(pipeline, pictures, seed, progress)
     size: dict[str, Any] = {"frames": count, "height": height, "width": width}
-    return Latents(samples, pipeline.family, "video", **size, fps=family.sizes.defaults.fps, seed=seed)
+    return Latents(samples, pipeline.family, "video", **size, fps=of_checkpoint(pipeline).sizes.defaults.fps, seed=seed)
 
 
 @explaining(SAMPLING)

@@ -551,11 +551,14 @@ def test_a_forecast_has_the_size_at_which_the_picture_will_be_encoded(pack, tiny
     assert seen["demo: FramePack", "tall.png"] == seen["demo: FramePack", "gone.png"] == "64x64, 9"
 
 
+TIMED = "a fox [1s: a dog] [2s: a cat]"
+
+
 def test_a_forecast_has_the_clip_and_each_prompt_of_a_video_in_sections(pack, tiny_folder):
     for name, published in (("framepack", "FramePackI2V_HY"), ("hunyuan_video", "HunyuanVideo"), ("siglip", "flux")):
         weights_on(pack, tiny_folder, name, published)
 
-    def told(pictures: str, text: str, more: str = "", taken: int = 0) -> dict[str, Any]:
+    def told(pictures: str, text: str | list[Any], more: str = "", taken: int = 0) -> dict[str, Any]:
         prompt = {
             "1": {"class_type": "AnyGPULoadPipeline", "inputs": {"model": "FramePackI2V_HY"}},
             "2": {"class_type": pictures, "inputs": {}},
@@ -566,11 +569,13 @@ def test_a_forecast_has_the_clip_and_each_prompt_of_a_video_in_sections(pack, ti
         prompt["5"]["inputs"] |= {"prompt": ["4", 0], "image": ["3", 0], "fps": 30.0, "texts": 3, "clip": 2}
         prompt["6"] = {"class_type": "GetImageRangeFromBatch", "inputs": {"images": ["2", 0], "num_frames": taken}}
         prompt["3"]["inputs"]["image"] = ["6" if taken else "2", 0]
+        prompt["7"] = {"class_type": "PrimitiveString", "inputs": {"value": TIMED}}
         (found,) = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})[1]["forecasts"]
         return found
 
     paced(1e7)
-    plain, clip = told("LoadImage", "a fox"), told("GetVideoComponents", "a fox [1s: a dog] [2s: a cat]")
+    plain, clip = told("LoadImage", "a fox"), told("GetVideoComponents", TIMED)
+    assert told("GetVideoComponents", ["7", 0])["seconds"] == clip["seconds"], "a text of another node"
 
     def peaks_of(found: dict[str, Any]) -> dict[str, int]:
         return {stage["stage"]: stage["peak"] for stage in found["stages"]}

@@ -262,7 +262,7 @@ def _is_film(prompt: Prompt, nodes: Sequence[str]) -> bool:
 def _texts(prompt: Prompt, node: str, pipeline: Pipeline) -> PromptRequest | None:
     """The prompts of a video that is sampled in sections, where they are known. Raises InputError for refused ones."""
     inputs = prompt.get(next(back(prompt, node, "prompt"), ""), {}).get("inputs", {})
-    text, more = inputs.get("text"), inputs.get("section_prompts", "")
+    text, more = (value_of(prompt, inputs.get(name, "")) for name in ("text", "section_prompts"))
     if not (pipeline.spec.recipes.sections and isinstance(text, str) and isinstance(more, str)):
         return None
     texts = PromptRequest(text, sections=tuple(filter(str.strip, more.splitlines())))

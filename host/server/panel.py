@@ -73,7 +73,7 @@ def machine(again: bool = False) -> dict[str, Any]:
     if again:
         store.ask_all(again=True)
     known = store.without_asking()
-    report = report_on(here, known, precisions(), free_bytes(here.device), note=store.note)
+    report = report_on(here, known, precisions(), free_bytes(here.device), store.note, store.misses())
     return {
         "device": str(here),
         "memory": memory_now(),

@@ -180,6 +180,8 @@ def _is_extra(extra: Any) -> bool:
     window, dropped = extra.get("window", 0), extra.get("drop_frames", 0)
     whole = isinstance(lengths, list) and all(type(number) is int for number in (window, dropped, *lengths))
     whole = whole and all(map(lt, [0, *lengths], lengths)) and (not lengths or 0 < window <= LARGEST_SIDE)
-    sides = [extra.get(name, LARGEST_SIDE) for name in FINAL]
-    sizes = all(type(side) is int and 0 < side <= LARGEST_SIDE for side in sides)
-    return whole and sizes and isinstance(state, str) and HEX.fullmatch(state) is not None
+    first, toned = extra.get("first_size", [1, 1]), extra.get("tone_map", 0.0)
+    sides = [*(extra.get(name, LARGEST_SIDE) for name in FINAL), *(first if isinstance(first, list) else [])]
+    sizes = len(sides) == len(FINAL) + 2 and all(type(side) is int and 0 < side <= LARGEST_SIDE for side in sides)
+    toned = isinstance(toned, (int, float)) and 0 <= toned <= 1
+    return whole and sizes and toned and isinstance(state, str) and HEX.fullmatch(state) is not None

@@ -184,6 +184,8 @@ WRONG = {
         *({"section_lengths": [1, 2], "window": window} for window in (0, -1, float("nan"))),
         *({"section_lengths": lengths, "window": 1} for lengths in ([2, 1], [0])),
         {"section_lengths": [2]},
+        *({"first_size": sides} for sides in (3, [8], [0, 8], [8, "8"])),
+        *({"tone_map": share} for share in ("x", -1, 2)),
     ],
     "family": [3, None],
 }
