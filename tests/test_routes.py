@@ -22,10 +22,11 @@ import tiny
 import torch
 from aiohttp.test_utils import TestClient, TestServer
 from anygpu.compat.device.facts import facts_for, free_bytes
-from anygpu.compat.device.probe_store import OK, ProbeResult, ProbeStore
+from anygpu.compat.device.probe_store import IN_RUNS, OK, ProbeResult, ProbeStore
 from anygpu.compat.device.work import Pace
 from anygpu.compat.memory.statistics import MemoryStats, StageNeed
 from anygpu.compat.probe_results import probe_results_of
+from anygpu.compat.report import MISSED
 from anygpu.compat.transforms.compile import CompileSettings
 from anygpu.paint import loading as paint_loading
 from anygpu.pipelines.base import Latents
@@ -186,6 +187,13 @@ def test_the_machine_is_told_without_asking_it_anything(pack):
         in found["first_run"]
     )
     assert pack.files() == {}, "reading wrote something"
+
+
+def test_the_machine_tells_what_runs_found_wrong(pack):
+    state = Path(importlib.import_module("anygpu.host.folders").state_folder())
+    probe_results_of(facts_for("cpu"), state).keep(IN_RUNS, {"mm fp16 of 4096": "the host"})
+    told = {section["heading"]: section["lines"] for section in pack.ask("GET", "/anygpu/machine")[1]["sections"]}
+    assert [line["subject"] for line in told[MISSED]] == ["mm fp16 of 4096"]
 
 
 def test_asking_the_device_lights_every_lamp_and_is_kept(pack):
