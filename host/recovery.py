@@ -75,10 +75,9 @@ def save_core_samples(patcher: Any, family: str = "", fps: float = 0.0) -> None:
 
 def save_for_decode(samples: torch.Tensor) -> None:
     try:
-        mark = _mark(samples)
-        if mark not in _saved_lately:
-            if recovery.save_plain_recovery(saved_folder(), Sampled([samples], "decode"), log.warning):
-                _saved_lately.append(mark)
+        mark, made = _mark(samples), Sampled([samples], "decode")
+        if mark not in _saved_lately and recovery.save_plain_recovery(saved_folder(), made, log.warning):
+            _saved_lately.append(mark)
     except Exception as error:  # a disk, or latents of another kind: it must not cost the decode
         log.warning("AnyGPU: latents could not be saved: %s", error)
 

@@ -426,6 +426,10 @@ def test_latents_are_kept_before_the_first_try(inside: Inside) -> None:
     assert inside.play("core_fit_vaes", "kept_before", name="Wan 2.1") == {"kept": 1, "equal": True}
 
 
+def test_latents_that_the_disk_refused_are_saved_before_the_next_decode(inside: Inside) -> None:
+    assert inside.play("core_fit_vaes", "saved_after_a_refusal") == 2
+
+
 def test_what_no_decode_can_save_is_refused_with_the_cause(inside: Inside) -> None:
     assert "The sampling went wrong, not the VAE" in inside.play("core_fit_vaes", "refused", name="SD", fault="latents")
     assert "also in fp32 on the CPU" in inside.play("core_fit_vaes", "refused", name="SD", fault="weights")

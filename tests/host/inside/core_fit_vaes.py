@@ -354,6 +354,15 @@ def kept_before(name: str) -> dict[str, Any]:
     return {"kept": 0, "equal": False}
 
 
+def saved_after_a_refusal() -> int:
+    """How often the disk, which refuses the first time, is asked to keep the latents of three decodes."""
+    latents = torch.randn(1, 4, 1, 2, 2)
+    with mock.patch.object(recovery.recovery, "save_plain_recovery", side_effect=["", "id"]) as save:
+        for _ in range(3):
+            recovery.save_for_decode(latents)
+    return save.call_count
+
+
 def as_published(name: str) -> dict[str, Any]:
     """By side: how far core's VAE is from its publisher's code, and how far with the masks put back."""
     vae, tensors = published(name)
