@@ -65,7 +65,7 @@ class Widened(TorchFunctionMode):
 
 
 class Scaled(Widened):
-    """As :class:`Widened`, but Linears multiply fp16 operands, each row divided so that no sum leaves fp16's range."""
+    """:class:`Widened` with Linears of fp16 operands, whose rows are divided so that no sum leaves fp16's range."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         scaled = _scaled_linear(*args, **(kwargs or {})) if func is functional.linear else None

@@ -144,6 +144,7 @@ class ModelPatcher:
     def __init__(self, model: Any, load_device: Any = CPU, offload_device: Any = CPU, size: int = 0) -> None:
         self.model, self.load_device, self.offload_device, self.size = model, load_device, offload_device, size
         self.patches: dict[str, list[Any]] = {}
+        self.hook_patches: dict[Any, dict[str, list[Any]]] = {}
         self.object_patches: dict[str, Any] = {}
         self.attachments: dict[str, Any] = {}
         self.wrappers: dict[str, dict[str, list[Any]]] = {}
@@ -163,6 +164,9 @@ class ModelPatcher:
 
     def is_dynamic(self) -> bool:
         return False
+
+    def get_combined_hook_patches(self, hooks: None) -> dict[str, list[Any]]:
+        return {}
 
     def is_clone(self, other: Any) -> bool:
         return self.model is other.model

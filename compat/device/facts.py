@@ -144,16 +144,16 @@ def flags() -> dict[str, bool]:
     cudnn: Any = torch.backends.cudnn
     matmul: Any = torch.backends.cuda.matmul
 
-    def lasting(owner: Any, name: str) -> bool:
-        return HELD.get((id(owner), name), (0, getattr(owner, name, False)))[1]
+    def lasting(owner: Any, name: str, now: bool) -> bool:
+        return HELD.get((id(owner), name), (0, now))[1]
 
     switches: dict[str, Callable[[], Any]] = {
-        "cudnn": lambda: lasting(cudnn, "enabled"),
-        "cudnn.benchmark": lambda: lasting(cudnn, "benchmark"),
+        "cudnn": lambda: lasting(cudnn, "enabled", cudnn.enabled),
+        "cudnn.benchmark": lambda: lasting(cudnn, "benchmark", cudnn.benchmark),
         "cudnn.deterministic": lambda: cudnn.deterministic,
         "tf32": lambda: _matmul_tf32(matmul),
         "cudnn.tf32": lambda: _cudnn_tf32(cudnn),
-        "fp16 sums": lambda: lasting(matmul, "allow_fp16_accumulation"),
+        "fp16 sums": lambda: lasting(matmul, "allow_fp16_accumulation", matmul.allow_fp16_accumulation),
         "bf16 sums": lambda: getattr(matmul, "allow_bf16_reduced_precision_reduction", False),
     }
     return {name: bool(value_or(switch, False)) for name, switch in switches.items()}

@@ -13,7 +13,6 @@ from ...compat.errors import InputError
 from ...compat.records import plain
 from ..base import EMBEDS, EMBEDS_2, FINAL, LATENT_VERSION, MASK, POOLED, RESOLVED, Latents, Prompt, SampleSettings
 from ..pipeline import Pipeline
-from ..settings import of_checkpoint
 
 KEY = "anygpu"
 MORE = "more"  # under our key: further tensors
@@ -41,7 +40,7 @@ def from_core(pipeline: Pipeline, latent: Mapping[str, Any], notify: Callable[[s
         notify("these latents come from another node: taken as text to video with seed 0")
         (count, rows, columns), sizes = samples.shape[2:], pipeline.spec.sizes
         size: dict[str, Any] = {"height": rows * sizes.ratio, "width": columns * sizes.ratio}
-        frames, fps = (count - 1) * sizes.stride + 1, of_checkpoint(pipeline).sizes.defaults.fps
+        frames, fps = (count - 1) * sizes.stride + 1, sizes.defaults.fps
         return Latents(samples, pipeline.family, "text", frames=frames, **size, fps=fps, seed=0)
     version, known = record.get("version", 0), f"version {LATENT_VERSION} or older"
     if int(version) > LATENT_VERSION:
