@@ -40,6 +40,7 @@ TITLES = {
     "siglip": "SigLIP (sigclip_vision_patch14_384)",
     "llava_vision": "the picture half of Llava (llava_llama3_vision)",
 }
+TOKENS = "embed_tokens.weight"  # of a language model, a row for each token
 VOCABULARIES = ("tokenizer.json", "spiece.model", "tokenizer.model", "vocab.json", "added_tokens.json")
 
 
@@ -164,11 +165,12 @@ def _content_for(
 
 def _offered(part: str, kind: str, width: int, request: Files, progress: Progress) -> StoredModel | None:
     """The model of ``kind`` from the first offered file that holds it whole, else from two halves; reports the file.
-    What lies in a checkpoint comes last: it may be of another version, or trained with that model."""
+    What lies in a checkpoint comes last: it may be of another version, or trained with that model. Of language models
+    the one with most tokens comes first: LLaVA has 64 more than the Llama 3.1 of HiDream, else of the same shapes."""
     held, half = request.offered, next(iter(_halves(kind)), None)  # the other half is found from this one
     paths = sorted(held, key=lambda path: (len(held[path]), "checkpoints" in path.parts, path))
     models = (_of_kind(path, kind, width) for path in paths if kind in held[path])
-    whole = next((model for model in models if model is not None), None)
+    whole = max(filter(None, models), key=lambda one: getattr(one.entries.get(TOKENS), "shape", (0,))[0], default=None)
     path = whole.path if whole else next((path for path in paths if half in held[path]), None)
     if path is None:
         return None
@@ -212,7 +214,7 @@ def _part(name: str, family: FamilySpec, content: StoredModel, configured: Confi
     config = dict(configured.config)
     cls = CLASSES.get(content.kind) or str(config.get("_class_name"))
     if content.kind in CLASSES and "vocab_size" in config:  # releases add tokens, or round the number up
-        table = "text_model.embeddings.token_embedding.weight" if content.kind == "clip_l" else "embed_tokens.weight"
+        table = "text_model.embeddings.token_embedding.weight" if content.kind == "clip_l" else TOKENS
         entry = content.entries.get("shared.weight") or content.entries.get(table)
         config["vocab_size"] = config["vocab_size"] if entry is None else entry.shape[0]
     if cls not in allowed:

@@ -187,6 +187,27 @@ def test_auto_takes_a_file_of_its_own_before_what_lies_in_a_checkpoint(tiny_fold
     assert f"vae from {vae.name} (auto)" in progress.said and pipeline.parts["vae"] is not None
 
 
+def test_auto_tells_llava_from_the_llama_that_it_was_made_from(tiny_folder, tmp_path, recorded):
+    """HiDream's Llama 3.1 has the same shapes, 64 tokens less, and a name that comes first."""
+    files = layouts.whole_set("hunyuan_video", tiny_folder, tmp_path / "diffusion_models")
+    tensors, llava = load_file(files["text_encoder"]), tmp_path / "llava_llama3.safetensors"
+    table = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+    llama = llava.with_name("llama_3.1_8b_instruct.safetensors")
+    save_file(tensors, llava)
+    save_file({**tensors, table: tensors[table][:-2].clone()}, llama)
+    for path in (llama, llava):
+        shutil.copy(files["text_encoder"].with_suffix(".json"), path.with_suffix(".json"))
+    progress, offered = (
+        recorded(),
+        {path: kinds(path) for path in (llama, llava, files["text_encoder_2"], files["vae"])},
+    )
+    assert offered[llama] == offered[llava] and llama < llava
+    base = layouts.tools_only("hunyuan_video", tiny_folder, tmp_path)
+    request = Files({"transformer": files["transformer"]}, offered)
+    load(LoadRequest(files["transformer"], base=base, device="cpu", files=request), progress)
+    assert f"text_encoder from {llava.name} (auto)" in progress.said
+
+
 @pytest.mark.parametrize(
     ("table", "bias"),
     [
