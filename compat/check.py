@@ -96,11 +96,11 @@ def _forms(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Ch
         for kind, (kernel, stride) in LAYERS.items():
             layer = Conv3dLayer(kind, 32, 32, kernel=kernel, geometry=Geometry(stride), dtype=dtype)
             forms = [form for form in Conv3dMethod if covers(form, kernel, layer.geometry)]
-            right = [form for form in forms if form_error(form, layer, facts.device) is not None]
+            right = [form for form in forms if form_error(form, layer, facts.device) is not None]  # None: a wrong one
             choice = chooser(layer)
             taken = Conv3dMethod.NATIVE if choice is None else choice.form
             wrong = [form.value for form in forms if form not in right]
-            detail = f"{taken.value} is taken" + (f"; not right here: {', '.join(wrong)}" if wrong else "")
+            detail = f"{taken.value} if none is timed" + (f"; not right here: {', '.join(wrong)}" if wrong else "")
             bad = FAILED if name in used else AVOIDED
             yield Check(f"Conv3d, {kind}, {name}", PASSED if taken in right else bad, detail)
 

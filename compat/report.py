@@ -114,7 +114,7 @@ def changes_for(
     expected = {*policy.wrong, *policy.costly, *OPTIONAL}
     surprises = [name for name in probes if name not in expected and probes[name].status not in (OK, UNKNOWN)]
     if surprises and facts.backend in PROMISED:
-        messages.append(f"{', '.join(surprises)}: should work on this device. {_update(facts)}")
+        messages.append(f"{', '.join(surprises)}: should work on this device. {_advice_on_surprise(facts)}")
     return list(dict.fromkeys(messages))
 
 
@@ -222,13 +222,13 @@ def _status(name: str, answer: ProbeResult, facts: DeviceFacts, policy: DevicePo
     if name in OPTIONAL:
         return ProbeStatus(name, AMBER, UNNEEDED[answer.status], "Nothing to do: AnyGPU does not need it.")
     row = policy.wrong.get(name) or slow
-    advice = _update(facts) if row is None else ". ".join(filter(None, (row.done, row.remedy)))
+    advice = _advice_on_surprise(facts) if row is None else ". ".join(filter(None, (row.done, row.remedy)))
     return ProbeStatus(name, RED, str(answer), advice)
 
 
-def _update(facts: DeviceFacts) -> str:
+def _advice_on_surprise(facts: DeviceFacts) -> str:
     if facts.backend not in PROMISED:
         return "Nothing to do: AnyGPU uses another way on this device."
     index, _ = wheel_index(facts)
-    driver = f" (now {facts.driver})" if facts.driver else ""
-    return f"Update the driver{driver} and torch." + (f" {install(index)}" if index else "")
+    driver = "macOS" if facts.backend == "mps" else "the driver" + (f" (now {facts.driver})" if facts.driver else "")
+    return f"Update {driver} and torch." + (f" {install(index)}" if index else "")

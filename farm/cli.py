@@ -162,7 +162,7 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
     from .driver import Driver
     from .render import Renderer, reached_in, task_of
 
-    models = tuple(Path(root).resolve() for root in arguments.models)
+    models = tuple(Path(root).expanduser().resolve() for root in arguments.models)
     if arguments.group < 1 or (arguments.branches and arguments.group % 2):
         found = f"--group {arguments.group}{' --branches' if arguments.branches else ''}"
         expected = f"1 or more devices{', an even number' if arguments.branches else ''}"
@@ -170,7 +170,7 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
     for name in ("local", "workers"):
         if getattr(arguments, name) < 0 or (name == "workers" and arguments.workers and not arguments.address):
             found, fix = f"--{name} {getattr(arguments, name)}", "Leave it out for one on each device."
-            raise InputError(found, expected="a number of workers; --workers with --address alone", fix=fix)
+            raise InputError(found, expected="a number of workers; --workers only with --address", fix=fix)
     if arguments.patience < 0:
         found, fix = f"--patience {arguments.patience:g}", "For example --patience 1200."
         raise InputError(found, expected="seconds, 0 for 600", fix=fix)
@@ -182,9 +182,10 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
         count = arguments.workers or max(gpus, 1)
     else:
         gpus = 0 if arguments.device is not None or default_device().type == "cpu" else device_count()
-        if 0 < gpus < arguments.local:  # Ray would let the others wait for ever
-            found = f"--local {arguments.local} on a machine with {gpus} GPU{'s' * (gpus > 1)}"
-            raise InputError(found, expected="at most one worker per GPU", fix="Leave out --local.")
+        name = "local" if arguments.local >= arguments.group else "group"
+        if 0 < gpus < (most := getattr(arguments, name)):  # Ray would let the others wait for ever
+            found = f"--{name} {most} on a machine with {gpus} GPU{'s' * (gpus > 1)}"
+            raise InputError(found, expected="at most one worker per GPU", fix=f"Leave out --{name}.")
         count = arguments.local or max(gpus, arguments.group)
         ray = cluster.start_here(max(count, arguments.group), gpus)
     on_gpus = arguments.device is None and bool(arguments.address or gpus)  # an empty cluster may grow some

@@ -58,7 +58,7 @@ class TaskSchedule:
             self._waiting[model] = deque(whole)
 
     def put_back(self, task: Task, begun: bool = True) -> None:
-        """Take a job in again whose worker is gone: it is the next of its model if it was begun, else the last."""
+        """Take in again a job that did not end, as the next of its model; if not ``begun``, as the last there now."""
         task.begun = begun
         waiting = self._waiting.setdefault(task.model, deque())
         (waiting.appendleft if begun else waiting.append)(task)

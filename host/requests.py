@@ -61,7 +61,7 @@ def folder_request(inputs: Inputs, trace: Path | None = None, **machine: Any) ->
     )
 
 
-def used_folders(model: str, base: str, image_encoder: str) -> list[Path]:
+def used_folders(model: str | None, base: str | None, image_encoder: str | None) -> list[Path]:
     """The folders that the pipeline of a folder is read from; none where the node will explain what is missing."""
     if None in (model, base, image_encoder):  # ComfyUI's word for an input that is linked
         return []

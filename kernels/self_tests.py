@@ -125,12 +125,12 @@ def _allowed(dtype: torch.dtype) -> float:
 
 def _error(found: Tensor, exact: Tensor) -> float:
     """The largest difference of ``found`` to the fp64 ``exact``: in fp32 relative to the largest value; in 16 bits to
-    each value's own power of two, and a little for fp32's errors before it and devices that flush denormals."""
+    each value's own power of two, with slack for fp32's errors before the rounding and for flushed denormals."""
     off, largest, info = found.double().sub_(exact).abs_(), float(exact.abs().max()), torch.finfo(found.dtype)
     if found.dtype == torch.float32:
         return float(off.max()) / largest
-    before = _allowed(torch.float32) * largest + info.tiny
-    return float(off.div_(power_of_two(exact.float()).add_(before / _allowed(found.dtype))).max())
+    slack = _allowed(torch.float32) * largest + info.tiny
+    return float(off.div_(power_of_two(exact.float()).add_(slack / _allowed(found.dtype))).max())
 
 
 def _all(result: Any) -> Results:

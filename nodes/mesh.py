@@ -248,8 +248,7 @@ class RenderTurntable(io.ComfyNode):
         with Checked(progress.check), texturing.explained(what, texturing.HOST, "Lower frames or size."):
             for each, into in zip(shown, pictures.split(size, dim=2), strict=True):
                 surface = Surface.of(meshes.from_core(each), memory_manager.compute_device())
-                colour = meshes.shown_colour(each)
-                turntable(surface, colour, frames, size, elevation, background, count, into)
+                turntable(surface, meshes.shown_colour(each), frames, size, elevation, background, count, into)
                 notes |= dict.fromkeys(surface.notes)
         progress.finish("\n".join((f"{frames} frames of {size} pixels", *notes)))
         return io.NodeOutput(pictures, ui=preview.clips([pictures], PREVIEW_FPS, cls))

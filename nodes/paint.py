@@ -272,7 +272,7 @@ class TextureMesh(io.ComfyNode):
         progress.finish("\n".join(texture.notes))
         made = meshes.with_texture(mesh, texture)
         job = partial(jobs.asked_job, pipeline, delight, shape, image, mask, settings)
-        missing = jobs.missing_of(pipeline, delight, image, dino)
+        missing = jobs.missing_of(pipeline, delight, dino)
         receipt = jobs.receipt_of(job, pipeline, shape, texture, cameras, missing)
         sign(made, receipt, texture)
         file = saved.textured_mesh(made, saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo), receipt)

@@ -93,8 +93,8 @@ class EncodeImage(io.ComfyNode):
         vision = None if clip_vision_output is None else clip_vision_output.last_hidden_state
         settings = own_inputs(pipeline, {**settings, "image": image, "fit": fit}, progress.drawn)
         image, fit = settings.pop("image"), settings.pop("fit")
-        asked = settings["width"], settings["height"]  # beside latents, whose size is used, that of the finished video
-        final_size = asked if latent is not None and all(asked) else ()
+        asked = settings["width"], settings["height"]
+        final_size = asked if latent is not None and all(asked) else ()  # then frames have the size of the latents
         request = ImageRequest(image, vision=vision, final_size=final_size, **settings)
         condition = stages.encode_image(pipeline, request, fit, progress, latents)
         progress.finish(f"{condition.width}x{condition.height}")

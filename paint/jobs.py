@@ -259,7 +259,7 @@ def asked_job(
     )
 
 
-def missing_of(pipeline: PaintPipeline, delight: PaintPipeline | None, image: Any, dino: Any) -> list[str]:
+def missing_of(pipeline: PaintPipeline, delight: PaintPipeline | None, dino: Any) -> list[str]:
     """Inputs of a texture that no file describes."""
     model, light = pipeline.request.model, None if delight is None else delight.request
     absent = {

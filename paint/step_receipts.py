@@ -50,15 +50,16 @@ def remember(history: str, facts: dict[str, Any]) -> None:
 def painted_record(
     pipeline: PaintPipeline, pictures: Mapping[str, Tensor | None], settings: OneStep, dino: Tensor | None
 ) -> dict[str, Any]:
-    """The receipt of views painted from an ``image``, its ``mask``, and the maps ``normals`` and ``positions``."""
+    """The receipt of views painted from an ``image``, its ``mask``, and the maps ``normals`` and ``positions``; of a
+    picture whose light Delight took out as Texture Mesh does, one job that begins with the picture before."""
     image, mask, maps = pictures["image"], pictures["mask"], facts_of(pictures["normals"], "maps")
     light, delight = facts_of(image, "evened"), None
-    usual = not light or (light["recenter"] and mask is None and pipeline.family == "paint")
-    if light and usual:
+    repeatable = not light or (light["recenter"] and mask is None and pipeline.family == "paint")
+    if light and repeatable:
         image, mask = light["image"], light["mask"]
-        delight = SimpleNamespace(source=light["request"].model, request=light["request"])
+        delight = SimpleNamespace(source=light["request"].model, request=light["request"])  # what a job reads of it
         settings = replace(settings, delight=light["settings"])
-    missing = missing_of(pipeline, delight, image, dino) + ["light taken out in another way"] * (not usual)
+    missing = missing_of(pipeline, delight, dino) + ["how light was taken out of its picture"] * (not repeatable)
     missing += ["the latents that it started from"] * settings.paint.continues
     if not maps or maps != facts_of(pictures["positions"], "maps") or maps["cameras"] != settings.cameras:
         return {receipts.HEAD: receipts.VERSION, "missing": [*missing, "maps of AnyGPU Render Views"]}

@@ -159,6 +159,8 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
 def as_run(job: VideoJob, pipeline: Pipeline, notify: Callable[[str], None]) -> VideoJob:
     """``job`` with the inputs that its model runs: a demo model has sizes and words of its own, which is said."""
     sections = (job.framepack or FramePackSettings(clip_seconds=5.0)) if pipeline.spec.recipes.sections else None
+    if job.framepack is not None and sections is None:
+        notify(f"seconds and sections have no effect on {pipeline.spec.title}: its length is in frames")
     asked: list[Any] = [job.prompt, job.settings, *([] if sections is None else [sections])]
     given = {item.name: getattr(part, item.name) for part in asked for item in fields(part)}
     own = own_inputs(pipeline, {**given, "fit": job.fit}, notify)

@@ -152,7 +152,7 @@ def _frames(container: Any, stream: Any) -> Iterator[Any]:
         return
     for packet in container.demux(stream):
         bare = imported("av").Packet(_without_texts(bytes(packet)))
-        bare.is_keyframe = packet.is_keyframe  # others are differences
+        bare.is_keyframe = packet.is_keyframe  # FFmpeg adds one that is no key frame to the frame before
         yield from stream.codec_context.decode(bare)
 
 

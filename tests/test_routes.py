@@ -683,9 +683,10 @@ def test_mv_adapter_is_told_of_what_is_connected_and_never_of_its_model(pack, mo
     assert [stage["stage"] for stage in whole["stages"]][:2] == ["text", "text_2"]
     other = told(core_vae=["7", 0])[1][0]["stages"]
     assert [each["least"] for each in other] == [each["least"] for each in whole["stages"]], "of another file"
-    for given, kind in ((["8", 0], "UNETLoader"), ("x", "nothing")):
+    for given, how, fix in ((["8", 0], "from UNETLoader", "Run it"), ("x", "not connected", "Connect all three")):
         card, forecasts = told(core_model=given)
-        assert card["error"]["found"] == f"memory and time unknown: core_model is from {kind}" and forecasts == []
+        assert card["error"]["found"] == f"memory and time unknown: core_model is {how}" and forecasts == []
+        assert card["error"]["fix"].startswith(fix)
     loader["inputs"]["ckpt_name"] = "../core.safetensors"
     assert "core_model is from CheckpointLoaderSimple" in told(core_model=["5", 0])[0]["error"]["found"]
 

@@ -251,8 +251,7 @@ def _differences(result: Tensor, expected: Tensor, source: torch.dtype) -> str:
     wrong = ~(same | flushed | near)
     if wrong.any():
         zeros = int((wrong & (a == 0)).sum())
-        what = f", {zeros} of them zero" if zeros else ""
-        return f"{int(wrong.sum())} of {a.numel()} values are wrong{what}"
+        return f"{int(wrong.sum())} of {a.numel()} values are wrong" + f", {zeros} of them zero" * (zeros > 0)
     remarks = [f"{int(flushed.sum())} subnormal values are flushed to zero"] if flushed.any() else []
     remarks += [f"{int(near.sum())} values are rounded differently"] if near.any() else []
     return Loose("; ".join(remarks))

@@ -225,17 +225,17 @@ class TimeLeft:
         self.ends = [*self.ends, (moment, done, now)][-1 - max(PERIOD, int(LAST * total)) :]
         if len(self.ends) == 1:
             return ""
-        lasted = [tuple(map(sub, after, before)) for before, after in pairwise(self.ends)]
-        by_step, by_forward = (_without_waits([each[0] / each[kind] for each in lasted]) for kind in (1, 2))
+        spans = [tuple(map(sub, new, old)) for old, new in pairwise(self.ends)]  # seconds, steps, forwards
+        by_step, by_forward = (_without_waits([span[0] / span[unit] for span in spans]) for unit in (1, 2))
         spreads = [max(paces) / max(min(paces), 1e-9) for paces in (by_step, by_forward)]
         if max(spreads) > CHANGED * min(spreads):
             self.alike = spreads[0] < spreads[1]
-        paces, kind, rest = (by_step, 1, total - done) if self.alike else (by_forward, 2, whole - now)
+        paces, unit, rest = (by_step, 1, total - done) if self.alike else (by_forward, 2, whole - now)
         since = _changed_at(paces, max(2, int(LATEST * total)))
-        spent = sum(pace * each[kind] for pace, each in zip(paces[since:], lasted[since:], strict=True))
-        each, pace = (spent / (self.ends[-1][count] - self.ends[since][count]) for count in (1, kind))
+        spent = sum(pace * span[unit] for pace, span in zip(paces[since:], spans[since:], strict=True))
+        per_step, pace = (spent / (self.ends[-1][column] - self.ends[since][column]) for column in (1, unit))
         left = f", about {duration(pace * rest)} left" if done < total else ""
-        return f", {each:.1f} s each{left}" if each >= WORTH_SHOWING else ""
+        return f", {per_step:.1f} s each{left}" if per_step >= WORTH_SHOWING else ""
 
 
 def _without_waits(paces: list[float]) -> list[float]:

@@ -179,7 +179,8 @@ class _Function:
         return options | ({"mode": asked.mode} if asked.backend == "inductor" else {})
 
     def ready(self, args: tuple[Any, ...], named: dict[str, Any], sizes: set[int]) -> tuple[Any, dict[str, Any]]:
-        """The arguments with plain strides, and with the lengths that vary marked so before a graph is made."""
+        """The arguments with plain strides, and with lengths that vary marked so before a graph is made; the length of
+        the video is added to ``sizes``."""
         args = tuple(_plain_strides(value) for value in args)
         named = {name: _plain_strides(value) for name, value in named.items()}
         if self.settings.dynamic == "none":

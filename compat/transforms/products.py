@@ -61,14 +61,14 @@ def multiply_as_stored(module: nn.Module, formats: tuple[str, ...]) -> tuple[int
 
 
 def _multiplies(layer: Any, formats: tuple[str, ...]) -> bool:
-    """True in one of ``formats``, without a scale of ModelOpt's or a power of two of fp16-safe's to take in."""
-    own, known = getattr(layer, SETTINGS, PLAIN), format_of(layer.codec, layer.stored.dtype) in formats
-    alone = own.values is None and not own.residual and "pre_scale" not in layer.sides
-    return known and alone and is_ours(layer, fp32_linear)
+    """True for a layer stored in one of ``formats`` whose product has no factor of ModelOpt's or of safe fp16's."""
+    settings, stored = getattr(layer, SETTINGS, PLAIN), format_of(layer.codec, layer.stored.dtype) in formats
+    unscaled = settings.values is None and not settings.residual and "pre_scale" not in layer.sides
+    return stored and unscaled and is_ours(layer, fp32_linear)
 
 
 def product(layer: Any, x: Tensor) -> Tensor | None:
-    """The output of a packed ``layer`` in the dtype of ``x``; None for few tokens, odd sides or a patched weight.
+    """The output of a packed ``layer`` in the dtype of ``x``; None for few tokens, sizes not in 16s, patched weights.
     Peak extra memory: two fp32 copies of ``x``, or one in 8 bits and the output in 32, for int8 twice (sums, fp32)."""
     rows = x.reshape(-1, x.shape[-1])
     sizes = (layer.in_features, layer.out_features)

@@ -230,7 +230,7 @@ class Heads:
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | None  # broadcast to (B, H, N, M)
+    mask: Tensor | None  # of four dimensions that broadcast to (B, H, N, M)
     gain: float  # what queries are multiplied by for another scale than usual
     split: bool  # whether the caller wants (B, H, N, D) back instead of (B, N, H * D)
 
@@ -240,8 +240,8 @@ class Heads:
         if not named.get("skip_reshape"):
             width = query.shape[-1] // named["heads"]
             # core takes keys and values as (B, N, H, D) too
-            split = (tensor.flatten(2).unflatten(-1, (-1, width)) for tensor in (query, key, value))
-            query, key, value = (tensor.transpose(1, 2) for tensor in split)
+            by_head = (tensor.flatten(2).unflatten(-1, (-1, width)) for tensor in (query, key, value))
+            query, key, value = (tensor.transpose(1, 2) for tensor in by_head)
         if key.shape[1] != query.shape[1]:
             key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
         mask, scale = named.get("mask"), named.get("scale")

@@ -91,10 +91,11 @@ def adapted_layers(network: nn.Module) -> set[nn.Module]:
 
 
 def _is_packed(module: nn.Module) -> bool:
+    """True for another pack's layer whose weight is no floating matrix; not for a convolution, or a property of it."""
     weight = _weight(module)
-    values = type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point() and weight.ndim > 1
-    known = values or hasattr(type(module), "weight") or isinstance(module, CONVOLUTIONS)
-    return not known and bool(left_class(module))
+    matrix = type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point() and weight.ndim > 1
+    excluded = matrix or hasattr(type(module), "weight") or isinstance(module, CONVOLUTIONS)
+    return not excluded and bool(left_class(module))
 
 
 def left_decisions(network: nn.Module, safe: bool = False) -> Iterator[Decision]:

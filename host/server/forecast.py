@@ -120,15 +120,15 @@ def _connected(prompt: Prompt, node: str) -> dict[str, Weights]:
         return {}
     files = []
     for name, source in sources.items():
-        *_, source = source, *(back(prompt, source, name.removeprefix("core_")) if source else ())  # behind LoRAs
-        kind = prompt[source]["class_type"] if source else "nothing"
+        *_, loader = source, *(back(prompt, source, name.removeprefix("core_")) if source else ())  # behind its LoRAs
+        kind = prompt[loader]["class_type"] if source else ""
         key, folder = CORE_FILES.get(kind, ("", ""))
-        path = folders.core_file(folder, prompt[source]["inputs"].get(key)) if key else None
+        path = folders.core_file(folder, value_of(prompt, prompt[loader]["inputs"].get(key))) if key else None
         if path is None:
             raise InputError(
-                f"memory and time unknown: {name} is from {kind}",
+                f"memory and time unknown: {name} is {f'from {kind}' if source else 'not connected'}",
                 expected="a .safetensors file of core's Load Checkpoint, or of Load VAE for core_vae",
-                fix="Run it: what is connected counts, not model.",
+                fix="Run it: what is connected counts, not model." if source else "Connect all three, or none.",
             )
         files.append(path)
     return {"loaded": joined_files(*files)}

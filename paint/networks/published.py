@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,10 @@ ADAPTER = re.compile(r"(^|\.)to_[kv]_ip\.weight$|(^|\.)image_proj_model\.(proj|n
 LAYER = re.compile(r"^unet\..*\.attn_refview\.to_q\.weight$")
 
 
-def kind_of(names: Iterable[str], path: Path) -> str:
-    """The kind of checkpoint that holds tensors of these names; raises CheckpointError for an unknown one."""
-    known = set(names)
+def kind_of(shapes: Mapping[str, tuple[int, ...]], path: Path) -> str:
+    """The kind of checkpoint that holds tensors of these shapes by name; raises CheckpointError for an unknown one."""
     for kind, sign in SIGNS.items():
-        if sign in known:
+        if sign in shapes and (kind != "delight" or shapes[sign][1:2] == (DELIGHT_CHANNELS,)):  # others' have 4 or 9
             return kind
     found = f"{str(path)!r} holds no UNet of Hunyuan3D paint or delight"
     raise CheckpointError(found, expected=", ".join(KINDS), fix=f"Download one ({'; '.join(PAGES.values())}).")

@@ -119,9 +119,8 @@ def explained(what: str, device: object, fix: str) -> Iterator[None]:
         if not is_shortage(error):
             raise
         found, expected = f"out of memory while {what} on {device}", "more free memory on this device"
-        text = f"{sentence(found, expected, fix)}\n{' '.join(str(error).split())}"
         # ComfyUI unloads all models where it sees this class, so that the next try has more room.
-        raise torch.OutOfMemoryError(text) from error
+        raise torch.OutOfMemoryError(f"{sentence(found, expected, fix)}\n{' '.join(str(error).split())}") from error
 
 
 @contextmanager

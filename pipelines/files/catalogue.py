@@ -81,7 +81,7 @@ def stored_for(offer: Offer, card_bytes: int) -> str:
 
 
 def variants_of(title: str) -> str:
-    """Published folders of a family that this node does not fetch, such as 720p, in one line; empty for none."""
+    """A line on published folders of a family that AnyGPU Download Model lacks, such as 720p; empty for none."""
     family = next(family for family in FAMILIES.values() if title in (family.title, *family.published.more_offers))
     offered = {download.page for offer in every_offer().values() for download in offer.downloads}
     others = [page.removeprefix(HUB) for page in family.published.pages if page not in offered]

@@ -181,7 +181,7 @@ def _transferred(hub: Any, download: Download, folder: Path, state: Fetched, end
     if state.stopped:
         raise Cancelled
     state.stage = "checking"
-    threading.current_thread().name = f"check {folder}"  # takes as long as the disk does
+    threading.current_thread().name = f"check {folder}"  # by which `_fetch` knows that no byte is awaited
     compared = api.verify_repo_checksums(download.repository, revision=download.revision, local_dir=folder)
     other = {mismatch["path"] for mismatch in compared.mismatches} & files.keys()
     absent = {name for name in compared.missing_paths if name in files}

@@ -156,7 +156,7 @@ def _lokr_size(shapes: Shapes) -> Size | None:
 def _lokr(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
     whole, a, b = KRON[:3]
     first = own[whole].float() if whole in own else own[a].float() @ own[b].float()
-    if KRON[5] not in own:
+    if KRON[3] in own:
         return _factors(pair.cut(torch.kron(first, own[KRON[3]].float().flatten(1))))
     up = pair.cut(torch.kron(first, own[KRON[4]].float()))
     return torch.kron(torch.eye(first.shape[1]), own[KRON[5]].float()), up

@@ -121,7 +121,7 @@ def unpacking_work(pipeline: Pipeline, part: str) -> Work:
 def stored_products(pipeline: Pipeline) -> tuple[str, ...]:
     """The formats of the transformer's packed weights that this device multiplies as they are stored."""
     forms = pipeline.weights[TRANSFORMER].forms if TRANSFORMER in pipeline.weights else ()
-    found = {format_of(codec, dtype) for (codec, (_, dtype), *_), _ in forms}
+    found = {format_of(codec, dtype) for (codec, (_shape, dtype), *_rest), _count in forms}
     return tuple(name for name in formats_on(pipeline.facts) if name in found) if found else ()
 
 

@@ -154,8 +154,8 @@ def _write_latents(
 def save_text_cache(folder: Path, name: str, prompt: Prompt, caption: str = "", dtype: str = DTYPES[0]) -> Path:
     """Write the positive embeddings of a prompt as a text cache and return its path; all ranges of a video share it.
 
-    One that was loaded from such a cache is written as it was read, padding included. An empty ``caption`` is what the
-    prompt knows of its text.
+    One that was loaded from such a cache is written as it was read, padding included, in the first of :data:`DTYPES`.
+    An empty ``caption`` is what the prompt knows of its text.
     """
     kind = _architecture_of(prompt.family, "a prompt")
     path = folder / f"{RANGE.sub('', _item(name))}_{kind.short}_te.safetensors"

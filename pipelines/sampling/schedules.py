@@ -265,10 +265,10 @@ class Guidance:
         """
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
-            first, second = (partial(branch, name, latents, time, index) for name in names)
+            prompted, plain = (partial(branch, name, latents, time, index) for name in names)
             if not self.acts(index):
-                return first()
-            return self.guide(*((first(), second()) if group is None else group.both(first, second)))
+                return prompted()
+            return self.guide(*((prompted(), plain()) if group is None else group.both(prompted, plain)))
 
         return predict
 

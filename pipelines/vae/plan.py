@@ -236,14 +236,14 @@ class Ladder:
         small = self.form.method == STREAMING and plane_bytes(self.pipeline, self.area) > host_free_bytes()
         return self.form.frames or SHORT_WINDOW * small
 
-    def _start(self, advised: int) -> int:
-        """The tile to begin with, in pixels, 0 for whole: as ``advised``, or smaller where the device bears less."""
-        if self.form.method == TILED and not advised:
-            advised = TILES[0]
+    def _start(self, wanted: int) -> int:
+        """The tile to begin with, in pixels, 0 for whole: as ``wanted``, or smaller where the device bears less."""
+        if self.form.method == TILED and not wanted:
+            wanted = TILES[0]
         if 0 < self.policy.tile_pixels < max(self.size[1:]):
-            advised = min(advised or self.policy.tile_pixels, self.policy.tile_pixels)
+            wanted = min(wanted or self.policy.tile_pixels, self.policy.tile_pixels)
         fewest = (0, *self._chunks())[-1]
-        return next((tile for tile in (advised, *TILES) if self._bears(fewest, tile)), TILES[-1])
+        return next((tile for tile in (wanted, *TILES) if self._bears(fewest, tile)), TILES[-1])
 
     def _bears(self, count: int, tile: int) -> bool:
         """True if the device has such buffers: ``count`` latent frames at once, 0 for all, in pixels of ``tile``."""

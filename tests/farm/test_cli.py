@@ -77,12 +77,15 @@ def test_what_would_do_nothing_is_refused(tmp_path: Path, capsys: pytest.Capture
     assert "expected flags of one kind of job" in capsys.readouterr().err
 
 
-def test_no_worker_waits_for_a_gpu_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", ["--local 2", "--group 2"])
+def test_no_worker_waits_for_a_gpu_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
     monkeypatch.setattr(cli, "default_device", lambda: SimpleNamespace(type="cuda"))
     monkeypatch.setattr(cli, "device_count", lambda: 1)
     monkeypatch.setattr(cluster, "start_here", lambda *_: pytest.fail("Ray was started"))
-    with pytest.raises(InputError, match=r"--local 2 on a machine with 1 GPU;"):
-        cli._driver(JobFolder(tmp_path), cli._parser().parse_args(["run", str(tmp_path), "--local", "2"]))
+    with pytest.raises(InputError, match=rf"{asked} on a machine with 1 GPU;"):
+        cli._driver(JobFolder(tmp_path), cli._parser().parse_args(["run", str(tmp_path), *asked.split()]))
 
 
 def test_a_job_has_what_its_command_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,7 @@ def signed(home) -> Path:
     image, mask = read_frames(home / "cat.png", 1)[0], transparency(home / "cat.png", (48, 64))
     texture, _, cameras = textured(mesh, cut_out(image, mask), pipeline, None, SETTINGS)
     asked = partial(jobs.asked_job, pipeline, None, mesh, image, mask, SETTINGS)
-    receipt = jobs.receipt_of(asked, pipeline, mesh, texture, cameras, jobs.missing_of(pipeline, None, image, None))
+    receipt = jobs.receipt_of(asked, pipeline, mesh, texture, cameras, jobs.missing_of(pipeline, None, None))
     return jobs.Textured(mesh, texture, receipt).write(home / "cat.glb")
 
 
@@ -178,7 +178,7 @@ def test_light_taken_out_of_a_picture_that_gets_another_mask_is_missing(models: 
     others = {"image": image, "normals": None, "positions": None}
     masks, asked = (None, torch.ones(1, 8, 8)), OneStep(PaintSettings(64, 1))
     said = [painted_record(pipeline, {**others, "mask": mask}, asked, None) for mask in masks]
-    assert ["light taken out in another way" in each["missing"] for each in said] == [False, True]
+    assert ["how light was taken out of its picture" in each["missing"] for each in said] == [False, True]
 
 
 def test_inputs_without_effect_are_not_missing_and_the_vae_of_delight_is(models: Path):
@@ -193,7 +193,7 @@ def test_inputs_without_effect_are_not_missing_and_the_vae_of_delight_is(models:
         (pbr, other, None, []),
         (pbr, None, dino, ["states of another image encoder"]),
     ):
-        assert jobs.missing_of(pipeline, delight, image, states) == missing
+        assert jobs.missing_of(pipeline, delight, states) == missing
         job = jobs.asked_job(pipeline, delight, box(), image, None, asked)
         assert (job.delight is not None) == (pipeline is paint)
     for denoise, missing in ((0.5, True), (1.0, False)):

@@ -270,6 +270,13 @@ def test_one_pipeline_serves_jobs_that_share_a_model(tiny_folder: Path, tmp_path
     assert torch.equal(made.frames, jobs.run(job, machine, Silent(), other).frames)
 
 
+def test_seconds_of_a_model_without_sections_are_said_to_have_no_effect(tiny_folder: Path, recorded) -> None:
+    pipeline, told = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu")), recorded()
+    job = replace(PLAIN, framepack=FramePackSettings(10.0))
+    assert jobs.as_run(job, pipeline, told.notify).framepack is None
+    assert told.said == ["seconds and sections have no effect on LTX-Video: its length is in frames"]
+
+
 @pytest.mark.parametrize("place", ["kept", "jobs"])
 def test_sections_are_said_to_be_kept_where_recover_finds_them(tmp_path, recorded, monkeypatch, place) -> None:
     """On a disk that was full for a moment, and of a farm's job, whose folder of unfinished sections is removed."""

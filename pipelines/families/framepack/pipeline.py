@@ -333,10 +333,10 @@ def _texts(
     texts = shown(prompt.sections, plan, framepack.clip_seconds, fps)
     if not texts:
         texts = [prompt.embeds, *prompt.sections]
-        if (unused := len(texts) - plan.count) > 0:
-            no_effect = f"{unused} of {len(prompt.sections)} section prompts have no effect"
+        if len(texts) > plan.count:
+            no_effect = f"{len(texts) - plan.count} of {len(prompt.sections)} section prompts have no effect"
             progress.notify(f"{no_effect}: {_counted(plan)} in all")
-        texts = [*texts, *[prompt.embeds] * -unused][: plan.count]
+        texts = [*texts, *[prompt.embeds] * plan.count][: plan.count]
 
     def ready(embeds: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return dict(placed(embeds, pipeline.offloader.device_of("transformer"), pipeline.precision.residual))

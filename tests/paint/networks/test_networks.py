@@ -72,6 +72,11 @@ def test_full_size_networks_have_the_published_tensors_and_no_other(kind):
     assert sum(len(module.state_dict()) for module in made.values()) == len(wanted)
 
 
+def test_a_unet_of_plain_latents_is_none_that_delights():
+    with pytest.raises(CheckpointError, match="'unet' holds no UNet of Hunyuan3D paint or delight"):
+        kind_of({**keys("delight"), "conv_in.weight": (320, 4, 3, 3)}, Path("unet"))
+
+
 def test_a_tensor_too_many_too_few_or_of_another_shape_is_refused():
     wanted = keys("delight")
     with torch.device("meta"):

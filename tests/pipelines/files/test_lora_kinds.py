@@ -495,6 +495,18 @@ def test_factors_that_do_not_fit_each_other_are_no_kind(shapes: dict[str, tuple[
     assert lora_kinds.size_of({role: role for role in shapes}, shapes) is None
 
 
+def test_a_whole_side_of_a_kronecker_product_comes_before_its_factors() -> None:
+    first, second, stray = drawn(2, 3), drawn(4, 5), drawn(2, 5)
+    own = {lora_kinds.KRON[0]: first, lora_kinds.KRON[3]: second, lora_kinds.KRON[5]: stray}
+    assert lora_kinds.size_of({role: role for role in own}, {role: tuple(own[role].shape) for role in own}) == (
+        8,
+        15,
+        0,
+    )
+    down, up = lora_kinds._lokr(own, SimpleNamespace(cut=lambda whole: whole))
+    torch.testing.assert_close(up @ down, torch.kron(first, second))
+
+
 def rotation(blocks: Tensor) -> Tensor:
     """The orthogonal matrix of one block. Source: LyCORIS, ``docs/Algo-Details.md``."""
     skew, one = (blocks - blocks.T).double(), torch.eye(len(blocks), dtype=torch.float64)
