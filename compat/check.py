@@ -64,7 +64,7 @@ def exit_code(checks: list[Check]) -> int:
 
 
 def _conversions(store: ProbeStore, used: set[str]) -> Iterator[Check]:
-    """Each cast, on the device and on the way to it and back, from one answer of a probe each."""
+    """A check for each probe of casts, moves and copies; it fails where its dtypes are used, but copies avoid them."""
     for name in (name for name in store if name.partition(".")[0] in ("cast", "move", "copy", "bits")):
         answer, kinds = store[name], set(name.partition(".")[2].split("_to_"))
         bad = FAILED if kinds <= used and not name.startswith(("bits", "copy")) else AVOIDED  # integers are copied

@@ -133,21 +133,22 @@ def conv3d(facts: DeviceFacts, dtype: torch.dtype, sizes: DeviceSizes) -> Iterat
 
 
 def fit_errors(facts: DeviceFacts, sizes: DeviceSizes) -> Iterator[Figure]:
-    """A product whose operand has outliers that fp16 cannot hold, in each dtype as it is and in safe fp16, to fp64."""
+    """A product whose operand has outliers beyond fp16, to fp64: in each dtype that holds them, and in safe fp16."""
     layer, x = nn.Linear(sizes.width, SAMPLED).requires_grad_(False), _noise(0, SAMPLED, sizes.width)
     layer.weight.copy_(_noise(1, SAMPLED, sizes.width).half() / 64)
     x[:, ::97] *= OUTLIER
     exact = functional.linear(x.double(), layer.weight.double(), layer.bias.double())
     reach = float(reach_of(layer.weight))
 
-    def product(name: str, dtype: torch.dtype, safe: bool) -> Iterator[Figure]:
+    def product(name: str, dtype: torch.dtype) -> Iterator[Figure]:
         here = copy.deepcopy(layer).to(facts.device, dtype)
         setattr(here, SETTINGS, LayerSettings(fp32_output=False, reach=reach))
         there = x.to(facts.device)
-        yield _error(name, home(fp32_linear(here, there) if safe else here(there.to(dtype))), exact, dtype)
+        yield _error(name, home(fp32_linear(here, there) if dtype is HALF else here(there.to(dtype))), exact, dtype)
 
-    for name, dtype in [*((NAMES[dtype], dtype) for dtype in sizes.dtypes), ("safe fp16", HALF)]:
-        yield from figures_of(Part(name, partial(product, name, dtype, name not in NAMES.values())))
+    for dtype in dict.fromkeys((*sizes.dtypes, HALF)):
+        name = "safe fp16" if dtype is HALF else NAMES[dtype]
+        yield from figures_of(Part(name, partial(product, name, dtype)))
 
 
 def eight_bits(facts: DeviceFacts, sizes: DeviceSizes) -> Iterator[Figure]:

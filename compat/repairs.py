@@ -176,14 +176,14 @@ def repaired(networks: nn.ModuleDict, repairs: Iterable[Repair]) -> Iterator[Non
         yield
 
 
-def _in_fp32(mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def wide(*args: Any, **kwargs: Any) -> Any:
+def _under_mode(mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
         given = next((t.dtype for t in tensors_in((args, kwargs)) if t.dtype in NARROW), None)
         with mode():
             out = forward(*widened(args), **widened(kwargs))
         return out if given is None else _narrowed(out, given)
 
-    return wide
+    return run
 
 
 def _narrowed(value: Any, dtype: torch.dtype) -> Any:
@@ -220,7 +220,7 @@ def _under(mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[
 
 
 _WAYS: dict[str, Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]] = {
-    FP32: partial(_in_fp32, Widened), SCALED: partial(_in_fp32, Scaled), REPLACED: _with_zeros,
+    FP32: partial(_under_mode, Widened), SCALED: partial(_under_mode, Scaled), REPLACED: _with_zeros,
     ATTENTION: partial(_under, OtherAttention),
 }  # fmt: skip
 

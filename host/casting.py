@@ -22,7 +22,7 @@ from ..compat.memory.transfer import set_data, transfer_for
 
 OWN = ("weight", "bias")
 WHOLE: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # one fused call reads the weights of their children
-LEFT_BEHIND = (  # what a patcher writes on a layer
+LEFT_BEHIND = (  # what a patcher and `install_cast_layers` write on a layer
     "comfy_cast_weights",
     "prev_comfy_cast_weights",
     "comfy_force_cast_weights",
@@ -208,11 +208,12 @@ def install_cast_layers(module: nn.Module, device: torch.device, memory_stats: M
 
 
 def restore_layers(module: nn.Module) -> None:
+    """Give each layer its own class back, without what :func:`install_cast_layers` and patchers wrote on it."""
     for owner in module.modules():
         if isinstance(owner, (CastLayer, Placed)):
-            for name in (*LEFT_BEHIND, *["bias"] * ("lacks_bias" in owner.__dict__), "lacks_bias"):
+            for name in (*LEFT_BEHIND, *("bias", "lacks_bias") * ("lacks_bias" in owner.__dict__)):
                 owner.__dict__.pop(name, None)
-            owner.__class__ = type(owner).__bases__[1]
+            owner.__class__ = type(owner).__bases__[1]  # the second: the first casts
 
 
 def fixed_tensors(module: nn.Module) -> list[torch.Tensor]:

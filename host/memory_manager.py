@@ -337,7 +337,7 @@ class ComfyOffloader:
         try:
             comfy.model_management.load_models_gpu([patcher], memory_required=patcher.beside)
         except DEVICE_ERRORS as error:
-            if not is_shortage(error) or not self._empty_device(part, patcher, needed) > 0:
+            if not is_shortage(error) or self._empty_device(part, patcher, needed) <= 0:
                 raise
             return False
         return True

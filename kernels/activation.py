@@ -30,8 +30,7 @@ def swiglu_reference(x: Tensor) -> Tensor:
 def scaled_swiglu_reference(x: Tensor, room: float) -> tuple[Tensor, Tensor]:
     """:func:`scaled_swiglu` in plain torch, in fp32, or in fp64 for fp64."""
     y = swiglu_reference(upcast(x))
-    size = torch.linalg.vector_norm(y, dim=-1, keepdim=True).float() * (2 / room)
-    powers = power_of_two(size).clamp_(min=1.0)
+    powers = power_of_two(torch.linalg.vector_norm(y, dim=-1, keepdim=True).float() * (2 / room)).clamp_(min=1.0)
     return (y / powers).to(x.dtype), powers
 
 

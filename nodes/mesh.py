@@ -244,10 +244,10 @@ class RenderTurntable(io.ComfyNode):
         shown = [mesh] if before is None else [before, mesh]
         pictures, notes = film(frames, size, len(shown)), dict[str, None]()
         count = texturing.counted(progress, frames * len(shown), "rendering")
-        what = f"rendering {frames} frames of {size} pixels"
-        with Checked(progress.check), texturing.explained(what, texturing.HOST, "Lower frames or size."):
+        what, device = f"rendering frames of {size} pixels", memory_manager.compute_device()
+        with Checked(progress.check), texturing.explained(what, device, "Lower size."):
             for each, into in zip(shown, pictures.split(size, dim=2), strict=True):
-                surface = Surface.of(meshes.from_core(each), memory_manager.compute_device())
+                surface = Surface.of(meshes.from_core(each), device)
                 turntable(surface, meshes.shown_colour(each), frames, size, elevation, background, count, into)
                 notes |= dict.fromkeys(surface.notes)
         progress.finish("\n".join((f"{frames} frames of {size} pixels", *notes)))

@@ -41,7 +41,7 @@ def checked_vision(vision: torch.Tensor, tokens: int, width: int) -> torch.Tenso
     """SigLIP states (1, tokens, width) made elsewhere, fp32, on the CPU; raises InputError for another shape."""
     if tuple(vision.shape) != (1, tokens, width):
         found = f"a CLIP_VISION_OUTPUT of shape {tuple(vision.shape)}"
-        fix = "Use CLIP Vision Encode with sigclip_vision_patch14_384, without crop."
+        fix = "Use CLIP Vision Encode with sigclip_vision_patch14_384, of one picture, without crop."
         raise InputError(found, expected=f"the shape {(1, tokens, width)}", fix=fix)
     return to_host(vision).float()
 
@@ -140,14 +140,13 @@ def prepared(
 
 
 def _final_ratio(pipeline: Pipeline, final_size: tuple[int, ...], width: int, height: int) -> float:
-    """Width over height of the finished video, of ``final_size`` or as published; 0 for the size of neither pass."""
-    recipe, defaults = recipe_of(pipeline), of_checkpoint(pipeline).sizes.defaults
-    if recipe is not None and recipe.second and final_size:
-        return final_size[0] / final_size[1]
-    multiple, final = pipeline.spec.sizes.multiple, (defaults.width, defaults.height)
-    first = [int(side * FIRST_PASS) // multiple * multiple for side in final]
-    passes = first, [2 * side for side in first]
-    return final[0] / final[1] if recipe is not None and recipe.second and [width, height] in passes else 0.0
+    """Width over height of the finished video: of ``final_size``, else as published at the size of a pass; else 0."""
+    recipe, own, multiple = recipe_of(pipeline), of_checkpoint(pipeline).sizes.defaults, pipeline.spec.sizes.multiple
+    if recipe is None or recipe.second is None:
+        return 0.0
+    wide, tall = final_size or (own.width, own.height)
+    first = [int(side * FIRST_PASS) // multiple * multiple for side in (wide, tall)]
+    return wide / tall if final_size or [width, height] in (first, [2 * side for side in first]) else 0.0
 
 
 def as_published(

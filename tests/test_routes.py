@@ -604,6 +604,7 @@ def test_a_node_that_delights_is_told_of_delight_alone(pack, monkeypatch):
 
     def told() -> tuple[str, str]:
         (only,) = pack.ask("POST", "/anygpu/graph", json={"prompt": prompt})[1]["forecasts"]
+        assert only["found"].startswith("picture, " if only["node"] == "2" else "views, ")
         return only["node"], only["headline"].rpartition("free.")[2]
 
     monkeypatch.setattr(importlib.import_module("anygpu.host.memory_manager"), "room_on", lambda _: 1)

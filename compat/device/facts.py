@@ -346,12 +346,17 @@ def _cuda_facts(device: torch.device) -> dict[str, Any]:
 
 
 def _pcie(properties: Any) -> float:
-    """Bytes per second of the link of a card, by Linux; idle cards lower its speed, a slot its width."""
+    """Bytes per second of the link of a card, by Linux: as wide as it is now, as fast as both ends can be when busy."""
     domain, bus, slot = (int(getattr(properties, f"pci_{name}_id")) for name in ("domain", "bus", "device"))
-    folder = Path(PCI, f"{domain:04x}:{bus:02x}:{slot:02x}.0")
-    speed, width = ((folder / name).read_text(encoding="utf-8") for name in ("max_link_speed", "current_link_width"))
-    transfers = float(speed.split()[0])  # "16.0 GT/s PCIe"; each lane moves a bit, coded as 128 in 130 from 8 on
-    return transfers * 1e9 / 8 * int(width) * (128 / 130 if transfers >= 8 else 0.8)
+    folder = Path(PCI, f"{domain:04x}:{bus:02x}:{slot:02x}.0").resolve()  # below the port of its slot
+    width = int((folder / "current_link_width").read_text(encoding="utf-8"))
+    ends = (end / "max_link_speed" for end in (folder, folder.parent))
+    transfers = min(
+        float(end.read_text(encoding="utf-8").split()[0]) for end in ends if end.is_file()
+    )  # "16.0 GT/s PCIe"
+    return (
+        transfers * 1e9 / 8 * width * (128 / 130 if transfers >= 8 else 0.8)
+    )  # a lane moves a bit, from 8 on 128 in 130
 
 
 def _mps_facts(device: torch.device) -> dict[str, Any]:

@@ -336,7 +336,7 @@ def measured_pace(
         )  # fmt: skip
 
 
-def _links(device: torch.device) -> dict[str, float]:
+def _links(device: torch.device) -> dict[str, float]:  # bytes per second by field of `Pace`; 0: refused
     def rate(pinned: bool) -> float:
         host = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=pinned).fill_(1)  # zeros are one page until then
         there = torch.empty_like(host, device=device)

@@ -179,8 +179,7 @@ class _Function:
         return options | ({"mode": asked.mode} if asked.backend == "inductor" else {})
 
     def ready(self, args: tuple[Any, ...], named: dict[str, Any], sizes: set[int]) -> tuple[Any, dict[str, Any]]:
-        """The arguments with plain strides, and with lengths that vary marked so before a graph is made; the length of
-        the video is added to ``sizes``."""
+        """Arguments with plain strides, varying lengths marked before a graph is made; the video's joins ``sizes``."""
         args = tuple(_plain_strides(value) for value in args)
         named = {name: _plain_strides(value) for name, value in named.items()}
         if self.settings.dynamic == "none":

@@ -244,8 +244,7 @@ def _over_windows(
 
 
 def _window(frames: Tensor, first: int, many: int, taps: int, g: Geometry, by_channel: bool) -> Tensor:
-    """The input of ``many`` output frames from ``first`` on, 1 of several ``taps``: (B, many, C * taps, H, W)
-    ``by_channel``, else (B, many, taps * C, H, W)."""
+    """The input of ``many`` output frames from ``first``: (B, many, C * taps, H, W) ``by_channel``, else taps * C."""
     step, gap = g.stride[0], g.dilation[0]
     if taps > 1:
         seen = frames[:, None, first * step : first * step + (taps - 1) * gap + 1 : gap]

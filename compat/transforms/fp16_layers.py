@@ -85,15 +85,14 @@ def scales_for(size: Tensor, reach: Any) -> Tensor:
 
 def fp32_linear(layer: Any, x: Tensor) -> Tensor:
     """The product of ``layer`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16, which a
-    layer that reads the residual takes for divided by RESIDUAL_SCALE."""
-    if "multiply" in layer.__dict__ and not getattr(layer, "weight_function", ()):  # stored products, in fp32
+    layer that reads the residual takes for divided by RESIDUAL_SCALE. The divisor of values is put back or kept."""
+    if "multiply" in layer.__dict__ and not getattr(layer, "weight_function", ()):  # as stored: without scales of ours
         return type(layer).forward(layer, x.float())
     settings: LayerSettings = getattr(layer, SETTINGS)
-    scale_of_values = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
-    left = scale_of_values if settings.leaves else None
+    divisor: Any = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
+    left, total = (divisor, None) if settings.leaves else (None, divisor)
     if left is not None:
         layer.__dict__[SCALE] = left
-    total: Any = None if settings.leaves else scale_of_values
     if settings.residual:
         total = RESIDUAL_SCALE
         if not settings.divided and x.dtype is not HALF:

@@ -208,14 +208,14 @@ def _attach_gelu(block: Any, fused: FusionPoints) -> None:
 
 
 def _attach_safe(block: Any, fusion: BlockFusion, fused: FusionPoints) -> bool:
-    """Fuse a block that safe fp16 has rewritten, around its fp32 residual; False, and nothing, where its attention is
-    not known: without our processors a block of one stream rotates what is not its own."""
+    """Fuse a block that safe fp16 has rewritten, around its fp32 residual; False where its attention is not known:
+    another's processor may rotate the text in the same stream too. Then the caller fuses its GELU alone."""
     if reason := next(filter(None, _other_attention(block, fusion, full_name(Fp32RotaryProcessor()))), ""):
         fused.leave(reason, sum(points_of(block, fusion).values()))
         return False
-    single = fused.epilogue and getattr(getattr(block, "proj_out", None), SETTINGS, PLAIN).fp32_output
-    fused.undo.set(block, OPS, replace(SAFE_OPS, form=fused.form, epilogue=single))
-    fused.gelus += single
+    epilogue = fused.epilogue and getattr(getattr(block, "proj_out", None), SETTINGS, PLAIN).fp32_output
+    fused.undo.set(block, OPS, replace(SAFE_OPS, form=fused.form, epilogue=epilogue))
+    fused.gelus += epilogue
     _attach_parts(block, fusion, fused, narrow=True)
     return True
 

@@ -116,7 +116,7 @@ class Calibration:
 
     @contextmanager
     def trusted(self, network: nn.Module) -> Iterator[Callable[[], bool]]:
-        """Compute in plain fp16 what fits, inside the block; gives the question, to be asked afterwards, if it did."""
+        """For the ``with``, compute in plain fp16 what fits; yields a function that tells, afterwards, if all did."""
         values: list[tuple[str, str, Any]] = []
         plain = self._plain(network)
         repeated = any("." in name for name in plain)
@@ -124,8 +124,8 @@ class Calibration:
             for block in self._known(network):
                 if block.name not in plain:
                     stack.callback(add_hook(block.module, _widen, before=True, with_kwargs=True).remove)
-                    fits = self.sizes.get(block.name, ValueSizes(NEVER, NEVER)).output * ROOM <= MOST
-                    if fits and (repeated or not self._is_few(*block.layers)):
+                    room = self.sizes.get(block.name, ValueSizes(output=NEVER)).output * ROOM <= MOST
+                    if room and (repeated or not self._is_few(*block.layers)):
                         stack.callback(add_hook(block.module, lambda _, __, output: _cast(output, FULL, HALF)).remove)
                 fitting = set(self._fitting(block, plain))
                 for layer in block.layers.values():

@@ -130,8 +130,7 @@ class FittedEncoder:
             result = encode(*args, **kwargs)
         self.counted[encoders] = counts
         if str(counts):
-            loud = any(layer.__dict__[SETTINGS] is BY_CORE[SETTINGS] for layer in ours)
-            self.tell(f"{counts}{AMPLIFIES * loud}")
+            self.tell(f"{counts}{AMPLIFIES * any(layer.__dict__[SETTINGS] is BY_CORE[SETTINGS] for layer in ours)}")
         return result
 
     def detach(self, patcher: Any) -> None:

@@ -252,8 +252,7 @@ def safe_convolution(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None)
     if few or not safe:  # the weights are in the dtype that the layer was given
         return forward(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))  # type: ignore[no-any-return]
     places = weight.ndim - 2
-    sample = tuple(range(-1 - places, 0))
-    scale = scales_for(torch.linalg.vector_norm(x, math.inf, dim=sample, keepdim=True), reach)
+    scale = scales_for(torch.linalg.vector_norm(x, math.inf, dim=tuple(range(-1 - places, 0)), keepdim=True), reach)
     y = forward((x / scale).to(HALF), weight.to(HALF), None).float() * scale
     return y if bias is None else y + bias.view(-1, *[1] * places)
 

@@ -122,8 +122,8 @@ class FittedVAE:
         yield " once more", method
         patcher = self.patcher  # type: ignore[attr-defined]
         spoilt = LoadedWeights.of(patcher).wrong(patcher, every=True, streamed=True)
-        if LoadedWeights.of(patcher).restore(patcher, spoilt):
-            yield f", {spoilt[0]} loaded again: its copy on the card was not what was loaded", method
+        if restored := LoadedWeights.of(patcher).restore(patcher, spoilt):
+            yield f", {restored[0]} loaded again: its copy on the card was not what was loaded", method
         smaller = next((each for each in methods if each.tile and (not method.tile or each.tile < method.tile)), None)
         for dtype in dict.fromkeys((method.dtype, FP32)):
             if dtype is not method.dtype:

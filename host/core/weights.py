@@ -212,7 +212,7 @@ class LoadedWeights:
         return wrong
 
     def restore(self, patcher: Any, names: Sequence[str]) -> list[str]:
-        """Bring tensors back as loaded, from the host or the file; the names of those that are right now."""
+        """Bring tensors back as loaded from host or file; the names of those restored. Others then count as right."""
         self.healed += bool(names)
         if patcher.is_dynamic() and names:
             patcher.partially_unload(None, EVERYTHING)
@@ -224,9 +224,11 @@ class LoadedWeights:
                 file = file or from_file(patcher)
                 loaded = loaded if file is None else comfy.utils.get_attr(file, name)
             if int(checksum(loaded)) == self.first[name]:
-                _put_back(patcher, name, loaded)
+                if loaded is not comfy.utils.get_attr(patcher.model, name):  # what core noted on it stays
+                    _put_back(patcher, name, loaded)
                 done.append(name)
             else:
+                self.first = {key: sum_ for key, sum_ in self.first.items() if not key.startswith(f"{name} as ")}
                 self.first[name] = int(checksum(_loaded(patcher, name)))  # nothing else is known: said once
         return done
 

@@ -333,7 +333,7 @@ def _forecast(prompt: Prompt, node: str, loaded: Inputs) -> dict[str, Any]:
         elif not prompt[node]["inputs"].get("negative_prompt"):
             numbers.pop("text_guidance", None)  # which has no effect then
         levels, why = _levels(prompt, node)
-        run, stages_in, times = RUNS[kind](numbers | levels, pipeline, room)
+        words, stages_in, times = RUNS[kind](numbers | levels, pipeline, room)
         if why:
             times.clear()
             times.why, times.less = why, ()
@@ -346,10 +346,11 @@ def _forecast(prompt: Prompt, node: str, loaded: Inputs) -> dict[str, Any]:
     apart = " and ".join(f"{need.name} on {need.device}" for need in least if need.device)
     time = times.get(mode)
     summary = f", {time or times.unknown}" if time or times.unknown else ""
-    widget = "size" if kind == DELIGHTS else "view_size"
-    lower = widget if isinstance(pipeline, PaintPipeline) else "width and height, or frames"
+    lower = (
+        "width and height, or frames" if isinstance(pipeline, Pipeline) else "size" if kind == DELIGHTS else "view_size"
+    )
     return {
-        "found": f"{run}, offload {mode}",
+        "found": f"{'picture' if kind == DELIGHTS else words}, offload {mode}",
         "stages": stages,
         "verdict": "\n".join(MEANING[way] for way in ways if way in MEANING),
         "headline": f"{_headline(stages, summary, lower)}{apart and f' {apart[0].upper()}{apart[1:]}.'}",

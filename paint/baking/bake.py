@@ -159,7 +159,7 @@ class _Sight:
     cosines: Tensor
 
     def as_reference(self, screen: Tensor) -> tuple[Tensor, Tensor]:
-        """(cosine, trust), each (P,), as the reference decides: the pixel's face counts, W in the place of W - 1."""
+        """(cosine, trust), each (P,), as the reference decides: by one pixel's face and depth, at W / (W - 1)."""
         size = self.view.size
         column, row = (screen[:, :2] * (size / (size - 1))).floor().long().clamp(0, size - 1).unbind(1)
         ids = self.view.ids[row, column].long()

@@ -15,7 +15,7 @@ from ..family import FamilySpec
 from ..pipeline import DEMOS
 from ..registry import FAMILIES
 from .evidence import other_class
-from .part import without_text
+from .part import absent_text
 from .single_file import encoder_task, lone_file, lone_task
 
 INDEX = "model_index.json"
@@ -97,7 +97,7 @@ def part_folders(
             progress.notify(f"{name} from {source.name}{'' if named else ' (auto)'}")
             offered = folders_in(source)
             folders.update({part: offered[part] for part in missing if part in offered})
-    spared = without_text(family, lambda part: part in folders and folders[part].is_dir(), progress)
+    spared = absent_text(family, lambda part: part in folders and folders[part].is_dir(), progress)
     folders = {part: folder for part, folder in folders.items() if part not in spared}
     for tool in family.files.tools:
         if tool in folders and not any(folders[tool].glob("*.json")) and not any(folders[tool].glob("*.model")):

@@ -145,8 +145,8 @@ def stays(files: PartFiles, name: str, entry: TensorEntry) -> bool:
     return packed or stays_plain(name, entry, files.storage, files.becomes(name))
 
 
-def without_text(family: FamilySpec, has: Callable[[str], bool], progress: Progress) -> tuple[str, ...]:
-    """The text parts and tokenizers of a model that ``has`` none of its text encoders, which is said; else none."""
+def absent_text(family: FamilySpec, has: Callable[[str], bool], progress: Progress) -> tuple[str, ...]:
+    """Text encoders and tokenizers to leave out: all, which is said, of a model that ``has`` no encoder; else none."""
     if any(map(has, family.files.text_parts)):
         return ()
     progress.notify("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")

@@ -22,7 +22,7 @@ from ..registry import FAMILIES
 from ..requests import Files as Files
 from .evidence import CONFIGS, evidence_of, other_model, refusal
 from .formats import ENDINGS, Configured, StoredModel, config_of, contents, entries_in, kinds, layouts, width_of
-from .part import PartFiles, tool_configs, without_text
+from .part import PartFiles, absent_text, tool_configs
 
 CLASSES = {
     "t5": "T5EncoderModel",
@@ -74,7 +74,7 @@ def composed(request: Files, progress: Progress) -> Composed:
     folders: dict[str, Path] = {}
     given, (first, *_) = {*request.parts, *request.provided}, family.files.text_parts
     text = _content_for(family, first, task, configured.config, request, progress)  # a second may be here for others
-    spared = without_text(family, lambda part: part in given or (part == first and text is not None), progress)
+    spared = absent_text(family, lambda part: part in given or (part == first and text is not None), progress)
     for part in family.files.parts:
         if part == "transformer" or part in spared:
             continue

@@ -92,7 +92,7 @@ def load(
     files, host = fit_host_memory(files, facts, _host_room(sum(sizes.values())), swap_free_bytes())
     free, weights = free_bytes(facts.device), sizes_of(files.values())
     options = offload_options(request.devices, request.keep_free_gb, request.state, host)
-    require_room(weights, facts.device, facts.total_bytes or None if make_room or hosted else free, options)
+    require_room(weights, facts.device, (facts.total_bytes or None) if make_room or hosted else free, options)
     transformer = files["transformer"]
     around = evidence_of(transformer.folder if single else request.model, transformer.config, transformer.entries)
     variant, guessed = variant_of(family, request, around)

@@ -341,8 +341,7 @@ def _require_castable(part: PartFiles, choice: str, device: torch.device, wrong:
 
 def _stored(part: PartFiles, choice: str, device: torch.device, wrong: Wrong) -> PartFiles:
     """A part under a choice; what a device without float8 cannot hold is made dense on the host while it is read."""
-    floats = any(e.dtype in ("F8_E4M3", "F8_E5M2") for e in part.entries.values())
-    lacks = floats and wrong(FLOAT8, device)
+    lacks = any(e.dtype in ("F8_E4M3", "F8_E5M2") for e in part.entries.values()) and wrong(FLOAT8, device)
     packs = any(packed.stays_packed(name, entry) for name, entry in part.entries.items())
     return replace(part, storage=choice, keeps_packed=packs and choice in FILE_CHOICES and not lacks)
 

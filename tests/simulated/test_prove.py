@@ -142,6 +142,12 @@ def test_a_kernel_that_is_refused_or_wrong_is_named(acc, tmp_path: Path) -> None
     }  # fmt: skip
 
 
+def test_values_beyond_fp16_are_a_fault_in_no_dtype_of_a_sound_device() -> None:
+    every = replace(measures.TINY, dtypes=(torch.float32, torch.bfloat16, torch.float16))
+    found = {figure.what: figure.fault for figure in measures.fit_errors(facts_for("cpu"), every)}
+    assert found == {"fp32": "", "bf16": "", "safe fp16": ""}
+
+
 def test_it_runs_on_a_cpu(tmp_path: Path) -> None:
     found = proved(tmp_path, "cpu")
     assert found["memory ltx"]["forward"].measured and not [name for name in found["memory ltx"] if "peak" in name]

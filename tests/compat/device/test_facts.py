@@ -288,14 +288,17 @@ def test_no_file_believes_is_bf16_supported_and_only_device_asks_cuda():
 
 
 def test_the_link_of_a_card_is_its_slot_s_width_at_its_own_highest_speed(tmp_path, monkeypatch):
-    folder = tmp_path / "0000:41:00.0"
-    folder.mkdir()
+    folder = tmp_path / "port" / "0000:41:00.0"
+    folder.mkdir(parents=True)
+    (tmp_path / folder.name).symlink_to(folder)
     for name, text in (("max_link_speed", "16.0 GT/s PCIe\n"), ("current_link_speed", "2.5 GT/s PCIe\n")):
         (folder / name).write_text(text, encoding="utf-8")
     (folder / "current_link_width").write_text("8\n", encoding="utf-8")
     monkeypatch.setattr(device, "PCI", str(tmp_path))
     card = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x41, pci_device_id=0)
     assert device._pcie(card) == pytest.approx(15.75e9, rel=1e-3)
+    (folder.parent / "max_link_speed").write_text("8.0 GT/s PCIe\n", encoding="utf-8")
+    assert device._pcie(card) == pytest.approx(7.88e9, rel=1e-3), "a slot of an older board"
     (folder / "max_link_speed").write_text("5.0 GT/s PCIe\n", encoding="utf-8")
     assert device._pcie(card) == pytest.approx(4e9), "a byte is ten bits below 8 GT/s"
     with pytest.raises(FileNotFoundError):
