@@ -90,7 +90,8 @@ def fp32_linear(layer: Any, x: Tensor) -> Tensor:
         return type(layer).forward(layer, x.float())
     settings: LayerSettings = getattr(layer, SETTINGS)
     divisor: Any = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
-    left, total = (divisor, None) if settings.leaves else (None, divisor)
+    left: Any = divisor if settings.leaves else None
+    total: Any = None if settings.leaves else divisor
     if left is not None:
         layer.__dict__[SCALE] = left
     if settings.residual:
