@@ -211,7 +211,8 @@ def restore_layers(module: nn.Module) -> None:
     """Give each layer its own class back, without what :func:`install_cast_layers` and patchers wrote on it."""
     for owner in module.modules():
         if isinstance(owner, (CastLayer, Placed)):
-            for name in (*LEFT_BEHIND, *("bias", "lacks_bias") * ("lacks_bias" in owner.__dict__)):
+            lacking = ("bias", "lacks_bias") if "lacks_bias" in owner.__dict__ else ()
+            for name in (*LEFT_BEHIND, *lacking):
                 owner.__dict__.pop(name, None)
             owner.__class__ = type(owner).__bases__[1]  # the second: the first casts
 

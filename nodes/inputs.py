@@ -149,7 +149,7 @@ def variant_input() -> Any:
 def offload_input(limit: str = "") -> Any:
     costs = " ".join(f"{mode}: {cost}." for mode, cost in offloader.COSTS.items())
     return io.Combo.Input(
-        "offload", options=list(offloader.CHOICES), default="auto", tooltip=f"auto: {offloader.HOSTED}. {costs}{limit}",
+        "offload", options=list(offloader.CHOICES), default="auto", tooltip=f"auto: {offloader.HOSTED} unless compile is on. {costs}{limit}",
     )
 
 

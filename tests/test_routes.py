@@ -362,7 +362,15 @@ def test_noise_levels_from_another_node_count_in_place_of_the_steps(pack, tiny_f
     levels = ", ".join(f"{level / 10:g}" for level in range(10, -1, -1))
     for known in (told("BasicScheduler", steps=["12", 0]), told("ManualSigmas", sigmas=levels)):
         assert known["seconds"] == plain["seconds"] and peaks(known) == peaks(plain)
-    for inputs in ({"sigmas": ["12", 0], "step": 4}, {"steps": "8"}, {"sigmas": ""}, {"steps": 10**9}):
+    for inputs in (
+        {"sigmas": ["12", 0], "step": 4},
+        {"sigmas": ["11", 0], "step": 4},
+        {"sigmas": ["11", 0], "steps": 2},  # put between each two
+        {"steps": 10, "denoise": 0.5},  # of which some nodes make 10 and others 5
+        {"steps": "8"},
+        {"sigmas": ""},
+        {"steps": 10**9},
+    ):
         unknown = told("SplitSigmas", **inputs)
         assert peaks(unknown) == peaks(plain) and not unknown["seconds"] and not unknown["advice"]
         assert ", time unknown: sigmas is from SplitSigmas. " in unknown["headline"]

@@ -350,13 +350,9 @@ def _pcie(properties: Any) -> float:
     domain, bus, slot = (int(getattr(properties, f"pci_{name}_id")) for name in ("domain", "bus", "device"))
     folder = Path(PCI, f"{domain:04x}:{bus:02x}:{slot:02x}.0").resolve()  # below the port of its slot
     width = int((folder / "current_link_width").read_text(encoding="utf-8"))
-    ends = (end / "max_link_speed" for end in (folder, folder.parent))
-    transfers = min(
-        float(end.read_text(encoding="utf-8").split()[0]) for end in ends if end.is_file()
-    )  # "16.0 GT/s PCIe"
-    return (
-        transfers * 1e9 / 8 * width * (128 / 130 if transfers >= 8 else 0.8)
-    )  # a lane moves a bit, from 8 on 128 in 130
+    speeds = [end / "max_link_speed" for end in (folder, folder.parent)]  # such as "16.0 GT/s PCIe"
+    transfers = min(float(file.read_text(encoding="utf-8").split()[0]) for file in speeds if file.is_file())
+    return transfers * 1e9 / 8 * width * (128 / 130 if transfers >= 8 else 0.8)  # a bit each, from 8 on 128 in 130
 
 
 def _mps_facts(device: torch.device) -> dict[str, Any]:

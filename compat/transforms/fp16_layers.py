@@ -85,7 +85,7 @@ def scales_for(size: Tensor, reach: Any) -> Tensor:
 
 def fp32_linear(layer: Any, x: Tensor) -> Tensor:
     """The product of ``layer`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16, which a
-    layer that reads the residual takes for divided by RESIDUAL_SCALE. The divisor of values is put back or kept."""
+    layer that reads the residual takes for divided by RESIDUAL_SCALE. Values' divisor is multiplied in or left."""
     if "multiply" in layer.__dict__ and not getattr(layer, "weight_function", ()):  # as stored: without scales of ours
         return type(layer).forward(layer, x.float())
     settings: LayerSettings = getattr(layer, SETTINGS)

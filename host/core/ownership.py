@@ -91,7 +91,7 @@ def adapted_layers(network: nn.Module) -> set[nn.Module]:
 
 
 def _is_packed(module: nn.Module) -> bool:
-    """True for another pack's layer whose weight is no floating matrix; not for a convolution, or a property of it."""
+    """True for another pack's layer whose weight is no floating matrix; not for a convolution, or a computed weight."""
     weight = _weight(module)
     matrix = type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point() and weight.ndim > 1
     excluded = matrix or hasattr(type(module), "weight") or isinstance(module, CONVOLUTIONS)

@@ -228,7 +228,7 @@ class LoadedWeights:
                     _put_back(patcher, name, loaded)
                 done.append(name)
             else:
-                self.first = {key: sum_ for key, sum_ in self.first.items() if not key.startswith(f"{name} as ")}
+                self.first = {key: value for key, value in self.first.items() if not key.startswith(f"{name} as ")}
                 self.first[name] = int(checksum(_loaded(patcher, name)))  # nothing else is known: said once
         return done
 

@@ -48,6 +48,7 @@ from .panel import error_message, facts
 MOST_PIPELINES = 8
 DELIGHTS, ENCODES, LOADS = "AnyGPUDelightImage", "AnyGPUEncodeImage", "LoadImage"
 FILM = re.compile("video|frames|gif|anygpudecode", re.IGNORECASE)  # in names of nodes whose pictures are a clip
+LEVELS = re.compile(r"[-+]?\d*\.*\d+")  # as core's Manual Sigmas reads its text
 TAKEN = ("length", "num_frames")  # inputs of nodes that take pictures out of several: one is none
 DERIVED = ("texts", "clip", "latents", "sigmas")  # what a forecast knows beside the numbers of a node
 COUNTED = ("cfg", "cfg_start", "cfg_end", "stg", "guidance_rescale", "shift", "denoise", "fps", "latents", "sigmas")
@@ -242,9 +243,10 @@ def _levels(prompt: Prompt, node: str) -> tuple[dict[str, Any], str]:
     source = next(back(prompt, node, "sigmas"), "")
     if not source:
         return {}, ""
-    text, steps = (value_of(prompt, prompt[source]["inputs"].get(name)) for name in ("sigmas", "steps"))
-    steps = len(re.findall(r"[^\s,]+", text)) - 1 if isinstance(text, str) else steps
-    if type(steps) is not int or not 0 < steps <= MOST_STEPS:
+    given, usual = prompt[source]["inputs"], {"sigmas": "", "steps": 0, "denoise": 1}
+    text, steps, share = (value_of(prompt, given.get(name, value)) for name, value in usual.items())
+    steps = len(LEVELS.findall(text)) - 1 if text and isinstance(text, str) else steps
+    if share != 1 or not isinstance(text, str) or type(steps) is not int or not 0 < steps <= MOST_STEPS:
         return {}, f"sigmas is from {prompt[source]['class_type']}"
     return {"steps": steps, "sigmas": tuple(level / steps for level in range(steps, -1, -1))}, ""
 
@@ -346,9 +348,8 @@ def _forecast(prompt: Prompt, node: str, loaded: Inputs) -> dict[str, Any]:
     apart = " and ".join(f"{need.name} on {need.device}" for need in least if need.device)
     time = times.get(mode)
     summary = f", {time or times.unknown}" if time or times.unknown else ""
-    lower = (
-        "width and height, or frames" if isinstance(pipeline, Pipeline) else "size" if kind == DELIGHTS else "view_size"
-    )
+    painted = "size" if kind == DELIGHTS else "view_size"
+    lower = "width and height, or frames" if isinstance(pipeline, Pipeline) else painted
     return {
         "found": f"{'picture' if kind == DELIGHTS else words}, offload {mode}",
         "stages": stages,

@@ -1,6 +1,7 @@
 """Core's samplers, guidance and VAE nodes drive our models: in ComfyUI's own process, and through its server."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -198,6 +199,28 @@ def test_each_node_of_core_acts_on_our_model_or_says_that_it_does_not(inside: In
 
 def test_a_step_of_ours_that_core_s_cache_skips_leaves_the_latent_alone(inside: Inside) -> None:
     assert inside.play("extras", "skipped", name="ltx") == {"equal": True, "skips": True}
+
+
+RANGE = {"sigma_max": 14.6, "sigma_min": 0.03}
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "inputs", "known"),
+    [
+        ("nodes_custom_sampler", "KarrasScheduler", {"steps": 7, **RANGE, "rho": 7.0}, True),
+        ("nodes_custom_sampler", "ExponentialScheduler", {"steps": 7, **RANGE}, True),
+        ("nodes_custom_sampler", "PolyexponentialScheduler", {"steps": 7, **RANGE, "rho": 1.0}, True),
+        ("nodes_custom_sampler", "ManualSigmas", {"sigmas": "1.0, .75 0.5,0"}, True),
+        ("nodes_align_your_steps", "AlignYourStepsScheduler", {"model_type": "SDXL", "steps": 7, "denoise": 1.0}, True),
+        ("nodes_align_your_steps", "AlignYourStepsScheduler", {"model_type": "SD1", "steps": 8, "denoise": 0.5}, False),
+        ("nodes_optimalsteps", "OptimalStepsScheduler", {"model_type": "Wan", "steps": 7, "denoise": 1.0}, True),
+    ],
+)  # fmt: skip
+def test_noise_levels_are_counted_as_core_s_nodes_make_them_or_not_at_all(
+    inside: Inside, module: str, kind: str, inputs: dict[str, Any], known: bool
+) -> None:
+    made, counted = inside.play("extras", "counted_levels", module=module, kind=kind, inputs=inputs)
+    assert counted == (made if known else 0)
 
 
 def test_a_node_without_effect_is_named_under_the_sampler(server: Server, client: Client) -> None:

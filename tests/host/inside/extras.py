@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import importlib
 import inspect
 import logging
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import comfy.samplers
 import torch
 from anygpu.compat.errors import InputError, UnsupportedError
 from anygpu.host import core_models, diffusion_model, memory_manager
+from anygpu.host.server import forecast
 from anygpu.pipelines import stages
 from anygpu.pipelines.base import ImageRequest, Silent
 from comfy_extras.nodes_lt import LTXVAddGuide
@@ -22,6 +24,17 @@ from host.inside import core_fit, core_tiny
 from host.inside.core import SHAPES, USUAL_SHAPE, cores, prepared
 from host.inside.device import PICTURE, SIDE, loaded_for
 from host.inside.sight import state
+
+
+def counted_levels(module: str, kind: str, inputs: dict[str, Any]) -> tuple[int, int]:
+    """Steps by the noise levels that a node of core's makes, and as the tab counts them from its inputs, 0 unknown."""
+    made = getattr(importlib.import_module(f"comfy_extras.{module}"), kind).execute(**inputs).result[0]
+    prompt = {
+        "1": {"class_type": kind, "inputs": inputs},
+        "2": {"class_type": "AnyGPUSample", "inputs": {"sigmas": ["1", 0]}},
+    }
+    return len(made) - 1, forecast._levels(prompt, "2")[0].get("steps", 0)
+
 
 OTHERS = {  # inputs that only another model's own files can fill
     *("MODEL_PATCH", "LORA_MODEL", "LATENT_OPERATION", "COMFY_DYNAMICCOMBO_V3", "VAE", "CLIP", "IMAGE", "CONDITIONING")

@@ -10,6 +10,7 @@ import published
 import pytest
 import tiny
 import torch
+import transformers
 from anygpu.compat.errors import CheckpointError
 from anygpu.pipelines.files import formats
 from anygpu.pipelines.files.formats import StoredModel, config_of, contents, kinds
@@ -185,6 +186,14 @@ def test_auto_takes_a_file_of_its_own_before_what_lies_in_a_checkpoint(tiny_fold
     request = Files({"transformer": files["transformer"]}, offered)
     pipeline = load(LoadRequest(files["transformer"], base=base, device="cpu", files=request), progress)
     assert f"vae from {vae.name} (auto)" in progress.said and pipeline.parts["vae"] is not None
+
+
+@pytest.mark.parametrize(("cls", "found"), [("T5EncoderModel", ["t5"]), ("UMT5EncoderModel", [])])
+def test_transformers_own_encoders_are_told_apart(tmp_path, cls, found):
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 64}
+    made = getattr(transformers, cls)(getattr(transformers, cls.replace("EncoderModel", "Config"))(**sizes))
+    made.save_pretrained(tmp_path, safe_serialization=True)
+    assert list(kinds(tmp_path / "model.safetensors")) == found
 
 
 def test_auto_tells_llava_from_the_llama_that_it_was_made_from(tiny_folder, tmp_path, recorded):
