@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # The root's own kernels/ and nodes/ would hide the PyPI package `kernels` and ComfyUI's `nodes`.
 sys.path[:] = [entry for entry in sys.path if Path(entry or Path.cwd()).resolve() != ROOT]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Simulated devices compute with oneDNN, whose bf16 convolutions for AMX are wrong at some strides (pytorch#169688).
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

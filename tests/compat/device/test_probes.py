@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,6 +33,23 @@ def test_the_cpu_is_right_in_everything_it_has(warm):
     wrong = {name: str(found) for name, found in warm.known().items() if found.status != OK}
     assert set(wrong) == ABSENT_ON_CPU
     assert warm["output.fp16_to_fp32"].status == UNUSABLE
+
+
+@pytest.mark.full
+def test_a_processor_with_amx_is_told_from_one_without():
+    """Tests keep oneDNN from its kernels for AMX (conftest.py); here it has them, and the probe says what is true."""
+    script = """
+import torch
+from anygpu.compat.device.facts import facts_for
+from anygpu.compat.device.probe_store import OK, ProbeStore
+x = torch.arange(16 * 256.0).reshape(1, 16, 4, 8, 8) % 7 - 3
+weight = torch.arange(64 * 512.0).reshape(64, 16, 2, 4, 4) % 5 - 2
+a, b = (torch.conv3d(x.to(d), weight.to(d), stride=(2, 4, 4)).double() for d in (torch.bfloat16, torch.float64))
+right = bool((a - b).abs().max() <= b.abs().max() / 128)
+assert (ProbeStore(facts_for("cpu"))["conv3d.bf16"].status == OK) == right
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
 
 
 def test_all_probes_together_are_little_work(warm):
