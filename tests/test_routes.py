@@ -34,6 +34,7 @@ from anygpu.pipelines.family import GuidanceStep, Recipe
 from anygpu.pipelines.files.single_file import Files
 from anygpu.pipelines.forecast import seconds
 from anygpu.pipelines.forecast.memory import forecast
+from anygpu.pipelines.forecast.times import StageTime, TimeForecast, Times
 from anygpu.pipelines.latents import recovery as store
 from anygpu.pipelines.latents.convert import to_core
 from anygpu.pipelines.latents.store import save_latent
@@ -733,6 +734,29 @@ def test_weights_that_come_ahead_count_in_the_peak_and_a_headline_has_its_stages
     ):  # each has a device of its own
         decoding = {**text, "stage": "decoding", "fits": fits, "free": free}
         assert forecasting._headline([text, decoding], ", 1 s", "size") == said
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "told"),
+    [
+        ("group", "cuda", "Fits, streaming weights in sampling: slower, time unknown: offload group lacks room"),
+        ("sequential", "cuda", "Fits, about 7 s"),
+        ("none", "cpu", "Too much: sampling needs 2.0 GB"),  # where nothing steps down
+        ("comfyui", "cuda", "Fits, streaming weights in sampling: slower, about 7 s"),
+    ],
+)
+def test_a_chosen_mode_without_room_steps_down_as_the_run_does(pack, monkeypatch, mode, device, told):
+    forecasting = importlib.import_module("anygpu.host.server.forecast")
+    bytes_of = {"none": 2 << 30, "group": 2 << 30, "sequential": 1 << 29, "comfyui": 1 << 29}
+    sampling = StageTime("sampling", 7, 7, 7, 7)
+    times = Times({each: TimeForecast(each, (sampling,)) for each in bytes_of})
+    times.why, times.less = "", ()
+    asked = "views", lambda mode: [StageNeed("sampling", 0, 0, bytes_of[mode])], times
+    monkeypatch.setitem(forecasting.RUNS, "AnyGPUPaintViews", lambda *_: asked)
+    monkeypatch.setattr(forecasting.memory_manager, "room_on", lambda _: 1 << 30)
+    pipeline = SimpleNamespace(offloader=SimpleNamespace(mode=mode, device=torch.device(device)))
+    prompt = {"1": {"class_type": "AnyGPUPaintViews", "inputs": {}}}
+    assert forecasting._forecast(prompt, "1", {"": pipeline})["headline"].startswith(told)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import InputError, PackError
-from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED
+from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED, MODES
 from ...compat.memory.statistics import StageNeed, amount_of
 from ...compat.probe_results import probe_results_of
 from ...compat.transforms.step_cache import StepCacheSettings
@@ -336,14 +336,16 @@ def _forecast(prompt: Prompt, node: str, loaded: Inputs) -> dict[str, Any]:
             numbers.pop("text_guidance", None)  # which has no effect then
         levels, why = _levels(prompt, node)
         words, stages_in, times = RUNS[kind](numbers | levels, pipeline, room)
+        lowest = MODES[-1] if mode in MODES and pipeline.offloader.device.type != "cpu" else mode
+        most, least = stages_in("none" if mode == HOSTED else mode), stages_in(lowest)  # ComfyUI keeps all that fits
+        stages = [_stage(*pair, room) for pair in zip(most, least, strict=True)]
+        if mode != lowest and any(stage["peak"] < stage["whole"] for stage in stages):
+            why = why or f"offload {mode} lacks room and steps down"
         if why:
             times.clear()
             times.why, times.less = why, ()
-        least = stages_in(mode)
     except PackError as error:
         return {"error": error_message(error)}
-    most = stages_in("none") if mode == HOSTED else least  # ComfyUI's manager keeps all that fits
-    stages = [_stage(*pair, room) for pair in zip(most, least, strict=True)]
     ways = dict.fromkeys(stage["fits"] for stage in stages)
     apart = " and ".join(f"{need.name} on {need.device}" for need in least if need.device)
     time = times.get(mode)

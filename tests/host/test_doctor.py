@@ -125,6 +125,12 @@ def test_a_repair_of_a_whole_vae_of_core_is_its_fp32(inside: Inside, name: str) 
     assert found["repaired"] <= 1e-3 and found["alone"] > 2 * found["repaired"], found
 
 
+def test_repairs_of_one_vae_are_not_those_of_another_of_its_size(inside: Inside) -> None:
+    """As Wan 2.1's and Qwen-Image's; core keeps no name of a VAE's file."""
+    first, again, another = inside.play("doctor", "names_of_vaes", name="Wan 2.1")
+    assert first == again != another
+
+
 @full
 @pytest.mark.parametrize("name", ["SD", "Wan 2.1"])
 def test_nan_and_one_colour_in_a_vae_of_core_are_named(inside: Inside, name: str) -> None:

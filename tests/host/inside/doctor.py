@@ -18,6 +18,7 @@ from anygpu.compat.repairs import FP32, Repair, RepairStore, repaired
 from anygpu.host.core import doctor as core
 from anygpu.host.core import model as core_model
 from anygpu.host.core.attention import OVERRIDE
+from anygpu.host.core.weights import name_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -158,6 +159,15 @@ def vae_in_fp32(name: str) -> dict[str, float]:
     vae.vae_dtype = torch.float32
     right = vae.decode(latents)
     return {"alone": float((alone - right).abs().max()), "repaired": float((found - right).abs().max())}
+
+
+def names_of_vaes(name: str) -> list[str]:
+    """Names under which repairs of tiny VAE ``name`` are kept: twice of one, then of another's values."""
+    vaes = [core_tiny_vaes.made(name) for _ in range(3)]
+    with torch.no_grad():
+        for weight in vaes[2].first_stage_model.parameters():
+            weight.mul_(2)
+    return [name_of(vae.patcher) for vae in vaes]
 
 
 def nan_in_a_vae(name: str) -> dict[str, Any]:
