@@ -160,7 +160,7 @@ def precision_for(
 
 
 def copies_decision(precision: Precision, facts: DeviceFacts, probes: Probes = None) -> tuple[Decision, ...]:
-    """One that floats of 16 bits travel as integers, where a part has them and this device damages plain copies."""
+    """The decision to copy 16-bit floats as integers, if a part has them and this device damages plain copies."""
     for dtype in dict.fromkeys((precision.transformer, precision.text, precision.vae)):
         plain = abilities_of(facts, probes).verdict(f"copy.{NAMES[dtype]}")
         if not plain.usable:
@@ -202,7 +202,7 @@ def _row(model: ModelPrecision, facts: DeviceFacts) -> Precision:
 
 
 def _automatic(model: ModelPrecision, row: Precision, able: Abilities) -> Precision:
-    """The row, with another dtype for each part that the device cannot do well in the row's, and the reasons."""
+    """``row``, but with fp16 or fp32 for each part whose dtype the device lacks or emulates, and with the reasons."""
     why, causes = row.why, list[Verdict]()
     if row.transformer is not FP32:
         row, why, causes = _transformer(row, able)
@@ -220,7 +220,7 @@ def _automatic(model: ModelPrecision, row: Precision, able: Abilities) -> Precis
 
 
 def _transformer(row: Precision, able: Abilities) -> tuple[Precision, str, list[Verdict]]:
-    """The row with a transformer that runs here, the reason, and the verdicts that it names."""
+    """``row`` with a transformer's dtypes that run here, the reason, and the verdicts that the reason names."""
     ability = able.transformer(row.operands)
     if not row.safe and not _refused(ability):
         return row, row.why, []
@@ -235,13 +235,13 @@ def _transformer(row: Precision, able: Abilities) -> tuple[Precision, str, list[
     if refused.usable:
         return replace(row, transformer=FP16, compute=FP16, residual=FP32), f"fp16-safe, {since}", [ability]
     changed = replace(row, transformer=FP32, compute=FP32, residual=FP32)
-    if refused == ability:  # the row is fp16 itself: its one verdict is said once
+    if refused == ability:  # the row is fp16 itself: name its one verdict once
         return changed, f"fp32, {since}", [ability]
     return changed, f"fp32, {since} and fp16 does not work either ({refused.why})", [ability, refused]
 
 
 def _conv_dtype(vae: torch.dtype, able: Abilities) -> torch.dtype:
-    """The VAE's dtype where the device has a right and ready 2-D or 3-D convolution for it, else fp32."""
+    """The VAE's dtype if the device computes 2-D or 3-D convolutions in it rightly and natively, else fp32."""
     each = [able.verdict(f"{name}.{NAMES[vae]}") for name in ("conv3d", "conv2d")]
     return FP32 if all(map(_refused, each)) else vae
 
@@ -251,6 +251,7 @@ def _refused(ability: Verdict) -> bool:
 
 
 def _cause(ability: Verdict, causes: Sequence[Verdict]) -> str:
+    """The reason of ``ability`` in brackets; empty if it is among ``causes``, already named."""
     return "" if ability in causes else f" ({ability.why})"
 
 
