@@ -122,13 +122,9 @@ def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceF
     chosen = default_device() if device is None else _parsed(device)
     makers = {"cuda": _cuda_facts, "cpu": _cpu_facts, "mps": _mps_facts, "xpu": _xpu_facts, "xla": _xla_facts}
     stated = _plain(value_or(lambda: makers.get(chosen.type, _plug_in_facts)(chosen), {}), chosen)
-    versions = {
-        "torch": torch.__version__,
-        "system": value_or(lambda: platform.system(), ""),
-        "kernel": value_or(lambda: platform.release(), ""),
-        "triton": next(filter(None, map(version_of, TRITONS)), ""),
-        KITCHEN: version_of(KITCHEN),
-    }
+    system, kernel = value_or(lambda: platform.system(), ""), value_or(lambda: platform.release(), "")
+    versions = {"torch": torch.__version__, "system": system, "kernel": kernel}
+    versions |= {"triton": next(filter(None, map(version_of, TRITONS)), ""), KITCHEN: version_of(KITCHEN)}
     driver = stated.pop("driver", "")
     if not driver and stated["backend"] in ("cuda", "rocm", "xpu"):
         driver = _driver(stated["backend"])
@@ -232,9 +228,9 @@ def host_free_bytes() -> int:
     """Bytes of host memory that this process may still take: the least that the system and its control groups leave."""
     free = value_or(lambda: _system_bytes("virtual_memory", "available"), PLENTY)
     groups = value_or(lambda: Path(OWN_CGROUPS).read_text(encoding="utf-8"), "")
-    own = dict(row.split(":", 2)[1:] for row in groups.splitlines() if row.count(":") > 1)
+    paths = dict(row.split(":", 2)[1:] for row in groups.splitlines() if row.count(":") > 1)  # by controller
     for controller, root, limit, used in CGROUPS:
-        group = PurePosixPath(own.get(controller, "").lstrip("/"))  # a container may not see this folder
+        group = PurePosixPath(paths.get(controller, "").lstrip("/"))  # a container may not see this folder
         for folder in (Path(root, each) for each in (group, *group.parents)):
             with suppress(OSError, ValueError):  # there is no such group, or its limit is "max"
                 most, taken = (int((folder / name).read_text(encoding="utf-8")) for name in (limit, used))
@@ -293,6 +289,7 @@ def _cudnn_tf32(cudnn: Any) -> bool:
 
 
 def _parsed(device: torch.device | str) -> torch.device:
+    """The device of that name, with its index, once an empty tensor could be made on it; UnsupportedError else."""
     try:
         chosen = torch.device(device)
         there = torch.empty(0, device=chosen).device  # with its index
@@ -307,15 +304,13 @@ def _parsed(device: torch.device | str) -> torch.device:
 def _plain(stated: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """``stated`` in the types and ranges that readers expect; a missing or odd value becomes its default: unknown."""
     arch, name, total, compiled = (stated.get(key) for key in ("arch", "name", "total_bytes", "compiled"))
-    return {
-        "backend": device.type,
-        "arch_class": "other",
-        **stated,
+    sound = {
         "arch": arch if isinstance(arch, str) else "",
         "name": name if isinstance(name, str) and name else str(device),
         "total_bytes": total if isinstance(total, int) and 0 <= total < MOST_BYTES else 0,
         "compiled": tuple(entry for entry in compiled or () if isinstance(entry, str)),
     }
+    return {"backend": device.type, "arch_class": "other", **stated, **sound}
 
 
 def _cpu_facts(device: torch.device) -> dict[str, Any]:
@@ -336,13 +331,11 @@ def _cuda_facts(device: torch.device) -> dict[str, Any]:
     # is_bf16_supported() is true on GPUs without bf16 units: it proves that such a tensor can exist (pytorch#148322).
     modern = properties.major >= 8
     return {
-        "arch": f"sm{properties.major}{properties.minor}",
-        "arch_class": "cuda-sm80+" if modern else "cuda-old",
+        "arch": f"sm{properties.major}{properties.minor}", "arch_class": "cuda-sm80+" if modern else "cuda-old",
         "emulated": () if modern else ("bf16",),
         "clocks": tuple(value_or(lambda: [int(getattr(properties, name)) for name in CLOCKS], [])),
-        "versions": {"cuda": torch.version.cuda, "cudnn": _version(cudnn, 100)},
-        **shared,
-    }
+        "versions": {"cuda": torch.version.cuda, "cudnn": _version(cudnn, 100)}, **shared,
+    }  # fmt: skip
 
 
 def _pcie(properties: Any) -> float:
@@ -366,14 +359,11 @@ def _xpu_facts(device: torch.device) -> dict[str, Any]:
     properties = torch.xpu.get_device_properties(device)
     integrated = INTEGRATED.search(str(properties.name))  # for torch that does not tell
     return {
-        "arch_class": "xpu",
-        "name": str(properties.name),
+        "arch_class": "xpu", "name": str(properties.name), "total_bytes": int(properties.total_memory),
         "emulated": () if getattr(properties, "has_fp64", True) else ("fp64",),
-        "total_bytes": int(properties.total_memory),
-        "driver": str(getattr(properties, "driver_version", "")),
+        "driver": str(getattr(properties, "driver_version", "")), "compiled": tuple(torch.xpu.get_arch_list()),
         "unified": bool(getattr(properties, "is_integrated_gpu", integrated)),
-        "compiled": tuple(torch.xpu.get_arch_list()),
-    }
+    }  # fmt: skip
 
 
 def _xla_facts(device: torch.device) -> dict[str, Any]:

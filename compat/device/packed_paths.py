@@ -88,7 +88,6 @@ class PackedPath:
     source: str = AUTO
 
     def decision(self, count: int) -> Decision:
-        """The decision about ``count`` layers, for reports."""
         by = {"": "", "eager": " by torch's product"}.get(self.kernels, f" by comfy-kitchen's {self.kernels} kernels")
         verdict = f"{CORE}{by}" if self.path == CORE else "dequantised"
         return Decision(f"{count} {self.layer_format} layers", verdict, self.why, self.source)

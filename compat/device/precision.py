@@ -121,14 +121,10 @@ _WIDE_TEXT = {"fp16": "text encoders stay fp32, since fp16 overflows in T5", SAF
 
 
 def precision_for(
-    model: ModelPrecision,
-    facts: DeviceFacts,
-    choice: str = "auto",
-    probes: Probes = None,
-    offered: Sequence[str] = CHOICES,
-) -> Precision:
+    model: ModelPrecision, facts: DeviceFacts, choice: str = "auto",
+    probes: Probes = None, offered: Sequence[str] = CHOICES,
+) -> Precision:  # fmt: skip
     """The dtypes for ``model`` on the device of ``facts``; ``probes`` outrank a known bug's row, None asks nothing.
-
     ``auto`` takes the table's row and leaves it where the device cannot follow: bf16 becomes fp16-safe, then fp32. An
     explicit choice is never changed; only convolutions that a device lacks are computed in fp32, which loses nothing.
     Raises UnsupportedError for an unknown choice, no row, or what the device cannot do; it names what is ``offered``.

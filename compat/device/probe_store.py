@@ -55,13 +55,9 @@ class ProbeStore(Mapping[str, ProbeResult]):
     ``more`` has probes of other layers, ``asked`` the flags of torch that results are for (None: the current ones)."""
 
     def __init__(
-        self,
-        facts: DeviceFacts,
-        folder: Path | None = None,
-        more: Mapping[str, suite.Probe] | None = None,
-        asked: Mapping[str, bool] | None = None,
-        quiet: bool = False,
-    ) -> None:
+        self, facts: DeviceFacts, folder: Path | None = None, more: Mapping[str, suite.Probe] | None = None,
+        asked: Mapping[str, bool] | None = None, quiet: bool = False,
+    ) -> None:  # fmt: skip
         self.facts, self.folder, self.quiet = facts, folder, quiet
         self.probes: dict[str, suite.Probe] = {**suite.standard(), **(more or {})}
         self.key = key_of(facts, flags() if asked is None else asked)

@@ -180,11 +180,8 @@ def works(abilities: Mapping[str, Any], name: str, dtype: torch.dtype) -> bool:
 
 def fixed(policy: DevicePolicy, probes: Mapping[str, ProbeResult]) -> tuple[Quirk, ...]:
     """The rows whose wrong operations all pass ``probes``: a newer driver has fixed them."""
-
-    def works(row: Quirk) -> bool:
-        return all(name in probes and probes[name].status == OK for name in row.wrong)
-
-    return tuple(row for row in policy.rows if row.wrong and works(row))
+    suspects = (row for row in policy.rows if row.wrong)
+    return tuple(row for row in suspects if all(name in probes and probes[name].status == OK for name in row.wrong))
 
 
 def within(version: str, first_bad: str, first_good: str) -> bool:

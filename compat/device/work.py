@@ -372,7 +372,6 @@ class _Timer:
         return self.device.type == "cpu"
 
     def warm(self, call: Callable[[], Any]) -> None:
-        """Run ``call`` in growing batches for :data:`WARM_SECONDS`."""
         spent, count = 0.0, 1
         while spent < WARM_SECONDS:
             spent, count = spent + self._once(partial(_repeat, call, count)), min(2 * count, 64)
@@ -385,9 +384,9 @@ class _Timer:
             with counting() as work:
                 call()
             seconds = self.least(call)
-            long = seconds >= LEAST_SECONDS.get(self.device.type, CALL_SECONDS)
-            long = long and (work.flops or self.host)  # copies on an accelerator must also outgrow its caches
-            is_last = long or side >= MOST_SIDE or 4 * work.bytes > most  # twice the side: four times the bytes
+            slow = seconds >= LEAST_SECONDS.get(self.device.type, CALL_SECONDS)
+            enough = slow and bool(work.flops or self.host)  # copies on an accelerator must also outgrow its caches
+            is_last = enough or side >= MOST_SIDE or 4 * work.bytes > most  # twice the side: four times the bytes
             larger = None if is_last else self._try_call(make, 2 * side)
             if larger is None:
                 return (work.flops or work.bytes) / max(seconds if self.host else self.seconds(call), 1e-9)
