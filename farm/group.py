@@ -38,7 +38,7 @@ CANCEL_SECONDS = 1.0  # that ranks have to agree on an end, at their next step
 GRACE_SECONDS = 5.0  # after the first failure of a rank, until the others have ended too or are taken to be stuck
 LOOK_SECONDS = 0.25
 SAMPLING = "sampling"
-_ORDER = {worker.REFUSED: 1, worker.FAILED: 1, worker.LOST: 2}  # failures, others 0: the lowest tells the cause best
+_ORDER = {worker.REFUSED: 1, worker.FAILED: 1, worker.LOST: 2}  # 0 for others; the lowest tells why, a lost rank least
 
 
 class AgreedWatch(RenderWatch):

@@ -45,8 +45,7 @@ class Renders(Protocol):
 class Outcome:
     """The end of a job.
     ``failed``: nobody can do it; ``refused``: this worker cannot do this job; ``unable``: it could not load the model;
-    ``broken``: it can do no job now, such as with a full disk; ``lost``: a process that rendered with it died or hangs,
-    and another takes its place."""
+    ``broken``: it can do no job now, as with a full disk; ``lost``: a process of its group died or hangs."""
 
     status: str
     text: str = ""

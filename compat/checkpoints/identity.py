@@ -53,6 +53,7 @@ class FileIndex:
         return self.texts[facts]
 
     def save(self) -> None:
+        """Write the texts, if there are new ones, with those of other processes; a failure is logged."""
         if self.path is None or not self.changed:
             return
         self.changed = False  # first: what another thread adds during the write is for the next one

@@ -188,6 +188,7 @@ def checked_parts(coder: nn.Module, validate: Validator) -> Iterator[None]:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules inside without children, and compiled ones as a whole."""
     children = list(module.children())
     if not children or hasattr(module, COMPILED):
         yield module

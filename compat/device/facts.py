@@ -136,7 +136,7 @@ def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceF
 
 
 def flags() -> dict[str, bool]:
-    """Torch's switches that change results, by name; a value held for a block is not seen. Probes are saved by them."""
+    """Torch's switches that change results, by name; a value held for a block is not seen. Probes are keyed by them."""
     cudnn: Any = torch.backends.cudnn
     matmul: Any = torch.backends.cuda.matmul
 

@@ -64,6 +64,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {"integers": INTEGERS, "fp8": FP8, "fp4"
 
 
 def _row(row: Mapping[str, str]) -> PackedRow:
+    """A row of ``packed_rows.csv``, with groups of formats resolved; its ``ask`` is empty or "no"."""
     formats = tuple(each for name in row["formats"].split(";") for each in GROUPS.get(name, (name,)))
     several = {name: tuple(row[name].split(";")) for name in ("backends", "arches", "names", "kernels")}
     given: dict[str, Any] = {**row, **several, "formats": formats, "ask": not row["ask"]}

@@ -127,8 +127,7 @@ def precision_for(
     """The dtypes for ``model`` on the device of ``facts``; ``probes`` outrank a known bug's row, None asks nothing.
     ``auto`` takes the table's row and leaves it where the device cannot follow: bf16 becomes fp16-safe, then fp32. An
     explicit choice is never changed; only convolutions that a device lacks are computed in fp32, which loses nothing.
-    Raises UnsupportedError for an unknown choice, no row, or what the device cannot do; it names what is ``offered``.
-    """
+    Raises UnsupportedError for an unknown or impossible choice, or no row; it names those that are ``offered``."""
     able = abilities_of(facts, probes)
     if choice == "auto":
         return _automatic(model, _row(model, facts), able)
@@ -189,6 +188,7 @@ def _refusal(ability: Verdict, facts: DeviceFacts) -> str:
 
 
 def _row(model: ModelPrecision, facts: DeviceFacts) -> Precision:
+    """The common row of a class of devices, or the model's own in its place; UnsupportedError for an unknown class."""
     row = PRECISION.get(facts.arch_class)
     if row is None:
         found, expected = f"no precision policy for {facts.arch_class!r}", f"one of {', '.join(sorted(PRECISION))}"
@@ -237,7 +237,7 @@ def _transformer(row: Precision, able: Abilities) -> tuple[Precision, str, list[
 
 
 def _conv_dtype(vae: torch.dtype, able: Abilities) -> torch.dtype:
-    """The VAE's dtype if the device computes 2-D or 3-D convolutions in it rightly and natively, else fp32."""
+    """The VAE's dtype if the device computes 2-D or 3-D convolutions in it right and not slowly, else fp32."""
     each = [able.verdict(f"{name}.{NAMES[vae]}") for name in ("conv3d", "conv2d")]
     return FP32 if all(map(_refused, each)) else vae
 

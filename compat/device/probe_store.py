@@ -144,6 +144,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         return {str(key): str(path) for key, path in kept.items() if path} if isinstance(kept, dict) else {}
 
     def _ask(self, names: list[str]) -> None:
+        """Run these probes, and save their results."""
         if not names:
             return
         for name in names:
@@ -247,8 +248,8 @@ def _saved_result(entry: Any) -> ProbeResult:
 
 
 def _is_running(path: Path, process: int, started: float, machine: str | None = None) -> bool:
-    """True if the process that wrote ``path`` still runs; on another machine, if the file is young. Numbers of
-    processes come again, in containers at each start, so that the start times must agree."""
+    """True if the process that wrote ``path`` still runs; on another machine, if the file is young.
+    Process ids repeat, in containers at each start, so that the start times must agree too."""
     if machine not in (None, value_or(platform.node, "")):
         return time.time() - path.stat().st_mtime < UNSEEN_SECONDS
     return abs(_started(process) - started) < 3.0  # processes do not agree on when the computer started

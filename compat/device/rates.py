@@ -155,8 +155,7 @@ def quicker_by(facts: DeviceFacts, sums: bool, stored: str, attention: str) -> d
 
 def rates_of(facts: DeviceFacts) -> Rates | None:
     """Rates of a device by its row, else by the units and clocks that its driver states; None if unknown.
-    On NVIDIA a multiprocessor does :data:`UNITS` FLOPs in fp16 at each clock; drivers may state the boost or the
-    highest clock, so that the row comes first."""
+    NVIDIA's multiprocessors do :data:`UNITS` fp16 FLOPs per clock; the row comes first, as drivers overstate clocks."""
     rates = published_rates(facts.name, facts.total_bytes)
     if rates is not None or not facts.clocks or 0 in facts.clocks:
         return rates

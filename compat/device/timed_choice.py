@@ -19,8 +19,7 @@ HOPELESS = 4.0  # times the best so far: measured once, not again
 def stored_times(
     key: str, measure: Callable[[], Mapping[str, float]], facts: DeviceFacts, store: ProbeStore | None
 ) -> Mapping[str, float]:
-    """Milliseconds by name as ``measure`` returns them, saved under ``key``; {} for a device without a reliable clock,
-    without a store, or if measuring failed."""
+    """Milliseconds by name from ``measure``, saved under ``key``; {} without a reliable clock, a store or a result."""
     if store is None or facts.device.type not in CLOCKED:
         return {}
     return value_or(lambda: {name: float(ms) for name, ms in store.remember(key, lambda: dict(measure())).items()}, {})

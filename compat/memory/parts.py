@@ -128,6 +128,7 @@ class Parts(dict[str, nn.Module]):
         self.reading_seconds = 0.0
 
     def read(self, name: str, progress: Any = None) -> nn.Module:
+        """The module of that name, read and prepared if this is its first use."""
         if name not in self:
             started = time.perf_counter()
             module = self.readers[name](progress or Silent())

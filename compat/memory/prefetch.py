@@ -31,8 +31,7 @@ class Place:
 
 
 class GroupLayout:
-    """Layout of a group's dense weights in one run of bytes, side by side; neighbours in locked memory keep their
-    distance, so that they travel as one copy."""
+    """Layout of a group's dense weights in one run of bytes; neighbours in locked memory stay so, to share one copy."""
 
     def __init__(self, host_weights: Sequence[torch.Tensor]) -> None:
         self.places: list[Place] = []

@@ -76,6 +76,7 @@ def copy_to_device(
 
 
 def _copy(source: torch.Tensor, device: torch.device, check: Callable[[], None] | None, staged: bool) -> torch.Tensor:
+    """:func:`copy_to_device` for the values as they are, 16-bit floats as the integers of :func:`carried`."""
     asynchronous = HOST.type == source.device.type != device.type and source.is_pinned()
     if not source.is_contiguous() or (source.nbytes <= SLICE_BYTES and not staged):
         if check is not None:
@@ -198,8 +199,7 @@ def move(
     """Move ``module`` to ``device`` tensor by tensor, reporting bytes; a cancel, obeyed between tensors and slices of a
     large one, or a failure leaves everything where it was.
     ``shared``: host and device share one memory, so an original goes as soon as its copy is there, and a cancel leaves
-    everything on the host. ``keep``: host weights stay, as views of a file always do, so that moving back copies
-    nothing."""
+    everything on the host. ``keep``: host weights stay, as views of a file always do: moving back copies nothing."""
     away = [tensor for tensor in tensors_of(module) if tensor.device != device]
     if not away:
         return
