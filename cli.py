@@ -50,7 +50,7 @@ class Printed:
 
     def __init__(self) -> None:
         self._bar: Any = None
-        self.time_left: dict[str, Any] = {}  # by stage: another may be told of in between, such as bytes that move
+        self.time_left: dict[str, Any] = {}  # by stage: another may come in between, such as bytes that move
         self._stage = ""
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Callable[[], Any] | None = None) -> None:
@@ -85,6 +85,7 @@ class Printed:
 
 
 def report(arguments: argparse.Namespace) -> int:
+    """Print the report that the flags ask for: kernels, memory, a file to share, or what AnyGPU chooses here."""
     from .pipelines.report import hardware_report
 
     parts = ((arguments.kernels, _kernels), (arguments.memory, _memory), (arguments.share is not None, _share))
@@ -96,7 +97,7 @@ def report(arguments: argparse.Namespace) -> int:
 
 
 def _share(arguments: argparse.Namespace) -> int:
-    """Show this machine as a file that may be shared, and write it; a terminal is asked first."""
+    """Print the file that describes this machine, for our tables, and write it; on a terminal ask first."""
     from .compat.durable import write_file
     from .pipelines.records.machines import HINT, this_machine
     from .pipelines.report import precisions
@@ -113,6 +114,7 @@ def _share(arguments: argparse.Namespace) -> int:
 
 
 def _kernels(arguments: argparse.Namespace) -> int:
+    """Print where families use fused kernels, and test each kernel on the device; 1 if one is wrong."""
     import torch
 
     from .compat.device.facts import facts_for
@@ -208,6 +210,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
+    """Render while the doctor watches, and print the fault that is found; 1 for a fault."""
     from .compat.output_check import COLOUR, NotFinite, is_flat
 
     if arguments.plan or arguments.save_job is not None:
@@ -223,6 +226,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
 
 def _watch(arguments: argparse.Namespace, model: Path, progress: Any) -> Any:
+    """The doctor of a run, with the repairs saved for ``model``; None without ``--repair``."""
     from .compat.doctor import KEEP, Doctor
     from .compat.repairs import RepairStore
 
@@ -255,15 +259,15 @@ def rendered(arguments: argparse.Namespace, progress: Any) -> Rendered:
             progress.notify(str(decision))
         if arguments.recover is None:
             return jobs.run(job, machine, progress, pipeline)
-        kept = recovery.load(machine.state / "kept", arguments.recover, progress.notify)
-        latents = convert.from_core(pipeline, kept, progress.notify)
+        saved = recovery.load(machine.state / "kept", arguments.recover, progress.notify)
+        latents = convert.from_core(pipeline, saved, progress.notify)
         folders = machine.places.models
         latents = stages.with_decode_noise(pipeline, latents, job.decode_timestep, job.decode_noise_scale, progress)
         return jobs.Rendered(jobs.decoded(pipeline, latents, progress, job.decode, folders), latents, job.decode)
 
 
 def replay(arguments: argparse.Namespace) -> int:
-    """Make the video of a file, or its texture, again; 1 if it is another."""
+    """Render the video or texture of a file again, from its receipt; 1 if the result differs."""
     from .paint.choices import MODELS
     from .paint.jobs import replay as painted_again
     from .pipelines.jobs import replay as filmed_again
@@ -287,13 +291,9 @@ def _machine(arguments: argparse.Namespace, models: tuple[Path, ...] = (), files
     beside_job = [Path(arguments.job).parent] if arguments.job else []
     devices = accelerators(default_device()) if arguments.device is None else ()
     cards = {device: free_bytes(device) for device in devices} if len(devices) > 1 else {}
-    return Machine(
-        places=Places((*map(Path, arguments.search), DEMOS, *models), (*beside_job, Path(), *files), state=state),
-        state=state,
-        device=arguments.device,
-        trace=None if arguments.profile is None else Path(arguments.profile),
-        cards=cards,
-    )
+    trace = None if arguments.profile is None else Path(arguments.profile)
+    places = Places((*map(Path, arguments.search), DEMOS, *models), (*beside_job, Path(), *files), state=state)
+    return Machine(places=places, state=state, device=arguments.device, trace=trace, cards=cards)
 
 
 def _job(arguments: argparse.Namespace, places: Any) -> Any:
@@ -307,10 +307,10 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
     from .pipelines.vae.plan import DecodeRequest
 
     if arguments.job is not None:
-        usual = vars(_parser(True).parse_args([arguments.command]))
-        beside = [name for name, value in vars(arguments).items() if name not in ANYWHERE and value != usual[name]]
-        if beside:
-            flag = "--" + beside[0].replace("_", "-")
+        defaults = vars(_parser(True).parse_args([arguments.command]))
+        given = [name for name, value in vars(arguments).items() if name not in ANYWHERE and value != defaults[name]]
+        if given:
+            flag = "--" + given[0].replace("_", "-")
             raise InputError(f"{flag} beside --job", expected="one of the two", fix="Change the value in the job file.")
         return job_format.read_job(Path(arguments.job))
     if arguments.model is None:
@@ -320,7 +320,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
     model = demo_folder(arguments.model) or Path(arguments.model)
     family = family_of_folder(model) if model.is_dir() else None
     pictures = [(path, frame) for path, frame in ((arguments.image, 0), (arguments.end_image, -1)) if path is not None]
-    used, sections = [lora.named(text) for text in arguments.lora], family is not None and family.recipes.sections
+    loras, sections = [lora.named(text) for text in arguments.lora], family is not None and family.recipes.sections
     providers = {name: getattr(arguments, name) for name in ("base", "image_encoder")}
     return job_format.VideoJob(
         model=places.content(model),
@@ -328,7 +328,7 @@ def _job(arguments: argparse.Namespace, places: Any) -> Any:
         prompt=PromptRequest(arguments.prompt or "", arguments.negative, sections=tuple(arguments.section_prompt)),
         settings=SampleSettings(**{name: getattr(arguments, name) for name in ("width", "height", *SAMPLING)}),
         load=job_format.load_inputs(vars(arguments)),
-        loras=tuple(job_format.Adapter(places.content(path), strength, blocks) for path, strength, blocks in used),
+        loras=tuple(job_format.Adapter(places.content(path), strength, blocks) for path, strength, blocks in loras),
         step_cache=job_format.Caching(arguments.step_cache),
         pictures=tuple(job_format.Picture(places.picture(Path(path)), frame) for path, frame in pictures),
         fit=arguments.fit,
@@ -359,6 +359,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def run_command(arguments: argparse.Namespace, command: str, interrupted: str) -> int:
+    """Run ``arguments.run`` and return its exit code; an error with a fix is a line on stderr, and exit code 2."""
     try:
         return int(arguments.run(arguments))
     except (PackError, RuntimeError, MemoryError) as error:
@@ -372,6 +373,7 @@ def run_command(arguments: argparse.Namespace, command: str, interrupted: str) -
 
 
 def _memory(arguments: argparse.Namespace) -> int:
+    """Print the free memory, and the memory and times of the last runs' stages."""
     from .compat.device.facts import facts_for, free_bytes, host_free_bytes
     from .compat.memory.statistics import amount_of, saved_stages
 

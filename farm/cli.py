@@ -24,6 +24,7 @@ OF_PAINT = ("adapter", "delight", "image_encoder")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Render the jobs of a file or folder; 1 if a job failed or a file could not be read."""
     from .driver import lines_in
 
     given = Path(arguments.jobs)
@@ -35,14 +36,15 @@ def run(arguments: argparse.Namespace) -> int:
     lines = share_of(list(lines_in(files, unread.append)), arguments.share)
     for text in unread:
         _say(text)
-    with_ray = _driver(JobFolder(given.parent if given.is_file() else given), arguments)
-    with_ray.add(lines, again=True)
-    tally = with_ray.run()
+    driver = _driver(JobFolder(given.parent if given.is_file() else given), arguments)
+    driver.add(lines, again=True)
+    tally = driver.run()
     print(f"{tally.done} done, {tally.skipped} already done, {len(tally.failed)} failed, {tally.deaths} workers died")
     return 1 if tally.failed or unread else 0
 
 
 def watch(arguments: argparse.Namespace) -> int:
+    """Render whatever comes into a folder, and what ComfyUI hands to the gateway, until Ctrl+C."""
     from .gateway import open_gateway
 
     folder = JobFolder(Path(arguments.folder))
@@ -84,7 +86,8 @@ def cancel(arguments: argparse.Namespace) -> int:
 
 
 def queue(arguments: argparse.Namespace) -> int:
-    idle = (OF_VIDEOS if arguments.adapter else (*OF_VIDEOS, *OF_ADAPTER)) if arguments.meshes else OF_PAINT
+    """Write the jobs into a folder; InputError for a flag that this kind of job would not use."""
+    idle = (*OF_VIDEOS, *(() if arguments.adapter else OF_ADAPTER)) if arguments.meshes else OF_PAINT
     for flag in (f"--{name.replace('_', '-')}" for name in idle if getattr(arguments, name)):
         found = f"{flag} with{'' if arguments.meshes else 'out'} --meshes{' alone' if flag[2:] in OF_ADAPTER else ''}"
         raise InputError(found, expected="flags of one kind of job", fix=f"Leave {flag} out.")
@@ -131,20 +134,18 @@ def _queue_videos(folder: JobFolder, prompts: str, arguments: argparse.Namespace
     from ..pipelines.records.receipts import settings_of
 
     batch = Batch(
-        prompts=prompts_in(prompts),
-        seeds=seeds_in(arguments.seeds),
+        prompts=prompts_in(prompts), seeds=seeds_in(arguments.seeds), negative=arguments.negative,
         pictures=[] if arguments.pictures is None else files_in(Path(arguments.pictures)),
-        negative=arguments.negative,
         settings={name: getattr(arguments, name) for name in ("width", "height", "frames", "steps", "cfg")},
         load=load_inputs({"precision": arguments.precision, "weights": arguments.weights}),
         framepack=FramePackSettings(arguments.seconds) if arguments.seconds else None,
         like=None if arguments.like is None else settings_of(Path(arguments.like)),
-    )
+    )  # fmt: skip
     return queue_jobs(folder, arguments.name, Path(arguments.model), batch, state=Path(STATE).expanduser())
 
 
 def share_of(lines: list[str], share: str) -> list[str]:
-    """The lines of one of several drivers, such as every eighth line from the third for ``2/8``."""
+    """The lines of one of several drivers: every eighth from the third on for ``2/8``, all for an empty ``share``."""
     if not share:
         return lines
     index, _, count = share.partition("/")
@@ -158,11 +159,8 @@ def main(words: Sequence[str] | None = None) -> int:
     return run_command(_parser().parse_args(words), "anygpu-farm", "stopped; run the same command again to resume")
 
 
-def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
-    from .driver import Driver
-    from .render import Renderer, reached_in, task_of
-
-    models = tuple(Path(root).expanduser().resolve() for root in arguments.models)
+def _require_possible(arguments: argparse.Namespace) -> None:
+    """Raise InputError for flags of workers and groups that are out of range or contradict each other."""
     if arguments.group < 1 or (arguments.branches and arguments.group % 2):
         found = f"--group {arguments.group}{' --branches' if arguments.branches else ''}"
         expected = f"1 or more devices{', an even number' if arguments.branches else ''}"
@@ -174,6 +172,15 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
     if arguments.patience < 0:
         found, fix = f"--patience {arguments.patience:g}", "For example --patience 1200."
         raise InputError(found, expected="seconds, 0 for 600", fix=fix)
+
+
+def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
+    """A driver whose workers Ray is starting, here or in a cluster; InputError for flags that cannot be had."""
+    from .driver import Driver
+    from .render import Renderer, reached_in, task_of
+
+    _require_possible(arguments)
+    models = tuple(Path(root).expanduser().resolve() for root in arguments.models)
     folder = JobFolder(folder.root.resolve())
     renderer = Renderer(folder.root, models, Path(arguments.state).expanduser().absolute(), arguments.device)
     if arguments.address:
@@ -183,13 +190,13 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
     else:
         gpus = 0 if arguments.device is not None or default_device().type == "cpu" else device_count()
         name = "local" if arguments.local >= arguments.group else "group"
-        if 0 < gpus < (most := getattr(arguments, name)):  # Ray would let the others wait for ever
-            found = f"--{name} {most} on a machine with {gpus} GPU{'s' * (gpus > 1)}"
+        if 0 < gpus < (asked := getattr(arguments, name)):  # Ray would let the others wait for ever
+            found = f"--{name} {asked} on a machine with {gpus} GPU{'s' * (gpus > 1)}"
             raise InputError(found, expected="at most one worker per GPU", fix=f"Leave out --{name}.")
         count = arguments.local or max(gpus, arguments.group)
         ray = cluster.start_here(max(count, arguments.group), gpus)
     on_gpus = arguments.device is None and bool(arguments.address or gpus)  # an empty cluster may grow some
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl+C; Ray had put a handler of its own there
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl+C, in place of Ray's handler
     driver = Driver(ray=ray, folder=folder, task_of=task_of, reached=lambda task: reached_in(folder, task), say=_say)
     needs = {"num_cpus": 1, "num_gpus": 1} if on_gpus else {"num_cpus": 1}
     if arguments.group > 1:
@@ -203,7 +210,7 @@ def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
 def _start_groups(
     driver: Any, arguments: argparse.Namespace, renderer: Any, needs: dict[str, float], count: int
 ) -> None:
-    """Have Ray start ``count`` groups, each in room of its own on few machines, its leader once that is there."""
+    """Have Ray start ``count`` leaders of groups, each in a placement group of its own, packed on few machines."""
     from ray.util import placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -213,8 +220,8 @@ def _start_groups(
     patience = arguments.patience or PATIENCE_SECONDS
     for _ in range(count):
         place = placement_group([cluster.asked_by(needs) for _ in range(arguments.group)], strategy="PACK")
-        ways = {"halves": arguments.branches, "loopback": loopback, "patience": patience}
-        leader = GroupRenderer(renderer, arguments.group, needs, place, **ways)
+        options = {"halves": arguments.branches, "loopback": loopback, "patience": patience}
+        leader = GroupRenderer(renderer, arguments.group, needs, place, **options)
         driver.start_workers(1, leader, {"num_cpus": 0, "scheduling_strategy": PlacementGroupSchedulingStrategy(place)})
 
 

@@ -1,5 +1,4 @@
 """Ray, started on this machine or connected to: always with its token, and on loopback unless an address is given.
-
 Whoever reaches a port of Ray without a token can run code on the machine, and Ray 2.60 listens on every interface
 without one unless it is told otherwise (docs/scale.md)."""
 
@@ -27,32 +26,26 @@ FIX = TOKEN_FIX.format("set RAY_AUTH_MODE=token for `ray start` and for this com
 
 
 def ray_module() -> Any:
+    """The package ray; MissingPackageError if it cannot be imported."""
     try:
         import ray
     except ImportError as error:
-        raise MissingPackageError(
-            f"no ray ({first_line(error)})", expected="Ray 2.52 or newer", fix='Run pip install "anygpu[farm]".'
-        ) from error
+        found, fix = f"no ray ({first_line(error)})", 'Run pip install "anygpu[farm]".'
+        raise MissingPackageError(found, expected="Ray 2.52 or newer", fix=fix) from error
     return ray
 
 
 def start_here(workers: int, gpus: int) -> Any:
-    """Ray on this machine alone: every socket on 127.0.0.1, and a token that lives as long as it does.
-
-    ``workers`` is processes to make room for, ``gpus`` devices that Ray deals out to them."""
+    """Start Ray on this machine alone, with every socket on 127.0.0.1 and a token of its own; returns the package.
+    ``workers``: processes to make room for; ``gpus``: devices that Ray deals out. Sets environment variables."""
     os.environ.update({**LOOPBACK, **QUIET, TOKEN: "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
     ray = ray_module()
     try:
         ray.init(
             address="local",  # else it connects to a cluster that RAY_ADDRESS names, or that runs on this machine
-            num_cpus=max(workers, 1),
-            num_gpus=gpus,
-            namespace=NAMESPACE,
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=STORE_BYTES,
-            logging_level="warning",
-        )
+            num_cpus=max(workers, 1), num_gpus=gpus, object_store_memory=STORE_BYTES, namespace=NAMESPACE,
+            include_dashboard=False, log_to_driver=False, logging_level="warning",
+        )  # fmt: skip
     except Exception as error:  # of Ray's many kinds, such as a timeout on a busy machine
         found = f"Ray did not start here ({first_line(error)})"
         fix = "Run the same command again; its logs are in ray/session_latest/logs of the temporary folder."
@@ -61,9 +54,8 @@ def start_here(workers: int, gpus: int) -> Any:
 
 
 def connect(address: str) -> Any:
-    """Ray at ``address``, such as 10.0.0.5:6379, or ``auto`` for the cluster that this machine belongs to.
-
-    Raises InputError where no token mode is on here, or nothing takes our token at the address."""
+    """Connect to Ray at ``address``, such as 10.0.0.5:6379, or ``auto`` for this machine's; returns the package.
+    Raises InputError if token mode is off here, or nothing at the address takes our token."""
     if os.environ.get(TOKEN) != "token":
         raise InputError(f"{TOKEN}={os.environ.get(TOKEN, '')!r}", expected=f"{TOKEN}=token on every machine", fix=FIX)
     os.environ.update(QUIET)
@@ -77,9 +69,8 @@ def connect(address: str) -> Any:
 
 
 def autoscales(ray: Any) -> bool:
-    """True where the cluster may get further machines by itself.
-
-    Ray's own monitor runs on every head. Where it only watches, it names each kind of machine after the machine
+    """True if the cluster may get further machines by itself; False if unknown.
+    Ray's own monitor runs on every head. If it only watches, it names each kind of machine after the machine
     (ray/autoscaler/_private/util.py, ``format_readonly_node_type``); KubeRay's writes down what may be added."""
 
     def asked() -> bool:
@@ -95,16 +86,16 @@ def autoscales(ray: Any) -> bool:
 
 
 def asked_by(needs: Mapping[str, float], times: int = 1) -> dict[str, float]:
-    """The resources of a cluster (CPU, GPU) that so many actors with ``needs`` (``num_cpus``, ``num_gpus``) ask for."""
+    """The cluster's resources (CPU, GPU) that ``times`` actors with ``needs`` (``num_cpus``, ``num_gpus``) ask for."""
     return {{"num_cpus": "CPU", "num_gpus": "GPU"}[name]: each * times for name, each in needs.items()}
 
 
 def lacking(ray: Any, asked: Mapping[str, float]) -> UnsupportedError | None:
-    """The error for a cluster that lacks something a worker asks for; None where it has all."""
+    """The error for a cluster without the resources ``asked`` for; None if it has them, or they are unknown."""
     has = value_or(ray.cluster_resources, dict(asked))
     if all(has.get(name, 0) >= amount for name, amount in asked.items()):
         return None
-    there, wanted = (" and ".join(f"{of.get(name, 0):g} {name}" for name in asked) for of in (has, asked))
+    there, wanted = (" and ".join(f"{each.get(name, 0):g} {name}" for name in asked) for each in (has, asked))
     found = f"a cluster with {there} for workers that ask for {wanted}"
     fix = "Add --device cpu to render without GPUs, or start Ray with `ray start --num-gpus=N` where it counts none."
     return UnsupportedError(found, expected="as much as one of them asks for", fix=fix)

@@ -1,5 +1,4 @@
 """The driver, which hands the jobs of a folder to workers and writes down which ones failed.
-
 The driver remembers nothing that the folder does not have: another one goes on where it was killed."""
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from .cluster import asked_by, autoscales, lacking
 from .schedule import Rest, Tally, Task, TaskSchedule, WorkerHandle
 from .worker import BROKEN, CANCELLED, DONE, FAILED, LOST, UNABLE, Outcome, Worker, text_of
 
-MOST_DEATHS = 3  # of a job's workers without one further step: then it is the job that kills them
-MOST_RESTS = 3  # of a worker in a row, for its model or for all: then no job waits for it any longer
+MOST_DEATHS = 3  # of a job's workers without one further step: then the job is at fault
+MOST_RESTS = 3  # of a worker in a row, from one model or from all: then no job waits for it any longer
 START_SECONDS = 600.0  # that a worker's process may take to come up, until no job waits for it
 LOOK_SECONDS = 0.5  # between looks for cancelled jobs
 SHOW_SECONDS = 2.0  # between two writings of what the workers do
@@ -30,23 +29,17 @@ REMIND_SECONDS = 60.0  # between two lines about devices that are missing
 LACK_SECONDS = 2.0  # that a run waits for machines which are just joining
 MOST_PAUSE = 60.0  # seconds after a turn that failed, which grow to this
 MOST_PAUSES = 10  # of failed turns in a row, after which `run` ends
-ANSWERS = 4  # threads of a worker: one renders, the others tell of it
+ANSWERS = 4  # threads of a worker: one renders, the others answer calls about it
 Say = Callable[[str], None]
 
 
 class Driver:
-    """One driver over one folder. ``reached`` grows with the steps of a job that are kept; ``say`` takes a line."""
+    """One driver over one folder. ``reached`` grows with a job's saved steps; ``say`` gets each line for the user."""
 
     def __init__(
-        self,
-        ray: Any,
-        folder: JobFolder,
-        task_of: Callable[[str], Task],
-        reached: Callable[[Task], float],
-        say: Say,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
+        self, ray: Any, folder: JobFolder, task_of: Callable[[str], Task], reached: Callable[[Task], float], say: Say,
+        clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep,
+    ) -> None:  # fmt: skip
         self.ray, self.folder, self.task_of, self.reached, self.say = ray, folder, task_of, reached, say
         self.clock, self.sleep = clock, sleep
         # In a container that was started again, host and process are those of the driver whose workers Ray still ends.
@@ -64,7 +57,7 @@ class Driver:
         # How far jobs were when a worker died at them, by key, as ``reached`` has it.
         self._steps: dict[str, float] = {}
         self._notes: dict[str, str] = {}  # why jobs failed, by key, where the folder has not taken it yet
-        self._troubles: dict[str, str] = {}  # what was said of things that fail again and again
+        self._troubles: dict[str, str] = {}  # last error of each action of :meth:`_try`; empty after a success
 
     def start_workers(self, count: int, renderer: Any, needs: dict[str, Any]) -> None:
         """Have Ray start ``count`` workers, each with ``needs``, options of its actors, once there is room."""
@@ -109,6 +102,7 @@ class Driver:
             self._careful_turn()
 
     def run(self) -> Tally:
+        """Render until no job waits or runs, and return the counts."""
         while self.schedule or any(worker.task or worker.held for worker in self.workers):
             self._careful_turn()
         self._try("the notes of failed jobs", self._write_notes)
@@ -116,7 +110,7 @@ class Driver:
         return self.tally
 
     def _careful_turn(self) -> None:
-        """A turn, after which whatever went wrong is said, and waited for: longer after each that failed."""
+        """Take a :meth:`turn`. Report an error, and pause for longer after each in a row; a run ends after too many."""
         try:
             self.turn()
             self._failed_turns = 0
@@ -129,7 +123,7 @@ class Driver:
             self.sleep(pause)
 
     def _try(self, what: str, action: Callable[[], None]) -> bool:
-        """Run ``action``, which needs the folder; where that refuses, say so once and return False, to try it again."""
+        """Run ``action``, which needs the folder; report an OSError once, and return False, to try it again."""
         try:
             action()
             trouble = ""
@@ -167,6 +161,7 @@ class Driver:
             self._take(call, self._calls.pop(call))
 
     def _give(self, worker: WorkerHandle) -> None:
+        """Send an idle worker its next job, if there is one."""
         now = self.clock()
         task = self.schedule.take(worker.name, now)
         if worker.suspect is not None and (task is None or task.model != worker.suspect.model):
@@ -248,7 +243,7 @@ class Driver:
             self._fail_if_refused(task)
 
     def _succeeded(self, worker: WorkerHandle, task: Task) -> None:
-        """The model could be loaded, so that the job for which it could not is at fault itself."""
+        """Count a job done with its model on ``worker``: a job for which the model did not load is at fault itself."""
         self.schedule.accept(worker.name, task.model)
         worker.sound[task.model] = worker.sound.get(task.model, 0) + 1
         if worker.suspect is not None and worker.suspect.model == task.model:
@@ -268,12 +263,13 @@ class Driver:
             self._rest_model(worker, worker.suspect)
 
     def _rest_model(self, worker: WorkerHandle, suspect: Task) -> None:
+        """Let the model of ``suspect`` rest on ``worker`` for a while: the model, not this job, is at fault."""
         worker.suspect = None
         suspect.refused.pop(worker.name, None)
         self.schedule.refuse(worker.name, suspect.model, self.clock())
 
     def _lost(self, worker: WorkerHandle, task: Task | None, why: str) -> None:
-        """A job lost the processes that rendered it: it goes on, but not for ever where it never comes further."""
+        """Count a death at ``task``, and put the job back; fail it after several deaths without a further step."""
         worker.deaths += 1
         self.tally.deaths += 1
         if task is None:
@@ -288,7 +284,7 @@ class Driver:
             self.schedule.put_back(task)
 
     def _break(self, worker: WorkerHandle, text: str) -> None:
-        """A worker gets no jobs for a while, such as with a full disk or a package that cannot be imported."""
+        """Give ``worker`` no jobs for a while, as with a full disk; hold its job, put it back if its process died."""
         if worker.broken != text:
             worker.error = f"{worker.name} on {worker.host}: {text}" if worker.host else f"{worker.name}: {text}"
             self.say(worker.error)
@@ -312,7 +308,7 @@ class Driver:
             self._break(worker, first_line(error))
 
     def _proved(self, worker: WorkerHandle, fault: str) -> None:
-        """The machine is sound, so that its job may be at fault; or it has a ``fault``, and its process is replaced."""
+        """Replace the process of a worker with a ``fault``; give a sound one jobs again, and suspect its held job."""
         worker.proving = False
         if fault:
             self._release(worker)
@@ -331,11 +327,13 @@ class Driver:
         self._release(worker)
 
     def _release(self, worker: WorkerHandle) -> None:
+        """Put back the job at which ``worker`` broke, if any."""
         if worker.held is not None:
             self.schedule.put_back(worker.held)
             worker.held = None
 
     def _fail(self, task: Task, text: str) -> None:
+        """Count a job that does not wait as failed or cancelled, and write down why."""
         self._notes[task.key] = text
         self._try("the notes of failed jobs", self._write_notes)
         self.tally.failed[task.key] = text
@@ -355,7 +353,7 @@ class Driver:
             raise refused
 
     def _may(self, worker: WorkerHandle, task: Task) -> bool:
-        """True while ``worker`` may still do a waiting job, which it has not refused, nor its model too often."""
+        """True while ``worker`` may still do a waiting job: it has not refused the job, or the model too often."""
         if worker.name in task.refused:
             return worker.suspect is task
         if worker.broken:
@@ -385,10 +383,10 @@ class Driver:
             elif not self.watching and not any(self._may(worker, task) for worker in self.workers):
                 self.schedule.remove(task)
                 own = [text for _, text in task.unable.values()]
-                said = "; ".join(dict.fromkeys(own or [worker.error for worker in self.workers]))
-                self.tally.failed[task.key] = said
+                reasons = "; ".join(dict.fromkeys(own or [worker.error for worker in self.workers]))
+                self.tally.failed[task.key] = reasons
                 self._open.discard(task.key)
-                self.say(f"{task.key[:12]} waits for a machine that can do it: {said}")
+                self.say(f"{task.key[:12]} waits for a machine that can do it: {reasons}")
 
     def report_lacking(self) -> None:
         """Say what workers that cannot start wait for: once, or each minute where a cluster may grow.
@@ -405,6 +403,7 @@ class Driver:
             self.say(str(lack))
 
     def _cancel(self) -> None:
+        """End the jobs, waiting or running, that the folder has as cancelled."""
         keys = self.folder.cancelled() & self._open
         if not keys:
             return
@@ -415,6 +414,7 @@ class Driver:
                 worker.actor.cancel.remote(worker.task.key)
 
     def _read_jobs(self) -> None:
+        """Add the jobs of files that are new or changed."""
         for path in self.folder.job_files():
             status = value_or(path.stat, None)
             changed = () if status is None else (status.st_size, status.st_mtime_ns, status.st_ino)
@@ -428,22 +428,18 @@ class Driver:
         now = self._shown = self.clock()
         states = [
             {
-                "worker": worker.name,
-                "host": worker.host,
-                "job": worker.task.key if worker.task else "",
-                "state": worker.state,
-                "seconds": round(now - worker.began, 1) if worker.task else 0.0,
-                "finished": worker.finished,
-                "deaths": worker.deaths,
+                "worker": worker.name, "host": worker.host, "job": worker.task.key if worker.task else "",
+                "state": worker.state, "seconds": round(now - worker.began, 1) if worker.task else 0.0,
+                "finished": worker.finished, "deaths": worker.deaths,
                 "error": worker.error or ("" if worker.host else self._lack),
             }
             for worker in self.workers
-        ]
+        ]  # fmt: skip
         self.folder.write_workers(self.name, states)
 
 
 def lines_in(paths: Iterable[Path], say: Say, waits: bool = False) -> Iterator[str]:
-    """The lines of several job files; one that cannot be read is named to ``say``, or raised if ``waits`` may help."""
+    """The lines of job files. An unreadable file is reported to ``say``, or raised if ``waits`` and it may recover."""
     for path in paths:
         try:
             yield from each_line(path)

@@ -1,5 +1,4 @@
 """The actor that ComfyUI reaches through Ray: it takes jobs and pictures in, and gives states and results out.
-
 All that passes is text, numbers and the bytes of files, and nothing but keys names a file. ComfyUI's Python has Ray but
 no package ``anygpu``, so the class is sent by value, what it uses of ours is imported where it runs, and errors are of
 Python's own types."""
@@ -17,12 +16,12 @@ from ..compat.ray_clusters import GATEWAY, NAMESPACE
 if TYPE_CHECKING:
     from .driver import Driver
 
-ANSWER_SECONDS = 2.0  # until a worker's state is taken as the folder has it, seconds old
-CALLS = 64  # at a time: each ComfyUI that waits holds one, for its preview
+ANSWER_SECONDS = 2.0  # to wait for a worker's state; after that the folder's is taken, which is seconds old
+CALLS = 64  # at a time: each ComfyUI that waits for a preview takes one
 
 
 class Gateway:
-    """An actor on the driver's machine that sees nothing but the folder, and the workers by name."""
+    """An actor on the driver's machine, which reads and writes the folder, and asks the workers by their names."""
 
     def __init__(self, root: str) -> None:
         from ..pipelines.records.job_folder import JobFolder
@@ -74,13 +73,13 @@ class Gateway:
         for call in ready:
             with suppress(ray.exceptions.RayError):
                 worker, now = calls[call], ray.get(call)
-                worker.update(now, job=now["key"])  # the folder has what it did seconds ago
+                worker.update(now, job=now["key"])  # newer than in the folder
                 if worker.get("state") in ("idle", "rendering"):
                     worker["state"] = "rendering" if now["key"] else "idle"
         return {"done": done, "failed": failed, "workers": list(calls.values())}
 
     def preview(self, worker: str) -> Any:
-        """Pixels (H, W, 3), uint8, of what a worker makes; None where there is nothing to see."""
+        """Pixels (H, W, 3), uint8, of what a worker makes, as numpy; None if there are none."""
         import ray
 
         try:

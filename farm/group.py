@@ -1,5 +1,4 @@
 """Several processes of Ray's, one per device, that render each video together, and the worker that leads them.
-
 Where one of its ranks dies or hangs, all of them are replaced, and the job goes on from its last step."""
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ CANCEL_SECONDS = 1.0  # that ranks have to agree on an end, at their next step
 GRACE_SECONDS = 5.0  # after the first failure of a rank, until the others have ended too or are taken to be stuck
 LOOK_SECONDS = 0.25
 SAMPLING = "sampling"
-_ORDER = {worker.REFUSED: 1, worker.FAILED: 1, worker.LOST: 2}  # of reasons: a rank left alone knows least of why
+_ORDER = {worker.REFUSED: 1, worker.FAILED: 1, worker.LOST: 2}  # 0 for others; the lowest tells why, a lost rank least
 
 
 class AgreedWatch(RenderWatch):
@@ -50,14 +49,14 @@ class AgreedWatch(RenderWatch):
         self._ranks = ranks
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Any = None) -> None:
-        """Take in how far it is; after each step of the sampling, which all ranks take, they agree whether to end."""
+        """Note the progress; after each step of the sampling, which all ranks take, end if any rank was cancelled."""
         ended = stage.name == SAMPLING and self._ranks.any(self.ended.is_set())
         super().step(done, total, stage, preview)
         if ended:
             raise RenderCancelled
 
     def check(self) -> None:
-        """Nothing: who ends between two steps leaves the others waiting."""
+        """Nothing: a rank that ended between two steps would leave the others waiting."""
 
 
 class Rank:
@@ -69,7 +68,7 @@ class Rank:
         self._group: Group | None = None
 
     def join(self, meeting: str, loopback: str) -> dict[str, Any]:
-        """Form the group with the others, who find one another through the file ``meeting``; what this rank is.
+        """Form the group with the other ranks, found through the file ``meeting``; returns facts about this rank.
         ``loopback`` names the network interface to stay on; empty for the one of the machine's name."""
         if loopback:
             os.environ.update({"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback})
@@ -78,13 +77,13 @@ class Rank:
         own = BACKENDS.get(facts.device.type, GLOO)
         backend = own if distributed.is_backend_available(own) else GLOO
         device = HOST if backend == GLOO else facts.device
-        self._group = self.renderer.group = self._formed(meeting, backend, device)
+        self._group = self.renderer.group = self._new_group(meeting, backend, device)
         self._group.world.any(False)  # the first exchange is what opens the connections
-        what = {"device": facts.name, "torch": torch.__version__, "anygpu": version("anygpu")}
-        return {**what, "host": socket.gethostname(), "pid": os.getpid(), "backend": backend}
+        alike = {"device": facts.name, "torch": torch.__version__, "anygpu": version("anygpu")}
+        return {**alike, "host": socket.gethostname(), "pid": os.getpid(), "backend": backend}
 
-    def _formed(self, meeting: str, backend: str, device: torch.device) -> Group:
-        """The group of all ranks, and the half that this one is in where there are halves."""
+    def _new_group(self, meeting: str, backend: str, device: torch.device) -> Group:
+        """Join torch's process group; returns the group of all ranks, and with ``halves`` this rank's half."""
         patience, store = timedelta(seconds=self.patience), distributed.FileStore(meeting, self.size)
         distributed.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, timeout=patience)
         world, middle = Ranks(None, self.rank, self.size, device), self.size // 2
@@ -95,7 +94,7 @@ class Rank:
         return Group(world, Ranks(groups[self.rank // middle], self.rank % middle, middle, device))
 
     def render(self, line: str) -> dict[str, Any] | Outcome:
-        """Render a job with the others; what is written down of it, or how it ended."""
+        """Render a job with the other ranks; returns the job's record, or its outcome if it failed."""
         assert self._group is not None
         self._watch = AgreedWatch(self._group.world)
         try:
@@ -124,7 +123,7 @@ class GroupRenderer:
     size: int  # of the group
     needs: Mapping[str, float]  # of each rank (num_cpus, num_gpus)
     placement: Any  # Ray's room for them
-    halves: bool = False  # whether the branches of guidance go to half of the ranks each
+    halves: bool = False  # each branch of guidance goes to half of the ranks
     loopback: str = ""  # interface to stay on; empty for any
     patience: float = PATIENCE_SECONDS  # seconds that ranks wait for one another
     device: str = "cpu"  # of the process that leads; a rank whose device fails is replaced
@@ -147,7 +146,7 @@ class GroupRenderer:
         return self._result([rank.render.remote(line) for rank in self._ranks], progress)
 
     def _form(self, progress: Progress) -> None:
-        """Start the ranks and have them join; Ended, with all of them killed, where they do not."""
+        """Start the ranks and have them join; if they do not, kill all of them and raise Ended."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -178,11 +177,11 @@ class GroupRenderer:
         ]
 
     def _result(self, calls: list[Any], progress: Progress) -> dict[str, Any]:
-        """The leader's record, once each rank has answered its one of ``calls``; Ended where one failed or died."""
+        """The leader's record, once each rank has answered its call of ``calls``; Ended if a rank failed or died."""
         import ray
 
         waiting, ended = dict(zip(calls, range(self.size), strict=True)), {}
-        told, deadline, dead = 0, math.inf, list[int]()
+        notes, deadline, dead = 0, math.inf, list[int]()  # notes passed on; when ranks that go on are stuck
         while waiting and time.monotonic() <= deadline:
             ready, _ = ray.wait(list(waiting), num_returns=1, timeout=LOOK_SECONDS)
             for call in ready:
@@ -195,7 +194,7 @@ class GroupRenderer:
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
             try:
                 if waiting and deadline == math.inf:
-                    told = self._tell(progress, told)
+                    notes = self._report(progress, notes)
             except RenderCancelled:
                 self._cancel(list(waiting))
                 raise
@@ -206,8 +205,8 @@ class GroupRenderer:
         return record
 
     def _reason(self, failures: list[Outcome], dead: list[int], stuck: list[int]) -> Outcome:
-        """The cause of a group's failure; its ranks are ended where some are ``dead`` or ``stuck``, or none knows more.
-        The ranks that wait for one that fails fail too, so that not every error is the cause."""
+        """The cause of a group's failure; kills its ranks if any is ``dead`` or ``stuck``, or the job is not at fault.
+        Ranks that wait for one that fails fail too, so that not every failure is the cause."""
         reason = min(failures, key=lambda one: _ORDER.get(one.status, 0), default=Outcome(worker.LOST))
         if dead or stuck or reason.status in (worker.LOST, worker.BROKEN):
             self._give_up()
@@ -218,8 +217,8 @@ class GroupRenderer:
             return Outcome(worker.LOST, _advice(f"{silent} hangs: no answer to the others for {self.patience:g} s"))
         return reason
 
-    def _tell(self, progress: Progress, told: int) -> int:
-        """Pass on how far the leader is and its notes after the first ``told``; how many there are now."""
+    def _report(self, progress: Progress, told: int) -> int:
+        """Pass on the leader's progress, and its notes after the first ``told``; returns their number now."""
         import ray
 
         leader = self._ranks[LEADER]
@@ -243,7 +242,7 @@ class GroupRenderer:
         return torch.tensor(pixels)[None].float() / 255
 
     def _cancel(self, waiting: list[Any]) -> None:
-        """Have the ranks end together at their next step; end their processes where that takes long."""
+        """Have the ranks end together at their next step; kill them if that takes long."""
         import ray
 
         for rank in self._ranks:
@@ -253,6 +252,7 @@ class GroupRenderer:
             self._give_up()
 
     def _give_up(self) -> None:
+        """Kill the ranks; the next job starts others."""
         import ray
 
         for rank in self._ranks:
@@ -276,6 +276,7 @@ def _require_alike(ranks: list[dict[str, Any]]) -> None:
 
 
 def loopback_name() -> str:
+    """The name of the network interface with 127.0.0.1; empty if unknown."""
     import psutil
 
     named = value_or(psutil.net_if_addrs, {}).items()

@@ -34,33 +34,33 @@ from .worker import MACHINE, MODEL, OUTPUT_BYTES, during
 
 @dataclass(frozen=True, slots=True)
 class JobKind:
-    load: Callable[..., Sequence[Any]]  # gives the pipelines of a job
-    render: Callable[..., Result]  # the result of a job, made with them
-    parts: Callable[[Any], Sequence[Parts]]  # whatever of a pipeline is read on first use
+    """The functions that render one kind of job."""
+
+    load: Callable[..., Sequence[Any]]  # returns the pipelines of a job
+    render: Callable[..., Result]  # renders a job with these pipelines
+    parts: Callable[[Any], Sequence[Parts]]  # the parts of a pipeline that are read on first use
     split: Callable[[Any, Group], Any] | None = None  # a pipeline on a group; None for a kind that one device renders
 
 
-def _painted(job: PaintJob, machine: Machine, progress: Progress, loaded: Sequence[Any]) -> Result:
-    """The result of a painting that goes on after its last saved step, as a video does."""
+def _paint(job: PaintJob, machine: Machine, progress: Progress, loaded: Sequence[Any]) -> Result:
+    """Render a painting, which goes on after its last saved step, as a video does."""
     store = SavedSteps((machine.unfinished or machine.state) / FOLDER, progress.notify)
     steps = partial(painting_steps, store, progress)
-    kept = SimpleNamespace(check=progress.check, notify=progress.notify, step=progress.step, saved_steps=steps)
-    return paint_jobs.render(job, machine, kept, loaded)
+    resuming = SimpleNamespace(check=progress.check, notify=progress.notify, step=progress.step, saved_steps=steps)
+    return paint_jobs.render(job, machine, resuming, loaded)
 
 
 KINDS = {
     VideoJob.kind: JobKind(
-        load=lambda *given: (jobs.load_pipeline(*given),),
-        render=jobs.render,
-        parts=lambda pipeline: (pipeline.parts, pipeline.tools),
-        split=on_group,
+        load=lambda *given: (jobs.load_pipeline(*given),), render=jobs.render,
+        parts=lambda pipeline: (pipeline.parts, pipeline.tools), split=on_group,
     ),
-    PaintJob.kind: JobKind(paint_jobs.load, _painted, parts=lambda pipeline: (pipeline.parts,)),
-}
+    PaintJob.kind: JobKind(load=paint_jobs.load, render=_paint, parts=lambda pipeline: (pipeline.parts,)),
+}  # fmt: skip
 
 
 def task_of(line: str) -> Task:
-    """The part of a line that the schedule reads; raises as :func:`job_of`."""
+    """The job of a line, for the schedule; raises as :func:`job_of`."""
     job = job_of(line)
     return Task(job.key, job.model_key, job.size, line)
 
@@ -77,7 +77,7 @@ class Renderer:
     _loaded: tuple[str, Sequence[Any]] = field(default=("", ()), repr=False)  # model key, and its pipelines
 
     def render(self, line: str, progress: Progress) -> dict[str, Any]:
-        """Render the job of ``line``, and write its file unless another rank leads; the record of the job."""
+        """Render the job of ``line``, write its file unless another rank leads, and return the job's record."""
         job, folder = job_of(line), JobFolder(self.folder)
         kind, unfinished = KINDS[job.kind], folder.state / job.key  # whichever machine goes on with it finds its steps
         with during(MACHINE):
@@ -101,7 +101,7 @@ class Renderer:
         return {"job": job.record(), "file": name, "pixels_sha256": digest, "seconds": seconds}
 
     def _pipelines(self, kind: JobKind, job: Job, machine: Machine, progress: Progress) -> Sequence[Any]:
-        """The pipelines of a job, whose parts fail as the model does while they are read, on first use."""
+        """The pipelines of a job; an error in reading a part, on first use, counts as one in loading the model."""
         loaded = kind.load(job, machine, progress)
         for parts in (parts for pipeline in loaded for parts in kind.parts(pipeline)):
             parts.readers = {name: during(MODEL)(read) for name, read in parts.readers.items()}
@@ -111,6 +111,6 @@ class Renderer:
 
 
 def reached_in(folder: JobFolder, task: Task) -> float:
-    """The time at which a job last saved a step, 0 for never: it tells progress from a job that kills workers."""
-    kept = (folder.state / task.key).rglob("*.safetensors")
-    return max((value_or(lambda path=path: path.stat().st_mtime, 0.0) for path in kept), default=0.0)
+    """The time (s since 1970) at which a job last saved a step, 0 for never: it grows while the job progresses."""
+    saved = (folder.state / task.key).rglob("*.safetensors")
+    return max((value_or(lambda path=path: path.stat().st_mtime, 0.0) for path in saved), default=0.0)

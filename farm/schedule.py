@@ -1,6 +1,5 @@
-"""The order in which idle workers are given jobs: of the model that is loaded; of one model the largest first.
-
-A long job that is begun last is what everybody waits for in the end."""
+"""The order in which idle workers are given jobs: first those of the loaded model, and of one model the largest first,
+as a long job begun last would be waited for in the end."""
 
 from __future__ import annotations
 
@@ -26,15 +25,17 @@ class Rest:
 
 @dataclass(slots=True, eq=False)
 class Task:
-    key: str  # of the job's content
-    model: str  # what has to be loaded for it
-    size: float  # how much work it is beside others of this model, in any unit
+    """A job, and what the schedule knows of its attempts."""
+
+    key: str  # hash of the job's content
+    model: str  # key of the model that must be loaded for it
+    size: float  # amount of work compared with others of this model, in any unit
     text: str = ""  # the job's line
-    deaths: int = 0  # how often its worker died without a further step
-    begun: bool = False  # whether a worker has worked at it
-    faults: int = 0  # how often it ended with a fault of a machine that was sound right after
+    deaths: int = 0  # workers that died at it in a row without a further step
+    begun: bool = False  # a worker has worked at it
+    faults: int = 0  # failures of machines at it that were sound right after
     refused: dict[str, str] = field(default_factory=dict)  # by worker: why it cannot do this job
-    # by worker: how many jobs of the model it had done when it first could not load it for this job, and why
+    # by worker that could not load the model for this job: its finished jobs of the model at the first time, and why
     unable: dict[str, tuple[int, str]] = field(default_factory=dict)
 
 
@@ -50,6 +51,7 @@ class TaskSchedule:
         return sum(map(len, self._waiting.values()))
 
     def add(self, tasks: Iterable[Task]) -> None:
+        """Queue jobs: of each model those begun first, then the largest."""
         added: dict[str, list[Task]] = {}
         for task in tasks:
             added.setdefault(task.model, []).append(task)
@@ -58,13 +60,13 @@ class TaskSchedule:
             self._waiting[model] = deque(whole)
 
     def put_back(self, task: Task, begun: bool = True) -> None:
-        """Take in again a job that did not end, as the next of its model; if not ``begun``, as the last there now."""
+        """Queue again a job that did not end, as the next of its model, or as the last if it is not ``begun``."""
         task.begun = begun
         waiting = self._waiting.setdefault(task.model, deque())
         (waiting.appendleft if begun else waiting.append)(task)
 
     def take(self, worker: str, now: float = 0.0) -> Task | None:
-        """The job that ``worker`` does next; None where no job waits that it can do ``now``."""
+        """Dequeue the job that ``worker`` does next; None if none waits that it can do ``now``."""
         model = self._choice(worker, now)
         if model is None:
             return None
@@ -75,7 +77,7 @@ class TaskSchedule:
         return task
 
     def remove(self, task: Task) -> bool:
-        """Take a waiting job out; whether it waited."""
+        """Dequeue a job; returns True if it was waiting."""
         waiting = self._waiting.get(task.model, ())
         if task not in waiting:
             return False
@@ -93,6 +95,7 @@ class TaskSchedule:
         self._rests.pop((worker, model), None)
 
     def refusals(self, worker: str, model: str) -> int:
+        """Number of times in a row that ``worker`` could not load ``model``."""
         return self._rests.get((worker, model), Rest()).count
 
     def forget(self, worker: str) -> None:
@@ -103,13 +106,14 @@ class TaskSchedule:
         return [task for several in self._waiting.values() for task in several]
 
     def drop(self, keys: Container[str]) -> list[Task]:
+        """Dequeue the waiting jobs with these keys, and return them."""
         dropped = [task for task in self.waiting() if task.key in keys]
         for task in dropped:
             self.remove(task)
         return dropped
 
     def _choice(self, worker: str, now: float) -> str | None:
-        """The loaded model while it has jobs; else the one with most work per worker that has it."""
+        """The worker's loaded model while it has jobs, else the one with most work per worker that has it, or None."""
 
         def is_open(model: str) -> bool:
             rest = self._rests.get((worker, model))
@@ -132,19 +136,19 @@ class WorkerHandle:
     actor: Any  # Ray's handle
     start: Callable[[], Any]  # starts another actor in place of one that Ray has given up
     task: Task | None = None  # what it renders
-    up: bool = False  # whether its process has answered
-    broken: str = ""  # why it gets no jobs until it has rested and proved itself
+    up: bool = False  # its process has answered
+    broken: str = ""  # why it gets no jobs until it has rested and passed :meth:`.Worker.prove`
     sound: dict[str, int] = field(default_factory=dict)  # jobs done, by model
     rest: Rest = field(default_factory=Rest)  # from whatever broke it
-    proving: bool = False  # whether it does so now
-    faults: int = 0  # how often it broke and was sound right after: others are given work first
+    proving: bool = False  # the answer to its proof is awaited
+    faults: int = 0  # times that it broke and was sound right after: others are given work first
     held: Task | None = None  # the job at which it broke, until the machine or the job is known to be at fault
     suspect: Task | None = None  # the job whose model it could not load, while another job of that model is tried
     host: str = ""
-    finished: int = 0
-    deaths: int = 0
-    began: float = 0.0
-    error: str = ""
+    finished: int = 0  # jobs
+    deaths: int = 0  # of its processes
+    began: float = 0.0  # when its job or its process began, in seconds of the driver's clock
+    error: str = ""  # its latest, for those who see only the folder
 
     @property
     def state(self) -> str:
@@ -154,6 +158,8 @@ class WorkerHandle:
 
 @dataclass(slots=True)
 class Tally:
+    """Counts of a run's jobs; the reasons of those that failed, by key."""
+
     done: int = 0
     skipped: int = 0
     failed: dict[str, str] = field(default_factory=dict)

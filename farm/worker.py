@@ -45,8 +45,7 @@ class Renders(Protocol):
 class Outcome:
     """The end of a job.
     ``failed``: nobody can do it; ``refused``: this worker cannot do this job; ``unable``: it could not load the model;
-    ``broken``: it can do no job now, such as with a full disk; ``lost``: a process that rendered with it died or hangs,
-    and another takes its place."""
+    ``broken``: it can do no job now, as with a full disk; ``lost``: a process of its group died or hangs."""
 
     status: str
     text: str = ""
@@ -75,7 +74,7 @@ class RenderWatch:
         self._picture: Any = None
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Preview | None = None) -> None:
-        """Take in how far it is; makes the preview that is waited for."""
+        """Note the progress, and make the preview that :meth:`picture` waits for; raises RenderCancelled."""
         self.done, self.total, self.stage = done, total, stage
         if preview is not None and self._wanted.is_set():
             self._wanted.clear()
@@ -98,7 +97,7 @@ class RenderWatch:
 
 
 class Worker:
-    """The process. Ray makes an actor of it, with threads, so that it answers during a render."""
+    """A process that renders. Ray makes an actor of it, with threads, so that it answers during a render."""
 
     def __init__(self, renderer: Renders) -> None:
         self.renderer = renderer
@@ -108,7 +107,8 @@ class Worker:
         self._finished = 0
 
     def ready(self) -> dict[str, Any]:
-        if self._task is not None:  # it was cut off and taken for dead: Ray asks its successor
+        """Choose the device, and return the host's name and if Ray asks for a token here."""
+        if self._task is not None:  # the network failed, and the driver took this process for dead: Ray starts another
             os._exit(1)
         bind(self.renderer)
         return {"host": socket.gethostname(), "token": token_mode()}
@@ -150,6 +150,7 @@ class Worker:
         return device_fault(self.renderer.device)
 
     def state(self) -> dict[str, Any]:
+        """The key of the job that runs, empty for none, its progress, and the number of finished jobs."""
         task, watch = self._task, self._watch
         if task is None:
             return {"key": "", "finished": self._finished}
@@ -169,7 +170,7 @@ class Worker:
 
 
 def bind(renderer: Any) -> None:
-    """Bind ``renderer`` to the device that Ray gave this process.
+    """Set the device of ``renderer`` to the one that Ray gave this process, if torch sees more.
     Ray hides the others by one vendor's variable: cards of another, such as Intel's or a plug-in's, are all seen."""
     default, seen, ids = default_device(), [str(index) for index in range(device_count())], own_devices()
     if renderer.device is None and len(ids) < len(seen) and default.type != "cpu":
@@ -188,15 +189,15 @@ def during(phase: str) -> Iterator[None]:
 
 
 def phase_of(error: BaseException) -> str:
-    """The phase of the error, or of the one that it was raised from."""
+    """The phase that an error, or the nearest one it was raised from, is marked with; :data:`JOB` without a mark."""
     link: BaseException | None = error
     while link is not None and not hasattr(link, "farm_phase"):
-        link = link.__cause__  # no __context__: that one was handled, however it was
+        link = link.__cause__  # not __context__: that error was handled
     return JOB if link is None else str(link.farm_phase)
 
 
 def outcome_of(error: Exception, device: Any) -> Outcome:
-    """The outcome of a job that raised ``error`` on ``device``: who cannot do what, by the error's kind and phase."""
+    """The outcome of a job that raised ``error``, by the error's kind and phase, and by a test of ``device``."""
     text, phase = text_of(error), phase_of(error)
     if isinstance(error, RankLost):
         return Outcome(LOST, text)
@@ -210,7 +211,7 @@ def outcome_of(error: Exception, device: Any) -> Outcome:
 
 
 def device_fault(device: Any) -> str:
-    """The failure of the device to add one and one, in one line; empty where it can."""
+    """The reason, in one line, why ``device`` (None: the default one) fails to add 1 and 1; empty if it succeeds."""
     try:
         total = to_host(torch.ones(1, device=default_device() if device is None else device) + 1).item()
     except Exception as error:  # of the back ends' many kinds
@@ -223,7 +224,7 @@ def text_of(error: Exception) -> str:
 
 
 def pixels_of(preview: torch.Tensor) -> torch.Tensor:
-    """(H, W, 3), uint8: the first frame of frames (F, H, W, 3), or of latents (B, C, T, H, W) their layout.
+    """Pixels (H, W, 3), uint8, of the first frame of frames (F, H, W, 3) in 0..1 or of latents (B, C, T, H, W).
     Latents are shown without a decoder: three groups of channels as red, green and blue, stretched to full range."""
     if preview.ndim == 4:
         return (to_host(preview[0]).float().clamp(0, 1) * 255).round().to(torch.uint8)

@@ -42,21 +42,22 @@ def decoded(blocks: Tensor, codec: str) -> Tensor:
 
 
 def _fields(b: Tensor, codec: str) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The scales of runs, the rows of the grid, the bits of signs, and what is added to runs."""
-    d, seven = _half(b[:, :2]), _table("IQ2_XXS", b.device, "ksigns")
+    """The scales of runs (blocks, runs), the rows of the grid (blocks, m), signs as bits of bytes, and the numbers
+    added to runs; signs or these are None where a codec has none."""
+    d, sign_bytes = _half(b[:, :2]), _table("IQ2_XXS", b.device, "ksigns")  # signs of 8 values, by 7 bits
     if codec == "IQ2_XXS":
         pairs = b[:, 2:].unflatten(1, (8, 8))
         words = _words(pairs[..., 4:].flatten(1), 4)
-        return d * (0.5 + (words >> 28)) * 0.25, pairs[..., :4].flatten(1), seven[_bits(words, SEVENS, 127)], None
+        return d * (0.5 + (words >> 28)) * 0.25, pairs[..., :4].flatten(1), sign_bytes[_bits(words, SEVENS, 127)], None
     if codec == "IQ2_XS":
         words = _words(b[:, 2:66], 2)
-        return d * (0.5 + _bits(b[:, 66:], NIBBLES, 15)) * 0.25, words & 511, seven[words >> 9], None
+        return d * (0.5 + _bits(b[:, 66:], NIBBLES, 15)) * 0.25, words & 511, sign_bytes[words >> 9], None
     if codec == "IQ2_S":
         index = b[:, 2:34] | _bits(b[:, 66:74], PAIRS, 3) << 8
         return d * (0.5 + _bits(b[:, 74:], NIBBLES, 15)) * 0.25, index, b[:, 34:66], None
     if codec == "IQ3_XXS":
         words = _words(b[:, 66:], 4)
-        return d * (0.5 + (words >> 28)) * 0.5, b[:, 2:66], seven[_bits(words, SEVENS, 127)], None
+        return d * (0.5 + (words >> 28)) * 0.5, b[:, 2:66], sign_bytes[_bits(words, SEVENS, 127)], None
     if codec == "IQ3_S":
         index = b[:, 2:66] | _bits(b[:, 66:74], range(8), 1) << 8
         return d * (1 + 2 * _bits(b[:, 106:], NIBBLES, 15)), index, b[:, 74:106], None
@@ -71,21 +72,23 @@ def _fields(b: Tensor, codec: str) -> tuple[Tensor, Tensor, Tensor | None, Tenso
 
 
 def _bits(x: Tensor, shifts: Iterable[int], mask: int) -> Tensor:
-    """The fields of each integer of ``x`` (blocks, m) side by side."""
+    """The bit fields of each integer of ``x`` (blocks, m), at ``shifts`` and of ``mask``, side by side."""
     return torch.stack([x >> shift & mask for shift in shifts], -1).flatten(1)
 
 
 def _words(x: Tensor, size: int) -> Tensor:
+    """Bytes (blocks, m) as little-endian integers of ``size`` bytes, int64."""
     weights = torch.tensor([256**place for place in range(size)], device=x.device)
     return (x.unflatten(1, (-1, size)).long() * weights).sum(-1)
 
 
 def _half(x: Tensor) -> Tensor:
+    """Bytes (blocks, 2 m) as the fp16 numbers that they are, in fp32."""
     return x.to(torch.uint8).contiguous().view(torch.float16).float()
 
 
 def _e2m1(b: Tensor, scales: Tensor) -> Tensor:
-    """Four bits a value, the low halves of a run before its high ones, times its scale."""
+    """Values of 4 bits, behind the bytes of scales: a run's low halves before its high ones, times the run's scale."""
     runs = b[:, scales.shape[1] :].unflatten(1, (scales.shape[1], -1))
     values = _table("MXFP4", b.device, "kvalues")[torch.cat([runs & 15, runs >> 4], 2)]
     return (values * scales.unsqueeze(-1)).flatten(1)
@@ -93,7 +96,7 @@ def _e2m1(b: Tensor, scales: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _table(codec: str, device: torch.device, name: str = "") -> Tensor:
-    """The grid of a type, or another of its tables, by its name there."""
+    """The grid of a codec in the package gguf, or another of its tables or functions there by ``name``."""
     import numpy
 
     kind: Any = getattr(imported("gguf").quants, codec)

@@ -34,6 +34,7 @@ class Header:
         self.file, self.left, self.size, self.texts = file, size, size, 0
 
     def take(self, count: int) -> bytes:
+        """The next ``count`` bytes; ValueError for more than are left or :data:`MOST_BYTES`."""
         if count > (most := min(self.left, MOST_BYTES)):
             raise ValueError(f"{count} bytes where at most {most} can be")
         self.left -= count
@@ -79,12 +80,13 @@ def gguf_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
             if (begins := header.take(min(4, header.left))) != MAGIC:
                 refuse_other(path, begins + header.take(min(28, header.left)))
                 raise _damaged(path, "another beginning" if status.st_size else "0 bytes")
-            return _declared(path, header, (status.st_size, status.st_mtime_ns))
+            return _contents(path, header, (status.st_size, status.st_mtime_ns))
     except (ValueError, struct.error, OverflowError) as error:  # UnicodeDecodeError is a ValueError
         raise _damaged(path, f"contents that cannot be read ({' '.join(str(error).split())})") from error
 
 
-def _declared(path: Path, header: Header, stamp: tuple[int, int]) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
+def _contents(path: Path, header: Header, stamp: tuple[int, int]) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
+    """:func:`gguf_header` from behind the magic on; ValueError and its like for damage too."""
     version, tensors, notes = header.number("I"), header.number("Q"), header.number("Q")
     if version not in (2, 3) or max(tensors, notes) > MOST_ENTRIES:
         raise _damaged(path, f"version {version}, {tensors} tensors and {notes} notes")
@@ -119,6 +121,7 @@ def _declared(path: Path, header: Header, stamp: tuple[int, int]) -> tuple[dict[
 def _entry(
     path: Path, name: str, sides: list[int], kind: int, start: int, notes: Mapping[str, Any], stamp: tuple[int, int]
 ) -> TensorEntry:
+    """The entry of a tensor of GGUF's type number ``kind``; its ``sides`` are the lengths of its axes, last first."""
     gguf = imported("gguf")
     try:
         codec = gguf.GGMLQuantizationType(kind)

@@ -47,8 +47,8 @@ class TensorEntry:
     end: int
     stamp: tuple[int, int] = (0, 0)  # size and time of the file's last change when its header was read
     codec: str = ""  # how rows are packed: GGUF's name, such as ``Q4_K``, or one of PACKINGS
-    sides: tuple[tuple[str, TensorEntry], ...] = ()  # what belongs to packed values, such as scales
-    part: tuple[int, int] = (0, 0)  # the first row and the number of all, where ``sides`` are for more rows
+    sides: tuple[tuple[str, TensorEntry], ...] = ()  # side tensors of packed values, such as scales, by name
+    part: tuple[int, int] = (0, 0)  # the first row, and the rows that ``sides`` are for, if these are more
     group: int = 0  # columns that were rotated together before they were rounded
     swapped: bool = False  # the two halves of its rows change places
     heads: int = 0  # rows of each head are pairs side by side and come as halves, for transformers' rotary
@@ -60,12 +60,12 @@ class TensorEntry:
 
     @property
     def is_floating(self) -> bool:
-        """True where its values are numbers to calculate with, which a cast may touch."""
+        """True if its values are floating-point, which a cast may change; packed ones are."""
         return bool(self.codec) or STORED[self.dtype].is_floating_point
 
     @property
     def is_packed(self) -> bool:
-        """True where its bytes are not plain values: a packed format, or only some of them."""
+        """True if its bytes are not plain values: in a packed format, or sparse."""
         return bool(self.codec) or self.mask is not None
 
     def rows(self, first: int, count: int) -> TensorEntry:
@@ -85,7 +85,7 @@ def entries_and_notes(path: Path) -> tuple[dict[str, TensorEntry], dict[str, str
 
 @contextmanager
 def opened(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
-    """A file of weights, open for the block; raises CheckpointError for what the system refuses there."""
+    """A file of weights, open for the block; CheckpointError if the system refuses to open or read it."""
     with reading(path):  # a folder, a loop of links, no permission
         try:
             plain_status(path)
@@ -120,11 +120,9 @@ def header_in(file: BinaryIO, path: Path) -> tuple[dict[str, TensorEntry], dict[
 
 
 def damaged(
-    path: Path,
-    problem: str,
-    fix: str = "The download was cut short. Download the file again.",
+    path: Path, problem: str, fix: str = "The download was cut short. Download the file again.",
     expected: str = "a whole safetensors file",
-) -> CheckpointError:
+) -> CheckpointError:  # fmt: skip
     """The error for a file whose content does not match its name."""
     return CheckpointError(f"{str(path)!r} has {problem}", expected=expected, fix=fix)
 
@@ -170,6 +168,7 @@ def possible_shape(sides: Iterable[int]) -> tuple[int, ...]:
 
 
 def json_object(text: str | bytes) -> dict[str, Any] | None:
+    """The JSON object in ``text``; None if there is none."""
     try:
         content = json_within(text, "metadata")
     except (CheckpointError, ValueError):
@@ -189,6 +188,7 @@ def refuse_other(path: Path, begins: bytes) -> None:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An ``object_pairs_hook`` for JSON that raises :class:`Repeated` for a repeated name."""
     named = dict(pairs)
     if len(named) < len(pairs):
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
@@ -197,16 +197,15 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entries(path: Path, header: dict[str, Any], base: int, stamp: tuple[int, int]) -> dict[str, TensorEntry]:
+    """The tensors of a header, whose bytes must fill the file of size ``stamp[0]`` from ``base`` on, each byte once."""
     entries: dict[str, TensorEntry] = {}
     try:
         for name, record in header.items():
             if name == "__metadata__":
                 continue
-            start, end = (_whole(number) for number in record["data_offsets"])
-            shape = possible_shape(map(_whole, record["shape"]))
-            entry = TensorEntry(
-                file=path, dtype=str(record["dtype"]), shape=shape, start=base + start, end=base + end, stamp=stamp
-            )
+            start, end = (_whole_number(number) for number in record["data_offsets"])
+            shape = possible_shape(map(_whole_number, record["shape"]))
+            entry = TensorEntry(path, str(record["dtype"]), shape, start=base + start, end=base + end, stamp=stamp)
             if entry.dtype not in STORED:
                 raise unread(path, name, entry.dtype)
             if entry.total_bytes != STORED[entry.dtype].itemsize * math.prod(shape):
@@ -225,7 +224,8 @@ def _entries(path: Path, header: dict[str, Any], base: int, stamp: tuple[int, in
     return entries
 
 
-def _whole(number: Any) -> int:
+def _whole_number(number: Any) -> int:
+    """``number`` if it is an integer of at least 0, else ValueError: JSON may have a bool, a float or a text."""
     if type(number) is not int or number < 0:
         raise ValueError(number)
     return number
@@ -237,9 +237,9 @@ WIDEST = 4  # bytes of a value in fp32
 
 def with_masks(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, TensorEntry]:
     """``entries`` with the masks of sparse tensors attached, in the shapes that the file's metadata gives them.
-    A mask has a bit for each element, and in fp32 all may take what :func:`reading_budget` gives the file; else, and
-    where shape, mask and values do not go together, CheckpointError."""
-    kept, dense = dict(entries), 0
+    A mask has a bit for each element. CheckpointError if shape, mask and values do not fit together, or if the dense
+    tensors in fp32 would exceed the file's :func:`reading_budget`."""
+    kept, dense_bytes = dict(entries), 0
     for name, sides in (json_object(notes.get(SPARSE, "{}")) or {}).items():
         values, mask = kept.get(name), kept.pop(name + MASK, None)
         try:
@@ -250,9 +250,9 @@ def with_masks(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pat
         fits = mask is not None and mask.dtype == "U8" and mask.shape == ((count + 7) // 8,)
         if not shape or values is None or mask is None or not fits or len(values.shape) != 1 or values.shape[0] > count:
             raise damaged(path, f"the sparse tensor {name!r} of {sides} without a mask that fits")
-        dense += count * WIDEST
-        if dense > reading_budget(values.stamp[0]):
-            raise damaged(path, f"sparse tensors of {dense / 1e6:,.0f} MB in {values.stamp[0] / 1e6:,.0f} MB")
+        dense_bytes += count * WIDEST
+        if dense_bytes > reading_budget(values.stamp[0]):
+            raise damaged(path, f"sparse tensors of {dense_bytes / 1e6:,.0f} MB in {values.stamp[0] / 1e6:,.0f} MB")
         kept[name] = replace(values, shape=shape, mask=mask)
     return kept
 
@@ -264,7 +264,7 @@ def unread(
     expected: str = "bf16, fp16, fp32, GGUF, or a format of docs/models.md",
     fix: str = "Use another version of this file, such as bf16, scaled fp8 or GGUF.",
 ) -> UnsupportedError:
-    """The error for a whole file whose format is not read."""
+    """The error for the weight ``name``, which is stored as ``kind``, a format that is not read."""
     return UnsupportedError(f"the weight {name!r} of {str(path)!r} is stored as {kind}", expected=expected, fix=fix)
 
 

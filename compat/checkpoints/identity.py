@@ -1,6 +1,6 @@
 """The content of a model, a file or pictures as hashes that are the same on every machine, without paths or times.
-A file above :data:`WHOLE_BYTES` is found by its size and evenly spread samples: a training changes nearly every weight.
-That two are equal is claimed by :func:`whole_of` alone, a Merkle tree made once in the background."""
+A file above :data:`WHOLE_BYTES` is hashed by its size and evenly spread samples: training changes nearly every weight.
+Only :func:`whole_of`, a Merkle tree made once in the background, proves two of them equal."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FileIndex:
         self.path, self.changed, self.texts = path, False, _texts_in(path)
 
     def of(self, path: Path, make: Callable[[], str | None]) -> str | None:
-        """The text about the file, made where it is new or changed; None, which is not kept, where there is none."""
+        """The saved text about a file, else ``make()``, saved unless that is None or the file changed just now."""
         facts = facts_of(path)
         if facts not in self.texts:
             text, status = make(), path.stat()
@@ -53,6 +53,7 @@ class FileIndex:
         return self.texts[facts]
 
     def save(self) -> None:
+        """Write the texts, if there are new ones, with those of other processes; a failure is logged."""
         if self.path is None or not self.changed:
             return
         self.changed = False  # first: what another thread adds during the write is for the next one
@@ -65,6 +66,7 @@ class FileIndex:
 
 
 def _texts_in(path: Path | None) -> dict[str, str]:
+    """The saved texts of a :class:`FileIndex`; entries that are not hashes are left out."""
     record = None if path is None else saved_json(path)
     items = record.items() if isinstance(record, dict) else ()
     return {key: text for key, text in items if isinstance(text, str) and len(text) in LENGTHS}
@@ -78,31 +80,31 @@ _one = threading.RLock()
 
 
 def facts_of(path: Path) -> str:
-    """The identity of a file that has not changed. Windows' second time is that of the file's creation."""
-    it = path.stat()
-    return f"{it.st_dev} {it.st_ino or path} {it.st_size} {it.st_mtime_ns} {it.st_ctime_ns}"  # FAT numbers no files
+    """A text that stays the same while a file is unchanged. Windows' second time is that of the file's creation."""
+    now = path.stat()
+    return f"{now.st_dev} {now.st_ino or path} {now.st_size} {now.st_mtime_ns} {now.st_ctime_ns}"  # FAT has no inodes
 
 
 def content_of(path: Path) -> str:
-    """The hash by which a file is found, or a model folder's files that decide what it makes; empty for nothing."""
-    return _hashed(path, lambda file: str(_sampled.of(file, lambda: _by_samples(file))))[:DIGITS]
+    """The hash by which a file or model folder is found, large files by samples; 32 digits, empty if there is none."""
+    return _hash_of(path, lambda file: str(_sampled.of(file, lambda: _by_samples(file))))[:DIGITS]
 
 
 def whole_of(path: Path, state: Path | None, check: Callable[[], None] | None = None) -> str:
-    """The hash of every byte of a file or model folder, in 64 digits; empty where there is nothing, or not yet.
-    ``state`` keeps hashes, None for this process; ``check`` is called between blocks, None leaves the work to a thread.
-    """
+    """The hash of every byte of a file or model folder, in 64 digits; empty if there is none, or it is not ready yet.
+    ``state`` is the folder that saves hashes (None: in memory); ``check`` is called between blocks of a file, and None
+    leaves large files to a background thread, so that a later call has the hash."""
     with _one:
         index = _wholes.setdefault(state, FileIndex(None if state is None else state / WHOLES))
     missing: list[Path] = []
 
-    def of(file: Path) -> str:
+    def file_hash(file: Path) -> str:
         later = check is None and file.stat().st_size > WHOLE_BYTES
         found = index.of(file, lambda: None if later else _merkle(file, check or (lambda: None)))
         missing.extend([] if found else [file])
         return found or ""
 
-    whole = _hashed(path, of)
+    whole = _hash_of(path, file_hash)
     index.save()
     if not missing:
         return whole
@@ -116,6 +118,7 @@ def whole_of(path: Path, state: Path | None, check: Callable[[], None] | None = 
 
 
 def _hash_in_background() -> None:
+    """Hash the paths in ``_waiting`` until there are none."""
     while True:
         path, state = _waiting.get()
         value_or(partial(whole_of, path, state, lambda: None), "")  # what cannot be read is asked for again
@@ -126,13 +129,13 @@ def _hash_in_background() -> None:
 
 
 def picture_content(frames: torch.Tensor) -> str:
-    """The hash of frames (F, H, W, 3 or 4) in 0..1, in steps of 8 bits as files have them."""
+    """The hash of frames (F, H, W, 3 or 4) in 0..1, rounded to 8 bits as files have them."""
     levels = to_host(frames).clamp(0, 1).mul(255).round().to(torch.uint8)
     return levels_content(tuple(levels.shape), [bytes_of(levels)])
 
 
 def levels_content(shape: Sequence[int], parts: Iterable[bytes | memoryview]) -> str:
-    """The same of frames (F, H, W, 3) in 8 bits that come one after the other."""
+    """The hash of :func:`picture_content` for 8-bit frames of ``shape``, whose bytes come in ``parts``."""
     digest = hashlib.sha256(json.dumps(list(shape)).encode())
     for part in parts:
         digest.update(part)
@@ -140,7 +143,7 @@ def levels_content(shape: Sequence[int], parts: Iterable[bytes | memoryview]) ->
 
 
 def values_hash(*values: torch.Tensor) -> str:
-    """The hash of every bit of tensors, of their dtypes and shapes."""
+    """The hash of tensors: of every bit, their dtypes and shapes."""
     digest = hashlib.sha256()
     for each in values:
         digest.update(json.dumps([str(each.dtype), list(each.shape)]).encode())
@@ -153,13 +156,13 @@ def bytes_of(values: torch.Tensor) -> bytes:
     return to_host(values).contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def _hashed(path: Path, of: Callable[[Path], str]) -> str:
-    """``of`` a file, "" where there is none; of a folder, be it empty, one hash over ``of`` each file that decides what
-    it makes: of the parts that a pipeline's index names, else of all; links too. What a demo model borrows does not
-    count: both ship with the pack, and change together."""
+def _hash_of(path: Path, file_hash: Callable[[Path], str]) -> str:
+    """The ``file_hash`` of a file, empty if there is none; of a folder, even an empty one, a hash over those of the
+    files that decide its output, links included: of the parts that a pipeline's index names, else of all. Parts that a
+    demo model borrows do not count: both ship with the pack, and change together."""
     try:
         if path.is_file():
-            return of(path)
+            return file_hash(path)
         if not path.is_dir():
             return ""
         index = saved_json(path / INDEX)
@@ -170,13 +173,14 @@ def _hashed(path: Path, of: Callable[[Path], str]) -> str:
         for place in sorted(file.relative_to(path).as_posix() for file in files):
             file, hidden = path / place, any(name.startswith(".") for name in place.split("/"))
             if file.suffix in SUFFIXES and not hidden and file.is_file():
-                digest.update(f"{place}\0{of(file)}\0".encode())
+                digest.update(f"{place}\0{file_hash(file)}\0".encode())
         return digest.hexdigest()
     except OSError as error:
         raise unreadable(path, error) from error
 
 
 def _by_samples(path: Path) -> str:
+    """The hash of a file's size and bytes, of a large one's samples."""
     with path.open("rb") as file:
         size = path.stat().st_size
         digest = hashlib.sha256(f"{size}\0".encode())

@@ -33,7 +33,7 @@ def write_record(
 def written(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Path:
     """Write ``tensors``, from any device, and return ``path``.
     Raises CheckpointError for an unwritable folder or a full disk; the old file, if any, is as it was."""
-    here = _apart({name: to_host(tensor).contiguous() for name, tensor in tensors.items()})
+    here = _unshared({name: to_host(tensor).contiguous() for name, tensor in tensors.items()})
     size = sum(tensor.numel() * tensor.element_size() for tensor in here.values())
     try:
         return write_tensors(path, here, metadata)
@@ -60,7 +60,7 @@ def metadata_of(path: Path) -> dict[str, str]:
 
 
 def record_in(metadata: Mapping[str, str], path: Path) -> dict[str, Any]:
-    """Our record in a file's metadata; empty where another program wrote it, CheckpointError where it is not JSON."""
+    """Our record in a file's metadata; empty if another program wrote the file, CheckpointError if it is not JSON."""
     if RECORD not in metadata:
         return {}
     record = json_object(metadata[RECORD])
@@ -108,8 +108,8 @@ def dtype_named(name: str) -> torch.dtype | None:
     return next((dtype for dtype in STORED.values() if dtype_name(dtype) == name), None)
 
 
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """``tensors`` of which no two share memory, which the library that writes refuses."""
+def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``tensors``, cloned where two share memory, which safetensors refuses to write."""
     seen: set[int] = set()
     separate: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():

@@ -56,7 +56,7 @@ class Stored(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The dense weight where the packed one is. Peak extra memory: that of :meth:`dense`."""
+        """The dense weight on the packed one's device, at the cost of :meth:`dense`; see :func:`without_unpacking`."""
         outline: torch.Tensor | None = self.__dict__.get("outline")
         return self.dense(self.dense_dtype) if outline is None else outline
 
@@ -77,7 +77,7 @@ class StoredLinear(Stored, nn.Linear):  # type: ignore[misc,override]
     """A linear layer whose weight is packed."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        multiply = self.__dict__.get("multiply")  # as it is stored, where that was chosen
+        multiply = self.__dict__.get("multiply")  # a product with the packed weight, if that was chosen
         output: torch.Tensor | None = None if multiply is None else multiply(self, input)
         if output is not None:
             return output
@@ -94,16 +94,11 @@ class StoredEmbedding(Stored, nn.Embedding):  # type: ignore[misc,override]
 
 
 def pack(
-    layer: nn.Linear | nn.Embedding,
-    stored: torch.Tensor,
-    dtype: torch.dtype,
-    codec: str = "",
-    sides: Mapping[str, torch.Tensor] | None = None,
-    group: int = 0,
-    by_bits: bool = False,
-) -> None:
-    """Turn ``layer`` into a :class:`Stored` one of the given rows; its own weight is forgotten.
-    ``stored`` has 16 or 8 bits, or what ``codec`` packs; ``sides`` are as :func:`.weights.read_sides` gives them."""
+    layer: nn.Linear | nn.Embedding, stored: torch.Tensor, dtype: torch.dtype, codec: str = "",
+    sides: Mapping[str, torch.Tensor] | None = None, group: int = 0, by_bits: bool = False,
+) -> None:  # fmt: skip
+    """Turn ``layer`` into a :class:`Stored` one of packed rows; its own weight is dropped.
+    ``stored`` has values of 16 or 8 bits, or packed by ``codec``; ``sides`` are as of :func:`.weights.read_sides`."""
     del layer._parameters["weight"]
     layer.__class__ = StoredLinear if isinstance(layer, nn.Linear) else StoredEmbedding
     tied = isinstance(stored, nn.Parameter)  # two layers of one weight
@@ -123,7 +118,7 @@ def unpack(layer: StoredLinear) -> None:
 
 
 def opened(layer: StoredLinear) -> Callable[[], None]:
-    """Make a layer dense, so that something can be added to it; returns the way back, to the very tensors."""
+    """Make a layer dense, so that a LoRA can be added; returns a function that packs it again, bit for bit."""
     form: dict[str, Any] = {"codec": layer.codec, "sides": layer.sides, "group": layer.group, "by_bits": layer.by_bits}
     back = partial(pack, layer, layer.stored.data, layer.dense_dtype, **form)
     unpack(layer)
@@ -137,7 +132,7 @@ def is_exact(layer: nn.Module) -> bool:
 
 @contextmanager
 def without_unpacking(module: nn.Module) -> Iterator[None]:
-    """For the block, packed layers tell dtype, shape and device of a weight without making one. Not to be nested."""
+    """Give packed layers, for the block, a ``weight`` of right dtype, shape and device without values. Not to nest."""
     layers = [owner for owner in module.modules() if isinstance(owner, Stored)]
     for layer in layers:
         one = torch.empty((), dtype=layer.dense_dtype, device=layer.stored.device)
@@ -151,31 +146,32 @@ def without_unpacking(module: nn.Module) -> Iterator[None]:
 
 
 def packable(module: nn.Module, exact: bool = False) -> dict[str, nn.Linear]:
-    """The layers that may be packed, by name: Linears in blocks that do not modulate; all where that is ``exact``."""
+    """The Linears that may be packed, by name: those in blocks that do not modulate; all if packing is ``exact``."""
     linear = {name: owner for name, owner in module.named_modules() if type(owner) is nn.Linear}
-    return {name: it for name, it in linear.items() if exact or (BLOCK.search(name) and not DENSE.search(name))}
+    return {name: layer for name, layer in linear.items() if exact or (BLOCK.search(name) and not DENSE.search(name))}
 
 
 def stays_packed(name: str, entry: TensorEntry) -> bool:
-    """True for a weight that its file has in 8 bits or in blocks and that can stay so, if its layer is linear.
-    That rounds nothing, so it holds for every matrix, modulations included."""
+    """True for a weight that its file has in 8 bits or a packed format, and can stay so if its layer is linear.
+    As nothing is rounded, any matrix may stay packed, modulations included."""
     if len(entry.shape) != 2 or entry.mask is not None or not name.endswith(".weight") or TABLE.search(name):
         return False
     return bool(entry.codec) or (STORED[entry.dtype].itemsize == 1 and not is_table(name))
 
 
 def is_table(name: str) -> bool:
+    """True for the name of the weight of a table of embeddings."""
     return bool(EMBEDDINGS.search(name))
 
 
 def is_eligible(name: str, entry: TensorEntry, exact: bool = False) -> bool:
-    """True for a tensor that is, by name and shape, the weight of a layer that may be packed; ``exact`` as above."""
+    """True for a tensor that is, by name and shape, a layer's weight that may be packed; ``exact``: not rounding."""
     named = name.endswith(".weight") and BLOCK.search(name) and not (TABLE if exact else DENSE).search(name)
     return bool(named) and len(entry.shape) == 2
 
 
 def stays_plain(name: str, entry: TensorEntry, choice: str, dense: torch.dtype) -> bool:
-    """True for a weight whose own dtype in the file is what the choice keeps, so that reading casts nothing."""
+    """True for a weight that ``choice`` keeps in its dtype in the file, so that reading it casts nothing."""
     own = STORED[entry.dtype]
     if entry.is_packed or entry.swapped or entry.heads or not own.is_floating_point or own.itemsize < 2 or own == dense:
         return False
@@ -187,7 +183,7 @@ def stays_plain(name: str, entry: TensorEntry, choice: str, dense: torch.dtype) 
 def packed(
     module: nn.Module, choice: str, file_dtypes: Mapping[str, torch.dtype] | None = None, by_bits: bool = False
 ) -> Callable[[], None] | None:
-    """Pack the linear layers of the blocks of ``module``; returns what undoes it, None for none.
+    """Pack the linear layers of the blocks of ``module``; returns a function that undoes it, None if none is packed.
     ``file_dtypes`` are of weights in the file, for ``as in file``. Raises UnsupportedError for weights beyond fp16."""
     layers, narrow = packable(module), dict[str, torch.dtype]()
     for name, layer in layers.items():
@@ -199,8 +195,8 @@ def packed(
     chosen: Mapping[str, Any] = layers if choice in ROUNDED else narrow
     for name in chosen:
         weight = layers[name].weight.detach()
-        how = {"stored": weight.to(narrow[name])} if name in narrow else rounded(weight, choice)
-        pack(layers[name], dtype=weight.dtype, by_bits=by_bits, **how)
+        form = {"stored": weight.to(narrow[name])} if name in narrow else rounded(weight, choice)
+        pack(layers[name], dtype=weight.dtype, by_bits=by_bits, **form)
 
     def back() -> None:
         for name in chosen:
@@ -210,7 +206,7 @@ def packed(
 
 
 def rounded(weight: torch.Tensor, choice: str) -> dict[str, Any]:
-    """``weight`` as a choice of :data:`ROUNDED` packs it, as arguments of :func:`pack`.
+    """``weight`` packed as a choice of :data:`ROUNDED`, in arguments of :func:`pack`.
     Rows that no group of ConvRot's divides are int8 with a scale per row."""
     wide, group = weight.float(), largest_group(weight.shape[1]) if choice in ROTATED else 0
     if choice == "w4a8" and group:
@@ -227,8 +223,8 @@ def rounded(weight: torch.Tensor, choice: str) -> dict[str, Any]:
 
 
 def as_in_files(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors of ``module`` with packed weights as ComfyUI's own files have them: a mark and scales beside each.
-    Weights that a file had packed in other ways are made dense, in ``module`` too."""
+    """The tensors of ``module``, by name, with packed weights as ComfyUI's own files have them: with a mark and scales.
+    Weights packed otherwise than by :func:`rounded` are made dense, in ``module`` too."""
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, StoredLinear)}
     for name, layer in list(layers.items()):
         if layer.codec not in ("", SCALED, W4A8) or layer.sides.keys() & {"pre_scale", "correction"}:
@@ -258,7 +254,7 @@ def require_storable(**choices: str) -> None:
 
 
 def _require_finite(weight: torch.Tensor, dtype: torch.dtype, name: str) -> None:
-    """Raise for weights that are not finite as ``dtype``, which bf16 holds of any size."""
+    """Raise UnsupportedError for weights that are not finite as fp16; other dtypes hold weights of any size."""
     if dtype is torch.float16 and not bool(weight.to(dtype).isfinite().all()):
         sound, found = bool(weight.isfinite().all()), f"weights of {name} up to {float(weight.abs().max()):.3g} as fp16"
         fix = "Choose weights auto." if sound else "Download the file again: it is damaged."

@@ -33,10 +33,10 @@ def pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
                     raise ValueError("compressed, which torch does not write, and maps as if it were not")
                 pickles = [archive.open(item) for item in archive.infolist() if item.filename.lower().endswith(".pkl")]
             file.seek(0)
-            for code, called, place in (each for pickle in pickles for each in genops(pickle)):
+            for code, called, position in (each for pickle in pickles for each in genops(pickle)):
                 if code.name == "GLOBAL" and not CALLED.fullmatch(str(called)):
                     raise ValueError(f"it calls {called}")
-                afford(repr(str(path)), TOKEN_BYTES * (place or 0), size)  # its objects are many times its bytes
+                afford(repr(str(path)), TOKEN_BYTES * (position or 0), size)  # objects take many times the bytes read
         content: Any = torch.load(path, map_location="cpu", mmap=begins == ZIP, weights_only=True)
     except PackError:
         raise

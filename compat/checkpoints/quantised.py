@@ -1,4 +1,4 @@
-"""Packed weights as safetensors files describe them: what lies beside each, and in which format it is."""
+"""Packed weights as safetensors files describe them: the side tensors of each, such as scales, and its format."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .unpacking import ALL, PACKINGS, ROTATES, SCALED, W4A8, fits
 NF4, MARK = ".weight.quant_state.bitsandbytes__nf4", "scaled_fp8"
 DATA = "._data"  # which quanto puts behind the name of a weight
 BLOCKS = {"Q4_0": 18, "Q8_0": 34}  # GGUF's, in bytes for 32 values; as ``.Q4_0_qweight`` in Kijai's files of Mochi
-BYTES = ("F8_E4M3", "F8_E5M2", "I8")  # with one number, or one per row
-PLAIN = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")  # the formats that these are
+BYTES = ("F8_E4M3", "F8_E5M2", "I8")  # stored dtypes of weights with one scale, or one per row
+PLAIN = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")  # ComfyUI's names of these formats
 KITCHEN = ("scale", "scale_2", "s_rel", "s_channel", "codebook", "correction", "zeros")
 # Ends of names beside a weight, and what they hold: ComfyUI's, Tencent's, quanto's, ModelOpt's, bitsandbytes'.
 SIDES = {f".weight_{side}": side for side in KITCHEN} | dict.fromkeys((".scale_weight", ".fp8_scale"), "scale")
@@ -29,7 +29,7 @@ STRANGERS |= {".quant_state.bitsandbytes__fp4": "fp4 (bitsandbytes)", ".SCB": "i
 
 
 def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, TensorEntry]:
-    """``entries`` with all that belongs to a packed weight attached to it, and without what only describes that.
+    """``entries`` with side tensors attached to their packed weights, and without those that only describe a format.
     Raises UnsupportedError for a format that is not read, CheckpointError for a side tensor that fits no weight."""
     for suffix, kind in STRANGERS.items():
         if stranger := next((name for name in entries if name.endswith(suffix)), ""):
@@ -56,28 +56,29 @@ def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], pa
     for name, entry in kept.items():
         owner = name.removesuffix(".weight")
         if entry.dtype == "I8" or owner in beside or owner in formats:
-            kept[name] = _packed(path, name, entry, beside.get(owner, {}), formats.get(owner, {}))
+            kept[name] = _packed_entry(path, name, entry, beside.get(owner, {}), formats.get(owner, {}))
         elif entry.codec in BLOCKS or (entry.dtype == "U8" and len(entry.shape) == 2 and owner != name):
             kept[name] = _of_blocks(path, name, entry, entry.codec or "Q4_0")
     return kept
 
 
-def _packed(
+def _packed_entry(
     path: Path, name: str, weight: TensorEntry, sides: dict[str, TensorEntry], about: Mapping[str, Any]
 ) -> TensorEntry:
-    """The entry of a weight with the tensors beside it, by what the file says ``about`` its format."""
+    """The entry of ``weight`` with its ``sides``, by what the file says ``about`` its format; a plain one as it is.
+    CheckpointError or UnsupportedError for sides that do not fit, or are missing, and for unknown formats."""
     inner = about.get("params")
     about = {**(inner if isinstance(inner, dict) else {}), **about}
     codec = str(about.get("format") or _format_by(sides))
     codec = SCALED if codec in PLAIN else codec
-    packing, shape, told = PACKINGS.get(codec), tuple(weight.shape), about.get("shape")
+    packing, shape, dense_shape = PACKINGS.get(codec), tuple(weight.shape), about.get("shape")
     if packing is None:
         raise unread(path, name, codec)
     plain = weight.dtype not in BYTES or (not sides and weight.dtype != "I8")  # or the scale is another program's
     if codec == SCALED and plain and "pre_scale" not in sides:
         return weight
-    if codec == "nf4" and isinstance(told, list) and all(type(side) is int and side > 0 for side in told):
-        shape = tuple(told)
+    if codec == "nf4" and isinstance(dense_shape, list) and all(type(n) is int and n > 0 for n in dense_shape):
+        shape = tuple(dense_shape)
     elif packing.values > 1:
         shape = (*shape[:-1], math.prod(shape[-1:]) * packing.values)
     rows, columns = (shape[0], math.prod(shape[1:])) if shape else (0, 0)
@@ -85,8 +86,8 @@ def _packed(
     held = rows * columns if weight.mask else weight.total_bytes // size * packing.values
     if not rows * columns or rows * columns != held or (codec != SCALED and (size > 1 or weight.mask is not None)):
         raise _misfit(path, next(iter(sides), name), weight, name)
-    whole = (codec == SCALED and weight.dtype == "I8") or "nested" in sides  # all that it may have it must have
-    optional = frozenset() if whole else packing.optional
+    needs_all = (codec == SCALED and weight.dtype == "I8") or "nested" in sides  # no side of the format is optional
+    optional = frozenset() if needs_all else packing.optional
     missing = sorted(packing.sides.keys() - optional - sides.keys())
     if missing:
         found = f"no {missing[0]} for the weight {name!r} in {str(path)!r}, which is stored as {codec}"
@@ -94,12 +95,12 @@ def _packed(
     wanted = {**packing.sides, "pre_scale": ALL}
     mine = {side: sides[side] for side in wanted if side in sides}
     for side, entry in mine.items():
-        number = STORED[entry.dtype].is_floating_point or STORED[entry.dtype].itemsize == 1
-        if not (number and fits(side, wanted[side], math.prod(entry.shape), rows, columns)):
+        readable = STORED[entry.dtype].is_floating_point or STORED[entry.dtype].itemsize == 1
+        if not (readable and fits(side, wanted[side], math.prod(entry.shape), rows, columns)):
             raise _misfit(path, f"{name}: {side}", entry, name)
-    turns = codec in ROTATES or bool(about.get("convrot"))
-    group = about.get("convrot_groupsize", 256) if turns else 0
-    if turns and (type(group) is not int or group not in (4, 16, 64, 256, 1024) or columns % group):
+    rotated = codec in ROTATES or bool(about.get("convrot"))
+    group = about.get("convrot_groupsize", 256) if rotated else 0
+    if rotated and (type(group) is not int or group not in (4, 16, 64, 256, 1024) or columns % group):
         raise unread(path, name, f"{codec} rotated in groups of {group} of its {columns} columns")
     return replace(weight, shape=shape, codec=codec, sides=tuple(mine.items()), group=group)
 
@@ -113,6 +114,7 @@ def _of_blocks(path: Path, name: str, weight: TensorEntry, codec: str) -> Tensor
 
 
 def _format_by(sides: Mapping[str, TensorEntry]) -> str:
+    """The format that has these side tensors, for a file that does not name it."""
     if "scale" in sides and sides["scale"].dtype in ("U8", "F8_E8M0"):
         return "nvfp4" if "scale_2" in sides else "mxfp8"
     own = {"s_rel": W4A8, "zeros": "awq_w4a16", "scale_2": "nvfp4", "absmax": "nf4"}
@@ -120,6 +122,7 @@ def _format_by(sides: Mapping[str, TensorEntry]) -> str:
 
 
 def _misfit(path: Path, name: str, entry: TensorEntry, weight: str) -> CheckpointError:
+    """The error for the side tensor ``name`` that does not fit its ``weight``."""
     found = f"the scale {name!r} of {entry.shape} in {str(path)!r} fits no weight {weight!r}"
     fix = "Use another version of this file, or download it again if its size is not the published one."
     return CheckpointError(found, expected="one number per weight, per row, or per block", fix=fix)

@@ -15,17 +15,17 @@ from ..packages import imported
 from .gguf_blocks import CODECS, decoded
 
 Sides = Mapping[str, Tensor]
-ROW, ROWS, COLUMNS, ALL = "row", "rows", "columns", "all"  # one number per row; rows first; rows last; one for all rows
-SIZES = {"codebook": 16, "nested_map": 256, "scale_2": 1}  # of those for all rows
+ROW, ROWS, COLUMNS, ALL = "row", "rows", "columns", "all"  # a number per row; several, rows first; rows last; for all
+SIZES = {"codebook": 16, "nested_map": 256, "scale_2": 1}  # numbers in side tensors for all rows
 SCALED, W4A8, NESTED = "scaled", "asym_w4a8_int8", 256
 W4A8_SIDES = {"s_rel": ROWS, "s_channel": ROW, "codebook": ALL, "correction": COLUMNS}
 NF4_TABLES = ("codebook", "state", "nested", "nested_map")
-VALUES, FP32_COPIES = 2**22, 4  # unpacked at once, and how often they are there in fp32
+VALUES, FP32_COPIES = 2**22, 4  # values unpacked at once, and their copies in fp32 at the peak
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Packing(NamedTuple):
-    """One format: the tensors beside a weight, each with how it lies, and what makes fp32 of ``values`` per element."""
+    """One format: the layout of each side tensor, the unpacking to fp32, and the values in one stored element."""
 
     sides: Mapping[str, str | int]
     unpack: Callable[[Tensor, Sides], Tensor]
@@ -36,8 +36,7 @@ class Packing(NamedTuple):
 def unpacked(codec: str, stored: Tensor, sides: Sides, group: int, dtype: torch.dtype) -> Tensor:
     """Dense rows (N, K) as ``dtype`` on the device of ``stored``, computed in fp32 and rounded once. A ``codec`` of
     :data:`PACKINGS` takes some rows at a time, a GGUF type all at once.
-
-    ``stored`` (N, elements); ``sides`` as :func:`laid_out` gives them; ``group`` the columns rotated together."""
+    ``stored`` (N, elements); ``sides`` as of :func:`laid_out`; ``group``: columns rotated together, 0 for none."""
     packing, rows = PACKINGS.get(codec), stored.shape[0]
     if packing is None:
         return _blocks(stored, codec).to(dtype)
@@ -60,8 +59,7 @@ def rows_of(sides: Sides, rows: int, part: Any) -> dict[str, Tensor]:
 
 
 def laid_out(side: Tensor, how: str | int, rows: int, columns: int) -> Tensor:
-    """A tensor beside a weight of (``rows``, ``columns``) with a row for each of its rows, or one for all.
-
+    """The side tensor of a weight (``rows``, ``columns``), with a row for each of the weight's rows, or one for all.
     ``how`` is :data:`ROW`, :data:`ROWS`, :data:`COLUMNS`, :data:`ALL`, or the length of the blocks whose scales lie in
     the tiles of 128 rows and 4 blocks that cuBLAS reads. Float8 comes back as bytes, which any device holds."""
     side = side.view(torch.uint8) if side.dtype.itemsize == 1 else side
@@ -121,18 +119,20 @@ def float8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _fp32(side: Tensor, codes: str = "e4m3") -> Tensor:
+    """A side tensor in fp32; bytes are float8 of the format ``codes``."""
     if side.dtype is torch.uint8:
         return _table(codes, side.device)[side.int()]
     return bf16_bits_to_fp32(side) if side.dtype is torch.bfloat16 else side.float()
 
 
 def _halves(stored: Tensor, high_first: bool = False) -> Tensor:
+    """The two 4-bit codes of each byte side by side, int32."""
     high, low = stored.view(torch.uint8) >> 4, stored.view(torch.uint8) & 15
     return torch.stack([high, low] if high_first else [low, high], -1).flatten(-2).int()
 
 
 def _runs(values: Tensor, scale: Tensor, added: Tensor | None = None) -> Tensor:
-    """``values`` (N, K), each run of columns times its scale (N, K / run), and plus another number of its own."""
+    """``values`` (N, K), each run of columns times its ``scale`` (N, runs) and plus its ``added`` number (N, runs)."""
     values = (values.unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(-1)).flatten(1)
     return values if added is None else (values.unflatten(1, (added.shape[1], -1)) + added.unsqueeze(-1)).flatten(1)
 
@@ -166,15 +166,17 @@ def _nf4(stored: Tensor, sides: Sides) -> Tensor:
 
 
 def unnested(sides: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
-    """Side tensors of nf4 whose scales are packed too, so that each row has what it needs of theirs."""
+    """Side tensors of nf4 whose scales (``absmax``) are packed too, in runs of :data:`NESTED`: each row gets the scales
+    ``nested`` of the runs that it touches, and ``start``, where in the first of them it begins."""
     rows, wide = sides["absmax"].shape
     start, nested = torch.arange(rows)[:, None] * wide, sides["nested"].flatten().float()
-    reached = start // NESTED + torch.arange((wide - 2) // NESTED + 2)
-    nested = nested[reached.clamp_(max=len(nested) - 1)]
+    runs = start // NESTED + torch.arange((wide - 2) // NESTED + 2)  # a row of ``wide`` scales touches at most so many
+    nested = nested[runs.clamp_(max=len(nested) - 1)]
     return {**sides, "start": start % NESTED, "nested": nested, "offset": torch.tensor([[offset]])}
 
 
 def _blocks(stored: Tensor, codec: str) -> Tensor:
+    """Dense rows in fp32 of a GGUF type's blocks, ``stored`` (N, bytes), by our code or diffusers'."""
     gguf = imported("gguf")
     kind = gguf.GGMLQuantizationType[codec]
     block, size = gguf.GGML_QUANT_SIZES[kind]

@@ -36,9 +36,9 @@ from .headers import (
 from .unpacking import ALL, PACKINGS, laid_out, rows_of, unnested, unpacked
 
 SLICE_BYTES = 64 * 1024**2
-CAST_BYTES = 4 * 1024**2  # of a slice that is cast: it stays in the processor's cache
+CAST_BYTES = 4 * 1024**2  # of a slice that is cast, so that it stays in the processor's cache
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # which Python names from 3.13 on; of Linux
-READ_ONLY = sys.platform == "win32"  # which promises memory for all of a view that may be written to
+READ_ONLY = sys.platform == "win32"  # Windows reserves memory for all of a view that may be written to
 VIEW_BYTES = 1024**2  # smaller tensors are read: their pages would hold other tensors too
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -95,7 +95,6 @@ def read_tensors(
     entries: Mapping[str, TensorEntry], dtype: torch.dtype | None, advance: Callable[[int], None], mapped: bool = False
 ) -> dict[str, torch.Tensor]:
     """The tensors of ``entries``, from :func:`described`, by name in ordinary host memory, contiguous.
-
     Floats are cast to ``dtype``, packed ones unpacked to it; None keeps the file's bytes. ``advance`` gets the bytes
     just read, at least every 64 MiB; it may raise to cancel. With ``mapped`` large tensors that need no cast may be
     views of the file, which must not be written to: on Windows that ends the process. Peak extra memory: one slice of
@@ -128,24 +127,22 @@ def tensor_file(path: Path) -> Iterator[TensorFile]:
 
 
 def _read_all(
-    file: BinaryIO,
-    wanted: Sequence[tuple[str, TensorEntry]],
-    dtype: torch.dtype | None,
-    advance: Callable[[int], None],
-    mapped: bool,
-) -> dict[str, torch.Tensor]:
+    file: BinaryIO, wanted: Sequence[tuple[str, TensorEntry]], dtype: torch.dtype | None,
+    advance: Callable[[int], None], mapped: bool,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """:func:`read_tensors` of one open file; CheckpointError if it changed since its header was read, or meanwhile."""
     tensors: dict[str, torch.Tensor] = {}
     if not wanted:
         return tensors
     _require_unchanged(file, wanted[0][1])
-    if hasattr(os, "posix_fadvise"):  # it reads twice as far ahead then
+    if hasattr(os, "posix_fadvise"):  # makes Linux read twice as far ahead
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
     pages = _pages(file) if mapped and any(is_view(entry) for _, entry in wanted) else None
     for name, entry in sorted(wanted, key=lambda item: item[1].start):
         if pages is not None and is_view(entry):
             tensors[name] = _viewed(pages, entry, dtype, advance)
         else:
-            tensors[name] = _arranged(_read_one(file, entry, dtype, advance), entry)
+            tensors[name] = _reorder_rows(_read_one(file, entry, dtype, advance), entry)
     _require_unchanged(file, wanted[0][1])
     return tensors
 
@@ -167,7 +164,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 
 
 def is_view(entry: TensorEntry) -> bool:
-    """True where a tensor's bytes in its file are its values in order, and enough of them to be left there."""
+    """True for a tensor whose bytes in its file are its values in order, aligned, and enough to be mapped."""
     plain = not entry.is_packed and not entry.swapped and not entry.heads
     return plain and entry.total_bytes >= VIEW_BYTES and entry.start % STORED[entry.dtype].itemsize == 0
 
@@ -188,7 +185,7 @@ def _pages(file: Any) -> mmap.mmap:
 def _viewed(
     pages: mmap.mmap, entry: TensorEntry, dtype: torch.dtype | None, advance: Callable[[int], None]
 ) -> torch.Tensor:
-    """A view of the file; where it is to be cast, a tensor of its own made from the pages, which are let go again."""
+    """The tensor as a view of the file; if it must be cast, a copy in ``dtype``, and its pages are released again."""
     stored = STORED[entry.dtype]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # and it is never written to
@@ -221,7 +218,7 @@ def _read_one(
     """The tensor of ``entry``, read straight into its own memory, or through one slice where it is cast."""
     stored = STORED[entry.dtype]
     if entry.mask is not None:
-        return _spread(file, entry, dtype or stored, advance)
+        return _dense(file, entry, dtype or stored, advance)
     file.seek(entry.start)
     if entry.is_packed and dtype is not None:
         return _unpacked(file, entry, dtype, advance)
@@ -261,7 +258,8 @@ def _unpacked(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: C
     return result.view(entry.shape)
 
 
-def _spread(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: Callable[[int], None]) -> torch.Tensor:
+def _dense(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: Callable[[int], None]) -> torch.Tensor:
+    """The values of a sparse tensor at the places of its mask, among zeros, unpacked and as ``dtype``."""
     assert entry.mask is not None
     bits = _read_one(file, entry.mask, None, lambda _bytes: None)
     places = (bits[:, None] >> torch.arange(8, dtype=torch.uint8)).bitwise_and_(1).flatten().nonzero()[:, 0]
@@ -277,7 +275,7 @@ def _spread(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: Cal
 
 
 def described(files: Sequence[Path]) -> dict[str, TensorEntry]:
-    """All tensors of a part's ``files`` by name, each with its mask and what lies beside a packed weight.
+    """All tensors of a part's ``files`` by name, each with its mask, and packed weights with their side tensors.
     Raises CheckpointError for damage or a name in two files, UnsupportedError for a format that is not read."""
     entries: dict[str, TensorEntry] = {}
     for file in files:
@@ -295,17 +293,18 @@ def described(files: Sequence[Path]) -> dict[str, TensorEntry]:
 
 
 def read_sides(entry: TensorEntry) -> dict[str, torch.Tensor]:
-    """The tensors beside a packed weight, a row of each for a row of the weight, in the order its model has them."""
+    """The side tensors of a packed weight by name, with a row for each row of the weight, in its model's order."""
     with opened(entry.file, buffering=0) as file:
         return _sides(file, entry)
 
 
 def outlined_sides(entry: TensorEntry) -> dict[str, torch.Tensor]:
-    """The same on the meta device, without values."""
+    """The tensors of :func:`read_sides` on the meta device, without values."""
     return _sides(None, entry)
 
 
 def _sides(file: BinaryIO | None, entry: TensorEntry) -> dict[str, torch.Tensor]:
+    """:func:`read_sides` from an open file, or :func:`outlined_sides` for None; empty without side tensors."""
     packing = PACKINGS.get(entry.codec)
     if packing is None:
         return {}
@@ -322,10 +321,12 @@ def _sides(file: BinaryIO | None, entry: TensorEntry) -> dict[str, torch.Tensor]
         offset = (json_object(bytes_of(dict(entry.sides)["state"])) or {}).get("nested_offset")
         sides = unnested(sides, offset if isinstance(offset, float) else 0.0)
     mine = rows_of(sides, rows, slice(first, first + entry.shape[0]))
-    return {name: _arranged(side, entry) if len(side) == entry.shape[0] > 1 else side for name, side in mine.items()}
+    per_row = {name for name, side in mine.items() if len(side) == entry.shape[0] > 1}
+    return {name: _reorder_rows(side, entry) if name in per_row else side for name, side in mine.items()}
 
 
-def _arranged(tensor: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+def _reorder_rows(tensor: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """``tensor`` with its rows in the order of the model, by ``swapped`` and ``heads`` of its entry."""
     if entry.swapped:
         tensor = torch.cat(tensor.chunk(2)[::-1])
     if entry.heads:
@@ -335,7 +336,7 @@ def _arranged(tensor: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
 
 
 def _require_unchanged(file: Any, entry: TensorEntry) -> None:
-    """Raise when a file is not the one whose header was read: another download wrote over it."""
+    """Raise CheckpointError if a file changed since its header was read: another download wrote over it."""
     status = os.fstat(file.fileno())
     if entry.stamp != (0, 0) and entry.stamp != (status.st_size, status.st_mtime_ns):
         fix = "Wait until it has been written, then load it again."
@@ -343,6 +344,7 @@ def _require_unchanged(file: Any, entry: TensorEntry) -> None:
 
 
 def _fill(file: BinaryIO, target: torch.Tensor, path: Path) -> None:
+    """Read the next bytes of the file into all of ``target``; CheckpointError if it ends before."""
     array: Any = target.view(torch.uint8).numpy()
     view = memoryview(array)
     while view:
@@ -353,6 +355,7 @@ def _fill(file: BinaryIO, target: torch.Tensor, path: Path) -> None:
 
 
 def _shards(index: Path, subject: str) -> list[Path]:
+    """The files that a shard index names; CheckpointError if one is missing or not beside the index."""
     mapping = read_json(index, f"the shard index of the {subject}").get("weight_map")
     if not isinstance(mapping, dict) or not mapping:
         found = f"no weight_map in {str(index)!r}"
@@ -367,5 +370,5 @@ def _shards(index: Path, subject: str) -> list[Path]:
 
 
 def _preference(file: Path) -> tuple[bool, str]:
-    """Plain names before variants: ``model.fp16.safetensors``, or ``fp16`` before or after ``index`` in an index."""
+    """Sort key: plain names before variants such as ``model.fp16.safetensors``, or with ``fp16`` beside ``index``."""
     return file.name.removesuffix(INDEX_SUFFIX).removesuffix(".safetensors").count(".") > 0, file.name

@@ -28,7 +28,7 @@ _holding = threading.Lock()
 
 @contextmanager
 def held(owner: Any, name: str, value: bool) -> Iterator[None]:
-    """A switch of torch's as ``value`` for the block. It is one for all threads: the last block puts it back."""
+    """Set the torch switch ``owner.name`` to ``value``; all threads share it, so the last open block restores it."""
     key = id(owner), name
     with _holding:
         count, before = HELD.get(key, (0, False))
@@ -50,7 +50,7 @@ def held(owner: Any, name: str, value: bool) -> Iterator[None]:
 
 @contextmanager
 def current(device: torch.device) -> Iterator[None]:
-    """Make ``device`` the current one of several, which is what streams, and ComfyUI's streamed weights, wait on."""
+    """Make ``device`` torch's current one if there are several: streams and ComfyUI's streamed weights wait on that."""
     several = device.index is not None and device_count() > 1
     with ExitStack() as stack:
         if several and default_device().type == device.type:
@@ -65,7 +65,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def picture_of(values: torch.Tensor) -> Any:
-    """A picture of PIL's with ``values`` (H, W, 3) in 0..1, from any device."""
+    """A PIL image of ``values`` (H, W, 3) in 0..1, from any device."""
     from PIL import Image
 
     return Image.fromarray((to_host(values).clamp(0, 1) * 255).round().to(torch.uint8).numpy())
@@ -96,7 +96,7 @@ def placed(value: Any, device: torch.device, dtype: torch.dtype | None = None) -
 
 
 def add_hook(module: nn.Module, hook: Callable[..., Any], before: bool = False, **options: bool) -> RemovableHandle:
-    """Register a hook on ``module``'s forward, or ``before`` it; none stays where registering fails, even once done."""
+    """Register a hook after ``module``'s forward, or ``before`` it; if registering raises, remove what it added."""
     hooks = module._forward_pre_hooks if before else module._forward_hooks
     known = set(hooks)
     try:
@@ -145,7 +145,7 @@ class Checked(TorchFunctionMode):
 
 
 class DrawnOnHost(TorchFunctionMode):
-    """Noise that layers draw without a generator comes from the CPU's, from ``state`` on: the same on every device."""
+    """Draws ``torch.randn`` without a generator from a CPU generator in ``state``: the same noise on every device."""
 
     def __init__(self, state: bytes) -> None:
         super().__init__()
@@ -188,6 +188,7 @@ def checked_parts(coder: nn.Module, validate: Validator) -> Iterator[None]:
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules inside without children, and compiled ones as a whole."""
     children = list(module.children())
     if not children or hasattr(module, COMPILED):
         yield module

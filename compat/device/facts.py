@@ -38,7 +38,7 @@ CGROUPS = (  # controller, root, and the files of limit and use: version 2, then
     ("", "/sys/fs/cgroup", "memory.max", "memory.current"),
     ("memory", "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-HELD: dict[tuple[int, str], tuple[int, bool]] = {}  # by `execution.held`: in how many blocks, and the value before them
+HELD: dict[tuple[int, str], tuple[int, bool]] = {}  # of `execution.held`: number of open blocks, the value before them
 KITCHEN = "comfy-kitchen"
 TRITONS = ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
 
@@ -116,19 +116,15 @@ def accelerators(device: torch.device) -> tuple[torch.device, ...]:
 
 
 def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceFacts:
-    """Facts about ``device``, or the default one; facts come back as they are. UnsupportedError if out of reach."""
+    """Facts about ``device`` (None: the default one; facts are returned as they are). UnsupportedError if it fails."""
     if isinstance(device, DeviceFacts):
         return device
     chosen = default_device() if device is None else _parsed(device)
     makers = {"cuda": _cuda_facts, "cpu": _cpu_facts, "mps": _mps_facts, "xpu": _xpu_facts, "xla": _xla_facts}
     stated = _plain(value_or(lambda: makers.get(chosen.type, _plug_in_facts)(chosen), {}), chosen)
-    versions = {
-        "torch": torch.__version__,
-        "system": value_or(lambda: platform.system(), ""),
-        "kernel": value_or(lambda: platform.release(), ""),
-        "triton": next(filter(None, map(version_of, TRITONS)), ""),
-        KITCHEN: version_of(KITCHEN),
-    }
+    system, kernel = value_or(lambda: platform.system(), ""), value_or(lambda: platform.release(), "")
+    versions = {"torch": torch.__version__, "system": system, "kernel": kernel}
+    versions |= {"triton": next(filter(None, map(version_of, TRITONS)), ""), KITCHEN: version_of(KITCHEN)}
     driver = stated.pop("driver", "")
     if not driver and stated["backend"] in ("cuda", "rocm", "xpu"):
         driver = _driver(stated["backend"])
@@ -140,7 +136,7 @@ def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceF
 
 
 def flags() -> dict[str, bool]:
-    """The switches of torch that change what an operator does, as they last; probes are kept apart by them."""
+    """Torch's switches that change results, by name; a value held for a block is not seen. Probes are keyed by them."""
     cudnn: Any = torch.backends.cudnn
     matmul: Any = torch.backends.cuda.matmul
 
@@ -174,14 +170,14 @@ def device_fault(device: torch.device) -> str:
 
 
 def gone(device: torch.device, silent: str, named: str = "") -> UnsupportedError:
-    """The error for a device that answers no more; ``silent`` is why."""
+    """The error for a device, by its name ``named``, that has stopped answering for the reason ``silent``."""
     found = f"the device {str(device)!r}{named and f' ({named})'} has stopped answering ({silent})"
     fix = "Restart ComfyUI. If it happens again, update the driver or choose another device."
     return UnsupportedError(found, expected="a working device", fix=fix)
 
 
 def indexed(device: torch.device) -> torch.device:
-    """``device`` by the name that tensors on it have, which a bare ``mps`` is not equal to."""
+    """``device`` as its tensors report it: ``mps:0`` for a bare ``mps``, which compares unequal; others unchanged."""
     return torch.device(device.type, 0) if device.type == "mps" else device
 
 
@@ -229,12 +225,12 @@ def swap_free_bytes() -> int:
 
 
 def host_free_bytes() -> int:
-    """Bytes of host memory that this process may still take: what is available, and what its control groups leave."""
+    """Bytes of host memory that this process may still take: the least that the system and its control groups leave."""
     free = value_or(lambda: _system_bytes("virtual_memory", "available"), PLENTY)
     groups = value_or(lambda: Path(OWN_CGROUPS).read_text(encoding="utf-8"), "")
-    own = dict(row.split(":", 2)[1:] for row in groups.splitlines() if row.count(":") > 1)
+    paths = dict(row.split(":", 2)[1:] for row in groups.splitlines() if row.count(":") > 1)  # by controller
     for controller, root, limit, used in CGROUPS:
-        group = PurePosixPath(own.get(controller, "").lstrip("/"))  # in a container it may be below no root
+        group = PurePosixPath(paths.get(controller, "").lstrip("/"))  # a container may not see this folder
         for folder in (Path(root, each) for each in (group, *group.parents)):
             with suppress(OSError, ValueError):  # there is no such group, or its limit is "max"
                 most, taken = (int((folder / name).read_text(encoding="utf-8")) for name in (limit, used))
@@ -243,7 +239,7 @@ def host_free_bytes() -> int:
 
 
 def _reclaimable(group: Path) -> int:
-    """Bytes of a control group's file cache, which count as used but are freed on demand."""
+    """Bytes of a control group's file cache, which count as used but are freed on demand; 0 if unknown."""
     stat = group / "memory.stat"
     rows: dict[str, str] = value_or(lambda: dict(line.split() for line in stat.read_text("utf-8").splitlines()), {})
     return sum(int(rows.get(f"total_{kind}", rows.get(kind, 0))) for kind in ("inactive_file", "active_file"))
@@ -293,6 +289,7 @@ def _cudnn_tf32(cudnn: Any) -> bool:
 
 
 def _parsed(device: torch.device | str) -> torch.device:
+    """The device of that name, with its index, once an empty tensor could be made on it; UnsupportedError else."""
     try:
         chosen = torch.device(device)
         there = torch.empty(0, device=chosen).device  # with its index
@@ -305,17 +302,15 @@ def _parsed(device: torch.device | str) -> torch.device:
 
 
 def _plain(stated: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """``stated`` in the types and ranges that readers expect; what a driver says otherwise, or not, is unknown."""
+    """``stated`` in the types and ranges that readers expect; a missing or odd value becomes its default: unknown."""
     arch, name, total, compiled = (stated.get(key) for key in ("arch", "name", "total_bytes", "compiled"))
-    return {
-        "backend": device.type,
-        "arch_class": "other",
-        **stated,
+    sound = {
         "arch": arch if isinstance(arch, str) else "",
         "name": name if isinstance(name, str) and name else str(device),
         "total_bytes": total if isinstance(total, int) and 0 <= total < MOST_BYTES else 0,
         "compiled": tuple(entry for entry in compiled or () if isinstance(entry, str)),
     }
+    return {"backend": device.type, "arch_class": "other", **stated, **sound}
 
 
 def _cpu_facts(device: torch.device) -> dict[str, Any]:
@@ -328,7 +323,7 @@ def _cuda_facts(device: torch.device) -> dict[str, Any]:
         "name": properties.name, "total_bytes": properties.total_memory, "compiled": tuple(torch.cuda.get_arch_list()),
         "unified": bool(getattr(properties, "is_integrated", False)), "link": value_or(lambda: _pcie(properties), 0.0),
     }  # fmt: skip
-    cudnn = value_or(torch.backends.cudnn.version, 0) or 0  # it raises where one is loaded that torch was not built for
+    cudnn = value_or(torch.backends.cudnn.version, 0) or 0  # raises if torch was built for another cuDNN
     if torch.version.hip:
         arch = str(getattr(properties, "gcnArchName", "")).split(":")[0]
         versions = {"rocm": torch.version.hip, "miopen": _version(cudnn, 1000)}
@@ -336,13 +331,11 @@ def _cuda_facts(device: torch.device) -> dict[str, Any]:
     # is_bf16_supported() is true on GPUs without bf16 units: it proves that such a tensor can exist (pytorch#148322).
     modern = properties.major >= 8
     return {
-        "arch": f"sm{properties.major}{properties.minor}",
-        "arch_class": "cuda-sm80+" if modern else "cuda-old",
+        "arch": f"sm{properties.major}{properties.minor}", "arch_class": "cuda-sm80+" if modern else "cuda-old",
         "emulated": () if modern else ("bf16",),
         "clocks": tuple(value_or(lambda: [int(getattr(properties, name)) for name in CLOCKS], [])),
-        "versions": {"cuda": torch.version.cuda, "cudnn": _version(cudnn, 100)},
-        **shared,
-    }
+        "versions": {"cuda": torch.version.cuda, "cudnn": _version(cudnn, 100)}, **shared,
+    }  # fmt: skip
 
 
 def _pcie(properties: Any) -> float:
@@ -366,14 +359,11 @@ def _xpu_facts(device: torch.device) -> dict[str, Any]:
     properties = torch.xpu.get_device_properties(device)
     integrated = INTEGRATED.search(str(properties.name))  # for torch that does not tell
     return {
-        "arch_class": "xpu",
-        "name": str(properties.name),
+        "arch_class": "xpu", "name": str(properties.name), "total_bytes": int(properties.total_memory),
         "emulated": () if getattr(properties, "has_fp64", True) else ("fp64",),
-        "total_bytes": int(properties.total_memory),
-        "driver": str(getattr(properties, "driver_version", "")),
+        "driver": str(getattr(properties, "driver_version", "")), "compiled": tuple(torch.xpu.get_arch_list()),
         "unified": bool(getattr(properties, "is_integrated_gpu", integrated)),
-        "compiled": tuple(torch.xpu.get_arch_list()),
-    }
+    }  # fmt: skip
 
 
 def _xla_facts(device: torch.device) -> dict[str, Any]:
@@ -399,7 +389,7 @@ def _host_bytes() -> int:
 
 
 def _driver(backend: str) -> str:
-    """The driver's version by its module in Linux, NVIDIA's library, Linux itself, or the newest CUDA or HIP."""
+    """The driver's version: of its kernel module, else by NVML, else Linux's, else the newest CUDA or HIP it runs."""
     if stated := value_or(lambda: Path(KERNEL_FILES[backend]).read_text(encoding="utf-8").strip(), ""):
         return stated
     if backend == "cuda" and (reported := value_or(_nvml_driver, "")):
@@ -427,6 +417,6 @@ def version_of(package: str) -> str:
 
 
 def _version(number: int, base: int) -> str:
-    """91002 as 9.10.2, and 8902, of before cuDNN 9, as 8.9.2; MIOpen has three digits for each part."""
+    """91002 as 9.10.2, and 8902, before cuDNN 9, as 8.9.2; ``base`` is 100, or MIOpen's 1000; empty for 0."""
     major = 1000 if base == 100 and number < 90_000 else base**2
     return f"{number // major}.{number % major // base}.{number % base}" if number else ""

@@ -25,18 +25,18 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def is_passing(error: BaseException) -> bool:
-    """True if memory is full, or a cache such as Triton's takes no file: it tells nothing of what was tried."""
+    """True if memory is full or a cache such as Triton's cannot be written: no verdict on the operation itself."""
     return getattr(error, "errno", None) in (EACCES, EDQUOT, ENOSPC, EROFS) or is_shortage(error)
 
 
 def is_unfit(error: BaseException) -> bool:
-    """True if ``error`` says that another pack's kernel does not take what it was given; no shortage, no cancel."""
+    """True if ``error`` means that another pack's kernel rejects its inputs; False for a shortage or a cancel."""
     known = isinstance(error, UNFIT) or type(error).__module__.partition(".")[0] == "triton"
     return known and not is_shortage(error)
 
 
 def _is_full(row: Wording) -> bool:
-    """True if the devices of ``row`` answer and one is nearly full; where none tells what is free, the words decide."""
+    """True if all devices that ``row`` may mean work and one is nearly full; if none reports it, by ``row``'s words."""
     devices = [device for device in accelerators(default_device()) if device.type != "cpu" or "CPU" in row.backend]
     if any(device_fault(device) for device in devices):
         return False
@@ -45,7 +45,7 @@ def _is_full(row: Wording) -> bool:
 
 
 def failure_kind(error: BaseException) -> str:
-    """``memory``, ``kernel``, ``values``, or empty where trying another way would only hide the cause."""
+    """``memory``, ``kernel`` or ``values``; empty where another implementation would only hide the cause."""
     if is_shortage(error):
         return MEMORY
     if isinstance(error, InvalidOutputError):

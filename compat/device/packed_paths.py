@@ -1,6 +1,6 @@
 """The path by which a device computes the layers of a packed file: core's own product, or dequantised. Core's ends the
-process on some devices, raises on others and is slow on more: rows of ``packed_rows.csv`` speak first, then what the
-device has answered. Nothing here asks one; questions wait in the probe store for ``make gpu`` and the tab's button."""
+process on some devices, raises on others and is slow on more: ``packed_rows.csv`` decides, or where it allows, a saved
+test result. Choosing a path runs no test: :func:`packed_probes` wait for ``make gpu`` and the tab's button."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ FUNCTIONS = {  # of comfy-kitchen, by format; fp8 is torch's own
 }  # fmt: skip
 LAYOUTS = {INT8: "TensorWiseINT8Layout", W4A8: "AsymW4A8Int8Layout", W4A4: "TensorCoreConvRotW4A4Layout"}
 ERRORS = {INT8: 0.1, W4A8: 0.1, W4A4: 1.5}  # largest, of the rms: 8 deviations of the rounding of the activations
-WIDTH = 2048  # inputs and outputs of the layer that is asked about
+WIDTH = 2048  # inputs and outputs of the layer that is tested
 ROWS = (1, 17, 97, 112, 127, 4096)  # GTX 16 fails between 96 and 128 (ComfyUI#16431)
 SAMPLE = 32  # rows of a product that are compared
-SLOW = 2.0  # times dequantising, from which on a product of few rows settles it, where it takes more than launches:
-LAUNCHED = 5.0  # milliseconds; an H100 took 0.9 for 17 rows, of which the host took most
-WORTH = 0.8  # of the time of dequantising, as for other timed choices
+SLOW = 2.0  # times as long as dequantising: a product of few rows that takes longer is refused, if also longer than
+LAUNCHED = 5.0  # milliseconds, so not for launches alone; an H100 took 0.9 for 17 rows, of which the host took most
+WORTH = 0.8  # largest share of the time of dequantising that the product of most rows may take, as in other choices
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,14 @@ class PackedRow:
     arches: tuple[str, ...]
     names: tuple[str, ...]
     kernels: tuple[str, ...]  # comfy-kitchen's backends with which it holds; ``eager`` is torch's own
-    ask: bool  # a timing may overrule the row; False where the question may end the process
+    ask: bool  # a test may overrule the row; False where the test may end the process
 
 
 GROUPS: Mapping[str, tuple[str, ...]] = {"integers": INTEGERS, "fp8": FP8, "fp4": FP4}
 
 
 def _row(row: Mapping[str, str]) -> PackedRow:
+    """A row of ``packed_rows.csv``, with groups of formats resolved; its ``ask`` is empty or "no"."""
     formats = tuple(each for name in row["formats"].split(";") for each in GROUPS.get(name, (name,)))
     several = {name: tuple(row[name].split(";")) for name in ("backends", "arches", "names", "kernels")}
     given: dict[str, Any] = {**row, **several, "formats": formats, "ask": not row["ask"]}
@@ -94,7 +95,7 @@ class PackedPath:
 
 
 def path_for(facts: DeviceFacts, layer_format: str, answers: Answers, choice: str = AUTO) -> PackedPath:
-    """The path of layers in ``layer_format`` under ``choice``, by the rows and the ``answers`` so far."""
+    """The path of layers in ``layer_format`` under ``choice``; for ``auto`` by saved ``answers``, else by the rows."""
     kernels, _ = kitchen_backend(layer_format, facts.device)
     taken = partial(PackedPath, layer_format=layer_format, kernels=kernels)
     if choice != AUTO:
@@ -110,7 +111,7 @@ def path_for(facts: DeviceFacts, layer_format: str, answers: Answers, choice: st
 
 
 def row_for(facts: DeviceFacts, layer_format: str, kernels: str) -> PackedRow | None:
-    """The row of a card and format; None for a card that nobody has listed."""
+    """The first row that fits the device, the format and comfy-kitchen's backend ``kernels``; None if none does."""
     return next((row for row in PACKED_ROWS if layer_format in row.formats and _fits(row, facts, kernels)), None)
 
 
@@ -121,8 +122,8 @@ def _fits(row: PackedRow, facts: DeviceFacts, kernels: str) -> bool:
 
 
 def kitchen_backend(layer_format: str, device: torch.device) -> tuple[str, str]:
-    """The backend that comfy-kitchen's registry gives a product, and why no faster one.
-    Empty where it has none or is not installed; no reason for the first backend."""
+    """The backend that comfy-kitchen's registry chooses for the product of a format, and why no faster one.
+    The backend is empty without one, with the reason if comfy-kitchen fails; the reason is empty for a fast backend."""
     function = FUNCTIONS.get(layer_format)
     if function is None:
         return "", ""
@@ -137,6 +138,7 @@ def kitchen_backend(layer_format: str, device: torch.device) -> tuple[str, str]:
 
 
 def _refusals(registry: Any, function: str, given: dict[str, Any]) -> Iterator[str]:
+    """The reason, for each GPU backend that torch is built for, why comfy-kitchen does not use it for ``function``."""
     built = {"hip": torch.version.hip, "cuda": torch.version.cuda}
     for name in filter(built.get, built):
         state = registry.list_backends().get(name, {})
@@ -145,14 +147,14 @@ def _refusals(registry: Any, function: str, given: dict[str, Any]) -> Iterator[s
         elif not state.get("available"):
             yield f"{name}: {state.get('unavailable_reason') or 'not in this build'}"
         elif function not in state.get("capabilities", ()):
-            hidden = " that fits every visible Radeon (HIP_VISIBLE_DEVICES hides an integrated one)" * (name == "hip")
-            yield f"{name}: no {function}{hidden}"
+            hidden = " that fits every visible Radeon (HIP_VISIBLE_DEVICES hides an integrated one)"
+            yield f"{name}: no {function}{hidden if name == 'hip' else ''}"
         else:
             yield f"{name}: {registry.validate_backend_for_call(name, function, given).failure_reason}"
 
 
 def kitchen_decisions(facts: DeviceFacts, answers: Answers) -> Iterator[Decision]:
-    """The path of each format with the Fit nodes, and why comfy-kitchen has no faster kernels; nothing without it."""
+    """Decisions for a report: each format's path with the Fit nodes, and why no faster; none without comfy-kitchen."""
     for layer_format in FUNCTIONS if KITCHEN in facts.versions else ():
         taken, (_, why) = path_for(facts, layer_format, answers), kitchen_backend(layer_format, facts.device)
         reason = "; ".join(filter(None, (why, taken.why)))
@@ -160,28 +162,27 @@ def kitchen_decisions(facts: DeviceFacts, answers: Answers) -> Iterator[Decision
 
 
 def packed_probes(facts: DeviceFacts) -> dict[str, Callable[[torch.device], str]]:
-    """The questions about packed products by name, for the probe store; a CPU is not asked."""
-    if facts.device.type == "cpu":
-        return {}
-    return {PACKED + each: partial(packed_product, facts, each) for each in INTEGERS}
+    """The probes of packed products by name, for the probe store; none for a CPU."""
+    asked = () if facts.device.type == "cpu" else INTEGERS
+    return {PACKED + each: partial(packed_product, facts, each) for each in asked}
 
 
 def packed_product(facts: DeviceFacts, layer_format: str, device: torch.device) -> str:
-    """P7: core's product of a packed layer against the dequantised weights on the host, and quicker than these.
-    Raises RuntimeError where the device may not be asked, cannot do it, or is not quick enough."""
+    """Probe: core's product of a packed layer must agree with dequantised weights on the host, and be quicker.
+    Returns the fault, empty for none. RuntimeError if the row forbids the test, or it cannot run or is too slow."""
     kernels, why = kitchen_backend(layer_format, device)
     row = row_for(facts, layer_format, kernels)
     if not kernels:
         raise RuntimeError(why)
     if row is not None and not row.ask:
         raise RuntimeError(f"not asked: {row.why} ({row.source})")
-    turns = (False, True) if layer_format == INT8 else (True,)
-    return next(filter(None, (product_fault(layer_format, turned, device) for turned in turns)), "")
+    rotations = (False, True) if layer_format == INT8 else (True,)
+    return next(filter(None, (product_fault(layer_format, convrot, device) for convrot in rotations)), "")
 
 
 def product_fault(layer_format: str, convrot: bool, device: torch.device) -> str:
-    """:func:`packed_product` of one kind of layer, without a look at :data:`PACKED_ROWS`: it may end the process.
-    SlowerProductError for a product that is right and not worth taking."""
+    """The fault of one kind of layer, ``convrot``: with rotated columns; empty if right and quick. Checks no row of
+    :data:`PACKED_ROWS`, so it may end the process. SlowerProductError for a product that is right but too slow."""
     from comfy_kitchen.tensor import QuantizedTensor
 
     noise = torch.Generator().manual_seed(0)
@@ -199,12 +200,12 @@ def product_fault(layer_format: str, convrot: bool, device: torch.device) -> str
             if not error <= ERRORS[layer_format]:
                 return f"{count} rows: off by {error:.3g} of the results' rms"
         largest = count == ROWS[-1]
-        ways: dict[str, Callable[[], Any]] = {CORE: partial(functional.linear, x, weight)}
-        ways[DEQUANTISE] = partial(lambda x: functional.linear(x, weight.dequantize()), x)
-        times = milliseconds(ways, device, 3 if largest else 1)
+        products: dict[str, Callable[[], Any]] = {CORE: partial(functional.linear, x, weight)}
+        products[DEQUANTISE] = partial(lambda x: functional.linear(x, weight.dequantize()), x)
+        times = milliseconds(products, device, 3 if largest else 1)
         if CORE not in times:
             raise RuntimeError(f"{count} rows: core's product fails when it is repeated")
-        other = times.get(DEQUANTISE, math.inf)  # which may not run here at all
-        if times[CORE] > (WORTH * other if largest else max(LAUNCHED, SLOW * other)):
-            raise SlowerProductError(f"{count} rows: takes {times[CORE]} ms, dequantised {other} ms")
+        dequantised = times.get(DEQUANTISE, math.inf)  # which may not run here at all
+        if times[CORE] > (WORTH * dequantised if largest else max(LAUNCHED, SLOW * dequantised)):
+            raise SlowerProductError(f"{count} rows: takes {times[CORE]} ms, dequantised {dequantised} ms")
     return ""

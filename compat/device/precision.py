@@ -121,18 +121,13 @@ _WIDE_TEXT = {"fp16": "text encoders stay fp32, since fp16 overflows in T5", SAF
 
 
 def precision_for(
-    model: ModelPrecision,
-    facts: DeviceFacts,
-    choice: str = "auto",
-    probes: Probes = None,
-    offered: Sequence[str] = CHOICES,
-) -> Precision:
+    model: ModelPrecision, facts: DeviceFacts, choice: str = "auto",
+    probes: Probes = None, offered: Sequence[str] = CHOICES,
+) -> Precision:  # fmt: skip
     """The dtypes for ``model`` on the device of ``facts``; ``probes`` outrank a known bug's row, None asks nothing.
-
     ``auto`` takes the table's row and leaves it where the device cannot follow: bf16 becomes fp16-safe, then fp32. An
     explicit choice is never changed; only convolutions that a device lacks are computed in fp32, which loses nothing.
-    Raises UnsupportedError for an unknown choice, no row, or what the device cannot do; it names what is ``offered``.
-    """
+    Raises UnsupportedError for an unknown or impossible choice, or no row; it names those that are ``offered``."""
     able = abilities_of(facts, probes)
     if choice == "auto":
         return _automatic(model, _row(model, facts), able)
@@ -160,7 +155,7 @@ def precision_for(
 
 
 def copies_decision(precision: Precision, facts: DeviceFacts, probes: Probes = None) -> tuple[Decision, ...]:
-    """One that floats of 16 bits travel as integers, where a part has them and this device damages plain copies."""
+    """The decision to copy 16-bit floats as integers, if a part has them and this device damages plain copies."""
     for dtype in dict.fromkeys((precision.transformer, precision.text, precision.vae)):
         plain = abilities_of(facts, probes).verdict(f"copy.{NAMES[dtype]}")
         if not plain.usable:
@@ -193,6 +188,7 @@ def _refusal(ability: Verdict, facts: DeviceFacts) -> str:
 
 
 def _row(model: ModelPrecision, facts: DeviceFacts) -> Precision:
+    """The common row of a class of devices, or the model's own in its place; UnsupportedError for an unknown class."""
     row = PRECISION.get(facts.arch_class)
     if row is None:
         found, expected = f"no precision policy for {facts.arch_class!r}", f"one of {', '.join(sorted(PRECISION))}"
@@ -202,7 +198,7 @@ def _row(model: ModelPrecision, facts: DeviceFacts) -> Precision:
 
 
 def _automatic(model: ModelPrecision, row: Precision, able: Abilities) -> Precision:
-    """The row, with another dtype for each part that the device cannot do well in the row's, and the reasons."""
+    """``row``, but with fp16 or fp32 for each part whose dtype the device lacks or emulates, and with the reasons."""
     why, causes = row.why, list[Verdict]()
     if row.transformer is not FP32:
         row, why, causes = _transformer(row, able)
@@ -220,7 +216,7 @@ def _automatic(model: ModelPrecision, row: Precision, able: Abilities) -> Precis
 
 
 def _transformer(row: Precision, able: Abilities) -> tuple[Precision, str, list[Verdict]]:
-    """The row with a transformer that runs here, the reason, and the verdicts that it names."""
+    """``row`` with a transformer's dtypes that run here, the reason, and the verdicts that the reason names."""
     ability = able.transformer(row.operands)
     if not row.safe and not _refused(ability):
         return row, row.why, []
@@ -235,13 +231,13 @@ def _transformer(row: Precision, able: Abilities) -> tuple[Precision, str, list[
     if refused.usable:
         return replace(row, transformer=FP16, compute=FP16, residual=FP32), f"fp16-safe, {since}", [ability]
     changed = replace(row, transformer=FP32, compute=FP32, residual=FP32)
-    if refused == ability:  # the row is fp16 itself: its one verdict is said once
+    if refused == ability:  # the row is fp16 itself: name its one verdict once
         return changed, f"fp32, {since}", [ability]
     return changed, f"fp32, {since} and fp16 does not work either ({refused.why})", [ability, refused]
 
 
 def _conv_dtype(vae: torch.dtype, able: Abilities) -> torch.dtype:
-    """The VAE's dtype where the device has a right and ready 2-D or 3-D convolution for it, else fp32."""
+    """The VAE's dtype if the device computes 2-D or 3-D convolutions in it right and not slowly, else fp32."""
     each = [able.verdict(f"{name}.{NAMES[vae]}") for name in ("conv3d", "conv2d")]
     return FP32 if all(map(_refused, each)) else vae
 
@@ -251,6 +247,7 @@ def _refused(ability: Verdict) -> bool:
 
 
 def _cause(ability: Verdict, causes: Sequence[Verdict]) -> str:
+    """The reason of ``ability`` in brackets; empty if it is among ``causes``, already named."""
     return "" if ability in causes else f" ({ability.why})"
 
 

@@ -29,8 +29,8 @@ OK, WRONG, UNUSABLE, UNKNOWN = "ok", "wrong", "unusable", "unknown"
 STATUSES = (OK, WRONG, UNUSABLE, UNKNOWN)
 ENDED = "the process ended while it was asked"
 UNSEEN_SECONDS = 600.0  # for which a process of another machine or container, which cannot be looked for, may be asking
-IN_RUNS = "size classes in runs"  # checked by the guard of runs: what stands in for each, empty where it is right
-PACKED = "packed."  # questions about products that are known to end processes: drivers, not their users, mend them
+IN_RUNS = "size classes in runs"  # key of what the guard of runs found: the fallback of each, empty if it is right
+PACKED = "packed."  # probes of products that are known to end processes: only a new driver mends them
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +50,14 @@ UNASKED = ProbeResult(UNKNOWN, "not tested yet")
 
 
 class ProbeStore(Mapping[str, ProbeResult]):
-    """The probe results of one device by name, kept in ``folder`` (None: in memory); a missing one is measured when
-    read.
-
-    ``more`` has probes of other layers. A ``quiet`` store gives what is kept and asks nothing: ``unknown``, or None."""
+    """The probe results of one device by name, saved in ``folder`` (None: in memory). A missing one is measured when
+    it is read, but a ``quiet`` store measures nothing and returns ``unknown``, or None.
+    ``more`` has probes of other layers, ``asked`` the flags of torch that results are for (None: the current ones)."""
 
     def __init__(
-        self,
-        facts: DeviceFacts,
-        folder: Path | None = None,
-        more: Mapping[str, suite.Probe] | None = None,
-        asked: Mapping[str, bool] | None = None,
-        quiet: bool = False,
-    ) -> None:
+        self, facts: DeviceFacts, folder: Path | None = None, more: Mapping[str, suite.Probe] | None = None,
+        asked: Mapping[str, bool] | None = None, quiet: bool = False,
+    ) -> None:  # fmt: skip
         self.facts, self.folder, self.quiet = facts, folder, quiet
         self.probes: dict[str, suite.Probe] = {**suite.standard(), **(more or {})}
         self.key = key_of(facts, flags() if asked is None else asked)
@@ -70,7 +65,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         self._answers: dict[str, ProbeResult] = {}
         self._remembered: dict[str, Any] = {}
         self._asking = ""
-        self._new: set[str] = set()  # what was found here and is not in the file yet
+        self._new: set[str] = set()  # names measured here that are not in the file yet
         self._lock = threading.RLock()
         self._read()
 
@@ -98,6 +93,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         return name in self.probes
 
     def known(self) -> dict[str, ProbeResult]:
+        """The results measured so far."""
         return dict(self._answers)
 
     def without_asking(self) -> dict[str, ProbeResult]:
@@ -108,8 +104,8 @@ class ProbeStore(Mapping[str, ProbeResult]):
         """Run every probe and write the results; ``again`` forgets all but packed products that ended a process."""
         with self._lock:
             if again:
-                kept = self._answers.items()
-                self._answers = {name: it for name, it in kept if name.startswith(PACKED) and it.detail == ENDED}
+                answers = self._answers.items()
+                self._answers = {name: one for name, one in answers if name.startswith(PACKED) and one.detail == ENDED}
                 self._remembered.clear()
                 self._write(merged=False)
             self._ask([name for name in self.probes if name not in self._answers])
@@ -129,25 +125,26 @@ class ProbeStore(Mapping[str, ProbeResult]):
             return self._remembered[name]
 
     def keep(self, name: str, value: Any) -> None:
-        """Store a plain value that was found elsewhere, in the place of an earlier one."""
+        """Save a plain value that was measured elsewhere, in place of an earlier one."""
         with self._lock:
             self._remembered[name] = value
             self._new.add(name)
             self._write(synced=False)
 
     def recall(self, name: str, fresh: bool = False) -> Any:
-        """A value that was kept; ``fresh``: also by another store since this one was read."""
+        """The saved value, None without one; ``fresh`` reads the file again, which another store may have written."""
         if fresh:
             with self._lock:
                 self._read()
         return self._remembered.get(name)
 
     def misses(self) -> dict[str, str]:
-        """The size classes of operations that runs found wrong here, with what stands in for each."""
+        """The fallback of each size class of operations that runs found wrong here, by the class."""
         kept = self.recall(IN_RUNS)
         return {str(key): str(path) for key, path in kept.items() if path} if isinstance(kept, dict) else {}
 
     def _ask(self, names: list[str]) -> None:
+        """Run these probes, and save their results."""
         if not names:
             return
         for name in names:
@@ -158,7 +155,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
 
     @contextmanager
     def _announced(self, name: str) -> Iterator[None]:
-        """Write which question is asked during the block, so that the next start knows if it ended the process."""
+        """Save the name of the probe that the block runs, so that the next start knows if it ended the process."""
         outer, self._asking = self._asking, name
         try:
             self._write(synced=self.facts.device.type != "cpu")
@@ -170,19 +167,20 @@ class ProbeStore(Mapping[str, ProbeResult]):
         self._asking = outer
 
     def _read(self) -> None:
-        """Read saved results, but for what is new here; another store may have written in the meantime."""
+        """Load saved results, which another store may have written, but for those new here; a damaged file is ignored.
+        The probe that was running when its process ended counts as unusable."""
         if self.path is None:
             return
         try:
             content = json_file(self.path)
-            kept = {name: _checked(entry) for name, entry in content["answers"].items() if name in self.probes}
+            answers = {name: _saved_result(entry) for name, entry in content["answers"].items() if name in self.probes}
             remembered = dict(content["remembered"])
             asked, *asker = content.get("asking") or ("", 0, 0.0)
-            unanswered = isinstance(asked, str) and asked not in ("", *kept, *remembered)
-            if unanswered and not _runs(self.path, *asker):
+            unanswered = isinstance(asked, str) and asked not in ("", *answers, *remembered)
+            if unanswered and not _is_running(self.path, *asker):
                 log.warning("AnyGPU: %s %s: it counts as unusable", asked, ENDED)
                 if asked in self.probes:
-                    kept[asked] = ProbeResult(UNUSABLE, ENDED)
+                    answers[asked] = ProbeResult(UNUSABLE, ENDED)
                 else:
                     remembered[asked] = None
         except FileNotFoundError:
@@ -190,19 +188,19 @@ class ProbeStore(Mapping[str, ProbeResult]):
         except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
             log.warning("AnyGPU: %s is damaged (%s): its probes run again", self.path, first_line(error))
             return
-        kept |= {name: it for name, it in self._answers.items() if name in self._new}
-        remembered |= {name: it for name, it in self._remembered.items() if name in self._new}
-        self._answers, self._remembered = kept, remembered
+        self._answers = answers | {name: new for name, new in self._answers.items() if name in self._new}
+        self._remembered = remembered | {name: new for name, new in self._remembered.items() if name in self._new}
 
     def _write(self, synced: bool = True, merged: bool = True) -> None:
-        """Write what is known, ``merged`` with the file or over it; ``synced``: what follows may end the machine."""
+        """Write all results, ``merged`` with the file's; ``synced``: reach the disk, for what follows may crash the
+        machine. A failure is put into ``note``, after which nothing is written."""
         if self.path is None or self.folder is None or self.note:
             return
         if merged:
             self._read()
-        kept = {name: asdict(result) for name, result in self._answers.items() if result.status != UNKNOWN}
+        answers = {name: asdict(result) for name, result in self._answers.items() if result.status != UNKNOWN}
         content: dict[str, Any] = {"device": str(self.facts), "versions": dict(self.facts.versions)}
-        content |= {"answers": kept, "remembered": self._remembered}
+        content |= {"answers": answers, "remembered": self._remembered}
         if self._asking:
             content["asking"] = [self._asking, os.getpid(), _started(os.getpid()), value_or(platform.node, "")]
         try:
@@ -217,7 +215,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
 
 
 def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
-    """Result of one probe on the device of ``facts``; raises UnsupportedError where the device has gone."""
+    """The result of one probe on the device of ``facts``; UnsupportedError if the device has stopped answering."""
     started = time.perf_counter()
     try:
         with torch.inference_mode(False), torch.no_grad():
@@ -241,16 +239,17 @@ def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _checked(entry: Any) -> ProbeResult:
-    """A kept answer, whose file may have been edited; ValueError where it is none."""
+def _saved_result(entry: Any) -> ProbeResult:
+    """The result of an entry of a file that may have been edited; ValueError or TypeError if it has none."""
     result = ProbeResult(**entry)
     if result.status not in STATUSES or not isinstance(result.detail, str):
         raise ValueError(f"status {result.status!r}")
     return ProbeResult(result.status, result.detail, float(result.milliseconds))
 
 
-def _runs(path: Path, process: int, started: float, machine: str | None = None) -> bool:
-    """True if the process that wrote ``path`` and probes still runs; in a container each start may get its number."""
+def _is_running(path: Path, process: int, started: float, machine: str | None = None) -> bool:
+    """True if the process that wrote ``path`` still runs; on another machine, if the file is young.
+    Process ids repeat, in containers at each start, so that the start times must agree too."""
     if machine not in (None, value_or(platform.node, "")):
         return time.time() - path.stat().st_mtime < UNSEEN_SECONDS
     return abs(_started(process) - started) < 3.0  # processes do not agree on when the computer started
@@ -259,13 +258,14 @@ def _runs(path: Path, process: int, started: float, machine: str | None = None) 
 def _started(process: int) -> float:
     """Start time of a process in seconds; 0 if there is no such process, or the time is unknown."""
 
-    def told() -> float:
+    def create_time() -> float:
         import psutil
 
         return float(psutil.Process(process).create_time())
 
-    return value_or(told, 0.0)
+    return value_or(create_time, 0.0)
 
 
 def _since(started: float) -> float:
+    """Milliseconds since ``started``, in seconds of ``time.perf_counter``."""
     return round(1e3 * (time.perf_counter() - started), 3)

@@ -1,6 +1,6 @@
 """Short tests of the device, a few milliseconds each.
-A probe returns an empty string if the device is right, a sentence if its result is wrong, and raises if it cannot do
-it. It computes with small integers or compares with fp64 on the host, where a lazy backend has to give its result."""
+A probe returns an empty string if the device is right, a sentence if its result is wrong, and raises if the device
+cannot run it. It computes with small integers or compares with fp64, on the host, so a lazy backend must compute."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GROUPNORM_MEAN, GROUPNORM_BOUND = 200.0, 0.05  # the bound in deviations, beside
 PRODUCTS = ((33, 64, 40), (512, 2048, 2048))
 SAMPLED = 64  # rows of a product that are compared, spread evenly
 NARROW_HEADS, WIDE_HEADS = (64, 128), (384, 512)  # of transformers, and of the one head in the middle of VAEs
-FEW_TOKENS = 5
+TOKENS, FEW_TOKENS = 77, 5  # CLIP's number, which no kernel's tile divides; fewer than any tile has
 ATTENTION_BOUND = {FP32: 0.02, BF16: 0.2, FP16: 0.05}
 
 
@@ -38,66 +38,66 @@ class Loose(str):
 
 
 def cast(source: torch.dtype, target: torch.dtype, device: torch.device) -> str:
-    """P1: ``.to(dtype)`` on the device, both ways of asking, against the host on every pattern that matters."""
+    """Casts on the device, by ``to`` and by methods such as ``float``, against the host's on patterns that matter."""
     values = _patterns(source)
     expected = values.to(target)
     there = values.to(device)
-    for asked in (lambda x: x.to(target), {FP32: Tensor.float, BF16: Tensor.bfloat16, FP16: Tensor.half}[target]):
-        fault = _differences(bits_of(asked(there)).view(target), expected, source)
+    for convert in (lambda x: x.to(target), {FP32: Tensor.float, BF16: Tensor.bfloat16, FP16: Tensor.half}[target]):
+        fault = _differences(bits_of(convert(there)).view(target), expected, source)
         if fault and not isinstance(fault, Loose):
             return fault
     return fault
 
 
 def move(source: torch.dtype, target: torch.dtype, device: torch.device) -> str:
-    """P1: device and dtype changed in one call, which some backends get wrong (pytorch#16448)."""
+    """Device and dtype changed in one call, which some backends get wrong (pytorch#16448)."""
     values = _patterns(source)
     return _differences(bits_of(values.to(device, target)).view(target), values.to(target), source)
 
 
 def copy_to_host(dtype: torch.dtype, device: torch.device) -> str:
-    """P1: whether values come back from the device as they went."""
-    values = _patterns(dtype)
-    wrong = int((values.to(device).cpu().view(_integers(dtype)) != values.view(_integers(dtype))).sum())
+    """Values copied to the device and back, which must keep every bit."""
+    values, bits = _patterns(dtype), _bits_dtype(dtype)
+    wrong = int((values.to(device).cpu().view(bits) != values.view(bits)).sum())
     return f"{wrong} of {values.numel()} values change when copied to the device and back" if wrong else ""
 
 
 def shifted_bits(device: torch.device) -> str:
-    """P1: bf16 to fp32 by moving its bits, the rescue where the cast is broken."""
+    """bf16 to fp32 by shifting its bits, which replaces a broken cast."""
     values = _patterns(BF16)
     widened = (values.to(device).view(torch.int16).to(torch.int32) << 16).cpu().view(FP32)
     return _differences(widened, values.float(), BF16)
 
 
 def conv3d(dtype: torch.dtype, layout: torch.memory_format, device: torch.device) -> str:
-    """P2: nn.Conv3d against a sum of 2-D convolutions of the host; and a patch embedding, which oneDNN's kernels for
-    AMX have wrong in bf16 (pytorch#169688), against the host's in fp64."""
-    wrong = []
+    """A 3-D convolution against a sum of 2-D ones on the host; and a patch embedding, which oneDNN's AMX kernels get
+    wrong in bf16 (pytorch#169688), against the host's in fp64."""
+    faults = []
     for inner, outer in CHANNELS if dtype is FP32 else CHANNELS[1:2]:
-        x, weight = _integers_of(1, inner, 3, 4, 4), _integers_of(outer, inner, 3, 3, 3, span=2)
+        x, weight = _random_integers(1, inner, 3, 4, 4), _random_integers(outer, inner, 3, 3, 3, span=2)
         expected = sum(F.conv2d(x[:, :, t], weight[:, :, t], padding=1) for t in range(3)).unsqueeze(2)  # type: ignore[union-attr]
         a, b = (tensor.to(dtype).to(device).contiguous(memory_format=layout) for tensor in (x, weight))
-        result = home(F.conv3d(a, b, padding=(0, 1, 1)))
-        wrong += [f"{inner}>{outer} channels: {_off(result, expected, dtype)}"] * bool(_off(result, expected, dtype))
-    x, weight, stride = _integers_of(1, 16, 4, 8, 8), _integers_of(64, 16, 2, 4, 4, span=2), (2, 4, 4)
+        if fault := _off(home(F.conv3d(a, b, padding=(0, 1, 1))), expected, dtype):
+            faults.append(f"{inner}>{outer} channels: {fault}")
+    x, weight, stride = _random_integers(1, 16, 4, 8, 8), _random_integers(64, 16, 2, 4, 4, span=2), (2, 4, 4)
     a, b = (tensor.to(dtype).to(device).contiguous(memory_format=layout) for tensor in (x, weight))
-    fault = _off(
-        home(F.conv3d(a, b, stride=stride)), F.conv3d(x.double(), weight.double(), stride=stride).float(), dtype
-    )
-    return "; ".join([*wrong, *[f"a patch embedding: {fault}"] * bool(fault)])
+    expected = F.conv3d(x.double(), weight.double(), stride=stride).float()
+    if fault := _off(home(F.conv3d(a, b, stride=stride)), expected, dtype):
+        faults.append(f"a patch embedding: {fault}")
+    return "; ".join(faults)
 
 
 def conv2d(dtype: torch.dtype, device: torch.device) -> str:
-    """P2: a 2-D convolution, which the forms without conv3d rest on."""
-    x, weight = _integers_of(1, 32, 6, 6), _integers_of(32, 32, 3, 3, span=2)
+    """A 2-D convolution, of which the replacements of 3-D ones are made."""
+    x, weight = _random_integers(1, 32, 6, 6), _random_integers(32, 32, 3, 3, span=2)
     result = home(F.conv2d(x.to(dtype).to(device), weight.to(dtype).to(device), padding=1))
     return _off(result, F.conv2d(x, weight, padding=1), dtype)
 
 
 def matmul(dtype: torch.dtype, device: torch.device) -> str:
-    """P3: products of small integers, which every accumulation wide enough gets exactly right."""
-    for rows, inner, columns in PRODUCTS if device.type != "cpu" else PRODUCTS[:1]:  # what all are compared with
-        a, b = _integers_of(rows, inner), _integers_of(inner, columns)
+    """Products of small integers, which every accumulation wide enough gets exactly right."""
+    for rows, inner, columns in PRODUCTS if device.type != "cpu" else PRODUCTS[:1]:  # a CPU is its own reference
+        a, b = _random_integers(rows, inner), _random_integers(inner, columns)
         some = torch.linspace(0, rows - 1, min(rows, SAMPLED)).long()
         result = home(a.to(dtype).to(device) @ b.to(dtype).to(device))
         if fault := _off(result[some], a[some] @ b, dtype):
@@ -106,7 +106,7 @@ def matmul(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def fp32_sums(dtype: torch.dtype, device: torch.device) -> str:
-    """P3: whether products are summed in fp32: partial sums that overflow fp16, and ones that fp16 cannot count."""
+    """Products that must be summed in fp32: with partial sums that overflow fp16, and with ones fp16 cannot count."""
     swing = torch.tensor([240.0] * 32 + [-240.0] * 32)  # half way 32 * 240 * 240, beyond 65504
     count = torch.ones(4096)
     count[0] = 2048.0  # to which fp16 cannot add 1
@@ -123,7 +123,7 @@ def fp32_sums(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def fp32_output_probe(device: torch.device) -> str:
-    """P3: a product of fp16 operands that is written in fp32, beyond what fp16 can hold."""
+    """A product of fp16 operands that is written in fp32, beyond what fp16 can hold."""
     ones = torch.full((16, 16), 300.0, dtype=FP16).to(device)
     product = torch.mm(ones, ones, out_dtype=FP32).cpu()
     return "" if torch.equal(product, torch.full((16, 16), 1_440_000.0)) else f"1440000 became {product[0, 0]:g}"
@@ -132,29 +132,29 @@ def fp32_output_probe(device: torch.device) -> str:
 def attention(
     dtype: torch.dtype, device: torch.device, masked: bool = False, widths: tuple[int, ...] = NARROW_HEADS
 ) -> str:
-    """P4: scaled dot product attention with steep scores, or with a mask that hides one row altogether.
+    """Scaled dot product attention with steep scores, or with a mask that hides one row altogether.
     Without a mask also of few tokens, as views that MPS took for contiguous (pytorch#163597, pytorch#181133). Radeons
     gave zeros (ROCm/aotriton#210), or what memory held for heads wider than 256 (pytorch#189849, ROCm/TheRock#6561)."""
-    for width, tokens in product(widths, (77,) if masked else (77, FEW_TOKENS)):
-        mask = torch.ones(tokens, tokens, dtype=torch.bool)
+    for width, tokens in product(widths, (TOKENS,) if masked else (TOKENS, FEW_TOKENS)):
+        mask, as_views = torch.ones(tokens, tokens, dtype=torch.bool), tokens == FEW_TOKENS
         if masked:
-            mask[:, 70:] = False
-            mask[5] = False
-        heads = (2, 3) if tokens == FEW_TOKENS else (1, 2)
-        q, k, v = (torch.randn(*heads, tokens, width, generator=generator_for(seed)).to(dtype) for seed in range(3))
-        q = q * 4
-        given = mask.to(device) if masked else None
-        if tokens == FEW_TOKENS:  # views, as models give them
+            mask[:, -7:] = False  # the keys of padding
+            mask[5] = False  # the row of one query
+        batch, heads = (2, 3) if as_views else (1, 2)
+        shape = batch, heads, tokens, width
+        q, k, v = (torch.randn(*shape, generator=generator_for(seed)).to(dtype) for seed in range(3))
+        q = q * 4  # makes scores steep
+        if as_views:  # transposed, as models make them
             query, key, value = (each.transpose(1, 2).contiguous().to(device).transpose(1, 2) for each in (q, k, v))
         else:
             query, key, value = (each.to(device) for each in (q, k, v))
-        result = home(F.scaled_dot_product_attention(query, key, value, given))
+        result = home(F.scaled_dot_product_attention(query, key, value, mask.to(device) if masked else None))
         scores = (q.double() @ k.double().mT / math.sqrt(width)).masked_fill(~mask, float("-inf"))
         expected = torch.softmax(scores, -1) @ v.double()
-        seen = mask.any(-1)
-        error = float((result[:, :, seen] - expected[:, :, seen]).abs().max())
-        if not error <= ATTENTION_BOUND[dtype]:  # a NaN is not
-            views = "views of few tokens, " * (tokens == FEW_TOKENS)
+        visible = mask.any(-1)
+        error = float((result[:, :, visible] - expected[:, :, visible]).abs().max())
+        if not error <= ATTENTION_BOUND[dtype]:  # also if the error is NaN
+            views = "views of few tokens, " if as_views else ""
             return f"{views}head width {width}: off by {error:.3g}"
         if not result.isfinite().all():
             return "a fully masked row becomes NaN"
@@ -162,7 +162,7 @@ def attention(
 
 
 def groupnorm(dtype: torch.dtype, device: torch.device) -> str:
-    """P5: GroupNorm far from zero, where E[x^2] - E[x]^2 cancels. That the kernel of torch 2.11 keeps the mean in the
+    """GroupNorm far from zero, where E[x^2] - E[x]^2 cancels. That the kernel of torch 2.11 keeps the mean in the
     dtype of its input (on an H100; group_norm_kernel.cu, ROCm's too) is no fault: the input is rounded as far."""
     x = (GROUPNORM_MEAN + torch.randn(1, 32, 4, 8, 8, generator=generator_for(0))).to(dtype)
     ones = torch.ones(32, dtype=dtype)
@@ -173,39 +173,41 @@ def groupnorm(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def time_pad(dtype: torch.dtype, device: torch.device) -> str:
-    """P6: a zero frame put before a clip by ``F.pad``, and an edge frame repeated."""
+    """``F.pad`` in time: a zero frame before a clip, and its first frame repeated."""
     x = (torch.arange(2 * PAD_SIDE**2) % 251).reshape(1, 1, 2, PAD_SIDE, PAD_SIDE).to(dtype)
-    there = x.to(device)
-    corrupted = not torch.equal(home(F.pad(there, (0, 0, 0, 0, 1, 0))), torch.cat([0 * x[:, :, :1], x], 2).float())
-    edges = home(F.pad(there[..., :8, :8].contiguous(), (0, 0, 0, 0, 1, 0), mode="replicate"))
-    host = x[..., :8, :8]
-    wrong = not torch.equal(edges, torch.cat([host[:, :, :1], host], 2).float())
-    faults = ["zero padding in time corrupts the clip"] * corrupted + ["replicated frames are wrong"] * wrong
-    return "; ".join(faults)
+    there, corner = x.to(device), x[..., :8, :8]
+    with_zeros = home(F.pad(there, (0, 0, 0, 0, 1, 0)))
+    with_edge = home(F.pad(there[..., :8, :8].contiguous(), (0, 0, 0, 0, 1, 0), mode="replicate"))
+    corrupted = not torch.equal(with_zeros, torch.cat([0 * x[:, :, :1], x], 2).float())
+    wrong = not torch.equal(with_edge, torch.cat([corner[:, :, :1], corner], 2).float())
+    faults = {"zero padding in time corrupts the clip": corrupted, "replicated frames are wrong": wrong}
+    return "; ".join(fault for fault, found in faults.items() if found)
 
 
 def double(device: torch.device) -> str:
+    """A sum in fp64 that a narrower dtype would round."""
     total = (torch.full((4,), 2.0**-40, dtype=torch.float64).to(device) + 1).cpu()
     return "" if bool((total == 1 + 2.0**-40).all()) else "computed in a dtype with fewer bits"
 
 
 def eight_bits(device: torch.device) -> str:
+    """Values of float8_e4m3fn widened to fp32 on the device."""
     values = torch.tensor([0.5, -2.0, 448.0, 0.0])
     back = values.to(torch.float8_e4m3fn).to(device).to(FP32).cpu()
     return "" if torch.equal(back, values) else f"{values.tolist()} became {back.tolist()}"
 
 
 def bits_of(there: Tensor) -> Tensor:
-    return to_host(there).contiguous().view(_integers(there.dtype))
+    return to_host(there).contiguous().view(_bits_dtype(there.dtype))
 
 
 def home(there: Tensor) -> Tensor:
-    """A result on the host in fp32, without a cast on the device: a broken cast is not blamed on the operator."""
+    """A device's result on the host in fp32, cast there: a broken cast of the device is not blamed on the operator."""
     return bits_of(there).view(there.dtype).float()
 
 
 def standard() -> dict[str, Probe]:
-    """Every probe of this file by name: what it asks, then the dtype or dtypes."""
+    """Every probe of this file by name: the operation, then its dtype or dtypes, such as ``cast.bf16_to_fp32``."""
     suite: dict[str, Probe] = {}
     for (first, source), (second, target) in permutations(DTYPES.items(), 2):
         suite[f"cast.{first}_to_{second}"] = partial(cast, source, target)
@@ -238,7 +240,7 @@ def _patterns(dtype: torch.dtype) -> Tensor:
 
 
 def _differences(result: Tensor, expected: Tensor, source: torch.dtype) -> str:
-    """Describe the wrong values, or return a :class:`Loose` remark on flushed subnormals and directed rounding."""
+    """The wrong values in words, else a :class:`Loose` remark, maybe empty, on flushed subnormals and rounding."""
     a, b = result.double(), expected.double()
     tiny = max(torch.finfo(expected.dtype).tiny, torch.finfo(source).tiny)
     same = (a == b) | (a.isnan() & b.isnan())
@@ -249,22 +251,24 @@ def _differences(result: Tensor, expected: Tensor, source: torch.dtype) -> str:
     wrong = ~(same | flushed | near)
     if wrong.any():
         zeros = int((wrong & (a == 0)).sum())
-        return f"{int(wrong.sum())} of {a.numel()} values are wrong" + f", {zeros} of them zero" * (zeros > 0)
+        return f"{int(wrong.sum())} of {a.numel()} values are wrong{f', {zeros} of them zero' if zeros else ''}"
     remarks = [f"{int(flushed.sum())} subnormal values are flushed to zero"] if flushed.any() else []
     remarks += [f"{int(near.sum())} values are rounded differently"] if near.any() else []
     return Loose("; ".join(remarks))
 
 
-def _integers(dtype: torch.dtype) -> torch.dtype:
+def _bits_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The integer dtype as wide as ``dtype``."""
     return torch.int16 if dtype.itemsize == 2 else torch.int32
 
 
-def _integers_of(*shape: int, span: int = 3) -> Tensor:
+def _random_integers(*shape: int, span: int = 3) -> Tensor:
+    """Integers between -``span`` and ``span``, both excluded, in fp32; the same at each call."""
     return torch.randint(1 - span, span, shape, generator=generator_for(len(shape))).float()
 
 
 def _off(result: Tensor, expected: Tensor, dtype: torch.dtype) -> str:
-    """Empty when two results agree up to one rounding of ``dtype``; sums of small integers are exact before it."""
+    """The error of ``result`` in words; empty if it agrees with ``expected`` up to one rounding to ``dtype``."""
     error = float((result - expected).abs().max())
     if math.isnan(error):
         return f"{int(result.isnan().sum())} of {result.numel()} values are NaN"

@@ -1,6 +1,6 @@
 """Known upstream bugs as dated rows, of ``quirks.json``; the only place that compares versions.
-A row names operations like the probes do. That one is wrong holds until a probe has tested the device; that one is
-costly (emulated, or several times the memory) no probe refutes."""
+A row names operations as the probes do. A wrong operation counts as wrong until a probe has tested it on the device; a
+costly one (emulated, or several times the memory) stays costly, as no probe measures that."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Quirk:
 
 
 QUIRKS: tuple[Quirk, ...] = tuple(
-    Quirk(**cast("dict[str, Any]", {name: tuple(it) if isinstance(it, list) else it for name, it in row.items()}))
+    Quirk(**cast("dict[str, Any]", {key: tuple(own) if isinstance(own, list) else own for key, own in row.items()}))
     for row in json_file(Path(__file__).with_suffix(".json"))
 )
 
@@ -71,7 +71,7 @@ class DevicePolicy:
     expandable_segments: bool = True  # of torch's allocator
 
     def care(self, *effects: str) -> list[Decision]:
-        """Decisions on each row with an effect, on one of the fields ``effects`` where any are named."""
+        """One decision per row that sets a field of the policy; if ``effects`` names fields, one of these."""
         rows = (row for row in self.rows if row.effect.keys() & set(effects or row.effect))
         return [Decision("care", row.done, source=row.source) for row in rows]
 
@@ -86,12 +86,12 @@ class Verdict:
 
 
 def active(facts: DeviceFacts) -> tuple[Quirk, ...]:
-    """The rows that apply to a device; an unknown version may be broken, and the probes correct it."""
+    """The rows that apply to a device; an unknown version counts as broken, which the probes may refute."""
     return tuple(row for row in QUIRKS if _applies(row, facts))
 
 
 def policy_for(facts: DeviceFacts) -> DevicePolicy:
-    """The policy for the device of ``facts``: the smallest cap of all, and a switch as those that name it agree."""
+    """The policy for the device of ``facts``: the smallest of each cap, and each switch as the last row sets it."""
     rows = active(facts)
     wrong, costly, effects = dict[str, Quirk](), dict[str, Quirk](), dict[str, Any]()
     for row in rows:
@@ -104,10 +104,10 @@ def policy_for(facts: DeviceFacts) -> DevicePolicy:
 
 @contextmanager
 def convolution_switches(policy: DevicePolicy, library: bool = True) -> Iterator[None]:
-    """Torch's switches for cuDNN, or MIOpen, as ``policy`` wants them, then as before; off without ``library``."""
-    asked = {"enabled": not (library and policy.vae_cudnn), "benchmark": not policy.benchmark}
+    """Turn off cuDNN, or MIOpen, or its tuning for the block as ``policy`` has it; without ``library`` all of it."""
+    off = {"enabled": not (library and policy.vae_cudnn), "benchmark": not policy.benchmark}
     with ExitStack() as stack:
-        for name in filter(asked.get, asked):
+        for name in filter(off.get, off):
             with suppress(Exception):  # torch does not tell, or has locked its flags
                 stack.enter_context(held(torch.backends.cudnn, name, False))
         yield
@@ -115,13 +115,13 @@ def convolution_switches(policy: DevicePolicy, library: bool = True) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """Operations that a device can be relied on for: its own answers, asked when read, then the rows of known bugs."""
+    """Operations that a device can be relied on for, by its probe results, measured when read, else by known bugs."""
 
     policy: DevicePolicy
     probes: Probes = None
 
     def verdict(self, *operations: str) -> Verdict:
-        """The first operation that fails, else the first that is costly, else the last; by the probes' names."""
+        """The verdict of the first of ``operations`` (names of probes) that fails, else is costly, else of the last."""
         verdicts = [Verdict(True)]
         for operation in operations:  # none is asked after one that fails
             verdicts.append(self._one(operation))
@@ -138,15 +138,15 @@ class Abilities:
         return self.verdict(*_casts(dtype), f"groupnorm.{dtype}", f"conv2d.{dtype}")
 
     def _one(self, operation: str) -> Verdict:
-        """The verdict on one operation: a probe's answer, else the rows; only these know that it is costly."""
+        """The verdict on one operation: its probe's, else the rows'; only rows know that an operation is costly."""
         wrong, slow = self.policy.wrong.get(operation), self.policy.costly.get(operation)
-        why_costly = "" if slow is None else _said(operation, slow)
+        why_costly = "" if slow is None else _symptom(operation, slow)
         answer = None if self.probes is None or operation not in self.probes else self.probes[operation]
         if answer is not None and answer.status == OK:
             return Verdict(True, slow is not None, why_costly or answer.detail)
         if answer is not None and answer.status != UNKNOWN:
             return Verdict(False, slow is not None, f"{operation} is {answer}")
-        return Verdict(wrong is None, slow is not None, why_costly if wrong is None else _said(operation, wrong))
+        return Verdict(wrong is None, slow is not None, why_costly if wrong is None else _symptom(operation, wrong))
 
 
 def _casts(dtype: str) -> tuple[str, ...]:
@@ -163,10 +163,9 @@ def abilities(facts: DeviceFacts, probes: Probes = None, policy: DevicePolicy | 
     caps, ``cast``, and per operation whether each dtype works here without costing a multiple."""
     policy = policy or policy_for(facts)
     known = Abilities(policy, probes)
-    able: dict[str, Any] = {"backend": facts.backend, "arch": facts.arch, "conv_bytes": policy.conv_bytes}
-    able["contiguous_weights"] = policy.contiguous_weights
-    casts = (f"{dtype}_to_fp32" for dtype in ("bf16", "fp16"))
-    able["cast"] = {name: known.verdict(f"cast.{name}").usable for name in casts}
+    able: dict[str, Any] = {"backend": facts.backend, "arch": facts.arch}
+    able |= {"conv_bytes": policy.conv_bytes, "contiguous_weights": policy.contiguous_weights}
+    able["cast"] = {name: known.verdict(f"cast.{name}").usable for name in ("bf16_to_fp32", "fp16_to_fp32")}
     for name in ("conv3d", "conv3d_channels_last", "conv2d", "pad3d", "matmul", "attention", "groupnorm"):
         each = {dtype: known.verdict(f"{name}.{dtype}") for dtype in DTYPES}
         able[name] = {dtype: answer.usable and not answer.costly for dtype, answer in each.items()}
@@ -174,18 +173,15 @@ def abilities(facts: DeviceFacts, probes: Probes = None, policy: DevicePolicy | 
 
 
 def works(abilities: Mapping[str, Any], name: str, dtype: torch.dtype) -> bool:
-    """True where :func:`abilities` say so of an operation in ``dtype``, or nothing; one may be a plain bool for all."""
-    answer = abilities.get(name, True)
-    return bool(answer.get(NAMES.get(dtype, ""), True)) if isinstance(answer, Mapping) else bool(answer)
+    """True if :func:`abilities` has operation ``name`` as working in ``dtype``, or lists neither; a bool is for all."""
+    by_dtype = abilities.get(name, True)
+    return bool(by_dtype.get(NAMES.get(dtype, ""), True)) if isinstance(by_dtype, Mapping) else bool(by_dtype)
 
 
 def fixed(policy: DevicePolicy, probes: Mapping[str, ProbeResult]) -> tuple[Quirk, ...]:
-    """The rows whose operations all work on this device now: a newer driver has fixed them."""
-
-    def works(row: Quirk) -> bool:
-        return all(name in probes and probes[name].status == OK for name in row.wrong)
-
-    return tuple(row for row in policy.rows if row.wrong and works(row))
+    """The rows whose wrong operations all pass ``probes``: a newer driver has fixed them."""
+    suspects = (row for row in policy.rows if row.wrong)
+    return tuple(row for row in suspects if all(name in probes and probes[name].status == OK for name in row.wrong))
 
 
 def within(version: str, first_bad: str, first_good: str) -> bool:
@@ -214,5 +210,5 @@ def _number(version: str) -> tuple[int, ...]:
     return numbers + (0,) * (4 - len(numbers))
 
 
-def _said(operation: str, row: Quirk) -> str:
+def _symptom(operation: str, row: Quirk) -> str:
     return f"{operation}: {row.symptom} ({row.source})"

@@ -34,9 +34,10 @@ KERNELS |= {"sparse": EFFICIENT}  # whose calls have a mask
 MEMORY, PINNED_LINK, PLAIN_LINK = 0.9, 0.8, 0.4  # shares reached: RTX 4090 0.91 (tinygrad/open-gpu-kernel-modules#6),
 # A800 0.89 (mli/transformers-benchmarks#4); pinned copies 0.76 to 0.90 (ZaidQureshi/bam#54, the same tinygrad #29);
 # copies from memory that is not pinned pass the host's memory twice: assumed half of that
+LESS, MORE = 0.88, 1.05  # of the memory a card is sold with: what its driver may state, as error correction takes some
 CONVOLVED_SHARE = 0.55  # of the rate of products: an H100 0.51 in bf16, 0.55 in fp16, 0.57 in TF32 (docs/machines.md)
-EIGHT_BIT = 1.9  # times as quick 8-bit attention is where fp32 sums run at half the rate of fp16 sums, else no quicker:
-# kohya-ss/musubi-tuner#217 (RTX A6000) and thu-ml/SageAttention#3 (A100) saw no gain
+EIGHT_BIT = 1.9  # speed-up of 8-bit attention on cards whose fp32 sums run at half the rate of fp16 sums; others have
+# none: kohya-ss/musubi-tuner#217 (RTX A6000) and thu-ml/SageAttention#3 (A100) saw no gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,11 @@ class Generation:
     fp16: float  # rates of products as shares of a card's figure
     bf16: float
     fp32: float
-    sums: float  # times as quick products in fp16 are if they sum in fp16 too
-    int8: float  # the same of 8-bit operands; 0 where there are none or none is known
+    sums: float  # speed-up of fp16 products if they sum in fp16 too
+    int8: float  # speed-up of products of 8-bit operands, as the next; 0 where there are none or none is known
     fp8: float
     product: float  # share of these rates that products of transformers reach, between published best sizes
-    attention: Mapping[str, float]  # the same of exact attention by kernel; one that is missing is assumed
+    attention: Mapping[str, float]  # share that exact attention reaches, by kernel; a missing one is assumed
     source: str
 
 
@@ -98,6 +99,7 @@ class Rates:
 
 
 def _row(name: str, generation: str, fp16: float, memory: float, link: float, sizes: tuple[int, ...] = ()) -> Rates:
+    """The rates of a card with ``fp16`` FLOPs, ``memory`` and ``link`` bytes per second; no link: memory is shared."""
     own = GENERATIONS[generation]
     return Rates(
         name=name, fp16=fp16 * own.fp16, bf16=fp16 * own.bf16, fp32=fp16 * own.fp32, memory=memory,
@@ -132,14 +134,15 @@ def published_rates(device_name: str, total_bytes: int = 0) -> Rates | None:
     A row is for exactly its model: ``RTX 4090`` is no ``RTX 4090 Laptop GPU``, and another memory is another model."""
     stated, words = re.search(r"(\d+)\s?GB", device_name, re.IGNORECASE), _words(device_name)
     size = int(stated[1]) if stated else total_bytes / GIBIBYTE
-    fitting = (rates for rates in RATES.values() if words and _words(rates.name) == words)
-    sold = ((rates, rates.memory_gb if size else ()) for rates in fitting)
-    return next((rates for rates, gb in sold if not gb or any(0.88 * each <= size <= 1.05 * each for each in gb)), None)
+    for rates in (rates for rates in RATES.values() if words and _words(rates.name) == words):
+        if not (size and rates.memory_gb) or any(LESS * gb <= size <= MORE * gb for gb in rates.memory_gb):
+            return rates
+    return None
 
 
 def quicker_by(facts: DeviceFacts, sums: bool, stored: str, attention: str) -> dict[str, float]:
-    """Times as quick the operations of a kind are by lossy choices; without those that this device does not have.
-    ``sums``: products in fp16 sum in fp16. ``stored``: storage of weights multiplied so. ``attention``: its kernel."""
+    """Speed-up by lossy choices per kind of operation, as in 1.9 times as fast; kinds without a speed-up are left out.
+    ``sums``: fp16 products sum in fp16. ``stored``: storage of weights multiplied packed. ``attention``: its kernel."""
     rates = rates_of(facts)
     own = None if rates is None else GENERATIONS[rates.generation]
     if own is None:
@@ -152,15 +155,15 @@ def quicker_by(facts: DeviceFacts, sums: bool, stored: str, attention: str) -> d
 
 def rates_of(facts: DeviceFacts) -> Rates | None:
     """Rates of a device by its row, else by the units and clocks that its driver states; None if unknown.
-    On NVIDIA a multiprocessor does :data:`UNITS` FLOPs in fp16 at each clock; drivers may state the boost or the
-    highest clock, so that the row comes first."""
-    if (rates := published_rates(facts.name, facts.total_bytes)) is not None or not all(facts.clocks or (0,)):
+    NVIDIA's multiprocessors do :data:`UNITS` fp16 FLOPs per clock; the row comes first, as drivers overstate clocks."""
+    rates = published_rates(facts.name, facts.total_bytes)
+    if rates is not None or not facts.clocks or 0 in facts.clocks:
         return rates
     units, clock, memory_clock, bus = facts.clocks
     arch = GTX if facts.arch == "sm75" and re.search(r"\b(GTX|MX)", facts.name) else facts.arch
     generation = KINDS.get(arch, "blackwell")
     if arch not in UNITS or ("geforce" not in facts.name.lower() and UNITS[arch] == 512):
-        return None  # professional cards of these do twice as much; which ones a name does not tell
+        return None  # a professional card of these does twice as much, which its name does not tell
     memory = 2e3 * memory_clock * bus / 8
     return _row(facts.name, generation, units * 1e3 * clock * UNITS[arch], memory, facts.link or PCIE_3)
 

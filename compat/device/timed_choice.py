@@ -19,18 +19,16 @@ HOPELESS = 4.0  # times the best so far: measured once, not again
 def stored_times(
     key: str, measure: Callable[[], Mapping[str, float]], facts: DeviceFacts, store: ProbeStore | None
 ) -> Mapping[str, float]:
-    """Milliseconds by name as ``measure`` gives them, saved under ``key``; {} for a device without a reliable clock,
-    without a store, and where measuring failed."""
+    """Milliseconds by name from ``measure``, saved under ``key``; {} without a reliable clock, a store or a result."""
     if store is None or facts.device.type not in CLOCKED:
         return {}
     return value_or(lambda: {name: float(ms) for name, ms in store.remember(key, lambda: dict(measure())).items()}, {})
 
 
 def milliseconds(ways: Mapping[str, Callable[[], Any]], device: torch.device, repeats: int) -> dict[str, float]:
-    """Median milliseconds of ``repeats`` runs of each way, after a first one that loads and tunes; without ways that
-    raise RuntimeError. A slow one (:data:`HOPELESS`) is timed once. Raises what reports a shortage of memory."""
+    """Median milliseconds of ``repeats`` runs of each of ``ways``, after a first one that loads and tunes. Ways that
+    raise RuntimeError are left out; slow ones (:data:`HOPELESS`) are timed once; a shortage of memory is raised."""
     times: dict[str, float] = {}
-
     for name, way in ways.items():
         once = partial(seconds_of, way, device)
         try:
@@ -39,7 +37,7 @@ def milliseconds(ways: Mapping[str, Callable[[], Any]], device: torch.device, re
             if spent[0] <= HOPELESS * min(times.values(), default=spent[0]):
                 spent += [1e3 * once() for _ in range(repeats - 1)]
         except RuntimeError as error:
-            if is_shortage(error):  # another time
+            if is_shortage(error):  # so that the choice is made another time
                 raise
             continue
         times[name] = round(sorted(spent)[len(spent) // 2], 4)
@@ -47,13 +45,13 @@ def milliseconds(ways: Mapping[str, Callable[[], Any]], device: torch.device, re
 
 
 def fastest(times: Mapping[str, float], default: str, worth: float) -> str:
-    """The name of the fastest way, but ``default`` where none takes at most a share of ``worth`` of its time."""
+    """The name of the fastest if it takes at most the share ``worth`` of the time of ``default``, else ``default``."""
     best = min(times, key=times.__getitem__)
     return best if times[best] <= worth * times[default] else default
 
 
 def seconds_of(way: Callable[[], Any], device: torch.device, clock: Callable[[], float] | None = None) -> float:
-    """Seconds that ``way`` takes on ``device``, which is waited for before and after it."""
+    """Seconds that ``way()`` takes on ``device``, which is synchronised before and after."""
 
     def now() -> float:
         if device.type != "cpu":

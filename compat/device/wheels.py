@@ -10,8 +10,7 @@ from .facts import DeviceFacts, gone
 
 PYTORCH = "https://download.pytorch.org/whl/"
 AMD = "https://rocm.nightlies.amd.com/v2/"
-
-LAST_CUDA_12 = "2.15"  # the first torch without builds for CUDA 12 (pytorch#190385, ComfyUI#16438)
+LAST_CUDA_12 = "2.15"  # exclusive: the first torch without builds for CUDA 12 (pytorch#190385, ComfyUI#16438)
 
 WHEELS: tuple[tuple[str, str, str, str], ...] = (  # backend, arch pattern, index, why; the first that fits
     ("cuda", "sm[56]?", f"{PYTORCH}cu126", "later builds lack kernels for Maxwell and Pascal (ComfyUI#9650, #10468)"),
@@ -61,7 +60,7 @@ def unusable_device(facts: DeviceFacts, fault: str) -> UnsupportedError:
 
 
 def _runs_on(name: str, arch: str) -> bool:
-    """True if a CUDA build entry covers ``arch``: same major and no newer minor, or PTX that is no newer."""
+    """True if a CUDA build entry covers ``arch``: the same major and no newer minor, or PTX that is no newer."""
     build = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
     here = re.fullmatch(r"sm(\d+)(\d)", arch)
     if build is None or here is None:

@@ -35,16 +35,15 @@ META = torch.device("meta")
 TIMED = ("cpu", *CLOCKED)
 PROBED, PUBLISHED = "probed", "published"
 LEAST_SECONDS = {"cpu": 0.02}  # of a timed call: shorter ones measure the launch
-CALL_SECONDS, DEVICE_SECONDS, WARM_SECONDS = 0.005, 0.05, 0.3  # on an accelerator: of a call, of those timed together,
-# and of work before any is timed, in which clocks rise
-MOST_BYTES = 1 << 28  # of the operands of a timed call
+CALL_SECONDS, DEVICE_SECONDS, WARM_SECONDS = 0.005, 0.05, 0.3  # on an accelerator: of a call, of a batch that is timed,
+# and of work before any timing, in which clocks rise
+MOST_SIDE = 8192  # of square operands
+MOST_BYTES = LINK_BYTES = 1 << 28  # of the operands of a timed call, and of a timed copy over the link
 BEYOND_CACHES = 8 * 96 * 2**20  # of a copy: an RTX 5090 has 96 MB of cache, and 67 MB on an RTX 4090 read as 3.9 TB/s
 # (mli/transformers-benchmarks#4)
-LINK_BYTES = 1 << 28
 NARROW, HEAD_WIDTH = 64, 128  # of the heads of attention: LTX-Video 2B's, and those of all other families
 CONVOLVED = (1, 128, 6, 32)  # and a width: on a CPU, torch has a path of a third of the speed for less
 FEW, WIDE = (1, 768, 3, 16, 1), (768, 768, 3, 3, 3)  # voxels and weights of a convolution that is nearly all weights
-
 aten = torch.ops.aten
 
 
@@ -106,7 +105,7 @@ class Pace:
         return max(computing, launching) if self.ahead else computing + launching
 
 
-class _Counted(TorchDispatchMode):
+class _CountingMode(TorchDispatchMode):
     """Adds operations to ``work``; reads meta tensors' booleans as true, and their numbers as ``tokens``."""
 
     def __init__(self, work: Work, tokens: int) -> None:
@@ -154,8 +153,8 @@ class _Counted(TorchDispatchMode):
         return True, first.new_empty(*first.shape[:axis], rows, *first.shape[axis + mask.ndim :])
 
 
-class _Attention(TorchFunctionMode):
-    """One attention is one operation, as on a device; meta tensors would take it apart."""
+class _AttentionMode(TorchFunctionMode):
+    """Counts each attention as one operation, as on a device; on meta tensors torch would decompose it."""
 
     def __init__(self, work: Work) -> None:
         super().__init__()
@@ -165,9 +164,9 @@ class _Attention(TorchFunctionMode):
         return (self._counted if function is F.scaled_dot_product_attention else function)(*args, **(kwargs or {}))
 
     def _counted(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """A result of the right shape; mask and scale add next to nothing to the count."""
+        """Add one attention to ``work``, for which mask and scale hardly matter, and return an empty result for it."""
         shape = (*query.shape[:-1], value.shape[-1])
-        if query.ndim == 4:  # the heads of a token lie together, as kernels write them: joining them copies nothing
+        if query.ndim == 4:  # laid out (B, N, heads, D) as kernels write it: joining the heads copies nothing
             result = query.new_empty(shape[0], shape[2], shape[1], shape[3]).transpose(1, 2)
         else:
             result = query.new_empty(shape)
@@ -177,7 +176,7 @@ class _Attention(TorchFunctionMode):
 
 
 class _Autocast(torch.autocast):
-    """An autocast that takes meta tensors for those of a CPU."""
+    """An autocast that does nothing for the meta device, which torch's own refuses."""
 
     def __init__(self, device_type: str, *arguments: Any, **options: Any) -> None:
         if device_type == META.type:
@@ -185,7 +184,7 @@ class _Autocast(torch.autocast):
         super().__init__(device_type, *arguments, **options)
 
 
-KEPT = 256  # counts, the newest
+KEPT = 256  # counts in memory, the newest
 _counts: dict[Any, Any] = {}
 _patching = threading.Lock()
 
@@ -194,14 +193,14 @@ _patching = threading.Lock()
 def counting(tokens: int = 0) -> Iterator[Work]:
     """The work of the block, complete at its end; on meta tensors an integer that is read is ``tokens``."""
     work = Work()
-    with torch.inference_mode(False), torch.no_grad(), _Counted(work, tokens):
+    with torch.inference_mode(False), torch.no_grad(), _CountingMode(work, tokens):
         yield work
 
 
 @contextlib.contextmanager
 def counting_on_meta(tokens: int = 0) -> Iterator[Work]:
     """The work of the block, whose tensors are on the meta device; one thread at a time."""
-    with _patching, counting(tokens) as work, _Attention(work):
+    with _patching, counting(tokens) as work, _AttentionMode(work):
         autocast = torch.autocast
         torch.autocast = _Autocast  # type: ignore[misc]
         try:
@@ -231,10 +230,12 @@ def _is_empty_mask(function: Any, args: Any) -> bool:
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """FLOPs of the products with ``key`` (..., N, D) and ``value``; the softmax is left out."""
     return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
 def _kind(function: Any, flops: float) -> str:
+    """The kind of an operation, such as ``rates.PRODUCT``, by its name and whether it has FLOPs."""
     name = function.overloadpacket.__name__
     if "attention" in name:
         return rates.ATTENTION
@@ -246,10 +247,10 @@ def _kind(function: Any, flops: float) -> str:
 def pace_of(
     facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype, kernel: str = "", width: int = HEAD_WIDTH
 ) -> Pace | None:
-    """Rates of the device in ``dtype`` by a short probe, else by its generation and data sheet; None if unknown.
+    """Rates of the device in ``dtype`` by a short test, saved in ``store``, else by its data sheet; None if unknown.
     ``kernel`` is that of attention, as ``Attention.label`` names it, ``width`` that of its heads."""
     name = str(dtype).removeprefix("torch.")
-    kept, timed = dict[str, Any](), dict[str, Any]()
+    saved, attention_ms = dict[str, Any](), dict[str, Any]()
     if store is not None and facts.device.type in TIMED:
         try:
             heads = HEAD_WIDTH if width > NARROW else NARROW
@@ -257,7 +258,7 @@ def pace_of(
             def measured() -> dict[str, Any]:
                 try:
                     return asdict(measured_pace(facts.device, dtype, width=heads))
-                except Exception as error:  # of a dtype that the device lacks: remembered, and said once
+                except Exception as error:  # a dtype that the device lacks: saved as {}, so it is logged once
                     if is_shortage(error) or device_fault(facts.device):
                         raise
                     log.warning("AnyGPU: %s cannot be timed in %s: %s", facts.name, dtype, first_line(error))
@@ -265,27 +266,28 @@ def pace_of(
                 finally:
                     empty_cache(facts.device)  # torch would keep most of a gigabyte
 
-            kept = store.remember(f"rates of {name} values, heads of {heads}", measured)
-            if kept and facts.device.type != "cpu":
-                kept = {**kept, **(store.remember("links", lambda: _links(facts.device)) or {})}
-            timed = store.recall(f"attention {name} heads of {width}") or {}
+            saved = store.remember(f"rates of {name} values, heads of {heads}", measured)
+            if saved and facts.device.type != "cpu":
+                saved = {**saved, **(store.remember("links", lambda: _links(facts.device)) or {})}
+            attention_ms = store.recall(f"attention {name} heads of {width}") or {}
         except Exception as error:  # a device may fail in any way
             log.warning("AnyGPU: %s could not be timed in %s: %s", facts.name, dtype, first_line(error))
 
-    def kept_pace() -> Pace | None:  # of a file that anybody may have edited
-        pace = Pace(**kept).quicker({rates.ATTENTION: value_or(lambda: timed["native"] / timed[kernel], 1.0)})
+    def saved_pace() -> Pace | None:  # from a file that anybody may have edited, so that it may raise anything
+        speed_up = value_or(lambda: attention_ms["native"] / attention_ms[kernel], 1.0)
+        pace = Pace(**saved).quicker({rates.ATTENTION: speed_up})
         return pace if min(pace.product, pace.convolution, pace.attention, pace.memory, pace.filters) > 0 else None
 
-    if pace := value_or(kept_pace, None):
+    if pace := value_or(saved_pace, None):
         return pace
     card = rates.rates_of(facts)
     if card is None:
         return None
     share = rates.GENERATIONS[card.generation].product
-    # torch lets convolutions in fp32 round to TF32, which runs at half the rate of bf16, where there is such a unit.
-    tensors = card.bf16 / 2 if dtype == torch.float32 and card.generation in rates.TF32 else card.flops(dtype)
+    # torch rounds fp32 convolutions to TF32, which runs at half the rate of bf16, on cards that have it.
+    convolved = card.bf16 / 2 if dtype == torch.float32 and card.generation in rates.TF32 else card.flops(dtype)
     return Pace(
-        product=card.flops(dtype) * share, convolution=tensors * share * rates.CONVOLVED_SHARE,
+        product=card.flops(dtype) * share, convolution=convolved * share * rates.CONVOLVED_SHARE,
         attention=card.flops(dtype) * card.attention(kernel), memory=card.memory * rates.MEMORY,
         launch=rates.LAUNCH_SECONDS, source=PUBLISHED,
     )  # fmt: skip
@@ -294,7 +296,7 @@ def pace_of(
 def measured_pace(
     device: torch.device, dtype: torch.dtype, clock: Callable[[], float] = time.perf_counter, width: int = HEAD_WIDTH
 ) -> Pace:
-    """The pace of ``device``, from a product, two convolutions, an attention, a copy and a launch: about a second."""
+    """The pace of ``device``: times products, two convolutions, attention, a copy and launches, for about a second."""
     timer = _Timer(device, clock)
 
     def tensor(*shape: int) -> Tensor:
@@ -313,11 +315,11 @@ def measured_pace(
         q = tensor(1, 8, side, width)
         return lambda: F.scaled_dot_product_attention(q, q, q)
 
-    def copied(side: int) -> Callable[[], Any]:
+    def addition(side: int) -> Callable[[], Any]:
         x = torch.zeros(12, side, side, dtype=dtype, device=device)
         return lambda: x + 1
 
-    def weighed() -> Any:
+    def weights_bound() -> Any:  # a convolution whose weights take longer than its FLOPs
         return F.conv3d(few, wide, padding=(0, 1, 1))
 
     small, few, wide = tensor(1), tensor(*FEW), tensor(*WIDE)
@@ -326,17 +328,19 @@ def measured_pace(
             timer.warm(product(4096))
         rate = timer.rate(convolution)
         with counting() as work:
-            weighed()
-        filters = timer.seconds(weighed) - work.flops / rate
+            weights_bound()
+        filters_seconds = timer.seconds(weights_bound) - work.flops / rate
         return Pace(
             product=timer.rate(product), convolution=rate, attention=timer.rate(attention),
-            memory=timer.rate(copied, MOST_BYTES if timer.host else BEYOND_CACHES),
+            memory=timer.rate(addition, MOST_BYTES if timer.host else BEYOND_CACHES),
             launch=timer.least(partial(_repeat, lambda: small + 1, 100)) / 100,
-            filters=wide.nbytes / max(filters, 1e-9), ahead=not timer.host,
+            filters=wide.nbytes / max(filters_seconds, 1e-9), ahead=not timer.host,
         )  # fmt: skip
 
 
-def _links(device: torch.device) -> dict[str, float]:  # bytes per second by field of `Pace`; 0: refused
+def _links(device: torch.device) -> dict[str, float]:
+    """Bytes per second of copies to ``device`` by field of :class:`Pace`; 0 where a copy fails."""
+
     def rate(pinned: bool) -> float:
         host = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=pinned).fill_(1)  # zeros are one page until then
         there = torch.empty_like(host, device=device)
@@ -358,7 +362,7 @@ def _repeat(call: Callable[[], Any], count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Timer:
-    """Timing of operations on ``device`` by ``clock``: on an accelerator many together, for it is waited for twice."""
+    """Times calls on ``device`` by ``clock``: on an accelerator in batches, as waiting for it takes time too."""
 
     device: torch.device
     clock: Callable[[], float]
@@ -373,25 +377,27 @@ class _Timer:
             spent, count = spent + self._once(partial(_repeat, call, count)), min(2 * count, 64)
 
     def rate(self, make: Callable[[int], Callable[[], Any]], most: int = MOST_BYTES) -> float:
-        """FLOPs per second of the call that ``make`` returns for operands of a side; bytes per second of one without.
-        The side doubles until a call takes long enough or has ``most`` bytes of operands, or memory is short."""
+        """FLOPs per second of the call ``make(side)``, or bytes per second of a call without FLOPs.
+        The side doubles until a call takes long enough, has ``most`` bytes of operands, or memory is short."""
         side, call = 32, make(32)  # small: a CPU without fp16 units needs seconds for what a GPU does in no time
         while True:
             with counting() as work:
                 call()
             seconds = self.least(call)
-            long = seconds >= LEAST_SECONDS.get(self.device.type, CALL_SECONDS) and (work.flops or self.host)
-            larger = None if long or side >= 8192 or 4 * work.bytes > most else self._made(make, 2 * side)
+            slow = seconds >= LEAST_SECONDS.get(self.device.type, CALL_SECONDS)
+            enough = slow and bool(work.flops or self.host)  # copies on an accelerator must also outgrow its caches
+            is_last = enough or side >= MOST_SIDE or 4 * work.bytes > most  # twice the side: four times the bytes
+            larger = None if is_last else self._try_call(make, 2 * side)
             if larger is None:
                 return (work.flops or work.bytes) / max(seconds if self.host else self.seconds(call), 1e-9)
             side, call = 2 * side, larger
 
     def least(self, call: Callable[[], Any]) -> float:
-        """Seconds of the quickest of three: the first also loads and tunes, and another may share the machine."""
+        """Seconds of the quickest of three calls: the first also loads and tunes, and others may share the machine."""
         return min(self._once(call) for _ in range(3))
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Seconds of a call, of as many as take :data:`DEVICE_SECONDS` together; on a processor of one."""
+        """Seconds of a call: the median of three batches of about :data:`DEVICE_SECONDS`; on a CPU :meth:`least`."""
         if self.host:
             return self.least(call)
         count = math.ceil(DEVICE_SECONDS / max(self.least(call), 1e-6))
@@ -400,7 +406,8 @@ class _Timer:
     def _once(self, call: Callable[[], Any]) -> float:
         return seconds_of(call, self.device, self.clock)
 
-    def _made(self, make: Callable[[int], Callable[[], Any]], side: int) -> Callable[[], Any] | None:
+    def _try_call(self, make: Callable[[int], Callable[[], Any]], side: int) -> Callable[[], Any] | None:
+        """The call ``make(side)``, after one run; None if memory is short for it."""
         try:
             call = make(side)
             call()

@@ -25,7 +25,7 @@ from .transfer import copy_to_device, put_back, send_together, set_data, tensors
 
 GROUP = "_anygpu_group"  # on each module whose own tensors come and go: their group
 HOOKS = "_anygpu_group_hooks"  # on a part that has hooks on
-REPORT_SECONDS = 1.0  # between two words on bytes: a step that is over sooner has a bar of its own
+REPORT_SECONDS = 1.0  # between two progress reports on bytes: a quicker step has a bar of its own
 
 
 class WeightGroup:
@@ -71,7 +71,6 @@ class WeightGroup:
 
 class GroupHooks:
     """The hooks on one part that bring each group of its weights for the length of a forward, and the next ones ahead.
-
     ``by_block``: the members of its lists of blocks move whole, else each layer by itself. ``pinned``: host weights
     move into locked memory. ``copies`` goes beside the computation; with None every copy is waited for. ``progress``
     hears of ``part`` and is asked for a cancel before each tensor.
@@ -79,17 +78,9 @@ class GroupHooks:
     together beside those that stay, None where unknown: an embedding may be larger than the blocks after it."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        device: torch.device,
-        by_block: bool,
-        memory_stats: MemoryStats,
-        *,
-        part: str = "part",
-        pinned: bool = False,
-        copies: CopyStream | None = None,
-        progress: Any = None,
-    ) -> None:
+        self, module: nn.Module, device: torch.device, by_block: bool, memory_stats: MemoryStats, *,
+        part: str = "part", pinned: bool = False, copies: CopyStream | None = None, progress: Any = None,
+    ) -> None:  # fmt: skip
         self.module, self.device, self.by_block, self.memory_stats = module, device, by_block, memory_stats
         self.part, self.progress, self.copies = part, progress or Silent(), copies
         self.groups: list[WeightGroup] = []
@@ -103,11 +94,11 @@ class GroupHooks:
         self._last: WeightGroup | None = None
         self._missed = False  # whether the last group was not among those that came ahead
         self._views = views_of(module)
-        self._exact: set[torch.dtype] = set()
+        self._exact: set[torch.dtype] = set()  # dtypes of which copies to the device were found exact
         self._came, self._reported = 0, time.monotonic()
         if pinned:
             pin(tensors_of(module))
-        self._owners = list(self._grouped())  # all that takes memory comes before the first hook
+        self._owners = list(self._form_groups())  # all that takes memory comes before the first hook
         self._next = dict(pairwise(self.groups))
         self.total_bytes = sum(group.total_bytes for group in self.groups)
         try:
@@ -130,7 +121,7 @@ class GroupHooks:
             there, self._missed = self._resident[group], False
             self._tell(group.total_bytes)  # as if it came: all of the part counts in each forward
         else:
-            there = self._brought(group, first=last is None)
+            there = self._fetch(group, first=last is None)
         if group in self._stays:
             self._resident[group] = there
         for (tensor, _), data in zip(group.host_weights, there, strict=True):
@@ -138,13 +129,14 @@ class GroupHooks:
         if last is None and group.layout is not None and self.copies is not None:
             self._prefetch(self.copies)
 
-    def _brought(self, group: WeightGroup, first: bool) -> list[torch.Tensor]:
-        """The copies of a group that is not there, in the order of its tensors; ``first``: since :meth:`offload`."""
+    def _fetch(self, group: WeightGroup, first: bool) -> list[torch.Tensor]:
+        """Copies of the group's tensors on the device, in their order: those that came ahead, else copied now.
+        ``first``: no group was used since :meth:`offload`."""
         if group.layout is None or self.copies is None:
             sources = [data for _, data in group.host_weights]
             with self.memory_stats.moving(group.total_bytes):
-                found = dict(send_together(sources, self.send))
-            return [found[index] for index in range(len(found))]
+                by_index = dict(send_together(sources, self.send))
+            return [by_index[index] for index in range(len(by_index))]
         missed = group not in self._ahead
         if missed:
             needed = sum(other.total_bytes for other in (group, *self._ahead) if other not in self._stays)
@@ -160,7 +152,6 @@ class GroupHooks:
 
     def keep(self, count: int) -> None:
         """Let groups of ``count`` bytes at most stay on the device once they have come, until :meth:`offload`.
-
         They are spread evenly over the order of use, so that each copy of the others has as much computing to hide
         behind; a run of those that stay would leave the link idle, and the rest would wait for it."""
         self._stays, share, owed = set(), min(1.0, count / max(1, self.total_bytes)), 0.0
@@ -176,7 +167,7 @@ class GroupHooks:
         self._resident = {group: there for group, there in self._resident.items() if group in self._stays}
 
     def leave(self, group: WeightGroup, ahead: bool) -> None:
-        """Bring the next groups ``ahead``, behind what is computing now, and give ``group`` up."""
+        """Start copying the next groups, if ``ahead``, while the device still computes, and give ``group`` up."""
         if group.layout is None or self.copies is None:
             group.restore()
             return
@@ -188,7 +179,7 @@ class GroupHooks:
             self.copies.leave()
 
     def _prefetch(self, copies: CopyStream) -> None:
-        """Copy the groups that come next, as many as there is room for: where it is short, :meth:`give_up`."""
+        """Start copying the groups that come next, as many as there is room for; :meth:`give_up` if memory is short."""
         room = self.ahead_bytes
         if self.room_bytes is not None and self._last is not None:
             room = min(room, self.room_bytes - (0 if self._last in self._resident else self._last.total_bytes))
@@ -212,6 +203,7 @@ class GroupHooks:
             group = self._next.get(group)
 
     def _copy(self, group: WeightGroup, layout: GroupLayout, copies: CopyStream) -> tuple[torch.Tensor, torch.Event]:
+        """Start copying a group: its memory on the device, and the event of its arrival."""
         for dtype in {weight.dtype for _, weight in group.host_weights}:
             self._require_exact(dtype)
         arriving = copies.bytes_on_device(layout, self.progress.check)
@@ -230,6 +222,7 @@ class GroupHooks:
         return done
 
     def _require_exact(self, dtype: torch.dtype) -> None:
+        """Raise UnsupportedError for a dtype that copies damage; each dtype is tested once."""
         if dtype not in self._exact:
             transfer_for(self.device, dtype)
             self._exact.add(dtype)
@@ -243,7 +236,7 @@ class GroupHooks:
         return there
 
     def _tell(self, count: int) -> None:
-        """Tell the progress, once in a while, that ``count`` more bytes came."""
+        """Count ``count`` more bytes as arrived, and report them to the progress once in a while."""
         now = time.monotonic()
         if self._came + count > self.total_bytes:  # the next forward begins
             self._came, self._reported = 0, now
@@ -265,8 +258,9 @@ class GroupHooks:
         self.offload()
         _unhook(self.module)
 
-    def _grouped(self) -> Iterator[tuple[nn.Module, list[nn.Module], list[WeightGroup]]]:
-        """Each module whose forward brings groups, the modules whose own tensors are in the last of them, and these."""
+    def _form_groups(self) -> Iterator[tuple[nn.Module, list[nn.Module], list[WeightGroup]]]:
+        """Fill ``groups``; yield each module whose forward brings groups, the modules of their tensors, and the groups.
+        The last group has the modules' own tensors, those before it tensors shared with earlier modules."""
         group_of_tensor: dict[int, WeightGroup] = {}
         for owner, members, inside in _groups_in(self.module, self.by_block):
             tensors = {id(tensor): tensor for member in members for tensor in own_tensors_of(member)}
@@ -276,7 +270,7 @@ class GroupHooks:
             if own:
                 groups.append(WeightGroup(own, self))
                 self.groups.append(groups[-1])
-                self._inner += groups[-1:] if inside else []
+                self._inner += [groups[-1]] if inside else []
                 group_of_tensor |= {id(tensor): groups[-1] for tensor in own}
             if groups:
                 yield owner, members, groups
@@ -287,7 +281,7 @@ class GroupHooks:
                 owner.register_forward_pre_hook(partial(_pre_forward, group), with_kwargs=True)
                 owner.register_forward_hook(partial(_post_forward, group), always_call=True)
             for member in members:
-                member.__dict__[GROUP] = groups[-1]  # their own; those before it are of tensors that they share
+                member.__dict__[GROUP] = groups[-1]
         self.module.__dict__[HOOKS] = self
 
 
@@ -299,7 +293,7 @@ def _outside_modes() -> Iterator[None]:
 
 
 def _pre_forward(group: WeightGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Bring the group; inputs that were made where its host weights are follow it, as T5's relative positions do."""
+    """Onload the group, and its inputs made where its host weights are, such as T5's relative positions."""
     group.onload()
     device = group.execution_device
     if not any(isinstance(x, torch.Tensor) and x.device != device for x in (*args, *kwargs.values())):
@@ -316,7 +310,7 @@ def _post_forward(group: WeightGroup, _module: nn.Module, _args: Any, output: An
 
 
 def is_hooked_by_others(layer: nn.Module) -> bool:
-    """True if ``layer`` has forward hooks besides ours, which onload its group or obey a cancel."""
+    """True if ``layer`` has forward hooks besides those of this pack, which onload its group or obey a cancel."""
     hooks = (*layer._forward_pre_hooks.values(), *layer._forward_hooks.values())
     return not all(_is_ours(hook) or getattr(hook, "func", None) is check_before for hook in hooks)
 
@@ -343,7 +337,7 @@ def hooks_on(module: nn.Module) -> GroupHooks | None:
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Take off the hooks that another mode, another pipeline or a failure left on a part; its weights are at home."""
+    """Take off the hooks that another mode, pipeline or failure left on a part, whose weights return to the host."""
     every: Iterator[Any] = (hook for member in module.modules() for hook in member._forward_pre_hooks.values())
     for hooks in {hook.args[0].hooks for hook in every if _is_ours(hook)}:
         hooks.offload()
@@ -357,7 +351,7 @@ def group_of(module: nn.Module) -> WeightGroup | None:
 
 @contextmanager
 def own_tensors(module: nn.Module) -> Iterator[None]:
-    """``module`` with its own parameters and buffers readable; ``sequential`` takes them away between forwards."""
+    """Onload the own parameters and buffers of ``module`` for the block; ``sequential`` leaves them on the host."""
     hook, group = getattr(module, "_hf_hook", None), group_of(module)
     if group is not None:
         group.onload()
@@ -374,10 +368,9 @@ def own_tensors(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def weights_on(layer: nn.Module, like: torch.Tensor, bias_dtype: Any = None) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Weight and bias of ``layer`` on the device and in the dtype of ``like``, provided by the offloader.
-
+    """Weight and bias of ``layer`` on the device and in the dtype of ``like``, provided by the offloader for the block.
     A layer with a method ``weights_on(like)``, by which a host streams weights, is asked first; then its group, hooks
-    of accelerate and diffusers, and its own tensors. ``bias_dtype``: of the bias, where it is another. Raises
+    of accelerate and diffusers, and its own tensors. ``bias_dtype``: of the bias, None for that of ``like``. Raises
     UnsupportedError where nothing brings the weight there."""
     provider = getattr(layer, "weights_on", None)
     if provider is not None:
@@ -411,6 +404,7 @@ def _home_of(layer: nn.Module) -> torch.device:
 
 
 def _pair(layer: nn.Module, like: torch.Tensor, bias_dtype: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias of ``layer`` where they are, in the dtypes that :func:`weights_on` names."""
     weight: Any = layer.weight
     bias: Any = getattr(layer, "bias", None)
     return weight.to(like.dtype), None if bias is None else bias.to(bias_dtype or like.dtype)
@@ -432,7 +426,7 @@ def own_tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 def _groups_in(
     module: nn.Module, by_block: bool, inside: bool = False
 ) -> Iterator[tuple[nn.Module, list[nn.Module], bool]]:
-    """Each module whose forward brings a group, those whose own tensors belong to it, and if it is in a list."""
+    """Each module whose forward brings a group, the modules whose tensors are in it, and if a list of blocks has it."""
     yield module, [module], inside
     for child in module.children():
         if by_block and isinstance(module, nn.ModuleList):

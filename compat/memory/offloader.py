@@ -42,9 +42,9 @@ class HostWeights:
 
     @property
     def decision(self) -> Decision:
-        told = {PINNED: "pinned while it comes by block or layer", DISK: DISK}
-        named = [f"{', '.join(self.of(kind))} {text}" for kind, text in told.items() if self.of(kind)]
-        return Decision("host weights", "; ".join(named) or PLAIN, self.why)
+        texts = {PINNED: "pinned while it comes by block or layer", DISK: DISK}
+        verdicts = [f"{', '.join(self.of(kind))} {text}" for kind, text in texts.items() if self.of(kind)]
+        return Decision("host weights", "; ".join(verdicts) or PLAIN, self.why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,19 +64,18 @@ NONE = Views(frozenset())
 def choose_host_weights(
     part_bytes: Mapping[str, int], view_bytes: Mapping[str, int], free: int, pins: bool, unified: bool
 ) -> HostWeights:
-    """Decide how the host weights of each part are kept, from the host memory that is ``free``.
-
-    ``view_bytes`` need no cast and may stay in the file; ``pins``: the device's kind has locked host memory."""
-    kinds, over = dict.fromkeys(part_bytes, PLAIN), sum(part_bytes.values()) - free
+    """Decide how the host weights of each part are stored, from the host memory that is ``free``, in bytes.
+    ``view_bytes`` of a part need no cast and may stay in its file; ``pins``: this kind of device has locked memory."""
+    kinds, lacking = dict.fromkeys(part_bytes, PLAIN), sum(part_bytes.values()) - free
     for part in sorted(part_bytes, key=lambda name: -view_bytes[name]):
-        if over <= 0 or not view_bytes[part]:
+        if lacking <= 0 or not view_bytes[part]:
             break
-        kinds[part], over = DISK, over - view_bytes[part]
+        kinds[part], lacking = DISK, lacking - view_bytes[part]
     have = f"{amount_of(free)} of host memory free for {amount_of(sum(part_bytes.values()))} of weights"
     if DISK in kinds.values():
         why = f"{have}; layers are read from disk if they are not in the page cache"
         return HostWeights(kinds, why, unified)
-    # Only what is copied at each step is pinned; pinning the others takes as long as it saves.
+    # Only parts that are copied at each step are pinned; pinning the others takes as long as it saves.
     repeated = [part for part in part_bytes if denoises(part)]
     fits = sum(part_bytes[part] for part in repeated) <= PINNED_SHARE * free
     if unified or not pins:
@@ -98,8 +97,8 @@ def views_of(module: nn.Module) -> Views:
 
 
 def pin(tensors: Iterable[torch.Tensor]) -> int:
-    """Move the data of ``tensors`` into locked host memory, slab by slab; returns the bytes that it moved.
-    What cannot be locked stays as it is, and the log says why. Peak extra memory: one slab."""
+    """Move the data of ``tensors`` into locked host memory, slab by slab; returns the bytes that were moved.
+    Tensors that cannot be locked stay as they are, and the log says why. Peak extra memory: one slab."""
     count, loose = 0, [t for t in tensors if t.data.nbytes and t.is_contiguous() and not t.is_pinned()]
     try:
         with torch.inference_mode(False), torch.no_grad():
@@ -155,13 +154,14 @@ COSTS: dict[str, str] = {
 class OffloadOptions:
     """The user's settings for an offloader besides its mode."""
 
-    # of parts with their own; ``text_encoder`` is all
+    # by part, if not the pipeline's own; ``text_encoder`` is for all text encoders
     devices: Mapping[str, torch.device] = field(default_factory=dict)
     keep_free_bytes: int = 0  # of the device, left to others
     state: Path | None = None  # folder in which costs are kept
     host_weights: HostWeights = field(default_factory=HostWeights)
 
     def place(self, part: str, own: torch.device) -> torch.device:
+        """The device of ``part``: its own by ``devices``, else ``own``, the pipeline's."""
         return self.devices.get(role_of(part), own)
 
 
@@ -208,7 +208,6 @@ class Offloader(Protocol):
 
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> AbstractContextManager[nn.Module]:
         """The part with this pipeline's adapters, able to run on its device inside the block.
-
         ``activation_bytes`` is what its forward needs beside the weights; ``progress`` hears of what moves."""
 
     def release(self, part: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from torch import nn
 Reader = Callable[[Any], nn.Module]
 Prepare = Callable[[str, nn.Module], Callable[[], Any]]
 BLOCK = re.compile(r"^(.*?(?:blocks|layers|layer|block)\.\d+)\.")
-DOUBLE_SPARES = 0.35  # of a single block's activations, which a double block does not have
-BETWEEN_SPARES = 0.55  # of them, which are gone when a block has ended and the next one comes
+DOUBLE_SPARES = 0.35  # share of a single block's activations that a double block does not have
+BETWEEN_SPARES = 0.55  # share of the activations that is freed when a block ends, before the next one comes
 BY_BLOCK = ("transformer", "unet", "text_encoder")  # under offload group; other parts come layer by layer
 WHOLE = "image_encoder"  # in every mode: its attention pooling reads weights that hooks on its layers do not see
 
@@ -66,7 +67,7 @@ _told: set[str] = set()
 
 
 def tell_once(progress: Any, text: str) -> None:
-    """Show the user one line about what earlier versions did otherwise: in the first run alone of those it concerns."""
+    """Show the user one line, such as on what earlier versions did otherwise; in this process never again."""
     if text not in _told:
         _told.add(text)
         progress.notify(text)
@@ -113,12 +114,10 @@ class Undo(list[Callable[[], Any]]):
 
 
 class Parts(dict[str, nn.Module]):
-    """The modules of a pipeline by name, each read from disk on first use, so that the peak is the largest, not the
-    sum.
-
+    """The modules of a pipeline by name, each read from disk on first use, so that memory peaks at the largest.
     ``prepare`` (``transforms.order.Preparation``) rewrites a part just read and returns what takes that back. By part
     name, ``fallbacks`` make the next reading a safer one, where its precision was decided and not chosen, and
-    ``active_adapters`` are :class:`ActiveAdapters`."""
+    ``active_adapters`` has :class:`ActiveAdapters`."""
 
     def __init__(self, readers: Mapping[str, Reader], prepare: Prepare | None = None) -> None:
         super().__init__()
@@ -129,6 +128,7 @@ class Parts(dict[str, nn.Module]):
         self.reading_seconds = 0.0
 
     def read(self, name: str, progress: Any = None) -> nn.Module:
+        """The module of that name, read and prepared if this is its first use."""
         if name not in self:
             started = time.perf_counter()
             module = self.readers[name](progress or Silent())
@@ -184,7 +184,7 @@ class ActiveAdapters:
 def adapters_on(
     parts: Parts, part: str, adapters: Adapters | None, detach: Callable[[str], None], progress: Any = None
 ) -> Iterator[nn.Module]:
-    """The part with the pipeline's ``adapters``; layers that can be switched off are, when the block ends.
+    """The part with the pipeline's ``adapters`` for the block, after which those that can be are switched off.
     ``detach`` brings a part to host memory, without hooks, so that it can be changed."""
     wanted = adapters if adapters is not None and part in adapters.parts else None
     module, active = parts.read(part, progress), parts.active_adapters.get(part)
@@ -239,8 +239,8 @@ class PartBytes:
     inner: int = 0  # the largest layer inside a block; 0 if they were not counted separately
     outer: int = 0  # the largest layer outside the blocks, such as an embedding
     single: int = 0  # the largest single-stream block, in which the activations are most
-    dense: int = 0  # of making the largest packed weight dense
-    forms: tuple[tuple[PackedForm, int], ...] = ()  # those of packed weights, and how many have each
+    dense: int = 0  # that making the largest packed weight dense takes
+    forms: tuple[tuple[PackedForm, int], ...] = ()  # of packed weights, and how many weights have each
 
     @property
     def passing(self) -> int:
@@ -248,8 +248,8 @@ class PartBytes:
         return max(2 * self.block, self.outer)
 
     def resident(self, mode: str, part: str, activations: int = 0) -> int:
-        """Bytes on the device at the peak under ``mode``, where a forward of the part needs ``activations``.
-        What is outside the blocks runs before or after most of these exist."""
+        """Bytes of the part on the device at the peak under ``mode``, if a forward needs ``activations`` bytes.
+        Layers outside the blocks run before or after most activations exist."""
         if mode in ("none", "model") or part == WHOLE:
             return self.total
         by_block = mode == "group" and part.startswith(BY_BLOCK)
@@ -261,34 +261,31 @@ class PartBytes:
         return max(largest, self.outer - activations // 2)
 
     def ahead(self, mode: str, part: str, activations: int = 0) -> int:
-        """Bytes beside :meth:`resident` of weights that come ahead, where there is room: as many as a block has.
-        The next block comes when one has ended, and with it most of the activations, which may be the peak themselves.
-        """
+        """Bytes of weights that come ahead, beyond :meth:`resident`, if there is room: about one block.
+        They come as a block ends, when part of its activations, which may be the peak by themselves, is freed."""
         if mode not in ("group", "sequential") or part == WHOLE:
             return 0
         if mode == "sequential" or not part.startswith(BY_BLOCK):
             return self.inner or self.layer
         blocks = 2 * self.block  # one in use and the next
-        if self.single:  # of which several come ahead in the room of a double block
+        if self.single:  # several single blocks come ahead in the room of a double one
             blocks = max(blocks, self.single * (1 + self.block // self.single))
         between = blocks - int(BETWEEN_SPARES * activations)
-        first = self.outer + self.block - activations // 2 if self.inner else 0  # it comes while the embedding is used
+        first = self.outer + self.block - activations // 2 if self.inner else 0  # which comes beside the embedding
         return max(0, max(between, first) - self.resident(mode, part, activations))
 
 
 def part_bytes(entries: Mapping[str, int], block: re.Pattern[str] = BLOCK) -> PartBytes:
-    """The bytes of a part, by tensor name; the first group of ``block`` is the block of a tensor inside one."""
-    layers: dict[str, int] = {}
-    blocks: dict[str, int] = {}
-    outside: set[str] = set()
+    """The bytes of a part from those of its tensors by name; the first group of ``block`` matches a block's name."""
+    layers, blocks, outside = Counter[str](), Counter[str](), set[str]()
     for name, size in entries.items():
         layer = name.rpartition(".")[0]
-        layers[layer] = layers.get(layer, 0) + size
+        layers[layer] += size
         inside = block.match(name)
         if inside is None:
             outside.add(layer)
         else:
-            blocks[inside[1]] = blocks.get(inside[1], 0) + size
+            blocks[inside[1]] += size
     largest = max(layers.values(), default=0)
     return PartBytes(
         total=sum(entries.values()),
@@ -310,6 +307,7 @@ def transformer_blocks(transformer: nn.Module) -> Iterator[nn.Module]:
 
 
 def submodule_at(block: nn.Module, path: str) -> Any:
+    """The module, or attribute, at a dotted ``path`` such as ``ff.net.0``; None if there is none."""
     module: Any = block
     for name in path.split("."):
         module = getattr(module, name, None)  # a list has its modules by number as attributes too

@@ -19,7 +19,7 @@ QUEUED_GROUPS = 2  # that the host may be ahead of the device, which computes th
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A host weight and the first of its bytes in the memory of its group."""
+    """A host weight, and where its first byte lies in the memory of its group."""
 
     first: int
     host_weight: torch.Tensor
@@ -31,8 +31,7 @@ class Place:
 
 
 class GroupLayout:
-    """Layout of a group's dense weights in one run of bytes, side by side; neighbours in locked memory keep their
-    distance, so that they travel as one copy."""
+    """Layout of a group's dense weights in one run of bytes; neighbours in locked memory stay so, to share one copy."""
 
     def __init__(self, host_weights: Sequence[torch.Tensor]) -> None:
         self.places: list[Place] = []
@@ -54,6 +53,7 @@ class GroupLayout:
 
 
 def _follows(source: torch.Tensor, own: torch.Tensor) -> bool:
+    """True if ``own`` follows ``source`` in one storage after padding at most, so that one copy can have both."""
     same = source.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
     distance = own.storage_offset() - source.storage_offset()
     return same and 0 <= distance - source.numel() < ALIGNED_BYTES and distance % ALIGNED_BYTES == 0
@@ -74,7 +74,7 @@ class _Buffer:
     ended: torch.Event | None = None
 
     def wait(self) -> None:
-        """Until the memory may be written again, or given up."""
+        """Wait until the memory may be written again, or given up."""
         if self.ended is not None:
             self.ended.synchronize()
 
@@ -88,7 +88,7 @@ class CopyStream:
         self._left: deque[torch.Event] = deque()  # where the computation left a group, the newest last
 
     def bytes_on_device(self, layout: GroupLayout, check: Callable[[], None]) -> tuple[torch.Tensor, torch.Event]:
-        """The memory of a group on the device, and the event after which its bytes are there; ``check`` may raise."""
+        """Start copying a group: its memory on the device, and the event of its arrival; ``check`` may raise."""
         if self._left:
             self.stream.wait_event(self._left[-1])
         with self.stream:
@@ -103,17 +103,18 @@ class CopyStream:
         return memory, self._mark(self.stream)
 
     def wait_for(self, arrived: torch.Event) -> None:
-        """The computation goes on once the copy has ended; the host does not wait."""
+        """Make the computation on the device, but not the host, wait for the copy that ``arrived`` ends."""
         torch.accelerator.current_stream(self.device).wait_event(arrived)
 
     def leave(self) -> None:
-        """The computation so far may use memory that is given up now; the host stays at most a few groups ahead."""
+        """Keep later copies out of memory given up now until the computation so far, which reads it, has ended.
+        The host waits here if it is more than :data:`QUEUED_GROUPS` ahead."""
         self._left.append(self._mark(torch.accelerator.current_stream(self.device)))
         if len(self._left) > QUEUED_GROUPS:
             self._left.popleft().synchronize()
 
     def _stage(self, layout: GroupLayout, memory: torch.Tensor, check: Callable[[], None]) -> None:
-        """Copy a group by way of the buffers, one of which is filled while the other travels."""
+        """Copy a group by way of two buffers, one of which is filled while the other travels."""
         size = min(BUFFER_BYTES, layout.total_bytes)
         if not self._buffers or self._buffers[0].memory.numel() < size:
             for buffer in self._buffers:
@@ -145,12 +146,12 @@ def _locked(size: int) -> torch.Tensor:
 
 
 def copy_stream(device: torch.device) -> CopyStream | None:
-    """A stream for copies to ``device``; None where it has none beside its computation, or cannot lock host memory."""
+    """A stream for copies to ``device``; None without streams and events, or if no host memory can be locked."""
 
-    def tried() -> CopyStream:
+    def tested() -> CopyStream:
         copies = CopyStream(device, torch.Stream(device))
         with copies.stream:  # a plug-in may have streams and no events
             copies.wait_for(copies._mark(copies.stream))
         return copies
 
-    return value_or(tried, None) if locks_host_memory(device) else None
+    return value_or(tested, None) if locks_host_memory(device) else None

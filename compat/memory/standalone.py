@@ -23,26 +23,27 @@ from .prefetch import copy_stream
 from .statistics import MemoryStats
 from .transfer import move, on_device, tensors_of
 
-STEP_DOWN = {"none": "group", "model": "group", "group": "sequential"}  # what needs less, for a part that is in use
+STEP_DOWN = {"none": "group", "model": "group", "group": "sequential"}  # mode to the one that needs less memory
+LARGEST_SHARE = 0.75  # of free memory for weights under ``auto``; activations have the rest
 
 
 def ahead_bytes(
     offloader: Offloader, weights: PartBytes, part: str, mode: str, activations: int = 0, stays: int = 0
 ) -> int:
-    """Bytes of weights that come ahead or stay under ``mode``: none come on a device without a stream for copies.
-    ``activations`` are of a forward of ``part``, ``stays`` of :func:`resident_bytes`."""
+    """Bytes of weights that come ahead under ``mode``, none on a device without a stream for copies, and ``stays``.
+    ``activations`` are the bytes of a forward of ``part``, ``stays`` those of :func:`resident_bytes`."""
     streams = not offloader.options.host_weights.shared and copy_stream(offloader.device_of(part)) is not None
     ahead = weights.ahead(mode, part, activations) if streams else 0
     return min(ahead + stays, weights.total - weights.resident(mode, part, activations)) if stays else ahead
 
 
 def keeps(offloader: Offloader, part: str, mode: str) -> bool:
-    """True if what fits of ``part`` stays between forwards: a sampler repeats them, and the device has own memory."""
+    """True if as many blocks of ``part`` as fit stay on the device: a denoiser's under ``group``, with own memory."""
     return mode == "group" and denoises(part) and not offloader.options.host_weights.shared
 
 
 def resident_bytes(total: int, passing: int, room: int | None, activations: int) -> int:
-    """Bytes of such a part that stay: what is left of ``room`` (None: unknown) beside a forward and passing groups."""
+    """Bytes of a part's ``total`` that stay: ``room`` (None: unknown, so 0) less a forward and ``passing`` groups."""
     return 0 if room is None else max(0, min(total, room - activations - passing))
 
 
@@ -56,7 +57,6 @@ class _State:
 
 class StandaloneOffloader:
     """Our own offload, in a mode that may change between stages, and step down where a stage finds no room.
-
     ``none`` moves a part in at its first use, where it stays until it is released; ``model`` has it on the device for
     one use. ``group`` brings one block of a transformer, of which as many as fit stay, or of a text encoder at a time,
     or one layer of a VAE, ``sequential`` one layer of anything. All but ``none`` keep the weights in host memory and
@@ -65,15 +65,9 @@ class StandaloneOffloader:
     patcher = None
 
     def __init__(
-        self,
-        parts: Parts,
-        device: torch.device,
-        mode: str,
-        options: OffloadOptions | None = None,
-        *,
-        make_room: Callable[[int, torch.device], None] | None = None,
-        automatic: bool = False,
-    ) -> None:
+        self, parts: Parts, device: torch.device, mode: str, options: OffloadOptions | None = None, *,
+        make_room: Callable[[int, torch.device], None] | None = None, automatic: bool = False,
+    ) -> None:  # fmt: skip
         self.parts, self.device, self.options = parts, indexed(device), options or OffloadOptions()
         self.make_room, self.automatic = make_room, automatic
         self.memory_stats = MemoryStats(self.options.state)
@@ -112,7 +106,7 @@ class StandaloneOffloader:
             with (
                 current(self.device_of(part)),
                 adapters_on(self.parts, part, self.adapters, self.detach, progress) as module,
-                self._moved(part, module, activation_bytes, progress),
+                self._onload(part, module, activation_bytes, progress),
             ):
                 yield module
         except RuntimeError as error:
@@ -185,17 +179,19 @@ class StandaloneOffloader:
         empty_cache(device)
         return f"with offload {mode}"
 
-    def _moved(
+    def _onload(
         self, part: str, module: nn.Module, activation_bytes: int, progress: Any
     ) -> AbstractContextManager[None]:
+        """A context in which ``module`` can run on the part's device, by the mode in force."""
         if self.device_of(part).type == HOST.type:
             self._ask_for_room(activation_bytes, HOST)
             return nullcontext()
-        way = self._streamed if self.mode in ("group", "sequential") and part != WHOLE else self._whole
-        return way(part, module, activation_bytes, progress)
+        onload = self._streamed if self.mode in ("group", "sequential") and part != WHOLE else self._whole
+        return onload(part, module, activation_bytes, progress)
 
     @contextmanager
     def _streamed(self, part: str, module: nn.Module, activation_bytes: int, progress: Any) -> Iterator[None]:
+        """Have hooks bring the part by block or layer during the block; leaves it on the host, with its hooks."""
         device = self.device_of(part)
         own = sum(tensor.nbytes for tensor in tensors_of(module)) if keeps(self, part, self.mode) else 0
         self._ask_for_room(own + activation_bytes, device)
@@ -215,6 +211,7 @@ class StandaloneOffloader:
 
     @contextmanager
     def _whole(self, part: str, module: nn.Module, activation_bytes: int, progress: Any) -> Iterator[None]:
+        """Move the whole part to its device for the block; under mode ``none`` it stays there."""
         device, stays = self.device_of(part), self.mode == "none"
         remove_hooks(module)
         if not stays:
@@ -237,6 +234,7 @@ class StandaloneOffloader:
         move(module, device, part, progress, self.memory_stats, keep=keep and not shared, shared=shared)
 
     def _hook(self, part: str, module: nn.Module, progress: Any) -> GroupHooks:
+        """Put hooks on the part, as the mode in force has them, and return them."""
         device, weights = self.device_of(part), self.options.host_weights
         return GroupHooks(
             module, device, self._by_block(part), self.memory_stats, part=part, pinned=part in weights.of(PINNED),
@@ -263,6 +261,7 @@ class StandaloneOffloader:
             self.make_room(needed_bytes, device)
 
     def _require_answer(self, part: str, error: RuntimeError) -> None:
+        """Raise UnsupportedError from ``error`` if the part's device has stopped answering."""
         device = self.device_of(part)
         silent = "" if device.type == HOST.type or is_shortage(error) else device_fault(device)
         if silent:
@@ -270,18 +269,12 @@ class StandaloneOffloader:
 
 
 def offloader_for(
-    choice: str,
-    parts: Parts,
-    device: torch.device,
-    part_bytes: Mapping[str, int],
-    *,
-    free: int | None = None,
-    make_room: Callable[[int, torch.device], None] | None = None,
+    choice: str, parts: Parts, device: torch.device, part_bytes: Mapping[str, int], *,
+    free: int | None = None, make_room: Callable[[int, torch.device], None] | None = None,
     hosted: Callable[[Parts, torch.device, OffloadOptions], Offloader] | None = None,
     options: OffloadOptions | None = None,
-) -> tuple[Offloader, Decision]:
+) -> tuple[Offloader, Decision]:  # fmt: skip
     """The offloader for an offload choice, and the decision for it.
-
     ``part_bytes`` are in the dtype on the device; ``free`` is None where that is unknown; ``make_room`` is as for
     :class:`StandaloneOffloader`; ``hosted`` makes the host's own, which ``auto`` then means. Raises InputError for an
     unknown choice, UnsupportedError for offload to the host itself, or the host's where there is none."""
@@ -307,16 +300,17 @@ def _with_decision(offloader: Offloader, choice: str, why: str) -> tuple[Offload
 
 
 def _automatic(device: torch.device, part_bytes: Mapping[str, int], free: int | None) -> tuple[str, str]:
+    """The fastest mode whose weights leave a quarter of ``free`` bytes (None: unknown), and the reason."""
     if device.type == HOST.type:
         return "none", "the device is the host, so there is nothing to offload to"
     if free is None:
         return "model", "this device does not tell its free memory, so one part at a time"
-    large = [size for name, size in part_bytes.items() if not name.startswith("text_encoder")]
-    spare, text = 0.75 * free, max((s for n, s in part_bytes.items() if n.startswith("text_encoder")), default=0)
-    have = f"{free / GIBIBYTE:.1f} GB free"
-    if max(sum(large), text) < spare:
-        return "none", f"{sum(large) / GIBIBYTE:.1f} GB of weights leave a quarter of {have}"
-    largest = max([*large, text], default=0)
-    if largest < spare:
+    staying = [size for part, size in part_bytes.items() if not part.startswith("text_encoder")]
+    text = max((size for part, size in part_bytes.items() if part.startswith("text_encoder")), default=0)
+    most, have = LARGEST_SHARE * free, f"{free / GIBIBYTE:.1f} GB free"
+    if max(sum(staying), text) < most:
+        return "none", f"{sum(staying) / GIBIBYTE:.1f} GB of weights leave a quarter of {have}"
+    largest = max([*staying, text], default=0)
+    if largest < most:
         return "model", f"the largest part, {largest / GIBIBYTE:.1f} GB, leaves a quarter of {have}"
     return "group", f"the largest part, {largest / GIBIBYTE:.1f} GB, does not leave a quarter of {have}"

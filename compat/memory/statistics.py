@@ -23,9 +23,10 @@ from .parts import ProgressStage
 FILE = "memory.json"
 KEPT = 60  # stages, the newest last
 WORTH_SHOWING = 0.1  # seconds of a step, from which on its pace is shown
-LATEST, LAST, PERIOD = 0.1, 0.25, 9  # shares of the steps: since a change, at most; steps among which skips come around
-CHANGED = 1.2  # times as long as each step before, or as short: another load
-WAITED = 2.0  # times as long as all others of the last steps: one that waited for something else
+# Shares of all steps: that a change of load must last, and that are looked back on, at least a cycle of a step cache.
+LATEST, LAST, PERIOD = 0.1, 0.25, 9
+CHANGED = 1.2  # times as long as each step before, or as short: a change of load
+WAITED = 2.0  # times as long as all others of the last steps: a step that waited for something else
 WORTH_TELLING = 5.0  # seconds of a stage, from which on it is shown beside its forecast
 
 
@@ -37,11 +38,11 @@ class StageNeed:
     kept: int
     weights: int
     activations: int
-    form: str = ""  # if not whole, such as ``in chunks of 4 latent frames in bf16``
-    ahead: int = 0  # of weights that come ahead or stay, which it can do without
-    device: str = ""  # where it computes, and what it may take there, if not the pipeline's own
-    room: int | None = None
-    stays: int = 0  # how much may stay
+    form: str = ""  # how it is computed, if not whole, such as ``in chunks of 4 latent frames in bf16``
+    ahead: int = 0  # of weights that come ahead or stay, which the stage can do without
+    device: str = ""  # on which it computes, if not the pipeline's own
+    room: int | None = None  # that it may take on this device
+    stays: int = 0  # of weights that may stay
 
     @property
     def total(self) -> int:
@@ -114,7 +115,7 @@ class MemoryStats:
 
     @contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:
-        """Count the block, in which ``device`` waits for copies, by its own clock: the host goes on meanwhile."""
+        """Count the block, in which ``device`` waits for copies, by the device's clock: the host does not wait."""
         while self.behind and self.behind[0][1].query():
             self._take_first()
         first = value_or(lambda: _mark(device), None)
@@ -127,7 +128,7 @@ class MemoryStats:
     def stage(self, name: str, pipeline: str, mode: str, device: torch.device, **forecast: Any) -> Iterator[StageCost]:
         """The cost of the block, complete once it has ended without an error."""
         cost = StageCost(name, pipeline, mode, str(indexed(device)), first=not self.stages, **forecast)
-        self._settle()  # those of a stage that was cancelled
+        self._settle()  # copies of a stage that was cancelled
         before = self.moved_bytes, self.moving_seconds
         reset_peak(device)
         started = time.perf_counter()
@@ -151,10 +152,11 @@ class MemoryStats:
     def _take_first(self) -> None:
         """Add the time of the oldest asynchronous copy; nothing if the driver does not report it."""
         first, last = self.behind.popleft()
-        with suppress(RuntimeError):  # it would cost the finished work of the stage
+        with suppress(RuntimeError):  # an error here would lose the finished work of the stage
             self.moving_seconds += first.elapsed_time(last) / 1000.0
 
     def _keep(self, cost: StageCost) -> None:
+        """Append ``cost`` to the saved stages, if there is a folder for them."""
         if self.state is None:
             return
         rows = [*saved_stages(self.state), cost][-KEPT:]
@@ -165,7 +167,7 @@ class MemoryStats:
 def _mark(device: torch.device) -> torch.Event:
     """An event behind the work of ``device`` so far."""
     event = torch.Event(device, enable_timing=True)
-    event.record(torch.accelerator.current_stream(device))  # left out, it is a stream of the current device
+    event.record(torch.accelerator.current_stream(device))  # by default it would be the current device's stream
     return event
 
 
@@ -173,8 +175,8 @@ def _mark(device: torch.device) -> torch.Event:
 def stage_cost(
     pipeline: Any, name: str, progress: Any, device: torch.device | None = None, **forecast: Any
 ) -> Iterator[StageCost]:
-    """The block as a stage of ``device`` (None: the pipeline's own) in a pipeline's statistics: peak, traffic and time.
-    ``progress`` hears of a long stage beside its ``forecast``, fields of the cost that are known before."""
+    """Record the block as a stage on ``device`` (None: the pipeline's own) in a pipeline's statistics; yields its cost.
+    ``forecast`` has fields of the cost that are known before; ``progress`` is told how a long stage compares."""
     offloader, parts = pipeline.offloader, pipeline.parts
     title, before = f"{pipeline.family} {pipeline.variant}", parts.reading_seconds
     with offloader.memory_stats.stage(name, title, offloader.mode, device or offloader.device, **forecast) as cost:
@@ -189,7 +191,7 @@ def saved_stages(state: Path) -> list[StageCost]:
     """The last stages of all pipelines, the newest last; none where the file is missing or of another version."""
     try:
         costs = [StageCost(**row) for row in json_file(state / FILE)]
-        for cost in costs:  # an edited file may fail
+        for cost in costs:  # use every field as readers do: in an edited file one may be of another type
             f"{cost}{cost.own_seconds:f}{cost.modelled_seconds:f}{cost.forecast_seconds:f}"
             {**json_within(cost.work or "{}", "a key")}
         return [cost for cost in costs if cost.ended >= 0]
@@ -205,15 +207,15 @@ def duration(seconds: float) -> str:
 
 
 class TimeLeft:
-    """Time left of a stage by its last steps, among which those that a cache skips come around and the longest may have
-    waited for something else; after a change of load, from which on all are slower, or all quicker, by the steps since.
-    ``forwards`` are those of each step, which take alike; they come again for each section."""
+    """Time left of a stage by the pace of its last steps: enough of them that the skips of a step cache come around.
+    A step far longer than the others counts like them, and after a change of load only the steps since then count.
+    ``forwards`` is the number of forwards in each step of a section; forwards take equally long."""
 
     def __init__(self, forwards: Sequence[int] = (1,)) -> None:
         self.forwards = forwards
         self.began = 0.0, 0  # when the first step ended, a later one if resumed, and its number
-        self.alike = False  # whether steps took alike although their forwards differ: each waits for the same copies
-        self.ends: list[tuple[float, int, int]] = []  # of the last steps, with the forwards so far
+        self.alike = False  # True if steps, not forwards, take equally long: each waits for the same copies
+        self.ends: list[tuple[float, int, int]] = []  # of the last steps: moment, steps and forwards so far
 
     def after(self, moment: float, done: int, total: int) -> str:
         """Seconds per step and what is left, such as ``, 4.1 s each, about 70 s left``, once step ``done`` has ended at
@@ -221,38 +223,40 @@ class TimeLeft:
         if not self.ends or done <= self.ends[-1][1]:  # begun anew
             self.ends, self.alike, self.began = [], False, (moment, done)
         forwards = (1,) if total % len(self.forwards) else self.forwards
-        now, whole = (sum(forwards[: n % len(forwards)]) + n // len(forwards) * sum(forwards) for n in (done, total))
+        # Until step n: forwards of whole sections, and of the first steps of the next.
+        now, whole = (n // len(forwards) * sum(forwards) + sum(forwards[: n % len(forwards)]) for n in (done, total))
         self.ends = [*self.ends, (moment, done, now)][-1 - max(PERIOD, int(LAST * total)) :]
         if len(self.ends) == 1:
             return ""
         spans = [tuple(map(sub, new, old)) for old, new in pairwise(self.ends)]  # seconds, steps, forwards
-        by_step, by_forward = (_without_waits([span[0] / span[unit] for span in spans]) for unit in (1, 2))
-        spreads = [max(paces) / max(min(paces), 1e-9) for paces in (by_step, by_forward)]
-        if max(spreads) > CHANGED * min(spreads):
-            self.alike = spreads[0] < spreads[1]
+        by_step = _without_waits([seconds / steps for seconds, steps, _ in spans])
+        by_forward = _without_waits([seconds / count for seconds, _, count in spans])
+        step_spread, forward_spread = (max(paces) / max(min(paces), 1e-9) for paces in (by_step, by_forward))
+        if max(step_spread, forward_spread) > CHANGED * min(step_spread, forward_spread):  # else as before
+            self.alike = step_spread < forward_spread
         paces, unit, rest = (by_step, 1, total - done) if self.alike else (by_forward, 2, whole - now)
         since = _changed_at(paces, max(2, int(LATEST * total)))
         spent = sum(pace * span[unit] for pace, span in zip(paces[since:], spans[since:], strict=True))
-        per_step, pace = (spent / (self.ends[-1][column] - self.ends[since][column]) for column in (1, unit))
-        left = f", about {duration(pace * rest)} left" if done < total else ""
+        per_step = spent / (done - self.ends[since][1])
+        seconds_left = rest * spent / (self.ends[-1][unit] - self.ends[since][unit])
+        left = f", about {duration(seconds_left)} left" if done < total else ""
         return f", {per_step:.1f} s each{left}" if per_step >= WORTH_SHOWING else ""
 
 
 def _without_waits(paces: list[float]) -> list[float]:
-    """``paces`` in which one far above all others, that of a step that waited for something else, is the next one."""
-    most = nlargest(2, paces)[-1]
-    far = most * WAITED * (2 if len(paces) == 2 else 1)  # of two, either may be the usual one
-    return [most if pace > far else pace for pace in paces]
+    """``paces`` with the largest lowered to the second if it is far above: that step waited for something else."""
+    second = nlargest(2, paces)[-1]
+    far = second * WAITED * (2 if len(paces) == 2 else 1)  # of two, either may be the usual one
+    return [second if pace > far else pace for pace in paces]
 
 
 def _changed_at(spent: list[float], fewest: int) -> int:
     """The last step, ``fewest`` before the end, from which on all are slower, or quicker, than before; 0: none."""
-    (highest, lowest), (most, least) = (
-        ([*accumulate(steps, max)], [*accumulate(steps, min)]) for steps in (spent, spent[::-1])
-    )
+    slowest_until, quickest_until = ([*accumulate(spent, each)] for each in (max, min))  # by step, which is included
+    slowest_from, quickest_from = ([*accumulate(spent[::-1], each)][::-1] for each in (max, min))
     for since in range(len(spent) - fewest, 0, -1):
-        before, after = since - 1, -1 - since  # the last step before, and how far the rest begins from the end
-        if least[after] > CHANGED * highest[before] or CHANGED * most[after] < lowest[before]:
+        slower = quickest_from[since] > CHANGED * slowest_until[since - 1]
+        if slower or CHANGED * slowest_from[since] < quickest_until[since - 1]:
             return since
     return 0
 

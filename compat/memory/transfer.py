@@ -31,15 +31,15 @@ from .statistics import MemoryStats, amount
 SMALL_BYTES = 1024**2  # larger ones travel alone
 STAGING_BYTES = 16 * 1024**2  # of one transfer
 COPIES, SAMPLE_BYTES, REPEATS = "copies of mapped pages", 32 * 1024**2, 5
-WORTH = 0.8  # views save the host a second copy, so they are left only where a read takes at most this share
-# The kinds of device whose driver takes a mapped page like any other that is not locked; of the others it is unknown.
+WORTH = 0.8  # views save host memory: a read replaces them only if it takes at most this share of their time
+# The kinds of device whose driver copies a mapped page like any that is not locked; of other kinds that is unknown.
 MAPPED = {"cpu": "host and device share the page cache", "cuda": "the driver copies mapped pages through a buffer"}
 KEPT = "_anygpu_kept"  # on a module: host weights that stay in host memory while their copies are on a device
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The way to a device and back for floats of ``dtype``; ``memory_stats`` counts activations on their way."""
+    """Copies to a device and back for floats of ``dtype``; ``memory_stats``, if any, counts bytes and seconds."""
 
     device: torch.device
     dtype: torch.dtype
@@ -72,27 +72,28 @@ def copy_to_device(
 ) -> torch.Tensor:
     """A host tensor on ``device``, bit for bit; the host waits only if its memory is not pinned.
     ``check`` is called before each slice of a large one; ``staged`` copies slices into ordinary memory first."""
-    return carried(source, lambda bits: _copied(bits, device, check, staged))
+    return carried(source, lambda bits: _copy(bits, device, check, staged))
 
 
-def _copied(source: torch.Tensor, device: torch.device, check: Callable[[], None] | None, staged: bool) -> torch.Tensor:
-    behind = HOST.type == source.device.type != device.type and source.is_pinned()
+def _copy(source: torch.Tensor, device: torch.device, check: Callable[[], None] | None, staged: bool) -> torch.Tensor:
+    """:func:`copy_to_device` for the values as they are, 16-bit floats as the integers of :func:`carried`."""
+    asynchronous = HOST.type == source.device.type != device.type and source.is_pinned()
     if not source.is_contiguous() or (source.nbytes <= SLICE_BYTES and not staged):
         if check is not None:
             check()
-        return (source.clone() if staged else source).to(device, non_blocking=behind)
+        return (source.clone() if staged else source).to(device, non_blocking=asynchronous)
     there, count = torch.empty_like(source, device=device), max(1, SLICE_BYTES // source.itemsize)
     for first in range(0, source.numel(), count):
         if check is not None:
             check()
         part = source.view(-1)[first : first + count]
-        there.view(-1)[first : first + count].copy_(part.clone() if staged else part, non_blocking=behind)
+        there.view(-1)[first : first + count].copy_(part.clone() if staged else part, non_blocking=asynchronous)
     return there
 
 
 def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Make ``data`` the values of a parameter or buffer that stays the same object for all who hold it.
-    Torch's assignment refuses XLA and others: there both trade what they stand for, as in ``nn.Module.to``."""
+    Assigning ``tensor.data`` fails for XLA and others: there both swap their contents, as in ``nn.Module.to``."""
     if torch._has_compatible_shallow_copy_type(tensor, data):
         tensor.data = data
         return
@@ -102,8 +103,8 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 
 def put_back(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Give each tensor the data beside it again, without a copy; where that fails or is interrupted, once more after
-    the others."""
+    """Give each tensor the data paired with it again, without a copy. After a failure or an interrupt the others go on:
+    that pair is tried again last, and then an interrupt is raised."""
     failed = []
     for tensor, data in values:
         try:
@@ -170,14 +171,16 @@ def send_together(
 def _send_joined(
     tensors: Sequence[torch.Tensor], indices: list[int], send: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[tuple[int, torch.Tensor]]:
+    """Send the tensors at ``indices``, all of one dtype, in one staging buffer; yield each index and its copy."""
     if len(indices) == 1:
         yield indices[0], send(tensors[indices[0]])
         return
     staging = torch.zeros(sum(_padded_count(tensors[index]) for index in indices), dtype=tensors[indices[0]].dtype)
     places, first = [], 0
     for index in indices:
-        places.append((index, first, first + tensors[index].numel()))
-        staging[first : places[-1][2]].copy_(tensors[index].reshape(-1))
+        end = first + tensors[index].numel()
+        staging[first:end].copy_(tensors[index].reshape(-1))
+        places.append((index, first, end))
         first += _padded_count(tensors[index])
     there = send(staging)
     for index, begin, end in places:
@@ -190,20 +193,13 @@ def _padded_count(tensor: torch.Tensor) -> int:
 
 
 def move(
-    module: nn.Module,
-    device: torch.device,
-    label: str,
-    progress: Any = None,
-    memory_stats: MemoryStats | None = None,
-    *,
-    keep: bool = False,
-    shared: bool = False,
-) -> None:
+    module: nn.Module, device: torch.device, label: str, progress: Any = None,
+    memory_stats: MemoryStats | None = None, *, keep: bool = False, shared: bool = False,
+) -> None:  # fmt: skip
     """Move ``module`` to ``device`` tensor by tensor, reporting bytes; a cancel, obeyed between tensors and slices of a
     large one, or a failure leaves everything where it was.
-
     ``shared``: host and device share one memory, so an original goes as soon as its copy is there, and a cancel leaves
-    everything on the host. ``keep``: all host weights stay, as views of a file always do, and later replace copies."""
+    everything on the host. ``keep``: host weights stay, as views of a file always do: moving back copies nothing."""
     away = [tensor for tensor in tensors_of(module) if tensor.device != device]
     if not away:
         return
@@ -212,16 +208,16 @@ def move(
     total, done, copied = sum(tensor.nbytes for tensor in away), 0, 0
     check = None if progress is None else progress.check
     home = device.type == HOST.type
-    way = _data_at_home(module, away, check) if home else _copies_on(module, away, device, check, keep)
+    moves = _host_data(module, away, check) if home else _device_copies(module, away, device, check, keep)
     started = time.perf_counter()
     try:
         with torch.inference_mode(False), torch.no_grad():
-            for tensor, data, is_copy in way:
+            for tensor, data, is_copy in moves:
                 done += tensor.nbytes
                 copied += tensor.nbytes if is_copy else 0
                 set_data(tensor, data)
                 if shared:
-                    del origins[id(tensor)], data  # the last that holds the original
+                    del origins[id(tensor)], data  # so that the original is freed
                 if progress is not None:
                     progress.step(done, total, ProgressStage("moving", f"{label} {amount(done, total)}", counted=True))
                     progress.check()
@@ -230,18 +226,19 @@ def move(
             module.__dict__[KEPT] = kept
         with torch.inference_mode(False), torch.no_grad():
             put_back(origins.values())
-            if shared:  # those that had moved
+            if shared:  # back to the host, as some originals are gone
                 moved = [tensor for tensor in away if tensor.device.type != HOST.type]
-                for tensor, data, _ in _data_at_home(module, moved, None):
+                for tensor, data, _ in _host_data(module, moved, None):
                     set_data(tensor, data)
         raise
     if memory_stats is not None:
         memory_stats.add(copied, time.perf_counter() - started)
 
 
-def _copies_on(
+def _device_copies(
     module: nn.Module, away: list[torch.Tensor], device: torch.device, check: Callable[[], None] | None, keep: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+    """Each tensor with its copy on ``device``, and True: a copy. Stores host weights that stay under :data:`KEPT`."""
     views, kept = views_of(module), module.__dict__.setdefault(KEPT, {})
 
     def send(source: torch.Tensor) -> torch.Tensor:
@@ -259,10 +256,10 @@ def _copies_on(
         yield tensor, there, True
 
 
-def _data_at_home(
+def _host_data(
     module: nn.Module, away: list[torch.Tensor], check: Callable[[], None] | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """Each tensor with its host weight, which is kept no longer, or a copy of its data there, and True for a copy."""
+    """Each tensor with its host weight, taken out of :data:`KEPT`, and False; without one a host copy, and True."""
     kept = module.__dict__.get(KEPT, {})
     kinds = {(tensor.device, tensor.dtype) for tensor in away if id(tensor) not in kept}
     ways = {kind: transfer_for(*kind) for kind in kinds}  # before any moves: a damaged weight would stay damaged
@@ -287,7 +284,7 @@ def on_device(module: nn.Module, device: torch.device) -> bool:
 
 
 def maps_files(facts: DeviceFacts, store: ProbeStore | None) -> bool:
-    """True if large tensors that need no cast stay in their file as views: by the clock, else by :data:`MAPPED`."""
+    """True if large tensors that need no cast stay in their file as views: by a timing, else by :data:`MAPPED`."""
     if store is not None and store.folder is not None:
         folder, key = store.folder, f"{COPIES}, system {facts.versions.get('kernel', '')}"  # part of these drivers
         times = stored_times(key, lambda: copy_times(folder, facts.device), facts, store)
@@ -297,7 +294,7 @@ def maps_files(facts: DeviceFacts, store: ProbeStore | None) -> bool:
 
 
 def copy_times(folder: Path, device: torch.device) -> dict[str, float]:
-    """Milliseconds for bytes of a file to be on the device: ``own``, read into memory, and ``mapped``."""
+    """Milliseconds to bring 32 MiB of a file to the device: ``own``, read into memory first, and ``mapped``."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(SAMPLE_BYTES))
