@@ -56,12 +56,15 @@ class Printed:
     def step(self, done: int, total: int, stage: ProgressStage, preview: Callable[[], Any] | None = None) -> None:
         from tqdm import tqdm
 
+        from .compat.memory.parts import PACED
         from .compat.memory.statistics import TimeLeft
 
         if self._bar is None or stage.name != self._stage:
             self.close(leave=False)
             self._bar, self._stage = tqdm(total=total, disable=None, bar_format=BAR), stage.name
-        left = self.time_left.setdefault(stage.name, TimeLeft()).after(time.monotonic(), done, total)
+        left = ""  # of bytes, which move thousands of times, the bar itself tells
+        if not stage.counted or stage.name in PACED:
+            left = self.time_left.setdefault(stage.name, TimeLeft()).after(time.monotonic(), done, total)
         self._bar.total = total
         self._bar.set_description(str(stage), refresh=False)
         self._bar.set_postfix_str(left.removeprefix(", "), refresh=False)

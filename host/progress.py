@@ -20,6 +20,7 @@ from server import PromptServer
 from ..compat.decision import CHOSEN, Decision
 from ..compat.device.execution import to_host
 from ..compat.errors import InputError
+from ..compat.memory.parts import PACED
 from ..compat.memory.statistics import TimeLeft
 from ..pipelines.base import Preview, ProgressStage
 from ..pipelines.latents import recovery
@@ -47,7 +48,6 @@ LIKE = str.maketrans("&<>[]*`~|\\", "＆‹›()∗'∼¦/")
 KINDS: dict[str, Any] = {"STRING": str, "COMBO": str, "LATENT": dict, "CONDITIONING": list}  # by kind of input
 KINDS |= dict.fromkeys(("INT", "FLOAT", "BOOLEAN"), Real) | dict.fromkeys(("IMAGE", "MASK", "SIGMAS"), torch.Tensor)
 PLAIN = (Real, str, torch.Tensor, dict, list)  # values that no input of another kind takes
-PACED = ("sampling", "painting")  # stages whose steps are the model's own
 PREVIEW_SIZE = 768  # pixels of the longer side, to which ComfyUI enlarges or shrinks a picture
 
 

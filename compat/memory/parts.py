@@ -24,6 +24,7 @@ BLOCK = re.compile(r"^(.*?(?:blocks|layers|layer|block)\.\d+)\.")
 DOUBLE_SPARES = 0.35  # share of a single block's activations that a double block does not have
 BETWEEN_SPARES = 0.55  # share of the activations that is freed when a block ends, before the next one comes
 BY_BLOCK = ("transformer", "unet", "text_encoder")  # under offload group; other parts come layer by layer
+PACED = ("sampling", "painting")  # stages whose steps are the model's own
 WHOLE = "image_encoder"  # in every mode: its attention pooling reads weights that hooks on its layers do not see
 
 
