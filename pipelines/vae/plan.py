@@ -213,7 +213,7 @@ class Ladder:
         streams: tuple[int, ...] = SIDES if self.decodes and chosen in (AUTO, CHUNKED) and not noisy else ()
         if chosen == STREAMING:
             causal = self.causal and self.pipeline.weights
-            by_frame = plane_bytes(self.pipeline, self.area) > host_free_bytes()  # else all planes fit into host memory
+            by_frame = causal and plane_bytes(self.pipeline, self.area) > host_free_bytes()  # too large all at once
             frames = (form.frames or (1 if by_frame else 0)) if causal else 0
             counts, base = (), replace(base, frames=frames)
             streams = (form.tile, *(side for side in SIDES if side < form.tile)) if form.tile else SIDES
