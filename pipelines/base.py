@@ -16,7 +16,7 @@ from ..compat.memory.parts import Silent as Silent
 from .family import GuidanceStep
 
 LATENT_VERSION = 1
-HALF = re.compile("[\ud800-\udfff]")  # of a pair of UTF-16, which no UTF-8 has
+HALF = re.compile("[\ud800-\udfff]")  # a lone UTF-16 surrogate, which UTF-8 cannot encode
 MOST = {"sections": (1_024, "section prompts"), "template": (65_536, "letters of template")}  # 2 min: 720 sections
 SECTION_ORDERS = ("inverted_anti_drifting", "vanilla")  # from the end of the film, from its start; grows at the end
 EMBEDS, MASK = "prompt_embeds", "prompt_attention_mask"  # tensors of a prompt, by name
@@ -42,7 +42,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SubProgress:
-    """The progress of one of ``count`` equal parts of a work, each called a ``name``."""
+    """Reports part ``index`` of ``count`` equal parts to ``whole``, as its share of them all; ``name`` is a part's."""
 
     whole: Progress
     index: int
@@ -76,7 +76,7 @@ class Prompt:
     has_negative: bool = False  # whether the user wrote one: an empty one is encoded too, for guidance that needs it
     extra: Mapping[str, Any] = field(default_factory=dict)  # what no model sees: ``text``, ``negative_text``
 
-    def described(self, title: str) -> str:
+    def described(self, title: str) -> str:  # one line for people, on a model named ``title``
         tokens = next(iter(self.embeds.values())).shape[1]
         return f"prompt for {title}: {tokens} tokens{', with negative' if self.has_negative else ''}"
 

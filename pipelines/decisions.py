@@ -19,16 +19,17 @@ from .report import title_of
 
 
 def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> dict[str, Any]:
-    """The card of a pipeline of any kind: what it is, and its decisions; without ``probes`` those of the tables."""
-    video = isinstance(pipeline, Pipeline)
-    decisions = [*pipeline.plan.decisions]
-    if video and pipeline.offloader.device_of("vae") == pipeline.offloader.device:  # else of a device that is not asked
-        decisions.append(conv3d_decision(pipeline.facts, probes, pipeline.precision.vae))
+    """The card of a video or paint pipeline, as JSON values; without ``probes`` the tables decide about Conv3d."""
+    decisions, does = [*pipeline.plan.decisions], [*_variant(pipeline)]
+    if isinstance(pipeline, Pipeline):
+        does.append(f"{pipeline.model.task} to video")
+        if pipeline.offloader.device_of("vae") == pipeline.offloader.device:  # the device that the probes ran on
+            decisions.append(conv3d_decision(pipeline.facts, probes, pipeline.precision.vae))
     return {
         "family": pipeline.family,
         "title": title_of(pipeline),
         "model": "demo model" if pipeline.is_demo else _model(pipeline).source.name,
-        "does": ", ".join((*_variant(pipeline), *((f"{pipeline.model.task} to video",) if video else ()))),
+        "does": ", ".join(does),
         "decisions": [decision.as_json() for decision in decisions],
     }
 
@@ -66,16 +67,17 @@ def limit_tooltip(facts: DeviceFacts, name: str) -> str:
     here = limits(facts).get(name)
     if not here:
         return ""
-    together: dict[str, list[str]] = {}
+    choices_by_reason: dict[str, list[str]] = {}
     for choice, why in here.items():
-        together.setdefault(why, []).append(choice)
-    named = "; ".join(f"{', '.join(choices)} ({why})" for why, choices in together.items())
+        choices_by_reason.setdefault(why, []).append(choice)
+    named = "; ".join(f"{', '.join(choices)} ({why})" for why, choices in choices_by_reason.items())
     return f" Not on this machine ({facts.name}): {named}."
 
 
-def _model(pipeline: Any) -> Any:
+def _model(pipeline: Any) -> Any:  # with ``source`` and ``stands_in_for``, which a paint pipeline has itself
     return pipeline.model if isinstance(pipeline, Pipeline) else pipeline
 
 
 def _variant(pipeline: Any) -> tuple[str, ...]:
+    """The pipeline's variant; empty for a demo model, or where the variant is named like the family."""
     return () if pipeline.is_demo or pipeline.variant == pipeline.family else (pipeline.variant,)

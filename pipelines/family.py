@@ -405,7 +405,8 @@ def code_of(package: str) -> ModuleType:
     for a function that is no hook, a hook with other arguments, or none where one is required."""
     module = import_module(".pipeline", package)
     for name, value in list(vars(module).items()):
-        own = isfunction(value) and (value.__module__ == module.__name__ or value.__name__ != name)  # not to be called
+        # Defined here, or imported under another name; a function imported under its own name is only used here.
+        own = isfunction(value) and (value.__module__ == module.__name__ or value.__name__ != name)
         if own and name not in HOOKS and not name.startswith("_"):
             _refuse(f"a function {name}() in {module.__name__}", f"one of {', '.join(HOOKS)}")
     for name, arguments in HOOKS.items():
@@ -418,6 +419,6 @@ def code_of(package: str) -> ModuleType:
     return module
 
 
-def _refuse(found: str, expected: str) -> None:
+def _refuse(found: str, expected: str) -> None:  # raises, for a function that is not as :data:`HOOKS` declares
     fix = "Correct its name; begin it with an underscore if it is no hook, or declare it in pipelines/family.py."
     raise UnsupportedError(found, expected=expected, fix=fix)

@@ -93,7 +93,7 @@ def run(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline)
 
 
 def render(job: VideoJob, machine: Machine, progress: Progress, loaded: Sequence[Pipeline]) -> Result:
-    """The video of a job as an MP4 with its receipt; ``loaded`` has the pipeline that :func:`run` takes."""
+    """The video of a job as an MP4 with its receipt; the first of ``loaded`` is the pipeline for :func:`run`."""
     made = run(job, machine, progress, loaded[0])
     return Result(made.frames, ".mp4", made.write)
 
@@ -101,7 +101,7 @@ def render(job: VideoJob, machine: Machine, progress: Progress, loaded: Sequence
 def decoded(
     pipeline: Pipeline, latents: Latents, progress: Progress, form: DecodeRequest, folders: Sequence[Path] = ()
 ) -> torch.Tensor:
-    """Frames (F, H, W, 3) in 0..1; of a group all decode regions, and the leader has the frames: none on the others."""
+    """Frames (F, H, W, 3) in 0..1. In a group every rank decodes regions, and all but the leader return no frames."""
     group = pipeline.run.group
     if group is not None and not group.leads:
         with decoding(pipeline, latents.samples.shape, progress) as passes:
@@ -111,22 +111,22 @@ def decoded(
         return stages.decode(pipeline, latents, progress, form=form, tiny_decoders=folders)
     finally:
         if group is not None:
-            group.world.shared(None)  # which ends their serving
+            group.world.shared(None)  # tells the other ranks' ``serve`` to return
 
 
 def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents:
-    """The latents of a job, saved before anything else can fail."""
+    """Sample a job's latents, save them before a later step can fail, and return them, upscaled if the job says so."""
     group, job = pipeline.run.group, as_run(job, pipeline, progress.notify)
     before = _sampled_before(job, machine, progress, pipeline)
     image, start = pipeline.on_leader(lambda: _images(job, machine, progress, pipeline, before))
     asked = replace(job.prompt, image=start if "image" in pipeline.spec.recipes.effective else None)
     prompt = pipeline.on_leader(lambda: stages.encode_prompt(pipeline, asked, progress))
     sampled = job.sampled
-    size = image or sampled if before is None else job.settings  # of latents the decoded frames' own, which may differ
+    size = job.settings if before is not None else image or sampled  # of a second pass, that of the decoded frames
     source = before or pipeline.on_leader(lambda: _video(job, machine, progress, pipeline))
     given: dict[str, Any] = {"width": size.width, "height": size.height, "latents": source}
     settings, asked_for = replace(sampled, **given), replace(job.settings, **given)
-    store, kept = machine.state / "kept", ""
+    store, saved = machine.state / "kept", ""
     unfinished = machine.unfinished or store
     steps: StepStore = SavedSteps(unfinished / FOLDER, progress.notify)
     steps = steps if group is None else LeaderStore(group, steps)
@@ -137,18 +137,18 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
         raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
     else:
         framepack = job.framepack
-        assert framepack is not None  # as_run
-        signed = partial(
-            receipts.with_receipt, pipeline=pipeline, prompt=prompt, image=image, settings=asked_for,
-            framepack=framepack,
-        )  # fmt: skip
-        keeper = recovery.SavedSections(unfinished, progress.notify, describe=signed)
+        assert framepack is not None  # as_run gives one to a family that samples in sections
+        made_with: dict[str, Any] = {"pipeline": pipeline, "prompt": prompt, "image": image, "settings": asked_for}
+        with_receipt = partial(receipts.with_receipt, **made_with, framepack=framepack)
+        keeper = recovery.SavedSections(unfinished, progress.notify, describe=with_receipt)
         sections = keeper if group is None else LeaderStore(group, keeper)
         latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, sections, steps)
-        latents = signed(latents)
-        kept = next((name for name in keeper.names.values() if (store / f"{name}.safetensors").is_file()), "")
-    if kept := kept or (recovery.save(store, latents, progress.notify) if group is None or group.leads else ""):
-        progress.notify(f"the latents are kept: --recover {kept} decodes them again")
+        latents = with_receipt(latents)
+        saved = next((name for name in keeper.names.values() if (store / f"{name}.safetensors").is_file()), "")
+    if not saved and (group is None or group.leads):
+        saved = recovery.save(store, latents, progress.notify)
+    if saved:
+        progress.notify(f"the latents are kept: --recover {saved} decodes them again")
     for content in job.upscalers:
         path = machine.places.model(content, progress.check)
         larger = pipeline.on_leader(partial(stages.upscale, pipeline, latents, path, progress))
@@ -157,7 +157,7 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
 
 
 def as_run(job: VideoJob, pipeline: Pipeline, notify: Callable[[str], None]) -> VideoJob:
-    """``job`` with the inputs that its model runs: a demo model has sizes and words of its own, which is said."""
+    """``job`` with its model's inputs: FramePack settings or none; a demo model's own sizes and prompt, notified."""
     sections = (job.framepack or FramePackSettings(clip_seconds=5.0)) if pipeline.spec.recipes.sections else None
     if job.framepack is not None and sections is None:
         notify(f"seconds and sections have no effect on {pipeline.spec.title}: its length is in frames")
@@ -177,7 +177,7 @@ def planned_size(job: VideoJob, machine: Machine, pipeline: Pipeline) -> tuple[S
     width, height, frames, clip = settings.width, settings.height, settings.frames, False
     if job.pictures:
         picture = _frames("image", job.pictures[0].file, job, machine, progress, pipeline)
-        if job.resolved is None:  # else it is what the picture made of it
+        if job.resolved is None:  # else its settings already have the size made for the picture
             width, height = picture_size(pipeline, picture, width, height, job.fit)
         clip = len(picture) > 1
     if job.video is not None:
@@ -192,13 +192,13 @@ def planned_size(job: VideoJob, machine: Machine, pipeline: Pipeline) -> tuple[S
 def _frames(
     name: str, content: Content, job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline
 ) -> torch.Tensor:
-    """The frames of a job's picture (``image``) or video (``images``), or those that a demo model starts from."""
+    """Frames (F, H, W, 3) in 0..1 of a job's picture (``image``) or video (``images``), or of a demo model's own."""
     frames, _ = machine.places.frames(content, progress.check)
     return own_inputs(pipeline, {name: frames, "fit": job.fit}, progress.notify)[name]
 
 
 def _sampled_before(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents | None:
-    """The latents of the pass before, by a pipeline of its own where its model is another."""
+    """Latents of the job's first pass, for which its own pipeline is loaded where the model differs; None without."""
     if job.first is None:
         return None
     same = job.first.model_key == job.model_key
@@ -208,7 +208,7 @@ def _sampled_before(job: VideoJob, machine: Machine, progress: Progress, pipelin
 def _images(
     job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline, before: Latents | None
 ) -> tuple[Any, torch.Tensor | None]:
-    """The condition of a job's pictures, at its size or that of the pass before, and the first of them."""
+    """A job's pictures as one condition, at its size or that of ``before``, and the first picture; None without."""
     condition, start = None, None
     for picture in job.pictures:
         frames = _frames("image", picture.file, job, machine, progress, pipeline)
@@ -220,6 +220,7 @@ def _images(
 
 
 def _video(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents | None:
+    """The latents of a job's video, encoded at the size of its settings; None for a job without one."""
     if job.video is None:
         return None
     frames, size = _frames("images", job.video, job, machine, progress, pipeline), job.settings
@@ -243,8 +244,8 @@ def replay(path: Path, machine: Machine, progress: Progress) -> receipts.Replaye
     expected = record.get("latents")
     same = receipts.latents_hash(made.latents) == expected if isinstance(expected, str) else None
     if path.suffix in receipts.LATENT_FILES and same is False:
-        there = load_latent(path, progress.notify)["samples"]
-        if there.shape == made.latents.samples.shape:
-            largest = float((there - made.latents.samples).abs().max())
-            differences.append(f"latents by at most {largest:.3g} of {float(there.abs().max()):.3g}")
+        stored = load_latent(path, progress.notify)["samples"]
+        if stored.shape == made.latents.samples.shape:
+            largest = float((stored - made.latents.samples).abs().max())
+            differences.append(f"latents by at most {largest:.3g} of {float(stored.abs().max()):.3g}")
     return receipts.Replayed(made, same, tuple(dict.fromkeys(differences)))

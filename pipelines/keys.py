@@ -73,19 +73,19 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 
 def is_another_model(unused: Collection[str], wanted: Iterable[str]) -> bool:
-    """Tell whether ``unused`` tensors are too many for a model of ``wanted`` names, or one more block of it."""
-    shape = partial(re.sub, r"\d+", "#")
-    return len(unused) > MOST_UNKNOWN or not {*map(shape, unused)}.isdisjoint(map(shape, wanted))
+    """True if ``unused`` tensors show another model: too many, or ``wanted`` names but for the number of the block."""
+    unnumbered = partial(re.sub, r"\d+", "#")
+    return len(unused) > MOST_UNKNOWN or not {*map(unnumbered, unused)}.isdisjoint(map(unnumbered, wanted))
 
 
 def renamed(entries: Entries, layout: Layout, path: Path, unknown: list[str] | None = None) -> dict[str, TensorEntry]:
-    """``entries`` of a file, without a prefix, under the names of the model; ``unknown`` takes up a few names that
-    no row knows. Raises CheckpointError for more of them, or a tensor that cannot be cut as its row says."""
-    spared, unknown = 0 if unknown is None else MOST_UNKNOWN, [] if unknown is None else unknown
+    """``entries`` of a file, without a prefix, under the model's names; appends up to MOST_UNKNOWN that match no row to
+    ``unknown``. Raises CheckpointError for more, or any without that list, and for rows that cannot be cut as said."""
+    most_unknown, unknown = (0, []) if unknown is None else (MOST_UNKNOWN, unknown)
     rows = layout.rows if isinstance(layout.rows, tuple) else layout.rows(entries)
     ignored = [re.compile(pattern) for pattern in layout.ignored]
     named: dict[str, TensorEntry] = {}
-    last: dict[int, int] = {}  # row to its highest number
+    last: dict[int, int] = {}  # index of a row to the highest number in its names
     for name, entry in entries.items():
         if any(pattern.search(name) for pattern in ignored):
             continue
@@ -100,7 +100,7 @@ def renamed(entries: Entries, layout: Layout, path: Path, unknown: list[str] | N
             break
         else:
             unknown.append(name)
-    if len(unknown) > spared:
+    if len(unknown) > most_unknown:
         found = f"unknown tensors {listed(sorted(unknown))} in {str(path)!r}"
         fix = "Use the file as published, or put its config.json beside it as a diffusers folder."
         raise CheckpointError(found, expected=f"the tensors of {layout.name}", fix=fix)
@@ -114,10 +114,10 @@ def renamed(entries: Entries, layout: Layout, path: Path, unknown: list[str] | N
 
 
 def _cut(name: str, entry: TensorEntry, row: Row, count: int, entries: Entries, path: Path) -> Iterable[TensorEntry]:
-    """The entries of the ``count`` tensors that ``row`` makes of the rows of one: equal shares, or where its weight is
-    square first, such as of queries, shares of the weight's width with the rest last.
+    """``entry`` cut along its rows into the ``count`` tensors of ``row``: in equal shares, or with ``first_square``
+    into shares of as many rows as the weight has columns, such as queries, keys and values, and the rest last.
     Raises CheckpointError for rows that cannot be shared out."""
-    if row.flat:  # a convolution of one point stands for a Linear
+    if row.flat:  # a 1x1 convolution in place of a Linear
         shape = entry.shape
         while len(shape) > 2 and shape[-1] == 1:
             shape = shape[:-1]
@@ -139,8 +139,9 @@ def _cut(name: str, entry: TensorEntry, row: Row, count: int, entries: Entries, 
 
 
 def _parts(row: Row, name: str) -> tuple[str, ...] | None:
-    for begins, pattern in _sources(row.source):
-        match = pattern.fullmatch(name) if name.startswith(begins) else None
+    """The texts that stand for ``#`` and ``*`` of the row's source in ``name``; None where the row does not match."""
+    for beginning, pattern in _sources(row.source):
+        match = pattern.fullmatch(name) if name.startswith(beginning) else None
         if match is not None:
             return match.groups()
     return None
@@ -148,7 +149,8 @@ def _parts(row: Row, name: str) -> tuple[str, ...] | None:
 
 @lru_cache(maxsize=4096)
 def _sources(source: str) -> tuple[tuple[str, re.Pattern[str]], ...]:
-    return tuple((re.split(r"[#*]", way)[0], name_pattern(way)) for way in source.split("|"))
+    """For each alternative of a row's source its literal beginning, which is quick to compare, and its pattern."""
+    return tuple((re.split(r"[#*]", name)[0], name_pattern(name)) for name in source.split("|"))
 
 
 def filled(target: str, parts: Iterable[str]) -> str:

@@ -56,11 +56,9 @@ def write_mp4(frames: torch.Tensor, fps: float, path: Path, tags: Mapping[str, s
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
             container.mux(stream.encode(None))
     except (OSError, av.FFmpegError) as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be written ({first_line(error)})",
-            expected="a writable folder with room for the video",
-            fix="Free space on this disk or choose another folder.",
-        ) from error
+        expected, fix = "a writable folder with room for the video", "Free space on this disk or choose another folder."
+        found = f"{str(path)!r} cannot be written ({first_line(error)})"
+        raise CheckpointError(found, expected=expected, fix=fix) from error
     return path
 
 
@@ -92,20 +90,20 @@ class Allowance:
 
 def read_frames(path: Path, most: int | None = None, check: Check = lambda: None) -> tuple[torch.Tensor, float]:
     """Upright frames (F, H, W, 3) in 0..1 of a picture or video file, and its frames per second; the first ``most``
-    (1 or more), None for all, of at most :data:`MOST_PIXELS`. They are counted before they are kept, as headers lie;
-    ``check``, called for each, may raise to cancel. Raises CheckpointError for nothing to decode, or too much."""
+    (1 or more), None for all, of at most :data:`MOST_PIXELS`. The file is decoded twice: first to count its frames, as
+    headers lie. ``check``, called for each, may raise to cancel. Raises CheckpointError for no frames, or too many."""
     count = sum(1 for _ in islice(_decoded(path, check, Allowance(MOST_PIXELS)), most))
     frames, rate = torch.empty(0), 0.0
-    for index, (upright, seen) in enumerate(islice(_decoded(path, check, Allowance(MOST_PIXELS)), count)):
+    for index, (upright, stream_rate) in enumerate(islice(_decoded(path, check, Allowance(MOST_PIXELS)), count)):
         pixels = upright()
         if not index:
-            frames, rate = torch.empty(count, *pixels.shape), seen
+            frames, rate = torch.empty(count, *pixels.shape), stream_rate
         frames[index] = pixels
     return frames[: index + 1].div_(255), rate
 
 
 def content_in(path: Path, check: Check, allowance: Allowance) -> str:
-    """``picture_content`` of a file's frames, one in memory at a time; raises CheckpointError beyond ``allowance``."""
+    """The ``picture_content`` hash of a file, with one frame in memory; raises CheckpointError beyond ``allowance``."""
     count = sum(1 for _ in _decoded(path, check, allowance))
     frames = (upright() for upright, _ in _decoded(path, check, allowance))
     first = next(frames)
@@ -157,7 +155,7 @@ def _frames(container: Any, stream: Any) -> Iterator[Any]:
 
 
 def _turn_of(path: Path) -> tuple[bool, int] | None:
-    """Tell whether EXIF mirrors a picture, and by how many quarters it turns it left then; None for a video."""
+    """The EXIF turn of a picture: True where mirrored, then quarter turns to the left; None for a video."""
     from PIL import ExifTags, Image
 
     with suppress(Exception), Image.open(path) as picture:  # of a file that may hold anything
@@ -181,48 +179,48 @@ def tags_of(path: Path) -> dict[str, str]:
 
 @contextmanager
 def _opened(path: Path, expected: str) -> Iterator[Any]:
-    """A video file as PyAV has it; a failure while it is read is one line."""
-    av, most = imported("av"), {}
+    """A picture or video file open in PyAV; a failure to read it inside the block becomes a CheckpointError."""
+    av, limit = imported("av"), {}
     try:
         plain_status(path)
-        # A playlist names further files, of anyone: from an open file, with no protocol, it can open none of them.
         _require_samples(path)
+        # A playlist could name any other file of this computer: PyAV gets an open file and no protocol to open more.
         options = {"protocol_whitelist": "none", "format_whitelist": FORMATS}
         with path.open("rb") as file:
             content: Any = SimpleNamespace(read=file.read, seek=file.seek, tell=file.tell)  # FFmpeg prefers a name
             head = file.peek()[:25]
-            deep = head.startswith(PNG) and head[24:] == b"\x10"
-            most = {"max_pixels": str(reading_budget(path.stat().st_size) // (FRAME_BYTES << deep))}
+            pixel_bytes = 2 * FRAME_BYTES if head.startswith(PNG) and head[24:] == b"\x10" else FRAME_BYTES  # 16 bits
+            limit = {"max_pixels": str(reading_budget(path.stat().st_size) // pixel_bytes)}
             if head.startswith(PNG):
                 content = BytesIO(_without_texts(file.read()))
             else:  # the PNGs in a video still have their texts when FFmpeg decodes one to know its size
                 options["codec_whitelist"] = ",".join(av.codecs_available - {"png", "apng"})
-            with av.open(content, options=options, stream_options=[most] * STREAMS) as container:
+            with av.open(content, options=options, stream_options=[limit] * STREAMS) as container:
                 for stream in container.streams.video[:1]:
                     if stream.codec_context is None:  # PyAV before 18.1 crashes on it
                         raise ValueError("no decoder for its codec")
-                    stream.codec_context.options = most
+                    stream.codec_context.options = limit
                 yield container
     except PackError:
         raise
     except (OSError, av.FFmpegError, LookupError, ValueError, ArithmeticError, RuntimeError) as error:
         raise CheckpointError(
             f"{str(path)!r} cannot be read ({first_line(error)})",
-            expected=f"{expected}, of at most {int(most['max_pixels']):,} pixels a frame" if most else expected,
+            expected=f"{expected}, of at most {int(limit['max_pixels']):,} pixels a frame" if limit else expected,
             fix="Choose another file, or convert this one to MP4 or PNG.",
         ) from error
 
 
 def _require_samples(path: Path) -> None:
-    """Raise for an MP4 whose tables claim more samples than it has bytes: FFmpeg makes an entry of each."""
-    claimed, size, place = Counter[bytes](), path.stat().st_size, 0
+    """Raise CheckpointError for an MP4 that claims more samples than its bytes: FFmpeg allocates an entry for each."""
+    claimed, size, offset = Counter[bytes](), path.stat().st_size, 0
     with path.open("rb") as file:
         while len(head := file.read(16)) >= 8:
             length, kind = int.from_bytes(head[:4], "big"), head[4:8]
-            header = 16 if length == 1 else 8
+            header = 16 if length == 1 else 8  # 1: the length follows as 64 bits; 0: the box goes on to the file's end
             length = int.from_bytes(head[8:16], "big") if length == 1 else length or size
             if kind in TABLES:
-                file.seek(place + TABLES[kind] + header - 8)
+                file.seek(offset + TABLES[kind] + header - 8)
                 count = int.from_bytes(file.read(4), "big")
                 if kind in RUNS:
                     runs = file.read(min(8 * count, max(length, 0), size))  # a buffer of that many bytes is made first
@@ -237,18 +235,19 @@ def _require_samples(path: Path) -> None:
             afford(repr(str(path)), EDITED_BYTES * claimed[b"elst"] * most, size, "Convert the video.")
             if length < header:
                 return
-            file.seek(place + header)
-            version = 4 if kind == b"meta" and file.read(4) == bytes(4) else 0  # which QuickTime's has not
-            place += header + version if kind in BOXES else length
-            file.seek(place)
+            file.seek(offset + header)
+            version = 4 if kind == b"meta" and file.read(4) == bytes(4) else 0  # bytes that QuickTime's meta lacks
+            offset += header + version if kind in BOXES else length  # into a box of boxes, past any other
+            file.seek(offset)
 
 
 def _without_texts(png: bytes) -> bytes:
     """A PNG without the chunks that describe it: FFmpeg inflates them whole, a file of 1 MB to 1 GB."""
     kept, at = [png[:8]], 8
     while at + 8 <= len(png):
-        end = at + 12 + int.from_bytes(png[at : at + 4], "big")
-        kept += [] if png[at + 4 : at + 8] in PNG_TEXTS else [png[at:end]]
+        end = at + 12 + int.from_bytes(png[at : at + 4], "big")  # length, type and checksum, 4 bytes each, and the data
+        if png[at + 4 : at + 8] not in PNG_TEXTS:
+            kept.append(png[at:end])
         at = end
     return b"".join(kept)
 

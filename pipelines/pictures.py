@@ -17,7 +17,7 @@ from .base import ImageRequest, Progress
 from .family import FITS, FamilySpec, Sizes
 from .movie import through_h264
 from .pipeline import Pipeline
-from .settings import SIDES, of_checkpoint, own_defaults, recipe_of, snap
+from .settings import LARGEST_SIDE, SIDES, of_checkpoint, own_defaults, recipe_of, snap
 
 FIRST_PASS = 0.6666666  # of the final sides. Source: Lightricks/LTX-Video 5260738 configs, ``downscale_factor``
 
@@ -47,8 +47,8 @@ def checked_vision(vision: torch.Tensor, tokens: int, width: int) -> torch.Tenso
 
 
 def fitted_size(family: FamilySpec, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int]:
-    """Width and height in pixels that the pictures are fitted to. With ``nearest bucket`` only the area of what is
-    asked counts: the shape follows the picture, from the sizes the family was trained on where it names them."""
+    """Width and height in pixels that the pictures are fitted to. With ``nearest bucket`` the aspect ratio is the
+    picture's: ``width`` and ``height`` only give the area; without them one of the family's buckets is taken."""
     require_choice("fit", fit, FITS)
     size = snap(family, width, height, 1)
     if fit != "nearest bucket":
@@ -101,46 +101,44 @@ def fitted(frames: torch.Tensor, width: int, height: int, fit: str, sizes: Sizes
 def prepared(
     pipeline: Pipeline, request: ImageRequest, fit: str, progress: Progress, own_shape: bool = True
 ) -> ImageRequest:
-    """``request`` with its pictures at its size, which is said; prepared as the publisher does where it asks for that,
-    but for control clips. Source of these: Lightricks/ComfyUI-LTXVideo a77fb1d ``iclora.py``, ``easy_samplers.py``.
+    """``request`` with its pictures at its size, prepared as the publisher does if ``prepare`` is set; the user is told
+    what changed. A control clip is only fitted, at the size that its IC-LoRA was trained for: the video's over
+    ``control_factor``. Source: Lightricks/ComfyUI-LTXVideo a77fb1d ``iclora.py``, ``easy_samplers.py``.
 
     Args:
-        own_shape: False where the size is a video's; an image encoder sees the picture in its own shape all the same.
-    """
+        own_shape: False where the size is a video's; an image encoder still sees the picture in its own shape."""
     frames, how = request.frames, fit
     controls = request.control and "control" in pipeline.spec.recipes.effective
     factor = pipeline.model.control_factor if controls else 1
-    if factor > 1 and (
-        grid := [side for side in (request.width, request.height) if side % (factor * pipeline.spec.sizes.multiple)]
-    ):
-        raise InputError(
-            f"a control clip at 1/{factor} of {grid[0]} pixels",
-            expected=f"sides of the video that are multiples of {factor * pipeline.spec.sizes.multiple}",
-            fix="Set width and height so.",
-        )
+    multiple = factor * pipeline.spec.sizes.multiple
+    misfits = [side for side in (request.width, request.height) if side % multiple]
+    if factor > 1 and misfits:
+        found = f"a control clip at 1/{factor} of {misfits[0]} pixels"
+        expected = f"sides of the video that are multiples of {multiple}"
+        raise InputError(found, expected=expected, fix="Set width and height so.")
     width, height = request.width // factor, request.height // factor
     if controls or not request.prepare:
         pictures, seen = fitted(frames, width, height, fit), None
         if request.prepare:
             tell_once(progress, "a control clip stays sharp, as published; earlier versions blurred and compressed it")
     else:
-        made_for, ratio = of_checkpoint(pipeline), _final_ratio(pipeline, request.final_size, width, height)
-        pictures, seen = as_published(made_for, frames, width, height, fit, progress, ratio), None
-        if ratio and made_for.sizes.picture_crf and fit not in ("pad", "stretch"):
+        family, ratio = of_checkpoint(pipeline), _final_ratio(pipeline, request.final_size, width, height)
+        pictures, seen = as_published(family, frames, width, height, fit, progress, ratio), None
+        if ratio and family.sizes.picture_crf and fit not in ("pad", "stretch"):
             tell_once(progress, "the picture is cut to the finished video's shape; earlier versions took the pass's")
         if not own_shape and fit == FITS[0]:
-            seen = as_published(made_for, frames, *picture_size(pipeline, frames, 0, 0, fit), fit, progress)
-        if made_for.sizes.picture_crf:
+            seen = as_published(family, frames, *picture_size(pipeline, frames, 0, 0, fit), fit, progress)
+        if family.sizes.picture_crf:
             how += ", blurred and compressed as its publisher does; without prepare it is not"
-        elif made_for.sizes.picture_filter and fit == FITS[0]:
-            how += f", {made_for.sizes.picture_filter.lower()} as its publisher; without prepare it resizes as before"
+        elif family.sizes.picture_filter and fit == FITS[0]:
+            how += f", {family.sizes.picture_filter.lower()} as its publisher; without prepare it resizes as before"
     if how != fit or tuple(frames.shape[1:3]) != (height, width):
         progress.notify(f"image {frames.shape[2]}x{frames.shape[1]} -> {width}x{height} ({how})")
     return replace(request, frames=pictures, seen=seen)
 
 
 def _final_ratio(pipeline: Pipeline, final_size: tuple[int, ...], width: int, height: int) -> float:
-    """Width over height of the finished video: of ``final_size``, else as published at the size of a pass; else 0."""
+    """Aspect ratio of a two-pass video: ``final_size``'s, else the published one's if this is a pass's size; else 0."""
     recipe, own, multiple = recipe_of(pipeline), of_checkpoint(pipeline).sizes.defaults, pipeline.spec.sizes.multiple
     if recipe is None or recipe.second is None:
         return 0.0
@@ -152,8 +150,8 @@ def _final_ratio(pipeline: Pipeline, final_size: tuple[int, ...], width: int, he
 def as_published(
     family: FamilySpec, frames: torch.Tensor, width: int, height: int, fit: str, progress: Progress, ratio: float = 0.0
 ) -> torch.Tensor:
-    """:func:`fitted` as the family's publisher does it. Frames that go through H.264 there are cut to shape at their
-    own size, or to ``ratio``, blurred, coded one by one, then resized; without an encoder only cut and resized, said.
+    """:func:`fitted` as the publisher does it. Frames that go through H.264 there are cut to aspect ``ratio`` (0: the
+    size's), blurred, coded one by one, then resized; without an encoder, which the user is told, cut and resized.
 
     Source: Lightricks/LTX-Video 5260738 ltx_video/inference.py:60, pipelines/pipeline_ltx_video.py:740."""
     crf, (rows, columns) = family.sizes.picture_crf, frames.shape[1:3]
@@ -177,12 +175,12 @@ def as_published(
 
 
 def _through_h264(frame: torch.Tensor, crf: int, check: Callable[[], None]) -> torch.Tensor | None:
-    """A frame (H, W, 3), cut to even sides, blurred by a 3 x 3 Gaussian, after H.264; None without an encoder."""
+    """A frame (H, W, 3) in 0..1 after a 3 x 3 Gaussian blur and H.264, cut to even sides; None without an encoder."""
     check()
-    line = torch.tensor([-1.0, 0.0, 1.0]).square().mul(-0.5).exp()
-    line = line / line.sum()
+    gaussian = torch.tensor([-1.0, 0.0, 1.0]).square().mul(-0.5).exp()  # of deviation 1
+    gaussian = gaussian / gaussian.sum()
     picture = functional.pad(frame.permute(2, 0, 1)[:, None], (1, 1, 1, 1), mode="reflect")
-    blurred = functional.conv2d(picture, torch.outer(line, line)[None, None])[:, 0].permute(1, 2, 0)
+    blurred = functional.conv2d(picture, torch.outer(gaussian, gaussian)[None, None])[:, 0].permute(1, 2, 0)
     coded = through_h264((blurred * 255).to(torch.uint8), crf)
     return None if coded is None else coded.float() / 255
 
@@ -193,17 +191,17 @@ def signed(frames: torch.Tensor) -> torch.Tensor:
 
 
 def _resized(frames: torch.Tensor, width: int, height: int) -> torch.Tensor:
+    """Frames (F, H, W, 3) at another size: bicubic, antialiased, clamped to 0..1."""
     picture = frames.permute(0, 3, 1, 2)
     scaled = functional.interpolate(picture, size=(height, width), mode="bicubic", antialias=True, align_corners=False)
     return scaled.clamp(0, 1).permute(0, 2, 3, 1).contiguous()
 
 
 def _in_bytes(frame: torch.Tensor, width: int, height: int, sizes: Sizes) -> torch.Tensor:
-    """One frame, resized and cut by PIL.
+    """One frame (H, W, 3) in 0..1, resized and cut by PIL in 8 bits, in the order and with the filter of ``sizes``.
 
     Source: lllyasviel/FramePack 97fe5db diffusers_helper/utils.py:42; torchvision's Resize and CenterCrop;
-    SkyworkAI/SkyReels-V1 cb0ceaa skyreelsinfer/pipelines/pipeline_skyreels_video.py:17.
-    """
+    SkyworkAI/SkyReels-V1 cb0ceaa skyreelsinfer/pipelines/pipeline_skyreels_video.py:17."""
     import numpy
     from PIL import Image
 
@@ -217,18 +215,19 @@ def _in_bytes(frame: torch.Tensor, width: int, height: int, sizes: Sizes) -> tor
         return torch.from_numpy(numpy.array(picture)).float() / 255
     scale = max(width / picture.width, height / picture.height)
     sides = picture.width * scale, picture.height * scale
-    wide, tall = (int(side + 1e-6) if sizes.picture_floor else round(side) for side in sides)
+    wide, tall = (int(side + 1e-6) if sizes.picture_floor else round(side) for side in sides)  # 1e-6: 63.999... is 64
     left, top, right, low = (wide - width) / 2, (tall - height) / 2, (wide + width) / 2, (tall + height) / 2
     cut = picture.resize((wide, tall), filtered).crop((left, top, right, low))
     return torch.from_numpy(numpy.array(cut)).float() / 255
 
 
 def _clamped(side: float) -> int:
-    return int(min(max(round(side), 64), 4096))
+    """``side`` in pixels within what :func:`snap` accepts, for pictures that are very wide or tall."""
+    return min(max(round(side), 64), LARGEST_SIDE)
 
 
 def resized(frames: torch.Tensor, width: int, height: int) -> torch.Tensor:
-    """Frames (F, H, W, 3) at another size, bilinear as a second pass ends: one at a time, for the memory."""
+    """Frames (F, H, W, 3) at the final size of a second pass: bilinear, one frame at a time to save memory."""
     made = frames.new_empty(frames.shape[0], height, width, frames.shape[3])
     for index, frame in enumerate(frames):
         picture = frame.permute(2, 0, 1)[None]

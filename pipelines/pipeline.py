@@ -123,7 +123,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline(KnownToHost):
-    """A pipeline that is ready to run; ``tools`` are its tokenizers, scheduler and image processors."""
+    """A pipeline that is ready to run."""
 
     spec: FamilySpec
     model: Checkpoint
@@ -179,7 +179,7 @@ class Pipeline(KnownToHost):
         return call() if self.run.group is None else self.run.group.on_leader(call)
 
 
-class Tools:
+class Tools:  # by name, each read when it is first asked for
     def __init__(self, readers: Mapping[str, Callable[[], Any]]) -> None:
         self.readers, self._read = dict(readers), dict[str, Any]()
 
@@ -201,19 +201,18 @@ def make_room_and_retry(
     """Handler that a stage calls after an error: frees memory and returns True to try again.
 
     Where memory ran out, other parts leave the device; then ``parts`` (by default the transformers) move by block, then
-    by layer. Each is said in ``message``. Last it tries once more: another program may have had the room.
-    """
+    by layer; ``message`` tells the user. The last try changes nothing: another program may have had the room."""
     parts = tuple(part for part in parts or pipeline.spec.transformers if part in pipeline.parts.readers)
     once_more = True
 
     def again(error: BaseException) -> bool:
         nonlocal once_more
-        grouped = pipeline.run.group is not None  # the others wait inside the step for what this rank sends
+        grouped = pipeline.run.group is not None  # the other ranks wait inside the step for data from this one
         if grouped or not parts or not is_shortage(error) or hasattr(error, GIVEN_UP):
             return False
         try:
             done = pipeline.offloader.reduce_memory(*parts)
-        except DEVICE_ERRORS:  # no room for that either, and the part may have left while its inputs stayed
+        except DEVICE_ERRORS:  # no room to move parts either; the part may have left the device, its inputs not
             done, once_more = "", False
         if not done and once_more:
             done, once_more = "once more", False
@@ -232,7 +231,7 @@ def make_room_and_retry(
 def held_once(
     pipeline: Pipeline, part: str, read: Callable[[Progress], nn.Module], activation_bytes: int, progress: Progress
 ) -> Iterator[Any]:
-    """A network that is no part of the pipeline, on its device as ``part`` inside the block, and nowhere after."""
+    """A network outside the pipeline: read and put on the device as ``part`` for the block, then dropped."""
     pipeline.parts.readers[part] = read
     try:
         with pipeline.offloader.hold(part, activation_bytes, progress) as network:

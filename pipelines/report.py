@@ -58,7 +58,7 @@ def hardware_report(device: Any, state: Path | None, again: bool = False) -> Rep
 
 
 def _further(device: torch.device) -> tuple[Decision, ...]:
-    """A row for each further accelerator, on which ``auto`` may place parts and a farm renders too."""
+    """A row for each accelerator beside ``device``: ``auto`` may place parts on it, and a farm renders on it too."""
     rows = []
     for other in accelerators(device)[1:]:
         facts = value_or(lambda other=other: facts_for(other), None)
@@ -69,7 +69,7 @@ def _further(device: torch.device) -> tuple[Decision, ...]:
 
 
 def _speed(facts: DeviceFacts, store: ProbeStore) -> tuple[Decision, ...]:
-    """The rates behind forecasts of time, for each dtype that is computed in."""
+    """A row for each dtype in use with the device's rates in it, from which times are forecast."""
     lines = []
     for name in sorted(dtypes_in_use(facts, store, precisions())):
         pace = pace_of(facts, store, DTYPES[name])
@@ -81,17 +81,17 @@ def _speed(facts: DeviceFacts, store: ProbeStore) -> tuple[Decision, ...]:
 
 
 def hardware_check(device: Any, state: Path | None) -> Iterator[Check]:
-    """Known failures of people's devices, tried on this one, one result at a time."""
+    """Try known failures of users' devices on this one; yields each result as it comes."""
     facts = facts_for(device)
     return check(facts, probe_results_of(facts, state), precisions())
 
 
 def checked(report: Report, device: Any, state: Path | None, progress: Progress) -> Report:
-    """``report`` with a last section that says how each check went."""
+    """``report`` with a last section that has a row for each hardware check, which run here."""
     lines = []
-    for count, one in enumerate(hardware_check(device, state), 1):
-        progress.step(count, max(count + 1, 45), ProgressStage("checking"))
-        lines.append(Decision(one.name, one.status, one.detail, alarming=one.status == FAILED))
+    for count, result in enumerate(hardware_check(device, state), 1):
+        progress.step(count, max(count + 1, 45), ProgressStage("checking"))  # about 45 checks; known only at the end
+        lines.append(Decision(result.name, result.status, result.detail, alarming=result.status == FAILED))
     return Report((*report.sections, ("Checks on this device", tuple(lines))))
 
 
@@ -101,7 +101,7 @@ def drawn(report: Report) -> torch.Tensor:
     from PIL import Image, ImageDraw, ImageFont
 
     font, bold = ImageFont.load_default(SIZE), ImageFont.load_default(SIZE + 6)
-    rows = [(heading, line) for heading, lines in report.sections for line in (None, *lines)]
+    rows = [(heading, line) for heading, lines in report.sections for line in (None, *lines)]  # None: the heading
     cells = [None if line is None else _cells(line, font) for _, line in rows]
     step = SIZE + GAP
     heights = [3 * step if cell is None else step * max(map(len, cell)) + GAP for cell in cells]
@@ -121,7 +121,7 @@ def drawn(report: Report) -> torch.Tensor:
 
 
 def _cells(line: Decision, font: Any) -> list[list[str]]:
-    """The three columns of a line, each broken into lines that fit; without a reason the verdict has both."""
+    """The three columns of a row, each wrapped to its width; without a reason the verdict takes that column too."""
     widths = [end - start - MARGIN // 2 for start, end in zip(COLUMNS, (*COLUMNS[1:], WIDTH), strict=True)]
     if not line.reason:
         widths[1] = WIDTH - COLUMNS[1] - MARGIN
@@ -135,8 +135,7 @@ def _broken(text: str, font: Any, width: int) -> list[str]:
     for word in text.split():
         while font.getlength(word) > width:
             fits = next(count for count in range(len(word), 0, -1) if font.getlength(word[:count]) <= width)
-            lines += [current] * bool(current)
-            lines.append(word[:fits])
+            lines += [current, word[:fits]] if current else [word[:fits]]
             current, word = "", word[fits:]
         wider = f"{current} {word}".strip()
         if current and font.getlength(wider) > width:

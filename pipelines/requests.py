@@ -105,7 +105,7 @@ PRECISIONS = (*precision.CHOICES, *STORED)
 
 
 def with_storage(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``values`` in which a precision of :data:`STORED` is ``auto``, and the weights are stored so."""
+    """``values``, where a precision that names a way of storing weights (:data:`STORED`) is moved to ``weights``."""
     named, stored = values.get("precision"), values.get("weights", AUTO)
     if named not in STORED:
         return values
@@ -117,10 +117,9 @@ def with_storage(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def load_request(values: Mapping[str, Any], trace: Path | None = None, **folders: Any) -> LoadRequest:
-    """The request that the inputs ``values`` make; one that is missing has its default, other names are passed over.
+    """The request that the inputs ``values`` make; a missing input has its default, unknown names are ignored.
     ``folders`` are the arguments of :class:`LoadRequest` that are no such inputs. Raises InputError for a value out
     of range, UnsupportedError for an absent accelerator."""
-
     values = with_storage(values)
 
     def chosen(target: Callable[..., Any]) -> dict[str, Any]:
@@ -134,7 +133,7 @@ def load_request(values: Mapping[str, Any], trace: Path | None = None, **folders
 
 
 def inputs_of(request: LoadRequest) -> dict[str, Any]:
-    """The inputs that make ``request``, but for the devices of single parts."""
+    """The load inputs, by name, that make ``request``, but for the devices of single parts."""
     compiling = request.speed.compile
     holders: dict[Any, Any] = {LoadRequest: request, SpeedRequest: request.speed, CompileSettings: compiling}
     values: dict[str, Any] = {"compile": compiling is not None}

@@ -32,7 +32,7 @@ GUIDANCE = (
 def recipe_of(pipeline: Pipeline, settings: SampleSettings | None = None) -> Recipe | None:
     """The recipe of the variant, None where it has none; the second pass for upscaled ``settings.latents``.
 
-    With the user's own levels, or a share of the schedule, it skips no steps and its levels go on to 0."""
+    With the user's ``sigmas``, or latents and a ``denoise`` below 1, it skips no steps and its levels go on to 0."""
     code = pipeline.spec.code
     known = pipeline.spec.published.recipes
     recipe: Recipe | None = known.get(pipeline.model.recipe) if pipeline.model.recipe else None
@@ -50,10 +50,9 @@ def final_size(settings: SampleSettings) -> dict[str, int]:
     """Entries of ``Latents.extra`` for the size asked of a second pass; empty if the size of its latents stays.
 
     A first pass has two thirds of the final width and height and is doubled, so that the frames are resized at the end.
-    A size no larger than that of the first pass was left there, and asks for nothing.
+    A size no larger than that of the first pass was left unchanged by the user, and asks for nothing.
 
-    Source: Lightricks/LTX-Video, ``LTXMultiScalePipeline``.
-    """
+    Source: Lightricks/LTX-Video, ``LTXMultiScalePipeline``."""
     latents, asked = settings.latents, (settings.width, settings.height)
     if latents is None or not refines(settings) or asked == (latents.width, latents.height):
         return {}
@@ -69,7 +68,7 @@ def refines(settings: SampleSettings) -> bool:
 
 
 def resolved(settings: SampleSettings) -> dict[str, Any]:
-    """The extra value of latents that says what ``auto`` became, for a receipt."""
+    """The entry of ``Latents.extra`` with the completed settings, in which no ``auto`` is left, for a receipt."""
     return {RESOLVED: replace(settings, latents=None, noise_mask=None)}
 
 
@@ -103,7 +102,7 @@ def own_defaults(pipeline: Pipeline) -> dict[str, Any]:
 
 
 def defaults_in(pipeline: Pipeline, given: Any) -> dict[str, Any]:
-    """The defaults among what a file has ``given``; only positive numbers of the usual type count."""
+    """The valid fields of :class:`Defaults` in ``given``, JSON of a file: positive numbers of the usual type."""
     usual = pipeline.spec.sizes.defaults
     return {
         name: value
@@ -113,27 +112,27 @@ def defaults_in(pipeline: Pipeline, given: Any) -> dict[str, Any]:
 
 
 def with_defaults(pipeline: Pipeline, given: Mapping[str, Any]) -> Pipeline:
-    """``pipeline`` with what :func:`own_defaults` tells changed by ``given``."""
+    """A copy of ``pipeline`` whose :func:`own_defaults` are updated by ``given``."""
     index = {**pipeline.tools["index"], OWN_DEFAULTS: {**own_defaults(pipeline), **given}}
     return replace(pipeline, tools=Tools({**pipeline.tools.readers, "index": lambda: index}))
 
 
 def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> tuple[GuidanceStep, ...]:
-    """The guidance of a recipe with what the user ``given`` says otherwise; its rescale counts only beside STG."""
+    """The guidance of ``recipe``, or ``cfg`` alone, overridden by the user's ``given``; its rescale needs STG."""
     rows = recipe.guidance if recipe is not None and recipe.guidance else (GuidanceStep(cfg=cfg),)
     usual = next((row.blocks for row in rows if row.blocks), ())
 
-    def said(row: GuidanceStep) -> GuidanceStep:
-        blocks = row.blocks or usual  # a small model has none of those that the recipe names: no STG then
+    def overridden(row: GuidanceStep) -> GuidanceStep:
+        blocks = row.blocks or usual  # without blocks to leave out there is no STG
         stg = (row.stg if given.stg < 0 else given.stg) if blocks else 0.0
         rescale = given.guidance_rescale or (row.rescale if stg else 0.0)
         return replace(row, cfg=given.cfg or row.cfg, stg=stg, rescale=rescale, blocks=blocks)
 
-    return tuple(map(said, rows))
+    return tuple(map(overridden, rows))
 
 
 def recipe_decisions(pipeline: Pipeline, variant: tuple[Decision, ...], said: str = "") -> tuple[Decision, ...]:
-    """The decisions about variant and recipe, which the name ``said`` may give away; of a demo model what it draws."""
+    """The decisions ``variant``, and one on the recipe, which the name ``said`` gave away, or on a demo's video."""
     if pipeline.is_demo:
         defaults = of_checkpoint(pipeline).sizes.defaults
         size = f"{defaults.width}x{defaults.height}, {defaults.frames} frames, {defaults.steps} steps"
@@ -150,6 +149,7 @@ def recipe_decisions(pipeline: Pipeline, variant: tuple[Decision, ...], said: st
 
 
 def with_step_cache(pipeline: Pipeline, preset: str, asked: StepCacheSettings) -> Pipeline:
+    """A copy of ``pipeline`` whose plan and decisions have the step cache of ``preset``, or of ``asked`` if custom."""
     settings = settings_for(preset, asked)
     decisions = [decision for decision in pipeline.plan.decisions if decision.subject != STEP_CACHE]
     if settings is not None:
@@ -168,18 +168,18 @@ class GridSize:
 
 
 def snap(family: FamilySpec, width: int, height: int, frames: int) -> GridSize:
-    """The nearest size that the family can make: a side of 32 pixels or more, frames rounded up, but for the largest
-    count; 0 is the family's default. Raises InputError for a side or count out of range, with the nearest valid one."""
+    """The nearest size that the family can make: sides of 32 pixels or more, frames rounded up where that does not pass
+    the limit; 0 is the family's default. Raises InputError for a side or count out of range, with a valid one."""
     defaults, multiple, stride = family.sizes.defaults, family.sizes.multiple, family.sizes.stride
     width, height, frames = width or defaults.width, height or defaults.height, frames or defaults.frames
-    smallest = _up(SMALLEST_SIDE, multiple)
+    smallest = _round_up(SMALLEST_SIDE, multiple)
     for name, side in (("width", width), ("height", height)):
         nearest = _nearest(min(max(side, smallest), LARGEST_SIDE), multiple)
         require_range(name, side, 1, LARGEST_SIDE, "pixels", nearest)
     require_range("frames", frames, 1, MOST_FRAMES, "frames")
     across, down = (max(smallest, _nearest(side, multiple)) for side in (width, height))
-    most = (MOST_FRAMES - 1) // stride * stride  # a stride of 6 does not reach it, and would pass it
-    snapped = across, down, min(_up(frames - 1, stride), most) + 1
+    most = (MOST_FRAMES - 1) // stride * stride  # rounded down: with a stride of 6 the limit itself is off the grid
+    snapped = across, down, min(_round_up(frames - 1, stride), most) + 1
     changes = [
         f"{name} {asked} -> {got}"
         for name, asked, got in zip(("width", "height", "frames"), (width, height, frames), snapped, strict=True)
@@ -190,18 +190,18 @@ def snap(family: FamilySpec, width: int, height: int, frames: int) -> GridSize:
     return GridSize(*snapped, f"{', '.join(changes)} ({family.title} needs {' and '.join(rules)})" if changes else "")
 
 
-def _nearest(value: int, multiple: int) -> int:
+def _nearest(value: int, multiple: int) -> int:  # the multiple nearest to ``value``, but not 0
     return max(multiple, (value + multiple // 2) // multiple * multiple)
 
 
-def _up(value: int, multiple: int) -> int:
+def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
 def complete(
     family: FamilySpec, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> SampleSettings:
-    """``settings`` with defaults filled in, on the family's grid, and checked against what it is used with."""
+    """``settings`` with defaults and a size on the family's grid; raises InputError for what does not go together."""
     require_family(prompt.family, family, "a prompt")
     report_unused(family, settings, GUIDANCE, progress)
     if settings.sigmas is not None and (settings.steps or settings.shift):
@@ -211,8 +211,8 @@ def complete(
     size = snap(family, settings.width, settings.height, settings.frames)
     if size.said:
         progress.notify(size.said)
-    defaults, steps = family.sizes.defaults, settings.steps if settings.sigmas is None else len(settings.sigmas) - 1
-    steps = steps or defaults.steps
+    defaults = family.sizes.defaults
+    steps = (settings.steps if settings.sigmas is None else len(settings.sigmas) - 1) or defaults.steps
     require_range("steps", steps, family.sizes.min_steps, MOST_STEPS, f"steps for {family.title}")
     settings = _at_rate(settings, defaults.fps, progress)
     own = {name: getattr(settings, name) or getattr(defaults, name) for name in ("fps", "guidance", "cfg", "shift")}
@@ -242,16 +242,15 @@ def complete(
         for name, tensor in image.tensors.items():
             require_finite(tensor, f"image condition ({name})")
         if (image.width, image.height) != (settings.width, settings.height):
-            raise InputError(
-                f"an image condition of {image.width}x{image.height} for a video of {settings.width}x{settings.height}",
-                expected="one size",
-                fix="Connect the latent to Encode Image, or width and height of Encode Image to the sample node.",
-            )
+            found = f"an image condition of {image.width}x{image.height}"
+            found += f" for a video of {settings.width}x{settings.height}"
+            fix = "Connect the latent to Encode Image, or width and height of Encode Image to the sample node."
+            raise InputError(found, expected="one size", fix=fix)
     return settings
 
 
 def _at_rate(settings: SampleSettings, usual: float, progress: Progress) -> SampleSettings:
-    """``settings`` without a rate at that of their latents, where these know it: sampled, or upscaled in time."""
+    """``settings`` at their latents' frame rate if the user set none: of sampled latents, or those upscaled in time."""
     latents = settings.latents
     if latents is None or settings.fps or not (latents.extra or latents.fps > usual):
         return settings
@@ -261,6 +260,7 @@ def _at_rate(settings: SampleSettings, usual: float, progress: Progress) -> Samp
 
 
 def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progress) -> SampleSettings:
+    """``settings`` at the size of the latents to start from, which are checked; without any, at ``denoise`` 1."""
     latents = settings.latents
     if latents is None or "latents" not in family.recipes.effective:
         if settings.denoise < 1.0:
@@ -272,20 +272,19 @@ def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progre
     if empty and settings.denoise < 1.0:
         progress.notify(f"the latents to start from are {empty}: was the video encoded with this model's VAE?")
     if settings.denoise == 0.0:
-        raise InputError(
-            "denoise 0", expected="more than 0, at most 1", fix="0 would return the input unchanged. Use 0.3 to 0.8."
-        )
+        fix = "0 would return the input unchanged. Use 0.3 to 0.8."
+        raise InputError("denoise 0", expected="more than 0, at most 1", fix=fix)
     width, height, frames, multiple = latents.width, latents.height, latents.frames, family.sizes.multiple
     if width % multiple or height % multiple:
-        size, expected = f"{_up(width, multiple)}x{_up(height, multiple)}", f"multiples of {multiple} pixels"
-        raise InputError(f"latents of {width}x{height}", expected=expected, fix=f"Scale them to {size}, for one.")
+        fix = f"Scale them to {_round_up(width, multiple)}x{_round_up(height, multiple)}, for one."
+        raise InputError(f"latents of {width}x{height}", expected=f"multiples of {multiple} pixels", fix=fix)
     if (width, height, frames) != (settings.width, settings.height, settings.frames):
         progress.notify(f"size {width}x{height}, {frames} frames taken from the latents")
     return replace(settings, width=width, height=height, frames=frames)
 
 
 def report_unused(family: FamilySpec, request: Any, names: tuple[str, ...], progress: Progress) -> None:
-    """Say which of the inputs ``names`` were set although this family does nothing with them."""
+    """Tell the user which inputs ``names`` of ``request`` are set, though they have no effect on this family."""
     usual = {field.name: field.default for field in fields(request)}
     for name in names:
         value = getattr(request, name)

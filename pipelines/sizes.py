@@ -44,37 +44,37 @@ class Size:
     clip: bool = False  # whether it goes on with a clip, of which each section sees more than of a picture
 
 
-def latent_shape(pipeline: Pipeline, size: Size) -> tuple[int, int, int]:
+def latent_shape(pipeline: Pipeline, size: Size) -> tuple[int, int, int]:  # latent frames, rows, columns
     spatial, temporal = pipeline.spec.sizes.ratios
     return (size.frames - 1) // temporal + 1, size.height // spatial, size.width // spatial
 
 
 def transformer_bytes(pipeline: Pipeline, mode: str, forward: int = 0) -> int:
-    """Bytes of transformers on the device beside a ``forward``: all with ``none``, else of the largest."""
+    """Bytes of transformer weights on the device beside ``forward`` bytes: all in mode ``none``, else the largest."""
     each = [weights.resident(mode, part, forward) for part, weights in pipeline.weights.items() if denoises(part)]
     return sum(each) if mode == "none" else max(each)
 
 
 def sampling_bytes(pipeline: Pipeline, size: Size) -> int:
     """Bytes of activations at the peak of one forward of the transformer, on one rank."""
-    fit, (tokens, latents) = pipeline.spec.memory.fit, sampling_terms(pipeline, size)
+    fit, (token_bytes, latent_bytes) = pipeline.spec.memory.fit, sampling_terms(pipeline, size)
     dense = max(_dense(pipeline, part) for part in pipeline.spec.transformers)
     batch, heads, width, item = _states(pipeline, size)
-    count = tokens // (batch * heads * width * item)
-    if pipeline.run.group is not None:  # attention holds all tokens of a share of the heads: as many bytes
-        tokens, heads = tokens // pipeline.run.group.fewest, max(1, heads // pipeline.run.group.fewest)
+    tokens = token_bytes // (batch * heads * width * item)
+    if pipeline.run.group is not None:  # a rank has a share of the tokens; in attention all, with a share of the heads
+        token_bytes, heads = token_bytes // pipeline.run.group.fewest, max(1, heads // pipeline.run.group.fewest)
     copies, attention = fit.tokens, pipeline.plan.speed.attention
     if attention.choice == SPARSE:
         copies += SPARSE_COPIES * shares(latent_shape(pipeline, size))[2]
         dense += attention.budget_bytes  # of the keys and values that are gathered
-    forward = int(copies * tokens + fit.latents * latents)
+    forward = int(copies * token_bytes + fit.latents * latent_bytes)
     dtype = pipeline.precision.compute or pipeline.precision.transformer
-    queries = torch.empty(batch, heads, count, width, dtype=dtype, device="meta")
+    queries = torch.empty(batch, heads, tokens, width, dtype=dtype, device="meta")
     return max(forward, int(fit.attending * forward) + attention.extra_bytes(queries)) + dense
 
 
 def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
-    """Bytes of one copy of the token states, and of the latents in fp32: what ``Fit`` counts copies of."""
+    """Bytes of one copy of the token states, and of one of the latents in fp32; ``FitFactors`` has how many of each."""
     config = pipeline.configs[TRANSFORMER]
     frames, rows, columns = latent_shape(pipeline, size)
     patch, patch_time = int(config.get("patch_size") or 1), int(config.get("patch_size_t") or 1)
@@ -91,7 +91,7 @@ def sampling_terms(pipeline: Pipeline, size: Size) -> tuple[int, int]:
 
 
 def _states(pipeline: Pipeline, size: Size) -> tuple[int, int, int, int]:
-    """The rows of one forward of the transformer, its heads, their width, and bytes of a value of its states."""
+    """Batch of one transformer forward, attention heads, features per head, and bytes of a value of the states."""
     config, batched = pipeline.configs[TRANSFORMER], size.guided and pipeline.spec.recipes.batched_cfg
     heads, width = int(config.get("num_attention_heads", 24)), int(config.get("attention_head_dim", 128))
     return 2 if batched else 1, heads, width, pipeline.precision.residual.itemsize
@@ -100,15 +100,15 @@ def _states(pipeline: Pipeline, size: Size) -> tuple[int, int, int, int]:
 def beside_transformer(
     pipeline: Pipeline, settings: SampleSettings, window: int = 9, beside: int = 0, clip: bool = False
 ) -> int:
-    """Bytes that one forward of the transformer needs beside its weights, with the margin of the forecast; ``beside``
-    the frames of the video are those of pictures, as many tokens."""
+    """Bytes that one forward of the transformer needs in addition to its weights, with the margin of the forecast;
+    ``beside`` counts pixel frames of condition clips, whose tokens join the video's."""
     frames = settings.frames + beside
     size = Size(settings.width, settings.height, frames, settings.cfg > 1.0, window=window, clip=clip)
     return int(MARGIN * sampling_bytes(pipeline, size))
 
 
 def texts_at_once(pipeline: Pipeline, part: str) -> int:
-    """Texts in one forward of a text encoder: two, for which streamed weights come once; one if two have no room."""
+    """Texts in one forward of a text encoder: two, so that weights are streamed once; one where memory is short."""
     offloader, device = pipeline.offloader, pipeline.offloader.device_of(part)
     free = free_bytes(device)
     if free is None or device.type == HOST.type or offloader.mode == HOSTED or part not in pipeline.weights:
@@ -119,27 +119,27 @@ def texts_at_once(pipeline: Pipeline, part: str) -> int:
 
 
 def beside_text(pipeline: Pipeline, part: str, texts: int) -> int:
-    """Bytes that one forward of a text encoder needs beside its weights, with the margin of the forecast."""
+    """Bytes that one forward of a text encoder needs in addition to its weights, with the margin of the forecast."""
     return int(MARGIN * text_bytes(pipeline, part, texts))
 
 
-def text_bytes(pipeline: Pipeline, part: str, texts: int) -> int:
+def text_bytes(pipeline: Pipeline, part: str, texts: int) -> int:  # at the peak of a forward, without weights
     return int(pipeline.spec.memory.fit.text * text_term(pipeline, part, texts)) + _dense(pipeline, part)
 
 
-def text_term(pipeline: Pipeline, part: str, texts: int) -> int:
+def text_term(pipeline: Pipeline, part: str, texts: int) -> int:  # bytes of one copy of the widest activation
     config = pipeline.configs[part]
     config = config.get("text_config", config)
     wide = max(int(config.get(key) or 0) for key in ("d_ff", "intermediate_size", "d_model", "hidden_size"))
     return texts * pipeline.spec.memory.reference_tokens * wide * pipeline.precision.text.itemsize
 
 
-def _dense(pipeline: Pipeline, part: str) -> int:
+def _dense(pipeline: Pipeline, part: str) -> int:  # bytes of the largest weight unpacked, see ``PartBytes``
     return pipeline.weights[part].dense if part in pipeline.weights else 0
 
 
 def decoding_bytes(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 0) -> int:
-    """Activations at the peak of a decode, of latent ``frames`` per chunk and pixels per ``tile``; 0 for all."""
+    """Activation bytes at a decode's peak, by latent ``frames`` at once and pixels of a ``tile``'s side; 0 for all."""
     fit, (wide, plain) = pipeline.spec.memory.fit, decoding_terms(pipeline, size, frames, tile)
     return int(fit.pixels * wide + fit.plain * plain)
 
@@ -155,7 +155,7 @@ def decoding_terms(pipeline: Pipeline, size: Size, frames: int = 0, tile: int = 
 
 
 def method_bytes(pipeline: Pipeline, size: Size, frames: int, tile: int, stream: int) -> int:
-    """Activations at the peak of a decode: latent frames per chunk, pixels per tile, pixels streamed; 0 is off."""
+    """Activation bytes at a decode's peak, by latent frames per chunk and sides of tile and streamed region; 0: off."""
     if stream:
         return int(pipeline.spec.memory.fit.streamed * streamed_term(pipeline, size, frames, tile, stream))
     chunk = decoding_bytes(pipeline, size, frames, tile)
@@ -163,17 +163,18 @@ def method_bytes(pipeline: Pipeline, size: Size, frames: int, tile: int, stream:
 
 
 def streamed_term(pipeline: Pipeline, size: Size, frames: int, tile: int, stream: int) -> float:
+    """Bytes of one streamed region, of ``stream`` pixels a side, of the decoder's widest full-size activation."""
     wide, plain = decoding_terms(pipeline, size, frames, tile)
     area = min(stream, size.width) * min(stream, size.height)
     return max(wide, plain) * min(1.0, area / (size.width * size.height))
 
 
 def plane_bytes(pipeline: Pipeline, size: Size, frames: int = 0) -> int:
-    """Bytes of host memory that a streamed decode of ``frames`` at once takes: a few of its largest activations."""
+    """Bytes of host memory of a streamed decode of ``frames`` latent frames at once: a few widest activations."""
     return int(decoding_terms(pipeline, size, frames)[0]) * PLANES
 
 
-def bytes_on(device: torch.device, *modules: nn.Module | None) -> int:
+def bytes_on(device: torch.device, *modules: nn.Module | None) -> int:  # of parameters and buffers
     tensors = (each for module in modules if module is not None for each in (*module.parameters(), *module.buffers()))
     return sum(tensor.nbytes for tensor in tensors if tensor.device == device)
 

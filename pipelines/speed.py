@@ -39,7 +39,7 @@ TRANSFORMER, VAE = "transformer", "vae"
 
 
 class Profile:
-    """Profiling: the trace file, which a stage that runs by itself replaces by one of its own, and the ranges in it."""
+    """Profiles a whole run into the file ``path``, or a stage that runs alone into a numbered file beside it."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.running = path, False
@@ -53,16 +53,16 @@ class Profile:
         """A range for a stage, and a trace of its own where no other runs."""
         from torch.profiler import record_function
 
-        trace = nullcontext() if self.running else self._traced(self._free(name.replace(" ", "-")))
+        trace = nullcontext() if self.running else self._traced(self._next_path(name.replace(" ", "-")))
         with trace, record_function(f"{RANGE} stage: {name}"):
             yield
 
     def step(self) -> Step:
-        """The step that gives the modules of a part that was just read their ranges; after all other changes."""
-        return Step(Order.COMPILE, "profile ranges", self._ranged)
+        """The step that gives the modules of a newly read part their ranges, after all other changes."""
+        return Step(Order.COMPILE, "profile ranges", self._add_ranges)
 
-    def _free(self, stage: str) -> Path:
-        """The next numbered file of a stage; a person compares runs, so none is written over."""
+    def _next_path(self, stage: str) -> Path:
+        """The next numbered file of a stage: earlier runs are kept, to compare them."""
         number = 1
         while (path := self.path.with_name(f"{self.path.stem}-{stage}-{number:03}{self.path.suffix}")).exists():
             number += 1
@@ -70,11 +70,10 @@ class Profile:
 
     @contextmanager
     def _traced(self, target: Path) -> Iterator[None]:
-        """A trace of the block in ``target``.
+        """Trace the ``with`` block into the file ``target``.
 
         Ranges that a cancel left open end before their trace: torch writes the end of a range into the trace that
-        began it, and the process dies where that one is gone.
-        """
+        began it, and the process dies where that one is gone."""
         from torch.profiler import profile, supported_activities
 
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -87,26 +86,26 @@ class Profile:
                 self._close_down_to(0)
         trace.export_chrome_trace(str(target))
 
-    def _ranged(self, part: str, module: nn.Module) -> Callable[[], None] | None:
-        """Give the blocks in ``module``'s lists and their children ranges; a compiled block, one graph, has one."""
+    def _add_ranges(self, part: str, module: nn.Module) -> Callable[[], None] | None:
+        """Give ranges to blocks in ``module``'s lists and to children of uncompiled ones; returns the undo, or None."""
         undo = Undo()
         for name, owner in module.named_modules():
             if not isinstance(owner, nn.ModuleList):
                 continue
             for index, block in enumerate(owner):
-                self._range(f"{RANGE} block: {part}.{name}.{index}", block, undo)
+                self._add_range(f"{RANGE} block: {part}.{name}.{index}", block, undo)
                 if not hasattr(block, COMPILED):
                     for child_name, child in block.named_children():
                         if not isinstance(child, nn.ModuleList):
-                            self._range(f"{RANGE} op: {part}.{name}.{index}.{child_name}", child, undo)
+                            self._add_range(f"{RANGE} op: {part}.{name}.{index}.{child_name}", child, undo)
         return undo.restore if undo else None
 
-    def _range(self, text: str, module: nn.Module, undo: Undo) -> None:
-        """Hooks, not a patched forward: they survive every offloader's own re-wrapping of it."""
+    def _add_range(self, text: str, module: nn.Module, undo: Undo) -> None:
+        """Open and close a range ``text`` by hooks, which survive an offloader's wrapping of ``forward``."""
         undo.append(add_hook(module, partial(self._enter, text), before=True, prepend=True).remove)
         undo.append(add_hook(module, self._leave, always_call=True).remove)
 
-    def _enter(self, text: str, module: nn.Module, inputs: Any) -> None:
+    def _enter(self, text: str, module: nn.Module, inputs: Any) -> None:  # begins a range while a trace runs
         from torch.profiler import record_function
 
         if self.running:
@@ -159,6 +158,7 @@ class Speed:
             self.compiled = {part: Compilation(self.request.compile) for part in parts}
 
     def steps(self) -> tuple[Step, ...]:
+        """The changes that these choices make to each newly read part; what they did is counted in this object."""
         steps: list[Step] = []
         if self.formats:
             steps.append(Step(Order.KERNELS, "products of stored weights", self._multiply))
@@ -171,7 +171,7 @@ class Speed:
         return tuple(steps)
 
     def host_for(self, offload: str, hosted: HostOffloader | None) -> HostOffloader | None:
-        """The host's offloader for ``offload``; none for ``auto`` with compile, which that offloader cannot have."""
+        """``hosted``; None for ``auto`` with compile, which that offloader cannot run: noted in ``self.compile``."""
         if hosted is None or offload != AUTO or not self.compiled:
             return hosted
         self.compile = replace(self.compile, why=f"offload auto does without {HOSTED}, in which no block is one graph")
@@ -202,14 +202,14 @@ class Speed:
             lossy += f", {sum(self.multiplied.values())} layers multiplied as stored"
         return f"{title}: {kernels}, attention {self.attention.label}, {compiled}{lossy}"
 
-    def notify(self, title: str, notify: Callable[[str], None]) -> None:
+    def notify(self, title: str, notify: Callable[[str], None]) -> None:  # the line, where there is a choice to tell
         if self.formats and not any(self.multiplied.values()):
             kinds = " or ".join(self.formats)
             notify(f"stored_products has no effect: no transformer weight is {kinds}, which this device multiplies")
         if self.forms.get(TRANSFORMER) or self.compiled or self.request.fp16_sums or any(self.multiplied.values()):
             notify(self.line(title))
 
-    def _multiply(self, part: str, module: Any) -> Undo | None:
+    def _multiply(self, part: str, module: Any) -> Undo | None:  # by stored weights; None: left as it is, as below
         if not denoises(part):
             return None
         self.multiplied[part], undo = multiply_as_stored(module, self.formats)
@@ -236,24 +236,25 @@ def speed_for(
     probes: Mapping[str, ProbeResult] | None,
     attention: Attention,
 ) -> Speed:
-    """The choices of ``request`` on the device of ``facts``, with parts ``elsewhere``; ``probes`` outrank a known
-    bug's row. Raises InputError for an unknown choice, UnsupportedError for an explicit one that cannot run here."""
+    """``request`` resolved for the device of ``facts``, and those of the parts ``elsewhere``; ``probes`` outrank the
+    table of known bugs. Raises InputError for an unknown choice, UnsupportedError for one that cannot run here."""
     dtype = precision.compute or precision.transformer
-    device, beside = (torch.device(elsewhere.get(part, facts.device)) for part in (TRANSFORMER, VAE))
+    device, vae_device = (torch.device(elsewhere.get(part, facts.device)) for part in (TRANSFORMER, VAE))
     if request.fp16_sums:
         require_fp16_sums(facts, dtype)
     formats = require_stored_matmuls(facts) if request.stored_products else ()
     form, kernels = form_for(request.kernels, device, dtype, _unusable(device, dtype, facts, probes))
-    against = fused.reason_against(beside, precision.vae) or _unusable(beside, precision.vae, facts, probes)
-    against = against or (f"{facts.device} was asked, not {beside}" if beside != facts.device else "")
+    against_vae = fused.reason_against(vae_device, precision.vae) or _unusable(vae_device, precision.vae, facts, probes)
     launched = fused.AUTO, fused.TRITON  # the other choices run anywhere
-    other = "" if request.kernels == fused.OFF or (request.kernels in launched and against) else request.kernels
-    for of_vae, place, operands, chosen in ((False, device, dtype, form), (True, beside, precision.vae, other)):
+    launchable = not against_vae and vae_device == facts.device  # the probes ran on that device only
+    vae_off = request.kernels == fused.OFF or (request.kernels in launched and not launchable)
+    vae_form = "" if vae_off else request.kernels
+    for of_vae, place, operands, chosen in ((False, device, dtype, form), (True, vae_device, precision.vae, vae_form)):
         if chosen in launched and isinstance(probes, ProbeStore):
             fused.leave_wrong(place, operands, probes, of_vae)
-    answer = (probes or {}).get(f"{GELU}.{NAMES[dtype]}") if form in launched else None
-    epilogue = answer is not None and answer.status == OK  # the probe saw a matmul end in GELU as well as two do it
-    return Speed(request, {TRANSFORMER: form, VAE: other}, kernels, attention, formats=formats, epilogue=epilogue)
+    gelu = (probes or {}).get(f"{GELU}.{NAMES[dtype]}") if form in launched else None
+    epilogue = gelu is not None and gelu.status == OK  # a matmul that ends in GELU is as exact here as the two apart
+    return Speed(request, {TRANSFORMER: form, VAE: vae_form}, kernels, attention, formats=formats, epilogue=epilogue)
 
 
 def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:
@@ -272,7 +273,7 @@ def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: st
 def _unusable(
     device: torch.device, dtype: torch.dtype, facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None
 ) -> str:
-    """The reason to launch no kernels if nothing else forbids it: by the probe, else by a known bug."""
+    """The reason against Triton there, by probe or known bug; empty where it runs or ``reason_against`` has one."""
     if fused.reason_against(device, dtype):
         return ""
     launches = abilities_of(facts, probes).verdict(TRITON)

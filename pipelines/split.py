@@ -35,15 +35,13 @@ SMALL: Mapping[str, Any] = {  # values of a transformer's configuration that mak
 
 
 def on_group(pipeline: Pipeline, group: Group) -> Pipeline:
-    """``pipeline``, of which no transformer was read yet, as one of the processes of ``group``; all call it. Raises
-    UnsupportedError for a family that was never split, compiled blocks, or a split that is not exact."""
-    parts, size = pipeline.parts, group.world.size
+    """``pipeline``, whose transformers have not been read yet, for this process of ``group``; every process calls it.
+    Raises UnsupportedError for a family that was never split, compiled blocks, or a split that is not exact."""
+    parts = pipeline.parts
     if pipeline.plan.speed.compiled:
-        raise UnsupportedError(
-            f"compile on {size} devices",
-            expected="compile off, since exchanges between devices would be part of the graphs",
-            fix="Leave compile off for these jobs.",
-        )
+        found, fix = f"compile on {group.world.size} devices", "Leave compile off for these jobs."
+        expected = "compile off, since exchanges between devices would be part of the graphs"
+        raise UnsupportedError(found, expected=expected, fix=fix)
     prepare: Any = parts.prepare
     parts.prepare = prepare.with_steps([split_step(group, pipeline.spec.rewrites.split, pipeline.spec.title)])
     require_exact(pipeline, group)
@@ -51,21 +49,21 @@ def on_group(pipeline: Pipeline, group: Group) -> Pipeline:
 
 
 def require_exact(pipeline: Pipeline, group: Group) -> None:
-    """Refuse the model where a tiny transformer of its class, whole and split, gives results that differ.
+    """Raise UnsupportedError where a tiny transformer of the model's class gives other results split than whole.
 
-    It finds in a second what a new version of diffusers changes in a block, before hours of a wrong video are rendered.
-    """
+    It takes a second and finds blocks that a new version of diffusers changed, before hours go into a wrong video."""
     device = pipeline.offloader.device_of(TRANSFORMER)
     twin = _twin(pipeline, group.world.size).to(device)
-    beside = replace(pipeline, model=replace(pipeline.model, configs={**pipeline.configs, TRANSFORMER: twin.config}))
+    model = replace(pipeline.model, configs={**pipeline.configs, TRANSFORMER: twin.config})
+    twin_pipeline = replace(pipeline, model=model)
     call = _call(pipeline, dict(twin.config), device)
 
     def difference() -> float:
-        return float((velocity(beside, twin, call) - whole).abs().max())
+        return float((velocity(twin_pipeline, twin, call) - whole).abs().max())
 
     with torch.no_grad():
         replace_attention(twin, Attention())
-        whole = velocity(beside, twin, call)
+        whole = velocity(twin_pipeline, twin, call)
         split_step(group, pipeline.spec.rewrites.split, pipeline.spec.title).apply(TRANSFORMER, twin)
         try:
             differences = [difference()]
@@ -81,10 +79,9 @@ def require_exact(pipeline: Pipeline, group: Group) -> None:
 
 
 def _twin(pipeline: Pipeline, size: int) -> Any:
-    """A small transformer as the pipeline's is configured, with random weights and heads that ``size`` does not divide.
+    """A small transformer of the pipeline's configuration, whose number of heads ``size`` ranks do not divide.
 
-    Its classes start several modulations and projections at zero: neither text nor time would reach the output.
-    """
+    Its weights are random, as diffusers starts some projections at zero: text and time would not reach the output."""
     import diffusers
 
     cls = getattr(diffusers, pipeline.spec.files.parts[TRANSFORMER][1])
@@ -98,12 +95,12 @@ def _twin(pipeline: Pipeline, size: int) -> Any:
             if weight.ndim > 1:
                 weight.copy_(noise / math.sqrt(noise[0].numel()))
             else:
-                weight.copy_(0.1 * noise + (not name.endswith("bias")))
+                weight.copy_(0.1 * noise + (0 if name.endswith("bias") else 1))  # 1: scales of norms
     return twin.eval()
 
 
 def _call(pipeline: Pipeline, config: dict[str, Any], device: torch.device) -> Call:
-    """Two videos at once with texts of unlike length, and a time for each token where the family has that."""
+    """A call with random inputs: two videos, texts of two lengths, and a time for each token if the family has that."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -130,8 +127,6 @@ def _call(pipeline: Pipeline, config: dict[str, Any], device: torch.device) -> C
 
 
 def _refusal(pipeline: Pipeline, why: str, group: Group) -> UnsupportedError:
-    return UnsupportedError(
-        f"a tiny {pipeline.spec.title} split over {group.world.size} devices {why}",
-        expected=f"at most {MOST:g} of its largest value",
-        fix="Leave out --group for this model, and report this with the version of diffusers.",
-    )
+    found = f"a tiny {pipeline.spec.title} split over {group.world.size} devices {why}"
+    fix = "Leave out --group for this model, and report this with the version of diffusers."
+    return UnsupportedError(found, expected=f"at most {MOST:g} of its largest value", fix=fix)

@@ -86,7 +86,7 @@ def prove(device: Any, state: Path, output: Path, notify: Callable[[str], None],
     return done
 
 
-def stack_parts(facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Iterator[Part]:
+def stack_parts(facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Iterator[Part]:  # measures, by family
     for family in FAMILIES.values():
         yield Part(f"memory {family.id}", partial(stack_figures, family, facts, store, sizes))
     for family in FAMILIES.values():
@@ -95,7 +95,7 @@ def stack_parts(facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Ite
 
 
 def stack_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Iterator[Figure]:
-    """Peak of a forward on each card beside the forecast, then seconds with weights that stay and that are streamed."""
+    """Peak of a forward on each card beside the forecast, then seconds with weights on the device, and streamed."""
     try:
         stack, kind = family_stack(family, facts, store, sizes), ""
     except (ImportError, MissingPackageError):
@@ -113,12 +113,13 @@ def stack_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, siz
         from .forecast.times import link_of
 
         pins = locks_host_memory(facts.device)
-        for kept in _host_weights(weights.total, facts):
-            link = link_of(facts, [], pace, pinned := bool(kept.kinds), pins)
+        for host_weights in _host_weights(weights.total, facts):
+            pinned = bool(host_weights.kinds)
+            link = link_of(facts, [], pace, pinned, pins)
             modelled = max(computing, weights.total / link) if link and computing is not None else None
-            name = f"{kind}forward, streamed{' from pinned memory' * pinned}"
-            room = _beside(stack) + weights.passing * 9 // 8  # streams and events take some: the next block must fit
-            yield from figures_of(Part(name, partial(_streamed, name, stack, facts, room, kept, modelled)))
+            name = f"{kind}forward, streamed{' from pinned memory' if pinned else ''}"
+            room = _activation_bytes(stack) + weights.passing * 9 // 8  # an eighth more, for streams and events
+            yield from figures_of(Part(name, partial(_streamed, name, stack, facts, room, host_weights, modelled)))
 
 
 def _host_weights(total: int, facts: DeviceFacts) -> Iterator[HostWeights]:
@@ -132,13 +133,14 @@ def _host_weights(total: int, facts: DeviceFacts) -> Iterator[HostWeights]:
 
 
 def _streamed(
-    name: str, stack: Stack, facts: DeviceFacts, room: int, kept: HostWeights, modelled: float | None
+    name: str, stack: Stack, facts: DeviceFacts, room: int, host_weights: HostWeights, modelled: float | None
 ) -> Iterator[Figure]:
-    yield Figure(name, "s", _run(stack, facts.device, "group", room, kept)[1], modelled)
+    """Seconds of a forward in ``room`` bytes, with blocks streamed from the host, beside the ``modelled`` seconds."""
+    yield Figure(name, "s", _run(stack, facts.device, "group", room, host_weights)[1], modelled)
 
 
 def _peak(name: str, room: int, stack: Stack, weights: PartBytes, facts: DeviceFacts) -> Iterator[Figure]:
-    """The peak on a card of ``room`` bytes, in the first mode that fits; ``group`` fills it, so it has no forecast."""
+    """The peak on a card of ``room`` bytes in the first mode that fits; ``group`` fills the card: no forecast then."""
     forward = stack.activations or 0
     needs = {mode: weights.resident(mode, TRANSFORMER, forward) + forward for mode in MODES}
     mode = next((mode for mode in ("none", "group") if needs[mode] + weights.block <= room), "sequential")
@@ -153,7 +155,7 @@ def family_stack(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, size
     from .forecast import counts
     from .sizes import sampling_bytes
 
-    pipeline, module = _published(family, facts, store, sizes, TRANSFORMER)
+    pipeline, module = _published_part(family, facts, store, sizes, TRANSFORMER)
     size = Size(sizes.width, sizes.height, sizes.frames)
     dtype = pipeline.precision.compute or pipeline.precision.transformer
     work, empty = counts.transformer_work(pipeline, size), counts.empty_call(pipeline, size, 1)
@@ -166,10 +168,10 @@ def family_stack(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, size
     return Stack(module, forward, work, dtype, activations=sampling_bytes(pipeline, size))
 
 
-def _published(
+def _published_part(
     family: FamilySpec, facts: DeviceFacts, store: ProbeStore, sizes: StackSizes, part: str
 ) -> tuple[Pipeline, nn.Module]:
-    """The family's demo pipeline with the published config of a part, cut to few blocks, and that part, prepared."""
+    """The demo pipeline with the published config of ``part``, cut to few blocks, and that part, random, prepared."""
     from .forecast import counts
     from .load.folder import load
     from .requests import LoadRequest
@@ -191,7 +193,7 @@ def decode_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, si
     """Peak of a decode on each card beside its forecast, in the method that a run would begin with, then its seconds
     on the whole device; none without packages."""
     try:
-        pipeline, vae = _published(family, facts, store, sizes, VAE)
+        pipeline, vae = _published_part(family, facts, store, sizes, VAE)
     except (ImportError, MissingPackageError):
         return  # no plain layers would stand for a decoder
     weights = part_bytes({name: each.nbytes for name, each in vae.state_dict().items()})
@@ -206,7 +208,7 @@ def decode_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, si
 
 
 def _decode(pipeline: Pipeline, vae: Any, size: Size, room: int, card: float = 0.0) -> Iterator[Figure]:
-    """The peak of a decode in ``room`` bytes, a ``card`` of so many GiB; for 0, the seconds of a second decode."""
+    """The peak of a decode in the ``room`` bytes of a ``card`` in GiB; with 0, the seconds of a decode once warm."""
     from .forecast.counts import decoding_work
     from .vae.fallback import tiled
     from .vae.plan import DecodeRequest, ladder_for
@@ -256,7 +258,7 @@ def plain_stack(family: FamilySpec, store: ProbeStore, sizes: StackSizes) -> Sta
     return Stack(_filled(module), forward, work, dtype)
 
 
-def published_config(family: FamilySpec, part: str = TRANSFORMER) -> dict[str, Any]:
+def published_config(family: FamilySpec, part: str = TRANSFORMER) -> dict[str, Any]:  # of the first variant
     content = json_file(family.folder / f"{part}.json")
     first: Mapping[str, Any] = content[0] if isinstance(content, list) else content
     return dict(first.get("config", first))
@@ -277,24 +279,24 @@ def _filled(module: nn.Module) -> nn.Module:
     return module.eval().requires_grad_(False)
 
 
-def _beside(stack: Stack) -> int:
+def _activation_bytes(stack: Stack) -> int:  # with the margin of the forecast; 0 where it has none
     return int(MARGIN * (stack.activations or 0))
 
 
 def _run(
     stack: Stack, device: torch.device, mode: str, room: int | None = None, host_weights: HostWeights | None = None
 ) -> tuple[int | None, float]:
-    """Peak bytes of two forwards without what was there before, in ``room`` bytes, and the seconds of the second. As in
-    a run, fewer blocks stay on the device where it has no room for them."""
+    """Peak bytes of two forwards in ``room`` bytes, less those in use before, and the seconds of the second forward. As
+    in a run, fewer blocks stay on the device where memory runs out."""
     free = memory.free_bytes(device)
-    keep = 0 if room is None or free is None else max(0, free - room)
+    keep_free = 0 if room is None or free is None else max(0, free - room)
     parts = Parts({TRANSFORMER: lambda _: stack.module})
-    options = OffloadOptions(keep_free_bytes=keep, host_weights=host_weights or HostWeights())
+    options = OffloadOptions(keep_free_bytes=keep_free, host_weights=host_weights or HostWeights())
     offloader = StandaloneOffloader(parts, device, mode, options)
 
     def timed() -> float:
         seconds = list[float]()
-        with offloader.hold(TRANSFORMER, _beside(stack)) as module:
+        with offloader.hold(TRANSFORMER, _activation_bytes(stack)) as module:
             while len(seconds) < 2:  # the first one warms up
                 try:
                     seconds.append(seconds_of(lambda: stack.forward(module, device), device))
@@ -307,7 +309,7 @@ def _run(
 
 
 def _peak_of(timed: Callable[[], float], offloader: StandaloneOffloader, part: str) -> tuple[int | None, float]:
-    """Peak bytes of ``timed`` without what was there before, and its seconds; ``part`` is in host memory afterwards."""
+    """Peak bytes of ``timed``, less those in use before, and its seconds; then ``part`` is moved to host memory."""
     device = offloader.device
     memory.reset_peak(device)
     before = memory.peak_bytes(device)
@@ -323,7 +325,7 @@ def _peak_of(timed: Callable[[], float], offloader: StandaloneOffloader, part: s
 
 @contextmanager
 def small_card(facts: DeviceFacts, room: int) -> Iterator[None]:
-    """The block in which torch gives out at most ``room`` bytes of the device, where its kind can be limited."""
+    """Let torch allocate at most ``room`` bytes of the device inside the block; no limit where its backend has none."""
     backend: Any = getattr(torch, facts.device.type, None)
     where = () if facts.device.type == "mps" else (facts.device,)
 

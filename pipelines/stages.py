@@ -170,14 +170,13 @@ def encode_image(
     latents: Latents | None = None,
     exact: bool = False,
 ) -> ImageCondition:
-    """The pictures fitted to a size of the family, or of ``latents``, and encoded; ``width`` and ``height`` say which,
-    or are the size if ``exact``. Raises InputError for pictures of a wrong kind or size, UnsupportedError for a family
-    that takes none."""
+    """The request's pictures, encoded at the size of its previous condition, else of ``latents``, else a size of the
+    family's near the request's; ``exact`` takes that as it is, whatever the picture's shape. Raises InputError for
+    pictures of a wrong kind or size, UnsupportedError for a family that takes none."""
     family = pipeline.spec
     if family.code.encode_image is None:
-        raise UnsupportedError(
-            f"an image for {family.title}", expected="a text prompt only", fix="Load an image-to-video model."
-        )
+        found, fix = f"an image for {family.title}", "Load an image-to-video model."
+        raise UnsupportedError(found, expected="a text prompt only", fix=fix)
     frames = checked_frames(request.frames, "the image")
     require_range("strength", request.strength, 0, 1)
     previous = request.previous
@@ -205,10 +204,9 @@ def encode_image(
 def encode_video(
     pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str, seed: int, progress: Progress
 ) -> Latents:
-    """Frames (F, H, W, 3) as latents in core's space, fitted to a size of the family, to start a sampling from.
+    """Frames (F, H, W, 3) in 0..1, fitted to a size of the family, as latents in core's space to start a sampling from.
 
-    A frame count off the grid is cut to the largest that fits, and said.
-    """
+    Frames past the family's grid are cut off, which the user is told."""
     family = pipeline.spec
     if family.code.encode_video is None:
         found = f"a video for {family.title}"
@@ -234,8 +232,8 @@ def sample(
     progress: Progress,
     steps: StepStore | None = None,
 ) -> Latents:
-    """Sampled latents in core's space; ``steps`` keeps unfinished steps, and may know of some already. Raises
-    InputError for a prompt, image or latents of another family or size, or a setting out of range."""
+    """Sampled latents in core's space; ``steps`` saves unfinished steps, and may resume those of an interrupted run.
+    Raises InputError for a prompt, image or latents of another family or size, or a setting out of range."""
     family = pipeline.spec
     if family.recipes.sections:
         found = f"a {family.title} pipeline in the Sample node"
@@ -278,7 +276,7 @@ def sample_framepack(
     keeper: SectionStore | None = None,
     steps: StepStore | None = None,
 ) -> Latents:
-    """FramePack's sampled latents; ``keeper`` is given finished sections and may know of some, ``steps`` likewise."""
+    """FramePack's latents; ``keeper`` saves finished sections, ``steps`` unfinished steps, to resume a stopped run."""
     family = pipeline.spec
     if not family.recipes.sections:
         found = f"a {family.title} pipeline in the Sample FramePack node"
@@ -319,8 +317,7 @@ def decode(
 
     Args:
         form: the method with its tile, overlap and frames per chunk, in place of ``method``.
-        tiny_decoders: folders in which ``draft`` finds one.
-    """
+        tiny_decoders: folders in which ``draft`` finds one."""
     family = pipeline.spec
     require_family(latents.family, family, "these latents")
     _require_channels(pipeline, latents)
@@ -329,7 +326,7 @@ def decode(
     hint = "" if smallest else "set method to auto, which continues in smaller parts"
     count, lengths = latents.samples.shape[2], latents.extra.get("section_lengths", ())
     window, sections = latents.extra.get("window", 9), len(lengths)
-    if count not in lengths[-1:]:  # decoded all at once
+    if count not in lengths[-1:]:  # these latents are not joined of sections: one decode takes them all
         window, sections = count - 1, 1
     size = Size(latents.width, latents.height, latents.frames, window=window, sections=sections)
 
@@ -371,16 +368,16 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
         for attempt in retries(make_room_and_retry(pipeline, progress, (VAE,), UPSCALING.again)):
             with attempt:
                 upscaled: Latents = family.code.upscale(pipeline, latents, path, progress)
-    if upscaled.width != latents.width:
-        kept = {name: value for name, value in upscaled.extra.items() if name not in FINAL}
-        upscaled = replace(upscaled, extra=kept)
+    if upscaled.width != latents.width:  # the frames are no longer resized to the size before
+        extra = {name: value for name, value in upscaled.extra.items() if name not in FINAL}
+        upscaled = replace(upscaled, extra=extra)
     return upscaled
 
 
 def with_decode_noise(
     pipeline: Pipeline, latents: Latents, timestep: float, scale: float, progress: Progress
 ) -> Latents:
-    """``latents``, to be decoded at ``timestep`` with noise of ``scale`` added; below 0: the model's own."""
+    """``latents`` that say to decode them at ``timestep`` with noise of ``scale`` added; below 0 is the model's own."""
     given = {"decode_timestep": timestep, "decode_noise_scale": scale}
     asked = {name: value for name, value in given.items() if not value < 0}
     for name, value in asked.items():
@@ -411,7 +408,7 @@ def _sample(pipeline: Pipeline, settings: Any, size: Size, progress: Progress, d
 
 
 def _require_image(pipeline: Pipeline, image: ImageCondition | None, refined: bool) -> None:
-    """Raise where a checkpoint of pictures has none, but in a ``refined`` pass, or one of text has one."""
+    """Raise InputError for an image that is missing (a ``refined`` pass needs none), or that the checkpoint refuses."""
     family = pipeline.spec
     if pipeline.model.task == "image" and image is None and family.files.image_required and not refined:
         found = f"no image for {family.title} {pipeline.variant}"
@@ -432,13 +429,12 @@ def running(
     hint: str = "",
     run: Callable[[], Run] | None = None,
 ) -> Iterator[None]:
-    """Around a stage: its range in a profile, its peak, traffic and time, and what to lower where memory runs out.
+    """Run a stage inside the block: record its profile range, peak memory, traffic and time, and explain its errors.
 
     Args:
-        size: that ran out; None for a stage that it does not matter to.
-        hint: a way out that only this stage has.
-        run: what its forecast of time is for; None for a stage that has none.
-    """
+        size: for the advice where memory runs out; None for a stage whose memory depends on no video size.
+        hint: a way out of a shortage of memory that only this stage has.
+        run: makes the run whose time is forecast; None for a stage without a forecast."""
     asked = run() if run is not None and pipeline.offloader.options.state is not None else None
     forecast = {} if asked is None else expected(pipeline, stage.cost, asked)
     device = pipeline.offloader.device_of(stage.part)
@@ -452,7 +448,7 @@ def running(
             if forecast and asked is not None:  # named at the end: the stage may have fallen back
                 cost.work = work_key(pipeline, stage.cost, asked)
             resuming = pipeline.run.resuming
-            if resuming is not None and resuming.skipped:  # a part of it: no measure of the whole
+            if resuming is not None and resuming.skipped:  # resumed: its time measures only a part of the steps
                 cost.modelled_seconds = cost.forecast_seconds = 0.0
         except Exception as error:
             if (explained := _explained(error, stage, pipeline, size, hint)) is not None:
@@ -463,7 +459,7 @@ def running(
 def _explained(
     error: Exception, stage: Stage, pipeline: Pipeline, size: Latents | SampleSettings | None = None, hint: str = ""
 ) -> BaseException | None:
-    """The error that explains ``error`` of a stage; None for one that says enough."""
+    """An error that tells the user why a stage raised ``error``, and what to do; None where ``error`` says enough."""
     device = pipeline.offloader.device_of(stage.part)
     if isinstance(error, NotFinite) and (silent := device_fault(device)):
         return gone(device, silent)

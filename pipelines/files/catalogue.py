@@ -17,13 +17,13 @@ BESIDE_GIB = 2.0  # of activations and the driver
 
 
 def offers() -> dict[str, Offer]:
-    """Title of each family that one may start with to what to download, the smallest first."""
+    """The first download of each family that offers one, by the family's title, the smallest first."""
     each = [(known.title, known.published.offer) for known in FAMILIES.values() if known.published.offer is not None]
     return dict(sorted(each, key=lambda item: item[1].total_bytes))
 
 
 def every_offer() -> dict[str, Offer]:
-    """Title to what can be downloaded: :func:`offers`, and behind them further variants of each family."""
+    """All downloads by title: :func:`offers`, followed by further variants of each family."""
     more = (family.published.more_offers.items() for family in FAMILIES.values())
     return offers() | {title: offer for family in more for title, offer in family}
 
@@ -34,7 +34,7 @@ def smallest_for(memory_bytes: int) -> tuple[str, Offer]:
     return next((item for item in each if item[1].largest_bytes <= memory_bytes), each[0])
 
 
-def published_family(name: str) -> FamilySpec | None:
+def published_family(name: str) -> FamilySpec | None:  # that publishes a repository named like the folder ``name``
     folder = Path(name).name
     pages = ((family, page) for family in FAMILIES.values() for page in family.published.pages)
     return next((family for family, page in pages if page.rsplit("/", 1)[1] == folder), None)
@@ -55,7 +55,7 @@ def remedy(name: str, root: Path, memory_bytes: int) -> str:
     return f"{_fits(offer, memory_bytes)}: {title}. Download {where}, or let {FETCHER} do it; then press R."
 
 
-def _fits(offer: Offer, memory_bytes: int) -> str:
+def _fits(offer: Offer, memory_bytes: int) -> str:  # the start of a sentence about :func:`smallest_for`
     fits = "The smallest that fits" if offer.largest_bytes <= memory_bytes else "None fits. The smallest for"
     return f"{fits} this machine"
 
@@ -89,8 +89,8 @@ def variants_of(title: str) -> str:
 
 
 def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int, card_bytes: int = 0) -> str:
-    """Advice while there is no model: the smallest that fits, its pages and folders, and where was searched; memory is
-    that of the computer that holds the weights, and of the card, 0 where that is the computer."""
+    """Advice while there is no model: the smallest that fits, its pages and folders, and the folders searched.
+    ``memory_bytes`` are the computer's, which holds the weights; ``card_bytes`` the card's, 0 without one."""
     title, offer = smallest_for(memory_bytes)
     return "\n".join(
         [
@@ -105,7 +105,7 @@ def first_steps(searched: Sequence[Path], machine: str, memory_bytes: int, card_
 
 
 def absent_offers(there: Container[str], roots: Sequence[Path]) -> dict[str, dict[str, str]]:
-    """Folder name of each offer that is not ``there`` -> its ``title``, and in ``text`` size, room, pages, folders."""
+    """By folder name, each offer that is not ``there``: its ``title``, and a ``text`` on size, room, pages, folders."""
     offers_of = {offer.downloads[0].folder: (title, offer) for title, offer in every_offer().items()}
     return {
         name: {

@@ -61,8 +61,7 @@ def fetched(
     Args:
         choice: of :data:`CHOICES`; ``no`` uses no network and writes nothing.
         endpoint: another Hub, for mirrors and tests.
-        card_bytes: of the device, for advice; 0 for none.
-    """
+        card_bytes: of the device, for advice; 0 for none."""
     offer = offer_of(title)
     require_choice("download", choice, CHOICES)
     lines = []
@@ -81,6 +80,7 @@ def fetched(
 
 
 def is_checked(folder: Path, download: Download) -> bool:
+    """True if the folder's note says that all of ``download`` matched the Hub, and the files have not changed since."""
     try:
         note = json_file(folder / NOTE)
         had = any(
@@ -93,7 +93,8 @@ def is_checked(folder: Path, download: Download) -> bool:
 
 
 def selected(files: Mapping[str, int], only: tuple[str, ...]) -> dict[str, int]:
-    """The files of a repository that are read: settings, vocabularies, of each folder its bf16 safetensors or all."""
+    """Path to bytes of the files of a repository that are read: settings, vocabularies, and safetensors; where a folder
+    has a set in bf16 too, only that set."""
     within = (name for name in files if not name.startswith("/") and not OUTSIDE.search(name))
     wanted = {name: files[name] for name in within if not only or name.split("/")[0] in only}
     weights = [name for name in wanted if name.endswith(".safetensors")]
@@ -109,7 +110,7 @@ def selected(files: Mapping[str, int], only: tuple[str, ...]) -> dict[str, int]:
     return sizes
 
 
-def _in_one_line(download: Download, folder: Path) -> str:
+def _in_one_line(download: Download, folder: Path) -> str:  # tells the user what is there of a download
     if is_checked(folder, download):
         return f"{folder} is complete and was checked against {download.repository}"
     there = "is there, but not checked" if folder.is_dir() and any(folder.iterdir()) else "is not there"
@@ -117,9 +118,8 @@ def _in_one_line(download: Download, folder: Path) -> str:
 
 
 def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str | None) -> dict[str, int]:
-    """Path to bytes of what is now in ``folder``, each compared with the Hub's hash; empty where an earlier run, which
-    was cancelled while it compared and is waited for, has done it. In a thread, so that a cancel is obeyed meanwhile.
-    """
+    """Fetch and check ``download`` in a thread, so that a cancel is obeyed meanwhile; returns path to bytes of files.
+    A cancelled earlier run that still checks is waited for; where that finishes the work, the result is empty."""
     hub = imported("huggingface_hub")
     if not hasattr(hub.HfApi, "verify_repo_checksums"):
         found = f"huggingface_hub {hub.__version__}, which checks no hashes"
@@ -160,6 +160,8 @@ def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str |
 
 
 def _transferred(hub: Any, download: Download, folder: Path, state: Fetched, endpoint: str | None) -> dict[str, int]:
+    """Fetch what is missing, compare every file's hash with the Hub's, and note it; returns path to bytes of them.
+    Raises CheckpointError for nothing to fetch, files of another version, or damaged ones; Cancelled when stopped."""
     api = hub.HfApi(endpoint=endpoint)
     tree = api.list_repo_tree(download.repository, recursive=True, revision=download.revision)
     entries = {entry.path: entry for entry in tree if hasattr(entry, "size")}
@@ -181,14 +183,14 @@ def _transferred(hub: Any, download: Download, folder: Path, state: Fetched, end
     if state.stopped:
         raise Cancelled
     state.stage = "checking"
-    threading.current_thread().name = f"check {folder}"  # by which `_fetch` knows that no byte is awaited
+    threading.current_thread().name = f"check {folder}"  # tells `_fetch` that no more bytes are to come
     compared = api.verify_repo_checksums(download.repository, revision=download.revision, local_dir=folder)
-    other = {mismatch["path"] for mismatch in compared.mismatches} & files.keys()
+    mismatched = {mismatch["path"] for mismatch in compared.mismatches} & files.keys()
     absent = {name for name in compared.missing_paths if name in files}
-    linked = {name for name in absent if _size(folder / name) is not None}  # behind a link to a folder: left out
-    other |= {name for name in linked if not _is_same(folder / name, entries[name], state)}
-    _require_same(folder, sorted(other & new), sorted(absent - linked))
-    _require_version(folder, sorted(other), download)
+    linked = {name for name in absent if _size(folder / name) is not None}  # the Hub's check follows no folder links
+    mismatched |= {name for name in linked if not _is_same(folder / name, entries[name], state)}
+    _require_same(folder, sorted(mismatched & new), sorted(absent - linked))
+    _require_version(folder, sorted(mismatched), download)
     _note(folder, download, files)
     return files
 
@@ -220,6 +222,7 @@ def _transfer(url: str, target: Path, part: Path, size: int, bar: type) -> None:
 
 
 def _is_same(path: Path, entry: Any, state: Fetched) -> bool:
+    """True if a file has the Hub's hash: SHA-256 for LFS, else Git's SHA-1 of a blob; raises Cancelled when stopped."""
     digest = hashlib.sha256() if entry.lfs else hashlib.sha1(b"blob %d\0" % entry.size, usedforsecurity=False)
     with path.open("rb") as file:
         while block := file.read(HASHED_BYTES):
@@ -238,20 +241,19 @@ def _size(path: Path) -> int | None:
 
 
 def _require_room(folder: Path, files: Mapping[str, int], revision: str) -> None:
+    """Raise InputError where the disk has no room for the bytes still missing; a partial file's count as there."""
     absent = {name: size for name, size in files.items() if _size(folder / name) is None}
     begun = ((_size(_part_of(folder, name, revision)) or 0, size) for name, size in absent.items())
-    needed, free = sum(absent.values()) - sum(part for part, size in begun if part <= size), free_bytes(folder)
-    if needed + ROOM_BYTES > free:
-        raise InputError(
-            f"{free / 1e9:.1f} GB free on the disk of {str(folder)!r}",
-            expected=f"{(needed + ROOM_BYTES) / 1e9:.1f} GB",
-            fix="Free some space, or add another folder under diffusers in extra_model_paths.yaml, with is_default: "
-            "true.",
-        )
+    needed = sum(absent.values()) - sum(part for part, size in begun if part <= size) + ROOM_BYTES
+    free = free_bytes(folder)
+    if needed > free:
+        found = f"{free / 1e9:.1f} GB free on the disk of {str(folder)!r}"
+        fix = "Free some space, or add another folder under diffusers in extra_model_paths.yaml, with is_default: true."
+        raise InputError(found, expected=f"{needed / 1e9:.1f} GB", fix=fix)
 
 
 def _require_version(folder: Path, other: Sequence[str], download: Download) -> None:
-    """Raise where there are files that somebody else put there and that are not those of this commit."""
+    """Raise CheckpointError where ``other`` names files of another version, which this node did not download."""
     if other:
         more = f", and {len(other) - 1} more" if len(other) > 1 else ""
         found = f"{str(folder / other[0])!r} of another version{more}"
@@ -260,7 +262,7 @@ def _require_version(folder: Path, other: Sequence[str], download: Download) -> 
 
 
 def _require_same(folder: Path, damaged: Sequence[str], absent: Sequence[str]) -> None:
-    """Raise where what was fetched is not what the Hub's hash says; that is removed, so that it is fetched again."""
+    """Remove ``damaged`` files, so that they are fetched again, and raise CheckpointError for these or absent ones."""
     for name in damaged:
         (folder / name).unlink(missing_ok=True)
     count, what = len(damaged) + len(absent), "has another hash" if damaged else "is missing"
@@ -272,7 +274,7 @@ def _require_same(folder: Path, damaged: Sequence[str], absent: Sequence[str]) -
 
 
 def _bar(state: Fetched) -> type:
-    """A progress bar for huggingface_hub that draws nothing: it counts, and ends a download that was given up."""
+    """A progress bar class for huggingface_hub that draws nothing: it counts bytes, and ends a stopped download."""
     tqdm: Any = imported("tqdm").tqdm
 
     class Counting(tqdm):  # type: ignore[misc]
@@ -293,6 +295,7 @@ def _bar(state: Fetched) -> type:
 
 
 def _failed(download: Download, folder: Path, error: BaseException) -> CheckpointError:
+    """The error to show for a failed download: no such commit, no access, a disk that fails, or no network."""
     errors = imported("huggingface_hub.errors")
     by_hand = f"or download {download.page} into {folder} by other means."
     reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
@@ -311,7 +314,7 @@ def _failed(download: Download, folder: Path, error: BaseException) -> Checkpoin
 
 
 def _note(folder: Path, download: Download, files: Mapping[str, int]) -> None:
-    """Remember that these files were checked, beside what was checked before of the same commit."""
+    """Write into the folder's note that these files were checked, together with earlier ones of the same commit."""
     place = folder / NOTE
     fetched_before, files_before = list[Any](), dict[str, Any]()
     with suppress(*DAMAGED):
@@ -325,6 +328,6 @@ def _note(folder: Path, download: Download, files: Mapping[str, int]) -> None:
     write_json(place, note)
 
 
-def _stamp(path: Path) -> list[int]:
+def _stamp(path: Path) -> list[int]:  # size and time of change, which tell whether the file was edited
     status = path.stat()
     return [status.st_size, status.st_mtime_ns]

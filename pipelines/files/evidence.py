@@ -69,14 +69,14 @@ class Evidence:
 
 @lru_cache(maxsize=32)
 def published(kind: str) -> tuple[dict[str, Any], ...]:
-    """The configurations that a model was published with; none for a family that is read from folders alone."""
+    """The published configurations of models of a ``kind``; none for a family that is read from folders alone."""
     family, _, part = kind.rpartition("/")
     path = (FAMILIES[family].folder if family else CONFIGS) / f"{part}.json"
     return tuple(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else ()
 
 
 def evidence_of(path: Path, config: Mapping[str, Any], entries: Mapping[str, TensorEntry] | None = None) -> Evidence:
-    """The evidence around a file, or a folder of these ``entries``, and in the metadata, whose title comes first."""
+    """The evidence of a file, or a folder with these ``entries``: metadata, names (titles there come first), config."""
     file = next(iter(entries.values())).file if entries else path
     read = gguf_header if file.suffix == ".gguf" else entries_and_notes
     notes = {key: each for key, each in read(file)[1].items() if isinstance(each, str)} if file.is_file() else {}
@@ -84,7 +84,7 @@ def evidence_of(path: Path, config: Mapping[str, Any], entries: Mapping[str, Ten
 
 
 def says(name: str, pattern: str) -> bool:
-    """Tell whether ``pattern`` is found in a name, in which what it denies, such as ``undistilled``, does not count."""
+    """True if ``pattern`` is found in a name outside of words that deny it, such as ``undistilled``."""
     return re.search(pattern, DENIED.sub("", name), re.IGNORECASE) is not None
 
 
@@ -104,7 +104,7 @@ def names_around(path: Path, notes: Mapping[str, str] | None = None) -> Names:
 
 
 def names_of_file(path: Path, notes: Mapping[str, str] | None = None) -> Names:
-    """:func:`names_around` one of many files, such as a LoRA: its folders count only where many have its own name."""
+    """:func:`names_around` one of many files, such as a LoRA; with folders only where its own name says nothing."""
     names = names_around(path, notes)
     plain = all(map(COMMON.fullmatch, re.split(r"[ ._-]+", path.stem.lower())))
     return names if plain or path.stem not in names else names[: names.index(path.stem) + 1]
@@ -118,7 +118,7 @@ def variant_choices() -> list[str]:
 
 
 def variant_of(family: FamilySpec, request: LoadRequest, around: Evidence) -> tuple[str, tuple[Decision, ...]]:
-    """The variant of a model, and what is said of it; raises InputError for one of another family."""
+    """The variant of a model, as asked or guessed, and the decision about it; raises InputError for an unknown one."""
     known, where = (AUTO, *family.recipes.variants), f" for {family.title}"
     asked = request.earlier[0] if request.earlier[0] in family.recipes.variants else request.variant
     require_choice("variant", asked, known, "Choose auto or one of these.", where=where)
@@ -131,8 +131,8 @@ def variant_of(family: FamilySpec, request: LoadRequest, around: Evidence) -> tu
 
 
 def recipe_named(family: FamilySpec, names: Names, base: Names = ()) -> tuple[str, str]:
-    """The key of the recipe of a model that others distilled or of a LoRA, and which of ``names`` gives it away; with a
-    name of the ``base`` that a LoRA is for, where a pattern has one for it behind `` on ``."""
+    """The key of the recipe that one of ``names``, of a distilled model or a LoRA, gives away, and that name; empty
+    texts for none. A pattern with `` on `` also needs a name in ``base``, the model that the LoRA is for."""
     rows = [(key, *pattern.split(" on ")) for pattern, key in family.published.recipe_names.items()]
     pairs = ((key, name, on) for name in names for key, own, *on in rows if says(name, own))
     return next(((key, name) for key, name, on in pairs if not on or Evidence(names=base).name_with(on[0])), ("", ""))
@@ -144,6 +144,7 @@ def changes_recipe(strength: float, blocks: str) -> bool:
 
 
 def cautions_of(family: FamilySpec, transformer: PartFiles, names: Names) -> tuple[Decision, ...]:
+    """:func:`cautions_by_name` with the dtypes and the channels of a transformer's files."""
     plain = {entry.dtype for entry in transformer.entries.values() if len(entry.shape) == 2 and not entry.codec}
     return cautions_by_name(family, names, plain, int(transformer.config.get("in_channels") or 0))
 
@@ -151,8 +152,8 @@ def cautions_of(family: FamilySpec, transformer: PartFiles, names: Names) -> tup
 def cautions_by_name(
     family: FamilySpec, names: Names, stored: Container[str] = (), channels: int = 0, base: Names = ()
 ) -> tuple[Decision, ...]:
-    """Cautions about a model or a LoRA of these ``names``, on a ``base``, whose plain matrices are ``stored`` in these
-    dtypes, and whose transformer takes as many ``channels``; 0 where that is not known."""
+    """The family's cautions about a model or a LoRA of these ``names``; ``base`` names the LoRA's model. ``stored`` has
+    the dtypes of its plain matrices; ``channels`` are its transformer's input, 0 where they are not known."""
     return tuple(
         Decision("caution", row.text, source=row.source, alarming=True)
         for row in family.published.cautions
@@ -164,29 +165,29 @@ def cautions_by_name(
 
 
 def other_model(entries: Mapping[str, TensorEntry]) -> OtherModel | None:
-    """The model that is known by name although nothing here runs it; None for an unknown one."""
+    """The known model that the tensors are of, although nothing here runs it; None for an unknown one."""
     return next((row for row in _others() if _fits(row, entries)), None)
 
 
-def other_class(name: str) -> OtherModel | None:
+def other_class(name: str) -> OtherModel | None:  # the same by the name of a diffusers class
     return next((row for row in _others() if row.classes and name.startswith(row.classes)), None)
 
 
-def refusal(other: OtherModel, path: Path) -> CheckpointError:
+def refusal(other: OtherModel, path: Path) -> CheckpointError:  # for the file of a model that another program runs
     found = f"{str(path)!r} holds {other.title}"
     return CheckpointError(found, expected="a model that AnyGPU runs", fix=f"Use {other.runs}.")
 
 
 def _fits(row: OtherModel, entries: Mapping[str, TensorEntry]) -> bool:
-    """Tell whether its tensors are there, under any prefix, and the distinguishing one has its number of columns."""
-    ends = {
-        mark: next((n for n in entries if f".{mark}" in f".{n}" and (mark[-1] == "." or n.endswith(mark))), "")
-        for mark in row.marks
-    }
-    if not all(ends.values()):
-        return False
-    shape = entries[ends[row.marks[0]]].shape
-    return not row.columns or (len(shape) > 1 and shape[1] == row.columns)
+    """True if a tensor is there for each of the model's marks, under any prefix, and the first has its columns."""
+
+    def marked(mark: str) -> str:
+        whole = mark[-1] == "."  # a module: any tensor below it
+        return next((name for name in entries if f".{mark}" in f".{name}" and (whole or name.endswith(mark))), "")
+
+    found = [marked(mark) for mark in row.marks]
+    shape = entries[found[0]].shape if all(found) else ()
+    return all(found) and (not row.columns or (len(shape) > 1 and shape[1] == row.columns))
 
 
 def _others() -> tuple[OtherModel, ...]:

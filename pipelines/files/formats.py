@@ -49,7 +49,7 @@ class Configured:
     name: str
     task: str
     tools: Mapping[str, Mapping[str, Any]]
-    why: str  # what tells it from others of the same shapes; empty where they are enough, or the user said it
+    why: str  # the reason to take it of several with the same shapes; empty where one fits, or the user chose
     unused: tuple[str, ...] = ()  # tensors of the file that it has no place for
 
 
@@ -77,6 +77,7 @@ def _contents(path: Path, _stamp: tuple[int, int]) -> tuple[StoredModel, ...]:
 def _content(
     entries: Mapping[str, TensorEntry], prefix: str, layout: Layout, models: Iterable[tuple[str, Layout]], path: Path
 ) -> StoredModel:
+    """The model of ``layout`` below ``prefix``, one of the ``models`` in a file; raises as :func:`renamed` does."""
     unknown: list[str] = []
     try:
         named = renamed(_under(entries, prefix, models), layout, path, unknown)
@@ -84,13 +85,11 @@ def _content(
         if other := other_model(entries):
             raise refusal(other, path) from None
         raise
-    return StoredModel(
-        kind=layout.kind, layout=layout.name, prefix=prefix, entries=named, path=path, unknown=tuple(sorted(unknown))
-    )
+    return StoredModel(layout.kind, layout.name, prefix, entries=named, path=path, unknown=tuple(sorted(unknown)))
 
 
 def kinds(path: Path) -> tuple[str, ...]:
-    """The kinds of :func:`contents` alone, without a reason where the file cannot be read."""
+    """The kinds of the models in a file, as :func:`contents` has them; none where it cannot be read."""
     try:
         return tuple(layout.kind for _, layout in _recognised(entries_in(path)))
     except Exception:  # a list of files for a menu: what is wrong with one is said when it is chosen
@@ -98,8 +97,8 @@ def kinds(path: Path) -> tuple[str, ...]:
 
 
 def config_of(content: StoredModel, task: str = "", known: str = "") -> Configured:
-    """The configuration of a model in a file: that of the JSON beside it; else the published one that has its shapes
-    and is called ``known``, or that ``task`` and the names around the file tell. CheckpointError where none has."""
+    """The configuration of a model in a file: that of the JSON beside it, else the published one of its shapes; of
+    several the one called ``known``, or the one by ``task`` and names. Raises CheckpointError where none fits."""
     beside, rows = content.path.with_suffix(".json"), list(published(content.kind))
     config = read_json(beside, "a model configuration") if beside.is_file() else {}
     inner = config.get(content.kind.rpartition("/")[2])
@@ -112,11 +111,11 @@ def config_of(content: StoredModel, task: str = "", known: str = "") -> Configur
         raise CheckpointError(found, expected="it beside the file", fix=fix)
     wanted = [row for row in rows if not task or row.get("task", task) == task] or rows
     misfits = [(row, *_misfit(row, content)) for row in wanted]
-    enough = [(row, unused) for row, misfit, unused in misfits if not misfit]
-    # what a model has no place for is left out, where it lacks nothing: of these, the one that leaves out least
-    spared = min((unused for _, unused in enough), key=len, default=())
-    fitting = [row for row, unused in enough if unused == spared]
-    if (content.unknown or spared or not fitting) and (other := other_model(entries_in(content.path))):
+    complete = [(row, unused) for row, misfit, unused in misfits if not misfit]
+    # Of the configurations that lack no tensor, those that leave out the fewest of the file's.
+    left_out = min((unused for _, unused in complete), key=len, default=())
+    fitting = [row for row, unused in complete if unused == left_out]
+    if (content.unknown or left_out or not fitting) and (other := other_model(entries_in(content.path))):
         raise refusal(other, content.path)
     if not fitting:
         row, reasons, _ = min(misfits, key=lambda item: len(item[1]))
@@ -129,29 +128,29 @@ def config_of(content: StoredModel, task: str = "", known: str = "") -> Configur
     fitting = [row for row in fitting if row["name"] == known] or fitting
     around = evidence_of(content.path, {}).names
     for index in range(len(around)) if len(fitting) > 1 else ():
-        # what a name leaves out, the folders around it may say
-        rated = [_named(fitting, "/".join(around[index : end + 1])) for end in range(index, len(around))]
+        # A name alone, then with ever more of the folders around it, which may say what the name leaves out.
+        rated = [_best_by_name(fitting, "/".join(around[index : end + 1])) for end in range(index, len(around))]
         if rated[0] is not None:
             _, best, why = min(filter(None, rated), key=lambda each: each[0])
-            return _configured(best, why, spared)
+            return _configured(best, why, left_out)
     unsaid = "no name around it says otherwise" if len(fitting) > 1 else ""
     if unsaid and (family := FAMILIES.get(content.kind.partition("/")[0])) is not None:
         key, said = recipe_named(family, around)
         if cautions_by_name(family, around):
             unsaid = "its name has a caution"
         elif key:
-            return _configured(fitting[0], f"the name {said!r} says {family.published.recipes[key].name}", spared)
-    return _configured(fitting[0], unsaid and f"assumed: {unsaid}", spared)
+            return _configured(fitting[0], f"the name {said!r} says {family.published.recipes[key].name}", left_out)
+    return _configured(fitting[0], unsaid and f"assumed: {unsaid}", left_out)
 
 
-def _named(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[int, Mapping[str, Any], str] | None:
-    """Of the row that a name says most about: how much of it the name leaves out, the row, and why; None for none."""
+def _best_by_name(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[int, Mapping[str, Any], str] | None:
+    """The count of words of a row's own name that ``name`` lacks, the row it says most of, and why; None for no row."""
     named = [row for row in rows if row.get("named") and all(says(name, each) for each in row["named"])]
     if not named:
         return None
     best = max(named, key=lambda row: len(row["named"]))
-    told = f"{best['named']}{name.lower()}"
-    gaps = [each for each in re.findall(r"\d{3,}|[it]2v", best["name"]) if each not in told]
+    known = f"{best['named']}{name.lower()}"
+    gaps = [word for word in re.findall(r"\d{3,}|[it]2v", best["name"]) if word not in known]  # such as 720, i2v
     assumed = f", but for {' and '.join(gaps)}, which is assumed" if gaps else ""
     return len(gaps), best, f"the name {name!r} says so{assumed}"
 
@@ -164,7 +163,7 @@ def layouts() -> tuple[Layout, ...]:
     return (*(layout for family in FAMILIES.values() for layout in family.files.layouts), *TEXT)
 
 
-def width_of(content: StoredModel) -> int:
+def width_of(content: StoredModel) -> int:  # features of an encoder's states; 0 where no tensor tells
     name, axis = WIDTHS.get(content.kind, ("", 0))
     return content.entries[name].shape[axis] if name in content.entries else 0
 
@@ -196,9 +195,9 @@ def entries_in(path: Path) -> dict[str, TensorEntry]:
 
 
 def _recognised(entries: Mapping[str, TensorEntry]) -> list[tuple[str, Layout]]:
-    """(prefix, layout) of each model whose marking names are there; one layout for each prefix."""
+    """(prefix, layout) of each model whose marking names are there: the first of each kind, shortest prefix first."""
     known = layouts()
-    ends = {way for layout in known for way in layout.marks[0].split("|")}
+    ends = {name for layout in known for name in layout.marks[0].split("|")}
     ordered = sorted(entries)
     prefixes = {
         name[: -len(end)]
@@ -226,7 +225,7 @@ def _under(
 
 
 def _misfit(row: Mapping[str, Any], content: StoredModel) -> tuple[list[str], tuple[str, ...]]:
-    """The differences of a file from a configuration, as phrases, and the tensors it has no place for."""
+    """The differences of a file from a published configuration, as phrases, and the tensors it has no place for."""
     entries = content.entries
     if "where" in row:
         different = [
@@ -241,16 +240,17 @@ def _misfit(row: Mapping[str, Any], content: StoredModel) -> tuple[list[str], tu
     unused = tuple(sorted(entries.keys() - shapes.keys()))
     missing = [f"no tensor {name!r}" for name in sorted(shapes.keys() - entries.keys())]
     missing += [f"tensor {name!r} too many" for name in unused] if is_another_model(unused, shapes) else []
-    other = [
+    reshaped = [
         f"{name!r} is {entries[name].shape}, not {shape}"
         for name, shape in shapes.items()
         if name in entries and not _same_shape(entries[name].shape, shape)
     ]
-    return missing + other, unused
+    return missing + reshaped, unused
 
 
 @lru_cache(maxsize=8)
 def _shapes(settings: str) -> dict[str, tuple[int, ...]]:
+    """The tensor shapes, by name, of the diffusers class that a configuration, in JSON, builds; made on ``meta``."""
     config = json.loads(settings)
     cls: Any = attribute("diffusers", str(config["_class_name"]))
     with construction("model", Path("config.json"), MOST_TENSORS, lambda: None), torch.device("meta"):
@@ -258,7 +258,7 @@ def _shapes(settings: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
 
 
-def _same_shape(shape: Iterable[int], wanted: Iterable[int | None]) -> bool:
+def _same_shape(shape: Iterable[int], wanted: Iterable[int | None]) -> bool:  # None fits any length
     shape, wanted = tuple(shape), tuple(wanted)
     return len(shape) == len(wanted) and all(w is None or f == w for f, w in zip(shape, wanted, strict=True))
 

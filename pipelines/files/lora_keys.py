@@ -65,11 +65,11 @@ def matched(
     blocks: str = "",
     biased: Container[str] | None = None,
 ) -> Match:
-    """Match the tensors of a LoRA file, by shape, to layers; ``biased`` are those that have a bias, None for all.
+    """Match the ``tensors`` of a LoRA file to ``layers``, both name to shape; ``biased`` layers have a bias, None: all.
     Raises CheckpointError where no key matches, InputError for a filter that is wrong or leaves nothing."""
     names = _Names(layers, family.files.lora_layouts or family.files.layouts)
     pairs: dict[str, kinds.LoRAPair] = {}
-    unmatched, text = [], 0
+    unmatched, text_keys = [], 0
     groups: dict[str, dict[str, str]] = {}  # from a layer's name in the file to its keys by role
     for name in tensors:
         role, base = kinds.role_of(name)
@@ -77,7 +77,7 @@ def matched(
     for base, group in groups.items():
         keys = list(group.values())
         if base.startswith(TEXT):
-            text += len(keys)
+            text_keys += len(keys)
             continue
         pairs_here = _pairs_of(base, group, tensors, layers, names)
         if not kinds.BIASES.isdisjoint(group) and any(biased is not None and name not in biased for name in pairs_here):
@@ -92,9 +92,8 @@ def matched(
         raise CheckpointError(found, expected=f"a LoRA for the transformer of {family.title}", fix=fix)
     wanted = set(chosen(blocks, pairs, layers))
     kept = {name: pair for name, pair in pairs.items() if name in wanted}
-    return Match(
-        pairs=kept, unmatched=sorted(unmatched), text_encoder=text, total=len(tensors), filtered=len(pairs) - len(kept)
-    )
+    filtered = len(pairs) - len(kept)
+    return Match(kept, sorted(unmatched), text_encoder=text_keys, total=len(tensors), filtered=filtered)
 
 
 def chosen(blocks: str, names: Iterable[str], layers: Iterable[str] = ()) -> list[str]:
@@ -112,6 +111,7 @@ def chosen(blocks: str, names: Iterable[str], layers: Iterable[str] = ()) -> lis
 
 
 def _term(term: str, layers: Sequence[str]) -> re.Pattern[str]:
+    """The pattern of the layers that a filter's ``term`` keeps; raises InputError for an unknown term or block."""
     match = TERM.fullmatch(term)
     if match is None or (match[1] == "rest" and match[2] is not None):
         expected = "double, single (each optionally with a number or a range) or rest, separated by commas"
@@ -130,15 +130,15 @@ def _term(term: str, layers: Sequence[str]) -> re.Pattern[str]:
 def _pairs_of(
     base: str, group: Mapping[str, str], tensors: kinds.Shapes, layers: kinds.Shapes, names: _Names
 ) -> dict[str, kinds.LoRAPair]:
-    """The layers that a group of tensors is for; none where there is no such layer, or its shape is another."""
+    """By layer, the tensors that ``group``, role to name, has for it; empty where no layer has that name or shape."""
     size, target = kinds.size_of(group, tensors), names.target(base)
     if size is None or target is None:
         return {}
-    if len(target.layers) > 1 and not kinds.MULTIPLIERS.isdisjoint(group):  # of one weight that is several here
+    if len(target.layers) > 1 and not kinds.MULTIPLIERS.isdisjoint(group):  # it multiplies the fused weight, not these
         return {}
     total, inside, rank = size
-    lengths = total, *(layers[target.layers[0]][1:2] if len(target.layers) == 1 else ())  # of rows; of whole columns
-    if kinds.MAGNITUDE in group and math.prod(tensors[group[kinds.MAGNITUDE]]) not in lengths:
+    norms = total, *(layers[target.layers[0]][1:2] if len(target.layers) == 1 else ())  # one a row, or one a column
+    if kinds.MAGNITUDE in group and math.prod(tensors[group[kinds.MAGNITUDE]]) not in norms:
         return {}
     own = {role: name for role, name in group.items() if role not in ALONE or kinds.UP not in group}
     first, pairs = 0, dict[str, kinds.LoRAPair]()
@@ -166,7 +166,7 @@ class Target(NamedTuple):
         return [*((name, count) for name in first), (last, total - count * len(first))]
 
 
-class _Names:
+class _Names:  # finds layers by the names that LoRA files give them
     def __init__(self, layers: kinds.Shapes, layouts: Sequence[Layout]) -> None:
         self.layers = layers
         self.flat = {name.replace(".", "_"): name for name in layers}
@@ -175,7 +175,7 @@ class _Names:
         self.rows = [row for row in rows if row.source != "*"]
 
     def target(self, base: str) -> Target | None:
-        """The layers of a name with or without one of the prefixes; None where no layer has that name."""
+        """The layers of a name in a file, with or without one of the prefixes; None where no layer has that name."""
         for stem in self._stems(base):
             if stem in self.layers or stem in self.flat:
                 return Target([stem if stem in self.layers else self.flat[stem]])
@@ -185,7 +185,7 @@ class _Names:
                     return Target(layers, row)
         return None
 
-    def _stems(self, base: str) -> Iterator[str]:
+    def _stems(self, base: str) -> Iterator[str]:  # the name as it is, then without each prefix that it begins with
         yield base
         for prefix in PREFIXES:
             if base.startswith(prefix):

@@ -81,19 +81,19 @@ class LoRAPair:
         return self.of_norm or MAGNITUDE in self.names or not MULTIPLIERS.isdisjoint(self.names)
 
     def product(self, tensors: Mapping[str, Tensor], weight: Tensor, delta: Delta) -> Tensor:
-        """The difference to the layer's ``weight``, of its shape and in fp32, without alpha over rank."""
+        """The change of the layer's ``weight``, of its shape and in fp32, without the factor alpha / rank."""
         own, kind = self._own(tensors)
         if kind.product is not None:
             return kind.product(own, weight.float().flatten(1)).view_as(weight)
         return (delta.up.float().flatten(1) @ delta.down.float().flatten(1)).view_as(weight)
 
-    def _own(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Kind]:
+    def _own(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Kind]:  # by role, and the kind they are
         own = {role: tensors[name] for role, name in self.names.items()}
         shapes = {role: tuple(tensor.shape) for role, tensor in own.items()}
         return own, next((kind for kind in KINDS if kind.size(shapes) is not None), KINDS[-1])
 
     def delta(self, tensors: Mapping[str, Tensor], scale: float = 1.0) -> Delta:
-        """The additions to this layer: factors as stored, all else in fp32; ``scale`` multiplies a bias of peft's."""
+        """The additions to this layer: factors as stored, all else in fp32; ``scale`` multiplies a peft bias."""
         own, kind = self._own(tensors)
         biases = [self.cut(own[role]).float() * (scale if role == PEFT_BIAS else 1.0) for role in BIASES & own.keys()]
         magnitude = self._magnitude(own[MAGNITUDE]) if MAGNITUDE in own else None
@@ -112,13 +112,13 @@ class Kind(NamedTuple):
     product: Callable[[Mapping[str, Tensor], Tensor], Tensor] | None = None  # difference of a weight
 
 
-def _low_rank_size(shapes: Shapes) -> Size | None:
+def _low_rank_size(shapes: Shapes) -> Size | None:  # of B (out, rank) @ A (rank, in)
     if DOWN not in shapes or UP not in shapes or shapes[UP][1] != shapes[DOWN][0]:
         return None
     return shapes[UP][0], math.prod(shapes[DOWN][1:]), shapes[DOWN][0]
 
 
-def _low_rank(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
+def _low_rank(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:  # down and up
     down = own[DOWN]
     if is_narrower(tuple(down.shape), pair.shape):  # zeros for the input channels it does not know, which come last
         rest = down.new_zeros(down.shape[0], pair.shape[1] - down.shape[1], *pair.shape[2:])
@@ -133,7 +133,7 @@ def _loha_size(shapes: Shapes) -> Size | None:
 
 
 def _loha(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
-    """(a1 @ b1) * (a2 @ b2): the factors are all products of a column of each."""
+    """Factors of (a1 @ b1) * (a2 @ b2): up has all products of a column of a1 and one of a2, down of rows of b1, b2."""
     a1, b1, a2, b2 = (own[role].float() for role in HADA)
     up = pair.cut((a1[:, :, None] * a2[:, None, :]).flatten(1))
     return (b1[:, None, :] * b2[None, :, :]).flatten(0, 1), up
@@ -154,16 +154,17 @@ def _lokr_size(shapes: Shapes) -> Size | None:
 
 
 def _lokr(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
-    whole, a, b = KRON[:3]
-    first = own[whole].float() if whole in own else own[a].float() @ own[b].float()
-    if KRON[3] in own:
-        return _factors(pair.cut(torch.kron(first, own[KRON[3]].float().flatten(1))))
-    up = pair.cut(torch.kron(first, own[KRON[4]].float()))
-    return torch.kron(torch.eye(first.shape[1]), own[KRON[5]].float()), up
+    """Factors of kron(w1, w2): with w2 = a2 @ b2 they are kron(w1, a2) and kron(1, b2)."""
+    w1, a1, b1, w2, a2, b2 = KRON
+    first = own[w1].float() if w1 in own else own[a1].float() @ own[b1].float()
+    if w2 in own:
+        return _factors(pair.cut(torch.kron(first, own[w2].float().flatten(1))))
+    up = pair.cut(torch.kron(first, own[a2].float()))
+    return torch.kron(torch.eye(first.shape[1]), own[b2].float()), up
 
 
 def _rotation_size(shapes: Shapes) -> Size | None:
-    """Of OFT, blocks (K, N, N), and of BOFT, whose stages (S, K, N, N) act on rows that lie ever further apart."""
+    """The size of OFT, blocks (K, N, N), or BOFT, whose stages (S, K, N, N) turn rows that lie ever further apart."""
     blocks = shapes.get(BLOCKS, ())
     if len(blocks) not in (3, 4) or blocks[-1] != blocks[-2]:
         return None
@@ -177,7 +178,8 @@ def _rotation(own: Mapping[str, Tensor], weight: Tensor) -> Tensor:
     blocks = own[BLOCKS].float()
     skew, one = blocks - blocks.mT, torch.eye(blocks.shape[-1])
     limit = float(own[ALPHA].float()) if ALPHA in own else 0.0
-    if 0.0 < limit < (length := float(skew.norm()) + 1e-8):
+    length = float(skew.norm()) + 1e-8  # as LyCORIS has it
+    if 0.0 < limit < length:
         skew = skew * (limit / length)
     turns = (one + skew) @ torch.linalg.inv(one - skew)
     turned, size = weight, blocks.shape[-1]
@@ -192,7 +194,7 @@ def _rotation(own: Mapping[str, Tensor], weight: Tensor) -> Tensor:
 
 
 def _glora_size(shapes: Shapes) -> Size | None:
-    """Of W a1 a2 + b1 b2, and of older files, W a2 a1 + b2 b1."""
+    """The size of GLoRA, W a1 a2 + b1 b2 added, and of its older files, W a2 a1 + b2 b1."""
     if not all(len(shapes.get(role, ())) == 2 for role in GLORA):
         return None
     a1, a2, b1, b2 = _in_order([(shapes[role], shapes[role]) for role in GLORA])
@@ -210,11 +212,11 @@ def _in_order(factors: Sequence[tuple[tuple[int, ...], Any]]) -> list[Any]:
     return [value for _, value in ([factors[at] for at in (1, 0, 3, 2)] if older else factors)]
 
 
-def _nothing(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
+def _nothing(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:  # factors of a zero product
     return torch.zeros(1, math.prod(pair.shape[1:])), torch.zeros(pair.shape[0], 1)
 
 
-def _factors(difference: Tensor) -> tuple[Tensor, Tensor]:
+def _factors(difference: Tensor) -> tuple[Tensor, Tensor]:  # down and up: itself and an identity, the smaller one
     rows, columns = difference.shape
     return (difference, torch.eye(rows)) if rows <= columns else (torch.eye(columns), difference)
 
@@ -243,11 +245,11 @@ def role_of(name: str) -> tuple[str, str]:
 
 
 def size_of(names: Mapping[str, str], tensors: Shapes) -> Size | None:
-    """Rows, columns and rank of what a group of tensors adds; columns 0 where only a bias; None for no whole kind."""
+    """Rows, columns and rank of what a layer's tensors add; columns 0 for a bias alone; None for no known kind."""
     shapes = {role: tensors[name] for role, name in names.items()}
     flat = any(len(shapes[role]) < 2 for role in (DOWN, UP, *HADA, *KRON) if role in shapes)
     empty = any(not shape or not math.prod(shape) for role, shape in shapes.items() if role != ALPHA)
-    unmatched = not flat and not shapes.keys().isdisjoint((DOWN, UP)) and _low_rank_size(shapes) is None  # or a half
+    unmatched = not flat and not shapes.keys().isdisjoint((DOWN, UP)) and _low_rank_size(shapes) is None  # or one lacks
     if MIDDLE in shapes or flat or empty or unmatched or math.prod(shapes.get(ALPHA, ())) != 1:
         return None
     size = next((size for kind in KINDS if (size := kind.size(shapes)) is not None), None)
@@ -255,5 +257,5 @@ def size_of(names: Mapping[str, str], tensors: Shapes) -> Size | None:
 
 
 def is_narrower(down: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Tell whether a factor takes the first input channels of a layer of ``shape``, such as noise of a wider one."""
+    """True if a down factor takes the first input channels of a layer of ``shape``, such as an I2V one's noise."""
     return len(down) == len(shape) and down[2:] == shape[2:] and down[1] < shape[1]

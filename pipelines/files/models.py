@@ -72,8 +72,7 @@ def part_folders(
 
     Args:
         given: ``base`` and ``image_encoder``, the folders that the user named for parts which the model lacks.
-        search: folders in which to look for such folders where none was named.
-    """
+        search: folders in which to look for such folders where none was named."""
     if not model.is_dir():
         found = f"no model folder {str(model)!r}"
         fix = "Put the model into ComfyUI/models/diffusers and refresh, or correct the path."
@@ -90,21 +89,20 @@ def part_folders(
         named = given.get(name)
         if name == "base" and given.get("image_encoder") is None and (missing or named is not None):
             missing += [part for part in ENCODER_FOLDER if part in lacking]
-        if missing and (
-            named is not None or (not whole and any(part not in family.files.optional for part in missing))
-        ):
+        required = any(part not in family.files.optional for part in missing)
+        if missing and (named is not None or (not whole and required)):
             source = named or _searched(name, family, model, search)
             progress.notify(f"{name} from {source.name}{'' if named else ' (auto)'}")
             offered = folders_in(source)
             folders.update({part: offered[part] for part in missing if part in offered})
-    spared = absent_text(family, lambda part: part in folders and folders[part].is_dir(), progress)
-    folders = {part: folder for part, folder in folders.items() if part not in spared}
+    left_out = absent_text(family, lambda part: part in folders and folders[part].is_dir(), progress)
+    folders = {part: folder for part, folder in folders.items() if part not in left_out}
     for tool in family.files.tools:
         if tool in folders and not any(folders[tool].glob("*.json")) and not any(folders[tool].glob("*.model")):
             found = f"no files in {str(folders[tool])!r}"
             fix = "Download the missing folder, and keep its published name."
             raise CheckpointError(found, expected=f"the {tool} of this model", fix=fix)
-    absent = [part for part in wanted if part not in folders and part not in (*family.files.optional, *spared)]
+    absent = [part for part in wanted if part not in folders and part not in (*family.files.optional, *left_out)]
     if absent:
         found = f"no {absent[0]} for {str(model)!r}"
         fix = "Download the missing folder, or choose the folder that has it as base or image_encoder."
@@ -129,12 +127,13 @@ def folders_in(folder: Path) -> dict[str, Path]:
 
 
 def _searched(name: str, family: FamilySpec, model: Path, search: Sequence[Path]) -> Path:
-    """The first folder beside the model, or in the search folders, that has the missing parts."""
+    """The first folder beside the model, or in the search folders, with the parts that ``base`` or ``image_encoder``
+    (``name``) has to bring. Raises CheckpointError where none has them."""
     roots = [model.parent, *search]
     if name == "base":
         own = model / "transformer" if (model / INDEX).is_file() else model
         provider, task = family.files.base or family.id, "text" if family.files.base else _encoder_task(family, own)
-        for spared in ((), family.files.text_parts):  # without text encoders a prompt has to be loaded
+        for left_out in ((), family.files.text_parts):  # then without text encoders: a prompt can be loaded instead
             for folder in find_models(roots):
                 with suppress(CheckpointError):  # a damaged one is passed over
                     offered = family_of_folder(folder) if (folder / INDEX).is_file() and folder != model else None
@@ -142,13 +141,13 @@ def _searched(name: str, family: FamilySpec, model: Path, search: Sequence[Path]
                         continue
                     if _encoder_task(offered, folder / "transformer") != task:  # its text encoder is another
                         continue
-                    own_parts = (*family.transformers, *ENCODER_FOLDER, *spared)
-                    if all((folder / part).is_dir() for part in family.files.parts if part not in own_parts):
+                    not_needed = (*family.transformers, *ENCODER_FOLDER, *left_out)
+                    if all((folder / part).is_dir() for part in family.files.parts if part not in not_needed):
                         return folder
     else:
         for root in roots:
             files = [*root.glob("*/image_encoder/config.json"), *root.glob("*/*/image_encoder/config.json")]
-            # One on its own was put there for this; that of another pipeline may be another training of it.
+            # First encoders on their own, put there for this; another pipeline's may have been trained further.
             for config in sorted(files, key=lambda file: ((file.parent.parent / INDEX).is_file(), file)):
                 with suppress(CheckpointError):
                     if read_json(config, "an image encoder").get("model_type") == "siglip_vision_model":
@@ -159,13 +158,14 @@ def _searched(name: str, family: FamilySpec, model: Path, search: Sequence[Path]
 
 
 def task_beside(family: FamilySpec, transformer: Path) -> str:
+    """The task, ``text`` or ``image``, by the index around the folder ``transformer``, else by its configuration."""
     index = index_beside(transformer)
     if not index:
         return lone_task(family, read_json(transformer / "config.json", "a model configuration"))
     return family.files.pipelines.get(str(index.get("_class_name")), family.files.lone_task)
 
 
-def _encoder_task(family: FamilySpec, transformer: Path) -> str:
+def _encoder_task(family: FamilySpec, transformer: Path) -> str:  # :func:`encoder_task` of a folder
     config = transformer / "config.json"
     settings = read_json(config, "a model configuration") if config.is_file() else {}
     return encoder_task(family, settings, task_beside(family, transformer))
@@ -178,7 +178,7 @@ def index_beside(transformer: Path) -> dict[str, Any]:
 
 
 def no_model_in(model: Path, fix: str = CHOOSE_FOLDER) -> CheckpointError:
-    """The error about a folder without a model of these families; ``fix`` is for one without a single file, too."""
+    """The error for a folder without a model of these families; ``fix`` is its advice where it has no single file."""
     index = model / (INDEX if (model / INDEX).is_file() else "config.json")
     single, title, use = lone_file(model)
     if index.is_file():

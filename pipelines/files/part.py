@@ -54,15 +54,15 @@ class PartFiles:
 
     @property
     def view_bytes(self) -> int:
-        """Bytes of the tensors that may be views of the file, where that is wanted."""
+        """Bytes in the file of the tensors that may be views of it."""
         return sum(entry.total_bytes for name, entry in self.entries.items() if self.may_be_view(name, entry))
 
     def may_be_view(self, name: str, entry: TensorEntry) -> bool:
-        """Tell whether the tensor ``name`` is used as its file has it, so that it may be a view of the file."""
+        """True if the tensor ``name`` is used exactly as the file stores it, so that it may be a view of the file."""
         uncast = not entry.is_floating or self.becomes(name) == STORED[entry.dtype]
         return is_view(entry) and ((uncast and self.storage in ("auto", "as in file")) or stays(self, name, entry))
 
-    def bytes_of(self, name: str, entry: TensorEntry) -> int:
+    def bytes_of(self, name: str, entry: TensorEntry) -> int:  # in memory, packed where it is kept so
         if not entry.is_floating:
             return entry.total_bytes
         if (form := self.form_of(name, entry)) is None:
@@ -71,17 +71,17 @@ class PartFiles:
 
     @property
     def forms(self) -> tuple[tuple[PackedForm, int], ...]:
-        """The forms of the weights that each use makes dense, and how many have each; of a table few rows are."""
+        """The packed forms and how many weights have each; not of embedding tables: a use unpacks few of their rows."""
         forms = (self.form_of(name, entry) for name, entry in self.entries.items() if not is_table(name))
         return tuple(Counter(form for form in forms if form and (form[0] or form[1] != form[-1])).items())
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes at the peak of making the largest packed weight dense, as each use does; 0 where none is packed."""
+        """Bytes at the peak of unpacking the largest packed weight, as each use does; 0 where none is packed."""
         return max((_dense_bytes(form) for form, _ in self.forms), default=0)
 
     def form_of(self, name: str, entry: TensorEntry) -> PackedForm | None:
-        """The form in which a floating matrix is kept; None for one that is dense from the start, or has no values."""
+        """The form in which a floating-point matrix is kept in memory; None for a plain tensor, or an empty one."""
         own, choice, (rows, *columns) = STORED[entry.dtype], self.storage, entry.shape or (0,)
         if not entry.is_floating or 0 in entry.shape or (choice == "auto" and not self.keeps_packed):
             return None
@@ -96,7 +96,7 @@ class PartFiles:
         plain = own if choice == "as in file" and not entry.is_packed and own.itemsize >= 2 else dense
         return "", (entry.shape, PLAIN.get(choice, plain)), (), 0, (entry.shape, dense)
 
-    def becomes(self, name: str) -> torch.dtype:
+    def becomes(self, name: str) -> torch.dtype:  # the dtype in which the tensor ``name`` is computed with
         return self.dtype if self.dtype_of is None else self.dtype_of(name, tuple(self.entries[name].shape))
 
 
@@ -109,7 +109,7 @@ def _form(
 
 @lru_cache(maxsize=64)
 def _rounded(choice: str, rows: int, columns: int, dense: torch.dtype) -> PackedForm:
-    """The form of a weight under a choice of ``packed.ROUNDED``: two rows tell how all lie."""
+    """The form of a weight under a choice of ``packed.ROUNDED``, by packing two rows of its width."""
     form = rounded(torch.randn(2, columns, generator=torch.Generator().manual_seed(0)), choice)
 
     def whole(tensor: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def _rounded(choice: str, rows: int, columns: int, dense: torch.dtype) -> Packed
 
 
 def _dense_bytes(form: PackedForm) -> int:
-    """Bytes at the peak of making a packed weight dense, at most."""
+    """An upper bound of the bytes at the peak of unpacking a weight: its dense result and the copies on the way."""
     codec, _, _, group, (shape, dense) = form
     count = math.prod(shape)
     if codec in PACKINGS:
@@ -134,19 +134,19 @@ def part_files(name: str, library: str, cls: str, folder: Path, dtype: torch.dty
     config = read_json(folder / "config.json", f"the configuration of the {name}") if folder.is_dir() else {}
     entries = described(weight_files(folder, name))
     if not entries:
-        raise CheckpointError(
-            f"no tensors in the weights of {str(folder)!r}", expected=f"the {name}", fix="Download this folder again."
-        )
+        found = f"no tensors in the weights of {str(folder)!r}"
+        raise CheckpointError(found, expected=f"the {name}", fix="Download this folder again.")
     return PartFiles(name=name, library=library, cls=cls, folder=folder, config=config, entries=entries, dtype=dtype)
 
 
 def stays(files: PartFiles, name: str, entry: TensorEntry) -> bool:
+    """True if the tensor ``name`` stays in memory as the file stores it, packed or in a plain dtype of its own."""
     packed = files.keeps_packed and stays_packed(name, entry)
     return packed or stays_plain(name, entry, files.storage, files.becomes(name))
 
 
 def absent_text(family: FamilySpec, has: Callable[[str], bool], progress: Progress) -> tuple[str, ...]:
-    """Text encoders and tokenizers to leave out: all, which is said, of a model that ``has`` no encoder; else none."""
+    """Text encoders and tokenizers to leave out: all, of which the user is told, if the model ``has`` no encoder."""
     if any(map(has, family.files.text_parts)):
         return ()
     progress.notify("without text encoder: connect AnyGPU Load Prompt or core CONDITIONING")
@@ -170,8 +170,8 @@ CHECK_SECONDS = 0.05
 
 
 def require_plausible(subject: str, path: Path, config: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Raise where a value of ``config`` has another type than in every published configuration, or an absurd size. A
-    null is left to the class, which may have a default for it; so are names that no published ``rows`` have."""
+    """Raise CheckpointError for a value of ``config`` whose type no published configuration (``rows``) has there, or of
+    absurd size. A null, for which the class may have a default, and names that no row has are not checked."""
     for name, value in config.items():
         known = [row[name] for row in rows if row.get(name) is not None]
         if known and value is not None and not name.startswith("_") and not any(_alike(value, one) for one in known):
@@ -181,7 +181,7 @@ def require_plausible(subject: str, path: Path, config: Mapping[str, Any], rows:
 
 
 def require_counts(path: Path, config: Mapping[str, Any]) -> None:
-    """Raise where a tokenizer's or processor's configuration asks for more than any has, such as 10**9 extra tokens."""
+    """Raise CheckpointError for absurd numbers in a tokenizer's or processor's configuration, such as 10**9 tokens."""
     for name, value in config.items():
         if type(value) is int and abs(value) > MOST_TOKENS and "length" not in name:  # 10**30 stands for any length
             found = f"{name} {shown(value)} in {str(path)!r}"
@@ -213,8 +213,8 @@ def empty_weights() -> Iterator[None]:
 
 @contextmanager
 def construction(subject: str, folder: Path, tensors: int, check: Callable[[], None]) -> Iterator[None]:
-    """Around the building of a module from its config.json: it can be cancelled, and ends where it cannot fit the file.
-    Raises CheckpointError where it asks for more parameters than the ``tensors`` of the file, or building it fails."""
+    """Build a module from its config.json inside the block: ``check``, called in between, may raise to cancel. Raises
+    CheckpointError where it makes far more parameters than the file has ``tensors``, or building it fails."""
     counts, checked = {"parameters": 0, "modules": 0}, time.monotonic()
     most = {"parameters": 2 * tensors + SLACK, "modules": MODULES * (tensors + SLACK)}
 
@@ -241,25 +241,24 @@ def construction(subject: str, folder: Path, tensors: int, check: Callable[[], N
             raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         reason = lines[:2][-1]  # the second where the first is torch's heading
-        raise CheckpointError(
-            f"the {subject} in {str(folder)!r} cannot be built from its config.json ({reason[:160]})",
-            expected="a configuration as published",
-            fix="Download config.json and weights from the same place.",
-        ) from error
+        found = f"the {subject} in {str(folder)!r} cannot be built from its config.json ({reason[:160]})"
+        fix = "Download config.json and weights from the same place."
+        raise CheckpointError(found, expected="a configuration as published", fix=fix) from error
     finally:
         _building.count = before
 
 
 def _watch_registrations() -> None:
-    """Have torch tell of every registration, for good: hooks that come and go break what other threads build."""
+    """Hook torch's registrations of parameters and modules, once and for good: removal breaks other threads' builds."""
     with _hooking:
         if not _hooks:
-            told: Any = _parameter_of  # torch's annotation leaves out that a hook may return another parameter
-            _hooks.append(modules.register_module_parameter_registration_hook(told))
-            _hooks.append(modules.register_module_module_registration_hook(_counted_module))
+            hook: Any = _parameter_of  # torch's annotation leaves out that a hook may return another parameter
+            _hooks.append(modules.register_module_parameter_registration_hook(hook))
+            _hooks.append(modules.register_module_module_registration_hook(_count_module))
 
 
 def _parameter_of(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    """Count a registered parameter; in :func:`empty_weights` returns one on ``meta`` to take its place."""
     if _building.count is not None:
         _building.count("parameters")
     if not _building.empty or parameter.is_meta:
@@ -267,13 +266,13 @@ def _parameter_of(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn
     return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
 
-def _counted_module(_module: nn.Module, _name: str, _part: nn.Module | None) -> None:
+def _count_module(_module: nn.Module, _name: str, _part: nn.Module | None) -> None:
     if _building.count is not None:
         _building.count("modules")
 
 
 def _alike(value: Any, known: Any) -> bool:
-    """Tell whether ``value`` could stand where a published configuration has ``known``; of objects only the type."""
+    """True if ``value`` could stand where a published configuration has ``known``; of objects the type counts alone."""
     if isinstance(known, (list, tuple)):
         if not isinstance(value, (list, tuple)) or len(value) > LONGEST:
             return False
@@ -285,7 +284,7 @@ def _alike(value: Any, known: Any) -> bool:
     return isinstance(value, type(known))
 
 
-def _number_alike(value: Any, known: float) -> bool:
+def _number_alike(value: Any, known: float) -> bool:  # finite, whole where ``known`` is, of no absurd size or sign
     if type(value) not in (int, float) or (isinstance(value, float) and not math.isfinite(value)):
         return False
     if isinstance(known, int) and isinstance(value, float) and not value.is_integer():

@@ -73,7 +73,7 @@ def composed(request: Files, progress: Progress) -> Composed:
     chosen = {"transformer": (main, configured)}
     folders: dict[str, Path] = {}
     given, (first, *_) = {*request.parts, *request.provided}, family.files.text_parts
-    text = _content_for(family, first, task, configured.config, request, progress)  # a second may be here for others
+    text = _content_for(family, first, task, configured.config, request, progress)  # others' files may fit the second
     spared = absent_text(family, lambda part: part in given or (part == first and text is not None), progress)
     for part in family.files.parts:
         if part == "transformer" or part in spared:
@@ -86,8 +86,8 @@ def composed(request: Files, progress: Progress) -> Composed:
         elif part not in family.files.optional:
             raise _absent(family, part, configured.config)
     files = {name: _part(name, family, *pair, progress) for name, pair in chosen.items()}
-    looks = family.files.text_vision and encoder_task(family, configured.config, task) == "image"
-    if looks and "text_encoder" in files:
+    sees_images = family.files.text_vision and encoder_task(family, configured.config, task) == "image"
+    if sees_images and "text_encoder" in files:
         files["text_encoder"] = _with_vision(family, files["text_encoder"], request, progress)
     tools, folder_tools = _tools(family, task, chosen, request, spared)
     guessed = (Decision("model", configured.name, configured.why, AUTO, guessed=True),) if configured.why else ()
@@ -104,12 +104,13 @@ def composed(request: Files, progress: Progress) -> Composed:
 
 
 def _transformer(path: Path) -> StoredModel:
-    held_models = contents(path)
-    main = next((content for content in held_models if content.kind.endswith(TRANSFORMER)), None)
+    """The transformer in a file; raises CheckpointError where the file is damaged or has none of a family here."""
+    models = contents(path)
+    main = next((model for model in models if model.kind.endswith(TRANSFORMER)), None)
     if main is None:
         if other := other_model(entries_in(path)):
             raise refusal(other, path)
-        held = ", ".join(TITLES.get(x.kind, x.layout) for x in held_models) or "no known model"
+        held = ", ".join(TITLES.get(model.kind, model.layout) for model in models) or "no known model"
         expected = f"a transformer of {', '.join(family.title for family in FAMILIES.values())}"
         fix = "Choose the transformer's file. VAE and encoders have their own inputs."
         raise CheckpointError(f"{str(path)!r} holds {held}", expected=expected, fix=fix)
@@ -117,25 +118,25 @@ def _transformer(path: Path) -> StoredModel:
 
 
 def lone_file(folder: Path) -> tuple[Path | None, str, str]:
-    """A single file in a folder that is no diffusers folder, that of a known model first; its model and its use."""
+    """A single file in a folder, a known model's first, or None; the model's title, or ""; and advice how to use it."""
     files = sorted(file for file in folder.iterdir() if file.suffix in ENDINGS) if folder.is_dir() else []
     compose = "choose it in AnyGPU Compose Pipeline"
     for file in files:
         if kind := next((kind for kind in kinds(file) if kind.endswith(TRANSFORMER)), ""):
             return file, FAMILIES[kind.partition("/")[0]].title, compose
-        with suppress(Exception):  # a damaged file: what is wrong with it is said when it is chosen
+        with suppress(Exception):  # a damaged file: choosing it shows the error
             if other := other_model(entries_in(file)):
                 return file, other.title, f"use {other.runs}"
     return next(iter(files), None), "", compose
 
 
-def lone_task(family: FamilySpec, config: Mapping[str, Any]) -> str:
+def lone_task(family: FamilySpec, config: Mapping[str, Any]) -> str:  # of a transformer without a pipeline around it
     task_of = family.code.task_of
     return task_of(config) if task_of is not None else family.files.lone_task
 
 
 def encoder_task(family: FamilySpec, config: Mapping[str, Any], task: str) -> str:
-    """The task of the pipelines whose text encoder goes with a transformer for ``task``: mostly the same."""
+    """The task of the pipelines whose text encoder a transformer for ``task`` needs: mostly the same."""
     of_encoder = family.code.encoder_task
     return of_encoder(config) if of_encoder is not None else task
 
@@ -143,7 +144,8 @@ def encoder_task(family: FamilySpec, config: Mapping[str, Any], task: str) -> st
 def _content_for(
     family: FamilySpec, part: str, task: str, config: Mapping[str, Any], request: Files, progress: Progress
 ) -> StoredModel | None:
-    """The model for ``part``: of its own file, else the transformer's, else any offered; None where a folder has it."""
+    """The model for ``part``: of the file given for it, else of the transformer's, else of an offered one; None where a
+    folder provides the part, or none is found. Raises CheckpointError for a given file of another kind."""
     kind = family.files.kinds[part].kind
     width = int(config.get(family.files.kinds[part].width) or 0)
     given = request.parts.get(part)
@@ -154,19 +156,19 @@ def _content_for(
             fix = f"Choose another file as {part}, or auto."
             raise CheckpointError(found, expected=_wanted(family, part, config), fix=fix)
         return content
-    if denoises(part):  # a second transformer: a file says nothing of which of several it is
+    if denoises(part):  # a second transformer, which no file's tensors tell from the first
         return None
     content = _of_kind(request.parts["transformer"], kind, width)
-    unasked = part == "image_encoder" and part in family.files.optional and task == "text"
-    if content is not None or part in request.provided or unasked:
+    unneeded = part == "image_encoder" and part in family.files.optional and task == "text"
+    if content is not None or part in request.provided or unneeded:
         return content
     return _offered(part, kind, width, request, progress)
 
 
 def _offered(part: str, kind: str, width: int, request: Files, progress: Progress) -> StoredModel | None:
     """The model of ``kind`` from the first offered file that holds it whole, else from two halves; reports the file.
-    What lies in a checkpoint comes last: it may be of another version, or trained with that model. Of language models
-    the one with most tokens comes first: LLaVA has 64 more than the Llama 3.1 of HiDream, else of the same shapes."""
+    A checkpoint's comes last: it may be of another version, or trained with that model. Of language models the one with
+    most tokens comes first: LLaVA has 64 more than the Llama 3.1 of HiDream, else of the same shapes."""
     held, half = request.offered, next(iter(_halves(kind)), None)  # the other half is found from this one
     paths = sorted(held, key=lambda path: (len(held[path]), "checkpoints" in path.parts, path))
     models = (_of_kind(path, kind, width) for path in paths if kind in held[path])
@@ -196,20 +198,19 @@ def _of_halves(path: Path, kind: str, request: Files, progress: Progress) -> Sto
             other_half = _of_kind(other, wanted, 0)
             assert other_half is not None
             entries = {**own.entries, **other_half.entries}
-            return StoredModel(
-                kind=kind, layout=f"{own.layout}, with {other.name}", prefix=own.prefix, entries=entries, path=path
-            )
+            return StoredModel(kind, f"{own.layout}, with {other.name}", own.prefix, entries=entries, path=path)
     expected = f"the {wanted.rpartition('_')[2]} too"
     fix = "Put its file into the same folder, or use a VAE as a single file."
     raise CheckpointError(f"{path.name!r} is {own.layout} alone", expected=expected, fix=fix)
 
 
-def _of_kind(path: Path, kind: str, width: int) -> StoredModel | None:
+def _of_kind(path: Path, kind: str, width: int) -> StoredModel | None:  # the file's model, of any width for 0
     fitting = (content for content in contents(path) if content.kind == kind)
     return next((content for content in fitting if not width or width_of(content) == width), None)
 
 
 def _part(name: str, family: FamilySpec, content: StoredModel, configured: Configured, progress: Progress) -> PartFiles:
+    """The files of a part, of no dtype yet; raises CheckpointError where its configuration names another class."""
     library, *allowed = family.files.parts[name]
     config = dict(configured.config)
     cls = CLASSES.get(content.kind) or str(config.get("_class_name"))
@@ -230,6 +231,7 @@ def _part(name: str, family: FamilySpec, content: StoredModel, configured: Confi
 
 
 def _with_vision(family: FamilySpec, text: PartFiles, request: Files, progress: Progress) -> PartFiles:
+    """``text`` and the picture half of its encoder as one LLaVA; raises CheckpointError where no file has that half."""
     given = request.parts.get("image_encoder")
     kind = family.files.text_vision
     places = sorted(p for p, held in request.offered.items() if kind in held) if given is None else [given]
@@ -254,7 +256,7 @@ def _tools(
     request: Files,
     spared: tuple[str, ...],
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, Path]]:
-    """Readers of plain settings, a file's own before those of a base folder, and folders of the other tools."""
+    """Readers of the tools that are plain settings, a file's own before a base folder's, and folders of the others."""
     settings = tool_configs(family)
     changes = [chosen[part][1].tools for part in ("vae", "transformer") if part in chosen]
     if family.code.settings_in is not None:
@@ -280,14 +282,14 @@ def _tools(
 
 
 def _tokenizer(family: FamilySpec, name: str, request: Files) -> Path:
+    """The host's folder of the tokenizer ``name``; raises CheckpointError where the host has none."""
     kind = family.files.tokenizers[name]
     folder = request.tokenizers.get(kind)
     if folder is None or not any((folder / file).is_file() for file in VOCABULARIES):
-        raise CheckpointError(
-            f"no {name} for {family.title}: a single file of a text encoder has none",
-            expected=f"a {kind} tokenizer in a diffusers folder, or the one that ComfyUI ships",
-            fix=f"Choose a diffusers folder of {family.title} as base; its tokenizer folders are enough.",
-        )
+        found = f"no {name} for {family.title}: a single file of a text encoder has none"
+        expected = f"a {kind} tokenizer in a diffusers folder, or the one that ComfyUI ships"
+        fix = f"Choose a diffusers folder of {family.title} as base; its tokenizer folders are enough."
+        raise CheckpointError(found, expected=expected, fix=fix)
     return folder
 
 
@@ -299,8 +301,6 @@ def _wanted(family: FamilySpec, part: str, config: Mapping[str, Any]) -> str:
 
 def _absent(family: FamilySpec, part: str, config: Mapping[str, Any]) -> CheckpointError:
     place = {"vae": "models/vae", "image_encoder": "models/clip_vision"}.get(part, "models/text_encoders")
-    return CheckpointError(
-        f"no {part} for {family.title}",
-        expected=f"{_wanted(family, part, config)} in {place}",
-        fix=f"Put the file there and choose it as {part}, or name a diffusers folder as base.",
-    )
+    expected = f"{_wanted(family, part, config)} in {place}"
+    fix = f"Put the file there and choose it as {part}, or name a diffusers folder as base."
+    return CheckpointError(f"no {part} for {family.title}", expected=expected, fix=fix)

@@ -82,18 +82,18 @@ class CausalCache:
         self.coming[layer][..., top:bottom, left:right] = core
 
     def commit(self, frames: int) -> None:
-        """The chunk of so many latent frames is done."""
+        """After a chunk of ``frames`` latent frames: its inputs replace those before; keys and values join them."""
         for layer, seen in self.coming.items():
             is_attention = full_name(layer) == ATTENTION and layer in self.kept
             self.kept[layer] = torch.cat([self.kept[layer], seen], dim=2) if is_attention else seen
         self.coming, self.frames = {}, self.frames + frames
 
     def abandon(self) -> None:
-        """The chunk under way failed; the next attempt begins where it began."""
+        """After a chunk that failed: forget its frames, so that it can be tried again from where it began."""
         self.coming, self.place = {}, None
 
     def cropped(self, rows: tuple[int, int], columns: tuple[int, int], height: int) -> CausalCache:
-        """Remembered frames of a part of the plane, in latent cells of a plane of ``height``."""
+        """A copy for a part of the plane: latent ``rows`` and ``columns``, (first, end), of a plane ``height`` high."""
         kept, (top, bottom), (left, right) = {}, rows, columns
         for layer, seen in self.kept.items():
             grow = seen.shape[-2] // height
@@ -103,10 +103,9 @@ class CausalCache:
 
 @contextmanager
 def remembering(vae: Any, past: CausalCache) -> Iterator[None]:
-    """Each causal layer of the decoder of ``vae`` takes the frames before from ``past`` and leaves its own there.
+    """Inside the block each causal layer of the decoder of ``vae`` reads earlier frames from ``past`` and adds its own.
 
-    Compiled blocks run as they are, since a graph would hold what is remembered now.
-    """
+    Compiled blocks run uncompiled, since a graph would hold the frames of one moment."""
     with Undo() as undo:
         for layer in vae.decoder.modules():
             forward = LAYERS.get(full_name(layer))
@@ -119,6 +118,7 @@ def remembering(vae: Any, past: CausalCache) -> Iterator[None]:
 
 
 def _conv(past: CausalCache, layer: Any, x: Tensor, conv_cache: Any = None) -> Any:
+    """A causal convolution with the chunk's earlier frames ahead of ``x``; ahead of a video's first, copies of it."""
     reach = layer.conv.kernel_size[0] - 1
     if reach:
         before = past.before(layer)
@@ -137,16 +137,16 @@ def _upsample(past: CausalCache, layer: Any, x: Tensor) -> Tensor:
     return spread(layer.conv(x), r1=2, r2=2, r3=2) + shortcut
 
 
-def _mochi_up(past: CausalCache, block: Any, x: Tensor, conv_cache: Any = None) -> Any:
-    return (type(block).forward if past.frames else mochi_up_from_the_start)(block, x, conv_cache)
+def _mochi_up(past: CausalCache, block: Any, x: Tensor, conv_cache: Any = None) -> Any:  # a chunk of the video
+    forward = type(block).forward if past.frames else mochi_up_from_the_start
+    return forward(block, x, conv_cache)
 
 
 def mochi_up_from_the_start(block: Any, x: Tensor, conv_cache: Any = None) -> Any:
-    """Diffusers' ``MochiUpBlock3D.forward`` without what it makes of the first frame but its last.
+    """Diffusers' ``MochiUpBlock3D.forward``, of whose frames for the first input frame only the last is kept.
 
     Diffusers drops as many frames at the very end, so that the first 11 to 15 of a video depend on ones that should not
-    be there. Source: genmoai/mochi, ``DepthToSpaceTime`` in ``src/genmo/mochi_preview/vae/models.py``.
-    """
+    be there. Source: genmoai/mochi, ``DepthToSpaceTime`` in ``src/genmo/mochi_preview/vae/models.py``."""
     spread, cache = type(block).forward(block, x, conv_cache)
     return spread[:, :, block.temporal_expansion - 1 :], cache
 
@@ -167,7 +167,7 @@ def _attention(past: CausalCache, layer: Any, x: Tensor) -> Tensor:
     return layer.proj_out(torch.cat(attended, dim=2).squeeze(1).unflatten(1, x.shape[2:]).permute(0, 4, 1, 2, 3)) + x
 
 
-def _tokens(cells: Tensor) -> Tensor:
+def _tokens(cells: Tensor) -> Tensor:  # (1, D, T, H, W) to (1, 1, N, D)
     return cells.flatten(2).transpose(1, 2).unsqueeze(1).contiguous()
 
 

@@ -76,9 +76,8 @@ class Network(nn.Sequential):
         """Frames (F, 3, H, W) in 0..1 of a latent frame (1, C, h, w), as the transformer has it.
 
         Args:
-            before: the last frame that each recurrent block was given; empty where a video begins, whose first latent
-                frame makes one frame, where each later one makes ``stride``.
-        """
+            before: the last input of each recurrent block, updated in place; empty where a video begins, whose first
+                latent frame makes one frame, where each later one makes ``stride``."""
         first = not before
         frames = torch.tanh(latent / self.row.divisor / 3) * 3  # bent into -3..3
         for layer in self:
@@ -103,30 +102,30 @@ def tiny_decoder(spec: FamilySpec, folders: Sequence[Path]) -> tuple[Path, Netwo
         found = f"a draft of {spec.title}, for which no tiny decoder is published"
         raise UnsupportedError(found, expected="another decode method", fix="Choose method auto.")
     places = [place for folder in folders for place in (folder, folder / "vae_approx")]
-    held = (value_or(lambda place=place: sorted(place.iterdir()), []) for place in places)  # its share may be gone
-    files = [file for each in held for file in each if file.suffix in ENDINGS]
-    passed = []
+    listings = (value_or(lambda place=place: sorted(place.iterdir()), []) for place in places)  # a share may be gone
+    files = [file for listing in listings for file in listing if file.suffix in ENDINGS]
+    refused = []
     for row in rows:
         for file in (file for file in files if file.name.lower().startswith(row.name)):
             if (network := _network(file, row, spec)) is not None:
                 return file, network
-            passed.append(file.name)
+            refused.append(file.name)
     raise CheckpointError(
         f"no tiny decoder for {spec.title} in {', '.join(map(str, folders)) or 'no folder'}"
-        + (f"; {listed(sorted(set(passed)))} holds another network" if passed else ""),
+        + (f"; {listed(sorted(set(refused)))} holds another network" if refused else ""),
         expected=" or ".join(f"{row.name}{ENDINGS[0]} ({row.source})" for row in rows),
         fix="Download it into a folder that is searched (ComfyUI: models/vae_approx), or choose method auto.",
     )
 
 
 def _network(file: Path, row: TinyDecoder, spec: FamilySpec) -> Network | None:
-    """The network of a file, on the CPU in its dtype; None where its tensors are those of another one."""
+    """The network of a file, on the CPU in its dtype; None where the file's tensors do not fit the family's VAE."""
     tensors = {name.removeprefix("decoder."): tensor for name, tensor in _tensors(file).items() if "decoder." in name}
-    telling = ("1.weight", "22.weight", *(f"{place}.conv.weight" for place in GROWTHS))  # of the form; first and last
-    known = all(name in tensors and tensors[name].ndim == 4 for name in telling)
+    names = ("1.weight", "22.weight", *(f"{place}.conv.weight" for place in GROWTHS))  # their shapes tell the form
+    known = all(name in tensors and tensors[name].ndim == 4 for name in names)
     if not known or not all(tensor.is_floating_point() for tensor in tensors.values()):
         return None
-    first, last, *growths = (tensors[name] for name in telling)
+    first, last, *growths = (tensors[name] for name in names)
     strides = [len(growth) // width for growth, width in zip(growths, WIDTHS[:-1], strict=True)]
     patch = math.isqrt(len(last) // 3)
     if (2 ** len(GROWTHS) * patch, math.prod(strides)) != spec.sizes.ratios:
@@ -140,7 +139,7 @@ def _network(file: Path, row: TinyDecoder, spec: FamilySpec) -> Network | None:
     return network.eval().requires_grad_(False)
 
 
-def _tensors(file: Path) -> dict[str, torch.Tensor]:
+def _tensors(file: Path) -> dict[str, torch.Tensor]:  # of safetensors, or of a pickle, read without running it
     if file.suffix != ENDINGS[0]:
         return pickled_tensors(file)
     with tensor_file(file) as opened:
@@ -157,7 +156,8 @@ def draft(pipeline: Pipeline, latents: Latents, folders: Sequence[Path], progres
     file, network = tiny_decoder(pipeline.spec, folders)
     progress.notify(f"a draft by {file.name}: any other method makes the final video of the same latents")
     transfer = transfer_for(pipeline.offloader.device_of(PART), dtype)
-    needed = COPIES * math.prod(samples.shape[3:]) * 64 * WIDTHS[-1] * network.stride * dtype.itemsize
+    pixels = math.prod(samples.shape[3:]) * 4 ** len(GROWTHS)  # each stage doubles rows and columns
+    needed = COPIES * pixels * WIDTHS[-1] * network.stride * dtype.itemsize
     stage, total, frames = ProgressStage("decoding", "a draft"), samples.shape[2], list[torch.Tensor]()
     before: dict[nn.Module, torch.Tensor] = {}
     switches = convolution_switches(policy_for(pipeline.facts))
@@ -178,7 +178,7 @@ def preview(network: Network, estimate: torch.Tensor, device: torch.device, dtyp
 
 
 def statistics_of(pipeline: Pipeline) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Mean and deviation (1, C or 1, 1, 1, 1) of what the VAE makes, and the factor of the transformer's latents."""
+    """Mean and deviation (1, C or 1, 1, 1, 1) of the VAE's latents, and the factor that scales the transformer's."""
     config = pipeline.configs["vae"]
     mean, std = (torch.tensor(config.get(f"latents_{name}") or [own]) for name, own in (("mean", 0.0), ("std", 1.0)))
     return mean.view(1, -1, 1, 1, 1), std.view(1, -1, 1, 1, 1), float(config.get("scaling_factor") or 1.0)

@@ -41,12 +41,11 @@ Prepare = Callable[[Any, Transfer], tuple[Tensor, Tensor | None]]
 
 
 class VaeRunner:
-    """The VAE of a pipeline for the length of one stage; what one pass had to learn holds for the next.
+    """The VAE of a pipeline for the length of one stage; a later pass begins with the method that worked in the last.
 
-    Where a result cannot be right or the device fails, the next method of the plan is tried, and said. Precision and
-    device change only where the user left the precision to ``auto``; tiles only where the method is not ``full``. What
-    a decode has finished when memory runs out is kept, and the next method goes on from there.
-    """
+    Where a result cannot be right or the device fails, the next method of the plan is tried, and the user told.
+    Precision and device change only where the user left the precision to ``auto``; tiles only where the method is not
+    ``full``. Parts of a decode that are done when memory runs out are kept, and the next method does the rest."""
 
     def __init__(self, plan: Ladder, progress: Progress) -> None:
         self.plan, self.pipeline, self.progress = plan, plan.pipeline, progress
@@ -73,20 +72,19 @@ class VaeRunner:
         prepare: Prepare | None = None,
         noise: bytes | None = None,
     ) -> Tensor:
-        """Video (1, 3, F, H, W) in -1..1, fp32, on the CPU, of latents in the VAE's own space there.
+        """Video (1, 3, F, H, W) in -1..1, fp32, on the CPU, of latents on the CPU in the VAE's own space.
 
         Args:
-            prepare: from the VAE and the way to it to what is decoded instead of ``samples``, on the CPU, and the
-                timestep on the device.
-            noise: state of the generator that layers which draw noise draw from.
-        """
+            prepare: called with the VAE and its transfer; returns the latents to decode instead of ``samples``, on the
+                CPU, and the timestep, on the device or None.
+            noise: state of the generator for layers that draw noise."""
         require_finite(samples, "latents")
         plan, watch = self.plan, progress or self.progress
-        plain = output_check.is_flat(samples)  # flat latents may well decode to one colour
+        flat = output_check.is_flat(samples)  # flat latents may well decode to one colour
 
         def validate(video: Tensor) -> str:
             fault = output_check.fault_in_frames(video, plan.ratios[0])
-            return "" if plain and fault == COLOUR else fault
+            return "" if flat and fault == COLOUR else fault
 
         group = self.pipeline.run.group
         work = ResumableDecode(
@@ -111,12 +109,14 @@ class VaeRunner:
         return video
 
     def _region_watched(self, watch: Progress, index: int, count: int) -> AbstractContextManager[None]:
-        side = self.plan.method.stream or max(self.plan.size[1:])  # layers of four resolutions run a third of its tiles
+        """Report the decoder's layers as part ``index`` of ``count``; streamed, a layer runs once for each tile, which
+        over a decoder's four resolutions is about a third of the tiles of the last."""
+        side = self.plan.method.stream or max(self.plan.size[1:])
         tiles = max(1, math.prod(-(-edge // side) for edge in self.plan.size[1:]) // 3)
         return watched(self._vae.decoder, SubProgress(watch, index, count, "part"), DECODING, tiles)
 
     def _smaller_tile(self, watch: Progress, side: int) -> int:
-        """The side of the next smaller tile of a streamed decode, which the plan takes now; 0: there is none."""
+        """Make the plan's method stream the next tile smaller than ``side``; returns its side, 0 where none is left."""
         after = next((each.stream for each in self.plan.methods if 0 < each.stream < side), 0)
         if after:
             watch.notify(f"decoding {self.plan.method} ran out of memory: continuing over {after} pixels")
@@ -187,14 +187,16 @@ class VaeRunner:
             progress.notify(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may be empty")
         elif fault:
             raise InvalidOutputError(fault)
-        if not self.plan.method.library and self.pipeline.device.probes is not None:  # the next run begins without
+        if not self.plan.method.library and self.pipeline.device.probes is not None:  # later runs start without it
             self.pipeline.device.probes.remember(self.plan.learned, lambda: True)
         return result
 
     def _validated(self, validate: Validator) -> Validator:
+        """``validate`` for a part of the output: broken values always count, other faults only while a more exact
+        method may still be tried, since a part may be flat in a good video."""
+
         def validated(part: Tensor) -> str:
             fault = validate(part)
-            # What the most exact way says is what the model says; a part may be flat where nothing may be changed.
             return fault if fault == BROKEN or (self.plan.automatic and not self._most_exact()) else ""
 
         return validated
@@ -244,7 +246,7 @@ class VaeRunner:
             networks = nn.ModuleDict({"vae": self._vae})
             fault = not_finite if text == BROKEN else one_colour
             finding = examine(networks, lambda: run(self._vae, self._transfer), fault)
-        except (*DEVICE_ERRORS, InvalidOutputError):  # what is known is told without it
+        except (*DEVICE_ERRORS, InvalidOutputError):  # the error is told without a layer
             return ""
         finally:
             self._close()
@@ -311,8 +313,7 @@ def encoded_moments(
 
     Args:
         stage: in a sentence, such as ``encoding video``.
-        run: encodes in another way than ``vae.encode``; returns the moments on the device.
-    """
+        run: encodes in another way than ``vae.encode``; returns the moments on the device."""
     count, rows, columns = frames.shape[:3]
     plan = Ladder(pipeline=pipeline, coder="encoder", size=(count, rows, columns), form=DecodeRequest(), advised=tile)
 

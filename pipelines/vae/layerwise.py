@@ -40,7 +40,7 @@ class Activation:
 
 @dataclass(slots=True)
 class Stream:
-    """The walk of one decoder over planes; ``smaller`` turns a tile that found no room into a smaller one, or 0."""
+    """The walk of one decoder over planes; ``smaller`` returns the next smaller tile's side after a shortage, or 0."""
 
     transfer: Transfer
     tile: int  # pixels of the last layer, one of :data:`~.plan.SIDES`
@@ -52,7 +52,7 @@ class Stream:
     per_frame: bool = False  # whether a norm is of each frame for itself
 
     def each(self, starts: range) -> Iterable[int]:
-        """The beginnings of blocks of one size, the last of which may be smaller."""
+        """The starts of an attention's blocks of keys; a forecast overrides this to count equal blocks once."""
         return starts
 
     def walk(self, run: Callable[..., Tensor], *sources: Activation, halo: int = 0, grow: int = 1) -> Activation:
@@ -60,8 +60,7 @@ class Stream:
 
         Args:
             run: from tiles (1, C, T, h, w) on the device to (1, C', T', h * grow, w * grow) there.
-            halo: cells around a tile that ``run`` must see for its core to be right.
-        """
+            halo: cells around a tile that ``run`` must see for its core to be right."""
         planes = [source.plane for source in sources]
         height, width = planes[0].shape[-2:]
         pending: list[Region] = [(0, height, 0, width)]
@@ -117,10 +116,11 @@ class Stream:
             return torch.addcmul(offset, tile.float(), factor).to(tile.dtype)
 
     def parted(self, region: Region, side: int) -> list[Region]:
-        """The parts of a region to compute."""
+        """The parts of a region to compute; a forecast overrides this to count equal parts once."""
         return parted(region, side)
 
     def _piece(self, run: Callable[..., Tensor], planes: list[Tensor], place: TilePosition) -> Piece:
+        """The core of ``run`` on the tiles at ``place``, on the host, and its moments; tells ``past`` the place."""
         if self.past is not None:
             self.past.place = place
         tiles = [self.transfer.to_device(place.read(plane).contiguous()) for plane in planes]
@@ -154,8 +154,8 @@ Piece = tuple[Tensor, Moments | None]  # a tile of the next plane, on the host
 def merge_moments(before: Moments, piece: Moments) -> Moments:
     """The moments of two pieces together, in fp64. Source: Chan, Golub, LeVeque (1983), Computing the Variance."""
     (count, mean, squares), (more, own_mean, own_squares) = before, piece
-    total, apart = count + more, own_mean - mean
-    return total, mean + apart * (more / total), squares + own_squares + apart**2 * (count * more / total)
+    total, delta = count + more, own_mean - mean
+    return total, mean + delta * (more / total), squares + own_squares + delta**2 * (count * more / total)
 
 
 def place_of(region: Region, halo: int, height: int, width: int) -> TilePosition:
@@ -177,12 +177,11 @@ def parted(region: Region, side: int) -> list[Region]:
 
 
 def attended(stream: Stream, query: Tensor, planes: Tensor, frames_before: int, heads: int) -> Tensor:
-    """Frame-causal attention in fp32 of a tile's queries over keys and values in host memory, a block at a time.
+    """Frame-causal attention in fp32 of a tile's queries over keys and values on the host, by blockwise online softmax.
 
     Args:
         query: (1, C, T, h, w) on the device; the result has its shape and dtype.
-        planes: keys and values, (1, 2C, frames_before + T, H, W), on the host.
-    """
+        planes: keys and values, (1, 2C, frames_before + T, H, W), on the host."""
     frames, cells = query.shape[2], query.shape[3] * query.shape[4]
     split = query[0].unflatten(0, (heads, -1)).permute(2, 0, 3, 4, 1).flatten(2, 3)  # T, heads, n, D
     split = split.float() * split.shape[-1] ** -0.5
@@ -227,7 +226,7 @@ def _hunyuan(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activatio
     decoder = vae.decoder
     stream.groups, stream.per_frame = decoder.conv_norm_out.num_groups, False
     x = stream.walk(lambda z: decoder.conv_in(vae.post_quant_conv(z)), latents, halo=1)
-    x = _blocks(stream, decoder, x, _group_normed, _cells, lambda up: int(up.upsample_factor[1]))
+    x = _blocks(stream, decoder, x, _group_normed, _cell_attn, lambda up: int(up.upsample_factor[1]))
 
     def last(tile: Tensor) -> Tensor:
         return decoder.conv_out(decoder.conv_act(stream.group_norm(decoder.conv_norm_out, tile, x)))
@@ -255,7 +254,7 @@ def _blocks(
 
 
 def _mochi(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activation:
-    """Mochi, whose first frame becomes one. Source: diffusers ``MochiDecoder3D.forward``; Genmo's for what drops."""
+    """Mochi, whose first frame becomes one. Source: diffusers ``MochiDecoder3D.forward``; Genmo for dropped frames."""
     decoder = vae.decoder
     stream.groups, stream.per_frame = next(m.num_groups for m in decoder.modules() if isinstance(m, nn.GroupNorm)), True
 
@@ -278,7 +277,7 @@ def _hunyuan15(stream: Stream, vae: Any, latents: Activation, _: Any) -> Activat
     """HunyuanVideo 1.5, whose norms are per voxel. Source: diffusers ``HunyuanVideo15Decoder3D.forward``."""
     decoder = vae.decoder
     x = stream.walk(lambda z: decoder.conv_in(z) + z.repeat_interleave(decoder.repeat, dim=1), latents, halo=1)
-    x = _blocks(stream, decoder, x, lambda stream, resnet, x: stream.walk(resnet, x, halo=2), _voxels, lambda up: 2)
+    x = _blocks(stream, decoder, x, lambda stream, block, x: stream.walk(block, x, halo=2), _voxel_attn, lambda up: 2)
     return stream.walk(lambda tile: decoder.conv_out(decoder.conv_act(decoder.norm_out(tile))), x, halo=1)
 
 
@@ -315,6 +314,7 @@ def _ltx(stream: Stream, vae: Any, latents: Activation, time: Tensor | None) -> 
 
 
 def _group_normed(stream: Stream, block: Any, x: Activation) -> Activation:
+    """A residual block of HunyuanVideo or Mochi in two walks, each with the moments of its group norm."""
     norm1, norm2 = (getattr(norm, "norm_layer", norm) for norm in (block.norm1, block.norm2))  # Mochi wraps them
 
     def first(tile: Tensor) -> Tensor:
@@ -323,14 +323,14 @@ def _group_normed(stream: Stream, block: Any, x: Activation) -> Activation:
     hidden = stream.walk(first, x, halo=1)
     shortcut = getattr(block, "conv_shortcut", None)
 
-    def second(tile: Tensor, beside: Tensor) -> Tensor:
+    def second(tile: Tensor, skip: Tensor) -> Tensor:
         residual = _only(block.conv2(block.nonlinearity(stream.group_norm(norm2, tile, hidden))))
-        return residual + (beside if shortcut is None else shortcut(beside))
+        return residual + (skip if shortcut is None else shortcut(skip))
 
     return stream.walk(second, hidden, x, halo=1)
 
 
-def _cells(stream: Stream, attn: Any, x: Activation) -> Activation:
+def _cell_attn(stream: Stream, attn: Any, x: Activation) -> Activation:
     """HunyuanVideo's attention: keys and values of the whole plane first, then the queries of each tile."""
 
     def tokens(tile: Tensor) -> Tensor:
@@ -351,7 +351,9 @@ def _cells(stream: Stream, attn: Any, x: Activation) -> Activation:
     return stream.walk(one, x)
 
 
-def _voxels(stream: Stream, attn: Any, x: Activation) -> Activation:
+def _voxel_attn(stream: Stream, attn: Any, x: Activation) -> Activation:
+    """HunyuanVideo 1.5's attention: keys and values of the plane and of earlier frames, then the tiles' queries."""
+
     def keys(tile: Tensor) -> Tensor:
         normed = attn.norm(tile)
         return torch.cat([attn.to_k(normed), attn.to_v(normed)], dim=1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress
 from typing import Any
 
 import torch
@@ -103,13 +102,13 @@ def decode_methods(
         counts: latent frames per call, 0 for all, falling; empty to begin layer by layer.
         streams, tiles: pixels of a layer's tile, and of tiles, falling.
         start: the tile that is a choice, in pixels; 0 where there is none. ``whole_first``: the whole is tried before.
-        host: whether the CPU may be used instead of the device; there in tiles of ``start``.
-    """
+        host: whether the CPU may be used instead of the device; there in tiles of ``start``."""
     exact = [replace(base, frames=count) for count in counts]
     fewest = counts[-1] if counts else base.frames
     streamed = [replace(base, frames=fewest, stream=side) for side in streams]
     smaller = [replace(base, frames=fewest, tile=tile) for tile in tiles if not start or tile < start]
-    on_host = [replace(base, dtype=torch.float32, tile=start, frames=fewest, library=True, on_host=True)] * host
+    cpu = replace(base, dtype=torch.float32, tile=start, frames=fewest, library=True, on_host=True)
+    on_host = [cpu] if host else []
     if not start:
         return [*exact, *streamed, *smaller, *on_host]
     chosen = [replace(each, tile=start) for each in exact]
@@ -122,8 +121,7 @@ def next_method(
     """The method to try after ``method``, one of ``methods``, failed; None without a ``kind`` or where none is left.
 
     After memory ran out (``kind`` of the failure) the next of the list; after a kernel or values failed without the
-    library, then in fp32 if ``automatic``, and only then in smaller tiles.
-    """
+    library, then in fp32 if ``automatic``, and only then in smaller tiles."""
     if method.on_host or not kind:
         return None
     if kind == KERNEL and method.library and "miopen" in text.lower():
@@ -146,8 +144,7 @@ class Ladder:
         coder: ``decoder`` or ``encoder``.
         size: pixel frames, rows and columns of what is decoded or encoded; the VAE may take it in windows.
         advised: pixels per tile that the family advises; 0 for whole.
-        room: bytes beside the weights that a forecast has; None for a run, which looks at the device and makes room.
-    """
+        room: bytes beside the weights that a forecast has; None for a run, which looks at the device and makes room."""
 
     def __init__(
         self,
@@ -175,20 +172,20 @@ class Ladder:
     def follow(self, kind: str, text: str) -> DecodeMethod | None:
         """The method to try after the one under way failed, which after a shortage needs less; None for none."""
         methods, failed = self.methods, self.method
-        if kind == MEMORY and (needed := self.needed_bytes(failed)):
-            kept = (each.on_host or each.key == failed.key or self.needed_bytes(each) < needed for each in methods)
-            methods = list(compress(methods, kept))
+        needed = self.needed_bytes(failed) if kind == MEMORY else 0
+        if needed:
+            methods = [m for m in methods if m.on_host or m.key == failed.key or self.needed_bytes(m) < needed]
         return next_method(failed, kind, text, methods, self.automatic)
 
     def needed_bytes(self, method: DecodeMethod) -> int:
         """Bytes beside the weights that a method is forecast to take; 0 if unknown."""
         if not self.decodes or not self.pipeline.weights:
             return 0
-        planes = self._planes(method) if self.device.type == HOST.type else 0
+        planes = self._host_bytes(method) if self.device.type == HOST.type else 0
         frames = method.window or method.frames
         return planes + method_bytes(self.pipeline, self.area, frames, method.tile, method.stream)
 
-    def _planes(self, method: DecodeMethod) -> int:
+    def _host_bytes(self, method: DecodeMethod) -> int:  # of the planes of a streamed decode
         return plane_bytes(self.pipeline, self.area, method.window or method.frames) if method.stream else 0
 
     def others(self) -> list[str]:
@@ -216,7 +213,8 @@ class Ladder:
         streams: tuple[int, ...] = SIDES if self.decodes and chosen in (AUTO, CHUNKED) and not noisy else ()
         if chosen == STREAMING:
             causal = self.causal and self.pipeline.weights
-            frames = form.frames or int(plane_bytes(self.pipeline, self.area) > host_free_bytes()) if causal else 0
+            by_frame = causal and plane_bytes(self.pipeline, self.area) > host_free_bytes()  # too large all at once
+            frames = (form.frames or (1 if by_frame else 0)) if causal else 0
             counts, base = (), replace(base, frames=frames)
             streams = (form.tile, *(side for side in SIDES if side < form.tile)) if form.tile else SIDES
         tiles = tiles_below(max(self.size[1:]), self.ratios[0]) if chosen in (AUTO, TILED, ON_CPU) else ()
@@ -224,6 +222,7 @@ class Ladder:
         return decode_methods(base, counts, streams, tiles, start=start, whole_first=whole_first, host=host)
 
     def _chunks(self) -> tuple[int, ...]:
+        """Latent frames per call of a causal decoder, falling; empty where it is not to run in chunks."""
         if not self.causal or self.form.method not in (AUTO, TILED, CHUNKED, ON_CPU):
             return ()
         if self.form.frames:
@@ -231,10 +230,11 @@ class Ladder:
         return tuple(count for count in CHUNKS if count < (self.size[0] - 1) // self.ratios[1] + 1)
 
     def _window(self) -> int:
+        """Latent frames of a window: as chosen, a short one where a streamed decode's planes are too large, else 0."""
         if not self.decodes or not self.pipeline.spec.memory.decode_window:
             return 0
         small = self.form.method == STREAMING and plane_bytes(self.pipeline, self.area) > host_free_bytes()
-        return self.form.frames or SHORT_WINDOW * small
+        return self.form.frames or (SHORT_WINDOW if small else 0)
 
     def _start(self, wanted: int) -> int:
         """The tile to begin with, in pixels, 0 for whole: as ``wanted``, or smaller where the device bears less."""
@@ -254,7 +254,7 @@ class Ladder:
         return not limit or largest_buffer_bytes(config, frames, high, wide, itemsize) <= limit
 
     def _fitting(self) -> DecodeMethod:
-        """The first method that fits into what is free, once other parts have left; else the smallest."""
+        """The first method that fits, where need be after the other parts are released; else the smallest."""
         pipeline, free = self.pipeline, room_on(self.pipeline, self.device)
         if free is None or not pipeline.weights:
             return self.method
@@ -271,7 +271,7 @@ class Ladder:
     def fitting(self, room: int) -> DecodeMethod:
         """The first method that is forecast to need at most ``room`` bytes beside the weights; else the smallest."""
         free = host_free_bytes()
-        methods = [each for each in self.methods if not each.on_host and self._planes(each) <= free]
+        methods = [each for each in self.methods if not each.on_host and self._host_bytes(each) <= free]
         fitting = (each for each in methods if SPARE * self.needed_bytes(each) <= room)
         return next(fitting, min(methods, key=self.needed_bytes))
 
@@ -292,8 +292,7 @@ def ladder_for(pipeline: Pipeline, cells: tuple[int, int, int], form: DecodeRequ
 
     Raises:
         InputError: an unknown method, or a tile, overlap or count of frames out of range.
-        UnsupportedError: a method that this family's decoder cannot do.
-    """
+        UnsupportedError: a method that this family's decoder cannot do."""
     if form.method == CHUNKED and not pipeline.spec.rewrites.causal_decoder:
         found = f"decode method {CHUNKED!r} for {pipeline.spec.title}, whose decoder looks ahead"
         expected = f"one of {', '.join(method for method in METHODS if method != CHUNKED)}"
@@ -306,7 +305,7 @@ def ladder_for(pipeline: Pipeline, cells: tuple[int, int, int], form: DecodeRequ
 
 
 def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
-    """Bytes on ``device`` for a part: what is free beside it, or all, its own too, where a host lets models leave."""
+    """Bytes on ``device`` for a part: those free, or all of the device's if the host evicts models; None if unknown."""
     if not pipeline.offloader.evicts:
         return free_bytes(device)
     facts = pipeline.facts if device == indexed(pipeline.offloader.device) else facts_for(device)
@@ -314,16 +313,14 @@ def room_on(pipeline: Pipeline, device: torch.device) -> int | None:
 
 
 def largest_buffer_bytes(config: Mapping[str, Any], frames: int, height: int, width: int, itemsize: int) -> int:
-    """About the largest activation of a VAE for what goes through in one piece: twice its narrowest width, padded.
-
-    Twice, because the last upsampling comes before the channels are halved.
-    """
+    """Bytes of about the largest activation of a VAE on one piece: its padded pixels in twice the narrowest width,
+    because the last upsampling comes before the channels are halved."""
     pixels = (frames + 2) * (height + 2) * (width + 2)
     return 2 * narrowest(config) * pixels // int(config.get("patch_size") or 1) ** 2 * itemsize
 
 
 def narrowest(config: Mapping[str, Any]) -> int:
-    """The channels of a decoder's widest plane, which has the fewest."""
+    """The fewest channels of a decoder's blocks: those at full size."""
     return min(config.get("decoder_block_out_channels") or config.get("block_out_channels") or (128,))
 
 

@@ -218,8 +218,8 @@ class ResumableDecode:
         covered = window.covered[top:bottom, left:right]
         middle = (covered > MIDDLE[0]) & (covered < MIDDLE[1])
         if bool(middle.any()):
-            apart = target[..., middle] / covered[middle] - frames[..., middle]
-            self.apart = max(self.apart, float(apart.abs().max()))
+            delta = target[..., middle] / covered[middle] - frames[..., middle]
+            self.apart = max(self.apart, float(delta.abs().max()))
         target.add_(frames * weight)
         if first + frames.shape[2] >= total:
             covered.add_(weight)
@@ -240,23 +240,23 @@ def decoded_together(group: Group, tasks: list[RegionTask], decode: Decode) -> l
     for first in range(0, len(tasks), size):
         some = tasks[first : first + size]
         group.world.shared([*some, *[None] * (size - len(some))])
-        frames += (group.world.collected(_tried(decode, some[0])) or [])[: len(some)]
+        frames += (group.world.collected(_decode_or_none(decode, some[0])) or [])[: len(some)]
     return frames
 
 
 def serve(group: Group, decode: Decode) -> int:
-    """On the others: decode what the leader hands out, until that is None; how many it decoded."""
+    """On the other ranks: decode tasks that the leader hands out until it sends None; returns how many succeeded."""
     count = 0
     while (tasks := group.world.shared(None)) is not None:
         own = tasks[group.world.rank]
-        frames = None if own is None else _tried(decode, own)
+        frames = None if own is None else _decode_or_none(decode, own)
         count += frames is not None
         group.world.collected(frames)
     return count
 
 
-def _tried(decode: Decode, task: RegionTask) -> torch.Tensor | None:
-    """The frames; None where the device fails: the leader then goes on with that region by itself, in smaller parts."""
+def _decode_or_none(decode: Decode, task: RegionTask) -> torch.Tensor | None:
+    """The frames; None where the device fails: the leader then decodes the region by itself, in smaller parts."""
     try:
         return decode(task)
     except (*DEVICE_ERRORS, InvalidOutputError):
@@ -264,7 +264,7 @@ def _tried(decode: Decode, task: RegionTask) -> torch.Tensor | None:
 
 
 def pixel_elements(config: Any, frames: int) -> int:
-    """Elements of a decoder's last layer per pixel."""
+    """Elements of a decoder's last layer per pixel, over all of so many pixel ``frames``."""
     return max(1, narrowest(config) * frames // int(config.get("patch_size") or 1) ** 2)
 
 
@@ -272,8 +272,7 @@ def decoder_call(vae: Any, latents: Tensor, time: Tensor | None, noise: bytes | 
     """Decode latents on the device by the decoder of ``vae`` alone, without upstream's tiles and windows.
 
     Args:
-        noise: state of the generator that its layers' noise is drawn from; None for a decoder without.
-    """
+        noise: state of the generator that its layers' noise is drawn from; None for a decoder without."""
     if noise is not None:
         with DrawnOnHost(noise), torch.compiler.set_stance("force_eager"):
             return decoder_call(vae, latents, time)
@@ -287,8 +286,7 @@ def pieces_of(vae: Any, latents: Tensor, method: DecodeMethod, ratio: int) -> Co
     """Number of decoder calls by frames, rows and columns of their latents (1, C, T, h, w); chunks count as one call.
 
     Args:
-        ratio: pixels per latent row and column.
-    """
+        ratio: pixels per latent row and column."""
     _, windows = _windows(vae, latents, method.window)
     regions = _split(_whole(latents), method, ratio)
     return Counter((window.shape[2], *region.shape) for window in windows for region in regions)
@@ -297,8 +295,7 @@ def pieces_of(vae: Any, latents: Tensor, method: DecodeMethod, ratio: int) -> Co
 def windows_of(frames: int, most: int, stride: int) -> list[slice]:
     """Upstream's windows over ``frames`` latent frames: ``most`` and the one before, every ``stride`` frames.
 
-    The last one is left out where it holds no more than the frame that is cut off it.
-    """
+    The last one is left out where it holds no more than the frame that is cut off it."""
     if frames <= most:
         return [slice(0, frames)]
     return [slice(start, start + most + 1) for start in range(0, frames, stride) if start == 0 or start + 1 < frames]
@@ -346,7 +343,7 @@ def _windows(vae: Any, latents: Tensor, most: int) -> tuple[int, list[Tensor]]:
 
 
 def _joined(videos: list[Tensor], stride: int, total: int) -> Tensor:
-    """Windows of upstream's framewise decode, the first frame of each later one cut, faded into one another."""
+    """The video of a framewise decode as upstream joins it: each later window loses its first frame and is faded in."""
     most = videos[0].shape[2] - 1 - stride
     result, before = [videos[0][:, :, : stride + 1]], videos[0]
     for video in videos[1:]:
@@ -367,7 +364,7 @@ def _split(region: Region, method: DecodeMethod, ratio: int) -> list[Region]:
     if not method.tile or (height <= side and width <= side):
         return [region]
     asked = int(method.tile * OVERLAP) if method.overlap < 0 else method.overlap
-    overlap = min(-(-asked // ratio), -(-side // 2))  # what was asked may be of larger tiles
+    overlap = min(-(-asked // ratio), -(-side // 2))  # the overlap asked for may be of larger tiles
     lines = [tiles_over(extent, side, overlap) for extent in (height, width)]
     whole = region.weights or (torch.ones(height * ratio), torch.ones(width * ratio))
     own = []
@@ -388,9 +385,8 @@ def _split(region: Region, method: DecodeMethod, ratio: int) -> list[Region]:
 def decode_as_published(vae: Any) -> None:
     """Make ``vae`` what its publisher runs where diffusers builds another one.
 
-    Mochi's decoder drops frames elsewhere. LTX-Video's convolutions pad rows and columns as its file says, on both
-    sides of a frame, so that tiles stay exact; diffusers knows zeros only.
-    """
+    Mochi's decoder drops frames after each upsampling, not at the end. LTX-Video's convolutions pad rows and columns as
+    its file says, on both sides of a frame, so that tiles stay exact; diffusers knows zeros only."""
     if full_name(vae) == MOCHI:
         vae.drop_last_temporal_frames = False
         for block in vae.decoder.up_blocks:

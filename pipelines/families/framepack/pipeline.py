@@ -57,7 +57,7 @@ def guess_variant(evidence: Evidence) -> tuple[str, str]:
 def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> Prompt:
     """Llama states and pooled CLIP vectors of the prompt, the negative, and each section's prompt, else the first's.
 
-    Of a text with prompts by time or by number each of them is a section's, with its seconds or places."""
+    Prompts by time or by number in the text become section prompts, with the seconds or places that they are for."""
     from diffusers import HunyuanVideoFramepackPipeline
 
     request, places = by_span(request)
@@ -99,10 +99,10 @@ def encode_image(pipeline: Pipeline, request: base.ImageRequest, progress: Progr
     if place == END and request.vision is not None and last not in known:
         progress.notify("vision has no effect on the end image of FramePack")
     if count > 1:
-        kept = min(count, CLIP.frames) // TEMPORAL_RATIO * TEMPORAL_RATIO
-        request = replace(request, frames=request.frames[-kept:])
+        used = min(count, CLIP.frames) // TEMPORAL_RATIO * TEMPORAL_RATIO
+        request = replace(request, frames=request.frames[-used:])
         known[last] = _vision(pipeline, replace(request, frames=request.frames[-1:], vision=None), progress)
-        progress.notify(f"goes on with the last {kept} of {count} frames of the clip")
+        progress.notify(f"goes on with the last {used} of {count} frames of the clip")
     stage, batches = base.ProgressStage("encoding", "image"), request.frames.split(CLIP.batch)
     known[place] = torch.cat([encoded_moments(pipeline, batch, progress, stage) for batch in batches], 2)
     if place == START or last in known:
@@ -187,11 +187,11 @@ def sample(
         settings = replace(settings, scheduler="euler" if pipeline.is_demo else UNIPC_BH1)  # the demo draws better so
         if not pipeline.is_demo:
             tell_once(progress, "solver UniPC (bh1), as the publisher's application; earlier versions took Euler's")
-    start = _drawn(pipeline, image, START, generator)
-    end = (1 if plan.clip else strength) * _drawn(pipeline, image, END, generator) if strength > 0 else None
+    start = _sampled_image(pipeline, image, START, generator)
+    end = (1 if plan.clip else strength) * _sampled_image(pipeline, image, END, generator) if strength > 0 else None
     history, texts = History(plan, start, end), _texts(pipeline, prompt, plan, framepack, settings.fps, progress)
-    key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else str
-    shape, vision = (*start.shape[:2], plan.sampled, *start.shape[3:]), _seen(image, plan, strength).to(device)
+    key = resume_key(pipeline, prompt, image, settings, framepack) if keeper is not None else str  # str() is no key
+    shape, vision = (*start.shape[:2], plan.sampled, *start.shape[3:]), _vision_for(image, plan, strength).to(device)
     levels, config = _levels_for(pipeline, shape, settings, progress)
     with held_transformer(pipeline, settings, progress, plan.sampled, clip=plan.clip > 0) as transformer:
         _resume(history, generator, None if keeper is None else keeper.found(key()), progress)
@@ -205,8 +205,8 @@ def sample(
             history.add(to_host(denoise(first, schedule, predict, progress=part, safeguards=safeguards)))
             latents = described(_so_far(pipeline, history, settings, generator), prompt)
             if keeper is not None:
-                standing = SectionState(history.latents, tuple(history.lengths), state_of(generator))
-                keeper.save(key(), index, plan.count, latents, standing)
+                state = SectionState(history.latents, tuple(history.lengths), state_of(generator))
+                keeper.save(key(), index, plan.count, latents, state)
     return latents
 
 
@@ -256,7 +256,7 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
 
 
 def _end_strength(image: ImageCondition | None, framepack: FramePackSettings, progress: Progress) -> float:
-    """Weight of the end image; 0 without one. A start image there must be."""
+    """Weight of the end image, 0 without one; raises InputError without a start image."""
     if image is None or START not in image.tensors:
         found, expected = "no start image for FramePack", "an image condition with an image at frame 0"
         raise InputError(found, expected=expected, fix="Connect AnyGPU Encode Image with the start image.")
@@ -267,8 +267,8 @@ def _end_strength(image: ImageCondition | None, framepack: FramePackSettings, pr
     return framepack.end_strength * next(strength for name, _, strength in image.anchors if name == END)
 
 
-def _drawn(pipeline: Pipeline, image: ImageCondition, place: str, generator: torch.Generator) -> Tensor:
-    """Latents (1, 16, T, H / 8, W / 8) of the ``start`` or ``end`` image in the transformer's space, on the CPU."""
+def _sampled_image(pipeline: Pipeline, image: ImageCondition, place: str, generator: torch.Generator) -> Tensor:
+    """Latents (1, 16, T, H / 8, W / 8) of the ``start`` or ``end`` image, drawn, on the CPU, in the model's space."""
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
     batches = image.tensors[place].split(CLIP.batch // TEMPORAL_RATIO, 2)
@@ -276,8 +276,8 @@ def _drawn(pipeline: Pipeline, image: ImageCondition, place: str, generator: tor
     return latents * float(pipeline.configs["vae"]["scaling_factor"])
 
 
-def _seen(image: ImageCondition, plan: Plan, strength: float) -> Tensor:
-    """States of the image encoder; with a clip and an end image, its last frame's and the end image's, mixed."""
+def _vision_for(image: ImageCondition, plan: Plan, strength: float) -> Tensor:
+    """Image encoder states (1, N, D); with a clip and an end image, those of its last frame and the end image mixed."""
     if not plan.clip or strength == 0:
         return image.tensors[base.VISION]
     last, end = (image.tensors[name] for name in VISIONS)
@@ -292,25 +292,25 @@ def _vision(pipeline: Pipeline, request: base.ImageRequest, progress: Progress) 
     if request.vision is not None:
         width = int(pipeline.configs["transformer"].get("image_proj_dim", 1152))
         return checked_vision(request.vision, side * side, width)
-    # In 8 bits, as the publisher's application: floats, which diffusers gives the processor, are cut off to other ones.
-    given = pipeline.tools["feature_extractor"](images=execution.picture_of(request.frames[0]), return_tensors="pt")
+    # In 8 bits, as in the publisher's application: the floats that diffusers passes are truncated to other values.
+    inputs = pipeline.tools["feature_extractor"](images=execution.picture_of(request.frames[0]), return_tensors="pt")
     hold, device = pipeline.offloader.hold("image_encoder", 0, progress), pipeline.offloader.device_of("image_encoder")
     with hold as encoder, checked_layers(encoder, progress.check), inputs_placed(encoder, device):
-        states = encoder(given["pixel_values"].to(encoder.dtype)).last_hidden_state
+        states = encoder(inputs["pixel_values"].to(encoder.dtype)).last_hidden_state
         progress.step(1, 1, base.ProgressStage("encoding", "image for SigLIP"))
     return to_host(states).float()
 
 
-def _resume(history: History, generator: torch.Generator, standing: SectionState | None, progress: Progress) -> None:
-    """Go on after the sections of ``standing``, where these are some, not all, of a video of this size."""
+def _resume(history: History, generator: torch.Generator, state: SectionState | None, progress: Progress) -> None:
+    """Restore ``history`` and ``generator`` from ``state`` if it has some, not all, of this video's sections."""
     count, (batch, channels, _, *sides) = history.plan.count, history.start.shape
-    if standing is None or not 0 < len(standing.lengths) < count:
+    if state is None or not 0 < len(state.lengths) < count:
         return
-    if standing.latents.shape != (batch, channels, standing.lengths[-1], *sides):
+    if state.latents.shape != (batch, channels, state.lengths[-1], *sides):
         return
-    history.latents, history.lengths = standing.latents, list(standing.lengths)
-    generator.set_state(generator_for(0, standing.generator_state).get_state())
-    progress.notify(f"continues after section {len(standing.lengths)} of {count}, saved by an interrupted run")
+    history.latents, history.lengths = state.latents, list(state.lengths)
+    generator.set_state(generator_for(0, state.generator_state).get_state())
+    progress.notify(f"continues after section {len(state.lengths)} of {count}, saved by an interrupted run")
 
 
 def _counted(plan: Plan) -> str:
@@ -318,10 +318,10 @@ def _counted(plan: Plan) -> str:
 
 
 def _tell_length(pipeline: Pipeline, plan: Plan, asked: FramePackSettings, fps: float, progress: Progress) -> None:
-    """Say how long the film becomes, and once where an earlier version made it longer."""
+    """Tell the user how long the film becomes, and once that an earlier version made more sections of it."""
     progress.notify(f"{asked.clip_seconds:g} s: {plan.frames} frames in {_counted(plan)}, as published")
     older = math.ceil((asked.clip_seconds * fps - 1 - 1e-6) / TEMPORAL_RATIO) * TEMPORAL_RATIO + 1
-    older = math.ceil(older / ((asked.window - 1) * TEMPORAL_RATIO + 1))  # each but its first latent's frames
+    older = math.ceil(older / ((asked.window - 1) * TEMPORAL_RATIO + 1))  # each without its first latent's frames
     if plan.count != older and not pipeline.is_demo:
         tell_once(progress, f"{_counted(plan)}, the nearest; earlier versions rounded up, here to {older}")
 
@@ -329,7 +329,7 @@ def _tell_length(pipeline: Pipeline, plan: Plan, asked: FramePackSettings, fps: 
 def _texts(
     pipeline: Pipeline, prompt: Prompt, plan: Plan, framepack: FramePackSettings, fps: float, progress: Progress
 ) -> list[dict[str, Any]]:
-    """The embeddings of each section by its place, on the device, with the negative's."""
+    """The embeddings ``cond``, and ``uncond`` of a negative, of each section by its place, on the device."""
     texts = shown(prompt.sections, plan, framepack.clip_seconds, fps)
     if not texts:
         texts = [prompt.embeds, *prompt.sections]
@@ -348,7 +348,7 @@ def _texts(
 def _levels_for(
     pipeline: Pipeline, shape: Sequence[int], settings: SampleSettings, progress: Progress
 ) -> tuple[Callable[[int], Levels], dict[str, Any]]:
-    """From a number of steps to evenly falling levels with the shift that latents of this ``shape`` ask for, and the
+    """A function from a number of steps to evenly falling levels, with the shift for latents of this ``shape``; and the
     scheduler's settings, in which that shift acts whatever the folder beside the transformer says."""
     from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video_framepack import calculate_shift
 

@@ -98,7 +98,8 @@ class Plan:
         }
 
     def _gap(self, step: int) -> int:
-        """Windows between the start image and the section, as the transformer is told: never many."""
+        """Windows between the start image and the section, as the author's code counts them: with more than 4 sections
+        3 for the first that is sampled, and at most 2 for later ones."""
         left = self.count - 1 - step
         return left if self.count <= 4 else min(left, 3 if step == 0 else 2)
 
@@ -172,8 +173,7 @@ def spans(lengths: Sequence[int], window: int, inverted: bool) -> list[slice]:
     """Latent frames decoded together, in sampling order: the first section whole, later ones with what they blend into.
 
     Args:
-        lengths: latent frames there were after each section.
-    """
+        lengths: latent frames there were after each section."""
     total = lengths[-1]
     if inverted:
         later = [slice(total - after, total - before + window) for before, after in pairwise(lengths)]
@@ -185,9 +185,8 @@ def joined(videos: Iterable[Tensor], window: int, inverted: bool) -> Tensor:
     """Frames (F, H, W, 3) in 0..1 of sections that were decoded by :func:`spans` and overlap.
 
     Args:
-        videos: in sampling order, (1, 3, F, H, W) in -1..1, on the CPU; each is asked for when the one before has been
-            taken in, and only frames that may still be blended stay in this form.
-    """
+        videos: in sampling order, (1, 3, F, H, W) in -1..1, on the CPU; each is read once the one before is joined, and
+            only frames that may still be blended stay in this form."""
     from diffusers import HunyuanVideoFramepackPipeline
 
     append = HunyuanVideoFramepackPipeline._soft_append
@@ -231,8 +230,7 @@ def training_sections(film: Tensor, image: ImageCondition, plan: Plan) -> Iterat
         image: the encoded first frame.
 
     Source: kohya-ss/musubi-tuner at 30c658c, ``fpack_cache_latents.py``, ``dataset/bucket.py`` and
-    ``dataset/image_video_dataset.py``.
-    """
+    ``dataset/image_video_dataset.py``."""
     history = History(plan, film[None, :, :1])
     for step in range(plan.count):
         place = plan.place(step)
@@ -248,23 +246,24 @@ def training_sections(film: Tensor, image: ImageCondition, plan: Plan) -> Iterat
 
 
 def timed(text: str, sections: Sequence[str]) -> list[tuple[float, float, str]]:
-    """Seconds and words of each ``[3s: words]`` or ``[0s-2s: words]``; the rest of ``text`` stands from 0.
+    """Start and end in seconds (-1 for the film's end) and words of each ``[3s: words]`` or ``[0s-2s: words]``, by
+    start; the rest of ``text`` starts at 0. Raises InputError for other section prompts beside these.
 
     Source: colinurbs/FramePack-Studio f4369da ``prompt_handler.py``."""
     whole = "\n".join((text, *sections))
-    shown = [(float(a), float(b or -1), words.strip()) for a, b, words in TIMED.findall(whole)]
-    if shown and (NEXT in whole or any(TIMED.sub("", line).strip() for line in sections)):
+    prompts = [(float(start), float(end or -1), words.strip()) for start, end, words in TIMED.findall(whole)]
+    if prompts and (NEXT in whole or any(TIMED.sub("", line).strip() for line in sections)):
         fix = "Write each section prompt as [3s: text], or none."
         raise InputError("section prompts with and without a time", expected="one of the two", fix=fix)
-    if shown and (rest := TIMED.sub("", text).strip()):
-        shown.append((0.0, -1.0, rest))
-    shown.sort(key=lambda each: each[0])
-    starts = [*(start for start, _, _ in shown[1:]), -1.0]
-    return [(a, after if b < 0 else b, words) for (a, b, words), after in zip(shown, starts, strict=False)]
+    if prompts and (rest := TIMED.sub("", text).strip()):
+        prompts.append((0.0, -1.0, rest))
+    prompts.sort(key=lambda prompt: prompt[0])
+    nexts = [*(start for start, _, _ in prompts[1:]), -1.0]  # where a prompt without an end ends
+    return [(start, after if end < 0 else end, w) for (start, end, w), after in zip(prompts, nexts, strict=False)]
 
 
 def by_span(request: PromptRequest) -> tuple[PromptRequest, list[dict[str, Tensor]]]:
-    """``request`` with each prompt by time or number as a section's, and the tensors with their spans."""
+    """``request`` with prompts by time or number made section prompts, and a tensor, by name, with each one's span."""
     seconds = timed(request.text, request.sections)
     if not (found := seconds or numbered(request.text, request.sections)):
         return request, []
@@ -274,20 +273,22 @@ def by_span(request: PromptRequest) -> tuple[PromptRequest, list[dict[str, Tenso
 
 
 def shown_at(spans: Sequence[Sequence[float]], plan: Plan, seconds: float, fps: float = 30.0) -> list[int]:
-    """The index in ``spans`` of each section's prompt, by its place, as ``worker.py`` of that fork has it at 30 fps."""
-    size, found = (plan.window * TEMPORAL_RATIO - 3) / fps, [0] * plan.count  # seconds of a section, as counted there
-    ends = [[round(each / size) * size for each in (a, seconds if b < 0 else b)] for a, b in spans]
-    known = [(a, b if b > a else a + size, index) for index, (a, b) in enumerate(ends)]
-    if plan.inverted:
-        known = sorted(((seconds - b, seconds - a, index) for a, b, index in known), key=lambda each: each[0])
+    """By each section's place in the film, the index in ``spans``, in seconds and rounded to whole sections, of its
+    prompt. Source: FramePack-Studio's ``worker.py``, equal to it at 30 fps."""
+    size, indices = (plan.window * TEMPORAL_RATIO - 3) / fps, [0] * plan.count  # seconds of a section, as counted there
+    rounded = [[round(each / size) * size for each in (start, seconds if end < 0 else end)] for start, end in spans]
+    known = [(start, end if end > start else start + size, index) for index, (start, end) in enumerate(rounded)]
+    if plan.inverted:  # time runs from the film's end
+        known = sorted(((seconds - end, seconds - start, index) for start, end, index in known), key=lambda row: row[0])
+    image = 1 if not plan.inverted and not plan.clip else 0  # latent frames of a start image before the first section
     for step in range(plan.count):
-        now = max(0.01, ((step * plan.window + (not plan.inverted and not plan.clip)) * TEMPORAL_RATIO - 3) / fps)
-        found[plan.place(step)] = next((index for a, b, index in known if a <= now < b), known[0][2])
-    return found
+        now = max(0.01, ((step * plan.window + image) * TEMPORAL_RATIO - 3) / fps)
+        indices[plan.place(step)] = next((index for start, end, index in known if start <= now < end), known[0][2])
+    return indices
 
 
 def numbered(text: str, sections: Sequence[str]) -> list[tuple[float, float, str]]:
-    """First and last section and words of each of ``0:words;;;-1:words;;;0-2:words``; without a number it is 0's.
+    """First and last section and words of each part of ``0:words;;;-1:words;;;0-2:words``; without a number for 0.
 
     Source: kohya-ss/musubi-tuner 30c658c ``parse_section_strings``; there words before a colon are dropped."""
     if not any(NEXT in line for line in (text, *sections)):
@@ -302,14 +303,14 @@ def numbered(text: str, sections: Sequence[str]) -> list[tuple[float, float, str
 
 
 def shown_in(places: Sequence[Sequence[float]], plan: Plan) -> list[int]:
-    """The index in ``places`` of each section's prompt: counted from the end, else from the start, else section 0's."""
+    """The index in ``places`` of each section's prompt: by its number from the end, from the start, or section 0's."""
     known = {n: index for index, (a, b) in enumerate(places) for n in range(int(a), max(int(a), int(b)) + 1)}
     usual = known[0 if 0 in known else min((n for n in known if n > 0), default=min(known))]
     return [known.get(place - plan.count, known.get(place, usual)) for place in range(plan.count)]
 
 
 def shown(prompts: Sequence[Any], plan: Plan, seconds: float, fps: float) -> list[Mapping[str, Tensor]]:
-    """The prompt of each section, by its place, of ``prompts`` by time or number; empty for others."""
+    """The embeddings of each section's prompt, by its place, where ``prompts`` are by time or number; else empty."""
     spans = [to_host(each[name]).flatten().tolist() for each in prompts for name in (SPAN, PLACES) if name in each]
     if not spans:
         return []

@@ -49,7 +49,7 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
 
 
 def guess_variant(evidence: Evidence) -> tuple[str, str]:
-    """Guess if the model is SkyReels, with the evidence."""
+    """The variant by configuration and names, and the reason for it; Tencent's, without a reason, if nothing tells."""
     if image_condition(evidence.config) == PICTURE_CONCAT:
         return SKYREELS, "its transformer takes the picture beside the noise, without a mask"
     name = evidence.name_with(r"sky.?reel|cfg.?distil")  # Tencent's own is called so
@@ -85,23 +85,21 @@ def encode_prompt(pipeline: Pipeline, request: PromptRequest, progress: Progress
     """Llama states and pooled CLIP vectors of both texts; with image to video the encoder also looks at the picture.
 
     InputError: image to video without one. CheckpointError: the text encoder of the other task."""
-    looks = "vision_config" in pipeline.configs["text_encoder"]
-    if looks != (encoder_task(pipeline.configs["transformer"]) == "image"):
-        raise CheckpointError(
-            f"a text encoder {'for pictures too' if looks else 'for text only'} beside a transformer for "
-            f"{pipeline.model.task}",
-            expected="Llama for text to video, Llava for image to video",
-            fix="Choose the pipeline folder of the same task as base.",
-        )
+    sees_images = "vision_config" in pipeline.configs["text_encoder"]
+    if sees_images != (encoder_task(pipeline.configs["transformer"]) == "image"):
+        reads = "for pictures too" if sees_images else "for text only"
+        found = f"a text encoder {reads} beside a transformer for {pipeline.model.task}"
+        fix = "Choose the pipeline folder of the same task as base."
+        raise CheckpointError(found, expected="Llama for text to video, Llava for image to video", fix=fix)
     from diffusers import HunyuanVideoImageToVideoPipeline, HunyuanVideoPipeline
 
-    if request.image is not None and not looks:
+    if request.image is not None and not sees_images:
         progress.notify("the prompt's image has no effect: the text encoder of this checkpoint reads text alone")
     if pipeline.variant == SKYREELS and not request.text.startswith(SKYREELS_RATE.strip()):
         progress.notify(f"SkyReels was trained on texts that begin with {SKYREELS_RATE!r}")
-    pipe = HunyuanVideoImageToVideoPipeline if looks else HunyuanVideoPipeline
-    sight = _sight(pipeline, request) if looks else None
-    positive, negative, _ = llama_embeds(pipeline, pipe, replace(request, sections=()), progress, sight)
+    pipe = HunyuanVideoImageToVideoPipeline if sees_images else HunyuanVideoPipeline
+    pictures = _llava_input(pipeline, request) if sees_images else None
+    positive, negative, _ = llama_embeds(pipeline, pipe, replace(request, sections=()), progress, pictures)
     return Prompt(SPEC.id, positive, negative)
 
 
@@ -114,8 +112,8 @@ def encode_image(pipeline: Pipeline, request: ImageRequest, progress: Progress) 
     """``image_latents`` (1, 16, 1, H / 8, W / 8): the first picture in the VAE's own space, drawn only for SkyReels."""
     if request.frames.shape[0] > 1:
         progress.notify(f"{SPEC.title} starts from one picture; the first of {request.frames.shape[0]} is used")
-    settled = image_condition(pipeline.configs["transformer"]) != PICTURE_CONCAT
-    latents = fallback.encoded(pipeline, request.frames[:1], request.seed, progress, mode=settled)
+    mode = image_condition(pipeline.configs["transformer"]) != PICTURE_CONCAT
+    latents = fallback.encoded(pipeline, request.frames[:1], request.seed, progress, mode=mode)
     return ImageCondition(SPEC.id, {IMAGE: latents}, request.width, request.height)
 
 
@@ -127,7 +125,7 @@ def sample(
     Source: ``__call__`` of diffusers' ``HunyuanVideoPipeline``, ``HunyuanVideoImageToVideoPipeline`` and
     ``HunyuanSkyreelsImageToVideoPipeline``; equal to them in fp32."""
     kind = None if image is None else image_condition(pipeline.configs["transformer"])
-    _check(pipeline, kind, settings, progress)
+    _check_settings(pipeline, kind, settings, progress)
     device, generator = pipeline.offloader.device_of("transformer"), generator_for(settings.seed)
     scale = float(pipeline.configs["vae"]["scaling_factor"])
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, even_levels, device)
@@ -140,13 +138,14 @@ def sample(
         noise = noise * share + picture.repeat(1, 1, noise.shape[2], 1, 1) * (1 - share)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
     start, mask = loop.start_from(clean, noise, schedule), loop.noise_mask_for(settings, clean, noise)
-    whole = _whole(kind, picture)
+    whole = _with_first_frame(kind, picture)
     if kind == TOKEN_REPLACE:
         # The first latent frame is the picture itself: it is seen, never sampled.
         start = start[:, :, 1:]
         mask = None if mask is None else loop.NoiseMask(*(t[:, :, 1:] for t in (mask.clean, mask.noise, mask.mask)))
     with loop.held_transformer(pipeline, settings, progress) as transformer:
-        predict = _predictor(pipeline, transformer, prompt, settings, _given(kind, picture), len(schedule))
+        model_input = _with_picture(kind, picture)
+        predict = _predictor(pipeline, transformer, prompt, settings, model_input, len(schedule))
         latents = loop.denoise(
             start,
             schedule,
@@ -178,20 +177,17 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
     return fallback.decode(pipeline, latents, progress, form)[int(latents.extra.get("drop_frames", 0)) :]
 
 
-def _sight(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:
+def _llava_input(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:
     """The picture for the prompt, and a black one for the negative prompt.
 
-    The negative prompt keeps as many picture states as the prompt: upstream's own call forgets it, and gives that of a
-    token-replace model every second state where the model was trained with every fourth."""
+    Both prompts keep as many picture states: upstream's own call keeps every second of the negative's for a
+    token-replace model, which was trained with every fourth."""
     from PIL import Image
 
     if request.image is None:
-        raise InputError(
-            "no image beside the prompt",
-            expected="the picture that the video starts from",
-            fix=f"Connect the image to AnyGPU Encode Prompt too: the text encoder of {SPEC.title} image to video "
-            "looks at it.",
-        )
+        fix = "Connect the image to AnyGPU Encode Prompt too: "
+        fix += f"the text encoder of {SPEC.title} image to video looks at it."
+        raise InputError("no image beside the prompt", expected="the picture that the video starts from", fix=fix)
     if "image_processor" not in pipeline.tools.readers:
         found = f"no image_processor for {str(pipeline.model.source)!r}"
         fix = "Download it beside text_encoder, or choose an image-to-video pipeline as base."
@@ -203,7 +199,8 @@ def _sight(pipeline: Pipeline, request: PromptRequest) -> LlavaInput:
     return LlavaInput(picture, black, pipeline.tools["image_processor"], INTERLEAVE.get(str(kind), 1))
 
 
-def _check(pipeline: Pipeline, kind: str | None, settings: SampleSettings, progress: Progress) -> None:
+def _check_settings(pipeline: Pipeline, kind: str | None, settings: SampleSettings, progress: Progress) -> None:
+    """Raise InputError for too few frames; tell the user of frames that are dropped, and guidance without effect."""
     least = SPEC.sizes.stride + 1
     if kind is not None and settings.frames < least:
         found = f"frames {settings.frames} for {SPEC.title} image to video"
@@ -220,9 +217,10 @@ def _predictor(
     transformer: Any,
     prompt: Prompt,
     settings: SampleSettings,
-    given: Callable[[torch.Tensor], torch.Tensor],
+    model_input: Callable[[torch.Tensor], torch.Tensor],
     steps: int,
 ) -> Predict:
+    """The guided velocity of the sampled frames; ``model_input`` adds the picture to their latents."""
     device, dtype = pipeline.offloader.device_of("transformer"), pipeline.precision.residual
     guidance = torch.full((1,), settings.guidance, device=device)
     texts = {"cond": placed(prompt.embeds, device, dtype)}
@@ -232,7 +230,7 @@ def _predictor(
     def branch(name: str, latents: torch.Tensor, time: torch.Tensor, _: int) -> torch.Tensor:
         text = texts[name]
         call = Call(
-            latents=given(latents).to(dtype),
+            latents=model_input(latents).to(dtype),
             time=time.expand(1),
             embeds=text[base.EMBEDS],
             mask=text[base.MASK],
@@ -245,23 +243,25 @@ def _predictor(
     return Guidance(settings, steps).over(pipeline.run.group, branch, ("cond", "uncond"))
 
 
-def _given(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+def _with_picture(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function from latents (1, 16, T, H, W) to the transformer's input: the picture as channels, or first frame."""
     if kind not in (LATENT_CONCAT, PICTURE_CONCAT) or picture is None:
-        return _whole(kind, picture)
+        return _with_first_frame(kind, picture)
 
-    def beside(latents: torch.Tensor) -> torch.Tensor:
-        shown = torch.zeros_like(latents)
-        shown[:, :, :1] = picture
+    def concatenated(latents: torch.Tensor) -> torch.Tensor:
+        pictured = torch.zeros_like(latents)
+        pictured[:, :, :1] = picture
         if kind == PICTURE_CONCAT:
-            return torch.cat([latents, shown], dim=1)
+            return torch.cat([latents, pictured], dim=1)
         mask = torch.zeros_like(latents[:, :1])
         mask[:, :, 0] = 1
-        return torch.cat([latents, shown, mask], dim=1)
+        return torch.cat([latents, pictured, mask], dim=1)
 
-    return beside
+    return concatenated
 
 
-def _whole(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+def _with_first_frame(kind: str | None, picture: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that puts the picture before sampled latents where it is the first frame; else the identity."""
     if kind == TOKEN_REPLACE and picture is not None:
         return lambda latents: torch.cat([picture.to(latents.device), latents], dim=2)
     return lambda latents: latents

@@ -38,14 +38,15 @@ def defaults_for(pipeline: Pipeline) -> Defaults:
     """The family's defaults with the size and the guidance of this checkpoint: 480p or 720p, distilled or not."""
     width, height = nearest_size(pipeline, 16, 9)
     guider = pipeline.tools["guider"]
-    # Upstream's other formula, cond + scale * (cond - uncond), is this one with one more.
-    scale = float(guider.get("guidance_scale", SPEC.sizes.defaults.cfg)) + bool(guider.get("use_original_formulation"))
+    scale = float(guider.get("guidance_scale", SPEC.sizes.defaults.cfg))
+    if guider.get("use_original_formulation"):  # cond + scale * (cond - uncond): our formula with a scale one higher
+        scale += 1.0
     return replace(SPEC.sizes.defaults, width=width, height=height, cfg=scale if guider.get("enabled", True) else 1.0)
 
 
 def recipe_for(pipeline: Pipeline) -> Recipe:
-    """The published recipe: few steps for the transformer that takes the next time too, as only that training does;
-    that of the super-resolution for one that takes a small video."""
+    """The published recipe: few steps for a transformer with MeanFlow, which was trained for them and also takes the
+    next time; that of the super-resolution for one that takes a small video."""
     config = pipeline.configs["transformer"]
     if _enlarges(pipeline):
         side = LARGE if int(config.get("target_size", SMALL)) > (SMALL + LARGE) / 2 else SMALL
@@ -54,7 +55,7 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
 
 
 def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]:
-    """Width and height in pixels that Tencent chooses for a picture of this shape; diffusers never one that is wider.
+    """Width and height in pixels that Tencent chooses for a picture of this shape; diffusers never takes a wider shape.
 
     Source: Tencent-Hunyuan/HunyuanVideo-1.5 60783e7 hyvideo/utils/data_utils.py."""
     from diffusers.pipelines.hunyuan_video1_5.image_processor import generate_crop_size_list
@@ -109,7 +110,7 @@ def sample(
     rounding: padding and the attention mask that hides it are left out."""
     device, scale = pipeline.offloader.device_of("transformer"), float(pipeline.configs["vae"]["scaling_factor"])
     dtype, generator = pipeline.precision.residual, generator_for(settings.seed)
-    settings = _guided_as_saved(pipeline, settings, progress)
+    settings = _with_guider(pipeline, settings, progress)
     schedule = schedule_for(pipeline.tools["scheduler"], settings, settings.steps, even_levels, device)
     _require_transformer(pipeline, settings)
     noise = loop.noise_for(loop.latent_shape(SPEC, CHANNELS, settings), generator, device)
@@ -151,8 +152,7 @@ def sample(
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor:
     """The velocity, noise minus data.
 
-    Without a picture there are no states, where upstream masks 729 of zeros: both tell the transformer "text to video".
-    """
+    Without a picture there are no states, where upstream masks 729 of zeros: both tell the transformer it has none."""
     config, latents = pipeline.configs["transformer"], call.latents
     rows = latents.shape[0]
     glyph_embeds, vision = call.glyph_embeds, call.vision
@@ -175,12 +175,12 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor
 
 
 def _enlarges(pipeline: Pipeline) -> bool:
-    """Tell whether the transformer is the super-resolution's, which takes a small video beside the noise."""
+    """True if the transformer is the super-resolution's, which takes a small video beside the noise."""
     return int(pipeline.configs["transformer"].get("in_channels", 0)) == SUPER_CHANNELS
 
 
 def _require_transformer(pipeline: Pipeline, settings: SampleSettings) -> None:
-    """Raise for the super-resolution without a small video, and for another transformer with one."""
+    """Raise InputError for the super-resolution without a small video, or another transformer with one."""
     if _enlarges(pipeline) and settings.latents is None:
         found = f"no latents for the super-resolution of {SPEC.title}"
         fix = "Connect them as latent; their video is sampled by another pipeline."
@@ -192,14 +192,15 @@ def _require_transformer(pipeline: Pipeline, settings: SampleSettings) -> None:
 
 
 def _small_video(clean: Tensor, generator: torch.Generator, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """The channels (1, 33, T, H, W) of the small video under noise, and its mask, at a time of 0..1000."""
+    """A function from a time of 0..1000 to the channels (1, 33, T, H, W) of the small video with noise, and its mask;
+    zeros once the video sampled has less noise."""
     noise = loop.noise_for(tuple(clean.shape), generator, clean.device)
-    under = torch.cat([(1 - SMALL_NOISE) * clean + SMALL_NOISE * noise, torch.ones_like(clean[:, :1])], dim=1).to(dtype)
-    return lambda time: under * (time >= 1000 * SMALL_NOISE)
+    noisy = torch.cat([(1 - SMALL_NOISE) * clean + SMALL_NOISE * noise, torch.ones_like(clean[:, :1])], dim=1).to(dtype)
+    return lambda time: noisy * (time >= 1000 * SMALL_NOISE)
 
 
-def _guided_as_saved(pipeline: Pipeline, settings: SampleSettings, progress: Progress) -> SampleSettings:
-    """``settings`` within what the checkpoint's guider says, where the user says nothing else."""
+def _with_guider(pipeline: Pipeline, settings: SampleSettings, progress: Progress) -> SampleSettings:
+    """``settings`` with cfg only in the range of steps of the checkpoint's guider, and its rescale if none was set."""
     guider: Mapping[str, Any] = pipeline.tools["guider"]
     name = guider.get("_class_name", "ClassifierFreeGuidance")
     if name != "ClassifierFreeGuidance":

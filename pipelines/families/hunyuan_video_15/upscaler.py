@@ -51,7 +51,7 @@ def _widths(entries: dict[str, TensorEntry]) -> list[int]:
 
 
 def enlarged(latents: Latents, path: Path) -> Latents:
-    """``latents`` with the size that :func:`upscale` makes of them, and its marks, but their own samples."""
+    """``latents`` with the size and marks of :func:`upscale`, but their own samples."""
     width, height = _target(latents.width, latents.height, LARGE if "norm_out.gamma" in entries_of(path) else SMALL)
     marked = {SECOND_PASS: True, FIRST_SIZE: [latents.width, latents.height]}
     return replace(latents, width=width, height=height, extra={**latents.extra, **marked})
@@ -70,7 +70,7 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
 
 
 def _target(width: int, height: int, side: int) -> tuple[int, int]:
-    """Width and height in pixels of the size of ``side`` squared whose shape is nearest, of two as near the first."""
+    """Width and height in pixels of Tencent's size of the area ``side``**2 with the nearest aspect ratio."""
     from diffusers.pipelines.hunyuan_video1_5.image_processor import generate_crop_size_list
 
     sizes: list[tuple[int, int]] = generate_crop_size_list(side, SPATIAL_RATIO)
@@ -96,8 +96,8 @@ class _Network(nn.Module):
         self.norm_out = vae.HunyuanVideo15RMS_norm(widths[-1], images=False) if large else None
 
     def forward(self, x: Tensor) -> Tensor:
-        same = x.repeat_interleave(self.conv_in.conv.out_channels // CHANNELS, dim=1) if self.large else 0
-        x = self.conv_in(x) + same
+        shortcut = x.repeat_interleave(self.conv_in.conv.out_channels // CHANNELS, dim=1) if self.large else 0
+        x = self.conv_in(x) + shortcut
         for level in self.up:
             x = level.get_submodule("block")(x) + (0 if self.large else x)
         return self.conv_out(x if self.norm_out is None else functional.silu(self.norm_out(x)))

@@ -158,7 +158,7 @@ def encoded_moments(pipeline: Pipeline, frames: Tensor, progress: Progress, stag
 
 
 def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) -> tuple[Keyframe, ...]:
-    """The pictures of ``image`` at their places among ``frames`` pixel frames; the rest is cut off, and said."""
+    """The pictures of ``image`` at their places among ``frames`` pixel frames; the user is told where a clip is cut."""
     if image is None:
         return ()
     anchors = []
@@ -182,7 +182,7 @@ def anchors_of(image: ImageCondition | None, frames: int, progress: Progress) ->
 def plain_start(
     video: VideoInput, image: ImageCondition | None, anchors: tuple[Keyframe, ...], generator: torch.Generator
 ) -> InitialTokens:
-    """Start of ``LTXPipeline``, and with one anchor of ``LTXImageToVideoPipeline``."""
+    """The initial tokens as ``LTXPipeline`` makes them, or with one anchor ``LTXImageToVideoPipeline``."""
     from diffusers import LTXImageToVideoPipeline, LTXPipeline
 
     held = None
@@ -205,11 +205,11 @@ def plain_start(
 def conditioned_start(
     video: VideoInput, image: ImageCondition | None, anchors: tuple[Keyframe, ...], generator: torch.Generator
 ) -> InitialTokens:
-    """Start of ``LTXConditionPipeline``."""
+    """The initial tokens as ``LTXConditionPipeline`` makes them."""
     from diffusers import LTXConditionPipeline
 
     pipeline = bare_pipeline(LTXConditionPipeline, vae=_Encoded(image, video.device))
-    twin = torch.Generator().set_state(generator.get_state())
+    twin = torch.Generator().set_state(generator.get_state())  # draws the noise that upstream mixes into ``clean``
     tokens, held, coordinates, outside = pipeline.prepare_latents(
         [anchor.moments for anchor in anchors],
         [anchor.strength for anchor in anchors],
@@ -311,6 +311,7 @@ class _Encoded:
 
 
 def _on_grid(request: ImageRequest, progress: Progress) -> Tensor:
+    """The request's frames, cut to 8n + 1, which the user is told; raises InputError for a place that takes none."""
     given, frame = request.frames.shape[0], request.frame
     if frame < LAST:
         raise InputError(f"frame {frame}", expected="0 or more, or -1: the end", fix="The nearest valid value is -1.")

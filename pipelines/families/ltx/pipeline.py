@@ -60,13 +60,13 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
     """The variant's published recipe at this size; without STG for a transformer that lacks the blocks it names."""
     count, recipes = int(pipeline.configs["transformer"].get("num_layers", 0)), SPEC.published.recipes
     name = f"{pipeline.variant} {LARGE}" if count > LARGEST_2B else pipeline.variant
-    said = re.findall(VERSION, Evidence(names=pipeline.model.names).name_with(VERSION))[:1]
-    keys = *(f"{name} {version}" for version in OLDER if version[-1] in said), name, pipeline.variant
+    digits = re.findall(VERSION, Evidence(names=pipeline.model.names).name_with(VERSION))[:1]  # the last of 0.9.x
+    keys = *(f"{name} {version}" for version in OLDER if version[-1] in digits), name, pipeline.variant
     return _within(next(recipes[key] for key in keys if key in recipes), count)
 
 
 def guess_variant(evidence: Evidence) -> tuple[str, str]:
-    """Guess the training variant, with the evidence."""
+    """The variant that was trained, guessed by names and metadata, and the reason for it."""
     name = evidence.name_with(r"distil(?!l?er)|(?<![a-z])(dist|dev)(?![a-z])")
     name = name if "dist" in name.lower() else ""
     version, trained = evidence.name_with(VERSION), evidence.note("config", "allowed_inference_steps")
@@ -212,7 +212,8 @@ def batches(pipeline: Pipeline, settings: SampleSettings) -> Iterator[tuple[int,
     schedule = _schedule(pipeline.tools["scheduler"], settings, _is_condition(pipeline), recipe, HOST)
     guidance = LtxGuidance(settings, schedule.levels, recipe.star)
     for step in map(guidance.at, range(len(schedule))):
-        yield (2 if step.cfg > 1.0 else 1, *[1] * (step.stg > 0.0))
+        rows = 2 if step.cfg > 1.0 else 1
+        yield (rows, 1) if step.stg > 0.0 else (rows,)
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor:
@@ -279,8 +280,7 @@ class LtxGuidance:
 
         Args:
             forward: from the rows of a batch of two, without the prompt and with it, and the blocks that do not attend,
-                to the predictions (1 or 2, N, 128).
-        """
+                to the predictions (1 or 2, N, 128)."""
         from diffusers.guiders.guider_utils import rescale_noise_cfg
 
         step = self.at(index)
@@ -299,14 +299,14 @@ class LtxGuidance:
 
 
 def _within(recipe: Recipe, count: int) -> Recipe:
-    """``recipe`` for a transformer of ``count`` blocks: steps of which it has no block are without STG."""
+    """``recipe`` for a transformer of ``count`` blocks: without STG where it has none of the blocks of a step."""
 
-    def kept(step: GuidanceStep) -> GuidanceStep:
+    def trimmed(step: GuidanceStep) -> GuidanceStep:
         blocks = tuple(block for block in step.blocks if block < count)
         return replace(step, blocks=blocks) if blocks else replace(step, blocks=(), stg=0.0, rescale=0.0)
 
     second = None if recipe.second is None else _within(recipe.second, count)
-    return replace(recipe, guidance=tuple(map(kept, recipe.guidance)), second=second)
+    return replace(recipe, guidance=tuple(map(trimmed, recipe.guidance)), second=second)
 
 
 @contextmanager
@@ -325,6 +325,7 @@ def _without_attention(transformer: nn.Module, blocks: Sequence[int]) -> Iterato
 
 
 def _values(attention: Any, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+    """A forward of ``attention`` as if each token attended to itself alone."""
     values: Tensor = attention.to_v(hidden_states)
     for layer in attention.to_out:
         values = layer(values)
@@ -354,14 +355,14 @@ def _predictor(
                 return transformer(**_arguments(stepper.start.place, *inputs, embeds, mask))[0].float()
 
         output = guidance.guided(index, forward if group is None else group.by_halves(forward))
-        # Solvers and preview reckon with one noise level for all: in a token that has less, less is to be removed.
+        # Solvers and preview assume one noise level for all tokens: the output is scaled down for those with less.
         return output if times.shape[1] == 1 else output * (times / time).unsqueeze(-1)
 
     return predict
 
 
 def _arguments(place: Mapping[str, Any], tokens: Tensor, times: Tensor, embeds: Tensor, mask: Tensor) -> dict[str, Any]:
-    """The transformer's for tokens (B, N, 128), all of which are in the one ``place``."""
+    """The transformer's arguments for tokens (B, N, 128); the tensors of ``place``, of batch 1, are expanded to B."""
     rows = {name: value for name, value in place.items() if isinstance(value, Tensor)}
     return {
         "hidden_states": tokens,

@@ -43,7 +43,7 @@ def config_of(entries: dict[str, TensorEntry], path: Path) -> dict[str, Any]:
 
 
 def enlarged(latents: Latents, path: Path) -> Latents:
-    """``latents`` with the size that :func:`upscale` makes of them, and its mark, but their own samples."""
+    """``latents`` with the size, rate and mark of :func:`upscale`, but their own samples."""
     if config_of(entries_in(path), path)["temporal_upsample"]:  # the first frame stays one: T latents become 2 T - 1
         return replace(latents, frames=2 * latents.frames - 1, fps=2 * latents.fps)
     marked = {**latents.extra, SECOND_PASS: True}

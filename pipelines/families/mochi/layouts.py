@@ -15,11 +15,11 @@ HALVES = {  # with the marks of each
 }
 
 
-def _resnet(source: str, target: str) -> Iterable[Row]:
+def _resnet(source: str, target: str) -> Iterable[Row]:  # the rows of one residual block
     return (Row(f"{source}.stack.{number}.*", f"{target}.{name}.*") for number, name in STACK)
 
 
-def _attended(source: str, target: str, index: str) -> Iterable[Row]:
+def _resnet_and_attention(source: str, target: str, index: str) -> Iterable[Row]:  # of a block's layer ``index``
     yield from _resnet(source, f"{target}.resnets.{index}")
     inner = f"{target}.attentions.{index}"
     yield Row(f"{source}.attn_block.attn.qkv.*", f"{inner}.to_q.* {inner}.to_k.* {inner}.to_v.*")
@@ -28,7 +28,7 @@ def _attended(source: str, target: str, index: str) -> Iterable[Row]:
 
 
 def _vae(names: Iterable[str]) -> tuple[Row, ...]:
-    """Mochi's VAE: one list of layers each way, in which blocks of any depth follow one another."""
+    """The rows of Mochi's VAE, whose encoder and decoder are flat lists of layers; ``names`` tell how many each has."""
     names = list(names)
     layers = sorted({int(m[1]) for name in names if (m := re.match(r"encoder\.layers\.(\d+)\.layers\.", name))})
     first, behind = (layers[0], layers[-1] + 1) if layers else (4, 7)
@@ -45,10 +45,10 @@ def _vae(names: Iterable[str]) -> tuple[Row, ...]:
         rows += _resnet(f"decoder.blocks.0.{index + 1}", f"decoder.block_in.resnets.{index}")
         if index + 1 < first:
             rows += _resnet(f"encoder.layers.{index + 1}", f"encoder.block_in.resnets.{index}")
-        rows += _attended(f"encoder.layers.{behind + index}", "encoder.block_out", str(index))
+        rows += _resnet_and_attention(f"encoder.layers.{behind + index}", "encoder.block_out", str(index))
         for block, layer in enumerate(layers):
             source, target = f"encoder.layers.{layer}.layers", f"encoder.down_blocks.{block}"
-            rows += _attended(f"{source}.{index + 1}", target, str(index))
+            rows += _resnet_and_attention(f"{source}.{index + 1}", target, str(index))
     for block, layer in enumerate(layers):
         rows.append(Row(f"encoder.layers.{layer}.layers.0.*", f"encoder.down_blocks.{block}.conv_in.conv.*"))
     for block in range(3):
@@ -58,7 +58,7 @@ def _vae(names: Iterable[str]) -> tuple[Row, ...]:
 
 
 def _half(coder: str) -> Callable[[Iterable[str]], tuple[Row, ...]]:
-    """The rows of Mochi's encoder or decoder alone, whose release leaves out which of both it is."""
+    """A function from names to the rows of Mochi's encoder or decoder alone, whose file leaves out the prefix."""
     own = f"{coder}."
 
     def rows(names: Iterable[str]) -> tuple[Row, ...]:
