@@ -60,12 +60,14 @@ def per_token(rows: Tensor, x: Tensor, split: int) -> Tensor:
 
 
 def flat_terms(norm: Norm, modulation: Modulation) -> tuple[Any, ...]:
-    """Both as the schemas list them: weight, bias, scale, shift, split, kind, eps."""
+    """The fields of both in the order of the schemas: weight, bias, scale, shift, split, kind, eps."""
     return norm.weight, norm.bias, modulation.scale, modulation.shift, modulation.split, norm.kind, norm.eps
 
 
-def terms_of(weight: Any, bias: Any, scale: Any, shift: Any, split: int, kind: str, eps: float) -> tuple[Any, ...]:
-    """The arguments of :func:`flat_terms`."""
+def terms_of(
+    weight: Any, bias: Any, scale: Any, shift: Any, split: int, kind: str, eps: float
+) -> tuple[Norm, Modulation]:
+    """The inverse of :func:`flat_terms`."""
     return Norm(kind, eps, weight, bias), Modulation(scale, shift, split)
 
 

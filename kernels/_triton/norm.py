@@ -11,7 +11,8 @@ from .rows import modulation_row
 
 @triton.jit
 def standardized(x, inside, width, eps, KIND: tl.constexpr):
-    """fp32 rows ``x``, 0 outside, divided by their root mean square or, for a layer norm, their standard deviation."""
+    """fp32 rows ``x``, 0 outside, divided by their root mean square; for "layer", centred and divided by their standard
+    deviation; for "scaled", times ``eps``."""
     if KIND == "scaled":
         y = x * eps
     else:
