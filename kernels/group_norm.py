@@ -24,14 +24,9 @@ def group_norm_silu_pad(
 
 
 def rms_silu_pad(
-    x: Tensor,
-    norm: Norm,
-    modulation: Modulation = NO_MODULATION,
-    pad: Pad = NO_PAD,
-    silu: bool = True,
-    layout: str = CONTIGUOUS,
-    form: str = AUTO,
-) -> Tensor:
+    x: Tensor, norm: Norm, modulation: Modulation = NO_MODULATION, pad: Pad = NO_PAD, silu: bool = True,
+    layout: str = CONTIGUOUS, form: str = AUTO,
+) -> Tensor:  # fmt: skip
     """RMS norm over the channels of ``x`` (B, C, T, H, W), modulation and SiLU, padded as :func:`group_norm_silu_pad`
     does; in fp32, rounded once. The weight of ``norm`` is (C,), scale and shift are (B, C), without ``split``."""
     if not launches(x, form):
@@ -54,13 +49,9 @@ def group_norm_silu_pad_reference(
 
 
 def rms_silu_pad_reference(
-    x: Tensor,
-    norm: Norm,
-    modulation: Modulation = NO_MODULATION,
-    pad: Pad = NO_PAD,
-    silu: bool = True,
+    x: Tensor, norm: Norm, modulation: Modulation = NO_MODULATION, pad: Pad = NO_PAD, silu: bool = True,
     layout: str = CONTIGUOUS,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """:func:`rms_silu_pad` in plain torch, in fp32, or in fp64 for fp64."""
     rows = (None if t is None else t[:, None, None, None] for t in (modulation.scale, modulation.shift))
     y = modulated(standardized(upcast(x).movedim(1, -1), norm), Modulation(*rows))

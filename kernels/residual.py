@@ -21,14 +21,9 @@ def gated_residual(x: Tensor, branch: Tensor, gate: Gate = NO_GATE, form: str = 
 
 
 def residual_norm(
-    x: Tensor,
-    branch: Tensor,
-    gate: Gate,
-    norm: Norm,
-    modulation: Modulation = NO_MODULATION,
-    out_dtype: torch.dtype | None = None,
-    form: str = AUTO,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, branch: Tensor, gate: Gate, norm: Norm, modulation: Modulation = NO_MODULATION,
+    out_dtype: torch.dtype | None = None, form: str = AUTO,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The new residual, in the dtype of ``x``, and the same after ``norm`` and ``modulation``, in ``out_dtype``.
     The norm reads the residual as rounded, so both equal :func:`gated_residual` followed by ``normalized``."""
     if not launches(x, form):
@@ -55,13 +50,9 @@ def gated_residual_reference(x: Tensor, branch: Tensor, gate: Gate = NO_GATE) ->
 
 
 def residual_norm_reference(
-    x: Tensor,
-    branch: Tensor,
-    gate: Gate,
-    norm: Norm,
-    modulation: Modulation = NO_MODULATION,
+    x: Tensor, branch: Tensor, gate: Gate, norm: Norm, modulation: Modulation = NO_MODULATION,
     out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`residual_norm` in plain torch."""
     residual = gated_residual_reference(x, branch, gate)
     return residual, normalized_reference(residual, norm, modulation, out_dtype)

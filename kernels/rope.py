@@ -13,13 +13,9 @@ from .terms import RMS, Norm, Pair, Tables, upcast
 
 
 def qk_norm_rope(
-    pair: Pair,
-    tables: Tables | None,
-    eps: float,
-    text: Pair | None = None,
-    out_dtype: torch.dtype | None = None,
+    pair: Pair, tables: Tables | None, eps: float, text: Pair | None = None, out_dtype: torch.dtype | None = None,
     form: str = AUTO,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Queries and keys, each RMS normed over its last dimension and rotated in pairs of neighbouring features.
     In fp32, rounded once; per head where they are (B, N, H, W), across heads where (B, N, W). ``text`` is normed with
     its own weights, not rotated, and follows ``pair`` in the contiguous results. Raises KernelError for an odd width,

@@ -208,15 +208,9 @@ def _partial_sums(x: Tensor, groups: int, per_frame: bool) -> Tensor:
 
 
 def _write(
-    x: Tensor,
-    out: Tensor,
-    tables: tuple[Tensor | None, Tensor | None, Tensor | None],
-    table_steps: tuple[int, int, int],
-    eps: float,
-    rms: bool,
-    pad: list[int],
-    silu: bool,
-) -> None:
+    x: Tensor, out: Tensor, tables: tuple[Tensor | None, Tensor | None, Tensor | None],
+    table_steps: tuple[int, int, int], eps: float, rms: bool, pad: list[int], silu: bool,
+) -> None:  # fmt: skip
     """Write the normed, activated and padded ``x`` to ``out``, by ``tables``, the mean, gain and shift of each channel,
     with ``table_steps``: the strides of mean and gain by sample and by frame, and of shift by sample."""
     left, right, top, _, front, _ = pad
