@@ -73,8 +73,10 @@ _GROUP_NORM_SILU_PAD = operation(
     "bool silu, str layout) -> Tensor",
     lambda x, weight, bias, groups, eps, per_frame, pad, silu, layout: empty_padded(x, pad, layout),
     group_norm_silu_pad_reference,
-    lambda x, weight, bias, groups, eps, per_frame, *how: (x, GroupNorm(groups, eps, weight, bias, per_frame), *how),
-)
+    lambda x, weight, bias, groups, eps, per_frame, *how: (
+        x, GroupNorm(groups, eps, weight, bias, per_frame=per_frame), *how,
+    ),
+)  # fmt: skip
 _RMS_SILU_PAD = operation(
     "rms_silu_pad(Tensor x, Tensor? weight, Tensor? scale, Tensor? shift, float eps, int[] pad, bool silu, "
     "str layout) -> Tensor",

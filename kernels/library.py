@@ -78,12 +78,9 @@ def _interpreted() -> bool:
 
 
 def operation(
-    schema: str,
-    fake: Callable[..., Any],
-    reference: Callable[..., Any],
-    terms: Callable[..., tuple[Any, ...]] | None = None,
-    launch: Callable[..., Any] | None = None,
-) -> Any:
+    schema: str, fake: Callable[..., Any], reference: Callable[..., Any],
+    terms: Callable[..., tuple[Any, ...]] | None = None, launch: Callable[..., Any] | None = None,
+) -> Any:  # fmt: skip
     """Register the operation of ``schema``, once per process however often this file is imported, and return it.
     ``fake`` makes empty results, ``reference`` computes them in torch, and ``launch`` on a GPU: by default the function
     of the operation's name in ``_triton.launches``. ``terms`` maps the schema's arguments to those of reference and

@@ -81,11 +81,9 @@ class SelfTest:
 
 
 def self_tests(
-    device: torch.device,
-    form: str = AUTO,
-    operations: Sequence[str] = OPERATIONS,
+    device: torch.device, form: str = AUTO, operations: Sequence[str] = OPERATIONS,
     dtypes: Sequence[torch.dtype] = DTYPES,
-) -> Iterator[SelfTest]:
+) -> Iterator[SelfTest]:  # fmt: skip
     """One :class:`SelfTest` for each of ``operations`` and dtypes."""
     for dtype in dtypes:
         runs = [_calls(device, dtype, shapes) for shapes in SHAPES]
@@ -200,7 +198,7 @@ def _calls(
 
 
 def _copy_bits(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``, bit for bit: some drivers damage floats of 16 bits on the way, and no integers."""
+    """``tensor`` on ``device``, bit for bit: some drivers damage 16-bit floats on the way, but not integers."""
     return tensor.view(torch.int16).to(device).view(tensor.dtype) if tensor.itemsize == 2 else tensor.to(device)
 
 

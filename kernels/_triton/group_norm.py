@@ -58,8 +58,7 @@ def total_kernel(
     parts, weight, bias, means, gains, shifts, count, channels, groups, group_width, eps,
     COUNT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Mean, gain (weight over deviation) and shift by channel of one group, from its ``count`` partial statistics of
-    :func:`partial_kernel`, merged as in Chan et al. 1979."""
+    """Mean, gain (weight / deviation) and shift by channel of a group, from ``count`` partials (Chan et al. 1979)."""
     group = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, COUNT)
     at, inside = parts + (group * count + part) * 3, part < count
