@@ -79,6 +79,7 @@ class Finding:
 
     @property
     def plain(self) -> str:
+        """The first sentence of a report, for users who know no layers."""
         if self.inputs:
             return "The picture fails before this model: what it is given is broken already"
         if self.weight:
@@ -163,6 +164,7 @@ def _range(tensor: torch.Tensor) -> tuple[float, float]:
 
 
 def _range_fault(low: float, high: float) -> str:
+    """The fault of :func:`not_finite` for values from ``low`` to ``high``."""
     if math.isnan(low) or math.isnan(high):
         return NAN
     return INFINITE if math.isinf(low) or math.isinf(high) else ""

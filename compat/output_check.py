@@ -33,8 +33,7 @@ FIX += "; if it is fp32 already, use the default settings, and no LoRA."
 
 def require_finite(tensor: torch.Tensor, subject: str, fix: str = FIX) -> None:
     """Raise NotFinite, naming the ``subject``, where any value of ``tensor`` is NaN or infinite."""
-    broken = int((~torch.isfinite(tensor)).sum())
-    if broken:
+    if broken := int((~torch.isfinite(tensor)).sum()):
         found = f"{broken} of {tensor.numel()} values of the {subject} are NaN or infinite"
         raise NotFinite(found, expected="finite values", fix=fix)
 
@@ -76,8 +75,7 @@ def dead_cells(video: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
 
 
 def latent_step(frames: int, count: int) -> tuple[int, int]:
-    """The pixel frames of one latent frame, and how many fewer the first of ``count`` latent frames has (causal VAEs:
-    1 frame, then as many as their temporal compression)."""
+    """The pixel frames per latent frame, and how many fewer the first of ``count`` has, as in causal VAEs."""
     if count > 1 and (frames - 1) % (count - 1) == 0:
         return max(1, (frames - 1) // (count - 1)), max(1, (frames - 1) // (count - 1)) - 1
     return max(1, frames // count), 0

@@ -95,8 +95,7 @@ def _fill_buffers(model: Any, module: nn.Module) -> None:
 
 
 def names_in(module: Any, names: Iterable[str]) -> dict[str, str]:
-    """Each of ``names`` in a file that this model has a tensor for, mapped to its name in the model: files may have
-    those of older versions of transformers."""
+    """Each of a file's ``names`` that has a place in the model, mapped to its name there: older files differ."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -112,8 +111,7 @@ def names_in(module: Any, names: Iterable[str]) -> dict[str, str]:
 
 def fill(module: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> list[str]:
     """Make ``tensors``, by the model's names, its parameters, and tie those that it ties; returns the missing names.
-    ``dtype`` is the model's; parameters that its class keeps in fp32 are upcast. Raises RuntimeError for other shapes.
-    """
+    ``dtype`` is the model's; what its class keeps in fp32 is upcast. Raises RuntimeError for other shapes."""
     wide = _kept_in_fp32(module, dtype)
     widened = {name for name, tensor in tensors.items() if tensor.is_floating_point() and wide and wide.search(name)}
     values = {name: tensor.float() if name in widened else tensor for name, tensor in tensors.items()}

@@ -39,6 +39,7 @@ class Ranks:
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
+        """The block of one exchange, whose RuntimeError becomes RankLost."""
         try:
             yield
         except RuntimeError as error:

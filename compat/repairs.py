@@ -184,6 +184,7 @@ def _widened_under(
 
 
 def _narrowed(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its fp32 tensors cast to ``dtype``, in tuples, lists and dicts too."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.dtype == torch.float32 else value
     return mapped(value, lambda item: _narrowed(item, dtype))

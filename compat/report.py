@@ -80,8 +80,7 @@ def report_on(
     ]  # fmt: skip
     missed = tuple(Decision(key, f"{path} instead", alarming=True) for key, path in (wrong or {}).items())
     sections += [section for section in ((FILES, packed), (KNOWN, known), (MISSED, missed)) if section[1]]
-    changes = changes_for(facts, probes, policy, note)
-    if changes:
+    if changes := changes_for(facts, probes, policy, note):
         sections.append((CHANGES, tuple(Decision(f"{number}.", text) for number, text in enumerate(changes, 1))))
     return Report(tuple(sections))
 

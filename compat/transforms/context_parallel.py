@@ -33,8 +33,8 @@ class TokenSplit:
     group: Group
     plan: SplitPlan  # what else is cut with the tokens
     count: int = 0  # the video's tokens in the forward that runs
-    run: slice = field(default_factory=lambda: slice(0, 0))  # this rank's of them
-    _tables: tuple[Any, Any] = (None, None)
+    run: slice = field(default_factory=lambda: slice(0, 0))  # the part of these tokens that is this rank's
+    _tables: tuple[Any, Any] = (None, None)  # of this forward: the whole rotary tables, and this rank's part of them
 
     def attach(self, transformer: nn.Module) -> Back:
         """Split every forward of ``transformer``; returns what takes that back."""
@@ -55,7 +55,7 @@ class TokenSplit:
         return undo.restore
 
     def begin(self, count: int) -> None:
-        """Take in how many tokens the video of this forward has."""
+        """Split the ``count`` tokens of this forward's video; UnsupportedError for fewer tokens than ranks."""
         ranks = self.group.tokens
         if count < ranks.size:
             found, expected = f"{count} tokens for {ranks.size} devices", "at least one token for each"
@@ -67,6 +67,7 @@ class TokenSplit:
         return self.run.stop - self.run.start
 
     def tables(self, tables: Any) -> Any:
+        """This rank's part of the rotary ``tables``, cut once for all blocks of a forward; None for None."""
         if tables is None:
             return None
         if self._tables[0] is not tables:
@@ -75,11 +76,12 @@ class TokenSplit:
         return self._tables[1]
 
     def rows(self, rows: Any) -> Any:
+        """This rank's part of ``rows`` (B, N, D); whatever has no row for each token stays as it is."""
         several = isinstance(rows, torch.Tensor) and rows.ndim == 3 and rows.shape[1] > 1
         return rows[:, self.run] if several else rows
 
     def leading(self, number: Any) -> Any:
-        """The number of those of the first ``number`` tokens that are in this rank's run."""
+        """The count of the video's first ``number`` tokens that are in this rank's part; None for None."""
         return None if number is None else min(max(number - self.run.start, 0), self.length)
 
     def _cut(
