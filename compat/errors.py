@@ -30,7 +30,7 @@ def sentence(found: str, expected: str, fix: str, button: Mapping[str, str] | No
 
 
 def parts_of(message: str) -> dict[str, str]:
-    """The parts of the error that ``message``, as ComfyUI hands it on, begins with; ``found`` alone if not ours."""
+    """The parts of our error whose text ``message``, as ComfyUI hands it on, begins with; else ``found`` alone."""
     newest_first = (parts for text, parts in reversed(tuple(_recent)) if message.startswith(text))
     return next(newest_first, {"found": message.strip()})
 
@@ -86,7 +86,7 @@ def require_choice(
 
 
 def reading_budget(size: int) -> int:
-    """The bytes of memory that reading a file of ``size`` bytes may take, beside what it gives back."""
+    """The bytes of memory that reading a file of ``size`` bytes may take, besides the result."""
     return READING_TIMES * size + READING_BYTES
 
 
@@ -126,7 +126,7 @@ def json_file(path: Path) -> Any:
 
 
 def csv_file(path: Path) -> list[dict[str, str]]:
-    """The rows of a table of this pack, by the names in its first line."""
+    """The rows of a CSV file of this pack, as dicts by the names in its first line."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 

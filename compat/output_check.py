@@ -105,7 +105,7 @@ def _saturated(video: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> st
 
 
 def fault_in_latents(latents: torch.Tensor) -> str:
-    """The fault of encoded latents (B, C, T, H, W), on any device; a plain wall has one value per channel."""
+    """The fault of encoded latents (B, C, T, H, W), on any device; none if channels are flat, as for a plain wall."""
     if not bool(latents.isfinite().all()):
         return BROKEN
     low, high = latents.amin(), latents.amax()

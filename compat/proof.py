@@ -39,7 +39,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a proof: its name and what makes its figures, which may raise anything after any of them."""
+    """A part of a proof: its name, and the function that yields its figures and may raise anything on the way."""
 
     name: str
     figures: Callable[[], Iterable[Figure]]

@@ -150,7 +150,7 @@ class Group:
         return self.swapped(own)
 
     def by_halves(self, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """``run``, from rows (:data:`BOTH`, :data:`PROMPTED`) to predictions, of which each half computes one row."""
+        """A function like ``run``, from rows (:data:`BOTH`, :data:`PROMPTED`) to predictions; each half has one row."""
         if self.half is None:
             return run
 
@@ -162,7 +162,7 @@ class Group:
         return shared
 
     def swapped(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The results of the first half's branch and of the second's; ``own`` is of this rank's half."""
+        """The results of both halves' branches, in order; ``own`` is this half's, exchanged for the other's."""
         assert self.half is not None
         partner = (self.world.rank + self.half.size) % self.world.size
         pieces = [own if rank == partner else own.new_empty(0) for rank in range(self.world.size)]

@@ -162,7 +162,7 @@ class MochiProcessor(JointProcessor):
 
     @staticmethod
     def rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
-        """Source: diffusers ``MochiAttnProcessor2_0``, where this function is a local one."""
+        """``tokens`` (B, N, H, D) rotated by (cos, sin). Source: a local function in ``MochiAttnProcessor2_0``."""
         cos, sin = table
         even, odd = tokens[..., 0::2].float(), tokens[..., 1::2].float()
         pair = ((even * cos - odd * sin).to(tokens.dtype), (even * sin + odd * cos).to(tokens.dtype))
@@ -227,7 +227,7 @@ def _pool(attend: Attend, padding: Padding) -> Callable[[Any, torch.Tensor, torc
 def causal_by_frames(
     attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, frames: int
 ) -> torch.Tensor:
-    """Attention (B, H, N, D) in which the tokens of a frame see those of that frame and of all before it."""
+    """Attention (B, H, N, D) in which the tokens of a frame see their own frame and all frames before it."""
     size = query.shape[2] // frames
     ends = range(size, query.shape[2] + 1, size)
     return torch.cat([attend(query[:, :, end - size : end], key[:, :, :end], value[:, :, :end]) for end in ends], dim=2)

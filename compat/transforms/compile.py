@@ -114,7 +114,7 @@ class Compilation:
         return undo.restore
 
     def blocks_in(self, module: nn.Module) -> Iterator[nn.Module]:
-        """The modules that become one graph each: the repeated blocks of a transformer or a VAE. Heirs have others."""
+        """The modules that become one graph each: repeated blocks of a transformer or a VAE; subclasses have others."""
         vae = (one for one in module.modules() if type(one).__name__ in VAE_BLOCKS)
         yield from list(transformer_blocks(module)) or vae
 
@@ -264,7 +264,7 @@ class Strengths(dict[str, Any]):
 
 
 def _open_graphs(module: nn.Module, undo: Undo) -> None:
-    """Make what differs between blocks or runs tensors that one graph reads: LoRA strengths, norms, padding."""
+    """Turn values that differ between blocks or runs into tensors, for one graph: LoRA strengths, norms, padding."""
 
     def back(layer: Any, former: dict[str, Any]) -> None:
         former.clear()

@@ -90,7 +90,7 @@ def swap_conv3d(root: nn.Module, choose: Chooser) -> Swapped:
 
 
 def layer_of(name: str, layer: nn.Conv3d, dtype: torch.dtype | None = None) -> Conv3dLayer:
-    """``layer`` as plain values, by its name; ``dtype`` is what it is computed in, its weight's where None."""
+    """``layer`` and its name as plain values; ``dtype`` is the one that it computes in, None for its weight's."""
     channels = {"in_channels": layer.in_channels, "out_channels": layer.out_channels}
     kernel: Any = layer.kernel_size
     return Conv3dLayer(name, kernel=kernel, geometry=geometry_of(layer), dtype=dtype or layer.weight.dtype, **channels)
@@ -214,7 +214,7 @@ def _mismatch(expected: Tensor, result: Tensor, terms: int) -> str:
 def _clone_on(
     module: nn.Module, plans: Mapping[nn.Module, Conv3dChoice], device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """``module`` without its hooks, swapped if there are ``plans``; tensors are shared where nothing has to change."""
+    """A copy of ``module`` on ``device`` in ``dtype``, without hooks, with ``plans`` swapped; shares equal tensors."""
     cls: Any = type(module)
     wrapper = swap_of(module) not in (None, SwappedConv3d)
     clone: Any = cls.__new__(swapped_class(cls) if module in plans or (plans and wrapper) else cls)
@@ -239,7 +239,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 class SwappedModule(nn.Module):
-    """The mark of a swapped class."""
+    """The base of all swapped classes, by which a swapped module is known."""
 
 
 class SwappedConv3d(SwappedModule):

@@ -172,7 +172,7 @@ def fp16_sums() -> AbstractContextManager[None]:
 
 def _rope_forward(rope: Any, hidden_states: Tensor, *args: Any, **named: Any) -> RotaryTables:
     """Upstream's (cos, sin) as :class:`RotaryTables`; of one sample where all are alike, without ``video_coords``."""
-    shared = (args[4] if len(args) > 4 else named.get("video_coords")) is None  # the sixth argument, ours the first
+    shared = (args[4] if len(args) > 4 else named.get("video_coords")) is None  # upstream's sixth argument
     return RotaryTables(type(rope).forward(rope, hidden_states[:1] if shared else hidden_states, *args, **named))
 
 

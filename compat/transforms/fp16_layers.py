@@ -217,7 +217,7 @@ def fp32_swiglu(gated: Any, x: Tensor) -> Tensor:
 
 
 class RotaryTables(tuple):
-    """Cosine and sine tables as diffusers makes them, and the complex numbers they are, made once per forward."""
+    """Cosine and sine tables as diffusers makes them, also as complex numbers, which are made once per forward."""
 
     def pairs(self) -> Tensor:
         """cos + i sin for each pair of features, (..., features / 2), complex64."""

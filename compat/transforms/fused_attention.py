@@ -27,7 +27,7 @@ def gated_feed(gated: Any, hidden_states: Tensor) -> Tensor:
 
 
 def gelu_feed(gated: Any, hidden_states: Tensor) -> Tensor:
-    """Upstream ``GELU.forward`` of a feed-forward as one product, where its Linear is nothing but one."""
+    """Upstream ``GELU.forward`` of a feed-forward, in the epilogue of its product where its Linear is plain."""
     if not is_plain_linear(gated.proj):
         return gated.gelu(gated.proj(hidden_states))
     with weights_on(gated.proj, like=hidden_states) as (weight, bias):
@@ -104,7 +104,7 @@ class FusedJoint(FusedProcessor, JointProcessor):
 
 
 def _values(attn: Any, tokens: Tensor, text: Tensor) -> Tensor:
-    """Values (B, N + M, D) of both streams; written where they belong, where both layers are nothing but products."""
+    """Values (B, N + M, D) of video and text; two bare Linears write straight into the result."""
     layers = (attn.to_v, attn.add_v_proj)
     if not all(map(_is_bare, layers)):
         return torch.cat([layer(x) for layer, x in zip(layers, (tokens, text), strict=True)], dim=1)
@@ -116,7 +116,7 @@ def _values(attn: Any, tokens: Tensor, text: Tensor) -> Tensor:
 
 
 def _stacked(layer: Any, rows: list[Tensor]) -> Tensor:
-    """``layer`` of rows (N, D) as one tensor (B, N, E), which a layer that is nothing but a product writes into."""
+    """``layer`` applied to rows (N, D), stacked as (B, N, E); a bare Linear writes straight into the result."""
     if not _is_bare(layer):
         return layer(torch.stack(rows) if len(rows) > 1 else rows[0][None])
     result = rows[0].new_empty(len(rows), len(rows[0]), layer.out_features)

@@ -297,7 +297,7 @@ PATHS: dict[str, Callable[[Any, Any, Any], Any]] = {  # what replaces a call tha
 
 
 class Guard(TorchDispatchMode):
-    """The guard of one device, whose ``store`` keeps what was checked; ``clock`` tells seconds."""
+    """The guard of one device; ``store`` saves what it has checked, ``clock`` returns seconds."""
 
     def __init__(self, store: ProbeStore, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ def formats_on(facts: DeviceFacts) -> tuple[str, ...]:
 
 
 def format_of(codec: str, stored: torch.dtype) -> str:
-    """The name in :data:`PRODUCTS` of weights in ``codec`` whose rows are ``stored``; empty for all others."""
+    """The format in :data:`PRODUCTS` of weights in ``codec`` with values of dtype ``stored``; empty for all others."""
     plain = (name for name, (dtype, _) in EIGHT.items() if dtype is stored and codec in ("", SCALED))
     return "w4a8" if codec == W4A8 else next(plain, "")
 

@@ -31,7 +31,7 @@ def warps_for(x: Tensor, elements: int, per_thread: int = PER_THREAD) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _lanes(driver: Any, _device: torch.device) -> int:
-    """Threads of a warp, 64 on AMD's CDNA; the device is the current one, and is named for the cache."""
+    """The threads of a warp on the current device, 64 on AMD's CDNA; ``_device`` is its key in the cache."""
     return int(driver.get_current_target().warp_size)
 
 
