@@ -12,7 +12,7 @@ import torch
 from anygpu.compat.device.facts import version_of
 from anygpu.kernels import activation, group_norm, norm, residual, rope
 from anygpu.kernels.library import REFERENCE
-from anygpu.kernels.self_tests import _moved
+from anygpu.kernels.self_tests import _map_tensors
 from anygpu.kernels.terms import LAYER, RMS, Gate, GroupNorm, Modulation, Norm, Pair, Tables
 from runner import Row, machine
 from torch import Tensor
@@ -157,7 +157,7 @@ def exactness(dtypes: tuple[str, ...]) -> Iterator[Row]:
     for name in dtypes:
         for case in operations(DTYPES[name]):
             fused, reference = getattr(case.module, case.function), getattr(case.module, f"{case.function}_reference")
-            exact = reference(*_moved(case.terms, lambda t: t.double()))
+            exact = reference(*_map_tensors(case.terms, lambda t: t.double()))
             found = {"eager": case.eager(), "reference": fused(*case.terms, form=REFERENCE)}
             if case.kitchen is not None and package is not None:
                 found["comfy-kitchen"] = case.kitchen(package)

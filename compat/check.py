@@ -43,7 +43,8 @@ class Check:
 
 
 def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, ModelPrecision]) -> Iterator[Check]:
-    """Each thing tried on the device of ``facts``, whose probes are asked again; ``families``: title to dtypes."""
+    """Ask the device's probes again and yield a :class:`Check` for each conversion, load, Conv3d and attention tried.
+    ``families`` maps the title of a model to its dtypes: only those that ``auto`` computes in can fail the check."""
     silent = device_fault(facts.device)
     yield Check("the device answers", FAILED if silent else PASSED, silent)
     if silent:
@@ -64,10 +65,10 @@ def exit_code(checks: list[Check]) -> int:
 
 
 def _conversions(store: ProbeStore, used: set[str]) -> Iterator[Check]:
-    """A check for each probe of casts, moves and copies; it fails where its dtypes are used, but copies avoid them."""
+    """A check for each probe of casts, moves and copies, whose names end in one dtype or, as fp16_to_fp32, in two."""
     for name in (name for name in store if name.partition(".")[0] in ("cast", "move", "copy", "bits")):
-        answer, kinds = store[name], set(name.partition(".")[2].split("_to_"))
-        bad = FAILED if kinds <= used and not name.startswith(("bits", "copy")) else AVOIDED  # integers are copied
+        answer, dtypes = store[name], set(name.partition(".")[2].split("_to_"))
+        bad = FAILED if dtypes <= used and not name.startswith(("bits", "copy")) else AVOIDED  # copied as integers
         status = {OK: PASSED, UNKNOWN: AVOIDED}.get(answer.status, bad)  # unknown: no room for the test
         yield Check(f"conversion {name}", status, answer.detail)
 
@@ -91,12 +92,13 @@ def _loader(facts: DeviceFacts, used: set[str]) -> Iterator[Check]:
 
 
 def _forms(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Check]:
+    """A check for each dtype and kind of Conv3d: that the method which would be taken is right on this device."""
     chooser = choose_by(abilities(facts, store))
     for name, dtype in DTYPES.items():
         for kind, (kernel, stride) in LAYERS.items():
             layer = Conv3dLayer(kind, 32, 32, kernel=kernel, geometry=Geometry(stride), dtype=dtype)
             forms = [form for form in Conv3dMethod if covers(form, kernel, layer.geometry)]
-            right = [form for form in forms if form_error(form, layer, facts.device) is not None]  # None: a wrong one
+            right = [form for form in forms if form_error(form, layer, facts.device) is not None]  # None: wrong
             choice = chooser(layer)
             taken = Conv3dMethod.NATIVE if choice is None else choice.form
             wrong = [form.value for form in forms if form not in right]
@@ -106,6 +108,7 @@ def _forms(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Ch
 
 
 def _attention(facts: DeviceFacts, store: ProbeStore, used: set[str]) -> Iterator[Check]:
+    """A check for each dtype of ``auto`` and of attention in chunks, against fp64 on the host."""
     for name, dtype in DTYPES.items():
         q, k, v = (torch.randn(1, 2, 300, 64, generator=torch.Generator().manual_seed(n)).to(dtype) for n in range(3))
         expected = torch.softmax(q.double() @ k.double().mT / math.sqrt(64), -1) @ v.double()

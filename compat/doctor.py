@@ -64,21 +64,22 @@ PLAIN = {  # by fault: the first sentence, for people who know no layers
 class Finding:
     """The place where a result first went wrong."""
 
-    layer: str  # dotted name, after its network's, of the innermost module that was given right values
-    kind: str
-    dtype: str  # of what it returned
+    layer: str  # dotted name, after its network's, of the innermost module whose inputs were right
+    kind: str  # its class
+    dtype: str  # of its result
     fault: str
-    largest: float = 0.0  # absolute value that it was given
-    weight: str = ""  # its first one that is not finite; empty where all are
-    bad: float = 0.0  # the share of its values that are not
-    block: str = ""  # the repeated block that it is in
-    blocks: int = 0  # how many of them there are
+    largest: float = 0.0  # absolute value of its inputs
+    weight: str = ""  # its first parameter with values that are not finite; empty for none
+    bad: float = 0.0  # the share of that parameter's values that are not finite
+    block: str = ""  # dotted name of the repeated block that it is in
+    blocks: int = 0  # the number of blocks in the same list
     way: tuple[tuple[str, float], ...] = ()  # blocks before it, with their largest values
-    inputs: str = ""  # of the network that are wrong already
+    inputs: str = ""  # those of the network that are wrong already, in words
     between: bool = False  # its layers were right: the fault lies between them, such as in attention
 
     @property
     def plain(self) -> str:
+        """The first sentence of a report, for users who know no layers."""
         if self.inputs:
             return "The picture fails before this model: what it is given is broken already"
         if self.weight:
@@ -104,7 +105,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """A finding, the repair that made the result right, None where none did, and those that were to be tried."""
+    """A finding, None where a second run was right; the repair that helped, None for none; the repairs planned."""
 
     finding: Finding | None
     repair: Repair | None = None
@@ -119,7 +120,7 @@ class Diagnosis:
 
 
 class _Found(Exception):
-    """Ends the search."""
+    """Raised by a hook to end the run of a search that has its finding."""
 
 
 def not_finite(tensor: torch.Tensor) -> str:
@@ -134,22 +135,23 @@ def one_colour(tensor: torch.Tensor) -> str:
 
 
 def lifeless(tensor: torch.Tensor) -> str:
-    """The fault of a network's output: as :func:`not_finite`, or one value everywhere, which leaves noise as it is."""
+    """The fault of a network's output: as :func:`not_finite`, or one value everywhere, which denoises nothing."""
     return lifeless_range(*_range(tensor), tensor.numel())
 
 
 def lifeless_range(low: float, high: float, count: int) -> str:
+    """The fault of :func:`lifeless` for ``count`` values from ``low`` to ``high``."""
     return _range_fault(low, high) or ((CONSTANT if low else ZEROS) if count > 1 and low == high else "")
 
 
 def stuck(tensor: torch.Tensor) -> str:
-    """The fault of what a module returns: as :func:`not_finite`, or values clamped where fp16 ends."""
+    """The fault of a module's result: as :func:`not_finite`, or values clamped to the ends of fp16's range."""
     low, high = _range(tensor)
     return _range_fault(low, high) or (STUCK if tensor.dtype is torch.float16 and max(-low, high) >= LIMIT else "")
 
 
 def _broken(tensor: torch.Tensor) -> str:
-    """The fault of an input: as :func:`not_finite`, but a bias of -inf hides what it should."""
+    """The fault of an input: as :func:`not_finite`, but none for an attention bias, whose -inf masks keys."""
     low, high = _range(tensor)
     return "" if low == -math.inf and high <= 0 else _range_fault(low, high)
 
@@ -162,17 +164,19 @@ def _range(tensor: torch.Tensor) -> tuple[float, float]:
 
 
 def _range_fault(low: float, high: float) -> str:
+    """The fault of :func:`not_finite` for values from ``low`` to ``high``."""
     if math.isnan(low) or math.isnan(high):
         return NAN
     return INFINITE if math.isinf(low) or math.isinf(high) else ""
 
 
 def examine(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault = not_finite) -> Finding | None:
-    """The place where ``run``, which calls the ``networks``, first goes wrong, by ``fault`` of what modules return."""
-    return _examined(networks, run, fault)[0]
+    """The first module of ``networks`` whose result has a ``fault`` when ``run`` calls them; None if all are right."""
+    return _run_with_hooks(networks, run, fault)[0]
 
 
-def _examined(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault) -> tuple[Finding | None, Any]:
+def _run_with_hooks(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault) -> tuple[Finding | None, Any]:
+    """The finding of one ``run``, and its output, None where the search ended it."""
     search, output = _Search(networks, fault), None
     with search.hooked(), torch.compiler.set_stance(AS_WRITTEN):
         try:
@@ -186,23 +190,17 @@ def _examined(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault) -> 
 
 
 def diagnose(
-    networks: nn.ModuleDict,
-    run: Callable[[], torch.Tensor],
-    fault: Fault = not_finite,
-    repair: bool = True,
-    local: Fault | None = None,
-    found: Callable[[], Finding | None] = lambda: None,
-    spent: int = 0,
-) -> tuple[Diagnosis, torch.Tensor | None]:
-    """The place where ``run`` goes wrong, the repair that helps, and the result with it, None where none helps.
-
-    ``fault`` is of the result, ``local`` of what a module returns; ``found`` gives the place where it is known already.
-    The network runs at most five times, ``spent`` of them before: once with hooks, and for :data:`TRIALS` repairs, none
-    without ``repair``."""
+    networks: nn.ModuleDict, run: Callable[[], torch.Tensor], fault: Fault = not_finite, repair: bool = True,
+    local: Fault | None = None, found: Callable[[], Finding | None] = lambda: None, spent: int = 0,
+) -> tuple[Diagnosis, torch.Tensor | None]:  # fmt: skip
+    """The diagnosis of a ``run`` that went wrong, and its output once it is right; None where no repair helps.
+    ``fault`` judges the output, ``local`` (None: ``fault``) what a module returns; ``found`` gives the finding where it
+    is known already. The network runs at most five times: once, with hooks unless the finding is known, and for up to
+    :data:`TRIALS` repairs, less the runs that the caller has ``spent``; for none without ``repair``."""
     finding = found()
-    finding, output = _examined(networks, run, local or fault) if finding is None else (finding, run())
+    finding, output = _run_with_hooks(networks, run, local or fault) if finding is None else (finding, run())
     wrong = "" if output is None else fault(output)
-    if output is not None and not wrong:  # whatever a layer gives that is right to be zero, as of an untrained LoRA
+    if output is not None and not wrong:  # a layer may rightly give zeros, as an untrained LoRA does
         return Diagnosis(None), output
     if finding is None:  # somewhere in the network, between layers that are right
         name, network = next(iter(networks.items()))
@@ -211,7 +209,7 @@ def diagnose(
     tried, exact = tuple(repairs_for(finding)) if repair else (), None
     whole = tried[-1] if tried and tried[-1] == Repair(finding.layer.partition(".")[0], FP32) else None
     most = TRIALS - spent
-    tried = tried[:most] if whole is None else (*tried[:-1][: most - 1], whole)
+    tried = tried[:most] if whole is None else (*tried[:-1][: most - 1], whole)  # the whole network in fp32 stays last
     for one in tried:
         output = exact if one == whole and exact is not None else _output_with(one, networks, run)
         if output is None or fault(output):
@@ -226,13 +224,14 @@ def diagnose(
 
 
 def _output_with(repair: Repair, networks: nn.ModuleDict, run: Callable[[], Any]) -> Any:
+    """The output of ``run`` with ``repair``; None where no kernel takes the dtype that it asks for."""
     with repaired(networks, (repair,)), torch.compiler.set_stance(AS_WRITTEN):
         try:
             return run()
         except Exception as error:
-            if not is_unfit(error):  # a shortage says nothing of the repair: the stage makes room, and seeks it again
+            if not is_unfit(error):  # after a shortage, the stage makes room and diagnoses again
                 raise
-            return None  # a kernel that does not take fp32: not the repair for this layer
+            return None
 
 
 def distance(output: Any, exact: Any) -> float:
@@ -243,8 +242,8 @@ def distance(output: Any, exact: Any) -> float:
 
 
 def repairs_for(finding: Finding) -> Iterator[Repair]:
-    """Repairs that may help, the likeliest first, and for 16 bits the whole in fp32 last."""
-    if finding.inputs or finding.bad > FEW:  # of a weight, which another precision does not make right
+    """Repairs that may help, the likeliest first; for a fault in 16 bits, the whole network in fp32 comes last."""
+    if finding.inputs or finding.bad > FEW:  # no precision makes broken inputs or weights right
         return
     layer, root = finding.layer, finding.layer.partition(".")[0]
     if finding.weight:
@@ -265,21 +264,24 @@ class _Search:
     def __init__(self, networks: nn.ModuleDict, fault: Fault) -> None:
         self.networks, self.fault = networks, fault
         self.finding: Finding | None = None
-        self.second: Finding | None = None  # of another fault than values that are not finite
-        self.way: dict[str, float] = {}  # of all calls so far
+        self.second: Finding | None = None  # the first other fault; values that are not finite count for more
+        self.way: dict[str, float] = {}  # the largest value of each block, over all calls so far
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
+        """The block in which the hooks are on."""
         with Undo() as undo:
             for name, module in self.networks.named_modules():
                 undo.append(add_hook(module, self._after(name), with_kwargs=True).remove)
             yield
 
     def _after(self, name: str) -> Callable[..., None]:
+        """The forward hook of module ``name``; raises _Found where it, or an input of its network, is not finite."""
+
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             given, (fault, wrong) = (args, kwargs), _wrong(output, not_finite)
             if not fault:
-                self._finite(name, module, given, output)
+                self._note_finite(name, module, given, output)
             elif not _wrong(given, _broken)[0]:
                 self.finding = self._finding(name, module, fault, wrong, largest(given))
                 raise _Found
@@ -291,8 +293,8 @@ class _Search:
 
         return after
 
-    def _finite(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
-        """Note a finite result: its largest value if it is a block's, and the first that is wrong otherwise."""
+    def _note_finite(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
+        """Note a finite result: its largest value if the module is a block, and the first that has another fault."""
         if self.fault is not not_finite and self.second is None:
             fault, wrong = _wrong(output, self.fault)
             if fault and not _wrong(given, self.fault)[0]:
@@ -301,7 +303,8 @@ class _Search:
             self.way[name] = max(largest(output), self.way.get(name, 0.0))
 
     def _finding(self, name: str, module: nn.Module, fault: str, wrong: Any, given: float) -> Finding:
-        """The finding for ``module``, whose result ``wrong`` has a fault: at its first broken weight, or as a whole."""
+        """The finding for a ``module`` that returned ``wrong`` with a ``fault``, ``given`` at most that absolute value;
+        of the layer inside that has the first broken weight, if there is one."""
         shares = ((path, _bad_share(weight)) for path, weight in module.named_parameters())
         path, bad = next((share for share in shares if share[1]), ("", 0.0))
         owner, _, weight = path.rpartition(".")
@@ -332,18 +335,20 @@ def blocks_beside(networks: nn.ModuleDict, block: str) -> int:
 
 
 def _wrong(value: Any, fault: Fault) -> tuple[str, torch.Tensor | None]:
+    """The first fault of the tensors in ``value``, and the tensor that has it; ("", None) for none."""
     faults = ((fault(tensor), tensor) for tensor in tensors_in(value))
     return next((each for each in faults if each[0]), ("", None))
 
 
 def _named(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward by name; those that its signature does not name are ``input 1`` and so on."""
     names: list[str] = value_or(lambda: list(inspect.signature(module.forward).parameters), [])
     names += [f"input {index + 1}" for index in range(len(names), len(args))]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _bad_share(weight: torch.Tensor) -> float:
-    """The share of a weight's values that are not finite; of packed ones, and of those elsewhere, nothing is known."""
+    """The share of a weight's values that are not finite; 0 also where they cannot be read: packed, or on meta."""
     if not weight.is_floating_point() or weight.is_meta or not weight.numel():
         return 0.0
     return value_or(lambda: float((~torch.isfinite(weight.detach().float())).float().mean()), 0.0)
@@ -366,15 +371,15 @@ def unshrunk(noise: torch.Tensor, result: torch.Tensor) -> str:
 
 
 class Doctor:
-    """Watches the networks of one model, and keeps the repairs that helped it under the name ``model``.
-
-    ``choice`` is one of :data:`CHOICES` or :data:`EXPLAIN`: ``offer`` stops with what helps, ``keep`` goes on with it,
-    also next time. ``tell`` takes a line for the user; ``instead`` prevents an overflow, in words that follow *or*."""
+    """Watches the networks of one model, and saves the repairs that helped it under the name ``model``.
+    ``choice`` is one of :data:`CHOICES` or :data:`EXPLAIN`: ``offer`` raises with the repair that helps, ``keep`` goes
+    on with it, in later runs too, and ``forget`` deletes those that were saved. ``tell`` shows a line to the user.
+    The attributes ``instead`` and ``keep`` word the advice to choose another precision, and to choose ``keep``."""
 
     def __init__(self, model: str, store: RepairStore, choice: str, tell: Callable[[str], None]) -> None:
         self.model, self.store, self.choice, self._tell = model, store, choice, tell
-        self.told: list[str] = []  # until whoever ends a sampling takes them
-        self.instead, self.keep = ON_LOAD, KEPT  # as the command words them too
+        self.told: list[str] = []  # the messages of this sampling, which :meth:`conclude` repeats at its end
+        self.instead, self.keep = ON_LOAD, KEPT
         self.forgot = choice == FORGET and store.forget(model)
         self.repairs = store.load(model) if choice == KEEP else ()
 
@@ -383,27 +388,22 @@ class Doctor:
         self._tell(text)
 
     def conclude(self, message: str, sound: str, tell: Callable[[str], None] | None = None) -> None:
-        """Tell ``message`` and what was told in a sampling that ends; ``sound`` where there was nothing."""
+        """Tell ``message`` and all messages of the sampling that ends, or ``sound`` where there are none."""
         told, self.told = self.told, []
         (tell or self._tell)("\n".join(filter(None, (message, *told))) or sound)
 
     def repaired(self, networks: nn.ModuleDict) -> AbstractContextManager[None]:
+        """The block in which those of the known repairs that are of ``networks`` are applied."""
         return repaired(networks, [one for one in self.repairs if one.layer.partition(".")[0] in networks])
 
     def checked(
-        self,
-        output: torch.Tensor,
-        networks: nn.ModuleDict,
-        run: Callable[[], torch.Tensor],
-        where: str,
-        fault: Fault = not_finite,
-        local: Fault | None = None,
-        found: Callable[[], Finding | None] = lambda: None,
+        self, output: torch.Tensor, networks: nn.ModuleDict, run: Callable[[], torch.Tensor], where: str,
+        fault: Fault = not_finite, local: Fault | None = None, found: Callable[[], Finding | None] = lambda: None,
         spent: int = 0,
-    ) -> torch.Tensor:
-        """``output``, or with ``keep`` what a repair makes of it when ``run`` makes it again, as it did ``spent``
-        times; ``where`` is such as ``step 3 of 20``.
-        Raises NotFinite where it is wrong, and nothing helps or only an offer is wanted."""
+    ) -> torch.Tensor:  # fmt: skip
+        """``output`` if it is right; with ``keep`` the output of another ``run`` with the repair that helps, which is
+        saved. ``where``, such as ``step 3 of 20``, leads the message; the others are as for :func:`diagnose`.
+        Raises NotFinite where the output is wrong and no repair helps, or one is only to be offered."""
         if not fault(output):
             return output
         diagnosis, again = diagnose(networks, run, fault, self.choice != EXPLAIN, local, found, spent)
@@ -425,6 +425,7 @@ class Doctor:
 
 
 def advice(diagnosis: Diagnosis, instead: str = ON_LOAD, keep: str = KEPT) -> str:
+    """The fix of an error with this ``diagnosis``, in one or two sentences."""
     finding, repair = diagnosis.finding, diagnosis.repair
     if finding is not None and finding.weight:
         damaged = f"Download the model's file again: {finding.layer}.{finding.weight} is damaged."

@@ -16,10 +16,9 @@ from .errors import CheckpointError, InputError, first_line, json_file
 
 @contextmanager
 def replacing(path: Path, suffix: str = ".part", synced: bool = True) -> Iterator[Path]:
-    """A file beside ``path`` for the block to write, which then takes its place; some libraries go by its ``suffix``.
-
-    It is on the disk before it is renamed, and the folder after that: a crash, a power cut or a full disk leaves the
-    old file or the new one. What is not ``synced`` outlives this process, but no power cut."""
+    """A temporary file for the block to write, renamed to ``path`` after it; some libraries go by its ``suffix``.
+    The file is synced to the disk before that, and the folder after it: a crash, a power cut or a full disk leaves the
+    old file or the new one. Without ``synced`` the file survives the end of this process, but not a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}{suffix}")
     try:
@@ -40,7 +39,7 @@ def replacing(path: Path, suffix: str = ".part", synced: bool = True) -> Iterato
 
 
 def saved_json(path: Path) -> Any:
-    """The value in a JSON file of ours; None where there is none, or where somebody damaged it."""
+    """The value in a JSON file of ours; None where the file is absent, unreadable or damaged."""
     try:
         return json_file(path)
     except (OSError, ValueError):
@@ -54,8 +53,8 @@ def write_json(path: Path, value: Any, indent: int | None = None, synced: bool =
 
 
 def write_file(path: Path, content: str | bytes) -> Path:
-    """Replace a file as :func:`replacing` does and return ``path``; of half a character in a text, JSON's escape.
-    Raises CheckpointError with the system's ``errno`` where it cannot be written."""
+    """Replace a file as :func:`replacing` does and return ``path``; a lone surrogate in a text becomes its escape.
+    Raises CheckpointError with the system's ``errno`` where the file cannot be written."""
     try:
         with replacing(path) as temporary:
             temporary.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)

@@ -19,7 +19,7 @@ _recent: deque[tuple[str, dict[str, str]]] = deque(maxlen=64)  # texts of errors
 
 
 def remember(text: str, found: str, expected: str, fix: str, button: Mapping[str, str] | None = None) -> str:
-    """``text``, an error's, whose parts :func:`parts_of` then gives to whoever has only the text."""
+    """Remember the parts of an error's ``text`` for :func:`parts_of`, and return ``text``: ComfyUI hands on no more."""
     _recent.append((text, {"found": found, "expected": expected, "fix": fix, **(button or {})}))
     return text
 
@@ -30,15 +30,13 @@ def sentence(found: str, expected: str, fix: str, button: Mapping[str, str] | No
 
 
 def parts_of(message: str) -> dict[str, str]:
-    """The parts of the error that ``message``, as ComfyUI hands it on, begins with; ``found`` alone if not ours."""
+    """The parts of our error whose text ``message``, as ComfyUI hands it on, begins with; else ``found`` alone."""
     newest_first = (parts for text, parts in reversed(tuple(_recent)) if message.startswith(text))
     return next(newest_first, {"found": message.strip()})
 
 
 class PackError(Exception):
-    """A failure with its remedy: what is there, quoted; what would have been right, with units; one sentence on what to
-    do.
-
+    """A failure with its remedy: ``found``, quoted; ``expected``, with units; ``fix``, one sentence on what to do.
     ``button`` does it in the browser: ``press``, its text; the ``node`` whose ``input`` becomes ``value``."""
 
     __module__ = "anygpu"
@@ -72,7 +70,7 @@ class MissingPackageError(PackError, ImportError):
 def require_range(
     name: str, value: float, low: float, high: float, unit: str = "", nearest: int | None = None, advice: str = ""
 ) -> None:
-    """Raise where ``value`` is not in ``low`` to ``high``, with ``nearest``, else the nearest limit, and ``advice``."""
+    """Raise InputError unless ``low <= value <= high``; it names ``nearest`` or the nearer limit, then ``advice``."""
     if not low <= value <= high:
         valid = min(max(low, value), high) if nearest is None else nearest
         fix = f"The nearest valid value is {valid:g}{advice}."
@@ -82,13 +80,13 @@ def require_range(
 def require_choice(
     name: str, value: str, known: Collection[str], fix: str = "Choose one of these.", where: str = ""
 ) -> None:
-    """Raise where ``value`` of the input ``name`` is not among the ``known`` ones; ``where`` says of what it is."""
+    """Raise InputError unless ``value`` of the input ``name`` is in ``known``; ``where`` follows it in the message."""
     if value not in known:
         raise InputError(f"{name} {value!r}{where}", expected=f"one of {', '.join(known)}", fix=fix)
 
 
 def reading_budget(size: int) -> int:
-    """The bytes of memory that reading a file of ``size`` bytes may take, beside what it gives back."""
+    """The bytes of memory that reading a file of ``size`` bytes may take, besides the result."""
     return READING_TIMES * size + READING_BYTES
 
 
@@ -104,7 +102,7 @@ def afford(subject: str, cost: int, size: int, fix: str = "Export or download it
 def json_cost(text: bytes) -> int:
     """The bytes of memory that the values of a JSON text take, with the text itself."""
     values = TOKEN_BYTES * sum(map(text.count, (b",", b"[", b"{"))) + PAIR_BYTES * text.count(b":")
-    return values + (3 if text.isascii() else 9) * len(text)
+    return values + (3 if text.isascii() else 9) * len(text)  # bytes, text and strings in it: 1 or 4 a character
 
 
 def json_within(text: str | bytes, subject: str, **options: Any) -> Any:
@@ -128,12 +126,12 @@ def json_file(path: Path) -> Any:
 
 
 def csv_file(path: Path) -> list[dict[str, str]]:
-    """The rows of a table of this pack, by the names in its first line."""
+    """The rows of a CSV file of this pack, as dicts by the names in its first line."""
     with path.open(newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
 def first_line(error: BaseException) -> str:
-    """An error in one line of at most 160 characters, the class where it says nothing."""
+    """The first line of an error's text, at most 160 characters; the name of its class where it has no text."""
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return line if len(line) <= 160 else f"{line[:157]}..."

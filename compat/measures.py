@@ -33,7 +33,9 @@ HALF, FP32 = torch.float16, torch.float32
 PACE = {"product": ("TFLOP/s", 1e12), "convolution": ("TFLOP/s", 1e12), "attention": ("TFLOP/s", 1e12),
         "memory": ("GB/s", 1e9), "launch": ("us", 1e-6)}  # fmt: skip
 SHARE = "of the largest"
-WIDTHS, SAMPLED, REPEATS, NEAR = (64, 128), 64, 5, 4.0
+WIDTHS, REPEATS = (64, 128), 5  # of heads, as video transformers have them; of each timing
+SAMPLED = 64  # rows of a result that the host computes in fp64
+NEAR = 4.0  # eps between a kernel and its reference: both round, and sum in another order
 OUTLIER = 3e5  # of a residual: more than fp16 holds, as published models have
 EIGHT = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # and the largest value
 MOST_EPS = {2: 8, 4: 64}  # of a dtype of so many bytes, that a right result may be off by
@@ -54,7 +56,8 @@ TINY = DeviceSizes(tokens=128, width=64, channels=8, full=False, dtypes=(FP32,))
 
 
 def device_parts(facts: DeviceFacts, store: ProbeStore, sizes: DeviceSizes) -> Iterator[Part]:
-    """Probes; then kernels, rates, attention and convolutions per dtype; Fit's products, and 8-bit ones."""
+    """The parts of a proof that need no model: probes; kernels, rates, attention and Conv3d per dtype; the products of
+    safe fp16, as AnyGPU Fit Model applies it, and of 8 bits."""
     yield Part("probes", partial(probes, store))
     for dtype in sizes.dtypes:
         for name, measure in (("kernels", kernels), ("rates", rates), ("attention", attention), ("Conv3d", conv3d)):
@@ -64,7 +67,7 @@ def device_parts(facts: DeviceFacts, store: ProbeStore, sizes: DeviceSizes) -> I
 
 
 def probes(store: ProbeStore) -> Iterator[Figure]:
-    """Milliseconds of each probe; a fault where nothing else stands in for what it asked."""
+    """Milliseconds of each probe; a failed one is a fault unless AnyGPU can do without (:data:`OPTIONAL`)."""
     for name, answer in store.ask_all().items():
         right = answer.status == OK or name in OPTIONAL
         yield Figure(name, "ms", answer.milliseconds, fault="" if right else str(answer))
@@ -82,16 +85,17 @@ def kernels(facts: DeviceFacts, dtype: torch.dtype, sizes: DeviceSizes) -> Itera
 def _kernel(
     facts: DeviceFacts, dtype: torch.dtype, name: str, forms: Mapping[str, Callable[[], Any]]
 ) -> Iterator[Figure]:
+    """The difference of one operation's kernel and reference, in eps of the largest value; milliseconds of both."""
     results = (forms[form]() for form in (AUTO, REFERENCE))
-    ours, plain = (each[0] if isinstance(each, tuple) else each for each in results)
-    apart = float((ours.float() - plain.float()).abs().max() / plain.abs().max()) / torch.finfo(dtype).eps
-    yield Figure(f"{name}, auto to reference", "eps", apart, fault="" if apart <= NEAR else "wrong")
+    kernel, plain = (each[0] if isinstance(each, tuple) else each for each in results)
+    difference = float((kernel.float() - plain.float()).abs().max() / plain.abs().max()) / torch.finfo(dtype).eps
+    yield Figure(f"{name}, auto to reference", "eps", difference, fault="" if difference <= NEAR else "wrong")
     for form, ms in milliseconds(forms, facts.device, REPEATS).items():
         yield Figure(f"{name}, {form}", "ms", ms)
 
 
 def rates(facts: DeviceFacts, dtype: torch.dtype, _: DeviceSizes) -> Iterator[Figure]:
-    """Rates of products, convolutions, attention and copies beside what the data sheet makes likely."""
+    """Measured rates of products, convolutions, attention and copies, next to those expected by the data sheet."""
     pace, paper = measured_pace(facts.device, dtype), pace_of(facts, None, dtype)
     for kind, (unit, scale) in PACE.items():
         yield Figure(kind, unit, getattr(pace, kind) / scale, None if paper is None else getattr(paper, kind) / scale)
@@ -104,8 +108,9 @@ def attention(facts: DeviceFacts, dtype: torch.dtype, sizes: DeviceSizes) -> Ite
 
 
 def _heads(facts: DeviceFacts, dtype: torch.dtype, sizes: DeviceSizes, width: int) -> Iterator[Figure]:
+    """:func:`attention` for heads of ``width``."""
     q, k, v = (_noise(seed, 1, 2, sizes.tokens, width).to(dtype) for seed in range(3))
-    q[..., :2] *= 16
+    q[..., :2] *= 16  # steep scores
     some = torch.linspace(0, sizes.tokens - 1, SAMPLED).long()
     exact = torch.softmax(q[:, :, some].double() @ k.double().mT / math.sqrt(width), -1) @ v.double()
     here = [tensor.to(facts.device) for tensor in (q, k, v)]
@@ -133,10 +138,10 @@ def conv3d(facts: DeviceFacts, dtype: torch.dtype, sizes: DeviceSizes) -> Iterat
 
 
 def fit_errors(facts: DeviceFacts, sizes: DeviceSizes) -> Iterator[Figure]:
-    """A product whose operand has outliers beyond fp16, to fp64: in each dtype that holds them, and in safe fp16."""
+    """The error of a product whose operand has outliers beyond fp16, against fp64: in each dtype, and in safe fp16."""
     layer, x = nn.Linear(sizes.width, SAMPLED).requires_grad_(False), _noise(0, SAMPLED, sizes.width)
     layer.weight.copy_(_noise(1, SAMPLED, sizes.width).half() / 64)
-    x[:, ::97] *= OUTLIER
+    x[:, ::97] *= OUTLIER  # in every 97th column
     exact = functional.linear(x.double(), layer.weight.double(), layer.bias.double())
     reach = float(reach_of(layer.weight))
 

@@ -11,8 +11,8 @@ from .errors import InputError
 BROKEN, COLOUR, ZEROS, CONSTANT = "NaN or infinite values", "one colour", "nothing but zeros", "one value everywhere"
 FRAME, REGION = "a frame of one colour", "a region of one colour"
 SATURATED, ENDS = "values far outside those of a picture", "half of the values at the ends of their range"
-FINEST = 16  # cells that a frame is looked at in, per side, at least
-DEAD = 1 / 16  # of a frame, which varied latents do not leave in one colour
+FINEST = 16  # cells per side into which a frame is divided, at least
+DEAD = 1 / 16  # share of a frame's cells in one colour from which on they are a fault where latents vary
 RANGE, FAR, HALF = 4.0, 0.01, 0.5  # decoders end near -1..1; the share that may lie beyond; that may be at the ends
 SAMPLES = 4096  # values of a weight that are looked at, at even steps
 CAST = "values that this device changes when casting to fp32 or back"
@@ -32,19 +32,18 @@ FIX += "; if it is fp32 already, use the default settings, and no LoRA."
 
 
 def require_finite(tensor: torch.Tensor, subject: str, fix: str = FIX) -> None:
-    broken = int((~torch.isfinite(tensor)).sum())
-    if broken:
+    """Raise NotFinite, naming the ``subject``, where any value of ``tensor`` is NaN or infinite."""
+    if broken := int((~torch.isfinite(tensor)).sum()):
         found = f"{broken} of {tensor.numel()} values of the {subject} are NaN or infinite"
         raise NotFinite(found, expected="finite values", fix=fix)
 
 
 def fault_in_frames(video: torch.Tensor, cell: int = 1, latents: torch.Tensor | None = None) -> str:
     """The fault of decoded frames (B, C, F, H, W), on any device; empty for none.
-
-    ``cell`` is the pixels that one latent covers per direction. One colour is a frame that says the same in every cell,
-    exactly, which no picture does; a decoder that lost its input repeats a pattern there. With ``latents`` (B, C, T, H
-    / cell, W / cell) dead frames, dead regions and saturation are seen too. All but :data:`BROKEN` may be right, if
-    rarely: another way of decoding tells."""
+    A decoder that lost its input repeats one pattern of pixels in every cell of ``cell`` x ``cell`` pixels, the size
+    of a latent, exactly, which no picture does: :data:`COLOUR`. With ``latents`` (B, C, T, H / cell, W / cell) frames
+    and regions of one colour and saturation are found too. All but :data:`BROKEN` may rarely be right: decode in
+    another way and compare."""
     rows, columns = video.shape[-2:]
     if rows % cell or columns % cell or rows * columns == cell * cell:
         return BROKEN if not bool(video.isfinite().all()) else COLOUR if is_flat(video) else ""
@@ -67,16 +66,16 @@ def fault_in_frames(video: torch.Tensor, cell: int = 1, latents: torch.Tensor | 
 
 
 def dead_cells(video: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
-    """The cells of (B, C, F, H, W) that repeat a neighbour although the latents there vary: (B, F, H, W)."""
-    every, less = latent_step(video.shape[2], latents.shape[2])
-    index = ((torch.arange(video.shape[2]) + less) // every).clamp(max=latents.shape[2] - 1)
+    """The cells of ``video`` (B, C, F, H, W) that repeat a neighbour although the latents there vary: (B, F, H, W)."""
+    per_latent, fewer = latent_step(video.shape[2], latents.shape[2])
+    index = ((torch.arange(video.shape[2]) + fewer) // per_latent).clamp(max=latents.shape[2] - 1)
     parts = video.shape[-1] // latents.shape[-1]
     varied = ~_repeated(latents.to(video.device))[:, index.to(video.device)]
     return _repeated(video) & varied.repeat_interleave(parts, -1).repeat_interleave(parts, -2)
 
 
 def latent_step(frames: int, count: int) -> tuple[int, int]:
-    """The pixel frames of one latent frame, and how many the first of ``count`` latent frames lacks."""
+    """The pixel frames per latent frame, and how many fewer the first of ``count`` has, as in causal VAEs."""
     if count > 1 and (frames - 1) % (count - 1) == 0:
         return max(1, (frames - 1) // (count - 1)), max(1, (frames - 1) // (count - 1)) - 1
     return max(1, frames // count), 0
@@ -93,19 +92,20 @@ def _repeated(grid: torch.Tensor) -> torch.Tensor:
 
 
 def _saturated(video: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> str:
-    """The fault of frames that leave a decoder's range, or of which half is at its ends; empty for none."""
+    """The fault of frames (B, C, F, H, W) that leave a decoder's range, or half of whose values are at its ends; empty
+    for none. ``low`` and ``high``, the extremes of each cell, tell first, as they are fewer."""
     far = torch.maximum(high, -low) > RANGE
     if float(far.float().mean()) > FAR and float((video.abs() > RANGE).float().mean()) > FAR:
         return SATURATED
     least, most = low.amin(), high.amax()
-    if least >= 0 and most <= 1:  # its decoder clamps, as a picture that is half black may well need
+    if least >= 0 and most <= 1:  # a decoder that clamps to 0..1, where half of a right picture may well be black
         return ""
     ends = float(((low == least) | (high == most)).float().mean())
     return ENDS if ends > HALF and float(((video == least) | (video == most)).float().mean()) > HALF else ""
 
 
 def fault_in_latents(latents: torch.Tensor) -> str:
-    """The fault of encoded latents (B, C, T, H, W), on any device; a plain wall has one value per channel."""
+    """The fault of encoded latents (B, C, T, H, W), on any device; none if channels are flat, as for a plain wall."""
     if not bool(latents.isfinite().all()):
         return BROKEN
     low, high = latents.amin(), latents.amax()
@@ -119,8 +119,8 @@ def is_flat(tensor: torch.Tensor) -> bool:
 
 
 def fault_in_weight(name: str, tensor: torch.Tensor) -> str:
-    """The fault of a weight just read, on the host; empty for none.
-    Some thousand values are looked at, all only where those are zeros; a bias or norm may be zero throughout."""
+    """The fault of the weight ``name`` just read, on the host; empty for none.
+    Some thousand values are checked, and all where these are zeros; a bias or a norm may be zero throughout."""
     if not tensor.is_floating_point() or not tensor.numel():
         return ""
     some = tensor.reshape(-1)[:: tensor.numel() // SAMPLES | 1].float()  # odd: through all columns; 8 bits have no ops

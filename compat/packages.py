@@ -18,7 +18,8 @@ from torch import nn
 from .errors import MissingPackageError, first_line
 
 MOST_CHARACTERS = 2**17  # of a prompt: no encoder reads more, but of white space
-CHARACTERS, MARGIN = 16, 32  # that a token is first taken to have; tokens behind a cut, which can be others there
+CHARACTERS = 16  # assumed for a token at first
+MARGIN = 32  # tokens next to a cut that may differ from those of the whole text
 INSTALL = "Install it into the Python that runs ComfyUI or anygpu: python -m pip install -U {name}"
 _importing = threading.RLock()  # diffusers and its parts replace their modules at import: others would get the old ones
 
@@ -60,7 +61,8 @@ def unusable(name: str, error: Exception) -> MissingPackageError:
 
 
 def empty_encoder(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
-    """A model of transformers' class ``cls``, parameters, mostly of ``dtype``, on ``meta`` and buffers on the host."""
+    """A model of transformers' class ``cls`` with parameters on ``meta`` and buffers on the host; its config, and those
+    of the models inside it, name ``dtype``."""
     config = copy.deepcopy(config)
     _set_dtype(config, None)  # a model inside it with a dtype of its own would change torch's default
     with torch.device("meta"):
@@ -74,6 +76,7 @@ def empty_encoder(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def _set_dtype(config: Any, dtype: torch.dtype | None) -> None:
+    """Set ``dtype`` in a config and those inside it."""
     config.dtype = dtype
     for name in getattr(config, "sub_configs", ()):
         if getattr(config, name, None) is not None:
@@ -81,6 +84,7 @@ def _set_dtype(config: Any, dtype: torch.dtype | None) -> None:
 
 
 def _fill_buffers(model: Any, module: nn.Module) -> None:
+    """Give ``module`` and its children buffers on the host, with the values that ``model._init_weights`` sets."""
     if next(module.buffers(), None) is None:  # what stays on meta needs no values
         return
     for child in module.children():
@@ -91,7 +95,7 @@ def _fill_buffers(model: Any, module: nn.Module) -> None:
 
 
 def names_in(module: Any, names: Iterable[str]) -> dict[str, str]:
-    """Each of ``names`` that the model has a place for, and the name that it has there: files may have older ones."""
+    """Each of a file's ``names`` that has a place in the model, mapped to its name there: older files differ."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
@@ -100,14 +104,14 @@ def names_in(module: Any, names: Iterable[str]) -> dict[str, str]:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if not isinstance(rule, WeightRenaming)]
     prefix = module.base_model_prefix
-    found = {name: rename_source_key(name, renamings, converters, prefix, wanted)[0] for name in names}
+    renamed = {name: rename_source_key(name, renamings, converters, prefix, wanted)[0] for name in names}
     towers = ("", "text_model.", "vision_model.")  # transformers before 5.6 has them where a model is one tower alone
-    return {name: tower + there for name, there in found.items() for tower in towers if tower + there in wanted}
+    return {name: tower + new for name, new in renamed.items() for tower in towers if tower + new in wanted}
 
 
 def fill(module: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> list[str]:
-    """Make ``tensors``, by the model's names, its parameters, and tie what it ties; returns the names that are missing.
-    ``dtype`` is the model's: what its class keeps in fp32 is widened. Raises RuntimeError for other shapes."""
+    """Make ``tensors``, by the model's names, its parameters, and tie those that it ties; returns the missing names.
+    ``dtype`` is the model's; what its class keeps in fp32 is upcast. Raises RuntimeError for other shapes."""
     wide = _kept_in_fp32(module, dtype)
     widened = {name for name, tensor in tensors.items() if tensor.is_floating_point() and wide and wide.search(name)}
     values = {name: tensor.float() if name in widened else tensor for name, tensor in tensors.items()}
@@ -124,7 +128,8 @@ def fill(module: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -
 
 
 def _kept_in_fp32(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """Pattern of the parameters that the class keeps in fp32 (``PreTrainedModel._get_dtype_plan``)."""
+    """A pattern of the names that the model's class keeps in fp32 when the rest is ``dtype``; None for none.
+    Source: ``PreTrainedModel._get_dtype_plan``."""
     words = {*(getattr(module, "_keep_in_fp32_modules_strict", None) or ())} if dtype.itemsize == 2 else set()
     if dtype is torch.float16:
         words |= {*(getattr(module, "_keep_in_fp32_modules", None) or ())}
@@ -132,8 +137,8 @@ def _kept_in_fp32(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
 
 
 def beginning(tokenizer: Any, text: str, room: int, check: Callable[[], None] = lambda: None) -> str:
-    """The part of ``text`` from which its first ``room`` tokens come, and a little more: at most 131,072 characters.
-    ``check`` is called between parts and may raise to cancel."""
+    """The beginning of ``text`` that holds its first ``room`` tokens, and a little more: at most 131,072 characters.
+    ``check`` is called between attempts and may raise to cancel."""
     count = CHARACTERS * (room + MARGIN)
     while count < min(len(text), MOST_CHARACTERS):
         check()

@@ -17,12 +17,9 @@ GELU = "gelu_in_product"
 
 
 def probe_results_of(facts: DeviceFacts, folder: Path | None = None, quiet: bool = False) -> ProbeStore:
-    """The probe results of a device and its kernels, kept in ``folder`` (None: memory); ``quiet`` asks nothing."""
-    more: dict[str, Probe] = {
-        TRITON: _triton,
-        **{f"{GELU}.{name}": partial(_gelu, dtype) for name, dtype in DTYPES.items()},
-    }
-    return ProbeStore(facts, folder, more={**packed_probes(facts), **more}, quiet=quiet)
+    """The probe results of a device and its kernels, saved in ``folder`` (None: nowhere); ``quiet`` runs no probe."""
+    gelus: dict[str, Probe] = {f"{GELU}.{name}": partial(_gelu, dtype) for name, dtype in DTYPES.items()}
+    return ProbeStore(facts, folder, more={**packed_probes(facts), TRITON: _triton, **gelus}, quiet=quiet)
 
 
 def _triton(device: torch.device) -> str:

@@ -21,13 +21,15 @@ from .redaction import own_names, redact
 
 VERSION, HEAD = 1, "anygpu_proof"
 MOST_BYTES, MOST_FIGURES, MOST_TEXT = 2**20, 400, 200
-SECONDS = 540.0  # after which no part begins: ten minutes with the last one
+SECONDS = 540.0  # after which no part begins, so that a run ends within ten minutes
 ENDED = "the process ended in this part"
 BAR, LEFT, ROW = 300, 300, 16  # of the picture, in its own units
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
+    """One measured number of a proof, or the reason why it is missing or wrong."""
+
     what: str
     unit: str = ""
     measured: float | None = None  # in ``unit``, on the device; None where it was not
@@ -37,7 +39,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a proof: its name and what makes its figures, which may raise anything after any of them."""
+    """A part of a proof: its name, and the function that yields its figures and may raise anything on the way."""
 
     name: str
     figures: Callable[[], Iterable[Figure]]
@@ -75,25 +77,18 @@ def proof_in(text: str | bytes) -> Proof:
 
 
 def proof_of(facts: DeviceFacts, versions: dict[str, str]) -> Proof:
-    """A proof of the device of ``facts`` without any part."""
-    told = {name: text for name, text in {**versions, **facts.versions}.items() if name != "kernel"}
+    """A proof of the device of ``facts``, with ``versions`` by package and as yet without parts."""
+    named = {name: text for name, text in {**versions, **facts.versions}.items() if name != "kernel"}
     own = {name: getattr(facts, name) for name in ("backend", "arch", "driver")}
     memory, date = round(facts.total_bytes / GIBIBYTE, 1), datetime.date.today().isoformat()
-    return Proof(facts.name, **own, memory_gb=memory, versions=redact(told, own_names()), date=date)
+    return Proof(facts.name, **own, memory_gb=memory, versions=redact(named, own_names()), date=date)
 
 
 def run_parts(
-    parts: Sequence[Part],
-    fresh: Proof,
-    path: Path,
-    notify: Callable[[str], None],
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    seconds: float = SECONDS,
-    release: Callable[[], None] = lambda: None,
-) -> Proof:
-    """Run the parts whose names the file at ``path`` lacks, write each as it ends, and draw the picture beside it.
-
+    parts: Sequence[Part], fresh: Proof, path: Path, notify: Callable[[str], None], *,
+    clock: Callable[[], float] = time.monotonic, seconds: float = SECONDS, release: Callable[[], None] = lambda: None,
+) -> Proof:  # fmt: skip
+    """Run the parts that the file at ``path`` lacks, write the file as each ends, draw its picture, return the proof.
     ``fresh`` is an empty proof of this device; after ``seconds`` no further part begins, and the next call goes on.
     ``release`` frees what a part left on the device. Raises InputError for the file of another device or version."""
     proof, began = _opened(path, fresh), clock()
@@ -122,7 +117,7 @@ def run_parts(
 
 
 def figures_of(part: Part) -> Iterator[Figure]:
-    """The first ``MOST_FIGURES`` of a part, or of a piece of one; what it raises is the last of them."""
+    """At most ``MOST_FIGURES`` figures of ``part``, without names of this machine; an error becomes the last figure."""
     names = own_names()
     try:
         for figure in islice(part.figures(), MOST_FIGURES):
@@ -133,11 +128,13 @@ def figures_of(part: Part) -> Iterator[Figure]:
 
 
 def _short(value: float | None) -> float | None:
+    """``value`` in five digits; None where it is None or not finite, which JSON cannot hold."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 
 def _opened(path: Path, fresh: Proof) -> Proof:
-    """The proof in the file, where it has one; a part in which its process died counts as done."""
+    """The proof in the file at ``path``, or ``fresh`` without a file; a part in which its process died counts as done.
+    Raises InputError for the proof of another device, driver or version."""
     if not path.exists():
         return fresh
     proof = proof_in(path.read_bytes())
@@ -145,24 +142,24 @@ def _opened(path: Path, fresh: Proof) -> Proof:
         found = f"{path.name} is the proof of {proof.device} with driver {proof.driver or 'unknown'}"
         expected = f"one of {fresh.device} with the driver and versions of now"
         raise InputError(found, expected=expected, fix="Choose another --output.")
-    dead = [Finished(name, 0.0, (Figure(name, fault=ENDED),)) for name in filter(None, (proof.running,))]
+    dead = [Finished(proof.running, 0.0, (Figure(proof.running, fault=ENDED),))] if proof.running else []
     return replace(proof, running="", parts=(*proof.parts, *dead))
 
 
 def picture(proof: Proof) -> str:
     """The figures as an SVG: a bar each, blue where measured, as long as its share of the largest of its unit."""
     rows = [(part.name, each) for part in proof.parts for each in part.figures]
-    values = [abs(next((v for v in (each.measured, each.modelled) if v is not None), 0.0)) for _, each in rows]
-    most: dict[str, float] = {}
+    values = [abs(each.measured if each.measured is not None else each.modelled or 0.0) for _, each in rows]
+    largest: dict[str, float] = {}  # by unit
     for (_, each), value in zip(rows, values, strict=True):
-        most[each.unit] = max(most.get(each.unit, 1e-30), value)
+        largest[each.unit] = max(largest.get(each.unit, 1e-30), value)
     lines, texts = list[str](), [(8, ROW, f"{proof.device}, {proof.date}")]
     for number, ((part, each), value) in enumerate(zip(rows, values, strict=True), 2):
         kind, colour = ("measured", "#48a") if each.measured is not None else ("modelled", "#bbb")
-        told, length = each.fault or f"{value:.4g} {each.unit}, {kind}", BAR * value / most[each.unit]
+        label, length = each.fault or f"{value:.4g} {each.unit}, {kind}", BAR * value / largest[each.unit]
         place = f'y="{number * ROW - 10}" height="12" fill="{"#c33" if each.fault else colour}"'
         lines.append(f'<rect x="{LEFT}" width="{length:.1f}" {place}/>')
-        texts += [(8, number * ROW, f"{part}: {each.what}"), (LEFT + BAR + 8, number * ROW, told)]
+        texts += [(8, number * ROW, f"{part}: {each.what}"), (LEFT + BAR + 8, number * ROW, label)]
     for x, y, text in texts:  # XML has no ESC or NUL
         lines.append(f'<text x="{x}" y="{y}">{escape("".join(filter(str.isprintable, text)))}</text>')
     size = f'width="{LEFT + 2 * BAR}" height="{ROW * (len(rows) + 3)}" font-family="sans-serif" font-size="11"'

@@ -21,7 +21,7 @@ LEADER = 0  # the rank that decodes, writes and decides
 
 
 class LeaderFailed(RuntimeError):
-    """Raised on the ranks that waited for what the leader could not do; its own error says why."""
+    """Raised on the other ranks when the leader fails; the leader's own error says why."""
 
 
 class RankLost(PackError):
@@ -30,7 +30,7 @@ class RankLost(PackError):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One process group, seen from one of its processes; an exchange raises RankLost where another does not answer."""
+    """One process group, seen from one of its processes; every exchange raises RankLost where one does not answer."""
 
     group: Any = None  # of ``torch.distributed``; None for this process alone
     rank: int = 0
@@ -39,6 +39,7 @@ class Ranks:
 
     @contextmanager
     def _exchanging(self) -> Iterator[None]:
+        """The block of one exchange, whose RuntimeError becomes RankLost."""
         try:
             yield
         except RuntimeError as error:
@@ -47,12 +48,12 @@ class Ranks:
             raise RankLost(found, expected="an answer of every process of the group in time", fix=fix) from error
 
     def runs(self, count: int) -> list[slice]:
-        """``count`` things in order, shared out: a run for each rank, the first ones longer by one at most."""
+        """``count`` things in order, split into one slice for each rank; the first slices are longer by one at most."""
         lengths = (count // self.size + (rank < count % self.size) for rank in range(self.size))
         return [slice(*ends) for ends in itertools.pairwise([0, *itertools.accumulate(lengths)])]
 
     def exchange(self, pieces: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-        """Send each rank its one of ``pieces``; what each sent to this rank, of these ``shapes``."""
+        """Send each rank its one of ``pieces``; returns the pieces from all ranks, in order, which have ``shapes``."""
         from torch import distributed
 
         counts = [torch.Size(shape).numel() for shape in shapes]
@@ -67,7 +68,7 @@ class Ranks:
         return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def gathered(self, own: torch.Tensor, dim: int, count: int) -> torch.Tensor:
-        """The runs of all ranks in order, ``count`` long along ``dim``."""
+        """The tensors of all ranks, of which ``own`` is this one's, joined along ``dim`` to ``count`` entries."""
         runs = self.runs(count)
         shapes = [(*own.shape[:dim], run.stop - run.start, *own.shape[dim + 1 :]) for run in runs]
         return torch.cat(self.exchange([own] * self.size, shapes), dim=dim)
@@ -108,11 +109,11 @@ class Ranks:
 
 @dataclass(slots=True)
 class Group:
-    """All ranks of one video, and the ``half`` of this rank's branch of guidance, where branches are shared out."""
+    """All ranks of one video; where each half of them computes one branch of guidance, also this rank's ``half``."""
 
     world: Ranks
     half: Ranks | None = None
-    _apart: bool = False
+    _apart: bool = False  # a forward of one branch runs, in which only this half's ranks share tokens
 
     @property
     def tokens(self) -> Ranks:
@@ -121,7 +122,7 @@ class Group:
 
     @property
     def fewest(self) -> int:
-        """The fewest ranks that ever share the tokens of a forward: what memory must do for."""
+        """The fewest ranks that ever share the tokens of a forward, for a forecast of memory."""
         return (self.half or self.world).size
 
     def on_leader(self, call: Callable[[], Value]) -> Value:
@@ -141,7 +142,7 @@ class Group:
         return value
 
     def both(self, first: Branch, second: Branch) -> tuple[torch.Tensor, torch.Tensor]:
-        """The results of the two branches of guidance, alike in shape; with halves, each half computes one."""
+        """The results of the two branches of guidance, equal in shape; with halves, each half computes one."""
         if self.half is None:
             return first(), second()
         with self.apart():
@@ -149,7 +150,7 @@ class Group:
         return self.swapped(own)
 
     def by_halves(self, run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """``run``, from rows (:data:`BOTH`, :data:`PROMPTED`) to predictions, of which each half computes one row."""
+        """A function like ``run``, from rows (:data:`BOTH`, :data:`PROMPTED`) to predictions; each half has one row."""
         if self.half is None:
             return run
 
@@ -161,7 +162,7 @@ class Group:
         return shared
 
     def swapped(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The results of the first half's branch and of the second's; ``own`` is of this rank's half."""
+        """The results of both halves' branches, in order; ``own`` is this half's, exchanged for the other's."""
         assert self.half is not None
         partner = (self.world.rank + self.half.size) % self.world.size
         pieces = [own if rank == partner else own.new_empty(0) for rank in range(self.world.size)]
@@ -175,11 +176,12 @@ class Group:
 
     @property
     def branch(self) -> int:
+        """The branch of guidance that this rank computes, 0 or 1; 0 without halves."""
         return 0 if self.half is None else int(self.world.rank >= self.world.size - self.half.size)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Each half by itself, for a forward of its branch."""
+        """The block of a forward of one branch, whose tokens are shared within each half alone."""
         self._apart = True
         try:
             yield
@@ -189,9 +191,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class SplitPlan:
-    """The arguments of a family's blocks that go by token of the video."""
+    """The names of those arguments of a family's blocks that have entries for the video's tokens."""
 
-    rotary: tuple[str, ...]  # names of rotary tables
-    dim: int  # of these, which counts tokens
+    rotary: tuple[str, ...]  # rotary tables
+    dim: int  # the dimension of these tables that counts tokens
     rows: tuple[str, ...] = ()  # (B, N, D) with a row for each token; one row for all stays as it is
     leading: tuple[str, ...] = ()  # counts of the first tokens, which are treated differently

@@ -44,7 +44,7 @@ def refusal(address: str, check: Callable[[], None]) -> str:
 
 
 def join(ray: Any, address: str, check: Callable[[], None], level: str) -> str:
-    """Join the cluster at ``address``, logging from ``level`` on; why it was not joined, empty where it was."""
+    """Join the cluster at ``address``, logging from ``level`` on; returns the reason if that fails, else empty."""
     reason = refusal(address, check)
     try:
         if not reason:
@@ -68,7 +68,7 @@ def answer(ray: Any, call: Any, check: Callable[[], None], seconds: float) -> An
 
 
 def own_devices() -> list[str]:
-    """Numbers of the devices that Ray gave this process; nothing where it gave none, or runs none."""
+    """The numbers of the devices that Ray gave this process; empty where it gave none, or this is no Ray process."""
     import ray
 
     return value_or(lambda: list(map(str, ray.get_runtime_context().get_accelerator_ids()["GPU"])), [])

@@ -20,8 +20,8 @@ KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a
 
 
 def plain(value: Any, without: tuple[str, ...] = (), subject: str = "") -> Any:
-    """``value``, for errors ``subject``, as JSON has it; of a dataclass only what differs from the defaults.
-    Raises InputError where a field is set that a record is ``without``."""
+    """``value`` in JSON's types; a dataclass as a dict of the fields that differ from their defaults.
+    Raises InputError, which names it as ``subject``, where a field is set that a record is ``without``."""
     if is_dataclass(value) and not isinstance(value, type):
         record = {}
         for item in fields(value):
@@ -35,14 +35,12 @@ def plain(value: Any, without: tuple[str, ...] = (), subject: str = "") -> Any:
         return record
     if isinstance(value, Mapping):
         return {str(name): plain(given, (), f"{subject}.{name}") for name, given in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [plain(given, (), subject) for given in value]
-    return value
+    return [plain(given, (), subject) for given in value] if isinstance(value, (tuple, list)) else value
 
 
 def parse(cls: type[T], record: Any, subject: str, without: tuple[str, ...] = ()) -> T:
-    """The ``cls`` that ``record`` describes, with none of the fields that it is ``without``.
-    Raises InputError for an unknown or missing field of ``subject``, or one of a wrong type; names it."""
+    """The ``cls`` that ``record``, a dict from JSON, describes; the inverse of :func:`plain`.
+    Raises InputError for an unknown or missing field, or one of a wrong type, by its path below ``subject``."""
     if not isinstance(record, dict):
         raise wrong(subject, record, "an object {...}")
     known = {item.name: item for item in fields(cls) if item.name not in without}  # type: ignore[arg-type]
@@ -55,11 +53,11 @@ def parse(cls: type[T], record: Any, subject: str, without: tuple[str, ...] = ()
         raise InputError(f"no {missing[0]!r} in {subject}", expected=f"the field {missing[0]!r}", fix=FIX)
     hints = typing.get_type_hints(cls)
     left_out = {name: item.metadata.get(WITHOUT, ()) for name, item in known.items()}
-    return cls(**{name: _value(hints[name], it, f"{subject}.{name}", left_out[name]) for name, it in record.items()})
+    return cls(**{key: _value(hints[key], item, f"{subject}.{key}", left_out[key]) for key, item in record.items()})
 
 
 def json_in(text: str | bytes, subject: str) -> Any:
-    """The value of a JSON text; InputError where it is none, has a number like NaN, or an object with a field twice."""
+    """The value of a JSON text; InputError for invalid JSON, a number like NaN, or an object with a field twice."""
     try:
         return json_within(text, subject, parse_constant=_refuse, object_pairs_hook=partial(_object, subject))
     except PackError:
@@ -69,7 +67,7 @@ def json_in(text: str | bytes, subject: str) -> Any:
 
 
 def versioned(record: Any, head: str, newest: int, subject: str) -> dict[str, Any]:
-    """``record``, an object that names its version under ``head``; InputError where it is none, or newer."""
+    """A copy of ``record``, an object with its version under ``head``; InputError for anything else, or a newer one."""
     version = record.get(head) if isinstance(record, dict) else None
     if type(version) is not int or version < 1:
         found, expected = f"{shown(record)} instead of {subject}", f'an object with "{head}": {newest}'
@@ -93,6 +91,7 @@ def _refuse(name: str) -> None:
 
 
 def _object(subject: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON from its fields; InputError where a field comes twice."""
     record = dict(pairs)
     if len(record) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
@@ -140,6 +139,7 @@ def _value(hint: Any, given: Any, subject: str, without: tuple[str, ...]) -> Any
 
 
 def _bounded(given: Any, subject: str) -> Any:
+    """``given``, a plain value; InputError for a number or a text that not every reader of JSON can take."""
     if isinstance(given, float) and not math.isfinite(given):
         raise wrong(subject, given, "a finite number")
     if isinstance(given, int) and not -(2**63) <= given < 2**64:

@@ -1,5 +1,5 @@
-"""Repairs of single layers whose results are not finite, applied to a module for a while, and kept by model: a layer's
-name and a way. The module stays as it is; its forward runs under a mode that changes what its operations are given."""
+"""Repairs of single layers whose results are not finite, applied to a module for a while, and saved for each model: a
+layer's name and a way. The module stays as it is; its forward runs under a mode that changes its operations' inputs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Repair:
 
 
 class Widened(TorchFunctionMode):
-    """Operations on fp16 and bf16 tensors in fp32, also where they ask for 16 bits; in-place ones keep their target."""
+    """Operations on fp16 and bf16 tensors in fp32, casts to these dtypes included; in-place ones keep their target."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
@@ -73,7 +73,7 @@ class Scaled(Widened):
 
 
 def _scaled_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """A Linear's fp32 result by a product in fp16; None for packed operands, and weights that fp16 does not hold."""
+    """A Linear's fp32 result from a product in fp16; None for packed operands, and weights beyond fp16's range."""
     if type(input) not in PLAIN or type(weight) not in PLAIN or float(weight.detach().abs().amax()) > LIMIT:
         return None
     scale = row_scales(input.float(), reach_of(weight.detach()))
@@ -85,7 +85,7 @@ _asked = threading.local()  # two GPUs may sample at once, each from a thread of
 
 
 def other_attention_asked() -> bool:
-    """True where the layer that runs now is under the repair that wants another attention than the usual kernel."""
+    """True within :class:`OtherAttention`, in this thread: the layer that runs may not use the usual kernel."""
     return bool(getattr(_asked, "depth", 0))
 
 
@@ -107,19 +107,14 @@ class OtherAttention(TorchFunctionMode):
 
 
 def _exact_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """``functional.scaled_dot_product_attention``, computed in fp32 by :func:`chunked`; dropout is left out."""
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    gain = 1.0 if scale is None else scale * query.shape[-1] ** 0.5
+    gain = 1.0 if scale is None else scale * query.shape[-1] ** 0.5  # beyond the 1 / sqrt(D) of `chunked`
     lead = query.shape[:-2]
     if attn_mask is not None:
         attn_mask = _in_four_axes(attn_mask.expand(*lead, *attn_mask.shape[-2:]))
@@ -142,16 +137,14 @@ def widened(value: Any) -> Any:
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Tuples, lists and dicts with ``change`` of what is in them; everything else as it is."""
+    """A tuple, list or dict with ``change`` applied to each item; any other value as it is."""
     if type(value) in (tuple, list):
         return type(value)(change(item) for item in value)
-    if type(value) is dict:
-        return {key: change(item) for key, item in value.items()}
-    return value
+    return {key: change(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The floating tensors of what a module was given or returned."""
+    """The floating tensors that are not empty in a module's inputs or outputs, nested as they may be."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point() and value.numel():
             yield value
@@ -162,7 +155,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def repaired(networks: nn.ModuleDict, repairs: Iterable[Repair]) -> Iterator[None]:
-    """``networks`` with ``repairs`` for the block; a layer that they do not have is left out, and logged."""
+    """Apply ``repairs`` to the layers of ``networks`` within the block; a layer that is not there is logged."""
     with Undo() as undo:
         for repair in repairs:
             try:
@@ -176,7 +169,11 @@ def repaired(networks: nn.ModuleDict, repairs: Iterable[Repair]) -> Iterator[Non
         yield
 
 
-def _under_mode(mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _widened_under(
+    mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``forward`` under ``mode``, from inputs in fp32; its result is cast back to their 16-bit dtype."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         given = next((t.dtype for t in tensors_in((args, kwargs)) if t.dtype in NARROW), None)
         with mode():
@@ -187,14 +184,17 @@ def _under_mode(mode: type[TorchFunctionMode], _module: nn.Module, forward: Call
 
 
 def _narrowed(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with its fp32 tensors cast to ``dtype``, in tuples, lists and dicts too."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.dtype == torch.float32 else value
     return mapped(value, lambda item: _narrowed(item, dtype))
 
 
 def _with_zeros(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """``forward`` with zeros in the module's parameters in the place of NaN and infinities."""
+
     def clean(*args: Any, **kwargs: Any) -> Any:
-        own = dict(module._parameters)  # only: offloaders bring those of layers inside to the device in its forward
+        own = dict(module._parameters)  # not those of layers inside: offloaders onload these during the forward
         try:
             for name, weight in own.items():
                 if weight is not None and type(weight) in PLAIN and weight.is_floating_point() and not weight.is_meta:
@@ -220,18 +220,19 @@ def _under(mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[
 
 
 _WAYS: dict[str, Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]] = {
-    FP32: partial(_under_mode, Widened), SCALED: partial(_under_mode, Scaled), REPLACED: _with_zeros,
+    FP32: partial(_widened_under, Widened), SCALED: partial(_widened_under, Scaled), REPLACED: _with_zeros,
     ATTENTION: partial(_under, OtherAttention),
 }  # fmt: skip
 
 
 class RepairStore:
-    """Repairs that were found to help, by model, in a file of the state ``folder``; None keeps nothing."""
+    """The repairs that helped each model, in a file in the state ``folder``; with None nothing is saved."""
 
     def __init__(self, folder: Path | None) -> None:
         self.path = None if folder is None else folder / FILE
 
     def load(self, model: str) -> tuple[Repair, ...]:
+        """The saved repairs of ``model``; rows that are damaged, or of an unknown way, are left out."""
         rows = self._all().get(model)
         kept = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
         repairs = (Repair(str(row.get("layer", "")), str(row.get("way"))) for row in kept)
@@ -241,6 +242,7 @@ class RepairStore:
         self._write({**self._all(), model: [asdict(one) for one in dict.fromkeys((*self.load(model), repair))]})
 
     def forget(self, model: str) -> bool:
+        """Delete the repairs of ``model``; False where it had none."""
         known = self._all()
         if model not in known:
             return False

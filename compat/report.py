@@ -26,12 +26,9 @@ OPTIONAL = (
     *(f"{GELU}.{name}" for name in DTYPES),
     *(PACKED + layer_format for layer_format in INTEGERS),
 )
-"""What a device may lack without anybody missing it: there is another way for each."""
-UNNEEDED = {WRONG: "wrong, not used", UNUSABLE: "absent, not needed"}  # what is said of one of these that fails
-
-PROMISED = ("cuda", "rocm", "xpu", "mps")
-"""Backends on which what fails without a known bug is news."""
-
+"""Probes that may fail without harm: AnyGPU does without what each tests."""
+UNNEEDED = {WRONG: "wrong, not used", UNUSABLE: "absent, not needed"}  # the words for an optional probe that fails
+PROMISED = ("cuda", "rocm", "xpu", "mps")  # backends that should work: a failure without a known bug is a surprise
 LAYERS = {  # what a VAE is made of, in the words of the report
     "kernel = stride": ((1, 2, 2), (1, 2, 2)),
     "1x1x1": ((1, 1, 1), (1, 1, 1)),
@@ -67,14 +64,11 @@ DEVICE, DECIDED, KERNELS, ANSWERED, FILES, KNOWN, CHANGES = (
 
 
 def report_on(
-    facts: DeviceFacts,
-    probes: Mapping[str, ProbeResult],
-    families: Mapping[str, ModelPrecision],
-    free_bytes: int | None = None,
-    note: str = "",
-    wrong: Mapping[str, str] | None = None,
-) -> Report:
-    """The report for one device; ``families``: title to dtypes, ``wrong``: found in runs, and what stands in."""
+    facts: DeviceFacts, probes: Mapping[str, ProbeResult], families: Mapping[str, ModelPrecision],
+    free_bytes: int | None = None, note: str = "", wrong: Mapping[str, str] | None = None,
+) -> Report:  # fmt: skip
+    """The report for one device. ``families`` maps a model's title to its dtypes, ``wrong`` each operation that was
+    wrong in a run here to the path that replaces it; ``note`` leads the advice."""
     policy = policy_for(facts)
     precisions = {title: precision_for(model, facts, "auto", probes) for title, model in families.items()}
     decided = tuple(replace(precision.decision, subject=title) for title, precision in precisions.items())
@@ -86,8 +80,7 @@ def report_on(
     ]  # fmt: skip
     missed = tuple(Decision(key, f"{path} instead", alarming=True) for key, path in (wrong or {}).items())
     sections += [section for section in ((FILES, packed), (KNOWN, known), (MISSED, missed)) if section[1]]
-    changes = changes_for(facts, probes, policy, note)
-    if changes:
+    if changes := changes_for(facts, probes, policy, note):
         sections.append((CHANGES, tuple(Decision(f"{number}.", text) for number, text in enumerate(changes, 1))))
     return Report(tuple(sections))
 
@@ -95,7 +88,7 @@ def report_on(
 def changes_for(
     facts: DeviceFacts, probes: Mapping[str, ProbeResult], policy: DevicePolicy | None = None, note: str = ""
 ) -> list[str]:
-    """Changes by which the user can make more work: another torch, another driver."""
+    """Advice, a sentence each: changes of torch, driver or settings after which more would work here."""
     policy = policy or policy_for(facts)
     index, why = wheel_index(facts)
     messages = [note] if note else []
@@ -119,7 +112,7 @@ def changes_for(
 
 
 def dtypes_in_use(facts: DeviceFacts, probes: Probes, families: Mapping[str, ModelPrecision]) -> set[str]:
-    """Names of the dtypes that ``auto`` computes anything in, for any family."""
+    """The names of all dtypes in which ``auto`` computes some part of some family here."""
     names: set[str] = set()
     for family in families.values():
         chosen = precision_for(family, facts, "auto", probes)
@@ -129,6 +122,7 @@ def dtypes_in_use(facts: DeviceFacts, probes: Probes, families: Mapping[str, Mod
 
 
 def _device(facts: DeviceFacts, free_bytes: int | None) -> tuple[Decision, ...]:
+    """The lines on the device itself: name, free memory, back end, versions, architectures of this torch."""
     free = f"{free_bytes / GIBIBYTE:.1f} GB free" if free_bytes is not None else ""
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     table = f"precision table: {facts.arch_class}"
@@ -145,6 +139,7 @@ def _device(facts: DeviceFacts, free_bytes: int | None) -> tuple[Decision, ...]:
 def _kernels(
     facts: DeviceFacts, probes: Mapping[str, ProbeResult], policy: DevicePolicy, precisions: Sequence[Precision]
 ) -> list[Decision]:
+    """The lines on Conv3d and attention, in each dtype that ``precisions`` use."""
     lines = []
     for dtype in dict.fromkeys(precision.vae for precision in precisions):
         forms = conv3d_methods(facts, probes, dtype, policy)
@@ -161,7 +156,7 @@ def _kernels(
 def conv3d_methods(
     facts: DeviceFacts, probes: Probes, dtype: torch.dtype, policy: DevicePolicy | None = None
 ) -> dict[str, Decision]:
-    """Kind of Conv3d to the form it takes in ``dtype``, and why."""
+    """The method of each kind of Conv3d (:data:`LAYERS`) in ``dtype``, with the reason."""
     chooser, forms = choose_by(abilities(facts, probes, policy)), {}
     for kind, (kernel, stride) in LAYERS.items():
         choice = chooser(Conv3dLayer(kind, 64, 64, kernel=kernel, geometry=Geometry(stride), dtype=dtype))
@@ -171,7 +166,7 @@ def conv3d_methods(
 
 
 def conv3d_decision(facts: DeviceFacts, probes: Probes, dtype: torch.dtype) -> Decision:
-    """The form of 3-D convolutions in ``dtype``: one where all kinds agree, else each kind with its own."""
+    """One decision on Conv3d in ``dtype``: the method that all kinds share, else each kind with its own."""
     forms = conv3d_methods(facts, probes, dtype)
     first = next(iter(forms.values()))
     if len({form.verdict for form in forms.values()}) == 1:
@@ -181,15 +176,16 @@ def conv3d_decision(facts: DeviceFacts, probes: Probes, dtype: torch.dtype) -> D
 
 
 def _answered(probes: Mapping[str, ProbeResult]) -> tuple[Decision, ...]:
-    """One line per operation: the result for each dtype, and what is wrong."""
+    """One line for each operation that probes test: the result for each dtype, and the details of failures."""
     groups: dict[str, list[str]] = {}
     for name in probes:
         groups.setdefault(name.partition(".")[0], []).append(name)
     lines = []
     for group, names in groups.items():
-        given = {name: probes[name].status for name in names}
-        words = {name: UNNEEDED.get(it, it) if name in OPTIONAL else it for name, it in given.items()}
-        verdicts = [f"{name.partition('.')[2].replace('_', ' ')} {word}".strip() for name, word in words.items()]
+        verdicts = []
+        for name in names:
+            status, operands = probes[name].status, name.partition(".")[2].replace("_", " ")
+            verdicts.append(f"{operands} {UNNEEDED.get(status, status) if name in OPTIONAL else status}".strip())
         details = [f"{name}: {probes[name].detail}" for name in names if probes[name].detail and name not in OPTIONAL]
         alarming = any(probes[name].status in (WRONG, UNUSABLE) and name not in OPTIONAL for name in names)
         lines.append(Decision(group, ", ".join(verdicts), "; ".join(details), alarming=alarming))
@@ -198,7 +194,7 @@ def _answered(probes: Mapping[str, ProbeResult]) -> tuple[Decision, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ProbeStatus:
-    """One probe for a reader: its name, its colour, what the device answered, and what to do."""
+    """One probe as the panel shows it: its name, colour, result, and advice."""
 
     name: str
     colour: str
@@ -227,6 +223,7 @@ def _status(name: str, answer: ProbeResult, facts: DeviceFacts, policy: DevicePo
 
 
 def _advice_on_surprise(facts: DeviceFacts) -> str:
+    """The advice on a probe that fails without a known bug."""
     if facts.backend not in PROMISED:
         return "Nothing to do: AnyGPU uses another way on this device."
     index, _ = wheel_index(facts)

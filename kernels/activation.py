@@ -16,8 +16,8 @@ def swiglu(x: Tensor, form: str = AUTO) -> Tensor:
 
 
 def scaled_swiglu(x: Tensor, room: float, form: str = AUTO) -> tuple[Tensor, Tensor]:
-    """:func:`swiglu` with each row divided by a power of two, at least 1, that brings its L2 norm below ``room``, and
-    these powers (..., 1), fp32: a gated product leaves fp16's range."""
+    """:func:`swiglu` with each row divided by a power of two, at least 1, that brings its L2 norm below ``room``,
+    because a gated product may leave fp16's range; and these powers of two (..., 1), fp32."""
     return _SWIGLU(x, room) if launches(x, form) else scaled_swiglu_reference(x, room)
 
 
@@ -40,6 +40,7 @@ def _fake(x: Tensor, room: float | None) -> tuple[Tensor, Tensor]:
 
 
 def _reference(x: Tensor, room: float | None) -> tuple[Tensor, Tensor]:
+    """The products and the powers of two that divided them; no powers where ``room`` is None."""
     if room is not None:
         return scaled_swiglu_reference(x, room)
     return swiglu_reference(x), x.new_empty(0, dtype=torch.float32)

@@ -78,29 +78,26 @@ def _interpreted() -> bool:
 
 
 def operation(
-    schema: str,
-    fake: Callable[..., Any],
-    reference: Callable[..., Any],
-    terms: Callable[..., tuple[Any, ...]] | None = None,
-    launch: Callable[..., Any] | None = None,
-) -> Any:
-    """The operation of ``schema``, registered once per process however often this file is imported.
-
-    ``fake`` maps its arguments to empty results, ``terms`` to those of ``reference`` and ``launch`` (None: the same);
-    ``launch`` runs on a GPU: by default what ``_triton.launches`` has under that name."""
+    schema: str, fake: Callable[..., Any], reference: Callable[..., Any],
+    terms: Callable[..., tuple[Any, ...]] | None = None, launch: Callable[..., Any] | None = None,
+) -> Any:  # fmt: skip
+    """Register the operation of ``schema``, once per process however often this file is imported, and return it.
+    ``fake`` makes empty results, ``reference`` computes them in torch, and ``launch`` on a GPU: by default the function
+    of the operation's name in ``_triton.launches``. ``terms`` maps the schema's arguments to those of reference and
+    launch; None where they are the same."""
     name = schema.partition("(")[0]
 
     def load() -> Callable[..., Any]:
         if launch is not None:
-            return flattened(launch)
+            return with_schema_arguments(launch)
         from ._triton import launches as kernels  # slow to import
 
-        return flattened(getattr(kernels, name))
+        return with_schema_arguments(getattr(kernels, name))
 
-    def flattened(function: Callable[..., Any]) -> Callable[..., Any]:
-        return function if terms is None else lambda *flat: function(*terms(*flat))
+    def with_schema_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+        return function if terms is None else lambda *arguments: function(*terms(*arguments))
 
-    namespace, plain = getattr(torch.ops, NAMESPACE), flattened(reference)
+    namespace, plain = getattr(torch.ops, NAMESPACE), with_schema_arguments(reference)
     if not hasattr(namespace, name):
         library = torch.library.Library(NAMESPACE, "FRAGMENT")
         library.define(schema)
@@ -113,8 +110,7 @@ def operation(
 
 
 class _Launch:
-    """Launches an operation's kernel, or runs its reference from the first launch that fails, in whatever way.
-
+    """Launches an operation's kernel; after the first launch that fails, it runs the reference instead.
     Building a kernel fails without a compiler, Python headers, or a Triton that knows the GPU; the errors share no base
     class but Exception. Shortage of memory is no such failure: the caller makes room and tries again."""
 
@@ -131,16 +127,16 @@ class _Launch:
         try:
             return self.launch(*args)
         except Exception as error:
-            words = "out of memory", "ALLOC_FAILED"  # Triton's own, and those of cuBLAS and hipBLAS
-            full = isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
-            if full or _strict.get():  # the caller makes room and tries again; a self-test wants to see the failure
+            words = "out of memory", "ALLOC_FAILED"  # in Triton's own error, and in those of cuBLAS and hipBLAS
+            shortage = isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)
+            if shortage or _strict.get():  # the caller makes room and tries again; a self-test wants to see the failure
                 raise
             FAULTS[key] = f"{type(error).__name__}: {error}".splitlines()[0]
             log.warning("AnyGPU: kernel %s failed on %s in %s (%s); its reference runs from now on", *key, FAULTS[key])
         return self.reference(*args)
 
     def launch(self, *args: Any) -> Any:
-        """The kernel's result; Triton launches on the current device, so that of the first argument becomes it."""
+        """The kernel's result; the first argument's device is the current one meanwhile: Triton launches on that."""
         if self.function is None:
             self.function = self.load()
         device = args[0].device
@@ -162,7 +158,7 @@ _strict = ContextVar("strict", default=False)  # each thread has its own
 
 @contextmanager
 def failures_raise() -> Iterator[None]:
-    """The block in which a failed launch of this thread raises, so that a test of a kernel tests no reference."""
+    """Have failed launches of this thread raise within the block, so that a kernel's test never tests its reference."""
     before = _strict.set(True)
     try:
         yield

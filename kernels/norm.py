@@ -13,12 +13,9 @@ from .terms import LAYER, NO_MODULATION, SCALED, Modulation, Norm, upcast
 
 
 def normalized(
-    x: Tensor,
-    norm: Norm,
-    modulation: Modulation = NO_MODULATION,
-    out_dtype: torch.dtype | None = None,
+    x: Tensor, norm: Norm, modulation: Modulation = NO_MODULATION, out_dtype: torch.dtype | None = None,
     form: str = AUTO,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``norm(x) * (1 + scale) + shift``, in fp32, rounded once; ``x`` (..., N, D), with a modulation (B, N, D)."""
     if not launches(x, form):
         return normalized_reference(x, norm, modulation, out_dtype)
@@ -60,12 +57,12 @@ def per_token(rows: Tensor, x: Tensor, split: int) -> Tensor:
 
 
 def flat_terms(norm: Norm, modulation: Modulation) -> tuple[Any, ...]:
-    """Both as the schemas list them: weight, bias, scale, shift, split, kind, eps."""
+    """The fields of both in the order of the schemas: weight, bias, scale, shift, split, kind, eps."""
     return norm.weight, norm.bias, modulation.scale, modulation.shift, modulation.split, norm.kind, norm.eps
 
 
 def terms_of(weight: Any, bias: Any, scale: Any, shift: Any, split: int, kind: str, eps: float) -> tuple[Any, ...]:
-    """The arguments of :func:`flat_terms`."""
+    """The inverse of :func:`flat_terms`: a Norm and a Modulation."""
     return Norm(kind, eps, weight, bias), Modulation(scale, shift, split)
 
 

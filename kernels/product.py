@@ -25,7 +25,8 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    from torch.utils.flop_counter import flop_registry  # imports Triton, which only those need who count
+    """An empty result; registers how many operations the product takes with torch's FlopCounterMode, too."""
+    from torch.utils.flop_counter import flop_registry  # imports Triton, which only a count of operations needs
 
     flop_registry.setdefault(_LINEAR_GELU.overloadpacket, lambda x, weight, *_, **__: 2 * x.numel() * weight.shape[0])
     return x.new_empty((*x.shape[:-1], weight.shape[0]))

@@ -13,7 +13,7 @@ from .terms import NO_GATE, NO_MODULATION, RMS, Gate, Modulation, Norm, upcast
 
 
 def gated_residual(x: Tensor, branch: Tensor, gate: Gate = NO_GATE, form: str = AUTO) -> Tensor:
-    """``x + branch * gate`` in the dtype of ``x``, in fp32 math, rounded once; in fp32 equal to eager bit for bit.
+    """``x + branch * gate`` in the dtype of ``x``, in fp32 math, rounded once; for fp32 equal to eager bit for bit.
     ``x`` and ``branch`` (B, N, D) may differ in dtype: an fp32 residual takes an fp16 branch."""
     if not launches(x, form):
         return gated_residual_reference(x, branch, gate)
@@ -21,15 +21,10 @@ def gated_residual(x: Tensor, branch: Tensor, gate: Gate = NO_GATE, form: str = 
 
 
 def residual_norm(
-    x: Tensor,
-    branch: Tensor,
-    gate: Gate,
-    norm: Norm,
-    modulation: Modulation = NO_MODULATION,
-    out_dtype: torch.dtype | None = None,
-    form: str = AUTO,
-) -> tuple[Tensor, Tensor]:
-    """The new residual, in the dtype of ``x``, and what its norm and modulation make of it, in ``out_dtype``.
+    x: Tensor, branch: Tensor, gate: Gate, norm: Norm, modulation: Modulation = NO_MODULATION,
+    out_dtype: torch.dtype | None = None, form: str = AUTO,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The new residual, in the dtype of ``x``, and the same after ``norm`` and ``modulation``, in ``out_dtype``.
     The norm reads the residual as rounded, so both equal :func:`gated_residual` followed by ``normalized``."""
     if not launches(x, form):
         return residual_norm_reference(x, branch, gate, norm, modulation, out_dtype)
@@ -55,13 +50,9 @@ def gated_residual_reference(x: Tensor, branch: Tensor, gate: Gate = NO_GATE) ->
 
 
 def residual_norm_reference(
-    x: Tensor,
-    branch: Tensor,
-    gate: Gate,
-    norm: Norm,
-    modulation: Modulation = NO_MODULATION,
+    x: Tensor, branch: Tensor, gate: Gate, norm: Norm, modulation: Modulation = NO_MODULATION,
     out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """:func:`residual_norm` in plain torch."""
     residual = gated_residual_reference(x, branch, gate)
     return residual, normalized_reference(residual, norm, modulation, out_dtype)

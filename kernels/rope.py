@@ -13,25 +13,20 @@ from .terms import RMS, Norm, Pair, Tables, upcast
 
 
 def qk_norm_rope(
-    pair: Pair,
-    tables: Tables | None,
-    eps: float,
-    text: Pair | None = None,
-    out_dtype: torch.dtype | None = None,
+    pair: Pair, tables: Tables | None, eps: float, text: Pair | None = None, out_dtype: torch.dtype | None = None,
     form: str = AUTO,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Queries and keys, each RMS normed over its last dimension and rotated in pairs of neighbouring features.
-
     In fp32, rounded once; per head where they are (B, N, H, W), across heads where (B, N, W). ``text`` is normed with
     its own weights, not rotated, and follows ``pair`` in the contiguous results. Raises KernelError for an odd width,
-    or tables without half of it."""
+    and for tables that are not half as wide."""
     if tables is not None:
         check_tables(pair.q, tables)
     if not launches(pair.q, form):
         return qk_norm_rope_reference(pair, tables, eps, text, out_dtype)
-    turn = (None, None) if tables is None else (tables.cos, tables.sin)
-    other = (None, None, None, None) if text is None else (text.q, text.k, text.q_weight, text.k_weight)
-    return _QK_NORM_ROPE(pair.q, pair.k, pair.q_weight, pair.k_weight, *turn, *other, eps, out_dtype)
+    rotary = (None, None) if tables is None else (tables.cos, tables.sin)
+    of_text = (None, None, None, None) if text is None else (text.q, text.k, text.q_weight, text.k_weight)
+    return _QK_NORM_ROPE(pair.q, pair.k, pair.q_weight, pair.k_weight, *rotary, *of_text, eps, out_dtype)
 
 
 def check_tables(x: Tensor, tables: Tables) -> None:
@@ -82,16 +77,18 @@ def _normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return standardized(upcast(x), Norm(RMS, eps, weight))
 
 
-def _fake(q: Tensor, k: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    text_q, text_k, dtype = rest[4], rest[5], rest[-1] or q.dtype
-    both = []
+def _fake(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    """Empty queries and keys, with room for those of the text behind them; arguments as in the schema."""
+    _q_weight, _k_weight, _cos, _sin, text_q, text_k, *_, out_dtype = rest
+    results = []
     for x, text in ((q, text_q), (k, text_k)):
-        tokens = x.shape[1] + (text.shape[1] if isinstance(text, Tensor) else 0)
-        both.append(x.new_empty((x.shape[0], tokens, *x.shape[2:]), dtype=dtype))  # type: ignore[call-overload]
-    return both[0], both[1]
+        tokens = x.shape[1] + (0 if text is None else text.shape[1])
+        results.append(x.new_empty((x.shape[0], tokens, *x.shape[2:]), dtype=out_dtype or q.dtype))
+    return results[0], results[1]
 
 
 def _terms(q: Tensor, k: Tensor, *rest: Any) -> tuple[Any, ...]:
+    """The arguments of :func:`qk_norm_rope_reference` from those of the schema."""
     q_weight, k_weight, cos, sin, text_q, text_k, text_q_weight, text_k_weight, eps, out_dtype = rest
     tables = None if cos is None else Tables(cos, sin)
     text = None if text_q is None else Pair(text_q, text_k, text_q_weight, text_k_weight)

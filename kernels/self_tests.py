@@ -22,6 +22,7 @@ OPERATIONS = (*BLOCK_OPERATIONS, *VAE_OPERATIONS)
 Forms = dict[str, Callable[[], Any]]
 Results = tuple[Tensor, ...]
 Run = tuple[Callable[..., Any], Callable[[Results], Any]]  # the call on a device, and the reference of its results
+CPU = torch.device("cpu")
 
 # In eps of the dtype. fp32, of the largest value: sums in another order and the device's own exp and rsqrt; 16 bits, of
 # each value's own power of two: rounding to the nearest, where cutting off would take a whole one.
@@ -48,7 +49,7 @@ SHAPES = (
     CaseShapes(tokens=5, width=48, head=16, gated=48, clip=(1, 12, 2, 3, 5), groups=4),
     CaseShapes(tokens=44, width=240, head=112, gated=2112, clip=(2, 30, 3, 3, 230), groups=5, batch=5, text=6),
 )
-# Of a transformer and a VAE.
+# The sizes of a real transformer and VAE, for timing.
 FULL = CaseShapes(tokens=4096, width=3072, head=128, gated=3072, clip=(1, 128, 9, 120, 208), groups=32)
 
 
@@ -60,9 +61,9 @@ class SelfTest:
     dtype: torch.dtype
     launched: bool  # a kernel ran, not the reference
     error: float  # largest difference to fp64, as :func:`_error` says; of a result in another dtype scaled to ``bound``
-    bound: float
+    bound: float  # the error that rounding to ``dtype`` explains
     milliseconds: float  # with compiling, if it was the first time
-    cause: Exception | None = None  # that was raised
+    cause: Exception | None = None  # the exception where the operation raised one
 
     @property
     def right(self) -> bool:
@@ -80,11 +81,9 @@ class SelfTest:
 
 
 def self_tests(
-    device: torch.device,
-    form: str = AUTO,
-    operations: Sequence[str] = OPERATIONS,
+    device: torch.device, form: str = AUTO, operations: Sequence[str] = OPERATIONS,
     dtypes: Sequence[torch.dtype] = DTYPES,
-) -> Iterator[SelfTest]:
+) -> Iterator[SelfTest]:  # fmt: skip
     """One :class:`SelfTest` for each of ``operations`` and dtypes."""
     for dtype in dtypes:
         runs = [_calls(device, dtype, shapes) for shapes in SHAPES]
@@ -103,18 +102,20 @@ def timed_calls(device: torch.device, dtype: torch.dtype, full: bool = True) -> 
 
 
 def _self_test(name: str, dtype: torch.dtype, runs: Sequence[Run], device: torch.device, form: str) -> SelfTest:
+    """The worst of an operation's ``runs``; one that raises is reported with its exception, too."""
     bound = _allowed(dtype)
     started = time.perf_counter()
     try:
         with failures_raise():
             launched = launches(torch.empty(0, dtype=dtype, device=device), form)
-            results = [tuple(_carried(each, torch.device("cpu")) for each in _all(call(form=form))) for call, _ in runs]
+            results = [_map_tensors(_as_tuple(call(form=form)), partial(_copy_bits, device=CPU)) for call, _ in runs]
     except Exception as cause:  # a toolchain breaks in any way; TritonError and PTXASError are plain Exceptions
         return SelfTest(name, dtype, launched=False, error=math.inf, bound=bound, milliseconds=0.0, cause=cause)
     spent = 1e3 * (time.perf_counter() - started)
-    both = ((found, _all(reference(found))) for found, (_, reference) in zip(results, runs, strict=True))
-    pairs = [pair for found, exact in both for pair in zip(found, exact, strict=True)]
-    errors = [_error(found, exact) * (bound / _allowed(found.dtype)) for found, exact in pairs]
+    errors = []
+    for result, (_, reference) in zip(results, runs, strict=True):
+        for found, exact in zip(result, _as_tuple(reference(result)), strict=True):
+            errors.append(_error(found, exact) * (bound / _allowed(found.dtype)))
     error = math.inf if any(map(math.isnan, errors)) else max(errors)  # max alone passes over a NaN that comes later
     return SelfTest(name, dtype, launched=launched, error=error, bound=bound, milliseconds=round(spent, 3))
 
@@ -133,79 +134,80 @@ def _error(found: Tensor, exact: Tensor) -> float:
     return float(off.div_(power_of_two(exact.float()).add_(slack / _allowed(found.dtype))).max())
 
 
-def _all(result: Any) -> Results:
+def _as_tuple(result: Any) -> Results:
     return result if isinstance(result, tuple) else (result,)
 
 
 def _calls(
     device: torch.device, dtype: torch.dtype, shapes: CaseShapes, out: torch.dtype | None = None, kind: str = LAYER
 ) -> dict[str, Run]:
-    """The calls of each operation. ``out``: what norms write where it is not ``dtype``, and gated products read;
-    branches have a factor then, and gated products too. ``kind``: of the norm of a sum."""
+    """Each operation's call, on random operands in ``dtype``, and the fp64 reference of its results.
+    ``out``, where not None, is the dtype that norms write and gated products read, as in safe fp16: branches then have
+    a factor, and gated products are scaled. ``kind`` is of the norm that follows a sum."""
     batch, tokens, width, head, channels = shapes.batch, shapes.tokens, shapes.width, shapes.head, shapes.clip[1]
     generator = torch.Generator().manual_seed(0)
 
-    def some(*shape: int) -> Tensor:
+    def noise(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
 
-    def both(function: Callable[..., Any], reference: Callable[..., Any], *terms: Any) -> Run:
-        there = _moved(terms, lambda t: _carried(t, device))
-        return lambda form: function(*there, form=form), lambda _: reference(*_moved(terms, lambda t: t.double()))
+    def run_of(function: Callable[..., Any], reference: Callable[..., Any], *terms: Any) -> Run:
+        on_device = _map_tensors(terms, partial(_copy_bits, device=device))
+        return lambda form: function(*on_device, form=form), lambda _: reference(*_map_tensors(terms, Tensor.double))
 
-    x, branch, rows = some(batch, tokens, width), some(batch, tokens, width), some(batch, 1, 6, width).unbind(2)
-    q, k, text = (some(2, count, 3, head) for count in (tokens + 1, tokens + 1, shapes.text))
-    turn, weight, weights = torch.randn(tokens, 1, head // 2, generator=generator), some(width), some(2, head)
-    pair, other = Pair(q, k, *weights), Pair(text, text, weights[0], None)
-    clip, channel = some(*shapes.clip), some(2, channels)
+    x, branch, rows = noise(batch, tokens, width), noise(batch, tokens, width), noise(batch, 1, 6, width).unbind(2)
+    q, k, text = (noise(2, count, 3, head) for count in (tokens + 1, tokens + 1, shapes.text))
+    angles, weight, weights = torch.randn(tokens, 1, head // 2, generator=generator), noise(width), noise(2, head)
+    pair, text_pair = Pair(q, k, *weights), Pair(text, text, weights[0], None)
+    clip, channel = noise(*shapes.clip), noise(2, channels)
     factor = None if out is None else 2.0 ** torch.randint(0, 9, (batch, tokens, 1), generator=generator)
     gate, mochi = Gate(rows[2], factor=factor), Gate(rows[2], tanh=True, norm_eps=1e-6, factor=factor)
     modulation, layer = Modulation(rows[0], rows[1]), Norm(kind, 2.0**-8 if kind == SCALED else 1e-6)
-    summed, of_sums = both(
+    summed, of_sums = run_of(
         partial(residual.residual_norm, out_dtype=out), residual.residual_norm_reference,
         x, branch, mochi, layer, modulation,
     )  # fmt: skip
 
     def of_rounded(found: Results) -> Results:
-        """Of a sum, and of the norm of the sum as it was rounded."""
-        wide = _moved(modulation, lambda t: t.double())
+        """The exact sum, and the exact norm of the sum as the operation rounded it."""
+        wide = _map_tensors(modulation, Tensor.double)
         return of_sums(found)[0], norm.normalized_reference(found[0].double(), layer, wide)
 
     return {
-        "normalized": both(
+        "normalized": run_of(
             partial(norm.normalized, out_dtype=out), norm.normalized_reference, x, Norm(RMS, 1e-6, weight), modulation
         ),
-        "gated_residual": both(residual.gated_residual, residual.gated_residual_reference, x, branch, gate),
+        "gated_residual": run_of(residual.gated_residual, residual.gated_residual_reference, x, branch, gate),
         "residual_norm": (summed, of_rounded),
-        "qk_norm_rope": both(
+        "qk_norm_rope": run_of(
             partial(rope.qk_norm_rope, out_dtype=out), rope.qk_norm_rope_reference,
-            pair, Tables(turn.cos(), turn.sin()), 1e-6, other,
+            pair, Tables(angles.cos(), angles.sin()), 1e-6, text_pair,
         ),
-        "swiglu": both(activation.swiglu, activation.swiglu_reference, x.view(-1, shapes.gated)) if out is None
-        else both(
+        "swiglu": run_of(activation.swiglu, activation.swiglu_reference, x.view(-1, shapes.gated)) if out is None
+        else run_of(
             activation.scaled_swiglu, activation.scaled_swiglu_reference, (30 * x).view(-1, shapes.gated).to(out), 128.0
         ),
-        "group_norm_silu_pad": both(
+        "group_norm_silu_pad": run_of(
             group_norm.group_norm_silu_pad, group_norm.group_norm_silu_pad_reference,
             clip, GroupNorm(shapes.groups, 1e-6, *channel), (1, 1, 1, 1, 2, 0),
         ),
-        "rms_silu_pad": both(
+        "rms_silu_pad": run_of(
             group_norm.rms_silu_pad, group_norm.rms_silu_pad_reference,
             clip, Norm(RMS, 1e-6, channel[0]), Modulation(), (0, 0, 0, 0, 1, 1),
         ),
     }  # fmt: skip
 
 
-def _carried(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``, bit for bit: some drivers damage floats of 16 bits on the way, and no integers."""
+def _copy_bits(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``, bit for bit: some drivers damage 16-bit floats on the way, but not integers."""
     return tensor.view(torch.int16).to(device).view(tensor.dtype) if tensor.itemsize == 2 else tensor.to(device)
 
 
-def _moved(terms: Any, move: Callable[[Tensor], Tensor]) -> Any:
-    """``terms`` with each tensor in them moved: tensors, dataclasses of tensors, and tuples of those."""
+def _map_tensors(terms: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``terms`` with ``change`` of each tensor in them: tensors, dataclasses of tensors, and tuples of these."""
     if isinstance(terms, Tensor):
-        return move(terms)
+        return change(terms)
     if isinstance(terms, tuple):
-        return tuple(_moved(term, move) for term in terms)
+        return tuple(_map_tensors(term, change) for term in terms)
     if hasattr(terms, "__dataclass_fields__"):
-        return type(terms)(*(_moved(getattr(terms, name), move) for name in terms.__dataclass_fields__))
+        return type(terms)(*(_map_tensors(getattr(terms, name), change) for name in terms.__dataclass_fields__))
     return terms

@@ -39,10 +39,10 @@ class Gate:
     """The factor of a branch before it is added to the residual; nothing where ``values`` is None."""
 
     values: Tensor | None = None  # (B, 1, D), (B, N, D), or (B, 2, D) with ``split``
-    tanh: bool = False  # of them (Mochi)
-    norm_eps: float | None = None  # of the branch's RMS norm without a weight, if any (Mochi)
-    split: int = 0
-    factor: Tensor | None = None  # (B | 1, N | 1, 1), fp32: of the branch, before its norm
+    tanh: bool = False  # the factor is tanh(values) (Mochi)
+    norm_eps: float | None = None  # eps of an RMS norm without weight that the branch passes first, if any (Mochi)
+    split: int = 0  # as in Modulation
+    factor: Tensor | None = None  # (B | 1, N | 1, 1), fp32: multiplies the branch before its norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,10 @@ def power_of_two(x: Tensor) -> Tensor:
 
 
 def empty_padded(x: Tensor, pad: Pad, layout: str) -> Tensor:
-    """An empty result for ``x`` (B, C, T, H, W) with its border."""
+    """An uninitialised (B, C, T, H, W) as large as ``x`` with a border of ``pad``, in memory as ``layout`` says."""
     left, right, top, bottom, front, back = pad
-    shape = (x.shape[2] + front + back, x.shape[3] + top + bottom, x.shape[4] + left + right)
+    frames, rows, columns = x.shape[2] + front + back, x.shape[3] + top + bottom, x.shape[4] + left + right
     if layout == FRAMES_FIRST:
-        return x.new_empty((x.shape[0], shape[0], x.shape[1], *shape[1:])).transpose(1, 2)
+        return x.new_empty((x.shape[0], frames, x.shape[1], rows, columns)).transpose(1, 2)
     order = torch.channels_last_3d if layout == CHANNELS_LAST else torch.contiguous_format
-    return torch.empty((*x.shape[:2], *shape), dtype=x.dtype, device=x.device, memory_format=order)
+    return torch.empty((*x.shape[:2], frames, rows, columns), dtype=x.dtype, device=x.device, memory_format=order)

@@ -1,4 +1,4 @@
-"""The attention kernel of a call, chosen before it by the size of its score matrix; else exact in query chunks.
+"""The attention of a call: a fused kernel where one takes the call, else exact attention in chunks of queries.
 Torch silently builds the full score matrix where it has no fused kernel: 28.8 GiB in the first step of FramePack on
 Turing (lllyasviel/FramePack#161). Here torch is asked first."""
 
@@ -41,14 +41,14 @@ UNET_CHOICES = tuple(choice for choice in CHOICES if choice != SPARSE)  # of pai
 TORCH_KERNELS = {1: "flash", 2: "memory-efficient", 3: "cuDNN", 4: "the device's own"}  # SDPBackend; 0 is math
 LEAST_BUDGET, MOST_BUDGET = 64 * MEBIBYTE, 1024 * MEBIBYTE
 BUDGET_SHARE = 16  # the budget is this part of the device's memory
-TOKENS, HEADS = 8192, 24  # a short clip of every family; from here on the ratio of the kernels hardly changes
+TOKENS, HEADS = 8192, 24  # of the timing: a short clip; for more tokens the ratio of the kernels hardly changes
 REPEATS, WORTH = 10, 0.95  # another kernel is taken where it needs at most this share of the time
 DEFAULT = "native"  # torch's own choice
 MOST_ROWS = 2**15  # of a batch in one call, as core has it: on NVIDIA torch's kernels have failed above 65,535
 LONG = 1024  # tokens from which on kernels differ by more than their start
 WIDE = 256  # head width above which some devices take a kernel that is not there; VAEs have such heads
-MATH_COPIES = 3  # scores, softmax, and the scaled or masked scores between them are alive together in torch's math
-UNMASKED_COPIES = 2  # which it has without a mask, the scaled ones being those of scaled queries
+MATH_COPIES = 3  # of the scores in torch's math: scores, masked scores and softmax are alive together
+UNMASKED_COPIES = 2  # without a mask: scores and softmax
 IN_CHUNKS = ("in chunks", "native_math")  # labels
 Avoided = torch.dtype | tuple[torch.dtype, int]
 UNDECIDED = Decision("attention", AUTO, MEANINGS[AUTO])
@@ -59,22 +59,24 @@ class Attention:
     """The attention of one pipeline's modules: call it on queries, keys and values."""
 
     choice: str = AUTO
-    budget_bytes: int = UNKNOWN_BUDGET  # most that one call may take beside operands and result
+    budget_bytes: int = UNKNOWN_BUDGET  # most extra memory of one call, besides operands and result
     decision: Decision = UNDECIDED
-    kernel: str = ""  # torch's fused one for these operands; empty where it has none
-    # in which torch's fused kernel was seen to be wrong, with the reason
+    kernel: str = ""  # torch's fused kernel for these operands; empty where it has none
+    # The dtypes, or dtypes and head widths, in which torch's fused kernel was found wrong, with the reason.
     avoided: Mapping[Avoided, str] = field(default_factory=dict)
-    fused: frozenset[tuple[torch.dtype, int]] = frozenset()  # asked beforehand: a compiled graph cannot ask torch
-    fastest: str = ""  # timed, under ``auto`` for long sequences without a mask
+    # The dtypes and head widths with a fused kernel of torch's, for compiled graphs, which cannot ask torch.
+    fused: frozenset[tuple[torch.dtype, int]] = frozenset()
+    fastest: str = ""  # the kernel timed as the fastest, for long sequences without a mask
     tried: tuple[torch.dtype, int] | None = None  # dtype and head width of the chosen or timed kernel; None for any
 
     @property
     def label(self) -> str:
+        """The name of the kernel that runs most calls."""
         return self.fastest or (self.choice if self.choice != AUTO else self.kernel or IN_CHUNKS[0])
 
     def extra_bytes(self, query: torch.Tensor) -> int:
-        """Bytes that attention of ``query`` (B, H, N, D) to itself takes beside operands and result: those of scores,
-        none of which a fused kernel builds. Only its shape and dtype count."""
+        """Bytes of scores that self-attention of ``query`` (B, H, N, D) holds at its peak; 0 for a fused kernel, which
+        builds none. Only the shape and dtype of ``query`` count."""
         if self.label not in IN_CHUNKS:
             return 0
         if query.dtype.itemsize >= 4 and MATH_COPIES * score_bytes(query, query) <= self.budget_bytes:
@@ -83,18 +85,13 @@ class Attention:
         return score_bytes(query[:rows, :heads, :queries], query)
 
     def __call__(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None,
         causal: bool = False,
-    ) -> torch.Tensor:
-        """Values (B, H, M, D) weighted by how well their keys fit each query (B, H, N, D); in the queries' dtype.
-
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention (B, H, N, D) of queries (B, H, N, D) to keys and values (B, H, M, D), in the queries' dtype.
         ``mask`` broadcasts to (B, H, N, M): bool, True where a key counts, or floating, added to the scores; ``causal``
         lets query n see the keys up to n. An explicit kernel runs the calls without mask whose dtype and head width
-        it was tried with; others go the way of ``auto``. Peak extra memory: ``budget_bytes``, or one row of scores."""
+        it was tried with; ``auto`` runs others. Peak extra memory: ``budget_bytes``, or one row of scores."""
         if query.shape[0] > MOST_ROWS and (mask is None or mask.ndim < 4 or mask.shape[0] == 1):
             rows = zip(*(each.split(MOST_ROWS) for each in (query, key, value)), strict=True)
             return torch.cat([self(q, k, v, mask, causal) for q, k, v in rows])
@@ -109,8 +106,8 @@ class Attention:
             if MATH_COPIES * score_bytes(query, key) <= self.budget_bytes:
                 return functional.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
         elif mask is None and not causal and not self.avoids(WORKED_ON, query.shape[-1]):
-            upcast = query.new_zeros(1, 1, 16, query.shape[-1], dtype=WORKED_ON)  # to ask about
-            if self._has_fused(upcast, upcast, upcast):
+            probe = query.new_zeros(1, 1, 16, query.shape[-1], dtype=WORKED_ON)  # torch looks at dtype and width
+            if self._has_fused(probe, probe, probe):
                 return fp32_attention(query, key, value, self.budget_bytes)
         return chunked(query, key, value, mask, causal, self.budget_bytes)
 
@@ -119,23 +116,19 @@ class Attention:
         return dtype in self.avoided or (width > WIDE and (dtype, WIDE) in self.avoided)
 
     def _has_fused(self, query: torch.Tensor, *rest: Any) -> bool:
+        """True if torch has a fused kernel for these arguments, which are those of :func:`fused_kernel`."""
         if torch.compiler.is_compiling():
             return (query.dtype, query.shape[-1]) in self.fused
         return bool(fused_kernel(query, *rest))
 
 
 def attention_for(
-    choice: str,
-    facts: DeviceFacts,
-    dtype: torch.dtype,
-    head_width: int,
-    avoided: Mapping[Avoided, str] | None = None,
-    sparse: bool = False,
-    quiet: bool = False,
-) -> Attention:
-    """The attention for a choice on the device of ``facts``, tried out there once for queries of ``dtype`` and
-    ``head_width``, but not if ``quiet``: another thread may be in a run, and torch's switches are of the process;
-    ``sparse`` says whether the model can be computed so.
+    choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width: int, avoided: Mapping[Avoided, str] | None = None,
+    sparse: bool = False, quiet: bool = False,
+) -> Attention:  # fmt: skip
+    """The attention of ``choice`` for queries of ``dtype`` and ``head_width`` on the device of ``facts``.
+    A chosen kernel is tried out there once, unless ``quiet``: the trial sets torch's switches for the whole process,
+    and another thread may be in a run. ``avoided`` is as :func:`avoided_by` finds it; ``sparse`` models allow "sparse".
     Raises InputError for an unknown choice, UnsupportedError or MissingPackageError for one this machine cannot do."""
     require_choice("attention", choice, CHOICES)
     if choice == SPARSE and not sparse:
@@ -171,14 +164,14 @@ def attention_for(
 def by_time(
     attention: Attention, facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype, head_width: int
 ) -> Attention:
-    """``attention`` with the kernel that is fastest here, where torch has a fused one or a lossy one was chosen.
+    """``attention`` with the kernel that is fastest here, if it is ``auto`` with a fused kernel of torch's, or lossy.
     cuDNN's was seen 1.7 to 2.3 times as fast as torch's choice on Hopper and slower on Ampere
     (huggingface/transformers#48163), so the device is timed at the transformer's head width; a CPU has one kernel."""
     lossy = attention.choice in LOSSY
     fused = attention.choice == AUTO and (dtype, head_width) in attention.fused
     if not (lossy or fused) or facts.backend == "cpu":
         return attention
-    name = f"{'lossy ' * lossy}attention {str(dtype).removeprefix('torch.')} heads of {head_width}"
+    name = f"{'lossy ' if lossy else ''}attention {str(dtype).removeprefix('torch.')} heads of {head_width}"
     times = stored_times(name, lambda: kernel_times(facts, dtype, head_width, lossy), facts, store)
     default = LOSSY[0] if lossy else DEFAULT
     if default not in times:
@@ -192,27 +185,29 @@ def by_time(
 
 
 def kernel_times(facts: DeviceFacts, dtype: torch.dtype, head_width: int, lossy: bool = False) -> dict[str, float]:
-    """Milliseconds of torch's choice and its kernels, or of the ``lossy`` ones, for a short clip; {} for one alone."""
+    """Milliseconds for a short clip, by kernel: of torch's own choice and each of its kernels, or of the ``lossy``
+    ones; empty where only one can run, so that there is nothing to choose."""
     query = torch.randn(1, HEADS, TOKENS, head_width, device=facts.device, dtype=dtype)
-    ways: dict[str, Any] = {}
+    runs: dict[str, Any] = {}
     if not lossy:
-        ways[DEFAULT] = lambda: functional.scaled_dot_product_attention(query, query, query)
+        runs[DEFAULT] = lambda: functional.scaled_dot_product_attention(query, query, query)
     for kernel in LOSSY if lossy else BACKENDS:
         try:
             require_usable(kernel, facts, dtype, head_width)
         except PackError:
             continue
-        ways[kernel] = partial(EXPLICIT[kernel], query, query, query)
+        runs[kernel] = partial(EXPLICIT[kernel], query, query, query)
     with current(facts.device):
-        return milliseconds(ways, facts.device, REPEATS) if len(ways) > 1 else {}
+        return milliseconds(runs, facts.device, REPEATS) if len(runs) > 1 else {}
 
 
 def avoided_by(probes: Probes, dtypes: Iterable[torch.dtype], wide: Iterable[torch.dtype] = ()) -> dict[Avoided, str]:
-    """The ``dtypes``, and fp32, which others are cast to, in which a probe found torch's attention wrong or absent
-    on this device, with the reason; ``wide`` the same of heads wider than :data:`WIDE`. No probe with a mask counts."""
-    avoided, every = dict[Avoided, str](), (*dtypes, WORKED_ON)
-    asked = [(each, each, "attention") for each in every] + [((each, WIDE), each, "wide_attention") for each in wide]
-    for key, dtype, probe in dict.fromkeys(asked if probes else ()):
+    """The ``dtypes``, or fp32, which others are cast to, in which a probe found torch's attention wrong or absent here,
+    with the reason; as (dtype, WIDE) those of ``wide``, for heads wider than that. Probes with a mask do not count."""
+    avoided: dict[Avoided, str] = {}
+    asked: list[tuple[Avoided, torch.dtype, str]] = [(dtype, dtype, "attention") for dtype in (*dtypes, WORKED_ON)]
+    asked += [((dtype, WIDE), dtype, "wide_attention") for dtype in wide]
+    for key, dtype, probe in dict.fromkeys(asked):
         name = f"{probe}.{NAMES.get(dtype)}"
         answer = probes[name] if probes and name in probes else None
         if answer is not None and answer.status in (WRONG, UNUSABLE):

@@ -10,7 +10,7 @@ from torch.nn import functional
 from ..device.facts import MEBIBYTE
 
 UNKNOWN_BUDGET = 256 * MEBIBYTE
-SCORE_BYTES = 4  # scores are fp32 here, whatever the operands are; in torch's math too, unless a program allows less
+SCORE_BYTES = 4  # scores are fp32 here, and in torch's math too unless a program allows it reduced precision
 WORKED_ON = torch.float32
 SUMMED_KEYS = 16384  # of one product with the values: from 32,767 on M1 and M2 add memory beyond them (pytorch#195163)
 
@@ -21,8 +21,8 @@ def score_bytes(query: torch.Tensor, key: torch.Tensor) -> int:
 
 
 def fp32_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, budget_bytes: int) -> torch.Tensor:
-    """Attention by the fused fp32 kernel for narrower operands that have none: bf16 before sm80.
-    Nothing is lost: each value is exact in fp32. A group of heads is cast at a time."""
+    """Attention of 16-bit operands by torch's fused fp32 kernel, where there is none for them: bf16 before sm80.
+    Nothing is lost: each value is exact in fp32. As many heads are cast at a time as ``budget_bytes`` hold."""
     result = torch.empty_like(query)
     per_head = 2 * query.shape[0] * (query.shape[2] + key.shape[2]) * query.shape[3] * WORKED_ON.itemsize
     step = min(query.shape[1], max(1, budget_bytes // per_head))
@@ -36,18 +36,13 @@ def fp32_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
 
 
 def chunked(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    causal: bool = False,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None, causal: bool = False,
     budget_bytes: int = UNKNOWN_BUDGET,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """Exact attention in fp32, some queries at a time, with whole rows of scores: sums are those of torch's math.
-
-    Arguments are those of :class:`Attention`; ``budget_bytes`` may be alive beside operands and result, but for a
-    head's keys and values in fp32 with an eighth of it, or a row. A query that sees no key gets zeros, as in torch's
-    math. Needs matrix products and elementwise operations."""
+    Arguments are those of :class:`Attention`; ``budget_bytes`` is the peak extra memory, unless one head's keys and
+    values in fp32, or the scores of one query, take more. A query that sees no key gets zeros, as in torch's math.
+    Only matrix products and elementwise operations are needed."""
     size = chunk_size(query, key, value, mask, causal, budget_bytes)
     result = query.new_empty(*query.shape[:-1], value.shape[-1])
     if mask is not None:
@@ -56,26 +51,22 @@ def chunked(
         for heads in _parts(query.shape[1], size[1]):
             keys, values = key[rows, heads].to(WORKED_ON).transpose(-1, -2), value[rows, heads].to(WORKED_ON)
             for queries in _parts(query.shape[2], size[2]):
-                hidden = None if mask is None else mask[rows, heads, queries]
+                own_mask = None if mask is None else mask[rows, heads, queries]
                 result[rows, heads, queries] = _chunk(
-                    query[rows, heads, queries], keys, values, hidden, queries.start if causal else None
+                    query[rows, heads, queries], keys, values, own_mask, queries.start if causal else None
                 )
             del keys, values  # before those of the next head are cast
     return result
 
 
 def chunk_size(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool,
     budget_bytes: int,
-) -> tuple[int, int, int]:
+) -> tuple[int, int, int]:  # fmt: skip
     """The batch rows, heads and queries that :func:`chunked` takes at a time."""
     batch, heads, count, width = query.shape
     keys = key.shape[-2]
-    # Beside the scores: the fp32 copy of the queries (twice, scaled), the result, and what hides scores.
+    # Besides the scores: the queries in fp32, twice as they are scaled, the result, and the masks.
     per_query = SCORE_BYTES * (keys + 2 * width + 2 * value.shape[-1] + 2)
     per_query += keys * (0 if mask is None else 2 * SCORE_BYTES) + keys * (2 if causal else 0)
     per_head = SCORE_BYTES * keys * (width + value.shape[-1])
@@ -88,7 +79,7 @@ def chunk_size(
 
 
 def _even(count: int, most: int) -> int:
-    """At most ``most`` and at least 1, so that the parts of ``count`` are nearly equal."""
+    """The size, 1 to ``most``, of nearly equal parts of ``count``, as few as possible."""
     if count <= most or count == 0:
         return max(count, 1)
     return math.ceil(count / math.ceil(count / max(most, 1)))
@@ -101,8 +92,8 @@ def _parts(count: int, size: int) -> list[slice]:
 def _chunk(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, first: int | None
 ) -> torch.Tensor:
-    """Attention of some queries over all keys (B, H, D, M), in fp32; ``first`` is the number of the first, if causal.
-    A function of its own, so that the scores are gone before those of the next chunk are made."""
+    """Attention of some queries over all keys (B, H, D, M), in fp32; ``first`` is the first one's index, if causal.
+    A function of its own, so that its scores are freed before the next chunk's are made."""
     scores = torch.matmul(query.to(WORKED_ON) * query.shape[-1] ** -0.5, keys)
     _hide(scores, mask, first)
     # In place, so that one copy of the scores is alive. A row of -inf alone must not become NaN.
@@ -116,6 +107,7 @@ def _chunk(
 
 
 def _hide(scores: torch.Tensor, mask: torch.Tensor | None, first: int | None) -> None:
+    """Apply ``mask`` to ``scores`` (B, H, N, M) in place, and the causal one of queries from index ``first`` on."""
     if mask is not None and mask.dtype == torch.bool:
         scores.masked_fill_(mask.logical_not(), -math.inf)
     elif mask is not None:

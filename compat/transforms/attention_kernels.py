@@ -1,4 +1,4 @@
-"""Attention kernels that a user can choose: rows with the needs of each, and a trial of each on this device."""
+"""Attention kernels that a user can choose: a table of what each needs, and a trial of each on this device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ HALF = (torch.float16, torch.bfloat16)
 ANY = (torch.float32, *HALF)
 BACKENDS = {f"native_{kind}": f"{kind.upper()}_ATTENTION" for kind in ("cudnn", "efficient", "flash")}
 FOREIGN = "other"
-TRY_TOKENS, EXACT_SHARE, LOSSY_SHARE = 80, 16, 0.1
+TRY_TOKENS = 80  # of a trial: no multiple of a kernel's tile of 32, 64 or 128
+EXACT_SHARE, LOSSY_SHARE = 16, 0.1  # errors allowed: in eps of the dtype; of 8-bit products, absolute
 LOSSY = ("sage", "kitchen_int8")  # the kernels of the choice sage
 
 
@@ -33,7 +34,7 @@ class KernelNeed:
 
     choice: str
     backends: tuple[str, ...]  # FOREIGN for devices of unknown kind
-    capability: tuple[int, int] = (0, 0)  # compute capability from and below, times 10
+    capability: tuple[int, int] = (0, 0)  # 10 x the compute capability: from, and below; (0, 0) for any device
     package: str = ""  # as pip names it; empty for torch's own
     module: str = ""  # as Python imports it
     triton_below: str = ""  # the first Triton version that no longer works
@@ -42,6 +43,7 @@ class KernelNeed:
     source: str = ""  # page that says so
 
     def place(self) -> str:
+        """The devices that it runs on, in words."""
         if self.capability == (0, 0):
             return " or ".join("an AMD GPU (rocm)" if backend == "rocm" else backend for backend in self.backends)
         low, high = self.capability
@@ -77,7 +79,7 @@ NEEDS: tuple[KernelNeed, ...] = (
 
 
 def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width: int, quiet: bool = False) -> None:
-    """Raise UnsupportedError or MissingPackageError unless the kernel is right here, which ``quiet`` does not try."""
+    """Raise UnsupportedError or MissingPackageError unless the kernel is right here; ``quiet`` tries nothing out."""
     need, places = _row_for(choice, facts)
     if need is None:
         found = f"attention {choice!r} on {facts.name} ({facts.arch or facts.backend})"
@@ -108,7 +110,7 @@ def require_usable(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_wid
 
 
 def kernels_for(choice: str, facts: DeviceFacts, dtype: torch.dtype, head_width: int, quiet: bool = False) -> list[str]:
-    """The kernels of a choice that run on the device and are right; raises why its first one is not where none is."""
+    """The kernels of a choice that are right on the device; where there is none, raises the first one's error."""
     usable, errors = [], []
     for kernel in LOSSY if choice == LOSSY[0] else (choice,):
         try:
@@ -130,13 +132,14 @@ def reason_against(choice: str, facts: DeviceFacts) -> str:
 
 
 def _row_for(choice: str, facts: DeviceFacts) -> tuple[KernelNeed | None, str]:
-    """The row by which a kernel runs on this device, if any, and where it runs at all, in words."""
+    """The row of :data:`NEEDS` for a kernel on this device, None for none; and the devices it runs on, in words."""
     rows = [need for need in NEEDS if need.choice == choice]
     places = " or ".join(dict.fromkeys(need.place() for need in rows))
     return next((need for need in rows if _runs_on(need, facts)), None), places
 
 
 def _runs_on(need: KernelNeed, facts: DeviceFacts) -> bool:
+    """True where ``need`` is for the device of ``facts``, whose ``arch`` is such as sm_90 on NVIDIA."""
     if facts.backend not in need.backends and not (FOREIGN in need.backends and facts.foreign):
         return False
     low, high = need.capability
@@ -145,6 +148,7 @@ def _runs_on(need: KernelNeed, facts: DeviceFacts) -> bool:
 
 
 def _require_packages(need: KernelNeed, facts: DeviceFacts) -> None:
+    """Raise MissingPackageError unless the package and the Triton that ``need`` names are installed and load."""
     if not need.package:
         return
     if not version_of(need.package):
@@ -160,6 +164,7 @@ def _require_packages(need: KernelNeed, facts: DeviceFacts) -> None:
 
 
 def _trial_error(choice: str, device: torch.device, dtype: torch.dtype, head_width: int) -> tuple[float, float]:
+    """The largest error of a kernel on small random operands, and the largest that is allowed."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, 2, TRY_TOKENS, head_width, generator=generator).to(dtype) for _ in range(3))
     with current(device):  # some kernels launch on the current one, and SageAttention's changes it
@@ -171,12 +176,13 @@ def _trial_error(choice: str, device: torch.device, dtype: torch.dtype, head_wid
 
 
 def _by_package(module: str, name: str, *operands: torch.Tensor) -> torch.Tensor:
+    """Attention (B, H, N, D) by a package's function ``name``, which takes and returns (B, N, H, D)."""
     result: torch.Tensor = getattr(imported(module), name)(*(tensor.transpose(1, 2) for tensor in operands))
     return result.transpose(1, 2)
 
 
 def _by_torch(backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Torch limited to one of its kernels for the call; what was allowed before is allowed again afterwards."""
+    """Torch's attention by one of its kernels, the SDPBackend of that name; others are allowed again afterwards."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     with sdpa_kernel([getattr(SDPBackend, backend)]):

@@ -1,5 +1,4 @@
 """The attention of diffusers' transformers and VAEs, rewritten to call the pipeline's own and to need no mask.
-
 Upstream's processors pass masks for padding (HunyuanVideo 1.5 one of N x N: 12 GiB a copy at 720p), which no flash
 kernel takes. Padding is at the end of each row, so leaving it out gives the same; only stock processors are replaced.
 In HunyuanVideo's VAEs a frame sees those before it: a call per frame needs no mask (4.9 GB for 480p in 121 frames)."""
@@ -18,18 +17,18 @@ from torch.nn import functional
 from ..device.execution import to_host
 
 Attend = Callable[..., torch.Tensor]
-Lengths = tuple["int | torch.Tensor", ...]  # a tensor stands for its length less SHIFT, in a graph for any padding
-SHIFT = 2  # torch binds a graph to the lengths 0 and 1
+Lengths = tuple["int | torch.Tensor", ...]  # a tensor SHIFT longer than the number it stands for: dynamic in a graph
+SHIFT = 2  # torch specialises a graph for the lengths 0 and 1
 TEXT, MASK = "encoder_hidden_states", "encoder_attention_mask"
 
 
 @dataclass
 class Padding:
-    """The tokens at the end of each batch row that are padding in the call that runs; None where a mask must tell."""
+    """The numbers of padding tokens at the end of each batch row, in the call that runs; None: only a mask tells."""
 
     text: Lengths | None = None  # of the text alone: refiners, cross attention
     joint: Lengths | None = None  # of video and text together
-    traced: bool = False  # blocks are compiled: a graph is bound to numbers, and holds for any length of a tensor
+    traced: bool = False  # blocks are compiled: a number is a constant of the graph, a tensor's length can vary
 
     def lengths(self, counts: tuple[int, ...]) -> Lengths:
         """``counts`` as :func:`by_rows` reads them: as they are, or for compiled blocks as tensors ``SHIFT`` longer."""
@@ -46,7 +45,8 @@ class Padding:
 def by_rows(
     attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, padding: Lengths, queries_too: bool
 ) -> torch.Tensor:
-    """Attention over each row's keys before its ``padding``, without a mask; with ``queries_too`` its queries too."""
+    """Attention (B, H, N, D) without a mask, in which each row leaves out its last ``padding`` keys, and with
+    ``queries_too`` as many queries, whose results are zeros."""
     if any(isinstance(count, torch.Tensor) for count in padding):
         return _by_traced_rows(attend, query, key, value, padding)
     if not any(padding):
@@ -82,7 +82,7 @@ class Processor:
         self.attend, self.padding = attend, padding or Padding()
 
     def by_text_rows(self, query: Any, key: Any, value: Any, mask: Any, queries_too: bool = False) -> torch.Tensor:
-        """Attention (B, H, N, D) over the valid keys of the text; ``mask`` is read if no count is known."""
+        """Attention (B, H, N, D) over the valid keys of the text; by ``mask`` where the padding is not known."""
         if self.padding.text is None:
             return self.attend(query, key, value, mask)
         return by_rows(self.attend, query, key, value, self.padding.text, queries_too)
@@ -104,26 +104,22 @@ class JointProcessor(Processor):
     """Video and text tokens together: HunyuanVideo and FramePack, both kinds of block, HunyuanVideo 1.5, Mochi."""
 
     def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None, image_rotary_emb: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         text = encoder_hidden_states
         separate = getattr(attn, "add_q_proj", None) is not None and text is not None
         tokens = hidden_states if separate or text is None else torch.cat([hidden_states, text], dim=1)
         rotary_tokens = tokens.shape[1] if separate or text is None else hidden_states.shape[1]
 
-        def placed(heads: torch.Tensor) -> torch.Tensor:
+        def with_rotary(heads: torch.Tensor) -> torch.Tensor:
             if image_rotary_emb is None:
                 return heads
             video = self.rotary(heads[:, :rotary_tokens], image_rotary_emb)
             return video if rotary_tokens == heads.shape[1] else torch.cat([video, heads[:, rotary_tokens:]], dim=1)
 
-        query = placed(heads_of(attn, attn.to_q, tokens, attn.norm_q))
-        key = placed(heads_of(attn, attn.to_k, tokens, attn.norm_k))
+        query = with_rotary(heads_of(attn, attn.to_q, tokens, attn.norm_q))
+        key = with_rotary(heads_of(attn, attn.to_k, tokens, attn.norm_k))
         value = heads_of(attn, attn.to_v, tokens)
         if separate:
             query = torch.cat([query, heads_of(attn, attn.add_q_proj, text, attn.norm_added_q)], dim=1)
@@ -152,6 +148,7 @@ class JointProcessor(Processor):
     def _attend_joint(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
+        """Attention (B, H, N, D) of video and text together; by ``mask`` where the padding is not known."""
         if self.padding.joint is not None:
             return by_rows(self.attend, query, key, value, self.padding.joint, queries_too=True)
         if mask is not None and mask.ndim == 2:  # of the text alone: the video before it is valid
@@ -165,7 +162,7 @@ class MochiProcessor(JointProcessor):
 
     @staticmethod
     def rotary(tokens: torch.Tensor, table: Any) -> torch.Tensor:
-        """Source: diffusers ``MochiAttnProcessor2_0``, where this function is a local one."""
+        """``tokens`` (B, N, H, D) rotated by (cos, sin). Source: a local function in ``MochiAttnProcessor2_0``."""
         cos, sin = table
         even, odd = tokens[..., 0::2].float(), tokens[..., 1::2].float()
         pair = ((even * cos - odd * sin).to(tokens.dtype), (even * sin + odd * cos).to(tokens.dtype))
@@ -176,13 +173,9 @@ class CrossProcessor(Processor):
     """LTX-Video: video tokens among themselves, and video to text, whose mask is a float added to the scores."""
 
     def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> torch.Tensor:
+        self, attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None, image_rotary_emb: Any = None,
+    ) -> torch.Tensor:  # fmt: skip
         seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         tokens = (*self.queries_and_keys(attn, hidden_states, seen, image_rotary_emb), attn.to_v(seen))
         query, key, value = (each.unflatten(2, (attn.heads, -1)).transpose(1, 2) for each in tokens)
@@ -206,13 +199,9 @@ class RefinerProcessor(Processor):
     """The token refiners of HunyuanVideo, FramePack and HunyuanVideo 1.5: text tokens among themselves."""
 
     def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        temb: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None, temb: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
         seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query = heads_of(attn, attn.to_q, hidden_states, attn.norm_q).transpose(1, 2)
         key = heads_of(attn, attn.to_k, seen, attn.norm_k).transpose(1, 2)
@@ -221,7 +210,7 @@ class RefinerProcessor(Processor):
 
 
 def _pool(attend: Attend, padding: Padding) -> Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Mochi's pooling of its text: the mean token asks the tokens and itself (``MochiAttentionPool.forward``)."""
+    """Mochi's pooling of its text: the mean token attends to itself and all tokens (``MochiAttentionPool.forward``)."""
     processor = Processor(attend, padding)
 
     def forward(pool: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -238,7 +227,7 @@ def _pool(attend: Attend, padding: Padding) -> Callable[[Any, torch.Tensor, torc
 def causal_by_frames(
     attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, frames: int
 ) -> torch.Tensor:
-    """Attention (B, H, N, D) in which the tokens of a frame see those of that frame and of all before it."""
+    """Attention (B, H, N, D) in which the tokens of a frame see their own frame and all frames before it."""
     size = query.shape[2] // frames
     ends = range(size, query.shape[2] + 1, size)
     return torch.cat([attend(query[:, :, end - size : end], key[:, :, :end], value[:, :, :end]) for end in ends], dim=2)
@@ -262,6 +251,7 @@ def _mid_block(attend: Attend, _: Padding) -> Callable[[Any, torch.Tensor], torc
 
 
 def _residual_attention(attn: Any, attend: Attend, tokens: torch.Tensor, frames: int) -> torch.Tensor:
+    """Causal attention over ``tokens`` (B, N, C), with its norm, projections and residual (``AttnProcessor2_0``)."""
     residual = tokens
     if attn.group_norm is not None:
         tokens = attn.group_norm(tokens.transpose(1, 2)).transpose(1, 2)
@@ -292,12 +282,9 @@ class MochiVaeProcessor(Processor):
         return True
 
     def __call__(
-        self,
-        attn: Any,
-        hidden_states: torch.Tensor,
-        encoder_hidden_states: torch.Tensor | None = None,
+        self, attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor:  # fmt: skip
         seen = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         if hidden_states.shape[1] == 1:  # one frame sees itself alone
             attention = attn.to_v(hidden_states)
@@ -336,7 +323,8 @@ def heads_of(attn: Any, layer: Any, tokens: torch.Tensor | None, norm: Any = Non
 
 
 def valid_counts(mask: torch.Tensor) -> tuple[list[int], bool]:
-    """Valid tokens of each row of a mask (B, N), and True if they come first and each row has some; one read of it."""
+    """The number of valid tokens in each row of a mask (B, N), and True if they come first and every row has some.
+    Reads the device once."""
     valid = mask.bool()
     counts = valid.sum(1)
     first = torch.arange(valid.shape[1], device=valid.device) < counts[:, None]
@@ -345,7 +333,7 @@ def valid_counts(mask: torch.Tensor) -> tuple[list[int], bool]:
 
 
 def cropping(crop: Callable[[dict[str, Any], Padding], None], padding: Padding) -> Callable[..., Any]:
-    """A pre-hook that leaves out the tokens that are padding in every row, and notes those of each."""
+    """A pre-hook by which ``crop`` leaves out tokens that are padding in every row and notes each row's ``padding``."""
 
     def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         if arguments:
@@ -359,7 +347,8 @@ def cropping(crop: Callable[[dict[str, Any], Padding], None], padding: Padding) 
     return before
 
 
-def _cropped_text(named: dict[str, Any], padding: Padding) -> None:
+def _crop_text(named: dict[str, Any], padding: Padding) -> None:
+    """Crop the text and its mask in ``named``, a transformer's arguments, to the longest row, and set ``padding``."""
     mask = named.get(MASK)
     counts, known = valid_counts(mask) if isinstance(mask, torch.Tensor) and mask.ndim == 2 else ([], False)
     if not known:
@@ -369,9 +358,9 @@ def _cropped_text(named: dict[str, Any], padding: Padding) -> None:
     padding.text = padding.joint = padding.lengths(tuple(most - count for count in counts))
 
 
-def _cropped_texts(named: dict[str, Any], padding: Padding) -> None:
-    """HunyuanVideo 1.5: Qwen's text, ByT5's quotations and a picture, of which upstream puts the valid tokens first.
-    No picture is one whose states are all zero, as upstream has it."""
+def _crop_texts(named: dict[str, Any], padding: Padding) -> None:
+    """:func:`_crop_text` for HunyuanVideo 1.5: Qwen's text, ByT5's quotations and a picture, whose valid tokens
+    upstream puts first. As upstream, a picture whose states are all zero is none."""
     pairs = ((TEXT, MASK), (f"{TEXT}_2", f"{MASK}_2"))
     texts: list[Any] = [named.get(mask) for _, mask in pairs]
     picture: Any = named.get("image_embeds")
@@ -393,9 +382,9 @@ def _cropped_texts(named: dict[str, Any], padding: Padding) -> None:
 
 
 CROPPED: Mapping[str, Callable[[dict[str, Any], Padding], None]] = {  # transformer class -> what leaves its padding out
-    "HunyuanVideoTransformer3DModel": _cropped_text,
-    "HunyuanVideoFramepackTransformer3DModel": _cropped_text,
-    "HunyuanVideo15Transformer3DModel": _cropped_texts,
-    "MochiTransformer3DModel": _cropped_text,
-    "LTXVideoTransformer3DModel": _cropped_text,
+    "HunyuanVideoTransformer3DModel": _crop_text,
+    "HunyuanVideoFramepackTransformer3DModel": _crop_text,
+    "HunyuanVideo15Transformer3DModel": _crop_texts,
+    "MochiTransformer3DModel": _crop_text,
+    "LTXVideoTransformer3DModel": _crop_text,
 }

@@ -22,7 +22,7 @@ from ..memory.hooks import is_hooked_by_others, weights_on
 
 TRANSFORMERS = "diffusers.models.transformers."
 OPS = "_anygpu_ops"  # on a rewritten block: its BlockOps
-WHOLE = "_anygpu_whole"  # on the two streams that a block split: both as one, which the next one need not join
+WHOLE = "_anygpu_whole"  # on the video and text that a block returns: the tensor of both, for the next block to read
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class BlockOps:
     """The norms and sums of a block."""
 
     form: str = ""  # one of ``kernels.library.FORMS``; empty for torch's own operations, on an fp32 residual
-    operand_dtype: torch.dtype | None = None  # that norms write and matmuls read; None for the residual's
+    operand_dtype: torch.dtype | None = None  # of a norm's result, which matmuls read; None for the residual's
     epilogue: bool = False  # a matmul adds its bias and applies GELU before it writes
 
     def normalized(self, x: Tensor, norm: Norm, modulation: Modulation) -> Tensor:
@@ -46,6 +46,7 @@ class BlockOps:
     def added_normalized(
         self, x: Tensor, branch: Tensor, gate: Gate, norm: Norm, modulation: Modulation
     ) -> tuple[Tensor, Tensor]:
+        """:meth:`added`, and that sum :meth:`normalized`."""
         if self.form:
             return residual_norm(x, branch, gate, norm, modulation, self.operand_dtype, form=self.form)
         x = _added(x, branch, gate)
@@ -57,11 +58,11 @@ class BlockOps:
         return x, x
 
     def attended(self, attention: Any, x: Tensor, **named: Any) -> tuple[Tensor, Tensor | None]:
-        """The branch of ``attention``, and its :class:`Gate`'s factor, if any."""
+        """The branch of ``attention``, and the factor that its :class:`Gate` applies; None for none."""
         return attention(x, **named), None
 
     def fed(self, feed: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The branch of a gated ``feed``, and its :class:`Gate`'s factor, if any."""
+        """The branch of a gated ``feed``, and the factor that its :class:`Gate` applies; None for none."""
         return feed(x), None
 
     def is_plain(self, layer: Any) -> bool:
@@ -76,13 +77,9 @@ class BlockOps:
 
 
 def ltx_block(
-    block: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    image_rotary_emb: Any = None,
+    block: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, image_rotary_emb: Any = None,
     encoder_attention_mask: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Upstream ``LTXVideoTransformerBlock.forward``."""
     ops, table, mask = getattr(block, OPS), block.scale_shift_table, encoder_attention_mask
     rows = temb.reshape(hidden_states.shape[0], temb.size(1), table.shape[0], -1)
@@ -102,15 +99,10 @@ def ltx_block(
 
 
 def joint_block(
-    block: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    attention_mask: Tensor | None = None,
-    freqs_cis: Any = None,
-    token_replace_emb: Tensor | None = None,
+    block: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor,
+    attention_mask: Tensor | None = None, freqs_cis: Any = None, token_replace_emb: Tensor | None = None,
     num_tokens: int = 0,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Upstream's two-stream blocks of HunyuanVideo, FramePack and HunyuanVideo 1.5.
     With ``token_replace_emb`` (B, D) the first ``num_tokens`` have a modulation of their own."""
     ops, x, y = getattr(block, OPS), hidden_states, encoder_hidden_states
@@ -119,36 +111,31 @@ def joint_block(
     shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = _rows(block.norm1, temb, 6, first)
     text = _rows(block.norm1_context, temb, 6)
     branch, text_branch = block.attn(
-        hidden_states=ops.normalized(x, _layer(block.norm1.norm), Modulation(scale, shift, split)),
-        encoder_hidden_states=ops.normalized(y, _layer(block.norm1_context.norm), Modulation(text[1], text[0])),
+        hidden_states=ops.normalized(x, _layer_norm(block.norm1.norm), Modulation(scale, shift, split)),
+        encoder_hidden_states=ops.normalized(y, _layer_norm(block.norm1_context.norm), Modulation(text[1], text[0])),
         attention_mask=attention_mask, image_rotary_emb=freqs_cis,
     )  # fmt: skip
     modulation = Modulation(scale_mlp, shift_mlp, split)
-    x, normed = ops.added_normalized(x, branch, Gate(gate, split=split), _layer(block.norm2), modulation)
+    x, normed = ops.added_normalized(x, branch, Gate(gate, split=split), _layer_norm(block.norm2), modulation)
     modulation = Modulation(text[4], text[3])
-    y, read = ops.added_normalized(y, text_branch, Gate(text[2]), _layer(block.norm2_context), modulation)
+    y, read = ops.added_normalized(y, text_branch, Gate(text[2]), _layer_norm(block.norm2_context), modulation)
     x = ops.added(x, block.ff(normed), Gate(gate_mlp, split=split))
     return x, ops.added(y, block.ff_context(read), Gate(text[5]))
 
 
 def single_block(
-    block: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    attention_mask: Tensor | None = None,
-    image_rotary_emb: Any = None,
-    token_replace_emb: Tensor | None = None,
+    block: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor,
+    attention_mask: Tensor | None = None, image_rotary_emb: Any = None, token_replace_emb: Tensor | None = None,
     num_tokens: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Upstream's one-stream blocks of HunyuanVideo and FramePack; first tokens as in :func:`joint_block`."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Upstream's one-stream blocks of HunyuanVideo and FramePack; ``num_tokens`` as in :func:`joint_block`."""
     ops, first, count = getattr(block, OPS), token_replace_emb if num_tokens else None, hidden_states.shape[1]
     split = 0 if first is None else num_tokens
     x: Any = getattr(hidden_states, WHOLE, encoder_hidden_states)
     if torch.compiler.is_compiling() or getattr(encoder_hidden_states, WHOLE, None) is not x:
         x = torch.cat([hidden_states, encoder_hidden_states], dim=1)
     shift, scale, gate = _rows(block.norm, temb, 3, first)
-    normed = ops.normalized(x, _layer(block.norm.norm), Modulation(scale, shift, split))
+    normed = ops.normalized(x, _layer_norm(block.norm.norm), Modulation(scale, shift, split))
     named = {"attention_mask": attention_mask, "image_rotary_emb": image_rotary_emb}
     if ops.form:
         attention = block.attn(hidden_states=normed, encoder_hidden_states=None, **named)
@@ -163,33 +150,29 @@ def single_block(
 
 
 def mochi_block(
-    block: Any,
-    hidden_states: Tensor,
-    encoder_hidden_states: Tensor,
-    temb: Tensor,
-    encoder_attention_mask: Tensor,
+    block: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, temb: Tensor, encoder_attention_mask: Tensor,
     image_rotary_emb: Any = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Upstream ``MochiTransformerBlock.forward``: norms before and after each branch, gates through tanh."""
     ops, text_norm, text = getattr(block, OPS), block.norm1_context, encoder_hidden_states
     scale, gate, scale_mlp, gate_mlp = _rows(block.norm1, temb, 4)
-    normed = ops.normalized(hidden_states, _plain(block.norm1), Modulation(scale))
+    normed = ops.normalized(hidden_states, _rms_norm(block.norm1), Modulation(scale))
     if block.context_pre_only:  # the last block, whose text is read and not changed
         text_scale = text_norm.linear_1(text_norm.silu(temb).to(text.dtype)).unsqueeze(1)
         text_norm = text_norm.norm
     else:
         text_scale, text_gate, text_scale_mlp, text_gate_mlp = _rows(text_norm, temb, 4)
     named = {"image_rotary_emb": image_rotary_emb, "attention_mask": encoder_attention_mask}
-    text_normed = ops.normalized(text, _plain(text_norm), Modulation(text_scale))
+    text_normed = ops.normalized(text, _rms_norm(text_norm), Modulation(text_scale))
     branch, text_branch = block.attn1(hidden_states=normed, encoder_hidden_states=text_normed, **named)
-    first = _tanh_gate(gate, block.norm2)
-    x, normed = ops.added_normalized(hidden_states, branch, first, _plain(block.norm3), Modulation(scale_mlp))
+    gated = _tanh_gate(gate, block.norm2)
+    x, normed = ops.added_normalized(hidden_states, branch, gated, _rms_norm(block.norm3), Modulation(scale_mlp))
     branch, factor = ops.fed(block.ff, normed)
     x = ops.added(x, branch, _tanh_gate(gate_mlp, block.norm4, factor))
     if block.context_pre_only:
         return x, text
-    first, inner = _tanh_gate(text_gate, block.norm2_context), _plain(block.norm3_context)
-    text, normed = ops.added_normalized(text, text_branch, first, inner, Modulation(text_scale_mlp))
+    gated, inner = _tanh_gate(text_gate, block.norm2_context), _rms_norm(block.norm3_context)
+    text, normed = ops.added_normalized(text, text_branch, gated, inner, Modulation(text_scale_mlp))
     branch, factor = ops.fed(block.ff_context, normed)
     return x, ops.added(text, branch, _tanh_gate(text_gate_mlp, block.norm4_context, factor))
 
@@ -208,13 +191,14 @@ def norm_of(norm: Any, x: Tensor) -> Iterator[Norm]:
 
 
 def _standardized(x: Tensor, norm: Norm) -> Tensor:
+    """``norm`` of ``x`` by torch's own operations; an RMS norm is in fp32."""
     if norm.kind == LAYER:
         return functional.layer_norm(x, x.shape[-1:], None, None, norm.eps)
     return functional.rms_norm(x.float(), x.shape[-1:], None if norm.weight is None else norm.weight.float(), norm.eps)
 
 
 def _modulated(x: Tensor, modulation: Modulation, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """``x * (1 + scale) + shift``, computed in fp32 and written as ``dtype`` in one pass."""
+    """``x * (1 + scale) + shift``, computed in fp32 and written as ``dtype``, into ``out`` if given, in one pass."""
     out, scale, shift = torch.empty_like(x, dtype=dtype) if out is None else out, modulation.scale, modulation.shift
     if scale is None:
         return out.copy_(x)
@@ -227,6 +211,7 @@ def _modulated(x: Tensor, modulation: Modulation, dtype: torch.dtype, out: Tenso
 
 
 def _added(x: Tensor, branch: Tensor, gate: Gate) -> Tensor:
+    """``x + gate * branch`` by torch's own operations, as :class:`Gate` defines it."""
     if gate.norm_eps is not None:
         branch = functional.rms_norm(branch.float(), branch.shape[-1:], None, gate.norm_eps)
     if gate.values is None:
@@ -241,7 +226,7 @@ def _added(x: Tensor, branch: Tensor, gate: Gate) -> Tensor:
 
 
 def _spans(split: int) -> tuple[tuple[slice, slice], ...]:
-    """Tokens and the row of modulation that they take: the first ``split`` row 0, the others row 1."""
+    """Slices of tokens with the row of modulation that each takes: the first ``split`` row 0, the others row 1."""
     return (slice(0, split), slice(0, 1)), (slice(split, None), slice(1, 2))
 
 
@@ -252,17 +237,17 @@ def is_ours(layer: Any, forward: Callable[..., Any] | None) -> bool:
 
 
 def is_plain_linear(layer: Any, forward: Callable[..., Any] | None = None) -> bool:
-    """True where calling ``layer`` is a matmul with what ``weights_on`` reports of it, and nothing else: a Linear with
-    a bias, packed, streamed or not, which nobody else hooked, wrapped, or gave a forward (but ours) or matmul."""
+    """True where ``layer`` may be replaced by a matmul with the weights that ``weights_on`` yields: a Linear with a
+    bias, packed, streamed or not, without hooks of others, and without a forward (except ours) or matmul of its own."""
     known = type(layer) in (nn.Linear, StoredLinear) or (isinstance(layer, nn.Linear) and hasattr(layer, "weights_on"))
     plain = is_ours(layer, forward) and "multiply" not in layer.__dict__
     return known and plain and layer.bias is not None and not is_hooked_by_others(layer)
 
 
 def _projected(block: Any, attention: Tensor, normed: Tensor) -> Tensor:
-    """``proj_out`` of attention's result next to the activated ``proj_mlp`` of ``normed``; all (B, N, features).
-    A matmul with GELU in its epilogue cannot write beside attention's result in one tensor, so each of the two is
-    multiplied by its columns of ``proj_out``, and the products are added."""
+    """``proj_out`` of the concatenation of ``attention`` and the activated ``proj_mlp`` of ``normed``; (B, N, D) each.
+    A matmul with GELU in its epilogue cannot write into part of a tensor, so that each of the two is multiplied by its
+    own columns of ``proj_out`` instead, and the products are added."""
     ops, mlp, out = getattr(block, OPS), block.proj_mlp, block.proj_out
     if not (ops.epilogue and is_plain_linear(mlp) and ops.is_plain(out)):
         return out(_joined(attention, block.act_mlp, mlp(normed)))
@@ -274,7 +259,7 @@ def _projected(block: Any, attention: Tensor, normed: Tensor) -> Tensor:
 
 
 def _joined(attention: Tensor, activation: Any, hidden: Tensor) -> Tensor:
-    """Attention's result and the activated ``hidden``, which is written in place; a compiler does so by itself."""
+    """``attention`` and the activated ``hidden``, concatenated; GELU writes into the result, as a compiler has it."""
     known = getattr(activation, "approximate", "") == "tanh" and hidden.dtype is attention.dtype
     if torch.compiler.is_compiling() or not known:
         return torch.cat([attention, activation(hidden)], dim=2)
@@ -293,16 +278,17 @@ def _rows(norm: Any, temb: Tensor, count: int, first: Tensor | None = None) -> l
     return list(rows.chunk(count, dim=-1))
 
 
-def _layer(norm: Any) -> Norm:
+def _layer_norm(norm: Any) -> Norm:
     return Norm(LAYER, norm.eps)
 
 
-def _plain(norm: Any) -> Norm:
+def _rms_norm(norm: Any) -> Norm:
     return Norm(RMS, norm.norm.eps)
 
 
 def _tanh_gate(values: Tensor, norm: Any, factor: Tensor | None = None) -> Gate:
-    return Gate(values, True, norm.norm.eps, factor=factor)
+    """Mochi's gate: ``tanh(values)`` times the RMS norm, without weight, of the branch."""
+    return Gate(values, tanh=True, norm_eps=norm.norm.eps, factor=factor)
 
 
 FORWARDS: Mapping[str, Callable[..., Any]] = {  # upstream's class, below TRANSFORMERS

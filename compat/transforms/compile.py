@@ -70,8 +70,7 @@ class CompileSettings:
 
 def require_offload(mode: str) -> None:
     """Raise UnsupportedError for an offload mode in which no block is one graph."""
-    reason = WITH_OFFLOAD.get(mode, "")
-    if reason:
+    if reason := WITH_OFFLOAD.get(mode, ""):
         works = ", ".join(name for name, why in WITH_OFFLOAD.items() if not why)
         found, expected = f"compile with offload {mode!r}: {reason}", f"offload {works}"
         fix = "Choose one of these offload modes on the load node, or switch off compile."
@@ -79,14 +78,14 @@ def require_offload(mode: str) -> None:
 
 
 class Compilation:
-    """The compiled blocks of one part; graphs survive that the part is prepared again, or read again.
-    A compiler that fails switches itself off for the part: the block runs as it is, and ``failure`` is one line."""
+    """The compiled blocks of one part; their graphs live on when the part is prepared or read again.
+    A compiler that fails is switched off for the part: its blocks run uncompiled, and ``failure`` says why."""
 
     def __init__(self, settings: CompileSettings) -> None:
         self.settings, self.failure = settings, ""
         self.blocks, self.graphs, self.compile_seconds = 0, 0, 0.0
-        self.sizes: set[int] = set()
-        self._made: dict[CodeType, _Function] = {}
+        self.sizes: set[int] = set()  # numbers of video tokens that blocks were called with
+        self._made: dict[CodeType, _Function] = {}  # by the code of a kind of block's forward
 
     def __str__(self) -> str:
         if self.failure:
@@ -97,9 +96,9 @@ class Compilation:
         return f"compile on: {self.blocks} blocks in {graphs}, {self.compile_seconds:.0f} s to make them"
 
     def attach(self, module: nn.Module) -> Callable[[], None] | None:
-        """Compile the blocks of ``module`` on their first call; returns what takes it back, None where it has none.
-        Raises UnsupportedError, and changes nothing, where an offloader's hooks, or another forward than a method, are
-        on a block already."""
+        """Have the blocks of ``module`` compiled on their first call; returns an undo, None where it has no blocks.
+        Raises UnsupportedError, and changes nothing, where a block has an offloader's hooks, or a forward that is no
+        method."""
         blocks = list(self.blocks_in(module))
         if not blocks:
             return None
@@ -115,11 +114,12 @@ class Compilation:
         return undo.restore
 
     def blocks_in(self, module: nn.Module) -> Iterator[nn.Module]:
-        """The modules that become a graph each, here a transformer's or a VAE's; other kinds of network have others."""
+        """The modules that become one graph each: repeated blocks of a transformer or a VAE; subclasses have others."""
         vae = (one for one in module.modules() if type(one).__name__ in VAE_BLOCKS)
         yield from list(transformer_blocks(module)) or vae
 
     def _compile(self, block: Any, undo: Undo) -> None:
+        """Give ``block`` a forward that runs compiled, or as before where compiling is off or has failed."""
         stock = getattr(block.forward, "__func__", None)
         if stock is None or hasattr(block, "_hf_hook"):
             found = f"compile for a {type(block).__name__} that an offloader already moves"
@@ -142,6 +142,7 @@ class Compilation:
         undo.set(block, COMPILED, True)
 
     def _timed(self, function: _Function, block: Any, args: Any, named: Any) -> Any:
+        """The block's result; counts the graphs that the call made, and the seconds that took."""
         from torch._dynamo.utils import counters
 
         started, before = time.monotonic(), counters["stats"]["unique_graphs"]
@@ -161,7 +162,7 @@ class _Function:
         rest = stock.__globals__, stock.__name__, stock.__defaults__, stock.__closure__
         copied = FunctionType(stock.__code__.replace(), *rest)
         copied.__kwdefaults__ = stock.__kwdefaults__
-        self.plain, self.names = copied, list(inspect.signature(stock).parameters)[1:]
+        self.plain, self.names = copied, list(inspect.signature(stock).parameters)[1:]  # names: of its arguments
         self.compiled: Any = None
 
     def __call__(self, block: Any, *args: Any, **named: Any) -> Any:
@@ -179,7 +180,8 @@ class _Function:
         return options | ({"mode": asked.mode} if asked.backend == "inductor" else {})
 
     def ready(self, args: tuple[Any, ...], named: dict[str, Any], sizes: set[int]) -> tuple[Any, dict[str, Any]]:
-        """Arguments with plain strides, varying lengths marked before a graph is made; the video's joins ``sizes``."""
+        """The arguments with plain strides, and with those dimensions marked as dynamic that vary between calls; adds
+        the number of the video's tokens to ``sizes``."""
         args = tuple(_plain_strides(value) for value in args)
         named = {name: _plain_strides(value) for name, value in named.items()}
         if self.settings.dynamic == "none":
@@ -198,15 +200,16 @@ class _Function:
         return args, named
 
     def failures(self) -> tuple[type[BaseException], ...]:
+        """The exceptions by which torch's compiler fails."""
         from torch._dynamo import exc
 
-        newer = ("FailOnRecompileLimitHit", "RecompileLimitExceeded")  # derived from nothing
+        newer = ("FailOnRecompileLimitHit", "RecompileLimitExceeded")  # which derive from no exception of dynamo's
         return (exc.TorchDynamoException, *(getattr(exc, name) for name in newer if hasattr(exc, name)))
 
 
 @contextmanager
 def uncompiled(module: nn.Module) -> Iterator[None]:
-    """The compiled blocks of ``module`` run as they are meanwhile: for layers that get a forward for one pass only."""
+    """Run the blocks of ``module`` uncompiled within the block: for layers that get a forward for one pass only."""
     with Undo() as undo:
         for block in (block for block in module.modules() if getattr(block, COMPILED, False)):
             undo.set(block, COMPILED, False)
@@ -214,7 +217,7 @@ def uncompiled(module: nn.Module) -> Iterator[None]:
 
 
 def failure_line(error: BaseException) -> str:
-    """The compiler's failure in one line; raises what the compiler only passed on: no memory, or a cancel."""
+    """The compiler's failure in one line; raises its cause if that is not the compiler's: no memory, or a cancel."""
     inner = getattr(error, "inner_exception", None) or error.__cause__ or error
     if inner is not error and (is_shortage(inner) or not isinstance(inner, Exception)):
         raise inner from error
@@ -223,8 +226,8 @@ def failure_line(error: BaseException) -> str:
 
 
 def _plain_strides(value: Any) -> Any:
-    """``value`` with the strides its shape suggests, where its memory is laid out so: a graph is bound to strides.
-    A batch of one cut out of a longer sequence keeps that one's; a patch embedding leaves the states transposed."""
+    """``value`` with contiguous strides, as a graph is bound to strides; without a copy if its memory is contiguous.
+    A batch of one cut out of a longer sequence has that one's strides; a patch embedding's states are transposed."""
     if not isinstance(value, torch.Tensor):
         return value
     if not value.is_contiguous():
@@ -236,7 +239,7 @@ def _plain_strides(value: Any) -> Any:
 
 
 def _mark_tokens(value: Any, tokens: int) -> None:
-    """Mark the dimension of length ``tokens``, 0 or 1, in each tensor of ``value``, which may be a tuple of tables."""
+    """Mark dimension 0 or 1 as dynamic where ``tokens`` long, in a tensor or each of those in a tuple, list or dict."""
     from torch._dynamo import maybe_mark_dynamic
 
     if isinstance(value, torch.Tensor) and tokens in value.shape[:2]:
@@ -247,8 +250,8 @@ def _mark_tokens(value: Any, tokens: int) -> None:
 
 
 class Strengths(dict[str, Any]):
-    """Strengths of a layer's LoRAs as tensors, so that another strength is another value and not another graph.
-    fp64 without dimensions: its product with a tensor is that of the number it stands for."""
+    """Strengths of a layer's LoRAs as tensors, so that another strength needs no other graph.
+    A 0-d fp64 tensor multiplies another tensor exactly as the Python number does."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__()
@@ -261,7 +264,7 @@ class Strengths(dict[str, Any]):
 
 
 def _open_graphs(module: nn.Module, undo: Undo) -> None:
-    """Make what differs between blocks or runs tensors that one graph reads: LoRA strengths, norms, padding."""
+    """Turn values that differ between blocks or runs into tensors, for one graph: LoRA strengths, norms, padding."""
 
     def back(layer: Any, former: dict[str, Any]) -> None:
         former.clear()

@@ -33,11 +33,11 @@ class TokenSplit:
     group: Group
     plan: SplitPlan  # what else is cut with the tokens
     count: int = 0  # the video's tokens in the forward that runs
-    run: slice = field(default_factory=lambda: slice(0, 0))  # this rank's of them
-    _tables: tuple[Any, Any] = (None, None)
+    run: slice = field(default_factory=lambda: slice(0, 0))  # the part of these tokens that is this rank's
+    _tables: tuple[Any, Any] = (None, None)  # of this forward: the whole rotary tables, and this rank's part of them
 
     def attach(self, transformer: nn.Module) -> Back:
-        """Split every forward of ``transformer``; returns what takes that back."""
+        """Split every forward of ``transformer``; returns an undo."""
         undo, blocks = Undo(), list(transformer_blocks(transformer))
         try:
             for block in blocks:
@@ -55,7 +55,7 @@ class TokenSplit:
         return undo.restore
 
     def begin(self, count: int) -> None:
-        """Take in how many tokens the video of this forward has."""
+        """Split the ``count`` tokens of this forward's video; UnsupportedError for fewer tokens than ranks."""
         ranks = self.group.tokens
         if count < ranks.size:
             found, expected = f"{count} tokens for {ranks.size} devices", "at least one token for each"
@@ -67,6 +67,7 @@ class TokenSplit:
         return self.run.stop - self.run.start
 
     def tables(self, tables: Any) -> Any:
+        """This rank's part of the rotary ``tables``, cut once for all blocks of a forward; None for None."""
         if tables is None:
             return None
         if self._tables[0] is not tables:
@@ -75,17 +76,18 @@ class TokenSplit:
         return self._tables[1]
 
     def rows(self, rows: Any) -> Any:
+        """This rank's part of ``rows`` (B, N, D); whatever has no row for each token stays as it is."""
         several = isinstance(rows, torch.Tensor) and rows.ndim == 3 and rows.shape[1] > 1
         return rows[:, self.run] if several else rows
 
     def leading(self, number: Any) -> Any:
-        """The number of those of the first ``number`` tokens that are in this rank's run."""
+        """The count of the video's first ``number`` tokens that are in this rank's part; None for None."""
         return None if number is None else min(max(number - self.run.start, 0), self.length)
 
     def _cut(
         self, first: bool, names: tuple[str, ...], _block: nn.Module, given: tuple[Any, ...], named: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Cut the arguments of a block that go by token, and before the ``first`` block the tokens themselves."""
+        """Cut those arguments of a block that have an entry per token, and before the ``first`` block the tokens."""
         arguments = dict(zip(names, given, strict=False)) | named
         if first:
             self.begin(arguments[STATES].shape[1])
@@ -118,7 +120,7 @@ class SplitAttention:
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """(B, H, n, D) for this rank's tokens of the video and, behind them, the text."""
+        """Attention (B, H, n, D) of this rank's tokens of the video, and of the text behind them."""
         if self.split.group.tokens.size == 1:
             return self.attend(query, key, value, mask)
         heads = query.shape[1]
@@ -126,7 +128,7 @@ class SplitAttention:
         return self._heads_for_tokens(self.attend(query, key, value, self._whole(mask, key)), heads)
 
     def _tokens_for_heads(self, own: torch.Tensor) -> torch.Tensor:
-        """(B, h, N, D) of this rank's heads, from (B, H, n, D) of its tokens."""
+        """Exchange (B, H, n, D), all heads of this rank's tokens, for (B, h, N, D), its heads of all tokens."""
         split, ranks = self.split, self.split.group.tokens
         batch, heads, _, width = own.shape
         runs = ranks.runs(heads)
@@ -136,7 +138,7 @@ class SplitAttention:
         return torch.cat([*ranks.exchange([video[:, run] for run in runs], shapes), text], dim=2)
 
     def _heads_for_tokens(self, result: torch.Tensor, heads: int) -> torch.Tensor:
-        """(B, H, n, D) of this rank's tokens, from (B, h, N, D) of its heads."""
+        """Exchange (B, h, N, D), this rank's heads of all tokens, for (B, H, n, D), all heads of its tokens."""
         split, ranks = self.split, self.split.group.tokens
         video, text = result[:, :, : split.count], result[:, :, split.count :]
         pieces = [torch.cat([video[:, :, run], text], dim=2) for run in ranks.runs(split.count)]
@@ -146,7 +148,7 @@ class SplitAttention:
         return torch.cat(ranks.exchange(pieces, shapes), dim=1)
 
     def _whole(self, mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
-        """``mask`` (..., M) over all keys; one that was made for this rank's keys says that its video counts."""
+        """``mask`` (..., M) over all keys; one of this rank's keys is extended, as all keys of the video are valid."""
         if mask is None or mask.shape[-1] == key.shape[2]:
             return mask
         text = mask[..., self.split.length :]

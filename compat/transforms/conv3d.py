@@ -1,6 +1,6 @@
 """The 3-D convolutions of a loaded part, swapped for exact replacements, and back.
-The objects stay what and where they are: only their class changes, to a subclass with another forward, so that
-parameters, state-dict keys and every reference to them hold."""
+Only the class of a module changes, to a subclass with another forward: its parameters, state-dict keys and all
+references to it stay valid."""
 
 from __future__ import annotations
 
@@ -59,8 +59,7 @@ class SwapUnit:
     name: str
     owner: nn.Module
     layers: Mapping[str, nn.Conv3d]
-    inputs: tuple[nn.Conv3d, ...]
-    """The convolutions that the inputs of ``owner`` go into, one by one."""
+    inputs: tuple[nn.Conv3d, ...]  # the convolution that reads each input of ``owner``
 
 
 def swap_conv3d(root: nn.Module, choose: Chooser) -> Swapped:
@@ -76,8 +75,7 @@ def swap_conv3d(root: nn.Module, choose: Chooser) -> Swapped:
         if not todo:
             continue
         plans: dict[nn.Module, Conv3dChoice] = {unit.layers[name]: choice for name, choice in todo.items()}
-        fault = _fault(unit, plans)
-        if fault:
+        if fault := _fault(unit, plans):
             logger.warning("3-D convolution %r stays as it is: %s", unit.name or type(unit.owner).__name__, fault)
             done.left |= dict.fromkeys(todo, fault)
             continue
@@ -92,13 +90,14 @@ def swap_conv3d(root: nn.Module, choose: Chooser) -> Swapped:
 
 
 def layer_of(name: str, layer: nn.Conv3d, dtype: torch.dtype | None = None) -> Conv3dLayer:
-    """``layer`` as plain values, by its name; ``dtype`` is what it is computed in, its weight's where None."""
+    """``layer`` and its name as plain values; ``dtype`` is the one that it computes in, None for its weight's."""
     channels = {"in_channels": layer.in_channels, "out_channels": layer.out_channels}
     kernel: Any = layer.kernel_size
     return Conv3dLayer(name, kernel=kernel, geometry=geometry_of(layer), dtype=dtype or layer.weight.dtype, **channels)
 
 
 def _check_ready(root: nn.Module) -> None:
+    """Raise UnsupportedError where a module of ``root`` is hooked by an offloader, swapped already, or on meta."""
     for name, module in root.named_modules():
         label = f"{type(root).__name__} {name}".rstrip()
         _check_free(module, label)
@@ -111,7 +110,7 @@ def _check_ready(root: nn.Module) -> None:
 
 
 def _check_free(module: nn.Module, label: str) -> None:
-    """Refuse a module whose forward an offloader has wrapped: it would go on calling the one it wrapped."""
+    """Raise UnsupportedError where an offloader has wrapped the forward of ``module``, whose old one it would call."""
     if hasattr(module, "_hf_hook") or "group_offloading" in getattr(_registry(module), "hooks", ()):
         found, expected = f"{label} has the hooks of an offloader on it", "a part that no offloader holds"
         fix = "Take the offloader off, swap or restore, and put it back."
@@ -119,18 +118,18 @@ def _check_free(module: nn.Module, label: str) -> None:
 
 
 def _units(root: nn.Module, left: dict[str, str]) -> Iterator[SwapUnit]:
+    """The convolutions of ``root`` and their known wrappers; adds those that cannot be swapped to ``left``, and why."""
     taken: set[nn.Module] = set()
     for name, module in root.named_modules():
         rewrite = swap_of(module)
         if module in taken or (rewrite is None and not isinstance(module, nn.Conv3d)):
             continue
-        reason = _obstacle(module)
-        if reason:
+        if reason := _obstacle(module):
             left[name] = reason
         elif rewrite is SwappedConv3d:
             yield SwapUnit(name, module, {name: module}, (module,))  # type: ignore[dict-item, arg-type]
         else:
-            inside = {n: m for n, m in module.named_modules(prefix=name) if isinstance(m, nn.Conv3d)}
+            inside = {key: each for key, each in module.named_modules(prefix=name) if isinstance(each, nn.Conv3d)}
             taken.update(inside.values())
             obstacles = {key: reason for key, layer in inside.items() if (reason := _obstacle(layer))}
             left |= obstacles
@@ -141,6 +140,7 @@ def _units(root: nn.Module, left: dict[str, str]) -> Iterator[SwapUnit]:
 
 
 def _obstacle(module: nn.Module) -> str:
+    """The reason why ``module`` cannot be swapped; empty where it can."""
     if swap_of(module) is None:
         return f"of class {type(module).__qualname__}, which may do its own padding"
     if isinstance(module, nn.Conv3d) and type(module.weight.data) is not Tensor:
@@ -151,9 +151,9 @@ def _obstacle(module: nn.Module) -> str:
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give ``module`` another class, also where something keeps the forward of the one it had."""
-    for keep in list(_saved_forwards(module)):
-        keep(types.MethodType(cls.forward, module))
+    """Give ``module`` another class, and its forward to accelerate and diffusers where they saved the old one."""
+    for save in list(_saved_forwards(module)):
+        save(types.MethodType(cls.forward, module))
     module.__class__ = cls
 
 
@@ -177,12 +177,12 @@ def _registry(module: nn.Module) -> Any:
 
 
 def _fault(unit: SwapUnit, plans: Mapping[nn.Module, Conv3dChoice]) -> str:
-    """The difference of the swapped unit on a small random input; empty if it is the same function.
-    The original computes on the CPU, the swapped one where the weights are; on a CPU in fp32, which each has right:
-    oneDNN's 16-bit kernels for AMX are wrong at some strides (pytorch#169688), and another device will compute."""
+    """The difference of the swapped unit on a small random input, in words; empty if it is the same function.
+    The original computes in fp32 on the CPU, the swapped one where the weights are, on a CPU in fp32 too: oneDNN's
+    16-bit kernels for AMX are wrong at some strides (pytorch#169688), and in the end another device will compute."""
     first = next(iter(unit.layers.values())).weight
-    here = first.device == HOST and first.dtype.itemsize == 2
-    dtype = torch.float32 if here or first.dtype.itemsize == 1 else first.dtype
+    half_on_host = first.device == HOST and first.dtype.itemsize == 2
+    dtype = torch.float32 if half_on_host or first.dtype.itemsize == 1 else first.dtype
     generator, inputs = torch.Generator().manual_seed(0), []
     for layer in unit.inputs:
         rows = zip(layer.kernel_size, layer.dilation, layer.stride, strict=True)
@@ -197,10 +197,12 @@ def _fault(unit: SwapUnit, plans: Mapping[nn.Module, Conv3dChoice]) -> str:
         except (RuntimeError, ValueError) as error:
             return f"its replacement failed: {str(error).splitlines()[0]}"
         terms = max(layer.weight[0].numel() for layer in unit.layers.values())
-        return next((fault for pair in zip(expected, results, strict=True) if (fault := _mismatch(*pair, terms))), "")
+        faults = (_mismatch(each, result, terms) for each, result in zip(expected, results, strict=True))
+        return next(filter(None, faults), "")
 
 
 def _mismatch(expected: Tensor, result: Tensor, terms: int) -> str:
+    """The difference of ``result``, sums of so many ``terms``, beyond rounding, in words; empty for none."""
     if expected.shape != result.shape or expected.dtype != result.dtype:
         return f"its replacement gave {tuple(result.shape)} {result.dtype} for {tuple(expected.shape)} {expected.dtype}"
     largest = expected.double().abs().max().clamp_min(torch.finfo(torch.float32).tiny)
@@ -212,7 +214,7 @@ def _mismatch(expected: Tensor, result: Tensor, terms: int) -> str:
 def _clone_on(
     module: nn.Module, plans: Mapping[nn.Module, Conv3dChoice], device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """``module`` without its hooks, swapped if there are ``plans``; tensors are shared where nothing has to change."""
+    """A copy of ``module`` on ``device`` in ``dtype``, without hooks, with ``plans`` swapped; shares equal tensors."""
     cls: Any = type(module)
     wrapper = swap_of(module) not in (None, SwappedConv3d)
     clone: Any = cls.__new__(swapped_class(cls) if module in plans or (plans and wrapper) else cls)
@@ -237,11 +239,11 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 class SwappedModule(nn.Module):
-    """The mark of a swapped class."""
+    """The base of all swapped classes, by which a swapped module is known."""
 
 
 class SwappedConv3d(SwappedModule):
-    """``nn.Conv3d`` and upstream's CogVideoXSafeConv3d, whose pieces of time every form bounds by itself."""
+    """``nn.Conv3d``, and upstream's CogVideoXSafeConv3d, which cuts its input in time, as every form does by itself."""
 
     conv3d_choice: Conv3dChoice
     weight: Tensor
@@ -272,7 +274,7 @@ class SwappedCausal(SwappedModule):
 
 
 class SwappedCogVideoXCausal(SwappedModule):
-    """The causal convolution of Mochi; with zeros for edges upstream concatenates time and keeps its cache itself."""
+    """The causal convolution of Mochi; upstream's own code pads with zeros, and keeps a cache of frames then."""
 
     conv: nn.Module
     time_causal_padding: tuple[int, ...]
@@ -292,11 +294,9 @@ class SwappedHistoryPatchEmbed(SwappedModule):
     proj_4x: nn.Module
 
     def forward(
-        self,
-        latents_clean: Tensor | None = None,
-        latents_clean_2x: Tensor | None = None,
+        self, latents_clean: Tensor | None = None, latents_clean_2x: Tensor | None = None,
         latents_clean_4x: Tensor | None = None,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         given, patches = (latents_clean, latents_clean_2x, latents_clean_4x), ((1, 1, 1), (2, 4, 4), (4, 8, 8))
         rows = zip(given, patches, (self.proj, self.proj_2x, self.proj_4x), strict=True)
         seen = (None if x is None else proj(_to_multiple(x, patch)) for x, patch, proj in rows)
@@ -323,19 +323,19 @@ def swap_of(module: nn.Module) -> type[SwappedModule] | None:
 
 @functools.cache
 def swapped_class(original: Any) -> type[nn.Module]:
-    """``original`` with the forward of its rewrite, under its own name, which offload plans go by."""
+    """A subclass of ``original`` with the forward of its rewrite, under the same name, by which offload plans go."""
     rewrite = SWAPS[f"{original.__module__}.{original.__qualname__}"]
     return type(original.__name__, (rewrite, original), {"__doc__": rewrite.__doc__, "__module__": original.__module__})
 
 
 def geometry_of(layer: Any) -> Geometry:
-    """The geometry of an ``nn.Conv3d``, without padding unless that is as many zeros on both sides."""
+    """The geometry of an ``nn.Conv3d``; its padding if that is equally many zeros on both sides, else none."""
     plain = layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
     return Geometry(layer.stride, layer.padding if plain else (0, 0, 0), layer.dilation, layer.groups)
 
 
 def own_edges(layer: Any) -> tuple[tuple[int, ...] | None, str]:
-    """The padding of ``layer`` other than as many zeros on both sides: (edges as in ``F.pad``, mode)."""
+    """The padding of ``layer`` that :func:`geometry_of` leaves out: edges and mode of ``F.pad``, or (None, "")."""
     if layer.padding_mode == "zeros" and not isinstance(layer.padding, str):
         return None, ""
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
@@ -353,7 +353,7 @@ def causal_edges(conv: Any) -> tuple[int, int, int, int, int, int]:
 
 
 def _aligned(x: Tensor, layer: SwappedConv3d) -> Tensor:
-    """``x`` on the device where ``layer`` executes; UnsupportedError where only its weight on the host is known."""
+    """``x`` on the device where ``layer`` executes; raises where that is unknown, as the weight is on host or meta."""
     if x.device == layer.weight.device:
         return x
     device = hooked_device(layer) or layer.weight.device
@@ -368,6 +368,7 @@ def _aligned(x: Tensor, layer: SwappedConv3d) -> Tensor:
 
 
 def _reads_frames_first(layer: nn.Module) -> bool:
+    """True where ``layer`` convolves frame by frame, and so reads (B, T, C, H, W) in memory without a copy."""
     choice = getattr(layer, "conv3d_choice", None)
     return choice is not None and choice.form is Conv3dMethod.FRAMES
 
@@ -388,5 +389,6 @@ def history_tables(
 
 
 def _to_multiple(x: Tensor, patch: tuple[int, int, int]) -> Tensor:
+    """``x`` (B, C, T, H, W) with its ends repeated up to whole patches."""
     time, height, width = (-extent % step for extent, step in zip(x.shape[2:], patch, strict=True))
     return padded(x, (0, width, 0, height, 0, time), "replicate")

@@ -1,4 +1,4 @@
-"""The choice how a layer computes its 3-D convolution: what works on the device, is known to be fast, was timed."""
+"""The choice of how a layer computes its 3-D convolution: what works on the device, is known to be fast, was timed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,6 @@ INSTEAD_ON_CPU = (Conv3dMethod.FP32, *INSTEAD)
 
 def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Chooser:
     """A chooser for a device with these facts; it returns None for a layer that is best left as it is.
-
     ``facts`` are as ``quirks.abilities`` gives them; what is absent is taken to work, a missing
     ``conv3d_channels_last`` is as ``conv3d``, and abilities may be plain bools. ``timings`` are milliseconds by
     implementation: the fastest wins if it gains enough over what the facts alone would choose."""
@@ -93,6 +92,7 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
     order = INSTEAD_ON_CPU if backend == "cpu" else INSTEAD
 
     def choice(layer: Conv3dLayer) -> Conv3dChoice | None:
+        """The preferred method, else the device's own, else the first that runs; then the fastest by ``timings``."""
         usable = [form for form in Conv3dMethod if runs(form, layer, facts)]
         form, why = PREFERRED.get((backend, layer.kind), (Conv3dMethod.NATIVE, ""))
         if form not in usable:
@@ -117,7 +117,7 @@ def choose_by(facts: Mapping[str, Any], timings: Timings | None = None) -> Choos
 
 
 def stored_timings(facts: DeviceFacts, store: ProbeStore) -> Timings | None:
-    """Timings of a real accelerator, near a real decode's size, once for each shape of layer; None for another."""
+    """A function that times a layer's methods, once for each shape, near a decode's size; None for no accelerator."""
     if facts.device.type not in CLOCKED:
         return None
     policy = policy_for(facts)
@@ -127,11 +127,11 @@ def stored_timings(facts: DeviceFacts, store: ProbeStore) -> Timings | None:
             return {}
         size = sample_size(layer)
 
-        def measured() -> Mapping[str, float]:
+        def measure() -> Mapping[str, float]:
             with convolution_switches(policy):
                 return form_times(layer, facts.device, size, forms)
 
-        return stored_times(f"conv3d {'x'.join(map(str, size))} {layer.key}", measured, facts, store)
+        return stored_times(f"conv3d {'x'.join(map(str, size))} {layer.key}", measure, facts, store)
 
     return timings
 
@@ -160,32 +160,29 @@ def sample_size(layer: Conv3dLayer) -> Triple:
 
 
 def form_times(
-    layer: Conv3dLayer,
-    device: torch.device,
-    size: Triple,
-    forms: tuple[Conv3dMethod, ...] = tuple(Conv3dMethod),
+    layer: Conv3dLayer, device: torch.device, size: Triple, forms: tuple[Conv3dMethod, ...] = tuple(Conv3dMethod),
     repeats: int = 5,
-) -> dict[str, float]:
-    """Milliseconds by form at ``size`` (T, H, W), for the forms that run, are right, and take little beside."""
+) -> dict[str, float]:  # fmt: skip
+    """Milliseconds by form at ``size`` (T, H, W), for the forms that run, are right, and need little extra memory."""
     x = torch.full((1, layer.in_channels, *size), 0.5, dtype=layer.dtype).to(device)
     weight, bias = (tensor.to(device, layer.dtype) for tensor in _sample(layer, (1, 1, 1))[1:])
-    beside: dict[str, int] = {}
+    extra_bytes: dict[str, int] = {}  # by form, besides operands and result
 
-    def weighed(form: Conv3dMethod) -> torch.Tensor:
-        """The result; the first call, which is not timed, notes what the form holds beside operands and result."""
-        if form.value in beside:
+    def run(form: Conv3dMethod) -> torch.Tensor:
+        """The result; the first call, which is not timed, also notes the form's extra bytes."""
+        if form.value in extra_bytes:
             return convolve(form, x, weight, bias, layer.geometry)
         reset_peak(device)
         before = peak_bytes(device)
         result = convolve(form, x, weight, bias, layer.geometry)
         after = peak_bytes(device)
-        beside[form.value] = 0 if before is None or after is None else after - before - result.nbytes
+        extra_bytes[form.value] = 0 if before is None or after is None else after - before - result.nbytes
         return result
 
     fitting = (form for form in forms if covers(form, layer.kernel, layer.geometry))
-    ways = {form.value: partial(weighed, form) for form in fitting if form_error(form, layer, device) is not None}
+    right = {form.value: partial(run, form) for form in fitting if form_error(form, layer, device) is not None}
     most = WORKSPACE * x.nbytes + 2 * weight.nbytes + MATMUL_BYTES
-    return {name: ms for name, ms in milliseconds(ways, device, repeats).items() if beside[name] <= most}
+    return {name: ms for name, ms in milliseconds(right, device, repeats).items() if extra_bytes[name] <= most}
 
 
 def form_error(form: Conv3dMethod, layer: Conv3dLayer, device: torch.device) -> float | None:
@@ -204,7 +201,7 @@ def form_error(form: Conv3dMethod, layer: Conv3dLayer, device: torch.device) -> 
 
 
 def tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
-    """The distance that two right results may have, as a share of the largest value.
+    """The difference that two right results may have, as a share of the largest value.
     One rounding to ``dtype`` each, TF32 on an accelerator, and fp32 sums of ``terms`` in any order: a random walk."""
     coarse = TF32_EPS if device.type != "cpu" and dtype is torch.float32 else 0.0
     walk = 4 * torch.finfo(torch.float32).eps * terms**0.5
@@ -212,6 +209,7 @@ def tolerance(dtype: torch.dtype, terms: int, device: torch.device) -> float:
 
 
 def _sample(layer: Conv3dLayer, size: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random input (1, C, *size), weight and bias of ``layer``, fp32, always the same; results are near 1."""
     generator = torch.Generator().manual_seed(0)
     fan = layer.in_channels // layer.geometry.groups
     x = torch.randn(1, layer.in_channels, *size, generator=generator)

@@ -50,8 +50,8 @@ def covers(form: Conv3dMethod, kernel: Triple, geometry: Geometry) -> bool:
     if form is Conv3dMethod.POINTWISE:
         return kernel == (1, 1, 1) and geometry.groups == 1
     if form is Conv3dMethod.PATCHES:
-        apart = all(k == 1 or d == 1 for k, d in zip(kernel, geometry.dilation, strict=True))
-        return kernel == geometry.stride and apart and geometry.groups == 1
+        dense = all(k == 1 or d == 1 for k, d in zip(kernel, geometry.dilation, strict=True))
+        return kernel == geometry.stride and dense and geometry.groups == 1
     return True
 
 
@@ -97,21 +97,21 @@ def conv3d_by_points(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry
 
 def conv3d_by_frames(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = CHUNK_BYTES) -> Tensor:
     """One 2-D convolution per output frame, over the channels of all input frames under the kernel.
-
     Frames and channels become one dimension. By frame, then channel, the input needs no copy where it is laid out so
-    (see :func:`padded`), and the kernel is transposed; by channel, then frame, the kernel stays and the windows are
+    (see :func:`padded`), and the kernel is copied; by channel, then frame, the kernel stays and the windows are
     copied. The smaller is copied. A kernel of one frame takes ``chunk`` bytes of frames per call."""
     taps = weight.shape[2]
     chunk = 0 if taps > 1 else chunk
     kernel_is_larger = g.groups == 1 and x[:, :, :1].nbytes * taps < weight.nbytes
     by_channel = taps == 1 or g.groups > 1 or kernel_is_larger  # groups divide the outer dimension
     kernel = (weight if by_channel else weight.transpose(1, 2)).flatten(1, 2).contiguous()
-    # A library packs a kernel again in each call, so of a large one half at a time: a percent slower, and less memory.
+    # A library packs a kernel again in each call; a large one in two halves needs less memory, and is a percent slower.
     kernels = kernel.chunk(2) if kernel_is_larger and not chunk else (kernel,)
     biases = (None,) * len(kernels) if bias is None else bias.split([len(each) for each in kernels])
     steps = g.stride[1:], g.padding[1:], g.dilation[1:], g.groups
 
     def plane(window: Tensor) -> Tensor:
+        """The result (B, O, H', W') of windows (B, C * taps, H, W)."""
         parts = [F.conv2d(window, each, offset, *steps) for each, offset in zip(kernels, biases, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -122,7 +122,7 @@ def conv3d_by_frames(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry
 
 
 def conv3d_by_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int = MATMUL_BYTES) -> Tensor:
-    """No convolution: the voxels under the kernel become ``chunk`` bytes of columns, the kernel a matrix, in fp32."""
+    """Matrix products alone, in fp32: the voxels under the kernel are copied to columns, ``chunk`` bytes at a time."""
     _, height, width = g.padding
     x = padded(x, (width, width, height, height, 0, 0))
     wide = torch.float32 if x.dtype in HALVES else x.dtype
@@ -130,6 +130,7 @@ def conv3d_by_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry
     matrix = kernel.flatten(1).unflatten(0, (g.groups, -1))
 
     def plane(window: Tensor) -> Tensor:
+        """The result (B, O, H', W') of windows (B, C * taps, H, W), ``count`` of its rows at a time."""
         rows, columns = _steps(window.shape[2:], kernel.shape[2:], g.stride[1:], g.dilation[1:])
         row_bytes = window[:, :, 0, 0].numel() * kernel[0, 0].numel() * columns * wide.itemsize
         count = max(1, chunk // row_bytes)
@@ -148,7 +149,6 @@ def conv3d_by_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry
 
 def padded(x: Tensor, padding: tuple[int, ...], mode: str = "constant", frames_first: bool = False) -> Tensor:
     """``F.pad(x, padding, mode)`` of (B, C, T, H, W) with time by concatenation, rows and columns by the 2-D kernel.
-
     ``padding`` is (left, right, top, bottom, before, after). ``frames_first`` lays the result out as (B, T, C, H, W),
     which :func:`conv3d_by_frames` reads without a copy; otherwise the layout of ``x`` is kept."""
     *plane, before, after = padding
@@ -170,7 +170,7 @@ def padded(x: Tensor, padding: tuple[int, ...], mode: str = "constant", frames_f
 
 
 def _edge(x: Tensor, count: int, mode: str, last: bool) -> Tensor | None:
-    """The ``count`` frames that stand before, or after, those of ``x``."""
+    """The ``count`` frames that ``mode`` pads before those of ``x``, or after the ``last``; None for no frames."""
     frames = x.shape[2]
     if not count:
         return None
@@ -184,7 +184,7 @@ def _edge(x: Tensor, count: int, mode: str, last: bool) -> Tensor | None:
 
 
 def exact(device: torch.device) -> AbstractContextManager[Any]:
-    """Without autocast, which would turn fp32 operands back into halves."""
+    """A block without autocast, which would cast fp32 operands back to 16 bits."""
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
@@ -194,7 +194,7 @@ def _with_zeros(x: Tensor, padding: Triple) -> Tensor:
 
 
 def _in_time(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk: int) -> Tensor:
-    """``F.conv3d`` in the dtype of ``weight``, in pieces of ``chunk`` bytes of time; the result has that of ``x``."""
+    """``F.conv3d`` in the dtype of ``weight``, in pieces of time of ``chunk`` bytes; returns the dtype of ``x``."""
     frame_bytes = x[:, :, :1].numel() * weight.element_size()
     if frame_bytes * x.shape[2] <= chunk:
         return F.conv3d(_alike(x, weight), weight, bias, *g).to(x.dtype)
@@ -211,6 +211,7 @@ def _in_time(x: Tensor, weight: Tensor, bias: Tensor | None, g: Geometry, chunk:
 
 
 def _alike(x: Tensor, weight: Tensor) -> Tensor:
+    """``x`` in the dtype and memory layout of ``weight``."""
     layout = torch.contiguous_format if weight.is_contiguous() else torch.channels_last_3d
     return x.to(weight.dtype).contiguous(memory_format=layout)
 
@@ -268,6 +269,7 @@ def _columns(
 def _steps(
     size: tuple[int, ...], kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[int, ...]:
+    """The size of a convolution's result along each axis, from an input padded already."""
     rows = zip(size, kernel, stride, dilation, strict=True)
     return tuple((extent - (taps - 1) * gap - 1) // step + 1 for extent, taps, step, gap in rows)
 

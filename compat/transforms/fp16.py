@@ -1,5 +1,4 @@
 """Safe fp16: the speed of fp16 matrix products without their overflow, for GPUs whose bf16 is missing, slow or wrong.
-
 Operands of the large products and of attention are fp16, all else fp32. A product that feeds the residual comes out in
 fp32: from the GEMM where the device can, else from one whose rows were divided by a power of two, measured on each
 call, so that no partial sum can leave fp16's range (Cauchy-Schwarz with the weights' row norms)."""
@@ -39,15 +38,17 @@ class SafeOps(BlockOps):
     operand_dtype: torch.dtype | None = HALF
 
     def added_read(self, x: Tensor, branch: Tensor, gate: Gate, layer: Any) -> tuple[Tensor, Tensor]:
+        """The sum, and the sum as ``layer`` reads it: in fp16, divided by RESIDUAL_SCALE, if operations are fused."""
         settings = getattr(_bare(layer), SETTINGS, PLAIN)
-        settings.divided = bool(self.form) and settings.residual and _bare(layer) is layer  # a LoRA reads it whole
+        settings.divided = bool(self.form) and settings.residual and _bare(layer) is layer  # LoRAs need it undivided
         if settings.divided:
             return self.added_normalized(x, branch, gate, Norm(SCALED, 1 / fp16_layers.RESIDUAL_SCALE), NO_MODULATION)
         return BlockOps.added_read(self, x, branch, gate, layer)
 
     def attended(self, attention: Any, x: Tensor, **named: Any) -> tuple[Tensor, Tensor | None]:
-        """The branch, and the power of two that its values were divided by, which the output projection multiplies in
-        itself where somebody else calls the attention and may repeat its result, as step caches do."""
+        """The branch, and the power of two that its values were divided by, for the block's sum to multiply in; None
+        where the output projection does that itself: if the attention's forward was replaced, as step caches do, its
+        result may be repeated."""
         output = _bare(attention.to_out[0])
         settings = getattr(output, SETTINGS, PLAIN)
         settings.leaves = settings.values is not None and "forward" not in attention.__dict__
@@ -61,9 +62,10 @@ class SafeOps(BlockOps):
         gated, output = feed.net[0], _bare(feed.net[-1])
         settings = getattr(output, SETTINGS, PLAIN)
         reach = 1.0 if settings.fp32_output else settings.reach
-        room = fp16_layers.LIMIT / reach if isinstance(reach, float) else 0.0  # a tensor in a graph: no kernel takes it
+        # Below this norm a row's products stay in fp16's range. In a graph reach is a tensor, which no kernel takes.
+        room = fp16_layers.LIMIT / reach if isinstance(reach, float) else 0.0
         replaced = "forward" in feed.__dict__ or is_hooked_by_others(feed)
-        divisible = output.bias is None and is_ours(gated, fp16_layers.fp32_swiglu)  # a bias is not divided
+        divisible = output.bias is None and is_ours(gated, fp16_layers.fp32_swiglu)  # a bias would not be divided
         if not (self.form and room and divisible) or replaced:
             return feed(x), None
         hidden, factor = scaled_swiglu(gated.proj(x), room, self.form)
@@ -81,7 +83,7 @@ SAFE_OPS = SafeOps()
 
 @dataclass(slots=True)
 class AppliedFp16:
-    """A rewrite that :meth:`restore` undoes: counts of rewritten layers by kind, and of blocks left fp32 by reason."""
+    """A transformer in safe fp16: the number of rewritten layers by kind, and of blocks left in fp32 by reason."""
 
     family: str
     fp32_output: bool
@@ -102,7 +104,6 @@ class AppliedFp16:
 
 def apply_fp16_safe(transformer: nn.Module, family: str, fp32_output: bool = False) -> AppliedFp16:
     """Make ``transformer`` compute in safe fp16, in place, on the host and without offload; it takes and returns fp32.
-
     Every block of an exactly known class is rewritten on its own instance; any other stays in fp32 and is counted.
     ``fp32_output``: a GEMM of fp16 operands can come out in fp32. Raises UnsupportedError under offload hooks, or
     twice."""
@@ -134,7 +135,7 @@ def apply_fp16_safe(transformer: nn.Module, family: str, fp32_output: bool = Fal
 
 
 def stored_dtype(name: str, shape: tuple[int, ...]) -> torch.dtype:
-    """The dtype in which the tensor ``name`` of a checkpoint is best read: fp16 for matrices of blocks, else fp32."""
+    """The dtype in which safe fp16 reads a checkpoint's tensor ``name``: fp16 for matrices of blocks, else fp32."""
     return HALF if len(shape) == 2 and name.startswith(BLOCK_LISTS) and name.endswith(".weight") else FULL
 
 
@@ -165,13 +166,13 @@ def require_fp16_sums(facts: DeviceFacts, dtype: torch.dtype) -> None:
 
 
 def fp16_sums() -> AbstractContextManager[None]:
-    """Products inside sum in fp16; then torch's switch is as it was."""
+    """The block in which torch's products of fp16 operands are summed in fp16."""
     return held(torch.backends.cuda.matmul, SUMS_SWITCH, True)
 
 
 def _rope_forward(rope: Any, hidden_states: Tensor, *args: Any, **named: Any) -> RotaryTables:
-    """Upstream's (cos, sin) as :class:`RotaryTables`; one row of the batch where no coordinates tell rows apart."""
-    shared = (args[4] if len(args) > 4 else named.get("video_coords")) is None
+    """Upstream's (cos, sin) as :class:`RotaryTables`; of one sample where all are alike, without ``video_coords``."""
+    shared = (args[4] if len(args) > 4 else named.get("video_coords")) is None  # upstream's sixth argument
     return RotaryTables(type(rope).forward(rope, hidden_states[:1] if shared else hidden_states, *args, **named))
 
 
@@ -191,8 +192,8 @@ def _attach_block(block: nn.Module, layers: Mapping[str, LayerKind], applied: Ap
 
 
 def _attach_layers(block: nn.Module, layers: Mapping[str, LayerKind], applied: AppliedFp16) -> Iterator[int]:
-    """Rewrite the ``layers`` of ``block``; the ids of the parameters, and of the packed layers, that are to be fp16."""
-    scaled: dict[str, nn.Module] = {}  # those with settings, by their paths
+    """Rewrite the ``layers`` of ``block``; yields the ids of parameters, and of packed layers, that are to be fp16."""
+    scaled: dict[str, nn.Module] = {}  # rewritten layers by path
     for path, kind in layers.items():
         around: Any = submodule_at(block, path)
         if around is None:
@@ -209,7 +210,7 @@ def _attach_layers(block: nn.Module, layers: Mapping[str, LayerKind], applied: A
         reach: float | None = 1.0
         if kind is LayerKind.VALUE or (kind is not LayerKind.FULL and not applied.fp32_output):
             reach = None if isinstance(layer, Stored) else max(1.0, float(fp16_layers.reach_of(layer.weight)))
-        values = scaled.get(path.replace("to_out.0", "to_v"))  # whose result an attention's output multiplies
+        values = scaled.get(path.replace("to_out.0", "to_v"))  # of an attention's output projection: its values' layer
         if values is not None and layer is not around:
             applied.undo.patch(around, fp16_layers.adapted_out)
         residual = applied.fp32_output and kind is LayerKind.RESIDUAL
@@ -219,11 +220,13 @@ def _attach_layers(block: nn.Module, layers: Mapping[str, LayerKind], applied: A
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Change the dtype of ``tensor`` in place."""
     with torch.inference_mode(False), torch.no_grad():
         tensor.data = tensor.data.to(dtype)
 
 
 def _unfit(block: nn.Module, layers: Mapping[str, LayerKind]) -> str:
+    """The reason why ``block`` cannot be in safe fp16: a layer's class, or weights beyond fp16; empty for none."""
     for path in layers:
         layer: Any = _bare(submodule_at(block, path))
         if layer is None:
@@ -232,7 +235,7 @@ def _unfit(block: nn.Module, layers: Mapping[str, LayerKind]) -> str:
             return f"{path} is a {type(layer).__name__}"
         packed = isinstance(layer, StoredLinear)
         weight = layer.stored if packed else layer.weight
-        if weight.dtype is HALF or (packed and layer.codec):  # whose values are known where it computes
+        if weight.dtype is HALF or (packed and layer.codec):  # packed values are only known when the layer computes
             continue
         low, high = torch.aminmax(weight.data)
         if not max(-float(low), float(high)) <= torch.finfo(HALF).max:
@@ -246,6 +249,7 @@ def _bare(module: Any) -> Any:
 
 
 def _require_bare(transformer: nn.Module) -> None:
+    """Raise UnsupportedError where a module is hooked by an offloader, or is in safe fp16 already."""
     for module in transformer.modules():
         # a registry without hooks stays behind wherever diffusers' cache context was entered once
         if hasattr(module, "_hf_hook") or getattr(getattr(module, "_diffusers_hook", None), "hooks", None):
@@ -258,6 +262,7 @@ def _require_bare(transformer: nn.Module) -> None:
 
 
 def _paths(names: str, kind: LayerKind, prefix: str = "") -> dict[str, LayerKind]:
+    """``kind`` by path, for each of the ``names``, which blanks separate."""
     return {prefix + name: kind for name in names.split()}
 
 
@@ -268,6 +273,7 @@ _MODULATIONS = _paths("norm1.linear norm1_context.linear", LayerKind.FULL)
 
 
 def _both_streams(attention: str) -> dict[str, LayerKind]:
+    """The layers of a block with a video and a text stream, whose joint attention has this path."""
     read = _paths(f"{_QKV} {_TEXT_QKV}", LayerKind.NARROW, attention)
     return read | _paths("to_out.0 to_add_out", LayerKind.WIDE, attention) | _FEEDS | _MODULATIONS
 

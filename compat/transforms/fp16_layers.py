@@ -19,18 +19,18 @@ from ..memory.hooks import weights_on
 from .attention_processors import CrossProcessor
 
 HALF, FULL = torch.float16, torch.float32
-LIMIT = 2.0**15  # half of what fp16 can hold: room for the rounding of operands and products
-RESIDUAL_SCALE = 2.0**8  # what a residual is divided by where products come out in fp32: room up to 1.6e7
-DIGITS = 2.0**11  # what fp16 holds of a number
-SETTINGS, SCALE = "_anygpu_fp16", "_anygpu_value_scale"
+LIMIT = 2.0**15  # half of fp16's range: room for the rounding of operands and products
+RESIDUAL_SCALE = 2.0**8  # divides a residual where products come out in fp32: room up to 1.6e7
+DIGITS = 2.0**11  # an fp16 number has 11 bits
+SETTINGS, SCALE = "_anygpu_fp16", "_anygpu_value_scale"  # attributes of a layer; SCALE is the divisor of its output
+# Largest scaled score in fp16. Rounded operands move it by at most 1/4; kernels that form scores in fp16, some of them
+# before the scale, are far from overflow; and no operand leaves fp16's range, since |q| |k| bounds each product.
 MOST_SCORE = 256.0
-"""Largest scaled score in fp16. Rounded operands move it by at most 1/4; kernels that form scores in fp16, some of them
-before the scale, are far from overflow; and no operand leaves fp16's range, since |q| |k| bounds each product."""
 MOST_VALUE = 512.0  # kernels that add 64 products with values in fp16 (SageAttention's Triton) overflow at 1024
 SPREAD = 2.0**20  # between the largest and the smallest row of values: fp16 holds both to about a thousandth
-HIDDEN = -1e4  # a mask's value from which a key counts for nothing beside one that is seen
-MASK_ERROR = 2.0**-7  # what rounding may change a mask by
-ROUGH, ASKED = 0.25, 256  # relative error of sums of packed products, in 8 and 4 bits; rows of noise that show it
+HIDDEN = -1e4  # a mask's value up to which a key has no weight next to one that is seen
+MASK_ERROR = 2.0**-7  # the most that rounding may change a mask by
+ROUGH, ASKED = 0.25, 256  # relative error allowed in sums of packed products, in 8 and 4 bits; rows of noise to measure
 FLOOR = 1e-15  # of a norm, so that the power of two that balances two norms is finite
 
 
@@ -50,10 +50,10 @@ class LayerSettings:
     """The settings of a rewritten layer."""
 
     fp32_output: bool  # a GEMM of fp16 operands can come out in fp32 here
-    reach: Any  # of its weight, by :func:`reach_of`; None of a packed one, which is asked in each call
+    reach: Any  # of its weight, by :func:`reach_of`; None for a packed weight, which is measured in each call
     residual: bool = False  # it reads the residual in fp16, divided by RESIDUAL_SCALE
     values: nn.Module | None = None  # of an output projection: the VALUE layer whose power of two it multiplies back in
-    leaves: bool = False  # that power of two for the block's sum to multiply in
+    leaves: bool = False  # it leaves that power of two for the block's sum to multiply in
     loud: bool = False  # a row of the weight is many times longer than most
     divided: bool = False  # the block's sum has divided the residual that it reads
 
@@ -62,13 +62,14 @@ PLAIN = LayerSettings(False, math.inf)  # of a layer that is not rewritten
 
 
 def to_fp16(x: Tensor, scale: Tensor | None = None) -> Tensor:
+    """``x / scale`` in fp16, for powers of two, without a copy of ``x`` in fp32."""
     if scale is None:
         return x.to(HALF)
     return torch.mul(x, scale.reciprocal(), out=torch.empty_like(x, dtype=HALF))
 
 
 def reach_of(weight: Tensor, known: Any = None) -> Any:
-    """The largest L2 norm of the rows of ``weight``, at least 1 (fp32, without dimensions); what is ``known`` of it."""
+    """The largest L2 norm of the rows of ``weight``, at least 1 (fp32, 0-d); or ``known``, the same measured before."""
     return torch.linalg.vector_norm(weight, dim=1, dtype=FULL).amax().clamp_(min=1.0) if known is None else known
 
 
@@ -79,25 +80,26 @@ def row_scales(x: Tensor, reach: Any) -> Tensor:
 
 
 def scales_for(size: Tensor, reach: Any) -> Tensor:
-    """The power of two, at least 1, that keeps within fp16 what is at most ``size`` (fp32) times ``reach``."""
+    """The power of two, at least 1, that brings values of at most ``size`` (fp32) times ``reach`` into fp16's range."""
     return power_of_two(size * (2.0 * reach / LIMIT)).clamp_(min=1.0)
 
 
 def fp32_linear(layer: Any, x: Tensor) -> Tensor:
-    """The product of ``layer`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16, which a
-    layer that reads the residual takes for divided by RESIDUAL_SCALE. Values' divisor is multiplied in or left."""
+    """The product of ``layer`` in fp32 from fp16 operands; ``x`` (..., features) is fp32 of any size, or fp16, which is
+    already divided by RESIDUAL_SCALE where the layer reads the residual.
+    The divisor of attention's values is multiplied in, or with ``leaves`` left in SCALE for the block's sum."""
     if "multiply" in layer.__dict__ and not getattr(layer, "weight_function", ()):  # as stored: without scales of ours
         return type(layer).forward(layer, x.float())
     settings: LayerSettings = getattr(layer, SETTINGS)
     divisor: Any = None if settings.values is None else settings.values.__dict__.pop(SCALE, None)
     left: Any = divisor if settings.leaves else None
-    total: Any = None if settings.leaves else divisor
+    total: Any = None if settings.leaves else divisor  # multiplies the product
     if left is not None:
         layer.__dict__[SCALE] = left
     if settings.residual:
         total = RESIDUAL_SCALE
         if not settings.divided and x.dtype is not HALF:
-            # x is read only once; a small value loses less than fp16 rounds in rows with values around 0.03 and more.
+            # One pass over x. In rows with values of 0.03 or more, denormals lose less than fp16's rounding does.
             x = torch.mul(x, 1 / RESIDUAL_SCALE, out=torch.empty_like(x, dtype=HALF))
     with weights_on(layer, like=x.new_empty(0, dtype=HALF)) as (weight, bias):
         if not settings.fp32_output or x.dtype is not HALF:
@@ -113,18 +115,19 @@ def fp32_linear(layer: Any, x: Tensor) -> Tensor:
 
 @dataclass
 class AskedLinear:
-    """A Linear whose packed weight only its own ``forward`` knows, given fp16 whose products fp16 holds."""
+    """A Linear whose weight is packed and known to its own ``forward`` alone; its reach and bias are measured."""
 
-    forward: Callable[[Tensor], Tensor]  # of fp16, (..., features)
-    reach: float = 0.0  # as in LayerSettings; 0 before it was asked, infinite for what is no product
+    forward: Callable[[Tensor], Tensor]  # from and to fp16, (..., features)
+    reach: float = 0.0  # as in LayerSettings; 0 before it was measured, infinite where ``forward`` is no product
     bias: Tensor | float = 0.0
 
     def __call__(self, x: Tensor) -> Tensor:
+        """The result in fp32, from rows divided so that fp16 holds their products."""
         scale = row_scales(x, self.reach)
         return (self.forward(to_fp16(x, scale)).float() - self.bias) * scale + self.bias
 
     def is_product(self, like: Tensor) -> bool:
-        """True if ``forward`` adds up; asked once, where ``like`` (fp32) is."""
+        """True if ``forward`` is linear but for a bias; measured once, on the device of ``like`` (fp32)."""
         if not self.reach:
             try:
                 self._ask(like)
@@ -135,8 +138,8 @@ class AskedLinear:
         return math.isfinite(self.reach)
 
     def _ask(self, like: Tensor) -> None:
-        """Measure ``bias`` and ``reach`` on noise x, and on -x and the sums of neighbours, which a product maps to
-        f(-x) = 2 b - f(x) and to sums; what a row gives is as large as the row is long, within a fifth."""
+        """Measure ``bias`` and ``reach`` on rows of noise x: a product f with bias b has f(-x) = 2 b - f(x), and maps
+        sums of rows to sums. The root mean square of an output estimates its weight row's length within a fifth."""
         shape = (*[1] * (like.ndim - 2), ASKED, like.shape[-1])
         noise = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(like.device) / RESIDUAL_SCALE
         inputs = (noise, -noise, noise + noise.roll(1, -2))
@@ -149,7 +152,7 @@ class AskedLinear:
 
 
 def value_linear(layer: Any, x: Tensor) -> Tensor:
-    """Attention's values in fp16, all divided by one power of two, which is left for the output projection."""
+    """Attention's values in fp16, all divided by one power of two, which is left in SCALE for the output projection."""
     settings: LayerSettings = getattr(layer, SETTINGS)
     with weights_on(layer, like=x.new_empty(0, dtype=HALF)) as (weight, bias):
         scale = row_scales(x, reach_of(weight, settings.reach)).amax()
@@ -158,18 +161,19 @@ def value_linear(layer: Any, x: Tensor) -> Tensor:
 
 
 def adapted_value(layer: Any, x: Tensor) -> Tensor:
-    """:func:`value_linear` with the LoRAs that peft put around it, which are divided by the same power of two."""
+    """:func:`value_linear` with the LoRAs that peft put around it, whose part is divided by the same power of two."""
     y: Tensor = layer.base_layer(x)
     if layer.disable_adapters:
         return y
-    scale, wide = layer.base_layer.__dict__[SCALE], x.float()
+    scale, upcast = layer.base_layer.__dict__[SCALE], x.float()
     for name in (name for name in layer.active_adapters if name in layer.lora_A):
-        y = y + to_fp16(layer.lora_B[name](layer.lora_A[name](wide)) * layer.scaling[name], scale)
+        y = y + to_fp16(layer.lora_B[name](layer.lora_A[name](upcast)) * layer.scaling[name], scale)
     return y
 
 
 def adapted_out(layer: Any, x: Tensor) -> Tensor:
-    """The projection of divided values with the LoRAs that peft put around it, which read them as they are."""
+    """The output projection of divided values with the LoRAs that peft put around it: the whole sum is multiplied by
+    the divisor, or with ``leaves`` the block's sum is."""
     settings: LayerSettings = getattr(layer.base_layer, SETTINGS)
     leaves, settings.leaves = settings.leaves, True
     y: Tensor = type(layer).forward(layer, x)
@@ -178,8 +182,8 @@ def adapted_out(layer: Any, x: Tensor) -> Tensor:
 
 
 def full_linear(layer: Any, x: Tensor) -> Tensor:
-    """The product of ``layer`` in fp32, from weights that are kept in fp16, with the few rows of ``x``: sums of three
-    fp16 numbers where the GEMM can come out in fp32. Elsewhere peak extra memory is the weight in fp32."""
+    """The fp32 product of ``layer``, whose weights are fp16, with the few rows of ``x``. Where a GEMM of fp16 operands
+    can come out in fp32, x is split into three fp16 numbers; elsewhere the weight in fp32 is the peak extra memory."""
     x, settings = x.float(), getattr(layer, SETTINGS)
     if not settings.fp32_output:
         with weights_on(layer, like=x.new_empty(0, dtype=HALF), bias_dtype=FULL) as (weight, bias):
@@ -213,7 +217,7 @@ def fp32_swiglu(gated: Any, x: Tensor) -> Tensor:
 
 
 class RotaryTables(tuple):
-    """Cosine and sine tables as diffusers makes them, and the complex numbers they are, made once per forward."""
+    """Cosine and sine tables as diffusers makes them, also as complex numbers, which are made once per forward."""
 
     def pairs(self) -> Tensor:
         """cos + i sin for each pair of features, (..., features / 2), complex64."""
@@ -232,7 +236,7 @@ class Fp32RotaryProcessor(CrossProcessor):
 
 
 def turn(x: Tensor, pairs: Tensor) -> Tensor:
-    """``x`` (B, N, D), fp32, which is overwritten, with each pair of features rotated; fp16."""
+    """``x`` (B, N, D) with each pair of features rotated, as fp16; overwrites ``x``, which is fp32."""
     torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(pairs)
     return to_fp16(x)
 
@@ -242,8 +246,8 @@ FORWARD_OF |= {LayerKind.VALUE: value_linear, LayerKind.FULL: full_linear}
 
 
 def fp32_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, total: Tensor | float | None = None) -> Tensor:
-    """``x @ weight.T * total + bias`` in fp32 from fp16; to a contiguous ``bias`` of its own shape
-    ``x @ weight.T`` is added in place, without ``total``."""
+    """``x @ weight.T * total + bias`` in fp32 from fp16. A ``bias`` with more than one axis is a sum of the result's
+    shape, contiguous: ``x @ weight.T``, without ``total``, is added to it in place."""
     rows, columns, shape = x.flatten(0, -2), weight.t(), x.shape[:-1]
     if bias is not None and bias.ndim > 1:
         y = bias.flatten(0, -2)
@@ -274,12 +278,12 @@ def fp16_operands(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, gain: float = 1.0
 ) -> Fp16Operands | None:
     """The operands in fp16, by powers of two per head that change no product; None where fp16 would change the result.
-    ``gain`` is what scores are multiplied by, beyond 1 / sqrt(D). Reads one small tensor from the device."""
-    high, low = (torch.linalg.vector_norm(each, dim=-1, dtype=FULL).amax(-1) for each in (query, key))
+    ``gain`` multiplies scores, besides 1 / sqrt(D). Reads one small tensor from the device."""
+    query_norm, key_norm = (torch.linalg.vector_norm(each, dim=-1, dtype=FULL).amax(-1) for each in (query, key))
     rows = value.abs().amax(-1).float()
     largest = rows.amax(-1)
     smallest = torch.where(rows > 0, rows, torch.inf).amin(-1)
-    score = (high * low).amax() * (abs(gain) * query.shape[-1] ** -0.5)
+    score = (query_norm * key_norm).amax() * (abs(gain) * query.shape[-1] ** -0.5)
     checks, narrow = [(score, MOST_SCORE), ((largest / smallest).amax(), SPREAD)], mask
     if mask is not None and mask.is_floating_point() and mask.dtype is not HALF:
         narrow = mask.clamp(torch.finfo(HALF).min, torch.finfo(HALF).max).to(HALF)
@@ -287,9 +291,9 @@ def fp16_operands(
         unseen = -mask.amax(-1).amin().float()  # a row that sees no key has no fp16 form
         checks += [(error.amax().float(), MASK_ERROR), (unseen, -HIDDEN)]
     numbers = to_host(torch.stack([number for number, _ in checks])).tolist()
-    if not all(number <= limit for number, (_, limit) in zip(numbers, checks, strict=True)):  # NaN is not
+    if not all(number <= limit for number, (_, limit) in zip(numbers, checks, strict=True)):  # false for NaN
         return None
-    balance = power_of_two(high.clamp_(min=FLOOR).sqrt_() / low.clamp_(min=FLOOR).sqrt_())[..., None, None]
+    balance = power_of_two(query_norm.clamp_(min=FLOOR).sqrt_() / key_norm.clamp_(min=FLOOR).sqrt_())[..., None, None]
     scale = power_of_two((largest * (2 / MOST_VALUE)).clamp_(min=torch.finfo(FULL).tiny))[..., None, None]
     query, key, value = (each.to(HALF) for each in (query / balance, key * balance, value / scale))
     return Fp16Operands(query, key, value, mask=narrow, scale=scale)

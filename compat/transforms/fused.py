@@ -49,13 +49,13 @@ SUM_NORM, GATED = "sum, norm and modulation", "SwiGLU"
 
 @dataclass(frozen=True, slots=True)
 class BlockFusion:
-    """The rewrite of the blocks of one class, besides their forward, which ``blocks.FORWARDS`` has."""
+    """The rewrite of the blocks of one class; their new forward is in ``blocks.FORWARDS``."""
 
-    points: Mapping[str, int]  # kind of fusion point to how many a block has
-    attention: Mapping[str, str]  # path to the attention's stock processor
-    processor: type  # takes the place of that one
+    points: Mapping[str, int]  # number of fusion points in a block, by kind
+    attention: Mapping[str, str]  # stock processor of each attention, by the attention's path
+    processor: type  # ours, which replaces it
     layers: tuple[str, ...] = ()  # paths of layer norms without weight that the forward reads
-    means: tuple[str, ...] = ()  # the same of RMS norms
+    means: tuple[str, ...] = ()  # paths of RMS norms that it reads
     gated: tuple[str, ...] = ()  # paths of feed-forwards, whose SwiGLU is replaced
 
 
@@ -63,12 +63,12 @@ class BlockFusion:
 class FusionPoints:
     """The fusion points replaced in one transformer, by kind, and the blocks that were left, by reason."""
 
-    form: str
+    form: str  # one of ``kernels.library.FORMS``
     points: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
-    left_points: int = 0
+    left_points: int = 0  # fusion points in the blocks that were left
     epilogue: bool = False  # matmuls can apply GELU
-    gelus: int = 0  # of those, that moved into the matmul before them
+    gelus: int = 0  # GELUs that moved into the matmul before them
     undo: Undo = field(default_factory=Undo)
 
     def __str__(self) -> str:
@@ -81,11 +81,12 @@ class FusionPoints:
         return f"{done} of {done + self.left_points} fusion points ({form}){gelus}{why}"
 
     def patch(self, module: Any, forward: Callable[..., Any]) -> None:
-        """Put ``forward`` in the place of that of ``module``, which it finds its form on, until :meth:`restore`."""
+        """Replace the forward of ``module`` until :meth:`restore`, and note the form on ``module`` for it to read."""
         self.undo.set(module, FORM, self.form)
         self.undo.patch(module, forward)
 
     def leave(self, reason: str, points: int) -> None:
+        """Count a block that stays as it is, with the fusion points that it would have had."""
         self.left[reason] += 1
         self.left_points += points
 
@@ -94,10 +95,11 @@ class FusionPoints:
 
 
 def published_fusion_points(published: Iterable[tuple[str, int, bool]]) -> dict[str, int]:
-    """The fusion points by kind of published blocks: class, count, and whether they leave the text alone."""
+    """The number of fusion points by kind in ``published`` blocks: rows of class, count, and True for Mochi's last
+    block, which does not change the text."""
     total: Counter[str] = Counter()
-    for name, count, alone in published:
-        for kind, points in (LAST_MOCHI if alone else FUSIONS[name].points).items():
+    for name, count, keeps_text in published:
+        for kind, points in (LAST_MOCHI if keeps_text else FUSIONS[name].points).items():
             total[kind] += count * points
     return dict(total)
 
@@ -115,8 +117,8 @@ def triton_fault(device: torch.device) -> str:
 
 
 def leave_wrong(device: torch.device, dtype: torch.dtype, store: ProbeStore, of_vae: bool) -> None:
-    """Have this process compute each operation whose kernel is wrong on ``device`` in ``dtype`` by its reference.
-    The device is asked once and its answer kept; after a shortage or a full disk it is asked at the next load again."""
+    """Have this process run the reference of each operation whose kernel is wrong on ``device`` in ``dtype``.
+    The self-tests run once, and ``store`` saves their result; after a shortage or a full disk the next load retries."""
 
     def measure() -> dict[str, str]:
         operations = VAE_OPERATIONS if of_vae else BLOCK_OPERATIONS
@@ -126,18 +128,18 @@ def leave_wrong(device: torch.device, dtype: torch.dtype, store: ProbeStore, of_
         return {test.name: str(test) for test in wrong}
 
     try:
-        kept = store.remember(f"wrong kernels{' of VAEs' * of_vae} in {NAMES[dtype]}", measure)
+        faults = store.remember(f"wrong kernels{' of VAEs' if of_vae else ''} in {NAMES[dtype]}", measure)
     except DEVICE_ERRORS:  # of a shortage or a full disk: `measure` raises no other
         return
     here = torch.empty(0, device=device).device  # with its index
-    for operands in {dtype, torch.float32} if dtype == torch.float16 else {dtype}:  # whose residual may be in fp32
-        for name, fault in kept.items() if isinstance(kept, Mapping) else ():
+    for operands in {dtype, torch.float32} if dtype == torch.float16 else {dtype}:  # fp16 may have an fp32 residual
+        for name, fault in faults.items() if isinstance(faults, Mapping) else ():
             FAULTS.setdefault((name, here, operands), str(fault))
 
 
 def gelu_fault(dtype: torch.dtype, device: torch.device) -> str:
-    """The probe of a product that ends in GELU: empty where it is as near to fp64 as two operations are.
-    Sums are exact, and so small that GELU with erf, which some libraries have instead, is further off."""
+    """The probe of a product that ends in GELU: empty where it is about as near to fp64 as two operations are.
+    Sums are exact for these operands, and so small that GELU with erf, which some libraries have, is off by more."""
     if not launches(torch.empty(0, dtype=dtype, device=device)):
         raise RuntimeError(reason_against(device, dtype))
     generator = torch.Generator().manual_seed(0)
@@ -155,8 +157,8 @@ def gelu_fault(dtype: torch.dtype, device: torch.device) -> str:
 
 def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> FusionPoints:
     """Rewrite every known block of ``transformer``, which is on the host without offload, and return what was done.
-    ``epilogue``: products may end in GELU, as :func:`gelu_fault` says."""
-    fused, whole = FusionPoints(form, epilogue=epilogue), True  # whole: each block takes the halved rotary table
+    ``epilogue``: products may end in GELU, because :func:`gelu_fault` found them right."""
+    fused, whole = FusionPoints(form, epilogue=epilogue), True  # whole: all blocks take halved rotary tables
     for block in transformer_blocks(transformer):
         fusion = FUSIONS.get(full_name(block))
         if fusion is None:
@@ -181,15 +183,17 @@ def fuse(transformer: nn.Module, form: str = AUTO, epilogue: bool = False) -> Fu
 
 
 def points_of(block: nn.Module, fusion: BlockFusion) -> Mapping[str, int]:
+    """The number of fusion points in ``block``, by kind; Mochi's last block has fewer than the others."""
     return LAST_MOCHI if getattr(block, "context_pre_only", False) else fusion.points
 
 
 def _forward_of(block: nn.Module) -> Callable[..., Any]:
+    """Our forward for the class of ``block``."""
     return FORWARDS[full_name(block).removeprefix(TRANSFORMERS)]
 
 
 def _attach_parts(block: nn.Module, fusion: BlockFusion, fused: FusionPoints, narrow: bool = False) -> None:
-    """Fuse the attentions and gated feed-forwards of ``block``; ``narrow``: safe fp16 fuses the latter itself."""
+    """Fuse the attentions and gated feed-forwards of ``block``; ``narrow`` under safe fp16, which has the latter's."""
     for path in fusion.attention:
         fused.undo.set(block.get_submodule(path), "processor", fusion.processor(fused.form, narrow))
     for path in () if narrow else fusion.gated:
@@ -200,6 +204,7 @@ def _attach_parts(block: nn.Module, fusion: BlockFusion, fused: FusionPoints, na
 
 
 def _attach_gelu(block: Any, fused: FusionPoints) -> None:
+    """Move the GELUs of feed-forwards into the products before them, where ``fused.epilogue`` allows that."""
     for path in FEEDS if fused.epilogue else ():
         gated: Any = submodule_at(block, f"{path}.net.0")
         if full_name(gated) == f"{UPSTREAM}activations.GELU" and gated.approximate == "tanh":
@@ -208,8 +213,8 @@ def _attach_gelu(block: Any, fused: FusionPoints) -> None:
 
 
 def _attach_safe(block: Any, fusion: BlockFusion, fused: FusionPoints) -> bool:
-    """Fuse a block that safe fp16 has rewritten, around its fp32 residual; False where its attention is not known:
-    another's processor may rotate the text in the same stream too. Then the caller fuses its GELU alone."""
+    """Fuse a block that safe fp16 has rewritten, around its fp32 residual; False, and no change, where its attention is
+    unknown: a foreign processor may rotate the text in the same stream too."""
     if reason := next(filter(None, _other_attention(block, fusion, full_name(Fp32RotaryProcessor()))), ""):
         fused.leave(reason, sum(points_of(block, fusion).values()))
         return False
@@ -230,7 +235,7 @@ def other_forward(module: Any, ours: Callable[..., Any]) -> str:
 
 
 def _other_attention(block: Any, fusion: BlockFusion, *known: str) -> Iterator[str]:
-    """The difference of each attention from its stock one, or empty; ``known`` are names of other processors."""
+    """For each attention, how it differs from the stock one, or ""; processors of the ``known`` names pass, too."""
     for path, stock in fusion.attention.items():
         attention = block.get_submodule(path)
         if full_name(attention.processor) not in (TRANSFORMERS + stock, UPSTREAM + stock, *known):
@@ -240,6 +245,7 @@ def _other_attention(block: Any, fusion: BlockFusion, *known: str) -> Iterator[s
 
 
 def _differences(block: Any, fusion: BlockFusion) -> Iterator[str]:
+    """The differences of ``block`` from what ``fusion`` expects, a phrase each; "" for what is as expected."""
     yield from _other_attention(block, fusion)
     for path in fusion.layers:
         norm = submodule_at(block, path)

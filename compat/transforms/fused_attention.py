@@ -27,7 +27,7 @@ def gated_feed(gated: Any, hidden_states: Tensor) -> Tensor:
 
 
 def gelu_feed(gated: Any, hidden_states: Tensor) -> Tensor:
-    """Upstream ``GELU.forward`` of a feed-forward as one product, where its Linear is nothing but one."""
+    """Upstream ``GELU.forward`` of a feed-forward, in the epilogue of its product where its Linear is plain."""
     if not is_plain_linear(gated.proj):
         return gated.gelu(gated.proj(hidden_states))
     with weights_on(gated.proj, like=hidden_states) as (weight, bias):
@@ -57,13 +57,9 @@ class FusedJoint(FusedProcessor, JointProcessor):
     Tokens that follow those of the rotary tables are text, which is not rotated."""
 
     def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Any = None,
-    ) -> Any:
+        self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None, image_rotary_emb: Any = None,
+    ) -> Any:  # fmt: skip
         text = encoder_hidden_states
         if text is not None and getattr(attn, "add_q_proj", None) is None:  # one stream that is handed over in two
             attention = self(attn, torch.cat([hidden_states, text], dim=1), None, attention_mask, image_rotary_emb)
@@ -108,7 +104,7 @@ class FusedJoint(FusedProcessor, JointProcessor):
 
 
 def _values(attn: Any, tokens: Tensor, text: Tensor) -> Tensor:
-    """Values (B, N + M, D) of both streams; written where they belong, where both layers are nothing but products."""
+    """Values (B, N + M, D) of video and text; two bare Linears write straight into the result."""
     layers = (attn.to_v, attn.add_v_proj)
     if not all(map(_is_bare, layers)):
         return torch.cat([layer(x) for layer, x in zip(layers, (tokens, text), strict=True)], dim=1)
@@ -120,17 +116,18 @@ def _values(attn: Any, tokens: Tensor, text: Tensor) -> Tensor:
 
 
 def _stacked(layer: Any, rows: list[Tensor]) -> Tensor:
-    """``layer`` of rows (N, D) as one tensor (B, N, E), which a layer that is nothing but a product writes into."""
+    """``layer`` applied to rows (N, D), stacked as (B, N, E); a bare Linear writes straight into the result."""
     if not _is_bare(layer):
         return layer(torch.stack(rows) if len(rows) > 1 else rows[0][None])
-    found = rows[0].new_empty(len(rows), len(rows[0]), layer.out_features)
-    _write(layer, rows, found)
-    return found
+    result = rows[0].new_empty(len(rows), len(rows[0]), layer.out_features)
+    _write(layer, rows, result)
+    return result
 
 
-def _write(layer: nn.Linear, rows: Iterable[Tensor], found: Tensor) -> None:
-    with weights_on(layer, like=found) as (weight, bias):
-        for row, out in zip(rows, found, strict=True):
+def _write(layer: nn.Linear, rows: Iterable[Tensor], result: Tensor) -> None:
+    """Compute the product of ``layer`` with each of ``rows`` (N, D) into ``result`` (B, N, E)."""
+    with weights_on(layer, like=result) as (weight, bias):
+        for row, out in zip(rows, result, strict=True):
             if bias is None:
                 torch.mm(row, weight.t(), out=out)
             else:
@@ -138,22 +135,23 @@ def _write(layer: nn.Linear, rows: Iterable[Tensor], found: Tensor) -> None:
 
 
 def _is_bare(layer: Any) -> bool:
-    """Tell whether a layer is nothing but a product that may write into what is there."""
+    """True for a Linear without hooks or another forward, whose product can now be written into a given tensor."""
     hooked = is_hooked_by_others(layer) or "forward" in vars(layer)
     return type(layer) is nn.Linear and not (hooked or torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
 def half_rope(rope: Any, *args: Any, **named: Any) -> tuple[Tensor, Tensor]:
-    """The tables of ``rope`` with one value for each pair of features, made once for all blocks.
-    LTX-Video repeats them for each sample; without coordinates of their own the samples share the first one's."""
+    """Upstream's forward of ``rope``: (cos, sin), here with one value for each pair of features, for all blocks.
+    LTX-Video repeats them for each sample; without ``video_coords`` all samples are alike, and the first is enough."""
     cos, sin = type(rope).forward(rope, *args, **named)
-    if cos.ndim == 3 and (named.get("video_coords") if len(args) < 6 else args[5]) is None:
+    if cos.ndim == 3 and (named.get("video_coords") if len(args) < 6 else args[5]) is None:  # its sixth argument
         cos, sin = cos[:1], sin[:1]
     return _every_other(cos).contiguous(), _every_other(sin).contiguous()
 
 
 def half(emb: Any, width: int, per_head: bool = False) -> Tables | None:
-    """Upstream's rotary (cos, sin), of ``width`` or half of it, as :class:`Tables`; (N, W) ``per_head``."""
+    """Upstream's rotary (cos, sin), a value for each of ``width`` features or each pair, as :class:`Tables`, or None.
+    ``per_head`` gives tables (N, W / 2) an axis for the heads that share them."""
     if emb is None:
         return None
     cos, sin = (_every_other(table) if table.shape[-1] == width else table for table in emb)
@@ -163,4 +161,5 @@ def half(emb: Any, width: int, per_head: bool = False) -> Tables | None:
 
 
 def _every_other(table: Tensor) -> Tensor:
+    """(..., W / 2), a view of ``table`` (..., W), whose values come in equal pairs."""
     return table.unflatten(-1, (-1, 2)).select(-1, 0)

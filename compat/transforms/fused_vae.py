@@ -1,6 +1,6 @@
 """The residual blocks and the ends of video decoders on fused operations: norm, SiLU and padding in one pass each.
-The operation writes the border too, in the layout that the convolution inside a causal one reads, which is then called
-itself; an outer one with another forward, as in a decode in chunks, is called as a module and finds no border."""
+The operation writes the padding of a causal convolution too, in the layout that the plain convolution inside it reads,
+and this one is called; a causal convolution with another forward, as in a decode in chunks, is called as a whole."""
 
 from __future__ import annotations
 
@@ -14,17 +14,7 @@ from torch import Tensor, nn
 
 from ...kernels.group_norm import group_norm_silu_pad, rms_silu_pad
 from ...kernels.library import AUTO
-from ...kernels.terms import (
-    CHANNELS_LAST,
-    CONTIGUOUS,
-    FRAMES_FIRST,
-    NO_MODULATION,
-    NO_PAD,
-    RMS,
-    GroupNorm,
-    Modulation,
-    Norm,
-)
+from ...kernels.terms import LAYOUTS, NO_MODULATION, NO_PAD, RMS, GroupNorm, Modulation, Norm
 from ..memory.hooks import own_tensors, weights_on
 from ..memory.parts import full_name
 from .blocks import norm_of
@@ -33,6 +23,7 @@ from .conv3d_methods import Conv3dMethod
 from .fused import FusionPoints, is_rms_norm, other_forward
 from .fused_attention import FORM
 
+CONTIGUOUS, CHANNELS_LAST, FRAMES_FIRST = LAYOUTS
 HUNYUAN, HUNYUAN15 = f"{AUTOENCODERS}hunyuan_video.", f"{AUTOENCODERS}hunyuanvideo15."
 LTX, MOCHI = f"{AUTOENCODERS}ltx.", f"{AUTOENCODERS}mochi."
 GROUP_NORM, FRAME_NORM = "torch.nn.modules.normalization.GroupNorm", f"{MOCHI}MochiChunkedGroupNorm3D"
@@ -61,8 +52,7 @@ def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusionPoints:
         fusion = FUSIONS.get(full_name(module))
         if fusion is None:
             continue
-        reason = _unfit(module, fusion)
-        if reason:
+        if reason := _unfit(module, fusion):
             fused.leave(reason, len(fusion.points))
         else:
             fused.patch(module, fusion.forward)
@@ -71,8 +61,8 @@ def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusionPoints:
 
 
 def _unfit(module: Any, fusion: VaeFusion) -> str:
-    reason = other_forward(module, fusion.forward)
-    if reason:
+    """The reason why ``module`` cannot be rewritten as ``fusion`` says; empty where it can."""
+    if reason := other_forward(module, fusion.forward):
         return reason
     activation = getattr(module, fusion.activation)
     if type(activation) is not nn.SiLU:
@@ -84,12 +74,13 @@ def _unfit(module: Any, fusion: VaeFusion) -> str:
         if not _known_norm(norm):
             return f"{norm_name} is a {type(norm).__name__}"
         replicates = full_name(conv) in REPLICATING and conv.pad_mode == "replicate"
-        if not replicates and full_name(conv) != LTX_CONV:  # which pads so always
+        if not replicates and full_name(conv) != LTX_CONV:  # LTX-Video's always replicates
             return f"{conv_name} is a {type(conv).__name__} that pads {getattr(conv, 'pad_mode', 'otherwise')}"
     return ""
 
 
 def _known_norm(norm: Any) -> bool:
+    """True for a norm that :func:`_norm_terms` knows: RMS, group, Mochi's per frame, HunyuanVideo 1.5's of a voxel."""
     if full_name(norm) == VOXEL_NORM:
         return bool(norm.channel_first) and not isinstance(norm.bias, Tensor)
     return is_rms_norm(norm) or full_name(norm.norm_layer if full_name(norm) == FRAME_NORM else norm) == GROUP_NORM
@@ -151,19 +142,21 @@ def ltx_decoder(decoder: Any, hidden_states: Tensor, temb: Any = None) -> Tensor
 
 
 def _convolved(conv: Any, x: Tensor, norm: Any, form: str, modulation: Modulation = NO_MODULATION) -> Tensor:
-    within = "forward" not in vars(conv)
-    pad = causal_edges(conv) if within else NO_PAD
+    """``conv`` of ``x`` after its ``norm``, ``modulation`` and SiLU; see the file's docstring on the padding."""
+    is_stock = "forward" not in vars(conv)
+    pad = causal_edges(conv) if is_stock else NO_PAD
     layout = _layout(conv.conv, x)
     with _norm_terms(norm, x) as terms:
         if isinstance(terms, GroupNorm):
             ready = group_norm_silu_pad(x, terms, pad, layout=layout, form=form)
         else:
             ready = rms_silu_pad(x, terms, modulation, pad, layout=layout, form=form)
-    result = (conv.conv if within else conv)(ready)
+    result = (conv.conv if is_stock else conv)(ready)
     return result[0] if isinstance(result, tuple) else result
 
 
 def _convolved_twice(module: Any, x: Tensor) -> Tensor:
+    """``x`` through both norms and convolutions of a residual block, without its shortcut."""
     form = getattr(module, FORM)
     return _convolved(module.conv2, _convolved(module.conv1, x, module.norm1, form), module.norm2, form)
 
@@ -178,7 +171,8 @@ def _layout(conv: Any, x: Tensor) -> str:
 
 @contextmanager
 def _norm_terms(norm: Any, x: Tensor) -> Iterator[GroupNorm | Norm]:
-    """A norm as the operations take it; HunyuanVideo 1.5's divides by the length of a voxel, which is not a mean."""
+    """A norm as the operations take it. HunyuanVideo 1.5's divides a voxel by its length, which upstream multiplies by
+    the root of C: an RMS norm, whose eps is that of the length squared, over C."""
     per_frame = full_name(norm) == FRAME_NORM
     norm = norm.norm_layer if per_frame else norm
     if full_name(norm) == GROUP_NORM and norm.weight is None:
@@ -195,7 +189,8 @@ def _norm_terms(norm: Any, x: Tensor) -> Iterator[GroupNorm | Norm]:
 
 
 def _modulations(rows: Tensor, table: Tensor, count: int) -> list[Modulation]:
-    """Shift and scale, ``count`` times, of a timestep's ``rows`` (B, 2 * count * C, 1, 1, 1) and learned ones."""
+    """``count`` modulations: a timestep's ``rows`` (B, 2 * count * C, 1, 1, 1) plus the learned ``table`` (2 * count,
+    C), in which shift comes before scale."""
     parts = (rows.flatten(1).unflatten(1, (2 * count, -1)) + table.to(rows.device)).unbind(dim=1)
     return [Modulation(parts[2 * index + 1], parts[2 * index]) for index in range(count)]
 

@@ -41,28 +41,31 @@ SHARE, SECONDS = 0.01, 0.5  # of the work so far, and of each forward: what is l
 # An entry y may be off by a|y| + b s, where s is the product of its operands' norms, or the largest value that it is
 # made of: a and b by dtype. fp32 may be TF32; sums in 16 bits may be rounded between blocks.
 BOUNDS = {torch.float32: (2**-10, 2**-10), torch.float16: (2**-9, 2**-8), torch.bfloat16: (2**-6, 2**-7)}
-Sample = tuple[Tensor, Tensor, Tensor, int]  # found, exact, what s is, and the operations of the host
-Check = Callable[[Mapping[str, Any], Any], "Sample | None"]  # of the first result, for ours of all
+Sample = tuple[Tensor, Tensor, Tensor, int]  # values found, and exact in fp64; their s; how many operations that took
+# From an operation's arguments by name and its first result (all results, for our operations) to a sample of values;
+# None where a sample cannot be computed.
+Check = Callable[[Mapping[str, Any], Any], "Sample | None"]
 
 
 def _some(count: int) -> Tensor:
-    """At most 64 of ``count`` rows: the ends, both sides of powers of two from 2^15 on, and others at equal steps."""
+    """Indices of at most 64 of ``count`` rows: the ends, both sides of powers of two from 2^15 on, others evenly."""
     edges = [side for power in range(15, count.bit_length()) for side in (2**power - 1, 2**power) if side < count]
     left = min(count, ROWS - len(edges))
     return torch.tensor(sorted({*edges, *(step * (count - 1) // max(1, left - 1) for step in range(left))}))
 
 
 def _exact(tensor: Tensor) -> Tensor:
+    """``tensor`` on the host in fp64."""
     return to_host(tensor).double()
 
 
 def _picked(tensor: Tensor, some: Tensor, axes: int | None = None) -> Tensor:
-    """The entries of the first ``axes`` axes, of all without a number, on the host; no operand is copied as a whole."""
+    """The entries of ``tensor`` at ``some`` flat indices of its first ``axes`` axes (None: all), on the host, fp64."""
     return _exact(tensor[tuple(each.to(tensor.device) for each in torch.unravel_index(some, tensor.shape[:axes]))])
 
 
 def _product(given: Mapping[str, Any], result: Tensor) -> Sample:
-    """Some rows and columns of a product of matrices; of a batch, of its last one."""
+    """64 rows and columns of a matrix product, with its bias; of a batch, of its last product."""
     first = next(name for name in ("mat1", "batch1", "input", "self") if name in given)
     a, b = given[first], given.get("mat2", given.get("batch2"))
     if b is None:  # linear, where it is an operation of its own
@@ -81,10 +84,12 @@ def _product(given: Mapping[str, Any], result: Tensor) -> Sample:
 
 
 def _norms(left: Tensor, right: Tensor, exact: Tensor) -> Tensor:
+    """The s of a product's entries: norms of the left rows times norms of the right rows, and the entries' size."""
     return torch.outer(left.norm(dim=1), right.norm(dim=1)) + exact.abs()
 
 
 def _attention(given: Mapping[str, Any], result: Tensor) -> Sample | None:
+    """64 queries of the last head of the last sample."""
     q, k, v = (given[name][-1, -1] for name in ("query", "key", "value"))
     rows, scale = _some(q.shape[0]), given.get("scale") or q.shape[-1] ** -0.5
     keys, values = _exact(k), _exact(v)
@@ -98,6 +103,7 @@ def _attention(given: Mapping[str, Any], result: Tensor) -> Sample | None:
 
 
 def _convolution(given: Mapping[str, Any], result: Tensor) -> Sample | None:
+    """64 pixels and channels, as a product of patches and filters; None if transposed, grouped or without a batch."""
     x, weight, bias = given["input"], given["weight"], given.get("bias")
     if given.get("transposed") or given.get("groups", 1) != 1 or x.ndim != weight.ndim:
         return None
@@ -119,6 +125,7 @@ def _convolution(given: Mapping[str, Any], result: Tensor) -> Sample | None:
 
 
 def _norm(given: Mapping[str, Any], result: Tensor) -> Sample | None:
+    """64 rows of a layer or RMS norm, or the last group of a group norm; None where that group is too large."""
     x, weight, bias = given["input"], given.get("weight"), given.get("bias")
     eps = torch.finfo(torch.float32).eps if given.get("eps") is None else given["eps"]
     if groups := given.get("group"):  # the last group of the last sample
@@ -134,14 +141,14 @@ def _norm(given: Mapping[str, Any], result: Tensor) -> Sample | None:
     mean = 0 * values[:, :1] if "rms" in str(given["function"]) else values.mean(1, keepdim=True)
     scale = ((values - mean).square().mean(1, keepdim=True) + eps).rsqrt()
     weight, bias = (each if each is None else _exact(each).flatten() for each in terms)
-    slope = 1 if weight is None else weight
-    exact = (values - mean) * scale * slope + (0 if bias is None else bias)
-    kept = (mean * scale * slope).abs().max()  # torch's kernel for CUDA keeps the mean of a group in the input's dtype
-    return found, exact, exact.abs().max() + kept, 4 * values.numel()
+    gain = scale if weight is None else scale * weight
+    exact = (values - mean) * gain + (0 if bias is None else bias)
+    rounded = (mean * gain).abs().max()  # torch's CUDA kernel rounds the mean of a group to the input's dtype
+    return found, exact, exact.abs().max() + rounded, 4 * values.numel()
 
 
 def _copy(given: Mapping[str, Any], result: Tensor) -> Sample | None:
-    """Runs of 64 values all over a copy: compared by ``BOUNDS`` where it rounds, else bit for bit."""
+    """Runs of 64 values all over a copy: compared by ``BOUNDS`` if the dtype changes, else exactly."""
     source, count = given.get("src", given.get("self")), result.numel()
     if source.shape != result.shape or given.get("non_blocking") or not result.ndim:
         return None
@@ -149,11 +156,12 @@ def _copy(given: Mapping[str, Any], result: Tensor) -> Sample | None:
     found, exact = (_picked(each, some) for each in (result, source))
     exact = exact.to(result.dtype).double()
     if source.dtype is result.dtype:
-        found = found.where(found == exact, math.nan)  # of which a single one is wrong
+        found = found.where(found == exact, math.nan)  # even a single NaN counts as wrong
     return found, exact, exact.new_tensor(1e-30), 2 * len(some)
 
 
 def _joined(given: Mapping[str, Any], result: Tensor) -> Sample | None:
+    """:func:`_copy` of each tensor that torch.cat put into ``result``."""
     dim, sides = given.get("dim", 0), [each for each in given["tensors"] if each.numel()]
     parts = torch.split(result, [side.shape[dim] for side in sides], dim)
     pairs = [_copy({"src": side}, part) for side, part in zip(sides, parts, strict=True)]
@@ -162,23 +170,24 @@ def _joined(given: Mapping[str, Any], result: Tensor) -> Sample | None:
 
 
 def _gelu(given: Mapping[str, Any], result: Tensor) -> Sample | None:
+    """:func:`_product` of our ``linear_gelu``, with GELU."""
     found, exact, size, count = _product({"input": given["x"], **given}, result)
     return found, nn.functional.gelu(exact, approximate="tanh"), size, count
 
 
 def _own(given: Mapping[str, Any], results: Any) -> Sample | None:
-    """The results of one of our operations at 64 tokens, and the same computed on the host; of a clip (5 axes), at its
-    last group or row and the border that this reads. None where that is too much for the host."""
+    """One of our operations at 64 tokens, or of a clip (5 axes) at its last group or row, against the operation itself
+    on the host, in fp64. None where that is too much for the host."""
     function, first = given["function"], given["args"][0]
     operands = {each.name: given[each.name] for each in function._schema.arguments}
-    sample = _some_tokens if first.ndim < 5 else _last_of_clip
-    kept, cut = sample(operands, [each for each in tree_leaves(results) if each.numel()])
-    if sum(each.numel() for each in cut) > WHOLE:
+    cut = _some_tokens if first.ndim < 5 else _last_of_clip
+    cut_operands, cut_results = cut(operands, [each for each in tree_leaves(results) if each.numel()])
+    if sum(each.numel() for each in cut_results) > WHOLE:
         return None
-    found = [*map(_exact, cut)]
-    computed = tree_leaves(function(*tree_map_only(Tensor, _exact, [*kept.values()])))
+    found = [*map(_exact, cut_results)]
+    computed = tree_leaves(function(*tree_map_only(Tensor, _exact, [*cut_operands.values()])))
     exact = [each.double() for each in computed if each.numel()]
-    if "room" in kept and len(found) > 1:  # scaled SwiGLU, whose last result is the power of two that divided each row
+    if "room" in operands and len(found) > 1:  # scaled SwiGLU: its last result is the power of two that divided a row
         ratio = found.pop() / exact.pop()  # at the edge of two powers either is right: taken out, and others are NaN
         found[0] *= ratio.where((ratio >= 0.5) & (ratio <= 2), math.nan)
     size = torch.cat([each.abs().amax().expand(each.numel()) for each in exact])
@@ -187,39 +196,41 @@ def _own(given: Mapping[str, Any], results: Any) -> Sample | None:
 
 
 def _some_tokens(operands: dict[str, Any], results: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-    """The operands and results of at most 64 tokens; ``split`` and ``gate_split`` count those that were taken."""
+    """The operands and results of at most 64 tokens, and of as many of the text behind them; ``split`` and
+    ``gate_split``, counts of the first tokens, become the number of these that are among the 64."""
     first, k, text = next(iter(operands.values())), operands.get("k"), operands.get("text_q")
     token_axis, text_tokens = min(1, first.ndim - 2), 0 if text is None else text.shape[1]
     tokens = first.shape[token_axis] if k is None else min(first.shape[1], k.shape[1])
     rows = _some(tokens)
 
-    def taken(each: Tensor) -> Tensor:
-        axis = each.ndim - first.ndim + token_axis  # aligned at the last axis; what is smaller has no tokens
+    def at_rows(each: Tensor) -> Tensor:
+        axis = each.ndim - first.ndim + token_axis  # aligned at the last axis; a tensor with fewer has no tokens
         if axis < 0 or (k is None and each.shape[axis] != tokens):
             return each
         return each.index_select(axis, rows[rows < each.shape[axis]].to(each.device))
 
-    kept = tree_map_only(Tensor, taken, operands)
-    kept |= {key: int((rows < operands[key]).sum()) for key in ("split", "gate_split") if operands.get(key)}
+    cut = tree_map_only(Tensor, at_rows, operands)
+    cut |= {key: int((rows < operands[key]).sum()) for key in ("split", "gate_split") if operands.get(key)}
     parts = (each.split([each.shape[1] - text_tokens, text_tokens], 1) for each in results)
-    return kept, [torch.cat([*map(taken, each)], 1) for each in parts]
+    return cut, [torch.cat([*map(at_rows, each)], 1) for each in parts]
 
 
 def _last_of_clip(operands: dict[str, Any], results: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-    """The operands and the result of the last sample: its last group, of all frames or the last, or its last row."""
+    """The operands and the result of the last sample, where its statistics allow: the last group of a group norm, with
+    all frames, or the last ``per_frame``; the last row of the last frame of a norm of each pixel."""
     x, (left, right, top, bottom, front, back) = operands["x"], operands["pad"]
     groups, every = operands.get("groups"), slice(None)
     every_frame, every_row = not (groups is None or operands["per_frame"]), groups is not None
     channels = slice(-(x.shape[1] // groups), None) if groups else every
 
-    def last(below: int, behind: int) -> tuple[slice, ...]:  # frame and row, with so many of their border
-        t, h = every if every_frame else slice(-1 - behind, None), every if every_row else slice(-1 - below, None)
-        return slice(-1, None), channels, t, h
+    def part(below: int, behind: int) -> tuple[slice, ...]:  # with so many rows and frames of the border
+        frames = every if every_frame else slice(-1 - behind, None)
+        return slice(-1, None), channels, frames, every if every_row else slice(-1 - below, None)
 
-    cut = {5: last(0, 0), 2: (slice(-1, None),), 1: (channels,)}
-    kept = tree_map_only(Tensor, lambda each: each[cut[each.ndim]], operands)
-    kept["pad"] = (left, right, top if every_row else 0, bottom, front if every_frame else 0, back)
-    return kept | ({"groups": 1} if groups else {}), [results[0][last(bottom, back)]]
+    cuts = {5: part(0, 0), 2: (slice(-1, None),), 1: (channels,)}  # of x, a row per sample, a value per channel
+    cut = tree_map_only(Tensor, lambda each: each[cuts[each.ndim]], operands)
+    cut["pad"] = (left, right, top if every_row else 0, bottom, front if every_frame else 0, back)
+    return cut | ({"groups": 1} if groups else {}), [results[0][part(bottom, back)]]
 
 
 CHECKS: dict[str, Check] = {
@@ -236,10 +247,12 @@ CHECKS: dict[str, Check] = {
 
 
 def _named(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """All arguments of a call by the names of the operation's schema."""
     return {each.name: value for each, value in zip(function._schema.arguments, args, strict=False)} | kwargs
 
 
-def _changed(function: Any, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _with_operands(change: Callable[[Tensor], Tensor], function: Any, args: Any, kwargs: Any) -> Any:
+    """``function`` of its arguments with ``change`` applied to each tensor among them."""
     args, kwargs = tree_map_only(Tensor, change, (args, kwargs))
     return function(*args, **kwargs)
 
@@ -252,13 +265,13 @@ def _checkable(function: Any, output: Tensor) -> bool:
 
 
 def _alike(found: Any, result: Any) -> list[Tensor]:
-    """The tensors of ``found`` where those of ``result`` are and in their dtypes."""
+    """The tensors of ``found``, each on the device and in the dtype of the same one of ``result``."""
     both = ([each for each in tree_leaves(side) if isinstance(each, Tensor)] for side in (found, result))
     return [placed(new, old.device).to(old.dtype) for new, old in zip(*both, strict=False)]
 
 
 def _reference(function: Any, args: Any, kwargs: Any) -> Any:
-    """One of our operations by its reference, which runs from now on."""
+    """One of our operations by its reference, which replaces the kernel in this process from now on."""
     if function.namespace != NAMESPACE:
         raise NotImplementedError
     FAULTS.setdefault((function.overloadpacket.__name__, args[0].device, args[0].dtype), "wrong in a run")
@@ -274,28 +287,29 @@ def _in_chunks(function: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 AGAIN = "contiguous operands"
-PATHS: dict[str, Callable[[Any, Any, Any], Any]] = {  # what stands in for a call that was wrong, the nearest first
+PATHS: dict[str, Callable[[Any, Any, Any], Any]] = {  # what replaces a call that was wrong, the least change first
     "its reference": _reference,
-    AGAIN: lambda f, args, kwargs: _changed(f, args, kwargs, Tensor.contiguous),
+    AGAIN: partial(_with_operands, Tensor.contiguous),
     "chunks of queries": _in_chunks,
-    "fp32": lambda f, args, kwargs: _changed(f, args, kwargs, lambda x: x.float() if x.is_floating_point() else x),
-    "the host": lambda f, args, kwargs: _changed(f, args, kwargs, to_host),
+    "fp32": partial(_with_operands, lambda x: x.float() if x.is_floating_point() else x),
+    "the host": partial(_with_operands, to_host),
 }
 
 
 class Guard(TorchDispatchMode):
-    """The guard of one device, whose ``store`` keeps what was checked; ``clock`` tells seconds."""
+    """The guard of one device; ``store`` saves what it has checked, ``clock`` returns seconds."""
 
     def __init__(self, store: ProbeStore, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
         self.store, self.clock = store, clock
-        self.known = _kept(store)
-        self.work, self.spent, self.seconds, self.waits = 0, 0, 0.0, False
-        self.done: set[Any] = set()
+        self.known = _saved_paths(store)  # by size class: the path that replaces its calls; empty where they are right
+        self.work, self.spent = 0, 0  # operations of the model, and of checks, in all
+        self.seconds, self.waits = 0.0, False  # of this forward: time spent on checks; some are left for the next one
+        self.done: set[Any] = set()  # keys of forwards without anything left to check
 
     @contextmanager
     def looking(self, key: Any) -> Iterator[None]:
-        """The block of one forward, which is looked at where its ``key`` is new or something is wrong here."""
+        """The block of one forward, watched if its ``key`` is new or any operation is replaced on this device."""
         if key in self.done and not any(self.known.values()):
             yield
             return
@@ -305,9 +319,9 @@ class Guard(TorchDispatchMode):
                 yield
             if not self.waits:
                 self.done.add(key)
-        finally:  # a forward that is cut short has checked some, too
+        finally:  # a forward that is cut short has checked some operations, too
             if found := dict(self.known.items() - before.items()):
-                found = {**_kept(self.store, fresh=True), **found}  # other guards of this device keep theirs, too
+                found = {**_saved_paths(self.store, fresh=True), **found}  # with those of the device's other guards
                 self.store.keep(IN_RUNS, found)
                 self.known |= found
 
@@ -316,6 +330,7 @@ class Guard(TorchDispatchMode):
             return self._guarded(function, types, args, kwargs or {})
 
     def _guarded(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The result of a call, by the path that replaces it where its size class is wrong on this device."""
         name = function.overloadpacket.__name__
         check = CHECKS.get(name, _own if function.namespace == NAMESPACE else None)
         if check is _copy and any(hasattr(each, "__tensor_flatten__") for each in types):
@@ -344,7 +359,7 @@ class Guard(TorchDispatchMode):
         return tree_unflatten(right, tree_structure(result))
 
     def _path(self, check: Check, function: Any, args: Any, kwargs: Any, result: Any) -> str:
-        """The path that stands in for a call, checked where its size class is new and there is time for it."""
+        """The path that replaces a call, empty for none; a new size class is checked if there is time for that."""
         key = _size_class(function.overloadpacket.__name__, args, tree_leaves(result)[0])
         if (known := self.known.get(key)) is not None:
             return known
@@ -359,12 +374,12 @@ class Guard(TorchDispatchMode):
             self.seconds += self.clock() - started
 
     def _checked(self, check: Check, given: Mapping[str, Any], result: Any, key: str) -> str:
-        """The path that stands in for a call; empty where it is right, or cannot be checked.
+        """Check a call and note its path in ``known``; returns the path, empty if right, or not possible to check.
         Raises UnsupportedError where every path is wrong, too."""
         function, args, kwargs = given["function"], given["args"], given["kwargs"]
 
         def wrong(result: Any) -> int:
-            """The number of wrong values in a sample of ``result``; a single finite one is taken for right."""
+            """The number of wrong values in a sample of ``result``; 0 for a single finite one."""
             outputs = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
             output = outputs[0]
             sample = check(given, result if check is _own else output)
@@ -373,6 +388,7 @@ class Guard(TorchDispatchMode):
             found, exact, size, work = sample
             self.spent += work
             a, b = max(BOUNDS.get(each.dtype, (0.0, 0.0)) for each in outputs)
+            # Nothing is asked of values that the dtype cannot hold.
             fits = exact.abs() <= (torch.finfo(output.dtype).max if output.dtype in BOUNDS else math.inf)
             bad = ~((found - exact).abs() <= a * exact.abs() + b * size) & fits
             count = int(bad.sum())
@@ -396,8 +412,8 @@ class Guard(TorchDispatchMode):
         for path, run in PATHS.items():
             try:
                 if not wrong(tuple(_alike(run(function, args, kwargs), result))):
-                    told = "AnyGPU: %s is wrong on this device (%d values of a sample): %s from now on"
-                    log.warning(told, key, count, path)
+                    message = "AnyGPU: %s is wrong on this device (%d values of a sample): %s from now on"
+                    log.warning(message, key, count, path)
                     self.known[key] = path
                     return path
             except Exception as error:
@@ -407,31 +423,37 @@ class Guard(TorchDispatchMode):
         raise UnsupportedError(found, expected="a device that computes right", fix=fix)
 
 
-def _kept(store: ProbeStore, fresh: bool = False) -> dict[str, str]:
-    """The size classes that ``store`` knows of earlier runs, but for what another version or an editor wrote."""
-    kept = store.recall(IN_RUNS, fresh)
-    return {key: path for key, path in kept.items() if path in ("", *PATHS)} if isinstance(kept, dict) else {}
+def _saved_paths(store: ProbeStore, fresh: bool = False) -> dict[str, str]:
+    """The path of each size class that earlier runs checked, without paths that this version does not know."""
+    saved = store.recall(IN_RUNS, fresh)
+    return {key: path for key, path in saved.items() if path in ("", *PATHS)} if isinstance(saved, dict) else {}
 
 
 def _size_class(name: str, args: Any, output: Tensor) -> str:
-    """Operation, head width of attention, stride, padding, dilation and groups of a convolution, switches that are on,
-    as causal, dtype, and of each operand the bit length of its sides, the last one modulo 8, and its layout."""
+    """A key for calls that take the same kernel: operation; attention's head width; a convolution's stride, padding,
+    dilation and groups; switches that are on, as causal; dtype; the bit lengths of each operand's sides; its last side
+    modulo 8; "c" where it is contiguous."""
     operands = [each for each in tree_leaves(args) if isinstance(each, Tensor)][:4]
     sizes = ["x".join(str(side.bit_length()) for side in each.shape) for each in operands]
-    rest = "".join(f"{each.shape[-1] % 8 if each.ndim else 0}{'-c'[each.is_contiguous()]}" for each in operands)
-    forms = [args[0].shape[-1:]] if "attention" in name else [*args[3:6], args[8:]] if name == "convolution" else []
-    name += "".join(f" {'x'.join(map(str, form))}" for form in forms) + " on" * sum(each is True for each in args)
-    name += " scaled" * (name == "swiglu" and args[1] is not None)
-    return f"{name} {str(output.dtype).removeprefix('torch.')} 2^({', '.join(sizes)}) {rest}"
+    layouts = [f"{each.shape[-1] % 8 if each.ndim else 0}{'c' if each.is_contiguous() else '-'}" for each in operands]
+    forms: list[Any] = []
+    if "attention" in name:
+        forms = [args[0].shape[-1:]]
+    elif name == "convolution":
+        forms = [*args[3:6], args[8:]]  # stride, padding and dilation; groups
+    key = name + "".join(f" {'x'.join(map(str, form))}" for form in forms) + " on" * sum(each is True for each in args)
+    key += " scaled" if name == "swiglu" and args[1] is not None else ""
+    return f"{key} {str(output.dtype).removeprefix('torch.')} 2^({', '.join(sizes)}) {''.join(layouts)}"
 
 
 def guard_of(store: ProbeStore | None, device: torch.device) -> Guard | None:
-    """The guard of ``device``; None without a store that asks it, and on a CPU, which the guard would compare with."""
+    """A guard of ``device``; None without a store that may run checks, and on a CPU, which is the reference itself."""
     return None if store is None or store.quiet or device.type == HOST.type else Guard(store)
 
 
 def guard_step(store: ProbeStore | None, facts: DeviceFacts) -> Step:
-    """The guard, and the calls that the device needs, around each forward of a part; of a VAE, of its children."""
+    """The step that puts a guard and plain calls, where the device needs them, around a part's forward; for a VAE,
+    around those of its children."""
     inside = partial(around, guard_of(store, facts.device), plain_calls(policy_for(facts)))
 
     def apply(part: str, module: nn.Module) -> Back | None:
@@ -449,8 +471,8 @@ def guard_step(store: ProbeStore | None, facts: DeviceFacts) -> Step:
 
 @contextmanager
 def around(guard: Guard | None, calls: PlainCalls | None, key: tuple[Any, ...]) -> Iterator[None]:
-    """One use of a model that ``guard`` looks at and that computes by ``calls``. The first of its ``key`` is its owner,
-    which is not kept alive: another one at its address is new."""
+    """The block of one forward, watched by ``guard`` and computed by ``calls``. ``key`` begins with the module, which
+    is held weakly: another module at its address is new."""
     with calls or nullcontext(), nullcontext() if guard is None else guard.looking((ref(key[0]), *key[1:])):
         yield
 

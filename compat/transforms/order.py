@@ -48,7 +48,7 @@ class Step:
 
     order: Order  # when
     name: str  # for people and logs
-    apply: Apply  # changes a part in place; returns what takes that back, or None where it is left alone
+    apply: Apply  # changes a part in place; returns an undo, or None where it leaves the part alone
 
 
 class Done:
@@ -73,7 +73,7 @@ class Preparation:
     steps: tuple[Step, ...] = ()
 
     def __call__(self, part: str, module: nn.Module) -> Done:
-        """Apply the steps to a part that was just read; returns what takes them all back, last one first."""
+        """Apply the steps to a part that was just read; returns their undo, which goes back from the last one."""
         return self.apply_from(part, module, Done(), Order.STORAGE)
 
     def apply_from(self, part: str, module: nn.Module, done: Done, order: Order) -> Done:
@@ -82,8 +82,7 @@ class Preparation:
         try:
             with torch.inference_mode(False), torch.no_grad():
                 for step in sorted((step for step in self.steps if step.order >= order), key=lambda step: step.order):
-                    back = step.apply(part, module)
-                    if back is not None:
+                    if (back := step.apply(part, module)) is not None:
                         log.debug("%s: %s", part, step.name)
                         done.undo.append((step.order, back))
         except BaseException:
@@ -96,8 +95,9 @@ class Preparation:
 
 
 def convolution_step(abilities: Mapping[str, Any], timings: Timings | None = None) -> Step:
-    """Convolutions as they run well here, by ``quirks.abilities`` and, in 3-D, ``timings`` where there are some. In 2-D
-    those of a dtype that fails run in fp32: patch embeddings of parts whose dtype goes by products and attention."""
+    """The step that replaces 3-D convolutions by those that run best here, by ``quirks.abilities`` and ``timings``, if
+    there are any. 2-D ones, as in patch embeddings, run in fp32 where their dtype fails: a part's dtype was chosen by
+    its products and attention."""
 
     def apply(part: str, module: nn.Module) -> Back | None:
         undo, dtypes = Undo(), {torch.float32, *(p.dtype for p in module.parameters())}
@@ -119,19 +119,20 @@ def convolution_step(abilities: Mapping[str, Any], timings: Timings | None = Non
 
 
 def _in_fp32(convolve: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``nn.Conv2d._conv_forward`` from fp32 operands, in the dtype of ``x``."""
     with exact(x.device):
         return convolve(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
 
 def _runs_natively(abilities: Mapping[str, Any], dtypes: Iterable[torch.dtype]) -> bool:
-    """True where ``choose_by`` leaves every layer in one of ``dtypes`` as it is where nothing is timed."""
+    """True where ``choose_by``, without timings, leaves every layer in one of ``dtypes`` as it is."""
     preferred = any(backend == abilities.get("backend") for backend, _ in PREFERRED)
     able = all(works(abilities, name, dtype) for name in ("conv3d", "pad3d") for dtype in dtypes)
     return able and not (preferred or abilities.get("conv_bytes") or abilities.get("contiguous_weights"))
 
 
 def attention_step(attention: Attention) -> Step:
-    """Set ``attention`` on transformers and ``auto`` on VAEs, whose heads are too wide for chosen kernels."""
+    """The step that sets ``attention`` on transformers, and ``auto`` on VAEs, whose heads are too wide for others."""
     of_vae = Attention("auto", attention.budget_bytes, avoided=attention.avoided)
 
     def apply(part: str, module: nn.Module) -> Back | None:
@@ -143,8 +144,7 @@ def attention_step(attention: Attention) -> Step:
 
 
 def replace_attention(module: nn.Module, attend: Attend) -> Back:
-    """Make every known attention of a transformer or VAE call ``attend``; returns what puts everything back.
-
+    """Make every known attention of a transformer or VAE call ``attend``; returns an undo.
     ``attend`` maps query (B, H, N, D), key, value, an optional mask and, of a VAE, ``causal`` to (B, H, N, D). On
     processors of other rewrites ``attend`` is set, and ``padding`` where they have it: they call ``by_rows`` then."""
     padding, undo, plain = Padding(), Undo(), attend

@@ -17,8 +17,8 @@ PLAIN_FORMS = frozenset(("plain_operands", "product_rows", "norm_rows"))  # Devi
 
 
 class PlainCalls(TorchFunctionMode):
-    """Products with a contiguous left operand, few rows at a time, and norms of many rows by plain operations, as
-    ``policy`` asks. Peak extra memory: a copy of an operand that was not contiguous; of a norm, its input in fp32."""
+    """A mode of products with a contiguous left operand, few rows at a time, and RMS norms in plain operations, where
+    ``policy`` asks for that. Peak extra memory: a contiguous copy of an operand; for a norm, its input in fp32."""
 
     def __init__(self, policy: DevicePolicy) -> None:
         super().__init__()
@@ -34,6 +34,7 @@ class PlainCalls(TorchFunctionMode):
         return self.forms.get(function, function)(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``functional.linear`` of contiguous rows, at most ``product_rows`` at a time (0: all)."""
         rows = input.reshape(-1, input.shape[-1]).contiguous()
         parts = rows.split(self.policy.product_rows or max(1, len(rows)))
         results = [functional.linear(part, weight, bias) for part in parts]
@@ -45,9 +46,9 @@ class PlainCalls(TorchFunctionMode):
         axes = tuple(range(-len(normalized_shape), 0))
         if not 0 < self.policy.norm_rows < input.shape[: -len(axes)].numel():
             return functional.rms_norm(input, normalized_shape, weight, eps)
-        wide = input.float()
-        scale = wide.square().mean(axes, keepdim=True).add_(torch.finfo(wide.dtype).eps if eps is None else eps)
-        result = wide * scale.rsqrt_()
+        upcast = input.float()
+        mean_square = upcast.square().mean(axes, keepdim=True)
+        result = upcast * mean_square.add_(torch.finfo(torch.float32).eps if eps is None else eps).rsqrt_()
         return (result if weight is None else result * weight).to(input.dtype)
 
     def _convolution(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -30,21 +30,20 @@ LARGEST = {dtype: largest for dtype, largest in EIGHT.values()}
 
 
 def formats_on(facts: DeviceFacts) -> tuple[str, ...]:
-    """The names in :data:`PRODUCTS` of what the device of ``facts`` multiplies, by the table of packed paths."""
-    had = (name for name in PRODUCTS if facts.backend == "cuda" and (name != "w4a8" or kitchen()))
-    return tuple(name for name in had if path_for(facts, PRODUCTS[name], {}).path == CORE)
+    """The formats in :data:`PRODUCTS` that the device of ``facts`` multiplies, by the table of packed paths."""
+    known = (name for name in PRODUCTS if facts.backend == "cuda" and (name != "w4a8" or kitchen()))
+    return tuple(name for name in known if path_for(facts, PRODUCTS[name], {}).path == CORE)
 
 
 def format_of(codec: str, stored: torch.dtype) -> str:
-    """The name in :data:`PRODUCTS` of weights in ``codec`` whose rows are ``stored``; empty for all others."""
+    """The format in :data:`PRODUCTS` of weights in ``codec`` with values of dtype ``stored``; empty for all others."""
     plain = (name for name, (dtype, _) in EIGHT.items() if dtype is stored and codec in ("", SCALED))
     return "w4a8" if codec == W4A8 else next(plain, "")
 
 
 def require_stored_matmuls(facts: DeviceFacts) -> tuple[str, ...]:
     """The formats whose products the device has; UnsupportedError for none."""
-    formats = formats_on(facts)
-    if not formats:
+    if not (formats := formats_on(facts)):
         found = f"stored_products on {facts.device}: {facts.arch or facts.backend} does not multiply 8-bit weights"
         expected = "an NVIDIA GPU: RTX 30, or RTX 20 with comfy-kitchen's kernels, for int8, RTX 40 for fp8"
         raise UnsupportedError(found, expected=expected, fix="Switch off stored_products.")
@@ -52,7 +51,7 @@ def require_stored_matmuls(facts: DeviceFacts) -> tuple[str, ...]:
 
 
 def multiply_as_stored(module: nn.Module, formats: tuple[str, ...]) -> tuple[int, Callable[[], None]]:
-    """Make the packed layers of ``module`` in one of ``formats`` multiply as stored; how many, and what undoes it."""
+    """Make the packed layers of ``module`` in ``formats`` multiply as stored; returns their number and an undo."""
     layers = [each for each in module.modules() if isinstance(each, StoredLinear) and _multiplies(each, formats)]
     undo = Undo()
     for layer in layers:
@@ -61,15 +60,16 @@ def multiply_as_stored(module: nn.Module, formats: tuple[str, ...]) -> tuple[int
 
 
 def _multiplies(layer: Any, formats: tuple[str, ...]) -> bool:
-    """True for a layer stored in one of ``formats`` whose product has no factor of ModelOpt's or of safe fp16's."""
+    """True for a layer in one of ``formats`` with no scale of its inputs, be it ModelOpt's or that of safe fp16."""
     settings, stored = getattr(layer, SETTINGS, PLAIN), format_of(layer.codec, layer.stored.dtype) in formats
     unscaled = settings.values is None and not settings.residual and "pre_scale" not in layer.sides
     return stored and unscaled and is_ours(layer, fp32_linear)
 
 
 def product(layer: Any, x: Tensor) -> Tensor | None:
-    """The output of a packed ``layer`` in the dtype of ``x``; None for few tokens, sizes not in 16s, patched weights.
-    Peak extra memory: two fp32 copies of ``x``, or one in 8 bits and the output in 32, for int8 twice (sums, fp32)."""
+    """The output of a packed ``layer`` in the dtype of ``x`` (..., features), or None, where its own forward must run:
+    for few tokens, sizes that 16 does not divide, and patched weights. Peak extra memory: two fp32 copies of ``x``, or
+    ``x`` in 8 bits and the output in 32, twice for int8, whose sums are int32."""
     rows = x.reshape(-1, x.shape[-1])
     sizes = (layer.in_features, layer.out_features)
     if getattr(layer, "weight_function", None) or len(rows) < LEAST_TOKENS or any(size % MULTIPLE for size in sizes):
@@ -78,11 +78,11 @@ def product(layer: Any, x: Tensor) -> Tensor | None:
     if stored.dtype is torch.int8 and kitchen():
         return _by_kitchen(layer, x)
     # A rotation may make a value sixteen times as large, which fp16 may not hold, so it is done in fp32.
-    turned = rotated(rows.float(), layer.group) if layer.group else rows
+    rows = rotated(rows.float(), layer.group) if layer.group else rows
     largest = LARGEST[stored.dtype]
-    scale = (turned.abs().amax(1, keepdim=True).float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
-    narrow = turned.float() / scale
-    del turned
+    scale = (rows.abs().amax(1, keepdim=True).float() / largest).clamp(min=torch.finfo(torch.float32).tiny)
+    narrow = rows.float() / scale
+    del rows
     if stored.dtype is torch.int8:
         narrow = narrow.round_().to(torch.int8)
         y = torch._int_mm(narrow, stored.t()).float()
@@ -105,7 +105,7 @@ def kitchen() -> Any:
 
 
 def _by_kitchen(layer: Any, x: Tensor) -> Tensor:
-    """The product by comfy-kitchen, by the kernel that it has for this device; a rotated layer takes fp16 in fp32."""
+    """:func:`product` by comfy-kitchen's kernel for this device; fp16 rows are upcast before they are rotated."""
     sides, dtype, group = layer.sides, x.dtype, layer.group
     x = (x.float() if dtype is torch.float16 and group else x).contiguous()
     bias = None if layer.bias is None else layer.bias.to(dtype)

@@ -20,8 +20,8 @@ from .attention import Attention
 Grid = tuple[int, int, int]  # frames, rows and columns of a video's tokens, or of tiles
 TILE, PICTURE_TILE = (6, 8, 8), (1, 16, 24)  # tokens of a tile; of a single frame
 AROUND = 1  # tiles on each side that a tile sees
-ALIKE, SHORT = 64, 31  # tiles that it sees besides; half as many in a video of at most so many latent frames
-LIKENESS = 0.7  # of a tile's importance; the rest is how little it repeats the others
+ALIKE, SHORT = 64, 31  # other tiles that a tile sees; half as many in a video of at most so many latent frames
+LIKENESS = 0.7  # weight of likeness in a tile's importance; the rest is how little it repeats the other tiles
 
 
 @dataclass
@@ -71,7 +71,7 @@ class SparseAttention:
         return self.attention(query[None, None], every[0][None, None], every[1][None, None])[0, 0]
 
     def note(self, module: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Before a forward of the transformer: the grid of its latents (B, C, T, H, W) in patches."""
+        """A pre-hook of the transformer: note the grid of its latents (B, C, T, H, W) in patches."""
         sides, config = (arguments or (named["hidden_states"],))[0].shape[2:], module.config
         patches = (config.patch_size_t, config.patch_size, config.patch_size)
         frames, rows, columns = (side // patch for side, patch in zip(sides, patches, strict=True))
@@ -79,8 +79,8 @@ class SparseAttention:
 
 
 def attended(queries: torch.Tensor, keys: torch.Tensor, tiles: Grid, frames: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices (R, n, m) of the tiles that each of n ``tiles`` attends to, by the means (R, n, D) of their queries and
-    keys, R batch times heads; and a mask of that shape, False beyond those of a tile that attends to fewer than m."""
+    """Indices (R, n, m) of the tiles that each of the n ``tiles`` attends to, by the means (R, n, D) of their queries
+    and keys, R being batch times heads; and a mask of that shape, False where a tile attends to fewer than m."""
     near = _around(tiles, 0 if frames == 1 else AROUND).to(keys.device)
     count, most = keys.shape[1], _most(frames)
     queries, keys = functional.normalize(queries, dim=-1), functional.normalize(keys, dim=-1)
@@ -93,7 +93,8 @@ def attended(queries: torch.Tensor, keys: torch.Tensor, tiles: Grid, frames: int
 
 
 def shares(grid: Grid) -> tuple[float, float, float]:
-    """Shares of a video's tokens: those that each is compared with, copies that this takes, all in whole tiles."""
+    """Three shares of a video's tokens: the keys that each query sees, the keys gathered for all tiles together, and
+    the tokens padded to whole tiles."""
     tile = PICTURE_TILE if grid[0] == 1 else TILE
     count, tokens = math.prod(_tiles(grid, tile)), math.prod(grid)
     gathered = min(count, _most(grid[0]) + (2 * AROUND + 1) ** 3) * math.prod(tile)
@@ -101,6 +102,7 @@ def shares(grid: Grid) -> tuple[float, float, float]:
 
 
 def _most(frames: int) -> int:
+    """The most tiles that a tile sees by likeness, in a video of so many latent frames."""
     return ALIKE // 2 if 1 < frames <= SHORT else ALIKE
 
 
@@ -113,6 +115,7 @@ def _around(tiles: Grid, reach: int) -> torch.Tensor:
 
 
 def _tiles(grid: Grid, tile: Grid) -> Grid:
+    """The tiles along each side of ``grid``, the last ones padded."""
     frames, rows, columns = (-(-side // part) for side, part in zip(grid, tile, strict=True))
     return frames, rows, columns
 
@@ -120,9 +123,9 @@ def _tiles(grid: Grid, tile: Grid) -> Grid:
 def _tiled(tokens: torch.Tensor, grid: Grid, tile: Grid) -> torch.Tensor:
     """Tokens (B, H, N, D) as (B H, tiles, tokens of a tile, D), with zeros behind the borders."""
     tiles = _tiles(grid, tile)
-    more = [part * count - side for side, part, count in zip(grid, tile, tiles, strict=True)]
+    frames, rows, columns = (part * count - side for side, part, count in zip(grid, tile, tiles, strict=True))
     video = tokens.flatten(0, 1).unflatten(1, grid)
-    video = functional.pad(video, (0, 0, 0, more[2], 0, more[1], 0, more[0]))
+    video = functional.pad(video, (0, 0, 0, columns, 0, rows, 0, frames))
     video = video.unflatten(3, (tiles[2], tile[2])).unflatten(2, (tiles[1], tile[1])).unflatten(1, (tiles[0], tile[0]))
     return video.permute(0, 1, 3, 5, 2, 4, 6, 7).flatten(4, 6).flatten(1, 3)
 

@@ -19,7 +19,7 @@ from ..memory.parts import Undo, transformer_blocks
 
 FIRST_BLOCK, TAYLOR, PYRAMID, AUTO = "first_block", "taylor", "pyramid", "auto"
 KINDS: dict[str, str] = {
-    AUTO: "first_block",
+    AUTO: FIRST_BLOCK,
     FIRST_BLOCK: "runs the first block, and the others only if its result changed by more than the threshold",
     TAYLOR: "runs attention once every few steps and extrapolates in between",
     PYRAMID: "runs attention once every few steps and repeats the result in between",
@@ -50,7 +50,7 @@ class StepCacheSettings:
         return f"{self.kind}, {how}, from {self.start:.0%} to {self.end:.0%} of the steps"
 
     def skipped(self, steps: int) -> float:
-        """Share of blocks, or of attentions, that it skips, for a forecast: how alike steps are, only a run tells.
+        """The share of blocks, or of attentions, skipped in ``steps``, for a forecast; only a run tells the true one.
         Source: FLUX.1-dev at thresholds 0.06 to 0.12 (diffusers docs/source/en/optimization/para_attn.md)."""
         if self.kind in (TAYLOR, PYRAMID):
             return max(0.0, self.end - max(self.start, WARM_UP / steps)) * (1 - 1 / self.interval)
@@ -58,7 +58,7 @@ class StepCacheSettings:
 
 
 def settings_for(preset: str, asked: StepCacheSettings) -> StepCacheSettings | None:
-    """The settings ``asked``, with the threshold and interval of a preset but for ``custom``; None for ``off``.
+    """The settings ``asked``, with the ``preset``'s threshold and interval unless it is ``custom``; None for ``off``.
     Raises InputError for an unknown choice or a number out of range, UnsupportedError for an unknown kind."""
     require_choice("preset", preset, PRESET_CHOICES)
     if preset == OFF:
@@ -81,7 +81,8 @@ def settings_for(preset: str, asked: StepCacheSettings) -> StepCacheSettings | N
 
 def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: float, batched: bool, stg: float) -> None:
     """Raise UnsupportedError for a cache that guidance in two forwards or compiled blocks would break."""
-    guided = [f"stg {stg:g}"] * (stg > 0) + [f"cfg {cfg:g}"] * (cfg > 1.0 and not batched)
+    guided = [f"stg {stg:g}"] if stg > 0 else []
+    guided += [f"cfg {cfg:g}"] if cfg > 1.0 and not batched else []
     if settings.kind in SHARED and guided:
         found = f"step cache {settings.kind!r} with {' and '.join(guided)}: {SHARED[settings.kind]}"
         raise UnsupportedError(found, expected="no such guidance, or another kind", fix=f"Choose kind {FIRST_BLOCK}.")
@@ -92,13 +93,13 @@ def require_usable(settings: StepCacheSettings, transformer: nn.Module, cfg: flo
 
 @dataclass(slots=True)
 class Count:
-    """Runs of the units that a cache skips: those without it, and those that happened."""
+    """Runs of the units, blocks or attentions, that a cache may skip."""
 
-    units: int = 0
-    forwards: int = 0
-    ran: int = 0
-    skipped_steps: int = 0
-    unit: str = "block"
+    units: int = 0  # in the transformer
+    forwards: int = 0  # of the transformer, so that ``units * forwards`` would run without a cache
+    ran: int = 0  # units that did run, in all forwards
+    skipped_steps: int = 0  # forwards in which any unit was skipped
+    unit: str = "block"  # or ``attention``
 
     def __str__(self) -> str:
         whole = self.units * self.forwards
@@ -111,8 +112,9 @@ class Count:
 
 @contextmanager
 def cached(transformer: Any, settings: StepCacheSettings, steps: int) -> Iterator[Count]:
-    """Apply the cache to ``transformer`` for the block, one sampling of ``steps``; the count says what it skipped.
-    Every sampling and section of a FramePack video starts with nothing kept; ``cache_context`` is open at forwards."""
+    """Apply the cache to ``transformer`` for the block, one sampling of ``steps``; yields the count of what it skips.
+    Each sampling, and each section of a FramePack video, starts without results of another. Forwards must run inside
+    diffusers' ``cache_context``."""
     active = _Active(transformer, settings, steps)
     with active.undo:
         with torch.inference_mode(False), torch.no_grad():
@@ -122,21 +124,22 @@ def cached(transformer: Any, settings: StepCacheSettings, steps: int) -> Iterato
 
 @dataclass(slots=True)
 class _Active:
-    """A cache on one transformer for one sampling: tells steps by their time, and counts the units that ran."""
+    """A cache on one transformer for one sampling; a change of the timestep begins a new step."""
 
     transformer: Any
     settings: StepCacheSettings
     steps: int
     count: Count = field(default_factory=Count)
     undo: Undo = field(default_factory=Undo)
-    time: float = 0.0
+    time: float = 0.0  # timestep of the last forward
     direction: int = 0  # of time in this sampling: down in most families, up in Mochi
-    index: int = -1
-    rows: dict[str, int] = field(default_factory=dict)  # by branch of guidance, each of which has a state of its own
+    index: int = -1  # of the step
+    rows: dict[str, int] = field(default_factory=dict)  # batch size of each branch of guidance, which has its own state
     begun: set[str] = field(default_factory=set)  # the branches whose forward at this time has begun
-    ran: int = 0  # of the units, in this forward
+    ran: int = 0  # units, in this forward
 
     def attach(self) -> None:
+        """Put the cache, the counters and the hooks on the transformer; ``undo`` takes them off."""
         units = list(_units(self.transformer, self.settings.kind))
         self.count.units, self.count.unit = len(units), "block" if self.settings.kind == FIRST_BLOCK else "attention"
         for unit in units:
@@ -153,9 +156,11 @@ class _Active:
         self.undo.append(add_hook(self.transformer, self._after, with_kwargs=True).remove)
 
     def acts(self) -> bool:
+        """True where this step lies between the settings' start and end."""
         return self.settings.start <= self.index / max(self.steps, 1) < self.settings.end
 
     def _due(self, measure: Callable[[], tuple[bool, Any]]) -> tuple[bool, Any]:
+        """TaylorSeer's answer whether attention is computed, and its state; always computed outside start and end."""
         due, state = measure()
         return due or not self.acts(), state
 
@@ -168,7 +173,7 @@ class _Active:
         if settings.kind == TAYLOR:
             return hooks.TaylorSeerCacheConfig(
                 cache_interval=settings.interval,
-                disable_cache_before_step=WARM_UP,  # which begins anew where guidance ends; `_due` knows the share
+                disable_cache_before_step=WARM_UP,  # counted anew after guidance ends; `_due` sees to start and end
                 max_order=1,
                 taylor_factors_dtype=torch.float32,
                 cache_identifiers=[ATTENTIONS],
@@ -181,7 +186,7 @@ class _Active:
         )
 
     def _before(self, module: nn.Module, args: Any, named: dict[str, Any]) -> None:
-        """Tell by its time which step a forward belongs to, and forget what another sampling or batch left."""
+        """A pre-hook: find the step of this forward by its time, and drop what another sampling or batch left."""
         time, states = named.get("timestep"), named.get("hidden_states", args[0] if args else None)
         now = float(to_host(time).max()) if isinstance(time, torch.Tensor) else self.time
         contexts = (manager._context for hook in _hooks(module) for manager in _managers(hook))
@@ -189,24 +194,25 @@ class _Active:
         rows = states.shape[0] if isinstance(states, torch.Tensor) else self.rows.get(branch, 0)
         direction = (now > self.time) - (now < self.time)  # 0 within a step
         started = self.index < 0 or direction * self.direction < 0  # back in time: another sampling
-        again = not direction and branch in self.begun  # a step is tried again, or another section has a single step
+        again = not direction and branch in self.begun  # the step is repeated, or another section has a single step
         if started:
             self.index = 0
         elif direction:
             self.index, self.direction = self.index + 1, direction
-        if started or again or self.rows.get(branch, rows) != rows:  # guidance began or ended: of another batch
+        if started or again or self.rows.get(branch, rows) != rows:  # another batch size: guidance began or ended
             _forget(module)
         self.begun = {branch} if direction or again else self.begun | {branch}
         self.time, self.rows[branch], self.ran = now, rows, 0
         for hook in _hooks(self.transformer):
-            if hasattr(hook, "threshold"):  # of the first block's change, which is never below -1
+            if hasattr(hook, "threshold"):  # the first block's change is never below -1, so all blocks run
                 hook.threshold = self.settings.threshold if self.acts() else -1.0
         if self.settings.device != DEVICES[0] and isinstance(states, torch.Tensor):
             _place_states(module, states.device, current_only=True)
 
     def _after(self, module: nn.Module, args: Any, named: Any, output: Any) -> None:
+        """A forward hook: count what ran, and move the caches' results to the host where the settings ask for it."""
         self.count.forwards += 1
-        self.count.ran += self.ran  # of whole forwards alone
+        self.count.ran += self.ran  # here, so that a forward that is cut short does not count
         self.count.skipped_steps += self.ran < self.count.units
         if self.settings.device != DEVICES[0]:
             _place_states(module, HOST)
@@ -217,7 +223,7 @@ class _Active:
 
 
 class _Measured(torch.Tensor):
-    """A tensor whose ``item`` comes home exactly."""
+    """A tensor whose ``item`` reads the device by ``to_host``, which keeps every bit."""
 
     def item(self) -> Any:
         return to_host(self.as_subclass(torch.Tensor)).item()
@@ -229,6 +235,7 @@ def _changed(decide: Callable[[torch.Tensor], bool], residual: torch.Tensor) -> 
 
 
 def _units(transformer: nn.Module, kind: str) -> Iterator[nn.Module]:
+    """The modules that a cache of ``kind`` skips: blocks, or their attentions."""
     for block in transformer_blocks(transformer):
         if kind == FIRST_BLOCK:
             yield block
@@ -240,19 +247,21 @@ def _units(transformer: nn.Module, kind: str) -> Iterator[nn.Module]:
 
 
 def _hooks(transformer: nn.Module) -> Iterator[Any]:
+    """diffusers' stateful hooks in ``transformer``: those of its caches."""
     for module in transformer.modules():
         registry = getattr(module, "_diffusers_hook", None)
         yield from (hook for hook in getattr(registry, "hooks", {}).values() if hook._is_stateful)
 
 
 def _managers(hook: Any) -> Iterator[Any]:
+    """The managers of a hook's states, one state for each branch of guidance."""
     from diffusers.hooks.hooks import StateManager
 
     yield from (value for value in vars(hook).values() if isinstance(value, StateManager))
 
 
 def _forget(transformer: nn.Module) -> None:
-    """Drop what the caches keep, but not in which branch they are: upstream's own reset forgets that too."""
+    """Drop the results that the caches hold, but keep their current branch, which upstream's own reset drops too."""
     for hook in _hooks(transformer):
         for manager in _managers(hook):
             manager._state_cache.clear()
@@ -261,7 +270,7 @@ def _forget(transformer: nn.Module) -> None:
 
 
 def _place_states(transformer: nn.Module, device: torch.device, current_only: bool = False) -> None:
-    """Move what the caches keep to ``device``; of the branch that runs alone where ``current_only``."""
+    """Move the results that the caches hold to ``device``; with ``current_only``, those of the current branch alone."""
     for hook in _hooks(transformer):
         states = [hook.state] if hasattr(hook, "state") else []
         for manager in _managers(hook):

@@ -1,5 +1,5 @@
 """The launches of :mod:`..group_norm`: partial statistics, their sum, and the pass that writes the padded result.
-A tile is pixels by channels, and strides say which lie beside each other in memory: one kernel serves both layouts."""
+A tile is pixels by channels; by its strides, one kernel serves tensors whose pixels, or channels, are adjacent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def partial_kernel(
     x, parts, pixels, frames, groups, runs, count, x_b, x_c, x_t, x_p,
     WIDTH: tl.constexpr, PER_FRAME: tl.constexpr, CHANNELS: tl.constexpr, STRIP: tl.constexpr, STRIPS: tl.constexpr,
 ):  # fmt: skip
-    """Number, mean and sum of squared distances from it, of some pixels of some channels of one group of WIDTH."""
+    """Count, mean and sum of squared deviations of STRIP * STRIPS pixels of CHANNELS of the WIDTH channels of a group.
+    ``runs`` programs share the pixels, ``count`` programs a group; merged strip by strip as Chan et al. 1979 do."""
     group, part = (tl.program_id(0) // count).to(tl.int64), (tl.program_id(0) % count).to(tl.int64)
     own = (part // runs) * CHANNELS + tl.arange(0, CHANNELS)
     outer = group // groups
@@ -57,7 +58,7 @@ def total_kernel(
     parts, weight, bias, means, gains, shifts, count, channels, groups, group_width, eps,
     COUNT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Mean, gain (weight over deviation) and shift by channel of one group, of its partial sums (Chan et al. 1979)."""
+    """Mean, gain (weight / deviation) and shift by channel of a group, from ``count`` partials (Chan et al. 1979)."""
     group = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, COUNT)
     at, inside = parts + (group * count + part) * 3, part < count
@@ -102,8 +103,8 @@ def padded_kernel(
     RMS: tl.constexpr, SILU: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
     COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of one image row of the result; what lies outside is the nearest pixel inside. ``table_b`` and
-    ``table_t`` are the steps of ``mean`` and ``gain`` by sample and frame; ``shift`` has its own by sample."""
+    """One tile of one image row of the result, and the border beside it: copies of the nearest pixel. ``table_b`` and
+    ``table_t`` are the strides of ``mean`` and ``gain`` by sample and frame, ``shift_b`` is that of ``shift``."""
     block = tl.program_id(0) % (column_blocks * channel_blocks)
     row = (tl.program_id(0) // (column_blocks * channel_blocks)).to(tl.int64)
     out_y, out_frame = row % out_height, (row // out_height) % out_frames
@@ -147,7 +148,7 @@ def group_norm_silu_pad(x: Tensor, norm: GroupNorm, pad: list[int], silu: bool, 
     out = empty_padded(x, pad, layout)
     if not out.numel():
         return out
-    x = _flat(x)
+    x = _evenly_strided(x)
     outer = x.shape[0] * (x.shape[2] if norm.per_frame else 1)
     parts = _partial_sums(x, norm.groups, norm.per_frame)
     means, gains, shifts = torch.empty((3, outer, x.shape[1]), dtype=torch.float32, device=x.device).unbind(0)
@@ -157,7 +158,7 @@ def group_norm_silu_pad(x: Tensor, norm: GroupNorm, pad: list[int], silu: bool, 
         COUNT=triton.next_power_of_2(parts.shape[1]), WIDTH=triton.next_power_of_2(width),
     )  # fmt: skip
     steps = (x.shape[1] * (x.shape[2] if norm.per_frame else 1), x.shape[1] if norm.per_frame else 0)
-    _write(x, out, (means, gains, shifts), (*steps, steps[0]), norm.eps, False, pad, silu)
+    _write(x, out, (means, gains, shifts), (*steps, steps[0]), norm.eps, rms=False, pad=pad, silu=silu)
     return out
 
 
@@ -167,23 +168,25 @@ def rms_silu_pad(x: Tensor, norm: Norm, modulation: Modulation, pad: list[int], 
     if not out.numel():
         return out
     weight, scale, shift = norm.weight, modulation.scale, modulation.shift
-    gain = weight if scale is None else 1 + scale.float() if weight is None else (1 + scale.float()) * weight.float()
+    gain = weight
+    if scale is not None:
+        gain = 1 + scale.float() if weight is None else (1 + scale.float()) * weight.float()
     gain_b = 0 if gain is None or gain.ndim == 1 or gain.shape[0] == 1 else x.shape[1]
     gain, shift = (None if table is None else table.contiguous() for table in (gain, shift))
     shift_b = 0 if shift is None or shift.shape[0] == 1 else x.shape[1]
-    _write(x, out, (None, gain, shift), (gain_b, 0, shift_b), norm.eps, True, pad, silu)
+    _write(x, out, (None, gain, shift), (gain_b, 0, shift_b), norm.eps, rms=True, pad=pad, silu=silu)
     return out
 
 
-def _flat(x: Tensor) -> Tensor:
-    """``x`` with the pixels of a frame, and its frames, at one distance from each other: both layouts have that."""
+def _evenly_strided(x: Tensor) -> Tensor:
+    """``x``, copied unless one stride leads from each pixel to the next, over rows and frames, as in both layouts."""
     height, width = x.shape[3:]
     step = x.stride(4)
     return x if x.stride(3) == width * step and x.stride(2) == height * width * step else x.contiguous()
 
 
 def _partial_sums(x: Tensor, groups: int, per_frame: bool) -> Tensor:
-    """(groups of all samples or frames, parts, 3): numbers, means, sums of squared distances."""
+    """Partial statistics, fp32 (groups of all samples or frames, parts, 3): count, mean, sum of squared deviations."""
     batch, channels, frames, height, width = x.shape
     pixels, outer = height * width * (1 if per_frame else frames), batch * (frames if per_frame else 1)
     group_width = channels // groups
@@ -204,25 +207,21 @@ def _partial_sums(x: Tensor, groups: int, per_frame: bool) -> Tensor:
 
 
 def _write(
-    x: Tensor,
-    out: Tensor,
-    tables: tuple[Tensor | None, Tensor | None, Tensor | None],
-    table_steps: tuple[int, int, int],
-    eps: float,
-    rms: bool,
-    pad: list[int],
-    silu: bool,
-) -> None:
+    x: Tensor, out: Tensor, tables: tuple[Tensor | None, Tensor | None, Tensor | None],
+    table_steps: tuple[int, int, int], eps: float, rms: bool, pad: list[int], silu: bool,
+) -> None:  # fmt: skip
+    """Write the normed, activated and padded ``x`` to ``out``, by ``tables``, the mean, gain and shift of each channel,
+    with ``table_steps``: the strides of mean and gain by sample and by frame, and of shift by sample."""
     left, right, top, _, front, _ = pad
     batch, channels, frames, height, width = x.shape
     most = triton.next_power_of_2(channels)
     if rms:  # a program sees all channels of its pixels
         block = most
         columns = min(triton.next_power_of_2(width), max(TILE // block, 16))
-    elif x.stride(1) == 1 or out.stride(1) == 1:
+    elif x.stride(1) == 1 or out.stride(1) == 1:  # channels are adjacent: 64 of 16 bits are a cache line
         block = min(most, 64)
         columns = min(triton.next_power_of_2(width), TILE // block)
-    else:
+    else:  # pixels are adjacent
         columns = min(triton.next_power_of_2(width), 512)
         block = min(most, max(TILE // columns, 1))
     column_blocks, channel_blocks = triton.cdiv(width, columns), triton.cdiv(channels, block)

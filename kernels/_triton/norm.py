@@ -11,7 +11,7 @@ from .rows import modulation_row
 
 @triton.jit
 def standardized(x, inside, width, eps, KIND: tl.constexpr):
-    """fp32 rows ``x``, 0 outside, divided by their root mean square or, for a layer norm, their standard deviation."""
+    """fp32 rows ``x``, 0 outside, normed by KIND: "rms", "layer", which is centred too, or "scaled": times ``eps``."""
     if KIND == "scaled":
         y = x * eps
     else:

@@ -1,4 +1,4 @@
-"""The launches of :mod:`..norm` and :mod:`..residual`: one kernel, without what an operation does not have."""
+"""The launches of :mod:`..norm` and :mod:`..residual`: one kernel, compiled without the terms that are None."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def tanh(x):
 
 @triton.jit
 def added(
-    y, branch, gate, factor, sample, token, known, column, inside, width, branch_eps, split,
+    y, branch, gate, factor, sample, token, exists, column, inside, width, branch_eps, split,
     branch_b, branch_n, gate_b, gate_n, factor_b, factor_n, TANH: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """``y + branch * factor * gate`` of some rows, of which those that are ``known`` exist; fp32."""
+    """``y + branch * factor * gate`` of a tile of rows, fp32; ``exists`` masks rows, ``inside`` their elements."""
     at = (sample * branch_b + token * branch_n)[:, None] + column[None, :]
     term = upcast(tl.load(branch + at, mask=inside, other=0.0))
     if factor is not None:
-        term = term * tl.load(factor + sample * factor_b + token * factor_n, mask=known, other=0.0)[:, None]
+        term = term * tl.load(factor + sample * factor_b + token * factor_n, mask=exists, other=0.0)[:, None]
     if NORM:
         term = standardized(term, inside, width, branch_eps, "rms")
     if gate is not None:
@@ -51,6 +51,8 @@ def residual_norm_kernel(
     x_b, x_n, branch_b, branch_n, gate_b, gate_n, factor_b, factor_n, scale_b, scale_n, shift_b, shift_n,
     TANH: tl.constexpr, NORM: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """ROWS whole rows: ``residual``, the sum with the gated branch, unless ``branch`` is None, and ``out``, the
+    modulated norm of that, unless ``out`` is None."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     within = column < width
@@ -93,6 +95,7 @@ def _launch(
     x: Tensor, branch: Tensor | None, gate: Gate, norm: Norm | None,
     modulation: Modulation = NO_MODULATION, out_dtype: torch.dtype | None = None,
 ) -> tuple[Any, Any]:  # fmt: skip
+    """The sum, None without ``branch``, and its modulated norm, None without ``norm``."""
     residual = None if branch is None else empty(x, x.shape, None)
     out = None if norm is None else empty(x, x.shape, out_dtype)
     if not x.numel():

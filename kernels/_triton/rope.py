@@ -1,7 +1,7 @@
 """The launch of :mod:`..rope`: a row is a head of a token, or a whole token.
-
-One program takes some rows of queries and keys in every sample, so that the tables, wider than the rows they turn, are
-read once. Pairs are split off a whole row: reading every other feature would load two bytes at a time."""
+One program takes the same rows of queries and keys in every sample, so that the tables, in fp32 and thus more bytes
+than a 16-bit row, are read once. Whole rows are read and then split into pairs: reading every other feature would load
+two bytes at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def rotate_rows(
     x, out, weight, sample, row, count, heads, width, eps, x_b, x_n, x_h, out_n, offset,
     cos, sin, TURN: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Norm and turn rows of one sample, and store them ``offset`` tokens further in ``out``."""
+    """Norm rows of one sample, rotate them if TURN, and store them ``offset`` tokens further on in ``out``."""
     column = tl.arange(0, COLUMNS)
     within = column < width
     inside = (row < count)[:, None] & within[None, :]
@@ -47,13 +47,15 @@ def qk_norm_rope_kernel(
     text_q_rows, text_k_rows, q_b, q_t, q_h, k_b, k_t, k_h, text_q_b, text_q_t, text_q_h, text_k_b, text_k_t, text_k_h,
     TURN: tl.constexpr, SHARED: tl.constexpr, TEXT: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """ROWS rows of queries and keys of every sample: of the video in the first ``video_blocks`` programs, then of the
+    text, which is stored behind the video and not rotated. SHARED: all samples have the same rotary tables."""
     block = tl.program_id(0)
     if block < video_blocks:
         row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         half = tl.arange(0, COLUMNS // 2)
         at = ((row // heads) * cos_n + (row % heads) * cos_h)[:, None] + half[None, :]
         tabled = (row // heads < rotary_tokens)[:, None] & (half < width // 2)[None, :]
-        c, s = 1.0, 0.0
+        c, s = 1.0, 0.0  # cosine and sine of no rotation
         if TURN and SHARED:
             c = upcast(tl.load(cos + at, mask=tabled, other=1.0))
             s = upcast(tl.load(sin + at, mask=tabled, other=0.0))
@@ -117,11 +119,13 @@ def qk_norm_rope(
 
 
 def _heads(x: Tensor) -> Tensor:
+    """``x`` as (B, N, H, W) with adjacent features; a whole token is one head."""
     x = x if x.ndim == 4 else x.unsqueeze(2)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _rows(x: Tensor | None) -> int:
+    """The number of rows of a sample: tokens times heads, 0 for None."""
     return 0 if x is None else x.shape[1] * x.shape[2]
 
 
@@ -130,7 +134,7 @@ def _steps(x: Tensor | None) -> tuple[int, int, int]:
 
 
 def _table(table: Tensor, dimensions: int) -> Tensor:
-    """A table as (B | 1, N, H | 1, W / 2) with neighbours beside each other."""
+    """A rotary table as (B | 1, N, H | 1, W / 2), with adjacent features."""
     table = table if dimensions == 4 else table.unsqueeze(-2)
     table = table if table.ndim == 4 else table.unsqueeze(0)
     return table if table.stride(-1) == 1 else table.contiguous()
