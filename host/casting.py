@@ -31,7 +31,7 @@ WEIGHT = ".weight"
 
 @contextmanager
 def cast_by_core(layer: Any, **kinds: Any) -> Iterator[tuple[Any, Any]]:
-    """For the block, weight and bias of ``layer`` as core casts them, by functions that core has since before 0.32."""
+    """For the block, weight and bias of ``layer`` as core casts them, by functions that core had before 0.32 too."""
     weight, bias, offloaded = comfy.ops.cast_bias_weight(layer, offloadable=True, **kinds)
     try:
         yield weight, bias

@@ -234,7 +234,7 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
                 farm.answer(sent)
             farm.fetch(jobs, list(missing))
         except BaseException:
-            with suppress(Exception):  # waits, as a late submission would undo the cancel
+            with suppress(Exception):  # waits for both: the cancel may be lost, or a late submission undo it
                 if sent is not None:
                     farm.ray.wait([sent], timeout=ANSWER_SECONDS)
                 farm.ray.get(farm.gateway.cancel.remote(list(missing)), timeout=CANCEL_SECONDS)

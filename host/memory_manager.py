@@ -39,7 +39,7 @@ def compute_device() -> torch.device:
 
 
 def known_bytes(ask: Callable[[], Any], unknown: float) -> float:
-    """The bytes that ``ask`` of ComfyUI's returns; ``unknown`` if it fails or returns anything else."""
+    """The bytes that ``ask``, a call of ComfyUI's, returns; ``unknown`` if it fails or returns anything else."""
     reported = value_or(lambda: float(ask()), -1.0)
     return reported if reported >= 0 else unknown
 

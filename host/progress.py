@@ -123,7 +123,7 @@ class NodeProgress:
         self._run.at(now, left)
         picture = None if preview is None or window() is None else self._picture(preview)
         self._bar.update_absolute(done, total, picture)
-        self._send_at_times(now + left)
+        self._send_throttled(now + left)
         if stage.resumable and (run := paused.wanted_run()):
             rough = rough_previewer(latent_format_of(self.family))  # ComfyUI's previews are off by default
             if paused.save(run, now, picture or (preview and self._picture(preview, rough))):
@@ -171,7 +171,7 @@ class NodeProgress:
         self._run.finish(status)
         self._send("\n".join([status, *self.lines]))
 
-    def _send_at_times(self, text: str) -> None:
+    def _send_throttled(self, text: str) -> None:
         now = time.monotonic()
         if now - self._sent_at >= TEXT_SECONDS:
             self._sent_at = now

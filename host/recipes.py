@@ -12,7 +12,7 @@ from ..compat.errors import InputError
 from ..pipelines.files.evidence import Evidence, names_of_file, published
 
 ROWS, FITS, WEIGHTS = "core_recipes", ("AnyGPUFit", "AnyGPUFitModel"), (".safetensors", ".sft", ".gguf")
-MOST, MOST_NAME, LARGEST = 64, 260, 1e9  # nodes on a way back, and samplers; characters of a path; any widget's value
+MOST, MOST_NAME, LARGEST = 64, 260, 1e9  # nodes on a way back, and samplers; characters of a path; above any widget
 PARTS = ("guider", "sampler", "sigmas")  # inputs whose nodes hold the settings of SamplerCustomAdvanced
 SHIFTS = ("ModelSampling", "MiniMaxH3SigmaShift")  # nodes behind a model that shift its noise levels
 RENAMED = {"video_cfg": "cfg", "shift_video": "shift"}
