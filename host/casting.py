@@ -1,6 +1,5 @@
 """Layers made native to ComfyUI's memory manager: what is elsewhere, packed or patched comes through core's own cast
-for one forward, in the dtype it is stored in; all else is ``fixed`` and comes as a whole.
-"""
+for one forward, in the dtype it is stored in; all else is ``fixed`` and comes as a whole."""
 
 from __future__ import annotations
 
@@ -22,25 +21,17 @@ from ..compat.memory.transfer import set_data, transfer_for
 
 OWN = ("weight", "bias")
 WHOLE: tuple[type[nn.Module], ...] = (nn.MultiheadAttention,)  # one fused call reads the weights of their children
-LEFT_BEHIND = (  # what a patcher and `install_cast_layers` write on a layer
-    "comfy_cast_weights",
-    "prev_comfy_cast_weights",
-    "comfy_force_cast_weights",
-    "comfy_patched_weights",
-    "weight_function",
-    "bias_function",
-    "memory_stats",
-    "rows",
-    "runs_on",
-    "computes_in",
+LEFT_BEHIND = (  # attributes that core's patcher and `install_cast_layers` set on a layer
+    *("comfy_cast_weights", "prev_comfy_cast_weights", "comfy_force_cast_weights", "comfy_patched_weights"),
+    *("weight_function", "bias_function", "memory_stats", "rows", "runs_on", "computes_in"),
 )
-BASE_LAYER = ".base_layer"  # where peft has the layer that it was put around
+BASE_LAYER = ".base_layer"  # peft's name, in its adapter, for the adapted layer
 WEIGHT = ".weight"
 
 
 @contextmanager
 def cast_by_core(layer: Any, **kinds: Any) -> Iterator[tuple[Any, Any]]:
-    """Weight and bias of ``layer`` for a block, by the functions of core that releases before 0.32 have too."""
+    """For the block, weight and bias of ``layer`` as core casts them, by functions that core had before 0.32 too."""
     weight, bias, offloaded = comfy.ops.cast_bias_weight(layer, offloadable=True, **kinds)
     try:
         yield weight, bias
@@ -49,7 +40,7 @@ def cast_by_core(layer: Any, **kinds: Any) -> Iterator[tuple[Any, Any]]:
 
 
 class CastLayer(comfy.ops.CastWeightBiasOp):
-    """A layer that fetches its weights for each forward of its own class."""
+    """A layer whose forward is that of its class, run with weights that core has cast to the device of the input."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         comfy.ops.run_every_op()
@@ -58,7 +49,7 @@ class CastLayer(comfy.ops.CastWeightBiasOp):
 
     @contextmanager
     def weights_on(self, like: torch.Tensor, bias_dtype: Any = None) -> Iterator[tuple[torch.Tensor, Any]]:
-        """Weight and bias on the device and in the dtype of ``like``, for ``compat.memory.hooks.weights_on``."""
+        """For the block, weight and bias as ``like`` (device, dtype), for ``compat.memory.hooks.weights_on``."""
         here = "fetched" in self.__dict__ or not self._must_fetch(like.device)
         with nullcontext((self.weight, self.bias)) if here else self._fetched(like) as (weight, bias):
             yield weight.to(like.dtype), None if bias is None else bias.to(bias_dtype or like.dtype)
@@ -79,17 +70,12 @@ class CastLayer(comfy.ops.CastWeightBiasOp):
                 self._parameters.update(own)
 
     def _must_fetch(self, device: torch.device) -> bool:
-        narrow = self.weight.dtype.itemsize == 1
-        return bool(
-            narrow
-            or self.comfy_cast_weights
-            or self.weight_function
-            or self.bias_function
-            or self.weight.device != device
-        )
+        """True if the stored weights cannot compute on ``device`` as they are: 8 bits, patched or elsewhere."""
+        narrow, patched = self.weight.dtype.itemsize == 1, self.weight_function or self.bias_function
+        return bool(narrow or patched or self.comfy_cast_weights or self.weight.device != device)
 
     def _fetched(self, like: torch.Tensor) -> Any:
-        """Weight and bias for a block; in their own dtype, or in that of ``like`` where they are 8 bits."""
+        """For the block, weight and bias from core's cast: in their own dtypes, or in that of ``like`` for 8 bits."""
         kinds = [t.dtype if t is not None else like.dtype for t in (self.weight, self.bias)]
         weight, bias = (like.dtype if kind.itemsize == 1 and like.is_floating_point() else kind for kind in kinds)
         if self.memory_stats is not None and self.weight.device != like.device:
@@ -97,7 +83,7 @@ class CastLayer(comfy.ops.CastWeightBiasOp):
         return cast_by_core(self, dtype=weight, bias_dtype=bias, device=like.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        """Moves by way of :func:`send`, so that weights that only visited the device return to what they were."""
+        """Move by :func:`send`, so that weights return to the very host memory that they came from."""
         for tensor in (*self._parameters.values(), *self._buffers.values()):
             if tensor is not None:
                 target = fn(tensor.data[:0] if tensor.ndim else tensor.data)
@@ -108,13 +94,13 @@ class CastLayer(comfy.ops.CastWeightBiasOp):
 
 
 class PackedLayer(CastLayer):
-    """A layer with a packed weight, made dense after its rows have come; patches change the dense weight."""
+    """A layer whose weight moves packed and is made dense on the device, where patches change it."""
 
     rows: _Rows
 
     @property
     def weight(self) -> torch.Tensor:
-        """The dense weight; on ``meta`` while its rows are elsewhere, for forwards that only ask for its dtype."""
+        """The dense weight; on ``meta`` while the packed one is elsewhere, for forwards that only ask for its dtype."""
         stored_on, runs_on = self.stored.device, self.__dict__["runs_on"]
         here = stored_on.type == runs_on.type and runs_on.index in (None, stored_on.index)  # "mps" stands for "mps:0"
         if here or "outline" in self.__dict__:
@@ -131,16 +117,16 @@ class PackedLayer(CastLayer):
 
     @contextmanager
     def weights_on(self, like: torch.Tensor, bias_dtype: Any = None) -> Iterator[tuple[torch.Tensor, Any]]:
-        with self._brought(like.device):
+        with self._tensors_on(like.device):
             yield self.dense(like.dtype), None if self.bias is None else self.bias.to(bias_dtype or like.dtype)
 
     def _run(self, like: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with self._brought(like.device):
+        with self._tensors_on(like.device):
             return super(CastLayer, self).forward(*args, **kwargs)  # type: ignore[misc]
 
     @contextmanager
-    def _brought(self, device: torch.device) -> Iterator[None]:
-        """For a block, rows, scales and bias on ``device``, unless they are there or an outer block brought them."""
+    def _tensors_on(self, device: torch.device) -> Iterator[None]:
+        """For the block, packed weight, scales and bias on ``device``, unless there already or by an outer block."""
         if "fetched" in self.__dict__ or (self.stored.device == device and not self.bias_function):
             yield
             return
@@ -149,7 +135,7 @@ class PackedLayer(CastLayer):
             self.memory_stats.add(bytes_of(t for t in (*own.values(), *sides.values()) if t is not None), 0.0)
         kinds = {"dtype": self.stored.dtype, "bias_dtype": None if self.bias is None else self.bias.dtype}
         with cast_by_core(self.rows, device=device, **kinds) as (stored, bias):
-            self._buffers.update(placed(sides, device))  # first: where memory runs short here, nothing is replaced
+            self._buffers.update(placed(sides, device))  # first: if memory runs short here, nothing is replaced
             self._parameters.update(stored=stored, bias=bias)
             self.__dict__["fetched"] = True
             try:
@@ -161,7 +147,7 @@ class PackedLayer(CastLayer):
 
 
 class _Rows:
-    """A packed layer as ComfyUI's cast takes it: what is stored stands for the weight, as it is."""
+    """Stands in for a packed layer in core's cast, which moves its packed weight as if it were the weight."""
 
     weight_function = ()
     weight = property(lambda self: self.layer.stored)
@@ -173,7 +159,7 @@ class _Rows:
 
 
 class Placed:
-    """A root module, which reports where it runs wherever its weights are."""
+    """A root module that reports the device on which it computes, wherever its weights are."""
 
     @property
     def device(self) -> torch.device:
@@ -181,13 +167,13 @@ class Placed:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype that its own class reports, but never 8 bits, which nothing computes in."""
+        """The dtype that its class reports, unless that has 8 bits: nothing computes in those."""
         stored = super().dtype  # type: ignore[misc]
         return stored if stored.itemsize > 1 else self.__dict__["computes_in"]
 
 
 def install_cast_layers(module: nn.Module, device: torch.device, memory_stats: MemoryStats | None = None) -> bool:
-    """Prepare ``module`` to run on ``device`` with its weights anywhere; True if that took a change."""
+    """Make layers fetch their weights, so that ``module`` runs on ``device`` wherever they are; True if any changed."""
     changed = False
     for owner, whole in _walk(module):
         packed = isinstance(owner, StoredLinear)
@@ -214,12 +200,12 @@ def restore_layers(module: nn.Module) -> None:
             lacking = ("bias", "lacks_bias") if "lacks_bias" in owner.__dict__ else ()
             for name in (*LEFT_BEHIND, *lacking):
                 owner.__dict__.pop(name, None)
-            owner.__class__ = type(owner).__bases__[1]  # the second: the first casts
+            owner.__class__ = type(owner).__bases__[1]  # (rewrite, original), by :func:`_subclass`
 
 
 def fixed_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Parameters that belong to no casting layer, and buffers but for the scales of packed ones, each once."""
-    tensors: dict[int, torch.Tensor] = {}
+    """The tensors that no layer fetches: parameters of other modules, and all buffers but scales of packed weights."""
+    tensors: dict[int, torch.Tensor] = {}  # by id: tied ones count once
     for owner in module.modules():
         held = () if isinstance(owner, CastLayer) else owner.parameters(recurse=False)
         tables = () if isinstance(owner, PackedLayer) else owner.buffers(recurse=False)
@@ -233,11 +219,9 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def send(tensor: torch.Tensor, device: torch.device, keep: bool = True) -> None:
-    """Bring ``tensor`` to ``device`` in place; what came from host memory goes back to the very bytes it came from.
-
-    An eviction then copies nothing, and weights survive devices that damage copies. Where host and device share one
-    memory, ``keep`` is False: it would hold both.
-    """
+    """Move ``tensor`` to ``device`` in place. With ``keep`` its host memory stays held, and it returns to those bytes:
+    an eviction copies nothing, and weights survive devices that damage copies. ``keep`` is False where host and device
+    share one memory, which would hold both."""
     data = tensor.data
     if data.device == device:
         return
@@ -261,6 +245,7 @@ def send_home(module: nn.Module) -> None:
 
 @functools.cache
 def _subclass(original: type, rewrite: type) -> type:
+    """A subclass of ``rewrite`` and ``original`` with the name of the original."""
     # transformers looks a root's abilities up by the full name of its class; our rewrites go by a layer's full name,
     # and must not take one that fetches its weights for the original.
     home = original.__module__ if rewrite is Placed else __name__
@@ -268,12 +253,13 @@ def _subclass(original: type, rewrite: type) -> type:
 
 
 def _is_layer(module: nn.Module) -> bool:
+    """True for a module without children whose parameters are a weight and perhaps a bias."""
     held = [name for name, tensor in module._parameters.items() if tensor is not None]
     return "weight" in held and set(held) <= set(OWN) and next(module.children(), None) is None
 
 
 def _walk(module: nn.Module, whole: bool = False) -> Iterator[tuple[nn.Module, bool]]:
-    """Each module of ``module``, and True where a parent reads its weights."""
+    """Each module of ``module``, itself first, and True where a parent in :data:`WHOLE` reads its weights."""
     whole = whole or isinstance(module, WHOLE)
     yield module, whole
     for child in module.children():
@@ -281,23 +267,23 @@ def _walk(module: nn.Module, whole: bool = False) -> Iterator[tuple[nn.Module, b
 
 
 def named_for_patches(tensors: Mapping[str, torch.Tensor], module: nn.Module) -> dict[str, torch.Tensor]:
-    """``tensors`` of ``module`` by the names of patches, but for adapters' own; packed ones dense, on meta."""
-    around = {name.removesuffix(BASE_LAYER) for name, _ in module.named_modules() if name.endswith(BASE_LAYER)}
+    """``tensors`` under the names that patches use: adapters and their infix left out, packed weights dense on meta."""
+    adapted = {name.removesuffix(BASE_LAYER) for name, _ in module.named_modules() if name.endswith(BASE_LAYER)}
     packed = {name: owner for name, owner in module.named_modules() if isinstance(owner, StoredLinear)}
     dense = {
         f"{name}{WEIGHT}": torch.empty(owner.out_features, owner.in_features, dtype=owner.dense_dtype, device="meta")
         for name, owner in packed.items()
     }
-    return {
+    return {  # an adapter's own tensors are LAYER.lora_A.NAME.weight
         key.replace(BASE_LAYER, ""): tensor
         for key, tensor in {**tensors, **dense}.items()
-        if key.rsplit(".", 3)[0] not in around and (key.endswith(OWN) or key.rpartition(".")[0] not in packed)
+        if key.rsplit(".", 3)[0] not in adapted and (key.endswith(OWN) or key.rpartition(".")[0] not in packed)
     }
 
 
 @contextmanager
 def patches_by_layer(patcher: ModelPatcher) -> Iterator[None]:
-    """For the block the patcher has its patches under the names that layers have now, and no patch of packed ones."""
+    """For the block, the patcher's patches by the layers' present names, in adapters too; none of packed layers."""
     modules, own, hooked = dict(patcher.model.named_modules()), patcher.patches, patcher.hook_patches
     packed = {f"{name}{WEIGHT}" for name, owner in modules.items() if isinstance(owner, PackedLayer)}
     named = {key: _key_of_layer(key, modules) for each in (own, *hooked.values()) for key in each}
@@ -312,7 +298,7 @@ def patches_by_layer(patcher: ModelPatcher) -> Iterator[None]:
 
 
 def attach_patches(patcher: ModelPatcher, hooks: Any = None) -> None:
-    """Give packed layers the patches of ``patcher``, and of core's ``hooks`` in force, for their dense weights."""
+    """Set the patches of ``patcher`` and of core's ``hooks`` on packed layers, which apply them to dense weights."""
     modules, own = dict(patcher.model.named_modules()), patcher.patches
     hooked = patcher.get_combined_hook_patches(hooks)
     patches = {_key_of_layer(key, modules): own.get(key, []) + hooked.get(key, []) for key in {*own, *hooked}}
@@ -324,7 +310,7 @@ def attach_patches(patcher: ModelPatcher, hooks: Any = None) -> None:
 
 
 def patched(patcher: ModelPatcher, patches: Mapping[str, Any], strength: float) -> ModelPatcher:
-    """A clone with patches by the names of weights, which are assumed to exist: checking would load them."""
+    """A clone with ``patches`` by name of a weight, unchecked: core's check of the names would load the weights."""
     clone = patcher.clone()
     clone.patches_uuid = uuid.uuid4()
     for name, patch in patches.items():
@@ -333,5 +319,6 @@ def patched(patcher: ModelPatcher, patches: Mapping[str, Any], strength: float) 
 
 
 def _key_of_layer(key: str, modules: Mapping[str, nn.Module]) -> str:
+    """The name of a tensor as it is now, with peft's infix if the layer is inside an adapter."""
     layer, _, tensor = key.rpartition(".")
     return f"{layer}{BASE_LAYER}.{tensor}" if f"{layer}{BASE_LAYER}" in modules else key

@@ -1,6 +1,5 @@
 """Parts of a pipeline for core's nodes: its transformer as MODEL, its VAE, and pictures in CONDITIONING. Their patchers
-are the pipeline's own, so the weights are on the device once, whichever sampler runs.
-"""
+are the pipeline's own, so the weights are on the device once, whichever sampler runs."""
 
 from __future__ import annotations
 
@@ -38,13 +37,13 @@ from .memory_manager import PartPatcher, comfy_offloader
 from .progress import NodeProgress
 from .recovery import save_core_samples
 
-LOADED_ON = ("_select_base_load_device", "_select_base_offload_device")  # by which core finds the way back
+LOADED_ON = ("_select_base_load_device", "_select_base_offload_device")  # by core's device nodes
 WITHOUT_NETWORK = {"disable_unet_model_creation": True}
 Reload = Callable[[Mapping[str, Any]], Pipeline]  # the same pipeline once more, with devices for some of its parts
 
 
 class ChannelStatistics:
-    """Between latents as the VAE has them and normalised ones, as core's LTX-Video VAE names it."""
+    """Normalises latents and back, under the names of core's LTX-Video VAE."""
 
     def __init__(self, vae: Any) -> None:
         self.mean, self.std = (to_host(t).float().view(1, -1, 1, 1, 1) for t in (vae.latents_mean, vae.latents_std))
@@ -57,7 +56,7 @@ class ChannelStatistics:
 
 
 class CoreVAE(comfy.sd.VAE):
-    """A pipeline's VAE in core's own type; what core's class would read from a checkpoint is filled in."""
+    """A pipeline's VAE as core's VAE; sets the attributes that core's __init__ would read from a checkpoint."""
 
     def __init__(self, pipeline: Pipeline, reload: Reload | None = None) -> None:
         self.pipeline, self.reload = pipeline, reload
@@ -77,7 +76,7 @@ class CoreVAE(comfy.sd.VAE):
 
     @property
     def patcher(self) -> PartPatcher:
-        """The pipeline's own patcher of the VAE; one of another device makes this the VAE of a pipeline there."""
+        """The pipeline's own patcher of the VAE; setting one of another device reloads the pipeline's VAE there."""
         patcher = self.pipeline.offloader.patcher_of("vae")
         if self.reload is not None:
             patcher.cached_patcher_init = (lambda again, **_: again({}).offloader.patcher_of("vae"), (self.reload,))
@@ -92,16 +91,16 @@ class CoreVAE(comfy.sd.VAE):
 
     @property
     def device(self) -> torch.device:
-        """Device of the VAE: the patcher's."""
+        """The device that computes the VAE, as the patcher says."""
         return self.pipeline.offloader.device_of("vae")
 
     @device.setter
     def device(self, value: torch.device) -> None:
-        """Nothing: core sets the patcher first."""
+        """Do nothing: core sets the patcher first."""
 
     @property
     def first_stage_model(self) -> nn.Module:
-        """The diffusers VAE, with the statistics of its latents where a latent upscaler of core's asks for them."""
+        """The diffusers VAE; with channel means, it also has the statistics that core's latent upscaler reads."""
         module = self.pipeline.parts.read("vae")
         if isinstance(getattr(module, "latents_mean", None), torch.Tensor):
             module.__dict__.setdefault("per_channel_statistics", ChannelStatistics(module))
@@ -109,10 +108,10 @@ class CoreVAE(comfy.sd.VAE):
 
     @first_stage_model.setter
     def first_stage_model(self, value: nn.Module) -> None:
-        """Nothing: core sets the patcher first."""
+        """Do nothing: core sets the patcher first."""
 
     def memory_used_decode(self, shape: Any, dtype: torch.dtype) -> int:
-        """Bytes of the frames in the dtype, a few dozen channels deep: the widest layer of these decoders."""
+        """Bytes of the decoders' widest layer, some 64 channels at full size, for latents of ``shape``."""
         return math.prod(shape[2:]) * self.temporal * self.spatial**2 * 64 * dtype.itemsize
 
     def memory_used_encode(self, shape: Any, dtype: torch.dtype) -> int:
@@ -129,7 +128,7 @@ class CoreVAE(comfy.sd.VAE):
         return self._decoded(samples, "tiled")
 
     def encode(self, pixel_samples: torch.Tensor) -> torch.Tensor:
-        """Latents (B, C, T, H, W), as Encode Video cuts them, of frames (F, H, W, 3 or more) in 0..1, or B videos."""
+        """Latents (B, C, T, H, W) of frames (F, H, W, 3 or more) in 0..1, or of B videos, cut as by Encode Video."""
         if pixel_samples.ndim > 4:
             return torch.cat([self.encode(video) for video in pixel_samples])
         frames = self.vae_encode_crop_pixels(pixel_samples.reshape(-1, *pixel_samples.shape[-3:]))
@@ -158,10 +157,8 @@ class CoreVAE(comfy.sd.VAE):
 
 def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | None:
     """The MODEL of a pipeline, whose weights are read when first needed; ``reload`` is for copies on another device.
-
-    None where ComfyUI does not manage them, for a family without a row, and for several transformers: core drives one.
-    Made before the transformer is first held: our own stages use its patcher from then on.
-    """
+    None where ComfyUI does not manage the parts, or core knows no such model or it has several transformers. From then
+    on our own stages use its patcher too, so it must be made before the transformer is first held."""
     offloader = comfy_offloader(pipeline)
     row = FAMILIES.get(pipeline.family)
     several = len(pipeline.spec.transformers) > 1
@@ -171,11 +168,11 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
     shift = float(pipeline.tools["scheduler"].get("shift") or 1.0)
     if shift != 1.0 and not pipeline.tools["scheduler"].get("use_dynamic_shifting"):
         config.sampling_settings["shift"] = shift
-    made = row.model(config)
-    made.set_pipeline(pipeline)
-    patcher = offloader.patcher_of(TRANSFORMER, made)
+    core_model = row.model(config)
+    core_model.set_pipeline(pipeline)
+    patcher = offloader.patcher_of(TRANSFORMER, core_model)
     save_core_samples(patcher, pipeline.family, pipeline.spec.sizes.defaults.fps)
-    patcher.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "anygpu", _begin)
+    patcher.add_callback_with_key(CallbacksMP.ON_PRE_RUN, "anygpu", _report_start)
     if pipeline.is_demo:
         patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "anygpu_demo", functools.partial(_at_own_size, pipeline))
     if reload is not None:
@@ -184,9 +181,9 @@ def model_of(pipeline: Pipeline, reload: Reload | None = None) -> PartPatcher | 
 
 
 def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sample the corner of core's latents that a demo model draws, at its own cfg; context windows keep the length."""
+    """Sample what a demo model can draw: a corner of core's latents, all frames with context windows, at its cfg."""
     guider, own = executor.class_obj, of_checkpoint(pipeline).sizes.defaults
-    own_cfg = own.cfg if own.cfg_end == 1.0 else 1.0  # core's guides every step
+    own_cfg = own.cfg if own.cfg_end == 1.0 else 1.0  # core's guider cannot end guidance early
     call = inspect.signature(executor.original).bind(*args, **kwargs)
     call.apply_defaults()
     messages = _cut_to_corner(pipeline, guider, call.arguments)
@@ -200,8 +197,8 @@ def _at_own_size(pipeline: Pipeline, executor: Any, *args: Any, **kwargs: Any) -
 
 
 def _cut_to_corner(pipeline: Pipeline, guider: Any, given: dict[str, Any]) -> list[str]:
-    """Cut the latents among the arguments ``given`` to what a demo model draws, and return what to say of it. Several
-    latents at once, such as video with audio, stay as they are."""
+    """Cut the latents among the sampler's arguments ``given``, in place, to the size that a demo model draws; a message
+    on that, if they changed. Several latents at once, such as video with audio, stay as they are."""
     if given["latent_shapes"] and len(given["latent_shapes"]) > 1:
         return []
     sizes, shape = pipeline.spec.sizes, given["latent_image"].shape
@@ -218,11 +215,11 @@ def _cut_to_corner(pipeline: Pipeline, guider: Any, given: dict[str, Any]) -> li
     return [f"draws at its own size: {columns * spatial}x{rows * spatial}, {(count - 1) * temporal + 1} frames"]
 
 
-def _begin(patcher: PartPatcher) -> None:
-    """For this sampling, say on the node that samples how a demo model differs and what has no effect."""
+def _report_start(patcher: PartPatcher) -> None:
+    """At the start of a sampling, show on its node how a demo model departs and which patches have no effect."""
     context, network = get_executing_context(), patcher.model.diffusion_model
     progress = NodeProgress(None if context is None else context.node_id)
-    progress._run.entry["done"] = True  # nobody tells of the end of core's node, and there may be nothing to show
+    progress._run.entry["done"] = True  # the end of core's node is not reported
 
     def notify(text: str) -> None:
         if text not in progress.lines:
@@ -235,26 +232,28 @@ def _begin(patcher: PartPatcher) -> None:
 
 
 class Factors(comfy.weight_adapter.LoRAAdapter):
+    """A LoRA of one layer as a patch of core's, whose tensors are read when they are applied."""
+
     def __init__(self, lora: loras.LoRA, layer: str) -> None:
         self.loaded_keys, self.lora, self.layer = set(), lora, layer
 
     @property
     def weights(self) -> tuple[Any, ...]:
-        """Up, down, alpha, a middle, which none has, magnitudes of a DoRA, another shape, which none has."""
+        """Core's tuple: up, down, alpha, None for a middle factor, DoRA's magnitude or None, None for a new shape."""
         down, up, _, magnitude = self.lora.delta(self.layer)
         return up.flatten(1), down.flatten(1), self.lora.scales[self.layer] * down.shape[0], None, magnitude, None
 
 
 def beside(pipeline: Pipeline, reload: Reload | None = None) -> tuple[Any, Any]:
-    """MODEL and VAE of ``pipeline`` for core's nodes; in the place of one that is missing, a block that says why."""
+    """MODEL and VAE of ``pipeline`` for core's nodes; instead of a missing one, an ExecutionBlocker with the reason."""
     vae = None if comfy_offloader(pipeline) is None else CoreVAE(pipeline, reload)
-    return model_of(pipeline, reload) or _stopped(pipeline), vae or _stopped(pipeline)
+    return model_of(pipeline, reload) or _blocker(pipeline), vae or _blocker(pipeline)
 
 
 def adapted(pipeline: Pipeline) -> Any:
-    """The MODEL with the pipeline's LoRAs as patches of core's, or a block that says why there is none."""
+    """The MODEL with the pipeline's LoRAs as patches of core's, or an ExecutionBlocker with the reason."""
     if (offloader := comfy_offloader(pipeline)) is None:
-        return _stopped(pipeline)
+        return _blocker(pipeline)
     known = offloader.patchers.get(TRANSFORMER)
     model = known if known is not None and isinstance(known.model, CoreModel) else model_of(pipeline)
     for lora in loras.on(pipeline) if model is not None else ():
@@ -263,10 +262,10 @@ def adapted(pipeline: Pipeline) -> Any:
             if pair.has_bias:
                 patches[f"diffusion_model.{name}.bias"] = ("diff", (lora.delta(name).bias,))
         model = patched(model, patches, lora.strength)
-    return model or _stopped(pipeline)
+    return model or _blocker(pipeline)
 
 
-def _stopped(pipeline: Pipeline) -> Any:
+def _blocker(pipeline: Pipeline) -> Any:
     why = f"ComfyUI's samplers cannot drive {pipeline.spec.title}: it has no MODEL. Use AnyGPU Sample."
     if comfy_offloader(pipeline) is None:
         why = f"MODEL and VAE need offload auto or comfyui; found {pipeline.offloader}. Choose auto on the load node."
@@ -274,7 +273,7 @@ def _stopped(pipeline: Pipeline) -> Any:
 
 
 def pictured(conditioning: Any, image: ImageCondition) -> list[Any]:
-    """A CONDITIONING with our encoded picture in it, which our MODEL reads; InputError if it is empty."""
+    """``conditioning`` with our encoded picture added for our MODEL to read; InputError if it is empty."""
     if not conditioning:
         fix = "Connect positive or negative of AnyGPU Encode Prompt."
         raise InputError("an empty CONDITIONING", expected="encoded text", fix=fix)

@@ -27,8 +27,8 @@ PICTURE = "anygpu_image"  # key of our image condition in a CONDITIONING
 TRANSFORMER = "transformer"
 OVERRIDE, VALUES = "optimized_attention_override", "stg_self_attn_blocks"
 OUTPUTS = {"attn1_output_patch": "attn1", "attn2_output_patch": "attn2"}
-INPUTS = {"attn1": "attn1_patch", "attn2": "attn2_patch"}  # a node that has both undoes in one what the other did
-READ = {  # of a call's options: what core's sampler says of the call, and what is read here
+INPUTS = {"attn1": "attn1_patch", "attn2": "attn2_patch"}  # by place; a node that sets both undoes one in the other
+READ = {  # keys of a call's options that core's sampler sets for its own use, or that are read here
     *("cond_or_uncond", "uuids", "sigmas", "sample_sigmas", "wrappers", "callbacks", "patches", "patches_replace"),
     *("multigpu_thread_device", "prefetch_dynamic_vbars", "context_window", "easycache", OVERRIDE, VALUES),
 }
@@ -37,15 +37,15 @@ KINDS = {"double_block": "double", "single_block": "single"}
 
 
 class DiffusionModel(nn.Module):
-    """Network as core sees it; ``time_scale`` makes core's timestep a noise level times 1000."""
+    """The transformer as a network of core's; ``time_scale`` turns core's timestep into a noise level times 1000."""
 
     def __init__(self, pipeline: Pipeline, time_scale: float) -> None:
         super().__init__()
         self.pipeline, self.dtype, self.time_scale = pipeline, pipeline.precision.residual, time_scale
         config = pipeline.configs[TRANSFORMER]
         self.in_channels, self.out_channels = config.get("in_channels"), config.get("out_channels")
-        self.notify: Callable[[str], None] = log.info  # what the sampling under way has to say
-        self.demo = ""  # how a demo model differs in it from what was asked
+        self.notify: Callable[[str], None] = log.info  # shows a line on the node that samples
+        self.demo = ""  # how a demo model departs from what was asked of this sampling
         self.patchifier = comfy.ldm.lightricks.symmetric_patchifier.SymmetricPatchifier(1)
 
     def forward(
@@ -62,7 +62,7 @@ class DiffusionModel(nn.Module):
             self.notify(text)
         wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, options)
         executor = WrapperExecutor.new_class_executor(self._velocity, self, wrappers)
-        return executor.execute(x.clone(), timestep, context, options, **conds)  # EasyCache adds to x
+        return executor.execute(x.clone(), timestep, context, options, **conds)  # EasyCache changes x
 
     def _velocity(
         self,
@@ -99,11 +99,11 @@ class CoreModel(PartHolder):
     pipeline: Pipeline
     diffusion_model: DiffusionModel
     time_scale = 1.0  # core's schedules of some families count noise levels from 0 to 1
-    scaled = False  # whether the VAE's configuration has core's scale of the latents
+    scaled = False  # whether core's scale of latents is taken from the VAE's configuration
 
     def set_pipeline(self, pipeline: Pipeline) -> None:
-        """Put the transformer in the network's place, and this checkpoint's own numbers into core's tables."""
-        pipeline = replace(pipeline, plan=replace(pipeline.plan, offloader=None))  # which has the patcher that has this
+        """Put the transformer in place of core's network, and the checkpoint's scale of latents in place of core's."""
+        pipeline = replace(pipeline, plan=replace(pipeline.plan, offloader=None))  # it has this model's patcher
         self.pipeline, self.parts, self.part = pipeline, pipeline.parts, TRANSFORMER
         self.diffusion_model = DiffusionModel(pipeline, self.time_scale)
         if self.scaled and pipeline.configs["vae"].get("scaling_factor") is not None:
@@ -117,29 +117,32 @@ class CoreModel(PartHolder):
         conds: dict[str, Any] = super().extra_conds(**given)  # type: ignore[misc]
         if (picture := given.get(PICTURE)) is not None:
             require_family(picture.family, self.pipeline.spec, "an image condition")
-            conds.update(self._pictured(picture, given["noise"]))
+            conds.update(self._picture_conds(picture, given["noise"]))
         return {name: cond for name, cond in conds.items() if getattr(cond, "cond", cond) is not None}
 
     def memory_required(self, input_shape: Any, cond_shapes: Any = None) -> float:
         spatial, temporal = self.pipeline.spec.sizes.ratios
-        rows, _, frames, height, width = input_shape
+        rows, _, frames, height, width = input_shape  # of latents
         size = SampleSettings(width * spatial, height * spatial, (frames - 1) * temporal + 1)
         return float(rows * beside_transformer(self.pipeline, size, window=frames))
 
-    def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
+    def _picture_conds(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
+        """Core's conds of a start picture for latents like ``noise``; here none, for families without."""
         self.diffusion_model.notify("no effect of AnyGPU Image Conditioning on this model: use AnyGPU Sample")
         return {}
 
 
 def _next_time(options: dict[str, Any], time: torch.Tensor) -> torch.Tensor | None:
+    """(B,): the schedule's next lower noise level times 1000, 0 at its end; None where it is unknown."""
     levels = options.get("sample_sigmas")
     if levels is None or time.ndim != 1:
         return None
-    below = levels[levels * TIME < float(time.max()) - 1e-3]
+    below = levels[levels * TIME < float(time.max()) - 1e-3]  # less than any step, more than rounding
     return torch.full_like(time, float(below.max()) * TIME if len(below) else 0.0)
 
 
 def block_patches(options: Mapping[str, Any]) -> BlockPatches | None:
+    """The replaced blocks, attention patches and override that nodes put on a call; None without any."""
     dit = options.get("patches_replace", {}).get("dit", {})
     double, single = ({key[1]: patch for key, patch in dit.items() if key[0] == kind} for kind in KINDS)
     outputs = _outputs(options)
@@ -151,7 +154,7 @@ def block_patches(options: Mapping[str, Any]) -> BlockPatches | None:
 
 
 def unread(options: Mapping[str, Any], conds: Mapping[str, Any], title: str, transformer: Any) -> Iterator[str]:
-    """One line for each thing that nodes put on a MODEL for this call and that has no effect on ``title``, a family."""
+    """A line for each option, patch and cond of a call without effect on this transformer, of the family ``title``."""
     wrapped = {key for kind in options.get("wrappers", {}).values() for key in kind}
     for name in sorted(str(key) for key in options.keys() - READ - wrapped):
         yield f"no effect on {title}: the option {name}, which its transformer does not read"
@@ -171,7 +174,7 @@ def unread(options: Mapping[str, Any], conds: Mapping[str, Any], title: str, tra
 
 
 def _unread_in_attention(options: Mapping[str, Any], title: str, places: set[str]) -> Iterator[str]:
-    """The lines of :func:`unread` on patches of attention, which the transformer has at ``places``."""
+    """The lines of :func:`unread` on attention patches; ``places``: which of attn1 and attn2 the transformer has."""
     applied, one_prompt = _outputs(options), len(set(options.get("cond_or_uncond", ()))) < 2
     for name in sorted(name for name, patches in options.get("patches", {}).items() if patches):
         place = OUTPUTS.get(name, "")
@@ -180,10 +183,8 @@ def _unread_in_attention(options: Mapping[str, Any], title: str, places: set[str
         elif place not in applied:
             yield f"no effect on {title}: a node's {name}, whose {INPUTS[place]} has none here"
         elif one_prompt:
-            yield (
-                f"a node's {name} sees one prompt at a time on {title}: what compares the negative prompt with the "
-                f"positive one there, such as NAG, has no effect"
-            )
+            why = "what compares the negative prompt with the positive one there, such as NAG, has no effect"
+            yield f"a node's {name} sees one prompt at a time on {title}: {why}"
 
 
 def unread_patches(patches: Mapping[str, Any]) -> Iterator[str]:
@@ -195,12 +196,14 @@ def unread_patches(patches: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _outputs(options: Mapping[str, Any]) -> dict[str, Any]:
-    asked = options.get("patches", {})
-    return {place: asked[name] for name, place in OUTPUTS.items() if asked.get(name) and not asked.get(INPUTS[place])}
+    """attn1 or attn2 -> its output patches; none beside an input patch, which is not applied and which they undo."""
+    patches = options.get("patches", {})
+    named = ((place, patches.get(name)) for name, place in OUTPUTS.items() if not patches.get(INPUTS[place]))
+    return {place: own for place, own in named if own}
 
 
 def _overridden(override: Any, options: Mapping[str, Any]) -> Any:
-    """Attention as our blocks call it, by way of core's override, which is given ours in the form of core's own."""
+    """Attention for our blocks that calls core's ``override`` with our attention wrapped as one of core's."""
 
     def attend(
         own: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
@@ -214,17 +217,19 @@ def _overridden(override: Any, options: Mapping[str, Any]) -> Any:
             attn_precision: Any = None,
             **form: Any,
         ) -> torch.Tensor:
-            """``own`` called as core's attention, whose heads are joined unless ``form`` says that they are apart."""
-            apart = [t if form.get("skip_reshape") else t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v)]
-            if form.get("scale"):  # ours is that of the head's width
-                apart[0] = apart[0] * (form["scale"] * apart[0].shape[-1] ** 0.5)
-            mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask  # of each sample, as core's
-            out: torch.Tensor = own(*apart, mask)
+            """``own`` by core's arguments: (B, N, H * D), or (B, H, N, D) where ``form`` has skip_reshape."""
+            if not form.get("skip_reshape"):
+                q, k, v = (t.unflatten(-1, (heads, -1)).transpose(1, 2) for t in (q, k, v))
+            if form.get("scale"):  # ours divides by the root of the head's width
+                q = q * (form["scale"] * q.shape[-1] ** 0.5)
+            mask = mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask  # (B, N, M), one for all heads
+            out: torch.Tensor = own(q, k, v, mask)
             return out if form.get("skip_output_reshape") else out.transpose(1, 2).flatten(2)
 
         given = {"mask": mask, "skip_reshape": True, "skip_output_reshape": True, "transformer_options": options}
         out: torch.Tensor = override(as_core, query, key, value, query.shape[1], **given)
-        if out.shape != (shape := (*query.shape[:-1], value.shape[-1])):
+        shape = (*query.shape[:-1], value.shape[-1])
+        if out.shape != shape:
             found, expected = f"attention of shape {tuple(out.shape)} from a node on the MODEL", str(shape)
             fix = "Remove the node that replaces attention, or choose attention on the AnyGPU load node."
             raise UnsupportedError(found, expected=expected, fix=fix)

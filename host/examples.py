@@ -14,7 +14,7 @@ from ..compat.durable import write_file
 from ..pipelines.demo.scenes import EXAMPLE, first_frame
 from .api import InputImpl, Types
 
-PIXELS, FRAMES, SPEED = 512, 49, 4  # a side of the picture; of the clip, and by how many pixels its shape moves in each
+PIXELS, FRAMES, SPEED = 512, 49, 4  # side of both; frames of the clip, in each of which its shape moves 4 pixels
 PICTURE, CLIP = "example.png", "example.mp4"
 
 
@@ -23,9 +23,9 @@ def add() -> list[str]:
     added = []
     for name, content in ((PICTURE, _picture), (CLIP, _clip)):
         path = Path(folder_paths.get_input_directory()) / name
-        made = None if path.exists() else content()
-        if made is not None and not path.exists():  # or one came while it was drawn
-            added.append(write_file(path, made).name)
+        drawn = None if path.exists() else content()
+        if drawn is not None and not path.exists():  # a file may have come while this one was drawn
+            added.append(write_file(path, drawn).name)
     return added
 
 

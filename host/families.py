@@ -31,47 +31,48 @@ class HunyuanVideo(CoreModel, comfy.model_base.HunyuanVideo):
     scaled = True
 
     def set_pipeline(self, pipeline: Pipeline) -> None:
-        """Set the pipeline; if the transformer takes the picture beside the noise, core passes it on, mask included."""
+        """Set the pipeline, and have core concatenate picture and mask to the noise as the transformer expects them."""
         super().set_pipeline(pipeline)
         code, picture = pipeline.spec.code, ("concat_image",)
-        ways = {code.LATENT_CONCAT: (*picture, "mask_inverted"), code.PICTURE_CONCAT: picture}
-        self.concat_keys = ways.get(code.image_condition(pipeline.configs[TRANSFORMER]), ())
+        keys = {code.LATENT_CONCAT: (*picture, "mask_inverted"), code.PICTURE_CONCAT: picture}
+        self.concat_keys = keys.get(code.image_condition(pipeline.configs[TRANSFORMER]), ())
 
-    def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
+    def _picture_conds(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
         if not self.concat_keys:
-            return super()._pictured(image, noise)
+            return super()._picture_conds(image, noise)
         picture = self.process_latent_in(image.tensors["image_latents"])
-        return {"c_concat": _beside(picture, noise, masked="mask_inverted" in self.concat_keys)}
+        return {"c_concat": _first_frame(picture, noise, masked="mask_inverted" in self.concat_keys)}
 
 
 class HunyuanVideo15(CoreModel, comfy.model_base.HunyuanVideo15):
     scaled = True
 
     def concat_cond(self, **given: Any) -> torch.Tensor:
+        """Channels that core concatenates to the noise: a picture of its nodes in the first frames, and its mask."""
         if self.pipeline.configs[TRANSFORMER].get("in_channels") == self.pipeline.spec.code.SUPER_CHANNELS:
             found = "the MODEL of HunyuanVideo 1.5's super-resolution in one of core's samplers"
             expected = "its pipeline in AnyGPU Sample, behind AnyGPU Upscale Latents"
             fix = "Connect them, or load the file with core's Load Diffusion Model and AnyGPU Fit."
             raise UnsupportedError(found, expected=expected, fix=fix)
         noise, picture, mask = given["noise"], given.get("concat_latent_image"), given.get("concat_mask")
-        beside = noise.new_zeros(noise.shape[0], noise.shape[1] + 1, *noise.shape[2:])
+        channels = noise.new_zeros(noise.shape[0], noise.shape[1] + 1, *noise.shape[2:])
         if picture is not None:
-            beside[:, :-1, : picture.shape[2]] = self.process_latent_in(_fitted(picture, noise))
+            channels[:, :-1, : picture.shape[2]] = self.process_latent_in(_fitted(picture, noise))
             if mask is not None:
-                beside[:, -1:, : mask.shape[2]] = 1.0 - _fitted(mask, noise)[:, :1]
-        return beside
+                channels[:, -1:, : mask.shape[2]] = 1.0 - _fitted(mask, noise)[:, :1]
+        return channels
 
-    def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
-        picture = _beside(self.process_latent_in(image.tensors["image_latents"]), noise)
+    def _picture_conds(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
+        picture = _first_frame(self.process_latent_in(image.tensors["image_latents"]), noise)
         return {"c_concat": picture, "clip_fea": comfy.conds.CONDRegular(image.tensors["image_embeds"])}
 
 
 class FramePack(CoreModel, comfy.model_base.HunyuanVideo):
     scaled = True
 
-    def _pictured(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
+    def _picture_conds(self, image: ImageCondition, noise: torch.Tensor) -> dict[str, Any]:
         moments = image.tensors["start"]
-        start = self.process_latent_in(_fitted(moments[:, : moments.shape[1] // 2], noise))
+        start = self.process_latent_in(_fitted(moments[:, : moments.shape[1] // 2], noise))  # the mean
         if "end" in image.tensors:
             self.diffusion_model.notify("no effect of the end image in one section: use AnyGPU Sample FramePack")
         return {PICTURE: comfy.conds.CONDRegular(start), "clip_fea": comfy.conds.CONDRegular(image.tensors["vision"])}
@@ -91,13 +92,13 @@ class Mochi(CoreModel, comfy.model_base.GenmoMochi):
     time_scale = TIME
 
 
-def _beside(picture: torch.Tensor, noise: torch.Tensor, masked: bool = True) -> Any:
-    """The picture in the first latent frame, and where ``masked`` a mask that says so, to stand beside ``noise``."""
+def _first_frame(picture: torch.Tensor, noise: torch.Tensor, masked: bool = True) -> Any:
+    """A cond of the size of ``noise`` with ``picture`` in its first latent frame, ``masked`` by one more channel."""
     channels = picture.shape[1]
-    beside = noise.new_zeros(noise.shape[0], channels + masked, *noise.shape[2:])
-    beside[:, :channels, :1] = _fitted(picture, noise)
-    beside[:, channels:, :1] = 1.0
-    return comfy.conds.CONDNoiseShape(beside)
+    cond = noise.new_zeros(noise.shape[0], channels + masked, *noise.shape[2:])
+    cond[:, :channels, :1] = _fitted(picture, noise)
+    cond[:, channels:, :1] = 1.0
+    return comfy.conds.CONDNoiseShape(cond)
 
 
 def _fitted(latents: torch.Tensor, noise: torch.Tensor) -> Any:

@@ -34,20 +34,20 @@ ADDRESSES = "farm_addresses.txt"  # of the machine's owner, in our folder of Com
 POLL_SECONDS = 1.0
 ANSWER_SECONDS = 30.0  # less than the minute after which Ray ends a process whose cluster is gone
 FILE_SECONDS = 600.0  # for a picture, a mesh or a video on its way
-CANCEL_SECONDS = 0.5
+CANCEL_SECONDS = 0.5  # for the farm to hear of a cancel, which the user waits for
 FIX = TOKEN_FIX.format("start ComfyUI with RAY_AUTH_MODE=token")
 
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    files: tuple[Path, ...]
-    failed: Mapping[str, str]
-    waiting: int
+    files: tuple[Path, ...]  # of the jobs that are done
+    failed: Mapping[str, str]  # key of a job -> the reason
+    waiting: int  # jobs that are neither
 
 
 @dataclass(frozen=True, slots=True)
 class PaintModels:
-    model: str
+    model: str  # this and the others are names that :mod:`.folders` lists
     delight: str = NONE
     image_encoder: str = AUTO
     adapter: str = NONE  # MV-Adapter's file, on the checkpoint that is the model
@@ -56,7 +56,7 @@ class PaintModels:
 
 
 def folder_choices() -> list[str]:
-    """The folders through which jobs are handed over: one of ComfyUI's, then those that the machine's owner names."""
+    """The folders for jobs, which other machines share: ComfyUI's, then those that the machine's owner lists."""
     listed = folder_paths.get_folder_paths(ROOTS) if ROOTS in folder_paths.folder_names_and_paths else []
     return [OWN, *(str(Path(path)) for path in listed)]
 
@@ -69,7 +69,7 @@ def job_folder(name: str) -> JobFolder:
 
 
 def farm_address(name: str) -> str:
-    """``auto``, or an address that this machine's owner has listed: whoever is at it gets the farm's token."""
+    """``name`` if it is ``auto`` or the owner lists it, else CheckpointError: an address is sent the farm's token."""
     path = state_folder() / ADDRESSES
     text = value_or(lambda: path.read_text(encoding="utf-8-sig"), "")  # Windows' editors begin with a mark
     lines = [line.strip() for line in text.split("\n")]
@@ -94,7 +94,7 @@ def input_folder(name: str) -> Path:
 
 
 def folder_stamp(*names: str) -> Any:
-    """Value that changes with the files in folders of :func:`picture_folders`; any other name stands for none."""
+    """A value that changes with the files in folders of :func:`picture_folders`; other names are ignored."""
     root, listed = Path(folder_paths.get_input_directory()), {*picture_folders(), *picture_folders(MESH_FILES)} - {NONE}
     return stamp(*(root / name for name in listed.intersection(names)))
 
@@ -110,7 +110,7 @@ def queue_meshes(
     check: Check,
     **others: Any,
 ) -> JobList:
-    """A job for each mesh and seed, and for an adapter each of its prompts; ``others`` are further fields of each."""
+    """Write a list of jobs: one per mesh and seed, with an adapter also per prompt; ``others`` are fields of all."""
     from ..paint.jobs import adapter_fields, paint_jobs
     from ..paint.sampling.painting import PaintSettings
 
@@ -125,13 +125,13 @@ def queue_meshes(
     others["image_encoder"] = None if encoder is None else content(encoder, models.image_encoder)
     if adapter is not None:
         others |= adapter_fields(model, adapter, content(adapter, models.adapter), models.prompts, models.negative)
-    whole, settings = content(model, models.model), PaintSettings(steps=steps)
-    jobs = paint_jobs(whole, *sources, seeds, settings, folder.add_input, check=check, **others)
+    model_content, settings = content(model, models.model), PaintSettings(steps=steps)
+    jobs = paint_jobs(model_content, *sources, seeds, settings, folder.add_input, check=check, **others)
     return write_list(folder, name, jobs, check)
 
 
 def jobs_named(folder: JobFolder, name: str, check: Check = lambda: None) -> JobList:
-    """The jobs of a file in ``folder``, or of the newest for an empty name; CheckpointError for none."""
+    """The jobs of the list ``name`` in ``folder``, of the newest for an empty name; CheckpointError without one."""
     from ..paint.jobs import job_of  # painting is read when it is used, not at ComfyUI's start
 
     path = next((path for path in reversed(folder.job_files()) if name in ("", path.stem)), None)
@@ -147,7 +147,7 @@ def jobs_named(folder: JobFolder, name: str, check: Check = lambda: None) -> Job
 
 
 def collect(jobs: JobList, wait: bool, progress: NodeProgress) -> Collected:
-    """The results of the jobs; waits for all of them if ``wait``, and looks for a cancel meanwhile."""
+    """The results of the jobs so far, or of all with ``wait``, which shows progress until a cancel."""
     while True:
         done, failed = list[str](), dict[str, str]()
         for key in jobs.keys:
@@ -197,6 +197,7 @@ def report_of(jobs: JobList, collected: Collected, workers: Sequence[Mapping[str
 
 
 def line_of(worker: Mapping[str, Any]) -> str:
+    """A line on the state of one worker: its job and step, jobs finished, deaths, and error."""
     name, host = str(worker.get("worker", "")), str(worker.get("host", ""))
     parts = [f"{name} on {host}: {worker.get('state', '')}"]
     if worker.get("job"):
@@ -215,9 +216,9 @@ def _listed(name: str, what: str, choices: Sequence[str], fix: str) -> str:
 
 
 def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
-    """Have the farm at ``address`` render the jobs, and bring their files into their folder; a cancel ends them there.
-    Raises CheckpointError for an address that is not listed, or a file that is not one of the jobs' own, before any is
-    read or sent; InputError where nothing answers there, or it fails later; UnsupportedError for no token."""
+    """Render jobs at a farm and fetch their files into the folder of the jobs; a cancel also cancels them there.
+    Raises CheckpointError for an unlisted ``address`` or a file that no job owns, before any is read or sent;
+    InputError where nothing answers there, or fails later; UnsupportedError without a token."""
     from ..paint.jobs import job_of  # painting is read when it is used, not at ComfyUI's start
 
     with _farm(farm_address(address), progress) as farm:
@@ -233,7 +234,7 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
                 farm.answer(sent)
             farm.fetch(jobs, list(missing))
         except BaseException:
-            with suppress(Exception):  # each is waited for: else it may be lost, or a submission undo its cancel
+            with suppress(Exception):  # waits for both: the cancel may be lost, or a late submission undo it
                 if sent is not None:
                     farm.ray.wait([sent], timeout=ANSWER_SECONDS)
                 farm.ray.get(farm.gateway.cancel.remote(list(missing)), timeout=CANCEL_SECONDS)
@@ -243,18 +244,21 @@ def render_at(address: str, jobs: JobList, progress: NodeProgress) -> Collected:
 
 @dataclass(slots=True)
 class _Farm:
+    """A connection to a farm, and the picture of the worker that is shown."""
+
     ray: Any
     gateway: Any  # the farm's actor
     progress: NodeProgress
-    worker: str = ""  # whose picture is shown
-    call: Any = None  # for its next picture, on its way
+    worker: str = ""  # name of the worker whose picture is shown
+    call: Any = None  # to the actor for the next picture, not yet answered
     frames: torch.Tensor = field(default_factory=lambda: torch.zeros(0, 8, 8, 3))  # (1, H, W, 3) in 0..1
 
     def answer(self, call: Any, seconds: float = ANSWER_SECONDS) -> Any:
-        """The answer to a call; a cancel ends the wait. Raises as :func:`..compat.ray_clusters.answer`."""
+        """The answer to a call of the actor; raises at a cancel, and RayError without an answer in ``seconds``."""
         return answer(self.ray, call, self.progress.check, seconds)
 
     def look(self) -> torch.Tensor:
+        """The newest picture that has come, and ask for the next; never waits."""
         if self.call is not None and self.ray.wait([self.call], timeout=0)[0]:
             pixels, self.call = value_or(lambda: self.ray.get(self.call), None), None
             if pixels is not None:
@@ -264,6 +268,7 @@ class _Farm:
         return self.frames
 
     def fetch(self, jobs: JobList, keys: list[str]) -> None:
+        """Wait until the jobs ``keys`` are done or failed, saving results and the workers' states as they come."""
         left, progress = keys, self.progress
         while left:
             progress.check()
@@ -283,6 +288,7 @@ class _Farm:
                 _pause(progress)
 
     def _fetch(self, jobs: JobList, key: str) -> None:
+        """Save the file of a job that is done at the farm; the job fails here where that has gone."""
         from ..paint.jobs import job_of  # painting is read when it is used, not at ComfyUI's start
 
         job = job_of(jobs.lines[jobs.keys.index(key)])
@@ -297,7 +303,7 @@ class _Farm:
 
 @contextmanager
 def _farm(address: str, progress: NodeProgress) -> Iterator[_Farm]:
-    """The farm at ``address``; Ray's socket in this process is closed behind it."""
+    """For the block, a connection to the farm at ``address``; InputError without one, or when it breaks."""
     ray = _ray_module()
     ours = not ray.is_initialized()  # else another pack's, which is not ours to end
     try:

@@ -44,10 +44,8 @@ def roots(keys: Iterable[str]) -> list[Path]:
 
 
 def path_of(name: str, listed: Mapping[str, Path], searched: list[Path], what: tuple[str, str], fix: str) -> Path:
-    """The path of a listed name; CheckpointError, which says which folders were ``searched``, for any other.
-
-    ``what`` was looked for, and what would have been one; ``fix`` has ``{}`` in place of the folder that comes first.
-    """
+    """The path of a ``listed`` name; for any other CheckpointError with the folders ``searched``. ``what`` is the kind
+    of file and what is expected; ``{}`` in ``fix`` becomes the first folder."""
     if name in listed:
         return listed[name]
     kind, expected = what
@@ -57,7 +55,7 @@ def path_of(name: str, listed: Mapping[str, Path], searched: list[Path], what: t
 
 
 def stamp(*paths: Path | None) -> list[tuple[str, int, int]]:
-    """Value that changes when a file, its configuration, or a file in a folder, changes; None stands for no file."""
+    """A value that changes with any of these files, their .json files, or files in these folders; None is skipped."""
     there = [path for path in paths if path is not None]
     there += [each for path in there for each in (path.with_suffix(".json"), path.with_name("adapter_config.json"))]
     files = {file for path in there for file in ([path] if path.is_file() else path.rglob("*.*"))}
@@ -75,7 +73,7 @@ def models() -> dict[str, Path]:
 
 @functools.lru_cache(maxsize=1)
 def _models_at(_changed: tuple[tuple[str, float], ...]) -> dict[str, Path]:
-    return _named(model_roots(), find_models(model_roots()))
+    return _by_name(model_roots(), find_models(model_roots()))
 
 
 def model_choices() -> list[str]:
@@ -83,23 +81,21 @@ def model_choices() -> list[str]:
 
 
 def stand_in_for(name: str) -> str:
-    """The demo model that runs in the place of a published one while none of its family is there; empty for none.
-
-    A folder of the published name counts as there, whatever it holds: it is broken, or its download is to be finished.
-    """
+    """The demo model that runs in place of a published one while no model of its family is installed; else empty. Also
+    empty where its folder exists: it is broken, or its download is unfinished, which the user should hear."""
     family, there = published_family(name), models()
-    families = (value_or(lambda path=path: family_of_folder(path), None) for path in there.values())  # of what is whole
+    families = (value_or(lambda path=path: family_of_folder(path), None) for path in there.values())
     if family is None or name in there or family in families:
         return ""
-    return "" if _unfinished(name) or _takes_a_picture(family, name) else _demo_of(family)
+    return "" if _unfinished(name) or _needs_picture(family, name) else _demo_of(family)
 
 
 def draws_text_alone(family: FamilySpec | None) -> bool:
-    """Tell whether the family's demo takes no picture although other models of the family need one."""
+    """True if the family's demo takes no picture although other models of the family need one."""
     return family is not None and family.files.image_required and "text" in family.files.pipelines.values()
 
 
-def _takes_a_picture(family: FamilySpec | None, name: str) -> bool:
+def _needs_picture(family: FamilySpec | None, name: str) -> bool:
     return draws_text_alone(family) and "i2v" in name.lower()
 
 
@@ -108,9 +104,10 @@ def _demo_of(family: FamilySpec | None) -> str:
 
 
 def _unfinished(name: str) -> Path | None:
+    """The folder of a published model that is there but holds no whole model; None without one."""
     roots = tuple(model_roots())
-    named = [*inside(roots, name), *inside(roots, Path(name).name)]
-    return next((path for path in named if value_or(path.is_dir, False) and path not in models().values()), None)
+    paths = (*inside(roots, name), *inside(roots, Path(name).name))
+    return next((path for path in paths if value_or(path.is_dir, False) and path not in models().values()), None)
 
 
 def model_folder(name: str) -> Path:
@@ -121,7 +118,7 @@ def model_folder(name: str) -> Path:
     family, unfinished = published_family(name), _unfinished(name)
     fix = remedy(name, model_roots()[0], facts_for("cpu").total_bytes)
     drawn = _demo_of(family) or next(iter(demo_models()), "")
-    where = "in the text-to-video template" if _takes_a_picture(family, name) else "in the list"
+    where = "in the text-to-video template" if _needs_picture(family, name) else "in the list"
     fix += f" {drawn!r} {where} runs at once and draws coloured shapes." if drawn else ""
     if family is not None and unfinished is not None:
         raise no_model_in(unfinished, fix)
@@ -133,14 +130,14 @@ def provider_folder(name: str) -> Path | None:
 
 
 def providers() -> dict[str, Path]:
-    """Name to folder of every model and of every folder with an image encoder in it."""
+    """Name -> folder of each model, and of each folder with an image encoder in it."""
     searched = roots(ENCODER_KEYS)
     configs = (config for root in searched for config in _matches(root, "*/image_encoder/config.json"))
-    return {**models(), **_named(searched, (config.parent.parent for config in configs))}
+    return {**models(), **_by_name(searched, (config.parent.parent for config in configs))}
 
 
 def paint_models() -> dict[str, Path]:
-    """Name to path of every paint and, after them, delight checkpoint: folders up to two deep, and files named so."""
+    """Name -> path of paint models, then delight models: folders up to two deep, and files with such names."""
     models: list[Path] = []
     for root in roots(MODEL_KEYS):
         children = _children(root)
@@ -149,11 +146,11 @@ def paint_models() -> dict[str, Path]:
                 if is_paint_folder(folder) and folder != root:
                     models.append(folder)
                 elif folder.is_dir():
-                    found = (file for file in sorted(folder.iterdir()) if file.suffix in PAINT_SUFFIXES)
-                    ours = {file: name for file in found if "hunyuan3d" in (name := file.name.lower())}
-                    models += [file for file, name in ours.items() if "paint" in name or "delight" in name]
-    named = _named(roots(MODEL_KEYS), models)
-    return dict(sorted(named.items(), key=lambda item: "delight" in item[0].lower()))
+                    files = (file for file in sorted(folder.iterdir()) if file.suffix in PAINT_SUFFIXES)
+                    names = {file: file.name.lower() for file in files if "hunyuan3d" in file.name.lower()}
+                    models += [file for file, name in names.items() if "paint" in name or "delight" in name]
+    by_name = _by_name(roots(MODEL_KEYS), models)
+    return dict(sorted(by_name.items(), key=lambda item: "delight" in item[0].lower()))
 
 
 def paint_choices() -> list[str]:
@@ -178,11 +175,12 @@ def paint_provider_folder(name: str) -> Path | None:
 
 
 def base_models() -> dict[str, Path]:
+    """Name -> path of what may be MV-Adapter's base: checkpoint files, and diffusers folders with a UNet."""
     searched = roots(BASE_KEYS)
     files = (file for root in roots(BASE_KEYS[:1]) for each in DEPTHS for file in _matches(root, each))
-    units = (config for root in searched for config in _matches(root, "*/unet/config.json"))
-    saved = (config.parent.parent for config in units)
-    return _named(searched, (*files, *(folder for folder in saved if not is_paint_folder(folder))))
+    configs = (config for root in searched for config in _matches(root, "*/unet/config.json"))
+    saved = (config.parent.parent for config in configs)
+    return _by_name(searched, (*files, *(folder for folder in saved if not is_paint_folder(folder))))
 
 
 def base_path(name: str) -> Path:
@@ -191,7 +189,7 @@ def base_path(name: str) -> Path:
 
 
 def core_file(kind: str, name: object) -> Path | None:
-    """The .safetensors file that core's loader finds by a listed name; None for no such."""
+    """The .safetensors file that core lists as ``name`` in its folders of a ``kind``, such as ``vae``; else None."""
     listed = isinstance(name, str) and name.endswith(".safetensors") and name in folder_paths.get_filename_list(kind)
     return Path(path) if listed and (path := folder_paths.get_full_path(kind, name)) else None
 
@@ -199,11 +197,11 @@ def core_file(kind: str, name: object) -> Path | None:
 def adapters() -> dict[str, Path]:
     searched = roots(ADAPTER_KEYS)
     files = (file for root in searched for each in DEPTHS for file in _matches(root, each))
-    return _named(searched, (file for file in files if any(word in file.name.lower() for word in ADAPTER_WORDS)))
+    return _by_name(searched, (file for file in files if any(word in file.name.lower() for word in ADAPTER_WORDS)))
 
 
 def adapter_stand_in(name: str) -> tuple[str, ...]:
-    """The demo's base and adapter, which run in place of a published ig2mv while no adapter is installed; else none."""
+    """Names of the demo's base and adapter, in place of a published ig2mv while no adapter is installed; else empty."""
     named = f"mvadapter_{IG2MV}" in Path(name).name and not adapters()
     return (*demo_adapter()[0], *demo_adapter()[1]) if named else ()
 
@@ -229,10 +227,10 @@ def lora_file(name: str) -> Path:
 
 
 def upscalers() -> dict[str, Path]:
-    """Name to path of every latent upscaler: files, folders of a file, and those inside a publisher's whole folder."""
+    """Name -> path of latent upscalers: files, at most a folder deep, and those inside a publisher's model folder."""
     own = (file for root in roots(UPSCALER_KEYS) for each in DEPTHS for file in _matches(root, each))
     inside = (file for root in model_roots() for file in _matches(root, "*/upsampler/*/*.safetensors"))
-    return _named([*roots(UPSCALER_KEYS), *model_roots()], (*own, *inside))
+    return _by_name([*roots(UPSCALER_KEYS), *model_roots()], (*own, *inside))
 
 
 def upscaler_file(name: str) -> Path:
@@ -241,18 +239,18 @@ def upscaler_file(name: str) -> Path:
 
 
 def picture_sides(name: object) -> tuple[int, int] | None:
-    """Width and height in pixels of the picture in ComfyUI's folders as core loads and turns it; None for no such."""
+    """Width and height of a picture in ComfyUI's folders, in pixels, after core's EXIF rotation; None if unreadable."""
     from PIL import ExifTags, Image
 
     if not isinstance(name, str):
         return None
-    with suppress(Exception):  # of a file that may hold anything
-        path = Path(os.path.normpath(folder_paths.get_annotated_filepath(name)))  # which older releases do not check
+    with suppress(Exception):  # the file may hold anything
+        path = Path(os.path.normpath(folder_paths.get_annotated_filepath(name)))  # older releases do not check it
         homes = (folder_paths.get_directory_by_type(kind) for kind in ("input", "output", "temp"))
         if any(path.is_relative_to(os.path.normpath(home)) for home in homes):
             with Image.open(path) as picture:  # the base class's getexif, as a PNG's own decodes it
-                turned = Image.Image.getexif(picture).get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
-                return picture.size[::-1] if turned else picture.size
+                sideways = Image.Image.getexif(picture).get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+                return picture.size[::-1] if sideways else picture.size
     return None
 
 
@@ -269,11 +267,11 @@ def state_folder() -> Path:
 
 
 def paint_providers() -> dict[str, Path]:
-    """Name to folder of what may hold a VAE or an image encoder for a paint model: folders with a config.json."""
+    """Name -> folder that may hold a VAE or an image encoder for a paint model: those with a config.json."""
     searched = roots(PAINT_PROVIDER_KEYS)
     patterns = "*/config.json", "*/vae/config.json"
     configs = (sorted(path for each in patterns for path in _matches(root, each)) for root in searched)
-    return _named(searched, (config.parent for in_root in configs for config in in_root))
+    return _by_name(searched, (config.parent for in_root in configs for config in in_root))
 
 
 def _children(folder: Path) -> list[Path]:
@@ -290,9 +288,9 @@ def _matches(root: Path, pattern: str) -> list[Path]:
 
 
 def _change_times(level: list[Path]) -> tuple[tuple[str, float], ...]:
-    """Each folder that :func:`find_models` looks into, and when it last changed, as during a download."""
+    """(path, time of its last change in seconds) of each folder that :func:`find_models` looks into."""
     watched = dict.fromkeys(level)
-    for _ in range(3):
+    for _ in range(3):  # as deep as it looks
         level = [child for folder in level for child in _children(folder)]
         watched.update(dict.fromkeys(level))
     times: dict[str, float] = {}
@@ -302,8 +300,8 @@ def _change_times(level: list[Path]) -> tuple[tuple[str, float], ...]:
     return tuple(times.items())
 
 
-def _named(roots: list[Path], paths: Iterable[Path]) -> dict[str, Path]:
-    """Name below its root to path; the first of a name counts."""
+def _by_name(roots: list[Path], paths: Iterable[Path]) -> dict[str, Path]:
+    """Name below its root -> path; the first path of a name counts."""
     named: dict[str, Path] = {}
     for path in paths:
         root = next((root for root in roots if path.is_relative_to(root) and path != root), None)

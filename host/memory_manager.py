@@ -1,6 +1,5 @@
 """The parts of a pipeline inside ComfyUI's memory manager, each with one patcher that our sampler and core's share,
-which ComfyUI loads, streams, evicts and counts as its own models; and the devices it reports.
-"""
+which ComfyUI loads, streams, evicts and counts as its own models; and the devices it reports."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ from . import casting
 
 REGISTERS = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
 EVERYTHING = 1e30  # more bytes than any device has, as ComfyUI itself asks for them
-HELD_BY = "anygpu_holder"  # where a part keeps its holder, weakly
-LEAST = 0.1  # bytes of weights that may come where none need to: ComfyUI takes 0 for all of them
+HELD_BY = "anygpu_holder"  # attribute of a part: a weak reference to its holder
+LEAST = 0.1  # bytes, to ask ComfyUI for no weights at all: it takes 0 for all of them
 
 
 def compute_device() -> torch.device:
@@ -40,13 +39,13 @@ def compute_device() -> torch.device:
 
 
 def known_bytes(ask: Callable[[], Any], unknown: float) -> float:
-    """An amount of bytes that ComfyUI reports; ``unknown`` if it fails or reports something else."""
+    """The bytes that ``ask``, a call of ComfyUI's, returns; ``unknown`` if it fails or returns anything else."""
     reported = value_or(lambda: float(ask()), -1.0)
     return reported if reported >= 0 else unknown
 
 
 def free_on(device: torch.device) -> float:
-    """Bytes free on ``device`` as ComfyUI reports them, else as the device does; everything if unknown."""
+    """Bytes free on ``device`` as ComfyUI reports them, else as the device does; :data:`EVERYTHING` if unknown."""
     known = free_bytes(device)
     return known_bytes(lambda: comfy.model_management.get_free_memory(device), EVERYTHING if known is None else known)
 
@@ -62,29 +61,32 @@ def make_room(needed_bytes: int, device: torch.device) -> None:
 
 
 def cards() -> dict[torch.device, int | None]:
+    """Each accelerator -> :func:`room_on` it, where there are several; else empty."""
     devices = accelerators(compute_device())
     return {device: room_on(device) for device in devices} if len(devices) > 1 else {}
 
 
 def room_on(device: torch.device) -> int | None:
+    """Bytes that a run may use on ``device``: free ones, and those ComfyUI can evict; None if unknown."""
     free = free_bytes(device)
     return free if free is None else free + evictable_bytes(device)
 
 
 def evictable_bytes(device: torch.device) -> int:
-    """Bytes of models on ``device``, ours too, that ComfyUI takes away when a run needs the room; none on a CPU."""
+    """Bytes of loaded models on ``device``, ours too, that ComfyUI can unload for a run; 0 on a CPU."""
     listed = list(comfy.model_management.current_loaded_models)  # a run may change it meanwhile
     held = [item.model for item in listed if item.device == device and device.type != HOST.type]
     return sum(int(known_bytes(model.loaded_size, 0)) for model in held if model is not None)
 
 
 class PartHolder:
-    """Stands in for the model in a patcher, mixed into an ``nn.Module``: holds one part, read when it is needed."""
+    """Mixed into an ``nn.Module`` that is a patcher's model: holds one part of a pipeline, read when first needed."""
 
     parts: Parts
     part: str
 
     def fill(self) -> nn.Module:
+        """Read the part if need be, and hold it."""
         module = self.parts.read(self.part)
         if self.content is not module:
             self.put(module)
@@ -95,29 +97,26 @@ class PartHolder:
         return self.place().__dict__.get("held")
 
     def put(self, module: nn.Module | None) -> None:
-        """Hold ``module``, or nothing; its weights are found here under its own names, as LoRA files know them.
-
-        The device is free as soon as the holder is no longer used. A part of another holder is taken from it, since two
-        patchers would each take it for theirs.
-        """
+        """Hold ``module``, or nothing, its weights under its own names, as LoRA files have them. Once the holder is no
+        longer used, they leave the device. Another holder of ``module`` loses it: two patchers would both move it."""
         if module is not None:
-            _leave(module.__dict__.get(HELD_BY, lambda: None)(), self, module)
+            _release_from(module.__dict__.get(HELD_BY, lambda: None)(), self, module)
             module.__dict__[HELD_BY] = weakref.ref(self)
-        last: Any = self.__dict__.pop("last_act", None)
+        last: Any = self.__dict__.pop("on_deletion", None)
         if last is not None:
             last.detach()
         place, source = self.place(), nn.Module() if module is None else module
         place.__dict__.update(held=module, **{name: source.__dict__[name] for name in REGISTERS})
         if module is not None:
-            self.__dict__["last_act"] = weakref.finalize(self, casting.send_home, module)
-            self.__dict__["last_act"].atexit = False
+            self.__dict__["on_deletion"] = weakref.finalize(self, casting.send_home, module)
+            self.__dict__["on_deletion"].atexit = False
 
     def place(self) -> nn.Module:
-        """The module that stands for the part: it has the part's own children, parameters and buffers."""
+        """The module that shows the part's children, parameters and buffers as its own; core's network for a MODEL."""
         return self  # type: ignore[return-value]
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Read the part and return its state dict, for callers that ask for names, such as a LoRA loader."""
+        """The part's state dict by the names of patches, which reads it; for callers such as a LoRA loader."""
         self.fill()
         return casting.named_for_patches(super().state_dict(*args, **kwargs), self)  # type: ignore[misc, arg-type]
 
@@ -134,15 +133,15 @@ def _holder(part: str) -> type[Holder]:
 
 
 class PartPatcher(comfy.model_patcher.ModelPatcher):
-    """ComfyUI's patcher over a :class:`PartHolder`: its base class also beside dynamic VRAM, so others can evict."""
+    """A patcher of a :class:`PartHolder`; never a dynamic VRAM one, so that any other model's load can evict it."""
 
-    watcher: Callable[[int], None] | None = None
+    watcher: Callable[[int], None] | None = None  # called with the bytes of each weight that has moved
     memory_stats: MemoryStats | None = None
     in_cloning = False
     beside: int | None = None  # bytes that the stage under way needs beside the weights
-    ran_out = False  # whether memory ran out when all of it was on the device
-    locks = True  # whether ComfyUI may lock what is streamed in host memory
-    keeps = True  # whether host weights stay beside their copies: not where host and device share one memory
+    ran_out = False  # whether memory ran out with the whole part on the device
+    locks = True  # whether ComfyUI may pin streamed weights in host memory
+    keeps = True  # whether host copies of moved weights stay: not where host and device share one memory
 
     def clone(self, *args: Any, **kwargs: Any) -> PartPatcher:
         self.in_cloning = True
@@ -154,19 +153,19 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
         return clone
 
     def model_size(self) -> int:
-        """Bytes of the part in the dtypes it is stored in; reads it, but for a clone, which is told and never asks."""
+        """Bytes of the part as it is stored, which reads it; 0 inside clone(), whose copy never uses the size."""
         if self.in_cloning:
             return 0
         module = self.model.fill()
         return casting.bytes_of((*module.parameters(), *module.buffers()))
 
     def pin_weight_to_device(self, key: str) -> None:
-        """Pin as usual, except a part that is left in its file: its pages must be able to leave host memory."""
+        """Pin as core does, but for a part mapped from its file: its pages must be able to leave host memory."""
         if self.locks:
             super().pin_weight_to_device(key)
 
     def _load_list(self, *args: Any, **kwargs: Any) -> list[Any]:
-        with without_unpacking(self.model):  # it asks every layer for its weight, and for no value
+        with without_unpacking(self.model):  # core reads each weight, but no values
             listed = super()._load_list(*args, **kwargs)
         return [entry for entry in listed if any(isinstance(item, casting.CastLayer) for item in entry)]
 
@@ -190,13 +189,13 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
             self.model.model_loaded_weight_memory += held
 
     def patch_hooks(self, hooks: Any) -> None:
-        """Patch as usual, but packed weights when they are made dense: core would patch a copy."""
+        """Patch as core does; packed weights are patched when they are made dense, since core would patch a copy."""
         with casting.patches_by_layer(self), without_unpacking(self.model):
             super().patch_hooks(hooks)
         casting.attach_patches(self, hooks)
 
     def patch_weight_to_device(self, key: str, device_to: torch.device | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Patch as usual; a weight without patches moves here, where a cancel is obeyed and progress reported."""
+        """Patch as core does and move the weight in place; obeys a cancel and reports the bytes moved."""
         comfy.model_management.throw_exception_if_processing_interrupted()
         result = super().patch_weight_to_device(key, device_to, *args, **kwargs)
         if device_to is not None and not kwargs.get("return_weight"):
@@ -210,7 +209,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
     def partially_load(
         self, device_to: torch.device, extra_memory: float = 0, force_patch_weights: bool = False
     ) -> Any:
-        """Load as usual with :attr:`beside` kept free; an early end, even by a cancel, leaves nothing half moved."""
+        """Load as core does with :attr:`beside` bytes kept free; an error or cancel leaves nothing half moved."""
         try:
             with torch.inference_mode(False), torch.no_grad():
                 return super().partially_load(device_to, self._budget(device_to, extra_memory), force_patch_weights)
@@ -219,11 +218,9 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
             raise
 
     def _budget(self, device: torch.device, offered: float) -> float:
-        """Bytes of weights that may come, below 0 that must leave: what ComfyUI offers, less what a stage needs.
-
-        Off NVIDIA it offers two fifths of the free memory whatever is to be kept free. An offer of everything, for
-        shared memory or by the user's wish, stays until memory runs out.
-        """
+        """Bytes of weights that may move to ``device``, negative for bytes to unload: at most what ComfyUI ``offered``,
+        and what leaves the stage its memory; off NVIDIA ComfyUI offers two fifths of the free memory regardless. An
+        offer of everything, for shared memory or by the user's wish, stands until memory runs out."""
         if self.beside is None or (offered >= EVERYTHING and not self.ran_out):
             return offered
         more = known_bytes(lambda: comfy.model_management.extra_reserved_memory(), 0)
@@ -249,7 +246,7 @@ class PartPatcher(comfy.model_patcher.ModelPatcher):
 
 
 class ComfyOffloader:
-    """Offload ``comfyui``: ComfyUI decides what of each part is on the device, and when it leaves."""
+    """Offload ``comfyui``: ComfyUI decides how much of each part is on the device, and when it is unloaded."""
 
     mode = HOSTED
     automatic = False
@@ -260,8 +257,8 @@ class ComfyOffloader:
         self.patchers: dict[str, PartPatcher] = {}
         self.memory_stats = MemoryStats(self.options.state)
         self.adapters: Adapters | None = None
-        self._short: dict[str, int] = {}  # by part, bytes that it turned out to need beside its estimate
-        self._refused: dict[str, int] = {}  # those that were not to be had as it moved: until a stage with it is done
+        self._short: dict[str, int] = {}  # part -> bytes needed beyond its estimate, as shortages have shown
+        self._refused: dict[str, int] = {}  # part -> more bytes, missing while it loaded; until a stage with it ends
 
     def __repr__(self) -> str:
         return f"offload {placement(self)}"
@@ -274,7 +271,7 @@ class ComfyOffloader:
 
     @property
     def device(self) -> torch.device:
-        """Device that executes the parts; ComfyUI is asked at each use unless one was chosen."""
+        """The device that computes the parts: the chosen one, else ComfyUI's, asked at each use."""
         return self._chosen or compute_device()
 
     def device_of(self, part: str) -> torch.device:
@@ -282,21 +279,21 @@ class ComfyOffloader:
 
     @property
     def patcher(self) -> PartPatcher:
-        """The transformer's; what ComfyUI's caches recognise a model by."""
+        """The transformer's patcher, by which ComfyUI's caches recognise a model."""
         return self.patcher_of("transformer")
 
     def get_models(self) -> list[PartPatcher]:
         return list(self.patchers.values())
 
     def patcher_of(self, part: str, holder: Any = None) -> PartPatcher:
-        """The one patcher of a part, made when first asked for; over ``holder`` where core's nodes drive it too."""
+        """The one patcher of a part, made anew for another device, and over ``holder`` where core's nodes drive it."""
         known, device = self.patchers.get(part), self.device_of(part)
         if known is not None and known.load_device == device and holder in (None, known.model):
             return known
         if known is not None:
             unload(known)
         holder = holder or (known.model if known is not None else _holder(part)(self.parts, part))
-        # ComfyUI's own answer is the device itself under --highvram and --gpu-only: nothing could ever leave it.
+        # Not ComfyUI's offload device: under --highvram and --gpu-only that is the device, which nothing could leave.
         self.patchers[part] = PartPatcher(holder, device, HOST)
         self.patchers[part].memory_stats = self.memory_stats
         self.patchers[part].locks = self.options.host_weights.kinds.get(part) != DISK
@@ -305,14 +302,15 @@ class ComfyOffloader:
 
     @contextmanager
     def hold(self, part: str, activation_bytes: int = 0, progress: Any = None) -> Iterator[nn.Module]:
-        """The part with this pipeline's adapters; ComfyUI keeps ``activation_bytes`` free beside its weights."""
+        """For the block, the part with its adapters on its device, ``activation_bytes`` kept free beside weights."""
         adapted = adapters_on(self.parts, part, self.adapters, self.detach, progress)
         with current(self.device_of(part)), adapted as module:
             self._onload(part, module, activation_bytes + self.options.keep_free_bytes, progress)
             yield module
-            self._refused.pop(part, None)  # another program may have had them for a moment
+            self._refused.pop(part, None)  # another program may have held them only then
 
     def _onload(self, part: str, module: nn.Module, needed: int, progress: Any) -> None:
+        """Have ComfyUI load ``module`` with ``needed`` bytes kept free, streaming more of it while memory runs out."""
         patcher = self.patcher_of(part)
         if patcher.model.content is not module:  # read again, or never seen
             unload(patcher)
@@ -322,8 +320,8 @@ class ComfyOffloader:
         patcher.watcher = _watcher(part, patcher.model_size() - patcher.loaded_size(), progress)
         started, before = time.perf_counter(), patcher.loaded_size()
         try:
-            while not self._loaded(part, patcher, needed):
-                streamed = self._lowered(part, patcher, needed)
+            while not self._try_load(part, patcher, needed):
+                streamed = self._stream_more(part, patcher, needed)
                 if progress is not None:
                     message = f"memory ran out while the {part} was loading: continuing with {streamed} of it streamed"
                     progress.notify(message)
@@ -331,9 +329,9 @@ class ComfyOffloader:
             patcher.watcher = patcher.beside = None
             self.memory_stats.add(max(0, patcher.loaded_size() - before), time.perf_counter() - started)
 
-    def _loaded(self, part: str, patcher: PartPatcher, needed: int) -> bool:
+    def _try_load(self, part: str, patcher: PartPatcher, needed: int) -> bool:
         """Load the part as far as there is room and return True; False if memory ran out but less may fit."""
-        patcher.beside, patcher.ran_out = needed + self._unknown(part), self._unknown(part) > 0
+        patcher.beside, patcher.ran_out = needed + self._missed(part), self._missed(part) > 0
         try:
             comfy.model_management.load_models_gpu([patcher], memory_required=patcher.beside)
         except DEVICE_ERRORS as error:
@@ -343,16 +341,17 @@ class ComfyOffloader:
         return True
 
     def _empty_device(self, part: str, patcher: PartPatcher, needed: int) -> float:
-        """Unload the part and all other models; the bytes of its weights for which there is room then."""
+        """Unload the part and all other models; the bytes of its weights that fit then, 0 or less for none."""
         unload(patcher)
         comfy.model_management.free_memory(EVERYTHING, patcher.load_device)
-        return min(patcher.model_size(), free_on(patcher.load_device) - needed - self._unknown(part))
+        return min(patcher.model_size(), free_on(patcher.load_device) - needed - self._missed(part))
 
-    def _unknown(self, part: str) -> int:
+    def _missed(self, part: str) -> int:
+        """Bytes by which shortages have shown the estimate of a part to be too low."""
         return self._short.get(part, 0) + self._refused.get(part, 0)
 
-    def _lowered(self, part: str, patcher: PartPatcher, needed: int) -> str:
-        """Reserve half of the room, or all of a little, for what the estimate missed; returns how much is streamed."""
+    def _stream_more(self, part: str, patcher: PartPatcher, needed: int) -> str:
+        """Reserve half of the room, or all of a small one, for needs beyond the estimate; how much is streamed."""
         size, room = patcher.model_size(), self._empty_device(part, patcher, needed)
         free = free_on(patcher.load_device)
         left = room / 2 if room > size / 4 else 0
@@ -376,13 +375,10 @@ class ComfyOffloader:
         raise InputError(f"offload {mode!r} for a pipeline loaded with offload {self.mode}", expected=expected, fix=fix)
 
     def reduce_memory(self, part: str, *beside: str) -> str:
-        """Make room while ``part`` is in use: unload all other models, then half of its own weights.
-
-        ``beside`` are other parts of the stage; whichever has most on the device is meant. Returns in words what was
-        done, empty where nothing is left to do.
-        """
-        used = {name: self.patchers[name].loaded_size() for name in (part, *beside) if name in self.patchers}
-        part = max(used, key=lambda name: used[name], default=part)
+        """Make room during a stage with ``part`` and ``beside``: unload all other models, then half of the weights of
+        the part with most on the device. Returns in words what was done, empty where nothing is left to do."""
+        loaded = {name: self.patchers[name].loaded_size() for name in (part, *beside) if name in self.patchers}
+        part = max(loaded, key=lambda name: loaded[name], default=part)
         patcher, management = self.patcher_of(part), comfy.model_management
         if patcher.load_device.type == HOST.type:
             return ""
@@ -408,6 +404,7 @@ def comfy_offloader(pipeline: Any) -> ComfyOffloader | None:
 
 
 def unload(patcher: PartPatcher) -> None:
+    """Have ComfyUI unload the model of ``patcher``, its clones included, and restore its layers."""
     models = comfy.model_management.current_loaded_models
     others = [item for item in models if item.model is None or not item.model.is_clone(patcher)]
     if len(others) < len(models):
@@ -415,7 +412,8 @@ def unload(patcher: PartPatcher) -> None:
     patcher.detach()
 
 
-def _leave(holder: Any, taker: Any, module: nn.Module) -> None:
+def _release_from(holder: Any, taker: Any, module: nn.Module) -> None:
+    """Unload ``module`` and empty its ``holder``, unless that is ``taker`` itself or has another module by now."""
     if holder is None or holder is taker or holder.content is not module:
         return
     for item in list(comfy.model_management.current_loaded_models):
@@ -425,7 +423,7 @@ def _leave(holder: Any, taker: Any, module: nn.Module) -> None:
 
 
 def _watcher(part: str, total: int, progress: Any) -> Callable[[int], None] | None:
-    """Tells ``progress`` of bytes that have arrived; None where there is no listener or nothing has to move."""
+    """A function that reports the bytes of each weight moved; None without ``progress`` or anything to move."""
     if progress is None or total <= 0:
         return None
     done = 0

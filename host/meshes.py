@@ -49,14 +49,15 @@ def _meshes_in(kind: str, mark: str) -> list[str]:
     return sorted(path.relative_to(root).as_posix() + mark for path in files if path.suffix.lower() in MESH_FILES)
 
 
-def _place(name: str) -> tuple[Path, Path]:
-    saved = name.endswith(SAVED)
-    root = Path(folder_paths.get_directory_by_type("output" if saved else "input")).resolve()
-    return value_or((root / (name.removesuffix(SAVED) if saved else name)).resolve, root), root  # a zero byte raises
+def _path_and_root(name: str) -> tuple[Path, Path]:
+    """The path that a name of :func:`mesh_files` means, and the input or output folder in which it has to be."""
+    root = Path(folder_paths.get_directory_by_type("output" if name.endswith(SAVED) else "input")).resolve()
+    return value_or((root / name.removesuffix(SAVED)).resolve, root), root  # a zero byte raises
 
 
 def mesh_path(name: str) -> Path:
-    path, root = _place(name)
+    """The path of a name that :func:`mesh_files` lists; CheckpointError for any other."""
+    path, root = _path_and_root(name)
     if not path.is_relative_to(root) or not value_or(path.is_file, False):
         expected = f"a file of {', '.join(MESH_FILES)}"
         fix = f"Upload one on the node, or put the file, not a link, into input/3d and press R. {DEMO!r} needs none."
@@ -65,12 +66,12 @@ def mesh_path(name: str) -> Path:
 
 
 def file_stamp(name: str) -> Any:
-    path, _ = _place(name or "")  # None: it is linked
+    path, _ = _path_and_root(name or "")  # None: it is linked
     return (path.stat().st_mtime, path.stat().st_size) if value_or(path.is_file, False) else None
 
 
 def mesh_of_file(name: str, file: Any, check: Callable[[], None]) -> tuple[Mesh, tuple[str, ...]]:
-    """The mesh of a core FILE_3D, or of a listed file where that is None, and lines about it; ``check`` may cancel."""
+    """The mesh in core's FILE_3D ``file``, else in the file ``name``, and notes on it; ``check`` raises on a cancel."""
     from ..paint.demo import ring
     from ..paint.geometry.mesh import load_mesh
 
@@ -99,20 +100,21 @@ def from_core(mesh: Any) -> Mesh:
         fix = "Texture them one after the other, or merge them."
         raise InputError(f"a MESH of {len(vertices)} meshes", expected="one", fix=fix)
     single = getattr(vertices, "ndim", 3) == 2
-    given = (vertices, faces, mesh.uvs, *(getattr(mesh, name, None) for name in ("normals", "vertex_colors")))
-    parts = [None if part is None else (part if single else part[0]) for part in given]
+    batched = (vertices, faces, mesh.uvs, getattr(mesh, "normals", None), getattr(mesh, "vertex_colors", None))
+    tensors = [*batched] if single else [None if each is None else each[0] for each in batched]
     if mesh.vertex_counts is not None and not single:
         count, face_count = int(mesh.vertex_counts[0]), int(mesh.face_counts[0])
         counts = (count, face_count, count, count, count)
-        parts = [None if part is None else part[:most] for part, most in zip(parts, counts, strict=True)]
-    normals, colours = (None if part is None or len(part) != len(parts[0]) else part for part in parts[3:])
-    uvs = parts[2]
-    if uvs is not None:  # as they come back from a GLB, where v is turned twice
+        tensors = [None if each is None else each[:most] for each, most in zip(tensors, counts, strict=True)]
+    points, faces, uvs, *others = tensors
+    normals, colours = (None if each is None or len(each) != len(points) else each for each in others)
+    if uvs is not None:  # rounded as in a GLB, where v is flipped on the way out and back in
         uvs = torch.stack((uvs[:, 0], 1 - (1 - uvs[:, 1])), dim=1)
-    return Mesh(parts[0], parts[1], uvs, normals=normals, colours=colours)
+    return Mesh(points, faces, uvs, normals=normals, colours=colours)
 
 
 def to_core(mesh: Mesh) -> Any:
+    """``mesh`` as a core MESH of one, on the host, with its maps and factors."""
     uvs = None if mesh.uvs is None else to_host(mesh.uvs).float()[None]
     made = Types.MESH(to_host(mesh.vertices).float()[None], to_host(mesh.faces).long()[None], uvs=uvs)
     for name, values in {"normals": mesh.normals, "vertex_colors": mesh.colours}.items():
@@ -128,9 +130,9 @@ def to_core(mesh: Mesh) -> Any:
 
 
 def _add_occlusion(mesh: Any, occlusion: torch.Tensor) -> None:
-    """Put the red of ``occlusion`` (1, H, W, 3) into the map of metal and roughness, both at the size of the larger."""
+    """Put red of ``occlusion`` (1, H, W, 3) into red of the metallic-roughness map, at the size of the larger."""
     if mesh.metallic_roughness is None:
-        mesh.metallic_roughness = torch.ones_like(occlusion)  # times the factors, where there are any
+        mesh.metallic_roughness = torch.ones_like(occlusion)  # the factors multiply it
         mesh.metallic_roughness[..., 2] = float("metallic_factor" in (getattr(mesh, "material", None) or {}))
     maps = [each.movedim(-1, 1) for each in (occlusion[..., :1], mesh.metallic_roughness[..., 1:])]
     size = [max(sides) for sides in zip(*(each.shape[2:] for each in maps), strict=True)]
@@ -139,7 +141,7 @@ def _add_occlusion(mesh: Any, occlusion: torch.Tensor) -> None:
 
 
 def with_texture(mesh: Any, texture: Texture) -> Any:
-    """A copy of a core MESH with ``texture`` and its unpainted maps and factors, but for what would tint the colour."""
+    """A copy of a core MESH with the maps of ``texture``, and its own others; factors of painted maps are dropped."""
     textured = copy.copy(mesh)
     textured.texture, textured.vertex_colors = texture.colour[None], None
     dropped = ["base_color_factor"]
@@ -155,6 +157,7 @@ def with_texture(mesh: Any, texture: Texture) -> Any:
 
 
 def with_geometry(mesh: Any, changed: Mesh) -> Any:
+    """``changed`` as a core MESH with the maps and the material of ``mesh``."""
     made = to_core(changed)
     for name in (*MAPS, "material", "occlusion_in_mr", "unlit"):
         setattr(made, name, getattr(mesh, name, None))
@@ -162,7 +165,7 @@ def with_geometry(mesh: Any, changed: Mesh) -> Any:
 
 
 def with_colour(mesh: Any, colour: torch.Tensor) -> Any:
-    """A copy of a core MESH with a texture (T, T, 3) that has the factor of the base colour in it."""
+    """A copy of a core MESH with a texture (T, T, 3) that is tinted already: its colour factor becomes 1."""
     coloured, material = copy.copy(mesh), getattr(mesh, "material", None) or {}
     coloured.texture = colour[None]
     if factor := material.get("base_color_factor"):
@@ -171,12 +174,13 @@ def with_colour(mesh: Any, colour: torch.Tensor) -> Any:
 
 
 def _tint(mesh: Any) -> torch.Tensor:
-    """(3,): what the factor of the base colour, which is linear, makes of colours in a texture; ones without it."""
+    """(3,): the base colour factor, which is linear, as a factor of the texture's sRGB colours; ones without it."""
     factor = (getattr(mesh, "material", None) or {}).get("base_color_factor") or (1.0, 1.0, 1.0)
     return torch.tensor(factor[:3]) ** (1 / GAMMA)
 
 
 def colour_of(mesh: Any) -> torch.Tensor:
+    """The tinted texture (T, T, 3) of a core MESH on the host; InputError for a mesh without one."""
     if mesh.texture is None:
         raise InputError("a mesh without a texture", expected="a painted one", fix="Use AnyGPU Bake Texture before it.")
     return to_host(mesh.texture)[0, ..., :3] * _tint(mesh)
@@ -193,25 +197,25 @@ def shown_colour(mesh: Any) -> torch.Tensor | None:
 
 
 def history(prompt: Any, node: str) -> str:
-    """A node of a prompt and all before it as JSON, by which ComfyUI's cache knows its results too."""
-    found, left = dict[str, Any](), [node]
+    """A node of a prompt and all nodes before it as JSON: equal for equal results, as in ComfyUI's cache."""
+    nodes, left = dict[str, Any](), [node]
     while left:
         name = left.pop()
-        if name in (prompt or {}) and name not in found:
-            found[name] = prompt[name]
+        if name in (prompt or {}) and name not in nodes:
+            nodes[name] = prompt[name]
             left += [each[0] for each in prompt[name]["inputs"].values() if isinstance(each, list) and each[1:]]
-    return json.dumps(found, sort_keys=True, default=str)
+    return json.dumps(nodes, sort_keys=True, default=str)
 
 
 def enlarging(prompt: Any, node: str, inputs: dict[str, int]) -> tuple[str, Path] | None:
-    """The history of AnyGPU Paint Views and the file of an upscale model, where each of ``inputs`` (name to output)
-    of ``node`` comes from it through core's Upscale Image (using Model); None for any other graph."""
+    """The history of the AnyGPU Paint Views from which all ``inputs`` of ``node`` come, and the file of the model by
+    which core's Upscale Image (using Model) enlarges each; None for other graphs. ``inputs``: name -> its output."""
     found = set()
     with suppress(KeyError, TypeError, ValueError, OSError):  # of other graphs
         for name, output in inputs.items():
-            larger = prompt[prompt[node]["inputs"][name][0]]
-            model, (views, slot) = prompt[larger["inputs"]["upscale_model"][0]], larger["inputs"]["image"]
-            kinds = larger["class_type"], model["class_type"], prompt[views]["class_type"]
+            upscale = prompt[prompt[node]["inputs"][name][0]]
+            model, (views, slot) = prompt[upscale["inputs"]["upscale_model"][0]], upscale["inputs"]["image"]
+            kinds = upscale["class_type"], model["class_type"], prompt[views]["class_type"]
             file = folder_paths.get_full_path("upscale_models", model["inputs"]["model_name"])
             found.add((history(prompt, views), Path(file)) if (*kinds, slot) == (*UPSCALING, output) else None)
         return found.pop() if len(found) == 1 else None
@@ -219,7 +223,7 @@ def enlarging(prompt: Any, node: str, inputs: dict[str, int]) -> tuple[str, Path
 
 
 def enlarged(file: Path, views: torch.Tensor) -> torch.Tensor:
-    """``views`` (V, S, S, 3) as core's own node enlarges them by the upscale model in a file."""
+    """``views`` (V, S, S, 3) as core's Upscale Image (using Model) enlarges them by the model in ``file``."""
     from comfy_extras.nodes_upscale_model import ImageUpscaleWithModel, UpscaleModelLoader
 
     names = folder_paths.get_filename_list("upscale_models")
@@ -230,7 +234,7 @@ def enlarged(file: Path, views: torch.Tensor) -> torch.Tensor:
 
 
 def as_images(texture: Texture) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Base colour, metallic and roughness as IMAGE (1, T, T, 3), small if unpainted, and what a view painted."""
+    """Base colour, metallic, roughness as IMAGE (1, T, T, 3), T 64 if unpainted, and the painted texels (1, T, T)."""
     metallic = torch.zeros(64, 64) if texture.metallic is None else texture.metallic
     roughness = torch.ones(64, 64) if texture.roughness is None else texture.roughness
     grey = [one[None, ..., None].expand(-1, -1, -1, 3).contiguous() for one in (metallic, roughness)]

@@ -29,27 +29,27 @@ TOKENIZERS = {
     "qwen2_5_vl": "text_encoders/qwen25_tokenizer",
     "byt5": "text_encoders/byt5_tokenizer",
 }
-DEEPEST = 6
+DEEPEST = 6  # folders below a model folder
 
 
 def file_choices(part: str) -> list[str]:
     """Choices of the input for ``part``: the files found; ``auto`` first, but for the transformer."""
-    names = sorted(_named(part))
+    names = sorted(_files_of(part))
     return (names or [NO_FILE]) if part == "transformer" else [AUTO, *names]
 
 
 def chosen_files(task: str, **names: str) -> Files:
-    """The files behind the names of a node's inputs, and all others in the folders; CheckpointError for other names."""
+    """The files that a node's inputs name, by part, and all others on offer; CheckpointError for unknown names."""
     ending, fix = f"a file ending in {', '.join(ENDINGS)}", "Put it into {} and press R."
     chosen = ((part, name) for part, name in names.items() if name != AUTO)
-    found = {p: path_of(name, _named(p), roots(KEYS[p]), (f"{p} file", ending), fix) for p, name in chosen}
-    return Files(found, offered(), task, tokenizers())
+    paths = {p: path_of(name, _files_of(p), roots(KEYS[p]), (f"{p} file", ending), fix) for p, name in chosen}
+    return Files(paths, offered(), task, tokenizers())
 
 
 def offered() -> dict[Path, tuple[str, ...]]:
-    """Every file of the folders with the kinds of models in it; its header is read again only when it has changed."""
+    """Each file in the model folders -> the kinds of models in it; headers are read again only after a change."""
     files: dict[Path, tuple[str, ...]] = {}
-    for path in dict.fromkeys(path for part in KEYS for path in _named(part).values()):
+    for path in dict.fromkeys(path for part in KEYS for path in _files_of(part).values()):
         with suppress(OSError):  # a broken link
             files[path] = _kinds_of(path, path.stat().st_size, path.stat().st_mtime_ns)
     return files
@@ -66,13 +66,13 @@ def tokenizers() -> dict[str, Path]:
 
 
 def stamp_of(**names: str) -> list[tuple[str, int, int]]:
-    """Value that changes with the files behind the names; ``auto`` is any file with a model that a pipeline has."""
-    found = (path for path, held in offered().items() if held) if AUTO in names.values() else ()
-    return stamp(*found, *(_named(part).get(name) for part, name in names.items()))
+    """A value that changes with the files named by part; ``auto`` stands for all files that hold a part."""
+    candidates = (path for path, held in offered().items() if held) if AUTO in names.values() else ()
+    return stamp(*candidates, *(_files_of(part).get(name) for part, name in names.items()))
 
 
-def _named(part: str) -> dict[str, Path]:
-    """Name below its folder to path of each file; links are followed, a loop of them once."""
+def _files_of(part: str) -> dict[str, Path]:
+    """Name below its model folder -> path of each file for ``part``; follows links, a loop of them once."""
     named: dict[str, Path] = {}
     for root in roots(KEYS[part]):
         seen: set[str] = set()

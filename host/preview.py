@@ -23,7 +23,7 @@ from .families import latent_format_of
 from .folders import TINY_DECODER_KEYS, roots
 
 MOST_FRAMES, CLIP_PIXELS, SHEET_PIXELS = 48, 320, 1024
-QUALITY, FASTEST = 70, 0
+QUALITY, FASTEST = 70, 0  # of WebP: percent, and the method that compresses least
 TAESD = "taesd"
 
 
@@ -34,12 +34,8 @@ def clips(films: Sequence[torch.Tensor], fps: float, cls: Any) -> Any:
     if len(small[0]) == 1:
         return ui.PreviewImage(torch.cat(small), cls=cls)
     speed = max(1.0, fps / stride)
-    saved = [
-        ui.ImageSaveHelper.save_animated_webp(
-            frames, "anygpu_clip", io.FolderType.temp, cls, speed, False, QUALITY, FASTEST
-        )
-        for frames in small
-    ]
+    save, place = ui.ImageSaveHelper.save_animated_webp, io.FolderType.temp
+    saved = [save(frames, "anygpu_clip", place, cls, speed, False, QUALITY, FASTEST) for frames in small]  # lossy
     return ui.SavedImages(saved, is_animated=True)
 
 
@@ -68,7 +64,7 @@ def _at_most(pictures: torch.Tensor, pixels: int) -> torch.Tensor:
 
 
 class TinyPreviewer:
-    """Previewer as core's own, of the first frame of an estimate; silent once the device has failed at it."""
+    """A previewer like core's, by the family's tiny decoder; gives no pictures once the device has failed."""
 
     def __init__(self, network: Network, device: torch.device, dtype: torch.dtype) -> None:
         self.network, self.device, self.dtype, self.works = network, device, dtype, True
@@ -76,7 +72,7 @@ class TinyPreviewer:
     def decode_latent_to_preview_image(self, _format: str, estimate: torch.Tensor) -> tuple[str, Any, int] | None:
         try:
             frame = preview(self.network, estimate, self.device, self.dtype) if self.works else None
-        except DEVICE_ERRORS:  # a picture of a run must not end it
+        except DEVICE_ERRORS:  # a failed preview must not end the run
             self.works, frame = False, None
         if frame is None:
             return None
@@ -90,17 +86,17 @@ def preview_method() -> str:
 
 
 def previewer_for(family: str | None) -> Any:
-    """The previewer of a family's estimates, as ComfyUI's settings have it; None where previews are off."""
+    """The previewer for a family's latents that ComfyUI's settings ask for; None where previews are off."""
     latent_format, device = latent_format_of(family), comfy.model_management.get_torch_device()
     if family in FAMILIES and preview_method() == TAESD:
         spec = FAMILIES[family]
-        with suppress(PackError):  # none is published, or none is here: core's own
+        with suppress(PackError):  # no tiny decoder is published or installed: core's own previewer
             dtype = precision_for(spec.rewrites.precision, facts_for(device)).vae
             return TinyPreviewer(tiny_decoder(spec, roots(TINY_DECODER_KEYS))[1], device, dtype)
     return None if latent_format is None else latent_preview.get_previewer(device, latent_format)
 
 
 def rough_previewer(latent_format: Any) -> Any:
-    """Core's previewer by the rough colours of a latent format, whatever the settings; None for one without them."""
+    """Core's latent2rgb previewer for a latent format, whatever ComfyUI's settings; None for one without factors."""
     factors = getattr(latent_format, "latent_rgb_factors", None)
     return factors and latent_preview.Latent2RGBPreviewer(factors, latent_format.latent_rgb_factors_bias)

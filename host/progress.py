@@ -36,7 +36,6 @@ from .server.panel import NodeRun, memory_now, on_canvas, stop, window
 if TYPE_CHECKING:  # painting is read when it is used, not at ComfyUI's start
     from ..paint.sampling.painting import Painted
 
-
 log = logging.getLogger(__name__)
 
 TEXT_SECONDS = 0.25
@@ -52,26 +51,23 @@ PREVIEW_SIZE = 768  # pixels of the longer side, to which ComfyUI enlarges or sh
 
 
 class Paused(comfy.model_management.InterruptProcessingException):
-    """Ends a prompt that pauses, as a cancel would."""
+    """Raised to end a prompt that pauses; ComfyUI takes it for a cancel."""
 
 
 def send(node_id: str, text: str, entry: dict[str, Any]) -> None:
-    """Show ``text`` and the record of the run in the window that queued the prompt; without a client nobody is told.
-
-    The event comes first: by it web/runs.js knows which workflow the text is for.
-    """
+    """Show ``text`` and the node's record in the window that queued the prompt, if there is one."""
     client = window()
     if client is None:
         return
     server, node_id = PromptServer.instance, on_canvas(node_id)
-    prompt = getattr(server, "last_prompt_id", "")  # of the one that runs
+    prompt = getattr(server, "last_prompt_id", "")  # of the running one; web/runs.js needs its event before the text
     server.send_sync(EVENT, {"prompt_id": prompt, "node": node_id, "entry": entry, "memory": memory_now()}, client)
     server.send_progress_text(text.replace("->", "→").translate(LIKE).replace("\n", BREAK), node_id, sid=client)
 
 
 def with_an_end(node: Any, kinds: Mapping[str, str]) -> Any:
-    """``node``, a class, whose text and record end also when a run is cancelled or fails. NaN is refused, and values
-    of other ``kinds`` than the inputs', which ComfyUI lets through from nodes that give anything, such as Switch."""
+    """The class ``node`` with an execute that ends text and record of a run also at a cancel or failure. InputError for
+    NaN, and for values of other ``kinds`` (by input), which ComfyUI lets through from nodes such as Switch."""
     run = node.execute.__func__
 
     @functools.wraps(run)
@@ -97,23 +93,24 @@ def with_an_end(node: Any, kinds: Mapping[str, str]) -> Any:
 
 
 def _is_a(kind: str, value: Any) -> bool:
+    """True if ``value`` may go into an input of ``kind``; a kind of our own takes all but plain values."""
     return isinstance(value, KINDS[kind]) if kind in KINDS else not isinstance(value, PLAIN)
 
 
 class NodeProgress:
-    """One node's progress for one run; previews use the latent format of ``family``."""
+    """One node's progress in one run: bar, text, previews by the latent format of ``family``, cancel and pause."""
 
     def __init__(self, node_id: str | None, family: str | None = None) -> None:
         self.node_id, self.family = node_id, family
         self._run = NodeRun(node_id)
         self.lines: list[str] = self._run.entry["said"]
         self._bar: Any = None
-        self._stage, self._texted = "", 0.0
+        self._stage, self._sent_at = "", 0.0
         self.time_left: dict[str, TimeLeft] = {}  # by stage
-        self._pace = ""
+        self._pace = ""  # such as ``4.1 s per step``
 
     def step(self, done: int, total: int, stage: ProgressStage, preview: Preview | None = None) -> None:
-        """Show that step ``done`` of a stage has ended; raises where the run was cancelled or is to pause here."""
+        """Show that ``done`` of ``total`` steps have ended; raises at a cancel, or Paused once a pause is saved."""
         self.check()
         name, text = stage.name, str(stage)
         self._run.step(name)
@@ -126,7 +123,7 @@ class NodeProgress:
         self._run.at(now, left)
         picture = None if preview is None or window() is None else self._picture(preview)
         self._bar.update_absolute(done, total, picture)
-        self._text(now + left)
+        self._send_throttled(now + left)
         if stage.resumable and (run := paused.wanted_run()):
             rough = rough_previewer(latent_format_of(self.family))  # ComfyUI's previews are off by default
             if paused.save(run, now, picture or (preview and self._picture(preview, rough))):
@@ -149,13 +146,13 @@ class NodeProgress:
             log.info("AnyGPU: %s", text)
 
     def show(self) -> None:
-        """Show what was said of a node that has ended."""
+        """Show the lines of a node that has ended."""
         self._run.entry["done"] = True
         self._send("\n".join(self.lines))
 
     def chosen(self, status: str, decisions: Sequence[Decision], only: str = "") -> None:
-        """End with what was decided; briefly under the node, without what is off by itself, or of the subject ``only``
-        where one is named, besides what was chosen or alarms. Tab and log have all."""
+        """Finish with ``status`` and brief decisions: those that are not off, or of the subject ``only``, and all that
+        the user chose or that alarm. The log has each in full."""
         for decision in decisions:
             log.info("AnyGPU: %s", decision)
         usual = {only} if only else {each.subject for each in decisions if each.verdict != "off"}
@@ -169,15 +166,15 @@ class NodeProgress:
         self.notify(text)
 
     def finish(self, status: str, *more: str) -> None:
-        """The text that stays under the node: its status with ``more`` of it and the pace, then what was said."""
+        """End the run with a text that stays under the node: status, ``more`` of it and the pace, then the lines."""
         status = "; ".join(filter(None, (status, *more, self._pace)))
         self._run.finish(status)
         self._send("\n".join([status, *self.lines]))
 
-    def _text(self, text: str) -> None:
+    def _send_throttled(self, text: str) -> None:
         now = time.monotonic()
-        if now - self._texted >= TEXT_SECONDS:
-            self._texted = now
+        if now - self._sent_at >= TEXT_SECONDS:
+            self._sent_at = now
             self._send("\n".join([text, *self.lines]))
 
     def _send(self, text: str) -> None:
@@ -189,7 +186,7 @@ class NodeProgress:
         return previewer_for(self.family)
 
     def _picture(self, preview: Preview, previewer: Any = None) -> Any:
-        """The preview in the form ComfyUI sends; None when previews are off, or core's are of other channels."""
+        """The preview as (format, PIL image, longest side); None where previews are off or have other channels."""
         previewer = previewer or self._previewer
         if previewer is None:
             return None
@@ -201,7 +198,7 @@ class NodeProgress:
 
 
 class PaintProgress(NodeProgress):
-    """A node's progress whose previews are the views beside one another."""
+    """A node's progress whose previews (V, H, W, 3) in 0..1 are shown side by side."""
 
     def _picture(self, preview: Callable[[], torch.Tensor], previewer: Any = None) -> Any:
         from PIL import Image
@@ -213,17 +210,18 @@ class PaintProgress(NodeProgress):
         return "JPEG", Image.fromarray(row), PREVIEW_SIZE
 
     def saved_steps(self, pipeline: Any, *decided: Any) -> Any:
-        """The steps of a painting, saved as those of a video are."""
+        """The steps of a painting, saved as those of a video to go on after a stop; None for weights in no file."""
         return painting_steps(SavedSteps(unfinished_folder(), self.notify), self, pipeline, *decided)
 
     def sampled(self, latents: torch.Tensor, family: str, seed: int, latent_format: str) -> None:
         """Save what was sampled, (B, 4, h, w), before it is decoded; ``latent_format`` names core's class."""
-        height, width = (side * 8 for side in latents.shape[-2:])
-        kept = Sampled([latents], family, seed, len(latents), height=height, width=width, latent_format=latent_format)
-        recovery.save_plain_recovery(saved_folder(), kept, self.notify)
+        height, width = (side * 8 for side in latents.shape[-2:])  # pixels of Stable Diffusion's VAE
+        record = Sampled([latents], family, seed, len(latents), height=height, width=width, latent_format=latent_format)
+        recovery.save_plain_recovery(saved_folder(), record, self.notify)
 
 
 def saved_views(painted: Painted) -> AbstractContextManager[None]:
+    """Keep painted views as files in the state folder until the block, which bakes them, has succeeded."""
     from ..paint import texturing
 
     folder = saved_folder() / f"views-{uuid.uuid4().hex[:8]}"

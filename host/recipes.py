@@ -12,18 +12,18 @@ from ..compat.errors import InputError
 from ..pipelines.files.evidence import Evidence, names_of_file, published
 
 ROWS, FITS, WEIGHTS = "core_recipes", ("AnyGPUFit", "AnyGPUFitModel"), (".safetensors", ".sft", ".gguf")
-MOST, MOST_NAME, LARGEST = 64, 260, 1e9  # nodes on a way back, and samplers; characters; of a number
+MOST, MOST_NAME, LARGEST = 64, 260, 1e9  # nodes on a way back, and samplers; characters of a path; above any widget
 PARTS = ("guider", "sampler", "sigmas")  # inputs whose nodes hold the settings of SamplerCustomAdvanced
 SHIFTS = ("ModelSampling", "MiniMaxH3SigmaShift")  # nodes behind a model that shift its noise levels
 RENAMED = {"video_cfg": "cfg", "shift_video": "shift"}
 SETTINGS = {"steps": "{:g} steps", "cfg": "cfg {:g}", "shift": "shift {:g}", "sampler": "{}", "scheduler": "{}"}
-UNFIT = ("karras", "exponential")  # too soon at low levels of noise for a flow model in few steps
-FROM_NOISE, ROUNDED = 0.99, 1e-6  # a list of levels that begins lower is a second pass
+UNFIT = ("karras", "exponential")  # spend too few of a flow model's few steps on high noise
+FROM_NOISE, ROUNDED = 0.99, 1e-6  # a denoise below is a second pass; how far rounding moves a setting
 Prompt = Row = Mapping[str, Any]
 
 
 def recipe_of(path: Path) -> Row | None:
-    """The row that a file's name gives away, or else the nearest folder around it, beside that name."""
+    """The row of the distillation that a file's name, or a folder's name before it, stands for; None for none."""
     own, *folders = names_of_file(path) or ("",)
     names, rows = (own, *(f"{each} {path.stem}" for each in folders)), published(ROWS)
     around = [Evidence(names=(each,)) for each in names]
@@ -31,9 +31,9 @@ def recipe_of(path: Path) -> Row | None:
 
 
 def advice(prompt: Prompt | None, fit: str = "") -> dict[str, InputError]:
-    """Sampler -> what its graph sets otherwise than the distillation behind the node ``fit``, by default any fit node,
-    was made for. Samplers that differ alike, as those of Wan 2.2's two experts, are named once."""
-    told: dict[tuple[str, str], tuple[str, InputError]] = {}
+    """Id of a sampler -> an error on settings that its model's distillation was not made for, if the model comes
+    through the node ``fit``, by default any fit node. Samplers that differ alike, as Wan 2.2's two, count once."""
+    errors: dict[tuple[str, str], tuple[str, InputError]] = {}  # by recipe and differences
     prompt = {key: entry for key, entry in (prompt or {}).items() if entry.keys() >= {"class_type", "inputs"}}
     for node in [node for node, entry in prompt.items() if "latent_image" in entry["inputs"]][:MOST]:
         found = settings(prompt, node)
@@ -43,12 +43,12 @@ def advice(prompt: Prompt | None, fit: str = "") -> dict[str, InputError]:
             usual = [text.format(row[setting][0]) for setting, text in SETTINGS.items() if setting in row]
             fix = f"Set these around {prompt[node]['class_type']}. {row.get('note', '')}Source: {row['source']}."
             error = InputError(f"{name} in a graph with {apart[0]}", expected=", ".join(usual), fix=fix)
-            told.setdefault((row["named"], apart[0]), (node, error))
-    return dict(told.values())
+            errors.setdefault((row["named"], apart[0]), (node, error))
+    return dict(errors.values())
 
 
 def differences(row: Row, found: Mapping[str, Any]) -> str:
-    """The settings of a graph that are outside a recipe, as words; empty where none is."""
+    """The settings ``found`` in a graph that are outside the recipe ``row``, in words; empty for none."""
     words = [found["unfit"]] if "steps" in row and found["unfit"] else []
     for name in (name for name in SETTINGS if name in found and name in row):
         (_, least, most), (value, low, high) = row[name], found[name]
@@ -58,14 +58,15 @@ def differences(row: Row, found: Mapping[str, Any]) -> str:
 
 
 def settings(prompt: Prompt, node: str) -> dict[str, Any]:
-    """Settings of a sampler as far as they are known: of each its value, then the one that may be too low and the one
-    that may be too high; an ``unfit`` scheduler; ``files`` with their rows, nearest first; the ``fits`` on the way."""
+    """The known settings of a sampler, ``steps``, ``cfg`` and ``shift``, each as (value, the value that may be too low,
+    the value that may be too high); an ``unfit`` scheduler or False; ``files`` -> their rows, and ``fits``, the fit
+    nodes, on the model's way to it, nearest first."""
     nodes = [node, *(each for name in PARTS for each in back(prompt, node, name))]
     models = [*back(prompt, next((each for each in nodes if "model" in prompt[each]["inputs"]), node), "model")]
     shifts = [each for each in models if prompt[each]["class_type"].startswith(SHIFTS)]
     pairs = [pair for each in (*nodes, *shifts) for pair in prompt[each]["inputs"].items()]
-    ends = ((name, value_of(prompt, value)) for name, value in reversed(pairs))  # the nearest last
-    given = {RENAMED.get(name, name): value for name, value in ends if isinstance(value, (int, float, str))}
+    values = ((name, value_of(prompt, value)) for name, value in reversed(pairs))  # the nearest last, which counts
+    given = {RENAMED.get(name, name): value for name, value in values if isinstance(value, (int, float, str))}
     if levels := re.findall(r"\d*\.?\d+", str(given.get("sigmas", ""))):
         given |= {"steps": len(levels) - 1, "denoise": float(levels[0])}
     given |= {"cfg": 1.0} if "BasicGuider" in (prompt[each]["class_type"] for each in nodes) else {}
@@ -74,16 +75,23 @@ def settings(prompt: Prompt, node: str) -> dict[str, Any]:
     if steps := numbers.get("steps", 0.0):
         run = min(steps, numbers.get("end_at_step", steps)) - numbers.get("start_at_step", 0.0)
         found["steps"] = (steps, steps if numbers.get("denoise", 1.0) >= FROM_NOISE else LARGEST, run)
+    unfit = given.get("scheduler") in UNFIT and given["scheduler"]
+    fits = [each for each in models if prompt[each]["class_type"] in FITS]
+    return {**found, "unfit": unfit, "files": _distillations(prompt, models), "fits": fits}
+
+
+def _distillations(prompt: Prompt, models: list[str]) -> dict[str, Row]:
+    """Stem of each distilled checkpoint or LoRA that the nodes ``models`` load at enough strength -> its row."""
     inputs = [{name: value_of(prompt, value) for name, value in prompt[each]["inputs"].items()} for each in models]
     files: dict[str, Row] = {}
-    for one in (each for own in inputs for each in (own, *own.values()) if isinstance(each, dict)):  # in it: of a stack
-        strength = one.get("strength_model", one.get("strength", 1.0)) if one.get("on", True) else 0.0
-        for name in (each for each in one.values() if isinstance(each, str) and each.endswith(WEIGHTS)):
-            row = recipe_of(path := Path(name[-MOST_NAME:].replace("\\", "/")))
+    for fields in (each for own in inputs for each in (own, *own.values()) if isinstance(each, dict)):  # or in a stack
+        strength = fields.get("strength_model", fields.get("strength", 1.0)) if fields.get("on", True) else 0.0
+        for name in (each for each in fields.values() if isinstance(each, str) and each.endswith(WEIGHTS)):
+            path = Path(name[-MOST_NAME:].replace("\\", "/"))
+            row = recipe_of(path)
             if row and (not isinstance(strength, (int, float)) or strength >= row.get("strength", 0.5)):
                 files.setdefault(path.stem, row)
-    fits = [each for each in models if prompt[each]["class_type"] in FITS]
-    return {**found, "unfit": given.get("scheduler") in UNFIT and given["scheduler"], "files": files, "fits": fits}
+    return files
 
 
 def back(prompt: Prompt, node: str, name: str) -> Iterator[str]:
@@ -96,7 +104,7 @@ def back(prompt: Prompt, node: str, name: str) -> Iterator[str]:
 
 
 def value_of(prompt: Prompt, given: Any, most: int = MOST) -> Any:
-    """The value of an input, or of the node that holds it; the link to the node that computes it; None for neither."""
+    """The value of an input, through Primitive and Switch nodes; a link for one that is computed, None if unknown."""
     if not isinstance(given, list):
         return given
     entry = prompt.get(given[0]) if most and len(given) == 2 and isinstance(given[0], str) else None

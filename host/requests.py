@@ -42,10 +42,8 @@ Inputs = Mapping[str, Any]
 
 
 def folder_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> LoadRequest:
-    """The request of AnyGPU Load Pipeline from the values of :data:`FOLDER_INPUTS`; ``trace`` is a file for a profile.
-
-    ``machine`` has arguments of the request in place of ComfyUI's device and our state folder.
-    """
+    """The request of AnyGPU Load Pipeline from the values of :data:`FOLDER_INPUTS`; ``trace`` is a file for a profile,
+    ``machine`` has arguments of the request in place of ComfyUI's device and our state folder."""
     given = {**FOLDER_INPUTS, **inputs}
     instead = folders.stand_in_for(given["model"])
     return load_request(
@@ -57,13 +55,13 @@ def folder_request(inputs: Inputs, trace: Path | None = None, **machine: Any) ->
         image_encoder=folders.provider_folder(given["image_encoder"]),
         search=tuple(folders.roots((*folders.MODEL_KEYS, *folders.ENCODER_KEYS))),
         cards=memory_manager.cards(),
-        **_here(machine),
+        **_device_and_state(machine),
     )
 
 
 def used_folders(model: str | None, base: str | None, image_encoder: str | None) -> list[Path]:
-    """The folders that the pipeline of a folder is read from; none where the node will explain what is missing."""
-    if None in (model, base, image_encoder):  # ComfyUI's word for an input that is linked
+    """The folders from which AnyGPU Load Pipeline reads these; empty where one is missing, which the run explains."""
+    if None in (model, base, image_encoder):  # ComfyUI gives None for a linked input
         return []
     try:
         request = folder_request({"model": model, "base": base, "image_encoder": image_encoder})
@@ -79,7 +77,7 @@ def files_request(inputs: Inputs, trace: Path | None = None, **machine: Any) -> 
     base = folders.provider_folder(given["base"])
     model = files.parts["transformer"]
     cards = memory_manager.cards()
-    return load_request(given, trace, model=model, files=files, base=base, cards=cards, **_here(machine))
+    return load_request(given, trace, model=model, files=files, base=base, cards=cards, **_device_and_state(machine))
 
 
 def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
@@ -94,12 +92,12 @@ def paint_request(inputs: Inputs, **machine: Any) -> PaintRequest:
         compiled=settings_for(given["dynamo_cache_size_limit"]) if given["compile"] else None,
         **others,
         **{name: given[name] for name in PAINT_CHOICES},
-        **_here(machine),
+        **_device_and_state(machine),
     )
 
 
 def adapter_request(inputs: Inputs, loaded: Weights | None = None, **machine: Any) -> AdapterRequest:
-    """The request of AnyGPU Load MV-Adapter; what core has ``loaded`` takes the place of its model and vae."""
+    """The request of AnyGPU Load MV-Adapter; weights that core has ``loaded`` replace its model and vae inputs."""
     from ..paint.adapter_loading import AdapterRequest
     from ..paint.loading import settings_for
 
@@ -116,11 +114,12 @@ def adapter_request(inputs: Inputs, loaded: Weights | None = None, **machine: An
         lora_strength=given["lora_strength"],
         compiled=settings_for(CACHE_LIMIT) if given["compile"] else None,
         **{name: given[name] for name in ADAPTER_CHOICES},
-        **_here(machine),
+        **_device_and_state(machine),
     )
 
 
 def machine_of(folder: Path) -> Machine:
+    """This machine for replays: models of all ComfyUI's folders, pictures of ``folder`` and its inputs and outputs."""
     from ..pipelines.demo import MODELS
     from ..pipelines.records.places import Machine, Places
     from .meshes import enlarged
@@ -142,5 +141,5 @@ def machine_of(folder: Path) -> Machine:
     )
 
 
-def _here(machine: Inputs) -> dict[str, Any]:
+def _device_and_state(machine: Inputs) -> dict[str, Any]:
     return {"device": memory_manager.compute_device(), "state": folders.state_folder(), **machine}

@@ -27,25 +27,26 @@ from .api import InputImpl, Types
 
 SUFFIXES = (".safetensors", ".latent")
 FILMS = (".mp4", ".webm", ".mkv", ".mov")
-SIGNED = "video or latents"  # a kind of files, and textured meshes
+SIGNED = "video or latents"  # the kind of files with a receipt; textured meshes too
 GLB = ".glb"
 SAVE = "Save one with the AnyGPU save node, or put it into ComfyUI's input folder, and press R."
-DEEPEST = 4
+DEEPEST = 4  # levels of folders, the input or output folder counted
 OUTPUT = " [output]"
 DATES = {"%year%": "%Y", "%month%": "%m", "%day%": "%d", "%hour%": "%H", "%minute%": "%M", "%second%": "%S"}  # core's
-MOST_BYTES = 200  # of a name: file systems take 255, and a number and an ending follow
+MOST_BYTES = 200  # of a file name: file systems take 255, and a number and an ending follow
 
 
 def new_path(prefix: str) -> Path:
+    """The next free ``PREFIX_00001_.safetensors`` in the output folder, numbered as core's save nodes do."""
     folder, name = target_folder(prefix)
-    taken = re.compile(re.escape(name) + r"_(\d+)_\.safetensors", re.IGNORECASE)
+    numbered = re.compile(re.escape(name) + r"_(\d+)_\.safetensors", re.IGNORECASE)
     others = value_or(lambda: list(folder.iterdir()), [])
-    numbers = [int(match[1]) for path in others if (match := taken.fullmatch(path.name))]
+    numbers = [int(match[1]) for match in (numbered.fullmatch(path.name) for path in others) if match]
     return folder / f"{name}_{max(numbers, default=0) + 1:05}_.safetensors"
 
 
 def target_folder(prefix: str, called: str = "filename_prefix") -> tuple[Path, str]:
-    """Folder and name in the output folder for a prefix, the input ``called`` so; InputError elsewhere, or if long."""
+    """Folder and file name that ``prefix``, the input ``called``, means in the output folder; InputError outside it."""
     for mark, form in DATES.items():
         prefix = prefix.replace(mark, time.strftime(form))
     root = Path(folder_paths.get_output_directory()).resolve()
@@ -53,7 +54,7 @@ def target_folder(prefix: str, called: str = "filename_prefix") -> tuple[Path, s
         path = (root / prefix.strip()).resolve()
     except (ValueError, OSError, RuntimeError):  # a zero byte, or a loop of links
         path = root
-    links = any(part.is_symlink() for part in (path, *path.parents))  # none is left but a loop, from Python 3.13 on
+    links = any(part.is_symlink() for part in (path, *path.parents))  # only a loop is left, from Python 3.13 on
     if links or not path.is_relative_to(root) or path == root or prefix.strip().endswith(("/", "\\")):
         expected = "a name in ComfyUI's output folder, such as latents/AnyGPU"
         fix = "Remove leading slashes and '..', and end with a file name."
@@ -67,7 +68,7 @@ def target_folder(prefix: str, called: str = "filename_prefix") -> tuple[Path, s
 
 
 def shown(path: Path) -> str:
-    """The path as the user knows it, without the folders above ComfyUI's own."""
+    """The path from ``output/`` on, as users know it; elsewhere the file name alone."""
     root = Path(folder_paths.get_output_directory())
     return f"output/{path.relative_to(root).as_posix()}" if path.is_relative_to(root) else path.name
 
@@ -78,6 +79,7 @@ def ui_record(path: Path) -> dict[str, str]:
 
 
 def origin(prompt: Any, extra: Any) -> Origin:
+    """The prompt and the ``extra_pnginfo`` as JSON by name, for a file's metadata; none under --disable-metadata."""
     if args.disable_metadata:
         return Origin()
     texts = {} if prompt is None else {"prompt": json.dumps(prompt)}
@@ -85,17 +87,17 @@ def origin(prompt: Any, extra: Any) -> Origin:
 
 
 def signed(latents: Latents, **made: Any) -> Latents:
-    """``latents`` with the receipt of what ``made`` them, unless ComfyUI was told to save no metadata."""
+    """``latents`` with a receipt of the pipeline and inputs that ``made`` them; unchanged under --disable-metadata."""
     return latents if args.disable_metadata else with_receipt(latents, **made)
 
 
 class SignedVideo(InputImpl.VideoFromComponents):
-    """A VIDEO whose file has a receipt, whichever node saves it; :attr:`receipt` is None without one."""
+    """A VIDEO that writes :attr:`receipt`, unless that is None, into its file, whichever node saves it."""
 
     receipt: Mapping[str, Any] | None = None
 
     def save_to(self, path: Any, *given: Any, **named: Any) -> None:
-        """Save as core does, with the receipt; CheckpointError, and nothing left, where it cannot be written."""
+        """Save as core does, with the receipt; CheckpointError for a write error, after which a new file is removed."""
         call = inspect.signature(super().save_to).bind(path, *given, **named)
         if self.receipt is not None and not args.disable_metadata:
             call.arguments["metadata"] = {**(call.arguments.get("metadata") or {}), TAG: dict(self.receipt)}
@@ -115,9 +117,10 @@ class SignedVideo(InputImpl.VideoFromComponents):
 
 
 def video(images: Any, rate: Fraction, receipt: Mapping[str, Any] | None) -> SignedVideo:
-    made = SignedVideo(Types.VideoComponents(images=images, frame_rate=rate))
-    made.receipt = receipt
-    return made
+    """A VIDEO of IMAGE ``images`` at ``rate`` frames a second that is saved with ``receipt``."""
+    signed_video = SignedVideo(Types.VideoComponents(images=images, frame_rate=rate))
+    signed_video.receipt = receipt
+    return signed_video
 
 
 class SignedMesh(Types.File3D):
@@ -132,22 +135,22 @@ class SignedMesh(Types.File3D):
 
 
 def textured_mesh(mesh: Any, made: Origin, receipt: Mapping[str, Any]) -> SignedMesh:
-    """A textured MESH as core's own nodes save it, with ComfyUI's texts and the receipt unless it saves no metadata."""
+    """``mesh`` as the GLB that core's nodes save, with ComfyUI's texts and the receipt but for --disable-metadata."""
 
     def make() -> bytes:
         from comfy_extras.nodes_save_3d import mesh_item_to_glb_bytes
 
-        signed = {} if args.disable_metadata else tags_for(receipt)
-        return bytes(mesh_item_to_glb_bytes(mesh, 0, {**made.metadata, **signed}))
+        tags = {} if args.disable_metadata else tags_for(receipt)
+        return bytes(mesh_item_to_glb_bytes(mesh, 0, {**made.metadata, **tags}))
 
     return SignedMesh(make)
 
 
 def choices(kind: str) -> list[str]:
-    """Names of the ``latent``, ``prompt`` or :data:`SIGNED` files, newest first; one entry that says so without any.
+    """Names of the ``latent``, ``prompt`` or :data:`SIGNED` files, newest first; without any, one entry that says so.
     Films and meshes are listed unread, with a receipt or without."""
-    named = _named(kind)
-    return sorted(named, key=lambda name: _state(named[name])[0], reverse=True) or [none_of(kind)]
+    paths = _files_of_kind(kind)
+    return sorted(paths, key=lambda name: _time_and_size(paths[name])[0], reverse=True) or [none_of(kind)]
 
 
 def none_of(kind: str) -> str:
@@ -155,9 +158,10 @@ def none_of(kind: str) -> str:
 
 
 def file_named(kind: str, name: str) -> Path:
-    named = _named(kind)
-    if name in named:
-        return named[name]
+    """The path of a name that :func:`choices` lists; CheckpointError for any other."""
+    paths = _files_of_kind(kind)
+    if name in paths:
+        return paths[name]
     what, expected, fix = f"{kind} file", f"a {kind} file there", SAVE
     if kind == SIGNED:
         what, expected, fix = kind, "a file that AnyGPU made there", "Put it there and press R."
@@ -166,22 +170,24 @@ def file_named(kind: str, name: str) -> Path:
 
 
 def stamp(kind: str, name: str) -> tuple[str, int, int]:
-    path = _named(kind).get(name)
-    return (name, 0, 0) if path is None else (name, *_state(path))
+    path = _files_of_kind(kind).get(name)
+    return (name, 0, 0) if path is None else (name, *_time_and_size(path))
 
 
-def _named(kind: str) -> dict[str, Path]:
+def _files_of_kind(kind: str) -> dict[str, Path]:
+    """Name -> path of the files of a kind in ComfyUI's input and, marked ``[output]``, output folder."""
     suffixes, wanted = ((*SUFFIXES, *FILMS, GLB), LATENT) if kind == SIGNED else (SUFFIXES, kind)
-    named: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     for folder, mark in ((folder_paths.get_input_directory(), ""), (folder_paths.get_output_directory(), OUTPUT)):
         root = Path(folder)
-        for path in _files(root, suffixes):
-            if path.suffix.lower() in (*FILMS, GLB) or _kind(path, _state(path)) == wanted:
-                named[path.relative_to(root).as_posix() + mark] = path
-    return named
+        for path in _files_below(root, suffixes):
+            if path.suffix.lower() in (*FILMS, GLB) or _kind(path, _time_and_size(path)) == wanted:
+                paths[path.relative_to(root).as_posix() + mark] = path
+    return paths
 
 
-def _files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
+def _files_below(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """The files with these endings, :data:`DEEPEST` levels deep, but for hidden ones; follows links to folders once."""
     level, seen, files = [root], set(), []
     for _ in range(DEEPEST):
         deeper: list[Path] = []
@@ -190,19 +196,19 @@ def _files(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
             if real in seen:
                 continue
             seen.add(real)
-            _, folders, names = next(os.walk(folder), ("", [], []))  # which asks the disk of links alone
+            _, folders, names = next(os.walk(folder), ("", [], []))  # os.walk asks the disk only about links
             files += [folder / name for name in names if name[0] != "." and Path(name).suffix.lower() in suffixes]
             deeper += [folder / name for name in folders if name[0] != "."]
         level = deeper
     return files
 
 
-def _state(path: Path) -> tuple[int, int]:
+def _time_and_size(path: Path) -> tuple[int, int]:
     """The time of a file's last change, in ns, and its bytes; zeros where it is gone."""
     stat = value_or(path.stat, None)
     return (0, 0) if stat is None else (stat.st_mtime_ns, stat.st_size)
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind(path: Path, state: tuple[int, int]) -> str:
-    return "" if state == (0, 0) else kind_of(path)
+def _kind(path: Path, time_and_size: tuple[int, int]) -> str:
+    return "" if time_and_size == (0, 0) else kind_of(path)

@@ -32,19 +32,10 @@ log = logging.getLogger(__name__)
 NODES = (
     LoadPipeline, EncodePrompt, EncodeImage, EncodeVideo, Sample, SampleFramePack, Decode, HardwareReport,
     LoadMesh, CleanMesh, PaintCameras, RenderViews, LoadPaintPipeline, DelightImage, PaintViews, BakeTexture,
-    RenderTurntable, TextureMesh, ProjectPicture,
-    ImageConditioning,
+    RenderTurntable, TextureMesh, ProjectPicture, ImageConditioning,
     SaveLatent, LoadLatent, RecoverLatents, SavePrompt, LoadPrompt, SaveMusubiCache, ApplyLoRA,
-    StepCache,
-    ComposePipeline,
-    MemoryPlan,
-    DownloadModel,
-    UpscaleLatents,
-    FitAll, FitModel, FitVAE, FitCLIP,
-    WatchDoctor,
-    QueueJobs, Collect, Farm,
-    Replay,
-    LoadMVAdapter,
+    StepCache, ComposePipeline, MemoryPlan, DownloadModel, UpscaleLatents, FitAll, FitModel, FitVAE, FitCLIP,
+    WatchDoctor, QueueJobs, Collect, Farm, Replay, LoadMVAdapter,
 )
 
 

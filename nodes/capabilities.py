@@ -1,6 +1,5 @@
 """The files and hosts that each node may touch: the machine's owner lists them all, a workflow names only those.
-``tests/host/test_untrusted.py`` holds a real ComfyUI to it; ``docs/reliability.md`` shows it (``make words``).
-"""
+``tests/host/test_untrusted.py`` holds a real ComfyUI to it; ``docs/reliability.md`` shows it (``make words``)."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ PRECISION = (
 
 
 def output_of(cls: Any, before: Any, fitted: Any, decisions: Any) -> io.NodeOutput:
-    """The output of a node that fitted one part, whose status and decisions are shown under it."""
+    """The output ``fitted``, after showing status and decisions under the node; ``before``: the part as it was given."""
     progress = NodeProgress(cls.hidden.unique_id)
     for decision in decisions:
         progress.notify(str(decision))
@@ -47,7 +47,7 @@ def status_of(before: Any, fitted: Any) -> str:
 
 
 def later_text(cls: Any) -> tuple[list[str], Callable[[str], None]]:
-    """A list for what a node says as it ends, and a function that shows it with one line more while a later node runs."""
+    """An empty list, for the lines of this node, and a function that shows them and one more while later nodes run."""
     node_id, messages = cls.hidden.unique_id, list[str]()
 
     def tell(line: str) -> None:
@@ -79,13 +79,13 @@ class FitAll(io.ComfyNode):
         if model is None and precision != AUTO:
             expected, fix = "a MODEL, which alone it is for", f"Connect a MODEL, or choose {AUTO}."
             raise InputError(f"precision {precision} without a MODEL", expected=expected, fix=fix)
-        node_id, lines, told = cls.hidden.unique_id, dict[str, list[str]](), dict[str, str]()
+        node_id, lines, later = cls.hidden.unique_id, dict[str, list[str]](), dict[str, str]()
 
         def tell(name: str, text: str) -> None:  # called while a later node runs
             log.info("AnyGPU: %s: %s", name, text)
-            told[name] = text
+            later[name] = text
             progress = NodeProgress(node_id)
-            progress.lines += ("; ".join((*each, *filter(None, [told.get(part)]))) for part, each in lines.items())
+            progress.lines += ("; ".join((*each, *filter(None, [later.get(part)]))) for part, each in lines.items())
             progress.show()
 
         def fitted(name: str, part: Any, fit: Callable[[Any], Any]) -> Any:
@@ -124,9 +124,7 @@ class FitModel(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls, model: Any, precision: str, attention: str, keep_latents: str = AUTO, packed_layers: str = AUTO
-    ) -> io.NodeOutput:
+    def execute(cls, model: Any, precision: str, attention: str, keep_latents: str = AUTO, packed_layers: str = AUTO) -> io.NodeOutput:
         messages, tell = later_text(cls)
         fitted, decisions = core_model.fit_model(model, precision, attention, keep_latents, packed_layers, tell=tell)
         decisions = (*decisions, *recipes.advice(cls.hidden.prompt, cls.hidden.unique_id).values())
@@ -190,9 +188,7 @@ class WatchDoctor(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls, pipeline: Any = None, model: Any = None, vae: Any = None, repair: str = doctors.OFFER
-    ) -> io.NodeOutput:
+    def execute(cls, pipeline: Any = None, model: Any = None, vae: Any = None, repair: str = doctors.OFFER) -> io.NodeOutput:
         if pipeline is None and model is None and vae is None:
             fix = "Connect an output of a load node."
             raise InputError("nothing connected to AnyGPU Doctor", expected="a pipeline, a MODEL or a VAE", fix=fix)

@@ -24,7 +24,7 @@ Jobs = io.Custom("ANYGPU_JOBS")
 def results(jobs: Any, collected: Any, progress: NodeProgress) -> io.NodeOutput:
     farm.require_some(jobs, collected)
     report = farm.report_of(jobs, collected, jobs.folder.workers())
-    progress.lines.clear()  # what the workers did meanwhile
+    progress.lines.clear()  # the states of workers while it waited
     progress.finish(report)
     return io.NodeOutput(farm.videos_of(collected), farm.images_of(collected), report)
 
@@ -59,11 +59,7 @@ class QueueJobs(io.ComfyNode):
                 io.String.Input("precision", default="auto", optional=True, advanced=True),
                 io.String.Input("weights", default="auto", optional=True, advanced=True),
                 io.Combo.Input("meshes", options=farm.picture_folders(farm.MESH_FILES), default=farm.NONE, optional=True, advanced=True),
-                io.Combo.Input(
-                    "paint_model",
-                    options=[*folders.paint_models(), *folders.base_models()] or [folders.NO_PAINT_MODEL],
-                    optional=True, advanced=True,
-                ),
+                io.Combo.Input("paint_model", options=[*folders.paint_models(), *folders.base_models()] or [folders.NO_PAINT_MODEL], optional=True, advanced=True),
                 io.Combo.Input("delight", options=[farm.NONE, *folders.paint_models()], default=farm.NONE, optional=True, advanced=True),
                 io.Combo.Input("image_encoder", options=[folders.AUTO, *folders.paint_providers()], default="auto", optional=True, advanced=True),
                 io.Combo.Input("like", options=[farm.NONE, *saved.choices(saved.SIGNED)], default=farm.NONE, optional=True, advanced=True),
@@ -80,8 +76,9 @@ class QueueJobs(io.ComfyNode):
     @classmethod
     def fingerprint_inputs(cls, like: str = "", pictures: str = "", meshes: str = farm.NONE, **names: Any) -> Any:
         painting = folders.base_models, folders.paint_models, folders.paint_providers, folders.adapters
-        listed = {name: path for table in ((folders.models,) if meshes == farm.NONE else painting) for name, path in table().items()}
-        return saved.stamp(saved.SIGNED, like), farm.folder_stamp(pictures, meshes), folders.stamp(*map(listed.get, names.values()))
+        tables = (folders.models,) if meshes == farm.NONE else painting
+        paths = {name: path for table in tables for name, path in table().items()}
+        return saved.stamp(saved.SIGNED, like), farm.folder_stamp(pictures, meshes), folders.stamp(*map(paths.get, names.values()))
 
     @classmethod
     def execute(
@@ -99,10 +96,8 @@ class QueueJobs(io.ComfyNode):
             ))
         path = folders.model_folder(model)
         batch = Batch(
-            prompts=prompts_in(prompts),
-            seeds=seeds_in(seeds),
+            prompts=prompts_in(prompts), seeds=seeds_in(seeds), negative=negative,
             pictures=[] if pictures == farm.NONE else files_in(farm.input_folder(pictures)),
-            negative=negative,
             settings={"width": width, "height": height, "frames": frames, "steps": steps, "cfg": cfg},
             load=load_inputs({"precision": precision, "weights": weights}),
             framepack=FramePackSettings(clip_seconds) if clip_seconds else None,

@@ -36,15 +36,13 @@ DEVICES = (  # input, what it places, and what the CPU costs
 
 
 def schema(**given: Any) -> io.Schema:
-    """A node's schema with its texts, in our category and given its id for its progress; ``given`` may replace any.
-
-    From the first advanced input on nothing has to be given, so that an export of today runs after an input is added.
-    """
+    """A node's schema with its texts, our category and its hidden id, unless ``given`` has others. All inputs from the
+    first advanced one on become optional, so that an API export still runs after an input is added."""
     inputs, texts = given.get("inputs", []), TEXTS.get(given["node_id"], {})
     tooltips = TEXTS["shared"]["inputs"] | texts.get("inputs", {})
     first = next((index for index, each in enumerate(inputs) if getattr(each, "advanced", None)), len(inputs))
     for each in inputs:
-        each.tooltip = each.tooltip or tooltips[each.id]  # a KeyError: nodes/tooltips.json lacks it
+        each.tooltip = each.tooltip or tooltips[each.id]  # on a KeyError, add the input to nodes/tooltips.json
     for each in inputs[first:]:
         each.optional = True
     of_node = {name: text for name, text in texts.items() if name != "inputs"}
@@ -55,7 +53,7 @@ mesh_schema = partial(schema, category="3d/AnyGPU")
 
 
 def textured_outputs(**more: Any) -> list[Any]:
-    """A textured mesh, its base colour, ``more`` by name and kind, and the file of it all."""
+    """The outputs mesh, base_color, ``more`` (name -> socket), and the textured mesh as a GLB."""
     kinds = {"mesh": io.Mesh, "base_color": io.Image, **more}
     file = io.File3DGLB.Output(display_name="model_3d", tooltip=GLB_OUTPUT)
     return [*(kind.Output(display_name=name) for name, kind in kinds.items()), file]
@@ -116,7 +114,7 @@ def speed_inputs() -> list[Any]:
 
 
 def weight_inputs() -> list[Any]:
-    """The last inputs of both nodes that load a video pipeline: how weights are kept, where parts compute, lossy sums."""
+    """The last inputs of both nodes that load a video pipeline: weights, devices of parts, memory kept free, sums."""
     meanings = " ".join(f"{choice}: {meaning}." for choice, meaning in packed.MEANINGS.items())
     return [
         io.Combo.Input(
@@ -148,9 +146,8 @@ def variant_input() -> Any:
 
 def offload_input(limit: str = "") -> Any:
     costs = " ".join(f"{mode}: {cost}." for mode, cost in offloader.COSTS.items())
-    return io.Combo.Input(
-        "offload", options=list(offloader.CHOICES), default="auto", tooltip=f"auto: {offloader.HOSTED} unless compile is on. {costs}{limit}",
-    )
+    tooltip = f"auto: {offloader.HOSTED} unless compile is on. {costs}{limit}"
+    return io.Combo.Input("offload", options=list(offloader.CHOICES), default="auto", tooltip=tooltip)
 
 
 def attention_input(whose: str = "", limit: str = "", choices: Sequence[str] = attention.CHOICES) -> Any:

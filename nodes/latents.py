@@ -50,10 +50,8 @@ class SaveLatent(io.ComfyNode):
     @classmethod
     def execute(cls, latent: Any, filename_prefix: str, not_finite: str = "refuse") -> io.NodeOutput:
         progress, origin = NodeProgress(cls.hidden.unique_id), saved.origin(cls.hidden.prompt, cls.hidden.extra_pnginfo)
-        paths = [
-            latent_store.save_latent(saved.new_path(filename_prefix), video, progress.notify, not_finite, origin)
-            for video in batch.videos_of(latent)
-        ]
+        save, videos = latent_store.save_latent, batch.videos_of(latent)
+        paths = [save(saved.new_path(filename_prefix), video, progress.notify, not_finite, origin) for video in videos]
         progress.finish("\n".join(map(saved.shown, paths)))
         return io.NodeOutput(latent, ui={"latents": list(map(saved.ui_record, paths))})
 
@@ -202,7 +200,7 @@ class UpscaleLatents(io.ComfyNode):
             upscaled.append(with_upscaler(before, after, file, pipeline.model.request.state))
         one = upscaled[0]
         progress.finish(f"{one.width}x{one.height}, {one.frames} frames", batch.seeds_of(upscaled))
-        mask = {batch.MASK: latent[batch.MASK]} if batch.MASK in latent else {}  # fitted to any size where it is used
+        mask = {batch.MASK: latent[batch.MASK]} if batch.MASK in latent else {}  # samplers resize it
         return io.NodeOutput(batch.joined(upscaled) | mask)
 
 

@@ -22,7 +22,7 @@ from .inputs import Pipeline, attention_input, offload_input, schema, speed_inpu
 
 
 def loaded_outputs(users: str) -> list[Any]:
-    """Pipeline, MODEL and VAE; ``users`` are the nodes of core that take the MODEL."""
+    """The outputs pipeline, MODEL and VAE; ``users``: core's nodes that take the MODEL, for the tooltip."""
     return [
         Pipeline.Output(display_name="pipeline"),
         io.Model.Output(display_name="MODEL", tooltip=f"The transformer for core's {users}; same weights, loaded once."),
@@ -41,10 +41,7 @@ class LoadPipeline(io.ComfyNode):
                 *(name.replace("_", " ") for name in FAMILIES), *(f"{name.replace('_', ' ')} model loader" for name in FAMILIES),
             ],
             inputs=[
-                io.Combo.Input(
-                    "model", options=folders.model_choices(),
-                    extra_dict={"anygpu_first_run": panel.first_run(), "anygpu_offers": panel.offers()},
-                ),
+                io.Combo.Input("model", options=folders.model_choices(), extra_dict={"anygpu_first_run": panel.first_run(), "anygpu_offers": panel.offers()}),
                 io.Combo.Input(
                     "precision", options=list(PRECISIONS), default="auto",
                     tooltip="auto: what this device runs best. fp32: exact, twice the memory of bf16. bf16: needs a "
@@ -116,16 +113,16 @@ def trace_file(inputs: Mapping[str, Any]) -> Path | None:
 
 
 def load_outputs(request: LoadRequest, progress: NodeProgress) -> io.NodeOutput:
-    """Pipeline, MODEL and VAE; what was decided is said under the node."""
-    here = (memory_manager.make_room, memory_manager.offloader_on)
+    """Load the pipeline of ``request`` and return it with its MODEL and VAE; shows the decisions under the node."""
+    host = (memory_manager.make_room, memory_manager.offloader_on)
     if problem := package_problem():
         progress.notify(problem)
-    pipeline = load_placed(request, progress, *here)
+    pipeline = load_placed(request, progress, *host)
     progress.chosen(status_of(pipeline), pipeline.plan.decisions, "model" if pipeline.is_demo else "")
 
     def reload(devices: Mapping[str, Any]) -> Any:
         same = pipeline.model.request
-        return load(replace(same, devices={**same.devices, **devices}), None, *here)
+        return load(replace(same, devices={**same.devices, **devices}), None, *host)
 
     return io.NodeOutput(pipeline, *core_models.beside(pipeline, reload))
 

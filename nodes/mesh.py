@@ -22,11 +22,7 @@ class LoadMesh(io.ComfyNode):
             node_id="AnyGPULoadMesh",
             inputs=[
                 io.Combo.Input("mesh_file", options=meshes.mesh_files(), upload=io.UploadType.model),
-                io.MultiType.Input(
-                    "model_3d",
-                    types=[io.File3DAny, io.File3DGLB, io.File3DGLTF, io.File3DOBJ, io.File3DPLY, io.File3DSTL],
-                    optional=True,
-                ),
+                io.MultiType.Input("model_3d", types=[io.File3DAny, io.File3DGLB, io.File3DGLTF, io.File3DOBJ, io.File3DPLY, io.File3DSTL], optional=True),
             ],
             outputs=[io.Mesh.Output(display_name="mesh")],
         )
@@ -122,9 +118,7 @@ class RenderViews(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls, mesh: Any, cameras: Any = None, pipeline: Any = None, size: int = 2048, normals: str = "auto",
-    ) -> io.NodeOutput:
+    def execute(cls, mesh: Any, cameras: Any = None, pipeline: Any = None, size: int = 2048, normals: str = "auto") -> io.NodeOutput:
         from ..paint import texturing
         from ..paint.step_receipts import marked
 
@@ -205,7 +199,7 @@ class ProjectPicture(io.ComfyNode):
 
         progress = PaintProgress(cls.hidden.unique_id)
         given = {name: each for name, each in given.items() if each is not None}
-        pictures = {place: cut_out(given[place], given.get(f"{place}_mask")) for place in PLACES if place in given}
+        pictures = {place: cut_out(given[place], given.get(f"{place}_mask")) for place in PLACES if place in given}  # by side
         colour, device = meshes.colour_of(mesh), memory_manager.compute_device()
         memory_manager.make_room(texturing.detail_bytes(len(colour)), device)
         shape = meshes.from_core(mesh)
@@ -233,9 +227,7 @@ class RenderTurntable(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls, mesh: Any, frames: int, size: int, elevation: float, background: float = 1.0, before: Any = None,
-    ) -> io.NodeOutput:
+    def execute(cls, mesh: Any, frames: int, size: int, elevation: float, background: float = 1.0, before: Any = None) -> io.NodeOutput:
         from ..paint import texturing
         from ..paint.geometry.mesh import Surface
         from ..paint.geometry.turntable import film, turntable

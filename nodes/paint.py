@@ -97,11 +97,9 @@ class LoadMVAdapter(io.ComfyNode):
     validate_inputs = classmethod(lambda cls, model, adapter, lora="", vae="": True)  # a name that is gone is explained by the run
 
     @classmethod
-    def fingerprint_inputs(
-        cls, model: str, adapter: str, lora: str = folders.NONE, vae: str = folders.AUTO, **_: Any,
-    ) -> Any:
-        found = (folders.base_models().get(model), folders.adapters().get(adapter), folders.loras().get(lora))
-        return folders.stamp(*found, folders.paint_providers().get(vae))
+    def fingerprint_inputs(cls, model: str, adapter: str, lora: str = folders.NONE, vae: str = folders.AUTO, **_: Any) -> Any:
+        files = (folders.base_models().get(model), folders.adapters().get(adapter), folders.loras().get(lora))
+        return folders.stamp(*files, folders.paint_providers().get(vae))
 
     @classmethod
     def execute(cls, **inputs: Any) -> io.NodeOutput:
@@ -138,9 +136,7 @@ class DelightImage(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls, pipeline: Any, image: Any, mask: Any = None, recenter: bool = True, scheduler: str = "auto", **settings: Any,
-    ) -> io.NodeOutput:
+    def execute(cls, pipeline: Any, image: Any, mask: Any = None, recenter: bool = True, scheduler: str = "auto", **settings: Any) -> io.NodeOutput:
         from ..paint.pictures import cut_out
         from ..paint.sampling.delight import DelightSettings, delight_images
         from ..paint.step_receipts import marked
@@ -209,7 +205,7 @@ class PaintViews(io.ComfyNode):
         painted = texturing.painted_views(pipeline, inputs, paint, progress)
         progress.finish(f"{len(painted.views)} views of {painted.views.shape[1]} pixels")
 
-        # For the receipt of AnyGPU Bake Texture, which is given these pictures, or core's enlarged copies of them.
+        # For the receipt of AnyGPU Bake Texture, which gets these pictures, or copies that core has enlarged.
         given = {"normals": normals, "positions": positions, "image": image, "mask": mask}
         one_step = texturing.OneStep(paint, prompt=prompt, negative=negative_prompt, cameras=cameras)
         record = painted_record(pipeline, given, one_step, dino)
@@ -254,7 +250,7 @@ class TextureMesh(io.ComfyNode):
         from ..paint.step_receipts import sign
 
         pictures = pictures_for(pipeline, image, mask)
-        if mesh.uvs is None:
+        if mesh.uvs is None:  # expand into core's UnwrapMesh and this node again
             graph, given = GraphBuilder(), cls.hidden.dynprompt.get_node(cls.hidden.unique_id)["inputs"]
             values = {"segmenter": "pec", "resolution": given["texture_size"], "padding": 2, "weld_distance": 0.0}
             unwrap = graph.node("UnwrapMesh", mesh=given["mesh"], **values)
@@ -279,7 +275,7 @@ class TextureMesh(io.ComfyNode):
 
 
 def pictures_for(pipeline: Any, image: Any, mask: Any) -> list[Any]:
-    """The pictures of an input; without one, none for MV-Adapter tg2mv, and InputError for any other model."""
+    """The pictures of an IMAGE, cut out by ``mask``; without one empty for MV-Adapter tg2mv, InputError for others."""
     from ..paint.pictures import cut_out
 
     if image is None and pipeline.variant != TG2MV:

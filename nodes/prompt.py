@@ -85,9 +85,7 @@ class EncodeImage(io.ComfyNode):
         )
 
     @classmethod
-    def execute(
-        cls, pipeline: Any, image: Any, fit: str, clip_vision_output: Any = None, latent: Any = None, **settings: Any,
-    ) -> io.NodeOutput:
+    def execute(cls, pipeline: Any, image: Any, fit: str, clip_vision_output: Any = None, latent: Any = None, **settings: Any) -> io.NodeOutput:
         progress = NodeProgress(cls.hidden.unique_id)
         latents = None if latent is None else latent_format.from_core(pipeline, latent, progress.notify)
         vision = None if clip_vision_output is None else clip_vision_output.last_hidden_state

@@ -129,6 +129,7 @@ class SampleFramePack(io.ComfyNode):
 
 
 def finished(progress: NodeProgress, pipeline: Any, videos: Sequence[Latents]) -> io.NodeOutput:
+    """The LATENT of all sampled videos, after showing size, seeds and decisions under the node."""
     one = videos[0]
     status = f"{one.width}x{one.height}, {one.frames} frames at {one.fps:g} fps"
     progress.finish(status, batch.seeds_of(videos), in_short(pipeline))

@@ -52,7 +52,7 @@ class HardwareReport(Uncached):
 
 
 def paint_plan(pipeline: Any, pixels: int, views: int, guided: bool) -> tuple[str, Any]:
-    """The forecast of a paint or delight pipeline, as :func:`memory_plan.shown` gives it; zeros take what it was taught."""
+    """Text and picture (IMAGE) of a paint pipeline's forecast; 0 ``pixels`` or ``views`` take the size it was trained at."""
     from ..paint import forecast
 
     run, room = forecast.planned_run(pipeline, pixels, views, guided=int(guided) or None), room_now(pipeline)
@@ -103,11 +103,7 @@ class DownloadModel(Uncached):
                 io.Combo.Input("model", options=list(catalogue.every_offer())),
                 io.Combo.Input("download", options=list(downloads.CHOICES), default="no"),
             ],
-            outputs=[
-                io.String.Output(
-                    display_name="folder", tooltip="Where the model is. Press R to see it in AnyGPU Load Pipeline."
-                ),
-            ],
+            outputs=[io.String.Output(display_name="folder", tooltip="Where the model is. Press R to see it in AnyGPU Load Pipeline.")],
         )
 
     @classmethod

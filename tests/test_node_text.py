@@ -68,7 +68,7 @@ def test_views_are_drawn_once_a_step_for_the_window_of_the_run_alone(progress):
     from anygpu.compat.memory.parts import ProgressStage
 
     node, server = progress
-    painting, asked = node._text.__globals__["PaintProgress"]("1"), []
+    painting, asked = node._send_throttled.__globals__["PaintProgress"]("1"), []
     for server.client_id, count in ((None, 0), ("window", 1)):
         painting.step(1, 2, ProgressStage("painting"), lambda: [asked.append(1) or torch.zeros(4, 4, 3)])
         assert len(asked) == count
@@ -80,7 +80,7 @@ def test_a_stage_that_does_not_count_itself_is_counted(progress, monkeypatch):
     from anygpu.compat.memory.parts import ProgressStage
 
     node, server = progress
-    monkeypatch.setitem(node._text.__globals__, "TEXT_SECONDS", 0.0)
+    monkeypatch.setitem(node._send_throttled.__globals__, "TEXT_SECONDS", 0.0)
     node.step(1, 2, ProgressStage("encoding", "image"))
     node.step(1, 2, ProgressStage("moving", "vae 1 of 2 GB", counted=True))
     assert [text for text, _ in server.texts] == ["encoding image 1/2", "moving vae 1 of 2 GB"]
@@ -90,7 +90,7 @@ def test_the_pace_of_a_stage_that_begins_anew_is_its_own(progress, monkeypatch):
     from anygpu.compat.memory.parts import ProgressStage
 
     (node, _), now = progress, [0.0]
-    monkeypatch.setitem(node._text.__globals__, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setitem(node._send_throttled.__globals__, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for now[0], step in ((0.0, 1), (10.0, 2), (900.0, 1), (902.0, 2)):
         node.step(step, 2, ProgressStage("sampling"))
     assert node._pace == "2 s per step"
@@ -105,8 +105,8 @@ def test_node_tab_and_command_say_what_is_left_of_all_sections(progress, monkeyp
     node, server = progress
     now, command = [0.0], cli.Printed()
     clock = SimpleNamespace(monotonic=lambda: now[0])
-    monkeypatch.setitem(node._text.__globals__, "TEXT_SECONDS", 0.0)
-    monkeypatch.setitem(node._text.__globals__, "time", clock)
+    monkeypatch.setitem(node._send_throttled.__globals__, "TEXT_SECONDS", 0.0)
+    monkeypatch.setitem(node._send_throttled.__globals__, "time", clock)
     monkeypatch.setattr(cli, "time", clock)
     for section, seconds in enumerate((4.0, 12.0, 4.0)):
         for step in range(20):

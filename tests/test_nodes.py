@@ -230,7 +230,7 @@ def test_a_packed_layer_whose_scale_cannot_come_is_as_before(core: ComfyUI) -> N
     core.module("compat.checkpoints.packed").pack(layer, rows, torch.float32, "scaled", {"scale": scale})
     core.module("host.casting").install_cast_layers(layer, torch.device("cpu"))
     stored, bias = layer.stored, layer.bias
-    with pytest.raises(torch.OutOfMemoryError), layer._brought(torch.device("meta")):
+    with pytest.raises(torch.OutOfMemoryError), layer._tensors_on(torch.device("meta")):
         pytest.fail("the rows came, the scale did not")
     assert layer.stored is stored and layer.bias is bias and layer.scale is scale
 
@@ -372,7 +372,7 @@ def test_core_s_sampler_is_not_said_to_run_where_it_has_nothing_to_say(core: Com
     """Nobody tells of its end, and the tab offers Pause as long as a node runs."""
     network = SimpleNamespace(demo="", notify=None)
     patcher = SimpleNamespace(model=SimpleNamespace(diffusion_model=network), object_patches={})
-    core.module("host.core_models")._begin(patcher)
+    core.module("host.core_models")._report_start(patcher)
     nodes = core.module("host.server.panel").last_run()["nodes"]
     assert nodes and all(entry["done"] for entry in nodes.values())
 

@@ -716,7 +716,7 @@ def test_what_does_not_fit_whole_is_told_by_what_comes_of_it(pack, room, peak, w
     forecasting = importlib.import_module("anygpu.host.server.forecast")
     for form, fits in (("", whole), ("in tiles", in_tiles)):
         most, least = (StageNeed("decoding", 0, 0, total, form) for total in (1000, 100))
-        told = forecasting._stage(most, least, room)
+        told = forecasting._stage_row(most, least, room)
         assert told == {"stage": "decoding", "peak": peak, "least": 100, "whole": 1000, "free": room, "fits": fits}
 
 
@@ -724,7 +724,7 @@ def test_weights_that_come_ahead_count_in_the_peak_and_a_headline_has_its_stages
     """They come where there is room, and a stage can do without them."""
     forecasting = importlib.import_module("anygpu.host.server.forecast")
     need = StageNeed("sampling", 0, 60, 40, ahead=50)
-    told = forecasting._stage(need, need, 200)
+    told = forecasting._stage_row(need, need, 200)
     assert (told["peak"], told["least"], told["fits"]) == (150, 100, "fits")
     text = {"stage": "text", "fits": "streams", "peak": 8 << 30, "least": 2 << 30, "free": 9 << 30}
     for fits, free, said in (

@@ -1,6 +1,5 @@
 """Core's attention calls: with fp16 operands where those are near enough and torch has a fused kernel for them, since
-core's own functions build scores in that dtype; in exact chunks where torch has no kernel.
-"""
+core's own functions build scores in that dtype; in exact chunks where torch has no kernel."""
 
 from __future__ import annotations
 
@@ -24,15 +23,15 @@ from ...compat.transforms.fp16_layers import FULL, HALF, LIMIT, MOST_VALUE, Fp16
 from .layers import Counts
 
 OVERRIDE = "optimized_attention_override"  # core's one slot for another attention
-INNER = "_inside_attn_wrapper"  # by which core tells a call from within another
+INNER = "_inside_attn_wrapper"  # core's argument that marks a call inside another
 BUILDS_SCORES = ("attention_pytorch", "attention_basic", "attention_split", "attention_sub_quad")
 """Core's attention functions that build score matrices, or may: the rest are kernels of packages."""
 MISSES_KERNELS = BUILDS_SCORES[1:]  # also where torch has a kernel: on Radeons that are not in core's list
-SUMS_IN_FP16 = ("attention_sage", "attention3_sage")  # of 64 values, on some cards
+SUMS_IN_FP16 = ("attention_sage", "attention3_sage")  # 64 values at a time, on some cards
 WIDE_SUMS = ("attention_flash", "attention_xformers")
 INT8 = "attention_comfy_kitchen_int8"  # takes fp32 of any size, in containers too
 FUSED, EXACT, BY_INT8 = "by torch's fused kernel", "exact in fp32", "by comfy-kitchen's int8 kernel"
-ASKED = "comfy_attention"  # on layers of newer core: the function that the model's file asks for
+ASKED = "comfy_attention"  # attribute of newer core's layers: the attention that the model's file asks for
 
 
 @dataclass(slots=True)
@@ -43,7 +42,7 @@ class Preference:
 
     @contextmanager
     def followed(self, network: nn.Module) -> Iterator[None]:
-        """Follow the layers of ``network``: newer core looks at its slot for another attention first, and drops it."""
+        """For the block, follow the running layer, whose preference newer core drops where there is an override."""
 
         def enter(layer: Any, *_: Any) -> None:
             self.function = layer.comfy_attention.function
@@ -69,13 +68,13 @@ class AttentionOverride:
     counts: Counts | None = None
     preference: Preference = field(default_factory=Preference)  # the kernel that the running layer prefers
     refused: Callable[[], None] | None = None  # called where operands stay fp32
-    exact: bool = False  # whether fp32 operands stay so, which the weights of text encoders tell as they are used
+    exact: bool = False  # whether fp32 operands stay fp32; of text encoders that shows at their first layer
 
     @torch.compiler.disable  # which kernel computes, and in which dtype, is decided by the operands of each call
     def __call__(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        if isinstance(func, functools.partial):  # a text encoder's layer hands what it was given to the next
+        if isinstance(func, functools.partial):  # this override, which a text encoder's layer passed on
             return func(*args, **kwargs)  # type: ignore[no-any-return]
-        kwargs.pop("preferred_attention", None)  # which the layer has said before
+        kwargs.pop("preferred_attention", None)  # known by :class:`Preference`
         with self.counts.inside_attention() if self.counts is not None else nullcontext():
             if len({each.dtype for each in args[:3]}) > 1:  # some layers of a block in fp16, some not
                 args = (*(each.to(FULL) for each in args[:3]), *args[3:])
@@ -83,7 +82,7 @@ class AttentionOverride:
 
     @property
     def container_function(self) -> Callable[..., Tensor]:
-        """The function for operands in containers; AttributeError, at which core unpacks them, for other kernels."""
+        """The int8 kernel for operands in containers; for other kernels AttributeError, at which core unpacks them."""
         asked = self.before or self.preference.function or core_attention.optimized_attention
         if self.exact or not _is_int8(asked):
             raise AttributeError("container_function")
@@ -94,8 +93,8 @@ class AttentionOverride:
         return kernel(*args, **kwargs)
 
     def _computed(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """The result of the first that may compute these operands: an int8 kernel, another package's or node's, torch's
-        fused one, core's own where its scores are small; else of the exact attention."""
+        """The result of the first kernel that suits these operands: int8, another package's or node's, torch's fused,
+        core's own where its scores are small; else of the exact attention."""
         if _is_int8(self.before or func) and not self.exact:
             self._note(BY_INT8)
             return func(*args, **kwargs) if self.before is None else self.before(func, *args, **kwargs)
@@ -125,7 +124,7 @@ class AttentionOverride:
     def _in_fp16(
         self, kernel: Callable[..., Tensor], foreign: bool, call: Heads, named: dict[str, Any]
     ) -> Tensor | None:
-        """The fp32 result of a ``foreign`` kernel, else torch's, on fp16 operands; None where these are not near."""
+        """The fp32 result of a ``foreign`` kernel, else torch's, on fp16 operands; None if those are too inexact."""
         if not foreign and not call.has_kernel(HALF, self.attention):
             return None
         operands = None if self.exact else fp16_operands(call.query, call.key, call.value, call.mask, call.gain)
@@ -137,7 +136,7 @@ class AttentionOverride:
         return _by_other(kernel, call, operands, named) if foreign else _by_torch(call, operands, named)
 
     def _without_fp16_scores(self, func: Callable[..., Tensor], safe: bool) -> Callable[..., Tensor]:
-        """``func`` for another node's attention to call: where it would build scores in fp16, a kernel or exact."""
+        """``func`` for another node's attention to call; a fused or exact kernel if it would build scores in fp16."""
         if not safe or _name(func) not in BUILDS_SCORES:
             return func
 
@@ -156,7 +155,7 @@ class AttentionOverride:
 
 
 def _with_small_values(kernel: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """The result of a package's kernel on 16-bit operands, with values that its sums in fp16 can hold."""
+    """The result of a package's kernel, with 16-bit values scaled so that sums in fp16 hold them."""
     value = args[2]
     plain = type(value) is Tensor and value.dtype.itemsize == 2 and not value.requires_grad
     if not plain or _name(kernel) in WIDE_SUMS:
@@ -171,14 +170,16 @@ def _is_int8(kernel: Any) -> bool:
 
 
 def _by_torch(call: Heads, operands: Fp16Operands, named: dict[str, Any]) -> Tensor:
+    """The fp32 result of torch's kernel, by core's function for it, on fp16 operands."""
     more = {INNER: True} | ({} if named.get("scale") is None else {"scale": named["scale"]})
     query, key, value, heads = operands.query, operands.key, operands.value, call.query.shape[1]
-    # core gives many rows as (B, N, H * D), whichever layout is asked for
+    # core returns many rows as (B, N, H * D), whatever skip_output_reshape asks
     result = attention_pytorch(query, key, value, heads, mask=operands.mask, skip_reshape=True, **more)
     return call.merged(result.unflatten(-1, (heads, -1)).transpose(1, 2).to(FULL) * operands.scale)
 
 
 def _by_other(kernel: Callable[..., Tensor], call: Heads, operands: Fp16Operands, named: dict[str, Any]) -> Tensor:
+    """The fp32 result of another package's or node's ``kernel`` on fp16 operands, in the layout that core asked for."""
     query, key, value = operands.query, operands.key, operands.value
     if not named.get("skip_reshape"):
         query, key, value = (each.transpose(1, 2).flatten(2) for each in (query, key, value))
@@ -205,7 +206,7 @@ class AttentionOnRequest:
 
 
 def compute_next(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Have core's EasyCache compute the next call: it takes one that is run again for a step, a new dtype for none."""
+    """Have core's EasyCache compute the next call, a repeated one, which it would take for a step of its own."""
     for options in (*args, *kwargs.values()):
         if isinstance(options, dict) and (cache := options.get("easycache")) is not None:
             cache.relative_transformation_rate = None
@@ -214,9 +215,9 @@ def compute_next(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
 def with_override(
     make: Callable[[Callable[..., Tensor] | None], Callable[..., Tensor]], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of core's call of a network, with the attention that ``make`` returns for the one in force."""
+    """The arguments of core's call of a network with another override: ``make`` gets the present one or None."""
 
-    def changed(value: Any, name: str = "") -> Any:  # beside the name, the wrappers in them tell core's options
+    def changed(value: Any, name: str = "") -> Any:  # passed by position, they are known by their wrappers
         ours = isinstance(value, dict) and (name == "transformer_options" or "wrappers" in value)
         return {**value, OVERRIDE: make(value.get(OVERRIDE))} if ours else value
 
@@ -231,7 +232,7 @@ class Heads:
     key: Tensor
     value: Tensor
     mask: Tensor | None  # of four dimensions that broadcast to (B, H, N, M)
-    gain: float  # what queries are multiplied by for another scale than usual
+    gain: float  # factor of the queries, 1 for the usual scale of 1 / sqrt(D)
     split: bool  # whether the caller wants (B, H, N, D) back instead of (B, N, H * D)
 
     @classmethod
@@ -252,7 +253,7 @@ class Heads:
         return cls(query, key, value, mask, gain, bool(named.get("skip_output_reshape")))
 
     def has_kernel(self, dtype: torch.dtype, attention: Attention) -> bool:
-        """True where torch has a right and fused kernel for these operands in ``dtype``; nothing is cast to ask."""
+        """True if torch has a fused kernel that is right for these operands in ``dtype``; asks with empty ones."""
         if attention.avoids(dtype, self.query.shape[-1]):
             return False
         mask = self.mask
@@ -263,6 +264,7 @@ class Heads:
         return bool(fused_kernel(*like, mask))
 
     def exact(self, attention: Attention) -> Tensor:
+        """The result of our own ``attention``, in the caller's layout."""
         query, key, value, mask = self.query, self.key, self.value, self.mask
         if mask is not None and mask.is_floating_point():
             mask = mask.to(query.dtype)

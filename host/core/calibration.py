@@ -1,6 +1,5 @@
 """Plain fp16 for blocks of a network that leave it eight times of room, as a step in safe fp16 has measured; outputs
-are looked at once a step, and a step beyond the room is computed again.
-"""
+are looked at once a step, and a step beyond the room is computed again."""
 
 from __future__ import annotations
 
@@ -29,9 +28,9 @@ from .ownership import is_convolution, is_linear
 
 log = logging.getLogger(__name__)
 
-ROOM = 8.0
+ROOM = 8.0  # times the measured values that have to fit in fp16: later steps may have larger ones
 MOST = float(torch.finfo(HALF).max)
-NEVER = 1e30  # the share of a block that was wrong in plain fp16, and more than any size but a mask's
+NEVER = 1e30  # the share of a block that must stay in safe fp16; only masks hold values as large
 FOLDER, VERSION = "fitted", 4  # of the files in which sizes are kept
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # core calls what is in them
 NETWORK = "the network"  # the name under which a network's own inputs are kept
@@ -39,10 +38,10 @@ NETWORK = "the network"  # the name under which a network's own inputs are kept
 
 @dataclass
 class ValueSizes:
-    share: float = 0.0  # of fp16's range that the largest value inside needs with the room; at most 1 fits
-    output: float = 0.0  # the largest value that comes out, or that the next block is given
-    least: float = math.inf  # the largest value of the smallest row that comes out
-    rows: float = 0.0  # of what a Linear is given in fp32, at most
+    share: float = 0.0  # of fp16's range that the largest value inside takes, times :data:`ROOM`; fits up to 1
+    output: float = 0.0  # the largest value of the output, or of the next block's input
+    least: float = math.inf  # the largest value of the smallest row of the output
+    rows: float = 0.0  # the most rows that a Linear was given in fp32
 
     def take(self, kind: str, value: float) -> None:
         setattr(self, kind, (min if kind == "least" else max)(getattr(self, kind), value))
@@ -61,12 +60,12 @@ class MeasuredBlock:
 class Calibration:
     """The sizes of one network with one set of weights on one device, and the runs that measure and trust them."""
 
-    path: Path | None  # the file that keeps them
+    path: Path | None  # the file of the sizes; None: not saved
     convolutions: bool  # whether 1-D and 2-D convolutions in fp16 are right here
     sizes: dict[str, ValueSizes] = field(default_factory=dict)  # by block, by layer, and of the network's inputs
     _blocks: list[MeasuredBlock] = field(default_factory=list)
-    _running: str = NETWORK
-    _refused: set[str] = field(default_factory=set)
+    _running: str = NETWORK  # the block that was entered last
+    _refused: set[str] = field(default_factory=set)  # blocks that must stay in safe fp16
 
     def __post_init__(self) -> None:
         if self.path is not None and self.path.is_file():
@@ -80,16 +79,18 @@ class Calibration:
         return name in self.sizes and self.sizes[name].share <= 1.0
 
     def is_plain(self, network: nn.Module) -> bool:
-        plain = self._plain(network)
-        ours = (block.name in plain or any(self._fitting(block, plain)) for block in self._known(network))
+        """True if at least one block or layer fits in plain fp16, and the network's own inputs do."""
+        plain = self._plain_blocks(network)
+        ours = (block.name in plain or any(self._fitting(block, plain)) for block in self._blocks_of(network))
         return self.fits(NETWORK) and any(ours)
 
     def refuse(self) -> None:
+        """Keep the running block in safe fp16 from now on."""
         self._refused.add(self._running)
 
     @contextmanager
     def measured(self, network: nn.Module) -> Iterator[None]:
-        """Measure each block and layer of a step in safe fp16; nothing is kept of a step whose result is not finite."""
+        """For the block, measure a step in safe fp16; its sizes are not taken if its result is not finite."""
         found: list[tuple[str, str, Tensor]] = []
         with ExitStack() as stack:
 
@@ -98,8 +99,8 @@ class Calibration:
                 stack.callback(add_hook(module, hook, before, with_kwargs=True).remove)
 
             on(network, False, _measure, NETWORK, NETWORK)
-            for block in self._known(network):
-                on(block.module, True, self._enter, block.name)
+            for block in self._blocks_of(network):
+                on(block.module, True, self._enter_block, block.name)
                 for name, module in block.module.named_modules(prefix=block.name):
                     on(module, False, _measure, block.name, name if name in (block.name, *block.layers) else "")
                 if not self.convolutions and any(map(is_convolution, block.layers.values())):
@@ -116,12 +117,12 @@ class Calibration:
 
     @contextmanager
     def trusted(self, network: nn.Module) -> Iterator[Callable[[], bool]]:
-        """For the ``with``, compute in plain fp16 what fits; yields a function that tells, afterwards, if all did."""
+        """For the block, compute in plain fp16 what fits; yields a function that returns afterwards whether all did."""
         values: list[tuple[str, str, Any]] = []
-        plain = self._plain(network)
+        plain = self._plain_blocks(network)
         repeated = any("." in name for name in plain)
         with ExitStack() as stack:
-            for block in self._known(network):
+            for block in self._blocks_of(network):
                 if block.name not in plain:
                     stack.callback(add_hook(block.module, _widen, before=True, with_kwargs=True).remove)
                     room = self.sizes.get(block.name, ValueSizes(output=NEVER)).output * ROOM <= MOST
@@ -135,50 +136,53 @@ class Calibration:
                 stack.callback(add_hook(module, functools.partial(_watch, values, block_name, name)).remove)
             yield functools.partial(self._held, values)
 
-    def _known(self, network: nn.Module) -> list[MeasuredBlock]:
+    def _blocks_of(self, network: nn.Module) -> list[MeasuredBlock]:
         if not self._blocks:
             self._blocks += blocks_of(network)
         return self._blocks
 
     def _watched(self, network: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-        """(block, own name, module) whose outputs tell if values fit: repeated blocks, or all where none is."""
-        known = self._known(network)
+        """(block, name, module) of outputs to check: repeated blocks, or all if none repeats, and the network."""
+        known = self._blocks_of(network)
         for block in [each for each in known if "." in each.name] or known:
             yield block.name, block.name, block.module
             for name, layer in block.layers.items():
                 if self.fits(block.name) and is_linear(layer) and layer.in_features > layer.out_features:
-                    yield block.name, name, layer  # sees overflow that is clamped later
+                    yield block.name, name, layer  # shows overflow before core clamps it
         yield NETWORK, NETWORK, network
 
     def _fitting(self, block: MeasuredBlock, plain: set[str]) -> Iterator[nn.Module]:
+        """The layers of a block to compute in plain fp16, where the blocks ``plain`` are."""
         known = self.sizes.get(block.name, ValueSizes(NEVER)).share < NEVER
         names = (name for name in block.layers if block.name in plain or not self._is_few(name))
         return (block.layers[name] for name in names if known and self.fits(name))
 
-    def _plain(self, network: nn.Module) -> set[str]:
-        """The blocks that fit; where others do not, without those of a few rows, as the time's, which cost little."""
-        called = [block for block in self._known(network) if block.name in self.sizes]
+    def _plain_blocks(self, network: nn.Module) -> set[str]:
+        """Names of the blocks that fit; unless all do, without those of few rows, as the time's: fp32 is cheap."""
+        called = [block for block in self._blocks_of(network) if block.name in self.sizes]
         plain = {block.name for block in called if self.fits(block.name)}
-        return plain if len(plain) == len(called) else plain - {b.name for b in called if self._is_few(*b.layers)}
+        few = {block.name for block in called if self._is_few(*block.layers)}
+        return plain if len(plain) == len(called) else plain - few
 
     def _is_few(self, *names: str) -> bool:
+        """True if none of these layers is given more than a few rows."""
         return all(self.sizes.get(name, ValueSizes()).rows <= FEW for name in names)
 
-    def _enter(self, found: list[Any], name: str, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Note the block that runs; what it is given counts as output of the one before, to which control nets add."""
+    def _enter_block(self, found: list[Any], name: str, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note the running block; its inputs count as outputs of the block before, to which control nets add."""
         for largest in _largest((*args, *kwargs.values())) if self._running != NETWORK else ():
             found += [(self._running, "output", largest), (self._running, "share", largest * (ROOM / MOST))]
         self._running = name
 
     def _held(self, values: list[tuple[str, str, Any]]) -> bool:
-        """True if no output left the room that was measured for it; at an overflow its block is refused from now on."""
+        """True if all outputs stayed in the room measured for them; refuses the block of one that overflowed."""
         numbers = _numbers([each.float() for *_, pair in values for each in pair])
         for (block, name, _), low, high in zip(values, numbers[::2], numbers[1::2], strict=True):
             known = self.sizes.get(name, ValueSizes())
-            vanished = low == 0.0 and known.least > 0.0
+            vanished = low == 0.0 and known.least > 0.0  # as after an overflow
             if high <= known.output * ROOM and not vanished:
                 continue
-            if not math.isfinite(high) or low == 0.0:  # of an overflow within, which core's clamps may have hidden
+            if not math.isfinite(high) or low == 0.0:  # core's clamps may hide an overflow
                 self._refused.add(block)
             return False
         return True
@@ -193,18 +197,17 @@ class Calibration:
 
 
 class Level(Tensor):
-    """A number for each latent of a batch, as its noise level, that stays fp32 where core gives it the dtype of its
-    stream: networks take the sine of a thousand times that, and so of its rounding.
-    """
+    """An fp32 number per latent, such as a noise level, that stays so when core casts it to the stream's dtype, since
+    networks take the sine of a thousand times it and would amplify its rounding."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = super().__torch_function__(func, types, args, kwargs or {})
-        if not isinstance(found, cls):
-            return found
-        if found.dtype is HALF and func in (Tensor.to, Tensor.type, Tensor.half) and type(args[0]) is cls:
-            found = args[0].to(found.device)
-        return found if found.ndim < 2 else found.as_subclass(Tensor)
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        if not isinstance(result, cls):
+            return result
+        if result.dtype is HALF and func in (Tensor.to, Tensor.type, Tensor.half) and type(args[0]) is cls:
+            result = args[0].to(result.device)
+        return result if result.ndim < 2 else result.as_subclass(Tensor)  # an embedding may be cast
 
 
 def as_level(value: Any, latents: Tensor) -> Any:
@@ -214,12 +217,12 @@ def as_level(value: Any, latents: Tensor) -> Any:
 
 
 def kept_at(patcher: Any, folder: Path | None, machine: str) -> Path | None:
-    """The file with the sizes of a MODEL and its LoRAs on ``machine``: device, driver, torch. None without one."""
+    """The file for sizes of a MODEL and its LoRAs on ``machine`` (key of GPU and driver); None if it has no file."""
     made = patcher.cached_patcher_init
     source = made[1][0] if made and made[1] else None
     if folder is None or not isinstance(source, str):
         return None
-    import comfyui_version  # which no test without ComfyUI has
+    import comfyui_version  # absent in tests without ComfyUI
 
     try:
         content = content_of(Path(source))
@@ -231,12 +234,13 @@ def kept_at(patcher: Any, folder: Path | None, machine: str) -> Path | None:
 
 
 def _facts_of(patch: Any) -> list[Any]:
-    """The strengths of one of core's patches and a few of its values: of an adapter, or of another model's weight."""
+    """The strengths of one of core's patches, and some values of its tensors, to tell patches apart."""
     some = (each.flatten()[:: max(1, each.numel() // 8)] for each in tensors_in(getattr(patch[1], "weights", patch[1])))
     return [patch[0], patch[2], *(to_host(each).float().tolist() for each in some)]
 
 
 def blocks_of(network: nn.Module) -> Iterator[MeasuredBlock]:
+    """The children of ``network`` and of its containers that have layers with products."""
     containers = [("", network)]
     while containers:
         prefix, container = containers.pop()
@@ -252,12 +256,12 @@ def blocks_of(network: nn.Module) -> Iterator[MeasuredBlock]:
 
 
 def _numbers(values: list[Tensor]) -> list[float]:
-    """Numbers that may lie on several devices, in one copy to the host."""
+    """Scalars on any devices as Python numbers, by one copy to the host."""
     return to_host(torch.stack([each.to(values[0].device) for each in values])).tolist()  # type: ignore[no-any-return]
 
 
 def _floats(values: Any) -> Iterator[Tensor]:
-    """Tensors in arguments or results that may leave fp16's range."""
+    """The non-empty fp16 and fp32 tensors in nested arguments or results, but for scalars."""
     if isinstance(values, (list, tuple)):
         for value in values:
             yield from _floats(value)
@@ -266,6 +270,7 @@ def _floats(values: Any) -> Iterator[Tensor]:
 
 
 def _largest(values: Any) -> Iterator[Tensor]:
+    """The largest absolute value of each tensor in ``values``, masks' huge ones aside."""
     for value in _floats(values):
         unmasked = torch.where(value.abs() < NEVER, value, 0.0)  # masks hide with the largest number of their dtype
         yield torch.linalg.vector_norm(unmasked, math.inf, dtype=FULL)
@@ -274,7 +279,7 @@ def _largest(values: Any) -> Iterator[Tensor]:
 def _cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:
     if type(values) in (list, tuple):
         return type(values)(_cast(value, before, after) for value in values)
-    rows = type(values) is Tensor and values.ndim > 1  # not noise levels, whose embedding some networks compute in fp16
+    rows = type(values) is Tensor and values.ndim > 1  # not noise levels: some networks embed them in fp16
     return values.to(after) if rows and values.dtype is before else values
 
 
@@ -283,6 +288,7 @@ def _widen(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _watch(values: list[Any], block: str, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+    """Add the least and the largest row maximum of each output to ``values``."""
     for tensor in _floats(output):
         values.append((block, name, torch.linalg.vector_norm(tensor, math.inf, dim=-1).aminmax()))
 
@@ -290,7 +296,7 @@ def _watch(values: list[Any], block: str, name: str, _module: nn.Module, _args: 
 def _measure(
     found: list[Any], block: str, own: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
 ) -> None:
-    """Note in ``found`` the sizes of a forward: for ``block``, and for its layer or the block ``own``, "" for none."""
+    """Add the sizes of a forward to ``found``: for ``block``, and for its layer ``own``, empty for other modules."""
     linear, operands = SETTINGS in module.__dict__ and is_linear(module), [*_floats(args)]
     shares = [largest * (ROOM / MOST) for largest in _largest((*args, *kwargs.values()))]
     if linear:

@@ -21,11 +21,8 @@ CLIPS = ({"clip_l", "clip_g"}, {"clip_h"})  # of SDXL and of SD2.1
 
 
 def checkpoint_of(core_model: Any, core_clip: Any, core_vae: Any) -> Weights | None:
-    """The weights that core has loaded, its LoRAs applied, as in a checkpoint file; values are read on demand.
-
-    None where nothing is connected. Raises InputError where one of the three is missing, is AnyGPU's own or of another
-    kind, or has packed weights.
-    """
+    """The weights that core has loaded, with its LoRAs, as in a checkpoint file and read on demand; None where nothing
+    is connected. InputError where one of the three is missing, AnyGPU's own, of another model, or packed."""
     given = {"core_model": core_model, "core_clip": core_clip, "core_vae": core_vae}
     missing = [name for name, each in given.items() if each is None]
     if len(missing) == len(given):
@@ -50,7 +47,7 @@ def checkpoint_of(core_model: Any, core_clip: Any, core_vae: Any) -> Weights | N
 
 
 def _file_of(patchers: list[Any]) -> Path | None:
-    """The one file that has the values of these patchers; None for several, for patches, and for rounded values."""
+    """The file that holds just the values of these patchers; None for several files, patches or other dtypes."""
     files = {name_of(each) for each in patchers}
     file = Path(files.pop())
     patched = any(each.patches or "model_sampling" in each.object_patches for each in patchers)
@@ -62,6 +59,7 @@ def _file_of(patchers: list[Any]) -> Path | None:
 
 
 def _require_plain(name: str, patcher: Any) -> None:
+    """InputError for AnyGPU's own network, packed weights and other packs' layers."""
     if isinstance(patcher, PartPatcher):
         raise _unusable(f"AnyGPU's own network as {name}")
     packed = (type(tensor.data).__name__ for tensor in patcher.model.parameters() if not is_plain(tensor))
@@ -71,7 +69,7 @@ def _require_plain(name: str, patcher: Any) -> None:
 
 
 def _prediction_mark(model: Any) -> dict[str, tuple[int, ...]]:
-    """The empty tensor by which a file of this MODEL would say what its UNet predicts; none for noise."""
+    """The empty tensor that marks in a file what the UNet predicts, as name -> shape; none if that is noise."""
     predicts = model.get_model_object("model_sampling")
     if isinstance(predicts, sampling.X0) or not isinstance(predicts, sampling.EPS):
         raise _unusable(f"core's {type(model.model).__name__}, which predicts neither noise nor velocities")

@@ -51,20 +51,20 @@ ATTENTION = "optimized_attention"  # the argument by which core's encoders pass 
 
 @dataclass(frozen=True)
 class FittedEncoder:
-    """Puts a fit on the layers of whichever encoder ComfyUI loads, and takes it off."""
+    """Patches the layers of an encoder with a fit when ComfyUI loads it, and restores them when it unloads it."""
 
     fit: Fit
     machine: ModelDevice
     packed: PackedFit = field(default_factory=PackedFit)
     tell: Callable[[str], None] = log.info
     hooks: ByNetwork = field(default_factory=ByNetwork)
-    counted: ByNetwork = field(default_factory=ByNetwork)
-    asked: ByNetwork = field(default_factory=ByNetwork)  # layers of other packs, with the weights of a version
+    counted: ByNetwork = field(default_factory=ByNetwork)  # encoders -> counts of their first prompt
+    asked: ByNetwork = field(default_factory=ByNetwork)  # encoders -> version of weights, other packs' layers
 
     def attach(self, patcher: Any) -> None:
         try:
             self._attach(patcher)
-        except BaseException:  # core takes it for not attached then
+        except BaseException:  # core then never calls detach
             self.detach(patcher)
             raise
 
@@ -88,7 +88,7 @@ class FittedEncoder:
                 undo.set(child, "forward", forward_inside(child, inside))
 
     def _make_safe(self, encoders: nn.Module, override: AttentionOverride | None, version: Any) -> None:
-        """Patch the layers that nobody else has; other packs' are asked once per ``version`` of the weights."""
+        """Patch the layers that nobody else has patched; other packs' are asked once per ``version`` of the weights."""
         for layer in filter(is_linear, encoders.modules()):
             if "forward" not in layer.__dict__:
                 forward = functools.partial(self._linear, encoders, override, layer)
@@ -104,7 +104,8 @@ class FittedEncoder:
     def _linear(
         self, encoders: nn.Module, override: AttentionOverride | None, layer: Any, x: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        if layer.__dict__[SETTINGS] is None and not is_native(layer):  # which core may change between two prompts
+        """The product of a Linear, whose settings, and all others', are measured at the first call."""
+        if layer.__dict__[SETTINGS] is None and not is_native(layer):  # core may change that between prompts
             patched = [each for each in encoders.modules() if SETTINGS in each.__dict__]
             for each in patched:
                 if each.__dict__[SETTINGS] is None and not is_native(each):
@@ -117,9 +118,9 @@ class FittedEncoder:
         return safe_linear(layer, x, *args, **kwargs)
 
     def _encode_first(self, encoders: nn.Module, counts: Counts, *args: Any, **kwargs: Any) -> Any:
-        """Encode a prompt as ``encoders`` do; of the first, report how its layers and attention were computed."""
+        """Encode a prompt as ``encoders`` do, and report how the layers and attention of the first were computed."""
         encode = functools.partial(getattr(type(encoders), ENCODE), encoders)
-        self._step_aside(encoders)
+        self._remove_counting(encoders)
         if encoders in self.counted:  # called by another pack's method around this one
             return encode(*args, **kwargs)
         ours = {layer for layer in encoders.modules() if SETTINGS in layer.__dict__}
@@ -134,36 +135,36 @@ class FittedEncoder:
         return result
 
     def detach(self, patcher: Any) -> None:
-        self._step_aside(patcher.model)
+        self._remove_counting(patcher.model)
         self.hooks.pop(patcher.model, Undo()).restore()
         for layer in patcher.model.modules():
             if SETTINGS in layer.__dict__:
                 for name in ("forward", PROVIDER, SETTINGS):
                     layer.__dict__.pop(name, None)
 
-    def _step_aside(self, encoders: nn.Module) -> None:
+    def _remove_counting(self, encoders: nn.Module) -> None:
         if getattr(vars(encoders).get(ENCODE), "func", None) == self._encode_first:  # another pack's stays
             del encoders.__dict__[ENCODE]
 
 
 class FittedCLIP(CLIP):
-    """A CLIP that computes with the encoders of its patcher, also after Select CLIP Device gave it others."""
+    """A CLIP that computes with its patcher's encoders, also after Select CLIP Device has replaced those."""
 
     @property
     def cond_stage_model(self) -> Any:
-        """The encoders."""
+        """The patcher's encoders."""
         return self.patcher.model
 
     @cond_stage_model.setter
     def cond_stage_model(self, encoders: Any) -> None:
-        """Nothing: core's clone passes on what it began with."""
+        """Do nothing: core's clone sets the encoders that it began with."""
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
         return of_fitted_class(super().clone(*args, **kwargs))
 
 
 def of_fitted_class(clip: Any) -> Any:
-    """``clip``, whose patcher from now on says which encoders compute; another pack's class stays as it is."""
+    """``clip`` itself, made a :class:`FittedCLIP` unless its class is another pack's."""
     if type(clip) is CLIP:
         clip.__class__ = FittedCLIP
     return clip
@@ -223,7 +224,7 @@ def _takes_attention(kind: type[nn.Module]) -> bool:
 def _with_attention(
     override: AttentionOverride, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a layer with our attention in the place of core's, which it calls where no kernel is needed."""
+    """The arguments of a layer with ``override`` around the attention among them; unchanged where there is none."""
     call = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     if call.arguments.get(ATTENTION) is None:
         return args, kwargs

@@ -32,21 +32,21 @@ from .ownership import is_linear
 from .vae_window import agree, fault_in_pictures
 from .weights import LoadedWeights
 
-ROWS, COLUMNS = 4, 64  # of a product or of queries, and of outputs, that are computed again
+ROWS, COLUMNS = 4, 64  # rows of a product or queries, and its outputs, that are computed again in fp32
 NEAR, ROUGH = 0.1, 0.25  # relative error of kernels in 16 bits, and of those of other packs, such as int8 attention
 JUMP = 30.0  # times the largest value that a block had before
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 PATCHES = [f"{own}{kind}_function" for own in ("weight", "bias") for kind in ("", "_lowvram")]  # core's, of a layer
-_blocks = ByNetwork()  # names of the repeated blocks
-_largest = ByNetwork()  # by name of a block, over the samplings that were right
+_blocks = ByNetwork()  # network -> names of its repeated blocks
+_largest = ByNetwork()  # network -> block -> its largest value in samplings that were right
 KEY, NODE = "anygpu_doctor", "AnyGPUDoctor"
 NETWORK, VAE = "diffusion_model", "vae"
-COMPILED = "torch.compile"  # core's key of the wrapper that puts compiled modules in the place of others
+COMPILED = "torch.compile"  # core's key of the wrapper that swaps in compiled modules
 BRANCHES = {(0,): "positive prompt", (1,): "negative prompt"}
 
 
 class Spot(NamedTuple):
-    """One value that is read: a block's maximum, or a spot check's relative error; at ``bound`` it is a ``fault``."""
+    """One statistic of a call: a block's largest value, or a relative error; from ``bound`` on it shows ``fault``."""
 
     layer: str
     value: Tensor
@@ -56,10 +56,10 @@ class Spot(NamedTuple):
 
 
 class StepWatch:
-    """The statistics of the newest call of ``networks``; ``loud``: a block says nothing, or far more than before."""
+    """Statistics of the last call of ``networks``; ``loud``: a block's values became 0, or far larger than before."""
 
     def __init__(self, networks: nn.ModuleDict, compiled: bool = False) -> None:
-        self.compiled = compiled  # its modules have no hooks then
+        self.compiled = compiled  # then hooks on its modules are not called
         self.networks, self.loud, self.finding = networks, False, None
         network = next(iter(networks.values()))
         self.largest: dict[str, float] = _largest.setdefault(network, {})
@@ -73,7 +73,7 @@ class StepWatch:
 
     @contextmanager
     def on(self, closely: bool) -> Iterator[Callable[..., Any]]:
-        """Watch one call, ``closely`` with spot checks; gives the attention that is to be core's override in it."""
+        """For the block, watch one call, ``closely`` with spot checks; yields what makes its attention override."""
         self.spots, self.stack = [], []
         with Undo() as undo:
             for name in self.blocks:
@@ -88,10 +88,10 @@ class StepWatch:
             yield self._noted_attention if closely else AttentionOnRequest
 
     def fault(self, output: Any) -> str:
-        """The fault of the call that returned ``output``; empty for none. Reads all statistics at once."""
+        """The fault of the call that returned ``output``; empty for none. Sets ``finding`` and ``loud``."""
         whole = torch.cat([tensor.detach().flatten().float() for tensor in tensors_in(output)])
-        row = (*torch.aminmax(whole), *(spot.value for spot in self.spots))
-        low, high, *values = to_host(torch.stack([value.float().to(whole.device) for value in row])).tolist()
+        scalars = (*torch.aminmax(whole), *(spot.value for spot in self.spots))  # read by one copy to the host
+        low, high, *values = to_host(torch.stack([value.float().to(whole.device) for value in scalars])).tolist()
         wrong = doctors.lifeless_range(low, high, whole.numel())
         self.finding, self.now = None, {}
         for spot, value in zip(self.spots, values, strict=True):
@@ -99,18 +99,19 @@ class StepWatch:
                 self.now[spot.layer] = max(value, self.now.get(spot.layer, 0.0))
             if spot.fault and value >= spot.bound and not wrong:
                 wrong = doctors.INFINITE if math.isinf(value) else spot.fault
-                self.finding = None if spot.fault == doctors.STUCK else self._found(spot, wrong)
+                self.finding = None if spot.fault == doctors.STUCK else self._finding_of(spot, wrong)
         sizes = [(value, self.largest.get(name)) for name, value in self.now.items()]  # None: not seen before
         self.loud = any((value == 0 and before != 0) or (before and value > JUMP * before) for value, before in sizes)
         return wrong
 
     def keep(self) -> None:
+        """Count the values of a call that was right among the largest known."""
         self.largest.update({name: max(value, self.largest.get(name, 0.0)) for name, value in self.now.items()})
 
     def _leave(self, *_: Any) -> None:  # not ``stack.pop`` itself: what a hook returns becomes the module's output
         self.stack.pop()
 
-    def _found(self, spot: Spot, fault: str) -> doctors.Finding:
+    def _finding_of(self, spot: Spot, fault: str) -> doctors.Finding:
         block = doctors.block_of(self.networks, spot.layer)
         blocks = doctors.blocks_beside(self.networks, block)
         kind = type(self.networks.get_submodule(spot.layer)).__name__
@@ -124,7 +125,7 @@ class StepWatch:
             self.spots.append(Spot(name, torch.linalg.vector_norm(tensor.detach(), math.inf), fault, LIMIT))
 
     def _product(self, name: str, layer: Any, args: Any, output: Any) -> None:
-        """Note some values of the product of a bare Linear beside the same computed in fp32."""
+        """Compare some values of an unpatched Linear's output with the same in fp32."""
         weight, x = getattr(layer, "weight", None), args[0] if args else None
         replaced = "forward" in vars(layer) and SETTINGS not in vars(layer)  # by a LoRA in bypass mode, not by Fit
         bare = not (replaced or any(getattr(layer, function, ()) for function in PATCHES))
@@ -142,7 +143,7 @@ class StepWatch:
         self._note(name, outputs[::every_row, ::every_column], expected, size, doctors.PRODUCT, NEAR, output.dtype)
 
     def _noted_attention(self, before: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-        """Core's attention, or the one that a repair asks for, each call of which is noted."""
+        """Core's attention, or a repair's, with a spot check of each call; ``before``: another node's override."""
         compute = AttentionOnRequest(before)
 
         def attention(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -156,7 +157,7 @@ class StepWatch:
         return attention
 
     def _attention(self, call: Heads, result: Tensor, bound: float) -> None:
-        """Note one head of a call, another each time, and some of its queries, beside the same computed in fp32."""
+        """Compare some queries of one head, another at each call, with the same in fp32."""
         head, every = len(self.spots) % call.query.shape[1], max(1, call.query.shape[2] // ROWS)
         query, key, value = (each.detach()[0, head] for each in (call.query, call.key, call.value))
         scores = query[::every].float() @ key.float().mT * (call.gain / query.shape[-1] ** 0.5)
@@ -172,22 +173,25 @@ class StepWatch:
     def _note(
         self, name: str, seen: Tensor, expected: Tensor, size: Tensor, fault: str, bound: float, dtype: Any
     ) -> None:
+        """Add the relative L2 error of ``seen``, infinite for an overflow; ``size``: the rounding that is usual."""
         error = (seen.float() - expected).norm() / (expected.norm() + ROWS * size)
-        overflows = expected.isfinite().all() & ~seen.isfinite().all()  # which a later layer may hide
+        overflows = expected.isfinite().all() & ~seen.isfinite().all()  # a later layer may hide it
         error = torch.where(overflows, math.inf, error.nan_to_num(0.0))
         self.spots.append(Spot(name, error, fault, bound=bound, dtype=dtype))
 
 
 def teller(node_id: str | None) -> Callable[[str], None]:
+    """A function that shows a line on the Doctor node ``node_id``; it only logs where the graph has no such node."""
+
     def tell(text: str) -> None:
-        progress = NodeProgress(_shown(node_id))
+        progress = NodeProgress(_visible(node_id))
         progress.notify(text)
         progress.show()
 
     return tell
 
 
-def _shown(node_id: str | None) -> str | None:
+def _visible(node_id: str | None) -> str | None:
     prompt = get_progress_state().dynprompt
     return node_id if prompt.has_node(node_id) and prompt.get_node(node_id)["class_type"] == NODE else None
 
@@ -203,8 +207,8 @@ def _tell_of_zeros(network: nn.Module, tell: Callable[[str], None]) -> None:
 
 
 def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> Any:
-    """A clone of ``model`` whose every call is checked; what is found is shown on the node ``node_id``. The first of a
-    sampling looks at each product, attention call and weight, later ones at a fiftieth of weights."""
+    """A clone of ``model`` whose calls are checked, with faults shown on the node ``node_id``: at the first call of a
+    sampling each product, attention and weight, at later ones the outputs and a fiftieth of the weights."""
     if not isinstance(model.model, CoreModel):
         LoadedWeights.of(model)
         _tell_of_zeros(model.model.diffusion_model, doctor.tell)
@@ -217,7 +221,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
         compiled = network is not networks[NETWORK] or patcher.get_wrappers(WrappersMP.APPLY_MODEL, COMPILED)
         watch, begun[:] = StepWatch(networks, bool(compiled)), [*begun, id(network)]
 
-        def again(closely: bool = True) -> Any:  # under repairs, some of which want another attention
+        def compute(closely: bool = True) -> Any:  # under the repairs, some of which replace attention
             if closely:
                 compute_next(args, kwargs)
             with watch.on(closely) as override:
@@ -229,12 +233,12 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
         if first:
             healed(patcher, doctor, every=True)
         with doctor.repaired(networks):
-            output = again(first)
+            output = compute(first)
             wrong = watch.fault(output)
             doubt = bool(wrong) or watch.loud
             spent = healed(patcher, doctor, every=doubt, streamed=True, late=not first) or (doubt and not wrong)
             if spent:
-                output = again()
+                output = compute()
                 wrong = watch.fault(output)
             if not wrong:
                 watch.keep()
@@ -242,8 +246,8 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
             options = kwargs.get("transformer_options") or (args[5] if len(args) > 5 else {})
             fitted = doctors.ON_FIT if FITTED in patcher.attachments else doctors.WITH_FIT
             doctor.instead = doctors.ON_LOAD if isinstance(model.model, CoreModel) else fitted
-            local, found = doctors.stuck if wrong == doctors.STUCK else doctors.lifeless, lambda: watch.finding
-            return doctor.checked(output, networks, again, where_of(options), watch.fault, local, found, spent)
+            local, where = doctors.stuck if wrong == doctors.STUCK else doctors.lifeless, where_of(options)
+            return doctor.checked(output, networks, compute, where, watch.fault, local, lambda: watch.finding, spent)
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
         begun.clear()
@@ -253,7 +257,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
         ended = isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0
         message = ended and doctors.unshrunk(noise, executor.class_obj.model_patcher.model.process_latent_in(result))
         sound = f"no fault in {len(sigmas) - 1 if sigmas is not None else 0} steps"
-        doctor.conclude(message or "", sound, NodeProgress(_shown(node_id)).finish)
+        doctor.conclude(message or "", sound, NodeProgress(_visible(node_id)).finish)
         return result
 
     watched = model.clone()
@@ -264,6 +268,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
 
 
 def where_of(options: dict[str, Any]) -> str:
+    """The step and the prompt of a call, such as ``step 3 of 20, negative prompt``, as far as its options have them."""
     levels, level = options.get("sample_sigmas"), options.get("sigmas")
     step = "a step"
     if levels is not None and level is not None and len(levels) > 1:
@@ -273,8 +278,8 @@ def where_of(options: dict[str, Any]) -> str:
 
 
 def healed(patcher: Any, doctor: doctors.Doctor, every: bool, streamed: bool = False, late: bool = False) -> bool:
-    """True if weights had changed on the device: told, and loaded again where that is possible. ``every`` checks all,
-    not a share of them; ``streamed`` those in host memory, too; ``late`` warns of earlier steps."""
+    """True if weights had changed on the device, which is reported, and loaded again if possible. ``every`` checks all
+    weights, not a share; ``streamed`` also those in host memory; ``late`` warns of earlier steps."""
     if isinstance(patcher.model, CoreModel):
         return False
     weights = LoadedWeights.of(patcher)
@@ -307,7 +312,7 @@ class WatchedVAE:
         doctor: doctors.Doctor = self.__dict__["doctor"]
         networks = nn.ModuleDict({VAE: self.first_stage_model})  # type: ignore[attr-defined]
         doctor.instead = "put AnyGPU Fit VAE before the decode"
-        plain = not isinstance(samples, torch.Tensor) or is_flat(samples)  # such latents may well be one colour
+        plain = not isinstance(samples, torch.Tensor) or is_flat(samples)  # flat latents may be one colour
 
         def fault(frames: torch.Tensor) -> str:
             return doctors.not_finite(frames) if plain else fault_in_pictures(self, frames, samples)
@@ -320,7 +325,7 @@ class WatchedVAE:
             if wrong and healed(patcher, doctor, every=True, streamed=True):
                 spoilt, spent, frames = True, 1, run()
                 wrong = fault(frames)
-            if wrong and not spoilt and not doctors.not_finite(frames):  # it may really look so
+            if wrong and not spoilt and not doctors.not_finite(frames):  # the video may look so
                 spent = 1
                 with repaired(networks, (Repair(VAE, FP32),)):
                     if agree(frames, run(), self.vae_dtype):  # type: ignore[attr-defined]

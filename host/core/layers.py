@@ -51,18 +51,30 @@ COUNTS = "_anygpu_counts"  # on a layer while its calls are counted
 SAFE, PLAIN, EXACT, WIDE = "fp16-safe", "plain fp16", "fp32", "in float32 by core"
 WRAPPER = attention.attention_basic.__code__  # of every attention function of core's: all are closures of one wrapper
 PAST_FORWARD = getattr(getattr(comfy.ops, "linear_input_act", None), "__code__", None)  # computes packed layers itself
+FEW = 4  # rows of a Linear, or channels of a convolution, up to which fp32 is cheap; all blocks see their rounding
+LOUD = 10.0  # times the median row, and the usual 1: the length of a row that can amplify rounding
+ByNetwork = weakref.WeakKeyDictionary[nn.Module, Any]  # network -> a value that all clones of its MODEL share
+BY_CORE = {SETTINGS: LayerSettings(False, math.inf)}
+AMPLIFIES = "; rows of its weights are so much longer than most that it would amplify what fp16 rounds"
+AMPLIFIED = "txtfusion."  # prefix of Krea 2's text layers, whose rounding its blocks amplify; 1 % of its products
+HOOK = "_conv_forward"  # the method that all of core's convolutions call with cast weights
+PROVIDER = "weights_on"  # by which our own layers ask for weights
+FITS = "_anygpu_fits"  # on a layer that was measured: whether it is computed in plain fp16
 
 
 @dataclass
 class Counts:
-    layers: dict[nn.Module, str] = field(default_factory=dict)  # how each layer was computed that was called
-    ways: Counter[str] = field(default_factory=Counter)  # how often attention that reached us was computed in which way
+    """Counts of how the layers and the attention of one call of a network were computed; as text, the report."""
+
+    layers: dict[nn.Module, str] = field(default_factory=dict)  # layer that was called -> how it was computed
+    ways: Counter[str] = field(default_factory=Counter)  # how our override computed attention -> number of calls
     attention: int = 0  # all calls of attention: core's, and torch's own outside them
     complete: bool = False  # whether all calls were seen; False under another profiler
     _depth: int = 0
 
     @property
     def casts(self) -> bool:
+        """True if the network cast its stream to fp16 by itself: no layer was given fp32."""
         return PLAIN in self.layers.values() and not {SAFE, EXACT, WIDE} & set(self.layers.values())
 
     @property
@@ -70,6 +82,7 @@ class Counts:
         return max(0, self.attention - self.ways.total())
 
     def note(self, layer: nn.Module, way: str) -> None:
+        """Note how a layer was computed; of several calls the first that was not in safe fp16 counts."""
         if self.layers.get(layer, SAFE) == SAFE:
             self.layers[layer] = way
 
@@ -84,7 +97,7 @@ class Counts:
 
     @contextmanager
     def counting(self, left: Mapping[nn.Module, str]) -> Iterator[None]:
-        """Count this thread's calls inside the block, also of attention past the override; ``left`` has reasons."""
+        """For the block, count this thread's calls of attention and of the layers ``left``, each with its reason."""
         self.complete = sys.getprofile() is None
 
         def profile(frame: Any, event: str, argument: Any) -> None:
@@ -96,7 +109,7 @@ class Counts:
             elif event == "c_call" and argument is functional.scaled_dot_product_attention and not self._depth:
                 self.attention += 1
             elif event == "call" and frame.f_code is PAST_FORWARD:
-                layer = frame.f_locals.get("linear")  # an error here would end the sampling
+                layer = frame.f_locals.get("linear")  # get: an error would end the sampling
                 if layer in left:
                     self.note(layer, left[layer])
 
@@ -129,20 +142,9 @@ def note_call(layer: nn.Module, way: str) -> None:
         layer.__dict__[COUNTS].note(layer, way)
 
 
-FEW = 4  # rows of a Linear, or channels of a convolution, up to which fp32 costs little; all blocks read their rounding
-LOUD = 10.0  # times the median row, and 1: the length of a row from which a network can amplify rounding
-ByNetwork = weakref.WeakKeyDictionary[nn.Module, Any]  # of values that go with a network; clones of a MODEL share it
-BY_CORE = {SETTINGS: LayerSettings(False, math.inf)}
-AMPLIFIES = "; rows of its weights are so much longer than most that it would amplify what fp16 rounds"
-AMPLIFIED = "txtfusion."  # layers of Krea 2's text, whose rounding its blocks amplify most; 1 % of its products
-HOOK = "_conv_forward"  # gets the cast weights, whichever class of core's called
-PROVIDER = "weights_on"  # by which our own layers ask for weights
-FITS = "_anygpu_fits"  # on a layer that was measured: whether it is computed in plain fp16
-
-
 @dataclass(frozen=True, slots=True)
 class ConvForward:
-    """In the place of a layer's ``_conv_forward``, also of copies on other devices: the same sums by another form."""
+    """Replaces the ``_conv_forward`` of ``layer``, or of its copies on other devices: the same sums in another form."""
 
     layer: nn.Module
     choice: Conv3dChoice
@@ -158,7 +160,7 @@ class ConvForward:
 
 
 def conv_forwards(network: nn.Module, choose: Chooser, dtype: torch.dtype) -> Iterator[tuple[str, ConvForward]]:
-    """(name, what replaces its ``_conv_forward``) of each 3-D convolution that is not best left alone in ``dtype``."""
+    """(name, new ``_conv_forward``) of each 3-D convolution for which ``choose`` has another form in ``dtype``."""
     for name, layer in network.named_modules():
         if not isinstance(layer, nn.Conv3d) or HOOK in layer.__dict__ or not is_own_convolution(layer):
             continue
@@ -167,7 +169,7 @@ def conv_forwards(network: nn.Module, choose: Chooser, dtype: torch.dtype) -> It
 
 
 def takes_fp16(network: nn.Module) -> bool:
-    """True if each layer of ``network`` is core's and casts its weights to the dtype of its input, or has fp16 ones."""
+    """True if every layer of ``network`` is core's, and casts its weights to its input's dtype or has fp16 weights."""
     for module in network.modules():
         if left_class(module) or type(module) is nn.Linear:
             return False
@@ -180,7 +182,7 @@ def takes_fp16(network: nn.Module) -> bool:
 
 @contextmanager
 def cast_weights(layer: Any, like: Tensor, _bias_dtype: Any = None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Weight of ``layer`` in fp16 and its bias in fp32 on the device of ``like``, as core or the layer itself casts."""
+    """For the block, weight in fp16 and bias in fp32 on the device of ``like``, by core or the ``layer`` itself."""
     if offers_cast(type(layer)):  # GGUF's layers, whose bytes core's function would take for values
         weight, bias = layer.cast_bias_weight(None, dtype=HALF, device=like.device, bias_dtype=FULL)[:2]
         yield weight.as_subclass(Tensor).to(HALF), bias
@@ -193,12 +195,12 @@ def cast_weights(layer: Any, like: Tensor, _bias_dtype: Any = None) -> Iterator[
 
 
 def safe_linear(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The product of ``layer`` in fp32, beyond a few rows from fp16 operands; what is not plain fp32 stays core's."""
-    x = _measured_to_fit(layer, x)
+    """The fp32 product of a Linear: from scaled fp16 operands, of a few rows in fp32; core's for other inputs."""
+    x = _in_measured_dtype(layer, x)
     plain = type(x) is Tensor and x.dtype is FULL and x.ndim > 1 and not (args or kwargs or x.requires_grad)
     safe = plain and not is_native(layer) and math.isfinite(getattr(layer, SETTINGS).reach)
     few = safe and x.shape[:-1].numel() <= FEW
-    note_call(layer, EXACT if few else _way(x, safe))
+    note_call(layer, EXACT if few else _computed_as(x, safe))
     if not safe:
         x = x if isinstance(layer, comfy.ops.CastWeightBiasOp) else x.to(layer.weight.dtype)  # torch's does not cast
         return type(layer).forward(layer, x, *args, **kwargs)
@@ -211,7 +213,7 @@ def safe_linear(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 def adapted_linear(layer: Any, asked: AskedLinear, loaded: torch.dtype, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The product of another pack's ``layer``: in fp32 from fp16 operands where ``asked`` finds its forward linear;
-    else by that forward, for an input of the dtype in which the network was ``loaded`` if it takes no other."""
+    else by that forward, in the dtype in which the network was ``loaded`` if it takes no other."""
     plain = type(x) is Tensor and x.dtype is FULL and x.ndim > 1 and not (args or kwargs or x.requires_grad)
     safe = plain and getattr(layer, SETTINGS) is asked and asked.is_product(x)  # of a loud network it is BY_CORE's
     note_call(layer, SAFE if safe else left_class(layer))
@@ -223,32 +225,34 @@ def adapted_linear(layer: Any, asked: AskedLinear, loaded: torch.dtype, x: Tenso
 
 
 def settings_of(layer: Any, like: Tensor, fp32_output: bool = False) -> LayerSettings:
-    """Settings by the weights, cast once: a convolution's results are bounded by the sums of their absolute values."""
+    """Settings by the longest row of the weights, cast once: in the L2 norm, for a convolution in L1, its bound."""
     order = 1 if is_convolution(layer) else 2
     with cast_weights(layer, like) as (weight, _):
         rows = torch.linalg.vector_norm(weight.flatten(1), order, dim=1, dtype=FULL)
         reach, middle = to_host(torch.stack([rows.amax(), rows.median()])).tolist()
-    one = weight[0].numel() ** (1 / order - 1 / 2)  # the most that a row of length 1 can have
+    one = weight[0].numel() ** (1 / order - 1 / 2)  # the largest norm of a row whose L2 norm is 1
     loud = reach > LOUD * max(one, middle)
     return LayerSettings(fp32_output, max(1.0, reach) if math.isfinite(reach) else math.inf, loud=loud)
 
 
-def _measured_to_fit(layer: Any, x: Tensor) -> Tensor:
+def _in_measured_dtype(layer: Any, x: Tensor) -> Tensor:
+    """``x`` in fp16 where the layer was measured to fit it, else fp32; as it is for an unmeasured layer."""
     if FITS not in layer.__dict__ or type(x) is not Tensor or x.dtype not in (HALF, FULL):
         return x
     return x.to(HALF if layer.__dict__[FITS] else FULL)
 
 
-def _way(x: Tensor, safe: bool) -> str:
+def _computed_as(x: Tensor, safe: bool) -> str:
     return SAFE if safe else PLAIN if x.dtype is HALF else f"in {str(x.dtype).removeprefix('torch.')} by core"
 
 
 def safe_convolution(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    forward, x = functools.partial(type(layer)._conv_forward, layer), _measured_to_fit(layer, x)
+    """The fp32 result of a convolution from scaled fp16 operands; core's for few channels and other inputs."""
+    forward, x = functools.partial(type(layer)._conv_forward, layer), _in_measured_dtype(layer, x)
     reach: float = getattr(layer, SETTINGS).reach
     safe = type(x) is Tensor and x.dtype is FULL and not x.requires_grad and math.isfinite(reach)
     few = safe and min(weight.shape[:2]) <= FEW
-    note_call(layer, EXACT if few else _way(x, safe))
+    note_call(layer, EXACT if few else _computed_as(x, safe))
     if few or not safe:  # the weights are in the dtype that the layer was given
         return forward(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))  # type: ignore[no-any-return]
     places = weight.ndim - 2
@@ -259,16 +263,16 @@ def safe_convolution(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None)
 
 @dataclass
 class SafeLayers:
-    """The Linears, 1-D and 2-D convolutions of one network, ready to be patched for the length of a call."""
+    """The patches that compute the Linears, 1-D and 2-D convolutions of one network in safe fp16 during a call."""
 
-    fp32_output: bool  # whether a GEMM of fp16 operands can come out in fp32
-    convolutions: bool  # whether those in fp16 are right here; they stay in fp32 where not
-    version: Any = None  # of the weights by which reaches were measured
+    fp32_output: bool  # whether a GEMM of fp16 operands can return fp32
+    convolutions: bool  # whether fp16 convolutions are right on this device; else they stay in fp32
+    version: Any = None  # of the weights that were measured
     loud: bool = False  # whether a layer has a row many times longer than most: all then compute in fp32, by core
     patches: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
 
     def measure(self, network: nn.Module, like: Tensor, version: Any, loaded: torch.dtype) -> None:
-        """Measure the weights where they have changed: reading each once, as the first step does anyway."""
+        """Make the patches anew after a change of weights: reads each once, as the first step does anyway."""
         if version is not None and version == self.version:
             return
         earlier = self.patches if version is None else {}  # hooks change weights at each call: asked only once
@@ -293,11 +297,12 @@ class SafeLayers:
 
     @property
     def free(self) -> list[nn.Module]:
+        """The layers that no other node or pack has patched."""
         return [layer for layer in self.patches if not layer.__dict__.keys() & {"forward", HOOK}]
 
     @contextmanager
     def patches_on(self, counts: Counts | None = None) -> Iterator[None]:
-        """The patches on all layers that no one else has patched, inside the block; ``counts`` notes their calls."""
+        """For the block, patch all :attr:`free` layers; ``counts`` notes their calls."""
         shared = ({} if counts is None else {COUNTS: counts}) | (BY_CORE if self.loud else {})
         patches = {layer: self.patches[layer] | shared for layer in self.free}
         try:
@@ -311,7 +316,7 @@ class SafeLayers:
 
 
 def kind_left(module: Any) -> str:
-    """The kind of a layer that safe fp16 leaves alone, for people; empty for others."""
+    """The kind, in words, of a layer of core's that safe fp16 leaves alone; empty for others."""
     if hasattr(module, "expert_linear"):
         return "banks of experts"
     if is_linear(module) and is_native(module):
@@ -321,12 +326,12 @@ def kind_left(module: Any) -> str:
 
 
 def left_of(network: nn.Module, ours: Container[nn.Module]) -> dict[nn.Module, str]:
-    """The layers with products that are not ``ours``, and why they stay as core or another pack computes them."""
+    """Layers with products, but for ``ours`` -> the kind by which core or another pack computes them, in words."""
     why = {}
     for each in network.modules():
         if each not in ours and not isinstance(each, nn.Embedding):
             holds_matrix = getattr(each._parameters.get("weight"), "ndim", 0) > 1  # unlike a norm
-            why[each] = kind_left(each) or left_class(each) or type(each).__name__ * holds_matrix
+            why[each] = kind_left(each) or left_class(each) or (type(each).__name__ if holds_matrix else "")
     return {each: kind for each, kind in why.items() if kind}
 
 

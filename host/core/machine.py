@@ -28,23 +28,22 @@ from .attention import BUILDS_SCORES, MISSES_KERNELS, SUMS_IN_FP16
 AS_LOADED = "as loaded"
 PRECISIONS = (AUTO, SAFE, "fp32", AS_LOADED)  # grows at the end
 ATTENTIONS = (AUTO, "bounded", AS_LOADED)
-FLAGS = ("use_split_cross_attention", "use_quad_cross_attention")  # by which users choose core's kernel
+FLAGS = ("use_split_cross_attention", "use_quad_cross_attention")  # command line choices of core's kernel
+# Back ends where core takes torch's attention by a list of devices: ENABLE_PYTORCH_ATTENTION in model_management.py.
 LISTED = {"rocm": "its list of Radeons with torch's kernel lacks this one"}
-"""The backends on which core takes torch's attention by a list of devices, not by what torch has.
-
-Source: comfy/model_management.py, ENABLE_PYTORCH_ATTENTION."""
-TOKENS = 16  # of the small tensors with which torch is asked for a kernel
+TOKENS = 16  # of the small tensors that show whether torch has a kernel
+_machines: dict[torch.device, ModelDevice] = {}  # by load device
 
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    attention: Attention  # that ``auto`` gives operands of it
-    fused: bool  # whether torch has a fused kernel for it that is right here, with a mask too
+    attention: Attention  # the choice of ``auto`` for operands of one dtype
+    fused: bool  # whether torch has a fused kernel for them, also with a mask, that is right here
 
 
 @dataclass(frozen=True)
 class ModelDevice:
-    """One device as a patcher names it: facts, and probe results that are asked when read."""
+    """The device on which a patcher loads its model: facts, and probe results, each probe run when first read."""
 
     facts: DeviceFacts
     probes: ProbeStore
@@ -74,7 +73,7 @@ class ModelDevice:
         return plain_calls(policy_for(self.facts))
 
     def care(self, dtype: torch.dtype) -> list[Decision]:
-        """Decisions on torch's calls that this device gets wrong in ``dtype`` and :attr:`calls` gets right."""
+        """Decisions on calls of torch that are wrong on this device in ``dtype``, and that :attr:`calls` replaces."""
         return policy_for(self.facts).care(*(PLAIN_FORMS if dtype is FP32 else PLAIN_FORMS - {"product_rows"}))
 
     @cached_property
@@ -91,6 +90,7 @@ class ModelDevice:
         return {}
 
     def kernels(self, dtype: torch.dtype) -> Kernels:
+        """The attention for operands of ``dtype``, chosen once."""
         if dtype not in self._kernels:
             avoided = avoided_by(self.probes, (dtype,), wide=(dtype, FP32))
             chosen = attention_for(AUTO, self.facts, dtype, HEAD_WIDTH, avoided)
@@ -101,26 +101,23 @@ class ModelDevice:
         return self._kernels[dtype]
 
 
-_machines: dict[torch.device, ModelDevice] = {}
-
-
 def machine_of(device: Any) -> ModelDevice:
-    """The machine behind the device on which a patcher loads its model; another one once other answers are kept."""
+    """The ModelDevice of a patcher's load device, made anew when other probe results are stored."""
     facts = facts_for(device)
-    probes, made = probe_results_of(facts, state_folder()), _machines.get(facts.device)
-    same = made is not None and (made.facts, made.probes.path) == (facts, probes.path)
-    if made is None or not same or made.probes.known() != probes.known():
-        made = _machines[facts.device] = ModelDevice(facts, probes)
-    return made
+    probes, machine = probe_results_of(facts, state_folder()), _machines.get(facts.device)
+    same = machine is not None and (machine.facts, machine.probes.path) == (facts, probes.path)
+    if machine is None or not same or machine.probes.known() != probes.known():
+        machine = _machines[facts.device] = ModelDevice(facts, probes)
+    return machine
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
     safe: bool = False  # products and attention in fp16 around a stream in fp32
     dtype: torch.dtype | None = None  # for core to compute in; None for its own choice
-    attention: Attention | None = None  # for calls without a fused kernel
-    decisions: Sequence[Decision] = field(default_factory=tuple)  # for people, also about what is left as it is
-    plain: bool = False  # in plain fp16 instead where a block's values leave the room
+    attention: Attention | None = None  # for calls without a fused kernel; None leaves all to core
+    decisions: Sequence[Decision] = field(default_factory=tuple)  # to show; also on what stays as it is
+    plain: bool = False  # whether blocks whose values fit compute in plain fp16 instead
 
     @property
     def needed(self) -> bool:
@@ -135,11 +132,10 @@ def fit_for(
     unfit: str = "",
     offered: Sequence[str] = PRECISIONS,
 ) -> Fit:
-    """Choose the settings of a transformer of core's, computed in ``dtype``, of the precisions ``offered``.
-
-    ``unfit``: why ``auto`` leaves it as it is. UnsupportedError where fp16-safe was chosen and cannot be."""
+    """The fit of one of core's networks, which it computes in ``dtype``, from the precisions ``offered``.
+    ``unfit``: why ``auto`` leaves it as it is, or empty. UnsupportedError for a chosen fp16-safe that cannot be."""
     if precision == SAFE:
-        precision_for(PLAIN, machine.facts, SAFE, machine.probes, offered)  # which refuses what this device cannot do
+        precision_for(PLAIN, machine.facts, SAFE, machine.probes, offered)  # raises if this device cannot
     safe, compute, decided = _precision(machine, dtype, precision, unfit)
     bounded, attention_decision = _attention(machine, FP16 if safe else compute or dtype, attention, safe)
     narrow = machine.abilities.transformer(NAMES[FP16])
@@ -150,6 +146,7 @@ def fit_for(
 def _precision(
     machine: ModelDevice, dtype: torch.dtype, choice: str, unfit: str
 ) -> tuple[bool, torch.dtype | None, Decision]:
+    """(whether to use safe fp16, the dtype that core is to compute in or None for its own, the decision)."""
     here, wide = NAMES.get(dtype, str(dtype)), None if dtype is FP32 else FP32
     if choice == SAFE:
         return True, wide, Decision("precision", SAFE, f"core would compute in {here}", CHOSEN)
@@ -169,6 +166,7 @@ def _precision(
 
 
 def _attention(machine: ModelDevice, dtype: torch.dtype, choice: str, safe: bool) -> tuple[Attention | None, Decision]:
+    """The attention for calls without a fused kernel, or None to leave them to core, and the decision."""
     if choice == AS_LOADED or dtype not in NAMES:
         return None, Decision("attention", "as loaded", "", CHOSEN if choice == AS_LOADED else AUTO)
     flag = next((name for name in FLAGS if getattr(options, name, False)), "")

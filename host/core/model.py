@@ -37,6 +37,7 @@ from .weights import clone_cast_on_host, damage_to_bf16, float8_decision, fp16_o
 
 log = logging.getLogger(__name__)
 
+MISSING = object()
 KEY = "anygpu_fit"  # of our wrappers
 CAST = "manual_cast_dtype"  # core's name for the dtype in which a network computes
 COMPILED = WrappersMP.APPLY_MODEL, "torch.compile"  # core's wrapper for it
@@ -47,19 +48,20 @@ CACHE = "animate2_cache"  # Wan Animate 2's: it knows a pose by its values, whic
 KEEP = (AUTO, "always", "never")  # grows at the end
 LOSSY = {  # parts of ComfyUI's --fast, and what becomes of them in layers that are in safe fp16
     "fp16_accumulation": "sums in fp16 stay on: bounded too, but less exact",
-    "cublas_ops": "its kernels are not used in layers in safe fp16",
-    "fp8_matrix_mult": "its kernels are not used in layers in safe fp16",
+    **dict.fromkeys(("cublas_ops", "fp8_matrix_mult"), "its kernels are not used in layers in safe fp16"),
 }
 
 
 @dataclass
 class Seen:
+    """Facts that calls of one network have shown, for the calls after them."""
+
     layers: SafeLayers  # in safe fp16
-    graph: Any  # the version of its weights and the dtype of its stream, with which the rest here goes
-    reached: bool  # whether plain fp16 can be had: layers take it, and all attention reaches us
+    graph: Any  # (version of the weights, dtype of the stream), for which alone the rest holds
+    reached: bool  # whether plain fp16 is possible: layers take it, and our override gets all attention
     counted: bool = False  # whether a call of this sampling has been counted
-    line: str = ""  # the last that was reported of a count
-    casts: bool = False  # whether a count showed a stream that it casts by itself
+    line: str = ""  # the last line that was reported of a count
+    casts: bool = False  # whether a count showed that the network casts its stream by itself
     calibration: Calibration | None = None  # the sizes of its values
 
     @property
@@ -81,12 +83,12 @@ class FittedNetwork:
     convolutions: ByNetwork = field(default_factory=ByNetwork)
 
     def __call__(self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the result of core's own call on the noisy latent ``x``; the first of each sampling is counted."""
+        """Core's call on the noisy latent ``x``, fitted; the first of each sampling is counted and reported."""
         if comfy.model_management.in_training:
             return executor(x, *args, **kwargs)
         model = executor.class_obj
         network = _plain(model.diffusion_model)
-        seen = self._seen(model, network)
+        seen = self._seen_of(model, network)
         run = functools.partial(self._run, executor, network, seen, (x, *args), kwargs)
         output, line, held, sizes = None, "", True, self._calibration(model, network, seen)
         if sizes is None or not sizes.sizes:  # nothing is measured yet, or nothing is to be
@@ -104,7 +106,7 @@ class FittedNetwork:
         seen.counted = held
         return output
 
-    def _seen(self, model: Any, network: nn.Module) -> Seen:
+    def _seen_of(self, model: Any, network: nn.Module) -> Seen:
         graph, seen = (model.current_weight_patches_uuid, model.get_dtype_inference()), self.seen.get(network)
         if seen is None or seen.graph != graph:  # a node behind this one may have changed either
             fp32_output, convolutions = self.machine.fp32_output, self.machine.fp16_convolutions
@@ -115,8 +117,8 @@ class FittedNetwork:
     def _run_safe(
         self, run: Callable[..., Any], seen: Seen, network: nn.Module, sizes: Calibration | None
     ) -> tuple[Any, str]:
-        """The result in safe fp16, or without it where the network casts its stream, and a line on what was counted;
-        ``sizes`` measures, and is written where plain fp16 can be had."""
+        """The result in safe fp16, or as core's where the network casts its stream, and a line on the count, if any.
+        ``sizes``, unless None, measures the values, and is saved if plain fp16 is possible."""
         counts, why = None if seen.counted else Counts(), ""
         with nullcontext() if sizes is None else sizes.measured(network):
             output = run(counts, refused=None if sizes is None else sizes.refuse)
@@ -132,7 +134,7 @@ class FittedNetwork:
     def _run_plain(
         self, run: Callable[..., Any], seen: Seen, network: nn.Module, sizes: Calibration
     ) -> tuple[Any, str, bool]:
-        """The result in plain fp16, a line on what was counted, and True; in safe fp16 and False if it did not fit."""
+        """The result in plain fp16, a line on the count, and True; in safe fp16 and False if values left their room."""
         counts = None if seen.counted else Counts()
         with sizes.trusted(network) as held:
             output = run(counts, plain=True)
@@ -143,7 +145,7 @@ class FittedNetwork:
         return *self._run_safe(run, seen, network, sizes), False
 
     def _calibration(self, model: Any, network: nn.Module, seen: Seen) -> Calibration | None:
-        """The sizes of the network with the weights that it has now; None where plain fp16 is not wanted or known."""
+        """The measured sizes for the network's present weights; None where plain fp16 is not wanted or possible."""
         version, patcher = model.current_weight_patches_uuid, getattr(model, "current_patcher", None)
         if not (self.fit.plain and seen.takes_plain) or version is None or patcher is None or patcher.current_hooks:
             return None
@@ -169,11 +171,12 @@ class FittedNetwork:
         plain: bool = False,
         refused: Callable[[], None] | None = None,
     ) -> Any:
+        """Core's call with all patches of the fit; ``refused`` is called where attention must stay in fp32."""
         model, undo = executor.class_obj, Undo()
         safe, failed = self.fit.safe and not seen.casts, len(FAILED)
         with ExitStack() as stack:
             stack.callback(undo.restore)
-            stack.callback(lambda: [*map(self.tell, list(FAILED.values())[failed:])])
+            stack.callback(lambda: [*map(self.tell, list(FAILED.values())[failed:])])  # new failures
             stack.enter_context(self.packed.attach(network))
             if safe:
                 hooked = getattr(getattr(model, "current_patcher", None), "current_hooks", None)
@@ -208,11 +211,11 @@ class FittedNetwork:
             return executor(*given, **named)
 
     def attach(self, patcher: Any) -> None:
-        """Attach the paths of packed layers before a sampling, some of which compute the text before the network is
-        called, and have its first call counted: other nodes may have changed what the last one was."""
+        """Before a sampling, attach the paths of packed layers, as some compute the text before the network is called,
+        and have the first call counted anew, since other nodes may have changed the model."""
         network = _plain(patcher.model.diffusion_model)
         if (seen := self.seen.get(network)) is not None:
-            seen.counted = seen.casts  # such a one computes as core does: a count would only take a forward
+            seen.counted = seen.casts  # then core computes it all: a count would only cost a forward
         self.attached.setdefault(network, Undo()).extend(self.packed.attach(network))
 
     def detach(self, patcher: Any) -> None:
@@ -220,7 +223,7 @@ class FittedNetwork:
 
     @contextmanager
     def _convolutions_on(self, network: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-        """For the block, the network's convolutions run as this device computes ``dtype`` well; chosen once a dtype."""
+        """For the block, the network's convolutions use the forms chosen for ``dtype`` on this device, once a dtype."""
         known = self.convolutions.setdefault(network, {})
         if dtype not in known:
             known[dtype] = [each for _, each in conv_forwards(network, self.machine.convolutions, dtype)]
@@ -231,7 +234,7 @@ class FittedNetwork:
 
 
 def _with_own_latent(_network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments with a copy of the latent, to which core's EasyCache adds in place: in fp32 it is the sampler's own."""
+    """``args`` with the latent copied: core's EasyCache adds to it in place, and in fp32 it is the sampler's own."""
     own = ([each.clone() for each in x] if isinstance(x, list) else x.clone() for x in args[:1])
     return *own, *args[1:]
 
@@ -246,7 +249,6 @@ def fit_model(
     tell: Callable[[str], None] = log.info,
 ) -> tuple[Any, Sequence[Decision]]:
     """``model`` fitted to its device, and what was decided; the model without a fit where nothing is needed.
-
     A fit that ``model`` already has is taken back first. ``tell`` takes a line once the first call has been counted.
     Raises InputError for no MODEL, UnsupportedError for an explicit choice that cannot be had here."""
     if why := _why_as_it_is(getattr(model, "model", None)):
@@ -270,7 +272,7 @@ def fit_model(
     recast = _recast_clone(model, fit.safe, recasts, not no_float8) if recasts or no_float8 else None
     named = ", ".join(f"{count} as {form}" for form, count in forms.items())
     convolved = [Decision("Conv3d", named, "exact forms that this device has", AUTO)] * bool(forms)
-    decisions += [*fit.decisions, *packed.decisions, *convolved, *care, *_left(network, fit, left)]
+    decisions += [*fit.decisions, *packed.decisions, *convolved, *care, *_left_decisions(network, fit, left)]
     decisions += [*weights_decision(damage, recast if recasts else None), *float8_decision(no_float8, recast)]
     needed = fit.needed or packed.needed or bool(forms or care) or recast is not None
     keeps = keep_latents == "always" or (keep_latents == AUTO and needed)
@@ -292,7 +294,7 @@ def fit_model(
 
 
 def _conv_forms(network: nn.Module, machine: ModelDevice, stream: torch.dtype, needed: bool) -> Counter[str]:
-    """Counts of the convolutions in other forms; none where they would only be faster and nothing else is needed."""
+    """Form -> number of convolutions in it; empty where forms would only be faster and no other fit is ``needed``."""
     if not needed and all(works(machine.able, name, stream) for name in ("conv3d", "pad3d")):
         return Counter()
     return Counter(each.choice.form.value for _, each in conv_forwards(network, machine.convolutions, stream))
@@ -317,7 +319,7 @@ def _why_as_it_is(model: Any) -> str:
 def _fit_of(
     network: nn.Module, machine: ModelDevice, dtype: torch.dtype, precision: str, attention: str, left: str
 ) -> Fit:
-    """Run :func:`fit_for` on a network with parts of other packs; ``left``: why ``auto`` leaves it as loaded."""
+    """The fit by :func:`fit_for`, mindful of other packs' layers; ``left``: why ``auto`` changes nothing, or empty."""
     ours = (each for each in network.modules() if ownership.is_linear(each) or ownership.is_convolution(each))
     if precision == SAFE and next(ours, None) is None and not ownership.adapted_layers(network):
         why = left or "the network has no layers that core casts"
@@ -334,18 +336,15 @@ def _fit_of(
     return replace(plain, decisions=(replace(plain.decisions[0], why=why, source=AUTO), *plain.decisions[1:]))
 
 
-MISSING = object()
-
-
 @dataclass(frozen=True)
 class Before:
     """Settings of a MODEL before a fit, apart from the fit's own wrappers, so that a later fit can restore them."""
 
-    dtype: torch.dtype | None  # that the fit computes in
-    patched: Any  # the one that was set before, or :data:`MISSING`
-    forced: bool  # whether weights were cast before
-    copy: nn.Module | None = None  # the network with other weights that it made
-    network: Any = None  # the one before that, with what core keeps of its weights
+    dtype: torch.dtype | None  # in which the fit computes
+    patched: Any  # the dtype that was set before, or :data:`MISSING`
+    forced: bool  # whether core was to cast all weights before
+    copy: nn.Module | None = None  # the fit's network with recast weights
+    network: Any = None  # the network before that, with core's backups of its weights
 
     @classmethod
     def of(cls, model: Any, fit: Fit, recast: Any) -> Before:
@@ -357,6 +356,7 @@ class Before:
 
 
 def _unfitted(fitted: Any) -> Any:
+    """A clone of ``fitted`` with all settings from before its fit."""
     before: Before = fitted.attachments[KEY]
     copied = before.copy is not None and fitted.model is before.copy
     clean = fitted.clone(model_override=before.network) if copied else fitted.clone()
@@ -385,7 +385,8 @@ def _compute_in(fitted: Any, dtype: torch.dtype | None, network: nn.Module) -> N
         fitted.set_model_compute_dtype(dtype)
 
 
-def _left(network: nn.Module, fit: Fit, left: str) -> Iterator[Decision]:
+def _left_decisions(network: nn.Module, fit: Fit, left: str) -> Iterator[Decision]:
+    """Decisions on layers that the fit leaves to other packs and to core, and on lossy parts of --fast."""
     if fit.needed or (fit.decisions[0].source == AUTO and left):
         yield from ownership.left_decisions(network, fit.safe)
     if not fit.safe:
@@ -398,6 +399,8 @@ def _left(network: nn.Module, fit: Fit, left: str) -> Iterator[Decision]:
 
 
 def _recast_clone(model: Any, safe: bool, damaged: bool, float8: bool) -> Any:
+    """A clone over weights cast on the host: bf16 if ``damaged``, float8 unless that works; None if that fails."""
+
     def target(module: nn.Module, weight: torch.Tensor) -> torch.dtype:
         matrix = safe and ownership.is_linear(module) and weight.ndim > 1
         return fp16_or_fp32(matrix, weight) if damaged else weight.dtype

@@ -1,6 +1,5 @@
 """Layers of a network that are core's or torch's own, so that ours may replace them: what counts is where the functions
-that compute a layer were defined, and what its weight is, since other packs keep core's class names.
-"""
+that compute a layer were defined, and what its weight is, since other packs keep core's class names."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 FEW = 0.1  # share of weights outside Linears from which a network is a U-Net: those are published to run in plain fp16
 MOST_LEFT = 0.1  # share of products from which a network stays in core's dtype
 HOME = ("comfy", "torch")  # packages whose functions compute what they say
-STEPS = ("forward", "forward_comfy_cast_weights", "_conv_forward")
-OWN_CAST = "cast_bias_weight"  # the method by which GGUF's layers offer their values
+STEPS = ("forward", "forward_comfy_cast_weights", "_conv_forward")  # methods in which a layer computes
+OWN_CAST = "cast_bias_weight"  # the method by which GGUF's layers return their dense values
 OFFERED = {"dtype", "device", "bias_dtype"}  # its arguments
 
 
 def is_linear(module: nn.Module) -> bool:
-    """True if ``module`` is a Linear that core or torch computes, or that offers its values; not all are nn.Linear."""
+    """True for a Linear, nn.Linear or not, that core or torch computes, or that can return its dense values."""
     if not isinstance(module, nn.Linear) and not _is_core_linear(module):
         return False
     if offers_cast(type(module)):
@@ -38,7 +37,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_own_convolution(module: nn.Module) -> bool:
-    """True for a convolution that core or torch computes in ``_conv_forward``, or that gives its values if asked."""
+    """True for a convolution that core or torch computes in ``_conv_forward``, or that can return its dense values."""
     if not isinstance(module, CONVOLUTIONS):
         return False
     if offers_cast(type(module)):
@@ -53,7 +52,7 @@ def is_convolution(module: nn.Module) -> bool:
 
 
 def offers_cast(kind: type[nn.Module]) -> bool:
-    """True if layers of a class give their own values when asked, as those that read GGUF files do."""
+    """True if layers of the class ``kind`` can return their dense values, as those for GGUF files do."""
     own = getattr(kind, OWN_CAST, None)
     if own is None or not _arguments(own) >= OFFERED:
         return False
@@ -61,7 +60,7 @@ def offers_cast(kind: type[nn.Module]) -> bool:
 
 
 def left_class(module: nn.Module) -> str:
-    """The class of a layer with a matrix that another pack computes, for people; else empty."""
+    """The name of the class of a layer with a matrix that another pack computes, to show; empty for other layers."""
     if is_linear(module) or is_own_convolution(module) or isinstance(module, nn.Embedding):
         return ""
     kind = type(module)
@@ -82,8 +81,8 @@ def left_class(module: nn.Module) -> str:
 
 
 def adapted_layers(network: nn.Module) -> set[nn.Module]:
-    """The layers whose packed values another pack multiplies in a network of core's: in one of its own it hands 16-bit
-    values past the forward of such layers."""
+    """The layers of other packs with packed weights in a network of core's; none in another pack's own network, where
+    16-bit values may be passed around the forward of such layers."""
     modules = list(network.modules())
     if any(is_foreign(type(each).forward) for each in modules if next(each.children(), None) is not None):
         return set()
@@ -99,7 +98,7 @@ def _is_packed(module: nn.Module) -> bool:
 
 
 def left_decisions(network: nn.Module, safe: bool = False) -> Iterator[Decision]:
-    """The classes of other packs; ``safe``: those of :func:`adapted_layers` are asked in fp16."""
+    """Counts of other packs' layers, by class; if ``safe``, :func:`adapted_layers` count as in safe fp16."""
     ours = adapted_layers(network) if safe else set()
     named = Counter(("in safe fp16 by" if each in ours else "left to", left_class(each)) for each in network.modules())
     for (subject, name), count in named.items():
@@ -130,7 +129,7 @@ def unfit_for_safe(network: nn.Module) -> str:
 
 
 def fixed_in_dtype(network: nn.Module, safe: bool) -> str:
-    """The class of a layer that takes only core's dtype, unless ``safe`` fp16 computes it; empty for none."""
+    """The class of the first layer that computes in one dtype alone and not in ``safe`` fp16; empty for none."""
     ours = {*adapted_layers(network), *filter(is_linear, network.modules())} if safe else set()
     fixed = (each for each in network.modules() if not takes_any_dtype(each) and each not in ours)
     return next((left_class(each) or type(each).__name__ for each in fixed), "")
@@ -159,7 +158,7 @@ def _steps(module: nn.Module, *names: str) -> Iterator[Callable[..., Any]]:
 
 
 def _module_of(function: Any) -> str:
-    """The module in which a function was defined, whatever it was put into; of wrapped ones, another pack's."""
+    """The module that defines a function; of a wrapper and what it wraps, the one of another pack, if any."""
     modules = [str(getattr(function, "__globals__", {}).get("__name__", ""))]
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__

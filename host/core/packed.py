@@ -1,6 +1,5 @@
 """The packed layers of core's networks: while a fitted network is used its weights name a layout of ours, by which
-comfy-kitchen finds no product, or one that is watched, and values dequantised in fp32 and rounded once.
-"""
+comfy-kitchen finds no product, or one that is watched, and values dequantised in fp32 and rounded once."""
 
 from __future__ import annotations
 
@@ -29,18 +28,18 @@ from ...compat.memory.parts import Undo
 
 log = logging.getLogger(__name__)
 
-UNPACKED = "_full_precision_mm"  # core's switch of a layer: none of its inputs are rounded then
+UNPACKED = "_full_precision_mm"  # core's switch of a layer to multiply dequantised, with inputs unrounded
 SMALLEST = torch.finfo(torch.float16).smallest_normal
-HELD = ("weight", "_v_weight")  # where a layer has its weight: its own, and the one that core has paged in
+HELD = ("weight", "_v_weight")  # names of a layer's weight: its own, and the one that core has paged in
 COARSE = "in fp32 and rounded once; core would multiply by scales that fp16 holds in part"
 NARROW = "its sums come out in 16 bits, and safe fp16 around fp32 is as fast and more exact"
 PREFIX = "anygpu {} "  # of the names of our layouts, with the path
-BYTES = "bytes"  # the path of weights with float8 on a device that has none
+BYTES = "bytes"  # the path of float8 weights on a device without float8
 FAILED: dict[str, str] = {}  # by layout: why its product is not tried again
 
 
 class _StandIn(type):
-    """Class of our layouts: whatever they do not define is that of the layout for which they stand in."""
+    """Metaclass of our layouts, which take all that they do not define from the layout for which they stand in."""
 
     def __getattr__(cls, name: str) -> Any:
         return getattr(cls.__dict__["stands_for"], name)
@@ -48,7 +47,7 @@ class _StandIn(type):
 
 @functools.cache
 def _layout(name: str, path: str) -> str:
-    """The name of our layout in the place of ``name``, which comfy-kitchen knows from now on."""
+    """Register our layout that stands in for ``name`` on a ``path``, and return the name of ours."""
     original = quant_ops.get_layout_class(name)
     members = {
         "stands_for": original,
@@ -69,8 +68,8 @@ def _layout(name: str, path: str) -> str:
 
 
 def _values(original: Any, packed: Tensor, params: Any) -> Tensor:
-    """``dequantize`` of our layout: that of ``original``, in fp32, rounded once to the dtype that was asked for."""
-    rows = original is quant_ops.TensorWiseINT8Layout and params.scale.ndim == 1  # it would broadcast over columns
+    """``dequantize`` of our layouts: by ``original`` in fp32, rounded once to the dtype that ``params`` ask for."""
+    rows = original is quant_ops.TensorWiseINT8Layout and params.scale.ndim == 1  # would broadcast over columns
     wide = dataclasses.replace(params, scale=params.scale[:, None] if rows else params.scale, orig_dtype=torch.float32)
     return original.dequantize(packed, wide).to(params.orig_dtype)
 
@@ -81,7 +80,7 @@ def holds_float8(tensor: Any) -> bool:
 
 
 def as_bytes(weight: Any) -> Any:
-    """A packed weight over the same memory whose float8 is uint8, which any device holds, under a layout of ours."""
+    """A packed weight of our layout over the same memory, with float8 viewed as uint8, which any device can hold."""
     fields = {name: _bytes(value) for name, value in vars(weight._params).items()}
     return QuantizedTensor(_bytes(weight._qdata), _layout(weight._layout_cls, BYTES), type(weight._params)(**fields))
 
@@ -95,7 +94,7 @@ def _bytes(value: Any) -> Any:
 
 
 def _values_of_bytes(name: str, packed: Tensor, params: Any) -> Tensor:
-    """The values of :func:`as_bytes` in the dtype that ``params`` ask for, computed without float8, rounded once."""
+    """``dequantize`` of :func:`as_bytes`, without float8, rounded once to the dtype that ``params`` ask for."""
     layer_format = next(each for each, about in quant_ops.QUANT_ALGOS.items() if about["comfy_tensor_layout"] == name)
     codec = SCALED if layer_format in FP8 else layer_format
     packing, tensors = PACKINGS[codec], quant_ops.get_layout_class(name).state_dict_tensors(packed, params)
@@ -110,6 +109,7 @@ def _values_of_bytes(name: str, packed: Tensor, params: Any) -> Tensor:
 
 
 def _quantised_to_bytes(original: Any, tensor: Tensor, **options: Any) -> tuple[Tensor, Any]:
+    """``quantize`` of :func:`as_bytes`: by ``original`` on the host, with float8 returned as bytes."""
     given = {name: to_host(value) if isinstance(value, Tensor) else value for name, value in options.items()}
     given |= {name: torch.float8_e4m3fn for name, value in options.items() if value is torch.uint8}  # of its scales
     packed, params = original.quantize(to_host(tensor), **given)
@@ -122,7 +122,7 @@ def _original(weight: Any) -> Any:
 
 
 def _watched_linear(_: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
-    """Core's own product; from its first failure on, the product of dequantised values."""
+    """A Linear by core's packed product; after a kernel of its layout has failed, by dequantised values."""
     x, weight, *bias = args
     name = weight.layout_cls.name
     if name not in FAILED:
@@ -146,39 +146,36 @@ def _weights(layer: nn.Module) -> Iterator[Any]:
 
 
 def is_native(layer: Any) -> bool:
-    """True if core computes ``layer`` in a packed format, by int8 sums or on fp8 tensor cores."""
-    return (
-        getattr(layer, "layout_type", None) is not None
-        and not getattr(layer, UNPACKED, True)
-        and not getattr(layer, "comfy_force_cast_weights", False)
-        and not layer.weight_function
-        and not layer.bias_function
-        and not any(weight._layout_cls.startswith(PREFIX.format(DEQUANTISE)) for weight in _weights(layer))
-    )
+    """True if core multiplies the packed weight of ``layer`` itself, by int8 sums or on fp8 tensor cores."""
+    if getattr(layer, "layout_type", None) is None or getattr(layer, UNPACKED, True):
+        return False
+    cast = getattr(layer, "comfy_force_cast_weights", False) or layer.weight_function or layer.bias_function
+    return not (cast or any(weight._layout_cls.startswith(PREFIX.format(DEQUANTISE)) for weight in _weights(layer)))
 
 
 def _is_coarse(layer: nn.Module) -> bool:
     """True if core dequantises ``layer`` in fp16 by a scale below fp16's normal numbers."""
-    asked = (weight._params for weight in _weights(layer) if weight._params.orig_dtype == torch.float16)
-    scales = (getattr(each, "scale", None) for each in asked)
-    wide = (to_host(each) for each in scales if isinstance(each, Tensor) and each.dtype == torch.float32)
-    return any(bool(((each > 0) & (each < SMALLEST)).any()) for each in wide)
+    params = (weight._params for weight in _weights(layer) if weight._params.orig_dtype == torch.float16)
+    scales = (getattr(each, "scale", None) for each in params)
+    fp32 = (to_host(each) for each in scales if isinstance(each, Tensor) and each.dtype == torch.float32)
+    return any(bool(((each > 0) & (each < SMALLEST)).any()) for each in fp32)
 
 
 @dataclass(frozen=True)
 class PackedFit:
-    paths: Mapping[str, str] = field(default_factory=dict)  # ``CORE`` or ``DEQUANTISE`` by format
+    paths: Mapping[str, str] = field(default_factory=dict)  # format -> ``CORE`` or ``DEQUANTISE``
     decisions: Sequence[Decision] = ()
     needed: bool = False  # whether core would multiply a layer that is to be dequantised, or dequantise it coarsely
 
     def attach(self, network: nn.Module) -> Undo:
+        """Give packed weights the layouts of their paths, until the returned Undo is restored."""
         undo = Undo()
         for layer in packed_layers(network) if self.paths else ():
             path = self.paths.get(getattr(layer, "quant_format", ""))
             weights = [weight for weight in _weights(layer) if not isinstance(weight.layout_cls, _StandIn)]
             if path is None or not weights:
                 continue
-            undo.append(functools.partial(_give_back, layer))
+            undo.append(functools.partial(_restore_layouts, layer))
             path = DEQUANTISE if any(weight._layout_cls in FAILED for weight in weights) else path
             for weight in weights if path == DEQUANTISE or layer.quant_format in INTEGERS else ():
                 weight._layout_cls = _layout(weight._layout_cls, path)
@@ -187,7 +184,7 @@ class PackedFit:
         return undo
 
 
-def _give_back(layer: nn.Module) -> None:
+def _restore_layouts(layer: nn.Module) -> None:
     for weight in _weights(layer):
         if isinstance(weight.layout_cls, _StandIn):
             weight._layout_cls = weight.layout_cls.__dict__["name"]
@@ -196,10 +193,10 @@ def _give_back(layer: nn.Module) -> None:
 def packed_fit(
     network: nn.Module, facts: DeviceFacts, answers: Answers, safe: bool = False, choice: str = AUTO
 ) -> PackedFit:
-    """Choose the paths of the packed layers of ``network``; ``safe``: it computes around an fp32 stream."""
+    """The paths of the packed layers of ``network``; ``safe``: it is fitted to safe fp16, around an fp32 stream."""
     formats = {layer: str(getattr(layer, "quant_format", "") or "unnamed") for layer in packed_layers(network)}
     # Core multiplies int8 and int4 as they are packed, whatever its switches say
-    multiplied = {held for layer, held in formats.items() if held in INTEGERS or is_native(layer)}
+    multiplied = {name for layer, name in formats.items() if name in INTEGERS or is_native(layer)}
     coarse = {layer_format for layer, layer_format in formats.items() if _is_coarse(layer)} - multiplied
     paths, decisions = dict[str, str](), list[Decision]()
     for layer_format, count in Counter(formats.values()).items():

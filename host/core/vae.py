@@ -1,6 +1,5 @@
 """AnyGPU Fit VAE: a copy of core's VAE, patched for the length of a decode or encode, whose result is checked, and
-computed another way where it is wrong or does not fit.
-"""
+computed another way where it is wrong or does not fit."""
 
 from __future__ import annotations
 
@@ -42,11 +41,11 @@ from .vae_window import CONTEXT, NEAR, ProofWindow, agree, apart, latents_of
 from .weights import LoadedWeights, clone_cast_on_host, damage_to_bf16, name_of, on_host, weights_decision
 
 VAE_PRECISIONS = (AUTO, "fp32", AS_LOADED)  # grows at the end
-FRAMES = {256: 64, 128: 16, 64: 8}  # of a video in a tile of so many pixels
+FRAMES = {256: 64, 128: 16, 64: 8}  # pixels of a tile's side -> frames in it
 BEFORE = "The sampling went wrong, not the VAE: put AnyGPU Fit Model before the sampler and sample again."
 HOST = torch.device("cpu")
-TILED = ("decode_tiled_", "decode_tiled_3d", "_decode_tiled_owned")  # by which core goes on without memory
-CHEAP = 30  # bytes of weights that are looked at per byte of frames, for which a decode moves some thousand
+TILED = ("decode_tiled_", "decode_tiled_3d", "_decode_tiled_owned")  # core's fallbacks when memory runs out
+CHEAP = 30  # bytes of weights to check per byte of frames; a decode itself moves some thousand
 SHARE = 0.03  # of the time of decodes, at most, that goes into proofs of later ones
 UNLIKE = "other pixels than the CPU makes of the same latents"
 
@@ -55,27 +54,27 @@ class FittedVAE:
     """Additions of a fitted VAE to core's class."""
 
     machine: ModelDevice
-    method: DecodeMethod  # with which the next call begins: what worked where values were wrong
-    masks: bool
-    keeps: bool
+    method: DecodeMethod  # with which the next call begins: the last that gave right values
+    masks: bool  # whether to restore causal masks
+    keeps: bool  # whether to save latents before a decode
     plain: Any  # core's class
     packed: PackedFit
     unproven: float  # seconds of decodes since a window of one was last proven
     loaded: Any  # the patcher of the weights as they were loaded, where a fit has cast them; else None
 
     def decode(self, samples_in: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self._first_right("decode", samples_in, args, kwargs)
+        return self._first_valid("decode", samples_in, args, kwargs)
 
     def decode_tiled(self, samples: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self._first_right("decode_tiled", samples, args, kwargs)
+        return self._first_valid("decode_tiled", samples, args, kwargs)
 
     def encode(self, pixel_samples: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self._first_right("encode", pixel_samples, args, kwargs)
+        return self._first_valid("encode", pixel_samples, args, kwargs)
 
     def encode_tiled(self, pixel_samples: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self._first_right("encode_tiled", pixel_samples, args, kwargs)
+        return self._first_valid("encode_tiled", pixel_samples, args, kwargs)
 
-    def _first_right(self, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    def _first_valid(self, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         """The result of the first method that neither fails nor gives wrong values; each failure is reported."""
         action, decodes, methods = name.replace("_", " "), name.startswith("decode"), self._methods(name, given)
         progress = functools.cache(lambda: NodeProgress(getattr(get_executing_context(), "node_id", None)))
@@ -93,32 +92,32 @@ class FittedVAE:
                 kind, cause = failure_kind(error), first_line(error)
                 if kind == VALUES:
                     remedies = remedies or self._remedies(method, methods, given if decodes else None)
-                    how, following = next(remedies, ("", None))
+                    remark, following = next(remedies, ("", None))
                 elif kind == MEMORY and not freed and not method.on_host:
-                    how, following, freed = ", all other models freed", method, True
+                    remark, following, freed = ", all other models freed", method, True
                     comfy.model_management.free_memory(EVERYTHING, self.device)  # type: ignore[attr-defined]
                 else:
-                    how, following = "", next_method(method, kind, cause, methods)
+                    remark, following = "", next_method(method, kind, cause, methods)
                 if following is None and kind == VALUES:
                     fix = "Download the VAE again, or choose the one that belongs to this model."
                     found = f"{action}: {cause}, also in fp32 on the CPU"
                     raise UnsupportedError(found, expected="an intact VAE file", fix=fix) from error
                 if following is None:
                     raise
-            progress().notify(f"{action} {_in_words(method)}: {cause}; now {_in_words(following)}{how}")
+            progress().notify(f"{action} {_in_words(method)}: {cause}; now {_in_words(following)}{remark}")
             learned = learned if kind == MEMORY or following == method else following
             method = following
             comfy.model_management.soft_empty_cache()
         if progress.cache_info().currsize:  # something was said
             progress().finish(f"{action}: {_in_words(method)}")
         if not method.on_host:
-            self.method = learned  # the same would fail each time; the CPU is too slow to begin with
+            self.method = learned  # else each call would fail first; the CPU is too slow to begin with
         return result
 
     def _remedies(
         self, method: DecodeMethod, methods: Sequence[DecodeMethod], latents: Tensor | None
     ) -> Iterator[tuple[str, DecodeMethod]]:
-        """The ways to go after wrong values, each with a remark; the CPU last, if it can decode a window."""
+        """(remark, method) of each try after wrong values; the CPU last, if it decodes a window of them right."""
         yield " once more", method
         patcher = self.patcher  # type: ignore[attr-defined]
         spoilt = LoadedWeights.of(patcher).wrong(patcher, every=True, streamed=True)
@@ -140,7 +139,7 @@ class FittedVAE:
         yield estimate, methods[-1]
 
     def _methods(self, name: str, given: Tensor) -> list[DecodeMethod]:
-        """The methods of one call, in the order of our own VAEs; sound has no tiles."""
+        """The methods that one call may try, in order, as for our own VAEs; no tiles for sound."""
         sides: tuple[int, ...] = ()
         if self.latent_dim > 1 and _are_pictures(self, given):  # type: ignore[attr-defined]
             decodes = name.startswith("decode")
@@ -149,6 +148,7 @@ class FittedVAE:
         return decode_methods(replace(self.method, tile=0), tiles=sides, host=True)
 
     def _first_method(self, name: str, methods: Sequence[DecodeMethod]) -> DecodeMethod:
+        """The method that worked last, else the first, of those that the device's policy allows."""
         cap = 0 if name.endswith("tiled") else policy_for(self.machine.facts).tile_pixels
         offered = [method for method in methods if 0 < method.tile <= cap] or methods
         return next((method for method in offered if method.key == self.method.key), offered[0])
@@ -156,6 +156,7 @@ class FittedVAE:
     def _run(
         self, method: DecodeMethod, name: str, given: Tensor, args: Sequence[Any], kwargs: dict[str, Any], progress: Any
     ) -> Tensor:
+        """The result of core's ``name`` by one method; InvalidOutputError if it is wrong."""
         doubts: list[str] = []
         vae = self._variant(method, given, doubts)
         if name == "decode" and not method.tile:
@@ -178,19 +179,19 @@ class FittedVAE:
                 self._prove(method, given, result, doubts, progress)
         if name.startswith("encode"):
             fault = output_check.fault_in_latents(result) if isinstance(result, Tensor) else ""
-            wall = fault not in ("", BROKEN) and is_flat(given.movedim(-1, 1))  # in pixel space it is one value
-            if fault and not wall:
+            plain = fault not in ("", BROKEN) and is_flat(given.movedim(-1, 1))  # one colour may encode to one value
+            if fault and not plain:
                 raise InvalidOutputError(fault)
         return result
 
     def _prove(self, method: DecodeMethod, given: Tensor, frames: Tensor, doubts: Sequence[str], progress: Any) -> None:
-        """Hold a window of the frames against the CPU's in fp32, in doubt and as often as :data:`SHARE` allows."""
+        """Compare a window of ``frames`` with the CPU's, in doubt or as :data:`SHARE` allows; raise if it is wrong."""
         patcher = self.patcher  # type: ignore[attr-defined]
         weights = LoadedWeights.of(patcher)
         every = bool(doubts) or sum(weights.bytes.values()) <= CHEAP * frames.nbytes
         if spoilt := weights.restore(patcher, weights.wrong(patcher, every)):
             raise InvalidOutputError(f"the copy of {spoilt[0]} on the card is not what was loaded; loaded again")
-        proof, store = f"vae {name_of(self.patcher)}, {self.patcher.model_size()}", self.machine.probes  # type: ignore[attr-defined]
+        proof, store = f"vae {name_of(patcher)}, {patcher.model_size()}", self.machine.probes
         same = method.dtype is FP32 and torch.device(self.device).type == HOST.type  # type: ignore[attr-defined]
         if not doubts and (same or SHARE * self.unproven < (store.recall(proof) or 0.0)):
             return
@@ -199,10 +200,10 @@ class FittedVAE:
         expected, seen = self._window_on_host(window), window.frames_of(frames)
         if expected is None and not doubts:
             return
-        if expected is not None and expected.shape != seen.shape:  # a latent is not always as many frames
+        if expected is not None and expected.shape != seen.shape:  # frames per latent vary
             return
         right = expected is not None and agree(seen, expected, method.dtype)
-        if not doubts and not right:  # a window alone has less around it: norms over the whole picture differ
+        if not doubts and not right:  # norms over a window alone differ: decode it alone here, too
             vae = _whole(self._variant(method, window.latents, []))
             right = apart(window.inner(vae.decode(window.cut())), expected) <= NEAR and apart(seen, expected) <= CONTEXT
         if not right:
@@ -213,6 +214,7 @@ class FittedVAE:
             progress().notify(f"really {doubts[0]}: the CPU in fp32 agrees")
 
     def _window_on_host(self, window: ProofWindow) -> Tensor | None:
+        """The frames that the CPU makes of a window in fp32; None if those are wrong, too."""
         method = DecodeMethod(FP32, on_host=True)
         vae = _whole(self._variant(method, window.latents, []))
         try:
@@ -224,6 +226,7 @@ class FittedVAE:
             _leave_host(vae.patcher)
 
     def _variant(self, method: DecodeMethod, given: Tensor, doubts: list[str]) -> Any:
+        """A copy of the VAE, of core's class, set up for ``method``; its output check adds to ``doubts``."""
         vae: Any = copy.copy(self)
         vae.__class__, vae.process_output = self.plain, _output_check(vae, given, doubts)
         if method.on_host:
@@ -286,7 +289,7 @@ def fit_vae(
 
 
 def _precision(machine: ModelDevice, dtype: torch.dtype, choice: str) -> tuple[bool, Decision]:
-    """True for fp32 instead of ``dtype``, and the decision."""
+    """True to compute in fp32 instead of ``dtype``, and the decision."""
     here = NAMES.get(dtype, str(dtype))
     if choice == "fp32":
         return True, Decision("precision", "fp32", f"core would compute in {here}" * (dtype is not FP32), CHOSEN)
@@ -319,11 +322,11 @@ def _in_words(method: DecodeMethod) -> str:
 
 
 def _output_check(vae: Any, given: Tensor, doubts: list[str]) -> Callable[[Tensor], Tensor]:
-    """Core's last step of a decode, which clamps pictures, after a look at them; ``doubts`` gets what may be right."""
-    finish, flat, done = vae.process_output, given.ndim < 4 or is_flat(given), [0]  # one colour may have been asked for
+    """Core's process_output after a check of the pixels; faults that real pictures may have are added to ``doubts``."""
+    finish, flat, done = vae.process_output, given.ndim < 4 or is_flat(given), [0]  # flat latents may be one colour
 
     def process(pixels: Tensor) -> Tensor:
-        some = latents_of(vae, given)[done[0] : done[0] + len(pixels)]  # as many as fit come at once
+        some = latents_of(vae, given)[done[0] : done[0] + len(pixels)]  # core decodes as many at once as fit
         done[0] += len(pixels)
         if pixels.ndim in (4, 5) and not flat and len(some) == len(pixels):
             frames = pixels if pixels.ndim == 5 else pixels.unsqueeze(2)
@@ -339,12 +342,12 @@ def _output_check(vae: Any, given: Tensor, doubts: list[str]) -> Callable[[Tenso
 
 
 def _are_pictures(vae: Any, given: Tensor) -> bool:
-    """True for the latents and pixels of pictures and videos, which sound may have as many axes as."""
+    """True for latents or pixels of pictures and videos, False for sound, which may have as many axes."""
     return given.ndim > 3 and vae.output_channels > 2
 
 
 def _whole(vae: Any) -> Any:
-    """``vae`` without core's tiles: it would go on with a network that has not been loaded, before other models go."""
+    """``vae`` with core's fallback to tiles raising instead, since that would run a network that is not loaded."""
     vae.__dict__.update(dict.fromkeys(TILED, _out_of_memory))
     return vae
 
@@ -354,7 +357,7 @@ def _out_of_memory(*_: Any, **__: Any) -> Tensor:
 
 
 def _leave_host(patcher: Any) -> None:
-    """Take back the dtype of a ``patcher`` on the host; core loads the network anew, also where this fails halfway."""
+    """Detach a ``patcher`` on the host, so that core loads its network anew, even if this fails halfway."""
     every = comfy.model_management.current_loaded_models
     every[:] = [each for each in every if each.model is not patcher]  # else core warns of a leak at each load
     try:
@@ -364,6 +367,7 @@ def _leave_host(patcher: Any) -> None:
 
 
 def _in_tiles(vae: Any, name: str, given: Tensor, tile: int) -> Tensor:
+    """Core's tiled decode or encode, by ``name``, in tiles of ``tile`` pixels that overlap by a quarter."""
     decodes = name == "decode"
     if decodes and vae.latent_dim == 2 and given.ndim == 5:
         given = given[:, :, 0]
@@ -385,9 +389,8 @@ def _patches_on(patches: Iterator[tuple[nn.Module, str, Any]]) -> Iterator[None]
 
 
 def lost_masks(network: nn.Module, attention: Attention) -> Iterator[tuple[nn.Module, str, Any]]:
-    """(module, attribute, what it becomes) of each attention whose causal mask core lost.
-
-    They are recognised by their projections in a network of 3-D convolutions: bare 1x1x1 convolutions (a module around
+    """(module, attribute, its new value) for each attention whose causal mask core lost.
+    It is recognised by its projections in a network of 3-D convolutions: bare 1x1x1 convolutions (a module around
     one, as in Cosmos, attends within a frame), or one Linear for queries, keys and values with normalised heads.
 
     Source:
@@ -406,10 +409,8 @@ def lost_masks(network: nn.Module, attention: Attention) -> Iterator[tuple[nn.Mo
 
 
 def _causal_frames(attention: Attention, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention over the voxels of a video (B, C, T, H, W), each of which sees its own frame and those before it.
-
-    A frame of queries at a time, so that no mask and no matrix over all voxels is built.
-    """
+    """Attention over the voxels of a video (B, C, T, H, W), each of which sees its own frame and those before it;
+    frame by frame, which needs no mask and no matrix over all voxels."""
     shape, plane, parts = query.shape, query.shape[3] * query.shape[4], list[Tensor]()
     query, key, value = (each.flatten(2).transpose(1, 2)[:, None] for each in (query, key, value))
     for end in range(plane, shape[2] * plane + 1, plane):
@@ -419,7 +420,7 @@ def _causal_frames(attention: Attention, query: Tensor, key: Tensor, value: Tens
 
 
 def _causal_in_time(own: Any, attention: Attention, x: Tensor) -> Tensor:
-    """Core's own forward over the frames of each place of a video (B, C, T, H, W), none of which sees a later one."""
+    """Core's forward of attention between the frames at each place of ``x`` (B, C, T, H, W), made causal."""
     batch, _, frames, height, width = x.shape
     if frames == 1:
         return type(own).forward(own, x)
@@ -435,9 +436,7 @@ def _causal_in_time(own: Any, attention: Attention, x: Tensor) -> Tensor:
 def _is_over_frames(module: Any) -> bool:
     """True for the attention over frames of core's Mochi VAE, known by its parts."""
     parts = dict(module.named_children())
-    return (
-        parts.keys() == {"qkv", "out"}
-        and all(isinstance(part, nn.Linear) for part in parts.values())
-        and {"num_heads", "head_dim", "qk_norm"} <= vars(module).keys()
-        and parts["qkv"].out_features == 3 * module.num_heads * module.head_dim
-    )
+    if parts.keys() != {"qkv", "out"} or not all(isinstance(part, nn.Linear) for part in parts.values()):
+        return False
+    has_heads = {"num_heads", "head_dim", "qk_norm"} <= vars(module).keys()
+    return has_heads and parts["qkv"].out_features == 3 * module.num_heads * module.head_dim

@@ -11,25 +11,25 @@ from torch import Tensor
 from ...compat.device.execution import to_host
 from ...compat.output_check import BROKEN, dead_cells, fault_in_frames, latent_step
 
-CONTEXT_LATENTS, SIDE = 2, 16  # frames before and after the proven ones; rows and columns of a window
-SAME = 1e-3  # of pictures in 0..1, that two ways agree in
+CONTEXT_LATENTS, SIDE = 2, 16  # latent frames of context around the compared one; rows and columns of a window
+SAME = 1e-3  # root mean square of the difference of pictures in 0..1 that count as equal
 NEAR, CONTEXT = 5e-2, 0.3  # relative L2 of one window by two devices, and of a window alone and in its picture
 
 
 @dataclass(frozen=True)
 class ProofWindow:
-    """A few latents of a decode, that are decoded by themselves, and the frames that they make."""
+    """A small window of the latents of a decode, to be decoded alone and compared with the same part of all frames."""
 
     whole: Tensor  # latents (B, C, T, H, W)
-    flat: bool  # whether their VAE knows no frames
-    batch: int  # with frame, row and column: the latent in the middle
+    flat: bool  # whether the VAE decodes pictures, not videos
+    batch: int  # this and the next three are the index of the latent in the middle
     frame: int
     row: int
     column: int
 
     @classmethod
     def of(cls, vae: Any, given: Tensor, frames: Tensor | None = None) -> ProofWindow:
-        """A window of what is decoded: its middle, or where finished ``frames`` are dead."""
+        """The window at the middle of ``given`` latents, or where their decoded ``frames`` have most dead cells."""
         latents = latents_of(vae, given)
         place = [0, 0, latents.shape[-2] // 2, latents.shape[-1] // 2]
         if frames is not None:
@@ -43,6 +43,7 @@ class ProofWindow:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
+        """(begin, end) of the window in latent frames, rows and columns."""
         first, last = self.frame - CONTEXT_LATENTS, max(1, self.frame) + 1 + CONTEXT_LATENTS
         spans = [(max(0, first), min(self.whole.shape[2], last))]
         for size, middle in zip(self.whole.shape[3:], (self.row, self.column), strict=True):
@@ -59,19 +60,23 @@ class ProofWindow:
         return self.latents[:, :, 0] if self.flat else self.latents
 
     def inner(self, frames: Tensor) -> Tensor:
+        """The part to compare of ``frames`` that the window alone decodes to, without its context."""
         video, ((first, last), _, (left, right)) = frames if frames.ndim == 5 else frames.unsqueeze(1), self.spans
-        return self._trimmed(video, latent_step(video.shape[1], last - first)[0], video.shape[3] // (right - left))
+        every, _ = latent_step(video.shape[1], last - first)
+        return self._without_context(video, every, cell=video.shape[3] // (right - left))
 
     def frames_of(self, frames: Tensor) -> Tensor:
+        """The same part, as by :meth:`inner`, of the ``frames`` of the whole decode."""
         video = frames if frames.ndim == 5 else frames.unsqueeze(1)
         every, less = latent_step(video.shape[1], self.whole.shape[2])
         cell, ((first, last), *sides) = video.shape[3] // self.whole.shape[4], self.spans
         begin = max(0, first * every - less)
         rows, columns = (slice(start * cell, end * cell) for start, end in sides)
         cut = video[self.batch : self.batch + 1, begin : last * every - less, rows, columns]
-        return self._trimmed(cut, every, cell)
+        return self._without_context(cut, every, cell)
 
-    def _trimmed(self, video: Tensor, every: int, cell: int) -> Tensor:
+    def _without_context(self, video: Tensor, every: int, cell: int) -> Tensor:
+        """The window's ``video``, of ``every`` frames and ``cell`` pixels to a latent, cut where more surrounds it."""
         (first, last), *sides = self.spans
         if first:  # frames that have some before them
             video = video[:, -every * (last - first - CONTEXT_LATENTS) :]
@@ -100,6 +105,7 @@ def _video(frames: Tensor) -> Tensor:
 
 
 def _cells(video: Tensor, cell: int) -> Tensor:
+    """The least and largest values in cells of that many pixels a side: (B, 2C, F, rows, columns)."""
     rows, columns = (size // cell for size in video.shape[-2:])
     cells = video.unflatten(-1, (columns, cell)).unflatten(-3, (rows, cell))
     return torch.cat((cells.amin((-3, -1)), cells.amax((-3, -1))), 1)
@@ -112,5 +118,6 @@ def agree(frames: Tensor, others: Tensor, dtype: torch.dtype) -> bool:
 
 
 def apart(frames: Tensor, others: Tensor) -> float:
+    """The relative L2 distance of ``frames`` from ``others``."""
     here, there = to_host(frames).float(), to_host(others).float()
     return float((here - there).norm() / there.norm().clamp(min=1e-6))

@@ -1,6 +1,5 @@
 """Core's weights where a device damages them: bf16, and float8 where there is none, cast on the host into a network of
-the fitted model's own; and checksums, by which pages freed too early and patches left on are found.
-"""
+the fitted model's own; and checksums, by which pages freed too early and patches left on are found."""
 
 from __future__ import annotations
 
@@ -29,16 +28,16 @@ from .machine import ModelDevice
 from .ownership import left_class
 from .packed import UNPACKED, as_bytes, holds_float8, in_bytes, packed_layers
 
-BACKUPS = "_anygpu_backups"  # on a copy: what its patchers keep of the weights that they patch, shared as core does
+BACKUPS = "_anygpu_backups"  # on a copy: backups of patched weights, shared by its patchers as in core
 LIMIT = torch.finfo(torch.float16).max
-Target = Callable[[nn.Module, Tensor], torch.dtype]  # what a bf16 weight of a module becomes
+Target = Callable[[nn.Module, Tensor], torch.dtype]  # (module, its bf16 weight) -> the dtype to cast it to
 
-_copies = ByNetwork()  # of each network, by the dtypes that are wanted, as long as the copy is used
+_copies = ByNetwork()  # network -> label of dtypes -> weak reference to its copy
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}  # by bytes of a value
 MIX = 0x1E3779B97F4A7C15  # odd, by which rows count: two of them swapped give another sum
-SHARE = 50  # steps in which all bytes are looked at
-NEAR = 0.1  # of what patches change, that rounding may change too
-_known = ByNetwork()
+SHARE = 50  # steps in which all bytes are checked once
+NEAR = 0.1  # how far a patched weight may be off, as a share of what its patches change
+_known = ByNetwork()  # network -> its LoadedWeights
 
 
 def damage_to_bf16(network: nn.Module, machine: ModelDevice) -> str:
@@ -50,7 +49,7 @@ def lack_of_float8(network: nn.Module, machine: ModelDevice) -> str:
 
 
 def _lack(network: nn.Module, machine: ModelDevice, asks: Callable[[Tensor], bool], operation: str) -> str:
-    """The reason why an ``operation`` fails here that a tensor of ``network`` ``asks`` for; empty where all is well."""
+    """The reason why ``operation`` fails here, if ``asks`` says that a tensor of ``network`` needs it; else empty."""
     if not any(map(asks, (*network.parameters(), *network.buffers()))):
         return ""
     ability = machine.abilities.verdict(operation)
@@ -73,34 +72,32 @@ def weights_decision(damage: str, sound: Any) -> Iterator[Decision]:
 
 
 def clone_cast_on_host(patcher: Any, target: Target, label: str, float8: bool = True) -> Any:
-    """A clone of ``patcher`` over a copy of its network with other weights; ``label`` names ``target`` among copies.
-
-    ``target`` is the dtype of each bf16 weight but for other packs' layers. Without ``float8`` that becomes fp16,
-    exactly, and in packed weights bytes. None where there is no network on the host.
-    """
+    """A clone of ``patcher`` over a copy of its network, cast on the host; None where there is none. ``target`` has the
+    new dtypes of bf16 weights, and ``label`` is its name among copies; other packs' layers stay. Without ``float8``
+    such weights become fp16, exactly, and packed ones bytes."""
     if patcher.is_dynamic():
         return None  # core pages such weights by itself
     copies: dict[str, weakref.ref[nn.Module]] = _copies.setdefault(patcher.model, {})
-    made = copies[label]() if label in copies else None
-    if made is None:
+    network = copies[label]() if label in copies else None
+    if network is None:
         source = on_host(patcher)
         if source is None:
             return None
-        made = _cast(source, target, float8)
-        made.__dict__[BACKUPS] = ({}, {}, {}, set())
-        copies[label] = weakref.ref(made)
-    clone = patcher.clone(model_override=(made, made.__dict__[BACKUPS]))
+        network = _cast(source, target, float8)
+        network.__dict__[BACKUPS] = ({}, {}, {}, set())
+        copies[label] = weakref.ref(network)
+    clone = patcher.clone(model_override=(network, network.__dict__[BACKUPS]))
     clone.size = 0  # counted again
     return clone
 
 
 def fp16_or_fp32(matrix: bool, weight: Tensor) -> torch.dtype:
-    """fp16 for a matrix that fits, which safe fp16 would make of it anyway; fp32, exactly, for all else."""
+    """fp16 for a matrix whose values it holds, as safe fp16 would cast it anyway; fp32, exactly, for all else."""
     return torch.float16 if matrix and float(weight.abs().amax()) <= LIMIT else torch.float32
 
 
 def on_host(patcher: Any) -> nn.Module | None:
-    """The network of ``patcher`` as it was loaded; another one from the same file where it has moved or is patched."""
+    """The network of ``patcher`` as loaded, from its file again if it has moved or is patched; None if that fails."""
     network: nn.Module = patcher.model
     patched = getattr(network, "current_weight_patches_uuid", None) is not None
     if not patched and all(tensor.device.type == "cpu" for tensor in network.parameters()):
@@ -109,7 +106,7 @@ def on_host(patcher: Any) -> nn.Module | None:
 
 
 def from_file(patcher: Any) -> Any:
-    """Another network from the same file as that of ``patcher``; None where core cannot read it again."""
+    """The network of ``patcher`` read anew from its file; None where core cannot."""
     if patcher.cached_patcher_init is None:
         return None
     load, arguments, *place = patcher.cached_patcher_init
@@ -142,7 +139,7 @@ def is_plain(tensor: Tensor | None) -> bool:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Exact checksum of the bits of ``tensor`` and their places, one int64 where the tensor is; of packed ones too."""
+    """A checksum of all bits of ``tensor``, packed or not, and of their order: one int64 on its device."""
     if hasattr(tensor, "__tensor_flatten__"):
         return torch.stack([checksum(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]).sum()
     values, size = tensor.detach().contiguous(), tensor.element_size()
@@ -156,23 +153,20 @@ def checksum(tensor: Tensor) -> Tensor:
 
 @dataclass
 class LoadedWeights:
-    """The checksums of one network's tensors, by name.
-
-    ``owners`` are the ids of their modules: another node's schedule may stand in for the model's. ``patched`` has those
-    of each version of patches, once they were seen to be right.
-    """
+    """The checksums of one network's tensors, by name. ``owners``, ids of their modules, tell a schedule that a node
+    has swapped in; ``patched`` has checksums by version of the patches, once such values were seen to be right."""
 
     first: dict[str, int] = field(default_factory=dict)  # as loaded, without patches
     owners: dict[str, int] = field(default_factory=dict)
     patched: dict[tuple[str, Any], int] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)  # of each tensor
-    place: int = 0  # after which tensor the next step goes on
-    budget: float = 0.0  # bytes that are due
+    place: int = 0  # index of the tensor that was checked last
+    budget: float = 0.0  # bytes to check before the next step
     healed: int = 0  # how often tensors had to be brought back
 
     @classmethod
     def of(cls, patcher: Any) -> LoadedWeights:
-        """The weights of the network of ``patcher``, every tensor of which the first call reads."""
+        """The checksums for the network of ``patcher``; the first call reads every tensor."""
         known: LoadedWeights = _known.setdefault(patcher.model, cls())
         if not known.first:
             sums = dict[str, Tensor]()
@@ -187,7 +181,7 @@ class LoadedWeights:
         return known
 
     def wrong(self, patcher: Any, every: bool, streamed: bool = False) -> list[str]:
-        """Names of tensors that are not as loaded, or as patched, on the device: all, or in a share of the bytes."""
+        """Names of tensors on the device that are not as loaded or patched, of ``every`` one or of a share in turn."""
         if getattr(patcher, "current_hooks", None) is not None:
             return []
         names, sums, wrong, version = list[tuple[str, str]](), list[Tensor](), list[str](), patcher.patches_uuid
@@ -205,14 +199,15 @@ class LoadedWeights:
                 names.append((name, f"{name} as {value.dtype}"))
                 sums.append(checksum(value))
         for (name, cast), value in zip(names, _values(sums), strict=True):
-            lora = name in patcher.patches and name not in wrong
-            right = self.patched.setdefault((name, version), value) if lora else self.first.get(cast, self.first[name])
-            if value != right and name not in wrong:
+            patched = name in patcher.patches and name not in wrong
+            loaded = self.first.get(cast, self.first[name])
+            expected = self.patched.setdefault((name, version), value) if patched else loaded
+            if value != expected and name not in wrong:
                 wrong.append(name)
         return wrong
 
     def restore(self, patcher: Any, names: Sequence[str]) -> list[str]:
-        """Bring tensors back as loaded from host or file; the names of those restored. Others then count as right."""
+        """Restore tensors from host memory or their file; their names. The others count as right from now on."""
         self.healed += bool(names)
         if patcher.is_dynamic() and names:
             patcher.partially_unload(None, EVERYTHING)
@@ -233,6 +228,7 @@ class LoadedWeights:
         return done
 
     def _next(self, patcher: Any, every: bool, streamed: bool) -> Iterator[tuple[str, nn.Module, Tensor]]:
+        """The tensors to check now: all, or those due in this step."""
         if every:
             device = patcher.load_device.type
             yield from (each for each in tensors_of(patcher.model) if streamed or each[2].device.type == device)
@@ -258,13 +254,14 @@ def tensors_of(network: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
 
 
 def _loaded(patcher: Any, name: str) -> Tensor:
+    """A tensor as it was loaded: core's backup of it, else the model's own."""
     kept = patcher.backup.get(name)
     tensor = patcher.backup_buffers.get(name) if kept is None else kept.weight
     return comfy.utils.get_attr(patcher.model, name) if tensor is None else tensor  # type: ignore[no-any-return]
 
 
 def patched_weight(patcher: Any, name: str) -> Tensor:
-    """A weight on the host with the patches of ``patcher``, whichever are on the network now, as core would save it."""
+    """A weight on the host with the patches of ``patcher``, as core would save it, whatever the network has now."""
     loaded = _loaded(patcher, name)
     if name not in patcher.patches:
         return to_host(loaded)
@@ -283,6 +280,7 @@ def _patched(patcher: Any, name: str, loaded: Tensor, device: torch.device) -> t
 
 
 def _as_patched(patcher: Any, name: str, value: Tensor) -> bool:
+    """True if ``value`` is the weight with its patches, but for rounding."""
     loaded, expected = _patched(patcher, name, _loaded(patcher, name), value.device)
     apart, change = (value.float() - expected).norm(), (expected - loaded).norm()
     dtypes = (value.dtype, comfy.model_management.lora_compute_dtype(value.device))
@@ -290,7 +288,7 @@ def _as_patched(patcher: Any, name: str, value: Tensor) -> bool:
 
 
 def _put_back(patcher: Any, name: str, loaded: Tensor) -> None:
-    """Give a tensor of the model its ``loaded`` values; where core keeps a backup of it, that too, patched anew."""
+    """Give a tensor of the model its ``loaded`` values; if core has a backup of it, also that, and patch it anew."""
     path, _, own = name.rpartition(".")
     module = patcher.model.get_submodule(path)
     is_parameter = own in module._parameters
@@ -304,7 +302,7 @@ def _put_back(patcher: Any, name: str, loaded: Tensor) -> None:
 
 
 def name_of(model: Any) -> str:
-    """Name of a MODEL or a VAE's patcher that is stable between runs: its file, or its class, size and a few values."""
+    """A name of a MODEL or a VAE's patcher that is the same in each run: its file, or its class, size, last values."""
     inner = model.model
     if isinstance(inner, CoreModel):
         return str(inner.pipeline.model.source)
@@ -318,16 +316,18 @@ def name_of(model: Any) -> str:
 
 
 def _values(sums: Sequence[Tensor]) -> list[int]:
-    found = [0] * len(sums)
+    """Scalars as Python integers, by one copy to the host from each device."""
+    values = [0] * len(sums)
     for device in {each.device for each in sums}:
         here = [index for index, each in enumerate(sums) if each.device == device]
         for index, value in zip(here, to_host(torch.stack([sums[index] for index in here])).tolist(), strict=True):
-            found[index] = value
-    return found
+            values[index] = value
+    return values
 
 
 @contextlib.contextmanager
 def _on_device(module: Any, name: str, tensor: Tensor, patcher: Any) -> Iterator[Tensor | None]:
+    """For the block, a tensor as layers on the device get it, streamed if need be; None where it cannot be had."""
     own = name.rpartition(".")[2]
     there, changed = tensor.device.type == patcher.load_device.type, bool(getattr(module, f"{own}_function", ()))
     cast = isinstance(module, comfy.ops.CastWeightBiasOp) and own in ("weight", "bias")

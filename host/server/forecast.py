@@ -49,14 +49,14 @@ MOST_PIPELINES = 8
 DELIGHTS, ENCODES, LOADS = "AnyGPUDelightImage", "AnyGPUEncodeImage", "LoadImage"
 FILM = re.compile("video|frames|gif|anygpudecode", re.IGNORECASE)  # in names of nodes whose pictures are a clip
 LEVELS = re.compile(r"[-+]?\d*\.*\d+")  # as core's Manual Sigmas reads its text
-TAKEN = ("length", "num_frames")  # inputs of nodes that take pictures out of several: one is none
-DERIVED = ("texts", "clip", "latents", "sigmas")  # what a forecast knows beside the numbers of a node
+TAKEN = ("length", "num_frames")  # inputs of nodes that take frames out of a clip: one frame is no clip
+DERIVED = ("texts", "clip", "latents", "sigmas")  # settings that a forecast adds itself: no widget has them
 COUNTED = ("cfg", "cfg_start", "cfg_end", "stg", "guidance_rescale", "shift", "denoise", "fps", "latents", "sigmas")
 CLIP = ("clip_seconds", "window", "single_frame")
 SIZE, USUAL = ("width", "height", "frames"), {"batch_size": 1, "window": 9, "single_frame": False}
 EMPTY = ("width", "height", "length")  # inputs of core's nodes that make latents of a size
 SAVE, UPSCALE = "AnyGPUSaveLatent", "AnyGPUUpscaleLatents"
-LARGEST = 1e9  # of a number that a widget holds
+LARGEST = 1e9  # beyond what any widget takes
 MV_ADAPTER, CHECKPOINT = "AnyGPULoadMVAdapter", ("ckpt_name", "checkpoints")
 CORE_FILES = {  # core's loaders -> the input that names their file, and the kind of its folder
     **dict.fromkeys(("CheckpointLoaderSimple", "CheckpointLoader"), CHECKPOINT),
@@ -85,43 +85,46 @@ Asked = tuple[str, Callable[[str], Sequence[StageNeed]], Times]  # a run's size,
 
 
 def graph(prompt: Prompt) -> dict[str, Any]:
-    cards = {node: _card(prompt, node) for node in _of(prompt, LOADERS)}
+    """A card for each load node, a forecast for each node that runs its pipeline, and advice on core's recipes."""
+    cards = {node: _card(prompt, node) for node in _nodes_of(prompt, LOADERS)}
     loaded = {node: pipeline for node, (_, pipeline) in cards.items()}
     forecasts = []
-    for node in _of(prompt, RUNS):
+    for node in _nodes_of(prompt, RUNS):
         loader = _loader_of(prompt, node)
-        if _runs(prompt[node]["class_type"], loaded.get(loader)):
+        if _takes(prompt[node]["class_type"], loaded.get(loader)):
             made = _forecast(prompt, node, loaded)
-            made["advice"] = [*made.get("advice", ()), *_lighter(prompt, node, loaded, made.get("stages", ()))]
+            made["advice"] = [*made.get("advice", ()), *_lighter_choices(prompt, node, loaded, made.get("stages", ()))]
             forecasts.append({"node": node, "loader": loader, **made})
     recipes = [{"node": node, **error_message(error)} for node, error in advice(prompt).items()]
     return {"pipelines": [card for card, _ in cards.values()], "forecasts": forecasts, "recipes": recipes}
 
 
-def _runs(kind: str, pipeline: Any) -> bool:
+def _takes(kind: str, pipeline: Any) -> bool:
+    """True if a node of class ``kind`` can run ``pipeline``; False for None, which could not be loaded."""
     if isinstance(pipeline, PaintPipeline):
-        return RUNS[kind] is _painted and (pipeline.family == "delight") == (kind == DELIGHTS)
-    return pipeline is not None and RUNS[kind] is not _painted
+        return RUNS[kind] is _plan_painting and (pipeline.family == "delight") == (kind == DELIGHTS)
+    return pipeline is not None and RUNS[kind] is not _plan_painting
 
 
-def _of(prompt: Prompt, kinds: Mapping[str, Any]) -> list[str]:
+def _nodes_of(prompt: Prompt, kinds: Mapping[str, Any]) -> list[str]:
+    """Ids of the nodes whose class is among ``kinds``, at most :data:`MOST_PIPELINES`."""
     return [node for node, entry in prompt.items() if entry["class_type"] in kinds][:MOST_PIPELINES]
 
 
 def _loader_of(prompt: Prompt, node: str) -> str:
+    """The id of the load node that ``node`` is or gets its pipeline from; empty for none."""
     return next((each for each in (node, *back(prompt, node, "pipeline")) if prompt[each]["class_type"] in LOADERS), "")
 
 
-def _connected(prompt: Prompt, node: str) -> dict[str, Weights]:
-    """The checkpoint that core's loaders behind Load MV-Adapter read, as an argument; empty where none is connected.
-    Raises InputError where the file of one of the three inputs is not known."""
-    mine = prompt[node]["class_type"] == MV_ADAPTER
-    sources = {name: next(back(prompt, node, name), "") for name in requests.CORE_INPUTS if mine}
+def _core_weights(prompt: Prompt, node: str) -> dict[str, Weights]:
+    """``loaded``, weights in the files of core's loaders at Load MV-Adapter, if any; InputError for unknown files."""
+    names = requests.CORE_INPUTS if prompt[node]["class_type"] == MV_ADAPTER else ()
+    sources = {name: next(back(prompt, node, name), "") for name in names}
     if not any(sources.values()):
         return {}
     files = []
     for name, source in sources.items():
-        *_, loader = source, *(back(prompt, source, name.removeprefix("core_")) if source else ())  # behind its LoRAs
+        *_, loader = source, *(back(prompt, source, name.removeprefix("core_")) if source else ())  # past LoRAs
         kind = prompt[loader]["class_type"] if source else ""
         key, folder = CORE_FILES.get(kind, ("", ""))
         path = folders.core_file(folder, value_of(prompt, prompt[loader]["inputs"].get(key))) if key else None
@@ -136,14 +139,14 @@ def _connected(prompt: Prompt, node: str) -> dict[str, Weights]:
 
 
 def _card(prompt: Prompt, node: str) -> tuple[dict[str, Any], Any]:
-    """The card of a load node, and its pipeline where it can be loaded; asks no device, which may be in a run."""
+    """The card of a load node, and its pipeline, None where it cannot load. Runs no probe: the device may be busy."""
     entry, inputs = prompt[node], prompt[node]["inputs"]
     known = probe_results_of(facts(), folders.state_folder()).without_asking()
     asked = all(answer.status != UNKNOWN for answer in known.values())
     defaults, request_for = LOADERS[entry["class_type"]]
     try:
         values = {name: _widget(prompt, inputs, name, default) for name, default in defaults.items()}
-        given = {"device": facts(), "state": folders.state_folder(), **_connected(prompt, node)}
+        given = {"device": facts(), "state": folders.state_folder(), **_core_weights(prompt, node)}
         request = request_for(values, quiet=True, **given)
         pipeline = READERS.get(type(request), load_placed)(request, hosted=memory_manager.offloader_on)
         return {"node": node, **card_of(pipeline, known), "by_tables": not asked}, pipeline
@@ -153,7 +156,7 @@ def _card(prompt: Prompt, node: str) -> tuple[dict[str, Any], Any]:
 
 
 def _widget(prompt: Prompt, inputs: Inputs, name: str, default: Any) -> Any:
-    """The value of a widget, or of a Primitive in its place; its default for what a node computes, or no widget has."""
+    """The value of a widget, or of a Primitive linked to it; the default for computed values and invalid ones."""
     value = value_of(prompt, inputs.get(name, default))
     if type(default) is float and type(value) is int and abs(value) < LARGEST:  # JSON writes 2.0 as 2
         value = float(value)
@@ -161,66 +164,68 @@ def _widget(prompt: Prompt, inputs: Inputs, name: str, default: Any) -> Any:
 
 
 def _numbers(prompt: Prompt, node: str) -> dict[str, float]:
+    """A node's numeric inputs by name; those at 0 or below are left out, as they stand for the default of most."""
     given = ((name, value_of(prompt, each)) for name, each in prompt[node]["inputs"].items() if name not in DERIVED)
     numbers = ((name, value) for name, value in given if isinstance(value, (int, float)) and 0 <= value < LARGEST)
-    return {name: value for name, value in numbers if value or name in ("cfg_end", "stg")}  # whose 0 is a choice
+    return {name: value for name, value in numbers if value or name in ("cfg_end", "stg")}  # 0 turns these off
 
 
-def _pictured(prompt: Prompt, node: str, pipeline: Pipeline) -> dict[str, float]:
-    """Width and height that the start picture of a node is encoded at, or ``clip`` for a film; none where unknown."""
+def _picture_inputs(prompt: Prompt, node: str, pipeline: Pipeline) -> dict[str, float]:
+    """``width`` and ``height`` at which the start picture of ``node`` is encoded, or ``clip`` for film; else empty."""
     encoder = next(back(prompt, node, "image"), node)
-    *_, encoder = encoder, *back(prompt, encoder, "previous")  # one that is joined to another takes its size
+    *_, encoder = encoder, *back(prompt, encoder, "previous")  # the first of joined pictures sets the size
     if prompt[encoder]["class_type"] != ENCODES:
         return {}
-    *between, loader = encoder, *back(prompt, encoder, "image")
-    if prompt[loader]["class_type"] != LOADS:
-        return {"clip": True} if _is_film(prompt, [*between[1:], loader]) else {}
-    sides = folders.picture_sides(prompt[loader]["inputs"].get("image"))
+    sources = [*back(prompt, encoder, "image")] or [encoder]
+    if prompt[sources[-1]]["class_type"] != LOADS:
+        return {"clip": True} if _is_film(prompt, sources) else {}
+    sides = folders.picture_sides(prompt[sources[-1]]["inputs"].get("image"))
     if sides is None:
         return {}
     sizes = {name: value for name, value in _numbers(prompt, encoder).items() if name in SIDES}
-    if len(between) > 1 and len(sizes) < len(SIDES):  # another node may change its size
+    if len(sources) > 1 and len(sizes) < len(SIDES):  # a node between may change its size
         return {}
     fit = prompt[encoder]["inputs"].get("fit")
     fit = fit if fit in PICTURE_FITS else PICTURE_FITS[0]
     asked = own_inputs(pipeline, {"width": 0, "height": 0, "fit": fit, **sizes}, lambda _: None)
-    shape = torch.empty((1, sides[1], sides[0], 3), device="meta")
-    width, height = picture_size(pipeline, shape, int(asked["width"]), int(asked["height"]), asked["fit"])
+    picture = torch.empty((1, sides[1], sides[0], 3), device="meta")
+    width, height = picture_size(pipeline, picture, int(asked["width"]), int(asked["height"]), asked["fit"])
     return {"width": width, "height": height}
 
 
-def _given(prompt: Prompt, node: str, loaded: Inputs) -> tuple[dict[str, Any], Pipeline]:
-    """The numbers by which a node samples, and its pipeline as it comes there: of the widgets, with the size of its
-    picture, or of the latents that it starts from, which is followed from one sampling to the next. A demo model has
-    its own. Raises InputError where the size of latents is not known before a run."""
-    last, latents, given = loaded[_loader_of(prompt, node)], None, dict[str, Any]()
-    takes = "latents" in last.spec.recipes.effective and not last.is_demo
-    for each in (*reversed([*back(prompt, node, "latent")] if takes else ()), node):
+def _sampling_inputs(prompt: Prompt, node: str, loaded: Inputs) -> tuple[dict[str, Any], Pipeline]:
+    """The settings by name with which ``node`` samples, and its pipeline with the LoRAs and step cache on its way.
+    The size is that of the latents, which are followed from the node that makes them, else of the picture or the
+    widgets; a demo model has its own. Raises InputError where the size of latents is not known before a run."""
+    last, latents, settings = loaded[_loader_of(prompt, node)], None, dict[str, Any]()
+    takes_latents = "latents" in last.spec.recipes.effective and not last.is_demo
+    for each in (*reversed([*back(prompt, node, "latent")] if takes_latents else ()), node):
         kind, pipeline = prompt[each]["class_type"], loaded.get(_loader_of(prompt, each))
-        if RUNS.get(kind) is _sampled and isinstance(pipeline, Pipeline):
-            pipeline = _passed_on(prompt, each, pipeline)
-            known = {**USUAL, **_pictured(prompt, each, pipeline), **_numbers(prompt, each)}
-            given = {**own_inputs(pipeline, known, lambda _: None), "latents": latents}
+        if RUNS.get(kind) is _plan_sampling and isinstance(pipeline, Pipeline):
+            pipeline = _pipeline_at(prompt, each, pipeline)
+            widgets = {**USUAL, **_picture_inputs(prompt, each, pipeline), **_numbers(prompt, each)}
+            settings = {**own_inputs(pipeline, widgets, lambda _: None), "latents": latents}
             if latents is not None:
-                given |= {name: getattr(latents, name) for name in SIZE}
-                given["batch_size"] *= latents.extra["batch_size"]
-            elif "clip_seconds" in given and pipeline.spec.recipes.sections:
-                clip = FramePackSettings(**{name: given[name] for name in CLIP})
-                given["frames"] = clip_frames(pipeline, clip, given.get("fps", 0.0))
-            size = snap(of_checkpoint(pipeline), *(int(given.get(name, 0)) for name in SIZE))
-            given |= (own := {name: getattr(size, name) for name in SIZE})
-            more = {"fps": 0.0, "seed": 0, "extra": {"batch_size": given["batch_size"]}}
-            latents = Latents(torch.empty(0), pipeline.family, pipeline.model.task, **own, **more)
+                settings |= {name: getattr(latents, name) for name in SIZE}
+                settings["batch_size"] *= latents.extra["batch_size"]
+            elif "clip_seconds" in settings and pipeline.spec.recipes.sections:
+                clip = FramePackSettings(**{name: settings[name] for name in CLIP})
+                settings["frames"] = clip_frames(pipeline, clip, settings.get("fps", 0.0))
+            size = snap(of_checkpoint(pipeline), *(int(settings.get(name, 0)) for name in SIZE))
+            sides = {name: getattr(size, name) for name in SIZE}
+            settings |= sides
+            more = {"fps": 0.0, "seed": 0, "extra": {"batch_size": settings["batch_size"]}}
+            latents = Latents(torch.empty(0), pipeline.family, pipeline.model.task, **sides, **more)
         elif kind == UPSCALE and latents is not None and isinstance(pipeline, Pipeline) and pipeline.spec.code.enlarged:
             file = folders.upscaler_file(prompt[each]["inputs"].get("upscaler"))
             latents = pipeline.spec.code.enlarged(latents, file)
         elif kind != SAVE:
-            latents = _starts(prompt, each, last)
-    return given, pipeline
+            latents = _start_latents(prompt, each, last)
+    return settings, pipeline
 
 
-def _starts(prompt: Prompt, node: str, pipeline: Pipeline) -> Latents:
-    """The latents of a file, or those that a node of core makes empty. Raises InputError for any other node."""
+def _start_latents(prompt: Prompt, node: str, pipeline: Pipeline) -> Latents:
+    """The size and batch of the latents that ``node`` reads from a file or makes empty; InputError for other nodes."""
     kind, inputs, sizes = prompt[node]["class_type"], prompt[node]["inputs"], _numbers(prompt, node)
     if kind == "AnyGPULoadLatent":
         latent = load_latent(saved.file_named(LATENT, str(inputs.get("file"))), lambda _: None, "clamp")
@@ -239,20 +244,20 @@ def _starts(prompt: Prompt, node: str, pipeline: Pipeline) -> Latents:
 
 
 def _levels(prompt: Prompt, node: str) -> tuple[dict[str, Any], str]:
-    """Settings by the noise levels that are linked to a node, which replace its steps, and why these are not known."""
+    """``steps`` and even ``sigmas``, as many as are linked to ``node``; empty, with a reason, if they are computed."""
     source = next(back(prompt, node, "sigmas"), "")
     if not source:
         return {}, ""
-    given, usual = prompt[source]["inputs"], {"sigmas": "", "steps": 0, "denoise": 1}
-    text, steps, share = (value_of(prompt, given.get(name, value)) for name, value in usual.items())
+    inputs, usual = prompt[source]["inputs"], {"sigmas": "", "steps": 0, "denoise": 1}
+    text, steps, denoise = (value_of(prompt, inputs.get(name, value)) for name, value in usual.items())
     steps = len(LEVELS.findall(text)) - 1 if text and isinstance(text, str) else steps
-    if share != 1 or not isinstance(text, str) or type(steps) is not int or not 0 < steps <= MOST_STEPS:
+    if denoise != 1 or not isinstance(text, str) or type(steps) is not int or not 0 < steps <= MOST_STEPS:
         return {}, f"sigmas is from {prompt[source]['class_type']}"
     return {"steps": steps, "sigmas": tuple(level / steps for level in range(steps, -1, -1))}, ""
 
 
 def _is_film(prompt: Prompt, nodes: Sequence[str]) -> bool:
-    """Tell whether the pictures that come through ``nodes``, the nearest first, are those of a clip."""
+    """True if the pictures that come through ``nodes``, the nearest first, are the frames of a clip."""
     for node in (*nodes, *back(prompt, nodes[-1], "images")):
         if any(prompt[node]["inputs"].get(name) == 1 for name in TAKEN):
             return False
@@ -261,8 +266,8 @@ def _is_film(prompt: Prompt, nodes: Sequence[str]) -> bool:
     return False
 
 
-def _texts(prompt: Prompt, node: str, pipeline: Pipeline) -> PromptRequest | None:
-    """The prompts of a video that is sampled in sections, where they are known. Raises InputError for refused ones."""
+def _section_texts(prompt: Prompt, node: str, pipeline: Pipeline) -> PromptRequest | None:
+    """The prompts of a video in sections; None for other families and computed texts. InputError for refused ones."""
     inputs = prompt.get(next(back(prompt, node, "prompt"), ""), {}).get("inputs", {})
     text, more = (value_of(prompt, inputs.get(name, "")) for name in ("text", "section_prompts"))
     if not (pipeline.spec.recipes.sections and isinstance(text, str) and isinstance(more, str)):
@@ -272,43 +277,44 @@ def _texts(prompt: Prompt, node: str, pipeline: Pipeline) -> PromptRequest | Non
     return texts
 
 
-def _decode(prompt: Prompt, node: str) -> DecodeRequest:
-    """The way in which the first node that decodes the latents of ``node`` does so; auto without one."""
+def _decode_request(prompt: Prompt, node: str) -> DecodeRequest:
+    """The settings of the first AnyGPU Decode of the latents that ``node`` samples; the defaults without one."""
     for each in (name for name, entry in prompt.items() if entry["class_type"] == "AnyGPUDecode"):
-        if next((one for one in back(prompt, each, "latent") if prompt[one]["class_type"] in RUNS), "") == node:
-            given = prompt[each]["inputs"]
-            return DecodeRequest(*(_widget(prompt, given, name, value) for name, value in DECODED.items()))
+        samplers = (one for one in back(prompt, each, "latent") if prompt[one]["class_type"] in RUNS)
+        if next(samplers, "") == node:
+            inputs = prompt[each]["inputs"]
+            return DecodeRequest(*(_widget(prompt, inputs, name, value) for name, value in DECODED.items()))
     return DecodeRequest()
 
 
-def _passed_on(prompt: Prompt, node: str, pipeline: Pipeline) -> Pipeline:
-    """``pipeline`` with what nodes on its way to ``node`` change of its time: a step cache, and a LoRA's recipe."""
+def _pipeline_at(prompt: Prompt, node: str, pipeline: Pipeline) -> Pipeline:
+    """``pipeline`` with the step cache and the LoRA's recipe that nodes on its way to ``node`` give it."""
     for each in reversed([*back(prompt, node, "pipeline")]):
-        kind, given = prompt[each]["class_type"], prompt[each]["inputs"]
+        kind, inputs = prompt[each]["class_type"], prompt[each]["inputs"]
         if kind == "AnyGPUStepCache":
-            preset, *own = (_widget(prompt, given, name, value) for name, value in CACHED.items())
+            preset, *own = (_widget(prompt, inputs, name, value) for name, value in CACHED.items())
             pipeline = with_step_cache(pipeline, preset, StepCacheSettings(*own))
         elif kind == "AnyGPULoRA" and not pipeline.is_demo:
-            strength, blocks = (_widget(prompt, given, name, value) for name, value in LORA.items())
+            strength, blocks = (_widget(prompt, inputs, name, value) for name, value in LORA.items())
             if not changes_recipe(strength, blocks):
                 continue
-            names, base = names_of_file(Path(str(given.get("lora", "")))), pipeline.model.names
+            names, base = names_of_file(Path(str(inputs.get("lora", "")))), pipeline.model.names
             recipe = recipe_named(pipeline.spec, names, base)[0] or pipeline.model.recipe
             pipeline = replace(pipeline, model=replace(pipeline.model, recipe=recipe))
     return pipeline
 
 
-def _advised(prompt: Prompt, node: str, text: str, inputs: Inputs) -> dict[str, Any]:
-    """A line of advice, with the first widget of ``node``, or of one on the pipeline's way there, among ``inputs``."""
-    ways = ((each, name) for each in (node, *back(prompt, node, "pipeline")) for name in inputs)
-    there = (way for way in ways if not isinstance(prompt[way[0]]["inputs"].get(way[1], []), list))
-    at, name = next(there, ("", ""))
+def _advice_row(prompt: Prompt, node: str, text: str, inputs: Inputs) -> dict[str, Any]:
+    """Advice to set one of ``inputs``, with the first widget for it on ``node`` or on the pipeline's way there."""
+    places = ((each, name) for each in (node, *back(prompt, node, "pipeline")) for name in inputs)
+    widgets = ((each, name) for each, name in places if not isinstance(prompt[each]["inputs"].get(name, []), list))
+    at, name = next(widgets, ("", ""))  # a list is a link
     text += "" if at else "; no widget of this graph sets it"
     return {"text": text, "node": at, "input": name, "value": inputs.get(name)}
 
 
-def _lighter(prompt: Prompt, node: str, loaded: Inputs, stages: Iterable[Inputs]) -> Iterator[dict[str, Any]]:
-    """Advice on stages that lack room: choices of the load node under which the same graph needs less there."""
+def _lighter_choices(prompt: Prompt, node: str, loaded: Inputs, stages: Iterable[Inputs]) -> Iterator[dict[str, Any]]:
+    """Advice for stages that lack room: choices of the load node with which they need less, by a forecast of each."""
     loader = _loader_of(prompt, node)
     for before in (each for each in stages if each["fits"] in (STREAMS, TOO_MUCH)):
         stage, entry = before["stage"], prompt[loader]
@@ -317,28 +323,29 @@ def _lighter(prompt: Prompt, node: str, loaded: Inputs, stages: Iterable[Inputs]
             _, pipeline = _card(changed, loader)
             made = {} if pipeline is None else _forecast(changed, node, {**loaded, loader: pipeline})
             after = next((each for each in made.get("stages", ()) if each["stage"] == stage), before)
-            if after["whole"] < LESS_BY * before["whole"] or before["fits"] == TOO_MUCH != after["fits"]:
+            now_fits = before["fits"] == TOO_MUCH and after["fits"] != TOO_MUCH
+            if now_fits or after["whole"] < LESS_BY * before["whole"]:
                 less = f"{amount_of(after['whole'])} instead of {amount_of(before['whole'])}, {after['fits']}"
-                yield _advised(prompt, node, f"{name} {value} on the load node: {stage} {less}", {name: value})
+                yield _advice_row(prompt, node, f"{name} {value} on the load node: {stage} {less}", {name: value})
 
 
 def _forecast(prompt: Prompt, node: str, loaded: Inputs) -> dict[str, Any]:
-    """The memory that a run of ``node`` needs, whether that fits and how long it takes; or the error of its inputs."""
+    """The panel's row on a run of ``node``: memory by stage, verdict, seconds, advice; or ``error`` of its inputs."""
     kind, pipeline, numbers = prompt[node]["class_type"], loaded[_loader_of(prompt, node)], _numbers(prompt, node)
     mode, room = pipeline.offloader.mode, memory_manager.room_on(pipeline.offloader.device)
     try:
         if isinstance(pipeline, Pipeline):
-            numbers, pipeline = _given(prompt, node, loaded)
-            numbers["texts"] = _texts(prompt, node, pipeline)
-            decode = checked_request(_decode(prompt, node), pipeline.spec.sizes.ratio)
+            numbers, pipeline = _sampling_inputs(prompt, node, loaded)
+            numbers["texts"] = _section_texts(prompt, node, pipeline)
+            decode = checked_request(_decode_request(prompt, node), pipeline.spec.sizes.ratio)
             pipeline = replace(pipeline, run=replace(pipeline.run, decode=decode))
         elif not prompt[node]["inputs"].get("negative_prompt"):
-            numbers.pop("text_guidance", None)  # which has no effect then
+            numbers.pop("text_guidance", None)  # no effect without a negative prompt
         levels, why = _levels(prompt, node)
         words, stages_in, times = RUNS[kind](numbers | levels, pipeline, room)
         lowest = MODES[-1] if mode in MODES and pipeline.offloader.device.type != "cpu" else mode
         most, least = stages_in("none" if mode == HOSTED else mode), stages_in(lowest)  # ComfyUI keeps all that fits
-        stages = [_stage(*pair, room) for pair in zip(most, least, strict=True)]
+        stages = [_stage_row(*pair, room) for pair in zip(most, least, strict=True)]
         if mode != lowest and any(stage["peak"] < stage["whole"] for stage in stages):
             why = why or f"offload {mode} lacks room and steps down"
         if why:
@@ -346,24 +353,25 @@ def _forecast(prompt: Prompt, node: str, loaded: Inputs) -> dict[str, Any]:
             times.why, times.less = why, ()
     except PackError as error:
         return {"error": error_message(error)}
-    ways = dict.fromkeys(stage["fits"] for stage in stages)
-    apart = " and ".join(f"{need.name} on {need.device}" for need in least if need.device)
+    verdicts = dict.fromkeys(stage["fits"] for stage in stages)
+    elsewhere = " and ".join(f"{need.name} on {need.device}" for need in least if need.device)
     time = times.get(mode)
     summary = f", {time or times.unknown}" if time or times.unknown else ""
-    painted = "size" if kind == DELIGHTS else "view_size"
-    lower = "width and height, or frames" if isinstance(pipeline, Pipeline) else painted
+    paint_size = "size" if kind == DELIGHTS else "view_size"
+    lower = "width and height, or frames" if isinstance(pipeline, Pipeline) else paint_size
+    headline = _headline(stages, summary, lower)
     return {
         "found": f"{'picture' if kind == DELIGHTS else words}, offload {mode}",
         "stages": stages,
-        "verdict": "\n".join(MEANING[way] for way in ways if way in MEANING),
-        "headline": f"{_headline(stages, summary, lower)}{apart and f' {apart[0].upper()}{apart[1:]}.'}",
+        "verdict": "\n".join(MEANING[each] for each in verdicts if each in MEANING),
+        "headline": f"{headline} {elsewhere[0].upper()}{elsewhere[1:]}." if elsewhere else headline,
         "seconds": {} if time is None else {stage.name: round(stage.seconds, 1) for stage in time.stages},
-        "advice": [_advised(prompt, node, str(each), each.inputs) for each in times.less],
+        "advice": [_advice_row(prompt, node, str(each), each.inputs) for each in times.less],
     }
 
 
 def _headline(stages: Sequence[Mapping[str, Any]], time: str, lower: str) -> str:
-    """One line: whether a run fits, how long it takes, where it peaks; or the widgets to ``lower`` where that helps."""
+    """A line on whether a run fits, its ``time`` and its peak; if it does not, with the widgets to ``lower``."""
     if not stages or any(stage["free"] is None for stage in stages):
         return f"free memory unknown{time}"
     worst = max(stages, key=lambda stage: ((FITS, PARTS, STREAMS, TOO_MUCH).index(stage["fits"]), stage["peak"]))
@@ -376,7 +384,8 @@ def _headline(stages: Sequence[Mapping[str, Any]], time: str, lower: str) -> str
     return f"Fits{how}{time}. {amount_of(peak['peak'])} at its peak ({peak['stage']}), {amount_of(peak['free'])} free."
 
 
-def _stage(most: StageNeed, least: StageNeed, room: int | None) -> dict[str, Any]:
+def _stage_row(most: StageNeed, least: StageNeed, room: int | None) -> dict[str, Any]:
+    """Fit of a stage in ``room`` bytes (None: unknown); ``most``: its need with all weights, ``least``: streamed."""
     room = most.room if most.device else room
     if room is None or most.total <= room:
         peak, fits = most.total + most.ahead, "" if room is None else FITS
@@ -390,13 +399,14 @@ def _stage(most: StageNeed, least: StageNeed, room: int | None) -> dict[str, Any
     return {"stage": most.name, **needs, "free": room, "fits": fits}
 
 
-def _sampled(plain: Inputs, pipeline: Pipeline, room: int | None) -> Asked:
-    width, height, frames = (plain[name] for name in SIZE)
-    clips, mode, rooms = int(plain["batch_size"]), pipeline.offloader.mode, memory_manager.room_on
-    given = {name: plain[name] for name in COUNTED if name in plain}
-    settings = SampleSettings(width, height, frames, steps=int(plain.get("steps", 0)), **given)
-    asked = Size(width, height, frames, window=int(plain["window"]), clip="clip" in plain)
-    run = planned_run(pipeline, asked, settings, plain.get("texts"))
+def _plan_sampling(inputs: Inputs, pipeline: Pipeline, room: int | None) -> Asked:
+    """The forecast of sampling with the ``inputs`` of a node by name, where ``room`` bytes of the device are free."""
+    width, height, frames = (inputs[name] for name in SIZE)
+    clips, mode, rooms = int(inputs["batch_size"]), pipeline.offloader.mode, memory_manager.room_on
+    given = {name: inputs[name] for name in COUNTED if name in inputs}
+    settings = SampleSettings(width, height, frames, steps=int(inputs.get("steps", 0)), **given)
+    asked = Size(width, height, frames, window=int(inputs["window"]), clip="clip" in inputs)
+    run = planned_run(pipeline, asked, settings, inputs.get("texts"))
     times = times_of(pipeline, run, [mode], room, rooms)
     if times:
         less = known_or_why(lambda: savings(pipeline, run, mode, room, rooms))[0] or ()
@@ -406,14 +416,15 @@ def _sampled(plain: Inputs, pipeline: Pipeline, room: int | None) -> Asked:
     return words, lambda mode: forecast(pipeline, run.size, mode, room, rooms).stages, times
 
 
-def _painted(plain: Inputs, pipeline: PaintPipeline, room: int | None) -> Asked:
-    scale = plain.get("guidance", plain.get("image_guidance"))
-    guided = None if scale is None else int(scale != 1.0)
-    if plain.get("text_guidance", 1.0) != 1.0:
-        guided = 2  # rows beside the first
-    size = DEMO_SIZE if is_demo(pipeline.source) else int(plain.get("view_size", plain.get("size", 0)))
-    views = int(plain.get("max_views", 0)) if pipeline.family == "paint_pbr" else 0  # others paint the six fixed ones
-    run = painting.planned_run(pipeline, size, views, int(plain.get("steps", 0)), guided)
+def _plan_painting(inputs: Inputs, pipeline: PaintPipeline, room: int | None) -> Asked:
+    """The forecast of painting or delighting with the ``inputs`` of a node, where ``room`` bytes are free."""
+    scale = inputs.get("guidance", inputs.get("image_guidance"))
+    guided = None if scale is None else int(scale != 1.0)  # rows of the batch beside the first
+    if inputs.get("text_guidance", 1.0) != 1.0:
+        guided = 2  # guidance by the text as well takes another
+    size = DEMO_SIZE if is_demo(pipeline.source) else int(inputs.get("view_size", inputs.get("size", 0)))
+    views = int(inputs.get("max_views", 0)) if pipeline.family == "paint_pbr" else 0  # others paint the six fixed ones
+    run = painting.planned_run(pipeline, size, views, int(inputs.get("steps", 0)), guided)
     times = times_of(pipeline, run, (pipeline.offloader.mode,), room)
     return "views", lambda mode: painting.paint_needs(pipeline, run, mode, room), times
 
@@ -426,9 +437,9 @@ LOADERS: dict[str, tuple[Inputs, Callable[..., Any]]] = {  # inputs with their d
 }
 READERS: dict[type, Callable[..., Any]] = {PaintRequest: load_paint, AdapterRequest: load_adapter}
 RUNS: dict[str, Callable[[Any, Any, int | None], Asked]] = {
-    "AnyGPUSample": _sampled,
-    "AnyGPUSampleFramePack": _sampled,
-    DELIGHTS: _painted,
-    "AnyGPUPaintViews": _painted,
-    "AnyGPUTextureMesh": _painted,
+    "AnyGPUSample": _plan_sampling,
+    "AnyGPUSampleFramePack": _plan_sampling,
+    DELIGHTS: _plan_painting,
+    "AnyGPUPaintViews": _plan_painting,
+    "AnyGPUTextureMesh": _plan_painting,
 }

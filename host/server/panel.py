@@ -41,23 +41,25 @@ def limit_tooltip(name: str) -> str:
 
 
 def first_run() -> str:
+    """Advice for a user without a model: the first steps, and which demo workflows run at once; empty with a model."""
     if folders.models():
         return ""
     here, host = facts(), _facts_of("cpu").total_bytes
     size = f"{here.name}, {host / GIBIBYTE:.0f} GB of host memory"
     steps = first_steps(folders.model_roots(), size, host, 0 if here.backend == "cpu" else here.total_bytes)
-    families = map(family_of_folder, demo_models().values())
-    drawn = [each.title + " (text to video)" * folders.draws_text_alone(each) for each in families if each]
+    families = filter(None, map(family_of_folder, demo_models().values()))
+    drawn = [each.title + (" (text to video)" if folders.draws_text_alone(each) else "") for each in families]
     at_once = f" Workflows of {', '.join(drawn)} run at once: a small demo model draws coloured shapes in its place."
     return f"No model yet.{at_once if drawn else ''}\n{steps}"
 
 
 def offers() -> dict[str, dict[str, str]]:
+    """Folder name of each missing published model -> ``title`` and ``text`` on its download; empty on failure."""
     return value_or(lambda: absent_offers(folders.models(), folders.model_roots()), {})
 
 
 def memory_now() -> dict[str, Any]:
-    """Bytes free and in all, of the device and of the host; ``free`` of the device is None where unknown."""
+    """Free (None: unknown) and total bytes of the device and the host; ``shared`` where both are one memory."""
     here, host = facts(), _facts_of("cpu")
     return {
         "device": {"name": here.name, "free": free_bytes(here.device), "total": here.total_bytes},
@@ -67,21 +69,20 @@ def memory_now() -> dict[str, Any]:
 
 
 def machine(again: bool = False) -> dict[str, Any]:
-    """The device, its memory, a light per probe, and the report; probes are asked ``again`` only on demand."""
+    """The panel's data on this machine: device, memory, lights of the probes, report; ``again`` reruns all probes."""
     here = facts()
     store = probe_results_of(here, folders.state_folder())
     if again:
         store.ask_all(again=True)
     known = store.without_asking()
     report = report_on(here, known, precisions(), free_bytes(here.device), store.note, store.misses())
+    sections = [{"heading": name, "lines": [line.as_json() for line in lines]} for name, lines in report.sections]
     return {
         "device": str(here),
         "memory": memory_now(),
         "lights": [asdict(status) for status in probe_statuses(here, known)],
         "asked": all(answer.status != UNKNOWN for answer in known.values()),
-        "sections": [
-            {"heading": heading, "lines": [line.as_json() for line in lines]} for heading, lines in report.sections
-        ],
+        "sections": sections,
         "limits": decisions.limits(here),
         "first_run": first_run(),
         "problem": package_problem(),
@@ -89,7 +90,7 @@ def machine(again: bool = False) -> dict[str, Any]:
 
 
 def shared_machine() -> dict[str, str]:
-    """This machine as the file that `anygpu report --share` writes, its name and where it may go."""
+    """The ``text`` and the name of the ``file`` that `anygpu report --share` writes, and the ``form`` to send it by."""
     from ...pipelines.records import machines
 
     here = machines.this_machine(memory_manager.compute_device(), folders.state_folder(), precisions())
@@ -101,7 +102,7 @@ def error_message(error: PackError) -> dict[str, str]:
 
 
 class NodeRun:
-    """One node of one run; time is attributed to the stage whose step ended it."""
+    """Record of one node in one run; the seconds between two steps count for the stage whose step ended them."""
 
     def __init__(self, node_id: str | None) -> None:
         self.started = self._moment = time.monotonic()
@@ -116,7 +117,7 @@ class NodeRun:
         self._count(stage)
 
     def at(self, where: str, left: str = "") -> None:
-        """Progress of the node, such as ``sampling 3/20``, and ``, 4.1 s each, about 70 s left`` of it."""
+        """Record the progress, such as ``sampling 3/20``, and the time left, ``, 4.1 s each, about 70 s left``."""
         self.entry.update(status=where, left=left)
 
     def finish(self, status: str) -> None:
@@ -124,6 +125,7 @@ class NodeRun:
         self.entry.update(status=status, done=True)
 
     def _count(self, stage: str) -> None:
+        """Add the seconds since the last call to ``stage``."""
         now = time.monotonic()
         spent = self.entry["stages"].get(stage, 0.0) + now - self._moment
         self.entry.update(stages={**self.entry["stages"], stage: spent}, seconds=now - self.started)  # others copy it
@@ -131,8 +133,8 @@ class NodeRun:
 
 
 def last_run(client: str | None = None) -> dict[str, Any]:
-    """The last run's ``prompt``, a copy of its ``nodes``, its ``costs`` and what ``changed``; without a run or changes
-    where ``client`` is a window that did not queue it."""
+    """The last run: id of its ``prompt``, a copy of the records of its ``nodes``, ``costs`` of stages, and what
+    ``changed`` since the run before; all empty for a ``client`` (browser window) that did not queue it."""
     from ...pipelines.records import changes
 
     with _lock:
@@ -145,16 +147,17 @@ def last_run(client: str | None = None) -> dict[str, Any]:
 
 
 def on_canvas(node_id: str | None) -> str | None:
-    """The node that is on the canvas for one that another node has expanded into."""
+    """The id of the node on the canvas: for a node of an expanded subgraph, that of the node that expanded."""
     return get_progress_state().dynprompt.get_display_node_id(node_id)  # type: ignore[no-any-return]
 
 
 def window() -> str | None:
-    """The window that queued the prompt; None without a client."""
+    """The client id of the browser window that queued the running prompt; None without one."""
     return getattr(getattr(PromptServer, "instance", None), "client_id", None)
 
 
 def stop(node_id: str | None, how: str) -> dict[str, Any] | None:
+    """Mark the node's record as ended, ``how`` such as ``cancelled``; a copy of it, None where nothing was running."""
     with _lock:
         entry = _last["nodes"].get(on_canvas(node_id))
         if entry is None or entry["done"]:
@@ -164,6 +167,7 @@ def stop(node_id: str | None, how: str) -> dict[str, Any] | None:
 
 
 def _enter(node_id: str | None, prompt: str, entry: dict[str, Any]) -> None:
+    """Add the record of a node to the last run, which begins anew with another prompt id."""
     with _lock:
         if _last["prompt"] != prompt:
             _last.update(prompt=prompt, client=window(), began=time.time(), nodes={})

@@ -24,21 +24,19 @@ _wanted: set[str] = set()  # ids of prompts that are to pause
 
 
 def request() -> dict[str, str]:
-    """Have the prompt that runs pause after its next step that can be gone on from; InputError where nothing runs."""
+    """Ask the running prompt to pause after its next saved step; the message to show, or InputError if none runs."""
     items = running()
     if not items:
         raise InputError("no run to pause", expected="a run in progress", fix="Press Run.")
     _wanted.clear()
     _wanted.update(item[1] for item in items)
-    again = "Samplings that have ended are made again on Resume."
-    return {"text": f"Pausing after the next step that is saved; core's samplers and step caches save none. {again}"}
+    note = "Samplings that have ended are made again on Resume."
+    return {"text": f"Pausing after the next step that is saved; core's samplers and step caches save none. {note}"}
 
 
 def save(item: Any, where: str, picture: Any) -> bool:
-    """Save the prompt of :func:`wanted_run`, which the caller ends then, and have the card's memory freed.
-
-    False if the disk fails. ``where`` is such as ``sampling 3/20``, ``picture`` a preview.
-    """
+    """Write the queue's ``item`` of :func:`wanted_run` to disk and ask ComfyUI to unload all models; False if the disk
+    fails. ``where`` is its progress, such as ``sampling 3/20``, ``picture`` a preview; the caller ends the prompt."""
     _, prompt_id, prompt, extra, outputs, *_ = item
     _wanted.clear()
     workflow = (extra.get("extra_pnginfo") or {}).get("workflow")
@@ -60,6 +58,7 @@ def save(item: Any, where: str, picture: Any) -> bool:
 
 
 def listing() -> list[dict[str, Any]]:
+    """The readable paused runs, newest first: ``id``, ``where``, ``time`` in Unix seconds, ``picture`` as data URL."""
     found = []
     for identity in _files():
         with suppress(InputError):
@@ -86,7 +85,7 @@ def forget(identity: str) -> None:
 
 
 def forget_resumed() -> None:
-    """Forget the paused runs of the prompt that runs, which has gone on."""
+    """Delete the files of paused runs whose prompt is running again."""
     prompts = [_as_queued(prompt) for _, _, prompt, *_ in running()]
     for identity in _files():
         with suppress(InputError, OSError):
@@ -95,8 +94,8 @@ def forget_resumed() -> None:
 
 
 def _as_queued(prompt: dict[str, Any]) -> dict[str, Any]:
-    """``prompt`` without the fingerprints that core adds to its nodes: they are of files then, and NaN is no JSON."""
-    return {node: {key: item for key, item in given.items() if key != "is_changed"} for node, given in prompt.items()}
+    """``prompt`` without the ``is_changed`` fingerprints that core adds to its nodes: they go stale, and may be NaN."""
+    return {node: {key: item for key, item in entry.items() if key != "is_changed"} for node, entry in prompt.items()}
 
 
 def _files() -> dict[str, Path]:
@@ -104,11 +103,12 @@ def _files() -> dict[str, Path]:
 
 
 def wanted_run() -> Any:
-    """The queue's item of the prompt that runs and is to pause; None without one."""
+    """The queue's item of the running prompt if a pause was requested for it, else None."""
     return next((item for item in running() if item[1] in _wanted), None) if _wanted else None
 
 
 def running() -> list[Any]:
+    """The items that ComfyUI's queue executes now; empty without a server."""
     queue = getattr(getattr(PromptServer, "instance", None), "prompt_queue", None)
     return [] if queue is None else queue.get_current_queue_volatile()[0]
 
@@ -118,6 +118,7 @@ def _folder() -> Path:
 
 
 def _data_url(picture: Any) -> str:
+    """A preview (format, PIL image, size) as a small JPEG in a data URL; empty for any other value."""
     with suppress(Exception):  # a previewer of another pack gives what it likes
         target, small = io.BytesIO(), picture[1].convert("RGB")
         small.thumbnail((PIXELS, PIXELS))

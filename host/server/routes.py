@@ -1,6 +1,5 @@
 """The HTTP routes of the AnyGPU tab, read-only except six: two ask the device and keep its answers, one recovers a
-saved latent, two pause the run and forget a paused one, one draws what templates load. No text becomes a path.
-"""
+saved latent, two pause the run and forget a paused one, one draws what templates load. No text becomes a path."""
 
 from __future__ import annotations
 
@@ -28,19 +27,19 @@ Handler = Callable[[web.Request], Awaitable[Any]]
 
 
 def add_routes(table: web.RouteTableDef | None = None) -> bool:
-    """Add the routes, to ComfyUI's own table by default; False without a server, and for a second time."""
+    """Add the routes to ``table``, by default ComfyUI's own; False without a server, or if they are there already."""
     server = getattr(PromptServer, "instance", None)
     table = table if table is not None else getattr(server, "routes", None)
     if table is None or any(getattr(route, "path", "").startswith(f"{PREFIX}/") for route in table):
         return False
     for method, path, handler in ROUTES:
-        table.route(method, PREFIX + path)(_answering(handler))
+        table.route(method, PREFIX + path)(_with_json_errors(handler))
     table.route("GET", HELP)(english)
     return True
 
 
 async def english(request: web.Request) -> web.Response:
-    """Redirect to the English help of a node, for languages of ComfyUI in which it has not been written."""
+    """Redirect to a node's English help page, for interface languages without a translation of it."""
     return web.Response(status=302, headers={"Location": f"{request.match_info['node']}/en.md"})
 
 
@@ -51,7 +50,7 @@ async def graph(request: web.Request) -> Any:
 
 
 def asking(act: Callable[[], Any]) -> Handler:
-    """A handler that gives ``act()``, which asks the device; refused while a run is on, whose time it would take."""
+    """A handler that answers with ``act()``, which uses the device; 409 during a run, which that would slow down."""
 
     async def handler(request: web.Request) -> Any:
         await body_of(request)
@@ -68,7 +67,7 @@ async def error_parts(request: web.Request) -> Any:
 
 
 async def latents(request: web.Request) -> Any:
-    return {"latents": [_shown(item) for item in await asyncio.to_thread(recovery.listing)]}
+    return {"latents": [_as_json(item) for item in await asyncio.to_thread(recovery.listing)]}
 
 
 async def picture(request: web.Request) -> Any:
@@ -79,7 +78,7 @@ async def picture(request: web.Request) -> Any:
 
 
 async def recover(request: web.Request) -> Any:
-    """The node and the value that load one kept latent, after reading it whole to see that it is sound."""
+    """The node and widget value that load a saved latent, once reading all of it has shown that it is intact."""
     identity = checked_id(await body_of(request))
     await asyncio.to_thread(recovery.load, identity)
     text = "The latents are fine. A node that loads them was added: connect it to AnyGPU Decode."
@@ -101,7 +100,7 @@ async def forget(request: web.Request) -> Any:
 
 
 async def examples(request: web.Request) -> Any:
-    """Draw the picture and the clip that the templates load, where ComfyUI's input folder has none of these names."""
+    """Draw the picture and the clip that the templates load, unless ComfyUI's input folder has files of these names."""
     from .. import examples  # draws with torch: not at ComfyUI's start
 
     await body_of(request)
@@ -128,7 +127,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
 
 
 async def body_of(request: web.Request) -> dict[str, Any]:
-    """The JSON object in the body; InputError for none, web.HTTPException for another content type or too long."""
+    """The JSON object in the body; InputError for other content, web.HTTPException for another type or MOST_BYTES."""
     if request.content_type != "application/json":
         text = _refusal(f"content type {request.content_type!r}", "application/json", "Send JSON.")
         raise web.HTTPUnsupportedMediaType(text=text)
@@ -148,7 +147,7 @@ async def body_of(request: web.Request) -> dict[str, Any]:
 
 
 def checked_prompt(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The prompt in a body: node id to ``class_type`` and ``inputs``; InputError for another form, or too many."""
+    """The prompt in a body, node id -> ``class_type`` and ``inputs``; InputError for another form or too many nodes."""
     prompt = body.get("prompt")
     expected, fix = "node ids with class_type and inputs", "Send what graphToPrompt() returns as output."
     if not isinstance(prompt, dict):
@@ -163,14 +162,16 @@ def checked_prompt(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checked_id(body: Mapping[str, Any]) -> str:
-    """The id in a body, which names a kept latent and is never part of a path; InputError for another form."""
+    """The id of a saved latent or paused run, which is looked up and never part of a path; InputError if malformed."""
     identity = body.get("id")
     if not isinstance(identity, str) or not IDENTITY.fullmatch(identity):
         raise InputError("an id of another form", expected="an id from the list", fix="Choose one from the list.")
     return identity
 
 
-def _answering(handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _with_json_errors(handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
+    """``handler`` with its result sent as JSON, and our errors as 400 with found, expected and fix."""
+
     async def answer(request: web.Request) -> web.Response:
         try:
             result = await handler(request)
@@ -187,7 +188,7 @@ def _refusal(found: str, expected: str, fix: str) -> str:
     return json.dumps({"error": {"found": found, "expected": expected, "fix": fix}})
 
 
-def _shown(item: recovery.SavedLatents) -> dict[str, str]:
+def _as_json(item: recovery.SavedLatents) -> dict[str, str]:
     text = f"{item.total_bytes / 1e6:.1f} MB" + (f", {item.fps:g} fps" if item.fps else "")  # 0 where it is unknown
     return {
         "id": item.id,
