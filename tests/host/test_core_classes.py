@@ -94,6 +94,8 @@ def test_other_draws_and_widths_of_a_double(inside: Inside, name: str, most: flo
 def test_a_package_s_kernel_is_given_what_it_computes_as_well_as_before(inside: Inside, name: str, kernel: str) -> None:
     """In emulation: int8 operands, and for SageAttention sums in fp16."""
     found = inside.play("core_sweep", "emulated", name=name, kernel=kernel, scenes=STEADY + ROWS)
+    if found is None:
+        pytest.skip("this ComfyUI has no such class or kernel")
     assert found["own"] > 1e-3, "the kernel is exact: the test tests nothing"
     said = {"sage": "by attention_sage", "int8": "by comfy-kitchen's int8 kernel"}[kernel]
     for scene, each in found["scenes"].items():

@@ -266,18 +266,19 @@ def errors(name: str, scenes: list[str], function: str = "", late: bool = False)
     return found
 
 
-KERNELS = {  # core's function around a package's kernel, and the kernel
-    "sage": (core_attention.attention_sage, attention_cases.sage),
-    "int8": (core_attention.attention_comfy_kitchen_int8, attention_cases.all_in_int8),
+KERNELS = {  # the name of core's function around a package's kernel, and the kernel
+    "sage": ("attention_sage", attention_cases.sage),
+    "int8": ("attention_comfy_kitchen_int8", attention_cases.all_in_int8),
 }
 
 
 def emulated(name: str, kernel: str, scenes: list[str]) -> dict[str, Any] | None:
     """The error against core's fp32 of a kernel in emulation: core's on the model as trained, Fit Model's by scene."""
-    if not hasattr(supported, CASES[name].table):
+    called, compute = KERNELS[kernel]
+    if not (hasattr(supported, CASES[name].table) and hasattr(core_attention, called)):
         return None
-    function, compute = KERNELS[kernel]
-    calls = Calls(function.__name__)
+    function = getattr(core_attention, called)
+    calls = Calls(called)
 
     def run_kernel(q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND", **chosen: Any) -> Tensor:
         mask, scale = chosen.get("attn_mask"), chosen.get("sm_scale") or chosen.get("scale")
