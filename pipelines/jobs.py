@@ -138,8 +138,9 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
     else:
         framepack = job.framepack
         assert framepack is not None  # as_run gives one to a family that samples in sections
-        made_with: dict[str, Any] = {"pipeline": pipeline, "prompt": prompt, "image": image, "settings": asked_for}
-        with_receipt = partial(receipts.with_receipt, **made_with, framepack=framepack)
+        with_receipt = partial(
+            receipts.with_receipt, pipeline=pipeline, prompt=prompt, image=image, settings=asked_for, framepack=framepack
+        )
         keeper = recovery.SavedSections(unfinished, progress.notify, describe=with_receipt)
         sections = keeper if group is None else LeaderStore(group, keeper)
         latents = stages.sample_framepack(pipeline, prompt, image, settings, framepack, progress, sections, steps)

@@ -1,6 +1,5 @@
 """Stacks of each family's blocks, and its decoder, at published widths with random weights: memory and time beside what
-the forecasts say, on cards as small as wanted. Without diffusers the blocks are plain ones of the same widths.
-"""
+the forecasts say, on cards as small as wanted. Without diffusers the blocks are plain ones of the same widths."""
 
 from __future__ import annotations
 

@@ -395,8 +395,7 @@ def lost_masks(network: nn.Module, attention: Attention) -> Iterator[tuple[nn.Mo
 
     Source:
         Tencent-Hunyuan/HunyuanVideo and -1.5: prepare_causal_attention_mask in the middle block.
-        genmoai/mochi, src/genmo/mochi_preview/vae/models.py: is_causal=True.
-    """
+        genmoai/mochi, src/genmo/mochi_preview/vae/models.py: is_causal=True."""
     if not any(isinstance(module, nn.Conv3d) for module in network.modules()):
         return
     for module in network.modules():

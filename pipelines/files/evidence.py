@@ -186,8 +186,10 @@ def _fits(row: OtherModel, entries: Mapping[str, TensorEntry]) -> bool:
         return next((name for name in entries if f".{mark}" in f".{name}" and (whole or name.endswith(mark))), "")
 
     found = [marked(mark) for mark in row.marks]
-    shape = entries[found[0]].shape if all(found) else ()
-    return all(found) and (not row.columns or (len(shape) > 1 and shape[1] == row.columns))
+    if not all(found):
+        return False
+    shape = entries[found[0]].shape
+    return not row.columns or (len(shape) > 1 and shape[1] == row.columns)
 
 
 def _others() -> tuple[OtherModel, ...]:

@@ -3,8 +3,7 @@ and full differences are rewritten so. OFT, BOFT and GLoRA multiply the weight i
 go into it.
 
 Sources: LyCORIS (KohakuBlueleaf/LyCORIS, ``docs/Algo-Details.md``) and ComfyUI's ``comfy/weight_adapter`` for the
-formulas and the ranks that alphas are divided by.
-"""
+formulas and the ranks that alphas are divided by."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A decoder layer by layer over tiles, exactly: what it computes is the whole, in a fraction of the device's memory.
 
 Activations live in host memory as planes. A layer reads a tile with as many cells around it as its kernel sees, and
-writes the tile's core into the next plane; group norms get their moments from sums gathered while it was written.
-"""
+writes the tile's core into the next plane; group norms get their moments from sums gathered while it was written."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The methods by which a VAE runs, ours or core's, in one order: the first that fits begins, a retry goes on from it.
 
 Exact ones come first: whole, chunks, layer by layer; then tiles, which are blended, and the CPU. Where tiles are a
-choice, advised or all that the device bears, layer by layer comes after them: it is slow.
-"""
+choice, advised or all that the device bears, layer by layer comes after them: it is slow."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """One decode as work that can be interrupted and resumed: windows of time, regions of a window, chunks of a region.
 
 Finished parts are kept. If a part runs out of memory, the next method splits only the rest: a region into smaller
-ones that overlap and blend, a chunk of latent frames into shorter ones, a decoder call into a stream of tiles.
-"""
+ones that overlap and blend, a chunk of latent frames into shorter ones, a decoder call into a stream of tiles."""
 
 from __future__ import annotations
 

@@ -277,7 +277,6 @@ def emulated(name: str, kernel: str, scenes: list[str]) -> dict[str, Any] | None
     called, compute = KERNELS[kernel]
     if not (hasattr(supported, CASES[name].table) and hasattr(core_attention, called)):
         return None
-    function = getattr(core_attention, called)
     calls = Calls(called)
 
     def run_kernel(q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND", **chosen: Any) -> Tensor:
