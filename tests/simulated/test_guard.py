@@ -34,7 +34,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simulated import accelerator
-from simulated.test_families import CASES, rendered
+from simulated.test_families import SMALL, rendered
 
 WIDTH = 256
 
@@ -519,9 +519,9 @@ def test_a_run_is_guarded_and_a_wrong_product_does_not_reach_the_video(
     store = store_of(acc, tmp_path / "kept")
     monkeypatch.setattr(folder, "probe_results_of", lambda *_: store)
     with accelerator.hook("aten::addmm", after=lambda op, arguments, results: results[0][1:].zero_()):
-        model = tiny.build(CASES[family].checkpoints[0], tiny_folder)
+        model = tiny.build(SMALL[family].checkpoints[0], tiny_folder)
         pipeline = load(LoadRequest(model, precision="fp32", device=acc, state=tmp_path / "kept"))
-        latents, frames = rendered(pipeline, CASES[family])
+        latents, frames = rendered(pipeline, SMALL[family])
     for found, expected in zip((latents, frames), on_host(family), strict=True):
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)
     named = {key.partition(" ")[0] for key in store.misses()}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from simulated import accelerator, profiles
-from simulated.test_families import CASES, MODES, loaded_for, rendered
+from simulated.test_families import MODES, SMALL, loaded_for, rendered
 
 FAMILIES = ("ltx", "hunyuan_video", "hunyuan_video_15", "framepack", "mochi")
 MET = {  # in the sample; Mochi meets every machine
@@ -48,8 +48,8 @@ def test_cell(tiny_folder, on_host, state, family, machine, offload):
         pytest.skip(reason)
     expected_latents, expected_frames = on_host(family)
     with profiles.on(machine) as profile:
-        pipeline = loaded_for(CASES[family], tiny_folder, profile.facts, offload, "auto", state=state)
-        latents, frames = rendered(pipeline, CASES[family])
+        pipeline = loaded_for(SMALL[family], tiny_folder, profile.facts, offload, "auto", state=state)
+        latents, frames = rendered(pipeline, SMALL[family])
         precision = pipeline.precision
     allowed = ALLOWED[precision.compute or precision.transformer]
     assert torch.isfinite(frames).all()
