@@ -115,7 +115,7 @@ def test_without_our_registration_a_raw_kernel_breaks_the_graph():
         compiled(torch.ones(4))
 
 
-@pytest.mark.parametrize("offload", ["model", "group"])
+@pytest.mark.parametrize("offload", [pytest.param("model", marks=pytest.mark.full), "group"])
 def test_with_our_order_kernels_and_compile_act_in_every_call(acc, tiny_folder, on_host, monkeypatch, offload):
     from anygpu.compat.transforms import blocks
 
