@@ -12,7 +12,7 @@ from anygpu.compat.transforms.attention_chunks import chunk_size, chunked, fp32_
 from anygpu.compat.transforms.attention_kernels import EXPLICIT
 from anygpu.compat.transforms.sparse_attention import SparseAttention, shares
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import Prompt, PromptRequest, SampleSettings, Silent
 from anygpu.pipelines.forecast.memory import forecast
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.requests import LoadRequest
@@ -20,7 +20,7 @@ from anygpu.pipelines.sizes import MARGIN, SPARSE_COPIES, Size
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from simulated import accelerator, fitting
-from simulated.test_families import CASES, MODES, ROUNDING, loaded_for, rendered
+from simulated.test_families import CASES, MODES, ROUNDING, SMALL, loaded_for, rendered
 
 SHAPES = {  # (B, H, N, M, D): video tokens, video to text, Mochi's VAE over time
     "joint": (1, 4, 1500, 1500, 32),
@@ -77,9 +77,15 @@ def least(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     return 4 * keys * (2 * width + 1) + 16 * (width + 1) + 4096
 
 
+@pytest.fixture(scope="module")
+def prompt(tiny_folder: Any) -> Prompt:
+    """A prompt of the tiny LTX-Video, which the heavy one takes too."""
+    return stages.encode_prompt(loaded_for(CASES["ltx"], tiny_folder, "cpu"), PromptRequest("a red fox"), Silent())
+
+
 @pytest.mark.parametrize("budget", [200_000, 20_000_000])
 def test_a_forecast_knows_the_scores_of_attention_in_chunks(
-    acc: torch.device, tiny_folder: Any, budget: int, monkeypatch: pytest.MonkeyPatch
+    acc: torch.device, tiny_folder: Any, prompt: Prompt, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which are more than the feed-forward's states, or less: those of attention alone come beside them."""
     monkeypatch.setattr(attention, "LEAST_BUDGET", budget)
@@ -87,7 +93,6 @@ def test_a_forecast_knows_the_scores_of_attention_in_chunks(
     asked, size = SampleSettings(160, 128, 33, steps=2, seed=3, cfg=1.0), Size(160, 128, 33)
     with sdpa_kernel(SDPBackend.MATH), torch.no_grad():
         pipeline = fitting.heavy("ltx", tiny_folder, acc, "model")
-        prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox"), Silent())
         stages.sample(pipeline, prompt, None, asked, Silent())
     peak = pipeline.offloader.memory_stats.stages[-1].peak_bytes
     need = next(need for need in forecast(pipeline, size, "model").stages if need.name == "sampling")
@@ -167,12 +172,12 @@ def test_mochi_obeys_in_every_offload_mode_each_pipeline_its_own(
         for choice in ("native_flash", "native_math")
     }
     ran.clear()  # of the trial while loading
-    flash, _ = rendered(pipeline["native_flash"], CASES["mochi"])
+    flash, _ = rendered(pipeline["native_flash"], SMALL["mochi"])
     chosen = len(ran)
-    exact, _ = rendered(pipeline["native_math"], CASES["mochi"])
+    exact, _ = rendered(pipeline["native_math"], SMALL["mochi"])
     assert chosen == 2 * 2 * 2, "2 steps: two blocks, for two rows of the batch; the pool's heads have another width"
     assert len(ran) == chosen
-    again, _ = rendered(pipeline["native_flash"], CASES["mochi"])
+    again, _ = rendered(pipeline["native_flash"], SMALL["mochi"])
     assert len(ran) == 2 * chosen
     torch.testing.assert_close(exact, flash, atol=SUMS, rtol=SUMS)
     assert torch.equal(again, flash)
@@ -186,6 +191,6 @@ def test_a_chosen_kernel_gets_only_what_it_was_tried_with(
 ) -> None:
     """Mochi's pool has wider heads than its blocks, and under fp16-safe a token refiner stays in fp32."""
     seen = seen_by("native_flash", monkeypatch)
-    pipeline = loaded_for(CASES[name], tiny_folder, acc, precision=precision, attention="native_flash")
-    rendered(pipeline, CASES[name])
+    pipeline = loaded_for(SMALL[name], tiny_folder, acc, precision=precision, attention="native_flash")
+    rendered(pipeline, SMALL[name])
     assert len(seen) > 4 and len({*seen}) == 1, seen

@@ -26,35 +26,35 @@ from anygpu.pipelines.speed import SpeedRequest
 from safetensors.torch import load_file, save_file
 
 from simulated import accelerator
-from simulated.test_families import CASES, MODES, loaded_for, rendered
+from simulated.test_families import MODES, SMALL, loaded_for, rendered
 
 HALF = torch.finfo(torch.float16).eps
 BOUND = 4 * HALF  # relative L2: the operands of some 30 products in a row are each rounded by half an eps
 
 
 def cells() -> list[Any]:
-    sample = {name: MODES[index % len(MODES)] for index, name in enumerate(CASES)}
+    sample = {name: MODES[index % len(MODES)] for index, name in enumerate(SMALL)}
     return [
         pytest.param(name, mode, marks=[] if mode == sample[name] else [pytest.mark.full])
-        for name in CASES
+        for name in SMALL
         for mode in MODES
     ]
 
 
 @pytest.mark.parametrize(("name", "offload"), cells())
 def test_a_family_is_near_fp32_in_every_offload_mode_twice_in_a_row(acc, tiny_folder, on_host, name, offload):
-    pipeline = loaded_for(CASES[name], tiny_folder, "acc:0", offload, "fp16-safe")
+    pipeline = loaded_for(SMALL[name], tiny_folder, "acc:0", offload, "fp16-safe")
     products: set[torch.dtype] = set()
 
     def seen(_: str, arguments: list) -> None:
         products.update(a.dtype for a in arguments if isinstance(a, torch.Tensor))
 
     with accelerator.hook("aten::*mm", seen):
-        latents = rendered(pipeline, CASES[name])[0]
+        latents = rendered(pipeline, SMALL[name])[0]
     assert torch.float16 in products, "no product had fp16 operands"
     expected = on_host(name)[0]
     assert (latents - expected).norm() <= BOUND * expected.norm()
-    assert torch.equal(rendered(pipeline, CASES[name])[0], latents), "the second run differs from the first"
+    assert torch.equal(rendered(pipeline, SMALL[name])[0], latents), "the second run differs from the first"
     transformer = pipeline.parts.read("transformer")
     assert any(hasattr(module, SETTINGS) for module in transformer.modules())
 
@@ -78,24 +78,24 @@ def test_auto_falls_back_to_fp32_after_one_step_and_says_so(acc, tiny_folder, on
 
     row = precision.PRECISION["cuda-old"]
     monkeypatch.setitem(precision.PRECISION, "other", row)
-    pipeline = loaded_for(CASES["mochi"], tiny_folder, "acc:0", offload, "auto")
+    pipeline = loaded_for(SMALL["mochi"], tiny_folder, "acc:0", offload, "auto")
     overflowing(pipeline)
     progress = recorded()
-    latents = rendered(pipeline, CASES["mochi"], progress)[0]
+    latents = rendered(pipeline, SMALL["mochi"], progress)[0]
     assert [text for text in progress.said if "continuing in fp32" in text]
     steps = [done for done, _, stage in progress.steps if stage == "sampling"]
     assert steps == [1, 2], "the first attempt went on after its first step"
     torch.testing.assert_close(latents, on_host("mochi")[0], atol=1e-5, rtol=1e-5)
     silent = recorded()
-    assert torch.equal(rendered(pipeline, CASES["mochi"], silent)[0], latents)
+    assert torch.equal(rendered(pipeline, SMALL["mochi"], silent)[0], latents)
     assert not [text for text in silent.said if "fp32" in text]
 
 
 def test_an_explicit_choice_is_never_changed(acc, tiny_folder):
-    pipeline = loaded_for(CASES["mochi"], tiny_folder, "acc:0", precision="fp16-safe")
+    pipeline = loaded_for(SMALL["mochi"], tiny_folder, "acc:0", precision="fp16-safe")
     overflowing(pipeline)
     with pytest.raises(NotFinite, match=r"step 1 of 2: .* first from block 1 of \d+, .*fp16"):
-        rendered(pipeline, CASES["mochi"])
+        rendered(pipeline, SMALL["mochi"])
 
 
 def test_weights_beyond_fp16_are_read_as_they_are(tiny_folder, tmp_path):
@@ -144,7 +144,7 @@ def test_packed_weights_stay_packed_and_compute_to_the_bits_of_their_values(
     folders, latents, held = packed_folders(model, tiny_folder, tmp_path, way), [], []
     for folder in folders:
         pipeline = load(LoadRequest(folder, precision="fp16-safe", offload=offload, device=acc))
-        latents.append(rendered(pipeline, CASES[model])[0])
+        latents.append(rendered(pipeline, SMALL[model])[0])
         transformer = pipeline.parts.read("transformer")
         held.append(sum(tensor.nbytes for tensor in (*transformer.parameters(), *transformer.buffers())))
         assert held[-1] <= pipeline.model.weights["transformer"].total <= 1.05 * held[-1]
@@ -154,14 +154,14 @@ def test_packed_weights_stay_packed_and_compute_to_the_bits_of_their_values(
     assert held[0] < held[1]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SMALL)
 @pytest.mark.full
 def test_packed_weights_are_part_of_one_graph(acc, tiny_folder, name):
     asked = [SpeedRequest("reference", compile) for compile in (None, CompileSettings(backend="eager"))]
     made = [
-        loaded_for(CASES[name], tiny_folder, acc, "none", "fp16-safe", weights="int8", speed=each) for each in asked
+        loaded_for(SMALL[name], tiny_folder, acc, "none", "fp16-safe", weights="int8", speed=each) for each in asked
     ]
-    assert torch.equal(*(rendered(pipeline, CASES[name])[0] for pipeline in made))
+    assert torch.equal(*(rendered(pipeline, SMALL[name])[0] for pipeline in made))
     compiled = made[1].plan.speed.compiled["transformer"]
     assert compiled.graphs and not compiled.failure
 
@@ -176,6 +176,6 @@ def test_a_gguf_stays_packed_and_is_worth_what_its_publisher_s_package_says(acc,
     for path in (file, plain):
         request = LoadRequest(path, base=folder, files=Files({"transformer": path}), precision="fp16-safe", device=acc)
         pipeline = load(request)
-        found.append(rendered(pipeline, CASES["mochi"])[0])
+        found.append(rendered(pipeline, SMALL["mochi"])[0])
         assert layouts.is_packed(pipeline.parts["transformer"]) is (path is file)
     assert torch.equal(*found)

@@ -34,7 +34,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simulated import accelerator
-from simulated.test_families import CASES, rendered
+from simulated.test_families import SMALL, rendered
 
 WIDTH = 256
 
@@ -251,9 +251,9 @@ def test_values_of_another_pack_s_tensors_are_plain_under_the_guard_too(acc, tmp
     assert type(run(Guard(store_of(acc, tmp_path)), network, x)) is Tensor
 
 
-@pytest.mark.parametrize("how", [{"attn_mask": (torch.arange(1024) < 300).expand(1024, -1)}, {"scale": 0.5}])
+@pytest.mark.parametrize("how", [{"attn_mask": (torch.arange(512) < 150).expand(512, -1)}, {"scale": 0.5}])
 def test_what_stands_in_for_attention_obeys_the_mask_and_scale_of_each_call(acc, tmp_path: Path, how: Any) -> None:
-    x, guard = torch.randn(2, 1024, WIDTH), Guard(store_of(acc, tmp_path))
+    x, guard = torch.randn(2, 512, WIDTH), Guard(store_of(acc, tmp_path))
     with accelerator.hook(KINDS["attention"][0], after=zeroed(64)):
         run(guard, Network(attention), x.to(acc))
         with guard, torch.no_grad():
@@ -384,7 +384,7 @@ def test_it_spends_at_most_a_hundredth_of_the_work(acc, tmp_path: Path) -> None:
     """A check costs more than what is left of the share only once: the next one waits until there is more."""
     guard, largest = Guard(store_of(acc, tmp_path)), 0
     network = KINDS["addmm"][1]().eval().to(acc)
-    for rows in (1024, 2048, 4096, 8192):
+    for rows in (512, 1024, 2048, 4096):
         before = guard.spent
         run(guard, network, torch.randn(2, rows, WIDTH, device=acc))
         largest = max(largest, guard.spent - before)
@@ -395,7 +395,7 @@ def test_it_spends_at_most_a_hundredth_of_the_work(acc, tmp_path: Path) -> None:
 def test_a_check_copies_no_operand_as_a_whole(acc, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard_module, "SHARE", 1e9)
     network, peaks = KINDS[kind][1]().eval().to(acc), []
-    x = torch.randn(2, 2048, WIDTH, device=acc)
+    x = torch.randn(2, 1024, WIDTH, device=acc)
     for guard in (None, Guard(store_of(acc, tmp_path))):
         accelerator.reset_peak()
         before = accelerator.memory().allocated_bytes
@@ -519,9 +519,9 @@ def test_a_run_is_guarded_and_a_wrong_product_does_not_reach_the_video(
     store = store_of(acc, tmp_path / "kept")
     monkeypatch.setattr(folder, "probe_results_of", lambda *_: store)
     with accelerator.hook("aten::addmm", after=lambda op, arguments, results: results[0][1:].zero_()):
-        model = tiny.build(CASES[family].checkpoints[0], tiny_folder)
+        model = tiny.build(SMALL[family].checkpoints[0], tiny_folder)
         pipeline = load(LoadRequest(model, precision="fp32", device=acc, state=tmp_path / "kept"))
-        latents, frames = rendered(pipeline, CASES[family])
+        latents, frames = rendered(pipeline, SMALL[family])
     for found, expected in zip((latents, frames), on_host(family), strict=True):
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-3)
     named = {key.partition(" ")[0] for key in store.misses()}

@@ -24,23 +24,21 @@ HALF = 2.0**-8  # share of the latents' length: half a dozen roundings of fp16 p
 
 
 @pytest.fixture(scope="module")
-def files(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A LoRA over every layer of each tiny transformer."""
-    found = {}
-    for family in ("hunyuan_video", "ltx"):
-        layers = tiny.matrices_of(load(LoadRequest(tiny.build(family, tiny_folder), device="cpu")))
-        generator, tensors = torch.Generator().manual_seed(5), {}
-        for name, (rows, *inside) in layers.items():
-            ones = [1] * (len(inside) - 1)
-            tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, *inside, generator=generator) * 0.1
-            tensors[f"{name}.lora_B.weight"] = torch.randn(rows, RANK, *ones, generator=generator) * 0.1
-        found[family] = tmp_path_factory.mktemp("lora") / f"{family}.safetensors"
-        save_file(tensors, found[family])
-    return found
+def file(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA over every layer of the tiny transformer."""
+    layers = tiny.matrices_of(loaded_on(tiny_folder, "cpu"))
+    generator, tensors = torch.Generator().manual_seed(5), {}
+    for name, (rows, *inside) in layers.items():
+        ones = [1] * (len(inside) - 1)
+        tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, *inside, generator=generator) * 0.1
+        tensors[f"{name}.lora_B.weight"] = torch.randn(rows, RANK, *ones, generator=generator) * 0.1
+    path = tmp_path_factory.mktemp("lora") / "hunyuan_video.safetensors"
+    save_file(tensors, path)
+    return path
 
 
-def loaded_on(folder: Path, device: Any, family: str = "hunyuan_video", **choices: Any) -> Pipeline:
-    return load(LoadRequest(tiny.build(family, folder), device=device, **{"precision": "fp32", **choices}))
+def loaded_on(folder: Path, device: Any, **choices: Any) -> Pipeline:
+    return load(LoadRequest(tiny.build("hunyuan_video", folder), device=device, **{"precision": "fp32", **choices}))
 
 
 def sampled(pipeline: Pipeline, prompt: Any) -> torch.Tensor:
@@ -48,11 +46,11 @@ def sampled(pipeline: Pipeline, prompt: Any) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_folder: Path, files: dict[str, Path]) -> tuple[Any, torch.Tensor, torch.Tensor]:
+def expected(tiny_folder: Path, file: Path) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """Prompt, latents without and with the LoRA, on the CPU in fp32."""
     pipeline = loaded_on(tiny_folder, "cpu")
     prompt = stages.encode_prompt(pipeline, PromptRequest("a cat"), Silent())
-    pipe = lora.with_lora(pipeline, files["hunyuan_video"], 0.8, "", "separate", Silent())
+    pipe = lora.with_lora(pipeline, file, 0.8, "", "separate", Silent())
     return prompt, sampled(pipeline, prompt), sampled(pipe, prompt)
 
 
@@ -69,7 +67,7 @@ def expected(tiny_folder: Path, files: dict[str, Path]) -> tuple[Any, torch.Tens
         for offload in MODES
     ],
 )
-def test_every_offloader(tiny_folder: Path, files: dict[str, Path], expected: Any, offload: str, mode: str) -> None:
+def test_every_offloader(tiny_folder: Path, file: Path, expected: Any, offload: str, mode: str) -> None:
     """Put on after the offloader was in force, changed by strength and structure, and taken off again."""
     if reason := accelerator.reason():
         pytest.skip(reason)
@@ -77,12 +75,12 @@ def test_every_offloader(tiny_folder: Path, files: dict[str, Path], expected: An
     with accelerator.fresh() as device:
         pipeline = loaded_on(tiny_folder, device, offload=offload)
         before = sampled(pipeline, prompt)
-        pipe = lora.with_lora(pipeline, files["hunyuan_video"], 0.8, "", mode, Silent())
+        pipe = lora.with_lora(pipeline, file, 0.8, "", mode, Silent())
         for _ in range(2):
             assert torch.allclose(sampled(pipe, prompt), adapted, atol=ROUNDING, rtol=0)
         assert torch.equal(sampled(pipeline, prompt), before)
-        stronger = lora.with_lora(pipeline, files["hunyuan_video"], 0.4, "", mode, Silent())
-        doubled = lora.with_lora(stronger, files["hunyuan_video"], 0.4, "", mode, Silent())
+        stronger = lora.with_lora(pipeline, file, 0.4, "", mode, Silent())
+        doubled = lora.with_lora(stronger, file, 0.4, "", mode, Silent())
         assert torch.allclose(sampled(doubled, prompt), adapted, atol=ROUNDING, rtol=0)
         assert torch.equal(sampled(pipeline, prompt), before)
         assert torch.allclose(before, plain, atol=ROUNDING, rtol=0)
@@ -100,7 +98,7 @@ def test_every_offloader(tiny_folder: Path, files: dict[str, Path], expected: An
     ],
 )
 def test_beside_the_rewrites_of_a_machine(
-    tiny_folder: Path, files: dict[str, Path], expected: Any, tmp_path: Path, machine: str, mode: str, offload: str
+    tiny_folder: Path, file: Path, expected: Any, tmp_path: Path, machine: str, mode: str, offload: str
 ) -> None:
     """fp16-safe blocks, replaced convolutions, and a device that damages bf16: near the CPU's fp32."""
     if reason := accelerator.reason():
@@ -109,7 +107,7 @@ def test_beside_the_rewrites_of_a_machine(
     with profiles.on(machine) as profile:
         pipeline = loaded_on(tiny_folder, profile.facts, precision="auto", offload=offload, state=tmp_path)
         before = sampled(pipeline, prompt)
-        pipe = lora.with_lora(pipeline, files["hunyuan_video"], 0.8, "", mode, Silent())
+        pipe = lora.with_lora(pipeline, file, 0.8, "", mode, Silent())
         found = [sampled(pipe, prompt) for _ in range(2)]
         after = sampled(pipeline, prompt)
     allowed = HALF if pipeline.precision.safe else 1e-4

@@ -15,7 +15,7 @@ from anygpu.pipelines.requests import LoadRequest
 from anygpu.pipelines.sizes import default_size, sampling_bytes
 
 from simulated import accelerator, profiles
-from simulated.test_families import CASES, MODES, ROUNDING, loaded_for, rendered
+from simulated.test_families import MODES, ROUNDING, SMALL, loaded_for, rendered
 
 QUICK = {("mochi", "int8", "group")}
 QUICK_NARROW = ("mochi", torch.bfloat16, "model")
@@ -29,7 +29,7 @@ CELLS = [
 
 
 def pipeline(family, folder, device, choice, offload="auto"):
-    return loaded_for(CASES[family], folder, device, offload, weights=choice, text_weights=choice)
+    return loaded_for(SMALL[family], folder, device, offload, weights=choice, text_weights=choice)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def on_host(tiny_folder):
 
     def of(family: str, choice: str) -> torch.Tensor:
         if (family, choice) not in found:
-            found[family, choice] = rendered(pipeline(family, tiny_folder, "cpu", choice), CASES[family])[0]
+            found[family, choice] = rendered(pipeline(family, tiny_folder, "cpu", choice), SMALL[family])[0]
         return found[family, choice]
 
     return of
@@ -48,7 +48,7 @@ def on_host(tiny_folder):
 @pytest.mark.parametrize(("family", "choice", "offload"), CELLS)
 def test_every_mover_takes_packed_weights(acc, tiny_folder, on_host, family, choice, offload):
     pipe = pipeline(family, tiny_folder, acc, choice, offload)
-    first, second = (rendered(pipe, CASES[family])[0] for _ in range(2))
+    first, second = (rendered(pipe, SMALL[family])[0] for _ in range(2))
     assert torch.equal(first, second)
     assert torch.allclose(first, on_host(family, choice), rtol=ROUNDING, atol=ROUNDING)
 
@@ -101,12 +101,12 @@ def test_auto_sends_the_16_bits_of_a_file_and_widens_them_on_the_device(tmp_path
     """
     if reason := accelerator.reason():
         pytest.skip(reason)
-    paths = [tiny.build(name, tmp_path, dtype=dtype) for name in CASES[family].checkpoints]
+    paths = [tiny.build(name, tmp_path, dtype=dtype) for name in SMALL[family].checkpoints]
     dense = load(LoadRequest(*paths, precision="fp32", device="cpu"))
-    expected = rendered(dense, CASES[family])[0]
+    expected = rendered(dense, SMALL[family])[0]
     with profiles.on("gfx1151") as profile:
         pipe = load(LoadRequest(*paths, precision="fp32", offload=offload, device=profile.facts))
-        found = [rendered(pipe, CASES[family])[0] for _ in range(2)]
+        found = [rendered(pipe, SMALL[family])[0] for _ in range(2)]
         sent = pipe.offloader.memory_stats.moved_bytes
     assert torch.equal(*found)
     assert torch.allclose(found[0], expected, rtol=ROUNDING, atol=ROUNDING)
@@ -165,10 +165,10 @@ def test_fp8_becomes_dense_on_the_host_where_the_device_has_none(tiny_folder, tm
     stored |= {name.removesuffix("weight") + "weight_scale": torch.tensor(0.125) for name in scaled}
     file = layouts.write(tmp_path / "mochi.safetensors", stored, layouts.config_in(folder / "transformer"))
     request = {"base": folder, "precision": "fp32", "files": Files({"transformer": file})}
-    expected = rendered(load(LoadRequest(file, device="cpu", **request)), CASES["mochi"])[0]
+    expected = rendered(load(LoadRequest(file, device="cpu", **request)), SMALL["mochi"])[0]
     with profiles.on("mps-like") as profile:
         pipe = load(LoadRequest(file, device=profile.facts, offload="model", **request))
-        found = rendered(pipe, CASES["mochi"])[0]
+        found = rendered(pipe, SMALL["mochi"])[0]
         assert not layouts.is_packed(pipe.parts["transformer"])
     assert torch.allclose(found, expected, rtol=10 * ROUNDING, atol=10 * ROUNDING)
 
@@ -195,10 +195,10 @@ def test_every_format_runs_packed_on_every_machine(tiny_folder, tmp_path, machin
     (tmp_path / "config.json").rename(tmp_path / "mochi.json")
     file = tmp_path / "mochi.safetensors"
     request = {"base": folder, "precision": "fp32", "files": Files({"transformer": file})}
-    expected = rendered(load(LoadRequest(file, device="cpu", **request)), CASES["mochi"])[0]
+    expected = rendered(load(LoadRequest(file, device="cpu", **request)), SMALL["mochi"])[0]
     with profiles.on(machine) as profile:
         pipe = load(LoadRequest(file, device=profile.facts, offload="model", state=tmp_path / "state", **request))
-        found = rendered(pipe, CASES["mochi"])[0]
+        found = rendered(pipe, SMALL["mochi"])[0]
         packs = layouts.is_packed(pipe.parts["transformer"])
     assert packs == (machine != "mps-like" or way.split()[0] not in ("fp8", "mxfp8"))
     assert torch.allclose(found, expected, rtol=10 * ROUNDING, atol=10 * ROUNDING)

@@ -13,7 +13,7 @@ from anygpu.kernels.norm import normalized
 from anygpu.kernels.terms import RMS, Norm
 from anygpu.pipelines.speed import SpeedRequest
 
-from simulated.test_families import CASES, MODES, ROUNDING, loaded_for, rendered
+from simulated.test_families import MODES, ROUNDING, SMALL, loaded_for, rendered
 
 EAGER = CompileSettings(backend="eager")
 
@@ -40,11 +40,11 @@ def test_kernels_compile_and_offload_twice_in_a_row(acc, tiny_folder, on_host, n
     speed = SpeedRequest("reference", EAGER if compile else None)
     if compile and compiling.WITH_OFFLOAD[offload]:
         with pytest.raises(UnsupportedError, match=f"compile with offload '{offload}': it moves weights"):
-            loaded_for(CASES[name], tiny_folder, "acc:0", offload, speed=speed)
+            loaded_for(SMALL[name], tiny_folder, "acc:0", offload, speed=speed)
         return
-    pipeline = loaded_for(CASES[name], tiny_folder, "acc:0", offload, speed=speed)
+    pipeline = loaded_for(SMALL[name], tiny_folder, "acc:0", offload, speed=speed)
     for _ in range(2):
-        for ours, expected in zip(rendered(pipeline, CASES[name]), on_host(name), strict=True):
+        for ours, expected in zip(rendered(pipeline, SMALL[name]), on_host(name), strict=True):
             torch.testing.assert_close(ours, expected, atol=ROUNDING, rtol=ROUNDING)
     for part in ("transformer", "vae"):
         assert pipeline.plan.speed.fused[part].points and not pipeline.plan.speed.fused[part].left
@@ -115,7 +115,7 @@ def test_without_our_registration_a_raw_kernel_breaks_the_graph():
         compiled(torch.ones(4))
 
 
-@pytest.mark.parametrize("offload", ["model", "group"])
+@pytest.mark.parametrize("offload", [pytest.param("model", marks=pytest.mark.full), "group"])
 def test_with_our_order_kernels_and_compile_act_in_every_call(acc, tiny_folder, on_host, monkeypatch, offload):
     from anygpu.compat.transforms import blocks
 
@@ -126,12 +126,12 @@ def test_with_our_order_kernels_and_compile_act_in_every_call(acc, tiny_folder, 
         calls.append("kernel")
         return summed(*args, **named)
 
-    pipeline = loaded_for(CASES["ltx"], tiny_folder, "acc:0", offload, speed=SpeedRequest("reference"))
+    pipeline = loaded_for(SMALL["ltx"], tiny_folder, "acc:0", offload, speed=SpeedRequest("reference"))
     monkeypatch.setattr(blocks, "gated_residual", counted)
     counts = []
     for _ in range(2):
         calls.clear()
-        latents, _ = rendered(pipeline, CASES["ltx"])
+        latents, _ = rendered(pipeline, SMALL["ltx"])
         torch.testing.assert_close(latents, on_host("ltx")[0], atol=ROUNDING, rtol=ROUNDING)
         counts.append(len(calls))
     assert counts == [2 * 2 * 2] * 2  # steps, blocks, gated sums

@@ -28,7 +28,7 @@ from torch import nn
 from torch.nn import functional
 
 from simulated import accelerator
-from simulated.test_families import CASES, MODES, ROUNDING, loaded_for, rendered
+from simulated.test_families import MODES, ROUNDING, SMALL, loaded_for, rendered
 
 MEBIBYTE = 1024**2
 
@@ -42,15 +42,15 @@ def same(result: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -
 
 
 @pytest.mark.parametrize("offload", MODES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SMALL)
 def test_weights_reach_a_device_that_refuses_set_data(acc, tiny_folder, on_host, name, offload):
     with accelerator.without_set_data():
         parameter = nn.Parameter(torch.ones(2), requires_grad=False)
         with pytest.raises(RuntimeError, match="incompatible tensor type"):
             parameter.data = torch.ones(2, device=acc)
-        pipeline = loaded_for(CASES[name], tiny_folder, "acc:0", offload)
+        pipeline = loaded_for(SMALL[name], tiny_folder, "acc:0", offload)
         for _ in range(2):
-            same(rendered(pipeline, CASES[name]), on_host(name))
+            same(rendered(pipeline, SMALL[name]), on_host(name))
         held = {id(tensor) for part in pipeline.parts.values() for tensor in part.parameters()}
         for part in pipeline.parts:
             pipeline.offloader.release(part)
@@ -128,12 +128,12 @@ def test_a_cancel_while_shared_memory_moves_leaves_everything_on_the_host(acc, r
 
 
 @pytest.mark.parametrize("offload", MODES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SMALL)
 def test_shared_memory_gives_the_same_video(acc, tiny_folder, on_host, name, offload):
-    pipeline = loaded_for(CASES[name], tiny_folder, unified(acc), offload)
+    pipeline = loaded_for(SMALL[name], tiny_folder, unified(acc), offload)
     assert pipeline.offloader.options.host_weights.shared
     for _ in range(2):
-        same(rendered(pipeline, CASES[name]), on_host(name))
+        same(rendered(pipeline, SMALL[name]), on_host(name))
 
 
 # ---- a largest buffer ---------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def test_a_full_device_is_not_gone(acc, message):
 
 def test_a_load_on_a_full_device_says_that_it_is_full(acc, tiny_folder):
     with accelerator.limit(3), pytest.raises(torch.OutOfMemoryError) as caught:
-        loaded_for(CASES["ltx"], tiny_folder, "acc:0")
+        loaded_for(SMALL["ltx"], tiny_folder, "acc:0")
     told = parts_of(str(caught.value))
     assert told["found"] == "no free memory on acc:0" and "Close other programs" in told["fix"]
 
@@ -227,7 +227,7 @@ def test_a_quiet_load_asks_nothing_of_a_device_which_may_be_in_a_run(acc, tiny_f
     facts = facts_for(acc)
     for quiet in (False, True):
         accelerator.reset_traffic()
-        loaded_for(CASES["ltx"], tiny_folder, facts, state=tmp_path / str(quiet), quiet=quiet)
+        loaded_for(SMALL["ltx"], tiny_folder, facts, state=tmp_path / str(quiet), quiet=quiet)
         assert quiet is not bool(accelerator.traffic().to_host_copies)
 
 

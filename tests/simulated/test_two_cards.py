@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from simulated.test_families import CASES, loaded_for, rendered
+from simulated.test_families import SMALL, loaded_for, rendered
 
 PLACES = ("acc:0", "acc:1", "cpu")
 COMBINATIONS = [places for places in product(PLACES, repeat=3) if places != ("acc:0",) * 3]
@@ -14,7 +14,7 @@ BOUND = 2e-5  # as in test_families: kernels of the CPU, sums in another order w
 
 
 def videos(name: str, folder: Any, offload: str, **request: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return rendered(loaded_for(CASES[name], folder, offload=offload, **request), CASES[name])
+    return rendered(loaded_for(SMALL[name], folder, offload=offload, **request), SMALL[name])
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def on_cpu(tiny_folder):
 
 
 @pytest.mark.parametrize("places", COMBINATIONS, ids="-".join)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", SMALL)
 def test_parts_on_different_devices_give_the_same_video(acc, tiny_folder, on_cpu, name, places):
     devices = dict(zip(("transformer", "text_encoder", "vae"), places, strict=True))
     for offload in ("none", "group"):
