@@ -261,6 +261,7 @@ def test_a_mesh_whose_faces_are_turned_inside_out_gets_the_same_detail(monkeypat
     search = poses._PoseSearch.of(surface, painted, cropped(picture, "front", 4 * SIZE)[0])
     found = Found(search.fitted(pose_of(*CASES["box"])), overlap=1.0, mismatch=0.0)
     monkeypatch.setattr(projection, "found_pose", lambda *_, **__: found)
+    monkeypatch.setattr(projection, "SIZES", (512, 1024))
     inside_out, _ = Surface.of(replace(mesh, faces=mesh.faces.flip(1))).with_uvs()
     wanted, result = (projected(each, painted, [Reference(picture)]) for each in (surface, inside_out))
     assert wanted.weight.mean() > 0.1
