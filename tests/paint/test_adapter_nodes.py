@@ -90,8 +90,9 @@ def test_what_is_there_is_listed(core):
 def test_step_by_step_and_in_one_node(core, monkeypatch):
     pipeline, asked = loaded(core, base="sdxl"), []
     monkeypatch.setattr(core.memory, "make_room", lambda needed, _device: asked.append(needed))
-    for module, name, less in ((poses, "TURNS", (0,)), (poses, "HEIGHTS", (0,)), (projection, "SIZES", (128, 256))):
-        monkeypatch.setattr(module, name, less)
+    for name, less in (("TURNS", (0,)), ("HEIGHTS", (0,)), ("STARTS", 1), ("LAST", 2)):
+        monkeypatch.setattr(poses, name, less)
+    monkeypatch.setattr(projection, "SIZES", (128, 256))
     assert "ig2mv" in core.said() and "VAE fp32" in core.said()
     normals, positions, cameras, mask = core.run("RenderViews", mesh=mesh(), pipeline=pipeline, size=64).result
     assert positions[mask == 0].eq(0.5).all() and len(cameras) == 6
