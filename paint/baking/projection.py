@@ -176,8 +176,8 @@ def _pieces(seen: Tensor) -> Tensor:
     """(H, W) bool: ``seen`` (H, W) in its largest piece, and in those that are no speck beside it, in cells."""
     cells = F.adaptive_max_pool2d(seen[None].float(), [min(length, CELLS) for length in seen.shape])
     label = torch.arange(1.0, cells.numel() + 1).view_as(cells) * cells
-    for _ in range(4 * CELLS):  # a piece that winds further counts as several
-        before, label = label, F.max_pool2d(label, 3, 1, 1) * cells
+    for _ in range(4 * CELLS):  # a cell takes the label of the cell that the largest label near it names
+        before, label = label, label.view(-1)[F.max_pool2d(label, 3, 1, 1).long() - 1] * cells
         if torch.equal(before, label):
             break
     sizes = label[label > 0].long().bincount(minlength=cells.numel() + 1)

@@ -2,6 +2,7 @@
 single files with the names of the original code.
 """
 
+import copy
 import json
 import re
 from functools import cache
@@ -211,7 +212,12 @@ def _siblings(name: str, tensors: dict[str, Tensor]) -> list[str]:
 
 
 def adapter_parts(variant: str, base: str) -> dict[str, torch.nn.Module]:
-    """The UNet with the adapter's layers, and the map encoder, random."""
+    """The UNet with the adapter's layers, and the map encoder, random; a test may change them."""
+    return copy.deepcopy(_adapter_parts(variant, base))
+
+
+@cache
+def _adapter_parts(variant: str, base: str) -> dict[str, torch.nn.Module]:
     from anygpu.paint.networks.mv_adapter import encoder_for, unet_for
 
     made = {"unet": unet_for(unet_config(base), variant), "adapter": encoder_for(base, WIDTHS[base])}
@@ -222,7 +228,7 @@ def adapter_parts(variant: str, base: str) -> dict[str, torch.nn.Module]:
 
 
 def adapter_tensors(variant: str, base: str) -> dict[str, Tensor]:
-    made = adapter_parts(variant, base)
+    made = _adapter_parts(variant, base)
     own = {name: tensor for name, tensor in made["unet"].state_dict().items() if ".processor." in name}
     return {name: tensor.contiguous() for name, tensor in {**own, **made["adapter"].state_dict()}.items()}
 

@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from anygpu.compat.errors import CheckpointError, InputError
+from anygpu.paint.baking import projection
 from anygpu.paint.baking.projection import Projected
+from anygpu.paint.geometry import pose as poses
 from anygpu.paint.texturing import TEXEL_BYTES, Texture
 from small_comfyui import comfyui, run
 
@@ -88,6 +90,9 @@ def test_what_is_there_is_listed(core):
 def test_step_by_step_and_in_one_node(core, monkeypatch):
     pipeline, asked = loaded(core, base="sdxl"), []
     monkeypatch.setattr(core.memory, "make_room", lambda needed, _device: asked.append(needed))
+    for name, less in (("TURNS", (0,)), ("HEIGHTS", (0,)), ("STARTS", 1), ("LAST", 2)):
+        monkeypatch.setattr(poses, name, less)
+    monkeypatch.setattr(projection, "SIZES", (128, 256))
     assert "ig2mv" in core.said() and "VAE fp32" in core.said()
     normals, positions, cameras, mask = core.run("RenderViews", mesh=mesh(), pipeline=pipeline, size=64).result
     assert positions[mask == 0].eq(0.5).all() and len(cameras) == 6

@@ -178,8 +178,8 @@ def test_a_picture_of_another_shape_changes_nothing_and_says_so():
 
 
 def test_colours_that_contradict_the_texture_are_left_out(monkeypatch):
-    surface, _, painted = known("box")
-    picture, whole, _, found = made("box")
+    surface, _, painted = known("pear")
+    picture, whole, _, found = made("pear")
     picture = picture.clone()
     picture[: int(0.4 * PICTURE), :, :3] = torch.tensor((0.0, 1.0, 0.0))
     monkeypatch.setattr(projection, "found_pose", lambda *_, **__: found)
@@ -216,14 +216,14 @@ def test_a_given_direction_is_kept():
 
 
 def test_a_picture_that_the_mesh_does_not_reach_tells_nothing_of_colours():
-    surface, texture, _ = known("block")
+    surface, texture, _ = known("pear")
     search = poses._PoseSearch.of(surface, texture, photograph(surface, texture, flat_pose(0, 0)))
     near, far = (search.compared(replace(flat_pose(0, 0), right=right), poses.COARSE) for right in (0.0, 0.95))
     assert near.mismatch < 0.1 and (far.overlap, far.mismatch) == (0.0, 1.0), (near, far)
 
 
 def test_what_cannot_be_projected_is_one_line():
-    surface, _, painted = known("box")
+    surface, _, painted = known("pear")
     with pytest.raises(InputError, match=r"a texture of shape \(256, 128, 3\)"):
         projected(surface, painted[:, :128], [])
     for picture in (torch.rand(32, 32, 3), torch.zeros(32, 32, 3), torch.zeros(32, 32, 4), torch.ones(32, 32, 4)):
@@ -256,12 +256,15 @@ def test_specks_beside_the_object_and_alpha_that_hides_nothing_do_not_count():
 
 
 def test_a_mesh_whose_faces_are_turned_inside_out_gets_the_same_detail(monkeypatch):
-    _, _, painted = known("box")
-    picture, wanted, _, found = made("box")
-    mesh = shape("box")
-    surface, _ = Surface.of(replace(mesh, faces=mesh.faces.flip(1))).with_uvs()
+    surface, texture, painted = known("box")
+    picture, mesh = photograph(surface, texture, pose_of(*CASES["box"])), shape("box")
+    search = poses._PoseSearch.of(surface, painted, cropped(picture, "front", 4 * SIZE)[0])
+    found = Found(search.fitted(pose_of(*CASES["box"])), overlap=1.0, mismatch=0.0)
     monkeypatch.setattr(projection, "found_pose", lambda *_, **__: found)
-    result = projected(surface, painted, [Reference(picture)])
+    monkeypatch.setattr(projection, "SIZES", (512, 1024))
+    inside_out, _ = Surface.of(replace(mesh, faces=mesh.faces.flip(1))).with_uvs()
+    wanted, result = (projected(each, painted, [Reference(picture)]) for each in (surface, inside_out))
+    assert wanted.weight.mean() > 0.1
     torch.testing.assert_close(result.weight, wanted.weight, atol=1e-3, rtol=0)
 
 

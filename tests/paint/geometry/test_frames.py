@@ -30,7 +30,7 @@ def in_map(places):
 
 
 def test_the_maps_of_a_ball_follow_the_formula():
-    size, mesh = 96, sphere(256, 512)
+    size, mesh = 96, sphere(128, 256)
     surface = Surface.of(Mesh(mesh.vertices * 0.31, mesh.faces, mesh.uvs), frame=ADAPTER)
     assert float(surface.vertices.abs().max()) == pytest.approx(0.5)
     maps = rendered_maps(surface, ADAPTER_VIEWS, size)
@@ -99,10 +99,10 @@ def test_what_the_views_see_comes_back_to_its_place():
     for camera in ADAPTER_VIEWS:
         view = rasterised(surface, camera, size, ADAPTER_VIEWS.ortho_scale, pixel_centres=True)
         pictures.append(view.image(synthetic.waves(view.shown.interpolated(surface.vertices, surface.faces)), 0.5))
-    baked = bake(surface, ADAPTER_VIEWS, torch.stack(pictures), BakeSettings(128, 512))
+    baked = bake(surface, ADAPTER_VIEWS, torch.stack(pictures), BakeSettings(128, 256))
     # half a pixel aside, as the other frame's rule would have it, the error is 3e-4
     assert synthetic.errors(baked.texture, baked.texels, baked.painted).mean() < 1e-4
-    texture = texture_of(mesh, ADAPTER_VIEWS, torch.stack(pictures), settings=BakeSettings(128, 512))
+    texture = texture_of(mesh, ADAPTER_VIEWS, torch.stack(pictures), settings=BakeSettings(128, 256))
     assert torch.equal(texture.painted, baked.painted), "the table's own frame is used"
 
 

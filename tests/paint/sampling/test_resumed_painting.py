@@ -46,8 +46,10 @@ class Keeping(Silent):
         self.said.append(text)
 
 
-def adapter(tmp_path, base="sd21"):
-    files = mv_stored.folder(base, tmp_path, "mine"), mv_stored.adapter_file("ig2mv", base, tmp_path)
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    root = tmp_path_factory.mktemp("mv")
+    files = mv_stored.folder("sd21", root, "mine"), mv_stored.adapter_file("ig2mv", "sd21", root)
     return load_adapter(AdapterRequest(*files, precision="fp32", device="cpu"))
 
 
@@ -75,8 +77,8 @@ def resumes(pipeline, folder, scheduler):
 
 
 @pytest.mark.parametrize("scheduler", ["auto", pytest.param("unipc", marks=pytest.mark.full)])
-def test_mv_adapter_goes_on_after_its_last_step(tmp_path, scheduler):
-    resumes(adapter(tmp_path), tmp_path / "steps", scheduler)
+def test_mv_adapter_goes_on_after_its_last_step(adapter, tmp_path, scheduler):
+    resumes(adapter, tmp_path / "steps", scheduler)
 
 
 @pytest.mark.parametrize("scheduler", ["unipc", *(pytest.param(s, marks=pytest.mark.full) for s in ("auto", "lcm"))])
@@ -84,16 +86,15 @@ def test_hunyuan_goes_on_after_its_last_step(paint_folder, tmp_path, scheduler):
     resumes(load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu")), tmp_path / "steps", scheduler)
 
 
-def test_another_painting_does_not_go_on_there(tmp_path):
-    pipeline = adapter(tmp_path)
+def test_another_painting_does_not_go_on_there(adapter, tmp_path):
     with pytest.raises(Cut):
-        painted(pipeline, Keeping(tmp_path / "steps", at=2))
+        painted(adapter, Keeping(tmp_path / "steps", at=2))
     mv_stored.lora_file(tmp_path / "lora.safetensors", False, base="sd21")
-    loaded = load_adapter(replace(pipeline.request, lora=tmp_path / "lora.safetensors"))
+    loaded = load_adapter(replace(adapter.request, lora=tmp_path / "lora.safetensors"))
     for other, changes in (
-        (pipeline, {"seed": 4}),
-        (pipeline, {"prompt": "a dog"}),
-        (pipeline, {"guidance": 2.0}),
+        (adapter, {"seed": 4}),
+        (adapter, {"prompt": "a dog"}),
+        (adapter, {"guidance": 2.0}),
         (loaded, {}),
     ):
         begun = Keeping(tmp_path / "steps", at=1)
