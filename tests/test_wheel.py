@@ -15,6 +15,12 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = tuple(file.parent.name for file in ROOT.glob("*/__init__.py"))
 BUILT_FROM = ("LICENSE", "README.md", "pyproject.toml", "requirements.txt", "setup.py")
 IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc")
+BUILD = """
+import sys
+from setuptools.build_meta import build_wheel
+
+print(build_wheel(sys.argv[1], {"--build-option": ["--compression=stored"]}))
+"""
 # Every module is imported but those that need ComfyUI; then a report, a clip and a mesh are made.
 RUN = """
 import sys
@@ -64,8 +70,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     for room in ROOMS:
         shutil.copytree(ROOT / room, source / room, ignore=IGNORED)
-    build = "import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", build, target], cwd=source, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", BUILD, target], cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "would be ignored" not in done.stdout + done.stderr
     with zipfile.ZipFile(target / done.stdout.splitlines()[-1]) as wheel:
