@@ -1,12 +1,10 @@
 """The registry's archive alone, in an empty folder, is the whole pack: its nodes, what they read, and a clip."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import archive
+import forked
 import pytest
 import schemas
 
@@ -55,9 +53,8 @@ def test_it_holds_what_comfyui_reads_and_nothing_of_ours_alone(pack: Path) -> No
 
 @pytest.mark.parametrize("what", ["loads", pytest.param("draws", marks=pytest.mark.full)])
 def test_its_nodes_are_the_nodes_and_run(pack: Path, tmp_path: Path, what: str) -> None:
-    variables = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RUN, str(pack), str(tmp_path), str(TESTS), what]
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    variables = {"PYTHONDONTWRITEBYTECODE": "1", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = forked.run(RUN, pack, tmp_path, TESTS, what, folder=tmp_path, variables=variables)
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads((tmp_path / "schemas.json").read_text(encoding="utf-8"))
     assert written == json.loads(schemas.SNAPSHOT.read_text(encoding="utf-8"))

@@ -4,7 +4,6 @@ import ast
 import csv
 import json
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from anygpu.pipelines.registry import FAMILIES
 from anygpu.pipelines.vae.plan import METHODS
 from help_pages import pages
 from schemas import SNAPSHOT
+from test_layers import SOURCES, nodes_of
 from words import MOST, counted
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,19 +117,18 @@ def test_models_page_names_every_download(link):
     assert f"({link})" in page("docs/models.md")
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for room in ("compat", "host", "paint", "pipelines"):
-        for path in sorted((ROOT / room).rglob("*.py")):
-            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+def names_called(nodes: list[ast.Assign | ast.Call]) -> set[str]:
+    return {getattr(node.func, "id", "") for node in nodes if isinstance(node, ast.Call)}
 
 
 @cache
 def error_texts() -> list[tuple[str, str]]:
     """Where each error is made, and what it found, with ``…`` for what differs."""
     texts = []
-    for source, tree in sources():
+    for source in (source for source in SOURCES if source.startswith(("compat/", "host/", "paint/", "pipelines/"))):
         named: dict[str, ast.expr] = {}  # values by the names that they were given last
-        for node in sorted((each for each in ast.walk(tree) if hasattr(each, "lineno")), key=lambda each: each.lineno):
+        nodes = [node for node in nodes_of(source) if isinstance(node, (ast.Assign, ast.Call))]
+        for node in sorted(nodes, key=lambda each: each.lineno) if ERRORS & names_called(nodes) else ():
             if isinstance(node, ast.Assign):
                 target, value = node.targets[0], node.value
                 several = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)

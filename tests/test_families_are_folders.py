@@ -4,14 +4,14 @@ Its row in ``host/families.py`` may name it.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 import pytest
 from anygpu.pipelines.registry import FAMILIES, register
 from heavy import GREATER
 from simulated import fitting, test_families
-from test_layers import SOURCES, imported, tree_of
+from test_layers import SOURCES, imported, nodes_of
 from tiny.recipes import TINY
 
 MAY_NAME = ("pipelines/families/", "host/families.py")
@@ -19,32 +19,31 @@ PAINT = {"paint", "paint_pbr", "delight", "mv_adapter"}  # and KINDS, which has 
 OTHERS = [source for source in SOURCES if not source.startswith(MAY_NAME)]
 
 
-def texts(tree: ast.AST) -> Iterator[ast.Constant]:
-    """Every string but docstrings."""
+def texts(nodes: Iterable[ast.AST]) -> Iterator[ast.Constant]:
+    """Every string of ``nodes``."""
+    return (node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def faults(nodes: Collection[ast.AST], imports: list[str]) -> list[str]:
+    """What of a file, all of whose nodes are given, knows a family."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docs = {id(node.body[0].value) for node in ast.walk(tree)
+    docs = {id(node.body[0].value) for node in nodes
             if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)}  # fmt: skip
-    return (
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
-    )
-
-
-def faults(tree: ast.Module, imports: list[str]) -> list[str]:
-    """What of a file knows a family."""
-    named = [f"line {text.lineno} names {text.value!r}" for text in texts(tree) if text.value in FAMILIES]
+    found = (text for text in texts(nodes) if text.value in FAMILIES and id(text) not in docs)
+    named = [f"line {text.lineno} names {text.value!r}" for text in found]
     named += [f"imports {name}" for name in imports if "pipelines.families." in name]
-    compared = (node for node in ast.walk(tree) if isinstance(node, ast.Compare))
-    for node in compared:
-        of_paint = PAINT & {text.value for text in texts(node)} or ast.unparse(node.comparators[0]) == "KINDS"
+    for node in (node for node in nodes if isinstance(node, ast.Compare)):
+        if not any(getattr(part, "attr", "") == "family" for part in ast.walk(node.left)):
+            continue
+        of_paint = PAINT & {text.value for text in texts(ast.walk(node))}
+        of_paint = of_paint or ast.unparse(node.comparators[0]) == "KINDS"
         if ast.unparse(node.left).endswith("pipeline.family") and not of_paint:
             named.append(f"line {node.lineno} branches: {ast.unparse(node)}")
     return named
 
 
 def test_no_file_outside_a_family_s_folder_knows_it() -> None:
-    found = {source: faults(tree_of(source), [name for name, _ in imported(source)]) for source in OTHERS}
+    found = {source: faults(nodes_of(source), [name for name, _ in imported(source)]) for source in OTHERS}
     assert not {source: each for source, each in found.items() if each}
 
 
@@ -58,9 +57,9 @@ def test_no_file_outside_a_family_s_folder_knows_it() -> None:
     ],
 )
 def test_what_knows_a_family_is_found(text: str, fault: str) -> None:
-    tree = ast.parse(text)
-    imports = [f"{node.module}.x" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert any(fault in each for each in faults(tree, imports))
+    nodes = tuple(ast.walk(ast.parse(text)))
+    imports = [f"{node.module}.x" for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert any(fault in each for each in faults(nodes, imports))
 
 
 def test_a_registered_family_has_every_file_of_its_folder() -> None:

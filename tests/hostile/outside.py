@@ -6,10 +6,10 @@ fails ``test_outside.py``.
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from test_layers import SOURCES, tree_of
+from test_layers import SOURCES, nodes_of
 
 DEVICE = "torch.<device>"  # the module of whatever device computes: torch.cuda, torch.xpu, a plug-in's
 ASKED = (  # what begins so is a question; of Triton, the operations of a kernel are left out: it is asked as a whole
@@ -253,9 +253,10 @@ def _meaning(value: ast.expr, names: dict[str, str]) -> str:
     return literal[0] if called == "sys.modules.get" and literal else ""
 
 
-def _questions(tree: ast.Module) -> Iterator[str]:
+def _questions(every: Iterable[ast.AST]) -> Iterator[str]:
+    """The questions of a file, all of whose nodes are given."""
     kinds = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Call, ast.Assign, ast.AnnAssign)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    nodes = [node for node in every if isinstance(node, kinds)]
     names, inner = names_in(nodes), set()
     for node in nodes:
         if isinstance(node, ast.Attribute):
@@ -283,7 +284,7 @@ def questions() -> dict[str, set[str]]:
     """Each question, and the files that ask it."""
     asked: dict[str, set[str]] = {}
     for source in SOURCES:
-        for name in _questions(tree_of(source)):
+        for name in _questions(nodes_of(source)):
             if name.startswith("Path.") or any(name.startswith(start) for start in ASKED):
                 asked.setdefault(name, set()).add(source)
     return asked

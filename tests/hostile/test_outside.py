@@ -102,7 +102,7 @@ def ask(path):
     path.read_text()
     torch.ones(3)
 """
-    assert set(_questions(ast.parse(text))) >= {
+    assert set(_questions(ast.walk(ast.parse(text)))) >= {
         f"{DEVICE}.mem_get_info", "psutil.Process", "comfy.model_management.unload_all_models",
         "torch.accelerator.empty_host_cache", "huggingface_hub.utils.logging.disable", "Path.read_text",
         "huggingface_hub.snapshot_download", "torch_xla.runtime.device_type",
