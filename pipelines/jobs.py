@@ -139,7 +139,12 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
         framepack = job.framepack
         assert framepack is not None  # as_run gives one to a family that samples in sections
         with_receipt = partial(
-            receipts.with_receipt, pipeline=pipeline, prompt=prompt, image=image, settings=asked_for, framepack=framepack
+            receipts.with_receipt,
+            pipeline=pipeline,
+            prompt=prompt,
+            image=image,
+            settings=asked_for,
+            framepack=framepack,
         )
         keeper = recovery.SavedSections(unfinished, progress.notify, describe=with_receipt)
         sections = keeper if group is None else LeaderStore(group, keeper)
