@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,7 @@ def _read() -> dict[str, Rates]:
 RATES: Mapping[str, Rates] = _read()
 
 
+@cache
 def _words(name: str) -> list[str]:
     """The words of a name that tell one model of card from another."""
     words = re.sub(r"\((R|TM)\)|[-/]", " ", name).lower().split()
