@@ -46,7 +46,7 @@ PICTURE = torch.rand(1, 64, 64, 3, generator=torch.Generator().manual_seed(0)).m
 SETTINGS = SampleSettings(64, 64, 9, 2, seed=5)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def made(tiny_folder: Path):
     """A pipeline, and latents that it sampled from a picture, with their receipt."""
     pipeline = load(LoadRequest(tiny.build("ltx", tiny_folder), precision="fp32", device="cpu"))
@@ -212,8 +212,15 @@ def test_a_replay_takes_the_recipe_of_a_model_that_is_called_otherwise_here(
     assert jobs.load_pipeline(strange, machine, Silent()).variant == "distilled"
 
 
-@pytest.mark.parametrize("names", [("mine", "ltxv-2b-0.9.8-distilled-lora"), ("ltxv-2b-0.9.8-distilled-lora", "mine")])
-@pytest.mark.parametrize("variant", ["auto", "dev"])
+@pytest.mark.parametrize(
+    ("names", "variant"),
+    [
+        (("mine", "ltxv-2b-0.9.8-distilled-lora"), "auto"),
+        (("ltxv-2b-0.9.8-distilled-lora", "mine"), "dev"),
+        pytest.param(("mine", "ltxv-2b-0.9.8-distilled-lora"), "dev", marks=pytest.mark.full),
+        pytest.param(("ltxv-2b-0.9.8-distilled-lora", "mine"), "auto", marks=pytest.mark.full),
+    ],
+)
 def test_a_replay_takes_the_recipe_of_a_lora_whose_folder_is_called_otherwise_here(
     names: tuple[str, str], variant: str, tiny_folder: Path, tmp_path: Path
 ) -> None:

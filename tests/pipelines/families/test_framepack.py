@@ -364,7 +364,7 @@ def test_each_finished_section_is_kept_and_decodes(run: Any, recorded: Any, name
     )
 
 
-@pytest.mark.parametrize("name", [I2V, F1])
+@pytest.mark.parametrize("name", [I2V, pytest.param(F1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("finished", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_sampling_goes_on_after_the_last_finished_section(run: Any, recorded: Any, name: str, finished: int) -> None:
     """Bit for bit the video of an uncut sampling, and no section is sampled twice."""
