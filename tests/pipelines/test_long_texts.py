@@ -99,9 +99,9 @@ def test_ten_megabytes_are_cut_before_they_are_tokenised(
         return plain(self, given, *rest, **more)
 
     monkeypatch.setattr(tokenizer, "__call__", counted)
-    monkeypatch.setattr(packages, "MOST_CHARACTERS", 2**14)  # of runs of space: the real limit takes a second here
+    monkeypatch.setattr(packages, "MOST_CHARACTERS", 2**12)  # of runs of space: the real limit takes a second here
     prompt = stages.encode_prompt(mochi, PromptRequest(LONG[name], max_tokens=32), progress)
-    assert prompt.embeds["prompt_embeds"].shape[1] <= 32 and max(lengths) <= 2**14 < MOST_CHARACTERS
+    assert prompt.embeds["prompt_embeds"].shape[1] <= 32 and max(lengths) <= 2**12 < MOST_CHARACTERS
     assert any("is shortened from more than" in line or "is read up to character" in line for line in progress.said)
 
 

@@ -185,7 +185,9 @@ def test_first_frame_equals_ltx_image_to_video_pipeline(plain: Model, monkeypatc
     assert latents.task == "image"
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [place if place != "first frame" else pytest.param(place, marks=pytest.mark.full) for place in PLACES]
+)
 def test_conditions_equal_ltx_condition_pipeline(condition: Model, place: str) -> None:
     latents = ours(condition, anchors=PLACES[place])
     expected = one_shot(condition.bare("ltx_condition"), condition.prompt, conditions=conditions(PLACES[place]))
