@@ -10,7 +10,16 @@ from typing import Any
 import tiny
 import torch
 from anygpu.pipelines import stages
-from anygpu.pipelines.base import FramePackSettings, ImageRequest, Latents, PromptRequest, SampleSettings, Silent
+from anygpu.pipelines.base import (
+    FramePackSettings,
+    ImageCondition,
+    ImageRequest,
+    Latents,
+    Prompt,
+    PromptRequest,
+    SampleSettings,
+    Silent,
+)
 from anygpu.pipelines.latents.recovery import SavedSections
 from anygpu.pipelines.latents.steps import SavedSteps
 from anygpu.pipelines.load.folder import load
@@ -50,6 +59,21 @@ def opened(family: str, built: Path) -> Pipeline:
     return load(LoadRequest(*paths, precision="fp32", device="cpu"))
 
 
+def encoded(pipeline: Pipeline) -> tuple[Prompt, ImageCondition | None]:
+    """The prompt and the picture of every request, encoded once by each model in each precision on each device."""
+    key = (pipeline.model.source, pipeline.facts.device, pipeline.precision)
+    if key not in _encoded:
+        prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", "blurry"), Silent())
+        image = None
+        if pipeline.spec.recipes.sections or pipeline.family == "ltx":
+            image = stages.encode_image(pipeline, ImageRequest(START, SIZE, SIZE), "stretch", Silent())
+        _encoded[key] = prompt, image
+    return _encoded[key]
+
+
+_encoded: dict[Any, tuple[Prompt, ImageCondition | None]] = {}
+
+
 def sampled(
     pipeline: Pipeline, kept: Path | None, progress: Any, share: float = float("inf"), **changes: Any
 ) -> Latents:
@@ -58,10 +82,7 @@ def sampled(
     Args:
         share: of the time that keeping steps may take.
     """
-    prompt = stages.encode_prompt(pipeline, PromptRequest("a red fox", "blurry"), Silent())
-    image = None
-    if pipeline.spec.recipes.sections or pipeline.family == "ltx":
-        image = stages.encode_image(pipeline, ImageRequest(START, SIZE, SIZE), "stretch", Silent())
+    prompt, image = encoded(pipeline)
     frames = pipeline.spec.sizes.stride + 1
     settings = SampleSettings(SIZE, SIZE, frames, steps=STEPS, seed=3, cfg=2.0)
     settings = replace(settings, **changes)

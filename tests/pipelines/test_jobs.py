@@ -282,7 +282,7 @@ def test_sections_are_said_to_be_kept_where_recover_finds_them(tmp_path, recorde
     """On a disk that was full for a moment, and of a farm's job, whose folder of unfinished sections is removed."""
     photo, state, write = Content("photo.png"), tmp_path / "state", recovery._write
     Image.effect_noise((64, 64), 90).convert("RGB").save(tmp_path / photo.name)
-    job = VideoJob(Content("m"), PromptRequest("a cat"), SampleSettings(0, 0, 0), pictures=(Picture(photo),))
+    job = VideoJob(Content("m"), PromptRequest("a cat"), SampleSettings(0, 0, 0, 2), pictures=(Picture(photo),))
     pipeline, told = load(LoadRequest(MODELS / "framepack", precision="fp32", device="cpu")), recorded()
     fails = [place == "kept"]
     monkeypatch.setattr(recovery, "_write", lambda *given: not (fails and fails.pop()) and write(*given))

@@ -185,7 +185,9 @@ def test_first_frame_equals_ltx_image_to_video_pipeline(plain: Model, monkeypatc
     assert latents.task == "image"
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [place if place != "first frame" else pytest.param(place, marks=pytest.mark.full) for place in PLACES]
+)
 def test_conditions_equal_ltx_condition_pipeline(condition: Model, place: str) -> None:
     latents = ours(condition, anchors=PLACES[place])
     expected = one_shot(condition.bare("ltx_condition"), condition.prompt, conditions=conditions(PLACES[place]))
@@ -205,7 +207,7 @@ def test_frame_rate_counts_as_upstream_counts_it(plain: Model, condition: Model,
     require_same(model, ours(model, replace(SETTINGS, fps=12.0)), expected)
 
 
-@pytest.mark.parametrize("task", TASK)
+@pytest.mark.parametrize("task", ["ltx", "ltx_condition", pytest.param("ltx_image", marks=pytest.mark.full)])
 def test_own_text_encoding_equals_within_what_trimming_costs(
     plain: Model, condition: Model, task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -549,8 +551,21 @@ def with_ic_lora(pipeline: Any, path: Path, **factors: str) -> Any:
     return with_lora(pipeline, path, 1.0, "", "separate", Silent())
 
 
-@pytest.mark.parametrize(("strength", "factor"), [(1.0, 1), (0.7, 1), (1.0, 2), (0.7, 2)])
-@pytest.mark.parametrize("picture", [None, PICTURE], ids=["alone", "after a picture"])
+@pytest.mark.parametrize(
+    ("picture", "strength", "factor"),
+    [
+        pytest.param(
+            picture,
+            strength,
+            factor,
+            marks=[] if (picture is None) == (strength * factor in (1.0, 1.4)) else [pytest.mark.full],
+            id=f"{'alone' if picture is None else 'after a picture'}-{strength}-{factor}",
+        )
+        for picture in (None, PICTURE)
+        for strength in (1.0, 0.7)
+        for factor in (1, 2)
+    ],
+)
 def test_a_control_clip_stands_beside_the_video(
     condition: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, picture: Any, strength: float, factor: int
 ) -> None:

@@ -2,8 +2,11 @@
 
 import json
 import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import published
 import pytest
@@ -12,6 +15,7 @@ import torch
 from anygpu.compat.checkpoints.headers import entries_and_notes
 from anygpu.pipelines.families.hunyuan_video import pipeline as hunyuan_video
 from anygpu.pipelines.families.ltx import pipeline as ltx
+from anygpu.pipelines.files import formats
 from anygpu.pipelines.files.evidence import (
     Evidence,
     cautions_by_name,
@@ -21,7 +25,7 @@ from anygpu.pipelines.files.evidence import (
     names_of_file,
     recipe_named,
 )
-from anygpu.pipelines.files.formats import config_of, contents
+from anygpu.pipelines.files.formats import StoredModel, config_of, contents
 from anygpu.pipelines.files.part import PartFiles
 from anygpu.pipelines.load.folder import load
 from anygpu.pipelines.registry import FAMILIES
@@ -52,6 +56,33 @@ def test_a_folder_of_many_files_says_something_of_those_alone_whose_own_names_sa
         assert names_of_file(folder / f"{own}.safetensors")[-1] == folder.name
     for own in ("my_style", "yoda_e60_512"):
         assert names_of_file(folder / f"{own}.safetensors", {"modelspec.title": "Yoda"}) == ("Yoda", own)
+
+
+@pytest.fixture(scope="module")
+def stored_once(tmp_path_factory: pytest.TempPathFactory) -> tuple[Callable[[str], StoredModel], Callable[..., Any]]:
+    """From a model in ``shapes.json`` to what its file holds, and which configurations that fits, each found once."""
+    compared: dict[tuple[str, int], Any] = {}
+    own = formats._misfit
+
+    @cache
+    def content_of(model: str) -> StoredModel:
+        file = tmp_path_factory.mktemp("stored") / "diffusion_pytorch_model.safetensors"
+        return contents(published.sparse(file, published.shapes(model)))[0]
+
+    def misfit(row: Mapping[str, Any], content: StoredModel) -> Any:
+        key = row["name"], id(content.entries)
+        if key not in compared:
+            compared[key] = own(row, content)
+        return compared[key]
+
+    return content_of, misfit
+
+
+@pytest.fixture
+def stored(stored_once: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], StoredModel]:
+    content_of, misfit = stored_once
+    monkeypatch.setattr(formats, "_misfit", misfit)
+    return content_of
 
 
 @pytest.mark.parametrize(
@@ -95,11 +126,11 @@ def test_a_folder_of_many_files_says_something_of_those_alone_whose_own_names_sa
     ],
 )
 def test_tencents_own_folders_say_which_model_they_hold(
-    tmp_path: Path, folder: str, model: str, name: str, why: str
+    stored: Callable[[str], StoredModel], tmp_path: Path, folder: str, model: str, name: str, why: str
 ) -> None:
     """A file under the name that every file there has, in the folder that says what it is."""
     file = tmp_path / "models" / "HunyuanVideo-1.5" / "transformer" / folder / "diffusion_pytorch_model.safetensors"
-    (content,) = contents(published.sparse(file, published.shapes(model)))
+    content = replace(stored(model), path=file)
     found = config_of(content)
     assert (found.name, found.why) == (name, why)
     known = config_of(content, known="720p i2v distilled")

@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +93,7 @@ def made(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> SimpleN
     def sampled(pipe: Pipeline) -> torch.Tensor:
         return stages.sample(pipe, prompt, None, SETTINGS, Silent()).samples
 
+    @cache
     def by_hand(*chosen: tuple[int, float]) -> torch.Tensor:
         other = fresh()
         other.parts["transformer"]

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.forecast.seconds import planned_run
 from anygpu.pipelines.sampling import loop
 from anygpu.pipelines.sizes import Size, beside_transformer, latent_shape, sampling_bytes
-from simulated.test_families import CASES, PICTURE, loaded_for
+from simulated import test_families as families
+from simulated.test_families import CASES, PICTURE
 
 OFF = 0.02
 QUICK = ("ltx",)
+loaded_for = cache(families.loaded_for)  # nothing here changes a pipeline
 CELLS = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in CASES if name != "ltx image"]
 
 PICTURED = [

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -15,12 +16,14 @@ from anygpu.pipelines.forecast import counts
 from anygpu.pipelines.forecast import seconds as forecast
 from anygpu.pipelines.forecast.times import time_forecast
 from anygpu.pipelines.sizes import Size
-from simulated.test_families import CASES, loaded_for
+from simulated import test_families as families
+from simulated.test_families import CASES
 
 SAFE = precisions._EXPLICIT[precisions.SAFE]
 PACE = Pace(1e9, 1e9, 1e9, 1e9, 0.0)
 HALF, BF16 = torch.float16, torch.bfloat16
 QUICK = ("ltx",)
+loaded_for = cache(families.loaded_for)  # nothing here changes a pipeline
 FAMILIES = [
     pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in CASES if name != "ltx image"
 ]

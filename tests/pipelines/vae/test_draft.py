@@ -172,7 +172,9 @@ def test_a_draft_heeds_what_ails_the_convolutions_of_a_device(
     assert seen == {(torch.float32, False)}
 
 
-@pytest.mark.parametrize("id", ROWS)
+@pytest.mark.parametrize(
+    "id", [id if id in ("mochi", "hunyuan_video_15") else pytest.param(id, marks=pytest.mark.full) for id in ROWS]
+)
 def test_the_draft_of_kept_latents_reads_no_vae(id: str, tiny_folder: Path, tmp_path: Path, recorded: Any) -> None:
     pipeline, latents = sampled_of(id, tiny_folder)
     config, progress = pipeline.configs["vae"], recorded()
