@@ -48,6 +48,18 @@ def pytest_configure(config: pytest.Config) -> None:
     os.register_at_fork(before=lambda: parents.__setitem__(0, os.getpid()), after_in_child=end_with_parent)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_values_without_memory() -> Iterator[None]:
+    """Draw no first values of weights on ``meta``, which keeps none: torch does so in Python, operation by operation."""
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("kaiming_uniform_", "uniform_", "normal_"):
+            draw = getattr(torch.nn.init, name)
+            patch.setattr(torch.nn.init, name, lambda x, *a, _draw=draw, **k: x if x.is_meta else _draw(x, *a, **k))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def windows_rules(request: pytest.FixtureRequest) -> Iterator[None]:
     """Windows' rules for files, where they are asked for."""

@@ -1,23 +1,11 @@
 """Checkpoints that the tests of paint/ share: written once."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from anygpu.paint.loading import PaintPipeline, PaintRequest, load_paint
 
 from paint import stored
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_values_on_meta() -> Iterator[None]:
-    """Draw no initial values for weights on the meta device, which have none: torch does it in Python there."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("uniform_", "kaiming_uniform_", "normal_"):
-            draw = getattr(torch.nn.init, name)
-            patch.setattr(torch.nn.init, name, lambda x, *a, _draw=draw, **k: x if x.is_meta else _draw(x, *a, **k))
-        yield
 
 
 @pytest.fixture(scope="session")
