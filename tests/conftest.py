@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_values_without_memory() -> Iterator[None]:
-    """Draw no first values of weights on ``meta``, which keeps none: torch does so in Python, operation by operation."""
+    """Draw no first values of weights on ``meta``, which keeps none: torch does so in Python, one by one."""
     import torch
 
     with pytest.MonkeyPatch.context() as patch:
