@@ -54,7 +54,7 @@ class AdapterRequest(ComputeSettings):
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """A checked request: the checkpoint, the adapter's tensors, and the variant that they are of."""
+    """A checked request: the checkpoint, the adapter's stored tensors, and their variant, ig2mv or tg2mv."""
 
     request: AdapterRequest
     base: Base
@@ -68,7 +68,7 @@ def load_adapter(
     make_room: Callable[[int, torch.device], None] | None = None,
     hosted: Callable[..., Offloader] | None = None,
 ) -> PaintPipeline:
-    """The pipeline of a checkpoint with an adapter; only names and shapes are read; errors as of ``load_paint``."""
+    """The pipeline of a checkpoint with an adapter, read lazily: names and shapes now. Raises as ``load_paint``."""
     files, made = _checked(request)
     configs = {part: found.config for part, found in files.base.parts.items()}
     configs["adapter"] = {"prediction_type": files.base.prediction, "base": files.base.kind}
@@ -76,7 +76,7 @@ def load_adapter(
     facts, shape = facts_for(request.device), UNetShape.of(configs["unet"])
     probes = None if request.state is None else probe_results_of(facts, request.state, request.quiet)
     precision = precision_for(PAINT, facts, request.precision, probes)
-    if precision.vae is FP16 and configs["vae"].get("force_upcast"):  # which overflows in fp16
+    if precision.vae is FP16 and configs["vae"].get("force_upcast"):  # diffusers' mark of a VAE that overflows in fp16
         why = "VAE in fp32, since fp16 overflows in SDXL's own: choose a folder with its fp16 fix as vae"
         precision = replace(precision, vae=FP32, conv=FP32, why=f"{precision.why}; {why}")
     attention = loading.chosen_attention(request.attention, facts, probes, precision, shape)
@@ -84,7 +84,7 @@ def load_adapter(
     parts, compiled = loading.parts_of(readers, request.compiled)
     offloader, offload = loading.paint_offloader(request, parts, facts, weights, make_room=make_room, hosted=hosted)
     remarks = (*copies_decision(precision, facts, probes), *_remarks(files))
-    # a tokenizer that is not there is missed when a prompt is encoded
+    # a missing tokenizer raises only when a prompt is encoded
     own = {part: part_folder(request.source, name) for part, name in TOKENIZERS.items() if part in files.base.parts}
     given = request.tokenizer or request.source.parent / "tokenizer"
     return PaintPipeline(
@@ -109,7 +109,7 @@ def load_adapter(
 
 
 def _checked(request: AdapterRequest) -> tuple[AdapterFiles, dict[str, nn.Module]]:
-    """The files of a request, and its UNet and map encoder without weights, whose tensors are all there."""
+    """The files of a request, and its UNet and map encoder on meta, once every tensor is found with its shape."""
     require_choice("adapter variant", request.variant, ADAPTER_VARIANTS, "Choose auto.")
     with reading(request.adapter):
         stored = weights_in(request.adapter, "adapter")
@@ -138,29 +138,29 @@ def _checked(request: AdapterRequest) -> tuple[AdapterFiles, dict[str, nn.Module
 def _readers(
     files: AdapterFiles, made: Mapping[str, nn.Module], precision: Precision, attention: Attention
 ) -> tuple[dict[str, Reader], dict[str, PartBytes]]:
-    dtypes, parts = Dtypes(precision.compute, precision.residual), files.base.parts
-    base = parts["vae"]
+    """Per part, the reader that loads its module from disk, and the bytes of its weights."""
+    dtypes, parts, vae = Dtypes(precision.compute, precision.residual), files.base.parts, files.base.parts["vae"]
     readers = {
         "unet": _unet_reader(files, dtypes, attention),
         "adapter": _map_reader(made["adapter"], files.stored, dtypes),
-        "vae": loading.vae_reader(base.stored, base.config, precision, attention, base.convert),
+        "vae": loading.vae_reader(vae.stored, vae.config, precision, attention, vae.convert),
     }
     weights = {part: loading.network_bytes(module, dtypes) for part, module in made.items()}
-    weights["vae"] = _bytes_as(parts["vae"], precision.vae)
+    weights["vae"] = _bytes_as(vae, precision.vae)
     for part in (part for part in TOKENIZERS if part in parts):
         readers[part] = _encoder_reader(files, part, precision)
         weights[part] = _bytes_as(parts[part], precision.text)
     return readers, weights
 
 
-def _remarks(files: AdapterFiles) -> list[Decision]:
+def _remarks(files: AdapterFiles) -> list[Decision]:  # about the base, the adapter and the LoRA, for the user
     request = files.request
     if isinstance(request.model, Weights):
         why = f"connected, as core holds {request.source.name!r}; model and vae of this node are not read"
         remarks = [Decision("base", "core's MODEL, CLIP and VAE", why, CHOSEN)]
     else:
         remarks = loading.demo_remarks(request)
-    if files.base.prediction == VELOCITY and not is_demo(request.source):  # which was taught on them
+    if files.base.prediction == VELOCITY and not is_demo(request.source):  # the demo's learned velocities
         why = "the adapter was taught on noise; its velocities are converted"
         remarks.append(Decision("base", "predicts velocities", why, AUTO))
     if "partial" in request.adapter.name.lower():

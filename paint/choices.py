@@ -31,7 +31,7 @@ CACHE_LIMIT = 64  # graphs of one kind of block: a UNet has about 20 residual bl
 MODELS = Path(__file__).resolve().parent / "models"  # that ship with the pack
 DEMOS = (MODELS, MODELS.parents[1] / "pipelines" / "demo" / "models")  # of models that may share parts
 DEMO_ADAPTER = MODELS / "mv_adapter"
-DEMO_SIZE = 128  # pixels of a view of theirs
+DEMO_SIZE = 128  # pixels of a demo model's view
 PBR = "hunyuan3d-paintpbr-v2-1"
 STANDS_IN_FOR = ("hunyuan3d-paint-v2-0", "hunyuan3d-paint-v2-0-turbo", PBR, "hunyuan3d-delight-v2-0")
 GREY, WHITE = 127 / 255, 1.0  # grounds of reference pictures
@@ -69,7 +69,7 @@ TAUGHT_SIZES = {"sdxl": 768, "sd21": 512}  # pixels of a view, by the base
 
 @functools.cache
 def demo_paint_models() -> dict[str, Path]:
-    """Choice to folder of what ships with the pack, such as ``demo: Hunyuan3D paint (7 MB)``; none where none is."""
+    """The demo models that ship with the pack, choice to folder, such as ``demo: Hunyuan3D paint (7 MB)``; or empty."""
     named = {}
     with suppress(OSError):  # nodes list their choices even where a demo cannot be read
         for folder in sorted(filter(is_paint_folder, MODELS.iterdir())):
@@ -80,7 +80,7 @@ def demo_paint_models() -> dict[str, Path]:
 
 @functools.cache
 def demo_adapter() -> tuple[dict[str, Path], dict[str, Path]]:
-    """Choice to path of the small base of MV-Adapter, and of the adapter on it; empty where none ships."""
+    """The demo's base for MV-Adapter, and its adapter, each choice to path; both empty where no demo ships."""
     files = list(DEMO_ADAPTER.rglob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     own = {f"demo: {IG2MV}": file for file in files if IG2MV in file.name}

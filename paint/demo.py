@@ -42,18 +42,18 @@ class PaintedRing:
 
 
 def show(model: Path, folder: Path) -> tuple[dict[str, Tensor], tuple[str, ...], dict[str, tuple[bool, str]]]:
-    """Caption to a picture and the ring painted after it, (F, S, S, 3); the decisions of the model; results of checks.
+    """Paint a ring after each of :data:`PAIRS` and write the first to ``folder``, as ``ring.glb``, or for MV-Adapter as
+    ``ring_mv_adapter.glb``. Raises MissingPackageError without trimesh.
 
-    The first ring becomes ``ring.glb`` in ``folder``, of MV-Adapter ``ring_mv_adapter.glb``. Raises MissingPackageError
-    without trimesh."""
+    Returns caption to picture and turntable (F, S, S, 3); the model's decisions; check to (passed, measured)."""
     pipeline, surface = opened(model), Surface.of(ring())
     rings = [painted_ring(pipeline, pair) for pair in PAIRS]
     write_glb(folder / f"ring{f'_{model.name}' if model == DEMO_ADAPTER else ''}.glb", ring(), rings[0].texture)
     expected = [turntable(surface, halves(pair), FRAMES, DEMO_SIZE, ELEVATION) for pair in PAIRS]
 
-    def error(others: list[Tensor]) -> float:
-        pairs = [(each.frames - other)[other.amin(-1) < 0.99] for each, other in zip(rings, others, strict=True)]
-        return float(torch.cat(pairs).abs().mean())
+    def error(others: list[Tensor]) -> float:  # on the ring alone: the background is white
+        errors = [(each.frames - other)[other.amin(-1) < 0.99] for each, other in zip(rings, others, strict=True)]
+        return float(torch.cat(errors).abs().mean())
 
     own, other = error(expected), error(expected[::-1])
     checks = {
@@ -75,7 +75,7 @@ def opened(model: Path) -> PaintPipeline:
 
 
 def painted_ring(pipeline: PaintPipeline, pair: ColourPair, frames: int = FRAMES, steps: int = 0) -> PaintedRing:
-    """A ring painted after a picture of itself in two colours, in the published number of steps if that is 0."""
+    """A ring painted after a picture of itself in two colours; ``steps`` 0 is the published number."""
     mesh, adapter = ring(), pipeline.family == "mv_adapter"
     table = views_for(pipeline.family, None)
     surface = Surface.of(mesh, None, table.frame)
@@ -105,8 +105,9 @@ def grid(rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """UVs (P, 2), v down, and faces (M, 3) of a sheet whose left and right edges are separate vertices."""
     v, u = torch.meshgrid(torch.linspace(0, 1, rows + 1), torch.linspace(0, 1, columns + 1), indexing="ij")
     index = torch.arange((rows + 1) * (columns + 1)).view(rows + 1, columns + 1)
-    a, b, c, d = (part.reshape(-1) for part in (index[:-1, :-1], index[1:, :-1], index[:-1, 1:], index[1:, 1:]))
-    faces = torch.cat((torch.stack((a, b, c), 1), torch.stack((c, b, d), 1)))
+    corners = (index[:-1, :-1], index[1:, :-1], index[:-1, 1:], index[1:, 1:])
+    left, below_left, right, below_right = (corner.reshape(-1) for corner in corners)
+    faces = torch.cat((torch.stack((left, below_left, right), 1), torch.stack((right, below_left, below_right), 1)))
     return torch.stack((u.reshape(-1), v.reshape(-1)), dim=1), faces
 
 

@@ -33,7 +33,7 @@ from .networks.published import DELIGHT_CHANNELS, networks_for, stored_dtype
 from .networks.stable_diffusion import SIZES
 from .networks.unet import set_attention
 
-MARGIN = 1.15  # what a forecast may be off by
+MARGIN = 1.15  # factor by which a forecast may be too low
 ENCODED, DECODED = 644, 768  # features per pixel that the VAE has alive at its peak
 TAUGHT_SIZE, TAUGHT_VIEWS = 512, 6
 STEPPING = {False: "painting", True: "delighting"}
@@ -80,7 +80,7 @@ class PaintRun:
     references: int = 1  # pictures of the object; 0 where words alone describe it
 
     def places(self, pipeline: PaintPipeline, mode: str) -> dict[str, torch.device]:
-        """The names of its stages under an offload mode, with the device."""
+        """The run's stages under an offload mode, each name with the device on which it runs."""
         return dict.fromkeys((need.name for need in paint_needs(pipeline, self, mode)), pipeline.offloader.device)
 
     def planned(self, pipeline: PaintPipeline, name: str, room: int | None) -> PlannedStage:
@@ -103,9 +103,9 @@ class PaintRun:
 
 
 def planned_run(pipeline: Any, size: int = 0, views: int = 0, steps: int = 0, guided: int | None = None) -> PaintRun:
-    """Replace zeros by the values that the model was trained with, and None by its publisher's.
+    """The run of these settings: 0 is the value the model was trained with; ``guided`` None its publisher's guidance.
 
-    ``guided``: rows of a step beside the first."""
+    ``guided`` counts the rows that guidance adds to a step."""
     delight = pipeline.family == "delight"
     own = None if delight else sampler_of(pipeline.variant, pipeline.is_demo)
     guided = int(own is not None and own.guidance != 1) if guided is None else guided
@@ -224,6 +224,7 @@ def work_key(pipeline: PaintPipeline) -> str:
 
 
 def stage_work(pipeline: PaintPipeline, stage: str, run: PaintRun) -> Work:
+    """The work of a stage in a whole run: one picture, step or prompt, counted once and kept, times how many it has."""
     if stage in PARTS and PARTS[stage] in CLASSES:
         key = (stage, text_of(pipeline.configs[PARTS[stage]]), str(pipeline.precision.text))
         return counted_once(key, partial(_encoder_work, pipeline, PARTS[stage]))
@@ -241,7 +242,7 @@ def stage_work(pipeline: PaintPipeline, stage: str, run: PaintRun) -> Work:
     return reference if stage == "reference" else step.times(run.steps)
 
 
-def _vae_work(pipeline: PaintPipeline, size: int, direction: str) -> Work:
+def _vae_work(pipeline: PaintPipeline, size: int, direction: str) -> Work:  # encode or decode, of one picture
     config, dtype = pipeline.configs["vae"], pipeline.precision.vae
     side = size // vae.REDUCTION
 
@@ -322,7 +323,7 @@ def _adapter_work(pipeline: PaintPipeline, run: PaintRun) -> dict[str, Work]:
     return {"maps": encoding, "reference": looked, "painting": step}
 
 
-def _encoder_work(pipeline: PaintPipeline, part: str) -> Work:
+def _encoder_work(pipeline: PaintPipeline, part: str) -> Work:  # of one picture or prompt
     dtype = pipeline.precision.text
     cls: Any = attribute("transformers", CLASSES[part])
     with META:

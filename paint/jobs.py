@@ -138,8 +138,8 @@ def load(job: PaintJob, machine: Machine, progress: Any) -> tuple[PaintPipeline,
     if job.adapter is not None:
         tokenizer = None if machine.single is None else machine.single.tokenizers.get("clip_l")
         shared |= {"tokenizer": tokenizer, "lora": find(job.lora), "lora_strength": job.lora_strength}
-        asked = AdapterRequest(find(job.model), find(job.adapter), job.variant, **shared)
-        return (load_adapter(asked, progress, **machine.host),)
+        adapted = AdapterRequest(find(job.model), find(job.adapter), job.variant, **shared)
+        return (load_adapter(adapted, progress, **machine.host),)
     request = PaintRequest(find(job.model), job.variant, job.weights, image_encoder=find(job.image_encoder), **shared)
     painter = load_paint(request, progress, **machine.host)
     if job.delight is None:
@@ -168,7 +168,7 @@ class Textured:
 def run(
     job: PaintJob, machine: Machine, progress: Any, loaded: Sequence[PaintPipeline], mesh: Mesh | None = None
 ) -> Textured:
-    """Paint a job with its pipelines; ``mesh`` is for one whose file is not here."""
+    """Paint a job with the pipelines of :func:`load`; ``mesh`` takes the place of a mesh file that is not found."""
     files = Places(machine.places.files, machine.places.files, state=machine.state)
     if job.mesh.name or mesh is None:
         try:
@@ -185,16 +185,16 @@ def run(
         columns = {f"{one.name}s": [getattr(view, one.name) for view in job.views] for one in fields(Camera)}
         given["cameras"] = camera_table(**columns, ortho_scale=job.ortho_scale)
     settings = OneStep(job.paint, delight=job.delighting, **given)
-    shown = _shown(Pictures(job.inputs[1:], job.mask), files, progress)
-    larger = {name: given for name, given in machine.host.items() if name == "make_room"}
+    shown = _read_pictures(Pictures(job.inputs[1:], job.mask), files, progress)
+    hooks = {name: hook for name, hook in machine.host.items() if name == "make_room"}
     if job.upscaler is not None:
         if machine.enlarged is None:
             found, fix = f"views enlarged by {job.upscaler.name!r}", "Use AnyGPU Replay."
             raise InputError(found, expected="ComfyUI, whose node enlarges them", fix=fix)
-        larger["enlarge"] = partial(machine.enlarged, machine.places.model(job.upscaler, progress.check))
-    texture, _, cameras = textured(mesh, shown, painter, delight, settings, progress, **larger)
+        hooks["enlarge"] = partial(machine.enlarged, machine.places.model(job.upscaler, progress.check))
+    texture, _, cameras = textured(mesh, shown, painter, delight, settings, progress, **hooks)
     for each in job.details:
-        pictures = {place: _shown(given, files, progress) for place, given in each.pictures.items()}
+        pictures = {place: _read_pictures(shown, files, progress) for place, shown in each.pictures.items()}
         table = CameraTable(each.cameras) if each.cameras else None
         made = with_detail(mesh, texture.colour, pictures, table, progress, painter.offloader.device)
         texture = replace(texture, colour=made.texture)
@@ -208,8 +208,10 @@ def render(job: PaintJob, machine: Machine, progress: Any, loaded: Sequence[Pain
     return Result(made.texture.colour, ".glb", made.write)
 
 
-def _shown(pictures: Pictures, files: Places, progress: Any) -> list[Tensor]:
-    """Pictures, cut out by their own transparency where that counts; InputError where that is another."""
+def _read_pictures(pictures: Pictures, files: Places, progress: Any) -> list[Tensor]:
+    """The pictures, cut out by their files' transparency unless it is ignored; empty if there are none of one size.
+
+    Raises InputError where that transparency is not the mask with which the job was painted."""
     shown, masks = [], []
     for file in pictures.files:
         if not file.size:  # known by its file, not by its pixels
@@ -219,8 +221,8 @@ def _shown(pictures: Pictures, files: Places, progress: Any) -> list[Tensor]:
         masks += [] if mask is None else [mask]
     if len({each.shape for each in shown}) != 1:  # none, or an edited receipt
         return []
-    whole = [torch.cat(masks)] if len(masks) == len(shown) else []
-    mask = next((each for each in (*whole, *masks[:1]) if pictures.mask in (ALPHA, picture_content(each))), None)
+    tried = [*([torch.cat(masks)] if len(masks) == len(shown) else []), *masks[:1]]  # all together; the first for all
+    mask = next((each for each in tried if pictures.mask in (ALPHA, picture_content(each))), None)
     if pictures.mask not in ("", ALPHA) and mask is None:
         file = pictures.files[0]
         found = f"{file.name or files.known[file].name!r} without the mask with which it was painted"
@@ -232,22 +234,22 @@ def _shown(pictures: Pictures, files: Places, progress: Any) -> list[Tensor]:
 def asked_job(
     pipeline: PaintPipeline, delight: PaintPipeline | None, mesh: Mesh, image: Any, mask: Any, settings: OneStep
 ) -> PaintJob:
-    """The job that paints as a node did, with an IMAGE and a MASK of core's, or None."""
+    """The job of a texture that a node painted from ``image`` and ``mask``, core's IMAGE and MASK, or None."""
     request = pipeline.request
     source = request.model.file if isinstance(request.model, Weights) else pipeline.source
-    known, given = partial(receipts.named, state=request.state), {one.name: one.default for one in fields(PaintJob)}
-    given |= {one.name: getattr(request, one.name) for one in fields(request) if one.name in given}
-    own = {name: given[name] and known(given[name]) for name in ("vae", "image_encoder", "adapter", "lora")}
-    own |= {name: given[name] for name in ("precision", "weights", "lora_strength")}
+    content, values = partial(receipts.named, state=request.state), {one.name: one.default for one in fields(PaintJob)}
+    values |= {one.name: getattr(request, one.name) for one in fields(request) if one.name in values}
+    own = {name: values[name] and content(values[name]) for name in ("vae", "image_encoder", "adapter", "lora")}
+    own |= {name: values[name] for name in ("precision", "weights", "lora_strength")}
     own |= {name: getattr(settings, name) for name in SHARED}
     table = None if pipeline.family == "mv_adapter" else settings.cameras  # it has its own alone
     pictures = Pictures(()) if image is None else Pictures.of(image, mask)
     return PaintJob(
-        known(source or pipeline.source),
+        content(source or pipeline.source),
         Content("", geometry_hash(mesh)),
         next(iter(pictures.files), None),
         completed(pipeline, settings.paint, Silent()),
-        delight=known(delight.source) if delight is not None and pipeline.family == "paint" else None,
+        delight=content(delight.source) if delight is not None and pipeline.family == "paint" else None,
         variant=pipeline.variant if pipeline.variant in (*VARIANTS, *ADAPTER_VARIANTS) else AUTO,
         more_pictures=pictures.files[1:],
         mask=pictures.mask,
@@ -354,14 +356,13 @@ def paint_jobs(
     by_name = {path.stem: path for path in sorted(pictures.glob("*.*")) if path.suffix.lower() in PICTURES}
     lonely = next((path for path in shapes if path.stem not in by_name), None)
     if lonely is not None and not from_words:
-        found = f"no picture for the mesh {lonely.name!r}"
-        fix = "Give each mesh a picture of its name."
+        found, fix = f"no picture for the mesh {lonely.name!r}", "Give each mesh a picture of its name."
         raise InputError(found, expected=f"a picture named {lonely.stem} in {str(pictures)!r}", fix=fix)
     require_few(len(shapes) * len(prompts or [""]) * len(seeds))
     baking, jobs = BakeSettings(texture_size, raster_size(painting.size, texture_size)), []
     for path in shapes:
-        files = [path] if from_words else [path, by_name[path.stem]]
-        mesh, picture = (*(Places().content(file, add(file), check) for file in files), None)[:2]
+        mesh, shown = Places().content(path, add(path), check), by_name.get(path.stem)
+        picture = None if from_words or shown is None else Places().content(shown, add(shown), check)
         for prompt, seed in product(prompts or [""], seeds):
             settings, mask = replace(painting, seed=seed), "" if from_words else ALPHA
             jobs.append(PaintJob(model, mesh, picture, settings, texture=baking, prompt=prompt, mask=mask, **others))

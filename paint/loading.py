@@ -165,7 +165,7 @@ def load_paint(
     attention = chosen_attention(request.attention, facts, probes, precision, shape)
     dtypes = Dtypes(precision.compute, precision.residual)
     readers = {
-        part: _unet_reader(kind, part, [*module.state_dict()], config, stored, dtypes, attention)
+        part: _unet_reader(kind, part, [*module.state_dict()], config, stored, dtypes=dtypes, kernel=attention)
         for part, module in made.items()
     }
     configs, weights = {"unet": config}, {part: network_bytes(module, dtypes) for part, module in made.items()}
@@ -197,7 +197,7 @@ def load_paint(
 
 
 def parts_of(readers: Mapping[str, Reader], settings: CompileSettings | None) -> tuple[Parts, dict[str, Blocks]]:
-    """The parts, their blocks compiled where there are settings; graphs survive that a part is read again."""
+    """The parts, and part to its compiled blocks, none without ``settings``; graphs survive reading a part again."""
     compiled = {} if settings is None else {part: Blocks(settings) for part in COMPILED if part in readers}
 
     def apply(part: str, module: nn.Module) -> Undo | None:
@@ -237,7 +237,7 @@ def paint_offloader(
     return offloader, decision
 
 
-def _unet_place(model: Path) -> Path:
+def _unet_place(model: Path) -> Path:  # the folder of the UNet, or its file, in what the user chose
     if model.is_file():
         return model
     if (model / "unet").is_dir():
@@ -265,12 +265,14 @@ def _variant(request: PaintRequest, kind: str, stored: Weights) -> str:
 
 
 def _config(place: Path) -> Mapping[str, Any]:
+    """The UNet's config.json in, or beside, ``place``; Stable Diffusion 2's where there is none for it."""
     file = (place if place.is_dir() else place.parent) / "config.json"
     config = read_json(file, "the configuration of the UNet") if file.is_file() else {}
-    return config if "block_out_channels" in config else STABLE_DIFFUSION_2  # it describes another model
+    return config if "block_out_channels" in config else STABLE_DIFFUSION_2  # the file describes another model
 
 
 def _remarks(request: PaintRequest, kind: str, place: Path, stored: Weights, dropped: int) -> list[Decision]:
+    """Decisions about the model's variant and weights that a user should know of; ``dropped`` tensors were skipped."""
     remarks = demo_remarks(request)
     if kind == "paint" and request.variant == AUTO and not is_demo(request.model):
         why = "turbo only where its path has that word"

@@ -64,8 +64,8 @@ def cut_out(pictures: Tensor, mask: Tensor | None) -> list[Tensor]:
 
 
 def transparency(path: Path, size: Sequence[int]) -> Tensor | None:
-    """The mask (1, H, W) of a picture file of ``size`` (H, W), as ComfyUI's Load Image gives it, or of a palette or
-    colour key, which that leaves out; None for no alpha."""
+    """The mask (1, H, W), 1 where transparent, of a picture file as ComfyUI's Load Image gives it, or, unlike there, of
+    its palette or colour key. None without alpha, or where the picture is not of ``size`` (H, W)."""
     from PIL import Image, ImageOps
 
     try:
@@ -105,7 +105,7 @@ def _in_middle(picture: Tensor, side: int, ground: Tensor) -> Tensor:
 def resized(pictures: Tensor, height: int, width: int) -> Tensor:
     """``pictures`` (B, H, W, C) at another size, bicubic and antialiased, in 8 bits, by Pillow as upstream has them.
 
-    Colours count by their alpha there, so that none leak out of what is transparent."""
+    Pillow weighs colours by their alpha, so that none leak out of transparent pixels."""
     from PIL import Image
 
     if tuple(pictures.shape[1:3]) == (height, width):

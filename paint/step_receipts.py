@@ -50,8 +50,8 @@ def remember(history: str, facts: dict[str, Any]) -> None:
 def painted_record(
     pipeline: PaintPipeline, pictures: Mapping[str, Tensor | None], settings: OneStep, dino: Tensor | None
 ) -> dict[str, Any]:
-    """The receipt of views painted from an ``image``, its ``mask``, and the maps ``normals`` and ``positions``; of a
-    picture whose light Delight took out as Texture Mesh does, one job that begins with the picture before."""
+    """The receipt of views painted from an ``image``, its ``mask``, and the maps ``normals`` and ``positions``; where
+    Delight evened the image as Texture Mesh does, its job begins with the picture before Delight."""
     image, mask, maps = pictures["image"], pictures["mask"], facts_of(pictures["normals"], "maps")
     light, delight = facts_of(image, "evened"), None
     repeatable = not light or (light["recenter"] and mask is None and pipeline.family == "paint")
@@ -59,8 +59,8 @@ def painted_record(
         image, mask = light["image"], light["mask"]
         delight = SimpleNamespace(source=light["request"].model, request=light["request"])  # what a job reads of it
         settings = replace(settings, delight=light["settings"])
-    missing = missing_of(pipeline, delight, dino) + ["how light was taken out of its picture"] * (not repeatable)
-    missing += ["the latents that it started from"] * settings.paint.continues
+    missing = missing_of(pipeline, delight, dino) + ([] if repeatable else ["how light was taken out of its picture"])
+    missing += ["the latents that it started from"] if settings.paint.continues else []
     if not maps or maps != facts_of(pictures["positions"], "maps") or maps["cameras"] != settings.cameras:
         return {receipts.HEAD: receipts.VERSION, "missing": [*missing, "maps of AnyGPU Render Views"]}
     settings, mesh = replace(settings, maps=maps["size"], shading=maps["shading"]), maps["mesh"]
@@ -116,7 +116,8 @@ def projected_record(
     if not facts or look.get("base_color_factor") or facts["both"] is not getattr(before, "metallic_roughness", None):
         return {receipts.HEAD: receipts.VERSION, "missing": ["the texture as AnyGPU made it"]}
     record, texture = dict(facts["record"]), replace(facts["texture"], colour=after.texture[0])
-    missing = [*record.pop("missing", ()), *["the mesh that was painted"] * (record["mesh"] != geometry_hash(mesh))]
+    missing = list(record.pop("missing", ()))
+    missing += [] if record["mesh"] == geometry_hash(mesh) else ["the mesh that was painted"]
     if not missing:
         pictures = {place: Pictures.of(given[place], given.get(f"{place}_mask")) for place in PLACES if place in given}
         job, detail = parsed(PaintJob, record["job"]), Detail(pictures, () if cameras is None else cameras.cameras)

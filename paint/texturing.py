@@ -209,6 +209,7 @@ def greedy_cameras(mesh: Mesh | None, max_views: int, progress: Any, device: tor
 
 
 def painted_views(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any) -> Painted:
+    """The views that the pipeline's family paints; a demo in place of PBR gets metal 0 and roughness 1 everywhere."""
     paint = paint_six_views if pipeline.family == "mv_adapter" else paint_views
     painted = paint(pipeline, inputs, settings, progress)
     if Path(pipeline.stands_in_for).name != PBR:

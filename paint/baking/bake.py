@@ -24,7 +24,7 @@ from ..geometry.views import SELECTION_SIZE, SIZES, VIEW_SIZE, View, rasterised
 
 MIN_COSINE = math.cos(math.radians(75))
 DEPTH_TOLERANCE = 3e-3  # units of the frame, for a texel to be the surface that the camera sees
-SEEN_BEFORE = 0.99  # of a view's texels: it adds nothing then
+SEEN_BEFORE = 0.99  # share of a view's texels that earlier views painted: above it the view adds nothing
 DOUBTED = 1e-4  # weight of a pixel near an edge, against 1: it counts where nothing better is
 LEAST_SHARE = 1e-6  # of a pixel, for a texel to be seen by it: less is rounding
 CORNERS = ((0, 0), (0, 1), (1, 0), (1, 1))  # down, right
@@ -127,30 +127,30 @@ def bake(
 def gathered(
     surface: Surface, view: View, picture: Tensor, texels: Texels, exact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Each texel's colour (T, T, 3) in one view, cosine (T, T), 0 where not seen, and trust (T, T)."""
+    """Each texel's colour (T, T, 3) in one view, cosine (T, T), 0 where not seen, trust (T, T): 1, less near edges."""
     cosines = surface.face_normals @ torch.tensor(view.camera.axes()[2], device=picture.device)
-    sure = trusted(view, exact, SELECTION_SIZE if exact else view.size)  # the reference keeps that from choosing views
+    sure = trusted(view, exact, SELECTION_SIZE if exact else view.size)  # the reference's mask is of its view selection
     shows = (view.ids >= 0) & ~blended(view, picture.shape[0])
     depth = view.image(view.depth, background=-math.inf)
     sight = _Sight(view, depth, sure=sure, pure=shows, cosines=cosines)
     picture = scaled(picture, view.size) if exact else rim_cleaned(picture, view)
     size, count = texels.size, texels.place.shape[0]
-    colour, cosine, trust = (picture.new_zeros((size * size, *tail)) for tail in ((3,), (), ()))
+    colour, (cosine, trust) = picture.new_zeros((size * size, 3)), picture.new_zeros((2, size * size))
     for first in range(0, count, POINTS_AT_ONCE):
         part = slice(first, first + POINTS_AT_ONCE)
         screen = view.on_screen(texels.place[part])
-        seen = sight.as_reference(screen) if exact else sight.tolerant(screen, texels.shown.face[part])
-        chosen = (seen[0] > 0).nonzero()[:, 0]
+        seen, sureness = sight.as_reference(screen) if exact else sight.tolerant(screen, texels.shown.face[part])
+        chosen = (seen > 0).nonzero()[:, 0]
         place = texels.shown.pixel[part][chosen]
         colour[place] = _sampled(picture, screen[chosen, :2], view.size, exact)
-        cosine[place], trust[place] = seen[0][chosen], seen[1][chosen]
+        cosine[place], trust[place] = seen[chosen], sureness[chosen]
     return colour.view(size, size, 3), cosine.view(size, size), trust.view(size, size)
 
 
 @dataclass(frozen=True, eq=False)
 class _Sight:
-    """Points seen by a view: its depth (H, W), the pixels to trust (H, W), those whose colour is that of one surface
-    (H, W), the cosine of each face (M,)."""
+    """Decides which points a view sees, by its depth (H, W), the pixels to trust (H, W), the pixels whose colour is of
+    one surface alone (H, W), and each face's cosine to the camera (M,)."""
 
     view: View
     depth: Tensor
@@ -178,7 +178,7 @@ class _Sight:
         size, low = self.view.size, screen[:, :2].floor()
         nearest, low = (screen[:, :2] - low >= 0.5).long(), low.long()
         chosen = ((screen[:, :2] >= -0.5) & (screen[:, :2] <= size - 0.5)).all(1).nonzero()[:, 0]  # inside the picture
-        for down, right in CORNERS:  # the nearest pixel, then the others for who is not seen there
+        for down, right in CORNERS:  # the nearest pixel, then the other three for points not seen in it
             offset = nearest[chosen] ^ torch.tensor((right, down), device=face.device)
             column, row = (low[chosen] + offset).clamp(0, size - 1).unbind(1)
             same = self.view.ids[row, column] == face[chosen]
@@ -209,9 +209,9 @@ def rim_cleaned(picture: Tensor, view: View) -> Tensor:
 
 
 def _sampled(picture: Tensor, places: Tensor, size: int, exact: bool) -> Tensor:
-    """(P, 3): bilinear colours at ``places`` (P, 2), pixels of a view of ``size``, of a picture of any size.
+    """(P, 3): bilinear colours of ``picture`` (H, W, 3) at ``places`` (P, 2), in pixels of a view of ``size``.
 
-    With ``exact`` of that size alone."""
+    The picture may have any size, but with ``exact`` must be ``size`` wide and high."""
     height, width = picture.shape[:2]
     scale = torch.tensor((width, height), device=places.device) / size
     # two pictures of one field of view agree at their edges, not at the centres of their first pixels
@@ -296,12 +296,12 @@ def _check(table: CameraTable, pictures: Tensor, settings: BakeSettings) -> None
     require_choice("bake form", settings.form, FORMS, "gather leaves no holes.")
 
 
-def _notes(surface: Surface, uvs: Tensor, texels: Texels, skipped: list[int]) -> tuple[str, ...]:
+def _notes(surface: Surface, uvs: Tensor, texels: Texels, skipped: list[int]) -> tuple[str, ...]:  # lines for the user
     notes = list(surface.notes)
     areas = uv_areas(uvs, surface.faces)
-    asked, held = float(areas.sum()), float(texels.covered.sum()) / texels.size**2
-    if asked > held * 1.05 + 4 / texels.size:
-        notes.append(f"{1 - held / asked:.0%} of the UV area overlaps other faces, which then share their colours")
+    uv_area, covered = float(areas.sum()), float(texels.covered.sum()) / texels.size**2
+    if uv_area > covered * 1.05 + 4 / texels.size:  # more than rounding at the rims of charts
+        notes.append(f"{1 - covered / uv_area:.0%} of the UV area overlaps other faces, which then share their colours")
     flat = int((areas == 0).sum())
     if flat:
         notes.append(f"{flat} faces have no area in the texture and cannot be painted")
@@ -311,7 +311,7 @@ def _notes(surface: Surface, uvs: Tensor, texels: Texels, skipped: list[int]) ->
 
 
 def trusted(view: View, exact: bool, size: int) -> Tensor:
-    """(H, W) bool: covered pixels away from the mesh's rim and from depth edges, by two for each 512 of ``size``.
+    """(H, W) bool: covered pixels at least two pixels, per 512 of ``size``, from the mesh's rim and from depth edges.
 
     ``exact`` finds edges as the reference, by Canny on depth scaled to its own range, which takes float noise for edges
     where a view shows one flat face. Otherwise a step of depth is measured in units of the frame."""

@@ -21,10 +21,10 @@ from .bake import Baked, BakeSettings, bake, texel_places
 NEAREST = 1e-4  # units of the frame: neighbours closer than this count as that far
 INPAINT_RADIUS = 3  # texels
 SMOOTHINGS = 32  # sweeps after the last new vertex: by then a hole of ten rings has settled
-COMPARED = (Camera(0, 0), Camera(90, 0), Camera(0, 90))  # what they see of both halves decides
-OUTLINE = 128  # pixels of these pictures
+COMPARED = (Camera(0, 0), Camera(90, 0), Camera(0, 90))  # a mesh that looks mirrored to all three is symmetric
+OUTLINE = 128  # pixels of the views that COMPARED render
 OFF, ALIKE = 0.02, 0.97  # units of the frame by which depths may differ; share of the pixels in which they must agree
-EXACT_SWEEPS = 2  # of the reference, where nothing stays open
+EXACT_SWEEPS = 2  # that the reference makes where every vertex gets a colour
 
 
 def filled(
@@ -62,10 +62,10 @@ def from_the_other_half(
     settings: BakeSettings,
     check: Callable[[], None] = lambda: None,
 ) -> Baked:
-    """``baked`` and, where nothing is painted, what the cameras saw of the other half of a mesh that is symmetric.
+    """``baked`` with the unpainted texels of a symmetric mesh taken from mirrored pictures of its other half.
 
-    Left and right only: what is alike in front and behind is seldom painted alike. Cameras that are one another's
-    mirror images, as the default ones, see nothing more, and leave ``baked`` as it is."""
+    Left and right only: front and back of one shape are seldom painted alike. Cameras that are one another's mirror
+    images, as the default ones, see nothing more, and leave ``baked`` as it is."""
     known = {_direction(camera) for camera in table if camera.weight}
     images = [mirror_image(camera) for camera in table]
     fresh = [index for index, camera in enumerate(images) if _direction(camera) not in known and camera.weight]
@@ -87,10 +87,10 @@ def _direction(camera: Camera) -> tuple[float, ...]:
     return tuple(round(value, 3) for value in camera.axes()[2])
 
 
-def is_symmetric(surface: Surface) -> bool:  # left and right, but for OFF and ALIKE
+def is_symmetric(surface: Surface) -> bool:  # its left and right halves, within OFF and ALIKE
     for camera in COMPARED:
         views = (rasterised(surface, each, OUTLINE) for each in (camera, mirror_image(camera)))
-        own, image = (view.image(view.depth, background=-9.0) for view in views)
+        own, image = (view.image(view.depth, background=-9.0) for view in views)  # far behind any depth of the frame
         either = (own > -9) | (image.flip(1) > -9)
         if float(((own - image.flip(1)).abs() <= OFF)[either].float().mean()) < ALIKE:
             return False
@@ -100,34 +100,34 @@ def is_symmetric(surface: Surface) -> bool:  # left and right, but for OFF and A
 def vertex_filled(
     baked: Baked, surface: Surface, exact: bool = False, check: Callable[[], None] = lambda: None
 ) -> tuple[Tensor, Tensor]:
-    """Texture (T, T, 3) and what is painted (T, T) after colours have spread from vertex to vertex.
+    """Texture (T, T, 3) and bool mask of painted texels (T, T) after colours have spread from vertex to vertex.
 
-    By default vertices that unwrapping split are one again, and whole faces are coloured, not single texels."""
+    Unless ``exact``, vertices that unwrapping split are merged, and whole faces are coloured, not single texels."""
     surface, uvs = surface.with_uvs()
     size, device = baked.texels.size, baked.texture.device
     place = (texel_places(uvs, size, exact) + 0.5).floor().long().clamp(0, size - 1)  # halves up, as C++ rounds them
     texel = place[:, 1] * size + place[:, 0]
     used = named_by(surface.faces, len(uvs))
-    own = torch.arange(len(uvs), device=device) if exact else welded(surface.vertices)
-    count = int(own.max()) + 1
-    has = (baked.painted.view(-1)[texel] & used).to(torch.float32)
-    sums = torch.zeros((count, 4), device=device)
-    seen = torch.cat((baked.texture.view(-1, 3)[texel], torch.ones_like(has)[:, None]), dim=1)
-    sums.index_add_(0, own, seen * has[:, None])
-    places = torch.zeros((count, 3), device=device).index_copy_(0, own, surface.vertices)
-    start, faces = sums[:, :3] / sums[:, 3:].clamp(min=1), own[surface.faces]
-    given = (start, sums[:, 3] > 0, places, faces)
-    colours, known = _sweep_in_order(*given, check) if exact else _spread(*given)
+    merged = torch.arange(len(uvs), device=device) if exact else welded(surface.vertices)  # each vertex's merged index
+    count = int(merged.max()) + 1
+    counts = (baked.painted.view(-1)[texel] & used).to(torch.float32)  # 1 for a vertex on a painted texel
+    sums = torch.zeros((count, 4), device=device)  # of colours, and how many
+    coloured = torch.cat((baked.texture.view(-1, 3)[texel], torch.ones_like(counts)[:, None]), dim=1)
+    sums.index_add_(0, merged, coloured * counts[:, None])
+    places = torch.zeros((count, 3), device=device).index_copy_(0, merged, surface.vertices)
+    means, faces = sums[:, :3] / sums[:, 3:].clamp(min=1), merged[surface.faces]
+    start = (means, sums[:, 3] > 0, places, faces)
+    colours, known = _sweep_in_order(*start, check) if exact else _spread(*start)
     texture, painted = baked.texture.clone().view(-1, 3), baked.painted.clone().view(-1)
     if exact:
-        chosen = (known[own] & used & ~painted[texel]).nonzero()[:, 0]
-        texture[texel[chosen]], painted[texel[chosen]] = colours[own[chosen]], True
+        chosen = (known[merged] & used & ~painted[texel]).nonzero()[:, 0]
+        texture[texel[chosen]], painted[texel[chosen]] = colours[merged[chosen]], True
     else:
         shown = baked.texels.shown
-        corners = own[surface.faces[shown.face]]
-        fit = (known[corners].all(1) & ~painted[shown.pixel]).nonzero()[:, 0]
-        mixed = torch.einsum("pk,pkc->pc", shown.weights[fit], colours[corners[fit]])
-        texture[shown.pixel[fit]], painted[shown.pixel[fit]] = mixed, True
+        corners = faces[shown.face]
+        chosen = (known[corners].all(1) & ~painted[shown.pixel]).nonzero()[:, 0]
+        mixed = torch.einsum("pk,pkc->pc", shown.weights[chosen], colours[corners[chosen]])
+        texture[shown.pixel[chosen]], painted[shown.pixel[chosen]] = mixed, True
     return texture.view_as(baked.texture), painted.view_as(baked.painted)
 
 
@@ -155,7 +155,7 @@ def _spread(colours: Tensor, known: Tensor, places: Tensor, faces: Tensor) -> tu
 def _sweep_in_order(
     colours: Tensor, known: Tensor, places: Tensor, faces: Tensor, check: Callable[[], None]
 ) -> tuple[Tensor, Tensor]:
-    """The same in the reference's order: vertex after vertex, by faces, each from the values so far; slow."""
+    """:func:`_spread` as the reference does it, slowly: vertex after vertex in the faces' order, from values so far."""
     import numpy as np
 
     target = colours.device

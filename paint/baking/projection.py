@@ -69,9 +69,8 @@ def projected(
         check: called between steps of 0.1 s to a few seconds; may raise to cancel.
     """
     if texture.ndim != 3 or texture.shape[0] != texture.shape[1]:
-        raise InputError(
-            f"a texture of shape {tuple(texture.shape)}", expected="(size, size, 3)", fix="Bake a square texture."
-        )
+        found, expected = f"a texture of shape {tuple(texture.shape)}", "(size, size, 3)"
+        raise InputError(found, expected=expected, fix="Bake a square texture.")
     surface, _ = surface.with_uvs()
     texels, size = texels_of(surface, len(texture)), len(texture)
     colours = torch.zeros_like(texture)
@@ -110,28 +109,28 @@ def shown_by(
     """Colour (T, T, 3), cosine (T, T) and weight (T, T) in 0..1 of each texel in a picture (S, S, 4)."""
     size = min(max(len(picture), SIZES[0]), SIZES[1])
     mapped, view, shown = posed_view(surface, pose, size)
-    at = replace(texels, place=pose.placed(texels.place))
-    colour, seen, _ = gathered(mapped, view, picture[..., :3].contiguous(), at, exact=False)
+    posed = replace(texels, place=pose.placed(texels.place))
+    colour, seen, _ = gathered(mapped, view, picture[..., :3].contiguous(), posed, exact=False)
     scaled = F.interpolate(picture.movedim(-1, 0)[None], (size, size), mode="bilinear", antialias=True)[0]
-    open_ = (view.ids >= 0) & ~grown(depth_steps(view), 1) & (scaled[3] > 0.5)
+    visible = (view.ids >= 0) & ~grown(depth_steps(view), 1) & (scaled[3] > 0.5)
     assert surface.uvs is not None
     painted = view.image(looked_up(texture, shown.interpolated(surface.uvs, surface.faces)))
-    agrees, apart = compared(painted.movedim(-1, 0), scaled[:3], open_)
-    steep, flat = facing(surface, shown, pose)
-    bands = []
+    agrees, difference = compared(painted.movedim(-1, 0), scaled[:3], visible)
+    smooth, flat = facing(surface, shown, pose)
+    bands = []  # weights of detail, then of whole colour, each (S, S)
     for full, reach in zip((DETAILED, WHOLLY), FADES, strict=True):
-        counts = ((steep - SQUARELY) / (full - SQUARELY)).clamp(0, 1) * (flat > SQUARELY)
-        bands.append(faded(view.image(counts) * open_ * agrees, reach))
-    grid = (at.place[None, None, :, :2] * at.place.new_tensor((2.0, -2.0))).clamp(-2, 2)
-    values = F.grid_sample(torch.cat((torch.stack(bands), apart))[None], grid, align_corners=False)[0, :, 0].T
-    steep, flat = facing(surface, texels.shown, pose)
-    values = torch.where((flat > SQUARELY)[:, None], torch.cat((values, steep[:, None]), dim=1), 0)
+        counts = ((smooth - SQUARELY) / (full - SQUARELY)).clamp(0, 1) * (flat > SQUARELY)
+        bands.append(faded(view.image(counts) * visible * agrees, reach))
+    grid = (posed.place[None, None, :, :2] * posed.place.new_tensor((2.0, -2.0))).clamp(-2, 2)
+    values = F.grid_sample(torch.cat((torch.stack(bands), difference))[None], grid, align_corners=False)[0, :, 0].T
+    smooth, flat = facing(surface, texels.shown, pose)
+    values = torch.where((flat > SQUARELY)[:, None], torch.cat((values, smooth[:, None]), dim=1), 0)
     placed = seen.new_zeros(seen.numel(), values.shape[1])
     placed[texels.shown.pixel] = values
     placed = placed.view(*seen.shape, -1) * (seen > 0)[..., None]
-    detail, whole = placed[..., 0], placed[..., 1]
+    detail, whole, difference, cosine = placed.split((1, 1, 3, 1), dim=-1)
     # the picture's soft colours end far more gently than its detail, as bands of another width in Burt and Adelson 1983
-    return colour - ((detail - whole) / detail.clamp(min=1e-6))[..., None] * placed[..., 2:5], placed[..., 5], detail
+    return colour - (detail - whole) / detail.clamp(min=1e-6) * difference, cosine[..., 0], detail[..., 0]
 
 
 def facing(surface: Surface, shown: Fragments, pose: Pose) -> tuple[Tensor, Tensor]:
@@ -146,10 +145,10 @@ def facing(surface: Surface, shown: Fragments, pose: Pose) -> tuple[Tensor, Tens
 
 
 def compared(painted: Tensor, colours: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Agreement of the soft colours of a texture and of a picture, both (3, S, S), and the picture's less the
-    texture's.
+    """Agreement (S, S) in 0..1 of the blurred colours of a texture and a picture, both (3, S, S), and their difference
+    (3, S, S), picture less texture.
 
-    The agreement is (S, S) in 0..1; light of another colour or strength over the whole picture is no disagreement."""
+    Only ``chosen`` (S, S) pixels count. Light of another colour or strength over the whole picture is allowed for."""
     first, second = (softened(each, chosen[None].to(each.dtype)) for each in (painted, colours))
     off = torch.zeros_like(first[0])
     if bool(chosen.any()):
@@ -160,7 +159,7 @@ def compared(painted: Tensor, colours: Tensor, chosen: Tensor) -> tuple[Tensor, 
 
 
 def faded(allowed: Tensor, share: float) -> Tensor:
-    """(S, S): ``allowed`` (S, S) drawn in by a share of its width from where it ends, and soft there; 0 stays 0."""
+    """(S, S): ``allowed`` (S, S) eroded by a ``share`` of its width, then blurred by as much, so that 0 stays 0."""
     reach = max(1, round(share * len(allowed)))
     kernels = ((2 * reach + 1, 1), (1, 2 * reach + 1))
     values = -F.pad(allowed, (reach, reach, reach, reach))[None, None]
@@ -173,7 +172,7 @@ def faded(allowed: Tensor, share: float) -> Tensor:
 
 
 def _pieces(seen: Tensor) -> Tensor:
-    """(H, W) bool: ``seen`` (H, W) in its largest piece, and in those that are no speck beside it, in cells."""
+    """(H, W) bool: ``seen`` (H, W) without connected pieces smaller than :data:`SPECK` of the largest, in cells."""
     cells = F.adaptive_max_pool2d(seen[None].float(), [min(length, CELLS) for length in seen.shape])
     label = torch.arange(1.0, cells.numel() + 1).view_as(cells) * cells
     for _ in range(4 * CELLS):  # a cell takes the label of the cell that the largest label near it names
@@ -185,10 +184,10 @@ def _pieces(seen: Tensor) -> Tensor:
 
 
 def cropped(picture: Tensor, name: str, most: int) -> tuple[Tensor, bool, tuple[float, float]]:
-    """(S, S, 4): the object in the middle of a square, at most ``most`` pixels wide, of a picture (H, W, 3 or 4);
-    whether there is background all round it; and the picture's middle, right and up from the square's in its widths.
+    """The object of a picture (H, W, 3 or 4), centred in a square (S, S, 4) of at most ``most`` pixels; True if there
+    is background all round it; and how far right and up the picture's middle is from the square's, in its widths.
 
-    One without alpha, or whose alpha hides nothing, has a plain background. Specks far from the object are left out.
+    Without alpha, or where alpha hides nothing, the background must be plain. Specks far from the object are left out.
     Raises InputError where nothing, or everything, is the object."""
     if bool(picture[..., 3:].eq(1).all()):  # also where there is none
         picture = picture[..., :3]

@@ -101,8 +101,7 @@ def camera_table(
     weights: Sequence[float] | str,
     ortho_scale: float = ORTHO_SCALE,
 ) -> CameraTable:
-    """The cameras that three lists, or their texts such as "0, 90, 180", describe; of one value it counts for every
-    view.
+    """The cameras that three lists, or texts such as "0, 90, 180", describe; a list of one value holds for every view.
 
     Raises InputError where a value is not a number or out of range, or the lists differ in length.
 
@@ -131,7 +130,7 @@ def camera_table(
     )
 
 
-def _numbers(values: Sequence[float] | str, name: str) -> list[float]:
+def _numbers(values: Sequence[float] | str, name: str) -> list[float]:  # finite and at least one, or InputError
     text = values.replace(";", ",").replace("\n", ",").split(",") if isinstance(values, str) else None
     parts: list[Any] = list(values) if text is None else [part for part in text if part.strip()]
     try:
@@ -169,6 +168,7 @@ def camera_ids(table: CameraTable, family: str = "paint") -> list[int]:
         raise InputError(found, expected=f"each one of {', '.join(map(str, sorted(FIRST_ID)))} degrees", fix=fix)
     ids = []
     for camera in table:
+        # the table's first row of an elevation is azimuth 90; from above and below it has every third step only
         step, elevation = (int(camera.azimuth % 360) // AZIMUTH_STEP + 9) % 12, int(camera.elevation)
         ids.append(FIRST_ID[elevation] + (step // 3 if abs(elevation) == 90 else step))
     return ids

@@ -175,11 +175,11 @@ def _notes(mesh: Mesh, faces: Tensor, dropped: int, centre: Tensor, radius: floa
     notes += size_notes(faces.shape[0])
     ends = torch.cat((faces[:, [0, 1]], faces[:, [1, 2]], faces[:, [2, 0]])).sort(1).values
     keys = (ends[:, 0] * (int(faces.max()) + 1) + ends[:, 1]).sort().values
-    shared = len(keys[2:][keys[2:] == keys[:-2]].unique_consecutive())
+    shared = len(keys[2:][keys[2:] == keys[:-2]].unique_consecutive())  # sorted: two places on is a third face
     if shared:
         notes.append(f"{shared} edges belong to more than two faces: normals there are mixed")
-    digits = torch.finfo(mesh.vertices.dtype).eps * float(centre.abs().max())
-    if digits > 2 * radius / FINE:
+    rounding = torch.finfo(mesh.vertices.dtype).eps * float(centre.abs().max())
+    if rounding > 2 * radius / FINE:
         notes.append(
             f"the mesh lies {float(centre.norm()):.3g} from the origin and is {2 * radius:.3g} wide: that far out, "
             "single precision is too coarse for a fine surface; move it to the origin before exporting"
@@ -221,11 +221,11 @@ class Beside:
     __getitem__ = get
 
     def keys(self) -> list[str]:
-        """Nothing: what is needed is asked for by name."""
+        """An empty list: trimesh asks for each file by its name."""
         return []
 
     def namespaced(self, namespace: str) -> Beside:
-        """The same for a folder below; raises ValueError where it is outside."""
+        """The files of the folder ``namespace`` below this one; raises ValueError where it is outside."""
         inner = Beside(self.folder / namespace / "mesh")
         if not inner.folder.is_relative_to(self.folder):
             raise ValueError(f"{namespace!r} is outside of the mesh's own folder")
@@ -234,14 +234,13 @@ class Beside:
 
 @contextmanager
 def _reading(path: Path, check: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Call ``check`` between the calls inside, which know of no cancel: a thread of theirs would outlive it.
+    """Call ``check`` every :data:`CALLS` calls of the code inside: trimesh cannot be cancelled, nor a thread ended.
 
-    Yields ``check`` itself, to be called between steps. Raises CheckpointError for what a reader raises, in one line.
-    """
+    Yields ``check``, to be called between steps too. A reader's exception becomes a CheckpointError of one line."""
     raised: list[BaseException] = []  # libraries swallow exceptions: this one comes out all the same
     calls = count(1)
 
-    def asked() -> None:
+    def check_now() -> None:
         if raised:
             raise raised[0]
         try:
@@ -250,16 +249,16 @@ def _reading(path: Path, check: Callable[[], None]) -> Iterator[Callable[[], Non
             raised.append(error)
             raise
 
-    def counted(*_: Any) -> None:
+    def on_call(*_: Any) -> None:
         if not next(calls) % CALLS:  # Python takes off a profile function that raises: the next call puts it back
-            sys.settrace(lambda *_: sys.settrace(traced) or sys.setprofile(counted))
-            asked()
+            sys.settrace(lambda *_: sys.settrace(traced) or sys.setprofile(on_call))
+            check_now()
             sys.settrace(traced)
 
     before, traced = sys.getprofile(), sys.gettrace()
-    sys.setprofile(counted)
+    sys.setprofile(on_call)
     try:
-        yield asked
+        yield check_now
     except PackError:
         raise
     except Exception as error:  # each format's reader raises its own kinds
@@ -269,7 +268,7 @@ def _reading(path: Path, check: Callable[[], None]) -> Iterator[Callable[[], Non
     finally:
         sys.settrace(traced)
         sys.setprofile(before)
-    asked()
+    check_now()
 
 
 def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mesh, tuple[str, ...]]:
@@ -283,8 +282,8 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
     if not path.is_file():
         raise CheckpointError(f"no mesh file {str(path)!r}", expected="a file", fix="Choose one that exists.")
     trimesh, beside = imported("trimesh"), Beside(path)
-    with _reading(path, check) as asked:
-        cost = cost_of(path, lambda name: beside.place(name).stat().st_size, asked)
+    with _reading(path, check) as check_now:
+        cost = cost_of(path, lambda name: beside.place(name).stat().st_size, check_now)
 
         def spare() -> int:
             return reading_budget(path.stat().st_size + sum(map(len, beside.read.values()))) - cost
@@ -292,7 +291,7 @@ def load_mesh(path: Path, check: Callable[[], None] = lambda: None) -> tuple[Mes
         with reading_limits(trimesh, spare):
             scene = trimesh.load_scene(path, resolver=beside, process=False)
         scene.delete_geometry([name for name, part in scene.geometry.items() if not hasattr(part, "faces")])
-        asked()
+        check_now()
         blank = blank_large_textures(scene, spare())
         normals, scene, parts = _normals_of(scene), scene.to_mesh(), scene
         maps, factors, about = ({}, {}, ["textures too large to keep"]) if blank else material_of(parts, scene, path)
@@ -331,8 +330,8 @@ def _uvs_of(scene: Any, mesh: Any) -> tuple[Tensor | None, list[str]]:
         return None, [f"UVs were dropped: {areas[without].sum() / areas.sum():.0%} of the surface has none"]
     if own and not any(map(_has_picture, parts)):  # trimesh made a pixel of each material's colour
         uvs = torch.cat([torch.tensor(each[:, :2], dtype=torch.float32) for each in own])
-    *tiled, still = (bool(((each < -UV_TOLERANCE) | (each > 1 + UV_TOLERANCE)).any()) for each in (*own, uvs))
-    if any(tiled) != still:  # trimesh wraps what is tiled, and may put a texture beside the one that it makes
+    *before, after = (bool(((each < -UV_TOLERANCE) | (each > 1 + UV_TOLERANCE)).any()) for each in (*own, uvs))
+    if any(before) != after:  # joining wrapped UVs outside 0 to 1, or put them outside, beside the texture it packed
         return None, ["UVs were dropped: some lie outside 0 to 1, and several materials cannot be joined there"]
     return torch.stack((uvs[:, 0], 1 - uvs[:, 1]), dim=1), []  # trimesh counts v upwards, whatever the file does
 
@@ -373,12 +372,11 @@ def blank_large_textures(scene: Any, spare: int) -> bool:
     100 kB can take gigabytes."""
     from PIL import Image
 
-    named = [
-        (shape, geometry.visual.material, name, picture)
-        for shape, geometry in scene.geometry.items()
-        for name in TEXTURES
-        if hasattr(picture := getattr(getattr(geometry.visual, "material", None), name, None), "size")
-    ]
+    named = []
+    for shape, geometry in scene.geometry.items():
+        material = getattr(geometry.visual, "material", None)
+        pictures = ((name, getattr(material, name, None)) for name in TEXTURES)
+        named += [(shape, material, name, picture) for name, picture in pictures if hasattr(picture, "size")]
     nodes = scene.graph.geometry_nodes if named else {}
     pixels = sum(len(nodes.get(shape, ())) * picture.size[0] * picture.size[1] for shape, _, _, picture in named)
     share = (min(TEXTURE_PIXELS, max(spare, 0) / PER_PIXEL) / max(pixels, 1)) ** 0.5
@@ -403,11 +401,11 @@ def material_of(scene: Any, mesh: Any, path: Path) -> tuple[dict[str, Tensor], d
             scale = 255 if name == "baseColorFactor" else 1
             factors[name] = [float(each) / scale for each in value] if hasattr(value, "__len__") else float(value)
     material = material.to_pbr() if hasattr(material, "to_pbr") else material
-    maps, lost, shown = {}, [], any(map(_has_picture, scene.geometry.values()))
+    maps, lost, textured = {}, [], any(map(_has_picture, scene.geometry.values()))
     for name in MAPS:
         picture = getattr(material, f"{name}Texture", None)
         try:
-            if picture is not None and shown and f"{name}Texture" not in elsewhere:
+            if picture is not None and textured and f"{name}Texture" not in elsewhere:
                 values = torch.frombuffer(bytearray(picture.convert("RGB").tobytes()), dtype=torch.uint8)
                 maps[name] = values.view(picture.height, picture.width, 3).float() / 255
             elif any(getattr(each, f"{name}Texture", None) is not None for each in given):
@@ -419,7 +417,7 @@ def material_of(scene: Any, mesh: Any, path: Path) -> tuple[dict[str, Tensor], d
     notes += [f"settings of the material are left out: {', '.join(sorted(without))}"] if without else []
     looks = [part.visual for part in scene.geometry.values()]
     coloured = any(each.kind == "vertex" or "color" in getattr(each, "vertex_attributes", ()) for each in looks)
-    notes += ["colours of vertices are left out"] * coloured
+    notes += ["colours of vertices are left out"] if coloured else []
     return maps, factors, notes
 
 

@@ -67,9 +67,9 @@ def cost_of(path: Path, size_of: Callable[[str], int], check: Check) -> int:
 
 @contextmanager
 def reading_limits(trimesh: Any, spare: Callable[[], int]) -> Iterator[None]:
-    """Have trimesh, while it reads in this thread, open :data:`PICTURES` alone; convert glossy materials within
-    ``spare`` bytes, of others take the diffuse picture; number the parts of a glTF mesh: of two with the same random
-    name, 24 bits, one would be lost; and read UVs of parts without a material, but none in normalized integers."""
+    """Patch trimesh while it reads in this thread: it opens :data:`PICTURES` alone; converts glossy materials within
+    ``spare`` bytes and takes the diffuse picture of others; numbers a glTF's parts, since of two with one random 24-bit
+    name one would be lost; and reads UVs of parts without a material, but no UVs in normalized integers."""
     from PIL import Image
     from trimesh.exchange import gltf
     from trimesh.visual import gloss
@@ -122,8 +122,8 @@ def extras_of(path: Path) -> Mapping[str, Any]:
 
 
 def settings_of(path: Path) -> tuple[dict[str, Any], set[str], set[str]]:
-    """Strengths that trimesh does not read of a glTF's one material, by their place, such as normalTexture.scale; the
-    textures that are not on its first UVs as they are; and the settings that are left out."""
+    """Settings of a glTF's only material that trimesh does not read, keyed as ``normalTexture.scale``; its textures on
+    other or transformed UVs; and the settings that are lost. Of several materials all settings are lost."""
     text = json_of(path).decode("utf-8", "replace") if path.suffix.lower() in (".glb", ".gltf") else ""
     header = json_within(text or "{}", path.name)
     used = {primitive.get("material") for mesh in header.get("meshes", ()) for primitive in mesh["primitives"]}
@@ -200,7 +200,7 @@ def _gltf_cost(path: Path, header: Mapping[str, Any], check: Check) -> int:
         parts += len(primitives) * (1 + shown[index])
         _limited(path, parts, MOST_PARTS, "primitives, images and materials")
         built = sum(_built(path, primitive, accessors, sizes) for primitive in primitives)
-        cost += built + described + shown[index] * (7 * built // 2 + described)
+        cost += built + described + shown[index] * (7 * built // 2 + described)  # a node's copy takes 3.5 times a part
     return cost + sum(sizes) + PER_PART * parts + PER_NODE * len(header.get("nodes", ()))
 
 
@@ -211,9 +211,10 @@ def _built(path: Path, primitive: Mapping[str, Any], accessors: list[Any], sizes
     for name, index in (("indices", indices), *((name, attributes.get(name)) for name in ("POSITION", "TEXCOORD_0"))):
         if index is None:
             continue
-        wrong = "sparse" if "sparse" in accessors[index] else "normalized" if accessors[index].get("normalized") else ""
-        if wrong == "sparse" or (wrong and name == "POSITION"):  # trimesh passes over both: a wrong mesh
-            raise _impossible(path, f"{wrong} {name}", "plain numbers", "Export it without them.")
+        sparse, normalized = "sparse" in accessors[index], accessors[index].get("normalized")
+        if sparse or (normalized and name == "POSITION"):  # trimesh ignores both: the mesh would be wrong
+            found = f"{'sparse' if sparse else 'normalized'} {name}"
+            raise _impossible(path, found, "plain numbers", "Export it without them.")
     corners = accessors[attributes["POSITION"] if indices is None else indices]["count"]
     return int(2 * sum(sizes[index] for index in attributes.values()) + 24 * (corners / 3 if mode == 4 else corners))
 

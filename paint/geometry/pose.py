@@ -28,8 +28,8 @@ TURNS, HEIGHTS = (-30, -15, 0, 15, 30), (-15, 0, 15, 30)  # degrees tried, from 
 PERSPECTIVES = (0.0, 0.45)  # one over the distance from the mesh's middle, in units of the frame, whose radius is 0.575
 NEAREST_CAMERA = 1.1  # the largest such value: a wide lens
 CLOSEST = 0.05  # depth, of that of the middle: what is behind a camera that was tried in vain has it too
-STARTS, FIRST, LAST = 3, 3, 10  # places of the grid that are tried further, for so many rasters; those of the best
-STEPS, DELTA = 2, 1e-4  # of a pose for each raster; of each of its numbers, to measure the slope
+STARTS, FIRST, LAST = 3, 3, 10  # best poses of the grid; rasters by which each is refined, and then the best of them
+STEPS, DELTA = 2, 1e-4  # least-squares steps for each raster; change of a pose's value that measures the slope
 POINTS = 1500  # of an outline
 SPACING = 0.01  # units of the frame between points of the mesh's outline
 FAR, NEAR = 0.06, 0.006  # widths of the picture beyond which an outline's point counts little, at first and at last
@@ -58,7 +58,7 @@ class Pose:
         return Pose(*to_host(values).tolist(), self.axis)
 
     def axes(self, places: Tensor) -> Tensor:
-        """(3, 3), as ``places``: right, up and towards the camera, of one that looks at the frame's middle."""
+        """(3, 3), dtype and device of ``places``: right, up and towards a camera that looks at the frame's middle."""
         return places.new_tensor(Camera(math.degrees(self.azimuth), math.degrees(self.elevation)).axes())
 
     def turn(self) -> tuple[float, float]:
@@ -148,7 +148,7 @@ def found_pose(
         angles = math.radians(direction[0] + turn), math.radians(elevation)
         tried.append(search.compared(search.fitted(Pose(*angles, perspective=perspective, axis=axis)), COARSE))
     best = sorted(tried, key=lambda found: found.score, reverse=True)[:STARTS]
-    middles = axis, (0.0, 0.0)  # of a picture that was cropped, or put together, it tells nothing: then the object's
+    middles = axis, (0.0, 0.0)  # where the picture was cropped before, the line of sight may meet the object's middle
     starts = [search.fitted(replace(each.pose, axis=middle)) for each in best for middle in middles]
     closer = [search.refined(pose, given, [FAR] * FIRST, check) for pose in starts]
     reaches = [FAR * (NEAR / FAR) ** (index / (LAST - 1)) for index in range(LAST)]
@@ -266,7 +266,7 @@ class _PoseSearch:
         return self.compared(pose.with_values(values), FINE)
 
     def residuals(self, pose: Pose, rim: Tensor, inside: Tensor, reach: float) -> Callable[[Tensor], Tensor]:
-        """A function from the numbers of a pose to what is off, (R,), with partners as they are at ``pose``.
+        """The function from a pose's values to its weighted errors (R,); points are paired as they lie at ``pose``.
 
         Args:
             rim: (P, 3), of the mesh's outline.

@@ -110,10 +110,11 @@ class _Triangles:
         from_x, from_y = box[:, :1] * SUBPIXELS - x.roll(-1, 1), box[:, 1:2] * SUBPIXELS - y.roll(-1, 1)
         # E + 1024 k >= 0 for a whole k asks the same as floor(E / 1024) + k >= 0: ten bits fewer to carry
         edge = torch.div(down * from_y + across * from_x, SUBPIXELS, rounding_mode="floor")
-        return cls(kept + first, box, plain, edge, across, down, _depth_plane(x, y, z, area, box))
+        depth = _depth_plane(x, y, z, area, box)
+        return cls(kept + first, box, plain, edge=edge, across=across, down=down, depth=depth)
 
 
-def _depth_plane(x: Tensor, y: Tensor, z: Tensor, area: Tensor, box: Tensor) -> Tensor:
+def _depth_plane(x: Tensor, y: Tensor, z: Tensor, area: Tensor, box: Tensor) -> Tensor:  # of _Triangles.depth
     (x1, x2), (y1, y2), (z1, z2) = ((v[:, 1] - v[:, 0], v[:, 2] - v[:, 0]) for v in (x, y, z))
     across = (z1 * y2 - z2 * y1) / area
     down = (z2 * x1 - z1 * x2) / area
@@ -141,13 +142,13 @@ def _keys(triangles: _Triangles, width: int, height: int, limit: int) -> Iterato
         yield from _tiles(triangles, chosen, (height, width), limit)
 
 
-def _small(t: _Triangles, chosen: Tensor, shape: tuple[int, int], width: int) -> tuple[Tensor, Tensor]:
+def _small(faces: _Triangles, chosen: Tensor, shape: tuple[int, int], width: int) -> tuple[Tensor, Tensor]:
     """Every pixel of the boxes of small faces, in float32, which is exact there."""
     device = chosen.device
     rows = torch.arange(shape[0], device=device)[:, None]
     columns = torch.arange(shape[1], device=device)
-    edge, across, down = (v[chosen].to(torch.float32)[:, :, None, None] for v in (t.edge, t.across, t.down))
-    depth = t.depth[chosen][:, :, None, None]
+    edge, across, down = (v[chosen].to(torch.float32)[:, :, None, None] for v in (faces.edge, faces.across, faces.down))
+    depth = faces.depth[chosen][:, :, None, None]
     y, x = rows.to(torch.float32), columns.to(torch.float32)
     values = (torch.addcmul(torch.addcmul(edge[:, k], down[:, k], y), across[:, k], x) for k in range(3))
     least = next(values)
@@ -155,45 +156,46 @@ def _small(t: _Triangles, chosen: Tensor, shape: tuple[int, int], width: int) ->
         least = torch.minimum(least, value, out=least)
     steps = torch.addcmul(torch.addcmul(depth[:, 0], depth[:, 2], y), depth[:, 1], x)
     steps = steps.clamp_(depth[:, 3], depth[:, 4])
-    key = steps.to(torch.int64).mul_(1 << FACE_BITS).add_(t.face[chosen][:, None, None])
+    key = steps.to(torch.int64).mul_(1 << FACE_BITS).add_(faces.face[chosen][:, None, None])
     key.masked_fill_(least < 0, FAR)
-    box = t.box[chosen]
+    box = faces.box[chosen]
     pixel = (box[:, 1] * width + box[:, 0])[:, None, None] + (rows * width + columns)
     return pixel.view(-1), key.view(-1)
 
 
-def _tiles(t: _Triangles, chosen: Tensor, size: tuple[int, int], limit: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _tiles(faces: _Triangles, chosen: Tensor, size: tuple[int, int], limit: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Faces that are large or cut by the picture's rim, tile by tile, in int64."""
-    across, down = (-(-t.box[chosen, k] // TILE) for k in (2, 3))
+    across, down = (-(-faces.box[chosen, k] // TILE) for k in (2, 3))
     owner = torch.repeat_interleave(chosen, across * down)
     place = torch.arange(owner.shape[0], device=chosen.device)
     place = place - torch.repeat_interleave((across * down).cumsum(0) - across * down, across * down)
     columns_of = torch.repeat_interleave(across, across * down)
     offset = torch.stack((place % columns_of, place // columns_of), dim=1) * TILE
     reach = TILE - 1  # a tile whose best corner is outside one edge shows nothing of the face
-    best = t.edge[owner] + t.across[owner] * offset[:, :1] + t.down[owner] * offset[:, 1:]
-    best = best + t.across[owner].clamp(min=0) * reach + t.down[owner].clamp(min=0) * reach
+    best = faces.edge[owner] + faces.across[owner] * offset[:, :1] + faces.down[owner] * offset[:, 1:]
+    best = best + faces.across[owner].clamp(min=0) * reach + faces.down[owner].clamp(min=0) * reach
     seen = (best >= 0).all(1)
     owner, offset = owner[seen], offset[seen]
     step = max(1, limit // TILE**2)
     for first in range(0, owner.shape[0], step):
-        yield _tile(t, owner[first : first + step], offset[first : first + step], size)
+        yield _tile(faces, owner[first : first + step], offset[first : first + step], size)
 
 
-def _tile(t: _Triangles, owner: Tensor, offset: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _tile(faces: _Triangles, owner: Tensor, offset: Tensor, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """(pixel, key) of the pixels that tiles cover: the face ``owner`` (t,) of each, ``offset`` (t, 2) in its box."""
     steps = torch.arange(TILE, device=owner.device)
     y = (offset[:, 1, None] + steps)[:, :, None]  # (t, rows, 1), from the box's first row
     x = (offset[:, 0, None] + steps)[:, None, :]
-    inside = (x < t.box[owner, 2, None, None]) & (y < t.box[owner, 3, None, None])
+    inside = (x < faces.box[owner, 2, None, None]) & (y < faces.box[owner, 3, None, None])
     for k in range(3):
-        edge, across, down = (v[owner, k][:, None, None] for v in (t.edge, t.across, t.down))
+        edge, across, down = (v[owner, k][:, None, None] for v in (faces.edge, faces.across, faces.down))
         inside = inside & (edge + across * x + down * y >= 0)
     batch, row, column = inside.nonzero(as_tuple=True)
     chosen, row, column = owner[batch], y[batch, row, 0], x[batch, 0, column]
-    start, across, down, least, most = t.depth[chosen].unbind(1)
+    start, across, down, least, most = faces.depth[chosen].unbind(1)
     depth = torch.minimum(torch.maximum(start + across * column + down * row, least), most)
-    key = depth.to(torch.int64).mul_(1 << FACE_BITS).add_(t.face[chosen])
-    return (t.box[chosen, 1] + row) * size[1] + t.box[chosen, 0] + column, key
+    key = depth.to(torch.int64).mul_(1 << FACE_BITS).add_(faces.face[chosen])
+    return (faces.box[chosen, 1] + row) * size[1] + faces.box[chosen, 0] + column, key
 
 
 def fragments(screen: Tensor, faces: Tensor, ids: Tensor) -> Fragments:

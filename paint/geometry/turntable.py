@@ -63,7 +63,7 @@ def turntable(
 
 
 def film(frames: int, size: int, beside: int = 1) -> Tensor:
-    """Room for turntables of ``frames`` beside each other; UnsupportedError above the free host memory."""
+    """An empty (F, H, W, 3) for ``beside`` turntables side by side; UnsupportedError above the free host memory."""
     if (needed := 12 * frames * size**2 * beside) > (free := host_free_bytes()):
         found = f"{frames} frames of {size} pixels, {needed / GIBIBYTE:.0f} GB"
         raise UnsupportedError(found, expected=f"the {free / GIBIBYTE:.0f} GB free", fix="Lower frames or size.")

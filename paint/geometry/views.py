@@ -71,6 +71,7 @@ def rasterised(
     pixel_centres: bool = False,
     steps: tuple[float, float] | None = None,
 ) -> View:
+    """The raster of ``surface`` as ``camera`` sees it, ``size`` pixels square; ``steps`` as in :func:`face_ids`."""
     screen = on_screen(surface.vertices, camera, size, ortho_scale, pixel_centres)
     ids = face_ids(screen, surface.faces, size, size, steps=steps)
     shown = fragments(screen, surface.faces, ids)
@@ -102,12 +103,11 @@ def rendered_maps(
     for index, camera in enumerate(table):
         steps = SELECTION_STEPS if table.frame.eight_bits else None
         view = rasterised(surface, camera, size, table.ortho_scale, table.frame.pixel_centres, steps)
-        place = view.shown.interpolated(surface.vertices, surface.faces)
         shown, faces = view.shown, surface.faces
         normal = surface.face_normals[shown.face] if flat else shown.interpolated(surface.vertex_normals, faces)
         if not table.frame.eight_bits:
             normal = torch.nn.functional.normalize(normal, dim=1)
-        positions[index] = _map(view, place, table.frame.gain, table.frame)
+        positions[index] = _map(view, shown.interpolated(surface.vertices, faces), table.frame.gain, table.frame)
         normals[index] = _map(view, normal, 0.5, table.frame)
         masks[index] = view.ids >= 0
     return Maps(positions, normals, masks)

@@ -88,8 +88,7 @@ def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Callable[[]
 
     Raises CheckpointError before ``times`` is called where encoder or tokenizer is missing."""
     if "text_encoder" not in pipeline.parts.readers:
-        found = f"no text_encoder for {str(pipeline.source)!r}"
-        fix = "Download the complete delight folder."
+        found, fix = f"no text_encoder for {str(pipeline.source)!r}", "Download the complete delight folder."
         raise CheckpointError(found, expected="the folder text_encoder of the delight checkpoint", fix=fix)
     folder = pipeline.tokenizers["text_encoder"]
     file = folder / "special_tokens_map.json"
@@ -106,15 +105,15 @@ def encoded_prompt(pipeline: Any, prompt: str, progress: Any, times: Callable[[]
 
 
 def prompt_tokens(folder: Path, prompt: str, expected: str, fix: str, notify: Callable[[str], object]) -> list[int]:
-    """The tokens of ``prompt``, from CLIP's tokenizer in ``folder``, cut to what the encoder takes, which is said."""
+    """The token ids of ``prompt``, from CLIP's tokenizer in ``folder``; ``notify`` gets a line on words cut at 77."""
     cls: Any = attribute("transformers", "CLIPTokenizer")
     try:
         tokenizer = cls.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a tokenizer's reader has errors of its own for a damaged file
         raise CheckpointError(f"no tokenizer in {str(folder)!r}", expected=expected, fix=fix) from error
     text, words = beginning(tokenizer, prompt, TOKENS), prompt.split()
-    parts = [" ".join(words[:most]) for most in range(len(text.split()) + 1)]
-    kept = bisect_right(parts, TOKENS, key=lambda part: len(tokenizer(part, verbose=False)["input_ids"])) - 1
+    starts = [" ".join(words[:most]) for most in range(len(text.split()) + 1)]
+    kept = bisect_right(starts, TOKENS, key=lambda start: len(tokenizer(start, verbose=False)["input_ids"])) - 1
     if kept < len(words):
         left = f"the last {len(words) - kept} of {len(words)} words, from {words[kept][:40]!r} on"
         notify(f"CLIP reads {TOKENS} tokens: {left}, are cut")

@@ -37,8 +37,7 @@ class AdapterInputs:
     """Inputs shared by the layers in one forward."""
 
     reference: Mapping[str, Tensor] = field(default_factory=dict)  # tokens by layer, (1, R * N, D); none for tg2mv
-    # Whether each guidance row sees the reference. One that does not attends to zeros: only the output's bias is added.
-    rows: tuple[bool, ...] = (True,)
+    rows: tuple[bool, ...] = (True,)  # True for a guidance row that sees the reference; others get its bias alone
     reference_scale: float = 1.0
     multiview_scale: float = 1.0
     recorded: dict[str, Tensor] | None = None  # gets the kept tokens; nothing is added then. None while painting
@@ -59,10 +58,10 @@ class TextAttention:
 
 
 class ViewAttention(nn.Module):
-    """A self-attention with the adapter's two, or without that to the reference; ``name`` keys its kept tokens.
+    """A self-attention with the adapter's attentions between views and, if ``reference``, to the reference picture.
 
-    These are its own during a forward: looked up by name, each layer would be a graph of its own where it is compiled.
-    """
+    ``kept``, the reference's tokens of layer ``name``, is set for a forward: a look-up by name would make torch.compile
+    build a graph for each layer."""
 
     kept: Tensor | None = None  # (1, R * N, D)
 
@@ -138,7 +137,7 @@ def unet_for(config: Mapping[str, Any], variant: str) -> nn.Module:
 
 
 def encoder_for(base: str, widths: Sequence[int]) -> nn.Module:
-    """The encoder of position and normal maps for a UNet of ``widths``, whose last SDXL's gives to the middle too."""
+    """The encoder of position and normal maps for a UNet of ``widths``; SDXL repeats the last for its middle block."""
     cls: Any = attribute("diffusers", "T2IAdapter")
     return cls(  # type: ignore[no-any-return]
         in_channels=MAP_CHANNELS,
@@ -168,9 +167,8 @@ def variant_of(shapes: Mapping[str, tuple[int, ...]], base: str, name: str, decl
         raise CheckpointError(found, expected="adapter and checkpoint of one base", fix=fix)
     variant = IG2MV if any(f"{PROCESSOR}to_q_ref" in tensor for tensor in shapes) else TG2MV
     if declared and declared != variant:
-        raise CheckpointError(
-            f"{name!r} declared as {declared} has the layers of {variant}", expected=variant, fix="Choose auto."
-        )
+        found = f"{name!r} declared as {declared} has the layers of {variant}"
+        raise CheckpointError(found, expected=variant, fix="Choose auto.")
     rays = variant.replace("g2", "2")
     if variant not in name.lower() and (not declared or rays in name.lower()):
         found = f"{name!r} may be {rays}, which is made for camera rays and has the same tensors"

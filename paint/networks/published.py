@@ -63,10 +63,9 @@ def published(kind: str, part: str, key: str) -> str:
 
 
 def without_adapter(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, tuple[int, ...]], int]:
-    """``shapes`` without the unused image prompt in turbo's .safetensors, and how many tensors that were.
+    """``shapes`` without the unused image prompt in turbo's .safetensors, and how many tensors were left out.
 
-    The set is key and value of each layer and four of a projection. A part of it stays, and is reported as unexpected.
-    """
+    The set is key and value of each layer and four of a projection. An incomplete set stays, to be reported."""
     extra = [name for name in shapes if ADAPTER.search(name)] if kind == "paint" else []
     if len(extra) != 2 * sum(bool(LAYER.search(name)) for name in shapes) + 4:
         return dict(shapes), 0

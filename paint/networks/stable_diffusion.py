@@ -72,45 +72,46 @@ def base_in(place: Path | Weights, vae: Path | None = None) -> Base:
     Args:
         place: the path, or weights of the host program by the names of a file, text encoders' by transformers'.
     """
-    given = {} if vae is None else {"vae": _saved(vae, "VAE")}
+    given = {} if vae is None else {"vae": _part_in_folder(vae, "VAE")}
     if isinstance(place, Weights):
-        return _of_tensors(place, given)
+        return _base_of_tensors(place, given)
     if place.is_dir():
-        return _of_folder(place, given)
+        return _base_in_folder(place, given)
     if place.suffix != ".safetensors":
         raise CheckpointError(f"{place.name!r} is no .safetensors", expected=WANTED, fix="Use its .safetensors file.")
-    return _of_tensors(weights_in(place, "checkpoint"), given)
+    return _base_of_tensors(weights_in(place, "checkpoint"), given)
 
 
-def _of_folder(path: Path, given: Mapping[str, BasePart]) -> Base:
-    unet = _saved(part_folder(path, "unet"), "UNet")
-    scheduler = path / "scheduler" / "scheduler_config.json"
-    noted = read_json(scheduler, "the configuration of the scheduler") if scheduler.is_file() else {}
-    edm = "EDM" in str(noted.get("_class_name")) or noted.get("prediction_type") == "edm"
+def _base_in_folder(path: Path, given: Mapping[str, BasePart]) -> Base:
+    unet = _part_in_folder(part_folder(path, "unet"), "UNet")
+    file = path / "scheduler" / "scheduler_config.json"
+    scheduler = read_json(file, "the configuration of the scheduler") if file.is_file() else {}
+    edm = "EDM" in str(scheduler.get("_class_name")) or scheduler.get("prediction_type") == "edm"
     kind = _kind(unet.shapes, path, edm)
-    prediction = str(noted.get("prediction_type", EPSILON))
+    prediction = str(scheduler.get("prediction_type", EPSILON))
     if prediction not in (EPSILON, VELOCITY):
         found = f"{path.name!r} predicts {prediction!r}"
         raise CheckpointError(found, expected=f"{EPSILON} or {VELOCITY}", fix="Choose a checkpoint of these.")
-    parts = {part: given.get(part) or _saved(part_folder(path, part), part) for part in ("vae", *TEXT[kind])}
+    parts = {part: given.get(part) or _part_in_folder(part_folder(path, part), part) for part in ("vae", *TEXT[kind])}
     return Base(kind, prediction, {"unet": unet, **parts})
 
 
 def part_folder(folder: Path, part: str) -> Path:
-    """The folder of a part of a checkpoint; one that ships with the pack may share it with another."""
+    """The folder of a checkpoint's part; a demo model that ships with the pack may name a part of another demo."""
     index = folder / INDEX
     shared = read_json(index, "a diffusers pipeline").get(OF_DEMOS, {}) if is_demo(folder) and index.is_file() else {}
     there = (home / str(shared.get(part)) for home in DEMOS)
     return next((place for place in there if place.is_dir()), folder / part)
 
 
-def _saved(folder: Path, part: str) -> BasePart:
+def _part_in_folder(folder: Path, part: str) -> BasePart:
     config = read_json(folder / "config.json", f"the configuration of the {part}")
     stored = weights_in(folder, part, "safetensors")
     return BasePart(stored, config, {name: name for name in stored.shapes}, dict, shapes=stored.shapes)
 
 
-def _of_tensors(stored: Weights, given: Mapping[str, BasePart]) -> Base:
+def _base_of_tensors(stored: Weights, given: Mapping[str, BasePart]) -> Base:
+    """The base in a single file, whose parts have prefixes; ``given`` parts take the place of the file's own."""
     ldm: Any = imported("diffusers.loaders.single_file_utils")
     added = f"{UNET}label_emb.0.0.weight" in stored.shapes
     rules = {"layers_per_block": 2, "addition_embed_type": "text_time" if added else None}
@@ -146,15 +147,15 @@ def _text_part(stored: Weights, ldm: Any, kind: str, part: str) -> BasePart:
 
 
 def joined_files(model: Path, clip: Path, vae: Path) -> Weights:
-    """The checkpoint whose UNet, text encoders and VAE are those of three files; a VAE alone has no prefix there."""
+    """The checkpoint of UNet, text encoders and VAE from three files; a file of a VAE alone may have no prefix."""
     entries: dict[str, TensorEntry] = {}
     unet, decoder = (UNET, V_PREDICTED, EDM), (VAE,)
-    for path, prefixes, inside in ((model, unet, True), (clip, (*unet, *decoder), False), (vae, decoder, True)):
+    for path, prefixes, prefixed in ((model, unet, True), (clip, (*unet, *decoder), False), (vae, decoder, True)):
         with reading(path):
             found = weights_in(path, "checkpoint").entries or {}
         if prefixes == decoder and not any(name.startswith(VAE) for name in found):
             found = {VAE + name: entry for name, entry in found.items()}
-        entries |= {name: entry for name, entry in found.items() if name.startswith(prefixes) is inside}
+        entries |= {name: entry for name, entry in found.items() if name.startswith(prefixes) is prefixed}
     shapes = {name: entry.shape for name, entry in entries.items()}
     return Weights(model, shapes, entries, sum(entry.total_bytes for entry in entries.values()))
 
@@ -235,7 +236,7 @@ def _prediction(stored: Weights, kind: str) -> str:
     return VELOCITY if float(spread) > limit else EPSILON
 
 
-def _widths(shapes: Shapes, pattern: str = "down_blocks.{}.resnets.0.conv1.weight") -> list[int]:
+def _widths(shapes: Shapes, pattern: str = "down_blocks.{}.resnets.0.conv1.weight") -> list[int]:  # of each level
     return [next(iter(shapes[level]), 0) for level in takewhile(shapes.__contains__, map(pattern.format, count()))]
 
 
@@ -265,7 +266,7 @@ def unet_config(shapes: Shapes) -> dict[str, Any]:
 
 
 def vae_config(shapes: Shapes, kind: str) -> dict[str, Any]:
-    """The ``config.json`` of a VAE, from its shapes: that of SDXL is to be taken for the one that overflows in fp16."""
+    """The ``config.json`` of a VAE, from its shapes; SDXL's counts as the published one, which overflows in fp16."""
     widths = _widths(shapes, "encoder.down_blocks.{}.resnets.0.conv1.weight")
     return {
         "in_channels": 3,

@@ -116,8 +116,7 @@ class MiddleBlock(Block):
 class UNet(nn.Module):
     """A UNet of stock layers, or of what ``wrap`` makes of each.
 
-    ``wrap`` gets name, stock layer, width and heads; names are ``down_0_0_0`` (block, attention, layer), ``mid_0_0``.
-    """
+    ``wrap`` gets name, stock layer, width and heads; names are as ``down_0_0_0`` (block, attention, layer)."""
 
     def __init__(self, shape: UNetShape, wrap: Wrap | None, dtypes: Dtypes | None) -> None:
         super().__init__()

@@ -40,8 +40,8 @@ class Weights:
         """The bytes of some tensors, as stored; without entries, as if all tensors had one dtype."""
         if self.entries is not None:
             return sum(self.entries[name].total_bytes for name in names)
-        own, every = (sum(prod(self.shapes[name]) for name in each) for each in (names, self.shapes))
-        return self.total_bytes * own // max(1, every)
+        values = sum(prod(self.shapes[name]) for name in names)
+        return self.total_bytes * values // max(1, sum(map(prod, self.shapes.values())))
 
     def read(self, names: Iterable[str], dtype_of: DtypeOf, advance: Advance) -> dict[str, torch.Tensor]:
         """The tensors ``names`` in ordinary host memory, floating ones in ``dtype_of(name)``.
@@ -79,7 +79,8 @@ def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
 
 
 def require_shapes(shapes: Shapes, wanted: Shapes, place: str, fix: str, why: str = "") -> None:
-    """Raise unless the tensors ``place``, such as of the VAE in a file, are the ``wanted`` ones, which hold ``why``."""
+    """Raise CheckpointError unless ``shapes`` are exactly ``wanted``; ``place`` and ``why`` complete the message, such
+    as "of the VAE in 'x'" and "as its config.json says"."""
     wrong = min((name for name in wanted.keys() | shapes.keys() if wanted.get(name) != shapes.get(name)), default=None)
     if wrong is not None:
         expected = str(wanted.get(wrong, "no such tensor")) + (f", {why}" if why else "")

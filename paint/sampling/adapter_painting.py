@@ -64,7 +64,7 @@ def paint_six_views(
         run = painting.run_of(settings, solver, VIEWS, len(references))
         prompts = [prompt] if run.rows == 1 else [inputs.negative, prompt]  # one row is no guidance
         text = encoded_prompts(pipeline, prompts, run, progress)
-        latents = _sampled(pipeline, (references, maps, text), settings, solver, run, progress)
+        latents = _sample(pipeline, (references, maps, text), settings, solver, run, progress)
         return painting.decoded(pipeline, latents, run, settings.seed, progress)
 
 
@@ -105,9 +105,9 @@ def encoded_prompts(pipeline: PaintPipeline, prompts: list[str], run: PaintRun, 
     sdxl, device = "text_encoder_2" in pipeline.parts.readers, pipeline.offloader.device
     states, pooled = [], torch.empty(0)
     for part in (part for part in STAGES if part in pipeline.parts.readers):
-        ends = sdxl and part == "text_encoder"
+        repeats_end = sdxl and part == "text_encoder"
         notify = progress.notify if part == "text_encoder" else str  # once: both read the same
-        tokens = torch.stack([_tokens(pipeline.tokenizers[part], prompt, ends, notify) for prompt in prompts])
+        tokens = torch.stack([_tokens(pipeline.tokenizers[part], prompt, repeats_end, notify) for prompt in prompts])
         with stage(pipeline, STAGES[part], part, 0, run, progress) as module:
             found = module(placed(tokens, device), output_hidden_states=sdxl)
             states.append(to_host(found.hidden_states[-2] if sdxl else found.last_hidden_state).float())
@@ -123,8 +123,8 @@ def encoded_prompts(pipeline: PaintPipeline, prompts: list[str], run: PaintRun, 
     return Text(text, {"text_embeds": pooled, "time_ids": sizes.expand(len(prompts), -1)})
 
 
-def _tokens(folder: Path, prompt: str, ends: bool, notify: Callable[[str], object]) -> Tensor:
-    """The 77 tokens of a prompt: its end is repeated, or token 0 follows, as the encoder was taught."""
+def _tokens(folder: Path, prompt: str, repeats_end: bool, notify: Callable[[str], object]) -> Tensor:
+    """The 77 token ids of a prompt, padded by its end token or by 0, as the encoder was trained."""
     words = prompt_tokens(
         folder,
         prompt,
@@ -132,10 +132,10 @@ def _tokens(folder: Path, prompt: str, ends: bool, notify: Callable[[str], objec
         fix="Choose a diffusers folder as the checkpoint, or put its folder tokenizer beside the file.",
         notify=notify,
     )
-    return torch.tensor([*words, *[words[-1] if ends else 0] * (TOKENS - len(words))])
+    return torch.tensor([*words, *[words[-1] if repeats_end else 0] * (TOKENS - len(words))])
 
 
-def _sampled(
+def _sample(
     pipeline: PaintPipeline,
     given: tuple[Tensor, Tensor, Text],
     settings: PaintSettings,
@@ -171,7 +171,7 @@ def _sampled(
 
     start = painting.begun(pipeline, solver, noise, settings)
     decided = generator, settings.seed, settings, given
-    return painting.denoised(pipeline, run, solver, start, draw, step, progress, decided)
+    return painting.denoised(pipeline, run, solver, start, draw=draw, step=step, progress=progress, decided=decided)
 
 
 class Rows:
@@ -196,4 +196,4 @@ class Rows:
     def _rows(self, unet: Any, x: Tensor, time: Tensor, chosen: slice) -> Tensor:
         added = {name: value[chosen] for name, value in self.text.added.items()}
         layers = replace(self.layers, rows=self.layers.rows[chosen])
-        return forward(unet, x, time, self.text.states[chosen], added, layers, self.states)
+        return forward(unet, x, time, self.text.states[chosen], added=added, run=layers, states=self.states)

@@ -61,8 +61,7 @@ def delight_image(pipeline: PaintPipeline, picture: Tensor, settings: DelightSet
         found = f"a {pipeline.family} pipeline for delighting"
         raise InputError(found, expected="a delight pipeline", fix="Load hunyuan3d-delight-v2-0.")
     if settings.size % 64 or not 64 <= settings.size <= LARGEST:
-        found = f"size {settings.size} for delighting"
-        fix = "The model was made for 512."
+        found, fix = f"size {settings.size} for delighting", "The model was made for 512."
         raise InputError(found, expected=f"a multiple of 64 from 64 to {LARGEST} pixels", fix=fix)
     what = f"delighting a picture of {settings.size} pixels"
     with torch.no_grad(), explained(what, pipeline.facts.name, "Lower size."):
@@ -108,21 +107,21 @@ def eroded(alpha: Tensor) -> Tensor:  # the least of each pixel and its eight ne
 def sampled(
     pipeline: PaintPipeline, condition: Tensor, texts: Tensor, settings: DelightSettings, run: PaintRun, progress: Any
 ) -> Tensor:
-    """Clean latents (1, 4, h, w), scaled, from those of the picture, which are not.
+    """Clean scaled latents (1, 4, h, w) from ``condition``, the picture's own, which are not scaled.
 
     Guidance leads from the first to the last of up to three rows: without the picture; with it; with it and the
     prompt in place of the negative one. Where there is no negative prompt the last two are one."""
     solver = solver_for(settings.scheduler, schedule_for(settings.spacing, settings.steps, zero_snr=False))
     draw, device = noises(condition.shape, generator_for(settings.seed)), pipeline.offloader.device
-    unlit = [torch.zeros_like(condition)] * (run.rows > 1)
-    conditions = torch.cat([*unlit, *[condition] * max(1, run.rows - 1)]).to(device)
+    without = [torch.zeros_like(condition)] if run.rows > 1 else []
+    conditions = torch.cat([*without, *[condition] * max(1, run.rows - 1)]).to(device)
     texts = texts.expand(run.rows, -1, -1).to(device)
 
     def step(unet: Any, noisy: Tensor, time: Tensor) -> Tensor:
         given = torch.cat((noisy.expand(run.rows, -1, -1, -1), conditions), dim=1)
         return guided(unet(given, time, texts), run.rows, settings.image_guidance, settings.text_guidance)
 
-    return denoised(pipeline, run, solver, solver.begin(draw()), draw, step, progress)
+    return denoised(pipeline, run, solver, solver.begin(draw()), draw=draw, step=step, progress=progress)
 
 
 def corrected(evened: Tensor, given: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ class PaintSettings:
     multiview_scale: float = 1.0
 
     @property
-    def continues(self) -> bool:  # whether the latents count
+    def continues(self) -> bool:  # it starts from ``latents``, not from noise alone
         return self.latents is not None and (self.denoise < 1 or self.sigmas is not None)
 
 
@@ -139,8 +139,7 @@ def stage(
 def paint_views(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any = None) -> Painted:
     """The views, painted.
 
-    Raises InputError for pictures, maps, cameras, latents or settings that do not fit together, or a result with NaN.
-    """
+    Raises InputError for pictures, maps, cameras, latents or settings that do not fit together, or a NaN result."""
     progress = progress or Silent()
     settings = completed(pipeline, settings, progress)
     what = f"painting views of {settings.size} pixels"
@@ -150,7 +149,7 @@ def paint_views(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSet
         run = run_of(settings, solver, len(ids), len(references))
         conditions = _conditions(pipeline, inputs, (references, normals, positions, ids), settings, run, progress)
         given = references, normals, positions, ids, inputs.dino
-        latents = sampled(pipeline, conditions, settings, solver, run, progress, given)
+        latents = sampled(pipeline, conditions, settings, solver, run=run, progress=progress, source=given)
         return decoded(pipeline, latents, run, settings.seed, progress)
 
 
@@ -178,8 +177,7 @@ def completed(pipeline: PaintPipeline, settings: PaintSettings, progress: Any) -
         settings = replace(settings, size=size)
     if settings.size % 64 or not SIZES[0] <= settings.size <= SIZES[1]:
         nearest = min(max(round(settings.size / 64) * 64, SIZES[0]), SIZES[1])
-        found = f"view size {settings.size} for painting"
-        fix = f"The nearest valid value is {nearest}."
+        found, fix = f"view size {settings.size} for painting", f"The nearest valid value is {nearest}."
         raise InputError(found, expected=f"a multiple of 64 from {SIZES[0]} to {SIZES[1]} pixels", fix=fix)
     require_range("steps", settings.steps, 0, MOST_STEPS, "steps")
     if not 0 < settings.denoise <= 1:
@@ -237,7 +235,7 @@ def sampled(
         return guided(velocity, run.rows, settings.guidance)
 
     start, decided = begun(pipeline, solver, draw(), settings), (generator, settings.seed, settings, source)
-    return denoised(pipeline, run, solver, start, draw, step, progress, decided)
+    return denoised(pipeline, run, solver, start, draw=draw, step=step, progress=progress, decided=decided)
 
 
 def guided(predicted: Tensor, rows: int, *scales: float) -> Tensor:
@@ -319,9 +317,9 @@ def _checked(
     smaller = (size, own.style) if own.style else (size,)
     references = torch.stack([_reference(one, own.background, smaller) for one in pictures])
     require_latents(settings, len(ids) * materials_of(pipeline))
-    normals, positions = (  # such that the VAE is given the values that upstream rounds to fp16 on any device
-        (torch.cat([resized(over(one, WHITE)[None], size, size) for one in pictures]).half() - 0.5).float() + 0.5
-        for pictures in checked_maps(inputs, len(ids)).values()
+    normals, positions = (  # rounded as upstream's fp16 does before its VAE, whatever the dtype here
+        (torch.cat([resized(over(one, WHITE)[None], size, size) for one in maps]).half() - 0.5).float() + 0.5
+        for maps in checked_maps(inputs, len(ids)).values()
     )
     return references, normals, positions, ids
 
@@ -362,7 +360,8 @@ def _conditions(
     run: PaintRun,
     progress: Any,
 ) -> tuple[Tensor, Tensor, StreamInputs]:
-    """Conditions of all steps, on the device: maps (1, V, 8, h, w); camera ids (V,), or DINO of each row; the rest."""
+    """Conditions of all steps, on the device: map latents (1, V, 8, h, w); camera ids (V,), or for PBR DINO states of
+    each guidance row; and the inputs that the layers share."""
     references, normals, positions, ids = given
     device, size, generator = pipeline.offloader.device, settings.size, generator_for(settings.seed)
     need = vae_bytes(ENCODED, size, pipeline.precision.vae)
@@ -388,6 +387,7 @@ def _conditions(
 
 
 def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progress: Any, run: PaintRun) -> Tensor:
+    """DINOv2's states (1, N, 1536) of ``reference``: those of the inputs, or of the pipeline's own encoder."""
     if inputs.dino is not None:
         states = to_host(inputs.dino).float()
         if states.ndim != 3 or states.shape[-1] != 1536:

@@ -39,7 +39,7 @@ class NoiseSchedule:
     def __len__(self) -> int:
         return len(self.timesteps)
 
-    def tail(self, count: int) -> NoiseSchedule:
+    def tail(self, count: int) -> NoiseSchedule:  # its last ``count`` steps
         first = len(self) - count
         if not first:
             return self
@@ -70,9 +70,8 @@ def schedule_for(spacing: str, steps: int, zero_snr: bool, shift: float = 1.0) -
     import numpy
 
     if not 1 <= steps <= TRAIN_STEPS:
-        raise InputError(
-            f"steps {steps} for painting", expected=f"1 to {TRAIN_STEPS}", fix="The published samplers take 10 to 50."
-        )
+        found, expected = f"steps {steps} for painting", f"1 to {TRAIN_STEPS}"
+        raise InputError(found, expected=expected, fix="The published samplers take 10 to 50.")
     require_choice("sigma schedule", spacing, SPACINGS)
     table = sigma_table(zero_snr, shift)
     if spacing == "karras":
@@ -139,7 +138,7 @@ class EulerAncestral:
         return velocity * (-sigma / (sigma**2 + 1) ** 0.5) + x / (sigma**2 + 1)
 
     def step(self, velocity: Tensor, index: int, x: Tensor, noise: Noise) -> Tensor:
-        sigma, target = self.sigmas[index : index + 2]
+        sigma, target = self.sigmas[index : index + 2]  # noise levels before and after the step
         up = self.eta * (target**2 * (sigma**2 - target**2) / sigma**2).clamp(min=0) ** 0.5
         down = (target**2 - up**2).clamp(min=0) ** 0.5  # below 0 by rounding, where a step takes nearly all noise away
         x = x + (x - self.clean(velocity, index, x)) / sigma * (down - sigma)

@@ -1,7 +1,6 @@
 """The demo models that ship with the pack: small, trained from nothing, of the real classes in the real folder layout.
 
-They draw what ``scenes.py`` describes; each is a folder in ``models/`` with its card, ``loras/`` has LoRAs for them.
-"""
+They draw what ``scenes.py`` describes; each is a folder in ``models/`` with its card, ``loras/`` has LoRAs for them."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ __all__ = ["LORAS", "MODELS", "demo_folder", "demo_loras", "demo_models"]
 
 @functools.cache
 def demo_models() -> dict[str, Path]:
-    """Choice to folder, such as ``demo: LTX-Video (4 MB)``; those of the smallest family first."""
+    """The folder of each demo model by its choice, such as ``demo: LTX-Video (4 MB)``; the smallest family's first."""
     named = {}
     for folder in find_models([MODELS]):
         with suppress(OSError):  # nodes list their choices even where a demo cannot be read
@@ -30,12 +29,12 @@ def demo_models() -> dict[str, Path]:
 
 
 def demo_folder(choice: str) -> Path | None:
-    """The folder of a choice, also where it names another size or none; None for what is no demo model."""
+    """The folder of a choice, whatever size in MB it names; None where the choice is no demo model."""
     folders = {known.rpartition(" (")[0]: folder for known, folder in demo_models().items()}
     return folders.get(choice.rpartition(" (")[0] or choice)
 
 
 @functools.cache
 def demo_loras() -> dict[str, Path]:
-    """Choice to file, such as ``demo: ltx_night``: named after the model it is for, and what it does."""
+    """The file of each demo LoRA by its choice, such as ``demo: ltx_night``: the model it is for, and what it does."""
     return {f"demo: {file.stem}": file for file in sorted(LORAS.glob("*.safetensors"))}

@@ -68,6 +68,7 @@ def exhibit(title: str, model: Path, number: int, folder: Path) -> Exhibit:
 
 
 def _seen(clip: Tensor, asked: Scene) -> tuple[bool, str]:
+    """True if the clip shows the scene ``asked`` for, and the scene that it shows in words."""
     seen = scene_of(clip)
     return seen == asked, seen.caption if seen.shape else "no shape"
 
@@ -91,8 +92,7 @@ def drawn(pipeline: Pipeline, prompt: str, seed: int = 0, **settings: Any) -> Te
 def write_page(exhibits: Iterable[Exhibit], folder: Path, notify: Callable[[str], None]) -> int:
     """The number of checks that failed, after writing ``contact_sheet.png`` and ``report.md`` into ``folder``.
 
-    Each of ``exhibits`` may be made as it is asked for; ``notify`` takes a line with its result and seconds.
-    """
+    ``exhibits`` may be made as they are iterated; ``notify`` takes a line with the result and seconds of each."""
     page = [f"# What AnyGPU drew\n\nDevice: {facts_for()}\n\nThe demo itself runs on {facts_for('cpu')}.\n"]
     strips: dict[str, Tensor] = {}
     failed, began = 0, time.monotonic()

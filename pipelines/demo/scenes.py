@@ -1,7 +1,6 @@
 """The world that the demo models were trained on: one shape on a plain ground, as words and as read back from frames.
 
-:func:`scene_of` needs no network: the ground is in the border of the clip, the shape differs, its moments tell the
-rest.
+:func:`scene_of` needs no network: the clip's border is the ground, other pixels the shape, whose moments tell the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ MOTIONS: dict[str, str] = {
 RADIUS = {"circle": 14.2, "square": 12.2, "triangle": 9.5}  # of the inner circle, in pixels of 64
 TRAVEL = (15.0, 19.0)  # such pixels from the first frame to the last
 GROWTH = (0.6, 1.25)  # of the radius
-FEWEST_PIXELS = 30  # a shape of fewer is none
+FEWEST_PIXELS = 30  # below it there is no shape
 MOVED_PIXELS, GROWN, TURNED = 6.0, 1.6, math.radians(20)  # between the first frames and the last
 OFF_COLOUR, EDGES = 0.35, 0.1  # how far a pixel is from both colours; the share of these, where the colours mix
 CORNERS = 0.15  # the least harmonic of a shape with corners: 0.34 for a triangle, 0.33 for a square, 0.0 for a circle
@@ -160,6 +159,7 @@ def _moments(mask: torch.Tensor, areas: torch.Tensor) -> tuple[str, torch.Tensor
 
 
 def _motion(centres: torch.Tensor, areas: torch.Tensor, angles: torch.Tensor) -> str:
+    """The key in :data:`MOTIONS` of what the shape does between the first two frames and the last two."""
     x, y = (centres[-2:].mean(0) - centres[:2].mean(0)).tolist()
     if max(abs(x), abs(y)) > MOVED_PIXELS:
         return ("right" if x > 0 else "left") if abs(x) > abs(y) else ("down" if y > 0 else "up")

@@ -18,15 +18,14 @@ SIZES = ("width", "height", "frames", "steps", "cfg", "cfg_end", "fps")  # that 
 NAMED = 12  # words that are named: a node has room for no more
 BUCKET, FIT = "nearest bucket", "crop"  # of pictures: a bucket of another shape would be another size
 Inputs = Mapping[str, Any]
-Change = tuple[dict[str, Any], list[str]]  # inputs by name, and what is said of them
+Change = tuple[dict[str, Any], list[str]]  # new inputs by name, and messages about them
 
 
 def own_inputs(pipeline: Pipeline, inputs: Inputs, notify: Callable[[str], None]) -> dict[str, Any]:
-    """``inputs`` of a node, by name, as a demo model can draw them, changes said in one line; of others as they are.
+    """A node's ``inputs`` as a demo model can draw them, with a note on what changed; another model's are unchanged.
 
-    Sizes, and the length of a clip, become its own; a text that is no scene of its world an example, and so does the
-    picture of a model that starts from one.
-    """
+    Sizes and the length of a clip become the demo model's own; a text or a start picture that shows no scene of its
+    world is replaced by an example."""
     if not pipeline.is_demo:
         return dict(inputs)
     changes = (_sizes(pipeline, inputs), _words(inputs), _picture(pipeline, inputs))
@@ -37,7 +36,7 @@ def own_inputs(pipeline: Pipeline, inputs: Inputs, notify: Callable[[str], None]
 
 
 def own_latents(pipeline: Pipeline, start: Inputs, notify: Callable[[str], None]) -> dict[str, Any]:
-    """``start``, as ``start_of`` gives it, with no more of latents and mask than a demo model draws, which is said."""
+    """``start``, as ``start_of`` gives it, with latents and mask cut to what a demo model draws, with a note."""
     latents = start.get("latents") if pipeline.is_demo else None
     if latents is None:
         return dict(start)
@@ -85,6 +84,7 @@ def _sizes(pipeline: Pipeline, inputs: Inputs) -> Change:
 
 
 def _words(inputs: Inputs) -> Change:
+    """An example in the place of a text that is no scene, and no negative prompt."""
     own: dict[str, Any] = {"negative": ""} if "negative" in inputs else {}
     messages = ["knows no negative prompt: it is left out"] if inputs.get("negative", "").strip() else []
     if "text" in inputs and scene_in(inputs["text"]) is None:
@@ -98,6 +98,7 @@ def _words(inputs: Inputs) -> Change:
 
 
 def _picture(pipeline: Pipeline, inputs: Inputs) -> Change:
+    """An example in the place of a start picture that shows no scene; nothing for a model that starts from text."""
     picture = inputs.get("image")
     starts = pipeline.model.task == "image" and "fit" in inputs
     if picture is None or not starts or scene_in_picture(picture) is not None:

@@ -71,7 +71,7 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
     """The work of one call of the transformer with a batch of ``rows``."""
     config = dict(pipeline.configs[TRANSFORMER])
     depth = {key: int(config[key]) for key in BLOCKS if config.get(key)}
-    shown = {**config, **{key: min(ALIKE, count) for key, count in depth.items()}}
+    short = {**config, **{key: min(ALIKE, count) for key, count in depth.items()}}
     call, form = empty_call(pipeline, size, rows), pipeline.plan.speed.forms.get(TRANSFORMER, "")
     epilogue = pipeline.plan.speed.epilogue
     precision, sparse = pipeline.precision, pipeline.plan.speed.attention.choice == SPARSE
@@ -81,7 +81,7 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
     key = (TRANSFORMER, pipeline.family, pipeline.variant, text_of(config), call.latents.shape, call.embeds.shape, clip)
 
     def count() -> Work:
-        module = built(pipeline, TRANSFORMER, shown, dtype)
+        module = built(pipeline, TRANSFORMER, short, dtype)
         if precision.safe:
             with counting_on_meta():  # which answers what the rewrite asks of weights without data
                 apply_fp16_safe(module, pipeline.family, wide)
@@ -126,7 +126,7 @@ def stored_products(pipeline: Pipeline) -> tuple[str, ...]:
 
 
 def _sparse(work: Work, grid: Cells) -> Work:
-    """``work`` with sparse attention of a video in patches of one, and its text: the largest calls."""
+    """``work`` with its largest attention calls, those over all of the video's ``grid``, replaced by sparse ones."""
     share, copies, _ = shares(grid)
     joint = max(flops for kind, flops, _ in work if kind == ATTENTION)
     found = Work()
@@ -155,7 +155,7 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
     def latents(cells: Cells) -> torch.Tensor:
         return empty(1, int(config.get("latent_channels", 16)), *cells, dtype=method.dtype)
 
-    def decoded(cells: Cells) -> Work:
+    def decoded(cells: Cells) -> Work:  # of one tile, or the whole: its first and last chunk of frames stand for all
         time = empty(1, dtype=method.dtype) if config.get("timestep_conditioning") else None
         network, (length, rows, columns) = vae(), cells  # made before anything is counted
         most, temporal = min(method.frames or length, length), pipeline.spec.sizes.stride
@@ -193,7 +193,7 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
 
 @contextmanager
 def _repeated(work: Work, times: int) -> Iterator[None]:
-    """Add what the block adds to ``work`` so many ``times``."""
+    """Context that makes ``work`` grow by ``times`` the work that is counted inside."""
     before = Work(work)
     yield
     work.update(Work(work - before).times(times - 1))
@@ -201,7 +201,7 @@ def _repeated(work: Work, times: int) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Copies(Transfer):
-    """A way between host and device that are both the meta device, and the work to which its copies are added."""
+    """Copies between a host and a device that are both the meta device; their bytes are added to ``work``."""
 
     work: Work = field(default_factory=Work)
 
@@ -220,7 +220,7 @@ class _Walk(Stream):
     work: Work = field(default_factory=Work)
     times: dict[Region, int] = field(default_factory=dict)
 
-    def each(self, starts: range) -> Iterator[int]:
+    def each(self, starts: range) -> Iterator[int]:  # the first stands for all but the last, which may be smaller
         if len(starts) > 1:
             with _repeated(self.work, len(starts) - 1):
                 yield starts[0]
@@ -228,7 +228,7 @@ class _Walk(Stream):
 
     def parted(self, region: Region, side: int) -> list[Region]:
         alike = defaultdict[Any, list[Region]](list)
-        for part in parted(region, side):
+        for part in parted(region, side):  # tiles of one height and width, at the same borders of the region
             alike[part[1] - part[0], part[3] - part[2], tuple(map(eq, part, region))].append(part)
         self.times = {parts[0]: len(parts) for parts in alike.values()}
         return list(self.times)
@@ -298,13 +298,14 @@ def text_forwards(pipeline: Pipeline, request: PromptRequest | None = None) -> F
 
 def _encoder_work(config: Mapping[str, Any], lengths: Sequence[int], itemsize: int) -> Work:
     """One forward of a text encoder, T5, Llama, Qwen or CLIP, on texts of ``lengths`` tokens."""
-    side = partial(_number, config)
-    width, heads = side("d_model", "hidden_size"), side("num_heads", "num_attention_heads", default=1)
-    head = side("d_kv", "head_dim", default=width // heads)
-    inner, wide = heads * head, side("d_ff", "intermediate_size")
-    keys = side("num_key_value_heads", default=heads) * head
+    number = partial(_number, config)
+    width, heads = number("d_model", "hidden_size"), number("num_heads", "num_attention_heads", default=1)
+    head = number("d_kv", "head_dim", default=width // heads)
+    inner, wide = heads * head, number("d_ff", "intermediate_size")
+    keys = number("num_key_value_heads", default=heads) * head
     gated = "gated" in str(config.get("feed_forward_proj")) or config.get("hidden_act") == "silu"
-    work, layers, tokens = Work(), side("num_layers", "num_hidden_layers"), sum(lengths)
+    work, layers, tokens = Work(), number("num_layers", "num_hidden_layers"), sum(lengths)
+    # queries; keys and values; attention's output; feed-forward, with a gate or not; its output
     products = (width, inner, 1), (width, keys, 2), (inner, width, 1), (width, wide, 1 + gated), (wide, width, 1)
     for columns, rows, times in products:
         moved = itemsize * (columns * rows + tokens * (columns + rows))
@@ -377,7 +378,7 @@ def built(pipeline: Pipeline, part: str, config: Mapping[str, Any], dtype: torch
 
 @contextmanager
 def _each_block(module: nn.Module, work: Work) -> Iterator[dict[str, Work]]:
-    """The work of the first block of each kind, by the setting that says how many there are; complete at the end."""
+    """Yield a dict from a kind's key in :data:`BLOCKS` to the work of its first block, filled by one forward inside."""
     done: dict[str, Work] = {}
 
     def start(key: str, *_: Any) -> None:

@@ -84,7 +84,7 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
     free = room_on(pipeline, device)
     if free is None:
         return
-    own = 0 if offloader.evicts else bytes_on(device, *pipeline.parts.values())  # which leave where the mode wants so
+    own = 0 if offloader.evicts else bytes_on(device, *pipeline.parts.values())  # parts that a mode can move off
     room = free + own - offloader.options.keep_free_bytes
     needs = {mode: _need(pipeline, stage, size, mode) for mode in modes_of(pipeline)}
     fitting = [mode for mode, need in needs.items() if need * SPARE <= room]
@@ -93,15 +93,14 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
     least = min(needs, key=lambda mode: needs[mode])
     if not fits and needs[least] > room * MARGIN:
         raise UnsupportedError(
-            f"{amount_of(room)}{' free' * (not offloader.evicts)} on {device} for {stage}, which needs "
+            f"{amount_of(room)}{'' if offloader.evicts else ' free'} on {device} for {stage}, which needs "
             f"{amount_of(needs[least])} with offload {least}",
             expected=f"{amount_of(needs[least] - room)} more",
             fix=f"{'Lower width, height or frames, close' if size else 'Close'} other programs, or choose device cpu "
             "for this part.",
         )
-    chosen = fits or least
-    if chosen != offloader.mode:
-        was = offloader.mode
+    chosen, was = fits or least, offloader.mode
+    if chosen != was:
         offloader.switch(chosen)
         quick = f", the quickest that fits: {times[chosen]}" if chosen in times else ""
         progress.notify(
@@ -141,6 +140,7 @@ def _need(pipeline: Pipeline, stage: str, size: Size | None, mode: str) -> int:
 
 
 def modes_of(pipeline: Pipeline) -> tuple[str, ...]:
+    """The offload modes that a run may take: under ``auto`` all but those that its compiled parts rule out."""
     if not pipeline.offloader.automatic:
         return (pipeline.offloader.mode,)
     compiled = pipeline.plan.speed.compiled

@@ -54,8 +54,8 @@ class Forecast:
 def forecast(
     pipeline: Pipeline, size: Size, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
 ) -> Forecast:
-    """Forecast the memory of a run of ``size`` under ``mode``, by default the pipeline's own. By ``room``, bytes of
-    the device, and ``rooms`` of others the run chooses how it decodes; None for a decode of the whole video."""
+    """Forecast the memory of a run of ``size`` under ``mode``, by default the pipeline's own. ``room`` is the bytes of
+    the device, ``rooms`` gives those of others; they decide how the run decodes: whole where ``room`` is None."""
     mode = mode or pipeline.offloader.mode
     places = {stage: pipeline.offloader.device_of(part) for stage, part in COMPUTES.items()}
     own_rooms = {stage: room_of(pipeline, device, room, rooms) for stage, device in places.items()}
@@ -95,16 +95,16 @@ def _needs(
         stages.append(max(needs, key=lambda need: need.total))
     forward = sampling_bytes(pipeline, size)
     own, all_own = transformer_bytes(pipeline, mode, forward), transformer_bytes(pipeline, "none") if stays else 0
-    most = max((part for part in weights if denoises(part)), key=lambda part: weights[part].total)
-    stay = 0
-    if keeps(pipeline.offloader, most, mode):
-        stay = resident_bytes(weights[most].total, weights[most].passing, rooms["sampling"], int(MARGIN * forward))
-    ahead = ahead_bytes(pipeline.offloader, weights[most], most, mode, forward, stay)
+    part = max((part for part in weights if denoises(part)), key=lambda part: weights[part].total)
+    largest, stay = weights[part], 0
+    if keeps(pipeline.offloader, part, mode):
+        stay = resident_bytes(largest.total, largest.passing, rooms["sampling"], int(MARGIN * forward))
+    ahead = ahead_bytes(pipeline.offloader, largest, part, mode, forward, stay)
     kept = if_together("sampling", "decoding", kept)
     stages.append(StageNeed("sampling", kept, max(own, all_own), forward, ahead=ahead, stays=stay))
-    still = if_together("sampling", "decoding", all_own)
+    kept = if_together("sampling", "decoding", all_own)
     ahead = ahead_bytes(pipeline.offloader, weights[VAE], VAE, mode)
-    whole = StageNeed("decoding", still, vae, decoding_bytes(pipeline, size), ahead=ahead)
+    whole = StageNeed("decoding", kept, vae, decoding_bytes(pipeline, size), ahead=ahead)
     return [*stages, _decoding(pipeline, size, whole, rooms["decoding"])]
 
 
@@ -113,8 +113,8 @@ def forecasts(pipeline: Pipeline, size: Size, room: int | None = None) -> tuple[
 
 
 def _decoding(pipeline: Pipeline, size: Size, whole: StageNeed, room: int | None) -> StageNeed:
-    """The decode as a run begins it: one that was asked for, and ``auto``'s whole one, beside what is on the device if
-    they fit there; else after other parts have left."""
+    """The decode as a run begins it. A method that was asked for, and ``auto``'s decode of the whole video, leave other
+    parts on the device if all fits there; any other decode begins after those have left."""
     room, form = sys.maxsize if room is None else room, forecast_form(pipeline.run.decode)
     if form == DecodeRequest() and whole.total * SPARE <= room:
         return whole

@@ -52,45 +52,46 @@ def shown(
     """Memory needed in each mode, the fastest first, as text and picture; ``less`` are changes that would save time."""
     room = room_now(pipeline)
     text = "\n".join([_text(pipeline, title + more, needs, times, room), *map(str, less)])
-    return text, _drawn(pipeline, title, needs, times, room)
+    return text, _picture(pipeline, title, needs, times, room)
 
 
 def _text(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, room: int | None) -> str:
+    """The bytes and the time of each mode, a line each, after what is free and the mode to choose."""
     device, mode = pipeline.offloader.device, pipeline.offloader.mode
     have = "does not report its free memory" if room is None else f"has {amount_of(room)} free"
     fitting = [each.mode for each in needs if room is not None and each.fits(room)]
     quick = quickest(fitting, times) or ("model" if room is None else "nothing, lower the size")
-    more = advice(needs, times, room)
-    lines = [f"{title}: {device} {have}", f"now: offload {mode}; fastest that fits: {quick}{'; ' * bool(more)}{more}"]
+    now = (f"now: offload {mode}; fastest that fits: {quick}", advice(needs, times, room))
+    lines = [f"{title}: {device} {have}", "; ".join(filter(None, now))]
     for each in needs:
         stages = ", ".join(map(_stage, each.stages))
         fits = "" if room is None else " fits" if each.fits(room) else f" lacks {amount_of(each.lacks(room))}"
         lines.append(f"{each.mode}: peak {amount_of(each.peak)}{fits} ({stages})")
         if each.mode in times:
             lines.append(f"{each.mode}: {times[each.mode]}: {', '.join(map(str, times[each.mode].stages))}")
-    total = sum(weights.total for weights in pipeline.weights.values())
-    host = host_free_bytes()
+    total, host = sum(weights.total for weights in pipeline.weights.values()), host_free_bytes()
     kept = "stay in host memory" if total <= host else "do not fit there together: some are read from disk again"
     lines.append(f"host: {amount_of(host)} free; weights of {amount_of(total)} {kept}")
     if isinstance(pipeline, Pipeline):  # one that paints is never shared out
         lines += [str(decision) for decision in pipeline.plan.decisions if decision.subject == CARDS]
     lines.append(f"plan: {plan_line(pipeline)}")
     lines.append("Forecasts are within 15 % on the simulated device; vendor libraries need a little more.")
-    lines += filter(None, (times.unknown,))
+    lines += [times.unknown] if times.unknown else []
     if times:
         lines.append("Times are without reading from disk. Each run corrects those of the next.")
     return "\n".join(lines)
 
 
 def _stage(stage: StageNeed) -> str:
-    """A stage in words: its need, its form, weights that stay although it can do without, and another device."""
+    """A stage in words: its bytes, decode method, weights that stay though it can do without, and another device."""
     stays = f"and {amount_of(stage.stays)} of weights kept there" if stage.stays else ""
     free = "" if stage.room is None else f" of {amount_of(stage.room)} free"
     where = f"on {stage.device}{free}" if stage.device else ""
     return " ".join(filter(None, (stage.name, amount_of(stage.total), stage.form, stays, where)))
 
 
-def _drawn(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, room: int | None) -> torch.Tensor:
+def _picture(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times, room: int | None) -> torch.Tensor:
+    """The bar chart (1, H, 1200, 3) in 0..1: one group of bars for each mode, a bar for each stage."""
     import numpy
     from PIL import Image, ImageDraw, ImageFont
 
@@ -118,6 +119,7 @@ def _drawn(pipeline: Any, title: str, needs: tuple[Forecast, ...], times: Times,
 
 
 def _bar(pen: Any, stage: Any, top: int, scale: float, room: int | None, font: Any) -> None:
+    """Draw a stage's bar at height ``top``, ``scale`` pixels per byte, with a line at the ``room`` that it has."""
     name = f"{stage.name} on {stage.device}" if stage.device else stage.name
     pen.text((MARGIN + 16, top + 3), name, fill=INK, font=font)
     pen.rectangle((LEFT, top, WIDTH - MARGIN - 120, top + BAR), fill=FREE)

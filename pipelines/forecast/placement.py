@@ -34,7 +34,7 @@ LoadOn = Callable[[torch.device, Places], Pipeline]  # a device, and those of pa
 class Card:
     """One accelerator; forecasts of a stage there are made once."""
 
-    facts: DeviceFacts  # of it
+    facts: DeviceFacts
     room: int  # bytes that a run may take there
     pipeline: Pipeline  # as it is loaded for a card of this kind, all of it on one
     _needs: dict[str, dict[str, StageNeed]] = field(default_factory=dict, repr=False)
@@ -44,7 +44,7 @@ class Card:
         return sum(size.total for part, size in self.pipeline.weights.items() if _stage_of(part) == stage)
 
     def need(self, stage: str, mode: str) -> StageNeed:
-        mode = "model" if mode == "none" else mode
+        mode = "model" if mode == "none" else mode  # what stays on the card with none is added by the caller
         if mode not in self._needs:
             stages = forecast(self.pipeline, default_size(of_checkpoint(self.pipeline)), mode, self.room).stages
             self._needs[mode] = {need.name: need for need in stages}
@@ -144,7 +144,7 @@ def _shares(home: Places, fixed: set[str], cards: Mapping[torch.device, Card]) -
     """Each way to share the stages out: as they are first, then with few that move, the transformer last."""
     options = [[home[stage]] if stage in fixed else [*cards] for stage in home]
     every = (dict(zip(home, places, strict=True)) for places in product(*options))
-    free = [stage for stage in home if stage not in fixed]  # what the user placed stays, unlike or not
+    free = [stage for stage in home if stage not in fixed]  # the user may place the others on unlike cards
     kept = (places for places in every if all(_alike(stage, places, cards) for stage in free))
     moved = {TEXT: 1, DECODING: 2, SAMPLING: 4}
     yield from sorted(kept, key=lambda places: sum(moved[stage] for stage in places if places[stage] != home[stage]))
@@ -161,6 +161,7 @@ def _alike(stage: str, places: Places, cards: Mapping[torch.device, Card]) -> bo
 
 
 def _way(places: Places, cards: Mapping[torch.device, Card]) -> Way | None:
+    """The way that puts stages at ``places``, each in its fastest mode that fits; None where a stage fits in none."""
     total: float | None = 0.0
     for stage, device in places.items():
         card = cards[device]

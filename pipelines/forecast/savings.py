@@ -48,14 +48,13 @@ def savings(
     def timed(changed: Changed) -> TimeForecast:
         return time_forecast(*changed, mode or pipeline.offloader.mode, room, rooms)
 
-    start: Changed = (pipeline, run)
-    now, found, state = timed(start), list[Saving](), start
-    before = now
-    least = max(LEAST_SECONDS, SHARE * now.seconds)
+    state: Changed = (pipeline, run)  # with the changes so far
+    now = before = timed(state)
+    found, least = list[Saving](), max(LEAST_SECONDS, SHARE * now.seconds)
     own = pipeline.precision
     paced = pace_of(pipeline.facts, pipeline.device.probes, own.compute or own.transformer)
     by = "; by the card's data sheet" if paced is not None and paced.source == PUBLISHED else ""
-    left = dict(_changes(*start))
+    left = dict(_changes(pipeline, run))
     while left and len(found) < MOST:
         after = {name: timed(change(*state)) for name, (_, change, _) in left.items()}
         priced = {name: _saved(now, before, changed) for name, changed in after.items()}
@@ -65,7 +64,7 @@ def savings(
         note, change, inputs = left.pop(best)
         found.append(Saving(best, priced[best], note + by, inputs))
         state, before = change(*state), after[best]
-    if not found and (shorter := _shorter(*start)) is not None:
+    if not found and (shorter := _shorter(pipeline, run)) is not None:
         saved, frames = _saved(now, now, timed(shorter)), shorter[1].size.frames
         inputs = {"frames": frames, "clip_seconds": round(frames / shorter[1].settings.fps, 1)}
         found += [Saving(f"{frames} frames", saved, f"another video{by}", inputs)] if saved >= least else []
@@ -73,7 +72,7 @@ def savings(
 
 
 def _saved(now: TimeForecast, before: TimeForecast, after: TimeForecast) -> float:
-    """Seconds less by a change, by the model of time; earlier runs corrected only ``now``."""
+    """Seconds that a change saves: its share of each stage's modelled time, of the seconds that ``now`` forecasts."""
     stages = zip(now.stages, before.stages, after.stages, strict=True)
     return sum(own.seconds * (one.modelled - two.modelled) / own.modelled for own, one, two in stages if own.modelled)
 
@@ -105,6 +104,8 @@ def _changes(pipeline: Pipeline, run: Run) -> Iterator[tuple[str, Change]]:
 def _changed(
     attention: Attention | None = None, cache: StepCacheSettings | None = None, **asked: Any
 ) -> Callable[[Pipeline, Run], Changed]:
+    """The change that makes these choices, where given, and sets the speed request's fields ``asked``."""
+
     def change(pipeline: Pipeline, run: Run) -> Changed:
         plan, own = pipeline.plan, pipeline.plan.speed
         speed = replace(own, request=replace(own.request, **asked), attention=attention or own.attention)

@@ -35,7 +35,7 @@ from .times import IMAGE, TEXT, PlannedStage, TimeForecast, key_of
 PROJECTIONS = 1 / 3  # of a block's products, which an attention that is skipped skips too: 4 of 12 widths squared
 WORTH = 0.9  # of the time, below which another mode is worth it
 SAMPLING, DECODING = "sampling", "decoding"
-PARTS = {**COMPUTES, IMAGE: VAE}  # where the time of each stage passes
+PARTS = {**COMPUTES, IMAGE: VAE}  # stage to the part whose device it takes its time on
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Run:
 
     def places(self, pipeline: Pipeline, mode: str) -> dict[str, torch.device]:
         text, image = pipeline.configs.keys() & set(pipeline.spec.files.text_parts), pipeline.model.task == "image"
-        names = (*[TEXT] * bool(text), *[IMAGE] * image, SAMPLING, DECODING)
+        names = (*([TEXT] if text else []), *([IMAGE] if image else []), SAMPLING, DECODING)
         return {name: pipeline.offloader.device_of(COMPUTES[name]) for name in names}
 
     def planned(self, pipeline: Pipeline, name: str, room: int | None) -> PlannedStage:
@@ -88,7 +88,7 @@ class Run:
     def _stage(
         self, pipeline: Pipeline, name: str, parts: tuple[str, ...], on_host: bool = False, **own: Any
     ) -> PlannedStage:
-        """The stage of ``parts`` with its ``own`` fields, and those that each stage has."""
+        """The planned stage of ``parts``: the fields that every stage has, and its ``own``."""
         device, kinds = pipeline.offloader.device_of(PARTS[name]), pipeline.offloader.options.host_weights.kinds
         facts, probes = _machine_of(pipeline, HOST if on_host else device)
         weights = sum(pipeline.weights[part].total for part in parts if part in pipeline.weights)
@@ -150,7 +150,7 @@ def planned_run(
     return Run(replace(size, guided=cfg > 1.0), settings, texts, pipeline.run.decode)
 
 
-def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, ProbeStore | None]:
+def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, ProbeStore | None]:  # of ``device``
     if device == pipeline.offloader.device:
         return pipeline.facts, pipeline.device.probes
     facts, state = facts_for(device), pipeline.offloader.options.state

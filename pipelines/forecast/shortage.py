@@ -31,7 +31,7 @@ class Shortage:
     free_bytes: int | None = None  # None where it does not
 
     @property
-    def share(self) -> float:
+    def share(self) -> float:  # of the size that failed which should fit: a half where the numbers are unknown
         if not self.asked_bytes or self.free_bytes is None:
             return 0.5
         return min(MOST_SHARE, max(LEAST_SHARE, 0.8 * self.free_bytes / self.asked_bytes))
@@ -43,8 +43,8 @@ class Shortage:
 
 def shortage_in(error: BaseException, free: int | None = None) -> Shortage:
     """Parse the message of an out-of-memory error; ``free`` stands in where it does not state the free memory."""
-    asked, told = ASKED.search(str(error)), FREE.search(str(error))
-    wanted, left = _bytes(asked) if asked else 0, _bytes(told) if told else free
+    asked, unused = ASKED.search(str(error)), FREE.search(str(error))
+    wanted, left = _bytes(asked) if asked else 0, _bytes(unused) if unused else free
     if left is not None and wanted and left >= wanted:  # a limit of the process, or pieces: what is free says nothing
         left = None
     return Shortage(wanted, left)
@@ -89,17 +89,15 @@ def lowered(
 
 
 def _smaller(pipeline: Pipeline, size: Latents | SampleSettings, short: Shortage) -> list[str]:
+    """Advice to lower frames, or width and height, to the share of ``size`` that should fit; empty at the smallest."""
     fixes, width, height, frames = [], size.width, size.height, size.frames
     family, stride = pipeline.spec, pipeline.spec.sizes.stride
     least = 1 + stride * (pipeline.model.task != "text")  # frames: one alone is the picture that it starts from
     fewer = max(least, 1 + (int(frames * short.share) - 1) // stride * stride)
-    if fewer < frames and not family.recipes.sections:  # whose sections are as long whatever the video is
+    if fewer < frames and not family.recipes.sections:  # a section has its own length
         fixes.append(f"lower frames from {frames} to {fewer}")
-    side = math.sqrt(short.share)
-    smaller = tuple(
-        max(SMALLEST_SIDE, int(edge * side) // family.sizes.multiple * family.sizes.multiple)
-        for edge in (width, height)
-    )
+    side, multiple = math.sqrt(short.share), family.sizes.multiple
+    smaller = tuple(max(SMALLEST_SIDE, int(edge * side) // multiple * multiple) for edge in (width, height))
     if smaller != (width, height):
         fixes.append(f"lower width and height from {width}x{height} to {smaller[0]}x{smaller[1]}")
     return fixes

@@ -28,12 +28,12 @@ Rooms = Callable[[torch.device], int | None]
 
 TEXT, IMAGE = ONCE = "text", "image"  # stages that run once for several clips
 STREAMED = ("group", "sequential")
-MODEL = 3  # of time: a run that an earlier one modelled corrects nothing
+MODEL = 3  # version of the model of time: runs of another version correct nothing
 PUBLISHED_OFF = 1.34  # what a generation's shares of a data sheet may be off by; docs/performance.md counts how often
 PROBED_OFF = 1.5  # what a few probes may be off by, in both directions: docs/memory.md has measured ratios
 NEAR, FAR = 1.1, 1.25  # what runs of the same size, and of another, may be off by
 SAME = 1.05  # by which two runs may differ in their work to be of one size
-ROWS = 3  # newest runs that count
+ROWS = 3  # newest runs whose median counts
 PRICED = ("speed", "step cache", "form")  # entries of a key whose effect the model of time has too
 
 
@@ -106,8 +106,9 @@ def known_or_why(ask: Callable[[], Value]) -> tuple[Value | None, str]:
 
 
 def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost], key: str = "") -> StageTime:
-    """``modelled`` seconds of a stage of ``key`` as earlier runs of one key, the newest last, took: the median of the
-    nearest size, in a range that holds for each of them; ``source`` is that of the rates."""
+    """The time of a stage: ``modelled`` seconds times the median of measured to modelled time in the earlier runs
+    nearest in size, in a range that holds for each of them. ``rows`` are runs of one key, the newest last; a key other
+    than ``key`` widens the range; ``source`` is that of the rates."""
     off = PUBLISHED_OFF if source == PUBLISHED else PROBED_OFF
 
     def apart(row: StageCost) -> float:
@@ -185,13 +186,13 @@ def time_forecast(
 def expected(pipeline: Any, name: str, run: PlannedRun) -> dict[str, Any]:
     """Arguments of ``stage_cost`` for a stage that begins now; none if unknown: a failed forecast stops no run."""
 
-    def asked() -> dict[str, Any]:
+    def arguments() -> dict[str, Any]:
         stage = run.planned(pipeline, name, None)
         time = stage_time(pipeline, name, run, room=room_now(pipeline, stage.facts.device))
         seconds = {"modelled_seconds": time.modelled, "forecast_seconds": time.seconds}
         return {**seconds, "work": stage.key, "card": stage.facts.card}
 
-    return known_or_why(asked)[0] or {}
+    return known_or_why(arguments)[0] or {}
 
 
 def stage_time(
@@ -215,7 +216,7 @@ def stage_time(
     link = 0.0 if stays else link_of(facts, rows, pace, pinned=streamed and stage.pinned, staged=streamed)
     if link:
         modelled = _with_copies(stage, modelled, link, mode, room)
-    return corrected(stage.name, modelled, pace.source, _alike(rows, pipeline, stage, mode), stage.key)
+    return corrected(stage.name, modelled, pace.source, _comparable(rows, pipeline, stage, mode), stage.key)
 
 
 def _with_copies(stage: PlannedStage, computing: float, link: float, mode: str, room: int | None) -> float:
@@ -261,10 +262,10 @@ def link_of(
     return max(reached, *rates) if rates else reached
 
 
-def key_of(**told: Any) -> str:
-    """The key of all that is ``told``: plain values, and dataclasses with all their fields; what is empty left out."""
-    told["model"] = MODEL
-    return json.dumps({name: value for name, value in told.items() if value}, sort_keys=True, default=_plain)
+def key_of(**values: Any) -> str:
+    """A key, as JSON, of plain ``values`` and dataclasses with all their fields; empty values are left out."""
+    values["model"] = MODEL
+    return json.dumps({name: value for name, value in values.items() if value}, sort_keys=True, default=_plain)
 
 
 def _plain(value: Any) -> Any:
@@ -273,9 +274,9 @@ def _plain(value: Any) -> Any:
     return getattr(value, "__name__", type(value).__name__)
 
 
-def _alike(rows: Sequence[StageCost], pipeline: Any, stage: PlannedStage, mode: str) -> list[StageCost]:
-    """Runs of a stage and model on this card with a known time and the same key, or else the nearest one that differs
-    in what is :data:`PRICED` alone; of this mode if there are any."""
+def _comparable(rows: Sequence[StageCost], pipeline: Any, stage: PlannedStage, mode: str) -> list[StageCost]:
+    """The rows of this stage, model and card with a known time whose key is the nearest to the stage's, differing in
+    :data:`PRICED` entries at most; those of this mode alone if there are any."""
     title, device = f"{pipeline.family} {pipeline.variant}", str(indexed(stage.facts.device))
     usable = [
         row
@@ -284,13 +285,13 @@ def _alike(rows: Sequence[StageCost], pipeline: Any, stage: PlannedStage, mode: 
         and 0 < row.modelled_seconds < math.inf
         and 0 < row.own_seconds < math.inf
     ]
-    apart = {key: _apart(stage.key, key) for key in dict.fromkeys(row.work for row in reversed(usable))}
-    nearest = min(apart, key=apart.__getitem__, default="")
-    alike = [row for row in usable if row.work == nearest and apart[nearest] < math.inf]
-    return [row for row in alike if row.mode == mode] or alike
+    distances = {key: _distance(stage.key, key) for key in dict.fromkeys(row.work for row in reversed(usable))}
+    nearest = min(distances, key=distances.__getitem__, default="")
+    found = [row for row in usable if row.work == nearest and distances[nearest] < math.inf]
+    return [row for row in found if row.mode == mode] or found
 
 
-def _apart(key: str, other: str) -> float:
+def _distance(key: str, other: str) -> float:
     """The number of values in which two keys differ; infinite for runs that say nothing of each other."""
     first, second = ({**json_within(each, "a key"), **dict.fromkeys(PRICED)} for each in (key, other or "{}"))
     return len({*key.split(", ")} ^ {*other.split(", ")}) if first == second else math.inf

@@ -1,7 +1,6 @@
 """Several videos in one LATENT: sampled one after the other from seeds that count up, and taken apart again.
 
-A batch takes the memory of one video: a transformer that fits with one would seldom fit with two.
-"""
+A batch takes the memory of one video: a transformer that fits with one would seldom fit with two."""
 
 from __future__ import annotations
 
@@ -14,15 +13,15 @@ from ...compat.errors import require_range
 from ..base import Latents, Progress, SubProgress
 from .convert import KEY, to_core
 
-BATCH = "batch"  # under our key: what each video's own is, where there are several
-ROWS = "batch_index"  # of core's Latent From Batch: which of the videos it left
+BATCH = "batch"  # under our key: the record of each video, where there are several
+ROWS = "batch_index"  # of core's Latent From Batch: the numbers of the videos that it left
 MASK = "noise_mask"
 SEEDS = 2**64
 MOST_VIDEOS = 64
 
 
 def parts_of(progress: Progress, count: int) -> list[Progress]:
-    """The progress of each of ``count`` videos; of one, ``progress`` itself, whose time left learns of its steps."""
+    """The progress of each of ``count`` videos; of one, ``progress`` itself, whose forecast counts single steps."""
     return [progress] if count == 1 else [SubProgress(progress, index, count, "video") for index in range(count)]
 
 
@@ -45,10 +44,10 @@ def joined(videos: Sequence[Latents]) -> dict[str, Any]:
 
 
 def videos_of(latent: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A LATENT per video, each with its own record, such as its seed; one of pictures, or of none, alone and unchanged.
+    """A LATENT for each video of ``latent``, with that video's own record; one of pictures, or empty, comes unchanged.
 
-    Core's nodes keep our key whole. Latent From Batch adds the numbers of its videos, Repeat Latent Batch counts them
-    on beyond those that were sampled: these start over."""
+    Core's nodes keep our key as it is. Latent From Batch adds :data:`ROWS`, the numbers of its videos; Repeat Latent
+    Batch goes on counting past the sampled videos, whose records then start over."""
     samples, own = latent.get("samples"), latent.get(KEY)
     if not isinstance(samples, torch.Tensor) or samples.is_nested or samples.ndim != 5 or not len(samples):
         return [dict(latent)]

@@ -33,7 +33,7 @@ def to_core(latents: Latents) -> dict[str, Any]:
 
 
 def from_core(pipeline: Pipeline, latent: Mapping[str, Any], notify: Callable[[str], None]) -> Latents:
-    """The latents in a LATENT; one that no AnyGPU node made is taken as text to video with seed 0, and said.
+    """The latents in a LATENT; one that no AnyGPU node made is taken as text to video with seed 0, with a note.
     Raises InputError for no tensor of five dimensions, or a version that is newer than this pack."""
     samples, record = to_host(samples_of(latent)).float(), latent.get(KEY)
     if not isinstance(record, Mapping):
@@ -68,9 +68,8 @@ def samples_of(latent: Mapping[str, Any]) -> torch.Tensor:
         fix = "Connect the latents of a video model. Image latents cannot be decoded here."
         raise InputError(found, expected="video latents (1, C, T, H, W)", fix=fix)
     if samples.shape[0] != 1:
-        raise InputError(
-            f"a LATENT batch of {samples.shape[0]}", expected="one video", fix="Pick one with Latent From Batch."
-        )
+        found, fix = f"a LATENT batch of {samples.shape[0]}", "Pick one with Latent From Batch."
+        raise InputError(found, expected="one video", fix=fix)
     return samples
 
 
@@ -89,8 +88,7 @@ def conditionings(prompt: Prompt) -> tuple[list[Any], list[Any]]:
 
     Without a negative prompt the negative has zeros for text, as core's Conditioning Zero Out. The shorter text is
     padded, masked, to the length of the other, as core's own tokenizers do: only then does core give both to the
-    transformer in one call, where guidance by attention can compare them.
-    """
+    transformer in one call, where guidance by attention can compare them."""
     if prompt.negative is not None:
         length = max(text[EMBEDS].shape[1] for text in (prompt.embeds, prompt.negative))
         return _conditioning(_padded(prompt.embeds, length)), _conditioning(_padded(prompt.negative, length))

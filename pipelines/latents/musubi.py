@@ -1,8 +1,7 @@
 """Caches of Musubi Tuner as LATENT and prompt, and back: three of its architectures are families of ours.
 
 What we do not compute with is written back as read. Source: kohya-ss/musubi-tuner 30c658c
-``dataset/{cache_io,bucket}.py``.
-"""
+``dataset/{cache_io,bucket}.py``."""
 
 from __future__ import annotations
 
@@ -91,16 +90,13 @@ def prompt_of(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping
 def save_latent_cache(folder: Path, name: str, latent: Mapping[str, Any], dtype: str = DTYPES[0]) -> Path:
     """Write a LATENT as a latent cache and return its path; a video's name gets the frame range that its reader wants.
 
-    What was loaded from a cache keeps its dtype with the first of :data:`DTYPES`.
-    """
+    What was loaded from a cache keeps its dtype with the first of :data:`DTYPES`."""
     samples, known, read = samples_of(latent), latent.get(KEY, {}), latent.get(MUSUBI, {})
     kind = _architecture_of(str(known.get("family", "")), "latents")
     if not read and family_named(str(known.get("family"))).recipes.sections:
-        raise UnsupportedError(
-            f"{family_named(str(known['family'])).title} latents without image embeddings",
-            expected="the encoded first frame, which Musubi Tuner caches beside each section",
-            fix="Connect AnyGPU Encode Image to image.",
-        )
+        found = f"{family_named(str(known['family'])).title} latents without image embeddings"
+        expected = "the encoded first frame, which Musubi Tuner caches beside each section"
+        raise UnsupportedError(found, expected=expected, fix="Connect AnyGPU Encode Image to image.")
     stored = _scaled(samples, kind, str(read.get("dtype", "float32")) if dtype == DTYPES[0] else dtype)
     sizes, more, metadata = _sizes(stored, kind), read.get("tensors", {}), read.get("metadata", {})
     if any(known[key] != size for key, size in sizes.items()):  # a node of core's keeps the record as it was
@@ -155,8 +151,7 @@ def save_text_cache(folder: Path, name: str, prompt: Prompt, caption: str = "", 
     """Write the positive embeddings of a prompt as a text cache and return its path; all ranges of a video share it.
 
     One that was loaded from such a cache is written as it was read, padding included, in the first of :data:`DTYPES`.
-    An empty ``caption`` is what the prompt knows of its text.
-    """
+    An empty ``caption`` stands for the text that the prompt was encoded from."""
     kind = _architecture_of(prompt.family, "a prompt")
     path = folder / f"{RANGE.sub('', _item(name))}_{kind.short}_te.safetensors"
     read = prompt.extra.get(MUSUBI, {})
@@ -212,6 +207,7 @@ def save_item(
 def _save_sections(
     folder: Path, name: str, latent: Mapping[str, Any], cut: Cut, dtype: str, notify: Callable[[str], None]
 ) -> list[Path]:
+    """Write one latent cache for each section of FramePack that ``cut`` makes of ``latent``; returns their paths."""
     samples, family = samples_of(latent), family_named(cut.image.family)
     source = str(latent.get(KEY, {}).get("family", ""))
     same = [other.id for other in FAMILIES.values() if other.files.kinds.get("vae") == family.files.kinds.get("vae")]
@@ -228,20 +224,19 @@ def _save_sections(
     summary = f"{plan.count} sections of {plan.window} latent frames"
     notify(f"{summary}; the video's last {left} frames are left out" if left else summary)
     return [
-        _write_latents(folder, name, kind, _sizes(film, kind), tensors, {}, place)
+        _write_latents(folder, name, kind, _sizes(film, kind), tensors, read={}, section=place)
         for place, tensors in family.code.training_sections(film, cut.image, plan)
     ]
 
 
 def _text_tensors(kind: MusubiCache, prompt: Prompt, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+    """The positive embeddings by the names of a text cache, padded and with a mask where that has one; None is fp32."""
     tensors: dict[str, torch.Tensor] = {}
     for theirs, ours in kind.text.items():
         if ours not in prompt.embeds:
-            raise UnsupportedError(
-                f"a prompt without {ours!r}",
-                expected=f"the embeddings {', '.join(kind.text.values())} of {prompt.family}",
-                fix="Encode the text with AnyGPU Encode Prompt.",
-            )
+            found, fix = f"a prompt without {ours!r}", "Encode the text with AnyGPU Encode Prompt."
+            expected = f"the embeddings {', '.join(kind.text.values())} of {prompt.family}"
+            raise UnsupportedError(found, expected=expected, fix=fix)
         embeds = prompt.embeds[ours][0].to(dtype or torch.float32)
         if ours == EMBEDS and kind.padded:
             length, room = embeds.shape[0], max(0, kind.padded - embeds.shape[0])
@@ -253,6 +248,7 @@ def _text_tensors(kind: MusubiCache, prompt: Prompt, dtype: torch.dtype | None) 
 
 
 def _architecture(path: Path, metadata: Mapping[str, str]) -> tuple[str, MusubiCache]:
+    """The family id and the kind of cache that a file's metadata names; raises UnsupportedError for another one."""
     name, known = metadata.get("architecture"), architectures()
     for family, kind in known.items():
         if kind.full == name:

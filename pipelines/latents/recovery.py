@@ -1,7 +1,6 @@
 """Sampled latents, saved automatically, newest first, so that no later failure can lose them: a file per sampling.
 
-FramePack's is replaced after each finished section and holds what the next one needs, to resume with the same video.
-"""
+FramePack's is replaced after each finished section and holds what the next one needs, to resume with the same video."""
 
 from __future__ import annotations
 
@@ -44,8 +43,7 @@ class SavedLatents:
     """One saved sampling.
 
     What is unknown is 0: the sizes and fps of latents that core sampled for another pack's model. ``family`` is then
-    that model's class, and ``latent_format`` core's class for its latents.
-    """
+    that model's class, and ``latent_format`` core's class for its latents."""
 
     id: str  # a plain name without a folder
     name: str
@@ -78,9 +76,9 @@ class Sampled:
 
 
 def save(folder: Path, latents: Latents, notify: Callable[[str], None]) -> str:
-    """Save ``latents`` and return their id; empty, and said, where they could not be saved. Never raises for a disk."""
+    """Save ``latents`` and return their id; where the disk refuses, ``notify`` is told and the id is empty."""
     name = _new_id(latents.family, latents.seed)
-    return name if _write(folder, name, lambda path: _saved(path, latents, notify), notify) else ""
+    return name if _write(folder, name, lambda path: _save_to(path, latents, notify), notify) else ""
 
 
 def save_plain_recovery(folder: Path, sampled: Sampled, notify: Callable[[str], None]) -> str:
@@ -109,13 +107,13 @@ def by_date(folder: Path) -> list[Path]:
 
 
 def load(folder: Path, name: str, notify: Callable[[str], None], family: str = "") -> dict[str, Any]:
-    """The saved LATENT at :func:`path_of` these; an unfinished video is as far as it came."""
+    """The LATENT in the file that :func:`path_of` gives; of an unfinished video, its finished sections."""
     return load_latent(path_of(folder, name, family), notify)
 
 
 def path_of(folder: Path, name: str, family: str = "") -> Path:
-    """The file of an id from :func:`listing`, or for ``newest`` that of the newest of ``family``, empty for of all.
-    Nothing else can be named. Raises CheckpointError where none of that id is saved."""
+    """The file of an id from :func:`listing`; for ``newest`` the newest of ``family``, or of all where that is empty.
+    Raises CheckpointError for any other name."""
     every = listing(folder)
     ids = [saved.id for saved in every]
     if name == "newest" and ids:
@@ -173,18 +171,19 @@ class SavedSections:
         if index + 1 < count:
             record = {"resume": key, "unfinished": f"section {index + 1} of {count}"}
             tensors = {HISTORY: standing.latents}
-        write = partial(_saved, latents=latents, notify=self.notify, origin=Origin(record=record, tensors=tensors))
+        write = partial(_save_to, latents=latents, notify=self.notify, origin=Origin(record=record, tensors=tensors))
         if _write(self.folder, name, write, self.notify):
             log.info("AnyGPU: section %d of %d saved as %s", index + 1, count, name)
             resume = f"to resume, queue the same graph again with seed {latents.seed}"
             self.notify(f"finished sections are saved{': ' + resume if key else ''}")
 
 
-def _saved(path: Path, latents: Latents, notify: Callable[[str], None], origin: Origin | None = None) -> None:
+def _save_to(path: Path, latents: Latents, notify: Callable[[str], None], origin: Origin | None = None) -> None:
     save_latent(path, to_core(latents), notify, origin=origin)
 
 
 def _write(folder: Path, name: str, write: Callable[[Path], Any], notify: Callable[[str], None]) -> bool:
+    """Have ``write`` make the file of an id, and remove the oldest; False, with a note, where the disk refuses."""
     path = folder / f"{name}.safetensors"
     try:
         write(path)
@@ -229,7 +228,8 @@ def _new_id(family: str, seed: int) -> str:
 
 
 def _saved_latents(name: str, total_bytes: int, whole: Mapping[str, Any]) -> SavedLatents:
-    record = whole.get(LISTED, whole)  # of latents that core sampled, what is known of them is in a part of its own
+    """The entry of a list, from a file's ``whole`` record; raises one of :data:`UNLISTED` for an edited record."""
+    record = whole.get(LISTED, whole)  # latents that core sampled have their facts under a key of their own
     saved = SavedLatents(
         **{number: int(record[number]) for number in ("frames", "seed", "width", "height")},
         id=name,

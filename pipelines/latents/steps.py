@@ -54,7 +54,7 @@ class SavedSteps:
             return None
 
     def due(self) -> bool:
-        """Tell whether another state takes no more than what is left of ``share`` of the time until now."""
+        """True if saving another state keeps the time spent on saving within ``share`` of the time until now."""
         return not self.failed and (time.perf_counter() - self.begun) * self.share >= self.spent + self.cost
 
     def save(self, key: str, state: StepState) -> bool:
@@ -65,7 +65,7 @@ class SavedSteps:
         for name, value in state.solver.items():
             items = value if isinstance(value, list) else [value]
             tensors |= {f"{SOLVER}.{name}.{n}": item for n, item in enumerate(items) if isinstance(item, torch.Tensor)}
-            plain = [None if isinstance(item, torch.Tensor) else item for item in items]
+            plain = [None if isinstance(item, torch.Tensor) else item for item in items]  # ``tensors`` has those
             solver[name] = plain if isinstance(value, list) else {"value": plain[0]}
         record = {"kind": KIND, "version": VERSION, "key": key, "done": state.done, "section": state.section}
         record |= {SOLVER: solver, "generator_state": state.generator_state.hex()}

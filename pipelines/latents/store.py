@@ -1,7 +1,6 @@
 """Saves and loads core's LATENT with all our metadata, without changing a bit.
 
-The tensor has the name that core's own latent files use, so core reads ours (the tensor only) and we read core's.
-"""
+The tensor has the name that core's own latent files use, so core reads ours (the tensor only) and we read core's."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def save_latent(
     not_finite: str = "refuse",
     origin: Origin | None = None,
 ) -> Path:
-    """Write a LATENT, from any device; returns ``path``. ``not_finite``: ``refuse`` or ``clamp``, which is said.
+    """Write a LATENT, from any device; returns ``path``. ``not_finite``: ``refuse``, or ``clamp`` with a note.
     Raises InputError for no video latents, or NaN and infinity in them, CheckpointError for a file that cannot be
     written."""
     origin = origin or Origin()
@@ -130,6 +129,7 @@ def _finite(samples: torch.Tensor, notify: Callable[[str], None], choice: str) -
 
 
 def _own(path: Path, tensors: Mapping[str, torch.Tensor], record: Mapping[str, Any]) -> dict[str, Any]:
+    """The LATENT in a file of ours, or of core's, which has no ``record``; raises as :func:`load_latent`."""
     samples = tensors.get(SAMPLES)
     if samples is None or record.get("kind", LATENT) != LATENT:
         found = f"{record.get('kind', 'no latents')!r} in {str(path)!r}"
@@ -174,6 +174,7 @@ def _checked(path: Path, samples: torch.Tensor, record: Mapping[str, Any]) -> di
 
 
 def _is_extra(extra: Any) -> bool:
+    """True if every entry of a record's ``extra`` that we compute with has a type and range that our stages write."""
     if not isinstance(extra, dict):
         return False
     lengths, state = extra.get("section_lengths", []), extra.get("generator_state", "")

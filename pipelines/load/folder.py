@@ -96,7 +96,7 @@ def load(
     transformer = files["transformer"]
     around = evidence_of(transformer.folder if single else request.model, transformer.config, transformer.entries)
     variant, guessed = variant_of(family, request, around)
-    recipe, said = recipe_named(family, around.names if (request.variant, *request.earlier) == (AUTO, "", "") else ())
+    recipe, name = recipe_named(family, around.names if (request.variant, *request.earlier) == (AUTO, "", "") else ())
     attention = _attention(request, family, transformer.config, precision, facts, probes)
     safe = SafeFp16(family.id, options.place("transformer", facts.device), active=precision.safe)
     convolutions = convolution_step(abilities(facts, probes), None if probes is None else stored_timings(facts, probes))
@@ -126,12 +126,13 @@ def load(
     decisions = (precision.decision, offload, attention.decision, *copies_decision(precision, facts, probes), *more)
     device, plan = Device(facts, precision, probes), PipelinePlan(offloader, speed, decisions)
     pipeline = Pipeline(spec=family, model=model, parts=parts, tools=tools, device=device, plan=plan)
-    told = recipe_decisions(pipeline, (*guessed, *cautions_of(family, transformer, around.names)), said)
-    return replace(pipeline, plan=replace(plan, decisions=(*decisions, *told)))
+    more = recipe_decisions(pipeline, (*guessed, *cautions_of(family, transformer, around.names)), name)
+    return replace(pipeline, plan=replace(plan, decisions=(*decisions, *more)))
 
 
 def _guards(request: LoadRequest, facts: DeviceFacts, probes: ProbeStore | None) -> tuple[Step, ...]:
-    """The step of guard and plain calls, of these alone where compiled, which hides values; none on a CPU."""
+    """The step that checks results during a run and works around faulty calls; none on a CPU. Compiled blocks hide
+    their values, so that there it does the latter alone."""
     if facts.device.type == HOST.type:
         return ()
     from ...compat.transforms.guard import guard_step
@@ -147,7 +148,7 @@ def load_placed(
 ) -> Pipeline:
     """The pipeline that :func:`load` gives, its parts on those of ``request.cards`` where a run is quickest."""
     first = load(request, progress, make_room, hosted)
-    with suppress(MissingPackageError):  # once for all that a run imports of it; what fails is told where it is used
+    with suppress(MissingPackageError):  # imports what a run needs of diffusers; a failure is reported at its use
         for name in first.spec.files.pipelines:
             attribute("diffusers", name)
     if len(request.cards) < 2 or "transformer" in request.devices or first.facts.device not in request.cards:
@@ -169,8 +170,8 @@ def _machine(request: LoadRequest) -> tuple[DeviceFacts, ProbeStore | None]:
 def _sources(
     request: LoadRequest, progress: Progress
 ) -> tuple[LoadRequest, Composed | None, FamilySpec, dict[str, Path], Tools, tuple[Decision, ...]]:
-    """The request, which names the file of each part where there are single files; these as composed or None; the
-    family; the folder of each part; tools; and what was guessed."""
+    """The request, completed with the file of each part where there are single files; those as composed, or None; the
+    family; the folder of each part; the tools; and decisions about what was guessed."""
     if request.files is None:
         given = {"base": request.base, "image_encoder": request.image_encoder}
         family, folders = part_folders(request.model, given, request.search, progress)
@@ -219,7 +220,7 @@ def _attention(
     operands = precision.compute or precision.transformer
     avoided = avoided_by(probes, (operands, precision.vae), wide=(precision.vae, FP32))
     quiet = probes is not None and probes.quiet
-    attention = attention_for(request.attention, facts, operands, width, avoided, family.rewrites.sparse, quiet)
+    attention = attention_for(request.attention, facts, operands, width, avoided, family.rewrites.sparse, quiet=quiet)
     if attention.choice == SPARSE and request.speed.compile is not None:
         raise UnsupportedError("attention 'sparse' with compile", expected="one of the two", fix="Switch compile off.")
     return by_time(attention, facts, probes, operands, width)
@@ -282,6 +283,7 @@ def _class_of(name: str, folder: Path, allowed: Sequence[str]) -> str:
 
 
 def _tools(family: FamilySpec, folders: Mapping[str, Path], plain: Mapping[str, Callable[[], Any]]) -> Tools:
+    """The family's tokenizers and processors in ``folders``, and the ``plain`` readers; each is read at its use."""
     libraries = {name: library for name, library in family.files.tools.items() if name in folders}
     readers = {name: tool_reader(family, library, folders[name]) for name, library in libraries.items()}
     return Tools({**plain, **readers})

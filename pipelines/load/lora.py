@@ -137,8 +137,9 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
 def _with_recipe(
     pipeline: Pipeline, added: LoRA, names: Names, trained_for: dict[str, Any], progress: Progress
 ) -> Pipeline:
-    """``pipeline`` by the recipe that one of the ``names`` of a LoRA gives away; a demo model by what one for it says
-    that it was ``trained_for``. A replay has its recipe; a LoRA that hardly acts or on some blocks changes neither."""
+    """``pipeline`` with the recipe that one of the ``names`` of the ``added`` LoRA gives away; a demo model with the
+    defaults that its LoRA was ``trained_for``. A replay keeps its recipe, as does a LoRA of little strength or on some
+    blocks alone."""
     stem, model = added.path.stem, pipeline.model
     recipe, name = recipe_named(pipeline.spec, () if any(model.request.earlier) else names, model.names)
     if not (trained_for if pipeline.is_demo else recipe):
@@ -165,15 +166,14 @@ def named(text: str) -> tuple[Path, float, str]:
     except ValueError:
         match = None
     if match is None:
-        raise InputError(
-            f"LoRA {text!r}",
-            expected="FILE.safetensors, then optionally a strength and blocks, with a colon before each",
-            fix="Write for example: style.safetensors:0.8:double 0-9, single",
-        )
+        expected = "FILE.safetensors, then optionally a strength and blocks, with a colon before each"
+        fix = "Write for example: style.safetensors:0.8:double 0-9, single"
+        raise InputError(f"LoRA {text!r}", expected=expected, fix=fix)
     return Path(match[1]), strength, match[3] or ""
 
 
 def _layers_of(pipeline: Pipeline) -> dict[str, Any]:
+    """The layers of all transformers that a LoRA may change, by name, on the meta device."""
     layers: dict[str, Any] = {}
     for part in pipeline.spec.transformers:
         config = pipeline.configs[part]
@@ -236,6 +236,7 @@ class LoRAs:
         module.requires_grad_(False)
 
     def _apply(self, part: str, module: Any) -> Callable[[], None] | None:
+        """Put all LoRAs on the transformer ``part``; returns the undo, None for another part."""
         if part not in self.parts:
             return None
         with ExitStack() as undo:
@@ -250,7 +251,8 @@ class LoRAs:
 
 
 def _unpacked(pipeline: Pipeline, lora: LoRA, shapes: Mapping[str, Any], progress: Progress) -> dict[str, PartBytes]:
-    """The bytes of each part once packed layers that ``lora`` changes are dense, which is said; blocks grow alike."""
+    """The bytes of each part once ``lora`` has made packed layers dense, with a note to the user; the part's blocks are
+    taken to grow in proportion."""
     before, weights = frozenset[str]().union(*(each.of_weight for each in on(pipeline))), dict(pipeline.weights)
     for part in (part for part in pipeline.spec.transformers if pipeline.model.storage.get(part)):
         own, left, more = weights[part], Counter(dict(weights[part].forms)), 0
@@ -330,11 +332,9 @@ def _pattern(trained: Mapping[str, Any], name: str) -> Alphas:
     try:
         return Alphas({str(key): value for key, value in (trained.get(name) or {}).items()})
     except (ArithmeticError, AttributeError, TypeError, ValueError, re.error) as error:
-        raise CheckpointError(
-            f"{name} {str(trained[name])[:60]} of a LoRA ({first_line(error)})",
-            expected="patterns of layers with a number for each",
-            fix="Export the LoRA again, or correct its adapter_config.json.",
-        ) from error
+        found = f"{name} {str(trained[name])[:60]} of a LoRA ({first_line(error)})"
+        fix = "Export the LoRA again, or correct its adapter_config.json."
+        raise CheckpointError(found, expected="patterns of layers with a number for each", fix=fix) from error
 
 
 def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:
@@ -354,10 +354,10 @@ def _control_factor(path: Path, metadata: Mapping[str, str], before: int) -> int
     file says none. Raises UnsupportedError for another factor than theirs, or one that is not read.
 
     Source: ComfyUI 0.33 ``comfy_extras/nodes_lt.py`` ``LTXICLoRALoaderModelOnly``; Lightricks/LTX-2 400fd31."""
-    found = {name: next((v for k, v in metadata.items() if k.endswith(name)), "1") for name in FACTORS}
-    for name, value in found.items():
+    for name in FACTORS:
+        value = next((value for key, value in metadata.items() if key.endswith(name)), "1")
         known = re.fullmatch(rf"({FACTORS[name]})(?:\.0+)?", value if value not in ("", "None", "null") else "1")
-        if known is None or 1 != int(known[1]) != before != 1:
+        if known is None or (int(known[1]) != before and 1 not in (int(known[1]), before)):
             expected = f"{before if before > 1 and FACTORS[name] != '1' else FACTORS[name].strip('[]')}, or none"
             raise UnsupportedError(f"{path.name!r} with {name} {value[:20]}", expected=expected, fix="Load it alone.")
         before = max(before, int(known[1]))
@@ -365,8 +365,8 @@ def _control_factor(path: Path, metadata: Mapping[str, str], before: int) -> int
 
 
 def _adapter_config(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration that peft writes beside its file, whose ``names`` it begins in its own way, the alpha of each
-    method as ``lora_alpha``; empty where there is none. Raises UnsupportedError for a method that is not read."""
+    """The adapter_config.json beside a file of peft's, whose tensor ``names`` have peft's prefix, with each method's
+    alpha as ``lora_alpha``; empty where there is none. Raises UnsupportedError for a method that is not read."""
     beside, noted = path.with_name("adapter_config.json"), dict[str, Any]()
     if not any(name.startswith("base_model.model.") for name in names):  # another file of the folder
         return {}
@@ -430,8 +430,7 @@ def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
 def _lengthened(weight: torch.Tensor, product: torch.Tensor, magnitude: torch.Tensor, of_sum: bool) -> torch.Tensor:
     """The sum of a weight and what a DoRA adds, its rows (or columns) as long as the file says.
 
-    Source: peft ``tuners/lora/dora.py``; ComfyUI ``comfy/weight_adapter/base.py``, which measures rows before the sum.
-    """
+    Source: peft ``tuners/lora/dora.py``; ComfyUI ``comfy/weight_adapter/base.py``, which measures rows before it."""
     flat, changed = weight.flatten(1), (weight + product).flatten(1)
     if magnitude.shape[0] == flat.shape[0]:
         length = (changed if of_sum else flat).norm(dim=1, keepdim=True)

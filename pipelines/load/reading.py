@@ -67,7 +67,7 @@ def _tensors(
     for dtype in sorted({files.becomes(name) for name in wanted}, key=str):
         mine = {name: entry for name, entry in wanted.items() if files.becomes(name) is dtype}
         tensors |= read_tensors(mine, dtype, advance, files.mapped)
-        if dtype is torch.float16 and dtype is not files.dtype:
+        if dtype is torch.float16 and dtype is not files.dtype:  # what overflows in it keeps the part's dtype
             high = {name for name in mine if tensors[name].is_floating_point() and not tensors[name].isfinite().all()}
             tensors |= read_tensors({name: mine[name] for name in high}, files.dtype, lambda _: None)
     for name, tensor in tensors.items():
@@ -86,6 +86,7 @@ def _require_sound(files: PartFiles, name: str, tensor: torch.Tensor) -> None:
 
 
 def _built_by_diffusers(files: PartFiles, progress: Progress, views: set[int]) -> nn.Module:
+    """The module as diffusers builds it, with its weights; those that stay packed are packed as in the file."""
     cls: Any = attribute("diffusers", files.cls)
     with construction(files.name, files.folder, len(files.entries), progress.check), empty_weights():
         module: nn.Module = cls.from_config(dict(files.config))
@@ -121,6 +122,7 @@ def _fitting(files: PartFiles, module: nn.Module, progress: Progress) -> PartFil
 def _keep_packed(
     files: PartFiles, name: str, layer: nn.Linear | nn.Embedding, advance: Callable[[int], None], views: set[int]
 ) -> None:
+    """Read the weight ``name`` as the file has it packed, and its scales, into ``layer``."""
     entry = files.entries[name]
     _require_shape(files, name, tuple(layer.weight.shape))
     stored = read_tensors({name: entry}, None, advance, files.mapped)[name]
@@ -130,7 +132,7 @@ def _keep_packed(
     _require_sound(files, name, stored)
     for side in sides.values():
         _require_sound(files, name, side.flatten())
-    pack(layer, stored, files.becomes(name), entry.codec, sides, entry.group, files.by_bits)
+    pack(layer, stored, files.becomes(name), entry.codec, sides=sides, group=entry.group, by_bits=files.by_bits)
 
 
 def _built_by_transformers(files: PartFiles, progress: Progress, views: set[int]) -> nn.Module:
@@ -220,8 +222,7 @@ def _processor_class(folder: Path) -> str:
     """The transformers class that reads a tokenizer or an image processor.
 
     transformers 5.0 rebuilds a Llama 3 ``tokenizer.json`` as another kind and drops every space
-    (huggingface/transformers#45488), so such a file is taken as it is.
-    """
+    (huggingface/transformers#45488), so such a file is taken as it is."""
     if folder.name.endswith(("processor", "extractor")):
         return "AutoImageProcessor"
     config = folder / "tokenizer_config.json"
@@ -264,11 +265,12 @@ def stored_as_chosen(
     return stored
 
 
-Wrong = Callable[[str, torch.device], bool]  # whether a device spoils a dtype: ``bf16``, ``fp16`` or ``float8``
+Wrong = Callable[[str, torch.device], bool]  # True if a device spoils a dtype: ``bf16``, ``fp16`` or ``float8``
 
 
 def _wrong(kept: ProbeStore | None, name: str, device: torch.device) -> bool:
-    """By what is ``kept``, else by asking, where a device without room for the question says so in one line."""
+    """True if ``device`` spoils the dtype ``name``: by the results that are ``kept``, else by a probe, which raises
+    torch.OutOfMemoryError with advice where the device has no room for it."""
     if kept is not None:
         answer = kept[name if name == FLOAT8 else f"cast.{name}_to_fp32"]
         return device == kept.facts.device and answer.status in (WRONG, UNUSABLE)
@@ -304,7 +306,7 @@ def storage_step(files: Mapping[str, PartFiles]) -> Step:
 
 
 def storage_decisions(files: Mapping[str, PartFiles]) -> tuple[Decision, ...]:
-    """One for each part whose weights are stored smaller than they compute."""
+    """A decision for each part whose weights are stored smaller than they compute."""
     made = []
     for name, choice in storage_choices(files).items():
         how = "as in the file" if choice in FILE_CHOICES else choice
@@ -355,7 +357,7 @@ class SafeFp16:
     active: bool = True  # whether the transformer is rewritten when it is next read
 
     def abandon(self, parts: Parts, files: PartFiles) -> None:
-        """From the next reading on the transformer is fp32."""
+        """Make the transformer fp32, from its next reading on."""
         self.active = False
         parts.readers[files.name] = reader_of(replace(files, dtype=FP32, dtype_of=None))
 
@@ -368,6 +370,7 @@ class SafeFp16:
 
 
 def sizes_of(files: Iterable[PartFiles]) -> dict[str, PartBytes]:
+    """The bytes of each part, by its name: as stored, per block and layer, and dense."""
     sizes = {}
     for part in files:
         size = part_bytes({name: part.bytes_of(name, entry) for name, entry in part.entries.items()})
@@ -378,9 +381,9 @@ def sizes_of(files: Iterable[PartFiles]) -> dict[str, PartBytes]:
 def fit_host_memory(
     files: Mapping[str, PartFiles], facts: DeviceFacts, free: int, swap: int
 ) -> tuple[dict[str, PartFiles], HostWeights]:
-    """``files`` read the way that host memory wants it, and how the host weights of each part are kept: those that
-    do not fit together stay views of their files, the one that saves most first, and go to a device that avoids
-    views by way of ordinary memory. Raises UnsupportedError for a part that must be cast or packed and does not fit."""
+    """``files``, of which parts that do not fit in host memory together are read as views of their files, and how the
+    host weights of each part are kept. The part that saves most becomes views first; a device that avoids views gets
+    its weights by way of ordinary memory. Raises UnsupportedError where a part that no view can hold does not fit."""
     sizes = {name: part.total_bytes for name, part in files.items()}
     views = {name: part.view_bytes for name, part in files.items()}
     pins = policy_for(facts).pins and locks_host_memory(facts.device)

@@ -19,7 +19,7 @@ from .receipts import differing, read_receipt
 UNNAMED = ("settings", "load", "text", "file")  # groups of a job that add nothing to the names of what is in them
 OWN = ("width", "height", "frames", "steps", "fps", "guidance", "cfg", "shift")  # 0 is the model's own value
 MODELS_OWN, NONE, MORE, BREAK = "the model's own", "none", "…", "⏎"
-RESOLVED = "resolved "  # before what auto became, which is told where the input itself did not change
+RESOLVED = "resolved "  # prefix of what auto became, which is listed where the input itself did not change
 HASH = 6  # letters of a content that tell two of one name apart
 CONTEXT = 3  # words that stay on each side of what changed in a long text
 
@@ -69,11 +69,11 @@ def last_two(folder: Path) -> Comparison | None:
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, ...]:
     """The differences of two receipts: inputs first, then device, versions and decisions."""
-    earlier, later = _asked(before), _asked(now)
+    earlier, later = _inputs(before), _inputs(now)
     rows: dict[str, Change] = {}
     for name in dict.fromkeys((*later, *earlier)):
         pair = earlier.get(name, NONE), later.get(name, NONE)
-        whole = all(isinstance(value, Content) and value.whole for value in pair)  # else samples are all there is
+        whole = all(isinstance(value, Content) and value.whole for value in pair)  # both have a hash of every byte
         old, new = (_file(value, whole) if isinstance(value, Content) else value for value in pair)
         plain = name.removeprefix(RESOLVED)
         if old != new and (plain == name or not (plain in rows or NONE in pair)):
@@ -86,7 +86,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, 
     return (*rows.values(), *further)
 
 
-def _asked(record: Mapping[str, Any]) -> dict[str, Any]:
+def _inputs(record: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that a receipt's job sets, by the names that people know; empty where it has none."""
     with suppress(PackError):  # somebody edited it, or it was not written down
         job, defaults = job_in(record.get("job")), {name: row.default for name, row in LOAD_INPUTS.items()}
@@ -139,6 +139,7 @@ def _trimmed(before: str, now: str) -> tuple[str, str]:
     first, last = max(head - CONTEXT, 0), max(tail - CONTEXT, 0)
 
     def part(words: list[str]) -> str:
-        return " ".join([MORE] * bool(first) + words[first : len(words) - last] + [MORE] * bool(last)) or NONE
+        shown = (*([MORE] if first else ()), *words[first : len(words) - last], *([MORE] if last else ()))
+        return " ".join(shown) or NONE
 
     return part(old), part(new)

@@ -187,7 +187,7 @@ class VideoJob(Job):
             return self.settings
         sized = () if self.first is None else SIZE  # the latents of ``first`` decide it, whatever the settings ask for
         left = [name for name in (*SIZE, *LEFT) if name in sized or not getattr(self.settings, name)]
-        left += ["cfg_end"] * ("cfg" in left and self.settings.cfg_end == 1.0)  # the checkpoint's has both
+        left += ["cfg_end"] if "cfg" in left and self.settings.cfg_end == 1.0 else []  # the checkpoint's has both
         return replace(self.settings, **{name: getattr(self.resolved, name) for name in left})
 
     @property
@@ -263,7 +263,7 @@ def decides(name: str, value: Any) -> bool:
 
 
 def by_content(record: Any) -> Any:
-    """A record without names where there is a content, and without what says where it runs."""
+    """``record`` with files replaced by the hash of their content, and without inputs that say where and how fast."""
     if isinstance(record, dict):
         if FOUND_BY <= record.keys() <= CONTENT:
             return record.get("whole") or record["content"]

@@ -8,8 +8,7 @@
     state/             steps of unfinished jobs, from which another machine can go on
     workers/NAME.json  what the workers of one driver did lately
 
-Every file is written beside its place and renamed, so that a reader on another machine sees all of it or nothing.
-"""
+Every file is written beside its place and renamed, so that a reader on another machine sees all of it or nothing."""
 
 from __future__ import annotations
 

@@ -96,10 +96,11 @@ class Places:
         """Frames and rate of the picture or video with this content, the first ``most``; ``check`` may raise to cancel.
         Raises CheckpointError where it is not on this machine, or not found in :data:`MOST_SOUGHT` pixels."""
         if content not in self.known:
-            self.known[content] = self._sought(content, check)
+            self.known[content] = self._find_picture(content, check)
         return read_frames(self.known[content], most, check)
 
-    def _sought(self, content: Content, check: Check) -> Path:
+    def _find_picture(self, content: Content, check: Check) -> Path:
+        """The path of the picture or video with this content, searched in ``files``; raises as :meth:`frames`."""
         paths = [path for path in inside(self.files, content.name) if path.is_file()]
         index, allowance = PictureIndex(self.state), Allowance(MOST_SOUGHT)
 
@@ -119,7 +120,9 @@ class Places:
         return path or self._other(content, paths, self.files, fix)
 
     def _other(self, content: Content, paths: list[Path], roots: tuple[Path, ...], fix: str) -> Path:
-        """The first of ``paths`` that exists, of other content, where ``differences`` takes that; else the error."""
+        """The first of ``paths`` that exists, though its content differs, and a note in ``differences``.
+
+        Raises CheckpointError where none exists, or ``differences`` is None."""
         version = FORMER_DEMOS.get(content.content)
         if version:
             fix = f"It is the demo model of version {version}: install that one, or make the job again"

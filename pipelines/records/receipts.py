@@ -59,7 +59,7 @@ def with_receipt(
     video: Content | None = None,
 ) -> Latents:
     """``latents`` with the record of what made them; ``video``: the whole file that ``settings.latents`` come from."""
-    first = None if settings.latents is None else _sampled(settings.latents)
+    first = None if settings.latents is None else _job_behind(settings.latents)
     missing, extra = _missing(prompt, image, settings, video, first), dict(latents.extra)
     resolved = extra.pop(RESOLVED, None)
 
@@ -89,7 +89,7 @@ def record_of(job: Callable[[], Job], pipeline: Any, missing: Sequence[str], **m
 
 def with_upscaler(before: Latents, after: Latents, path: Path, state: Path | None) -> Latents:
     """``after``, which the upscaler in the file ``path`` made of ``before``, with the record of both."""
-    job = _sampled(before)
+    job = _job_behind(before)
     if job is None:
         return after
     record = {**before.extra[RECEIPT], "latents": latents_hash(after)}
@@ -158,8 +158,8 @@ def job_of(
 
 
 def settings_of(path: Path) -> VideoJob:
-    """The job in a file's receipt as a pattern for others: without its seed and what it is made of. Raises InputError
-    for several passes, since the settings that others are given would be those of any of them."""
+    """The job in a file's receipt as a pattern for others: without its seed, text, model files and pictures. Raises
+    InputError for a job of several passes, whose settings differ."""
     job = job_in(read_receipt(path).get("job"))
     if job.first is not None:
         found, fix = f"{path.name!r} of several passes", "Choose another file."
@@ -172,7 +172,7 @@ def settings_of(path: Path) -> VideoJob:
 @dataclass(frozen=True, slots=True)
 class Replayed:
     rendered: Any  # as the kind of job gives it
-    same: bool | None  # whether the result is bit for bit that of the receipt; None where it does not say
+    same: bool | None  # True if the result is bit for bit that of the receipt; None where the receipt has no hash
     differences: tuple[str, ...]  # between this machine and the one that made the file, which may be why
     what: str = "latents"  # that are compared
 
@@ -201,7 +201,7 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[s
     return rows
 
 
-def _sampled(latents: Latents) -> VideoJob | None:
+def _job_behind(latents: Latents) -> VideoJob | None:
     """The job that made exactly these latents; None where they have no receipt, or one that says too little."""
     record = latents.extra.get(RECEIPT)
     if not isinstance(record, dict) or record.get("missing") or record.get("latents") != latents_hash(latents):
@@ -222,13 +222,10 @@ def named(path: Path, state: Path | None) -> Content:
 
 @cache
 def versions() -> dict[str, str]:
-    """The pack's version, Python's, and those of the packages that compute."""
-
-    asked: dict[str, Callable[[], str]] = {
-        **{"anygpu": pack_version, "python": platform.python_version, "system": platform.system},
-        **{name: partial(importlib.metadata.version, name) for name in PACKAGES},
-    }
-    return {name: str(answer) for name, ask in asked.items() if (answer := value_or(ask, ""))}
+    """The versions of the pack, of Python and of the packages that compute, and the system; unknown ones left out."""
+    ask: dict[str, Callable[[], str]] = {"anygpu": pack_version, "python": platform.python_version}
+    ask |= {"system": platform.system, **{name: partial(importlib.metadata.version, name) for name in PACKAGES}}
+    return {name: str(answer) for name in ask if (answer := value_or(ask[name], ""))}
 
 
 def pack_version() -> str:
@@ -247,6 +244,7 @@ def _job(
     settings: SampleSettings,
     framepack: FramePackSettings | None,
 ) -> VideoJob:
+    """The job of a sampling with these inputs, without the ``video`` or ``first`` pass that it started from."""
     request: LoadRequest = pipeline.model.request
     files, cache, sources = request.files, pipeline.plan.step_cache, () if image is None else image.sources
     known = partial(named, state=request.state)

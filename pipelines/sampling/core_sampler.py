@@ -1,7 +1,6 @@
 """Calls of a transformer by core's samplers: latents and a noise level in, velocity out, for every video family.
 
-Core's samplers have names of their own for levels, text and pictures: ``host/diffusion_model.py`` makes a ``Call``.
-"""
+Core's samplers have names of their own for levels, text and pictures: ``host/diffusion_model.py`` makes a ``Call``."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ class BlockPatches:
     have ``img`` (B, N, D) and ``txt`` (B, M, D), as the patches of ComfyUI's own transformers. ``attend`` replaces
     attention: from (the one it replaces, query, key, value (B, H, N, D), mask). ``outputs`` has for ``attn1`` (of the
     video) and ``attn2`` (of video to text) functions from what attention gives, (B, N, D) before its projection, and
-    what is known of the place.
-    """
+    a dictionary that describes the place."""
 
     double: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
     single: Mapping[int, Callable[..., Any]] = field(default_factory=dict)
@@ -79,7 +77,7 @@ def required(value: Tensor | None, name: str, fix: str) -> Tensor:
 
 
 def blocks_of(transformer: nn.Module) -> Iterator[tuple[str, int, Any]]:
-    """Kind, index and block, in the order in which they run."""
+    """Each transformer block with its kind and index, in the order in which they run."""
     for kind, name in LISTS:
         for index, block in enumerate(getattr(transformer, name, ())):
             yield kind, index, block
@@ -94,8 +92,8 @@ def attentions_of(block: Any) -> dict[str, Any]:
 
 @contextmanager
 def with_block_patches(transformer: nn.Module, block_patches: BlockPatches, returns_alone: bool) -> Iterator[None]:
-    """``transformer`` with its blocks and their attention as ``block_patches`` says, for one call; its own blocks
-    return their tokens without the text where it ``returns_alone``."""
+    """Put ``block_patches`` on the blocks of ``transformer`` and their attention for one call. ``returns_alone``: its
+    blocks return the video's tokens alone, without the text's."""
     with Undo() as undo:
         if block_patches.attend is not None:
             for owner in transformer.modules():
@@ -115,6 +113,7 @@ def with_block_patches(transformer: nn.Module, block_patches: BlockPatches, retu
 
 
 def _attend_by(undo: Undo, owner: Any, attend: Attend) -> None:
+    """Replace the kernel of the attention ``owner``, if it is one, by ``attend``, which gets the old one first."""
     processor: Any = getattr(owner, "processor", None)
     if hasattr(processor, "attend"):
         undo.set(processor, "attend", partial(attend, processor.attend))
@@ -145,6 +144,8 @@ def _patch_output(undo: Undo, attention: Any, patches: list[OutputPatch], option
 
 
 def _patched(original: Callable[..., Any], patch: Callable[..., Any], returns_alone: bool) -> Callable[..., Any]:
+    """The forward of a block that calls ``patch`` with its tokens and the ``original`` forward, as ComfyUI does."""
+
     def forward(hidden_states: Tensor, encoder_hidden_states: Tensor, *rest: Any, **named: Any) -> Any:
         alone = False
 

@@ -29,7 +29,7 @@ from ..sizes import TRANSFORMER, beside_transformer
 from .resume import Steps
 from .schedules import Predict, Schedule
 
-Again = Callable[[BaseException], bool]  # whether to try again after an error
+Again = Callable[[BaseException], bool]  # from an error: True to try again
 SAMPLING = ProgressStage("sampling")
 RESUMABLE = replace(SAMPLING, resumable=True)
 TRIES = 16  # of a stage or a step; each has more room than the one before
@@ -65,6 +65,7 @@ def noise_for(shape: tuple[int, ...], generator: torch.Generator, device: torch.
 
 
 def latent_shape(spec: FamilySpec, channels: int, size: SampleSettings) -> tuple[int, int, int, int, int]:
+    """(1, C, T, H, W): the latents of one video of ``size``."""
     ratio, stride = spec.sizes.ratios
     return 1, channels, (size.frames - 1) // stride + 1, size.height // ratio, size.width // ratio
 
@@ -129,10 +130,8 @@ def safeguards_of(pipeline: Pipeline, progress: Progress, generator: torch.Gener
 
 
 def _watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
-    """None if no doctor was asked for and precision ``auto`` has another one to go on with, or on several devices.
-
-    Each device would stop its search at the first layer that is wrong for its own tokens, while the others wait there.
-    """
+    """The watch over a sampling. None on several devices, each of which would stop its search at another layer while
+    the others wait there; None also where no doctor was asked for and precision ``auto`` can fall back."""
     doctor = pipeline.run.doctor
     if pipeline.run.group is not None or (doctor is None and pipeline.parts.fallbacks):
         return None
@@ -146,8 +145,8 @@ def _watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
 def held_transformer(
     pipeline: Pipeline, settings: SampleSettings, progress: Progress, span: int = 9, **more: Any
 ) -> Iterator[Any]:
-    """The transformer on its device, with room for a forward, of ``more`` than the video as :func:`beside_transformer`
-    takes it; a cancel is obeyed in each of its layers."""
+    """The transformer on its device, with room for a forward; a cancel is obeyed in each of its layers. ``span`` and
+    ``more`` are as :func:`beside_transformer` takes them."""
     hold = pipeline.offloader.hold(TRANSFORMER, beside_transformer(pipeline, settings, span, **more), progress)
     with hold as transformer, checked_layers(transformer, progress.check):
         yield transformer
@@ -177,7 +176,7 @@ def denoise(
     if watch is not None and watch.doctor is not None:
         watch.doctor.told.clear()  # of the decode before
     advance, count, start = step or schedule.step, len(schedule), latents
-    asked = predict if watch is None else watch.over(predict, count)
+    watched = predict if watch is None else watch.over(predict, count)
     latents, done = (latents, 0) if steps is None else steps.restored(latents, schedule.solver, count)
     with nullcontext() if steps is None else steps.saved_when_interrupted(count):
         for index, time in enumerate(schedule.timesteps):
@@ -187,7 +186,7 @@ def denoise(
             before = latents
             for attempt in retries(again, schedule.put_back()):
                 with attempt:
-                    output = asked(before, time, index).float()
+                    output = watched(before, time, index).float()
                     latents = advance(output, index, before)
                     if noise_mask is not None:
                         latents = noise_mask.over(latents, schedule.levels[index + 1])
@@ -252,11 +251,9 @@ def sampling_speed(pipeline: Pipeline, settings: SampleSettings, progress: Progr
         recipe = recipe_of(pipeline, settings)
         skipped = 0 if recipe is None else sum(recipe.skips(settings.steps))
         if cache is not None and pipeline.run.group is not None:
-            raise UnsupportedError(
-                f"step cache {cache.kind!r} on {pipeline.run.group.world.size} devices",
-                expected="no step cache, since each device would decide by its own tokens what to skip",
-                fix="Set the step cache to off for these jobs.",
-            )
+            found = f"step cache {cache.kind!r} on {pipeline.run.group.world.size} devices"
+            expected = "no step cache, since each device would decide by its own tokens what to skip"
+            raise UnsupportedError(found, expected=expected, fix="Set the step cache to off for these jobs.")
         for part in () if cache is None else pipeline.spec.transformers:
             mover = pipeline.offloader
             with adapters_on(pipeline.parts, part, mover.adapters, mover.detach, progress) as transformer:

@@ -116,7 +116,7 @@ class Steps:
         return placed(state.latents, latents.device, latents.dtype), state.done
 
     def save(self, done: int, latents: torch.Tensor, solver: Any, count: int) -> None:
-        """Note the state after ``done`` steps, and save it where it is time to."""
+        """Keep the state after ``done`` steps in ``last``, and save it to disk if that is due."""
         self.last = None
         if self.resuming.broken or done >= count:
             return
@@ -133,7 +133,7 @@ class Steps:
             self.resuming.save(self.last)
 
     def resumable(self) -> bool:
-        """Tell whether a sampling that is interrupted now goes on after its last step."""
+        """True if a sampling that is interrupted now would go on after its last step."""
         return self.last is not None and not self.resuming.broken and bool(self.resuming.key())
 
     @contextmanager
@@ -141,8 +141,7 @@ class Steps:
         """Around the loop of ``count`` steps: a cancel or an error saves the last step that was finished, and the end
         forgets them all, since what the loop made is saved elsewhere.
 
-        Values that are not finite save none: the fault may be in the steps before.
-        """
+        Values that are not finite save none: the fault may be in the steps before."""
         try:
             yield
             self.resuming.store.drop(self.resuming.key())
@@ -157,7 +156,7 @@ class Steps:
                     )
             raise
 
-    def _differs(self, name: str, value: Any) -> bool:
+    def _differs(self, name: str, value: Any) -> bool:  # the solver's field, from what it was before the first step
         before = self.began.get(name)
         same = value is before or (isinstance(value, PLAIN) and value == before)
         return isinstance(value, list) or not same  # the solver puts a list's items in place
@@ -209,6 +208,7 @@ def painting_steps(
 
 
 def _key_of(pipeline: Any, values: list[Any], files: list[Path], state: Path | None) -> Callable[[], str]:
+    """A function that gives the hash of ``values``, dtypes and every byte of ``files``; "" until those are hashed."""
     dtypes = {item.name: getattr(pipeline.precision, item.name) for item in fields(Precision) if item.name != "why"}
     digest = hashlib.sha256()
     for item in _bytes_in([pipeline.family, pipeline.variant, dtypes, *values]):

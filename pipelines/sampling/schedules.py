@@ -63,7 +63,7 @@ class Schedule:
     timesteps: torch.Tensor  # what the transformer is given, (steps,), fp32, on the device
     levels: tuple[float, ...]  # share of noise before each step and after the last, falling; ``steps + 1`` long
     sign: int  # 1 where the transformer predicts noise minus data, -1 where it predicts data minus noise (Mochi)
-    native: bool  # whether the solver takes the transformer's output as it is
+    native: bool  # the solver takes the transformer's output and timesteps as they are
 
     def __len__(self) -> int:
         return len(self.timesteps)
@@ -117,18 +117,14 @@ def schedule_for(
         chosen = levels_for(whole)
         # One step leaves a stretched schedule no span to stretch, and a second pass that skips it no level at all.
         if whole == 1 and (euler.config.shift_terminal or not (chosen.sigmas or chosen.timesteps)):
-            raise InputError(
-                "steps 1", expected="at least 2 steps for this model's schedule", fix="Set steps to 2 or more."
-            )
+            expected, fix = "at least 2 steps for this model's schedule", "Set steps to 2 or more."
+            raise InputError("steps 1", expected=expected, fix=fix)
         try:
             _set(euler, chosen, device)
         except OverflowError as error:  # the exponential of a shift that grows with the number of tokens
             size = f"{settings.width}x{settings.height}, {settings.frames} frames"
-            raise InputError(
-                size,
-                expected="a video small enough for this model's noise schedule",
-                fix="Lower width, height or frames, or set shift on the sample node.",
-            ) from error
+            fix = "Lower width, height or frames, or set shift on the sample node."
+            raise InputError(size, expected="a video small enough for this model's noise schedule", fix=fix) from error
         euler.timesteps, euler.sigmas = euler.timesteps[-steps:], euler.sigmas[-steps - 1 :]
     euler.set_begin_index(0)
     inverted = bool(euler.config.invert_sigmas)
@@ -140,6 +136,7 @@ def schedule_for(
 
 
 def _set(scheduler: Any, levels: Levels, device: torch.device) -> None:
+    """Set the timesteps and sigmas of a diffusers scheduler to ``levels``."""
     mu = levels.mu if scheduler.config.use_dynamic_shifting else None
     if levels.timesteps is not None:
         # Timesteps alone make upstream warn; with the sigmas it would derive from them itself it does not.
@@ -150,6 +147,7 @@ def _set(scheduler: Any, levels: Levels, device: torch.device) -> None:
 
 
 def _solver(name: str, levels: tuple[float, ...], device: torch.device) -> Any:
+    """The multistep solver ``name`` on these noise levels, which takes noise minus data as the prediction."""
     from diffusers import DPMSolverMultistepScheduler, UniPCMultistepScheduler
 
     solvers: dict[str, Any] = {"unipc": UniPCMultistepScheduler, "dpm++_2m": DPMSolverMultistepScheduler}
@@ -173,8 +171,7 @@ class FlowUniPC:
     Diffusers' ``UniPCMultistepScheduler`` (our ``unipc``) takes the logarithm of (1 - level) / level and bh2. This one
     takes that of 1 / level and bh1, needs no margin below 1, and ends at the clean latents that its last call implies.
 
-    Source: lllyasviel/FramePack 97fe5db, ``diffusers_helper/k_diffusion/uni_pc_fm.py``; Zhao et al., UniPC (2023).
-    """
+    Source: lllyasviel/FramePack 97fe5db, ``diffusers_helper/k_diffusion/uni_pc_fm.py``; Zhao et al., UniPC (2023)."""
 
     def __init__(self, levels: tuple[float, ...], device: torch.device) -> None:
         self.levels = levels  # share of noise before each step and after the last, falling
@@ -212,6 +209,7 @@ class FlowUniPC:
 
 
 def _weights(ratios: list[float], width: float) -> list[float]:
+    """UniPC's weights of the changes at ``ratios`` of a step of log-level ``width``: the solution of its equations."""
     import numpy
 
     if len(ratios) == 1:
@@ -275,8 +273,7 @@ class Guidance:
     def guide(self, cond: torch.Tensor, uncond: torch.Tensor) -> torch.Tensor:
         """The guided prediction, rescaled to the spread of ``cond`` by the share that was asked for.
 
-        Source: Lin et al., Common Diffusion Noise Schedules and Sample Steps are Flawed (2024), section 3.4.
-        """
+        Source: Lin et al., Common Diffusion Noise Schedules and Sample Steps are Flawed (2024), section 3.4."""
         guided = classifier_free_guidance(cond, uncond, self.settings.cfg)
         if self.settings.guidance_rescale <= 0:
             return guided

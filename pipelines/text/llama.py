@@ -104,8 +104,7 @@ def llama_from_core(embeds: torch.Tensor, extra: Mapping[str, Any]) -> dict[str,
 def _template(pipeline: Pipeline, upstream: Any, request: PromptRequest, sight: LlavaInput | None) -> Mapping[str, Any]:
     """The template dict that upstream takes: its own, or the user's with the number of leading tokens to crop.
 
-    They are counted here: upstream pads the template to the tokenizer's longest length, and counts the padding too.
-    """
+    Those tokens are counted here, since upstream counts the padding too that it puts behind the template."""
     if not request.template:
         return inspect.signature(upstream.encode_prompt).parameters["prompt_template"].default
     head, _, tail = (text := request.template).partition("{}")
@@ -136,7 +135,9 @@ def _template(pipeline: Pipeline, upstream: Any, request: PromptRequest, sight: 
 def _fitting(
     pipeline: Pipeline, template: Mapping[str, Any], subject: str, text: str, limit: int, progress: Progress
 ) -> str:
-    """``text``, shortened where it and the template are longer than ``limit``; says what CLIP does not read."""
+    """``text``, shortened to ``limit`` tokens with its template, with a note on what CLIP does not read.
+
+    Raises InputError for a picture's mark in ``text``; ``subject`` names the text in messages."""
     tokenizer, clip = pipeline.tools["tokenizer"], pipeline.tools["tokenizer_2"]
     if "image_emb_start" in template and PICTURE in text:
         fix = "Remove it: the template has a place for the picture."

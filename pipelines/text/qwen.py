@@ -27,8 +27,7 @@ PUBLISHED = "<|im_start|>system\n{}<|im_end|>\n<|im_start|>user\n{{}}<|im_end|>\
 def qwen_embeds(pipeline: Pipeline, request: PromptRequest, progress: Progress) -> tuple[dict[str, torch.Tensor], ...]:
     """Embeddings of prompt and negative, on the CPU: ``prompt_embeds`` (1, N, 3584), ``prompt_embeds_2`` (1, M, 1472).
 
-    N and M count valid tokens only; M is 0 for a text that quotes nothing.
-    """
+    N and M count valid tokens only; M is 0 for a text that quotes nothing."""
     chat = Chat(pipeline.tools["tokenizer"], request.template, request.template_crop)
     pair = zip((request.text, request.negative), SUBJECTS, strict=True)
     texts = [chat.fitting(text, request.max_tokens, name, progress) for text, name in pair]
@@ -80,8 +79,7 @@ class Chat:
     """A tokenizer that wraps each text in a chat: the published one, or the user's template, with one ``{}``.
 
     It stands in for the tokenizer in upstream's encoding, whose template is not an argument. ``crop`` is how many
-    leading tokens of the user's template are cut off, -1 for all before the prompt; the published has its own.
-    """
+    leading tokens of the user's template are cut off, -1 for all before the prompt; the published has its own."""
 
     def __init__(self, tokenizer: Any, template: str, crop: int) -> None:
         from diffusers import HunyuanVideo15Pipeline
@@ -126,8 +124,8 @@ class Chat:
 
 
 def _quoted(pipeline: Pipeline, texts: Sequence[str], progress: Progress) -> str | None:
-    """The words between quotation marks of the prompt, as upstream phrases them for ByT5; None where there are none.
-    Those of the negative prompt Tencent never shows to ByT5."""
+    """The words between quotation marks in the prompt, as upstream phrases them for ByT5; None where it quotes nothing.
+    Quotations in the negative prompt are left out, as Tencent's own code does."""
     from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts
 
     phrased: Any = extract_glyph_texts

@@ -32,7 +32,8 @@ def held_encoder(pipeline: Pipeline, part: str, texts: int, progress: Progress) 
 
 
 def shortened(tokenizer: Any, text: str, room: int, subject: str, progress: Progress) -> str:
-    """``text``, or what ``room`` tokens hold of its beginning, special ones included; what is left out is said."""
+    """``text``, cut to ``room`` tokens, special ones included, with a note on what is left out. ``subject`` names the
+    text in messages. Raises InputError where no word has room."""
     whole, text = text, beginning(tokenizer, text, room, progress.check)
     total, more = len(tokenizer(text, verbose=False)["input_ids"]), "more than " if len(text) < len(whole) else ""
     if total <= room:
@@ -82,7 +83,7 @@ def t5_embeds(
 
 
 def t5_forwards(pipeline: Pipeline, request: PromptRequest | None, zeroed: bool = False) -> Forwards:
-    """Tokens of each text, all padded to one length, in each forward of T5; ``zeroed`` where an empty text is."""
+    """Tokens of each text, padded to one length, in each forward of T5; ``zeroed``: upstream zeroes empty texts."""
     texts = ("some", "some") if request is None else (request.text, request.negative)
     length = (request.max_tokens if request is not None else 0) or pipeline.spec.sizes.defaults.max_tokens
     batches = in_batches(texts, 1 if _alone(texts, zeroed) else PAIR)

@@ -15,7 +15,7 @@ from anygpu.farm.worker import DONE, RenderCancelled, Worker
 from anygpu.paint.baking.bake import BakeSettings
 from anygpu.paint.geometry.mesh import load_mesh, write_glb
 from anygpu.paint.jobs import PaintJob, Pictures, paint_jobs, read_receipt, replay
-from anygpu.paint.jobs import _shown as jobs_shown
+from anygpu.paint.jobs import _read_pictures as read_pictures
 from anygpu.paint.sampling.delight import DelightSettings
 from anygpu.paint.sampling.painting import PaintSettings
 from anygpu.pipelines.base import Silent
@@ -72,7 +72,7 @@ def test_the_transparency_of_a_picture_cuts_it_out_for_each_model(meshes: Path, 
         Image.new(mode, (64, 64), (255, 0, 0, 128)[:channels]).save(meshes / "torus.png")
         (job,) = paint_jobs(item, meshes, meshes, [1], PaintSettings(), folder.add_input)
         places = Places((folder.root,), (folder.root,))
-        (shown,) = jobs_shown(Pictures(job.inputs[1:], job.mask), places, Silent())
+        (shown,) = read_pictures(Pictures(job.inputs[1:], job.mask), places, Silent())
         assert shown.shape == (64, 64, channels)
 
 
