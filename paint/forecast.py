@@ -132,8 +132,7 @@ def paint_needs(pipeline: Any, run: PaintRun, mode: str = "", room: int | None =
 
     Args:
         mode: of our own offloader; by default the pipeline's own.
-        room: bytes of the device that the run may take; None where unknown.
-    """
+        room: bytes of the device that the run may take; None where unknown."""
     mode = mode or str(pipeline.offloader.mode)
     dtype, looking = pipeline.precision.vae, looking_bytes(pipeline, run)
     active = [  # one picture, or 77 tokens, take less than a layer

@@ -346,8 +346,7 @@ def paint_jobs(
         painting: settings of each job, but for its seed, and for its view size where ``size`` is given.
         add: takes a file to where the machines find it, and returns its name there.
         check: is called while files are hashed, and may raise to cancel.
-        others: further fields of each job.
-    """
+        others: further fields of each job."""
     if others.get("adapter") and others.get("delight"):
         fix = "Choose no delight: this model paints the light that its pictures have."
         raise InputError("delight beside MV-Adapter", expected="none", fix=fix)

@@ -42,8 +42,7 @@ def cut_out(pictures: Tensor, mask: Tensor | None) -> list[Tensor]:
 
     Args:
         mask: (B or 1, h, w), 1 where the picture is transparent, as ComfyUI's Load Image gives it; one that is 0
-            everywhere, of any size, says that there was no alpha.
-    """
+            everywhere, of any size, says that there was no alpha."""
     checked = checked_pictures(pictures, "reference picture")
     if mask is None or not bool(((mask > 0) | mask.isnan()).any()):
         return checked

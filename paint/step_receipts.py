@@ -80,8 +80,7 @@ def baked_record(
     """The receipt of a texture that was baked from ``views`` and, of PBR, from metal and roughness; never raises.
 
     Args:
-        enlarged: of views that the host enlarged, the history and the file of the upscale model.
-    """
+        enlarged: of views that the host enlarged, the history and the file of the upscale model."""
     facts = facts_of(views, "views") if enlarged is None else _painted.get(enlarged[0], {})
     material = facts if enlarged and both is not None else facts_of(both, "views")
     record, shape = dict(facts.get("record", {receipts.HEAD: receipts.VERSION})), geometry_hash(mesh)
@@ -110,8 +109,7 @@ def projected_record(
 
     Args:
         mesh: that of ``before``.
-        given: the IMAGE of each place, and its MASK under the place and ``_mask``.
-    """
+        given: the IMAGE of each place, and its MASK under the place and ``_mask``."""
     facts, look = facts_of(before.texture, "texture"), getattr(before, "material", None) or {}
     if not facts or look.get("base_color_factor") or facts["both"] is not getattr(before, "metallic_roughness", None):
         return {receipts.HEAD: receipts.VERSION, "missing": ["the texture as AnyGPU made it"]}

@@ -80,8 +80,7 @@ def maps_of(
 
     Args:
         cameras: None for the six fixed views of the family.
-        family: of the pipeline that will paint; ``auto`` normals are flat for ``paint_pbr``, which was taught so.
-    """
+        family: of the pipeline that will paint; ``auto`` normals are flat for ``paint_pbr``, which was taught so."""
     require_choice("normals", normals, NORMALS, "Choose auto.")
     table = views_for(family, cameras)
     flat = family == "paint_pbr" if normals == "auto" else normals == "flat"
@@ -104,8 +103,7 @@ def texture_of(
     """The texture that ``pictures`` of ``cameras`` make on ``mesh``, every texel coloured.
 
     Args:
-        pictures, metallic_roughness: (V, S, S, 3), of any size S.
-    """
+        pictures, metallic_roughness: (V, S, S, 3), of any size S."""
     progress, settings = progress or Silent(), settings or BakeSettings()
     target = roomy(device, settings.texture_size**2 * TEXEL_BYTES, progress.notify)
     total = len(cameras) * (1 if metallic_roughness is None else 2)
@@ -148,8 +146,7 @@ def with_detail(
 
     Args:
         pictures: of each place of :data:`choices.PLACES`, (H, W, 3 or 4), object cut out or before a plain background.
-        cameras: the directions they were taken from, in that order; None: found near each place.
-    """
+        cameras: the directions they were taken from, in that order; None: found near each place."""
     progress = progress or Silent()
     shown = [(place, picture) for place in PLACES for picture in pictures.get(place, [])]
     if not shown or (cameras is not None and len(cameras) != len(shown)):

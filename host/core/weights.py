@@ -311,7 +311,7 @@ def name_of(model: Any) -> str:
     if isinstance(source, str):
         return source
     # VAEs of one architecture, as Wan's and Qwen-Image's, differ in their values alone, which no patch changes.
-    last = [] if model.patches else [*inner.state_dict().values()][-1].flatten()[-4:].tolist()
+    last = [] if model.patches else to_host([*inner.state_dict().values()][-1].flatten()[-4:]).tolist()
     return f"{type(inner).__name__}, {model.model_size()} bytes, {last}"
 
 

@@ -96,8 +96,7 @@ def bake(
     Args:
         surface: with UVs, in the frame of the ``table``.
         pictures: (V, H, W, 3) in 0..1, any device and square size.
-        check: called between views; may raise to cancel.
-    """
+        check: called between views; may raise to cancel."""
     _check(table, pictures, settings)
     surface, uvs = surface.with_uvs()
     texels = texels_of(surface, settings.texture_size, settings.exact)

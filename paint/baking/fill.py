@@ -38,8 +38,7 @@ def filled(
         method: for what the surface leaves open: "pull_push" in torch, "opencv" (Navier-Stokes, needs the package), or
             "auto": pull_push.
         exact: as the reference: each vertex colours one texel, and seams of the texture are borders.
-        check: called between the vertices of ``exact``, one after the other; may raise to cancel.
-    """
+        check: called between the vertices of ``exact``, one after the other; may raise to cancel."""
     require_choice("fill method", method, METHODS, "auto needs no package.")
     if not bool(baked.painted.any()):
         found = "a texture without one painted texel"

@@ -66,8 +66,7 @@ def projected(
 
     Args:
         texture: (T, T, 3) in 0..1 of the whole surface, on its device.
-        check: called between steps of 0.1 s to a few seconds; may raise to cancel.
-    """
+        check: called between steps of 0.1 s to a few seconds; may raise to cancel."""
     if texture.ndim != 3 or texture.shape[0] != texture.shape[1]:
         found, expected = f"a texture of shape {tuple(texture.shape)}", "(size, size, 3)"
         raise InputError(found, expected=expected, fix="Bake a square texture.")

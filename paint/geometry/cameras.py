@@ -108,8 +108,7 @@ def camera_table(
     Args:
         elevations: degrees, -90..90.
         weights: 0..1000, not all 0.
-        ortho_scale: width of the picture in units of the frame, 0.1..10; the mesh is up to 1.15 wide.
-    """
+        ortho_scale: width of the picture in units of the frame, 0.1..10; the mesh is up to 1.15 wide."""
     given = {"azimuths": azimuths, "elevations": elevations, "weights": weights}
     lists = {name: _numbers(values, name) for name, values in given.items()}
     count = max(len(values) for values in lists.values())

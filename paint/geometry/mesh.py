@@ -433,8 +433,7 @@ def glb_of(mesh: Mesh, texture: Tensor, metallic_roughness: Tensor | None = None
     Args:
         texture: (T, T, 3) in 0..1.
         metallic_roughness: the same, R metallic, G roughness as the PBR model paints them.
-        extras: texts for the file's ``asset.extras``, where ComfyUI has its own.
-    """
+        extras: texts for the file's ``asset.extras``, where ComfyUI has its own."""
     trimesh = imported("trimesh")
     if mesh.uvs is None:
         raise InputError("a mesh without UVs", expected="a place in the texture for every face", fix=UNWRAP)

@@ -45,8 +45,7 @@ def cost_of(path: Path, size_of: Callable[[str], int], check: Check) -> int:
 
     Args:
         size_of: bytes of a file beside it, by name.
-        check: called after each chunk that is read; may raise to cancel.
-    """
+        check: called after each chunk that is read; may raise to cancel."""
     suffix, size, subject = path.suffix.lower(), path.stat().st_size, f"mesh file {path.name!r}"
     if suffix in (".glb", ".gltf"):
         text = json_of(path)

@@ -135,8 +135,7 @@ def found_pose(
         direction: azimuth and elevation in degrees from which to look first.
         given: the direction is known; only size, place, roll and perspective are found.
         check: called between steps, some 70, of at most 0.15 s for 40,000 faces on a CPU core; may raise to cancel.
-        axis: of :class:`Pose`: where the middle of the whole picture lies in this part of it.
-    """
+        axis: of :class:`Pose`: where the middle of the whole picture lies in this part of it."""
     search = _PoseSearch.of(surface, texture, picture)
     if not len(search.outline):
         return Found(Pose(0.0, 0.0), 0.0, 1.0)  # an object thinner than a pixel
@@ -270,8 +269,7 @@ class _PoseSearch:
 
         Args:
             rim: (P, 3), of the mesh's outline.
-            inside: (P, 6), visible places with their colour in the texture.
-        """
+            inside: (P, 6), visible places with their colour in the texture."""
         apart = torch.cdist(pose.placed(rim)[:, :2], self.outline, compute_mode="donot_use_mm_for_euclid_dist")
         (near, partner), (far, other) = apart.min(1), apart.min(0)
         points = torch.cat((rim, rim[other]))

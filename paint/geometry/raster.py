@@ -58,8 +58,7 @@ def face_ids(screen: Tensor, faces: Tensor, height: int, width: int, steps: Step
     Args:
         screen: (N, 3) float32, see the module.
         faces: (M, 3) int64, same device.
-        steps: of depth, within which the lower face wins; None: from the nearest point, of :data:`DEPTH_STEP`.
-    """
+        steps: of depth, within which the lower face wins; None: from the nearest point, of :data:`DEPTH_STEP`."""
     device = screen.device
     if not _reduces_int64(device):
         return face_ids(to_host(screen), to_host(faces), height, width, steps).to(device)

@@ -43,8 +43,7 @@ def turntable(
         texture: (T, T, 3) in 0..1; (N, 3) of the vertices; a function from places (P, 3) to colours; None: grey clay.
         elevation: degrees, -90..90.
         background: grey, 0..1.
-        into: where they are drawn, of a ``film``.
-    """
+        into: where they are drawn, of a ``film``."""
     require_range("frames of the turntable", frames, 1, FRAMES_LIMIT)
     require_range("size of the turntable", size, *SIZES, "pixels")
     require_range("elevation of the turntable", elevation, -90, 90, "degrees")

@@ -93,8 +93,7 @@ def rendered_maps(
     Args:
         size: pixels, 16..8192.
         flat: normals of faces (v2-1) instead of vertices (v2-0).
-        collected: where the maps go, one after the other; None: the surface's device.
-    """
+        collected: where the maps go, one after the other; None: the surface's device."""
     require_range("view size", size, *SIZES, "pixels", advice="; 2048 suits most meshes")
     target, shape = collected or surface.vertices.device, (len(table), size, size)
     # filled in place: stacked at the end they would be there twice
@@ -127,8 +126,7 @@ def chosen_views(surface: Surface, most: int, size: int = SELECTION_SIZE) -> tup
     A face counts as seen with one pixel. It ends early when a view would add 1 % or less.
 
     Returns:
-        The cameras, and the share of the area that they see, 0..1.
-    """
+        The cameras, and the share of the area that they see, 0..1."""
     require_range("max_views", most, len(DEFAULT_VIEWS), 12, advice="; 6 uses only the fixed views")
     areas = surface.areas()
     areas = areas / areas.sum()

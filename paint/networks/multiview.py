@@ -116,8 +116,7 @@ class MainStream(nn.Module):
 
         Args:
             maps: latents of normals and positions, (B or 1, V, 8, H, W).
-            cameras: camera ids (V,), integer.
-        """
+            cameras: camera ids (V,), integer."""
         rows = sample.shape[0]
         counts = torch.tensor(run.scales, device=sample.device).ne(0)[:, None, None]
         text = self.learned_text_clip_gen * counts  # zeros for a row whose reference counts 0

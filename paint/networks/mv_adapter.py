@@ -155,8 +155,7 @@ def variant_of(shapes: Mapping[str, tuple[int, ...]], base: str, name: str, decl
 
     Args:
         name: of the file: its tensors do not tell maps of a mesh from maps of camera rays.
-        declared: which of the two a renamed file is; empty where its user does not say.
-    """
+        declared: which of the two a renamed file is; empty where its user does not say."""
     first = shapes.get("adapter.conv_in.weight", ())
     if len(first) < 2 or not any(f"{PROCESSOR}to_q_mv" in tensor for tensor in shapes):
         raise CheckpointError(f"{name!r} holds no MV-Adapter", expected="its published file", fix=f"Download {PAGE}.")
@@ -215,8 +214,7 @@ def looked_at(unet: Any, latents: Tensor, text: Tensor, added: Mapping[str, Tens
 
     Args:
         text: of the prompt, (1, M, D).
-        added: SDXL's pooled text and sizes, of one row; empty for SD2.1.
-    """
+        added: SDXL's pooled text and sizes, of one row; empty for SD2.1."""
     recorded: dict[str, Tensor] = {}
     start = torch.zeros(1, dtype=torch.float32, device=latents.device)
     with uncompiled(unet):  # one forward: its graphs would cost more
@@ -238,8 +236,7 @@ def forward(
     Args:
         time: (1,).
         text: (B, M, D), which is repeated for the views of a row; ``added`` likewise.
-        states: of the map encoder, (V, C, h, w) each, the same for every row.
-    """
+        states: of the map encoder, (V, C, h, w) each, the same for every row."""
     rows = text.shape[0]
     per_row = x.shape[0] // rows
     given: dict[str, Any] = {"cross_attention_kwargs": {"run": run}, "return_dict": False}

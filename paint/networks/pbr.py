@@ -138,8 +138,7 @@ class PbrStream(nn.Module):
 
         Args:
             maps: latents of normals and positions (B or 1, V, 8, H, W).
-            dino: last hidden states (B, N, 1536); zeros for a row without it.
-        """
+            dino: last hidden states (B, N, 1536); zeros for a row without it."""
         rows = sample.shape[0]
         text = torch.stack((self.learned_text_clip_albedo, self.learned_text_clip_mr)).expand(rows, -1, -1, -1)
         run = replace(run, dino=self.image_proj_model_dino(dino, self.body.dtypes))
@@ -155,8 +154,7 @@ def voxel_indices(position_maps: Tensor, rows: int) -> dict[int, Tensor]:
 
     Args:
         position_maps: (V, 3, H, W) in 0..1, background exactly 1.
-        rows: height of the latents.
-    """
+        rows: height of the latents."""
     maps = position_maps.to(torch.float16)
     on_object = (maps != 1).all(dim=1, keepdim=True)
     maps = torch.where(on_object, maps, torch.zeros_like(maps))

@@ -70,8 +70,7 @@ def base_in(place: Path | Weights, vae: Path | None = None) -> Base:
     Raises CheckpointError for another kind of model, which is named, or missing parts.
 
     Args:
-        place: the path, or weights of the host program by the names of a file, text encoders' by transformers'.
-    """
+        place: the path, or weights of the host program by the names of a file, text encoders' by transformers'."""
     given = {} if vae is None else {"vae": _part_in_folder(vae, "VAE")}
     if isinstance(place, Weights):
         return _base_of_tensors(place, given)

@@ -140,8 +140,7 @@ class UNet(nn.Module):
             x: (B, in_channels, H, W).
             timestep: (B,) or (1,).
             text: (B', N, D), as the layers take it.
-            labels: (B, E) added to the time embedding.
-        """
+            labels: (B, E) added to the time embedding."""
         x = functional.silu(self.conv_norm_out(self.features(x, timestep, text, run, labels)))
         return self.conv_out(self.dtypes.narrow(x))
 

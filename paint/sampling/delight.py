@@ -50,8 +50,7 @@ def delight_image(pipeline: PaintPipeline, picture: Tensor, settings: DelightSet
     Raises InputError for another pipeline, an unusable picture, or a setting out of range.
 
     Args:
-        picture: (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1; best recentred: else squeezed to a square, as published.
-    """
+        picture: (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1; best recentred: else squeezed to a square, as published."""
     progress = progress or Silent()
     if pipeline.is_demo:
         progress.notify("the demo model leaves light and shadow in the picture, which is put on grey")

@@ -75,8 +75,7 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
         run: for whose times modes are compared; None takes the first that fits.
 
     Raises:
-        UnsupportedError: not even the least mode fits; said before the stage's weights are read.
-    """
+        UnsupportedError: not even the least mode fits; said before the stage's weights are read."""
     offloader = pipeline.offloader
     device = offloader.device_of(COMPUTES[stage])
     if not offloader.automatic or device.type == HOST.type or not pipeline.weights:

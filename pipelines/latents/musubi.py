@@ -137,8 +137,7 @@ def _write_latents(
 
     Args:
         sizes: width, height and frames of the item.
-        read: metadata of the cache that it came from.
-    """
+        read: metadata of the cache that it came from."""
     width, height, frames = (sizes[key] for key in ("width", "height", "frames"))
     metadata = {"width": f"{width}", "height": f"{height}", "frame_count": f"{frames}", **read}
     metadata |= {"architecture": kind.full, "format_version": FORMAT_VERSION}

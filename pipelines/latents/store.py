@@ -67,8 +67,7 @@ def save_plain(path: Path, samples: Sequence[torch.Tensor], listed: Mapping[str,
 
     Args:
         samples: of any shape; more than one where the LATENT is nested, such as video and audio.
-        listed: plain values for :func:`recovery.listing`.
-    """
+        listed: plain values for :func:`recovery.listing`."""
     names = [SAMPLES, *(f"{SAMPLES}.{index}" for index in range(1, len(samples)))]
     fix = "Sample again with precision fp32 or bf16."
     checked = [latents.finite(tensor, "latents", "refuse", fix)[0] for tensor in samples]

@@ -84,8 +84,7 @@ def with_lora(pipeline: Pipeline, path: Path, strength: float, blocks: str, mode
 
     Raises:
         InputError: a choice out of range. CheckpointError: a damaged file, or one for another model.
-        MissingPackageError: ``separate`` without the package peft. UnsupportedError: no memory to merge.
-    """
+        MissingPackageError: ``separate`` without the package peft. UnsupportedError: no memory to merge."""
     if not (math.isfinite(strength) and abs(strength) <= MOST):
         raise InputError(f"strength {strength}", expected=f"{-MOST:g} to {MOST:g}", fix="The usual value is 1.")
     require_choice("mode", mode, LORA_MODES, "Choose separate.")

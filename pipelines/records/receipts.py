@@ -76,8 +76,7 @@ def record_of(job: Callable[[], Job], pipeline: Any, missing: Sequence[str], **m
     """The receipt of a job that a pipeline of any kind ran, with the hashes of what was ``made``.
 
     Args:
-        missing: inputs that no file describes; an error of ``job`` is added to them.
-    """
+        missing: inputs that no file describes; an error of ``job`` is added to them."""
     record: dict[str, Any] = {HEAD: VERSION, **made}
     try:
         record["job"] = job().record()

@@ -123,8 +123,7 @@ def safeguards_of(pipeline: Pipeline, progress: Progress, generator: torch.Gener
 
     Args:
         generator: whose state is saved with the steps.
-        section: of the video, for a family that samples it in several.
-    """
+        section: of the video, for a family that samples it in several."""
     steps = None if pipeline.run.resuming is None else Steps(pipeline.run.resuming, generator, section)
     return Safeguards(make_room_and_retry(pipeline, progress), _watch_of(pipeline, progress), steps)
 
@@ -170,8 +169,7 @@ def denoise(
         latents: at the first noise level, fp32, on the device.
         predict: from (latents, timestep, index) to the transformer's guided output.
         preview: from latents to (1, C, T, H, W), where the family samples in another shape.
-        step: replaces the schedule's own step. What it remembers, it must put back where it fails.
-    """
+        step: replaces the schedule's own step. What it remembers, it must put back where it fails."""
     again, watch, steps = safeguards
     if watch is not None and watch.doctor is not None:
         watch.doctor.told.clear()  # of the decode before
@@ -226,8 +224,7 @@ def retries(
 
     Args:
         again: called with each error that ``catches`` names; False to raise it. None to try once.
-        restore: puts things back as they were before the try, ahead of ``again``.
-    """
+        restore: puts things back as they were before the try, ahead of ``again``."""
     for _ in range(TRIES):
         attempt = RetryScope(() if again is None else catches)
         yield attempt

@@ -169,8 +169,7 @@ def with_steps(
 
     Args:
         stage: what starts again if steps cannot be kept, for the user.
-        prompt, request: all that decides the latents.
-    """
+        prompt, request: all that decides the latents."""
     if pipeline.plan.step_cache is not None:
         progress.notify(LOSSY.format(stage))
         return pipeline

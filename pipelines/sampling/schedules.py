@@ -102,8 +102,7 @@ def schedule_for(
 
     Args:
         config: the scheduler's own config from the model folder.
-        levels_for: from a number of steps to the family's :class:`Levels`.
-    """
+        levels_for: from a number of steps to the family's :class:`Levels`."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     if settings.sigmas is not None:
@@ -259,8 +258,7 @@ class Guidance:
 
         Args:
             branch: calls the transformer, from a name, latents, timestep and index.
-            names: of the branch with the prompt, then of the one without it.
-        """
+            names: of the branch with the prompt, then of the one without it."""
 
         def predict(latents: torch.Tensor, time: torch.Tensor, index: int) -> torch.Tensor:
             prompted, plain = (partial(branch, name, latents, time, index) for name in names)

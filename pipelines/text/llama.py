@@ -40,8 +40,7 @@ def llama_embeds(
 
     Args:
         pipeline_class: the diffusers pipeline whose own encoding is used.
-        sight: the pictures, for a pipeline whose encoder looks at one.
-    """
+        sight: the pictures, for a pipeline whose encoder looks at one."""
     template = _template(pipeline, pipeline_class, request, sight)
     named = [("prompt", request.text), ("negative prompt", request.negative)]
     named += [(f"prompt of section {index + 2}", text) for index, text in enumerate(request.sections)]
