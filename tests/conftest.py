@@ -51,12 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def no_values_without_memory() -> Iterator[None]:
     """Draw no first values of weights on ``meta``, which keeps none: torch does so in Python, one by one."""
-    import torch
-
+    init = getattr(sys.modules.get("torch.nn"), "init", None)  # which the tests have imported, where they need it
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("kaiming_uniform_", "uniform_", "normal_"):
-            draw = getattr(torch.nn.init, name)
-            patch.setattr(torch.nn.init, name, lambda x, *a, _draw=draw, **k: x if x.is_meta else _draw(x, *a, **k))
+        for name in ("kaiming_uniform_", "uniform_", "normal_") if init else ():
+            draw = getattr(init, name)
+            patch.setattr(init, name, lambda x, *a, _draw=draw, **k: x if x.is_meta else _draw(x, *a, **k))
         yield
 
 

@@ -128,6 +128,6 @@ def test_without_our_placement_pictures_meet_weights_of_another_type(acc, paint_
 
 def test_without_our_placement_latents_meet_conditions_on_another_device(acc, paint_folder, monkeypatch):  # noqa: F811
     real = painting.sampled
-    monkeypatch.setattr(painting, "sampled", lambda paint, *arguments: real(misplaced(paint), *arguments))
+    monkeypatch.setattr(painting, "sampled", lambda paint, *given, **named: real(misplaced(paint), *given, **named))
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         run(pipeline(paint_folder, acc), None)
