@@ -32,6 +32,7 @@ def lines_of(report, heading):
     return {line.subject: line for line in dict(report.sections)[heading]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", profiles.PROFILES)
 def test_the_report_has_a_reason_for_every_family_and_a_line_for_every_probe(machine, name):
     with machine(name) as profile:
@@ -114,6 +115,7 @@ def test_the_table_is_a_picture_with_room_for_every_line(machine):
 # ---- the check -----------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", profiles.PROFILES)
 def test_the_check_passes_on_every_machine_since_auto_avoids_what_fails(machine, name, tmp_path):
     with machine(name) as profile:

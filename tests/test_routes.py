@@ -321,6 +321,7 @@ def paced(rate: float = 1e6) -> None:
         probe_results_of(facts_for("cpu"), state).remember(f"rates of float32 values, heads of {heads}", pace.copy)
 
 
+@pytest.mark.full
 def test_guidance_is_priced_as_its_widgets_have_it(pack, tiny_folder, monkeypatch):
     """A 0 that is a choice, such as no STG, is one; without blocks to leave out STG takes nothing."""
     weights_on(pack, tiny_folder, "ltx", "LTX-Video")
@@ -644,6 +645,7 @@ def test_a_pipeline_that_paints_is_told_too(pack):
     assert small["stages"][2]["peak"] < large["stages"][2]["peak"] and large["found"] == "views, offload none"
 
 
+@pytest.mark.full
 def test_mv_adapter_is_told_at_the_size_and_with_the_guidance_of_its_variant(pack):
     mv_stored.folder("sd21", pack.home / "models", "mine")
     prompt = {}
@@ -806,6 +808,7 @@ def test_a_forecast_times_nothing_on_a_device_that_was_asked(pack, tiny_folder, 
     assert [card.get("by_tables", card) for card in told["pipelines"]] == [False, False]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("link", [["10", 0], ["7"], [7, 0], "7", None, ["99", 0]])
 def test_a_pipeline_that_leads_nowhere_is_not_forecast(pack, tiny_folder, link):
     weights_on(pack, tiny_folder, "ltx", "LTX-Video")
@@ -981,6 +984,7 @@ def test_random_prompts_never_break_the_server(pack, tiny_folder):
     assert pack.files() == {}
 
 
+@pytest.mark.full
 def test_what_the_stages_of_the_last_run_cost_is_told_and_no_earlier_ones(pack, monkeypatch):
     state = Path(importlib.import_module("anygpu.host.folders").state_folder())
     device = torch.device("cpu")

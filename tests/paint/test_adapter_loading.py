@@ -40,6 +40,7 @@ def loaded(model, adapter, **chosen):
     return load_adapter(AdapterRequest(model, adapter, device="cpu", **chosen))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("base", BASES)
 def test_a_single_file_and_a_folder_are_one_checkpoint(folders, files, adapters, base):
     found = [loaded(model, adapters["ig2mv", base]) for model in (files[base], folders[base])]
@@ -98,6 +99,7 @@ def test_the_configuration_is_read_off_the_shapes(base):
     assert unet_config(shapes) == wanted
 
 
+@pytest.mark.full
 def test_each_part_is_said_to_have_the_bytes_that_are_read_of_it(files, adapters, pbr_folder, monkeypatch):
     sizes, read = {}, {}
 
@@ -159,6 +161,7 @@ def video(tensors):
     tensors["transformer_blocks.0.attn1.to_q.weight"] = torch.empty(4, 4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("base", "change", "message"),
     [
@@ -263,6 +266,7 @@ def test_a_checkpoint_of_velocities_is_known_and_said(adapters, tmp_path):
         assert base_in(tmp_path / "2.safetensors").prediction == prediction
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kohya", [True, False])
 def test_a_lora_of_the_base_is_merged(files, adapters, tmp_path, kohya):
     pytest.importorskip("peft")

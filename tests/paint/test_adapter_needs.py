@@ -59,6 +59,7 @@ def counted(base, pixels, rows, references, dtypes):
     return found, sum(tensor.nbytes for tensor in kept.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("base", "pixels", "rows", "references", "dtypes"), CASES)
 def test_every_stage_at_full_size_is_forecast(base, pixels, rows, references, dtypes):
     found, kept = counted(base, pixels, rows, references, dtypes)

@@ -156,6 +156,7 @@ def test_delight_has_its_publisher_s_solver(core, monkeypatch, scheduler, solver
     assert core.said() == "1 of 512x512"
 
 
+@pytest.mark.full
 def test_the_normals_of_a_mesh_reach_the_maps(core):
     own, pipeline = torch.tensor([0.0, 0.0, 1.0]).repeat(1, len(box().vertices), 1), loaded(core, "tg2mv")
     maps = []

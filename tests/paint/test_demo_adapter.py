@@ -64,6 +64,7 @@ def test_it_paints_at_its_own_size_in_its_own_steps_and_says_so(pipeline, record
     assert (run.steps, run.rows, run.size) == (20, 1, DEMO_SIZE), "as it is forecast"
 
 
+@pytest.mark.full
 def test_in_one_step_its_maps_have_its_own_size(pipeline, recorded):
     progress, settings = recorded(), OneStep(PaintSettings(512, 1), BakeSettings(64, 128))
     textured(demo.ring(), [torch.rand(32, 32, 3)], pipeline, None, settings, progress)

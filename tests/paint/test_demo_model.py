@@ -30,6 +30,7 @@ def test_it_is_listed_with_its_size_and_has_a_card():
     assert f"# {choice.partition(' (')[0]}\n" in (model / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_it_paints_the_colours_of_the_picture_and_not_others(pipeline, number, monkeypatch):
     surface = Surface.of(demo.ring())
@@ -59,6 +60,7 @@ def test_what_it_stands_in_for_is_decided_and_said():
     assert any("paints simple bodies at 128x128" in str(decision) for decision in made.decisions)
 
 
+@pytest.mark.full
 def test_chosen_by_any_path_it_is_the_same_model_that_says_the_same(monkeypatch):
     (model,) = demo_paint_models().values()
     monkeypatch.chdir(model.parent)

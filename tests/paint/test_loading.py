@@ -58,6 +58,7 @@ def test_a_file_among_others_finds_its_own_parts_beside_it(delight_folder, tmp_p
         load(file)
 
 
+@pytest.mark.full
 def test_folder_unet_folder_and_file_are_one_pipeline(paint_folder):
     file = paint_folder / "unet" / "diffusion_pytorch_model.safetensors"
     parts = [load(place).parts.read("unet") for place in (paint_folder, paint_folder / "unet", file)]
@@ -188,6 +189,7 @@ def test_weights_are_read_when_wanted_and_part_by_part(paint_folder, recorded):
     assert progress.steps[-1][2].startswith("reading reference")
 
 
+@pytest.mark.full
 def test_norms_are_kept_in_the_dtype_of_the_residual(paint_folder):
     state = load(paint_folder, precision="bf16").parts.read("unet").state_dict()
     assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}

@@ -130,6 +130,7 @@ def test_a_unet_moves_by_block_or_by_layer_and_other_parts_by_layer():
     assert [size.resident(mode, "image_encoder") for mode in MODES] == [18] * 4
 
 
+@pytest.mark.full
 def test_more_stays_where_offload_is_faster(paint_folder, delight_folder):
     pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu"))
     plans = {mode: needs_of(pipeline, 64, 2, mode=mode) for mode in MODES}
@@ -151,6 +152,7 @@ def test_more_stays_where_offload_is_faster(paint_folder, delight_folder):
     assert [need.name for need in needs_of(delight)] == ["encoding", "delighting", "decoding"]
 
 
+@pytest.mark.full
 @stored.any_text()
 def test_a_run_is_accounted_under_the_names_of_its_forecast(acc, paint_folder, delight_folder, tmp_path):
     pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device=acc, offload="model", state=tmp_path))

@@ -181,6 +181,7 @@ def test_light_taken_out_of_a_picture_that_gets_another_mask_is_missing(models: 
     assert ["how light was taken out of its picture" in each["missing"] for each in said] == [False, True]
 
 
+@pytest.mark.full
 def test_inputs_without_effect_are_not_missing_and_the_vae_of_delight_is(models: Path):
     kinds = ("paint", "delight")
     paint, light = (load_paint(PaintRequest(models / stored.FOLDERS[kind], device="cpu")) for kind in kinds)
@@ -257,6 +258,7 @@ def test_several_pictures_enlarged_views_and_detail_are_repeated(models):
         jobs.replay(models / "steps.glb", machine(models), Silent())
 
 
+@pytest.mark.full
 def test_detail_on_another_texture_or_mesh_is_named_and_not_repeated(models):
     record, given = in_steps(models, False), {"front": torch.zeros(1, 8, 8, 3)}
     mesh = load_mesh(models / "steps.glb")[0]

@@ -35,6 +35,7 @@ def test_in_place_of_the_pbr_model_a_demo_paints_no_metal_and_full_roughness(mon
     assert torch.equal(found, torch.tensor((0.0, 1.0, 0.0)).expand(6, 4, 4, 3))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "normals", "flat"),
     [
@@ -71,6 +72,7 @@ def test_unknown_normals_and_greedy_without_a_mesh_are_one_line():
         texturing.greedy_cameras(None, 8, Silent())
 
 
+@pytest.mark.full
 def test_a_texture_is_the_baked_and_filled_one_and_near_the_ideal(recorded):
     mesh, progress = torus(16, 32), recorded()
     surface = Surface.of(mesh)
@@ -86,6 +88,7 @@ def test_a_texture_is_the_baked_and_filled_one_and_near_the_ideal(recorded):
     assert found.notes[0].endswith("of the surface painted, the rest filled from neighbouring areas")
 
 
+@pytest.mark.full
 def test_metal_and_roughness_are_baked_like_colours():
     mesh = torus(8, 16)
     pictures = photographs(Surface.of(mesh), DEFAULT_VIEWS, 64, 128)
@@ -109,6 +112,7 @@ def test_a_device_without_room_leaves_baking_to_the_cpu(monkeypatch, recorded):
     assert texturing.roomy(None, 1 << 29, progress.notify) is None
 
 
+@pytest.mark.full
 def test_one_step_is_the_single_steps(paint):
     texture, painted, cameras = texturing.textured(box(), [PICTURE], paint, None, QUICK)
     assert cameras is DEFAULT_VIEWS

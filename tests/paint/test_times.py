@@ -58,6 +58,7 @@ def test_delighting_is_counted_within_two_percent(delight_folder):
     assert stage_work(reading, "text", run) != stage_work(half, "text", run), "bytes of its own dtype"
 
 
+@pytest.mark.full
 def test_a_run_is_kept_beside_its_forecast_and_corrects_the_next(paint_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: PACE)
     pipeline = load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu", state=tmp_path))
@@ -128,6 +129,7 @@ NOT_IN_KEY = {  # fields that change no time, and those that a row has or that a
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CHOICES)
 def test_a_choice_changes_no_plain_forecast_and_plain_runs_none_of_its(paint_folder, tmp_path, monkeypatch, name):
     monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: PACE)

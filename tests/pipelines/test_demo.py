@@ -76,6 +76,7 @@ def test_a_caption_and_its_scene_are_the_same():
 FRAMES = {"mochi": 7}  # of a clip, where it is not 9
 
 
+@pytest.mark.full
 def test_a_demo_model_draws_what_is_asked():
     pipeline = load(LoadRequest(MODELS / "ltx", precision="fp32", device="cpu"))
     for prompt in ("a white square grows on blue", "a red triangle moves left on green"):
@@ -412,6 +413,7 @@ def test_a_distilled_lora_of_a_demo_model_changes_its_steps(recorded, tmp_path):
     assert of_checkpoint(adapted).sizes.defaults.steps == 20 and not [x for x in progress.said if "recipe" in x]
 
 
+@pytest.mark.full
 def test_the_lora_of_a_demo_model_draws_the_same_at_night(world):
     folder, file = next(iter(demo_models().values())), demo_loras()["demo: ltx_night"]
     pipeline = load(LoadRequest(folder, precision="fp32", device="cpu"))

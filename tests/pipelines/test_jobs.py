@@ -261,6 +261,7 @@ def test_a_job_file_is_the_flags(tiny_folder: Path, tmp_path: Path, capsys: pyte
     assert "--steps beside --job" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_one_pipeline_serves_jobs_that_share_a_model(tiny_folder: Path, tmp_path: Path) -> None:
     places = Places()
     job = replace(PLAIN, model=places.content(tiny.build("ltx", tiny_folder)))

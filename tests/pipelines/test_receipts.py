@@ -56,6 +56,7 @@ def made(tiny_folder: Path):
     return pipeline, prompt, image, with_receipt(latents, pipeline, prompt, image, SETTINGS)
 
 
+@pytest.mark.full
 def test_what_nodes_made_is_the_job_of_the_command(made: Any, tiny_folder: Path, tmp_path: Path) -> None:
     """Through a file of latents, on a machine where the model has another name and the picture lies beside it."""
     _, _, _, latents = made
@@ -75,6 +76,7 @@ def test_what_nodes_made_is_the_job_of_the_command(made: Any, tiny_folder: Path,
     assert kept["anygpu"]["extra"][RECEIPT]["latents"] == receipts.latents_hash(latents)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sides", [(0, 0), (96, 64)])
 def test_a_picture_is_replayed_at_the_size_it_chose(made: Any, sides: Any, tiny_folder: Path, tmp_path: Path) -> None:
     """Of 64x64 that was asked its shape made 96x64, of which it would make 128x64."""
@@ -168,6 +170,7 @@ def test_what_no_file_describes_is_said(made: Any) -> None:
         job_of(changed or {})
 
 
+@pytest.mark.full
 def test_a_replay_takes_what_auto_became(made: Any, tiny_folder: Path, tmp_path: Path) -> None:
     """Steps and a list of guidance, of a recipe that is another in a later version; none of it is in a job's key."""
     pipeline, prompt, _, _ = made
@@ -250,6 +253,7 @@ def test_a_replay_takes_the_recipe_of_a_lora_whose_folder_is_called_otherwise_he
     assert defaults == expected and again.variant == pipeline.variant
 
 
+@pytest.mark.full
 def test_a_replay_takes_the_configuration_of_a_file_whose_folder_is_called_otherwise_here(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,6 +392,7 @@ def test_a_file_that_another_program_saved_again_is_one_line(tmp_path: Path) -> 
         assert (name in without) == str(caught.value).startswith("no receipt in"), str(caught.value)
 
 
+@pytest.mark.full
 def test_the_command_makes_a_file_again(tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny.build("ltx", tiny_folder)
     flags = ["--width", "64", "--height", "64", "--frames", "9", "--steps", "2", "--seed", "7", "--prompt", "a fox"]

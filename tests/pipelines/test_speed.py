@@ -57,6 +57,7 @@ ACTING = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "kind"), ACTING)
 def test_each_offered_kind_skips_and_is_gone_afterwards(tiny_folder, recorded, name, kind):
     pipeline = loaded_for(name, tiny_folder)
@@ -101,6 +102,7 @@ def test_the_first_run_with_a_lora_skips_what_the_second_does(tiny_folder, recor
     assert said[0] == said[1] and "100% of block" not in said[0][0]
 
 
+@pytest.mark.full
 def test_beside_guidance_without_attention_each_branch_skips(tiny_folder, recorded, monkeypatch):
     """LTX-Video's own guidance, in a whole run: one more forward in each step, of another batch."""
     within = ltx._within

@@ -42,6 +42,7 @@ def peak_of(device: torch.device, budget: int, shape: tuple[int, ...], dtype: to
     return accelerator.memory().peak_bytes - before - found.nbytes
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_peak_is_under_the_budget(acc: torch.device, name: str, budget: int) -> None:
@@ -58,6 +59,7 @@ def test_peak_is_under_the_budget_with_a_mask(acc: torch.device, kind: str) -> N
     assert 0 < peak_of(acc, budget, shape, torch.float32, **named) <= budget
 
 
+@pytest.mark.full
 def test_sparse_attention_gives_the_cpus_and_has_the_memory_of_its_forecast(acc: torch.device) -> None:
     grid, budget = (7, 24, 32), 8_000_000
     tokens = [torch.randn(1, 2, math.prod(grid) + 60, 32, generator=torch.Generator().manual_seed(n)) for n in range(3)]
@@ -83,6 +85,7 @@ def prompt(tiny_folder: Any) -> Prompt:
     return stages.encode_prompt(loaded_for(CASES["ltx"], tiny_folder, "cpu"), PromptRequest("a red fox"), Silent())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("budget", [200_000, 20_000_000])
 def test_a_forecast_knows_the_scores_of_attention_in_chunks(
     acc: torch.device, tiny_folder: Any, prompt: Prompt, budget: int, monkeypatch: pytest.MonkeyPatch
@@ -160,6 +163,7 @@ def seen_by(choice: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.dt
     return seen
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("offload", MODES)
 def test_mochi_obeys_in_every_offload_mode_each_pipeline_its_own(
     acc: torch.device, tiny_folder: Any, offload: str, monkeypatch: pytest.MonkeyPatch

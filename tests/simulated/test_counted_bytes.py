@@ -45,6 +45,7 @@ def test_planes_of_a_decode(acc, tiny_folder, family, pixels, form):
     assert work.flops == pytest.approx(ran.flops, rel=OFF)
 
 
+@pytest.mark.full
 def test_packed_weights_are_made_dense_at_each_use(acc, tiny_folder):
     """Those of a text encoder and of a transformer: what a run moves more than with plain weights."""
     settings, silent = base.SampleSettings(32, 32, 7, steps=2, cfg=2.0, seed=3), base.Silent()

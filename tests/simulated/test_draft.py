@@ -19,6 +19,7 @@ from simulated import accelerator
 from simulated.test_families import MODES, ROUNDING
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_a_draft_is_the_cpus(acc: Any, tiny_folder: Path, tmp_path: Path, mode: str) -> None:
     torch.manual_seed(0)

@@ -158,6 +158,7 @@ def test_the_bare_pipeline_does_not_move_a_prompt_from_the_host(acc, tiny_folder
             )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("offload", MODES)
 def test_a_cancel_while_moving_or_sampling_leaves_nothing_half_moved(acc, tiny_folder, on_host, recorded, offload):
     case = SMALL["mochi"]
@@ -173,6 +174,7 @@ def test_a_cancel_while_moving_or_sampling_leaves_nothing_half_moved(acc, tiny_f
     torch.testing.assert_close(latents, on_host("mochi")[0], atol=ROUNDING, rtol=ROUNDING)
 
 
+@pytest.mark.full
 def test_loading_in_inference_mode_and_running_outside_it_works(acc, tiny_folder, on_host):
     """ComfyUI runs nodes in inference mode; a route or another thread does not."""
     with torch.inference_mode():

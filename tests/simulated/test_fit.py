@@ -75,6 +75,7 @@ def test_auto_finishes_within_a_share_of_the_full_offloader(acc, tiny_folder, on
     assert accelerator.memory().allocated_bytes == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("family", "mode"),
     [
@@ -215,6 +216,7 @@ def test_offload_may_change_between_sample_and_decode(acc, tiny_folder):
             )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -41,6 +41,7 @@ def cells() -> list[Any]:
     ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "offload"), cells())
 def test_a_family_is_near_fp32_in_every_offload_mode_twice_in_a_row(acc, tiny_folder, on_host, name, offload):
     pipeline = loaded_for(SMALL[name], tiny_folder, "acc:0", offload, "fp16-safe")
@@ -128,6 +129,7 @@ def packed_folders(model: str, folder: Path, into: Path, way: str) -> tuple[Path
 QUICK_PACKED = {("mochi", "int8 convrot", "group"), ("ltx", "fp8", "model"), ("hunyuan_video", "w4a8", "none")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "way", "offload"),
     [
@@ -166,6 +168,7 @@ def test_packed_weights_are_part_of_one_graph(acc, tiny_folder, name):
     assert compiled.graphs and not compiled.failure
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("codec", ["Q8_0", pytest.param("Q4_0", marks=pytest.mark.full)])
 def test_a_gguf_stays_packed_and_is_worth_what_its_publisher_s_package_says(acc, tiny_folder, tmp_path, codec):
     folder, file = tiny.build("mochi", tiny_folder), tmp_path / "mochi.gguf"

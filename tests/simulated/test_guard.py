@@ -139,6 +139,7 @@ def of_convolution(**how: int) -> Network:
     return Network(lambda m, x: m["a"](x.reshape(2, 32, 64, -1)), a=nn.Conv2d(32, 32, 3, **how))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "make", "usual", "other"),
     [
@@ -261,6 +262,7 @@ def test_what_stands_in_for_attention_obeys_the_mask_and_scale_of_each_call(acc,
     torch.testing.assert_close(found.cpu(), attention(nn.ModuleDict(), x, **how), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.full
 def test_a_healthy_device_has_no_miss_and_later_forwards_are_not_looked_at(acc, tmp_path: Path) -> None:
     store = store_of(acc, tmp_path)
     for name, (_, make) in KINDS.items():
@@ -508,6 +510,7 @@ def test_rows_of_a_sample_stand_on_both_sides_of_each_power_of_two() -> None:
     assert _some(3).tolist() == [0, 1, 2] and _some(1).tolist() == [0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["ltx", "hunyuan_video"])
 def test_a_run_is_guarded_and_a_wrong_product_does_not_reach_the_video(
     acc, tiny_folder: Path, tmp_path: Path, on_host: Any, family: str, monkeypatch: pytest.MonkeyPatch

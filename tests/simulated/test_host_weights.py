@@ -299,6 +299,7 @@ def test_a_large_tensor_arrives_in_slices_between_which_a_cancel_is_obeyed(acc, 
         transfer.copy_to_device(source, acc, cancelled, staged)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["group", "sequential"])
 def test_bytes_are_told_while_units_move(acc, tiny_folder, recorded, monkeypatch, mode):
     """Of each forward anew, at most once in a while."""

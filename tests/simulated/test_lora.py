@@ -54,6 +54,7 @@ def expected(tiny_folder: Path, file: Path) -> tuple[Any, torch.Tensor, torch.Te
     return prompt, sampled(pipeline, prompt), sampled(pipe, prompt)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mode", "offload"),
     [
@@ -86,6 +87,7 @@ def test_every_offloader(tiny_folder: Path, file: Path, expected: Any, offload: 
         assert torch.allclose(before, plain, atol=ROUNDING, rtol=0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("machine", "mode", "offload"),
     [

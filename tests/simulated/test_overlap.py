@@ -63,6 +63,7 @@ def run(acc: torch.device, pinned: bool = True, ahead: bool = True, mode: str = 
     return times, offloader.memory_stats
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["group", "sequential"])
 @pytest.mark.parametrize("index", [0, 1])
 @pytest.mark.parametrize("pinned", [True, False], ids=["locked", "staged"])
@@ -96,6 +97,7 @@ def test_memory_is_that_of_the_block_in_use_and_of_what_comes_ahead(acc):
 # ---- what the clock must see --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_prefetch_that_is_one_block_late_costs_time(acc, monkeypatch):
     """It begins when its own block is asked for; the clock tells what the computation then waits for."""
     monkeypatch.setattr(GroupHooks, "_prefetch", lambda hooks, copies: None)

@@ -45,6 +45,7 @@ def on_host(tiny_folder):
     return of
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "choice", "offload"), CELLS)
 def test_every_mover_takes_packed_weights(acc, tiny_folder, on_host, family, choice, offload):
     pipe = pipeline(family, tiny_folder, acc, choice, offload)
@@ -176,6 +177,7 @@ def test_fp8_becomes_dense_on_the_host_where_the_device_has_none(tiny_folder, tm
 QUICK_CELLS = {("turing", "int8 convrot")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("machine", "way"),
     [

@@ -138,6 +138,7 @@ def test_text_encoders_stay_on_a_card_of_their_own_and_the_video_is_the_same(mac
     assert costs["text"] == "acc:1" and costs["sampling"] == costs["decoding"] == "acc:0"
 
 
+@pytest.mark.full
 def test_plan_and_tab_say_it_with_the_room_of_each_card(machine):
     pipeline = machine((SLOW, SLOW), (PLENTY, PLENTY))
     with accelerator.limit(1 << 24, 1):

@@ -71,6 +71,7 @@ def test_the_whole_command_on_the_simulated_device(acc, tmp_path: Path, capsys: 
     assert capsys.readouterr().out.count("done before") == 16
 
 
+@pytest.mark.full
 def test_a_card_is_as_small_as_wanted_and_forecasts_hold(acc, tmp_path: Path) -> None:
     """Weights of 8.6 MB: they stay, come by block, and by layer; torch gives out no more than the card has."""
     sizes = StackSizes(blocks=4, width=64, height=64, frames=9, cards=(0.002, 0.004, 0.016, 1.0), published=False)

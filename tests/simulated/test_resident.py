@@ -92,6 +92,7 @@ def run(
     return times, moved, peak
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kept", [PINNED, PLAIN])
 @pytest.mark.parametrize("blocks", [2, 12, 22, 32, 42])
 def test_what_fits_stays_and_the_rest_is_copied_in_each_forward(acc, blocks, kept):
@@ -107,6 +108,7 @@ def test_what_fits_stays_and_the_rest_is_copied_in_each_forward(acc, blocks, kep
     assert times.elapsed <= 1.05 * max(times.computing, copying)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("share", [0.1, 0.4, 0.7, 0.97, 1.2])
 @pytest.mark.parametrize("widths", [[600] * 20 + [250] * 40, [300] * 48, [50 + 37 * n % 850 for n in range(40)]])
 def test_blocks_of_unlike_sizes_fill_what_fits(acc, widths, share):
@@ -125,6 +127,7 @@ def test_blocks_of_unlike_sizes_fill_what_fits(acc, widths, share):
     offloader.release("transformer")
 
 
+@pytest.mark.full
 def test_a_run_of_blocks_that_stay_would_leave_the_link_idle(acc, monkeypatch):
     """The same bytes as a prefix: half of the forward copies nothing."""
     spread, _, _ = run(acc, 22)
@@ -142,10 +145,12 @@ def test_a_run_of_blocks_that_stay_would_leave_the_link_idle(acc, monkeypatch):
     assert together.elapsed > 1.4 * spread.elapsed
 
 
+@pytest.mark.full
 def test_nothing_stays_of_a_part_that_runs_once(acc):
     assert sum(run(acc, 42, part="text_encoder")[1]) == (BLOCKS * FORWARDS + 1) * BLOCK, "and one that came ahead"
 
 
+@pytest.mark.full
 def test_without_a_stream_for_copies_blocks_stay_too(acc, monkeypatch):
     monkeypatch.setattr(standalone, "copy_stream", lambda device: None)
     weights = BLOCKS * BLOCK

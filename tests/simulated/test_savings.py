@@ -159,6 +159,7 @@ def test_a_video_in_sections_is_shortened_by_whole_ones(tiny_folder, priced, mon
         assert clicked == one.inputs["frames"] == shorter and now - after == pytest.approx(one.seconds)
 
 
+@pytest.mark.full
 def test_three_lines_at_most_save_together_what_they_say(tiny_folder, priced):
     pipeline = on(loaded_for(CASES["mochi"], tiny_folder, "cpu", weights="int8"), GEFORCE)
     found = pricing.savings(pipeline, run_of(pipeline), "none")
@@ -199,6 +200,7 @@ def test_a_change_vanishes_where_it_cannot_act(tiny_folder, priced, monkeypatch)
     assert told(on(pipeline, GEFORCE)) == {}, "too little"
 
 
+@pytest.mark.full
 def test_a_price_says_where_it_comes_from_and_what_is_assumed(tiny_folder, priced, monkeypatch):
     pipeline = on(loaded_for(CASES["mochi"], tiny_folder, "cpu"), A100)
     text, _ = memory_plan(pipeline, Size(64, 64, 7, True))

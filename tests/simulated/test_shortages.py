@@ -105,6 +105,7 @@ def sweep(acc: torch.device, mode: str, run: Run, kept: HostWeights, **options: 
         assert torch.equal(run(own, x), wanted), f"the run after step {at} of {mode}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("mode", "behind"), [("none", False), ("group", True)])
 def test_a_shortage_while_a_part_steps_down_leaves_it_whole(acc, mode, behind):
     """At each swap of values, hook, stream and event; operators are in the long test."""

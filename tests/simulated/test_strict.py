@@ -41,6 +41,7 @@ def same(result: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -
 # ---- set_data is refused, as behind torch_xla ---------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("offload", MODES)
 @pytest.mark.parametrize("name", SMALL)
 def test_weights_reach_a_device_that_refuses_set_data(acc, tiny_folder, on_host, name, offload):
@@ -93,6 +94,7 @@ class Both(Silent):
             self.peak_bytes = max(self.peak_bytes, accelerator.host_bytes() + accelerator.memory().allocated_bytes)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("offload", ["none", "model"])
 def test_weights_have_no_second_copy_where_memory_is_shared(acc, offload):
     weights = 16 * MEBIBYTE
@@ -127,6 +129,7 @@ def test_a_cancel_while_shared_memory_moves_leaves_everything_on_the_host(acc, r
         assert all(torch.equal(tensor, value) for tensor, value in zip(part.parameters(), values, strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("offload", MODES)
 @pytest.mark.parametrize("name", SMALL)
 def test_shared_memory_gives_the_same_video(acc, tiny_folder, on_host, name, offload):
@@ -195,6 +198,7 @@ def ltx(tiny_folder):
         return prompt, stages.sample(pipeline, prompt, None, SampleSettings(64, 64, 9, steps=2, seed=3), Silent())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "message", [pytest.param(text, marks=[pytest.mark.full] * (index % 12 > 0)) for index, text in enumerate(MESSAGES)]
 )

@@ -172,6 +172,7 @@ def test_a_decode_of_zeros_is_done_again_in_fp32(tiny_folder, reference, recorde
         assert tensor.dtype is weights[key].dtype and torch.equal(tensor.cpu(), weights[key]), f"{key} was changed"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["ltx", "hunyuan_video", *(pytest.param(name, marks=FULL) for name in ("framepack", "hunyuan_video_15"))]
 )
@@ -210,6 +211,7 @@ def test_latents_of_zeros_are_found_before_sampling(tiny_folder, recorded, name)
                     stages.encode_image(pipeline, request, "stretch", progress)
 
 
+@pytest.mark.full
 def test_a_video_is_encoded_with_the_same_care(tiny_folder, recorded):
     clip = torch.rand(7, 64, 64, 3, generator=torch.Generator().manual_seed(2))
     with profiles.on("gfx1151") as machine:
@@ -239,6 +241,7 @@ def test_a_chosen_precision_gives_an_error_instead(tiny_folder, recorded):
         assert not progress.said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["hunyuan_video", *(pytest.param(name, marks=FULL) for name in ("hunyuan_video_15", "framepack"))]
 )
@@ -386,6 +389,7 @@ def test_a_vae_that_is_on_the_device_gives_no_room_where_others_would_leave_it(a
             pass
 
 
+@pytest.mark.full
 def test_fp32_asks_for_its_room_and_the_cpu_takes_a_causal_decoder_s_chunks(acc, tiny_folder, recorded):
     pipeline, progress, asked = loaded_on(acc, "mochi", tiny_folder), recorded(), []
     pipeline.offloader.make_room = lambda needed, device: asked.append(needed)
@@ -488,6 +492,7 @@ def test_no_float64_reaches_the_device(tiny_folder, recorded, machine_name, name
     assert bool(frames.isfinite().all())
 
 
+@pytest.mark.full
 def test_one_buffer_stays_below_the_cap_of_an_intel_gpu(tiny_folder, recorded, monkeypatch):
     cap = 3 * 2**20
     capped = replace(vae_plan.policy_for(profiles.facts_of("xpu-like")), allocation_bytes=cap)

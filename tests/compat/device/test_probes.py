@@ -420,6 +420,7 @@ def test_inference_mode_changes_no_answer(tmp_path):
         assert ProbeStore(CPU, tmp_path)["bits.bf16_to_fp32"].status == OK
 
 
+@pytest.mark.full
 def test_triton_is_asked_with_the_device_and_not_imported_where_it_cannot_launch(tmp_path):
     code = (
         "import sys; from anygpu.compat.probe_results import probe_results_of;"

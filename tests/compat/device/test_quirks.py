@@ -221,6 +221,7 @@ def met_on(device, facts, folder):
     return met
 
 
+@pytest.mark.full
 def test_a_good_machine_meets_what_the_rows_name(acc, tiny_folder):
     met = met_on(acc, nvidia(), tiny_folder)
     assert {f"{name}.bf16" for name in ("matmul", "attention", "groupnorm", "conv3d", "pad3d")} <= met

@@ -140,6 +140,7 @@ def test_what_is_multiplied_is_not_alike(monkeypatch):
     assert len(kinds) >= 6 and all(kinds)
 
 
+@pytest.mark.full
 def test_a_processor_is_timed_call_by_call_and_computes_as_it_is_asked():
     pace = measured(torch.device("cpu"), torch.float32)
     assert not pace.ahead and pace.link == pace.plain_link == 0.0 < pace.product

@@ -279,6 +279,7 @@ def test_two_models_keep_their_own() -> None:
     assert torch.equal(found[0], found[2])
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="needs torch 2.9 or newer")
 @pytest.mark.parametrize("name", ["ltx", "hunyuan_video", "hunyuan_video_15", "mochi"])
 def test_blocks_compile_into_one_graph_with_the_fused_kernel(name: str) -> None:
@@ -358,6 +359,7 @@ def test_vae_equals_upstream_without_a_mask(case: str) -> None:
     assert not [owner for owner in vae.modules() if "forward" in vars(owner)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["hunyuan_video", "hunyuan_video_15"])
 def test_vae_builds_nothing_of_all_pairs(name: str) -> None:
     vae, kinds = made(name, "vae"), ("HunyuanVideoMidBlock3D", "HunyuanVideo15AttnBlock")

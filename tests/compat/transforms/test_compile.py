@@ -209,6 +209,7 @@ def test_nothing_global_changes_and_nothing_outlives_the_pipeline():
     assert not before or config.get_config_copy() == before
 
 
+@pytest.mark.full
 def test_a_cancel_is_obeyed_around_a_compiled_block_and_makes_no_graph():
     module, compilation = model(), Compilation(EAGER)
     compilation.attach(module)

@@ -205,6 +205,7 @@ def distance(found: list[torch.Tensor], expected: list[torch.Tensor], kept: list
     return [float((f[k] - e[k]).norm() / e[k].norm()) for f, e, k in zip(found, expected, kept, strict=True)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("growth", ["", "sinks", "branches"])
 @pytest.mark.parametrize("name", CASES)
 def test_finite_at_4e6_and_a_tenth_of_the_error_of_bf16(name, growth, fp32_output):

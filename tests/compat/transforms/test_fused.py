@@ -332,6 +332,7 @@ def on_cuda(block: nn.Module) -> None:
             setattr(module, name, nn.Parameter(empty, requires_grad=False))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in ("ltx", "hunyuan_video") else [pytest.mark.full]) for n in CASES]
 )

@@ -121,6 +121,7 @@ def test_pictures_may_have_another_size_than_the_maps(size):
         assert (sharp.texture - soft.texture).abs()[sharp.painted].mean() < 6e-3
 
 
+@pytest.mark.full
 def test_gather_is_not_off_by_half_a_pixel():
     surface = Surface.of(synthetic.torus())
     pictures = photographs(surface, DEFAULT_VIEWS, 256, 256)
@@ -129,6 +130,7 @@ def test_gather_is_not_off_by_half_a_pixel():
     assert ours_error < fault / 10
 
 
+@pytest.mark.full
 def test_what_only_a_doubted_pixel_sees_yields_to_what_a_sure_one_sees():
     """Two cameras on one side, the second's picture of another colour: it decides where the first is near its rim."""
     surface = Surface.of(box())

@@ -93,6 +93,7 @@ def even(places):
 SEEN = camera_table([90, 45], [0, 40], [1, 0.5])
 
 
+@pytest.mark.full
 def test_what_a_symmetric_mesh_hides_comes_from_its_other_half():
     surface, settings = lopsided(0.0), BakeSettings(128, 256)
     pictures = synthetic.photographs(surface, SEEN, 256, 256, even)

@@ -177,6 +177,7 @@ def test_a_picture_of_another_shape_changes_nothing_and_says_so():
     assert line.startswith("back: the picture's outline covers ") and line.endswith("the texture is left as it is")
 
 
+@pytest.mark.full
 def test_colours_that_contradict_the_texture_are_left_out(monkeypatch):
     surface, _, painted = known("pear")
     picture, whole, _, found = made("pear")
@@ -255,6 +256,7 @@ def test_specks_beside_the_object_and_alpha_that_hides_nothing_do_not_count():
     assert cropped(picture, "front", 512)[0].shape[1] > 180
 
 
+@pytest.mark.full
 def test_a_mesh_whose_faces_are_turned_inside_out_gets_the_same_detail(monkeypatch):
     surface, texture, painted = known("box")
     picture, mesh = photograph(surface, texture, pose_of(*CASES["box"])), shape("box")

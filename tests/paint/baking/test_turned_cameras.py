@@ -157,6 +157,7 @@ def test_a_part_of_a_picture_knows_the_pictures_middle():
     assert axis == pytest.approx(((float(seen[1]) - 70) / len(crop), (-float(seen[0]) - 10) / len(crop)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("place", "moved"), [((0.25, -0.13), 0), ((0, 0), 160)], ids=["turned", "cropped"])
 def test_a_photograph_whose_object_lies_off_its_middle_gives_its_detail(monkeypatch, place, moved):
     for tried in ("TURNS", "HEIGHTS"):

@@ -29,6 +29,7 @@ def in_map(places):
     return torch.stack((places[..., 0], -places[..., 2], places[..., 1]), dim=-1) + 0.5
 
 
+@pytest.mark.full
 def test_the_maps_of_a_ball_follow_the_formula():
     size, mesh = 96, sphere(128, 256)
     surface = Surface.of(Mesh(mesh.vertices * 0.31, mesh.faces, mesh.uvs), frame=ADAPTER)
@@ -78,6 +79,7 @@ def test_a_vertex_normal_is_weighted_by_the_angle_of_its_faces():
     assert plain[2] < plain[0] - 0.2
 
 
+@pytest.mark.full
 def test_each_side_is_painted_by_its_own_view():
     colours = torch.rand(6, 3, generator=torch.Generator().manual_seed(1))
     pictures = colours[:, None, None].expand(6, 32, 32, 3)
@@ -91,6 +93,7 @@ def test_each_side_is_painted_by_its_own_view():
     assert torch.allclose(baked.texture[sure], wanted.view(128, 128, 3)[sure], atol=1e-6)
 
 
+@pytest.mark.full
 def test_what_the_views_see_comes_back_to_its_place():
     """Nothing is swapped, mirrored or upside down: a coloured ball photographed and baked has its own colours again."""
     mesh, size = sphere(64, 128), 256

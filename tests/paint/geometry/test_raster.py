@@ -39,6 +39,7 @@ def by_definition(screen: torch.Tensor, faces: torch.Tensor) -> torch.Tensor:
     return ids
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("count", "reach"), [(400, 1.5), (150, 12), (60, 60), (20, 300)])
 def test_covers_the_pixels_that_the_definition_says(count, reach):
     screen, faces = triangles(count, reach)

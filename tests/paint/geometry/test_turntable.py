@@ -86,6 +86,7 @@ def test_made_meshes_look_outwards(make):
     assert ((places - core) * surface.face_normals).sum(1).min() > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_baked_torus_is_right_and_its_views_in_another_order_are_not(wrong):
     surface = Surface.of(synthetic.torus())

@@ -115,6 +115,7 @@ def test_the_row_without_a_reference_gets_the_bias_of_the_output_projection():
     assert (before[:6] - after[:6]).abs().max() > 0.01
 
 
+@pytest.mark.full
 def test_the_maps_reach_every_level():
     made, given = mv_stored.adapter_parts("tg2mv", "sdxl"), inputs("sdxl", 1)
     states = made["adapter"](given["maps"])

@@ -230,6 +230,7 @@ SAFE, BF16 = Dtypes(torch.float16, torch.float32), Dtypes(torch.bfloat16, torch.
 NARROW = [("paint", SAFE, 4e-3), ("paint", BF16, 0.15), ("paint_pbr", SAFE, 4e-3)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "dtypes", "limit"), NARROW)
 def test_narrow_operands_give_what_fp32_gives_to_their_precision(kind, dtypes, limit, monkeypatch):
     made = filled(kind, dtypes)

@@ -60,6 +60,7 @@ def textured(pipeline, variant, progress=None):
     return texturing.textured(box(), [PICTURE] if variant == "ig2mv" else [], pipeline, None, SETTINGS, progress)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "key",
     [
@@ -76,6 +77,7 @@ def test_from_a_mesh_to_its_texture(wanted, key):
     assert [(camera.azimuth, camera.elevation) for camera in cameras][4:] == [(180, 90), (180, -90)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("key", "offload"),
     [
@@ -279,6 +281,7 @@ def test_words_beyond_the_last_token_are_counted(models):
     assert progress.notes == ["CLIP reads 77 tokens: the last 3 of 77 words, from 'a-b' on, are cut"]
 
 
+@pytest.mark.full
 def test_a_missing_tokenizer_is_said_in_one_line(models, tmp_path):
     path = mv_stored.single_file("sd21", tmp_path / "base.safetensors")
     pipeline = load_adapter(AdapterRequest(path, models["tg2mv", "sd21"][1], device="cpu"))

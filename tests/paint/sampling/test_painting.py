@@ -86,6 +86,7 @@ def test_a_reference_scale_of_0_leaves_out_the_picture_alone_not_the_learned_tex
     assert torch.equal(none, other)
 
 
+@pytest.mark.full
 def test_the_whole_call(paint, inputs, recorded):
     progress, kept = recorded(), []
     line = "maps and picture are prepared as Tencent does: views of a seed differed slightly before"
@@ -181,6 +182,7 @@ def test_published_settings_of_each_variant(paint, turbo, pbr):
     assert plan_of(found["turbo"]).timesteps[0] == 989
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scheduler", ["euler", "lcm", "unipc"])
 def test_another_scheduler(turbo, inputs, scheduler):
     assert torch.isfinite(paint_views(turbo, inputs, replace(TINY, scheduler=scheduler)).views).all()

@@ -76,11 +76,13 @@ def resumes(pipeline, folder, scheduler):
     assert not list(folder.iterdir()), "what has ended leaves no state"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scheduler", ["auto", pytest.param("unipc", marks=pytest.mark.full)])
 def test_mv_adapter_goes_on_after_its_last_step(adapter, tmp_path, scheduler):
     resumes(adapter, tmp_path / "steps", scheduler)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scheduler", ["unipc", *(pytest.param(s, marks=pytest.mark.full) for s in ("auto", "lcm"))])
 def test_hunyuan_goes_on_after_its_last_step(paint_folder, tmp_path, scheduler):  # noqa: F811
     resumes(load_paint(PaintRequest(paint_folder, precision="fp32", device="cpu")), tmp_path / "steps", scheduler)

@@ -108,6 +108,7 @@ def test_a_cancel_leaves_the_next_run_as_a_fresh_one(run, recorded, name):
     assert again.previews[-1].shape[3:] == made.latents.samples.shape[3:]
 
 
+@pytest.mark.full
 @over()
 def test_other_solvers_and_noise_levels_run(run, name):
     made = run(name)

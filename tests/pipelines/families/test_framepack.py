@@ -167,6 +167,7 @@ def test_stages_give_the_one_shot_video(run: Any, name: str, ended: bool, cfg: f
     assert torch.equal(video, frames)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [F1, pytest.param(I2V, marks=pytest.mark.full)])
 def test_the_pipelines_own_encoding_gives_the_same_within_rounding(run: Any, name: str) -> None:
     made = run(name)
@@ -182,6 +183,7 @@ def test_six_sections_stand_where_upstream_puts_them(run: Any) -> None:
 # What the inputs do -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [I2V, F1])
 def test_a_section_follows_the_prompt_of_its_place_in_the_film(run: Any, name: str) -> None:
     """The last of three sections has words of its own, whether it is sampled first or last; a blank has the first."""
@@ -218,6 +220,7 @@ def test_prompts_by_time_are_the_forks(text: str, clip: int) -> None:
         assert [spans[index][2] for index in sections.shown_at(later, plan, 10.0, 24.0)] == expected.split()
 
 
+@pytest.mark.full
 def test_a_prompt_by_time_reaches_its_sections(run: Any) -> None:
     """Its words are seen alone, like those of a section prompt; times stay out of the transformer's arguments."""
     made = run(F1)

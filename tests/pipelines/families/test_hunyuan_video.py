@@ -101,6 +101,7 @@ def test_stages_give_the_one_shot_video(run: Any, name: str) -> None:
     assert _distance(video, frames) < TRIMMED
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_latents_are_identical_from_the_same_embeddings(run: Any, name: str) -> None:
     """With the padding trimmed in both, and one copy of the weights (another may lie at another alignment, which moves
@@ -200,6 +201,7 @@ def test_own_template_of_image_to_video(run: Any) -> None:
         stages.encode_prompt(made.pipeline, replace(request, template_crop=0), Silent())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "after"), [(TEXT, 1), (REPLACE, 5)])  # <|eot_id|>, and the header of an answer
 def test_long_prompts(run: Any, name: str, after: int, recorded: Any) -> None:
     """The limit is counted as the encoder counts: what just fits is the same under any larger limit."""

@@ -155,6 +155,7 @@ def test_a_guider_of_another_kind_is_said(run: Any, recorded: Any) -> None:
     assert any("AdaptiveProjectedGuidance" in line for line in progress.said)
 
 
+@pytest.mark.full
 def test_cancel_is_obeyed_inside_every_forward(run: Any, recorded: Any) -> None:
     made = run(IMAGE)
 
@@ -359,6 +360,7 @@ def test_no_negative_is_fine_without_guidance(run: Any) -> None:
         _sampled(made, prompt=alone)
 
 
+@pytest.mark.full
 def test_large_videos_go_through_the_vae_in_tiles(run: Any, recorded: Any) -> None:
     made, generator = run(TEXT), torch.Generator().manual_seed(1)
     samples = torch.randn(1, 32, 1, 4, 18, generator=generator)
@@ -397,6 +399,7 @@ def test_task_and_image_must_fit(run: Any, name: str, image: str, message: str) 
         _sampled(run(name), image=run(image).image)
 
 
+@pytest.mark.full
 def test_meanflow_checkpoints_are_told_the_next_time(run: Any) -> None:
     """A step-distilled image-to-video transformer takes the time after the step as well, as upstream gives it."""
     from diffusers import HunyuanVideo15Transformer3DModel

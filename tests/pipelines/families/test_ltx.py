@@ -278,6 +278,7 @@ def test_last_frame_is_minus_one_for_images_and_clips(condition: Model) -> None:
         assert torch.equal(counted, last)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scheduler", ["unipc", "dpm++_2m"])
 @pytest.mark.parametrize("place", ["first and last frame", "weak start"])
 def test_other_schedulers_keep_the_pictures(condition: Model, scheduler: str, place: str) -> None:
@@ -368,6 +369,7 @@ def test_the_last_noise_is_the_decoders_to_remove(condition: Model, plain: Model
 # Robustness -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("text", [torch.float32, torch.bfloat16])
 def test_bf16_runs_with_text_of_either_dtype(plain: Model, tiny_folder: Path, text: torch.dtype) -> None:
     pipeline = load(LoadRequest(tiny.build("ltx", tiny_folder), device="cpu", precision="bf16"))

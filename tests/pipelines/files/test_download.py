@@ -249,6 +249,7 @@ def test_a_folder_of_another_root_is_completed_where_it_is(hub: Hub, tmp_path: P
     assert sorted(there(second)) == WANTED and not first.exists() and not hub.gets("model_index.json")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("other", [b"more bytes than the Hub's", b"", b"x" * len(FILES["tokenizer/spiece.model"])])
 def test_a_file_that_was_there_before_stays_as_it_was(hub: Hub, tmp_path: Path, other: bytes) -> None:
     path = tmp_path / DOWNLOAD.folder / "tokenizer" / "spiece.model"

@@ -141,6 +141,7 @@ def test_two_loads_that_overlap_leave_the_next_one_as_it_was(t5: Path, monkeypat
     assert process_wide() == before
 
 
+@pytest.mark.full
 def test_what_another_pack_left_broken_changes_no_load(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty ``tie_weights``, functions that initialise nothing, another default dtype: every part of a pipeline."""
     case = CASES["hunyuan_video_15 image"]

@@ -176,6 +176,7 @@ def test_several_add_up(made: Any, modes: tuple[str, str]) -> None:
     assert torch.equal(made.sampled(made.pipeline), made.plain)
 
 
+@pytest.mark.full
 def test_chains_that_share_a_pipeline_do_not_see_each_other(made: Any) -> None:
     chains = [
         put(made, made.pipeline, 0),
@@ -191,6 +192,7 @@ def test_chains_that_share_a_pipeline_do_not_see_each_other(made: Any) -> None:
         assert_same_sums(made, latents, by_hand)
 
 
+@pytest.mark.full
 def test_a_strength_changes_in_place(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No layer is made again, and the model is not read again."""
     one = made.sampled(put(made, made.pipeline, strength=1.0))
@@ -202,6 +204,7 @@ def test_a_strength_changes_in_place(made: Any, monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(made.sampled(keep), one)
 
 
+@pytest.mark.full
 def test_a_filter_touches_only_its_blocks(made: Any) -> None:
     pipe = put(made, made.pipeline, blocks="double 0, rest")
     other = made.fresh()
@@ -317,6 +320,7 @@ def test_merging_into_8_bits_is_refused_and_leaves_the_model_usable(made: Any) -
     assert torch.equal(made.sampled(pipeline), plain)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("weights", ["int8", pytest.param("fp8", marks=pytest.mark.full)])
 def test_packed_weights_take_a_lora_beside_them_only(
     made: Any, tiny_folder: Path, weights: str, monkeypatch: pytest.MonkeyPatch
@@ -344,6 +348,7 @@ def test_packed_weights_take_a_lora_beside_them_only(
     assert torch.equal(made.sampled(pipeline), plain)
 
 
+@pytest.mark.full
 def test_merges_into_16_bit_weights_without_rounding_to_them(made: Any, tmp_path: Path) -> None:
     """Weights that a bf16 file has and fp32 computes with are made dense for it, and the very tensors come back."""
     folder = tiny.build("hunyuan_video", tmp_path, dtype=torch.bfloat16)
@@ -367,6 +372,7 @@ def test_beside_rewritten_blocks(made: Any, tiny_folder: Path) -> None:
     assert_same_sums(made, made.sampled(pipeline), made.plain)
 
 
+@pytest.mark.full
 def test_a_failure_half_way_leaves_the_model_as_it_was(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is merged when the second fails."""
     pipe = put(made, put(made, made.pipeline, 0, mode="merged"), 1, mode="separate")

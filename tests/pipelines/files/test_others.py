@@ -104,6 +104,7 @@ def test_a_tensor_too_many_is_left_out_and_said(tiny_folder: Path, tmp_path: Pat
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
+@pytest.mark.full
 def test_of_models_that_lack_nothing_the_one_that_leaves_out_least_is_taken(tmp_path: Path) -> None:
     """33 channels without guidance, which comes first, would leave out the guidance of the file too."""
     rows = json.loads((FAMILIES["hunyuan_video"].folder / "transformer.json").read_text())
@@ -116,6 +117,7 @@ def test_of_models_that_lack_nothing_the_one_that_leaves_out_least_is_taken(tmp_
     assert found.name == row["name"] and len(found.unused) + len(content.unknown) == 1
 
 
+@pytest.mark.full
 def test_the_task_that_a_user_says_settles_no_resolution(tmp_path: Path) -> None:
     (content,) = contents(published.sparse(tmp_path / "model.safetensors", published.shapes("hunyuan_video_15")))
     found = config_of(content, "text")

@@ -100,6 +100,7 @@ def test_a_clip_and_prompts_by_time_are_counted_within_two_percent(tiny_folder, 
     assert more == {"clip": True} and beside_transformer(*given, **more) > beside_transformer(*given)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("frames", [1, 108])
 def test_what_encoding_took_is_kept_beside_what_a_picture_or_a_clip_takes(tiny_folder, monkeypatch, frames):
     """Else a clip's seconds would count as those of a picture, and correct the forecasts of both."""
@@ -182,6 +183,7 @@ def test_a_size_is_counted_once(tiny_folder, monkeypatch):
     assert counts.transformer_work(pipeline, Size(96, 64, 9)) == first
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "name", ["ltx", "hunyuan_video_15", pytest.param("mochi", marks=pytest.mark.full), "framepack"]
 )

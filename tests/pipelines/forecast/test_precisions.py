@@ -45,6 +45,7 @@ def computing(work: Work) -> Counter:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_precision_has_a_time(tiny_folder, monkeypatch, name):
     monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: PACE)

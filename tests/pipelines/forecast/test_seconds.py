@@ -136,6 +136,7 @@ def test_a_device_that_nobody_timed_goes_by_its_data_sheet(tiny_folder):
     assert pace_of(replace(card, name="Someone's card"), None, torch.float16) is None
 
 
+@pytest.mark.full
 def test_a_run_is_kept_beside_its_forecast_and_corrects_the_next(tiny_folder, tmp_path, monkeypatch):
     monkeypatch.setattr("anygpu.pipelines.forecast.times.pace_of", lambda *_: PACE)
     pipeline = load(LoadRequest(build("ltx", tiny_folder), precision="fp32", device="cpu", state=tmp_path))

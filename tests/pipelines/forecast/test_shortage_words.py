@@ -56,6 +56,7 @@ CELLS = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("stage", "error"), CELLS)
 def test_the_stage_steps_down(pipeline, made, recorded, stage, error):
     name, _, coder = STAGES[stage].partition(".")

@@ -46,6 +46,7 @@ def cut_at(step: int) -> Told:
     return Told(cut)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "at"), [("ltx", 3), ("framepack", STEPS + 2)])
 def test_a_sampling_goes_on_after_its_last_step(tiny_folder: Path, tmp_path: Path, family: str, at: int) -> None:
     changes = {"scheduler": "unipc", "cfg": 1.0}
@@ -104,6 +105,7 @@ def test_what_may_be_wrong_or_is_not_on_the_disk_is_not_said_to_be_saved(
     assert not any("is saved" in line for line in watched.said) and not list(tmp_path.glob("steps/*"))
 
 
+@pytest.mark.full
 def test_another_request_begins_anew(tiny_folder: Path, tmp_path: Path) -> None:
     pipeline = opened("ltx", tiny_folder)
     with pytest.raises(Cut):

@@ -92,6 +92,7 @@ def by_formula(weights: dict[str, Tensor], latents: Tensor, patch: int, slope: f
     return functional.pixel_shuffle(frames, patch)[trimmed:]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("id", ROWS)
 def test_a_latent_frame_at_a_time_is_all_of_them_at_once(id: str) -> None:
     sizes = FAMILIES[id].sizes
@@ -107,6 +108,7 @@ def test_a_latent_frame_at_a_time_is_all_of_them_at_once(id: str) -> None:
         assert float(((frames > 0) & (frames < 1)).float().mean()) > 0.2, "nearly all of it is clamped"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("id", [id for id in ROWS if id != "framepack"])  # whose VAE and decoder are HunyuanVideo's
 def test_a_draft_is_at_most_a_tenth_of_the_work(id: str) -> None:
     """Counted products of the VAE as published and of the tiny decoder, for 3 latent frames of 64 x 64 pixels."""
@@ -172,6 +174,7 @@ def test_a_draft_heeds_what_ails_the_convolutions_of_a_device(
     assert seen == {(torch.float32, False)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "id", [id if id in ("mochi", "hunyuan_video_15") else pytest.param(id, marks=pytest.mark.full) for id in ROWS]
 )

@@ -228,6 +228,7 @@ def test_a_region_in_the_middle_of_its_chunks_splits_with_what_it_remembers():
         close(found, upstream(module, work))
 
 
+@pytest.mark.full
 def test_a_stream_goes_on_with_smaller_tiles(made):
     module, calls, sides = made("hunyuan15_vae"), [], []
     layer = module.decoder.up_blocks[-1].resnets[0]
