@@ -278,7 +278,6 @@ SAMPLES: dict[str, tuple[str, ...]] = {
     "test_adapter_loading.py::test_a_lora_of_the_base_is_merged": ("True",),
     "test_mv_adapter.py::test_six_views_equal_the_published_processors": (
         "sdxl-ig2mv-True-scales0",
-        "sd21-tg2mv-True-scales2",
     ),
     "test_projection.py::test_several_pictures_have_their_places_and_a_plain_background_is_enough": (),
     "test_savings.py::test_what_a_change_saves_is_what_the_clock_sees": (),

@@ -89,6 +89,7 @@ def test_turbo_at_full_size_is_forecast():
     forecast_fits(stages("paint", 512, 6, HALF, 1), "paint", 512, 6, 1, HALF, 3.0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "pixels", "views", "rows", "dtypes", "gigabytes"),
     [

@@ -48,7 +48,7 @@ class Lazy(types.ModuleType):
     def __getattr__(self, name):
         from diffusers_part import Pipeline
         return Pipeline
-time.sleep(1)
+time.sleep(0.3)
 sys.modules[__name__] = Lazy(__name__)
 """
 PART = SLOW.replace("from diffusers_part import Pipeline", "Pipeline = object")

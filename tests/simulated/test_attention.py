@@ -85,7 +85,6 @@ def prompt(tiny_folder: Any) -> Prompt:
     return stages.encode_prompt(loaded_for(CASES["ltx"], tiny_folder, "cpu"), PromptRequest("a red fox"), Silent())
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("budget", [200_000, 20_000_000])
 def test_a_forecast_knows_the_scores_of_attention_in_chunks(
     acc: torch.device, tiny_folder: Any, prompt: Prompt, budget: int, monkeypatch: pytest.MonkeyPatch

@@ -65,6 +65,7 @@ def test_exact_mode_equals_the_published_single_views(form, index, baked_alone):
     assert trust[cosine > 0].eq(1).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", FORMS)
 def test_an_axis_aligned_box_is_painted_whole_and_better_than_the_reference_paints_it(form):
     surface = Surface.of(box())

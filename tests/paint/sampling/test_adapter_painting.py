@@ -159,6 +159,7 @@ def test_maps_of_another_size_are_said_to_be_resized_be_they_smaller_or_larger(r
         assert progress.said == (lines if size > 64 else [])
 
 
+@pytest.mark.full
 def test_noise_is_drawn_for_all_views_and_then_for_the_reference(models, monkeypatch):
     pipeline, seen = load_adapter(AdapterRequest(*models["ig2mv", "sd21"], device="cpu")), []
 

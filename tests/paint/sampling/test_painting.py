@@ -107,6 +107,7 @@ def test_the_whole_call(paint, inputs, recorded):
     assert not torch.equal(painted.views, paint_views(paint, inputs, replace(TINY, seed=1)).views)
 
 
+@pytest.mark.full
 def test_the_reference_stream_runs_once_and_views_decode_one_at_a_time(paint_folder, inputs):
     calls = {"reference": [], "vae": [], "unet": []}
 

@@ -117,6 +117,7 @@ def test_latents_are_identical_from_the_same_embeddings(run: Any, name: str) -> 
     assert torch.equal(stages.decode(made.pipeline, found, Silent()), frames)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "interleave"), [(REPLACE, 4), (CONCAT, 2)])
 def test_negative_sees_a_black_picture_as_the_prompt_sees_its_own(run: Any, name: str, interleave: int) -> None:
     """Upstream's own call shows the negative of a token-replace model every second state: not the prompt's way."""

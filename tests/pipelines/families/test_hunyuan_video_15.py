@@ -127,6 +127,7 @@ def test_latents_are_identical_from_the_same_tokens(run: Any) -> None:
     assert torch.equal(_sampled(made, prompt=prompt).samples, latents)
 
 
+@pytest.mark.full
 def test_guidance_is_the_guiders(run: Any) -> None:
     """Rescaling and a stop, from the settings and from the checkpoint's own guider."""
     made = run(TEXT)

@@ -139,6 +139,7 @@ def test_released_names_are_those_that_upstream_converts():
         assert {key: t.shape for key, t in converted.items()} == {key: t.shape for key, t in shapes.items()}, release
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["ltx", "mochi", "hunyuan_video", "hunyuan_video_15_i2v"])
 def test_a_composed_pipeline_has_the_weights_of_its_folder(tiny_folder, tmp_path, model, recorded):
     files, base = layouts.whole_set(model, tiny_folder, tmp_path), layouts.tools_only(model, tiny_folder, tmp_path)

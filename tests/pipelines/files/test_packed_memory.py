@@ -75,6 +75,7 @@ def published(model: str) -> tuple[dict[str, tuple[int, ...]], Any, tuple[str, s
     return shapes, layouts.layout(release), library
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "way"),
     [

@@ -41,6 +41,7 @@ def test_the_plan_of_a_published_minimum_fits(model, size, gigabytes, tmp_path):
     assert all(stage.total <= room for stage in best.stages)
 
 
+@pytest.mark.full
 def test_a_decode_that_fits_whole_is_forecast_whole(tmp_path):
     """Less room is another form, never another number for the same one; whole is whole where only other parts leave."""
     size, rooms = Size(848, 480, 121), (None, 10**12, 14 * 10**9, 5 * 10**9)
@@ -62,6 +63,7 @@ def test_a_decode_that_fits_whole_is_forecast_whole(tmp_path):
     assert replace(stages[None], form="x") != stages[None]
 
 
+@pytest.mark.full
 def test_a_vae_in_fp16_takes_half_the_memory_and_twice_the_tile(tmp_path):
     """HunyuanVideo, whose VAE is published so, on an RTX 2060 of 12 GB."""
     card = replace(published.CARD, arch="sm75", arch_class="cuda-old", name="NVIDIA GeForce RTX 2060")
