@@ -1,7 +1,7 @@
 """The tables of docs/core-models.md: ``python tests/host/core_page.py classes``, ``threads``, ``doctor``,
 ``release COMFYUI`` or ``merge PAGE ...``.
 
-A release is run with the files that are named, or with all of :data:`SUITE`; what was not run keeps its cells.
+A release is run with the files that are named, or with all of :data:`SUITE`; what was not run keeps its cells and its day.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ def release(checkout: Path, columns: Sequence[str]) -> int:
     rows = [row for row in table("releases") if row[:2] != [name, commit.stdout.strip()]]
     known = [row for row in table("releases") if row not in rows] or [[""] * len(HEADS["releases"])]
     row = dict(zip(HEADS["releases"], known[0], strict=True))
-    row |= {"ComfyUI": name, "Commit": commit.stdout.strip(), "Run on": today}
+    oldest = today if {*columns} == {*SUITE} else row["Run on"] or today  # no cell is older
+    row |= {"ComfyUI": name, "Commit": commit.stdout.strip(), "Run on": oldest}
     failed = [line for line in row["What failed"].split("; ") if line and line.split(":")[0] not in columns]
     status = 0
     for column in columns:
