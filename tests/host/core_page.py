@@ -1,7 +1,7 @@
 """The tables of docs/core-models.md: ``python tests/host/core_page.py classes``, ``threads``, ``doctor``,
 ``release COMFYUI`` or ``merge PAGE ...``.
 
-A release is run with the files that are named, or with all of :data:`SUITE`; what was not run keeps its cells and its day.
+A release is run with the files that are named, or with all of :data:`SUITE`; what was not run keeps cells and day.
 """
 
 from __future__ import annotations
