@@ -220,7 +220,6 @@ def test_a_video_is_encoded_with_the_same_care(tiny_folder, recorded):
     assert bool(found.samples.any()) and any("again" in text for text in progress.said)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", ["mochi", "hunyuan_video"])
 def test_a_black_picture_is_found_where_casts_are_sound(tiny_folder, reference, recorded, name):
     """Convolutions alone give zeros here: what comes out is what tells."""
