@@ -160,7 +160,7 @@ class NodeProgress:
         self.finish("\n".join((status, *(decision.brief for decision in shown))))
 
     def drawn(self, text: str) -> None:
-        """:meth:`notify` of what a demo model draws instead of what was asked, which App mode is to show, too."""
+        """:meth:`notify` ``text``, by which a demo model says what it draws instead; App mode shows it in its list, too."""
         if text not in self.lines:
             self._run.entry["demo"].append(text)
         self.notify(text)

@@ -139,7 +139,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
         return self._remembered.get(name)
 
     def misses(self) -> dict[str, str]:
-        """The fallback of each size class of operations that runs found wrong here, by the class."""
+        """Size class of an operation whose result a run on this device found wrong -> the fallback that replaces it."""
         kept = self.recall(IN_RUNS)
         return {str(key): str(path) for key, path in kept.items() if path} if isinstance(kept, dict) else {}
 

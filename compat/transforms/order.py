@@ -144,9 +144,10 @@ def attention_step(attention: Attention) -> Step:
 
 
 def replace_attention(module: nn.Module, attend: Attend) -> Back:
-    """Make every known attention of a transformer or VAE call ``attend``; returns an undo.
-    ``attend`` maps query (B, H, N, D), key, value, an optional mask and, of a VAE, ``causal`` to (B, H, N, D). On
-    processors of other rewrites ``attend`` is set, and ``padding`` where they have it: they call ``by_rows`` then."""
+    """Make every attention that we know in a transformer or VAE call ``attend``; returns a function that undoes it.
+    ``attend`` maps query (B, H, N, D), key, value, an optional mask and, of a VAE, ``causal`` to (B, H, N, D). A layer
+    gets our processor, a block our forward; a processor that an earlier rewrite has set only gets ``attend``, and the
+    shared ``padding``, which tells the tokens that are padding, where it has such an attribute."""
     padding, undo, plain = Padding(), Undo(), attend
     if isinstance(attend, SparseAttention):  # sparse in joint attention alone
         plain = attend.attention

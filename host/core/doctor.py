@@ -309,6 +309,9 @@ class WatchedVAE:
         return self._checked(samples, functools.partial(super().decode_tiled, samples, *args, **kwargs))  # type: ignore[misc]
 
     def _checked(self, samples: Any, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """The frames that ``run`` decodes from ``samples``, once they are right. Weights that changed on the device are
+        reloaded first; wrong frames are decoded again after a look at streamed weights, too. Frames that only look wrong
+        are right if fp32 gives the same; else the doctor repairs, or raises NotFinite. ``spent``: further decodes."""
         doctor: doctors.Doctor = self.__dict__["doctor"]
         networks = nn.ModuleDict({VAE: self.first_stage_model})  # type: ignore[attr-defined]
         doctor.instead = "put AnyGPU Fit VAE before the decode"
@@ -325,7 +328,7 @@ class WatchedVAE:
             if wrong and healed(patcher, doctor, every=True, streamed=True):
                 spoilt, spent, frames = True, 1, run()
                 wrong = fault(frames)
-            if wrong and not spoilt and not doctors.not_finite(frames):  # the video may look so
+            if wrong and not spoilt and not doctors.not_finite(frames):  # such latents may really give such frames
                 spent = 1
                 with repaired(networks, (Repair(VAE, FP32),)):
                     if agree(frames, run(), self.vae_dtype):  # type: ignore[attr-defined]

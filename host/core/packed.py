@@ -94,7 +94,8 @@ def _bytes(value: Any) -> Any:
 
 
 def _values_of_bytes(name: str, packed: Tensor, params: Any) -> Tensor:
-    """``dequantize`` of :func:`as_bytes`, without float8, rounded once to the dtype that ``params`` ask for."""
+    """``dequantize`` of the layouts of :func:`as_bytes`: the values of a weight held as uint8, decoded without any
+    float8 tensor and rounded once to ``params.orig_dtype``. ``name`` is core's layout, which has one format."""
     layer_format = next(each for each, about in quant_ops.QUANT_ALGOS.items() if about["comfy_tensor_layout"] == name)
     codec = SCALED if layer_format in FP8 else layer_format
     packing, tensors = PACKINGS[codec], quant_ops.get_layout_class(name).state_dict_tensors(packed, params)

@@ -72,9 +72,10 @@ def weights_decision(damage: str, sound: Any) -> Iterator[Decision]:
 
 
 def clone_cast_on_host(patcher: Any, target: Target, label: str, float8: bool = True) -> Any:
-    """A clone of ``patcher`` over a copy of its network, cast on the host; None where there is none. ``target`` has the
-    new dtypes of bf16 weights, and ``label`` is its name among copies; other packs' layers stay. Without ``float8``
-    such weights become fp16, exactly, and packed ones bytes."""
+    """A clone of ``patcher`` whose network is a copy with weights cast on the host; None where core pages the weights
+    itself or the original ones cannot be had. bf16 weights get the dtypes of ``target``; layers of other packs stay.
+    Without ``float8``, float8 weights become fp16, exactly, and packed ones are held as bytes. Clones of a model share
+    the copy of a ``label``."""
     if patcher.is_dynamic():
         return None  # core pages such weights by itself
     copies: dict[str, weakref.ref[nn.Module]] = _copies.setdefault(patcher.model, {})

@@ -111,7 +111,8 @@ def part_folders(
 
 
 def folders_in(folder: Path) -> dict[str, Path]:
-    """Folders of the parts and tools in a pipeline's index, existing or not; without an index, its subfolders."""
+    """Name to folder of each part and tool in a pipeline's model_index.json, existing or not; those that it says are of
+    a shipped demo lie in that demo's folder. Without an index, its subfolders. Raises CheckpointError for no folder."""
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX, "a diffusers pipeline")
         pairs = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}
