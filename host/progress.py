@@ -160,7 +160,7 @@ class NodeProgress:
         self.finish("\n".join((status, *(decision.brief for decision in shown))))
 
     def drawn(self, text: str) -> None:
-        """:meth:`notify` ``text``, by which a demo model says what it draws instead; App mode shows it in its list, too."""
+        """:meth:`notify` ``text``: what a demo model draws instead of what was asked, which App mode lists, too."""
         if text not in self.lines:
             self._run.entry["demo"].append(text)
         self.notify(text)

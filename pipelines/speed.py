@@ -216,6 +216,7 @@ class Speed:
         return undo
 
     def _fuse(self, part: str, module: Any) -> Undo | None:
+        """Put fused operations into a part that was just read, in the form of its role; returns an undo, or None."""
         form = self.forms.get(role_of(part), "")
         if not form:
             return None

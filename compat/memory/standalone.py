@@ -118,6 +118,7 @@ class StandaloneOffloader:
                 remove_hooks(self.parts.read(part))
 
     def release(self, part: str) -> None:
+        """Take the part off its device to host memory; where it computes on the host, drop it."""
         if part in self.parts and self.device_of(part).type == HOST.type:
             self.parts.drop(part)
         elif self.mode != "model":  # in which a part has left already, or is in use

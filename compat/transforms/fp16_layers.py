@@ -127,7 +127,8 @@ class AskedLinear:
         return (self.forward(to_fp16(x, scale)).float() - self.bias) * scale + self.bias
 
     def is_product(self, like: Tensor) -> bool:
-        """True if ``forward`` is linear but for a bias; measured once, on the device of ``like`` (fp32)."""
+        """True if ``forward`` is linear but for a bias and takes inputs such as ``like`` (fp32). The first call asks it
+        on their device, and remembers how much it multiplies (``reach``) and its bias."""
         if not self.reach:
             try:
                 self._ask(like)

@@ -105,7 +105,7 @@ def published_fusion_points(published: Iterable[tuple[str, int, bool]]) -> dict[
 
 
 def triton_fault(device: torch.device) -> str:
-    """The probe of Triton: empty where it builds and runs a right kernel on ``device``; raises where it cannot."""
+    """The fault of Triton's results on ``device``, empty where a kernel is right; raises where it can run none."""
     if device.type == HOST.type:  # said before Triton is imported, which takes half a second
         raise RuntimeError("Triton launches on NVIDIA and AMD GPUs, not on a CPU")
     from ...kernels._triton import rounding  # noqa: F401 - where Triton is missing or broken, its import says so best

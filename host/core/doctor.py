@@ -310,8 +310,8 @@ class WatchedVAE:
 
     def _checked(self, samples: Any, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The frames that ``run`` decodes from ``samples``, once they are right. Weights that changed on the device are
-        reloaded first; wrong frames are decoded again after a look at streamed weights, too. Frames that only look wrong
-        are right if fp32 gives the same; else the doctor repairs, or raises NotFinite. ``spent``: further decodes."""
+        reloaded first; after wrong frames streamed ones too, for another decode. Frames that only look wrong are right
+        if fp32 gives the same; else the doctor repairs, or raises NotFinite. ``spent``: further decodes so far."""
         doctor: doctors.Doctor = self.__dict__["doctor"]
         networks = nn.ModuleDict({VAE: self.first_stage_model})  # type: ignore[attr-defined]
         doctor.instead = "put AnyGPU Fit VAE before the decode"

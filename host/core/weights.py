@@ -328,7 +328,8 @@ def _values(sums: Sequence[Tensor]) -> list[int]:
 
 @contextlib.contextmanager
 def _on_device(module: Any, name: str, tensor: Tensor, patcher: Any) -> Iterator[Tensor | None]:
-    """For the block, a tensor as layers on the device get it, streamed if need be; None where it cannot be had."""
+    """For the block, ``tensor``, which is ``name`` in ``module``, as its layer computes with it: cast and patched by
+    core, or itself where that is done. None where another function changes it, or no cast of core's reads it."""
     own = name.rpartition(".")[2]
     there, changed = tensor.device.type == patcher.load_device.type, bool(getattr(module, f"{own}_function", ()))
     cast = isinstance(module, comfy.ops.CastWeightBiasOp) and own in ("weight", "bias")

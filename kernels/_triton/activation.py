@@ -16,7 +16,8 @@ PER_THREAD = 16  # columns of a whole row for each thread: a block of 512 thread
 
 @triton.jit
 def activation_kernel(x, out, powers, width, blocks, x_row, room, BLOCK: tl.constexpr):
-    """BLOCK columns of a row of SwiGLU; with ``powers``, the whole row, divided by a power of two that is stored."""
+    """BLOCK columns of a row of SwiGLU, values first, then gates; with ``powers``, the whole row, divided by the power
+    of two, at least 1, that brings its norm below ``room``, which fp16 holds; the power is stored there."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     within = column < width

@@ -163,7 +163,7 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
             copies = _Copies(META, method.dtype, work=work)
             past = CausalCache(copies) if most < length else None
 
-            def chunk(count: int) -> None:
+            def chunk(count: int) -> None:  # adds the decode of ``count`` latent frames, after the causal ``past``
                 part = latents((count, rows, columns))
                 with nullcontext() if past is None else remembering(network, past):
                     if method.stream:

@@ -144,8 +144,8 @@ def _watch_of(pipeline: Pipeline, progress: Progress) -> Watch | None:
 def held_transformer(
     pipeline: Pipeline, settings: SampleSettings, progress: Progress, span: int = 9, **more: Any
 ) -> Iterator[Any]:
-    """The transformer on its device, with room for a forward; a cancel is obeyed in each of its layers. ``span`` and
-    ``more`` are as :func:`beside_transformer` takes them."""
+    """The transformer on its device, with room for a forward; a cancel is obeyed in each of its layers. ``span`` is the
+    ``window`` of :func:`beside_transformer`, in latent frames, which takes ``more``, too."""
     hold = pipeline.offloader.hold(TRANSFORMER, beside_transformer(pipeline, settings, span, **more), progress)
     with hold as transformer, checked_layers(transformer, progress.check):
         yield transformer

@@ -196,7 +196,8 @@ def resume_key(pipeline: Pipeline, prompt: Prompt, *request: Any) -> Callable[[]
 def painting_steps(
     store: StepStore, progress: Progress, pipeline: Any, generator: torch.Generator, seed: int, *request: Any
 ) -> Steps | None:
-    """The steps of a painting, as :func:`with_steps` has a video's; None where no file has the weights."""
+    """A painting's saved steps in ``store``, with which the same painting goes on; ``request``: all else that decides
+    its picture. None where the weights are of no file."""
     asked, names = pipeline.request, ("adapter", "lora", "vae", "image_encoder")
     model = asked.model if isinstance(asked.model, Path) else asked.model.file
     if model is None:

@@ -28,7 +28,8 @@ def _resnet_and_attention(source: str, target: str, index: str) -> Iterable[Row]
 
 
 def _vae(names: Iterable[str]) -> tuple[Row, ...]:
-    """The rows of Mochi's VAE, whose encoder and decoder are flat lists of layers; ``names`` tell how many each has."""
+    """Rows from the released names of Mochi's VAE to diffusers'. Its encoder and decoder are flat lists, whose kinds
+    of layers ``names`` tell by their numbers; rows without a tensor match nothing. The defaults are the release's."""
     names = list(names)
     layers = sorted({int(m[1]) for name in names if (m := re.match(r"encoder\.layers\.(\d+)\.layers\.", name))})
     first, behind = (layers[0], layers[-1] + 1) if layers else (4, 7)
