@@ -312,7 +312,9 @@ def name_of(model: Any) -> str:
     if isinstance(source, str):
         return source
     # VAEs of one architecture, as Wan's and Qwen-Image's, differ in their values alone, which no patch changes.
-    last = [] if model.patches else to_host([*inner.state_dict().values()][-1].flatten()[-4:]).tolist()
+    tensors = () if model.patches else inner.state_dict().values()
+    plain = [each for each in tensors if type(each) is Tensor and not each.is_meta]  # other packs' may not be read
+    last = to_host(plain[-1].flatten()[-4:]).tolist() if plain else []
     return f"{type(inner).__name__}, {model.model_size()} bytes, {last}"
 
 

@@ -127,8 +127,9 @@ def test_a_repair_of_a_whole_vae_of_core_is_its_fp32(inside: Inside, name: str) 
 
 def test_repairs_of_one_vae_are_not_those_of_another_of_its_size(inside: Inside) -> None:
     """As Wan 2.1's and Qwen-Image's; core keeps no name of a VAE's file."""
-    first, again, another = inside.play("doctor", "names_of_vaes", name="Wan 2.1")
+    first, again, another, unread = inside.play("doctor", "names_of_vaes", name="Wan 2.1")
     assert first == again != another
+    assert unread.endswith(" bytes, []")
 
 
 @full
