@@ -195,8 +195,8 @@ class Job:
     def _lists(self, device: Any) -> None:
         """What the nodes list when they are defined: one that raises is missing in ComfyUI."""
         folders = sys.modules["anygpu.host.folders"]
-        for kind in ("model", "provider", "paint", "paint_provider"):
-            assert all(type(name) is str for name in getattr(folders, f"{kind}_choices")()), kind
+        for listed in ("model_choices", "providers", "paint_choices", "paint_providers"):
+            assert all(type(name) is str for name in getattr(folders, listed)()), listed
         assert folders.paint_models() == {} and all(type(name) is str for name in folders.upscalers())
 
     def _clip(self, device: Any) -> None:

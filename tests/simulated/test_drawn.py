@@ -61,7 +61,7 @@ def test_in_every_offload_mode(acc: Any, offload: str, weights: str) -> None:
 
 def test_with_memory_for_some_of_the_weights(acc: Any) -> None:
     """``auto`` goes on with less on the device until it fits."""
-    with accelerator.limit(12_000_000):
+    with accelerator.limit(6_000_000):
         pipeline = opened("acc:0")
         assert seen(pipeline, sampled(pipeline)) == TEXT
     assert pipeline.offloader.mode != "none"
