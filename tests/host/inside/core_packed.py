@@ -16,7 +16,6 @@ import comfy.model_management as management
 import comfy.model_patcher
 import comfy.ops
 import comfy.quant_ops as quant_ops
-import comfy.supported_models as supported
 import comfy.text_encoders.llama as llama
 import comfy_kitchen.backends.eager as eager
 import comfy_kitchen.tensor.fp8 as fp8
@@ -36,7 +35,20 @@ from torch.nn import functional
 
 from host.inside import core_fit_vaes, core_tiny_vaes
 from host.inside.core_fit import PEAK, machine_named, traces, turing
-from host.inside.core_tiny import CASES, GROUP, HOST, error, fill, louder, made, output, pack
+from host.inside.core_tiny import (
+    CASES,
+    GROUP,
+    HOST,
+    MissingError,
+    error,
+    fill,
+    layout_of,
+    louder,
+    made,
+    output,
+    pack,
+    row_of,
+)
 
 FULL = torch.float32
 DTYPES = {"fp32": FULL, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -66,7 +78,7 @@ def pack_layers(network: nn.Module, plain: nn.Module, kind: str) -> None:
 
 def empty(name: str, loaded: str) -> Any:
     """A model of core's whose layers take packed weights, for a file that is to be loaded for a dtype."""
-    config = getattr(supported, CASES[name].table)(dict(CASES[name].config))
+    config = row_of(name)(dict(CASES[name].config))
     config.set_inference_dtype(torch.float16, DTYPES[loaded])
     config.quant_config = {"mixed_ops": True}
     return config.get_model({}, "").eval()
@@ -88,7 +100,7 @@ def products_counted(instead: Callable[..., Tensor] | None = None) -> Iterator[C
         calls[name] += 1
         return function(*args, **kwargs)
 
-    owners = [(eager, name, getattr(eager, name)) for name in PRODUCTS]
+    owners = [(eager, name, getattr(eager, name)) for name in PRODUCTS if hasattr(eager, name)]
     owners += [(torch, "_int_mm", theirs), (fp8, "_fp8_scaled_mm", fp8._fp8_scaled_mm)]
     with contextlib.ExitStack() as stack:
         for owner, name, function in owners:
@@ -225,7 +237,7 @@ def interrupted(name: str, kind: str) -> dict[str, Any]:
     """What a cancelled sampling and one that fails leave behind, and the feed-forward function of core's."""
     model, _ = packed_twin(name, kind, "fp16")
     fitted, _ = core_model.fit_model(model, "as loaded", keep_latents="never", machine=turing(**VOLTA))
-    raised, past = [], comfy.ops.linear_input_act
+    raised, past = [], getattr(comfy.ops, "linear_input_act", None)
     for error_class in (management.InterruptProcessingException, ValueError):
         with mock.patch.object(quant_ops.ck, "int8_linear"), mock.patch.object(comfy.ops, "run_every_op") as stop:
             stop.side_effect = [*[None] * 9, error_class()]
@@ -236,7 +248,7 @@ def interrupted(name: str, kind: str) -> dict[str, Any]:
     return {
         "raised": raised,
         "traces": left_behind(model.model.diffusion_model),
-        "past": comfy.ops.linear_input_act is past,
+        "past": getattr(comfy.ops, "linear_input_act", None) is past,
     }
 
 
@@ -259,7 +271,10 @@ def merged_encoder(loaded: str) -> Any:
     for path, leaf in packed_network.named_modules():
         if is_linear(leaf) or path.endswith("embed_tokens"):
             plain.get_submodule(path).weight.copy_(pack(file, path, INT8, **ROTATED))
-    packed_network.load_state_dict(file)
+    keys = packed_network.load_state_dict(file, strict=False)
+    if keys.unexpected_keys:
+        raise MissingError("packed embeddings")
+    assert not keys.missing_keys
     for path, value in packed_network.named_parameters():
         if not isinstance(value, quant_ops.QuantizedTensor):
             plain.get_parameter(path).copy_(value)
@@ -386,7 +401,10 @@ def chosen(stand_in: str, names: list[str]) -> dict[str, Any]:
                 store.path.write_text(json.dumps(kept), encoding="utf-8")
                 store = ProbeStore(device, Path(folder), more=question, asked={})
         for name in names:
-            model, plain = packed_twin(name, "int8 convrot", "fp16")
+            try:
+                model, plain = packed_twin(name, "int8 convrot", "fp16")
+            except MissingError:
+                continue
             fitted, decisions = core_model.fit_model(
                 model, "as loaded", keep_latents="never", machine=ModelDevice(device, store)
             )
@@ -433,7 +451,7 @@ def rounded(layer_format: str) -> dict[float, float]:
             )
             weight = quant_ops.QuantizedTensor(dense[:, :128].mul(99 / largest).to(torch.int8), layout, params)
         else:
-            layout = quant_ops.QUANT_ALGOS[layer_format]["comfy_tensor_layout"]
+            layout = layout_of(layer_format)
             scale = {"scale": "recalculate"} if layer_format.startswith("float8") else {}
             weight = quant_ops.QuantizedTensor.from_float(dense, layout, **scale)
         wide = weight.dequantize()

@@ -23,7 +23,7 @@ VIDEO, PICTURE = (3, 8, 8), (8, 8)  # latent frames, rows, columns
 
 
 class MissingError(Exception):
-    """A class that this ComfyUI does not have; the test that asks for it is skipped."""
+    """A class or format that this ComfyUI does not have; the test that asks for it is skipped."""
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,13 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+def row_of(name: str) -> Any:
+    """The row of a case in core's list of models; MissingError where this ComfyUI has none."""
+    if not hasattr(supported, CASES[name].table):
+        raise MissingError(CASES[name].table)
+    return getattr(supported, CASES[name].table)
+
+
 def made(
     name: str,
     weights: torch.dtype = torch.float16,
@@ -228,9 +235,7 @@ def made(
 ) -> Any:
     """A MODEL of the class with random weights, computed in ``compute`` as core casts; None computes in ``weights``."""
     case = CASES[name]
-    if not hasattr(supported, case.table):
-        raise MissingError(case.table)
-    config = getattr(supported, case.table)(dict(case.config))
+    config = row_of(name)(dict(case.config))
     config.unet_config |= case.config  # some rows insist on the published numbers
     config.set_inference_dtype(weights, compute)
     with torch.random.fork_rng():
@@ -263,10 +268,17 @@ CHOSEN: dict[str, dict[str, Any]] = {  # how a tiny weight is quantized where th
 }
 
 
+def layout_of(kind: str) -> str:
+    """The name of the layout of a packed format; MissingError where this ComfyUI has no such format."""
+    if kind not in quant_ops.QUANT_ALGOS:
+        raise MissingError(kind)
+    return str(quant_ops.QUANT_ALGOS[kind]["comfy_tensor_layout"])
+
+
 def pack(file: dict[str, torch.Tensor], path: str, kind: str, **chosen: Any) -> torch.Tensor:
     """The values of a Linear's weight after it was quantized in ``file``, as core saves and loads such layers."""
     chosen = chosen or CHOSEN.get(kind, {})
-    layout = quant_ops.get_layout_class(quant_ops.QUANT_ALGOS[kind]["comfy_tensor_layout"])
+    layout = quant_ops.get_layout_class(layout_of(kind))
     scale = {"scale": "recalculate"} if kind.startswith("float8") else {}  # of other formats that is what none means
     packed, params = layout.quantize(file.pop(f"{path}.weight").float(), **scale, **chosen)
     tensors = layout.state_dict_tensors(packed, params)

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from host.inside.core_tiny import fill
+from host.inside.core_tiny import MissingError, fill
 
 EDGE = 8  # latents
 FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "vae"
@@ -96,8 +96,11 @@ def _genmo(up: Sequence[int] = (1, 2, 1, 2), blocks: Sequence[int] = (1, 1, 1, 1
 
 
 def _minimax() -> nn.Module:
-    """MiniMax H3's, with one block in its decoder; releases before 0.30 lack it."""
-    import comfy.ldm.minimax.vae as minimax
+    """MiniMax H3's, with one block in its decoder; MissingError before ComfyUI 0.30."""
+    try:
+        import comfy.ldm.minimax.vae as minimax
+    except ImportError as error:
+        raise MissingError("MiniMax H3") from error
 
     decoder = minimax.ViT3DDecoder
     with mock.patch.object(minimax, "ViT3DDecoder", lambda **given: decoder(**{**given, "num_layers": 1, "heads": 2})):

@@ -7,12 +7,18 @@ from typing import Any
 from unittest import mock
 
 import comfy_kitchen.backends.cuda as kitchen_cuda
-import comfy_kitchen.backends.hip as kitchen_hip
 import torch
 from anygpu.compat.device import packed_paths
 from anygpu.compat.device.facts import facts_for
 from anygpu.compat.device.packed_paths import FORMATS
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+from host.inside.core_tiny import MissingError
+
+try:
+    import comfy_kitchen.backends.hip as kitchen_hip
+except ImportError as error:
+    raise MissingError("kernels for Radeons") from error
 
 kitchen = importlib.import_module("comfy_kitchen.registry")  # the package hides it behind an object of that name
 
