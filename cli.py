@@ -141,6 +141,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 
 def prove(arguments: argparse.Namespace) -> int:
+    """Measure the device into ``--output``; 0 also where something is wrong with it, which the file says."""
     from .pipelines.stacks import prove as measure
 
     output = Path(arguments.output)
@@ -177,6 +178,7 @@ def render(arguments: argparse.Namespace) -> int:
 
 
 def pack(arguments: argparse.Namespace) -> int:
+    """Write the transformer, packed as ``--weights`` says, as a file that ComfyUI reads, and print its path."""
     from .compat.checkpoints.latents import written
     from .compat.checkpoints.packed import as_in_files
     from .pipelines.load.folder import LoadRequest, load

@@ -39,11 +39,10 @@ def require_finite(tensor: torch.Tensor, subject: str, fix: str = FIX) -> None:
 
 
 def fault_in_frames(video: torch.Tensor, cell: int = 1, latents: torch.Tensor | None = None) -> str:
-    """The fault of decoded frames (B, C, F, H, W), on any device; empty for none.
-    A decoder that lost its input repeats one pattern of pixels in every cell of ``cell`` x ``cell`` pixels, the size
-    of a latent, exactly, which no picture does: :data:`COLOUR`. With ``latents`` (B, C, T, H / cell, W / cell) frames
-    and regions of one colour and saturation are found too. All but :data:`BROKEN` may rarely be right: decode in
-    another way and compare."""
+    """The fault of decoded frames (B, C, F, H, W), on any device; empty for none. A decoder that lost its input repeats
+    one pattern of pixels in every cell of ``cell`` x ``cell`` pixels, the size of a latent, exactly, which no picture
+    does: :data:`COLOUR`. With ``latents`` (B, C, T, H / cell, W / cell) frames and regions of one colour and saturation
+    are found too. All but :data:`BROKEN` may rarely be right: decode in another way and compare."""
     rows, columns = video.shape[-2:]
     if rows % cell or columns % cell or rows * columns == cell * cell:
         return BROKEN if not bool(video.isfinite().all()) else COLOUR if is_flat(video) else ""

@@ -200,11 +200,11 @@ class GroupRenderer:
                 raise
         failures = [ended[rank] for rank in sorted(ended) if isinstance(ended[rank], Outcome)]
         if failures or dead:
-            raise Ended(self._reason(failures, dead, sorted(waiting.values())))
+            raise Ended(self._settle_failure(failures, dead, sorted(waiting.values())))
         record: dict[str, Any] = ended[LEADER]
         return record
 
-    def _reason(self, failures: list[Outcome], dead: list[int], stuck: list[int]) -> Outcome:
+    def _settle_failure(self, failures: list[Outcome], dead: list[int], stuck: list[int]) -> Outcome:
         """The cause of a group's failure; kills its ranks if any is ``dead`` or ``stuck``, or the job is not at fault.
         Ranks that wait for one that fails fail too, so that not every failure is the cause."""
         reason = min(failures, key=lambda one: _ORDER.get(one.status, 0), default=Outcome(worker.LOST))

@@ -28,7 +28,7 @@ def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> d
     return {
         "family": pipeline.family,
         "title": title_of(pipeline),
-        "model": "demo model" if pipeline.is_demo else _model(pipeline).source.name,
+        "model": "demo model" if pipeline.is_demo else _source_holder(pipeline).source.name,
         "does": ", ".join(does),
         "decisions": [decision.as_json() for decision in decisions],
     }
@@ -38,7 +38,7 @@ def status_of(pipeline: Any) -> str:
     """A pipeline in one short line: model, variant, dtype, offload, device."""
     what = ", ".join((title_of(pipeline), *_variant(pipeline)))
     if pipeline.is_demo:
-        name = _model(pipeline).stands_in_for
+        name = _source_holder(pipeline).stands_in_for
         what = f"demo model in place of {name!r}" if name else f"demo model, {title_of(pipeline)}"
     return f"{what}: {in_short(pipeline)}, on {pipeline.facts.name}"
 
@@ -74,7 +74,8 @@ def limit_tooltip(facts: DeviceFacts, name: str) -> str:
     return f" Not on this machine ({facts.name}): {named}."
 
 
-def _model(pipeline: Any) -> Any:  # with ``source`` and ``stands_in_for``, which a paint pipeline has itself
+def _source_holder(pipeline: Any) -> Any:
+    """What has ``source`` and ``stands_in_for``: a video pipeline's model, or a paint pipeline itself."""
     return pipeline.model if isinstance(pipeline, Pipeline) else pipeline
 
 

@@ -1,7 +1,6 @@
 """Tensor names of other layouts as data: which tensor of a file is which of a diffusers or transformers model. ``#``
-stands for a number and ``*``, at the end, for the rest of a name, in the same order on both sides. A tensor that
-holds several of the model's is cut along its rows, which are bytes side by side: nothing is read or held twice for
-it."""
+stands for a number and ``*``, at the end, for the rest of a name, in the same order on both sides. A tensor that holds
+several of the model's is cut along its rows, which are bytes side by side: nothing is read or held twice for it."""
 
 from __future__ import annotations
 
@@ -160,6 +159,6 @@ def filled(target: str, parts: Iterable[str]) -> str:
 
 
 @lru_cache(maxsize=4096)
-def name_pattern(source: str) -> re.Pattern[str]:
-    """The pattern of the names that a row's ``source`` fits; a group for each ``#`` and ``*``."""
-    return re.compile(re.escape(source).replace(r"\#", r"(\d+)").replace(r"\*", "(.+)"))
+def name_pattern(name: str) -> re.Pattern[str]:
+    """The regular expression of one name of a row, with a group for each ``#`` (a number) and ``*`` (anything)."""
+    return re.compile(re.escape(name).replace(r"\#", r"(\d+)").replace(r"\*", "(.+)"))

@@ -230,7 +230,8 @@ def standard() -> dict[str, Probe]:
 
 
 def _patterns(dtype: torch.dtype) -> Tensor:
-    """All 65 536 values of a 16-bit dtype, or 4096 of fp32 over its whole range with every kind of rounding."""
+    """All 65 536 values of a 16-bit dtype; of fp32, 4096 from 1e-38 to 1e38 with both signs, and the special ones:
+    zero, ties of bf16, the largest of fp16 and the first beyond it, infinities."""
     if dtype.itemsize == 2:
         return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     spread = torch.linspace(-38, 38, 2048, dtype=torch.float64)

@@ -92,7 +92,8 @@ class Pace:
         return replace(self, **{kind: getattr(self, kind) * factor for kind, factor in factors.items()})
 
     def seconds(self, work: Work) -> float:
-        """Time of ``work``: per operation the larger of computing and moving; launches run ahead of the device."""
+        """Time of ``work``. An operation takes the longer of computing and moving; filters and copies only move.
+        Launches take their time beside all that where they run ``ahead``, so that the longer counts; else on top."""
         speeds = {rates.PRODUCT: self.product, rates.CONVOLUTION: self.convolution, rates.ATTENTION: self.attention}
 
         def once(kind: str, flops: int, moved: int) -> float:

@@ -82,7 +82,8 @@ class Processor:
         self.attend, self.padding = attend, padding or Padding()
 
     def by_text_rows(self, query: Any, key: Any, value: Any, mask: Any, queries_too: bool = False) -> torch.Tensor:
-        """Attention (B, H, N, D) over the valid keys of the text; by ``mask`` where the padding is not known."""
+        """Attention (B, H, N, D) without each row's padded text keys at its end, and with ``queries_too`` without such
+        queries, whose results are zeros or whatever; by ``mask`` where the padding is not known."""
         if self.padding.text is None:
             return self.attend(query, key, value, mask)
         return by_rows(self.attend, query, key, value, self.padding.text, queries_too)

@@ -1,6 +1,5 @@
-"""The 3-D convolutions of a loaded part, swapped for exact replacements, and back.
-Only the class of a module changes, to a subclass with another forward: its parameters, state-dict keys and all
-references to it stay valid."""
+"""The 3-D convolutions of a loaded part, swapped for exact replacements, and back. Only the class of a module changes,
+to a subclass with another forward: its parameters, state-dict keys and all references to it stay valid."""
 
 from __future__ import annotations
 

@@ -192,7 +192,8 @@ def _attach_block(block: nn.Module, layers: Mapping[str, LayerKind], applied: Ap
 
 
 def _attach_layers(block: nn.Module, layers: Mapping[str, LayerKind], applied: AppliedFp16) -> Iterator[int]:
-    """Rewrite the ``layers`` of ``block``; yields the ids of parameters, and of packed layers, that are to be fp16."""
+    """Rewrite the forwards of the ``layers`` of ``block``, an attention's values before its output, which multiplies
+    their power of two back; yields the ids of parameters, and of packed layers, that the caller has to cast to fp16."""
     scaled: dict[str, nn.Module] = {}  # rewritten layers by path
     for path, kind in layers.items():
         around: Any = submodule_at(block, path)
@@ -207,7 +208,7 @@ def _attach_layers(block: nn.Module, layers: Mapping[str, LayerKind], applied: A
             yield id(layer.bias)
         if kind is LayerKind.NARROW or (kind is LayerKind.ROTATED and not applied.fp32_output):
             continue
-        reach: float | None = 1.0
+        reach: float | None = 1.0  # of the weight's rows; None to measure packed ones when they compute
         if kind is LayerKind.VALUE or (kind is not LayerKind.FULL and not applied.fp32_output):
             reach = None if isinstance(layer, Stored) else max(1.0, float(fp16_layers.reach_of(layer.weight)))
         values = scaled.get(path.replace("to_out.0", "to_v"))  # of an attention's output projection: its values' layer

@@ -105,7 +105,8 @@ def kitchen() -> Any:
 
 
 def _by_kitchen(layer: Any, x: Tensor) -> Tensor:
-    """:func:`product` by comfy-kitchen's kernel for this device; fp16 rows are upcast before they are rotated."""
+    """:func:`product` by comfy-kitchen's kernel for this device; fp16 rows are upcast before they are rotated. For W4A8
+    it takes scales of groups in fp8, which files hold as bytes, one row of the codebook, the correction transposed."""
     sides, dtype, group = layer.sides, x.dtype, layer.group
     x = (x.float() if dtype is torch.float16 and group else x).contiguous()
     bias = None if layer.bias is None else layer.bias.to(dtype)

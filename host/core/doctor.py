@@ -125,7 +125,8 @@ class StepWatch:
             self.spots.append(Spot(name, torch.linalg.vector_norm(tensor.detach(), math.inf), fault, LIMIT))
 
     def _product(self, name: str, layer: Any, args: Any, output: Any) -> None:
-        """Compare some values of an unpatched Linear's output with the same in fp32."""
+        """Forward hook of a Linear without patches: notes a sample's error against fp32, and the largest value of an
+        fp16 input, where a clamp shows."""
         weight, x = getattr(layer, "weight", None), args[0] if args else None
         replaced = "forward" in vars(layer) and SETTINGS not in vars(layer)  # by a LoRA in bypass mode, not by Fit
         bare = not (replaced or any(getattr(layer, function, ()) for function in PATCHES))
@@ -309,9 +310,9 @@ class WatchedVAE:
         return self._checked(samples, functools.partial(super().decode_tiled, samples, *args, **kwargs))  # type: ignore[misc]
 
     def _checked(self, samples: Any, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The frames that ``run`` decodes from ``samples``, once they are right. Weights that changed on the device are
-        reloaded first; after wrong frames streamed ones too, for another decode. Frames that only look wrong are right
-        if fp32 gives the same; else the doctor repairs, or raises NotFinite. ``spent``: further decodes so far."""
+        """The frames that ``run`` decodes from ``samples``, in this order: after reloading weights that changed on the
+        device; if wrong, after reloading streamed ones too; if finite and only unlikely, as they are where fp32 gives
+        the same; else as the doctor repairs them, or NotFinite."""
         doctor: doctors.Doctor = self.__dict__["doctor"]
         networks = nn.ModuleDict({VAE: self.first_stage_model})  # type: ignore[attr-defined]
         doctor.instead = "put AnyGPU Fit VAE before the decode"
@@ -321,7 +322,7 @@ class WatchedVAE:
             return doctors.not_finite(frames) if plain else fault_in_pictures(self, frames, samples)
 
         patcher = self.patcher  # type: ignore[attr-defined]
-        spoilt, spent = healed(patcher, doctor, every=True), 0
+        spoilt, spent = healed(patcher, doctor, every=True), 0  # decodes beyond the first
         with doctor.repaired(networks):
             frames = run()
             wrong = fault(frames)

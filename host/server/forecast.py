@@ -243,8 +243,9 @@ def _start_latents(prompt: Prompt, node: str, pipeline: Pipeline) -> Latents:
     return replace(latents, samples=torch.empty(0), extra={**latents.extra, "batch_size": 1 + len(more)})
 
 
-def _levels(prompt: Prompt, node: str) -> tuple[dict[str, Any], str]:
-    """``steps`` and even ``sigmas``, as many as are linked to ``node``; empty, with a reason, if they are computed."""
+def _linked_sigmas(prompt: Prompt, node: str) -> tuple[dict[str, Any], str]:
+    """Settings for the ``sigmas`` that are linked to ``node``: their number, which the time depends on, and even values
+    in their place. Empty for none; empty, with a reason, where the prompt does not say their number."""
     source = next(back(prompt, node, "sigmas"), "")
     if not source:
         return {}, ""
@@ -341,7 +342,7 @@ def _forecast(prompt: Prompt, node: str, loaded: Inputs) -> dict[str, Any]:
             pipeline = replace(pipeline, run=replace(pipeline.run, decode=decode))
         elif not prompt[node]["inputs"].get("negative_prompt"):
             numbers.pop("text_guidance", None)  # no effect without a negative prompt
-        levels, why = _levels(prompt, node)
+        levels, why = _linked_sigmas(prompt, node)
         words, stages_in, times = RUNS[kind](numbers | levels, pipeline, room)
         lowest = MODES[-1] if mode in MODES and pipeline.offloader.device.type != "cpu" else mode
         most, least = stages_in("none" if mode == HOSTED else mode), stages_in(lowest)  # ComfyUI keeps all that fits

@@ -1,7 +1,6 @@
-"""The launch of :mod:`..rope`: a row is a head of a token, or a whole token.
-One program takes the same rows of queries and keys in every sample, so that the tables, in fp32 and thus more bytes
-than a 16-bit row, are read once. Whole rows are read and then split into pairs: reading every other feature would load
-two bytes at a time."""
+"""The launch of :mod:`..rope`: a row is a head of a token, or a whole token. One program takes the same rows of queries
+and keys in every sample, so that the tables, in fp32 and thus more bytes than a 16-bit row, are read once. Whole rows
+are read and then split into pairs: reading every other feature would load two bytes at a time."""
 
 from __future__ import annotations
 

@@ -170,8 +170,9 @@ def faded(allowed: Tensor, share: float) -> Tensor:
     return values[0, 0]
 
 
-def _pieces(seen: Tensor) -> Tensor:
-    """(H, W) bool: ``seen`` (H, W) without connected pieces smaller than :data:`SPECK` of the largest, in cells."""
+def _cells_of_large_pieces(seen: Tensor) -> Tensor:
+    """(H, W) bool: cells, of a grid of at most :data:`CELLS` a side, of the connected pieces of ``seen`` (H, W) that
+    have at least :data:`SPECK` of the largest's cells. Coarser than ``seen``."""
     cells = F.adaptive_max_pool2d(seen[None].float(), [min(length, CELLS) for length in seen.shape])
     label = torch.arange(1.0, cells.numel() + 1).view_as(cells) * cells
     for _ in range(4 * CELLS):  # a cell takes the label of the cell that the largest label near it names
@@ -200,7 +201,7 @@ def cropped(picture: Tensor, name: str, most: int) -> tuple[Tensor, bool, tuple[
         found = f"a {name} picture whose object has no outline"
         fix = "Connect the mask of Load Image or of core's background removal."
         raise InputError(found, expected="an object cut out, or before a plain background", fix=fix)
-    specks = seen & ~_pieces(seen)
+    specks = seen & ~_cells_of_large_pieces(seen)
     picture, seen = torch.cat((picture[..., :3], picture[..., 3:] * ~specks[..., None]), dim=-1), seen & ~specks
     rows, columns = seen.any(1).nonzero().flatten(), seen.any(0).nonzero().flatten()
     top, left = int(rows[0]), int(columns[0])

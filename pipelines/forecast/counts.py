@@ -155,7 +155,8 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
     def latents(cells: Cells) -> torch.Tensor:
         return empty(1, int(config.get("latent_channels", 16)), *cells, dtype=method.dtype)
 
-    def decoded(cells: Cells) -> Work:  # of one tile, or the whole: its first and last chunk of frames stand for all
+    def piece_work(cells: Cells) -> Work:
+        """Of one tile, or the whole: its first chunk of frames, one that stands for all further full ones, the rest."""
         time = empty(1, dtype=method.dtype) if config.get("timestep_conditioning") else None
         network, (length, rows, columns) = vae(), cells  # made before anything is counted
         most, temporal = min(method.frames or length, length), pipeline.spec.sizes.stride
@@ -186,7 +187,7 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
 
     for cells, times in Counter(_cuts(pipeline, size)).items():
         for piece, count in counted_once((*key, cells, method), partial(cut, cells)).items():
-            work = counted_once((*key, method.stream, method.frames, piece), partial(decoded, piece))
+            work = counted_once((*key, method.stream, method.frames, piece), partial(piece_work, piece))
             total.update(work.times(count * times))
     return total
 

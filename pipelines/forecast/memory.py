@@ -26,7 +26,7 @@ from ..sizes import (
     text_bytes,
     transformer_bytes,
 )
-from ..vae.plan import AUTO, DecodeRequest, forecast_form, planned_decode
+from ..vae.plan import AUTO, DecodeRequest, form_to_forecast, planned_decode
 from .times import Rooms, room_of
 
 COMPUTES = {"text": "text_encoder", "image": "image_encoder", "sampling": TRANSFORMER, "decoding": VAE}  # by stage
@@ -115,7 +115,7 @@ def forecasts(pipeline: Pipeline, size: Size, room: int | None = None) -> tuple[
 def _decoding(pipeline: Pipeline, size: Size, whole: StageNeed, room: int | None) -> StageNeed:
     """The decode as a run begins it. A method that was asked for, and ``auto``'s decode of the whole video, leave other
     parts on the device if all fits there; any other decode begins after those have left."""
-    room, form = sys.maxsize if room is None else room, forecast_form(pipeline.run.decode)
+    room, form = sys.maxsize if room is None else room, form_to_forecast(pipeline.run.decode)
     if form == DecodeRequest() and whole.total * SPARE <= room:
         return whole
     method, needed = planned_decode(pipeline, size, room - whole.weights, form)

@@ -48,6 +48,7 @@ class Run:
     form: DecodeRequest | None = None
 
     def places(self, pipeline: Pipeline, mode: str) -> dict[str, torch.device]:
+        """The stages of a run, in order, with their devices, which here are those of every offload ``mode``."""
         text, image = pipeline.configs.keys() & set(pipeline.spec.files.text_parts), pipeline.model.task == "image"
         names = (*([TEXT] if text else []), *([IMAGE] if image else []), SAMPLING, DECODING)
         return {name: pipeline.offloader.device_of(COMPUTES[name]) for name in names}
@@ -150,7 +151,8 @@ def planned_run(
     return Run(replace(size, guided=cfg > 1.0), settings, texts, pipeline.run.decode)
 
 
-def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, ProbeStore | None]:  # of ``device``
+def _machine_of(pipeline: Pipeline, device: torch.device) -> tuple[DeviceFacts, ProbeStore | None]:
+    """Facts and probe results of ``device``, which need not be the pipeline's own; None without a state folder."""
     if device == pipeline.offloader.device:
         return pipeline.facts, pipeline.device.probes
     facts, state = facts_for(device), pipeline.offloader.options.state

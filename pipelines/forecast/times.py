@@ -175,9 +175,8 @@ def times_of(
 def time_forecast(
     pipeline: Any, run: PlannedRun, mode: str = "", room: int | None = None, rooms: Rooms = free_bytes
 ) -> TimeForecast:
-    """Forecast the time of a run under ``mode``, by default the pipeline's own, in ``room`` bytes of its device,
-    None for all that it needs, and ``rooms`` of others. Raises UnsupportedError where the rates of a device are
-    unknown."""
+    """Forecast the time of a run under ``mode``, by default the pipeline's own, in ``room`` bytes of its device, None
+    for all that it needs, and ``rooms`` of others. Raises UnsupportedError where the rates of a device are unknown."""
     mode = mode or pipeline.offloader.mode
     own_rooms = {name: room_of(pipeline, device, room, rooms) for name, device in run.places(pipeline, mode).items()}
     return TimeForecast(mode, tuple(stage_time(pipeline, name, run, mode, own) for name, own in own_rooms.items()))

@@ -36,9 +36,8 @@ def save_prompt(path: Path, prompt: Prompt, origin: Origin | None = None) -> Pat
 
 
 def load_prompt(path: Path, notify: Callable[[str], None]) -> Prompt:
-    """The prompt in a file of ours or in a Musubi Tuner text cache, on the CPU.
-    Raises CheckpointError for one that is damaged, changed meanwhile, or has no prompt, InputError for a newer version,
-    or NaN and infinity."""
+    """The prompt in a file of ours or in a Musubi Tuner text cache, on the CPU. Raises CheckpointError for one that is
+    damaged, changed meanwhile, or has no prompt, InputError for a newer version, or NaN and infinity."""
     tensors, metadata = read_record(path, "a prompt")
     if metadata.keys() >= {"architecture", "caption1"}:
         prompt = musubi.prompt_of(path, tensors, metadata)

@@ -47,9 +47,8 @@ def save_latent(
     not_finite: str = "refuse",
     origin: Origin | None = None,
 ) -> Path:
-    """Write a LATENT, from any device; returns ``path``. ``not_finite``: ``refuse``, or ``clamp`` with a note.
-    Raises InputError for no video latents, or NaN and infinity in them, CheckpointError for a file that cannot be
-    written."""
+    """Write a LATENT, from any device; returns ``path``. ``not_finite``: ``refuse``, or ``clamp`` with a note. Raises
+    InputError for no video latents, or NaN and infinity in them, CheckpointError for a file that cannot be written."""
     origin = origin or Origin()
     samples = _finite(samples_of(latent), notify, not_finite)
     tensors = {SAMPLES: samples, CORE_VERSION: torch.tensor([]), **origin.tensors}

@@ -274,8 +274,9 @@ def _bytes_of(described: tuple[Sequence[int], torch.dtype]) -> int:
 
 
 class Alphas:
-    """The ``alpha_pattern`` of a file: ends of layers' names, or simple patterns, whose search ends at once. ValueError
-    for one that could go on for ever, as peft's regular expressions can."""
+    """The ``alpha_pattern`` of a file: alphas by the end of a layer's dotted name (``ends``) or by a simple regular
+    expression (``patterns``), with their rows' indices. ValueError for an impossible alpha, and for an expression whose
+    search may not end, as peft's can."""
 
     def __init__(self, rows: Mapping[str, float]) -> None:
         self.values = list(rows.values())

@@ -277,12 +277,12 @@ class Ladder:
 
 def planned_decode(pipeline: Pipeline, size: Size, room: int, form: DecodeRequest | None) -> tuple[DecodeMethod, int]:
     """The method with which a decode of ``size`` begins in ``room`` bytes beside the weights, and its bytes."""
-    plan = ladder_for(pipeline, latent_shape(pipeline, size), forecast_form(form), room)
+    plan = ladder_for(pipeline, latent_shape(pipeline, size), form_to_forecast(form), room)
     return plan.method, plan.needed_bytes(plan.method)
 
 
-def forecast_form(form: DecodeRequest | None) -> DecodeRequest:
-    """``form``; auto for none, and for a draft, which needs less than any other decode."""
+def form_to_forecast(form: DecodeRequest | None) -> DecodeRequest:
+    """``form``, or auto where none is set; auto for a draft too, which needs less, so that the forecast is enough."""
     return DecodeRequest() if form is None or form.method == DRAFT else form
 
 

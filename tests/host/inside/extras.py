@@ -33,7 +33,7 @@ def counted_levels(module: str, kind: str, inputs: dict[str, Any]) -> tuple[int,
         "1": {"class_type": kind, "inputs": inputs},
         "2": {"class_type": "AnyGPUSample", "inputs": {"sigmas": ["1", 0]}},
     }
-    return len(made) - 1, forecast._levels(prompt, "2")[0].get("steps", 0)
+    return len(made) - 1, forecast._linked_sigmas(prompt, "2")[0].get("steps", 0)
 
 
 OTHERS = {  # inputs that only another model's own files can fill
