@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import glob
 import json
 import tempfile
 from collections.abc import Callable
@@ -66,8 +67,13 @@ def mesh_path(name: str) -> Path:
 
 
 def file_stamp(name: str) -> Any:
+    """What changes with the file ``name``, and with files beside an OBJ or glTF whose names begin as its own does, such
+    as its materials and buffers: names, times, sizes. None where there is no such file."""
     path, _ = _path_and_root(name or "")  # None: it is linked
-    return (path.stat().st_mtime, path.stat().st_size) if value_or(path.is_file, False) else None
+    own = path.suffix.lower() not in (".obj", ".gltf")
+    files = [path] if own else value_or(lambda: sorted(path.parent.glob(f"{glob.escape(path.stem)}*")), [path])
+    stamps = value_or(lambda: [(file.name, file.stat().st_mtime, file.stat().st_size) for file in files], None)
+    return stamps if value_or(path.is_file, False) else None
 
 
 def mesh_of_file(name: str, file: Any, check: Callable[[], None]) -> tuple[Mesh, tuple[str, ...]]:

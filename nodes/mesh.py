@@ -129,8 +129,7 @@ class RenderViews(io.ComfyNode):
         for pictures in (maps.normal, maps.position):
             marked(pictures, "maps", mesh=shape, size=size, shading=shading, cameras=table)
         progress.finish("\n".join((f"{len(table)} views of {size} pixels, {len(surface.faces)} faces", *surface.notes)))
-        mask = maps.mask.float()
-        return io.NodeOutput(maps.normal, maps.position, table, mask, ui=preview.sheet(maps.normal, cls))
+        return io.NodeOutput(maps.normal, maps.position, table, maps.mask.float(), ui=preview.sheet(maps.normal, cls))
 
 
 class BakeTexture(io.ComfyNode):

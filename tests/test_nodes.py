@@ -857,7 +857,11 @@ def test_the_ring_of_the_demo_needs_no_file(core: ComfyUI) -> None:
     assert vertices.shape[0] == 1 and faces.shape[1] == 2 * 32 * 64 and core.said == "the ring of the demo"
     stamp, root = core.module("host.meshes").file_stamp, core.module("host.meshes").folder_paths.get_input_directory()
     (file := Path(root, "mine.ply")).write_bytes(b"ply")
-    assert stamp(file.name) == (file.stat().st_mtime, 3) and stamp("gone.ply") is None
+    assert stamp(file.name) == [(file.name, file.stat().st_mtime, 3)] and stamp("gone.ply") is None
+    (mesh := Path(root, "mine[1].obj")).write_bytes(b"obj")
+    before = stamp(mesh.name)
+    mesh.with_suffix(".mtl").write_bytes(b"newmtl")
+    assert stamp(mesh.name) == [*before, ("mine[1].mtl", mesh.with_suffix(".mtl").stat().st_mtime, 6)][::-1]
     inputs = {"1": {}, "2": {"mesh": ["1", 0], "seed": 4, "text": "4"}, "3": {"mesh": ["2", 1], "box": ["4"]}, "4": {}}
     prompt = {name: {"inputs": given} for name, given in inputs.items()}
     before = core.module("host.meshes").history(prompt, "3")

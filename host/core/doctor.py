@@ -77,8 +77,7 @@ class StepWatch:
         self.spots, self.stack = [], []
         with Undo() as undo:
             for name in self.blocks:
-                block = self.networks.get_submodule(name)
-                undo.append(add_hook(block, functools.partial(self._block, name)).remove)
+                undo.append(add_hook(self.networks.get_submodule(name), functools.partial(self._block, name)).remove)
             for name, module in self.networks.named_modules() if closely and not self.compiled else ():
                 if is_linear(module):
                     undo.append(add_hook(module, functools.partial(self._product, name)).remove)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ...compat.checkpoints.headers import reading
 from ...compat.device.probe_store import UNKNOWN
 from ...compat.errors import InputError, PackError
 from ...compat.memory.offloader import DEVICE_CHOICES, HOSTED, MODES
@@ -144,15 +145,16 @@ def _card(prompt: Prompt, node: str) -> tuple[dict[str, Any], Any]:
     known = probe_results_of(facts(), folders.state_folder()).without_asking()
     asked = all(answer.status != UNKNOWN for answer in known.values())
     defaults, request_for = LOADERS[entry["class_type"]]
+    named = str(inputs.get("model", inputs.get("transformer", "")))
     try:
         values = {name: _widget(prompt, inputs, name, default) for name, default in defaults.items()}
         given = {"device": facts(), "state": folders.state_folder(), **_core_weights(prompt, node)}
-        request = request_for(values, quiet=True, **given)
-        pipeline = READERS.get(type(request), load_placed)(request, hosted=memory_manager.offloader_on)
-        return {"node": node, **card_of(pipeline, known), "by_tables": not asked}, pipeline
+        with reading(Path(named)):
+            request = request_for(values, quiet=True, **given)
+            pipeline = READERS.get(type(request), load_placed)(request, hosted=memory_manager.offloader_on)
+            return {"node": node, **card_of(pipeline, known), "by_tables": not asked}, pipeline
     except PackError as error:
-        named = inputs.get("model", inputs.get("transformer", ""))
-        return {"node": node, "model": str(named), "error": error_message(error)}, None
+        return {"node": node, "model": named, "error": error_message(error)}, None
 
 
 def _widget(prompt: Prompt, inputs: Inputs, name: str, default: Any) -> Any:

@@ -84,7 +84,7 @@ def machine(again: bool = False) -> dict[str, Any]:
         "asked": all(answer.status != UNKNOWN for answer in known.values()),
         "sections": sections,
         "limits": decisions.limits(here),
-        "first_run": first_run(),
+        "first_run": value_or(first_run, ""),
         "problem": package_problem(),
     }
 

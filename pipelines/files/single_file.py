@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ...compat.decision import AUTO, Decision
+from ...compat.device.facts import value_or
 from ...compat.errors import CheckpointError
 from ...compat.memory.parts import denoises
 from ..base import Progress
@@ -119,7 +120,7 @@ def _transformer(path: Path) -> StoredModel:
 
 def lone_file(folder: Path) -> tuple[Path | None, str, str]:
     """A single file in a folder, a known model's first, or None; the model's title, or ""; and advice how to use it."""
-    files = sorted(file for file in folder.iterdir() if file.suffix in ENDINGS) if folder.is_dir() else []
+    files = value_or(lambda: sorted(file for file in folder.iterdir() if file.suffix in ENDINGS), [])
     compose = "choose it in AnyGPU Compose Pipeline"
     for file in files:
         if kind := next((kind for kind in kinds(file) if kind.endswith(TRANSFORMER)), ""):

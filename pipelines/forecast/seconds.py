@@ -180,5 +180,4 @@ def advice(needs: Sequence[Forecast], times: Mapping[str, TimeForecast], room: i
     best = min(larger, key=lambda each: (times[each.mode].seconds, each.peak))
     if times[best.mode].seconds > WORTH * times[now].seconds:
         return ""
-    lacks = amount_of(best.lacks(room))
-    return f"with offload {best.mode} {duration(times[best.mode].seconds)}, needs {lacks} more"
+    return f"with offload {best.mode} {duration(times[best.mode].seconds)}, needs {amount_of(best.lacks(room))} more"
