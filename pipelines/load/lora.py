@@ -8,7 +8,7 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -366,12 +366,12 @@ def _control_factor(path: Path, metadata: Mapping[str, str], before: int) -> int
 
 def _adapter_config(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
     """The adapter_config.json beside a file of peft's, whose tensor ``names`` have peft's prefix, with each method's
-    alpha as ``lora_alpha``; empty where there is none. Raises UnsupportedError for a method that is not read."""
-    beside, noted = path.with_name("adapter_config.json"), dict[str, Any]()
-    if not any(name.startswith("base_model.model.") for name in names):  # another file of the folder
+    alpha as ``lora_alpha``; empty where there is none. Raises UnsupportedError for a method that is not read, and
+    CheckpointError for a file that cannot be read, whose strengths would be missed."""
+    beside = path.with_name("adapter_config.json")
+    if not beside.is_file() or not any(name.startswith("base_model.model.") for name in names):  # one of another file
         return {}
-    with suppress(CheckpointError, OSError):
-        noted = dict(read_json(beside, "an adapter's configuration")) if beside.is_file() else {}
+    noted = read_json(beside, "an adapter's configuration")
     method = str(noted.get("peft_type"))
     for name, read in (("peft_type", METHODS), ("init_lora_weights", STARTS)):
         if noted and (value := str(noted.get(name, True))) not in read:

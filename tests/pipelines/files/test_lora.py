@@ -244,6 +244,9 @@ def test_an_alpha_that_is_put_beside_the_file_later_counts_from_then_on(made: An
         with lora.offloader.hold("transformer") as module, torch.no_grad():
             found.append(module.get_submodule(name)(torch.ones(columns)))
     torch.testing.assert_close(found[1] - plain, 2 * (found[0] - plain))
+    (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_al')
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
+        with_lora(pipeline, file, 1.0, "", mode, Silent())
 
 
 def test_without_strength_nothing_happens_and_it_is_said(made: Any, recorded: Any, monkeypatch: Any) -> None:
