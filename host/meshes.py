@@ -67,8 +67,8 @@ def mesh_path(name: str) -> Path:
 
 
 def file_stamp(name: str) -> Any:
-    """What changes with the file ``name``, and with files beside an OBJ or glTF whose names begin as its own does, such
-    as its materials and buffers: names, times, sizes. None where there is no such file."""
+    """Names, times and sizes of the file ``name`` and, beside an OBJ or glTF, of files whose names begin with its own,
+    such as its materials and buffers; None where there is no such file."""
     path, _ = _path_and_root(name or "")  # None: it is linked
     own = path.suffix.lower() not in (".obj", ".gltf")
     files = [path] if own else value_or(lambda: sorted(path.parent.glob(f"{glob.escape(path.stem)}*")), [path])

@@ -75,7 +75,7 @@ def limit_tooltip(facts: DeviceFacts, name: str) -> str:
 
 
 def _source_holder(pipeline: Any) -> Any:
-    """What has ``source`` and ``stands_in_for``: a video pipeline's model, or a paint pipeline itself."""
+    """The owner of ``source`` and ``stands_in_for``: a video pipeline's model, or a paint pipeline itself."""
     return pipeline.model if isinstance(pipeline, Pipeline) else pipeline
 
 

@@ -216,6 +216,15 @@ def test_the_parts_of_an_error_are_told_to_who_has_its_text(pack):
     assert status == 200 and found == {"found": "width 16", "expected": "32 or more", "fix": "The nearest value is 32."}
 
 
+def test_a_disk_that_fails_is_told_in_three_parts(pack, monkeypatch):
+    def fails() -> None:
+        raise OSError(5, "Input/output error", "/models")
+
+    monkeypatch.setattr(sys.modules["anygpu.host.server.panel"], "facts", fails)
+    status, told, _ = pack.ask("GET", "/anygpu/machine")
+    assert status == 400 and told["error"]["found"] == "'/models' cannot be read (Input/output error)"
+
+
 def test_help_that_is_in_no_other_language_is_found_in_english(pack):
     asked = ("AnyGPUSample.md", "AnyGPUSample/en.md", "AnyGPUNothing.md", "AnyGPU%2e%2e.md", "KSampler.md")
     found = pack.ask_all([("GET", f"/extensions/{WEB.parent.name}/docs/{path}", {}) for path in asked])

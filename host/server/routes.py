@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 from server import PromptServer
 
+from ...compat.checkpoints.headers import reading
 from ...compat.errors import InputError, PackError, json_within, parts_of
 from .. import recovery
 from . import panel, paused
@@ -170,11 +171,12 @@ def checked_id(body: Mapping[str, Any]) -> str:
 
 
 def _with_json_errors(handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """``handler`` with its result sent as JSON, and our errors as 400 with found, expected and fix."""
+    """``handler`` with its result sent as JSON, our errors and the disk's as 400 with found, expected, fix."""
 
     async def answer(request: web.Request) -> web.Response:
         try:
-            result = await handler(request)
+            with reading(Path(request.path)):
+                result = await handler(request)
             return result if isinstance(result, web.Response) else web.json_response(result, headers=FRESH)
         except PackError as error:
             return web.json_response({"error": panel.error_message(error)}, status=400)

@@ -241,8 +241,7 @@ def forward(
     per_row = x.shape[0] // rows
     given: dict[str, Any] = {"cross_attention_kwargs": {"run": run}, "return_dict": False}
     if added:
-        repeated = {name: value.repeat_interleave(per_row, dim=0) for name, value in added.items()}
-        given["added_cond_kwargs"] = repeated
+        given["added_cond_kwargs"] = {name: value.repeat_interleave(per_row, dim=0) for name, value in added.items()}
     if states:  # the UNet takes them off the list
         given["down_intrablock_additional_residuals"] = [state.repeat(rows, 1, 1, 1) for state in states]
     layers = [layer for layer in unet.modules() if isinstance(layer, ViewAttention)]

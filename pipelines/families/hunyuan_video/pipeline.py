@@ -144,8 +144,7 @@ def sample(
         start = start[:, :, 1:]
         mask = None if mask is None else loop.NoiseMask(*(t[:, :, 1:] for t in (mask.clean, mask.noise, mask.mask)))
     with loop.held_transformer(pipeline, settings, progress) as transformer:
-        model_input = _with_picture(kind, picture)
-        predict = _predictor(pipeline, transformer, prompt, settings, model_input, len(schedule))
+        predict = _predictor(pipeline, transformer, prompt, settings, _with_picture(kind, picture), len(schedule))
         latents = loop.denoise(
             start,
             schedule,
