@@ -83,7 +83,7 @@ class LoRAPair:
         """The change of the layer's ``weight``, of its shape and in fp32, without the factor alpha / rank."""
         own, kind = self._own(tensors)
         if kind.product is not None:
-            return kind.product(own, weight.float().flatten(1)).view_as(weight)
+            return self.cut(kind.product(own, self.cut(weight.float().flatten(1)))).view_as(weight)
         return (delta.up.float().flatten(1) @ delta.down.float().flatten(1)).view_as(weight)
 
     def _own(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Kind]:  # by role, and the kind they are

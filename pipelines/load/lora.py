@@ -338,9 +338,14 @@ def _pattern(trained: Mapping[str, Any], name: str) -> Alphas:
 
 
 def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:
-    """The notes of diffusers on a transformer's LoRA in its file: ``lora_alpha``, ``alpha_pattern``, ``use_rslora``."""
+    """The notes of diffusers on a transformer's LoRA in its file: ``lora_alpha``, ``alpha_pattern``, ``use_rslora``; or
+    Genmo's on one of Mochi's. Source: genmoai/mochi ``demos/fine_tuner/train.py``."""
     noted = json_object(notes.get("lora_adapter_metadata", "{}")) or {}
     own = {key.removeprefix("transformer."): value for key, value in noted.items() if "text_encoder" not in key}
+    genmo = json_object(notes.get("kwargs", "{}")) or {}
+    if "qkv_proj_lora_alpha" in genmo and "out_proj_lora_alpha" in genmo:
+        outputs = dict.fromkeys(("proj_x", "proj_y"), genmo["out_proj_lora_alpha"])
+        own = {"lora_alpha": genmo["qkv_proj_lora_alpha"], "alpha_pattern": outputs}
     own = {"r": 8, **own}  # peft's own
     return own if all(_plausible(own.get(name)) for name in ("lora_alpha", "r")) else {}
 
@@ -368,8 +373,9 @@ def _adapter_config(path: Path, names: Mapping[str, Any]) -> dict[str, Any]:
     """The adapter_config.json beside a file of peft's, whose tensor ``names`` have peft's prefix, with each method's
     alpha as ``lora_alpha``; empty where there is none. Raises UnsupportedError for a method that is not read, and
     CheckpointError for a file that cannot be read, whose strengths would be missed."""
-    beside = path.with_name("adapter_config.json")
-    if not beside.is_file() or not any(name.startswith("base_model.model.") for name in names):  # one of another file
+    beside, is_named = path.with_name("adapter_config.json"), path.stem == "adapter_model"  # as peft names it
+    alone = is_named or len([*path.parent.glob("*.safetensors")]) == 1  # else it may be of another file
+    if not (alone and beside.is_file() and any(name.startswith("base_model.model.") for name in names)):
         return {}
     noted = read_json(beside, "an adapter's configuration")
     method = str(noted.get("peft_type"))
@@ -453,8 +459,7 @@ def _inject(module: Any, lora: LoRA, adapter: str, dtype: torch.dtype) -> None:
             down, up, bias, _ = lora.delta(name)
             wide = weight.dtype if weight.dtype in WIDE else dtype
             if isinstance(layer, (nn.Conv2d, nn.Conv3d)):
-                ones = [1] * (weight.ndim - 2)
-                down, up = down.reshape(-1, *weight.shape[1:]), up.reshape(up.shape[0], -1, *ones)
+                down, up = down.reshape(-1, *weight.shape[1:]), up.reshape(up.shape[0], -1, *[1] * (weight.ndim - 2))
             else:  # some trainers write those of a Linear as of a convolution
                 down, up = down.flatten(1), up.flatten(1)
             state[f"{name}.lora_A.weight"] = down.to(wide).contiguous()

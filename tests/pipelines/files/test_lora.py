@@ -240,10 +240,13 @@ def test_an_alpha_that_is_put_beside_the_file_later_counts_from_then_on(made: An
     for config in ("", '{"peft_type": "LORA", "r": 2, "lora_alpha": 4}'):
         if config:
             (tmp_path / "adapter_config.json").write_text(config)
-        lora = with_lora(pipeline, file, 1.0, "", mode, Silent())
-        with lora.offloader.hold("transformer") as module, torch.no_grad():
+        given = with_lora(pipeline, file, 1.0, "", mode, Silent())
+        with given.offloader.hold("transformer") as module, torch.no_grad():
             found.append(module.get_submodule(name)(torch.ones(columns)))
     torch.testing.assert_close(found[1] - plain, 2 * (found[0] - plain))
+    (other := tmp_path / "other.safetensors").write_bytes(file.read_bytes())
+    (beside,) = lora.on(with_lora(pipeline, other, 1.0, "", mode, Silent()))
+    assert set(beside.scales.values()) == {1.0}, "it may be of the other file"
     (tmp_path / "adapter_config.json").write_text('{"r": 2, "lora_al')
     with pytest.raises(CheckpointError, match=r"adapter_config\.json"):
         with_lora(pipeline, file, 1.0, "", mode, Silent())

@@ -287,6 +287,22 @@ def test_alpha_in_diffusers_metadata_counts(made: Any, noted: dict[str, Any], sc
     torch.testing.assert_close(found, (weight + scale * up @ down).T + bias, **NEAR)
 
 
+def test_alphas_of_genmos_trainer_are_in_its_own_notes(tiny_folder: Path, tmp_path: Path) -> None:
+    """Source: genmoai/mochi ``demos/fine_tuner/train.py`` and ``src/genmo/mochi_preview/pipelines.py``."""
+    pipeline = load(LoadRequest(tiny.build("mochi", tiny_folder), device="cpu", precision="fp32"))
+    width, base = tiny.matrices_of(pipeline)["transformer_blocks.0.attn1.to_q"][0], "blocks.0.attn"
+    sizes = {"qkv_x": 3 * width, "proj_x": width}
+    factors = {f"{base}.{name}.lora_A": torch.ones(4, width) for name in sizes}
+    factors |= {f"{base}.{name}.lora_B": torch.ones(rows, 4) for name, rows in sizes.items()}
+    own = {f"{layer}_lora_{name}": value for layer, name, value in (
+        ("qkv_proj", "rank", 4), ("qkv_proj", "alpha", 8), ("out_proj", "rank", 4), ("out_proj", "alpha", 2.0),
+    )}  # fmt: skip
+    save_file(factors, path := tmp_path / "model_2000.lora.safetensors", {"kwargs": json.dumps(own)})
+    (added,) = lora.on(lora.with_lora(pipeline, path, 1.0, "", "separate", Silent()))
+    scales = {name.rpartition("attn1.")[2]: scale for name, scale in added.scales.items()}
+    assert scales == {"to_q": 2.0, "to_k": 2.0, "to_v": 2.0, "to_out.0": 0.5}
+
+
 @pytest.mark.parametrize("more", [{}, {"transformer.r": "four"}])
 def test_a_strangers_notes_on_another_method_need_no_rank(made: Any, more: dict[str, Any]) -> None:
     rows, columns = weight_and_bias(made)[0].shape
@@ -552,6 +568,20 @@ def test_glora_multiplies_the_weight_and_adds(made: Any, older: bool) -> None:
     tensors = {f"{LAYER}.{name}.weight": t for name, t in zip(names, (a1, a2, b1, b2), strict=True)}
     found = made.outputs({**tensors, f"{LAYER}.alpha": torch.tensor(6.0)}, LAYER, 1.0, "separate")
     torch.testing.assert_close(found, changed.T + bias, **NEAR)
+
+
+def test_kinds_that_need_the_weight_see_rows_as_the_release_has_them(made: Any) -> None:
+    """The release's last modulation is diffusers' norm_out.linear, whose halves of rows change places."""
+    base, layer = "lycoris_final_layer_adaLN_modulation_1", "norm_out.linear"
+    with made.pipeline.offloader.hold("transformer") as module:
+        inner = module.get_submodule(layer)
+        weight, bias = (torch.cat(each.detach().chunk(2)[::-1]) for each in (inner.weight, inner.bias))
+    size = len(weight) // 4
+    blocks = torch.randn(4, size, size) * 0.1
+    turned = torch.cat([rotation(b).T @ w.double() for b, w in zip(blocks, weight.split(size), strict=True)])
+    found = made.outputs({f"{base}.oft_blocks": blocks}, layer, 1.0, "merged")
+    expected = turned.float().T + bias
+    torch.testing.assert_close(found, torch.cat(expected.chunk(2, 1)[::-1], 1), **NEAR)
 
 
 def test_rotations_of_several_layers_at_once_are_named_and_left() -> None:
