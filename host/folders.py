@@ -149,8 +149,7 @@ def paint_models() -> dict[str, Path]:
                     files = (file for file in sorted(folder.iterdir()) if file.suffix in PAINT_SUFFIXES)
                     names = {file: file.name.lower() for file in files if "hunyuan3d" in file.name.lower()}
                     models += [file for file, name in names.items() if "paint" in name or "delight" in name]
-    by_name = _by_name(roots(MODEL_KEYS), models)
-    return dict(sorted(by_name.items(), key=lambda item: "delight" in item[0].lower()))
+    return dict(sorted(_by_name(roots(MODEL_KEYS), models).items(), key=lambda item: "delight" in item[0].lower()))
 
 
 def paint_choices() -> list[str]:

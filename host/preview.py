@@ -40,8 +40,7 @@ def clips(films: Sequence[torch.Tensor], fps: float, cls: Any) -> Any:
 
 
 def sheet(pictures: torch.Tensor, cls: Any) -> Any:
-    columns = math.ceil(math.sqrt(len(pictures)))
-    return ui.PreviewImage(sheet_of(_at_most(pictures, SHEET_PIXELS // columns)), cls=cls)
+    return ui.PreviewImage(sheet_of(_at_most(pictures, SHEET_PIXELS // math.ceil(math.sqrt(len(pictures))))), cls=cls)
 
 
 def sheet_of(pictures: torch.Tensor) -> torch.Tensor:

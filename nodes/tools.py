@@ -87,8 +87,7 @@ class MemoryPlan(Uncached):
             text, bars = paint_plan(pipeline, width, frames, guided)
         else:
             sizes = own_inputs(pipeline, {"width": width, "height": height, "frames": frames}, progress.drawn)
-            size = memory_plan.planned_size(pipeline, **sizes, guided=guided)
-            text, bars = memory_plan.memory_plan(pipeline, size)
+            text, bars = memory_plan.memory_plan(pipeline, memory_plan.planned_size(pipeline, **sizes, guided=guided))
         progress.finish(text)
         return io.NodeOutput(text, bars, ui=ui.PreviewImage(bars, cls=cls))
 

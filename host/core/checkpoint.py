@@ -79,5 +79,4 @@ def _prediction_mark(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _unusable(found: str, fix: str = "Connect all three of Load Checkpoint, or none.") -> InputError:
-    expected = "core's MODEL, CLIP and VAE of Stable Diffusion XL or 2.1"
-    return InputError(found, expected=expected, fix=fix)
+    return InputError(found, expected="core's MODEL, CLIP and VAE of Stable Diffusion XL or 2.1", fix=fix)

@@ -428,8 +428,7 @@ def _causal_in_time(own: Any, attention: Attention, x: Tensor) -> Tensor:
     if own.qk_norm:
         query, key = functional.normalize(query, dim=-1), functional.normalize(key, dim=-1)
     seen = attention(query.contiguous(), key.contiguous(), value.contiguous(), causal=True)
-    out = own.out(seen.transpose(1, 2).flatten(2))
-    return out.unflatten(0, (batch, height, width)).permute(0, 4, 3, 1, 2)
+    return own.out(seen.transpose(1, 2).flatten(2)).unflatten(0, (batch, height, width)).permute(0, 4, 3, 1, 2)
 
 
 def _is_over_frames(module: Any) -> bool:

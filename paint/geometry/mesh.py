@@ -76,7 +76,8 @@ class Surface:
             raise InputError(found, expected="finite positions", fix=fix)
         # float64 on the CPU: a mesh far from the origin or of tiny scale keeps the digits that its float32 still has
         vertices, faces = to_host(mesh.vertices).double(), to_host(mesh.faces).long()
-        used = vertices[named_by(faces, len(vertices))]
+        named = named_by(faces, len(vertices))
+        used, vertices = vertices[named], vertices.where(named[:, None], vertices[faces[0, 0]])  # no stray far away
         centre = (used.amax(0) + used.amin(0)) / 2 * frame.centred
         radius = float((used - centre).norm(dim=1).max() if frame.centred else used.abs().max())
         if radius == 0:
@@ -490,7 +491,8 @@ def welded(vertices: Tensor) -> Tensor:
 
 def welded_normals(vertices: Tensor, faces: Tensor) -> Tensor:
     """(N, 3) unit: means over faces, weighted by area, that go on across the seams that unwrapping cuts."""
-    same = welded(vertices)
+    used = named_by(faces, len(vertices))[:, None]
+    same = welded(vertices.where(used, vertices[faces[0, 0]]))  # a stray vertex far away would coarsen its grid
     corners = vertices[faces]
     normals = torch.linalg.cross(corners[:, 1] - corners[:, 0], corners[:, 2] - corners[:, 0])
     sums = torch.zeros_like(vertices).index_add_(0, same[faces].reshape(-1), normals.repeat_interleave(3, 0))

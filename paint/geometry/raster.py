@@ -72,8 +72,7 @@ def face_ids(screen: Tensor, faces: Tensor, height: int, width: int, steps: Step
         for pixel, key in _keys(triangles, width, height, limit):
             buffer.scatter_reduce_(0, pixel, key, "amin", include_self=True)
     buffer = buffer[: height * width]
-    face = torch.where(buffer == FAR, -1, buffer & ((1 << FACE_BITS) - 1))
-    return face.to(torch.int32).view(height, width)
+    return torch.where(buffer == FAR, -1, buffer & ((1 << FACE_BITS) - 1)).to(torch.int32).view(height, width)
 
 
 @dataclass(frozen=True, slots=True)

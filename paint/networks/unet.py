@@ -155,8 +155,7 @@ class UNet(nn.Module):
         x = self.mid_block(kept[-1], time, text, run)
         for block in self.up_blocks:
             left = len(kept) - self.shape.depth - 1  # shortcuts after this block; the last has the next one's size
-            size = tuple(kept[left - 1].shape[-2:]) if left else None
-            x = block(x, kept, time, text, run, size)
+            x = block(x, kept, time, text, run, tuple(kept[left - 1].shape[-2:]) if left else None)
         return x
 
     def _residual(self, width: int, out_width: int) -> Residual:

@@ -75,8 +75,7 @@ def delight_image(pipeline: PaintPipeline, picture: Tensor, settings: DelightSet
         elif settings.text_guidance != 1:
             progress.notify("text_guidance has no effect without negative_prompt")
         device, dtype = pipeline.offloader.device, pipeline.precision.vae
-        need = vae_bytes(ENCODED, settings.size, dtype)
-        with stage(pipeline, "encoding", "vae", need, run, progress) as module:
+        with stage(pipeline, "encoding", "vae", vae_bytes(ENCODED, settings.size, dtype), run, progress) as module:
             condition = vae.encoded(module, network_picture(given)[None], None, device)
         latents = sampled(pipeline, condition, text, settings, run, progress)
         evened = decoded(pipeline, latents, run, settings.seed, progress).views[0]

@@ -62,8 +62,7 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
     low, scale, dtype = latents.samples, scaling(pipeline), pipeline.precision.vae
     mean, std = (to_host(tensor).float() for tensor in (vae.latents_mean, vae.latents_std))
     plain = LTXPipeline._denormalize_latents(low, mean, std, scale)
-    widest = 4 * config["mid_channels"]
-    high = upscaled(pipeline, plain, partial(Network, **config), entries, widest, dtype, progress)
+    high = upscaled(pipeline, plain, partial(Network, **config), entries, 4 * config["mid_channels"], dtype, progress)
     high = LTXPipeline._normalize_latents(high, mean, std, scale)
     match: Any = Upstream.adain_filter_latent
     return replace(enlarged(latents, path), samples=match(None, high, low, 1.0) if config["spatial_upsample"] else high)

@@ -242,6 +242,15 @@ def test_normals_go_on_across_seams():
     assert (normals - mesh.vertices).norm(dim=1).max() < 0.05
 
 
+def test_a_vertex_far_away_that_no_face_names_changes_nothing() -> None:
+    mesh = sphere(16, 32)
+    more = torch.cat((mesh.vertices, torch.full((1, 3), 1e7)))
+    expected = welded_normals(mesh.vertices.double(), mesh.faces)
+    assert torch.equal(welded_normals(more.double(), mesh.faces)[:-1], expected)
+    one, other = (welded(Surface.of(Mesh(points, mesh.faces)).vertices) for points in (mesh.vertices, more))
+    assert len(one.unique()) == len(other.unique())
+
+
 @pytest.mark.parametrize("name", ["shape.fbx", "shape"])
 def test_other_formats_are_refused(tmp_path, name):
     with pytest.raises(InputError, match=r"mesh file .*\.glb, \.gltf, \.obj, \.ply, \.stl"):
