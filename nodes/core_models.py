@@ -43,7 +43,11 @@ def output_of(cls: Any, before: Any, fitted: Any, decisions: Any) -> io.NodeOutp
 
 
 def status_of(before: Any, fitted: Any) -> str:
-    return "nothing to change on this device" if fitted is before else "fitted to this device"
+    """The status of a fit; a MODEL that was copied is fitted if its calls are wrapped."""
+    from ..host.core.model import KEY
+
+    wrapped = any(KEY in each for each in getattr(fitted, "wrappers", {"": KEY}).values())
+    return "fitted to this device" if fitted is not before and wrapped else "nothing to change on this device"
 
 
 def later_text(cls: Any) -> tuple[list[str], Callable[[str], None]]:

@@ -91,6 +91,7 @@ class Calibration:
     @contextmanager
     def measured(self, network: nn.Module) -> Iterator[None]:
         """For the block, measure a step in safe fp16; its sizes are not taken if its result is not finite."""
+        self._running = NETWORK  # else what comes before the first block would count as the last one's
         found: list[tuple[str, str, Tensor]] = []
         with ExitStack() as stack:
 

@@ -160,7 +160,9 @@ class FittedCLIP(CLIP):
         """Do nothing: core's clone sets the encoders that it began with."""
 
     def clone(self, *args: Any, **kwargs: Any) -> Any:
-        return of_fitted_class(super().clone(*args, **kwargs))
+        cloned = of_fitted_class(super().clone(*args, **kwargs))
+        cloned.patcher.is_injected = False  # core copies it, but what was injected is the original's
+        return cloned
 
 
 def of_fitted_class(clip: Any) -> Any:

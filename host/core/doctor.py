@@ -76,6 +76,8 @@ class StepWatch:
         """For the block, watch one call, ``closely`` with spot checks; yields what makes its attention override."""
         self.spots, self.stack = [], []
         with Undo() as undo:
+            network = next(iter(self.networks.values()))
+            undo.append(add_hook(network, lambda *_: self.spots.clear(), before=True).remove)  # of a pass thrown away
             for name in self.blocks:
                 undo.append(add_hook(self.networks.get_submodule(name), functools.partial(self._block, name)).remove)
             for name, module in self.networks.named_modules() if closely and not self.compiled else ():
@@ -224,6 +226,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
         def compute(closely: bool = True) -> Any:  # under the repairs, some of which replace attention
             if closely:
                 compute_next(args, kwargs)
+                getattr(networks[NETWORK], "clear_kv_cache", int)()  # HiDream O1's keys and values of the prompt
             with watch.on(closely) as override:
                 if not (closely or any(repair.way == ATTENTION for repair in doctor.repairs)):
                     return executor(*args, **kwargs)
@@ -251,7 +254,11 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
         begun.clear()
-        result = executor(*args, **kwargs)
+        try:
+            result = executor(*args, **kwargs)
+        except BaseException:
+            doctor.told.clear()  # the next sampling would end with them
+            raise
         healed(executor.class_obj.model_patcher, doctor, every=True, late=True)
         noise, sigmas = args[0], args[3] if len(args) > 3 else kwargs.get("sigmas")
         ended = isinstance(result, torch.Tensor) and sigmas is not None and float(sigmas[-1]) == 0.0
@@ -263,7 +270,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
     watched = model.clone()
     for kind, wrapper in ((WrappersMP.APPLY_MODEL, call), (WrappersMP.OUTER_SAMPLE, sampled)):
         watched.remove_wrappers_with_key(kind, KEY)
-        watched.add_wrapper_with_key(kind, KEY, wrapper)
+        watched.wrappers[kind] = {KEY: [wrapper], **watched.wrappers.get(kind, {})}  # around a fit, which may try again
     return watched
 
 

@@ -192,6 +192,9 @@ class FittedNetwork:
             if plain or (seen.casts and model.get_dtype_inference() is torch.float32):
                 undo.set(model, CAST, torch.float16 if plain else self.loaded)
             dtype = model.get_dtype_inference()
+            for options in (*args, *kwargs.values()):  # core's SamplerARVideo makes its caches in the weights' dtype
+                for cache in (options.get("ar_state") or {}).get("kv_caches", ()) if isinstance(options, dict) else ():
+                    cache.update({name: cache[name].to(dtype) for name in ("k", "v")})
             stack.enter_context(self._convolutions_on(network, dtype))
             stack.enter_context(add_hook(model.diffusion_model, _with_own_latent, before=True))
             guard = self.machine.guard if network is model.diffusion_model else None  # not a compiled one
@@ -217,9 +220,12 @@ class FittedNetwork:
         if (seen := self.seen.get(network)) is not None:
             seen.counted = seen.casts  # then core computes it all: a count would only cost a forward
         self.attached.setdefault(network, Undo()).extend(self.packed.attach(network))
+        getattr(network, "clear_kv_cache", int)()  # HiDream O1's keys and values of a prompt, in another dtype
 
     def detach(self, patcher: Any) -> None:
-        self.attached.pop(_plain(patcher.model.diffusion_model), Undo()).restore()
+        network = _plain(patcher.model.diffusion_model)
+        self.attached.pop(network, Undo()).restore()
+        getattr(network, "clear_kv_cache", int)()
 
     @contextmanager
     def _convolutions_on(self, network: nn.Module, dtype: torch.dtype) -> Iterator[None]:

@@ -117,7 +117,7 @@ def agree(frames: Tensor, others: Tensor, dtype: torch.dtype) -> bool:
     return bool(error <= max(SAME, torch.finfo(dtype).eps))
 
 
-def apart(frames: Tensor, others: Tensor) -> float:
-    """The relative L2 distance of ``frames`` from ``others``."""
+def apart(frames: Tensor, others: Tensor, least: float = 1e-6) -> float:
+    """The L2 distance of ``frames`` from ``others``, relative to those, or to a picture of the value ``least``."""
     here, there = to_host(frames).float(), to_host(others).float()
-    return float((here - there).norm() / there.norm().clamp(min=1e-6))
+    return float((here - there).norm() / there.norm().clamp(min=least * there.numel() ** 0.5))

@@ -483,3 +483,45 @@ def test_a_fitted_model_runs_under_the_guard_of_its_device(inside):
     assert found["seen"] and all(len(shape) == 5 for shape in found["seen"]) and found["on_cpu"]
     assert (found["vaes"], found["clips"]) == (1, 4), "both children of the encoder, in both texts"
     assert found["calls"] == [*range(len(found["seen"]) + 5)], "by the calls of its device, too"
+
+
+@pytest.mark.parametrize("order", ["before", "behind"])
+def test_a_doctor_on_either_side_looks_at_what_the_fit_lets_through(inside: Inside, order: str) -> None:
+    found = inside.play("fit_beside", "with_a_doctor", order=order)
+    assert found["again"] and found["error"] <= 1e-3 and found["doctor"] == []
+
+
+def test_caches_that_core_makes_in_the_weights_dtype_follow_the_stream(inside: Inside) -> None:
+    found = inside.play("fit_beside", "self_forcing")
+    assert max(found["fitted"], found["again"]) <= max(found["plain"], 1e-3)
+
+
+def test_a_prompts_keys_and_values_do_not_outlive_a_fit(inside: Inside) -> None:
+    assert inside.play("fit_beside", "prompt_caches") == {"spoilt": False, "fitted": True, "after": True}
+
+
+@pytest.mark.parametrize("fault", ["dead half", "dead frames", "noise"])
+def test_fit_vae_rescues_a_decode_behind_a_doctor_too(inside: Inside, fault: str) -> None:
+    found = inside.play("fit_beside", "vae_behind_a_doctor", fault=fault)
+    assert found["error"] <= 1e-3 and found["said"] == ["decode: fp32"] and found["told"] == []
+
+
+def test_a_dark_picture_is_no_fault(inside: Inside) -> None:
+    found = inside.play("fit_beside", "dark_picture")
+    assert found["mean"] < 0.1 and found["said"] == []
+
+
+def test_lines_of_a_cancelled_sampling_end_with_it(inside: Inside) -> None:
+    found = inside.play("fit_beside", "cancelled_lines")
+    assert len(found["told"]) == 1 and "loaded again" in found["told"][0]
+    assert found["shown"] == ["no fault in 4 steps"]
+
+
+def test_a_change_of_a_fitted_clones_weights_leaves_the_plain_encoder_alone(inside: Inside) -> None:
+    assert inside.play("fit_beside", "cloned_encoder") == {"left": 0, "same": True}
+
+
+def test_a_status_claims_no_fit_where_calls_are_core_s(inside: Inside) -> None:
+    found = inside.play("fit_beside", "statuses")
+    nothing = "nothing to change on this device"
+    assert found == {"fitted": "fitted to this device", "kept": nothing, "back": nothing, "nothing": nothing}
