@@ -56,7 +56,7 @@ def transformer_bytes(pipeline: Pipeline, mode: str, forward: int = 0) -> int:
 
 
 def sampling_bytes(pipeline: Pipeline, size: Size) -> int:
-    """Bytes of activations at the peak of one forward of the transformer, on one rank."""
+    """Bytes at the peak of one forward of the transformer, on one rank: activations and the largest weight unpacked."""
     fit, (token_bytes, latent_bytes) = pipeline.spec.memory.fit, sampling_terms(pipeline, size)
     dense = max(_dense(pipeline, part) for part in pipeline.spec.transformers)
     batch, heads, width, item = _states(pipeline, size)

@@ -94,7 +94,8 @@ def stack_parts(facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Ite
 
 
 def stack_figures(family: FamilySpec, facts: DeviceFacts, store: ProbeStore, sizes: StackSizes) -> Iterator[Figure]:
-    """Peak of a forward on each card beside the forecast, then seconds with weights on the device, and streamed."""
+    """Peak of a forward on each card beside the forecast, then seconds with weights on the device, and streamed.
+    Without diffusers the blocks are plain ones; on the CPU only the seconds are measured."""
     try:
         stack, kind = family_stack(family, facts, store, sizes), ""
     except (ImportError, MissingPackageError):

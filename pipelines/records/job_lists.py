@@ -48,7 +48,7 @@ class Batch:
 
 
 def prompts_in(text: str) -> list[str]:
-    """The prompts of a text, one to a line; lines that are empty or begin with # are passed over."""
+    """The prompts of a text, one to a line, without empty lines and those that begin with #; InputError for none."""
     lines = [line.strip() for line in text.splitlines()]
     prompts = [line for line in lines if line and not line.startswith("#")]
     if not prompts:
@@ -81,9 +81,9 @@ def queue_jobs(
     state: Path | None = None,
     check: Check = lambda: None,
 ) -> JobList:
-    """Write the jobs of ``batch`` into ``folder``; those of them that failed before are asked for again. Every byte
-    of the folder ``model`` is hashed once and kept in ``state``; ``title`` is its name below the folders that others
-    search."""
+    """Write the jobs of ``batch`` into ``folder`` as its file ``name``, with copies of their pictures, by
+    :func:`write_list`. Every byte of the folder ``model`` is hashed once, and the hash kept in ``state``; ``title`` is
+    that folder's path relative to a folder of models, by which other machines find it."""
     folder.jobs_file(name)  # refused before gigabytes are hashed
     require_few(len(batch.prompts) * len(batch.seeds) * max(1, len(batch.pictures)))
     places = Places(state=state)
@@ -118,7 +118,8 @@ def require_few(count: int) -> None:
 
 
 def write_list(folder: JobFolder, name: str, jobs: Iterable[Job], check: Check = lambda: None) -> JobList:
-    """Write jobs into ``folder``; those that failed before are asked for again. ``check`` may raise to cancel."""
+    """Write ``jobs`` into ``folder`` as its file ``name``; those that failed or were cancelled are asked for again.
+    ``check`` may raise to cancel. InputError for text that UTF-8 cannot encode."""
     lines, keys = list[str](), list[str]()
     for job in jobs:
         check()
@@ -138,7 +139,7 @@ def write_list(folder: JobFolder, name: str, jobs: Iterable[Job], check: Check =
 
 
 def files_in(folder: Path, kind: str = "pictures", suffixes: Sequence[str] = PICTURES) -> list[Path]:
-    """The files of a ``kind`` in a folder, by name; raises InputError where there is none."""
+    """The files in a folder that end in ``suffixes``, by name, none hidden; InputError, with ``kind``, for none."""
     paths = sorted(path for path in folder.glob("[!.]*.*") if path.suffix.lower() in suffixes and path.is_file())
     if not paths:
         expected, fix = f"files that end in {', '.join(suffixes)}", "Put some there, or choose another folder."
