@@ -45,7 +45,8 @@ class TilePosition:
         return plane[..., self.rows[0] - above : self.rows[1] + below, self.columns[0] - left : self.columns[1] + right]
 
     def core(self, piece: Tensor) -> Tensor:
-        """A piece (..., h, w), some whole number of its pixels per cell, without what is around the core."""
+        """The core of ``piece`` (..., h, w), made from what :meth:`read` gave, with a whole number of pixels per
+        cell."""
         above, below, left, _ = self.halo
         rows, columns = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
         grow = piece.shape[-2] // (rows + above + below)
@@ -64,7 +65,8 @@ class CausalCache:
     place: TilePosition | None = None  # position of the piece that runs; None for the whole plane
 
     def before(self, layer: nn.Module) -> Tensor | None:
-        """Last input of ``layer``, on the device, for the current piece; None for the first frames."""
+        """Last frames of a convolution's input, or all keys and values of an attention, for the current piece, on the
+        device; None for the first frames."""
         kept = self.kept.get(layer)
         if kept is None:
             return None
@@ -82,7 +84,8 @@ class CausalCache:
         self.coming[layer][..., top:bottom, left:right] = core
 
     def commit(self, frames: int) -> None:
-        """After a chunk of ``frames`` latent frames: its inputs replace those before; keys and values join them."""
+        """After a chunk of ``frames`` latent frames: convolution inputs replace earlier ones; keys and values join
+        them."""
         for layer, seen in self.coming.items():
             is_attention = full_name(layer) == ATTENTION and layer in self.kept
             self.kept[layer] = torch.cat([self.kept[layer], seen], dim=2) if is_attention else seen
@@ -104,8 +107,8 @@ class CausalCache:
 @contextmanager
 def remembering(vae: Any, past: CausalCache) -> Iterator[None]:
     """Inside the block each causal layer of the decoder of ``vae`` reads earlier frames from ``past`` and adds its own.
-
-    Compiled blocks run uncompiled, since a graph would hold the frames of one moment."""
+    Compiled blocks run uncompiled, since a graph would hold the frames of one moment. ValueError without a causal
+    layer."""
     with Undo() as undo:
         for layer in vae.decoder.modules():
             forward = LAYERS.get(full_name(layer))
@@ -129,7 +132,8 @@ def _conv(past: CausalCache, layer: Any, x: Tensor, conv_cache: Any = None) -> A
 
 
 def _upsample(past: CausalCache, layer: Any, x: Tensor) -> Tensor:
-    """The first frame of a video becomes one frame, each later one two: the second half of diffusers' forward."""
+    """Diffusers' forward, in which a video's first frame becomes one frame; in a later chunk its second half alone, in
+    which each frame becomes two."""
     if not past.frames or not layer.add_temporal_upsample:
         return type(layer).forward(layer, x)
     spread = layer._dcae_upsample_rearrange
@@ -143,10 +147,9 @@ def _mochi_up(past: CausalCache, block: Any, x: Tensor, conv_cache: Any = None) 
 
 
 def mochi_up_from_the_start(block: Any, x: Tensor, conv_cache: Any = None) -> Any:
-    """Diffusers' ``MochiUpBlock3D.forward``, of whose frames for the first input frame only the last is kept.
-
-    Diffusers drops as many frames at the very end, so that the first 11 to 15 of a video depend on ones that should not
-    be there. Source: genmoai/mochi, ``DepthToSpaceTime`` in ``src/genmo/mochi_preview/vae/models.py``."""
+    """Diffusers' ``MochiUpBlock3D.forward``, of whose frames for the first input frame only the last is kept. Diffusers
+    drops as many frames at the very end, so that the first 11 to 15 of a video depend on ones that should not be there.
+    Source: genmoai/mochi, ``DepthToSpaceTime`` in ``src/genmo/mochi_preview/vae/models.py``."""
     spread, cache = type(block).forward(block, x, conv_cache)
     return spread[:, :, block.temporal_expansion - 1 :], cache
 

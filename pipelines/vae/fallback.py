@@ -42,7 +42,6 @@ Prepare = Callable[[Any, Transfer], tuple[Tensor, Tensor | None]]
 
 class VaeRunner:
     """The VAE of a pipeline for the length of one stage; a later pass begins with the method that worked in the last.
-
     Where a result cannot be right or the device fails, the next method of the plan is tried, and the user told.
     Precision and device change only where the user left the precision to ``auto``; tiles only where the method is not
     ``full``. Parts of a decode that are done when memory runs out are kept, and the next method does the rest."""
@@ -72,12 +71,10 @@ class VaeRunner:
         prepare: Prepare | None = None,
         noise: bytes | None = None,
     ) -> Tensor:
-        """Video (1, 3, F, H, W) in -1..1, fp32, on the CPU, of latents on the CPU in the VAE's own space.
-
-        Args:
-            prepare: called with the VAE and its transfer; returns the latents to decode instead of ``samples``, on the
-                CPU, and the timestep, on the device or None.
-            noise: state of the generator for layers that draw noise."""
+        """Video (1, 3, F, H, W) in -1..1, fp32, on the CPU, of latents on the CPU in the VAE's own space. ``prepare``,
+        from the VAE and its transfer, returns the latents to decode instead of ``samples``, on the CPU, and the
+        timestep, on the device or None; ``noise`` is the generator's state for layers that draw noise. Raises as
+        :meth:`_through`."""
         require_finite(samples, "latents")
         plan, watch = self.plan, progress or self.progress
         flat = output_check.is_flat(samples)  # flat latents may well decode to one colour
@@ -124,7 +121,8 @@ class VaeRunner:
         return after
 
     def region(self, task: RegionTask) -> Tensor:
-        """Frames of a region that the leader of a group hands out, in the form that it says."""
+        """Frames of the region ``task``, which the leader of a group hands out, by its method alone; no other is
+        tried."""
         if self._open is None or self.plan.method != task.method:
             self._close()
             self.plan.method = task.method
@@ -134,7 +132,8 @@ class VaeRunner:
         return work.region(task, HeldDecoder(self._vae, self._transfer, task.method, time))
 
     def encode(self, run: Pass, stage: ProgressStage) -> Tensor:
-        """Mean and log variance (1, 2C, T, H, W), fp32, on the CPU, which ``run`` returns on the device."""
+        """Mean and log variance (1, 2C, T, H, W), fp32, on the CPU, as ``run`` makes them on the device; raises as
+        :meth:`_through`."""
 
         def validate(moments: Tensor) -> str:
             return output_check.fault_in_latents(moments) or output_check.fault_in_latents(moments.chunk(2, dim=1)[0])
@@ -148,7 +147,9 @@ class VaeRunner:
     def _through(
         self, run: Pass, validate: Validator, stage: str, progress: Progress, work: ResumableDecode | None = None
     ) -> Tensor:
-        """The result of the first method that succeeds; a shortage first takes the other parts off the device, once."""
+        """The result of the first method that succeeds, each change told to the user; a shortage first takes the other
+        parts off the device, once. When none is left, :meth:`_final_error` is raised, or the last error. ``work``
+        begins anew unless memory ran out and the next method can go on from it."""
         plan = self.plan
         while True:
             try:
@@ -177,7 +178,9 @@ class VaeRunner:
             plan.method = after
 
     def _once(self, run: Pass, validate: Validator, stage: str, progress: Progress) -> Tensor:
-        """The result of ``run`` by the method under way; raises InvalidOutputError for one that cannot be right."""
+        """The result of ``run`` by the method under way; raises InvalidOutputError for one that cannot be right. One
+        colour in fp32 on the CPU is believed, and the user told. Success without MIOpen is remembered for later
+        runs."""
         if self._open is None:
             self._enter()
         with checked_parts(getattr(self._vae, self.coder), self._validated(validate)):
@@ -187,7 +190,7 @@ class VaeRunner:
             progress.notify(f"{stage} gave {fault}, in fp32 on the CPU too: the latents may be empty")
         elif fault:
             raise InvalidOutputError(fault)
-        if not self.plan.method.library and self.pipeline.device.probes is not None:  # later runs start without it
+        if not self.plan.method.library and self.pipeline.device.probes is not None:
             self.pipeline.device.probes.remember(self.plan.learned, lambda: True)
         return result
 
@@ -206,7 +209,8 @@ class VaeRunner:
         return method.dtype is torch.float32 and (method.on_host or self.device.type == HOST.type)
 
     def _enter(self) -> None:
-        """Bring the VAE where the method wants it, with everything around it set; undone by :meth:`_close`."""
+        """Bring the VAE where the method wants it, with everything around it set; undone by :meth:`_close`. Raises
+        InvalidOutputError on a device that casts this dtype wrongly."""
         method, pipeline = self.plan.method, self.pipeline
         with ExitStack() as stack:
             stack.enter_context(convolution_switches(self.policy, method.library))
@@ -309,11 +313,8 @@ def decode(pipeline: Pipeline, latents: Latents, progress: Progress, form: Decod
 def encoded_moments(
     pipeline: Pipeline, frames: Tensor, progress: Progress, stage: ProgressStage, tile: int = 0, run: Pass | None = None
 ) -> Tensor:
-    """Mean and log variance (1, 2C, T, H, W), fp32, on the CPU, of ``frames`` (F, H, W, 3) in 0..1.
-
-    Args:
-        stage: in a sentence, such as ``encoding video``.
-        run: encodes in another way than ``vae.encode``; returns the moments on the device."""
+    """Mean and log variance (1, 2C, T, H, W), fp32, on the CPU, of ``frames`` (F, H, W, 3) in 0..1. ``stage`` is for a
+    sentence, such as ``encoding video``; ``run`` replaces ``vae.encode`` and returns the moments on the device."""
     count, rows, columns = frames.shape[:3]
     plan = Ladder(pipeline=pipeline, coder="encoder", size=(count, rows, columns), form=DecodeRequest(), advised=tile)
 
@@ -390,9 +391,8 @@ def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _own_copy(pipeline: Pipeline, progress: Progress) -> nn.Module:
-    """A second VAE, read from disk, in fp32 on the CPU: the first one's offload hooks would move it to the device.
-
-    Of the rewrites it gets that of attention alone, whose stock mask of 720p is 20 GB in fp32."""
+    """A second VAE, read from disk, in fp32 on the CPU: the first one's offload hooks would move it to the device. Of
+    the rewrites it gets that of attention alone, whose stock mask of 720p is 20 GB in fp32."""
     module = pipeline.parts.readers["vae"](progress).float()
     replace_attention(module, _attend)
     return module

@@ -134,14 +134,15 @@ class ResumableDecode:
         return videos[0] if len(videos) == 1 else _joined(videos, self.stride, self._frames(self.latents.shape[2]))
 
     def region(self, task: RegionTask, decoder: HeldDecoder) -> Tensor:
-        """Frames of one region on its own."""
+        """Frames (1, 3, F, H, W) of ``task``, fp32, on the host, apart from this object's own windows."""
         alone = Window(task.latents, [])
         self._region(alone, _whole(task.latents), decoder)
         assert alone.video is not None
         return alone.video
 
     def _share(self, together: Together, decoder: HeldDecoder) -> None:
-        """Decode the regions that are still whole on all devices; those that fail there stay pending."""
+        """Decode the regions of which nothing is done yet on all devices, if two or more; those that fail stay
+        pending."""
         method, tasks, places = decoder.method, [], []
         time = None if decoder.time is None else to_host(decoder.time)
         for window in self.windows:
@@ -181,7 +182,7 @@ class ResumableDecode:
         region.past = None
 
     def _decoded(self, decoder: HeldDecoder, latents: Tensor, past: CausalCache | None) -> Tensor:
-        """Frames of one call, on the host in fp32."""
+        """Frames of one call, on the host in fp32; raises InvalidOutputError for streamed ones that cannot be right."""
         vae, transfer, side, config = decoder.vae, decoder.transfer, decoder.method.stream, decoder.vae.config
         with nullcontext() if past is None else remembering(vae, past):
             if not side:
@@ -268,10 +269,8 @@ def pixel_elements(config: Any, frames: int) -> int:
 
 
 def decoder_call(vae: Any, latents: Tensor, time: Tensor | None, noise: bytes | None = None) -> Tensor:
-    """Decode latents on the device by the decoder of ``vae`` alone, without upstream's tiles and windows.
-
-    Args:
-        noise: state of the generator that its layers' noise is drawn from; None for a decoder without."""
+    """Decode latents on the device by the decoder of ``vae`` alone, without upstream's tiles and windows. Its layers
+    draw noise from a generator of the state ``noise``; None for a decoder without."""
     if noise is not None:
         with DrawnOnHost(noise), torch.compiler.set_stance("force_eager"):
             return decoder_call(vae, latents, time)
@@ -283,18 +282,16 @@ def decoder_call(vae: Any, latents: Tensor, time: Tensor | None, noise: bytes | 
 
 def pieces_of(vae: Any, latents: Tensor, method: DecodeMethod, ratio: int) -> Counter[tuple[int, int, int]]:
     """Number of decoder calls by frames, rows and columns of their latents (1, C, T, h, w); chunks count as one call.
-
-    Args:
-        ratio: pixels per latent row and column."""
+    ``ratio`` is pixels per latent row and column."""
     _, windows = _windows(vae, latents, method.window)
     regions = _split(_whole(latents), method, ratio)
     return Counter((window.shape[2], *region.shape) for window in windows for region in regions)
 
 
 def windows_of(frames: int, most: int, stride: int) -> list[slice]:
-    """Upstream's windows over ``frames`` latent frames: ``most`` and the one before, every ``stride`` frames.
-
-    The last one is left out where it holds no more than the frame that is cut off it."""
+    """Upstream's windows over ``frames`` latent frames, which begin every ``stride`` frames: each has ``most`` frames
+    and the one before. The last is left out where it holds no more than that one, which is cut off; few frames are one
+    window."""
     if frames <= most:
         return [slice(0, frames)]
     return [slice(start, start + most + 1) for start in range(0, frames, stride) if start == 0 or start + 1 < frames]
@@ -332,7 +329,8 @@ def _whole(latents: Tensor) -> Region:
 
 
 def _windows(vae: Any, latents: Tensor, most: int) -> tuple[int, list[Tensor]]:
-    """Pixel frames between windows, and the windows: ``most`` latent frames and one before; 0 for the VAE's own."""
+    """Pixel frames from one window to the next, and the windows of ``latents``, as :func:`windows_of` cuts them;
+    ``most`` 0 takes the VAE's own size and stride. 0 and one window for a VAE that does not decode in windows."""
     if full_name(vae) != WINDOWED or not vae.use_framewise_decoding:
         return 0, [latents]
     ratio = vae.temporal_compression_ratio
@@ -382,10 +380,9 @@ def _split(region: Region, method: DecodeMethod, ratio: int) -> list[Region]:
 
 
 def decode_as_published(vae: Any) -> None:
-    """Make ``vae`` what its publisher runs where diffusers builds another one.
-
-    Mochi's decoder drops frames after each upsampling, not at the end. LTX-Video's convolutions pad rows and columns as
-    its file says, on both sides of a frame, so that tiles stay exact; diffusers knows zeros only."""
+    """Make ``vae`` what its publisher runs where diffusers builds another one. Mochi's decoder drops frames after each
+    upsampling, not at the end. LTX-Video's convolutions pad rows and columns as its file says, on both sides of a
+    frame, so that tiles stay exact; diffusers knows zeros only."""
     if full_name(vae) == MOCHI:
         vae.drop_last_temporal_frames = False
         for block in vae.decoder.up_blocks:
