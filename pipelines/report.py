@@ -126,10 +126,10 @@ def _cells(line: Decision, font: Any) -> list[list[str]]:
     if not line.reason:
         widths[1] = WIDTH - COLUMNS[1] - MARGIN
     texts = (line.subject, line.verdict, line.reason)
-    return [_broken(text, font, width) for text, width in zip(texts, widths, strict=True)]
+    return [_wrapped(text, font, width) for text, width in zip(texts, widths, strict=True)]
 
 
-def _broken(text: str, font: Any, width: int) -> list[str]:
+def _wrapped(text: str, font: Any, width: int) -> list[str]:
     """``text`` in lines of at most ``width`` pixels, one or more, broken at spaces; a wider word is cut."""
     lines, current = [], ""
     for word in text.split():

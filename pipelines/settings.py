@@ -202,9 +202,8 @@ def _round_up(value: int, multiple: int) -> int:
 def complete(
     family: FamilySpec, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> SampleSettings:
-    """``settings`` with defaults and a size on the family's grid: that of the latents, else asked for, else the
-    image's. The user is told what has no effect; InputError for a value out of range and for what does not go
-    together."""
+    """``settings`` with defaults and a size on the family's grid: that of the latents, else as asked, else the image's.
+    The user is told what has no effect. InputError for a value out of range, or parts that do not go together."""
     require_family(prompt.family, family, "a prompt")
     report_unused(family, settings, GUIDANCE, progress)
     if settings.sigmas is not None and (settings.steps or settings.shift):
@@ -253,8 +252,8 @@ def complete(
 
 
 def _at_rate(settings: SampleSettings, usual: float, progress: Progress) -> SampleSettings:
-    """``settings``, at the frame rate of their latents if the user set none and these were sampled here, or have more
-    than the ``usual`` rate, the family's: upscaled in time."""
+    """``settings``, at the frame rate of their latents if the user set none and these were sampled, or have more than
+    the ``usual`` rate, the family's: upscaled in time. The user is told once of a rate that is not the usual one."""
     latents = settings.latents
     if latents is None or settings.fps or not (latents.extra or latents.fps > usual):
         return settings

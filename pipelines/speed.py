@@ -169,8 +169,7 @@ class Speed:
         return tuple(steps)
 
     def host_for(self, offload: str, hosted: HostOffloader | None) -> HostOffloader | None:
-        """``hosted``; None with ``auto`` and compile, which ComfyUI's offloader cannot run: ``self.compile`` says
-        so."""
+        """``hosted``; None with offload ``auto`` and compile, which ``hosted`` cannot run: see ``self.compile``."""
         if hosted is None or offload != AUTO or not self.compiled:
             return hosted
         self.compile = replace(self.compile, why=f"offload auto does without {HOSTED}, in which no block is one graph")
@@ -273,8 +272,8 @@ def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: st
 def _unusable(
     device: torch.device, dtype: torch.dtype, facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None
 ) -> str:
-    """The reason against Triton on ``device``, by probe or known bug; empty where it runs, or ``reason_against``
-    objects."""
+    """The reason against Triton on ``device``, by probe or known bug; empty for none, or where ``reason_against`` has
+    one already."""
     if fused.reason_against(device, dtype):
         return ""
     launches = abilities_of(facts, probes).verdict(TRITON)

@@ -172,8 +172,8 @@ def encode_image(
     exact: bool = False,
 ) -> ImageCondition:
     """The request's pictures, encoded at the size of its previous condition, else of ``latents``, else a size of the
-    family's near the request's; ``exact`` takes that as it is, whatever the picture's shape. Raises InputError for
-    pictures of a wrong kind or size, UnsupportedError for a family that takes none."""
+    family's near the request's; ``exact`` keeps to that where the fit ``nearest bucket`` would take the picture's
+    shape. InputError for pictures of a wrong kind or size, UnsupportedError for a family that takes none."""
     family = pipeline.spec
     if family.code.encode_image is None:
         found, fix = f"an image for {family.title}", "Load an image-to-video model."
@@ -206,7 +206,7 @@ def encode_video(
     pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str, seed: int, progress: Progress
 ) -> Latents:
     """Frames (F, H, W, 3) in 0..1, fitted to a size of the family, as latents in core's space to start a sampling from.
-    The user is told of frames past the family's grid, which are cut off. UnsupportedError for a family without this."""
+    The user is told of frames cut off to fit the family's grid. UnsupportedError for a family that takes no video."""
     family = pipeline.spec
     if family.code.encode_video is None:
         found = f"a video for {family.title}"
@@ -430,8 +430,7 @@ def running(
 ) -> Iterator[None]:
     """Run a stage inside the block: record its profile range, peak memory, traffic and time, and explain its errors.
     ``size`` is for the advice where memory runs out, None where no video size matters; ``hint`` is a way out of a
-    shortage that only this stage has; ``run`` makes the run whose time is forecast, None for a stage without a
-    forecast."""
+    shortage that only this stage has; ``run`` makes the run whose time is forecast, None for no forecast."""
     asked = run() if run is not None and pipeline.offloader.options.state is not None else None
     forecast = {} if asked is None else expected(pipeline, stage.cost, asked)
     device = pipeline.offloader.device_of(stage.part)

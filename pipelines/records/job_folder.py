@@ -218,7 +218,7 @@ def lines_of(path: Path) -> list[str]:
 
 
 def inside(roots: tuple[Path, ...], name: str) -> list[Path]:
-    """``name`` below each of ``roots``, existing or not; [] for a name that leads out of them or no file can have."""
+    """``name`` below each of ``roots``, existing or not; [] for one that leads out of them or that no file can have."""
     place = PurePosixPath(name)
     if not name or "\0" in name or "\\" in name or place.is_absolute() or ".." in place.parts or ":" in name:
         return []

@@ -139,7 +139,8 @@ def write_list(folder: JobFolder, name: str, jobs: Iterable[Job], check: Check =
 
 
 def files_in(folder: Path, kind: str = "pictures", suffixes: Sequence[str] = PICTURES) -> list[Path]:
-    """The files in a folder that end in ``suffixes``, by name, none hidden; InputError, with ``kind``, for none."""
+    """The files in a folder that end in ``suffixes``, by name, without hidden ones. InputError where there is none;
+    ``kind`` is the word for them in its message."""
     paths = sorted(path for path in folder.glob("[!.]*.*") if path.suffix.lower() in suffixes and path.is_file())
     if not paths:
         expected, fix = f"files that end in {', '.join(suffixes)}", "Put some there, or choose another folder."

@@ -78,8 +78,8 @@ def machine_of(
     names: Iterable[str],
     models: Mapping[str, ModelPrecision],
 ) -> SharedMachine:
-    """The machine of ``facts`` with the runs on its device saved in ``state``. Texts are shortened, and marks replace
-    ``names``, paths, addresses, keys and serial numbers in them."""
+    """The machine of ``facts`` with the runs on its device saved in ``state``. Texts and lists are shortened, and marks
+    replace ``names``, paths, addresses, keys and serial numbers."""
     runs = [
         StageRun(
             stage=cost.stage,

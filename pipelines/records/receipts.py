@@ -228,6 +228,7 @@ def versions() -> dict[str, str]:
 
 
 def pack_version() -> str:
+    """The version by the checkout's ``pyproject.toml``, else by the installed package; "" where neither says it."""
     with suppress(OSError, ValueError):
         if match := re.search(r'^version = "([^"]+)"', PYPROJECT.read_text(encoding="utf-8"), re.MULTILINE):
             return match[1]

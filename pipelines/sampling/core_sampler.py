@@ -62,7 +62,7 @@ def velocity(pipeline: Pipeline, transformer: Any, call: Call, block_patches: Bl
 
 
 def guidance_of(pipeline: Pipeline, call: Call) -> Tensor | None:
-    """The distilled guidance (B,), times TIME, 6.0 if the call has none; None for a transformer that takes none."""
+    """The distilled guidance (B,) of ``call``, 6.0 where it has none, times TIME; None for a transformer without."""
     if not pipeline.configs["transformer"].get("guidance_embeds", True):
         return None
     given = call.guidance if call.guidance is not None else call.latents.new_full((1,), 6.0)
@@ -70,7 +70,7 @@ def guidance_of(pipeline: Pipeline, call: Call) -> Tensor | None:
 
 
 def required(value: Tensor | None, name: str, fix: str) -> Tensor:
-    """``value``; InputError where it is None: the CONDITIONING must carry it."""
+    """``value``, which the CONDITIONING must carry; InputError where it is None."""
     if value is None:
         raise InputError(f"no {name} in the CONDITIONING", expected="CONDITIONING that carries it", fix=fix)
     return value
@@ -84,8 +84,7 @@ def blocks_of(transformer: nn.Module) -> Iterator[tuple[str, int, Any]]:
 
 
 def attentions_of(block: Any) -> dict[str, Any]:
-    """A block's attention of the video (or of video and text together) as ``attn1``, of video to text as ``attn2``;
-    an absent one is left out."""
+    """A block's attention of the video, alone or with text, as ``attn1``, of video to text as ``attn2``; if present."""
     places = {"attn1": getattr(block, "attn1", None) or getattr(block, "attn", None)}
     places["attn2"] = getattr(block, "attn2", None)
     return {name: attention for name, attention in places.items() if attention is not None}
@@ -146,7 +145,8 @@ def _patch_output(undo: Undo, attention: Any, patches: list[OutputPatch], option
 
 
 def _patched(original: Callable[..., Any], patch: Callable[..., Any], returns_alone: bool) -> Callable[..., Any]:
-    """The forward of a block that calls ``patch`` with its tokens and the ``original`` forward, as ComfyUI does."""
+    """The forward of a block that calls ``patch`` with its tokens and the ``original`` forward, as ComfyUI does;
+    without the text's tokens if ``original`` leaves them out, or ``returns_alone``."""
 
     def forward(hidden_states: Tensor, encoder_hidden_states: Tensor, *rest: Any, **named: Any) -> Any:
         alone = False

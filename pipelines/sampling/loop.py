@@ -50,8 +50,7 @@ class NoiseMask:
 
 
 def noise_mask_for(settings: SampleSettings, clean: torch.Tensor | None, noise: torch.Tensor) -> NoiseMask | None:
-    """The mask of ``settings``, resized to the latents (nearest neighbour); None without a mask or ``clean``
-    latents."""
+    """The mask of ``settings``, resized to the latents (nearest); None without a mask or without ``clean`` latents."""
     if settings.noise_mask is None or clean is None:
         return None
     mask = settings.noise_mask.float()

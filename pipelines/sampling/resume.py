@@ -140,9 +140,8 @@ class Steps:
 
     @contextmanager
     def saved_when_interrupted(self, count: int) -> Iterator[None]:
-        """Around the loop of ``count`` steps: a cancel or an error saves the last step that was finished, and the end
-        forgets them all, since what the loop made is saved elsewhere. NotFinite saves none: the fault may be in the
-        steps before."""
+        """Around the loop of ``count`` steps: a cancel or an error saves the last finished step, but NotFinite does
+        not, as the fault may lie in earlier ones; the end forgets all, since what the loop made is saved elsewhere."""
         try:
             yield
             self.resuming.store.drop(self.resuming.key())

@@ -206,8 +206,7 @@ class FlowUniPC:
 
 
 def _weights(ratios: list[float], width: float) -> list[float]:
-    """UniPC's weights of the changes at ``ratios`` of a step of log-level ``width``, which solve its equations; 0.5 for
-    one change."""
+    """UniPC's weights of the changes at ``ratios`` of a step of log-level ``width``, by its equations; 0.5 for one."""
     import numpy
 
     if len(ratios) == 1:
@@ -221,8 +220,7 @@ def _weights(ratios: list[float], width: float) -> list[float]:
 
 
 def _require_falling(sigmas: Sequence[float]) -> Sequence[float]:
-    """``sigmas``, or InputError if they do not fall from at most 1 to 0: above it, noisy latents would pass for
-    clean."""
+    """``sigmas``; InputError unless they fall from at most 1 to 0: above 0 noisy latents would pass for clean."""
     falling = all(a > b for a, b in itertools.pairwise(sigmas))
     if len(sigmas) < 2 or not falling or sigmas[0] > 1.0 + 1e-6 or not 0.0 <= sigmas[-1] <= 1e-6:
         shown = ", ".join(f"{sigma:.3g}" for sigma in sigmas[:4])

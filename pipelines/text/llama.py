@@ -36,8 +36,7 @@ def llama_embeds(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], tuple[dict[str, torch.Tensor], ...]]:
     """Embeddings of the prompt, of its negative, and of each section's prompt, on the CPU, padding trimmed: each a dict
     of ``prompt_embeds`` (1, N, 4096), ``pooled_prompt_embeds`` (1, 768) and ``prompt_attention_mask`` (1, N). The
-    encoding is that of ``pipeline_class``, of diffusers; ``sight`` has the pictures for one whose encoder looks at
-    one."""
+    diffusers class ``pipeline_class`` encodes them; ``sight`` has the pictures, if its encoder looks at one."""
     template = _template(pipeline, pipeline_class, request, sight)
     named = [("prompt", request.text), ("negative prompt", request.negative)]
     named += [(f"prompt of section {index + 2}", text) for index, text in enumerate(request.sections)]

@@ -45,8 +45,7 @@ class TilePosition:
         return plane[..., self.rows[0] - above : self.rows[1] + below, self.columns[0] - left : self.columns[1] + right]
 
     def core(self, piece: Tensor) -> Tensor:
-        """The core of ``piece`` (..., h, w), made from what :meth:`read` gave, with a whole number of pixels per
-        cell."""
+        """The core of ``piece`` (..., h, w), made from what :meth:`read` gave, perhaps with several pixels per cell."""
         above, below, left, _ = self.halo
         rows, columns = self.rows[1] - self.rows[0], self.columns[1] - self.columns[0]
         grow = piece.shape[-2] // (rows + above + below)
@@ -84,8 +83,7 @@ class CausalCache:
         self.coming[layer][..., top:bottom, left:right] = core
 
     def commit(self, frames: int) -> None:
-        """After a chunk of ``frames`` latent frames: convolution inputs replace earlier ones; keys and values join
-        them."""
+        """After a chunk of ``frames`` latent frames: convolution inputs replace the old ones, keys and values join."""
         for layer, seen in self.coming.items():
             is_attention = full_name(layer) == ATTENTION and layer in self.kept
             self.kept[layer] = torch.cat([self.kept[layer], seen], dim=2) if is_attention else seen
@@ -107,8 +105,8 @@ class CausalCache:
 @contextmanager
 def remembering(vae: Any, past: CausalCache) -> Iterator[None]:
     """Inside the block each causal layer of the decoder of ``vae`` reads earlier frames from ``past`` and adds its own.
-    Compiled blocks run uncompiled, since a graph would hold the frames of one moment. ValueError without a causal
-    layer."""
+    Compiled blocks run uncompiled, since a graph would hold the frames of one moment. Raises ValueError for a decoder
+    without causal layers, which looks ahead."""
     with Undo() as undo:
         for layer in vae.decoder.modules():
             forward = LAYERS.get(full_name(layer))

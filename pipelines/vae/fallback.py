@@ -72,9 +72,8 @@ class VaeRunner:
         noise: bytes | None = None,
     ) -> Tensor:
         """Video (1, 3, F, H, W) in -1..1, fp32, on the CPU, of latents on the CPU in the VAE's own space. ``prepare``,
-        from the VAE and its transfer, returns the latents to decode instead of ``samples``, on the CPU, and the
-        timestep, on the device or None; ``noise`` is the generator's state for layers that draw noise. Raises as
-        :meth:`_through`."""
+        called with the VAE and its transfer, returns the latents to decode instead of ``samples``, on the CPU, and the
+        timestep, on the device or None; ``noise`` is the generator's state for layers that draw noise."""
         require_finite(samples, "latents")
         plan, watch = self.plan, progress or self.progress
         flat = output_check.is_flat(samples)  # flat latents may well decode to one colour
@@ -99,7 +98,7 @@ class VaeRunner:
             work.latents, time = prepare(vae, transfer) if prepare is not None else (samples, None)
             return work.frames(vae, transfer, plan.method, time)
 
-        video = self._through(run, validate, str(DECODING), watch, work)
+        video = self._with_retries(run, validate, str(DECODING), watch, work)
         seams = f"; tiles differ by at most {work.apart * 127.5:.1f} of 255 where they overlap" if work.apart else ""
         if not plan.method.whole or plan.form.method == ON_CPU:
             watch.notify(f"decoded {plan.method}{seams}")
@@ -121,8 +120,7 @@ class VaeRunner:
         return after
 
     def region(self, task: RegionTask) -> Tensor:
-        """Frames of the region ``task``, which the leader of a group hands out, by its method alone; no other is
-        tried."""
+        """Frames of the region ``task``, which a group's leader hands out, by its method alone, without others."""
         if self._open is None or self.plan.method != task.method:
             self._close()
             self.plan.method = task.method
@@ -132,8 +130,7 @@ class VaeRunner:
         return work.region(task, HeldDecoder(self._vae, self._transfer, task.method, time))
 
     def encode(self, run: Pass, stage: ProgressStage) -> Tensor:
-        """Mean and log variance (1, 2C, T, H, W), fp32, on the CPU, as ``run`` makes them on the device; raises as
-        :meth:`_through`."""
+        """Mean and log variance (1, 2C, T, H, W), fp32, on the CPU, as ``run`` makes them on the device."""
 
         def validate(moments: Tensor) -> str:
             return output_check.fault_in_latents(moments) or output_check.fault_in_latents(moments.chunk(2, dim=1)[0])
@@ -142,9 +139,9 @@ class VaeRunner:
             with watched(vae.encoder, self.progress, stage):
                 return run(vae, transfer)
 
-        return self._through(watching, validate, str(stage), self.progress)
+        return self._with_retries(watching, validate, str(stage), self.progress)
 
-    def _through(
+    def _with_retries(
         self, run: Pass, validate: Validator, stage: str, progress: Progress, work: ResumableDecode | None = None
     ) -> Tensor:
         """The result of the first method that succeeds, each change told to the user; a shortage first takes the other
@@ -153,7 +150,7 @@ class VaeRunner:
         plan = self.plan
         while True:
             try:
-                return self._once(run, validate, stage, progress)
+                return self._single_pass(run, validate, stage, progress)
             except (*DEVICE_ERRORS, InvalidOutputError) as error:
                 kind, text = failure_kind(error), first_line(error)
                 self._close()
@@ -177,10 +174,9 @@ class VaeRunner:
             progress.notify(f"{stage} {plan.method} {what}: again {again}")
             plan.method = after
 
-    def _once(self, run: Pass, validate: Validator, stage: str, progress: Progress) -> Tensor:
+    def _single_pass(self, run: Pass, validate: Validator, stage: str, progress: Progress) -> Tensor:
         """The result of ``run`` by the method under way; raises InvalidOutputError for one that cannot be right. One
-        colour in fp32 on the CPU is believed, and the user told. Success without MIOpen is remembered for later
-        runs."""
+        colour in fp32 on the CPU is believed, and the user told. Success without MIOpen is saved for later runs."""
         if self._open is None:
             self._enter()
         with checked_parts(getattr(self._vae, self.coder), self._validated(validate)):

@@ -55,9 +55,9 @@ class Stream:
         return starts
 
     def walk(self, run: Callable[..., Tensor], *sources: Activation, halo: int = 0, grow: int = 1) -> Activation:
-        """Apply ``run`` to the planes of ``sources``, tile by tile: from tiles (1, C, T, h, w) on the device to (1, C',
-        T', h * grow, w * grow) there, of which it must see ``halo`` cells around a tile for its core to be right. A
-        shortage goes on with smaller tiles, and is raised where there are none."""
+        """Apply ``run`` to the planes of ``sources``, tile by tile. Of tiles (1, C, T, h, w) on the device it makes (1,
+        C2, T2, h * grow, w * grow) there, and must see ``halo`` cells around a tile for the core to be right. After a
+        shortage of memory the tiles are smaller; it is raised where no smaller ones are left."""
         planes = [source.plane for source in sources]
         height, width = planes[0].shape[-2:]
         pending: list[Region] = [(0, height, 0, width)]

@@ -94,11 +94,11 @@ def decode_methods(
     whole_first: bool = True,
     host: bool = False,
 ) -> list[DecodeMethod]:
-    """The one order of methods, each ``base`` but for its parts: by latent frames per call (``counts``, falling, 0 for
-    all), layer by layer over tiles of ``streams`` pixels, in ``tiles`` (both falling), and on the CPU if ``host``.
-    ``counts`` is empty to begin layer by layer, in chunks of ``base.frames``. ``start`` is a tile in pixels with which
-    ``counts`` run, 0 for none; the whole is tried before it if ``whole_first``, layer by layer comes after ``tiles``,
-    and the CPU uses it."""
+    """The methods in their one order, with dtype, library and overlap of ``base``: by ``counts`` of latent frames per
+    call (falling, 0 for all), then the last count layer by layer over tiles of ``streams`` pixels, then in tiles of
+    ``tiles`` pixels (both falling), last on the CPU if ``host``. Empty ``counts`` begin layer by layer in chunks of
+    ``base.frames``. A ``start`` above 0 is a tile to begin with: every count runs in it, before that whole if
+    ``whole_first``; smaller tiles then come before layer by layer, and the CPU uses it too."""
     exact = [replace(base, frames=count) for count in counts]
     fewest = counts[-1] if counts else base.frames
     streamed = [replace(base, frames=fewest, stream=side) for side in streams]
@@ -115,9 +115,8 @@ def next_method(
     method: DecodeMethod, kind: str, text: str, methods: Sequence[DecodeMethod], automatic: bool = True
 ) -> DecodeMethod | None:
     """The method to try after ``method``, one of ``methods``, failed; None without a ``kind`` of failure, after the
-    CPU, or where none is left. After a shortage of memory it is the next of the list. After another failure it is the
-    same without MIOpen if the error's ``text`` names that, then fp32 if ``automatic``, then smaller tiles, and the CPU
-    last."""
+    CPU, or where none is left. After a shortage of memory it is the next of the list; after another failure the same
+    without MIOpen if the error's ``text`` names it, then fp32 if ``automatic``, then smaller tiles, then the CPU."""
     if method.on_host or not kind:
         return None
     if kind == KERNEL and method.library and "miopen" in text.lower():
@@ -155,7 +154,7 @@ class Ladder:
         self.area, self.decodes = Size(size[2], size[1], size[0]), coder == "decoder"
         self.causal = self.decodes and pipeline.spec.rewrites.causal_decoder
         limited = bool(form.tile or limit_of(self.policy) or self.policy.tile_pixels)
-        start = self._start(form.tile or advised) if form.method in (AUTO, TILED) else 0
+        start = self._first_tile(form.tile or advised) if form.method in (AUTO, TILED) else 0
         self.methods = self._methods(start, whole_first=form.method == AUTO and not limited)
         self.method = next((each for each in self.methods if each.tile == start), self.methods[0])
         settled = start and (limited or self.device.type == HOST.type)  # on these tiles, whatever room there is
@@ -163,8 +162,8 @@ class Ladder:
             self.method = self._fitting() if room is None else self.fitting(room)
 
     def follow(self, kind: str, text: str) -> DecodeMethod | None:
-        """The method to try after the one under way failed; after a shortage one that needs less, or the CPU. None if
-        none is left."""
+        """The method to try after the one under way failed, after a shortage one that needs less or the CPU; or
+        None."""
         methods, failed = self.methods, self.method
         needed = self.needed_bytes(failed) if kind == MEMORY else 0
         if needed:
@@ -201,7 +200,7 @@ class Ladder:
         base = DecodeMethod(self.pipeline.precision.vae, library=library, overlap=form.overlap, window=self._window())
         counts = self._chunks() if form.frames and self._chunks() else (0, *self._chunks())
         if chosen in (AUTO, TILED):
-            counts = tuple(count for count in counts if self._bears(count, start)) or counts[-1:]
+            counts = tuple(count for count in counts if self._buffers_fit(count, start)) or counts[-1:]
         elif chosen == CHUNKED:
             counts = self._chunks() or (1,)
         noisy = any(self.pipeline.configs["vae"].get("decoder_inject_noise") or ())  # such a decoder cannot be streamed
@@ -231,18 +230,17 @@ class Ladder:
         small = self.form.method == STREAMING and plane_bytes(self.pipeline, self.area) > host_free_bytes()
         return self.form.frames or (SHORT_WINDOW if small else 0)
 
-    def _start(self, wanted: int) -> int:
+    def _first_tile(self, wanted: int) -> int:
         """The tile to begin with, in pixels, 0 for whole: as ``wanted``, or smaller where the device bears less."""
         if self.form.method == TILED and not wanted:
             wanted = TILES[0]
         if 0 < self.policy.tile_pixels < max(self.size[1:]):
             wanted = min(wanted or self.policy.tile_pixels, self.policy.tile_pixels)
         fewest = (0, *self._chunks())[-1]
-        return next((tile for tile in (wanted, *TILES) if self._bears(fewest, tile)), TILES[-1])
+        return next((tile for tile in (wanted, *TILES) if self._buffers_fit(fewest, tile)), TILES[-1])
 
-    def _bears(self, count: int, tile: int) -> bool:
-        """True if no buffer is too large for the device with ``count`` latent frames (0: all) of ``tile`` pixels (0:
-        whole)."""
+    def _buffers_fit(self, count: int, tile: int) -> bool:
+        """True if ``count`` latent frames (0: all) in tiles of ``tile`` pixels (0: whole) need no too large buffer."""
         limit, frames, terms = limit_of(self.policy), self.size[0], self.pipeline.spec.memory
         frames = min(frames, count * self.ratios[1] or frames, terms.decode_window or frames)
         high, wide = (min(side, tile or side) for side in self.size[1:])

@@ -120,7 +120,7 @@ class ResumableDecode:
             self.stride, cuts = _windows(vae, self.latents, method.window)
             self.windows = [Window(part, [_whole(part)]) for part in cuts]
         if self.together is not None:
-            self._share(self.together, decoder)
+            self._decode_together(self.together, decoder)
         for window in self.windows:
             while window.pending:
                 region = window.pending[-1]
@@ -134,15 +134,14 @@ class ResumableDecode:
         return videos[0] if len(videos) == 1 else _joined(videos, self.stride, self._frames(self.latents.shape[2]))
 
     def region(self, task: RegionTask, decoder: HeldDecoder) -> Tensor:
-        """Frames (1, 3, F, H, W) of ``task``, fp32, on the host, apart from this object's own windows."""
+        """Frames (1, 3, F, H, W) of ``task`` alone, fp32, on the host; the windows of this object stay as they are."""
         alone = Window(task.latents, [])
         self._region(alone, _whole(task.latents), decoder)
         assert alone.video is not None
         return alone.video
 
-    def _share(self, together: Together, decoder: HeldDecoder) -> None:
-        """Decode the regions of which nothing is done yet on all devices, if two or more; those that fail stay
-        pending."""
+    def _decode_together(self, together: Together, decoder: HeldDecoder) -> None:
+        """Decode the regions of which nothing is done on all devices, if two or more; failed ones stay pending."""
         method, tasks, places = decoder.method, [], []
         time = None if decoder.time is None else to_host(decoder.time)
         for window in self.windows:
@@ -289,9 +288,9 @@ def pieces_of(vae: Any, latents: Tensor, method: DecodeMethod, ratio: int) -> Co
 
 
 def windows_of(frames: int, most: int, stride: int) -> list[slice]:
-    """Upstream's windows over ``frames`` latent frames, which begin every ``stride`` frames: each has ``most`` frames
-    and the one before. The last is left out where it holds no more than that one, which is cut off; few frames are one
-    window."""
+    """Upstream's windows over ``frames`` latent frames, one every ``stride`` frames: each has ``most`` and the one
+    before, which is cut off its result. Up to ``most`` frames are one window; a last one of a single frame is left
+    out."""
     if frames <= most:
         return [slice(0, frames)]
     return [slice(start, start + most + 1) for start in range(0, frames, stride) if start == 0 or start + 1 < frames]
