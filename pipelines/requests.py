@@ -120,8 +120,8 @@ def with_storage(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def load_request(values: Mapping[str, Any], trace: Path | None = None, **folders: Any) -> LoadRequest:
     """The request that the inputs ``values`` make; a missing input has its default, unknown names are ignored.
-    ``folders`` are the arguments of :class:`LoadRequest` that are no such inputs. Raises InputError for a value out
-    of range, UnsupportedError for an absent accelerator."""
+    ``trace`` is the file of a profile; ``folders`` are the arguments of :class:`LoadRequest` that are no inputs. Raises
+    InputError for a value out of range, UnsupportedError for an absent accelerator."""
     values = with_storage(values)
 
     def chosen(target: Callable[..., Any]) -> dict[str, Any]:
@@ -135,8 +135,8 @@ def load_request(values: Mapping[str, Any], trace: Path | None = None, **folders
 
 
 def inputs_of(request: LoadRequest) -> dict[str, Any]:
-    """The load inputs, by name, that make ``request``, without devices of parts, and compile's settings if it is
-    off."""
+    """The load inputs, by name, that make ``request``. Left out are the devices of single parts, and the settings of
+    compile if it is off."""
     compiling = request.speed.compile
     holders: dict[Any, Any] = {LoadRequest: request, SpeedRequest: request.speed, CompileSettings: compiling}
     values: dict[str, Any] = {"compile": compiling is not None}

@@ -258,7 +258,8 @@ def speed_for(
 
 def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: str = "") -> tuple[str, Decision]:
     """The form that operations on token states of ``dtype`` run in, empty for none, and the decision about it.
-    Raises InputError for an unknown choice, UnsupportedError for ``triton`` where nothing can be launched."""
+    ``unusable`` is a further reason against Triton, empty for none. Raises InputError for an unknown choice,
+    UnsupportedError for ``triton`` where nothing can be launched."""
     require_choice("kernels", choice, fused.CHOICES)
     against = fused.reason_against(device, dtype) or unusable
     if choice == fused.TRITON and against:
@@ -272,8 +273,8 @@ def form_for(choice: str, device: torch.device, dtype: torch.dtype, unusable: st
 def _unusable(
     device: torch.device, dtype: torch.dtype, facts: DeviceFacts, probes: Mapping[str, ProbeResult] | None
 ) -> str:
-    """The reason against Triton on ``device``, by probe or known bug; empty for none, or where ``reason_against`` has
-    one already."""
+    """The reason against Triton on ``device`` by a probe or a known bug. Empty where it runs, and where
+    ``reason_against`` gives a reason of its own."""
     if fused.reason_against(device, dtype):
         return ""
     launches = abilities_of(facts, probes).verdict(TRITON)

@@ -81,7 +81,7 @@ class JobFolder:
         return self.root / f"{name}{JOBS}"
 
     def write_jobs(self, name: str, lines: Iterable[str]) -> Path:
-        """Write ``lines``, each a job, as :meth:`jobs_file`."""
+        """Write ``lines``, each a job, as :meth:`jobs_file` of ``name``, over an older one; return its path."""
         path = self.jobs_file(name)
         write_file(path, "".join(f"{line}\n" for line in lines))
         return path

@@ -78,8 +78,8 @@ def machine_of(
     names: Iterable[str],
     models: Mapping[str, ModelPrecision],
 ) -> SharedMachine:
-    """The machine of ``facts`` with the runs on its device saved in ``state``. Texts and lists are shortened, and marks
-    replace ``names``, paths, addresses, keys and serial numbers."""
+    """The machine of ``facts``, with the runs on its device that ``state`` has, and the dtypes that ``auto`` picks for
+    ``models``. Texts and lists are cut, and marks replace ``names``, paths, addresses, keys and serial numbers."""
     runs = [
         StageRun(
             stage=cost.stage,

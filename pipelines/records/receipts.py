@@ -146,7 +146,8 @@ def job_of(
     record: Mapping[str, Any],
     kind: type[J] = VideoJob,  # type: ignore[assignment]
 ) -> J:
-    """The job that makes a receipt's result again; raises InputError where something that made it is in no file."""
+    """The job, of the class ``kind``, that makes a receipt's result again; raises InputError where something that made
+    it is in no file, or the job is damaged."""
     missing = record.get("missing")
     if missing:
         named = ", ".join(map(str, missing)) if isinstance(missing, list) else shown(missing)
@@ -192,7 +193,7 @@ def differences_from(record: Mapping[str, Any], pipeline: Any) -> list[str]:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Differences of two receipts in device, versions and decisions: each name, with both values or None."""
+    """Differences of two receipts in device, versions and decisions: name, value ``before``, value ``now``, or None."""
     rows = []
     for group in ("device", "made_with", "decisions"):
         old, new = _by_name(before.get(group)), _by_name(now.get(group))

@@ -180,7 +180,7 @@ class FlowUniPC:
     def step(
         self, velocity: torch.Tensor, time: torch.Tensor, latents: torch.Tensor, return_dict: bool = False
     ) -> tuple[torch.Tensor]:
-        """The latents one level lower, fp32; ``velocity`` is noise minus data at ``latents``."""
+        """The latents one level lower, fp32; ``velocity`` is noise minus data at ``latents``; the rest is unused."""
         clean = latents.float() - self.levels[self.index] * velocity.float()
         corrected = latents.float()
         if self.corrected is not None:

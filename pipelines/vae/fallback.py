@@ -253,7 +253,8 @@ class VaeRunner:
         return f", {finding}" if finding is not None else ""
 
     def _final_error(self, error: BaseException, kind: str, text: str, stage: str, layer: str) -> BaseException | None:
-        """Error when nothing is left to try, in torch's own class for memory; None where ``error`` says it best."""
+        """The error when nothing is left to try after ``error``, whose first line is ``text``: torch's own class where
+        memory ran out. None where ``error`` itself says it best. ``layer`` ends its sentence."""
         plan, on_host = self.plan, self.device.type == HOST.type
         if kind == MEMORY:
             advice = "decode again with method auto" if plan.form.method == FULL else "make a smaller or shorter video"
@@ -310,7 +311,8 @@ def encoded_moments(
     pipeline: Pipeline, frames: Tensor, progress: Progress, stage: ProgressStage, tile: int = 0, run: Pass | None = None
 ) -> Tensor:
     """Mean and log variance (1, 2C, T, H, W), fp32, on the CPU, of ``frames`` (F, H, W, 3) in 0..1. ``stage`` is for a
-    sentence, such as ``encoding video``; ``run`` replaces ``vae.encode`` and returns the moments on the device."""
+    sentence, such as ``encoding video``; ``tile`` is the family's advice in pixels, 0 for whole; ``run`` replaces
+    ``vae.encode`` and returns the moments on the device."""
     count, rows, columns = frames.shape[:3]
     plan = Ladder(pipeline=pipeline, coder="encoder", size=(count, rows, columns), form=DecodeRequest(), advised=tile)
 
@@ -324,7 +326,7 @@ def encoded_moments(
 def encoded(
     pipeline: Pipeline, frames: Tensor, seed: int, progress: Progress, mode: bool = False, tile: int = 0
 ) -> Tensor:
-    """Latents (1, C, T, H, W) in the VAE's own space, fp32, on the CPU: a draw, or the distribution's ``mode``."""
+    """Latents (1, C, T, H, W) in the VAE's own space, fp32, on the CPU: a draw by ``seed``, with ``mode`` the mean."""
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
     moments = encoded_moments(pipeline, frames, progress, ProgressStage("encoding", "video"), tile)

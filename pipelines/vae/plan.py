@@ -162,8 +162,8 @@ class Ladder:
             self.method = self._fitting() if room is None else self.fitting(room)
 
     def follow(self, kind: str, text: str) -> DecodeMethod | None:
-        """The method to try after the one under way failed, after a shortage one that needs less or the CPU; or
-        None."""
+        """The method to try after the one under way failed, by :func:`next_method`; after a shortage only the CPU, and
+        those that are forecast to need less, if that is known."""
         methods, failed = self.methods, self.method
         needed = self.needed_bytes(failed) if kind == MEMORY else 0
         if needed:
@@ -284,9 +284,9 @@ def form_to_forecast(form: DecodeRequest | None) -> DecodeRequest:
 
 
 def ladder_for(pipeline: Pipeline, cells: tuple[int, int, int], form: DecodeRequest, room: int | None = None) -> Ladder:
-    """The methods for latents of ``cells`` (frames, rows, columns); ``auto`` begins where the family advises. Raises
-    InputError for an unknown method, or a tile, overlap or count of frames out of range, and UnsupportedError for a
-    method that this family's decoder cannot do."""
+    """The methods for latents of ``cells`` (frames, rows, columns); ``auto`` begins where the family advises, ``room``
+    is as :class:`Ladder` takes it. Raises InputError for an unknown method, or a tile, overlap or count of frames out
+    of range, and UnsupportedError for a method that this family's decoder cannot do."""
     if form.method == CHUNKED and not pipeline.spec.rewrites.causal_decoder:
         found = f"decode method {CHUNKED!r} for {pipeline.spec.title}, whose decoder looks ahead"
         expected = f"one of {', '.join(method for method in METHODS if method != CHUNKED)}"

@@ -288,16 +288,16 @@ def pieces_of(vae: Any, latents: Tensor, method: DecodeMethod, ratio: int) -> Co
 
 
 def windows_of(frames: int, most: int, stride: int) -> list[slice]:
-    """Upstream's windows over ``frames`` latent frames, one every ``stride`` frames: each has ``most`` and the one
-    before, which is cut off its result. Up to ``most`` frames are one window; a last one of a single frame is left
-    out."""
+    """Upstream's windows over ``frames`` latent frames, one every ``stride`` frames: ``most`` frames each, and the one
+    before, which all but the first cut off their result. Up to ``most`` frames are one window. A last window of only
+    the frame that is cut off is left out."""
     if frames <= most:
         return [slice(0, frames)]
     return [slice(start, start + most + 1) for start in range(0, frames, stride) if start == 0 or start + 1 < frames]
 
 
 def weights_over(edges: list[tuple[int, int]], length: int) -> list[Tensor]:
-    """For parts of a line that overlap, how much each counts per pixel: ramps, which add up to one."""
+    """The weights of overlapping parts, (first, end) in ``edges``, at each pixel of a line: ramps that sum to one."""
     ramps = torch.zeros(len(edges), length)
     for index, (first, end) in enumerate(edges):  # a ramp only where something overlaps
         before = max((e for _, e in edges[:index]), default=first)
@@ -339,7 +339,8 @@ def _windows(vae: Any, latents: Tensor, most: int) -> tuple[int, list[Tensor]]:
 
 
 def _joined(videos: list[Tensor], stride: int, total: int) -> Tensor:
-    """The video of a framewise decode as upstream joins it: each later window loses its first frame and is faded in."""
+    """The video of a framewise decode, joined as upstream does: each later window loses its first frame and fades in
+    over the one before. ``stride`` is pixel frames from one window to the next, ``total`` those of the video."""
     most = videos[0].shape[2] - 1 - stride
     result, before = [videos[0][:, :, : stride + 1]], videos[0]
     for video in videos[1:]:
