@@ -135,8 +135,7 @@ def load_request(values: Mapping[str, Any], trace: Path | None = None, **folders
 
 
 def inputs_of(request: LoadRequest) -> dict[str, Any]:
-    """The load inputs, by name, that make ``request``. Left out are the devices of single parts, and the settings of
-    compile if it is off."""
+    """The load inputs, by name, that make ``request``, without the devices of parts, and compile's if it is off."""
     compiling = request.speed.compile
     holders: dict[Any, Any] = {LoadRequest: request, SpeedRequest: request.speed, CompileSettings: compiling}
     values: dict[str, Any] = {"compile": compiling is not None}

@@ -72,7 +72,8 @@ def resolved(settings: SampleSettings) -> dict[str, Any]:
 
 def of_checkpoint(pipeline: Pipeline, recipe: Recipe | None = None) -> FamilySpec:
     """The loaded family with the defaults of this checkpoint: those of its index come before those of ``recipe`` (None:
-    the first pass's), and these before the family's. An index that names a width or height leaves no size buckets."""
+    the first pass's), and these before the family's. A recipe may bring its picture filter; an index that names a width
+    or height leaves no size buckets."""
     family, code = pipeline.spec, pipeline.spec.code
     defaults = code.defaults_for(pipeline) if code.defaults_for is not None else family.sizes.defaults
     recipe = recipe or recipe_of(pipeline)
@@ -117,8 +118,9 @@ def with_defaults(pipeline: Pipeline, given: Mapping[str, Any]) -> Pipeline:
 
 
 def guidance_steps(recipe: Recipe | None, given: SampleSettings, cfg: float) -> tuple[GuidanceStep, ...]:
-    """The guidance of each step by ``recipe``, or by ``cfg`` alone, overridden by what the user set in ``given``. The
-    recipe's rescale acts only with STG, and STG only where some row names blocks to leave out."""
+    """The rows of guidance, by noise level, of ``recipe``, or one of ``cfg``, overridden by what the user set in
+    ``given``. A row that names no blocks to leave out takes those of the first that does. Without any there is no STG,
+    and without STG the recipe's rescale does not act."""
     rows = recipe.guidance if recipe is not None and recipe.guidance else (GuidanceStep(cfg=cfg),)
     usual = next((row.blocks for row in rows if row.blocks), ())
 
@@ -288,7 +290,8 @@ def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progre
 
 
 def report_unused(family: FamilySpec, request: Any, names: tuple[str, ...], progress: Progress) -> None:
-    """Tell the user which inputs ``names`` of ``request`` are set, though they have no effect on this family."""
+    """Tell the user which ``names`` of ``request`` are set without effect on this family; ``cfg`` 1 counts as not
+    set."""
     usual = {field.name: field.default for field in fields(request)}
     for name in names:
         value = getattr(request, name)

@@ -258,7 +258,7 @@ def sample(
         least = recipe.timesteps[-2]
         tell_once(progress, f"a share of the distilled schedule goes down to 0; earlier versions began above {least:g}")
     size = size_of(settings, prompt)
-    size = replace(size, frames=size.frames + (image.beside if image else 0))  # as many tokens as that
+    size = replace(size, frames=size.frames + (image.beside if image else 0))  # a condition's clips are tokens too
     if steps is not None:
         pipeline = with_steps(pipeline, steps, progress, SAMPLING.title, settings.seed, prompt, image, settings)
     run = partial(family.code.sample, pipeline, prompt, image, settings, progress)
@@ -376,7 +376,8 @@ def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress
 def with_decode_noise(
     pipeline: Pipeline, latents: Latents, timestep: float, scale: float, progress: Progress
 ) -> Latents:
-    """``latents`` that say to decode them at ``timestep`` with noise of ``scale`` added; below 0 is the model's own."""
+    """``latents`` that say to decode them at ``timestep`` with noise of ``scale`` added; below 0 is the model's own.
+    InputError above 1; the user is told where this VAE takes neither."""
     given = {"decode_timestep": timestep, "decode_noise_scale": scale}
     asked = {name: value for name, value in given.items() if not value < 0}
     for name, value in asked.items():

@@ -158,8 +158,8 @@ def job_of(
 
 
 def settings_of(path: Path) -> VideoJob:
-    """The job in a file's receipt as a pattern for others: without its seed, text, model files and pictures. Raises
-    InputError for a job of several passes, whose settings differ."""
+    """The job in a file's receipt as a pattern for others: without seed, text, model files, pictures, video and
+    upscalers. Raises as :func:`read_receipt`, and InputError for a job of several passes, whose settings differ."""
     job = job_in(read_receipt(path).get("job"))
     if job.first is not None:
         found, fix = f"{path.name!r} of several passes", "Choose another file."

@@ -126,7 +126,7 @@ def _conv(past: CausalCache, layer: Any, x: Tensor, conv_cache: Any = None) -> A
         x = torch.cat([x[:, :, :1].expand(-1, -1, reach, -1, -1) if before is None else before, x], dim=2)
         past.remember(layer, x[:, :, -reach:])
     output = layer.conv(padded(x, (*layer.time_causal_padding[:4], 0, 0), layer.pad_mode))
-    return (output, None) if full_name(layer) == MOCHI_CONV else output
+    return (output, None) if full_name(layer) == MOCHI_CONV else output  # None: Mochi's cache
 
 
 def _upsample(past: CausalCache, layer: Any, x: Tensor) -> Tensor:

@@ -277,7 +277,7 @@ class VaeRunner:
 
 @contextmanager
 def watched(module: nn.Module, progress: Progress, stage: ProgressStage, times: int = 1) -> Iterator[None]:
-    """Report each eighth layer that runs, each about ``times``, and obey a cancel before any of them."""
+    """Report every eighth layer that runs, of layers that run about ``times`` each; a cancel is obeyed before any."""
     total = times * sum(1 for layer in module.modules() if next(layer.children(), None) is None)
     count = 0
 
@@ -366,7 +366,7 @@ def make_contiguous(module: nn.Module) -> int:
 
 @contextmanager
 def _in_fp32(pipeline: Pipeline, needed: int, progress: Progress) -> Iterator[nn.Module]:
-    """The VAE held in fp32, its weights widened on the host; afterwards it has its own again, off the device."""
+    """The VAE held in fp32, its weights widened on the host; afterwards it has the old ones again, off the device."""
     transfer = transfer_for(pipeline.offloader.device_of("vae"), pipeline.precision.vae)
     pipeline.offloader.release("vae")
     module = pipeline.parts.read("vae", progress)

@@ -190,7 +190,9 @@ class Ladder:
         return [name for name, part in others if any(each.device == self.device for each in part.parameters())]
 
     def _methods(self, start: int, whole_first: bool) -> list[DecodeMethod]:
-        """The methods that the request allows on this device; arguments as :func:`decode_methods` takes them."""
+        """The methods that the request allows on this device, ``start`` and ``whole_first`` as :func:`decode_methods`
+        takes them. On a GPU ``cpu`` is that alone. ``streaming`` is layer by layer; ``auto`` and ``tiled`` leave out
+        chunks that need too large a buffer, but for the smallest. With precision ``auto`` the CPU comes last."""
         form, chosen, on_host = self.form, self.form.method, self.device.type == HOST.type
         if chosen == ON_CPU and not on_host:
             frames = (form.frames or 1) if self.causal else 0

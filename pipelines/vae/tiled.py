@@ -197,6 +197,7 @@ class ResumableDecode:
     def _put(self, window: Window, region: Region, frames: Tensor) -> None:
         """Write the next ``frames`` of ``region`` into the window; blend and compare tiles where they overlap."""
         spatial, temporal = self.ratios
+        # In pixel frames: the first latent frame of a window is one of them, each later one ``temporal``.
         first = region.frames * temporal - (temporal - 1) if region.frames else 0
         total = self._frames(window.latents.shape[2])
         if window.video is None:
