@@ -290,8 +290,7 @@ def _with_latents(family: FamilySpec, settings: SampleSettings, progress: Progre
 
 
 def report_unused(family: FamilySpec, request: Any, names: tuple[str, ...], progress: Progress) -> None:
-    """Tell the user which ``names`` of ``request`` are set without effect on this family; ``cfg`` 1 counts as not
-    set."""
+    """Tell the user which ``names`` of ``request`` are set but have no effect on this family; ``cfg`` 1 is not set."""
     usual = {field.name: field.default for field in fields(request)}
     for name in names:
         value = getattr(request, name)

@@ -92,17 +92,17 @@ def queue_jobs(
     for path in batch.pictures:
         picture = places.picture(path)
         pictures.append((Picture(replace(picture, name=folder.add_input(path))),))
-    usual, own = batch.like or VideoJob(content, PromptRequest(""), SampleSettings(0, 0, 0)), batch.framepack
+    pattern, clip = batch.like or VideoJob(content, PromptRequest(""), SampleSettings(0, 0, 0)), batch.framepack
     given: dict[str, Any] = {name: value for name, value in batch.settings.items() if value}
     every = (
         replace(
-            usual,
+            pattern,
             model=content,
-            prompt=replace(usual.prompt, text=prompt, negative=batch.negative or usual.prompt.negative),
-            settings=replace(usual.settings, **given, seed=seed),
-            load={**usual.load, **batch.load},
+            prompt=replace(pattern.prompt, text=prompt, negative=batch.negative or pattern.prompt.negative),
+            settings=replace(pattern.settings, **given, seed=seed),
+            load={**pattern.load, **batch.load},
             pictures=start,
-            framepack=replace(usual.framepack or own, clip_seconds=own.clip_seconds) if own else usual.framepack,
+            framepack=replace(pattern.framepack or clip, clip_seconds=clip.clip_seconds) if clip else pattern.framepack,
         )
         for start in pictures or [()]
         for prompt in batch.prompts

@@ -77,8 +77,7 @@ def required(value: Tensor | None, name: str, fix: str) -> Tensor:
 
 
 def blocks_of(transformer: nn.Module) -> Iterator[tuple[str, int, Any]]:
-    """Each transformer block with its kind (:data:`DOUBLE` or :data:`SINGLE`) and index, in the order in which they
-    run."""
+    """Each transformer block with its kind, :data:`DOUBLE` or :data:`SINGLE`, and index, in the order of a forward."""
     for kind, name in LISTS:
         for index, block in enumerate(getattr(transformer, name, ())):
             yield kind, index, block

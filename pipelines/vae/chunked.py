@@ -156,10 +156,10 @@ def _attention(past: CausalCache, layer: Any, x: Tensor) -> Tensor:
     """HunyuanVideo 1.5's attention over the frames of this chunk and all before it."""
     attend = vars(layer).get("attend") or functional.scaled_dot_product_attention
     normed = layer.norm(x)
-    query, own = layer.to_q(normed), torch.cat([layer.to_k(normed), layer.to_v(normed)], dim=1)
+    query, current = layer.to_q(normed), torch.cat([layer.to_k(normed), layer.to_v(normed)], dim=1)
     before = past.before(layer)
-    past.remember(layer, own)
-    key, value = (own if before is None else torch.cat([before, own], dim=2)).chunk(2, dim=1)
+    past.remember(layer, current)
+    key, value = (current if before is None else torch.cat([before, current], dim=2)).chunk(2, dim=1)
     attended, frames = [], x.shape[2]
     for index in range(frames):
         seen = key.shape[2] - frames + index + 1

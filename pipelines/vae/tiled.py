@@ -248,8 +248,8 @@ def serve(group: Group, decode: Decode) -> int:
     """On the other ranks: decode tasks that the leader hands out until it sends None; returns how many succeeded."""
     count = 0
     while (tasks := group.world.shared(None)) is not None:
-        own = tasks[group.world.rank]
-        frames = None if own is None else _decode_or_none(decode, own)
+        task = tasks[group.world.rank]
+        frames = None if task is None else _decode_or_none(decode, task)
         count += frames is not None
         group.world.collected(frames)
     return count
@@ -364,15 +364,15 @@ def _split(region: Region, method: DecodeMethod, ratio: int) -> list[Region]:
     asked = int(method.tile * OVERLAP) if method.overlap < 0 else method.overlap
     overlap = min(-(-asked // ratio), -(-side // 2))  # the overlap asked for may be of larger tiles
     lines = [tiles_over(extent, side, overlap) for extent in (height, width)]
-    whole = region.weights or (torch.ones(height * ratio), torch.ones(width * ratio))
-    own = []
-    for parts, extent, outer in zip(lines, (height, width), whole, strict=True):
+    inherited = region.weights or (torch.ones(height * ratio), torch.ones(width * ratio))
+    ramps = []
+    for parts, extent, outer in zip(lines, (height, width), inherited, strict=True):
         edges = [(first * ratio, end * ratio) for first, end in parts]
         weights = zip(weights_over(edges, extent * ratio), edges, strict=True)
-        own.append([weight * outer[first:end] for weight, (first, end) in weights])
+        ramps.append([weight * outer[first:end] for weight, (first, end) in weights])
     tiles = []
-    for (top, bottom), high in zip(lines[0], own[0], strict=True):
-        for (left, right), wide in zip(lines[1], own[1], strict=True):
+    for (top, bottom), high in zip(lines[0], ramps[0], strict=True):
+        for (left, right), wide in zip(lines[1], ramps[1], strict=True):
             past = None if region.past is None else region.past.cropped((top, bottom), (left, right), height)
             rows = top + region.rows[0], bottom + region.rows[0]
             columns = left + region.columns[0], right + region.columns[0]
