@@ -278,7 +278,7 @@ def sample_framepack(
     steps: StepStore | None = None,
 ) -> Latents:
     """FramePack's latents; ``keeper`` saves finished sections, ``steps`` unfinished steps, to resume a stopped run.
-    Raises as :func:`sample`, and UnsupportedError for other families."""
+    Raises InputError as :func:`sample`, and UnsupportedError for other families."""
     family = pipeline.spec
     if not family.recipes.sections:
         found = f"a {family.title} pipeline in the Sample FramePack node"
