@@ -51,7 +51,7 @@ def in_short(pipeline: Any, part: str = "transformer") -> str:
 
 
 def limits(facts: DeviceFacts) -> dict[str, dict[str, str]]:
-    """Input of the load node -> choice that raises on this device -> reason, by the tables alone; nothing is asked."""
+    """Input of the load node -> choice that raises on this device -> reason, by the tables alone; no probe runs."""
     models = [family.rewrites.precision for family in FAMILIES.values()]
     reasons = {
         "precision": {choice: precision.reason_against(choice, models, facts) for choice in precision.CHOICES},

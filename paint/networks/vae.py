@@ -27,7 +27,7 @@ def autoencoder(config: Mapping[str, Any]) -> nn.Module:
 
 
 def filled(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -> nn.Module:
-    """The module of a ``config.json`` with these tensors, old names and shapes among them.
+    """The module of a ``config.json`` with these tensors, which may have old names and shapes.
 
     Raises CheckpointError where they are not those of the configuration."""
     with torch.device("meta"):
@@ -69,8 +69,7 @@ def set_vae_attention(vae: nn.Module, attend: Attend) -> None:
 def encoded(vae: Any, pictures: Tensor, generator: torch.Generator | None, device: torch.device) -> Tensor:
     """Latents (B, 4, h, w), fp32, on the CPU, not scaled, of pictures (B, H, W, 3) in 0..1.
 
-    Args:
-        generator: draws the posterior's noise, for the whole batch at once, on the CPU; None takes the mean."""
+    ``generator`` draws the posterior's noise, for the whole batch at once, on the CPU; None takes the mean."""
     means, deviations = [], []
     for picture in signed(pictures).split(1):
         posterior = vae.encode(placed(picture, device, vae.dtype)).latent_dist

@@ -88,6 +88,7 @@ def require_shapes(shapes: Shapes, wanted: Shapes, place: str, fix: str, why: st
 
 
 def _safetensors(files: list[Path]) -> Weights:
+    """The weights in one part's files; raises CheckpointError where they hold no tensor."""
     entries = described(files)
     if not entries:
         found = f"no tensors in the weights of {str(files[0])!r}"

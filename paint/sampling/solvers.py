@@ -82,7 +82,7 @@ def schedule_for(spacing: str, steps: int, zero_snr: bool, shift: float = 1.0) -
     if spacing == "trailing":
         times = [round(TRAIN_STEPS - index * TRAIN_STEPS / steps) - 1 for index in range(steps)]
     elif spacing == "leading":
-        stride, offset = TRAIN_STEPS // steps, OFFSET if steps < TRAIN_STEPS else 0  # every step: none lies behind it
+        stride, offset = TRAIN_STEPS // steps, OFFSET if steps < TRAIN_STEPS else 0  # time 1000 is no row
         times = [index * stride + offset for index in reversed(range(steps))]
     else:  # linspace
         times = torch.linspace(TRAIN_STEPS - 1, 0, steps, dtype=torch.float64).tolist()
@@ -92,7 +92,7 @@ def schedule_for(spacing: str, steps: int, zero_snr: bool, shift: float = 1.0) -
 
 
 def schedule_of(sigmas: Sequence[float], zero_snr: bool, shift: float = 1.0) -> NoiseSchedule:
-    """The schedule through ``sigmas``, from noise to 0; raises InputError where they do not fall."""
+    """The schedule through ``sigmas``, at the timesteps of these levels; raises InputError where they do not fall."""
     import numpy
 
     if len(sigmas) < 2 or sigmas[-1] < 0 or any(not a > b for a, b in pairwise((math.inf, *sigmas))):
@@ -106,7 +106,7 @@ def schedule_of(sigmas: Sequence[float], zero_snr: bool, shift: float = 1.0) -> 
 
 
 def lcm_schedule(steps: int, zero_snr: bool, shift: float = 1.0) -> NoiseSchedule:
-    """The schedule of the distillation, 989, 890, ... 98; raises InputError for more steps than its grid has."""
+    """The schedule of the distillation, 989, 890, ... 98 for 10 steps; raises InputError for more than its grid has."""
     if not 1 <= steps <= LCM_GRID:
         found = f"steps {steps} for the lcm sampler"
         raise InputError(found, expected=f"1 to {LCM_GRID}", fix="Turbo was made for 10, which is what 0 means.")
@@ -175,7 +175,7 @@ class LatentConsistency(UnitVariance):
     def step(self, velocity: Tensor, index: int, x: Tensor, noise: Noise) -> Tensor:
         time = self.schedule.timesteps[index] * TIME_SCALE
         skip = DATA_SIGMA**2 / (time**2 + DATA_SIGMA**2)
-        out = time / math.sqrt(time**2 + DATA_SIGMA**2)
+        out = time / math.sqrt(time**2 + DATA_SIGMA**2)  # c_skip and c_out of consistency models
         clean = out * self.clean(velocity, index, x) + skip * x
         if index == len(self.schedule) - 1:
             return clean
