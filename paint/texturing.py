@@ -75,9 +75,9 @@ def maps_of(
 ) -> tuple[Maps, CameraTable, Surface]:
     """Maps of the mesh on the CPU, ``size`` pixels a side, the cameras they are of, and the checked surface.
 
-    ``cameras`` None are the six fixed views of ``family``, the painting pipeline's; ``auto`` normals are flat for
+    ``cameras`` None means the six fixed views of ``family``, the painting pipeline's; ``auto`` normals are flat for
     ``paint_pbr``, which was taught so. Raises InputError for an unusable mesh, an unknown choice, a size out of range,
-    or cameras that the family does not know, UnsupportedError where memory is too small."""
+    or cameras that the family does not know, and UnsupportedError where memory is too small."""
     require_choice("normals", normals, NORMALS, "Choose auto.")
     table = views_for(family, cameras)
     flat = family == "paint_pbr" if normals == "auto" else normals == "flat"
@@ -140,7 +140,7 @@ def with_detail(
     """A finished texture (T, T, 3) in 0..1 with the detail of reference pictures, on the CPU.
 
     ``pictures`` of each place of :data:`choices.PLACES` are (H, W, 3 or 4), cut out or before a plain background;
-    ``cameras`` are the directions they were taken from, in that order, which None finds near each place. Raises
+    ``cameras`` are the directions they were taken from, in that order; None finds them near each place. Raises
     InputError without a picture, and for another number of cameras."""
     progress = progress or Silent()
     shown = [(place, picture) for place in PLACES for picture in pictures.get(place, [])]

@@ -47,9 +47,10 @@ class MultiHeadAttention(nn.Module):
         self.to_out = nn.ModuleList([nn.Linear(width, width)])
 
     def forward(self, x: Tensor, seen: Tensor | None = None, rotary: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """(B, N, D) from queries ``x`` (B, N, D) and ``seen`` (B, M, D'), which is ``x`` when None.
+        """(B, N, D) from queries ``x`` (B, N, D) and ``seen`` (B, M, D'), itself when None.
 
-        ``rotary``: cosines and sines (B or 1, N, D / heads), fp32, each value twice, that turn queries and keys."""
+        Args:
+            rotary: cosines and sines (B or 1, N, D / heads), fp32, each value twice, that turn queries and keys."""
         seen = x if seen is None else seen
         query, key, value = (split(y, self.heads) for y in (self.to_q(x), self.to_k(seen), self.to_v(seen)))
         if rotary is not None:

@@ -154,10 +154,8 @@ def variant_of(shapes: Mapping[str, tuple[int, ...]], base: str, name: str, decl
     """``ig2mv`` or ``tg2mv``, of an adapter file with tensors of these shapes, for a checkpoint of ``base``.
 
     Raises CheckpointError for a foreign file, one for another base, one whose layers are not those of ``declared``, or
-    one that may be for camera rays instead of a mesh: both have the same tensors, so the file's ``name`` must decide.
-
-    Args:
-        declared: the variant by the user, for a renamed file; empty if ``name`` must have the variant in it."""
+    one that may be for camera rays instead of a mesh: both have the same tensors, so the file's ``name`` must have the
+    variant in it, or the user has ``declared`` that of a renamed file."""
     first = shapes.get("adapter.conv_in.weight", ())
     if len(first) < 2 or not any(f"{PROCESSOR}to_q_mv" in tensor for tensor in shapes):
         raise CheckpointError(f"{name!r} holds no MV-Adapter", expected="its published file", fix=f"Download {PAGE}.")

@@ -65,12 +65,11 @@ class Base:
 
 
 def base_in(place: Path | Weights, vae: Path | None = None) -> Base:
-    """The checkpoint at ``place``, with the VAE of another folder if given; values stay unread, but for one small
-    tensor of SD2.1 in a single file.
+    """The checkpoint at ``place``, with the VAE of another folder if given; values stay unread, but for one tensor by
+    which a file of SD2.1 tells its prediction.
 
     Raises CheckpointError for missing parts or another kind of model or file. ``place`` is a folder, a .safetensors
-    file, or weights that the host program holds: named as in a single file, but their text encoders as in transformers.
-    """
+    file, or weights that the host program holds: named as in a file, but their text encoders as in transformers."""
     given = {} if vae is None else {"vae": _part_in_folder(vae, "VAE")}
     if isinstance(place, Weights):
         return _base_of_tensors(place, given)
@@ -135,7 +134,8 @@ def _base_of_tensors(stored: Weights, given: Mapping[str, BasePart]) -> Base:
 
 def _text_part(stored: Weights, ldm: Any, kind: str, part: str) -> BasePart:
     """A text encoder of a single file, below the first of its prefixes in :data:`TEXT` that the file has: the last is
-    ComfyUI's, others that end in ``transformer.`` are transformers', the rest OpenCLIP's. SD2.1's loses a layer."""
+    ComfyUI's, others that end in ``transformer.`` are transformers', the rest OpenCLIP's. SD2.1's loses its last
+    layer."""
     prefixes = TEXT[kind][part]
     present = (prefix for prefix in prefixes if any(name.startswith(prefix) for name in stored.shapes))
     prefix, convert = next(present, prefixes[0]), ldm.convert_ldm_clip_checkpoint
@@ -210,7 +210,7 @@ def _inputs(shapes: Shapes, layer: str) -> int:
 
 
 def _kind(shapes: Shapes, path: Path, edm: bool) -> str:
-    """``sdxl`` or ``sd21`` by a UNet's shapes in diffusers' names; raises for ``edm`` and others, by their names."""
+    """``sdxl`` or ``sd21`` by a UNet's shapes in diffusers' names; CheckpointError names others, ``edm`` among them."""
     channels, levels = _inputs(shapes, "conv_in"), len(_widths(shapes))
     projection = shapes.get("mid_block.attentions.0.proj_in.weight", ())
     added, classes = (_inputs(shapes, f"{name}_embedding.linear_1") for name in ("add", "class"))
@@ -232,7 +232,7 @@ def _kind(shapes: Shapes, path: Path, edm: bool) -> str:
 
 
 def _prediction(stored: Weights, kind: str) -> str:
-    """The prediction of a single file: velocity if marked so or, of SD2.1, if one tensor spreads, as in ComfyUI."""
+    """The prediction of a single file: velocity if marked so or, of SD2.1, by the spread of a tensor, as in ComfyUI."""
     name, limit = VELOCITY_SPREAD
     if V_PREDICTED in stored.shapes:
         return VELOCITY

@@ -34,8 +34,7 @@ def filled(config: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) 
         module = autoencoder(config)
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     named = {OLD.sub(lambda old: OLD_NAMES[old[1]], name): tensor for name, tensor in tensors.items()}
-    # Old files hold the attention's projections as 1x1 convolutions.
-    named = {
+    named = {  # old files hold the attention's projections as 1x1 convolutions
         name: tensor.flatten(1) if tensor.ndim == 4 and len(wanted.get(name, ())) == 2 else tensor
         for name, tensor in named.items()
     }

@@ -44,10 +44,8 @@ class Weights:
         return self.total_bytes * values // max(1, sum(map(prod, self.shapes.values())))
 
     def read(self, names: Iterable[str], dtype_of: DtypeOf, advance: Advance) -> dict[str, torch.Tensor]:
-        """The tensors ``names`` in ordinary host memory, floating ones in ``dtype_of(name)``.
-
-        ``advance`` gets the file bytes just read, and may raise to cancel. Peak extra memory: 64 MiB, and for a pickle
-        one tensor more."""
+        """The tensors ``names`` in ordinary host memory, floating ones in ``dtype_of(name)``. ``advance`` gets the file
+        bytes just read, and may raise to cancel. Peak extra memory: 64 MiB, and for a pickle one tensor more."""
         if self.entries is None:
             return _copies(self.held or pickled_tensors(self.path).pop, names, dtype_of, advance)
         groups: dict[torch.dtype | None, dict[str, TensorEntry]] = {}

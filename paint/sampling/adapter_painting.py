@@ -42,10 +42,8 @@ class Text:
 def paint_six_views(
     pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any = None
 ) -> Painted:
-    """The six views, painted.
-
-    Raises InputError for pictures, maps, cameras, words, latents or settings that do not fit together, or a result with
-    NaN; CheckpointError where there is no tokenizer."""
+    """The six views, painted. Raises InputError for pictures, maps, cameras, words, latents or settings that do not fit
+    together, or a result with NaN; CheckpointError where there is no tokenizer."""
     progress = progress or Silent()
     base = str(pipeline.configs["adapter"]["base"])
     settings = painting.completed(pipeline, settings, progress)

@@ -47,7 +47,7 @@ class DelightSettings:
 def delight_image(pipeline: PaintPipeline, picture: Tensor, settings: DelightSettings, progress: Any = None) -> Tensor:
     """The picture in even light on white, (size, size, 3), fp32, 0..1, on the CPU.
 
-    ``picture`` is (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1, and squeezed to a square, as published, unless it is one.
+    ``picture`` is (H, W, 3 or 4) or (1, H, W, 3 or 4), 0..1, best recentred: it is squeezed to a square, as published.
     The demo model returns it on grey. Raises InputError for another pipeline, an unusable picture, or a wrong size."""
     progress = progress or Silent()
     if pipeline.is_demo:
@@ -105,8 +105,8 @@ def sampled(
 ) -> Tensor:
     """Clean scaled latents (1, 4, h, w) from ``condition``, the picture's own, which are not scaled.
 
-    One guidance row has the picture; two are without and with it; three are without it and with it, both by the
-    negative prompt, and with it by the empty prompt. Each moves the result towards the next."""
+    A single guidance row has the picture; two are without and with it; three are without and with it under the negative
+    prompt, and with it under the empty one. Guidance leads from each to the next."""
     solver = solver_for(settings.scheduler, schedule_for(settings.spacing, settings.steps, zero_snr=False))
     draw, device = noises(condition.shape, generator_for(settings.seed)), pipeline.offloader.device
     without = [torch.zeros_like(condition)] if run.rows > 1 else []

@@ -56,7 +56,6 @@ def recipe_for(pipeline: Pipeline) -> Recipe:
 
 def nearest_size(pipeline: Pipeline, width: int, height: int) -> tuple[int, int]:
     """Width and height in pixels that Tencent chooses for a picture of this shape; diffusers never takes a wider shape.
-
     Source: Tencent-Hunyuan/HunyuanVideo-1.5 60783e7 hyvideo/utils/data_utils.py."""
     from diffusers.pipelines.hunyuan_video1_5.image_processor import generate_crop_size_list
 
@@ -200,7 +199,8 @@ def _small_video(clean: Tensor, generator: torch.Generator, dtype: torch.dtype) 
 
 
 def _with_guider(pipeline: Pipeline, settings: SampleSettings, progress: Progress) -> SampleSettings:
-    """``settings`` with cfg only in the range of steps of the checkpoint's guider, and its rescale if none was set."""
+    """``settings`` with cfg only in the range of steps of the checkpoint's guider, and its rescale if none was set; as
+    they are, with a note, for a guider that is not plain classifier-free guidance."""
     guider: Mapping[str, Any] = pipeline.tools["guider"]
     name = guider.get("_class_name", "ClassifierFreeGuidance")
     if name != "ClassifierFreeGuidance":
@@ -208,8 +208,7 @@ def _with_guider(pipeline: Pipeline, settings: SampleSettings, progress: Progres
         return settings
     steps = settings.steps
     return replace(
-        settings,
-        # Whole steps, as upstream counts them.
+        settings,  # from and to whole steps, as upstream counts them
         cfg_start=max(settings.cfg_start, int(guider.get("start", 0.0) * steps) / steps),
         cfg_end=min(settings.cfg_end, int(guider.get("stop", 1.0) * steps) / steps),
         guidance_rescale=settings.guidance_rescale or float(guider.get("guidance_rescale", 0.0)),

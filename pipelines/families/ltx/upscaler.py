@@ -51,7 +51,8 @@ def enlarged(latents: Latents, path: Path) -> Latents:
 
 
 def upscale(pipeline: Pipeline, latents: Latents, path: Path, progress: Progress) -> Latents:
-    """``latents`` at twice the width and height, marked for the second pass; or with twice the frames per second."""
+    """``latents`` at twice the width and height, with their channels' old mean and deviation, marked for the second
+    pass; or with twice the frames per second."""
     from diffusers import LTXLatentUpsamplePipeline as Upstream
     from diffusers import LTXPipeline
     from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel as Network
