@@ -268,7 +268,8 @@ def textured(
     enlarge: Callable[[Tensor], Tensor] = lambda pictures: pictures,
     make_room: Callable[[int, torch.device], None] = lambda *_: None,
 ) -> tuple[Texture, Painted, CameraTable]:
-    """Make a texture from a mesh and pictures (H, W, 3 or 4), the front first: render, paint, bake and fill.
+    """The texture of a mesh, painted after pictures (H, W, 3 or 4), the front first, then baked and filled; also the
+    painted views, not enlarged, and their cameras.
 
     An unusable mesh is refused before anything is painted. ``saving`` is around the bake, such as :func:`saved_views`,
     whose pictures stay if that fails; ``enlarge`` makes pictures (V, S, S, 3) larger before it; ``make_room`` frees

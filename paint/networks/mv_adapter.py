@@ -127,7 +127,8 @@ def mirrored(views: Tensor) -> Tensor:
 
 
 def unet_for(config: Mapping[str, Any], variant: str) -> nn.Module:
-    """The base UNet of a ``config.json`` with the adapter's layers; make it under ``torch.device("meta")``."""
+    """The base UNet of a ``config.json`` with a :class:`ViewAttention` at each self-attention, which sees a reference
+    if the variant is ig2mv, and our kernel at the others; make it under ``torch.device("meta")``."""
     cls: Any = attribute("diffusers", "UNet2DConditionModel")
     unet = cls.from_config({key: value for key, value in config.items() if not key.startswith("_")})
     for name, module in unet.named_modules():

@@ -142,7 +142,7 @@ def _fetch(download: Download, folder: Path, progress: Progress, endpoint: str |
         while thread.is_alive():
             thread.join(WAIT_SECONDS)
             progress.check()
-            asks = next((other for other in earlier if other.is_alive()), thread).name == names[0]
+            asks = next((other for other in earlier if other.is_alive()), thread).name == names[0]  # not checking
             if asks and time.monotonic() - state.heard > SILENT_SECONDS:
                 raise _failed(download, folder, TimeoutError(f"nothing came for {SILENT_SECONDS:g} s"))
             if state.total:

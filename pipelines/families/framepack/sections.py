@@ -319,18 +319,18 @@ def shown(prompts: Sequence[Any], plan: Plan, seconds: float, fps: float) -> lis
     return [plain[n] for n in (shown_at(spans, plan, seconds, fps) if SPAN in prompts[0] else shown_in(spans, plan))]
 
 
-def blended(texts: Sequence[Mapping[str, Tensor]], plan: Plan, over: int) -> list[Mapping[str, Tensor]]:
-    """``texts`` by place, each change of prompt spread over ``over`` sections in the order of sampling: the first has
-    1 / ``over`` of the new embeddings. Until the last of them the old text's mask and length stay: longer ones are cut.
+def blended(texts: Sequence[Mapping[str, Tensor]], plan: Plan, fade: int) -> list[Mapping[str, Tensor]]:
+    """``texts`` by place, each change of prompt faded over ``fade`` sections in the order of sampling: the first has
+    1 / ``fade`` of the new embeddings. Until the last of them the old text's mask and length stay: longer ones are cut.
 
     Source: colinurbs/FramePack-Studio f4369da ``worker.py``, which mixes the first section alone, in the section that
     has the number of the prompt."""
     mixed: list[Any] = list(texts)
-    order, old, change = [plan.place(step) for step in range(plan.count)], texts[0], -over  # nothing to blend yet
+    order, old, change = [plan.place(step) for step in range(plan.count)], texts[0], -fade  # nothing to blend yet
     for step, (before, place) in enumerate(pairwise(order), 1):
         if any(not torch.equal(texts[place][name], tensor) for name, tensor in texts[before].items()):
             old, change = texts[before], step
-        if (share := (step + 1 - change) / max(over, 1)) < 1:
+        if (share := (step + 1 - change) / max(fade, 1)) < 1:
             mixed[place] = dict(old)
             for name, tensor in ((name, tensor) for name, tensor in old.items() if name != MASK):
                 new, sides = texts[place][name], (0, 0) * (tensor.ndim - 2)

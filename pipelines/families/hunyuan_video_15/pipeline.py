@@ -115,7 +115,7 @@ def sample(
     noise = loop.noise_for(loop.latent_shape(SPEC, CHANNELS, settings), generator, device)
     clean = None if settings.latents is None else settings.latents.samples.to(device) * scale
     texts = placed(dict(zip(BRANCHES, (prompt.embeds, prompt.negative or {}), strict=True)), device, dtype)
-    beside = torch.zeros(1, CHANNELS + 1, *noise.shape[2:], device=device, dtype=dtype)
+    beside = torch.zeros(1, CHANNELS + 1, *noise.shape[2:], device=device, dtype=dtype)  # picture and mask
     vision = None
     if image is not None:
         beside[:, :CHANNELS, :1] = placed(image.tensors[PICTURE], device, dtype) * scale
