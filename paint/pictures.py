@@ -37,7 +37,7 @@ def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[
 
 
 def cut_out(pictures: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """Each picture as (H, W, 4) with 1 - ``mask``, resized to it, as its alpha; unchanged if all of the mask is 0.
+    """Each picture as (H, W, 4) with 1 - ``mask``, resized to it, as its alpha; unchanged if no mask is above 0.
 
     The mask is (B or 1, h, w), 1 where the picture is transparent, as ComfyUI's Load Image gives it. Raises InputError
     for another number of masks, or NaN in one."""

@@ -35,7 +35,7 @@ def card_of(pipeline: Any, probes: Mapping[str, ProbeResult] | None = None) -> d
 
 
 def status_of(pipeline: Any) -> str:
-    """A pipeline in one short line: model, variant, dtype, offload, device."""
+    """A pipeline in one short line: model, variant, dtype, offload, device; for a demo, the model it stands in for."""
     what = ", ".join((title_of(pipeline), *_variant(pipeline)))
     if pipeline.is_demo:
         name = _source_holder(pipeline).stands_in_for

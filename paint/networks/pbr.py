@@ -176,9 +176,8 @@ def cells(maps: Tensor, side: int) -> Tensor:  # (V, C, H / side, W / side, side
 
 
 def rotary_tables(voxels: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (1, N, D), fp32, each value twice, for voxels (1, N, 3) and head width D, divisible by 16.
-
-    x and y get three eighths of the features each, z a quarter."""
+    """Cosines and sines (1, N, D), fp32, each value twice, for voxels (1, N, 3) and head width D, divisible by 16. x
+    and y get three eighths of the features each, z a quarter."""
     angles = []
     for axis, share in enumerate((3, 3, 2)):
         size = width * share // 8

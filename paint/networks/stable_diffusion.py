@@ -110,9 +110,8 @@ def _part_in_folder(folder: Path, part: str) -> BasePart:
 
 
 def _base_of_tensors(stored: Weights, given: Mapping[str, BasePart]) -> Base:
-    """The base in a single file, whose parts have prefixes; ``given`` parts take the place of the file's own.
-
-    Raises CheckpointError for another kind of model, a missing part, or a VAE of other than 4 latent channels."""
+    """The base in a single file, whose parts have prefixes; ``given`` parts take the place of the file's own. Raises
+    CheckpointError for another kind of model, a missing part, or a VAE of other than 4 latent channels."""
     ldm: Any = imported("diffusers.loaders.single_file_utils")
     added = f"{UNET}label_emb.0.0.weight" in stored.shapes
     rules = {"layers_per_block": 2, "addition_embed_type": "text_time" if added else None}
@@ -134,8 +133,7 @@ def _base_of_tensors(stored: Weights, given: Mapping[str, BasePart]) -> Base:
 
 def _text_part(stored: Weights, ldm: Any, kind: str, part: str) -> BasePart:
     """A text encoder of a single file, below the first of its prefixes in :data:`TEXT` that the file has: the last is
-    ComfyUI's, others that end in ``transformer.`` are transformers', the rest OpenCLIP's. SD2.1's loses its last
-    layer."""
+    ComfyUI's, others that end in ``transformer.`` are transformers', the rest OpenCLIP's. SD2.1's last layer is cut."""
     prefixes = TEXT[kind][part]
     present = (prefix for prefix in prefixes if any(name.startswith(prefix) for name in stored.shapes))
     prefix, convert = next(present, prefixes[0]), ldm.convert_ldm_clip_checkpoint

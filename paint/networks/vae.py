@@ -66,9 +66,8 @@ def set_vae_attention(vae: nn.Module, attend: Attend) -> None:
 
 
 def encoded(vae: Any, pictures: Tensor, generator: torch.Generator | None, device: torch.device) -> Tensor:
-    """Latents (B, 4, h, w), fp32, on the CPU, not scaled, of pictures (B, H, W, 3) in 0..1.
-
-    ``generator`` draws the posterior's noise, for the whole batch at once, on the CPU; None takes the mean."""
+    """Latents (B, 4, h, w), fp32, on the CPU, not scaled, of pictures (B, H, W, 3) in 0..1. ``generator`` draws the
+    posterior's noise, for the whole batch at once, on the CPU; None takes the mean."""
     means, deviations = [], []
     for picture in signed(pictures).split(1):
         posterior = vae.encode(placed(picture, device, vae.dtype)).latent_dist

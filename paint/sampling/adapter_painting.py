@@ -67,7 +67,7 @@ def paint_six_views(
 
 
 def _references(pipeline: PaintPipeline, inputs: PaintInputs, settings: PaintSettings, progress: Any) -> Tensor:
-    """The reference pictures (R, S, S, 3) on grey, cropped to the object if it has transparency; none for tg2mv."""
+    """The reference pictures (R, S, S, 3) on grey, those with transparency cropped to the object; none for tg2mv."""
     size, none = settings.size, isinstance(inputs.references, list | tuple) and not inputs.references
     if pipeline.variant == TG2MV:
         if not none:

@@ -406,7 +406,7 @@ def _dino(pipeline: PaintPipeline, inputs: PaintInputs, reference: Tensor, progr
 
 
 def decoded(pipeline: PaintPipeline, latents: Tensor, run: PaintRun, seed: int, progress: Any) -> Painted:
-    """The pictures of scaled ``latents``, the second half metal and roughness; a host gets them unscaled first."""
+    """The pictures of scaled ``latents``, those past the views metal and roughness; a host gets these latents first."""
     plain, need = latents / pipeline.latent_scale, vae_bytes(DECODED, run.size, pipeline.precision.vae)
     if (tell := getattr(progress, "sampled", None)) is not None:  # so that a failure to decode does not lose them
         tell(plain, pipeline.family, seed, pipeline.latent_format)

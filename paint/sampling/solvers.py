@@ -47,9 +47,8 @@ class NoiseSchedule:
 
 
 def sigma_table(zero_snr: bool, shift: float = 1.0) -> Tensor:
-    """The noise level sqrt((1 - a) / a) of each training step, (1000,), float64.
-
-    ``shift`` multiplies the squared level of the last step, and those before it by less."""
+    """The noise level sqrt((1 - a) / a) of each training step, (1000,), float64. ``shift`` multiplies the squared level
+    of the last step, and those before it by less."""
     first, last = (beta**0.5 for beta in BETAS)
     shares = torch.cumprod(1.0 - torch.linspace(first, last, TRAIN_STEPS, dtype=torch.float32) ** 2, dim=0)
     if zero_snr:  # in fp32, as upstream: the last levels are differences of nearly equal numbers
@@ -138,6 +137,7 @@ class EulerAncestral:
         return velocity * (-sigma / (sigma**2 + 1) ** 0.5) + x / (sigma**2 + 1)
 
     def step(self, velocity: Tensor, index: int, x: Tensor, noise: Noise) -> Tensor:
+        """The latents after step ``index``; ``noise`` draws the ancestral part, none with ``eta`` 0."""
         sigma, target = self.sigmas[index : index + 2]  # noise levels before and after the step
         up = self.eta * (target**2 * (sigma**2 - target**2) / sigma**2).clamp(min=0) ** 0.5
         down = (target**2 - up**2).clamp(min=0) ** 0.5  # below 0 by rounding, where a step takes nearly all noise away
@@ -173,6 +173,7 @@ class LatentConsistency(UnitVariance):
     """Jump to the clean latents, add noise of the next level."""
 
     def step(self, velocity: Tensor, index: int, x: Tensor, noise: Noise) -> Tensor:
+        """The latents after step ``index``: clean after the last one, else with ``noise`` of the next level."""
         time = self.schedule.timesteps[index] * TIME_SCALE
         skip = DATA_SIGMA**2 / (time**2 + DATA_SIGMA**2)
         out = time / math.sqrt(time**2 + DATA_SIGMA**2)  # c_skip and c_out of consistency models

@@ -91,8 +91,8 @@ def is_checked(folder: Path, download: Download) -> bool:
 
 
 def selected(files: Mapping[str, int], only: tuple[str, ...]) -> dict[str, int]:
-    """Path to bytes of a repository's files that are read: settings, vocabularies and safetensors, in the folders
-    ``only``, or in all for an empty one; of a folder with a set in bf16 too, only that. No name may lead out of it."""
+    """Path to bytes of the files that are read of a repository, or of its folders ``only``: settings, vocabularies, and
+    safetensors, the bf16 set alone where a folder has one too. Names that may lead out of it are dropped."""
     within = (name for name in files if not name.startswith("/") and not OUTSIDE.search(name))
     wanted = {name: files[name] for name in within if not only or name.split("/")[0] in only}
     weights = [name for name in wanted if name.endswith(".safetensors")]
@@ -239,7 +239,7 @@ def _size(path: Path) -> int | None:
 
 
 def _require_room(folder: Path, files: Mapping[str, int], revision: str) -> None:
-    """Raise InputError where the disk has no room for the bytes still missing; a partial file's count as there."""
+    """Raise InputError where the disk has no room for the bytes still missing; partial files' bytes count as there."""
     absent = {name: size for name, size in files.items() if _size(folder / name) is None}
     begun = ((_size(_part_of(folder, name, revision)) or 0, size) for name, size in absent.items())
     needed = sum(absent.values()) - sum(part for part, size in begun if part <= size) + ROOM_BYTES

@@ -133,7 +133,8 @@ def _checked_place(request: base.ImageRequest, known: Mapping[str, Tensor]) -> s
 
 
 def frames_for(framepack: FramePackSettings, fps: float) -> int:
-    """Pixel frames of the whole sections nearest to ``clip_seconds``, and the start image; 1 in single-frame mode."""
+    """Pixel frames of the whole sections nearest to ``clip_seconds``, and the start image; 1 in single-frame mode.
+    Raises InputError for a rate, a length or a window out of range."""
     if framepack.single_frame:
         return 1
     if not 0 < fps <= 240:

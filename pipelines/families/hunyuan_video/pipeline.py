@@ -157,7 +157,7 @@ def sample(
 
 
 def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> torch.Tensor:
-    """The velocity, noise minus data."""
+    """The velocity, noise minus data; raises InputError without pooled text."""
     return transformer(
         hidden_states=call.latents,
         timestep=call.time.float(),

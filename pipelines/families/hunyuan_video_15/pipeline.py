@@ -103,7 +103,7 @@ def encode_video(pipeline: Pipeline, frames: Tensor, seed: int, progress: Progre
 def sample(
     pipeline: Pipeline, prompt: Prompt, image: ImageCondition | None, settings: SampleSettings, progress: Progress
 ) -> Latents:
-    """Latents (1, 32, T, H / 16, W / 16) in core's space.
+    """Latents (1, 32, T, H / 16, W / 16) in core's space; raises InputError for latents of no use to the transformer.
 
     Source: diffusers ``HunyuanVideo15Pipeline.__call__`` and its image-to-video twin; equal to them in fp32, but for
     rounding: padding and the attention mask that hides it are left out."""

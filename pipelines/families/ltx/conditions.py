@@ -89,7 +89,7 @@ class TokenStepper:
         return column if self.start.shares is None else column * self.start.shares
 
     def step(self, output: Tensor, index: int, tokens: Tensor) -> Tensor:
-        """The tokens before the next step; a token whose picture is less noisy than this step stays as it is."""
+        """The tokens before the next step; those of a picture less noisy than this step, or of share 0, stay as they are."""
         state = self.generator.get_state()
         try:
             stepped = (self._with_new_noise if self.renews else self.schedule.step)(output, index, tokens)
@@ -210,7 +210,7 @@ def plain_start(
 def conditioned_start(
     video: VideoInput, image: ImageCondition | None, anchors: tuple[Keyframe, ...], generator: torch.Generator
 ) -> InitialTokens:
-    """The initial tokens as ``LTXConditionPipeline`` makes them."""
+    """The initial tokens as ``LTXConditionPipeline`` makes them; pictures outside the latent grid come first."""
     from diffusers import LTXConditionPipeline
 
     pipeline = bare_pipeline(LTXConditionPipeline, vae=_Encoded(image, video.device))

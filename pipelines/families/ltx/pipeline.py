@@ -380,7 +380,7 @@ def _is_condition(pipeline: Pipeline) -> bool:
 def _schedule(
     config: Mapping[str, Any], settings: SampleSettings, conditioned: bool, recipe: Recipe, device: torch.device
 ) -> Schedule:
-    """``LTXPipeline``'s schedule; if ``conditioned``, or with levels in the recipe, one of :func:`_fixed` levels."""
+    """``LTXPipeline``'s schedule; if ``conditioned``, or with levels in the recipe, that of :func:`_fixed` levels."""
     if not conditioned and recipe.timesteps is None:
         levels: Callable[[int], Levels] = partial(_shifted, config, math.prod(loop.latent_shape(SPEC, 1, settings)))
     else:

@@ -25,7 +25,7 @@ FIRST = "initial_conv.weight"
 
 
 def config_of(entries: dict[str, TensorEntry], path: Path) -> dict[str, Any]:
-    """The configuration of an upscaler, by its shapes; CheckpointError for another model."""
+    """The configuration of an upscaler, by its shapes; raises CheckpointError for another model or way to enlarge."""
     shapes = {name: entry.shape for name, entry in entries.items()}
     first, doubling = shapes.get(FIRST, ()), shapes.get("upsampler.0.weight", ())
     if len(first) < 4 or first[1] != CHANNELS or not doubling:
