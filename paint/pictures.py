@@ -19,7 +19,7 @@ BORDER = 0.2  # of a recentred object, on each side of it: it fills 1 / 1.4 of i
 def checked_pictures(pictures: Tensor | Sequence[Tensor], subject: str) -> list[Tensor]:
     """Each picture of (B, H, W, C), (H, W, C), or several, as (H, W, 3 or 4), fp32, on the CPU, clamped to 0..1.
 
-    Raises InputError for another shape, no picture, NaN or infinity."""
+    Raises InputError, which names the ``subject``, for another shape, no picture, NaN or infinity."""
     batches = [pictures] if isinstance(pictures, Tensor) else list(pictures)
     checked: list[Tensor] = []
     for batch in batches:
@@ -118,7 +118,7 @@ def recentred(picture: Tensor) -> Tensor:
     """The object of an RGBA picture (H, W, 4) in the middle of a transparent square; RGB comes back as it is."""
     if picture.shape[-1] != 4:
         return picture
-    crop = _seen(picture)
+    crop = _cropped(picture)
     side = max(length + 2 * int(length * BORDER) for length in crop.shape[:2])
     return _in_middle(crop, side, picture.new_tensor((1.0, 1.0, 1.0, 0.0)))
 
@@ -127,7 +127,7 @@ def filling(picture: Tensor, size: int, background: float) -> Tensor:
     """The object of an RGBA picture (H, W, 4) in the middle of a grey square, (size, size, 3), as MV-Adapter has it.
 
     Its box, one pixel more at the top and left, fills 0.9 of the square; sizes and colours are cut, not rounded."""
-    crop = _seen(picture, 1)
+    crop = _cropped(picture, 1)
     height, width = crop.shape[:2]
     longest = size * FILLED
     if height > width:
@@ -140,7 +140,7 @@ def filling(picture: Tensor, size: int, background: float) -> Tensor:
     return ((square[..., :3] * alpha + background * (1 - alpha)) * 255).floor().clamp(0, 255) / 255
 
 
-def _seen(picture: Tensor, before: int = 0) -> Tensor:
+def _cropped(picture: Tensor, before: int = 0) -> Tensor:
     """A picture (H, W, 4) cropped to the bounding box of its alpha, with up to ``before`` pixels more above and left.
 
     Raises InputError where all of it is transparent."""

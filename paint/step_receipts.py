@@ -28,7 +28,7 @@ _painted: dict[str, dict[str, Any]] = {}  # the facts of views by their history,
 
 
 def marked(pictures: Tensor | None, kind: str, **facts: Any) -> Tensor | None:
-    """``pictures`` with ``facts`` for :func:`facts_of`, which do not outlive a change of the values."""
+    """``pictures``, if any, with ``facts`` of a ``kind`` for :func:`facts_of`, which a change of the values ends."""
     if pictures is not None:
         setattr(pictures, MARK, (kind, values_hash(pictures), facts))
     return pictures

@@ -110,7 +110,7 @@ class ViewAttention(nn.Module):
         return self.stock.attend(*lines).unflatten(0, maps[0].shape[:2]).unflatten(3, maps[0].shape[3:5])
 
     def _to_reference(self, seen: Tensor, heads: int, run: AdapterInputs) -> Tensor:
-        """(B * V, N, D): all views of a guidance row query the same keys, so together they need them once."""
+        """(B * V, N, D) from ``seen``: a guidance row's views query the same keys, so together they need them once."""
         key, value = (split(layer(self.kept), heads) for layer in (self.to_k_ref, self.to_v_ref))
         added = []
         for tokens, shown in zip(grouped(seen, VIEWS).split(1), run.rows, strict=True):  # each (1, V * N, D)

@@ -64,7 +64,7 @@ class ReferenceAttention(MultiHeadAttention):
         self.processor = _SecondMaterial(width, "v")
 
     def forward(self, x: Tensor, seen: Tensor) -> Tensor:  # type: ignore[override]
-        """(B, M, N, D) from albedo's queries (B, N, D) and the kept tokens (B, M', D)."""
+        """(B, M, N, D) from albedo's queries ``x`` (B, N, D) and the kept tokens ``seen`` (B, M', D)."""
         query, key = split(self.to_q(x), self.heads), split(self.to_k(seen), self.heads)
         values = torch.cat((self.to_v(seen), self.processor["to_v_mr"](seen)), dim=-1)
         halves = values.unflatten(2, (self.heads, MATERIALS, -1)).transpose(1, 2).unbind(dim=3)

@@ -112,16 +112,16 @@ def _part_in_folder(folder: Path, part: str) -> BasePart:
 def _base_of_tensors(stored: Weights, given: Mapping[str, BasePart]) -> Base:
     """The base in a single file, whose parts have prefixes; ``given`` parts take the place of the file's own. Raises
     CheckpointError for another kind of model, a missing part, or a VAE of other than 4 latent channels."""
-    ldm: Any = imported("diffusers.loaders.single_file_utils")
+    converters: Any = imported("diffusers.loaders.single_file_utils")
     added = f"{UNET}label_emb.0.0.weight" in stored.shapes
     rules = {"layers_per_block": 2, "addition_embed_type": "text_time" if added else None}
-    unet = _part(stored, UNET, partial(ldm.convert_ldm_unet_checkpoint, config=rules), unet_config)
+    unet = _part(stored, UNET, partial(converters.convert_ldm_unet_checkpoint, config=rules), unet_config)
     kind = _kind(unet.shapes, stored.path, any(name.startswith(EDM) for name in stored.shapes))
     levels = len({name.split(".")[3] for name in stored.shapes if name.startswith(f"{VAE}encoder.down.")})
     blocks = dict.fromkeys(("down_block_types", "up_block_types"), [""] * levels)  # counted, not read
-    convert = partial(ldm.convert_ldm_vae_checkpoint, config=blocks)
+    convert = partial(converters.convert_ldm_vae_checkpoint, config=blocks)
     parts = {"unet": unet, "vae": given.get("vae") or _part(stored, VAE, convert, partial(vae_config, kind=kind))}
-    parts |= {part: _text_part(stored, ldm, kind, part) for part in TEXT[kind]}
+    parts |= {part: _text_part(stored, converters, kind, part) for part in TEXT[kind]}
     latents = _inputs(parts["vae"].shapes, "decoder.conv_in") if parts["vae"].shapes else 4
     wrong = [f"a vae of {latents} latent channels"] if latents != 4 and not given else []
     wrong += [f"no {part} of {kind}" for part, found in parts.items() if not found.shapes]
@@ -131,16 +131,16 @@ def _base_of_tensors(stored: Weights, given: Mapping[str, BasePart]) -> Base:
     return Base(kind, _prediction(stored, kind), parts)
 
 
-def _text_part(stored: Weights, ldm: Any, kind: str, part: str) -> BasePart:
+def _text_part(stored: Weights, converters: Any, kind: str, part: str) -> BasePart:
     """A text encoder of a single file, below the first of its prefixes in :data:`TEXT` that the file has: the last is
     ComfyUI's, others that end in ``transformer.`` are transformers', the rest OpenCLIP's. SD2.1's last layer is cut."""
     prefixes = TEXT[kind][part]
     present = (prefix for prefix in prefixes if any(name.startswith(prefix) for name in stored.shapes))
-    prefix, convert = next(present, prefixes[0]), ldm.convert_ldm_clip_checkpoint
+    prefix, convert = next(present, prefixes[0]), converters.convert_ldm_clip_checkpoint
     if prefix == prefixes[-1]:
         convert = partial(_loaded_clip, prefix, part == "text_encoder_2")
     elif not prefix.endswith("transformer."):
-        convert = partial(_open_clip, ldm.convert_open_clip_checkpoint, prefix)
+        convert = partial(_open_clip, converters.convert_open_clip_checkpoint, prefix)
     if kind == "sd21":
         convert = partial(_without_last, convert)
     activation = "quick_gelu" if (kind, part) == ("sdxl", "text_encoder") else "gelu"

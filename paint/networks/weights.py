@@ -59,7 +59,7 @@ class Weights:
 
 
 def weights_in(place: Path, part: str, choice: str = "auto") -> Weights:
-    """The weights in a folder as ``choice`` says, or in one .bin or safetensors file, for which it is ignored.
+    """The weights of ``part``: in a folder as ``choice`` says, or in one .bin or .safetensors file, which ignores it.
 
     Of a .bin and a .safetensors in one folder ``auto`` takes the .bin, as upstream's own loader does: those of turbo
     are different trainings. Raises CheckpointError for missing or damaged weights, InputError for an unknown choice."""

@@ -323,7 +323,7 @@ def _counted(plan: Plan) -> str:
 def _tell_length(pipeline: Pipeline, plan: Plan, asked: FramePackSettings, fps: float, progress: Progress) -> None:
     """Tell the user how long the film becomes, and once that an earlier version made more sections of it."""
     progress.notify(f"{asked.clip_seconds:g} s: {plan.frames} frames in {_counted(plan)}, as published")
-    older = math.ceil((asked.clip_seconds * fps - 1 - 1e-6) / TEMPORAL_RATIO) * TEMPORAL_RATIO + 1
+    older = math.ceil((asked.clip_seconds * fps - 1 - 1e-6) / TEMPORAL_RATIO) * TEMPORAL_RATIO + 1  # 1e-6: float error
     older = math.ceil(older / ((asked.window - 1) * TEMPORAL_RATIO + 1))  # each without its first latent's frames
     if plan.count != older and not pipeline.is_demo:
         tell_once(progress, f"{_counted(plan)}, the nearest; earlier versions rounded up, here to {older}")

@@ -89,7 +89,7 @@ class TokenStepper:
         return column if self.start.shares is None else column * self.start.shares
 
     def step(self, output: Tensor, index: int, tokens: Tensor) -> Tensor:
-        """The tokens before the next step; those of a picture less noisy than this step, or of share 0, stay as they are."""
+        """The tokens before the next step; those of a less noisy picture, or of share 0, stay as they are."""
         state = self.generator.get_state()
         try:
             stepped = (self._with_new_noise if self.renews else self.schedule.step)(output, index, tokens)
