@@ -46,7 +46,7 @@ class Exhibit:
 
 
 def exhibit(title: str, model: Path, number: int, folder: Path) -> Exhibit:
-    """A demo model's clip of scene ``number``, checked and saved in ``folder``; one of two seeds must show it."""
+    """The checked clip of a demo model, of scene ``number``, saved in ``folder``; one of two seeds has to show it."""
     pipeline = load(LoadRequest(model, precision="fp32", device="cpu"))
     asked, other = ASKED[number % len(ASKED)], ASKED[(number + 1) % len(ASKED)]
     clip, second, reseeded = (

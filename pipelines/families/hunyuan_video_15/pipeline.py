@@ -216,7 +216,7 @@ def _with_guider(pipeline: Pipeline, settings: SampleSettings, progress: Progres
 
 
 def _states(pipeline: Pipeline, frames: Tensor, progress: Progress) -> Tensor:
-    """SigLIP's last hidden states (1, 729, 1152) of one frame, in the 8 bits that its processor resizes."""
+    """SigLIP's last hidden states (1, 729, 1152) of one frame, resized in 8 bits; raises InputError without SigLIP."""
     from diffusers import HunyuanVideo15ImageToVideoPipeline as Upstream
 
     if "image_encoder" not in pipeline.configs:

@@ -131,7 +131,7 @@ encode_image = conditions.encode_image
 
 
 def encode_video(pipeline: Pipeline, frames: Tensor, seed: int, progress: Progress) -> Tensor:
-    """Latents (1, 128, T, H / 32, W / 32) in core's space, which for LTX-Video is the normalised one."""
+    """Latents (1, 128, T, H / 32, W / 32), drawn by ``seed``, in core's space, which for LTX-Video is normalised."""
     from diffusers import LTXPipeline
     from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
@@ -222,7 +222,7 @@ def call_transformer(pipeline: Pipeline, transformer: Any, call: Call) -> Tensor
     size = SampleSettings(width * SPATIAL_RATIO, height * SPATIAL_RATIO, (count - 1) * TEMPORAL_RATIO + 1, fps=call.fps)
     video = conditions.VideoInput(size, call.latents.device, call.latents[:1], 1.0)
     begin = conditions.conditioned_start if _is_condition(pipeline) else conditions.plain_start
-    start = begin(video, None, (), torch.Generator())
+    start = begin(video, None, (), torch.Generator())  # for the place of the tokens alone
     tokens = LTXPipeline._pack_latents(call.latents)
     output = transformer(**_arguments(start.place, tokens, call.time, call.embeds, call.valid))[0]
     return LTXPipeline._unpack_latents(output, count, height, width)
