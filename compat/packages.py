@@ -84,7 +84,7 @@ def _set_dtype(config: Any, dtype: torch.dtype | None) -> None:
 
 
 def _fill_buffers(model: Any, module: nn.Module) -> None:
-    """Give ``module`` and its children buffers on the host, with the values that ``model._init_weights`` sets."""
+    """Give ``module`` and its children host buffers with the values of ``model``'s, the model around it's, init."""
     if next(module.buffers(), None) is None:  # what stays on meta needs no values
         return
     for child in module.children():
@@ -110,8 +110,8 @@ def names_in(module: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def fill(module: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> list[str]:
-    """Make ``tensors``, by the model's names, its parameters, and tie those that it ties; returns the missing names.
-    ``dtype`` is the model's; what its class keeps in fp32 is upcast. Raises RuntimeError for other shapes."""
+    """Make ``tensors``, by the model's names, its parameters, in fp32 where its class asks for it in ``dtype``; returns
+    missing names. Of a tied pair one may be missing; two that differ stay apart. RuntimeError for other shapes."""
     wide = _kept_in_fp32(module, dtype)
     widened = {name for name, tensor in tensors.items() if tensor.is_floating_point() and wide and wide.search(name)}
     values = {name: tensor.float() if name in widened else tensor for name, tensor in tensors.items()}

@@ -211,7 +211,7 @@ def _finite(weight: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(values, 0.0, 0.0, 0.0).to(weight.dtype)
 
 
-def _under(mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _run_under(mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         with mode():
             return forward(*args, **kwargs)
@@ -221,7 +221,7 @@ def _under(mode: type[TorchFunctionMode], _module: nn.Module, forward: Callable[
 
 _WAYS: dict[str, Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]] = {
     FP32: partial(_widened_under, Widened), SCALED: partial(_widened_under, Scaled), REPLACED: _with_zeros,
-    ATTENTION: partial(_under, OtherAttention),
+    ATTENTION: partial(_run_under, OtherAttention),
 }  # fmt: skip
 
 

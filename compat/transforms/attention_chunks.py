@@ -63,7 +63,7 @@ def chunk_size(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool,
     budget_bytes: int,
 ) -> tuple[int, int, int]:  # fmt: skip
-    """The batch rows, heads and queries that :func:`chunked` takes at a time."""
+    """The batch rows, heads and queries of :func:`chunked` at a time: of whole rows, else heads, else one head."""
     batch, heads, count, width = query.shape
     keys = key.shape[-2]
     # Besides the scores: the queries in fp32, twice as they are scaled, the result, and the masks.

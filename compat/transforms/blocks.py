@@ -58,11 +58,11 @@ class BlockOps:
         return x, x
 
     def attended(self, attention: Any, x: Tensor, **named: Any) -> tuple[Tensor, Tensor | None]:
-        """The branch of ``attention``, and the factor that its :class:`Gate` applies; None for none."""
+        """The branch of ``attention``, and the factor that its :class:`Gate` has to apply; here always None."""
         return attention(x, **named), None
 
     def fed(self, feed: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The branch of a gated ``feed``, and the factor that its :class:`Gate` applies; None for none."""
+        """The branch of a gated ``feed``, and the factor that its :class:`Gate` has to apply; here always None."""
         return feed(x), None
 
     def is_plain(self, layer: Any) -> bool:
@@ -259,7 +259,7 @@ def _projected(block: Any, attention: Tensor, normed: Tensor) -> Tensor:
 
 
 def _joined(attention: Tensor, activation: Any, hidden: Tensor) -> Tensor:
-    """``attention`` and the activated ``hidden``, concatenated; GELU writes into the result, as a compiler has it."""
+    """``attention`` and the activated ``hidden``, joined; tanh GELU writes into the result, as compilers do anyway."""
     known = getattr(activation, "approximate", "") == "tanh" and hidden.dtype is attention.dtype
     if torch.compiler.is_compiling() or not known:
         return torch.cat([attention, activation(hidden)], dim=2)
@@ -271,7 +271,7 @@ def _joined(attention: Tensor, activation: Any, hidden: Tensor) -> Tensor:
 
 
 def _rows(norm: Any, temb: Tensor, count: int, first: Tensor | None = None) -> list[Tensor]:
-    """The modulation that ``norm`` makes of ``temb`` (B, D), in ``count`` parts (B, 1, D); (B, 2, D) with ``first``."""
+    """The modulation by ``norm`` from ``temb`` (B, D), in ``count`` parts (B, 1, D); (B, 2, D) with ``first``'s row."""
     rows = norm.linear(norm.silu(temb)).unsqueeze(1)
     if first is not None:
         rows = torch.cat([norm.linear(norm.silu(first)).unsqueeze(1), rows], dim=1)

@@ -209,7 +209,7 @@ class _Function:
 
 @contextmanager
 def uncompiled(module: nn.Module) -> Iterator[None]:
-    """Run the blocks of ``module`` uncompiled within the block: for layers that get a forward for one pass only."""
+    """Run the blocks of ``module`` uncompiled within the ``with``: for layers that get a forward for one pass only."""
     with Undo() as undo:
         for block in (block for block in module.modules() if getattr(block, COMPILED, False)):
             undo.set(block, COMPILED, False)

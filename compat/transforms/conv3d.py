@@ -62,7 +62,7 @@ class SwapUnit:
 
 
 def swap_conv3d(root: nn.Module, choose: Chooser) -> Swapped:
-    """Swap the 3-D convolutions of ``root`` as ``choose`` says; each is compared with its original.
+    """Swap the 3-D convolutions of ``root`` as ``choose`` says; one that differs from its original is left, and logged.
     Call it when the weights are loaded and before an offloader or ``torch.compile`` takes the part; else, and for a
     part that is swapped already, it raises UnsupportedError."""
     _check_ready(root)
@@ -109,7 +109,7 @@ def _check_ready(root: nn.Module) -> None:
 
 
 def _check_free(module: nn.Module, label: str) -> None:
-    """Raise UnsupportedError where an offloader has wrapped the forward of ``module``, whose old one it would call."""
+    """Raise UnsupportedError where an offloader has wrapped the forward of ``module``: it would call the old one."""
     if hasattr(module, "_hf_hook") or "group_offloading" in getattr(_registry(module), "hooks", ()):
         found, expected = f"{label} has the hooks of an offloader on it", "a part that no offloader holds"
         fix = "Take the offloader off, swap or restore, and put it back."
@@ -213,7 +213,7 @@ def _mismatch(expected: Tensor, result: Tensor, terms: int) -> str:
 def _clone_on(
     module: nn.Module, plans: Mapping[nn.Module, Conv3dChoice], device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """A copy of ``module`` on ``device`` in ``dtype``, without hooks, with ``plans`` swapped; shares equal tensors."""
+    """A copy of ``module`` on ``device`` in ``dtype``, with ``plans`` swapped and no hooks; shares equal tensors."""
     cls: Any = type(module)
     wrapper = swap_of(module) not in (None, SwappedConv3d)
     clone: Any = cls.__new__(swapped_class(cls) if module in plans or (plans and wrapper) else cls)

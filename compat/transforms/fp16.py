@@ -46,9 +46,9 @@ class SafeOps(BlockOps):
         return BlockOps.added_read(self, x, branch, gate, layer)
 
     def attended(self, attention: Any, x: Tensor, **named: Any) -> tuple[Tensor, Tensor | None]:
-        """The branch, and the power of two that its values were divided by, for the block's sum to multiply in; None
-        where the output projection does that itself: if the attention's forward was replaced, as step caches do, its
-        result may be repeated."""
+        """The branch, and the power of two that its values were divided by, for the block's sum to multiply in. None if
+        they were not, or the output projection multiplies it in: where the attention's forward was replaced, as step
+        caches do, the branch may be a repeated one."""
         output = _bare(attention.to_out[0])
         settings = getattr(output, SETTINGS, PLAIN)
         settings.leaves = settings.values is not None and "forward" not in attention.__dict__
@@ -58,7 +58,7 @@ class SafeOps(BlockOps):
         return result, None if scale is None else scale.view(1, 1, 1)
 
     def fed(self, feed: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The branch, and the power of two that each row of its hidden values was divided by, if any."""
+        """The branch, and the powers of two (B, N, 1) by which its hidden rows were divided; None if they were not."""
         gated, output = feed.net[0], _bare(feed.net[-1])
         settings = getattr(output, SETTINGS, PLAIN)
         reach = 1.0 if settings.fp32_output else settings.reach

@@ -201,7 +201,7 @@ def full_linear(layer: Any, x: Tensor) -> Tensor:
 
 
 def rms_norm(norm: Any, x: Tensor, narrow: bool = True) -> Tensor:
-    """``x`` divided by its root mean square, times the weight, all in fp32; as fp16 unless it is rotated first."""
+    """``x`` divided by its root mean square, times the weight, in fp32; then cast to fp16 if ``narrow``."""
     x = x.float()
     if norm.weight is None:
         y = functional.rms_norm(x, x.shape[-1:], None, norm.eps)

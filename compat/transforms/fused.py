@@ -193,7 +193,7 @@ def _forward_of(block: nn.Module) -> Callable[..., Any]:
 
 
 def _attach_parts(block: nn.Module, fusion: BlockFusion, fused: FusionPoints, narrow: bool = False) -> None:
-    """Fuse the attentions and gated feed-forwards of ``block``; ``narrow`` under safe fp16, which has the latter's."""
+    """Fuse the attentions of ``block``, and its gated feed-forwards unless safe fp16 has done that (``narrow``)."""
     for path in fusion.attention:
         fused.undo.set(block.get_submodule(path), "processor", fusion.processor(fused.form, narrow))
     for path in () if narrow else fusion.gated:
