@@ -61,8 +61,7 @@ def unusable(name: str, error: Exception) -> MissingPackageError:
 
 
 def empty_encoder(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
-    """A model of transformers' class ``cls`` with parameters on ``meta`` and buffers on the host; its config, and those
-    of the models inside it, name ``dtype``."""
+    """A ``cls`` of transformers, parameters on ``meta`` and buffers on the host; all configs in it name ``dtype``."""
     config = copy.deepcopy(config)
     _set_dtype(config, None)  # a model inside it with a dtype of its own would change torch's default
     with torch.device("meta"):
@@ -84,7 +83,7 @@ def _set_dtype(config: Any, dtype: torch.dtype | None) -> None:
 
 
 def _fill_buffers(model: Any, module: nn.Module) -> None:
-    """Give ``module`` and its children host buffers with the values of ``model``'s, the model around it's, init."""
+    """Give ``module`` and its children host buffers, filled by ``_init_weights`` of ``model``, the nearest around."""
     if next(module.buffers(), None) is None:  # what stays on meta needs no values
         return
     for child in module.children():

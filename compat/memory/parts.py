@@ -185,7 +185,7 @@ class ActiveAdapters:
 def adapters_on(
     parts: Parts, part: str, adapters: Adapters | None, detach: Callable[[str], None], progress: Any = None
 ) -> Iterator[nn.Module]:
-    """The part for the block, with ``adapters`` in force if they are for it; then they are off, if not in the weights.
+    """The part for the block, with ``adapters`` in force if they are for it; then they are off, unless merged.
     Adapters with another key come off first, and where none are wanted, merged ones and those that no pipeline needs.
     ``detach`` brings the part to host memory, without hooks, so that it can be changed."""
     wanted = adapters if adapters is not None and part in adapters.parts else None

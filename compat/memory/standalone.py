@@ -133,6 +133,7 @@ class StandaloneOffloader:
             empty_cache(self.device_of(part))
 
     def switch(self, mode: str) -> None:
+        """Set the mode between two stages: hooks go, and parts leave the pipeline's device; nothing on a CPU."""
         in_use = self._state.in_use
         if mode not in MODES or in_use:
             found = f"offload {mode!r} while {in_use[0]} is in use" if in_use else f"offload {mode!r}"
@@ -244,7 +245,7 @@ class StandaloneOffloader:
         )  # fmt: skip
 
     def _share_room(self, hooks: GroupHooks, part: str, activation_bytes: int) -> None:
-        """Divide the memory free beside a forward: groups that stay, one in use, one ahead; if unknown, none stay."""
+        """Divide the free memory beside a forward among what stays (0 if unknown), one group in use and one ahead."""
         free, largest = free_bytes(hooks.device), hooks.largest_bytes
         room = None if free is None else free - self.options.keep_free_bytes
         passing = max([2 * largest, *(group.total_bytes for group in hooks.groups)])  # there may be no groups
@@ -302,7 +303,7 @@ def _with_decision(offloader: Offloader, choice: str, why: str) -> tuple[Offload
 
 
 def _automatic(device: torch.device, part_bytes: Mapping[str, int], free: int | None) -> tuple[str, str]:
-    """The fastest mode whose weights leave a quarter of ``free`` bytes (None: unknown), and the reason."""
+    """The fastest mode whose weights leave a quarter of ``free`` bytes, else ``group``; if None ``model``; and why."""
     if device.type == HOST.type:
         return "none", "the device is the host, so there is nothing to offload to"
     if free is None:

@@ -188,7 +188,7 @@ def stage_cost(
 
 
 def saved_stages(state: Path) -> list[StageCost]:
-    """The last stages of all pipelines, the newest last; none where the file is missing or of another version."""
+    """The last stages of all pipelines, the newest last; none if the file is missing or any of its rows is damaged."""
     try:
         costs = [StageCost(**row) for row in json_file(state / FILE)]
         for cost in costs:  # use every field as readers do: in an edited file one may be of another type

@@ -238,7 +238,7 @@ def move(
 def _device_copies(
     module: nn.Module, away: list[torch.Tensor], device: torch.device, check: Callable[[], None] | None, keep: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """Each tensor with its copy on ``device``, and True: a copy. Stores host weights that stay under :data:`KEPT`."""
+    """Each tensor with its copy on ``device``, and True: a copy. Host weights that stay go to :data:`KEPT`."""
     views, kept = views_of(module), module.__dict__.setdefault(KEPT, {})
 
     def send(source: torch.Tensor) -> torch.Tensor:

@@ -201,8 +201,8 @@ def kernel_times(facts: DeviceFacts, dtype: torch.dtype, head_width: int, lossy:
 
 
 def avoided_by(probes: Probes, dtypes: Iterable[torch.dtype], wide: Iterable[torch.dtype] = ()) -> dict[Avoided, str]:
-    """The reasons against torch's attention, by dtype: of ``dtypes``, and of fp32, to which others are cast, those in
-    which a probe found it wrong or absent; by (dtype, WIDE), those of ``wide``, for heads wider than that."""
+    """Reasons against torch's attention, by probes without mask that found it wrong or absent: by dtype, for ``dtypes``
+    and for fp32, to which others are cast; by (dtype, WIDE), for ``wide`` dtypes in heads wider than that."""
     avoided: dict[Avoided, str] = {}
     asked: list[tuple[Avoided, torch.dtype, str]] = [(dtype, dtype, "attention") for dtype in (*dtypes, WORKED_ON)]
     asked += [((dtype, WIDE), dtype, "wide_attention") for dtype in wide]

@@ -79,7 +79,7 @@ def chunk_size(
 
 
 def _even(count: int, most: int) -> int:
-    """The size, 1 to ``most``, of nearly equal parts of ``count``, as few as possible."""
+    """The size of the fewest nearly equal parts of ``count`` that have at most ``most`` each; at least 1."""
     if count <= most or count == 0:
         return max(count, 1)
     return math.ceil(count / math.ceil(count / max(most, 1)))

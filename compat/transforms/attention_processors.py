@@ -108,6 +108,7 @@ class JointProcessor(Processor):
         self, attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None, image_rotary_emb: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """The results for video and text (B, N, C), through the output layers that ``attn`` has; None without text."""
         text = encoder_hidden_states
         separate = getattr(attn, "add_q_proj", None) is not None and text is not None  # text has its own projections
         tokens = hidden_states if separate or text is None else torch.cat([hidden_states, text], dim=1)
@@ -324,8 +325,7 @@ def heads_of(attn: Any, layer: Any, tokens: torch.Tensor | None, norm: Any = Non
 
 
 def valid_counts(mask: torch.Tensor) -> tuple[list[int], bool]:
-    """The number of valid tokens in each row of a mask (B, N), and True if they come first and every row has some.
-    Reads the device once."""
+    """Valid tokens in each row of a mask (B, N), and True if they come first and every row has some; reads it once."""
     valid = mask.bool()
     counts = valid.sum(1)
     first = torch.arange(valid.shape[1], device=valid.device) < counts[:, None]
@@ -334,7 +334,7 @@ def valid_counts(mask: torch.Tensor) -> tuple[list[int], bool]:
 
 
 def cropping(crop: Callable[[dict[str, Any], Padding], None], padding: Padding) -> Callable[..., Any]:
-    """A pre-hook that names all arguments and lets ``crop`` leave out padding of every row and note the rest's."""
+    """A pre-hook that names all arguments and has ``crop`` cut the padding that rows share and set ``padding``."""
 
     def before(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         if arguments:
@@ -349,7 +349,7 @@ def cropping(crop: Callable[[dict[str, Any], Padding], None], padding: Padding) 
 
 
 def _crop_text(named: dict[str, Any], padding: Padding) -> None:
-    """Crop text and mask in ``named``, a transformer's arguments, to the longest row, if padding is last; set it."""
+    """Crop text and mask in ``named`` arguments to the longest row and set ``padding``, if padding comes last."""
     mask = named.get(MASK)
     counts, known = valid_counts(mask) if isinstance(mask, torch.Tensor) and mask.ndim == 2 else ([], False)
     if not known:

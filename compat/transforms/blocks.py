@@ -271,7 +271,7 @@ def _joined(attention: Tensor, activation: Any, hidden: Tensor) -> Tensor:
 
 
 def _rows(norm: Any, temb: Tensor, count: int, first: Tensor | None = None) -> list[Tensor]:
-    """The modulation by ``norm`` from ``temb`` (B, D), in ``count`` parts (B, 1, D); (B, 2, D) with ``first``'s row."""
+    """The modulation by ``norm`` of ``temb`` (B, D), in ``count`` parts (B, 1, D); (B, 2, D) if ``first`` leads."""
     rows = norm.linear(norm.silu(temb)).unsqueeze(1)
     if first is not None:
         rows = torch.cat([norm.linear(norm.silu(first)).unsqueeze(1), rows], dim=1)

@@ -97,8 +97,7 @@ class Compilation:
 
     def attach(self, module: nn.Module) -> Callable[[], None] | None:
         """Have the blocks of ``module`` compiled on their first call; returns an undo, None where it has no blocks.
-        Raises UnsupportedError, and changes nothing, where a block has an offloader's hooks, or a forward that is no
-        method."""
+        Raises UnsupportedError, changing nothing, where a block has an offloader's hooks or no method as forward."""
         blocks = list(self.blocks_in(module))
         if not blocks:
             return None
@@ -166,6 +165,7 @@ class _Function:
         self.compiled: Any = None
 
     def __call__(self, block: Any, *args: Any, **named: Any) -> Any:
+        """The result for ``block``; the first call, and any whose sizes no graph has, makes a graph."""
         if self.compiled is None:
             self.compiled = torch.compile(self.plain, fullgraph=True, **self._options())
         from torch._dynamo import config
@@ -180,8 +180,8 @@ class _Function:
         return options | ({"mode": asked.mode} if asked.backend == "inductor" else {})
 
     def ready(self, args: tuple[Any, ...], named: dict[str, Any], sizes: set[int]) -> tuple[Any, dict[str, Any]]:
-        """The arguments with plain strides, and with those dimensions marked as dynamic that vary between calls; adds
-        the number of the video's tokens to ``sizes``."""
+        """The arguments with plain strides and, unless ``dynamic`` is none, marks on dimensions that vary: the text's
+        length, and the video's once ``sizes``, to which its number of tokens is added, has a second one."""
         args = tuple(_plain_strides(value) for value in args)
         named = {name: _plain_strides(value) for name, value in named.items()}
         if self.settings.dynamic == "none":

@@ -249,6 +249,7 @@ class SwappedConv3d(SwappedModule):
     bias: Tensor | None
 
     def forward(self, input: Tensor) -> Tensor:
+        """The convolution by ``conv3d_choice``, of (B, C, T, H, W) or (C, T, H, W); its weights may be streamed."""
         choice, x = self.conv3d_choice, _aligned(input, self)
         x = x if input.dim() == 5 else x.unsqueeze(0)
         edges, mode = own_edges(self)
@@ -352,7 +353,8 @@ def causal_edges(conv: Any) -> tuple[int, int, int, int, int, int]:
 
 
 def _aligned(x: Tensor, layer: SwappedConv3d) -> Tensor:
-    """``x`` on the device where ``layer`` executes; raises where that is unknown, as the weight is on host or meta."""
+    """``x`` on the device where ``layer`` executes, by its hooks or its weight; a move is logged once for the layer.
+    Raises UnsupportedError where no hook names a device and the weight is on host or meta."""
     if x.device == layer.weight.device:
         return x
     device = hooked_device(layer) or layer.weight.device

@@ -1,5 +1,4 @@
-"""Exact replacements of a 3-D convolution, for devices whose own is missing, wrong or slow, with its arguments and
-result.
+"""Exact replacements of a 3-D convolution, arguments and result alike, where a device's is missing, wrong or slow.
 x: (B, C, T, H, W), weight: (O, C / groups, kT, kH, kW); a result is rounded once. None pads time with ``F.pad``, which
 corrupts 5-D tensors on some devices, or replicates edges with the 3-D kernel, which some devices lack."""
 
@@ -220,7 +219,7 @@ def _over_windows(
     x: Tensor, taps: int, g: Geometry, chunk: int, by_channel: bool, plane: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """``plane`` of the frames under each position of the kernel in time, joined in time.
-    Windows are copies of ``chunk`` bytes, or of one position where that is more; several ``taps`` need ``chunk`` 0."""
+    Windows are copies of ``chunk`` bytes, one position at least; with several ``taps``, ``chunk`` is 0: just one."""
     if g.padding[0]:
         x = padded(x, (0, 0, 0, 0, g.padding[0], g.padding[0]))
     frames = x.transpose(1, 2)
@@ -245,9 +244,9 @@ def _over_windows(
 
 
 def _window(frames: Tensor, first: int, many: int, taps: int, g: Geometry, by_channel: bool) -> Tensor:
-    """Input of ``many`` output frames, 1 if ``taps`` > 1: (B, many, C * taps, H, W) ``by_channel``, else taps * C."""
+    """The input of ``many`` output frames from ``first``: (B, many, C * taps, H, W) ``by_channel``, else taps * C."""
     step, gap = g.stride[0], g.dilation[0]
-    if taps > 1:
+    if taps > 1:  # ``many`` is 1
         seen = frames[:, None, first * step : first * step + (taps - 1) * gap + 1 : gap]
     else:
         seen = frames[:, first * step : (first + many - 1) * step + 1 : step, None]

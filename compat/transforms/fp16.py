@@ -46,9 +46,8 @@ class SafeOps(BlockOps):
         return BlockOps.added_read(self, x, branch, gate, layer)
 
     def attended(self, attention: Any, x: Tensor, **named: Any) -> tuple[Tensor, Tensor | None]:
-        """The branch, and the power of two that its values were divided by, for the block's sum to multiply in. None if
-        they were not, or the output projection multiplies it in: where the attention's forward was replaced, as step
-        caches do, the branch may be a repeated one."""
+        """The branch, and the power of two that divided its values, which the block's sum multiplies in. None for none,
+        and where a replaced forward, as of a step cache, may repeat its result: the output projection multiplies it."""
         output = _bare(attention.to_out[0])
         settings = getattr(output, SETTINGS, PLAIN)
         settings.leaves = settings.values is not None and "forward" not in attention.__dict__
@@ -105,8 +104,7 @@ class AppliedFp16:
 def apply_fp16_safe(transformer: nn.Module, family: str, fp32_output: bool = False) -> AppliedFp16:
     """Make ``transformer`` compute in safe fp16, in place, on the host and without offload; it takes and returns fp32.
     Every block of an exactly known class is rewritten on its own instance; any other stays in fp32 and is counted.
-    ``fp32_output``: a GEMM of fp16 operands can come out in fp32. Raises UnsupportedError under offload hooks, or
-    twice."""
+    ``fp32_output``: GEMMs of fp16 operands can return fp32. Raises UnsupportedError under offload hooks or twice."""
     _require_bare(transformer)
     applied = AppliedFp16(family, fp32_output)
     halves: set[int] = set()

@@ -95,8 +95,7 @@ class FusionPoints:
 
 
 def published_fusion_points(published: Iterable[tuple[str, int, bool]]) -> dict[str, int]:
-    """The number of fusion points by kind in ``published`` blocks: rows of class, count, and True for Mochi's last
-    block, which does not change the text."""
+    """Fusion points by kind in ``published`` blocks: rows of class, count, and True for Mochi's last block."""
     total: Counter[str] = Counter()
     for name, count, keeps_text in published:
         for kind, points in (LAST_MOCHI if keeps_text else FUSIONS[name].points).items():
