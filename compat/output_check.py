@@ -74,7 +74,7 @@ def dead_cells(video: torch.Tensor, latents: torch.Tensor) -> torch.Tensor:
 
 
 def latent_step(frames: int, count: int) -> tuple[int, int]:
-    """The pixel frames per latent frame of ``count``, and how many fewer the first has, as in causal VAEs: else 0."""
+    """The pixel frames per latent frame, and how many fewer the first of ``count`` has: in causal VAEs, else 0."""
     if count > 1 and (frames - 1) % (count - 1) == 0:
         return max(1, (frames - 1) // (count - 1)), max(1, (frames - 1) // (count - 1)) - 1
     return max(1, frames // count), 0

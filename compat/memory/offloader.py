@@ -232,7 +232,7 @@ def reason_against(choice: str, device: torch.device) -> str:
 
 
 def placement(offloader: Offloader) -> str:
-    """Mode and devices in words, such as ``group on cuda:0, vae on cpu``."""
+    """Mode, device, and parts that the user has put elsewhere, such as ``group on cuda:0, vae on cpu``."""
     parts = {part: offloader.device_of(part) for part in offloader.options.devices}
     apart = "".join(f", {part} on {device}" for part, device in parts.items() if device != offloader.device)
     return f"{offloader.mode} on {offloader.device}{apart}"

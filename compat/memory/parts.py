@@ -263,7 +263,7 @@ class PartBytes:
         return max(largest, self.outer - activations // 2)
 
     def ahead(self, mode: str, part: str, activations: int = 0) -> int:
-        """Bytes of weights that come ahead, beyond :meth:`resident`, if there is room: about one block.
+        """Bytes of weights ahead, beyond :meth:`resident`, if there is room: about a block; 0 if nothing streams.
         They come as a block ends, when part of its activations, which may be the peak by themselves, is freed."""
         if mode not in ("group", "sequential") or part == WHOLE:
             return 0
@@ -278,7 +278,7 @@ class PartBytes:
 
 
 def part_bytes(entries: Mapping[str, int], block: re.Pattern[str] = BLOCK) -> PartBytes:
-    """The bytes of a part from ``entries``, its tensors' by name; the first group of ``block`` is a block's name."""
+    """The bytes of a part from ``entries``, bytes by tensor name; the first group of ``block`` is a block's name."""
     layers, blocks, outside = Counter[str](), Counter[str](), set[str]()
     for name, size in entries.items():
         layer = name.rpartition(".")[0]

@@ -53,7 +53,7 @@ class GroupLayout:
 
 
 def _follows(run: torch.Tensor, source: torch.Tensor) -> bool:
-    """True if the bytes ``source`` lie behind ``run`` in one storage, but for padding, so that one copy moves both."""
+    """True if ``source`` begins where ``run`` ends in one storage, but for padding, so that one copy moves both."""
     same = run.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
     distance = source.storage_offset() - run.storage_offset()
     return same and 0 <= distance - run.numel() < ALIGNED_BYTES and distance % ALIGNED_BYTES == 0
@@ -88,7 +88,7 @@ class CopyStream:
         self._left: deque[torch.Event] = deque()  # where the computation left a group, the newest last
 
     def bytes_on_device(self, layout: GroupLayout, check: Callable[[], None]) -> tuple[torch.Tensor, torch.Event]:
-        """Start copying a group; returns its memory on the device and the event of its arrival. ``check`` may raise."""
+        """Start copying a group; returns its device memory and the event of its arrival. ``check`` may cancel."""
         if self._left:
             self.stream.wait_event(self._left[-1])
         with self.stream:

@@ -194,7 +194,7 @@ class StandaloneOffloader:
 
     @contextmanager
     def _streamed(self, part: str, module: nn.Module, activation_bytes: int, progress: Any) -> Iterator[None]:
-        """Have hooks bring the part by block or layer during the block; leaves it on the host, with its hooks."""
+        """Have hooks bring the part by block or layer within the ``with``; later it is on the host, hooks still on."""
         device = self.device_of(part)
         staying = sum(tensor.nbytes for tensor in tensors_of(module)) if keeps(self, part, self.mode) else 0
         self._ask_for_room(staying + activation_bytes, device)

@@ -126,7 +126,7 @@ class MemoryStats:
 
     @contextmanager
     def stage(self, name: str, pipeline: str, mode: str, device: torch.device, **forecast: Any) -> Iterator[StageCost]:
-        """The cost of the block, complete and saved once that ends without an error; ``forecast`` has fields of it."""
+        """The cost of the block, complete and saved once that ends without an error; ``forecast`` sets fields of it."""
         cost = StageCost(name, pipeline, mode, str(indexed(device)), first=not self.stages, **forecast)
         self._settle()  # copies of a stage that was cancelled
         before = self.moved_bytes, self.moving_seconds
@@ -278,7 +278,7 @@ def _unit(count: float) -> tuple[int, str]:
 
 
 def reading_of(part: str, total_bytes: int, progress: Any) -> Callable[[int], None]:
-    """A function that gets the bytes just read of a part, shows how many there are so far, and raises on a cancel."""
+    """A function to call with the bytes of a part just read: it tells ``progress`` their sum and raises on cancel."""
     done = 0
 
     def advance(size: int) -> None:

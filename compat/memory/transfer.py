@@ -104,7 +104,7 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 
 def put_back(values: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Give each tensor the data paired with it again, without a copy. A pair that fails is tried again after the rest;
-    a second failure is raised, and so is a first one that is no device's, such as an interrupt."""
+    a second failure is raised, and so is a first one other than a device's error, such as an interrupt."""
     failed = []
     for tensor, data in values:
         try:
@@ -150,7 +150,7 @@ def send_together(
     tensors: Sequence[torch.Tensor], send: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Each tensor's index and its copy on the device, out of order: ``send`` copies one tensor, and small host tensors
-    of one dtype travel in one and share its storage. Peak extra host memory: one staging buffer."""
+    of one dtype travel as one and share its storage. Peak extra host memory: one staging buffer."""
     waiting: dict[torch.dtype, list[int]] = {}
     held: dict[torch.dtype, int] = {}
     for index, tensor in enumerate(tensors):
@@ -238,7 +238,7 @@ def move(
 def _device_copies(
     module: nn.Module, away: list[torch.Tensor], device: torch.device, check: Callable[[], None] | None, keep: bool
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """Each tensor with its copy on ``device``, and True: a copy. Host weights that stay go to :data:`KEPT`."""
+    """Yield each tensor, its copy on ``device``, and True for a copy. Host weights that stay go to :data:`KEPT`."""
     views, kept = views_of(module), module.__dict__.setdefault(KEPT, {})
 
     def send(source: torch.Tensor) -> torch.Tensor:
@@ -259,7 +259,7 @@ def _device_copies(
 def _host_data(
     module: nn.Module, away: list[torch.Tensor], check: Callable[[], None] | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
-    """Each tensor with its host weight, taken out of :data:`KEPT`, and False; without one a host copy, and True."""
+    """Yield each tensor, its host weight, taken out of :data:`KEPT`, and False; without one, a host copy and True."""
     kept = module.__dict__.get(KEPT, {})
     kinds = {(tensor.device, tensor.dtype) for tensor in away if id(tensor) not in kept}
     ways = {kind: transfer_for(*kind) for kind in kinds}  # before any moves: a damaged weight would stay damaged

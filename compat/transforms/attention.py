@@ -115,7 +115,7 @@ class Attention:
         return dtype in self.avoided or (width > WIDE and (dtype, WIDE) in self.avoided)
 
     def _has_fused(self, query: torch.Tensor, *rest: Any) -> bool:
-        """True if torch has a fused kernel for these arguments, which are those of :func:`fused_kernel`."""
+        """True if torch has a fused kernel for these arguments: by :func:`fused_kernel`, or in a graph by ``fused``."""
         if torch.compiler.is_compiling():
             return (query.dtype, query.shape[-1]) in self.fused
         return bool(fused_kernel(query, *rest))

@@ -108,7 +108,7 @@ class JointProcessor(Processor):
         self, attn: Any, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None, image_rotary_emb: Any = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        """The results for video and text (B, N, C), through the output layers that ``attn`` has; None without text."""
+        """Video and text (B, N, C) after ``attn``'s output layers; without text the video before them, and None."""
         text = encoder_hidden_states
         separate = getattr(attn, "add_q_proj", None) is not None and text is not None  # text has its own projections
         tokens = hidden_states if separate or text is None else torch.cat([hidden_states, text], dim=1)
@@ -361,7 +361,7 @@ def _crop_text(named: dict[str, Any], padding: Padding) -> None:
 
 def _crop_texts(named: dict[str, Any], padding: Padding) -> None:
     """:func:`_crop_text` for HunyuanVideo 1.5: Qwen's text, ByT5's quotations and a picture, whose valid tokens
-    upstream puts first. As upstream, a picture whose states are all zero is none."""
+    upstream puts first. As upstream, a picture whose states are all zero is none. Does nothing unless all are given."""
     pairs = ((TEXT, MASK), (f"{TEXT}_2", f"{MASK}_2"))
     texts: list[Any] = [named.get(mask) for _, mask in pairs]
     picture: Any = named.get("image_embeds")

@@ -46,7 +46,7 @@ class BlockOps:
     def added_normalized(
         self, x: Tensor, branch: Tensor, gate: Gate, norm: Norm, modulation: Modulation
     ) -> tuple[Tensor, Tensor]:
-        """:meth:`added`, and that sum :meth:`normalized`."""
+        """The sum that :meth:`added` returns, and what :meth:`normalized` makes of it."""
         if self.form:
             return residual_norm(x, branch, gate, norm, modulation, self.operand_dtype, form=self.form)
         x = _added(x, branch, gate)
@@ -70,7 +70,7 @@ class BlockOps:
         return is_plain_linear(layer)
 
     def summed(self, x: Tensor, weight: Tensor, bias: Tensor, other: Tensor, columns: Tensor) -> Tensor:
-        """``x @ weight.T + bias + other @ columns.T``; both (B, N, features)."""
+        """``x @ weight.T + bias + other @ columns.T``; ``x`` and ``other`` are (B, N, features)."""
         y = functional.linear(x, weight, bias)
         y.flatten(0, 1).addmm_(other.flatten(0, 1), columns.t())
         return y
@@ -271,7 +271,7 @@ def _joined(attention: Tensor, activation: Any, hidden: Tensor) -> Tensor:
 
 
 def _rows(norm: Any, temb: Tensor, count: int, first: Tensor | None = None) -> list[Tensor]:
-    """The modulation by ``norm`` of ``temb`` (B, D), in ``count`` parts (B, 1, D); (B, 2, D) if ``first`` leads."""
+    """``norm``'s modulation by ``temb`` (B, D), in ``count`` parts (B, 1, D); (B, 2, D) if preceded by ``first``'s."""
     rows = norm.linear(norm.silu(temb)).unsqueeze(1)
     if first is not None:
         rows = torch.cat([norm.linear(norm.silu(first)).unsqueeze(1), rows], dim=1)

@@ -150,7 +150,7 @@ def _obstacle(module: nn.Module) -> str:
 
 
 def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """Give ``module`` another class, and its forward to accelerate and diffusers where they saved the old one."""
+    """Give ``module`` another class, and that one's forward to accelerate and diffusers where they saved the old."""
     for save in list(_saved_forwards(module)):
         save(types.MethodType(cls.forward, module))
     module.__class__ = cls

@@ -137,7 +137,7 @@ def leave_wrong(device: torch.device, dtype: torch.dtype, store: ProbeStore, of_
 
 
 def gelu_fault(dtype: torch.dtype, device: torch.device) -> str:
-    """The probe of a product that ends in GELU: empty where it is about as near to fp64 as two operations are.
+    """The fault of products that end in GELU, empty if as near to fp64 as two operations; raises if none can run.
     Sums are exact for these operands, and so small that GELU with erf, which some libraries have, is off by more."""
     if not launches(torch.empty(0, dtype=dtype, device=device)):
         raise RuntimeError(reason_against(device, dtype))
