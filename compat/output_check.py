@@ -46,7 +46,7 @@ def fault_in_frames(video: torch.Tensor, cell: int = 1, latents: torch.Tensor | 
     rows, columns = video.shape[-2:]
     if rows % cell or columns % cell or rows * columns == cell * cell:
         return BROKEN if not bool(video.isfinite().all()) else COLOUR if is_flat(video) else ""
-    parts = max(1, FINEST // min(rows // cell, columns // cell))
+    parts = max(1, FINEST // min(rows // cell, columns // cell))  # per side, into which a cell is divided
     fine = cell // parts if latents is not None and cell % parts == 0 else cell
     cells = video.unflatten(-1, (columns // fine, fine)).unflatten(-3, (rows // fine, fine))
     low, high = cells.amin((-3, -1)), cells.amax((-3, -1))
@@ -83,7 +83,7 @@ def latent_step(frames: int, count: int) -> tuple[int, int]:
 def _repeated(grid: torch.Tensor) -> torch.Tensor:
     """The cells of (B, C, F, H, W) that equal a neighbour in all channels: (B, F, H, W)."""
     found = torch.zeros_like(grid[:, 0], dtype=torch.bool)
-    for axis in (-2, -1):
+    for axis in (-2, -1):  # of two that are equal, both
         same = (grid.narrow(axis, 1, grid.shape[axis] - 1) == grid.narrow(axis, 0, grid.shape[axis] - 1)).all(1)
         for start in (0, 1):
             found.narrow(axis, start, grid.shape[axis] - 1).logical_or_(same)

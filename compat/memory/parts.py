@@ -260,7 +260,7 @@ class PartBytes:
         largest = self.block if by_block else self.inner
         if by_block and self.single:
             largest = max(self.single, self.block - int(DOUBLE_SPARES * activations))
-        return max(largest, self.outer - activations // 2)
+        return max(largest, self.outer - activations // 2)  # outside the blocks, before or after most activations
 
     def ahead(self, mode: str, part: str, activations: int = 0) -> int:
         """Bytes of weights ahead, beyond :meth:`resident`, if there is room: about a block; 0 if nothing streams.

@@ -69,13 +69,13 @@ def chunk_size(
     # Besides the scores: the queries in fp32, twice as they are scaled, the result, and the masks.
     per_query = SCORE_BYTES * (keys + 2 * width + 2 * value.shape[-1] + 2)
     per_query += keys * (0 if mask is None else 2 * SCORE_BYTES) + keys * (2 if causal else 0)
-    per_head = SCORE_BYTES * keys * (width + value.shape[-1])
-    queries = _even(count, max(budget_bytes - per_head, budget_bytes // 8) // per_query)
+    cast_bytes = SCORE_BYTES * keys * (width + value.shape[-1])  # of a head's keys and values, which have to be there
+    queries = _even(count, max(budget_bytes - cast_bytes, budget_bytes // 8) // per_query)
     if queries < count:
         return 1, 1, queries
-    whole = per_head + count * per_query
-    at_once = _even(heads, budget_bytes // whole)
-    return (1 if at_once < heads else _even(batch, budget_bytes // (heads * whole))), at_once, count
+    head_bytes = cast_bytes + count * per_query
+    at_once = _even(heads, budget_bytes // head_bytes)
+    return (1 if at_once < heads else _even(batch, budget_bytes // (heads * head_bytes))), at_once, count
 
 
 def _even(count: int, most: int) -> int:

@@ -370,7 +370,7 @@ def _crop_texts(named: dict[str, Any], padding: Padding) -> None:
     if not picture.any():
         named["image_embeds"] = picture = picture[:, :0]
     pictured = picture.shape[1]
-    total = [pictured] * picture.shape[0]
+    total = [pictured] * picture.shape[0]  # valid tokens of each row
     for (name, mask), valid in zip(pairs, texts, strict=True):
         counts, known = valid_counts(valid)
         most = max(counts) if known or not any(counts) else valid.shape[1]

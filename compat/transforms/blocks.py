@@ -131,7 +131,7 @@ def single_block(
     """Upstream's one-stream blocks of HunyuanVideo and FramePack; ``num_tokens`` as in :func:`joint_block`."""
     ops, first, count = getattr(block, OPS), token_replace_emb if num_tokens else None, hidden_states.shape[1]
     split = 0 if first is None else num_tokens
-    x: Any = getattr(hidden_states, WHOLE, encoder_hidden_states)
+    x: Any = getattr(hidden_states, WHOLE, encoder_hidden_states)  # video and text, as the block before left them
     if torch.compiler.is_compiling() or getattr(encoder_hidden_states, WHOLE, None) is not x:
         x = torch.cat([hidden_states, encoder_hidden_states], dim=1)
     shift, scale, gate = _rows(block.norm, temb, 3, first)

@@ -266,7 +266,7 @@ class Strengths(dict[str, Any]):
 def _open_graphs(module: nn.Module, undo: Undo) -> None:
     """Turn values that differ between blocks or runs into tensors, for one graph: LoRA strengths, norms, padding."""
 
-    def back(layer: Any, former: dict[str, Any]) -> None:
+    def back(layer: Any, former: dict[str, Any]) -> None:  # with the strengths that were set meanwhile
         former.clear()
         former.update({name: float(value) for name, value in layer.scaling.items()})
         layer.scaling = former

@@ -185,7 +185,7 @@ def _fault(unit: SwapUnit, plans: Mapping[nn.Module, Conv3dChoice]) -> str:
     generator, inputs = torch.Generator().manual_seed(0), []
     for layer in unit.inputs:
         rows = zip(layer.kernel_size, layer.dilation, layer.stride, strict=True)
-        size = [(taps - 1) * gap + 1 + step for taps, gap, step in rows]
+        size = [(taps - 1) * gap + 1 + step for taps, gap, step in rows]  # two positions of the kernel, or more
         inputs.append(torch.randn(1, layer.in_channels, *size, generator=generator).to(dtype))
     with torch.inference_mode(False), torch.no_grad():
         wide = torch.promote_types(dtype, torch.float32)

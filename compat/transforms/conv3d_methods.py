@@ -257,7 +257,7 @@ def _columns(
     window: Tensor, kernel: tuple[int, ...], g: Geometry, first: int, size: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
     """The voxels under the kernel for ``size`` rows, from ``first``, and columns of results: (B, C, kH * kW, *size)."""
-    (_, down, across), (_, below, beside), (rows, columns) = g.stride, g.dilation, size
+    (_, down, across), (_, below, beside), (rows, columns) = g.stride, g.dilation, size  # the first is time's
     top = first * down
     strip = window[:, :, top : top + (rows - 1) * down + (kernel[0] - 1) * below + 1].to(dtype)
     taps = itertools.product(range(kernel[0]), range(kernel[1]))

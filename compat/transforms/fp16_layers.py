@@ -192,7 +192,7 @@ def full_linear(layer: Any, x: Tensor) -> Tensor:
             return functional.linear(x, weight.float(), bias)
     scale, parts = row_scales(x, 1.0), list[Tensor]()
     rest = x / scale
-    for _ in range(3):
+    for _ in range(3):  # of 11 bits each, for the 24 of fp32
         parts.append(rest.to(HALF))
         rest = (rest - parts[-1]) * DIGITS
     with weights_on(layer, like=parts[0], bias_dtype=FULL) as (weight, bias):
