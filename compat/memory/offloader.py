@@ -97,8 +97,8 @@ def views_of(module: nn.Module) -> Views:
 
 
 def pin(tensors: Iterable[torch.Tensor]) -> int:
-    """Move the data of ``tensors`` into locked host memory, slab by slab; returns the bytes that were moved.
-    Tensors that cannot be locked stay as they are, and the log says why. Peak extra memory: one slab."""
+    """Move the data of contiguous ``tensors`` into locked host memory, slab by slab; returns the bytes that were moved.
+    Where the system locks no more, the rest stay as they are, and the log says so. Peak extra memory: one slab."""
     count, loose = 0, [t for t in tensors if t.data.nbytes and t.is_contiguous() and not t.is_pinned()]
     try:
         with torch.inference_mode(False), torch.no_grad():

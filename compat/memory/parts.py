@@ -206,7 +206,7 @@ def adapters_on(
 
 
 def _change(parts: Parts, part: str, wanted: Adapters | None, detach: Callable[[str], None]) -> None:
-    """Undo the part's adapters and all later steps, then repeat these steps with ``wanted``, or without adapters."""
+    """Undo the part's adapters and all later steps, then repeat these with ``wanted``; without any if that fails."""
     active: Any = parts.active_adapters.get(part)  # there are some where none are wanted
     module, undo = parts[part], cast(Any, parts.undo[part])
     plain: Any = parts.prepare if active is None else active.plain

@@ -163,7 +163,7 @@ def attention_for(
 def by_time(
     attention: Attention, facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype, head_width: int
 ) -> Attention:
-    """``attention`` with the kernel that is fastest here, if it is ``auto`` with a fused kernel of torch's, or lossy.
+    """``attention`` with the kernel fastest here, where it is ``auto`` with torch's fused one, or lossy; else as it is.
     cuDNN's was seen 1.7 to 2.3 times as fast as torch's choice on Hopper and slower on Ampere
     (huggingface/transformers#48163), so the device is timed at the transformer's head width; a CPU has one kernel."""
     lossy = attention.choice in LOSSY

@@ -226,7 +226,7 @@ def failure_line(error: BaseException) -> str:
 
 
 def _plain_strides(value: Any) -> Any:
-    """``value`` with contiguous strides, as a graph is bound to strides; without a copy if its memory is contiguous.
+    """``value`` with contiguous strides, to which a graph is bound; of those that need a copy, token states get one.
     A batch of one cut out of a longer sequence has that one's strides; a patch embedding's states are transposed."""
     if not isinstance(value, torch.Tensor):
         return value

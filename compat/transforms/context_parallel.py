@@ -37,7 +37,7 @@ class TokenSplit:
     _tables: tuple[Any, Any] = (None, None)  # of this forward: the whole rotary tables, and this rank's part of them
 
     def attach(self, transformer: nn.Module) -> Back:
-        """Split every forward of ``transformer``; returns an undo."""
+        """Split every forward of ``transformer``; returns an undo. UnsupportedError where a block cannot be split."""
         undo, blocks = Undo(), list(transformer_blocks(transformer))
         try:
             for block in blocks:
@@ -168,7 +168,7 @@ def require_splittable(block: nn.Module, attention: Any, size: int) -> None:
 
 
 def split_step(group: Group, plan: SplitPlan | None, title: str) -> Step:
-    """The step that splits transformers of a family over all ranks of ``group``; UnsupportedError without ``plan``."""
+    """The step that splits a family's denoisers over all ranks of ``group``; UnsupportedError without ``plan``."""
     if plan is None:
         found = f"{title} on {group.world.size} devices"
         raise UnsupportedError(found, expected="one device", fix="Leave out --group for this model.")
