@@ -1,6 +1,5 @@
-"""Ray, started on this machine or connected to: always with its token, and on loopback unless an address is given.
-Whoever reaches a port of Ray without a token can run code on the machine, and Ray 2.60 listens on every interface
-without one unless it is told otherwise (docs/scale.md)."""
+"""Ray, started here or connected to: always with its token, and on loopback unless an address is given. Without a token
+whoever reaches a port can run code here, and Ray 2.60 listens on every interface by default (docs/scale.md)."""
 
 from __future__ import annotations
 

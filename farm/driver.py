@@ -54,8 +54,7 @@ class Driver:
         self._read: dict[Path, tuple[int, ...]] = {}  # size, time and inode of each job file of a watched folder
         self._looked = self._shown = self._reminded = -math.inf  # when it last did, by its clock
         self._began, self._lack = clock(), ""  # what the cluster lacks for any worker to start
-        # How far jobs were when a worker died at them, by key, as ``reached`` has it.
-        self._steps: dict[str, float] = {}
+        self._steps: dict[str, float] = {}  # how far a job was, as ``reached`` has it, when a worker died at it, by key
         self._notes: dict[str, str] = {}  # why jobs failed, by key, where the folder has not taken it yet
         self._troubles: dict[str, str] = {}  # last error of each action of :meth:`_try`; empty after a success
 

@@ -1,7 +1,6 @@
-"""The actor that ComfyUI reaches through Ray: it takes jobs and pictures in, and gives states and results out.
-All that passes is text, numbers and the bytes of files, and nothing but keys names a file. ComfyUI's Python has Ray but
-no package ``anygpu``, so the class is sent by value, what it uses of ours is imported where it runs, and errors are of
-Python's own types."""
+"""The actor that ComfyUI reaches through Ray: it takes jobs and pictures in, and gives states and results out. All that
+passes is text, numbers and the bytes of files, and only keys name a file. ComfyUI's Python has Ray but no package
+``anygpu``: the class is sent by value, imports ours where it runs, and raises errors of Python's own types."""
 
 from __future__ import annotations
 

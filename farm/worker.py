@@ -43,9 +43,8 @@ class Renders(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of a job.
-    ``failed``: nobody can do it; ``refused``: this worker cannot do this job; ``unable``: it could not load the model;
-    ``broken``: it can do no job now, as with a full disk; ``lost``: a process of its group died or hangs."""
+    """The end of a job. ``failed``: nobody can do it; ``refused``: this worker cannot; ``unable``: it could not load
+    the model; ``broken``: it can do no job now, as with a full disk; ``lost``: a process of its group died or hangs."""
 
     status: str
     text: str = ""
