@@ -35,8 +35,8 @@ def ray_module() -> Any:
 
 
 def start_here(workers: int, gpus: int) -> Any:
-    """Start Ray on this machine alone, with every socket on 127.0.0.1 and a token of its own; returns the package.
-    ``workers``: processes to make room for; ``gpus``: devices that Ray deals out. Sets environment variables."""
+    """Start Ray on this machine alone, with all sockets on 127.0.0.1 and its own token; UnsupportedError if it fails.
+    ``workers``: processes to make room for; ``gpus``: devices to deal out. Sets environment variables; returns ray."""
     os.environ.update({**LOOPBACK, **QUIET, TOKEN: "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
     ray = ray_module()
     try:

@@ -66,7 +66,7 @@ class TaskSchedule:
         (waiting.appendleft if begun else waiting.append)(task)
 
     def take(self, worker: str, now: float = 0.0) -> Task | None:
-        """Dequeue the job that ``worker`` does next; None if none waits that it can do ``now``."""
+        """Dequeue the job that ``worker`` does next, noting its model as loaded; None if none waits for it ``now``."""
         model = self._choice(worker, now)
         if model is None:
             return None
