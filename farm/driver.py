@@ -1,5 +1,4 @@
-"""The driver, which hands the jobs of a folder to workers and writes down which ones failed.
-The driver remembers nothing that the folder does not have: another one goes on where it was killed."""
+"""The driver, which hands a folder's jobs to workers. All it knows is in the folder: another goes on where it ended."""
 
 from __future__ import annotations
 

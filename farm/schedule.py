@@ -1,5 +1,4 @@
-"""The order in which idle workers are given jobs: first those of the loaded model, and of one model the largest first,
-as a long job begun last would be waited for in the end."""
+"""The order of jobs for idle workers: those of the loaded model first, of one model the largest, lest it end last."""
 
 from __future__ import annotations
 

@@ -55,6 +55,7 @@ class CastLayer(comfy.ops.CastWeightBiasOp):
             yield weight.to(like.dtype), None if bias is None else bias.to(bias_dtype or like.dtype)
 
     def _run(self, like: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The class's forward, with fetched weights where the layer's own cannot compute on the device of ``like``."""
         if not self._must_fetch(like.device):
             return super().forward(*args, **kwargs)
         with self._fetched(like) as (weight, bias):
@@ -83,7 +84,7 @@ class CastLayer(comfy.ops.CastWeightBiasOp):
         return cast_by_core(self, dtype=weight, bias_dtype=bias, device=like.device)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        """Move by :func:`send`, so that weights return to the very host memory that they came from."""
+        """Move by :func:`send`, so that weights return to their own host memory; torch alone changes a dtype."""
         for tensor in (*self._parameters.values(), *self._buffers.values()):
             if tensor is not None:
                 target = fn(tensor.data[:0] if tensor.ndim else tensor.data)
@@ -173,7 +174,7 @@ class Placed:
 
 
 def install_cast_layers(module: nn.Module, device: torch.device, memory_stats: MemoryStats | None = None) -> bool:
-    """Make layers fetch their weights, so that ``module`` runs on ``device`` wherever they are; True if any changed."""
+    """Make layers fetch weights, and roots report ``device``, where ``module`` is to run; True if any class changed."""
     changed = False
     for owner, whole in _walk(module):
         packed = isinstance(owner, StoredLinear)
@@ -220,8 +221,7 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 def send(tensor: torch.Tensor, device: torch.device, keep: bool = True) -> None:
     """Move ``tensor`` to ``device`` in place. With ``keep`` its host memory stays held, and it returns to those bytes:
-    an eviction copies nothing, and weights survive devices that damage copies. ``keep`` is False where host and device
-    share one memory, which would hold both."""
+    an eviction copies nothing, and no copy damages weights. Pass False where both share one memory."""
     data = tensor.data
     if data.device == device:
         return
@@ -245,9 +245,8 @@ def send_home(module: nn.Module) -> None:
 
 @functools.cache
 def _subclass(original: type, rewrite: type) -> type:
-    """A subclass of ``rewrite`` and ``original`` with the name of the original."""
-    # transformers looks a root's abilities up by the full name of its class; our rewrites go by a layer's full name,
-    # and must not take one that fetches its weights for the original.
+    """A subclass of ``rewrite`` and ``original``, named as the latter; transformers finds a root by its full name."""
+    # not a layer's: our rewrites go by its full name, and must not take one that fetches its weights for the original
     home = original.__module__ if rewrite is Placed else __name__
     return type(original.__name__, (rewrite, original), {"__module__": home, "__doc__": rewrite.__doc__})
 

@@ -473,8 +473,7 @@ def guard_step(store: ProbeStore | None, facts: DeviceFacts) -> Step:
 
 @contextmanager
 def around(guard: Guard | None, calls: PlainCalls | None, key: tuple[Any, ...]) -> Iterator[None]:
-    """The block of one forward, watched by ``guard`` and computed by ``calls``. ``key`` begins with the module, which
-    is held weakly: another module at its address is new."""
+    """The block of one forward, under ``guard`` and ``calls``; ``key`` begins with the module, which is held weakly."""
     with calls or nullcontext(), nullcontext() if guard is None else guard.looking((ref(key[0]), *key[1:])):
         yield
 

@@ -1,5 +1,4 @@
-"""Plain fp16 for blocks of a network that leave it eight times of room, as a step in safe fp16 has measured; outputs
-are looked at once a step, and a step beyond the room is computed again."""
+"""Plain fp16 for blocks whose values left eight times of room in a step in safe fp16; a step beyond it is run again."""
 
 from __future__ import annotations
 
@@ -90,7 +89,8 @@ class Calibration:
 
     @contextmanager
     def measured(self, network: nn.Module) -> Iterator[None]:
-        """For the block, measure a step in safe fp16; its sizes are not taken if its result is not finite."""
+        """For the block, measure a step in safe fp16. Where the network's own values are finite its sizes are taken,
+        and blocks that were refused or not finite are kept in safe fp16."""
         found: list[tuple[str, str, Tensor]] = []
         with ExitStack() as stack:
 
@@ -152,7 +152,7 @@ class Calibration:
         yield NETWORK, NETWORK, network
 
     def _fitting(self, block: MeasuredBlock, plain: set[str]) -> Iterator[nn.Module]:
-        """The layers of a block to compute in plain fp16, where the blocks ``plain`` are."""
+        """Layers of ``block`` to compute in plain fp16: those that fit, of few rows only if ``plain`` has the block."""
         known = self.sizes.get(block.name, ValueSizes(NEVER)).share < NEVER
         names = (name for name in block.layers if block.name in plain or not self._is_few(name))
         return (block.layers[name] for name in names if known and self.fits(name))

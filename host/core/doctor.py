@@ -124,8 +124,7 @@ class StepWatch:
             self.spots.append(Spot(name, torch.linalg.vector_norm(tensor.detach(), math.inf), fault, LIMIT))
 
     def _product(self, name: str, layer: Any, args: Any, output: Any) -> None:
-        """Forward hook of a Linear without patches: notes a sample's error against fp32, and the largest value of an
-        fp16 input, where a clamp shows."""
+        """Hook of a bare Linear: notes a sample's error against fp32, and an fp16 input's size, where a clamp shows."""
         weight, x = getattr(layer, "weight", None), args[0] if args else None
         replaced = "forward" in vars(layer) and SETTINGS not in vars(layer)  # by a LoRA in bypass mode, not by Fit
         bare = not (replaced or any(getattr(layer, function, ()) for function in PATCHES))
@@ -173,7 +172,7 @@ class StepWatch:
     def _note(
         self, name: str, seen: Tensor, expected: Tensor, size: Tensor, fault: str, bound: float, dtype: Any
     ) -> None:
-        """Add the relative L2 error of ``seen``, infinite for an overflow; ``size``: the rounding that is usual."""
+        """Add the relative L2 error of ``seen``, infinite for an overflow, 0 if NaN; ``size``: the usual rounding."""
         error = (seen.float() - expected).norm() / (expected.norm() + ROWS * size)
         overflows = expected.isfinite().all() & ~seen.isfinite().all()  # a later layer may hide it
         error = torch.where(overflows, math.inf, error.nan_to_num(0.0))

@@ -90,7 +90,7 @@ class ModelDevice:
         return {}
 
     def kernels(self, dtype: torch.dtype) -> Kernels:
-        """The attention for operands of ``dtype``, chosen once."""
+        """The attention for operands of ``dtype``, and if torch has a fused kernel for them, found out once."""
         if dtype not in self._kernels:
             avoided = avoided_by(self.probes, (dtype,), wide=(dtype, FP32))
             chosen = attention_for(AUTO, self.facts, dtype, HEAD_WIDTH, avoided)

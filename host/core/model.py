@@ -83,7 +83,8 @@ class FittedNetwork:
     convolutions: ByNetwork = field(default_factory=ByNetwork)
 
     def __call__(self, executor: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Core's call on the noisy latent ``x``, fitted; the first of each sampling is counted and reported."""
+        """Core's call on the noisy latent ``x``, fitted but in training; the first of each sampling is counted and
+        reported. It is made again where it was measured for plain fp16, or plain fp16 did not hold."""
         if comfy.model_management.in_training:
             return executor(x, *args, **kwargs)
         model = executor.class_obj
@@ -107,6 +108,7 @@ class FittedNetwork:
         return output
 
     def _seen_of(self, model: Any, network: nn.Module) -> Seen:
+        """The facts on ``network``, new ones once its weights or its dtype have changed; measured layers are kept."""
         graph, seen = (model.current_weight_patches_uuid, model.get_dtype_inference()), self.seen.get(network)
         if seen is None or seen.graph != graph:  # a node behind this one may have changed either
             fp32_output, convolutions = self.machine.fp32_output, self.machine.fp16_convolutions
@@ -319,7 +321,8 @@ def _why_as_it_is(model: Any) -> str:
 def _fit_of(
     network: nn.Module, machine: ModelDevice, dtype: torch.dtype, precision: str, attention: str, left: str
 ) -> Fit:
-    """The fit by :func:`fit_for`, mindful of other packs' layers; ``left``: why ``auto`` changes nothing, or empty."""
+    """The fit by :func:`fit_for`, mindful of other packs' layers; ``left``: why ``auto`` changes nothing, or empty.
+    UnsupportedError for a chosen precision that no layer can take, or not all."""
     ours = (each for each in network.modules() if ownership.is_linear(each) or ownership.is_convolution(each))
     if precision == SAFE and next(ours, None) is None and not ownership.adapted_layers(network):
         why = left or "the network has no layers that core casts"
@@ -399,7 +402,7 @@ def _left_decisions(network: nn.Module, fit: Fit, left: str) -> Iterator[Decisio
 
 
 def _recast_clone(model: Any, safe: bool, damaged: bool, float8: bool) -> Any:
-    """A clone over weights cast on the host: bf16 if ``damaged``, float8 unless that works; None if that fails."""
+    """A clone, weights cast on the host: bf16 if ``damaged``, float8 unless ``float8`` works; None if that fails."""
 
     def target(module: nn.Module, weight: torch.Tensor) -> torch.dtype:
         matrix = safe and ownership.is_linear(module) and weight.ndim > 1

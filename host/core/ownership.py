@@ -175,7 +175,7 @@ def _weight(module: nn.Module) -> Any:
 
 
 def _holds_values(module: nn.Module, shape: tuple[int, ...]) -> bool:
-    """True if a layer's weight is what it claims: floating values, core's packed tensor, or not there yet."""
+    """True if a layer's weight is as claimed: floating values of ``shape``, core's packed tensor, or not there yet."""
     if hasattr(type(module), "weight"):  # a property of another pack's
         return False
     weight = _weight(module)
