@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def watch(arguments: argparse.Namespace) -> int:
-    """Render whatever comes into a folder, and what ComfyUI hands to the gateway, until Ctrl+C."""
+    """Render the jobs that come into a folder, and those that ComfyUI hands to the gateway, until Ctrl+C."""
     from .gateway import open_gateway
 
     folder = JobFolder(Path(arguments.folder))
@@ -175,7 +175,7 @@ def _require_possible(arguments: argparse.Namespace) -> None:
 
 
 def _driver(folder: JobFolder, arguments: argparse.Namespace) -> Any:
-    """A driver whose workers Ray is starting, here or in a cluster; InputError for flags that cannot be had."""
+    """A driver whose workers Ray is starting, here or in a cluster; InputError for flags that cannot be met here."""
     from .driver import Driver
     from .render import Renderer, reached_in, task_of
 

@@ -112,7 +112,7 @@ class TaskSchedule:
         return dropped
 
     def _choice(self, worker: str, now: float) -> str | None:
-        """The worker's loaded model while it has jobs, else the one with most work per worker that has it, or None."""
+        """The model that ``worker`` goes on with: its own while open, else the one of most work per worker; or None."""
 
         def is_open(model: str) -> bool:
             rest = self._rests.get((worker, model))

@@ -31,7 +31,7 @@ WEIGHT = ".weight"
 
 @contextmanager
 def cast_by_core(layer: Any, **kinds: Any) -> Iterator[tuple[Any, Any]]:
-    """For the block, weight and bias of ``layer`` as core casts them, by functions that core had before 0.32 too."""
+    """For the block, ``layer``'s weight and bias as core casts them to ``kinds``, by functions older than core 0.32."""
     weight, bias, offloaded = comfy.ops.cast_bias_weight(layer, offloadable=True, **kinds)
     try:
         yield weight, bias
@@ -109,6 +109,7 @@ class PackedLayer(CastLayer):
         return torch.empty((self.out_features, self.in_features), dtype=self.dense_dtype, device="meta")
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight as ``dtype``, changed by the layer's patches, which get a copy where it is the stored one."""
         weight: torch.Tensor = super().dense(dtype)  # type: ignore[misc]
         if self.weight_function and weight is self.stored:
             weight = weight.clone()
@@ -127,7 +128,7 @@ class PackedLayer(CastLayer):
 
     @contextmanager
     def _tensors_on(self, device: torch.device) -> Iterator[None]:
-        """For the block, packed weight, scales and bias on ``device``, unless there already or by an outer block."""
+        """For the block, packed weight, scales and bias on ``device``, fetched if need be; once for nested blocks."""
         if "fetched" in self.__dict__ or (self.stored.device == device and not self.bias_function):
             yield
             return
@@ -282,7 +283,8 @@ def named_for_patches(tensors: Mapping[str, torch.Tensor], module: nn.Module) ->
 
 @contextmanager
 def patches_by_layer(patcher: ModelPatcher) -> Iterator[None]:
-    """For the block, the patcher's patches by the layers' present names, in adapters too; none of packed layers."""
+    """For the block, the patcher's patches, hooks' too, by the present names of layers, in adapters or not; none of
+    packed layers, which :func:`attach_patches` sees to."""
     modules, own, hooked = dict(patcher.model.named_modules()), patcher.patches, patcher.hook_patches
     packed = {f"{name}{WEIGHT}" for name, owner in modules.items() if isinstance(owner, PackedLayer)}
     named = {key: _key_of_layer(key, modules) for each in (own, *hooked.values()) for key in each}

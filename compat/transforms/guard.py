@@ -195,8 +195,8 @@ def _own(given: Mapping[str, Any], results: Any) -> Sample | None:
 
 
 def _some_tokens(operands: dict[str, Any], results: list[Tensor]) -> tuple[dict[str, Any], list[Tensor]]:
-    """Operands and results cut to at most 64 tokens, and in each result to those of the text behind them; operands
-    without these tokens stay whole. ``split`` and ``gate_split`` count the picked ones among the first tokens."""
+    """Operands and results cut to at most 64 tokens; text behind them in a result is cut at the same indices, and
+    operands without these tokens stay whole. ``split`` and ``gate_split`` count the picked ones among the first."""
     first, k, text = next(iter(operands.values())), operands.get("k"), operands.get("text_q")
     token_axis, text_tokens = min(1, first.ndim - 2), 0 if text is None else text.shape[1]
     tokens = first.shape[token_axis] if k is None else min(first.shape[1], k.shape[1])

@@ -207,7 +207,7 @@ class AttentionOnRequest:
 
 
 def compute_next(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Have core's EasyCache compute the next call, a repeated one, which it would take for a step of its own."""
+    """Have core's EasyCache compute the next call: it repeats a step, and the cache would count it as another one."""
     for options in (*args, *kwargs.values()):
         if isinstance(options, dict) and (cache := options.get("easycache")) is not None:
             cache.relative_transformation_rate = None
@@ -216,7 +216,7 @@ def compute_next(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
 def with_override(
     make: Callable[[Callable[..., Tensor] | None], Callable[..., Tensor]], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of core's call of a network with another override: ``make`` gets the present one or None."""
+    """Core's arguments for a network with the attention override that ``make`` makes of the present one or None."""
 
     def changed(value: Any, name: str = "") -> Any:  # passed by position, they are known by their wrappers
         ours = isinstance(value, dict) and (name == "transformer_options" or "wrappers" in value)

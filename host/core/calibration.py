@@ -169,7 +169,7 @@ class Calibration:
         return all(self.sizes.get(name, ValueSizes()).rows <= FEW for name in names)
 
     def _enter_block(self, found: list[Any], name: str, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Note the running block; its inputs count as outputs of the block before, to which control nets add."""
+        """Note the running block; its inputs count as outputs of the block before: control nets add to them."""
         for largest in _largest((*args, *kwargs.values())) if self._running != NETWORK else ():
             found += [(self._running, "output", largest), (self._running, "share", largest * (ROOM / MOST))]
         self._running = name
@@ -277,6 +277,7 @@ def _largest(values: Any) -> Iterator[Tensor]:
 
 
 def _cast(values: Any, before: torch.dtype, after: torch.dtype) -> Any:
+    """Nested ``values`` with tensors of the dtype ``before`` in ``after``, but for those of one dimension."""
     if type(values) in (list, tuple):
         return type(values)(_cast(value, before, after) for value in values)
     rows = type(values) is Tensor and values.ndim > 1  # not noise levels: some networks embed them in fp16

@@ -73,7 +73,8 @@ class StepWatch:
 
     @contextmanager
     def on(self, closely: bool) -> Iterator[Callable[..., Any]]:
-        """For the block, watch one call, ``closely`` with spot checks; yields what makes its attention override."""
+        """For the block, watch one call, ``closely`` with spot checks of products (not if compiled) and attention;
+        yields what makes the call's attention override from the present one."""
         self.spots, self.stack = [], []
         with Undo() as undo:
             for name in self.blocks:
@@ -214,6 +215,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
     begun: list[int] = []  # ids of the networks, one to a device, that this sampling has called
 
     def call(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """A network's call: watched closely the first time, repeated if in doubt, if wrong given to the doctor."""
         network = executor.class_obj.diffusion_model
         networks = nn.ModuleDict({NETWORK: getattr(network, "_orig_mod", network)})
         patcher, first = executor.class_obj.current_patcher or model, id(network) not in begun
@@ -249,6 +251,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
             return doctor.checked(output, networks, compute, where, watch.fault, local, lambda: watch.finding, spent)
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """A sampling; at its end all weights are checked, and the doctor concludes, by noise left in the result."""
         begun.clear()
         result = executor(*args, **kwargs)
         healed(executor.class_obj.model_patcher, doctor, every=True, late=True)

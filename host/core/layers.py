@@ -88,6 +88,7 @@ class Counts:
 
     @contextmanager
     def inside_attention(self) -> Iterator[None]:
+        """For the block, a call of attention, count it; calls inside it are parts of it and not counted."""
         self.attention += not self._depth
         self._depth += 1
         try:

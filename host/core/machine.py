@@ -125,13 +125,9 @@ class Fit:
 
 
 def fit_for(
-    machine: ModelDevice,
-    dtype: torch.dtype,
-    precision: str,
-    attention: str,
-    unfit: str = "",
+    machine: ModelDevice, dtype: torch.dtype, precision: str, attention: str, unfit: str = "",
     offered: Sequence[str] = PRECISIONS,
-) -> Fit:
+) -> Fit:  # fmt: skip
     """The fit of one of core's networks, which it computes in ``dtype``, from the precisions ``offered``.
     ``unfit``: why ``auto`` leaves it as it is, or empty. UnsupportedError for a chosen fp16-safe that cannot be."""
     if precision == SAFE:

@@ -163,17 +163,11 @@ class FittedNetwork:
         return seen.calibration
 
     def _run(
-        self,
-        executor: Any,
-        network: nn.Module,
-        seen: Seen,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        counts: Counts | None = None,
-        plain: bool = False,
-        refused: Callable[[], None] | None = None,
-    ) -> Any:
-        """Core's call with all patches of the fit; ``refused`` is called where attention must stay in fp32."""
+        self, executor: Any, network: nn.Module, seen: Seen, args: tuple[Any, ...], kwargs: dict[str, Any],
+        counts: Counts | None = None, plain: bool = False, refused: Callable[[], None] | None = None,
+    ) -> Any:  # fmt: skip
+        """Core's call with all patches of the fit. ``counts`` notes how it computed, ``plain`` has core compute in
+        fp16, and ``refused`` is called where attention must stay in fp32."""
         model, undo = executor.class_obj, Undo()
         safe, failed = self.fit.safe and not seen.casts, len(FAILED)
         with ExitStack() as stack:
@@ -303,6 +297,7 @@ def _conv_forms(network: nn.Module, machine: ModelDevice, stream: torch.dtype, n
 
 
 def _network_of(model: Any) -> nn.Module:
+    """The network of a MODEL, without torch.compile around it; InputError for anything else."""
     network = _plain(getattr(getattr(model, "model", None), "diffusion_model", None))
     if not isinstance(network, nn.Module) or not hasattr(model.model, "get_dtype_inference"):
         found = f"a {type(model).__name__} without a network that core runs"
@@ -351,6 +346,7 @@ class Before:
 
     @classmethod
     def of(cls, model: Any, fit: Fit, recast: Any) -> Before:
+        """The settings of ``model`` before ``fit``; with its clone ``recast``, on other weights, also both networks."""
         patched = model.object_patches.get(CAST, MISSING)
         if recast is None:
             return cls(fit.dtype, patched, model.force_cast_weights)

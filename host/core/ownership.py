@@ -129,7 +129,7 @@ def unfit_for_safe(network: nn.Module) -> str:
 
 
 def fixed_in_dtype(network: nn.Module, safe: bool) -> str:
-    """The class of the first layer that computes in one dtype alone and not in ``safe`` fp16; empty for none."""
+    """The class of the first layer that takes one dtype alone, with ``safe`` outside safe fp16; empty for none."""
     ours = {*adapted_layers(network), *filter(is_linear, network.modules())} if safe else set()
     fixed = (each for each in network.modules() if not takes_any_dtype(each) and each not in ours)
     return next((left_class(each) or type(each).__name__ for each in fixed), "")
