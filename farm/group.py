@@ -160,7 +160,7 @@ class GroupRenderer:
         try:
             for rank in range(self.size):
                 place = PlacementGroupSchedulingStrategy(self.placement, placement_group_bundle_index=rank)
-                made = actor.options(max_concurrency=4, scheduling_strategy=place, **self.needs)
+                made = actor.options(max_concurrency=4, scheduling_strategy=place, **self.needs)  # see Rank
                 self._ranks.append(made.remote(self.renderer, rank, self.size, self.halves, self.patience))
             answer(ray, [rank.state.remote() for rank in self._ranks], progress.check, FORM_SECONDS)  # all are up
             joining = [rank.join.remote(str(meeting), self.loopback) for rank in self._ranks]

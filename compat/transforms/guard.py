@@ -128,11 +128,11 @@ def _norm(given: Mapping[str, Any], result: Tensor) -> Sample | None:
     x, weight, bias = given["input"], given.get("weight"), given.get("bias")
     eps = torch.finfo(torch.float32).eps if given.get("eps") is None else given["eps"]
     if groups := given.get("group"):  # the last group of the last sample
-        own, places = x.shape[1] // groups, x[0, 0].numel()
-        if own * places > WHOLE:
+        channels, places = x.shape[1] // groups, x[0, 0].numel()
+        if channels * places > WHOLE:
             return None
-        found, values = (_exact(each.view(x.shape)[-1, -own:]).reshape(1, -1) for each in (result, x))
-        terms = [each if each is None else each[-own:, None].expand(own, places) for each in (weight, bias)]
+        found, values = (_exact(each.view(x.shape)[-1, -channels:]).reshape(1, -1) for each in (result, x))
+        terms = [each if each is None else each[-channels:, None].expand(channels, places) for each in (weight, bias)]
     else:
         axes, terms = -len(given["normalized_shape"]), [weight, bias]
         rows = _some(x.shape[:axes].numel())

@@ -60,7 +60,8 @@ def multiply_as_stored(module: nn.Module, formats: tuple[str, ...]) -> tuple[int
 
 
 def _multiplies(layer: Any, formats: tuple[str, ...]) -> bool:
-    """True for a layer in one of ``formats`` with our forward, whose inputs ModelOpt and safe fp16 do not scale."""
+    """True for a layer in one of ``formats`` with no forward from another rewrite and no scale of its inputs: neither
+    ModelOpt's ``pre_scale`` nor safe fp16's values or residual."""
     settings, stored = getattr(layer, SETTINGS, PLAIN), format_of(layer.codec, layer.stored.dtype) in formats
     unscaled = settings.values is None and not settings.residual and "pre_scale" not in layer.sides
     return stored and unscaled and is_ours(layer, fp32_linear)

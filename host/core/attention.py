@@ -125,7 +125,7 @@ class AttentionOverride:
     def _in_fp16(
         self, kernel: Callable[..., Tensor], foreign: bool, call: Heads, named: dict[str, Any]
     ) -> Tensor | None:
-        """The fp32 result of a ``foreign`` kernel, else torch's, on fp16 operands; None without one or too inexact."""
+        """The fp32 result of a ``foreign`` kernel, else torch's, on fp16 operands; None if absent or too inexact."""
         if not foreign and not call.has_kernel(HALF, self.attention):
             return None
         operands = None if self.exact else fp16_operands(call.query, call.key, call.value, call.mask, call.gain)
@@ -238,7 +238,7 @@ class Heads:
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor, value: Tensor, named: dict[str, Any]) -> Heads:
-        """Core's operands (B, N, H * D), or with ``skip_reshape`` (B, H, N, D); grouped keys, values are repeated."""
+        """Core's operands (B, N, H * D), or with ``skip_reshape`` (B, H, N, D); repeats grouped keys and values."""
         if not named.get("skip_reshape"):
             width = query.shape[-1] // named["heads"]
             # core takes keys and values as (B, N, H, D) too
