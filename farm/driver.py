@@ -413,7 +413,7 @@ class Driver:
                 worker.actor.cancel.remote(worker.task.key)
 
     def _read_jobs(self) -> None:
-        """Add the jobs of files that are new or changed; a file that the folder does not give is tried again."""
+        """Add the jobs of files that are new or changed; a file that cannot be read now is tried again."""
         for path in self.folder.job_files():
             status = value_or(path.stat, None)
             changed = () if status is None else (status.st_size, status.st_mtime_ns, status.st_ino)

@@ -112,7 +112,7 @@ class TaskSchedule:
         return dropped
 
     def _choice(self, worker: str, now: float) -> str | None:
-        """The model that ``worker`` goes on with: its own while open, else the one of most work per worker; or None."""
+        """The model for ``worker``: its loaded one while open, else the open one with most work per worker, or None."""
 
         def is_open(model: str) -> bool:
             rest = self._rests.get((worker, model))

@@ -222,7 +222,8 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 def send(tensor: torch.Tensor, device: torch.device, keep: bool = True) -> None:
     """Move ``tensor`` to ``device`` in place. With ``keep`` its host memory stays held, and it returns to those bytes:
-    an eviction copies nothing, and no copy damages weights. Pass False where both share one memory."""
+    an eviction copies nothing, and weights survive devices that damage copies. ``keep`` is False where host and device
+    share one memory, which would hold both."""
     data = tensor.data
     if data.device == device:
         return

@@ -46,6 +46,7 @@ class FusedCross(FusedProcessor, CrossProcessor):
     """LTX-Video: queries and keys (B, N, D) are normed across heads and rotated in one pass."""
 
     def queries_and_keys(self, attn: Any, tokens: Tensor, seen: Tensor, rotary: Any) -> tuple[Tensor, Tensor]:
+        """``CrossProcessor.queries_and_keys`` in one fused pass; fp16 if the processor is ``narrow``."""
         query, key = attn.to_q(tokens), attn.to_k(seen)
         with norm_of(attn.norm_q, query) as norm, norm_of(attn.norm_k, key) as other:
             pair, tables = Pair(query, key, norm.weight, other.weight), half(rotary, query.shape[-1])

@@ -45,7 +45,7 @@ class VaeFusion:
 
 
 def fuse_vae(vae: nn.Module, form: str = AUTO) -> FusionPoints:
-    """Rewrite known decoder modules of ``vae`` in place, after its convolutions, before offload; returns a report."""
+    """Rewrite decoder modules of ``vae`` in place, after its convolutions, before offload; notes why others stay."""
     fused = FusionPoints(form)
     decoder: Any = vae.decoder
     for module in decoder.modules():

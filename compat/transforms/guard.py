@@ -473,14 +473,16 @@ def guard_step(store: ProbeStore | None, facts: DeviceFacts) -> Step:
 
 @contextmanager
 def around(guard: Guard | None, calls: PlainCalls | None, key: tuple[Any, ...]) -> Iterator[None]:
-    """The block of one forward, under ``guard`` and ``calls``; ``key`` begins with the module, which is held weakly."""
+    """The block of one forward, watched by ``guard`` and computed by ``calls``. ``key`` begins with the module, which
+    is held weakly: another module at its address is new."""
     with calls or nullcontext(), nullcontext() if guard is None else guard.looking((ref(key[0]), *key[1:])):
         yield
 
 
 def forward_inside(module: nn.Module, inside: Callable[[Any], AbstractContextManager[None]]) -> Callable[..., Any]:
-    """The forward of ``module`` in the block that ``inside`` gives for it, the call's shapes and dtypes and its own
-    dtype. A class's forward is looked up in each call: hosts change it. No hooks: core's cancel skips them."""
+    """The forward of ``module`` in the block ``inside(key)``, the key being the module, the call's shapes and dtypes
+    and the module's dtype. A class's forward is looked up in each call, as hosts change classes. No hooks: torch calls
+    none after core's cancel, a BaseException."""
     own = vars(module).get("forward")
 
     @wraps(module.forward)

@@ -164,6 +164,7 @@ class _Active:
         return due or not self.acts(), state
 
     def _config(self) -> Any:
+        """diffusers' config of this kind of cache; start and end act by `_before`, `_due` or a callback."""
         from diffusers import hooks
 
         settings = self.settings

@@ -125,7 +125,8 @@ class AttentionOverride:
     def _in_fp16(
         self, kernel: Callable[..., Tensor], foreign: bool, call: Heads, named: dict[str, Any]
     ) -> Tensor | None:
-        """The fp32 result of a ``foreign`` kernel, else torch's, on fp16 operands; None if absent or too inexact."""
+        """The fp32 result of a ``foreign`` kernel, else torch's, on fp16 operands. None if torch has no kernel for
+        them, or if they are too inexact, which calls ``refused``."""
         if not foreign and not call.has_kernel(HALF, self.attention):
             return None
         operands = None if self.exact else fp16_operands(call.query, call.key, call.value, call.mask, call.gain)
@@ -216,7 +217,7 @@ def compute_next(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
 def with_override(
     make: Callable[[Callable[..., Tensor] | None], Callable[..., Tensor]], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Core's arguments for a network with the attention override that ``make`` makes of the present one or None."""
+    """Core's arguments for a network with the attention override that ``make`` builds from the present one or None."""
 
     def changed(value: Any, name: str = "") -> Any:  # passed by position, they are known by their wrappers
         ours = isinstance(value, dict) and (name == "transformer_options" or "wrappers" in value)

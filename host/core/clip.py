@@ -172,12 +172,9 @@ def of_fitted_class(clip: Any) -> Any:
 
 
 def fit_clip(
-    clip: Any,
-    precision: str = AUTO,
-    attention: str = AUTO,
-    machine: ModelDevice | None = None,
+    clip: Any, precision: str = AUTO, attention: str = AUTO, machine: ModelDevice | None = None,
     tell: Callable[[str], None] = log.info,
-) -> tuple[Any, Sequence[Decision]]:
+) -> tuple[Any, Sequence[Decision]]:  # fmt: skip
     """``clip`` fitted to its device, and what was decided; the very object where nothing is needed. An earlier fit is
     taken back. InputError for no CLIP, UnsupportedError for an explicit choice that cannot be had here."""
     if not hasattr(clip, "cond_stage_model") or not hasattr(clip, "patcher"):
@@ -206,7 +203,8 @@ def fit_clip(
 
 
 def _faults(encoders: nn.Module) -> Iterator[Decision]:
-    """The first damaged weight on the CPU, if any: core's loaders cast bf16 to fp16, where large values overflow."""
+    """A decision on the first damaged weight on the CPU, if any, which no dtype mends: core's loaders cast bf16 to
+    fp16, and large values overflow."""
     for name, tensor in encoders.named_parameters():
         owner = encoders.get_submodule(name.rpartition(".")[0])
         if tensor.device.type == "cpu" and type(tensor.data) is Tensor and not left_class(owner):

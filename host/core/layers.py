@@ -273,7 +273,8 @@ class SafeLayers:
     patches: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
 
     def measure(self, network: nn.Module, like: Tensor, version: Any, loaded: torch.dtype) -> None:
-        """Make the patches anew, unless ``version`` is the last one; reads each weight once, as a step does anyway."""
+        """Make the patches anew, unless ``version`` of the weights is the last one; None never is, as hooks change
+        weights at each call. Reads each weight once, as the first step does anyway."""
         if version is not None and version == self.version:
             return
         earlier = self.patches if version is None else {}  # hooks change weights at each call: asked only once

@@ -236,14 +236,9 @@ def _with_own_latent(_network: nn.Module, args: tuple[Any, ...]) -> tuple[Any, .
 
 
 def fit_model(
-    model: Any,
-    precision: str = AUTO,
-    attention: str = AUTO,
-    keep_latents: str = AUTO,
-    packed_layers: str = AUTO,
-    machine: ModelDevice | None = None,
-    tell: Callable[[str], None] = log.info,
-) -> tuple[Any, Sequence[Decision]]:
+    model: Any, precision: str = AUTO, attention: str = AUTO, keep_latents: str = AUTO, packed_layers: str = AUTO,
+    machine: ModelDevice | None = None, tell: Callable[[str], None] = log.info,
+) -> tuple[Any, Sequence[Decision]]:  # fmt: skip
     """``model`` fitted to its device, and what was decided; the model without a fit where nothing is needed.
     A fit that ``model`` already has is taken back first. ``tell`` takes a line once the first call has been counted.
     Raises InputError for no MODEL, UnsupportedError for an explicit choice that cannot be had here."""
