@@ -251,7 +251,6 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
             return doctor.checked(output, networks, compute, where, watch.fault, local, lambda: watch.finding, spent)
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """A sampling; at its end all weights are checked, and the doctor concludes, by noise left in the result."""
         begun.clear()
         result = executor(*args, **kwargs)
         healed(executor.class_obj.model_patcher, doctor, every=True, late=True)
