@@ -284,8 +284,8 @@ def named_for_patches(tensors: Mapping[str, torch.Tensor], module: nn.Module) ->
 
 @contextmanager
 def patches_by_layer(patcher: ModelPatcher) -> Iterator[None]:
-    """For the block, the patcher's patches, hooks' too, by the present names of layers, in adapters or not; none of
-    packed layers, which :func:`attach_patches` sees to."""
+    """For the block, the patcher's patches by the layers' present names, in adapters too; patches of hooks keep their
+    names. Both leave out packed layers, on which :func:`attach_patches` sets them."""
     modules, own, hooked = dict(patcher.model.named_modules()), patcher.patches, patcher.hook_patches
     packed = {f"{name}{WEIGHT}" for name, owner in modules.items() if isinstance(owner, PackedLayer)}
     named = {key: _key_of_layer(key, modules) for each in (own, *hooked.values()) for key in each}
