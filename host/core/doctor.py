@@ -215,7 +215,6 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
     begun: list[int] = []  # ids of the networks, one to a device, that this sampling has called
 
     def call(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """A network's call: watched closely the first time, repeated if in doubt, if wrong given to the doctor."""
         network = executor.class_obj.diffusion_model
         networks = nn.ModuleDict({NETWORK: getattr(network, "_orig_mod", network)})
         patcher, first = executor.class_obj.current_patcher or model, id(network) not in begun
