@@ -253,8 +253,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
             return doctor.checked(output, networks, compute, where, watch.fault, local, lambda: watch.finding, spent)
 
     def sampled(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        if begun:  # an earlier sampling, which ended without showing its lines if it was cancelled
-            doctor.told.clear()
+        doctor.told = [] if begun else doctor.told  # an earlier sampling that was cancelled has not shown its lines
         begun.clear()
         result = executor(*args, **kwargs)
         healed(executor.class_obj.model_patcher, doctor, every=True, late=True)
@@ -267,8 +266,7 @@ def watched_model(model: Any, doctor: doctors.Doctor, node_id: str | None) -> An
 
     watched = model.clone()
     for kind, wrapper in ((WrappersMP.APPLY_MODEL, call), (WrappersMP.OUTER_SAMPLE, sampled)):
-        watched.remove_wrappers_with_key(kind, KEY)
-        watched.wrappers[kind] = {KEY: [wrapper], **watched.wrappers.get(kind, {})}  # around a fit, which may try again
+        watched.wrappers[kind] = {KEY: [], **watched.wrappers.get(kind, {})} | {KEY: [wrapper]}  # outside of a fit
     return watched
 
 

@@ -33,7 +33,6 @@ from .. import recovery
 from ..core_models import CoreVAE
 from ..memory_manager import EVERYTHING
 from ..progress import NodeProgress
-from .doctor import WatchedVAE, watched_vae
 from .layers import HOOK, conv_forwards
 from .machine import AS_LOADED, ModelDevice, machine_of
 from .ownership import is_foreign, left_decisions
@@ -263,6 +262,8 @@ def fit_vae(
     machine: ModelDevice | None = None,
 ) -> tuple[Any, Sequence[Decision]]:
     """A copy of ``vae`` whose results are checked on this device, and what was decided; InputError for no VAE."""
+    from .doctor import WatchedVAE, watched_vae
+
     if isinstance(vae, WatchedVAE):  # the Doctor looks at what the fit lets through
         unwatched = copy.copy(vae)
         unwatched.__class__ = type(vae).__bases__[1]
