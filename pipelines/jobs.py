@@ -115,7 +115,8 @@ def decoded(
 
 
 def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents:
-    """Sample a job's latents, save them before a later step can fail, and return them, upscaled if the job says so."""
+    """Sample a job's latents (going on from saved steps or sections), save them before a later step can fail, tell the
+    user under which name, and return them, upscaled if the job says so. InputError for FramePack without an image."""
     group, job = pipeline.run.group, as_run(job, pipeline, progress.notify)
     before = _sampled_before(job, machine, progress, pipeline)
     image, start = pipeline.on_leader(lambda: _images(job, machine, progress, pipeline, before))
@@ -125,26 +126,21 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
     size = job.settings if before is not None else image or sampled  # of a second pass, that of the decoded frames
     source = before or pipeline.on_leader(lambda: _video(job, machine, progress, pipeline))
     given: dict[str, Any] = {"width": size.width, "height": size.height, "latents": source}
-    settings, asked_for = replace(sampled, **given), replace(job.settings, **given)
+    settings, wanted = replace(sampled, **given), replace(job.settings, **given)  # to sample with; for the receipt
     store, saved = machine.state / "kept", ""
     unfinished = machine.unfinished or store
     steps: StepStore = SavedSteps(unfinished / FOLDER, progress.notify)
     steps = steps if group is None else LeaderStore(group, steps)
     if not pipeline.spec.recipes.sections:
         latents = stages.sample(pipeline, prompt, image, settings, progress, steps)
-        latents = receipts.with_receipt(latents, pipeline, prompt, image, asked_for, video=job.video)
+        latents = receipts.with_receipt(latents, pipeline, prompt, image, wanted, video=job.video)
     elif image is None:
         raise InputError("no image for FramePack", expected="a start image", fix="Add --image FILE.")
     else:
         framepack = job.framepack
         assert framepack is not None  # as_run gives one to a family that samples in sections
         with_receipt = partial(
-            receipts.with_receipt,
-            pipeline=pipeline,
-            prompt=prompt,
-            image=image,
-            settings=asked_for,
-            framepack=framepack,
+            receipts.with_receipt, pipeline=pipeline, prompt=prompt, image=image, settings=wanted, framepack=framepack
         )
         keeper = recovery.SavedSections(unfinished, progress.notify, describe=with_receipt)
         sections = keeper if group is None else LeaderStore(group, keeper)
@@ -234,8 +230,8 @@ def _video(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
 
 
 def replay(path: Path, machine: Machine, progress: Progress) -> receipts.Replayed:
-    """Make the video of a file again; a file of the same name but other content is taken, and reported.
-    Raises PackError for a receipt that says too little, an absent model or picture, or what a stage refuses."""
+    """Render the video of the receipt in ``path`` again and compare the latents; a file of the same name but other
+    content is taken, and reported. PackError for a receipt that says too little, an absent file, or a refusal."""
     record = receipts.read_receipt(path)
     job = receipts.job_of(record, VideoJob)
     machine.places.differences = differences = []

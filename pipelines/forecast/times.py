@@ -161,7 +161,8 @@ class PlannedRun(Protocol):
 def times_of(
     pipeline: Any, run: PlannedRun, modes: Iterable[str], room: int | None = None, rooms: Rooms = free_bytes
 ) -> Times:
-    """Forecast the time of a run under each possible mode; leaves out unknown times, with the reason."""
+    """Forecast the time of a run under each of ``modes``; leaves out unknown times, with the first reason as ``why``,
+    and on the CPU all modes but ``none`` and the host's."""
     times, moved = Times(), pipeline.offloader.device.type != HOST.type
     for mode in modes:
         if moved or mode in ("none", HOSTED):
@@ -235,10 +236,9 @@ def _with_copies(stage: PlannedStage, computing: float, link: float, mode: str, 
 def link_of(
     facts: DeviceFacts, rows: Sequence[StageCost], pace: Pace | None = None, pinned: bool = False, staged: bool = False
 ) -> float:
-    """Bytes per second to a device: as it was probed, else the median of earlier runs, else what such links reach.
-
-    ``pinned``: from pinned memory, of which earlier runs do not tell; ``staged``: from other memory through pinned
-    buffers, or plainly where that is faster. 0 for the host, and for unified memory of which no rate is known."""
+    """Bytes per second to a device: as it was probed, else the median of earlier runs, else the rate that links of its
+    kind reach. ``pinned``: from pinned memory, of which earlier runs do not tell; ``staged``: from other memory through
+    pinned buffers, or plainly where that is faster. 0 for the host, and for unified memory of no known rate."""
     device = indexed(facts.device)
     if device.type == HOST.type:
         return 0.0
