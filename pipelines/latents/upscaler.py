@@ -40,6 +40,7 @@ def upscaled(
 
 
 def _read(build: Build, entries: Entries, dtype: torch.dtype, progress: Progress) -> nn.Module:
+    """The network of ``build`` with its tensors from ``entries``; raises CheckpointError where one is missing."""
     with torch.inference_mode(False), torch.no_grad():
         file = next(iter(entries.values())).file
         with construction("latent upscaler", file, len(entries), progress.check), empty_weights():
