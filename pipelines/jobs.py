@@ -75,7 +75,7 @@ def request_of(job: VideoJob, machine: Machine, check: Check | None = None) -> L
 
 
 def load_pipeline(job: VideoJob, machine: Machine, progress: Progress, request: LoadRequest | None = None) -> Pipeline:
-    """The pipeline of a job, with its LoRAs and its step cache; ``request`` is that of :func:`request_of`."""
+    """The pipeline of a job, with its LoRAs and step cache; ``request`` is by default from :func:`request_of`."""
     pipeline = load_placed(request or request_of(job, machine, progress.check), progress, **machine.host)
     for adapter in job.loras:
         path = machine.places.model(adapter.file, progress.check)
@@ -159,7 +159,7 @@ def sample(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeli
 
 
 def as_run(job: VideoJob, pipeline: Pipeline, notify: Callable[[str], None]) -> VideoJob:
-    """``job`` with its model's inputs: FramePack settings or none; a demo model's own sizes and prompt, notified."""
+    """``job`` with FramePack settings or none, by its family, and a demo model's own sizes and prompt; says so."""
     sections = (job.framepack or FramePackSettings(clip_seconds=5.0)) if pipeline.spec.recipes.sections else None
     if job.framepack is not None and sections is None:
         notify(f"seconds and sections have no effect on {pipeline.spec.title}: its length is in frames")
@@ -200,7 +200,7 @@ def _frames(
 
 
 def _sampled_before(job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline) -> Latents | None:
-    """Latents of the job's first pass, for which its own pipeline is loaded where the model differs; None without."""
+    """Latents of the job's first pass, for which its own pipeline is loaded if the model differs; None without one."""
     if job.first is None:
         return None
     same = job.first.model_key == job.model_key
@@ -210,7 +210,7 @@ def _sampled_before(job: VideoJob, machine: Machine, progress: Progress, pipelin
 def _images(
     job: VideoJob, machine: Machine, progress: Progress, pipeline: Pipeline, before: Latents | None
 ) -> tuple[Any, torch.Tensor | None]:
-    """A job's pictures as one condition, at its size or that of ``before``, and the first picture; None without."""
+    """A job's pictures as one condition, at its size or that of ``before``, and the first picture; else two None."""
     condition, start = None, None
     for picture in job.pictures:
         frames = _frames("image", picture.file, job, machine, progress, pipeline)

@@ -111,7 +111,7 @@ def content_in(path: Path, check: Check, allowance: Allowance) -> str:
 
 
 def size_in(path: Path) -> tuple[int, ...]:
-    """Width and height as stored, by the header of a picture or video file; nothing for a file that is none."""
+    """Width and height as stored, by the header of a picture or video file; empty for another or a damaged file."""
     try:
         with _opened(path, "a picture or video file") as container:
             return container.streams.video[0].width, container.streams.video[0].height

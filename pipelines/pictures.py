@@ -136,7 +136,7 @@ def prepared(
 
 
 def _final_ratio(pipeline: Pipeline, final_size: tuple[int, ...], width: int, height: int) -> float:
-    """Aspect ratio of a two-pass video: ``final_size``'s, else the published one's if this is a pass's size; else 0."""
+    """Aspect ratio of a two-pass video: of ``final_size``, else as published if width x height is a pass's; else 0."""
     recipe, own, multiple = recipe_of(pipeline), of_checkpoint(pipeline).sizes.defaults, pipeline.spec.sizes.multiple
     if recipe is None or recipe.second is None:
         return 0.0

@@ -27,8 +27,8 @@ from .evidence import cautions_by_name, evidence_of, other_model, published, rec
 from .part import MOST_TENSORS, construction
 
 ENDINGS = (".safetensors", ".sft", ".gguf")
-NAMED = 3
-SHAPELESS = ("task_type", "target_size", "image_condition_type", "scaling_factor")
+NAMED = 3  # misfits that an error names
+SHAPELESS = ("task_type", "target_size", "image_condition_type", "scaling_factor")  # settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ def _recognised(entries: Mapping[str, TensorEntry]) -> list[tuple[str, Layout]]:
 def _under(
     entries: Mapping[str, TensorEntry], prefix: str, models: Iterable[tuple[str, Layout]]
 ) -> dict[str, TensorEntry]:
-    """The entries below ``prefix``, by their names from there on, without those of the ``models`` that lie inside."""
+    """The entries below ``prefix``, named without it; those of other ``models`` that lie inside are left out."""
     inner = tuple(other for other, _ in models if other != prefix and other.startswith(prefix))
     own = (name for name in entries if name.startswith(prefix) and not name.startswith(inner))
     return {name[len(prefix) :]: entries[name] for name in own}
@@ -252,7 +252,7 @@ def _misfit(row: Mapping[str, Any], content: StoredModel) -> tuple[list[str], tu
 
 @lru_cache(maxsize=8)
 def _shapes(settings: str) -> dict[str, tuple[int, ...]]:
-    """The tensor shapes, by name, of the diffusers class that a configuration, in JSON, builds; made on ``meta``."""
+    """Name to shape of the tensors of the diffusers model that ``settings``, its JSON, describe; made on ``meta``."""
     config = json.loads(settings)
     cls: Any = attribute("diffusers", str(config["_class_name"]))
     with construction("model", Path("config.json"), MOST_TENSORS, lambda: None), torch.device("meta"):

@@ -44,7 +44,7 @@ class Match:
     total: int = 0
     filtered: int = 0
 
-    def message(self, name: str) -> str:
+    def message(self, name: str) -> str:  # for the user: how much of the file ``name`` is used
         layers, keys = len(self.pairs), self.total - len(self.unmatched) - self.text_encoder
         text = f"{name}: {layers} layer{'s' * (layers != 1)}, {keys} of {self.total} keys match"
         if self.text_encoder:
@@ -179,7 +179,7 @@ class _Names:  # finds layers by the names that LoRA files give them
         self.rows = [row for row in rows if row.source != "*"]
 
     def target(self, base: str) -> Target | None:
-        """The layers of a name in a file, with or without one of the prefixes; None where no layer has that name."""
+        """The layers for a file's name ``base``, with or without prefixes: one of ours, or a row's; None for none."""
         for stem in self._stems(base):
             if stem in self.layers or stem in self.flat:
                 return Target([stem if stem in self.layers else self.flat[stem]])

@@ -57,7 +57,7 @@ class LoRAPair:
     swapped: bool = False  # whether the halves of these rows change places
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """The rows of ``tensor`` that belong to this layer, in its order."""
+        """The rows of ``tensor`` that belong to this layer, their halves exchanged where they are ``swapped``."""
         if self.rows is not None:
             tensor = tensor[self.rows[0] : self.rows[0] + self.rows[1]]
         return torch.cat(tuple(reversed(tensor.chunk(2)))) if self.swapped else tensor
@@ -103,7 +103,7 @@ class LoRAPair:
         return self.cut(norms) if norms.shape[0] > 1 else norms
 
 
-class Kind(NamedTuple):
+class Kind(NamedTuple):  # its functions take a layer's shapes or tensors by their roles
     size: Callable[[Shapes], Size | None]  # by the shapes of the roles; None for another kind
     delta: Callable[[Mapping[str, Tensor], LoRAPair], tuple[Tensor, Tensor]]  # down and up of the pair's layer
     product: Callable[[Mapping[str, Tensor], Tensor], Tensor] | None = None  # difference of a weight
@@ -152,7 +152,7 @@ def _lokr_size(shapes: Shapes) -> Size | None:
 
 
 def _lokr(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
-    """Factors of kron(w1, w2): with w2 = a2 @ b2 they are kron(w1, a2) and kron(1, b2)."""
+    """Factors of kron(w1, w2): with w2 = a2 @ b2 kron(w1, a2) and kron(1, b2), else the product and an identity."""
     w1, a1, b1, w2, a2, b2 = KRON
     first = own[w1].float() if w1 in own else own[a1].float() @ own[b1].float()
     if w2 in own:

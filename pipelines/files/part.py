@@ -109,7 +109,7 @@ def _form(data: torch.Tensor, codec: str, sides: Mapping[str, torch.Tensor], gro
 
 @lru_cache(maxsize=64)
 def _rounded(choice: str, rows: int, columns: int, dense: torch.dtype) -> PackedForm:
-    """The form of a weight under a choice of ``packed.ROUNDED``, by packing two rows of its width."""
+    """The form of a (rows, columns) weight under a choice of ``packed.ROUNDED``, found by packing two random rows."""
     form = rounded(torch.randn(2, columns, generator=torch.Generator().manual_seed(0)), choice)
 
     def whole(tensor: Tensor) -> Tensor:

@@ -170,9 +170,9 @@ def _content_for(
 
 
 def _offered(part: str, kind: str, width: int, request: Files, progress: Progress) -> StoredModel | None:
-    """The model of ``kind`` from the first offered file that holds it whole, else from two halves; reports the file.
-    A checkpoint's comes last: it may be of another version, or trained with that model. Of language models the one with
-    most tokens comes first: LLaVA has 64 more than the Llama 3.1 of HiDream, else of the same shapes."""
+    """The model of ``kind`` from the first offered file that holds it whole, else from two halves; tells the user
+    which. Files with the fewest models come first: a checkpoint's may be of another version, or trained with that
+    model. Of language models the one with most tokens wins: LLaVA has 64 more than HiDream's Llama, else alike."""
     held, half = request.offered, next(iter(_halves(kind)), None)  # the other half is found from this one
     paths = sorted(held, key=lambda path: (len(held[path]), "checkpoints" in path.parts, path))
     models = (_of_kind(path, kind, width) for path in paths if kind in held[path])

@@ -100,7 +100,7 @@ def transformer_work(pipeline: Pipeline, size: Size, rows: int = 1) -> Work:
 
 
 def unpacking_work(pipeline: Pipeline, part: str) -> Work:
-    """The work of making a part's packed weights dense in a forward, without formats that are multiplied as stored."""
+    """The work of making a part's packed weights dense in a forward; none for formats that are multiplied as stored."""
     total, asked = Work(), pipeline.plan.speed.request.stored_products and part == TRANSFORMER
     multiplied = stored_products(pipeline) if asked else ()
 
@@ -139,7 +139,7 @@ def _sparse(work: Work, grid: Cells) -> Work:
 
 
 def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = None) -> Work:
-    """The work of a decode in the form of ``method``; whole without one."""
+    """The work of a decode by ``method``, by default of the whole video; tiles and sections alike are counted once."""
     config, method = pipeline.configs[VAE], method or DecodeMethod(pipeline.precision.vae)
     form = "" if method.on_host else pipeline.plan.speed.forms.get(VAE, "")
     key = (VAE, pipeline.family, text_of(config), str(method.dtype), form)
@@ -194,7 +194,7 @@ def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = 
 
 @contextmanager
 def _repeated(work: Work, times: int) -> Iterator[None]:
-    """Context that makes ``work`` grow by ``times`` the work that is counted inside."""
+    """Count the work inside the block ``times`` times into ``work``."""
     before = Work(work)
     yield
     work.update(Work(work - before).times(times - 1))
@@ -298,7 +298,7 @@ def text_forwards(pipeline: Pipeline, request: PromptRequest | None = None) -> F
 
 
 def _encoder_work(config: Mapping[str, Any], lengths: Sequence[int], itemsize: int) -> Work:
-    """One forward of a text encoder, T5, Llama, Qwen or CLIP, on texts of ``lengths`` tokens."""
+    """The work of one forward of a text encoder (T5, Llama, Qwen, CLIP) on texts of ``lengths`` tokens."""
     number = partial(_number, config)
     width, heads = number("d_model", "hidden_size"), number("num_heads", "num_attention_heads", default=1)
     head = number("d_kv", "head_dim", default=width // heads)

@@ -104,7 +104,7 @@ def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Pro
 
 
 def release_text(pipeline: Pipeline, comes: str) -> None:
-    """Make the text encoders leave the device on which ``comes`` computes next; on the host their memory is freed."""
+    """Release the text encoders on the device of ``comes``, the part that computes next, and those on the host."""
     offloader = pipeline.offloader
     for part in pipeline.spec.files.text_parts:
         if offloader.device_of(part) == offloader.device_of(comes) or offloader.device_of(part).type == HOST.type:
@@ -112,7 +112,7 @@ def release_text(pipeline: Pipeline, comes: str) -> None:
 
 
 def plan_line(pipeline: Pipeline) -> str:
-    """The order of operations on this pipeline's parts, in one line."""
+    """The order of operations on this pipeline's parts, and how its host weights are kept, in one line."""
     steps = sorted(getattr(pipeline.parts.prepare, "steps", ()), key=lambda step: step.order)
     adapters = pipeline.offloader.adapters
     lora = [f"LoRA {adapters}"] if adapters else []
@@ -136,7 +136,7 @@ def _need(pipeline: Pipeline, stage: str, size: Size | None, mode: str) -> int:
 
 
 def modes_of(pipeline: Pipeline) -> tuple[str, ...]:
-    """The offload modes that a run may take: under ``auto`` all but those that its compiled parts rule out."""
+    """The offload modes that a run may take: the chosen one, or with ``auto`` all that the compiled parts allow."""
     if not pipeline.offloader.automatic:
         return (pipeline.offloader.mode,)
     compiled = pipeline.plan.speed.compiled

@@ -151,7 +151,7 @@ def _shares(home: Places, fixed: set[str], cards: Mapping[torch.device, Card]) -
 
 
 def _alike(stage: str, places: Places, cards: Mapping[torch.device, Card]) -> bool:
-    """True if the stage's card computes text and VAE as the transformer's, which decides precision and workarounds."""
+    """True if the stage's card would compute as the transformer's, which decides precision and workarounds for all."""
     here, main = cards[places[stage]], cards[places[SAMPLING]]
     if here.facts.card == main.facts.card:
         return True

@@ -95,7 +95,7 @@ def room_of(pipeline: Any, device: torch.device, room: int | None, rooms: Rooms)
 
 
 def known_or_why(ask: Callable[[], Value]) -> tuple[Value | None, str]:
-    """Return a forecast, or None and the reason in one line: a failure stops no page or run."""
+    """The result of ``ask``, or None and the reason in one line: a failed forecast stops no page or run."""
     try:
         return ask(), ""
     except PackError as error:

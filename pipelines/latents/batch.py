@@ -35,7 +35,7 @@ def sampled(
 
 
 def joined(videos: Sequence[Latents]) -> dict[str, Any]:
-    """A LATENT of one or more videos of one size."""
+    """A LATENT of videos of one size; its record is the first one's, with those of all if there are several."""
     rows = [to_core(video) for video in videos]
     if len(rows) == 1:
         return rows[0]

@@ -138,7 +138,7 @@ class SavedSections:
     describe: Callable[[Latents], Latents] = lambda latents: latents  # adds what made them, before they are written
 
     def found(self, key: str) -> SectionState | None:
-        """The state of the newest unfinished sampling with the same ``key``; None if there is none."""
+        """The state of the newest unfinished sampling of the same ``key`` that can be read; None for none or no key."""
         for saved in (each for each in (listing(self.folder) if key else ()) if each.unfinished):
             path = self.folder / f"{saved.id}.safetensors"
             try:

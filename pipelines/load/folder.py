@@ -128,8 +128,8 @@ def load(
 
 
 def _guards(request: LoadRequest, facts: DeviceFacts, probes: ProbeStore | None) -> tuple[Step, ...]:
-    """The step that checks results during a run and works around faulty calls; none on a CPU. Compiled blocks hide
-    their values, so that there it does the latter alone."""
+    """The step that checks results during a run and works around faulty calls; none on a CPU. With compiled blocks,
+    whose values are hidden, it only works around."""
     if facts.device.type == HOST.type:
         return ()
     from ...compat.transforms.guard import guard_step

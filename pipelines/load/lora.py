@@ -331,7 +331,7 @@ def _pattern(trained: Mapping[str, Any], name: str) -> Alphas:  # CheckpointErro
 
 def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:
     """The notes of diffusers on a transformer's LoRA in its file: ``lora_alpha``, ``alpha_pattern``, ``use_rslora``; or
-    Genmo's on one of Mochi's. Source: genmoai/mochi ``demos/fine_tuner/train.py``."""
+    Genmo's of Mochi's; empty for an absurd alpha or rank. Source: genmoai/mochi ``demos/fine_tuner/train.py``."""
     noted = json_object(notes.get("lora_adapter_metadata", "{}")) or {}
     own = {key.removeprefix("transformer."): value for key, value in noted.items() if "text_encoder" not in key}
     genmo = json_object(notes.get("kwargs", "{}")) or {}
@@ -389,9 +389,8 @@ def _require_room(path: Path, more: int) -> None:
 
 
 def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
-    """Add the products to weights and biases, in fp32 and rounded once; the undo puts back the very tensors from
-    before. A packed Linear is made dense if it is exact or the LoRA depends on it (``of_weight``), else
-    UnsupportedError."""
+    """Add the products to weights and biases, in fp32 and rounded once; the undo puts the very tensors back. A packed
+    Linear is made dense if it is exact or the LoRA depends on it (``of_weight``); else raises UnsupportedError."""
     layers: dict[str, Any] = {name: module.get_submodule(name) for name in _names_in(module, lora, merged=True)}
     dense = {name for name in lora.of_weight if isinstance(layers.get(name), StoredLinear)}
     quantised = [each for name, each in layers.items() if not (name in dense or _is_plain(each) or is_exact(each))]
