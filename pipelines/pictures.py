@@ -103,8 +103,8 @@ def prepared(
 ) -> ImageRequest:
     """``request`` with its pictures at its size, prepared as the publisher does if ``prepare`` is set; the user is told
     what changed. A control clip is only fitted, at the size that its IC-LoRA was trained for: the video's over
-    ``control_factor``, else InputError. ``own_shape`` is False where the size is a video's; an image encoder still sees
-    the picture in its own. Source: Lightricks/ComfyUI-LTXVideo a77fb1d ``iclora.py``, ``easy_samplers.py``."""
+    ``control_factor`` (InputError if uneven). ``own_shape`` is False where the size is a video's; an image encoder
+    still sees the picture's. Source: Lightricks/ComfyUI-LTXVideo a77fb1d ``iclora.py``, ``easy_samplers.py``."""
     frames, how = request.frames, fit
     controls = request.control and "control" in pipeline.spec.recipes.effective
     factor = pipeline.model.control_factor if controls else 1

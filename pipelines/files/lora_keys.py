@@ -173,7 +173,7 @@ class Target(NamedTuple):
 class _Names:  # finds layers by the names that LoRA files give them
     def __init__(self, layers: kinds.Shapes, layouts: Sequence[Layout]) -> None:
         self.layers = layers
-        self.flat = {name.replace(".", "_"): name for name in layers}
+        self.flat = {name.replace(".", "_"): name for name in layers}  # as kohya writes them
         named = [layout for layout in layouts if layout.kind.endswith(TRANSFORMER)]
         rows = [row for layout in named if isinstance(layout.rows, tuple) for row in layout.rows]
         self.rows = [row for row in rows if row.source != "*"]

@@ -220,7 +220,7 @@ def construction(subject: str, folder: Path, tensors: int, check: Callable[[], N
     counts, checked = {"parameters": 0, "modules": 0}, time.monotonic()
     most = {"parameters": 2 * tensors + SLACK, "modules": MODULES * (tensors + SLACK)}
 
-    def counted(kind: str) -> None:
+    def counted(kind: str) -> None:  # called for each parameter and module that is registered
         nonlocal checked
         if time.monotonic() - checked > CHECK_SECONDS:
             check()

@@ -68,10 +68,10 @@ def require_room(
 
 
 def fit_offload(pipeline: Pipeline, stage: str, size: Size | None, progress: Progress, run: Run | None = None) -> None:
-    """Where ``auto`` decides, switch the pipeline to the mode in which ``stage`` (``text``, ``sampling``) fits and tell
-    the user: the quickest by the times of ``run``, the first without it; the one that needs least if none fits surely.
-    ``size`` is the run's, None if not known yet. Raises UnsupportedError, before the stage's weights are read, where
-    not even that one fits. On the host, and where free memory is unknown, nothing changes."""
+    """Switch the pipeline, if ``auto`` decides, to a mode in which ``stage`` (``text``, ``sampling``) fits, and tell
+    the user: the quickest by the times of ``run``, without it the first; if none fits surely, the one that needs least.
+    ``size`` is the run's, None if not known yet. Nothing changes on the host or where free memory is unknown. Raises
+    UnsupportedError, before the stage's weights are read, where not even the last one fits."""
     offloader = pipeline.offloader
     device = offloader.device_of(COMPUTES[stage])
     if not offloader.automatic or device.type == HOST.type or not pipeline.weights:

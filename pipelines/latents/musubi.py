@@ -227,8 +227,8 @@ def _save_sections(
 
 
 def _text_tensors(kind: MusubiCache, prompt: Prompt, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
-    """The positive embeddings by the names of a text cache, of ``dtype`` (None: fp32), padded and masked where that has
-    a mask. Raises UnsupportedError for a prompt without one of them."""
+    """The positive embeddings by the names of a text cache, of ``dtype`` (None: fp32), padded and with a mask where the
+    cache's are. Raises UnsupportedError for a prompt without one of them."""
     tensors: dict[str, torch.Tensor] = {}
     for theirs, ours in kind.text.items():
         if ours not in prompt.embeds:

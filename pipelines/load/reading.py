@@ -78,7 +78,7 @@ def _tensors(
     return tensors
 
 
-def _require_sound(files: PartFiles, name: str, tensor: torch.Tensor) -> None:  # else raises CheckpointError
+def _require_sound(files: PartFiles, name: str, tensor: torch.Tensor) -> None:  # else CheckpointError
     fault = fault_in_weight(name, tensor)
     if fault:
         found = f"{fault} in the weight {name!r} of {str(files.entries[name].file)!r}"
@@ -184,7 +184,7 @@ def _require_same(files: PartFiles, missing: Collection[str], unexpected: Collec
         raise CheckpointError(found, expected=f"the tensors of {files.cls} as config.json describes it", fix=fix)
 
 
-def _require_shape(files: PartFiles, name: str, shape: tuple[int, ...]) -> None:
+def _require_shape(files: PartFiles, name: str, shape: tuple[int, ...]) -> None:  # else CheckpointError
     found = tuple(files.entries[name].shape)
     if found != shape:
         raise CheckpointError(
@@ -291,7 +291,7 @@ def _wrong(kept: ProbeStore | None, name: str, device: torch.device) -> bool:
 def storage_step(files: Mapping[str, PartFiles]) -> Step:
     """The step that packs weights as chosen; those that a file has packed were read so."""
 
-    def store(part: str, module: nn.Module) -> Callable[[], Any] | None:
+    def store(part: str, module: nn.Module) -> Callable[[], Any] | None:  # the undo, None where nothing is packed
         described = files.get(part)
         if described is None or described.storage == "auto":
             return None
@@ -363,7 +363,7 @@ class SafeFp16:
         parts.readers[files.name] = reader_of(replace(files, dtype=FP32, dtype_of=None))
 
     def apply(self, part: str, module: nn.Module) -> Callable[[], None] | None:
-        """Rewrite ``module`` if it denoises and this is active; returns the undo, else None."""
+        """Rewrite ``module`` if ``part`` denoises and this is active; returns the undo, else None."""
         if not denoises(part) or not self.active:
             return None
         applied = apply_fp16_safe(module, self.family, fp32_output_works(self.device))

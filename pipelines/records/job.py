@@ -158,7 +158,7 @@ class VideoJob(Job):
     decode_timestep: float = -1.0  # below 0 the model's own
     decode_noise_scale: float = -1.0  # below 0 the model's own
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # refuses, as InputError, what a job written by hand may have
         if self.files and "transformer" not in self.files:
             found = f"files of the job for {', '.join(sorted(self.files))}"
             raise InputError(found, expected="one for the transformer too", fix=FIX)
