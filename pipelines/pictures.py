@@ -65,7 +65,8 @@ def fitted_size(family: FamilySpec, frames: torch.Tensor, width: int, height: in
 
 
 def picture_size(pipeline: Pipeline, frames: torch.Tensor, width: int, height: int, fit: str) -> tuple[int, int]:
-    """Width and height in pixels that pictures are encoded at: as asked, or a size of the model's for their shape."""
+    """Width and height in pixels that pictures are encoded at: by :func:`fitted_size`, or, for ``nearest bucket`` with
+    no size given, here or as the model's own default, by the family's ``nearest_size`` if it has one."""
     module, own = pipeline.spec.code, own_defaults(pipeline).keys() & SIDES
     if fit == "nearest bucket" and not (width and height) and module.nearest_size is not None and not own:
         wide, tall = module.nearest_size(pipeline, frames.shape[2], frames.shape[1])

@@ -69,9 +69,9 @@ def part_folders(
     model: Path, given: Mapping[str, Path | None], search: Sequence[Path], progress: Progress
 ) -> tuple[FamilySpec, dict[str, Path]]:
     """The family of a model folder, and the folder of every part and tool. Parts that it lacks come from the folders
-    ``given`` as ``base`` (the image encoder too, if it has none of its own there) and ``image_encoder``. Required parts
-    of a lone transformer are else looked for beside it and in ``search``; the user is told. All text encoders may be
-    absent. Raises CheckpointError for no model, or where another part is missing in the end."""
+    ``given`` as ``base`` and ``image_encoder`` (``base`` brings that encoder too where none is given). Such a folder is
+    looked for, beside the model and in ``search``, only for required parts of a lone transformer. The user is told of
+    each. All text encoders may be absent. Raises CheckpointError for no model, or where another part is missing."""
     if not model.is_dir():
         found = f"no model folder {str(model)!r}"
         fix = "Put the model into ComfyUI/models/diffusers and refresh, or correct the path."

@@ -106,9 +106,9 @@ def known_or_why(ask: Callable[[], Value]) -> tuple[Value | None, str]:
 
 
 def corrected(stage: str, modelled: float, source: str, rows: Sequence[StageCost], key: str = "") -> StageTime:
-    """The time of a stage: ``modelled`` seconds times the median of measured to modelled time in the earlier runs
-    nearest in size, in a range that holds for each of them. ``rows`` are runs of one key, the newest last; a key other
-    than ``key`` widens the range; ``source`` is that of the rates."""
+    """The time of a stage: ``modelled`` seconds times the median of measured to modelled time in the ROWS newest of the
+    runs nearest in size, in a range that holds for each of them. ``rows`` are runs of one key, the newest last; the
+    range is as wide as rates of ``source`` may be off where that key is not ``key``, or there are none."""
     off = PUBLISHED_OFF if source == PUBLISHED else PROBED_OFF
 
     def apart(row: StageCost) -> float:

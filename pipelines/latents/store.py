@@ -74,9 +74,9 @@ def save_plain(path: Path, samples: Sequence[torch.Tensor], listed: Mapping[str,
 def load_latent(
     path: Path, notify: Callable[[str], None], not_finite: str = "refuse", dtype: str = DTYPES[0]
 ) -> dict[str, Any]:
-    """The LATENT in a file of ours, of core's Save Latent, or of a Musubi Tuner latent cache.
-    Raises CheckpointError for one that is damaged, changed while it was read, or has no latents; InputError for a newer
-    version, or NaN and infinity where ``not_finite`` is ``refuse``."""
+    """The LATENT in a file of ours, of core's Save Latent, or of a Musubi Tuner latent cache, in fp32 or as stored
+    (``dtype``). Raises CheckpointError for one that is damaged, changed while it was read, or has no latents;
+    InputError for a newer version, or NaN and infinity where ``not_finite`` is ``refuse``."""
     require_choice("dtype", dtype, DTYPES, "Choose float32.")
     tensors, metadata = latents.read_record(path, "latents")
     if "architecture" in metadata and any(map(musubi.LATENTS.fullmatch, tensors)):
