@@ -95,9 +95,10 @@ def kinds(path: Path) -> tuple[str, ...]:
 
 
 def config_of(content: StoredModel, task: str = "", known: str = "") -> Configured:
-    """The configuration of a model in a file: the JSON beside it, unless another program's, else a published one, for
-    ``task`` if any is. Of those that fit its shapes and leave the fewest tensors unused the one called ``known``, else
-    by names, else the first, as assumed. Raises CheckpointError for none, or for a model that is not run here."""
+    """The configuration of a model in a file: that of the JSON beside it (unless another program's), else a published
+    one, of ``task`` if any is. It has to fit the shapes of the file and leave the fewest of its tensors unused; of
+    several the one called ``known`` is taken, else the one that the names around the file say, else the first, as
+    assumed. Raises CheckpointError where none fits, or where the tensors show a model that another program runs."""
     beside, rows = content.path.with_suffix(".json"), list(published(content.kind))
     config = read_json(beside, "a model configuration") if beside.is_file() else {}
     inner = config.get(content.kind.rpartition("/")[2])
@@ -227,7 +228,7 @@ def _under(
 
 def _misfit(row: Mapping[str, Any], content: StoredModel) -> tuple[list[str], tuple[str, ...]]:
     """The differences of a file from the configuration in ``row``, as phrases, and the file's tensors without a place
-    in it, which differ only if :func:`is_another_model`. A row with ``where`` compares those alone, an encoder none."""
+    in it, which differ only if :func:`is_another_model`. Only shapes in ``where`` are compared if it has them."""
     entries = content.entries
     if "where" in row:
         different = [
@@ -252,7 +253,7 @@ def _misfit(row: Mapping[str, Any], content: StoredModel) -> tuple[list[str], tu
 
 @lru_cache(maxsize=8)
 def _shapes(settings: str) -> dict[str, tuple[int, ...]]:
-    """Name to shape of the tensors of the diffusers model that ``settings``, its JSON, describe; made on ``meta``."""
+    """Name to shape of the tensors of the diffusers model with the configuration ``settings`` (JSON), on ``meta``."""
     config = json.loads(settings)
     cls: Any = attribute("diffusers", str(config["_class_name"]))
     with construction("model", Path("config.json"), MOST_TENSORS, lambda: None), torch.device("meta"):

@@ -179,7 +179,7 @@ class _Names:  # finds layers by the names that LoRA files give them
         self.rows = [row for row in rows if row.source != "*"]
 
     def target(self, base: str) -> Target | None:
-        """The layers for a file's name ``base``, with or without prefixes: one of ours, or a row's; None for none."""
+        """The layers for ``base``, a file's name with or without prefixes: one of ours, or those of a row, or None."""
         for stem in self._stems(base):
             if stem in self.layers or stem in self.flat:
                 return Target([stem if stem in self.layers else self.flat[stem]])

@@ -90,7 +90,7 @@ class LoRAPair:
         return own, next((kind for kind in KINDS if kind.size(shapes) is not None), KINDS[-1])
 
     def delta(self, tensors: Mapping[str, Tensor], scale: float = 1.0) -> Delta:
-        """The additions to this layer: a plain LoRA's factors as stored, all else fp32; ``scale`` is of a peft bias."""
+        """The additions to this layer: a LoRA's factors as stored, others in fp32; ``scale`` multiplies a peft bias."""
         own, kind = self._own(tensors)
         biases = [self.cut(own[role]).float() * (scale if role == PEFT_BIAS else 1.0) for role in BIASES & own.keys()]
         magnitude = self._magnitude(own[MAGNITUDE]) if MAGNITUDE in own else None
@@ -163,7 +163,7 @@ def _lokr(own: Mapping[str, Tensor], pair: LoRAPair) -> tuple[Tensor, Tensor]:
 
 def _rotation_size(shapes: Shapes) -> Size | None:
     """(K * N, 0, 0) for OFT's blocks (K, N, N) or BOFT's (S, K, N, N), whose stages turn rows that lie ever further
-    apart; None for blocks of no such shape, stages that the rows cannot fill, or a rescale that is not one a row."""
+    apart; None for blocks of no such shape, stages that the rows cannot fill, or a rescale of no value for each row."""
     blocks = shapes.get(BLOCKS, ())
     if len(blocks) not in (3, 4) or blocks[-1] != blocks[-2]:
         return None

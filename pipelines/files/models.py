@@ -111,7 +111,7 @@ def part_folders(
 
 def folders_in(folder: Path) -> dict[str, Path]:
     """Name to folder of each part and tool in a pipeline's model_index.json, whether the folder exists or not; one
-    listed under OF_DEMOS lies in that shipped demo. Without an index, all subfolders. CheckpointError for none."""
+    listed under OF_DEMOS lies in that shipped demo. Without an index, all subfolders. CheckpointError for no folder."""
     if (folder / INDEX).is_file():
         index = read_json(folder / INDEX, "a diffusers pipeline")
         pairs = {name: entry for name, entry in index.items() if isinstance(entry, list) and len(entry) == 2}

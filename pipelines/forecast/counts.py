@@ -139,7 +139,7 @@ def _sparse(work: Work, grid: Cells) -> Work:
 
 
 def decoding_work(pipeline: Pipeline, size: Size, method: DecodeMethod | None = None) -> Work:
-    """The work of a decode by ``method``, by default of the whole video; tiles and sections alike are counted once."""
+    """The work of a decode by ``method``, by default of the whole video; equal tiles and sections are counted once."""
     config, method = pipeline.configs[VAE], method or DecodeMethod(pipeline.precision.vae)
     form = "" if method.on_host else pipeline.plan.speed.forms.get(VAE, "")
     key = (VAE, pipeline.family, text_of(config), str(method.dtype), form)

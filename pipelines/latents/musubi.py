@@ -134,7 +134,7 @@ def _write_latents(
     section: int | None = None,
 ) -> Path:
     """Write the tensors of a latent cache and return its path. ``sizes`` are width, height and frames of the item,
-    ``read`` the metadata of the cache that it came from, ``section`` is the place in the film of one of FramePack's."""
+    ``read`` is the metadata of the cache that it came from, ``section`` the place in the film of one of FramePack's."""
     width, height, frames = (sizes[key] for key in ("width", "height", "frames"))
     metadata = {"width": f"{width}", "height": f"{height}", "frame_count": f"{frames}", **read}
     metadata |= {"architecture": kind.full, "format_version": FORMAT_VERSION}

@@ -138,7 +138,7 @@ class SavedSections:
     describe: Callable[[Latents], Latents] = lambda latents: latents  # adds what made them, before they are written
 
     def found(self, key: str) -> SectionState | None:
-        """The state of the newest unfinished sampling of the same ``key`` that can be read; None for none or no key."""
+        """The state of the newest unfinished sampling of ``key`` that can be read; None without one, or for no key."""
         for saved in (each for each in (listing(self.folder) if key else ()) if each.unfinished):
             path = self.folder / f"{saved.id}.safetensors"
             try:

@@ -150,8 +150,8 @@ def _with_recipe(pipeline: Pipeline, lora: LoRA, names: Names, trained: dict[str
     return replace(pipeline, plan=replace(pipeline.plan, decisions=(*others, *said)))
 
 
-def named(text: str) -> tuple[Path, float, str]:
-    """File, strength (1) and blocks (all) of a text such as ``style.safetensors:0.8:double 0-9``; else InputError."""
+def named(text: str) -> tuple[Path, float, str]:  # raises InputError for another text
+    """File, strength and blocks of a text such as ``style.safetensors:0.8:double 0-9``; 1 and all by default."""
     match = NAMED.fullmatch(text)
     try:
         strength = float((match and match[2]) or 1.0)
@@ -331,7 +331,7 @@ def _pattern(trained: Mapping[str, Any], name: str) -> Alphas:  # CheckpointErro
 
 def _metadata(notes: Mapping[str, str]) -> dict[str, Any]:
     """The notes of diffusers on a transformer's LoRA in its file: ``lora_alpha``, ``alpha_pattern``, ``use_rslora``; or
-    Genmo's of Mochi's; empty for an absurd alpha or rank. Source: genmoai/mochi ``demos/fine_tuner/train.py``."""
+    Genmo's for Mochi; empty for an absurd alpha or rank. Source: genmoai/mochi ``demos/fine_tuner/train.py``."""
     noted = json_object(notes.get("lora_adapter_metadata", "{}")) or {}
     own = {key.removeprefix("transformer."): value for key, value in noted.items() if "text_encoder" not in key}
     genmo = json_object(notes.get("kwargs", "{}")) or {}
@@ -427,8 +427,8 @@ def _merge(module: nn.Module, lora: LoRA) -> Callable[[], None]:
 
 def _lengthened(weight: torch.Tensor, product: torch.Tensor, magnitude: torch.Tensor, of_sum: bool) -> torch.Tensor:
     """The sum of a weight and what a DoRA adds, its rows (or columns) as long as the file says; rows are measured after
-    the sum (``of_sum``, peft's) or before. Source: peft ``tuners/lora/dora.py``; ComfyUI
-    ``comfy/weight_adapter/base.py``, before."""
+    the sum (``of_sum``, as peft does) or before it (as ComfyUI). Source: peft ``tuners/lora/dora.py``; ComfyUI
+    ``comfy/weight_adapter/base.py``."""
     flat, changed = weight.flatten(1), (weight + product).flatten(1)
     if magnitude.shape[0] == flat.shape[0]:
         length = (changed if of_sum else flat).norm(dim=1, keepdim=True)

@@ -61,7 +61,7 @@ def reader_of(files: PartFiles) -> Callable[[Progress], nn.Module]:
 def _tensors(
     files: PartFiles, advance: Callable[[int], None], views: set[int], leave: Container[str] = ()
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a part, without those named in ``leave``, in their dtypes (fp16 that overflows in the part's);
+    """The tensors of a part, without those named in ``leave``, in their dtypes (where fp16 overflows, the part's own);
     adds to ``views`` the addresses of views of a file. Raises CheckpointError for a spoilt weight."""
     tensors: dict[str, torch.Tensor] = {}
     wanted = {name: entry for name, entry in files.entries.items() if name not in leave}
@@ -223,7 +223,7 @@ def tool_reader(family: FamilySpec, library: str, folder: Path) -> Callable[[], 
 
 def _processor_class(folder: Path) -> str:
     """The transformers class that reads a tokenizer or an image processor. transformers 5.0 rebuilds a Llama 3
-    ``tokenizer.json`` as another kind without spaces (huggingface/transformers#45488), so one is taken as it is."""
+    ``tokenizer.json`` as another kind and drops all spaces (huggingface/transformers#45488): it is taken as it is."""
     if folder.name.endswith(("processor", "extractor")):
         return "AutoImageProcessor"
     config = folder / "tokenizer_config.json"
@@ -342,8 +342,8 @@ def _require_castable(part: PartFiles, choice: str, device: torch.device, wrong:
 
 
 def _stored(part: PartFiles, choice: str, device: torch.device, wrong: Wrong) -> PartFiles:
-    """``part`` stored by ``choice``. Its packed weights stay so with one of FILE_CHOICES, unless the file has float8
-    and ``device`` not: then they are made dense on the host while they are read."""
+    """``part`` stored by ``choice``. Its packed weights stay so with one of FILE_CHOICES, unless the file has float8,
+    which ``device`` lacks: then they are made dense on the host while they are read."""
     lacks = any(e.dtype in ("F8_E4M3", "F8_E5M2") for e in part.entries.values()) and wrong(FLOAT8, device)
     packs = any(packed.stays_packed(name, entry) for name, entry in part.entries.items())
     return replace(part, storage=choice, keeps_packed=packs and choice in FILE_CHOICES and not lacks)
