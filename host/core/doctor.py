@@ -311,6 +311,13 @@ class WatchedVAE:
     def decode_tiled(self, samples: Any, *args: Any, **kwargs: Any) -> Any:
         return self._checked(samples, functools.partial(super().decode_tiled, samples, *args, **kwargs))  # type: ignore[misc]
 
+    def watched_outside(self, fit: Callable[[Any], tuple[Any, Any]]) -> tuple[Any, Any]:
+        """The results of ``fit`` on the VAE without its Doctor, which then looks at what the fitted one lets through."""
+        bare: Any = copy.copy(self)
+        bare.__class__ = type(self).__bases__[1]
+        fitted, decisions = fit(bare)
+        return watched_vae(fitted, self.__dict__["doctor"]), decisions
+
     def _checked(self, samples: Any, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         """The frames that ``run`` decodes from ``samples``, in this order: after reloading weights that changed on the
         device; if wrong, after reloading streamed ones too; if finite and only unlikely, as they are where fp32 gives

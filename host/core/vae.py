@@ -262,13 +262,8 @@ def fit_vae(
     machine: ModelDevice | None = None,
 ) -> tuple[Any, Sequence[Decision]]:
     """A copy of ``vae`` whose results are checked on this device, and what was decided; InputError for no VAE."""
-    from .doctor import WatchedVAE, watched_vae
-
-    if isinstance(vae, WatchedVAE):  # the Doctor looks at what the fit lets through
-        unwatched = copy.copy(vae)
-        unwatched.__class__ = type(vae).__bases__[1]
-        fitted, decisions = fit_vae(unwatched, precision, causal_masks, keep_latents, machine)
-        return watched_vae(fitted, vae.doctor), decisions  # type: ignore[attr-defined]
+    if hasattr(vae, "watched_outside"):
+        return vae.watched_outside(lambda bare: fit_vae(bare, precision, causal_masks, keep_latents, machine))
     if isinstance(vae, CoreVAE):
         return vae, (Decision("vae", "as it is", "a pipeline of AnyGPU checks its own decodes"),)
     if getattr(vae, "first_stage_model", None) is None or not hasattr(vae, "patcher"):
