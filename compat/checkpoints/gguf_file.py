@@ -48,7 +48,7 @@ class Header:
         return self.take(self.number("Q")).decode("utf-8")
 
     def value(self, kind: int) -> Any:
-        """The next value of a note: a number, a text, or a short list of numbers; None for another list."""
+        """A note's next value; None for a list of texts or many numbers, ValueError for unknown types or huge lists."""
         if kind in NUMBERS:
             return self.number(NUMBERS[kind])
         if kind == TEXT:
@@ -86,7 +86,7 @@ def gguf_header(path: Path) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
 
 
 def _contents(path: Path, header: Header, stamp: tuple[int, int]) -> tuple[dict[str, TensorEntry], dict[str, Any]]:
-    """:func:`gguf_header` from behind the magic on; ValueError and its like for damage too."""
+    """:func:`gguf_header` from behind the magic on; damage may raise ValueError too. ``stamp``: size, mtime in ns."""
     version, tensors, notes = header.number("I"), header.number("Q"), header.number("Q")
     if version not in (2, 3) or max(tensors, notes) > MOST_ENTRIES:
         raise _damaged(path, f"version {version}, {tensors} tensors and {notes} notes")
@@ -121,7 +121,9 @@ def _contents(path: Path, header: Header, stamp: tuple[int, int]) -> tuple[dict[
 def _entry(
     path: Path, name: str, sides: list[int], kind: int, start: int, notes: Mapping[str, Any], stamp: tuple[int, int]
 ) -> TensorEntry:
-    """The entry of a tensor of GGUF's type number ``kind``; its ``sides`` are the lengths of its axes, last first."""
+    """The entry of a tensor of GGUF's type number ``kind``; ``sides`` are the lengths of its axes, last first, unless a
+    note has its shape before it was flattened. Raises UnsupportedError for a type not decoded, CheckpointError for rows
+    that are not whole blocks."""
     gguf = imported("gguf")
     try:
         codec = gguf.GGMLQuantizationType(kind)

@@ -34,9 +34,9 @@ class Packing(NamedTuple):
 
 
 def unpacked(codec: str, stored: Tensor, sides: Sides, group: int, dtype: torch.dtype) -> Tensor:
-    """Dense rows (N, K) as ``dtype`` on the device of ``stored``, computed in fp32 and rounded once. A ``codec`` of
-    :data:`PACKINGS` takes some rows at a time, a GGUF type all at once.
-    ``stored`` (N, elements); ``sides`` as of :func:`laid_out`; ``group``: columns rotated together, 0 for none."""
+    """Dense rows (N, K) as ``dtype`` on the device of ``stored`` (N, elements), computed in fp32 and rounded once.
+    ``codec`` is a key of :data:`PACKINGS`, unpacked some rows at a time, or a GGUF type, all at once; ``sides`` are as
+    of :func:`laid_out`, of which ``pre_scale`` multiplies columns last; ``group``: columns rotated together, or 0."""
     packing, rows = PACKINGS.get(codec), stored.shape[0]
     if packing is None:
         return _blocks(stored, codec).to(dtype)
@@ -54,7 +54,7 @@ def unpacked(codec: str, stored: Tensor, sides: Sides, group: int, dtype: torch.
 
 
 def rows_of(sides: Sides, rows: int, part: Any) -> dict[str, Tensor]:
-    """The side tensors of some of ``rows`` rows: a slice, or a tensor of their numbers."""
+    """``sides`` for the rows ``part``, a slice or tensor of indices, of ``rows``; a side for all rows is kept whole."""
     return {name: side[part] if side.shape[0] == rows else side for name, side in sides.items()}
 
 
@@ -75,7 +75,7 @@ def laid_out(side: Tensor, how: str | int, rows: int, columns: int) -> Tensor:
 
 
 def fits(name: str, how: str | int, count: int, rows: int, columns: int) -> bool:
-    """True where a side tensor of ``count`` numbers can belong to a weight of (``rows``, ``columns``)."""
+    """True where ``count`` numbers, laid out as ``how``, can be side ``name`` of a weight (``rows``, ``columns``)."""
     if how == ALL:
         return 0 < count == {**SIZES, "pre_scale": columns}.get(name, count)
     if how == ROW:
@@ -97,7 +97,7 @@ def rotated(values: Tensor, group: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _table(name: str | int, device: torch.device) -> Tensor:
-    """The values of all codes of a format, for devices without its dtype; under a number ConvRot's matrix."""
+    """A format's fp32 values by code, for devices without its dtype; for a number ConvRot's matrix of that side."""
     if isinstance(name, int):
         matrix = four = torch.ones(4, 4) - 2 * torch.eye(4).flip(1)
         while len(matrix) < name:
@@ -119,7 +119,7 @@ def float8_values(codes: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _fp32(side: Tensor, codes: str = "e4m3") -> Tensor:
-    """A side tensor in fp32; bytes are float8 of the format ``codes``."""
+    """A side tensor in fp32; bytes are float8 in the format ``codes``, a name of :func:`_table`."""
     if side.dtype is torch.uint8:
         return _table(codes, side.device)[side.int()]
     return bf16_bits_to_fp32(side) if side.dtype is torch.bfloat16 else side.float()

@@ -125,7 +125,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
             return self._remembered[name]
 
     def keep(self, name: str, value: Any) -> None:
-        """Save a plain value that was measured elsewhere, in place of an earlier one."""
+        """Save a plain value that was measured elsewhere, in place of an earlier one; without syncing the disk."""
         with self._lock:
             self._remembered[name] = value
             self._new.add(name)
@@ -215,7 +215,7 @@ class ProbeStore(Mapping[str, ProbeResult]):
 
 
 def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
-    """The result of one probe on the device of ``facts``; UnsupportedError if the device has stopped answering."""
+    """The result of a probe on the device of ``facts``; UnsupportedError if it raises and the device is silent then."""
     started = time.perf_counter()
     try:
         with torch.inference_mode(False), torch.no_grad():
@@ -231,8 +231,7 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
 
 
 def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:
-    """Key of stored answers: the device, its driver, the build of torch, torch's flags and the probes."""
-    # The system's own kernel is left out: it changes every week, and what depends on it is not a probe.
+    """Key of answers: device, driver, torch's build and flags, the probes; not the system's kernel, new each week."""
     versions = {name: version for name, version in facts.versions.items() if name != "kernel"}
     device = (facts.backend, facts.name, facts.arch, facts.total_bytes, facts.driver)
     parts = (*device, facts.torch_version, facts.torch_build, versions, dict(asked), suite.SUITE)

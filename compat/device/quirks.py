@@ -71,7 +71,7 @@ class DevicePolicy:
     expandable_segments: bool = True  # of torch's allocator
 
     def care(self, *effects: str) -> list[Decision]:
-        """One decision per row that sets a field of the policy; if ``effects`` names fields, one of these."""
+        """A decision for each row that sets a field of the policy; with ``effects`` for each that sets one of them."""
         rows = (row for row in self.rows if row.effect.keys() & set(effects or row.effect))
         return [Decision("care", row.done, source=row.source) for row in rows]
 
@@ -91,7 +91,7 @@ def active(facts: DeviceFacts) -> tuple[Quirk, ...]:
 
 
 def policy_for(facts: DeviceFacts) -> DevicePolicy:
-    """The policy for the device of ``facts``: the smallest of each cap, and each switch as the last row sets it."""
+    """The policy for the device of ``facts``: each cap's smallest, the last row's switches, an operation's first row."""
     rows = active(facts)
     wrong, costly, effects = dict[str, Quirk](), dict[str, Quirk](), dict[str, Any]()
     for row in rows:
@@ -104,7 +104,7 @@ def policy_for(facts: DeviceFacts) -> DevicePolicy:
 
 @contextmanager
 def convolution_switches(policy: DevicePolicy, library: bool = True) -> Iterator[None]:
-    """Turn off cuDNN, or MIOpen, or its tuning for the block as ``policy`` has it; without ``library`` all of it."""
+    """Turn off cuDNN (MIOpen) or its tuning for the block where ``policy`` says so; without ``library`` always off."""
     off = {"enabled": not (library and policy.vae_cudnn), "benchmark": not policy.benchmark}
     with ExitStack() as stack:
         for name in filter(off.get, off):
@@ -173,7 +173,7 @@ def abilities(facts: DeviceFacts, probes: Probes = None, policy: DevicePolicy | 
 
 
 def works(abilities: Mapping[str, Any], name: str, dtype: torch.dtype) -> bool:
-    """True if :func:`abilities` has operation ``name`` as working in ``dtype``, or lists neither; a bool is for all."""
+    """True if ``name`` in ``dtype`` works by these :func:`abilities`, or is not listed; a bool is for all dtypes."""
     by_dtype = abilities.get(name, True)
     return bool(by_dtype.get(NAMES.get(dtype, ""), True)) if isinstance(by_dtype, Mapping) else bool(by_dtype)
 

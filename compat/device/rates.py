@@ -171,7 +171,8 @@ def rates_of(facts: DeviceFacts) -> Rates | None:
 
 
 def work_of(function: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]:
-    """FLOPs and bytes of one dispatched operation: each input once, however far it is broadcast, and each output."""
+    """FLOPs and bytes of one dispatched operation: of each input that it reads, once however far it is broadcast, and
+    of each output; none for views and for what only makes a tensor."""
     name = function.__name__.partition(".")[0]
     if function.is_view or name.startswith(FREE):
         return 0.0, 0

@@ -30,9 +30,8 @@ def _rows(unsure: str) -> tuple[Wording, ...]:
 SHORTAGE = _rows("")
 UNSURE = _rows("yes")  # a shortage or something else, which the device alone can tell: `failures.is_shortage` asks it
 KERNEL_LIMIT = "out of resource: "  # Triton on shared memory or registers; Inductor puts "OutOfMemoryError" before it
-# ERROR_ARENA_TRASHED, _NOT_ENOUGH_MEMORY, _INVALID_BLOCK, _OUTOFMEMORY, _NO_SYSTEM_RESOURCES, _COMMITMENT_LIMIT and
-# _NOT_ENOUGH_QUOTA of winerror.h. Their texts are in the user's language (Comfy-Org/ComfyUI#6606), and CPython makes
-# EINVAL of three of them (PC/errmap.h).
+# ERROR_ARENA_TRASHED, _NOT_ENOUGH_MEMORY, _INVALID_BLOCK, _OUTOFMEMORY, _NO_SYSTEM_RESOURCES, _COMMITMENT_LIMIT,
+# _NOT_ENOUGH_QUOTA of winerror.h: localised texts (Comfy-Org/ComfyUI#6606), three EINVAL in CPython (PC/errmap.h).
 WINDOWS = (7, 8, 9, 14, 1450, 1455, 1816)
 NUMBER = re.compile(r"\[winerror (\d+)\]|\(os error (\d+)\)")  # CPython's and Rust's ways to write one
 
@@ -59,7 +58,7 @@ def says_shortage(error: BaseException) -> bool:
 
 
 def _is_of_windows(error: BaseException) -> bool:
-    """True if ``error`` has one of Windows' numbers; other systems give the small ones to other errors."""
+    """True if ``error`` has one of Windows' numbers; with another system's own text for it, Rust's does not count."""
     text = words_of(error)
     for python, rust in NUMBER.findall(text):
         if int(python or rust) in WINDOWS and (python or os.strerror(int(rust)).lower() not in text):

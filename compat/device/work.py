@@ -35,12 +35,10 @@ META = torch.device("meta")
 TIMED = ("cpu", *CLOCKED)
 PROBED, PUBLISHED = "probed", "published"
 LEAST_SECONDS = {"cpu": 0.02}  # of a timed call: shorter ones measure the launch
-CALL_SECONDS, DEVICE_SECONDS, WARM_SECONDS = 0.005, 0.05, 0.3  # on an accelerator: of a call, of a batch that is timed,
-# and of work before any timing, in which clocks rise
+CALL_SECONDS, DEVICE_SECONDS, WARM_SECONDS = 0.005, 0.05, 0.3  # GPUs: a call, a batch, first work that raises clocks
 MOST_SIDE = 8192  # of square operands
 MOST_BYTES = LINK_BYTES = 1 << 28  # of the operands of a timed call, and of a timed copy over the link
-BEYOND_CACHES = 8 * 96 * 2**20  # of a copy: an RTX 5090 has 96 MB of cache, and 67 MB on an RTX 4090 read as 3.9 TB/s
-# (mli/transformers-benchmarks#4)
+BEYOND_CACHES = 8 * 96 * 2**20  # an RTX 5090 has 96 MB; a 4090 read 67 MB at 3.9 TB/s (mli/transformers-benchmarks#4)
 NARROW, HEAD_WIDTH = 64, 128  # of the heads of attention: LTX-Video 2B's, and those of all other families
 CONVOLVED = (1, 128, 6, 32)  # and a width: on a CPU, torch has a path of a third of the speed for less
 FEW, WIDE = (1, 768, 3, 16, 1), (768, 768, 3, 3, 3)  # voxels and weights of a convolution that is nearly all weights
@@ -300,8 +298,7 @@ def measured_pace(
     """The pace of ``device``: times products, two convolutions, attention, a copy and launches, for about a second."""
     timer = _Timer(device, clock)
 
-    def tensor(*shape: int) -> Tensor:
-        # an A100 multiplies zeros at 295 TFLOPS, random values at 257, for which its clock falls (thonking.ai)
+    def tensor(*shape: int) -> Tensor:  # not zeros, which an A100 multiplies at 295 TFLOPS, others at 257 (thonking.ai)
         return torch.arange(math.prod(shape), dtype=torch.float32, device=device).sin_().to(dtype).view(shape)
 
     def product(side: int) -> Callable[[], Any]:
