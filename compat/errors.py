@@ -1,6 +1,5 @@
-"""Errors that a user can act on, in one line: found; expected; fix. And the checks that raise them: choices, ranges,
-and the memory that files of unknown origin may take.
-ComfyUI shows ``__module__`` before the message, and loads this file under its folder's name; so it is set."""
+"""Errors that a user can act on, in a line (found; expected; fix), and checks that raise them: choices, ranges, memory
+for files. ComfyUI shows ``__module__`` before the message and loads this file under its folder's name; so it is set."""
 
 from __future__ import annotations
 

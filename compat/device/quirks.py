@@ -91,7 +91,7 @@ def active(facts: DeviceFacts) -> tuple[Quirk, ...]:
 
 
 def policy_for(facts: DeviceFacts) -> DevicePolicy:
-    """The policy for the device of ``facts``: each cap's smallest, the last row's switches, an operation's first row."""
+    """The policy for the device of ``facts``: each cap's least, the last row's switches, an operation's first row."""
     rows = active(facts)
     wrong, costly, effects = dict[str, Quirk](), dict[str, Quirk](), dict[str, Any]()
     for row in rows:

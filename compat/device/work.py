@@ -86,7 +86,7 @@ class Pace:
     staged_link: float = 0.0  # and by way of pinned memory, into which the host copies what comes next
 
     def quicker(self, factors: Mapping[str, float]) -> Pace:
-        """The pace of lossy forms of some kinds of operations, so many times as quick as the exact ones."""
+        """This pace with the kinds in ``factors``, such as ``product``, so many times as quick by a lossy form."""
         return replace(self, **{kind: getattr(self, kind) * factor for kind, factor in factors.items()})
 
     def seconds(self, work: Work) -> float:
@@ -135,7 +135,7 @@ class _CountingMode(TorchDispatchMode):
         return result
 
     def _without_data(self, function: Any, args: Any) -> tuple[bool, Any]:
-        """Detect an operation that asks a meta tensor for its data, and return its result for all-valid input."""
+        """True and a result as for unpadded input if an operation reads a meta tensor's data, else False and None."""
         first = args[0] if args else None
         if not isinstance(first, Tensor) or first.device != META:
             return False, None
@@ -220,7 +220,7 @@ def counted_once(key: Any, count: Callable[[], Any]) -> Any:
 
 
 def _is_empty_mask(function: Any, args: Any) -> bool:
-    """True for an inverted meta mask, such as that of padding, which selects nothing, or a view of one."""
+    """True for a meta mask that is taken to select nothing: an inverted one, as of padding, or a view of one."""
     first = args[0] if args else None
     if not isinstance(first, Tensor) or first.device != META or first.dtype is not torch.bool:
         return False
@@ -246,8 +246,8 @@ def _kind(function: Any, flops: float) -> str:
 def pace_of(
     facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype, kernel: str = "", width: int = HEAD_WIDTH
 ) -> Pace | None:
-    """Rates of the device in ``dtype`` by a short test, saved in ``store``, else by its data sheet; None if unknown.
-    ``kernel`` is that of attention, as ``Attention.label`` names it, ``width`` that of its heads."""
+    """Rates of the device in ``dtype`` by a short test, saved in ``store``, else (without one or a result) by its data
+    sheet; None if unknown. ``kernel`` is that of attention, as ``Attention.label`` has it, ``width`` its heads'."""
     name = str(dtype).removeprefix("torch.")
     saved, attention_ms = dict[str, Any](), dict[str, Any]()
     if store is not None and facts.device.type in TIMED:
@@ -337,7 +337,7 @@ def measured_pace(
 
 
 def _links(device: torch.device) -> dict[str, float]:
-    """Bytes per second of copies to ``device`` by field of :class:`Pace`; 0 where a copy fails."""
+    """Bytes per second of copies to ``device`` by field of :class:`Pace`; 0 if one fails or memory cannot be pinned."""
 
     def rate(pinned: bool) -> float:
         host = torch.zeros(LINK_BYTES, dtype=torch.uint8, pin_memory=pinned).fill_(1)  # zeros are one page until then
@@ -370,6 +370,7 @@ class _Timer:
         return self.device.type == "cpu"
 
     def warm(self, call: Callable[[], Any]) -> None:
+        """Repeat ``call`` for :data:`WARM_SECONDS`, in batches of up to 64, so that the clocks have risen."""
         spent, count = 0.0, 1
         while spent < WARM_SECONDS:
             spent, count = spent + self._once(partial(_repeat, call, count)), min(2 * count, 64)

@@ -46,7 +46,7 @@ class WeightGroup:
         return self.hooks.device
 
     def onload(self) -> None:
-        """Bring the tensors to the device, until :meth:`offload` was called as often."""
+        """Bring the tensors to the device, until :meth:`offload` was called as often; a failure restores them."""
         if self.depth == 0:
             with _outside_modes():
                 try:
@@ -57,7 +57,7 @@ class WeightGroup:
         self.depth += 1
 
     def offload(self, ahead: bool = True) -> None:
-        """End one use; after the last one the tensors are their host weights again. ``ahead``: the next groups come."""
+        """End a use; the last makes the tensors their host weights again and, if ``ahead``, starts copying the next."""
         self.depth = max(0, self.depth - 1)
         if self.depth == 0:
             with _outside_modes():
@@ -113,7 +113,8 @@ class GroupHooks:
         return max((group.total_bytes for group in self._inner or self.groups), default=0)
 
     def onload(self, group: WeightGroup) -> None:
-        """Make the tensors of ``group`` their copies on the device, which the computation waits for."""
+        """Make the tensors of ``group`` their copies on the device, which the computation waits for; note its turn. The
+        first group of a run also starts copying the next ones; others do that as they leave."""
         last, self._last = self._last, group
         if last is not None:
             self._next[last] = group
@@ -203,7 +204,7 @@ class GroupHooks:
             group = self._next.get(group)
 
     def _copy(self, group: WeightGroup, layout: GroupLayout, copies: CopyStream) -> tuple[torch.Tensor, torch.Event]:
-        """Start copying a group: its memory on the device, and the event of its arrival."""
+        """Start copying a group; returns its memory on the device, and the event of its arrival."""
         for dtype in {weight.dtype for _, weight in group.host_weights}:
             self._require_exact(dtype)
         arriving = copies.bytes_on_device(layout, self.progress.check)
@@ -247,7 +248,7 @@ class GroupHooks:
             self.progress.step(self._came, self.total_bytes, ProgressStage("moving", text, True))
 
     def offload(self) -> None:
-        """Make every tensor its host weight, whatever was cut short, and forget what came ahead or stayed."""
+        """Make every tensor its host weight, even after a run that was cut short; drop what came ahead or stayed."""
         self._ahead.clear()
         self._resident.clear()
         self._last, self._came = None, 0
@@ -293,7 +294,7 @@ def _outside_modes() -> Iterator[None]:
 
 
 def _pre_forward(group: WeightGroup, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Onload the group, and its inputs made where its host weights are, such as T5's relative positions."""
+    """Onload the group, and the inputs made on the device of its host weights, such as T5's relative positions."""
     group.onload()
     device = group.execution_device
     if not any(isinstance(x, torch.Tensor) and x.device != device for x in (*args, *kwargs.values())):
@@ -351,7 +352,7 @@ def group_of(module: nn.Module) -> WeightGroup | None:
 
 @contextmanager
 def own_tensors(module: nn.Module) -> Iterator[None]:
-    """Onload the own parameters and buffers of ``module`` for the block; ``sequential`` leaves them on the host."""
+    """Onload the own parameters and buffers of ``module`` for the block, by our group's hooks or accelerate's."""
     hook, group = getattr(module, "_hf_hook", None), group_of(module)
     if group is not None:
         group.onload()
@@ -426,7 +427,7 @@ def own_tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 def _groups_in(
     module: nn.Module, by_block: bool, inside: bool = False
 ) -> Iterator[tuple[nn.Module, list[nn.Module], bool]]:
-    """Each module whose forward brings a group, the modules whose tensors are in it, and if a list of blocks has it."""
+    """Each module whose forward brings a group, the modules with its tensors, and True ``inside`` a list of blocks."""
     yield module, [module], inside
     for child in module.children():
         if by_block and isinstance(module, nn.ModuleList):
