@@ -43,9 +43,8 @@ class Check:
 
 
 def check(facts: DeviceFacts, store: ProbeStore, families: Mapping[str, ModelPrecision]) -> Iterator[Check]:
-    """Ask the device's probes again; yield a :class:`Check` for each conversion, load, Conv3d, attention, and known bug
-    that is gone, but only the first if the device does not answer. ``families`` maps titles of models to their dtypes:
-    only a dtype that ``auto`` computes in can fail a check."""
+    """Ask the device's probes again; yield a :class:`Check` for each conversion, load, Conv3d, attention and known bug
+    that is gone; a silent device has only one. ``families``: dtypes by model; those that ``auto`` avoids never fail."""
     silent = device_fault(facts.device)
     yield Check("the device answers", FAILED if silent else PASSED, silent)
     if silent:

@@ -168,7 +168,7 @@ def possible_shape(sides: Iterable[int]) -> tuple[int, ...]:
 
 
 def json_object(text: str | bytes) -> dict[str, Any] | None:
-    """The JSON object in ``text``; None if there is none."""
+    """The JSON object in ``text``; None for anything else, or more than the reading budget allows."""
     try:
         content = json_within(text, "metadata")
     except (CheckpointError, ValueError):

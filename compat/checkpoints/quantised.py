@@ -29,8 +29,8 @@ STRANGERS |= {".quant_state.bitsandbytes__fp4": "fp4 (bitsandbytes)", ".SCB": "i
 
 
 def with_scales(entries: Mapping[str, TensorEntry], notes: Mapping[str, str], path: Path) -> dict[str, TensorEntry]:
-    """``entries`` with side tensors attached to their packed weights, and without those that only describe a format.
-    Raises UnsupportedError for a format that is not read, CheckpointError for a side tensor that fits no weight."""
+    """``entries`` under their models' names, packed weights with their side tensors, without what only describes a
+    format. Raises UnsupportedError for formats that are not read, CheckpointError for a side tensor of no weight."""
     for suffix, kind in STRANGERS.items():
         if stranger := next((name for name in entries if name.endswith(suffix)), ""):
             raise unread(path, stranger.removesuffix(suffix), kind)

@@ -142,6 +142,7 @@ def _scaled(stored: Tensor, sides: Sides) -> Tensor:
 
 
 def _w4a8(stored: Tensor, sides: Sides) -> Tensor:
+    """W4A8 as fp32: codes by the codebook, else -8 to 7, scaled to int8 by run, then scaled by row and corrected."""
     codes = _halves(stored)
     values = sides["codebook"].float()[0][codes] if "codebook" in sides else codes.float() - 8
     values = _runs(values, _fp32(sides["s_rel"])).round_().clamp_(-127, 127)  # rounding belongs to the format
@@ -158,6 +159,7 @@ def _awq(stored: Tensor, sides: Sides) -> Tensor:
 
 
 def _nf4(stored: Tensor, sides: Sides) -> Tensor:
+    """nf4 as fp32: codebook values times the ``absmax`` of their run, which is itself unpacked if it is nested."""
     absmax = sides["absmax"]
     if "nested" in sides:  # the scales are packed too, in runs that do not end with a row
         index = (sides["start"] + torch.arange(absmax.shape[1], device=absmax.device)) // NESTED
@@ -167,7 +169,7 @@ def _nf4(stored: Tensor, sides: Sides) -> Tensor:
 
 def unnested(sides: dict[str, Tensor], offset: float) -> dict[str, Tensor]:
     """Side tensors of nf4 whose scales (``absmax``) are packed too, in runs of :data:`NESTED`: each row gets the scales
-    ``nested`` of the runs that it touches, and ``start``, where in the first of them it begins."""
+    ``nested`` of the runs that it touches, and ``start``, where in the first it begins; ``offset`` is added last."""
     rows, wide = sides["absmax"].shape
     start, nested = torch.arange(rows)[:, None] * wide, sides["nested"].flatten().float()
     runs = start // NESTED + torch.arange((wide - 2) // NESTED + 2)  # a row of ``wide`` scales touches at most so many

@@ -247,7 +247,7 @@ def _unpacked(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: C
     rows = entry.shape[0] if entry.shape else 1
     result = torch.empty((rows, math.prod(entry.shape[1:])), dtype=dtype)
     width = entry.total_bytes // rows
-    sides = _sides(file, replace(entry, swapped=False, heads=0))
+    sides = _sides(file, replace(entry, swapped=False, heads=0))  # rows in the file's order; the caller reorders
     file.seek(entry.start)
     for first in range(0, rows, max(1, SLICE_BYTES // width)):
         part = result[first : first + max(1, SLICE_BYTES // width)]

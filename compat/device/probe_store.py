@@ -167,8 +167,8 @@ class ProbeStore(Mapping[str, ProbeResult]):
         self._asking = outer
 
     def _read(self) -> None:
-        """Load saved results, which another store may have written, but for those new here; a damaged file is ignored.
-        The probe that was running when its process ended counts as unusable."""
+        """Load the saved results, which another store may have written; those new here win. A damaged file is ignored.
+        The probe that was running when its process ended counts as unusable, the value measured then as None."""
         if self.path is None:
             return
         try:

@@ -139,9 +139,8 @@ class GroupHooks:
                 by_index = dict(send_together(sources, self.send))
             return [by_index[index] for index in range(len(by_index))]
         missed = group not in self._ahead
-        if missed:
+        if missed:  # two groups out of turn, one after the other, are another order than last time; one is not
             needed = sum(other.total_bytes for other in (group, *self._ahead) if other not in self._stays)
-            # Two groups out of turn, one after the other, are another order than last time; a single one is not.
             if self._missed or (self.room_bytes is not None and needed > self.room_bytes):
                 self._ahead.clear()
             self._ahead[group] = self._copy(group, group.layout, self.copies)
@@ -266,14 +265,13 @@ class GroupHooks:
         for owner, members, inside in _groups_in(self.module, self.by_block):
             tensors = {id(tensor): tensor for member in members for tensor in own_tensors_of(member)}
             own = [tensor for key, tensor in tensors.items() if key not in group_of_tensor]
-            # T5 shares its embedding between two modules: whichever runs brings the group that has it
             groups = list(dict.fromkeys(group_of_tensor[key] for key in tensors if key in group_of_tensor))
             if own:
                 groups.append(WeightGroup(own, self))
                 self.groups.append(groups[-1])
                 self._inner += [groups[-1]] if inside else []
                 group_of_tensor |= {id(tensor): groups[-1] for tensor in own}
-            if groups:
+            if groups:  # T5 shares its embedding between two modules: whichever runs brings the group that has it
                 yield owner, members, groups
 
     def _attach(self) -> None:
