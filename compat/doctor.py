@@ -234,7 +234,7 @@ def _output_with(repair: Repair, networks: nn.ModuleDict, run: Callable[[], Any]
 
 
 def distance(output: Any, exact: Any) -> float:
-    """Relative L2 of two outputs of a network."""
+    """Relative L2 of the difference of a network's ``output`` from the ``exact`` one, over all tensors in them."""
     pairs = list(zip(tensors_in(output), tensors_in(exact), strict=True))
     error = sum(float((a.detach().float() - b.detach().float()).square().sum()) for a, b in pairs)
     return math.sqrt(error / max(sum(float(b.detach().float().square().sum()) for _, b in pairs), 1e-30))

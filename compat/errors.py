@@ -69,7 +69,7 @@ class MissingPackageError(PackError, ImportError):
 def require_range(
     name: str, value: float, low: float, high: float, unit: str = "", nearest: int | None = None, advice: str = ""
 ) -> None:
-    """Raise InputError unless ``low <= value <= high``; it names ``nearest`` or the nearer limit, then ``advice``."""
+    """Raise InputError unless ``low <= value <= high``; its fix is ``nearest`` or the nearer limit, then ``advice``."""
     if not low <= value <= high:
         valid = min(max(low, value), high) if nearest is None else nearest
         fix = f"The nearest valid value is {valid:g}{advice}."
@@ -106,7 +106,7 @@ def json_cost(text: bytes) -> int:
 
 def json_within(text: str | bytes, subject: str, **options: Any) -> Any:
     """The value of a JSON text, read as ``json.loads`` with ``options`` does.
-    Raises CheckpointError above :func:`reading_budget`, and ValueError for no JSON, or one nested too deeply."""
+    Raises CheckpointError above :func:`reading_budget`, ValueError if no JSON, above JSON_BYTES, or nested too deep."""
     raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     if len(raw) > JSON_BYTES:
         raise ValueError(f"more than {JSON_BYTES:,} bytes")

@@ -138,7 +138,7 @@ def conv3d(facts: DeviceFacts, dtype: torch.dtype, sizes: DeviceSizes) -> Iterat
 
 
 def fit_errors(facts: DeviceFacts, sizes: DeviceSizes) -> Iterator[Figure]:
-    """The error of a product whose operand has outliers beyond fp16, against fp64: in each dtype, and in safe fp16."""
+    """The error of a product whose operand has outliers beyond fp16, against fp64: in each dtype, fp16 as safe fp16."""
     layer, x = nn.Linear(sizes.width, SAMPLED).requires_grad_(False), _noise(0, SAMPLED, sizes.width)
     layer.weight.copy_(_noise(1, SAMPLED, sizes.width).half() / 64)
     x[:, ::97] *= OUTLIER  # in every 97th column

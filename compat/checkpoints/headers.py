@@ -97,7 +97,7 @@ def opened(path: Path, buffering: int = -1) -> Iterator[BinaryIO]:
 
 
 def header_in(file: BinaryIO, path: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """The tensors and the metadata that the open file of ``path`` declares, as :func:`entries_and_notes`."""
+    """The tensors and the metadata that the open file of ``path`` declares, checked as by :func:`entries_and_notes`."""
     status = os.fstat(file.fileno())
     begins = file.read(32)
     if len(begins) < 8:
@@ -123,7 +123,7 @@ def damaged(
     path: Path, problem: str, fix: str = "The download was cut short. Download the file again.",
     expected: str = "a whole safetensors file",
 ) -> CheckpointError:  # fmt: skip
-    """The error for a file whose content does not match its name."""
+    """The error for a file that, as its text goes on, has ``problem``: content that does not match its name."""
     return CheckpointError(f"{str(path)!r} has {problem}", expected=expected, fix=fix)
 
 

@@ -131,7 +131,7 @@ def is_exact(layer: nn.Module) -> bool:
 
 @contextmanager
 def without_unpacking(module: nn.Module) -> Iterator[None]:
-    """Give packed layers, for the block, a ``weight`` of right dtype, shape and device without values. Not to nest."""
+    """For the block, give packed layers a ``weight`` of right dtype, shape and device, but no values. Not to nest."""
     layers = [owner for owner in module.modules() if isinstance(owner, Stored)]
     for layer in layers:
         one = torch.empty((), dtype=layer.dense_dtype, device=layer.stored.device)

@@ -61,7 +61,7 @@ def rows_of(sides: Sides, rows: int, part: Any) -> dict[str, Tensor]:
 def laid_out(side: Tensor, how: str | int, rows: int, columns: int) -> Tensor:
     """The side tensor of a weight (``rows``, ``columns``), with a row for each of the weight's rows, or one for all.
     ``how`` is :data:`ROW`, :data:`ROWS`, :data:`COLUMNS`, :data:`ALL`, or the length of the blocks whose scales lie in
-    the tiles of 128 rows and 4 blocks that cuBLAS reads. Float8 comes back as bytes, which any device holds."""
+    the tiles of 128 rows and 4 blocks that cuBLAS reads. 8-bit dtypes come back as uint8, which any device holds."""
     side = side.view(torch.uint8) if side.dtype.itemsize == 1 else side
     if how == ALL or side.numel() == 1:
         return side.reshape(1, -1)

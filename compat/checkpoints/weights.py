@@ -276,7 +276,7 @@ def _dense(file: BinaryIO, entry: TensorEntry, dtype: torch.dtype, advance: Call
 
 
 def described(files: Sequence[Path]) -> dict[str, TensorEntry]:
-    """All tensors of a part's ``files`` by name, each with its mask, and packed weights with their side tensors.
+    """All tensors of a part's ``files`` by name, sparse ones with their masks, packed ones with their side tensors.
     Raises CheckpointError for damage or a name in two files, UnsupportedError for a format that is not read."""
     entries: dict[str, TensorEntry] = {}
     for file in files:

@@ -155,7 +155,7 @@ def _refusals(registry: Any, function: str, given: dict[str, Any]) -> Iterator[s
 
 
 def kitchen_decisions(facts: DeviceFacts, answers: Answers) -> Iterator[Decision]:
-    """Decisions for a report: each format's path under the Fit nodes, and why no faster one; none without comfy-kitchen."""
+    """Decisions for a report: each format's path with Fit nodes, why none is faster; empty without comfy-kitchen."""
     for layer_format in FUNCTIONS if KITCHEN in facts.versions else ():
         taken, (_, why) = path_for(facts, layer_format, answers), kitchen_backend(layer_format, facts.device)
         reason = "; ".join(filter(None, (why, taken.why)))

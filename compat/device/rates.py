@@ -100,7 +100,7 @@ class Rates:
 
 
 def _row(name: str, generation: str, fp16: float, memory: float, link: float, sizes: tuple[int, ...] = ()) -> Rates:
-    """The rates of a card with ``fp16`` FLOPs, ``memory`` and ``link`` bytes per second; no link: memory is shared."""
+    """The rates of a card with ``fp16`` FLOPs, ``memory`` and ``link`` bytes per second; 0: shared memory."""
     own = GENERATIONS[generation]
     return Rates(
         name=name, fp16=fp16 * own.fp16, bf16=fp16 * own.bf16, fp32=fp16 * own.fp32, memory=memory,

@@ -42,14 +42,14 @@ def words_of(error: BaseException) -> str:
 
 
 def has_row(error: BaseException, rows: Sequence[Wording]) -> bool:
-    """True if ``error``, of a class that back ends raise, has the words of one of ``rows``."""
+    """True if ``error``, of a class that back ends raise and no kernel's limit, has the words of one of ``rows``."""
     text = words_of(error)
     raised = isinstance(error, (RuntimeError, OSError)) and KERNEL_LIMIT not in text
     return raised and any(row.text in text for row in rows)
 
 
 def says_shortage(error: BaseException) -> bool:
-    """True if ``error`` reports out of memory in any back end's way."""
+    """True if ``error`` reports out of memory in any back end's way; False for this pack's own errors."""
     if isinstance(error, PackError):
         return False
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or getattr(error, "errno", None) == errno.ENOMEM:

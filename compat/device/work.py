@@ -91,7 +91,7 @@ class Pace:
 
     def seconds(self, work: Work) -> float:
         """Time of ``work``. An operation takes the longer of computing and moving; filters and copies only move.
-        Launches take their time beside all that where they run ``ahead``, so that the longer counts; else on top."""
+        Launches, of all but filters, count if they take longer than that and run ``ahead``; else they add to it."""
         speeds = {rates.PRODUCT: self.product, rates.CONVOLUTION: self.convolution, rates.ATTENTION: self.attention}
 
         def once(kind: str, flops: int, moved: int) -> float:
@@ -112,6 +112,7 @@ class _CountingMode(TorchDispatchMode):
         self.work, self.tokens = work, tokens
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The result of an operation, whose work is counted, and a convolution's filters beside it; views are free."""
         kwargs = kwargs or {}
         with self:  # in inference mode, as ComfyUI runs nodes, a product arrives whole: its parts are counted
             result = function.decompose(*args, **kwargs)
@@ -198,7 +199,7 @@ def counting(tokens: int = 0) -> Iterator[Work]:
 
 @contextlib.contextmanager
 def counting_on_meta(tokens: int = 0) -> Iterator[Work]:
-    """The work of the block, whose tensors are on the meta device; one thread at a time."""
+    """The work of the block, whose tensors are on the meta device; one thread at a time: it patches torch.autocast."""
     with _patching, counting(tokens) as work, _AttentionMode(work):
         autocast = torch.autocast
         torch.autocast = _Autocast  # type: ignore[misc]
@@ -209,7 +210,7 @@ def counting_on_meta(tokens: int = 0) -> Iterator[Work]:
 
 
 def counted_once(key: Any, count: Callable[[], Any]) -> Any:
-    """Return ``count()``, from memory if the same key was counted before."""
+    """Return ``count()``, or what it returned for the same key if that is among the newest :data:`KEPT`."""
     counted = _counts.get(key)
     if counted is None:
         counted = count()

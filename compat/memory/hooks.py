@@ -167,7 +167,7 @@ class GroupHooks:
         self._resident = {group: there for group, there in self._resident.items() if group in self._stays}
 
     def leave(self, group: WeightGroup, ahead: bool) -> None:
-        """Start copying the next groups, if ``ahead``, while the device still computes, and give ``group`` up."""
+        """Start copying the next groups, if ``ahead``, while the device still computes; then restore ``group``."""
         if group.layout is None or self.copies is None:
             group.restore()
             return
@@ -280,7 +280,7 @@ class GroupHooks:
                 owner.register_forward_pre_hook(partial(_pre_forward, group), with_kwargs=True)
                 owner.register_forward_hook(partial(_post_forward, group), always_call=True)
             for member in members:
-                member.__dict__[GROUP] = groups[-1]
+                member.__dict__[GROUP] = groups[-1]  # the one of own tensors, if any, comes last
         self.module.__dict__[HOOKS] = self
 
 
@@ -319,7 +319,7 @@ def _is_ours(hook: Any) -> bool:
 
 
 def _unhook(module: nn.Module) -> None:
-    """Take every hook of ours off ``module``, found by its function, and the marks; nothing moves."""
+    """Take our hooks, found by their functions, and our attributes off ``module`` and its children; nothing moves."""
     for member in module.modules():
         for hooks in (member._forward_pre_hooks, member._forward_hooks):
             for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
