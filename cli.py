@@ -219,7 +219,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Render while the doctor watches and print its fault; 1 for one. ``--plan``, ``--save-job`` as :func:`render`."""
+    """Render while the doctor watches; print the fault and return 1 if it finds one. Plans and jobs: :func:`render`."""
     from .compat.output_check import COLOUR, NotFinite, is_flat
 
     if arguments.plan or arguments.save_job is not None:
@@ -291,7 +291,7 @@ def replay(arguments: argparse.Namespace) -> int:
 
 
 def _machine(arguments: argparse.Namespace, models: tuple[Path, ...] = (), files: tuple[Path, ...] = ()) -> Machine:
-    """This machine as the flags describe it; ``models`` and ``files`` are searched after the usual folders."""
+    """This machine as the flags describe it; ``models`` and ``files`` are searched after the folders of the flags."""
     from .compat.device.facts import accelerators, default_device, free_bytes
     from .pipelines.pipeline import DEMOS
     from .pipelines.records.places import Machine, Places

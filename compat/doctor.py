@@ -176,7 +176,7 @@ def examine(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault = not_
 
 
 def _run_with_hooks(networks: nn.ModuleDict, run: Callable[[], Any], fault: Fault) -> tuple[Finding | None, Any]:
-    """The finding of one ``run``, one that is not finite before any other, and its output, None if it was cut short."""
+    """The finding of one ``run``, NaN and infinity before other faults, and its output, None if it was cut short."""
     search, output = _Search(networks, fault), None
     with search.hooked(), torch.compiler.set_stance(AS_WRITTEN):
         try:
@@ -293,7 +293,7 @@ class _Search:
         return after
 
     def _note_finite(self, name: str, module: nn.Module, given: Any, output: Any) -> None:
-        """Note of a finite ``output`` the largest value, if a block's, and the first other fault that is new."""
+        """Note the largest value of a finite ``output`` if a block's, and the first other fault not in ``given``."""
         if self.fault is not not_finite and self.second is None:
             fault, wrong = _wrong(output, self.fault)
             if fault and not _wrong(given, self.fault)[0]:

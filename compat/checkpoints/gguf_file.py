@@ -122,8 +122,7 @@ def _entry(
     path: Path, name: str, sides: list[int], kind: int, start: int, notes: Mapping[str, Any], stamp: tuple[int, int]
 ) -> TensorEntry:
     """The entry of a tensor of GGUF's type number ``kind``; ``sides`` are the lengths of its axes, last first, unless a
-    note has its shape before it was flattened. Raises UnsupportedError for a type not decoded, CheckpointError for rows
-    that are not whole blocks."""
+    note has the shape it had. UnsupportedError for a type that is not decoded, CheckpointError for broken blocks."""
     gguf = imported("gguf")
     try:
         codec = gguf.GGMLQuantizationType(kind)

@@ -123,7 +123,7 @@ def damaged(
     path: Path, problem: str, fix: str = "The download was cut short. Download the file again.",
     expected: str = "a whole safetensors file",
 ) -> CheckpointError:  # fmt: skip
-    """The error for a file that, as its text goes on, has ``problem``: content that does not match its name."""
+    """The error that the file at ``path`` has ``problem``: content that does not match its name."""
     return CheckpointError(f"{str(path)!r} has {problem}", expected=expected, fix=fix)
 
 
@@ -197,8 +197,8 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entries(path: Path, header: dict[str, Any], base: int, stamp: tuple[int, int]) -> dict[str, TensorEntry]:
-    """The tensors of a header; their bytes must fill the file, of ``stamp[0]`` bytes, once from ``base`` on, else
-    CheckpointError. UnsupportedError for a dtype that is not read."""
+    """The tensors of a header. CheckpointError unless their bytes fill the file (``stamp[0]`` bytes) from ``base`` on,
+    each byte once; UnsupportedError for a dtype that is not read."""
     entries: dict[str, TensorEntry] = {}
     try:
         for name, record in header.items():

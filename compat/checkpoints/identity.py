@@ -158,9 +158,8 @@ def bytes_of(values: torch.Tensor) -> bytes:
 
 def _hash_of(path: Path, file_hash: Callable[[Path], str]) -> str:
     """The ``file_hash`` of a file, empty for a missing path; of a folder, even an empty one, a hash over the names and
-    hashes of its files, links included, that are not hidden and end in :data:`SUFFIXES`: of the parts that a pipeline's
-    index names, else of all. Parts that a demo model borrows do not count: both ship with the pack, and change
-    together. What cannot be read is raised as :func:`.headers.unreadable`."""
+    hashes of its files, links included, that decide its output (:data:`SUFFIXES`), in parts that a pipeline's index
+    names, else in all. Parts that a demo model borrows do not count: both ship with the pack, and change together."""
     try:
         if path.is_file():
             return file_hash(path)

@@ -78,8 +78,8 @@ def require_version(path: Path, record: Mapping[str, Any], subject: str, newest:
 
 
 def finite(tensor: torch.Tensor, subject: str, choice: str, fix: str = AGAIN) -> tuple[torch.Tensor, str]:
-    """``tensor`` without NaN and infinity, and a text on what was done, empty for nothing. ``choice`` refuse raises
-    InputError; clamp makes NaN 0, and infinity the largest or least finite value in ``tensor`` (0 without one)."""
+    """``tensor`` without NaN and infinity, and a text on what was done, empty for nothing. The choice ``refuse`` raises
+    InputError; ``clamp`` makes NaN 0, and infinity the largest or least finite value in ``tensor``, 0 without one."""
     require_choice("not_finite", choice, NOT_FINITE, "Choose refuse.")
     if not tensor.is_floating_point():
         return tensor, ""

@@ -21,7 +21,7 @@ CALLED = re.compile(  # of what torch lets a pickle call, only this makes no mor
 
 
 def pickled_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file that torch pickled, mapped from a ZIP; nothing in it is run. CheckpointError for anything else."""
+    """The tensors of a file that torch pickled, mapped from a ZIP; nothing in it is run. CheckpointError for others."""
     try:
         size = plain_status(path).st_size
         with path.open("rb") as file:

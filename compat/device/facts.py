@@ -116,7 +116,7 @@ def accelerators(device: torch.device) -> tuple[torch.device, ...]:
 
 
 def facts_for(device: torch.device | str | DeviceFacts | None = None) -> DeviceFacts:
-    """Facts about ``device`` (None: the default one; facts are returned as they are). UnsupportedError if silent."""
+    """Facts about ``device`` (None: the default one; facts pass through); UnsupportedError if it does not answer."""
     if isinstance(device, DeviceFacts):
         return device
     chosen = default_device() if device is None else _parsed(device)

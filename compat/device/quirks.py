@@ -91,7 +91,8 @@ def active(facts: DeviceFacts) -> tuple[Quirk, ...]:
 
 
 def policy_for(facts: DeviceFacts) -> DevicePolicy:
-    """The policy for the device of ``facts``: each cap's least, the last row's switches, an operation's first row."""
+    """The policy for the device of ``facts``: of the rows that apply, the smallest value of each cap, the last value of
+    each switch, and the first row that names an operation."""
     rows = active(facts)
     wrong, costly, effects = dict[str, Quirk](), dict[str, Quirk](), dict[str, Any]()
     for row in rows:
@@ -104,7 +105,7 @@ def policy_for(facts: DeviceFacts) -> DevicePolicy:
 
 @contextmanager
 def convolution_switches(policy: DevicePolicy, library: bool = True) -> Iterator[None]:
-    """Turn off cuDNN (MIOpen) or its tuning for the block where ``policy`` says so; without ``library`` always off."""
+    """For the block, turn off cuDNN (MIOpen) or its tuning if ``policy`` says so; without ``library`` cuDNN anyway."""
     off = {"enabled": not (library and policy.vae_cudnn), "benchmark": not policy.benchmark}
     with ExitStack() as stack:
         for name in filter(off.get, off):

@@ -100,7 +100,7 @@ class Rates:
 
 
 def _row(name: str, generation: str, fp16: float, memory: float, link: float, sizes: tuple[int, ...] = ()) -> Rates:
-    """The rates of a card with ``fp16`` FLOPs, ``memory`` and ``link`` bytes per second; 0: shared memory."""
+    """The rates of a card: ``fp16`` FLOPs, ``memory`` and ``link`` bytes per second; a link of 0: memory is shared."""
     own = GENERATIONS[generation]
     return Rates(
         name=name, fp16=fp16 * own.fp16, bf16=fp16 * own.bf16, fp32=fp16 * own.fp32, memory=memory,
@@ -172,7 +172,7 @@ def rates_of(facts: DeviceFacts) -> Rates | None:
 
 def work_of(function: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, int]:
     """FLOPs and bytes of one dispatched operation: of each input that it reads, once however far it is broadcast, and
-    of each output; none for views and for what only makes a tensor."""
+    of each output; none for views and :data:`FREE` operations."""
     name = function.__name__.partition(".")[0]
     if function.is_view or name.startswith(FREE):
         return 0.0, 0

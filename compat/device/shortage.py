@@ -42,7 +42,7 @@ def words_of(error: BaseException) -> str:
 
 
 def has_row(error: BaseException, rows: Sequence[Wording]) -> bool:
-    """True if ``error``, of a class that back ends raise and no kernel's limit, has the words of one of ``rows``."""
+    """True if ``error``, of a class that back ends raise, has the words of one of ``rows`` and of no kernel's limit."""
     text = words_of(error)
     raised = isinstance(error, (RuntimeError, OSError)) and KERNEL_LIMIT not in text
     return raised and any(row.text in text for row in rows)
@@ -58,7 +58,8 @@ def says_shortage(error: BaseException) -> bool:
 
 
 def _is_of_windows(error: BaseException) -> bool:
-    """True if ``error`` has one of Windows' numbers; with another system's own text for it, Rust's does not count."""
+    """True if ``error`` has a number of :data:`WINDOWS`. Rust writes other systems' in the same way: they are told
+    apart by this system's text for the number, which stands beside it."""
     text = words_of(error)
     for python, rust in NUMBER.findall(text):
         if int(python or rust) in WINDOWS and (python or os.strerror(int(rust)).lower() not in text):

@@ -91,7 +91,7 @@ class Pace:
 
     def seconds(self, work: Work) -> float:
         """Time of ``work``. An operation takes the longer of computing and moving; filters and copies only move.
-        Launches, of all but filters, count if they take longer than that and run ``ahead``; else they add to it."""
+        Launches, of all but filters, run beside that if ``ahead``, so that the longer counts, and else add to it."""
         speeds = {rates.PRODUCT: self.product, rates.CONVOLUTION: self.convolution, rates.ATTENTION: self.attention}
 
         def once(kind: str, flops: int, moved: int) -> float:
@@ -248,7 +248,7 @@ def pace_of(
     facts: DeviceFacts, store: ProbeStore | None, dtype: torch.dtype, kernel: str = "", width: int = HEAD_WIDTH
 ) -> Pace | None:
     """Rates of the device in ``dtype`` by a short test, saved in ``store``, else (without one or a result) by its data
-    sheet; None if unknown. ``kernel`` is that of attention, as ``Attention.label`` has it, ``width`` its heads'."""
+    sheet; None if unknown. ``kernel`` is attention's, as ``Attention.label`` has it, ``width`` that of its heads."""
     name = str(dtype).removeprefix("torch.")
     saved, attention_ms = dict[str, Any](), dict[str, Any]()
     if store is not None and facts.device.type in TIMED:
