@@ -90,7 +90,7 @@ def reading_budget(size: int) -> int:
 
 
 def afford(subject: str, cost: int, size: int, fix: str = "Export or download it again.") -> int:
-    """``cost``, the bytes that reading ``subject`` takes; CheckpointError if above :func:`reading_budget`."""
+    """``cost``, the bytes to read ``subject``; CheckpointError if above the :func:`reading_budget` of its ``size``."""
     if cost > reading_budget(size):
         found = f"{subject} of {size / 1e6:.3g} MB, which takes {cost / 1e6:,.0f} MB to read"
         expected = f"at most {reading_budget(size) / 1e6:,.0f} MB, 10 x the file + {READING_BYTES // 10**6} MB"

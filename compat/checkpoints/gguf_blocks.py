@@ -65,7 +65,7 @@ def _fields(b: Tensor, codec: str) -> tuple[Tensor, Tensor, Tensor | None, Tenso
         words = _words(b[:, 34:], 2)
         index, delta = b[:, 2:34] | _bits(words, THREES, 7) << 8, 0.125 - 0.25 * (words >> 15)
         return d * (2 * (words >> 12 & 7) + 1), index, None, delta
-    words, high = _words(b[:, 48:], 2), _bits(b[:, 32:48], NIBBLES, 15)
+    words, high = _words(b[:, 48:], 2), _bits(b[:, 32:48], NIBBLES, 15)  # IQ1_M
     parts = (words >> 12) << torch.tensor((*NIBBLES, 8, 12), device=b.device)  # of an fp16 scale, 4 bits a word
     d = _half(torch.cat([parts.sum(1, keepdim=True) & 255, parts.sum(1, keepdim=True) >> 8], 1))
     return d * (2 * _bits(words, THREES, 7) + 1), b[:, :32] | (high & 7) << 8, None, 0.125 - 0.25 * (high >> 3)

@@ -112,7 +112,7 @@ def whole_of(path: Path, state: Path | None, check: Callable[[], None] | None = 
         if path not in _asked:
             _asked.add(path)
             _waiting.put((path, state))
-            if len(_asked) == 1:
+            if len(_asked) == 1:  # it was empty, so that no thread runs
                 threading.Thread(target=_hash_in_background, name="anygpu-hashes", daemon=True).start()
     return ""
 

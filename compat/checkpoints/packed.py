@@ -235,7 +235,7 @@ def as_in_files(module: nn.Module) -> dict[str, torch.Tensor]:
         tensors[f"{name}.weight"] = stored = tensors.pop(f"{name}.stored")
         for side in layer.sides:
             values = tensors.pop(f"{name}.{side}")
-            values = values.view(torch.float8_e4m3fn) if values.dtype is torch.uint8 else values
+            values = values.view(torch.float8_e4m3fn) if values.dtype is torch.uint8 else values  # bytes by laid_out
             tensors[f"{name}.weight_{side}"] = values if side in ("scale", "s_rel") else values.flatten()
         kind = "int8_tensorwise" if stored.dtype is torch.int8 else str(stored.dtype).removeprefix("torch.")
         about: dict[str, Any] = {"format": kind if layer.codec == SCALED else layer.codec}

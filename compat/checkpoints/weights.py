@@ -172,7 +172,7 @@ def is_view(entry: TensorEntry) -> bool:
 
 def _pages(file: Any) -> mmap.mmap:
     """The file as memory whose changes would stay out of it; read-only on Windows. On a cold load the hint to read from
-    front to back beat every other way. Linux reserves no memory for writes, or it would refuse a larger file."""
+    front to back beat every other way. Linux reserves nothing for writes, or would refuse files above its memory."""
     if READ_ONLY:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     if sys.platform == "linux":

@@ -231,7 +231,7 @@ def answer(probe: suite.Probe, facts: DeviceFacts) -> ProbeResult:
 
 
 def key_of(facts: DeviceFacts, asked: Mapping[str, bool]) -> str:
-    """Key of answers: device, driver, torch's build and flags, the probes; not the system's kernel, new each week."""
+    """Key of answers: device, driver, torch's build and flags, probes; not the kernel, weekly new and of no probe."""
     versions = {name: version for name, version in facts.versions.items() if name != "kernel"}
     device = (facts.backend, facts.name, facts.arch, facts.total_bytes, facts.driver)
     parts = (*device, facts.torch_version, facts.torch_build, versions, dict(asked), suite.SUITE)
